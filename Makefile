@@ -1,0 +1,32 @@
+# Each target makes or refreshes .venv by itself; nothing needs to be installed first but Python 3.11+.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: help venv test test-long lint format bench clean
+
+help: ## Show the commands
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+venv: ## Make or refresh .venv (a torch >= 2.11 that is already here is used, not replaced)
+	@$(PYTHON) scripts/setup_venv.py dev hf
+
+test: venv ## Run the tests (at most 10 minutes on 2 cores)
+	$(BIN)/python -m pytest -n 2 -m "not long"
+
+test-long: venv ## Run the long tests (at most 30 minutes on 2 cores)
+	$(BIN)/python -m pytest -n 2 -m long
+
+lint: venv ## Check style and types
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m mypy
+
+format: venv ## Rewrite the code in the house style
+	$(BIN)/python -m ruff check --fix .
+	$(BIN)/python -m ruff format .
+
+bench: venv ## Run the benchmarks that need no GPU
+	$(BIN)/python -m benchmarks
+
+clean: ## Remove .venv and caches
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,119 @@
+"""Make or refresh .venv: `python3 scripts/setup_venv.py [extra ...]`. Standard library only.
+
+Two ways:
+- fresh: the Python at hand has no torch >= 2.11. Everything is installed, at the versions in constraints.txt.
+- borrowed: it has one (a GPU machine). That torch, and whatever else is installed beside it, is seen from
+  .venv as it is; only what is missing gets installed. Without a network braid is linked in and what stays
+  missing is named.
+
+A stamp inside .venv remembers what it was made from, so a second call takes milliseconds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+VENV = ROOT / ".venv"
+STAMP = VENV / "made-from"
+NEEDED_PYTHON = (3, 11)
+NEEDED_TORCH = (2, 11)
+
+
+def borrowable_torch() -> str | None:
+    """The version of a torch >= 2.11 that this Python already has, or None."""
+    try:
+        version = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    numbers = tuple(int(n) for n in re.findall(r"\d+", version)[:2])
+    return version if numbers >= NEEDED_TORCH else None
+
+
+def fingerprint(extras: list[str], torch: str | None) -> str:
+    sources = [(ROOT / name).read_text() for name in ("pyproject.toml", "constraints.txt")]
+    sources += [Path(__file__).read_text(), sys.version, sys.prefix, str(ROOT), str(torch), *sorted(extras)]
+    return hashlib.sha256("\0".join(sources).encode()).hexdigest()
+
+
+def constraints_without_installed() -> list[str]:
+    """constraints.txt less the packages that the borrowed Python already has, whatever their version."""
+    installed = {_plain(d.metadata["Name"]) for d in importlib.metadata.distributions()}
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    return [line for line in lines if _plain(line.split("==")[0]) not in installed]
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def make(extras: list[str], torch: str | None) -> None:
+    """Build .venv anew and install braid with `extras` into it."""
+    shutil.rmtree(VENV, ignore_errors=True)
+    subprocess.run([sys.executable, "-m", "venv", str(VENV)], check=True)
+    constraints = ROOT / "constraints.txt"
+    if torch is not None:
+        paths = sysconfig.get_paths()
+        (site_packages() / "borrowed.pth").write_text(f"{paths['purelib']}\n{paths['platlib']}\n")
+        constraints = VENV / "constraints.txt"
+        constraints.write_text("\n".join(constraints_without_installed()) + "\n")
+    target = f"{ROOT}[{','.join(extras)}]" if extras else str(ROOT)
+    pip = [str(VENV / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    installed = subprocess.run([*pip, "--constraint", str(constraints), "--editable", target])
+    if installed.returncode == 0:
+        return
+    if torch is None:
+        shutil.rmtree(VENV, ignore_errors=True)
+        sys.exit("set-up: pip could not install what braid needs (its message is above); .venv was removed")
+    link_without_network()
+
+
+def site_packages() -> Path:
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    return VENV / "lib" / version / "site-packages"
+
+
+def link_without_network() -> None:
+    """The borrowed Python has the big packages: make braid importable and say what is missing."""
+    (site_packages() / "braid.pth").write_text(f"{ROOT / 'src'}\n")
+    command = VENV / "bin" / "braid"
+    command.write_text(
+        f"#!{VENV / 'bin' / 'python'}\nimport sys\n\nfrom braid.cli import main\n\nsys.exit(main())\n"
+    )
+    command.chmod(0o755)
+    wanted = re.findall(r'^\s+"([a-z-]+)>=', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    missing = [name for name in wanted if not _has(name)]
+    print(f"set-up: nothing could be installed; braid is linked in. Missing: {', '.join(missing) or 'nothing'}")
+
+
+def _has(distribution: str) -> bool:
+    try:
+        importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def main(extras: list[str]) -> None:
+    if sys.version_info < NEEDED_PYTHON:
+        given = ".".join(str(n) for n in sys.version_info[:3])
+        sys.exit(f"set-up: braid needs Python 3.11 or newer, this is {given}; try `make PYTHON=python3.12 ...`")
+    torch = borrowable_torch()
+    made_from = fingerprint(extras, torch)
+    if STAMP.is_file() and STAMP.read_text() == made_from:
+        return
+    how = "everything in constraints.txt" if torch is None else f"torch {torch} is here and stays"
+    print(f"set-up: making .venv with {sys.executable} ({how}); the first time takes a minute or two", flush=True)
+    make(extras, torch)
+    STAMP.write_text(made_from)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

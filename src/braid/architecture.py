@@ -1,0 +1,98 @@
+"""The shape of a model as data: one frozen dataclass per layer kind, and `Model`, which holds them.
+
+Nothing here imports torch. `braid.nn` builds modules from these values, `braid.plan` counts and checks
+them. Values are choices; whatever follows from them is a property or a function elsewhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Activation = Literal["swiglu", "relu2", "gelu"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention:
+    """Grouped-query softmax attention, the layer `*`."""
+
+    heads: int
+    """Query heads."""
+    kv_heads: int
+    """Key and value heads; each serves heads / kv_heads query heads."""
+    head_dim: int
+    """Channels of one head."""
+    positions: Literal["rope", "none"] = "rope"
+    """How queries and keys learn where they stand: rotary, or not at all."""
+    rope_base: float = 10_000.0
+    """Base of the rotary frequencies."""
+    window: int | None = None
+    """Sliding window: a token sees itself and the window - 1 tokens before it. None sees all."""
+    qk_norm: bool = False
+    """Whether queries and keys pass an RMSNorm per head before the rotation."""
+    bias: bool = False
+    """Whether the four projections have biases."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mlp:
+    """Dense feed-forward, the layer `-`."""
+
+    ffn: int
+    """Channels between the two projections."""
+    activation: Activation = "swiglu"
+    """swiglu has a gate and an up projection; relu2 (squared ReLU) and gelu have an up projection only."""
+    bias: bool = False
+    """Whether the projections have biases."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moe:
+    """Mixture of experts, the layer `E`."""
+
+    experts: int
+    """Routed experts."""
+    top_k: int
+    """Routed experts that each token visits."""
+    ffn: int
+    """Channels between the two projections of one routed expert."""
+    activation: Activation = "swiglu"
+    """Activation of routed and shared experts."""
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    """How router logits become scores."""
+    normalize_top_k: bool = True
+    """Whether the chosen scores are divided by their sum."""
+    scale: float = 1.0
+    """Factor on the chosen scores."""
+    aux_loss: float = 0.01
+    """Weight of the load-balancing loss; 0 turns it off."""
+    shared_ffn: int = 0
+    """Channels of the shared expert that every token visits; 0 means there is none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A language model: a pattern of layers between an embedding and a head."""
+
+    pattern: str
+    """Layers in the pattern language; `braid pattern` explains one."""
+    hidden: int
+    """Channels of the residual stream."""
+    vocab: int
+    """Token ids run from 0 to vocab - 1."""
+    tied: bool = True
+    """Whether the head shares the embedding's weight."""
+    norm: Literal["rms", "layer"] = "rms"
+    """Norm before every layer and before the head."""
+    norm_eps: float = 1e-5
+    """Added to the variance inside every norm."""
+    dropout: float = 0.0
+    """Share of each layer's output that is dropped before it joins the residual stream."""
+    init_std: float = 0.02
+    """Standard deviation of initial weights; projections into the residual stream use init_std / sqrt(2 * layers)."""
+    attention: Attention | None = None
+    """Needed where the pattern has `*`."""
+    mlp: Mlp | None = None
+    """Needed where the pattern has `-`."""
+    moe: Moe | None = None
+    """Needed where the pattern has `E`."""

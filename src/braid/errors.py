@@ -1,0 +1,100 @@
+"""Errors made for people, and the exit code of each kind of failure.
+
+A program that starts braid can tell from the exit code alone what to do next: mend the configuration, look
+at the data, restart. A bug in braid itself is none of these kinds: it keeps its traceback and exits with 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import ClassVar
+
+
+class ExitCode(IntEnum):
+    """What a `braid` command answers to the shell. Documented in docs/exit-codes.md."""
+
+    OK = 0
+    BUG = 1
+    CONFIG = 2
+    DATA = 3
+    CHECKPOINT = 4
+    PEER_LOST = 5
+    HANG = 6
+    NUMERICS = 7
+    PREEMPTED = 8
+
+
+class BraidError(Exception):
+    """A failure whose message is for a person: the command line prints it without a traceback."""
+
+    exit_code: ClassVar[ExitCode]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One thing that is wrong with a run: what was given, which rule it breaks, what to set instead."""
+
+    field: str
+    """Where the value stands, written as on the command line: `optim.lr`."""
+    value: object
+    """What was given."""
+    rule: str
+    """The rule that it breaks, as a sentence without a full stop."""
+    remedy: str
+    """What to set instead."""
+
+    def __str__(self) -> str:
+        return f"{self.field} = {self.value!r}\n  rule  {self.rule}\n  set   {self.remedy}"
+
+
+class ConfigError(BraidError, ValueError):
+    """A run that cannot start. Holds every problem that was found, not only the first."""
+
+    exit_code = ExitCode.CONFIG
+
+    def __init__(self, problems: str | Sequence[Problem]) -> None:
+        self.problems: tuple[Problem, ...] = () if isinstance(problems, str) else tuple(problems)
+        super().__init__(problems if isinstance(problems, str) else _listed(self.problems))
+
+
+def _listed(problems: Sequence[Problem]) -> str:
+    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+    return "\n".join([f"this run cannot start: {count}", *(str(problem) for problem in problems)])
+
+
+class DataError(BraidError, ValueError):
+    """Data that is missing, damaged or outside what the model takes."""
+
+    exit_code = ExitCode.DATA
+
+
+class CheckpointError(BraidError, ValueError):
+    """A checkpoint that is missing, damaged, of another model, or could not be written."""
+
+    exit_code = ExitCode.CHECKPOINT
+
+
+class PeerLostError(BraidError, RuntimeError):
+    """Another rank ended while this one still needed it."""
+
+    exit_code = ExitCode.PEER_LOST
+
+
+class HangError(BraidError, RuntimeError):
+    """A rank made no progress within its timeout."""
+
+    exit_code = ExitCode.HANG
+
+
+class NumericsError(BraidError, ArithmeticError):
+    """Loss or gradients stayed non-finite for longer than the run allows."""
+
+    exit_code = ExitCode.NUMERICS
+
+
+class PreemptedError(BraidError):
+    """The run was asked to stop (SIGTERM, Ctrl-C) and saved its state: the same command continues it."""
+
+    exit_code = ExitCode.PREEMPTED
