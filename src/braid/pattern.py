@@ -1,0 +1,448 @@
+"""The layer-pattern language: text -> Layout.
+
+    pattern = main { "/" depth }        main  = segment { "|" segment }     segment = { item }
+    item    = symbol | group            group = "[" symbol { symbol } "]"   depth   = { symbol }
+
+One symbol is one layer: `M` Mamba-2, `G` gated delta net, `*` attention, `+` latent attention (MLA),
+`D` sparse latent attention, `-` dense MLP, `E` mixture of experts. `|` cuts the stack into segments, one per
+virtual pipeline stage; `[...]` makes several layers one block; `/` begins one depth of multi-token prediction.
+
+`parse` reads the text once; nothing else in braid looks at it again. A `Layout` is an immutable tree
+(segments > blocks > layers) in which every layer knows what it is: its physical number, its block, its
+segment, its MTP depth. `cut`, `stages` and `segment_of` say which pipeline rank holds what.
+
+Every rule is a `PatternError`, with the place marked by a caret.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import NewType
+
+from braid.errors import ConfigError
+
+LayerNumber = NewType("LayerNumber", int)
+"""A layer's physical number: from 1, over the main stack, and from 1 again inside each MTP depth."""
+BlockIndex = NewType("BlockIndex", int)
+"""A block's logical index: from 0, over the main stack, and from 0 again inside each MTP depth."""
+SegmentIndex = NewType("SegmentIndex", int)
+"""A segment's index, from 0, in the order of the text."""
+Depth = NewType("Depth", int)
+"""An MTP depth, from 0; the main stack has none."""
+
+
+class Kind(Enum):
+    """What a layer is; the value is its symbol."""
+
+    MAMBA2 = "M"
+    DELTA_NET = "G"
+    ATTENTION = "*"
+    LATENT_ATTENTION = "+"
+    SPARSE_ATTENTION = "D"
+    MLP = "-"
+    MOE = "E"
+
+    @property
+    def is_mixer(self) -> bool:
+        """Whether the layer moves information between positions."""
+        return self not in (Kind.MLP, Kind.MOE)
+
+
+_MLA_FAMILY = frozenset({Kind.LATENT_ATTENTION, Kind.SPARSE_ATTENTION})
+_SYMBOLS = frozenset(kind.value for kind in Kind)
+_LEGEND = "M G * + D - E, [ ] around a block, | between segments, / before an MTP depth"
+
+
+class PatternError(ConfigError):
+    """A pattern that breaks a rule: the rule, the pattern, and a caret under the place."""
+
+    def __init__(self, rule: str, text: str, position: int) -> None:
+        self.rule = rule
+        self.text = text
+        self.position = position
+        super().__init__(f"{rule}\n  {_one_column_each(text)}\n  {' ' * position}^")
+
+
+def _one_column_each(text: str) -> str:
+    """The text with a dot for every character that might not take exactly one column."""
+    return "".join(c if " " <= c <= "~" else "·" for c in text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """One symbol of the pattern: the physical unit."""
+
+    kind: Kind
+    number: LayerNumber
+    block: BlockIndex
+    segment: SegmentIndex
+    """For a layer of an MTP depth: the last segment, which holds all depths and the head."""
+    depth: Depth | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """One symbol or one group: the unit of checkpoint keys, of sharding and of scheduling."""
+
+    index: BlockIndex
+    layers: tuple[Layer, ...]
+    grouped: bool
+    """Whether the text writes it in brackets."""
+
+    def __str__(self) -> str:
+        symbols = "".join(layer.kind.value for layer in self.layers)
+        return f"[{symbols}]" if self.grouped else symbols
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """The blocks between two `|`: one virtual pipeline stage. It may be empty."""
+
+    index: SegmentIndex
+    blocks: tuple[Block, ...]
+    layers_before: int
+    """Physical layers in earlier segments."""
+    blocks_before: int
+    """Blocks in earlier segments."""
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        return tuple(layer for block in self.blocks for layer in block.layers)
+
+    def __str__(self) -> str:
+        return "".join(str(block) for block in self.blocks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MtpDepth:
+    """One depth of multi-token prediction.
+
+    The text has no groups here; the symbols are gathered into as few blocks as the rules for groups allow, so
+    that `*E` is one block, with the checkpoint keys of `[*E]`, and `MM` is two.
+    """
+
+    depth: Depth
+    blocks: tuple[Block, ...]
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        return tuple(layer for block in self.blocks for layer in block.layers)
+
+    def __str__(self) -> str:
+        return "".join(layer.kind.value for layer in self.layers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """A parsed pattern."""
+
+    segments: tuple[Segment, ...]
+    """At least one; in the order of the text."""
+    mtp: tuple[MtpDepth, ...]
+    """The MTP depths, all alike; empty where there are none."""
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """The main stack's blocks, in order."""
+        return tuple(block for segment in self.segments for block in segment.blocks)
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """The main stack's layers, in order."""
+        return tuple(layer for segment in self.segments for layer in segment.layers)
+
+    def kinds(self) -> frozenset[Kind]:
+        """Every kind of layer that occurs, MTP depths included."""
+        depths = (layer for depth in self.mtp for layer in depth.layers)
+        return frozenset(layer.kind for layer in (*self.layers, *depths))
+
+    def __str__(self) -> str:
+        main = "|".join(str(segment) for segment in self.segments)
+        return "/".join([main, *(str(depth) for depth in self.mtp)])
+
+
+# ---------------------------------------------------------------------------------------------- parse
+
+
+@dataclass(frozen=True)
+class _Symbol:
+    kind: Kind
+    position: int
+
+
+@dataclass(frozen=True)
+class _Item:
+    symbols: tuple[_Symbol, ...]
+    grouped: bool
+
+
+def parse(text: str | None) -> Layout:
+    """Read a pattern. `None` and the empty text mean a stack without layers."""
+    text = "" if text is None else text
+    main, *depths = _split(text, "/")
+    segments = [_read_items(text, *span) for span in _split(text, "|", *main)]
+    depth = _read_depths(text, depths)
+    _check_one_attention_family(text, [*_symbols(segments), *depth])
+    unnumbered = [[([s.kind for s in item.symbols], item.grouped) for item in items] for items in segments]
+    return _layout(unnumbered, [s.kind for s in depth], len(depths) if depth else 0)
+
+
+def _split(text: str, separator: str, start: int = 0, end: int | None = None) -> list[tuple[int, int]]:
+    """The spans of text[start:end] between separators. A separator inside brackets is an error."""
+    end = len(text) if end is None else end
+    spans, opened = [], None
+    for position in range(start, end):
+        match text[position]:
+            case "[":
+                opened = position
+            case "]":
+                opened = None
+            case c if c == separator:
+                if opened is not None:
+                    raise PatternError(
+                        f"the bracket is still open at {c!r}: close it with ] before {c!r}", text, opened
+                    )
+                spans.append((start, position))
+                start = position + 1
+    return [*spans, (start, end)]
+
+
+def _read_items(text: str, start: int, end: int) -> list[_Item]:
+    """The blocks of one segment."""
+    items: list[_Item] = []
+    opened: int | None = None
+    group: list[_Symbol] = []
+    for position in range(start, end):
+        character = text[position]
+        if character == "[":
+            if opened is not None:
+                raise PatternError("a group stands inside a group: groups do not nest", text, position)
+            opened, group = position, []
+        elif character == "]":
+            if opened is None:
+                raise PatternError("] closes a group that was never opened: put [ before it", text, position)
+            _check_group(text, opened, group)
+            items.append(_Item(tuple(group), grouped=True))
+            opened = None
+        elif opened is None:
+            items.append(_Item((_read_symbol(text, position),), grouped=False))
+        else:
+            group.append(_read_symbol(text, position))
+    if opened is not None:
+        raise PatternError("the bracket is never closed: put ] after the group's last layer", text, opened)
+    return items
+
+
+def _read_symbol(text: str, position: int) -> _Symbol:
+    character = text[position]
+    if character in _SYMBOLS:
+        return _Symbol(Kind(character), position)
+    meant = character.upper()
+    hint = f"did you mean {meant!r}?" if meant in _SYMBOLS else f"a pattern is made of {_LEGEND}"
+    raise PatternError(f"{character!r} is not a symbol: {hint}", text, position)
+
+
+def _check_group(text: str, opened: int, group: Sequence[_Symbol]) -> None:
+    if not group:
+        raise PatternError("the group is empty: name its layers or drop the brackets", text, opened)
+    for place, symbol in enumerate(group):
+        earlier = [s.kind for s in group[:place]]
+        if Kind.MOE in earlier:
+            moe = group[earlier.index(Kind.MOE)]
+            raise PatternError("E must be the last layer of its group", text, moe.position)
+        if _shares_keys(symbol.kind, earlier):
+            raise PatternError(
+                f"two layers of this group would share the checkpoint keys of {symbol.kind.value!r}: "
+                "a group holds each kind once, and one softmax attention; split it in two groups",
+                text,
+                symbol.position,
+            )
+
+
+def _shares_keys(kind: Kind, earlier: Sequence[Kind]) -> bool:
+    return kind in earlier or (kind in _MLA_FAMILY and not _MLA_FAMILY.isdisjoint(earlier))
+
+
+def _read_depths(text: str, spans: Sequence[tuple[int, int]]) -> list[_Symbol]:
+    """The symbols of one MTP depth; all depths must read the same."""
+    written = [span for span in spans if span[1] > span[0]]
+    if not written:
+        return []
+    depths = [[_read_depth_symbol(text, position) for position in range(*span)] for span in spans]
+    for (start, end), depth in zip(spans, depths, strict=True):
+        first = [symbol.kind for symbol in depths[0]]
+        if [symbol.kind for symbol in depth] != first:
+            given, wanted = text[start:end], text[slice(*spans[0])]
+            raise PatternError(
+                f"MTP depths must be alike, but {given!r} follows {wanted!r}: repeat the first after each /",
+                text,
+                start,
+            )
+    return depths[0]
+
+
+def _read_depth_symbol(text: str, position: int) -> _Symbol:
+    if text[position] in "[]":
+        raise PatternError("an MTP depth takes no groups: write its layers without brackets", text, position)
+    if text[position] == "|":
+        raise PatternError("an MTP depth takes no |: all depths stay on the last segment", text, position)
+    return _read_symbol(text, position)
+
+
+def _symbols(segments: Sequence[Sequence[_Item]]) -> Iterator[_Symbol]:
+    return (symbol for items in segments for item in items for symbol in item.symbols)
+
+
+def _check_one_attention_family(text: str, symbols: Sequence[_Symbol]) -> None:
+    plain = [s for s in symbols if s.kind is Kind.ATTENTION]
+    latent = [s for s in symbols if s.kind in _MLA_FAMILY]
+    if plain and latent:
+        later = max(plain[0], latent[0], key=lambda s: s.position)
+        raise PatternError(
+            "* cannot stand in one pattern with + or D, MTP depths included: choose one attention family",
+            text,
+            later.position,
+        )
+
+
+# ----------------------------------------------------------------------------------------- the tree
+
+
+_Items = Sequence[tuple[Sequence[Kind], bool]]
+"""Blocks before they are numbered: the kinds of each, and whether it is written in brackets."""
+
+
+def _layout(segments: Sequence[_Items], depth: Sequence[Kind], depths: int) -> Layout:
+    """Number everything."""
+    tree: list[Segment] = []
+    layers_before = blocks_before = 0
+    for index, items in enumerate(segments):
+        blocks = _blocks(items, SegmentIndex(index), layers_before, blocks_before, None)
+        tree.append(
+            Segment(
+                index=SegmentIndex(index),
+                blocks=blocks,
+                layers_before=layers_before,
+                blocks_before=blocks_before,
+            )
+        )
+        layers_before += len(tree[-1].layers)
+        blocks_before += len(blocks)
+    last = SegmentIndex(len(segments) - 1)
+    gathered = [(kinds, len(kinds) > 1) for kinds in _gather(depth)]
+    mtp = (MtpDepth(depth=Depth(d), blocks=_blocks(gathered, last, 0, 0, Depth(d))) for d in range(depths))
+    return Layout(segments=tuple(tree), mtp=tuple(mtp))
+
+
+def _blocks(
+    items: _Items,
+    segment: SegmentIndex,
+    layers_before: int,
+    blocks_before: int,
+    depth: Depth | None,
+) -> tuple[Block, ...]:
+    blocks = []
+    number = layers_before
+    for offset, (kinds, grouped) in enumerate(items):
+        index = BlockIndex(blocks_before + offset)
+        layers = tuple(
+            Layer(kind=kind, number=LayerNumber(number + i), block=index, segment=segment, depth=depth)
+            for i, kind in enumerate(kinds, start=1)
+        )
+        number += len(kinds)
+        blocks.append(Block(index=index, layers=layers, grouped=grouped))
+    return tuple(blocks)
+
+
+def _gather(kinds: Sequence[Kind]) -> list[list[Kind]]:
+    """Cut into as few groups as the rules allow: a group ends after `-` or `E`, and before a repeated kind."""
+    groups: list[list[Kind]] = []
+    for kind in kinds:
+        if groups and groups[-1][-1].is_mixer and not _shares_keys(kind, groups[-1]):
+            groups[-1].append(kind)
+        else:
+            groups.append([kind])
+    return groups
+
+
+# ----------------------------------------------------------------------------------- pipeline stages
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """What one pipeline rank holds: one segment per virtual stage."""
+
+    rank: int
+    segments: tuple[Segment, ...]
+
+
+def cut(layout: Layout, pp: int) -> Layout:
+    """The layout as `pp` pipeline ranks hold it: the text's own segments, or equal ones if it has no `|`."""
+    segments = len(layout.segments)
+    if pp < 1:
+        raise _at_end(layout, f"pp is {pp}: a pipeline has at least one rank")
+    if segments == 1 and pp > 1:
+        return _cut_equally(layout, pp)
+    if segments % pp:
+        fitting = " or ".join(str(n) for n in range(1, segments + 1) if segments % n == 0)
+        raise _at_end(
+            layout,
+            f"{segments} segments cannot be dealt to {pp} pipeline ranks: "
+            f"make their number a multiple of {pp}, or set pp to {fitting}",
+        )
+    return layout
+
+
+def _cut_equally(layout: Layout, pp: int) -> Layout:
+    total = len(layout.layers)
+    if total % pp:
+        fitting = " or ".join(str(n) for n in range(1, total + 1) if total % n == 0)
+        raise _at_end(
+            layout,
+            f"{total} layers cannot be split equally over {pp} pipeline ranks: "
+            f"place | yourself, or set pp to {fitting}",
+        )
+    items: list[list[tuple[list[Kind], bool]]] = [[] for _ in range(pp)]
+    position = 0
+    for block in layout.blocks:
+        first, last = ((layer.number - 1) * pp // total for layer in (block.layers[0], block.layers[-1]))
+        if first != last:
+            raise PatternError(
+                f"an equal split over {pp} pipeline ranks would cut this group: place | yourself",
+                str(layout),
+                position,
+            )
+        items[first].append(([layer.kind for layer in block.layers], block.grouped))
+        position += len(str(block))
+    depth = [layer.kind for layer in layout.mtp[0].layers] if layout.mtp else []
+    return _layout(items, depth, len(layout.mtp))
+
+
+def stages(layout: Layout, pp: int) -> tuple[Stage, ...]:
+    """Who holds what: segment i belongs to pipeline rank i % pp, as its virtual stage i // pp."""
+    segments = cut(layout, pp).segments
+    return tuple(Stage(rank=rank, segments=segments[rank::pp]) for rank in range(pp))
+
+
+def segment_of(layout: Layout, *, pp: int, rank: int, vp: int | None = None) -> Segment:
+    """The segment of one virtual stage. `vp` may be left out only where a rank holds a single segment."""
+    if not 0 <= rank < pp:
+        raise _at_end(layout, f"pipeline rank {rank} does not exist: ranks run from 0 to {pp - 1}")
+    if vp is not None and len(layout.segments) == 1 and pp > 1:
+        raise _at_end(layout, "virtual stages need |: place it between the segments")
+    held = stages(layout, pp)[rank].segments
+    if vp is None and len(held) > 1:
+        raise _at_end(
+            layout, f"each pipeline rank holds {len(held)} segments: say which, vp 0 to {len(held) - 1}"
+        )
+    if vp is not None and not 0 <= vp < len(held):
+        raise _at_end(layout, f"virtual stage {vp} does not exist: each rank holds {len(held)}, counted from 0")
+    return held[vp or 0]
+
+
+def _at_end(layout: Layout, rule: str) -> PatternError:
+    """An error about the main stack as a whole."""
+    text = str(layout)
+    return PatternError(rule, text, len(text.split("/")[0]))
