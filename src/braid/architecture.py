@@ -1,13 +1,18 @@
 """The shape of a model as data: one frozen dataclass per layer kind, and `Model`, which holds them.
 
 Nothing here imports torch. `braid.nn` builds modules from these values, `braid.plan` counts and checks
-them. Values are choices; whatever follows from them is a property or a function elsewhere.
+them. Values are choices; whatever follows from them is a property or a function elsewhere. `problems` lists
+what is wrong with a value by itself; rules between values are the plan's.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
+
+from braid import rules
+from braid.errors import Problem
 
 Activation = Literal["swiglu", "relu2", "gelu"]
 
@@ -33,6 +38,16 @@ class Attention:
     bias: bool = False
     """Whether the four projections have biases."""
 
+    def problems(self, at: str) -> Iterator[Problem]:
+        for name, value in (("heads", self.heads), ("kv_heads", self.kv_heads), ("head_dim", self.head_dim)):
+            yield from rules.at_least(f"{at}.{name}", value, 1)
+        yield from rules.divides(f"{at}.kv_heads", self.kv_heads, self.heads, f"{at}.heads")
+        yield from rules.above(f"{at}.rope_base", self.rope_base, 0)
+        if self.positions == "rope":
+            yield from rules.multiple_of(f"{at}.head_dim", self.head_dim, 2)
+        if self.window is not None:
+            yield from rules.at_least(f"{at}.window", self.window, 1)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Mlp:
@@ -44,6 +59,9 @@ class Mlp:
     """swiglu has a gate and an up projection; relu2 (squared ReLU) and gelu have an up projection only."""
     bias: bool = False
     """Whether the projections have biases."""
+
+    def problems(self, at: str) -> Iterator[Problem]:
+        yield from rules.at_least(f"{at}.ffn", self.ffn, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +86,20 @@ class Moe:
     """Weight of the load-balancing loss; 0 turns it off."""
     shared_ffn: int = 0
     """Channels of the shared expert that every token visits; 0 means there is none."""
+
+    def problems(self, at: str) -> Iterator[Problem]:
+        for name, value in (("experts", self.experts), ("top_k", self.top_k), ("ffn", self.ffn)):
+            yield from rules.at_least(f"{at}.{name}", value, 1)
+        yield from rules.at_least(f"{at}.shared_ffn", self.shared_ffn, 0)
+        yield from rules.at_least(f"{at}.aux_loss", self.aux_loss, 0)
+        yield from rules.above(f"{at}.scale", self.scale, 0)
+        if self.top_k > self.experts >= 1:
+            yield Problem(
+                field=f"{at}.top_k",
+                value=self.top_k,
+                rule=f"a token cannot visit more than {at}.experts ({self.experts})",
+                remedy=f"1 to {self.experts}",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,3 +128,13 @@ class Model:
     """Needed where the pattern has `-`."""
     moe: Moe | None = None
     """Needed where the pattern has `E`."""
+
+    def problems(self, at: str) -> Iterator[Problem]:
+        yield from rules.at_least(f"{at}.hidden", self.hidden, 1)
+        yield from rules.at_least(f"{at}.vocab", self.vocab, 2)
+        yield from rules.above(f"{at}.norm_eps", self.norm_eps, 0)
+        yield from rules.above(f"{at}.init_std", self.init_std, 0)
+        yield from rules.share(f"{at}.dropout", self.dropout)
+        for name, layer in (("attention", self.attention), ("mlp", self.mlp), ("moe", self.moe)):
+            if layer is not None:
+                yield from layer.problems(f"{at}.{name}")

@@ -1,0 +1,59 @@
+"""The command `braid`: words in, exit code out. Nothing is decided here.
+
+The first word after a command is what it works on; options follow. Options come from types, by tyro: any
+field of a run is one. Failures that are meant for people are printed without a traceback, and the exit code
+tells their kind (docs/exit-codes.md).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import braid
+from braid.cli.pattern import explain
+from braid.cli.runs import list_recipes, show
+from braid.cli.words import Command
+from braid.errors import BraidError, ConfigError, ExitCode
+from braid.rules import nearest
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        return _dispatch(words)
+    except BraidError as error:
+        print(f"braid: {error}", file=sys.stderr)
+        return error.exit_code
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader has gone: nobody is left to be told
+        return ExitCode.OK
+
+
+def _dispatch(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(_usage())
+        return ExitCode.OK if words else ExitCode.CONFIG
+    if words[0] in ("-V", "--version"):
+        print(f"braid {braid.__version__}")
+        return ExitCode.OK
+    commands = {command.name: command for command in COMMANDS}
+    if words[0] not in commands:
+        raise ConfigError(f"there is no command {words[0]!r}{nearest(words[0], commands)}\n\n{_usage()}")
+    return commands[words[0]].act(words[1:])
+
+
+def _usage() -> str:
+    left = {command: f"braid {command.name} {command.works_on}".rstrip() for command in COMMANDS}
+    width = max(len(text) for text in left.values())
+    lines = [f"  {text:<{width}}  {command.summary}" for command, text in left.items()]
+    return "\n".join(["usage:", *lines, "", "`--help` after any of these shows its options."])
+
+
+COMMANDS = (
+    Command("recipes", "", "list the recipes", list_recipes),
+    Command("show", "RECIPE", "print a run with all its choices, after overrides", show),
+    Command("pattern", "'PATTERN'", "explain a layer pattern", explain),
+)
+"""Everything that `braid` understands, in the order of its help."""

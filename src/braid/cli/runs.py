@@ -1,0 +1,67 @@
+"""`braid recipes`, `braid show`: which runs there are, and what one of them says."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
+
+from braid import recipes
+from braid.cli.words import options, subject
+from braid.config import Run, flatten, to_json
+from braid.errors import ConfigError, ExitCode
+from braid.plan import plan
+
+
+def list_recipes(words: list[str]) -> int:
+    if words and words[0] not in ("-h", "--help"):
+        raise ConfigError(f"`braid recipes` takes no words, not {words[0]!r}")
+    width = max(len(name) for name in recipes.bundled())
+    for name, recipe in recipes.bundled().items():
+        print(f"{name:<{width}}  {recipes.summary(recipe)}")
+    print(f"{'':<{width}}  A recipe of your own: path/to/file.py:function")
+    return ExitCode.OK
+
+
+RunFields = Annotated[Run, tyro.conf.arg(name=""), tyro.conf.FlagConversionOff]
+"""Every field of a run as an option: `--optim.lr 3e-4`, `--model.tied False`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShowOptions:
+    """Print a run with all its choices, after overrides, and what follows from them."""
+
+    run: RunFields
+    world: int = 1
+    """Ranks to plan for."""
+    json: bool = False
+    """Print the run as JSON."""
+
+
+def show(words: list[str]) -> int:
+    name, rest = subject(words, "show", "RECIPE", _recipe_note())
+    chosen = options(ShowOptions, rest, f"braid show {name}", ShowOptions(run=recipes.load(name)))
+    worked_out = plan(chosen.run, chosen.world)
+    if chosen.json:
+        print(json.dumps(to_json(chosen.run), indent=2))
+        return ExitCode.OK
+    fields = flatten(chosen.run)
+    width = max(len(field) for field in fields)
+    for field, value in fields.items():
+        print(f"{field:<{width}}  {value}")
+    print()
+    for field, value in (
+        ("world", f"{worked_out.world} = pp {chosen.run.mesh.pp} x dp {worked_out.dp}"),
+        ("layers", f"{len(worked_out.layout.layers)} in {len(worked_out.layout.blocks)} blocks"),
+        ("step", f"{worked_out.step_tokens:,} tokens"),
+        ("micro-batch", f"{worked_out.micro_batch_samples} samples"),
+    ):
+        print(f"{field:<{width}}  {value}")
+    return ExitCode.OK
+
+
+def _recipe_note() -> str:
+    names = ", ".join(recipes.bundled())
+    return f"\nRECIPE is one of {names}, or path/to/file.py:function.\n`RECIPE --help` lists every field."

@@ -1,0 +1,242 @@
+"""A run as data: `Run` and its parts, the way it is written to JSON, and what differs between two runs.
+
+Every value here is a choice that somebody makes. Whatever follows from the choices is computed by
+`braid.plan`, after all overrides are in, so that nothing derived can go stale. A recipe is a function that
+returns a `Run`; the command line can set any field of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from braid import rules
+from braid.architecture import Model
+from braid.errors import ConfigError, Problem
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """What is trained on."""
+
+    sources: tuple[str, ...] = ()
+    """Folders made by `braid data build`, or Megatron .bin/.idx prefixes. None: Python's standard library."""
+    weights: tuple[float, ...] = ()
+    """Share of samples from each source; none: in proportion to their tokens."""
+    validation: tuple[str, ...] = ()
+    """Sources to evaluate on; none: the validation part beside each source, where there is one."""
+    tokenizer: str = "bytes"
+    """`bytes`, or a Hugging Face tokenizer.json (extra `hf`); must be the one the sources were built with."""
+    sequence_tokens: int = 512
+    """Tokens in one sample."""
+    packing: Literal["split", "documents"] = "split"
+    """split: documents are joined and cut into samples. documents: whole documents, padded (fine-tuning)."""
+
+    def problems(self, at: str) -> Iterator[Problem]:
+        yield from rules.at_least(f"{at}.sequence_tokens", self.sequence_tokens, 1)
+        if self.weights and len(self.weights) != len(self.sources):
+            yield Problem(
+                field=f"{at}.weights",
+                value=self.weights,
+                rule=f"needs one weight for each of the {len(self.sources)} in {at}.sources",
+                remedy=f"{len(self.sources)} weights, or none",
+            )
+        for place, weight in enumerate(self.weights):
+            yield from rules.above(f"{at}.weights[{place}]", weight, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optim:
+    """AdamW and its learning-rate schedule."""
+
+    lr: float = 3e-4
+    """Peak learning rate."""
+    schedule: Literal["cosine", "wsd"] = "cosine"
+    """After the warm-up: cosine falls at once; wsd stays at the peak and falls linearly at the end."""
+    warmup_steps: int = 0
+    """Steps over which the rate rises from 0 to its peak."""
+    decay_steps: int = 0
+    """wsd: how many of the last steps the rate falls for."""
+    final_lr_share: float = 0.1
+    """The last step's rate as a share of the peak."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of the first and second moments."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay, on matrices only."""
+    clip: float = 1.0
+    """Gradients longer than this are scaled down to it; 0 does not clip."""
+
+    def problems(self, at: str) -> Iterator[Problem]:
+        yield from rules.above(f"{at}.lr", self.lr, 0)
+        yield from rules.above(f"{at}.eps", self.eps, 0)
+        for name, value in (("warmup_steps", self.warmup_steps), ("decay_steps", self.decay_steps)):
+            yield from rules.at_least(f"{at}.{name}", value, 0)
+        for name, amount in (("weight_decay", self.weight_decay), ("clip", self.clip)):
+            yield from rules.at_least(f"{at}.{name}", amount, 0)
+        yield from rules.share(f"{at}.final_lr_share", self.final_lr_share, one_allowed=True)
+        for place, beta in enumerate(self.betas):
+            yield from rules.share(f"{at}.betas[{place}]", beta)
+        if self.schedule == "wsd" and self.decay_steps == 0:
+            yield Problem(
+                field=f"{at}.decay_steps",
+                value=0,
+                rule=f"{at}.schedule wsd falls over the last steps and must know how many",
+                remedy="1 or more",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train:
+    """How long, how much at a time, in which arithmetic."""
+
+    steps: int
+    """Optimizer steps."""
+    batch_samples: int
+    """Samples in one step, over all ranks and micro-batches."""
+    micro_batches: int = 1
+    """Micro-batches in one step; part of the run's meaning, the same on every topology."""
+    seed: int = 0
+    """Seed of initial weights, data order and random masks."""
+    dtype: Literal["bf16", "fp32", "fp64"] = "fp32"
+    """Arithmetic of the model. bf16 keeps fp32 main parameters and optimizer state."""
+    deterministic: bool = False
+    """Whether to refuse kernels whose result depends on timing. CPU runs are deterministic anyway."""
+    eval_every: int = 0
+    """Steps between evaluations; 0 evaluates once, at the end."""
+    eval_samples: int = 64
+    """Samples in one evaluation; 0 turns evaluation off."""
+    log_every: int = 10
+    """Steps between progress lines. metrics.jsonl holds every step."""
+    save_every: int = 0
+    """Steps between checkpoints; 0 saves once, at the end. An interrupted run saves as well."""
+    keep: int = 2
+    """Checkpoints kept."""
+    max_skipped: int = 5
+    """Steps in a row that may be skipped because loss or gradients are not finite."""
+
+    def problems(self, at: str) -> Iterator[Problem]:
+        ones = ("steps", "batch_samples", "micro_batches", "log_every", "keep")
+        zeros = ("seed", "eval_every", "eval_samples", "save_every", "max_skipped")
+        for low, names in ((1, ones), (0, zeros)):
+            for name in names:
+                yield from rules.at_least(f"{at}.{name}", typing.cast(int, getattr(self, name)), low)
+        yield from rules.multiple_of(
+            f"{at}.batch_samples", self.batch_samples, self.micro_batches, f"{at}.micro_batches"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mesh:
+    """How ranks share the work. What the axes leave over is data parallel."""
+
+    pp: int = 1
+    """Pipeline ranks."""
+
+    def problems(self, at: str) -> Iterator[Problem]:
+        yield from rules.at_least(f"{at}.pp", self.pp, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Everything that is chosen about a run."""
+
+    model: Model
+    train: Train
+    data: Data = Data()
+    optim: Optim = Optim()
+    mesh: Mesh = Mesh()
+
+    def problems(self) -> Iterator[Problem]:
+        """What is wrong with each part by itself."""
+        for name, part in parts(self).items():
+            yield from part.problems(name)
+
+
+def parts(run: Run) -> dict[str, Any]:
+    """The parts of a run by name."""
+    return {field.name: getattr(run, field.name) for field in dataclasses.fields(run)}
+
+
+# ------------------------------------------------------------------------------------------------ JSON
+
+
+def flatten(value: Any, at: str = "") -> dict[str, Any]:
+    """Every field of a run by its dotted name, as on the command line."""
+    if not dataclasses.is_dataclass(value):
+        return {at: value}
+    flat: dict[str, Any] = {}
+    for field in dataclasses.fields(value):
+        flat |= flatten(getattr(value, field.name), f"{at}.{field.name}" if at else field.name)
+    return flat
+
+
+def difference(before: Run, after: Run) -> dict[str, tuple[Any, Any]]:
+    """The fields in which two runs differ, with both values."""
+    old, new = flatten(before), flatten(after)
+    return {
+        name: (old.get(name), new.get(name))
+        for name in {**old, **new}
+        if old.get(name) != new.get(name) or (name in old) != (name in new)
+    }
+
+
+def to_json(run: Run) -> dict[str, Any]:
+    """The run as plain JSON values."""
+    return dataclasses.asdict(run)
+
+
+def from_json(data: Any) -> Run:
+    """The run that `to_json` wrote. A field that is unknown, missing or of another type is an error."""
+    run = _read(Run, data, "run")
+    assert isinstance(run, Run)
+    return run
+
+
+def _read(kind: Any, data: Any, at: str) -> Any:
+    origin = typing.get_origin(kind)
+    if origin in (typing.Union, types.UnionType):
+        (inner,) = (arm for arm in typing.get_args(kind) if arm is not types.NoneType)
+        return None if data is None else _read(inner, data, at)
+    if dataclasses.is_dataclass(kind):
+        return _read_dataclass(kind, data, at)
+    if origin is tuple:
+        return _read_tuple(typing.get_args(kind), data, at)
+    if origin is Literal:
+        if data not in typing.get_args(kind):
+            raise ConfigError(f"{at} = {data!r}: must be one of {', '.join(typing.get_args(kind))}")
+        return data
+    if kind is float and type(data) is int:
+        return float(data)
+    if type(data) is not kind:
+        raise ConfigError(f"{at} = {data!r}: must be of type {kind.__name__}")
+    return data
+
+
+def _read_dataclass(kind: Any, data: Any, at: str) -> Any:
+    if not isinstance(data, dict):
+        raise ConfigError(f"{at} = {data!r}: must be an object with the fields of {kind.__name__}")
+    hints = typing.get_type_hints(kind)
+    for name in data:
+        if name not in hints:
+            raise ConfigError(f"{at}.{name} is not a field{rules.nearest(name, hints)}")
+    for name in hints:
+        if name not in data:
+            raise ConfigError(f"{at}.{name} is missing")
+    return kind(**{name: _read(hint, data[name], f"{at}.{name}") for name, hint in hints.items()})
+
+
+def _read_tuple(arms: tuple[Any, ...], data: Any, at: str) -> tuple[Any, ...]:
+    if not isinstance(data, (list, tuple)):
+        raise ConfigError(f"{at} = {data!r}: must be a list")
+    kinds = [arms[0]] * len(data) if arms[-1] is Ellipsis else list(arms)
+    if len(kinds) != len(data):
+        raise ConfigError(f"{at} = {data!r}: must have {len(kinds)} values")
+    return tuple(
+        _read(kind, item, f"{at}[{i}]") for i, (kind, item) in enumerate(zip(kinds, data, strict=True))
+    )

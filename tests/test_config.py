@@ -1,0 +1,74 @@
+"""A run as data: it cannot change, it goes through JSON and back, and two runs can be compared."""
+
+import dataclasses
+import inspect
+import json
+from dataclasses import FrozenInstanceError, replace
+
+import pytest
+
+from braid import architecture, config
+from braid.config import Run, difference, flatten, from_json, to_json
+from braid.errors import ConfigError
+from tests.runs import small_run
+
+PARTS = [
+    kind
+    for module in (config, architecture)
+    for kind in vars(module).values()
+    if dataclasses.is_dataclass(kind) and kind.__module__ == module.__name__
+]
+
+
+def test_a_run_cannot_be_changed():
+    with pytest.raises(FrozenInstanceError):
+        small_run().model.hidden = 3
+
+
+@pytest.mark.parametrize("kind", [kind for kind in PARTS if kind is not Run], ids=lambda kind: kind.__name__)
+def test_every_field_of_every_part_has_a_docstring(kind):
+    source = inspect.getsource(inspect.getmodule(kind))
+    body = source.partition(f"class {kind.__name__}:")[2].partition("\n\n    def ")[0].partition("\n\n\n")[0]
+    for field in dataclasses.fields(kind):
+        after = body.partition(f"\n    {field.name}: ")[2].splitlines()
+        assert after[1].startswith('    """'), f"{kind.__name__}.{field.name} has no docstring under it"
+
+
+def test_json_and_back_is_the_identity():
+    run = small_run()
+    assert from_json(json.loads(json.dumps(to_json(run)))) == run
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: d["optim"].update(lrr=1), r"run\.optim\.lrr is not a field; did you mean 'lr'\?"),
+        (lambda d: d["optim"].pop("lr"), r"run\.optim\.lr is missing"),
+        (lambda d: d["model"].update(hidden="16"), r"run\.model\.hidden = '16': must be of type int"),
+        (lambda d: d["model"].update(hidden=True), r"run\.model\.hidden = True: must be of type int"),
+        (lambda d: d["model"].update(norm="batch"), r"run\.model\.norm = 'batch': must be one of rms, layer"),
+        (lambda d: d["optim"].update(betas=[0.9]), r"run\.optim\.betas = \[0.9\]: must have 2 values"),
+        (lambda d: d["optim"].update(betas=3), r"run\.optim\.betas = 3: must be a list"),
+        (lambda d: d.update(data=[]), r"run\.data = \[\]: must be an object"),
+    ],
+)
+def test_json_that_is_no_run_is_refused_by_name(change, message):
+    data = json.loads(json.dumps(to_json(small_run())))
+    change(data)
+    with pytest.raises(ConfigError, match=message):
+        from_json(data)
+
+
+def test_flatten_names_fields_as_on_the_command_line():
+    flat = flatten(small_run())
+    assert flat["model.attention.kv_heads"] == 2
+    assert flat["optim.betas"] == (0.9, 0.95)
+
+
+def test_difference_names_fields_and_both_values():
+    run = small_run()
+    other = replace(run, optim=replace(run.optim, lr=1.0), model=replace(run.model, moe=None))
+    changed = difference(run, other)
+    assert changed["optim.lr"] == (0.01, 1.0)
+    assert changed["model.moe.experts"] == (4, None)
+    assert difference(run, run) == {}

@@ -1,0 +1,101 @@
+"""plan(run, world): what follows from a run, and every problem of it at once."""
+
+from dataclasses import replace
+
+import pytest
+
+from braid.errors import ConfigError, ExitCode
+from braid.plan import check, plan
+from tests.runs import small_run
+
+
+def changed(**fields):
+    """The small run with dotted fields (`model__hidden`) replaced."""
+    run = small_run()
+    for dotted, value in fields.items():
+        *path, name = dotted.split("__")
+        parts = [run]
+        for step in path:
+            parts.append(getattr(parts[-1], step))
+        for part, outer in zip(reversed(parts), [*reversed(path), None], strict=True):
+            value = replace(part, **{name: value})
+            name = outer
+        run = value
+    return run
+
+
+def problems(world=1, **fields):
+    return {problem.field: problem for problem in check(changed(**fields), world)}
+
+
+def test_a_sound_run_is_worked_out():
+    worked_out = plan(changed(model__pattern="[*-]|[*E]", mesh__pp=2), world=4)
+    assert (worked_out.dp, worked_out.micro_batch_samples, worked_out.step_tokens) == (2, 2, 128)
+    assert [str(stage.segments[0]) for stage in worked_out.stages] == ["[*-]", "[*E]"]
+
+
+def test_the_layout_is_cut_for_the_pipeline():
+    assert str(plan(changed(mesh__pp=2), world=2).layout) == "[*-]|[*E]"
+
+
+def test_all_problems_come_at_once_with_value_rule_and_remedy():
+    run = changed(
+        model__pattern="[*-][**]",
+        model__hidden=0,
+        optim__lr=-1.0,
+        train__batch_samples=3,
+        optim__warmup_steps=99,
+    )
+    with pytest.raises(ConfigError) as caught:
+        plan(run, world=0)
+    error = caught.value
+    assert [problem.field for problem in error.problems] == [
+        "model.hidden",
+        "train.batch_samples",
+        "optim.lr",
+        "model.pattern",
+        "world",
+        "optim.warmup_steps",
+    ]
+    assert error.exit_code is ExitCode.CONFIG
+    assert "optim.lr = -1.0\n  rule  must be a number above 0\n  set   " in str(error)
+    assert "        [*-][**]\n              ^" in str(error)
+    assert all(problem.rule and problem.remedy for problem in error.problems)
+
+
+@pytest.mark.parametrize("symbol", ["D", "M", "G", "+"])
+def test_kinds_that_cannot_be_built_are_refused_by_name(symbol):
+    problem = problems(model__pattern=f"{symbol}-")["model.pattern"]
+    assert f"{symbol} (" in problem.rule
+    assert "not built" in problem.rule
+
+
+def test_mtp_depths_are_refused_with_the_pattern_that_would_do():
+    assert problems(model__pattern="[*-]/*-")["model.pattern"].remedy.endswith(": [*-]")
+
+
+@pytest.mark.parametrize(("pattern", "shape"), [("*", "attention"), ("-", "mlp"), ("E", "moe")])
+def test_a_kind_without_its_shape_is_named(pattern, shape):
+    fields = {"model__pattern": pattern, f"model__{shape}": None}
+    assert pattern in problems(**fields)[f"model.{shape}"].rule
+
+
+@pytest.mark.parametrize(
+    ("fields", "world", "field", "remedy"),
+    [
+        ({"model__attention__kv_heads": 3}, 1, "model.attention.kv_heads", "2 or 4"),
+        ({"model__attention__head_dim": 5}, 1, "model.attention.head_dim", "4 or 6"),
+        ({"model__moe__top_k": 5}, 1, "model.moe.top_k", "1 to 4"),
+        ({"train__batch_samples": 5}, 1, "train.batch_samples", "4 or 6"),
+        ({}, 4, "train.batch_samples", "8"),
+        ({"mesh__pp": 2}, 3, "world", "2 or 4"),
+        ({"model__dropout": 1.0}, 1, "model.dropout", "0 to below 1"),
+        ({"optim__schedule": "wsd"}, 1, "optim.decay_steps", "1 or more"),
+        ({"optim__schedule": "wsd", "optim__decay_steps": 7}, 1, "optim.warmup_steps", "at most 1"),
+        ({"optim__lr": float("nan")}, 1, "optim.lr", "a number above 0"),
+        ({"data__weights": (1.0,)}, 1, "data.weights", "0 weights, or none"),
+        ({"model__vocab": 1}, 1, "model.vocab", "2 or more"),
+    ],
+)
+def test_sizes_that_do_not_fit_say_what_would(fields, world, field, remedy):
+    assert remedy in problems(world, **fields)[field].remedy
