@@ -1,0 +1,239 @@
+"""Saving: each rank writes what it owns, one rank commits.
+
+One process calls `save`. Many ranks do the same in three acts, with a barrier between them and the records
+gathered on the committing rank:
+
+    begin(root, step)                         one rank
+    write_part(root, step, rank, pieces)      every rank; returns a record
+    commit(root, step, records, extra=...)    one rank
+
+When any rank fails, one rank calls `abandon`. Until `commit` renames, the previous checkpoints are untouched.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from braid.checkpoint import parts
+from braid.checkpoint.boxes import Box, Shape, cut
+from braid.checkpoint.decoding import decode
+from braid.checkpoint.manifest import (
+    DTYPE_NAMES,
+    MANIFEST_NAME,
+    MAX_DIMS,
+    NAME_RULE,
+    Chunk,
+    chunk_entry,
+    encode,
+    is_name,
+    merge,
+    part_entry,
+)
+from braid.checkpoint.steps import clear_leftovers, old_path, partial_path, restore_old, step_path
+from braid.errors import CheckpointError
+
+CHUNK_BYTES = 64 * 2**20
+"""Bytes of a chunk at most: what a reader must read to verify one element."""
+
+Record = dict[str, Any]
+"""What one rank wrote, as plain JSON: the `parts` and `tensors` of a manifest that holds nothing else."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Piece:
+    """A box of a tensor that this rank holds and is the one to write."""
+
+    name: str
+    """Canonical name of the whole tensor."""
+    global_shape: Shape
+    """Shape of the whole tensor."""
+    offset: Shape
+    """Where the local tensor begins in the whole one."""
+    tensor: Tensor
+    """The local tensor, on any device."""
+
+    def __post_init__(self) -> None:
+        if not is_name(self.name):
+            raise CheckpointError(f"cannot save a tensor named {self.name[:80]!r}: a name is {NAME_RULE}")
+        if self.tensor.dtype not in DTYPE_NAMES:
+            known = ", ".join(DTYPE_NAMES.values())
+            raise CheckpointError(f"cannot save {self.name}: dtype {self.tensor.dtype} is none of {known}")
+        if len(self.global_shape) > MAX_DIMS:
+            raise CheckpointError(f"cannot save {self.name}: it has more than {MAX_DIMS} dims")
+        if self.tensor.numel() and not self.box.fits(self.global_shape):
+            raise CheckpointError(
+                f"cannot save {self.name}: a box of shape {list(self.box.shape)} at {list(self.offset)} "
+                f"does not lie in the tensor's shape {list(self.global_shape)}"
+            )
+
+    @classmethod
+    def whole(cls, name: str, tensor: Tensor) -> Piece:
+        """A tensor of which this process holds all."""
+        shape = tuple(tensor.shape)
+        return cls(name=name, global_shape=shape, offset=(0,) * len(shape), tensor=tensor)
+
+    @property
+    def box(self) -> Box:
+        """The box of the whole tensor that the local tensor holds."""
+        return Box(offset=self.offset, shape=tuple(self.tensor.shape))
+
+
+def save(
+    root: Path,
+    step: int,
+    pieces: Iterable[Piece],
+    *,
+    extra: Mapping[str, Any],
+    chunk_bytes: int = CHUNK_BYTES,
+    free_bytes: int | None = None,
+) -> Path:
+    """Save a step from one process and return its directory. A failure leaves only what was there before."""
+    try:
+        begin(root, step)
+        record = write_part(root, step, 0, pieces, chunk_bytes=chunk_bytes, free_bytes=free_bytes)
+        return commit(root, step, [record], extra=extra)
+    except BaseException:
+        abandon(root, step)
+        raise
+
+
+def begin(root: Path, step: int) -> None:
+    """Clear what a killed writer left in `root` and make the directory that the ranks write into."""
+    if not 0 <= step < 10**18:
+        raise CheckpointError(f"cannot save step {step}: a step is a whole number from 0")
+    with _disk_errors(f"begin step {step}", root):
+        if not root.is_dir():
+            root.mkdir(parents=True, exist_ok=True)
+            _sync_directory(root.parent)
+        clear_leftovers(root)
+        partial_path(root, step).mkdir()
+
+
+def write_part(
+    root: Path,
+    step: int,
+    rank: int,
+    pieces: Iterable[Piece],
+    *,
+    chunk_bytes: int = CHUNK_BYTES,
+    free_bytes: int | None = None,
+) -> Record:
+    """Write this rank's pieces into its part. `free_bytes` stands in for the disk's free space."""
+    tensors, chunks_by_key = _cut_pieces(pieces, chunk_bytes)
+    if not chunks_by_key:
+        return {"parts": {}, "tensors": tensors}
+    layout = parts.lay_out({key: tensor for key, (_, _, tensor) in chunks_by_key.items()})
+    directory = partial_path(root, step)
+    path = directory / f"part-{rank:05d}.safetensors"
+    with _disk_errors(f"write {path}", directory, needs=layout.size):
+        free = shutil.disk_usage(directory).free if free_bytes is None else free_bytes
+        if free < layout.size:
+            raise CheckpointError(_no_room(f"cannot write {path}", layout.size, free))
+        try:
+            part, checksums = parts.write(path, layout)
+        except BaseException:
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
+            raise
+    for key, (name, box, _) in chunks_by_key.items():
+        chunk = Chunk(box=box, file=path.name, key=key, sha256=checksums[key])
+        tensors[name]["chunks"].append(chunk_entry(chunk))
+    return {"parts": {path.name: part_entry(part)}, "tensors": tensors}
+
+
+def _cut_pieces(
+    pieces: Iterable[Piece], chunk_bytes: int
+) -> tuple[dict[str, Any], dict[str, tuple[str, Box, Tensor]]]:
+    """The tensors of a record, still without chunks, and key -> (name, box, view) of every chunk to write."""
+    tensors: dict[str, Any] = {}
+    chunks: dict[str, tuple[str, Box, Tensor]] = {}
+    for piece in pieces:
+        entry = {
+            "shape": list(piece.global_shape),
+            "dtype": DTYPE_NAMES[piece.tensor.dtype],
+            "chunks": [],
+        }
+        if tensors.setdefault(piece.name, entry) != entry:
+            raise CheckpointError(f"cannot save {piece.name}: two pieces of it disagree about shape or dtype")
+        for box in cut(piece.box, chunk_bytes // piece.tensor.dtype.itemsize):
+            key = f"{piece.name}@{','.join(map(str, box.offset))}"
+            if key in chunks:
+                raise CheckpointError(f"cannot save {piece.name}: two pieces of it hold {list(box.offset)}")
+            chunks[key] = (piece.name, box, piece.tensor.detach()[box.within(piece.box)])
+    return tensors, chunks
+
+
+def commit(root: Path, step: int, records: Sequence[Mapping[str, Any]], *, extra: Mapping[str, Any]) -> Path:
+    """Check that the ranks' records make whole tensors, write the manifest, and put the step in its place."""
+    stored_parts, tensors = merge(records)
+    data = encode(step=step, extra=extra, parts=stored_parts, tensors=tensors)
+    try:
+        # The reader's own rules decide, so that nothing is committed that could not be read.
+        manifest = decode(data)
+    except CheckpointError as error:
+        raise CheckpointError(f"cannot commit step {step}\n  {error}") from error
+    partial, target, old = partial_path(root, step), step_path(root, step), old_path(root, step)
+    for file, part in manifest.parts.items():
+        parts.check_size(partial, file, part)
+    with _disk_errors(f"commit step {step}", root, needs=len(data)):
+        with open(partial / MANIFEST_NAME, "xb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+        _sync_directory(partial)
+        if target.exists():
+            target.rename(old)
+        partial.rename(target)
+        _sync_directory(root)
+    # The step is in place: if this fails, the next save clears it.
+    shutil.rmtree(old, ignore_errors=True)
+    return target
+
+
+def abandon(root: Path, step: int) -> None:
+    """Give up a step that was begun: free its space and leave the previous checkpoints as they were."""
+    shutil.rmtree(partial_path(root, step), ignore_errors=True)
+    with suppress(OSError):
+        restore_old(root, step)
+
+
+@contextmanager
+def _disk_errors(doing: str, directory: Path, *, needs: int | None = None) -> Iterator[None]:
+    """Turn an OSError into a CheckpointError that says how many bytes were needed and how many there are."""
+    try:
+        yield
+    except OSError as error:
+        what = f"cannot {doing}: {error.strerror or error}"
+        if needs is not None:
+            with suppress(OSError):
+                what = _no_room(what, needs, shutil.disk_usage(directory).free)
+        raise CheckpointError(what) from error
+
+
+def _no_room(what: str, needs: int, free: int) -> str:
+    return f"{what}: needs {_readable(needs)}, has {_readable(free)}"
+
+
+def _readable(size: int) -> str:
+    amount = float(size)
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if amount < 1024:
+            return f"{amount:.0f} {unit}" if unit == "bytes" else f"{amount:.1f} {unit}"
+        amount /= 1024
+    return f"{amount:.1f} TiB"
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,265 @@
+"""braid's own token shards: raw little-endian arrays beside one `index.json`. Written here, opened here.
+
+    index.json       format, version, vocabulary, tokenizer, and per shard: files, sizes, checksums, counts, ids
+    00000.tokens     token ids: uint16 where the vocabulary is below 65,500, else int32
+    00000.offsets    int64, documents + 1: document d is tokens[offsets[d]:offsets[d + 1]]
+    00000.mask       uint8 per token, 1 = counts in the loss; present only where some token does not count
+
+The index carries its own checksum as `fingerprint`, so a damaged index is as visible as a damaged shard.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from braid.data.files import FileRecord, HashedFile, check_size, mapped, sha256_of_json, sync_folder
+from braid.data.source import Shard, Source
+from braid.data.tokenizer import Description, Tokenizer
+from braid.errors import DataError
+
+INDEX = "index.json"
+FORMAT = "braid-tokens"
+VERSION = 1
+SMALL_VOCAB = 65_500
+"""Vocabularies below this are stored in 16 bits, as Megatron does."""
+SAFE_NAME = re.compile(r"[\w-][\w.-]*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardRecord:
+    """What the index says about one shard."""
+
+    tokens: FileRecord
+    """The ids."""
+    offsets: FileRecord
+    """Where documents start."""
+    mask: FileRecord | None
+    """Which tokens count in the loss."""
+    token_count: int
+    """Tokens in the shard."""
+    document_count: int
+    """Documents in the shard."""
+    min_id: int
+    """Smallest id; 0 in a shard without tokens."""
+    max_id: int
+    """Largest id; 0 in a shard without tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Index:
+    """The content of `index.json`."""
+
+    vocab: int
+    """Vocabulary of the tokenizer."""
+    dtype: str
+    """uint16 or int32, little-endian."""
+    tokenizer: Description
+    """From which the tokenizer can be made again."""
+    tokenizer_sha256: str
+    """Its fingerprint."""
+    shards: tuple[ShardRecord, ...]
+    """In the order of the stream."""
+
+    def as_json(self) -> dict[str, Any]:
+        body = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        return {**body, "fingerprint": sha256_of_json(body)}
+
+
+def token_dtype(vocab: int) -> str:
+    """The number format in which ids of a vocabulary are stored."""
+    return "uint16" if vocab < SMALL_VOCAB else "int32"
+
+
+class ShardWriter:
+    """Writes documents into a new folder, one after the other. A context: the index is written at its end."""
+
+    def __init__(self, folder: Path, tokenizer: Tokenizer, shard_tokens: int) -> None:
+        folder.mkdir(parents=True)
+        self.documents = 0
+        self.tokens = 0
+        self._folder = folder
+        self._tokenizer = tokenizer
+        self._shard_tokens = shard_tokens
+        self._finished: list[ShardRecord] = []
+        self._open: _OpenShard | None = None
+
+    def add(self, ids: npt.NDArray[np.int64], counted: npt.NDArray[np.bool_] | None, origin: str) -> None:
+        """Append a document. `counted` says which tokens count in the loss; `origin` is for errors."""
+        vocab = self._tokenizer.vocab
+        outside = (ids < 0) | (ids >= vocab)
+        if outside.any():
+            offset = int(np.argmax(outside))
+            raise DataError(
+                f"{origin}: document {self.documents}, offset {offset}: the tokenizer gave id {ids[offset]}, "
+                f"outside its vocabulary of {vocab} (ids 0 to {vocab - 1})"
+            )
+        if self._open is None:
+            stem = f"{len(self._finished):05d}"
+            self._open = _OpenShard(self._folder, stem, np.dtype(token_dtype(vocab)).newbyteorder("<"))
+        self._open.add(ids, counted)
+        self.documents += 1
+        self.tokens += len(ids)
+        if self._open.tokens >= self._shard_tokens:
+            self._finish_shard()
+
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self._finish()
+        elif self._open is not None:
+            self._open.abandon()
+
+    def _finish(self) -> None:
+        self._finish_shard()
+        index = Index(
+            vocab=self._tokenizer.vocab,
+            dtype=token_dtype(self._tokenizer.vocab),
+            tokenizer=self._tokenizer.description,
+            tokenizer_sha256=self._tokenizer.fingerprint,
+            shards=tuple(self._finished),
+        )
+        file = HashedFile(self._folder / INDEX)
+        file.write(json.dumps(index.as_json(), indent=1).encode())
+        file.finish()
+        sync_folder(self._folder)
+
+    def _finish_shard(self) -> None:
+        if self._open is not None:
+            self._finished.append(self._open.finish())
+            self._open = None
+
+
+class _OpenShard:
+    """The shard that is being written."""
+
+    def __init__(self, folder: Path, stem: str, dtype: np.dtype[Any]) -> None:
+        self.tokens = 0
+        self._folder = folder
+        self._stem = stem
+        self._dtype = dtype
+        self._ids = HashedFile(folder / f"{stem}.tokens")
+        self._mask: HashedFile | None = None
+        self._offsets = [0]
+        self._min_id = np.iinfo(np.int64).max
+        self._max_id = 0
+
+    def add(self, ids: npt.NDArray[np.int64], counted: npt.NDArray[np.bool_] | None) -> None:
+        self._ids.write(ids.astype(self._dtype).tobytes())
+        if counted is not None and self._mask is None and not counted.all():
+            self._mask = HashedFile(self._folder / f"{self._stem}.mask")
+            self._mask.write(b"\1" * self.tokens)
+        if self._mask is not None:
+            self._mask.write(b"\1" * len(ids) if counted is None else counted.astype(np.uint8).tobytes())
+        self.tokens += len(ids)
+        self._offsets.append(self.tokens)
+        if len(ids):
+            self._min_id = min(self._min_id, int(ids.min()))
+            self._max_id = max(self._max_id, int(ids.max()))
+
+    def finish(self) -> ShardRecord:
+        offsets = HashedFile(self._folder / f"{self._stem}.offsets")
+        offsets.write(np.asarray(self._offsets, "<i8").tobytes())
+        return ShardRecord(
+            tokens=self._ids.finish(),
+            offsets=offsets.finish(),
+            mask=None if self._mask is None else self._mask.finish(),
+            token_count=self.tokens,
+            document_count=len(self._offsets) - 1,
+            min_id=min(self._min_id, self._max_id),
+            max_id=self._max_id,
+        )
+
+    def abandon(self) -> None:
+        self._ids.abandon()
+        if self._mask is not None:
+            self._mask.abandon()
+
+
+def open_shards(folder: Path, vocab: int | None) -> Source:
+    """Open a folder that `braid data build` wrote. Everything that needs no reading of tokens is checked."""
+    index, fingerprint = _read_index(folder / INDEX)
+    dtype = np.dtype(index.dtype).newbyteorder("<")
+    limit = index.vocab if vocab is None else min(vocab, index.vocab)
+    shards = []
+    for record in index.shards:
+        shard = _open_shard(folder, record, dtype)
+        if record.max_id >= limit or record.min_id < 0:
+            shard.check_ids(0, len(shard.ids), limit)
+            raise DataError(f"{folder / INDEX} is damaged: it gives {shard.file.name} ids that are not in it")
+        shards.append(shard)
+    return Source(
+        path=folder,
+        shards=tuple(shards),
+        vocab=limit,
+        tokenizer_description=index.tokenizer,
+        fingerprint=fingerprint,
+    )
+
+
+def _open_shard(folder: Path, record: ShardRecord, dtype: np.dtype[Any]) -> Shard:
+    mask = record.mask
+    files = (record.tokens, record.offsets) if mask is None else (record.tokens, record.offsets, mask)
+    sizes = (record.token_count * dtype.itemsize, (record.document_count + 1) * 8, record.token_count)
+    for file, size in zip(files, sizes, strict=False):
+        if not SAFE_NAME.fullmatch(file.name):
+            raise DataError(f"{folder / INDEX} names a file {file.name!r}: files of an index lie beside it")
+        if file.bytes != size:
+            raise DataError(f"{folder / INDEX} gives {file.name} {file.bytes:,} bytes, its counts say {size:,}")
+        check_size(folder / file.name, size)
+    shard = Shard(
+        file=folder / record.tokens.name,
+        ids=mapped(folder / record.tokens.name, dtype, count=record.token_count),
+        offsets=mapped(folder / record.offsets.name, "<i8", count=record.document_count + 1),
+        loss_mask=None if mask is None else mapped(folder / mask.name, np.uint8, count=record.token_count),
+        records=files,
+    )
+    shard.check_offsets(folder / record.offsets.name)
+    return shard
+
+
+def _read_index(path: Path) -> tuple[Index, str]:
+    try:
+        content = json.loads(path.read_bytes())
+        body = {key: value for key, value in content.items() if key != "fingerprint"}
+    except FileNotFoundError:
+        raise DataError(f"{path} is missing: a folder of token shards has an index; build it again") from None
+    except (ValueError, AttributeError, OSError) as error:
+        raise DataError(f"{path} is damaged, it is not a JSON object: {error}") from None
+    if body.get("format") != FORMAT or body.get("version") != VERSION:
+        raise DataError(
+            f"{path} has format {body.get('format')!r}, version {body.get('version')!r}; this program reads "
+            f"{FORMAT!r}, version {VERSION}: build the data again"
+        )
+    if content.get("fingerprint") != sha256_of_json(body):
+        raise DataError(f"{path} is corrupt: its content does not match its fingerprint; build the data again")
+    try:
+        return _index_from(body), content["fingerprint"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(
+            f"{path} is not a proper index: {type(error).__name__} {error}; build the data again"
+        ) from None
+
+
+def _index_from(body: dict[str, Any]) -> Index:
+    shards = []
+    for shard in body["shards"]:
+        mask = shard["mask"] and FileRecord(**shard["mask"])
+        files = {
+            "tokens": FileRecord(**shard["tokens"]),
+            "offsets": FileRecord(**shard["offsets"]),
+            "mask": mask,
+        }
+        shards.append(ShardRecord(**{**shard, **files}))
+    if body["dtype"] != token_dtype(body["vocab"]):
+        raise ValueError(f"dtype {body['dtype']!r} for a vocabulary of {body['vocab']}")
+    choices = {key: body[key] for key in ("vocab", "dtype", "tokenizer", "tokenizer_sha256")}
+    return Index(**choices, shards=tuple(shards))

@@ -1,0 +1,200 @@
+"""A source: tokenised documents on disk, read by position in the one stream of all their tokens.
+
+Both formats, braid's own shards and Megatron's .bin/.idx, open as this same value. Reading is pure and
+random-access; whatever is read is checked against the vocabulary on the way.
+
+Shapes: S tokens of a span.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from braid.data.files import CHUNK_BYTES, FileRecord, Progress, check_size, sha256_of_file
+from braid.data.tokenizer import Description, Tokenizer, tokenizer_from
+from braid.errors import DataError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """A stretch of the stream."""
+
+    ids_S: npt.NDArray[np.int64]
+    """Token ids."""
+    counted_S: npt.NDArray[np.bool_]
+    """Whether the token counts in the loss when it is predicted."""
+    starts_S: npt.NDArray[np.bool_]
+    """Whether the token is the first of its document."""
+    padding: int = 0
+    """How many tokens at the end only fill the span up."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Shard:
+    """A run of whole documents, memory-mapped."""
+
+    file: Path
+    """Where the tokens are; errors name it."""
+    ids: npt.NDArray[np.integer]
+    """All tokens, one document after the other."""
+    offsets: npt.NDArray[np.int64]
+    """Document d is ids[offsets[d]:offsets[d + 1]]."""
+    loss_mask: npt.NDArray[np.uint8] | None
+    """1 where a token counts in the loss; None where all do."""
+    records: tuple[FileRecord, ...]
+    """The files whose checksums are known."""
+
+    @property
+    def documents(self) -> int:
+        return len(self.offsets) - 1
+
+    def read(self, start: int, stop: int) -> Span:
+        """Tokens start to stop of this shard."""
+        starts_S = np.zeros(stop - start, np.bool_)
+        first, last = np.searchsorted(self.offsets, (start, stop))
+        starts_S[self.offsets[first:last] - start] = True
+        if self.loss_mask is None:
+            counted_S = np.ones(stop - start, np.bool_)
+        else:
+            counted_S = self.loss_mask[start:stop] != 0
+        return Span(ids_S=self.ids[start:stop].astype(np.int64), counted_S=counted_S, starts_S=starts_S)
+
+    def check_ids(self, start: int, stop: int, vocab: int) -> None:
+        """Refuse ids outside the vocabulary, naming file, document and offset of the first."""
+        ids = self.ids[start:stop]
+        if len(ids) == 0 or (ids.min() >= 0 and ids.max() < vocab):
+            return
+        position = start + int(np.argmax((ids < 0) | (ids >= vocab)))
+        document = int(np.searchsorted(self.offsets, position, side="right")) - 1
+        raise DataError(
+            f"{self.file}: document {document}, offset {position - int(self.offsets[document])}: token id "
+            f"{self.ids[position]} is outside the vocabulary of {vocab} (ids 0 to {vocab - 1}); "
+            "build the data with the model's tokenizer, or give the model a larger vocabulary"
+        )
+
+    def checked_chunks(self, vocab: int) -> Iterator[npt.NDArray[np.integer]]:
+        """All ids, a few megabytes at a time."""
+        step = CHUNK_BYTES // self.ids.itemsize
+        for start in range(0, len(self.ids), step):
+            stop = min(start + step, len(self.ids))
+            self.check_ids(start, stop, vocab)
+            yield self.ids[start:stop]
+
+    def check_offsets(self, file: Path) -> None:
+        """Refuse document offsets that do not cut all the tokens into documents, in order."""
+        offsets = self.offsets
+        if len(offsets) == 0 or offsets[0] != 0 or offsets[-1] != len(self.ids):
+            ends = "none" if len(offsets) == 0 else f"{offsets[0]} to {offsets[-1]}"
+            raise DataError(
+                f"{file} is damaged: document offsets go {ends}, but the tokens go 0 to {len(self.ids)}"
+            )
+        falling = np.flatnonzero(offsets[1:] < offsets[:-1])
+        if len(falling):
+            raise DataError(f"{file} is damaged: document {falling[0]} ends before it starts")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Source:
+    """Tokenised documents, in one order, as one stream of tokens."""
+
+    path: Path
+    """What was opened."""
+    shards: tuple[Shard, ...]
+    """The documents, in order."""
+    vocab: int
+    """Every id is below this number."""
+    tokenizer_description: Description | None
+    """How to make the tokenizer again; None where the format does not say."""
+    fingerprint: str
+    """sha256 that changes with any change of the data."""
+
+    @cached_property
+    def shard_starts(self) -> npt.NDArray[np.int64]:
+        """Position of each shard in the stream, and the end of the last."""
+        return np.cumsum([0, *(len(shard.ids) for shard in self.shards)], dtype=np.int64)
+
+    @property
+    def tokens(self) -> int:
+        return int(self.shard_starts[-1])
+
+    @property
+    def documents(self) -> int:
+        return sum(shard.documents for shard in self.shards)
+
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer that made these ids."""
+        if self.tokenizer_description is None:
+            raise DataError(f"{self.path} does not say which tokenizer made it: name the tokenizer")
+        return tokenizer_from(self.tokenizer_description)
+
+    def document_offsets(self) -> npt.NDArray[np.int64]:
+        """Position in the stream at which each document starts, and the end of the last."""
+        pieces = [
+            shard.offsets[:-1] + start for shard, start in zip(self.shards, self.shard_starts, strict=False)
+        ]
+        return np.concatenate([*pieces, self.shard_starts[-1:]])
+
+    def read(self, start: int, stop: int) -> Span:
+        """Tokens start to stop of the stream, checked against the vocabulary."""
+        assert 0 <= start <= stop <= self.tokens
+        first = int(np.searchsorted(self.shard_starts, start, side="right")) - 1
+        spans = []
+        for shard, base in zip(self.shards[first:], self.shard_starts[first:], strict=False):
+            if base >= stop:
+                break
+            low, high = max(start - int(base), 0), min(stop - int(base), len(shard.ids))
+            shard.check_ids(low, high, self.vocab)
+            spans.append(shard.read(low, high))
+        return spans[0] if len(spans) == 1 else _joined(spans)
+
+
+def verify(source: Source, progress: Progress | None = None) -> None:
+    """Read everything once: each known checksum, and every id against the vocabulary."""
+    files = [(shard, record) for shard in source.shards for record in shard.records]
+    total = sum(record.bytes for _, record in files) + sum(shard.ids.nbytes for shard in source.shards)
+    done = 0
+
+    def advance(size: int) -> None:
+        nonlocal done
+        done += size
+        if progress is not None:
+            progress(done, total)
+
+    for shard, record in files:
+        path = shard.file.parent / record.name
+        check_size(path, record.bytes)
+        found = sha256_of_file(path, advance)
+        if found != record.sha256:
+            raise DataError(
+                f"{path} is corrupt: its sha256 is {found[:12]}…, the index says {record.sha256[:12]}…; "
+                "restore it or build the data again"
+            )
+    for shard in source.shards:
+        for ids in shard.checked_chunks(source.vocab):
+            advance(ids.nbytes)
+
+
+def unigram_entropy(source: Source) -> float:
+    """Loss, in nats per token, of the best guess that knows only how often each token occurs."""
+    if source.tokens == 0:
+        raise DataError(f"{source.path} holds no tokens: there is no entropy to take")
+    counts = np.zeros(source.vocab, np.int64)
+    for shard in source.shards:
+        for ids in shard.checked_chunks(source.vocab):
+            counts += np.bincount(ids, minlength=source.vocab)
+    shares = counts[counts > 0] / source.tokens
+    return float(-(shares * np.log(shares)).sum())
+
+
+def _joined(spans: list[Span]) -> Span:
+    return Span(
+        ids_S=np.concatenate([np.zeros(0, np.int64), *(span.ids_S for span in spans)]),
+        counted_S=np.concatenate([np.zeros(0, np.bool_), *(span.counted_S for span in spans)]),
+        starts_S=np.concatenate([np.zeros(0, np.bool_), *(span.starts_S for span in spans)]),
+    )

@@ -1,0 +1,98 @@
+"""AdamW on main parameters: what the optimizer updates, in at least float32, whatever the model computes in.
+
+A float32 or float64 parameter is its own main copy. A bfloat16 one has a float32 copy beside it: its gradients
+are gathered there after every micro-batch, and the new weights are cast back after every update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import Tensor, nn
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""The state that AdamW keeps for every parameter, besides the number of updates."""
+
+
+class AdamW:
+    """Adam on every parameter, with decoupled weight decay on those named `decaying`."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        *,
+        decaying: Collection[str],
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+    ) -> None:
+        self._parameters = dict(parameters)
+        self.main: dict[str, Tensor] = {name: _main_copy(p) for name, p in parameters.items()}
+        """What is updated, by the parameter's name."""
+        groups = [
+            {"params": [t for name, t in self.main.items() if name in decaying], "weight_decay": weight_decay},
+            {"params": [t for name, t in self.main.items() if name not in decaying], "weight_decay": 0.0},
+        ]
+        self._adamw = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, fused=True)
+        for tensor in self.main.values():
+            moments = {moment: torch.zeros_like(tensor, requires_grad=False) for moment in MOMENTS}
+            self._adamw.state[tensor] = {"step": torch.zeros((), device=tensor.device), **moments}
+
+    def gather(self) -> None:
+        """After a micro-batch: add the model's gradients to the main ones, where they are apart."""
+        for name, parameter in self._parameters.items():
+            main = self.main[name]
+            if main is not parameter and parameter.grad is not None:
+                gradient = parameter.grad.to(main.dtype)
+                main.grad = gradient if main.grad is None else main.grad.add_(gradient)
+                parameter.grad = None
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The gradients of the step so far; a parameter that nothing used has zeros."""
+        for tensor in self.main.values():
+            if tensor.grad is None:
+                tensor.grad = torch.zeros_like(tensor)
+        return {name: tensor.grad for name, tensor in self.main.items() if tensor.grad is not None}
+
+    def update(self, rate: float) -> None:
+        """One step down the gradients, which are then gone."""
+        for group in self._adamw.param_groups:
+            group["lr"] = rate
+        self.gradients()
+        self._adamw.step()
+        self.publish()
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop the gradients."""
+        for tensor in self.main.values():
+            tensor.grad = None
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Cast the main parameters into the model's, where they are apart."""
+        for name, parameter in self._parameters.items():
+            if self.main[name] is not parameter:
+                parameter.copy_(self.main[name])
+
+    def moment(self, kind: str, name: str) -> Tensor:
+        """One of `MOMENTS` of a parameter: the tensor itself, to save or to fill."""
+        state: Tensor = self._adamw.state[self.main[name]][kind]
+        return state
+
+    @property
+    def updates(self) -> int:
+        """Updates made so far, which the bias correction counts."""
+        return next((int(state["step"]) for state in self._adamw.state.values()), 0)
+
+    @updates.setter
+    def updates(self, count: int) -> None:
+        for state in self._adamw.state.values():
+            state["step"].fill_(count)
+
+
+def _main_copy(parameter: nn.Parameter) -> Tensor:
+    """The parameter itself, or a float32 copy of one that is narrower."""
+    wide = torch.promote_types(parameter.dtype, torch.float32)
+    return parameter if parameter.dtype == wide else parameter.detach().to(wide).requires_grad_()

@@ -1,0 +1,107 @@
+"""Learning rates, gradient length and AdamW, against plain formulas in float64."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from braid.optim.adamw import AdamW
+from braid.optim.gradients import clip_, not_finite, total_norm
+from braid.optim.schedule import Schedule
+
+
+def schedule(kind, steps=100, warmup=10, decay=20, final=0.1):
+    return Schedule(kind=kind, peak=2.0, steps=steps, warmup_steps=warmup, decay_steps=decay, final_share=final)
+
+
+def test_cosine_rises_linearly_and_falls_to_its_final_share():
+    rate = schedule("cosine").rate
+    assert [rate(1), rate(5), rate(10)] == pytest.approx([0.2, 1.0, 2.0])
+    assert rate(55) == pytest.approx(2.0 * (0.1 + 0.9 * 0.5))
+    assert rate(100) == pytest.approx(0.2)
+
+
+def test_wsd_stays_and_then_falls_linearly():
+    rate = schedule("wsd").rate
+    assert [rate(10), rate(50), rate(80)] == [2.0, 2.0, 2.0]
+    assert rate(90) == pytest.approx(2.0 * (0.1 + 0.9 * 0.5))
+    assert rate(100) == pytest.approx(0.2)
+
+
+@given(st.sampled_from(["cosine", "wsd"]), st.integers(1, 50), st.integers(0, 50), st.integers(1, 50))
+def test_rates_stay_between_zero_and_the_peak_and_only_fall_after_the_rise(kind, stable, warmup, decay):
+    steps = warmup + stable + decay
+    rates = [schedule(kind, steps, warmup, decay).rate(step) for step in range(1, steps + 1)]
+    assert all(0 < rate <= 2.0 for rate in rates)
+    assert rates[:warmup] == sorted(rates[:warmup])
+    assert rates[warmup:] == sorted(rates[warmup:], reverse=True)
+
+
+def test_norm_and_clipping_are_over_all_gradients_together():
+    gradients = {"a": torch.tensor([3.0, 0.0]), "b": torch.tensor([[4.0]])}
+    assert float(total_norm(gradients)) == 5.0
+    clip_(gradients, 5.0, longest=1.0)
+    assert float(total_norm(gradients)) == pytest.approx(1.0)
+    clip_(gradients, 1.0, longest=0.0)
+    assert float(total_norm(gradients)) == pytest.approx(1.0)
+    assert float(total_norm({})) == 0.0
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_what_is_not_finite_is_named(bad):
+    gradients = {"good": torch.ones(3), "bad": torch.tensor([1.0, bad])}
+    assert not_finite(gradients) == ["bad"]
+
+
+def plain_adamw(weight, gradients, *, rate, betas, eps, decay):
+    """The paper's formula."""
+    first, second = torch.zeros_like(weight), torch.zeros_like(weight)
+    for step, gradient in enumerate(gradients, start=1):
+        first = betas[0] * first + (1 - betas[0]) * gradient
+        second = betas[1] * second + (1 - betas[1]) * gradient**2
+        corrected = first / (1 - betas[0] ** step), second / (1 - betas[1] ** step)
+        weight = weight - rate * decay * weight - rate * corrected[0] / (corrected[1].sqrt() + eps)
+    return weight
+
+
+def test_adamw_follows_the_formula_and_decays_only_what_is_named():
+    start = {"matrix": torch.randn(3, 5, dtype=torch.float64), "norm": torch.randn(5, dtype=torch.float64)}
+    gradients = [{name: torch.randn_like(weight) for name, weight in start.items()} for _ in range(4)]
+    parameters = {name: nn.Parameter(weight.clone()) for name, weight in start.items()}
+    optimizer = AdamW(parameters, decaying={"matrix"}, betas=(0.8, 0.9), eps=1e-3, weight_decay=0.2)
+    for step in gradients:
+        for name, parameter in parameters.items():
+            parameter.grad = step[name].clone()
+        optimizer.gather()
+        optimizer.update(0.05)
+    for name, decay in (("matrix", 0.2), ("norm", 0.0)):
+        wanted = plain_adamw(
+            start[name], [g[name] for g in gradients], rate=0.05, betas=(0.8, 0.9), eps=1e-3, decay=decay
+        )
+        torch.testing.assert_close(parameters[name].data, wanted, rtol=1e-12, atol=1e-12)
+    assert optimizer.updates == 4
+
+
+def test_a_bf16_model_has_fp32_main_parameters_and_sums_its_gradients_there():
+    parameter = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    optimizer = AdamW({"w": parameter}, decaying=(), betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    for part in (256.0, 1.0, 1.0):
+        parameter.grad = torch.full((4,), part, dtype=torch.bfloat16)
+        optimizer.gather()
+    assert optimizer.gradients()["w"].dtype == torch.float32
+    assert optimizer.gradients()["w"].tolist() == [258.0] * 4
+    optimizer.update(1e-4)
+    assert optimizer.main["w"].dtype == torch.float32
+    assert optimizer.main["w"][0].item() == pytest.approx(1 - 1e-4)
+    assert torch.equal(parameter.data, optimizer.main["w"].bfloat16())
+    assert parameter.grad is None
+
+
+def test_parameters_that_nothing_used_have_zero_gradients_and_still_decay():
+    parameter = nn.Parameter(torch.ones(2, 2))
+    optimizer = AdamW({"w": parameter}, decaying={"w"}, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.5)
+    optimizer.update(0.1)
+    torch.testing.assert_close(parameter.data, torch.full((2, 2), 0.95))
