@@ -2,10 +2,14 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help venv test test-long lint format bench clean
+.PHONY: help train venv test test-long lint format bench clean
 
 help: ## Show the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+train: ## Set everything up and train the recipe `tiny` (about two minutes on 2 cores)
+	@$(PYTHON) scripts/setup_venv.py
+	$(BIN)/braid train tiny
 
 venv: ## Make or refresh .venv (a torch >= 2.11 that is already here is used, not replaced)
 	@$(PYTHON) scripts/setup_venv.py dev hf

@@ -6,13 +6,15 @@ Two ways:
   .venv as it is; only what is missing gets installed. Without a network braid is linked in and what stays
   missing is named.
 
-A stamp inside .venv remembers what it was made from, so a second call takes milliseconds.
+A stamp inside .venv remembers what it was made from, so a second call takes milliseconds. Extras that are
+asked for later are added to it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import json
 import re
 import shutil
 import subprocess
@@ -37,10 +39,20 @@ def borrowable_torch() -> str | None:
     return version if numbers >= NEEDED_TORCH else None
 
 
-def fingerprint(extras: list[str], torch: str | None) -> str:
+def fingerprint(torch: str | None) -> str:
+    """Changes with everything that .venv is made from, except which extras are in it."""
     sources = [(ROOT / name).read_text() for name in ("pyproject.toml", "constraints.txt")]
-    sources += [Path(__file__).read_text(), sys.version, sys.prefix, str(ROOT), str(torch), *sorted(extras)]
+    sources += [Path(__file__).read_text(), sys.version, sys.prefix, str(ROOT), str(torch)]
     return hashlib.sha256("\0".join(sources).encode()).hexdigest()
+
+
+def installed_extras(made_from: str) -> set[str] | None:
+    """The extras in a .venv that was made from the same things; None where there is no such .venv."""
+    try:
+        stamp = json.loads(STAMP.read_text())
+    except (OSError, ValueError):
+        return None
+    return set(stamp["extras"]) if stamp["made_from"] == made_from else None
 
 
 def constraints_without_installed() -> list[str]:
@@ -54,16 +66,19 @@ def _plain(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def make(extras: list[str], torch: str | None) -> None:
-    """Build .venv anew and install braid with `extras` into it."""
+def make(torch: str | None) -> None:
+    """Make .venv anew, empty but for what is borrowed."""
     shutil.rmtree(VENV, ignore_errors=True)
     subprocess.run([sys.executable, "-m", "venv", str(VENV)], check=True)
-    constraints = ROOT / "constraints.txt"
     if torch is not None:
         paths = sysconfig.get_paths()
         (site_packages() / "borrowed.pth").write_text(f"{paths['purelib']}\n{paths['platlib']}\n")
-        constraints = VENV / "constraints.txt"
-        constraints.write_text("\n".join(constraints_without_installed()) + "\n")
+        (VENV / "constraints.txt").write_text("\n".join(constraints_without_installed()) + "\n")
+
+
+def install(extras: list[str], torch: str | None) -> None:
+    """Install braid with these extras into .venv."""
+    constraints = ROOT / "constraints.txt" if torch is None else VENV / "constraints.txt"
     target = f"{ROOT}[{','.join(extras)}]" if extras else str(ROOT)
     pip = [str(VENV / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     installed = subprocess.run([*pip, "--constraint", str(constraints), "--editable", target])
@@ -106,13 +121,17 @@ def main(extras: list[str]) -> None:
         given = ".".join(str(n) for n in sys.version_info[:3])
         sys.exit(f"set-up: braid needs Python 3.11 or newer, this is {given}; try `make PYTHON=python3.12 ...`")
     torch = borrowable_torch()
-    made_from = fingerprint(extras, torch)
-    if STAMP.is_file() and STAMP.read_text() == made_from:
+    made_from = fingerprint(torch)
+    present = installed_extras(made_from)
+    if present is not None and present.issuperset(extras):
         return
-    how = "everything in constraints.txt" if torch is None else f"torch {torch} is here and stays"
-    print(f"set-up: making .venv with {sys.executable} ({how}); the first time takes a minute or two", flush=True)
-    make(extras, torch)
-    STAMP.write_text(made_from)
+    if present is None:
+        how = "everything in constraints.txt" if torch is None else f"torch {torch} is here and stays"
+        print(f"set-up: making .venv with {sys.executable} ({how}); this takes a minute or two", flush=True)
+        make(torch)
+    wanted = sorted((present or set()).union(extras))
+    install(wanted, torch)
+    STAMP.write_text(json.dumps({"made_from": made_from, "extras": wanted}))
 
 
 if __name__ == "__main__":

@@ -33,8 +33,8 @@ class Data:
     """`bytes`, or a Hugging Face tokenizer.json (extra `hf`); must be the one the sources were built with."""
     sequence_tokens: int = 512
     """Tokens in one sample."""
-    packing: Literal["split", "documents"] = "split"
-    """split: documents are joined and cut into samples. documents: whole documents, padded (fine-tuning)."""
+    packing: Literal["concatenate", "documents"] = "concatenate"
+    """concatenate: documents are joined and cut into samples. documents: whole ones, padded (fine-tuning)."""
 
     def problems(self, at: str) -> Iterator[Problem]:
         yield from rules.at_least(f"{at}.sequence_tokens", self.sequence_tokens, 1)

@@ -11,8 +11,11 @@ import sys
 from collections.abc import Sequence
 
 import braid
+from braid.cli.data import data
+from braid.cli.generate import generate
 from braid.cli.pattern import explain
 from braid.cli.runs import list_recipes, show
+from braid.cli.train import train
 from braid.cli.words import Command
 from braid.errors import BraidError, ConfigError, ExitCode
 from braid.rules import nearest
@@ -52,6 +55,9 @@ def _usage() -> str:
 
 
 COMMANDS = (
+    Command("train", "RECIPE", "train a run, or continue it", train),
+    Command("generate", "CHECKPOINT", "continue a prompt with a trained model", generate),
+    Command("data", "build|verify", "make token shards from text, or check them", data),
     Command("recipes", "", "list the recipes", list_recipes),
     Command("show", "RECIPE", "print a run with all its choices, after overrides", show),
     Command("pattern", "'PATTERN'", "explain a layer pattern", explain),

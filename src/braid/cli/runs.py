@@ -41,7 +41,7 @@ class ShowOptions:
 
 
 def show(words: list[str]) -> int:
-    name, rest = subject(words, "show", "RECIPE", _recipe_note())
+    name, rest = subject(words, "show", "RECIPE", recipe_note())
     chosen = options(ShowOptions, rest, f"braid show {name}", ShowOptions(run=recipes.load(name)))
     worked_out = plan(chosen.run, chosen.world)
     if chosen.json:
@@ -62,6 +62,6 @@ def show(words: list[str]) -> int:
     return ExitCode.OK
 
 
-def _recipe_note() -> str:
+def recipe_note() -> str:
     names = ", ".join(recipes.bundled())
     return f"\nRECIPE is one of {names}, or path/to/file.py:function.\n`RECIPE --help` lists every field."

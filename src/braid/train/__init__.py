@@ -1,0 +1,5 @@
+"""Training: a plan in, a trained model, its checkpoints and its metrics out."""
+
+from braid.train.loop import Outcome, Places, begin_or_continue, make_state, train_to_end
+
+__all__ = ["Outcome", "Places", "begin_or_continue", "make_state", "train_to_end"]

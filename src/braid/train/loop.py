@@ -1,0 +1,252 @@
+"""The training loop: continue or begin, step, tell, evaluate, save, stop when asked."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from braid import checkpoint, kernels
+from braid.config import Run, difference
+from braid.errors import CheckpointError, DataError, NumericsError, PreemptedError
+from braid.model.language import LanguageModel
+from braid.optim.adamw import AdamW
+from braid.optim.schedule import Schedule
+from braid.plan import Plan
+from braid.train import state as states
+from braid.train.console import Line, say, warn
+from braid.train.device import DTYPES, Device, set_arithmetic
+from braid.train.feed import Feed
+from braid.train.metrics import Listener, Metrics, Value
+from braid.train.signals import StopRequest
+from braid.train.state import State
+from braid.train.step import StepResult, evaluate, train_step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Places:
+    """Where everything of a run goes."""
+
+    out: Path
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.out / "checkpoints"
+
+    @property
+    def metrics(self) -> Path:
+        return self.out / "metrics.jsonl"
+
+    @property
+    def data(self) -> Path:
+        return self.out / "data"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a finished run leaves."""
+
+    model: LanguageModel
+    checkpoint: Path
+    loss: float | None
+    """Of the last step; None where there was nothing left to do."""
+    val_loss: float | None
+    """Of the last evaluation."""
+
+
+def make_state(plan: Plan, device: Device) -> State:
+    """A model and its optimizer, with weights still unset."""
+    run = plan.run
+    dtype = DTYPES[run.train.dtype]
+    chosen = kernels.choose(run.model, device.torch, dtype)
+    model = LanguageModel(run.model, plan.layout, chosen, device=device.torch, dtype=dtype)
+    optimizer = AdamW(
+        dict(model.named_parameters()),
+        decaying=model.decaying(),
+        betas=run.optim.betas,
+        eps=run.optim.eps,
+        weight_decay=run.optim.weight_decay,
+    )
+    return State(model=model, optimizer=optimizer)
+
+
+def begin_or_continue(state: State, run: Run, feed: Feed, places: Places) -> Path | None:
+    """Fill the state: from the newest whole checkpoint, which is returned, or from the run's seed."""
+    newest = checkpoint.latest(places.checkpoints)
+    for damaged in newest.damaged:
+        warn(f"passing over a damaged checkpoint: {damaged.reason}")
+    if newest.path is None:
+        states.initialize(state, run)
+        return None
+    saved = states.describe(newest.path)
+    changed = difference(saved.run, run)
+    if changed:
+        warn(f"the run differs from the one that saved {newest.path}:")
+        for name, (before, now) in changed.items():
+            warn(f"  {name}: {before} -> {now}")
+    if saved.data_fingerprint != feed.train.fingerprint:
+        raise DataError(
+            f"{newest.path} was trained on other data or in another order: the samples it consumed cannot be "
+            "told from new ones. Restore the data and its fields, or set another --out"
+        )
+    states.load(newest.path, state)
+    return newest.path
+
+
+def train_to_end(
+    plan: Plan, places: Places, device: Device, feed: Feed, state: State, listeners: Sequence[Listener] = ()
+) -> Outcome:
+    """Train from where the state stands to the last step."""
+    set_arithmetic(deterministic=plan.run.train.deterministic)
+    metrics_file = Metrics(places.metrics, after_step=state.step, listeners=listeners)
+    with StopRequest() as asked, metrics_file as metrics:
+        return _Loop(plan, places, device, feed, state, metrics, asked).run_to_end()
+
+
+class _Loop:
+    """The steps of one process. Everything that outlives it is in the state."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        places: Places,
+        device: Device,
+        feed: Feed,
+        state: State,
+        metrics: Metrics,
+        asked: StopRequest,
+    ) -> None:
+        self.plan, self.run = plan, plan.run
+        self.places, self.device, self.feed = places, device, feed
+        self.state, self.metrics, self.asked = state, metrics, asked
+        self.schedule = _schedule(plan.run)
+        # Training costs three forward passes: one forward, two backward.
+        samples = plan.run.train.batch_samples
+        self.step_flops = 3 * samples * state.model.flops(plan.run.data.sequence_tokens)
+        self.step_seconds: list[float] = []
+        self.val_loss: float | None = None
+
+    def run_to_end(self) -> Outcome:
+        steps, saved = self.run.train.steps, None
+        last: StepResult | None = None
+        while self.state.step < steps:
+            last = self._step()
+            done = self.state.step == steps
+            if done or self._due(self.run.train.save_every):
+                saved = self._save(must=done)
+            if self.asked.signal is not None and not done:
+                self._save(must=True)
+                raise PreemptedError(
+                    f"asked to stop by {self.asked.signal.name}; step {self.state.step} of {steps} is saved in "
+                    f"{self.places.checkpoints}, the same command continues it"
+                )
+        if last is None:
+            self.val_loss = self._evaluate()
+        path = saved or checkpoint.latest(self.places.checkpoints).path
+        assert path is not None, "the last step is always saved"
+        return Outcome(
+            model=self.state.model,
+            checkpoint=path,
+            loss=None if last is None else last.loss,
+            val_loss=self.val_loss,
+        )
+
+    def _step(self) -> StepResult:
+        """One step, measured and told."""
+        started = time.perf_counter()
+        rate = self.schedule.rate(self.state.step + 1)
+        result = train_step(self.state, self.run, self.feed.train, rate)
+        self.device.synchronize()
+        seconds = time.perf_counter() - started
+        self.step_seconds = [*self.step_seconds[-99:], seconds]
+        if result.not_finite:
+            self._tell_skipped(result)
+        evaluated = self._evaluate_if_due()
+        self.metrics.log(self.state.step, self._metrics(result, rate, seconds, evaluated))
+        if self._due(self.run.train.log_every) or self.state.step in (1, self.run.train.steps):
+            say(str(self._line(result, rate)))
+        if evaluated is not None:
+            say(f"step {self.state.step}/{self.run.train.steps}  validation loss {evaluated:.3f}")
+        return result
+
+    def _due(self, every: int) -> bool:
+        return every > 0 and self.state.step % every == 0
+
+    def _metrics(self, result: StepResult, rate: float, seconds: float, val: float | None) -> dict[str, Value]:
+        tokens = self.plan.step_tokens
+        return {
+            "loss": result.loss,
+            **({"val_loss": val} if val is not None else {}),
+            "grad_norm": result.grad_norm,
+            "lr": rate,
+            "tokens_per_s": tokens / seconds,
+            "tokens": tokens * self.state.step,
+            "mfu": self.device.mfu(self.step_flops, seconds, self.run.train.dtype),
+            "memory_bytes": self.device.memory_bytes(),
+            "skipped": int(bool(result.not_finite)),
+            **{f"aux_{name}": value for name, value in result.aux.items()},
+        }
+
+    def _line(self, result: StepResult, rate: float) -> Line:
+        """The figures since the last line; the first step of a process warms up and is left out of averages."""
+        recent = self.step_seconds[-self.run.train.log_every :]
+        measured = recent[1:] if len(self.step_seconds) == len(recent) > 1 else recent
+        seconds = sum(measured) / len(measured)
+        return Line(
+            step=self.state.step,
+            steps=self.run.train.steps,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            lr=rate,
+            tokens_per_s=self.plan.step_tokens / seconds,
+            mfu=self.device.mfu(self.step_flops, seconds, self.run.train.dtype),
+            memory_bytes=self.device.memory_bytes(),
+            seconds_left=seconds * (self.run.train.steps - self.state.step),
+        )
+
+    def _evaluate_if_due(self) -> float | None:
+        if self._due(self.run.train.eval_every) or self.state.step == self.run.train.steps:
+            self.val_loss = self._evaluate()
+            return self.val_loss
+        return None
+
+    def _evaluate(self) -> float | None:
+        if self.feed.validation is None:
+            return None
+        return evaluate(self.state.model, self.run, self.feed.validation)
+
+    def _save(self, *, must: bool) -> Path | None:
+        """Save a checkpoint. One on the way may fail: training goes on with the old one."""
+        root = self.places.checkpoints
+        try:
+            path = states.save(root, self.state, self.run, self.feed.train, self.feed.tokenizer)
+            checkpoint.prune(root, keep=self.run.train.keep)
+        except CheckpointError as error:
+            if must:
+                raise
+            warn(f"{error}\ntraining goes on with the checkpoint before this one")
+            return None
+        return path
+
+    def _tell_skipped(self, result: StepResult) -> None:
+        named = ", ".join(result.not_finite[:3]) + (", ..." if len(result.not_finite) > 3 else "")
+        warn(f"step {self.state.step} skipped: not finite: {named}")
+        limit = self.run.train.max_skipped
+        if self.state.skipped_in_a_row > limit:
+            raise NumericsError(
+                f"{self.state.skipped_in_a_row} steps in a row were not finite (train.max_skipped = {limit}), "
+                f"in {named}: lower optim.lr, or look at that parameter; the weights are those of the last "
+                "sound step"
+            )
+
+
+def _schedule(run: Run) -> Schedule:
+    return Schedule(
+        kind=run.optim.schedule,
+        peak=run.optim.lr,
+        steps=run.train.steps,
+        warmup_steps=run.optim.warmup_steps,
+        decay_steps=run.optim.decay_steps,
+        final_share=run.optim.final_lr_share,
+    )

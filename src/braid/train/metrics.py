@@ -1,0 +1,117 @@
+"""What a run measures, step by step: always into metrics.jsonl, and to whoever else listens.
+
+One JSON object a line. A run that continues from an earlier step first drops the lines after it, so that the
+file always tells one story.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+from braid.errors import ConfigError
+
+Value = float | int | None
+
+
+class Listener(Protocol):
+    """Somebody who wants to know the metrics of every step."""
+
+    def log(self, step: int, metrics: Mapping[str, Value]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Metrics:
+    """metrics.jsonl, and the listeners beside it."""
+
+    def __init__(self, file: Path, *, after_step: int, listeners: Sequence[Listener] = ()) -> None:
+        """Continue the file after the given step."""
+        file.parent.mkdir(parents=True, exist_ok=True)
+        _drop_lines_after(file, after_step)
+        self._lines = file.open("a", encoding="utf-8")
+        self._listeners = tuple(listeners)
+
+    def log(self, step: int, metrics: Mapping[str, Value]) -> None:
+        """One line. JSON knows no inf and no nan: they become null."""
+        told = {"step": step, **{name: _finite(value) for name, value in metrics.items()}}
+        self._lines.write(json.dumps(told) + "\n")
+        self._lines.flush()
+        for listener in self._listeners:
+            listener.log(step, metrics)
+
+    def __enter__(self) -> Metrics:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._lines.close()
+        for listener in self._listeners:
+            listener.close()
+
+
+def _finite(value: Value) -> Value:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _drop_lines_after(file: Path, step: int) -> None:
+    if not file.exists():
+        return
+    kept = [line for line in file.read_text(encoding="utf-8").splitlines() if _step_of(line) <= step]
+    fresh = file.with_suffix(".jsonl.new")
+    fresh.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+    os.replace(fresh, file)
+
+
+def _step_of(line: str) -> float:
+    """The step of a line; a line that was cut off while it was written belongs to no step."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf
+
+
+class TensorBoard:
+    """Metrics for TensorBoard; needs the extra `log`."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ConfigError(
+                "--tensorboard needs the package tensorboard: pip install 'braid[log]'"
+            ) from error
+        self._writer: Any = SummaryWriter(str(folder))
+
+    def log(self, step: int, metrics: Mapping[str, Value]) -> None:
+        for name, value in metrics.items():
+            if value is not None:
+                self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Wandb:
+    """Metrics for Weights & Biases; needs the extra `log`."""
+
+    def __init__(self, project: str, folder: Path, run: Mapping[str, Any]) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise ConfigError("--wandb needs the package wandb: pip install 'braid[log]'") from error
+        self._run: Any = wandb.init(
+            project=project, dir=str(folder), name=folder.name, config=dict(run), resume="allow"
+        )
+
+    def log(self, step: int, metrics: Mapping[str, Value]) -> None:
+        self._run.log({name: value for name, value in metrics.items() if value is not None}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()

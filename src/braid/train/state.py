@@ -1,0 +1,153 @@
+"""The state of a run, and its way into a checkpoint and back.
+
+Tensors go by canonical names: a model's weights under their own, the optimizer's moments under
+`optimizer.<moment>.<name>`. What is saved are the main parameters, so nothing is lost in a narrower dtype.
+Everything else is JSON.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import braid
+from braid import checkpoint, kernels
+from braid.config import Run, from_json, to_json
+from braid.data import Loader, Tokenizer, tokenizer_from
+from braid.errors import CheckpointError
+from braid.model.language import LanguageModel
+from braid.nn.canonical import Canonical
+from braid.optim.adamw import MOMENTS, AdamW
+from braid.plan import plan
+from braid.train.device import DTYPES, Device
+
+RNG = "rng.cpu"
+"""Torch's own generator. Nothing in braid draws from it; a module of somebody else's might."""
+
+
+@dataclass(kw_only=True)
+class State:
+    """What changes while a run is trained."""
+
+    model: LanguageModel
+    optimizer: AdamW
+    step: int = 0
+    """Steps done, skipped ones included: samples consumed are this times the samples of a step."""
+    skipped_in_a_row: int = 0
+    """How many of the last steps were skipped because something was not finite."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """What a checkpoint says about its run, besides tensors."""
+
+    run: Run
+    step: int
+    updates: int
+    skipped_in_a_row: int
+    data_fingerprint: str
+    tokenizer: Mapping[str, Any]
+    """The tokenizer's description."""
+
+
+def initialize(state: State, run: Run) -> None:
+    """Set the main parameters to where a run with this seed starts."""
+    state.model.initialize(run.train.seed, into=state.optimizer.main)
+    state.optimizer.publish()
+
+
+def save(root: Path, state: State, run: Run, loader: Loader, tokenizer: Tokenizer) -> Path:
+    """Write a checkpoint of the state."""
+    pieces = [checkpoint.Piece.whole(name, tensor) for name, tensor in _tensors(state)]
+    extra = {
+        "braid": braid.__version__,
+        "run": to_json(run),
+        "samples": state.step * run.train.batch_samples,
+        "updates": state.optimizer.updates,
+        "skipped_in_a_row": state.skipped_in_a_row,
+        "data": {"fingerprint": loader.fingerprint, **loader.identity},
+        "tokenizer": dict(tokenizer.description),
+    }
+    pieces.append(checkpoint.Piece.whole(RNG, torch.get_rng_state()))
+    return checkpoint.save(root, state.step, pieces, extra=extra)
+
+
+def describe(path: Path) -> Saved:
+    """What a checkpoint says about its run."""
+    manifest = checkpoint.read_manifest(path)
+    extra = manifest.extra
+    try:
+        return Saved(
+            run=from_json(extra["run"]),
+            step=manifest.step,
+            updates=int(extra["updates"]),
+            skipped_in_a_row=int(extra["skipped_in_a_row"]),
+            data_fingerprint=str(extra["data"]["fingerprint"]),
+            tokenizer=dict(extra["tokenizer"]),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} does not describe a run of this version: {error}") from error
+
+
+def load(path: Path, state: State) -> None:
+    """Fill the state from a checkpoint; its tensors must be exactly those of the state."""
+    saved = describe(path)
+    wanted = {**dict(_tensors(state)), RNG: torch.get_rng_state()}
+    found = checkpoint.read(path, wanted)
+    for name, tensor, target in _places(state):
+        tensor.write(target, found[name])
+    state.optimizer.publish()
+    state.optimizer.updates = saved.updates
+    state.step, state.skipped_in_a_row = saved.step, saved.skipped_in_a_row
+    torch.set_rng_state(found[RNG])
+
+
+def load_weights(path: Path, model: LanguageModel) -> None:
+    """Fill a model from a checkpoint, and leave the rest of it unread."""
+    parameters = dict(model.named_parameters())
+    manifest = checkpoint.read_manifest(path)
+    tensors = model.canonical()
+    wanted = {
+        name: torch.empty(tensor.shape, dtype=manifest.tensors[name].dtype, device="meta")
+        if name in manifest.tensors
+        else tensor.read(parameters[tensor.parameter])
+        for name, tensor in tensors.items()
+    }
+    unread = [name for name in manifest.tensors if name == RNG or name.startswith("optimizer.")]
+    found = checkpoint.read(path, wanted, unread=unread)
+    for name, tensor in tensors.items():
+        tensor.write(parameters[tensor.parameter], found[name])
+
+
+def open_model(path: Path, device: Device) -> tuple[LanguageModel, Tokenizer]:
+    """The model of a checkpoint, or of the newest one of a run's folder, and its tokenizer."""
+    if not (path / "manifest.json").exists() and (path / "checkpoints").is_dir():
+        newest = checkpoint.latest(path / "checkpoints").path
+        if newest is None:
+            raise CheckpointError(f"{path / 'checkpoints'} holds no whole checkpoint")
+        path = newest
+    saved = describe(path)
+    dtype = DTYPES[saved.run.train.dtype]
+    layout = plan(saved.run, world=1).layout
+    chosen = kernels.choose(saved.run.model, device.torch, dtype)
+    model = LanguageModel(saved.run.model, layout, chosen, device=device.torch, dtype=dtype)
+    load_weights(path, model)
+    return model, tokenizer_from(saved.tokenizer)
+
+
+def _places(state: State) -> Iterator[tuple[str, Canonical, Tensor]]:
+    """Every tensor of a checkpoint: its name, and where in which tensor of the state it lives."""
+    optimizer = state.optimizer
+    for name, tensor in state.model.canonical().items():
+        yield name, tensor, optimizer.main[tensor.parameter]
+        for moment in MOMENTS:
+            yield f"optimizer.{moment}.{name}", tensor, optimizer.moment(moment, tensor.parameter)
+
+
+def _tensors(state: State) -> Iterator[tuple[str, Tensor]]:
+    return ((name, tensor.read(target.detach())) for name, tensor, target in _places(state))

@@ -1,0 +1,175 @@
+"""Training, generating and building data from the command line, as a person does it."""
+
+import json
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from braid import checkpoint
+from braid.cli import main
+from braid.errors import ExitCode
+
+RECIPE = """
+from braid.architecture import Attention, Mlp, Model, Moe
+from braid.config import Data, Optim, Run, Train
+
+def small() -> Run:
+    '''For tests.'''
+    return Run(
+        model=Model(
+            pattern="[*-][*E]", hidden=16, vocab=257, dropout=0.1,
+            attention=Attention(heads=2, kv_heads=1, head_dim=8),
+            mlp=Mlp(ffn=24), moe=Moe(experts=4, top_k=2, ffn=8),
+        ),
+        data=Data(sequence_tokens=32),
+        optim=Optim(lr=1e-2),
+        train=Train(steps=40, batch_samples=4, save_every=20, log_every=1, eval_samples=4),
+    )
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with a recipe and a corpus in it."""
+    folder = tmp_path_factory.mktemp("cli")
+    (folder / "mine.py").write_text(RECIPE)
+    (folder / "texts").mkdir()
+    for i in range(30):
+        (folder / "texts" / f"{i}.txt").write_text(f"text number {i}, " + "and so on, " * (i % 9))
+    words = ["data", "build", "--input", str(folder / "texts"), "--output", str(folder / "corpus")]
+    assert main([*words, "--validation", "0.2"]) == 0
+    return folder
+
+
+def words_for(folder, out, *more):
+    return ["train", f"{folder}/mine.py:small", "--data.sources", f"{folder}/corpus", "--out", str(out), *more]
+
+
+def start(words, threads=1):
+    code = f"import sys, torch; torch.set_num_threads({threads}); from braid.cli import main; sys.exit(main({words!r}))"
+    return subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def stop_at(words, step, number):
+    """Start a run, send it a signal when it tells of a step, and return its exit code and last words."""
+    with start(words) as process:
+        for line in process.stdout:
+            if line.startswith(f"step {step:>2}/40"):
+                process.send_signal(number)
+                break
+        _, errors = process.communicate()
+        return process.returncode, errors
+
+
+def losses(out):
+    return [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def tensors(out):
+    path = checkpoint.latest(out / "checkpoints").path
+    assert path.name == "step-00000040"
+    manifest = checkpoint.read_manifest(path)
+    like = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in manifest.tensors.items()}
+    return checkpoint.read(path, like)
+
+
+@pytest.fixture(scope="module")
+def whole(folder):
+    """A run of 40 steps in one go."""
+    out = folder / "whole"
+    with start(words_for(folder, out)) as process:
+        told, errors = process.communicate()
+    assert process.returncode == 0, errors
+    return out, told
+
+
+def test_a_run_tells_what_it_does_and_where_everything_is(whole):
+    out, told = whole
+    for words in ("model ", "kernels ", "step 40/40", "validation loss", "sample ", "counting tokens alone"):
+        assert words in told
+    assert str(out / "checkpoints" / "step-00000040") in told
+    assert str(out / "metrics.jsonl") in told
+    assert told.count("braid generate") + told.count("braid train") + told.count("braid show") == 4
+    assert "\x1b" not in told
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGTERM, ExitCode.PREEMPTED)]
+)
+def test_stopped_and_started_again_equals_one_go_bit_for_bit(number, code, folder, whole, tmp_path):
+    exit_code, errors = stop_at(words_for(folder, tmp_path), 25, number)
+    assert exit_code == code, errors
+    with start(words_for(folder, tmp_path)) as process:
+        told, errors = process.communicate()
+    assert process.returncode == 0, errors
+    assert "continues from step" in told
+    assert losses(tmp_path) == losses(whole[0])
+    again, once = tensors(tmp_path), tensors(whole[0])
+    assert again.keys() == once.keys()
+    assert all(torch.equal(again[name], once[name]) for name in once)
+
+
+def test_generation_is_the_same_for_the_same_seed(whole, capsys):
+    texts = []
+    for seed in ("1", "1", "2"):
+        words = ["generate", str(whole[0]), "--prompt", "text ", "--tokens", "30", "--seed", seed]
+        assert main(words) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0].startswith("text ")
+    assert texts[0] == texts[1] != texts[2]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["generate", "nowhere"], ExitCode.CHECKPOINT, "nowhere"),
+        (
+            ["train", "{folder}/mine.py:small", "--data.sources", "nowhere"],
+            ExitCode.DATA,
+            "nowhere does not exist",
+        ),
+        (["train", "{folder}/mine.py:small", "--model.vocab", "200"], ExitCode.DATA, "set model.vocab to 257"),
+        (["train", "{folder}/mine.py:small", "--mesh.pp", "2"], ExitCode.CONFIG, "mesh.pp"),
+        (["train", "{folder}/mine.py:small", "--train.steps", "0"], ExitCode.CONFIG, "train.steps = 0"),
+        (["data", "build", "--input", "nowhere", "--output", "{folder}/x"], ExitCode.DATA, "nowhere"),
+        (
+            ["data", "build", "--input", "{folder}/texts", "--output", "{folder}/corpus"],
+            ExitCode.DATA,
+            "exists",
+        ),
+        (["data", "bild"], ExitCode.CONFIG, "did you mean 'build'?"),
+    ],
+)
+def test_what_cannot_work_says_why_and_exits_by_kind(
+    words, code, message, folder, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    assert main([word.format(folder=folder) for word in words]) == code
+    assert message in capsys.readouterr().err
+
+
+def test_a_corrupt_shard_is_named_before_training_starts(folder, tmp_path, capsys):
+    corpus = tmp_path / "corpus"
+    words = ["data", "build", "--input", str(folder / "texts"), "--output", str(corpus), "--validation", "0"]
+    assert main(words) == 0
+    shard = max(corpus.iterdir(), key=lambda path: path.stat().st_size if path.name != "index.json" else 0)
+    shard.write_bytes(shard.read_bytes()[:-2])
+    assert main([*words_for(folder, tmp_path / "out"), "--data.sources", str(corpus)]) == ExitCode.DATA
+    assert shard.name in capsys.readouterr().err
+    assert main(["data", "verify", "--source", str(corpus)]) == ExitCode.DATA
+
+
+def test_supervised_fine_tuning_on_rows_with_prompts(folder, tmp_path, capsys):
+    rows = [{"prompt": f"what is {i}? ", "response": f"it is {i}."} for i in range(20)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["data", "build", "--input", str(tmp_path / "rows.jsonl"), "--output", str(tmp_path / "rows")]
+    assert main(words) == 0
+    more = ["--data.packing", "documents", "--train.steps", "2", "--train.save-every", "0"]
+    words = [*words_for(folder, tmp_path / "out"), "--data.sources", str(tmp_path / "rows"), *more]
+    assert main(words) == 0
+    assert losses(tmp_path / "out")[0] > 0

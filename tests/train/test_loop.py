@@ -1,0 +1,129 @@
+"""The loop: what it leaves behind, and how it stops."""
+
+import json
+import os
+import signal
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+
+from braid import checkpoint
+from braid.errors import CheckpointError, NumericsError, PreemptedError
+from braid.plan import plan
+from braid.train import loop
+from braid.train import state as states
+from braid.train.device import choose_device
+from braid.train.loop import train_to_end
+from tests.train.helpers import run_on, started
+
+
+def train(run, out):
+    feed, state, places = started(run, out)
+    return train_to_end(plan(run, 1), places, choose_device("cpu"), feed, state), state, places
+
+
+def lines(places):
+    return [json.loads(line) for line in places.metrics.read_text().splitlines()]
+
+
+def test_a_run_leaves_metrics_of_every_step_and_a_checkpoint_of_the_last(corpus, tmp_path):
+    outcome, _, places = train(run_on(corpus, eval_every=4), tmp_path)
+    told = lines(places)
+    assert [line["step"] for line in told] == list(range(1, 9))
+    for name in ("loss", "grad_norm", "lr", "tokens_per_s", "tokens", "mfu", "memory_bytes"):
+        assert all(name in line for line in told)
+    assert [line["step"] for line in told if "val_loss" in line] == [4, 8]
+    assert told[-1]["tokens"] == 8 * 4 * 32
+    assert told[-1]["mfu"] is None
+    assert outcome.checkpoint == places.checkpoints / "step-00000008"
+    assert checkpoint.latest(places.checkpoints).path == outcome.checkpoint
+
+
+def test_training_learns(corpus, tmp_path):
+    outcome, _, places = train(run_on(corpus, steps=60, log_every=20), tmp_path)
+    assert outcome.val_loss < lines(places)[0]["loss"] / 2
+
+
+def test_only_so_many_checkpoints_are_kept(corpus, tmp_path):
+    _, _, places = train(run_on(corpus, save_every=2, keep=2), tmp_path)
+    assert sorted(path.name for path in places.checkpoints.iterdir()) == ["step-00000006", "step-00000008"]
+
+
+def signalled_at(step, number):
+    """A train_step after which, at the given step, this process gets a signal."""
+    real = loop.train_step
+
+    def train_step(state, *arguments):
+        result = real(state, *arguments)
+        if state.step == step:
+            os.kill(os.getpid(), number)
+        return result
+
+    return train_step
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_asked_to_stop_it_saves_and_continues_bit_equal(number, corpus, tmp_path, monkeypatch):
+    run = run_on(corpus)
+    run = replace(run, model=replace(run.model, dropout=0.2))
+    whole, _, places = train(run, tmp_path / "whole")
+    monkeypatch.setattr(loop, "train_step", signalled_at(3, number))
+    with pytest.raises(PreemptedError, match="step 3 of 8 is saved"):
+        train(run, tmp_path / "parts")
+    monkeypatch.undo()
+    rest, _, rest_places = train(run, tmp_path / "parts")
+    assert [line["loss"] for line in lines(places)] == [line["loss"] for line in lines(rest_places)]
+    for (name, a), (_, b) in zip(whole.model.named_parameters(), rest.model.named_parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_a_finished_run_has_nothing_left_to_do(corpus, tmp_path):
+    run = run_on(corpus)
+    first, _, places = train(run, tmp_path)
+    again, _, _ = train(run, tmp_path)
+    assert again.loss is None
+    assert again.val_loss == pytest.approx(first.val_loss)
+    assert len(lines(places)) == 8
+
+
+def test_a_save_that_fails_on_the_way_does_not_stop_training(corpus, tmp_path, monkeypatch, capsys):
+    real = states.save
+    calls = iter(range(10))
+
+    def full_once(*arguments):
+        if next(calls) == 1:
+            raise CheckpointError("cannot write part: needs 3.0 GiB, has 1.0 GiB")
+        return real(*arguments)
+
+    monkeypatch.setattr(states, "save", full_once)
+    outcome, _, _ = train(run_on(corpus, save_every=3), tmp_path)
+    assert outcome.checkpoint.name == "step-00000008"
+    told = capsys.readouterr().err
+    assert "needs 3.0 GiB, has 1.0 GiB" in told
+    assert "training goes on" in told
+
+
+def test_too_many_steps_that_are_not_finite_end_the_run(corpus, tmp_path, capsys):
+    run = run_on(corpus, max_skipped=2)
+    feed, state, places = started(run, tmp_path)
+    parameter = dict(state.model.named_parameters())["final_norm.weight"]
+    parameter.register_hook(lambda gradient: gradient * float("inf"))
+    with pytest.raises(NumericsError, match=r"3 steps in a row.*final_norm\.weight"):
+        train_to_end(plan(run, 1), places, choose_device("cpu"), feed, state)
+    assert capsys.readouterr().err.count("skipped: not finite") == 3
+
+
+def test_without_a_validation_part_there_is_no_validation_loss(corpus, tmp_path):
+    run = run_on(corpus / "train")
+    outcome, _, _ = train(run, tmp_path)
+    assert outcome.val_loss is None
+
+
+def test_training_works_outside_the_main_thread(corpus, tmp_path):
+    seen = []
+    thread = threading.Thread(target=lambda: seen.append(train(run_on(corpus), tmp_path)[0].loss))
+    thread.start()
+    thread.join()
+    assert seen[0] > 0
