@@ -56,7 +56,8 @@ class Saved:
 
 
 def initialize(state: State, run: Run) -> None:
-    """Set the main parameters to where a run with this seed starts."""
+    """Set the main parameters, and torch's generator, to where a run with this seed starts."""
+    torch.manual_seed(run.train.seed)
     state.model.initialize(run.train.seed, into=state.optimizer.main)
     state.optimizer.publish()
 
