@@ -1,0 +1,33 @@
+"""The activations of dense MLPs and of experts.
+
+A gated activation takes two projections of its input, gate and up; the others take up alone.
+
+Shapes: F ffn channels, `_` any leading dims.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from braid.architecture import Activation
+
+
+def projections(activation: Activation) -> tuple[str, ...]:
+    """The projections that an activation takes, in the order in which weights are stored."""
+    return ("gate", "up") if activation == "swiglu" else ("up",)
+
+
+def activate(activation: Activation, *projected__F: Tensor) -> Tensor:
+    """The ffn channels, from the projections that `projections` names. `gelu` is the exact one, with erf."""
+    match activation:
+        case "swiglu":
+            gate__F, up__F = projected__F
+            return F.silu(gate__F) * up__F
+        case "relu2":
+            (up__F,) = projected__F
+            return torch.relu(up__F).square()
+        case "gelu":
+            (up__F,) = projected__F
+            return F.gelu(up__F)

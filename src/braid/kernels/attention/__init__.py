@@ -1,0 +1,33 @@
+"""Grouped-query softmax attention that is causal and never crosses a document boundary."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from braid.kernels.attention import reference, sdpa
+from braid.kernels.attention.spans import Spans, spans_of
+from braid.kernels.choice import Choice
+
+__all__ = ["REFERENCE", "Attend", "Spans", "choose", "spans_of"]
+
+
+class Attend(Protocol):
+    """What every implementation computes; see `reference.attend`."""
+
+    def __call__(self, q_BTQD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, spans: Spans) -> Tensor: ...
+
+
+def _choice(name: str, function: Attend, reason: str) -> Choice[Attend]:
+    return Choice(op="attention", name=name, function=function, reason=reason)
+
+
+REFERENCE = _choice("reference", reference.attend, "it was asked for")
+
+
+def choose(device: torch.device, dtype: torch.dtype) -> Choice[Attend]:
+    """SDPA: it takes every device and dtype."""
+    tensor_type = f"{str(dtype).removeprefix('torch.')} on {device.type}"
+    return _choice("sdpa", sdpa.attend, f"torch picks its fastest kernel for {tensor_type}")

@@ -1,0 +1,1 @@
+"""Models: blocks with phases, the stack they form, and the language model around it."""

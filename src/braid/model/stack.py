@@ -1,0 +1,50 @@
+"""The stack: the blocks of a layout, one after the other."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from braid import architecture
+from braid.kernels import Kernels
+from braid.model.block import Block
+from braid.model.context import Context
+from braid.nn.canonical import Canonical, under
+from braid.pattern import Layout
+
+
+class Stack(nn.Module):
+    """Every block of the main stack, under its index in the layout."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        shape: architecture.Model,
+        kernels: Kernels,
+        *,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleDict(
+            {
+                str(block.index): Block(block, shape, kernels, device=device, dtype=dtype)
+                for block in layout.blocks
+            }
+        )
+
+    def forward(self, x_BTC: Tensor, context: Context) -> Tensor:
+        for block in self.blocks.values():
+            x_BTC = block(x_BTC, context)
+        return x_BTC
+
+    def canonical(self) -> dict[str, Canonical]:
+        tensors: dict[str, Canonical] = {}
+        for index, block in self.blocks.items():
+            tensors |= under(f"blocks.{index}", f"blocks.{index}", cast(Block, block).canonical())
+        return tensors
+
+    def flops(self, tokens: int) -> int:
+        return sum(cast(Block, block).flops(tokens) for block in self.blocks.values())

@@ -1,0 +1,1 @@
+"""Mixture of experts, the layer `E`: router, dispatch, experts."""

@@ -1,0 +1,66 @@
+"""Norms over the last dim. Statistics are float32 or better, whatever the dtype of the activations."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from braid.nn.canonical import Canonical
+
+
+class RmsNorm(nn.Module):
+    """x / sqrt(mean(x²) + eps) · weight."""
+
+    def __init__(
+        self, channels: int, eps: float, *, device: torch.device | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__()
+        self.channels = channels
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(channels, device=device, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return F.rms_norm(x.to(wide), (self.channels,), self.weight.to(wide), self.eps).to(x.dtype)
+
+    def canonical(self) -> dict[str, Canonical]:
+        return {"weight": Canonical(parameter="weight", shape=(self.channels,), fill="ones")}
+
+
+class LayerNorm(nn.Module):
+    """(x - mean(x)) / sqrt(variance(x) + eps) · weight + bias."""
+
+    def __init__(
+        self, channels: int, eps: float, *, device: torch.device | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__()
+        self.channels = channels
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(channels, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(channels, device=device, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        weight, bias = self.weight.to(wide), self.bias.to(wide)
+        return F.layer_norm(x.to(wide), (self.channels,), weight, bias, self.eps).to(x.dtype)
+
+    def canonical(self) -> dict[str, Canonical]:
+        return {
+            "weight": Canonical(parameter="weight", shape=(self.channels,), fill="ones"),
+            "bias": Canonical(parameter="bias", shape=(self.channels,), fill="zeros"),
+        }
+
+
+def norm(
+    kind: Literal["rms", "layer"],
+    channels: int,
+    eps: float,
+    *,
+    device: torch.device | None = None,
+    dtype: torch.dtype | None = None,
+) -> RmsNorm | LayerNorm:
+    """The norm that a model asks for."""
+    return (RmsNorm if kind == "rms" else LayerNorm)(channels, eps, device=device, dtype=dtype)

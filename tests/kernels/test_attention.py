@@ -1,0 +1,111 @@
+"""Attention: every implementation gives what the definition gives, gradients included, at odd sizes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from braid.kernels import attention
+from braid.kernels.attention import reference, sdpa, spans_of
+
+CPU = torch.device("cpu")
+
+
+def one_token_at_a_time(q: Tensor, k: Tensor, v: Tensor, documents: Tensor, window: int | None) -> Tensor:
+    """The definition: for every row, token and head, a softmax over the keys that this token may see."""
+    rows, tokens, heads, dim = q.shape
+    repeats = heads // k.shape[2]
+    out = torch.zeros_like(q)
+    for b in range(rows):
+        start = 0
+        for t in range(tokens):
+            if t and documents[b, t] != documents[b, t - 1]:
+                start = t
+            first = start if window is None else max(start, t - window + 1)
+            for h in range(heads):
+                scores = k[b, first : t + 1, h // repeats] @ q[b, t, h] / math.sqrt(dim)
+                out[b, t, h] = scores.softmax(0) @ v[b, first : t + 1, h // repeats]
+    return out
+
+
+def heads(heads: int, kv_heads: int, tokens: int, dim: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(tokens * 100 + heads)
+    sizes = (heads, kv_heads, kv_heads)
+    return [torch.randn(2, tokens, n, dim, dtype=dtype, generator=generator).requires_grad_() for n in sizes]
+
+
+def packed(tokens: int, *starts: int) -> Tensor:
+    """Two rows: one cut at `starts`, one a single document."""
+    documents = torch.zeros(2, tokens, dtype=torch.int64)
+    for start in starts:
+        documents[0, start:] += 1
+    return documents
+
+
+DOCUMENTS = (packed(37), packed(37, 5, 6, 20), packed(37, *range(1, 37)))
+
+
+@pytest.mark.parametrize("attend", [reference.attend, sdpa.attend], ids=["reference", "sdpa"])
+@pytest.mark.parametrize("window", [None, 1, 7, 100])
+@pytest.mark.parametrize("documents", DOCUMENTS, ids=["whole", "packed", "single tokens"])
+@pytest.mark.parametrize("kv_heads", [1, 3])
+def test_equals_the_definition(
+    attend: attention.Attend, window: int | None, documents: Tensor, kv_heads: int
+) -> None:
+    q, k, v = heads(3, kv_heads, 37, 10)
+    expected = one_token_at_a_time(q, k, v, documents, window)
+    actual = attend(q, k, v, spans_of(documents, window, CPU))
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+    probe = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    for grad, wanted in zip(
+        torch.autograd.grad(actual, (q, k, v), probe),
+        torch.autograd.grad(expected, (q, k, v), probe),
+        strict=True,
+    ):
+        torch.testing.assert_close(grad, wanted, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_lower_precisions_stay_near_float64(dtype: torch.dtype) -> None:
+    documents = packed(300, 3, 8, 140)
+    q, k, v = heads(4, 2, 300, 16, dtype)
+    wide = [x.detach().double() for x in (q, k, v)]
+    expected = reference.attend(*wide, spans_of(documents, None, CPU))
+    for attend in (reference.attend, sdpa.attend):
+        actual = attend(q, k, v, spans_of(documents, None, CPU))
+        assert actual.dtype == dtype
+        bound = 10 * torch.finfo(dtype).eps
+        torch.testing.assert_close(actual.double(), expected, rtol=bound, atol=bound)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.lists(st.integers(1, 200), min_size=1, max_size=8), min_size=1, max_size=3))
+def test_pieces_cover_every_token_once_and_never_share_a_document(rows: list[list[int]]) -> None:
+    tokens = max(sum(row) for row in rows)
+    documents = torch.full((len(rows), tokens), -1)
+    for b, row in enumerate(rows):
+        ids = torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row))
+        documents[b, : len(ids)] = ids
+    spans = spans_of(documents, None, CPU)
+    assert sum(piece.length for piece in spans.pieces) == documents.numel()
+    runs = spans.runs_BT.flatten()
+    ends = torch.tensor([piece.length for piece in spans.pieces]).cumsum(0)[:-1]
+    assert bool((runs[ends] != runs[ends - 1]).all())
+    for piece, part in zip(spans.pieces, runs.split([p.length for p in spans.pieces]), strict=True):
+        assert (piece.mask_LL is None) == (part[0] == part[-1])
+
+
+def test_a_document_that_returns_in_the_same_row_is_another_document() -> None:
+    documents = torch.tensor([[0, 1, 0]])
+    assert spans_of(documents, None, CPU).runs_BT.tolist() == [[0, 1, 2]]
+
+
+def test_the_choice_says_why() -> None:
+    choice = attention.choose(CPU, torch.float64)
+    assert str(choice).startswith("attention: sdpa, because ")
+    assert "float64 on cpu" in choice.reason
