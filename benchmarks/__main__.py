@@ -8,7 +8,7 @@ from benchmarks import decoder_cpu, machine
 
 
 def main() -> None:
-    figures = decoder_cpu.measure()
+    figures = {"fp32": decoder_cpu.measure("fp32"), "bf16": decoder_cpu.measure("bf16")}
     print(f"decoder_cpu  {json.dumps(figures)}")
     print(f"written to {machine.write('decoder_cpu', figures).relative_to(machine.ROOT)}")
 

@@ -121,7 +121,7 @@ class Model:
     dropout: float = 0.0
     """Share of each layer's output that is dropped before it joins the residual stream."""
     init_std: float = 0.02
-    """Standard deviation of initial weights; into the residual stream it is init_std / sqrt(2 * layers)."""
+    """Standard deviation of initial weights; into the residual stream it is init_std / sqrt(layers)."""
     attention: Attention | None = None
     """Needed where the pattern has `*`."""
     mlp: Mlp | None = None

@@ -48,11 +48,16 @@ def words_for(folder, out, *more):
     return ["train", f"{folder}/mine.py:small", "--data.sources", f"{folder}/corpus", "--out", str(out), *more]
 
 
-def start(words, threads=1):
-    code = f"import sys, torch; torch.set_num_threads({threads}); from braid.cli import main; sys.exit(main({words}))"
-    return subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+def start(words):
+    """`braid` with these words, in a process of its own with one thread."""
+    lines = (
+        "import sys, torch",
+        "torch.set_num_threads(1)",
+        "from braid.cli import main",
+        f"sys.exit(main({words}))",
     )
+    command = [sys.executable, "-c", "\n".join(lines)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def stop_at(words, step, number):

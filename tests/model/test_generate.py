@@ -14,7 +14,10 @@ from tests.model.cases import build
 
 
 class Letters:
-    """Seventeen letters."""
+    """Seventeen letters, and an end that is none of them unless a test says so."""
+
+    def __init__(self, end: int = -1) -> None:
+        self.end_of_document = end
 
     def encode(self, text: str) -> list[int]:
         return [ord(letter) - ord("a") for letter in text]
@@ -39,6 +42,14 @@ def test_a_seed_decides_the_text() -> None:
     assert texts[0] == texts[1] != texts[2]
     assert texts[0].startswith("abc")
     assert len(texts[0]) == 33
+
+
+def test_the_end_of_the_document_ends_the_text() -> None:
+    model = build("*-")
+    whole = generate_text(model, Letters(), "abc", tokens=30, temperature=1.0, seed=1)
+    end = Letters().encode(whole[10])[0]
+    cut = generate_text(model, Letters(end), "abc", tokens=30, temperature=1.0, seed=1)
+    assert cut == whole[: whole.index(whole[10], 3) + 1]
 
 
 def test_samples_follow_the_temperature_and_stay_within_top_k() -> None:

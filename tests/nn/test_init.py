@@ -46,6 +46,6 @@ def test_seed_and_name_both_matter_and_the_spread_is_asked_for() -> None:
 def test_writing_into_the_residual_stream_starts_narrower() -> None:
     module = nn.ModuleDict({"o": Linear(200, 200, fill="residual", bias=True)})
     tensors = {f"o.{name}": tensor for name, tensor in module["o"].canonical().items()}
-    initialize(dict(module["o"].named_parameters()), tensors, seed=1, std=0.02, layers=8)
+    initialize(dict(module["o"].named_parameters()), tensors, seed=1, std=0.02, layers=16)
     assert abs(module["o"].weight.std().item() - 0.02 / 4) < 0.0002
     assert not module["o"].bias.any()

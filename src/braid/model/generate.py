@@ -19,6 +19,9 @@ from braid.model.language import LanguageModel
 class Tokenizer(Protocol):
     """What generation needs of a tokenizer."""
 
+    @property
+    def end_of_document(self) -> int: ...
+
     def encode(self, text: str) -> Iterable[int]: ...
 
     def decode(self, ids: Sequence[int]) -> str: ...
@@ -33,13 +36,17 @@ def generate(
     temperature: float = 1.0,
     top_k: int | None = None,
     generator: torch.Generator | None = None,
+    end: int | None = None,
 ) -> Tensor:
-    """The rows with `count` more tokens each, on the host. Temperature 0 takes the likeliest token."""
+    """The rows with `count` more tokens each, on the host; fewer where every row has come to `end`. Temperature
+    0 takes the likeliest token."""
     tokens_BT = tokens_BT.cpu()
     for _ in range(count):
         logits_BV = model.logits(model.prepare(MicroBatch.of_tokens(tokens_BT)))[:, -1]
         next_B = sample(logits_BV.cpu(), temperature=temperature, top_k=top_k, generator=generator)
         tokens_BT = torch.cat([tokens_BT, next_B[:, None]], 1)
+        if end is not None and bool((tokens_BT == end).any(1).all()):
+            break
     return tokens_BT
 
 
@@ -59,7 +66,8 @@ def sample(
 def generate_text(
     model: LanguageModel, tokenizer: Tokenizer, prompt: str, *, tokens: int, temperature: float, seed: int
 ) -> str:
-    """The prompt and what the model makes of it. The same seed gives the same text."""
+    """The prompt and what the model makes of it, up to the end of the document. The same seed gives the same
+    text."""
     ids = list(tokenizer.encode(prompt))
     problems = []
     if not ids:
@@ -72,5 +80,6 @@ def generate_text(
     if problems:
         raise ConfigError(problems)
     generator = torch.Generator().manual_seed(seed)
-    rows = generate(model, torch.tensor([ids]), tokens, temperature=temperature, generator=generator)
+    end = tokenizer.end_of_document
+    rows = generate(model, torch.tensor([ids]), tokens, temperature=temperature, generator=generator, end=end)
     return tokenizer.decode(rows[0].tolist())

@@ -24,9 +24,9 @@ def initialize(
     layers: int,
 ) -> None:
     """Fill the parameters that `tensors` lists, given by name. `layers` narrows what writes into the residual
-    stream, by 1 / sqrt(2 · layers)."""
+    stream, by 1 / sqrt(layers): each layer of the pattern adds to it once."""
     for name, tensor in tensors.items():
-        narrowed = std / (2 * max(layers, 1)) ** 0.5 if tensor.fill == "residual" else std
+        narrowed = std / max(layers, 1) ** 0.5 if tensor.fill == "residual" else std
         tensor.write(parameters[tensor.parameter], initial(name, tensor, seed=seed, std=narrowed))
 
 
