@@ -50,6 +50,76 @@ class Attention:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LatentAttention:
+    """Attention whose keys and values come from one small latent vector (MLA), the layer `+`."""
+
+    heads: int
+    """Query, key and value heads."""
+    q_rank: int | None
+    """Channels of the latent that queries come from; None projects them from the hidden channels."""
+    kv_rank: int
+    """Channels of the latent that keys and values come from: what generation keeps of a token."""
+    nope_dim: int
+    """Channels of a query or key head without position."""
+    rope_dim: int
+    """Channels of a query or key head that are rotated; the key's are shared by all heads."""
+    v_dim: int
+    """Channels of a value head."""
+    rope_base: float = 10_000.0
+    """Base of the rotary frequencies."""
+
+    def problems(self, at: str) -> Iterator[Problem]:
+        for name in ("heads", "kv_rank", "nope_dim", "rope_dim", "v_dim"):
+            yield from rules.at_least(f"{at}.{name}", getattr(self, name), 1)
+        if self.q_rank is not None:
+            yield from rules.at_least(f"{at}.q_rank", self.q_rank, 1)
+        yield from rules.multiple_of(f"{at}.rope_dim", self.rope_dim, 2)
+        yield from rules.above(f"{at}.rope_base", self.rope_base, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mamba2:
+    """State-space mixer (SSD), the layer `M`."""
+
+    heads: int
+    """Heads, each with its own decay."""
+    head_dim: int
+    """Channels of one head; heads x head_dim are the inner channels."""
+    state: int
+    """State channels: each head remembers head_dim x state numbers."""
+    groups: int = 1
+    """Groups of heads that share B and C."""
+    conv: int = 4
+    """Taps of the causal convolution."""
+
+    def problems(self, at: str) -> Iterator[Problem]:
+        for name in ("heads", "head_dim", "state", "groups", "conv"):
+            yield from rules.at_least(f"{at}.{name}", getattr(self, name), 1)
+        yield from rules.divides(f"{at}.groups", self.groups, self.heads, f"{at}.heads")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaNet:
+    """Gated delta rule mixer, the layer `G`."""
+
+    key_heads: int
+    """Query and key heads."""
+    value_heads: int
+    """Value heads; each query and key head serves value_heads / key_heads of them."""
+    key_dim: int
+    """Channels of a query or key head."""
+    value_dim: int
+    """Channels of a value head."""
+    conv: int = 4
+    """Taps of the causal convolution."""
+
+    def problems(self, at: str) -> Iterator[Problem]:
+        for name in ("key_heads", "value_heads", "key_dim", "value_dim", "conv"):
+            yield from rules.at_least(f"{at}.{name}", getattr(self, name), 1)
+        yield from rules.divides(f"{at}.key_heads", self.key_heads, self.value_heads, f"{at}.value_heads")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Mlp:
     """Dense feed-forward, the layer `-`."""
 
@@ -102,6 +172,10 @@ class Moe:
             )
 
 
+LAYER_SHAPES = ("attention", "latent_attention", "mamba2", "delta_net", "mlp", "moe")
+"""The fields of `Model` that hold the shape of a kind of layer."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Model:
     """A language model: a pattern of layers between an embedding and a head."""
@@ -124,6 +198,12 @@ class Model:
     """Standard deviation of initial weights; into the residual stream it is init_std / sqrt(layers)."""
     attention: Attention | None = None
     """Needed where the pattern has `*`."""
+    latent_attention: LatentAttention | None = None
+    """Needed where the pattern has `+`."""
+    mamba2: Mamba2 | None = None
+    """Needed where the pattern has `M`."""
+    delta_net: DeltaNet | None = None
+    """Needed where the pattern has `G`."""
     mlp: Mlp | None = None
     """Needed where the pattern has `-`."""
     moe: Moe | None = None
@@ -135,6 +215,7 @@ class Model:
         yield from rules.above(f"{at}.norm_eps", self.norm_eps, 0)
         yield from rules.above(f"{at}.init_std", self.init_std, 0)
         yield from rules.share(f"{at}.dropout", self.dropout)
-        for name, layer in (("attention", self.attention), ("mlp", self.mlp), ("moe", self.moe)):
+        for name in LAYER_SHAPES:
+            layer = getattr(self, name)
             if layer is not None:
                 yield from layer.problems(f"{at}.{name}")
