@@ -70,8 +70,9 @@ def test_kinds_that_cannot_be_built_are_refused_by_name(symbol):
     assert "not built" in problem.rule
 
 
-def test_mtp_depths_are_refused_with_the_pattern_that_would_do():
-    assert problems(model__pattern="[*-]/*-")["model.pattern"].remedy.endswith(": [*-]")
+def test_mtp_depths_need_the_shapes_of_their_layers_too():
+    assert problems(model__pattern="[*-]/*E") == {}
+    assert "E" in problems(model__pattern="[*-]/*E", model__moe=None)["model.moe"].rule
 
 
 @pytest.mark.parametrize(("pattern", "shape"), [("*", "attention"), ("-", "mlp"), ("E", "moe")])

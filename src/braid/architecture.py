@@ -196,6 +196,8 @@ class Model:
     """Share of each layer's output that is dropped before it joins the residual stream."""
     init_std: float = 0.02
     """Standard deviation of initial weights; into the residual stream it is init_std / sqrt(layers)."""
+    mtp_loss: float = 0.1
+    """Weight of the multi-token-prediction loss, the mean over the depths of the pattern."""
     attention: Attention | None = None
     """Needed where the pattern has `*`."""
     latent_attention: LatentAttention | None = None
@@ -215,6 +217,7 @@ class Model:
         yield from rules.above(f"{at}.norm_eps", self.norm_eps, 0)
         yield from rules.above(f"{at}.init_std", self.init_std, 0)
         yield from rules.share(f"{at}.dropout", self.dropout)
+        yield from rules.at_least(f"{at}.mtp_loss", self.mtp_loss, 0)
         for name in LAYER_SHAPES:
             layer = getattr(self, name)
             if layer is not None:

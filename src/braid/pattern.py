@@ -81,6 +81,11 @@ class Layer:
     """For a layer of an MTP depth: the last segment, which holds all depths and the head."""
     depth: Depth | None = None
 
+    @property
+    def stream(self) -> int:
+        """A number that no other layer of the model has: random masks follow it."""
+        return self.number if self.depth is None else self.number + ((self.depth + 1) << 16)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Block:

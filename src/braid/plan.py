@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from braid import rules
 from braid.architecture import Model
 from braid.config import Run
 from braid.errors import ConfigError, Problem
 from braid.pattern import Kind, Layout, PatternError, Stage, cut, parse, stages
+
+if TYPE_CHECKING:
+    from braid.model.language import Size
 
 SHAPE_OF = ((Kind.ATTENTION, "attention"), (Kind.MLP, "mlp"), (Kind.MOE, "moe"))
 """The field of `Model` that each kind of layer needs; kinds without one cannot be built."""
@@ -55,6 +59,16 @@ def plan(run: Run, world: int) -> Plan:
     )
 
 
+def size(plan: Plan) -> Size:
+    """The model's weights, counted by building it without memory for them."""
+    import torch
+
+    from braid.kernels import references
+    from braid.model.language import LanguageModel
+
+    return LanguageModel(plan.run.model, plan.layout, references(), device=torch.device("meta")).size()
+
+
 def check(run: Run, world: int) -> list[Problem]:
     """Every problem of the run, in the order of its fields."""
     return [*run.problems(), *_layers(run.model, run.mesh.pp), *_ranks(run, world), *_steps(run)]
@@ -76,13 +90,6 @@ def _layers(model: Model, pp: int) -> Iterator[Problem]:
         )
         return
     yield from _shapes(model, layout.kinds())
-    if layout.mtp:
-        yield Problem(
-            field="model.pattern",
-            value=model.pattern,
-            rule="MTP depths can be parsed but not yet built",
-            remedy=f"the pattern without them: {model.pattern.partition('/')[0]}",
-        )
 
 
 def _shapes(model: Model, kinds: frozenset[Kind]) -> Iterator[Problem]:

@@ -12,7 +12,7 @@ from braid import recipes
 from braid.cli.words import options, subject
 from braid.config import Run, flatten, to_json
 from braid.errors import ConfigError, ExitCode
-from braid.plan import plan
+from braid.plan import plan, size
 
 
 def list_recipes(words: list[str]) -> int:
@@ -47,6 +47,7 @@ def show(words: list[str]) -> int:
     if chosen.json:
         print(json.dumps(to_json(chosen.run), indent=2))
         return ExitCode.OK
+    weights = size(worked_out)
     fields = flatten(chosen.run)
     width = max(len(field) for field in fields)
     for field, value in fields.items():
@@ -55,6 +56,7 @@ def show(words: list[str]) -> int:
     for field, value in (
         ("world", f"{worked_out.world} = pp {chosen.run.mesh.pp} x dp {worked_out.dp}"),
         ("layers", f"{len(worked_out.layout.layers)} in {len(worked_out.layout.blocks)} blocks"),
+        ("parameters", f"{weights.total:,}, of which {weights.active:,} for each token"),
         ("step", f"{worked_out.step_tokens:,} tokens"),
         ("micro-batch", f"{worked_out.micro_batch_samples} samples"),
     ):

@@ -112,7 +112,7 @@ class Context:
             rate,
             seed=batch.seed,
             step=batch.step,
-            layer=layer.number,
+            layer=layer.stream,
             sample_B=batch.sample_B,
             position_T=places_T,
             channels=channels,

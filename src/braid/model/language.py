@@ -5,9 +5,10 @@ Shapes: B rows, T tokens, N = B · T, C hidden channels, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 from braid import architecture
 from braid.kernels import Kernels
 from braid.model.context import Context, MicroBatch
+from braid.model.mtp import Mtp, targets
 from braid.model.stack import Stack
 from braid.nn.canonical import Canonical, under
 from braid.nn.embedding import Embedding, check_ids
@@ -36,12 +38,29 @@ class Losses:
     """How many count."""
     aux: dict[str, Tensor]
     """Further losses by name: weighted, and means over the micro-batch rather than sums."""
+    mtp: tuple[tuple[Tensor, Tensor], ...] = ()
+    """For each MTP depth its loss sum and the tokens that count."""
+    mtp_weight: float = 0.0
+    """What the mean over the depths is multiplied with."""
 
-    def share(self, step_tokens: int) -> Tensor:
-        """This micro-batch's part of the step's loss, where the whole step counts `step_tokens` tokens. The
-        parts of all micro-batches add up to the loss of the step; where no token counts, that is zero."""
+    def share(self, step_tokens: int, mtp_step_tokens: Sequence[int] = ()) -> Tensor:
+        """This micro-batch's part of the step's loss, where the whole step counts `step_tokens` tokens, and
+        `mtp_step_tokens` in each MTP depth. The parts of all micro-batches add up to the loss of the step;
+        where no token counts, that is zero."""
         means = sum(self.aux.values(), torch.zeros_like(self.loss_sum))
-        return (self.loss_sum + means * self.token_count) / max(step_tokens, 1)
+        loss = (self.loss_sum + means * self.token_count) / max(step_tokens, 1)
+        for (loss_sum, _), tokens in zip(self.mtp, mtp_step_tokens, strict=True):
+            loss = loss + loss_sum * (self.mtp_weight / len(self.mtp) / max(tokens, 1))
+        return loss
+
+    def metrics(self, step_tokens: int, mtp_step_tokens: Sequence[int] = ()) -> dict[str, Tensor]:
+        """This micro-batch's part of every figure of the step, without gradients; the parts add up as well."""
+        parts = {"loss": self.loss_sum.detach() / max(step_tokens, 1)}
+        for name, value in self.aux.items():
+            parts[f"aux_{name}"] = value.detach() * self.token_count / max(step_tokens, 1)
+        for depth, ((loss_sum, _), tokens) in enumerate(zip(self.mtp, mtp_step_tokens, strict=True)):
+            parts[f"mtp_{depth}_loss"] = loss_sum.detach() / max(tokens, 1)
+        return parts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +85,6 @@ class LanguageModel(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if layout.mtp:
-            raise ValueError(f"the pattern has {len(layout.mtp)} MTP depths: they cannot be built yet")
         self.shape = shape
         self.layout = layout
         self.kernels = kernels
@@ -75,12 +92,17 @@ class LanguageModel(nn.Module):
         self.stack = Stack(layout, shape, kernels, device=device, dtype=dtype)
         self.final_norm = norm(shape.norm, shape.hidden, shape.norm_eps, device=device, dtype=dtype)
         self.head = None if shape.tied else Linear(shape.hidden, shape.vocab, device=device, dtype=dtype)
+        self.mtp = nn.ModuleDict(
+            {str(d.depth): Mtp(d, shape, kernels, device=device, dtype=dtype) for d in layout.mtp}
+        )
 
     # ------------------------------------------------------------------------------------ forward
 
     def prepare(self, batch: MicroBatch) -> Context:
         """The context of a micro-batch, which should still be on the host: ids are checked there."""
         check_ids(batch.tokens_BT, self.shape.vocab)
+        if self.mtp and batch.training:
+            check_ids(batch.labels_BT, self.shape.vocab)  # depths read them as tokens
         weight = self.embedding.weight
         return Context(
             batch=batch.to(weight.device), host_documents_BT=batch.documents_BT.cpu(), dtype=weight.dtype
@@ -92,16 +114,33 @@ class LanguageModel(nn.Module):
     def losses(self, context: Context) -> Losses:
         """Run a prepared micro-batch."""
         batch = context.batch
-        logits_NV = self.logits(context).flatten(0, 1)
-        loss_sum, count = cross_entropy(logits_NV, batch.labels_BT.flatten(), batch.loss_mask_BT.flatten())
+        hidden_BTC = self.hidden(context)
+        loss_sum, count = self._told(hidden_BTC, batch.labels_BT, batch.loss_mask_BT)
+        mtp = tuple(self._mtp_losses(hidden_BTC, context)) if batch.training else ()
         aux = {"load_balance": torch.stack(list(context.aux.values())).sum()} if context.aux else {}
-        return Losses(loss_sum=loss_sum, token_count=count, aux=aux)
+        return Losses(loss_sum=loss_sum, token_count=count, aux=aux, mtp=mtp, mtp_weight=self.shape.mtp_loss)
+
+    def _mtp_losses(self, hidden_BTC: Tensor, context: Context) -> Iterator[tuple[Tensor, Tensor]]:
+        for depth, module in enumerate(self.mtp.values()):
+            shown = targets(context.batch, depth)
+            hidden_BTC = module(hidden_BTC, self.embedding(shown.tokens_BT), context)
+            yield self._told(hidden_BTC, shown.labels_BT, shown.loss_mask_BT)
+
+    def _told(self, hidden_BTC: Tensor, labels_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """Loss sum and token count of what a hidden state tells."""
+        return cross_entropy(self.tell(hidden_BTC).flatten(0, 1), labels_BT.flatten(), mask_BT.flatten())
+
+    def hidden(self, context: Context) -> Tensor:
+        """The state of every token after the final norm."""
+        return self.final_norm(self.stack(self.embedding(context.batch.tokens_BT), context))
+
+    def tell(self, hidden_BTC: Tensor) -> Tensor:
+        """The head: scores of every token of the vocabulary."""
+        return F.linear(hidden_BTC, self.embedding.weight) if self.head is None else self.head(hidden_BTC)
 
     def logits(self, context: Context) -> Tensor:
         """Scores of every next token, for every token."""
-        x_BTC = self.embedding(context.batch.tokens_BT)
-        x_BTC = self.final_norm(self.stack(x_BTC, context))
-        return F.linear(x_BTC, self.embedding.weight) if self.head is None else self.head(x_BTC)
+        return self.tell(self.hidden(context))
 
     # -------------------------------------------------------------------------------------- facts
 
@@ -110,7 +149,11 @@ class LanguageModel(nn.Module):
         tensors = under("embedding", "embedding", self.embedding.canonical())
         tensors |= under("", "stack", self.stack.canonical())
         tensors |= under("final_norm", "final_norm", self.final_norm.canonical())
-        return tensors if self.head is None else tensors | under("head", "head", self.head.canonical())
+        if self.head is not None:
+            tensors |= under("head", "head", self.head.canonical())
+        for depth, module in self.mtp.items():
+            tensors |= under(f"mtp.{depth}", f"mtp.{depth}", cast(Mtp, module).canonical())
+        return tensors
 
     def initialize(self, seed: int, into: Mapping[str, Tensor] | None = None) -> None:
         """Set every weight to where a run with this seed starts; or, by parameter name, copies that somebody
@@ -132,4 +175,6 @@ class LanguageModel(nn.Module):
 
     def flops(self, tokens: int) -> int:
         """Floating-point operations of the forward pass of one row. Training takes three times as many."""
-        return self.stack.flops(tokens) + 2 * tokens * self.shape.hidden * self.shape.vocab
+        head = 2 * tokens * self.shape.hidden * self.shape.vocab
+        depths = sum(cast(Mtp, module).flops(tokens) + head for module in self.mtp.values())
+        return self.stack.flops(tokens) + head + depths

@@ -176,7 +176,7 @@ class _Loop:
     def _metrics(self, result: StepResult, rate: float, seconds: float, val: float | None) -> dict[str, Value]:
         tokens = self.plan.step_tokens
         return {
-            "loss": result.loss,
+            **result.metrics,
             **({"val_loss": val} if val is not None else {}),
             "grad_norm": result.grad_norm,
             "lr": rate,
@@ -185,7 +185,6 @@ class _Loop:
             "mfu": self.device.mfu(self.step_flops, seconds, self.run.train.dtype),
             "memory_bytes": self.device.memory_bytes(),
             "skipped": int(bool(result.not_finite)),
-            **{f"aux_{name}": value for name, value in result.aux.items()},
         }
 
     def _line(self, result: StepResult, rate: float) -> Line:

@@ -16,6 +16,7 @@ from braid.config import Run
 from braid.data import Loader
 from braid.model.context import MicroBatch
 from braid.model.language import LanguageModel
+from braid.model.mtp import targets
 from braid.optim import gradients
 from braid.train.feed import micro_batch
 from braid.train.state import State
@@ -25,36 +26,25 @@ from braid.train.state import State
 class StepResult:
     """What came of a step."""
 
-    loss: float
-    """Mean cross-entropy of the tokens that count, in nats; 0 where none does."""
+    metrics: dict[str, float]
+    """`loss`, the mean cross-entropy of the tokens that count, in nats (0 where none does), and others."""
     grad_norm: float
     """Before clipping."""
-    aux: dict[str, float]
-    """Further losses by name, as means over the step."""
     not_finite: tuple[str, ...] = ()
     """What was not finite: then the weights were left alone."""
+
+    @property
+    def loss(self) -> float:
+        return self.metrics["loss"]
 
 
 def train_step(state: State, run: Run, loader: Loader, rate: float) -> StepResult:
     """Do step `state.step + 1`. Where loss or gradients are not finite, the weights stay as they were."""
-    step = state.step + 1
-    batches = micro_batches(run, loader, step)
-    step_tokens = max(1, sum(int(batch.loss_mask_BT.sum()) for batch in batches))
-    loss_sum = torch.zeros((), dtype=torch.float64)
-    aux: dict[str, torch.Tensor] = {}
-    for batch in batches:
-        losses = state.model(batch)
-        losses.share(step_tokens).backward()
-        state.optimizer.gather()
-        loss_sum += losses.loss_sum.detach().double().cpu()
-        for name, value in losses.aux.items():
-            part = value.detach() * losses.token_count / step_tokens
-            aux[name] = aux.get(name, torch.zeros_like(part)) + part
+    state.step += 1
+    metrics = _backward(state, micro_batches(run, loader, state.step))
     found = state.optimizer.gradients()
     norm = float(gradients.total_norm(found))
-    loss = float(loss_sum) / step_tokens
-    state.step = step
-    spoiled = _not_finite(loss, norm, found)
+    spoiled = _not_finite(metrics["loss"], norm, found)
     if spoiled:
         state.optimizer.forget()
         state.skipped_in_a_row += 1
@@ -62,12 +52,22 @@ def train_step(state: State, run: Run, loader: Loader, rate: float) -> StepResul
         gradients.clip_(found, norm, run.optim.clip)
         state.optimizer.update(rate)
         state.skipped_in_a_row = 0
-    return StepResult(
-        loss=loss,
-        grad_norm=norm,
-        aux={name: float(value) for name, value in aux.items()},
-        not_finite=tuple(spoiled),
-    )
+    return StepResult(metrics=metrics, grad_norm=norm, not_finite=tuple(spoiled))
+
+
+def _backward(state: State, batches: Sequence[MicroBatch]) -> dict[str, float]:
+    """Leave the gradient of the whole step in the optimizer, and tell the figures of the step."""
+    step_tokens = sum(int(batch.loss_mask_BT.sum()) for batch in batches)
+    depths = range(len(state.model.layout.mtp))
+    mtp_tokens = [sum(int(targets(batch, d).loss_mask_BT.sum()) for batch in batches) for d in depths]
+    metrics: dict[str, torch.Tensor] = {}
+    for batch in batches:
+        losses = state.model(batch)
+        losses.share(step_tokens, mtp_tokens).backward()
+        state.optimizer.gather()
+        for name, part in losses.metrics(step_tokens, mtp_tokens).items():
+            metrics[name] = metrics[name] + part if name in metrics else part
+    return {name: float(value) for name, value in metrics.items()}
 
 
 def micro_batches(run: Run, loader: Loader, step: int) -> list[MicroBatch]:

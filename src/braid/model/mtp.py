@@ -1,0 +1,95 @@
+"""Multi-token prediction: each depth looks one token further ahead than the one before.
+
+Depth d reads, at every token i, the hidden state of the depth before it (of the main stack for depth 0) and
+the embedding of token i + 1 + d, and predicts token i + 2 + d. Embedding and head are the model's own.
+
+Shapes: B rows, T tokens, C hidden channels.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from braid import architecture, pattern
+from braid.kernels import Kernels
+from braid.model.block import Block
+from braid.model.context import Context, MicroBatch
+from braid.nn.canonical import Canonical, under
+from braid.nn.linear import Linear
+from braid.nn.norm import norm
+
+
+class Targets(NamedTuple):
+    """What one depth is given and should say."""
+
+    tokens_BT: Tensor
+    """The token that the depth is shown at each place: the last one it need not predict."""
+    labels_BT: Tensor
+    loss_mask_BT: Tensor
+    """Where the label counts: it counts for the main model, and lies in the same document."""
+
+
+def targets(batch: MicroBatch, depth: int) -> Targets:
+    """The micro-batch shifted for a depth. What would come from behind the row's end is masked."""
+    ahead = depth + 1
+    documents_BT = _shifted(batch.documents_BT, ahead, fill=-1)
+    same_BT = (documents_BT == batch.documents_BT) & (documents_BT >= 0)
+    return Targets(
+        tokens_BT=_shifted(batch.labels_BT, depth, fill=0).where(same_BT, 0),
+        labels_BT=_shifted(batch.labels_BT, ahead, fill=0),
+        loss_mask_BT=_shifted(batch.loss_mask_BT, ahead, fill=0) & same_BT,
+    )
+
+
+def _shifted(x_BT: Tensor, places: int, *, fill: int) -> Tensor:
+    """Everything moved `places` to the left, with `fill` behind the end."""
+    return F.pad(x_BT[:, places:], (0, min(places, x_BT.shape[1])), value=fill)
+
+
+class Mtp(nn.Module):
+    """One depth: two norms, a projection of both inputs into one stream, the depth's blocks, a norm."""
+
+    def __init__(
+        self,
+        depth: pattern.MtpDepth,
+        shape: architecture.Model,
+        kernels: Kernels,
+        *,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.embedding_norm = norm(shape.norm, shape.hidden, shape.norm_eps, device=device, dtype=dtype)
+        self.hidden_norm = norm(shape.norm, shape.hidden, shape.norm_eps, device=device, dtype=dtype)
+        self.projection = Linear(2 * shape.hidden, shape.hidden, device=device, dtype=dtype)
+        self.blocks = nn.ModuleDict(
+            {
+                str(block.index): Block(block, shape, kernels, device=device, dtype=dtype)
+                for block in depth.blocks
+            }
+        )
+        self.final_norm = norm(shape.norm, shape.hidden, shape.norm_eps, device=device, dtype=dtype)
+
+    def forward(self, hidden_BTC: Tensor, embedded_BTC: Tensor, context: Context) -> Tensor:
+        """The hidden state from which this depth's tokens are told."""
+        both = torch.cat([self.embedding_norm(embedded_BTC), self.hidden_norm(hidden_BTC)], -1)
+        x_BTC = self.projection(both)
+        for block in self.blocks.values():
+            x_BTC = block(x_BTC, context)
+        return self.final_norm(x_BTC)
+
+    def canonical(self) -> dict[str, Canonical]:
+        tensors: dict[str, Canonical] = {}
+        for name in ("embedding_norm", "hidden_norm", "projection", "final_norm"):
+            tensors |= under(name, name, getattr(self, name).canonical())
+        for index, block in self.blocks.items():
+            tensors |= under(f"blocks.{index}", f"blocks.{index}", cast(Block, block).canonical())
+        return tensors
+
+    def flops(self, tokens: int) -> int:
+        blocks = sum(cast(Block, block).flops(tokens) for block in self.blocks.values())
+        return self.projection.flops(tokens) + blocks
