@@ -62,7 +62,7 @@ def make_state(plan: Plan, device: Device) -> State:
     chosen = kernels.choose(run.model, device.torch, dtype)
     model = LanguageModel(run.model, plan.layout, chosen, device=device.torch, dtype=dtype)
     optimizer = AdamW(
-        dict(model.named_parameters()),
+        {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad},
         decaying=model.decaying(),
         betas=run.optim.betas,
         eps=run.optim.eps,

@@ -41,6 +41,10 @@ class State:
     skipped_in_a_row: int = 0
     """How many of the last steps were skipped because something was not finite."""
 
+    def weights(self) -> dict[str, Tensor]:
+        """By parameter name: the main copy of what the optimizer updates, the model's own of everything else."""
+        return {**dict(self.model.named_parameters()), **self.optimizer.main}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
@@ -58,7 +62,7 @@ class Saved:
 def initialize(state: State, run: Run) -> None:
     """Set the main parameters, and torch's generator, to where a run with this seed starts."""
     torch.manual_seed(run.train.seed)
-    state.model.initialize(run.train.seed, into=state.optimizer.main)
+    state.model.initialize(run.train.seed, into=state.weights())
     state.optimizer.publish()
 
 
@@ -143,10 +147,10 @@ def open_model(path: Path, device: Device) -> tuple[LanguageModel, Tokenizer]:
 
 def _places(state: State) -> Iterator[tuple[str, Canonical, Tensor]]:
     """Every tensor of a checkpoint: its name, and where in which tensor of the state it lives."""
-    optimizer = state.optimizer
+    optimizer, weights = state.optimizer, state.weights()
     for name, tensor in state.model.canonical().items():
-        yield name, tensor, optimizer.main[tensor.parameter]
-        for moment in MOMENTS:
+        yield name, tensor, weights[tensor.parameter]
+        for moment in MOMENTS if tensor.parameter in optimizer.main else ():
             yield f"optimizer.{moment}.{name}", tensor, optimizer.moment(moment, tensor.parameter)
 
 
