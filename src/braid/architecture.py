@@ -7,6 +7,7 @@ what is wrong with a value by itself; rules between values are the plan's.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -15,6 +16,76 @@ from braid import rules
 from braid.errors import Problem
 
 Activation = Literal["swiglu", "relu2", "gelu"]
+"""swiglu has a gate and an up projection; relu2 (squared ReLU) and gelu have an up projection only."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Glu:
+    """The numbers of a gated activation: gate · sigmoid(alpha · gate) · (up + offset).
+
+    The defaults are SwiGLU; alpha 1.702 is quick-GeGLU; GPT-OSS has alpha 1.702, limit 7, offset 1.
+    """
+
+    alpha: float = 1.0
+    """Steepness of the sigmoid."""
+    limit: float | None = None
+    """The gate is cut off above the limit, up outside of ± limit; None cuts nothing."""
+    offset: float = 0.0
+    """Added to up, after the cut."""
+
+    def problems(self, at: str, activation: Activation) -> Iterator[Problem]:
+        yield from rules.above(f"{at}.alpha", self.alpha, 0)
+        if self.limit is not None:
+            yield from rules.above(f"{at}.limit", self.limit, 0)
+        if activation != "swiglu" and self != Glu():
+            yield Problem(
+                field=at,
+                value=self,
+                rule=f"is for gated activations, and {activation} has no gate",
+                remedy="Glu(), or the activation to swiglu",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Yarn:
+    """Rotary frequencies for texts longer than a model first saw. Channels that turn often keep their
+    frequency, channels that turn seldom are slowed down by `factor`, and a ramp joins the two."""
+
+    factor: float
+    """How many times longer the texts are."""
+    original_tokens: int
+    """Tokens of the texts that the model first saw."""
+    beta_fast: float = 32.0
+    """Channels that turn more often than this over the original tokens keep their frequency."""
+    beta_slow: float = 1.0
+    """Channels that turn less often than this over the original tokens are slowed down by the whole factor."""
+    ramp: Literal["channels", "rotations"] = "channels"
+    """What the ramp is linear in: the number of the channel, or how often it turns (Llama 3, with mscale 0)."""
+    mscale: float = 1.0
+    """How much longer rotated queries and keys get as factor grows, which sharpens attention; 0 leaves them."""
+    mscale_all_dim: float = 0.0
+    """How much of that is taken from the rotated channels again; latent attention gives it to all channels."""
+
+    @property
+    def rotary_scale(self) -> float:
+        """Factor on rotated queries and keys."""
+        return self._sharper(self.mscale) / self._sharper(self.mscale_all_dim)
+
+    @property
+    def score_scale(self) -> float:
+        """Factor on the scores of latent attention."""
+        return self._sharper(self.mscale_all_dim) ** 2
+
+    def _sharper(self, mscale: float) -> float:
+        return 0.1 * mscale * math.log(self.factor) + 1
+
+    def problems(self, at: str) -> Iterator[Problem]:
+        yield from rules.at_least(f"{at}.factor", self.factor, 1)
+        yield from rules.at_least(f"{at}.original_tokens", self.original_tokens, 1)
+        yield from rules.above(f"{at}.beta_slow", self.beta_slow, 0)
+        yield from rules.above(f"{at}.beta_fast", self.beta_fast, self.beta_slow)
+        yield from rules.at_least(f"{at}.mscale", self.mscale, 0)
+        yield from rules.at_least(f"{at}.mscale_all_dim", self.mscale_all_dim, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,27 +102,49 @@ class Attention:
     """How queries and keys learn where they stand: rotary, or not at all."""
     rope_base: float = 10_000.0
     """Base of the rotary frequencies."""
+    rope_fraction: float = 1.0
+    """Share of a head's channels that are rotated: the first ones."""
+    rope_scaling: Yarn | None = None
+    """Rotary frequencies for longer texts; None leaves them."""
     window: int | None = None
     """Sliding window: a token sees itself and the window - 1 tokens before it. None sees all."""
     qk_norm: bool = False
     """Whether queries and keys pass an RMSNorm per head before the rotation."""
     bias: bool = False
-    """Whether the four projections have biases."""
+    """Whether all projections have biases."""
+    gate: bool = False
+    """Whether each channel of a head's output is multiplied by a sigmoid of its own projection."""
+
+    @property
+    def rope_dim(self) -> int:
+        """Channels of a head that are rotated."""
+        return int(self.head_dim * self.rope_fraction)
 
     def problems(self, at: str) -> Iterator[Problem]:
         for name, value in (("heads", self.heads), ("kv_heads", self.kv_heads), ("head_dim", self.head_dim)):
             yield from rules.at_least(f"{at}.{name}", value, 1)
         yield from rules.divides(f"{at}.kv_heads", self.kv_heads, self.heads, f"{at}.heads")
-        yield from rules.above(f"{at}.rope_base", self.rope_base, 0)
-        if self.positions == "rope":
+        yield from rules.above(f"{at}.rope_base", self.rope_base, 0 if self.rope_scaling is None else 1)
+        yield from rules.share(f"{at}.rope_fraction", self.rope_fraction, one_allowed=True)
+        if self.positions == "rope" and self.rope_fraction == 1:
             yield from rules.multiple_of(f"{at}.head_dim", self.head_dim, 2)
+        elif self.positions == "rope" and (self.rope_dim < 2 or self.rope_dim % 2):
+            yield Problem(
+                field=f"{at}.rope_fraction",
+                value=self.rope_fraction,
+                rule=f"rotates channels in pairs, but {self.rope_dim} of {at}.head_dim ({self.head_dim})",
+                remedy=f"n / {self.head_dim} with an even n",
+            )
+        if self.rope_scaling is not None:
+            yield from self.rope_scaling.problems(f"{at}.rope_scaling")
         if self.window is not None:
             yield from rules.at_least(f"{at}.window", self.window, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LatentAttention:
-    """Attention whose keys and values come from one small latent vector (MLA), the layer `+`."""
+    """Attention whose keys and values come from one small latent vector (MLA), the layer `+`. Rotary channels i
+    and i + rope_dim / 2 turn together, as in all of braid; DeepSeek's checkpoints have the two side by side."""
 
     heads: int
     """Query, key and value heads."""
@@ -67,6 +160,14 @@ class LatentAttention:
     """Channels of a value head."""
     rope_base: float = 10_000.0
     """Base of the rotary frequencies."""
+    rope_scaling: Yarn | None = None
+    """Rotary frequencies for longer texts; None leaves them."""
+
+    @property
+    def score_scale(self) -> float:
+        """Factor on the products of queries and keys, before the softmax."""
+        sharper = 1.0 if self.rope_scaling is None else self.rope_scaling.score_scale
+        return (self.nope_dim + self.rope_dim) ** -0.5 * sharper
 
     def problems(self, at: str) -> Iterator[Problem]:
         for name in ("heads", "kv_rank", "nope_dim", "rope_dim", "v_dim"):
@@ -74,7 +175,9 @@ class LatentAttention:
         if self.q_rank is not None:
             yield from rules.at_least(f"{at}.q_rank", self.q_rank, 1)
         yield from rules.multiple_of(f"{at}.rope_dim", self.rope_dim, 2)
-        yield from rules.above(f"{at}.rope_base", self.rope_base, 0)
+        yield from rules.above(f"{at}.rope_base", self.rope_base, 0 if self.rope_scaling is None else 1)
+        if self.rope_scaling is not None:
+            yield from self.rope_scaling.problems(f"{at}.rope_scaling")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,11 +194,24 @@ class Mamba2:
     """Groups of heads that share B and C."""
     conv: int = 4
     """Taps of the causal convolution."""
+    dt_min: float = 0.0
+    """Lower limit of a token's time step, which is softplus(projection + bias)."""
+    dt_max: float | None = None
+    """Upper limit of a token's time step; None for no limit."""
+    norm_per_group: bool = True
+    """Whether the gated norm takes each group's channels by themselves, or all inner channels together."""
+    bias: bool = False
+    """Whether the projections have biases."""
+    conv_bias: bool = True
+    """Whether the convolution has a bias."""
 
     def problems(self, at: str) -> Iterator[Problem]:
         for name in ("heads", "head_dim", "state", "groups", "conv"):
             yield from rules.at_least(f"{at}.{name}", getattr(self, name), 1)
         yield from rules.divides(f"{at}.groups", self.groups, self.heads, f"{at}.heads")
+        yield from rules.at_least(f"{at}.dt_min", self.dt_min, 0)
+        if self.dt_max is not None:
+            yield from rules.above(f"{at}.dt_max", self.dt_max, self.dt_min)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,12 +242,15 @@ class Mlp:
     ffn: int
     """Channels between the two projections."""
     activation: Activation = "swiglu"
-    """swiglu has a gate and an up projection; relu2 (squared ReLU) and gelu have an up projection only."""
+    """What happens between the two."""
+    glu: Glu = Glu()
+    """The numbers of swiglu."""
     bias: bool = False
     """Whether the projections have biases."""
 
     def problems(self, at: str) -> Iterator[Problem]:
         yield from rules.at_least(f"{at}.ffn", self.ffn, 1)
+        yield from self.glu.problems(f"{at}.glu", self.activation)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,23 +265,78 @@ class Moe:
     """Channels between the two projections of one routed expert."""
     activation: Activation = "swiglu"
     """Activation of routed and shared experts."""
-    score: Literal["softmax", "sigmoid"] = "softmax"
+    glu: Glu = Glu()
+    """The numbers of swiglu."""
+    bias: bool = False
+    """Whether the projections of the routed experts have biases."""
+    latent: int = 0
+    """Channels to which tokens are projected before they travel to routed experts; 0: they travel whole."""
+    shared_ffn: int = 0
+    """Channels of the shared expert that every token visits; 0 means there is none."""
+    shared_gate: bool = False
+    """Whether the shared expert's output is multiplied with a sigmoid of the token."""
+    score: Literal["softmax", "sigmoid", "sqrt_softplus"] = "softmax"
     """How router logits become scores."""
+    softmax_after_top_k: bool = False
+    """Whether the softmax is taken over the chosen logits alone, rather than before the choice."""
     normalize_top_k: bool = True
     """Whether the chosen scores are divided by their sum."""
     scale: float = 1.0
     """Factor on the chosen scores."""
+    routing: Literal["top_k", "sinkhorn", "round_robin"] = "top_k"
+    """Who chooses experts: the best scores; in training, scores evened out over each sequence; or, for
+    benchmarks alone, each in its turn."""
+    groups: int = 1
+    """Groups of neighbouring experts; a token's experts come from its best groups."""
+    top_groups: int = 1
+    """Groups that a token's experts come from. A group counts as its top_k / top_groups best scores."""
+    selection_bias: bool = False
+    """Whether each expert has a bias on its score, for the choice alone, that training moves towards even load
+    without a gradient."""
+    selection_bias_rate: float = 1e-3
+    """How far a step moves each selection bias."""
     aux_loss: float = 0.01
-    """Weight of the load-balancing loss; 0 turns it off."""
-    shared_ffn: int = 0
-    """Channels of the shared expert that every token visits; 0 means there is none."""
+    """Weight of the load-balancing loss over a micro-batch; 0 turns it off."""
+    sequence_aux_loss: float = 0.0
+    """Weight of the load-balancing loss over each sequence."""
+    global_aux_loss: float = 0.0
+    """Weight of the load-balancing loss over the step so far: this micro-batch and those before it."""
+    z_loss: float = 0.0
+    """Weight of the loss that keeps router logits small."""
+    capacity_factor: float | None = None
+    """In training, an expert takes this many times its even share of a sequence's tokens, rounded up, and the
+    others go without it. None drops nobody."""
+    drop: Literal["lowest_probability", "last_position"] = "lowest_probability"
+    """Who goes without, where an expert is full."""
+    pad_to_capacity: bool = False
+    """Whether every expert computes its full capacity, so that shapes do not depend on the routing."""
+    jitter: float = 0.0
+    """In training, the router sees each channel times a random number from 1 - jitter to 1 + jitter."""
+    router_dtype: Literal["input", "float32", "float64"] = "float32"
+    """Dtype of the router's logits, or that of the activations where it is wider."""
 
     def problems(self, at: str) -> Iterator[Problem]:
-        for name, value in (("experts", self.experts), ("top_k", self.top_k), ("ffn", self.ffn)):
-            yield from rules.at_least(f"{at}.{name}", value, 1)
-        yield from rules.at_least(f"{at}.shared_ffn", self.shared_ffn, 0)
-        yield from rules.at_least(f"{at}.aux_loss", self.aux_loss, 0)
+        for name in ("experts", "top_k", "ffn", "groups", "top_groups"):
+            yield from rules.at_least(f"{at}.{name}", getattr(self, name), 1)
+        for name in ("latent", "shared_ffn", "selection_bias_rate", *BALANCE_LOSSES, "z_loss"):
+            yield from rules.at_least(f"{at}.{name}", getattr(self, name), 0)
         yield from rules.above(f"{at}.scale", self.scale, 0)
+        yield from rules.share(f"{at}.jitter", self.jitter)
+        yield from self.glu.problems(f"{at}.glu", self.activation)
+        if self.shared_gate and not self.shared_ffn:
+            yield Problem(
+                field=f"{at}.shared_gate",
+                value=True,
+                rule="gates the shared expert, and there is none",
+                remedy=f"False, or {at}.shared_ffn above 0",
+            )
+        yield from self._choice_problems(at)
+        yield from self._score_problems(at)
+        yield from self._routing_problems(at)
+        yield from self._capacity_problems(at)
+
+    def _choice_problems(self, at: str) -> Iterator[Problem]:
+        """How many experts a token visits, and out of how many."""
         if self.top_k > self.experts >= 1:
             yield Problem(
                 field=f"{at}.top_k",
@@ -170,6 +344,90 @@ class Moe:
                 rule=f"a token cannot visit more than {at}.experts ({self.experts})",
                 remedy=f"1 to {self.experts}",
             )
+        yield from rules.divides(f"{at}.groups", self.groups, self.experts, f"{at}.experts")
+        yield from rules.divides(f"{at}.top_groups", self.top_groups, self.top_k, f"{at}.top_k")
+        if self.top_groups > self.groups >= 1:
+            yield Problem(
+                field=f"{at}.top_groups",
+                value=self.top_groups,
+                rule=f"there are only {at}.groups ({self.groups}) to choose from",
+                remedy=f"1 to {self.groups}",
+            )
+        elif self.groups > 1 and self.top_groups >= 1 and self.experts % self.groups == 0:
+            in_reach = self.experts // self.groups * self.top_groups
+            if self.top_k > in_reach:
+                yield Problem(
+                    field=f"{at}.top_groups",
+                    value=self.top_groups,
+                    rule=f"so many groups hold {in_reach} experts, fewer than {at}.top_k ({self.top_k})",
+                    remedy=f"more groups, or {at}.top_k to {in_reach} or less",
+                )
+
+    def _score_problems(self, at: str) -> Iterator[Problem]:
+        """What scores, probabilities and biases need of one another."""
+        if self.softmax_after_top_k and self.score != "softmax":
+            yield Problem(
+                field=f"{at}.softmax_after_top_k",
+                value=True,
+                rule=f"there is no softmax: {at}.score is {self.score}",
+                remedy=f"False, or {at}.score to softmax",
+            )
+        elif self.softmax_after_top_k and self.top_k == 1:
+            yield Problem(
+                field=f"{at}.softmax_after_top_k",
+                value=True,
+                rule="the softmax of one logit is always 1, so the router has no gradient where top_k is 1",
+                remedy=f"False with {at}.normalize_top_k False, or {at}.top_k above 1",
+            )
+        elif self.normalize_top_k and self.top_k == 1:
+            yield Problem(
+                field=f"{at}.normalize_top_k",
+                value=True,
+                rule="one score divided by itself is always 1, so the router has no gradient where top_k is 1",
+                remedy=f"False, or {at}.top_k above 1",
+            )
+        if self.selection_bias and self.score == "softmax":
+            yield Problem(
+                field=f"{at}.selection_bias",
+                value=True,
+                rule="needs scores that do not depend on one another, which softmax has not",
+                remedy=f"False, or {at}.score to sigmoid or sqrt_softplus",
+            )
+
+    def _routing_problems(self, at: str) -> Iterator[Problem]:
+        """What the best scores can be combined with, and other ways of choosing cannot."""
+        if self.routing == "top_k":
+            return
+        unused: tuple[tuple[str, object, object], ...] = (
+            ("groups", self.groups, 1),
+            ("selection_bias", self.selection_bias, False),
+        )
+        if self.routing == "sinkhorn":
+            unused += tuple((name, getattr(self, name), 0.0) for name in BALANCE_LOSSES)
+            unused += (("capacity_factor", self.capacity_factor, None),)
+        for name, value, off in unused:
+            if value != off:
+                yield Problem(
+                    field=f"{at}.{name}",
+                    value=value,
+                    rule=f"cannot be combined with {at}.routing {self.routing}, which spreads tokens by itself",
+                    remedy=f"{off}, or {at}.routing to top_k",
+                )
+
+    def _capacity_problems(self, at: str) -> Iterator[Problem]:
+        if self.capacity_factor is not None:
+            yield from rules.above(f"{at}.capacity_factor", self.capacity_factor, 0)
+        elif self.pad_to_capacity:
+            yield Problem(
+                field=f"{at}.pad_to_capacity",
+                value=True,
+                rule=f"there is no capacity: {at}.capacity_factor is None",
+                remedy=f"False, or {at}.capacity_factor to 1.0 or more",
+            )
+
+
+BALANCE_LOSSES = ("aux_loss", "sequence_aux_loss", "global_aux_loss")
+"""The fields of `Moe` that weigh load-balancing losses."""
 
 
 LAYER_SHAPES = ("attention", "latent_attention", "mamba2", "delta_net", "mlp", "moe")

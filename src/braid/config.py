@@ -121,8 +121,9 @@ class Train:
     """Steps in a row that may be skipped because loss or gradients are not finite."""
 
     def problems(self, at: str) -> Iterator[Problem]:
+        yield from rules.seed(f"{at}.seed", self.seed)
         ones = ("steps", "batch_samples", "micro_batches", "log_every", "keep")
-        zeros = ("seed", "eval_every", "eval_samples", "save_every", "max_skipped")
+        zeros = ("eval_every", "eval_samples", "save_every", "max_skipped")
         for low, names in ((1, ones), (0, zeros)):
             for name in names:
                 yield from rules.at_least(f"{at}.{name}", typing.cast(int, getattr(self, name)), low)
@@ -153,14 +154,52 @@ class Run:
     mesh: Mesh = Mesh()
 
     def problems(self) -> Iterator[Problem]:
-        """What is wrong with each part by itself."""
-        for name, part in parts(self).items():
-            yield from part.problems(name)
+        """What is wrong with each part by itself, where every value has the type of its field."""
+        for field in dataclasses.fields(self):
+            yield from getattr(self, field.name).problems(field.name)
 
 
-def parts(run: Run) -> dict[str, Any]:
-    """The parts of a run by name."""
-    return {field.name: getattr(run, field.name) for field in dataclasses.fields(run)}
+def type_problems(run: Run) -> Iterator[Problem]:
+    """Values that are not what their fields are declared as; Python itself does not look."""
+    yield from _type_problems(Run, run, "")
+
+
+def _type_problems(kind: Any, value: Any, at: str) -> Iterator[Problem]:
+    if dataclasses.is_dataclass(kind) and isinstance(value, typing.cast(type, kind)):
+        for name, hint in typing.get_type_hints(kind).items():
+            yield from _type_problems(hint, getattr(value, name), f"{at}.{name}" if at else name)
+        return
+    arms = typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
+    inner = next((arm for arm in arms if dataclasses.is_dataclass(arm)), None)
+    if inner is not None and isinstance(value, typing.cast(type, inner)):
+        yield from _type_problems(inner, value, at)
+    elif not any(_fits(arm, value) for arm in arms):
+        wanted = " or ".join(_named(arm) for arm in arms)
+        yield Problem(field=at, value=value, rule=f"must be {wanted}", remedy=wanted)
+
+
+def _fits(kind: Any, value: Any) -> bool:
+    if typing.get_origin(kind) is Literal:
+        return isinstance(value, str) and value in typing.get_args(kind)
+    if typing.get_origin(kind) is tuple:
+        arms = typing.get_args(kind)
+        if not isinstance(value, tuple):
+            return False
+        kinds = [arms[0]] * len(value) if arms[-1] is Ellipsis else arms
+        return len(kinds) == len(value) and all(_fits(k, v) for k, v in zip(kinds, value, strict=True))
+    if kind is float:
+        return type(value) in (int, float)
+    return type(value) is kind
+
+
+def _named(kind: Any) -> str:
+    """A type as a person calls it."""
+    if typing.get_origin(kind) is Literal:
+        return "one of " + ", ".join(repr(word) for word in typing.get_args(kind))
+    if typing.get_origin(kind) is tuple:
+        return f"a tuple of {_named(typing.get_args(kind)[0])}"
+    words = {int: "a whole number", float: "a number", str: "a text", bool: "True or False"}
+    return "None" if kind is types.NoneType else words.get(kind, getattr(kind, "__name__", str(kind)))
 
 
 # ------------------------------------------------------------------------------------------------ JSON

@@ -24,6 +24,7 @@ class ExitCode(IntEnum):
     HANG = 6
     NUMERICS = 7
     PREEMPTED = 8
+    INTERRUPTED = 130
 
 
 class BraidError(Exception):
@@ -61,7 +62,7 @@ class ConfigError(BraidError, ValueError):
 
 def _listed(problems: Sequence[Problem]) -> str:
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-    return "\n".join([f"this run cannot start: {count}", *(str(problem) for problem in problems)])
+    return "\n".join([f"this cannot start: {count}", *(str(problem) for problem in problems)])
 
 
 class DataError(BraidError, ValueError):

@@ -12,14 +12,24 @@ from typing import TYPE_CHECKING
 
 from braid import rules
 from braid.architecture import Model
-from braid.config import Run
+from braid.config import Run, type_problems
 from braid.errors import ConfigError, Problem
 from braid.pattern import Kind, Layout, PatternError, Stage, cut, parse, stages
 
 if TYPE_CHECKING:
     from braid.model.language import Size
 
-SHAPE_OF = ((Kind.ATTENTION, "attention"), (Kind.MLP, "mlp"), (Kind.MOE, "moe"))
+BYTE_VOCAB = 257
+"""Ids of the tokenizer `bytes`."""
+
+SHAPE_OF = (
+    (Kind.ATTENTION, "attention"),
+    (Kind.LATENT_ATTENTION, "latent_attention"),
+    (Kind.MAMBA2, "mamba2"),
+    (Kind.DELTA_NET, "delta_net"),
+    (Kind.MLP, "mlp"),
+    (Kind.MOE, "moe"),
+)
 """The field of `Model` that each kind of layer needs; kinds without one cannot be built."""
 
 
@@ -71,7 +81,10 @@ def size(plan: Plan) -> Size:
 
 def check(run: Run, world: int) -> list[Problem]:
     """Every problem of the run, in the order of its fields."""
-    return [*run.problems(), *_layers(run.model, run.mesh.pp), *_ranks(run, world), *_steps(run)]
+    wrong = list(type_problems(run))
+    if wrong:
+        return wrong  # rules need values that can be compared
+    return [*run.problems(), *_layers(run.model, run.mesh.pp), *_vocab(run), *_ranks(run, world), *_steps(run)]
 
 
 def _layers(model: Model, pp: int) -> Iterator[Problem]:
@@ -89,6 +102,9 @@ def _layers(model: Model, pp: int) -> Iterator[Problem]:
             remedy="a pattern that `braid pattern` accepts",
         )
         return
+    if not layout.kinds():
+        rule = "a model has at least one layer"
+        yield Problem(field="model.pattern", value=model.pattern, rule=rule, remedy="a pattern such as [*-]")
     yield from _shapes(model, layout.kinds())
 
 
@@ -108,8 +124,18 @@ def _shapes(model: Model, kinds: frozenset[Kind]) -> Iterator[Problem]:
                 field=f"model.{shape_of[kind]}",
                 value=None,
                 rule=f"the pattern {model.pattern!r} has {kind.value}, which needs a shape",
-                remedy=f"{shape_of[kind]}={shape_of[kind].title()}(...) in the recipe",
+                remedy=f"{shape_of[kind]}={shape_of[kind].title().replace('_', '')}(...) in the recipe",
             )
+
+
+def _vocab(run: Run) -> Iterator[Problem]:
+    if run.data.tokenizer == "bytes" and run.model.vocab < BYTE_VOCAB:
+        yield Problem(
+            field="model.vocab",
+            value=run.model.vocab,
+            rule=f"the tokenizer `bytes` has {BYTE_VOCAB} ids: the bytes and the end of a document",
+            remedy=f"{BYTE_VOCAB} or more",
+        )
 
 
 def _ranks(run: Run, world: int) -> Iterator[Problem]:
@@ -131,7 +157,7 @@ def _ranks(run: Run, world: int) -> Iterator[Problem]:
 def _steps(run: Run) -> Iterator[Problem]:
     falling = run.optim.decay_steps if run.optim.schedule == "wsd" else 0
     used = run.optim.warmup_steps + falling
-    if used > run.train.steps:
+    if used > run.train.steps >= 1:
         yield Problem(
             field="optim.warmup_steps",
             value=run.optim.warmup_steps,

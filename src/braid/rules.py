@@ -15,8 +15,9 @@ from braid.errors import Problem
 
 
 def at_least(field: str, value: float, low: float) -> Iterator[Problem]:
-    if not value >= low:
-        yield Problem(field=field, value=value, rule=f"must be at least {low}", remedy=f"{low} or more")
+    if not (value >= low and math.isfinite(value)):
+        rule = f"must be a number of at least {low}"
+        yield Problem(field=field, value=value, rule=rule, remedy=f"{low} or more")
 
 
 def above(field: str, value: float, low: float) -> Iterator[Problem]:
@@ -31,6 +32,11 @@ def share(field: str, value: float, *, one_allowed: bool = False) -> Iterator[Pr
     if not (0 <= value < 1 or (one_allowed and value == 1)):
         bound = "to 1" if one_allowed else "to below 1"
         yield Problem(field=field, value=value, rule=f"is a share, from 0 {bound}", remedy=f"0 {bound}")
+
+
+def seed(field: str, value: int) -> Iterator[Problem]:
+    if not 0 <= value < 2**63:
+        yield Problem(field=field, value=value, rule="must be from 0 to 2^63 - 1", remedy="a smaller number")
 
 
 def multiple_of(field: str, value: int, unit: int, unit_is: str | None = None) -> Iterator[Problem]:

@@ -1,6 +1,7 @@
 """Training, generating and building data from the command line, as a person does it."""
 
 import json
+import shlex
 import signal
 import subprocess
 import sys
@@ -95,11 +96,21 @@ def whole(folder):
 
 def test_a_run_tells_what_it_does_and_where_everything_is(whole):
     out, told = whole
-    for words in ("model ", "kernels ", "step 40/40", "validation loss", "sample ", "counting tokens alone"):
+    for words in (
+        "model ",
+        "kernels ",
+        "step 40/40",
+        "validation loss",
+        "sample ",
+        "how often each token occurs",
+    ):
         assert words in told
     assert str(out / "checkpoints" / "step-00000040") in told
     assert str(out / "metrics.jsonl") in told
-    assert told.count("braid generate") + told.count("braid train") + told.count("braid show") == 4
+    generate, train, show = told.splitlines()[-3:]
+    assert shlex.split(generate)[1:3] == ["generate", str(out)]
+    assert shlex.split(train)[1:] == [*words_for(out.parent, out), "--train.steps", "80"]
+    assert shlex.split(show)[1:] == ["show", *words_for(out.parent, out)[1:4]]
     assert "\x1b" not in told
 
 
@@ -138,7 +149,7 @@ def test_generation_is_the_same_for_the_same_seed(whole, capsys):
             ExitCode.DATA,
             "nowhere does not exist",
         ),
-        (["train", "{folder}/mine.py:small", "--model.vocab", "200"], ExitCode.DATA, "set model.vocab to 257"),
+        (["train", "{folder}/mine.py:small", "--model.vocab", "200"], ExitCode.CONFIG, "model.vocab = 200"),
         (["train", "{folder}/mine.py:small", "--mesh.pp", "2"], ExitCode.CONFIG, "mesh.pp"),
         (["train", "{folder}/mine.py:small", "--train.steps", "0"], ExitCode.CONFIG, "train.steps = 0"),
         (["data", "build", "--input", "nowhere", "--output", "{folder}/x"], ExitCode.DATA, "nowhere"),

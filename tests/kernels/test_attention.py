@@ -11,16 +11,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from braid.kernels import attention
-from braid.kernels.attention import reference, sdpa, spans_of
+from braid.kernels.attention import attend_cached, reference, sdpa, spans_of
 
 CPU = torch.device("cpu")
 
 
-def one_token_at_a_time(q: Tensor, k: Tensor, v: Tensor, documents: Tensor, window: int | None) -> Tensor:
+def one_token_at_a_time(
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor, window: int | None, scale: float | None = None
+) -> Tensor:
     """The definition: for every row, token and head, a softmax over the keys that this token may see."""
     rows, tokens, heads, dim = q.shape
     repeats = heads // k.shape[2]
-    out = torch.zeros_like(q)
+    scale = 1 / math.sqrt(dim) if scale is None else scale
+    out = q.new_zeros(rows, tokens, heads, v.shape[-1])
     for b in range(rows):
         start = 0
         for t in range(tokens):
@@ -28,15 +31,22 @@ def one_token_at_a_time(q: Tensor, k: Tensor, v: Tensor, documents: Tensor, wind
                 start = t
             first = start if window is None else max(start, t - window + 1)
             for h in range(heads):
-                scores = k[b, first : t + 1, h // repeats] @ q[b, t, h] / math.sqrt(dim)
+                scores = k[b, first : t + 1, h // repeats] @ q[b, t, h] * scale
                 out[b, t, h] = scores.softmax(0) @ v[b, first : t + 1, h // repeats]
     return out
 
 
-def heads(heads: int, kv_heads: int, tokens: int, dim: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+def heads(
+    heads: int,
+    kv_heads: int,
+    tokens: int,
+    dim: int,
+    dtype: torch.dtype = torch.float64,
+    v_dim: int | None = None,
+) -> list[Tensor]:
     generator = torch.Generator().manual_seed(tokens * 100 + heads)
-    sizes = (heads, kv_heads, kv_heads)
-    return [torch.randn(2, tokens, n, dim, dtype=dtype, generator=generator).requires_grad_() for n in sizes]
+    sizes = ((heads, dim), (kv_heads, dim), (kv_heads, v_dim or dim))
+    return [torch.randn(2, tokens, *size, dtype=dtype, generator=generator).requires_grad_() for size in sizes]
 
 
 def packed(tokens: int, *starts: int) -> Tensor:
@@ -68,6 +78,38 @@ def test_equals_the_definition(
         strict=True,
     ):
         torch.testing.assert_close(grad, wanted, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("attend", [reference.attend, sdpa.attend], ids=["reference", "sdpa"])
+@pytest.mark.parametrize("documents", DOCUMENTS[:2], ids=["whole", "packed"])
+@pytest.mark.parametrize("v_dim", [3, 17])
+@pytest.mark.parametrize("scale", [None, 0.7])
+def test_values_may_be_narrower_or_wider_than_keys(
+    attend: attention.Attend, documents: Tensor, v_dim: int, scale: float | None
+) -> None:
+    q, k, v = heads(6, 3, 37, 10, v_dim=v_dim)
+    expected = one_token_at_a_time(q, k, v, documents, 7, scale)
+    actual = attend(q, k, v, spans_of(documents, 7, CPU), scale)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+    probe = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    for grad, wanted in zip(
+        torch.autograd.grad(actual, (q, k, v), probe),
+        torch.autograd.grad(expected, (q, k, v), probe),
+        strict=True,
+    ):
+        torch.testing.assert_close(grad, wanted, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("window", [None, 1, 7, 100])
+@pytest.mark.parametrize("newest", [1, 5, 37])
+@pytest.mark.parametrize(("kv_heads", "v_dim"), [(1, 4), (3, 10), (6, 13)])
+def test_the_newest_tokens_read_as_among_all(
+    window: int | None, newest: int, kv_heads: int, v_dim: int
+) -> None:
+    q, k, v = heads(6, kv_heads, 37, 10, v_dim=v_dim)
+    expected = one_token_at_a_time(q, k, v, packed(37), window, 0.7)[:, -newest:]
+    actual = attend_cached(q[:, -newest:], k, v, window=window, scale=0.7)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -18,6 +18,7 @@ class Letters:
 
     def __init__(self, end: int = -1) -> None:
         self.end_of_document = end
+        self.vocab = 17
 
     def encode(self, text: str) -> list[int]:
         return [ord(letter) - ord("a") for letter in text]

@@ -161,7 +161,7 @@ def test_ids_are_checked_before_the_forward() -> None:
 def test_kinds_of_later_steps_and_missing_shapes_are_refused() -> None:
     with pytest.raises(ValueError, match="layer 2 is 'M'"):
         build("*M")
-    with pytest.raises(ValueError, match="mlp is not set"):
+    with pytest.raises(ValueError, match="its shape is not set"):
         build("-", replace(SHAPE, mlp=None))
 
 

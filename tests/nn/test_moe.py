@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from braid import architecture
+from braid.nn.moe.balance import count, load_balance
 from braid.nn.moe.dispatch import combine, dispatch, order_by_expert
-from braid.nn.moe.router import count, load_balance, route
+from braid.nn.moe.router import route
 
 
 def shape(**changes: object) -> architecture.Moe:

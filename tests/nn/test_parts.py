@@ -68,7 +68,7 @@ def test_rotary_gradient() -> None:
 
 def test_rotary_tables_of_bfloat16_are_float32() -> None:
     tables = rotary_tables(torch.tensor([[0, 1]]), 4, 10.0, torch.bfloat16)
-    assert tables.cos_BT1D.dtype == torch.float32
+    assert tables.cos_BT1R.dtype == torch.float32
 
 
 @pytest.mark.parametrize("bad", [-1, 11, 300])

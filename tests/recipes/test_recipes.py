@@ -49,7 +49,7 @@ def test_a_recipe_of_ones_own(own):
         ("tiyn", r"there is no recipe 'tiyn'; did you mean 'tiny'\?"),
         ("nowhere.py:f", r"there is no recipe file 'nowhere.py'"),
         ("{own}:wid", r"has no recipe 'wid'; did you mean 'wide'\?"),
-        ("{own}:helper", r"has no recipe 'helper'"),
+        ("{own}:helper", r"write `def helper\(\) -> Run:`"),
         ("{own}", r"needs a function.*\nrecipes there: misspelt, wide, wrong"),
         ("{own}:misspelt", r"line \d+: TypeError.*'vocabulary'; did you mean 'vocab'\?"),
         ("{own}:wrong", r"returned int: it must return a Run"),

@@ -10,7 +10,8 @@ from braid.data import ByteTokenizer, build
 from braid.plan import plan
 from braid.train.device import choose_device
 from braid.train.feed import Feed, open_feed
-from braid.train.loop import Places, begin_or_continue, make_state
+from braid.train.loop import begin_or_continue, make_state
+from braid.train.places import Places
 from braid.train.state import State
 from tests.runs import small_run
 

@@ -21,7 +21,7 @@ def line(**changes):
 
 
 def test_a_progress_line_reads_at_a_glance():
-    assert line() == "step 120/400  loss 2.412  gnorm 0.81  lr 2.9e-4  21.0k tok/s  0.5 GiB  eta 0m41s"
+    assert line() == "step 120/400  loss 2.412  gnorm 0.81  lr 2.9e-4  21.0k tok/s  peak 0.5 GiB  eta 0m41s"
 
 
 def test_mfu_is_shown_only_where_the_peak_is_known():

@@ -35,7 +35,7 @@ def test_the_number_of_micro_batches_does_not_change_a_step(fp64, tmp_path):
 
 def test_the_loss_is_the_mean_over_the_tokens_that_count(fp64, tmp_path):
     feed, state, _ = started(fp64, tmp_path)
-    (batch,) = micro_batches(replace(fp64, train=replace(fp64.train, micro_batches=1)), feed.train, step=1)
+    (batch,) = micro_batches(replace(fp64, train=replace(fp64.train, micro_batches=1)), feed.train, 1, 0)
     with torch.no_grad():
         logits = state.model.logits(state.model.prepare(batch))
     losses = torch.nn.functional.cross_entropy(

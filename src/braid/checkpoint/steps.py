@@ -51,7 +51,7 @@ def clear_leftovers(root: Path) -> None:
     """Undo what killed processes left: delete partial and removed ones, put a lone `.old` back."""
     for step, suffix, path in _entries(root):
         if suffix in (".partial", ".removed"):
-            shutil.rmtree(path)
+            path.unlink() if path.is_symlink() else shutil.rmtree(path)
         elif suffix == ".old":
             restore_old(root, step)
 

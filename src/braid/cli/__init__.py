@@ -7,6 +7,7 @@ tells their kind (docs/exit-codes.md).
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -29,8 +30,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BraidError as error:
         print(f"braid: {error}", file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:
+        print("braid: interrupted", file=sys.stderr)
+        return ExitCode.INTERRUPTED
     except BrokenPipeError:
-        sys.stderr.close()  # the reader has gone: nobody is left to be told
+        # The reader has gone. Long work does not come here: it goes on without being watched.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitCode.OK
 
 

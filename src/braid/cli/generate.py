@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from braid.cli.words import options, subject
+from braid.cli.words import options, subject, wants_help
 from braid.errors import ExitCode
 
 
@@ -27,8 +27,10 @@ class GenerateOptions:
 
 
 def generate(words: list[str]) -> int:
-    note = "\nCHECKPOINT is a folder like runs/tiny/checkpoints/step-00000400, or a run's folder: its newest."
-    name, rest = subject(words, "generate", "CHECKPOINT", note)
+    if wants_help(words):
+        print("CHECKPOINT is a folder like runs/tiny/checkpoints/step-00000400, or a run's: its newest.\n")
+        words = ["CHECKPOINT", "--help"]
+    name, rest = subject(words, "generate", "CHECKPOINT")
     chosen = options(GenerateOptions, rest, f"braid generate {name}")
     from braid.model.generate import generate_text
     from braid.train.device import choose_device

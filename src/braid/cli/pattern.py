@@ -10,9 +10,22 @@ from typing import Any
 import rich.console
 import rich.text
 
-from braid.cli.words import options, print_table, subject
+from braid.cli.words import options, print_table, subject, wants_help
 from braid.errors import ExitCode
 from braid.pattern import Block, Layout, Segment, Stage, cut, parse, stages
+
+HELP = """usage: braid pattern 'PATTERN' [--pp N] [--json]
+
+  M  Mamba-2                  |      a new segment: one virtual pipeline stage
+  G  gated delta net          [...]  several layers as one block
+  *  attention                /      one depth of multi-token prediction (MTP)
+  +  latent attention (MLA)
+  D  sparse latent attention, which can be parsed but not built
+  -  MLP
+  E  mixture of experts
+
+  --pp N   pipeline ranks (default 1)
+  --json   print JSON instead of a table"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,8 +39,10 @@ class PatternOptions:
 
 
 def explain(words: list[str]) -> int:
-    note = "\n  --pp N   pipeline ranks (default 1)\n  --json   print JSON instead of a table"
-    text, rest = subject(words, "pattern", "'PATTERN'", note)
+    if wants_help(words):
+        print(HELP)
+        return ExitCode.OK
+    text, rest = subject(words, "pattern", "'PATTERN'")
     chosen = options(PatternOptions, rest, f"braid pattern '{text}'")
     layout = cut(parse(text), chosen.pp)
     held = stages(layout, chosen.pp)

@@ -9,14 +9,17 @@ from typing import Annotated
 import tyro
 
 from braid import recipes
-from braid.cli.words import options, subject
+from braid.cli.words import options, subject, wants_help
 from braid.config import Run, flatten, to_json
 from braid.errors import ConfigError, ExitCode
 from braid.plan import plan, size
 
 
 def list_recipes(words: list[str]) -> int:
-    if words and words[0] not in ("-h", "--help"):
+    if wants_help(words):
+        print("usage: braid recipes")
+        return ExitCode.OK
+    if words:
         raise ConfigError(f"`braid recipes` takes no words, not {words[0]!r}")
     width = max(len(name) for name in recipes.bundled())
     for name, recipe in recipes.bundled().items():
@@ -41,7 +44,7 @@ class ShowOptions:
 
 
 def show(words: list[str]) -> int:
-    name, rest = subject(words, "show", "RECIPE", recipe_note())
+    name, rest = subject(help_with_a_recipe(words), "show", "RECIPE")
     chosen = options(ShowOptions, rest, f"braid show {name}", ShowOptions(run=recipes.load(name)))
     worked_out = plan(chosen.run, chosen.world)
     if chosen.json:
@@ -64,6 +67,11 @@ def show(words: list[str]) -> int:
     return ExitCode.OK
 
 
-def recipe_note() -> str:
-    names = ", ".join(recipes.bundled())
-    return f"\nRECIPE is one of {names}, or path/to/file.py:function.\n`RECIPE --help` lists every field."
+def help_with_a_recipe(words: list[str]) -> list[str]:
+    """Help without a recipe says what a recipe is and goes on with that of the first one."""
+    if not wants_help(words):
+        return words
+    names = list(recipes.bundled())
+    print(f"RECIPE is one of {', '.join(names)}, or path/to/file.py:function.")
+    print("The values below are those of tiny.\n")
+    return ["tiny", *words]

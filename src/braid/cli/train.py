@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,20 +11,20 @@ from typing import TYPE_CHECKING, Literal
 
 from braid import recipes
 from braid.cli.progress import bar
-from braid.cli.runs import RunFields, recipe_note
+from braid.cli.runs import RunFields, help_with_a_recipe
 from braid.cli.words import options, subject
 from braid.config import to_json
-from braid.errors import ConfigError, ExitCode
+from braid.errors import BraidError, ConfigError, ExitCode
 from braid.plan import Plan, plan
 
 if TYPE_CHECKING:
     from braid.train.device import Device
     from braid.train.feed import Feed
-    from braid.train.loop import Outcome, Places
+    from braid.train.loop import Outcome
     from braid.train.metrics import Listener
+    from braid.train.places import Places
     from braid.train.state import State
 
-SAMPLE_PROMPT = "def "
 SAMPLE_TOKENS = 200
 
 
@@ -42,36 +44,39 @@ class TrainOptions:
 
 
 def train(words: list[str]) -> int:
-    name, rest = subject(words, "train", "RECIPE", recipe_note())
+    name, rest = subject(help_with_a_recipe(words), "train", "RECIPE")
     chosen = options(TrainOptions, rest, f"braid train {name}", TrainOptions(run=recipes.load(name)))
-    worked_out = plan(chosen.run, world=1)
+    worked_out = plan(chosen.run, world=chosen.run.mesh.pp)
     if chosen.run.mesh.pp > 1:
-        raise ConfigError(
-            f"mesh.pp = {chosen.run.mesh.pp}: this version trains on one process; set mesh.pp to 1"
-        )
-    out = chosen.out or Path("runs") / Path(name.replace(":", "-")).name.removesuffix(".py")
-    return _train(worked_out, out, name, chosen)
+        raise ConfigError(f"mesh.pp = {chosen.run.mesh.pp}: this version trains on one process; set it to 1")
+    from braid.train.places import Places
+
+    places = Places(out=chosen.out or Path("runs") / name.rpartition(":")[2])
+    with places.held():
+        return _train(worked_out, places, words, chosen)
 
 
-def _train(worked_out: Plan, out: Path, name: str, chosen: TrainOptions) -> int:
+def _train(worked_out: Plan, places: Places, words: list[str], chosen: TrainOptions) -> int:
     # torch takes seconds to load: by now the words are known to be right
     from braid.train.console import say, table
     from braid.train.device import choose_device
     from braid.train.feed import open_feed
-    from braid.train.loop import Places, begin_or_continue, make_state, train_to_end
+    from braid.train.loop import begin_or_continue, make_state, train_to_end
 
-    places = Places(out=out)
     device = choose_device(chosen.device)
     with bar("building the corpus") as progress:
         feed = open_feed(chosen.run, places.data, progress)
     state = make_state(worked_out, device)
     resumed = begin_or_continue(state, chosen.run, feed, places)
-    say(f"braid train {name}")
+    say(f"braid train {words[0]}")
     say(table(_header(worked_out, state, device, feed, places, resumed)))
     say("")
-    outcome = train_to_end(worked_out, places, device, feed, state, _listeners(chosen, out))
+    outcome = train_to_end(worked_out, places, device, feed, state, _listeners(chosen, places.out))
     say("")
-    say(table(_ending(worked_out, feed, places, outcome, name)))
+    say(table([*_sample(outcome, feed, chosen), ("", ""), *_ending(outcome, feed, places)]))
+    say("\ntry next")
+    for command in _next_commands(words, places, outcome, chosen):
+        say(f"  {command}")
     return ExitCode.OK
 
 
@@ -93,41 +98,67 @@ def _header(
 
     run = worked_out.run
     size = state.model.size()
-    continues = f"continues from step {state.step}" if resumed else "a new run"
-    kernels = [("", str(choice)) for choice in state.model.kernels.choices]
+    weights = f"{magnitude(size.total)} parameters, {magnitude(size.active)} of them active for a token"
+    status = f"continues from step {state.step}" if resumed else "a new run"
+    if state.step == run.train.steps:
+        status = f"finished at step {state.step}: nothing is left to do"
+    kernels = [str(choice) for choice in state.model.kernels.choices]
     return [
-        (
-            "model",
-            f"{run.model.pattern}, {magnitude(size.total)} parameters, {magnitude(size.active)} per token",
-        ),
+        ("model", f"{run.model.pattern}, {weights}"),
         ("data", f"{feed.name}, {magnitude(feed.tokens)} tokens"),
         ("step", f"{worked_out.step_tokens:,} tokens = {run.train.batch_samples} x {run.data.sequence_tokens}"),
         ("device", f"{device.name}, {run.train.dtype}"),
-        *([("kernels", kernels[0][1]), *kernels[1:]] if kernels else []),
-        ("out", f"{places.out}, {continues}"),
+        *(("kernels" if i == 0 else "", text) for i, text in enumerate(kernels)),
+        ("out", f"{places.out}, {status}"),
     ]
 
 
-def _ending(
-    worked_out: Plan, feed: Feed, places: Places, outcome: Outcome, name: str
-) -> Sequence[tuple[str, str]]:
+def _sample(outcome: Outcome, feed: Feed, chosen: TrainOptions) -> Sequence[tuple[str, str]]:
+    """A few lines that the model writes. That it cannot is no reason for a trained run to fail."""
     from braid.model.generate import generate_text
 
-    seed = worked_out.run.train.seed
-    text = generate_text(
-        outcome.model, feed.tokenizer, SAMPLE_PROMPT, tokens=SAMPLE_TOKENS, temperature=0.8, seed=seed
-    )
-    validation = "n/a" if outcome.val_loss is None else f"{outcome.val_loss:.3f}"
-    more = worked_out.run.train.steps * 2
-    sample = [("sample" if i == 0 else "", line) for i, line in enumerate(text.splitlines() or [""])]
+    try:
+        text = generate_text(
+            outcome.model,
+            feed.tokenizer,
+            feed.prompt,
+            tokens=SAMPLE_TOKENS,
+            temperature=0.8,
+            seed=chosen.run.train.seed,
+        )
+    except BraidError as error:
+        text = f"(none: {error})"
+    return [("sample" if i == 0 else "", line) for i, line in enumerate(text.splitlines() or [""])]
+
+
+def _ending(outcome: Outcome, feed: Feed, places: Places) -> Sequence[tuple[str, str]]:
+    validation = "n/a" if outcome.val_loss is None else f"{outcome.val_loss:.3f} nats per token"
     return [
-        *sample,
-        ("", ""),
-        ("validation", f"{validation} nats per token; counting tokens alone gives {feed.unigram_entropy:.3f}"),
+        ("validation", f"{validation}; knowing only how often each token occurs: {feed.unigram_entropy:.3f}"),
         ("checkpoint", str(outcome.checkpoint)),
         ("metrics", str(places.metrics)),
-        ("", ""),
-        ("try next", f'braid generate {outcome.checkpoint} --prompt "class "'),
-        ("", f"braid train {name} --out {places.out} --train.steps {more}"),
-        ("", f"braid show {name}"),
     ]
+
+
+def _next_commands(words: list[str], places: Places, outcome: Outcome, chosen: TrainOptions) -> Sequence[str]:
+    """Three commands that work as they stand: with the program's own name and every option of this run."""
+    program = sys.argv[0] if Path(sys.argv[0]).name == "braid" else "braid"
+    longer = [*words, "--train.steps", str(2 * chosen.run.train.steps)]
+    shown = [words[0], *_run_options(words[1:])]
+    return [
+        shlex.join([program, "generate", str(places.out), "--prompt", "class "]),
+        shlex.join([program, "train", *longer]),
+        shlex.join([program, "show", *shown]),
+    ]
+
+
+def _run_options(words: list[str]) -> list[str]:
+    """The options that set fields of the run: those with a dot, and their values."""
+    kept: list[str] = []
+    keeping = False
+    for word in words:
+        if word.startswith("--"):
+            keeping = "." in word.partition("=")[0]
+        if keeping:
+            kept.append(word)
+    return kept

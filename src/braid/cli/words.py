@@ -11,7 +11,7 @@ import rich.table
 import rich.text
 import tyro
 
-from braid.errors import ConfigError, ExitCode
+from braid.errors import ConfigError
 
 Options = TypeVar("Options")
 
@@ -27,11 +27,12 @@ class Command:
     act: Callable[[list[str]], int]
 
 
-def subject(words: list[str], command: str, what: str, note: str = "") -> tuple[str, list[str]]:
+def wants_help(words: list[str]) -> bool:
+    return bool(words) and words[0] in ("-h", "--help")
+
+
+def subject(words: list[str], command: str, what: str) -> tuple[str, list[str]]:
     """The word that a command works on, and the options after it."""
-    if words and words[0] in ("-h", "--help"):
-        print(f"usage: braid {command} {what} [options]{note}")
-        raise SystemExit(ExitCode.OK)
     if not words or (words[0][:2] == "--" and words[0][2:3].islower()):
         given = f", not {words[0]!r}" if words else ""
         raise ConfigError(f"`braid {command}` needs {what} first{given}: braid {command} {what} [options]")

@@ -14,7 +14,7 @@ from braid.data.corpus import standard_library_files
 from braid.data.loader import Loader
 from braid.data.mixture import Mixture
 from braid.data.opening import Splits, open_source, open_splits
-from braid.data.packing import Packing
+from braid.data.packing import Packed, Packing
 from braid.data.source import Source, unigram_entropy, verify
 from braid.data.tokenizer import ByteTokenizer, HfTokenizer, Tokenizer, tokenizer_from
 
@@ -25,6 +25,7 @@ __all__ = [
     "HfTokenizer",
     "Loader",
     "Mixture",
+    "Packed",
     "Packing",
     "Source",
     "Splits",

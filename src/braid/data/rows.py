@@ -53,7 +53,7 @@ def input_files(given: Path | str | Sequence[Path], glob: str) -> tuple[Path, ..
 
 def rows_of(file: Path) -> Iterator[Row | NotText]:
     """The documents of a file: each line of a .jsonl, else the file as a whole."""
-    if file.suffix == ".jsonl":
+    if file.suffix.lower() == ".jsonl":
         yield from _jsonl_rows(file)
         return
     content = file.read_bytes()
@@ -86,7 +86,7 @@ def _jsonl_rows(file: Path) -> Iterator[Row]:
 def _row(line: bytes, origin: str) -> Row:
     try:
         content = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{origin}: not a JSON object in UTF-8: {error}") from None
     match content:
         case {"text": str(text)} if "prompt" not in content and "response" not in content:

@@ -72,7 +72,7 @@ class ByteTokenizer:
         return sha256_of_json(self.description)
 
     def encode(self, text: str) -> Ids:
-        return np.frombuffer(text.encode(), np.uint8).astype(np.int64)
+        return np.frombuffer(text.encode(errors="surrogateescape"), np.uint8).astype(np.int64)
 
     def decode(self, ids: Sequence[int] | Ids) -> str:
         """Bytes that are not UTF-8 become U+FFFD: a model may stop in the middle of a character."""
@@ -99,6 +99,8 @@ class HfTokenizer:
             self._backend = Backend.from_str(definition)
         except Exception as error:  # the package raises bare Exception
             raise DataError(f"this is not a tokenizer.json that `tokenizers` can read: {error}") from None
+        self._backend.no_truncation()  # some files ask for either; a document is what it is
+        self._backend.no_padding()
         ids = self._backend.get_vocab(with_added_tokens=True)
         self._definition = definition
         self._end = _end_name(ids, end_of_document)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from braid import architecture
-from braid.kernels import attention, grouped_mlp
+from braid.kernels import attention, delta_rule, grouped_mlp, ssd
 from braid.kernels.choice import Choice
 
 
@@ -19,25 +19,37 @@ class Kernels:
     """The implementation that a run uses of each op; None where the model has no such op."""
 
     attention: Choice[attention.Attend] | None
+    ssd: Choice[ssd.Ssd] | None
+    delta_rule: Choice[delta_rule.DeltaRule] | None
     grouped_mlp: Choice[grouped_mlp.GroupedMlp] | None
 
     @property
     def choices(self) -> tuple[Choice, ...]:
         """What there is to tell the user."""
-        return tuple(choice for choice in (self.attention, self.grouped_mlp) if choice is not None)
+        every = (self.attention, self.ssd, self.delta_rule, self.grouped_mlp)
+        return tuple(choice for choice in every if choice is not None)
 
 
 def choose(model: architecture.Model, device: torch.device, dtype: torch.dtype) -> Kernels:
     """The fastest implementations that are right for this model, on this device and in this dtype."""
     moe = model.moe
     return Kernels(
-        attention=None if model.attention is None else attention.choose(device, dtype),
+        attention=attention.choose(device, dtype) if model.attention or model.latent_attention else None,
+        ssd=None if model.mamba2 is None else ssd.choose(device, dtype),
+        delta_rule=None if model.delta_net is None else delta_rule.choose(device, dtype),
         grouped_mlp=None
         if moe is None
-        else grouped_mlp.choose(device, dtype, hidden=model.hidden, ffn=moe.ffn, experts=moe.experts),
+        else grouped_mlp.choose(
+            device, dtype, hidden=moe.latent or model.hidden, ffn=moe.ffn, experts=moe.experts
+        ),
     )
 
 
 def references() -> Kernels:
     """The plain implementations: slow, right everywhere, what the others are tested against."""
-    return Kernels(attention=attention.REFERENCE, grouped_mlp=grouped_mlp.REFERENCE)
+    return Kernels(
+        attention=attention.REFERENCE,
+        ssd=ssd.REFERENCE,
+        delta_rule=delta_rule.REFERENCE,
+        grouped_mlp=grouped_mlp.REFERENCE,
+    )

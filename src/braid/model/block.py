@@ -12,8 +12,9 @@ Shapes: B rows, T tokens, N = B · T, S slots of a token, M = N · S rows, C hid
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import MappingProxyType
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,16 +24,32 @@ from braid.kernels import Kernels
 from braid.model.context import Context
 from braid.nn.attention import Attention
 from braid.nn.canonical import Canonical, under
+from braid.nn.delta_net import DeltaNet
 from braid.nn.dropout import dropout
+from braid.nn.latent_attention import LatentAttention
+from braid.nn.mamba2 import Mamba2
 from braid.nn.mlp import Mlp
-from braid.nn.moe.dispatch import combine, dispatch, order_by_expert
+from braid.nn.moe.balance import examine
+from braid.nn.moe.dispatch import combine, dispatch
 from braid.nn.moe.layer import Moe
-from braid.nn.moe.router import count, load_balance
 from braid.nn.norm import LayerNorm, RmsNorm, norm
 from braid.pattern import Kind, Layer
 
-NAMES = MappingProxyType({Kind.ATTENTION: "attention", Kind.MLP: "mlp", Kind.MOE: "moe"})
-"""The sub-tree of canonical names that each kind of layer has within its block."""
+NAMES = MappingProxyType(
+    {
+        Kind.MAMBA2: "mamba2",
+        Kind.DELTA_NET: "delta_net",
+        Kind.ATTENTION: "attention",
+        Kind.LATENT_ATTENTION: "attention",
+        Kind.MLP: "mlp",
+        Kind.MOE: "moe",
+    }
+)
+"""The sub-tree of canonical names that each kind of layer has within its block. No pattern has both kinds of
+attention."""
+
+Mixer = Attention | LatentAttention | Mamba2 | DeltaNet
+Inner = Mixer | Mlp | Moe
 
 
 class Flow(NamedTuple):
@@ -51,7 +68,7 @@ class Flow(NamedTuple):
 class PreNorm(nn.Module):
     """A layer and the norm before it."""
 
-    def __init__(self, before: RmsNorm | LayerNorm, inner: Attention | Mlp | Moe) -> None:
+    def __init__(self, before: RmsNorm | LayerNorm, inner: Inner) -> None:
         super().__init__()
         self.norm = before
         self.inner = inner
@@ -91,11 +108,7 @@ class Block(nn.Module):
             if layer.kind is Kind.MOE:
                 return self._route(x_BTC, layer, context)
             pre_norm = self._at(layer)
-            normed_BTC = pre_norm.norm(x_BTC)
-            if isinstance(pre_norm.inner, Attention):
-                y_BTC = _attend(pre_norm.inner, normed_BTC, context)
-            else:
-                y_BTC = pre_norm.inner(normed_BTC)
+            y_BTC = _computed(pre_norm.inner, pre_norm.norm(x_BTC), layer, context)
             x_BTC = self._add(x_BTC, y_BTC, layer, context)
         return Flow(x_BTC)
 
@@ -116,7 +129,8 @@ class Block(nn.Module):
         if flow.routed is None:
             return flow.residual_BTC
         layer = self.block.layers[-1]
-        y_BTC = combine(flow.routed, context.orders[layer]).view_as(flow.residual_BTC)
+        y_NC = self._moe(layer).out_of_latent(combine(flow.routed, context.orders[layer]))
+        y_BTC = y_NC.view_as(flow.residual_BTC)
         if flow.shared_BTC is not None:
             y_BTC = y_BTC + flow.shared_BTC
         return self._add(flow.residual_BTC, y_BTC, layer, context)
@@ -124,18 +138,16 @@ class Block(nn.Module):
     # -------------------------------------------------------------------------------------- parts
 
     def _route(self, x_BTC: Tensor, layer: Layer, context: Context) -> Flow:
-        moe = self._moe(layer)
+        moe, tokens = self._moe(layer), context.tokens(layer)
         normed_BTC = self._at(layer).norm(x_BTC)
         normed_NC = normed_BTC.flatten(0, 1)
-        routing = moe.router(normed_NC)
-        context.orders[layer] = order_by_expert(routing.experts_NS, moe.shape.experts)
-        valid_N = context.valid_BT().flatten()
-        counts_E = count(routing.experts_NS, valid_N, moe.shape.experts)
-        context.expert_counts_E[layer] = counts_E
-        if moe.shape.aux_loss:
-            context.aux[layer] = moe.shape.aux_loss * load_balance(routing.shares_NE, counts_E, valid_N)
-        shared_BTC = None if moe.shared is None else moe.shared(normed_BTC)
-        return Flow(x_BTC, normed_NC, routing.probs_NS, shared_BTC)
+        replayed = None if context.replay is None else context.replay.read(tokens)
+        routing = moe.router(normed_NC, tokens, replayed)
+        if context.recording is not None:
+            context.recording.write(tokens, routing.choice)
+        context.orders[layer] = moe.order(routing, tokens)
+        context.balances[layer] = examine(routing, moe.shape, tokens, context.earlier_E.get(layer))
+        return Flow(x_BTC, moe.into_latent(normed_NC), routing.probs_NS, moe.shared_output(normed_BTC))
 
     def _add(self, x_BTC: Tensor, y_BTC: Tensor, layer: Layer, context: Context) -> Tensor:
         """A layer's output joins the residual stream."""
@@ -152,6 +164,18 @@ class Block(nn.Module):
 
     # -------------------------------------------------------------------------------------- facts
 
+    def mixers(self) -> Iterator[tuple[Layer, Mixer]]:
+        """The layers that move information between tokens, and so remember some of it in generation."""
+        for layer in self.block.layers:
+            inner = self._at(layer).inner
+            if not isinstance(inner, Mlp | Moe):
+                yield layer, inner
+
+    def moe(self) -> tuple[Layer, Moe] | None:
+        """The layer of experts that closes the block, where there is one."""
+        last = self.block.layers[-1]
+        return (last, self._moe(last)) if last.kind is Kind.MOE else None
+
     def canonical(self) -> dict[str, Canonical]:
         tensors: dict[str, Canonical] = {}
         for name, module in self.layers.items():
@@ -164,10 +188,22 @@ class Block(nn.Module):
         return sum(self._at(layer).inner.flops(tokens) for layer in self.block.layers)
 
 
-def _attend(attention: Attention, normed_BTC: Tensor, context: Context) -> Tensor:
-    shape = attention.shape
-    rotary = context.rotary(shape.head_dim, shape.rope_base) if shape.positions == "rope" else None
-    return attention(normed_BTC, context.spans(shape.window), rotary)
+def _computed(inner: Inner, normed_BTC: Tensor, layer: Layer, context: Context) -> Tensor:
+    """What a layer other than a MoE makes of its normed input."""
+    cache = context.caches.get(layer)
+    match inner:
+        case Attention(shape=shape):
+            rotary = None
+            if shape.positions == "rope":
+                rotary = context.rotary(shape.rope_dim, shape.rope_base, shape.rope_scaling)
+            return inner(normed_BTC, context.spans(shape.window), rotary, cache)
+        case LatentAttention(shape=shape):
+            rotary = context.rotary(shape.rope_dim, shape.rope_base, shape.rope_scaling)
+            return inner(normed_BTC, context.spans(None), rotary, cache)
+        case Mamba2() | DeltaNet():
+            return inner(normed_BTC, context.documents(), cache)
+        case _:
+            return inner(normed_BTC)
 
 
 def _layer(
@@ -176,20 +212,24 @@ def _layer(
     kernels: Kernels,
     device: torch.device | None,
     dtype: torch.dtype | None,
-) -> Attention | Mlp | Moe:
+) -> Inner:
+    """The module of a layer. The plan has made sure that its shape is there."""
+    hidden, eps = shape.hidden, shape.norm_eps
+    on: dict[str, Any] = {"device": device, "dtype": dtype}
     match layer.kind:
-        case Kind.ATTENTION if shape.attention is not None:
-            assert kernels.attention is not None
-            attend = kernels.attention.function
-            return Attention(shape.attention, shape.hidden, shape.norm_eps, attend, device=device, dtype=dtype)
-        case Kind.MLP if shape.mlp is not None:
-            return Mlp(shape.mlp, shape.hidden, device=device, dtype=dtype)
-        case Kind.MOE if shape.moe is not None:
-            assert kernels.grouped_mlp is not None
-            return Moe(shape.moe, shape.hidden, kernels.grouped_mlp.function, device=device, dtype=dtype)
-        case Kind.ATTENTION | Kind.MLP | Kind.MOE:
-            raise ValueError(
-                f"layer {layer.number} is {layer.kind.value!r}, but model.{NAMES[layer.kind]} is not set"
-            )
-        case _:
-            raise ValueError(f"layer {layer.number} is {layer.kind.value!r}: this kind cannot be built yet")
+        case Kind.ATTENTION if shape.attention and kernels.attention:
+            return Attention(shape.attention, hidden, eps, kernels.attention.function, **on)
+        case Kind.LATENT_ATTENTION if shape.latent_attention and kernels.attention:
+            return LatentAttention(shape.latent_attention, hidden, eps, kernels.attention.function, **on)
+        case Kind.MAMBA2 if shape.mamba2 and kernels.ssd:
+            return Mamba2(shape.mamba2, hidden, eps, kernels.ssd.function, **on)
+        case Kind.DELTA_NET if shape.delta_net and kernels.delta_rule:
+            return DeltaNet(shape.delta_net, hidden, eps, kernels.delta_rule.function, **on)
+        case Kind.MLP if shape.mlp:
+            return Mlp(shape.mlp, hidden, **on)
+        case Kind.MOE if shape.moe and kernels.grouped_mlp:
+            return Moe(shape.moe, hidden, kernels.grouped_mlp.function, **on)
+        case Kind.SPARSE_ATTENTION:
+            raise ValueError(f"layer {layer.number} is 'D': sparse attention cannot be built")
+        case kind:
+            raise ValueError(f"layer {layer.number} is {kind.value!r}, but its shape is not set")

@@ -1,4 +1,4 @@
-"""Generation: one token after the other, each from a forward pass over all that stands before it.
+"""Generation: one token after the other. What stands before is read once; mixers remember it in caches.
 
 Shapes: B rows, T tokens, V vocabulary.
 """
@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from braid import rules
 from braid.errors import ConfigError, Problem
 from braid.model.context import MicroBatch
 from braid.model.language import LanguageModel
@@ -18,6 +19,9 @@ from braid.model.language import LanguageModel
 
 class Tokenizer(Protocol):
     """What generation needs of a tokenizer."""
+
+    @property
+    def vocab(self) -> int: ...
 
     @property
     def end_of_document(self) -> int: ...
@@ -37,12 +41,17 @@ def generate(
     top_k: int | None = None,
     generator: torch.Generator | None = None,
     end: int | None = None,
+    vocab: int | None = None,
 ) -> Tensor:
     """The rows with `count` more tokens each, on the host; fewer where every row has come to `end`. Temperature
-    0 takes the likeliest token."""
+    0 takes the likeliest token. Ids from `vocab` on, which only pad the head, are never taken."""
     tokens_BT = tokens_BT.cpu()
+    caches = model.new_caches(len(tokens_BT))
+    seen = 0
     for _ in range(count):
-        logits_BV = model.logits(model.prepare(MicroBatch.of_tokens(tokens_BT)))[:, -1]
+        unseen = MicroBatch.of_tokens(tokens_BT[:, seen:], start=seen)
+        seen = tokens_BT.shape[1]
+        logits_BV = model.tell(model.hidden(model.prepare(unseen, caches))[:, -1])[:, :vocab]
         next_B = sample(logits_BV.cpu(), temperature=temperature, top_k=top_k, generator=generator)
         tokens_BT = torch.cat([tokens_BT, next_B[:, None]], 1)
         if end is not None and bool((tokens_BT == end).any(1).all()):
@@ -56,7 +65,8 @@ def sample(
     """One token per row."""
     if temperature == 0:
         return logits_BV.argmax(-1)
-    logits_BV = logits_BV.to(torch.promote_types(logits_BV.dtype, torch.float32)) / temperature
+    logits_BV = logits_BV.to(torch.promote_types(logits_BV.dtype, torch.float32))
+    logits_BV = (logits_BV - logits_BV.amax(-1, keepdim=True)) / temperature  # however low, the best stays 0
     if top_k is not None and top_k < logits_BV.shape[-1]:
         least_B1 = logits_BV.topk(top_k).values[:, -1:]
         logits_BV = logits_BV.masked_fill(logits_BV < least_B1, float("-inf"))
@@ -69,17 +79,24 @@ def generate_text(
     """The prompt and what the model makes of it, up to the end of the document. The same seed gives the same
     text."""
     ids = list(tokenizer.encode(prompt))
-    problems = []
+    problems: list[Problem] = []
     if not ids:
         problems.append(
             Problem(field="prompt", value=prompt, rule="has at least one token", remedy="some text")
         )
-    if temperature < 0:
-        rule = "a temperature is 0 or more"
-        problems.append(Problem(field="temperature", value=temperature, rule=rule, remedy="0 for no chance"))
+    problems += rules.at_least("temperature", temperature, 0)
+    problems += rules.at_least("tokens", tokens, 0)
+    problems += rules.seed("seed", seed)
     if problems:
         raise ConfigError(problems)
     generator = torch.Generator().manual_seed(seed)
-    end = tokenizer.end_of_document
-    rows = generate(model, torch.tensor([ids]), tokens, temperature=temperature, generator=generator, end=end)
+    rows = generate(
+        model,
+        torch.tensor([ids]),
+        tokens,
+        temperature=temperature,
+        generator=generator,
+        end=tokenizer.end_of_document,
+        vocab=tokenizer.vocab,
+    )
     return tokenizer.decode(rows[0].tolist())

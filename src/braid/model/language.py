@@ -16,7 +16,8 @@ from torch.nn import functional as F
 
 from braid import architecture
 from braid.kernels import Kernels
-from braid.model.context import Context, MicroBatch
+from braid.model.block import Block
+from braid.model.context import Cache, Context, MicroBatch
 from braid.model.mtp import Mtp, targets
 from braid.model.stack import Stack
 from braid.nn.canonical import Canonical, under
@@ -24,8 +25,10 @@ from braid.nn.embedding import Embedding, check_ids
 from braid.nn.init import initialize
 from braid.nn.linear import Linear
 from braid.nn.loss import cross_entropy
+from braid.nn.moe.balance import Balance
+from braid.nn.moe.layer import Moe
 from braid.nn.norm import norm
-from braid.pattern import Layout
+from braid.pattern import Layer, Layout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +41,8 @@ class Losses:
     """How many count."""
     aux: dict[str, Tensor]
     """Further losses by name: weighted, and means over the micro-batch rather than sums."""
+    balances: Mapping[Layer, Balance]
+    """What each MoE layer did to its experts."""
     mtp: tuple[tuple[Tensor, Tensor], ...] = ()
     """For each MTP depth its loss sum and the tokens that count."""
     mtp_weight: float = 0.0
@@ -68,8 +73,11 @@ class Size:
     """Weights of a model."""
 
     total: int
+    """All, MTP depths included."""
     active: int
-    """Those that one token meets: of the routed experts, only as many as it visits."""
+    """Those of the main model that one token meets: of the routed experts, only as many as it visits."""
+    mtp: int
+    """Those of the MTP depths."""
 
 
 class LanguageModel(nn.Module):
@@ -98,15 +106,29 @@ class LanguageModel(nn.Module):
 
     # ------------------------------------------------------------------------------------ forward
 
-    def prepare(self, batch: MicroBatch) -> Context:
-        """The context of a micro-batch, which should still be on the host: ids are checked there."""
+    def prepare(self, batch: MicroBatch, caches: Mapping[Layer, Cache] | None = None) -> Context:
+        """The context of a micro-batch, which should still be on the host: ids are checked there. With caches,
+        its rows go on where the caches stand."""
         check_ids(batch.tokens_BT, self.shape.vocab)
         if self.mtp and batch.training:
             check_ids(batch.labels_BT, self.shape.vocab)  # depths read them as tokens
         weight = self.embedding.weight
         return Context(
-            batch=batch.to(weight.device), host_documents_BT=batch.documents_BT.cpu(), dtype=weight.dtype
+            batch=batch.to(weight.device),
+            host_documents_BT=batch.documents_BT.cpu(),
+            dtype=weight.dtype,
+            caches={} if caches is None else caches,
         )
+
+    def new_caches(self, rows: int) -> dict[Layer, Cache]:
+        """What generation remembers of `rows` documents that have not begun."""
+        weight = self.embedding.weight
+        blocks = (cast(Block, block) for block in self.stack.blocks.values())
+        return {
+            layer: mixer.new_cache(rows, weight.device, weight.dtype)
+            for block in blocks
+            for layer, mixer in block.mixers()
+        }
 
     def forward(self, batch: MicroBatch) -> Losses:
         return self.losses(self.prepare(batch))
@@ -117,8 +139,14 @@ class LanguageModel(nn.Module):
         hidden_BTC = self.hidden(context)
         loss_sum, count = self._told(hidden_BTC, batch.labels_BT, batch.loss_mask_BT)
         mtp = tuple(self._mtp_losses(hidden_BTC, context)) if batch.training else ()
-        aux = {"load_balance": torch.stack(list(context.aux.values())).sum()} if context.aux else {}
-        return Losses(loss_sum=loss_sum, token_count=count, aux=aux, mtp=mtp, mtp_weight=self.shape.mtp_loss)
+        return Losses(
+            loss_sum=loss_sum,
+            token_count=count,
+            aux=_summed([balance.losses for balance in context.balances.values()]),
+            balances=context.balances,
+            mtp=mtp,
+            mtp_weight=self.shape.mtp_loss,
+        )
 
     def _mtp_losses(self, hidden_BTC: Tensor, context: Context) -> Iterator[tuple[Tensor, Tensor]]:
         for depth, module in enumerate(self.mtp.values()):
@@ -155,6 +183,15 @@ class LanguageModel(nn.Module):
             tensors |= under(f"mtp.{depth}", f"mtp.{depth}", cast(Mtp, module).canonical())
         return tensors
 
+    def moes(self) -> Iterator[tuple[Layer, Moe]]:
+        """Every layer of experts, MTP depths included."""
+        stacks = (self.stack.blocks, *(cast(Mtp, depth).blocks for depth in self.mtp.values()))
+        for blocks in stacks:
+            for block in blocks.values():
+                found = cast(Block, block).moe()
+                if found is not None:
+                    yield found
+
     def initialize(self, seed: int, into: Mapping[str, Tensor] | None = None) -> None:
         """Set every weight to where a run with this seed starts; or, by parameter name, copies that somebody
         keeps in a wider dtype."""
@@ -164,10 +201,12 @@ class LanguageModel(nn.Module):
 
     def size(self) -> Size:
         """How many weights there are, and how many of them one token meets."""
-        routed = sum(prod(t.shape) for name, t in self.canonical().items() if ".moe.experts." in name)
-        total = sum(parameter.numel() for parameter in self.parameters())
+        counts = {name: prod(tensor.shape) for name, tensor in self.canonical().items()}
+        mtp = sum(count for name, count in counts.items() if name.startswith("mtp."))
+        main = sum(counts.values()) - mtp
+        routed = sum(n for name, n in counts.items() if name.startswith("blocks.") and ".moe.experts." in name)
         idle = 0 if self.shape.moe is None else routed * (1 - self.shape.moe.top_k / self.shape.moe.experts)
-        return Size(total=total, active=round(total - idle))
+        return Size(total=main + mtp, active=round(main - idle), mtp=mtp)
 
     def decaying(self) -> frozenset[str]:
         """Names of the parameters that weight decay applies to: the matrices."""
@@ -178,3 +217,9 @@ class LanguageModel(nn.Module):
         head = 2 * tokens * self.shape.hidden * self.shape.vocab
         depths = sum(cast(Mtp, module).flops(tokens) + head for module in self.mtp.values())
         return self.stack.flops(tokens) + head + depths
+
+
+def _summed(losses: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Losses of several layers, added up by name."""
+    names = {name: None for each in losses for name in each}
+    return {name: torch.stack([each[name] for each in losses if name in each]).sum() for name in names}

@@ -13,9 +13,10 @@ from typing import Literal
 
 from torch import Tensor
 
-Fill = Literal["normal", "residual", "ones", "zeros"]
+Fill = Literal["normal", "residual", "ones", "zeros", "taps", "decay_log", "time_step"]
 """How a tensor starts: drawn from a normal distribution, drawn narrower because it writes into the residual
-stream, all ones, all zeros."""
+stream, all ones, all zeros; as the taps of a convolution, the log of a decay rate, or the bias of a time step
+before softplus (see `init`)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,12 +7,18 @@ device, nor how weights are fused or sharded in memory, changes where a model st
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from braid.nn.canonical import Canonical
+
+DECAY_RATES = (1.0, 16.0)
+"""Range of the rates at which states decay per unit of time; drawn uniformly."""
+TIME_STEPS = (1e-3, 0.1)
+"""Range of the time that passes with one token, where its projection is zero; log-uniform."""
 
 
 def initialize(
@@ -32,12 +38,22 @@ def initialize(
 
 def initial(name: str, tensor: Canonical, *, seed: int, std: float) -> Tensor:
     """Where one canonical tensor starts, in float32."""
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+    value = torch.empty(tensor.shape)
     match tensor.fill:
         case "ones":
-            return torch.ones(tensor.shape)
+            return value.fill_(1.0)
         case "zeros":
-            return torch.zeros(tensor.shape)
-        case _:
-            digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-            return torch.empty(tensor.shape).normal_(0.0, std, generator=generator)
+            return value.zero_()
+        case "taps":
+            bound = tensor.shape[-1] ** -0.5
+            return value.uniform_(-bound, bound, generator=generator)
+        case "decay_log":
+            return value.uniform_(*DECAY_RATES, generator=generator).log_()
+        case "time_step":
+            shortest, longest = TIME_STEPS
+            step = value.uniform_(math.log(shortest), math.log(longest), generator=generator).exp_()
+            return step + torch.log(-torch.expm1(-step))
+        case "normal" | "residual":
+            return value.normal_(0.0, std, generator=generator)

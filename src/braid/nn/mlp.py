@@ -35,7 +35,8 @@ class Mlp(nn.Module):
         self.down = Linear(shape.ffn, hidden, bias=shape.bias, fill="residual", device=device, dtype=dtype)
 
     def forward(self, x__C: Tensor) -> Tensor:
-        return self.down(activate(self.shape.activation, *self.into.apart(x__C)))
+        shape = self.shape
+        return self.down(activate(shape.activation, *self.into.apart(x__C), glu=shape.glu))
 
     def canonical(self) -> dict[str, Canonical]:
         tensors: dict[str, Canonical] = {}

@@ -1,33 +1,66 @@
-"""Rotary positions: channels i and i + D/2 of a head turn together, by an angle that grows with the position.
+"""Rotary positions: channels i and i + R/2 of a head turn together, by an angle that grows with the position.
 
-Tables are made once per micro-batch from the positions in the data, which start again in every document.
+Tables are made once per micro-batch from the positions in the data, which start again in every document. Where
+they are narrower than a head, its first R channels turn and the others pass.
 
-Shapes: B rows, T tokens, Q heads of any kind, D head channels.
+Shapes: B rows, T tokens, Q heads of any kind, D head channels, R rotated channels, P = R / 2 pairs of them.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from braid.architecture import Yarn
+
 
 class Rotary(NamedTuple):
     """Cosine and sine of every token's angles, float32 or better."""
 
-    cos_BT1D: Tensor
-    sin_BT1D: Tensor
+    cos_BT1R: Tensor
+    sin_BT1R: Tensor
     """Negative in the first half of the channels."""
 
 
-def rotary_tables(positions_BT: Tensor, head_dim: int, base: float, dtype: torch.dtype) -> Rotary:
+def rotary_tables(
+    positions_BT: Tensor, rope_dim: int, base: float, dtype: torch.dtype, scaling: Yarn | None = None
+) -> Rotary:
     """The tables for activations of `dtype`. Angles are float64, so that far positions stay exact."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions_BT.device) / head_dim
-    angles = positions_BT.to(torch.float64)[:, :, None, None] * base**-exponents
-    cos, sin = angles.cos(), angles.sin()
+    frequencies_P = _frequencies(rope_dim, base, scaling, positions_BT.device)
+    angles_BT1P = positions_BT.to(torch.float64)[:, :, None, None] * frequencies_P
+    cos, sin = angles_BT1P.cos(), angles_BT1P.sin()
+    scale = 1.0 if scaling is None else scaling.rotary_scale
     wide = torch.promote_types(dtype, torch.float32)
-    return Rotary(torch.cat([cos, cos], -1).to(wide), torch.cat([-sin, sin], -1).to(wide))
+    return Rotary(
+        (torch.cat([cos, cos], -1) * scale).to(wide),
+        (torch.cat([-sin, sin], -1) * scale).to(wide),
+    )
+
+
+def _frequencies(rope_dim: int, base: float, scaling: Yarn | None, device: torch.device) -> Tensor:
+    """The angle by which each pair of channels turns from one token to the next."""
+    pairs_P = torch.arange(rope_dim // 2, dtype=torch.float64, device=device)
+    plain_P = base ** (-2 * pairs_P / rope_dim)
+    if scaling is None:
+        return plain_P
+    if scaling.ramp == "rotations":
+        rotations_P = scaling.original_tokens * plain_P / (2 * math.pi)
+        kept_P = (rotations_P - scaling.beta_slow) / (scaling.beta_fast - scaling.beta_slow)
+    else:
+        fast = max(math.floor(_pair_that_turns(scaling.beta_fast, rope_dim, base, scaling)), 0)
+        slow = min(math.ceil(_pair_that_turns(scaling.beta_slow, rope_dim, base, scaling)), rope_dim - 1)
+        kept_P = 1 - (pairs_P - fast) / (slow - fast or 0.001)
+    kept_P = kept_P.clamp(0, 1)
+    return plain_P * (kept_P + (1 - kept_P) / scaling.factor)
+
+
+def _pair_that_turns(rotations: float, rope_dim: int, base: float, scaling: Yarn) -> float:
+    """The number of the pair, with fractions, that turns so many times over the original tokens."""
+    frequency = 2 * math.pi * rotations / scaling.original_tokens
+    return -math.log(frequency, base) * rope_dim / 2
 
 
 def rotate(x_BTQD: Tensor, rotary: Rotary) -> Tensor:
@@ -39,17 +72,21 @@ class _Rotate(torch.autograd.Function):
     """A rotation's gradient is the rotation back: nothing of x needs to be kept."""
 
     @staticmethod
-    def forward(ctx: Any, x_BTQD: Tensor, cos_BT1D: Tensor, sin_BT1D: Tensor) -> Tensor:
-        ctx.save_for_backward(cos_BT1D, sin_BT1D)
-        return _turn(x_BTQD, cos_BT1D, sin_BT1D, 1)
+    def forward(ctx: Any, x_BTQD: Tensor, cos_BT1R: Tensor, sin_BT1R: Tensor) -> Tensor:
+        ctx.save_for_backward(cos_BT1R, sin_BT1R)
+        return _turn(x_BTQD, cos_BT1R, sin_BT1R, 1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        cos_BT1D, sin_BT1D = ctx.saved_tensors
-        return _turn(grads[0], cos_BT1D, sin_BT1D, -1), None, None
+        cos_BT1R, sin_BT1R = ctx.saved_tensors
+        return _turn(grads[0], cos_BT1R, sin_BT1R, -1), None, None
 
 
-def _turn(x_BTQD: Tensor, cos_BT1D: Tensor, sin_BT1D: Tensor, direction: int) -> Tensor:
-    wide_BTQD = x_BTQD.to(cos_BT1D.dtype)
-    partner_BTQD = wide_BTQD.roll(x_BTQD.shape[-1] // 2, -1)
-    return (wide_BTQD * cos_BT1D).addcmul_(partner_BTQD, sin_BT1D, value=direction).to(x_BTQD.dtype)
+def _turn(x_BTQD: Tensor, cos_BT1R: Tensor, sin_BT1R: Tensor, direction: int) -> Tensor:
+    rope_dim = cos_BT1R.shape[-1]
+    wide_BTQR = x_BTQD[..., :rope_dim].to(cos_BT1R.dtype)
+    partner_BTQR = wide_BTQR.roll(rope_dim // 2, -1)
+    turned_BTQR = (wide_BTQR * cos_BT1R).addcmul_(partner_BTQR, sin_BT1R, value=direction).to(x_BTQD.dtype)
+    if rope_dim == x_BTQD.shape[-1]:
+        return turned_BTQR
+    return torch.cat([turned_BTQR, x_BTQD[..., rope_dim:]], -1)

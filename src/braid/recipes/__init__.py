@@ -71,11 +71,13 @@ def _from_file(name: str) -> Recipe:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"recipe file {path} cannot be loaded: {_told(error)}") from error
     recipes = _recipes_in(module)
     if function in recipes:
         return recipes[function]
+    if inspect.isfunction(getattr(module, function, None)):
+        raise ConfigError(f"{path} has {function}, but not as a recipe: write `def {function}() -> Run:`")
     here = ", ".join(recipes) or "none (a recipe is a function annotated `-> Run`)"
     raise ConfigError(
         f"{path} has no recipe {function!r}{nearest(function, recipes)}\nrecipes there: {here}"
@@ -87,14 +89,14 @@ def _from_file(name: str) -> Recipe:
 def _call(recipe: Recipe, name: str) -> Run:
     try:
         run = recipe()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"recipe {name} failed: {_told(error)}") from error
     if not isinstance(run, Run):
         raise ConfigError(f"recipe {name} returned {type(run).__name__}: it must return a Run")
     return run
 
 
-def _told(error: Exception) -> str:
+def _told(error: BaseException) -> str:
     """What went wrong in somebody's recipe, and where; for a misspelt field, the nearest name."""
     if isinstance(error, SyntaxError):
         return f"line {error.lineno}: {error.msg}"

@@ -1,23 +1,25 @@
-"""Models that train on a laptop in minutes."""
+"""A model that trains on a laptop in minutes."""
 
 from __future__ import annotations
 
-from braid.architecture import Attention, Mlp, Model, Moe
+from braid.architecture import Attention, DeltaNet, Mamba2, Mlp, Model, Moe
 from braid.config import Data, Optim, Run, Train
 
 
 def tiny() -> Run:
-    """A small hybrid on Python's own source: two minutes on 2 CPU cores."""
+    """A small hybrid of every kind of layer, on Python's own source: two minutes on 2 CPU cores."""
     return Run(
         model=Model(
-            pattern="[*-][*E][*-][*E]",
+            pattern="[M-][*E][G-][ME]/*-",
             hidden=128,
             vocab=257,
             attention=Attention(heads=4, kv_heads=2, head_dim=32, qk_norm=True),
-            mlp=Mlp(ffn=384),
-            moe=Moe(experts=8, top_k=2, ffn=128, shared_ffn=128),
+            mamba2=Mamba2(heads=8, head_dim=32, state=32),
+            delta_net=DeltaNet(key_heads=2, value_heads=4, key_dim=32, value_dim=32),
+            mlp=Mlp(ffn=320),
+            moe=Moe(experts=8, top_k=2, ffn=128, shared_ffn=128, score="sigmoid", selection_bias=True),
         ),
         data=Data(sequence_tokens=256),
         optim=Optim(lr=3e-3, warmup_steps=20),
-        train=Train(steps=400, batch_samples=16, eval_every=100, save_every=100),
+        train=Train(steps=300, batch_samples=16, eval_every=100, save_every=100),
     )

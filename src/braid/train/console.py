@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TextIO
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,18 +35,26 @@ class Line:
         ]
         if self.mfu is not None:
             words.append(f"{self.mfu:.1%} mfu")
-        words += [f"{self.memory_bytes / 2**30:.1f} GiB", f"eta {duration(self.seconds_left)}"]
+        words += [f"peak {self.memory_bytes / 2**30:.1f} GiB", f"eta {duration(self.seconds_left)}"]
         return "  ".join(words)
 
 
 def say(text: str) -> None:
     """One line to whoever watches, at once."""
-    print(text, flush=True)
+    _write(text, sys.stdout)
 
 
 def warn(text: str) -> None:
     """Something a person should know although the run goes on."""
-    print(f"braid: {text}", file=sys.stderr, flush=True)
+    _write(f"braid: {text}", sys.stderr)
+
+
+def _write(text: str, stream: TextIO) -> None:
+    """A run goes on when nobody watches it any more."""
+    try:
+        print(text, file=stream, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def table(rows: Sequence[tuple[str, str]]) -> str:

@@ -66,4 +66,5 @@ def choose_device(wanted: Literal["auto", "cpu", "cuda"]) -> Device:
 def set_arithmetic(*, deterministic: bool) -> None:
     """Settings of torch as a whole: full float32 products, and where asked only kernels that repeat exactly."""
     torch.set_float32_matmul_precision("highest")
+    torch.set_flush_denormal(True)  # mixers that forget fast make numbers on which a CPU is many times slower
     torch.use_deterministic_algorithms(deterministic)

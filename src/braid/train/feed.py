@@ -12,9 +12,15 @@ from braid import data
 from braid.config import Run
 from braid.errors import DataError
 from braid.model.context import MicroBatch
+from braid.train.console import warn
+
+VERIFIED_BYTES = 1 << 30
+"""Sources up to this size are verified whenever a run starts: about a second."""
 
 VALIDATION_SHARE = 0.05
 """Share of the default corpus that is held out."""
+
+PROMPT_TOKENS = 8
 
 Progress = Callable[[int, int], None]
 
@@ -31,6 +37,8 @@ class Feed:
     """What it is, in a few words."""
     tokens: int
     """Tokens to train on."""
+    prompt: str
+    """What a sample of the model's writing starts with."""
     unigram_entropy: float
     """Loss of the best guess that only knows how often each token occurs, in nats per token."""
 
@@ -49,11 +57,15 @@ def open_feed(run: Run, folder: Path, progress: Progress | None = None) -> Feed:
     validation = _validation(run, splits)
     for source in (*sources, *validation):
         _check_tokenizer(source, tokenizer)
+        _verify_if_small(source)
     weights = run.data.weights or tuple(float(source.tokens) for source in sources)
+    loader = _loader(run, sources, weights)
+    _warn_of_cut_documents(loader)
     return Feed(
-        train=_loader(run, sources, weights),
-        validation=_loader(run, validation, [float(s.tokens) for s in validation]) if validation else None,
+        train=loader,
+        validation=_validation_loader(run, validation),
         tokenizer=tokenizer,
+        prompt=_prompt(loader, tokenizer) if run.data.sources else "def ",
         name=", ".join(run.data.sources) or "the source of Python's standard library",
         tokens=sum(source.tokens for source in sources),
         unigram_entropy=data.unigram_entropy(validation[0] if validation else sources[0]),
@@ -89,6 +101,40 @@ def _check_tokenizer(source: data.Source, tokenizer: data.Tokenizer) -> None:
             f"{source.path} was built with another tokenizer than data.tokenizer names: "
             "set data.tokenizer to that one, or build the source again"
         )
+
+
+def _verify_if_small(source: data.Source) -> None:
+    """Read every byte of what is read in seconds; more is left to `braid data verify`."""
+    if sum(shard.ids.nbytes for shard in source.shards) <= VERIFIED_BYTES:
+        data.verify(source)
+
+
+def _validation_loader(run: Run, sources: tuple[data.Source, ...]) -> data.Loader | None:
+    if not sources:
+        return None
+    try:
+        return _loader(run, sources, [float(source.tokens) for source in sources])
+    except DataError as error:
+        if run.data.validation:
+            raise
+        warn(f"no validation loss: {error} (data.sequence_tokens), or hold more documents out")
+        return None
+
+
+def _prompt(loader: data.Loader, tokenizer: data.Tokenizer) -> str:
+    """How a document of the data begins."""
+    batch = loader.batch([0])
+    first = int((batch.positions_BT[0] == 0).nonzero()[-1])
+    return tokenizer.decode(batch.tokens_BT[0, first : first + PROMPT_TOKENS].tolist()) or " "
+
+
+def _warn_of_cut_documents(loader: data.Loader) -> None:
+    for samples in loader.samples:
+        if isinstance(samples, data.Packed) and samples.cut_documents:
+            warn(
+                f"{samples.cut_documents:,} documents of {samples.source.path} exceed data.sequence_tokens "
+                f"({loader.length}): {samples.cut_tokens:,} tokens at their ends are left out"
+            )
 
 
 def _loader(run: Run, sources: tuple[data.Source, ...], weights: Sequence[float]) -> data.Loader:

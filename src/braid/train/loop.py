@@ -9,7 +9,7 @@ from pathlib import Path
 
 from braid import checkpoint, kernels
 from braid.config import Run, difference
-from braid.errors import CheckpointError, DataError, NumericsError, PreemptedError
+from braid.errors import CheckpointError, ConfigError, DataError, NumericsError, PreemptedError
 from braid.model.language import LanguageModel
 from braid.optim.adamw import AdamW
 from braid.optim.schedule import Schedule
@@ -19,28 +19,13 @@ from braid.train.console import Line, say, warn
 from braid.train.device import DTYPES, Device, set_arithmetic
 from braid.train.feed import Feed
 from braid.train.metrics import Listener, Metrics, Value
+from braid.train.places import Places
 from braid.train.signals import StopRequest
 from braid.train.state import State
 from braid.train.step import StepResult, evaluate, train_step
 
-
-@dataclass(frozen=True, kw_only=True)
-class Places:
-    """Where everything of a run goes."""
-
-    out: Path
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.out / "checkpoints"
-
-    @property
-    def metrics(self) -> Path:
-        return self.out / "metrics.jsonl"
-
-    @property
-    def data(self) -> Path:
-        return self.out / "data"
+MOST_LINES = 6
+"""How much is told of a checkpoint that does not fit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,12 +70,25 @@ def begin_or_continue(state: State, run: Run, feed: Feed, places: Places) -> Pat
         warn(f"the run differs from the one that saved {newest.path}:")
         for name, (before, now) in changed.items():
             warn(f"  {name}: {before} -> {now}")
+    if saved.step > run.train.steps:
+        raise ConfigError(
+            f"{places.out} is at step {saved.step}, train.steps is {run.train.steps}: "
+            f"set train.steps to {saved.step} or more, or another --out"
+        )
     if saved.data_fingerprint != feed.train.fingerprint:
         raise DataError(
             f"{newest.path} was trained on other data or in another order: the samples it consumed cannot be "
             "told from new ones. Restore the data and its fields, or set another --out"
         )
-    states.load(newest.path, state)
+    try:
+        states.load(newest.path, state)
+    except CheckpointError as error:
+        if not any(name.startswith("model.") for name in changed):
+            raise
+        told = "\n".join(str(error).splitlines()[:MOST_LINES])
+        raise CheckpointError(
+            f"the model differs from the one in {places.out}: set another --out\n{told}\n..."
+        ) from error
     return newest.path
 
 
@@ -126,6 +124,7 @@ class _Loop:
         self.step_flops = 3 * samples * state.model.flops(plan.run.data.sequence_tokens)
         self.step_seconds: list[float] = []
         self.val_loss: float | None = None
+        self.told_masked = False
 
     def run_to_end(self) -> Outcome:
         steps, saved = self.run.train.steps, None
@@ -162,6 +161,9 @@ class _Loop:
         self.step_seconds = [*self.step_seconds[-99:], seconds]
         if result.not_finite:
             self._tell_skipped(result)
+        if result.tokens == 0 and not self.told_masked:
+            self.told_masked = True
+            warn(f"step {self.state.step}: no token counts in the loss; every label of it is masked")
         evaluated = self._evaluate_if_due()
         self.metrics.log(self.state.step, self._metrics(result, rate, seconds, evaluated))
         if self._due(self.run.train.log_every) or self.state.step in (1, self.run.train.steps):
@@ -181,7 +183,7 @@ class _Loop:
             "grad_norm": result.grad_norm,
             "lr": rate,
             "tokens_per_s": tokens / seconds,
-            "tokens": tokens * self.state.step,
+            "tokens": self.state.tokens,
             "mfu": self.device.mfu(self.step_flops, seconds, self.run.train.dtype),
             "memory_bytes": self.device.memory_bytes(),
             "skipped": int(bool(result.not_finite)),
@@ -220,12 +222,15 @@ class _Loop:
         root = self.places.checkpoints
         try:
             path = states.save(root, self.state, self.run, self.feed.train, self.feed.tokenizer)
-            checkpoint.prune(root, keep=self.run.train.keep)
         except CheckpointError as error:
             if must:
                 raise
             warn(f"{error}\ntraining goes on with the checkpoint before this one")
             return None
+        try:
+            checkpoint.prune(root, keep=self.run.train.keep)
+        except CheckpointError as error:
+            warn(f"the checkpoint is saved, but an old one stays: {error}")
         return path
 
     def _tell_skipped(self, result: StepResult) -> None:

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from braid.errors import ConfigError
+from braid.train.console import warn
 
 Value = float | int | None
 
@@ -34,16 +35,25 @@ class Metrics:
         """Continue the file after the given step."""
         file.parent.mkdir(parents=True, exist_ok=True)
         _drop_lines_after(file, after_step)
-        self._lines = file.open("a", encoding="utf-8")
+        self._lines = file.open("ab", buffering=0)
+        self._lost = 0
         self._listeners = tuple(listeners)
 
     def log(self, step: int, metrics: Mapping[str, Value]) -> None:
         """One line. JSON knows no inf and no nan: they become null."""
         told = {"step": step, **{name: _finite(value) for name, value in metrics.items()}}
-        self._lines.write(json.dumps(told) + "\n")
-        self._lines.flush()
+        self._write(json.dumps(told) + "\n")
         for listener in self._listeners:
             listener.log(step, metrics)
+
+    def _write(self, line: str) -> None:
+        """A full disk costs lines, not the run. What the file could not take is not tried again."""
+        try:
+            self._lines.write(line.encode())
+        except OSError as error:
+            if not self._lost:
+                warn(f"{self._lines.name} cannot be written: {error.strerror}; the run goes on without it")
+            self._lost += 1
 
     def __enter__(self) -> Metrics:
         return self
@@ -63,7 +73,8 @@ def _finite(value: Value) -> Value:
 def _drop_lines_after(file: Path, step: int) -> None:
     if not file.exists():
         return
-    kept = [line for line in file.read_text(encoding="utf-8").splitlines() if _step_of(line) <= step]
+    text = file.read_text(encoding="utf-8", errors="replace")
+    kept = [line for line in text.splitlines() if _step_of(line) <= step]
     fresh = file.with_suffix(".jsonl.new")
     fresh.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
     os.replace(fresh, file)

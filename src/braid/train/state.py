@@ -37,12 +37,16 @@ class State:
     model: LanguageModel
     optimizer: AdamW
     step: int = 0
-    """Steps done, skipped ones included: samples consumed are this times the samples of a step."""
+    """Steps done, skipped ones included."""
+    samples: int = 0
+    """Samples consumed: where the data goes on."""
+    tokens: int = 0
+    """Tokens read, over all steps."""
     skipped_in_a_row: int = 0
     """How many of the last steps were skipped because something was not finite."""
 
     def weights(self) -> dict[str, Tensor]:
-        """By parameter name: the main copy of what the optimizer updates, the model's own of everything else."""
+        """By parameter name: the main copy of what the optimizer updates, the model's own of all else."""
         return {**dict(self.model.named_parameters()), **self.optimizer.main}
 
 
@@ -52,6 +56,8 @@ class Saved:
 
     run: Run
     step: int
+    samples: int
+    tokens: int
     updates: int
     skipped_in_a_row: int
     data_fingerprint: str
@@ -72,7 +78,8 @@ def save(root: Path, state: State, run: Run, loader: Loader, tokenizer: Tokenize
     extra = {
         "braid": braid.__version__,
         "run": to_json(run),
-        "samples": state.step * run.train.batch_samples,
+        "samples": state.samples,
+        "tokens": state.tokens,
         "updates": state.optimizer.updates,
         "skipped_in_a_row": state.skipped_in_a_row,
         "data": {"fingerprint": loader.fingerprint, **loader.identity},
@@ -90,6 +97,8 @@ def describe(path: Path) -> Saved:
         return Saved(
             run=from_json(extra["run"]),
             step=manifest.step,
+            samples=int(extra["samples"]),
+            tokens=int(extra["tokens"]),
             updates=int(extra["updates"]),
             skipped_in_a_row=int(extra["skipped_in_a_row"]),
             data_fingerprint=str(extra["data"]["fingerprint"]),
@@ -109,6 +118,7 @@ def load(path: Path, state: State) -> None:
     state.optimizer.publish()
     state.optimizer.updates = saved.updates
     state.step, state.skipped_in_a_row = saved.step, saved.skipped_in_a_row
+    state.samples, state.tokens = saved.samples, saved.tokens
     torch.set_rng_state(found[RNG])
 
 
@@ -131,11 +141,7 @@ def load_weights(path: Path, model: LanguageModel) -> None:
 
 def open_model(path: Path, device: Device) -> tuple[LanguageModel, Tokenizer]:
     """The model of a checkpoint, or of the newest one of a run's folder, and its tokenizer."""
-    if not (path / "manifest.json").exists() and (path / "checkpoints").is_dir():
-        newest = checkpoint.latest(path / "checkpoints").path
-        if newest is None:
-            raise CheckpointError(f"{path / 'checkpoints'} holds no whole checkpoint")
-        path = newest
+    path = _newest_in(path)
     saved = describe(path)
     dtype = DTYPES[saved.run.train.dtype]
     layout = plan(saved.run, world=1).layout
@@ -143,6 +149,20 @@ def open_model(path: Path, device: Device) -> tuple[LanguageModel, Tokenizer]:
     model = LanguageModel(saved.run.model, layout, chosen, device=device.torch, dtype=dtype)
     load_weights(path, model)
     return model, tokenizer_from(saved.tokenizer)
+
+
+def _newest_in(path: Path) -> Path:
+    """A checkpoint as it is; for a run's folder, or the folder of its checkpoints, the newest whole one."""
+    if not path.is_dir():
+        raise CheckpointError(f"{path} does not exist: give a checkpoint's folder, or a run's")
+    roots = [root for root in (path / "checkpoints", path) if any(root.glob("step-*"))]
+    if not roots:
+        return path
+    newest = checkpoint.latest(roots[0])
+    if newest.path is None:
+        reasons = "".join(f"\n  {damaged.reason}" for damaged in newest.damaged)
+        raise CheckpointError(f"{roots[0]} holds no whole checkpoint{reasons}")
+    return newest.path
 
 
 def _places(state: State) -> Iterator[tuple[str, Canonical, Tensor]]:

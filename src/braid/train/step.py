@@ -19,6 +19,7 @@ from braid.model.language import LanguageModel
 from braid.model.mtp import targets
 from braid.optim import gradients
 from braid.train.feed import micro_batch
+from braid.train.loads import Loads, update_selection_biases
 from braid.train.state import State
 
 
@@ -28,6 +29,8 @@ class StepResult:
 
     metrics: dict[str, float]
     """`loss`, the mean cross-entropy of the tokens that count, in nats (0 where none does), and others."""
+    tokens: int
+    """Tokens that counted."""
     grad_norm: float
     """Before clipping."""
     not_finite: tuple[str, ...] = ()
@@ -40,8 +43,12 @@ class StepResult:
 
 def train_step(state: State, run: Run, loader: Loader, rate: float) -> StepResult:
     """Do step `state.step + 1`. Where loss or gradients are not finite, the weights stay as they were."""
+    batches = micro_batches(run, loader, state.step + 1, state.samples)
+    tokens = sum(int(batch.loss_mask_BT.sum()) for batch in batches)
+    metrics, loads = _backward(state, batches, tokens)
     state.step += 1
-    metrics = _backward(state, micro_batches(run, loader, state.step))
+    state.samples += run.train.batch_samples
+    state.tokens += run.train.batch_samples * run.data.sequence_tokens
     found = state.optimizer.gradients()
     norm = float(gradients.total_norm(found))
     spoiled = _not_finite(metrics["loss"], norm, found)
@@ -51,29 +58,33 @@ def train_step(state: State, run: Run, loader: Loader, rate: float) -> StepResul
     else:
         gradients.clip_(found, norm, run.optim.clip)
         state.optimizer.update(rate)
+        update_selection_biases(state.model, loads)
         state.skipped_in_a_row = 0
-    return StepResult(metrics=metrics, grad_norm=norm, not_finite=tuple(spoiled))
+    metrics |= loads.metrics()
+    return StepResult(metrics=metrics, tokens=tokens, grad_norm=norm, not_finite=tuple(spoiled))
 
 
-def _backward(state: State, batches: Sequence[MicroBatch]) -> dict[str, float]:
-    """Leave the gradient of the whole step in the optimizer, and tell the figures of the step."""
-    step_tokens = sum(int(batch.loss_mask_BT.sum()) for batch in batches)
+def _backward(state: State, batches: Sequence[MicroBatch], step_tokens: int) -> tuple[dict[str, float], Loads]:
+    """Leave the gradient of the whole step in the optimizer; tell its figures, and the load of its experts."""
     depths = range(len(state.model.layout.mtp))
     mtp_tokens = [sum(int(targets(batch, d).loss_mask_BT.sum()) for batch in batches) for d in depths]
     metrics: dict[str, torch.Tensor] = {}
+    loads = Loads()
     for batch in batches:
-        losses = state.model(batch)
+        context = state.model.prepare(batch)
+        context.earlier_E = loads.favourites_E
+        losses = state.model.losses(context)
         losses.share(step_tokens, mtp_tokens).backward()
         state.optimizer.gather()
+        loads = loads.plus(losses.balances)
         for name, part in losses.metrics(step_tokens, mtp_tokens).items():
             metrics[name] = metrics[name] + part if name in metrics else part
-    return {name: float(value) for name, value in metrics.items()}
+    return {name: float(value) for name, value in metrics.items()}, loads
 
 
-def micro_batches(run: Run, loader: Loader, step: int) -> list[MicroBatch]:
-    """The micro-batches of a step: fixed global samples, whatever the ranks."""
+def micro_batches(run: Run, loader: Loader, step: int, first: int) -> list[MicroBatch]:
+    """The micro-batches of a step, from sample `first` on: fixed global samples, whatever the ranks."""
     samples = run.train.batch_samples // run.train.micro_batches
-    first = (step - 1) * run.train.batch_samples
     return [
         micro_batch(loader, range(start, start + samples), step=step, seed=run.train.seed, training=True)
         for start in range(first, first + run.train.batch_samples, samples)

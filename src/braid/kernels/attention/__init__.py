@@ -8,16 +8,19 @@ import torch
 from torch import Tensor
 
 from braid.kernels.attention import reference, sdpa
-from braid.kernels.attention.spans import Spans, spans_of
+from braid.kernels.attention.cached import attend_cached
+from braid.kernels.attention.spans import Spans, pairs_seen, spans_of
 from braid.kernels.choice import Choice
 
-__all__ = ["REFERENCE", "Attend", "Spans", "choose", "spans_of"]
+__all__ = ["REFERENCE", "Attend", "Spans", "attend_cached", "choose", "pairs_seen", "spans_of"]
 
 
 class Attend(Protocol):
     """What every implementation computes; see `reference.attend`."""
 
-    def __call__(self, q_BTQD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, spans: Spans) -> Tensor: ...
+    def __call__(
+        self, q_BTQD: Tensor, k_BTKD: Tensor, v_BTKV: Tensor, spans: Spans, scale: float | None = None
+    ) -> Tensor: ...
 
 
 def _choice(name: str, function: Attend, reason: str) -> Choice[Attend]:

@@ -61,10 +61,22 @@ def spans_of(documents_BT: Tensor, window: int | None, device: torch.device) -> 
 
 def visible(runs_T: Tensor, window: int | None) -> Tensor:
     """Who sees whom, by the rule: same document, not later, within the window. Leading dims are kept."""
-    places_T = torch.arange(runs_T.shape[-1], device=runs_T.device)
-    distance_TT = places_T[:, None] - places_T[None, :]
-    near_TT = (distance_TT >= 0) if window is None else (distance_TT >= 0) & (distance_TT < window)
+    tokens = runs_T.shape[-1]
+    near_TT = reachable(tokens, tokens, window, runs_T.device)
     return near_TT & (runs_T[..., :, None] == runs_T[..., None, :])
+
+
+def reachable(queries: int, tokens: int, window: int | None, device: torch.device) -> Tensor:
+    """Who sees whom within one document of so many tokens, for the last `queries` of them."""
+    places_T = torch.arange(tokens, device=device)
+    distance_QT = places_T[tokens - queries :, None] - places_T
+    return (distance_QT >= 0) if window is None else (distance_QT >= 0) & (distance_QT < window)
+
+
+def pairs_seen(tokens: int, window: int | None) -> int:
+    """About how many pairs of query and key there are in one document of so many tokens."""
+    window = min(window or tokens, tokens)
+    return tokens * window - window * window // 2
 
 
 def _gather(lengths: list[int]) -> list[list[int]]:

@@ -11,7 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from braid.architecture import Activation
+from braid.architecture import Activation, Glu
+from braid.kernels.activation import SWIGLU
 from braid.kernels.choice import Choice
 from braid.kernels.grouped_mlp import grouped, reference
 
@@ -30,6 +31,10 @@ class GroupedMlp(Protocol):
         w_in_EFGC: Tensor,
         w_down_ECF: Tensor,
         activation: Activation,
+        *,
+        glu: Glu = SWIGLU,
+        b_in_EFG: Tensor | None = None,
+        b_down_EC: Tensor | None = None,
     ) -> Tensor: ...
 
 

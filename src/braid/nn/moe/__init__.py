@@ -1,1 +1,10 @@
-"""Mixture of experts, the layer `E`: router, dispatch, experts."""
+"""Mixture of experts, the layer `E`.
+
+    router    logits ─► scores ─► selection (top-k, groups, bias; sinkhorn) ─► capacity ─► Routing
+    dispatch  Routing ─► Order: tokens to experts and back
+    experts   the routed experts; layer adds the latent projections and the shared expert
+    balance   losses and counts of a Routing, the selection bias that follows counts, statistics of the load
+    replay    routing decisions of one run, for another to repeat
+
+Nothing here remembers a micro-batch. `tokens` is what routing may know of one.
+"""

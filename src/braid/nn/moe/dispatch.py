@@ -3,7 +3,10 @@
 A token takes S slots, one per expert it visits; a row is a slot in the order in which experts compute. Both
 directions are gathers, forward and backward, so results do not depend on the order of atomic additions.
 
-Shapes: N tokens, S slots of a token, M = N · S rows, C channels, E experts.
+There may be gaps: slots that go nowhere (padding, full experts) and rows for nobody (padding to capacity). A
+gap is an index past the end, where a zero stands.
+
+Shapes: N tokens, S slots of a token, M rows (N · S without gaps), C channels, E experts.
 """
 
 from __future__ import annotations
@@ -13,69 +16,108 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from braid.nn.moe.balance import count
+from braid.nn.moe.capacity import places, queues
+
 
 class Order(NamedTuple):
     """Where each slot stands among the rows. Integers only: no gradient flows here."""
 
     slot_M: Tensor
-    """The slot of each row; slot n · S + s is token n's slot s."""
+    """The slot of each row; slot n · S + s is token n's slot s. N · S is nobody's."""
     row_NS: Tensor
-    """The row of each slot."""
+    """The row of each slot; M is nowhere."""
     counts_E: Tensor
     """Rows of each expert."""
+    gaps: bool = False
+    """Whether slots may go nowhere, or rows be nobody's."""
+
+    @property
+    def token_M(self) -> Tensor:
+        """The token of each row; N is nobody."""
+        return self.slot_M // self.row_NS.shape[1]
 
 
-def order_by_expert(experts_NS: Tensor, experts: int) -> Order:
-    """Rows sorted by expert; within an expert, by token."""
-    flat_M = experts_NS.flatten()
-    slot_M = flat_M.argsort(stable=True)
-    row_M = torch.empty_like(slot_M)
-    row_M[slot_M] = torch.arange(len(slot_M), device=slot_M.device)
-    return Order(slot_M, row_M.view(experts_NS.shape), torch.bincount(flat_M, minlength=experts))
+def order_by_expert(
+    experts_NS: Tensor, experts: int, kept_NS: Tensor | None = None, rows: int | None = None
+) -> Order:
+    """Rows sorted by expert; within an expert, by token. Slots that are not kept have no row. `rows` is how
+    many are kept: where the host does not say, it is asked of the device."""
+    slots = experts_NS.numel()
+    if kept_NS is None:
+        kept_NS, rows = torch.ones_like(experts_NS, dtype=torch.bool), slots
+    counts_E = count(experts_NS, kept_NS, experts)
+    rows = int(counts_E.sum()) if rows is None else rows
+    queue_M = torch.where(kept_NS, experts_NS, experts).flatten()
+    slot_M = queue_M.argsort(stable=True)[:rows]
+    row_M = torch.full_like(queue_M, rows)
+    row_M[slot_M] = torch.arange(rows, device=slot_M.device)
+    return Order(slot_M, row_M.view(experts_NS.shape), counts_E, gaps=rows < slots)
+
+
+def order_by_capacity(
+    experts_NS: Tensor, experts: int, kept_NS: Tensor, *, sequences: int, capacity: int
+) -> Order:
+    """As many rows as there are places, whatever the routing: sorted by expert, then by sequence, then by
+    token; places that stay free come last in their sequence. Nothing is asked of the device."""
+    slots, rows = experts_NS.numel(), experts * sequences * capacity
+    queue_NS = queues(experts_NS, kept_NS, rows=sequences, experts=experts)
+    place_NS = places(queue_NS.flatten()).view_as(queue_NS)
+    row_NS = torch.where(kept_NS, queue_NS * capacity + place_NS, rows)
+    # Every slot that goes nowhere writes into one entry past the end.
+    slot_M = torch.full((rows + 1,), slots, dtype=torch.int64, device=experts_NS.device)
+    slot_M[row_NS.flatten()] = torch.arange(slots, device=experts_NS.device)
+    counts_E = torch.full((experts,), sequences * capacity, device=experts_NS.device)
+    return Order(slot_M[:rows], row_NS, counts_E, gaps=True)
 
 
 def dispatch(x_NC: Tensor, probs_NS: Tensor, order: Order) -> tuple[Tensor, Tensor]:
-    """Each row's token, and each row's probability."""
-    x_MC = _Dispatch.apply(x_NC, order.slot_M // order.row_NS.shape[1], order.row_NS)
-    return x_MC, probs_NS.flatten().index_select(0, order.slot_M)
+    """Each row's token, and each row's probability. Nobody's row is zero, with probability zero."""
+    x_MC = _Dispatch.apply(x_NC, order.token_M, order.row_NS, order.gaps)
+    return x_MC, _read(probs_NS.flatten(), order.slot_M, order.gaps)
 
 
 def combine(y_MC: Tensor, order: Order) -> Tensor:
-    """Each token's sum over its rows, in the order of its slots."""
-    return _Combine.apply(y_MC, order.slot_M // order.row_NS.shape[1], order.row_NS)
+    """Each token's sum over its rows, in the order of its slots. Slots that went nowhere add nothing."""
+    return _Combine.apply(y_MC, order.token_M, order.row_NS, order.gaps)
 
 
-def _spread(x_NC: Tensor, token_M: Tensor) -> Tensor:
-    return x_NC.index_select(0, token_M)
+def _read(x: Tensor, index: Tensor, gaps: bool) -> Tensor:
+    """Entries of x; zero where the index is past its end."""
+    if gaps:
+        x = torch.cat([x, x.new_zeros(1, *x.shape[1:])])
+    return x.index_select(0, index)
 
 
-def _collect(y_MC: Tensor, row_NS: Tensor) -> Tensor:
-    return y_MC.index_select(0, row_NS.flatten()).unflatten(0, row_NS.shape).sum(1)
+def _collect(y_MC: Tensor, row_NS: Tensor, gaps: bool) -> Tensor:
+    return _read(y_MC, row_NS.flatten(), gaps).unflatten(0, row_NS.shape).sum(1)
 
 
 class _Dispatch(torch.autograd.Function):
     """Spread forward, collect backward."""
 
     @staticmethod
-    def forward(ctx: Any, x_NC: Tensor, token_M: Tensor, row_NS: Tensor) -> Tensor:
+    def forward(ctx: Any, x_NC: Tensor, token_M: Tensor, row_NS: Tensor, gaps: bool) -> Tensor:
         ctx.save_for_backward(row_NS)
-        return _spread(x_NC, token_M)
+        ctx.gaps = gaps
+        return _read(x_NC, token_M, gaps)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         (row_NS,) = ctx.saved_tensors
-        return _collect(grads[0], row_NS), None, None
+        return _collect(grads[0], row_NS, ctx.gaps), None, None, None
 
 
 class _Combine(torch.autograd.Function):
     """Collect forward, spread backward."""
 
     @staticmethod
-    def forward(ctx: Any, y_MC: Tensor, token_M: Tensor, row_NS: Tensor) -> Tensor:
+    def forward(ctx: Any, y_MC: Tensor, token_M: Tensor, row_NS: Tensor, gaps: bool) -> Tensor:
         ctx.save_for_backward(token_M)
-        return _collect(y_MC, row_NS)
+        ctx.gaps = gaps
+        return _collect(y_MC, row_NS, gaps)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         (token_M,) = ctx.saved_tensors
-        return _spread(grads[0], token_M), None, None
+        return _read(grads[0], token_M, ctx.gaps), None, None, None

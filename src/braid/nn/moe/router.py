@@ -1,11 +1,9 @@
 """The router: which experts each token visits, and with which probability.
 
-Shapes: N tokens, C hidden channels, E experts, S = top_k slots of a token.
+Shapes: B rows, T tokens of a row, N = B · T, C hidden channels, E experts, S = top_k slots of a token.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,21 +11,17 @@ from torch.nn import functional as F
 
 from braid import architecture
 from braid.nn.canonical import Canonical
-
-
-class Routing(NamedTuple):
-    """The router's decision."""
-
-    experts_NS: Tensor
-    """Each token's experts, best first. Of equal scores the lower index comes first."""
-    probs_NS: Tensor
-    """What each expert's output is multiplied with."""
-    shares_NE: Tensor
-    """All scores of a token, divided by their sum: what the load-balancing loss looks at."""
+from braid.nn.moe.capacity import within_capacity
+from braid.nn.moe.jitter import jitter
+from braid.nn.moe.routing import Choice, Routing
+from braid.nn.moe.scores import probabilities, scores, shares
+from braid.nn.moe.selection import best, best_in_groups, round_robin
+from braid.nn.moe.sinkhorn import evened
+from braid.nn.moe.tokens import Tokens
 
 
 class Router(nn.Module):
-    """A linear map to scores, float32 or better, and the choice of the best."""
+    """A linear map to logits, and the choice of experts."""
 
     def __init__(
         self,
@@ -40,48 +34,77 @@ class Router(nn.Module):
         super().__init__()
         self.shape = shape
         self.weight = nn.Parameter(torch.empty(shape.experts, hidden, device=device, dtype=dtype))
+        wide = torch.promote_types(self.weight.dtype, torch.float32)
+        bias_E = torch.empty(shape.experts, device=device, dtype=wide)
+        self.bias = nn.Parameter(bias_E, requires_grad=False) if shape.selection_bias else None
+        """The selection bias. Nobody has a gradient for it: `balance.updated_bias` moves it."""
 
-    def forward(self, x_NC: Tensor) -> Routing:
-        wide = torch.promote_types(x_NC.dtype, torch.float32)
-        return route(F.linear(x_NC.to(wide), self.weight.to(wide)), self.shape)
+    def forward(self, x_NC: Tensor, tokens: Tokens | None = None, replayed: Choice | None = None) -> Routing:
+        """`tokens` is one row without padding, not in training, where it is not given."""
+        tokens = Tokens.one_row(len(x_NC), x_NC.device) if tokens is None else tokens
+        return route(self.logits(x_NC, tokens), self.shape, tokens, self.bias, replayed)
+
+    def logits(self, x_NC: Tensor, tokens: Tokens) -> Tensor:
+        asked = {"input": x_NC.dtype, "float32": torch.float32, "float64": torch.float64}
+        dtype = torch.promote_types(x_NC.dtype, asked[self.shape.router_dtype])
+        x_NC = x_NC.to(dtype)
+        if self.shape.jitter and tokens.training:
+            x_NC = x_NC * jitter(self.shape.jitter, tokens, x_NC.shape[-1], dtype)
+        return F.linear(x_NC, self.weight.to(dtype))
 
     def canonical(self) -> dict[str, Canonical]:
-        return {"weight": Canonical(parameter="weight", shape=tuple(self.weight.shape), fill="normal")}
+        weight = Canonical(parameter="weight", shape=tuple(self.weight.shape), fill="normal")
+        bias = Canonical(parameter="bias", shape=(self.shape.experts,), fill="zeros")
+        return {"weight": weight} if self.bias is None else {"weight": weight, "bias": bias}
 
     def flops(self, tokens: int) -> int:
         return 2 * tokens * self.weight.numel()
 
 
-def route(logits_NE: Tensor, shape: architecture.Moe) -> Routing:
-    """From router logits to a decision."""
-    scores_NE = logits_NE.softmax(-1) if shape.score == "softmax" else logits_NE.sigmoid()
-    shares_NE = scores_NE if shape.score == "softmax" else _normalized(scores_NE)
-    # topk does not say which of two equal scores it takes; a stable sort does.
-    experts_NS = scores_NE.detach().sort(dim=-1, descending=True, stable=True).indices[:, : shape.top_k]
-    probs_NS = scores_NE.gather(-1, experts_NS)
-    if shape.normalize_top_k:
-        probs_NS = _normalized(probs_NS)
-    return Routing(experts_NS, probs_NS * shape.scale, shares_NE)
+def route(
+    logits_NE: Tensor,
+    shape: architecture.Moe,
+    tokens: Tokens | None = None,
+    bias_E: Tensor | None = None,
+    replayed: Choice | None = None,
+) -> Routing:
+    """From router logits to a decision; or to that of another run, with this run's probabilities."""
+    tokens = Tokens.one_row(len(logits_NE), logits_NE.device) if tokens is None else tokens
+    scores_NE = scores(logits_NE, shape)
+    shares_NE = shares(scores_NE, shape)
+    if replayed is not None:
+        probs_NS = probabilities(scores_NE, replayed.experts_NS, shape)
+        return Routing(replayed, probs_NS, shares_NE, logits_NE)
+    experts_NS = _choose(logits_NE, scores_NE, shape, tokens, bias_E)
+    probs_NS = probabilities(scores_NE, experts_NS, shape)
+    favourites_NS = best(scores_NE, shape.top_k) if _wants_favourites(shape) else experts_NS
+    kept_NS = _kept(experts_NS, probs_NS, shape, tokens)
+    return Routing(Choice(experts_NS, favourites_NS, kept_NS), probs_NS, shares_NE, logits_NE)
 
 
-def _normalized(scores: Tensor) -> Tensor:
-    return scores / (scores.sum(-1, keepdim=True) + 1e-20)
+def _choose(
+    logits_NE: Tensor, scores_NE: Tensor, shape: architecture.Moe, tokens: Tokens, bias_E: Tensor | None
+) -> Tensor:
+    if shape.routing == "round_robin":
+        return round_robin(tokens.sample_B, tokens.place_T, top_k=shape.top_k, experts=shape.experts)
+    if shape.routing == "sinkhorn" and tokens.training:
+        wide = torch.promote_types(logits_NE.dtype, torch.float32)
+        logits_BTE = logits_NE.detach().to(wide).unflatten(0, (tokens.rows, -1))
+        return best(evened(logits_BTE, tokens.valid_N().view(tokens.rows, -1)).flatten(0, 1), shape.top_k)
+    if bias_E is not None:
+        scores_NE = scores_NE + bias_E
+    return best(scores_NE, shape.top_k) if shape.groups == 1 else best_in_groups(scores_NE, shape)
 
 
-def load_balance(shares_NE: Tensor, counts_E: Tensor, valid_N: Tensor) -> Tensor:
-    """The load-balancing loss of a micro-batch: 1 when the load is even, at most the number of experts.
-
-    experts · Σ_e (share of the assignments that went to e) · (mean share of e among the router's scores).
-    Gradients flow through the second factor alone. `counts_E` counts the assignments of valid tokens, where
-    `valid_N` is False for padding.
-    """
-    valid_N1 = valid_N.to(shares_NE.dtype).unsqueeze(-1)
-    mean_E = (shares_NE * valid_N1).sum(0) / valid_N1.sum().clamp(min=1)
-    assigned_E = counts_E.to(shares_NE.dtype) / counts_E.sum().clamp(min=1)
-    return len(counts_E) * (assigned_E * mean_E).sum()
+def _wants_favourites(shape: architecture.Moe) -> bool:
+    """Whether the scores' own choice matters and can differ from the router's."""
+    balances = any(getattr(shape, name) for name in architecture.BALANCE_LOSSES)
+    return balances and (shape.groups > 1 or shape.selection_bias or shape.routing != "top_k")
 
 
-def count(experts_NS: Tensor, valid_N: Tensor, experts: int) -> Tensor:
-    """How many assignments of valid tokens each expert received."""
-    slots_NS = torch.where(valid_N.unsqueeze(-1), experts_NS, experts)
-    return torch.bincount(slots_NS.flatten(), minlength=experts + 1)[:experts]
+def _kept(experts_NS: Tensor, probs_NS: Tensor, shape: architecture.Moe, tokens: Tokens) -> Tensor | None:
+    if shape.capacity_factor is not None and tokens.training:
+        return within_capacity(experts_NS, probs_NS, tokens.valid_N(), shape=shape, rows=tokens.rows)
+    if tokens.padding_BT is None:
+        return None
+    return tokens.valid_N()[:, None].expand_as(experts_NS)

@@ -1,0 +1,143 @@
+"""How evenly experts are loaded: losses that even it out, a bias that does so without a loss, and figures.
+
+All losses are means over tokens that are not padding, so that a micro-batch may weigh them by its share of a
+step's tokens. They look at raw scores: neither selection biases, groups nor capacity have a part in them. With
+
+    count_e  how often e is among the best raw scores of a token     share_te  e's part in token t's scores
+
+a load-balancing loss over T tokens is  experts / (top_k · T²) · Σ_e count_e · Σ_t share_te:  1 where the load
+is even, and at most the number of experts. Gradients flow through the shares alone.
+
+- over a micro-batch: its tokens, those of all ranks that share it;
+- over a sequence: each row by itself, then the mean over rows;
+- over a step: shares of this micro-batch, counts of this one and of those before it in the step.
+
+Shapes: B rows, T tokens of a row, N = B · T, E experts, S = top_k slots of a token.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from braid import architecture
+from braid.nn.moe.routing import Routing
+from braid.nn.moe.tokens import Tokens
+
+
+class Balance(NamedTuple):
+    """What a micro-batch did to one layer's experts. All counts leave padding out."""
+
+    losses: dict[str, Tensor]
+    """Weighted losses by name, those that are turned on: load_balance, sequence_balance, global_balance,
+    router_z."""
+    counts_E: Tensor
+    """How many tokens chose each expert: the selection bias follows these, summed over a step."""
+    kept_E: Tensor
+    """How many of them found a place."""
+    favourites_E: Tensor
+    """How often each expert is among the best raw scores; summed over a step's micro-batches so far, they are
+    the next one's `earlier_E`."""
+
+
+def examine(
+    routing: Routing, shape: architecture.Moe, tokens: Tokens, earlier_E: Tensor | None = None
+) -> Balance:
+    """Losses and counts of a routing. `earlier_E` holds favourites of the step's earlier micro-batches; without
+    it this is the first."""
+    valid_N, choice = tokens.valid_N(), routing.choice
+    favourites_E = count(choice.favourites_NS, valid_N, shape.experts)
+    step_E = favourites_E if earlier_E is None else favourites_E + earlier_E
+    losses: dict[str, Tensor] = {}
+    if shape.aux_loss:
+        loss = load_balance(routing.shares_NE, favourites_E, valid_N)
+        losses["load_balance"] = shape.aux_loss * loss
+    if shape.sequence_aux_loss:
+        loss = sequence_balance(routing.shares_NE, choice.favourites_NS, valid_N, tokens.rows)
+        losses["sequence_balance"] = shape.sequence_aux_loss * loss
+    if shape.global_aux_loss:
+        losses["global_balance"] = shape.global_aux_loss * load_balance(routing.shares_NE, step_E, valid_N)
+    if shape.z_loss:
+        losses["router_z"] = shape.z_loss * z_loss(routing.logits_NE, valid_N)
+    counts_E = count(choice.experts_NS, valid_N, shape.experts)
+    kept_E = counts_E if choice.kept_NS is None else count(choice.experts_NS, choice.kept_NS, shape.experts)
+    return Balance(losses, counts_E, kept_E, favourites_E)
+
+
+# ---------------------------------------------------------------------------------------------- losses
+
+
+def load_balance(shares_NE: Tensor, counts_E: Tensor, valid_N: Tensor) -> Tensor:
+    """The load-balancing loss of a micro-batch, from counts of its own or of the step so far."""
+    valid_N1 = valid_N.to(shares_NE.dtype).unsqueeze(-1)
+    mean_E = (shares_NE * valid_N1).sum(0) / valid_N1.sum().clamp(min=1)
+    assigned_E = counts_E.to(shares_NE.dtype) / counts_E.sum().clamp(min=1)
+    return len(counts_E) * (assigned_E * mean_E).sum()
+
+
+def sequence_balance(shares_NE: Tensor, favourites_NS: Tensor, valid_N: Tensor, rows: int) -> Tensor:
+    """The mean over rows of each row's load-balancing loss; a row of padding alone has none."""
+    experts = shares_NE.shape[-1]
+    shares_BTE, valid_BT = shares_NE.unflatten(0, (rows, -1)), valid_N.view(rows, -1)
+    row_N1 = torch.arange(rows, device=valid_N.device).repeat_interleave(valid_BT.shape[1])[:, None]
+    counts_BE = count(row_N1 * experts + favourites_NS, valid_N, rows * experts).view(rows, experts)
+    assigned_BE = counts_BE.to(shares_NE.dtype) / counts_BE.sum(1, keepdim=True).clamp(min=1)
+    tokens_B1 = valid_BT.sum(1, keepdim=True).clamp(min=1)
+    mean_BE = (shares_BTE * valid_BT[..., None]).sum(1) / tokens_B1
+    return experts * (assigned_BE * mean_BE).sum(1).mean()
+
+
+def z_loss(logits_NE: Tensor, valid_N: Tensor) -> Tensor:
+    """The mean of logsumexp²: router logits that grow cost."""
+    wide = torch.promote_types(logits_NE.dtype, torch.float32)
+    squares_N = logits_NE.to(wide).logsumexp(-1).square()
+    return (squares_N * valid_N).sum() / valid_N.sum().clamp(min=1)
+
+
+def count(experts_NS: Tensor, counted: Tensor, experts: int) -> Tensor:
+    """How often each expert was chosen, where `counted` is True: one entry per token, or one per slot."""
+    slots_NS = torch.where(counted.view(len(experts_NS), -1), experts_NS, experts).flatten()
+    counts = torch.zeros(experts + 1, dtype=torch.int64, device=slots_NS.device)
+    # bincount would ask the device for the highest entry.
+    return counts.scatter_add_(0, slots_NS, torch.ones_like(slots_NS))[:experts]
+
+
+# ---------------------------------------------------------------------------------------- after a step
+
+
+def updated_bias(bias_E: Tensor, counts_E: Tensor, rate: float) -> Tensor:
+    """The selection bias after a step whose tokens chose experts `counts_E` times, all micro-batches and ranks
+    together: a step up where an expert was chosen less than the mean, a step down where more."""
+    counts_E = counts_E.to(bias_E.dtype)
+    return bias_E + rate * torch.sign(counts_E.mean() - counts_E)
+
+
+class Load(NamedTuple):
+    """How a step loaded one layer's experts, as figures for a person."""
+
+    max_over_mean: float
+    """1 is even; the number of experts is one for all."""
+    min_over_mean: float
+    """1 is even; 0 is an expert that nobody visits."""
+    entropy: float
+    """Of the spread of tokens over experts, as a part of the highest possible: 1 is even, 0 is one for all."""
+    dropped: float
+    """Share of the assignments that found no place."""
+
+
+def load(counts_E: Tensor, kept_E: Tensor) -> Load:
+    """The figures of `Balance.counts_E` and `Balance.kept_E`, or of sums of them."""
+    counts_E, experts = counts_E.double().cpu(), len(counts_E)
+    total = float(counts_E.sum())
+    if not total:
+        return Load(max_over_mean=1.0, min_over_mean=1.0, entropy=1.0, dropped=0.0)
+    shares_E = counts_E / total
+    return Load(
+        max_over_mean=float(shares_E.max()) * experts,
+        min_over_mean=float(shares_E.min()) * experts,
+        entropy=float(torch.special.entr(shares_E).sum()) / math.log(experts) if experts > 1 else 1.0,
+        dropped=1 - float(kept_E.sum()) / total,
+    )

@@ -1,0 +1,44 @@
+"""Random numbers as a pure function of (seed, step, layer, sample, position, channel).
+
+A counter-based hash on 32-bit values held in int64: the same bits on every device, and a sample's numbers do
+not depend on the batch or the rank in which the sample stands.
+
+Shapes: B rows, T tokens, C channels.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_LOW_32 = 0xFFFFFFFF
+_GOLDEN = 0x9E3779B9
+
+
+def random_words(
+    *, seed: int, step: int, layer: int, sample_B: Tensor, position_T: Tensor, channels: int
+) -> Tensor:
+    """Integers from 0 to 2³² - 1, each as likely as the others. `position_T` is a token's place in its sample,
+    packed documents and all."""
+    run = _fold(_fold(_fold(_word(seed, sample_B), seed >> 32), step), layer)
+    row_BT = _fold(_fold(_fold(run, sample_B), sample_B >> 32)[:, None], position_T[None, :])
+    other_BT = _mix(row_BT ^ _GOLDEN)
+    channel_C = torch.arange(channels, device=sample_B.device)
+    return _mix(_mix(row_BT[..., None] + channel_C) ^ other_BT[..., None])
+
+
+def _word(value: int, like: Tensor) -> Tensor:
+    return torch.full((1,), value & _LOW_32, dtype=torch.int64, device=like.device)
+
+
+def _fold(hashed: Tensor, value: Tensor | int) -> Tensor:
+    """Take one more number into the hash."""
+    return _mix(hashed * _GOLDEN + (value & _LOW_32))
+
+
+def _mix(value: Tensor) -> Tensor:
+    """A bijection on 32 bits in which every input bit changes about half of the output bits."""
+    value = value & _LOW_32
+    value = ((value ^ (value >> 16)) * 0x21F0AAAD) & _LOW_32
+    value = ((value ^ (value >> 15)) * 0x735A2D97) & _LOW_32
+    return value ^ (value >> 15)

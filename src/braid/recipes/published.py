@@ -1,0 +1,144 @@
+"""The shapes of models that others have published, with their names. Bring the tokenizer and the data."""
+
+from __future__ import annotations
+
+from braid.architecture import (
+    Attention,
+    DeltaNet,
+    LatentAttention,
+    Mamba2,
+    Mlp,
+    Model,
+    Moe,
+    Yarn,
+)
+from braid.config import Data, Optim, Run, Train
+
+
+def _pretraining(model: Model, *, sequence_tokens: int, peak_lr: float) -> Run:
+    """Plain choices for everything that is not the shape; to be overridden."""
+    return Run(
+        model=model,
+        data=Data(sequence_tokens=sequence_tokens),
+        optim=Optim(lr=peak_lr, schedule="wsd", warmup_steps=2_000, decay_steps=20_000),
+        train=Train(
+            steps=100_000,
+            batch_samples=1024,
+            micro_batches=8,
+            dtype="bf16",
+            eval_every=1_000,
+            save_every=1_000,
+        ),
+    )
+
+
+def nemotron_h_8b() -> Run:
+    """Nemotron-H 8B: Mamba-2 and MLP, four attention layers without positions."""
+    model = Model(
+        pattern="M-M-M-M*-" + "M-M-M-M-M*-" * 3 + "M-M-M-M-M-",
+        hidden=4096,
+        vocab=131_072,
+        tied=False,
+        attention=Attention(heads=32, kv_heads=8, head_dim=128, positions="none"),
+        mamba2=Mamba2(heads=128, head_dim=64, state=128, groups=8),
+        mlp=Mlp(ffn=21_504, activation="relu2"),
+    )
+    return _pretraining(model, sequence_tokens=8192, peak_lr=8e-4)
+
+
+def nemotron_nano_30b_a3b() -> Run:
+    """Like Nemotron-3-Nano 30B-A3B: Mamba-2 and experts, six attention layers without positions."""
+    model = Model(
+        pattern="MEMEM*" + "EMEMEM*" * 4 + "EMEMEMEM*" + "EMEMEMEME",
+        hidden=2688,
+        vocab=131_072,
+        tied=False,
+        attention=Attention(heads=32, kv_heads=2, head_dim=128, positions="none"),
+        mamba2=Mamba2(heads=64, head_dim=64, state=128, groups=8),
+        moe=Moe(
+            experts=128,
+            top_k=6,
+            ffn=1856,
+            activation="relu2",
+            shared_ffn=3712,
+            score="sigmoid",
+            scale=2.5,
+            selection_bias=True,
+            aux_loss=0.0,
+            sequence_aux_loss=1e-4,
+        ),
+    )
+    return _pretraining(model, sequence_tokens=8192, peak_lr=1e-3)
+
+
+def qwen3_next_80b_a3b() -> Run:
+    """Qwen3-Next 80B-A3B: three gated delta nets to one gated attention, 512 experts."""
+    model = Model(
+        pattern="[GE][GE][GE][*E]" * 12,
+        hidden=2048,
+        vocab=151_936,
+        tied=False,
+        norm_eps=1e-6,
+        attention=Attention(
+            heads=16,
+            kv_heads=2,
+            head_dim=256,
+            rope_base=1e7,
+            rope_fraction=0.25,
+            qk_norm=True,
+            gate=True,
+        ),
+        delta_net=DeltaNet(key_heads=16, value_heads=32, key_dim=128, value_dim=128),
+        moe=Moe(experts=512, top_k=10, ffn=512, shared_ffn=512, shared_gate=True, aux_loss=1e-3),
+    )
+    return _pretraining(model, sequence_tokens=4096, peak_lr=4e-4)
+
+
+def qwen3_30b_a3b() -> Run:
+    """Qwen3 30B-A3B: attention and 128 experts in every block."""
+    model = Model(
+        pattern="[*E]" * 48,
+        hidden=2048,
+        vocab=151_936,
+        tied=False,
+        norm_eps=1e-6,
+        attention=Attention(heads=32, kv_heads=4, head_dim=128, rope_base=1e6, qk_norm=True),
+        moe=Moe(experts=128, top_k=8, ffn=768, aux_loss=0.0, global_aux_loss=1e-3),
+    )
+    return _pretraining(model, sequence_tokens=4096, peak_lr=4e-4)
+
+
+def deepseek_v3() -> Run:
+    """DeepSeek-V3 671B-A37B: latent attention, 256 experts, one MTP depth."""
+    model = Model(
+        pattern="[+-]" * 3 + "[+E]" * 58 + "/+E",
+        hidden=7168,
+        vocab=129_280,
+        tied=False,
+        norm_eps=1e-6,
+        mtp_loss=0.3,
+        latent_attention=LatentAttention(
+            heads=128,
+            q_rank=1536,
+            kv_rank=512,
+            nope_dim=128,
+            rope_dim=64,
+            v_dim=128,
+            rope_scaling=Yarn(factor=40.0, original_tokens=4096, mscale=1.0, mscale_all_dim=1.0),
+        ),
+        mlp=Mlp(ffn=18_432),
+        moe=Moe(
+            experts=256,
+            top_k=8,
+            ffn=2048,
+            shared_ffn=2048,
+            score="sigmoid",
+            scale=2.5,
+            groups=8,
+            top_groups=4,
+            selection_bias=True,
+            aux_loss=0.0,
+            sequence_aux_loss=1e-4,
+        ),
+    )
+    return _pretraining(model, sequence_tokens=4096, peak_lr=2.2e-4)
