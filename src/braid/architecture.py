@@ -14,6 +14,7 @@ from typing import Literal
 
 from braid import rules
 from braid.errors import Problem
+from braid.pattern import Kind
 
 Activation = Literal["swiglu", "relu2", "gelu"]
 """swiglu has a gate and an up projection; relu2 (squared ReLU) and gelu have an up projection only."""
@@ -430,8 +431,15 @@ BALANCE_LOSSES = ("aux_loss", "sequence_aux_loss", "global_aux_loss")
 """The fields of `Moe` that weigh load-balancing losses."""
 
 
-LAYER_SHAPES = ("attention", "latent_attention", "mamba2", "delta_net", "mlp", "moe")
-"""The fields of `Model` that hold the shape of a kind of layer."""
+SHAPE_OF = (
+    (Kind.ATTENTION, "attention"),
+    (Kind.LATENT_ATTENTION, "latent_attention"),
+    (Kind.MAMBA2, "mamba2"),
+    (Kind.DELTA_NET, "delta_net"),
+    (Kind.MLP, "mlp"),
+    (Kind.MOE, "moe"),
+)
+"""The field of `Model` that holds the shape of each kind of layer; a kind without one cannot be built."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -476,7 +484,7 @@ class Model:
         yield from rules.above(f"{at}.init_std", self.init_std, 0)
         yield from rules.share(f"{at}.dropout", self.dropout)
         yield from rules.at_least(f"{at}.mtp_loss", self.mtp_loss, 0)
-        for name in LAYER_SHAPES:
+        for _, name in SHAPE_OF:
             layer = getattr(self, name)
             if layer is not None:
                 yield from layer.problems(f"{at}.{name}")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from braid import rules
-from braid.architecture import Model
+from braid.architecture import SHAPE_OF, Model
 from braid.config import Run, type_problems
 from braid.errors import ConfigError, Problem
 from braid.pattern import Kind, Layout, PatternError, Stage, cut, parse, stages
@@ -21,16 +21,6 @@ if TYPE_CHECKING:
 
 BYTE_VOCAB = 257
 """Ids of the tokenizer `bytes`."""
-
-SHAPE_OF = (
-    (Kind.ATTENTION, "attention"),
-    (Kind.LATENT_ATTENTION, "latent_attention"),
-    (Kind.MAMBA2, "mamba2"),
-    (Kind.DELTA_NET, "delta_net"),
-    (Kind.MLP, "mlp"),
-    (Kind.MOE, "moe"),
-)
-"""The field of `Model` that each kind of layer needs; kinds without one cannot be built."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,7 +40,7 @@ def nemotron_h_8b() -> Run:
         vocab=131_072,
         tied=False,
         attention=Attention(heads=32, kv_heads=8, head_dim=128, positions="none"),
-        mamba2=Mamba2(heads=128, head_dim=64, state=128, groups=8),
+        mamba2=Mamba2(heads=128, head_dim=64, state=128, groups=8, dt_min=0.001),
         mlp=Mlp(ffn=21_504, activation="relu2"),
     )
     return _pretraining(model, sequence_tokens=8192, peak_lr=8e-4)
@@ -54,7 +54,7 @@ def nemotron_nano_30b_a3b() -> Run:
         vocab=131_072,
         tied=False,
         attention=Attention(heads=32, kv_heads=2, head_dim=128, positions="none"),
-        mamba2=Mamba2(heads=64, head_dim=64, state=128, groups=8),
+        mamba2=Mamba2(heads=64, head_dim=64, state=128, groups=8, dt_min=0.001),
         moe=Moe(
             experts=128,
             top_k=6,

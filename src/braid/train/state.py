@@ -26,6 +26,9 @@ from braid.optim.adamw import MOMENTS, AdamW
 from braid.plan import plan
 from braid.train.device import DTYPES, Device
 
+NAMES_VERSION = 1
+"""Version of the canonical names, see docs/checkpoint-format.md."""
+
 RNG = "rng.cpu"
 """Torch's own generator. Nothing in braid draws from it; a module of somebody else's might."""
 
@@ -75,18 +78,36 @@ def initialize(state: State, run: Run) -> None:
 def save(root: Path, state: State, run: Run, loader: Loader, tokenizer: Tokenizer) -> Path:
     """Write a checkpoint of the state."""
     pieces = [checkpoint.Piece.whole(name, tensor) for name, tensor in _tensors(state)]
-    extra = {
-        "braid": braid.__version__,
-        "run": to_json(run),
+    pieces.append(checkpoint.Piece.whole(RNG, torch.get_rng_state()))
+    progress = {
         "samples": state.samples,
         "tokens": state.tokens,
         "updates": state.optimizer.updates,
         "skipped_in_a_row": state.skipped_in_a_row,
         "data": {"fingerprint": loader.fingerprint, **loader.identity},
-        "tokenizer": dict(tokenizer.description),
     }
-    pieces.append(checkpoint.Piece.whole(RNG, torch.get_rng_state()))
-    return checkpoint.save(root, state.step, pieces, extra=extra)
+    return checkpoint.save(root, state.step, pieces, extra=_extra(run, tokenizer) | progress)
+
+
+def save_weights(root: Path, weights: Mapping[str, Tensor], run: Run, tokenizer: Tokenizer) -> Path:
+    """Write the weights of a model that was not trained here, as step 0 of a run."""
+    pieces = (checkpoint.Piece.whole(name, weights[name]) for name in weights)
+    return checkpoint.save(root, 0, pieces, extra=_extra(run, tokenizer))
+
+
+def _extra(run: Run, tokenizer: Tokenizer) -> dict[str, Any]:
+    """What every manifest says: of a run that has not begun, until it is told more."""
+    return {
+        "braid": braid.__version__,
+        "names": NAMES_VERSION,
+        "run": to_json(run),
+        "tokenizer": dict(tokenizer.description),
+        "samples": 0,
+        "tokens": 0,
+        "updates": 0,
+        "skipped_in_a_row": 0,
+        "data": {"fingerprint": "none"},
+    }
 
 
 def describe(path: Path) -> Saved:
@@ -122,26 +143,32 @@ def load(path: Path, state: State) -> None:
     torch.set_rng_state(found[RNG])
 
 
-def load_weights(path: Path, model: LanguageModel) -> None:
-    """Fill a model from a checkpoint, and leave the rest of it unread."""
-    parameters = dict(model.named_parameters())
-    manifest = checkpoint.read_manifest(path)
-    tensors = model.canonical()
-    wanted = {
-        name: torch.empty(tensor.shape, dtype=manifest.tensors[name].dtype, device="meta")
-        if name in manifest.tensors
-        else tensor.read(parameters[tensor.parameter])
-        for name, tensor in tensors.items()
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """The model's tensors of a checkpoint, without those of its optimizer and generators."""
+    stored = checkpoint.read_manifest(path).tensors
+    unread = {name for name in stored if name == RNG or name.startswith("optimizer.")}
+    wanted: dict[str, checkpoint.Wanted | Tensor] = {
+        name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        for name, tensor in stored.items()
+        if name not in unread
     }
-    unread = [name for name in manifest.tensors if name == RNG or name.startswith("optimizer.")]
-    found = checkpoint.read(path, wanted, unread=unread)
+    return checkpoint.read(path, wanted, unread=unread)
+
+
+def load_weights(path: Path, model: LanguageModel) -> None:
+    """Fill a model from a checkpoint whose weights are exactly those of the model."""
+    parameters, tensors, found = dict(model.named_parameters()), model.canonical(), read_weights(path)
+    differing = sorted(found.keys() ^ tensors.keys())
+    if differing:
+        names = ", ".join(differing[:5]) + (", ..." if len(differing) > 5 else "")
+        raise CheckpointError(f"{path} and the model it describes differ in {len(differing)} tensors: {names}")
     for name, tensor in tensors.items():
         tensor.write(parameters[tensor.parameter], found[name])
 
 
 def open_model(path: Path, device: Device) -> tuple[LanguageModel, Tokenizer]:
     """The model of a checkpoint, or of the newest one of a run's folder, and its tokenizer."""
-    path = _newest_in(path)
+    path = newest_in(path)
     saved = describe(path)
     dtype = DTYPES[saved.run.train.dtype]
     layout = plan(saved.run, world=1).layout
@@ -151,7 +178,7 @@ def open_model(path: Path, device: Device) -> tuple[LanguageModel, Tokenizer]:
     return model, tokenizer_from(saved.tokenizer)
 
 
-def _newest_in(path: Path) -> Path:
+def newest_in(path: Path) -> Path:
     """A checkpoint as it is; for a run's folder, or the folder of its checkpoints, the newest whole one."""
     if not path.is_dir():
         raise CheckpointError(f"{path} does not exist: give a checkpoint's folder, or a run's")

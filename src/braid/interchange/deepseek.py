@@ -1,0 +1,196 @@
+"""DeepSeek-V3: latent attention, mixtures with shared experts, one depth of multi-token prediction."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import Any
+
+from braid.architecture import LatentAttention, Mlp, Model, Moe
+from braid.interchange.family import Family, ends, head_copy, needed, read_model, untied, write_model
+from braid.interchange.llama import EMBEDDING, MLP, STACKED_EXPERTS
+from braid.interchange.mamba import read_sigmoid_router, write_sigmoid_router
+from braid.interchange.moves import Move, PairsApart, PerHead, Same, Then, joined
+from braid.interchange.rope import read_rope, write_rope
+from braid.interchange.settings import Settings
+from braid.interchange.tables import Adapter, Copy, Depths, Row, Shape, always, rows
+from braid.pattern import Kind, parse
+
+LATENT_EPS = 1e-6
+"""What the norms of the latents add to the variance, whatever config.json says for the others."""
+
+# ---------------------------------------------------------------------------------------------- tables
+
+
+def turned_queries(shape: Shape) -> Move:
+    """For every head its channels without position, then those that turn."""
+    latent = shape.latent_attention
+    return PairsApart(latent.heads, latent.nope_dim, latent.rope_dim)
+
+
+def latent_and_turned_key(shape: Shape) -> Move:
+    """The latent of keys and values, then the one key that turns."""
+    latent = shape.latent_attention
+    return Then(joined(latent.kv_rank, latent.rope_dim), (Same(), PairsApart(1, 0, latent.rope_dim)))
+
+
+def keys_and_values(shape: Shape) -> Move:
+    """For every head its key, then its value."""
+    latent = shape.latent_attention
+    return PerHead(latent.heads, (latent.nope_dim, latent.v_dim))
+
+
+def query_latent(shape: Shape) -> bool:
+    return shape.latent_attention.q_rank is not None
+
+
+def no_query_latent(shape: Shape) -> bool:
+    return not query_latent(shape)
+
+
+ATTENTION: tuple[Row, ...] = (
+    *rows("input_layernorm.weight", "attention.norm.weight"),
+    *rows("self_attn.q_a_proj.weight", "attention.q_down.weight", when=query_latent),
+    *rows("self_attn.q_a_layernorm.weight", "attention.q_norm.weight", when=query_latent),
+    *rows("self_attn.q_b_proj.weight", "attention.q_up.weight", move=turned_queries, when=query_latent),
+    *rows("self_attn.q_proj.weight", "attention.q.weight", move=turned_queries, when=no_query_latent),
+    Row(
+        theirs="self_attn.kv_a_proj_with_mqa.weight",
+        ours=("attention.kv_down.weight", "attention.k_rope.weight"),
+        move=latent_and_turned_key,
+    ),
+    *rows("self_attn.kv_a_layernorm.weight", "attention.kv_norm.weight"),
+    Row(
+        theirs="self_attn.kv_b_proj.weight",
+        ours=("attention.k_up.weight", "attention.v_up.weight"),
+        move=keys_and_values,
+    ),
+    *rows("self_attn.o_proj.weight", "attention.o.weight"),
+)
+ROUTER: tuple[Row, ...] = (
+    *rows("post_attention_layernorm.weight", "moe.norm.weight"),
+    *rows("mlp.gate.weight", "moe.router.weight"),
+    *rows("mlp.gate.e_score_correction_bias", "moe.router.bias"),
+    *rows("mlp.shared_experts.{}_proj.weight", "moe.shared.{}.weight", "gate up down"),
+)
+MOE_HUB: tuple[Row, ...] = (
+    *ROUTER,
+    *rows("mlp.experts.{expert}.{}_proj.weight", "moe.experts.{expert}.{}.weight", "gate up down"),
+)
+LAYER = "model.layers.{layer}."
+DEPTHS = Depths(
+    prefix=LAYER,
+    rows=rows(
+        f"{LAYER}{{}}.weight",
+        "{}.weight",
+        "enorm:embedding_norm hnorm:hidden_norm eh_proj:projection shared_head.norm:final_norm",
+    ),
+    copies=(
+        Copy(theirs=f"{LAYER}embed_tokens.weight", of=EMBEDDING, when=always),
+        Copy(theirs=f"{LAYER}shared_head.head.weight", of="lm_head.weight", when=untied),
+    ),
+    unread=r"model\.layers\.{layer}\..*",
+)
+
+
+def _adapter(moe: tuple[Row, ...]) -> Adapter:
+    return Adapter(
+        name="deepseek_v3",
+        counting="pair",
+        prefix=LAYER,
+        ends=ends(EMBEDDING, rows("model.norm.weight", "final_norm.weight")),
+        layers=MappingProxyType({Kind.LATENT_ATTENTION: ATTENTION, Kind.MLP: MLP, Kind.MOE: moe}),
+        depths=DEPTHS,
+        copies=head_copy(EMBEDDING),
+        ignored=(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",),
+    )
+
+
+# -------------------------------------------------------------------------------------------- settings
+
+
+def _read(settings: Settings) -> Model:
+    settings.only("hidden_act", "silu", default="silu")
+    settings.only("attention_bias", False, default=False)
+    settings.only("attention_dropout", 0.0, 0, default=0.0)
+    settings.only("rope_interleave", True, default=True)
+    settings.only("scoring_func", "sigmoid", default="sigmoid")
+    settings.only("topk_method", "noaux_tc", default="noaux_tc")
+    settings.only("moe_layer_freq", 1, default=1)
+    settings.unused("aux_loss_alpha", "seq_aux", "ep_size", "num_nextn_predict_layers", "num_mtp_layers")
+    settings.unused("head_dim", "qk_head_dim")
+    heads, layers = settings.integer("num_attention_heads", 128), settings.integer("num_hidden_layers")
+    if settings.integer("num_key_value_heads", heads) != heads:
+        settings.refuse("num_key_value_heads", None, "latent attention has as many as num_attention_heads")
+    if settings.number("rms_norm_eps", LATENT_EPS) != LATENT_EPS:
+        rule = f"the norms of the latents have {LATENT_EPS}, and braid has one for all"
+        settings.refuse("rms_norm_eps", settings.number("rms_norm_eps", LATENT_EPS), rule)
+    dense = min(settings.integer("first_k_dense_replace", 3), layers)
+    ffn, top_k = settings.integer("moe_intermediate_size", 2048), settings.integer("num_experts_per_tok", 8)
+    return Model(
+        pattern="[+-]" * dense + "[+E]" * (layers - dense),
+        latent_attention=_read_attention(settings, heads),
+        mlp=Mlp(ffn=settings.integer("intermediate_size", 18432)),
+        moe=Moe(
+            experts=settings.integer("n_routed_experts", 256),
+            top_k=top_k,
+            ffn=ffn,
+            shared_ffn=ffn * settings.integer("n_shared_experts", 1),
+            aux_loss=0.0,
+            **read_sigmoid_router(settings, top_k=top_k, groups=8, top_groups=4, scale=2.5),
+        ),
+        **read_model(settings),
+    )
+
+
+def _read_attention(settings: Settings, heads: int) -> LatentAttention:
+    rope = read_rope(settings)
+    if rope.fraction != 1:
+        settings.refuse("partial_rotary_factor", rope.fraction, "latent attention turns qk_rope_head_dim")
+    return LatentAttention(
+        heads=heads,
+        q_rank=settings.maybe_integer("q_lora_rank", 1536),
+        kv_rank=settings.integer("kv_lora_rank", 512),
+        nope_dim=settings.integer("qk_nope_head_dim", 128),
+        rope_dim=settings.integer("qk_rope_head_dim", 64),
+        v_dim=settings.integer("v_head_dim", 128),
+        rope_base=rope.base,
+        rope_scaling=rope.scaling,
+    )
+
+
+def _write(shape: Model) -> dict[str, Any]:
+    latent, moe = needed(shape.latent_attention, "latent_attention"), needed(shape.moe, "moe")
+    layout = parse(shape.pattern)
+    dense = sum(layer.kind is Kind.MLP for layer in layout.layers)
+    return {
+        **write_model(shape),
+        **write_sigmoid_router(moe),
+        "hidden_act": "silu",
+        "num_attention_heads": latent.heads,
+        "num_key_value_heads": latent.heads,
+        "num_hidden_layers": len(layout.layers) // 2,
+        "first_k_dense_replace": dense,
+        "intermediate_size": (shape.mlp or Mlp(ffn=moe.ffn)).ffn,
+        "n_shared_experts": moe.shared_ffn // moe.ffn,
+        "q_lora_rank": latent.q_rank,
+        "kv_lora_rank": latent.kv_rank,
+        "qk_nope_head_dim": latent.nope_dim,
+        "qk_rope_head_dim": latent.rope_dim,
+        "v_head_dim": latent.v_dim,
+        "rope_parameters": write_rope(latent),
+        "rope_interleave": True,
+        "num_nextn_predict_layers": len(layout.mtp),
+    }
+
+
+FAMILIES = (
+    Family(
+        model_type="deepseek_v3",
+        architecture="DeepseekV3ForCausalLM",
+        hub=_adapter(MOE_HUB),
+        memory=_adapter((*ROUTER, *STACKED_EXPERTS)),
+        read=_read,
+        write=_write,
+        depth="+E",
+    ),
+)

@@ -1,0 +1,81 @@
+"""A family of models on the Hugging Face hub: its tables, and its config.json in both directions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from braid.architecture import Model
+from braid.errors import ConfigError
+from braid.interchange.settings import Settings
+from braid.interchange.tables import Adapter, Copy, Row, Shape, rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One `model_type`."""
+
+    model_type: str
+    architecture: str
+    """The class of transformers that config.json names."""
+    hub: Adapter
+    """The table of files on the hub: one tensor per expert."""
+    memory: Adapter
+    """The table of the model's state_dict in transformers, where experts are stacked."""
+    read: Callable[[Settings], Model]
+    write: Callable[[Model], Mapping[str, Any]]
+    """Settings of a model; what they have no place for is found by reading them back."""
+    depth: str = ""
+    """The layers of an MTP depth of this family, as a pattern; empty where it has none."""
+
+
+Part = TypeVar("Part")
+
+
+def needed(part: Part | None, name: str) -> Part:
+    """A part of the shape without which the family has no settings to write."""
+    if part is None:
+        raise ConfigError(f"model.{name} is not set, and a model of this family has it")
+    return part
+
+
+def untied(shape: Shape) -> bool:
+    return not shape.tied
+
+
+def tied(shape: Shape) -> bool:
+    return bool(shape.tied)
+
+
+def ends(embedding: str, final_norm: tuple[Row, ...]) -> tuple[Row, ...]:
+    """Embedding, final norm and head, which all families call `lm_head`."""
+    head = rows("lm_head.weight", "head.weight", when=untied)
+    return (*rows(embedding, "embedding.weight"), *final_norm, *head)
+
+
+def head_copy(embedding: str) -> tuple[Copy, ...]:
+    """Where head and embedding are one, a file may hold both."""
+    return (Copy(theirs="lm_head.weight", of=embedding, when=tied),)
+
+
+def read_model(settings: Settings, *, eps: str = "rms_norm_eps", default_eps: float = 1e-6) -> dict[str, Any]:
+    """The fields of `Model` that all families have."""
+    return {
+        "hidden": settings.integer("hidden_size"),
+        "vocab": settings.integer("vocab_size"),
+        "tied": settings.flag("tie_word_embeddings", False),
+        "norm_eps": settings.number(eps, default_eps),
+        "init_std": settings.number("initializer_range", 0.02),
+    }
+
+
+def write_model(shape: Model, *, eps: str = "rms_norm_eps") -> dict[str, Any]:
+    """The settings that all families have."""
+    return {
+        "hidden_size": shape.hidden,
+        "vocab_size": shape.vocab,
+        "tie_word_embeddings": shape.tied,
+        eps: shape.norm_eps,
+        "initializer_range": shape.init_std,
+    }

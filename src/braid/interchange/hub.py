@@ -1,0 +1,194 @@
+"""Models in and out of folders of the Hugging Face hub: `from_hf` and `to_hf`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from braid.architecture import SHAPE_OF, Model
+from braid.errors import CheckpointError, ConfigError
+from braid.interchange import deepseek, llama, mamba, megatron, qwen3_next
+from braid.interchange.convert import Lazy, convert
+from braid.interchange.family import Family
+from braid.interchange.files import CONFIG, SafetensorsFolder, read_json, write_folder
+from braid.interchange.settings import Settings
+from braid.interchange.tables import Adapter, check_fit, links
+from braid.kernels import references
+from braid.model.language import LanguageModel
+from braid.pattern import parse
+from braid.rules import nearest
+
+FAMILIES = (*llama.FAMILIES, *mamba.FAMILIES, *qwen3_next.FAMILIES, *deepseek.FAMILIES)
+
+KEPT_WIDE = "e_score_correction_bias"
+"""Weights that transformers keeps in their own dtype: the choice of experts hangs on small differences."""
+
+TRAINING_FIELDS = frozenset(
+    {
+        "dropout",
+        "init_std",
+        "mtp_loss",
+        "moe.aux_loss",
+        "moe.sequence_aux_loss",
+        "moe.global_aux_loss",
+        "moe.z_loss",
+        "moe.capacity_factor",
+        "moe.drop",
+        "moe.pad_to_capacity",
+        "moe.jitter",
+        "moe.selection_bias_rate",
+        "moe.router_dtype",
+    }
+)
+"""Fields of `Model` that do not change what a trained model computes, and so need no place in a config.json."""
+
+
+def family_of(model_type: str) -> Family:
+    """The family with this `model_type`."""
+    families = {family.model_type: family for family in FAMILIES}
+    if model_type not in families:
+        raise ConfigError(
+            f"there is no adapter for the model_type {model_type!r}{nearest(model_type, families)}\n"
+            f"known: {', '.join(families)}"
+        )
+    return families[model_type]
+
+
+def adapter_for(model_type: str, form: str = "hub") -> Adapter:
+    """The table of a family. A Hugging Face family has the forms `hub` (files) and `memory` (state_dict);
+    `megatron` has `indexed`, `hybrid` and `stacked`."""
+    if model_type == "megatron":
+        forms: Mapping[str, Adapter] = megatron.ADAPTERS
+    else:
+        family = family_of(model_type)
+        forms = {"hub": family.hub, "memory": family.memory}
+    if form not in forms:
+        raise ConfigError(f"{model_type} has no form {form!r}: {', '.join(forms)}")
+    return forms[form]
+
+
+# ------------------------------------------------------------------------------------------------- in
+
+
+def from_hf(folder: Path, *, mtp_depths: int = 0) -> tuple[Model, Mapping[str, Tensor]]:
+    """The shape of a model in a folder of the hub, and its tensors by canonical name, read when asked for.
+
+    Multi-token prediction is left out unless `mtp_depths` says how many depths the files hold.
+    """
+    config = read_json(folder / CONFIG, ConfigError)
+    family = family_of(str(config.get("model_type")))
+    shape = shape_of(family, config, mtp_depths=mtp_depths)
+    tensors = SafetensorsFolder(folder)
+    adapter = _form(family, shape, tensors)
+    converted = convert(tensors, adapter, shape, "to_ours")
+    check_shapes(shape, convert(tensors.outlines(), adapter, shape, "to_ours"))
+    return shape, converted
+
+
+def check_shapes(shape: Model, tensors: Mapping[str, Tensor]) -> None:
+    """Raise one error that lists every tensor whose shape, or whose name, is not that of the model's own."""
+    meta = torch.device("meta")
+    model = LanguageModel(shape, parse(shape.pattern), references(), device=meta)
+    wanted = {name: tensor.shape for name, tensor in model.canonical().items()}
+    wrong = [f"missing  {name}" for name in sorted(wanted.keys() - tensors.keys())]
+    wrong += [f"extra    {name}" for name in sorted(tensors.keys() - wanted.keys())]
+    for name in sorted(wanted.keys() & tensors.keys()):
+        given = tuple(tensors[name].shape)
+        if given != wanted[name]:
+            wrong.append(f"shape    {name}: has {list(given)}, wanted {list(wanted[name])}")
+    if wrong:
+        raise CheckpointError("\n  ".join(["the tensors do not fit the config.json beside them", *wrong]))
+
+
+def shape_of(family: Family, config: Mapping[str, Any], *, mtp_depths: int = 0) -> Model:
+    """The shape that a config.json describes, or an error with every reason why braid cannot express it."""
+    settings = Settings(config)
+    shape = family.read(settings)
+    if mtp_depths and not family.depth:
+        settings.refuse("mtp_depths", mtp_depths, f"{family.model_type} has none")
+    settings.close(family.model_type)
+    shape = _without_unused(replace(shape, pattern=shape.pattern + f"/{family.depth}" * mtp_depths))
+    problems = list(shape.problems("model"))
+    if problems:
+        raise ConfigError(problems)
+    return shape
+
+
+def _form(family: Family, shape: Model, tensors: Mapping[str, Tensor]) -> Adapter:
+    """The form that the names are in. Files are in the hub's, unless somebody saved a state_dict."""
+    stacked = {link.theirs for link in links(family.memory, shape)}
+    return family.memory if stacked <= tensors.keys() else family.hub
+
+
+# ------------------------------------------------------------------------------------------------ out
+
+
+def to_hf(
+    shape: Model,
+    tensors: Mapping[str, Tensor],
+    folder: Path,
+    *,
+    model_type: str,
+    dtype: torch.dtype | None = None,
+    settings: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a model as a folder of the hub. `dtype` is that of its files; None leaves tensors as they are.
+    `settings` adds what a shape does not know, such as `max_position_embeddings` and `eos_token_id`."""
+    family = family_of(model_type)
+    config = config_of(family, shape)
+    theirs = convert(tensors, family.hub, shape, "to_theirs")
+    named = tensors["embedding.weight"].dtype if dtype is None else dtype
+    config |= {"dtype": str(named).removeprefix("torch."), **(settings or {})}
+    write_folder(folder, config, theirs if dtype is None else _cast(theirs, dtype))
+
+
+def _cast(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Mapping[str, Tensor]:
+    def cast(name: str) -> Tensor:
+        tensor = tensors[name]
+        return tensor if name.endswith(KEPT_WIDE) or not tensor.is_floating_point() else tensor.to(dtype)
+
+    return Lazy({name: partial(cast, name) for name in tensors})
+
+
+def config_of(family: Family, shape: Model) -> dict[str, Any]:
+    """The config.json of a model. What the family has no place for is an error that lists every field."""
+    check_fit(family.hub, shape)
+    config = {"architectures": [family.architecture], "model_type": family.model_type, **family.write(shape)}
+    back = shape_of(family, config, mtp_depths=len(parse(shape.pattern).mtp))
+    ours, theirs = _fields(_without_unused(shape)), _fields(back)
+    lost = [
+        f"model.{name} = {ours.get(name)!r}: a {family.model_type} has {theirs.get(name)!r}"
+        for name in sorted({**ours, **theirs})
+        if name not in TRAINING_FIELDS and ours.get(name) != theirs.get(name)
+    ]
+    if lost:
+        count = "1 field" if len(lost) == 1 else f"{len(lost)} fields"
+        raise ConfigError("\n  ".join([f"this model is no {family.model_type}: {count}", *lost]))
+    return config
+
+
+def _without_unused(shape: Model) -> Model:
+    """The shape without those of layers that its pattern does not have."""
+    kinds = parse(shape.pattern).kinds()
+    unused: dict[str, Any] = {name: None for kind, name in SHAPE_OF if kind not in kinds}
+    return replace(shape, **unused)
+
+
+def _fields(shape: Model) -> dict[str, Any]:
+    """Every field by its dotted name; the pattern as its layers alone, however they are grouped."""
+    flat: dict[str, Any] = {}
+    for name, value in dataclasses.asdict(shape).items():
+        if name in dict(SHAPE_OF).values() and value is not None:
+            flat |= {f"{name}.{inner}": entry for inner, entry in value.items()}
+        else:
+            flat[name] = value
+    layout = parse(shape.pattern)
+    main = "".join(layer.kind.value for layer in layout.layers)
+    return flat | {"pattern": "/".join([main, *(str(depth) for depth in layout.mtp)])}

@@ -1,0 +1,251 @@
+"""Megatron's distributed checkpoints: keys with a layer index, and without one.
+
+The index is that of the block, so a grouped pattern has the keys of a plain transformer; only the final norm
+has another name where nothing is grouped. Transformers whose layers are all alike may be saved without an
+index: the layer is then the first dim of every tensor. Norms go by the projection that they are fused with.
+
+There is no config.json here: the shape comes from whoever converts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Literal
+
+from braid.interchange.deepseek import (
+    keys_and_values,
+    latent_and_turned_key,
+    no_query_latent,
+    query_latent,
+    turned_queries,
+)
+from braid.interchange.family import untied
+from braid.interchange.moves import Channelwise, Move, PerHead, joined
+from braid.interchange.tables import Adapter, Depths, Row, Shape, always, named, rows
+from braid.pattern import Kind, parse
+
+Form = Literal["indexed", "hybrid", "stacked"]
+"""`indexed` is a transformer's, `hybrid` tells MTP by symbols, `stacked` has no layer index."""
+
+
+def _grouped(shape: Shape) -> bool:
+    return any(block.grouped for block in parse(shape.pattern).blocks)
+
+
+def _flat(shape: Shape) -> bool:
+    return not _grouped(shape)
+
+
+def _norm(theirs: str, ours: str, when: Callable[[Shape], bool] = always) -> tuple[Row, ...]:
+    """The weight of a norm, and its bias where the model's norms have one."""
+    return (
+        *rows(f"{theirs}weight", f"{ours}.weight", when=when),
+        *rows(f"{theirs}bias", f"{ours}.bias", when=lambda m: m.norm == "layer" and when(m)),
+    )
+
+
+# ----------------------------------------------------------------------------------------------- moves
+
+
+def _qkv(shape: Shape) -> Move:
+    """For every key-value head: the query heads it serves, their gates if any, its key, its value."""
+    attention = shape.attention
+    wide = attention.heads // attention.kv_heads * attention.head_dim
+    queries = (wide, wide) if attention.gate else (wide,)
+    return PerHead(attention.kv_heads, (*queries, attention.head_dim, attention.head_dim))
+
+
+def _into(ffn: int, activation: str) -> Move:
+    """Gate and up one below the other; up alone where the activation has no gate."""
+    return joined(ffn, ffn) if activation == "swiglu" else joined(ffn)
+
+
+def _fc1(
+    theirs: str, ours: str, ffn: Callable[[Shape], int], kind: str, when: Callable[[Shape], bool] = always
+) -> tuple[Row, ...]:
+    """The projection into the ffn: two of ours where the activation has a gate."""
+    leaf = theirs.rpartition(".")[2]
+
+    def gated(shape: Shape) -> bool:
+        return bool(getattr(shape, kind).activation == "swiglu" and when(shape))
+
+    def plain(shape: Shape) -> bool:
+        return bool(getattr(shape, kind).activation != "swiglu" and when(shape))
+
+    def move(shape: Shape) -> Move:
+        return _into(ffn(shape), getattr(shape, kind).activation)
+
+    return (
+        Row(theirs=theirs, ours=named(f"{ours}.{{}}.{leaf}", "gate up"), move=move, when=gated),
+        Row(theirs=theirs, ours=(f"{ours}.up.{leaf}",), move=move, when=plain),
+    )
+
+
+def _taps(channels: Callable[[Shape], int]) -> Callable[[Shape], Move]:
+    return lambda shape: Channelwise((channels(shape),))
+
+
+# ---------------------------------------------------------------------------------------------- tables
+
+
+def _qkv_rows(leaf: str, when: Callable[[Shape], bool]) -> tuple[Row, ...]:
+    def gated(shape: Shape) -> bool:
+        return bool(shape.attention.gate and when(shape))
+
+    def plain(shape: Shape) -> bool:
+        return bool(not shape.attention.gate and when(shape))
+
+    theirs, ours = f"self_attention.linear_qkv.{leaf}", f"attention.{{}}.{leaf}"
+    return (
+        Row(theirs=theirs, ours=named(ours, "q k v"), move=_qkv, when=plain),
+        Row(theirs=theirs, ours=named(ours, "q gate k v"), move=_qkv, when=gated),
+    )
+
+
+ATTENTION: tuple[Row, ...] = (
+    *_norm("self_attention.linear_qkv.layer_norm_", "attention.norm"),
+    *_qkv_rows("weight", always),
+    *_qkv_rows("bias", lambda m: m.attention.bias),
+    *rows("self_attention.linear_proj.weight", "attention.o.weight"),
+    *rows("self_attention.linear_proj.bias", "attention.o.bias", when=lambda m: m.attention.bias),
+    *rows(
+        "self_attention.{}.weight",
+        "attention.{}.weight",
+        "q_layernorm:q_norm k_layernorm:k_norm",
+        when=lambda m: m.attention.qk_norm,
+    ),
+)
+LATENT_ATTENTION: tuple[Row, ...] = (
+    *_norm("input_layernorm.", "attention.norm"),
+    *rows("self_attention.linear_q_down_proj.weight", "attention.q_down.weight", when=query_latent),
+    *rows("self_attention.linear_q_up_proj.layer_norm_weight", "attention.q_norm.weight", when=query_latent),
+    *rows(
+        "self_attention.linear_q_up_proj.weight",
+        "attention.q_up.weight",
+        move=turned_queries,
+        when=query_latent,
+    ),
+    *rows(
+        "self_attention.linear_q_proj.weight", "attention.q.weight", move=turned_queries, when=no_query_latent
+    ),
+    Row(
+        theirs="self_attention.linear_kv_down_proj.weight",
+        ours=("attention.kv_down.weight", "attention.k_rope.weight"),
+        move=latent_and_turned_key,
+    ),
+    *rows("self_attention.linear_kv_up_proj.layer_norm_weight", "attention.kv_norm.weight"),
+    Row(
+        theirs="self_attention.linear_kv_up_proj.weight",
+        ours=("attention.k_up.weight", "attention.v_up.weight"),
+        move=keys_and_values,
+    ),
+    *rows("self_attention.linear_proj.weight", "attention.o.weight"),
+)
+MAMBA2: tuple[Row, ...] = (
+    *_norm("mixer.in_proj.layer_norm_", "mamba2.norm"),
+    *rows("mixer.in_proj.weight.{}", "mamba2.{}.weight", "z x B C dt"),
+    *rows(
+        "mixer.conv1d.weight.x",
+        "mamba2.conv.x.weight",
+        move=_taps(lambda m: m.mamba2.heads * m.mamba2.head_dim),
+    ),
+    *rows(
+        "mixer.conv1d.weight.{}",
+        "mamba2.conv.{}.weight",
+        "B C",
+        move=_taps(lambda m: m.mamba2.groups * m.mamba2.state),
+    ),
+    *rows("mixer.conv1d.bias.{}", "mamba2.conv.{}.bias", "x B C", when=lambda m: m.mamba2.conv_bias),
+    *rows("mixer.{}", "mamba2.{}", "A_log D dt_bias"),
+    *rows("mixer.norm.weight", "mamba2.gate_norm.weight"),
+    *rows("mixer.out_proj.weight", "mamba2.o.weight"),
+)
+DELTA_NET: tuple[Row, ...] = (
+    *_norm("self_attention.in_proj.layer_norm_", "delta_net.norm"),
+    *rows("self_attention.in_proj.weight.{}", "delta_net.{}.weight", "query:q key:k value:v z beta:b alpha:a"),
+    *rows(
+        "self_attention.conv1d.weight.{}",
+        "delta_net.conv.{}.weight",
+        "query:q key:k",
+        move=_taps(lambda m: m.delta_net.key_heads * m.delta_net.key_dim),
+    ),
+    *rows(
+        "self_attention.conv1d.weight.value",
+        "delta_net.conv.v.weight",
+        move=_taps(lambda m: m.delta_net.value_heads * m.delta_net.value_dim),
+    ),
+    *rows("self_attention.{}", "delta_net.{}", "A_log dt_bias"),
+    *rows("self_attention.out_norm.weight", "delta_net.gate_norm.weight"),
+    *rows("self_attention.out_proj.weight", "delta_net.o.weight"),
+)
+MLP: tuple[Row, ...] = (
+    *_norm("mlp.linear_fc1.layer_norm_", "mlp.norm"),
+    *_fc1("mlp.linear_fc1.weight", "mlp", lambda m: m.mlp.ffn, "mlp"),
+    *_fc1("mlp.linear_fc1.bias", "mlp", lambda m: m.mlp.ffn, "mlp", lambda m: m.mlp.bias),
+    *rows("mlp.linear_fc2.weight", "mlp.down.weight"),
+    *rows("mlp.linear_fc2.bias", "mlp.down.bias", when=lambda m: m.mlp.bias),
+)
+MOE: tuple[Row, ...] = (
+    *_norm("pre_mlp_layernorm.", "moe.norm"),
+    *rows("mlp.router.weight", "moe.router.weight"),
+    *rows("mlp.router.expert_bias", "moe.router.bias", when=lambda m: m.moe.selection_bias),
+    *_fc1("mlp.experts.experts.linear_fc1.weight", "moe.experts.{expert}", lambda m: m.moe.ffn, "moe"),
+    *rows("mlp.experts.experts.linear_fc2.weight", "moe.experts.{expert}.down.weight"),
+    *_fc1(
+        "mlp.shared_experts.linear_fc1.weight",
+        "moe.shared",
+        lambda m: m.moe.shared_ffn,
+        "moe",
+        lambda m: m.moe.shared_ffn,
+    ),
+    *rows("mlp.shared_experts.linear_fc2.weight", "moe.shared.down.weight", when=lambda m: m.moe.shared_ffn),
+    *rows("mlp.shared_experts.gate_weight", "moe.shared_gate.weight", when=lambda m: m.moe.shared_gate),
+    *rows("mlp.{}_latent_proj.weight", "moe.latent.{}.weight", "fc1:down fc2:up", when=lambda m: m.moe.latent),
+)
+ENDS: tuple[Row, ...] = (
+    *rows("embedding.word_embeddings.weight", "embedding.weight"),
+    *_norm("decoder.final_layernorm.", "final_norm", when=_grouped),
+    *_norm("decoder.final_norm.", "final_norm", when=_flat),
+    *rows("output_layer.weight", "head.weight", when=untied),
+)
+LAYERS: Mapping[Kind, tuple[Row, ...]] = MappingProxyType(
+    {
+        Kind.ATTENTION: ATTENTION,
+        Kind.LATENT_ATTENTION: LATENT_ATTENTION,
+        Kind.MAMBA2: MAMBA2,
+        Kind.DELTA_NET: DELTA_NET,
+        Kind.MLP: MLP,
+        Kind.MOE: MOE,
+    }
+)
+DEPTH_ROWS: tuple[Row, ...] = (
+    *_norm("mtp.layers.{depth}.enorm.", "embedding_norm"),
+    *_norm("mtp.layers.{depth}.hnorm.", "hidden_norm"),
+    *rows("mtp.layers.{depth}.eh_proj.weight", "projection.weight"),
+    *_norm("mtp.layers.{depth}.final_layernorm.", "final_norm"),
+)
+DEPTH_LAYERS: Mapping[Form, str] = MappingProxyType(
+    {
+        "indexed": "mtp.layers.{depth}.transformer_layer.",
+        "hybrid": "mtp.layers.{depth}.mtp_model_layer.layers.{inner}.",
+        "stacked": "mtp.layers.{depth}.transformer_layer.",
+    }
+)
+
+
+def _adapter(form: Form) -> Adapter:
+    return Adapter(
+        name=f"megatron ({form})",
+        counting="block",
+        prefix="decoder.layers." if form == "stacked" else "decoder.layers.{layer}.",
+        ends=ENDS,
+        layers=LAYERS,
+        depths=Depths(prefix=DEPTH_LAYERS[form], rows=DEPTH_ROWS, unread=r"mtp\..*"),
+        ignored=(r".*\._extra_state(/.*)?",),
+    )
+
+
+ADAPTERS: Mapping[str, Adapter] = MappingProxyType(
+    {"indexed": _adapter("indexed"), "hybrid": _adapter("hybrid"), "stacked": _adapter("stacked")}
+)

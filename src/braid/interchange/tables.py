@@ -1,0 +1,253 @@
+"""Adapters as tables: which of their tensors is which of ours, and how the one lies in the other.
+
+Names have placeholders. Theirs may use {layer}, their number of the layer; {expert}; in multi-token prediction
+{depth}, and {inner}, the layer's place in its depth. Where their name has no {expert} or {layer} and ours goes
+by experts or blocks, these are leading dims of their tensor. `links` writes a table out for one model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from braid.architecture import SHAPE_OF, Model
+from braid.errors import ConfigError
+from braid.interchange.moves import Move, Same, Stacked
+from braid.pattern import Block, Kind, Layer, MtpDepth, parse
+
+Shape = Any
+"""An `architecture.Model`; tables reach into the parts of it that their own layers need, which then exist."""
+
+
+def always(shape: Shape) -> bool:
+    """For rows that every model has."""
+    return True
+
+
+def same(shape: Shape) -> Move:
+    """For tensors that are the same on both sides."""
+    return Same()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One of their tensors, and what it holds of ours."""
+
+    theirs: str
+    ours: tuple[str, ...]
+    move: Callable[[Shape], Move] = same
+    """How ours lie in theirs, for a model of this shape."""
+    when: Callable[[Shape], bool] = always
+    """Which models have this row."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Copy:
+    """A tensor that their files may repeat: it must equal what it is a copy of, and is not written."""
+
+    theirs: str
+    of: str
+    """Their name of the original."""
+    when: Callable[[Shape], bool]
+
+
+Counting = Literal["pair", "layer", "block"]
+"""What one of their numbered layers is: a mixer with the MLP or mixture after it, one of our layers, or one of
+our blocks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Depths:
+    """How their names tell multi-token prediction."""
+
+    prefix: str
+    """Before the names of the layers of a depth; {layer} goes on counting after the main stack."""
+    rows: tuple[Row, ...]
+    """What a depth has besides layers, under full names."""
+    copies: tuple[Copy, ...] = ()
+    unread: str
+    """Regular expression of the names that a model without depths leaves unread; {layer} follows its last."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adapter:
+    """A table for one family of models in one form."""
+
+    name: str
+    counting: Counting
+    prefix: str
+    """Before the names of a layer's tensors."""
+    ends: tuple[Row, ...]
+    """What is before the first layer and after the last."""
+    layers: Mapping[Kind, tuple[Row, ...]]
+    """What each kind of layer has; other kinds have no place in this family."""
+    depths: Depths | None = None
+    copies: tuple[Copy, ...] = ()
+    ignored: tuple[str, ...] = ()
+    """Regular expressions of names that are no weights of the model and may be there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """One of their tensors and the tensors of ours that lie in it, all named in full."""
+
+    theirs: str
+    ours: tuple[str, ...]
+    move: Move
+
+
+def rows(
+    theirs: str,
+    ours: str,
+    parts: str = "",
+    *,
+    move: Callable[[Shape], Move] = same,
+    when: Callable[[Shape], bool] = always,
+) -> tuple[Row, ...]:
+    """Rows that differ in one word: `{}` stands for each of `parts`, where `a:b` is theirs and ours."""
+    pairs = [part.split(":") if ":" in part else (part, part) for part in parts.split()] or [("", "")]
+    return tuple(
+        Row(theirs=theirs.replace("{}", one), ours=(ours.replace("{}", other),), move=move, when=when)
+        for one, other in pairs
+    )
+
+
+def named(text: str, parts: str) -> tuple[str, ...]:
+    """Names that differ in one word: `{}` stands for each of `parts`."""
+    return tuple(text.replace("{}", part) for part in parts.split())
+
+
+# ----------------------------------------------------------------------------------- tables written out
+
+
+def links(adapter: Adapter, shape: Model) -> Iterator[Link]:
+    """Every tensor of a model of this shape."""
+    check_fit(adapter, shape)
+    layout = parse(shape.pattern)
+    yield from _written(adapter.ends, "", "", [{}], shape)
+    numbered = number(adapter.counting, layout.blocks, shape.pattern)
+    yield from _layers(adapter, numbered, "blocks.{block}.", adapter.prefix, shape)
+    for depth in layout.mtp:
+        assert adapter.depths is not None, "check_fit refuses depths that have no table"
+        place = {"layer": _after(numbered) + depth.depth, "depth": depth.depth}
+        yield from _written(adapter.depths.rows, "", "mtp.{depth}.", [place], shape)
+        yield from _depth_layers(adapter, adapter.depths.prefix, depth, place, shape)
+
+
+def check_fit(adapter: Adapter, shape: Model) -> None:
+    """Raise where the family has no names for something in the pattern."""
+    layout = parse(shape.pattern)
+    foreign = sorted(kind.value for kind in layout.kinds() - adapter.layers.keys())
+    if foreign:
+        known = " ".join(sorted(kind.value for kind in adapter.layers))
+        raise ConfigError(
+            f"{adapter.name} has no layers of the kind {' '.join(foreign)}\n  rule  its layers are {known}"
+        )
+    for kind, name in SHAPE_OF:
+        if kind in layout.kinds() and getattr(shape, name) is None:
+            raise ConfigError(f"the pattern {str(layout)!r} has {kind.value}, but model.{name} is not set")
+    if "{layer}" not in adapter.prefix and len({str(block) for block in layout.blocks}) > 1:
+        raise ConfigError(f"{adapter.name} needs blocks that are all alike, the pattern is {str(layout)!r}")
+    if layout.mtp and adapter.depths is None:
+        raise ConfigError(f"{adapter.name} has no names for the MTP depths of the pattern")
+    if len(layout.mtp) > 1 and adapter.depths is not None:
+        name = adapter.depths.rows[0].theirs
+        if "{layer}" not in name and "{depth}" not in name:
+            raise ConfigError(f"{adapter.name} has names for 1 MTP depth, the pattern has {len(layout.mtp)}")
+    number(adapter.counting, layout.blocks, shape.pattern)
+
+
+def copies(adapter: Adapter, shape: Model) -> dict[str, str]:
+    """Names that files of such a model may repeat, and of which name each is a copy."""
+    layout = parse(shape.pattern)
+    found = {copy.theirs: copy.of for copy in adapter.copies if copy.when(shape)}
+    after = _after(number(adapter.counting, layout.blocks, shape.pattern))
+    repeated = () if adapter.depths is None else adapter.depths.copies
+    for depth in layout.mtp:
+        place = {"layer": after + depth.depth, "depth": depth.depth}
+        found |= {copy.theirs.format(**place): copy.of for copy in repeated if copy.when(shape)}
+    return found
+
+
+def ignored(adapter: Adapter, shape: Model) -> tuple[str, ...]:
+    """Regular expressions of the names that files of such a model may hold and that are left unread."""
+    layout = parse(shape.pattern)
+    if adapter.depths is None or layout.mtp:
+        return adapter.ignored
+    after = _after(number(adapter.counting, layout.blocks, shape.pattern))
+    return (*adapter.ignored, adapter.depths.unread.replace("{layer}", str(after)))
+
+
+Numbered = Sequence[tuple[int, Layer]]
+"""Their number of each of our layers."""
+
+
+def number(counting: Counting, blocks: Sequence[Block], pattern: str) -> Numbered:
+    """Their number of each of our layers, from 0."""
+    layers = [layer for block in blocks for layer in block.layers]
+    match counting:
+        case "block":
+            return [(layer.block, layer) for layer in layers]
+        case "layer":
+            return list(enumerate(layers))
+    wanted = [place % 2 == 0 for place in range(len(layers) + len(layers) % 2)]
+    if [layer.kind.is_mixer for layer in layers] != wanted:
+        raise ConfigError(
+            f"the pattern {pattern!r} cannot be written in this family\n"
+            "  rule  each of its layers is one mixer (* + G) with one - or E after it"
+        )
+    return [(place // 2, layer) for place, layer in enumerate(layers)]
+
+
+def _after(numbered: Numbered) -> int:
+    """Their number of what follows the last layer."""
+    return numbered[-1][0] + 1 if numbered else 0
+
+
+def _layers(adapter: Adapter, numbered: Numbered, ours: str, prefix: str, shape: Shape) -> Iterator[Link]:
+    for kind, table in adapter.layers.items():
+        found = [(index, layer) for index, layer in numbered if layer.kind is kind]
+        places = [{"layer": index, "block": layer.block} for index, layer in found]
+        if places:
+            stacked = "{layer}" not in prefix
+            yield from _written(table, prefix, ours, places, shape, stacked=stacked)
+
+
+def _depth_layers(
+    adapter: Adapter, prefix: str, depth: MtpDepth, place: Mapping[str, int], shape: Shape
+) -> Iterator[Link]:
+    """The layers of one depth, each by itself: no name may serve two."""
+    if "{inner}" not in prefix and len(depth.blocks) > 1:
+        raise ConfigError(f"{adapter.name} has names for 1 block in an MTP depth, not for {str(depth)!r}")
+    for inner, layer in enumerate(depth.layers):
+        here = {**place, "inner": inner, "block": layer.block}
+        yield from _written(adapter.layers[layer.kind], prefix, "mtp.{depth}.blocks.{block}.", [here], shape)
+
+
+def _written(
+    table: Sequence[Row],
+    prefix: str,
+    ours_prefix: str,
+    places: Sequence[Mapping[str, int]],
+    shape: Shape,
+    *,
+    stacked: bool = False,
+) -> Iterator[Link]:
+    """The rows that this model has, at each of the places where a layer of their kind stands. `stacked` says
+    that one tensor of theirs holds all places."""
+    for row in table:
+        if not row.when(shape):
+            continue
+        theirs, ours = prefix + row.theirs, [ours_prefix + name for name in row.ours]
+        experts = range(shape.moe.experts) if "{expert}" in ours[0] else (None,)
+        held: dict[str, list[str]] = {}
+        for place in places:
+            for expert in experts:
+                inside = held.setdefault(theirs.format(**place, expert=expert), [])
+                inside += [name.format(**place, expert=expert) for name in ours]
+        dims: tuple[int, ...] = (len(places),) if stacked else ()
+        dims += (len(experts),) if "{expert}" in ours[0] and "{expert}" not in theirs else ()
+        move = Stacked(dims, row.move(shape)) if dims else row.move(shape)
+        for name, inside in held.items():
+            yield Link(theirs=name, ours=tuple(inside), move=move)

@@ -1,0 +1,352 @@
+"""Tiny random models of transformers, and what they and braid compute from the same weights.
+
+transformers computes norms, rotary tables, routers and scans in float32 whatever the model's dtype. `widened`
+lets it mean float64 by that, so that a comparison in float64 is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from braid import architecture, kernels, pattern
+from braid.interchange import adapter_for, convert, family_of, shape_of
+from braid.interchange.moves import FromOne, Same
+from braid.interchange.tables import Adapter, Row
+from braid.model.language import LanguageModel
+from tests.model.cases import batch, canonical_grads
+
+TINY: Mapping[str, Any] = {"vocab_size": 17, "hidden_size": 30, "initializer_range": 0.2}
+HEADS: Mapping[str, Any] = {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 10}
+STATE: Mapping[str, Any] = {"n_groups": 3, "chunk_size": 8}
+
+CONFIGS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "llama": ("Llama", {**TINY, **HEADS, "intermediate_size": 41, "num_hidden_layers": 2}),
+    "llama, biases, llama3 rope": (
+        "Llama",
+        {
+            **TINY,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 5,
+            "head_dim": 6,
+            "intermediate_size": 41,
+            "num_hidden_layers": 2,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "rope_theta": 500.0,
+                "rope_type": "llama3",
+                "factor": 4.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 16,
+            },
+        },
+    ),
+    "qwen3": ("Qwen3", {**TINY, **HEADS, "intermediate_size": 41, "num_hidden_layers": 2}),
+    "qwen3, window": (
+        "Qwen3",
+        {
+            **TINY,
+            **HEADS,
+            "intermediate_size": 41,
+            "num_hidden_layers": 2,
+            "use_sliding_window": True,
+            "sliding_window": 7,
+            "max_window_layers": 0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {
+            **TINY,
+            **HEADS,
+            "intermediate_size": 41,
+            "moe_intermediate_size": 11,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "num_hidden_layers": 3,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "mixtral": (
+        "Mixtral",
+        {**TINY, **HEADS, "intermediate_size": 41, "num_local_experts": 5, "num_hidden_layers": 2},
+    ),
+    "mamba2": (
+        "Mamba2",
+        {**TINY, **STATE, "num_hidden_layers": 2, "state_size": 7, "num_heads": 6, "head_dim": 10},
+    ),
+    "nemotron_h": (
+        "NemotronH",
+        {
+            **TINY,
+            **HEADS,
+            **STATE,
+            "intermediate_size": 41,
+            "layers_block_type": ["mamba", "attention", "mlp", "moe", "mamba"],
+            "mamba_num_heads": 6,
+            "mamba_head_dim": 7,
+            "ssm_state_size": 5,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 11,
+            "moe_shared_expert_intermediate_size": 9,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
+    "nemotron_h, latent experts": (
+        "NemotronH",
+        {
+            **TINY,
+            **HEADS,
+            **STATE,
+            "intermediate_size": 41,
+            "layers_block_type": ["mamba", "moe"],
+            "mamba_num_heads": 6,
+            "mamba_head_dim": 7,
+            "ssm_state_size": 5,
+            "use_bias": True,
+            "use_conv_bias": False,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 4,
+            "n_group": 3,
+            "topk_group": 2,
+            "moe_intermediate_size": 11,
+            "moe_shared_expert_intermediate_size": 9,
+            "moe_latent_size": 8,
+        },
+    ),
+    "qwen3_next": (
+        "Qwen3Next",
+        {
+            **TINY,
+            **HEADS,
+            "head_dim": 16,
+            "intermediate_size": 41,
+            "moe_intermediate_size": 11,
+            "shared_expert_intermediate_size": 9,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "linear_num_key_heads": 3,
+            "linear_num_value_heads": 6,
+            "linear_key_head_dim": 5,
+            "linear_value_head_dim": 7,
+            "num_hidden_layers": 3,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "mlp_only_layers": [2],
+        },
+    ),
+    "deepseek_v3": (
+        "DeepseekV3",
+        {
+            **TINY,
+            "intermediate_size": 41,
+            "moe_intermediate_size": 11,
+            "n_routed_experts": 12,
+            "n_group": 4,
+            "topk_group": 2,
+            "num_experts_per_tok": 4,
+            "n_shared_experts": 2,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 5,
+            "q_lora_rank": 13,
+            "kv_lora_rank": 9,
+            "qk_nope_head_dim": 7,
+            "qk_rope_head_dim": 6,
+            "v_head_dim": 5,
+            "num_hidden_layers": 3,
+            "first_k_dense_replace": 1,
+        },
+    ),
+    "deepseek_v3, yarn": (
+        "DeepseekV3",
+        {
+            **TINY,
+            "intermediate_size": 41,
+            "moe_intermediate_size": 11,
+            "n_routed_experts": 6,
+            "n_group": 1,
+            "topk_group": 1,
+            "num_experts_per_tok": 3,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 5,
+            "q_lora_rank": None,
+            "kv_lora_rank": 9,
+            "qk_nope_head_dim": 7,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 5,
+            "num_hidden_layers": 2,
+            "first_k_dense_replace": 1,
+            "rope_parameters": {
+                "rope_theta": 100.0,
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "mscale": 0.8,
+                "mscale_all_dim": 1.2,
+                "original_max_position_embeddings": 16,
+                "beta_fast": 4.0,
+                "beta_slow": 1.0,
+            },
+        },
+    ),
+}
+"""Name of a case -> (class of transformers, configuration). Odd sizes and head counts throughout."""
+
+DOCUMENTS: Mapping[str, Sequence[Sequence[int]]] = {
+    "one row": [[37]],
+    "three rows": [[37], [37], [37]],
+    "packed": [[11, 1, 25], [20, 17], [37]],
+}
+"""Lengths of the documents in each row."""
+
+
+# ---------------------------------------------------------------------------------------- their side
+
+
+class _Widened(TorchFunctionMode):
+    """Lets every mention of float32 mean float64."""
+
+    def __torch_function__(
+        self, function: Callable[..., Any], kinds: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function is Tensor.float:
+            function = Tensor.double
+        wide = [_wide(value) for value in args]
+        return function(*wide, **{name: _wide(value) for name, value in (kwargs or {}).items()})
+
+
+def _wide(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value
+
+
+@contextmanager
+def widened(dtype: torch.dtype) -> Iterator[None]:
+    """For float64, a world in which transformers' float32 is float64."""
+    if dtype != torch.float64:
+        yield
+        return
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with _Widened():
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def their_model(case: str, dtype: torch.dtype) -> nn.Module:
+    """A random model of transformers: every weight is drawn, also those that start as ones or zeros."""
+    import transformers
+
+    name, settings = CONFIGS[case]
+    with widened(dtype), torch.random.fork_rng():
+        torch.manual_seed(3)
+        config = getattr(transformers, f"{name}Config")(**settings)
+        # Other implementations of attention and experts round to float32, or take nothing wider.
+        config._attn_implementation = "eager" if name == "Mamba2" else "sdpa"
+        config._experts_implementation = "eager"
+        model = getattr(transformers, f"{name}ForCausalLM")(config).to(dtype).eval()
+    generator = torch.Generator().manual_seed(5)
+    for tensor in [*model.parameters(), *_routing_biases(model)]:
+        noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
+        tensor.data.add_(0.1 * noise.to(tensor.dtype))
+    return model
+
+
+def _routing_biases(model: nn.Module) -> list[Tensor]:
+    return [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
+
+
+def model_type(case: str) -> str:
+    return case.partition(",")[0]
+
+
+# ------------------------------------------------------------------------------------------ our side
+
+
+def our_shape(case: str, theirs: nn.Module) -> architecture.Model:
+    """What braid makes of the configuration, as it would be in config.json."""
+    return shape_of(family_of(model_type(case)), theirs.config.to_diff_dict())
+
+
+def our_model(shape: architecture.Model, weights: Mapping[str, Tensor], dtype: torch.dtype) -> LanguageModel:
+    chosen = kernels.choose(shape, torch.device("cpu"), dtype)
+    model = LanguageModel(shape, pattern.parse(shape.pattern), chosen, dtype=dtype)
+    parameters = dict(model.named_parameters())
+    assert model.canonical().keys() == weights.keys()
+    for name, tensor in model.canonical().items():
+        tensor.write(parameters[tensor.parameter], weights[name])
+    return model
+
+
+def linear(adapter: Adapter) -> Adapter:
+    """The table for gradients: a norm that counts from one has the gradient of one that counts from zero."""
+
+    def without(row: Row) -> Row:
+        return replace(row, move=lambda m: Same() if row.move(m) == FromOne() else row.move(m))
+
+    layers = {kind: tuple(map(without, table)) for kind, table in adapter.layers.items()}
+    return replace(adapter, layers=layers, ends=tuple(map(without, adapter.ends)))
+
+
+# ---------------------------------------------------------------------------------------- comparison
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parity:
+    """How far braid is from transformers, relative to the length of what is compared."""
+
+    logits: float
+    gradients: float
+    """The worst over all parameters."""
+    worst: str
+    """Their name of the parameter with the worst gradient."""
+
+
+def compare(case: str, documents: str, dtype: torch.dtype) -> Parity:
+    """Logits and the gradient of every parameter, from the same weights and tokens."""
+    theirs = their_model(case, dtype)
+    shape, adapter = our_shape(case, theirs), adapter_for(model_type(case), "memory")
+    weights = convert(theirs.state_dict(), adapter, shape, "to_ours")
+    ours = our_model(shape, weights, dtype)
+
+    given = batch(DOCUMENTS[documents])
+    logits = ours.logits(ours.prepare(given))
+    losses = ours(given)
+    losses.share(int(losses.token_count)).backward()
+    with widened(dtype):
+        rows = zip(DOCUMENTS[documents], given.tokens_BT, strict=True)
+        expected = torch.stack([_their_row(theirs, lengths, tokens_T) for lengths, tokens_T in rows])
+        labels = given.labels_BT.where(given.loss_mask_BT, -100)
+        nn.functional.cross_entropy(expected.flatten(0, 1), labels.flatten()).backward()
+    grads = convert(canonical_grads(ours), linear(adapter), shape, "to_theirs")
+    wanted = {name: _gradient(parameter) for name, parameter in theirs.named_parameters()}
+    biases = {name for name, _ in theirs.named_buffers()}
+    assert grads.keys() - biases == wanted.keys()
+    errors = {name: _error(grads[name], gradient) for name, gradient in wanted.items()}
+    worst = max(errors, key=errors.__getitem__)
+    return Parity(logits=_error(logits, expected), gradients=errors[worst], worst=worst)
+
+
+def _their_row(model: nn.Module, lengths: Sequence[int], tokens_T: Tensor) -> Tensor:
+    """Logits of a row: each of its documents by itself."""
+    documents = tokens_T.split(list(lengths))
+    return torch.cat([model(document[None], use_cache=False).logits[0] for document in documents])
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
+def _error(actual: Tensor, expected: Tensor) -> float:
+    actual, expected = actual.detach(), expected.detach()
+    return float((actual - expected).norm() / expected.norm().clamp(min=1e-6))

@@ -1,0 +1,173 @@
+"""config.json: read exactly or refused with every reason, and written so that it reads back."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from braid.architecture import Attention, Mlp, Model, Yarn
+from braid.errors import ConfigError
+from braid.interchange import FAMILIES, config_of, family_of, shape_of
+from braid.recipes import load
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "vocab_size": 128256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 32,
+    "intermediate_size": 14336,
+}
+
+
+def llama(**settings: Any) -> Model:
+    return shape_of(family_of("llama"), LLAMA | settings)
+
+
+def test_an_old_llama_file() -> None:
+    shape = llama(num_key_value_heads=8, rope_theta=500000.0, rms_norm_eps=1e-05, torch_dtype="bfloat16")
+    assert shape == Model(
+        pattern="[*-][*-]",
+        hidden=4096,
+        vocab=128256,
+        tied=False,
+        norm_eps=1e-5,
+        attention=Attention(heads=32, kv_heads=8, head_dim=128, rope_base=500000.0),
+        mlp=Mlp(ffn=14336),
+    )
+
+
+def test_llama_3_1_scales_its_frequencies() -> None:
+    scaling = {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    }
+    wanted = Yarn(factor=8, original_tokens=8192, beta_fast=4, beta_slow=1, ramp="rotations", mscale=0)
+    for settings in (
+        {"rope_scaling": scaling, "rope_theta": 5e5},
+        {"rope_parameters": {**scaling, "rope_theta": 5e5}},
+    ):
+        attention = llama(**settings).attention
+        assert attention is not None
+        assert (attention.rope_scaling, attention.rope_base) == (wanted, 5e5)
+
+
+def test_every_reason_is_told_at_once() -> None:
+    with pytest.raises(ConfigError) as error:
+        llama(
+            hidden_act="gelu",
+            rope_scaling={"type": "dynamic", "factor": 2.0},
+            attention_dropout=0.1,
+            num_hidden_layers="two",
+            quantization_config={"bits": 4},
+            mystery=3,
+        )
+    told = str(error.value).split("\n  ")
+    assert told[0] == "this llama config.json cannot be expressed: 7 reasons"
+    for setting in (
+        "hidden_act = 'gelu'",
+        "rope_parameters.rope_type = 'dynamic'",
+        "rope_parameters.factor = 2.0",
+        "attention_dropout = 0.1",
+        "num_hidden_layers = 'two'",
+        "quantization_config = {'bits': 4}: not a setting",
+        "mystery = 3: not a setting",
+    ):
+        assert any(line.startswith(setting) for line in told), setting
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings", "reason"),
+    [
+        ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        ("qwen3", {"use_sliding_window": True, "max_window_layers": 1}, "layer_types"),
+        ("qwen3_moe", {"num_experts": 4, "num_local_experts": 5}, "num_local_experts"),
+        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise"),
+        ("mamba2", {"num_heads": 3, "head_dim": 5}, "expand"),
+        ("mamba2", {"time_step_limit": [0.0, "much"], "num_heads": 128, "head_dim": 64}, "time_step_limit"),
+        ("nemotron_h", {"hybrid_override_pattern": "M-X"}, "layers_block_type"),
+        ("nemotron_h", {"layers_block_type": ["moe"], "mlp_bias": True}, "mlp_bias"),
+        ("nemotron_h", {"layers_block_type": ["mlp"], "mlp_hidden_act": "silu"}, "mlp_hidden_act"),
+        ("qwen3_next", {"layer_types": ["linear_attention"]}, "layer_types"),
+        ("deepseek_v3", {"rope_interleave": False}, "rope_interleave"),
+        ("deepseek_v3", {"rms_norm_eps": 1e-5}, "rms_norm_eps"),
+        ("deepseek_v3", {"topk_group": 3}, "topk_group"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func"),
+        (
+            "deepseek_v3",
+            {"rope_scaling": {"type": "yarn", "factor": 4, "mscale_all_dim": 1.0}},
+            "mscale_all_dim",
+        ),
+    ],
+)
+def test_what_braid_does_not_have_is_refused(model_type: str, settings: dict[str, Any], reason: str) -> None:
+    given = {**LLAMA, "model_type": model_type, **settings}
+    with pytest.raises(ConfigError, match=rf"\n  .*{re.escape(reason)}"):
+        shape_of(family_of(model_type), given)
+
+
+def test_settings_that_make_no_model_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"model\.attention\.kv_heads"):
+        llama(num_key_value_heads=5)
+
+
+def test_nemotron_h_takes_both_spellings_of_its_layers() -> None:
+    family, given = family_of("nemotron_h"), {"hidden_size": 64, "vocab_size": 100}
+    words = ["mamba", "mlp", "attention", "moe", "linear_attention", "full_attention"]
+    assert shape_of(family, given | {"layers_block_type": words}).pattern == "M-*EM*"
+    assert shape_of(family, given | {"hybrid_override_pattern": "M-*EM*"}).pattern == "M-*EM*"
+
+
+def test_qwen3_next_has_full_attention_in_every_fourth_layer() -> None:
+    given = {"hidden_size": 64, "vocab_size": 100, "num_hidden_layers": 5, "num_attention_heads": 2}
+    assert shape_of(family_of("qwen3_next"), given).pattern == "[GE][GE][GE][*E][GE]"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "model_type"),
+    [
+        ("nemotron-h-8b", "nemotron_h"),
+        ("nemotron-nano-30b-a3b", "nemotron_h"),
+        ("qwen3-next-80b-a3b", "qwen3_next"),
+        ("qwen3-30b-a3b", "qwen3_moe"),
+        ("deepseek-v3", "deepseek_v3"),
+    ],
+)
+def test_published_shapes_are_written_and_read_back(recipe: str, model_type: str) -> None:
+    shape, family = load(recipe).model, family_of(model_type)
+    depths = shape.pattern.count("/")
+    back = shape_of(family, config_of(family, shape), mtp_depths=depths)
+    assert config_of(family, back) == config_of(family, shape)
+
+
+def test_a_model_of_another_kind_is_refused_with_every_field() -> None:
+    shape = Model(
+        pattern="[*-]",
+        hidden=64,
+        vocab=100,
+        norm="layer",
+        attention=Attention(heads=4, kv_heads=2, head_dim=16, qk_norm=True, window=8),
+        mlp=Mlp(ffn=32, activation="relu2"),
+    )
+    with pytest.raises(ConfigError) as error:
+        config_of(family_of("llama"), shape)
+    told = str(error.value).split("\n  ")
+    assert told[0] == "this model is no llama: 4 fields"
+    assert [line.split(" =")[0] for line in told[1:]] == [
+        "model.attention.qk_norm",
+        "model.attention.window",
+        "model.mlp.activation",
+        "model.norm",
+    ]
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_type)
+def test_a_model_without_the_familys_parts_is_refused(family: Any) -> None:
+    with pytest.raises(ConfigError):
+        config_of(family, replace(llama(), pattern="MMM", norm="layer"))
