@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -71,23 +72,28 @@ def make(torch: str | None) -> None:
     shutil.rmtree(VENV, ignore_errors=True)
     subprocess.run([sys.executable, "-m", "venv", str(VENV)], check=True)
     if torch is not None:
-        paths = sysconfig.get_paths()
-        (site_packages() / "borrowed.pth").write_text(f"{paths['purelib']}\n{paths['platlib']}\n")
+        # Where torch itself lies comes first: it may be a user's own folder.
+        found = str(importlib.metadata.distribution("torch").locate_file(""))
+        folders = dict.fromkeys([found, sysconfig.get_path("purelib"), sysconfig.get_path("platlib")])
+        (site_packages() / "borrowed.pth").write_text("".join(f"{folder}\n" for folder in folders))
         (VENV / "constraints.txt").write_text("\n".join(constraints_without_installed()) + "\n")
 
 
-def install(extras: list[str], torch: str | None) -> None:
-    """Install braid with these extras into .venv."""
+def install(extras: list[str], torch: str | None, *, fresh: bool) -> bool:
+    """Install braid with these extras into .venv; False where only a part of it could be had."""
     constraints = ROOT / "constraints.txt" if torch is None else VENV / "constraints.txt"
     target = f"{ROOT}[{','.join(extras)}]" if extras else str(ROOT)
     pip = [str(VENV / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     installed = subprocess.run([*pip, "--constraint", str(constraints), "--editable", target])
     if installed.returncode == 0:
-        return
-    if torch is None:
+        return True
+    if torch is not None:
+        link_without_network()
+        return False
+    if fresh:
         shutil.rmtree(VENV, ignore_errors=True)
         sys.exit("set-up: pip could not install what braid needs (its message is above); .venv was removed")
-    link_without_network()
+    sys.exit(f"set-up: pip could not add {', '.join(extras)} (its message is above); .venv is as it was")
 
 
 def site_packages() -> Path:
@@ -103,9 +109,11 @@ def link_without_network() -> None:
         f"#!{VENV / 'bin' / 'python'}\nimport sys\n\nfrom braid.cli import main\n\nsys.exit(main())\n"
     )
     command.chmod(0o755)
-    wanted = re.findall(r'^\s+"([a-z-]+)>=', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    missing = [name for name in wanted if not _has(name)]
-    print(f"set-up: nothing could be installed; braid is linked in. Missing: {', '.join(missing) or 'nothing'}")
+    needed = re.findall(r'^\s+"([a-z-]+)>=', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    missing = [name for name in needed if not _has(name)]
+    if missing:
+        sys.exit(f"set-up: nothing could be installed, and braid needs {', '.join(missing)}")
+    print("set-up: nothing could be installed; braid is linked in, without the extras that were asked for")
 
 
 def _has(distribution: str) -> bool:
@@ -120,6 +128,10 @@ def main(extras: list[str]) -> None:
     if sys.version_info < NEEDED_PYTHON:
         given = ".".join(str(n) for n in sys.version_info[:3])
         sys.exit(f"set-up: braid needs Python 3.11 or newer, this is {given}; try `make PYTHON=python3.12 ...`")
+    if Path(sys.prefix).resolve() == VENV:
+        # Called with the Python of the very .venv: go on with the one that it was made from.
+        base = sys._base_executable  # type: ignore[attr-defined]
+        os.execv(base, [base, __file__, *extras])
     torch = borrowable_torch()
     made_from = fingerprint(torch)
     present = installed_extras(made_from)
@@ -130,8 +142,8 @@ def main(extras: list[str]) -> None:
         print(f"set-up: making .venv with {sys.executable} ({how}); this takes a minute or two", flush=True)
         make(torch)
     wanted = sorted((present or set()).union(extras))
-    install(wanted, torch)
-    STAMP.write_text(json.dumps({"made_from": made_from, "extras": wanted}))
+    if install(wanted, torch, fresh=present is None):
+        STAMP.write_text(json.dumps({"made_from": made_from, "extras": wanted}))
 
 
 if __name__ == "__main__":

@@ -109,3 +109,33 @@ def test_a_kind_without_its_shape_is_named(pattern, shape):
 )
 def test_sizes_that_do_not_fit_say_what_would(fields, world, field, remedy):
     assert remedy in problems(world, **fields)[field].remedy
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "rule"),
+    [
+        ({"optim__schedule": "Cosine"}, "optim.schedule", "must be one of 'cosine', 'wsd'"),
+        ({"model__norm": "batch"}, "model.norm", "must be one of 'rms', 'layer'"),
+        ({"data__sources": "folder"}, "data.sources", "must be a tuple of a text"),
+        ({"train__steps": 6.5}, "train.steps", "must be a whole number"),
+        ({"train__steps": True}, "train.steps", "must be a whole number"),
+        ({"optim__lr": "3e-4"}, "optim.lr", "must be a number"),
+        ({"optim__betas": (0.9,)}, "optim.betas", "must be a tuple of a number"),
+        ({"model__attention__window": 2.5}, "model.attention.window", "must be a whole number or None"),
+        ({"model__mlp": 3}, "model.mlp", "must be Mlp or None"),
+        ({"optim": None}, "optim", "must be Optim"),
+    ],
+)
+def test_values_of_a_wrong_type_are_named_before_any_rule_is_tried(fields, field, rule):
+    assert problems(**fields)[field].rule == rule
+
+
+@pytest.mark.parametrize(
+    "field", ["optim__clip", "optim__weight_decay", "model__moe__aux_loss", "model__mtp_loss"]
+)
+def test_infinite_numbers_are_refused(field):
+    assert field.replace("__", ".") in problems(**{field: float("inf")})
+
+
+def test_a_model_without_layers_is_refused():
+    assert "at least one layer" in problems(model__pattern="")["model.pattern"].rule

@@ -189,3 +189,27 @@ def test_supervised_fine_tuning_on_rows_with_prompts(folder, tmp_path, capsys):
     words = [*words_for(folder, tmp_path / "out"), "--data.sources", str(tmp_path / "rows"), *more]
     assert main(words) == 0
     assert losses(tmp_path / "out")[0] > 0
+
+
+def test_a_run_that_nobody_watches_any_more_goes_on(folder, tmp_path):
+    with start(words_for(folder, tmp_path)) as process:
+        process.stdout.readline()
+        process.stdout.close()
+        errors = process.stderr.read()
+    assert process.returncode == 0, errors
+    assert losses(tmp_path)[39:]
+    assert checkpoint.latest(tmp_path / "checkpoints").path.name == "step-00000040"
+
+
+def test_a_padded_vocabulary_trains_and_generates(folder, tmp_path, capsys):
+    more = ["--model.vocab", "1024", "--train.steps", "2", "--train.save-every", "0"]
+    assert main([*words_for(folder, tmp_path), *more]) == 0
+    assert (
+        main(["generate", str(tmp_path / "checkpoints"), "--temperature", "1e-320", "--prompt", "\udcff"]) == 0
+    )
+
+
+@pytest.mark.parametrize("option", [["--temperature", "nan"], ["--tokens", "-1"], ["--seed", "9" * 30]])
+def test_generation_refuses_what_makes_no_sense(option, whole, capsys):
+    assert main(["generate", str(whole[0]), *option]) == ExitCode.CONFIG
+    assert option[0][2:] in capsys.readouterr().err

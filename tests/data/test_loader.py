@@ -220,3 +220,10 @@ def test_the_fingerprint_covers_every_choice(tmp_path: Path) -> None:
     ]
     assert len({loader.fingerprint for loader in loaders}) == len(loaders)
     assert Loader(source, length=3, seed=0).fingerprint == loaders[0].fingerprint
+
+
+def test_sources_of_a_mixture_have_orders_of_their_own(tmp_path: Path) -> None:
+    source = write_source(tmp_path / "s", [list(range(1, 200))])
+    loader = Loader(Mixture(sources=(source, source), weights=(1, 1)), length=4, seed=1)
+    tokens = loader.batch(range(40)).tokens_BT[:, 0]
+    assert tokens[0::2].tolist() != tokens[1::2].tolist()

@@ -94,3 +94,18 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(DataError, match=r"pip install 'braid\[hf\]'"):
         HfTokenizer("{}")
+
+
+def test_a_text_is_neither_cut_padded_nor_framed(words_json: str) -> None:
+    from tokenizers import Tokenizer
+    from tokenizers.processors import TemplateProcessing
+
+    backend = Tokenizer.from_str(words_json)
+    plain = HfTokenizer(words_json)
+    some = sorted(backend.get_vocab().items())[0]
+    backend.enable_truncation(2)
+    backend.enable_padding(length=9)
+    backend.post_processor = TemplateProcessing(single=f"{some[0]} $A", special_tokens=[some])
+    text = " ".join(sorted(backend.get_vocab())[:4])
+    assert HfTokenizer(backend.to_str()).encode(text).tolist() == plain.encode(text).tolist()
+    assert len(plain.encode(text)) == 4

@@ -108,3 +108,14 @@ def test_linear_outputs_apart(bias: bool) -> None:
     together = linear(x).view(3, 5, 2)
     for place, output in enumerate(linear.apart(x)):
         torch.testing.assert_close(output, together[..., place], rtol=1e-13, atol=1e-13)
+
+
+def test_a_bf16_embedding_sums_its_gradients_in_float32() -> None:
+    ids = torch.zeros(64, 256, dtype=torch.int64)
+    wide = Embedding(2, 3, dtype=torch.float64)
+    narrow = Embedding(2, 3, dtype=torch.bfloat16)
+    grads = torch.rand(64, 256, 3, generator=torch.Generator().manual_seed(0)).bfloat16()
+    wide(ids).backward(grads.double())
+    narrow(ids).backward(grads)
+    error = (narrow.weight.grad.double() - wide.weight.grad).norm() / wide.weight.grad.norm()
+    assert error < 2**-8

@@ -76,3 +76,21 @@ def test_listeners_speak_their_packages_language(tmp_path, monkeypatch):
         listener.log(3, {"loss": 1.5, "mfu": None})
         listener.close()
     assert told == [("loss", 1.5, 3), "closed", ({"loss": 1.5}, 3), "finished"]
+
+
+def test_a_disk_that_is_full_costs_lines_and_not_the_run(tmp_path, capsys):
+    metrics = Metrics(tmp_path / "metrics.jsonl", after_step=0)
+    metrics._lines.close()
+    metrics._lines = open("/dev/full", "ab", buffering=0)  # noqa: SIM115 - it is closed by __exit__
+    with metrics:
+        metrics.log(1, {"loss": 1.0})
+        metrics.log(2, {"loss": 1.0})
+    assert capsys.readouterr().err.count("No space left on device") == 1
+
+
+def test_bytes_that_are_no_text_do_not_stop_a_resume(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    file.write_bytes(b'{"step": 1}\n\xff\x00')
+    with Metrics(file, after_step=1) as metrics:
+        metrics.log(2, {})
+    assert steps_in(file) == [1, 2]

@@ -143,13 +143,27 @@ def _ending(outcome: Outcome, feed: Feed, places: Places) -> Sequence[tuple[str,
 def _next_commands(words: list[str], places: Places, outcome: Outcome, chosen: TrainOptions) -> Sequence[str]:
     """Three commands that work as they stand: with the program's own name and every option of this run."""
     program = sys.argv[0] if Path(sys.argv[0]).name == "braid" else "braid"
-    longer = [*words, "--train.steps", str(2 * chosen.run.train.steps)]
+    longer = [*_without(words, "--train.steps"), "--train.steps", str(2 * chosen.run.train.steps)]
     shown = [words[0], *_run_options(words[1:])]
     return [
         shlex.join([program, "generate", str(places.out), "--prompt", "class "]),
         shlex.join([program, "train", *longer]),
         shlex.join([program, "show", *shown]),
     ]
+
+
+def _without(words: list[str], option: str) -> list[str]:
+    """The words less an option and its value."""
+    kept: list[str] = []
+    skipping = False
+    for word in words:
+        if skipping:
+            skipping = False
+        elif word == option:
+            skipping = True
+        elif not word.startswith(f"{option}="):
+            kept.append(word)
+    return kept
 
 
 def _run_options(words: list[str]) -> list[str]:

@@ -1,0 +1,192 @@
+"""A run as a whole: it is the plain PyTorch loop one would write, with every field in its place."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from braid.errors import ConfigError, DataError
+from braid.plan import plan
+from braid.train import state as states
+from braid.train.device import Device, choose_device
+from braid.train.feed import open_feed
+from braid.train.loop import train_to_end
+from braid.train.places import Places
+from braid.train.step import evaluate, micro_batches, train_step
+from tests.train.helpers import run_on, started
+
+
+def test_a_run_is_the_plain_loop_with_all_its_fields(corpus, tmp_path):
+    run = run_on(corpus, dtype="fp64", steps=6)
+    optim = replace(
+        run.optim,
+        lr=0.02,
+        warmup_steps=2,
+        betas=(0.7, 0.8),
+        eps=1e-4,
+        weight_decay=0.3,
+        clip=0.5,
+        final_lr_share=0.2,
+    )
+    run = replace(run, optim=optim)
+    feed, state, places = started(run, tmp_path / "run")
+    train_to_end(plan(run, 1), places, choose_device("cpu"), feed, state)
+
+    _, plain, _ = started(run, tmp_path / "plain")
+    named = dict(plain.model.named_parameters())
+    matrices = [p for name, p in named.items() if name in plain.model.decaying()]
+    others = [p for name, p in named.items() if name not in plain.model.decaying()]
+    assert all(p.ndim >= 2 for p in matrices)
+    assert all("norm" in name for name in named if name not in plain.model.decaying())
+    groups = [{"params": matrices, "weight_decay": 0.3}, {"params": others, "weight_decay": 0.0}]
+    adamw = torch.optim.AdamW(groups, betas=(0.7, 0.8), eps=1e-4, fused=False, foreach=False)
+    for step in range(1, 7):
+        batches = micro_batches(run, feed.train, step, 4 * (step - 1))
+        tokens = sum(int(batch.loss_mask_BT.sum()) for batch in batches)
+        adamw.zero_grad()
+        for batch in batches:
+            plain.model(batch).share(tokens).backward()
+        norm = math.sqrt(sum(float(p.grad.square().sum()) for p in named.values()))
+        for p in named.values():
+            p.grad *= min(1.0, 0.5 / norm)
+        fallen = (1 + math.cos(math.pi * (step - 2) / 4)) / 2
+        rate = 0.02 * (step / 2 if step <= 2 else 0.2 + 0.8 * fallen)
+        for group in adamw.param_groups:
+            group["lr"] = rate
+        adamw.step()
+    for name, parameter in state.model.named_parameters():
+        torch.testing.assert_close(parameter, named[name], rtol=1e-10, atol=1e-12)
+
+
+def test_a_changed_batch_continues_with_the_next_sample(corpus, tmp_path, monkeypatch):
+    run = run_on(corpus)
+    feed, state, places = started(run, tmp_path)
+    for _ in range(3):
+        train_step(state, run, feed.train, 1e-3)
+    states.save(places.checkpoints, state, run, feed.train, feed.tokenizer)
+    larger = replace(run, train=replace(run.train, batch_samples=8))
+    feed, state, _ = started(larger, tmp_path)
+    assert (state.samples, state.tokens) == (12, 12 * 32)
+    read = []
+    real = type(feed.train).batch
+    monkeypatch.setattr(type(feed.train), "batch", lambda self, i: (read.extend(i), real(self, i))[1])
+    train_step(state, larger, feed.train, 1e-3)
+    assert read == list(range(12, 20))
+    assert state.tokens == 20 * 32
+
+
+def test_torchs_own_generator_continues_too(corpus, tmp_path):
+    run = run_on(corpus)
+    feed, state, places = started(run, tmp_path)
+    torch.rand(5)
+    states.save(places.checkpoints, state, run, feed.train, feed.tokenizer)
+    expected = torch.rand(3)
+    torch.manual_seed(99)
+    started(run, tmp_path)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_evaluation_drops_nothing_out(corpus, tmp_path):
+    run = run_on(corpus)
+    dropping = replace(run, model=replace(run.model, dropout=0.5))
+    losses = []
+    for each in (run, dropping):
+        feed, state, _ = started(each, tmp_path / str(each.model.dropout))
+        losses.append(evaluate(state.model, each, feed.validation))
+    assert losses[0] == losses[1]
+
+
+def test_figures_of_a_step_weigh_micro_batches_by_their_tokens(corpus, tmp_path):
+    run = run_on(corpus)
+    feed, state, _ = started(run, tmp_path)
+    batches = micro_batches(run, feed.train, 1, 0)
+    with torch.no_grad():
+        parts = [state.model(batch) for batch in batches]
+    tokens = [int(part.token_count) for part in parts]
+    wanted = sum(float(part.aux["load_balance"]) * n for part, n in zip(parts, tokens, strict=True)) / sum(
+        tokens
+    )
+    metrics = train_step(state, run, feed.train, 0.0).metrics
+    assert metrics["aux_load_balance"] == pytest.approx(wanted, rel=1e-5)
+    assert 1 <= metrics["moe_max_over_mean"] <= 4
+    assert metrics["moe_dropped"] == 0
+
+
+def test_selection_biases_move_towards_even_load_once_a_step(corpus, tmp_path):
+    run = run_on(corpus)
+    moe = replace(run.model.moe, score="sigmoid", selection_bias=True, selection_bias_rate=0.5)
+    run = replace(run, model=replace(run.model, moe=moe))
+    feed, state, places = started(run, tmp_path)
+    ((layer, module),) = state.model.moes()
+    with torch.no_grad():
+        contexts = [state.model.prepare(batch) for batch in micro_batches(run, feed.train, 1, 0)]
+        for context in contexts:
+            state.model.losses(context)
+    counts = sum(context.balances[layer].counts_E for context in contexts).double()
+    train_step(state, run, feed.train, 1e-3)
+    wanted = 0.5 * torch.sign(counts.mean() - counts)
+    assert torch.equal(module.router.bias.double(), wanted)
+    states.save(places.checkpoints, state, run, feed.train, feed.tokenizer)
+    _, again, _ = started(run, tmp_path)
+    ((_, loaded),) = again.model.moes()
+    assert torch.equal(loaded.router.bias, module.router.bias)
+
+
+def test_mfu_counts_three_forward_passes(corpus, tmp_path):
+    run = run_on(corpus, dtype="bf16")
+    feed, state, places = started(run, tmp_path)
+    device = Device(torch=torch.device("cpu"), name="known", peak_bf16_flops=1e12)
+    train_to_end(plan(run, 1), places, device, feed, state)
+    line = json.loads(places.metrics.read_text().splitlines()[-1])
+    seconds = 4 * 32 / line["tokens_per_s"]
+    assert line["mfu"] == pytest.approx(3 * 4 * state.model.flops(32) / seconds / 1e12)
+    assert device.mfu(1e12, 1.0, "fp32") is None
+
+
+def test_data_of_another_tokenizer_is_refused(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr("braid.data.ByteTokenizer.description", property(lambda self: {"kind": "other"}))
+    with pytest.raises(DataError, match="another tokenizer"):
+        open_feed(run_on(corpus), tmp_path)
+
+
+def test_a_folder_takes_one_run_at_a_time(tmp_path):
+    with Places(out=tmp_path / "run").held():
+        with pytest.raises(ConfigError, match=r"process \d+ is training into"):
+            with Places(out=tmp_path / "run").held():
+                pass
+    with Places(out=tmp_path / "run").held():
+        pass
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be used"):
+        with Places(out=tmp_path / "file").held():
+            pass
+
+
+def test_a_run_without_a_single_label_says_so(corpus, tmp_path, monkeypatch, capsys):
+    run = run_on(corpus, steps=3)
+    run = replace(run, optim=replace(run.optim, warmup_steps=0))
+    feed, state, places = started(run, tmp_path)
+    real = type(feed.train).batch
+
+    def masked(self, indices):
+        batch = real(self, indices)
+        return replace(batch, loss_mask_BT=torch.zeros_like(batch.loss_mask_BT))
+
+    monkeypatch.setattr(type(feed.train), "batch", masked)
+    train_to_end(plan(run, 1), places, choose_device("cpu"), feed, state)
+    assert capsys.readouterr().err.count("no token counts in the loss") == 1
+
+
+def test_fewer_steps_than_are_done_is_refused(corpus, tmp_path):
+    run = run_on(corpus)
+    feed, state, places = started(run, tmp_path)
+    for _ in range(3):
+        train_step(state, run, feed.train, 1e-3)
+    states.save(places.checkpoints, state, run, feed.train, feed.tokenizer)
+    fewer = replace(run, train=replace(run.train, steps=2))
+    with pytest.raises(ConfigError, match=r"is at step 3, train\.steps is 2"):
+        started(fewer, tmp_path)
