@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import json
 
-from benchmarks import decoder_cpu, machine
+from benchmarks import decoder_cpu, growth, machine, scans
 
 
 def main() -> None:
-    figures = {"fp32": decoder_cpu.measure("fp32"), "bf16": decoder_cpu.measure("bf16")}
-    print(f"decoder_cpu  {json.dumps(figures)}")
-    print(f"written to {machine.write('decoder_cpu', figures).relative_to(machine.ROOT)}")
+    for name, measure in (
+        (
+            "scans",
+            lambda: {scan.__name__: growth.measure(scan) for scan in (scans.ssd_scan, scans.delta_rule_scan)},
+        ),
+        ("decoder_cpu", lambda: {dtype: decoder_cpu.measure(dtype) for dtype in ("fp32", "bf16")}),
+    ):
+        figures = measure()
+        print(f"{name}  {json.dumps(figures)}", flush=True)
+        machine.write(name, figures)
+    print(f"written to {machine.RESULTS.relative_to(machine.ROOT)}")
 
 
 if __name__ == "__main__":

@@ -1,34 +1,34 @@
-"""How the plain state-space scan grows with length: seconds and peak memory of forward and backward on a CPU.
+"""How something grows with length: seconds and peak memory of forward and backward on a CPU, per length.
 
 Each length runs in a process of its own with one thread, so that its peak is its own. Seconds are the
 processor's, best of a few runs: they do not count the neighbours. The peak is what the process holds at most
-beyond what it held before the scan, inputs excluded. Needs Linux, which keeps that figure.
+beyond what it held before, inputs excluded. Needs Linux, which keeps that figure.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from braid.kernels import ssd
-
-HEADS, HEAD_DIM, GROUPS, STATE = 8, 64, 1, 64
-DOCUMENT_TOKENS = 700
+LENGTHS = (1024, 2048, 4096, 8192)
 REPEATS = 3
 
+Prepare = Callable[[int], Callable[[], object]]
+"""Makes inputs of so many tokens, and returns the work on them."""
 
-def measure_ssd(lengths: Sequence[int] = (1024, 2048, 4096, 8192)) -> dict[str, Any]:
+
+def measure(prepare: Prepare, lengths: Sequence[int] = LENGTHS) -> dict[str, Any]:
     """For each length, in tokens: seconds and MiB, and both per thousand tokens, where growth is linear if
     they do not grow."""
     figures = {}
     for tokens in lengths:
         with multiprocessing.get_context("spawn").Pool(1) as pool:
-            seconds, mebibytes = pool.apply(_forward_and_backward, (tokens,))
+            seconds, mebibytes = pool.apply(_work, (prepare, tokens))
         figures[str(tokens)] = {
             "seconds": round(seconds, 4),
             "peak_mib": round(mebibytes, 1),
@@ -38,24 +38,14 @@ def measure_ssd(lengths: Sequence[int] = (1024, 2048, 4096, 8192)) -> dict[str, 
     return figures
 
 
-def _forward_and_backward(tokens: int) -> tuple[float, float]:
+def _work(prepare: Prepare, tokens: int) -> tuple[float, float]:
     torch.set_num_threads(1)
-    leaves = [
-        torch.randn(1, tokens, HEADS, HEAD_DIM),
-        torch.rand(1, tokens, HEADS),
-        -torch.rand(HEADS),
-        torch.randn(1, tokens, GROUPS, STATE),
-        torch.randn(1, tokens, GROUPS, STATE),
-        torch.ones(HEADS),
-    ]
-    x, dt, a, b, c, skip = (leaf.requires_grad_() for leaf in leaves)
-    documents_BT = (torch.arange(tokens) // DOCUMENT_TOKENS).unsqueeze(0)
+    work = prepare(tokens)
     held = _mebibytes("VmRSS")
     seconds = []
     for _ in range(REPEATS):
         started = time.process_time()
-        y_BTHD, _ = ssd.REFERENCE.function(x, dt, a, b, c, skip, documents_BT)
-        y_BTHD.sum().backward()
+        work()
         seconds.append(time.process_time() - started)
     return min(seconds), _mebibytes("VmHWM") - held
 
