@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,24 +53,30 @@ def data(words: list[str]) -> int:
 
 def _build(words: list[str]) -> int:
     chosen = options(BuildOptions, words, "braid data build")
-    from braid.data import build
+    from braid.data import build, open_splits
     from braid.train.feed import tokenizer_of
 
+    tokenizer = tokenizer_of(chosen.tokenizer)
     with bar("tokenising") as progress:
         built = build(
             chosen.input,
             chosen.output,
-            tokenizer_of(chosen.tokenizer),
+            tokenizer,
             glob=chosen.glob,
             validation=chosen.validation,
             seed=chosen.seed,
             progress=progress,
         )
-    held_out = f", {built.validation_documents:,} documents of them held out" if chosen.validation else ""
-    print(f"{built.documents:,} documents, {built.tokens:,} tokens from {built.bytes:,} bytes{held_out}")
+    held_out = f"; held out: {built.validation_documents:,}" if chosen.validation else ""
+    print(f"documents: {built.documents:,}{held_out}; tokens: {built.tokens:,} from {built.bytes:,} bytes")
     if built.skipped:
-        print(f"{built.skipped:,} files left out: they are not UTF-8 text")
-    print(f"train on it: braid train RECIPE --data.sources {built.output}")
+        print(f"files left out because they are not UTF-8 text: {built.skipped:,}")
+    fields = ["--data.sources", str(built.output)]
+    if chosen.tokenizer != "bytes":
+        fields += ["--data.tokenizer", chosen.tokenizer, "--model.vocab", str(tokenizer.vocab)]
+    if any(shard.loss_mask is not None for shard in open_splits(built.output).train.shards):
+        fields += ["--data.packing", "documents"]
+    print(f"train on it: braid train RECIPE {shlex.join(fields)}")
     return ExitCode.OK
 
 
