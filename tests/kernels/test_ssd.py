@@ -187,3 +187,25 @@ def test_bfloat16_is_near_float64() -> None:
 def test_the_choice_says_why() -> None:
     choice = ssd.choose(torch.device("cpu"), torch.float32)
     assert str(choice).startswith("ssd: reference, because ")
+
+
+def test_a_large_time_step_costs_later_tokens_no_precision() -> None:
+    torch.manual_seed(0)
+    dt = torch.full((1, 64, 1), 0.01)
+    dt[0, 5] = 1e4
+    x, b, c = torch.randn(1, 64, 1, 3), torch.randn(1, 64, 1, 4), torch.randn(1, 64, 1, 4)
+    a, skip = torch.tensor([-16.0]), torch.zeros(1)
+    wide, _ = ssd.REFERENCE.function(*(t.double() for t in (x, dt, a, b, c, skip)))
+    narrow, _ = ssd.REFERENCE.function(x, dt, a, b, c, skip)
+    assert (narrow - wide).norm() / wide.norm() < 1e-6
+
+
+def test_a_documents_decays_do_not_reach_the_next_one_in_float32() -> None:
+    torch.manual_seed(0)
+    dt = torch.cat([torch.full((1, 512, 1), 2.0), torch.full((1, 512, 1), 1e-3)], 1)
+    x, b, c = torch.randn(1, 1024, 1, 3), torch.randn(1, 1024, 1, 4), torch.randn(1, 1024, 1, 4)
+    a, skip = torch.tensor([-16.0]), torch.zeros(1)
+    documents = (torch.arange(1024) // 512)[None]
+    packed, _ = ssd.REFERENCE.function(x, dt, a, b, c, skip, documents)
+    alone, _ = ssd.REFERENCE.function(x[:, 512:], dt[:, 512:], a, b[:, 512:], c[:, 512:], skip)
+    torch.testing.assert_close(packed[:, 512:], alone, rtol=1e-6, atol=1e-6)

@@ -28,7 +28,7 @@ def build(
     text: str, shape: architecture.Model = SHAPE, dtype: torch.dtype = torch.float64, seed: int = 1
 ) -> LanguageModel:
     shape = replace(shape, pattern=text)
-    chosen = kernels.choose(shape, torch.device("cpu"), dtype)
+    chosen = kernels.choose(shape, pattern.parse(text).kinds(), torch.device("cpu"), dtype)
     model = LanguageModel(shape, pattern.parse(text), chosen, dtype=dtype)
     model.initialize(seed)
     return model

@@ -53,6 +53,12 @@ def test_the_end_of_the_document_ends_the_text() -> None:
     assert cut == whole[: whole.index(whole[10], 3) + 1]
 
 
+def test_an_end_inside_the_prompt_ends_nothing() -> None:
+    rows = generate(build("*-"), torch.tensor([[3, 16, 5]]), 6, temperature=0.0, end=16)
+    new = rows[0, 3:].tolist()
+    assert len(new) == 6 or new[-1] == 16
+
+
 def test_samples_follow_the_temperature_and_stay_within_top_k() -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0, -1.0]]).expand(20_000, 4)
     generator = torch.Generator().manual_seed(0)

@@ -99,6 +99,19 @@ def test_cached_decoding_equals_full_recomputation(pattern: str, dtype: torch.dt
     torch.testing.assert_close(torch.cat(parts, 1), full, rtol=bound, atol=bound)
 
 
+def test_benchmark_routing_goes_on_where_the_cache_stands() -> None:
+    model = build("[*E]", replace(HYBRID, moe=replace(HYBRID.moe, routing="round_robin")))
+    tokens = torch.randint(0, 17, (1, 9), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        full = model.logits(model.prepare(MicroBatch.of_tokens(tokens)))
+        caches = model.new_caches(1)
+        parts = [
+            model.logits(model.prepare(MicroBatch.of_tokens(tokens[:, a:b], start=a), caches))
+            for a, b in ((0, 6), (6, 7), (7, 9))
+        ]
+    torch.testing.assert_close(torch.cat(parts, 1), full, rtol=1e-12, atol=1e-12)
+
+
 def test_a_windowed_cache_equals_full_recomputation() -> None:
     model = build("**", replace(HYBRID, attention=replace(HYBRID.attention, window=4)))
     start = torch.tensor([[1, 2, 3, 4, 5, 6, 7]])

@@ -9,6 +9,7 @@ import torch
 
 from braid.errors import DataError
 from braid.model.context import Context, MicroBatch
+from braid.model.language import PartOfStep
 from tests.model.cases import SHAPE, assert_near, batch, build, canonical_grads, part
 
 ATTENTION, MOE = SHAPE.attention, SHAPE.moe
@@ -75,15 +76,20 @@ def test_gradients_of_micro_batches_add_up() -> None:
 
 
 def test_shares_add_up_to_the_loss_of_the_step() -> None:
-    model = build("*E", replace(SHAPE, moe=replace(MOE, aux_loss=0.5)))
-    parts = [model(batch([[20]], seed=seed)) for seed in range(3)]
-    tokens = sum(int(losses.token_count) for losses in parts)
+    moe = replace(MOE, aux_loss=0.5, sequence_aux_loss=0.3, z_loss=0.1)
+    model = build("*E", replace(SHAPE, moe=moe))
+    batches = [batch([[20]], seed=1), batch([[7], [9]], seed=2)]
+    parts = [PartOfStep(tokens=20 / 36, rows=1 / 3), PartOfStep(tokens=16 / 36, rows=2 / 3)]
+    each = [model(given) for given in batches]
+    tokens = sum(int(losses.token_count) for losses in each)
     expected = sum(
-        float(losses.loss_sum.detach()) + float(losses.token_count) * float(losses.aux["load_balance"].detach())
-        for losses in parts
+        losses.loss_sum / tokens
+        + (losses.aux["load_balance"] + losses.aux["router_z"]) * part.tokens
+        + losses.aux["sequence_balance"] * part.rows
+        for losses, part in zip(each, parts, strict=True)
     )
-    total = sum(float(losses.share(tokens).detach()) for losses in parts)
-    assert total == pytest.approx(expected / tokens, rel=1e-12)
+    total = sum(losses.share(tokens, part=part) for losses, part in zip(each, parts, strict=True))
+    torch.testing.assert_close(total, expected, rtol=1e-12, atol=0.0)
 
 
 def test_an_all_masked_batch_costs_nothing() -> None:

@@ -99,3 +99,10 @@ def test_keys_of_a_depth_are_those_of_a_plain_block() -> None:
 def test_evaluation_leaves_the_depths_out() -> None:
     model = build("[*-]/*E")
     assert model(replace(batch([[8]]), training=False)).mtp == ()
+
+
+def test_a_document_number_that_returns_is_another_document() -> None:
+    given = replace(batch([[9]]), documents_BT=torch.tensor([[0, 0, 0, 1, 1, 1, 0, 0, 0]]))
+    shown = targets(replace(given, loss_mask_BT=torch.ones(1, 9, dtype=torch.bool)), depth=5)
+    assert not shown.loss_mask_BT.any()
+    assert not shown.tokens_BT.any()

@@ -9,14 +9,21 @@ from dataclasses import replace
 import pytest
 import torch
 
-from braid.errors import ConfigError, DataError
+from braid import recipes
+from braid.errors import CheckpointError, ConfigError, DataError
+from braid.model.language import PartOfStep
+from braid.nn.moe.balance import Balance
+from braid.optim.gradients import total_norm
+from braid.pattern import parse
 from braid.plan import plan
 from braid.train import state as states
 from braid.train.device import Device, choose_device
 from braid.train.feed import open_feed
-from braid.train.loop import train_to_end
+from braid.train.loads import Loads, update_selection_biases
+from braid.train.loop import begin_or_continue, make_state, train_to_end
 from braid.train.places import Places
-from braid.train.step import evaluate, micro_batches, train_step
+from braid.train.step import _backward, evaluate, micro_batches, train_step
+from tests.model.cases import SHAPE, build
 from tests.train.helpers import run_on, started
 
 
@@ -49,7 +56,8 @@ def test_a_run_is_the_plain_loop_with_all_its_fields(corpus, tmp_path):
         tokens = sum(int(batch.loss_mask_BT.sum()) for batch in batches)
         adamw.zero_grad()
         for batch in batches:
-            plain.model(batch).share(tokens).backward()
+            half = PartOfStep(tokens=0.5, rows=0.5)
+            plain.model(batch).share(tokens, part=half).backward()
         norm = math.sqrt(sum(float(p.grad.square().sum()) for p in named.values()))
         for p in named.values():
             p.grad *= min(1.0, 0.5 / norm)
@@ -100,16 +108,13 @@ def test_evaluation_drops_nothing_out(corpus, tmp_path):
     assert losses[0] == losses[1]
 
 
-def test_figures_of_a_step_weigh_micro_batches_by_their_tokens(corpus, tmp_path):
+def test_means_of_micro_batches_weigh_by_their_tokens_that_are_not_padding(corpus, tmp_path):
     run = run_on(corpus)
     feed, state, _ = started(run, tmp_path)
     batches = micro_batches(run, feed.train, 1, 0)
     with torch.no_grad():
         parts = [state.model(batch) for batch in batches]
-    tokens = [int(part.token_count) for part in parts]
-    wanted = sum(float(part.aux["load_balance"]) * n for part, n in zip(parts, tokens, strict=True)) / sum(
-        tokens
-    )
+    wanted = sum(float(each.aux["load_balance"]) for each in parts) / 2  # as many tokens in each, no padding
     metrics = train_step(state, run, feed.train, 0.0).metrics
     assert metrics["aux_load_balance"] == pytest.approx(wanted, rel=1e-5)
     assert 1 <= metrics["moe_max_over_mean"] <= 4
@@ -190,3 +195,77 @@ def test_fewer_steps_than_are_done_is_refused(corpus, tmp_path):
     fewer = replace(run, train=replace(run.train, steps=2))
     with pytest.raises(ConfigError, match=r"is at step 3, train\.steps is 2"):
         started(fewer, tmp_path)
+
+
+def test_masked_prompts_change_no_weight_of_a_mean_over_tokens(corpus, tmp_path):
+    run = run_on(corpus, dtype="fp64")
+    moe = replace(run.model.moe, aux_loss=0.0, z_loss=1.0, sequence_aux_loss=1.0)
+    run = replace(run, model=replace(run.model, moe=moe))
+    figures = []
+    for count in (1, 2, 4):
+        each = replace(run, train=replace(run.train, micro_batches=count))
+        feed, state, _ = started(each, tmp_path / str(count))
+        batches = micro_batches(each, feed.train, 1, 0)
+        for batch in batches:  # the first rows of the step are all prompt but for one token
+            batch.loss_mask_BT[batch.sample_B < 2, 1:] = False
+        metrics, _ = _backward(state, batches, sum(int(batch.loss_mask_BT.sum()) for batch in batches))
+        norm = float(total_norm(state.optimizer.gradients()))
+        figures.append([metrics["aux_router_z"], metrics["aux_sequence_balance"], norm])
+    assert figures[1] == pytest.approx(figures[0], rel=1e-12)
+    assert figures[2] == pytest.approx(figures[0], rel=1e-12)
+
+
+def test_loads_add_up_over_micro_batches():
+    layer = parse("E").layers[0]
+    first, second = (
+        Balance({}, torch.tensor(counts), torch.tensor(kept), torch.tensor(favourites))
+        for counts, kept, favourites in (([4, 0, 2], [3, 0, 2], [4, 1, 1]), ([2, 2, 2], [2, 2, 2], [0, 3, 3]))
+    )
+    loads = Loads().plus({layer: first}).plus({layer: second})
+    assert loads.counts_E[layer].tolist() == [6, 2, 4]
+    assert loads.favourites_E[layer].tolist() == [4, 4, 4]
+    metrics = loads.metrics()
+    assert metrics["moe_max_over_mean"] == pytest.approx(1.5)
+    assert metrics["moe_min_over_mean"] == pytest.approx(0.5)
+    assert metrics["moe_dropped"] == pytest.approx(1 / 12)
+
+
+def test_selection_biases_follow_what_was_chosen_and_not_what_found_a_place():
+    shape = replace(
+        SHAPE, moe=replace(SHAPE.moe, score="sigmoid", selection_bias=True, selection_bias_rate=1.0)
+    )
+    model = build("E", shape)
+    ((layer, moe),) = model.moes()
+    chosen, kept = torch.tensor([9, 1, 1, 1, 3]), torch.tensor([1, 1, 1, 1, 1])
+    loads = Loads().plus({layer: Balance({}, chosen, kept, chosen)})
+    before = moe.router.bias.clone()
+    update_selection_biases(model, loads)
+    assert (moe.router.bias - before).tolist() == [-1, 1, 1, 1, 0]
+
+
+def test_a_new_run_may_start_from_the_weights_of_another(corpus, tmp_path):
+    run = run_on(corpus, dtype="bf16")
+    feed, state, places = started(run, tmp_path / "first")
+    train_step(state, run, feed.train, 1e-2)
+    states.save(places.checkpoints, state, run, feed.train, feed.tokenizer)
+    second = make_state(plan(run, 1), choose_device("cpu"))
+    begin_or_continue(second, run, feed, Places(out=tmp_path / "second"), init=tmp_path / "first")
+    assert (second.step, second.samples, second.optimizer.updates) == (0, 0, 0)
+    for name, tensor in state.optimizer.main.items():
+        assert torch.equal(second.optimizer.main[name], tensor)
+        assert not second.optimizer.moment("exp_avg", name).any()
+    other = replace(run, model=replace(run.model, hidden=8))
+    with pytest.raises(CheckpointError, match="differ in"):
+        begin_or_continue(
+            make_state(plan(other, 1), choose_device("cpu")),
+            other,
+            feed,
+            Places(out=tmp_path / "third"),
+            init=tmp_path / "first",
+        )
+
+
+def test_a_model_that_cannot_fit_is_refused_before_anything_is_made(monkeypatch):
+    monkeypatch.setattr(Device, "memory_total", lambda self: 1 << 20)
+    with pytest.raises(ConfigError, match="weights, gradients and moments take"):
+        make_state(plan(recipes.load("tiny"), 1), choose_device("cpu"))

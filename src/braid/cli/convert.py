@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,10 @@ if TYPE_CHECKING:
     from braid.data import Tokenizer
 
 TOKENIZER = "tokenizer.json"
+CARRIED = ("tokenizer_config.json", "generation_config.json", "special_tokens_map.json")
+"""Files of a folder that travel with its model as they are."""
+SETTINGS = ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
+"""Settings of a config.json that say nothing about the shape."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,10 +52,21 @@ def import_(words: list[str]) -> int:
     tokenizer, tokenizer_file = _tokenizer_of(folder, chosen.out)
     run = _run_of(shape, tokenizer_file, tensors["embedding.weight"].dtype)
     plan(run, world=1)
-    path = save_weights(root, tensors, run, tokenizer)
+    path = save_weights(root, tensors, run, tokenizer, _hub(folder))
+    if tokenizer_file == "bytes":
+        print(f"braid: {folder} has no {TOKENIZER}: text goes in and out as bytes", file=sys.stderr)
     print(f"{len(tensors)} tensors of {shape.pattern}\ncheckpoint  {path}\ntokenizer   {tokenizer_file}")
     print(f'try next    braid generate {chosen.out} --prompt "The "')
     return ExitCode.OK
+
+
+def _hub(folder: Path) -> dict[str, Any]:
+    """What a folder says that no shape holds, to be written again on export."""
+    from braid.interchange.files import read_json
+
+    config = read_json(folder / "config.json", CheckpointError)
+    files = {name: (folder / name).read_text(encoding="utf-8") for name in CARRIED if (folder / name).is_file()}
+    return {"settings": {name: config[name] for name in SETTINGS if name in config}, "files": files}
 
 
 def _tokenizer_of(folder: Path, out: Path) -> tuple[Tokenizer, str]:
@@ -92,7 +108,7 @@ class ExportOptions:
     out: Path
     """Folder to write; must be empty or not there."""
     model_type: str
-    """Family to write the model as: llama, qwen3, qwen3_moe, mixtral, mamba2, nemotron_h, ..."""
+    """llama, qwen3, qwen3_moe, mixtral, mamba2, nemotron_h, qwen3_next or deepseek_v3."""
     dtype: Literal["run", "bf16", "fp32", "fp64"] = "run"
     """Dtype of the files; run takes the one that the model was trained in."""
 
@@ -111,17 +127,26 @@ def export(words: list[str]) -> int:
     path = newest_in(Path(name))
     saved = describe(path)
     dtype = DTYPES[saved.run.train.dtype if chosen.dtype == "run" else chosen.dtype]
-    end = tokenizer_from(saved.tokenizer).end_of_document
-    settings = {"max_position_embeddings": saved.run.data.sequence_tokens, "eos_token_id": end}
-    to_hf(
-        saved.run.model,
-        read_weights(path),
-        chosen.out,
-        model_type=chosen.model_type,
-        dtype=dtype,
-        settings=settings,
-    )
+    settings = saved.hub.get("settings") or {
+        "max_position_embeddings": saved.run.data.sequence_tokens,
+        "eos_token_id": tokenizer_from(saved.tokenizer).end_of_document,
+    }
+    files = dict(saved.hub.get("files", {}))
     if saved.tokenizer.get("kind") == "hf":
-        (chosen.out / TOKENIZER).write_text(str(saved.tokenizer["definition"]), encoding="utf-8")
+        files[TOKENIZER] = str(saved.tokenizer["definition"])
+    weights = read_weights(path)
+    try:
+        to_hf(
+            saved.run.model,
+            weights,
+            chosen.out,
+            model_type=chosen.model_type,
+            dtype=dtype,
+            settings=settings,
+        )
+        for file, text in files.items():
+            (chosen.out / file).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise CheckpointError(f"cannot write {chosen.out}: {error.strerror}; choose another --out") from error
     print(f"{chosen.model_type}  {chosen.out}")
     return ExitCode.OK

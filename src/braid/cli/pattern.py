@@ -24,6 +24,10 @@ HELP = """usage: braid pattern 'PATTERN' [--pp N] [--json]
   -  MLP
   E  mixture of experts
 
+A pattern has * or + and D, not both families. A group holds each kind once, E only as its last layer, and no
+other group. MTP depths are written alike, without groups and |. With --pp, segments are dealt to ranks in turn,
+so their number is a multiple of it; a pattern without | is split into equal numbers of layers.
+
   --pp N   pipeline ranks (default 1)
   --json   print JSON instead of a table"""
 

@@ -35,6 +35,8 @@ class TrainOptions:
     run: RunFields
     out: Path | None = None
     """Folder for everything of the run: checkpoints, metrics.jsonl, built data. Default: runs/RECIPE."""
+    init: Path | None = None
+    """Checkpoint or run whose weights a new run starts from: fine-tuning. The optimizer starts anew."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes a GPU where there is one."""
     tensorboard: bool = False
@@ -67,9 +69,9 @@ def _train(worked_out: Plan, places: Places, words: list[str], chosen: TrainOpti
     with bar("building the corpus") as progress:
         feed = open_feed(chosen.run, places.data, progress)
     state = make_state(worked_out, device)
-    resumed = begin_or_continue(state, chosen.run, feed, places)
+    resumed = begin_or_continue(state, chosen.run, feed, places, chosen.init)
     say(f"braid train {words[0]}")
-    say(table(_header(worked_out, state, device, feed, places, resumed)))
+    say(table(_header(worked_out, state, device, feed, places, resumed, chosen.init)))
     say("")
     outcome = train_to_end(worked_out, places, device, feed, state, _listeners(chosen, places.out))
     say("")
@@ -92,7 +94,13 @@ def _listeners(chosen: TrainOptions, out: Path) -> list[Listener]:
 
 
 def _header(
-    worked_out: Plan, state: State, device: Device, feed: Feed, places: Places, resumed: Path | None
+    worked_out: Plan,
+    state: State,
+    device: Device,
+    feed: Feed,
+    places: Places,
+    resumed: Path | None,
+    init: Path | None,
 ) -> Sequence[tuple[str, str]]:
     from braid.train.console import magnitude
 
@@ -100,6 +108,8 @@ def _header(
     size = state.model.size()
     weights = f"{magnitude(size.total)} parameters, {magnitude(size.active)} of them active for a token"
     status = f"continues from step {state.step}" if resumed else "a new run"
+    if init is not None and not resumed:
+        status += f" from the weights of {init}"
     if state.step == run.train.steps:
         status = f"finished at step {state.step}: nothing is left to do"
     kernels = [str(choice) for choice in state.model.kernels.choices]

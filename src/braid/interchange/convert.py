@@ -45,7 +45,7 @@ def convert(
     """The tensors of a model of this shape under the other side's names. Every name must have its place."""
     table = list(links(adapter, shape))
     if direction == "to_ours":
-        repeated, unread = copies(adapter, shape), ignored(adapter, shape)
+        repeated, unread = copies(adapter, shape), ignored(adapter, shape, tensors.keys())
         named = [link.theirs for link in table]
         _check_names(f"{adapter.name} tensors", tensors, named, repeated.keys(), unread)
         _check_copies(tensors, repeated)

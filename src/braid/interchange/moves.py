@@ -18,7 +18,7 @@ from torch import Tensor
 from braid.errors import CheckpointError
 
 WIDER = MappingProxyType(
-    {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
+    {torch.bfloat16: torch.float64, torch.float16: torch.float64, torch.float32: torch.float64}
 )
 """The dtype in which adding one to a number of the key's dtype loses nothing that matters."""
 

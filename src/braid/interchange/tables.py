@@ -7,7 +7,7 @@ by experts or blocks, these are leading dims of their tensor. `links` writes a t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -170,13 +170,16 @@ def copies(adapter: Adapter, shape: Model) -> dict[str, str]:
     return found
 
 
-def ignored(adapter: Adapter, shape: Model) -> tuple[str, ...]:
-    """Regular expressions of the names that files of such a model may hold and that are left unread."""
+def ignored(adapter: Adapter, shape: Model, names: Collection[str]) -> tuple[str, ...]:
+    """Regular expressions of the names that files of such a model may hold and that are left unread. What looks
+    like an MTP depth is one only if it has what no other layer has."""
     layout = parse(shape.pattern)
     if adapter.depths is None or layout.mtp:
         return adapter.ignored
-    after = _after(number(adapter.counting, layout.blocks, shape.pattern))
-    return (*adapter.ignored, adapter.depths.unread.replace("{layer}", str(after)))
+    after = str(_after(number(adapter.counting, layout.blocks, shape.pattern)))
+    if adapter.depths.rows[0].theirs.replace("{layer}", after) not in names:
+        return adapter.ignored
+    return (*adapter.ignored, adapter.depths.unread.replace("{layer}", after))
 
 
 Numbered = Sequence[tuple[int, Layer]]

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,7 @@ import torch
 from braid import architecture
 from braid.kernels import attention, delta_rule, grouped_mlp, ssd
 from braid.kernels.choice import Choice
+from braid.pattern import Kind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,13 +32,17 @@ class Kernels:
         return tuple(choice for choice in every if choice is not None)
 
 
-def choose(model: architecture.Model, device: torch.device, dtype: torch.dtype) -> Kernels:
-    """The fastest implementations that are right for this model, on this device and in this dtype."""
-    moe = model.moe
+def choose(
+    model: architecture.Model, kinds: Collection[Kind], device: torch.device, dtype: torch.dtype
+) -> Kernels:
+    """The fastest implementations that are right for the layers of these kinds, on this device and in this
+    dtype."""
+    attends = not {Kind.ATTENTION, Kind.LATENT_ATTENTION}.isdisjoint(kinds)
+    moe = model.moe if Kind.MOE in kinds else None
     return Kernels(
-        attention=attention.choose(device, dtype) if model.attention or model.latent_attention else None,
-        ssd=None if model.mamba2 is None else ssd.choose(device, dtype),
-        delta_rule=None if model.delta_net is None else delta_rule.choose(device, dtype),
+        attention=attention.choose(device, dtype) if attends else None,
+        ssd=ssd.choose(device, dtype) if Kind.MAMBA2 in kinds else None,
+        delta_rule=delta_rule.choose(device, dtype) if Kind.DELTA_NET in kinds else None,
         grouped_mlp=None
         if moe is None
         else grouped_mlp.choose(

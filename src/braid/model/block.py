@@ -145,7 +145,7 @@ class Block(nn.Module):
         routing = moe.router(normed_NC, tokens, replayed)
         if context.recording is not None:
             context.recording.write(tokens, routing.choice)
-        context.orders[layer] = moe.order(routing, tokens)
+        context.orders[layer] = moe.order(routing, tokens, replayed=replayed is not None)
         context.balances[layer] = examine(routing, moe.shape, tokens, context.earlier_E.get(layer))
         return Flow(x_BTC, moe.into_latent(normed_NC), routing.probs_NS, moe.shared_output(normed_BTC))
 

@@ -138,7 +138,9 @@ class Context:
         )
 
     def _places_T(self) -> Tensor:
-        """Each token's place in its row."""
+        """Each token's place in its row; with caches, rows go on where they stand."""
+        if self.caches:
+            return self.batch.positions_BT[0]
         return torch.arange(self.batch.tokens_BT.shape[1], device=self.batch.tokens_BT.device)
 
     def keep_mask(self, layer: Layer, rate: float, channels: int) -> Tensor:

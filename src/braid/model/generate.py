@@ -47,14 +47,14 @@ def generate(
     0 takes the likeliest token. Ids from `vocab` on, which only pad the head, are never taken."""
     tokens_BT = tokens_BT.cpu()
     caches = model.new_caches(len(tokens_BT))
-    seen = 0
+    prompt, seen = tokens_BT.shape[1], 0
     for _ in range(count):
         unseen = MicroBatch.of_tokens(tokens_BT[:, seen:], start=seen)
         seen = tokens_BT.shape[1]
         logits_BV = model.tell(model.hidden(model.prepare(unseen, caches))[:, -1])[:, :vocab]
         next_B = sample(logits_BV.cpu(), temperature=temperature, top_k=top_k, generator=generator)
         tokens_BT = torch.cat([tokens_BT, next_B[:, None]], 1)
-        if end is not None and bool((tokens_BT == end).any(1).all()):
+        if end is not None and bool((tokens_BT[:, prompt:] == end).any(1).all()):
             break
     return tokens_BT
 

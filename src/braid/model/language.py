@@ -32,6 +32,24 @@ from braid.pattern import Layer, Layout
 
 
 @dataclass(frozen=True, kw_only=True)
+class PartOfStep:
+    """How much of its step a micro-batch is: what its means weigh. By itself it is all of it."""
+
+    tokens: float = 1.0
+    """Of the tokens that are not padding."""
+    rows: float = 1.0
+    """Of the rows that are not padding alone."""
+
+    def of(self, loss: str) -> float:
+        """The weight of an auxiliary loss, which is a mean over tokens or over rows."""
+        return self.rows if loss == "sequence_balance" else self.tokens
+
+
+WHOLE_STEP = PartOfStep()
+"""A micro-batch that is its step."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Losses:
     """What a micro-batch costs, before anybody divides."""
 
@@ -48,21 +66,26 @@ class Losses:
     mtp_weight: float = 0.0
     """What the mean over the depths is multiplied with."""
 
-    def share(self, step_tokens: int, mtp_step_tokens: Sequence[int] = ()) -> Tensor:
+    def share(
+        self, step_tokens: int, mtp_step_tokens: Sequence[int] = (), part: PartOfStep = WHOLE_STEP
+    ) -> Tensor:
         """This micro-batch's part of the step's loss, where the whole step counts `step_tokens` tokens, and
         `mtp_step_tokens` in each MTP depth. The parts of all micro-batches add up to the loss of the step;
         where no token counts, that is zero."""
-        means = sum(self.aux.values(), torch.zeros_like(self.loss_sum))
-        loss = (self.loss_sum + means * self.token_count) / max(step_tokens, 1)
+        loss = self.loss_sum / max(step_tokens, 1)
+        for name, value in self.aux.items():
+            loss = loss + value * (part.of(name) if step_tokens else 0.0)
         for (loss_sum, _), tokens in zip(self.mtp, mtp_step_tokens, strict=True):
             loss = loss + loss_sum * (self.mtp_weight / len(self.mtp) / max(tokens, 1))
         return loss
 
-    def metrics(self, step_tokens: int, mtp_step_tokens: Sequence[int] = ()) -> dict[str, Tensor]:
+    def metrics(
+        self, step_tokens: int, mtp_step_tokens: Sequence[int] = (), part: PartOfStep = WHOLE_STEP
+    ) -> dict[str, Tensor]:
         """This micro-batch's part of every figure of the step, without gradients; the parts add up as well."""
         parts = {"loss": self.loss_sum.detach() / max(step_tokens, 1)}
         for name, value in self.aux.items():
-            parts[f"aux_{name}"] = value.detach() * self.token_count / max(step_tokens, 1)
+            parts[f"aux_{name}"] = value.detach() * part.of(name)
         for depth, ((loss_sum, _), tokens) in enumerate(zip(self.mtp, mtp_step_tokens, strict=True)):
             parts[f"mtp_{depth}_loss"] = loss_sum.detach() / max(tokens, 1)
         return parts

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from braid import architecture, pattern
 from braid.kernels import Kernels
+from braid.kernels.documents import runs_of
 from braid.model.block import Block
 from braid.model.context import Context, MicroBatch
 from braid.nn.canonical import Canonical, under
@@ -36,8 +37,8 @@ class Targets(NamedTuple):
 def targets(batch: MicroBatch, depth: int) -> Targets:
     """The micro-batch shifted for a depth. What would come from behind the row's end is masked."""
     ahead = depth + 1
-    documents_BT = _shifted(batch.documents_BT, ahead, fill=-1)
-    same_BT = (documents_BT == batch.documents_BT) & (documents_BT >= 0)
+    runs_BT = runs_of(batch.documents_BT)
+    same_BT = (_shifted(runs_BT, ahead, fill=-1) == runs_BT) & (batch.documents_BT >= 0)
     return Targets(
         tokens_BT=_shifted(batch.labels_BT, depth, fill=0).where(same_BT, 0),
         labels_BT=_shifted(batch.labels_BT, ahead, fill=0),

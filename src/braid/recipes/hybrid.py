@@ -1,4 +1,4 @@
-"""Hybrids of every kind of layer, for one GPU."""
+"""Hybrids for one GPU."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from braid.config import Data, Optim, Run, Train
 
 
 def hybrid_300m() -> Run:
-    """300 million weights of every kind of layer, on Python's own source: minutes on one GPU."""
+    """300 million weights of attention, Mamba-2, delta net, MLP and experts: minutes on one GPU."""
     return Run(
         model=Model(
             pattern="[M-][GE][*-][ME][G-][*E]" * 2 + "/*E",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import resource
 from dataclasses import dataclass
@@ -43,6 +44,12 @@ class Device:
             return torch.cuda.max_memory_allocated(self.torch)
         unit = 1 if platform.system() == "Darwin" else 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+    def memory_total(self) -> int:
+        """All that the device has."""
+        if self.torch.type == "cuda":
+            return torch.cuda.get_device_properties(self.torch).total_memory
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
     def synchronize(self) -> None:
         """Wait until everything that was asked of the device is done, so that a clock means something."""

@@ -13,7 +13,7 @@ from braid.errors import CheckpointError, ConfigError, DataError, NumericsError,
 from braid.model.language import LanguageModel
 from braid.optim.adamw import AdamW
 from braid.optim.schedule import Schedule
-from braid.plan import Plan
+from braid.plan import Plan, size
 from braid.train import state as states
 from braid.train.console import Line, say, warn
 from braid.train.device import DTYPES, Device, set_arithmetic
@@ -44,7 +44,8 @@ def make_state(plan: Plan, device: Device) -> State:
     """A model and its optimizer, with weights still unset."""
     run = plan.run
     dtype = DTYPES[run.train.dtype]
-    chosen = kernels.choose(run.model, device.torch, dtype)
+    _check_memory(plan, device)
+    chosen = kernels.choose(run.model, plan.layout.kinds(), device.torch, dtype)
     model = LanguageModel(run.model, plan.layout, chosen, device=device.torch, dtype=dtype)
     optimizer = AdamW(
         {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad},
@@ -56,13 +57,32 @@ def make_state(plan: Plan, device: Device) -> State:
     return State(model=model, optimizer=optimizer)
 
 
-def begin_or_continue(state: State, run: Run, feed: Feed, places: Places) -> Path | None:
-    """Fill the state: from the newest whole checkpoint, which is returned, or from the run's seed."""
+def _check_memory(plan: Plan, device: Device) -> None:
+    """Refuse a model whose weights, gradients and moments alone exceed the device."""
+    dtype = DTYPES[plan.run.train.dtype]
+    main = max(dtype.itemsize, 4)
+    apart = 0 if dtype.itemsize == main else 2 * dtype.itemsize  # the model's own copy and its gradients
+    needed, there = size(plan).total * (4 * main + apart), device.memory_total()
+    if needed > there:
+        raise ConfigError(
+            f"weights, gradients and moments take {needed / 2**30:,.0f} GiB, {device.name} has "
+            f"{there / 2**30:,.0f} GiB: choose a smaller model or a larger device"
+        )
+
+
+def begin_or_continue(
+    state: State, run: Run, feed: Feed, places: Places, init: Path | None = None
+) -> Path | None:
+    """Fill the state: from the newest whole checkpoint of the run, which is returned; or else from the run's
+    seed, with the weights of the checkpoint `init` where one is given."""
     newest = checkpoint.latest(places.checkpoints)
     for damaged in newest.damaged:
         warn(f"passing over a damaged checkpoint: {damaged.reason}")
     if newest.path is None:
         states.initialize(state, run)
+        if init is not None:
+            states.load_weights(states.newest_in(init), state.model, state.weights())
+            state.optimizer.publish()
         return None
     saved = states.describe(newest.path)
     changed = difference(saved.run, run)
@@ -74,6 +94,11 @@ def begin_or_continue(state: State, run: Run, feed: Feed, places: Places) -> Pat
         raise ConfigError(
             f"{places.out} is at step {saved.step}, train.steps is {run.train.steps}: "
             f"set train.steps to {saved.step} or more, or another --out"
+        )
+    if saved.data_fingerprint == states.NO_DATA:
+        raise ConfigError(
+            f"{places.out} holds the weights of a model that was not trained here: "
+            f"train from them with --init {places.out} and another --out"
         )
     if saved.data_fingerprint != feed.train.fingerprint:
         raise DataError(

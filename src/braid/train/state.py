@@ -29,6 +29,9 @@ from braid.train.device import DTYPES, Device
 NAMES_VERSION = 1
 """Version of the canonical names, see docs/checkpoint-format.md."""
 
+NO_DATA = "none"
+"""Stands for the fingerprint of the data where a model has seen none here."""
+
 RNG = "rng.cpu"
 """Torch's own generator. Nothing in braid draws from it; a module of somebody else's might."""
 
@@ -66,6 +69,8 @@ class Saved:
     data_fingerprint: str
     tokenizer: Mapping[str, Any]
     """The tokenizer's description."""
+    hub: Mapping[str, Any]
+    """What `save_weights` was told; empty for a model that was trained here."""
 
 
 def initialize(state: State, run: Run) -> None:
@@ -89,10 +94,13 @@ def save(root: Path, state: State, run: Run, loader: Loader, tokenizer: Tokenize
     return checkpoint.save(root, state.step, pieces, extra=_extra(run, tokenizer) | progress)
 
 
-def save_weights(root: Path, weights: Mapping[str, Tensor], run: Run, tokenizer: Tokenizer) -> Path:
-    """Write the weights of a model that was not trained here, as step 0 of a run."""
+def save_weights(
+    root: Path, weights: Mapping[str, Tensor], run: Run, tokenizer: Tokenizer, hub: Mapping[str, Any]
+) -> Path:
+    """Write the weights of a model that was not trained here, as step 0 of a run. `hub` is what its folder
+    says besides: `settings` of its config, and the text of further `files`."""
     pieces = (checkpoint.Piece.whole(name, weights[name]) for name in weights)
-    return checkpoint.save(root, 0, pieces, extra=_extra(run, tokenizer))
+    return checkpoint.save(root, 0, pieces, extra=_extra(run, tokenizer) | {"hub": dict(hub)})
 
 
 def _extra(run: Run, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -106,7 +114,7 @@ def _extra(run: Run, tokenizer: Tokenizer) -> dict[str, Any]:
         "tokens": 0,
         "updates": 0,
         "skipped_in_a_row": 0,
-        "data": {"fingerprint": "none"},
+        "data": {"fingerprint": NO_DATA},
     }
 
 
@@ -124,6 +132,7 @@ def describe(path: Path) -> Saved:
             skipped_in_a_row=int(extra["skipped_in_a_row"]),
             data_fingerprint=str(extra["data"]["fingerprint"]),
             tokenizer=dict(extra["tokenizer"]),
+            hub=dict(extra.get("hub", {})),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path} does not describe a run of this version: {error}") from error
@@ -155,15 +164,19 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     return checkpoint.read(path, wanted, unread=unread)
 
 
-def load_weights(path: Path, model: LanguageModel) -> None:
-    """Fill a model from a checkpoint whose weights are exactly those of the model."""
-    parameters, tensors, found = dict(model.named_parameters()), model.canonical(), read_weights(path)
+def load_weights(path: Path, model: LanguageModel, into: Mapping[str, Tensor]) -> None:
+    """Fill tensors, given by parameter name, from a checkpoint whose weights are exactly those of the model."""
+    tensors, found = model.canonical(), read_weights(path)
     differing = sorted(found.keys() ^ tensors.keys())
     if differing:
         names = ", ".join(differing[:5]) + (", ..." if len(differing) > 5 else "")
-        raise CheckpointError(f"{path} and the model it describes differ in {len(differing)} tensors: {names}")
+        raise CheckpointError(f"{path} and the model differ in {len(differing)} tensors: {names}")
+    wrong = [name for name, tensor in tensors.items() if tuple(found[name].shape) != tensor.shape]
+    if wrong:
+        shapes = f"{tuple(found[wrong[0]].shape)} there, {tensors[wrong[0]].shape} here"
+        raise CheckpointError(f"{path} and the model differ in {len(wrong)} shapes: {wrong[0]} is {shapes}")
     for name, tensor in tensors.items():
-        tensor.write(parameters[tensor.parameter], found[name])
+        tensor.write(into[tensor.parameter], found[name])
 
 
 def open_model(path: Path, device: Device) -> tuple[LanguageModel, Tokenizer]:
@@ -172,9 +185,9 @@ def open_model(path: Path, device: Device) -> tuple[LanguageModel, Tokenizer]:
     saved = describe(path)
     dtype = DTYPES[saved.run.train.dtype]
     layout = plan(saved.run, world=1).layout
-    chosen = kernels.choose(saved.run.model, device.torch, dtype)
+    chosen = kernels.choose(saved.run.model, layout.kinds(), device.torch, dtype)
     model = LanguageModel(saved.run.model, layout, chosen, device=device.torch, dtype=dtype)
-    load_weights(path, model)
+    load_weights(path, model, dict(model.named_parameters()))
     return model, tokenizer_from(saved.tokenizer)
 
 

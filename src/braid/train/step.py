@@ -15,7 +15,7 @@ import torch
 from braid.config import Run
 from braid.data import Loader
 from braid.model.context import MicroBatch
-from braid.model.language import LanguageModel
+from braid.model.language import LanguageModel, PartOfStep
 from braid.model.mtp import targets
 from braid.optim import gradients
 from braid.train.feed import micro_batch
@@ -70,16 +70,26 @@ def _backward(state: State, batches: Sequence[MicroBatch], step_tokens: int) -> 
     mtp_tokens = [sum(int(targets(batch, d).loss_mask_BT.sum()) for batch in batches) for d in depths]
     metrics: dict[str, torch.Tensor] = {}
     loads = Loads()
-    for batch in batches:
+    for batch, part_of_step in zip(batches, parts_of_step(batches), strict=True):
         context = state.model.prepare(batch)
         context.earlier_E = loads.favourites_E
         losses = state.model.losses(context)
-        losses.share(step_tokens, mtp_tokens).backward()
+        losses.share(step_tokens, mtp_tokens, part_of_step).backward()
         state.optimizer.gather()
         loads = loads.plus(losses.balances)
-        for name, part in losses.metrics(step_tokens, mtp_tokens).items():
+        for name, part in losses.metrics(step_tokens, mtp_tokens, part_of_step).items():
             metrics[name] = metrics[name] + part if name in metrics else part
     return {name: float(value) for name, value in metrics.items()}, loads
+
+
+def parts_of_step(batches: Sequence[MicroBatch]) -> list[PartOfStep]:
+    """How much of the step each of its micro-batches is. Known on the host, before any forward."""
+    valid = [batch.documents_BT >= 0 for batch in batches]
+    tokens, rows = [int(each.sum()) for each in valid], [int(each.any(1).sum()) for each in valid]
+    return [
+        PartOfStep(tokens=t / max(1, sum(tokens)), rows=r / max(1, sum(rows)))
+        for t, r in zip(tokens, rows, strict=True)
+    ]
 
 
 def micro_batches(run: Run, loader: Loader, step: int, first: int) -> list[MicroBatch]:

@@ -81,7 +81,8 @@ class Decays(NamedTuple):
 
 
 def _decays(log_BLQGR: Tensor, runs_BLQ: Tensor | None) -> Decays:
-    total_BLQGR = log_BLQGR.cumsum(2)
+    # Sums are float64: they grow over a chunk, and what matters is the small difference of two of them.
+    wide, total_BLQGR = log_BLQGR.dtype, log_BLQGR.double().cumsum(2)
     end_BL1GR = total_BLQGR[:, :, -1:]
     since_BLQGR, to_end_BLQGR = total_BLQGR, end_BL1GR - total_BLQGR
     if runs_BLQ is not None:
@@ -90,15 +91,15 @@ def _decays(log_BLQGR: Tensor, runs_BLQ: Tensor | None) -> Decays:
         since_BLQGR = since_BLQGR.masked_fill((runs_BLQ != entered_BL1)[..., None, None], -torch.inf)
         to_end_BLQGR = to_end_BLQGR.masked_fill((runs_BLQ != last_BL1)[..., None, None], -torch.inf)
     return Decays(
-        between_BLGRQS=_between(total_BLQGR, runs_BLQ),
-        since_state_BLQGR=since_BLQGR.exp(),
-        to_end_BLQGR=to_end_BLQGR.exp(),
+        between_BLGRQS=_between(total_BLQGR, runs_BLQ, wide),
+        since_state_BLQGR=since_BLQGR.to(wide).exp(),
+        to_end_BLQGR=to_end_BLQGR.to(wide).exp(),
         log_chunk_BLGR=end_BL1GR.squeeze(2),
         runs_BV=None if runs_BLQ is None else F.pad(runs_BLQ[:, :, -1], (1, 0)),
     )
 
 
-def _between(total_QGR: Tensor, runs_Q: Tensor | None) -> Tensor:
+def _between(total_QGR: Tensor, runs_Q: Tensor | None, dtype: torch.dtype) -> Tensor:
     """What is left at each moment Q of what was at each earlier moment S, from running sums of log decays:
     [..., G, R, Q, S]. Leading dims are kept."""
     total_GRQ = total_QGR.movedim(-3, -1)
@@ -106,7 +107,7 @@ def _between(total_QGR: Tensor, runs_Q: Tensor | None) -> Tensor:
     apart_QS = torch.ones(moments, moments, dtype=torch.bool, device=total_GRQ.device).triu(1)
     if runs_Q is not None:
         apart_QS = apart_QS | (runs_Q[..., None, None, :, None] != runs_Q[..., None, None, None, :])
-    log_GRQS = total_GRQ.unsqueeze(-1) - total_GRQ.unsqueeze(-2)
+    log_GRQS = (total_GRQ.unsqueeze(-1) - total_GRQ.unsqueeze(-2)).to(dtype)
     # masked before exp: later moments would overflow, and 0 · inf is nan in the gradient
     return log_GRQS.masked_fill_(apart_QS, -torch.inf).exp_()
 
@@ -124,7 +125,9 @@ def _pass_on(added_BLGRDN: Tensor, decay: Decays, initial_BHDN: Tensor | None) -
         total_BVGR = F.pad(decay.log_chunk_BLGR[:, these], (0, 0, 0, 0, 1, 0)).cumsum(1)
         runs_BV = None if decay.runs_BV is None else decay.runs_BV[:, first : first + TOGETHER + 1]
         added_BVGRDN = torch.cat([state_BGRDN.unsqueeze(1), added_BLGRDN[:, these]], 1)
-        states_BVGRDN = torch.einsum("bgrvw,bwgrdn->bvgrdn", _between(total_BVGR, runs_BV), added_BVGRDN)
+        states_BVGRDN = torch.einsum(
+            "bgrvw,bwgrdn->bvgrdn", _between(total_BVGR, runs_BV, state_BGRDN.dtype), added_BVGRDN
+        )
         entering.append(states_BVGRDN[:, :-1])
         state_BGRDN = states_BVGRDN[:, -1]
     return torch.cat(entering, 1), state_BGRDN.flatten(1, 2)

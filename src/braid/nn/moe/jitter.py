@@ -26,4 +26,5 @@ def jitter(eps: float, tokens: Tokens, channels: int, dtype: torch.dtype) -> Ten
         channels=channels,
     )
     # The middle of each of the 2³² intervals, so that both ends are equally far.
-    return (1 + eps * ((2 * words_BTC + 1).to(dtype) / 2**32 - 1)).flatten(0, 1)
+    # float64 until the end: a narrow dtype has few numbers near 1.
+    return (1 + eps * ((2 * words_BTC + 1).double() / 2**32 - 1)).flatten(0, 1).to(dtype)

@@ -67,9 +67,12 @@ class Moe(nn.Module):
         self.shared = Mlp(shared, hidden, device=device, dtype=dtype) if shape.shared_ffn else None
         self.shared_gate = Linear(hidden, 1, device=device, dtype=dtype) if shape.shared_gate else None
 
-    def order(self, routing: Routing, tokens: Tokens) -> Order:
-        """Where each slot stands among the rows that experts compute."""
+    def order(self, routing: Routing, tokens: Tokens, *, replayed: bool = False) -> Order:
+        """Where each slot stands among the rows that experts compute. Decisions that are replayed may have been
+        made under another capacity: how many rows they keep is for them to say."""
         shape, (experts_NS, _, kept_NS) = self.shape, routing.choice
+        if replayed:
+            return order_by_expert(experts_NS, shape.experts, kept_NS)
         if shape.capacity_factor is None or not tokens.training:
             return order_by_expert(experts_NS, shape.experts, kept_NS, tokens.count * shape.top_k)
         if not shape.pad_to_capacity:
