@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,13 @@ import torch
 from safetensors.torch import load_file
 
 from braid.architecture import Attention, Mlp, Model
+from braid.cli import main
 from braid.cli.convert import export, import_
 from braid.cli.generate import generate
-from braid.errors import CheckpointError, ConfigError
+from braid.config import to_json
+from braid.errors import CheckpointError, ConfigError, ExitCode
 from braid.interchange import to_hf
+from braid.train.state import describe, newest_in, read_weights
 from tests.model.cases import build
 
 SHAPE = Model(
@@ -76,3 +80,48 @@ def test_a_model_goes_out_as_what_it_is(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"this model is no llama: 1 field\n.*qk_norm"):
         export([str(tmp_path / "run"), "--out", str(tmp_path / "back"), "--model-type", "llama"])
     assert not (tmp_path / "back").exists()
+
+
+def test_what_no_shape_holds_goes_back_too(folder: Path, tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs"
+    shutil.copytree(folder, theirs)
+    config = json.loads((theirs / "config.json").read_text())
+    given = {"max_position_embeddings": 4321, "bos_token_id": 7, "eos_token_id": [1, 2]}
+    (theirs / "config.json").write_text(json.dumps(config | given))
+    (theirs / "generation_config.json").write_text('{"top_p": 0.8}')
+    assert import_([str(theirs), "--out", str(tmp_path / "run")]) == 0
+    assert export([str(tmp_path / "run"), "--out", str(tmp_path / "back"), "--model-type", "qwen3"]) == 0
+    back = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert [back[name] for name in ("max_position_embeddings", "bos_token_id", "eos_token_id")] == [
+        4321,
+        7,
+        [1, 2],
+    ]
+    assert (tmp_path / "back" / "generation_config.json").read_text() == '{"top_p": 0.8}'
+
+
+def test_a_folder_that_cannot_be_written_is_named(folder: Path, tmp_path: Path) -> None:
+    assert import_([str(folder), "--out", str(tmp_path / "run")]) == 0
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="file"):
+        export([str(tmp_path / "run"), "--out", str(tmp_path / "file" / "x"), "--model-type", "qwen3"])
+
+
+def test_a_model_of_the_hub_can_be_trained_on(folder: Path, tmp_path: Path, capsys) -> None:
+    run = tmp_path / "run"
+    assert import_([str(folder), "--out", str(run)]) == 0
+    saved = describe(newest_in(run))
+    (tmp_path / "shape.json").write_text(json.dumps(to_json(saved.run)))
+    (tmp_path / "mine.py").write_text(
+        "import json, pathlib\nfrom braid.config import Run, from_json\n\n\ndef tuned() -> Run:\n"
+        "    return from_json(json.loads((pathlib.Path(__file__).parent / 'shape.json').read_text()))\n"
+    )
+    words = ["train", f"{tmp_path}/mine.py:tuned", "--train.steps", "2", "--data.sequence-tokens", "16"]
+    words += ["--train.eval-samples", "0", "--optim.lr", "1e-9", "--device", "cpu"]
+    assert main([*words, "--out", str(run)]) == ExitCode.CONFIG
+    assert f"--init {run}" in capsys.readouterr().err
+    assert main([*words, "--init", str(run), "--out", str(tmp_path / "tuned")]) == 0
+    before, after = read_weights(newest_in(run)), read_weights(newest_in(tmp_path / "tuned"))
+    assert all(
+        torch.allclose(after[name], tensor.to(after[name].dtype), atol=1e-6) for name, tensor in before.items()
+    )
