@@ -21,5 +21,5 @@ def tiny() -> Run:
         ),
         data=Data(sequence_tokens=256),
         optim=Optim(lr=3e-3, warmup_steps=20),
-        train=Train(steps=300, batch_samples=16, eval_every=100, save_every=100),
+        train=Train(steps=250, batch_samples=16, eval_every=50, save_every=100),
     )
