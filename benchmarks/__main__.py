@@ -8,6 +8,7 @@ from benchmarks import decoder_cpu, growth, machine, scans
 
 
 def main() -> None:
+    origin = machine.describe()
     for name, measure in (
         (
             "scans",
@@ -17,7 +18,7 @@ def main() -> None:
     ):
         figures = measure()
         print(f"{name}  {json.dumps(figures)}", flush=True)
-        machine.write(name, figures)
+        machine.write(name, figures, origin)
     print(f"written to {machine.RESULTS.relative_to(machine.ROOT)}")
 
 

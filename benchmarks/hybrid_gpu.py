@@ -65,4 +65,4 @@ def measure(steps: int) -> dict[str, Any]:
 if __name__ == "__main__":
     figures = measure(int(sys.argv[1]) if len(sys.argv) > 1 else 200)
     print(json.dumps({name: value for name, value in figures.items() if name != "loss"}))
-    machine.write("hybrid_gpu", figures)
+    machine.write("hybrid_gpu", figures, machine.describe())

@@ -30,11 +30,11 @@ def describe() -> dict[str, Any]:
     }
 
 
-def write(name: str, figures: dict[str, Any]) -> Path:
-    """Write figures as results/<name>.json."""
+def write(name: str, figures: dict[str, Any], origin: dict[str, Any]) -> Path:
+    """Write figures as results/<name>.json. `origin` is what `describe` said before anything was written."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps({"machine": describe(), **figures}, indent=2) + "\n")
+    path.write_text(json.dumps({"machine": origin, **figures}, indent=2) + "\n")
     return path
 
 
