@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from braid.data import ByteTokenizer
 from braid.errors import ConfigError, ExitCode
-from braid.plan import check, plan
+from braid.plan import BYTE_VOCAB, check, plan
 from tests.runs import small_run
 
 
@@ -135,6 +136,10 @@ def test_values_of_a_wrong_type_are_named_before_any_rule_is_tried(fields, field
 )
 def test_infinite_numbers_are_refused(field):
     assert field.replace("__", ".") in problems(**{field: float("inf")})
+
+
+def test_the_plan_knows_the_byte_tokenizers_vocabulary():
+    assert ByteTokenizer().vocab == BYTE_VOCAB
 
 
 def test_a_model_without_layers_is_refused():

@@ -92,3 +92,13 @@ def test_names_in_a_checkpoint_are_canonical(corpus, tmp_path):
         f"optimizer.{moment}.{name}" for moment in ("exp_avg", "exp_avg_sq") for name in weights
     }
     assert states.describe(path).run == run
+
+
+def test_names_of_another_version_are_refused(corpus, tmp_path, monkeypatch):
+    run = run_on(corpus)
+    feed, state, places = started(run, tmp_path)
+    monkeypatch.setattr(states, "NAMES_VERSION", 2)
+    path = states.save(places.checkpoints, state, run, feed.train, feed.tokenizer)
+    monkeypatch.undo()
+    with pytest.raises(CheckpointError, match="names of version 2, this braid reads version 1"):
+        states.describe(path)

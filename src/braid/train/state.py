@@ -122,6 +122,11 @@ def describe(path: Path) -> Saved:
     """What a checkpoint says about its run."""
     manifest = checkpoint.read_manifest(path)
     extra = manifest.extra
+    if extra.get("names", NAMES_VERSION) != NAMES_VERSION:
+        raise CheckpointError(
+            f"{path} has names of version {extra['names']}, this braid reads version {NAMES_VERSION}: "
+            "use the braid that wrote it"
+        )
     try:
         return Saved(
             run=from_json(extra["run"]),
