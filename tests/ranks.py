@@ -52,10 +52,12 @@ class _Rank:
     receive: Connection
     stack: Path
     report: Report | None = None
+    closed: bool = False
+    """Whether it has hung up: a rank that has ended may still have a report on its way."""
 
     @property
     def died(self) -> bool:
-        return self.report is None and not self.process.is_alive()
+        return self.report is None and self.closed
 
 
 @functools.cache
@@ -160,6 +162,7 @@ def _receive(rank: _Rank) -> bool:
     try:
         at, error, payload = pickle.loads(rank.receive.recv_bytes())
     except EOFError:
+        rank.closed = True
         return False
     rank.report = Report(at, error, pickle.loads(payload) if error is None else None)
     return True

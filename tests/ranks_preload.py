@@ -4,5 +4,6 @@ import hypothesis  # noqa: F401
 import numpy  # noqa: F401
 import pytest  # noqa: F401
 import torch
+import torch._dynamo
 import torch.distributed.fsdp
 import torch.distributed.tensor  # noqa: F401

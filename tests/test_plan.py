@@ -31,7 +31,7 @@ def problems(world=1, **fields):
 
 def test_a_sound_run_is_worked_out():
     worked_out = plan(changed(model__pattern="[*-]|[*E]", mesh__pp=2), world=4)
-    assert (worked_out.dp, worked_out.micro_batch_samples, worked_out.step_tokens) == (2, 2, 128)
+    assert (worked_out.axes.dp, worked_out.micro_batch_samples, worked_out.step_tokens) == (2, 2, 128)
     assert [str(stage.segments[0]) for stage in worked_out.stages] == ["[*-]", "[*E]"]
 
 

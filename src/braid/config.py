@@ -134,13 +134,29 @@ class Train:
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """How ranks share the work. What the axes leave over is data parallel."""
+    """How ranks share the work; what tp, cp and pp leave over is data parallel. None of it changes a result."""
 
+    tp: int = 1
+    """Ranks that share the heads and channels of dense layers, and the tokens between layers."""
+    cp: int = 1
+    """Ranks that share the tokens of a sequence."""
     pp: int = 1
-    """Pipeline ranks."""
+    """Ranks that share the blocks of the model, as a pipeline."""
+    ep: int = 1
+    """Ranks that share the experts of a layer, out of all ranks of a pipeline stage."""
+    etp: int = 1
+    """Ranks that share the ffn channels of an expert."""
+    shard: Literal["none", "optimizer", "gradients", "all"] = "all"
+    """What data-parallel ranks share instead of copying it: nothing; the optimizer's state; gradients as well;
+    weights as well."""
+    replicate: int = 1
+    """Copies of the shards: ranks share within a copy, and sum gradients between copies."""
+    dispatcher: Literal["auto", "all_to_all", "all_gather", "deep_ep"] = "auto"
+    """How tokens reach experts on other ranks."""
 
     def problems(self, at: str) -> Iterator[Problem]:
-        yield from rules.at_least(f"{at}.pp", self.pp, 1)
+        for name in ("tp", "cp", "pp", "ep", "etp", "replicate"):
+            yield from rules.at_least(f"{at}.{name}", typing.cast(int, getattr(self, name)), 1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,14 +10,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from braid import rules
+from braid import fit, rules
 from braid.architecture import SHAPE_OF, Model
 from braid.config import Run, type_problems
 from braid.errors import ConfigError, Problem
+from braid.fit import Sizes
 from braid.pattern import Kind, Layout, PatternError, Stage, cut, parse, stages
+from braid.topology import Grid, standard, standard_problems
 
 if TYPE_CHECKING:
-    from braid.model.language import Size
+    from braid.model.language import LanguageModel, Size
 
 BYTE_VOCAB = 257
 """Ids of the tokenizer `bytes`."""
@@ -30,8 +32,10 @@ class Plan:
     run: Run
     world: int
     """Ranks."""
-    dp: int
-    """Data-parallel ranks: what the other axes leave over."""
+    axes: Sizes
+    """How many ranks there are along each axis."""
+    grid: Grid
+    """Which ranks these are."""
     layout: Layout
     """The model's layers, cut into the segments that pipeline ranks hold."""
     stages: tuple[Stage, ...]
@@ -47,11 +51,12 @@ def plan(run: Run, world: int) -> Plan:
     problems = check(run, world)
     if problems:
         raise ConfigError(problems)
-    layout = cut(parse(run.model.pattern), run.mesh.pp)
+    layout, axes = cut(parse(run.model.pattern), run.mesh.pp), fit.sizes(run.mesh, world)
     return Plan(
         run=run,
         world=world,
-        dp=world // run.mesh.pp,
+        axes=axes,
+        grid=standard(tp=axes.tp, cp=axes.cp, dp=axes.dp, pp=axes.pp, etp=axes.etp, ep=axes.ep),
         layout=layout,
         stages=stages(layout, run.mesh.pp),
         micro_batch_samples=run.train.batch_samples // run.train.micro_batches,
@@ -61,12 +66,17 @@ def plan(run: Run, world: int) -> Plan:
 
 def size(plan: Plan) -> Size:
     """The model's weights, counted by building it without memory for them."""
+    return whole_model(plan).size()
+
+
+def whole_model(plan: Plan) -> LanguageModel:
+    """The model as one process would have it, without memory for its weights: to count, and for its names."""
     import torch
 
     from braid.kernels import references
     from braid.model.language import LanguageModel
 
-    return LanguageModel(plan.run.model, plan.layout, references(), device=torch.device("meta")).size()
+    return LanguageModel(plan.run.model, plan.layout, references(), device=torch.device("meta"))
 
 
 def check(run: Run, world: int) -> list[Problem]:
@@ -129,19 +139,33 @@ def _vocab(run: Run) -> Iterator[Problem]:
 
 
 def _ranks(run: Run, world: int) -> Iterator[Problem]:
+    """Ranks along every axis, and equal parts for all of them."""
+    broken = [*rules.at_least("world", world, 1), *run.mesh.problems("mesh")]
     yield from rules.at_least("world", world, 1)
-    pp = run.mesh.pp
-    if world < 1 or pp < 1:
+    if broken:
         return
-    yield from rules.multiple_of("world", world, pp, "mesh.pp")
-    dp = world // pp
-    if world % pp == 0 and dp > 1 and run.train.micro_batches >= 1:
-        yield from rules.multiple_of(
-            "train.batch_samples",
-            run.train.batch_samples,
-            dp * run.train.micro_batches,
-            "data-parallel ranks times train.micro_batches",
+    mesh = run.mesh
+    others = mesh.tp * mesh.cp * mesh.pp
+    if world % others:
+        yield from rules.multiple_of("world", world, others, "mesh.tp times mesh.cp times mesh.pp")
+        return
+    axes = fit.sizes(mesh, world)
+    outside = list(
+        standard_problems(
+            tp=mesh.tp, cp=mesh.cp, dp=axes.dp, pp=mesh.pp, etp=mesh.etp, ep=mesh.ep, prefix="mesh."
         )
+    )
+    yield from outside
+    if not outside:
+        yield from fit.problems(run, _kinds(run.model), axes)
+
+
+def _kinds(model: Model) -> frozenset[Kind]:
+    """The kinds of layers in the pattern; none where it cannot be read, which is a problem of its own."""
+    try:
+        return parse(model.pattern).kinds()
+    except PatternError:
+        return frozenset()
 
 
 def _steps(run: Run) -> Iterator[Problem]:

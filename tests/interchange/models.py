@@ -281,7 +281,7 @@ def our_shape(case: str, theirs: nn.Module) -> architecture.Model:
 def our_model(shape: architecture.Model, weights: Mapping[str, Tensor], dtype: torch.dtype) -> LanguageModel:
     chosen = kernels.choose(shape, pattern.parse(shape.pattern).kinds(), torch.device("cpu"), dtype)
     model = LanguageModel(shape, pattern.parse(shape.pattern), chosen, dtype=dtype)
-    parameters = dict(model.named_parameters())
+    parameters = model.tensors()
     assert model.canonical().keys() == weights.keys()
     for name, tensor in model.canonical().items():
         tensor.write(parameters[tensor.parameter], weights[name])

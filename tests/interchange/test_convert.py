@@ -22,7 +22,8 @@ def weights(pattern: str, **changes: object) -> tuple[object, dict[str, Tensor]]
     """A shape, and random weights of a model of it under canonical names."""
     shape = replace(SHAPE, pattern=pattern, **changes)
     model = build(pattern, shape)
-    read = {name: t.read(model.get_parameter(t.parameter)).detach() for name, t in model.canonical().items()}
+    tensors = model.tensors()
+    read = {name: t.read(tensors[t.parameter]).detach() for name, t in model.canonical().items()}
     return shape, {name: torch.randn_like(tensor) for name, tensor in read.items()}
 
 

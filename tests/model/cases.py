@@ -74,7 +74,7 @@ def part(whole: MicroBatch, rows: slice, tokens: slice = slice(None)) -> MicroBa
 
 def canonical_grads(model: LanguageModel) -> dict[str, Tensor]:
     """Every canonical tensor's gradient, zero where there is none."""
-    parameters = dict(model.named_parameters())
+    parameters = model.tensors()
     grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in parameters.items()}
     return {name: tensor.read(grads[tensor.parameter]) for name, tensor in model.canonical().items()}
 

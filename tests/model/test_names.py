@@ -50,7 +50,7 @@ def test_biases_and_head_norms_have_names() -> None:
 def test_canonical_tensors_cover_every_number_once_and_go_both_ways() -> None:
     assert SHAPE.attention is not None
     model = build("[*-][*E]", replace(SHAPE, attention=replace(SHAPE.attention, heads=6)))
-    parameters = dict(model.named_parameters())
+    parameters = model.tensors()
     tensors = model.canonical()
     covered = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
     for number, tensor in enumerate(tensors.values(), start=1):
@@ -61,7 +61,7 @@ def test_canonical_tensors_cover_every_number_once_and_go_both_ways() -> None:
     assert all(bool(values.all()) for values in covered.values())
     saved = {name: tensor.read(parameters[tensor.parameter]).clone() for name, tensor in tensors.items()}
     other = build("[*-][*E]", model.shape, seed=9)
-    there = dict(other.named_parameters())
+    there = other.tensors()
     for name, tensor in other.canonical().items():
         tensor.write(there[tensor.parameter], saved[name])
     assert all(torch.equal(there[name], parameter) for name, parameter in parameters.items())

@@ -8,7 +8,6 @@ from torch import Tensor
 from braid import architecture
 from braid.kernels.grouped_mlp import REFERENCE, GroupedMlp
 from braid.nn.init import initialize
-from braid.nn.moe.dispatch import combine, dispatch
 from braid.nn.moe.layer import Moe
 from braid.nn.moe.routing import Choice, Routing
 from braid.nn.moe.tokens import Tokens
@@ -26,8 +25,13 @@ def build(
     kernel: GroupedMlp = REFERENCE.function,
 ) -> Moe:
     moe = Moe(shape, hidden, kernel, dtype=dtype)
-    initialize(dict(moe.named_parameters()), moe.canonical(), seed=1, std=0.5, layers=1)
+    initialize(tensors(moe), moe.canonical(), seed=1, std=0.5, layers=1)
     return moe
+
+
+def tensors(moe: Moe) -> dict[str, Tensor]:
+    """All that canonical tensors lie in."""
+    return dict(moe.named_parameters()) | dict(moe.named_buffers())
 
 
 def of_rows(rows: int, row_tokens: int, **changes: object) -> Tokens:
@@ -43,14 +47,16 @@ def randn(*sizes: int, seed: int = 0) -> Tensor:
 def forward(moe: Moe, x_NC: Tensor, tokens: Tokens, replayed: Choice | None = None) -> tuple[Tensor, Routing]:
     """What the layer adds to the residual stream, and its routing."""
     routing = moe.router(x_NC, tokens, replayed)
-    order = moe.order(routing, tokens)
-    rows_MC, probs_M = dispatch(moe.into_latent(x_NC), routing.probs_NS, order)
-    y_NC = moe.out_of_latent(combine(moe.experts(rows_MC, probs_M, order.counts_E), order))
-    shared_NC = moe.shared_output(x_NC)
-    return y_NC if shared_NC is None else y_NC + shared_NC, routing
+    journey = moe.journey(routing, tokens, replayed=replayed is not None)
+    rows, probs = moe.pack(x_NC, routing.probs_NS, journey)
+    rows, probs, journey = moe.dispatcher.dispatch(rows, probs, journey)
+    rows = moe.dispatcher.combine(moe.visit(rows, probs, journey), journey)
+    y_NC = moe.unpack(rows, journey)
+    shared_BTC = moe.shared_output(x_NC.unflatten(0, (tokens.rows, -1)))
+    return y_NC if shared_BTC is None else y_NC + shared_BTC.flatten(0, 1), routing
 
 
 def grads(moe: Moe) -> dict[str, Tensor]:
     """Every canonical tensor's gradient; zero where there is none."""
-    found = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in moe.named_parameters()}
+    found = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in tensors(moe).items()}
     return {name: tensor.read(found[tensor.parameter]) for name, tensor in moe.canonical().items()}

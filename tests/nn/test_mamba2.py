@@ -34,7 +34,7 @@ def build(shape: Shape) -> Mamba2:
     generator = torch.Generator().manual_seed(1)
     for parameter in layer.parameters():
         parameter.data += 0.2 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-    layer.dt_bias_H.data += 3.0
+    layer.scalars.dt_bias.data += 3.0
     return layer
 
 
@@ -190,7 +190,7 @@ def test_cached_equals_whole(shape: Shape, cuts: list[int]) -> None:
 def test_the_state_of_a_bfloat16_cache_is_float32() -> None:
     layer = Mamba2(SHAPE, HIDDEN, 1e-5, ssd.REFERENCE.function, dtype=torch.bfloat16)
     cache: Mamba2Cache = layer.new_cache(1, torch.device("cpu"), torch.bfloat16)
-    assert (cache.conv_BCP.dtype, cache.state_BHDN.dtype) == (torch.bfloat16, torch.float32)
+    assert (cache.conv_BEP.dtype, cache.state_BHDN.dtype) == (torch.bfloat16, torch.float32)
 
 
 # ----------------------------------------------------------------------------------------- initial weights
@@ -199,20 +199,20 @@ def test_the_state_of_a_bfloat16_cache_is_float32() -> None:
 def test_initial_time_steps_decays_and_taps_are_in_their_ranges() -> None:
     layer = Mamba2(replace(SHAPE, heads=300), HIDDEN, 1e-5, ssd.REFERENCE.function)
     initialize(dict(layer.named_parameters()), layer.canonical(), seed=1, std=0.02, layers=1)
-    steps, rates = nn.functional.softplus(layer.dt_bias_H), layer.a_log_H.exp()
+    steps, rates = nn.functional.softplus(layer.scalars.dt_bias), layer.scalars.A_log.exp()
     assert 1e-3 * 0.99 < steps.min() < 2e-3
     assert 0.05 < steps.max() < 0.1 * 1.01
     assert 0.99 < rates.min() < 2
     assert 15 < rates.max() < 16.01
-    assert 0.4 < layer.conv_weight_GVK.abs().max() <= 0.5
-    assert (layer.skip_H == 1).all()
+    assert 0.4 < layer.conv.weight.abs().max() <= 0.5
+    assert (layer.scalars.D == 1).all()
 
 
 def test_every_number_has_one_canonical_place() -> None:
     layer = build(SHAPES["biases and limits"])
     counts = {name: torch.zeros_like(parameter) for name, parameter in layer.named_parameters()}
     for place in layer.canonical().values():
-        counts[place.parameter][place.index] += 1
+        place.write(counts[place.parameter], place.read(counts[place.parameter]) + 1)
     assert all((count == 1).all() for count in counts.values())
 
 

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from braid import architecture
 from tests.nn.moe_cases import build, forward, grads, of_rows, randn
+from tests.nn.moe_cases import tensors as tensors_of
 
 pytest.importorskip("transformers")
 
@@ -286,7 +287,7 @@ def test_outputs_and_gradients(make: Callable[[], Oracle], rows: int, row_tokens
     theirs = filled(oracle.layer)
     tensors = dict(theirs.named_parameters()) | dict(theirs.named_buffers())
     moe = build(oracle.shape, HIDDEN)
-    ours = dict(moe.named_parameters())
+    ours = tensors_of(moe)
     assert moe.canonical().keys() == oracle.places.keys()
     for name, tensor in moe.canonical().items():
         holder, view = oracle.places[name]

@@ -16,6 +16,7 @@ from braid.errors import DataError
 from braid.nn.moe.jitter import jitter
 from braid.nn.moe.replay import Recording
 from braid.nn.moe.router import Router, route
+from braid.nn.moe.routing import Choice
 from braid.nn.moe.sinkhorn import evened
 from tests.nn.moe_cases import build, forward, grads, of_rows, randn, shape
 
@@ -103,11 +104,13 @@ def test_selection_bias_chooses_but_does_not_weigh() -> None:
     assert routing.choice.favourites_NS.tolist() == raw
 
 
-def test_selection_bias_is_a_float32_parameter_without_gradient() -> None:
+def test_weight_and_selection_bias_are_float32_and_the_bias_has_no_gradient() -> None:
     router = Router(shape(score="sigmoid", selection_bias=True), 8, dtype=torch.bfloat16)
     assert router.bias is not None
-    assert router.bias.dtype == torch.float32
+    assert router.bias.dtype == router.weight.dtype == torch.float32
     assert not router.bias.requires_grad
+    assert set(router.state_dict()) == {"weight", "bias"}
+    assert [name for name, _ in router.named_parameters()] == ["weight"]
     assert set(router.canonical()) == {"weight", "bias"}
     assert Router(shape(), 8).bias is None
 
@@ -220,11 +223,11 @@ def test_padding_visits_nobody_and_changes_nothing() -> None:
     tokens = of_rows(2, 6, padding_BT=padding, padding_count=3)
     x = randn(12, 7)
     y, routing = forward(moe, x, tokens)
-    assert moe.order(routing, tokens).counts_E.sum() == 18
+    assert moe.journey(routing, tokens).counts_E.sum() == 18
     valid = ~padding.flatten()
     (plain, _) = forward(moe, x[valid], of_rows(1, 9))
     torch.testing.assert_close(y[valid], plain, rtol=1e-12, atol=1e-12)
-    assert torch.equal(y[~valid], moe.shared_output(x)[~valid])
+    assert torch.equal(y[~valid], moe.shared_output(x.view(2, 6, 7)).flatten(0, 1)[~valid])
     elsewhere = torch.where(valid[:, None], x, torch.inf)
     other, _ = forward(moe, elsewhere, tokens)
     assert torch.equal(other[valid], y[valid])
@@ -254,3 +257,21 @@ def test_a_recorded_routing_is_repeated_by_any_batch() -> None:
     assert torch.equal(parts.experts_NS, torch.cat([routing.experts_NS[12:16], routing.experts_NS[4:8]]))
     with pytest.raises(DataError, match="sample 7 in layer 4"):
         recording.read(of_rows(1, 8, sample_B=torch.tensor([7]), layer=4))
+
+
+def test_parts_of_rows_are_recorded_one_after_the_other() -> None:
+    moe = shape(capacity_factor=0.6)
+    tokens = of_rows(2, 8, layer=4)
+    whole = route(randn(16, 6), moe, tokens).choice
+    recording = Recording()
+    for places in (range(4, 8), range(4)):
+        part = replace(tokens, place_T=torch.tensor(places))
+        rows = torch.tensor([row * 8 + place for row in range(2) for place in places])
+        recording.write(part, Choice(whole.experts_NS[rows], whole.favourites_NS[rows], whole.kept_NS[rows]))
+        if places.start:
+            assert torch.equal(recording.read(part).experts_NS, whole.experts_NS[rows])
+            with pytest.raises(DataError, match="sample 100 in layer 4 for all of its tokens"):
+                recording.read(tokens)
+    assert all(torch.equal(a, b) for a, b in zip(recording.read(tokens), whole, strict=True))
+    with pytest.raises(DataError, match="for all of its tokens"):
+        recording.read(replace(tokens, place_T=torch.arange(5, 9)))

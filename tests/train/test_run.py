@@ -22,7 +22,8 @@ from braid.train.feed import open_feed
 from braid.train.loads import Loads, update_selection_biases
 from braid.train.loop import begin_or_continue, make_state, train_to_end
 from braid.train.places import Places
-from braid.train.step import _backward, evaluate, micro_batches, train_step
+from braid.train.step import backward, evaluate, micro_batches, train_step
+from braid.train.step import count as count_tokens
 from tests.model.cases import SHAPE, build
 from tests.train.helpers import run_on, started
 
@@ -208,7 +209,7 @@ def test_masked_prompts_change_no_weight_of_a_mean_over_tokens(corpus, tmp_path)
         batches = micro_batches(each, feed.train, 1, 0)
         for batch in batches:  # the first rows of the step are all prompt but for one token
             batch.loss_mask_BT[batch.sample_B < 2, 1:] = False
-        metrics, _ = _backward(state, batches, sum(int(batch.loss_mask_BT.sum()) for batch in batches))
+        metrics, _ = backward(state, each, batches, count_tokens(state.model, batches))
         norm = float(total_norm(state.optimizer.gradients()))
         figures.append([metrics["aux_router_z"], metrics["aux_sequence_balance"], norm])
     assert figures[1] == pytest.approx(figures[0], rel=1e-12)

@@ -15,6 +15,7 @@ from braid.checkpoint.choosing import Damaged, Latest, latest, prune
 from braid.checkpoint.loading import Wanted, read, read_manifest, verify
 from braid.checkpoint.manifest import Manifest
 from braid.checkpoint.saving import CHUNK_BYTES, Piece, Record, abandon, begin, commit, save, write_part
+from braid.checkpoint.steps import step_path
 
 __all__ = [
     "CHUNK_BYTES",
@@ -33,6 +34,7 @@ __all__ = [
     "read",
     "read_manifest",
     "save",
+    "step_path",
     "verify",
     "write_part",
 ]

@@ -15,6 +15,7 @@ import braid
 from braid.cli.convert import export, import_
 from braid.cli.data import data
 from braid.cli.generate import generate
+from braid.cli.grid import show_grid
 from braid.cli.pattern import explain
 from braid.cli.runs import list_recipes, show
 from braid.cli.train import train
@@ -68,6 +69,7 @@ COMMANDS = (
     Command("data", "build|verify", "make token shards from text, or check them", data),
     Command("recipes", "", "list the recipes", list_recipes),
     Command("show", "RECIPE", "print a run with all its choices, after overrides", show),
+    Command("grid", "", "show who is with whom in an arrangement of ranks", show_grid),
     Command("pattern", "'PATTERN'", "explain a layer pattern", explain),
 )
 """Everything that `braid` understands, in the order of its help."""

@@ -57,7 +57,7 @@ def show(words: list[str]) -> int:
         print(f"{field:<{width}}  {value}")
     print()
     for field, value in (
-        ("world", f"{worked_out.world} = pp {chosen.run.mesh.pp} x dp {worked_out.dp}"),
+        ("world", f"{worked_out.world} = pp {worked_out.axes.pp} x dp {worked_out.axes.dp}"),
         ("layers", f"{len(worked_out.layout.layers)} in {len(worked_out.layout.blocks)} blocks"),
         ("parameters", f"{weights.total:,}, of which {weights.active:,} for each token"),
         ("step", f"{worked_out.step_tokens:,} tokens"),

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stdout
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Literal
 
-from braid import recipes
+import braid
+from braid import recipes, rules
 from braid.cli.progress import bar
 from braid.cli.runs import RunFields, help_with_a_recipe
 from braid.cli.words import options, subject
-from braid.config import to_json
+from braid.config import flatten, to_json
 from braid.errors import BraidError, ConfigError, ExitCode
-from braid.plan import Plan, plan
+from braid.plan import Plan, check, plan
 
 if TYPE_CHECKING:
     from braid.train.device import Device
@@ -23,9 +28,13 @@ if TYPE_CHECKING:
     from braid.train.loop import Outcome
     from braid.train.metrics import Listener
     from braid.train.places import Places
+    from braid.train.ranks import Joined
     from braid.train.state import State
 
 SAMPLE_TOKENS = 200
+
+TIMEOUT = timedelta(minutes=10)
+"""How long a rank waits for others: to come, and in each collective."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +48,10 @@ class TrainOptions:
     """Checkpoint or run whose weights a new run starts from: fine-tuning. The optimizer starts anew."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes a GPU where there is one."""
+    world: int | None = None
+    """Ranks to start on this machine. Default: 1, and under torchrun as many as it started."""
+    restarts: int = 0
+    """How often all ranks are started again after one was lost; training goes on from the newest checkpoint."""
     tensorboard: bool = False
     """Also write TensorBoard files into the folder (extra `log`)."""
     wandb: str | None = None
@@ -46,46 +59,143 @@ class TrainOptions:
 
 
 def train(words: list[str]) -> int:
+    """Start the workers of the run, or be one of them."""
     name, rest = subject(help_with_a_recipe(words), "train", "RECIPE")
     chosen = options(TrainOptions, rest, f"braid train {name}", TrainOptions(run=recipes.load(name)))
-    worked_out = plan(chosen.run, world=chosen.run.mesh.pp)
+    out = chosen.out or Path("runs") / name.rpartition(":")[2]
+    if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
+        return _be_worker(words, chosen, out)
+    worked_out = _planned(chosen, 1 if chosen.world is None else chosen.world)
+    if worked_out.world == 1 and chosen.restarts == 0:
+        return _work(worked_out, out, words, chosen)
+    from braid.train.launch import check_gpus, launch
+
+    check_gpus(worked_out.world, chosen.device)
+    command = [sys.executable, "-m", "braid", "train", *words]
+    return launch(command, world=worked_out.world, restarts=chosen.restarts, environment=os.environ)
+
+
+def _planned(chosen: TrainOptions, world: int) -> Plan:
+    """The plan, or what is wrong: all of it, or one line where only the number of ranks is."""
+    problems = check(chosen.run, world)
+    if problems:
+        from braid.train.launch import nearest_worlds
+
+        near = nearest_worlds(lambda other: not check(chosen.run, other), world)
+        if near:
+            why = "; ".join(f"{problem.field} = {problem.value} {problem.rule}" for problem in problems)
+            fitting = " and ".join(str(other) for other in near)
+            raise ConfigError(f"--world {world} does not fit: {why}. The nearest that fit: {fitting}")
+    problems += rules.at_least("restarts", chosen.restarts, 0)
+    if problems:
+        raise ConfigError(problems)
     if chosen.run.mesh.pp > 1:
-        raise ConfigError(f"mesh.pp = {chosen.run.mesh.pp}: this version trains on one process; set it to 1")
-    from braid.train.places import Places
-
-    places = Places(out=chosen.out or Path("runs") / name.rpartition(":")[2])
-    with places.held():
-        return _train(worked_out, places, words, chosen)
+        raise ConfigError(
+            f"mesh.pp = {chosen.run.mesh.pp}: this version trains without a pipeline; set it to 1"
+        )
+    return plan(chosen.run, world)
 
 
-def _train(worked_out: Plan, places: Places, words: list[str], chosen: TrainOptions) -> int:
+def _be_worker(words: list[str], chosen: TrainOptions, out: Path) -> int:
+    """One rank of a launcher, ours or torchrun."""
+    from braid.train.launch import LAUNCHER, die_with_launcher
+    from braid.train.ranks import seat_in
+
+    die_with_launcher(os.environ)
+    seat = seat_in(os.environ)
+    assert seat is not None
+    if chosen.world not in (None, seat.world):
+        raise ConfigError(f"--world {chosen.world}, but the launcher started {seat.world}: leave --world out")
+    if chosen.restarts and LAUNCHER not in os.environ:
+        raise ConfigError(
+            f"--restarts {chosen.restarts} is for workers that braid starts itself; "
+            "give torchrun --max-restarts instead"
+        )
+    return _work(_planned(chosen, seat.world), out, words, chosen)
+
+
+def _work(worked_out: Plan, out: Path, words: list[str], chosen: TrainOptions) -> int:
+    """Join the other ranks, train with them, leave. What all of them fail by, rank 0 alone tells."""
     # torch takes seconds to load: by now the words are known to be right
-    from braid.train.console import say, table
     from braid.train.device import choose_device
-    from braid.train.feed import open_feed
-    from braid.train.loop import begin_or_continue, make_state, train_to_end
+    from braid.train.places import Places
+    from braid.train.ranks import agree, is_everywhere, join, leave, named_failures, together
 
     device = choose_device(chosen.device)
-    with bar("building the corpus") as progress:
-        feed = open_feed(chosen.run, places.data, progress)
-    state = make_state(worked_out, device)
-    resumed = begin_or_continue(state, chosen.run, feed, places, chosen.init)
+    joined = join(os.environ, device.torch, TIMEOUT)
+    device, places = replace(device, torch=joined.device), Places(out=out)
+    try:
+        with named_failures(), ExitStack() as held:
+            agree(_settings(chosen, out), joined.everyone)
+            with together(joined.everyone):
+                if joined.rank == 0:
+                    held.enter_context(places.held())
+                else:
+                    held.enter_context(redirect_stdout(held.enter_context(Path(os.devnull).open("w"))))
+            return _train(worked_out, joined, device, places, words, chosen)
+    except BraidError as error:
+        if joined.rank == 0 or not is_everywhere(error):
+            raise
+        return error.exit_code
+    finally:
+        leave()
+
+
+def _settings(chosen: TrainOptions, out: Path) -> dict[str, object]:
+    """What must be the same on every rank, by the name that a person would look for."""
+    import torch
+
+    named = {"out": str(out), "init": str(chosen.init), "device": chosen.device}
+    return {"braid": braid.__version__, "torch": torch.__version__, **named, **flatten(chosen.run)}
+
+
+def _train(
+    worked_out: Plan, joined: Joined, device: Device, places: Places, words: list[str], chosen: TrainOptions
+) -> int:
+    from braid.train.console import say, table
+    from braid.train.feed import open_feed
+    from braid.train.loop import begin_or_continue, make_state, train_to_end
+    from braid.train.ranks import first_then_others, together
+
+    def opened() -> Feed:
+        with bar("building the corpus") as progress:
+            return open_feed(chosen.run, places.data, progress)
+
+    feed = first_then_others(opened, joined.everyone)
+    with together(joined.everyone):
+        state = make_state(worked_out, device)
+        resumed = begin_or_continue(state, chosen.run, feed, places, chosen.init)
     say(f"braid train {words[0]}")
     say(table(_header(worked_out, state, device, feed, places, resumed, chosen.init)))
     say("")
-    outcome = train_to_end(worked_out, places, device, feed, state, _listeners(chosen, places.out))
-    say("")
-    say(table([*_sample(outcome, feed, chosen), ("", ""), *_ending(outcome, feed, places)]))
-    say("\ntry next")
-    for command in _next_commands(words, places, outcome, chosen):
-        say(f"  {command}")
+    with _written_by(joined, places) as own:
+        outcome = train_to_end(worked_out, own, device, feed, state, _listeners(joined, chosen, places.out))
+    if joined.rank == 0:
+        say("")
+        say(table([*_sample(outcome, feed, chosen), ("", ""), *_ending(outcome, feed, places)]))
+        say("\ntry next")
+        for command in _next_commands(words, places, outcome, chosen):
+            say(f"  {command}")
     return ExitCode.OK
 
 
-def _listeners(chosen: TrainOptions, out: Path) -> list[Listener]:
+@contextmanager
+def _written_by(joined: Joined, places: Places) -> Iterator[Places]:
+    """Where a rank writes. Each rank trains the whole run by itself, so what rank 0 writes is all there is: the
+    others write to a folder that is thrown away."""
+    if joined.rank == 0:
+        yield places
+        return
+    with TemporaryDirectory() as folder:
+        yield replace(places, out=Path(folder))
+
+
+def _listeners(joined: Joined, chosen: TrainOptions, out: Path) -> list[Listener]:
     from braid.train.metrics import TensorBoard, Wandb
 
     listeners: list[Listener] = []
+    if joined.rank != 0:
+        return listeners
     if chosen.tensorboard:
         listeners.append(TensorBoard(out / "tensorboard"))
     if chosen.wandb is not None:

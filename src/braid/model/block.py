@@ -7,7 +7,10 @@ tokens to their experts, `experts` computes, `combine` brings results back into 
 without MoE does all its work in `mix`; the other phases pass on what they are given. `forward` is the four
 phases in order: there is no other path.
 
-Shapes: B rows, T tokens, N = B · T, S slots of a token, M = N · S rows, C hidden channels.
+Between blocks a rank holds t of the T tokens of its rows; what leaves it in `dispatch` and returns in `combine`
+is up to the dispatcher.
+
+Shapes: B rows, t tokens of this rank, N = B · t, S slots of a token, C hidden channels.
 """
 
 from __future__ import annotations
@@ -20,19 +23,24 @@ import torch
 from torch import Tensor, nn
 
 from braid import architecture, pattern
+from braid.collectives import Groups
 from braid.kernels import Kernels
 from braid.model.context import Context
 from braid.nn.attention import Attention
 from braid.nn.canonical import Canonical, under
 from braid.nn.delta_net import DeltaNet
 from braid.nn.dropout import dropout
+from braid.nn.head_scalars import HeadScalars
 from braid.nn.latent_attention import LatentAttention
 from braid.nn.mamba2 import Mamba2
 from braid.nn.mlp import Mlp
 from braid.nn.moe.balance import examine
-from braid.nn.moe.dispatch import combine, dispatch
+from braid.nn.moe.experts import SHARD_DIMS, Experts
+from braid.nn.moe.journey import Dispatcher
 from braid.nn.moe.layer import Moe
+from braid.nn.moe.router import Router
 from braid.nn.norm import LayerNorm, RmsNorm, norm
+from braid.parallel.sharding import Unit
 from braid.pattern import Kind, Layer
 
 NAMES = MappingProxyType(
@@ -56,12 +64,12 @@ class Flow(NamedTuple):
     """The tensors that cross from one phase to the next; all but the first exist only before `combine` of
     a MoE block."""
 
-    residual_BTC: Tensor
-    routed: Tensor | None = None
-    """What experts read or wrote: one entry per token before `dispatch`, one per row after it."""
+    residual_BtC: Tensor
+    rows: Tensor | None = None
+    """What experts read or wrote, as it leaves and returns."""
     probs: Tensor | None = None
-    """Probabilities: [N, S] before `dispatch`, [M] after it."""
-    shared_BTC: Tensor | None = None
+    """The probability of each row, until experts have used it."""
+    shared_BtC: Tensor | None = None
     """The shared expert's output, where there is one."""
 
 
@@ -82,79 +90,89 @@ class Block(nn.Module):
         block: pattern.Block,
         shape: architecture.Model,
         kernels: Kernels,
+        dispatcher: Dispatcher | None = None,
         *,
+        groups: Groups = Groups(),
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.block = block
+        self.groups = groups
         self.dropout = shape.dropout
         self.layers = nn.ModuleDict()
+        on: dict[str, Any] = {"device": device, "dtype": dtype}
         for layer in block.layers:
-            before = norm(shape.norm, shape.hidden, shape.norm_eps, device=device, dtype=dtype)
-            inner = _layer(layer, shape, kernels, device, dtype)
+            before = norm(shape.norm, shape.hidden, shape.norm_eps, copies=groups.tp, **on)
+            inner = _layer(layer, shape, kernels, dispatcher, {"groups": groups, **on})
             self.layers[NAMES[layer.kind]] = PreNorm(before, inner)
 
-    def forward(self, x_BTC: Tensor, context: Context) -> Tensor:
-        flow = self.mix(x_BTC, context)
+    def forward(self, x_BtC: Tensor, context: Context) -> Tensor:
+        flow = self.mix(x_BtC, context)
         flow = self.dispatch(flow, context)
         flow = self.experts(flow, context)
         return self.combine(flow, context)
 
     # ------------------------------------------------------------------------------------- phases
 
-    def mix(self, x_BTC: Tensor, context: Context) -> Flow:
+    def mix(self, x_BtC: Tensor, context: Context) -> Flow:
         for layer in self.block.layers:
             if layer.kind is Kind.MOE:
-                return self._route(x_BTC, layer, context)
+                return self._route(x_BtC, layer, context)
             pre_norm = self._at(layer)
-            y_BTC = _computed(pre_norm.inner, pre_norm.norm(x_BTC), layer, context)
-            x_BTC = self._add(x_BTC, y_BTC, layer, context)
-        return Flow(x_BTC)
+            y_BtC = _computed(pre_norm.inner, pre_norm.norm(x_BtC), layer, context)
+            x_BtC = self._add(x_BtC, y_BtC, layer, context)
+        return Flow(x_BtC)
 
     def dispatch(self, flow: Flow, context: Context) -> Flow:
-        if flow.routed is None or flow.probs is None:
+        if flow.rows is None or flow.probs is None:
             return flow
-        rows_MC, probs_M = dispatch(flow.routed, flow.probs, context.orders[self.block.layers[-1]])
-        return flow._replace(routed=rows_MC, probs=probs_M)
+        layer = self.block.layers[-1]
+        rows, probs, journey = self._moe(layer).dispatcher.dispatch(
+            flow.rows, flow.probs, context.journeys[layer]
+        )
+        context.journeys[layer] = journey
+        return flow._replace(rows=rows, probs=probs)
 
     def experts(self, flow: Flow, context: Context) -> Flow:
-        if flow.routed is None:
+        if flow.rows is None or flow.probs is None:
             return flow
         layer = self.block.layers[-1]
-        y_MC = self._moe(layer).experts(flow.routed, flow.probs, context.orders[layer].counts_E)
-        return flow._replace(routed=y_MC, probs=None)
+        rows = self._moe(layer).visit(flow.rows, flow.probs, context.journeys[layer])
+        return flow._replace(rows=rows, probs=None)
 
     def combine(self, flow: Flow, context: Context) -> Tensor:
-        if flow.routed is None:
-            return flow.residual_BTC
+        if flow.rows is None:
+            return flow.residual_BtC
         layer = self.block.layers[-1]
-        y_NC = self._moe(layer).out_of_latent(combine(flow.routed, context.orders[layer]))
-        y_BTC = y_NC.view_as(flow.residual_BTC)
-        if flow.shared_BTC is not None:
-            y_BTC = y_BTC + flow.shared_BTC
-        return self._add(flow.residual_BTC, y_BTC, layer, context)
+        moe, journey = self._moe(layer), context.journeys[layer]
+        y_BtC = moe.unpack(moe.dispatcher.combine(flow.rows, journey), journey).view_as(flow.residual_BtC)
+        if flow.shared_BtC is not None:
+            y_BtC = y_BtC + flow.shared_BtC
+        return self._add(flow.residual_BtC, y_BtC, layer, context)
 
     # -------------------------------------------------------------------------------------- parts
 
-    def _route(self, x_BTC: Tensor, layer: Layer, context: Context) -> Flow:
+    def _route(self, x_BtC: Tensor, layer: Layer, context: Context) -> Flow:
         moe, tokens = self._moe(layer), context.tokens(layer)
-        normed_BTC = self._at(layer).norm(x_BTC)
-        normed_NC = normed_BTC.flatten(0, 1)
+        normed_BtC = self._at(layer).norm(x_BtC)
+        normed_NC = normed_BtC.flatten(0, 1)
         replayed = None if context.replay is None else context.replay.read(tokens)
         routing = moe.router(normed_NC, tokens, replayed)
         if context.recording is not None:
             context.recording.write(tokens, routing.choice)
-        context.orders[layer] = moe.order(routing, tokens, replayed=replayed is not None)
-        context.balances[layer] = examine(routing, moe.shape, tokens, context.earlier_E.get(layer))
-        return Flow(x_BTC, moe.into_latent(normed_NC), routing.probs_NS, moe.shared_output(normed_BTC))
+        journey = moe.journey(routing, tokens, replayed=replayed is not None)
+        rows, probs = moe.pack(normed_NC, routing.probs_NS, journey)
+        context.journeys[layer] = journey
+        context.balances[layer] = examine(routing, moe.shape, tokens, context.earlier_E.get(layer), self.groups)
+        return Flow(x_BtC, rows, probs, moe.shared_output(normed_BtC))
 
-    def _add(self, x_BTC: Tensor, y_BTC: Tensor, layer: Layer, context: Context) -> Tensor:
+    def _add(self, x_BtC: Tensor, y_BtC: Tensor, layer: Layer, context: Context) -> Tensor:
         """A layer's output joins the residual stream."""
         if self.dropout and context.batch.training:
-            keep_BTC = context.keep_mask(layer, self.dropout, y_BTC.shape[-1])
-            y_BTC = dropout(y_BTC, keep_BTC, self.dropout)
-        return x_BTC + y_BTC
+            keep_BtC = context.keep_mask(layer, self.dropout, y_BtC.shape[-1])
+            y_BtC = dropout(y_BtC, keep_BtC, self.dropout)
+        return x_BtC + y_BtC
 
     def _at(self, layer: Layer) -> PreNorm:
         return cast(PreNorm, self.layers[NAMES[layer.kind]])
@@ -176,6 +194,15 @@ class Block(nn.Module):
         last = self.block.layers[-1]
         return (last, self._moe(last)) if last.kind is Kind.MOE else None
 
+    def units(self) -> Iterator[Unit]:
+        """The block is sharded as one, but for its experts and for what is float32 in every model."""
+        for module in self.modules():
+            if isinstance(module, Router | HeadScalars):
+                yield Unit(module=module, wide=True)
+            elif isinstance(module, Experts):
+                yield Unit(module=module, mesh="expert", dims=SHARD_DIMS)
+        yield Unit(module=self)
+
     def canonical(self) -> dict[str, Canonical]:
         tensors: dict[str, Canonical] = {}
         for name, module in self.layers.items():
@@ -188,7 +215,7 @@ class Block(nn.Module):
         return sum(self._at(layer).inner.flops(tokens) for layer in self.block.layers)
 
 
-def _computed(inner: Inner, normed_BTC: Tensor, layer: Layer, context: Context) -> Tensor:
+def _computed(inner: Inner, normed_BtC: Tensor, layer: Layer, context: Context) -> Tensor:
     """What a layer other than a MoE makes of its normed input."""
     cache = context.caches.get(layer)
     match inner:
@@ -196,26 +223,25 @@ def _computed(inner: Inner, normed_BTC: Tensor, layer: Layer, context: Context) 
             rotary = None
             if shape.positions == "rope":
                 rotary = context.rotary(shape.rope_dim, shape.rope_base, shape.rope_scaling)
-            return inner(normed_BTC, context.spans(shape.window), rotary, cache)
+            return inner(normed_BtC, context.spans(shape.window), rotary, cache)
         case LatentAttention(shape=shape):
             rotary = context.rotary(shape.rope_dim, shape.rope_base, shape.rope_scaling)
-            return inner(normed_BTC, context.spans(None), rotary, cache)
+            return inner(normed_BtC, context.spans(None), rotary, cache)
         case Mamba2() | DeltaNet():
-            return inner(normed_BTC, context.documents(), cache)
+            return inner(normed_BtC, context.documents(), cache)
         case _:
-            return inner(normed_BTC)
+            return inner(normed_BtC)
 
 
 def _layer(
     layer: Layer,
     shape: architecture.Model,
     kernels: Kernels,
-    device: torch.device | None,
-    dtype: torch.dtype | None,
+    dispatcher: Dispatcher | None,
+    on: dict[str, Any],
 ) -> Inner:
     """The module of a layer. The plan has made sure that its shape is there."""
     hidden, eps = shape.hidden, shape.norm_eps
-    on: dict[str, Any] = {"device": device, "dtype": dtype}
     match layer.kind:
         case Kind.ATTENTION if shape.attention and kernels.attention:
             return Attention(shape.attention, hidden, eps, kernels.attention.function, **on)
@@ -228,7 +254,7 @@ def _layer(
         case Kind.MLP if shape.mlp:
             return Mlp(shape.mlp, hidden, **on)
         case Kind.MOE if shape.moe and kernels.grouped_mlp:
-            return Moe(shape.moe, hidden, kernels.grouped_mlp.function, **on)
+            return Moe(shape.moe, hidden, kernels.grouped_mlp.function, dispatcher, **on)
         case Kind.SPARSE_ATTENTION:
             raise ValueError(f"layer {layer.number} is 'D': sparse attention cannot be built")
         case kind:

@@ -3,18 +3,22 @@
 Modules keep nothing of a micro-batch. What layers share (rotary tables, document spans) is made once here;
 what phases leave for one another (order of rows, losses, counts) is filed here under its layer.
 
-Shapes: B rows, T tokens, C channels, E experts.
+A rank is given whole rows. Mixers see all T tokens of them; between layers a rank holds t of them, the slice
+that `Context.mine` takes.
+
+Shapes: B rows, T tokens, t tokens of this rank, C channels, E experts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from braid.architecture import Yarn
+from braid.collectives import Groups, mine
 from braid.kernels.attention import Spans, spans_of
 from braid.nn.attention import AttentionCache
 from braid.nn.delta_net import DeltaNetCache
@@ -22,7 +26,7 @@ from braid.nn.dropout import keep_mask
 from braid.nn.latent_attention import LatentCache
 from braid.nn.mamba2 import Mamba2Cache
 from braid.nn.moe.balance import Balance
-from braid.nn.moe.dispatch import Order
+from braid.nn.moe.journey import Journey
 from braid.nn.moe.replay import Recording
 from braid.nn.moe.tokens import Tokens
 from braid.nn.rotary import Rotary, rotary_tables
@@ -79,30 +83,60 @@ class MicroBatch:
         )
 
 
-@dataclass(kw_only=True)
-class Context:
-    """The state of one micro-batch in one model. Made by `LanguageModel.prepare`."""
+@dataclass(frozen=True, kw_only=True)
+class Whole:
+    """A micro-batch over all ranks that share it: what its means divide by."""
 
-    batch: MicroBatch
-    """On the model's device."""
-    host_documents_BT: Tensor
-    """The batch's documents on the host, where spans are cut."""
-    dtype: torch.dtype
-    """Dtype of the activations."""
-    orders: dict[Layer, Order] = field(default_factory=dict)
-    """How each MoE layer sorted its rows."""
-    balances: dict[Layer, Balance] = field(default_factory=dict)
-    """What each MoE layer's router did to its experts: weighted losses, and counts."""
-    earlier_E: Mapping[Layer, Tensor] = field(default_factory=dict)
-    """For each MoE layer, the favourites of the step's earlier micro-batches."""
-    recording: Recording | None = None
-    """Where routers write down what they decide."""
-    replay: Recording | None = None
-    """Decisions that routers repeat instead of making their own."""
-    caches: Mapping[Layer, Cache] = field(default_factory=dict)
-    """For generation: what each mixer remembers of the tokens before this micro-batch."""
-    _rotary: dict[tuple[int, float, Yarn | None], Rotary] = field(default_factory=dict)
-    _spans: dict[int | None, Spans] = field(default_factory=dict)
+    tokens: int
+    """Tokens that are not padding."""
+    rows: int
+
+    @staticmethod
+    def of(documents_BT: Tensor) -> Whole:
+        """A micro-batch that one process has to itself, with documents on the host."""
+        return Whole(tokens=int((documents_BT >= 0).sum()), rows=len(documents_BT))
+
+
+class Context:
+    """The state of one micro-batch in one model. Made by `LanguageModel.prepare`.
+
+    Not a dataclass: FSDP2 copies those that a module is given, and what is filed in a copy is lost.
+    """
+
+    def __init__(
+        self,
+        *,
+        batch: MicroBatch,
+        groups: Groups,
+        whole: Whole,
+        host_documents_BT: Tensor,
+        dtype: torch.dtype,
+        caches: Mapping[Layer, Cache],
+    ) -> None:
+        self.batch = batch
+        """This rank's rows of the micro-batch, on the model's device."""
+        self.groups = groups
+        """The ranks that share the micro-batch."""
+        self.whole = whole
+        """The micro-batch over all its ranks."""
+        self.host_documents_BT = host_documents_BT
+        """The batch's documents on the host, where spans are cut."""
+        self.dtype = dtype
+        """Dtype of the activations."""
+        self.caches = caches
+        """For generation: what each mixer remembers of the tokens before this micro-batch."""
+        self.journeys: dict[Layer, Journey] = {}
+        """Where each MoE layer's rows go, and how they return."""
+        self.balances: dict[Layer, Balance] = {}
+        """What each MoE layer's router did to its experts: weighted losses, and counts."""
+        self.earlier_E: Mapping[Layer, Tensor] = {}
+        """For each MoE layer, the favourites of the step's earlier micro-batches."""
+        self.recording: Recording | None = None
+        """Where routers write down what they decide."""
+        self.replay: Recording | None = None
+        """Decisions that routers repeat instead of making their own."""
+        self._rotary: dict[tuple[int, float, Yarn | None], Rotary] = {}
+        self._spans: dict[int | None, Spans] = {}
 
     def rotary(self, rope_dim: int, base: float, scaling: Yarn | None) -> Rotary:
         """The rotary tables, made for the first layer that asks."""
@@ -123,14 +157,20 @@ class Context:
         host_BT = self.host_documents_BT
         return None if bool((host_BT == host_BT[:, :1]).all()) else self.batch.documents_BT
 
+    def mine(self, x_BT: Tensor) -> Tensor:
+        """This rank's tokens between layers, out of whole rows."""
+        return mine(x_BT, self.groups.tp_cp, dim=1)
+
     def tokens(self, layer: Layer) -> Tokens:
-        """Who the tokens are, for the router of a layer."""
-        batch, padding = self.batch, int((self.host_documents_BT < 0).sum())
+        """Who this rank's tokens are, for the router of a layer."""
+        batch, padding = self.batch, int((self.mine(self.host_documents_BT) < 0).sum())
         return Tokens(
             sample_B=batch.sample_B,
             place_T=self._places_T(),
-            padding_BT=batch.documents_BT < 0 if padding else None,
+            padding_BT=self.mine(batch.documents_BT) < 0 if padding else None,
             padding_count=padding,
+            shared_tokens=self.whole.tokens,
+            shared_rows=self.whole.rows,
             layer=layer.stream,
             seed=batch.seed,
             step=batch.step,
@@ -138,10 +178,11 @@ class Context:
         )
 
     def _places_T(self) -> Tensor:
-        """Each token's place in its row; with caches, rows go on where they stand."""
+        """The place in its row of each of this rank's tokens; with caches, rows go on where they stand."""
         if self.caches:
             return self.batch.positions_BT[0]
-        return torch.arange(self.batch.tokens_BT.shape[1], device=self.batch.tokens_BT.device)
+        place_T = torch.arange(self.batch.tokens_BT.shape[1], device=self.batch.tokens_BT.device)
+        return mine(place_T, self.groups.tp_cp, dim=0)
 
     def keep_mask(self, layer: Layer, rate: float, channels: int) -> Tensor:
         """What a layer's dropout keeps."""

@@ -1,6 +1,8 @@
 """The language model: embedding, stack, final norm, head, loss.
 
-Shapes: B rows, T tokens, N = B · T, C hidden channels, V vocabulary.
+Between layers a rank holds t of the T tokens of its rows (see `context`); the head sees those of all tp ranks.
+
+Shapes: B rows, T tokens, t tokens of this rank, s tokens of all tp ranks, C hidden channels, V vocabulary.
 """
 
 from __future__ import annotations
@@ -8,26 +10,27 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from braid import architecture
+from braid.collectives import Groups, gather, mine
 from braid.kernels import Kernels
 from braid.model.block import Block
-from braid.model.context import Cache, Context, MicroBatch
+from braid.model.context import Cache, Context, MicroBatch, Whole
 from braid.model.mtp import Mtp, targets
 from braid.model.stack import Stack
-from braid.nn.canonical import Canonical, under
-from braid.nn.embedding import Embedding, check_ids
+from braid.nn.canonical import Canonical, Shard, under
+from braid.nn.embedding import Embedding, Head, check_ids
 from braid.nn.init import initialize
-from braid.nn.linear import Linear
 from braid.nn.loss import cross_entropy
 from braid.nn.moe.balance import Balance
+from braid.nn.moe.journey import Dispatcher
 from braid.nn.moe.layer import Moe
 from braid.nn.norm import norm
+from braid.parallel.sharding import Unit
 from braid.pattern import Layer, Layout
 
 
@@ -51,14 +54,15 @@ WHOLE_STEP = PartOfStep()
 
 @dataclass(frozen=True, kw_only=True)
 class Losses:
-    """What a micro-batch costs, before anybody divides."""
+    """What a rank's part of a micro-batch costs, before anybody divides."""
 
     loss_sum: Tensor
     """Cross-entropy, summed over the tokens that count."""
     token_count: Tensor
     """How many count."""
     aux: dict[str, Tensor]
-    """Further losses by name: weighted, and means over the micro-batch rather than sums."""
+    """Further losses by name: weighted, and means over the whole micro-batch rather than sums. A rank has its
+    part of them: they add up over all ranks that share the micro-batch."""
     balances: Mapping[Layer, Balance]
     """What each MoE layer did to its experts."""
     mtp: tuple[tuple[Tensor, Tensor], ...] = ()
@@ -112,43 +116,60 @@ class LanguageModel(nn.Module):
         layout: Layout,
         kernels: Kernels,
         *,
+        groups: Groups = Groups(),
+        dispatcher: Dispatcher | None = None,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
+        stored: torch.dtype | None = None,
     ) -> None:
+        """Activations are of `dtype`. Weights are too, or are `stored` in another one where whoever shards them
+        brings them into `dtype` for every use. `dispatcher` is needed where experts are shared by ranks."""
         super().__init__()
         self.shape = shape
         self.layout = layout
         self.kernels = kernels
-        self.embedding = Embedding(shape.vocab, shape.hidden, device=device, dtype=dtype)
-        self.stack = Stack(layout, shape, kernels, device=device, dtype=dtype)
-        self.final_norm = norm(shape.norm, shape.hidden, shape.norm_eps, device=device, dtype=dtype)
-        self.head = None if shape.tied else Linear(shape.hidden, shape.vocab, device=device, dtype=dtype)
+        self.groups = groups
+        self.dtype = torch.get_default_dtype() if dtype is None else dtype
+        on: dict[str, Any] = {"device": device, "dtype": self.dtype if stored is None else stored}
+        self.embedding = Embedding(shape.vocab, shape.hidden, groups=groups, **on)
+        self.stack = Stack(layout, shape, kernels, dispatcher, groups=groups, **on)
+        self.final_norm = norm(shape.norm, shape.hidden, shape.norm_eps, copies=groups.tp, **on)
+        self.head = None if shape.tied else Head(shape.vocab, shape.hidden, groups=groups, **on)
         self.mtp = nn.ModuleDict(
-            {str(d.depth): Mtp(d, shape, kernels, device=device, dtype=dtype) for d in layout.mtp}
+            {str(d.depth): Mtp(d, shape, kernels, dispatcher, groups=groups, **on) for d in layout.mtp}
         )
 
     # ------------------------------------------------------------------------------------ forward
 
-    def prepare(self, batch: MicroBatch, caches: Mapping[Layer, Cache] | None = None) -> Context:
+    def prepare(
+        self, batch: MicroBatch, caches: Mapping[Layer, Cache] | None = None, whole: Whole | None = None
+    ) -> Context:
         """The context of a micro-batch, which should still be on the host: ids are checked there. With caches,
-        its rows go on where the caches stand."""
-        check_ids(batch.tokens_BT, self.shape.vocab)
-        if self.mtp and batch.training:
-            check_ids(batch.labels_BT, self.shape.vocab)  # depths read them as tokens
-        weight = self.embedding.weight
+        its rows go on where the caches stand. `whole` is the micro-batch of which these are this rank's rows,
+        where there are others."""
+        self.check(batch)
+        documents_BT = batch.documents_BT.cpu()
         return Context(
-            batch=batch.to(weight.device),
-            host_documents_BT=batch.documents_BT.cpu(),
-            dtype=weight.dtype,
+            batch=batch.to(self.embedding.weight.device),
+            groups=self.groups,
+            whole=Whole.of(documents_BT) if whole is None else whole,
+            host_documents_BT=documents_BT,
+            dtype=self.dtype,
             caches={} if caches is None else caches,
         )
 
+    def check(self, batch: MicroBatch) -> None:
+        """Refuse a micro-batch with ids that the model does not know."""
+        check_ids(batch.tokens_BT, self.shape.vocab)
+        if self.mtp and batch.training:
+            check_ids(batch.labels_BT, self.shape.vocab)  # depths read them as tokens
+
     def new_caches(self, rows: int) -> dict[Layer, Cache]:
         """What generation remembers of `rows` documents that have not begun."""
-        weight = self.embedding.weight
+        device = self.embedding.weight.device
         blocks = (cast(Block, block) for block in self.stack.blocks.values())
         return {
-            layer: mixer.new_cache(rows, weight.device, weight.dtype)
+            layer: mixer.new_cache(rows, device, self.dtype)
             for block in blocks
             for layer, mixer in block.mixers()
         }
@@ -159,9 +180,9 @@ class LanguageModel(nn.Module):
     def losses(self, context: Context) -> Losses:
         """Run a prepared micro-batch."""
         batch = context.batch
-        hidden_BTC = self.hidden(context)
-        loss_sum, count = self._told(hidden_BTC, batch.labels_BT, batch.loss_mask_BT)
-        mtp = tuple(self._mtp_losses(hidden_BTC, context)) if batch.training else ()
+        hidden_BtC = self.hidden(context)
+        loss_sum, count = self._told(hidden_BtC, batch.labels_BT, batch.loss_mask_BT)
+        mtp = tuple(self._mtp_losses(hidden_BtC, context)) if batch.training else ()
         return Losses(
             loss_sum=loss_sum,
             token_count=count,
@@ -171,29 +192,50 @@ class LanguageModel(nn.Module):
             mtp_weight=self.shape.mtp_loss,
         )
 
-    def _mtp_losses(self, hidden_BTC: Tensor, context: Context) -> Iterator[tuple[Tensor, Tensor]]:
+    def _mtp_losses(self, hidden_BtC: Tensor, context: Context) -> Iterator[tuple[Tensor, Tensor]]:
         for depth, module in enumerate(self.mtp.values()):
             shown = targets(context.batch, depth)
-            hidden_BTC = module(hidden_BTC, self.embedding(shown.tokens_BT), context)
-            yield self._told(hidden_BTC, shown.labels_BT, shown.loss_mask_BT)
+            hidden_BtC = module(hidden_BtC, self.embedding(shown.tokens_BT), context)
+            yield self._told(hidden_BtC, shown.labels_BT, shown.loss_mask_BT)
 
-    def _told(self, hidden_BTC: Tensor, labels_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """Loss sum and token count of what a hidden state tells."""
-        return cross_entropy(self.tell(hidden_BTC).flatten(0, 1), labels_BT.flatten(), mask_BT.flatten())
+    def _told(self, hidden_BtC: Tensor, labels_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """Loss sum and token count of what a hidden state tells: the same on all tp ranks."""
+        labels_Bs, mask_Bs = (mine(each, self.groups.cp, dim=1) for each in (labels_BT, mask_BT))
+        logits_BsV = self.tell(hidden_BtC)
+        return cross_entropy(
+            logits_BsV.flatten(0, 1), labels_Bs.flatten(), mask_Bs.flatten(), self.embedding.vocabulary
+        )
 
     def hidden(self, context: Context) -> Tensor:
-        """The state of every token after the final norm."""
+        """The state of this rank's tokens after the final norm."""
         return self.final_norm(self.stack(self.embedding(context.batch.tokens_BT), context))
 
-    def tell(self, hidden_BTC: Tensor) -> Tensor:
-        """The head: scores of every token of the vocabulary."""
-        return F.linear(hidden_BTC, self.embedding.weight) if self.head is None else self.head(hidden_BTC)
+    def tell(self, hidden_BtC: Tensor) -> Tensor:
+        """The head: for the tokens of all tp ranks, scores of the part of the vocabulary that is held here."""
+        hidden_BsC = gather(hidden_BtC, self.groups.tp, dim=1)
+        return self.embedding.tell(hidden_BsC) if self.head is None else self.head(hidden_BsC)
 
     def logits(self, context: Context) -> Tensor:
         """Scores of every next token, for every token."""
         return self.tell(self.hidden(context))
 
+    def wake(self) -> None:
+        """Does nothing: whoever listens to calls of the model gets ready."""
+
     # -------------------------------------------------------------------------------------- facts
+
+    def units(self) -> Iterator[Unit]:
+        """What is gathered and released together where weights are sharded; inner units come first."""
+        yield Unit(module=self.embedding, methods=("tell",))
+        for block in self.stack.blocks.values():
+            yield from cast(Block, block).units()
+        for depth in self.mtp.values():
+            for block in cast(Mtp, depth).blocks.values():
+                yield from cast(Block, block).units()
+            yield Unit(module=depth)
+        yield Unit(module=self.final_norm)
+        if self.head is not None:
+            yield Unit(module=self.head)
 
     def canonical(self) -> dict[str, Canonical]:
         """Every tensor of a checkpoint of this model, by its canonical name, and where it lives."""
@@ -215,15 +257,24 @@ class LanguageModel(nn.Module):
                 if found is not None:
                     yield found
 
-    def initialize(self, seed: int, into: Mapping[str, Tensor] | None = None) -> None:
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything that `canonical` lists places in: parameters, and the selection biases, which are none."""
+        return {**dict(self.named_parameters()), **dict(self.named_buffers())}
+
+    def initialize(
+        self,
+        seed: int,
+        into: Mapping[str, Tensor] | None = None,
+        shards: Mapping[str, Shard] | None = None,
+    ) -> None:
         """Set every weight to where a run with this seed starts; or, by parameter name, copies that somebody
-        keeps in a wider dtype."""
-        parameters = dict(self.named_parameters()) if into is None else into
-        layers = len(self.layout.layers)
-        initialize(parameters, self.canonical(), seed=seed, std=self.shape.init_std, layers=layers)
+        keeps in a wider dtype, or shards of them."""
+        parameters = self.tensors() if into is None else into
+        layers, std = len(self.layout.layers), self.shape.init_std
+        initialize(parameters, self.canonical(), seed=seed, std=std, layers=layers, shards=shards)
 
     def size(self) -> Size:
-        """How many weights there are, and how many of them one token meets."""
+        """How many weights there are, and how many of them one token meets. For a model on one process."""
         counts = {name: prod(tensor.shape) for name, tensor in self.canonical().items()}
         mtp = sum(count for name, count in counts.items() if name.startswith("mtp."))
         main = sum(counts.values()) - mtp

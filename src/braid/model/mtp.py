@@ -3,24 +3,26 @@
 Depth d reads, at every token i, the hidden state of the depth before it (of the main stack for depth 0) and
 the embedding of token i + 1 + d, and predicts token i + 2 + d. Embedding and head are the model's own.
 
-Shapes: B rows, T tokens, C hidden channels.
+Shapes: B rows, T tokens, t tokens of this rank, C hidden channels.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from braid import architecture, pattern
+from braid.collectives import Groups
 from braid.kernels import Kernels
 from braid.kernels.documents import runs_of
 from braid.model.block import Block
 from braid.model.context import Context, MicroBatch
 from braid.nn.canonical import Canonical, under
 from braid.nn.linear import Linear
+from braid.nn.moe.journey import Dispatcher
 from braid.nn.norm import norm
 
 
@@ -59,29 +61,33 @@ class Mtp(nn.Module):
         depth: pattern.MtpDepth,
         shape: architecture.Model,
         kernels: Kernels,
+        dispatcher: Dispatcher | None = None,
         *,
+        groups: Groups = Groups(),
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.embedding_norm = norm(shape.norm, shape.hidden, shape.norm_eps, device=device, dtype=dtype)
-        self.hidden_norm = norm(shape.norm, shape.hidden, shape.norm_eps, device=device, dtype=dtype)
-        self.projection = Linear(2 * shape.hidden, shape.hidden, device=device, dtype=dtype)
+        on: dict[str, Any] = {"device": device, "dtype": dtype}
+        hidden, copied = shape.hidden, {"copies": groups.tp, **on}
+        self.embedding_norm = norm(shape.norm, hidden, shape.norm_eps, **copied)
+        self.hidden_norm = norm(shape.norm, hidden, shape.norm_eps, **copied)
+        self.projection = Linear(2 * hidden, hidden, **copied)
         self.blocks = nn.ModuleDict(
             {
-                str(block.index): Block(block, shape, kernels, device=device, dtype=dtype)
+                str(block.index): Block(block, shape, kernels, dispatcher, groups=groups, **on)
                 for block in depth.blocks
             }
         )
-        self.final_norm = norm(shape.norm, shape.hidden, shape.norm_eps, device=device, dtype=dtype)
+        self.final_norm = norm(shape.norm, hidden, shape.norm_eps, **copied)
 
-    def forward(self, hidden_BTC: Tensor, embedded_BTC: Tensor, context: Context) -> Tensor:
+    def forward(self, hidden_BtC: Tensor, embedded_BtC: Tensor, context: Context) -> Tensor:
         """The hidden state from which this depth's tokens are told."""
-        both = torch.cat([self.embedding_norm(embedded_BTC), self.hidden_norm(hidden_BTC)], -1)
-        x_BTC = self.projection(both)
+        both = torch.cat([self.embedding_norm(embedded_BtC), self.hidden_norm(hidden_BtC)], -1)
+        x_BtC = self.projection(both)
         for block in self.blocks.values():
-            x_BTC = block(x_BTC, context)
-        return self.final_norm(x_BTC)
+            x_BtC = block(x_BtC, context)
+        return self.final_norm(x_BtC)
 
     def canonical(self) -> dict[str, Canonical]:
         tensors: dict[str, Canonical] = {}

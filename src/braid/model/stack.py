@@ -8,10 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from braid import architecture
+from braid.collectives import Groups
 from braid.kernels import Kernels
 from braid.model.block import Block
 from braid.model.context import Context
 from braid.nn.canonical import Canonical, under
+from braid.nn.moe.journey import Dispatcher
 from braid.pattern import Layout
 
 
@@ -23,22 +25,26 @@ class Stack(nn.Module):
         layout: Layout,
         shape: architecture.Model,
         kernels: Kernels,
+        dispatcher: Dispatcher | None = None,
         *,
+        groups: Groups = Groups(),
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.blocks = nn.ModuleDict(
             {
-                str(block.index): Block(block, shape, kernels, device=device, dtype=dtype)
+                str(block.index): Block(
+                    block, shape, kernels, dispatcher, groups=groups, device=device, dtype=dtype
+                )
                 for block in layout.blocks
             }
         )
 
-    def forward(self, x_BTC: Tensor, context: Context) -> Tensor:
+    def forward(self, x_BtC: Tensor, context: Context) -> Tensor:
         for block in self.blocks.values():
-            x_BTC = block(x_BTC, context)
-        return x_BTC
+            x_BtC = block(x_BtC, context)
+        return x_BtC
 
     def canonical(self) -> dict[str, Canonical]:
         tensors: dict[str, Canonical] = {}

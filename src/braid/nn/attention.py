@@ -1,10 +1,20 @@
 """Grouped-query attention, the layer `*`.
 
-Query, output gate, key and value come from one projection. Its outputs are ordered by key-value head: first
-the query heads that this head serves, then their gates where there are any, then its key, then its value. A
-shard of the heads is then one contiguous slice.
+Query, key, value and output gate come from one projection. Its outputs are ordered by key-value head: first
+the query heads that this head serves, then its key, its value, and the gates of those queries where there are
+any. A shard of the heads is then one contiguous slice.
 
-Shapes: B rows, T tokens, S tokens so far, C hidden channels, Q query heads, K key-value heads, D head channels.
+tp ranks share the heads, and cp ranks those of their tp rank, as `head_share` has it: a group is a key-value
+head with its queries.
+
+    gather over tp     x_BtC to x_BSC, which is projected
+    swap over cp       q, k and v from all heads of some tokens to some heads of all tokens, which then read
+    swap over cp       back; the gates have stayed with their tokens
+    scatter over tp    what `o` gives, y_BtC
+
+Shapes: B rows, T tokens, S of them that the tp ranks share (T / cp), t of this rank alone (S / tp), Z tokens so
+far, C hidden channels, K key-value heads and Q query heads of this tp rank, k and q of them that read on this
+rank, D head channels, F channels of a key-value head with its queries.
 """
 
 from __future__ import annotations
@@ -15,9 +25,11 @@ import torch
 from torch import Tensor, nn
 
 from braid import architecture
+from braid.collectives import Groups, gather
 from braid.kernels.attention import Attend, Spans, attend_cached, pairs_seen
 from braid.nn.canonical import Canonical, under
-from braid.nn.linear import Linear
+from braid.nn.head_share import HeadShare, Part
+from braid.nn.linear import Linear, RowLinear
 from braid.nn.norm import RmsNorm
 from braid.nn.rotary import Rotary, rotate
 from braid.nn.token_store import TokenStore
@@ -41,52 +53,57 @@ class Attention(nn.Module):
         eps: float,
         attend: Attend,
         *,
+        groups: Groups = Groups(),
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.shape = shape
+        self.shape, self.groups = shape, groups
         self.attend = attend
-        repeats = shape.heads // shape.kv_heads
-        self.parts = {"q": repeats, "gate": repeats if shape.gate else 0, "k": 1, "v": 1}
-        outputs = (shape.kv_heads, sum(self.parts.values()), shape.head_dim)
+        self.share = HeadShare(all_groups=shape.kv_heads, all_heads=shape.heads, ranks=groups)
+        dim, tp = shape.head_dim, groups.tp
+        self.readers = (Part("q", dim), Part("k", dim, common=True), Part("v", dim, common=True))
+        """What heads read with: it goes to where they see all tokens. Gates come after it, and stay."""
+        self.parts = (*self.readers, Part("gate", dim)) if shape.gate else self.readers
+        outputs = (self.share.groups, sum(self.share.sizes(self.parts)))
         self.qkv = Linear(hidden, outputs, bias=shape.bias, device=device, dtype=dtype)
-        self.o = Linear(
-            shape.heads * shape.head_dim, hidden, bias=shape.bias, fill="residual", device=device, dtype=dtype
-        )
-        self.q_norm = RmsNorm(shape.head_dim, eps, device=device, dtype=dtype) if shape.qk_norm else None
-        self.k_norm = RmsNorm(shape.head_dim, eps, device=device, dtype=dtype) if shape.qk_norm else None
+        self.o = RowLinear(self.share.heads * dim, hidden, tp, bias=shape.bias, device=device, dtype=dtype)
+        self.q_norm = RmsNorm(dim, eps, copies=tp, device=device, dtype=dtype) if shape.qk_norm else None
+        self.k_norm = RmsNorm(dim, eps, copies=tp, device=device, dtype=dtype) if shape.qk_norm else None
 
     def forward(
-        self, x_BTC: Tensor, spans: Spans, rotary: Rotary | None, cache: AttentionCache | None = None
+        self, x_BtC: Tensor, spans: Spans, rotary: Rotary | None, cache: AttentionCache | None = None
     ) -> Tensor:
-        """`spans` and `rotary` are those of the tokens in x; `rotary` is None for attention without positions.
-        With a cache, each row of x goes on with the one document that the cache has of it."""
-        q_BTQD, gate_BTQD, k_BTKD, v_BTKD = self._heads(x_BTC)
+        """`spans` and `rotary` are those of all T tokens; `rotary` is None for attention without positions.
+        With a cache, which a process alone may have, each row of x goes on with the one document that the
+        cache has of it."""
+        assert cache is None or self.groups.tp.size == self.groups.cp.size == 1
+        outputs_BSKF = self.qkv(gather(x_BtC, self.groups.tp, dim=1)).unflatten(-1, self.qkv.dims)
+        readers_BSKF, gate_BSKF = outputs_BSKF.tensor_split([sum(self.share.sizes(self.readers))], -1)
+        q_BTqD, k_BTkD, v_BTkD = self._heads(self.share.all_tokens(readers_BSKF, self.readers))
         if self.q_norm is not None and self.k_norm is not None:
-            q_BTQD, k_BTKD = self.q_norm(q_BTQD), self.k_norm(k_BTKD)
+            q_BTqD, k_BTkD = self.q_norm(q_BTqD), self.k_norm(k_BTkD)
         if rotary is not None:
-            q_BTQD, k_BTKD = rotate(q_BTQD, rotary), rotate(k_BTKD, rotary)
-        y_BTQD = self._read(q_BTQD, k_BTKD, v_BTKD, spans, cache)
+            q_BTqD, k_BTkD = rotate(q_BTqD, rotary), rotate(k_BTkD, rotary)
+        y_BSQD = self.share.own_tokens(self._read(q_BTqD, k_BTkD, v_BTkD, spans, cache))
         if self.shape.gate:
-            y_BTQD = y_BTQD * gate_BTQD.sigmoid()
-        return self.o(y_BTQD.flatten(2))
+            y_BSQD = y_BSQD * gate_BSKF.reshape(y_BSQD.shape).sigmoid()
+        return self.o(y_BSQD.flatten(2))
 
-    def _heads(self, x_BTC: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Queries, gates (none of them where attention has no gate), keys and values."""
-        outputs = self.qkv(x_BTC).unflatten(-1, self.qkv.weight.shape[:-1])
-        q, gate, k, v = (part.flatten(2, 3) for part in outputs.split(list(self.parts.values()), -2))
-        return q, gate, k, v
+    def _heads(self, readers_BTkF: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values."""
+        q_BTkF, k_BTkD, v_BTkD = readers_BTkF.split(self.share.core_sizes(self.readers), -1)
+        return q_BTkF.unflatten(-1, (-1, self.shape.head_dim)).flatten(2, 3), k_BTkD, v_BTkD
 
     def _read(
-        self, q_BTQD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, spans: Spans, cache: AttentionCache | None
+        self, q_BTqD: Tensor, k_BTkD: Tensor, v_BTkD: Tensor, spans: Spans, cache: AttentionCache | None
     ) -> Tensor:
         if cache is None:
-            return self.attend(q_BTQD, k_BTKD, v_BTKD, spans)
-        k_BSKD, v_BSKD = cache.keys.append(k_BTKD), cache.values.append(v_BTKD)
-        if k_BSKD.shape[1] == k_BTKD.shape[1]:
-            return self.attend(q_BTQD, k_BTKD, v_BTKD, spans)
-        return attend_cached(q_BTQD, k_BSKD, v_BSKD, window=self.shape.window)
+            return self.attend(q_BTqD, k_BTkD, v_BTkD, spans)
+        k_BZkD, v_BZkD = cache.keys.append(k_BTkD), cache.values.append(v_BTkD)
+        if k_BZkD.shape[1] == k_BTkD.shape[1]:
+            return self.attend(q_BTqD, k_BTkD, v_BTkD, spans)
+        return attend_cached(q_BTqD, k_BZkD, v_BZkD, window=self.shape.window)
 
     def new_cache(self, batch: int, device: torch.device, dtype: torch.dtype) -> AttentionCache:
         """A cache for so many rows, before their first token."""
@@ -97,12 +114,11 @@ class Attention(nn.Module):
         )
 
     def canonical(self) -> dict[str, Canonical]:
+        share = self.share
         tensors: dict[str, Canonical] = {}
-        start = 0
-        for name, count in self.parts.items():
-            if count:
-                tensors |= under(name, "qkv", self.qkv.part((slice(None), slice(start, start + count))))
-            start += count
+        for part, place in zip(self.parts, share.places(self.parts), strict=True):
+            held = self.qkv.part((slice(None), place), share.span(part), share.copies(part))
+            tensors |= under(part.name, "qkv", held)
         tensors |= under("o", "o", self.o.canonical())
         if self.q_norm is not None and self.k_norm is not None:
             tensors |= under("q_norm", "q_norm", self.q_norm.canonical())
@@ -110,8 +126,9 @@ class Attention(nn.Module):
         return tensors
 
     def flops(self, tokens: int) -> int:
-        """Scores and reads cost 4 · heads · head_dim for each pair of query and key that is seen; packed
-        documents count as one document that fills the row."""
+        """What this rank computes for a row of so many tokens. Scores and reads cost 4 · heads · head_dim for
+        each pair of query and key that is seen; packed documents count as one document that fills the row."""
+        own = tokens // self.groups.cp.size
         pairs = pairs_seen(tokens, self.shape.window)
-        read = 4 * self.shape.heads * self.shape.head_dim * pairs
-        return self.qkv.flops(tokens) + read + self.o.flops(tokens)
+        read = 4 * self.share.core_heads * self.shape.head_dim * pairs
+        return self.qkv.flops(own) + read + self.o.flops(own)

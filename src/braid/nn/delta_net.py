@@ -2,12 +2,20 @@
 
 Query, key, value and output gate z come from one projection, with two scalars per value head: how strongly a
 token writes (b) and how much is forgotten (a). Its outputs are ordered by key head: query, key, then values,
-gates and scalars of the value heads that this key head serves. The convolution's channels are ordered alike. A
+scalars and gates of the value heads that this key head serves. The convolution's channels are ordered alike. A
 shard of the key heads is then one contiguous slice of each.
 
-Shapes: B rows, T tokens, C hidden channels, G key heads, R value heads per key head, H = G · R value heads,
-K key channels, V value channels, J = 2K + RV convolved channels of a key head, P taps of the convolution,
-Q = P - 1 tokens that it remembers.
+tp ranks share the value heads, and cp ranks those of their tp rank, as `head_share` has it:
+
+    gather over tp     x_BtC to x_BSC, which is projected
+    swap over cp       q, k, v, b and a from all heads of some tokens to some heads of all tokens; conv and rule
+    swap over cp       back; each head is normed, and gated by z, which has stayed with its tokens
+    scatter over tp    what `o` gives, y_BtC
+
+Shapes: B rows, T tokens, S of them that the tp ranks share (T / cp), t of this rank alone (S / tp), C hidden
+channels, G key heads and H value heads of this tp rank, g and h of them whose memories are on this rank,
+r = h / g, K key channels, V value channels, F channels that belong to a key head, I those of its values or
+gates, J those that are convolved, E = g · J, P taps of the convolution, Q = P - 1 tokens that it remembers.
 """
 
 from __future__ import annotations
@@ -20,10 +28,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from braid import architecture
-from braid.kernels.causal_conv import causal_conv
+from braid.collectives import Groups, gather
 from braid.kernels.delta_rule import DeltaRule, step
 from braid.nn.canonical import Canonical, under
-from braid.nn.linear import Linear
+from braid.nn.grouped_conv import GroupedConv
+from braid.nn.head_scalars import HeadScalars
+from braid.nn.head_share import HeadShare, Part
+from braid.nn.linear import Linear, RowLinear
 from braid.nn.norm import RmsNorm
 
 
@@ -31,8 +42,8 @@ from braid.nn.norm import RmsNorm
 class DeltaNetCache:
     """What a layer remembers of B documents, one per row. `DeltaNet.forward` moves it on in place."""
 
-    conv_BDQ: Tensor
-    """The last tokens before the convolution, D = G · J channels."""
+    conv_BEQ: Tensor
+    """The last tokens before the convolution."""
     state_BHKV: Tensor
     """The memories, float32 or better."""
 
@@ -40,11 +51,11 @@ class DeltaNetCache:
 class Heads(NamedTuple):
     """What the delta rule is given."""
 
-    q_BTGK: Tensor
-    k_BTGK: Tensor
-    v_BTHV: Tensor
-    log_decay_BTH: Tensor
-    beta_BTH: Tensor
+    q_BTgK: Tensor
+    k_BTgK: Tensor
+    v_BThV: Tensor
+    log_decay_BTh: Tensor
+    beta_BTh: Tensor
 
 
 class DeltaNet(nn.Module):
@@ -57,122 +68,107 @@ class DeltaNet(nn.Module):
         eps: float,
         delta_rule: DeltaRule,
         *,
+        groups: Groups = Groups(),
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.shape = shape
+        self.shape, self.groups = shape, groups
         self.delta_rule = delta_rule
-        self.repeats = shape.value_heads // shape.key_heads
-        values = self.repeats * shape.value_dim
-        self.sizes = (shape.key_dim, shape.key_dim, values, values, self.repeats, self.repeats)
-        self.convolved = sum(self.sizes[:3])
-        self.qkvzba = Linear(hidden, (shape.key_heads, sum(self.sizes)), device=device, dtype=dtype)
-        taps = (shape.key_heads, self.convolved, shape.conv)
-        self.conv_GJP = nn.Parameter(torch.empty(taps, device=device, dtype=dtype))
-        self.a_log_H = nn.Parameter(torch.empty(shape.value_heads, device=device, dtype=dtype))
-        self.dt_bias_H = nn.Parameter(torch.empty(shape.value_heads, device=device, dtype=dtype))
-        self.gate_norm = RmsNorm(shape.value_dim, eps, device=device, dtype=dtype)
-        inner = shape.value_heads * shape.value_dim
-        self.o = Linear(inner, hidden, fill="residual", device=device, dtype=dtype)
+        self.share = HeadShare(all_groups=shape.key_heads, all_heads=shape.value_heads, ranks=groups)
+        q, k = Part("q", shape.key_dim, common=True), Part("k", shape.key_dim, common=True)
+        v, z = Part("v", shape.value_dim), Part("z", shape.value_dim)
+        self.parts = (q, k, v, Part("b", 1), Part("a", 1), z)
+        """What the projection gives every key head. All but the gate go where the memories are."""
+        outputs = (self.share.groups, sum(self.share.sizes(self.parts)))
+        self.qkvbaz = Linear(hidden, outputs, device=device, dtype=dtype)
+        self.conv = GroupedConv(self.share, (q, k, v), shape.conv, device=device, dtype=dtype)
+        self.scalars = HeadScalars(
+            self.share, {"A_log": "decay_log", "dt_bias": "time_step"}, device=device, dtype=dtype
+        )
+        self.gate_norm = RmsNorm(shape.value_dim, eps, copies=groups.tp, device=device, dtype=dtype)
+        inner = self.share.heads * shape.value_dim
+        self.o = RowLinear(inner, hidden, groups.tp, device=device, dtype=dtype)
 
     def forward(
-        self, x_BTC: Tensor, documents_BT: Tensor | None = None, cache: DeltaNetCache | None = None
+        self, x_BtC: Tensor, documents_BT: Tensor | None = None, cache: DeltaNetCache | None = None
     ) -> Tensor:
-        """`documents_BT` is None where every row is a single document. With a cache, each row goes on with
-        the document that the cache remembers."""
+        """`documents_BT` is None where every row is a single document. With a cache, which a process alone may
+        have, each row goes on with the document that the cache remembers."""
         assert documents_BT is None or cache is None, "a row that goes on from a cache is one document"
-        heads, z_BTHV = self._heads(x_BTC, documents_BT, cache)
-        if cache is None:
-            y_BTHV, _ = self.delta_rule(*heads, documents_BT)
-        else:
-            y_BTHV = self._go_on(heads, cache)
-        return self.o(self._gate(y_BTHV, z_BTHV).flatten(2))
+        assert cache is None or self.groups.tp.size == self.groups.cp.size == 1
+        x_BSC = gather(x_BtC, self.groups.tp, dim=1)
+        outputs_BSGF = self.qkvbaz(x_BSC).unflatten(-1, self.qkvbaz.dims)
+        *remembered, gate = self.share.sizes(self.parts)
+        remembered_BSGF, z_BSGI = outputs_BSGF.split([sum(remembered), gate], -1)
+        heads = self._heads(self.share.all_tokens(remembered_BSGF, self.parts[:-1]), documents_BT, cache)
+        y_BThV = self.delta_rule(*heads, documents_BT)[0] if cache is None else self._go_on(heads, cache)
+        y_BSHV = self.share.own_tokens(y_BThV)
+        return self.o(self._gate(y_BSHV, z_BSGI.flatten(2).view_as(y_BSHV)).flatten(2))
 
     # -------------------------------------------------------------------------------------- parts
 
-    def _heads(
-        self, x_BTC: Tensor, documents_BT: Tensor | None, cache: DeltaNetCache | None
-    ) -> tuple[Heads, Tensor]:
-        """What the delta rule is given, and the gate on what it returns."""
-        shape = self.shape
-        projected = self.qkvzba(x_BTC).unflatten(-1, (shape.key_heads, sum(self.sizes)))
-        qkv_BTGJ, z_BTGRV, b_BTGR, a_BTGR = projected.split([self.convolved, *self.sizes[3:]], -1)
-        qkv_BTD, conv_BDQ = causal_conv(
-            qkv_BTGJ.flatten(2),
-            self.conv_GJP.flatten(0, 1),
-            documents_BT=documents_BT,
-            state_BCP=None if cache is None else cache.conv_BDQ,
+    def _heads(self, qkvba_BTgF: Tensor, documents_BT: Tensor | None, cache: DeltaNetCache | None) -> Heads:
+        """What the delta rule is given, from the projections of all tokens."""
+        *convolved, writes, forgets = self.share.core_sizes(self.parts[:-1])
+        qkv_BTgJ, b_BTgr, a_BTgr = qkvba_BTgF.split([sum(convolved), writes, forgets], -1)
+        qkv_BTgJ = self.conv(qkv_BTgJ, documents_BT, None if cache is None else cache.conv_BEQ)
+        q_BTgK, k_BTgK, v_BTgI = qkv_BTgJ.split(convolved, -1)
+        return Heads(
+            q_BTgK=q_BTgK,
+            k_BTgK=k_BTgK,
+            v_BThV=v_BTgI.flatten(2).unflatten(2, (-1, self.shape.value_dim)),
+            log_decay_BTh=self._log_decay(a_BTgr.flatten(2)),
+            beta_BTh=b_BTgr.flatten(2).sigmoid(),
         )
-        if cache is not None and conv_BDQ is not None:
-            cache.conv_BDQ.copy_(conv_BDQ.detach())
-        qkv_BTGJ = F.silu(qkv_BTD).view_as(qkv_BTGJ)
-        q_BTGK, k_BTGK, v_BTGRV = qkv_BTGJ.split(self.sizes[:3], -1)
-        by_head = (shape.value_heads, shape.value_dim)
-        heads = Heads(
-            q_BTGK=q_BTGK,
-            k_BTGK=k_BTGK,
-            v_BTHV=v_BTGRV.flatten(2).unflatten(2, by_head),
-            log_decay_BTH=self._log_decay(a_BTGR.flatten(2)),
-            beta_BTH=b_BTGR.flatten(2).sigmoid(),
-        )
-        return heads, z_BTGRV.flatten(2).unflatten(2, by_head)
 
-    def _log_decay(self, a_BTH: Tensor) -> Tensor:
-        wide = torch.promote_types(a_BTH.dtype, torch.float32)
-        rate_H = self.a_log_H.to(wide).exp()
-        return -rate_H * F.softplus(a_BTH.to(wide) + self.dt_bias_H.to(wide))
+    def _log_decay(self, a_BTh: Tensor) -> Tensor:
+        wide = torch.promote_types(a_BTh.dtype, torch.float32)
+        a_log_h, dt_bias_h = self.scalars()
+        return -a_log_h.to(wide).exp() * F.softplus(a_BTh.to(wide) + dt_bias_h.to(wide))
 
     def _go_on(self, heads: Heads, cache: DeltaNetCache) -> Tensor:
         """The delta rule from the cache's memory on."""
-        if heads.v_BTHV.shape[1] == 1:
-            q_BGK, k_BGK, v_BHV, log_decay_BH, beta_BH = (x.squeeze(1) for x in heads)
-            y_BHV, state_BHKV = step(q_BGK, k_BGK, v_BHV, log_decay_BH, beta_BH, cache.state_BHKV)
-            y_BTHV = y_BHV.unsqueeze(1)
+        if heads.v_BThV.shape[1] == 1:
+            q_BgK, k_BgK, v_BhV, log_decay_Bh, beta_Bh = (x.squeeze(1) for x in heads)
+            y_BhV, state_BHKV = step(q_BgK, k_BgK, v_BhV, log_decay_Bh, beta_Bh, cache.state_BHKV)
+            y_BThV = y_BhV.unsqueeze(1)
         else:
-            y_BTHV, state_BHKV = self.delta_rule(*heads, initial_state_BHKV=cache.state_BHKV)
+            y_BThV, state_BHKV = self.delta_rule(*heads, initial_state_BHKV=cache.state_BHKV)
         cache.state_BHKV.copy_(state_BHKV.detach())
-        return y_BTHV
+        return y_BThV
 
-    def _gate(self, y_BTHV: Tensor, z_BTHV: Tensor) -> Tensor:
+    def _gate(self, y_BSHV: Tensor, z_BSHV: Tensor) -> Tensor:
         """norm(y) · silu(z), float32 or better inside."""
-        wide = torch.promote_types(y_BTHV.dtype, torch.float32)
-        return (self.gate_norm(y_BTHV.to(wide)) * F.silu(z_BTHV.to(wide))).to(y_BTHV.dtype)
+        wide = torch.promote_types(y_BSHV.dtype, torch.float32)
+        return (self.gate_norm(y_BSHV.to(wide)) * F.silu(z_BSHV.to(wide))).to(y_BSHV.dtype)
 
     # -------------------------------------------------------------------------------------- facts
 
-    def new_cache(self, batch: int, device: torch.device, dtype: torch.dtype) -> DeltaNetCache:
-        """The cache of `batch` documents that have not begun."""
+    def new_cache(self, rows: int, device: torch.device, dtype: torch.dtype) -> DeltaNetCache:
+        """The cache of documents that have not begun, one per row."""
         shape = self.shape
-        channels = shape.key_heads * self.convolved
+        memory = (rows, shape.value_heads, shape.key_dim, shape.value_dim)
         wide = torch.promote_types(dtype, torch.float32)
-        memory = (batch, shape.value_heads, shape.key_dim, shape.value_dim)
         return DeltaNetCache(
-            conv_BDQ=torch.zeros(batch, channels, shape.conv - 1, device=device, dtype=dtype),
+            conv_BEQ=self.conv.new_state(rows, device, dtype),
             state_BHKV=torch.zeros(memory, device=device, dtype=wide),
         )
 
     def canonical(self) -> dict[str, Canonical]:
+        share = self.share
         tensors: dict[str, Canonical] = {}
-        first = 0
-        for name, size in zip("qkvzba", self.sizes, strict=True):
-            place = (slice(None), slice(first, first + size))
-            tensors |= under(name, "qkvzba", self.qkvzba.part(place))
-            if name in "qkv":
-                taps = (self.shape.key_heads * size, self.shape.conv)
-                tensors[f"conv.{name}.weight"] = Canonical(
-                    parameter="conv_GJP", shape=taps, fill="taps", index=place
-                )
-            first += size
-        heads = (self.shape.value_heads,)
-        tensors["A_log"] = Canonical(parameter="a_log_H", shape=heads, fill="decay_log")
-        tensors["dt_bias"] = Canonical(parameter="dt_bias_H", shape=heads, fill="time_step")
+        for part, place in zip(self.parts, share.places(self.parts), strict=True):
+            held = self.qkvbaz.part((slice(None), place), share.span(part), share.copies(part))
+            tensors |= under(part.name, "qkvbaz", held)
+        tensors |= under("conv", "conv", self.conv.canonical())
+        tensors |= under("", "scalars", self.scalars.canonical())
         tensors |= under("gate_norm", "gate_norm", self.gate_norm.canonical())
         return tensors | under("o", "o", self.o.canonical())
 
     def flops(self, tokens: int) -> int:
-        """A token asks a head's memory twice and writes to it once: 2 · key_dim · value_dim each."""
-        shape = self.shape
-        conv = 2 * tokens * self.conv_GJP.numel()
-        rule = 6 * tokens * shape.value_heads * shape.key_dim * shape.value_dim
-        return self.qkvzba.flops(tokens) + conv + rule + self.o.flops(tokens)
+        """What this rank computes for a row of so many tokens. A token asks a head's memory twice and writes to
+        it once: 2 · key_dim · value_dim each."""
+        own = tokens // self.groups.cp.size
+        rule = 6 * tokens * self.share.core_heads * self.shape.key_dim * self.shape.value_dim
+        return self.qkvbaz.flops(own) + self.conv.flops(tokens) + rule + self.o.flops(own)

@@ -1,6 +1,8 @@
-"""Token embedding.
+"""Token embedding, shared by the tp ranks: each holds an equal part of the vocabulary.
 
-Shapes: B rows, T tokens, V vocabulary, C hidden channels.
+The vocabulary is padded to a multiple of the ranks; padding is zero and stays so, and no checkpoint has it.
+
+Shapes: B rows, T tokens, V rows of the vocabulary that this rank holds, C hidden channels.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from braid.collectives import ALONE, Group, Groups, mine, scatter
 from braid.errors import DataError
 from braid.nn.canonical import Canonical
 
@@ -28,42 +31,100 @@ def check_ids(ids_BT: Tensor, vocab: int) -> None:
         )
 
 
+class Vocabulary:
+    """The ids that one rank of a group holds, out of all."""
+
+    def __init__(self, ids: int, group: Group = ALONE) -> None:
+        self.ids = ids
+        """Of all ranks together."""
+        self.group = group
+        self.rows = -(-ids // group.size)
+        """What each rank has room for."""
+        self.first = group.rank * self.rows
+        self.held = min(max(ids - self.first, 0), self.rows)
+        """How many of its rows are ids: all but the last ranks fill theirs."""
+
+    def local(self, ids: Tensor) -> Tensor:
+        """Each id's row on this rank; `rows` where another rank has it."""
+        if self.group.size == 1:
+            return ids
+        rows = ids - self.first
+        return rows.where((rows >= 0) & (rows < self.rows), self.rows)
+
+
 class _LookUp(torch.autograd.Function):
-    """Sums the gradients of a token's occurrences in float32 or better: a common token has thousands of them,
-    of which a bfloat16 sum would lose most."""
+    """The row of each token, zero for tokens that have none here. Sums the gradients of a token's occurrences
+    in float32 or better: a common token has thousands of them, of which a bfloat16 sum would lose most."""
 
     @staticmethod
-    def forward(ctx: Any, weight_VC: Tensor, ids_BT: Tensor) -> Tensor:
-        ctx.save_for_backward(ids_BT)
-        ctx.rows = len(weight_VC)
-        return F.embedding(ids_BT, weight_VC)
+    def forward(ctx: Any, weight_VC: Tensor, row_BT: Tensor) -> Tensor:
+        ctx.save_for_backward(row_BT)
+        rows = ctx.rows = len(weight_VC)
+        x_BTC = F.embedding(row_BT.clamp(max=rows - 1), weight_VC)
+        return x_BTC.masked_fill_((row_BT == rows)[..., None], 0.0)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (ids_BT,) = ctx.saved_tensors
+        (row_BT,) = ctx.saved_tensors
         grad_NC = grads[0].flatten(0, 1)
         wide = torch.promote_types(grad_NC.dtype, torch.float32)
+        rows = ctx.rows + 1  # the last one for tokens that another rank has
         # On CUDA index_add_ adds in no fixed order; embedding's own backward sorts first.
         if grad_NC.is_cuda:
-            ids_N, grad = ids_BT.flatten(), grad_NC.to(wide)
-            total = torch.ops.aten.embedding_dense_backward(grad, ids_N, ctx.rows, -1, False)
+            row_N, grad = row_BT.flatten(), grad_NC.to(wide)
+            total = torch.ops.aten.embedding_dense_backward(grad, row_N, rows, -1, False)
         else:
-            total = torch.zeros(ctx.rows, grad_NC.shape[1], dtype=wide)
-            total.index_add_(0, ids_BT.flatten(), grad_NC.to(wide))
-        return total.to(grad_NC.dtype), None
+            total = torch.zeros(rows, grad_NC.shape[1], dtype=wide)
+            total.index_add_(0, row_BT.flatten(), grad_NC.to(wide))
+        return total[:-1].to(grad_NC.dtype), None
 
 
-class Embedding(nn.Module):
-    """One vector per token id. Ids are taken as valid; `check_ids` says so, once per micro-batch."""
+class _OfVocabulary(nn.Module):
+    """A weight with a row for every id that this rank holds."""
 
     def __init__(
-        self, vocab: int, hidden: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None
+        self,
+        vocab: int,
+        hidden: int,
+        *,
+        groups: Groups = Groups(),
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(vocab, hidden, device=device, dtype=dtype))
+        self.groups = groups
+        self.vocabulary = Vocabulary(vocab, groups.tp)
+        self.weight = nn.Parameter(torch.empty(self.vocabulary.rows, hidden, device=device, dtype=dtype))
 
-    def forward(self, ids_BT: Tensor) -> Tensor:
-        return _LookUp.apply(self.weight, ids_BT)
+    def tell(self, hidden_BTC: Tensor) -> Tensor:
+        """Scores of the ids that this rank holds, for tokens of all tp ranks."""
+        return F.linear(hidden_BTC, self.weight)
 
     def canonical(self) -> dict[str, Canonical]:
-        return {"weight": Canonical(parameter="weight", shape=tuple(self.weight.shape), fill="normal")}
+        ids, (_, hidden) = self.vocabulary, self.weight.shape
+        weight = Canonical(
+            parameter="weight",
+            shape=(ids.ids, hidden),
+            fill="normal",
+            index=(slice(0, ids.held),),
+            part=(ids.held, hidden),
+            offset=(min(ids.first, ids.ids), 0),
+        )
+        return {"weight": weight}
+
+
+class Embedding(_OfVocabulary):
+    """One vector per token id. Ids are taken as valid; `check_ids` says so, once per micro-batch. A model that
+    ties its head to the embedding uses `tell` for it."""
+
+    def forward(self, ids_BT: Tensor) -> Tensor:
+        """The vectors of this rank's tokens, out of the ids of all."""
+        ids_BT = mine(ids_BT, self.groups.cp, dim=1)
+        return scatter(_LookUp.apply(self.weight, self.vocabulary.local(ids_BT)), self.groups.tp, dim=1)
+
+
+class Head(_OfVocabulary):
+    """The head of a model that does not tie it to the embedding."""
+
+    def forward(self, hidden_BTC: Tensor) -> Tensor:
+        return self.tell(hidden_BTC)

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from braid.nn.canonical import Canonical
+from braid.nn.canonical import Canonical, Shard
 
 DECAY_RATES = (1.0, 16.0)
 """Range of the rates at which states decay per unit of time; drawn uniformly."""
@@ -28,12 +28,17 @@ def initialize(
     seed: int,
     std: float,
     layers: int,
+    shards: Mapping[str, Shard] | None = None,
 ) -> None:
-    """Fill the parameters that `tensors` lists, given by name. `layers` narrows what writes into the residual
-    stream, by 1 / sqrt(layers): each layer of the pattern adds to it once."""
+    """Fill the parameters that `tensors` lists, given by name, or those shards of them that are kept here.
+    `layers` narrows what writes into the residual stream, by 1 / sqrt(layers): each layer of the pattern adds
+    to it once."""
     for name, tensor in tensors.items():
-        narrowed = std / max(layers, 1) ** 0.5 if tensor.fill == "residual" else std
-        tensor.write(parameters[tensor.parameter], initial(name, tensor, seed=seed, std=narrowed))
+        held = tensor.within(None if shards is None else shards.get(tensor.parameter))
+        if not held.empty:
+            narrowed = std / max(layers, 1) ** 0.5 if tensor.fill == "residual" else std
+            value = initial(name, tensor, seed=seed, std=narrowed)
+            held.write(parameters[tensor.parameter], held.of(value))
 
 
 def initial(name: str, tensor: Canonical, *, seed: int, std: float) -> Tensor:

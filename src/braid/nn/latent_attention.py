@@ -10,12 +10,18 @@ A token's keys and values all come from one latent vector, and one rotated key i
 Without `q_rank`, queries come from x itself. The three projections out of x that have no heads are one, `down`;
 those into heads are ordered by head, so that a shard of the heads is one contiguous slice.
 
+tp ranks share the heads. Each has all of `down` and maps its own tokens to latents; these are what is gathered,
+and hidden channels only where there is no `q_rank`. cp ranks share the heads of their tp rank while these read,
+so that each sees all tokens.
+
 Generation keeps of a token the kv latent and the rotated key alone, and reads them as they are, as a single
 key-value head: `k up` moves to the query's side of the product, `v up` behind the sum over tokens. That is the
 absorbed form; it equals the plain one, costs more per pair of tokens and reads far less memory.
 
-Shapes: B rows, T tokens, S tokens so far, C hidden channels, H heads, P channels of a head's plain part, R of
-its rotated part, D = P + R, V of its value, L channels of the kv latent, W = L + R kept of a token.
+Shapes: B rows, T tokens, S of them that the tp ranks share (T / cp), t of this rank alone (S / tp), Z tokens so
+far, C hidden channels, H heads of this tp rank, h of them that read on this rank, P channels of a head's plain
+part, R of its rotated part, D = P + R, V of its value, E = P + V, L channels of the kv latent, W = L + R kept
+of a token.
 """
 
 from __future__ import annotations
@@ -26,9 +32,10 @@ import torch
 from torch import Tensor, nn
 
 from braid import architecture
+from braid.collectives import Groups, gather, swap
 from braid.kernels.attention import Attend, Spans, attend_cached, pairs_seen
-from braid.nn.canonical import Canonical, under
-from braid.nn.linear import Linear
+from braid.nn.canonical import Canonical, Span, under
+from braid.nn.linear import Linear, RowLinear
 from braid.nn.norm import RmsNorm
 from braid.nn.rotary import Rotary, rotate
 from braid.nn.token_store import TokenStore
@@ -39,7 +46,7 @@ class LatentCache:
     """What is kept of the tokens so far."""
 
     latents: TokenStore
-    """The kv latent after its norm, then the shared key after its rotation: [B, S, 1, W]."""
+    """The kv latent after its norm, then the shared key after its rotation: [B, Z, 1, W]."""
 
 
 class LatentAttention(nn.Module):
@@ -52,63 +59,85 @@ class LatentAttention(nn.Module):
         eps: float,
         attend: Attend,
         *,
+        groups: Groups = Groups(),
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.shape = shape
+        self.shape, self.groups = shape, groups
         self.attend = attend
-        q_rank, heads = shape.q_rank or 0, shape.heads
-        self.down = Linear(hidden, q_rank + shape.kv_rank + shape.rope_dim, device=device, dtype=dtype)
-        self.q_norm = RmsNorm(q_rank, eps, device=device, dtype=dtype) if q_rank else None
-        self.kv_norm = RmsNorm(shape.kv_rank, eps, device=device, dtype=dtype)
-        self.q = Linear(q_rank or hidden, (heads, shape.nope_dim + shape.rope_dim), device=device, dtype=dtype)
-        self.kv_up = Linear(shape.kv_rank, (heads, shape.nope_dim + shape.v_dim), device=device, dtype=dtype)
-        self.o = Linear(heads * shape.v_dim, hidden, fill="residual", device=device, dtype=dtype)
+        tp, q_rank = groups.tp, shape.q_rank or 0
+        self.heads = shape.heads // tp.size
+        """What this tp rank has of them."""
+        assert shape.heads % (tp.size * groups.cp.size) == 0
+        self.down = Linear(
+            hidden, q_rank + shape.kv_rank + shape.rope_dim, copies=tp, device=device, dtype=dtype
+        )
+        self.q_norm = RmsNorm(q_rank, eps, copies=tp, device=device, dtype=dtype) if q_rank else None
+        self.kv_norm = RmsNorm(shape.kv_rank, eps, copies=tp, device=device, dtype=dtype)
+        q_dim, kv_dim = shape.nope_dim + shape.rope_dim, shape.nope_dim + shape.v_dim
+        self.q = Linear(q_rank or hidden, (self.heads, q_dim), device=device, dtype=dtype)
+        self.kv_up = Linear(shape.kv_rank, (self.heads, kv_dim), device=device, dtype=dtype)
+        self.o = RowLinear(self.heads * shape.v_dim, hidden, tp, device=device, dtype=dtype)
 
-    def forward(self, x_BTC: Tensor, spans: Spans, rotary: Rotary, cache: LatentCache | None = None) -> Tensor:
-        """`spans` and `rotary` (for rope_dim channels) are those of the tokens in x. With a cache, each row of
-        x goes on with the one document that the cache has of it: the first tokens are read in the plain form,
-        later ones in the absorbed form."""
-        q_BTHD, latent_BTL, k_BT1R = self._latents(x_BTC, rotary)
-        kept_BS1W = None
+    def forward(self, x_BtC: Tensor, spans: Spans, rotary: Rotary, cache: LatentCache | None = None) -> Tensor:
+        """`spans` and `rotary` (for rope_dim channels) are those of all T tokens. With a cache, which a process
+        alone may have, each row of x goes on with the one document that the cache has of it: the first tokens
+        are read in the plain form, later ones in the absorbed form."""
+        cp = self.groups.cp
+        assert cache is None or self.groups.tp.size == cp.size == 1
+        q_BSHD, latent_BSL, k_BSR = self._latents(x_BtC)
+        q_BThD = self._turned(swap(q_BSHD, cp, split=2, join=1), rotary)
+        k_BT1R = rotate(gather(k_BSR, cp, dim=1).unsqueeze(2), rotary)
+        kept_BZ1W = None
         if cache is not None:
-            kept_BS1W = cache.latents.append(torch.cat([latent_BTL.unsqueeze(2), k_BT1R], -1))
-        if kept_BS1W is None or kept_BS1W.shape[1] == x_BTC.shape[1]:
-            y_BTHV = self._read(q_BTHD, latent_BTL, k_BT1R, spans)
+            kept_BZ1W = cache.latents.append(torch.cat([latent_BSL.unsqueeze(2), k_BT1R], -1))
+        if kept_BZ1W is None or kept_BZ1W.shape[1] == k_BT1R.shape[1]:
+            y_BThV = self._read(q_BThD, latent_BSL, k_BT1R, spans)
         else:
-            y_BTHV = self._read_absorbed(q_BTHD, kept_BS1W)
-        return self.o(y_BTHV.flatten(2))
+            y_BThV = self._read_absorbed(q_BThD, kept_BZ1W)
+        return self.o(swap(y_BThV, cp, split=1, join=2).flatten(2))
 
-    def _latents(self, x_BTC: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries ready to attend, the kv latent, the shared rotated key."""
+    def _latents(self, x_BtC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, the kv latent and the shared key, nothing rotated yet."""
         shape = self.shape
         sizes = [shape.q_rank or 0, shape.kv_rank, shape.rope_dim]
-        q_latent, latent_BTL, k_BTR = self.down(x_BTC).split(sizes, -1)
-        q_from = x_BTC if self.q_norm is None else self.q_norm(q_latent)
-        q_BTHD = self.q(q_from).unflatten(-1, (shape.heads, shape.nope_dim + shape.rope_dim))
-        q_BTHP, q_BTHR = q_BTHD.split([shape.nope_dim, shape.rope_dim], -1)
-        q_BTHD = torch.cat([q_BTHP, rotate(q_BTHR, rotary)], -1)
-        return q_BTHD, self.kv_norm(latent_BTL), rotate(k_BTR.unsqueeze(2), rotary)
+        q_latent, latent_BtL, k_BtR = self.down(x_BtC).split(sizes, -1)
+        q_from = x_BtC if self.q_norm is None else self.q_norm(q_latent)
+        q_from, latent_BSL, k_BSR = self._gathered(q_from, self.kv_norm(latent_BtL), k_BtR)
+        return self.q(q_from).unflatten(-1, self.q.dims), latent_BSL, k_BSR
 
-    def _read(self, q_BTHD: Tensor, latent_BTL: Tensor, k_BT1R: Tensor, spans: Spans) -> Tensor:
+    def _gathered(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """The tokens of all tp ranks, in one message."""
+        if self.groups.tp.size == 1:
+            return tensors
+        together = gather(torch.cat(tensors, -1), self.groups.tp, dim=1)
+        return together.split([tensor.shape[-1] for tensor in tensors], -1)
+
+    def _turned(self, q_BThD: Tensor, rotary: Rotary) -> Tensor:
+        q_BThP, q_BThR = q_BThD.split([self.shape.nope_dim, self.shape.rope_dim], -1)
+        return torch.cat([q_BThP, rotate(q_BThR, rotary)], -1)
+
+    def _read(self, q_BThD: Tensor, latent_BSL: Tensor, k_BT1R: Tensor, spans: Spans) -> Tensor:
         """The plain form: every head has its keys and values written out."""
         shape = self.shape
-        heads = self.kv_up(latent_BTL).unflatten(-1, (shape.heads, shape.nope_dim + shape.v_dim))
-        k_BTHP, v_BTHV = heads.split([shape.nope_dim, shape.v_dim], -1)
-        k_BTHD = torch.cat([k_BTHP, k_BT1R.expand(-1, -1, shape.heads, -1)], -1)
-        return self.attend(q_BTHD, k_BTHD, v_BTHV, spans, shape.score_scale)
+        kv_BSHE = self.kv_up(latent_BSL).unflatten(-1, self.kv_up.dims)
+        kv_BThE = swap(kv_BSHE, self.groups.cp, split=2, join=1)
+        k_BThP, v_BThV = kv_BThE.split([shape.nope_dim, shape.v_dim], -1)
+        k_BThD = torch.cat([k_BThP, k_BT1R.expand(-1, -1, k_BThP.shape[2], -1)], -1)
+        return self.attend(q_BThD, k_BThD, v_BThV, spans, shape.score_scale)
 
-    def _read_absorbed(self, q_BTHD: Tensor, kept_BS1W: Tensor) -> Tensor:
+    def _read_absorbed(self, q_BThD: Tensor, kept_BZ1W: Tensor) -> Tensor:
         """The absorbed form: heads read the latents of all tokens so far."""
         shape = self.shape
-        k_up_HPL, v_up_HVL = self.kv_up.weight.split([shape.nope_dim, shape.v_dim], 1)
-        q_BTHP, q_BTHR = q_BTHD.split([shape.nope_dim, shape.rope_dim], -1)
-        q_BTHL = torch.einsum("bthp,hpl->bthl", q_BTHP, k_up_HPL)
-        q_BTHW = torch.cat([q_BTHL, q_BTHR], -1)
-        latents_BS1L = kept_BS1W[..., : shape.kv_rank]
-        y_BTHL = attend_cached(q_BTHW, kept_BS1W, latents_BS1L, scale=shape.score_scale)
-        return torch.einsum("bthl,hvl->bthv", y_BTHL, v_up_HVL)
+        up_HEL = self.kv_up.weight.unflatten(0, self.kv_up.dims)
+        k_up_HPL, v_up_HVL = up_HEL.split([shape.nope_dim, shape.v_dim], 1)
+        q_BThP, q_BThR = q_BThD.split([shape.nope_dim, shape.rope_dim], -1)
+        q_BThL = torch.einsum("bthp,hpl->bthl", q_BThP, k_up_HPL)
+        q_BThW = torch.cat([q_BThL, q_BThR], -1)
+        latents_BZ1L = kept_BZ1W[..., : shape.kv_rank]
+        y_BThL = attend_cached(q_BThW, kept_BZ1W, latents_BZ1L, scale=shape.score_scale)
+        return torch.einsum("bthl,hvl->bthv", y_BThL, v_up_HVL)
 
     def new_cache(self, batch: int, device: torch.device, dtype: torch.dtype) -> LatentCache:
         """A cache for so many rows, before their first token."""
@@ -116,24 +145,33 @@ class LatentAttention(nn.Module):
         return LatentCache(latents=TokenStore.new(batch, 1, channels, device=device, dtype=dtype))
 
     def canonical(self) -> dict[str, Canonical]:
-        shape, every = self.shape, slice(None)
+        shape = self.shape
         q_rank, kv_end = shape.q_rank or 0, (shape.q_rank or 0) + shape.kv_rank
+        (_, q_dim), (_, kv_dim) = self.q.dims, self.kv_up.dims
         tensors: dict[str, Canonical] = {}
         if self.q_norm is not None:
             tensors |= under("q_down", "down", self.down.part((slice(0, q_rank),)))
             tensors |= under("q_norm", "q_norm", self.q_norm.canonical())
-        tensors |= under("q" if self.q_norm is None else "q_up", "q", self.q.canonical())
+        tensors |= under("q" if self.q_norm is None else "q_up", "q", self._part(self.q, 0, q_dim))
         tensors |= under("kv_down", "down", self.down.part((slice(q_rank, kv_end),)))
         tensors |= under("kv_norm", "kv_norm", self.kv_norm.canonical())
         tensors |= under("k_rope", "down", self.down.part((slice(kv_end, None),)))
-        tensors |= under("k_up", "kv_up", self.kv_up.part((every, slice(0, shape.nope_dim))))
-        tensors |= under("v_up", "kv_up", self.kv_up.part((every, slice(shape.nope_dim, None))))
+        tensors |= under("k_up", "kv_up", self._part(self.kv_up, 0, shape.nope_dim))
+        tensors |= under("v_up", "kv_up", self._part(self.kv_up, shape.nope_dim, kv_dim))
         return tensors | under("o", "o", self.o.canonical())
 
+    def _part(self, linear: Linear, start: int, stop: int) -> dict[str, Canonical]:
+        """Some channels of every head."""
+        channels = stop - start
+        span = Span(self.groups.tp.rank * self.heads * channels, self.shape.heads * channels)
+        return linear.part((slice(None), slice(start, stop)), span)
+
     def flops(self, tokens: int) -> int:
-        """Of the plain form. Scores and reads cost 2 · heads · (D + V) for each pair of query and key that is
-        seen; packed documents count as one document that fills the row."""
-        shape = self.shape
+        """What this rank computes for a row of so many tokens, in the plain form. Scores and reads cost
+        2 · heads · (D + V) for each pair of query and key that is seen; packed documents count as one document
+        that fills the row."""
+        shape, tp, cp = self.shape, self.groups.tp.size, self.groups.cp.size
         channels = shape.nope_dim + shape.rope_dim + shape.v_dim
-        read = 2 * shape.heads * channels * pairs_seen(tokens, None)
-        return read + sum(linear.flops(tokens) for linear in (self.down, self.q, self.kv_up, self.o))
+        read = 2 * (self.heads // cp) * channels * pairs_seen(tokens, None)
+        into_heads = sum(linear.flops(tokens // cp) for linear in (self.q, self.kv_up, self.o))
+        return self.down.flops(tokens // (tp * cp)) + into_heads + read

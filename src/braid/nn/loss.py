@@ -1,59 +1,83 @@
 """Cross-entropy as (sum, token count): whoever knows the counts of the whole step divides.
 
-Shapes: N tokens, n tokens of one chunk, V vocabulary.
+The vocabulary may be shared by ranks: each is given the scores of its ids for the same tokens, and all of them
+have the same sum in the end.
+
+Shapes: N tokens, n tokens of one chunk, V ids that this rank holds, R = V or more rows with padding.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from braid.collectives import highest, summed
+from braid.nn.embedding import Vocabulary
+
 CHUNK = 2048
 """Tokens whose logits are widened to float32 at a time."""
 
 
-def cross_entropy(logits_NV: Tensor, labels_N: Tensor, mask_N: Tensor) -> tuple[Tensor, Tensor]:
+def cross_entropy(
+    logits_NR: Tensor, labels_N: Tensor, mask_N: Tensor, vocabulary: Vocabulary | None = None
+) -> tuple[Tensor, Tensor]:
     """The sum of the losses of the tokens where the mask is True, and their number.
 
     Computed in float32 or better, a chunk of tokens at a time. Masked tokens add exactly nothing to the sum
     and to the gradient, whatever their logits and labels are.
     """
-    return _CrossEntropy.apply(logits_NV, labels_N.where(mask_N, 0), mask_N), mask_N.sum()
+    vocabulary = Vocabulary(logits_NR.shape[1]) if vocabulary is None else vocabulary
+    row_N = vocabulary.local(labels_N.where(mask_N, 0))
+    return _CrossEntropy.apply(logits_NR, row_N, mask_N, vocabulary), mask_N.sum()
 
 
 class _CrossEntropy(torch.autograd.Function):
     """Keeps one number per token; probabilities are made again in backward."""
 
     @staticmethod
-    def forward(ctx: Any, logits_NV: Tensor, labels_N: Tensor, mask_N: Tensor) -> Tensor:
-        wide = torch.promote_types(logits_NV.dtype, torch.float32)
-        total = torch.zeros((), dtype=wide, device=logits_NV.device)
+    def forward(ctx: Any, logits_NR: Tensor, row_N: Tensor, mask_N: Tensor, vocabulary: Vocabulary) -> Tensor:
+        wide = torch.promote_types(logits_NR.dtype, torch.float32)
+        total = torch.zeros((), dtype=wide, device=logits_NR.device)
         normalizers = []
-        for logits_nV, labels_n, mask_n in zip(
-            logits_NV.split(CHUNK), labels_N.split(CHUNK), mask_N.split(CHUNK), strict=True
-        ):
-            wide_nV = logits_nV.to(wide)
-            normalizers.append(wide_nV.logsumexp(-1))
-            losses_n = normalizers[-1] - wide_nV.gather(-1, labels_n[:, None]).squeeze(-1)
-            total += losses_n.where(mask_n, 0).sum()
-        ctx.save_for_backward(logits_NV, labels_N, mask_N, *normalizers)
+        for logits_nR, row_n, mask_n in _chunks(logits_NR, row_N, mask_N):
+            normalizer_n, label_n = _terms(logits_nR[:, : vocabulary.held].to(wide), row_n, vocabulary)
+            normalizers.append(normalizer_n)
+            total += (normalizer_n - label_n).where(mask_n, 0).sum()
+        ctx.held = vocabulary.held
+        ctx.save_for_backward(logits_NR, row_N, mask_N, *normalizers)
         return total
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        logits_NV, labels_N, mask_N, *normalizers = ctx.saved_tensors
-        grad_NV = torch.empty_like(logits_NV)
-        for logits_nV, labels_n, mask_n, normalizer_n, grad_nV in zip(
-            logits_NV.split(CHUNK),
-            labels_N.split(CHUNK),
-            mask_N.split(CHUNK),
-            normalizers,
-            grad_NV.split(CHUNK),
-            strict=True,
-        ):
-            wide_nV = (logits_nV.to(normalizer_n.dtype) - normalizer_n[:, None]).exp_()
-            wide_nV.scatter_add_(-1, labels_n[:, None], wide_nV.new_full((len(labels_n), 1), -1.0))
-            grad_nV.copy_(wide_nV.mul_(grads[0]).masked_fill_(~mask_n[:, None], 0.0))
-        return grad_NV, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        logits_NR, row_N, mask_N, *normalizers = ctx.saved_tensors
+        grad_NR = torch.zeros_like(logits_NR)
+        chunks = _chunks(logits_NR, row_N, mask_N, grad_NR)
+        for (logits_nR, row_n, mask_n, grad_nR), normalizer_n in zip(chunks, normalizers, strict=True):
+            wide_nR = logits_nR.to(normalizer_n.dtype)
+            wide_nR[:, : ctx.held].sub_(normalizer_n[:, None]).exp_()
+            here_n1 = (row_n < ctx.held)[:, None].to(wide_nR.dtype)
+            wide_nR.scatter_add_(-1, row_n.clamp(max=wide_nR.shape[1] - 1)[:, None], -here_n1)
+            wide_nR = wide_nR.mul_(grads[0]).masked_fill_(~mask_n[:, None], 0.0)
+            grad_nR[:, : ctx.held].copy_(wide_nR[:, : ctx.held])
+        return grad_NR, None, None, None
+
+
+def _chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    return zip(*(tensor.split(CHUNK) for tensor in tensors), strict=True)
+
+
+def _terms(wide_nV: Tensor, row_n: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
+    """The log of the sum over all ids of exp(logit), and the logit of the label: over all ranks."""
+    if vocabulary.group.size == 1:
+        return wide_nV.logsumexp(-1), wide_nV.gather(-1, row_n[:, None]).squeeze(-1)
+    # Ids past the end: nothing to add for labels that others hold, and for a rank that holds no id at all.
+    padded = torch.nn.functional.pad(wide_nV, (0, 1), value=-torch.inf)
+    top_n = highest(padded.amax(-1), vocabulary.group)
+    exp_n = (padded - top_n[:, None]).exp().sum(-1)
+    here_n = row_n < vocabulary.held
+    label_n = padded.gather(-1, row_n.clamp(max=vocabulary.held)[:, None]).squeeze(-1).where(here_n, 0)
+    exp_n, label_n = summed(torch.stack([exp_n, label_n]), vocabulary.group)
+    return top_n + exp_n.log(), label_n

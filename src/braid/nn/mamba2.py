@@ -1,37 +1,60 @@
 """Mamba-2, the layer `M`.
 
-One projection gives what is written (x), where (B), what is read (C), the gate (z) and the time step (dt). Its
-outputs are ordered by group: the x of the group's heads, its B, its C, then z and dt of its heads. The
+One projection gives what is written (x), where (B), what is read (C), the time step (dt) and the gate (z). Its
+outputs are ordered by group: the x of the group's heads, its B, its C, then dt and z of its heads. The
 convolution sees x, B and C of every group. A shard of the groups is then one contiguous slice of each.
 
-Shapes: B rows, T tokens, C hidden channels, G groups, R heads per group, H = G · R heads, D head channels,
-N state channels, I = H · D inner channels, V = R · D + 2 N channels of a group that are convolved, K taps,
-P = K - 1.
+tp ranks share the heads, and cp ranks those of their tp rank, as `head_share` has it:
+
+    gather over tp     x_BtC to x_BSC, which is projected
+    swap over cp       x, B, C and dt from all heads of some tokens to some heads of all tokens; conv and scan
+    swap over cp       back; z has stayed with its tokens and gates them, the norm follows
+    scatter over tp    what `o` gives, y_BtC
+
+Shapes: B rows, T tokens, S of them that the tp ranks share (T / cp), t of this rank alone (S / tp), C hidden
+channels, G groups and H heads of this tp rank, g and h of them that this rank scans, r = h / g, D head
+channels, N state channels, F channels of a group, I those of its x or z (in the norm: of all x or z), V those
+that are convolved, E = g · V, K taps, P = K - 1.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from braid import architecture
-from braid.kernels.causal_conv import causal_conv
+from braid.collectives import ALONE, Group, Groups, gather, total
 from braid.kernels.ssd import Ssd, step
 from braid.nn.canonical import Canonical, under
-from braid.nn.linear import Linear
+from braid.nn.grouped_conv import GroupedConv
+from braid.nn.head_scalars import HeadScalars
+from braid.nn.head_share import HeadShare, Part
+from braid.nn.linear import Linear, RowLinear
 
 
 @dataclass(kw_only=True)
 class Mamba2Cache:
     """What generation keeps of the tokens so far: its size does not depend on how many they are."""
 
-    conv_BCP: Tensor
+    conv_BEP: Tensor
     """The last K - 1 inputs of the convolution."""
     state_BHDN: Tensor
     """The state, float32 or better."""
+
+
+class Heads(NamedTuple):
+    """What the scan is given."""
+
+    x_BThD: Tensor
+    dt_BTh: Tensor
+    a_h: Tensor
+    b_BTgN: Tensor
+    c_BTgN: Tensor
+    skip_h: Tensor
 
 
 class Mamba2(nn.Module):
@@ -44,135 +67,118 @@ class Mamba2(nn.Module):
         eps: float,
         ssd: Ssd,
         *,
+        groups: Groups = Groups(),
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.shape = shape
+        self.shape, self.groups = shape, groups
         self.ssd = ssd
-        self.repeats = shape.heads // shape.groups
-        inner, group_inner = shape.heads * shape.head_dim, self.repeats * shape.head_dim
-        convolved = group_inner + 2 * shape.state
-        outputs = (shape.groups, convolved + group_inner + self.repeats)
-        self.xbczdt = Linear(hidden, outputs, bias=shape.bias, device=device, dtype=dtype)
-        self.o = Linear(inner, hidden, bias=shape.bias, fill="residual", device=device, dtype=dtype)
-        self.conv_weight_GVK = nn.Parameter(
-            torch.empty(shape.groups, convolved, shape.conv, device=device, dtype=dtype)
+        self.share = HeadShare(all_groups=shape.groups, all_heads=shape.heads, ranks=groups)
+        x, z, dt = Part("x", shape.head_dim), Part("z", shape.head_dim), Part("dt", 1)
+        b, c = Part("B", shape.state, common=True), Part("C", shape.state, common=True)
+        self.parts = (x, b, c, dt, z)
+        """What the projection gives every group. All but the gate go where the scan is."""
+        outputs = (self.share.groups, sum(self.share.sizes(self.parts)))
+        inner = self.share.heads * shape.head_dim
+        self.xbcdtz = Linear(hidden, outputs, bias=shape.bias, device=device, dtype=dtype)
+        self.conv = GroupedConv(
+            self.share, (x, b, c), shape.conv, bias=shape.conv_bias, device=device, dtype=dtype
         )
-        self.conv_bias_GV = (
-            nn.Parameter(torch.empty(shape.groups, convolved, device=device, dtype=dtype))
-            if shape.conv_bias
-            else None
+        self.scalars = HeadScalars(
+            self.share, {"A_log": "decay_log", "D": "ones", "dt_bias": "time_step"}, device=device, dtype=dtype
         )
-        self.a_log_H, self.skip_H, self.dt_bias_H = (
-            nn.Parameter(torch.empty(shape.heads, device=device, dtype=dtype)) for _ in range(3)
+        parts, sharers = (self.share.groups, self.share.holders) if shape.norm_per_group else (1, groups.tp)
+        self.gate_norm = GatedRmsNorm(
+            inner, parts, eps, tp=groups.tp, sharers=sharers, device=device, dtype=dtype
         )
-        parts = shape.groups if shape.norm_per_group else 1
-        self.gate_norm = GatedRmsNorm(inner, parts, eps, device=device, dtype=dtype)
+        self.o = RowLinear(inner, hidden, groups.tp, bias=shape.bias, device=device, dtype=dtype)
 
     def forward(
-        self, x_BTC: Tensor, documents_BT: Tensor | None = None, cache: Mamba2Cache | None = None
+        self, x_BtC: Tensor, documents_BT: Tensor | None = None, cache: Mamba2Cache | None = None
     ) -> Tensor:
-        """`documents_BT` is None where every row is a single document. With a cache, the tokens go on from it
-        and it is brought up to date."""
-        shape = self.shape
-        inner = self.repeats * shape.head_dim
-        projected = self.xbczdt(x_BTC).unflatten(-1, (shape.groups, -1))
-        convolved_BTGV, z_BTGI, dt_BTGR = projected.split([inner + 2 * shape.state, inner, self.repeats], -1)
-        convolved_BTGV = self._convolve(convolved_BTGV, documents_BT, cache)
-        x_BTGI, b_BTGN, c_BTGN = convolved_BTGV.split([inner, shape.state, shape.state], -1)
-        x_BTHD = x_BTGI.flatten(2).unflatten(2, (shape.heads, shape.head_dim))
-        y_BTHD = self._scan(x_BTHD, self._time_step(dt_BTGR.flatten(2)), b_BTGN, c_BTGN, documents_BT, cache)
-        return self.o(self.gate_norm(y_BTHD.flatten(2), z_BTGI.flatten(2)))
+        """`documents_BT` is None where every row is a single document. With a cache, which a process alone may
+        have, the tokens go on from it and it is brought up to date."""
+        assert documents_BT is None or cache is None, "a row that goes on from a cache is one document"
+        assert cache is None or self.groups.tp.size == self.groups.cp.size == 1
+        x_BSC = gather(x_BtC, self.groups.tp, dim=1)
+        outputs_BSGF = self.xbcdtz(x_BSC).unflatten(-1, self.xbcdtz.dims)
+        *scanned, gate = self.share.sizes(self.parts)
+        scanned_BSGF, z_BSGI = outputs_BSGF.split([sum(scanned), gate], -1)
+        heads = self._heads(self.share.all_tokens(scanned_BSGF, self.parts[:-1]), documents_BT, cache)
+        y_BThD = self.ssd(*heads, documents_BT)[0] if cache is None else self._go_on(heads, cache)
+        y_BSHD = self.share.own_tokens(y_BThD)
+        return self.o(self.gate_norm(y_BSHD.flatten(2), z_BSGI.flatten(2)))
 
     def new_cache(self, rows: int, device: torch.device, dtype: torch.dtype) -> Mamba2Cache:
         """The cache before the first token; `dtype` is that of the activations."""
         shape = self.shape
-        groups, convolved, taps = self.conv_weight_GVK.shape
         wide = torch.promote_types(dtype, torch.float32)
         return Mamba2Cache(
-            conv_BCP=torch.zeros(rows, groups * convolved, taps - 1, device=device, dtype=dtype),
+            conv_BEP=self.conv.new_state(rows, device, dtype),
             state_BHDN=torch.zeros(rows, shape.heads, shape.head_dim, shape.state, device=device, dtype=wide),
         )
 
     # -------------------------------------------------------------------------------------- parts
 
-    def _convolve(self, x_BTGV: Tensor, documents_BT: Tensor | None, cache: Mamba2Cache | None) -> Tensor:
-        y_BTC, state_BCP = causal_conv(
-            x_BTGV.flatten(2),
-            self.conv_weight_GVK.flatten(0, 1),
-            None if self.conv_bias_GV is None else self.conv_bias_GV.flatten(),
-            documents_BT,
-            None if cache is None else cache.conv_BCP,
+    def _heads(self, xbcdt_BTgF: Tensor, documents_BT: Tensor | None, cache: Mamba2Cache | None) -> Heads:
+        """What the scan is given, from the projections of all tokens."""
+        inner, state, _, steps = self.share.core_sizes(self.parts[:-1])
+        xbc_BTgV, dt_BTgr = xbcdt_BTgF.split([inner + 2 * state, steps], -1)
+        xbc_BTgV = self.conv(xbc_BTgV, documents_BT, None if cache is None else cache.conv_BEP)
+        x_BTgI, b_BTgN, c_BTgN = xbc_BTgV.split([inner, state, state], -1)
+        a_log_h, skip_h, dt_bias_h = self.scalars()
+        dt_BTh = self._time_step(dt_BTgr.flatten(2), dt_bias_h)
+        return Heads(
+            x_BThD=x_BTgI.flatten(2).unflatten(2, (-1, self.shape.head_dim)),
+            dt_BTh=dt_BTh,
+            a_h=-a_log_h.to(dt_BTh.dtype).exp(),
+            b_BTgN=b_BTgN,
+            c_BTgN=c_BTgN,
+            skip_h=skip_h,
         )
-        if cache is not None and state_BCP is not None:
-            cache.conv_BCP.copy_(state_BCP.detach())
-        return F.silu(y_BTC).view_as(x_BTGV)
 
-    def _time_step(self, dt_BTH: Tensor) -> Tensor:
+    def _time_step(self, dt_BTh: Tensor, dt_bias_h: Tensor) -> Tensor:
         """The time that passes with each token, float32 or better."""
-        wide = torch.promote_types(dt_BTH.dtype, torch.float32)
-        dt_BTH = F.softplus(dt_BTH.to(wide) + self.dt_bias_H.to(wide))
-        return dt_BTH.clamp(self.shape.dt_min, self.shape.dt_max)
+        wide = torch.promote_types(dt_BTh.dtype, torch.float32)
+        dt_BTh = F.softplus(dt_BTh.to(wide) + dt_bias_h.to(wide))
+        return dt_BTh.clamp(self.shape.dt_min, self.shape.dt_max)
 
-    def _scan(
-        self,
-        x_BTHD: Tensor,
-        dt_BTH: Tensor,
-        b_BTGN: Tensor,
-        c_BTGN: Tensor,
-        documents_BT: Tensor | None,
-        cache: Mamba2Cache | None,
-    ) -> Tensor:
-        a_H = -self.a_log_H.to(dt_BTH.dtype).exp()
-        if cache is not None and x_BTHD.shape[1] == 1:
-            token = (x_BTHD[:, 0], dt_BTH[:, 0], a_H, b_BTGN[:, 0], c_BTGN[:, 0], self.skip_H)
-            y_BHD, state_BHDN = step(*token, cache.state_BHDN)
-            y_BTHD = y_BHD.unsqueeze(1)
+    def _go_on(self, heads: Heads, cache: Mamba2Cache) -> Tensor:
+        """The scan from the cache's state on."""
+        if heads.x_BThD.shape[1] == 1:
+            x_BThD, dt_BTh, a_h, b_BTgN, c_BTgN, skip_h = heads
+            token = (x_BThD[:, 0], dt_BTh[:, 0], a_h, b_BTgN[:, 0], c_BTgN[:, 0], skip_h)
+            y_BhD, state_BHDN = step(*token, cache.state_BHDN)
+            y_BThD = y_BhD.unsqueeze(1)
         else:
-            before = None if cache is None else cache.state_BHDN
-            tokens = (x_BTHD, dt_BTH, a_H, b_BTGN, c_BTGN, self.skip_H)
-            y_BTHD, state_BHDN = self.ssd(*tokens, documents_BT, before)
-        if cache is not None:
-            cache.state_BHDN.copy_(state_BHDN.detach())
-        return y_BTHD
+            y_BThD, state_BHDN = self.ssd(*heads, initial_state_BHDN=cache.state_BHDN)
+        cache.state_BHDN.copy_(state_BHDN.detach())
+        return y_BThD
 
     # -------------------------------------------------------------------------------------- facts
 
     def canonical(self) -> dict[str, Canonical]:
-        shape, every = self.shape, slice(None)
-        inner = self.repeats * shape.head_dim
-        x, b, c, z, dt = _places(inner, shape.state, shape.state, inner, self.repeats)
+        share = self.share
         tensors: dict[str, Canonical] = {}
-        for name, place in (("z", z), ("x", x), ("B", b), ("C", c), ("dt", dt)):
-            tensors |= under(name, "xbczdt", self.xbczdt.part((every, place)))
-        for name, place in (("x", x), ("B", b), ("C", c)):
-            tensors |= self._conv_part(f"conv.{name}", place)
-        tensors["A_log"] = Canonical(parameter="a_log_H", shape=(shape.heads,), fill="decay_log")
-        tensors["D"] = Canonical(parameter="skip_H", shape=(shape.heads,), fill="ones")
-        tensors["dt_bias"] = Canonical(parameter="dt_bias_H", shape=(shape.heads,), fill="time_step")
+        for part, place in zip(self.parts, share.places(self.parts), strict=True):
+            held = self.xbcdtz.part((slice(None), place), share.span(part), share.copies(part))
+            tensors |= under(part.name, "xbcdtz", held)
+        tensors |= under("conv", "conv", self.conv.canonical())
+        tensors |= under("", "scalars", self.scalars.canonical())
         tensors |= under("gate_norm", "gate_norm", self.gate_norm.canonical())
         return tensors | under("o", "o", self.o.canonical())
 
-    def _conv_part(self, name: str, place: slice) -> dict[str, Canonical]:
-        groups, _, taps = self.conv_weight_GVK.shape
-        channels, index = groups * (place.stop - place.start), (slice(None), place)
-        weight = Canonical(parameter="conv_weight_GVK", shape=(channels, taps), fill="taps", index=index)
-        if self.conv_bias_GV is None:
-            return {f"{name}.weight": weight}
-        bias = Canonical(parameter="conv_bias_GV", shape=(channels,), fill="zeros", index=index)
-        return {f"{name}.weight": weight, f"{name}.bias": bias}
-
     def flops(self, tokens: int) -> int:
-        """Of the recurrence: a state is written and read once for each token, 2 operations per entry each."""
-        shape = self.shape
-        states = shape.heads * shape.head_dim * shape.state
-        conv = 2 * self.conv_weight_GVK.numel()
-        return self.xbczdt.flops(tokens) + self.o.flops(tokens) + tokens * (conv + 4 * states)
+        """What this rank computes for a row of so many tokens. The recurrence writes and reads a state once for
+        each token, 2 operations per entry each."""
+        own = tokens // self.groups.cp.size
+        states = self.share.core_heads * self.shape.head_dim * self.shape.state
+        return self.xbcdtz.flops(own) + self.conv.flops(tokens) + 4 * tokens * states + self.o.flops(own)
 
 
 class GatedRmsNorm(nn.Module):
-    """RMSNorm of y · silu(z), over all channels or over equal parts of them."""
+    """RMSNorm of y · silu(z), over all channels or over equal parts of them. A part may span ranks."""
 
     def __init__(
         self,
@@ -180,25 +186,37 @@ class GatedRmsNorm(nn.Module):
         parts: int,
         eps: float,
         *,
+        tp: Group = ALONE,
+        sharers: Group = ALONE,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        """`channels` and `parts` are what this rank of `tp` holds, an equal share of the channels. Where a part
+        is larger, `sharers` are the ranks that hold the rest of it."""
         super().__init__()
-        self.parts = parts
+        self.channels, self.parts = channels, parts
         self.eps = eps
+        self.tp, self.sharers = tp, sharers
         self.weight = nn.Parameter(torch.empty(channels, device=device, dtype=dtype))
 
     def forward(self, y_I: Tensor, z_I: Tensor) -> Tensor:
         wide = torch.promote_types(y_I.dtype, torch.float32)
         gated = (y_I.to(wide) * F.silu(z_I.to(wide))).unflatten(-1, (self.parts, -1))
-        normed = F.rms_norm(gated, gated.shape[-1:], None, self.eps).flatten(-2)
-        return (normed * self.weight.to(wide)).to(y_I.dtype)
+        return (self._normed(gated).flatten(-2) * self.weight.to(wide)).to(y_I.dtype)
+
+    def _normed(self, gated: Tensor) -> Tensor:
+        """Each part by itself, over its channels on all ranks."""
+        if self.sharers.size == 1:
+            return F.rms_norm(gated, gated.shape[-1:], None, self.eps)
+        squares = total(gated.square().sum(-1, keepdim=True), self.sharers)
+        return gated * torch.rsqrt(squares / (self.sharers.size * gated.shape[-1]) + self.eps)
 
     def canonical(self) -> dict[str, Canonical]:
-        return {"weight": Canonical(parameter="weight", shape=tuple(self.weight.shape), fill="ones")}
-
-
-def _places(*sizes: int) -> list[slice]:
-    """Slices of the given sizes, one after the other."""
-    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-    return [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+        weight = Canonical(
+            parameter="weight",
+            shape=(self.tp.size * self.channels,),
+            fill="ones",
+            part=(self.channels,),
+            offset=(self.tp.rank * self.channels,),
+        )
+        return {"weight": weight}

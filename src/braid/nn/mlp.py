@@ -1,8 +1,9 @@
 """Dense feed-forward, the layer `-`; also the shared expert of a mixture.
 
-Gate and up lie side by side for every ffn channel, as in the experts: see `kernels.grouped_mlp`.
+Gate and up lie side by side for every ffn channel, as in the experts: see `kernels.grouped_mlp`. Each tp rank
+has an equal part of the ffn channels.
 
-Shapes: `_` leading dims, C hidden channels, F ffn channels, G projections into the ffn.
+Shapes: B rows, t tokens of this rank, C hidden channels, F ffn channels, G projections into the ffn.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from braid import architecture
+from braid.collectives import Groups, gather
 from braid.kernels.activation import activate, projections
-from braid.nn.canonical import Canonical, under
-from braid.nn.linear import Linear
+from braid.nn.canonical import Canonical, Span, under
+from braid.nn.linear import Linear, RowLinear
 
 
 class Mlp(nn.Module):
@@ -24,25 +26,32 @@ class Mlp(nn.Module):
         shape: architecture.Mlp,
         hidden: int,
         *,
+        groups: Groups = Groups(),
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.shape = shape
+        self.shape, self.groups = shape, groups
         self.projections = projections(shape.activation)
-        outputs = (shape.ffn, len(self.projections))
+        self.ffn = shape.ffn // groups.tp.size
+        """What this rank has of the ffn channels."""
+        assert self.ffn * groups.tp.size == shape.ffn
+        outputs = (self.ffn, len(self.projections))
         self.into = Linear(hidden, outputs, bias=shape.bias, device=device, dtype=dtype)
-        self.down = Linear(shape.ffn, hidden, bias=shape.bias, fill="residual", device=device, dtype=dtype)
+        self.down = RowLinear(self.ffn, hidden, groups.tp, bias=shape.bias, device=device, dtype=dtype)
 
-    def forward(self, x__C: Tensor) -> Tensor:
-        shape = self.shape
-        return self.down(activate(shape.activation, *self.into.apart(x__C), glu=shape.glu))
+    def forward(self, x_BtC: Tensor) -> Tensor:
+        projected = self.into.apart(gather(x_BtC, self.groups.tp, dim=1))
+        return self.down(activate(self.shape.activation, *projected, glu=self.shape.glu))
 
     def canonical(self) -> dict[str, Canonical]:
+        span = Span(self.groups.tp.rank * self.ffn, self.shape.ffn)
         tensors: dict[str, Canonical] = {}
         for place, name in enumerate(self.projections):
-            tensors |= under(name, "into", self.into.part((slice(None), place)))
+            tensors |= under(name, "into", self.into.part((slice(None), place), span))
         return tensors | under("down", "down", self.down.canonical())
 
     def flops(self, tokens: int) -> int:
-        return self.into.flops(tokens) + self.down.flops(tokens)
+        """What this rank computes for a row of so many tokens."""
+        gathered = tokens // self.groups.cp.size
+        return self.into.flops(gathered) + self.down.flops(gathered)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from braid.collectives import ALONE, Group
 from braid.nn.canonical import Canonical
 
 
@@ -15,10 +16,17 @@ class RmsNorm(nn.Module):
     """x / sqrt(mean(x²) + eps) · weight."""
 
     def __init__(
-        self, channels: int, eps: float, *, device: torch.device | None = None, dtype: torch.dtype | None = None
+        self,
+        channels: int,
+        eps: float,
+        *,
+        copies: Group = ALONE,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.channels = channels
+        self.copies = copies
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(channels, device=device, dtype=dtype))
 
@@ -27,17 +35,26 @@ class RmsNorm(nn.Module):
         return F.rms_norm(x.to(wide), (self.channels,), self.weight.to(wide), self.eps).to(x.dtype)
 
     def canonical(self) -> dict[str, Canonical]:
-        return {"weight": Canonical(parameter="weight", shape=(self.channels,), fill="ones")}
+        return {
+            "weight": Canonical(parameter="weight", shape=(self.channels,), fill="ones", copies=self.copies)
+        }
 
 
 class LayerNorm(nn.Module):
     """(x - mean(x)) / sqrt(variance(x) + eps) · weight + bias."""
 
     def __init__(
-        self, channels: int, eps: float, *, device: torch.device | None = None, dtype: torch.dtype | None = None
+        self,
+        channels: int,
+        eps: float,
+        *,
+        copies: Group = ALONE,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.channels = channels
+        self.copies = copies
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(channels, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(channels, device=device, dtype=dtype))
@@ -49,8 +66,8 @@ class LayerNorm(nn.Module):
 
     def canonical(self) -> dict[str, Canonical]:
         return {
-            "weight": Canonical(parameter="weight", shape=(self.channels,), fill="ones"),
-            "bias": Canonical(parameter="bias", shape=(self.channels,), fill="zeros"),
+            "weight": Canonical(parameter="weight", shape=(self.channels,), fill="ones", copies=self.copies),
+            "bias": Canonical(parameter="bias", shape=(self.channels,), fill="zeros", copies=self.copies),
         }
 
 
@@ -59,8 +76,9 @@ def norm(
     channels: int,
     eps: float,
     *,
+    copies: Group = ALONE,
     device: torch.device | None = None,
     dtype: torch.dtype | None = None,
 ) -> RmsNorm | LayerNorm:
-    """The norm that a model asks for."""
-    return (RmsNorm if kind == "rms" else LayerNorm)(channels, eps, device=device, dtype=dtype)
+    """The norm that a model asks for. `copies` are the ranks that hold its weight and see other tokens."""
+    return (RmsNorm if kind == "rms" else LayerNorm)(channels, eps, copies=copies, device=device, dtype=dtype)

@@ -1,7 +1,8 @@
 """AdamW on main parameters: what the optimizer updates, in at least float32, whatever the model computes in.
 
 A float32 or float64 parameter is its own main copy. A bfloat16 one has a float32 copy beside it: its gradients
-are gathered there after every micro-batch, and the new weights are cast back after every update.
+are gathered there after every micro-batch, and the new weights are cast back after every update. Of a sharded
+parameter, the shard that this rank keeps is the main copy, in the same memory.
 """
 
 from __future__ import annotations
@@ -10,6 +11,9 @@ from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from braid.parallel.sharding import local
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """The state that AdamW keeps for every parameter, besides the number of updates."""
@@ -44,7 +48,7 @@ class AdamW:
         for name, parameter in self._parameters.items():
             main = self.main[name]
             if main is not parameter and parameter.grad is not None:
-                gradient = parameter.grad.to(main.dtype)
+                gradient = local(parameter.grad).to(main.dtype)
                 main.grad = gradient if main.grad is None else main.grad.add_(gradient)
                 parameter.grad = None
 
@@ -73,7 +77,7 @@ class AdamW:
     def publish(self) -> None:
         """Cast the main parameters into the model's, where they are apart."""
         for name, parameter in self._parameters.items():
-            if self.main[name] is not parameter:
+            if self.main[name] is not parameter and not isinstance(parameter, DTensor):
                 parameter.copy_(self.main[name])
 
     def moment(self, kind: str, name: str) -> Tensor:
@@ -93,6 +97,8 @@ class AdamW:
 
 
 def _main_copy(parameter: nn.Parameter) -> Tensor:
-    """The parameter itself, or a float32 copy of one that is narrower."""
+    """The parameter itself, what this rank keeps of it, or a float32 copy of one that is narrower."""
+    if isinstance(parameter, DTensor):
+        return local(parameter).requires_grad_()
     wide = torch.promote_types(parameter.dtype, torch.float32)
     return parameter if parameter.dtype == wide else parameter.detach().to(wide).requires_grad_()

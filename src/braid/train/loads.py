@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from braid.collectives import Group, summed
 from braid.model.language import LanguageModel
 from braid.nn.moe.balance import Balance, load, updated_bias
 from braid.pattern import Layer
@@ -35,6 +36,19 @@ class Loads:
             counts_E=_plus(self.counts_E, {layer: b.counts_E for layer, b in balances.items()}),
             kept_E=_plus(self.kept_E, {layer: b.kept_E for layer, b in balances.items()}),
             favourites_E=_plus(self.favourites_E, {layer: b.favourites_E for layer, b in balances.items()}),
+        )
+
+    def over(self, group: Group) -> Loads:
+        """The same over all ranks of a group, which share the micro-batches. Favourites are summed already."""
+        if group.size == 1 or not self.counts_E:
+            return self
+        both = torch.stack([torch.cat([*counts.values()]) for counts in (self.counts_E, self.kept_E)])
+        sizes = [len(counts_E) for counts_E in self.counts_E.values()]
+        counts, kept = (row.split(sizes) for row in summed(both, group))
+        return Loads(
+            counts_E=dict(zip(self.counts_E, counts, strict=True)),
+            kept_E=dict(zip(self.kept_E, kept, strict=True)),
+            favourites_E=self.favourites_E,
         )
 
     def metrics(self) -> dict[str, float]:

@@ -7,13 +7,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from braid import checkpoint, kernels
+import torch
+
+from braid import checkpoint, fit, kernels
+from braid.collectives import Groups
 from braid.config import Run, difference
 from braid.errors import CheckpointError, ConfigError, DataError, NumericsError, PreemptedError
 from braid.model.language import LanguageModel
+from braid.nn.moe import dispatchers
 from braid.optim.adamw import AdamW
 from braid.optim.schedule import Schedule
-from braid.plan import Plan, size
+from braid.parallel.mesh import dense_mesh, expert_mesh
+from braid.parallel.sharding import local, shard_units
+from braid.plan import Plan, size, whole_model
 from braid.train import state as states
 from braid.train.console import Line, say, warn
 from braid.train.device import DTYPES, Device, set_arithmetic
@@ -40,21 +46,57 @@ class Outcome:
     """Of the last evaluation."""
 
 
-def make_state(plan: Plan, device: Device) -> State:
-    """A model and its optimizer, with weights still unset."""
+def make_state(plan: Plan, device: Device, groups: Groups = Groups()) -> State:
+    """A model and its optimizer, with weights still unset. All ranks make theirs together."""
     run = plan.run
-    dtype = DTYPES[run.train.dtype]
     _check_memory(plan, device)
-    chosen = kernels.choose(run.model, plan.layout.kinds(), device.torch, dtype)
-    model = LanguageModel(run.model, plan.layout, chosen, device=device.torch, dtype=dtype)
+    model = make_model(plan, device, groups)
     optimizer = AdamW(
-        {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad},
+        dict(model.named_parameters()),
         decaying=model.decaying(),
         betas=run.optim.betas,
         eps=run.optim.eps,
         weight_decay=run.optim.weight_decay,
     )
-    return State(model=model, optimizer=optimizer)
+    return State(model=model, optimizer=optimizer, names=frozenset(whole_model(plan).canonical()))
+
+
+def make_model(plan: Plan, device: Device, groups: Groups) -> LanguageModel:
+    """This rank's part of the model, sharded over data-parallel ranks where there are several ranks."""
+    run, dtype = plan.run, DTYPES[plan.run.train.dtype]
+    shape = fit.of_one_rank(run.model, plan.axes)
+    chosen = kernels.choose(shape, plan.layout.kinds(), device.torch, dtype)
+    dispatcher = None
+    if run.model.moe is not None:
+        dispatcher = dispatchers.choose(run.model.moe, run.model.hidden, groups, run.mesh.dispatcher)
+    alone = groups.world.size == 1
+    model = LanguageModel(
+        run.model,
+        plan.layout,
+        chosen,
+        groups=groups,
+        dispatcher=None if dispatcher is None else dispatcher.function,
+        device=device.torch if alone else torch.device("meta"),
+        dtype=dtype,
+        stored=None if alone else torch.promote_types(dtype, torch.float32),
+    )
+    if not alone:
+        meshes = {
+            "dense": dense_mesh(
+                groups, plan.grid, device_type=device.torch.type, replicate=plan.axes.dense_copies
+            ),
+            "expert": expert_mesh(
+                groups, plan.grid, device_type=device.torch.type, replicate=plan.axes.expert_copies
+            ),
+        }
+        methods = ("losses", "logits", "wake")
+        strategy = run.mesh.shard
+        shard_units(model, model.units(), meshes=meshes, strategy=strategy, compute=dtype, root_methods=methods)
+        model.to_empty(device=device.torch)
+        for tensor in model.tensors().values():
+            local(tensor).zero_()  # no checkpoint fills the padding of the vocabulary
+        model.wake()
+    return model
 
 
 def _check_memory(plan: Plan, device: Device) -> None:
@@ -81,8 +123,7 @@ def begin_or_continue(
     if newest.path is None:
         states.initialize(state, run)
         if init is not None:
-            states.load_weights(states.newest_in(init), state.model, state.weights())
-            state.optimizer.publish()
+            states.load_state_weights(states.newest_in(init), state)
         return None
     saved = states.describe(newest.path)
     changed = difference(saved.run, run)
@@ -146,7 +187,8 @@ class _Loop:
         self.schedule = _schedule(plan.run)
         # Training costs three forward passes: one forward, two backward.
         samples = plan.run.train.batch_samples
-        self.step_flops = 3 * samples * state.model.flops(plan.run.data.sequence_tokens)
+        flops = whole_model(plan).flops(plan.run.data.sequence_tokens)
+        self.step_flops = 3 * samples * flops / plan.world
         self.step_seconds: list[float] = []
         self.val_loss: float | None = None
         self.told_masked = False

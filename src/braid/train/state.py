@@ -2,15 +2,17 @@
 
 Tensors go by canonical names: a model's weights under their own, the optimizer's moments under
 `optimizer.<moment>.<name>`. What is saved are the main parameters, so nothing is lost in a narrower dtype.
-Everything else is JSON.
+Everything else is JSON. Each rank writes what it is the first to hold, and reads what it holds, whatever ranks
+wrote it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,10 +23,13 @@ from braid.config import Run, from_json, to_json
 from braid.data import Loader, Tokenizer, tokenizer_from
 from braid.errors import CheckpointError
 from braid.model.language import LanguageModel
-from braid.nn.canonical import Canonical
+from braid.nn.canonical import Canonical, Held
 from braid.optim.adamw import MOMENTS, AdamW
+from braid.optim.gradients import Copied, copied
+from braid.parallel.sharding import Kept, kept_of
 from braid.plan import plan
 from braid.train.device import DTYPES, Device
+from braid.train.ranks import gather_json, together
 
 NAMES_VERSION = 1
 """Version of the canonical names, see docs/checkpoint-format.md."""
@@ -42,6 +47,8 @@ class State:
 
     model: LanguageModel
     optimizer: AdamW
+    names: frozenset[str]
+    """Canonical names of the whole model, over all ranks."""
     step: int = 0
     """Steps done, skipped ones included."""
     samples: int = 0
@@ -53,7 +60,20 @@ class State:
 
     def weights(self) -> dict[str, Tensor]:
         """By parameter name: the main copy of what the optimizer updates, the model's own of all else."""
-        return {**dict(self.model.named_parameters()), **self.optimizer.main}
+        return {**self.model.tensors(), **self.optimizer.main}
+
+    @functools.cached_property
+    def kept(self) -> dict[str, Kept]:
+        """What this rank keeps of every parameter. Of what is no parameter it keeps all, as every rank does."""
+        first = self.model.groups.slab.rank == 0
+        buffers = {name: Kept(None, first=first) for name, _ in self.model.named_buffers()}
+        return {name: kept_of(parameter) for name, parameter in self.model.named_parameters()} | buffers
+
+    @functools.cached_property
+    def copies(self) -> list[Copied]:
+        """The parts of parameters that other ranks hold as well."""
+        shards = {name: self.kept[name].shard for name in self.optimizer.main}
+        return copied(self.model.canonical().values(), shards)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,14 +96,14 @@ class Saved:
 def initialize(state: State, run: Run) -> None:
     """Set the main parameters, and torch's generator, to where a run with this seed starts."""
     torch.manual_seed(run.train.seed)
-    state.model.initialize(run.train.seed, into=state.weights())
+    shards = {name: kept.shard for name, kept in state.kept.items() if kept.shard is not None}
+    state.model.initialize(run.train.seed, into=state.weights(), shards=shards)
     state.optimizer.publish()
 
 
 def save(root: Path, state: State, run: Run, loader: Loader, tokenizer: Tokenizer) -> Path:
-    """Write a checkpoint of the state."""
-    pieces = [checkpoint.Piece.whole(name, tensor) for name, tensor in _tensors(state)]
-    pieces.append(checkpoint.Piece.whole(RNG, torch.get_rng_state()))
+    """Write a checkpoint of the state: all ranks together, or none. What fails on one is told on every rank."""
+    world = state.model.groups.world
     progress = {
         "samples": state.samples,
         "tokens": state.tokens,
@@ -91,7 +111,35 @@ def save(root: Path, state: State, run: Run, loader: Loader, tokenizer: Tokenize
         "skipped_in_a_row": state.skipped_in_a_row,
         "data": {"fingerprint": loader.fingerprint, **loader.identity},
     }
-    return checkpoint.save(root, state.step, pieces, extra=_extra(run, tokenizer) | progress)
+    try:
+        with together(world):
+            if world.rank == 0:
+                checkpoint.begin(root, state.step)
+        with together(world):
+            record = checkpoint.write_part(root, state.step, world.rank, _owned(state))
+        records = gather_json(record, world)
+        with together(world):
+            if world.rank == 0:
+                checkpoint.commit(root, state.step, records, extra=_extra(run, tokenizer) | progress)
+    except BaseException:
+        if world.rank == 0:
+            checkpoint.abandon(root, state.step)
+        raise
+    return checkpoint.step_path(root, state.step)
+
+
+def _owned(state: State) -> Iterator[checkpoint.Piece]:
+    """What this rank is the first to hold."""
+    for place in _places(state):
+        if place.first and not place.held.empty:
+            yield checkpoint.Piece(
+                name=place.name,
+                global_shape=place.canonical.shape,
+                offset=place.held.offset,
+                tensor=place.held.read(place.holder.detach()),
+            )
+    if state.model.groups.world.rank == 0:
+        yield checkpoint.Piece.whole(RNG, torch.get_rng_state())
 
 
 def save_weights(
@@ -144,12 +192,19 @@ def describe(path: Path) -> Saved:
 
 
 def load(path: Path, state: State) -> None:
-    """Fill the state from a checkpoint; its tensors must be exactly those of the state."""
+    """Fill the state from a checkpoint; its tensors must be exactly those of the state, over all ranks."""
     saved = describe(path)
-    wanted = {**dict(_tensors(state)), RNG: torch.get_rng_state()}
-    found = checkpoint.read(path, wanted)
-    for name, tensor, target in _places(state):
-        tensor.write(target, found[name])
+    places = list(_places(state))
+    generator = torch.get_rng_state()
+    wanted: dict[str, checkpoint.Wanted | Tensor] = {RNG: generator}
+    wanted |= {place.name: place.wanted(place.holder.dtype) for place in places if not place.held.empty}
+    moments = {f"optimizer.{moment}.{name}" for moment in MOMENTS for name in state.names}
+    unread = (moments | state.names) - wanted.keys()  # other ranks hold these
+    with together(state.model.groups.world):
+        found = checkpoint.read(path, wanted, unread=unread)
+    for place in places:
+        if not place.held.empty:
+            place.held.write(place.holder, found[place.name])
     state.optimizer.publish()
     state.optimizer.updates = saved.updates
     state.step, state.skipped_in_a_row = saved.step, saved.skipped_in_a_row
@@ -171,17 +226,40 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 def load_weights(path: Path, model: LanguageModel, into: Mapping[str, Tensor]) -> None:
     """Fill tensors, given by parameter name, from a checkpoint whose weights are exactly those of the model."""
-    tensors, found = model.canonical(), read_weights(path)
-    differing = sorted(found.keys() ^ tensors.keys())
+    whole = [
+        Place(name, tensor, into[tensor.parameter], tensor.held, first=True)
+        for name, tensor in model.canonical().items()
+    ]
+    _fill_weights(path, whole, frozenset(model.canonical()))
+
+
+def load_state_weights(path: Path, state: State) -> None:
+    """Fill the weights of a state, and nothing else of it, from a checkpoint."""
+    weights = [place for place in _places(state) if not place.name.startswith("optimizer.")]
+    with together(state.model.groups.world):
+        _fill_weights(path, weights, state.names)
+    state.optimizer.publish()
+
+
+def _fill_weights(path: Path, places: Sequence[Place], names: frozenset[str]) -> None:
+    """Whatever dtype the checkpoint has: values are cast to what holds them."""
+    stored = checkpoint.read_manifest(path).tensors
+    beside = {name for name in stored if name == RNG or name.startswith("optimizer.")}
+    differing = sorted((stored.keys() - beside) ^ names)
     if differing:
-        names = ", ".join(differing[:5]) + (", ..." if len(differing) > 5 else "")
-        raise CheckpointError(f"{path} and the model differ in {len(differing)} tensors: {names}")
-    wrong = [name for name, tensor in tensors.items() if tuple(found[name].shape) != tensor.shape]
+        told = ", ".join(differing[:5]) + (", ..." if len(differing) > 5 else "")
+        raise CheckpointError(f"{path} and the model differ in {len(differing)} tensors: {told}")
+    wrong = [place for place in places if tuple(stored[place.name].shape) != place.canonical.shape]
     if wrong:
-        shapes = f"{tuple(found[wrong[0]].shape)} there, {tensors[wrong[0]].shape} here"
-        raise CheckpointError(f"{path} and the model differ in {len(wrong)} shapes: {wrong[0]} is {shapes}")
-    for name, tensor in tensors.items():
-        tensor.write(into[tensor.parameter], found[name])
+        shapes = f"{tuple(stored[wrong[0].name].shape)} there, {wrong[0].canonical.shape} here"
+        raise CheckpointError(
+            f"{path} and the model differ in {len(wrong)} shapes: {wrong[0].name} is {shapes}"
+        )
+    held = {place.name: place for place in places if not place.held.empty}
+    wanted = {name: place.wanted(stored[name].dtype) for name, place in held.items()}
+    found = checkpoint.read(path, wanted, unread=stored.keys() - wanted.keys())
+    for name, place in held.items():
+        place.held.write(place.holder, found[name])
 
 
 def open_model(path: Path, device: Device) -> tuple[LanguageModel, Tokenizer]:
@@ -192,7 +270,7 @@ def open_model(path: Path, device: Device) -> tuple[LanguageModel, Tokenizer]:
     layout = plan(saved.run, world=1).layout
     chosen = kernels.choose(saved.run.model, layout.kinds(), device.torch, dtype)
     model = LanguageModel(saved.run.model, layout, chosen, device=device.torch, dtype=dtype)
-    load_weights(path, model, dict(model.named_parameters()))
+    load_weights(path, model, model.tensors())
     return model, tokenizer_from(saved.tokenizer)
 
 
@@ -210,14 +288,29 @@ def newest_in(path: Path) -> Path:
     return newest.path
 
 
-def _places(state: State) -> Iterator[tuple[str, Canonical, Tensor]]:
-    """Every tensor of a checkpoint: its name, and where in which tensor of the state it lives."""
+class Place(NamedTuple):
+    """A tensor of a checkpoint, and where this rank holds its part of it."""
+
+    name: str
+    canonical: Canonical
+    holder: Tensor
+    """What this rank keeps of a parameter or of one of its moments."""
+    held: Held
+    first: bool
+    """Whether no rank before this one holds the same part."""
+
+    def wanted(self, dtype: torch.dtype) -> checkpoint.Wanted:
+        box = checkpoint.Box(offset=self.held.offset, shape=self.held.shape)
+        return checkpoint.Wanted(global_shape=self.canonical.shape, box=box, dtype=dtype)
+
+
+def _places(state: State) -> Iterator[Place]:
+    """Every tensor of a checkpoint of which this rank holds a part."""
     optimizer, weights = state.optimizer, state.weights()
     for name, tensor in state.model.canonical().items():
-        yield name, tensor, weights[tensor.parameter]
+        kept = state.kept[tensor.parameter]
+        held, first = tensor.within(kept.shard), kept.first and tensor.copies.rank == 0
+        yield Place(name, tensor, weights[tensor.parameter], held, first)
         for moment in MOMENTS if tensor.parameter in optimizer.main else ():
-            yield f"optimizer.{moment}.{name}", tensor, optimizer.moment(moment, tensor.parameter)
-
-
-def _tensors(state: State) -> Iterator[tuple[str, Tensor]]:
-    return ((name, tensor.read(target.detach())) for name, tensor, target in _places(state))
+            holder = optimizer.moment(moment, tensor.parameter)
+            yield Place(f"optimizer.{moment}.{name}", tensor, holder, held, first)

@@ -12,7 +12,10 @@ is even, and at most the number of experts. Gradients flow through the shares al
 - over a sequence: each row by itself, then the mean over rows;
 - over a step: shares of this micro-batch, counts of this one and of those before it in the step.
 
-Shapes: B rows, T tokens of a row, N = B · T, E experts, S = top_k slots of a token.
+Ranks that share a micro-batch each compute their *part* of a loss: counts are those of all ranks, shares those
+of a rank's own tokens, divided by the number of all. The parts add up to the loss that one process would have.
+
+Shapes: B rows, T tokens of a row, N = B · T, E experts, S = top_k slots of a token, M = N · S slots.
 """
 
 from __future__ import annotations
@@ -24,44 +27,52 @@ import torch
 from torch import Tensor
 
 from braid import architecture
+from braid.collectives import ALONE, Group, Groups, summed
 from braid.nn.moe.routing import Routing
 from braid.nn.moe.tokens import Tokens
 
 
 class Balance(NamedTuple):
-    """What a micro-batch did to one layer's experts. All counts leave padding out."""
+    """What this rank's tokens of a micro-batch did to one layer's experts. All counts leave padding out."""
 
     losses: dict[str, Tensor]
-    """Weighted losses by name, those that are turned on: load_balance, sequence_balance, global_balance,
-    router_z."""
+    """This rank's parts of the weighted losses by name, those that are turned on: load_balance,
+    sequence_balance, global_balance, router_z."""
     counts_E: Tensor
-    """How many tokens chose each expert: the selection bias follows these, summed over a step."""
+    """How many tokens chose each expert: the selection bias follows these, summed over a step and its ranks."""
     kept_E: Tensor
     """How many of them found a place."""
     favourites_E: Tensor
-    """How often each expert is among the best raw scores; summed over a step's micro-batches so far, they are
-    the next one's `earlier_E`."""
+    """How often each expert is among the best raw scores, over all ranks where a loss looks at it; summed over
+    a step's micro-batches so far, they are the next one's `earlier_E`."""
 
 
 def examine(
-    routing: Routing, shape: architecture.Moe, tokens: Tokens, earlier_E: Tensor | None = None
+    routing: Routing,
+    shape: architecture.Moe,
+    tokens: Tokens,
+    earlier_E: Tensor | None = None,
+    groups: Groups = Groups(),
 ) -> Balance:
     """Losses and counts of a routing. `earlier_E` holds favourites of the step's earlier micro-batches; without
     it this is the first."""
-    valid_N, choice = tokens.valid_N(), routing.choice
+    valid_N, choice, shares_NE = tokens.valid_N(), routing.choice, routing.shares_NE
+    everywhere = tokens.count_everywhere
     favourites_E = count(choice.favourites_NS, valid_N, shape.experts)
+    if shape.aux_loss or shape.global_aux_loss:
+        favourites_E = summed(favourites_E, groups.slab)
     step_E = favourites_E if earlier_E is None else favourites_E + earlier_E
     losses: dict[str, Tensor] = {}
     if shape.aux_loss:
-        loss = load_balance(routing.shares_NE, favourites_E, valid_N)
+        loss = load_balance(shares_NE, favourites_E, valid_N, everywhere)
         losses["load_balance"] = shape.aux_loss * loss
     if shape.sequence_aux_loss:
-        loss = sequence_balance(routing.shares_NE, choice.favourites_NS, valid_N, tokens.rows)
+        loss = sequence_balance(shares_NE, choice.favourites_NS, tokens, groups.tp_cp)
         losses["sequence_balance"] = shape.sequence_aux_loss * loss
     if shape.global_aux_loss:
-        losses["global_balance"] = shape.global_aux_loss * load_balance(routing.shares_NE, step_E, valid_N)
+        losses["global_balance"] = shape.global_aux_loss * load_balance(shares_NE, step_E, valid_N, everywhere)
     if shape.z_loss:
-        losses["router_z"] = shape.z_loss * z_loss(routing.logits_NE, valid_N)
+        losses["router_z"] = shape.z_loss * z_loss(routing.logits_NE, valid_N, everywhere)
     counts_E = count(choice.experts_NS, valid_N, shape.experts)
     kept_E = counts_E if choice.kept_NS is None else count(choice.experts_NS, choice.kept_NS, shape.experts)
     return Balance(losses, counts_E, kept_E, favourites_E)
@@ -70,39 +81,47 @@ def examine(
 # ---------------------------------------------------------------------------------------------- losses
 
 
-def load_balance(shares_NE: Tensor, counts_E: Tensor, valid_N: Tensor) -> Tensor:
-    """The load-balancing loss of a micro-batch, from counts of its own or of the step so far."""
-    valid_N1 = valid_N.to(shares_NE.dtype).unsqueeze(-1)
-    mean_E = (shares_NE * valid_N1).sum(0) / valid_N1.sum().clamp(min=1)
+def load_balance(shares_NE: Tensor, counts_E: Tensor, valid_N: Tensor, everywhere: int | None = None) -> Tensor:
+    """These tokens' part of the load-balancing loss of a micro-batch, from counts of its own or of the step so
+    far. `everywhere` is how many tokens it has that are not padding; without it, these are all."""
+    mean_E = (shares_NE * valid_N[:, None]).sum(0) / _at_least_one(everywhere, valid_N)
     assigned_E = counts_E.to(shares_NE.dtype) / counts_E.sum().clamp(min=1)
     return len(counts_E) * (assigned_E * mean_E).sum()
 
 
-def sequence_balance(shares_NE: Tensor, favourites_NS: Tensor, valid_N: Tensor, rows: int) -> Tensor:
-    """The mean over rows of each row's load-balancing loss; a row of padding alone has none."""
-    experts = shares_NE.shape[-1]
-    shares_BTE, valid_BT = shares_NE.unflatten(0, (rows, -1)), valid_N.view(rows, -1)
-    row_N1 = torch.arange(rows, device=valid_N.device).repeat_interleave(valid_BT.shape[1])[:, None]
+def sequence_balance(
+    shares_NE: Tensor, favourites_NS: Tensor, tokens: Tokens, row_group: Group = ALONE
+) -> Tensor:
+    """These tokens' part of the mean over rows of each row's load-balancing loss; a row of padding alone has
+    none. `row_group` are the ranks that share rows."""
+    rows, experts, valid_N = tokens.rows, shares_NE.shape[-1], tokens.valid_N()
+    row_N1 = torch.arange(rows, device=valid_N.device).repeat_interleave(tokens.row_tokens)[:, None]
     counts_BE = count(row_N1 * experts + favourites_NS, valid_N, rows * experts).view(rows, experts)
-    assigned_BE = counts_BE.to(shares_NE.dtype) / counts_BE.sum(1, keepdim=True).clamp(min=1)
-    tokens_B1 = valid_BT.sum(1, keepdim=True).clamp(min=1)
-    mean_BE = (shares_BTE * valid_BT[..., None]).sum(1) / tokens_B1
-    return experts * (assigned_BE * mean_BE).sum(1).mean()
+    counts_BE = summed(counts_BE, row_group).to(shares_NE.dtype)
+    slots_B1 = counts_BE.sum(1, keepdim=True).clamp(min=1)
+    sums_BE = (shares_NE * valid_N[:, None]).unflatten(0, (rows, -1)).sum(1)
+    top_k = favourites_NS.shape[1]
+    return experts * top_k * (counts_BE / slots_B1 * sums_BE / slots_B1).sum() / tokens.rows_everywhere
 
 
-def z_loss(logits_NE: Tensor, valid_N: Tensor) -> Tensor:
-    """The mean of logsumexp²: router logits that grow cost."""
+def z_loss(logits_NE: Tensor, valid_N: Tensor, everywhere: int | None = None) -> Tensor:
+    """These tokens' part of the mean of logsumexp²: router logits that grow cost."""
     wide = torch.promote_types(logits_NE.dtype, torch.float32)
     squares_N = logits_NE.to(wide).logsumexp(-1).square()
-    return (squares_N * valid_N).sum() / valid_N.sum().clamp(min=1)
+    return (squares_N * valid_N).sum() / _at_least_one(everywhere, valid_N)
+
+
+def _at_least_one(everywhere: int | None, valid_N: Tensor) -> int | Tensor:
+    return valid_N.sum().clamp(min=1) if everywhere is None else max(everywhere, 1)
 
 
 def count(experts_NS: Tensor, counted: Tensor, experts: int) -> Tensor:
     """How often each expert was chosen, where `counted` is True: one entry per token, or one per slot."""
-    slots_NS = torch.where(counted.view(len(experts_NS), -1), experts_NS, experts).flatten()
-    counts = torch.zeros(experts + 1, dtype=torch.int64, device=slots_NS.device)
+    counted = counted if counted.ndim == 2 else counted[:, None]
+    slots_M = torch.where(counted, experts_NS, experts).flatten()
+    counts = torch.zeros(experts + 1, dtype=torch.int64, device=slots_M.device)
     # bincount would ask the device for the highest entry.
-    return counts.scatter_add_(0, slots_NS, torch.ones_like(slots_NS))[:experts]
+    return counts.scatter_add_(0, slots_M, torch.ones_like(slots_M))[:experts]
 
 
 # ---------------------------------------------------------------------------------------- after a step

@@ -1,6 +1,7 @@
 """Capacity: how many tokens of a sequence an expert takes, and who goes without where more want it.
 
-Per sequence, so that what happens to a sample does not depend on its neighbours in the batch.
+Per sequence, so that what happens to a sample does not depend on its neighbours in the batch; per whole
+sequence, so that it does not depend on the ranks that share its tokens.
 
 Shapes: N tokens, S slots of a token, M = N · S slots, E experts.
 """

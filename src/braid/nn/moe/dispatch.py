@@ -1,4 +1,4 @@
-"""Tokens to experts and back, within one process.
+"""Tokens to experts and back, within one process. `journey` says what happens between processes.
 
 A token takes S slots, one per expert it visits; a row is a slot in the order in which experts compute. Both
 directions are gathers, forward and backward, so results do not depend on the order of atomic additions.
@@ -72,8 +72,11 @@ def order_by_capacity(
 
 
 def dispatch(x_NC: Tensor, probs_NS: Tensor, order: Order) -> tuple[Tensor, Tensor]:
-    """Each row's token, and each row's probability. Nobody's row is zero, with probability zero."""
+    """Each row's token, and each row's probability. Nobody's row is zero, with probability zero. Where the
+    order has several slots for each of `probs_NS`, neighbours share it."""
     x_MC = _Dispatch.apply(x_NC, order.token_M, order.row_NS, order.gaps)
+    if probs_NS.numel() != order.row_NS.numel():
+        probs_NS = probs_NS.repeat_interleave(order.row_NS.shape[1] // probs_NS.shape[1], dim=1)
     return x_MC, _read(probs_NS.flatten(), order.slot_M, order.gaps)
 
 
@@ -90,7 +93,8 @@ def _read(x: Tensor, index: Tensor, gaps: bool) -> Tensor:
 
 
 def _collect(y_MC: Tensor, row_NS: Tensor, gaps: bool) -> Tensor:
-    return _read(y_MC, row_NS.flatten(), gaps).unflatten(0, row_NS.shape).sum(1)
+    y_SC = _read(y_MC, row_NS.flatten(), gaps)
+    return y_SC if row_NS.shape[1] == 1 else y_SC.unflatten(0, row_NS.shape).sum(1)
 
 
 class _Dispatch(torch.autograd.Function):

@@ -1,17 +1,27 @@
 """The routed experts: their weights, stacked, and the kernel that applies them.
 
-Shapes: M rows sorted by expert, E experts, C channels of a row, F ffn channels, G projections into the ffn.
+The ep ranks share the experts, the etp ranks the ffn channels of each: all in equal parts.
+
+Shapes: M rows sorted by expert, E experts of this rank, C channels of a row, F ffn channels of this rank, G
+projections into the ffn.
 """
 
 from __future__ import annotations
+
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 
 from braid import architecture
+from braid.collectives import Groups
 from braid.kernels.activation import projections
 from braid.kernels.grouped_mlp import GroupedMlp
 from braid.nn.canonical import Canonical
+
+SHARD_DIMS = MappingProxyType({"w_in_EFGC": 1, "w_down_ECF": 2, "b_in_EFG": 1, "b_down_EC": 1})
+"""The dim of each weight that ranks with the same experts share where weights are sharded: never that of the
+experts, of which a rank may hold fewer than there are such ranks."""
 
 
 class Experts(nn.Module):
@@ -23,24 +33,34 @@ class Experts(nn.Module):
         channels: int,
         grouped_mlp: GroupedMlp,
         *,
+        groups: Groups = Groups(),
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.shape = shape
-        self.channels = channels
+        self.shape, self.channels = shape, channels
         self.grouped_mlp = grouped_mlp
         self.projections = projections(shape.activation)
+        self.etp = groups.etp
+        experts, self.ffn = shape.experts // groups.ep.size, shape.ffn // groups.etp.size
+        assert experts * groups.ep.size == shape.experts
+        assert self.ffn * groups.etp.size == shape.ffn
+        self.numbers = range(groups.ep.rank * experts, (groups.ep.rank + 1) * experts)
+        """This rank's experts, as the whole layer counts them."""
 
         def parameter(*sizes: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(shape.experts, *sizes, device=device, dtype=dtype))
+            return nn.Parameter(torch.empty(experts, *sizes, device=device, dtype=dtype))
 
-        self.w_in_EFGC = parameter(shape.ffn, len(self.projections), channels)
-        self.w_down_ECF = parameter(channels, shape.ffn)
-        self.b_in_EFG = parameter(shape.ffn, len(self.projections)) if shape.bias else None
+        self.w_in_EFGC = parameter(self.ffn, len(self.projections), channels)
+        self.w_down_ECF = parameter(channels, self.ffn)
+        self.b_in_EFG = parameter(self.ffn, len(self.projections)) if shape.bias else None
         self.b_down_EC = parameter(channels) if shape.bias else None
 
     def forward(self, x_MC: Tensor, probs_M: Tensor, counts_E: Tensor) -> Tensor:
+        """What this rank's ffn channels contribute. Sums over etp are for whoever brings rows back."""
+        b_down_EC: Tensor | None = self.b_down_EC
+        if b_down_EC is not None and self.etp.rank > 0:
+            b_down_EC = b_down_EC * 0  # it is added once, but has a gradient everywhere
         return self.grouped_mlp(
             x_MC,
             probs_M,
@@ -50,21 +70,35 @@ class Experts(nn.Module):
             self.shape.activation,
             glu=self.shape.glu,
             b_in_EFG=self.b_in_EFG,
-            b_down_EC=self.b_down_EC,
+            b_down_EC=b_down_EC,
         )
 
     def canonical(self) -> dict[str, Canonical]:
         tensors: dict[str, Canonical] = {}
-        for expert in range(self.shape.experts):
+        for expert, number in enumerate(self.numbers):
             for place, name in enumerate(self.projections):
-                tensors |= self._projection(f"{expert}.{name}", (expert, slice(None), place))
-            tensors |= self._down(f"{expert}.down", (expert,))
+                tensors |= self._projection(f"{number}.{name}", (expert, slice(None), place))
+            tensors |= self._down(f"{number}.down", (expert,))
         return tensors
 
     def _projection(self, name: str, index: tuple[int | slice, ...]) -> dict[str, Canonical]:
-        ffn = self.shape.ffn
-        weight = Canonical(parameter="w_in_EFGC", shape=(ffn, self.channels), fill="normal", index=index)
-        bias = Canonical(parameter="b_in_EFG", shape=(ffn,), fill="zeros", index=index)
+        start = self.etp.rank * self.ffn
+        weight = Canonical(
+            parameter="w_in_EFGC",
+            shape=(self.shape.ffn, self.channels),
+            fill="normal",
+            index=index,
+            part=(self.ffn, self.channels),
+            offset=(start, 0),
+        )
+        bias = Canonical(
+            parameter="b_in_EFG",
+            shape=(self.shape.ffn,),
+            fill="zeros",
+            index=index,
+            part=(self.ffn,),
+            offset=(start,),
+        )
         return {f"{name}.weight": weight} | ({f"{name}.bias": bias} if self.shape.bias else {})
 
     def _down(self, name: str, index: tuple[int]) -> dict[str, Canonical]:
@@ -74,10 +108,15 @@ class Experts(nn.Module):
             # Behind a latent it is the projection back that writes into the residual stream.
             fill="normal" if self.shape.latent else "residual",
             index=index,
+            part=(self.channels, self.ffn),
+            offset=(0, self.etp.rank * self.ffn),
         )
-        bias = Canonical(parameter="b_down_EC", shape=(self.channels,), fill="zeros", index=index)
+        bias = Canonical(
+            parameter="b_down_EC", shape=(self.channels,), fill="zeros", index=index, copies=self.etp
+        )
         return {f"{name}.weight": weight} | ({f"{name}.bias": bias} if self.shape.bias else {})
 
     def flops(self, tokens: int) -> int:
+        """What this rank computes, on average, where each rank has so many tokens."""
         matrices = len(self.projections) + 1
         return 2 * tokens * self.shape.top_k * matrices * self.channels * self.shape.ffn

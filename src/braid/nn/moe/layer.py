@@ -1,14 +1,15 @@
 """The parts of the layer `E`, put together. A block runs them in its phases:
 
-    mix       routing = moe.router(x_NC, tokens); order = moe.order(routing, tokens)
-              travelling_NC = moe.into_latent(x_NC); shared = moe.shared_output(x)
-    dispatch  rows_MC, probs_M = dispatch(travelling_NC, routing.probs_NS, order)
-    experts   y_MC = moe.experts(rows_MC, probs_M, order.counts_E)
-    combine   y_NC = moe.out_of_latent(combine(y_MC, order)), plus shared
+    mix       routing = moe.router(x_NC, tokens); journey = moe.journey(routing, tokens)
+              rows, probs = moe.pack(x_NC, routing.probs_NS, journey); shared_BtC = moe.shared_output(x_BtC)
+    dispatch  rows, probs, journey = moe.dispatcher.dispatch(rows, probs, journey)
+    experts   rows = moe.visit(rows, probs, journey)
+    combine   y_NC = moe.unpack(moe.dispatcher.combine(rows, journey), journey), plus shared
 
 Router and shared expert see all hidden channels; with a latent, routed experts see its channels alone.
 
-Shapes: N tokens, M rows, C hidden channels, L latent channels (C where there is no latent), `_` leading dims.
+Shapes: B rows, t tokens of this rank, N = B · t, S slots of a token, C hidden channels, L latent channels (C
+where there is no latent). What travels has any number of rows, of L channels.
 """
 
 from __future__ import annotations
@@ -17,13 +18,16 @@ import torch
 from torch import Tensor, nn
 
 from braid import architecture
+from braid.collectives import ALONE, Group, Groups
 from braid.kernels.grouped_mlp import GroupedMlp
 from braid.nn.canonical import Canonical, under
 from braid.nn.linear import Linear
 from braid.nn.mlp import Mlp
 from braid.nn.moe.capacity import capacity
-from braid.nn.moe.dispatch import Order, order_by_capacity, order_by_expert
+from braid.nn.moe.dispatch import combine, dispatch
+from braid.nn.moe.dispatchers import choose
 from braid.nn.moe.experts import Experts
+from braid.nn.moe.journey import Dispatcher, Journey, Places, Slots
 from braid.nn.moe.router import Router
 from braid.nn.moe.routing import Routing
 from braid.nn.moe.tokens import Tokens
@@ -33,11 +37,17 @@ class Latent(nn.Module):
     """The projections before tokens travel and after they return."""
 
     def __init__(
-        self, hidden: int, latent: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None
+        self,
+        hidden: int,
+        latent: int,
+        *,
+        copies: Group = ALONE,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.down = Linear(hidden, latent, device=device, dtype=dtype)
-        self.up = Linear(latent, hidden, fill="residual", device=device, dtype=dtype)
+        self.down = Linear(hidden, latent, copies=copies, device=device, dtype=dtype)
+        self.up = Linear(latent, hidden, fill="residual", copies=copies, device=device, dtype=dtype)
 
     def canonical(self) -> dict[str, Canonical]:
         return under("down", "down", self.down.canonical()) | under("up", "up", self.up.canonical())
@@ -54,47 +64,74 @@ class Moe(nn.Module):
         shape: architecture.Moe,
         hidden: int,
         grouped_mlp: GroupedMlp,
+        dispatcher: Dispatcher | None = None,
         *,
+        groups: Groups = Groups(),
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        """`dispatcher` is what `dispatchers.choose` chose; None leaves the choice to it."""
         super().__init__()
-        self.shape = shape
-        self.router = Router(shape, hidden, device=device, dtype=dtype)
-        self.latent = Latent(hidden, shape.latent, device=device, dtype=dtype) if shape.latent else None
-        self.experts = Experts(shape, shape.latent or hidden, grouped_mlp, device=device, dtype=dtype)
-        shared = architecture.Mlp(ffn=shape.shared_ffn, activation=shape.activation, glu=shape.glu)
-        self.shared = Mlp(shared, hidden, device=device, dtype=dtype) if shape.shared_ffn else None
-        self.shared_gate = Linear(hidden, 1, device=device, dtype=dtype) if shape.shared_gate else None
+        self.shape, self.groups = shape, groups
+        self.dispatcher = choose(shape, hidden, groups).function if dispatcher is None else dispatcher
+        tp = groups.tp
+        self.router = Router(shape, hidden, groups=groups, device=device, dtype=dtype)
+        self.latent = self.shared = self.shared_gate = None
+        if shape.latent:
+            self.latent = Latent(hidden, shape.latent, copies=tp, device=device, dtype=dtype)
+        channels = shape.latent or hidden
+        self.experts = Experts(shape, channels, grouped_mlp, groups=groups, device=device, dtype=dtype)
+        if shape.shared_ffn:
+            shared = architecture.Mlp(ffn=shape.shared_ffn, activation=shape.activation, glu=shape.glu)
+            self.shared = Mlp(shared, hidden, groups=groups, device=device, dtype=dtype)
+        if shape.shared_gate:
+            self.shared_gate = Linear(hidden, 1, copies=tp, device=device, dtype=dtype)
 
-    def order(self, routing: Routing, tokens: Tokens, *, replayed: bool = False) -> Order:
-        """Where each slot stands among the rows that experts compute. Decisions that are replayed may have been
-        made under another capacity: how many rows they keep is for them to say."""
+    # -------------------------------------------------------------------------------------- parts
+
+    def journey(self, routing: Routing, tokens: Tokens, *, replayed: bool = False) -> Journey:
+        """Where each slot goes. Decisions that are replayed may have been made under another capacity: how many
+        rows they keep is for them to say."""
         shape, (experts_NS, _, kept_NS) = self.shape, routing.choice
+        slots = Slots(experts_NS, kept_NS)
         if replayed:
-            return order_by_expert(experts_NS, shape.experts, kept_NS)
+            return self.dispatcher.journey(slots)
         if shape.capacity_factor is None or not tokens.training:
-            return order_by_expert(experts_NS, shape.experts, kept_NS, tokens.count * shape.top_k)
-        if not shape.pad_to_capacity:
-            return order_by_expert(experts_NS, shape.experts, kept_NS)
-        assert kept_NS is not None
-        places = capacity(shape, tokens.row_tokens)
-        return order_by_capacity(experts_NS, shape.experts, kept_NS, sequences=tokens.rows, capacity=places)
+            return self.dispatcher.journey(slots._replace(kept=tokens.count * shape.top_k))
+        if shape.pad_to_capacity:
+            slots = slots._replace(places=Places(tokens.rows, self._capacity(tokens)))
+        return self.dispatcher.journey(slots)
 
-    def into_latent(self, x__C: Tensor) -> Tensor:
-        """What travels to routed experts."""
-        return x__C if self.latent is None else self.latent.down(x__C)
+    def _capacity(self, tokens: Tokens) -> int:
+        """The most rows that an expert can have of one sequence's tokens on this rank."""
+        return min(tokens.row_tokens, capacity(self.shape, tokens.row_tokens * self.groups.tp_cp.size))
 
-    def out_of_latent(self, y__L: Tensor) -> Tensor:
-        """What has returned from them, as hidden channels."""
-        return y__L if self.latent is None else self.latent.up(y__L)
+    def pack(self, x_NC: Tensor, probs_NS: Tensor, journey: Journey) -> tuple[Tensor, Tensor]:
+        """What travels to routed experts, as it leaves: rows, and probabilities."""
+        x_NL = x_NC if self.latent is None else self.latent.down(x_NC)
+        return (x_NL, probs_NS) if journey.leaving is None else dispatch(x_NL, probs_NS, journey.leaving)
 
-    def shared_output(self, x__C: Tensor) -> Tensor | None:
+    def visit(self, rows: Tensor, probs: Tensor, journey: Journey) -> Tensor:
+        """What this rank's experts make of the rows that have arrived, in the order in which they came."""
+        assert journey.counts_E is not None
+        if journey.arriving is None:
+            return self.experts(rows, probs, journey.counts_E)
+        rows, probs = dispatch(rows, probs, journey.arriving)
+        return combine(self.experts(rows, probs, journey.counts_E), journey.arriving)
+
+    def unpack(self, rows: Tensor, journey: Journey) -> Tensor:
+        """What has returned, summed for each token, as hidden channels."""
+        y_NL = rows if journey.leaving is None else combine(rows, journey.leaving)
+        return y_NL if self.latent is None else self.latent.up(y_NL)
+
+    def shared_output(self, x_BtC: Tensor) -> Tensor | None:
         """What the shared expert adds, where there is one."""
         if self.shared is None:
             return None
-        y__C: Tensor = self.shared(x__C)
-        return y__C if self.shared_gate is None else torch.sigmoid(self.shared_gate(x__C)) * y__C
+        y_BtC: Tensor = self.shared(x_BtC)
+        return y_BtC if self.shared_gate is None else torch.sigmoid(self.shared_gate(x_BtC)) * y_BtC
+
+    # -------------------------------------------------------------------------------------- facts
 
     def canonical(self) -> dict[str, Canonical]:
         tensors = under("router", "router", self.router.canonical())
@@ -104,6 +141,9 @@ class Moe(nn.Module):
         return tensors
 
     def flops(self, tokens: int) -> int:
-        """Routed experts count for the tokens that visit them."""
-        parts = (self.router, self.experts, self.latent, self.shared, self.shared_gate)
-        return sum(part.flops(tokens) for part in parts if part is not None)
+        """What this rank computes for a row of so many tokens. Routed experts count for the tokens that visit
+        them."""
+        own = tokens // self.groups.tp_cp.size
+        parts = (self.router, self.experts, self.latent, self.shared_gate)
+        shared = 0 if self.shared is None else self.shared.flops(tokens)
+        return shared + sum(part.flops(own) for part in parts if part is not None)

@@ -10,6 +10,7 @@ Shapes: B rows, T tokens of a row, N = B · T, S slots of a token.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from braid.errors import DataError
 from braid.nn.moe.routing import Choice
@@ -24,18 +25,21 @@ class Recording:
         """By layer and sample; each holds one row, [T, S]."""
 
     def write(self, tokens: Tokens, choice: Choice) -> None:
-        """Keep the decisions about whole rows."""
-        whole = [None if part is None else part.unflatten(0, (tokens.rows, -1)).cpu() for part in choice]
+        """Keep the decisions about these tokens, which may be parts of rows: others may fill in the rest."""
+        place_T = tokens.place_T.cpu()
+        parts = [None if part is None else part.unflatten(0, (tokens.rows, -1)).cpu() for part in choice]
         for row, sample in enumerate(tokens.sample_B.tolist()):
-            experts_TS, favourites_TS, kept_TS = (None if part is None else part[row] for part in whole)
+            experts_TS, favourites_TS, kept_TS = (None if part is None else part[row] for part in parts)
             assert experts_TS is not None
             assert favourites_TS is not None
-            self._choices[tokens.layer, sample] = Choice(experts_TS, favourites_TS, kept_TS)
+            before = self._choices.get((tokens.layer, sample))
+            part = Choice(experts_TS, favourites_TS, kept_TS)
+            self._choices[tokens.layer, sample] = _joined(before, part, place_T)
 
     def read(self, tokens: Tokens) -> Choice:
         """The decisions about these tokens, which may be parts of rows."""
         device, place_T = tokens.place_T.device, tokens.place_T.cpu()
-        rows = [self._row(tokens.layer, sample) for sample in tokens.sample_B.tolist()]
+        rows = [self._row(tokens.layer, sample, place_T) for sample in tokens.sample_B.tolist()]
         kept = None
         if any(row.kept_NS is not None for row in rows):
             kept = torch.cat([_kept(row)[place_T] for row in rows]).to(device)
@@ -45,14 +49,40 @@ class Recording:
             kept,
         )
 
-    def _row(self, layer: int, sample: int) -> Choice:
-        if (layer, sample) not in self._choices:
+    def _row(self, layer: int, sample: int, place_T: Tensor) -> Choice:
+        row = self._choices.get((layer, sample))
+        if row is None or int(place_T.max()) >= len(row.experts_NS) or (row.experts_NS[place_T] < 0).any():
             raise DataError(
-                f"the recording has no routing of sample {sample} in layer {layer}: "
+                f"the recording has no routing of sample {sample} in layer {layer}"
+                f"{'' if row is None else ' for all of its tokens'}: "
                 "record the same samples with the same model first"
             )
-        return self._choices[layer, sample]
+        return row
 
 
-def _kept(row: Choice) -> torch.Tensor:
+def _joined(before: Choice | None, part: Choice, place_T: Tensor) -> Choice:
+    """A row with one more part of it. Places that nobody has written yet hold the expert -1."""
+    if before is None and torch.equal(place_T, torch.arange(len(place_T))):
+        return part
+    if before is None:
+        before = Choice(part.experts_NS[:0], part.favourites_NS[:0], None)
+    length = max(len(before.experts_NS), int(place_T.max()) + 1)
+
+    def joined(old_TS: Tensor, new_TS: Tensor, unwritten: int | bool) -> Tensor:
+        whole_TS = new_TS.new_full((length, new_TS.shape[1]), unwritten)
+        whole_TS[: len(old_TS)] = old_TS
+        whole_TS[place_T] = new_TS
+        return whole_TS
+
+    kept_TS = None
+    if before.kept_NS is not None or part.kept_NS is not None:
+        kept_TS = joined(_kept(before), _kept(part), True)
+    return Choice(
+        joined(before.experts_NS, part.experts_NS, -1),
+        joined(before.favourites_NS, part.favourites_NS, -1),
+        kept_TS,
+    )
+
+
+def _kept(row: Choice) -> Tensor:
     return torch.ones_like(row.experts_NS, dtype=torch.bool) if row.kept_NS is None else row.kept_NS

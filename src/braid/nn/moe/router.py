@@ -1,5 +1,7 @@
 """The router: which experts each token visits, and with which probability.
 
+Every rank has all of the router and decides about its own tokens; capacity and sinkhorn look at whole rows.
+
 Shapes: B rows, T tokens of a row, N = B · T, C hidden channels, E experts, S = top_k slots of a token.
 """
 
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from braid import architecture
+from braid.collectives import ALONE, Group, Groups
 from braid.nn.canonical import Canonical
 from braid.nn.moe.capacity import within_capacity
 from braid.nn.moe.jitter import jitter
@@ -17,7 +20,7 @@ from braid.nn.moe.routing import Choice, Routing
 from braid.nn.moe.scores import probabilities, scores, shares
 from braid.nn.moe.selection import best, best_in_groups, round_robin
 from braid.nn.moe.sinkhorn import evened
-from braid.nn.moe.tokens import Tokens
+from braid.nn.moe.tokens import Tokens, own_part, whole_rows
 
 
 class Router(nn.Module):
@@ -28,21 +31,23 @@ class Router(nn.Module):
         shape: architecture.Moe,
         hidden: int,
         *,
+        groups: Groups = Groups(),
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.shape = shape
-        self.weight = nn.Parameter(torch.empty(shape.experts, hidden, device=device, dtype=dtype))
-        wide = torch.promote_types(self.weight.dtype, torch.float32)
-        bias_E = torch.empty(shape.experts, device=device, dtype=wide)
-        self.bias = nn.Parameter(bias_E, requires_grad=False) if shape.selection_bias else None
+        self.shape, self.groups = shape, groups
+        wide = torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)
+        self.weight = nn.Parameter(torch.empty(shape.experts, hidden, device=device, dtype=wide))
+        self.bias: Tensor | None
         """The selection bias. Nobody has a gradient for it: `balance.updated_bias` moves it."""
+        bias_E = torch.empty(shape.experts, device=device, dtype=wide) if shape.selection_bias else None
+        self.register_buffer("bias", bias_E)
 
     def forward(self, x_NC: Tensor, tokens: Tokens | None = None, replayed: Choice | None = None) -> Routing:
         """`tokens` is one row without padding, not in training, where it is not given."""
         tokens = Tokens.one_row(len(x_NC), x_NC.device) if tokens is None else tokens
-        return route(self.logits(x_NC, tokens), self.shape, tokens, self.bias, replayed)
+        return route(self.logits(x_NC, tokens), self.shape, tokens, self.bias, replayed, self.groups.tp_cp)
 
     def logits(self, x_NC: Tensor, tokens: Tokens) -> Tensor:
         asked = {"input": x_NC.dtype, "float32": torch.float32, "float64": torch.float64}
@@ -53,7 +58,8 @@ class Router(nn.Module):
         return F.linear(x_NC, self.weight.to(dtype))
 
     def canonical(self) -> dict[str, Canonical]:
-        weight = Canonical(parameter="weight", shape=tuple(self.weight.shape), fill="normal")
+        shape = tuple(self.weight.shape)
+        weight = Canonical(parameter="weight", shape=shape, fill="normal", copies=self.groups.tp)
         bias = Canonical(parameter="bias", shape=(self.shape.experts,), fill="zeros")
         return {"weight": weight} if self.bias is None else {"weight": weight, "bias": bias}
 
@@ -67,33 +73,46 @@ def route(
     tokens: Tokens | None = None,
     bias_E: Tensor | None = None,
     replayed: Choice | None = None,
+    row_group: Group = ALONE,
 ) -> Routing:
-    """From router logits to a decision; or to that of another run, with this run's probabilities."""
+    """From router logits to a decision; or to that of another run, with this run's probabilities. `row_group`
+    are the ranks that share rows, each with an equal slice of their tokens."""
     tokens = Tokens.one_row(len(logits_NE), logits_NE.device) if tokens is None else tokens
     scores_NE = scores(logits_NE, shape)
     shares_NE = shares(scores_NE, shape)
     if replayed is not None:
         probs_NS = probabilities(scores_NE, replayed.experts_NS, shape)
         return Routing(replayed, probs_NS, shares_NE, logits_NE)
-    experts_NS = _choose(logits_NE, scores_NE, shape, tokens, bias_E)
+    experts_NS = _choose(logits_NE, scores_NE, shape, tokens, bias_E, row_group)
     probs_NS = probabilities(scores_NE, experts_NS, shape)
     favourites_NS = best(scores_NE, shape.top_k) if _wants_favourites(shape) else experts_NS
-    kept_NS = _kept(experts_NS, probs_NS, shape, tokens)
+    kept_NS = _kept(experts_NS, probs_NS, shape, tokens, row_group)
     return Routing(Choice(experts_NS, favourites_NS, kept_NS), probs_NS, shares_NE, logits_NE)
 
 
 def _choose(
-    logits_NE: Tensor, scores_NE: Tensor, shape: architecture.Moe, tokens: Tokens, bias_E: Tensor | None
+    logits_NE: Tensor,
+    scores_NE: Tensor,
+    shape: architecture.Moe,
+    tokens: Tokens,
+    bias_E: Tensor | None,
+    row_group: Group,
 ) -> Tensor:
     if shape.routing == "round_robin":
         return round_robin(tokens.sample_B, tokens.place_T, top_k=shape.top_k, experts=shape.experts)
     if shape.routing == "sinkhorn" and tokens.training:
-        wide = torch.promote_types(logits_NE.dtype, torch.float32)
-        logits_BTE = logits_NE.detach().to(wide).unflatten(0, (tokens.rows, -1))
-        return best(evened(logits_BTE, tokens.valid_N().view(tokens.rows, -1)).flatten(0, 1), shape.top_k)
+        return _evened_out(logits_NE, shape, tokens, row_group)
     if bias_E is not None:
         scores_NE = scores_NE + bias_E
     return best(scores_NE, shape.top_k) if shape.groups == 1 else best_in_groups(scores_NE, shape)
+
+
+def _evened_out(logits_NE: Tensor, shape: architecture.Moe, tokens: Tokens, row_group: Group) -> Tensor:
+    rows, wide = tokens.rows, torch.promote_types(logits_NE.dtype, torch.float32)
+    logits_BTE = whole_rows(logits_NE.to(wide), rows, row_group).unflatten(0, (rows, -1))
+    valid_BT = whole_rows(tokens.valid_N(), rows, row_group).view(rows, -1)
+    scores_NE = own_part(evened(logits_BTE, valid_BT).flatten(0, 1), rows, row_group)
+    return best(scores_NE, shape.top_k)
 
 
 def _wants_favourites(shape: architecture.Moe) -> bool:
@@ -102,9 +121,11 @@ def _wants_favourites(shape: architecture.Moe) -> bool:
     return balances and (shape.groups > 1 or shape.selection_bias or shape.routing != "top_k")
 
 
-def _kept(experts_NS: Tensor, probs_NS: Tensor, shape: architecture.Moe, tokens: Tokens) -> Tensor | None:
+def _kept(
+    experts_NS: Tensor, probs_NS: Tensor, shape: architecture.Moe, tokens: Tokens, row_group: Group
+) -> Tensor | None:
+    rows, valid_N = tokens.rows, tokens.valid_N()
     if shape.capacity_factor is not None and tokens.training:
-        return within_capacity(experts_NS, probs_NS, tokens.valid_N(), shape=shape, rows=tokens.rows)
-    if tokens.padding_BT is None:
-        return None
-    return tokens.valid_N()[:, None].expand_as(experts_NS)
+        whole = (whole_rows(x_N, rows, row_group) for x_N in (experts_NS, probs_NS, valid_N))
+        return own_part(within_capacity(*whole, shape=shape, rows=rows), rows, row_group)
+    return None if tokens.padding_BT is None else valid_N[:, None].expand_as(experts_NS)

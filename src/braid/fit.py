@@ -1,0 +1,188 @@
+"""What a mesh asks of a model and of a run, so that every rank gets an equal part.
+
+Pure rules. `plan` has made sure that the world is a multiple of tp · cp · pp before it asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from braid import rules
+from braid.architecture import Model
+from braid.config import Mesh, Run
+from braid.errors import Problem
+from braid.pattern import Kind
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """The sizes of all axes, those that follow from the others included."""
+
+    tp: int
+    cp: int
+    dp: int
+    pp: int
+    etp: int
+    ep: int
+    edp: int
+    """Ranks that hold the same experts."""
+    dense_copies: int
+    """Copies of the shards of dense weights."""
+    expert_copies: int
+    """Copies of the shards of experts."""
+
+    @property
+    def slab(self) -> int:
+        """Ranks of a pipeline stage."""
+        return self.tp * self.cp * self.dp
+
+
+def sizes(mesh: Mesh, world: int) -> Sizes:
+    """The sizes of all axes, for a mesh that fits."""
+    dp = world // (mesh.tp * mesh.cp * mesh.pp)
+    edp = mesh.tp * mesh.cp * dp // (mesh.ep * mesh.etp)
+    whole = mesh.shard == "none"
+    return Sizes(
+        tp=mesh.tp,
+        cp=mesh.cp,
+        dp=dp,
+        pp=mesh.pp,
+        etp=mesh.etp,
+        ep=mesh.ep,
+        edp=edp,
+        dense_copies=dp * mesh.cp if whole else mesh.replicate,
+        expert_copies=edp if whole else mesh.replicate,
+    )
+
+
+def tp_runs(model: Model, kinds: frozenset[Kind], tp: int) -> frozenset[int]:
+    """How many neighbours within tp hold the same copy of something, where there are fewer of it than ranks."""
+    counts = {
+        Kind.ATTENTION: model.attention and model.attention.kv_heads,
+        Kind.MAMBA2: model.mamba2 and model.mamba2.groups,
+        Kind.DELTA_NET: model.delta_net and model.delta_net.key_heads,
+    }
+    return frozenset(tp // count for kind, count in counts.items() if kind in kinds and count and count < tp)
+
+
+def of_one_rank(model: Model, axes: Sizes) -> Model:
+    """The shape of what one rank computes of experts: kernels are chosen by it."""
+    if model.moe is None:
+        return model
+    moe = replace(model.moe, experts=model.moe.experts // axes.ep, ffn=model.moe.ffn // axes.etp)
+    return replace(model, moe=moe)
+
+
+def problems(run: Run, kinds: frozenset[Kind], axes: Sizes) -> Iterator[Problem]:
+    """Everything that does not divide."""
+    yield from _samples(run, axes)
+    yield from _experts(run, kinds, axes)
+    yield from _copies(run.mesh, axes)
+    for kind, rule in (
+        (Kind.ATTENTION, _attention),
+        (Kind.LATENT_ATTENTION, _latent_attention),
+        (Kind.MAMBA2, _mamba2),
+        (Kind.DELTA_NET, _delta_net),
+        (Kind.MLP, _mlp),
+    ):
+        if kind in kinds:
+            yield from rule(run.model, axes)
+
+
+def _samples(run: Run, axes: Sizes) -> Iterator[Problem]:
+    if axes.dp > 1 and run.train.micro_batches >= 1:
+        yield from rules.multiple_of(
+            "train.batch_samples",
+            run.train.batch_samples,
+            axes.dp * run.train.micro_batches,
+            "data-parallel ranks times train.micro_batches",
+        )
+    yield from rules.multiple_of(
+        "data.sequence_tokens", run.data.sequence_tokens, axes.tp * axes.cp, "mesh.tp times mesh.cp"
+    )
+
+
+def _experts(run: Run, kinds: frozenset[Kind], axes: Sizes) -> Iterator[Problem]:
+    moe = run.model.moe
+    if Kind.MOE not in kinds or moe is None:
+        for name, size in (("ep", axes.ep), ("etp", axes.etp)):
+            if size > 1:
+                rule = f"the pattern {run.model.pattern!r} has no experts to share"
+                yield Problem(field=f"mesh.{name}", value=size, rule=rule, remedy="1")
+        return
+    yield from rules.divides("mesh.ep", axes.ep, moe.experts, "model.moe.experts")
+    yield from rules.divides("mesh.etp", axes.etp, moe.ffn, "model.moe.ffn")
+    if moe.shared_ffn:
+        yield from rules.divides("mesh.tp", axes.tp, moe.shared_ffn, "model.moe.shared_ffn")
+    shards = axes.edp // axes.expert_copies if axes.edp % axes.expert_copies == 0 else 1
+    of_each = "ranks that shard the same experts"
+    yield from rules.multiple_of("model.moe.ffn", moe.ffn, axes.etp * shards, f"mesh.etp times {of_each}")
+    if moe.bias:
+        field = "model.moe.latent" if moe.latent else "model.hidden"
+        yield from rules.multiple_of(field, moe.latent or run.model.hidden, shards, of_each)
+
+
+def _copies(mesh: Mesh, axes: Sizes) -> Iterator[Problem]:
+    if mesh.shard == "none":
+        if mesh.replicate > 1:
+            rule = "mesh.shard none keeps a copy of everything on every rank already"
+            yield Problem(field="mesh.replicate", value=mesh.replicate, rule=rule, remedy="1")
+        return
+    yield from rules.divides("mesh.replicate", mesh.replicate, axes.dp * axes.cp, "dp times mesh.cp")
+    if axes.ep * axes.etp > 1:
+        yield from rules.divides("mesh.replicate", mesh.replicate, axes.edp, "ranks that hold the same experts")
+
+
+def _shared(field: str, heads: int, over: int, over_is: str) -> Iterator[Problem]:
+    """Ranks share heads, or several ranks share one: one number must divide the other."""
+    if heads > 0 and heads % over and over % heads:
+        fitting = [n for n in range(1, over + 1) if over % n == 0]
+        yield Problem(
+            field=field,
+            value=heads,
+            rule=f"must divide {over_is} ({over}) or be a multiple of it",
+            remedy=" or ".join(str(n) for n in (*[n for n in fitting if n < heads][-1:], _above(heads, over))),
+        )
+
+
+def _above(value: int, unit: int) -> int:
+    return -(-value // unit) * unit
+
+
+def _heads(field: str, heads: int, axes: Sizes) -> Iterator[Problem]:
+    yield from rules.multiple_of(field, heads, axes.tp * axes.cp, "mesh.tp times mesh.cp")
+
+
+def _groups_of_heads(field: str, groups: int, axes: Sizes) -> Iterator[Problem]:
+    """What several heads have in common: copied where there are fewer of them than ranks."""
+    found = list(_shared(field, groups, axes.tp, "mesh.tp"))
+    yield from found or _shared(field, groups, axes.tp * axes.cp, "mesh.tp times mesh.cp")
+
+
+def _attention(model: Model, axes: Sizes) -> Iterator[Problem]:
+    if model.attention is not None:
+        yield from _heads("model.attention.heads", model.attention.heads, axes)
+        yield from _groups_of_heads("model.attention.kv_heads", model.attention.kv_heads, axes)
+
+
+def _latent_attention(model: Model, axes: Sizes) -> Iterator[Problem]:
+    if model.latent_attention is not None:
+        yield from _heads("model.latent_attention.heads", model.latent_attention.heads, axes)
+
+
+def _mamba2(model: Model, axes: Sizes) -> Iterator[Problem]:
+    if model.mamba2 is not None:
+        yield from _heads("model.mamba2.heads", model.mamba2.heads, axes)
+        yield from _groups_of_heads("model.mamba2.groups", model.mamba2.groups, axes)
+
+
+def _delta_net(model: Model, axes: Sizes) -> Iterator[Problem]:
+    if model.delta_net is not None:
+        yield from _heads("model.delta_net.value_heads", model.delta_net.value_heads, axes)
+        yield from _groups_of_heads("model.delta_net.key_heads", model.delta_net.key_heads, axes)
+
+
+def _mlp(model: Model, axes: Sizes) -> Iterator[Problem]:
+    if model.mlp is not None:
+        yield from rules.multiple_of("model.mlp.ffn", model.mlp.ffn, axes.tp, "mesh.tp")

@@ -1,0 +1,50 @@
+"""The all-gather dispatcher: every rank sees all tokens and takes those of its experts; what ranks make of a
+token is summed on the way back.
+
+A token travels once however many experts it visits, but it travels to all ranks. They must have equally many.
+
+Shapes: P ranks, N tokens of each, S slots of a token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from braid.collectives import Group, gather, gathered, scatter
+from braid.nn.moe.journey import Journey, Places, Slots
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AllGather:
+    """Tokens leave as they are, and arrive by rank."""
+
+    group: Group
+    """The ranks that together have all experts."""
+    held: int
+    """Experts that each of them has."""
+    slices: int
+    """Ranks that have a slice of the same experts: neighbours in the group."""
+
+    def journey(self, slots: Slots) -> Journey:
+        arriving = self._arriving(slots).order(self.held)
+        return Journey(arriving=arriving, counts_E=arriving.counts_E)
+
+    def _arriving(self, slots: Slots) -> Slots:
+        """The slots of all ranks; those of other ranks' experts are not kept."""
+        experts_NS = slots.experts_NS
+        if slots.kept_NS is not None:
+            experts_NS = torch.where(slots.kept_NS, experts_NS, -1)
+        first = self.group.rank // self.slices * self.held
+        experts_NS = gathered(experts_NS, self.group)
+        here_NS = (experts_NS >= first) & (experts_NS < first + self.held)
+        places = slots.places and Places(self.group.size * slots.places.sequences, slots.places.capacity)
+        return Slots(experts_NS - first, here_NS, None, places)
+
+    def dispatch(self, x: Tensor, probs: Tensor, journey: Journey) -> tuple[Tensor, Tensor, Journey]:
+        return gather(x, self.group, dim=0), gather(probs, self.group, dim=0), journey
+
+    def combine(self, y: Tensor, journey: Journey) -> Tensor:
+        return scatter(y, self.group, dim=0)

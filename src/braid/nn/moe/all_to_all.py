@@ -1,0 +1,91 @@
+"""The all-to-all dispatcher: a row for every seat of every slot travels to the rank of that seat, and back.
+
+How many rows travel is told first, which the host waits for; where experts have a fixed number of places,
+nothing is told and nobody waits. On a group of one, this is the dispatcher of a single process.
+
+Shapes: P ranks, E experts of this rank, M rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from braid.collectives import Group, exchange, swapped
+from braid.nn.moe.dispatch import Order
+from braid.nn.moe.journey import Journey, Slots
+
+
+class Splits(NamedTuple):
+    """Rows to and from each rank."""
+
+    send: tuple[int, ...]
+    receive: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AllToAll:
+    """Rows leave sorted by seat, and so by rank; they arrive by rank, each rank's sorted by expert."""
+
+    group: Group
+    """The ranks that together have all seats."""
+    held: int
+    """Experts that each of them has."""
+    slices: int
+    """Seats of an expert."""
+
+    def journey(self, slots: Slots) -> Journey:
+        ranks = self.group.size
+        leaving = slots.at_seats(self.held, self.slices).order(ranks * self.held)
+        if ranks == 1:
+            return Journey(leaving=leaving, counts_E=leaving.counts_E)
+        send_PE = leaving.counts_E.view(ranks, self.held)
+        if slots.places is None:
+            receive_PE = swapped(send_PE, self.group, split=0, join=0)
+            send, receive = torch.stack([send_PE.sum(1), receive_PE.sum(1)]).tolist()
+        else:
+            # Every rank has as many sequences, and so as many places for each seat.
+            receive_PE = send_PE
+            send = receive = [self.held * slots.places.sequences * slots.places.capacity] * ranks
+        return Journey(
+            leaving=leaving,
+            arriving=None if self.held == 1 else regrouped(receive_PE, sum(receive)),
+            counts_E=receive_PE.sum(0),
+            way=Splits(tuple(send), tuple(receive)),
+        )
+
+    def dispatch(self, x: Tensor, probs: Tensor, journey: Journey) -> tuple[Tensor, Tensor, Journey]:
+        if self.group.size == 1:
+            return x, probs, journey
+        send, receive = journey.way
+        return exchange(x, self.group, send, receive), exchange(probs, self.group, send, receive), journey
+
+    def combine(self, y: Tensor, journey: Journey) -> Tensor:
+        if self.group.size == 1:
+            return y
+        send, receive = journey.way
+        return exchange(y, self.group, receive, send)
+
+
+def regrouped(counts_PE: Tensor, rows: int) -> Order:
+    """From rows sorted by rank and then by expert to rows sorted by expert and then by rank."""
+    counts_EP = counts_PE.t()
+    shift_PE = _starts(counts_EP).t() - _starts(counts_PE)
+    place_M = torch.arange(rows, device=counts_PE.device)
+    row_M = place_M + _of_rows(shift_PE, counts_PE, rows)
+    slot_M = place_M - _of_rows(shift_PE.t(), counts_EP, rows)
+    return Order(slot_M, row_M[:, None], counts_PE.sum(0))
+
+
+def _starts(counts: Tensor) -> Tensor:
+    """Where each run of rows begins, one after the other."""
+    flat = counts.flatten()
+    return (flat.cumsum(0) - flat).view(counts.shape)
+
+
+def _of_rows(values: Tensor, counts: Tensor, rows: int) -> Tensor:
+    """The value of each row's run."""
+    return values.flatten().repeat_interleave(counts.flatten(), output_size=rows)

@@ -1,0 +1,106 @@
+"""The dispatcher of DeepEP, an optional library for NVLink and RDMA. It is imported only where it is chosen.
+
+DeepEP finds out itself which ranks a token goes to, sends it once to each of them, and sums what they return;
+what is left to do here is to spread what arrives over this rank's experts. It carries bfloat16, probabilities
+as float32. Its two operations are each other's transpose, so backward calls them with their roles swapped.
+
+Shapes: N tokens, R tokens that arrive, S slots of a token (one for each seat of its experts), C channels.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from braid.collectives import Group
+from braid.errors import ConfigError
+from braid.nn.moe.dispatch import order_by_expert
+from braid.nn.moe.journey import Journey, Slots
+
+
+class DeepEp:
+    """Tokens leave as they are, and arrive once, with their slots for this rank's experts."""
+
+    def __init__(self, *, group: Group, held: int, slices: int, channels: int) -> None:
+        """`channels` are those of a row that travels. For the rest see `all_to_all.AllToAll`."""
+        self.held, self.slices = held, slices
+        self.seats = group.size * held
+        self.buffer = _buffer(group, channels)
+
+    def journey(self, slots: Slots) -> Journey:
+        slots = slots.at_seats(self.held, self.slices)
+        seats_NS = slots.experts_NS
+        if slots.kept_NS is not None:
+            seats_NS = torch.where(slots.kept_NS, seats_NS, -1)
+        to_ranks, to_nodes, to_seats, in_rank, _ = self.buffer.get_dispatch_layout(seats_NS, self.seats)
+        return Journey(
+            way={
+                "topk_idx": seats_NS,
+                "num_tokens_per_rank": to_ranks,
+                "num_tokens_per_rdma_rank": to_nodes,
+                "num_tokens_per_expert": to_seats,
+                "is_token_in_rank": in_rank,
+            }
+        )
+
+    def dispatch(self, x: Tensor, probs: Tensor, journey: Journey) -> tuple[Tensor, Tensor, Journey]:
+        probs_NS = probs.to(torch.float32).repeat_interleave(self.slices, dim=1)
+        x_RC, probs_RS, experts_RS, counts, handle = _Dispatch.apply(x, probs_NS, self.buffer, journey.way)
+        arriving = order_by_expert(experts_RS, self.held, experts_RS >= 0, sum(counts))
+        return x_RC, probs_RS, Journey(arriving=arriving, counts_E=arriving.counts_E, way=handle)
+
+    def combine(self, y: Tensor, journey: Journey) -> Tensor:
+        return _Combine.apply(y, self.buffer, journey.way)
+
+
+def _buffer(group: Group, channels: int) -> Any:
+    """DeepEP's memory for rows on their way, of the size that it recommends."""
+    try:
+        buffer = import_module("deep_ep").Buffer
+    except ImportError as error:
+        raise ConfigError(
+            "the dispatcher deep_ep was asked for, and the package deep_ep is not installed: build it for this "
+            "CUDA and torch (https://github.com/deepseek-ai/DeepEP), or choose all_to_all"
+        ) from error
+    row_bytes = channels * torch.bfloat16.itemsize
+    configs = (buffer.get_dispatch_config(group.size), buffer.get_combine_config(group.size))
+    return buffer(
+        group.handle,
+        max(config.get_nvl_buffer_size_hint(row_bytes, group.size) for config in configs),
+        max(config.get_rdma_buffer_size_hint(row_bytes, group.size) for config in configs),
+    )
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_NC: Tensor, probs_NS: Tensor, buffer: Any, layout: dict[str, Any]) -> Any:
+        x_RC, experts_RS, probs_RS, counts, handle, _ = buffer.dispatch(
+            x_NC.contiguous(), topk_weights=probs_NS, **layout
+        )
+        ctx.buffer, ctx.handle = buffer, handle
+        ctx.mark_non_differentiable(experts_RS)
+        return x_RC, probs_RS, experts_RS, counts, handle
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, None, None]:
+        x_RC, probs_RS, *_ = grads
+        x_NC, probs_NS, _ = ctx.buffer.combine(
+            x_RC.contiguous(), ctx.handle, topk_weights=probs_RS.contiguous()
+        )
+        return x_NC, probs_NS, None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y_RC: Tensor, buffer: Any, handle: Any) -> Tensor:
+        ctx.buffer, ctx.handle = buffer, handle
+        y_NC: Tensor = buffer.combine(y_RC.contiguous(), handle)[0]
+        return y_NC
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        y_RC: Tensor = ctx.buffer.dispatch(grads[0].contiguous(), handle=ctx.handle)[0]
+        return y_RC, None, None

@@ -1,0 +1,69 @@
+"""Schedules as data: what every pipeline rank does in a step; made, proved, timed and drawn without a process.
+
+ops.py has the vocabulary and what it means; builders.py makes schedules; check.py proves them (faults.py has
+the rules, order.py those about collectives), simulate.py times them, draw.py draws them. rendezvous.py is the
+model of execution on which the last three stand.
+"""
+
+from braid.schedule.builders import (
+    BUILDERS,
+    build,
+    forward_only,
+    interleaved,
+    one_f_one_b,
+    schedule_problems,
+    with_sums,
+)
+from braid.schedule.check import Report, check, live_peaks
+from braid.schedule.draw import draw
+from braid.schedule.faults import Fault, Rule
+from braid.schedule.ops import (
+    Act,
+    Channel,
+    Collective,
+    Message,
+    Op,
+    Ops,
+    Schedule,
+    channel_of,
+    computed,
+    message_of,
+    parse_op,
+    parse_ops,
+)
+from braid.schedule.order import collective_faults
+from braid.schedule.rendezvous import Span
+from braid.schedule.simulate import Costs, Timeline, simulate
+
+__all__ = [
+    "BUILDERS",
+    "Act",
+    "Channel",
+    "Collective",
+    "Costs",
+    "Fault",
+    "Message",
+    "Op",
+    "Ops",
+    "Report",
+    "Rule",
+    "Schedule",
+    "Span",
+    "Timeline",
+    "build",
+    "channel_of",
+    "check",
+    "collective_faults",
+    "computed",
+    "draw",
+    "forward_only",
+    "interleaved",
+    "live_peaks",
+    "message_of",
+    "one_f_one_b",
+    "parse_op",
+    "parse_ops",
+    "schedule_problems",
+    "simulate",
+    "with_sums",
+]

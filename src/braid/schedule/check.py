@@ -1,0 +1,236 @@
+"""The checker: proves a schedule before anything runs, or says everything that is wrong with it.
+
+Three kinds of rules: about the ops of one rank (each on its own rank, once, after what it reads), about what
+ranks agree on (messages, the order of collectives), and about all lists running together (nobody waits for
+ever). Faults are data; `check` never raises.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from braid.schedule.faults import Fault, Rule
+from braid.schedule.ops import Act, Channel, Message, Op, Ops, Schedule, channel_of, message_of
+from braid.schedule.order import collective_faults
+from braid.schedule.rendezvous import Wait, rendezvous
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What the checker found."""
+
+    faults: tuple[Fault, ...]
+    live: tuple[int, ...]
+    """For each rank, how many forwards waited for their backward at the peak."""
+
+    @property
+    def sound(self) -> bool:
+        return not self.faults
+
+
+def check(schedule: Schedule) -> Report:
+    """Every rule, every fault. Where ops say too little to be followed, these are the only faults."""
+    faults = tuple(_incomplete(schedule)) or (
+        *_own_faults(schedule),
+        *_once_faults(schedule),
+        *_message_faults(schedule),
+        *_live_faults(schedule),
+        *collective_faults(dict(enumerate(schedule.ops))),
+        *_deadlock_faults(schedule.ops),
+    )
+    return Report(faults=faults, live=live_peaks(schedule))
+
+
+def live_peaks(schedule: Schedule) -> tuple[int, ...]:
+    """For each rank, how many forwards wait for their backward at the peak; none in an evaluation."""
+    return tuple(_peak(ops)[0] if schedule.backward else 0 for ops in schedule.ops)
+
+
+# -------------------------------------------------------------------------------------- the ops of one rank
+
+
+def _incomplete(schedule: Schedule) -> Iterator[Fault]:
+    for rank, ops in enumerate(schedule.ops):
+        for place, op in enumerate(ops):
+            message = op.act.sends or op.act.receives
+            nameless = op.micro_batch is None or op.segment is None
+            if (op.act.direction and nameless) or (message and op.peer is None):
+                why = "it does not say what it is about"
+                yield Fault(rank=rank, place=place, op=op, rule=Rule.COMPLETE, why=why)
+
+
+def _own_faults(schedule: Schedule) -> Iterator[Fault]:
+    """Each op exists, stands on its own rank, after what it reads, and talks to the right peer."""
+    for rank, ops in enumerate(schedule.ops):
+        done: set[tuple[Act, int, int]] = set()
+        for place, op in enumerate(ops):
+            if op.micro_batch is None or op.segment is None:
+                continue
+            for rule, why in _op_faults(schedule, rank, op, op.micro_batch, op.segment, done):
+                yield Fault(rank=rank, place=place, op=op, rule=rule, why=why)
+            done.add((op.act, op.micro_batch, op.segment))
+
+
+def _op_faults(
+    schedule: Schedule, rank: int, op: Op, micro_batch: int, segment: int, done: set[tuple[Act, int, int]]
+) -> Iterator[tuple[Rule, str]]:
+    if not (0 <= micro_batch < schedule.micro_batches and 0 <= segment < schedule.segments):
+        have = f"{schedule.micro_batches} micro-batches and {schedule.segments} segments"
+        yield Rule.EXISTS, f"there are {have}, counted from 0"
+        return
+    if not schedule.backward and op.act in (Act.B, Act.SEND_B, Act.RECV_B):
+        yield Rule.EXISTS, "this schedule has no backward"
+    if schedule.holder[segment] != rank:
+        yield Rule.OWN_RANK, f"segment {segment} is held by rank {schedule.holder[segment]}"
+    if op.act is Act.B and (Act.F, micro_batch, segment) not in done:
+        yield Rule.F_BEFORE_B, f"F{micro_batch}.{segment} has not run"
+    needed = _read_by(schedule, op.act, micro_batch, segment)
+    if needed and needed not in done:
+        yield Rule.AFTER_INPUT, f"{needed[0].value}{needed[1]}.{needed[2]} has not run"
+    if op.act.sends or op.act.receives:
+        peer = _peer(schedule, op.act, segment)
+        if op.peer != peer or peer is None:
+            right = "there is nothing to send or receive here" if peer is None else f"its peer is rank {peer}"
+            yield Rule.PEER, right
+
+
+def _read_by(schedule: Schedule, act: Act, micro_batch: int, segment: int) -> tuple[Act, int, int] | None:
+    """The op of the same rank that makes what this one reads; none for the batch, the loss and a receive."""
+    if act.sends:
+        return Act(act.direction), micro_batch, segment
+    if not act.computes:
+        return None
+    before = segment - 1 if act is Act.F else segment + 1
+    if not 0 <= before < schedule.segments:
+        return None
+    if schedule.holder[before] == schedule.holder[segment]:
+        return act, micro_batch, before
+    return Act.RECV_F if act is Act.F else Act.RECV_B, micro_batch, segment
+
+
+def _peer(schedule: Schedule, act: Act, segment: int) -> int | None:
+    """The rank with which this message is exchanged, if there is such a message."""
+    other = segment + (1 if act in (Act.SEND_F, Act.RECV_B) else -1)
+    if not 0 <= other < schedule.segments or schedule.holder[other] == schedule.holder[segment]:
+        return None
+    return schedule.holder[other]
+
+
+def _once_faults(schedule: Schedule) -> Iterator[Fault]:
+    """Nothing is computed twice, and nothing is left out."""
+    seen: set[tuple[Act, int, int]] = set()
+    for rank, ops in enumerate(schedule.ops):
+        for place, op in enumerate(ops):
+            if not op.act.computes or op.micro_batch is None or op.segment is None:
+                continue
+            key = (op.act, op.micro_batch, op.segment)
+            if key in seen:
+                yield Fault(rank=rank, place=place, op=op, rule=Rule.ONCE, why="it has run before")
+            seen.add(key)
+    for segment, rank in enumerate(schedule.holder):
+        for micro_batch in range(schedule.micro_batches):
+            for act in (Act.F, Act.B) if schedule.backward else (Act.F,):
+                if (act, micro_batch, segment) not in seen:
+                    op = Op(act=act, micro_batch=micro_batch, segment=segment)
+                    place = len(schedule.ops[rank])
+                    yield Fault(rank=rank, place=place, op=op, rule=Rule.ONCE, why="it is missing")
+
+
+def _peak(ops: Ops) -> tuple[int, int]:
+    """How many forwards waited for their backward at most, and the place where that was first so."""
+    live = peak = where = 0
+    for place, op in enumerate(ops):
+        if op.act.computes:
+            live += 1 if op.act is Act.F else -1
+            if live > peak:
+                peak, where = live, place
+    return peak, where
+
+
+def _live_faults(schedule: Schedule) -> Iterator[Fault]:
+    if not schedule.backward:
+        return
+    for rank, (ops, bound) in enumerate(zip(schedule.ops, schedule.live_bound, strict=True)):
+        peak, place = _peak(ops)
+        if peak > bound:
+            why = f"{peak} forwards wait for their backward, {bound} may"
+            yield Fault(rank=rank, place=place, op=ops[place], rule=Rule.LIVE, why=why)
+
+
+# ---------------------------------------------------------------------------------- what ranks agree on
+
+_Sighting = tuple[int, int, Op]
+"""Where something was seen: rank, place, op."""
+
+
+def _message_faults(schedule: Schedule) -> Iterator[Fault]:
+    """Channel by channel: the same messages on both sides, in the same order."""
+    sent: dict[Channel, dict[Message, _Sighting]] = defaultdict(dict)
+    received: dict[Channel, dict[Message, _Sighting]] = defaultdict(dict)
+    for rank, ops in enumerate(schedule.ops):
+        for place, op in enumerate(ops):
+            if not (op.act.sends or op.act.receives):
+                continue
+            side = (sent if op.act.sends else received)[channel_of(rank, op)]
+            message = message_of(op)
+            if message in side:
+                why = f"it is {'sent' if op.act.sends else 'received'} twice"
+                yield Fault(rank=rank, place=place, op=op, rule=Rule.MATCHED, why=why)
+            side.setdefault(message, (rank, place, op))
+    for channel in {**sent, **received}:
+        yield from _channel_faults(channel, sent[channel], received[channel])
+
+
+def _channel_faults(
+    channel: Channel, sent: Mapping[Message, _Sighting], received: Mapping[Message, _Sighting]
+) -> Iterator[Fault]:
+    for message, (rank, place, op) in sent.items():
+        if message not in received:
+            why = f"rank {channel[2]} never receives it"
+            yield Fault(rank=rank, place=place, op=op, rule=Rule.MATCHED, why=why)
+    for message, (rank, place, op) in received.items():
+        if message not in sent:
+            why = f"rank {channel[1]} never sends it"
+            yield Fault(rank=rank, place=place, op=op, rule=Rule.MATCHED, why=why)
+    out = [message for message in sent if message in received]
+    back = [message for message in received if message in sent]
+    for posted, taken in zip(out, back, strict=True):
+        if posted != taken:
+            rank, place, op = received[taken]
+            why = f"rank {channel[1]} sends {sent[posted][2]} first"
+            yield Fault(rank=rank, place=place, op=op, rule=Rule.CHANNEL_ORDER, why=why)
+            return
+
+
+# ---------------------------------------------------------------------------------- all lists together
+
+
+def _deadlock_faults(lists: Sequence[Ops]) -> Iterator[Fault]:
+    """Who waits for whom: a fault for each circle, and for each rank that waits for one that has ended."""
+    waiting = {wait.rank: wait for wait in rendezvous(lists, lambda op: 0.0, 0.0).waits}
+    told: set[int] = set()
+    for rank in waiting:
+        path: list[int] = []
+        while rank in waiting and rank not in told:
+            told.add(rank)
+            path.append(rank)
+            awaited = waiting[rank].awaited
+            rank = next((other for other in awaited if other in waiting), awaited[0])
+        if not path:
+            continue
+        if rank in path:
+            yield _stuck([waiting[member] for member in path[path.index(rank) :]], rank, "")
+        elif rank not in waiting:
+            yield _stuck([waiting[path[-1]]], rank, ", which has ended")
+
+
+def _stuck(waits: Sequence[Wait], last: int, end: str) -> Fault:
+    chain = ", which waits ".join(
+        f"in {wait.op} for rank {following}{end}"
+        for wait, following in zip(waits, [*(wait.rank for wait in waits[1:]), last], strict=True)
+    )
+    first = waits[0]
+    why = f"rank {first.rank} waits {chain}"
+    return Fault(rank=first.rank, place=first.place, op=first.op, rule=Rule.DEADLOCK, why=why)

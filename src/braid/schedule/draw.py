@@ -1,0 +1,223 @@
+"""The timeline as a picture: an SVG with one row per pipeline rank, of a simulated or measured `Timeline`.
+
+Forward is blue, backward orange, each darker from one virtual stage to the next; what is hatched is idle.
+The number in a box is the micro-batch, left out where boxes are too narrow. Right of the rows stand the peak of
+live forwards and the idle share of each rank. Time is in forwards: the mean duration of an `F`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import floor, log10
+from xml.sax.saxutils import escape
+
+from braid.schedule.check import live_peaks
+from braid.schedule.ops import Act
+from braid.schedule.rendezvous import Span
+from braid.schedule.simulate import Timeline
+
+_LEFT, _RIGHT, _TOP, _BOTTOM = 68.0, 108.0, 74.0, 40.0
+"""Margins around the rows."""
+_ROW, _BOX = 30.0, 24.0
+"""Height of a row, and of the boxes in it."""
+_WIDEST, _UNIT = 1440.0, 40.0
+"""The rows are at most this wide, and a forward is at most this wide."""
+_NARROWEST = 560.0
+"""The rows are at least this wide, so that title and legend fit above and below."""
+_DIGITS = (("large", 6.8), ("small", 5.2))
+"""The sizes of numbers in boxes, with the width of a digit."""
+_LEGEND_STAGES = 8
+"""With more virtual stages than this, the legend shows the first and the last."""
+_FORWARD = ((207, 225, 245), (26, 86, 158))
+_BACKWARD = ((253, 223, 184), (190, 84, 10))
+"""Lightest and darkest shade."""
+_STYLE = """
+text{font:11px system-ui,'Segoe UI',Helvetica,Arial,sans-serif;fill:#24292f}
+.title{font-size:15px;font-weight:600}.soft{fill:#57606a}.mid{text-anchor:middle}.end{text-anchor:end}
+.small{font-size:8.5px}.sum{fill:#6e7781}.grid{stroke:#d0d7de;stroke-width:1}.light{fill:#fff}
+"""
+
+
+def draw(timeline: Timeline) -> str:
+    """The picture, as the text of an SVG file."""
+    unit = _forward_seconds(timeline)
+    length = timeline.makespan / unit
+    scale = min(_UNIT, _WIDEST / length) if length else _UNIT
+    numbers = _numbers(timeline, scale / unit)
+    plot = max(_NARROWEST, length * scale)
+    width, height = _LEFT + plot + _RIGHT, _TOP + _ROW * len(timeline.spans) + _BOTTOM + 24
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_n(width)} {_n(height)}" '
+        f'width="{_n(width)}" height="{_n(height)}" role="img">',
+        f"<title>{escape(_headline(timeline))}</title>",
+        f"<style>{_STYLE}{_shades(timeline.schedule.virtual)}</style>",
+        '<defs><pattern id="idle" width="6" height="6" patternUnits="userSpaceOnUse" '
+        'patternTransform="rotate(45)"><rect width="6" height="6" fill="#f0f2f4"/>'
+        '<rect width="1.5" height="6" fill="#d8dde3"/></pattern></defs>',
+        f'<rect width="{_n(width)}" height="{_n(height)}" fill="#fff"/>',
+        _text(16, 28, _headline(timeline), "title"),
+        _text(16, 48, _figures(timeline, length), "soft"),
+        *_axis(timeline, length, scale),
+        *_rows(timeline, scale / unit, numbers),
+        *_columns(timeline, _LEFT + plot),
+        *_legend(timeline, height - 22, numbers),
+        "</svg>",
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def _headline(timeline: Timeline) -> str:
+    schedule = timeline.schedule
+    parts = [
+        schedule.name,
+        _count(schedule.pp, "pipeline rank"),
+        _count(schedule.segments, "segment"),
+        _count(schedule.micro_batches, "micro-batch"),
+    ]
+    return " · ".join(parts)
+
+
+def _figures(timeline: Timeline, length: float) -> str:
+    live = live_peaks(timeline.schedule)
+    held = f"{min(live)}" if min(live) == max(live) else f"{min(live)} to {max(live)}"
+    return f"{length:.4g} forwards long · bubble {timeline.bubble:.1%} · live forwards {held} per rank"
+
+
+def _count(number: int, thing: str) -> str:
+    plural = thing + ("es" if thing.endswith("ch") else "s")
+    return f"{number} {thing if number == 1 else plural}"
+
+
+def _forward_seconds(timeline: Timeline) -> float:
+    """The unit of time: the mean forward, or one second where nothing took any time."""
+    spent = [s.end - s.start for spans in timeline.spans for s in spans if s.op.act is Act.F]
+    return sum(spent) / len(spent) if spent and sum(spent) else 1.0
+
+
+# ------------------------------------------------------------------------------------------------- parts
+
+
+def _rows(timeline: Timeline, pixels: float, numbers: _Numbers) -> Iterator[str]:
+    """For each rank its name, the idle ground, and a box for everything that takes time."""
+    begin, ground = timeline.begin, _n(timeline.makespan * pixels)
+    for rank, spans in enumerate(timeline.spans):
+        y = _TOP + _ROW * rank
+        yield _text(_LEFT - 10, y + _BOX / 2 + 4, f"rank {rank}", "end")
+        yield f'<rect x="{_n(_LEFT)}" y="{_n(y)}" width="{ground}" height="{_n(_BOX)}" fill="url(#idle)"/>'
+        for span in spans:
+            if span.end > span.start and (span.op.act.computes or span.op.act is Act.SUM_COPIES):
+                x, wide = _LEFT + (span.start - begin) * pixels, (span.end - span.start) * pixels
+                yield from _box(timeline, span, x, y, wide, numbers)
+
+
+def _box(timeline: Timeline, span: Span, x: float, y: float, wide: float, numbers: _Numbers) -> Iterator[str]:
+    op, virtual = span.op, timeline.schedule.virtual
+    wide -= 0.6 if wide > 4 else 0.0
+    stage = 0 if op.segment is None else op.segment // timeline.schedule.pp
+    look = f"{op.act.value.lower()}{stage}" if op.act.computes else "sum"
+    yield f'<rect class="{look}" x="{_n(x)}" y="{_n(y)}" width="{_n(wide)}" height="{_n(_BOX)}"/>'
+    if op.act in numbers.acts:
+        light = " light" if _darkness(stage, virtual) > 0.5 else ""
+        yield _text(x + wide / 2, y + _BOX / 2 + 4, str(op.micro_batch), f"mid {numbers.look}{light}")
+
+
+@dataclass(frozen=True)
+class _Numbers:
+    """Which boxes carry the number of their micro-batch, and how large."""
+
+    acts: frozenset[Act]
+    look: str
+
+
+def _numbers(timeline: Timeline, pixels: float) -> _Numbers:
+    """The largest size at which every box has room for the largest number; else the boxes of one act alone."""
+    digits = len(str(timeline.schedule.micro_batches - 1))
+    narrowest = {
+        act: min(wide)
+        for act in (Act.F, Act.B)
+        if (wide := [(s.end - s.start) * pixels for spans in timeline.spans for s in spans if s.op.act is act])
+    }
+    fitting = [
+        _Numbers(frozenset(act for act, wide in narrowest.items() if wide >= digit * digits + 1.5), look)
+        for look, digit in _DIGITS
+    ]
+    return next((numbers for numbers in fitting if len(numbers.acts) == len(narrowest)), fitting[-1])
+
+
+def _axis(timeline: Timeline, length: float, scale: float) -> Iterator[str]:
+    bottom = _TOP + _ROW * len(timeline.spans)
+    step = _tick(length * scale, length)
+    for number in range(int(length / step + 1e-9) + 1):
+        x = _n(_LEFT + number * step * scale)
+        yield f'<line class="grid" x1="{x}" y1="{_n(_TOP - 4)}" x2="{x}" y2="{_n(bottom)}"/>'
+        yield _text(float(x), bottom + 12, f"{number * step:g}", "soft mid")
+    yield _text(_LEFT - 10, bottom + 12, "forwards", "soft end")
+
+
+def _tick(width: float, length: float) -> float:
+    """The step between ticks, 1, 2 or 5 times a power of ten, so that they stand about 60 pixels apart."""
+    if not length:
+        return 1.0
+    rough = length * 60 / max(width, 60)
+    power = 10.0 ** floor(log10(rough))
+    return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
+
+
+def _columns(timeline: Timeline, right: float) -> Iterator[str]:
+    """Right of the rows: live forwards and idle share of each rank."""
+    yield _text(right + 42, _TOP - 8, "live", "soft end")
+    yield _text(right + 92, _TOP - 8, "idle", "soft end")
+    makespan = timeline.makespan
+    for rank, (live, idle) in enumerate(zip(live_peaks(timeline.schedule), timeline.idle, strict=True)):
+        y = _TOP + _ROW * rank + _BOX / 2 + 4
+        yield _text(right + 42, y, str(live), "end")
+        yield _text(right + 92, y, f"{idle / makespan if makespan else 0:.1%}", "end")
+
+
+def _legend(timeline: Timeline, y: float, numbers: _Numbers) -> Iterator[str]:
+    virtual = timeline.schedule.virtual
+    stages = range(virtual) if virtual <= _LEGEND_STAGES else (0, virtual - 1)
+    entries = [([f"f{stage}" for stage in stages], "forward")]
+    if timeline.schedule.backward:
+        entries.append(([f"b{stage}" for stage in stages], "backward"))
+    if any(s.op.act is Act.SUM_COPIES and s.end > s.start for spans in timeline.spans for s in spans):
+        entries.append((["sum"], "sum of copies"))
+    x = _LEFT
+    for looks, label in entries:
+        for look in looks:
+            yield f'<rect class="{look}" x="{_n(x)}" y="{_n(y)}" width="12" height="12"/>'
+            x += 13
+        yield _text(x + 4, y + 10, label)
+        x += 22 + 6.2 * len(label)
+    yield f'<rect x="{_n(x)}" y="{_n(y)}" width="12" height="12" fill="url(#idle)" stroke="#d0d7de"/>'
+    yield _text(x + 17, y + 10, "idle")
+    notes = ["number: micro-batch"] * bool(numbers.acts) + ["darker: later virtual stage"] * (virtual > 1)
+    yield _text(x + 52, y + 10, "; ".join(notes), "soft")
+
+
+# --------------------------------------------------------------------------------------------- small things
+
+
+def _shades(virtual: int) -> str:
+    rules = []
+    for name, (light, dark) in (("f", _FORWARD), ("b", _BACKWARD)):
+        for stage in range(virtual):
+            part = _darkness(stage, virtual)
+            red, green, blue = (round(a + (b - a) * part) for a, b in zip(light, dark, strict=True))
+            rules.append(f".{name}{stage}{{fill:#{red:02x}{green:02x}{blue:02x}}}")
+    return "".join(rules)
+
+
+def _darkness(stage: int, virtual: int) -> float:
+    return 0.35 if virtual == 1 else 0.1 + 0.9 * stage / (virtual - 1)
+
+
+def _text(x: float, y: float, words: str, look: str = "") -> str:
+    kind = f' class="{look}"' if look else ""
+    return f'<text x="{_n(x)}" y="{_n(y)}"{kind}>{escape(words)}</text>'
+
+
+def _n(number: float) -> str:
+    """A number for SVG, to a hundredth of a pixel."""
+    return f"{number:.2f}".rstrip("0").rstrip(".")

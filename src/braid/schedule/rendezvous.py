@@ -1,0 +1,143 @@
+"""The rendezvous: what happens when all ranks run their lists together, without running anything.
+
+The one model of execution behind `check` and `simulate`. Every rank goes through its list in order, by the
+rules in `ops`: a send posts and goes on, a receive waits for the next message of its channel, a collective
+waits for all its members. It ends when every rank has come to the end of its list, or when all others wait.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from braid.schedule.ops import Channel, Collective, Op, channel_of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Span:
+    """When an op ran, in seconds since the step began. A receive lasts from its wait to its message."""
+
+    op: Op
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wait:
+    """A rank that never came to the end of its list."""
+
+    rank: int
+    place: int
+    """Where in its list it stands."""
+    op: Op
+    awaited: tuple[int, ...]
+    """The ranks that it waits for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What became of every rank."""
+
+    spans: tuple[tuple[Span, ...], ...]
+    """What each rank ran, in order."""
+    waits: tuple[Wait, ...]
+    """The ranks that wait for ever; none, if the schedule is sound."""
+
+
+def rendezvous(lists: Sequence[Sequence[Op]], seconds: Callable[[Op], float], message: float) -> Outcome:
+    """Run all lists together. `seconds` is how long an op works; `message`, how long one message takes: those
+    of a channel go one after the other."""
+    room = _Room(lists, seconds, message)
+    runnable = set(range(len(lists)))
+    while runnable:
+        runnable |= room.advance(runnable.pop())
+    return Outcome(spans=tuple(map(tuple, room.spans)), waits=tuple(room.waits()))
+
+
+class _Room:
+    """Where the ranks meet: how far each has come, which messages are there, who has arrived where."""
+
+    def __init__(self, lists: Sequence[Sequence[Op]], seconds: Callable[[Op], float], message: float) -> None:
+        self.lists = lists
+        self.seconds = seconds
+        self.message = message
+        self.clock = [0.0] * len(lists)
+        self.spans: list[list[Span]] = [[] for _ in lists]
+        self.met = [0] * len(lists)
+        """How many collectives of its present op each rank has behind it."""
+        self.arrivals: dict[Channel, list[float]] = defaultdict(list)
+        self.received: dict[Channel, int] = defaultdict(int)
+        self.issued: dict[tuple[int, str], int] = defaultdict(int)
+        """How many collectives a rank has behind it on a communicator."""
+        self.present: dict[tuple[str, int], dict[int, float]] = defaultdict(dict)
+        """Who has come to the n-th collective of a communicator, and when."""
+
+    def advance(self, rank: int) -> set[int]:
+        """Run a rank until it must wait; the ranks that may go on because of it."""
+        woken: set[int] = set()
+        ops, spans = self.lists[rank], self.spans[rank]
+        while len(spans) < len(ops):
+            op, start = ops[len(spans)], self.clock[rank]
+            if op.act.receives:
+                arrival = self._arrival(channel_of(rank, op))
+                if arrival is None:
+                    break
+                end = max(start, arrival)
+            else:
+                if op.collectives and not self._meet_all(rank, op, woken):
+                    break
+                start = self.clock[rank]
+                end = start + self.seconds(op)
+            if op.act.sends:
+                channel = channel_of(rank, op)
+                sent = self.arrivals[channel]
+                sent.append(max(end, sent[-1] if sent else end) + self.message)
+                woken.add(channel[2])
+            self.met[rank] = 0
+            self.clock[rank] = end
+            spans.append(Span(op=op, start=start, end=end))
+        return {other for other in woken if 0 <= other < len(self.lists)}
+
+    def _arrival(self, channel: Channel) -> float | None:
+        """When the next message of a channel comes, and take it; None if it has not been sent."""
+        taken, sent = self.received[channel], self.arrivals[channel]
+        if taken == len(sent):
+            return None
+        self.received[channel] += 1
+        return sent[taken]
+
+    def _meet_all(self, rank: int, op: Op, woken: set[int]) -> bool:
+        """Go through the collectives of an op; whether all of them have met."""
+        for collective in op.collectives[self.met[rank] :]:
+            present = self._present(rank, collective)
+            if rank not in present:
+                present[rank] = self.clock[rank]
+                woken |= present.keys() - {rank}
+            if not present.keys() >= set(collective.members):
+                return False
+            self.clock[rank] = max(self.clock[rank], *present.values())
+            self.issued[rank, collective.communicator] += 1
+            self.met[rank] += 1
+        return True
+
+    def _present(self, rank: int, collective: Collective) -> dict[int, float]:
+        name = collective.communicator
+        return self.present[name, self.issued[rank, name]]
+
+    def waits(self) -> list[Wait]:
+        """Every rank that has not come to its end."""
+        waits = []
+        for rank, ops in enumerate(self.lists):
+            place = len(self.spans[rank])
+            if place == len(ops):
+                continue
+            op = ops[place]
+            if op.act.receives:
+                awaited: tuple[int, ...] = (channel_of(rank, op)[1],)
+            else:
+                collective = op.collectives[self.met[rank]]
+                present = self._present(rank, collective)
+                awaited = tuple(member for member in collective.members if member not in present)
+            waits.append(Wait(rank=rank, place=place, op=op, awaited=awaited))
+        return waits

@@ -1,0 +1,17 @@
+"""How ranks are arranged: plain data, exact for any number of ranks, without a process and without torch."""
+
+from braid.topology.grid import DENSE, Grid, Members
+from braid.topology.standard import EXPERT, FAMILIES, Family, standard, standard_problems
+from braid.topology.view import View
+
+__all__ = [
+    "DENSE",
+    "EXPERT",
+    "FAMILIES",
+    "Family",
+    "Grid",
+    "Members",
+    "View",
+    "standard",
+    "standard_problems",
+]

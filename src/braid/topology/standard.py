@@ -1,0 +1,75 @@
+"""The arrangement that braid trains with: dense axes tp, cp, dp, pp, and for experts etp, ep, edp, pp.
+
+Both views hold the same ranks. A pipeline stage is a slab of neighbouring ranks, tp x cp x dp of them for dense
+layers and etp x ep x edp of them for experts; pp is the last axis of both, and shared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+from braid.errors import ConfigError, Problem
+from braid.rules import at_least, divides
+from braid.topology.grid import DENSE, Grid
+from braid.topology.view import View
+
+EXPERT = "expert"
+"""The view that expert layers use."""
+
+
+class Family(NamedTuple):
+    """Which groups are meant by a name."""
+
+    view: str
+    axes: tuple[str, ...]
+
+
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {
+        "tp": Family(DENSE, ("tp",)),
+        "cp": Family(DENSE, ("cp",)),
+        "dp": Family(DENSE, ("dp",)),
+        "pp": Family(DENSE, ("pp",)),
+        "tp_cp": Family(DENSE, ("tp", "cp")),
+        "dp_cp": Family(DENSE, ("cp", "dp")),
+        "slab": Family(DENSE, ("tp", "cp", "dp")),
+        "etp": Family(EXPERT, ("etp",)),
+        "ep": Family(EXPERT, ("ep",)),
+        "edp": Family(EXPERT, ("edp",)),
+        "ep_etp": Family(EXPERT, ("etp", "ep")),
+        "world": Family(DENSE, ("tp", "cp", "dp", "pp")),
+    }
+)
+"""Every family that has a name, in the order in which communicators are made."""
+
+
+def standard(
+    *, tp: int = 1, cp: int = 1, dp: int = 1, pp: int = 1, etp: int = 1, ep: int = 1, offset: int = 0
+) -> Grid:
+    """The standard arrangement; edp, the ranks that hold the same experts, follows from the rest."""
+    if problems := list(standard_problems(tp=tp, cp=cp, dp=dp, pp=pp, etp=etp, ep=ep)):
+        raise ConfigError(problems)
+    return Grid(
+        dense=View.of(tp=tp, cp=cp, dp=dp, pp=pp),
+        others={EXPERT: View.of(etp=etp, ep=ep, edp=tp * cp * dp // (etp * ep), pp=pp)},
+        shared=("pp",),
+        offset=offset,
+    )
+
+
+def standard_problems(
+    *, tp: int, cp: int, dp: int, pp: int, etp: int, ep: int, prefix: str = ""
+) -> Iterator[Problem]:
+    """What is wrong with the sizes of a standard arrangement; `prefix` stands before the name of each field."""
+    sizes = {"tp": tp, "cp": cp, "dp": dp, "pp": pp, "etp": etp, "ep": ep}
+    broken = [problem for name, size in sizes.items() for problem in at_least(prefix + name, size, 1)]
+    yield from broken
+    if broken:
+        return
+    slab = tp * cp * dp
+    yield from divides(f"{prefix}etp", etp, slab, "tp x cp x dp")
+    if slab % etp == 0:
+        over = "tp x cp x dp" if etp == 1 else "tp x cp x dp / etp"
+        yield from divides(f"{prefix}ep", ep, slab // etp, over)
