@@ -52,6 +52,8 @@ class Groups:
     """Ranks that share the samples of a micro-batch."""
     pp: Group = ALONE
     """Ranks that share the blocks of a model."""
+    ends: Group = ALONE
+    """The first and the last of them, for these two: both may hold the embedding. Others are alone."""
     tp_cp: Group = ALONE
     """Ranks that together hold every token of their sequences, each a slice: cp outside, tp inside."""
     dp_cp: Group = ALONE

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from braid import fit, rules
+from braid import schedule as schedules
 from braid.architecture import SHAPE_OF, Model
 from braid.config import Run, type_problems
 from braid.errors import ConfigError, Problem
 from braid.fit import Sizes
 from braid.pattern import Kind, Layout, PatternError, Stage, cut, parse, stages
+from braid.schedule import Schedule
 from braid.topology import Grid, standard, standard_problems
 
 if TYPE_CHECKING:
@@ -40,6 +42,8 @@ class Plan:
     """The model's layers, cut into the segments that pipeline ranks hold."""
     stages: tuple[Stage, ...]
     """What each pipeline rank holds."""
+    schedule: Schedule
+    """What each pipeline rank does in a step."""
     micro_batch_samples: int
     """Samples in one micro-batch, over all data-parallel ranks."""
     step_tokens: int
@@ -59,9 +63,22 @@ def plan(run: Run, world: int) -> Plan:
         grid=standard(tp=axes.tp, cp=axes.cp, dp=axes.dp, pp=axes.pp, etp=axes.etp, ep=axes.ep),
         layout=layout,
         stages=stages(layout, run.mesh.pp),
+        schedule=_schedule(run, layout),
         micro_batch_samples=run.train.batch_samples // run.train.micro_batches,
         step_tokens=run.train.batch_samples * run.data.sequence_tokens,
     )
+
+
+def _schedule(run: Run, layout: Layout) -> Schedule:
+    """1F1B, interleaved where a rank holds several segments. An embedding of two stages is summed."""
+    pp, micro_batches = run.mesh.pp, run.train.micro_batches
+    if pp == 1:
+        return schedules.one_f_one_b(1, micro_batches)
+    virtual = len(layout.segments) // pp
+    name = "1f1b" if virtual == 1 else "interleaved"
+    built = schedules.build(name, pp=pp, virtual=virtual, micro_batches=micro_batches)
+    shared = run.model.tied or bool(layout.mtp)
+    return schedules.with_sums(built, {"embedding": (0, pp - 1)} if shared else {})
 
 
 def size(plan: Plan) -> Size:

@@ -1,133 +1,260 @@
-"""One run on any topology, told as whole tensors: what the invariance matrix compares."""
+"""One run on any topology, told as whole tensors: what the invariance matrix compares.
+
+    told = run_ranks(world, train_each, [task, ...])                 every rank's part of every run
+    outcome([each[0] for each in told], reference.shapes, task)      the first run, put together
+
+A rank tells its own parts, each with where it begins in the canonical tensor; the saved checkpoint is read back
+by whoever compares. Nothing here knows what an axis is.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from braid import fit
-from braid.architecture import Attention, DeltaNet, LatentAttention, Mamba2, Mlp, Model, Moe
-from braid.collectives import Groups
-from braid.config import Data, Optim, Run, Train
-from braid.optim import gradients
+from braid import checkpoint, fit
+from braid.config import Run
+from braid.model.context import Context
+from braid.nn.moe.replay import Recording
+from braid.optim.adamw import AdamW
 from braid.parallel.groups import opened_groups
-from braid.plan import Plan, plan
+from braid.plan import plan
 from braid.train import state as states
 from braid.train.device import choose_device
 from braid.train.feed import Feed, open_feed
 from braid.train.loop import make_state
 from braid.train.state import State
-from braid.train.step import backward, count, evaluate, micro_batches, train_step
+from braid.train.step import evaluate, train_step
+from tests.topology.cases import LEARNING_RATE, STEPS
 
-STEPS = 3
+Parts = dict[str, tuple[tuple[int, ...], Tensor]]
+"""By canonical name: where a rank's part begins, and the part."""
 
-
-def hybrid(corpus: str) -> Run:
-    """Every kind of layer but latent attention, with few key-value heads, groups and key heads."""
-    return Run(
-        model=Model(
-            pattern="[M-][G*E]*[ME]/*E",
-            hidden=16,
-            vocab=259,
-            tied=False,
-            init_std=0.2,
-            attention=Attention(heads=8, kv_heads=2, head_dim=4, qk_norm=True, bias=True, gate=True),
-            mamba2=Mamba2(heads=8, head_dim=4, state=4, groups=1, conv=3, norm_per_group=False),
-            delta_net=DeltaNet(key_heads=2, value_heads=8, key_dim=4, value_dim=4, conv=3),
-            mlp=Mlp(ffn=16, bias=True),
-            moe=Moe(
-                experts=8,
-                top_k=2,
-                ffn=16,
-                shared_ffn=16,
-                shared_gate=True,
-                bias=True,
-                aux_loss=0.02,
-                sequence_aux_loss=0.02,
-                global_aux_loss=0.02,
-                z_loss=0.01,
-                selection_bias=True,
-                score="sigmoid",
-            ),
-        ),
-        data=Data(sources=(corpus,), sequence_tokens=16),
-        optim=Optim(lr=1e-2, clip=0.5),
-        train=Train(steps=STEPS, batch_samples=16, micro_batches=2, dtype="fp64", eval_samples=5),
-    )
+Shapes = Mapping[str, torch.Size]
+"""Of whole canonical tensors."""
 
 
-@dataclass
+class Routes:
+    """Where routers write down what they decide, or read what they repeat: training and evaluation apart,
+    because both count samples from 0."""
+
+    def __init__(self) -> None:
+        self.recordings = {True: Recording(), False: Recording()}
+
+    def of(self, context: Context) -> Recording:
+        return self.recordings[context.batch.training]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A run, and what is to be done besides."""
+
+    run: Run
+    checkpoints: Path | None = None
+    """Where to save the state after the last step."""
+    sgd: bool = False
+    """Whether plain gradient descent takes the place of AdamW."""
+    record: bool = False
+    """Whether routing is written down."""
+    replay: Routes | None = None
+    """Routing to repeat."""
+
+
+@dataclass(kw_only=True)
 class Told:
-    """What one rank has to say: its parts of tensors, each with where it begins."""
+    """What one rank has to say."""
 
     loss: list[float] = field(default_factory=list)
     norm: list[float] = field(default_factory=list)
     val_loss: float = 0.0
-    gradients: dict[str, tuple[tuple[int, ...], Tensor]] = field(default_factory=dict)
-    weights: dict[str, tuple[tuple[int, ...], Tensor]] = field(default_factory=dict)
+    gradients: Parts = field(default_factory=dict)
+    """Of the first step, over all ranks, as the optimizer is given them."""
+    weights: Parts = field(default_factory=dict)
+    """After the last step; selection biases as well."""
+    routes: Routes | None = None
 
 
-def train(plan: Plan, groups: Groups, folder: Path) -> Told:
-    """The gradient of the first step, and everything after three of them."""
-    run, device = plan.run, choose_device("cpu")
-    feed = open_feed(run, folder)
-    state = make_state(plan, device, groups)
-    states.initialize(state, run)
-    told = Told(gradients=first_gradient(state, run, feed))
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """A run on all its ranks, as one process would tell it."""
+
+    loss: list[float]
+    norm: list[float]
+    val_loss: float
+    gradients: Mapping[str, Tensor]
+    weights: Mapping[str, Tensor]
+    saved: Mapping[str, Tensor]
+    """Every tensor of the checkpoint; empty where none was saved."""
+    quarrels: list[str]
+    """Where ranks that should say the same say different things, and what none of them says."""
+    routes: Routes | None
+
+    @property
+    def shapes(self) -> Shapes:
+        return {name: value.shape for name, value in self.weights.items()}
+
+
+class Watched(AdamW):
+    """AdamW, or plain gradient descent in its place, that keeps a copy of the first gradient it is given."""
+
+    first: dict[str, Tensor] | None = None
+    sgd = False
+
+    def update(self, rate: float) -> None:
+        if self.first is None:
+            self.first = {name: gradient.clone() for name, gradient in self.gradients().items()}
+        if not self.sgd:
+            return super().update(rate)
+        with torch.no_grad():
+            for name, gradient in self.gradients().items():
+                self.main[name].sub_(gradient, alpha=rate)
+        self.publish()
+        self.forget()
+
+
+# ------------------------------------------------------------------------------------------ on a rank
+
+
+def train_each(rank: int, world: int, tasks: Sequence[Task]) -> list[Told]:
+    """Every task in turn, on the same ranks."""
+    return [train(rank, world, task) for task in tasks]
+
+
+def train(rank: int, world: int, task: Task) -> Told:
+    """Train from the run's seed, and tell what came of it."""
+    try:
+        with started(rank, world, task.run) as (state, feed):
+            return trained(state, feed, task)
+    except Exception as error:
+        error.add_note(f"on {world} ranks: {task.run.model.pattern}, {task.run.mesh}")
+        raise
+
+
+@contextmanager
+def started(rank: int, world: int, run: Run) -> Iterator[tuple[State, Feed]]:
+    """This rank's state at the beginning of the run, and the run's data."""
+    worked_out = plan(run, world)
+    runs = fit.tp_runs(run.model, worked_out.layout.kinds(), worked_out.axes.tp)
+    with opened_groups(worked_out.grid, rank, tp_runs=runs) as groups:
+        state = make_state(worked_out, choose_device("cpu"), groups)
+        state.optimizer = Watched(
+            dict(state.model.named_parameters()),
+            decaying=state.model.decaying(),
+            betas=run.optim.betas,
+            eps=run.optim.eps,
+            weight_decay=run.optim.weight_decay,
+        )
+        states.initialize(state, run)
+        yield state, open_feed(run, Path(run.data.sources[0]).parent)
+
+
+def trained(state: State, feed: Feed, task: Task) -> Told:
+    """All steps, an evaluation, and a checkpoint where one is wanted."""
+    optimizer, run, routes = state.optimizer, task.run, Routes()
+    assert isinstance(optimizer, Watched)
+    optimizer.sgd = task.sgd
+    watch_routing(state, record=routes if task.record else None, replay=task.replay)
+    told = Told(routes=routes if task.record else None)
     for _ in range(STEPS):
-        result = train_step(state, run, feed.train, rate=1e-2)
+        result = train_step(state, run, feed.train, LEARNING_RATE)
         told.loss.append(result.loss)
         told.norm.append(result.grad_norm)
     assert feed.validation is not None
     told.val_loss = evaluate(state.model, run, feed.validation)
-    told.weights = parts(state, {**state.weights()})
+    told.gradients = parts(state, optimizer.first or {})
+    told.weights = parts(state, state.weights())
+    if task.checkpoints is not None:
+        states.save(task.checkpoints, state, run, feed.train, feed.tokenizer)
     return told
 
 
-def first_gradient(state: State, run: Run, feed: Feed) -> dict[str, Any]:
-    batches = micro_batches(run, feed.train, 1, 0, state.model.groups.dp)
-    backward(state, run, batches, count(state.model, batches))
-    found = state.optimizer.gradients()
-    gradients.sum_copies_(found, state.copies)
-    told = parts(state, found)
-    state.optimizer.forget()
-    return told
+def watch_routing(state: State, *, record: Routes | None, replay: Routes | None) -> None:
+    """Give every micro-batch a recording to write, or one to repeat."""
+    prepare = state.model.prepare
+
+    def prepared(*given: Any, **named: Any) -> Context:
+        context = prepare(*given, **named)
+        context.recording = None if record is None else record.of(context)
+        context.replay = None if replay is None else replay.of(context)
+        return context
+
+    if record is not None or replay is not None:
+        state.model.prepare = prepared
 
 
-def parts(state: State, holders: dict[str, Tensor]) -> dict[str, Any]:
+def parts(state: State, holders: Mapping[str, Tensor]) -> Parts:
     """This rank's part of every canonical tensor that has a holder."""
-    told = {}
+    told: Parts = {}
     for name, tensor in state.model.canonical().items():
         if tensor.parameter in holders:
             held = tensor.within(state.kept[tensor.parameter].shard)
-            told[name] = (held.offset, held.read(holders[tensor.parameter].detach()).clone())
+            if not held.empty:
+                told[name] = (held.offset, held.read(holders[tensor.parameter].detach()).clone())
     return told
 
 
-def on_ranks(rank: int, world: int, run: Run, folder: str) -> Told:
-    worked_out = plan(run, world)
-    runs = fit.tp_runs(run.model, worked_out.layout.kinds(), worked_out.axes.tp)
-    torch.set_num_threads(1)
-    with opened_groups(worked_out.grid, rank, tp_runs=runs) as groups:
-        return train(worked_out, groups, Path(folder))
+# -------------------------------------------------------------------------------------- put together
 
 
-def whole(told: list[dict[str, Any]], like: dict[str, Any]) -> dict[str, Tensor]:
-    """Tensors put together from what ranks hold; copies must agree to the last bit."""
-    joined = {name: torch.full_like(value, torch.nan) for name, (_, value) in like.items()}
+def alone(task: Task) -> Outcome:
+    """The task in this process: the reference. What it tells are whole tensors."""
+    told = train(0, 1, task)
+    return outcome([told], {name: value.shape for name, (_, value) in told.weights.items()}, task)
+
+
+def outcome(told: Sequence[Told], shapes: Shapes, task: Task) -> Outcome:
+    """What all ranks said, as one."""
+    first = told[0]
+    gradients, no_gradients = whole([each.gradients for each in told], shapes)
+    weights, no_weights = whole([each.weights for each in told], shapes)
+    figures = [
+        f"rank {rank} has other figures than rank 0"
+        for rank, each in enumerate(told)
+        if (each.loss, each.norm, each.val_loss) != (first.loss, first.norm, first.val_loss)
+    ]
+    return Outcome(
+        loss=first.loss,
+        norm=first.norm,
+        val_loss=first.val_loss,
+        gradients=gradients,
+        weights=weights,
+        saved={} if task.checkpoints is None else read_whole(task.checkpoints),
+        quarrels=[*figures, *no_gradients, *no_weights],
+        routes=first.routes,
+    )
+
+
+def whole(told: Sequence[Parts], shapes: Shapes) -> tuple[dict[str, Tensor], list[str]]:
+    """Tensors put together from what ranks hold, and what is wrong with them: copies agree to the last bit,
+    and nothing is missing."""
+    joined: dict[str, Tensor] = {}
+    wrong = []
     for rank, each in enumerate(told):
         for name, (offset, value) in each.items():
+            if name not in joined:
+                joined[name] = torch.full(shapes[name], torch.nan, dtype=value.dtype)
             place = tuple(slice(o, o + n) for o, n in zip(offset, value.shape, strict=True))
             there = joined[name][place]
             known = ~there.isnan()
-            assert torch.equal(there[known], value[known]), f"rank {rank} has another copy of {name}"
+            if not torch.equal(there[known], value[known]):
+                wrong.append(f"rank {rank} has another copy of {name}")
             there.copy_(value)
-    return joined
+    wrong += [f"nobody has all of {name}" for name, value in joined.items() if value.isnan().any()]
+    return joined, wrong
 
 
-def change(run: Run, **mesh: Any) -> Run:
-    return replace(run, mesh=replace(run.mesh, **mesh))
+def read_whole(root: Path) -> dict[str, Tensor]:
+    """Every tensor of the newest checkpoint, verified."""
+    path = checkpoint.latest(root).path
+    assert path is not None, f"{root} has no whole checkpoint"
+    stored = checkpoint.read_manifest(path).tensors
+    like: dict[str, checkpoint.Wanted | Tensor] = {
+        name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in stored.items()
+    }
+    return checkpoint.read(path, like)

@@ -105,7 +105,7 @@ def test_evaluation_drops_nothing_out(corpus, tmp_path):
     losses = []
     for each in (run, dropping):
         feed, state, _ = started(each, tmp_path / str(each.model.dropout))
-        losses.append(evaluate(state.model, each, feed.validation))
+        losses.append(evaluate(state, each, feed.validation))
     assert losses[0] == losses[1]
 
 
@@ -211,7 +211,7 @@ def test_masked_prompts_change_no_weight_of_a_mean_over_tokens(corpus, tmp_path)
             batch.loss_mask_BT[batch.sample_B < 2, 1:] = False
         metrics, _ = backward(state, each, batches, count_tokens(state.model, batches))
         norm = float(total_norm(state.optimizer.gradients()))
-        figures.append([metrics["aux_router_z"], metrics["aux_sequence_balance"], norm])
+        figures.append([float(metrics["aux_router_z"]), float(metrics["aux_sequence_balance"]), norm])
     assert figures[1] == pytest.approx(figures[0], rel=1e-12)
     assert figures[2] == pytest.approx(figures[0], rel=1e-12)
 

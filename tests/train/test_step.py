@@ -77,7 +77,7 @@ def test_a_step_that_is_not_finite_leaves_the_weights_and_names_the_parameter(fp
 def test_evaluation_does_not_depend_on_how_much_is_done_at_once(fp64, tmp_path):
     feed, state, _ = started(fp64, tmp_path)
     losses = [
-        evaluate(state.model, replace(fp64, train=replace(fp64.train, batch_samples=n)), feed.validation)
+        evaluate(state, replace(fp64, train=replace(fp64.train, batch_samples=n)), feed.validation)
         for n in (2, 4, 16)
     ]
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-12)

@@ -78,7 +78,8 @@ def train(words: list[str]) -> int:
 def _planned(chosen: TrainOptions, world: int) -> Plan:
     """The plan, or what is wrong: all of it, or one line where only the number of ranks is."""
     problems = check(chosen.run, world)
-    if problems:
+    elsewhere = check(chosen.run, world + 1) if problems else []
+    if problems and not any(problem in elsewhere for problem in problems):
         from braid.train.launch import nearest_worlds
 
         near = nearest_worlds(lambda other: not check(chosen.run, other), world)

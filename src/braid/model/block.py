@@ -196,12 +196,13 @@ class Block(nn.Module):
 
     def units(self) -> Iterator[Unit]:
         """The block is sharded as one, but for its experts and for what is float32 in every model."""
+        segment = self.block.layers[0].segment
         for module in self.modules():
             if isinstance(module, Router | HeadScalars):
-                yield Unit(module=module, wide=True)
+                yield Unit(module=module, segment=segment, wide=True)
             elif isinstance(module, Experts):
-                yield Unit(module=module, mesh="expert", dims=SHARD_DIMS)
-        yield Unit(module=self)
+                yield Unit(module=module, segment=segment, mesh="expert", dims=SHARD_DIMS)
+        yield Unit(module=self, segment=segment)
 
     def canonical(self) -> dict[str, Canonical]:
         tensors: dict[str, Canonical] = {}

@@ -16,20 +16,20 @@ import torch
 from torch import Tensor, nn
 
 from braid import architecture
-from braid.collectives import Groups, gather, mine
+from braid.collectives import ALONE, Groups, gather, mine
 from braid.kernels import Kernels
 from braid.model.block import Block
 from braid.model.context import Cache, Context, MicroBatch, Whole
 from braid.model.mtp import Mtp, targets
 from braid.model.stack import Stack
 from braid.nn.canonical import Canonical, Shard, under
-from braid.nn.embedding import Embedding, Head, check_ids
+from braid.nn.embedding import Embedding, Head, Vocabulary, check_ids
 from braid.nn.init import initialize
 from braid.nn.loss import cross_entropy
 from braid.nn.moe.balance import Balance
 from braid.nn.moe.journey import Dispatcher
 from braid.nn.moe.layer import Moe
-from braid.nn.norm import norm
+from braid.nn.norm import LayerNorm, RmsNorm, norm
 from braid.parallel.sharding import Unit
 from braid.pattern import Layer, Layout
 
@@ -118,26 +118,39 @@ class LanguageModel(nn.Module):
         *,
         groups: Groups = Groups(),
         dispatcher: Dispatcher | None = None,
+        segments: Sequence[int] | None = None,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
         stored: torch.dtype | None = None,
     ) -> None:
         """Activations are of `dtype`. Weights are too, or are `stored` in another one where whoever shards them
-        brings them into `dtype` for every use. `dispatcher` is needed where experts are shared by ranks."""
+        brings them into `dtype` for every use. `dispatcher` is needed where experts are shared by ranks,
+        `segments` are those of the layout that this rank holds: all of them where nothing is said."""
         super().__init__()
         self.shape = shape
         self.layout = layout
         self.kernels = kernels
         self.groups = groups
         self.dtype = torch.get_default_dtype() if dtype is None else dtype
+        self.segments = tuple(range(len(layout.segments)) if segments is None else segments)
+        begins, ends = 0 in self.segments, len(layout.segments) - 1 in self.segments
         on: dict[str, Any] = {"device": device, "dtype": self.dtype if stored is None else stored}
-        self.embedding = Embedding(shape.vocab, shape.hidden, groups=groups, **on)
-        self.stack = Stack(layout, shape, kernels, dispatcher, groups=groups, **on)
-        self.final_norm = norm(shape.norm, shape.hidden, shape.norm_eps, copies=groups.tp, **on)
-        self.head = None if shape.tied else Head(shape.vocab, shape.hidden, groups=groups, **on)
+        self.embedding: Embedding | None = None
+        self.final_norm: RmsNorm | LayerNorm | None = None
+        self.head: Head | None = None
+        depths = layout.mtp if ends else ()
+        if begins or (ends and (shape.tied or depths)):
+            copies = groups.ends if shape.tied or layout.mtp else ALONE
+            self.embedding = Embedding(shape.vocab, shape.hidden, groups=groups, copies=copies, **on)
+        self.stack = Stack(layout, self.segments, shape, kernels, dispatcher, groups=groups, **on)
+        if ends:
+            self.final_norm = norm(shape.norm, shape.hidden, shape.norm_eps, copies=groups.tp, **on)
+            self.head = None if shape.tied else Head(shape.vocab, shape.hidden, groups=groups, **on)
         self.mtp = nn.ModuleDict(
-            {str(d.depth): Mtp(d, shape, kernels, dispatcher, groups=groups, **on) for d in layout.mtp}
+            {str(d.depth): Mtp(d, shape, kernels, dispatcher, groups=groups, **on) for d in depths}
         )
+        self.device = torch.get_default_device() if device is None else device
+        """Where micro-batches go; whoever moves the weights sets it."""
 
     # ------------------------------------------------------------------------------------ forward
 
@@ -150,7 +163,7 @@ class LanguageModel(nn.Module):
         self.check(batch)
         documents_BT = batch.documents_BT.cpu()
         return Context(
-            batch=batch.to(self.embedding.weight.device),
+            batch=batch.to(self.device),
             groups=self.groups,
             whole=Whole.of(documents_BT) if whole is None else whole,
             host_documents_BT=documents_BT,
@@ -161,15 +174,14 @@ class LanguageModel(nn.Module):
     def check(self, batch: MicroBatch) -> None:
         """Refuse a micro-batch with ids that the model does not know."""
         check_ids(batch.tokens_BT, self.shape.vocab)
-        if self.mtp and batch.training:
+        if self.layout.mtp and batch.training:
             check_ids(batch.labels_BT, self.shape.vocab)  # depths read them as tokens
 
     def new_caches(self, rows: int) -> dict[Layer, Cache]:
         """What generation remembers of `rows` documents that have not begun."""
-        device = self.embedding.weight.device
         blocks = (cast(Block, block) for block in self.stack.blocks.values())
         return {
-            layer: mixer.new_cache(rows, device, self.dtype)
+            layer: mixer.new_cache(rows, self.device, self.dtype)
             for block in blocks
             for layer, mixer in block.mixers()
         }
@@ -178,22 +190,52 @@ class LanguageModel(nn.Module):
         return self.losses(self.prepare(batch))
 
     def losses(self, context: Context) -> Losses:
-        """Run a prepared micro-batch."""
-        batch = context.batch
-        hidden_BtC = self.hidden(context)
-        loss_sum, count = self._told(hidden_BtC, batch.labels_BT, batch.loss_mask_BT)
-        mtp = tuple(self._mtp_losses(hidden_BtC, context)) if batch.training else ()
-        return Losses(
+        """Run a prepared micro-batch through the whole model."""
+        return self.run(self.segments, None, context)[1]
+
+    def run(
+        self, segments: Sequence[int], x_BtC: Tensor | None, context: Context
+    ) -> tuple[Tensor | None, Losses]:
+        """Run segments that follow one another. The first of the model embeds tokens, all others read what the
+        one before them returned; the last of the model returns nothing. Losses are of these segments alone."""
+        before = set(context.balances)
+        x_BtC = self._through(segments, x_BtC, context)
+        (loss_sum, count), mtp = self._nothing(), tuple[tuple[Tensor, Tensor], ...]()
+        if segments[-1] == len(self.layout.segments) - 1:
+            batch, hidden_BtC, x_BtC = context.batch, self._normed(x_BtC), None
+            loss_sum, count = self._told(hidden_BtC, batch.labels_BT, batch.loss_mask_BT)
+            mtp = tuple(self._mtp_losses(hidden_BtC, context)) if batch.training else ()
+        balances = {layer: balance for layer, balance in context.balances.items() if layer not in before}
+        return x_BtC, Losses(
             loss_sum=loss_sum,
             token_count=count,
-            aux=_summed([balance.losses for balance in context.balances.values()]),
-            balances=context.balances,
+            aux=_summed([balance.losses for balance in balances.values()]),
+            balances=balances,
             mtp=mtp,
             mtp_weight=self.shape.mtp_loss,
         )
 
+    def _through(self, segments: Sequence[int], x_BtC: Tensor | None, context: Context) -> Tensor:
+        """The residual stream after these segments."""
+        if segments[0] == 0:
+            assert self.embedding is not None
+            x_BtC = self.embedding(context.batch.tokens_BT)
+        assert x_BtC is not None
+        return self.stack(x_BtC, segments, context)
+
+    def _normed(self, x_BtC: Tensor) -> Tensor:
+        assert self.final_norm is not None
+        hidden_BtC: Tensor = self.final_norm(x_BtC)
+        return hidden_BtC
+
+    def _nothing(self) -> tuple[Tensor, Tensor]:
+        """Loss sum and token count where no head is."""
+        wide = torch.promote_types(self.dtype, torch.float32)
+        return torch.zeros((), dtype=wide, device=self.device), torch.zeros((), device=self.device).long()
+
     def _mtp_losses(self, hidden_BtC: Tensor, context: Context) -> Iterator[tuple[Tensor, Tensor]]:
         for depth, module in enumerate(self.mtp.values()):
+            assert self.embedding is not None
             shown = targets(context.batch, depth)
             hidden_BtC = module(hidden_BtC, self.embedding(shown.tokens_BT), context)
             yield self._told(hidden_BtC, shown.labels_BT, shown.loss_mask_BT)
@@ -201,19 +243,21 @@ class LanguageModel(nn.Module):
     def _told(self, hidden_BtC: Tensor, labels_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
         """Loss sum and token count of what a hidden state tells: the same on all tp ranks."""
         labels_Bs, mask_Bs = (mine(each, self.groups.cp, dim=1) for each in (labels_BT, mask_BT))
-        logits_BsV = self.tell(hidden_BtC)
-        return cross_entropy(
-            logits_BsV.flatten(0, 1), labels_Bs.flatten(), mask_Bs.flatten(), self.embedding.vocabulary
-        )
+        logits_BsV, vocabulary = self.tell(hidden_BtC), Vocabulary(self.shape.vocab, self.groups.tp)
+        return cross_entropy(logits_BsV.flatten(0, 1), labels_Bs.flatten(), mask_Bs.flatten(), vocabulary)
 
     def hidden(self, context: Context) -> Tensor:
-        """The state of this rank's tokens after the final norm."""
-        return self.final_norm(self.stack(self.embedding(context.batch.tokens_BT), context))
+        """The state of this rank's tokens after the final norm, for a model in one piece."""
+        return self._normed(self._through(self.segments, None, context))
 
     def tell(self, hidden_BtC: Tensor) -> Tensor:
         """The head: for the tokens of all tp ranks, scores of the part of the vocabulary that is held here."""
         hidden_BsC = gather(hidden_BtC, self.groups.tp, dim=1)
-        return self.embedding.tell(hidden_BsC) if self.head is None else self.head(hidden_BsC)
+        if self.head is not None:
+            scores_BsV: Tensor = self.head(hidden_BsC)
+            return scores_BsV
+        assert self.embedding is not None
+        return self.embedding.tell(hidden_BsC)
 
     def logits(self, context: Context) -> Tensor:
         """Scores of every next token, for every token."""
@@ -226,22 +270,27 @@ class LanguageModel(nn.Module):
 
     def units(self) -> Iterator[Unit]:
         """What is gathered and released together where weights are sharded; inner units come first."""
-        yield Unit(module=self.embedding, methods=("tell",))
+        last = len(self.layout.segments) - 1
+        if self.embedding is not None:
+            yield Unit(module=self.embedding, methods=("tell",), segment=0 if 0 in self.segments else last)
         for block in self.stack.blocks.values():
             yield from cast(Block, block).units()
         for depth in self.mtp.values():
             for block in cast(Mtp, depth).blocks.values():
                 yield from cast(Block, block).units()
-            yield Unit(module=depth)
-        yield Unit(module=self.final_norm)
-        if self.head is not None:
-            yield Unit(module=self.head)
+            yield Unit(module=depth, segment=last)
+        for module in (self.final_norm, self.head):
+            if module is not None:
+                yield Unit(module=module, segment=last)
 
     def canonical(self) -> dict[str, Canonical]:
         """Every tensor of a checkpoint of this model, by its canonical name, and where it lives."""
-        tensors = under("embedding", "embedding", self.embedding.canonical())
+        tensors: dict[str, Canonical] = {}
+        if self.embedding is not None:
+            tensors |= under("embedding", "embedding", self.embedding.canonical())
         tensors |= under("", "stack", self.stack.canonical())
-        tensors |= under("final_norm", "final_norm", self.final_norm.canonical())
+        if self.final_norm is not None:
+            tensors |= under("final_norm", "final_norm", self.final_norm.canonical())
         if self.head is not None:
             tensors |= under("head", "head", self.head.canonical())
         for depth, module in self.mtp.items():

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +19,12 @@ from braid.pattern import Layout
 
 
 class Stack(nn.Module):
-    """Every block of the main stack, under its index in the layout."""
+    """The blocks of the main stack, each under its index in the layout."""
 
     def __init__(
         self,
         layout: Layout,
+        segments: Sequence[int],
         shape: architecture.Model,
         kernels: Kernels,
         dispatcher: Dispatcher | None = None,
@@ -31,19 +33,19 @@ class Stack(nn.Module):
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        """`segments` are those of the layout that are held here."""
         super().__init__()
+        self.layout = layout
+        on: dict[str, Any] = {"groups": groups, "device": device, "dtype": dtype}
+        held = [block for segment in segments for block in layout.segments[segment].blocks]
         self.blocks = nn.ModuleDict(
-            {
-                str(block.index): Block(
-                    block, shape, kernels, dispatcher, groups=groups, device=device, dtype=dtype
-                )
-                for block in layout.blocks
-            }
+            {str(block.index): Block(block, shape, kernels, dispatcher, **on) for block in held}
         )
 
-    def forward(self, x_BtC: Tensor, context: Context) -> Tensor:
-        for block in self.blocks.values():
-            x_BtC = block(x_BtC, context)
+    def forward(self, x_BtC: Tensor, segments: Sequence[int], context: Context) -> Tensor:
+        for segment in segments:
+            for block in self.layout.segments[segment].blocks:
+                x_BtC = self.blocks[str(block.index)](x_BtC, context)
         return x_BtC
 
     def canonical(self) -> dict[str, Canonical]:

@@ -88,11 +88,13 @@ class _OfVocabulary(nn.Module):
         hidden: int,
         *,
         groups: Groups = Groups(),
+        copies: Group = ALONE,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        """`copies` are the pipeline ranks that hold the same rows, where several do."""
         super().__init__()
-        self.groups = groups
+        self.groups, self.copies = groups, copies
         self.vocabulary = Vocabulary(vocab, groups.tp)
         self.weight = nn.Parameter(torch.empty(self.vocabulary.rows, hidden, device=device, dtype=dtype))
 
@@ -109,6 +111,7 @@ class _OfVocabulary(nn.Module):
             index=(slice(0, ids.held),),
             part=(ids.held, hidden),
             offset=(min(ids.first, ids.ids), 0),
+            copies=self.copies,
         )
         return {"weight": weight}
 

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from braid.kernels.causal_conv import causal_conv
 from braid.nn.canonical import Canonical
+from braid.nn.cost import Cost, Load
 from braid.nn.head_share import HeadShare, Part
 
 
@@ -92,6 +93,12 @@ class GroupedConv(nn.Module):
                     copies=self.share.copies(part),
                 )
         return tensors
+
+    def cost(self, load: Load) -> Cost:
+        """Its input is widened, and preceded by zeros; what SiLU is given is kept."""
+        entries = load.rows * (load.tokens + self.taps - 1) + (self.taps if load.mixed else 0)
+        narrow = load.places() * load.narrow
+        return Cost(kept=self.channels * (entries * load.wide + narrow), passing=3 * self.channels * load.places() * load.wide)
 
     def flops(self, tokens: int) -> int:
         return 2 * tokens * self.channels * self.taps

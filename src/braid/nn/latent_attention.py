@@ -35,6 +35,7 @@ from braid import architecture
 from braid.collectives import Groups, gather, swap
 from braid.kernels.attention import Attend, Spans, attend_cached, pairs_seen
 from braid.nn.canonical import Canonical, Span, under
+from braid.nn.cost import Cost, Load, gather_cost, scatter_cost, swap_cost
 from braid.nn.linear import Linear, RowLinear
 from braid.nn.norm import RmsNorm
 from braid.nn.rotary import Rotary, rotate
@@ -165,6 +166,39 @@ class LatentAttention(nn.Module):
         channels = stop - start
         span = Span(self.groups.tp.rank * self.heads * channels, self.shape.heads * channels)
         return linear.part((slice(None), slice(start, stop)), span)
+
+    def cost(self, load: Load) -> Cost:
+        """The plain form, by SDPA. A CPU widens keys or values until both have as many channels."""
+        shape, n, hidden = self.shape, load.narrow, self.down.channels_in
+        tp, cp = self.groups.tp, self.groups.cp
+        every, own, part = load.places(), load.places(cp), load.places(tp, cp)
+        heads, q_rank = self.heads // cp.size, shape.q_rank or 0
+        q_dim, kv_dim = shape.nope_dim + shape.rope_dim, shape.nope_dim + shape.v_dim
+        q, kv, read = every * heads * q_dim * n, every * heads * kv_dim * n, own * self.heads * shape.v_dim * n
+        norms = self.kv_norm.cost(load, part)
+        if self.q_norm is not None:
+            norms += self.q_norm.cost(load, part)
+        in_place = 0 if load.mixed else part * shape.rope_dim * n  # norms read slices of what `down` gives
+        latents = (q_rank or hidden) + shape.kv_rank
+        if tp.size > 1 and load.rows == 1:
+            latents += shape.rope_dim  # gathered together, and then read in place
+        elif tp.size == 1 and not q_rank:
+            latents -= hidden
+        kept = part * hidden * n + norms.kept + in_place + own * latents * n + every * heads * load.wide
+        if load.device == "cpu" and q_dim != shape.v_dim:
+            kept += 4 * every * heads * max(q_dim, shape.v_dim) * n + read
+        else:
+            kept += 2 * q + kv + every * heads * shape.v_dim * n + (read if cp.size > 1 else 0)
+        return Cost(
+            kept=kept,
+            passing=2 * q + 3 * kv,
+            messages=gather_cost(tp, part * ((q_rank or hidden) + shape.kv_rank + shape.rope_dim) * n, "latents")
+            + gather_cost(cp, own * shape.rope_dim * n, "latent attention, shared keys")
+            + swap_cost(cp, q, "latent attention, queries")
+            + swap_cost(cp, kv, "latent attention, keys and values")
+            + swap_cost(cp, every * heads * shape.v_dim * n, "latent attention, outputs")
+            + scatter_cost(tp, own * hidden * n, "latent attention, sums"),
+        )
 
     def flops(self, tokens: int) -> int:
         """What this rank computes for a row of so many tokens, in the plain form. Scores and reads cost

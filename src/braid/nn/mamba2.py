@@ -28,8 +28,10 @@ from torch.nn import functional as F
 
 from braid import architecture
 from braid.collectives import ALONE, Group, Groups, gather, total
+from braid.kernels.kept import PAIR_BYTES, in_chunks, scanned
 from braid.kernels.ssd import Ssd, step
 from braid.nn.canonical import Canonical, under
+from braid.nn.cost import Cost, Load, gather_cost, scatter_cost, swap_cost, total_cost
 from braid.nn.grouped_conv import GroupedConv
 from braid.nn.head_scalars import HeadScalars
 from braid.nn.head_share import HeadShare, Part
@@ -169,6 +171,32 @@ class Mamba2(nn.Module):
         tensors |= under("gate_norm", "gate_norm", self.gate_norm.canonical())
         return tensors | under("o", "o", self.o.canonical())
 
+    def cost(self, load: Load) -> Cost:
+        """With the scan in plain torch: pairs of tokens within a chunk are most of it."""
+        share, shape, n, w = self.share, self.shape, load.narrow, load.wide
+        tp, cp, hidden = self.groups.tp, self.groups.cp, self.xbcdtz.channels_in
+        every, own, part = load.places(), load.places(cp), load.places(tp, cp)
+        heads, inner = share.core_heads, share.heads * shape.head_dim
+        scan = (load.rows, load.tokens, heads, shape.head_dim, share.core_groups, shape.state)
+        kept = own * hidden * n + self.conv.cost(load).kept
+        kept += (2 * every + 1) * heads * w + scanned(*scan, narrow=n, wide=w)
+        norm = self.gate_norm.cost(load, own)
+        kept += norm.kept + own * inner * n
+        if not load.mixed and share.groups == 1:
+            kept += own * (self.xbcdtz.channels_out - inner) * n  # the gate is read where the projection left it
+        if not load.mixed and cp.size == 1:
+            kept += (in_chunks(load.tokens) - load.tokens) * load.rows * inner * n
+        swapped = every * share.core_groups * sum(share.core_sizes(self.parts[:-1])) * n
+        return Cost(
+            kept=kept,
+            passing=every * heads * PAIR_BYTES,
+            messages=gather_cost(tp, part * hidden * n, "mamba2 tokens")
+            + swap_cost(cp, swapped, "mamba2 heads")
+            + swap_cost(cp, every * heads * shape.head_dim * n, "mamba2 outputs")
+            + norm.messages
+            + scatter_cost(tp, own * hidden * n, "mamba2 sums"),
+        )
+
     def flops(self, tokens: int) -> int:
         """What this rank computes for a row of so many tokens. The recurrence writes and reads a state once for
         each token, 2 operations per entry each."""
@@ -220,3 +248,12 @@ class GatedRmsNorm(nn.Module):
             offset=(self.tp.rank * self.channels,),
         )
         return {"weight": weight}
+
+    def cost(self, load: Load, vectors: int) -> Cost:
+        """Of so many tokens: both inputs widened, the opened gate, their product, that normed."""
+        entries = vectors * (5 * self.channels + self.parts) + (self.channels if load.mixed else 0)
+        return Cost(
+            kept=entries * load.wide,
+            passing=4 * vectors * self.channels * load.wide,
+            messages=total_cost(self.sharers, vectors * self.parts * load.wide, "mamba2 norm"),
+        )

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from braid import architecture
 from braid.collectives import Groups, gather
 from braid.kernels.activation import activate, projections
+from braid.kernels.kept import activated
 from braid.nn.canonical import Canonical, Span, under
+from braid.nn.cost import Cost, Load, gather_cost, scatter_cost
 from braid.nn.linear import Linear, RowLinear
 
 
@@ -50,6 +52,18 @@ class Mlp(nn.Module):
         for place, name in enumerate(self.projections):
             tensors |= under(name, "into", self.into.part((slice(None), place), span))
         return tensors | under("down", "down", self.down.canonical())
+
+    def cost(self, load: Load) -> Cost:
+        tp, cp, hidden = self.groups.tp, self.groups.cp, self.into.channels_in
+        own, part = load.places(cp), load.places(tp, cp)
+        ffn = own * self.ffn * load.narrow
+        tokens = own * hidden * load.narrow
+        return Cost(
+            kept=tokens + activated(self.shape.activation, self.shape.glu, joined=False) * ffn,
+            passing=3 * ffn + 2 * tokens,
+            messages=gather_cost(tp, part * hidden * load.narrow, "mlp tokens")
+            + scatter_cost(tp, tokens, "mlp sums"),
+        )
 
     def flops(self, tokens: int) -> int:
         """What this rank computes for a row of so many tokens."""

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from braid.collectives import ALONE, Group
 from braid.nn.canonical import Canonical
+from braid.nn.cost import Cost, Load
 
 
 class RmsNorm(nn.Module):
@@ -38,6 +39,13 @@ class RmsNorm(nn.Module):
         return {
             "weight": Canonical(parameter="weight", shape=(self.channels,), fill="ones", copies=self.copies)
         }
+
+    def cost(self, load: Load, vectors: int) -> Cost:
+        """Of so many vectors. A CPU keeps them normed as well, before the weight."""
+        entries = vectors * (self.channels * (2 if load.device == "cpu" else 1) + 1)
+        weight = self.channels if load.mixed else 0
+        passing = vectors * self.channels * (2 * load.wide + load.narrow)
+        return Cost(kept=(entries + weight) * load.wide, passing=passing)
 
 
 class LayerNorm(nn.Module):
@@ -69,6 +77,12 @@ class LayerNorm(nn.Module):
             "weight": Canonical(parameter="weight", shape=(self.channels,), fill="ones", copies=self.copies),
             "bias": Canonical(parameter="bias", shape=(self.channels,), fill="zeros", copies=self.copies),
         }
+
+    def cost(self, load: Load, vectors: int) -> Cost:
+        """Of so many vectors."""
+        weights = 2 * self.channels if load.mixed else 0
+        passing = vectors * self.channels * (2 * load.wide + load.narrow)
+        return Cost(kept=(vectors * (self.channels + 2) + weights) * load.wide, passing=passing)
 
 
 def norm(

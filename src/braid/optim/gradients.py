@@ -50,7 +50,8 @@ def sum_copies_(gradients: Mapping[str, Tensor], copies: Sequence[Copied]) -> No
     buckets: dict[tuple[Group, torch.dtype], list[Copied]] = {}
     for each in copies:
         buckets.setdefault((each.group, gradients[each.parameter].dtype), []).append(each)
-    for (group, _), parts in buckets.items():
+    # All ranks go by the names of groups, so that no two of them wait for each other in different groups.
+    for (group, _), parts in sorted(buckets.items(), key=lambda bucket: (bucket[0][0].name, str(bucket[0][1]))):
         values = [_part(gradients, part) for part in parts]
         total = summed(torch.cat([value.flatten() for value in values]), group)
         for part, value, new in zip(parts, values, total.split([v.numel() for v in values]), strict=True):

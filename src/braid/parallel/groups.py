@@ -43,6 +43,7 @@ def open_groups(
     lengths = sorted({length for length in tp_runs if length not in (1, tp)})
     families = [grid.groups(axes, view) for view, axes in FAMILIES.values()]
     families += [grid.runs("tp", length) for length in lengths]
+    families.append(tuple((line[0], line[-1]) for line in grid.groups("pp") if len(line) > 1))
     handles = open_communicators(
         (members for family in families for members in family if len(members) > 1), timeout
     )
@@ -55,7 +56,9 @@ def open_groups(
     runs = {
         length: _group(f"tp_run_{length}", rank, grid.run_of(rank, "tp", length), handles) for length in lengths
     }
-    return Groups(**named, tp_runs=MappingProxyType(runs))
+    line = grid.group_of(rank, "pp")
+    ends = (line[0], line[-1]) if len(line) > 1 and rank in (line[0], line[-1]) else (rank,)
+    return Groups(**named, ends=_group("ends", rank, ends, handles), tp_runs=MappingProxyType(runs))
 
 
 def close_groups(groups: Groups) -> None:

@@ -36,6 +36,8 @@ class Unit:
     """Weights that are gathered and released together."""
 
     module: nn.Module
+    segment: int
+    """The segment of the model whose backward is the last of a micro-batch to use it here."""
     mesh: Literal["dense", "expert"] = "dense"
     wide: bool = False
     """Whether it computes in the stored dtype, whatever the rest computes in."""
@@ -99,12 +101,17 @@ def _shard(
     sharded.set_force_sum_reduction_for_comms(True)
 
 
-def before_backward(root: nn.Module, strategy: Strategy, *, last: bool) -> None:
-    """What the next backward does with gradients and gathered weights; `last` is the last of a step."""
+def before_backward(
+    root: nn.Module, modules: Iterable[nn.Module], strategy: Strategy, *, last: bool, done: bool
+) -> None:
+    """What the next backward does with gradients and gathered weights of these units. `last` is the last
+    micro-batch that they see in a step, `done` the last backward of the step on this rank."""
+    for module in modules:
+        if isinstance(module, FSDPModule):
+            module.set_requires_gradient_sync(last or strategy in ("gradients", "all"), recurse=False)
+            module.set_reshard_after_backward(last or strategy == "all", recurse=False)
     if isinstance(root, FSDPModule):
-        root.set_requires_gradient_sync(last or strategy in ("gradients", "all"))
-        root.set_reshard_after_backward(last or strategy == "all")
-        root.set_is_last_backward(last)
+        root.set_is_last_backward(done)
 
 
 def release(root: nn.Module) -> None:

@@ -140,9 +140,13 @@ def with_sums(schedule: Schedule, copies: Mapping[str, Sequence[int]]) -> Schedu
         collective = Collective(communicator=name, label="grad", members=members)
         if len(members) > 1:
             sums.append(Op(act=Act.SUM_COPIES, collectives=(collective,)))
-    closing = (tuple(op for op in sums if rank in op.collectives[0].members) for rank in range(schedule.pp))
-    ops = tuple(list_ + own for list_, own in zip(schedule.ops, closing, strict=True))
-    return replace(schedule, ops=ops)
+    return replace(
+        schedule,
+        ops=tuple(
+            (*ops, *(op for op in sums if rank in op.collectives[0].members))
+            for rank, ops in enumerate(schedule.ops)
+        ),
+    )
 
 
 # ------------------------------------------------------------------------------------- how they are made

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from braid.schedule.faults import Fault, Rule
 from braid.schedule.ops import Act, Channel, Message, Op, Ops, Schedule, channel_of, message_of
@@ -61,61 +62,73 @@ def _incomplete(schedule: Schedule) -> Iterator[Fault]:
                 yield Fault(rank=rank, place=place, op=op, rule=Rule.COMPLETE, why=why)
 
 
+class _Expected(NamedTuple):
+    """What must hold for an act on a segment, whatever the micro-batch."""
+
+    holder: int
+    reads: tuple[Act, int] | None
+    """The act and segment on the same rank that make what it reads; none for the batch, the loss, a receive."""
+    peer: int | None
+    """The rank with which the message is exchanged; none if there is no message here."""
+
+
+def _expected(schedule: Schedule, act: Act, segment: int) -> _Expected:
+    holder = schedule.holder
+    onward = 1 if act.direction == "F" else -1
+    source, target = segment - onward, segment + onward
+    other = target if act.sends else source
+    exists = 0 <= other < schedule.segments
+    local = exists and holder[other] == holder[segment]
+    reads: tuple[Act, int] | None = None
+    if act.sends:
+        reads = (Act(act.direction), segment)
+    elif act.computes and exists:
+        reads = (act, source) if local else (Act.RECV_F if act is Act.F else Act.RECV_B, segment)
+    message = act.sends or act.receives
+    peer = holder[other] if message and exists and not local else None
+    return _Expected(holder=holder[segment], reads=reads, peer=peer)
+
+
 def _own_faults(schedule: Schedule) -> Iterator[Fault]:
     """Each op exists, stands on its own rank, after what it reads, and talks to the right peer."""
+    expected = {
+        (act, segment): _expected(schedule, act, segment)
+        for act in Act
+        if act.direction == "F" or (act.direction == "B" and schedule.backward)
+        for segment in range(schedule.segments)
+    }
     for rank, ops in enumerate(schedule.ops):
         done: set[tuple[Act, int, int]] = set()
         for place, op in enumerate(ops):
             if op.micro_batch is None or op.segment is None:
                 continue
-            for rule, why in _op_faults(schedule, rank, op, op.micro_batch, op.segment, done):
-                yield Fault(rank=rank, place=place, op=op, rule=rule, why=why)
+            known = expected.get((op.act, op.segment)) if op.micro_batch < schedule.micro_batches else None
+            if known:
+                for rule, why in _op_faults(op, rank, known, op.micro_batch, done):
+                    yield Fault(rank=rank, place=place, op=op, rule=rule, why=why)
+            else:
+                yield Fault(rank=rank, place=place, op=op, rule=Rule.EXISTS, why=_extent(schedule))
             done.add((op.act, op.micro_batch, op.segment))
 
 
+def _extent(schedule: Schedule) -> str:
+    backward = "" if schedule.backward else ", and no backward"
+    return f"there are {schedule.micro_batches} micro-batches and {schedule.segments} segments{backward}"
+
+
 def _op_faults(
-    schedule: Schedule, rank: int, op: Op, micro_batch: int, segment: int, done: set[tuple[Act, int, int]]
+    op: Op, rank: int, expected: _Expected, micro_batch: int, done: set[tuple[Act, int, int]]
 ) -> Iterator[tuple[Rule, str]]:
-    if not (0 <= micro_batch < schedule.micro_batches and 0 <= segment < schedule.segments):
-        have = f"{schedule.micro_batches} micro-batches and {schedule.segments} segments"
-        yield Rule.EXISTS, f"there are {have}, counted from 0"
-        return
-    if not schedule.backward and op.act in (Act.B, Act.SEND_B, Act.RECV_B):
-        yield Rule.EXISTS, "this schedule has no backward"
-    if schedule.holder[segment] != rank:
-        yield Rule.OWN_RANK, f"segment {segment} is held by rank {schedule.holder[segment]}"
-    if op.act is Act.B and (Act.F, micro_batch, segment) not in done:
-        yield Rule.F_BEFORE_B, f"F{micro_batch}.{segment} has not run"
-    needed = _read_by(schedule, op.act, micro_batch, segment)
-    if needed and needed not in done:
-        yield Rule.AFTER_INPUT, f"{needed[0].value}{needed[1]}.{needed[2]} has not run"
-    if op.act.sends or op.act.receives:
-        peer = _peer(schedule, op.act, segment)
-        if op.peer != peer or peer is None:
-            right = "there is nothing to send or receive here" if peer is None else f"its peer is rank {peer}"
-            yield Rule.PEER, right
-
-
-def _read_by(schedule: Schedule, act: Act, micro_batch: int, segment: int) -> tuple[Act, int, int] | None:
-    """The op of the same rank that makes what this one reads; none for the batch, the loss and a receive."""
-    if act.sends:
-        return Act(act.direction), micro_batch, segment
-    if not act.computes:
-        return None
-    before = segment - 1 if act is Act.F else segment + 1
-    if not 0 <= before < schedule.segments:
-        return None
-    if schedule.holder[before] == schedule.holder[segment]:
-        return act, micro_batch, before
-    return Act.RECV_F if act is Act.F else Act.RECV_B, micro_batch, segment
-
-
-def _peer(schedule: Schedule, act: Act, segment: int) -> int | None:
-    """The rank with which this message is exchanged, if there is such a message."""
-    other = segment + (1 if act in (Act.SEND_F, Act.RECV_B) else -1)
-    if not 0 <= other < schedule.segments or schedule.holder[other] == schedule.holder[segment]:
-        return None
-    return schedule.holder[other]
+    holder, reads, peer = expected
+    if holder != rank:
+        yield Rule.OWN_RANK, f"segment {op.segment} is held by rank {holder}"
+    if op.act is Act.B and (Act.F, micro_batch, op.segment) not in done:
+        yield Rule.F_BEFORE_B, f"F{micro_batch}.{op.segment} has not run"
+    if reads and (reads[0], micro_batch, reads[1]) not in done:
+        yield Rule.AFTER_INPUT, f"{reads[0].value}{micro_batch}.{reads[1]} has not run"
+    if not op.act.computes and (peer is None or op.peer != peer):
+        why = "there is nothing to send or receive here" if peer is None else f"its peer is rank {peer}"
+        yield Rule.PEER, why
 
 
 def _once_faults(schedule: Schedule) -> Iterator[Fault]:

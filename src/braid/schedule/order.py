@@ -1,4 +1,4 @@
-"""The order of collectives: whether ranks agree on what they issue, on each communicator and over all of them."""
+"""The order of collectives: whether ranks agree on it, on each communicator and over all of them."""
 
 from __future__ import annotations
 

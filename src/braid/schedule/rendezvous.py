@@ -78,18 +78,17 @@ class _Room:
         woken: set[int] = set()
         ops, spans = self.lists[rank], self.spans[rank]
         while len(spans) < len(ops):
-            op, start = ops[len(spans)], self.clock[rank]
+            op = ops[len(spans)]
+            if op.collectives and not self._meet_all(rank, op, woken):
+                break
+            start = self.clock[rank]
+            end = start + self.seconds(op)
             if op.act.receives:
                 arrival = self._arrival(channel_of(rank, op))
                 if arrival is None:
                     break
-                end = max(start, arrival)
-            else:
-                if op.collectives and not self._meet_all(rank, op, woken):
-                    break
-                start = self.clock[rank]
-                end = start + self.seconds(op)
-            if op.act.sends:
+                end = max(end, arrival)
+            elif op.act.sends:
                 channel = channel_of(rank, op)
                 sent = self.arrivals[channel]
                 sent.append(max(end, sent[-1] if sent else end) + self.message)
@@ -133,11 +132,11 @@ class _Room:
             if place == len(ops):
                 continue
             op = ops[place]
-            if op.act.receives:
-                awaited: tuple[int, ...] = (channel_of(rank, op)[1],)
-            else:
+            if self.met[rank] < len(op.collectives):
                 collective = op.collectives[self.met[rank]]
                 present = self._present(rank, collective)
                 awaited = tuple(member for member in collective.members if member not in present)
+            else:
+                awaited = (channel_of(rank, op)[1],)
             waits.append(Wait(rank=rank, place=place, op=op, awaited=awaited))
         return waits

@@ -5,7 +5,7 @@ Shapes: E experts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from braid.collectives import Group, summed
 from braid.model.language import LanguageModel
-from braid.nn.moe.balance import Balance, load, updated_bias
+from braid.nn.moe.balance import Balance, Load, load, updated_bias
 from braid.pattern import Layer
 
 Counts = Mapping[Layer, Tensor]
@@ -51,21 +51,26 @@ class Loads:
             favourites_E=self.favourites_E,
         )
 
-    def metrics(self) -> dict[str, float]:
-        """The worst layer's extremes, the mean of the rest."""
-        loads = [load(counts_E, self.kept_E[layer]) for layer, counts_E in self.counts_E.items()]
-        if not loads:
-            return {}
-        return {
-            "moe_max_over_mean": max(each.max_over_mean for each in loads),
-            "moe_min_over_mean": min(each.min_over_mean for each in loads),
-            "moe_entropy": sum(each.entropy for each in loads) / len(loads),
-            "moe_dropped": sum(each.dropped for each in loads) / len(loads),
-        }
+    def layers(self) -> list[Load]:
+        """The load of each layer."""
+        return [load(counts_E, self.kept_E[layer]) for layer, counts_E in self.counts_E.items()]
+
+
+def figures(layers: Sequence[Load]) -> dict[str, float]:
+    """The worst layer's extremes, the mean of the rest; nothing without layers of experts."""
+    if not layers:
+        return {}
+    return {
+        "moe_max_over_mean": max(each.max_over_mean for each in layers),
+        "moe_min_over_mean": min(each.min_over_mean for each in layers),
+        "moe_entropy": sum(each.entropy for each in layers) / len(layers),
+        "moe_dropped": sum(each.dropped for each in layers) / len(layers),
+    }
 
 
 def _plus(sums: Counts, more: Counts) -> Counts:
-    return {layer: sums[layer] + counts_E if layer in sums else counts_E for layer, counts_E in more.items()}
+    new = {layer: sums[layer] + counts_E if layer in sums else counts_E for layer, counts_E in more.items()}
+    return {**sums, **new}
 
 
 @torch.no_grad()

@@ -17,6 +17,7 @@ from braid.model.language import LanguageModel
 from braid.nn.moe import dispatchers
 from braid.optim.adamw import AdamW
 from braid.optim.schedule import Schedule
+from braid.parallel.channels import open_channels
 from braid.parallel.mesh import dense_mesh, expert_mesh
 from braid.parallel.sharding import local, shard_units
 from braid.plan import Plan, size, whole_model
@@ -58,7 +59,14 @@ def make_state(plan: Plan, device: Device, groups: Groups = Groups()) -> State:
         eps=run.optim.eps,
         weight_decay=run.optim.weight_decay,
     )
-    return State(model=model, optimizer=optimizer, names=frozenset(whole_model(plan).canonical()))
+    channels = open_channels(plan.grid, groups.world.rank, plan.schedule.channels())
+    return State(
+        model=model,
+        optimizer=optimizer,
+        schedule=plan.schedule,
+        names=frozenset(whole_model(plan).canonical()),
+        channels=channels,
+    )
 
 
 def make_model(plan: Plan, device: Device, groups: Groups) -> LanguageModel:
@@ -76,6 +84,7 @@ def make_model(plan: Plan, device: Device, groups: Groups) -> LanguageModel:
         chosen,
         groups=groups,
         dispatcher=None if dispatcher is None else dispatcher.function,
+        segments=[segment.index for segment in plan.stages[groups.pp.rank].segments],
         device=device.torch if alone else torch.device("meta"),
         dtype=dtype,
         stored=None if alone else torch.promote_types(dtype, torch.float32),
@@ -89,10 +98,10 @@ def make_model(plan: Plan, device: Device, groups: Groups) -> LanguageModel:
                 groups, plan.grid, device_type=device.torch.type, replicate=plan.axes.expert_copies
             ),
         }
-        methods = ("losses", "logits", "wake")
-        strategy = run.mesh.shard
+        strategy, methods = run.mesh.shard, ("run", "logits", "wake")
         shard_units(model, model.units(), meshes=meshes, strategy=strategy, compute=dtype, root_methods=methods)
         model.to_empty(device=device.torch)
+        model.device = device.torch
         for tensor in model.tensors().values():
             local(tensor).zero_()  # no checkpoint fills the padding of the vocabulary
         model.wake()
@@ -282,7 +291,7 @@ class _Loop:
     def _evaluate(self) -> float | None:
         if self.feed.validation is None:
             return None
-        return evaluate(self.state.model, self.run, self.feed.validation)
+        return evaluate(self.state, self.run, self.feed.validation)
 
     def _save(self, *, must: bool) -> Path | None:
         """Save a checkpoint. One on the way may fail: training goes on with the old one."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,8 +19,10 @@ from torch import Tensor
 
 import braid
 from braid import checkpoint, kernels
+from braid.collectives import Group
 from braid.config import Run, from_json, to_json
 from braid.data import Loader, Tokenizer, tokenizer_from
+from braid.engine.executor import Wires
 from braid.errors import CheckpointError
 from braid.model.language import LanguageModel
 from braid.nn.canonical import Canonical, Held
@@ -28,6 +30,7 @@ from braid.optim.adamw import MOMENTS, AdamW
 from braid.optim.gradients import Copied, copied
 from braid.parallel.sharding import Kept, kept_of
 from braid.plan import plan
+from braid.schedule import Channel, Schedule, Span
 from braid.train.device import DTYPES, Device
 from braid.train.ranks import gather_json, together
 
@@ -47,8 +50,14 @@ class State:
 
     model: LanguageModel
     optimizer: AdamW
+    schedule: Schedule
+    """What each pipeline rank does in a step."""
     names: frozenset[str]
     """Canonical names of the whole model, over all ranks."""
+    channels: Mapping[Channel, Group] = field(default_factory=dict)
+    """How this rank reaches its neighbours in the pipeline."""
+    log: Sequence[Span] = ()
+    """What ran when in the last step."""
     step: int = 0
     """Steps done, skipped ones included."""
     samples: int = 0
@@ -61,6 +70,14 @@ class State:
     def weights(self) -> dict[str, Tensor]:
         """By parameter name: the main copy of what the optimizer updates, the model's own of all else."""
         return {**self.model.tensors(), **self.optimizer.main}
+
+    def wires(self, rows: int, run: Run) -> Wires:
+        """Channels, and memory for a message about so many rows."""
+        model, groups = self.model, self.model.groups
+        tokens = run.data.sequence_tokens // groups.tp_cp.size
+        size = (rows, tokens, model.shape.hidden)
+        message = functools.partial(torch.empty, size, dtype=model.dtype, device=model.device)
+        return Wires(channels=self.channels, message=message)
 
     @functools.cached_property
     def kept(self) -> dict[str, Kept]:

@@ -13,19 +13,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from braid.collectives import ALONE, Group, summed
+from braid.collectives import ALONE, Group, Groups, summed
 from braid.config import Run
 from braid.data import Loader
+from braid.engine.executor import Turn, execute
 from braid.errors import DataError
-from braid.model.context import MicroBatch, Whole
+from braid.model.context import Context, MicroBatch, Whole
 from braid.model.language import LanguageModel, PartOfStep
 from braid.model.mtp import targets
+from braid.nn.moe.balance import Load
 from braid.optim import gradients
 from braid.parallel.sharding import before_backward, release
+from braid.schedule import Op, forward_only
 from braid.train.feed import micro_batch
-from braid.train.loads import Loads, update_selection_biases
+from braid.train.loads import Loads, figures, update_selection_biases
 from braid.train.ranks import gather_json, together
 from braid.train.state import State
 
@@ -71,12 +74,12 @@ def train_step(state: State, run: Run, loader: Loader, rate: float, *, stop: boo
     batches = micro_batches(run, loader, state.step + 1, state.samples, groups.dp)
     counts = count(state.model, batches)
     parts, loads = backward(state, run, batches, counts)
-    asked, metrics = _over_ranks(parts, stop, groups.world)
+    asked, metrics = _over_ranks(parts, stop, groups)
     state.step += 1
     state.samples += run.train.batch_samples
     state.tokens += run.train.batch_samples * run.data.sequence_tokens
     found = state.optimizer.gradients()
-    gradients.sum_copies_(found, state.copies)
+    gradients.sum_copies_(found, [each for each in state.copies if each.group is not groups.ends])
     repeated = frozenset(name for name in found if not state.kept[name].first)
     norm = float(gradients.total_norm(found, state.copies, repeated, groups.world))
     spoiled = _not_finite(metrics["loss"], norm, found, groups.world)
@@ -88,7 +91,7 @@ def train_step(state: State, run: Run, loader: Loader, rate: float, *, stop: boo
         state.optimizer.update(rate)
         update_selection_biases(state.model, loads)
         state.skipped_in_a_row = 0
-    metrics |= loads.metrics()
+    metrics |= metrics_of(loads, groups.pp)
     return StepResult(
         metrics=metrics, tokens=counts.tokens, grad_norm=norm, not_finite=tuple(spoiled), stop=asked
     )
@@ -115,8 +118,7 @@ def count(model: LanguageModel, batches: Sequence[MicroBatch]) -> Counts:
         ]
         for batch in batches
     ]
-    device = model.embedding.weight.device
-    counts_MK = summed(torch.tensor(rows, device=device), groups.dp).tolist()
+    counts_MK = summed(torch.tensor(rows, device=model.device), groups.dp).tolist()
     if any(row[0] for row in counts_MK):
         with together(groups.world):
             if problem is not None:
@@ -138,30 +140,76 @@ def backward(
 ) -> tuple[dict[str, Tensor], Loads]:
     """Leave the gradient of the whole step in the optimizer; tell this rank's part of its figures, and the
     load of its experts over all ranks."""
-    model, metrics, loads = state.model, dict[str, Tensor](), Loads()
-    for number, (batch, whole, part) in enumerate(zip(batches, counts.wholes, counts.parts, strict=True)):
-        context = model.prepare(batch, whole=whole)
-        context.earlier_E = loads.favourites_E
-        losses = model.losses(context)
-        before_backward(model, run.mesh.shard, last=number == len(batches) - 1)
-        losses.share(counts.tokens, counts.mtp_tokens, part).backward()
-        state.optimizer.gather()
-        loads = loads.plus(losses.balances)
-        for name, figure in losses.metrics(counts.tokens, counts.mtp_tokens, part).items():
+    step, groups = _Step(state, run, batches, counts), state.model.groups
+    wires = state.wires(len(batches[0].sample_B), run)
+    state.log = execute(state.schedule, groups.pp.rank, step, wires)
+    return step.metrics, step.loads.over(groups.slab)
+
+
+class _Step:
+    """One step's work, as the ops of its schedule ask for it."""
+
+    def __init__(self, state: State, run: Run, batches: Sequence[MicroBatch], counts: Counts) -> None:
+        self.state, self.run, self.model = state, run, state.model
+        self.batches, self.counts = batches, counts
+        self.contexts: dict[int, Context] = {}
+        self.metrics: dict[str, Tensor] = {}
+        self.loads = Loads()
+        self.modules: dict[int, list[nn.Module]] = {}
+        for unit in self.model.units():
+            segment = unit.segment if self.model.groups.pp.size > 1 else 0
+            self.modules.setdefault(segment, []).append(unit.module)
+
+    def forward(self, turn: Turn, x: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        micro_batch, segment = turn
+        context = self.contexts.get(micro_batch)
+        if context is None:
+            whole = self.counts.wholes[micro_batch]
+            context = self.contexts[micro_batch] = self.model.prepare(self.batches[micro_batch], whole=whole)
+        context.earlier_E = self.loads.favourites_E
+        y, losses = self.model.run(segments_of(self.model, segment), x, context)
+        self.loads = self.loads.plus(losses.balances)
+        counts = (self.counts.tokens, self.counts.mtp_tokens if losses.mtp else ())
+        self._tell(losses.metrics(*counts, self.counts.parts[micro_batch]))
+        cost = losses.share(*counts, self.counts.parts[micro_batch])
+        return y, cost if cost.requires_grad else None
+
+    def _tell(self, figures: Mapping[str, Tensor]) -> None:
+        for name, figure in figures.items():
             # The head's losses are the same on all tp ranks: one of them tells.
-            if name.startswith("aux_") or model.groups.tp.rank == 0:
-                metrics[name] = metrics[name] + figure if name in metrics else figure
-            else:
-                metrics[name] = torch.zeros_like(figure)
-    return metrics, loads.over(model.groups.slab)
+            told = figure if name.startswith("aux_") or self.model.groups.tp.rank == 0 else 0 * figure
+            self.metrics[name] = self.metrics[name] + told if name in self.metrics else told
+
+    def before_backward(self, turn: Turn) -> None:
+        micro_batch, segment = turn
+        last = micro_batch == len(self.batches) - 1
+        modules, done = self.modules.get(segment, []), last and segment == min(self.modules, default=segment)
+        before_backward(self.model, modules, self.run.mesh.shard, last=last, done=done)
+
+    def after_backward(self, turn: Turn) -> None:
+        micro_batch, segment = turn
+        self.state.optimizer.gather()
+        if segment == (0 if self.model.groups.pp.size == 1 else self.model.segments[0]):
+            del self.contexts[micro_batch]
+
+    def sum_copies(self, op: Op) -> None:
+        """Of what the first and the last stage hold; copies within a stage are summed when the step is done."""
+        ends = [each for each in self.state.copies if each.group is self.model.groups.ends]
+        gradients.sum_copies_(self.state.optimizer.gradients(), ends)
 
 
-def _over_ranks(metrics: Mapping[str, Tensor], stop: bool, world: Group) -> tuple[bool, dict[str, float]]:
+def segments_of(model: LanguageModel, segment: int) -> Sequence[int]:
+    """The segments of the layout that a segment of the schedule stands for: without a pipeline, all of them."""
+    return model.segments if model.groups.pp.size == 1 else (segment,)
+
+
+def _over_ranks(metrics: Mapping[str, Tensor], stop: bool, groups: Groups) -> tuple[bool, dict[str, float]]:
     """Figures summed over ranks, and whether any rank was asked to stop."""
-    device = next(iter(metrics.values())).device
-    figures = [figure.double() for figure in metrics.values()]
-    told = summed(torch.stack([torch.tensor(float(stop), device=device).double(), *figures]), world).tolist()
-    return told[0] > 0, dict(zip(metrics, told[1:], strict=True))
+    names = sorted({name for stage in gather_json(sorted(metrics), groups.pp) for name in stage})
+    nothing = torch.zeros((), dtype=torch.float64, device=next(iter(metrics.values())).device)
+    parts = [metrics[name].double() if name in metrics else nothing for name in names]
+    told = summed(torch.stack([nothing + stop, *parts]), groups.world).tolist()
+    return told[0] > 0, dict(zip(names, told[1:], strict=True))
 
 
 def micro_batches(run: Run, loader: Loader, step: int, first: int, dp: Group = ALONE) -> list[MicroBatch]:
@@ -176,6 +224,12 @@ def micro_batches(run: Run, loader: Loader, step: int, first: int, dp: Group = A
     ]
 
 
+def metrics_of(loads: Loads, pp: Group) -> dict[str, float]:
+    """Figures of the load of all layers, whichever stage has them."""
+    stages = gather_json([list(layer) for layer in loads.layers()], pp)
+    return figures([Load(*layer) for stage in stages for layer in stage])
+
+
 def _not_finite(loss: float, norm: float, found: Mapping[str, Tensor], world: Group) -> list[str]:
     """What is not finite, on any rank."""
     if math.isfinite(loss) and math.isfinite(norm):
@@ -186,23 +240,54 @@ def _not_finite(loss: float, norm: float, found: Mapping[str, Tensor], world: Gr
 
 
 @torch.no_grad()
-def evaluate(model: LanguageModel, run: Run, loader: Loader) -> float:
+def evaluate(state: State, run: Run, loader: Loader) -> float:
     """Mean cross-entropy over the first `eval_samples` samples, in nats per token."""
-    groups = model.groups
+    groups = state.model.groups
     samples = min(run.train.eval_samples, loader.samples_per_epoch)
     each = run.train.batch_samples // run.train.micro_batches // groups.dp.size
-    totals = torch.zeros(2, dtype=torch.float64, device=model.embedding.weight.device)
-    for start in range(0, samples, each * groups.dp.size):
-        first = start + groups.dp.rank * each
-        chosen = range(first, min(first + each, samples)) if groups.dp.size == 1 else range(first, first + each)
-        batch = micro_batch(
-            loader, [min(s, samples - 1) for s in chosen], step=0, seed=run.train.seed, training=False
-        )
-        # Ranks compute in step: one that has run out of samples goes on with one that does not count.
-        counts_B1 = torch.tensor([s < samples for s in chosen])[:, None]
-        batch = replace(batch, loss_mask_BT=batch.loss_mask_BT & counts_B1)
-        losses = model.losses(model.prepare(batch))
-        totals += torch.stack([losses.loss_sum.double(), losses.token_count.double()])
-    release(model)
-    total, tokens = summed(totals, groups.dp_cp).tolist()
+    starts = range(groups.dp.rank * each, samples + groups.dp.rank * each, each * groups.dp.size)
+    evaluation = _Evaluation(state.model, [_counted(run, loader, start, each, samples) for start in starts])
+    schedule = forward_only(groups.pp.size, state.schedule.virtual, len(evaluation.batches))
+    execute(schedule, groups.pp.rank, evaluation, state.wires(each, run))
+    release(state.model)
+    total, tokens = summed(evaluation.totals, groups.world).tolist()
     return float(total / max(1, tokens))
+
+
+def _counted(run: Run, loader: Loader, start: int, each: int, samples: int) -> MicroBatch:
+    """Samples from `start` on. All ranks compute in step: past the end stands a sample that does not count."""
+    chosen = range(start, start + each)
+    rows = [min(sample, samples - 1) for sample in chosen]
+    batch = micro_batch(loader, rows, step=0, seed=run.train.seed, training=False)
+    counts_B1 = torch.tensor([sample < samples for sample in chosen])[:, None]
+    return replace(batch, loss_mask_BT=batch.loss_mask_BT & counts_B1)
+
+
+class _Evaluation:
+    """Forwards alone; what is left are sums."""
+
+    def __init__(self, model: LanguageModel, batches: Sequence[MicroBatch]) -> None:
+        self.model, self.batches = model, batches
+        self.contexts: dict[int, Context] = {}
+        self.totals = torch.zeros(2, dtype=torch.float64, device=model.device)
+        """Loss sum and token count of what this rank tells."""
+
+    def forward(self, turn: Turn, x: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        micro_batch, segment = turn
+        context = self.contexts.get(micro_batch)
+        if context is None:
+            context = self.contexts[micro_batch] = self.model.prepare(self.batches[micro_batch])
+        y, losses = self.model.run(segments_of(self.model, segment), x, context)
+        if self.model.groups.tp.rank == 0:  # the head's losses are the same on all tp ranks
+            self.totals += torch.stack([losses.loss_sum.double(), losses.token_count.double()])
+        if segments_of(self.model, segment)[-1] == self.model.segments[-1]:
+            del self.contexts[micro_batch]
+        return y, None
+
+    def before_backward(self, turn: Turn) -> None:
+        raise NotImplementedError("an evaluation has no backward")
+
+    after_backward = before_backward
+
+    def sum_copies(self, op: Op) -> None:
+        raise NotImplementedError("an evaluation has no gradients")

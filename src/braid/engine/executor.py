@@ -1,0 +1,160 @@
+"""The interpreter of schedules: one op after the other, and a log of what it ran.
+
+Between segments a tensor crosses as data: it is detached where a segment reads it, and its gradient is handed
+back when that segment's backward is done. So the graph of a segment is its own, and is gone after its backward.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from braid.collectives import Group
+from braid.schedule import Act, Channel, Op, Schedule, Span, channel_of
+
+Turn = tuple[int, int]
+"""(micro-batch, segment)."""
+
+
+class Work(Protocol):
+    """What the ops of a schedule mean to whoever has them run."""
+
+    def forward(self, turn: Turn, x: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """Run a segment on what the one before it returned, None for the first. Returns what the next one
+        reads, None after the last; and what this one adds to the loss, None where that is nothing."""
+        ...
+
+    def before_backward(self, turn: Turn) -> None: ...
+
+    def after_backward(self, turn: Turn) -> None: ...
+
+    def sum_copies(self, op: Op) -> None:
+        """Sum the gradients of a weight that several stages hold."""
+        ...
+
+
+class _Held(NamedTuple):
+    """What a forward leaves for its backward."""
+
+    x: Tensor | None
+    y: Tensor | None
+    cost: Tensor | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wires:
+    """How a rank reaches its neighbours in the pipeline."""
+
+    channels: Mapping[Channel, Group]
+    """A communicator of two for every channel, the sender first. Empty without a pipeline."""
+    message: Callable[[], Tensor]
+    """Memory for one message."""
+
+
+def execute(schedule: Schedule, rank: int, work: Work, wires: Wires) -> tuple[Span, ...]:
+    """Run the ops of a pipeline rank, and return what ran when, in seconds of this process's clock."""
+    return _Executor(schedule, rank, work, wires).run()
+
+
+class _Executor:
+    """The state of one run of one list."""
+
+    def __init__(self, schedule: Schedule, rank: int, work: Work, wires: Wires) -> None:
+        self.schedule, self.rank = schedule, rank
+        self.work, self.wires = work, wires
+        self.inputs: dict[Turn, Tensor] = {}
+        """What a forward is going to read."""
+        self.gradients: dict[Turn, Tensor] = {}
+        """What a backward is going to begin with."""
+        self.held: dict[Turn, _Held] = {}
+        self.outgoing: list[tuple[dist.Work, Tensor]] = []
+        """Messages that may still be on their way, with their memory."""
+
+    def run(self) -> tuple[Span, ...]:
+        log = []
+        for op in self.schedule.ops[self.rank]:
+            start = time.perf_counter()
+            self._run(op)
+            log.append(Span(op=op, start=start, end=time.perf_counter()))
+        for sending, _ in self.outgoing:
+            sending.wait()
+        left = [*self.inputs, *self.gradients, *self.held]
+        assert not left, f"a schedule uses everything that it makes: {left}"
+        return tuple(log)
+
+    def _run(self, op: Op) -> None:
+        if op.act is Act.SUM_COPIES:
+            self.work.sum_copies(op)
+            return
+        assert op.micro_batch is not None
+        assert op.segment is not None
+        turn = (op.micro_batch, op.segment)
+        match op.act:
+            case Act.F:
+                self._forward(turn)
+            case Act.B:
+                self._backward(turn)
+            case Act.SEND_F:
+                self._send(op, self.inputs.pop(_next(turn)))
+            case Act.SEND_B:
+                self._send(op, self.gradients.pop(_before(turn)))
+            case Act.RECV_F:
+                self.inputs[turn] = self._receive(op)
+            case Act.RECV_B:
+                self.gradients[turn] = self._receive(op)
+
+    # ------------------------------------------------------------------------------------ computing
+
+    def _forward(self, turn: Turn) -> None:
+        x = self.inputs.pop(turn, None)
+        if x is not None and self.schedule.backward:
+            x = x.detach().requires_grad_()
+        y, cost = self.work.forward(turn, x)
+        if y is not None:
+            self.inputs[_next(turn)] = y.detach()
+        if self.schedule.backward:
+            self.held[turn] = _Held(x, y, cost)
+
+    def _backward(self, turn: Turn) -> None:
+        x, y, cost = self.held.pop(turn)
+        self.work.before_backward(turn)
+        roots: list[tuple[Tensor, Tensor | None]] = []
+        if y is not None:
+            roots.append((y, self.gradients.pop(turn)))
+        if cost is not None:
+            roots.append((cost, None))
+        torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])
+        if x is not None:
+            assert x.grad is not None
+            self.gradients[_before(turn)] = x.grad
+        self.work.after_backward(turn)
+
+    # ------------------------------------------------------------------------------------- messages
+
+    def _send(self, op: Op, message: Tensor) -> None:
+        group = self.wires.channels[channel_of(self.rank, op)]
+        message = message.contiguous()
+        sending = dist.isend(message, group=group.handle, group_dst=1 - group.rank)
+        assert sending is not None
+        self.outgoing = [(each, kept) for each, kept in self.outgoing if not each.is_completed()]
+        self.outgoing.append((sending, message))
+
+    def _receive(self, op: Op) -> Tensor:
+        group = self.wires.channels[channel_of(self.rank, op)]
+        message = self.wires.message()
+        dist.recv(message, group=group.handle, group_src=1 - group.rank)
+        return message
+
+
+def _next(turn: Turn) -> Turn:
+    return turn[0], turn[1] + 1
+
+
+def _before(turn: Turn) -> Turn:
+    return turn[0], turn[1] - 1

@@ -1,0 +1,156 @@
+"""What a layer costs a rank in one micro-batch: bytes that autograd keeps, bytes that backward needs, messages.
+
+Every module has a method `cost(load)`, in closed form. So that nothing is counted twice, a module counts
+
+    its input, where an op of it keeps that,
+    everything that it makes and that is kept,
+    but not its output: that is for whoever takes it as input.
+
+Bytes are those of whole storages: a slice that is kept keeps all of the tensor that it was cut from. Routing and
+the lengths of documents depend on the data; here rows are single documents without padding, and every expert
+has its even share.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+import torch
+
+from braid.collectives import Group
+
+Op = Literal["gather", "scatter", "sum", "swap", "exchange"]
+"""The collectives, as `braid.collectives` names them."""
+
+INDEX = 8
+"""Bytes of a place or a count."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """What a rank is given in one micro-batch, and in which arithmetic."""
+
+    rows: int
+    """Rows of this rank."""
+    tokens: int
+    """Tokens of a row, those of all ranks that share it."""
+    dtype: torch.dtype
+    """Of the activations."""
+    device: Literal["cpu", "cuda"] = "cuda"
+    """Some ops keep more on a CPU, where they are put together from smaller ones."""
+
+    @property
+    def narrow(self) -> int:
+        """Bytes of an activation."""
+        return self.dtype.itemsize
+
+    @property
+    def wide(self) -> int:
+        """Bytes of what is float32 or better."""
+        return torch.promote_types(self.dtype, torch.float32).itemsize
+
+    @property
+    def mixed(self) -> bool:
+        """Whether the two differ, so that widening makes a copy."""
+        return self.narrow != self.wide
+
+    def places(self, *sharers: Group) -> int:
+        """Tokens of all rows, where these ranks share them."""
+        ranks = 1
+        for group in sharers:
+            ranks *= group.size
+        return self.rows * self.tokens // ranks
+
+
+class Message(NamedTuple):
+    """One kind of collective call of a rank."""
+
+    op: Op
+    family: str
+    """Name of the group that it is over."""
+    ranks: int
+    """How many ranks that group has."""
+    purpose: str
+    """What is sent, and in which pass."""
+    payload: int
+    """Bytes that the rank hands in at each call."""
+    calls: int = 1
+
+    @property
+    def sent(self) -> int:
+        """Bytes that leave the rank over all calls, as a ring sends them."""
+        others = self.ranks - 1
+        match self.op:
+            case "gather":
+                each = self.payload * others
+            case "sum":
+                each = 2 * self.payload * others // self.ranks
+            case _:
+                each = self.payload * others // self.ranks
+        return each * self.calls
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """What something costs; several costs add up."""
+
+    kept: int = 0
+    """Bytes that autograd keeps from forward to backward."""
+    passing: int = 0
+    """The most bytes that its backward needs at a time beside those and beside weights and their gradients."""
+    messages: tuple[Message, ...] = ()
+    """Forward and backward together."""
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(
+            kept=self.kept + other.kept,
+            passing=max(self.passing, other.passing),
+            messages=self.messages + other.messages,
+        )
+
+    def times(self, count: int) -> Cost:
+        """So many of it, one after the other."""
+        messages = tuple(m._replace(calls=m.calls * count) for m in self.messages)
+        return replace(self, kept=self.kept * count, messages=messages)
+
+
+# ------------------------------------------------------------------------------------------ messages
+
+
+def gather_cost(group: Group, part: int, purpose: str) -> tuple[Message, ...]:
+    """`collectives.gather` of `part` bytes from each rank, and the scatter of its backward."""
+    return _there_and_back("gather", part, "scatter", part * group.size, group, purpose)
+
+
+def scatter_cost(group: Group, whole: int, purpose: str) -> tuple[Message, ...]:
+    """`collectives.scatter` of `whole` bytes, and the gather of its backward."""
+    return _there_and_back("scatter", whole, "gather", whole // group.size, group, purpose)
+
+
+def total_cost(group: Group, payload: int, purpose: str) -> tuple[Message, ...]:
+    """`collectives.total`, forward and backward."""
+    return _there_and_back("sum", payload, "sum", payload, group, purpose)
+
+
+def swap_cost(group: Group, payload: int, purpose: str) -> tuple[Message, ...]:
+    """`collectives.swap`, forward and backward."""
+    return _there_and_back("swap", payload, "swap", payload, group, purpose)
+
+
+def exchange_cost(group: Group, payload: int, purpose: str) -> tuple[Message, ...]:
+    """`collectives.exchange` where every rank gets as much as it gives, forward and backward."""
+    return _there_and_back("exchange", payload, "exchange", payload, group, purpose)
+
+
+def once(op: Op, group: Group, payload: int, purpose: str, calls: int = 1) -> tuple[Message, ...]:
+    """A collective without a gradient."""
+    if group.size == 1 or not calls:
+        return ()
+    return (Message(op, group.name, group.size, purpose, payload, calls),)
+
+
+def _there_and_back(
+    op: Op, payload: int, back: Op, back_payload: int, group: Group, purpose: str
+) -> tuple[Message, ...]:
+    return once(op, group, payload, purpose) + once(back, group, back_payload, f"{purpose}, backward")

@@ -1,0 +1,167 @@
+"""The models that every topology is compared on, and the data that they are trained on.
+
+    hybrid    every mixer but latent attention, MLP, experts, MTP; few key-value heads, one group, two key heads
+    latent    latent attention, experts behind a latent, group-limited routing; more experts than ranks
+    tied      one weight for embedding and head, dropout, whole documents with padding, MTP, no experts
+    capacity  experts that drop tokens and are padded to capacity, noise on the router, padding
+    sinkhorn  scores evened out over whole sequences, one expert for each token, one key head
+
+Sizes are the smallest that all ranks can share: up to 4 of tp, 8 of tp · cp, and 3 of dp.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+
+from braid.architecture import Attention, DeltaNet, LatentAttention, Mamba2, Mlp, Model, Moe
+from braid.config import Data, Optim, Run, Train
+from braid.data import ByteTokenizer, build
+
+STEPS = 3
+"""Optimizer steps that are compared."""
+
+LEARNING_RATE = 1e-2
+
+VOCAB = 259
+"""No tp but 7 divides it: the last rank always has padding."""
+
+HYBRID = Model(
+    pattern="[M-][G*E]/*E",
+    hidden=24,
+    vocab=VOCAB,
+    tied=False,
+    init_std=0.2,
+    mtp_loss=0.3,
+    attention=Attention(heads=8, kv_heads=2, head_dim=4, qk_norm=True, bias=True, gate=True),
+    mamba2=Mamba2(heads=8, head_dim=2, state=3, groups=1, conv=3, norm_per_group=False, bias=True),
+    delta_net=DeltaNet(key_heads=2, value_heads=8, key_dim=3, value_dim=2, conv=3),
+    mlp=Mlp(ffn=24, bias=True),
+    moe=Moe(
+        experts=4,
+        top_k=2,
+        ffn=24,
+        shared_ffn=8,
+        shared_gate=True,
+        bias=True,
+        aux_loss=0.02,
+        sequence_aux_loss=0.02,
+        global_aux_loss=0.02,
+        z_loss=0.01,
+        selection_bias=True,
+        selection_bias_rate=0.05,
+        score="sigmoid",
+    ),
+)
+
+LATENT = Model(
+    pattern="[+E]+[+E]",
+    hidden=16,
+    vocab=VOCAB,
+    tied=False,
+    init_std=0.2,
+    latent_attention=LatentAttention(heads=8, q_rank=5, kv_rank=7, nope_dim=3, rope_dim=2, v_dim=3),
+    moe=Moe(
+        experts=8,
+        top_k=2,
+        ffn=24,
+        latent=9,
+        shared_ffn=8,
+        groups=4,
+        top_groups=2,
+        aux_loss=0.02,
+        global_aux_loss=0.02,
+        selection_bias=True,
+        selection_bias_rate=0.05,
+        score="sqrt_softplus",
+        scale=1.5,
+    ),
+)
+
+TIED = Model(
+    pattern="[*-][M-]/*",
+    hidden=16,
+    vocab=VOCAB,
+    tied=True,
+    norm="layer",
+    dropout=0.2,
+    init_std=0.2,
+    attention=Attention(heads=8, kv_heads=8, head_dim=2, window=5, rope_fraction=1.0),
+    mamba2=Mamba2(heads=8, head_dim=2, state=3, groups=2, conv=3),
+    mlp=Mlp(ffn=16, activation="gelu"),
+)
+
+CAPACITY = Model(
+    pattern="[*E]M[E]",
+    hidden=16,
+    vocab=VOCAB,
+    init_std=0.2,
+    dropout=0.1,
+    attention=Attention(heads=8, kv_heads=4, head_dim=2, positions="none"),
+    mamba2=Mamba2(heads=8, head_dim=2, state=3, groups=4, conv=2),
+    moe=Moe(
+        experts=4,
+        top_k=2,
+        ffn=24,
+        capacity_factor=1.0,
+        pad_to_capacity=True,
+        jitter=0.1,
+        aux_loss=0.02,
+        sequence_aux_loss=0.05,
+    ),
+)
+
+SINKHORN = Model(
+    pattern="[*E][GE]",
+    hidden=16,
+    vocab=VOCAB,
+    tied=False,
+    init_std=0.2,
+    attention=Attention(heads=8, kv_heads=1, head_dim=2),
+    delta_net=DeltaNet(key_heads=1, value_heads=8, key_dim=3, value_dim=2, conv=3),
+    moe=Moe(
+        experts=4,
+        top_k=1,
+        normalize_top_k=False,
+        ffn=24,
+        activation="relu2",
+        routing="sinkhorn",
+        aux_loss=0.0,
+        z_loss=0.02,
+    ),
+)
+
+MODELS = MappingProxyType(
+    {"hybrid": HYBRID, "latent": LATENT, "tied": TIED, "capacity": CAPACITY, "sinkhorn": SINKHORN}
+)
+
+PADDED = frozenset({"tied", "capacity"})
+"""Models that are trained on whole documents, with padding between them."""
+
+
+def run_of(model: str, corpus: Path | str, *, samples: int = 16, dtype: str = "fp64") -> Run:
+    """The run of a model on one process. `samples` are those of a step, in two micro-batches."""
+    run = Run(
+        model=MODELS[model],
+        data=Data(
+            sources=(str(corpus),),
+            sequence_tokens=16,
+            packing="documents" if model in PADDED else "concatenate",
+        ),
+        optim=Optim(lr=LEARNING_RATE, clip=0.5),
+        train=Train(steps=STEPS, batch_samples=samples, micro_batches=2, eval_samples=5),
+    )
+    return replace(run, train=replace(run.train, dtype=dtype))
+
+
+def make_corpus(folder: Path) -> Path:
+    """Documents of 1 to 15 bytes, some held out: none longer than a sample, several to each."""
+    chosen = random.Random(0)
+    texts = folder / "texts"
+    texts.mkdir()
+    for number in range(300):
+        text = "".join(chosen.choice("abcdefgh ijkl") for _ in range(chosen.randint(1, 15)))
+        (texts / f"{number:03}.txt").write_text(text)
+    return build(texts, folder / "corpus", ByteTokenizer(), validation=0.2).output

@@ -1,0 +1,108 @@
+"""How far two outcomes of the same run are apart, check by check.
+
+The deviation of a figure is relative; that of a tensor is ‖found − reference‖ / ‖reference‖, where a reference
+shorter than the floor counts as long as the floor. What is missing or not a number deviates infinitely.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tests.topology.harness import Outcome
+
+FLOOR = 1e-5
+"""Tensors shorter than this count as this long; for second moments, its square."""
+
+FP64_BOUND = 1e-10
+"""The promise: no check deviates by more in float64."""
+
+
+class Deviation(NamedTuple):
+    """The worst of a check."""
+
+    value: float
+    where: str = ""
+
+
+def deviations(found: Outcome, reference: Outcome) -> dict[str, Deviation]:
+    """The worst deviation of every check, in the order in which a step makes what they look at."""
+    biases, weights = _split(reference.weights)
+    moments, saved = _split_moments(reference.saved)
+    checks = {
+        "first loss": _figures(found.loss[:1], reference.loss[:1]),
+        "gradients": _tensors(found.gradients, reference.gradients),
+        "gradient norm": _figures(found.norm, reference.norm),
+        "selection biases": _tensors(found.weights, biases),
+        "losses": _figures(found.loss, reference.loss),
+        "weights": _tensors(found.weights, weights),
+        "validation loss": _figures([found.val_loss], [reference.val_loss]),
+        "copies": Deviation(math.inf, found.quarrels[0]) if found.quarrels else Deviation(0.0),
+    }
+    if reference.saved and found.saved:
+        checks["saved weights"] = _tensors(found.saved, saved)
+        checks["saved moments"] = _tensors(found.saved, moments)
+        checks["saved names"] = _equal_names(found, reference)
+    return checks
+
+
+def red(checks: Mapping[str, Deviation], bound: float) -> dict[str, Deviation]:
+    """The checks that see a difference."""
+    return {name: deviation for name, deviation in checks.items() if not deviation.value <= bound}
+
+
+def told(checks: Mapping[str, Deviation]) -> str:
+    """For a person: what each check saw, and where."""
+    return ", ".join(f"{name} {deviation.value:.1e} {deviation.where}" for name, deviation in checks.items())
+
+
+def _figures(found: Sequence[float], reference: Sequence[float]) -> Deviation:
+    assert len(found) == len(reference)
+    pairs = zip(found, reference, strict=True)
+    return _worst((abs(a - b) / max(abs(b), FLOOR), f"step {step}") for step, (a, b) in enumerate(pairs, 1))
+
+
+def _tensors(found: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> Deviation:
+    return _worst((_apart(found.get(name), tensor, name), name) for name, tensor in reference.items())
+
+
+def _apart(found: Tensor | None, reference: Tensor, name: str) -> float:
+    if found is None or found.shape != reference.shape:
+        return math.inf
+    floor = FLOOR**2 if "exp_avg_sq" in name else FLOOR
+    distance = torch.linalg.vector_norm(found.double() - reference.double())
+    return float(distance) / max(float(torch.linalg.vector_norm(reference.double())), floor)
+
+
+def _worst(each: Iterator[tuple[float, str]]) -> Deviation:
+    worst = Deviation(0.0)
+    for value, where in each:
+        if not value <= worst.value:
+            worst = Deviation(value if math.isfinite(value) else math.inf, where)
+    return worst
+
+
+def _split(weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Selection biases, and all other weights."""
+    biases = {name: value for name, value in weights.items() if name.endswith("router.bias")}
+    return biases, {name: value for name, value in weights.items() if name not in biases}
+
+
+def _split_moments(saved: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The optimizer's tensors of a checkpoint, and all others."""
+    moments = {name: value for name, value in saved.items() if name.startswith("optimizer.")}
+    return moments, {name: value for name, value in saved.items() if name not in moments}
+
+
+def _equal_names(found: Outcome, reference: Outcome) -> Deviation:
+    """A checkpoint has the same tensors whatever ranks wrote it, and what ranks hold is what they saved."""
+    for name in found.saved.keys() ^ reference.saved.keys():
+        return Deviation(math.inf, f"{name} is in one checkpoint alone")
+    for name, value in found.weights.items():
+        if not torch.equal(found.saved[name], value):
+            return Deviation(math.inf, f"{name} was saved as something else")
+    return Deviation(0.0)
