@@ -19,9 +19,9 @@ import torch
 from braid.architecture import Attention, Mlp, Model
 from braid.config import Data, Run, Train
 from braid.plan import plan
+from braid.train.building import make_state
 from braid.train.device import choose_device
 from braid.train.feed import open_feed
-from braid.train.loop import make_state
 from braid.train.state import initialize
 from braid.train.step import train_step
 

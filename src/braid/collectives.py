@@ -85,29 +85,29 @@ class Groups:
 
 def gather(x: Tensor, group: Group, dim: int) -> Tensor:
     """Every rank's slice, joined along `dim` in rank order. The gradient of a slice is summed over ranks."""
-    return x if group.size == 1 else _Gather.apply(x, group, dim)
+    return x if group.handle is None else _Gather.apply(x, group, dim)
 
 
 def scatter(x: Tensor, group: Group, dim: int) -> Tensor:
     """This rank's slice along `dim` of the sum over ranks."""
-    return x if group.size == 1 else _Scatter.apply(x, group, dim)
+    return x if group.handle is None else _Scatter.apply(x, group, dim)
 
 
 def total(x: Tensor, group: Group) -> Tensor:
     """The sum over ranks, which each of them goes on with in its own way: gradients are summed as well."""
-    return x if group.size == 1 else _Total.apply(x, group)
+    return x if group.handle is None else _Total.apply(x, group)
 
 
 def swap(x: Tensor, group: Group, *, split: int, join: int) -> Tensor:
     """Cut along the dim `split`, give every rank its slice, and join what comes back along the dim `join`: from
     all heads of some tokens to some heads of all tokens, and the other way round."""
-    return x if group.size == 1 else _Swap.apply(x, group, split, join)
+    return x if group.handle is None else _Swap.apply(x, group, split, join)
 
 
 def exchange(x_N: Tensor, group: Group, send: Sequence[int], receive: Sequence[int]) -> Tensor:
     """Rows to other ranks and rows from them: `send[r]` of this rank's rows, in order, go to rank r, and
     `receive[r]` come from it."""
-    return x_N if group.size == 1 else _Exchange.apply(x_N, group, tuple(send), tuple(receive))
+    return x_N if group.handle is None else _Exchange.apply(x_N, group, tuple(send), tuple(receive))
 
 
 class _Gather(torch.autograd.Function):
@@ -170,7 +170,7 @@ class _Exchange(torch.autograd.Function):
 
 def gathered(x: Tensor, group: Group, dim: int = 0) -> Tensor:
     """Every rank's slice, joined along `dim` in rank order."""
-    if group.size == 1:
+    if group.handle is None:
         return x
     x = x.movedim(dim, 0).contiguous()
     whole = x.new_empty(group.size * x.shape[0], *x.shape[1:])
@@ -180,7 +180,7 @@ def gathered(x: Tensor, group: Group, dim: int = 0) -> Tensor:
 
 def scattered(x: Tensor, group: Group, dim: int = 0) -> Tensor:
     """This rank's slice along `dim` of the sum over ranks."""
-    if group.size == 1:
+    if group.handle is None:
         return x
     x = x.movedim(dim, 0).contiguous()
     part = x.new_empty(x.shape[0] // group.size, *x.shape[1:])
@@ -190,7 +190,7 @@ def scattered(x: Tensor, group: Group, dim: int = 0) -> Tensor:
 
 def summed(x: Tensor, group: Group) -> Tensor:
     """The sum over ranks, in a tensor of its own."""
-    if group.size == 1:
+    if group.handle is None:
         return x
     whole = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(whole, group=group.handle)
@@ -199,7 +199,7 @@ def summed(x: Tensor, group: Group) -> Tensor:
 
 def highest(x: Tensor, group: Group) -> Tensor:
     """The highest value of any rank, element by element, in a tensor of its own."""
-    if group.size == 1:
+    if group.handle is None:
         return x
     most = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group.handle)
@@ -208,7 +208,7 @@ def highest(x: Tensor, group: Group) -> Tensor:
 
 def swapped(x: Tensor, group: Group, split: int, join: int) -> Tensor:
     """Cut along the dim `split`, give every rank its slice, join what comes back along the dim `join`."""
-    if group.size == 1:
+    if group.handle is None:
         return x
     away = torch.stack(x.chunk(group.size, split))
     back = torch.empty_like(away)
@@ -218,7 +218,7 @@ def swapped(x: Tensor, group: Group, split: int, join: int) -> Tensor:
 
 def exchanged(x_N: Tensor, group: Group, send: Sequence[int], receive: Sequence[int]) -> Tensor:
     """`send[r]` of this rank's rows, in order, go to rank r; `receive[r]` come from it."""
-    if group.size == 1:
+    if group.handle is None:
         return x_N
     back = x_N.new_empty(sum(receive), *x_N.shape[1:])
     dist.all_to_all_single(back, x_N.contiguous(), list(receive), list(send), group=group.handle)
@@ -227,4 +227,4 @@ def exchanged(x_N: Tensor, group: Group, send: Sequence[int], receive: Sequence[
 
 def mine(x: Tensor, group: Group, dim: int) -> Tensor:
     """This rank's equal slice of what all ranks have."""
-    return x if group.size == 1 else x.chunk(group.size, dim)[group.rank]
+    return x if group.handle is None else x.chunk(group.size, dim)[group.rank]

@@ -5,6 +5,7 @@ Pure rules. `plan` has made sure that the world is a multiple of tp · cp · pp 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -64,6 +65,25 @@ def tp_runs(model: Model, kinds: frozenset[Kind], tp: int) -> frozenset[int]:
         Kind.DELTA_NET: model.delta_net and model.delta_net.key_heads,
     }
     return frozenset(tp // count for kind, count in counts.items() if kind in kinds and count and count < tp)
+
+
+def smallest_world(mesh: Mesh) -> int:
+    """The fewest ranks that have room for every axis."""
+    dense, expert = mesh.tp * mesh.cp, mesh.ep * mesh.etp
+    return mesh.pp * math.lcm(dense, expert)
+
+
+def described(mesh: Mesh, axes: Sizes) -> str:
+    """The axes of more than one rank, for a person: `tp 2 x dp 4, experts ep 4 x edp 2, weights sharded`."""
+    dense = {"tp": axes.tp, "cp": axes.cp, "dp": axes.dp, "pp": axes.pp}
+    expert = {"etp": axes.etp, "ep": axes.ep, "edp": axes.edp}
+    text = " x ".join(f"{name} {size}" for name, size in dense.items() if size > 1) or "one rank"
+    if axes.etp * axes.ep > 1:
+        text += ", experts " + " x ".join(f"{name} {size}" for name, size in expert.items() if size > 1)
+    if axes.slab > 1:
+        kept = {"none": "nothing", "optimizer": "optimizer state", "gradients": "optimizer state and gradients"}
+        text += f", sharing {kept.get(mesh.shard, 'optimizer state, gradients and weights')}"
+    return text + (f", {mesh.replicate} copies" if mesh.replicate > 1 else "")
 
 
 def of_one_rank(model: Model, axes: Sizes) -> Model:

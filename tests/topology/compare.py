@@ -7,7 +7,7 @@ shorter than the floor counts as long as the floor. What is missing or not a num
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import NamedTuple
 
 import torch
@@ -33,14 +33,16 @@ def deviations(found: Outcome, reference: Outcome) -> dict[str, Deviation]:
     """The worst deviation of every check, in the order in which a step makes what they look at."""
     biases, weights = _split(reference.weights)
     moments, saved = _split_moments(reference.saved)
+    others = reference.figures[0].keys() - {"loss", "gradient norm"}
     checks = {
-        "first loss": _figures(found.loss[:1], reference.loss[:1]),
+        "first loss": _figures(found.figures[:1], reference.figures[:1], {"loss"}),
+        "other figures": _figures(found.figures[:1], reference.figures[:1], others),
         "gradients": _tensors(found.gradients, reference.gradients),
-        "gradient norm": _figures(found.norm, reference.norm),
+        "gradient norm": _figures(found.figures[:1], reference.figures[:1], {"gradient norm"}),
         "selection biases": _tensors(found.weights, biases),
-        "losses": _figures(found.loss, reference.loss),
+        "later figures": _figures(found.figures[1:], reference.figures[1:]),
         "weights": _tensors(found.weights, weights),
-        "validation loss": _figures([found.val_loss], [reference.val_loss]),
+        "validation loss": Deviation(_off(found.val_loss, reference.val_loss)),
         "copies": Deviation(math.inf, found.quarrels[0]) if found.quarrels else Deviation(0.0),
     }
     if reference.saved and found.saved:
@@ -60,10 +62,20 @@ def told(checks: Mapping[str, Deviation]) -> str:
     return ", ".join(f"{name} {deviation.value:.1e} {deviation.where}" for name, deviation in checks.items())
 
 
-def _figures(found: Sequence[float], reference: Sequence[float]) -> Deviation:
-    assert len(found) == len(reference)
-    pairs = zip(found, reference, strict=True)
-    return _worst((abs(a - b) / max(abs(b), FLOOR), f"step {step}") for step, (a, b) in enumerate(pairs, 1))
+def _figures(
+    found: Sequence[Mapping[str, float]], reference: Sequence[Mapping[str, float]], names: Set[str] | None = None
+) -> Deviation:
+    """Of these figures, or of all."""
+    return _worst(
+        (_off(those.get(name, math.nan), value), name)
+        for those, these in zip(found, reference, strict=True)
+        for name, value in these.items()
+        if names is None or name in names
+    )
+
+
+def _off(found: float, reference: float) -> float:
+    return abs(found - reference) / max(abs(reference), FLOOR)
 
 
 def _tensors(found: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> Deviation:

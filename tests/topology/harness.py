@@ -9,8 +9,7 @@ by whoever compares. Nothing here knows what an axis is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,12 +22,12 @@ from braid.config import Run
 from braid.model.context import Context
 from braid.nn.moe.replay import Recording
 from braid.optim.adamw import AdamW
-from braid.parallel.groups import opened_groups
+from braid.parallel.groups import open_groups
 from braid.plan import plan
 from braid.train import state as states
+from braid.train.building import make_state
 from braid.train.device import choose_device
 from braid.train.feed import Feed, open_feed
-from braid.train.loop import make_state
 from braid.train.state import State
 from braid.train.step import evaluate, train_step
 from tests.topology.cases import LEARNING_RATE, STEPS
@@ -70,8 +69,8 @@ class Task:
 class Told:
     """What one rank has to say."""
 
-    loss: list[float] = field(default_factory=list)
-    norm: list[float] = field(default_factory=list)
+    figures: list[dict[str, float]] = field(default_factory=list)
+    """Of every step: its loss, all other metrics, and the length of its gradient."""
     val_loss: float = 0.0
     gradients: Parts = field(default_factory=dict)
     """Of the first step, over all ranks, as the optimizer is given them."""
@@ -84,8 +83,7 @@ class Told:
 class Outcome:
     """A run on all its ranks, as one process would tell it."""
 
-    loss: list[float]
-    norm: list[float]
+    figures: list[dict[str, float]]
     val_loss: float
     gradients: Mapping[str, Tensor]
     weights: Mapping[str, Tensor]
@@ -129,29 +127,28 @@ def train_each(rank: int, world: int, tasks: Sequence[Task]) -> list[Told]:
 def train(rank: int, world: int, task: Task) -> Told:
     """Train from the run's seed, and tell what came of it."""
     try:
-        with started(rank, world, task.run) as (state, feed):
-            return trained(state, feed, task)
+        return trained(*started(rank, world, task.run), task)
     except Exception as error:
         error.add_note(f"on {world} ranks: {task.run.model.pattern}, {task.run.mesh}")
         raise
 
 
-@contextmanager
-def started(rank: int, world: int, run: Run) -> Iterator[tuple[State, Feed]]:
+def started(rank: int, world: int, run: Run) -> tuple[State, Feed]:
     """This rank's state at the beginning of the run, and the run's data."""
     worked_out = plan(run, world)
     runs = fit.tp_runs(run.model, worked_out.layout.kinds(), worked_out.axes.tp)
-    with opened_groups(worked_out.grid, rank, tp_runs=runs) as groups:
-        state = make_state(worked_out, choose_device("cpu"), groups)
-        state.optimizer = Watched(
-            dict(state.model.named_parameters()),
-            decaying=state.model.decaying(),
-            betas=run.optim.betas,
-            eps=run.optim.eps,
-            weight_decay=run.optim.weight_decay,
-        )
-        states.initialize(state, run)
-        yield state, open_feed(run, Path(run.data.sources[0]).parent)
+    # Groups stay open until the rank ends: torch remembers meshes, and meets one of an earlier run again.
+    groups = open_groups(worked_out.grid, rank, tp_runs=runs)
+    state = make_state(worked_out, choose_device("cpu"), groups)
+    state.optimizer = Watched(
+        dict(state.model.named_parameters()),
+        decaying=state.model.decaying(),
+        betas=run.optim.betas,
+        eps=run.optim.eps,
+        weight_decay=run.optim.weight_decay,
+    )
+    states.initialize(state, run)
+    return state, open_feed(run, Path(run.data.sources[0]).parent)
 
 
 def trained(state: State, feed: Feed, task: Task) -> Told:
@@ -163,10 +160,9 @@ def trained(state: State, feed: Feed, task: Task) -> Told:
     told = Told(routes=routes if task.record else None)
     for _ in range(STEPS):
         result = train_step(state, run, feed.train, LEARNING_RATE)
-        told.loss.append(result.loss)
-        told.norm.append(result.grad_norm)
+        told.figures.append({**result.metrics, "gradient norm": result.grad_norm})
     assert feed.validation is not None
-    told.val_loss = evaluate(state.model, run, feed.validation)
+    told.val_loss = evaluate(state, run, feed.validation)
     told.gradients = parts(state, optimizer.first or {})
     told.weights = parts(state, state.weights())
     if task.checkpoints is not None:
@@ -216,11 +212,10 @@ def outcome(told: Sequence[Told], shapes: Shapes, task: Task) -> Outcome:
     figures = [
         f"rank {rank} has other figures than rank 0"
         for rank, each in enumerate(told)
-        if (each.loss, each.norm, each.val_loss) != (first.loss, first.norm, first.val_loss)
+        if (each.figures, each.val_loss) != (first.figures, first.val_loss)
     ]
     return Outcome(
-        loss=first.loss,
-        norm=first.norm,
+        figures=first.figures,
         val_loss=first.val_loss,
         gradients=gradients,
         weights=weights,

@@ -8,9 +8,10 @@ from pathlib import Path
 from braid.config import Run
 from braid.data import ByteTokenizer, build
 from braid.plan import plan
+from braid.train.building import make_state
 from braid.train.device import choose_device
 from braid.train.feed import Feed, open_feed
-from braid.train.loop import begin_or_continue, make_state
+from braid.train.loop import begin_or_continue
 from braid.train.places import Places
 from braid.train.state import State
 from tests.runs import small_run

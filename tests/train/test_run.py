@@ -17,10 +17,11 @@ from braid.optim.gradients import total_norm
 from braid.pattern import parse
 from braid.plan import plan
 from braid.train import state as states
+from braid.train.building import make_state
 from braid.train.device import Device, choose_device
 from braid.train.feed import open_feed
 from braid.train.loads import Loads, update_selection_biases
-from braid.train.loop import begin_or_continue, make_state, train_to_end
+from braid.train.loop import begin_or_continue, train_to_end
 from braid.train.places import Places
 from braid.train.step import backward, evaluate, micro_batches, train_step
 from braid.train.step import count as count_tokens

@@ -9,8 +9,9 @@ from braid import checkpoint
 from braid.errors import CheckpointError, DataError
 from braid.plan import plan
 from braid.train import state as states
+from braid.train.building import make_state
 from braid.train.device import choose_device
-from braid.train.loop import begin_or_continue, make_state
+from braid.train.loop import begin_or_continue
 from braid.train.step import train_step
 from tests.train.helpers import run_on, started
 

@@ -17,6 +17,7 @@ from braid.cli.data import data
 from braid.cli.generate import generate
 from braid.cli.grid import show_grid
 from braid.cli.pattern import explain
+from braid.cli.plan import show_plan
 from braid.cli.runs import list_recipes, show
 from braid.cli.train import train
 from braid.cli.words import Command
@@ -69,6 +70,7 @@ COMMANDS = (
     Command("data", "build|verify", "make token shards from text, or check them", data),
     Command("recipes", "", "list the recipes", list_recipes),
     Command("show", "RECIPE", "print a run with all its choices, after overrides", show),
+    Command("plan", "RECIPE", "what every rank will hold and send, and whether it fits", show_plan),
     Command("grid", "", "show who is with whom in an arrangement of ranks", show_grid),
     Command("pattern", "'PATTERN'", "explain a layer pattern", explain),
 )

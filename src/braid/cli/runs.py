@@ -12,6 +12,7 @@ from braid import recipes
 from braid.cli.words import options, subject, wants_help
 from braid.config import Run, flatten, to_json
 from braid.errors import ConfigError, ExitCode
+from braid.fit import described, smallest_world
 from braid.plan import plan, size
 
 
@@ -37,8 +38,8 @@ class ShowOptions:
     """Print a run with all its choices, after overrides, and what follows from them."""
 
     run: RunFields
-    world: int = 1
-    """Ranks to plan for."""
+    world: int | None = None
+    """Ranks to plan for. Default: the fewest that the mesh has room for."""
     json: bool = False
     """Print the run as JSON."""
 
@@ -46,7 +47,7 @@ class ShowOptions:
 def show(words: list[str]) -> int:
     name, rest = subject(help_with_a_recipe(words), "show", "RECIPE")
     chosen = options(ShowOptions, rest, f"braid show {name}", ShowOptions(run=recipes.load(name)))
-    worked_out = plan(chosen.run, chosen.world)
+    worked_out = plan(chosen.run, smallest_world(chosen.run.mesh) if chosen.world is None else chosen.world)
     if chosen.json:
         print(json.dumps(to_json(chosen.run), indent=2))
         return ExitCode.OK
@@ -57,7 +58,7 @@ def show(words: list[str]) -> int:
         print(f"{field:<{width}}  {value}")
     print()
     for field, value in (
-        ("world", f"{worked_out.world} = pp {worked_out.axes.pp} x dp {worked_out.axes.dp}"),
+        ("world", f"{worked_out.world}: {described(worked_out.run.mesh, worked_out.axes)}"),
         ("layers", f"{len(worked_out.layout.layers)} in {len(worked_out.layout.blocks)} blocks"),
         ("parameters", f"{weights.total:,}, of which {weights.active:,} for each token"),
         ("step", f"{worked_out.step_tokens:,} tokens"),

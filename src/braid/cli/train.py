@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from collections.abc import Sequence
+from contextlib import ExitStack, redirect_stdout
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Literal
 
 import braid
@@ -20,7 +19,9 @@ from braid.cli.runs import RunFields, help_with_a_recipe
 from braid.cli.words import options, subject
 from braid.config import flatten, to_json
 from braid.errors import BraidError, ConfigError, ExitCode
+from braid.fit import described
 from braid.plan import Plan, check, plan
+from braid.plan import size as size_of
 
 if TYPE_CHECKING:
     from braid.train.device import Device
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from braid.train.state import State
 
 SAMPLE_TOKENS = 200
+SHARED_SAMPLE_TOKENS = 40
+"""Ranks that share a model remember nothing between tokens, so each costs as much as a whole text."""
 
 TIMEOUT = timedelta(minutes=10)
 """How long a rank waits for others: to come, and in each collective."""
@@ -90,10 +93,6 @@ def _planned(chosen: TrainOptions, world: int) -> Plan:
     problems += rules.at_least("restarts", chosen.restarts, 0)
     if problems:
         raise ConfigError(problems)
-    if chosen.run.mesh.pp > 1:
-        raise ConfigError(
-            f"mesh.pp = {chosen.run.mesh.pp}: this version trains without a pipeline; set it to 1"
-        )
     return plan(chosen.run, world)
 
 
@@ -112,7 +111,10 @@ def _be_worker(words: list[str], chosen: TrainOptions, out: Path) -> int:
             f"--restarts {chosen.restarts} is for workers that braid starts itself; "
             "give torchrun --max-restarts instead"
         )
-    return _work(_planned(chosen, seat.world), out, words, chosen)
+    code = _work(_planned(chosen, seat.world), out, words, chosen)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # threads of closed communicators may outlive the interpreter, and would abort it
 
 
 def _work(worked_out: Plan, out: Path, words: list[str], chosen: TrainOptions) -> int:
@@ -153,9 +155,12 @@ def _settings(chosen: TrainOptions, out: Path) -> dict[str, object]:
 def _train(
     worked_out: Plan, joined: Joined, device: Device, places: Places, words: list[str], chosen: TrainOptions
 ) -> int:
+    from braid.fit import tp_runs
+    from braid.parallel.groups import opened_groups
+    from braid.train.building import opened_state
     from braid.train.console import say, table
     from braid.train.feed import open_feed
-    from braid.train.loop import begin_or_continue, make_state, train_to_end
+    from braid.train.loop import begin_or_continue, train_to_end
     from braid.train.ranks import first_then_others, together
 
     def opened() -> Feed:
@@ -163,32 +168,25 @@ def _train(
             return open_feed(chosen.run, places.data, progress)
 
     feed = first_then_others(opened, joined.everyone)
-    with together(joined.everyone):
-        state = make_state(worked_out, device)
+    runs = tp_runs(chosen.run.model, worked_out.layout.kinds(), worked_out.axes.tp)
+    with (
+        opened_groups(worked_out.grid, joined.rank, tp_runs=runs, timeout=TIMEOUT) as groups,
+        opened_state(worked_out, device, groups) as state,
+    ):
         resumed = begin_or_continue(state, chosen.run, feed, places, chosen.init)
-    say(f"braid train {words[0]}")
-    say(table(_header(worked_out, state, device, feed, places, resumed, chosen.init)))
-    say("")
-    with _written_by(joined, places) as own:
-        outcome = train_to_end(worked_out, own, device, feed, state, _listeners(joined, chosen, places.out))
-    if joined.rank == 0:
+        say(f"braid train {words[0]}")
+        say(table(_header(worked_out, state, device, feed, places, resumed, chosen.init)))
         say("")
-        say(table([*_sample(outcome, feed, chosen), ("", ""), *_ending(outcome, feed, places)]))
-        say("\ntry next")
-        for command in _next_commands(words, places, outcome, chosen):
-            say(f"  {command}")
+        outcome = train_to_end(worked_out, places, device, feed, state, _listeners(joined, chosen, places.out))
+        with together(joined.everyone):
+            pass  # nobody closes a communicator that another still uses
+        sample = _sample(state, feed, chosen)
+    say("")
+    say(table([*sample, ("", ""), *_ending(outcome, feed, places)]))
+    say("\ntry next")
+    for command in _next_commands(words, places, outcome, chosen):
+        say(f"  {command}")
     return ExitCode.OK
-
-
-@contextmanager
-def _written_by(joined: Joined, places: Places) -> Iterator[Places]:
-    """Where a rank writes. Each rank trains the whole run by itself, so what rank 0 writes is all there is: the
-    others write to a folder that is thrown away."""
-    if joined.rank == 0:
-        yield places
-        return
-    with TemporaryDirectory() as folder:
-        yield replace(places, out=Path(folder))
 
 
 def _listeners(joined: Joined, chosen: TrainOptions, out: Path) -> list[Listener]:
@@ -216,7 +214,7 @@ def _header(
     from braid.train.console import magnitude
 
     run = worked_out.run
-    size = state.model.size()
+    size = size_of(worked_out)
     weights = f"{magnitude(size.total)} parameters, {magnitude(size.active)} of them active for a token"
     status = f"continues from step {state.step}" if resumed else "a new run"
     if init is not None and not resumed:
@@ -229,24 +227,37 @@ def _header(
         ("data", f"{feed.name}, {magnitude(feed.tokens)} tokens"),
         ("step", f"{worked_out.step_tokens:,} tokens = {run.train.batch_samples} x {run.data.sequence_tokens}"),
         ("device", f"{device.name}, {run.train.dtype}"),
+        *([] if worked_out.world == 1 else [("ranks", _ranks(worked_out))]),
         *(("kernels" if i == 0 else "", text) for i, text in enumerate(kernels)),
         ("out", f"{places.out}, {status}"),
     ]
 
 
-def _sample(outcome: Outcome, feed: Feed, chosen: TrainOptions) -> Sequence[tuple[str, str]]:
+def _ranks(worked_out: Plan) -> str:
+    return f"{worked_out.world}: {described(worked_out.run.mesh, worked_out.axes)}"
+
+
+def _sample(state: State, feed: Feed, chosen: TrainOptions) -> Sequence[tuple[str, str]]:
     """A few lines that the model writes. That it cannot is no reason for a trained run to fail."""
     from braid.model.generate import generate_text
+    from braid.train.writing import write_together
 
+    seed = chosen.run.train.seed
     try:
-        text = generate_text(
-            outcome.model,
-            feed.tokenizer,
-            feed.prompt,
-            tokens=SAMPLE_TOKENS,
-            temperature=0.8,
-            seed=chosen.run.train.seed,
-        )
+        if state.model.groups.world.size > 1:
+            text = write_together(
+                state,
+                chosen.run,
+                feed.tokenizer,
+                feed.prompt,
+                tokens=SHARED_SAMPLE_TOKENS,
+                temperature=0.8,
+                seed=seed,
+            )
+        else:
+            text = generate_text(
+                state.model, feed.tokenizer, feed.prompt, tokens=SAMPLE_TOKENS, temperature=0.8, seed=seed
+            )
     except BraidError as error:
         text = f"(none: {error})"
     return [("sample" if i == 0 else "", line) for i, line in enumerate(text.splitlines() or [""])]

@@ -17,13 +17,13 @@ CHUNK = ssd.CHUNK
 """Tokens of a chunk of both recurrent ops."""
 assert CHUNK == delta_rule.CHUNK
 PAIR_BYTES = 20 * CHUNK
-"""What the backward of a recurrent op needs at a time for each token and head: gradients of the decays between the
-tokens of a chunk, two of them in float64."""
+"""What the backward of a recurrent op needs at a time for each token and head: gradients of the decays between
+the tokens of a chunk, two of them in float64."""
 
 
 def activated(activation: Activation, glu: Glu, *, joined: bool) -> int:
-    """How many tensors of ffn channels are kept from the projections to the result, both included. `joined` says
-    whether gate and up are slices of one tensor."""
+    """How many tensors of ffn channels are kept from the projections to the result, both included. `joined`
+    says whether gate and up are slices of one tensor."""
     if activation != "swiglu":
         return 2
     limit, offset = glu.limit is not None, bool(glu.offset)
@@ -41,8 +41,8 @@ def in_chunks(tokens: int) -> int:
 def scanned(
     rows: int, tokens: int, heads: int, head_dim: int, groups: int, state: int, *, narrow: int, wide: int
 ) -> int:
-    """`ssd.reference`, and what it is given: x, B and C, which are slices of one tensor. Of several groups they are
-    copied before use, and where the last chunk is filled up."""
+    """`ssd.reference`, and what it is given: x, B and C, which are slices of one tensor. Of several groups they
+    are copied before use, and where the last chunk is filled up."""
     chunk = min(CHUNK, tokens)
     chunks = -(-tokens // chunk)
     padded = rows * chunks * chunk
@@ -60,7 +60,9 @@ def _passed_on(rows: int, chunks: int, heads: int, entries: int, wide: int) -> i
     total = 0
     for first in range(0, chunks, ssd.TOGETHER):
         moments = min(ssd.TOGETHER, chunks - first) + 1
-        total += rows * heads * moments * (entries + 2 * moments) * wide + moments * moments
+        # The product of several rows reads a copy of the decays between moments.
+        decays = moments * (1 if rows == 1 else 2)
+        total += rows * heads * moments * (entries + decays) * wide + moments * moments
     return total
 
 
@@ -77,6 +79,8 @@ def remembered(
     units = rows * tokens * (2 * groups + given)
     pairs = chunk * padded * (5 * heads + 2 * groups)
     of_groups = 2 * padded * groups * key_dim
-    memories = chunks * rows * heads * key_dim * (key_dim + 2 * value_dim)
+    # The first step starts from zero and nobody asks for the last: neither keeps what it multiplies with.
+    steps = chunks * key_dim if chunks > 2 else 0
+    memories = rows * heads * key_dim * (steps + (2 * chunks - 1) * value_dim)
     entries = 4 * keys + 4 * values + 4 * numbers + pairs + of_groups + memories + units + key_dim * key_dim
     return entries * wide + chunk * chunk

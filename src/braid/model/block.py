@@ -16,6 +16,7 @@ Shapes: B rows, t tokens of this rank, N = B · t, S slots of a token, C hidden 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
@@ -28,6 +29,7 @@ from braid.kernels import Kernels
 from braid.model.context import Context
 from braid.nn.attention import Attention
 from braid.nn.canonical import Canonical, under
+from braid.nn.cost import Cost, Portion
 from braid.nn.delta_net import DeltaNet
 from braid.nn.dropout import dropout
 from braid.nn.head_scalars import HeadScalars
@@ -211,6 +213,16 @@ class Block(nn.Module):
             tensors |= under(f"{name}.norm", f"layers.{name}.norm", pre_norm.norm.canonical())
             tensors |= under(name, f"layers.{name}.inner", pre_norm.inner.canonical())
         return tensors
+
+    def cost(self, portion: Portion) -> Cost:
+        """Of all its layers and the norms before them. The stream between layers and its gradient pass by."""
+        tokens, total, stream = portion.places(self.groups.tp_cp), Cost(), 0
+        for layer in self.block.layers:
+            pre_norm = self._at(layer)
+            stream = tokens * pre_norm.norm.channels * portion.narrow
+            dropped = Cost(kept=stream) if self.dropout else Cost()
+            total += pre_norm.norm.cost(portion, tokens) + pre_norm.inner.cost(portion) + dropped
+        return replace(total, passing=total.passing + 2 * stream)
 
     def flops(self, tokens: int) -> int:
         return sum(self._at(layer).inner.flops(tokens) for layer in self.block.layers)

@@ -23,15 +23,16 @@ from braid.model.context import Cache, Context, MicroBatch, Whole
 from braid.model.mtp import Mtp, targets
 from braid.model.stack import Stack
 from braid.nn.canonical import Canonical, Shard, under
+from braid.nn.cost import Cost, Portion, gather_cost
 from braid.nn.embedding import Embedding, Head, Vocabulary, check_ids
 from braid.nn.init import initialize
-from braid.nn.loss import cross_entropy
+from braid.nn.loss import cross_entropy, cross_entropy_cost
 from braid.nn.moe.balance import Balance
 from braid.nn.moe.journey import Dispatcher
 from braid.nn.moe.layer import Moe
 from braid.nn.norm import LayerNorm, RmsNorm, norm
 from braid.parallel.sharding import Unit
-from braid.pattern import Layer, Layout
+from braid.pattern import Kind, Layer, Layout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,7 +249,12 @@ class LanguageModel(nn.Module):
 
     def hidden(self, context: Context) -> Tensor:
         """The state of this rank's tokens after the final norm, for a model in one piece."""
-        return self._normed(self._through(self.segments, None, context))
+        return self.read(self.segments, None, context)
+
+    def read(self, segments: Sequence[int], x_BtC: Tensor | None, context: Context) -> Tensor:
+        """`run` without losses: what the next segment reads, and after the last the state that the head tells."""
+        x_BtC = self._through(segments, x_BtC, context)
+        return self._normed(x_BtC) if segments[-1] == len(self.layout.segments) - 1 else x_BtC
 
     def tell(self, hidden_BtC: Tensor) -> Tensor:
         """The head: for the tokens of all tp ranks, scores of the part of the vocabulary that is held here."""
@@ -334,6 +340,38 @@ class LanguageModel(nn.Module):
     def decaying(self) -> frozenset[str]:
         """Names of the parameters that weight decay applies to: the matrices."""
         return frozenset(tensor.parameter for tensor in self.canonical().values() if tensor.decays)
+
+    def costs(self, portion: Portion) -> dict[str, Cost]:
+        """What each part held here costs, by its canonical name, in the order of forward. `head` has the final
+        norm and the loss, a depth its own embedding and loss; `positions` are the tables that layers share."""
+        parts = {"positions": self._positions_cost(portion)}
+        embedded = Cost() if self.embedding is None else self.embedding.cost(portion)
+        if 0 in self.segments:
+            parts["embedding"] = embedded
+        for index, block in self.stack.blocks.items():
+            parts[f"blocks.{index}"] = cast(Block, block).cost(portion)
+        if self.final_norm is not None:
+            told = self._told_cost(portion)
+            parts["head"] = self.final_norm.cost(portion, portion.places(self.groups.tp_cp)) + told
+            for depth, module in self.mtp.items():
+                parts[f"mtp.{depth}"] = embedded + cast(Mtp, module).cost(portion, self.groups) + told
+        return parts
+
+    def _told_cost(self, portion: Portion) -> Cost:
+        """Head and loss."""
+        tp, cp, hidden = self.groups.tp, self.groups.cp, self.shape.hidden * portion.narrow
+        calls = gather_cost(tp, portion.places(tp, cp) * hidden, "tokens to the head")
+        seen = Cost(kept=portion.places(cp) * hidden, calls=calls)
+        return seen + cross_entropy_cost(portion, portion.places(cp), Vocabulary(self.shape.vocab, tp))
+
+    def _positions_cost(self, portion: Portion) -> Cost:
+        channels, kinds = 0, self.layout.kinds()
+        plain, latent = self.shape.attention, self.shape.latent_attention
+        if Kind.ATTENTION in kinds and plain is not None and plain.positions == "rope":
+            channels = plain.rope_dim
+        elif Kind.LATENT_ATTENTION in kinds and latent is not None:
+            channels = latent.rope_dim
+        return Cost(kept=2 * portion.places() * channels * portion.wide)
 
     def flops(self, tokens: int) -> int:
         """Floating-point operations of the forward pass of one row. Training takes three times as many."""

@@ -21,6 +21,7 @@ from braid.kernels.documents import runs_of
 from braid.model.block import Block
 from braid.model.context import Context, MicroBatch
 from braid.nn.canonical import Canonical, under
+from braid.nn.cost import Cost, Portion
 from braid.nn.linear import Linear
 from braid.nn.moe.journey import Dispatcher
 from braid.nn.norm import norm
@@ -96,6 +97,17 @@ class Mtp(nn.Module):
         for index, block in self.blocks.items():
             tensors |= under(f"blocks.{index}", f"blocks.{index}", cast(Block, block).canonical())
         return tensors
+
+    def cost(self, portion: Portion, groups: Groups) -> Cost:
+        """Without what is told from it. The hidden state that it is given is kept by the head as well, where
+        that sees it as it is."""
+        tokens, hidden = portion.places(groups.tp_cp), self.projection.channels_out
+        counted = not portion.mixed and groups.tp.size == 1
+        total = self.embedding_norm.cost(portion, tokens) + self.hidden_norm.cost(portion, tokens)
+        total += Cost(kept=tokens * hidden * portion.narrow * (2 - counted))
+        for block in self.blocks.values():
+            total += cast(Block, block).cost(portion)
+        return total + self.final_norm.cost(portion, tokens)
 
     def flops(self, tokens: int) -> int:
         blocks = sum(cast(Block, block).flops(tokens) for block in self.blocks.values())

@@ -28,7 +28,7 @@ from braid import architecture
 from braid.collectives import Groups, gather
 from braid.kernels.attention import Attend, Spans, attend_cached, pairs_seen
 from braid.nn.canonical import Canonical, under
-from braid.nn.cost import Cost, Load, gather_cost, scatter_cost, swap_cost
+from braid.nn.cost import Cost, Portion, gather_cost, scatter_cost, swap_cost
 from braid.nn.head_share import HeadShare, Part
 from braid.nn.linear import Linear, RowLinear
 from braid.nn.norm import RmsNorm
@@ -126,29 +126,35 @@ class Attention(nn.Module):
             tensors |= under("k_norm", "k_norm", self.k_norm.canonical())
         return tensors
 
-    def cost(self, load: Load) -> Cost:
-        """Attention by SDPA. Values are read where the projection or the swap left them, and so keep all of it."""
-        share, n, dim = self.share, load.narrow, self.shape.head_dim
+    def cost(self, portion: Portion) -> Cost:
+        """By SDPA. Values are read where the projection or the swap left them, and so keep all of it."""
+        share, n, dim = self.share, portion.narrow, self.shape.head_dim
         tp, cp, hidden = self.groups.tp, self.groups.cp, self.qkv.channels_in
-        every, own, part = load.places(), load.places(cp), load.places(tp, cp)
+        every, own, part = portion.places(), portion.places(cp), portion.places(tp, cp)
         readers = every * share.core_groups * sum(share.core_sizes(self.readers)) * n
-        q, k, read = every * share.core_heads * dim * n, every * share.core_groups * dim * n, own * share.heads * dim * n
+        q, k, read = (
+            every * share.core_heads * dim * n,
+            every * share.core_groups * dim * n,
+            own * share.heads * dim * n,
+        )
         kept = own * hidden * n + (readers if cp.size > 1 else own * self.qkv.channels_out * n)
         if self.q_norm is not None and self.k_norm is not None:
-            norms = self.q_norm.cost(load, every * share.core_heads) + self.k_norm.cost(load, every * share.core_groups)
+            norms = self.q_norm.cost(portion, every * share.core_heads) + self.k_norm.cost(
+                portion, every * share.core_groups
+            )
             # Without a copy to widen them, keys are normed where they are, and queries of a single group too.
-            in_place = 0 if load.mixed else k + (q if share.core_groups == 1 else 0)
+            in_place = 0 if portion.mixed else k + (q if share.core_groups == 1 else 0)
             kept += norms.kept - in_place + q + k
         elif self.shape.positions == "rope":
             kept += q + k
         elif share.core_groups > 1:
             kept += q
-        kept += q + every * share.core_heads * load.wide  # what was read, and the normalizer of each query
+        kept += q + every * share.core_heads * portion.wide  # what was read, and the normalizer of each query
         kept += (read if cp.size > 1 else 0) + (2 * read if self.shape.gate else 0)
         return Cost(
             kept=kept,
             passing=2 * readers + 2 * q,
-            messages=gather_cost(tp, part * hidden * n, "attention tokens")
+            calls=gather_cost(tp, part * hidden * n, "attention tokens")
             + swap_cost(cp, readers, "attention heads")
             + swap_cost(cp, q, "attention outputs")
             + scatter_cost(tp, own * hidden * n, "attention sums"),

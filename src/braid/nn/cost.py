@@ -1,14 +1,14 @@
-"""What a layer costs a rank in one micro-batch: bytes that autograd keeps, bytes that backward needs, messages.
+"""What a layer costs a rank in one micro-batch: bytes that autograd keeps, bytes that backward needs, calls.
 
-Every module has a method `cost(load)`, in closed form. So that nothing is counted twice, a module counts
+Every module has a method `cost(portion)`, in closed form. So that nothing is counted twice, a module counts
 
     its input, where an op of it keeps that,
     everything that it makes and that is kept,
     but not its output: that is for whoever takes it as input.
 
-Bytes are those of whole storages: a slice that is kept keeps all of the tensor that it was cut from. Routing and
-the lengths of documents depend on the data; here rows are single documents without padding, and every expert
-has its even share.
+Bytes are those of whole storages: a slice that is kept keeps all of the tensor that it was cut from. Routing
+and the lengths of documents depend on the data; here rows are single documents without padding, and every
+expert has its even share.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ INDEX = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Load:
+class Portion:
     """What a rank is given in one micro-batch, and in which arithmetic."""
 
     rows: int
@@ -63,7 +63,7 @@ class Load:
         return self.rows * self.tokens // ranks
 
 
-class Message(NamedTuple):
+class Call(NamedTuple):
     """One kind of collective call of a rank."""
 
     op: Op
@@ -75,11 +75,11 @@ class Message(NamedTuple):
     """What is sent, and in which pass."""
     payload: int
     """Bytes that the rank hands in at each call."""
-    calls: int = 1
+    times: int = 1
 
     @property
     def sent(self) -> int:
-        """Bytes that leave the rank over all calls, as a ring sends them."""
+        """Bytes that leave the rank over all times, as a ring sends them."""
         others = self.ranks - 1
         match self.op:
             case "gather":
@@ -88,7 +88,7 @@ class Message(NamedTuple):
                 each = 2 * self.payload * others // self.ranks
             case _:
                 each = self.payload * others // self.ranks
-        return each * self.calls
+        return each * self.times
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,58 +99,58 @@ class Cost:
     """Bytes that autograd keeps from forward to backward."""
     passing: int = 0
     """The most bytes that its backward needs at a time beside those and beside weights and their gradients."""
-    messages: tuple[Message, ...] = ()
+    calls: tuple[Call, ...] = ()
     """Forward and backward together."""
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(
             kept=self.kept + other.kept,
             passing=max(self.passing, other.passing),
-            messages=self.messages + other.messages,
+            calls=self.calls + other.calls,
         )
 
     def times(self, count: int) -> Cost:
         """So many of it, one after the other."""
-        messages = tuple(m._replace(calls=m.calls * count) for m in self.messages)
-        return replace(self, kept=self.kept * count, messages=messages)
+        calls = tuple(m._replace(times=m.times * count) for m in self.calls)
+        return replace(self, kept=self.kept * count, calls=calls)
 
 
-# ------------------------------------------------------------------------------------------ messages
+# ------------------------------------------------------------------------------------------ calls
 
 
-def gather_cost(group: Group, part: int, purpose: str) -> tuple[Message, ...]:
+def gather_cost(group: Group, part: int, purpose: str) -> tuple[Call, ...]:
     """`collectives.gather` of `part` bytes from each rank, and the scatter of its backward."""
     return _there_and_back("gather", part, "scatter", part * group.size, group, purpose)
 
 
-def scatter_cost(group: Group, whole: int, purpose: str) -> tuple[Message, ...]:
+def scatter_cost(group: Group, whole: int, purpose: str) -> tuple[Call, ...]:
     """`collectives.scatter` of `whole` bytes, and the gather of its backward."""
     return _there_and_back("scatter", whole, "gather", whole // group.size, group, purpose)
 
 
-def total_cost(group: Group, payload: int, purpose: str) -> tuple[Message, ...]:
+def total_cost(group: Group, payload: int, purpose: str) -> tuple[Call, ...]:
     """`collectives.total`, forward and backward."""
     return _there_and_back("sum", payload, "sum", payload, group, purpose)
 
 
-def swap_cost(group: Group, payload: int, purpose: str) -> tuple[Message, ...]:
+def swap_cost(group: Group, payload: int, purpose: str) -> tuple[Call, ...]:
     """`collectives.swap`, forward and backward."""
     return _there_and_back("swap", payload, "swap", payload, group, purpose)
 
 
-def exchange_cost(group: Group, payload: int, purpose: str) -> tuple[Message, ...]:
+def exchange_cost(group: Group, payload: int, purpose: str) -> tuple[Call, ...]:
     """`collectives.exchange` where every rank gets as much as it gives, forward and backward."""
     return _there_and_back("exchange", payload, "exchange", payload, group, purpose)
 
 
-def once(op: Op, group: Group, payload: int, purpose: str, calls: int = 1) -> tuple[Message, ...]:
+def once(op: Op, group: Group, payload: int, purpose: str, times: int = 1) -> tuple[Call, ...]:
     """A collective without a gradient."""
-    if group.size == 1 or not calls:
+    if group.size == 1 or not times:
         return ()
-    return (Message(op, group.name, group.size, purpose, payload, calls),)
+    return (Call(op, group.name, group.size, purpose, payload, times),)
 
 
 def _there_and_back(
     op: Op, payload: int, back: Op, back_payload: int, group: Group, purpose: str
-) -> tuple[Message, ...]:
+) -> tuple[Call, ...]:
     return once(op, group, payload, purpose) + once(back, group, back_payload, f"{purpose}, backward")

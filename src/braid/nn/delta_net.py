@@ -32,7 +32,7 @@ from braid.collectives import Groups, gather
 from braid.kernels.delta_rule import DeltaRule, step
 from braid.kernels.kept import PAIR_BYTES, in_chunks, remembered
 from braid.nn.canonical import Canonical, under
-from braid.nn.cost import Cost, Load, gather_cost, scatter_cost, swap_cost
+from braid.nn.cost import Cost, Portion, gather_cost, scatter_cost, swap_cost
 from braid.nn.grouped_conv import GroupedConv
 from braid.nn.head_scalars import HeadScalars
 from braid.nn.head_share import HeadShare, Part
@@ -168,25 +168,27 @@ class DeltaNet(nn.Module):
         tensors |= under("gate_norm", "gate_norm", self.gate_norm.canonical())
         return tensors | under("o", "o", self.o.canonical())
 
-    def cost(self, load: Load) -> Cost:
+    def cost(self, portion: Portion) -> Cost:
         """With the rule in plain torch: pairs of tokens within a chunk are most of it."""
-        share, shape, n, w = self.share, self.shape, load.narrow, load.wide
+        share, shape, n, w = self.share, self.shape, portion.narrow, portion.wide
         tp, cp, hidden = self.groups.tp, self.groups.cp, self.qkvbaz.channels_in
-        every, own, part = load.places(), load.places(cp), load.places(tp, cp)
+        every, own, part = portion.places(), portion.places(cp), portion.places(tp, cp)
         heads, inner = share.core_heads, share.heads * shape.value_dim
-        rule = (load.rows, load.tokens, heads, share.core_groups, shape.key_dim, shape.value_dim)
-        kept = own * hidden * n + self.conv.cost(load).kept
+        rule = (portion.rows, portion.tokens, heads, share.core_groups, shape.key_dim, shape.value_dim)
+        kept = own * hidden * n + self.conv.cost(portion).kept
         kept += every * heads * (2 * w + n) + 2 * heads * w + remembered(*rule, narrow=n, wide=w)
-        kept += self.gate_norm.cost(load, own * share.heads).kept + own * inner * (3 * w + n)
-        if not load.mixed and share.groups == 1:
-            kept += own * (self.qkvbaz.channels_out - inner) * n  # the gate is read where the projection left it
-        if not load.mixed and cp.size == 1:
-            kept += (in_chunks(load.tokens) - load.tokens) * load.rows * inner * n
+        kept += self.gate_norm.cost(portion, own * share.heads).kept + own * inner * (3 * w + n)
+        if not portion.mixed and share.groups == 1:
+            kept += (
+                own * (self.qkvbaz.channels_out - inner) * n
+            )  # the gate is read where the projection left it
+        if not portion.mixed and cp.size == 1:
+            kept += (in_chunks(portion.tokens) - portion.tokens) * portion.rows * inner * n
         swapped = every * share.core_groups * sum(share.core_sizes(self.parts[:-1])) * n
         return Cost(
             kept=kept,
             passing=every * heads * PAIR_BYTES,
-            messages=gather_cost(tp, part * hidden * n, "delta net tokens")
+            calls=gather_cost(tp, part * hidden * n, "delta net tokens")
             + swap_cost(cp, swapped, "delta net heads")
             + swap_cost(cp, every * heads * shape.value_dim * n, "delta net outputs")
             + scatter_cost(tp, own * hidden * n, "delta net sums"),

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from braid.collectives import ALONE, Group, Groups, mine, scatter
 from braid.errors import DataError
 from braid.nn.canonical import Canonical
+from braid.nn.cost import INDEX, Cost, Portion, scatter_cost
 
 
 def check_ids(ids_BT: Tensor, vocab: int) -> None:
@@ -124,6 +125,16 @@ class Embedding(_OfVocabulary):
         """The vectors of this rank's tokens, out of the ids of all."""
         ids_BT = mine(ids_BT, self.groups.cp, dim=1)
         return scatter(_LookUp.apply(self.weight, self.vocabulary.local(ids_BT)), self.groups.tp, dim=1)
+
+    def cost(self, portion: Portion) -> Cost:
+        """Where each token's vector lies. Gradients of a token's occurrences are summed in a wide dtype."""
+        tp, own = self.groups.tp, portion.places(self.groups.cp)
+        rows, hidden = self.weight.shape
+        return Cost(
+            kept=(own if tp.size > 1 else portion.places()) * INDEX,
+            passing=(rows + own) * hidden * portion.wide,
+            calls=scatter_cost(tp, own * hidden * portion.narrow, "embeddings"),
+        )
 
 
 class Head(_OfVocabulary):

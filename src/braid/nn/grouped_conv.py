@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from braid.kernels.causal_conv import causal_conv
 from braid.nn.canonical import Canonical
-from braid.nn.cost import Cost, Load
+from braid.nn.cost import Cost, Portion
 from braid.nn.head_share import HeadShare, Part
 
 
@@ -94,11 +94,14 @@ class GroupedConv(nn.Module):
                 )
         return tensors
 
-    def cost(self, load: Load) -> Cost:
+    def cost(self, portion: Portion) -> Cost:
         """Its input is widened, and preceded by zeros; what SiLU is given is kept."""
-        entries = load.rows * (load.tokens + self.taps - 1) + (self.taps if load.mixed else 0)
-        narrow = load.places() * load.narrow
-        return Cost(kept=self.channels * (entries * load.wide + narrow), passing=3 * self.channels * load.places() * load.wide)
+        entries = portion.rows * (portion.tokens + self.taps - 1) + (self.taps if portion.mixed else 0)
+        narrow = portion.places() * portion.narrow
+        return Cost(
+            kept=self.channels * (entries * portion.wide + narrow),
+            passing=3 * self.channels * portion.places() * portion.wide,
+        )
 
     def flops(self, tokens: int) -> int:
         return 2 * tokens * self.channels * self.taps

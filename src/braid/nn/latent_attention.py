@@ -35,7 +35,7 @@ from braid import architecture
 from braid.collectives import Groups, gather, swap
 from braid.kernels.attention import Attend, Spans, attend_cached, pairs_seen
 from braid.nn.canonical import Canonical, Span, under
-from braid.nn.cost import Cost, Load, gather_cost, scatter_cost, swap_cost
+from braid.nn.cost import Cost, Portion, gather_cost, scatter_cost, swap_cost
 from braid.nn.linear import Linear, RowLinear
 from braid.nn.norm import RmsNorm
 from braid.nn.rotary import Rotary, rotate
@@ -167,32 +167,35 @@ class LatentAttention(nn.Module):
         span = Span(self.groups.tp.rank * self.heads * channels, self.shape.heads * channels)
         return linear.part((slice(None), slice(start, stop)), span)
 
-    def cost(self, load: Load) -> Cost:
+    def cost(self, portion: Portion) -> Cost:
         """The plain form, by SDPA. A CPU widens keys or values until both have as many channels."""
-        shape, n, hidden = self.shape, load.narrow, self.down.channels_in
+        shape, n, hidden = self.shape, portion.narrow, self.down.channels_in
         tp, cp = self.groups.tp, self.groups.cp
-        every, own, part = load.places(), load.places(cp), load.places(tp, cp)
+        every, own, part = portion.places(), portion.places(cp), portion.places(tp, cp)
         heads, q_rank = self.heads // cp.size, shape.q_rank or 0
         q_dim, kv_dim = shape.nope_dim + shape.rope_dim, shape.nope_dim + shape.v_dim
         q, kv, read = every * heads * q_dim * n, every * heads * kv_dim * n, own * self.heads * shape.v_dim * n
-        norms = self.kv_norm.cost(load, part)
+        norms = self.kv_norm.cost(portion, part)
         if self.q_norm is not None:
-            norms += self.q_norm.cost(load, part)
-        in_place = 0 if load.mixed else part * shape.rope_dim * n  # norms read slices of what `down` gives
+            norms += self.q_norm.cost(portion, part)
+        in_place = 0 if portion.mixed else part * shape.rope_dim * n  # norms read slices of what `down` gives
         latents = (q_rank or hidden) + shape.kv_rank
-        if tp.size > 1 and load.rows == 1:
+        if tp.size > 1 and portion.rows == 1:
             latents += shape.rope_dim  # gathered together, and then read in place
         elif tp.size == 1 and not q_rank:
             latents -= hidden
-        kept = part * hidden * n + norms.kept + in_place + own * latents * n + every * heads * load.wide
-        if load.device == "cpu" and q_dim != shape.v_dim:
-            kept += 4 * every * heads * max(q_dim, shape.v_dim) * n + read
+        kept = part * hidden * n + norms.kept + in_place + own * latents * n + every * heads * portion.wide
+        if portion.device == "cpu" and q_dim != shape.v_dim:
+            kept += 3 * every * heads * max(q_dim, shape.v_dim) * n
+            kept += q + read if q_dim > shape.v_dim else kv + (read if cp.size > 1 else 0)
         else:
             kept += 2 * q + kv + every * heads * shape.v_dim * n + (read if cp.size > 1 else 0)
         return Cost(
             kept=kept,
             passing=2 * q + 3 * kv,
-            messages=gather_cost(tp, part * ((q_rank or hidden) + shape.kv_rank + shape.rope_dim) * n, "latents")
+            calls=gather_cost(
+                tp, part * ((q_rank or hidden) + shape.kv_rank + shape.rope_dim) * n, "latents"
+            )
             + gather_cost(cp, own * shape.rope_dim * n, "latent attention, shared keys")
             + swap_cost(cp, q, "latent attention, queries")
             + swap_cost(cp, kv, "latent attention, keys and values")

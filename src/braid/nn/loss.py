@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from braid.collectives import highest, summed
+from braid.nn.cost import INDEX, Cost, Call, Portion, once
 from braid.nn.embedding import Vocabulary
 
 CHUNK = 2048
@@ -32,6 +33,17 @@ def cross_entropy(
     vocabulary = Vocabulary(logits_NR.shape[1]) if vocabulary is None else vocabulary
     row_N = vocabulary.local(labels_N.where(mask_N, 0))
     return _CrossEntropy.apply(logits_NR, row_N, mask_N, vocabulary), mask_N.sum()
+
+
+def cross_entropy_cost(portion: Portion, tokens: int, vocabulary: Vocabulary) -> Cost:
+    """Logits, and for each token its label, its mask and a number; in backward the logits' gradient."""
+    logits, chunk = (n * vocabulary.rows for n in (tokens * portion.narrow, min(CHUNK, tokens) * portion.wide))
+    calls = tuple[Call, ...]()
+    for size, times in ((CHUNK, tokens // CHUNK), (tokens % CHUNK, int(tokens % CHUNK > 0))):
+        calls += once("sum", vocabulary.group, size * portion.wide, "highest logits", times)
+        calls += once("sum", vocabulary.group, 2 * size * portion.wide, "sums of logits", times)
+    kept = logits + tokens * (INDEX + 1 + portion.wide)
+    return Cost(kept=kept, passing=max(logits + chunk, 3 * chunk), calls=calls)
 
 
 class _CrossEntropy(torch.autograd.Function):

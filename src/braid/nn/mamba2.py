@@ -31,7 +31,7 @@ from braid.collectives import ALONE, Group, Groups, gather, total
 from braid.kernels.kept import PAIR_BYTES, in_chunks, scanned
 from braid.kernels.ssd import Ssd, step
 from braid.nn.canonical import Canonical, under
-from braid.nn.cost import Cost, Load, gather_cost, scatter_cost, swap_cost, total_cost
+from braid.nn.cost import Cost, Portion, gather_cost, scatter_cost, swap_cost, total_cost
 from braid.nn.grouped_conv import GroupedConv
 from braid.nn.head_scalars import HeadScalars
 from braid.nn.head_share import HeadShare, Part
@@ -171,29 +171,31 @@ class Mamba2(nn.Module):
         tensors |= under("gate_norm", "gate_norm", self.gate_norm.canonical())
         return tensors | under("o", "o", self.o.canonical())
 
-    def cost(self, load: Load) -> Cost:
+    def cost(self, portion: Portion) -> Cost:
         """With the scan in plain torch: pairs of tokens within a chunk are most of it."""
-        share, shape, n, w = self.share, self.shape, load.narrow, load.wide
+        share, shape, n, w = self.share, self.shape, portion.narrow, portion.wide
         tp, cp, hidden = self.groups.tp, self.groups.cp, self.xbcdtz.channels_in
-        every, own, part = load.places(), load.places(cp), load.places(tp, cp)
+        every, own, part = portion.places(), portion.places(cp), portion.places(tp, cp)
         heads, inner = share.core_heads, share.heads * shape.head_dim
-        scan = (load.rows, load.tokens, heads, shape.head_dim, share.core_groups, shape.state)
-        kept = own * hidden * n + self.conv.cost(load).kept
+        scan = (portion.rows, portion.tokens, heads, shape.head_dim, share.core_groups, shape.state)
+        kept = own * hidden * n + self.conv.cost(portion).kept
         kept += (2 * every + 1) * heads * w + scanned(*scan, narrow=n, wide=w)
-        norm = self.gate_norm.cost(load, own)
+        norm = self.gate_norm.cost(portion, own)
         kept += norm.kept + own * inner * n
-        if not load.mixed and share.groups == 1:
-            kept += own * (self.xbcdtz.channels_out - inner) * n  # the gate is read where the projection left it
-        if not load.mixed and cp.size == 1:
-            kept += (in_chunks(load.tokens) - load.tokens) * load.rows * inner * n
+        if not portion.mixed and share.groups == 1:
+            kept += (
+                own * (self.xbcdtz.channels_out - inner) * n
+            )  # the gate is read where the projection left it
+        if not portion.mixed and cp.size == 1:
+            kept += (in_chunks(portion.tokens) - portion.tokens) * portion.rows * inner * n
         swapped = every * share.core_groups * sum(share.core_sizes(self.parts[:-1])) * n
         return Cost(
             kept=kept,
             passing=every * heads * PAIR_BYTES,
-            messages=gather_cost(tp, part * hidden * n, "mamba2 tokens")
+            calls=gather_cost(tp, part * hidden * n, "mamba2 tokens")
             + swap_cost(cp, swapped, "mamba2 heads")
             + swap_cost(cp, every * heads * shape.head_dim * n, "mamba2 outputs")
-            + norm.messages
+            + norm.calls
             + scatter_cost(tp, own * hidden * n, "mamba2 sums"),
         )
 
@@ -249,11 +251,11 @@ class GatedRmsNorm(nn.Module):
         )
         return {"weight": weight}
 
-    def cost(self, load: Load, vectors: int) -> Cost:
+    def cost(self, portion: Portion, vectors: int) -> Cost:
         """Of so many tokens: both inputs widened, the opened gate, their product, that normed."""
-        entries = vectors * (5 * self.channels + self.parts) + (self.channels if load.mixed else 0)
+        entries = vectors * (5 * self.channels + self.parts) + (self.channels if portion.mixed else 0)
         return Cost(
-            kept=entries * load.wide,
-            passing=4 * vectors * self.channels * load.wide,
-            messages=total_cost(self.sharers, vectors * self.parts * load.wide, "mamba2 norm"),
+            kept=entries * portion.wide,
+            passing=4 * vectors * self.channels * portion.wide,
+            calls=total_cost(self.sharers, vectors * self.parts * portion.wide, "mamba2 norm"),
         )

@@ -16,7 +16,7 @@ from braid.collectives import Groups, gather
 from braid.kernels.activation import activate, projections
 from braid.kernels.kept import activated
 from braid.nn.canonical import Canonical, Span, under
-from braid.nn.cost import Cost, Load, gather_cost, scatter_cost
+from braid.nn.cost import Cost, Portion, gather_cost, scatter_cost
 from braid.nn.linear import Linear, RowLinear
 
 
@@ -53,15 +53,15 @@ class Mlp(nn.Module):
             tensors |= under(name, "into", self.into.part((slice(None), place), span))
         return tensors | under("down", "down", self.down.canonical())
 
-    def cost(self, load: Load) -> Cost:
+    def cost(self, portion: Portion) -> Cost:
         tp, cp, hidden = self.groups.tp, self.groups.cp, self.into.channels_in
-        own, part = load.places(cp), load.places(tp, cp)
-        ffn = own * self.ffn * load.narrow
-        tokens = own * hidden * load.narrow
+        own, part = portion.places(cp), portion.places(tp, cp)
+        ffn = own * self.ffn * portion.narrow
+        tokens = own * hidden * portion.narrow
         return Cost(
             kept=tokens + activated(self.shape.activation, self.shape.glu, joined=False) * ffn,
             passing=3 * ffn + 2 * tokens,
-            messages=gather_cost(tp, part * hidden * load.narrow, "mlp tokens")
+            calls=gather_cost(tp, part * hidden * portion.narrow, "mlp tokens")
             + scatter_cost(tp, tokens, "mlp sums"),
         )
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from braid.collectives import ALONE, Group
 from braid.nn.canonical import Canonical
-from braid.nn.cost import Cost, Load
+from braid.nn.cost import Cost, Portion
 
 
 class RmsNorm(nn.Module):
@@ -40,12 +40,12 @@ class RmsNorm(nn.Module):
             "weight": Canonical(parameter="weight", shape=(self.channels,), fill="ones", copies=self.copies)
         }
 
-    def cost(self, load: Load, vectors: int) -> Cost:
+    def cost(self, portion: Portion, vectors: int) -> Cost:
         """Of so many vectors. A CPU keeps them normed as well, before the weight."""
-        entries = vectors * (self.channels * (2 if load.device == "cpu" else 1) + 1)
-        weight = self.channels if load.mixed else 0
-        passing = vectors * self.channels * (2 * load.wide + load.narrow)
-        return Cost(kept=(entries + weight) * load.wide, passing=passing)
+        entries = vectors * (self.channels * (2 if portion.device == "cpu" else 1) + 1)
+        weight = self.channels if portion.mixed else 0
+        passing = vectors * self.channels * (2 * portion.wide + portion.narrow)
+        return Cost(kept=(entries + weight) * portion.wide, passing=passing)
 
 
 class LayerNorm(nn.Module):
@@ -78,11 +78,11 @@ class LayerNorm(nn.Module):
             "bias": Canonical(parameter="bias", shape=(self.channels,), fill="zeros", copies=self.copies),
         }
 
-    def cost(self, load: Load, vectors: int) -> Cost:
+    def cost(self, portion: Portion, vectors: int) -> Cost:
         """Of so many vectors."""
-        weights = 2 * self.channels if load.mixed else 0
-        passing = vectors * self.channels * (2 * load.wide + load.narrow)
-        return Cost(kept=(vectors * (self.channels + 2) + weights) * load.wide, passing=passing)
+        weights = 2 * self.channels if portion.mixed else 0
+        passing = vectors * self.channels * (2 * portion.wide + portion.narrow)
+        return Cost(kept=(vectors * (self.channels + 2) + weights) * portion.wide, passing=passing)
 
 
 def norm(

@@ -8,6 +8,7 @@ in the stored one. Reductions are plain sums: losses are divided by counts of th
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -67,6 +68,8 @@ def shard_units(
 ) -> None:
     """Shard the units of a model, inner ones first, and then the model itself, which has no weights beside
     them. `root_methods` are those that stand for its `forward`."""
+    # Outputs may be views; nothing here is ever written in place.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)
     for unit in units:
         stored = next((p.dtype for p in unit.module.parameters()), compute)
         if unit.wide and stored == compute:

@@ -7,26 +7,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
-from braid import checkpoint, fit, kernels
-from braid.collectives import Groups
+from braid import checkpoint
 from braid.config import Run, difference
 from braid.errors import CheckpointError, ConfigError, DataError, NumericsError, PreemptedError
 from braid.model.language import LanguageModel
-from braid.nn.moe import dispatchers
-from braid.optim.adamw import AdamW
 from braid.optim.schedule import Schedule
-from braid.parallel.channels import open_channels
-from braid.parallel.mesh import dense_mesh, expert_mesh
-from braid.parallel.sharding import local, shard_units
-from braid.plan import Plan, size, whole_model
+from braid.plan import Plan, whole_model
 from braid.train import state as states
 from braid.train.console import Line, say, warn
-from braid.train.device import DTYPES, Device, set_arithmetic
+from braid.train.device import Device, set_arithmetic
 from braid.train.feed import Feed
-from braid.train.metrics import Listener, Metrics, Value
+from braid.train.metrics import Listener, Metrics, Unwritten, Value
 from braid.train.places import Places
+from braid.train.ranks import everywhere, together
 from braid.train.signals import StopRequest
 from braid.train.state import State
 from braid.train.step import StepResult, evaluate, train_step
@@ -47,87 +40,19 @@ class Outcome:
     """Of the last evaluation."""
 
 
-def make_state(plan: Plan, device: Device, groups: Groups = Groups()) -> State:
-    """A model and its optimizer, with weights still unset. All ranks make theirs together."""
-    run = plan.run
-    _check_memory(plan, device)
-    model = make_model(plan, device, groups)
-    optimizer = AdamW(
-        dict(model.named_parameters()),
-        decaying=model.decaying(),
-        betas=run.optim.betas,
-        eps=run.optim.eps,
-        weight_decay=run.optim.weight_decay,
-    )
-    channels = open_channels(plan.grid, groups.world.rank, plan.schedule.channels())
-    return State(
-        model=model,
-        optimizer=optimizer,
-        schedule=plan.schedule,
-        names=frozenset(whole_model(plan).canonical()),
-        channels=channels,
-    )
-
-
-def make_model(plan: Plan, device: Device, groups: Groups) -> LanguageModel:
-    """This rank's part of the model, sharded over data-parallel ranks where there are several ranks."""
-    run, dtype = plan.run, DTYPES[plan.run.train.dtype]
-    shape = fit.of_one_rank(run.model, plan.axes)
-    chosen = kernels.choose(shape, plan.layout.kinds(), device.torch, dtype)
-    dispatcher = None
-    if run.model.moe is not None:
-        dispatcher = dispatchers.choose(run.model.moe, run.model.hidden, groups, run.mesh.dispatcher)
-    alone = groups.world.size == 1
-    model = LanguageModel(
-        run.model,
-        plan.layout,
-        chosen,
-        groups=groups,
-        dispatcher=None if dispatcher is None else dispatcher.function,
-        segments=[segment.index for segment in plan.stages[groups.pp.rank].segments],
-        device=device.torch if alone else torch.device("meta"),
-        dtype=dtype,
-        stored=None if alone else torch.promote_types(dtype, torch.float32),
-    )
-    if not alone:
-        meshes = {
-            "dense": dense_mesh(
-                groups, plan.grid, device_type=device.torch.type, replicate=plan.axes.dense_copies
-            ),
-            "expert": expert_mesh(
-                groups, plan.grid, device_type=device.torch.type, replicate=plan.axes.expert_copies
-            ),
-        }
-        strategy, methods = run.mesh.shard, ("run", "logits", "wake")
-        shard_units(model, model.units(), meshes=meshes, strategy=strategy, compute=dtype, root_methods=methods)
-        model.to_empty(device=device.torch)
-        model.device = device.torch
-        for tensor in model.tensors().values():
-            local(tensor).zero_()  # no checkpoint fills the padding of the vocabulary
-        model.wake()
-    return model
-
-
-def _check_memory(plan: Plan, device: Device) -> None:
-    """Refuse a model whose weights, gradients and moments alone exceed the device."""
-    dtype = DTYPES[plan.run.train.dtype]
-    main = max(dtype.itemsize, 4)
-    apart = 0 if dtype.itemsize == main else 2 * dtype.itemsize  # the model's own copy and its gradients
-    needed, there = size(plan).total * (4 * main + apart), device.memory_total()
-    if needed > there:
-        raise ConfigError(
-            f"weights, gradients and moments take {needed / 2**30:,.0f} GiB, {device.name} has "
-            f"{there / 2**30:,.0f} GiB: choose a smaller model or a larger device"
-        )
-
-
 def begin_or_continue(
     state: State, run: Run, feed: Feed, places: Places, init: Path | None = None
 ) -> Path | None:
     """Fill the state: from the newest whole checkpoint of the run, which is returned; or else from the run's
-    seed, with the weights of the checkpoint `init` where one is given."""
+    seed, with the weights of the checkpoint `init` where one is given. All ranks do the same, or none."""
+    with together(state.model.groups.world):
+        return _begin_or_continue(state, run, feed, places, init)
+
+
+def _begin_or_continue(state: State, run: Run, feed: Feed, places: Places, init: Path | None) -> Path | None:
+    first = state.model.groups.world.rank == 0
     newest = checkpoint.latest(places.checkpoints)
-    for damaged in newest.damaged:
+    for damaged in newest.damaged if first else ():
         warn(f"passing over a damaged checkpoint: {damaged.reason}")
     if newest.path is None:
         states.initialize(state, run)
@@ -136,7 +61,7 @@ def begin_or_continue(
         return None
     saved = states.describe(newest.path)
     changed = difference(saved.run, run)
-    if changed:
+    if changed and first:
         warn(f"the run differs from the one that saved {newest.path}:")
         for name, (before, now) in changed.items():
             warn(f"  {name}: {before} -> {now}")
@@ -172,8 +97,9 @@ def train_to_end(
 ) -> Outcome:
     """Train from where the state stands to the last step."""
     set_arithmetic(deterministic=plan.run.train.deterministic)
-    metrics_file = Metrics(places.metrics, after_step=state.step, listeners=listeners)
-    with StopRequest() as asked, metrics_file as metrics:
+    first = state.model.groups.world.rank == 0
+    file = Metrics(places.metrics, after_step=state.step, listeners=listeners) if first else Unwritten()
+    with StopRequest() as asked, file as metrics:
         return _Loop(plan, places, device, feed, state, metrics, asked).run_to_end()
 
 
@@ -187,12 +113,14 @@ class _Loop:
         device: Device,
         feed: Feed,
         state: State,
-        metrics: Metrics,
+        metrics: Metrics | Unwritten,
         asked: StopRequest,
     ) -> None:
         self.plan, self.run = plan, plan.run
         self.places, self.device, self.feed = places, device, feed
         self.state, self.metrics, self.asked = state, metrics, asked
+        self.first = state.model.groups.world.rank == 0
+        """Whether this rank speaks for all."""
         self.schedule = _schedule(plan.run)
         # Training costs three forward passes: one forward, two backward.
         samples = plan.run.train.batch_samples
@@ -210,12 +138,9 @@ class _Loop:
             done = self.state.step == steps
             if done or self._due(self.run.train.save_every):
                 saved = self._save(must=done)
-            if self.asked.signal is not None and not done:
+            if last.stop and not done:
                 self._save(must=True)
-                raise PreemptedError(
-                    f"asked to stop by {self.asked.signal.name}; step {self.state.step} of {steps} is saved in "
-                    f"{self.places.checkpoints}, the same command continues it"
-                )
+                raise everywhere(PreemptedError(self._told_stopped()))
         if last is None:
             self.val_loss = self._evaluate()
         path = saved or checkpoint.latest(self.places.checkpoints).path
@@ -227,11 +152,19 @@ class _Loop:
             val_loss=self.val_loss,
         )
 
+    def _told_stopped(self) -> str:
+        by = "" if self.asked.signal is None else f" by {self.asked.signal.name}"
+        return (
+            f"asked to stop{by}; step {self.state.step} of {self.run.train.steps} is saved in "
+            f"{self.places.checkpoints}, the same command continues it"
+        )
+
     def _step(self) -> StepResult:
         """One step, measured and told."""
         started = time.perf_counter()
         rate = self.schedule.rate(self.state.step + 1)
-        result = train_step(self.state, self.run, self.feed.train, rate)
+        stop = self.asked.signal is not None
+        result = train_step(self.state, self.run, self.feed.train, rate, stop=stop)
         self.device.synchronize()
         seconds = time.perf_counter() - started
         self.step_seconds = [*self.step_seconds[-99:], seconds]
@@ -239,7 +172,7 @@ class _Loop:
             self._tell_skipped(result)
         if result.tokens == 0 and not self.told_masked:
             self.told_masked = True
-            warn(f"step {self.state.step}: no token counts in the loss; every label of it is masked")
+            self._warn(f"step {self.state.step}: no token counts in the loss; every label of it is masked")
         evaluated = self._evaluate_if_due()
         self.metrics.log(self.state.step, self._metrics(result, rate, seconds, evaluated))
         if self._due(self.run.train.log_every) or self.state.step in (1, self.run.train.steps):
@@ -301,23 +234,30 @@ class _Loop:
         except CheckpointError as error:
             if must:
                 raise
-            warn(f"{error}\ntraining goes on with the checkpoint before this one")
+            self._warn(f"{error}\ntraining goes on with the checkpoint before this one")
             return None
-        try:
-            checkpoint.prune(root, keep=self.run.train.keep)
-        except CheckpointError as error:
-            warn(f"the checkpoint is saved, but an old one stays: {error}")
+        if self.first:
+            try:
+                checkpoint.prune(root, keep=self.run.train.keep)
+            except CheckpointError as error:
+                warn(f"the checkpoint is saved, but an old one stays: {error}")
         return path
+
+    def _warn(self, text: str) -> None:
+        if self.first:
+            warn(text)
 
     def _tell_skipped(self, result: StepResult) -> None:
         named = ", ".join(result.not_finite[:3]) + (", ..." if len(result.not_finite) > 3 else "")
-        warn(f"step {self.state.step} skipped: not finite: {named}")
+        self._warn(f"step {self.state.step} skipped: not finite: {named}")
         limit = self.run.train.max_skipped
         if self.state.skipped_in_a_row > limit:
-            raise NumericsError(
-                f"{self.state.skipped_in_a_row} steps in a row were not finite (train.max_skipped = {limit}), "
-                f"in {named}: lower optim.lr, or look at that parameter; the weights are those of the last "
-                "sound step"
+            raise everywhere(
+                NumericsError(
+                    f"{self.state.skipped_in_a_row} steps in a row were not finite (train.max_skipped = "
+                    f"{limit}), in {named}: lower optim.lr, or look at that parameter; the weights are those "
+                    "of the last sound step"
+                )
             )
 
 

@@ -66,6 +66,19 @@ class Metrics:
             listener.close()
 
 
+class Unwritten:
+    """Metrics of a rank that leaves telling to another."""
+
+    def log(self, step: int, metrics: Mapping[str, Value]) -> None:
+        pass
+
+    def __enter__(self) -> Unwritten:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
 def _finite(value: Value) -> Value:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 

@@ -63,6 +63,7 @@ EVERYWHERE = "raised on every rank"
 """Note on an error that all ranks raise at once: one of them telling it is enough."""
 
 Result = TypeVar("Result")
+Failure = TypeVar("Failure", bound=BraidError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,6 +250,12 @@ def first_then_others(action: Callable[[], Result], group: Group) -> Result:
             if my_turn:
                 results.append(action())
     return results[0]
+
+
+def everywhere(error: Failure) -> Failure:
+    """Mark an error that all ranks raise at once."""
+    error.add_note(EVERYWHERE)
+    return error
 
 
 def is_everywhere(error: BraidError) -> bool:

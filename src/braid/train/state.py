@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from torch import Tensor
 import braid
 from braid import checkpoint, kernels
 from braid.collectives import Group
-from braid.config import Run, from_json, to_json
+from braid.config import Mesh, Run, from_json, to_json
 from braid.data import Loader, Tokenizer, tokenizer_from
 from braid.engine.executor import Wires
 from braid.errors import CheckpointError
@@ -284,7 +284,7 @@ def open_model(path: Path, device: Device) -> tuple[LanguageModel, Tokenizer]:
     path = newest_in(path)
     saved = describe(path)
     dtype = DTYPES[saved.run.train.dtype]
-    layout = plan(saved.run, world=1).layout
+    layout = plan(replace(saved.run, mesh=Mesh()), world=1).layout
     chosen = kernels.choose(saved.run.model, layout.kinds(), device.torch, dtype)
     model = LanguageModel(saved.run.model, layout, chosen, device=device.torch, dtype=dtype)
     load_weights(path, model, model.tensors())

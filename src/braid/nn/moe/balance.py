@@ -28,6 +28,7 @@ from torch import Tensor
 
 from braid import architecture
 from braid.collectives import ALONE, Group, Groups, summed
+from braid.nn.cost import INDEX, Cost, Call, Portion, once
 from braid.nn.moe.routing import Routing
 from braid.nn.moe.tokens import Tokens
 
@@ -122,6 +123,26 @@ def count(experts_NS: Tensor, counted: Tensor, experts: int) -> Tensor:
     counts = torch.zeros(experts + 1, dtype=torch.int64, device=slots_M.device)
     # bincount would ask the device for the highest entry.
     return counts.scatter_add_(0, slots_M, torch.ones_like(slots_M))[:experts]
+
+
+def examine_cost(shape: architecture.Moe, portion: Portion, wide: int, groups: Groups) -> Cost:
+    """What `examine` keeps and sums, where scores take `wide` bytes each."""
+    tokens, experts = portion.places(groups.tp_cp), shape.experts
+    over_all = bool(shape.aux_loss) + bool(shape.global_aux_loss)
+    kept, calls = over_all * experts * wide, tuple[Call, ...]()
+    if over_all:
+        calls += once("sum", groups.slab, experts * INDEX, "expert counts")
+    if shape.sequence_aux_loss:
+        kept += tokens + portion.rows * (experts + 1) * wide
+        calls += once("sum", groups.tp_cp, portion.rows * experts * INDEX, "expert counts of rows")
+    if over_all or shape.sequence_aux_loss:
+        kept += tokens * wide * (experts if shape.softmax_after_top_k else shape.score != "softmax")
+    if shape.z_loss:
+        logits_kept = shape.softmax_after_top_k or shape.score == "sqrt_softplus"
+        kept += tokens * wide * (1 if logits_kept else 1 + experts)
+    if over_all or shape.z_loss:
+        kept += tokens  # which tokens are not padding
+    return Cost(kept=kept, calls=calls)
 
 
 # ---------------------------------------------------------------------------------------- after a step

@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from braid import architecture
 from braid.collectives import Groups
 from braid.kernels.activation import projections
-from braid.kernels.grouped_mlp import GroupedMlp
+from braid.kernels.grouped_mlp import GroupedMlp, grouped
+from braid.kernels.kept import activated
 from braid.nn.canonical import Canonical
+from braid.nn.cost import INDEX, Cost, Portion
 
 SHARD_DIMS = MappingProxyType({"w_in_EFGC": 1, "w_down_ECF": 2, "b_in_EFG": 1, "b_down_EC": 1})
 """The dim of each weight that ranks with the same experts share where weights are sharded: never that of the
@@ -115,6 +117,14 @@ class Experts(nn.Module):
             parameter="b_down_EC", shape=(self.channels,), fill="zeros", index=index, copies=self.etp
         )
         return {f"{name}.weight": weight} | ({f"{name}.bias": bias} if self.shape.bias else {})
+
+    def cost(self, portion: Portion, rows: int) -> Cost:
+        """Of so many rows."""
+        joined = self.grouped_mlp is grouped.grouped_mlp
+        channels, ffn = rows * self.channels * portion.narrow, rows * self.ffn * portion.narrow
+        kept = 2 * channels + activated(self.shape.activation, self.shape.glu, joined=joined) * ffn
+        ends = len(self.numbers) * 4 + (len(self.numbers) + 1) * INDEX * self.shape.bias if joined else 0
+        return Cost(kept=kept + rows * portion.narrow + ends, passing=2 * channels + 4 * ffn)
 
     def flops(self, tokens: int) -> int:
         """What this rank computes, on average, where each rank has so many tokens."""

@@ -21,14 +21,17 @@ from braid import architecture
 from braid.collectives import ALONE, Group, Groups
 from braid.kernels.grouped_mlp import GroupedMlp
 from braid.nn.canonical import Canonical, under
+from braid.nn.cost import INDEX, Cost, Portion, exchange_cost, gather_cost, once, scatter_cost
 from braid.nn.linear import Linear
 from braid.nn.mlp import Mlp
+from braid.nn.moe.all_gather import AllGather
+from braid.nn.moe.balance import examine_cost
 from braid.nn.moe.capacity import capacity
 from braid.nn.moe.dispatch import combine, dispatch
 from braid.nn.moe.dispatchers import choose
 from braid.nn.moe.experts import Experts
 from braid.nn.moe.journey import Dispatcher, Journey, Places, Slots
-from braid.nn.moe.router import Router
+from braid.nn.moe.router import Router, logit_dtype, probability_dtype
 from braid.nn.moe.routing import Routing
 from braid.nn.moe.tokens import Tokens
 
@@ -139,6 +142,53 @@ class Moe(nn.Module):
         for name, part in (("latent", self.latent), ("shared", self.shared), ("shared_gate", self.shared_gate)):
             tensors |= {} if part is None else under(name, name, part.canonical())
         return tensors
+
+    def cost(self, portion: Portion) -> Cost:
+        """Several parts see the layer's input: those that keep it as it is keep the same."""
+        shape, n = self.shape, portion.narrow
+        tokens, hidden = portion.places(self.groups.tp_cp), self.router.weight.shape[1]
+        normed, wide = tokens * hidden * n, probability_dtype(shape, portion.dtype).itemsize
+        keepers = int(logit_dtype(shape, portion.dtype) == portion.dtype and not shape.jitter)
+        total = self.router.cost(portion) + examine_cost(shape, portion, wide, self.groups)
+        total += self._travel_cost(portion, wide)
+        if self.latent is not None:
+            keepers += 1
+            total += Cost(kept=normed + tokens * self.experts.channels * n)
+        if self.shared is not None:
+            keepers += self.groups.tp.size == 1
+            total += self.shared.cost(portion)
+        if self.shared_gate is not None:
+            keepers += 1
+            total += Cost(kept=2 * normed + tokens * n)
+        return total + Cost(kept=-normed * max(0, keepers - 1))
+
+    def _travel_cost(self, portion: Portion, wide: int) -> Cost:
+        """From tokens to rows, to experts and back, where all experts have as many rows."""
+        shape, group, held = self.shape, self.groups.ep_etp, len(self.experts.numbers)
+        tokens, slices = portion.places(self.groups.tp_cp), self.groups.etp.size
+        slots, channels = tokens * shape.top_k, self.experts.channels * portion.narrow
+        rows = slots * slices
+        if shape.pad_to_capacity:
+            row_tokens = portion.tokens // self.groups.tp_cp.size
+            rows = group.size * held * portion.rows * min(row_tokens, capacity(shape, portion.tokens))
+        visit = self.experts.cost(portion, rows)
+        if isinstance(self.dispatcher, AllGather):
+            calls = (
+                once("gather", group, slots * INDEX, "choices of experts")
+                + gather_cost(group, tokens * channels, "tokens to experts")
+                + gather_cost(group, slots * wide, "probabilities")
+                + scatter_cost(group, group.size * tokens * channels, "tokens back")
+            )
+            return visit + Cost(kept=(2 * group.size * slots + rows) * INDEX, calls=calls)
+        counts = 0 if shape.pad_to_capacity else group.size * held * INDEX
+        calls = (
+            once("swap", group, counts, "rows to expect", times=int(counts > 0))
+            + exchange_cost(group, rows * channels, "rows to experts")
+            + exchange_cost(group, rows * wide, "probabilities")
+            + exchange_cost(group, rows * channels, "rows back")
+        )
+        orders = 2 if group.size > 1 and held > 1 else 1
+        return visit + Cost(kept=3 * orders * rows * INDEX, calls=calls)
 
     def flops(self, tokens: int) -> int:
         """What this rank computes for a row of so many tokens. Routed experts count for the tokens that visit

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from braid import architecture
 from braid.collectives import ALONE, Group, Groups
 from braid.nn.canonical import Canonical
+from braid.nn.cost import INDEX, Cost, Portion
 from braid.nn.moe.capacity import within_capacity
 from braid.nn.moe.jitter import jitter
 from braid.nn.moe.routing import Choice, Routing
@@ -63,8 +64,36 @@ class Router(nn.Module):
         bias = Canonical(parameter="bias", shape=(self.shape.experts,), fill="zeros")
         return {"weight": weight} if self.bias is None else {"weight": weight, "bias": bias}
 
+    def cost(self, portion: Portion) -> Cost:
+        """Its input, scores, probabilities of the chosen; the chosen themselves keep all that was sorted."""
+        shape, tokens, narrow = (
+            self.shape,
+            portion.places(self.groups.tp_cp),
+            logit_dtype(self.shape, portion.dtype),
+        )
+        wide = probability_dtype(shape, portion.dtype).itemsize
+        kept = tokens * self.weight.shape[1] * narrow.itemsize * (2 if shape.jitter else 1)
+        if narrow != self.weight.dtype:
+            kept += self.weight.numel() * narrow.itemsize
+        scored = 3 if shape.score == "sqrt_softplus" else 1
+        chosen = shape.top_k if shape.softmax_after_top_k else shape.top_k + 1 if shape.normalize_top_k else 0
+        listed = shape.top_k if shape.routing == "round_robin" else shape.experts
+        kept += tokens * ((shape.experts * scored + chosen) * wide + listed * INDEX)
+        return Cost(kept=kept, passing=3 * tokens * shape.experts * wide)
+
     def flops(self, tokens: int) -> int:
         return 2 * tokens * self.weight.numel()
+
+
+def logit_dtype(shape: architecture.Moe, dtype: torch.dtype) -> torch.dtype:
+    """Of the logits, where activations are of `dtype`."""
+    asked = {"input": dtype, "float32": torch.float32, "float64": torch.float64}
+    return torch.promote_types(dtype, asked[shape.router_dtype])
+
+
+def probability_dtype(shape: architecture.Moe, dtype: torch.dtype) -> torch.dtype:
+    """Of scores and probabilities, where activations are of `dtype`."""
+    return torch.promote_types(logit_dtype(shape, dtype), torch.float32)
 
 
 def route(

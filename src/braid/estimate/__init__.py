@@ -1,0 +1,12 @@
+"""Will it fit, and what is sent: memory and communication of every pipeline stage, in closed form.
+
+Activations and the calls of layers are each module's own count (`nn.cost`); weights, gradients and optimizer
+state follow from the units that sharding works on. Nothing is computed and no process starts: the model of one
+rank per stage is built without memory.
+"""
+
+from braid.estimate.advice import Advice, advise
+from braid.estimate.memory import Memory
+from braid.estimate.stages import Estimate, StageEstimate, estimate
+
+__all__ = ["Advice", "Estimate", "Memory", "StageEstimate", "advise", "estimate"]

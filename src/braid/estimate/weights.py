@@ -1,0 +1,162 @@
+"""What a rank holds of weights: the units that are gathered together, and the shards that it keeps of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import nn
+
+from braid.fit import Sizes
+from braid.model.language import LanguageModel
+from braid.nn.canonical import Shard
+from braid.nn.cost import Call
+from braid.nn.moe.experts import SHARD_DIMS
+from braid.optim.gradients import copied
+from braid.parallel.sharding import Strategy, Unit
+from braid.plan import Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """The weights of one unit, on the rank that keeps most of them."""
+
+    part: str
+    """The part of the model that it belongs to, as `LanguageModel.costs` names it."""
+    mesh: str
+    shards: int
+    """Ranks that share it."""
+    copies: int
+    """Times that all of it is kept."""
+    gathered: int
+    """Weights that the rank computes with, and what fills up uneven shards."""
+    kept: int
+    """Weights that the rank keeps."""
+    stored: int
+    """Bytes of a weight as it is kept."""
+    computed: int
+    """Bytes of a weight as it is used."""
+    gathers: int
+    """How often forward uses it."""
+
+    @property
+    def kept_bytes(self) -> int:
+        return self.kept * self.stored
+
+    @property
+    def gathered_bytes(self) -> int:
+        return self.gathered * self.computed
+
+
+def held_units(model: LanguageModel, axes: Sizes) -> list[Held]:
+    """The units of a model as `shard_units` makes them, in the order of forward as far as that has one."""
+    names = {id(module): name for name, module in model.named_modules()}
+    claimed: set[int] = set()
+    found = []
+    for unit in model.units():
+        stored = next((p.dtype for p in unit.module.parameters()), model.dtype)
+        if unit.wide and stored == model.dtype:
+            continue  # nothing sets it apart from what surrounds it
+        weights = [(name, p) for name, p in unit.module.named_parameters() if id(p) not in claimed]
+        claimed |= {id(p) for _, p in weights}
+        if weights:
+            found.append(_held(unit, names[id(unit.module)], weights, model, axes))
+    return found
+
+
+def _held(
+    unit: Unit, name: str, weights: list[tuple[str, nn.Parameter]], model: LanguageModel, axes: Sizes
+) -> Held:
+    shards, copies = _sharing(unit.mesh, axes)
+    sizes = [_shard_size(p, unit.dims.get(name, 0), shards) for name, p in weights]
+    stored = weights[0][1].dtype
+    return Held(
+        part=_part(name, model),
+        mesh=unit.mesh,
+        shards=shards,
+        copies=copies,
+        gathered=shards * sum(sizes),
+        kept=sum(sizes),
+        stored=stored.itemsize,
+        computed=stored.itemsize if unit.wide else min(stored.itemsize, model.dtype.itemsize),
+        gathers=_uses(name, model),
+    )
+
+
+def _sharing(mesh: str, axes: Sizes) -> tuple[int, int]:
+    """Ranks that share a unit of a mesh, and copies of their shards."""
+    if mesh == "expert":
+        return axes.edp // axes.expert_copies, axes.expert_copies
+    return axes.dp * axes.cp // axes.dense_copies, axes.dense_copies
+
+
+def _shard_size(parameter: nn.Parameter, dim: int, shards: int) -> int:
+    """Entries of the first shard, the largest."""
+    return -(-parameter.shape[dim] // shards) * prod(parameter.shape[:dim] + parameter.shape[dim + 1 :])
+
+
+def _is_head(model: LanguageModel) -> bool:
+    """Whether the embedding is the head as well, here."""
+    return model.head is None and model.final_norm is not None
+
+
+def _part(name: str, model: LanguageModel) -> str:
+    """A tied embedding has its gradient from the head on, and so has a copy for MTP depths."""
+    if name == "embedding" and (_is_head(model) or 0 not in model.segments):
+        return "head"
+    if name in ("final_norm", "head"):
+        return "head"
+    return ".".join(name.removeprefix("stack.").split(".")[:2])
+
+
+def _uses(name: str, model: LanguageModel) -> int:
+    """The embedding is used for tokens, for those of every MTP depth, and as a tied head; the head for the
+    model and for every depth."""
+    depths = len(model.mtp)
+    if name == "embedding":
+        return (0 in model.segments) + depths + (1 + depths if _is_head(model) else 0)
+    return 1 + depths if name == "head" else 1
+
+
+# --------------------------------------------------------------------------------------------- calls
+
+
+def sharding_calls(units: list[Held], strategy: Strategy, micro_batches: int) -> Iterator[Call]:
+    """What sharded data parallelism sends in a step: weights that are gathered, gradients that are summed."""
+    for unit in units:
+        family = "edp" if unit.mesh == "expert" else "dp_cp"
+        gathers = 2 * unit.gathers * micro_batches if strategy == "all" else 1
+        sums = micro_batches if strategy in ("gradients", "all") else 1
+        what = "experts" if unit.mesh == "expert" else "dense"
+        if unit.shards > 1:
+            weights, grads = unit.kept * unit.computed, unit.gathered * unit.stored
+            yield Call("gather", family, unit.shards, f"{what} weights", weights, gathers)
+            yield Call("scatter", family, unit.shards, f"{what} gradients", grads, sums)
+        if unit.copies > 1:
+            yield Call("sum", family, unit.copies, f"{what} gradients of copies", unit.kept_bytes, sums)
+
+
+def copy_calls(model: LanguageModel, plan: Plan) -> Iterator[Call]:
+    """Sums over ranks that hold the same part of a weight: one for each group and dtype in a step."""
+    alone = plan.world == 1
+    shards = {name: None if alone else _first_shard(name, p, plan) for name, p in model.named_parameters()}
+    dtypes = {name: torch.promote_types(p.dtype, torch.float32) for name, p in model.named_parameters()}
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+    totals: dict[tuple[str, int, torch.dtype], int] = {}
+    for each in copied(model.canonical().values(), shards):
+        shard, shape = shards[each.parameter], shapes[each.parameter]
+        whole = shape if shard is None else (*shape[: shard.dim], shard.stop, *shape[shard.dim + 1 :])
+        entries = prod(whole if each.place is None else each.place.shape)
+        key = (each.group.name, each.group.size, dtypes[each.parameter])
+        totals[key] = totals.get(key, 0) + entries * dtypes[each.parameter].itemsize
+    for (family, ranks, _), payload in totals.items():
+        yield Call("sum", family, ranks, "gradients of copies", payload)
+
+
+def _first_shard(name: str, parameter: nn.Parameter, plan: Plan) -> Shard:
+    last = name.rpartition(".")[2]
+    mesh = "expert" if last in SHARD_DIMS else "dense"
+    dim, (shards, _) = SHARD_DIMS.get(last, 0), _sharing(mesh, plan.axes)
+    return Shard(dim, 0, -(-parameter.shape[dim] // shards))

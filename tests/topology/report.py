@@ -1,0 +1,84 @@
+"""Rows that tests hand over, and the tables that are made of them.
+
+A test adds rows to its report (`pytest`'s user properties, which also travel from the workers of xdist). The
+terminal summary and docs/invariance.md are made of the same rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pytest
+
+    from tests.topology.compare import Deviation
+    from tests.topology.matrix import Topology
+
+COMPARED, SABOTAGED = "invariance", "sabotage"
+"""The user properties of a compared topology, and of a sabotage."""
+
+COLUMNS: Mapping[str, tuple[str, ...]] = {
+    "figures": ("first loss", "other figures", "gradient norm", "later figures", "validation loss"),
+    "gradients": ("gradients",),
+    "weights": ("weights", "selection biases"),
+    "checkpoint": ("saved weights", "saved moments"),
+}
+"""The checks whose worst deviation each column shows."""
+
+Row = dict[str, Any]
+
+
+def add_topology(
+    node: pytest.Item, model: str, topology: Topology, dtype: str, checks: Mapping[str, Deviation]
+) -> None:
+    """One topology, with the worst deviation of each column; none where nothing was looked at."""
+    row: Row = {"ranks": topology.world, "topology": str(topology), "model": model, "dtype": dtype}
+    for column, names in COLUMNS.items():
+        row[column] = max((checks[name].value for name in names if name in checks), default=None)
+    node.user_properties.append((COMPARED, row))
+
+
+def add_sabotage(node: pytest.Item, name: str, model: str, topology: Topology, seen_by: Sequence[str]) -> None:
+    """One sabotage, and the checks that saw it."""
+    row = {
+        "sabotage": name,
+        "ranks": topology.world,
+        "topology": str(topology),
+        "model": model,
+        "seen by": ", ".join(seen_by) or "nobody",
+    }
+    node.user_properties.append((SABOTAGED, row))
+
+
+def rows_of(reports: Iterable[Any], kind: str) -> list[Row]:
+    """The rows of one kind, in the same order whoever ran which test."""
+    found = [value for report in reports for name, value in report.user_properties if name == kind]
+    return sorted(found, key=lambda row: [_sortable(value) for value in row.values()])
+
+
+def _sortable(value: Any) -> tuple[float, str]:
+    return (float(value), "") if isinstance(value, int | float) else (0.0, str(value))
+
+
+def lines(rows: Sequence[Row]) -> list[str]:
+    """A table for a terminal."""
+    table = cells(rows)
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in table]
+
+
+def markdown(rows: Sequence[Row]) -> list[str]:
+    """A table for a page."""
+    head, *body = ("| " + " | ".join(row) + " |" for row in cells(rows))
+    return [head, "|" + "---|" * len(rows[0]), *body]
+
+
+def cells(rows: Sequence[Row]) -> list[list[str]]:
+    return [list(rows[0]), *([_cell(value) for value in row.values()] for row in rows)]
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.0e}" if isinstance(value, float) else str(value)

@@ -1,0 +1,315 @@
+"""Ways to break what keeps ranks together, one at a time: each must turn the comparison red.
+
+A sabotage replaces one function, for as long as its `with` lasts, on every rank alike, so that nobody waits for
+somebody who does not come. `seen_by` is the check that is there for it; others may see it too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from types import MappingProxyType, ModuleType, SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+
+from braid import collectives
+from braid.collectives import Group, mine, summed
+from braid.engine import executor
+from braid.model import language
+from braid.model.context import Context
+from braid.nn import embedding, loss
+from braid.nn.moe import balance, router
+from braid.optim import gradients
+from braid.train import loads, step
+from tests.topology.matrix import Topology
+
+Break = Callable[[], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sabotage:
+    """Something that is broken, and where that matters."""
+
+    broken: Break
+    model: str
+    topology: Topology
+    seen_by: str
+    """The check that is there for it."""
+
+
+# --------------------------------------------------------------------------------- sums over a group
+
+
+def not_summed(module: ModuleType, family: str, entries: int | None = None) -> Break:
+    """Sums that a module takes over a family of groups are left out; of tensors with so many entries."""
+
+    def own(x: Tensor, group: Group) -> Tensor:
+        left_out = group.name == family and entries in (None, x.numel())
+        return x if left_out else summed(x, group)
+
+    return lambda: patch.object(module, "summed", own)
+
+
+def copies_not_summed(families: Collection[str]) -> Break:
+    """Copies of a weight keep gradients of their own, where such a family holds them."""
+    whole = gradients.sum_copies_
+
+    def some(found: Mapping[str, Tensor], copies: Collection[gradients.Copied]) -> None:
+        whole(found, [each for each in copies if each.group.name not in families])
+
+    return lambda: patch.object(gradients, "sum_copies_", some)
+
+
+def length_of(**wrong: Any) -> Break:
+    """The gradient's length is taken without knowing what several ranks hold."""
+    whole = gradients.total_norm
+
+    def counted_twice(found: Any, copies: Any, repeated: Any, world: Group) -> Tensor:
+        return whole(found, **{"copies": copies, "repeated": repeated, "world": world, **wrong})
+
+    return lambda: patch.object(gradients, "total_norm", counted_twice)
+
+
+# -------------------------------------------------------------------------------------- collectives
+
+
+def replaced(function: Any, direction: str, local: Callable[..., Any]) -> Break:
+    """One direction of a collective with gradients."""
+    return lambda: patch.object(function, direction, staticmethod(local))
+
+
+def kept_to_itself(x: Tensor, group: Group, dim: int) -> Tensor:
+    """What a rank would gather, if all others had what it has."""
+    return torch.cat([x] * group.size, dim)
+
+
+def _gather_forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
+    ctx.group, ctx.dim = group, dim
+    return kept_to_itself(x, group, dim)
+
+
+def _gather_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    return mine(grad, ctx.group, ctx.dim).contiguous(), None, None
+
+
+def _scatter_forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
+    ctx.group, ctx.dim = group, dim
+    return mine(x, group, dim).contiguous()
+
+
+def _scatter_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    return kept_to_itself(grad, ctx.group, ctx.dim), None, None
+
+
+def _total_forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+    ctx.group = group
+    return x.clone()
+
+
+def _total_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    return grad, None
+
+
+def _swap_forward(ctx: Any, x: Tensor, group: Group, split: int, join: int) -> Tensor:
+    ctx.group, ctx.split, ctx.join = group, split, join
+    return torch.cat(x.chunk(group.size, split), join)
+
+
+def _swap_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    return torch.cat(grad.chunk(ctx.group.size, ctx.join), ctx.split), None, None, None
+
+
+def _exchange_forward(ctx: Any, x: Tensor, group: Group, send: Any, receive: Any) -> Tensor:
+    ctx.group, ctx.send, ctx.receive = group, send, receive
+    return torch.zeros_like(collectives.exchanged(x, group, send, receive))
+
+
+def _exchange_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    return grad.new_zeros(sum(ctx.send), *grad.shape[1:]), None, None, None
+
+
+def no_gradients_sent() -> AbstractContextManager[Any]:
+    """A pipeline rank sends zeros back."""
+    send = executor._Executor._send
+
+    def zeros(self: Any, op: Any, message: Tensor) -> None:
+        send(self, op, torch.zeros_like(message) if op.act is executor.Act.SEND_B else message)
+
+    return patch.object(executor._Executor, "_send", zeros)
+
+
+# ------------------------------------------------------------------------- sharded data parallelism
+
+
+def fsdp(**wrong: Callable[..., None]) -> Break:
+    """FSDP2's own collectives, under the names of all versions of torch."""
+    names = {
+        "gather": ("all_gather_into_tensor", "all_gather_single"),
+        "scatter": ("reduce_scatter_tensor", "reduce_scatter_single"),
+        "total": ("all_reduce",),
+    }
+    changed = {name: function for kind, function in wrong.items() for name in names[kind]}
+    known = {name: getattr(dist, name) for name in dir(dist) if not name.startswith("__")}
+    return lambda: patch.object(_fsdp_collectives, "dist", SimpleNamespace(**(known | changed)))
+
+
+def _own_shard(output: Tensor, input: Tensor, group: dist.ProcessGroup, **_: Any) -> None:
+    output.copy_(input.chunk(group.size())[group.rank()])
+
+
+def _shard_again(output: Tensor, input: Tensor, group: dist.ProcessGroup, **_: Any) -> None:
+    output.copy_(input.repeat(group.size()))
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+def divided() -> AbstractContextManager[Any]:
+    """Gradients are averaged over data-parallel ranks, as FSDP2 does by default."""
+    whole = FSDPModule.set_gradient_divide_factor
+    return patch.object(FSDPModule, "set_gradient_divide_factor", lambda self, _: whole(self, 2.0))
+
+
+# --------------------------------------------------------------------- what concerns whole sequences
+
+
+def rows_in_parts() -> AbstractContextManager[Any]:
+    """A router takes its part of a row for the whole of it."""
+    return patch.multiple(router, whole_rows=lambda x, rows, group: x, own_part=lambda x, rows, group: x)
+
+
+def places_from_zero() -> AbstractContextManager[Any]:
+    """Every rank numbers its tokens from 0: random masks repeat."""
+    places = Context._places_T
+    return patch.object(Context, "_places_T", lambda self: torch.arange(len(places(self))))
+
+
+def same_samples() -> AbstractContextManager[Any]:
+    """All data-parallel ranks read the first one's samples."""
+    whole = step.micro_batches
+    return patch.object(
+        step, "micro_batches", lambda *given: whole(*given[:-1], replace(given[-1], rank=0))
+    )
+
+
+def padding_counts() -> AbstractContextManager[Any]:
+    """The padding of the vocabulary has a probability."""
+    whole = language.cross_entropy
+
+    def with_padding(logits: Tensor, labels: Tensor, mask: Tensor, held: embedding.Vocabulary) -> Any:
+        held.held = held.rows
+        return whole(logits, labels, mask, held)
+
+    return patch.object(language, "cross_entropy", with_padding)
+
+
+# ------------------------------------------------------------------------------------------ all of them
+
+
+def _on(world: int, words: str, model: str, broken: Break, seen_by: str) -> Sabotage:
+    topology = Topology(world=world, words=words)
+    return Sabotage(broken=broken, model=model, topology=topology, seen_by=seen_by)
+
+
+SABOTAGES: Mapping[str, Sabotage] = MappingProxyType(
+    {
+        "gradients of weights that all tp ranks hold are not summed": _on(
+            2, "tp2", "hybrid", copies_not_summed({"tp"}), "gradients"
+        ),
+        "gradients of key-value heads that some tp ranks hold are not summed": _on(
+            4, "tp4", "hybrid", copies_not_summed({"tp_run_2"}), "gradients"
+        ),
+        "gradients of down biases that etp ranks hold are not summed": _on(
+            2, "etp2", "hybrid", copies_not_summed({"etp"}), "gradients"
+        ),
+        "gradients of the embedding at both ends of a pipeline are not summed": _on(
+            2, "pp2", "tied", copies_not_summed({"ends"}), "gradients"
+        ),
+        "dense gradients are not reduced": _on(2, "ep2", "hybrid", fsdp(scatter=_own_shard), "gradients"),
+        "expert gradients are not reduced": _on(2, "tp2", "hybrid", fsdp(scatter=_own_shard), "gradients"),
+        "gradients are not summed over copies of the shards": _on(
+            2, "replicate2", "hybrid", fsdp(total=_nothing), "gradients"
+        ),
+        "weights are not gathered": _on(2, "", "tied", fsdp(gather=_shard_again), "first loss"),
+        "gradients are averaged over ranks": _on(2, "", "tied", divided, "gradient norm"),
+        "gather, forward": _on(
+            2, "tp2", "hybrid", replaced(collectives._Gather, "forward", _gather_forward), "first loss"
+        ),
+        "gather, backward": _on(
+            2, "tp2", "hybrid", replaced(collectives._Gather, "backward", _gather_backward), "gradients"
+        ),
+        "scatter, forward": _on(
+            2, "tp2", "hybrid", replaced(collectives._Scatter, "forward", _scatter_forward), "first loss"
+        ),
+        "scatter, backward": _on(
+            2, "tp2", "hybrid", replaced(collectives._Scatter, "backward", _scatter_backward), "gradients"
+        ),
+        "total, forward": _on(
+            2, "tp2", "hybrid", replaced(collectives._Total, "forward", _total_forward), "first loss"
+        ),
+        "total, backward": _on(
+            2, "tp2", "hybrid", replaced(collectives._Total, "backward", _total_backward), "gradients"
+        ),
+        "swap, forward": _on(
+            2, "cp2", "hybrid", replaced(collectives._Swap, "forward", _swap_forward), "first loss"
+        ),
+        "swap, backward": _on(
+            2, "cp2", "hybrid", replaced(collectives._Swap, "backward", _swap_backward), "gradients"
+        ),
+        "exchange, forward": _on(
+            2, "ep2", "hybrid", replaced(collectives._Exchange, "forward", _exchange_forward), "first loss"
+        ),
+        "exchange, backward": _on(
+            2, "ep2", "hybrid", replaced(collectives._Exchange, "backward", _exchange_backward), "gradients"
+        ),
+        "gather over cp, backward": _on(
+            2, "cp2", "latent", replaced(collectives._Gather, "backward", _gather_backward), "gradients"
+        ),
+        "all-gather dispatch, backward": _on(
+            2, "etp2", "sinkhorn", replaced(collectives._Gather, "backward", _gather_backward), "gradients"
+        ),
+        "a pipeline sends no gradients back": _on(2, "pp2", "hybrid", no_gradients_sent, "gradients"),
+        "cross-entropy: the highest logit of all ranks": _on(
+            2, "tp2", "tied", lambda: patch.object(loss, "highest", lambda x, group: x), "first loss"
+        ),
+        "cross-entropy: sums over the vocabulary": _on(
+            2, "tp2", "tied", lambda: patch.object(loss, "summed", lambda x, group: x), "first loss"
+        ),
+        "padding of the vocabulary counts": _on(2, "tp2", "tied", padding_counts, "first loss"),
+        "load-balancing counts over a micro-batch's ranks": _on(
+            2, "", "hybrid", not_summed(balance, "slab"), "other figures"
+        ),
+        "load-balancing counts over a sequence's ranks": _on(
+            2, "tp2", "hybrid", not_summed(balance, "tp_cp"), "other figures"
+        ),
+        "token counts of a step over dp": _on(2, "", "hybrid", not_summed(step, "dp"), "first loss"),
+        "figures of a step over all ranks": _on(2, "", "hybrid", not_summed(step, "world"), "first loss"),
+        "sums of an evaluation over all ranks": _on(
+            2, "", "hybrid", not_summed(step, "world", entries=2), "validation loss"
+        ),
+        "expert counts for selection biases": _on(
+            2, "", "hybrid", not_summed(loads, "slab"), "selection biases"
+        ),
+        "the gradient's length over all ranks": _on(
+            2, "", "tied", not_summed(gradients, "world"), "gradient norm"
+        ),
+        "the gradient's length counts copies of data-parallel ranks": _on(
+            2, "none", "tied", length_of(repeated=frozenset()), "gradient norm"
+        ),
+        "the gradient's length counts copies of tp ranks": _on(
+            2, "tp2", "tied", length_of(copies=()), "gradient norm"
+        ),
+        "capacity of parts of sequences": _on(2, "tp2", "capacity", rows_in_parts, "first loss"),
+        "sinkhorn over parts of sequences": _on(2, "cp2", "sinkhorn", rows_in_parts, "first loss"),
+        "dropout masks from each rank's own places": _on(2, "tp2", "tied", places_from_zero, "first loss"),
+        "all data-parallel ranks read the same samples": _on(2, "", "tied", same_samples, "first loss"),
+    }
+)

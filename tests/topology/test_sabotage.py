@@ -1,0 +1,65 @@
+"""The matrix can fail: whatever reduction or collective is broken, the comparison turns red."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.ranks import run_ranks
+from tests.topology.cases import run_of
+from tests.topology.compare import FP64_BOUND, deviations, red
+from tests.topology.harness import Outcome, Task, Told, outcome, train
+from tests.topology.report import add_sabotage
+from tests.topology.sabotages import SABOTAGES
+
+
+def _sabotaged(rank: int, world: int, named: Sequence[tuple[str, Task]]) -> list[Told]:
+    told = []
+    for name, task in named:
+        with SABOTAGES[name].broken():
+            told.append(train(rank, world, task))
+    return told
+
+
+@pytest.mark.parametrize("world", sorted({sabotage.topology.world for sabotage in SABOTAGES.values()}))
+def test_every_sabotage_is_seen(world, reference, corpus, request):
+    chosen = {name: each for name, each in SABOTAGES.items() if each.topology.world == world}
+    named = [(name, Task(run=each.topology.of(run_of(each.model, corpus)))) for name, each in chosen.items()]
+    ranks = run_ranks(world, _sabotaged, named, timeout_s=300)
+    unseen = []
+    for number, (name, sabotage) in enumerate(chosen.items()):
+        sound = reference(sabotage.model)
+        found = outcome([rank[number] for rank in ranks], sound.shapes, named[number][1])
+        seen = red(deviations(found, sound), FP64_BOUND)
+        add_sabotage(request.node, name, sabotage.model, sabotage.topology, list(seen))
+        if sabotage.seen_by not in seen:
+            unseen.append(f"{name}: expected {sabotage.seen_by}, seen by {list(seen)}")
+    assert not unseen, "\n".join(unseen)
+
+
+def _moved(outcome: Outcome, field: str, name: str) -> Outcome:
+    """With one entry of one tensor a little off."""
+    tensors = {key: value.clone() for key, value in getattr(outcome, field).items()}
+    tensors[name].flatten()[-1].add_(1e-8 * float(torch.linalg.vector_norm(tensors[name])) + 1e-12)
+    return replace(outcome, **{field: tensors})
+
+
+@pytest.mark.parametrize(
+    ("field", "name", "check"),
+    [
+        ("gradients", "blocks.1.moe.router.weight", "gradients"),
+        ("weights", "blocks.1.moe.experts.3.down.bias", "weights"),
+        ("weights", "blocks.1.moe.router.bias", "selection biases"),
+        ("saved", "mtp.0.projection.weight", "saved weights"),
+        ("saved", "optimizer.exp_avg.blocks.0.mamba2.A_log", "saved moments"),
+        ("saved", "optimizer.exp_avg_sq.blocks.0.mamba2.dt.bias", "saved moments"),
+    ],
+)
+def test_a_single_entry_that_is_off_is_seen(field, name, check, reference):
+    sound = reference("hybrid")
+    assert not red(deviations(sound, sound), 0.0)
+    seen = red(deviations(_moved(sound, field, name), sound), FP64_BOUND)
+    assert name in seen[check].where
