@@ -154,15 +154,16 @@ def _copies(mesh: Mesh, axes: Sizes) -> Iterator[Problem]:
         yield from rules.divides("mesh.replicate", mesh.replicate, axes.edp, "ranks that hold the same experts")
 
 
-def _shared(field: str, heads: int, over: int, over_is: str) -> Iterator[Problem]:
-    """Ranks share heads, or several ranks share one: one number must divide the other."""
-    if heads > 0 and heads % over and over % heads:
-        fitting = [n for n in range(1, over + 1) if over % n == 0]
+def _shared(field: str, heads: int, tp: int) -> Iterator[Problem]:
+    """What several heads have in common is shared by tp ranks, or copied where there is less of it than ranks:
+    one number must divide the other."""
+    if heads > 0 and heads % tp and tp % heads:
+        below = [n for n in range(1, heads) if tp % n == 0]
         yield Problem(
             field=field,
             value=heads,
-            rule=f"must divide {over_is} ({over}) or be a multiple of it",
-            remedy=" or ".join(str(n) for n in (*[n for n in fitting if n < heads][-1:], _above(heads, over))),
+            rule=f"must divide mesh.tp ({tp}) or be a multiple of it",
+            remedy=" or ".join(str(n) for n in (*below[-1:], _above(heads, tp))),
         )
 
 
@@ -174,16 +175,10 @@ def _heads(field: str, heads: int, axes: Sizes) -> Iterator[Problem]:
     yield from rules.multiple_of(field, heads, axes.tp * axes.cp, "mesh.tp times mesh.cp")
 
 
-def _groups_of_heads(field: str, groups: int, axes: Sizes) -> Iterator[Problem]:
-    """What several heads have in common: copied where there are fewer of them than ranks."""
-    found = list(_shared(field, groups, axes.tp, "mesh.tp"))
-    yield from found or _shared(field, groups, axes.tp * axes.cp, "mesh.tp times mesh.cp")
-
-
 def _attention(model: Model, axes: Sizes) -> Iterator[Problem]:
     if model.attention is not None:
         yield from _heads("model.attention.heads", model.attention.heads, axes)
-        yield from _groups_of_heads("model.attention.kv_heads", model.attention.kv_heads, axes)
+        yield from _shared("model.attention.kv_heads", model.attention.kv_heads, axes.tp)
 
 
 def _latent_attention(model: Model, axes: Sizes) -> Iterator[Problem]:
@@ -194,13 +189,13 @@ def _latent_attention(model: Model, axes: Sizes) -> Iterator[Problem]:
 def _mamba2(model: Model, axes: Sizes) -> Iterator[Problem]:
     if model.mamba2 is not None:
         yield from _heads("model.mamba2.heads", model.mamba2.heads, axes)
-        yield from _groups_of_heads("model.mamba2.groups", model.mamba2.groups, axes)
+        yield from _shared("model.mamba2.groups", model.mamba2.groups, axes.tp)
 
 
 def _delta_net(model: Model, axes: Sizes) -> Iterator[Problem]:
     if model.delta_net is not None:
         yield from _heads("model.delta_net.value_heads", model.delta_net.value_heads, axes)
-        yield from _groups_of_heads("model.delta_net.key_heads", model.delta_net.key_heads, axes)
+        yield from _shared("model.delta_net.key_heads", model.delta_net.key_heads, axes.tp)
 
 
 def _mlp(model: Model, axes: Sizes) -> Iterator[Problem]:

@@ -93,6 +93,7 @@ CASES = [
     ("[*E]-", Mesh(tp=4, ep=2, etp=2), "fp32", {"moe": replace(MOE, latent=6, shared_gate=False)}),
     ("[+E][+-]", Mesh(tp=2, ep=2), "fp32", {}),
     ("[+E][+-]", Mesh(tp=2, cp=2, ep=4), "bf16", {}),
+    ("[*E][M-][G-]", Mesh(tp=2, cp=2, ep=2), "fp32", {}),
     ("M", Mesh(tp=4), "fp32", {"mamba2": Mamba2(heads=8, head_dim=6, state=5, groups=2)}),
 ]
 
@@ -110,4 +111,4 @@ def test_a_rank_keeps_and_sends_what_its_modules_say(
         for call in cost.calls:
             told[OPS.get(call.op, call.op), call.ranks, call.payload] += call.times
     assert told == calls
-    assert sum(cost.kept for cost in costs.values()) == pytest.approx(size, rel=0.02)
+    assert sum(cost.kept for cost in costs.values()) == size

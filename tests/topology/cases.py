@@ -141,8 +141,10 @@ PADDED = frozenset({"tied", "capacity"})
 """Models that are trained on whole documents, with padding between them."""
 
 
-def run_of(model: str, corpus: Path | str, *, samples: int = 16, dtype: str = "fp64") -> Run:
-    """The run of a model on one process. `samples` are those of a step, in two micro-batches."""
+def run_of(
+    model: str, corpus: Path | str, *, samples: int = 16, micro_batches: int = 2, dtype: str = "fp64"
+) -> Run:
+    """The run of a model on one process. `samples` are those of a step."""
     run = Run(
         model=MODELS[model],
         data=Data(
@@ -151,7 +153,7 @@ def run_of(model: str, corpus: Path | str, *, samples: int = 16, dtype: str = "f
             packing="documents" if model in PADDED else "concatenate",
         ),
         optim=Optim(lr=LEARNING_RATE, clip=0.5),
-        train=Train(steps=STEPS, batch_samples=samples, micro_batches=2, eval_samples=5),
+        train=Train(steps=STEPS, batch_samples=samples, micro_batches=micro_batches, eval_samples=5),
     )
     return replace(run, train=replace(run.train, dtype=dtype))
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from braid.config import Run
 from tests.topology.cases import make_corpus, run_of
 from tests.topology.harness import Outcome, Task, alone
 
@@ -20,15 +22,15 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def reference(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    """What one process makes of a model: `reference("hybrid", samples=16)`."""
-    known: dict[tuple[str, int, str], Outcome] = {}
+    """What one process makes of a model, by the arguments of `run_of`. Where rounding may change a choice of
+    experts it is written down, and float32 is trained by plain gradient descent."""
+    known: dict[Run, Outcome] = {}
 
-    def computed(model: str, *, samples: int = 16, dtype: str = "fp64") -> Outcome:
-        key = (model, samples, dtype)
-        if key not in known:
-            root = tmp_path_factory.mktemp("reference")
-            run = run_of(model, corpus, samples=samples, dtype=dtype)
-            known[key] = alone(Task(run=run, checkpoints=root, sgd=dtype == "fp32", record=dtype != "fp64"))
-        return known[key]
+    def computed(model: str, **chosen: Any) -> Outcome:
+        run = run_of(model, corpus, **chosen)
+        if run not in known:
+            dtype, root = run.train.dtype, tmp_path_factory.mktemp("reference")
+            known[run] = alone(Task(run=run, checkpoints=root, sgd=dtype == "fp32", record=dtype != "fp64"))
+        return known[run]
 
     return computed

@@ -73,7 +73,7 @@ class Told:
     """Of every step: its loss, all other metrics, and the length of its gradient."""
     val_loss: float = 0.0
     gradients: Parts = field(default_factory=dict)
-    """Of the first step, over all ranks, as the optimizer is given them."""
+    """Of the first step, over all ranks, as they were before clipping."""
     weights: Parts = field(default_factory=dict)
     """After the last step; selection biases as well."""
     routes: Routes | None = None
@@ -164,6 +164,9 @@ def trained(state: State, feed: Feed, task: Task) -> Told:
     assert feed.validation is not None
     told.val_loss = evaluate(state, run, feed.validation)
     told.gradients = parts(state, optimizer.first or {})
+    clipped = max(1.0, told.figures[0]["gradient norm"] / run.optim.clip)
+    for _, gradient in told.gradients.values():
+        gradient.mul_(clipped)
     told.weights = parts(state, state.weights())
     if task.checkpoints is not None:
         states.save(task.checkpoints, state, run, feed.train, feed.tokenizer)

@@ -96,12 +96,14 @@ class Batch:
         return (Topology(world=self.world, words=words) for words in self.words)
 
     @property
-    def samples(self) -> int:
-        """Of a step, in two micro-batches, which data-parallel ranks share equally."""
-        return 12 if self.world % 3 == 0 else 16
+    def step(self) -> dict[str, int]:
+        """What a step is made of: micro-batches that data-parallel ranks share equally, and enough of them to
+        fill a pipeline."""
+        pipelined = any(topology.mesh.pp > 1 for topology in self.topologies)
+        return {"samples": 12 if self.world % 3 == 0 else 16, "micro_batches": 4 if pipelined else 2}
 
     def __str__(self) -> str:
-        return f"{self.model}-{self.world}"
+        return f"{self.model}-{self.world}-{self.words[0].replace(' ', '-') or 'dp'}"
 
 
 def _batch(model: str, world: int, *words: str) -> Batch:
@@ -124,6 +126,11 @@ QUICK = (
     _batch("hybrid", 6, "tp2 ep2", "cp2 etp3 optimizer"),
     _batch("hybrid", 8, "tp2 cp2 ep4 etp2", "tp4 ep2 gradients", "tp2 ep2 etp2 replicate2 gradients"),
     _batch("latent", 8, "cp2 ep8", "tp8"),
+    _batch("hybrid", 2, "pp2", "pp2 v2 none"),
+    _batch("tied", 4, "pp2 tp2", "pp4 v2", "pp2 replicate2"),
+    _batch("hybrid", 4, "pp2 tp2 ep2", "pp2 cp2 v2 etp2", "pp2 gradients"),
+    _batch("latent", 4, "pp4", "pp2 v2 ep2 optimizer"),
+    _batch("hybrid", 8, "pp2 tp2 cp2 ep2 etp2", "pp2 tp2 ep4 v2 none"),
 )
 """What `make test` compares."""
 
@@ -143,5 +150,14 @@ LONG = (
     _batch("tied", 8, "tp4 gradients", "cp4 replicate2", "tp2 cp4", "tp8", "replicate4"),
     _batch("capacity", 8, "tp2 cp2 ep4", "cp2 ep2 etp4", "tp4 ep2 replicate2"),
     _batch("sinkhorn", 8, "tp2 cp4 etp2 ep4", "tp8 ep4", "cp2 ep4 optimizer"),
+    _batch("sinkhorn", 2, "pp2 v2", "pp2 gradients"),
+    _batch("hybrid", 3, "pp3", "pp3 v2"),
+    _batch("capacity", 4, "pp2 tp2 ep2", "pp2 cp2 none", "pp4", "pp2 v2 ep2 all_gather"),
+    _batch("latent", 4, "pp2 tp2 etp2", "pp2 cp2 ep2", "pp2 v4 tp2", "pp2 ep2 gradients"),
+    _batch("hybrid", 6, "pp2 etp3", "pp3 tp2 ep2", "pp2 replicate3", "pp3 v2 cp2"),
+    _batch("hybrid", 8, "pp2 cp2 ep2 replicate2", "pp4 tp2 optimizer", "pp8", "pp2 tp4 ep4", "pp2 ep2 etp2"),
+    _batch("tied", 8, "pp2 tp2 cp2", "pp4 cp2 v2", "pp2 cp2 replicate2 gradients", "pp4 replicate2"),
+    _batch("latent", 8, "pp2 tp2 ep2 replicate2", "pp4 ep2 v2", "pp2 tp2 cp2 ep4", "pp2 cp4 etp4"),
+    _batch("sinkhorn", 8, "pp2 tp2 etp2 replicate2", "pp2 tp2 ep2 etp2", "pp2 cp2 etp2 optimizer"),
 )
 """What `make test-long` compares besides."""

@@ -22,12 +22,12 @@ from tests.topology.harness import Outcome, Task, outcome, train_each
 from tests.topology.matrix import LONG, QUICK, Batch, Topology
 from tests.topology.report import add_topology
 
-AXES = ("tp", "cp", "dp", "ep", "etp", "replicate")
+AXES = ("tp", "cp", "dp", "pp", "ep", "etp", "replicate")
 
 
 def compare(batch: Batch, reference: Outcome, corpus: Path, folder: Path, node: pytest.Item) -> None:
     """Run a batch, hand its rows over, and fail with everything that is red."""
-    run = run_of(batch.model, corpus, samples=batch.samples)
+    run = run_of(batch.model, corpus, **batch.step)
     tasks = [
         Task(run=topology.of(run), checkpoints=folder / str(number))
         for number, topology in enumerate(batch.topologies)
@@ -44,13 +44,13 @@ def compare(batch: Batch, reference: Outcome, corpus: Path, folder: Path, node: 
 
 @pytest.mark.parametrize("batch", QUICK, ids=str)
 def test_the_topology_does_not_change_the_answer(batch, reference, corpus, tmp_path, request):
-    compare(batch, reference(batch.model, samples=batch.samples), corpus, tmp_path, request.node)
+    compare(batch, reference(batch.model, **batch.step), corpus, tmp_path, request.node)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("batch", LONG, ids=str)
 def test_no_other_topology_changes_the_answer(batch, reference, corpus, tmp_path, request):
-    compare(batch, reference(batch.model, samples=batch.samples), corpus, tmp_path, request.node)
+    compare(batch, reference(batch.model, **batch.step), corpus, tmp_path, request.node)
 
 
 # ------------------------------------------------------------------------------------------- coverage

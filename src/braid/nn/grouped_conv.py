@@ -95,13 +95,14 @@ class GroupedConv(nn.Module):
         return tensors
 
     def cost(self, portion: Portion) -> Cost:
-        """Its input is widened, and preceded by zeros; what SiLU is given is kept."""
-        entries = portion.rows * (portion.tokens + self.taps - 1) + (self.taps if portion.mixed else 0)
-        narrow = portion.places() * portion.narrow
-        return Cost(
-            kept=self.channels * (entries * portion.wide + narrow),
-            passing=3 * self.channels * portion.places() * portion.wide,
-        )
+        """Its input is widened, and preceded by zeros; what SiLU is given is kept. Weights of groups that are
+        cut are kept for all cp ranks."""
+        cut = self.share.ranks.cp.size if self.share.cuts > 1 else 0
+        weights = self.taps * (1 if portion.mixed else cut)
+        wide = portion.rows * (portion.tokens + self.taps - 1) + weights
+        every = self.channels * portion.places()
+        kept = self.channels * wide * portion.wide + every * portion.narrow
+        return Cost(kept=kept, passing=3 * every * portion.wide)
 
     def flops(self, tokens: int) -> int:
         return 2 * tokens * self.channels * self.taps

@@ -58,8 +58,10 @@ class Mlp(nn.Module):
         own, part = portion.places(cp), portion.places(tp, cp)
         ffn = own * self.ffn * portion.narrow
         tokens = own * hidden * portion.narrow
+        # Each product makes its own copy of gathered tokens, where rows stand side by side in memory.
+        copies = len(self.projections) if tp.size > 1 and portion.rows > 1 else 1
         return Cost(
-            kept=tokens + activated(self.shape.activation, self.shape.glu, joined=False) * ffn,
+            kept=copies * tokens + activated(self.shape.activation, self.shape.glu, joined=False) * ffn,
             passing=3 * ffn + 2 * tokens,
             calls=gather_cost(tp, part * hidden * portion.narrow, "mlp tokens")
             + scatter_cost(tp, tokens, "mlp sums"),

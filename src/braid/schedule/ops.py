@@ -18,12 +18,16 @@ of these adds an op of its own.
   of one rank has neither sends nor receives.
 - `SUM_COPIES` adds up the gradients of a weight that several stages hold (the embedding, where the last stage
   has a tied head or MTP). It stands after the last `B` and is done once per step.
+- Weights that ranks of a stage share come and go by **units**: `UNSHARD` begins to gather one and goes on, `WAIT`
+  waits for it, `RESHARD` lets go of it. `ACCUM` puts a micro-batch's gradient of a unit with those before it,
+  `REDUCE_GRAD` sums what there is over the ranks that share it. `FINISH` stands behind the last of them: reduced
+  gradients can be read after it. A builder places none of these; `lowering` does.
 - An op may declare the **collectives** that it issues, in order. Their members are pipeline ranks: a collective
   among the ranks of one stage has one member.
 
 **Text.** `F3.1` is the forward of micro-batch 3 on segment 1, `SEND_F3.1>2` sends its output to rank 2, which
-has `RECV_F3.2<1`: a message op names the segment on its own rank. Declared collectives follow in brackets,
-`SUM_COPIES[embedding:grad@0,3]`. `parse_op` and `parse_ops` read what `str` writes.
+has `RECV_F3.2<1`: a message op names the segment on its own rank. A unit stands in parentheses, `UNSHARD(head)`.
+Declared collectives follow in brackets, `SUM_COPIES[embedding:grad@0,3]`. `parse_op` and `parse_ops` read what `str` writes.
 """
 
 from __future__ import annotations
@@ -44,11 +48,18 @@ class Act(Enum):
     SEND_B = "SEND_B"
     RECV_B = "RECV_B"
     SUM_COPIES = "SUM_COPIES"
+    UNSHARD = "UNSHARD"
+    WAIT = "WAIT"
+    RESHARD = "RESHARD"
+    ACCUM = "ACCUM"
+    REDUCE_GRAD = "REDUCE_GRAD"
+    FINISH = "FINISH"
 
     def __init__(self, name: str) -> None:
         self.computes = name in ("F", "B")
         self.sends = name.startswith("SEND_")
         self.receives = name.startswith("RECV_")
+        self.shards = name in ("UNSHARD", "WAIT", "RESHARD", "ACCUM", "REDUCE_GRAD", "FINISH")
         self.direction = name[-1] if self.computes or self.sends or self.receives else ""
         """`F` or `B`; nothing for an act that has none."""
 
@@ -78,6 +89,8 @@ class Op:
     """The segment on the op's own rank; none where the op is about no single one."""
     peer: int | None = None
     """The other pipeline rank of a message."""
+    unit: str | None = None
+    """The weights that are gathered, released or reduced."""
     collectives: tuple[Collective, ...] = ()
     """What the op issues on communicators, in order."""
 

@@ -1,0 +1,100 @@
+"""Weight gradients that wait: backward finds the gradients of inputs, which others need soon, and leaves the
+products that give the gradients of weights with a sink, until the schedule has time for them.
+
+    hand_sink(model, sink)
+    with sink.node(key):
+        torch.autograd.backward(...)    # gradients of inputs; products are left under `key`
+    ...                                 # other nodes, other micro-batches, weights that are released
+    sink.drain(key)                     # gradients of weights, as backward itself would have added them
+    ...
+    sink.finish()                       # the step is over: nothing may be left
+
+With or without a sink, gradients are the same to the last bit: the same expressions give them, and what the
+uses of a parameter in one node add up to is added to its `.grad` as a whole, as autograd does. Nodes of one
+parameter must be drained in the order in which their backwards would have come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+Product = Callable[[], Tensor]
+"""Gives the gradient of a parameter. It holds on to inputs and output gradients, never to weights."""
+
+
+class WeightSink:
+    """Products that wait, by the node whose backward left them."""
+
+    def __init__(self) -> None:
+        self._running: Hashable | None = None
+        self._left: dict[Hashable, dict[Tensor, list[Product]]] = {}
+        self._drained: set[Hashable] = set()
+
+    @contextmanager
+    def node(self, key: Hashable) -> Iterator[None]:
+        """What is left within is left under `key`: its micro-batch and its name, or anything else that no other
+        node of the step has. Outside of every node a backward finds weight gradients at once."""
+        assert key is not None, "None is no key of a node"
+        assert self._running is None, f"the backward of {key} starts within that of {self._running}"
+        assert key not in self._left, f"the backward of {key} runs twice; its weight gradients still wait"
+        assert key not in self._drained, f"the backward of {key} runs twice; it is already drained"
+        self._left[key] = {}
+        self._running = key
+        try:
+            yield
+        finally:
+            self._running = None
+
+    def leave(self, parameter: Tensor, product: Product) -> Tensor | None:
+        """Called by a layer's backward: the gradient that it returns for the parameter, None where that waits.
+        What is computed from parameters is no business of the sink: autograd takes the gradient further."""
+        if self._running is None or not parameter.is_leaf:
+            return product()
+        self._left[self._running].setdefault(parameter, []).append(product)
+        return None
+
+    def pending(self, key: Hashable) -> int:
+        """How many products wait under a node."""
+        return sum(map(len, self._left.get(key, {}).values()))
+
+    @torch.no_grad()
+    def drain(self, key: Hashable) -> None:
+        """Compute what waits under a node and add it to the parameters' gradients, in the order in which it was
+        left. Runs where its caller runs: on the stream of the backward, or one that has waited for it."""
+        assert key not in self._drained, f"{key} is drained twice"
+        assert key in self._left, f"{key} is drained, but its backward has not run"
+        assert key != self._running, f"{key} is drained within its own backward"
+        left = self._left.pop(key)
+        self._drained.add(key)
+        for parameter in list(left):
+            first, *others = left.pop(parameter)
+            gradient = first()
+            for product in others:
+                gradient += product()
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                parameter.grad += gradient
+
+    def finish(self) -> None:
+        """The end of a step: all is drained. The next one may use the same keys."""
+        assert not self._left, f"the step ends, but nobody has drained {', '.join(map(str, self._left))}"
+        self._drained.clear()
+
+
+class Delaying(nn.Module):
+    """A layer that leaves its weight gradients with a sink, where it has been handed one."""
+
+    sink: WeightSink | None = None
+
+
+def hand_sink(module: nn.Module, sink: WeightSink | None) -> None:
+    """Every layer of a module that can delay its weight gradients leaves them there from its next forward on;
+    None takes the sink back."""
+    for layer in module.modules():
+        if isinstance(layer, Delaying):
+            layer.sink = sink

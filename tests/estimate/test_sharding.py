@@ -1,0 +1,123 @@
+"""Weights, gradients, optimizer state and what FSDP2 sends, against a real step on ranks: all four strategies."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from braid import fit
+from braid.config import Mesh, Run
+from braid.estimate import estimate
+from braid.optim.adamw import MOMENTS
+from braid.parallel.groups import opened_groups
+from braid.parallel.sharding import local
+from braid.plan import plan
+from braid.train import state as states
+from braid.train.building import opened_state
+from braid.train.device import choose_device
+from braid.train.feed import open_feed
+from braid.train.step import backward, count, micro_batches
+from tests.estimate.reality import Calls
+from tests.ranks import run_ranks
+from tests.runs import small_run
+from tests.train.helpers import corpus
+
+
+class Real(NamedTuple):
+    """What one rank has after the backward of a step."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    calls: Calls
+    """What FSDP2 sent."""
+
+
+@contextmanager
+def sharding_calls() -> Iterator[Calls]:
+    """Gathers and reductions of FSDP2, which calls torch's functions by their newest names."""
+    calls: Calls = Counter()
+
+    def record(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            given = options.get("input_tensor", options.get("input"))
+            tensor = given if given is not None else arguments[0 if name == "sum" else 1]
+            calls[name, dist.get_world_size(options["group"]), tensor.nbytes] += 1
+            return function(*arguments, **options)
+
+        return call
+
+    newest = hasattr(dist, "all_gather_single")
+    gather = "all_gather_single" if newest else "all_gather_into_tensor"
+    scatter = "reduce_scatter_single" if newest else "reduce_scatter_tensor"
+    with (
+        mock.patch.object(dist, gather, record("gather", getattr(dist, gather))),
+        mock.patch.object(dist, scatter, record("scatter", getattr(dist, scatter))),
+    ):
+        yield calls
+
+
+def measured(rank: int, world: int, run: Run, folder: str) -> Real:
+    worked_out = plan(run, world)
+    runs = fit.tp_runs(run.model, worked_out.layout.kinds(), worked_out.axes.tp)
+    with (
+        opened_groups(worked_out.grid, rank, tp_runs=runs) as groups,
+        opened_state(worked_out, choose_device("cpu"), groups) as state,
+    ):
+        states.initialize(state, run)
+        feed = open_feed(run, Path(folder))
+        batches = micro_batches(run, feed.train, 1, 0, groups.dp)
+        counts = count(state.model, batches)
+        with sharding_calls() as calls:
+            backward(state, run, batches, counts)
+        optimizer = state.optimizer
+        return Real(
+            parameters=sum(local(p).nbytes for p in state.model.parameters()),
+            gradients=sum(gradient.nbytes for gradient in optimizer.gradients().values()),
+            optimizer=sum(optimizer.moment(kind, name).nbytes for name in optimizer.main for kind in MOMENTS),
+            calls=calls,
+        )
+
+
+def run_on(folder: Path, mesh: Mesh, dtype: Any) -> Run:
+    run = small_run()
+    return replace(
+        run,
+        data=replace(run.data, sources=(str(corpus(folder)),)),
+        train=replace(run.train, batch_samples=8, micro_batches=2, dtype=dtype),
+        mesh=mesh,
+    )
+
+
+CASES = [
+    (Mesh(shard="none"), "bf16"),
+    (Mesh(shard="optimizer"), "bf16"),
+    (Mesh(shard="gradients"), "bf16"),
+    (Mesh(shard="all"), "bf16"),
+    (Mesh(shard="all"), "fp32"),
+    (Mesh(shard="all", replicate=2), "bf16"),
+    (Mesh(shard="all", tp=2, ep=2), "bf16"),
+]
+
+
+@pytest.mark.parametrize(("mesh", "dtype"), CASES, ids=str)
+def test_a_rank_holds_and_sends_what_was_estimated(mesh: Mesh, dtype: str, tmp_path: Path) -> None:
+    run, world = run_on(tmp_path, mesh, dtype), 4
+    real: Real = run_ranks(world, measured, run, str(tmp_path))[0]
+    stage = estimate(plan(run, world), "cpu").stages[0]
+    assert stage.memory.parameters == real.parameters
+    assert stage.memory.optimizer == real.optimizer
+    assert sum(unit for unit in [stage.memory.parameters]) == real.gradients
+    told: Calls = Counter()
+    for call in stage.calls:
+        if call.family in ("dp_cp", "edp") and call.op != "sum":
+            told[call.op, call.ranks, call.payload] += call.times
+    assert told == real.calls

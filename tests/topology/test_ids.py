@@ -1,0 +1,60 @@
+"""Ids that the model does not know are refused on every rank with the same words, whatever the topology."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from braid.config import Run
+from braid.data import Loader
+from braid.data.batch import Batch
+from braid.errors import DataError
+from braid.train.step import evaluate, train_step
+from tests.ranks import run_ranks
+from tests.topology.cases import LEARNING_RATE, VOCAB, run_of
+from tests.topology.harness import started
+from tests.topology.matrix import Topology
+
+SAMPLE = 9
+"""The sample with a bad id."""
+
+
+@dataclass(frozen=True)
+class Spoiled:
+    """A loader whose sample 9 has an id that is too large."""
+
+    loader: Loader
+
+    def batch(self, samples: Sequence[int]) -> Batch:
+        batch = self.loader.batch(samples)
+        tokens_BT = batch.tokens_BT.clone()
+        tokens_BT[[sample == SAMPLE for sample in samples], 5] = VOCAB
+        return replace(batch, tokens_BT=tokens_BT)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
+
+
+def _refused(rank: int, world: int, run: Run) -> list[str]:
+    state, feed = started(rank, world, run)
+    said = []
+    for act in (
+        lambda: train_step(state, run, Spoiled(feed.train), LEARNING_RATE),
+        lambda: evaluate(state, run, Spoiled(feed.validation)),
+    ):
+        with pytest.raises(DataError) as caught:
+            act()
+        said.append(str(caught.value))
+    return said
+
+
+@pytest.mark.parametrize("words", ["", "tp2", "cp2", "ep2", "pp2"])
+def test_an_id_out_of_range_is_refused_on_all_ranks_alike(words, corpus):
+    run = run_of("hybrid", corpus)
+    run = replace(run, train=replace(run.train, eval_samples=12))
+    first, second = run_ranks(2, _refused, Topology(world=2, words=words).of(run), timeout_s=40)
+    assert first == second
+    assert all(f"token id {VOCAB} in row" in said for said in first)
