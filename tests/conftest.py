@@ -23,8 +23,8 @@ def own_seed(request: pytest.FixtureRequest) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     reports = terminalreporter.getreports("passed") + terminalreporter.getreports("failed")
-    for title, kind in (("topologies", report.COMPARED), ("sabotages", report.SABOTAGED)):
+    for kind, title in report.TITLES.items():
         if rows := report.rows_of(reports, kind):
-            terminalreporter.section(f"{len(rows)} {title} compared to one process")
+            terminalreporter.section(f"{len(rows)} {title}")
             for line in report.lines(rows):
                 terminalreporter.write_line(line)

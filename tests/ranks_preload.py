@@ -3,7 +3,12 @@
 import hypothesis  # noqa: F401
 import numpy  # noqa: F401
 import pytest  # noqa: F401
+import safetensors  # noqa: F401
 import torch
 import torch._dynamo
 import torch.distributed.fsdp
 import torch.distributed.tensor  # noqa: F401
+
+import braid.train.building
+import braid.train.feed
+import braid.train.step  # noqa: F401

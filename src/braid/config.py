@@ -153,6 +153,14 @@ class Mesh:
     """Copies of the shards: ranks share within a copy, and sum gradients between copies."""
     dispatcher: Literal["auto", "all_to_all", "all_gather", "deep_ep"] = "auto"
     """How tokens reach experts on other ranks."""
+    overlap: bool = False
+    """Whether tokens of one micro-batch travel to experts and back while another one computes. Takes the memory
+    of one more micro-batch."""
+    delay_weights: bool = False
+    """With overlap: whether weight gradients wait until there is communication to hide behind them."""
+    early_release: bool = False
+    """With overlap: whether a backward's mixers come before the experts of the forward beside it, so that their
+    memory is free earlier; less communication is hidden."""
 
     def problems(self, at: str) -> Iterator[Problem]:
         for name in ("tp", "cp", "pp", "ep", "etp", "replicate"):

@@ -70,15 +70,30 @@ def plan(run: Run, world: int) -> Plan:
 
 
 def _schedule(run: Run, layout: Layout) -> Schedule:
-    """1F1B, interleaved where a rank holds several segments. An embedding of two stages is summed."""
+    """1F1B, interleaved where a rank holds several segments, or the overlapped form of both. An embedding of two
+    stages is summed."""
     pp, micro_batches = run.mesh.pp, run.train.micro_batches
-    if pp == 1:
-        return schedules.one_f_one_b(1, micro_batches)
     virtual = len(layout.segments) // pp
-    name = "1f1b" if virtual == 1 else "interleaved"
-    built = schedules.build(name, pp=pp, virtual=virtual, micro_batches=micro_batches)
+    if run.mesh.overlap:
+        built = _overlapped(run, layout)
+    elif pp == 1:
+        return schedules.one_f_one_b(1, micro_batches)
+    else:
+        name = "1f1b" if virtual == 1 else "interleaved"
+        built = schedules.build(name, pp=pp, virtual=virtual, micro_batches=micro_batches)
     shared = run.model.tied or bool(layout.mtp)
     return schedules.with_sums(built, {"embedding": (0, pp - 1)} if shared else {})
+
+
+def _overlapped(run: Run, layout: Layout) -> Schedule:
+    mesh, moe = run.mesh, run.model.moe
+    shared_experts = moe is not None and moe.shared_ffn > 0
+    return schedules.overlapped(
+        schedules.chains(layout, mesh.pp, tied=run.model.tied, shared_experts=shared_experts),
+        pp=mesh.pp,
+        micro_batches=run.train.micro_batches,
+        options=schedules.Options(delayed=mesh.delay_weights, early_release=mesh.early_release),
+    )
 
 
 def size(plan: Plan) -> Size:
@@ -94,6 +109,16 @@ def whole_model(plan: Plan) -> LanguageModel:
     from braid.model.language import LanguageModel
 
     return LanguageModel(plan.run.model, plan.layout, references(), device=torch.device("meta"))
+
+
+def segment_flops(plan: Plan) -> list[int]:
+    """Operations of the forward of one row in every segment of the schedule, head and MTP depths included."""
+    model, tokens = whole_model(plan), plan.run.data.sequence_tokens
+    if len(plan.schedule.holder) == 1:
+        return [model.flops(tokens)]
+    blocks = [model.stack.segment_flops(segment, tokens) for segment in range(len(plan.layout.segments))]
+    blocks[-1] += model.flops(tokens) - sum(blocks)
+    return blocks
 
 
 def check(run: Run, world: int) -> list[Problem]:

@@ -12,6 +12,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from braid import collectives
 
@@ -74,3 +76,31 @@ def recorded() -> Iterator[Calls]:
 
 OPS = {"swap": "all_to_all", "exchange": "all_to_all"}
 """Both are one op of torch's."""
+
+
+class Allocations(TorchDispatchMode):
+    """Bytes of all storages that ops make and that somebody still holds, and the most of them at a time."""
+
+    def __init__(self, known: Iterable[Tensor]) -> None:
+        """`known` are there already and do not count."""
+        super().__init__()
+        self.now = self.peak = 0
+        self._sizes = {tensor.untyped_storage()._cdata: 0 for tensor in known}
+
+    def __torch_dispatch__(self, op: Any, _: Any, arguments: Any = (), options: Any = None) -> Any:
+        result = op(*arguments, **(options or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self._see(tensor.untyped_storage())
+        return result
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        place = storage._cdata
+        if place not in self._sizes:
+            self._sizes[place] = storage.nbytes()
+            self.now += storage.nbytes()
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._gone, place)
+
+    def _gone(self, place: int) -> None:
+        self.now -= self._sizes.pop(place)

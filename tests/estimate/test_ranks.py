@@ -1,4 +1,4 @@
-"""On ranks that share layers: what autograd keeps on a rank and what the rank sends are as every module says."""
+"""On ranks that share layers: what autograd keeps on a rank, and what it sends, are as every module says."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from braid.architecture import Attention, DeltaNet, LatentAttention, Mamba2, Mlp
 from braid.config import Data, Mesh, Run, Train
 from braid.estimate.rank import first_rank, model_of, portion_of
 from braid.model.context import MicroBatch
+from braid.nn.head_scalars import HeadScalars
+from braid.nn.moe.router import Router
 from braid.parallel.groups import opened_groups
 from braid.plan import plan
 from braid.train.building import make_model
@@ -62,10 +64,8 @@ def measured(rank: int, world: int, run: Run) -> tuple[int, Calls]:
         model = make_model(worked_out, choose_device("cpu"), groups)
         model.to_empty(device=torch.device("cpu")).to(model.dtype)
         model.device = torch.device("cpu")
-        for layer, moe in model.moes():
-            moe.router.float()
         for module in model.modules():
-            if type(module).__name__ == "HeadScalars":
+            if isinstance(module, Router | HeadScalars):
                 module.float()
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, std=0.1)
@@ -83,18 +83,21 @@ def measured(rank: int, world: int, run: Run) -> tuple[int, Calls]:
         return size, calls
 
 
+NO_GATE = {"moe": replace(MOE, latent=6, shared_gate=False)}
+PER_GROUP = {"mamba2": Mamba2(heads=8, head_dim=6, state=5, groups=2)}
+long = pytest.mark.long
 CASES = [
-    ("[*E][M-][G-]", Mesh(tp=2, ep=2), "bf16", {}),
     ("[*E][M-][G-]/*E", Mesh(tp=2, ep=2), "fp32", {}),
-    ("[*E][M-][G-]", Mesh(cp=2), "fp32", {}),
-    ("[*E][M-][G-]", Mesh(cp=2, tp=2, ep=4), "bf16", {}),
-    ("[*E][M-][G-]", Mesh(tp=4, etp=2, dispatcher="all_gather"), "fp32", {}),
-    ("[*E]", Mesh(tp=4, etp=4), "bf16", {}),
-    ("[*E]-", Mesh(tp=4, ep=2, etp=2), "fp32", {"moe": replace(MOE, latent=6, shared_gate=False)}),
-    ("[+E][+-]", Mesh(tp=2, ep=2), "fp32", {}),
+    ("[*E][M-][G-]", Mesh(tp=2, cp=2, ep=4), "bf16", {}),
+    ("[*E]-", Mesh(tp=4, etp=2, dispatcher="all_gather"), "fp32", {}),
     ("[+E][+-]", Mesh(tp=2, cp=2, ep=4), "bf16", {}),
-    ("[*E][M-][G-]", Mesh(tp=2, cp=2, ep=2), "fp32", {}),
-    ("M", Mesh(tp=4), "fp32", {"mamba2": Mamba2(heads=8, head_dim=6, state=5, groups=2)}),
+    pytest.param("[*E][M-][G-]", Mesh(tp=2, ep=2), "bf16", {}, marks=long),
+    pytest.param("[*E][M-][G-]", Mesh(cp=2), "fp32", {}, marks=long),
+    pytest.param("[*E][M-][G-]", Mesh(tp=2, cp=2, ep=2), "fp32", {}, marks=long),
+    pytest.param("[*E]", Mesh(tp=4, etp=4), "bf16", {}, marks=long),
+    pytest.param("[*E]-", Mesh(tp=4, ep=2, etp=2), "fp32", NO_GATE, marks=long),
+    pytest.param("[+E][+-]", Mesh(tp=2, ep=2), "fp32", {}, marks=long),
+    pytest.param("M", Mesh(tp=4), "fp32", PER_GROUP, marks=long),
 ]
 
 

@@ -1,4 +1,4 @@
-"""Weights, gradients, optimizer state and what FSDP2 sends, against a real step on ranks: all four strategies."""
+"""Weights, gradients, optimizer state and what FSDP2 sends, against a real step on ranks: every strategy."""
 
 from __future__ import annotations
 
@@ -87,37 +87,46 @@ def measured(rank: int, world: int, run: Run, folder: str) -> Real:
         )
 
 
-def run_on(folder: Path, mesh: Mesh, dtype: Any) -> Run:
+def run_on(folder: Path, mesh: Mesh, dtype: Any, **model: Any) -> Run:
     run = small_run()
     return replace(
         run,
+        model=replace(run.model, **model),
         data=replace(run.data, sources=(str(corpus(folder)),)),
         train=replace(run.train, batch_samples=8, micro_batches=2, dtype=dtype),
         mesh=mesh,
     )
 
 
+MTP = {"pattern": "[*-][*E]/*"}
+long = pytest.mark.long
 CASES = [
-    (Mesh(shard="none"), "bf16"),
-    (Mesh(shard="optimizer"), "bf16"),
-    (Mesh(shard="gradients"), "bf16"),
-    (Mesh(shard="all"), "bf16"),
-    (Mesh(shard="all"), "fp32"),
-    (Mesh(shard="all", replicate=2), "bf16"),
-    (Mesh(shard="all", tp=2, ep=2), "bf16"),
+    (Mesh(shard="none"), "bf16", {}),
+    (Mesh(shard="optimizer"), "bf16", {}),
+    (Mesh(shard="gradients"), "bf16", {"tied": False, **MTP}),
+    (Mesh(shard="all", tp=2, ep=2), "bf16", {}),
+    pytest.param(Mesh(shard="all"), "bf16", MTP, marks=long),
+    pytest.param(Mesh(shard="all"), "fp32", {"tied": False}, marks=long),
+    pytest.param(Mesh(shard="all", replicate=2), "bf16", {}, marks=long),
 ]
 
 
-@pytest.mark.parametrize(("mesh", "dtype"), CASES, ids=str)
-def test_a_rank_holds_and_sends_what_was_estimated(mesh: Mesh, dtype: str, tmp_path: Path) -> None:
-    run, world = run_on(tmp_path, mesh, dtype), 4
+@pytest.mark.parametrize(("mesh", "dtype", "model"), CASES, ids=lambda value: str(value)[:80])
+def test_a_rank_holds_and_sends_what_was_estimated(
+    mesh: Mesh, dtype: str, model: dict[str, Any], tmp_path: Path
+) -> None:
+    run, world = run_on(tmp_path, mesh, dtype, **model), 4
     real: Real = run_ranks(world, measured, run, str(tmp_path))[0]
     stage = estimate(plan(run, world), "cpu").stages[0]
     assert stage.memory.parameters == real.parameters
     assert stage.memory.optimizer == real.optimizer
-    assert sum(unit for unit in [stage.memory.parameters]) == real.gradients
+    assert stage.memory.updated == real.gradients
     told: Calls = Counter()
     for call in stage.calls:
         if call.family in ("dp_cp", "edp") and call.op != "sum":
             told[call.op, call.ranks, call.payload] += call.times
-    assert told == real.calls
+    assert not told - real.calls
+    # Between two micro-batches FSDP2 may fetch a unit ahead that nobody asks for.
+    extra = real.calls - told
+    assert all(op == "gather" for op, _, _ in extra)
+    assert extra.total() < run.train.micro_batches

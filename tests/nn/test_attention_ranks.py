@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from braid import architecture
+from braid import architecture, collectives
 from braid.collectives import Groups, summed
 from braid.kernels import attention as kernels
 from braid.nn.attention import Attention
@@ -200,19 +200,20 @@ def sent(rank: int, world: int, name: str) -> list[tuple[str, int]]:
     """The collectives of a forward with tp 2 and cp 2, each with the numbers that a rank puts into it."""
     case, calls = CASES[name], []
 
-    def recorded(kind: str) -> Any:
-        plain = getattr(dist, kind)
+    def recorded(kind: str, place: tuple[Any, str]) -> Any:
+        plain = getattr(*place)
 
         def call(output: Tensor, own: Tensor, *more: Any, group: dist.ProcessGroup) -> None:
             calls.append((kind, own.numel()))
             plain(output, own, *more, group=group)
 
-        return mock.patch.object(dist, kind, call)
+        return mock.patch.object(*place, call)
 
     with ExitStack() as stack:
         groups = stack.enter_context(opened_groups(standard(tp=2, cp=2), rank))
-        for kind in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single"):
-            stack.enter_context(recorded(kind))
+        stack.enter_context(recorded("gather", (collectives, "_all_gather")))
+        stack.enter_context(recorded("scatter", (collectives, "_reduce_scatter")))
+        stack.enter_context(recorded("swap", (dist, "all_to_all_single")))
         run(build(case, groups), normal(2, TOKENS // 4, HIDDEN, seed=0), case.rows)
     return calls
 
@@ -223,21 +224,21 @@ def sent(rank: int, world: int, name: str) -> list[tuple[str, int]]:
         (
             "2 kv heads, everything",
             [
-                ("all_gather_into_tensor", 2 * 4 * HIDDEN),
-                ("all_to_all_single", 2 * 8 * (4 + 2 + 2) * 4),  # queries, the key and value twice; no gates
-                ("all_to_all_single", 2 * 16 * 2 * 4),
-                ("reduce_scatter_tensor", 2 * 8 * HIDDEN),
+                ("gather", 2 * 4 * HIDDEN),
+                ("swap", 2 * 8 * (4 + 2 + 2) * 4),  # queries, the key and value twice; no gates
+                ("swap", 2 * 16 * 2 * 4),
+                ("scatter", 2 * 8 * HIDDEN),
             ],
         ),
         (
             "latent",
             [
-                ("all_gather_into_tensor", 2 * 4 * (5 + 6 + 2)),  # both latents and the shared key
-                ("all_to_all_single", 2 * 8 * 4 * (3 + 2)),
-                ("all_gather_into_tensor", 2 * 8 * 2),
-                ("all_to_all_single", 2 * 8 * 4 * (3 + 4)),
-                ("all_to_all_single", 2 * 16 * 2 * 4),
-                ("reduce_scatter_tensor", 2 * 8 * HIDDEN),
+                ("gather", 2 * 4 * (5 + 6 + 2)),  # both latents and the shared key
+                ("swap", 2 * 8 * 4 * (3 + 2)),
+                ("gather", 2 * 8 * 2),
+                ("swap", 2 * 8 * 4 * (3 + 4)),
+                ("swap", 2 * 16 * 2 * 4),
+                ("scatter", 2 * 8 * HIDDEN),
             ],
         ),
     ],

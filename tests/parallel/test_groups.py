@@ -35,7 +35,7 @@ def sum_of_ranks(group, rank: int) -> int:
 
 
 def test_every_family_is_a_field_and_every_field_a_family():
-    assert set(FAMILIES) == set(named(Groups()))
+    assert set(FAMILIES) | {"ends"} == set(named(Groups()))
 
 
 # ------------------------------------------------------------------------------------------ membership
@@ -45,8 +45,8 @@ def check_sums(rank, world):
     for sizes in ARRANGEMENTS:
         grid = standard(**sizes)
         with opened_groups(grid, rank) as groups:
-            for name, group in named(groups).items():
-                view, axes = FAMILIES[name]
+            for name, (view, axes) in FAMILIES.items():
+                group = named(groups)[name]
                 members = grid.group_of(rank, axes, view)
                 assert (group.size, group.rank) == (len(members), members.index(rank)), name
                 assert (group.handle is None) == (len(members) == 1), name
@@ -55,6 +55,16 @@ def check_sums(rank, world):
 
 def test_a_sum_over_each_group_is_the_sum_of_its_ranks():
     run_ranks(8, check_sums)
+
+
+def ends_of(rank, world):
+    with opened_groups(standard(tp=2, pp=4), rank) as groups:
+        assert (groups.ends.size, groups.ends.handle is None) in ((1, True), (2, False))
+        return sum_of_ranks(groups.ends, rank)
+
+
+def test_the_ends_of_a_pipeline_are_together_and_all_others_alone():
+    assert run_ranks(8, ends_of) == [0 + 6, 1 + 7, 2, 3, 4, 5, 0 + 6, 1 + 7]
 
 
 def check_gathering_order(rank, world):

@@ -12,13 +12,15 @@ Sizes are the smallest that all ranks can share: up to 4 of tp, 8 of tp · cp, a
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import Literal
 
 from braid.architecture import Attention, DeltaNet, LatentAttention, Mamba2, Mlp, Model, Moe
 from braid.config import Data, Optim, Run, Train
 from braid.data import ByteTokenizer, build
+
+Dtype = Literal["bf16", "fp32", "fp64"]
 
 STEPS = 3
 """Optimizer steps that are compared."""
@@ -142,10 +144,10 @@ PADDED = frozenset({"tied", "capacity"})
 
 
 def run_of(
-    model: str, corpus: Path | str, *, samples: int = 16, micro_batches: int = 2, dtype: str = "fp64"
+    model: str, corpus: Path | str, *, samples: int = 16, micro_batches: int = 2, dtype: Dtype = "fp64"
 ) -> Run:
     """The run of a model on one process. `samples` are those of a step."""
-    run = Run(
+    return Run(
         model=MODELS[model],
         data=Data(
             sources=(str(corpus),),
@@ -153,9 +155,10 @@ def run_of(
             packing="documents" if model in PADDED else "concatenate",
         ),
         optim=Optim(lr=LEARNING_RATE, clip=0.5),
-        train=Train(steps=STEPS, batch_samples=samples, micro_batches=micro_batches, eval_samples=5),
+        train=Train(
+            steps=STEPS, batch_samples=samples, micro_batches=micro_batches, eval_samples=5, dtype=dtype
+        ),
     )
-    return replace(run, train=replace(run.train, dtype=dtype))
 
 
 def make_corpus(folder: Path) -> Path:

@@ -22,6 +22,10 @@ FP64_BOUND = 1e-10
 """The promise: no check deviates by more in float64."""
 
 
+Figures = Sequence[Mapping[str, float]]
+"""Of several steps, by name."""
+
+
 class Deviation(NamedTuple):
     """The worst of a check."""
 
@@ -62,9 +66,7 @@ def told(checks: Mapping[str, Deviation]) -> str:
     return ", ".join(f"{name} {deviation.value:.1e} {deviation.where}" for name, deviation in checks.items())
 
 
-def _figures(
-    found: Sequence[Mapping[str, float]], reference: Sequence[Mapping[str, float]], names: Set[str] | None = None
-) -> Deviation:
+def _figures(found: Figures, reference: Figures, names: Set[str] | None = None) -> Deviation:
     """Of these figures, or of all."""
     return _worst(
         (_off(those.get(name, math.nan), value), name)

@@ -138,7 +138,9 @@ LONG = (
     _batch("hybrid", 2, "etp2 all_to_all", "ep2 all_gather", "tp2 ep2 all_gather", "cp2 etp2 none"),
     _batch("sinkhorn", 3, "optimizer", "etp3 all_to_all"),
     _batch("hybrid", 4, "ep4", "etp4", "replicate2", "tp2 replicate2", "tp4 etp2 none", "cp2 ep2 etp2"),
-    _batch("latent", 4, "optimizer", "cp4 etp2", "tp4 ep4 all_gather", "tp2 cp2 none", "ep2 replicate2 optimizer"),
+    _batch(
+        "latent", 4, "optimizer", "cp4 etp2", "tp4 ep4 all_gather", "tp2 cp2 none", "ep2 replicate2 optimizer"
+    ),
     _batch("capacity", 4, "tp4 ep4", "cp4 ep2 etp2", "tp2 ep4 all_gather", "etp2 replicate2"),
     _batch("sinkhorn", 4, "cp4", "tp2 cp2 etp4", "ep4 gradients"),
     _batch("hybrid", 6, "tp2 ep2 etp3", "cp2 replicate3", "ep2 replicate3", "etp2 none"),

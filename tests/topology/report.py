@@ -7,6 +7,7 @@ terminal summary and docs/invariance.md are made of the same rows.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -15,8 +16,14 @@ if TYPE_CHECKING:
     from tests.topology.compare import Deviation
     from tests.topology.matrix import Topology
 
-COMPARED, SABOTAGED = "invariance", "sabotage"
-"""The user properties of a compared topology, and of a sabotage."""
+COMPARED, NARROW, SABOTAGED = "invariance", "bfloat16", "sabotage"
+"""The user properties of a compared topology, of one in bfloat16, and of a sabotage."""
+
+TITLES: Mapping[str, str] = {
+    COMPARED: "topologies compared to one process",
+    NARROW: "topologies in bfloat16",
+    SABOTAGED: "sabotages, all of which must be seen",
+}
 
 COLUMNS: Mapping[str, tuple[str, ...]] = {
     "figures": ("first loss", "other figures", "gradient norm", "later figures", "validation loss"),
@@ -28,6 +35,9 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
 
 Row = dict[str, Any]
 
+WIDEST = 72
+"""Characters of a cell in a terminal."""
+
 
 def add_topology(
     node: pytest.Item, model: str, topology: Topology, dtype: str, checks: Mapping[str, Deviation]
@@ -37,6 +47,22 @@ def add_topology(
     for column, names in COLUMNS.items():
         row[column] = max((checks[name].value for name in names if name in checks), default=None)
     node.user_properties.append((COMPARED, row))
+
+
+def add_narrow(
+    node: pytest.Item, model: str, topology: Topology, *, loss: float, ranks: float, alone: float
+) -> None:
+    """One topology in bfloat16: how far its first loss is from one process's, and how far the first gradients
+    of both are from float64."""
+    row = {
+        "ranks": topology.world,
+        "topology": str(topology),
+        "model": model,
+        "first loss": loss,
+        "gradient, from float64": ranks,
+        "of one process": alone,
+    }
+    node.user_properties.append((NARROW, row))
 
 
 def add_sabotage(node: pytest.Item, name: str, model: str, topology: Topology, seen_by: Sequence[str]) -> None:
@@ -63,7 +89,7 @@ def _sortable(value: Any) -> tuple[float, str]:
 
 def lines(rows: Sequence[Row]) -> list[str]:
     """A table for a terminal."""
-    table = cells(rows)
+    table = [[shorten(cell, WIDEST, placeholder=" ...") for cell in row] for row in cells(rows)]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in table]
 

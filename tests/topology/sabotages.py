@@ -23,10 +23,11 @@ from braid import collectives
 from braid.collectives import Group, mine, summed
 from braid.engine import executor
 from braid.model import language
-from braid.model.context import Context
+from braid.model.context import Context, MicroBatch
 from braid.nn import embedding, loss
 from braid.nn.moe import balance, router
 from braid.optim import gradients
+from braid.schedule import Act
 from braid.train import loads, step
 from tests.topology.matrix import Topology
 
@@ -140,7 +141,7 @@ def no_gradients_sent() -> AbstractContextManager[Any]:
     send = executor._Executor._send
 
     def zeros(self: Any, op: Any, message: Tensor) -> None:
-        send(self, op, torch.zeros_like(message) if op.act is executor.Act.SEND_B else message)
+        send(self, op, torch.zeros_like(message) if op.act is Act.SEND_B else message)
 
     return patch.object(executor._Executor, "_send", zeros)
 
@@ -195,14 +196,17 @@ def places_from_zero() -> AbstractContextManager[Any]:
 def same_samples() -> AbstractContextManager[Any]:
     """All data-parallel ranks read the first one's samples."""
     whole = step.micro_batches
-    return patch.object(
-        step, "micro_batches", lambda *given: whole(*given[:-1], replace(given[-1], rank=0))
-    )
+
+    def first(*given: Any) -> list[MicroBatch]:
+        *before, dp = given
+        return whole(*before, replace(dp, rank=0))
+
+    return patch.object(step, "micro_batches", first)
 
 
 def padding_counts() -> AbstractContextManager[Any]:
     """The padding of the vocabulary has a probability."""
-    whole = language.cross_entropy
+    whole = loss.cross_entropy
 
     def with_padding(logits: Tensor, labels: Tensor, mask: Tensor, held: embedding.Vocabulary) -> Any:
         held.held = held.rows

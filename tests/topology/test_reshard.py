@@ -1,12 +1,12 @@
-"""Checkpoints know nothing of ranks: saved on any topology, loaded on any other, bit by bit; and training goes on
-as if nothing had changed."""
+"""Checkpoints know nothing of ranks: saved on any topology, loaded on any other, bit by bit; and training goes
+on as if nothing had changed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -130,7 +130,30 @@ def test_a_checkpoint_that_does_not_fit_is_refused_on_all_ranks_alike(world, wor
         assert word in said
 
 
-# ------------------------------------------------------------------------------------- a disk that fails
+# ------------------------------------------------------------------------------------ a disk that fails
+
+
+def _unreadable(rank: int, world: int, run: Run, path: Path) -> list[str]:
+    """One rank cannot read the manifest, and then a part."""
+    state, _ = started(rank, world, run)
+
+    def broken(*given: Any) -> None:
+        raise CheckpointError("cannot read: Input/output error")
+
+    said = []
+    for module, name in ((checkpoint, "read_manifest"), (files, "opened")):
+        with patch.object(module, name, broken if rank == 1 else getattr(module, name)):
+            with pytest.raises(CheckpointError) as caught:
+                states.load(path, state)
+        said.append(str(caught.value))
+    return said
+
+
+def test_a_checkpoint_that_one_rank_cannot_read_is_refused_on_all(corpus, saved):
+    run = Topology(world=2, words="tp2 ep2").of(run_of("hybrid", corpus))
+    first, second = run_ranks(2, _unreadable, run, saved)
+    assert first == second
+    assert all(said.startswith("rank 1: ") and "Input/output error" in said for said in first)
 
 
 def _disk_fails(rank: int, world: int, run: Run, root: Path) -> tuple[str, list[str]]:
@@ -142,11 +165,9 @@ def _disk_fails(rank: int, world: int, run: Run, root: Path) -> tuple[str, list[
     def full(*given: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    write = files.write
-    files.write = full if rank == 1 else write
-    with pytest.raises(CheckpointError) as caught:
-        states.save(root, state, run, feed.train, feed.tokenizer)
-    files.write = write
+    with patch.object(files, "write", full if rank == 1 else files.write):
+        with pytest.raises(CheckpointError) as caught:
+            states.save(root, state, run, feed.train, feed.tokenizer)
     left = sorted(path.name for path in root.iterdir())
     states.save(root, state, run, feed.train, feed.tokenizer)
     return str(caught.value), left
@@ -159,7 +180,7 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_the_last_one(word
     assert first[0] == second[0]
     assert "No space left on device" in first[0]
     assert first[0].startswith("rank 1: ")
-    assert first[1] == ["step-00000000"] or len(first[1]) == 1
+    assert first[1] == second[1] == [checkpoint.step_path(tmp_path, 0).name]
     newest = checkpoint.latest(tmp_path)
     assert not newest.damaged
     assert newest.path is not None

@@ -6,8 +6,9 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import rich.console
 
@@ -15,9 +16,11 @@ from braid import recipes
 from braid.cli.runs import RunFields, help_with_a_recipe
 from braid.cli.words import options, print_table, subject
 from braid.errors import ConfigError, ExitCode, Problem
-from braid.estimate import Advice, Estimate, Memory, StageEstimate, advise, estimate
-from braid.plan import check, plan
+from braid.plan import Plan, check, plan
 from braid.rules import nearest
+
+if TYPE_CHECKING:
+    from braid.estimate import Advice, Estimate, Memory, StageEstimate
 
 GIB = 2**30
 DEVICES = MappingProxyType({"a100": 79, "h100": 79, "h200": 139, "b200": 178})
@@ -41,17 +44,25 @@ class PlanOptions:
     """What ranks compute on: kernels differ in what they keep."""
     device_memory: str | None = None
     """What each rank has: `141GiB`, `80GB`, or a device: a100, h100, h200, b200."""
+    svg: Path | None = None
+    """Also draw the pipeline's timeline into this file: who computes what when. A segment lasts as long as its
+    layers' operations say, a backward as long as two forwards."""
     json: bool = False
     """Print JSON, all sizes in bytes."""
 
 
 def show_plan(words: list[str]) -> int:
+    from braid.estimate import advise, estimate  # which load torch
+
     name, rest = subject(help_with_a_recipe(words), "plan", "RECIPE")
     chosen = options(PlanOptions, rest, f"braid plan {name}", PlanOptions(run=recipes.load(name)))
     problems = [*check(chosen.run, chosen.world), *_memory_problems(chosen.device_memory)]
     if problems:
         raise ConfigError(problems)
-    found = estimate(plan(chosen.run, chosen.world), chosen.device)
+    worked_out = plan(chosen.run, chosen.world)
+    if chosen.svg is not None:
+        _draw(worked_out, chosen.svg)
+    found = estimate(worked_out, chosen.device)
     limit = None if chosen.device_memory is None else _bytes(chosen.device_memory)
     advice = advise(found, limit) if limit is not None and found.peak > limit else []
     if chosen.json:
@@ -59,6 +70,21 @@ def show_plan(words: list[str]) -> int:
     else:
         _print(found, limit, advice)
     return ExitCode.OK
+
+
+def _draw(worked_out: Plan, file: Path) -> None:
+    """The timeline of a step, by the operations of each segment; the shortest forward is the unit of time."""
+    from braid.plan import segment_flops
+    from braid.schedule import Costs, draw, simulate
+
+    flops = segment_flops(worked_out)
+    unit = min((each for each in flops if each), default=1)
+    forward = tuple(each / unit for each in flops)
+    costs = Costs(forward=forward, backward=tuple(2 * each for each in forward))
+    try:
+        file.write_text(draw(simulate(worked_out.schedule, costs)), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--svg {file} cannot be written: {error.strerror}; give another file") from error
 
 
 # ------------------------------------------------------------------------------------- device memory
@@ -90,7 +116,7 @@ def _print(found: Estimate, limit: int | None, advice: list[Advice]) -> None:
     console = rich.console.Console(highlight=False, width=max(console.width, WIDTH))
     console.print(_arrangement(found))
     console.print()
-    console.print("a rank of each stage, GiB", style="bold")
+    console.print(f"a rank of each stage, {_unit(found.peak)[0]}", style="bold")
     print_table(*_memory_table(found), console)
     if limit is not None:
         console.print()
@@ -126,12 +152,12 @@ KINDS = ("parameters", "gathered", "gradients", "optimizer", "activations", "pas
 
 
 def _memory_table(found: Estimate) -> tuple[list[str], list[list[str]]]:
-    columns = ["stage", "live", *KINDS, "peak at", "layers"]
+    columns, (_, unit) = ["stage", "live", *KINDS, "peak at", "layers"], _unit(found.peak)
     rows = [
         [
             str(stage.stage),
             str(stage.live),
-            *(_gib(_of_kind(stage.memory, kind)) for kind in KINDS),
+            *(f"{_of_kind(stage.memory, kind) / unit:,.2f}" for kind in KINDS),
             stage.memory.peak_at,
             _shortened(stage.layers),
         ]
@@ -171,6 +197,11 @@ def _traffic_table(stage: StageEstimate) -> tuple[list[str], list[list[str]]]:
 
 def _shortened(layers: str) -> str:
     return layers if len(layers) <= MOST_LAYERS else layers[: MOST_LAYERS - 3] + "..."
+
+
+def _unit(peak: int) -> tuple[str, int]:
+    """What sizes are told in, so that the largest has digits before the point."""
+    return ("GiB", GIB) if peak >= GIB else ("MiB", 2**20)
 
 
 def _gib(size: int) -> str:

@@ -2,6 +2,7 @@
 
 Between segments a tensor crosses as data: it is detached where a segment reads it, and its gradient is handed
 back when that segment's backward is done. So the graph of a segment is its own, and is gone after its backward.
+Where a schedule goes into phases, the same holds between them: `node` has what happens there.
 """
 
 from __future__ import annotations
@@ -9,17 +10,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from braid.collectives import Group
+from braid.engine.node import NodeWork, Passage, Turn, Watch
 from braid.schedule import Act, Channel, Op, Schedule, Span, channel_of
 
-Turn = tuple[int, int]
-"""(micro-batch, segment)."""
+__all__ = ["Turn", "Wires", "Work", "execute"]
 
 
 class Work(Protocol):
@@ -57,17 +58,22 @@ class Wires:
     """Memory for one message."""
 
 
-def execute(schedule: Schedule, rank: int, work: Work, wires: Wires) -> tuple[Span, ...]:
-    """Run the ops of a pipeline rank, and return what ran when, in seconds of this process's clock."""
-    return _Executor(schedule, rank, work, wires).run()
+def execute(
+    schedule: Schedule, rank: int, work: Work, wires: Wires, watch: Watch | None = None
+) -> tuple[Span, ...]:
+    """Run the ops of a pipeline rank, and return what ran when, in seconds of this process's clock. `work` is
+    a `NodeWork` as well where the schedule goes into phases."""
+    return _Executor(schedule, rank, work, wires, watch).run()
 
 
 class _Executor:
     """The state of one run of one list."""
 
-    def __init__(self, schedule: Schedule, rank: int, work: Work, wires: Wires) -> None:
+    def __init__(
+        self, schedule: Schedule, rank: int, work: Work, wires: Wires, watch: Watch | None = None
+    ) -> None:
         self.schedule, self.rank = schedule, rank
-        self.work, self.wires = work, wires
+        self.work, self.wires, self.watch = work, wires, watch
         self.inputs: dict[Turn, Tensor] = {}
         """What a forward is going to read."""
         self.gradients: dict[Turn, Tensor] = {}
@@ -75,6 +81,7 @@ class _Executor:
         self.held: dict[Turn, _Held] = {}
         self.outgoing: list[tuple[dist.Work, Tensor]] = []
         """Messages that may still be on their way, with their memory."""
+        self.passages: dict[Turn, Passage] = {}
 
     def run(self) -> tuple[Span, ...]:
         log = []
@@ -84,7 +91,9 @@ class _Executor:
             log.append(Span(op=op, start=start, end=time.perf_counter()))
         for sending, _ in self.outgoing:
             sending.wait()
-        left = [*self.inputs, *self.gradients, *self.held]
+        if self.schedule.phases:
+            cast(NodeWork, self.work).streams.join()
+        left = [*self.inputs, *self.gradients, *self.held, *self.passages]
         assert not left, f"a schedule uses everything that it makes: {left}"
         return tuple(log)
 
@@ -96,6 +105,8 @@ class _Executor:
         assert op.segment is not None
         turn = (op.micro_batch, op.segment)
         match op.act:
+            case Act.F | Act.B | Act.W if op.phase is not None:
+                self._run_node(turn, op)
             case Act.F:
                 self._forward(turn)
             case Act.B:
@@ -134,6 +145,39 @@ class _Executor:
             assert x.grad is not None
             self.gradients[_before(turn)] = x.grad
         self.work.after_backward(turn)
+
+    # ----------------------------------------------------------------------------------------- nodes
+
+    def _run_node(self, turn: Turn, op: Op) -> None:
+        passage = self.passages.get(turn) or self._begin(turn)
+        match op.act:
+            case Act.F:
+                passage.forward(op)
+                if (y := passage.take()) is not None:
+                    self.inputs[_next(turn)] = y
+                if passage.forward_done:
+                    passage.work.after_forward(turn)
+            case Act.B:
+                if not passage.backward_begun:
+                    self.work.before_backward(turn)
+                    if turn in self.gradients:
+                        passage.give_gradient(self.gradients.pop(turn))
+                passage.backward(op)
+                if (gradient := passage.take_gradient()) is not None:
+                    self.gradients[_before(turn)] = gradient
+            case _:
+                passage.weights(op)
+        if passage.done:
+            del self.passages[turn]
+            self.work.after_backward(turn)
+
+    def _begin(self, turn: Turn) -> Passage:
+        work, phases = cast(NodeWork, self.work), self.schedule.phases[turn[1]]
+        passage = Passage(turn, phases, work, delayed=self.schedule.delayed, watch=self.watch)
+        if turn in self.inputs:
+            passage.give(self.inputs.pop(turn))
+        self.passages[turn] = passage
+        return passage
 
     # ------------------------------------------------------------------------------------- messages
 

@@ -24,7 +24,9 @@ class Memory:
     gathered: int
     """Weights of other ranks' shards, as many as are there at a time."""
     gradients: int
-    """Gradients at the end of the last backward of a step."""
+    """Gradients at the end of the last backward of a step, those on their way between ranks included."""
+    updated: int
+    """Gradients as the optimizer is given them."""
     optimizer: int
     """Moments, and main copies of weights where these are apart."""
     activations: int
@@ -70,6 +72,7 @@ def memory_of(units: list[Held], costs: Mapping[str, Cost], step: Step) -> Memor
         parameters=parameters,
         gathered=gathered,
         gradients=max(updated, _gradients(units, parts, parts[0], step)),
+        updated=updated,
         optimizer=optimizer,
         activations=activations,
         passing=max(cost.passing for cost in costs.values()),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -17,6 +18,19 @@ from braid.nn.moe.experts import SHARD_DIMS
 from braid.optim.gradients import copied
 from braid.parallel.sharding import Strategy, Unit
 from braid.plan import Plan
+
+
+class Uses(NamedTuple):
+    """How often FSDP2 gathers a unit. It lets go of one after each use whose input has a gradient, so one that
+    is used several times is gathered several times."""
+
+    forward: int = 1
+    backward: int = 1
+    in_a_step: int = 1
+    """Where it stays gathered until the last backward."""
+    again: int = 0
+    """Sums of its gradients that are made a second time in the last backward, where earlier micro-batches have
+    left some."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +52,8 @@ class Held:
     """Bytes of a weight as it is kept."""
     computed: int
     """Bytes of a weight as it is used."""
-    gathers: int
-    """How often forward uses it."""
+    uses: Uses
+    """How often it is gathered."""
 
     @property
     def kept_bytes(self) -> int:
@@ -81,7 +95,7 @@ def _held(
         kept=sum(sizes),
         stored=stored.itemsize,
         computed=stored.itemsize if unit.wide else min(stored.itemsize, model.dtype.itemsize),
-        gathers=_uses(name, model),
+        uses=_uses(name, model),
     )
 
 
@@ -111,13 +125,18 @@ def _part(name: str, model: LanguageModel) -> str:
     return ".".join(name.removeprefix("stack.").split(".")[:2])
 
 
-def _uses(name: str, model: LanguageModel) -> int:
-    """The embedding is used for tokens, for those of every MTP depth, and as a tied head; the head for the
-    model and for every depth."""
+def _uses(name: str, model: LanguageModel) -> Uses:
+    """The embedding is asked for tokens, here and in every MTP depth; the head is asked by the model and by
+    every depth. One of them may be both."""
     depths = len(model.mtp)
+    lookups = (0 in model.segments) + depths
+    if name == "embedding" and _is_head(model):
+        return Uses(1 + depths + lookups, 1 + lookups, 1 + lookups, int(lookups > 0))
     if name == "embedding":
-        return (0 in model.segments) + depths + (1 + depths if _is_head(model) else 0)
-    return 1 + depths if name == "head" else 1
+        return Uses(forward=lookups)
+    if name == "head":
+        return Uses(1 + depths, 1 + depths, 1 + depths, int(depths > 0))
+    return Uses()
 
 
 # --------------------------------------------------------------------------------------------- calls
@@ -127,8 +146,9 @@ def sharding_calls(units: list[Held], strategy: Strategy, micro_batches: int) ->
     """What sharded data parallelism sends in a step: weights that are gathered, gradients that are summed."""
     for unit in units:
         family = "edp" if unit.mesh == "expert" else "dp_cp"
-        gathers = 2 * unit.gathers * micro_batches if strategy == "all" else 1
-        sums = micro_batches if strategy in ("gradients", "all") else 1
+        uses, every = unit.uses, strategy in ("gradients", "all")
+        gathers = micro_batches * (uses.forward + uses.backward) if strategy == "all" else uses.in_a_step
+        sums = micro_batches if every else 1 + (uses.again if micro_batches > 1 else 0)
         what = "experts" if unit.mesh == "expert" else "dense"
         if unit.shards > 1:
             weights, grads = unit.kept * unit.computed, unit.gathered * unit.stored

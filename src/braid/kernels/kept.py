@@ -16,9 +16,6 @@ from braid.kernels.ssd import reference as ssd
 CHUNK = ssd.CHUNK
 """Tokens of a chunk of both recurrent ops."""
 assert CHUNK == delta_rule.CHUNK
-PAIR_BYTES = 20 * CHUNK
-"""What the backward of a recurrent op needs at a time for each token and head: gradients of the decays between
-the tokens of a chunk, two of them in float64."""
 
 
 def activated(activation: Activation, glu: Glu, *, joined: bool) -> int:

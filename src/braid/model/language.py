@@ -201,16 +201,16 @@ class LanguageModel(nn.Module):
         one before them returned; the last of the model returns nothing. Losses are of these segments alone."""
         before = set(context.balances)
         x_BtC = self._through(segments, x_BtC, context)
-        (loss_sum, count), mtp = self._nothing(), tuple[tuple[Tensor, Tensor], ...]()
+        (loss_sum, count), mtp = self.nothing(), tuple[tuple[Tensor, Tensor], ...]()
         if segments[-1] == len(self.layout.segments) - 1:
             batch, hidden_BtC, x_BtC = context.batch, self._normed(x_BtC), None
-            loss_sum, count = self._told(hidden_BtC, batch.labels_BT, batch.loss_mask_BT)
+            loss_sum, count = self.told(hidden_BtC, batch.labels_BT, batch.loss_mask_BT)
             mtp = tuple(self._mtp_losses(hidden_BtC, context)) if batch.training else ()
         balances = {layer: balance for layer, balance in context.balances.items() if layer not in before}
         return x_BtC, Losses(
             loss_sum=loss_sum,
             token_count=count,
-            aux=_summed([balance.losses for balance in balances.values()]),
+            aux=summed_losses([balance.losses for balance in balances.values()]),
             balances=balances,
             mtp=mtp,
             mtp_weight=self.shape.mtp_loss,
@@ -229,7 +229,7 @@ class LanguageModel(nn.Module):
         hidden_BtC: Tensor = self.final_norm(x_BtC)
         return hidden_BtC
 
-    def _nothing(self) -> tuple[Tensor, Tensor]:
+    def nothing(self) -> tuple[Tensor, Tensor]:
         """Loss sum and token count where no head is."""
         wide = torch.promote_types(self.dtype, torch.float32)
         return torch.zeros((), dtype=wide, device=self.device), torch.zeros((), device=self.device).long()
@@ -239,9 +239,9 @@ class LanguageModel(nn.Module):
             assert self.embedding is not None
             shown = targets(context.batch, depth)
             hidden_BtC = module(hidden_BtC, self.embedding(shown.tokens_BT), context)
-            yield self._told(hidden_BtC, shown.labels_BT, shown.loss_mask_BT)
+            yield self.told(hidden_BtC, shown.labels_BT, shown.loss_mask_BT)
 
-    def _told(self, hidden_BtC: Tensor, labels_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
+    def told(self, hidden_BtC: Tensor, labels_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
         """Loss sum and token count of what a hidden state tells: the same on all tp ranks."""
         labels_Bs, mask_Bs = (mine(each, self.groups.cp, dim=1) for each in (labels_BT, mask_BT))
         logits_BsV, vocabulary = self.tell(hidden_BtC), Vocabulary(self.shape.vocab, self.groups.tp)
@@ -380,7 +380,7 @@ class LanguageModel(nn.Module):
         return self.stack.flops(tokens) + head + depths
 
 
-def _summed(losses: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+def summed_losses(losses: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Losses of several layers, added up by name."""
     names = {name: None for each in losses for name in each}
     return {name: torch.stack([each[name] for each in losses if name in each]).sum() for name in names}

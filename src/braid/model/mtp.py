@@ -84,11 +84,16 @@ class Mtp(nn.Module):
 
     def forward(self, hidden_BtC: Tensor, embedded_BtC: Tensor, context: Context) -> Tensor:
         """The hidden state from which this depth's tokens are told."""
-        both = torch.cat([self.embedding_norm(embedded_BtC), self.hidden_norm(hidden_BtC)], -1)
-        x_BtC = self.projection(both)
+        x_BtC = self.enter(hidden_BtC, embedded_BtC)
         for block in self.blocks.values():
             x_BtC = block(x_BtC, context)
         return self.final_norm(x_BtC)
+
+    def enter(self, hidden_BtC: Tensor, embedded_BtC: Tensor) -> Tensor:
+        """The stream that the depth's blocks see."""
+        both = torch.cat([self.embedding_norm(embedded_BtC), self.hidden_norm(hidden_BtC)], -1)
+        x_BtC: Tensor = self.projection(both)
+        return x_BtC
 
     def canonical(self) -> dict[str, Canonical]:
         tensors: dict[str, Canonical] = {}

@@ -54,5 +54,10 @@ class Stack(nn.Module):
             tensors |= under(f"blocks.{index}", f"blocks.{index}", cast(Block, block).canonical())
         return tensors
 
+    def segment_flops(self, segment: int, tokens: int) -> int:
+        """What `flops` counts of one segment."""
+        held = self.layout.segments[segment].blocks
+        return sum(cast(Block, self.blocks[str(block.index)]).flops(tokens) for block in held)
+
     def flops(self, tokens: int) -> int:
         return sum(cast(Block, block).flops(tokens) for block in self.blocks.values())

@@ -153,7 +153,8 @@ class Attention(nn.Module):
         kept += (read if cp.size > 1 else 0) + (2 * read if self.shape.gate else 0)
         return Cost(
             kept=kept,
-            passing=2 * readers + 2 * q,
+            # A GPU sums query gradients in float32, and has those of keys and values for every query head.
+            passing=(5 if portion.device == "cuda" else 1) * q,
             calls=gather_cost(tp, part * hidden * n, "attention tokens")
             + swap_cost(cp, readers, "attention heads")
             + swap_cost(cp, q, "attention outputs")

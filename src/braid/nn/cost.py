@@ -98,7 +98,8 @@ class Cost:
     kept: int = 0
     """Bytes that autograd keeps from forward to backward."""
     passing: int = 0
-    """The most bytes that its backward needs at a time beside those and beside weights and their gradients."""
+    """The most bytes by which its backward, letting go of those, exceeds them for a moment; weights and their
+    gradients do not count. This alone is an estimate."""
     calls: tuple[Call, ...] = ()
     """Forward and backward together."""
 

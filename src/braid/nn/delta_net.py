@@ -30,7 +30,7 @@ from torch.nn import functional as F
 from braid import architecture
 from braid.collectives import Groups, gather
 from braid.kernels.delta_rule import DeltaRule, step
-from braid.kernels.kept import PAIR_BYTES, in_chunks, remembered
+from braid.kernels.kept import CHUNK, in_chunks, remembered
 from braid.nn.canonical import Canonical, under
 from braid.nn.cost import Cost, Portion, gather_cost, scatter_cost, swap_cost
 from braid.nn.grouped_conv import GroupedConv
@@ -187,7 +187,7 @@ class DeltaNet(nn.Module):
         swapped = every * share.core_groups * sum(share.core_sizes(self.parts[:-1])) * n
         return Cost(
             kept=kept,
-            passing=every * heads * PAIR_BYTES,
+            passing=every * heads * CHUNK * 4,  # decays between the tokens of a chunk
             calls=gather_cost(tp, part * hidden * n, "delta net tokens")
             + swap_cost(cp, swapped, "delta net heads")
             + swap_cost(cp, every * heads * shape.value_dim * n, "delta net outputs")

@@ -102,7 +102,7 @@ class GroupedConv(nn.Module):
         wide = portion.rows * (portion.tokens + self.taps - 1) + weights
         every = self.channels * portion.places()
         kept = self.channels * wide * portion.wide + every * portion.narrow
-        return Cost(kept=kept, passing=3 * every * portion.wide)
+        return Cost(kept=kept, passing=every * portion.wide)
 
     def flops(self, tokens: int) -> int:
         return 2 * tokens * self.channels * self.taps

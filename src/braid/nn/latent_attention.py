@@ -192,10 +192,8 @@ class LatentAttention(nn.Module):
             kept += 2 * q + kv + every * heads * shape.v_dim * n + (read if cp.size > 1 else 0)
         return Cost(
             kept=kept,
-            passing=2 * q + 3 * kv,
-            calls=gather_cost(
-                tp, part * ((q_rank or hidden) + shape.kv_rank + shape.rope_dim) * n, "latents"
-            )
+            passing=(3 if portion.device == "cuda" else 1) * q + kv,
+            calls=gather_cost(tp, part * ((q_rank or hidden) + shape.kv_rank + shape.rope_dim) * n, "latents")
             + gather_cost(cp, own * shape.rope_dim * n, "latent attention, shared keys")
             + swap_cost(cp, q, "latent attention, queries")
             + swap_cost(cp, kv, "latent attention, keys and values")

@@ -2,24 +2,31 @@
 
 A layer that is shared by the tp ranks takes its tokens from all of them, maps them with `Linear` to the outputs
 that this rank holds, and maps back with `RowLinear`, which sums over ranks and leaves each its own tokens. A
-`Linear` that is given `copies` holds all of its outputs on every rank and sees different tokens on each.
+`Linear` that is given `copies` holds all of its outputs on every rank and sees different tokens on each. All of
+them leave their weight gradients with a sink, where they have been handed one.
 
-Shapes: B rows, T tokens, t tokens of this rank, C channels.
+Shapes: B rows, T tokens, t tokens of this rank, C channels; within a product N tokens of all rows, I channels
+in, O channels out, P parts of a weight.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from braid.collectives import ALONE, Group, scatter
 from braid.nn.canonical import Canonical, Fill, Index, Span
+from braid.nn.weight_sink import Delaying, Product, WeightSink
 
 
-class Linear(nn.Module):
+class Linear(Delaying):
     """y = x · weightᵀ + bias. The output dims may be several; they are one dim of the weight."""
 
     def __init__(
@@ -44,14 +51,13 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(self.channels_out, device=device, dtype=dtype)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        (y,) = _products(x, self.weight, self.bias, 1, self.sink)
+        return y
 
     def apart(self, x: Tensor) -> list[Tensor]:
         """The outputs as one tensor per entry of the last output dim. Each product reads its rows of the
         weight in place, which on a CPU is much faster than taking a product with all of them apart."""
-        weights = self.weight.unflatten(0, self.dims).unbind(-2)
-        biases = [None] * len(weights) if self.bias is None else self.bias.unflatten(0, self.dims).unbind(-1)
-        return [F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+        return _products(x, self.weight, self.bias, self.dims[-1], self.sink)
 
     def part(
         self, index: Index = (), span: Span | None = None, copies: Group | None = None
@@ -94,7 +100,7 @@ class Linear(nn.Module):
         return 2 * tokens * self.channels_in * self.channels_out
 
 
-class RowLinear(nn.Module):
+class RowLinear(Delaying):
     """y = x · weightᵀ + bias, where every rank of a group holds some of the channels of x: products are summed
     over the ranks, each of which keeps its own slice of the tokens."""
 
@@ -119,9 +125,11 @@ class RowLinear(nn.Module):
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         if self.group.size == 1:
-            return F.linear(x_BTC, self.weight, self.bias)
-        y_BtC = scatter(F.linear(x_BTC, self.weight), self.group, dim=1)
-        return y_BtC if self.bias is None else y_BtC + self.bias
+            (y_BTC,) = _products(x_BTC, self.weight, self.bias, 1, self.sink)
+            return y_BTC
+        (y_BTC,) = _products(x_BTC, self.weight, None, 1, self.sink)
+        y_BtC = scatter(y_BTC, self.group, dim=1)
+        return y_BtC if self.bias is None else _Shifted.apply(self.sink, self.bias, y_BtC)
 
     def canonical(self) -> dict[str, Canonical]:
         weight = Canonical(
@@ -138,3 +146,82 @@ class RowLinear(nn.Module):
 
     def flops(self, tokens: int) -> int:
         return 2 * tokens * self.channels_in * self.channels_out
+
+
+# ------------------------------------------------------------------------------------------ products
+
+
+def _products(
+    x: Tensor, weight: Tensor, bias: Tensor | None, parts: int, sink: WeightSink | None
+) -> list[Tensor]:
+    """x times every `parts`-th row of the weight, starting with the first, the second, and so on."""
+    # Each product has an x of its own, the last one first: autograd then sums the gradients of x in the order
+    # in which it would sum those of separate products.
+    xs_NI = [x.flatten(0, -2) for _ in range(parts)]
+    ys_NO = _Products.apply(sink, weight, bias, *reversed(xs_NI))
+    return [y_NO.unflatten(0, x.shape[:-1]) for y_NO in ys_NO]
+
+
+class _Products(torch.autograd.Function):
+    """Rows times the parts of one weight. Gradients are the expressions that autograd has for `F.linear`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, sink: WeightSink | None, weight: Tensor, bias: Tensor | None, *xs_NI: Tensor
+    ) -> tuple[Tensor, ...]:
+        """The xs come in the reverse order of the parts."""
+        ctx.save_for_backward(weight, *xs_NI)
+        ctx.sink, ctx.weight, ctx.bias = sink, weight, bias
+        weights = _parts(weight, len(xs_NI))
+        biases = [None] * len(xs_NI) if bias is None else _parts(bias, len(xs_NI))
+        return tuple(F.linear(*given) for given in zip(reversed(xs_NI), weights, biases, strict=True))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads_NO: Tensor) -> tuple[Tensor | None, ...]:
+        weight, *xs_NI = ctx.saved_tensors
+        _, weight_needs, bias_needs, *x_needs = ctx.needs_input_grad
+        last_first = tuple(zip(x_needs, reversed(grads_NO), reversed(_parts(weight, len(xs_NI))), strict=True))
+        return (
+            None,
+            _left(ctx.sink, ctx.weight, partial(_weight_grad, grads_NO, xs_NI[::-1])) if weight_needs else None,
+            _left(ctx.sink, ctx.bias, partial(_bias_grad, grads_NO)) if bias_needs else None,
+            *(grad_NO.mm(weight_OI) if needs else None for needs, grad_NO, weight_OI in last_first),
+        )
+
+
+def _parts(tensor: Tensor, parts: int) -> tuple[Tensor, ...]:
+    return tensor.unflatten(0, (-1, parts)).unbind(1)
+
+
+def _weight_grad(grads_NO: Sequence[Tensor], xs_NI: Sequence[Tensor]) -> Tensor:
+    return _joined([grad_NO.t().mm(x_NI) for grad_NO, x_NI in zip(grads_NO, xs_NI, strict=True)])
+
+
+def _bias_grad(grads_NO: Sequence[Tensor]) -> Tensor:
+    return _joined([grad_NO.sum(0) for grad_NO in grads_NO])
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """What `_parts` takes apart."""
+    return parts[0] if len(parts) == 1 else torch.stack(tuple(parts), 1).flatten(0, 1)
+
+
+class _Shifted(torch.autograd.Function):
+    """Tokens plus a bias."""
+
+    @staticmethod
+    def forward(ctx: Any, sink: WeightSink | None, bias_C: Tensor, x_BtC: Tensor) -> Tensor:
+        ctx.sink, ctx.bias = sink, bias_C
+        return x_BtC + bias_C
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_BtC: Tensor) -> tuple[None, Tensor | None, Tensor]:
+        product = partial(grad_BtC.sum_to_size, ctx.bias.shape)
+        return None, _left(ctx.sink, ctx.bias, product) if ctx.needs_input_grad[1] else None, grad_BtC
+
+
+def _left(sink: WeightSink | None, parameter: Tensor, product: Product) -> Tensor | None:
+    """The gradient of a parameter, or None where it is left for later."""
+    return product() if sink is None else sink.leave(parameter, product)

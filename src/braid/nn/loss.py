@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from braid.collectives import highest, summed
-from braid.nn.cost import INDEX, Cost, Call, Portion, once
+from braid.nn.cost import INDEX, Call, Cost, Portion, once
 from braid.nn.embedding import Vocabulary
 
 CHUNK = 2048
@@ -43,7 +43,10 @@ def cross_entropy_cost(portion: Portion, tokens: int, vocabulary: Vocabulary) ->
         calls += once("sum", vocabulary.group, size * portion.wide, "highest logits", times)
         calls += once("sum", vocabulary.group, 2 * size * portion.wide, "sums of logits", times)
     kept = logits + tokens * (INDEX + 1 + portion.wide)
-    return Cost(kept=kept, passing=max(logits + chunk, 3 * chunk), calls=calls)
+    widened = chunk if portion.mixed else 0
+    summing = chunk * (2 if vocabulary.group.size > 1 else 1)
+    passing = widened + max(logits, summing)
+    return Cost(kept=kept, passing=passing, calls=calls)
 
 
 class _CrossEntropy(torch.autograd.Function):

@@ -28,7 +28,7 @@ from torch.nn import functional as F
 
 from braid import architecture
 from braid.collectives import ALONE, Group, Groups, gather, total
-from braid.kernels.kept import PAIR_BYTES, in_chunks, scanned
+from braid.kernels.kept import CHUNK, in_chunks, scanned
 from braid.kernels.ssd import Ssd, step
 from braid.nn.canonical import Canonical, under
 from braid.nn.cost import Cost, Portion, gather_cost, scatter_cost, swap_cost, total_cost
@@ -191,7 +191,8 @@ class Mamba2(nn.Module):
         swapped = every * share.core_groups * sum(share.core_sizes(self.parts[:-1])) * n
         return Cost(
             kept=kept,
-            passing=every * heads * PAIR_BYTES,
+            # Decays between the tokens of a chunk, of which forward has float64 ones for a moment.
+            passing=every * heads * CHUNK * (4 if portion.mixed else 8),
             calls=gather_cost(tp, part * hidden * n, "mamba2 tokens")
             + swap_cost(cp, swapped, "mamba2 heads")
             + swap_cost(cp, every * heads * shape.head_dim * n, "mamba2 outputs")
@@ -256,6 +257,6 @@ class GatedRmsNorm(nn.Module):
         entries = vectors * (5 * self.channels + self.parts) + (self.channels if portion.mixed else 0)
         return Cost(
             kept=entries * portion.wide,
-            passing=4 * vectors * self.channels * portion.wide,
+            passing=vectors * self.channels * portion.wide,
             calls=total_cost(self.sharers, vectors * self.parts * portion.wide, "mamba2 norm"),
         )

@@ -62,7 +62,7 @@ class Mlp(nn.Module):
         copies = len(self.projections) if tp.size > 1 and portion.rows > 1 else 1
         return Cost(
             kept=copies * tokens + activated(self.shape.activation, self.shape.glu, joined=False) * ffn,
-            passing=3 * ffn + 2 * tokens,
+            passing=ffn,
             calls=gather_cost(tp, part * hidden * portion.narrow, "mlp tokens")
             + scatter_cost(tp, tokens, "mlp sums"),
         )

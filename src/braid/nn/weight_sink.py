@@ -10,8 +10,10 @@ products that give the gradients of weights with a sink, until the schedule has 
     sink.finish()                       # the step is over: nothing may be left
 
 With or without a sink, gradients are the same to the last bit: the same expressions give them, and what the
-uses of a parameter in one node add up to is added to its `.grad` as a whole, as autograd does. Nodes of one
-parameter must be drained in the order in which their backwards would have come.
+uses of a parameter in one node add up to is added to its `.grad` as a whole, as autograd does. Nodes that share
+a parameter are drained in the order of their backwards. Until then inputs and output gradients of their layers
+must keep their memory; weights need not. Hooks that autograd calls when it has accumulated a gradient are not
+called.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Schedules as data: what every pipeline rank does in a step; made, proved, timed and drawn without a process.
 
-ops.py has the vocabulary and what it means; builders.py makes schedules; check.py proves them (faults.py has
+ops.py has the vocabulary and what it means, phases.py what a segment is made of; builders.py makes schedules,
+overlapped.py those that go into phases; check.py proves them (faults.py has
 the rules, order.py those about collectives), simulate.py times them, draw.py draws them. rendezvous.py is the
 model of execution on which the last three stand.
 """
@@ -32,25 +33,33 @@ from braid.schedule.ops import (
     parse_ops,
 )
 from braid.schedule.order import collective_faults
+from braid.schedule.overlapped import Options, overlapped
+from braid.schedule.phases import Chain, Link, Phase, Stream, chains
 from braid.schedule.rendezvous import Span
 from braid.schedule.simulate import Costs, Timeline, simulate
 
 __all__ = [
     "BUILDERS",
     "Act",
+    "Chain",
     "Channel",
     "Collective",
     "Costs",
     "Fault",
+    "Link",
     "Message",
     "Op",
     "Ops",
+    "Options",
+    "Phase",
     "Report",
     "Rule",
     "Schedule",
     "Span",
+    "Stream",
     "Timeline",
     "build",
+    "chains",
     "channel_of",
     "check",
     "collective_faults",
@@ -61,6 +70,7 @@ __all__ = [
     "live_peaks",
     "message_of",
     "one_f_one_b",
+    "overlapped",
     "parse_op",
     "parse_ops",
     "schedule_problems",

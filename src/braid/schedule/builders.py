@@ -102,7 +102,7 @@ def interleaved(pp: int, virtual: int, micro_batches: int, group_size: int | Non
         stages = range(rank, segments, pp)
         warm_up = 2 * (pp - rank - 1) + (virtual - 1) * group
         full = _alternate(
-            _grouped(stages, micro_batches, group), _grouped(stages[::-1], micro_batches, group), warm_up
+            grouped(stages, micro_batches, group), grouped(stages[::-1], micro_batches, group), warm_up
         )
         order.append([(act, turn) for act, turn in full if turn[0] < micro_batches])
         bound.append(min(virtual * micro_batches, warm_up + 1))
@@ -120,7 +120,7 @@ def forward_only(pp: int, virtual: int, micro_batches: int) -> Schedule:
     order = [
         [
             (Act.F, turn)
-            for turn in _grouped(range(rank, segments, pp), micro_batches, group)
+            for turn in grouped(range(rank, segments, pp), micro_batches, group)
             if turn[0] < micro_batches
         ]
         for rank in range(pp)
@@ -160,7 +160,7 @@ def with_messages(rank: int, order: Order, holder: Sequence[int]) -> Ops:
     ops = []
     for act, (micro_batch, segment) in order:
         step, receive, send = (1, Act.RECV_F, Act.SEND_F) if act is Act.F else (-1, Act.RECV_B, Act.SEND_B)
-        source, target = _neighbour(holder, segment, -step), _neighbour(holder, segment, step)
+        source, target = neighbour(holder, segment, -step), neighbour(holder, segment, step)
         if source not in (None, rank):
             ops.append(Op(act=receive, micro_batch=micro_batch, segment=segment, peer=source))
         ops.append(Op(act=act, micro_batch=micro_batch, segment=segment))
@@ -169,7 +169,7 @@ def with_messages(rank: int, order: Order, holder: Sequence[int]) -> Ops:
     return tuple(ops)
 
 
-def _neighbour(holder: Sequence[int], segment: int, step: int) -> int | None:
+def neighbour(holder: Sequence[int], segment: int, step: int) -> int | None:
     """Which rank holds the segment before or after this one, if there is one."""
     return holder[segment + step] if 0 <= segment + step < len(holder) else None
 
@@ -198,7 +198,7 @@ def _alternate(forwards: Sequence[Turn], backwards: Sequence[Turn], warm_up: int
     return order + [(Act.B, turn) for turn in backwards[len(forwards) - warm_up :]]
 
 
-def _grouped(stages: Sequence[int], micro_batches: int, group: int) -> list[Turn]:
+def grouped(stages: Sequence[int], micro_batches: int, group: int) -> list[Turn]:
     """Group after group through all virtual stages; the last group is full, with micro-batches past the end."""
     return [
         (micro_batch, segment)

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from braid.schedule.faults import Fault, Rule
 from braid.schedule.ops import Act, Channel, Message, Op, Ops, Schedule, channel_of, message_of
 from braid.schedule.order import collective_faults
 from braid.schedule.rendezvous import Wait, rendezvous
+from braid.schedule.views import narrow, phase_faults, wide
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +34,19 @@ class Report:
 
 def check(schedule: Schedule) -> Report:
     """Every rule, every fault. Where ops say too little to be followed, these are the only faults."""
-    faults = tuple(_incomplete(schedule)) or (
+    if not schedule.phases:
+        return Report(faults=_segment_faults(schedule), live=live_peaks(schedule))
+    faults = list(phase_faults(schedule))
+    for view in (wide(schedule), narrow(schedule)):
+        for fault in _segment_faults(view.schedule):
+            shown = replace(fault, place=view.places[fault.rank][fault.place])
+            if shown not in faults:
+                faults.append(shown)
+    return Report(faults=tuple(faults), live=live_peaks(schedule))
+
+
+def _segment_faults(schedule: Schedule) -> tuple[Fault, ...]:
+    return tuple(_incomplete(schedule)) or (
         *_own_faults(schedule),
         *_once_faults(schedule),
         *_message_faults(schedule),
@@ -41,11 +54,12 @@ def check(schedule: Schedule) -> Report:
         *collective_faults(dict(enumerate(schedule.ops))),
         *_deadlock_faults(schedule.ops),
     )
-    return Report(faults=faults, live=live_peaks(schedule))
 
 
 def live_peaks(schedule: Schedule) -> tuple[int, ...]:
     """For each rank, how many forwards wait for their backward at the peak; none in an evaluation."""
+    if schedule.phases:
+        schedule = wide(schedule).schedule
     return tuple(_peak(ops)[0] if schedule.backward else 0 for ops in schedule.ops)
 
 

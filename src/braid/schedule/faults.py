@@ -17,6 +17,8 @@ class Rule(Enum):
     ONCE = "every micro-batch passes every segment once forward, and once backward when training"
     F_BEFORE_B = "a backward comes after the forward of the same micro-batch and segment"
     AFTER_INPUT = "an op comes after the ops that make what it reads"
+    PHASE_ORDER = "a micro-batch passes all phases of a segment in order, and backward in reverse"
+    WEIGHTS = "weight gradients are added once, after the backward that left them, in the order of backwards"
     PEER = "a message goes to the rank that holds the neighbouring segment, and never to its own"
     MATCHED = "every message is sent once and received once"
     CHANNEL_ORDER = "the messages of a channel are received in the order in which they are sent"

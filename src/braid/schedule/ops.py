@@ -18,16 +18,20 @@ of these adds an op of its own.
   of one rank has neither sends nor receives.
 - `SUM_COPIES` adds up the gradients of a weight that several stages hold (the embedding, where the last stage
   has a tied head or MTP). It stands after the last `B` and is done once per step.
-- Weights that ranks of a stage share come and go by **units**: `UNSHARD` begins to gather one and goes on, `WAIT`
-  waits for it, `RESHARD` lets go of it. `ACCUM` puts a micro-batch's gradient of a unit with those before it,
-  `REDUCE_GRAD` sums what there is over the ranks that share it. `FINISH` stands behind the last of them: reduced
-  gradients can be read after it. A builder places none of these; `lowering` does.
+- Weights that ranks of a stage share come and go by **units**: `UNSHARD` begins to gather one and goes on,
+  `WAIT` waits for it, `RESHARD` lets go of it. `ACCUM` puts a micro-batch's gradient of a unit with those before
+  it, `REDUCE_GRAD` sums what there is over the ranks that share it. `FINISH` stands behind the last of them:
+  reduced gradients can be read after it. A builder places none of these; `lowering` does.
+- Where a schedule goes into **phases** (see `phases`), `F` and `B` name the phase that they run, and `W` adds
+  the weight gradients of a phase whose `B` has left them for later. What a segment is given is read by the phases
+  that read `in`, what it sends is made by the one that writes `out`.
 - An op may declare the **collectives** that it issues, in order. Their members are pipeline ranks: a collective
   among the ranks of one stage has one member.
 
 **Text.** `F3.1` is the forward of micro-batch 3 on segment 1, `SEND_F3.1>2` sends its output to rank 2, which
-has `RECV_F3.2<1`: a message op names the segment on its own rank. A unit stands in parentheses, `UNSHARD(head)`.
-Declared collectives follow in brackets, `SUM_COPIES[embedding:grad@0,3]`. `parse_op` and `parse_ops` read what `str` writes.
+has `RECV_F3.2<1`: a message op names the segment on its own rank. `B3.1:2.mix` is one phase of `B3.1`. A unit
+stands in parentheses, `UNSHARD(head)`. Declared collectives follow in brackets, `SUM_COPIES[embedding:grad@0,3]`.
+`parse_op` and `parse_ops` read what `str` writes.
 """
 
 from __future__ import annotations
@@ -37,12 +41,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
+from braid.schedule.phases import Phase
+
 
 class Act(Enum):
     """What an op does. The names are those of torch.distributed.pipelining where it has one."""
 
     F = "F"
     B = "B"
+    W = "W"
     SEND_F = "SEND_F"
     RECV_F = "RECV_F"
     SEND_B = "SEND_B"
@@ -56,12 +63,12 @@ class Act(Enum):
     FINISH = "FINISH"
 
     def __init__(self, name: str) -> None:
-        self.computes = name in ("F", "B")
+        self.computes = name in ("F", "B", "W")
         self.sends = name.startswith("SEND_")
         self.receives = name.startswith("RECV_")
         self.shards = name in ("UNSHARD", "WAIT", "RESHARD", "ACCUM", "REDUCE_GRAD", "FINISH")
         self.direction = name[-1] if self.computes or self.sends or self.receives else ""
-        """`F` or `B`; nothing for an act that has none."""
+        """`F`, `B` or `W`; nothing for an act that has none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,6 +94,8 @@ class Op:
     """Counted from 0; none where the op is about the whole step."""
     segment: int | None = None
     """The segment on the op's own rank; none where the op is about no single one."""
+    phase: str | None = None
+    """The part of the segment, where the op is not about all of it."""
     peer: int | None = None
     """The other pipeline rank of a message."""
     unit: str | None = None
@@ -96,8 +105,10 @@ class Op:
 
     def __str__(self) -> str:
         where = "" if self.micro_batch is None else f"{self.micro_batch}.{self.segment}"
+        where += "" if self.phase is None else f":{self.phase}"
         arrow = "" if self.peer is None else f"{'>' if self.act.sends else '<'}{self.peer}"
-        return f"{self.act.value}{where}{arrow}{''.join(map(str, self.collectives))}"
+        unit = "" if self.unit is None else f"({self.unit})"
+        return f"{self.act.value}{where}{unit}{arrow}{''.join(map(str, self.collectives))}"
 
 
 Channel = tuple[str, int, int]
@@ -140,6 +151,10 @@ class Schedule:
     """For each rank, how many forwards may wait for their backward at most: (micro-batch, segment) pairs."""
     ops: tuple[Ops, ...]
     """The list of each rank."""
+    phases: tuple[tuple[Phase, ...], ...] = ()
+    """The phases of each segment, in the order of a forward; none where ops are about whole segments."""
+    delayed: bool = False
+    """Whether weight gradients of phases that have them get ops of their own."""
 
     @property
     def pp(self) -> int:
@@ -163,19 +178,24 @@ class Schedule:
         return "\n".join(f"{rank}: {' '.join(map(str, ops))}" for rank, ops in enumerate(self.ops))
 
 
-_OP = re.compile(r"([A-Z_]+)(?:(\d+)\.(\d+))?(?:[<>](\d+))?((?:\[[^\]]*\])*)")
+_OP = re.compile(
+    r"([A-Z_]+)(?:(\d+)\.(\d+)(?::([a-z0-9_.]+))?)?(?:\(([^()\s]+)\))?(?:[<>](\d+))?((?:\[[^\]]*\])*)"
+)
 _COLLECTIVE = re.compile(r"\[([^:\]]+):([^@\]]+)@(\d+(?:,\d+)*)\]")
 
 
 def parse_op(text: str) -> Op:
     """Read one op as `str` writes it; anything else is a `ValueError`."""
     if not (found := _OP.fullmatch(text)):
-        raise ValueError(f"{text!r} is no op: write one like F3.1, SEND_F3.1>2 or SUM_COPIES[name:label@0,3]")
-    act, micro_batch, segment, peer, collectives = found.groups()
+        like = "F3.1, B3.1:2.mix, SEND_F3.1>2 or SUM_COPIES[name:label@0,3]"
+        raise ValueError(f"{text!r} is no op: write one like {like}")
+    act, micro_batch, segment, phase, unit, peer, collectives = found.groups()
     op = Op(
         act=Act(act),
         micro_batch=None if micro_batch is None else int(micro_batch),
         segment=None if segment is None else int(segment),
+        unit=unit,
+        phase=phase,
         peer=None if peer is None else int(peer),
         collectives=tuple(
             Collective(communicator=name, label=label, members=tuple(map(int, members.split(","))))
@@ -193,5 +213,5 @@ def parse_ops(text: str) -> Ops:
 
 
 def computed(ops: Iterable[Op]) -> Ops:
-    """The `F` and `B` among them: the order that the literature draws."""
+    """The `F`, `B` and `W` among them: the order that the literature draws."""
     return tuple(op for op in ops if op.act.computes)

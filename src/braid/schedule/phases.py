@@ -18,8 +18,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Any
 
-from braid.pattern import Block, Kind, Layout, MtpDepth
+from braid.pattern import Block, Kind, Layout
 
 IN, OUT = "in", "out"
 """The tensor that a segment is given, and the one that it gives."""
@@ -38,7 +39,12 @@ class Stream(Enum):
 class Phase:
     """One part of a forward, whatever the micro-batch."""
 
-    name: str
+    kind: str
+    """What it does: mix, dispatch, experts, combine; embed, enter, final_norm, head; pass."""
+    block: int | None = None
+    """The block that it is a phase of, if it is one of a block."""
+    depth: int | None = None
+    """The MTP depth; none in the main stack."""
     stream: Stream = Stream.COMPUTE
     reads: tuple[str, ...] = ()
     """Tensors that it is given."""
@@ -48,6 +54,16 @@ class Phase:
     """Parameters that other phases of the micro-batch may use as well: their gradients are added up first."""
     weights: bool = False
     """Whether its weight gradients can wait for an op of their own."""
+
+    @property
+    def name(self) -> str:
+        """As ops name it."""
+        return _name(self.kind, self.block, self.depth)
+
+
+def _name(what: str, block: int | None = None, depth: int | None = None) -> str:
+    where = ("" if depth is None else f"mtp{depth}.") + ("" if block is None else f"{block}.")
+    return where + what
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,96 +107,107 @@ def chains(layout: Layout, pp: int, *, tied: bool = False, shared_experts: bool 
 
 
 def _chain(layout: Layout, cut: range, *, tied: bool, shared_experts: bool) -> Chain:
-    """The segments of a cut as one. What reads what follows from the order."""
-    told = EMBEDDING if tied else HEAD
+    """The segments of a cut as one."""
     blocks = [block for index in cut for block in layout.segments[index].blocks]
-    first = (Phase(name="embed", shared=(EMBEDDING,)),) if cut.start == 0 else ()
-    links = [_link(block, "", shared_experts) for block in blocks]
-    last: tuple[Phase, ...] = ()
-    if cut.stop == len(layout.segments):
-        last = (Phase(name="final_norm"), Phase(name="head", shared=(told,)))
-        for depth in layout.mtp:
-            first, links, last = _with_depth(first, links, last, depth, told, shared_experts)
-    elif not first and not links:
-        last = (Phase(name="pass"),)
-    return _wired(Chain(first=first, links=tuple(links), last=last), ends=cut.stop == len(layout.segments))
+    begins, ends = cut.start == 0, cut.stop == len(layout.segments)
+    thread = _Thread(EMBEDDING if tied else HEAD, shared_experts, final=None if ends else _final(blocks, begins))
+    first = [thread.embed()] if begins else []
+    links = [thread.link(block, None) for block in blocks]
+    if not ends:
+        last = [thread.onward("pass")] if not first and not links else []
+        return Chain(first=tuple(first), links=tuple(links), last=tuple(last))
+    last = thread.told(None)
+    for depth in layout.mtp:
+        # What was last now stands between two blocks.
+        if links:
+            links[-1] = replace(links[-1], after=tuple(last))
+        else:
+            first += last
+        enter = thread.onward("enter", depth=depth.depth, shared=(EMBEDDING,), weights=True)
+        more = [thread.link(block, depth.depth) for block in depth.blocks]
+        links += [replace(more[0], before=(enter,)), *more[1:]]
+        last = thread.told(depth.depth)
+    return Chain(first=tuple(first), links=tuple(links), last=tuple(last))
 
 
-def _with_depth(
-    first: tuple[Phase, ...],
-    links: list[Link],
-    last: tuple[Phase, ...],
-    depth: MtpDepth,
-    told: str,
-    shared_experts: bool,
-) -> tuple[tuple[Phase, ...], list[Link], tuple[Phase, ...]]:
-    """A chain that goes on into one more MTP depth: what was last now stands between two blocks."""
-    name = f"mtp{depth.depth}."
-    if links:
-        links = [*links[:-1], replace(links[-1], after=last)]
-    else:
-        first = (*first, *last)
-    more = [_link(block, name, shared_experts) for block in depth.blocks]
-    more[0] = replace(more[0], before=(Phase(name=f"{name}enter", shared=(EMBEDDING,), weights=True),))
-    norm, head = Phase(name=f"{name}final_norm"), Phase(name=f"{name}head", shared=(told,))
-    return first, [*links, *more], (norm, head)
+def _final(blocks: Sequence[Block], begins: bool) -> str:
+    """The phase that makes the output of a segment which is not the last."""
+    if not blocks:
+        return "embed" if begins else "pass"
+    return _name("combine" if _has_experts(blocks[-1]) else "mix", blocks[-1].index)
 
 
-def _link(block: Block, prefix: str, shared_experts: bool) -> Link:
-    name = f"{prefix}{block.index}."
-    if block.layers[-1].kind is not Kind.MOE:
-        return Link(mix=Phase(name=f"{name}mix", weights=True))
-    residual, rows, probs, shared, arrived, arrived_probs, computed = (
-        f"{name}{tensor}"
-        for tensor in ("residual", "rows", "probs", "shared", "arrived", "arrived_probs", "computed")
-    )
-    beside = (shared,) if shared_experts else ()
-    return Link(
-        mix=Phase(name=f"{name}mix", writes=(residual, rows, probs, *beside), weights=True),
-        dispatch=Phase(
-            name=f"{name}dispatch",
-            stream=Stream.COMMUNICATION,
-            reads=(rows, probs),
-            writes=(arrived, arrived_probs),
-        ),
-        experts=Phase(
-            name=f"{name}experts", reads=(arrived, arrived_probs), writes=(computed,), weights=True
-        ),
-        combine=Phase(
-            name=f"{name}combine",
-            stream=Stream.COMMUNICATION,
-            reads=(residual, computed, *beside),
-            weights=True,
-        ),
-    )
+def _has_experts(block: Block) -> bool:
+    return block.layers[-1].kind is Kind.MOE
 
 
-def _wired(chain: Chain, *, ends: bool) -> Chain:
-    """The chain with the stream of hidden states named from phase to phase."""
-    stream, final = IN, None if ends else chain.phases[-1].name
+class _Thread:
+    """Makes phases in order, and names the stream of hidden states that goes from one to the next."""
 
-    def wire(phase: Phase) -> Phase:
-        nonlocal stream
-        if phase.name.endswith(("dispatch", "experts")):
-            return phase
-        reads = () if phase.name == "embed" else phase.reads or (stream,)
-        writes = phase.writes
-        if not writes and not phase.name.endswith("head"):
-            stream = OUT if phase.name == final else phase.name
-            writes = (stream,)
-        return replace(phase, reads=reads, writes=writes)
+    def __init__(self, teller: str, shared_experts: bool, final: str | None) -> None:
+        self.teller, self.shared_experts, self.final = teller, shared_experts, final
+        self.stream = IN
 
-    def all_of(phases: Sequence[Phase]) -> tuple[Phase, ...]:
-        return tuple(wire(phase) for phase in phases)
+    def onward(
+        self,
+        kind: str,
+        *,
+        block: int | None = None,
+        depth: int | None = None,
+        beside: tuple[str, ...] = (),
+        stream: Stream = Stream.COMPUTE,
+        shared: tuple[str, ...] = (),
+        weights: bool = False,
+    ) -> Phase:
+        """A phase from the stream, and from tensors beside it, to the stream."""
+        name = _name(kind, block, depth)
+        reads, self.stream = (self.stream, *beside), OUT if name == self.final else name
+        return Phase(
+            kind=kind,
+            block=block,
+            depth=depth,
+            stream=stream,
+            reads=reads,
+            writes=(self.stream,),
+            shared=shared,
+            weights=weights,
+        )
 
-    def link_of(link: Link) -> Link:
-        before, mix = all_of(link.before), wire(link.mix)
-        combine = None if link.combine is None else wire(link.combine)
-        return replace(link, before=before, mix=mix, combine=combine, after=all_of(link.after))
+    def embed(self) -> Phase:
+        return replace(self.onward("embed", shared=(EMBEDDING,)), reads=())
 
-    first = all_of(chain.first)
-    links = tuple(link_of(link) for link in chain.links)
-    return Chain(first=first, links=links, last=all_of(chain.last))
+    def told(self, depth: int | None) -> list[Phase]:
+        """A final norm, and a head that ends in a loss."""
+        norm = self.onward("final_norm", depth=depth)
+        return [norm, Phase(kind="head", depth=depth, reads=(self.stream,), shared=(self.teller,))]
+
+    def link(self, block: Block, depth: int | None) -> Link:
+        where: dict[str, Any] = {"block": block.index, "depth": depth}
+        if not _has_experts(block):
+            return Link(mix=self.onward("mix", **where, weights=True))
+        residual, rows, probs, arrived, arrived_probs, computed = (
+            _name(tensor, **where)
+            for tensor in ("residual", "rows", "probs", "arrived", "arrived_probs", "computed")
+        )
+        shared = (_name("shared", **where),) if self.shared_experts else ()
+        read, self.stream = self.stream, residual
+        writes = (residual, rows, probs, *shared)
+        return Link(
+            mix=Phase(kind="mix", **where, reads=(read,), writes=writes, weights=True),
+            dispatch=Phase(
+                kind="dispatch",
+                **where,
+                stream=Stream.COMMUNICATION,
+                reads=(rows, probs),
+                writes=(arrived, arrived_probs),
+            ),
+            experts=Phase(
+                kind="experts", **where, reads=(arrived, arrived_probs), writes=(computed,), weights=True
+            ),
+            combine=self.onward(
+                "combine", **where, beside=(computed, *shared), stream=Stream.COMMUNICATION, weights=True
+            ),
+        )
 
 
 def readers(phases: Sequence[Phase]) -> dict[str, tuple[str, ...]]:

@@ -3,6 +3,9 @@
 The one model of execution behind `check` and `simulate`. Every rank goes through its list in order, by the
 rules in `ops`: a send posts and goes on, a receive waits for the next message of its channel, a collective
 waits for all its members. It ends when every rank has come to the end of its list, or when all others wait.
+
+Phases run on the streams of their rank: each after what its stream was given before, and after the phase before
+it in its micro-batch. A message then holds up the micro-batch that it is about, and not the rank.
 """
 
 from __future__ import annotations
@@ -11,7 +14,8 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from braid.schedule.ops import Channel, Collective, Op, channel_of
+from braid.schedule.ops import Act, Channel, Collective, Op, channel_of
+from braid.schedule.phases import Stream
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,10 +49,15 @@ class Outcome:
     """The ranks that wait for ever; none, if the schedule is sound."""
 
 
-def rendezvous(lists: Sequence[Sequence[Op]], seconds: Callable[[Op], float], message: float) -> Outcome:
+def rendezvous(
+    lists: Sequence[Sequence[Op]],
+    seconds: Callable[[Op], float],
+    message: float,
+    stream: Callable[[Op], Stream | None] = lambda op: None,
+) -> Outcome:
     """Run all lists together. `seconds` is how long an op works; `message`, how long one message takes: those
-    of a channel go one after the other."""
-    room = _Room(lists, seconds, message)
+    of a channel go one after the other; `stream`, where an op runs that is about a phase."""
+    room = _Room(lists, seconds, message, stream)
     runnable = set(range(len(lists)))
     while runnable:
         runnable |= room.advance(runnable.pop())
@@ -58,11 +67,21 @@ def rendezvous(lists: Sequence[Sequence[Op]], seconds: Callable[[Op], float], me
 class _Room:
     """Where the ranks meet: how far each has come, which messages are there, who has arrived where."""
 
-    def __init__(self, lists: Sequence[Sequence[Op]], seconds: Callable[[Op], float], message: float) -> None:
-        self.lists = lists
-        self.seconds = seconds
-        self.message = message
-        self.clock = [0.0] * len(lists)
+    def __init__(
+        self,
+        lists: Sequence[Sequence[Op]],
+        seconds: Callable[[Op], float],
+        message: float,
+        stream: Callable[[Op], Stream | None],
+    ) -> None:
+        self.lists, self.seconds, self.message, self.stream = lists, seconds, message, stream
+        self.free = [dict.fromkeys(Stream, 0.0) for _ in lists]
+        """When each stream of each rank has done what it was given."""
+        self.passed: dict[tuple[str, int | None, int | None], float] = defaultdict(float)
+        """How far each micro-batch has come in each segment and direction, where there are phases."""
+        self.left: dict[tuple[int | None, int | None, str | None], float] = {}
+        """When each phase ran backward."""
+        self.turns = {(op.micro_batch, op.segment) for ops in lists for op in ops if op.phase is not None}
         self.spans: list[list[Span]] = [[] for _ in lists]
         self.met = [0] * len(lists)
         """How many collectives of its present op each rank has behind it."""
@@ -81,7 +100,7 @@ class _Room:
             op = ops[len(spans)]
             if op.collectives and not self._meet_all(rank, op, woken):
                 break
-            start = self.clock[rank]
+            start = self._start(rank, op)
             end = start + self.seconds(op)
             if op.act.receives:
                 arrival = self._arrival(channel_of(rank, op))
@@ -94,9 +113,38 @@ class _Room:
                 sent.append(max(end, sent[-1] if sent else end) + self.message)
                 woken.add(channel[2])
             self.met[rank] = 0
-            self.clock[rank] = end
+            self._end(rank, op, end)
             spans.append(Span(op=op, start=start, end=end))
         return {other for other in woken if 0 <= other < len(self.lists)}
+
+    def _phased(self, op: Op) -> bool:
+        """Whether the op is about a micro-batch that is followed phase by phase."""
+        turn = (op.micro_batch, op.segment)
+        return op.phase is not None or turn in self.turns
+
+    def _start(self, rank: int, op: Op) -> float:
+        if op.phase is None:
+            if self._phased(op):
+                return self.passed[op.act.direction, op.micro_batch, op.segment]
+            return max(self.free[rank].values())
+        free = self.free[rank][self.stream(op) or Stream.COMPUTE]
+        if op.act is Act.W:
+            return max(free, self.left.get((op.micro_batch, op.segment, op.phase), 0.0))
+        behind = self.passed[op.act.direction, op.micro_batch, op.segment]
+        if op.act is Act.B:
+            behind = max(behind, self.passed["F", op.micro_batch, op.segment])
+        return max(free, behind)
+
+    def _end(self, rank: int, op: Op, end: float) -> None:
+        if not self._phased(op):
+            self.free[rank] = dict.fromkeys(Stream, end)
+            return
+        if op.phase is not None:
+            self.free[rank][self.stream(op) or Stream.COMPUTE] = end
+        if op.act is not Act.W:
+            self.passed[op.act.direction, op.micro_batch, op.segment] = end
+        if op.act is Act.B:
+            self.left[op.micro_batch, op.segment, op.phase] = end
 
     def _arrival(self, channel: Channel) -> float | None:
         """When the next message of a channel comes, and take it; None if it has not been sent."""
@@ -111,11 +159,12 @@ class _Room:
         for collective in op.collectives[self.met[rank] :]:
             present = self._present(rank, collective)
             if rank not in present:
-                present[rank] = self.clock[rank]
+                present[rank] = max(self.free[rank].values())
                 woken |= present.keys() - {rank}
             if not present.keys() >= set(collective.members):
                 return False
-            self.clock[rank] = max(self.clock[rank], *present.values())
+            others = [when for member, when in present.items() if member != rank]
+            self.free[rank] = {stream: max([when, *others]) for stream, when in self.free[rank].items()}
             self.issued[rank, collective.communicator] += 1
             self.met[rank] += 1
         return True

@@ -6,11 +6,18 @@ in step, so a pipeline stands for any number of them: 16,384 ranks cost no more 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from braid.schedule.ops import Act, Op, Schedule
+from braid.schedule.phases import Stream
 from braid.schedule.rendezvous import Span, rendezvous
+from braid.schedule.views import stream_of
+
+PHASES = MappingProxyType({"mix": 1.0, "dispatch": 0.5, "experts": 1.0, "combine": 0.5})
+"""Where nothing else is known, communication takes half as long as computation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,13 +32,24 @@ class Costs:
     """Seconds from a send to its arrival; messages of a channel go one after the other."""
     sum_copies: float = 0.0
     """Seconds of one `SUM_COPIES`, from the moment when all its members are there."""
+    phases: Mapping[str, float] = field(default_factory=lambda: PHASES)
+    """Seconds of the forward of each kind of phase; nothing for kinds that are not named. A phase that computes
+    takes twice as long backward, one half of that for weight gradients; one that communicates, as long."""
 
-    def of(self, op: Op) -> float:
-        """How long the op keeps its rank busy."""
+    def of(self, op: Op, *, delayed: bool = False) -> float:
+        """How long the op keeps its rank busy, or a stream of it. `delayed` is whether weight gradients have
+        ops of their own."""
         if op.act is Act.SUM_COPIES:
             return self.sum_copies
         if not op.act.computes:
             return 0.0
+        if op.phase is not None:
+            kind = op.phase.rsplit(".", 1)[-1]
+            computes = kind not in ("dispatch", "combine")
+            if op.act is Act.W:
+                return self.phases.get(kind, 0.0) * computes
+            twice = op.act is Act.B and computes and not (delayed and kind in ("mix", "experts", "enter"))
+            return self.phases.get(kind, 0.0) * (2 if twice else 1)
         given = self.forward if op.act is Act.F else self.backward
         assert op.segment is not None
         return given[op.segment] if isinstance(given, tuple) else given
@@ -52,8 +70,16 @@ class Timeline:
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """For each rank, the time in which it computes."""
-        return tuple(sum(s.end - s.start for s in spans if s.op.act.computes) for spans in self.spans)
+        """For each rank, the time in which it computes; what only communicates does not count."""
+        stream = stream_of(self.schedule)
+        return tuple(
+            sum(
+                span.end - span.start
+                for span in spans
+                if span.op.act.computes and stream(span.op) is not Stream.COMMUNICATION
+            )
+            for spans in self.spans
+        )
 
     @property
     def idle(self) -> tuple[float, ...]:
@@ -79,7 +105,8 @@ class Timeline:
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     """Time a schedule that `check` accepts. One that deadlocks is a `ValueError`."""
     costs = costs or Costs()
-    outcome = rendezvous(schedule.ops, costs.of, costs.message)
+    seconds = functools.partial(costs.of, delayed=schedule.delayed)
+    outcome = rendezvous(schedule.ops, seconds, costs.message, stream_of(schedule))
     if outcome.waits:
         wait = outcome.waits[0]
         raise ValueError(f"rank {wait.rank} waits for ever in {wait.op}: `check` says why")

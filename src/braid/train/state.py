@@ -210,7 +210,6 @@ def describe(path: Path) -> Saved:
 
 def load(path: Path, state: State) -> None:
     """Fill the state from a checkpoint; its tensors must be exactly those of the state, over all ranks."""
-    saved = describe(path)
     places = list(_places(state))
     generator = torch.get_rng_state()
     wanted: dict[str, checkpoint.Wanted | Tensor] = {RNG: generator}
@@ -218,6 +217,7 @@ def load(path: Path, state: State) -> None:
     moments = {f"optimizer.{moment}.{name}" for moment in MOMENTS for name in state.names}
     unread = (moments | state.names) - wanted.keys()  # other ranks hold these
     with together(state.model.groups.world):
+        saved = describe(path)
         found = checkpoint.read(path, wanted, unread=unread)
     for place in places:
         if not place.held.empty:

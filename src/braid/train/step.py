@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,14 +20,18 @@ from braid.collectives import ALONE, Group, Groups, summed
 from braid.config import Run
 from braid.data import Loader
 from braid.engine.executor import Turn, execute
+from braid.engine.node import Function, Watch
+from braid.engine.streams import streams_for
 from braid.errors import DataError
+from braid.model import nodes
 from braid.model.context import Context, MicroBatch, Whole
-from braid.model.language import LanguageModel, PartOfStep
+from braid.model.language import LanguageModel, Losses, PartOfStep
 from braid.model.mtp import targets
 from braid.nn.moe.balance import Load
+from braid.nn.weight_sink import WeightSink, hand_sink
 from braid.optim import gradients
 from braid.parallel.sharding import before_backward, release
-from braid.schedule import Op, forward_only
+from braid.schedule import Op, Phase, forward_only
 from braid.train.feed import micro_batch
 from braid.train.loads import Loads, figures, update_selection_biases
 from braid.train.ranks import gather_json, together
@@ -136,13 +141,15 @@ def count(model: LanguageModel, batches: Sequence[MicroBatch]) -> Counts:
 
 
 def backward(
-    state: State, run: Run, batches: Sequence[MicroBatch], counts: Counts
+    state: State, run: Run, batches: Sequence[MicroBatch], counts: Counts, watch: Watch | None = None
 ) -> tuple[dict[str, Tensor], Loads]:
     """Leave the gradient of the whole step in the optimizer; tell this rank's part of its figures, and the
-    load of its experts over all ranks."""
-    step, groups = _Step(state, run, batches, counts), state.model.groups
+    load of its experts over all ranks. Nodes may be watched while they run."""
+    groups, kind = state.model.groups, _NodeStep if state.schedule.phases else _Step
+    step = kind(state, run, batches, counts)
     wires = state.wires(len(batches[0].sample_B), run)
-    state.log = execute(state.schedule, groups.pp.rank, step, wires)
+    state.log = execute(state.schedule, groups.pp.rank, step, wires, watch)
+    step.end()
     return step.metrics, step.loads.over(groups.slab)
 
 
@@ -162,17 +169,26 @@ class _Step:
 
     def forward(self, turn: Turn, x: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         micro_batch, segment = turn
-        context = self.contexts.get(micro_batch)
-        if context is None:
-            whole = self.counts.wholes[micro_batch]
-            context = self.contexts[micro_batch] = self.model.prepare(self.batches[micro_batch], whole=whole)
+        context = self._context(micro_batch)
         context.earlier_E = self.loads.favourites_E
         y, losses = self.model.run(segments_of(self.model, segment), x, context)
-        self.loads = self.loads.plus(losses.balances)
-        counts = (self.counts.tokens, self.counts.mtp_tokens if losses.mtp else ())
-        self._tell(losses.metrics(*counts, self.counts.parts[micro_batch]))
-        cost = losses.share(*counts, self.counts.parts[micro_batch])
+        self._note(micro_batch, losses)
+        cost = losses.share(*self._counted(losses), self.counts.parts[micro_batch])
         return y, cost if cost.requires_grad else None
+
+    def _context(self, micro_batch: int) -> Context:
+        if micro_batch not in self.contexts:
+            whole = self.counts.wholes[micro_batch]
+            self.contexts[micro_batch] = self.model.prepare(self.batches[micro_batch], whole=whole)
+        return self.contexts[micro_batch]
+
+    def _counted(self, losses: Losses) -> tuple[int, Sequence[int]]:
+        return self.counts.tokens, self.counts.mtp_tokens if losses.mtp else ()
+
+    def _note(self, micro_batch: int, losses: Losses) -> None:
+        """Losses and loads of a segment, which the step adds up."""
+        self.loads = self.loads.plus(losses.balances)
+        self._tell(losses.metrics(*self._counted(losses), self.counts.parts[micro_batch]))
 
     def _tell(self, figures: Mapping[str, Tensor]) -> None:
         for name, figure in figures.items():
@@ -196,6 +212,58 @@ class _Step:
         """Of what the first and the last stage hold; copies within a stage are summed when the step is done."""
         ends = [each for each in self.state.copies if each.group is self.model.groups.ends]
         gradients.sum_copies_(self.state.optimizer.gradients(), ends)
+
+    def end(self) -> None:
+        """All ops have run."""
+
+
+class _NodeStep(_Step):
+    """One step's work, phase by phase."""
+
+    def __init__(self, state: State, run: Run, batches: Sequence[MicroBatch], counts: Counts) -> None:
+        super().__init__(state, run, batches, counts)
+        self.streams = streams_for(self.model.device)
+        self.pieces: dict[Turn, list[Losses]] = {}
+        """What the phases of a segment have cost so far."""
+        self.sink = WeightSink() if state.schedule.delayed else None
+        hand_sink(self.model, self.sink)
+
+    def function(self, turn: Turn, phase: Phase) -> Function:
+        micro_batch, _ = turn
+        context = self._context(micro_batch)
+        if turn not in self.pieces:
+            self.pieces[turn] = []
+            context.earlier_E = self.loads.favourites_E
+
+        def run(tensors: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], Tensor | None]:
+            written, losses = nodes.run(self.model, phase, context, tensors)
+            if losses is None:
+                return written, None
+            tokens = (self.counts.mtp_tokens[phase.depth],) if losses.mtp and phase.depth is not None else ()
+            cost = losses.share(self.counts.tokens, tokens, self.counts.parts[micro_batch])
+            self.pieces[turn].append(nodes.without_graph(losses))
+            return written, cost if cost.requires_grad else None
+
+        return run
+
+    def after_forward(self, turn: Turn) -> None:
+        self._note(turn[0], nodes.whole(self.model, self.pieces.pop(turn)))
+
+    def parameter(self, name: str) -> nn.Parameter:
+        return self.model.get_parameter(name)
+
+    def delaying(self, turn: Turn, phase: Phase) -> AbstractContextManager[None]:
+        assert self.sink is not None
+        return self.sink.node((*turn, phase.name))
+
+    def weights(self, turn: Turn, phase: Phase) -> None:
+        assert self.sink is not None
+        self.sink.drain((*turn, phase.name))
+
+    def end(self) -> None:
+        hand_sink(self.model, None)
+        if self.sink is not None:
+            self.sink.finish()
 
 
 def segments_of(model: LanguageModel, segment: int) -> Sequence[int]:
@@ -247,6 +315,9 @@ def evaluate(state: State, run: Run, loader: Loader) -> float:
     each = run.train.batch_samples // run.train.micro_batches // groups.dp.size
     starts = range(groups.dp.rank * each, samples + groups.dp.rank * each, each * groups.dp.size)
     evaluation = _Evaluation(state.model, [_counted(run, loader, start, each, samples) for start in starts])
+    with together(groups.world):
+        for batch in evaluation.batches:
+            state.model.check(batch)
     schedule = forward_only(groups.pp.size, state.schedule.virtual, len(evaluation.batches))
     execute(schedule, groups.pp.rank, evaluation, state.wires(each, run))
     release(state.model)

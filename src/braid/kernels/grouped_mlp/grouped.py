@@ -4,12 +4,13 @@
 counts sum to the number of rows, so there are none. It takes no float64, no bias, and strides of whole 16
 bytes only.
 
-Shapes: N rows, sorted by expert; E experts; C hidden channels; F ffn channels; G projections into the ffn.
+Shapes: N rows, sorted by expert; E experts; C hidden channels; F ffn channels; G projections into the ffn. In a
+product I channels in, O channels out with those of all parts, as in `product`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch.nn import functional as F
 
 from braid.architecture import Activation, Glu
 from braid.kernels.activation import SWIGLU, activate
+from braid.kernels.grouped_mlp.product import Sink, product
 
 ALIGNMENT = 16
 """Bytes of which every row of every operand must be a multiple."""
@@ -33,33 +35,42 @@ def grouped_mlp(
     glu: Glu = SWIGLU,
     b_in_EFG: Tensor | None = None,
     b_down_EC: Tensor | None = None,
+    sink: Sink | None = None,
 ) -> Tensor:
     """What each row's expert makes of it, times the row's probability: as `reference.grouped_mlp`."""
     _, ffn, projections, _ = w_in_EFGC.shape
-    ends_E = counts_E.cumsum(0).to(torch.int32)
-    projected = F.grouped_mm(x_NC, w_in_EFGC.flatten(1, 2).transpose(1, 2), offs=ends_E)
-    if b_in_EFG is not None:
-        projected = projected + _OfRows.apply(b_in_EFG.flatten(1), counts_E, len(x_NC))
+    all_at_once = _GroupedMm(counts_E.cumsum(0).to(torch.int32))
+    (projected,) = product(all_at_once, x_NC, w_in_EFGC, b_in_EFG, sink)
     hidden_NF = activate(activation, *projected.unflatten(-1, (ffn, projections)).unbind(-1), glu=glu)
-    y_NC = F.grouped_mm(hidden_NF, w_down_ECF.transpose(1, 2), offs=ends_E)
-    if b_down_EC is not None:
-        y_NC = y_NC + _OfRows.apply(b_down_EC, counts_E, len(x_NC))
+    (y_NC,) = product(all_at_once, hidden_NF, w_down_ECF, b_down_EC, sink)
     return y_NC * probs_N.to(y_NC.dtype).unsqueeze(-1)
 
 
-class _OfRows(torch.autograd.Function):
-    """Each row's bias. Its gradient is a product with ones, which adds the rows of an expert in a fixed order;
-    the gradient of an indexed read would add them atomically."""
+class _GroupedMm(NamedTuple):
+    """One product for all experts and all parts of their weights."""
 
-    @staticmethod
-    def forward(ctx: Any, b_EC: Tensor, counts_E: Tensor, rows: int) -> Tensor:
-        ctx.save_for_backward(counts_E)
-        return b_EC.repeat_interleave(counts_E, dim=0, output_size=rows)
+    ends_E: Tensor
+    """The number of rows up to and with each expert."""
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (counts_E,) = ctx.saved_tensors
-        grad_NC = grads[0].contiguous()
-        ones_NA = grad_NC.new_ones(len(grad_NC), ALIGNMENT // grad_NC.element_size())
-        ends_E = counts_E.cumsum(0).to(torch.int32)
-        return F.grouped_mm(ones_NA.t(), grad_NC, offs=ends_E)[:, 0], None, None
+    def outputs(self, x_NI: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor]:
+        y_NO = F.grouped_mm(x_NI, weight.flatten(1, -2).transpose(1, 2), offs=self.ends_E)
+        if bias is None:
+            return (y_NO,)
+        counts_E = self.ends_E.diff(prepend=self.ends_E.new_zeros(1))
+        return (y_NO + bias.flatten(1).repeat_interleave(counts_E, dim=0, output_size=len(x_NI)),)
+
+    def x_grad(self, grads: tuple[Tensor, ...], weight: Tensor) -> Tensor:
+        (grad_NO,) = grads
+        return F.grouped_mm(grad_NO.contiguous(), weight.flatten(1, -2), offs=self.ends_E)
+
+    def weight_grad(self, grads: tuple[Tensor, ...], x_NI: Tensor, shape: torch.Size) -> Tensor:
+        (grad_NO,) = grads
+        return F.grouped_mm(grad_NO.contiguous().t(), x_NI, offs=self.ends_E).view(shape)
+
+    def bias_grad(self, grads: tuple[Tensor, ...], shape: torch.Size) -> Tensor:
+        """A product with ones, which adds the rows of an expert in a fixed order; the gradient of an indexed
+        read would add them atomically."""
+        (grad_NO,) = grads
+        ones_NA = grad_NO.new_ones(len(grad_NO), ALIGNMENT // grad_NO.element_size())
+        sums_EAO = F.grouped_mm(ones_NA.t(), grad_NO.contiguous(), offs=self.ends_E)
+        return sums_EAO[:, 0].contiguous().view(shape)

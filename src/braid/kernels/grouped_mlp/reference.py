@@ -1,10 +1,14 @@
-"""The experts' MLP as a plain loop over experts: any dtype, any sizes, any device.
+"""The experts' MLP as plain loops over experts: any dtype, any sizes, any device.
 
 Shapes: N rows, sorted by expert; E experts; C hidden channels; F ffn channels; G projections into the ffn
-(gate and up, or up alone).
+(gate and up, or up alone). In a product I channels in, O channels out, as in `product`.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import reduce
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +16,7 @@ from torch.nn import functional as F
 
 from braid.architecture import Activation, Glu
 from braid.kernels.activation import SWIGLU, activate
+from braid.kernels.grouped_mlp.product import Sink, product
 
 
 def grouped_mlp(
@@ -25,35 +30,59 @@ def grouped_mlp(
     glu: Glu = SWIGLU,
     b_in_EFG: Tensor | None = None,
     b_down_EC: Tensor | None = None,
+    sink: Sink | None = None,
 ) -> Tensor:
     """What each row's expert makes of it, its last bias included, times the row's probability.
 
     `counts_E` says how many of the sorted rows belong to each expert, and sums to N. An expert without rows
-    takes part with none, which gives it gradients that are exactly zero.
+    takes part with none, which gives it gradients that are exactly zero. With a sink, backward leaves the
+    gradients of weights and biases there.
     """
-    nothing = [None] * len(counts_E)
-    experts = zip(
-        x_NC.split(counts_E.tolist()),
-        w_in_EFGC.unbind(0),
-        nothing if b_in_EFG is None else b_in_EFG.unbind(0),
-        w_down_ECF.unbind(0),
-        nothing if b_down_EC is None else b_down_EC.unbind(0),
-        strict=True,
-    )
-    y_NC = torch.cat([_mlp(*expert, activation, glu) for expert in experts])
+    loop = _Loop(counts_E.tolist())
+    projected_NF = product(loop, x_NC, w_in_EFGC, b_in_EFG, sink)
+    hidden_NF = activate(activation, *projected_NF, glu=glu)
+    (y_NC,) = product(loop, hidden_NF, w_down_ECF, b_down_EC, sink)
     return y_NC * probs_N.to(y_NC.dtype).unsqueeze(-1)
 
 
-def _mlp(
-    x_nC: Tensor,
-    w_in_FGC: Tensor,
-    b_in_FG: Tensor | None,
-    w_down_CF: Tensor,
-    b_down_C: Tensor | None,
-    activation: Activation,
-    glu: Glu,
-) -> Tensor:
-    weights = w_in_FGC.unbind(1)
-    biases = [None] * len(weights) if b_in_FG is None else b_in_FG.unbind(1)
-    projected = [F.linear(x_nC, w_FC, b_F) for w_FC, b_F in zip(weights, biases, strict=True)]
-    return F.linear(activate(activation, *projected, glu=glu), w_down_CF, b_down_C)
+class _Loop(NamedTuple):
+    """One product after the other, for each part of the weights and each expert."""
+
+    counts: list[int]
+
+    def outputs(self, x_NI: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
+        parameters = (weight.flatten(1, -2),) if bias is None else (weight.flatten(1, -2), bias.flatten(1))
+        of_parts = zip(*(_parts(parameter, weight.shape[1]) for parameter in parameters), strict=True)
+        return tuple(self._rows(F.linear, x_NI, *part) for part in of_parts)
+
+    def x_grad(self, grads: tuple[Tensor, ...], weight: Tensor) -> Tensor:
+        of_parts = zip(grads, _parts(weight.flatten(1, -2), weight.shape[1]), strict=True)
+        return reduce(
+            torch.add, [self._rows(torch.mm, grad_NO, weight_EOI) for grad_NO, weight_EOI in of_parts]
+        )
+
+    def weight_grad(self, grads: tuple[Tensor, ...], x_NI: Tensor, shape: torch.Size) -> Tensor:
+        experts = zip(x_NI.split(self.counts), *self._split(grads), strict=True)
+        return _stacked([[grad_nO.t().mm(x_nI) for grad_nO in of_parts] for x_nI, *of_parts in experts], shape)
+
+    def bias_grad(self, grads: tuple[Tensor, ...], shape: torch.Size) -> Tensor:
+        experts = zip(*self._split(grads), strict=True)
+        return _stacked([[grad_nO.sum(0) for grad_nO in of_parts] for of_parts in experts], shape)
+
+    def _rows(self, compute: Callable[..., Tensor], rows: Tensor, *of_experts: Tensor) -> Tensor:
+        """What is computed for the rows of all experts, each with its own of what experts have."""
+        experts = zip(rows.split(self.counts), *of_experts, strict=True)
+        return torch.cat([compute(*expert) for expert in experts])
+
+    def _split(self, grads: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
+        return [grad_NO.split(self.counts) for grad_NO in grads]
+
+
+def _parts(tensor: Tensor, outputs: int) -> tuple[Tensor, ...]:
+    """The parts of weights or biases that lie side by side for every output."""
+    return tensor.unflatten(1, (outputs, -1)).unbind(2)
+
+
+def _stacked(experts: list[list[Tensor]], shape: torch.Size) -> Tensor:
+    """Weights or biases, from each part of each expert."""
+    return torch.stack([torch.stack(of_parts, 1) for of_parts in experts]).view(shape)

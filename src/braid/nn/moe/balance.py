@@ -28,7 +28,7 @@ from torch import Tensor
 
 from braid import architecture
 from braid.collectives import ALONE, Group, Groups, summed
-from braid.nn.cost import INDEX, Cost, Call, Portion, once
+from braid.nn.cost import INDEX, Call, Cost, Portion, once
 from braid.nn.moe.routing import Routing
 from braid.nn.moe.tokens import Tokens
 

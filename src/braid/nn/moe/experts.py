@@ -19,14 +19,15 @@ from braid.kernels.activation import projections
 from braid.kernels.grouped_mlp import GroupedMlp, grouped
 from braid.kernels.kept import activated
 from braid.nn.canonical import Canonical
-from braid.nn.cost import INDEX, Cost, Portion
+from braid.nn.cost import Cost, Portion
+from braid.nn.weight_sink import Delaying
 
 SHARD_DIMS = MappingProxyType({"w_in_EFGC": 1, "w_down_ECF": 2, "b_in_EFG": 1, "b_down_EC": 1})
 """The dim of each weight that ranks with the same experts share where weights are sharded: never that of the
 experts, of which a rank may hold fewer than there are such ranks."""
 
 
-class Experts(nn.Module):
+class Experts(Delaying):
     """One MLP per expert."""
 
     def __init__(
@@ -73,6 +74,7 @@ class Experts(nn.Module):
             glu=self.shape.glu,
             b_in_EFG=self.b_in_EFG,
             b_down_EC=b_down_EC,
+            sink=self.sink,
         )
 
     def canonical(self) -> dict[str, Canonical]:
@@ -123,8 +125,7 @@ class Experts(nn.Module):
         joined = self.grouped_mlp is grouped.grouped_mlp
         channels, ffn = rows * self.channels * portion.narrow, rows * self.ffn * portion.narrow
         kept = 2 * channels + activated(self.shape.activation, self.shape.glu, joined=joined) * ffn
-        ends = len(self.numbers) * 4 + (len(self.numbers) + 1) * INDEX * self.shape.bias if joined else 0
-        return Cost(kept=kept + rows * portion.narrow + ends, passing=2 * channels + 4 * ffn)
+        return Cost(kept=kept + rows * portion.narrow, passing=channels)
 
     def flops(self, tokens: int) -> int:
         """What this rank computes, on average, where each rank has so many tokens."""

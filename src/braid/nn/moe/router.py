@@ -79,7 +79,7 @@ class Router(nn.Module):
         chosen = shape.top_k if shape.softmax_after_top_k else shape.top_k + 1 if shape.normalize_top_k else 0
         listed = shape.top_k if shape.routing == "round_robin" else shape.experts
         kept += tokens * ((shape.experts * scored + chosen) * wide + listed * INDEX)
-        return Cost(kept=kept, passing=3 * tokens * shape.experts * wide)
+        return Cost(kept=kept, passing=tokens * shape.experts * wide)
 
     def flops(self, tokens: int) -> int:
         return 2 * tokens * self.weight.numel()

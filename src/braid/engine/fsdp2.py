@@ -1,0 +1,144 @@
+"""The one file that reaches into FSDP2 beyond what it offers: gradients that are not reduced yet, and hooks.
+
+Both are needed because a schedule calls parts of a model, and not the model: FSDP2 is then told by explicit
+actions what its hooks would find out. Gathering and releasing are public (`unshard`, `reshard`), and so are
+the switches; summing the gradients of one unit is not. Torch 2.11 and 2.13 differ in what `_groups` reads, and
+in nothing else of what is used here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+
+SETTLE = "_settle"
+"""A method that is given to a root: it does nothing, but FSDP2 takes it for a forward."""
+
+
+def sharded_modules(root: nn.Module) -> Iterator[FSDPModule]:
+    """Every module that FSDP2 looks after, the root among them."""
+    return (module for module in root.modules() if isinstance(module, FSDPModule))
+
+
+# ------------------------------------------------------------------------------------------ the root
+
+
+def wake(root: FSDPModule) -> None:
+    """Have FSDP2 find out who is the root before any other unit is used."""
+    if SETTLE not in vars(root):
+        setattr(root, SETTLE, _unchanged)
+        register_fsdp_forward_method(root, SETTLE)  # type: ignore[arg-type]
+    getattr(root, SETTLE)(None)
+
+
+@torch.enable_grad()
+def settle(root: FSDPModule) -> None:
+    """Make the current stream wait for every reduction, and have FSDP2 forget the step: an empty backward
+    through the root. Its switches are as FSDP2 sets them where nobody else does."""
+    set_switches(root, True)
+    root.set_is_last_backward(True)
+    getattr(root, SETTLE)(torch.zeros((), requires_grad=True)).backward()
+
+
+def set_switches(root: FSDPModule, on: bool) -> None:
+    """Whether a backward reduces gradients and releases weights."""
+    root.set_requires_gradient_sync(on)
+    root.set_reshard_after_backward(on)
+
+
+def _unchanged(x: Tensor | None) -> Tensor | None:
+    return x if x is None else x * 1
+
+
+# ------------------------------------------------------------------------------------- gradients
+
+
+def flush(module: FSDPModule, *, reduce: bool) -> None:
+    """Put a unit's gradients with those accumulated in the dtype of reduction; or sum both over ranks.
+
+    A weight that nothing has used has zeros: all ranks must sum tensors of the same sizes."""
+    if reduce:
+        for weight in _weights(module):
+            if weight._unsharded_param.grad is None and weight.unsharded_accumulated_grad is None:
+                weight._unsharded_param.grad = torch.zeros_like(weight._unsharded_param)
+    module.set_requires_gradient_sync(reduce, recurse=False)
+    for group in reversed(_groups(module)):
+        group.post_backward()
+    module.set_requires_gradient_sync(False, recurse=False)
+
+
+def owes(module: FSDPModule) -> bool:
+    """Whether gradients wait for their reduction."""
+    return any(
+        weight._unsharded_param.grad is not None or weight.unsharded_accumulated_grad is not None
+        for weight in _weights(module)
+    )
+
+
+def forget(module: FSDPModule) -> None:
+    """Drop every gradient of a unit: as ops left it, accumulated, and reduced."""
+    for weight in _weights(module):
+        weight._unsharded_param.grad = weight.unsharded_accumulated_grad = weight.sharded_param.grad = None
+
+
+def _weights(module: FSDPModule) -> Iterator[Any]:
+    """The weights of a unit that have a gradient and have been gathered before."""
+    for group in _groups(module):
+        for weight in group.fsdp_params:
+            if hasattr(weight, "_unsharded_param") and weight._unsharded_param.requires_grad:
+                yield weight
+
+
+def _groups(module: FSDPModule) -> list[Any]:
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):  # from torch 2.13 on
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+# ------------------------------------------------------------------------------------------- hooks
+
+Hook = Callable[..., Any]
+
+
+class Hooks:
+    """FSDP2's hooks on a model, which can be taken off and put back.
+
+    While they are off, a module is called as if it had never been sharded, however it is called and however
+    deep it lies: as a whole, or by a method that FSDP2 was told about. Hooks of others stay.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self.root = root
+        self._hooks: list[tuple[dict[int, Hook], dict[int, Hook], set[int]]] = []
+        """Where hooks are kept, what was there, and which of them are off."""
+        self._methods: list[tuple[FSDPModule, str, MethodType]] = []
+
+    def off(self) -> None:
+        for module in sharded_modules(self.root):
+            state = module._get_fsdp_state()
+            for hooks in (module._forward_pre_hooks, module._forward_hooks):  # type: ignore[attr-defined]
+                own = {key for key, hook in hooks.items() if getattr(hook, "__self__", None) is state}
+                self._hooks.append((hooks, dict(hooks), own))
+                for key in own:
+                    del hooks[key]
+            for name, method in [*vars(module).items()]:
+                if isinstance(method, MethodType) and hasattr(method, "__wrapped__"):
+                    self._methods.append((module, name, method))
+                    delattr(module, name)
+
+    def on(self) -> None:
+        """In the order in which they were."""
+        for hooks, before, own in self._hooks:
+            now = dict(hooks)
+            hooks.clear()
+            hooks.update({key: hook for key, hook in before.items() if key in own or key in now})
+            hooks.update(now)
+        for module, name, method in self._methods:
+            setattr(module, name, method)
+        self._hooks, self._methods = [], []

@@ -1,0 +1,328 @@
+"""Nodes: one micro-batch on its way through the phases of a segment, each with a graph of its own.
+
+A node is given tensors without a past, runs its phase, and keeps of it what a backward needs: where its graph
+ends (`GradientEdge`), not the tensors themselves. Its backward is one `torch.autograd.backward` over all it
+wrote and cost; what comes out at the other end waits for the node that wrote it. So between two nodes there is
+nothing but declared tensors and their gradients, and what no graph has saved is free once its last reader ran.
+
+Why this is bitwise what one backward over the whole segment gives: autograd runs a graph from its newest
+function to its oldest. Nodes go backward from the last to the first, so every sum of gradients, whether over
+the readers of a tensor or over the uses of a parameter, has the same terms in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from braid.engine.streams import Issued, Streams
+from braid.schedule import Op, Phase, Stream
+from braid.schedule.phases import IN, OUT, readers, shared_by, writers
+
+Turn = tuple[int, int]
+"""(micro-batch, segment)."""
+
+Function = Callable[[Mapping[str, Tensor]], tuple[Mapping[str, Tensor], Tensor | None]]
+"""From the tensors that a phase reads to those that it writes, and to what it adds to the loss."""
+
+
+class NodeWork(Protocol):
+    """What the nodes of a schedule mean to whoever has them run."""
+
+    streams: Streams
+
+    def function(self, turn: Turn, phase: Phase) -> Function: ...
+
+    def parameter(self, name: str) -> nn.Parameter:
+        """One that a phase declares as shared."""
+        ...
+
+    def delaying(self, turn: Turn, phase: Phase) -> AbstractContextManager[Any]:
+        """What surrounds a backward that leaves its weight gradients behind."""
+        ...
+
+    def weights(self, turn: Turn, phase: Phase) -> None:
+        """Add the weight gradients that a backward left behind."""
+        ...
+
+    def after_forward(self, turn: Turn) -> None:
+        """All phases of a segment have run forward."""
+        ...
+
+
+class ForeignGraphError(RuntimeError):
+    """A node has reached into the graph of another one: a mistake in braid."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watch:
+    """Looks at nodes while they run: what went where, and whose graph is whose."""
+
+    issued: list[Issued] = field(default_factory=list)
+    """Every node, in the order of issue."""
+    owners: dict[Node, str] = field(default_factory=dict)
+    """The node to which each function of a graph belongs that has not run backward."""
+
+
+class Made(NamedTuple):
+    """A tensor between two nodes, with the node that made it."""
+
+    tensor: Tensor
+    differentiable: bool
+    op: Op | None
+    """None for what came from outside of the segment."""
+    stream: Stream
+    event: Any
+
+
+class _Entry(torch.autograd.Function):
+    """Where a tensor enters the graph of a node; its gradient ends here."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, box: list[Tensor], tensor: Tensor) -> Tensor:
+        ctx.box = box
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
+        ctx.box.append(grads[0])
+        return None, None, None
+
+
+@dataclass(kw_only=True)
+class _Kept:
+    """What a node's forward leaves for its backward: no tensor."""
+
+    edges: dict[str, GradientEdge] = field(default_factory=dict)
+    """Where the graph of each tensor ends that it wrote."""
+    cost: tuple[GradientEdge, Tensor] | None = None
+    """Where the graph of its cost ends, and a one."""
+    boxes: dict[str, list[Tensor]] = field(default_factory=dict)
+    """Where the gradient of each tensor arrives that it read."""
+    functions: set[Node] = field(default_factory=set)
+    """Its graph, where somebody wants to know."""
+
+
+@dataclass(kw_only=True)
+class _Shared:
+    """The gradient of a parameter that several nodes use, until the last of them has run backward."""
+
+    parameter: nn.Parameter
+    users: int
+    gradient: Tensor | None = None
+
+
+class Passage:
+    """One micro-batch in one segment."""
+
+    def __init__(
+        self,
+        turn: Turn,
+        phases: Sequence[Phase],
+        work: NodeWork,
+        *,
+        delayed: bool = False,
+        watch: Watch | None = None,
+    ) -> None:
+        """Under a watch, a node that reaches into another one's graph is refused."""
+        self.turn, self.work, self.streams = turn, work, work.streams
+        self.phases = {phase.name: phase for phase in phases}
+        self.watch = watch
+        self._made: dict[str, Made] = {}
+        self._readers = {name: len(found) for name, found in readers(phases).items()}
+        """How many nodes have yet to read each tensor."""
+        self._gradients: dict[str, list[Made]] = {}
+        self._kept: dict[str, _Kept] = {}
+        self._left: dict[str, Made] = {}
+        """Backwards that have left weight gradients behind."""
+        self._users = dict(shared_by(phases))
+        self._shared: dict[str, _Shared] = {}
+        self._to_forward, self._to_backward = set(self.phases), set(self.phases)
+        self._to_weigh = {phase.name for phase in phases if phase.weights and delayed}
+        self._written_by = writers(phases)
+
+    # ------------------------------------------------------------------------------------ outside
+
+    def give(self, tensor: Tensor) -> None:
+        """What the segment before this one wrote."""
+        self._made[IN] = Made(tensor, True, None, Stream.COMPUTE, None)
+
+    def give_gradient(self, gradient: Tensor) -> None:
+        """Of what this segment wrote."""
+        self._gradients[OUT] = [Made(gradient, False, None, Stream.COMPUTE, None)]
+
+    def take(self) -> Tensor | None:
+        """What this segment wrote, once it did."""
+        return self._for_outside([self._made.pop(OUT)]) if OUT in self._made else None
+
+    def take_gradient(self) -> Tensor | None:
+        """Of what this segment was given, once all its readers have run backward."""
+        return self._for_outside(self._gradients.pop(IN)) if IN in self._gradients else None
+
+    def _for_outside(self, made: list[Made]) -> Tensor:
+        """Messages go from the stream that computes."""
+        (only,) = made
+        if only.stream is not Stream.COMPUTE:
+            self.streams.wait(Stream.COMPUTE, only.event)
+            self.streams.hold(only.tensor, Stream.COMPUTE)
+        return only.tensor
+
+    @property
+    def forward_done(self) -> bool:
+        return not self._to_forward
+
+    @property
+    def backward_begun(self) -> bool:
+        return len(self._to_backward) < len(self.phases)
+
+    @property
+    def done(self) -> bool:
+        return not self._to_forward and not self._to_backward and not self._to_weigh
+
+    # ------------------------------------------------------------------------------------- forward
+
+    def forward(self, op: Op) -> None:
+        phase = self._phase(op)
+        self._to_forward.remove(phase.name)
+        given = {name: self._read(name) for name in phase.reads}
+        kept = self._kept[phase.name] = _Kept()
+        function = self.work.function(self.turn, phase)
+        for name in phase.shared:
+            if name in self._users and name not in self._shared:
+                users = len(self._users[name])
+                self._shared[name] = _Shared(parameter=self.work.parameter(name), users=users)
+        self._begin(op, phase.stream, given.items())
+        with self.streams.on(phase.stream):
+            entered = {name: self._enter(name, made, kept) for name, made in given.items()}
+            written, cost = function(entered)
+            assert written.keys() == set(phase.writes), f"{phase.name} wrote {list(written)}"
+            del entered, given
+            if cost is not None:
+                kept.cost = get_gradient_edge(cost), torch.ones_like(cost)
+            for name, tensor in written.items():
+                if tensor.requires_grad:
+                    kept.edges[name] = get_gradient_edge(tensor)
+        if self.watch is not None:
+            self._claim(phase, kept, self.watch.owners)
+        event = self.streams.mark(phase.stream)
+        for name, tensor in written.items():
+            self._made[name] = Made(tensor.detach(), tensor.requires_grad, op, phase.stream, event)
+
+    def _read(self, name: str) -> Made:
+        """A tensor; gone once its last reader has it."""
+        self._readers[name] -= 1
+        return self._made[name] if self._readers[name] else self._made.pop(name)
+
+    def _enter(self, name: str, made: Made, kept: _Kept) -> Tensor:
+        if not made.differentiable:
+            return made.tensor
+        anchor = made.tensor.new_empty(0, requires_grad=True)
+        entered: Tensor = _Entry.apply(anchor, kept.boxes.setdefault(name, []), made.tensor)
+        return entered
+
+    # ------------------------------------------------------------------------------------ backward
+
+    def backward(self, op: Op) -> None:
+        phase = self._phase(op)
+        self._to_backward.remove(phase.name)
+        kept = self._kept.pop(phase.name)
+        arrived = [(name, made) for name in phase.writes for made in self._gradients.pop(name, ())]
+        self._begin(op, phase.stream, [(f"grad:{name}", made) for name, made in arrived])
+        with self.streams.on(phase.stream):
+            edges, gradients = [], []
+            for name in phase.writes:
+                if name in kept.edges and (terms := [made.tensor for each, made in arrived if each == name]):
+                    edges.append(kept.edges[name])
+                    gradients.append(_sum(terms))
+            if kept.cost is not None:
+                edges.append(kept.cost[0])
+                gradients.append(kept.cost[1])
+            del arrived
+            self._run_backward(phase, edges, gradients)
+        event = self.streams.mark(phase.stream)
+        for name, box in kept.boxes.items():
+            for gradient in box:
+                made = Made(gradient, False, op, phase.stream, event)
+                self._gradients.setdefault(name, []).append(made)
+        if phase.name in self._to_weigh:
+            self._left[phase.name] = Made(torch.empty(0), False, op, phase.stream, event)
+        if self.watch is not None:
+            for function in kept.functions:
+                del self.watch.owners[function]
+
+    def _run_backward(self, phase: Phase, edges: list[GradientEdge], gradients: list[Tensor]) -> None:
+        """One backward. A shared parameter shows it the gradient of this micro-batch alone, which is added to
+        that of the others as a whole: as autograd does it for a graph in one piece."""
+        shared = [self._shared[name] for name in phase.shared if name in self._shared]
+        others = [each.parameter.grad for each in shared]
+        for each in shared:
+            each.parameter.grad = each.gradient
+        if edges:
+            if phase.name in self._to_weigh:
+                with self.work.delaying(self.turn, phase):
+                    torch.autograd.backward(edges, gradients)
+            else:
+                torch.autograd.backward(edges, gradients)
+        for each, other in zip(shared, others, strict=True):
+            each.gradient, each.parameter.grad = each.parameter.grad, other
+            each.users -= 1
+            if not each.users and each.gradient is not None:
+                each.parameter.grad = each.gradient if other is None else other.add_(each.gradient)
+                each.gradient = None
+
+    def weights(self, op: Op) -> None:
+        phase = self._phase(op)
+        self._to_weigh.remove(phase.name)
+        self._begin(op, Stream.COMPUTE, [("", self._left.pop(phase.name))])
+        with self.streams.on(Stream.COMPUTE):
+            self.work.weights(self.turn, phase)
+
+    # --------------------------------------------------------------------------------------- parts
+
+    def _phase(self, op: Op) -> Phase:
+        assert op.phase is not None
+        return self.phases[op.phase]
+
+    def _begin(self, op: Op, stream: Stream, uses: Iterable[tuple[str, Made]]) -> None:
+        """Wait for what comes from the other stream, hold it, and write down both."""
+        foreign = [(name, made) for name, made in uses if made.stream is not stream]
+        waits: dict[Op, Any] = {made.op: made.event for _, made in foreign if made.op is not None}
+        for event in waits.values():
+            self.streams.wait(stream, event)
+        for name, made in foreign:
+            if made.op is None:  # it was there before this segment began
+                self.streams.wait(stream, self.streams.mark(made.stream))
+            if name:
+                self.streams.hold(made.tensor, stream)
+        if self.watch is not None:
+            holds = tuple(name for name, _ in foreign if name)
+            self.watch.issued.append(Issued(op=op, stream=stream, waits=tuple(waits), holds=holds))
+
+    def _claim(self, phase: Phase, kept: _Kept, owners: dict[Node, str]) -> None:
+        """Walk the graph of a node, from where it ends: all of it must be its own."""
+        owner = f"{phase.name} of micro-batch {self.turn[0]}"
+        waiting = [edge.node for edge in kept.edges.values()] + ([kept.cost[0].node] if kept.cost else [])
+        while waiting:
+            function = waiting.pop()
+            if function is None or function.name() == "torch::autograd::AccumulateGrad":
+                continue
+            other = owners.setdefault(function, owner)
+            if other != owner:
+                raise ForeignGraphError(f"{owner} has reached into the graph of {other}, by {function.name()}")
+            if function not in kept.functions:
+                kept.functions.add(function)
+                waiting += [edge for edge, _ in function.next_functions if edge is not None]
+
+
+def _sum(terms: Sequence[Tensor]) -> Tensor:
+    """In the order in which the readers ran backward."""
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term
+    return total

@@ -1,0 +1,74 @@
+"""Rows times the weights of their experts: one autograd function for every way to multiply. Its backward may
+leave the products that give weight gradients with a sink, for later.
+
+Shapes: N rows, sorted by expert; E experts; I channels in, O channels out. A weight is E, O, I, or E, O, P, I
+with P parts side by side; its bias has the same shape but for I. A way to multiply may give each part a tensor
+of its own, or all of them one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+class Sink(Protocol):
+    """Where weight gradients wait; see `nn.weight_sink`."""
+
+    def leave(self, parameter: Tensor, product: Callable[[], Tensor]) -> Tensor | None:
+        """The parameter's gradient, or None where the sink keeps the product and sees to the rest."""
+        ...
+
+
+class Multiply(Protocol):
+    """One way to multiply. `grads` are the gradients of all outputs, `shape` that of the parameter."""
+
+    def outputs(self, x_NI: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]: ...
+
+    def x_grad(self, grads: tuple[Tensor, ...], weight: Tensor) -> Tensor: ...
+
+    def weight_grad(self, grads: tuple[Tensor, ...], x_NI: Tensor, shape: torch.Size) -> Tensor: ...
+
+    def bias_grad(self, grads: tuple[Tensor, ...], shape: torch.Size) -> Tensor: ...
+
+
+def product(
+    multiply: Multiply, x_NI: Tensor, weight: Tensor, bias: Tensor | None, sink: Sink | None
+) -> tuple[Tensor, ...]:
+    """What the experts' weights and biases make of their rows."""
+    outputs: tuple[Tensor, ...] = _Product.apply(multiply, sink, weight, bias, x_NI)
+    return outputs
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, multiply: Multiply, sink: Sink | None, weight: Tensor, bias: Tensor | None, x_NI: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(weight, x_NI)
+        ctx.multiply, ctx.sink, ctx.weight, ctx.bias = multiply, sink, weight, bias
+        return multiply.outputs(x_NI, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        weight, x_NI = ctx.saved_tensors
+        _, _, weight_needs, bias_needs, x_needs = ctx.needs_input_grad
+
+        def left(parameter: Tensor, gradient: Callable[..., Tensor], *given: object) -> Tensor | None:
+            later = partial(gradient, grads, *given, parameter.shape)
+            return later() if ctx.sink is None else ctx.sink.leave(parameter, later)
+
+        multiply: Multiply = ctx.multiply
+        return (
+            None,
+            None,
+            left(ctx.weight, multiply.weight_grad, x_NI) if weight_needs else None,
+            left(ctx.bias, multiply.bias_grad) if bias_needs else None,
+            multiply.x_grad(grads, weight) if x_needs else None,
+        )

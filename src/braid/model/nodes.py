@@ -1,0 +1,154 @@
+"""The model in nodes: what each phase of a schedule computes.
+
+`run` is to a phase what `LanguageModel.run` is to a segment, and calls the same parts of the same modules in
+the same order. Phases are declared in `braid.schedule.phases`; tensors come and go under the names that they
+have there. What else a micro-batch knows is in its context, none of it with a graph.
+
+Shapes: B rows, t tokens of this rank, C hidden channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from braid.model.block import Block, Flow
+from braid.model.context import Context
+from braid.model.language import LanguageModel, Losses, summed_losses
+from braid.model.mtp import Mtp, targets
+from braid.schedule import Phase
+
+Tensors = Mapping[str, Tensor]
+
+
+def run(
+    model: LanguageModel, phase: Phase, context: Context, tensors: Tensors
+) -> tuple[dict[str, Tensor], Losses | None]:
+    """From the tensors that a phase reads to those that it writes; and its losses, where it has any."""
+    given = tuple(tensors[name] for name in phase.reads)
+    if phase.block is not None:
+        written, losses = _of_block(model, phase, context, given)
+    else:
+        written, losses = _around_blocks(model, phase, context, given)
+    return dict(zip(phase.writes, written, strict=True)), losses
+
+
+def without_graph(losses: Losses) -> Losses:
+    """The same figures, to be kept after the phase that told them."""
+    return replace(
+        losses,
+        loss_sum=losses.loss_sum.detach(),
+        aux={name: value.detach() for name, value in losses.aux.items()},
+        mtp=tuple((loss_sum.detach(), count) for loss_sum, count in losses.mtp),
+    )
+
+
+def whole(model: LanguageModel, pieces: Sequence[Losses]) -> Losses:
+    """The losses of all phases of a segment, as `LanguageModel.run` would tell them."""
+    loss_sum, count = model.nothing()
+    told = [piece for piece in pieces if not piece.mtp and not piece.balances]
+    if told:
+        loss_sum, count = told[0].loss_sum, told[0].token_count
+    return Losses(
+        loss_sum=loss_sum,
+        token_count=count,
+        aux=summed_losses([balance.losses for piece in pieces for balance in piece.balances.values()]),
+        balances={layer: balance for piece in pieces for layer, balance in piece.balances.items()},
+        mtp=tuple(each for piece in pieces for each in piece.mtp),
+        mtp_weight=model.shape.mtp_loss,
+    )
+
+
+# ---------------------------------------------------------------------------------------------- blocks
+
+
+def _of_block(
+    model: LanguageModel, phase: Phase, context: Context, given: tuple[Tensor, ...]
+) -> tuple[tuple[Tensor, ...], Losses | None]:
+    blocks = model.stack.blocks if phase.depth is None else _depth(model, phase).blocks
+    block = cast(Block, blocks[str(phase.block)])
+    match phase.kind:
+        case "mix":
+            (x_BtC,) = given
+            flow = block.mix(x_BtC, context)
+            return tuple(tensor for tensor in flow if tensor is not None), _balance(model, block, context)
+        case "dispatch":
+            rows, probs = given
+            flow = block.dispatch(Flow(_NOBODY, rows, probs), context)
+            assert flow.rows is not None
+            assert flow.probs is not None
+            return (flow.rows, flow.probs), None
+        case "experts":
+            rows, probs = given
+            flow = block.experts(Flow(_NOBODY, rows, probs), context)
+            assert flow.rows is not None
+            return (flow.rows,), None
+        case _:
+            residual_BtC, rows, *shared = given
+            y_BtC = block.combine(Flow(residual_BtC, rows, None, *shared), context)
+            del context.journeys[block.block.layers[-1]]
+            return (y_BtC,), None
+
+
+_NOBODY = torch.empty(0)
+"""Stands for the residual stream where a phase does not see it."""
+
+
+def _balance(model: LanguageModel, block: Block, context: Context) -> Losses | None:
+    """The auxiliary losses of a block's router. What stays in the context has no graph."""
+    if block.moe() is None:
+        return None
+    layer = block.block.layers[-1]
+    balance = context.balances[layer]
+    aux = balance.losses
+    balance = balance._replace(losses={name: value.detach() for name, value in aux.items()})
+    context.balances[layer] = balance
+    loss_sum, count = model.nothing()
+    return Losses(loss_sum=loss_sum, token_count=count, aux=aux, balances={layer: balance})
+
+
+# --------------------------------------------------------------------------------------- around blocks
+
+
+def _around_blocks(
+    model: LanguageModel, phase: Phase, context: Context, given: tuple[Tensor, ...]
+) -> tuple[tuple[Tensor, ...], Losses | None]:
+    match phase.kind:
+        case "embed":
+            assert model.embedding is not None
+            return (model.embedding(context.batch.tokens_BT),), None
+        case "pass":
+            return given, None
+        case "enter":
+            assert model.embedding is not None
+            assert phase.depth is not None
+            shown = targets(context.batch, phase.depth)
+            return (_depth(model, phase).enter(*given, model.embedding(shown.tokens_BT)),), None
+        case "final_norm":
+            norm = model.final_norm if phase.depth is None else _depth(model, phase).final_norm
+            assert norm is not None
+            return (norm(*given),), None
+        case "head":
+            return (), _told(model, phase, context, *given)
+        case kind:
+            raise ValueError(f"no model has a phase {kind!r}")
+
+
+def _told(model: LanguageModel, phase: Phase, context: Context, hidden_BtC: Tensor) -> Losses:
+    batch = context.batch
+    if phase.depth is None:
+        loss_sum, count = model.told(hidden_BtC, batch.labels_BT, batch.loss_mask_BT)
+        return Losses(loss_sum=loss_sum, token_count=count, aux={}, balances={})
+    shown = targets(batch, phase.depth)
+    mtp = model.told(hidden_BtC, shown.labels_BT, shown.loss_mask_BT)
+    loss_sum, count = model.nothing()
+    weight = model.shape.mtp_loss / len(model.mtp)
+    return Losses(loss_sum=loss_sum, token_count=count, aux={}, balances={}, mtp=(mtp,), mtp_weight=weight)
+
+
+def _depth(model: LanguageModel, phase: Phase) -> Mtp:
+    return cast(Mtp, model.mtp[str(phase.depth)])

@@ -1,0 +1,80 @@
+"""`braid plan`: what a person and a program see."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from braid.cli import main
+from braid.errors import ExitCode
+
+
+def told(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(["plan", *words]) == ExitCode.OK
+    return capsys.readouterr().out
+
+
+def as_json(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(told(capsys, *words, "--json"))
+    return found
+
+
+def test_a_table_of_memory_and_one_of_what_is_sent(capsys: pytest.CaptureFixture[str]) -> None:
+    text = told(capsys, "qwen3-30b-a3b", "--world", "16", "--mesh.tp", "2", "--mesh.ep", "8")
+    for words in ("16 ranks = pp 1 x dp 8 x cp 1 x tp 2", "optimizer", "activations", "rows to experts"):
+        assert words in text
+
+
+def test_one_rank_sends_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "nothing is sent" in told(capsys, "tiny")
+
+
+def test_json_has_the_keys_that_programs_rely_on(capsys: pytest.CaptureFixture[str]) -> None:
+    found = as_json(
+        capsys, "tiny", "--world", "4", "--mesh.tp", "2", "--mesh.pp", "2", "--device-memory", "h200"
+    )
+    assert set(found) == {"world", "axes", "device", "device_memory", "peak", "fits", "stages", "advice"}
+    assert found["fits"] is True
+    assert found["device_memory"] == 139 * 2**30
+    assert [stage["stage"] for stage in found["stages"]] == [0, 1]
+    for stage in found["stages"]:
+        assert stage["memory"]["peak"] <= found["peak"]
+        assert stage["sent"]["pp"] > 0
+        totals = dict.fromkeys(stage["sent"], 0)
+        for call in stage["calls"]:
+            totals[call["family"]] += call["sent"]
+        assert {family: sent for family, sent in stage["sent"].items() if family != "pp"} == {
+            family: sent for family, sent in totals.items() if family != "pp"
+        }
+
+
+def test_a_run_that_does_not_fit_is_told_what_would(capsys: pytest.CaptureFixture[str]) -> None:
+    found = as_json(capsys, "hybrid-300m", "--device-memory", "24GiB")
+    assert found["fits"] is False
+    assert found["peak"] > 24 * 2**30
+    fitting = [each for each in found["advice"] if each["peak"] <= 24 * 2**30]
+    assert {each["field"] for each in fitting} >= {"train.micro_batches", "world"}
+    for each in fitting:
+        again = as_json(
+            capsys, "hybrid-300m", "--device-memory", "24GiB", f"--{each['field']}", str(each["value"])
+        )
+        assert again["fits"] is True
+        assert again["peak"] == each["peak"]
+
+
+def test_all_problems_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(["plan", "tiny", "--world", "3", "--mesh.tp", "2", "--device-memory", "lots"]) == ExitCode.CONFIG
+    )
+    text = capsys.readouterr().err
+    assert "2 problems" in text
+    assert "device-memory = 'lots'" in text
+
+
+def test_sixteen_thousand_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    mesh = ("--mesh.tp", "8", "--mesh.ep", "64", "--train.batch-samples", "16384")
+    found = as_json(capsys, "deepseek-v3", "--world", "16384", *mesh)
+    assert found["axes"]["dp"] == 2048
+    assert {"tp", "dp_cp", "edp", "ep_etp"} <= set(found["stages"][0]["sent"])

@@ -1,0 +1,68 @@
+"""The peak of a step: estimated, and as tracked storage by storage on a CPU, in one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from braid.architecture import Attention, DeltaNet, LatentAttention, Mamba2, Mlp, Model, Moe
+from braid.config import Data, Run, Train
+from braid.estimate import estimate
+from braid.optim.adamw import MOMENTS
+from braid.plan import plan
+from braid.train import state as states
+from braid.train.building import make_state
+from braid.train.device import choose_device
+from braid.train.step import backward, count
+from tests.estimate.reality import Allocations
+from tests.model.cases import batch
+
+TOKENS = 384
+
+
+def run_of(text: str, dtype: Any, **more: Any) -> Run:
+    model = Model(
+        pattern=text,
+        hidden=64,
+        vocab=64,
+        tied=False,
+        attention=Attention(heads=8, kv_heads=2, head_dim=16, qk_norm=True),
+        latent_attention=LatentAttention(heads=8, q_rank=24, kv_rank=16, nope_dim=16, rope_dim=8, v_dim=16),
+        mamba2=Mamba2(heads=8, head_dim=16, state=32, groups=2),
+        delta_net=DeltaNet(key_heads=4, value_heads=8, key_dim=16, value_dim=16),
+        mlp=Mlp(ffn=256),
+        moe=Moe(experts=16, top_k=4, ffn=64),
+    )
+    train = Train(steps=1, batch_samples=2, micro_batches=2, dtype=dtype)
+    data = Data(sequence_tokens=TOKENS, tokenizer="none.json")
+    return Run(model=replace(model, **more), data=data, train=train)
+
+
+CASES = [
+    ("[*-]" * 2, "bf16", {}),
+    ("[*-]" * 2, "fp32", {"vocab": 1000, "tied": True}),
+    ("[*E]" * 2, "bf16", {}),
+    ("[+E]+", "fp32", {}),
+    ("[M-][G-]", "bf16", {}),
+    ("M", "fp32", {}),
+]
+
+
+@pytest.mark.parametrize(("text", "dtype", "more"), CASES, ids=lambda value: str(value)[:20])
+def test_the_peak_of_a_step_is_within_a_tenth(text: str, dtype: str, more: dict[str, Any]) -> None:
+    run = run_of(text, dtype, **more)
+    worked_out = plan(run, 1)
+    state = make_state(worked_out, choose_device("cpu"))
+    states.initialize(state, run)
+    batches = [batch([[TOKENS]], vocab=run.model.vocab, seed=seed) for seed in range(2)]
+    counts, optimizer = count(state.model, batches), state.optimizer
+    moments = [optimizer.moment(kind, name) for name in optimizer.main for kind in MOMENTS]
+    held = {id(tensor): tensor for tensor in (*state.model.parameters(), *optimizer.main.values(), *moments)}
+    inputs = [tensor for each in batches for tensor in (each.tokens_BT, each.labels_BT, each.documents_BT)]
+    with Allocations([*held.values(), *inputs]) as tracked:
+        backward(state, run, batches, counts)
+        optimizer.update(1e-3)
+    real = tracked.peak + sum(tensor.nbytes for tensor in held.values())
+    assert estimate(worked_out, "cpu").peak == pytest.approx(real, rel=0.1)
