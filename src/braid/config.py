@@ -165,6 +165,10 @@ class Mesh:
     def problems(self, at: str) -> Iterator[Problem]:
         for name in ("tp", "cp", "pp", "ep", "etp", "replicate"):
             yield from rules.at_least(f"{at}.{name}", typing.cast(int, getattr(self, name)), 1)
+        for name in ("delay_weights", "early_release"):
+            if getattr(self, name) and not self.overlap:
+                rule = f"only a schedule with {at}.overlap goes into phases that can be moved"
+                yield Problem(field=f"{at}.{name}", value=True, rule=rule, remedy=f"{at}.overlap as well")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -99,6 +99,7 @@ def problems(run: Run, kinds: frozenset[Kind], axes: Sizes) -> Iterator[Problem]
     yield from _samples(run, axes)
     yield from _experts(run, kinds, axes)
     yield from _copies(run.mesh, axes)
+    yield from _overlap(run, kinds)
     for kind, rule in (
         (Kind.ATTENTION, _attention),
         (Kind.LATENT_ATTENTION, _latent_attention),
@@ -141,6 +142,12 @@ def _experts(run: Run, kinds: frozenset[Kind], axes: Sizes) -> Iterator[Problem]
     if moe.bias:
         field = "model.moe.latent" if moe.latent else "model.hidden"
         yield from rules.multiple_of(field, moe.latent or run.model.hidden, shards, of_each)
+
+
+def _overlap(run: Run, kinds: frozenset[Kind]) -> Iterator[Problem]:
+    if run.mesh.overlap and kinds and Kind.MOE not in kinds:
+        rule = f"the pattern {run.model.pattern!r} has no experts: nothing travels that could be hidden"
+        yield Problem(field="mesh.overlap", value=True, rule=rule, remedy="False")
 
 
 def _copies(mesh: Mesh, axes: Sizes) -> Iterator[Problem]:

@@ -70,8 +70,8 @@ def plan(run: Run, world: int) -> Plan:
 
 
 def _schedule(run: Run, layout: Layout) -> Schedule:
-    """1F1B, interleaved where a rank holds several segments, or the overlapped form of both. An embedding of two
-    stages is summed."""
+    """1F1B, interleaved where a rank holds several segments; or the overlapped form of either. An embedding of
+    two stages is summed."""
     pp, micro_batches = run.mesh.pp, run.train.micro_batches
     virtual = len(layout.segments) // pp
     if run.mesh.overlap:
@@ -87,9 +87,9 @@ def _schedule(run: Run, layout: Layout) -> Schedule:
 
 def _overlapped(run: Run, layout: Layout) -> Schedule:
     mesh, moe = run.mesh, run.model.moe
-    shared_experts = moe is not None and moe.shared_ffn > 0
+    experts = {"shared_experts": bool(moe and moe.shared_ffn), "latent": bool(moe and moe.latent)}
     return schedules.overlapped(
-        schedules.chains(layout, mesh.pp, tied=run.model.tied, shared_experts=shared_experts),
+        schedules.chains(layout, mesh.pp, tied=run.model.tied, **experts),
         pp=mesh.pp,
         micro_batches=run.train.micro_batches,
         options=schedules.Options(delayed=mesh.delay_weights, early_release=mesh.early_release),

@@ -24,6 +24,7 @@ from braid.engine.executor import Turn
 from braid.engine.sharding import Driver, execute_sharded, named_units, units_of_phases, units_of_segments
 from braid.model.context import MicroBatch
 from braid.parallel.groups import open_groups
+from braid.parallel.sharding import Strategy
 from braid.plan import Plan, plan
 from braid.schedule import Op, Schedule, Span, forward_only, interleaved, with_sums
 from braid.schedule.lifetime import Figures, Uses, prove
@@ -55,6 +56,7 @@ class Case:
     mesh: Mesh = field(default_factory=Mesh)
     dtype: str = "fp32"
     experts: int = 4
+    latent: int = 0
     tied: bool = False
     tail: str = ""
     """What follows the blocks in the pattern: MTP depths."""
@@ -71,7 +73,15 @@ class Case:
                 attention=Attention(heads=2, kv_heads=2, head_dim=4),
                 mamba2=Mamba2(heads=2, head_dim=4, state=3, groups=1, conv=2),
                 mlp=Mlp(ffn=12),
-                moe=Moe(experts=self.experts, top_k=2, ffn=8, shared_ffn=4, aux_loss=0.02, z_loss=0.01),
+                moe=Moe(
+                    experts=self.experts,
+                    top_k=2,
+                    ffn=8,
+                    latent=self.latent,
+                    shared_ffn=4,
+                    aux_loss=0.02,
+                    z_loss=0.01,
+                ),
             ),
             data=Data(sequence_tokens=TOKENS),
             optim=Optim(lr=RATE, warmup_steps=0),
@@ -86,6 +96,9 @@ class Case:
 
     def strategy(self) -> Policy:
         return POLICIES[self.mesh.shard]
+
+    def sharing(self, shard: Strategy) -> Case:
+        return replace(self, mesh=replace(self.mesh, shard=shard))
 
 
 class Ranks:
@@ -135,7 +148,7 @@ class Trained:
             pipeline = self.grain == "segments" or self.groups.pp.size > 1
             return uses_of_segments(units_of_segments(self.units, pipeline=pipeline))
         phases = [phase for segment in self.state.schedule.phases for phase in segment]
-        units = units_of_phases(self.units, phases, tied=self.case.tied, latent=False)
+        units = units_of_phases(self.units, phases, tied=self.case.tied, latent=bool(self.case.latent))
         return uses_of_phases(units, unread={"embed"})
 
     def _overlapped(self, planned: Plan) -> Schedule:
@@ -266,22 +279,36 @@ def differing(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list[st
     return [name for name, tensor in one.items() if not torch.equal(tensor, other[name])]
 
 
-def compared(
-    case: Case,
-    ranks: Ranks,
-    *,
-    hooks: Case | None = None,
-    policy: Policy | None = None,
-    grain: Grain = "schedule",
-) -> tuple[list[str], Figures]:
-    """Where two steps by the driver differ from two by hooks, of `hooks` where that is another case; and what
-    the driver did in the last one."""
-    reference, driven = Trained(hooks or case, ranks), Trained(case, ranks, policy, grain=grain)
-    wrong: list[str] = []
-    for step in range(2):
-        expected, found = reference.by_hooks(step), driven.driven(step)
-        assert any(gradient.any() for gradient in found.values())
-        wrong += [f"step {step}: gradient of {name}" for name in differing(expected, found)]
-    wrong += [f"weight {name}" for name in differing(reference.weights(), driven.weights())]
-    assert driven.driver.figures == driven.figures, "what is lowered is what is run"
-    return [f"{case} by {grain}: {each}" for each in wrong], driven.figures
+STEPS = 2
+"""Steps that are compared."""
+
+
+class Comparison:
+    """Steps by the driver beside steps by hooks, which are run once for each case."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self._by_hooks: dict[Case, list[dict[str, Tensor]]] = {}
+
+    def by_hooks(self, case: Case) -> list[dict[str, Tensor]]:
+        """The gradient of every step, and the weights in the end."""
+        if case not in self._by_hooks:
+            trained = Trained(case, self.ranks)
+            self._by_hooks[case] = [*(trained.by_hooks(step) for step in range(STEPS)), trained.weights()]
+        return self._by_hooks[case]
+
+    def differences(self, case: Case, grain: Grain = "schedule", *, once: bool = False) -> list[str]:
+        """What is not the same to the last bit. With `once`, gradients are reduced once in a step, whatever the
+        strategy says, as hooks do it for a strategy that shards optimizer states."""
+        policy, hooks = case.strategy(), case
+        if once and policy.every:
+            policy, hooks = replace(policy, every=False), case.sharing("optimizer")
+        trained = Trained(case, self.ranks, policy, grain=grain)
+        found = [*(trained.driven(step) for step in range(STEPS)), trained.weights()]
+        assert any(gradient.any() for gradient in found[0].values())
+        assert trained.driver.figures == trained.figures, "what is lowered is what is run"
+        return [
+            f"{case} by {grain}, {'weight' if step == STEPS else f'gradient of step {step}'} {name}"
+            for step, (one, other) in enumerate(zip(self.by_hooks(hooks), found, strict=True))
+            for name in differing(one, other)
+        ]

@@ -27,12 +27,11 @@ from braid.optim.adamw import AdamW
 from braid.parallel.channels import open_channels
 from braid.parallel.groups import open_groups
 from braid.plan import Plan, plan
-from braid.schedule import Schedule
 from braid.train import step as steps
 from braid.train.state import State
 from tests.model.cases import batch
 
-VOCAB, TOKENS, RATE = 257, 7, 1e-2
+VOCAB, TOKENS, RATE = 257, 8, 1e-2
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -42,6 +41,7 @@ class Case:
 
     pattern: str = "[*E][*E]"
     world: int = 1
+    tp: int = 1
     pp: int = 1
     ep: int = 1
     micro_batches: int = 3
@@ -56,7 +56,14 @@ class Case:
     early_release: bool = False
 
     def __str__(self) -> str:
-        words = [self.pattern, self.dtype, f"pp{self.pp}", f"ep{self.ep}", f"m{self.micro_batches}"]
+        words = [
+            self.pattern,
+            self.dtype,
+            f"tp{self.tp}",
+            f"pp{self.pp}",
+            f"ep{self.ep}",
+            f"m{self.micro_batches}",
+        ]
         flags = ("tied", "latent", "capacity", "dropout", "delayed", "early_release")
         return " ".join(words + [name for name in flags if getattr(self, name)] + ["alone"] * (not self.shared))
 
@@ -65,7 +72,7 @@ class Case:
             experts=4,
             top_k=2,
             ffn=6,
-            shared_ffn=5 if self.shared else 0,
+            shared_ffn=6 if self.shared else 0,
             latent=self.latent,
             aux_loss=0.02,
             sequence_aux_loss=0.01,
@@ -76,7 +83,7 @@ class Case:
             capacity_factor=1.2 if self.capacity else None,
             pad_to_capacity=self.capacity,
         )
-        rows = 2 * self.world // self.pp
+        rows = 2 * self.world // self.pp // self.tp
         return Run(
             model=Model(
                 pattern=self.pattern,
@@ -89,7 +96,7 @@ class Case:
                 latent_attention=LatentAttention(heads=2, q_rank=5, kv_rank=6, nope_dim=4, rope_dim=2, v_dim=3),
                 mamba2=Mamba2(heads=2, head_dim=4, state=3, groups=1, conv=2),
                 delta_net=DeltaNet(key_heads=1, value_heads=2, key_dim=4, value_dim=4, conv=2),
-                mlp=Mlp(ffn=11),
+                mlp=Mlp(ffn=10),
                 moe=moe,
             ),
             data=Data(sequence_tokens=TOKENS),
@@ -101,6 +108,7 @@ class Case:
                 dtype=self.dtype,
             ),
             mesh=Mesh(
+                tp=self.tp,
                 pp=self.pp,
                 ep=self.ep,
                 shard="none",
@@ -109,6 +117,11 @@ class Case:
                 early_release=overlap and self.early_release,
             ),
         )
+
+    def sharded(self, shard: str, *, overlap: bool) -> Run:
+        run = self.run(overlap=overlap)
+        moe = replace(run.model.moe, ffn=8) if run.model.moe else None
+        return replace(run, model=replace(run.model, moe=moe), mesh=replace(run.mesh, shard=shard))
 
 
 @dataclass(kw_only=True)
@@ -131,7 +144,8 @@ def train_both(rank: int, world: int, case: Case) -> tuple[Trained, Trained]:
 def train(rank: int, case: Case, *, overlap: bool, watched: bool = True) -> Trained:
     run = case.run(overlap=overlap)
     worked_out = plan(run, case.world)
-    groups = open_groups(worked_out.grid, rank) if case.world > 1 else Groups()
+    runs = fit.tp_runs(run.model, worked_out.layout.kinds(), worked_out.axes.tp)
+    groups = open_groups(worked_out.grid, rank, tp_runs=runs) if case.world > 1 else Groups()
     state = make_state(worked_out, groups)
     told = Trained()
     for number in range(case.steps):
@@ -176,18 +190,13 @@ def make_state(worked_out: Plan, groups: Groups) -> State:
         optimizer=optimizer,
         schedule=worked_out.schedule,
         names=frozenset(),
-        channels=_channels(worked_out, groups),
+        channels=open_channels(worked_out.grid, groups.world.rank, worked_out.schedule.channels()),
     )
-
-
-def _channels(worked_out: Plan, groups: Groups):
-    schedule: Schedule = worked_out.schedule
-    return open_channels(worked_out.grid, groups.world.rank, schedule.channels())
 
 
 def micro_batches(case: Case, groups: Groups, step: int) -> list[MicroBatch]:
     """This rank's rows: documents of several lengths, and padding."""
-    rows = ((4, 3), (5,)), ((7,), (2, 2, 2)), ((1, 6), (3, 4))
+    rows = ((4, 4), (5,)), ((8,), (2, 2, 3)), ((1, 7), (3, 5))
     return [
         replace(
             batch(rows[(number + step) % 3], VOCAB, seed=100 * step + 10 * number + groups.dp.rank),

@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import product
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -16,126 +16,155 @@ from torch.distributed.tensor import DTensor
 from braid.config import Mesh
 from braid.engine import fsdp2
 from braid.engine.executor import Turn
-from braid.parallel.sharding import local
-from braid.schedule import collective_faults
+from braid.parallel.sharding import Strategy, local
+from braid.schedule import Op, collective_faults
 from braid.schedule.lifetime import Figures
-from braid.schedule.lowering import POLICIES
-from tests.engine.driven import Case, Driven, Grain, Ranks, Trained, compared, differing
+from tests.engine.driven import Case, Comparison, Driven, Grain, Ranks, Trained, differing
 from tests.engine.toy import counted
 from tests.ranks import run_ranks
 from tests.schedule.test_lowering import among
 
-STRATEGIES = tuple(POLICIES)
+STRATEGIES: tuple[Strategy, ...] = ("none", "optimizer", "gradients", "all")
 
 
 # --------------------------------------------------------------------------------- bitwise equal to hooks
 
 
-def compare_all(rank: int, world: int, cases: Sequence[Case]) -> list[str]:
-    """Each case as a whole and segment by segment, with the strategy's own reductions and with one a step."""
+class Variant(NamedTuple):
+    """How a model is driven."""
+
+    shard: Strategy
+    grain: Grain
+    once: bool = True
+    """Whether gradients are reduced once in a step, whatever the strategy says."""
+
+
+def compare_all(rank: int, world: int, cases: Sequence[Case], variants: Sequence[Variant]) -> list[str]:
     ranks, wrong = Ranks(rank, world), []
     for case in cases:
-        cut = case.blocks > 1 and case.mesh.pp == 1 and not case.tied and not case.tail
-        grain: Grain = "segments" if cut else "schedule"
-        wrong += compared(case, ranks, grain=grain)[0]
-        if case.strategy().every:
-            once = replace(case.strategy(), every=False)
-            hooks = replace(case, mesh=replace(case.mesh, shard="optimizer"))
-            wrong += compared(case, ranks, hooks=hooks, policy=once, grain=grain)[0]
+        comparison = Comparison(ranks)
+        for shard, grain, once in variants:
+            wrong += comparison.differences(case.sharing(shard), grain, once=once)
     return wrong
 
 
-def assert_equal(world: int, cases: Sequence[Case], timeout_s: float = 60.0) -> None:
-    for rank, wrong in enumerate(run_ranks(world, compare_all, cases, timeout_s=timeout_s)):
+def assert_equal(
+    world: int, cases: Sequence[Case], variants: Sequence[Variant], timeout_s: float = 60.0
+) -> None:
+    for rank, wrong in enumerate(run_ranks(world, compare_all, cases, variants, timeout_s=timeout_s)):
         assert wrong == [], f"on rank {rank}"
 
 
+MOST = (
+    Variant("none", "late"),
+    Variant("optimizer", "segments"),
+    Variant("optimizer", "phases"),
+    Variant("gradients", "phases"),
+    Variant("gradients", "late"),
+    Variant("gradients", "late", once=False),
+    Variant("all", "segments", once=False),
+    Variant("all", "phases"),
+    Variant("all", "late"),
+)
+EACH = (Variant("none", "phases"), *(Variant(s, "late") for s in ("optimizer", "gradients", "all")))
+PLAIN = tuple(Variant(shard, "schedule", once=False) for shard in STRATEGIES)
+
+
 def test_a_sample_on_two_ranks() -> None:
-    none, optimizer, gradients, everything = (Mesh(shard=shard) for shard in STRATEGIES)
-    assert_equal(
-        2,
-        [
-            Case(block="[*E]", blocks=3, micro_batches=3, mesh=everything, dtype="bf16"),
-            Case(block="[M*E]", blocks=1, micro_batches=3, mesh=optimizer),
-            Case(block="[*E]", blocks=1, micro_batches=1, mesh=none),
-            Case(block="[*E]", blocks=1, micro_batches=3, mesh=replace(gradients, ep=2)),
-        ],
-    )
+    three = Case(block="[*E]", blocks=3, micro_batches=3, dtype="bf16")
+    assert_equal(2, [three], [Variant("all", "segments", once=False), Variant("all", "late")])
+    one = Case(block="[M*E]", blocks=1, micro_batches=3, mesh=Mesh(ep=2))
+    assert_equal(2, [one], [Variant("optimizer", "schedule"), Variant("gradients", "phases"), EACH[0]])
 
 
 def test_a_sample_on_four_ranks() -> None:
-    assert_equal(
-        4,
-        [
-            Case(block="[*E]", blocks=3, micro_batches=3, mesh=Mesh(shard="all", ep=2), dtype="bf16"),
-            Case(block="[*E]", blocks=1, micro_batches=3, mesh=Mesh(shard="gradients", replicate=2)),
-        ],
-    )
+    base = Case(block="[*E]", blocks=1, micro_batches=3)
+    assert_equal(4, [replace(base, mesh=Mesh(ep=2), dtype="bf16")], [Variant("all", "late")])
+    assert_equal(4, [replace(base, mesh=Mesh(replicate=2))], [Variant("gradients", "schedule", once=False)])
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("shard", STRATEGIES)
-@pytest.mark.parametrize("block", ["[*E]", "[M*E]"])
-def test_every_number_of_blocks_and_micro_batches(world: int, dtype: str, shard: str, block: str) -> None:
-    cases = [
-        Case(block=block, blocks=blocks, micro_batches=micro_batches, mesh=Mesh(shard=shard), dtype=dtype)
-        for blocks, micro_batches in product((1, 3, 4), (1, 3, 4))
-    ]
-    assert_equal(world, cases, timeout_s=600.0)
+@pytest.mark.parametrize(("world", "variants"), [(2, MOST), (4, EACH)])
+@pytest.mark.parametrize(("block", "dtype"), [("[*E]", "fp32"), ("[*E]", "bf16"), ("[M*E]", "bf16")])
+@pytest.mark.parametrize("blocks", [1, 3, 4])
+def test_every_number_of_blocks_and_micro_batches(
+    world: int, variants: Sequence[Variant], block: str, dtype: str, blocks: int
+) -> None:
+    base = Case(block=block, blocks=blocks, dtype=dtype)
+    assert_equal(world, [replace(base, micro_batches=m) for m in (1, 3, 4)], variants, timeout_s=900.0)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("shard", STRATEGIES)
-def test_every_way_to_share_experts_and_copies(shard: str, dtype: str) -> None:
-    base = Case(blocks=3, micro_batches=3, dtype=dtype)
-    meshes = [Mesh(shard=shard, ep=ep) for ep in (1, 2, 4)] + [Mesh(shard=shard, tp=2)]
-    if shard != "none":
-        meshes += [Mesh(shard=shard, replicate=2), Mesh(shard=shard, replicate=2, ep=2)]
-    assert_equal(4, [replace(base, mesh=mesh) for mesh in meshes], timeout_s=600.0)
+@pytest.mark.parametrize(
+    "mesh", [Mesh(ep=2), Mesh(ep=4), Mesh(tp=2), Mesh(tp=2, etp=2)], ids=["ep2", "ep4", "tp2", "etp2"]
+)
+def test_every_way_to_share_experts(mesh: Mesh, dtype: str) -> None:
+    assert_equal(4, [Case(blocks=2, mesh=mesh, dtype=dtype)], EACH, timeout_s=300.0)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("shard", STRATEGIES)
+@pytest.mark.parametrize("mesh", [Mesh(replicate=2), Mesh(replicate=2, ep=2)], ids=["dense", "ep2"])
+def test_copies_of_shards(mesh: Mesh) -> None:
+    variants = [Variant("all", "segments", once=False), *EACH[1:]]
+    assert_equal(4, [Case(blocks=2, mesh=mesh, dtype="bf16")], variants, timeout_s=300.0)
+
+
+@pytest.mark.long
+def test_experts_behind_a_latent() -> None:
+    """What comes back from them is projected by a weight of the block, in a phase of its own."""
+    assert_equal(2, [Case(blocks=2, latent=6, mesh=Mesh(ep=2), dtype="bf16")], [*PLAIN, *EACH], timeout_s=300.0)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("blocks", [2, 4])
-def test_pipelines(shard: str, blocks: int) -> None:
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tail", ["", "/*E"])
+def test_pipelines(blocks: int, tied: bool, tail: str) -> None:
     """With one and two virtual stages; an embedding of both ends is summed after FINISH."""
-    base = Case(blocks=blocks, micro_batches=4, mesh=Mesh(shard=shard, pp=2))
-    cases = [base, replace(base, tied=True), replace(base, dtype="bf16", tail="/*E")]
-    assert_equal(4, cases, timeout_s=600.0)
+    case = Case(blocks=blocks, micro_batches=4, mesh=Mesh(pp=2), tied=tied, tail=tail, dtype="bf16")
+    assert_equal(4, [case], [*PLAIN, *EACH], timeout_s=600.0)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("shard", STRATEGIES)
-def test_tied_weights_and_mtp(shard: str) -> None:
-    base = Case(blocks=2, micro_batches=3, mesh=Mesh(shard=shard))
-    cases = [replace(base, tied=True, dtype="bf16"), replace(base, tail="/*E/*E"), replace(base, block="[*-]")]
-    assert_equal(2, cases, timeout_s=600.0)
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tail", ["", "/*E", "/*E/*E"])
+def test_tied_weights_and_mtp(tied: bool, tail: str) -> None:
+    case = Case(blocks=2, tied=tied, tail=tail, dtype="bf16")
+    assert_equal(2, [case, replace(case, block="[*-]")], [*PLAIN, *EACH], timeout_s=600.0)
 
 
 # ------------------------------------------------------------------------------------- what really ran
 
 
-def ran(rank: int, world: int) -> tuple[Figures, tuple[int, int], list[object]]:
-    trained = Trained(Case(mesh=Mesh(shard="all")), Ranks(rank, world), grain="segments")
-    trained.driven(0)
-    with counted() as calls:
-        trained.driven(1)
-    return trained.figures, (calls.gathers, calls.reductions), [span.op for span in trained.log]
+FIGURES: Mapping[tuple[Grain, Strategy], Figures] = {
+    ("segments", "optimizer"): Figures(gathers=9, reductions=9, peak=9),
+    ("segments", "gradients"): Figures(gathers=9, reductions=27, peak=9),
+    ("segments", "all"): Figures(gathers=36, reductions=27, peak=6),
+    ("phases", "all"): Figures(gathers=47, reductions=27, peak=2),
+    ("late", "all"): Figures(gathers=47, reductions=27, peak=2),
+}
+"""Three blocks and three micro-batches. There are nine units: embedding, each block and its experts, norm and
+head. Segments hold two units, the first one three, the last one four; two segments are there at a time. Of
+phases, one computes while the next one's unit is gathered."""
+
+
+def ran(rank: int, world: int) -> list[tuple[Figures, tuple[int, int], list[Op]]]:
+    ranks, told = Ranks(rank, world), []
+    for grain, shard in FIGURES:
+        trained = Trained(Case().sharing(shard), ranks, grain=grain)
+        with counted() as calls:
+            trained.driven(0)
+        told.append((trained.figures, (calls.gathers, calls.reductions), [span.op for span in trained.log]))
+    return told
 
 
 def test_ranks_issue_what_was_lowered_and_all_the_same() -> None:
-    """Three segments of a block and its experts, the first with the embedding, the last with norm and head:
-    nine units. A segment's are gathered for forward and backward, but for the last one's, which are kept, and
-    the first one's, which stay for the next micro-batch."""
-    told = run_ranks(2, ran)
-    for figures, calls, _ in told:
-        assert figures == Figures(gathers=36, reductions=27, peak=6)
-        assert calls == figures[:2]
-    lists = {rank: among(tuple(ops), (0, 1)) for rank, (_, _, ops) in enumerate(told)}
-    assert not list(collective_faults(lists))
+    one, other = run_ranks(2, ran)
+    for figures, mine, yours in zip(FIGURES.values(), one, other, strict=True):
+        assert mine[:2] == yours[:2] == (figures, figures[:2])
+        lists = {rank: among(tuple(ops), (0, 1)) for rank, (_, _, ops) in enumerate((mine, yours))}
+        assert not list(collective_faults(lists))
 
 
 # --------------------------------------------------------------------- driven and not, one after the other

@@ -154,7 +154,8 @@ def test_no_state_of_a_micro_batch_stays_on_a_module() -> None:
         x = [block.combine(flows[i], contexts[i]) for i in range(2)]  # type: ignore[operator]
     for seed in range(2):
         context = model.prepare(batch([[9, 3]], seed=seed))
-        assert torch.equal(x[seed], model.stack(model.embedding(context.batch.tokens_BT), model.segments, context))
+        embedded = model.embedding(context.batch.tokens_BT)
+        assert torch.equal(x[seed], model.stack(embedded, model.segments, context))
     assert before == {name: set(vars(module)) for name, module in model.named_modules()}
 
 

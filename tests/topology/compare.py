@@ -52,7 +52,7 @@ def deviations(found: Outcome, reference: Outcome) -> dict[str, Deviation]:
     if reference.saved and found.saved:
         checks["saved weights"] = _tensors(found.saved, saved)
         checks["saved moments"] = _tensors(found.saved, moments)
-        checks["saved names"] = _equal_names(found, reference)
+        checks["saved as held"] = _same_as_held(found, reference)
     return checks
 
 
@@ -112,7 +112,7 @@ def _split_moments(saved: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict
     return moments, {name: value for name, value in saved.items() if name not in moments}
 
 
-def _equal_names(found: Outcome, reference: Outcome) -> Deviation:
+def _same_as_held(found: Outcome, reference: Outcome) -> Deviation:
     """A checkpoint has the same tensors whatever ranks wrote it, and what ranks hold is what they saved."""
     for name in found.saved.keys() ^ reference.saved.keys():
         return Deviation(math.inf, f"{name} is in one checkpoint alone")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from textwrap import shorten
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -19,18 +20,22 @@ if TYPE_CHECKING:
 COMPARED, NARROW, SABOTAGED = "invariance", "bfloat16", "sabotage"
 """The user properties of a compared topology, of one in bfloat16, and of a sabotage."""
 
-TITLES: Mapping[str, str] = {
-    COMPARED: "topologies compared to one process",
-    NARROW: "topologies in bfloat16",
-    SABOTAGED: "sabotages, all of which must be seen",
-}
+TITLES = MappingProxyType(
+    {
+        COMPARED: "topologies compared to one process",
+        NARROW: "topologies in bfloat16",
+        SABOTAGED: "sabotages, all of which must be seen",
+    }
+)
 
-COLUMNS: Mapping[str, tuple[str, ...]] = {
-    "figures": ("first loss", "other figures", "gradient norm", "later figures", "validation loss"),
-    "gradients": ("gradients",),
-    "weights": ("weights", "selection biases"),
-    "checkpoint": ("saved weights", "saved moments"),
-}
+COLUMNS = MappingProxyType(
+    {
+        "figures": ("first loss", "other figures", "gradient norm", "later figures", "validation loss"),
+        "gradients": ("gradients",),
+        "weights": ("weights", "selection biases"),
+        "checkpoint": ("saved weights", "saved moments"),
+    }
+)
 """The checks whose worst deviation each column shows."""
 
 Row = dict[str, Any]

@@ -28,8 +28,8 @@ from tests.topology.report import add_topology
 AXES = ("tp", "cp", "dp", "pp", "ep", "etp", "replicate")
 
 
-def compare(batch: Batch, reference: Outcome, corpus: Path, folder: Path, node: pytest.Item) -> None:
-    """Run a batch, hand its rows over, and fail with everything that is red."""
+def compare(batch: Batch, reference: Outcome, corpus: Path, folder: Path, node: pytest.Item | None) -> None:
+    """Run a batch, hand its rows over where somebody keeps them, and fail with everything that is red."""
     run = run_of(batch.model, corpus, **batch.step)
     tasks = [
         Task(run=topology.of(run), checkpoints=folder / str(number))
@@ -39,7 +39,8 @@ def compare(batch: Batch, reference: Outcome, corpus: Path, folder: Path, node: 
     wrong = []
     for number, (topology, task) in enumerate(zip(batch.topologies, tasks, strict=True)):
         checks = deviations(outcome([rank[number] for rank in ranks], reference.shapes, task), reference)
-        add_topology(node, batch.model, topology, "fp64", checks)
+        if node is not None:
+            add_topology(node, batch.model, topology, "fp64", checks)
         if seen := red(checks, FP64_BOUND):
             wrong.append(f"{batch.model} on {batch.world} ranks, {topology}: {told(seen)}")
     assert not wrong, "\n".join(wrong)
@@ -84,11 +85,9 @@ def batches(draw: st.DrawFn) -> Batch:
 @pytest.mark.long
 @settings(max_examples=40, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
 @given(batch=batches())
-def test_no_topology_that_anybody_might_choose_changes_the_answer(
-    batch, reference, corpus, tmp_path_factory, request
-):
+def test_no_topology_that_anybody_might_choose_changes_the_answer(batch, reference, corpus, tmp_path_factory):
     sound, folder = reference(batch.model, **batch.step), tmp_path_factory.mktemp("chosen")
-    compare(batch, sound, corpus, folder, request.node)
+    compare(batch, sound, corpus, folder, node=None)
 
 
 # ------------------------------------------------------------------------------------------- coverage

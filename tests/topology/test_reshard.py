@@ -157,7 +157,7 @@ def test_a_checkpoint_that_one_rank_cannot_read_is_refused_on_all(corpus, saved)
 
 
 def _disk_fails(rank: int, world: int, run: Run, root: Path) -> tuple[str, list[str]]:
-    """One rank cannot write its part of the second checkpoint."""
+    """One rank cannot write its part of the second checkpoint. Rank 0, which clears up, tells what is left."""
     state, feed = started(rank, world, run)
     states.save(root, state, run, feed.train, feed.tokenizer)
     train_step(state, run, feed.train, LEARNING_RATE)
@@ -180,7 +180,7 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_the_last_one(word
     assert first[0] == second[0]
     assert "No space left on device" in first[0]
     assert first[0].startswith("rank 1: ")
-    assert first[1] == second[1] == [checkpoint.step_path(tmp_path, 0).name]
+    assert first[1] == [checkpoint.step_path(tmp_path, 0).name]
     newest = checkpoint.latest(tmp_path)
     assert not newest.damaged
     assert newest.path is not None

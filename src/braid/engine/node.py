@@ -43,6 +43,10 @@ class NodeWork(Protocol):
         """One that a phase declares as shared."""
         ...
 
+    def weights_of(self, phase: Phase) -> Sequence[Tensor]:
+        """Those that a phase of the communication stream uses."""
+        ...
+
     def delaying(self, turn: Turn, phase: Phase) -> AbstractContextManager[Any]:
         """What surrounds a backward that leaves its weight gradients behind."""
         ...
@@ -139,8 +143,6 @@ class Passage:
         """How many nodes have yet to read each tensor."""
         self._gradients: dict[str, list[Made]] = {}
         self._kept: dict[str, _Kept] = {}
-        self._left: dict[str, Made] = {}
-        """Backwards that have left weight gradients behind."""
         self._users = dict(shared_by(phases))
         self._shared: dict[str, _Shared] = {}
         self._to_forward, self._to_backward = set(self.phases), set(self.phases)
@@ -250,8 +252,6 @@ class Passage:
             for gradient in box:
                 made = Made(gradient, False, op, phase.stream, event)
                 self._gradients.setdefault(name, []).append(made)
-        if phase.name in self._to_weigh:
-            self._left[phase.name] = Made(torch.empty(0), False, op, phase.stream, event)
         if self.watch is not None:
             for function in kept.functions:
                 del self.watch.owners[function]
@@ -279,8 +279,9 @@ class Passage:
     def weights(self, op: Op) -> None:
         phase = self._phase(op)
         self._to_weigh.remove(phase.name)
-        self._begin(op, Stream.COMPUTE, [("", self._left.pop(phase.name))])
-        with self.streams.on(Stream.COMPUTE):
+        assert phase.name not in self._to_backward
+        self._begin(op, phase.stream, ())
+        with self.streams.on(phase.stream):
             self.work.weights(self.turn, phase)
 
     # --------------------------------------------------------------------------------------- parts
@@ -295,14 +296,23 @@ class Passage:
         waits: dict[Op, Any] = {made.op: made.event for _, made in foreign if made.op is not None}
         for event in waits.values():
             self.streams.wait(stream, event)
-        for name, made in foreign:
+        for _, made in foreign:
             if made.op is None:  # it was there before this segment began
                 self.streams.wait(stream, self.streams.mark(made.stream))
-            if name:
-                self.streams.hold(made.tensor, stream)
+            self.streams.hold(made.tensor, stream)
+        if stream is Stream.COMMUNICATION:
+            self._use_weights(op)
         if self.watch is not None:
-            holds = tuple(name for name, _ in foreign if name)
+            holds = tuple(name for name, _ in foreign)
             self.watch.issued.append(Issued(op=op, stream=stream, waits=tuple(waits), holds=holds))
+
+    def _use_weights(self, op: Op) -> None:
+        """Weights come and go on the stream that computes: one that is used on the other has to be there."""
+        used = self.work.weights_of(self._phase(op))
+        if used:
+            self.streams.wait(Stream.COMMUNICATION, self.streams.mark(Stream.COMPUTE))
+        for weight in used:
+            self.streams.hold(weight, Stream.COMMUNICATION)
 
     def _claim(self, phase: Phase, kept: _Kept, owners: dict[Node, str]) -> None:
         """Walk the graph of a node, from where it ends: all of it must be its own."""

@@ -131,7 +131,7 @@ def _plain(op: Op) -> Op:
 
 def _uses(op: Op, phases: Sequence[Phase]) -> Iterator[tuple[Op, str]]:
     """What a node uses of other nodes of its micro-batch and segment: the node that made it, and the tensor's
-    name. Weight gradients that were left behind have none: whoever left them holds them."""
+    name. What a node has of its own phase, its graph or what it left behind, has none: it is held there."""
     by_name = {phase.name: phase for phase in phases}
     assert op.phase is not None
     phase = by_name[op.phase]
@@ -143,6 +143,7 @@ def _uses(op: Op, phases: Sequence[Phase]) -> Iterator[tuple[Op, str]]:
         made_by = writers(phases)
         yield from ((node(Act.F, made_by[name]), name) for name in phase.reads if name in made_by)
     elif op.act is Act.B:
+        yield node(Act.F, phase.name), ""
         read_by = readers(phases)
         for name in phase.writes:
             yield from ((node(Act.B, reader), f"grad:{name}") for reader in read_by.get(name, ()))

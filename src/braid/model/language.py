@@ -252,7 +252,7 @@ class LanguageModel(nn.Module):
         return self.read(self.segments, None, context)
 
     def read(self, segments: Sequence[int], x_BtC: Tensor | None, context: Context) -> Tensor:
-        """`run` without losses: what the next segment reads, and after the last the state that the head tells."""
+        """`run` without losses: what the next segment reads; after the last, the state that the head tells."""
         x_BtC = self._through(segments, x_BtC, context)
         return self._normed(x_BtC) if segments[-1] == len(self.layout.segments) - 1 else x_BtC
 

@@ -37,6 +37,14 @@ def run(
     return dict(zip(phase.writes, written, strict=True)), losses
 
 
+def weights_beside_communication(model: LanguageModel, phase: Phase) -> list[Tensor]:
+    """Those that `combine` uses: the projection back from a latent, where there is one."""
+    found = _block(model, phase).moe() if phase.kind == "combine" else None
+    if found is None or found[1].latent is None:
+        return []
+    return list(found[1].latent.up.parameters())
+
+
 def without_graph(losses: Losses) -> Losses:
     """The same figures, to be kept after the phase that told them."""
     return replace(
@@ -69,8 +77,7 @@ def whole(model: LanguageModel, pieces: Sequence[Losses]) -> Losses:
 def _of_block(
     model: LanguageModel, phase: Phase, context: Context, given: tuple[Tensor, ...]
 ) -> tuple[tuple[Tensor, ...], Losses | None]:
-    blocks = model.stack.blocks if phase.depth is None else _depth(model, phase).blocks
-    block = cast(Block, blocks[str(phase.block)])
+    block = _block(model, phase)
     match phase.kind:
         case "mix":
             (x_BtC,) = given
@@ -126,8 +133,8 @@ def _around_blocks(
         case "enter":
             assert model.embedding is not None
             assert phase.depth is not None
-            shown = targets(context.batch, phase.depth)
-            return (_depth(model, phase).enter(*given, model.embedding(shown.tokens_BT)),), None
+            (hidden_BtC,), shown = given, targets(context.batch, phase.depth)
+            return (_depth(model, phase).enter(hidden_BtC, model.embedding(shown.tokens_BT)),), None
         case "final_norm":
             norm = model.final_norm if phase.depth is None else _depth(model, phase).final_norm
             assert norm is not None
@@ -148,6 +155,11 @@ def _told(model: LanguageModel, phase: Phase, context: Context, hidden_BtC: Tens
     loss_sum, count = model.nothing()
     weight = model.shape.mtp_loss / len(model.mtp)
     return Losses(loss_sum=loss_sum, token_count=count, aux={}, balances={}, mtp=(mtp,), mtp_weight=weight)
+
+
+def _block(model: LanguageModel, phase: Phase) -> Block:
+    blocks = model.stack.blocks if phase.depth is None else _depth(model, phase).blocks
+    return cast(Block, blocks[str(phase.block)])
 
 
 def _depth(model: LanguageModel, phase: Phase) -> Mtp:

@@ -2,7 +2,9 @@
 
 Forward is blue, backward orange, each darker from one virtual stage to the next; what is hatched is idle.
 The number in a box is the micro-batch, left out where boxes are too narrow. Right of the rows stand the peak of
-live forwards and the idle share of each rank. Time is in forwards: the mean duration of an `F`.
+live forwards and the idle share of each rank. Time is in forwards: the mean duration of a segment's `F`.
+
+Where a schedule goes into phases, each row has two lanes: what computes stands above what communicates.
 """
 
 from __future__ import annotations
@@ -10,17 +12,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import floor, log10
+from types import MappingProxyType
 from xml.sax.saxutils import escape
 
 from braid.schedule.check import live_peaks
 from braid.schedule.ops import Act
+from braid.schedule.phases import Stream
 from braid.schedule.rendezvous import Span
 from braid.schedule.simulate import Timeline
+from braid.schedule.views import stream_of
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 68.0, 108.0, 74.0, 40.0
 """Margins around the rows."""
 _ROW, _BOX = 30.0, 24.0
 """Height of a row, and of the boxes in it."""
+_LANES = MappingProxyType(
+    {None: (0.0, _BOX), Stream.COMPUTE: (0.0, _BOX * 0.6), Stream.COMMUNICATION: (_BOX * 0.64, _BOX * 0.36)}
+)
+"""Where a box begins within its row, and its height, by the stream that it ran on."""
 _WIDEST, _UNIT = 1440.0, 40.0
 """The rows are at most this wide, and a forward is at most this wide."""
 _NARROWEST = 560.0
@@ -31,6 +40,7 @@ _LEGEND_STAGES = 8
 """With more virtual stages than this, the legend shows the first and the last."""
 _FORWARD = ((207, 225, 245), (26, 86, 158))
 _BACKWARD = ((253, 223, 184), (190, 84, 10))
+_WEIGHTS = ((205, 232, 205), (44, 120, 60))
 """Lightest and darkest shade."""
 _STYLE = """
 text{font:11px system-ui,'Segoe UI',Helvetica,Arial,sans-serif;fill:#24292f}
@@ -91,8 +101,9 @@ def _count(number: int, thing: str) -> str:
 
 def _forward_seconds(timeline: Timeline) -> float:
     """The unit of time: the mean forward, or one second where nothing took any time."""
-    spent = [s.end - s.start for spans in timeline.spans for s in spans if s.op.act is Act.F]
-    return sum(spent) / len(spent) if spent and sum(spent) else 1.0
+    forwards = [s for spans in timeline.spans for s in spans if s.op.act is Act.F]
+    spent, turns = sum(s.end - s.start for s in forwards), {(s.op.micro_batch, s.op.segment) for s in forwards}
+    return spent / len(turns) if spent else 1.0
 
 
 # ------------------------------------------------------------------------------------------------- parts
@@ -101,6 +112,7 @@ def _forward_seconds(timeline: Timeline) -> float:
 def _rows(timeline: Timeline, pixels: float, numbers: _Numbers) -> Iterator[str]:
     """For each rank its name, the idle ground, and a box for everything that takes time."""
     begin, ground = timeline.begin, _n(timeline.makespan * pixels)
+    stream = stream_of(timeline.schedule)
     for rank, spans in enumerate(timeline.spans):
         y = _TOP + _ROW * rank
         yield _text(_LEFT - 10, y + _BOX / 2 + 4, f"rank {rank}", "end")
@@ -108,18 +120,21 @@ def _rows(timeline: Timeline, pixels: float, numbers: _Numbers) -> Iterator[str]
         for span in spans:
             if span.end > span.start and (span.op.act.computes or span.op.act is Act.SUM_COPIES):
                 x, wide = _LEFT + (span.start - begin) * pixels, (span.end - span.start) * pixels
-                yield from _box(timeline, span, x, y, wide, numbers)
+                top, high = _LANES[stream(span.op)]
+                yield from _box(timeline, span, x, y + top, wide, high, numbers)
 
 
-def _box(timeline: Timeline, span: Span, x: float, y: float, wide: float, numbers: _Numbers) -> Iterator[str]:
+def _box(
+    timeline: Timeline, span: Span, x: float, y: float, wide: float, high: float, numbers: _Numbers
+) -> Iterator[str]:
     op, virtual = span.op, timeline.schedule.virtual
     wide -= 0.6 if wide > 4 else 0.0
     stage = 0 if op.segment is None else op.segment // timeline.schedule.pp
     look = f"{op.act.value.lower()}{stage}" if op.act.computes else "sum"
-    yield f'<rect class="{look}" x="{_n(x)}" y="{_n(y)}" width="{_n(wide)}" height="{_n(_BOX)}"/>'
+    yield f'<rect class="{look}" x="{_n(x)}" y="{_n(y)}" width="{_n(wide)}" height="{_n(high)}"/>'
     if op.act in numbers.acts:
         light = " light" if _darkness(stage, virtual) > 0.5 else ""
-        yield _text(x + wide / 2, y + _BOX / 2 + 4, str(op.micro_batch), f"mid {numbers.look}{light}")
+        yield _text(x + wide / 2, y + high / 2 + 4, str(op.micro_batch), f"mid {numbers.look}{light}")
 
 
 @dataclass(frozen=True)
@@ -181,6 +196,8 @@ def _legend(timeline: Timeline, y: float, numbers: _Numbers) -> Iterator[str]:
     entries = [([f"f{stage}" for stage in stages], "forward")]
     if timeline.schedule.backward:
         entries.append(([f"b{stage}" for stage in stages], "backward"))
+    if timeline.schedule.delayed:
+        entries.append(([f"w{stage}" for stage in stages], "weight gradients"))
     if any(s.op.act is Act.SUM_COPIES and s.end > s.start for spans in timeline.spans for s in spans):
         entries.append((["sum"], "sum of copies"))
     x = _LEFT
@@ -193,6 +210,7 @@ def _legend(timeline: Timeline, y: float, numbers: _Numbers) -> Iterator[str]:
     yield f'<rect x="{_n(x)}" y="{_n(y)}" width="12" height="12" fill="url(#idle)" stroke="#d0d7de"/>'
     yield _text(x + 17, y + 10, "idle")
     notes = ["number: micro-batch"] * bool(numbers.acts) + ["darker: later virtual stage"] * (virtual > 1)
+    notes += ["lower lane: communication"] * bool(timeline.schedule.phases)
     yield _text(x + 52, y + 10, "; ".join(notes), "soft")
 
 
@@ -201,7 +219,7 @@ def _legend(timeline: Timeline, y: float, numbers: _Numbers) -> Iterator[str]:
 
 def _shades(virtual: int) -> str:
     rules = []
-    for name, (light, dark) in (("f", _FORWARD), ("b", _BACKWARD)):
+    for name, (light, dark) in (("f", _FORWARD), ("b", _BACKWARD), ("w", _WEIGHTS)):
         for stage in range(virtual):
             part = _darkness(stage, virtual)
             red, green, blue = (round(a + (b - a) * part) for a, b in zip(light, dark, strict=True))

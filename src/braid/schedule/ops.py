@@ -19,19 +19,19 @@ of these adds an op of its own.
 - `SUM_COPIES` adds up the gradients of a weight that several stages hold (the embedding, where the last stage
   has a tied head or MTP). It stands after the last `B` and is done once per step.
 - Weights that ranks of a stage share come and go by **units**: `UNSHARD` begins to gather one and goes on,
-  `WAIT` waits for it, `RESHARD` lets go of it. `ACCUM` puts a micro-batch's gradient of a unit with those before
-  it, `REDUCE_GRAD` sums what there is over the ranks that share it. `FINISH` stands behind the last of them:
-  reduced gradients can be read after it. A builder places none of these; `lowering` does.
+  `WAIT` waits for it, `RESHARD` lets go of it. `ACCUM` puts a micro-batch's gradient of a unit with those
+  before it, `REDUCE_GRAD` sums what there is over the ranks that share it. `FINISH` stands behind the last of
+  them: reduced gradients can be read after it. A builder places none of these; `lowering` does.
 - Where a schedule goes into **phases** (see `phases`), `F` and `B` name the phase that they run, and `W` adds
-  the weight gradients of a phase whose `B` has left them for later. What a segment is given is read by the phases
-  that read `in`, what it sends is made by the one that writes `out`.
+  the weight gradients of a phase whose `B` has left them for later. What a segment is given is read by the
+  phases that read `in`, what it sends is made by the one that writes `out`.
 - An op may declare the **collectives** that it issues, in order. Their members are pipeline ranks: a collective
   among the ranks of one stage has one member.
 
 **Text.** `F3.1` is the forward of micro-batch 3 on segment 1, `SEND_F3.1>2` sends its output to rank 2, which
 has `RECV_F3.2<1`: a message op names the segment on its own rank. `B3.1:2.mix` is one phase of `B3.1`. A unit
-stands in parentheses, `UNSHARD(head)`. Declared collectives follow in brackets, `SUM_COPIES[embedding:grad@0,3]`.
-`parse_op` and `parse_ops` read what `str` writes.
+stands in parentheses, `UNSHARD(head)`. Declared collectives follow in brackets,
+`SUM_COPIES[embedding:grad@0,3]`. `parse_op` and `parse_ops` read what `str` writes.
 """
 
 from __future__ import annotations

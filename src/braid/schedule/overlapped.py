@@ -37,6 +37,10 @@ class Options(NamedTuple):
     """Whether the mixers of a backward go before the experts of the forward beside it."""
 
 
+PLAIN = Options()
+"""Nothing but overlap."""
+
+
 class Side(NamedTuple):
     """One segment of a micro-batch, in one direction, with its messages."""
 
@@ -57,7 +61,7 @@ def overlapped(
     pp: int,
     micro_batches: int,
     group_size: int | None = None,
-    options: Options = Options(),
+    options: Options = PLAIN,
 ) -> Schedule:
     """For the chains of all segments. Warm-up and cool-down run the same phases with one side absent."""
     segments = len(chains)
@@ -116,7 +120,7 @@ def _side(act: Act, turn: Turn | None, chains: Sequence[Chain], holder: Sequence
 # ------------------------------------------------------------------------------------------- pairs
 
 
-def pair(f: Side | None, b: Side | None, options: Options = Options()) -> Ops:
+def pair(f: Side | None, b: Side | None, options: Options = PLAIN) -> Ops:
     """A forward and a backward, link by link: f's first with b's last. What is left over of b comes before what
     is left over of f. Weight gradients of b's first link wait until its message is on its way."""
     ops: list[Op] = []

@@ -98,19 +98,23 @@ class Chain:
         return (*self.first, *(phase for link in self.links for phase in link.phases), *self.last)
 
 
-def chains(layout: Layout, pp: int, *, tied: bool = False, shared_experts: bool = False) -> tuple[Chain, ...]:
+def chains(
+    layout: Layout, pp: int, *, tied: bool = False, shared_experts: bool = False, latent: bool = False
+) -> tuple[Chain, ...]:
     """One chain for each segment of a schedule; without a pipeline, a single one for the whole layout.
-    `shared_experts` says whether the layers of experts have one that every token visits."""
+    `shared_experts` says whether the layers of experts have one that every token visits, `latent` whether what
+    returns from experts goes through a projection."""
     count = len(layout.segments)
     cuts = [range(count)] if pp == 1 else [range(index, index + 1) for index in range(count)]
-    return tuple(_chain(layout, cut, tied=tied, shared_experts=shared_experts) for cut in cuts)
+    return tuple(_chain(layout, cut, EMBEDDING if tied else HEAD, shared_experts, latent) for cut in cuts)
 
 
-def _chain(layout: Layout, cut: range, *, tied: bool, shared_experts: bool) -> Chain:
+def _chain(layout: Layout, cut: range, teller: str, shared_experts: bool, latent: bool) -> Chain:
     """The segments of a cut as one."""
     blocks = [block for index in cut for block in layout.segments[index].blocks]
     begins, ends = cut.start == 0, cut.stop == len(layout.segments)
-    thread = _Thread(EMBEDDING if tied else HEAD, shared_experts, final=None if ends else _final(blocks, begins))
+    final = None if ends else _final(blocks, begins)
+    thread = _Thread(teller, shared_experts=shared_experts, latent=latent, final=final)
     first = [thread.embed()] if begins else []
     links = [thread.link(block, None) for block in blocks]
     if not ends:
@@ -144,8 +148,8 @@ def _has_experts(block: Block) -> bool:
 class _Thread:
     """Makes phases in order, and names the stream of hidden states that goes from one to the next."""
 
-    def __init__(self, teller: str, shared_experts: bool, final: str | None) -> None:
-        self.teller, self.shared_experts, self.final = teller, shared_experts, final
+    def __init__(self, teller: str, *, shared_experts: bool, latent: bool, final: str | None) -> None:
+        self.teller, self.shared_experts, self.latent, self.final = teller, shared_experts, latent, final
         self.stream = IN
 
     def onward(
@@ -205,7 +209,11 @@ class _Thread:
                 kind="experts", **where, reads=(arrived, arrived_probs), writes=(computed,), weights=True
             ),
             combine=self.onward(
-                "combine", **where, beside=(computed, *shared), stream=Stream.COMMUNICATION, weights=True
+                "combine",
+                **where,
+                beside=(computed, *shared),
+                stream=Stream.COMMUNICATION,
+                weights=self.latent,
             ),
         )
 

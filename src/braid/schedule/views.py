@@ -1,8 +1,8 @@
 """Schedules that go into phases, seen as schedules of whole segments; and the rules of the phases themselves.
 
-What `check` knows about segments holds for phases in two views: in the wide one a segment's `F` stands where its
-first phase runs and its `B` where its last one does, in the narrow one the other way round. A receive that comes
-before the wide `F` and a send that comes after the narrow one are right whatever the phases read and write.
+What `check` knows about segments holds for phases in two views: in the wide one a segment's `F` stands where
+its first phase runs and its `B` where its last one does, in the narrow one the other way round. A receive that
+comes before the wide `F` and a send that comes after the narrow one are right whatever phases read and write.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _view(
 
 
 def stream_of(schedule: Schedule) -> Callable[[Op], Stream | None]:
-    """The stream of each op that runs a phase; weight gradients are computed, whatever the phase."""
+    """The stream of each op that runs a phase."""
     streams = {
         (segment, phase.name): phase.stream
         for segment, phases in enumerate(schedule.phases)
@@ -68,7 +68,7 @@ def stream_of(schedule: Schedule) -> Callable[[Op], Stream | None]:
     def stream(op: Op) -> Stream | None:
         if op.phase is None or op.segment is None:
             return None
-        return Stream.COMPUTE if op.act is Act.W else streams.get((op.segment, op.phase), Stream.COMPUTE)
+        return streams.get((op.segment, op.phase), Stream.COMPUTE)
 
     return stream
 

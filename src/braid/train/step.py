@@ -21,6 +21,7 @@ from braid.config import Run
 from braid.data import Loader
 from braid.engine.executor import Turn, execute
 from braid.engine.node import Function, Watch
+from braid.engine.sharding import execute_sharded
 from braid.engine.streams import streams_for
 from braid.errors import DataError
 from braid.model import nodes
@@ -32,6 +33,7 @@ from braid.nn.weight_sink import WeightSink, hand_sink
 from braid.optim import gradients
 from braid.parallel.sharding import before_backward, release
 from braid.schedule import Op, Phase, forward_only
+from braid.train.driving import driving
 from braid.train.feed import micro_batch
 from braid.train.loads import Loads, figures, update_selection_biases
 from braid.train.ranks import gather_json, together
@@ -145,10 +147,15 @@ def backward(
 ) -> tuple[dict[str, Tensor], Loads]:
     """Leave the gradient of the whole step in the optimizer; tell this rank's part of its figures, and the
     load of its experts over all ranks. Nodes may be watched while they run."""
-    groups, kind = state.model.groups, _NodeStep if state.schedule.phases else _Step
-    step = kind(state, run, batches, counts)
-    wires = state.wires(len(batches[0].sample_B), run)
-    state.log = execute(state.schedule, groups.pp.rank, step, wires, watch)
+    groups, wires = state.model.groups, state.wires(len(batches[0].sample_B), run)
+    rank, driven = groups.pp.rank, driving(state.model, state.schedule, run)
+    if driven is not None:
+        step: _Step = _DrivenStep(state, run, batches, counts)
+        who = (driven.driver, driven.uses)
+        state.log = execute_sharded(driven.schedule, rank, step, wires, *who, watch)
+    else:
+        step = (_NodeStep if state.schedule.phases else _Step)(state, run, batches, counts)
+        state.log = execute(state.schedule, rank, step, wires, watch)
     step.end()
     return step.metrics, step.loads.over(groups.slab)
 
@@ -203,8 +210,12 @@ class _Step:
         before_backward(self.model, modules, self.run.mesh.shard, last=last, done=done)
 
     def after_backward(self, turn: Turn) -> None:
-        micro_batch, segment = turn
         self.state.optimizer.gather()
+        self._forget(turn)
+
+    def _forget(self, turn: Turn) -> None:
+        """Drop what is known of a micro-batch, once it has left this rank."""
+        micro_batch, segment = turn
         if segment == (0 if self.model.groups.pp.size == 1 else self.model.segments[0]):
             del self.contexts[micro_batch]
 
@@ -252,6 +263,9 @@ class _NodeStep(_Step):
     def parameter(self, name: str) -> nn.Parameter:
         return self.model.get_parameter(name)
 
+    def weights_of(self, phase: Phase) -> Sequence[Tensor]:
+        return nodes.weights_beside_communication(self.model, phase)
+
     def delaying(self, turn: Turn, phase: Phase) -> AbstractContextManager[None]:
         assert self.sink is not None
         return self.sink.node((*turn, phase.name))
@@ -264,6 +278,25 @@ class _NodeStep(_Step):
         hand_sink(self.model, None)
         if self.sink is not None:
             self.sink.finish()
+
+
+class _DrivenStep(_NodeStep):
+    """One step's work, phase by phase, where ops gather weights and reduce gradients: they can be read when all
+    of them have run."""
+
+    def before_backward(self, turn: Turn) -> None:
+        pass
+
+    def after_backward(self, turn: Turn) -> None:
+        self._forget(turn)
+
+    def sum_copies(self, op: Op) -> None:
+        self.state.optimizer.gather()
+        super().sum_copies(op)
+
+    def end(self) -> None:
+        super().end()
+        self.state.optimizer.gather()
 
 
 def segments_of(model: LanguageModel, segment: int) -> Sequence[int]:

@@ -1,4 +1,5 @@
-"""Ids that the model does not know are refused on every rank with the same words, whatever the topology."""
+"""What goes wrong on one rank goes wrong on all of them alike: ids that the model does not know, gradients that
+are not finite. Disks that fail are in test_reshard.py."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
+import torch
 
 from braid.config import Run
 from braid.data import Loader
@@ -58,3 +60,31 @@ def test_an_id_out_of_range_is_refused_on_all_ranks_alike(words, corpus):
     first, second = run_ranks(2, _refused, Topology(world=2, words=words).of(run), timeout_s=40)
     assert first == second
     assert all(f"token id {VOCAB} in row" in said for said in first)
+
+
+# ------------------------------------------------------------------------------------------ not finite
+
+
+def _spoiled(rank: int, world: int, run: Run) -> tuple[tuple[str, ...], int, bool, bool]:
+    """A step in which one rank's gradient of its last weight is infinite, and a sound one."""
+    state, feed = started(rank, world, run)
+    before = {name: weight.clone() for name, weight in state.weights().items()}
+    found = state.optimizer.gradients()
+    if rank == 1:
+        [*found.values()][-1].flatten()[-1] = torch.inf
+    result = train_step(state, run, feed.train, LEARNING_RATE)
+    skipped = state.skipped_in_a_row
+    kept = all(torch.equal(weight, before[name]) for name, weight in state.weights().items())
+    train_step(state, run, feed.train, LEARNING_RATE)
+    moved = any(not torch.equal(weight, before[name]) for name, weight in state.weights().items())
+    return result.not_finite, skipped, kept, moved
+
+
+@pytest.mark.parametrize("words", ["", "tp2 ep2", "pp2"])
+def test_a_step_that_one_rank_cannot_do_is_skipped_by_all(words, corpus):
+    run = Topology(world=2, words=words).of(run_of("latent", corpus))
+    first, second = run_ranks(2, _spoiled, run)
+    assert first == second
+    names, skipped, kept, moved = first
+    assert len(names) == 1
+    assert (skipped, kept, moved) == (1, True, True)

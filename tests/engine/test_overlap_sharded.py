@@ -1,0 +1,73 @@
+"""Overlap where ranks share weights: the schedule drives FSDP2, and gives the bits that its hooks give."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from braid import fit
+from braid.engine.node import Watch
+from braid.parallel.groups import open_groups
+from braid.plan import plan
+from braid.train import state as states
+from braid.train import step as steps
+from braid.train.building import make_state, open_meshes
+from braid.train.device import choose_device
+from tests.engine.overlap_cases import RATE, Case, micro_batches
+from tests.ranks import run_ranks
+
+
+def both(rank: int, world: int, case: Case, shard: str) -> list[str]:
+    """What differs between a run by hooks and an overlapped one, over a few steps."""
+    device, told, groups, meshes = choose_device("cpu"), [], None, None
+    for overlap in (False, True):
+        run = case.sharded(shard, overlap=overlap)
+        worked_out = plan(run, world)
+        runs = fit.tp_runs(run.model, worked_out.layout.kinds(), worked_out.axes.tp)
+        groups = open_groups(worked_out.grid, rank, tp_runs=runs) if groups is None else groups
+        meshes = open_meshes(worked_out, device, groups) if meshes is None else meshes
+        state = make_state(worked_out, device, groups, meshes)
+        states.initialize(state, run)
+        seen: dict[str, Tensor] = {}
+        for number in range(case.steps):
+            batches = micro_batches(case, groups, number)
+            watch = Watch() if overlap else None
+            parts, loads = steps.backward(state, run, batches, steps.count(state.model, batches), watch)
+            for name, figure in {**parts, **state.optimizer.gradients()}.items():
+                seen[f"{name} in step {number}"] = figure.clone()
+            state.optimizer.update(RATE)
+            steps.update_selection_biases(state.model, loads)
+        seen |= {name: tensor.detach().clone() for name, tensor in state.weights().items()}
+        told.append(seen)
+    plain, overlapped = told
+    assert plain.keys() == overlapped.keys()
+    return [name for name, tensor in plain.items() if not torch.equal(tensor, overlapped[name])]
+
+
+@pytest.mark.parametrize(
+    ("case", "shard"),
+    [
+        (Case(world=2, ep=2, pattern="[*E][M*E]/*E", tied=True, dtype="bf16", delayed=True), "all"),
+        (Case(world=4, pp=2, ep=2, pattern="[*E]|[*E]-|*E|[G*E]/*E", micro_batches=4), "gradients"),
+        (Case(world=2, tp=2, ep=2, pattern="[*E]-/*E", tied=True), "optimizer"),
+    ],
+    ids=str,
+)
+def test_sharded_weights_train_with_the_same_bits(case, shard):
+    assert run_ranks(case.world, both, case, shard) == [[]] * case.world
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("delayed", [False, True])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("shard", ["none", "optimizer", "gradients", "all"])
+@pytest.mark.parametrize(
+    ("world", "pp", "pattern"),
+    [(2, 1, "[*E][M*E]/*E/*E"), (4, 2, "|[*E]-|[G*E]|/*E"), (4, 2, "[*E]|E/*E")],
+)
+def test_every_strategy_has_the_same_bits(world, pp, pattern, shard, dtype, delayed):
+    case = Case(
+        world=world, pp=pp, ep=2, pattern=pattern, dtype=dtype, delayed=delayed, tied=True, latent=4, steps=3
+    )
+    assert run_ranks(world, both, case, shard) == [[]] * world
