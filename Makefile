@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help train venv test test-long lint format bench clean
+.PHONY: help train venv test test-long test-exhaustive lint format bench clean
 
 help: ## Show the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -15,10 +15,13 @@ venv: ## Make or refresh .venv (a torch >= 2.11 that is already here is used, no
 	@$(PYTHON) scripts/setup_venv.py dev hf
 
 test: venv ## Run the tests (at most 10 minutes on 2 cores)
-	$(BIN)/python -m pytest -n 2 -m "not long"
+	$(BIN)/python -m pytest -n 2 -m "not long and not exhaustive"
 
 test-long: venv ## Run the long tests (at most 30 minutes on 2 cores)
 	$(BIN)/python -m pytest -n 2 -m long
+
+test-exhaustive: venv ## Run whole products of cases of which the other tests hold samples (an hour or more)
+	$(BIN)/python -m pytest -n 2 -m exhaustive
 
 lint: venv ## Check style and types
 	$(BIN)/python -m ruff check .

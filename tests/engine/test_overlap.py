@@ -66,7 +66,7 @@ def test_ranks_have_the_same_losses_gradients_and_weights(case):
     check(case)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", MANY, ids=str)
 def test_every_kind_of_model_has_the_same_bits_everywhere(case):
     check(replace(case, steps=5))

@@ -58,7 +58,7 @@ def test_sharded_weights_train_with_the_same_bits(case, shard):
     assert run_ranks(case.world, both, case, shard) == [[]] * case.world
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("delayed", [False, True])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("shard", ["none", "optimizer", "gradients", "all"])

@@ -83,7 +83,7 @@ def test_a_sample_on_four_ranks() -> None:
     assert_equal(4, [replace(base, mesh=Mesh(replicate=2))], [Variant("gradients", "schedule", once=False)])
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("world", "variants"), [(2, MOST), (4, EACH)])
 @pytest.mark.parametrize(("block", "dtype"), [("[*E]", "fp32"), ("[*E]", "bf16"), ("[M*E]", "bf16")])
 @pytest.mark.parametrize("blocks", [1, 3, 4])
@@ -94,7 +94,7 @@ def test_every_number_of_blocks_and_micro_batches(
     assert_equal(world, [replace(base, micro_batches=m) for m in (1, 3, 4)], variants, timeout_s=900.0)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize(
     "mesh", [Mesh(ep=2), Mesh(ep=4), Mesh(tp=2), Mesh(tp=2, etp=2)], ids=["ep2", "ep4", "tp2", "etp2"]
@@ -116,7 +116,7 @@ def test_experts_behind_a_latent() -> None:
     assert_equal(2, [Case(blocks=2, latent=6, mesh=Mesh(ep=2), dtype="bf16")], [*PLAIN, *EACH], timeout_s=300.0)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("blocks", [2, 4])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("tail", ["", "/*E"])
@@ -126,7 +126,7 @@ def test_pipelines(blocks: int, tied: bool, tail: str) -> None:
     assert_equal(4, [case], [*PLAIN, *EACH], timeout_s=600.0)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("tail", ["", "/*E", "/*E/*E"])
 def test_tied_weights_and_mtp(tied: bool, tail: str) -> None:

@@ -55,8 +55,8 @@ def signalled_at(step, number):
     """A train_step after which, at the given step, this process gets a signal."""
     real = loop.train_step
 
-    def train_step(state, *arguments):
-        result = real(state, *arguments)
+    def train_step(state, *arguments, **options):
+        result = real(state, *arguments, **options)
         if state.step == step:
             os.kill(os.getpid(), number)
         return result

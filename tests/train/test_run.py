@@ -20,7 +20,7 @@ from braid.train import state as states
 from braid.train.building import make_state
 from braid.train.device import Device, choose_device
 from braid.train.feed import open_feed
-from braid.train.loads import Loads, update_selection_biases
+from braid.train.loads import Loads, figures, update_selection_biases
 from braid.train.loop import begin_or_continue, train_to_end
 from braid.train.places import Places
 from braid.train.step import backward, evaluate, micro_batches, train_step
@@ -226,7 +226,7 @@ def test_loads_add_up_over_micro_batches():
     loads = Loads().plus({layer: first}).plus({layer: second})
     assert loads.counts_E[layer].tolist() == [6, 2, 4]
     assert loads.favourites_E[layer].tolist() == [4, 4, 4]
-    metrics = loads.metrics()
+    metrics = figures(loads.layers())
     assert metrics["moe_max_over_mean"] == pytest.approx(1.5)
     assert metrics["moe_min_over_mean"] == pytest.approx(0.5)
     assert metrics["moe_dropped"] == pytest.approx(1 / 12)

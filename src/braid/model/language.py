@@ -175,8 +175,10 @@ class LanguageModel(nn.Module):
     def check(self, batch: MicroBatch) -> None:
         """Refuse a micro-batch with ids that the model does not know."""
         check_ids(batch.tokens_BT, self.shape.vocab)
-        if self.layout.mtp and batch.training:
-            check_ids(batch.labels_BT, self.shape.vocab)  # depths read them as tokens
+        labels_BT = batch.labels_BT
+        if not (self.layout.mtp and batch.training):  # depths read all of them as tokens
+            labels_BT = labels_BT.where(batch.loss_mask_BT, 0)
+        check_ids(labels_BT, self.shape.vocab)
 
     def new_caches(self, rows: int) -> dict[Layer, Cache]:
         """What generation remembers of `rows` documents that have not begun."""

@@ -138,7 +138,9 @@ class _Loop:
             done = self.state.step == steps
             if done or self._due(self.run.train.save_every):
                 saved = self._save(must=done)
-            if last.stop and not done:
+            # Alone, a process need not wait until all ranks know.
+            alone_asked = self.plan.world == 1 and self.asked.signal is not None
+            if (last.stop or alone_asked) and not done:
                 self._save(must=True)
                 raise everywhere(PreemptedError(self._told_stopped()))
         if last is None:

@@ -204,13 +204,20 @@ class _Step:
             self.metrics[name] = self.metrics[name] + told if name in self.metrics else told
 
     def before_backward(self, turn: Turn) -> None:
-        micro_batch, segment = turn
-        last = micro_batch == len(self.batches) - 1
-        modules, done = self.modules.get(segment, []), last and segment == min(self.modules, default=segment)
-        before_backward(self.model, modules, self.run.mesh.shard, last=last, done=done)
+        modules, last = self.modules.get(turn[1], []), self._is_last(turn[0])
+        before_backward(self.model, modules, self.run.mesh.shard, last=last, done=self._is_done(turn))
+
+    def _is_last(self, micro_batch: int) -> bool:
+        return micro_batch == len(self.batches) - 1
+
+    def _is_done(self, turn: Turn) -> bool:
+        """Whether this is the last backward of the step on this rank."""
+        return self._is_last(turn[0]) and turn[1] == min(self.modules, default=turn[1])
 
     def after_backward(self, turn: Turn) -> None:
-        self.state.optimizer.gather()
+        # What ranks reduce may still be on its way, until the step's last backward has waited for all of it.
+        if self.model.groups.world.size == 1 or self._is_done(turn):
+            self.state.optimizer.gather()
         self._forget(turn)
 
     def _forget(self, turn: Turn) -> None:
