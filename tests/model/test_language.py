@@ -188,3 +188,18 @@ def test_of_tokens_is_one_document_per_row() -> None:
     made = MicroBatch.of_tokens(tokens)
     given = replace(batch([[3]]), tokens_BT=tokens, training=False)
     assert torch.equal(model.logits(model.prepare(made)), model.logits(model.prepare(given)))
+
+
+def test_labels_that_count_must_be_ids_and_others_may_be_anything():
+    model, rows = build("[*-]"), batch([[5, 4]])
+    mask = torch.zeros_like(rows.loss_mask_BT)
+    mask[0, 2] = True
+    for place, known in ((3, True), (2, False)):
+        labels = rows.labels_BT.clone()
+        labels[0, place] = 17
+        spoiled = replace(rows, labels_BT=labels, loss_mask_BT=mask)
+        if known:
+            model(spoiled)
+        else:
+            with pytest.raises(DataError, match="token id 17 in row 0 at token 2"):
+                model(spoiled)

@@ -63,10 +63,10 @@ def execute(
 ) -> tuple[Span, ...]:
     """Run the ops of a pipeline rank, and return what ran when, in seconds of this process's clock. `work` is
     a `NodeWork` as well where the schedule goes into phases."""
-    return _Executor(schedule, rank, work, wires, watch).run()
+    return Executor(schedule, rank, work, wires, watch).run()
 
 
-class _Executor:
+class Executor:
     """The state of one run of one list."""
 
     def __init__(

@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, UnshardHandle
 
 from braid.engine import fsdp2
-from braid.engine.executor import Wires, Work, _Executor
+from braid.engine.executor import Executor, Wires, Work
 from braid.engine.node import Watch
 from braid.parallel.sharding import Unit
 from braid.schedule import Act, Op, Phase, Schedule, Span
@@ -205,7 +205,7 @@ def execute_sharded(
         raise
 
 
-class _ShardingExecutor(_Executor):
+class _ShardingExecutor(Executor):
     """An interpreter that has ops about units done by a driver."""
 
     def __init__(

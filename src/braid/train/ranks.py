@@ -238,6 +238,8 @@ def together(group: Group) -> Iterator[None]:
     try:
         yield
     except BraidError as error:
+        if is_everywhere(error):
+            raise  # all ranks know of it already
         problem = error
     _raise_together(problem, group)
 
