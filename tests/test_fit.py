@@ -40,10 +40,11 @@ LATENT = with_model(
     [
         (meshed(tp=2), 3, "world", "multiple of mesh.tp times mesh.cp times mesh.pp (2)"),
         (meshed(ep=3), 2, "mesh.ep", "must divide tp x cp x dp (2)"),
-        (meshed(tp=8), 8, "model.attention.heads", "multiple of mesh.tp times mesh.cp (8)"),
-        (meshed(cp=8), 8, "model.attention.heads", "multiple of mesh.tp times mesh.cp (8)"),
+        (meshed(tp=8), 8, "mesh.tp times mesh.cp", "must divide model.attention.heads (4)"),
+        (meshed(cp=8), 8, "mesh.tp times mesh.cp", "must divide model.attention.heads (4)"),
+        (meshed(ep=2, dispatcher="deep_ep"), 2, "mesh.dispatcher", "DeepEP carries bf16"),
         (meshed(tp=5), 5, "data.sequence_tokens", "multiple of mesh.tp times mesh.cp (5)"),
-        (meshed(tp=5), 5, "model.mlp.ffn", "multiple of mesh.tp (5)"),
+        (meshed(tp=5), 5, "mesh.tp", "must divide model.mlp.ffn (24)"),
         (meshed(tp=3), 3, "model.attention.kv_heads", "must divide mesh.tp (3) or be a multiple of it"),
         (meshed(), 3, "train.batch_samples", "multiple of data-parallel ranks times train.micro_batches (6)"),
         (meshed(ep=8), 8, "mesh.ep", "must divide model.moe.experts (4)"),
@@ -54,10 +55,10 @@ LATENT = with_model(
         (meshed(replicate=3), 2, "mesh.replicate", "must divide dp times mesh.cp (2)"),
         (meshed(ep=2, replicate=2), 2, "mesh.replicate", "ranks that hold the same experts (1)"),
         (meshed(with_model(pattern="[*-]"), ep=2), 2, "mesh.ep", "has no experts to share"),
-        (meshed(MAMBA, tp=4), 4, "model.mamba2.heads", "multiple of mesh.tp times mesh.cp (4)"),
+        (meshed(MAMBA, tp=4), 4, "mesh.tp times mesh.cp", "must divide model.mamba2.heads (6)"),
         (meshed(MAMBA, tp=2), 2, "model.mamba2.groups", "must divide mesh.tp (2) or be a multiple of it"),
         (meshed(DELTA, tp=2), 2, "model.delta_net.key_heads", "must divide mesh.tp (2) or be a multiple of it"),
-        (meshed(LATENT, tp=4), 4, "model.latent_attention.heads", "multiple of mesh.tp times mesh.cp (4)"),
+        (meshed(LATENT, tp=4), 4, "mesh.tp times mesh.cp", "must divide model.latent_attention.heads (6)"),
     ],
 )
 def test_what_does_not_fit_is_told_with_the_rule(run, world, field, rule):
@@ -68,7 +69,7 @@ def test_what_does_not_fit_is_told_with_the_rule(run, world, field, rule):
 
 def test_everything_that_does_not_fit_is_told_at_once():
     fields = {problem.field for problem in check(meshed(tp=5), 5)}
-    assert {"model.attention.heads", "model.mlp.ffn", "data.sequence_tokens", "mesh.tp"} <= fields
+    assert {"mesh.tp times mesh.cp", "model.attention.kv_heads", "data.sequence_tokens", "mesh.tp"} <= fields
 
 
 def test_a_remedy_for_heads_works():

@@ -132,6 +132,13 @@ def _experts(run: Run, kinds: frozenset[Kind], axes: Sizes) -> Iterator[Problem]
                 rule = f"the pattern {run.model.pattern!r} has no experts to share"
                 yield Problem(field=f"mesh.{name}", value=size, rule=rule, remedy="1")
         return
+    if run.mesh.dispatcher == "deep_ep":
+        for wrong, rule in (
+            (run.train.dtype != "bf16", f"DeepEP carries bf16, train.dtype is {run.train.dtype}"),
+            (moe.pad_to_capacity, "DeepEP cannot pad to capacity"),
+        ):
+            if wrong:
+                yield Problem(field="mesh.dispatcher", value="deep_ep", rule=rule, remedy="all_to_all")
     yield from rules.divides("mesh.ep", axes.ep, moe.experts, "model.moe.experts")
     yield from rules.divides("mesh.etp", axes.etp, moe.ffn, "model.moe.ffn")
     if moe.shared_ffn:
@@ -179,7 +186,7 @@ def _above(value: int, unit: int) -> int:
 
 
 def _heads(field: str, heads: int, axes: Sizes) -> Iterator[Problem]:
-    yield from rules.multiple_of(field, heads, axes.tp * axes.cp, "mesh.tp times mesh.cp")
+    yield from rules.divides("mesh.tp times mesh.cp", axes.tp * axes.cp, heads, field)
 
 
 def _attention(model: Model, axes: Sizes) -> Iterator[Problem]:
@@ -207,4 +214,4 @@ def _delta_net(model: Model, axes: Sizes) -> Iterator[Problem]:
 
 def _mlp(model: Model, axes: Sizes) -> Iterator[Problem]:
     if model.mlp is not None:
-        yield from rules.multiple_of("model.mlp.ffn", model.mlp.ffn, axes.tp, "mesh.tp")
+        yield from rules.divides("mesh.tp", axes.tp, model.mlp.ffn, "model.mlp.ffn")

@@ -403,7 +403,7 @@ def cut(layout: Layout, pp: int) -> Layout:
 def _cut_equally(layout: Layout, pp: int) -> Layout:
     total = len(layout.layers)
     if total % pp:
-        fitting = " or ".join(str(n) for n in range(1, total + 1) if total % n == 0)
+        fitting = " or ".join(str(n) for n in range(1, total + 1) if total % n == 0 and not _cuts(layout, n))
         raise _at_end(
             layout,
             f"{total} layers cannot be split equally over {pp} pipeline ranks: "
@@ -423,6 +423,13 @@ def _cut_equally(layout: Layout, pp: int) -> Layout:
         position += len(str(block))
     depth = [layer.kind for layer in layout.mtp[0].layers] if layout.mtp else []
     return _layout(items, depth, len(layout.mtp))
+
+
+def _cuts(layout: Layout, pp: int) -> bool:
+    """Whether an equal split would cut a group."""
+    total = len(layout.layers)
+    ends = ((block.layers[0].number - 1, block.layers[-1].number - 1) for block in layout.blocks)
+    return any(first * pp // total != last * pp // total for first, last in ends)
 
 
 def stages(layout: Layout, pp: int) -> tuple[Stage, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,8 +29,8 @@ DEVICES = MappingProxyType({"a100": 79, "h100": 79, "h200": 139, "b200": 178})
 UNITS = MappingProxyType({"gib": GIB, "gb": 10**9, "mib": 2**20, "mb": 10**6})
 MOST_LAYERS = 24
 """Letters of a stage's pattern that are shown."""
-WIDTH = 128
-"""Columns that the tables take, whatever the terminal has."""
+WIDTH = 240
+"""Columns that the tables may take where no terminal sets a limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +63,7 @@ def show_plan(words: list[str]) -> int:
     worked_out = plan(chosen.run, chosen.world)
     if chosen.svg is not None:
         _draw(worked_out, chosen.svg)
+        print(f"the timeline is drawn in {chosen.svg}", file=sys.stderr)
     found = estimate(worked_out, chosen.device)
     limit = None if chosen.device_memory is None else _bytes(chosen.device_memory)
     advice = advise(found, limit) if limit is not None and found.peak > limit else []
@@ -113,7 +115,8 @@ def _memory_problems(text: str | None) -> Iterator[Problem]:
 
 def _print(found: Estimate, limit: int | None, advice: list[Advice]) -> None:
     console = rich.console.Console(highlight=False)
-    console = rich.console.Console(highlight=False, width=max(console.width, WIDTH))
+    if not console.is_terminal:
+        console = rich.console.Console(highlight=False, width=WIDTH)
     console.print(_arrangement(found))
     console.print()
     console.print(f"a rank of each stage, {_unit(found.peak)[0]}", style="bold")
@@ -129,7 +132,7 @@ def _print(found: Estimate, limit: int | None, advice: list[Advice]) -> None:
     if not busiest.sent:
         console.print("nothing is sent: there is one rank")
         return
-    of_stage = f" of stage {busiest.stage}, which sends most" if len(found.stages) > 1 else ""
+    of_stage = f" of stage {busiest.stage}, which sends most," if len(found.stages) > 1 else ""
     console.print(f"what a rank{of_stage} sends in a step, MiB", style="bold")
     print_table(*_traffic_table(busiest), console)
 

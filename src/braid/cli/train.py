@@ -74,6 +74,7 @@ def train(words: list[str]) -> int:
     from braid.train.launch import check_gpus, launch
 
     check_gpus(worked_out.world, chosen.device)
+    print(f"starting {worked_out.world} ranks", file=sys.stderr)
     command = [sys.executable, "-m", "braid", "train", *words]
     return launch(command, world=worked_out.world, restarts=chosen.restarts, environment=os.environ)
 
