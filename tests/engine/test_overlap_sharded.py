@@ -61,7 +61,7 @@ def test_sharded_weights_train_with_the_same_bits(case, shard):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("delayed", [False, True])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("shard", ["none", "optimizer", "gradients", "all"])
+@pytest.mark.parametrize("shard", ["gradients", "all"])
 @pytest.mark.parametrize(
     ("world", "pp", "pattern"),
     [(2, 1, "[*E][M*E]/*E/*E"), (4, 2, "|[*E]-|[G*E]|/*E"), (4, 2, "[*E]|E/*E")],
