@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from braid import architecture, collectives, kernels, pattern
 from braid.collectives import Group
+from braid.engine import fsdp2
 from braid.model.language import LanguageModel
 from braid.nn.moe.all_gather import AllGather
 from braid.nn.moe.all_to_all import AllToAll
@@ -117,9 +118,9 @@ def test_sharded_units_on_nccl_give_the_gradients_of_the_plain_model(one_rank, d
         meshes={"dense": mesh, "expert": mesh},
         strategy=strategy,
         compute=dtype,
-        root_methods=("run", "wake"),
+        root_methods=("run",),
     )
-    sharded.wake()
+    fsdp2.wake(sharded)
     rows = replace(batch([[7, 5], [12], [4, 8]], vocab=97), step=1)
     modules = [unit.module for unit in sharded.units()]
     for last in (False, True):

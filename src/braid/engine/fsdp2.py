@@ -29,7 +29,8 @@ def sharded_modules(root: nn.Module) -> Iterator[FSDPModule]:
 
 
 def wake(root: FSDPModule) -> None:
-    """Have FSDP2 find out who is the root before any other unit is used."""
+    """Have FSDP2 find out who is the root before any other unit is used. On a GPU, a call of it without any
+    argument fails in torch 2.11."""
     if SETTLE not in vars(root):
         setattr(root, SETTLE, _unchanged)
         register_fsdp_forward_method(root, SETTLE)  # type: ignore[arg-type]

@@ -271,9 +271,6 @@ class LanguageModel(nn.Module):
         """Scores of every next token, for every token."""
         return self.tell(self.hidden(context))
 
-    def wake(self) -> None:
-        """Does nothing: whoever listens to calls of the model gets ready."""
-
     # -------------------------------------------------------------------------------------- facts
 
     def units(self) -> Iterator[Unit]:

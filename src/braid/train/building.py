@@ -7,9 +7,11 @@ from contextlib import contextmanager
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 from braid import fit, kernels
 from braid.collectives import Groups
+from braid.engine import fsdp2
 from braid.errors import ConfigError
 from braid.model.language import LanguageModel
 from braid.nn.moe import dispatchers
@@ -106,13 +108,14 @@ def _shard(model: LanguageModel, plan: Plan, device: Device, meshes: Mapping[str
         meshes=meshes,
         strategy=plan.run.mesh.shard,
         compute=model.dtype,
-        root_methods=("run", "logits", "wake"),
+        root_methods=("run", "logits"),
     )
     model.to_empty(device=device.torch)
     model.device = device.torch
     for tensor in model.tensors().values():
         local(tensor).zero_()
-    model.wake()
+    assert isinstance(model, FSDPModule)
+    fsdp2.wake(model)
 
 
 def _check_memory(plan: Plan, device: Device) -> None:

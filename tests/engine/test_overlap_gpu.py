@@ -1,0 +1,68 @@
+"""On a GPU: nodes on two streams train as the plain schedule does, to the last bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from braid.engine.node import Watch
+from braid.engine.streams import stream_faults
+from braid.plan import plan
+from braid.train import step as steps
+from braid.train.building import make_state
+from braid.train.device import choose_device
+from braid.train.state import initialize
+from tests.engine.overlap_cases import RATE, Case, Trained, assert_same_bits, micro_batches
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+CASES = (
+    Case(pattern="[*E][*E]", delayed=True),
+    Case(pattern="[M*E]*-[G*E]E/*E", dtype="bf16", delayed=True),
+    Case(pattern="[*E]-[*E]/*E/*E", tied=True, dropout=0.1),
+    Case(pattern="[*E]E", latent=4, shared=False, capacity=True, early_release=True),
+)
+
+
+@pytest.fixture(autouse=True)
+def deterministic():
+    """Sums by atomic additions would differ between any two runs."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_streams_of_a_gpu_change_no_bit(case):
+    plain, _ = train(case, overlap=False)
+    overlapped, watch = train(case, overlap=True)
+    assert_same_bits(plain, overlapped)
+    schedule = plan(wide(case, overlap=True), 1).schedule
+    assert list(stream_faults(watch.issued, schedule.phases)) == []
+
+
+def wide(case: Case, *, overlap: bool):
+    """The case with rows of experts that are a multiple of 16 bytes."""
+    run = case.run(overlap=overlap)
+    moe = replace(run.model.moe, ffn=16, shared_ffn=16 if case.shared else 0, latent=16 if case.latent else 0)
+    return replace(run, model=replace(run.model, hidden=16, moe=moe))
+
+
+def train(case: Case, *, overlap: bool) -> tuple[Trained, Watch]:
+    run = wide(case, overlap=overlap)
+    state = make_state(plan(run, 1), choose_device("cuda"))
+    initialize(state, run)
+    told, watch = Trained(), Watch()
+    for number in range(case.steps):
+        batches = micro_batches(case, state.model.groups, number)
+        counts = steps.count(state.model, batches)
+        watch = Watch()
+        parts, _ = steps.backward(state, run, batches, counts, watch if overlap else None)
+        told.metrics.append(parts)
+        found = state.optimizer.gradients()
+        told.gradients.append({name: gradient.clone() for name, gradient in found.items()})
+        state.optimizer.update(RATE)
+    told.weights = {name: tensor.detach().clone() for name, tensor in state.weights().items()}
+    return told, watch
