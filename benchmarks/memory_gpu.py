@@ -95,7 +95,7 @@ def measure(run: Run) -> dict[str, Row]:
     for step in range(STEPS):
         if step == 1:
             torch.cuda.reset_peak_memory_stats()
-        batches = _batches(run, step)
+        batches = random_batches(run, step)
         counts = count(state.model, batches)
         if step == 0:
             real["activations"] = _activations(state, batches[0])
@@ -135,7 +135,7 @@ def _activations(state: State, batch: MicroBatch) -> int:
     return held
 
 
-def _batches(run: Run, step: int) -> list[MicroBatch]:
+def random_batches(run: Run, step: int) -> list[MicroBatch]:
     """Random rows, each a single document."""
     rows, tokens = run.train.batch_samples // run.train.micro_batches, run.data.sequence_tokens
     generator = torch.Generator().manual_seed(step)

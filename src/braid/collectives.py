@@ -66,6 +66,8 @@ class Groups:
     """Ranks that share the ffn channels of an expert."""
     ep_etp: Group = ALONE
     """Ranks that together hold every expert of a layer: ep outside, etp inside."""
+    travel: Group = ALONE
+    """The same ranks once more, with a communicator of their own for what travels while others compute."""
     edp: Group = ALONE
     """Ranks that hold the same experts' weights."""
     world: Group = ALONE

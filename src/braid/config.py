@@ -18,6 +18,9 @@ from braid import rules
 from braid.architecture import Model
 from braid.errors import ConfigError, Problem
 
+Again = Literal["norm", "activation", "core", "experts", "block", "full"]
+"""Something of a forward that can be made again in backward."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
@@ -105,6 +108,9 @@ class Train:
     """Seed of initial weights, data order and random masks."""
     dtype: Literal["bf16", "fp32", "fp64"] = "fp32"
     """Arithmetic of the model. bf16 keeps fp32 main parameters and optimizer state."""
+    recompute: tuple[Again, ...] = ()
+    """What is made again in backward instead of kept: norms, activations of MLPs, cores of mixers, MLPs of
+    experts, whole blocks, all of these. Changes no result."""
     deterministic: bool = False
     """Whether to refuse kernels whose result depends on timing. CPU runs are deterministic anyway."""
     eval_every: int = 0
@@ -119,14 +125,16 @@ class Train:
     """Checkpoints kept."""
     max_skipped: int = 5
     """Steps in a row that may be skipped because loss or gradients are not finite."""
+    stall_timeout_s: float = 600.0
+    """A rank that makes no progress for so many seconds ends the run, and all ranks report; 0 turns it off."""
 
     def problems(self, at: str) -> Iterator[Problem]:
         yield from rules.seed(f"{at}.seed", self.seed)
         ones = ("steps", "batch_samples", "micro_batches", "log_every", "keep")
-        zeros = ("eval_every", "eval_samples", "save_every", "max_skipped")
+        zeros = ("eval_every", "eval_samples", "save_every", "max_skipped", "stall_timeout_s")
         for low, names in ((1, ones), (0, zeros)):
             for name in names:
-                yield from rules.at_least(f"{at}.{name}", typing.cast(int, getattr(self, name)), low)
+                yield from rules.at_least(f"{at}.{name}", typing.cast(float, getattr(self, name)), low)
         yield from rules.multiple_of(
             f"{at}.batch_samples", self.batch_samples, self.micro_batches, f"{at}.micro_batches"
         )
@@ -153,11 +161,19 @@ class Mesh:
     """Copies of the shards: ranks share within a copy, and sum gradients between copies."""
     dispatcher: Literal["auto", "all_to_all", "all_gather", "deep_ep"] = "auto"
     """How tokens reach experts on other ranks."""
+    schedule: Literal["auto", "dual_pipe_v"] = "auto"
+    """In which order a pipeline works. auto: 1F1B, or interleaved where ranks hold several segments.
+    dual_pipe_v: folded, two segments per rank, forwards of one beside backwards of the other, weight gradients
+    where a rank would be idle; a smaller bubble."""
     overlap: bool = False
     """Whether tokens of one micro-batch travel to experts and back while another one computes. Takes the memory
     of one more micro-batch."""
     delay_weights: bool = False
-    """With overlap: whether weight gradients wait until there is communication to hide behind them."""
+    """With overlap: whether weight gradients wait until there is communication to hide behind them. With
+    dual_pipe_v they always do."""
+    late_weights: bool = False
+    """With delay_weights: whether those of experts wait until their block's mixers have run backward. Hides
+    more where communication takes about as long as computation; holds memory of experts longer."""
     early_release: bool = False
     """With overlap: whether a backward's mixers come before the experts of the forward beside it, so that their
     memory is free earlier; less communication is hidden."""
@@ -165,10 +181,23 @@ class Mesh:
     def problems(self, at: str) -> Iterator[Problem]:
         for name in ("tp", "cp", "pp", "ep", "etp", "replicate"):
             yield from rules.at_least(f"{at}.{name}", typing.cast(int, getattr(self, name)), 1)
-        for name in ("delay_weights", "early_release"):
-            if getattr(self, name) and not self.overlap:
+        folded = self.schedule == "dual_pipe_v"
+        for name, wrong in (
+            ("delay_weights", self.delay_weights and not (self.overlap or folded)),
+            ("early_release", self.early_release and not self.overlap),
+        ):
+            if wrong:
                 rule = f"only a schedule with {at}.overlap goes into phases that can be moved"
                 yield Problem(field=f"{at}.{name}", value=True, rule=rule, remedy=f"{at}.overlap as well")
+        if folded and self.pp == 1:
+            rule = f"it folds a pipeline, and {at}.pp 1 is none"
+            remedy = f"auto, or {at}.pp to 2 or more"
+            yield Problem(field=f"{at}.schedule", value=self.schedule, rule=rule, remedy=remedy)
+        if self.late_weights and not self.delay_weights:
+            rule = f"without {at}.delay_weights, weight gradients do not wait"
+            yield Problem(
+                field=f"{at}.late_weights", value=True, rule=rule, remedy=f"{at}.delay_weights as well"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

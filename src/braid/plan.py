@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING
 from braid import fit, rules
 from braid import schedule as schedules
 from braid.architecture import SHAPE_OF, Model
-from braid.config import Run, type_problems
+from braid.config import Mesh, Run, type_problems
 from braid.errors import ConfigError, Problem
 from braid.fit import Sizes
 from braid.pattern import Kind, Layout, PatternError, Stage, cut, parse, stages
-from braid.schedule import Schedule
+from braid.schedule import Chain, Schedule
+from braid.schedule.recompute import replayed_phases, with_replays
 from braid.topology import Grid, standard, standard_problems
 
 if TYPE_CHECKING:
@@ -55,45 +56,79 @@ def plan(run: Run, world: int) -> Plan:
     problems = check(run, world)
     if problems:
         raise ConfigError(problems)
-    layout, axes = cut(parse(run.model.pattern), run.mesh.pp), fit.sizes(run.mesh, world)
+    axes, layout = fit.sizes(run.mesh, world), cut(parse(run.model.pattern), _pieces(run.mesh))
+    schedule = _schedule(run, layout)
     return Plan(
         run=run,
         world=world,
         axes=axes,
         grid=standard(tp=axes.tp, cp=axes.cp, dp=axes.dp, pp=axes.pp, etp=axes.etp, ep=axes.ep),
         layout=layout,
-        stages=stages(layout, run.mesh.pp),
-        schedule=_schedule(run, layout),
+        stages=_stages(layout, schedule),
+        schedule=schedule,
         micro_batch_samples=run.train.batch_samples // run.train.micro_batches,
         step_tokens=run.train.batch_samples * run.data.sequence_tokens,
     )
 
 
+def _pieces(mesh: Mesh) -> int:
+    """Into how many segments a pattern without `|` is cut."""
+    return 2 * mesh.pp if mesh.schedule == schedules.DUAL_PIPE_V and mesh.pp > 1 else mesh.pp
+
+
+def _stages(layout: Layout, schedule: Schedule) -> tuple[Stage, ...]:
+    """What each rank holds: without a pipeline all segments, which the schedule has as one."""
+    if schedule.pp == 1:
+        return stages(layout, 1)
+    lists = (schedules.held(schedule.holder, rank) for rank in range(schedule.pp))
+    return tuple(
+        Stage(rank=rank, segments=tuple(layout.segments[index] for index in indices))
+        for rank, indices in enumerate(lists)
+    )
+
+
 def _schedule(run: Run, layout: Layout) -> Schedule:
-    """1F1B, interleaved where a rank holds several segments; or the overlapped form of either. An embedding of
-    two stages is summed."""
-    pp, micro_batches = run.mesh.pp, run.train.micro_batches
-    virtual = len(layout.segments) // pp
-    if run.mesh.overlap:
-        built = _overlapped(run, layout)
-    elif pp == 1:
+    """1F1B, interleaved where a rank holds several segments, the overlapped form of either, or DualPipeV. An
+    embedding of two stages is summed."""
+    mesh, micro_batches = run.mesh, run.train.micro_batches
+    options = schedules.Options(
+        delayed=mesh.delay_weights, early_release=mesh.early_release, late_weights=mesh.late_weights
+    )
+    if mesh.schedule == schedules.DUAL_PIPE_V:
+        found = _chains(run, layout)
+        built = schedules.dual_pipe_v(
+            found, pp=mesh.pp, micro_batches=micro_batches, overlap=mesh.overlap, options=options
+        )
+    elif mesh.overlap:
+        found = _chains(run, layout)
+        built = schedules.overlapped(found, pp=mesh.pp, micro_batches=micro_batches, options=options)
+    elif mesh.pp == 1:
         return schedules.one_f_one_b(1, micro_batches)
     else:
+        virtual = len(layout.segments) // mesh.pp
         name = "1f1b" if virtual == 1 else "interleaved"
-        built = schedules.build(name, pp=pp, virtual=virtual, micro_batches=micro_batches)
+        built = schedules.build(name, pp=mesh.pp, virtual=virtual, micro_batches=micro_batches)
+    built = with_replays(built, _replayed(run, layout, built))
     shared = run.model.tied or bool(layout.mtp)
-    return schedules.with_sums(built, {"embedding": (0, pp - 1)} if shared else {})
+    return schedules.with_sums(built, {"embedding": (built.holder[0], built.holder[-1])} if shared else {})
 
 
-def _overlapped(run: Run, layout: Layout) -> Schedule:
-    mesh, moe = run.mesh, run.model.moe
-    experts = {"shared_experts": bool(moe and moe.shared_ffn), "latent": bool(moe and moe.latent)}
-    return schedules.overlapped(
-        schedules.chains(layout, mesh.pp, tied=run.model.tied, **experts),
-        pp=mesh.pp,
-        micro_batches=run.train.micro_batches,
-        options=schedules.Options(delayed=mesh.delay_weights, early_release=mesh.early_release),
+def _replayed(run: Run, layout: Layout, schedule: Schedule) -> tuple[tuple[str, ...], ...]:
+    """The phases in which something is recomputed. Without phases, that happens when backward asks for it."""
+    model = run.model
+    return replayed_phases(
+        layout,
+        schedule.phases,
+        run.train.recompute,
+        shared_experts=bool(model.moe and model.moe.shared_ffn),
+        dropout=bool(model.dropout),
     )
+
+
+def _chains(run: Run, layout: Layout) -> tuple[Chain, ...]:
+    moe = run.model.moe
+    experts = {"shared_experts": bool(moe and moe.shared_ffn), "latent": bool(moe and moe.latent)}
+    return schedules.chains(layout, run.mesh.pp, tied=run.model.tied, **experts)
 
 
 def size(plan: Plan) -> Size:
@@ -126,15 +161,27 @@ def check(run: Run, world: int) -> list[Problem]:
     wrong = list(type_problems(run))
     if wrong:
         return wrong  # rules need values that can be compared
-    return [*run.problems(), *_layers(run.model, run.mesh.pp), *_vocab(run), *_ranks(run, world), *_steps(run)]
+    between = (_layers(run.model, run.mesh), _vocab(run), _ranks(run, world), _steps(run), _recompute(run))
+    return [*run.problems(), *(problem for rule in between for problem in rule)]
 
 
-def _layers(model: Model, pp: int) -> Iterator[Problem]:
+def _recompute(run: Run) -> Iterator[Problem]:
+    """DeepEP gives rows in an order of its own every time that it sends them."""
+    whole = {"block", "full"} & set(run.train.recompute)
+    if whole and run.mesh.dispatcher == "deep_ep" and run.mesh.ep * run.mesh.etp > 1:
+        rule = "rows that DeepEP sends again may arrive in another order: blocks it serves cannot be recomputed"
+        remedy = f"train.recompute without {' and '.join(sorted(whole))}, or mesh.dispatcher to all_to_all"
+        yield Problem(field="train.recompute", value=run.train.recompute, rule=rule, remedy=remedy)
+
+
+def _layers(model: Model, mesh: Mesh) -> Iterator[Problem]:
     """The pattern, and a shape for every kind of layer in it."""
     try:
         layout = parse(model.pattern)
-        if pp >= 1:
-            cut(layout, pp)
+        if _pieces(mesh) > mesh.pp:
+            yield from _folded(model, layout, mesh)
+        elif mesh.pp >= 1:
+            cut(layout, mesh.pp)
     except PatternError as error:
         caret = f"{error.text}\n{' ' * error.position}^".replace("\n", "\n        ")
         yield Problem(
@@ -148,6 +195,28 @@ def _layers(model: Model, pp: int) -> Iterator[Problem]:
         rule = "a model has at least one layer"
         yield Problem(field="model.pattern", value=model.pattern, rule=rule, remedy="a pattern such as [*-]")
     yield from _shapes(model, layout.kinds())
+
+
+def _folded(model: Model, layout: Layout, mesh: Mesh) -> Iterator[Problem]:
+    """A fold has two segments for each rank: the text's own, or equal ones."""
+    pieces, found = _pieces(mesh), len(layout.segments)
+    if found == 1:
+        try:
+            cut(layout, pieces)
+        except PatternError:
+            told = f"the pattern has no |, and its blocks cannot be split into {pieces} equal segments"
+        else:
+            return
+    elif found == pieces:
+        return
+    else:
+        told = f"the pattern has {found}"
+    yield Problem(
+        field="model.pattern",
+        value=model.pattern,
+        rule=f"mesh.schedule {mesh.schedule} gives two segments to each of mesh.pp ({mesh.pp}) ranks: {told}",
+        remedy=f"{pieces} segments, with | between them, or mesh.schedule to auto",
+    )
 
 
 def _shapes(model: Model, kinds: frozenset[Kind]) -> Iterator[Problem]:

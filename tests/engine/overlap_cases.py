@@ -45,7 +45,7 @@ class Case:
     pp: int = 1
     ep: int = 1
     micro_batches: int = 3
-    steps: int = 2
+    steps: int = 5
     dtype: str = "fp32"
     tied: bool = False
     shared: bool = True
@@ -54,6 +54,7 @@ class Case:
     dropout: float = 0.0
     delayed: bool = False
     early_release: bool = False
+    late_weights: bool = False
 
     def __str__(self) -> str:
         words = [
@@ -64,7 +65,7 @@ class Case:
             f"ep{self.ep}",
             f"m{self.micro_batches}",
         ]
-        flags = ("tied", "latent", "capacity", "dropout", "delayed", "early_release")
+        flags = ("tied", "latent", "capacity", "dropout", "delayed", "early_release", "late_weights")
         return " ".join(words + [name for name in flags if getattr(self, name)] + ["alone"] * (not self.shared))
 
     def run(self, *, overlap: bool) -> Run:
@@ -115,6 +116,7 @@ class Case:
                 overlap=overlap,
                 delay_weights=overlap and self.delayed,
                 early_release=overlap and self.early_release,
+                late_weights=overlap and self.late_weights,
             ),
         )
 

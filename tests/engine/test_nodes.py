@@ -12,6 +12,7 @@ import torch
 from braid.collectives import Groups
 from braid.engine import node
 from braid.engine.node import ForeignGraphError, Watch
+from braid.engine.streams import streams_for
 from braid.model import nodes
 from braid.model.block import Block
 from braid.plan import plan
@@ -69,15 +70,14 @@ def test_the_comparison_sees_another_order_of_uses_within_a_phase(monkeypatch):
     """Sabotage: the shared expert before the router changes the order in which three gradients are summed."""
     case = Case(pattern="[*E][*E]")
     plain = train(0, case, overlap=False)
-    route = Block._route
+    routed = Block._routed
 
-    def shared_first(self, x_BtC, layer, context):
-        moe, normed_BtC = self._moe(layer), self._at(layer).norm(x_BtC)
-        shared_BtC = moe.shared_output(normed_BtC)
-        flow = route(self, x_BtC, layer, context)
-        return flow._replace(shared_BtC=shared_BtC)
+    def shared_first(self, context, journeys, x_BtC, normed_BtC):
+        shared_BtC = self._moe(self.block.layers[-1]).shared_output(normed_BtC)
+        flow, routing = routed(self, context, journeys, x_BtC, normed_BtC)
+        return flow._replace(shared_BtC=shared_BtC), routing
 
-    monkeypatch.setattr(Block, "_route", shared_first)
+    monkeypatch.setattr(Block, "_routed", shared_first)
     with pytest.raises(AssertionError, match="differ"):
         assert_same_bits(plain, train(0, case, overlap=True))
 
@@ -188,7 +188,7 @@ def test_a_strided_output_crosses_with_its_strides():
     (phase, *_) = state.schedule.phases[0]
 
     class Work:
-        streams = steps.streams_for(torch.device("cpu"))
+        streams = streams_for(torch.device("cpu"))
 
         def function(self, turn, phase):
             return lambda tensors: ({"embed": torch.ones(3, 4, requires_grad=True).t() * 1}, None)

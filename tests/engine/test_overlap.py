@@ -17,6 +17,7 @@ ALONE = (
     Case(tied=True),
     Case(pattern="[*E]-[*E]/*E/*E", tied=True, delayed=True),
     Case(pattern="[M*E]*-[G*E]E/*E", dtype="bf16", shared=False, dropout=0.1, delayed=True),
+    Case(pattern="[*E]-[*E]/*E", latent=4, delayed=True, late_weights=True),
     Case(pattern="[+E]E", latent=4, shared=False, capacity=True, early_release=True),
     Case(pattern="[*E]", micro_batches=1),
 )

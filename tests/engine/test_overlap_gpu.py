@@ -19,7 +19,7 @@ from tests.engine.overlap_cases import RATE, Case, Trained, assert_same_bits, mi
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 CASES = (
-    Case(pattern="[*E][*E]", delayed=True),
+    Case(pattern="[*E][*E]", delayed=True, late_weights=True),
     Case(pattern="[M*E]*-[G*E]E/*E", dtype="bf16", delayed=True),
     Case(pattern="[*E]-[*E]/*E/*E", tied=True, dropout=0.1),
     Case(pattern="[*E]E", latent=4, shared=False, capacity=True, early_release=True),

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+import gc
 from dataclasses import replace
+from threading import Event
+from threading import enumerate as enumerate_threads
 
+import pytest
 import torch
 
 from braid.collectives import Groups
 from braid.engine.node import Watch
-from braid.engine.streams import stream_faults
+from braid.engine.streams import HostStreams, stream_faults
 from braid.plan import plan
 from braid.schedule import Stream
 from braid.train import step as steps
@@ -29,12 +32,15 @@ class RecordingStreams:
         self.held: list[tuple[torch.Tensor, Stream]] = []
         self.joined = False
 
-    @contextmanager
-    def on(self, stream):
+    def issue(self, stream, job):
         before, self.current = self.current, stream
         self.now[stream] += 1
-        yield
+        job()
         self.current = before
+        return self.mark(stream)
+
+    def settle(self, event):
+        pass
 
     def mark(self, stream):
         return stream, self.now[stream]
@@ -99,3 +105,54 @@ def test_streams_are_told_what_the_log_says():
         issued.stream is Stream.COMMUNICATION for issued in watch.issued
     )
     assert all(streams.seen.values())
+
+
+# ------------------------------------------------------------------------------------------------ a CPU
+
+
+def test_a_cpu_communicates_while_it_computes():
+    streams, computed, order = HostStreams(), Event(), []
+
+    def communicate():
+        assert computed.wait(timeout=60)
+        order.append("communicated")
+
+    event = streams.issue(Stream.COMMUNICATION, communicate)
+    streams.issue(Stream.COMPUTE, lambda: order.append("computed"))
+    computed.set()
+    streams.wait(Stream.COMPUTE, event)
+    assert order == ["computed", "communicated"]
+
+
+def test_jobs_of_a_stream_come_in_the_order_of_issue():
+    streams, order = HostStreams(), []
+    for number in range(50):
+        streams.issue(Stream.COMMUNICATION, lambda number=number: order.append(number))
+    streams.join()
+    assert order == list(range(50))
+
+
+def test_a_job_that_fails_says_so_to_whoever_waits_for_it():
+    streams, after = HostStreams(), []
+
+    def fail():
+        raise ValueError("lost on the way")
+
+    first = streams.issue(Stream.COMMUNICATION, fail)
+    for wait in (lambda: streams.wait(Stream.COMPUTE, first), lambda: streams.settle(first), streams.join):
+        with pytest.raises(ValueError, match="lost on the way"):
+            wait()
+    streams.issue(Stream.COMMUNICATION, lambda: after.append("the next step"))
+    streams.join()
+    assert after == ["the next step"]
+
+
+def test_a_thread_ends_with_its_streams():
+    before, streams = set(enumerate_threads()), HostStreams()
+    streams.issue(Stream.COMMUNICATION, lambda: None)
+    streams.join()
+    (thread,) = set(enumerate_threads()) - before
+    del streams
+    gc.collect()
+    thread.join(timeout=60)
+    assert not thread.is_alive()

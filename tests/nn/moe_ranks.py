@@ -82,6 +82,7 @@ def groups_of(layout: Layout) -> Groups:
         etp=_group("etp", ranks_XEF.reshape(-1, etp)),
         ep=_group("ep", ranks_XEF.transpose(1, 2).reshape(-1, ep)),
         ep_etp=_group("ep_etp", ranks_XEF.reshape(-1, ep * etp)),
+        travel=_group("travel", ranks_XEF.reshape(-1, ep * etp)),
         edp=_group("edp", ranks_XEF.permute(1, 2, 0).reshape(ep * etp, -1)),
     )
 

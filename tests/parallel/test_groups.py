@@ -35,7 +35,7 @@ def sum_of_ranks(group, rank: int) -> int:
 
 
 def test_every_family_is_a_field_and_every_field_a_family():
-    assert set(FAMILIES) | {"ends"} == set(named(Groups()))
+    assert set(FAMILIES) | {"ends", "travel"} == set(named(Groups()))
 
 
 # ------------------------------------------------------------------------------------------ membership
@@ -101,14 +101,16 @@ def check_sharing(rank, world):
         assert groups.dp.handle is groups.dp_cp.handle
         assert groups.slab.handle is groups.world.handle is dist.group.WORLD
         assert groups.ep.handle is groups.ep_etp.handle is not groups.dp.handle
+        assert groups.travel.handle is not groups.ep.handle
+        assert sum_of_ranks(groups.travel, rank) == sum_of_ranks(groups.ep, rank)
         assert groups.tp.handle is groups.tp_cp.handle
         assert groups.cp is groups.pp is groups.etp is ALONE
         return open_communicators_now()
 
 
 def test_families_with_the_same_ranks_share_a_communicator():
-    # the default one, tp, dp, ep, edp
-    assert run_ranks(8, check_sharing) == [5] * 8
+    # the default one, tp, dp, ep, edp, travel
+    assert run_ranks(8, check_sharing) == [6] * 8
 
 
 def check_leaks(rank, world):
@@ -151,9 +153,10 @@ def check_closing_at_once(rank, world):
 
 
 def test_groups_may_be_closed_as_soon_as_they_are_open():
-    # 8 ranks each call for 4 groups of tp, of cp, of dp (which edp is), and 2 of tp_cp, of dp_cp; ep is tp_cp
+    # 8 ranks each call for 4 groups of tp, of cp, of dp (which edp is), and 2 of tp_cp, of dp_cp; ep is tp_cp,
+    # and travel has its own
     for counts in run_ranks(8, check_closing_at_once):
-        assert counts == [8 * (4 * 3 + 2 + 2) * (time + 1) for time in range(3)]
+        assert counts == [8 * (4 * 3 + 2 + 2 + 2) * (time + 1) for time in range(3)]
 
 
 def check_closing_on_error(rank, world):

@@ -74,7 +74,7 @@ def test_a_plain_collective_of_one_rank_changes_nothing(one_rank, name, dtype):
 
 @pytest.mark.parametrize("dispatcher", [AllToAll, AllGather])
 def test_dispatchers_bring_rows_there_and_back(one_rank, dispatcher):
-    chosen = dispatcher(group=one_rank, held=4, slices=1)
+    chosen = dispatcher(group=one_rank, travel=one_rank, held=4, slices=1)
     experts_NS = torch.randint(0, 4, (9, 2), device="cuda")
     journey = chosen.journey(Slots(experts_NS))
     x = torch.randn(18 if journey.leaving is not None else 9, 8, device="cuda", requires_grad=True)

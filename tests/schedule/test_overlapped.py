@@ -105,6 +105,13 @@ def test_early_release_runs_mixers_backward_before_experts_forward():
     )
 
 
+def test_late_weight_gradients_of_experts_come_after_the_mixers():
+    assert paired("[*E]", "[*E]", delayed=True, late_weights=True) == (
+        "F1:embed B0:head B0:final_norm B0:0.combine F1:0.mix B0:0.experts F1:0.dispatch B0:0.dispatch "
+        "F1:0.experts F1:0.combine B0:0.mix W0:0.experts W0:0.mix F1:final_norm F1:head B0:embed"
+    )
+
+
 def test_left_over_backwards_come_before_left_over_forwards():
     assert paired("-", "--") == (
         "F1:embed B0:head B0:final_norm F1:0.mix B0:1.mix B0:0.mix F1:final_norm F1:head B0:embed"
@@ -158,13 +165,15 @@ ITEMS = st.lists(st.sampled_from(["*", "-", "[*E]", "E", "[M*E]"]), max_size=3).
     micro_batches=st.integers(1, 9),
     delayed=st.booleans(),
     early_release=st.booleans(),
+    late_weights=st.booleans(),
     mtp=st.sampled_from(["", "/*E", "/E/E", "/*/*"]),
 )
 def test_any_model_on_any_pipeline_has_a_sound_schedule(
-    pp, virtual, data, micro_batches, delayed, early_release, mtp
+    pp, virtual, data, micro_batches, delayed, early_release, late_weights, mtp
 ):
     segments = data.draw(st.lists(ITEMS, min_size=pp * virtual, max_size=pp * virtual))
-    made = schedule("|".join(segments) + mtp, pp, micro_batches, delayed=delayed, early_release=early_release)
+    options = {"delayed": delayed, "early_release": early_release, "late_weights": late_weights}
+    made = schedule("|".join(segments) + mtp, pp, micro_batches, **options)
     report = check(made)
     assert report.faults == ()
     assert all(parse_op(str(op)) == op for ops in made.ops for op in ops)

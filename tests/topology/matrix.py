@@ -1,8 +1,9 @@
 """The topologies that are compared, as data: rows of a model, a number of ranks and how these are arranged.
 
 A topology is written in words: axes with their sizes, and, where it is not the default, how many segments each
-pipeline rank holds (`v2`), what data-parallel ranks share (`none`, `optimizer`, `gradients`, `all`) and the
-dispatcher (`all_to_all`, `all_gather`). What the other axes leave over is data parallel: `tp2 ep4 none` on 4
+pipeline rank holds (`v2`), what data-parallel ranks share (`none`, `optimizer`, `gradients`, `all`), the
+dispatcher (`all_to_all`, `all_gather`), the schedule (`dual` for DualPipeV, which holds two segments per rank)
+and whether it overlaps (`overlap`). What the other axes leave over is data parallel: `tp2 ep4 none` on 4
 ranks is tp 2 · dp 2, with all ranks sharing experts.
 """
 
@@ -42,7 +43,8 @@ class Topology:
     @property
     def virtual(self) -> int:
         """Segments that each pipeline rank holds."""
-        return int(dict(_setting(word) for word in self.words.split()).get("v", 1))
+        folded = self.mesh.schedule == "dual_pipe_v"
+        return int(dict(_setting(word) for word in self.words.split()).get("v", 2 if folded else 1))
 
     @property
     def sizes(self) -> fit.Sizes:
@@ -57,10 +59,12 @@ class Topology:
         return {name: size for name, size in every.items() if size > 1}
 
     def __str__(self) -> str:
-        """All axes, then strategy and dispatcher."""
+        """All axes, then strategy, dispatcher and schedule."""
         mesh = self.mesh
-        words = [f"{name}{size}" for name, size in self.axes.items()]
-        return " ".join([*words, mesh.shard, *([] if mesh.dispatcher == "auto" else [mesh.dispatcher])])
+        words = [*(f"{name}{size}" for name, size in self.axes.items()), mesh.shard]
+        words += [] if mesh.dispatcher == "auto" else [mesh.dispatcher]
+        words += ["dual"] * (mesh.schedule == "dual_pipe_v") + ["overlap"] * mesh.overlap
+        return " ".join(words)
 
 
 def _setting(word: str) -> tuple[str, Any]:
@@ -68,6 +72,10 @@ def _setting(word: str) -> tuple[str, Any]:
         return "shard", word
     if word in DISPATCHERS:
         return "dispatcher", word
+    if word == "dual":
+        return "schedule", "dual_pipe_v"
+    if word == "overlap":
+        return "overlap", True
     matched = re.fullmatch(r"(tp|cp|pp|v|ep|etp|replicate)(\d+)", word)
     assert matched, f"{word!r} is no word for a topology"
     return matched[1], int(matched[2])
@@ -127,9 +135,9 @@ QUICK = (
     _batch("hybrid", 8, "tp2 cp2 ep4 etp2", "tp4 ep2 gradients", "tp2 ep2 etp2 replicate2 gradients"),
     _batch("latent", 8, "cp2 ep8", "tp8"),
     _batch("hybrid", 2, "pp2", "pp2 v2 none"),
-    _batch("tied", 4, "pp2 tp2", "pp4 v2", "pp2 replicate2"),
+    _batch("tied", 4, "pp2 tp2", "pp4 v2", "pp2 replicate2", "pp2 dual gradients"),
     _batch("hybrid", 4, "pp2 tp2 ep2", "pp2 cp2 v2 etp2", "pp2 gradients"),
-    _batch("latent", 4, "pp4", "pp2 v2 ep2 optimizer"),
+    _batch("latent", 4, "pp4", "pp2 v2 ep2 optimizer", "pp2 dual overlap ep2"),
     _batch("hybrid", 8, "pp2 tp2 cp2 ep2 etp2", "pp2 tp2 ep4 v2 none"),
 )
 """What `make test` compares."""
@@ -153,6 +161,9 @@ LONG = (
     _batch("capacity", 8, "tp2 cp2 ep4", "cp2 ep2 etp4", "tp4 ep2 replicate2"),
     _batch("sinkhorn", 8, "tp2 cp4 etp2 ep4", "tp8 ep4", "cp2 ep4 optimizer"),
     _batch("sinkhorn", 2, "pp2 v2", "pp2 gradients"),
+    _batch("capacity", 4, "pp4 dual overlap", "pp2 tp2 ep2 dual overlap", "pp2 cp2 dual none"),
+    _batch("hybrid", 4, "pp2 tp2 ep2 dual overlap optimizer", "pp2 cp2 dual", "pp2 replicate2 dual overlap"),
+    _batch("tied", 8, "pp4 tp2 dual", "pp2 tp2 cp2 dual none"),
     _batch("hybrid", 3, "pp3", "pp3 v2"),
     _batch("capacity", 4, "pp2 tp2 ep2", "pp2 cp2 none", "pp4", "pp2 v2 ep2 all_gather"),
     _batch("latent", 4, "pp2 tp2 etp2", "pp2 cp2 ep2", "pp2 v4 tp2", "pp2 ep2 gradients"),

@@ -22,8 +22,10 @@ from braid.rules import nearest
 
 if TYPE_CHECKING:
     from braid.estimate import Advice, Estimate, Memory, StageEstimate
+    from braid.schedule import Timeline
 
 GIB = 2**30
+MILLISECOND = 1e-3
 DEVICES = MappingProxyType({"a100": 79, "h100": 79, "h200": 139, "b200": 178})
 """GiB that a process has on a device, by name (of the A100 and H100 those with 80 GB)."""
 UNITS = MappingProxyType({"gib": GIB, "gb": 10**9, "mib": 2**20, "mb": 10**6})
@@ -48,6 +50,9 @@ class PlanOptions:
     svg: Path | None = None
     """Also draw the pipeline's timeline into this file: who computes what when. A segment lasts as long as its
     layers' operations say, a backward as long as two forwards."""
+    trace: Path | None = None
+    """Also write that timeline as a trace, which Perfetto and chrome://tracing open beside what `braid train
+    --trace` wrote. The shortest forward of a segment takes one millisecond of it."""
     json: bool = False
     """Print JSON, all sizes in bytes."""
 
@@ -64,6 +69,9 @@ def show_plan(words: list[str]) -> int:
     if chosen.svg is not None:
         _draw(worked_out, chosen.svg)
         print(f"the timeline is drawn in {chosen.svg}", file=sys.stderr)
+    if chosen.trace is not None:
+        _trace(worked_out, chosen.trace)
+        print(f"the timeline is in {chosen.trace}: open it in https://ui.perfetto.dev", file=sys.stderr)
     found = estimate(worked_out, chosen.device)
     limit = None if chosen.device_memory is None else _bytes(chosen.device_memory)
     advice = advise(found, limit) if limit is not None and found.peak > limit else []
@@ -75,18 +83,35 @@ def show_plan(words: list[str]) -> int:
 
 
 def _draw(worked_out: Plan, file: Path) -> None:
+    from braid.schedule import draw
+
+    try:
+        file.write_text(draw(_timeline(worked_out)), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--svg {file} cannot be written: {error.strerror}; give another file") from error
+
+
+def _trace(worked_out: Plan, file: Path) -> None:
+    from braid.schedule.trace import predicted_trace
+
+    first = [ranks[0] for ranks in zip(*worked_out.grid.groups("pp"), strict=True)]
+    trace = predicted_trace(_timeline(worked_out), first, second=MILLISECOND)
+    try:
+        file.write_text(json.dumps(trace), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--trace {file} cannot be written: {error.strerror}; give another file") from error
+
+
+def _timeline(worked_out: Plan) -> Timeline:
     """The timeline of a step, by the operations of each segment; the shortest forward is the unit of time."""
     from braid.plan import segment_flops
-    from braid.schedule import Costs, draw, simulate
+    from braid.schedule import Costs, simulate
 
     flops = segment_flops(worked_out)
     unit = min((each for each in flops if each), default=1)
     forward = tuple(each / unit for each in flops)
     costs = Costs(forward=forward, backward=tuple(2 * each for each in forward))
-    try:
-        file.write_text(draw(simulate(worked_out.schedule, costs)), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--svg {file} cannot be written: {error.strerror}; give another file") from error
+    return simulate(worked_out.schedule, costs)
 
 
 # ------------------------------------------------------------------------------------- device memory

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, redirect_stdout
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -18,7 +18,7 @@ from braid.cli.progress import bar
 from braid.cli.runs import RunFields, help_with_a_recipe
 from braid.cli.words import options, subject
 from braid.config import flatten, to_json
-from braid.errors import BraidError, ConfigError, ExitCode
+from braid.errors import BraidError, ConfigError, ExitCode, Problem
 from braid.fit import described
 from braid.plan import Plan, check, plan
 from braid.plan import size as size_of
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from braid.train.places import Places
     from braid.train.ranks import Joined
     from braid.train.state import State
+    from braid.train.tracing import Tracer
 
 SAMPLE_TOKENS = 200
 SHARED_SAMPLE_TOKENS = 40
@@ -38,6 +39,12 @@ SHARED_SAMPLE_TOKENS = 40
 
 TIMEOUT = timedelta(minutes=10)
 """How long a rank waits for others: to come, and in each collective."""
+
+MARGIN = timedelta(minutes=1)
+"""How much longer a collective waits than the watchdog, which knows who is to blame."""
+
+FAILURES = "failures"
+"""Where in the folder of a run ranks report why it failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +66,10 @@ class TrainOptions:
     """Also write TensorBoard files into the folder (extra `log`)."""
     wandb: str | None = None
     """Also send metrics to this Weights & Biases project (extra `log`)."""
+    trace: Path | None = None
+    """Also write what ran when, on all ranks, into this file: Perfetto and chrome://tracing open it."""
+    trace_steps: str = "2:4"
+    """Which steps are traced, first:last, counted from where this command begins."""
 
 
 def train(words: list[str]) -> int:
@@ -76,7 +87,18 @@ def train(words: list[str]) -> int:
     check_gpus(worked_out.world, chosen.device)
     print(f"starting {worked_out.world} ranks", file=sys.stderr)
     command = [sys.executable, "-m", "braid", "train", *words]
-    return launch(command, world=worked_out.world, restarts=chosen.restarts, environment=os.environ)
+    return launch(
+        command,
+        world=worked_out.world,
+        restarts=chosen.restarts,
+        environment=os.environ,
+        failures=out / FAILURES,
+    )
+
+
+def _patience(chosen: TrainOptions) -> timedelta:
+    """How long a collective may wait."""
+    return max(TIMEOUT, timedelta(seconds=chosen.run.train.stall_timeout_s) + MARGIN)
 
 
 def _planned(chosen: TrainOptions, world: int) -> Plan:
@@ -92,15 +114,30 @@ def _planned(chosen: TrainOptions, world: int) -> Plan:
             fitting = " and ".join(str(other) for other in near)
             raise ConfigError(f"--world {world} does not fit: {why}. The nearest that fit: {fitting}")
     problems += rules.at_least("restarts", chosen.restarts, 0)
+    problems += _trace_problems(chosen.trace_steps)
     if problems:
         raise ConfigError(problems)
     return plan(chosen.run, world)
 
 
+def _traced(steps: str) -> range | None:
+    """The steps that a text means, counted from 1; None where it means none."""
+    first, colon, last = steps.partition(":")
+    if not (colon and first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
+        return None
+    return range(int(first), int(last) + 1)
+
+
+def _trace_problems(steps: str) -> Iterator[Problem]:
+    if _traced(steps) is None:
+        rule = "is the first and the last step to trace, counted from 1"
+        yield Problem(field="trace-steps", value=steps, rule=rule, remedy="for example 2:4")
+
+
 def _be_worker(words: list[str], chosen: TrainOptions, out: Path) -> int:
     """One rank of a launcher, ours or torchrun."""
-    from braid.train.launch import LAUNCHER, die_with_launcher
-    from braid.train.ranks import seat_in
+    from braid.train.launch import die_with_launcher
+    from braid.train.ranks import LAUNCHER, seat_in
 
     die_with_launcher(os.environ)
     seat = seat_in(os.environ)
@@ -126,7 +163,7 @@ def _work(worked_out: Plan, out: Path, words: list[str], chosen: TrainOptions) -
     from braid.train.ranks import agree, is_everywhere, join, leave, named_failures, together
 
     device = choose_device(chosen.device)
-    joined = join(os.environ, device.torch, TIMEOUT)
+    joined = join(os.environ, device.torch, _patience(chosen))
     device, places = replace(device, torch=joined.device), Places(out=out)
     try:
         with named_failures(), ExitStack() as held:
@@ -150,6 +187,7 @@ def _settings(chosen: TrainOptions, out: Path) -> dict[str, object]:
     import torch
 
     named = {"out": str(out), "init": str(chosen.init), "device": chosen.device}
+    named |= {"trace": str(chosen.trace), "trace_steps": chosen.trace_steps}
     return {"braid": braid.__version__, "torch": torch.__version__, **named, **flatten(chosen.run)}
 
 
@@ -163,6 +201,7 @@ def _train(
     from braid.train.feed import open_feed
     from braid.train.loop import begin_or_continue, train_to_end
     from braid.train.ranks import first_then_others, together
+    from braid.train.watchdog import watched
 
     def opened() -> Feed:
         with bar("building the corpus") as progress:
@@ -171,23 +210,38 @@ def _train(
     feed = first_then_others(opened, joined.everyone)
     runs = tp_runs(chosen.run.model, worked_out.layout.kinds(), worked_out.axes.tp)
     with (
-        opened_groups(worked_out.grid, joined.rank, tp_runs=runs, timeout=TIMEOUT) as groups,
+        opened_groups(worked_out.grid, joined.rank, tp_runs=runs, timeout=_patience(chosen)) as groups,
         opened_state(worked_out, device, groups) as state,
     ):
         resumed = begin_or_continue(state, chosen.run, feed, places, chosen.init)
         say(f"braid train {words[0]}")
         say(table(_header(worked_out, state, device, feed, places, resumed, chosen.init)))
         say("")
-        outcome = train_to_end(worked_out, places, device, feed, state, _listeners(joined, chosen, places.out))
-        with together(joined.everyone):
-            pass  # nobody closes a communicator that another still uses
-        sample = _sample(state, feed, chosen)
+        with watched(
+            joined, places.out / FAILURES, state.progress, chosen.run.train.stall_timeout_s
+        ) as watchdog:
+            listeners = _listeners(joined, chosen, places.out)
+            tracer = _tracer(state, chosen)
+            outcome = train_to_end(worked_out, places, device, feed, state, listeners, watchdog, tracer)
+            state.progress.enter("the end")
+            with together(joined.everyone):
+                pass  # nobody closes a communicator that another still uses
+            sample = _sample(state, feed, chosen)
     say("")
     say(table([*sample, ("", ""), *_ending(outcome, feed, places)]))
     say("\ntry next")
     for command in _next_commands(words, places, outcome, chosen):
         say(f"  {command}")
     return ExitCode.OK
+
+
+def _tracer(state: State, chosen: TrainOptions) -> Tracer | None:
+    from braid.train.tracing import Tracer
+
+    steps = _traced(chosen.trace_steps)
+    if chosen.trace is None or steps is None:
+        return None
+    return Tracer(chosen.trace, range(state.step + steps.start, state.step + steps.stop), state)
 
 
 def _listeners(joined: Joined, chosen: TrainOptions, out: Path) -> list[Listener]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, cast
 
 import torch
@@ -18,9 +18,14 @@ from torch import Tensor
 
 from braid.collectives import Group
 from braid.engine.node import NodeWork, Passage, Turn, Watch
+from braid.engine.progress import Progress
 from braid.schedule import Act, Channel, Op, Schedule, Span, channel_of
+from braid.schedule.views import stream_of
 
-__all__ = ["Turn", "Wires", "Work", "execute"]
+__all__ = ["SENDING", "Turn", "Wires", "Work", "execute"]
+
+SENDING = "messages on their way"
+"""What a rank waits for once its ops have run."""
 
 
 class Work(Protocol):
@@ -50,12 +55,14 @@ class _Held(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Wires:
-    """How a rank reaches its neighbours in the pipeline."""
+    """How a rank reaches its neighbours in the pipeline, and whoever watches it."""
 
     channels: Mapping[Channel, Group]
     """A communicator of two for every channel, the sender first. Empty without a pipeline."""
     message: Callable[[], Tensor]
     """Memory for one message."""
+    progress: Progress = field(default_factory=Progress)
+    """Where the rank says what it is doing."""
 
 
 def execute(
@@ -84,17 +91,25 @@ class Executor:
         self.passages: dict[Turn, Passage] = {}
 
     def run(self) -> tuple[Span, ...]:
-        log = []
+        log, progress = [], self.wires.progress
+        progress.follow(
+            cast(NodeWork, self.work).streams if self.schedule.phases else None, stream_of(self.schedule)
+        )
         for op in self.schedule.ops[self.rank]:
+            progress.enter(op)
             start = time.perf_counter()
             self._run(op)
             log.append(Span(op=op, start=start, end=time.perf_counter()))
+            progress.leave(op)
+        progress.enter(SENDING)
         for sending, _ in self.outgoing:
             sending.wait()
         if self.schedule.phases:
             cast(NodeWork, self.work).streams.join()
         left = [*self.inputs, *self.gradients, *self.held, *self.passages]
         assert not left, f"a schedule uses everything that it makes: {left}"
+        progress.unfollow()
+        progress.enter("what follows the ops")
         return tuple(log)
 
     def _run(self, op: Op) -> None:
@@ -105,7 +120,7 @@ class Executor:
         assert op.segment is not None
         turn = (op.micro_batch, op.segment)
         match op.act:
-            case Act.F | Act.B | Act.W if op.phase is not None:
+            case Act.F | Act.B | Act.W | Act.RECOMPUTE if op.phase is not None:
                 self._run_node(turn, op)
             case Act.F:
                 self._forward(turn)
@@ -165,6 +180,8 @@ class Executor:
                 passage.backward(op)
                 if (gradient := passage.take_gradient()) is not None:
                     self.gradients[_before(turn)] = gradient
+            case Act.RECOMPUTE:
+                passage.replay(op)
             case _:
                 passage.weights(op)
         if passage.done:

@@ -62,11 +62,16 @@ def _unchanged(x: Tensor | None) -> Tensor | None:
 def flush(module: FSDPModule, *, reduce: bool) -> None:
     """Put a unit's gradients with those accumulated in the dtype of reduction; or sum both over ranks.
 
-    A weight that nothing has used has zeros: all ranks must sum tensors of the same sizes."""
+    A weight that nothing has used has zeros: all ranks must sum tensors of the same sizes, and of one dtype."""
     if reduce:
-        for weight in _weights(module):
+        weights = list(_weights(module))
+        for weight in weights:
             if weight._unsharded_param.grad is None and weight.unsharded_accumulated_grad is None:
                 weight._unsharded_param.grad = torch.zeros_like(weight._unsharded_param)
+        if any(weight.unsharded_accumulated_grad is not None for weight in weights):
+            for weight in weights:
+                if weight.unsharded_accumulated_grad is None:
+                    weight.to_accumulated_grad_if_needed()
     module.set_requires_gradient_sync(reduce, recurse=False)
     for group in reversed(_groups(module)):
         group.post_backward()
@@ -85,6 +90,45 @@ def forget(module: FSDPModule) -> None:
     """Drop every gradient of a unit: as ops left it, accumulated, and reduced."""
     for weight in _weights(module):
         weight._unsharded_param.grad = weight.unsharded_accumulated_grad = weight.sharded_param.grad = None
+
+
+class Accumulated:
+    """The gradients that FSDP2 accumulates until it reduces them, for a weight sink: its main gradients, of the
+    weights that compute in a narrower dtype than that of reduction."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self.root = root
+        self._found: dict[Tensor, _Accumulated] = {}
+
+    def get(self, parameter: Tensor) -> _Accumulated | None:
+        """A weight becomes known when it is gathered for the first time."""
+        if parameter not in self._found:
+            every = (weight for module in sharded_modules(self.root) for weight in _weights(module))
+            self._found = {
+                weight._unsharded_param: _Accumulated(weight)
+                for weight in every
+                if weight.reduce_dtype not in (None, weight._unsharded_param.dtype)
+            }
+        return self._found.get(parameter)
+
+
+class _Accumulated:
+    def __init__(self, weight: Any) -> None:
+        self._weight = weight
+
+    @property
+    def dtype(self) -> torch.dtype:
+        dtype: torch.dtype = self._weight.reduce_dtype
+        return dtype
+
+    @property
+    def grad(self) -> Tensor | None:
+        gradient: Tensor | None = self._weight.unsharded_accumulated_grad
+        return gradient
+
+    @grad.setter
+    def grad(self, gradient: Tensor | None) -> None:
+        self._weight.unsharded_accumulated_grad = gradient
 
 
 def _weights(module: FSDPModule) -> Iterator[Any]:

@@ -15,7 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +56,10 @@ class NodeWork(Protocol):
         """Add the weight gradients that a backward left behind."""
         ...
 
+    def replay(self, turn: Turn, phase: Phase, hold: Callable[[Tensor], None]) -> None:
+        """Make again what a forward has not kept. `hold` is told of what other replays made."""
+        ...
+
     def after_forward(self, turn: Turn) -> None:
         """All phases of a segment have run forward."""
         ...
@@ -74,15 +79,28 @@ class Watch:
     """The node to which each function of a graph belongs that has not run backward."""
 
 
-class Made(NamedTuple):
-    """A tensor between two nodes, with the node that made it."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Made:
+    """A tensor between two nodes, or the terms of its gradient, with the node that made it."""
 
-    tensor: Tensor
-    differentiable: bool
-    op: Op | None
+    name: str
+    tensors: list[Tensor]
+    """There once the event was waited for. A gradient has a term for every use by the node."""
+    kept: _Kept | None = None
+    """What the node that wrote it has kept; None for a gradient, and for what came from outside."""
+    op: Op | None = None
     """None for what came from outside of the segment."""
-    stream: Stream
-    event: Any
+    stream: Stream = Stream.COMPUTE
+    event: Any = None
+
+    @property
+    def tensor(self) -> Tensor:
+        (only,) = self.tensors
+        return only
+
+    @property
+    def differentiable(self) -> bool:
+        return self.kept is None or self.name in self.kept.edges
 
 
 class _Entry(torch.autograd.Function):
@@ -145,6 +163,8 @@ class Passage:
         self._kept: dict[str, _Kept] = {}
         self._users = dict(shared_by(phases))
         self._shared: dict[str, _Shared] = {}
+        self._replayed: dict[str, Made] = {}
+        """Tensors that replays have made again: who made them, and where."""
         self._to_forward, self._to_backward = set(self.phases), set(self.phases)
         self._to_weigh = {phase.name for phase in phases if phase.weights and delayed}
         self._written_by = writers(phases)
@@ -153,27 +173,29 @@ class Passage:
 
     def give(self, tensor: Tensor) -> None:
         """What the segment before this one wrote."""
-        self._made[IN] = Made(tensor, True, None, Stream.COMPUTE, None)
+        self._made[IN] = Made(name=IN, tensors=[tensor])
 
     def give_gradient(self, gradient: Tensor) -> None:
         """Of what this segment wrote."""
-        self._gradients[OUT] = [Made(gradient, False, None, Stream.COMPUTE, None)]
+        self._gradients[OUT] = [Made(name=OUT, tensors=[gradient])]
 
     def take(self) -> Tensor | None:
         """What this segment wrote, once it did."""
-        return self._for_outside([self._made.pop(OUT)]) if OUT in self._made else None
+        return self._for_outside(self._made.pop(OUT)) if OUT in self._made else None
 
     def take_gradient(self) -> Tensor | None:
         """Of what this segment was given, once all its readers have run backward."""
-        return self._for_outside(self._gradients.pop(IN)) if IN in self._gradients else None
+        if IN not in self._gradients:
+            return None
+        (only,) = self._gradients.pop(IN)
+        return self._for_outside(only)
 
-    def _for_outside(self, made: list[Made]) -> Tensor:
+    def _for_outside(self, made: Made) -> Tensor:
         """Messages go from the stream that computes."""
-        (only,) = made
-        if only.stream is not Stream.COMPUTE:
-            self.streams.wait(Stream.COMPUTE, only.event)
-            self.streams.hold(only.tensor, Stream.COMPUTE)
-        return only.tensor
+        if made.stream is not Stream.COMPUTE:
+            self.streams.wait(Stream.COMPUTE, made.event)
+            self.streams.hold(made.tensor, Stream.COMPUTE)
+        return made.tensor
 
     @property
     def forward_done(self) -> bool:
@@ -200,21 +222,26 @@ class Passage:
                 users = len(self._users[name])
                 self._shared[name] = _Shared(parameter=self.work.parameter(name), users=users)
         self._begin(op, phase.stream, given.items())
-        with self.streams.on(phase.stream):
+        results: dict[str, list[Tensor]] = {name: [] for name in phase.writes}
+
+        def job() -> None:
             entered = {name: self._enter(name, made, kept) for name, made in given.items()}
+            given.clear()
             written, cost = function(entered)
-            assert written.keys() == set(phase.writes), f"{phase.name} wrote {list(written)}"
-            del entered, given
+            assert written.keys() == results.keys(), f"{phase.name} wrote {list(written)}"
             if cost is not None:
                 kept.cost = get_gradient_edge(cost), torch.ones_like(cost)
             for name, tensor in written.items():
                 if tensor.requires_grad:
                     kept.edges[name] = get_gradient_edge(tensor)
-        if self.watch is not None:
-            self._claim(phase, kept, self.watch.owners)
-        event = self.streams.mark(phase.stream)
-        for name, tensor in written.items():
-            self._made[name] = Made(tensor.detach(), tensor.requires_grad, op, phase.stream, event)
+                results[name].append(tensor.detach())
+            if self.watch is not None:
+                self._claim(phase, kept, self.watch.owners)
+
+        event = self._issue(phase, job)
+        for name, tensors in results.items():
+            made = Made(name=name, tensors=tensors, kept=kept, op=op, stream=phase.stream, event=event)
+            self._made[name] = made
 
     def _read(self, name: str) -> Made:
         """A tensor; gone once its last reader has it."""
@@ -234,27 +261,30 @@ class Passage:
         phase = self._phase(op)
         self._to_backward.remove(phase.name)
         kept = self._kept.pop(phase.name)
-        arrived = [(name, made) for name in phase.writes for made in self._gradients.pop(name, ())]
-        self._begin(op, phase.stream, [(f"grad:{name}", made) for name, made in arrived])
-        with self.streams.on(phase.stream):
+        arrived = [made for name in phase.writes for made in self._gradients.pop(name, ())]
+        self._begin(op, phase.stream, [(f"grad:{made.name}", made) for made in arrived])
+
+        def job() -> None:
             edges, gradients = [], []
             for name in phase.writes:
-                if name in kept.edges and (terms := [made.tensor for each, made in arrived if each == name]):
+                terms = [tensor for made in arrived if made.name == name for tensor in made.tensors]
+                if terms and name in kept.edges:
                     edges.append(kept.edges[name])
                     gradients.append(_sum(terms))
+                del terms
             if kept.cost is not None:
                 edges.append(kept.cost[0])
                 gradients.append(kept.cost[1])
-            del arrived
+            arrived.clear()
             self._run_backward(phase, edges, gradients)
-        event = self.streams.mark(phase.stream)
+            if self.watch is not None:
+                for function in kept.functions:
+                    del self.watch.owners[function]
+
+        event = self._issue(phase, job)
         for name, box in kept.boxes.items():
-            for gradient in box:
-                made = Made(gradient, False, op, phase.stream, event)
-                self._gradients.setdefault(name, []).append(made)
-        if self.watch is not None:
-            for function in kept.functions:
-                del self.watch.owners[function]
+            made = Made(name=name, tensors=box, op=op, stream=phase.stream, event=event)
+            self._gradients.setdefault(name, []).append(made)
 
     def _run_backward(self, phase: Phase, edges: list[GradientEdge], gradients: list[Tensor]) -> None:
         """One backward. A shared parameter shows it the gradient of this micro-batch alone, which is added to
@@ -281,8 +311,17 @@ class Passage:
         self._to_weigh.remove(phase.name)
         assert phase.name not in self._to_backward
         self._begin(op, phase.stream, ())
-        with self.streams.on(phase.stream):
-            self.work.weights(self.turn, phase)
+        self._issue(phase, lambda: self.work.weights(self.turn, phase))
+
+    def replay(self, op: Op) -> None:
+        phase = self._phase(op)
+        assert phase.name in self._to_backward
+        again = [(f"again:{name}", self._replayed[name]) for name in phase.reads if name in self._replayed]
+        self._begin(op, phase.stream, again)
+        hold = partial(self.streams.hold, stream=phase.stream)
+        event = self._issue(phase, lambda: self.work.replay(self.turn, phase, hold))
+        for name in phase.writes:
+            self._replayed[name] = Made(name=name, tensors=[], op=op, stream=phase.stream, event=event)
 
     # --------------------------------------------------------------------------------------- parts
 
@@ -299,12 +338,20 @@ class Passage:
         for _, made in foreign:
             if made.op is None:  # it was there before this segment began
                 self.streams.wait(stream, self.streams.mark(made.stream))
-            self.streams.hold(made.tensor, stream)
+            for tensor in made.tensors:
+                self.streams.hold(tensor, stream)
         if stream is Stream.COMMUNICATION:
             self._use_weights(op)
         if self.watch is not None:
             holds = tuple(name for name, _ in foreign)
             self.watch.issued.append(Issued(op=op, stream=stream, waits=tuple(waits), holds=holds))
+
+    def _issue(self, phase: Phase, job: Callable[[], None]) -> Any:
+        """Whatever comes next may release weights."""
+        event = self.streams.issue(phase.stream, job)
+        if phase.stream is Stream.COMMUNICATION and self.work.weights_of(phase):
+            self.streams.settle(event)
+        return event
 
     def _use_weights(self, op: Op) -> None:
         """Weights come and go on the stream that computes: one that is used on the other has to be there."""

@@ -3,15 +3,20 @@
 A rank has two, one that computes and one that communicates; each runs what it is given in the order of issue.
 A node that uses what was made on the other stream waits for the **event** behind the node that made it, and
 **holds** the memory, so that nobody reuses it too early. Two kinds do the same: `CudaStreams` on a GPU, and
-`HostStreams` on a CPU, where everything is done as soon as it is issued.
+`HostStreams` on a CPU, where a thread of its own does what goes to the communication stream.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any, Protocol
+from weakref import finalize
 
 import torch
 from torch import Tensor
@@ -23,8 +28,9 @@ from braid.schedule.phases import readers, writers
 class Streams(Protocol):
     """What the engine asks of streams."""
 
-    def on(self, stream: Stream) -> AbstractContextManager[Any]:
-        """Within it, work is issued to the stream."""
+    def issue(self, stream: Stream, job: Job) -> Any:
+        """Have the stream do a job after all that it was given before, and return the event behind it. What the
+        job makes may be looked at once the event was waited for."""
         ...
 
     def mark(self, stream: Stream) -> Any:
@@ -39,42 +45,117 @@ class Streams(Protocol):
         """The tensor, made on another stream, is used on this one: its memory stays until that is done."""
         ...
 
+    def settle(self, event: Any) -> None:
+        """Weights that a job has used may be released from now on, by whoever called."""
+        ...
+
     def join(self) -> None:
         """What whoever called the engine issues from now on comes after everything on both streams."""
         ...
 
 
+Job = Callable[[], None]
+
+
+@dataclass
+class Timed:
+    """When a job ran: in seconds of this process's clock, or on a GPU between two events that know the time.
+    It is filled in when the job runs."""
+
+    begin: Any = None
+    end: Any = None
+
+
 class HostStreams:
-    """A CPU: work is done when its call returns."""
+    """A CPU. The thread that calls computes; another one, in the order of issue, communicates. Whatever is
+    issued to the first is done when the call returns, so nothing ever waits for it."""
 
-    def on(self, stream: Stream) -> AbstractContextManager[Any]:
-        return nullcontext()
+    def __init__(self) -> None:
+        self._jobs: SimpleQueue[tuple[Job, Future[None]] | None] = SimpleQueue()
+        self._last: Future[None] = Future()
+        self._last.set_result(None)
+        self._begun = False
+        self.timed: list[Timed] | None = None
+        """Where somebody wants to know: when each job of the communication stream ran."""
 
-    def mark(self, stream: Stream) -> None:
-        return None
+    def issue(self, stream: Stream, job: Job) -> Future[None] | None:
+        if stream is Stream.COMPUTE:
+            job()
+            return None
+        if not self._begun:
+            self._begun = True
+            Thread(target=_work_off, args=(self._jobs,), name="communication", daemon=True).start()
+            finalize(self, self._jobs.put, None)  # nobody is left who could issue anything
+        if self.timed is not None:
+            self.timed.append(times := Timed())
+            job = partial(_run_timed, job, times)
+        self._last = Future()
+        self._jobs.put((job, self._last))
+        return self._last
 
-    def wait(self, stream: Stream, event: None) -> None:
-        return None
+    def mark(self, stream: Stream) -> Future[None] | None:
+        return None if stream is Stream.COMPUTE else self._last
+
+    def wait(self, stream: Stream, event: Future[None] | None) -> None:
+        """A job that has failed raises its error here."""
+        if stream is Stream.COMPUTE and event is not None:
+            event.result()
 
     def hold(self, tensor: Tensor, stream: Stream) -> None:
         return None
 
+    def settle(self, event: Future[None]) -> None:
+        event.result()
+
     def join(self) -> None:
-        return None
+        self._last.result()
+
+
+def _run_timed(job: Job, times: Timed) -> None:
+    times.begin = time.perf_counter()
+    job()
+    times.end = time.perf_counter()
+
+
+def _work_off(jobs: SimpleQueue[tuple[Job, Future[None]] | None]) -> None:
+    """One job after the other. One that fails says so to whoever waits for it."""
+    while (next_one := jobs.get()) is not None:
+        job, event = next_one
+        try:
+            job()
+        except BaseException as error:
+            event.set_exception(error)
+        else:
+            event.set_result(None)
+        del next_one, job, event
 
 
 class CudaStreams:
     """A GPU. Computation stays on the stream that is current when this is made."""
 
     def __init__(self, device: torch.device) -> None:
+        self.timed: list[Timed] | None = None
+        """Where somebody wants to know: when each job ran."""
         self.streams: Mapping[Stream, torch.cuda.Stream] = {
             Stream.COMPUTE: torch.cuda.current_stream(device),
-            Stream.COMMUNICATION: torch.cuda.Stream(device),
+            # What little it computes goes first: others wait for what it sends.
+            Stream.COMMUNICATION: torch.cuda.Stream(device, priority=-1),
         }
         self.streams[Stream.COMMUNICATION].wait_stream(self.streams[Stream.COMPUTE])
 
-    def on(self, stream: Stream) -> AbstractContextManager[Any]:
-        return torch.cuda.stream(self.streams[stream])
+    def issue(self, stream: Stream, job: Job) -> torch.cuda.Event:
+        with torch.cuda.stream(self.streams[stream]):
+            begin = None if self.timed is None else self.stamp(stream)
+            job()
+        if self.timed is not None and begin is not None:
+            self.timed.append(Timed(begin, self.stamp(stream)))
+        return self.mark(stream)
+
+    def stamp(self, stream: Stream) -> torch.cuda.Event:
+        """An event that knows when everything issued to the stream so far was done."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self.streams[stream])
+        return event
 
     def mark(self, stream: Stream) -> torch.cuda.Event:
         return self.streams[stream].record_event()
@@ -84,6 +165,9 @@ class CudaStreams:
 
     def hold(self, tensor: Tensor, stream: Stream) -> None:
         tensor.record_stream(self.streams[stream])
+
+    def settle(self, event: torch.cuda.Event) -> None:
+        return None  # the allocator has been told by `hold`
 
     def join(self) -> None:
         self.streams[Stream.COMPUTE].wait_stream(self.streams[Stream.COMMUNICATION])
@@ -111,7 +195,7 @@ class Issued:
 
 def stream_faults(log: Sequence[Issued], phases: Sequence[Sequence[Phase]]) -> Iterator[str]:
     """Everything that a log used on one stream and made on the other, without an event or without a hold."""
-    made_on = {_plain(issued.op): issued.stream for issued in log}
+    made_on: dict[Op, Stream] = {}
     for issued in log:
         op = issued.op
         assert op.segment is not None
@@ -123,6 +207,7 @@ def stream_faults(log: Sequence[Issued], phases: Sequence[Sequence[Phase]]) -> I
                 yield f"{op} uses {tensor} of {maker} without its event"
             if tensor and tensor not in issued.holds:
                 yield f"{op} uses {tensor} of {maker}, which may be reused too early"
+        made_on[_plain(op)] = issued.stream
 
 
 def _plain(op: Op) -> Op:
@@ -147,6 +232,12 @@ def _uses(op: Op, phases: Sequence[Phase]) -> Iterator[tuple[Op, str]]:
         read_by = readers(phases)
         for name in phase.writes:
             yield from ((node(Act.B, reader), f"grad:{name}") for reader in read_by.get(name, ()))
+    elif op.act is Act.RECOMPUTE:
+        yield node(Act.F, phase.name), ""
+        made_by = writers(phases)
+        for name in phase.reads:
+            if name in made_by:
+                yield node(Act.RECOMPUTE, made_by[name]), f"again:{name}"
     else:
         yield node(Act.B, phase.name), ""
 

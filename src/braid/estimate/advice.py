@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from braid.config import Mesh, Run
+from braid.config import Again, Mesh, Run
 from braid.errors import ConfigError
 from braid.estimate.stages import Estimate, estimate
 from braid.plan import plan
 
 FACTORS = (2, 4, 8)
 """By how much a choice is raised."""
+RECOMPUTE: tuple[Again, ...] = ("norm", "activation", "core", "full")
+"""What is made again instead of kept, from the cheapest on. The last has all of the others."""
 MOST = 5
 """Pieces of advice that are given, one for each choice."""
 
@@ -50,6 +52,9 @@ def _changes(run: Run, world: int) -> Iterator[tuple[str, object, Run, int]]:
         yield "mesh.shard", "all", replace(run, mesh=replace(mesh, shard="all")), world
     if mesh.replicate > 1:
         yield "mesh.replicate", 1, replace(run, mesh=replace(mesh, replicate=1)), world
+    for name in RECOMPUTE if not train.recompute else RECOMPUTE[-1:]:
+        if name not in train.recompute:
+            yield "train.recompute", name, replace(run, train=replace(train, recompute=(name,))), world
     for factor in FACTORS:
         for axis in ("tp", "cp", "pp", "ep"):
             value = factor * int(getattr(mesh, axis))

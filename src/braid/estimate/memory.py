@@ -47,8 +47,8 @@ class Step:
     """Whether there is no other rank: then nothing is sharded, and narrow weights have main copies."""
     strategy: Strategy
     micro_batches: int
-    live: int
-    """Micro-batches whose activations are there at the same time."""
+    activations: int
+    """Bytes that forwards keep for their backwards, as many of them as are there at the same time."""
 
 
 def memory_of(units: list[Held], costs: Mapping[str, Cost], step: Step) -> Memory:
@@ -56,7 +56,7 @@ def memory_of(units: list[Held], costs: Mapping[str, Cost], step: Step) -> Memor
     parameters = sum(unit.kept_bytes for unit in units)
     optimizer = sum(_state(unit, step) for unit in units)
     gathered = _gathered(units, step)
-    activations = step.live * sum(cost.kept for cost in costs.values())
+    activations = step.activations
     updated = sum(unit.kept * _main(unit) for unit in units)
     steady = parameters + optimizer
     peak, peak_at = steady + updated, "update"
@@ -109,12 +109,21 @@ def _gradients(units: list[Held], parts: list[str], part: str, step: Step) -> in
     passed = [unit for unit in units if parts.index(unit.part) >= place]
     earlier = step.micro_batches > 1
     if step.alone:
-        narrow = [unit for unit in units if unit.stored < _main(unit)] if earlier else []
-        left = sum(unit.kept * _main(unit) for unit in narrow)
-        there = passed if not earlier else [unit for unit in units if unit not in narrow or unit in passed]
-        return left + sum(unit.kept_bytes for unit in there)
-    # A unit's own gradients, and the buffer from which they are summed over ranks.
-    own = [unit.gathered * (unit.computed + unit.stored) for unit in units if unit.part == part]
-    if earlier and step.strategy in ("none", "optimizer"):
-        return sum(unit.gathered * unit.stored for unit in units) + max(own, default=0)
-    return sum(unit.kept_bytes for unit in (units if earlier else passed)) + max(own, default=0)
+        narrow = [unit for unit in units if unit.stored < _main(unit)]
+        main = narrow if earlier else [unit for unit in passed if unit.in_place]
+        own = [unit for unit in (units if earlier else passed) if unit in passed or unit not in narrow]
+        return sum(unit.kept * _main(unit) for unit in main) + sum(
+            unit.kept_bytes for unit in own if not unit.in_place
+        )
+    stay = earlier and step.strategy in ("none", "optimizer")
+    most = max((_to_sum(unit, stay) for unit in units if unit.part == part), default=0)
+    if stay:
+        return sum(unit.gathered * unit.stored for unit in units) + most
+    return sum(unit.kept_bytes for unit in (units if earlier else passed)) + most
+
+
+def _to_sum(unit: Held, stay: bool) -> int:
+    """A unit's own gradients, and the buffer from which they are summed over ranks. Those that are written in
+    place are with the ones that `stay`, where any do."""
+    own = unit.computed if not unit.in_place else 0 if stay else unit.stored
+    return unit.gathered * (own + unit.stored)

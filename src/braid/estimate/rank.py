@@ -14,6 +14,7 @@ from braid.model.language import LanguageModel
 from braid.nn.cost import Portion
 from braid.nn.moe import dispatchers
 from braid.nn.moe.journey import Dispatcher
+from braid.nn.recompute import chosen
 from braid.plan import Plan
 
 DTYPES = MappingProxyType({"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64})
@@ -79,5 +80,6 @@ def portion_of(plan: Plan, device: str) -> Portion:
         rows=plan.micro_batch_samples // plan.axes.dp,
         tokens=plan.run.data.sequence_tokens,
         dtype=DTYPES[plan.run.train.dtype],
+        recompute=chosen(plan.run.train.recompute),
     )
     return portion if device == "cuda" else replace(portion, device="cpu")

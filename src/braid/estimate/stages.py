@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from braid.estimate.memory import Memory, Step, memory_of
 from braid.estimate.rank import first_rank, model_of, portion_of
 from braid.estimate.weights import copy_calls, held_units, sharding_calls
 from braid.model.language import LanguageModel
-from braid.nn.cost import Call, Portion
+from braid.nn.cost import Call, Cost, Portion
 from braid.plan import Plan
 from braid.schedule import Act, live_peaks
 
@@ -66,9 +66,12 @@ def _stage(plan: Plan, stage: int, live: int, portion: Portion, device: str) -> 
     run, model = plan.run, model_of(plan, first_rank(plan, stage), device)
     costs, units = model.costs(portion), held_units(model, plan.axes)
     micro_batches, segments = run.train.micro_batches, plan.stages[stage].segments
-    # A live forward is that of one segment; a rank with several holds as many parts of a micro-batch.
-    under_way = -(-live // len(segments))
-    step = Step(alone=plan.world == 1, strategy=run.mesh.shard, micro_batches=micro_batches, live=under_way)
+    step = Step(
+        alone=plan.world == 1,
+        strategy=run.mesh.shard,
+        micro_batches=micro_batches,
+        activations=live_peaks(plan.schedule, _kept(plan, stage, costs))[stage],
+    )
     calls = [call for cost in costs.values() for call in cost.times(micro_batches).calls]
     if plan.world > 1:
         calls += sharding_calls(units, run.mesh.shard, micro_batches)
@@ -77,11 +80,24 @@ def _stage(plan: Plan, stage: int, live: int, portion: Portion, device: str) -> 
         stage=stage,
         layers="|".join(str(segment) for segment in segments),
         weights=sum(parameter.numel() for parameter in model.parameters()),
-        live=under_way,
+        # A live forward is that of one segment; a rank with several holds as many parts of a micro-batch.
+        live=-(-live // plan.schedule.virtual),
         memory=memory_of(units, costs, step),
         calls=tuple(_together(calls)),
         sends=_sends(plan, stage, portion, model),
     )
+
+
+def _kept(plan: Plan, stage: int, costs: Mapping[str, Cost]) -> list[int]:
+    """Bytes that the forward of each segment of the schedule keeps, of those that the stage holds. Positions
+    are there from the first of them to the last backward."""
+    kept = [0] * plan.schedule.segments
+    held, last = [segment.index for segment in plan.stages[stage].segments], len(plan.layout.segments) - 1
+    of_block = {f"blocks.{block.index}": s.index for s in plan.layout.segments for block in s.blocks}
+    for part, cost in costs.items():
+        segment = {"positions": held[0], "embedding": 0, **of_block}.get(part, last)
+        kept[0 if len(kept) == 1 else segment] += cost.kept
+    return kept
 
 
 def _together(calls: Iterable[Call]) -> Iterable[Call]:

@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 from braid.fit import Sizes
+from braid.kernels.grouped_mlp import Fused
 from braid.model.language import LanguageModel
 from braid.nn.canonical import Shard
 from braid.nn.cost import Call
-from braid.nn.moe.experts import SHARD_DIMS
+from braid.nn.moe.experts import SHARD_DIMS, Experts
 from braid.optim.gradients import copied
 from braid.parallel.sharding import Strategy, Unit
 from braid.plan import Plan
@@ -54,6 +55,8 @@ class Held:
     """Bytes of a weight as it is used."""
     uses: Uses
     """How often it is gathered."""
+    in_place: bool
+    """Whether its gradients are written where they accumulate, in the optimizer's dtype."""
 
     @property
     def kept_bytes(self) -> int:
@@ -86,6 +89,7 @@ def _held(
     shards, copies = _sharing(unit.mesh, axes)
     sizes = [_shard_size(p, unit.dims.get(name, 0), shards) for name, p in weights]
     stored = weights[0][1].dtype
+    fused = isinstance(unit.module, Experts) and isinstance(unit.module.grouped_mlp, Fused)
     return Held(
         part=_part(name, model),
         mesh=unit.mesh,
@@ -96,6 +100,7 @@ def _held(
         stored=stored.itemsize,
         computed=stored.itemsize if unit.wide else min(stored.itemsize, model.dtype.itemsize),
         uses=_uses(name, model),
+        in_place=fused and model.dtype.itemsize < torch.float32.itemsize,
     )
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
@@ -29,7 +30,7 @@ from braid.kernels import Kernels
 from braid.model.context import Context
 from braid.nn.attention import Attention
 from braid.nn.canonical import Canonical, under
-from braid.nn.cost import Cost, Portion
+from braid.nn.cost import Cost, Portion, sent_again
 from braid.nn.delta_net import DeltaNet
 from braid.nn.dropout import dropout
 from braid.nn.head_scalars import HeadScalars
@@ -38,10 +39,12 @@ from braid.nn.mamba2 import Mamba2
 from braid.nn.mlp import Mlp
 from braid.nn.moe.balance import examine
 from braid.nn.moe.experts import SHARD_DIMS, Experts
-from braid.nn.moe.journey import Dispatcher
-from braid.nn.moe.layer import Moe
+from braid.nn.moe.journey import Dispatcher, Journey
+from braid.nn.moe.layer import ONCE, Moe
 from braid.nn.moe.router import Router
+from braid.nn.moe.routing import Routing
 from braid.nn.norm import LayerNorm, RmsNorm, norm
+from braid.nn.recompute import Recomputing
 from braid.parallel.sharding import Unit
 from braid.pattern import Kind, Layer
 
@@ -84,8 +87,8 @@ class PreNorm(nn.Module):
         self.inner = inner
 
 
-class Block(nn.Module):
-    """The layers of one `pattern.Block`."""
+class Block(Recomputing):
+    """The layers of one `pattern.Block`. Each phase but `combine` is a region that can be recomputed."""
 
     def __init__(
         self,
@@ -118,30 +121,33 @@ class Block(nn.Module):
     # ------------------------------------------------------------------------------------- phases
 
     def mix(self, x_BtC: Tensor, context: Context) -> Flow:
-        for layer in self.block.layers:
-            if layer.kind is Kind.MOE:
-                return self._route(x_BtC, layer, context)
-            pre_norm = self._at(layer)
-            y_BtC = _computed(pre_norm.inner, pre_norm.norm(x_BtC), layer, context)
-            x_BtC = self._add(x_BtC, y_BtC, layer, context)
-        return Flow(x_BtC)
+        journeys: list[Journey] = []
+        flow, routing = self.recomputed("block", partial(self._mixed, context, journeys), x_BtC)
+        self.kept(flow.residual_BtC)  # what the next block is given
+        if routing is not None:
+            layer = self.block.layers[-1]
+            moe, tokens, earlier_E = self._moe(layer), context.tokens(layer), context.earlier_E.get(layer)
+            if context.recording is not None:
+                context.recording.write(tokens, routing.choice)
+            (context.journeys[layer],) = journeys
+            context.balances[layer] = examine(routing, moe.shape, tokens, earlier_E, self.groups)
+        return flow
 
     def dispatch(self, flow: Flow, context: Context) -> Flow:
         if flow.rows is None or flow.probs is None:
             return flow
         layer = self.block.layers[-1]
-        rows, probs, journey = self._moe(layer).dispatcher.dispatch(
-            flow.rows, flow.probs, context.journeys[layer]
-        )
-        context.journeys[layer] = journey
+        moe, journeys = self._moe(layer), [context.journeys[layer]]
+        rows, probs = self.recomputed("block", partial(_sent, moe, journeys), flow.rows, flow.probs)
+        context.journeys[layer] = journeys[-1]
         return flow._replace(rows=rows, probs=probs)
 
     def experts(self, flow: Flow, context: Context) -> Flow:
         if flow.rows is None or flow.probs is None:
             return flow
         layer = self.block.layers[-1]
-        rows = self._moe(layer).visit(flow.rows, flow.probs, context.journeys[layer])
-        return flow._replace(rows=rows, probs=None)
+        visit = partial(self._moe(layer).visit, journey=context.journeys[layer])
+        return flow._replace(rows=self.recomputed("block", visit, flow.rows, flow.probs), probs=None)
 
     def combine(self, flow: Flow, context: Context) -> Tensor:
         if flow.rows is None:
@@ -155,26 +161,38 @@ class Block(nn.Module):
 
     # -------------------------------------------------------------------------------------- parts
 
-    def _route(self, x_BtC: Tensor, layer: Layer, context: Context) -> Flow:
+    def _mixed(self, context: Context, journeys: list[Journey], x_BtC: Tensor) -> tuple[Flow, Routing | None]:
+        """All of `mix` but what is written down. The journey is left in the list, where it is found again."""
+        for layer in self.block.layers:
+            normed_BtC = self.recomputed("norm", self._at(layer).norm, x_BtC)
+            if layer.kind is Kind.MOE:
+                return self._routed(context, journeys, x_BtC, normed_BtC)
+            y_BtC = _computed(self._at(layer).inner, normed_BtC, layer, context)
+            x_BtC = self._add(x_BtC, y_BtC, layer, context)
+        return Flow(x_BtC), None
+
+    def _routed(
+        self, context: Context, journeys: list[Journey], x_BtC: Tensor, normed_BtC: Tensor
+    ) -> tuple[Flow, Routing]:
+        layer, normed_NC = self.block.layers[-1], normed_BtC.flatten(0, 1)
         moe, tokens = self._moe(layer), context.tokens(layer)
-        normed_BtC = self._at(layer).norm(x_BtC)
-        normed_NC = normed_BtC.flatten(0, 1)
         replayed = None if context.replay is None else context.replay.read(tokens)
         routing = moe.router(normed_NC, tokens, replayed)
-        if context.recording is not None:
-            context.recording.write(tokens, routing.choice)
-        journey = moe.journey(routing, tokens, replayed=replayed is not None)
-        rows, probs = moe.pack(normed_NC, routing.probs_NS, journey)
-        context.journeys[layer] = journey
-        context.balances[layer] = examine(routing, moe.shape, tokens, context.earlier_E.get(layer), self.groups)
-        return Flow(x_BtC, rows, probs, moe.shared_output(normed_BtC))
+        if not journeys:
+            journeys.append(moe.journey(routing, tokens, replayed=replayed is not None))
+        rows, probs = moe.pack(normed_NC, routing.probs_NS, journeys[0])
+        return Flow(x_BtC, rows, probs, moe.shared_output(normed_BtC)), routing
 
     def _add(self, x_BtC: Tensor, y_BtC: Tensor, layer: Layer, context: Context) -> Tensor:
         """A layer's output joins the residual stream."""
         if self.dropout and context.batch.training:
-            keep_BtC = context.keep_mask(layer, self.dropout, y_BtC.shape[-1])
-            y_BtC = dropout(y_BtC, keep_BtC, self.dropout)
+            y_BtC = y_BtC * self.recomputed("block", partial(self._scale, layer, context, y_BtC.shape[-1]))
         return x_BtC + y_BtC
+
+    def _scale(self, layer: Layer, context: Context, channels: int) -> Tensor:
+        """What dropout makes of ones, and multiplies everything with."""
+        keep_BtC = context.keep_mask(layer, self.dropout, channels)
+        return dropout(torch.ones_like(keep_BtC, dtype=context.dtype), keep_BtC, self.dropout)
 
     def _at(self, layer: Layer) -> PreNorm:
         return cast(PreNorm, self.layers[NAMES[layer.kind]])
@@ -215,17 +233,42 @@ class Block(nn.Module):
         return tensors
 
     def cost(self, portion: Portion) -> Cost:
-        """Of all its layers and the norms before them. The stream between layers and its gradient pass by."""
-        tokens, total, stream = portion.places(self.groups.tp_cp), Cost(), 0
+        """Of all its layers and the norms before them. The stream between layers and its gradient pass by, and
+        so does what is made again."""
+        everything = replace(portion, recompute=frozenset())
+        every, costs, again = Cost(), Cost(), 0
         for layer in self.block.layers:
-            pre_norm = self._at(layer)
-            stream = tokens * pre_norm.norm.channels * portion.narrow
-            dropped = Cost(kept=stream) if self.dropout else Cost()
-            total += pre_norm.norm.cost(portion, tokens) + pre_norm.inner.cost(portion) + dropped
-        return replace(total, passing=total.passing + 2 * stream)
+            kept, own = (self._layer_cost(layer, given) for given in (everything, portion))
+            every, costs, again = every + kept, costs + own, max(again, kept.kept - own.kept)
+        stream = portion.places(self.groups.tp_cp) * self._at(self.block.layers[0]).norm.channels
+        stream *= portion.narrow
+        if portion.again("block"):
+            costs = self._recomputed_cost(portion, every, stream)
+            again = every.kept - costs.kept
+        return replace(costs, passing=costs.passing + again + 2 * stream)
+
+    def _layer_cost(self, layer: Layer, portion: Portion) -> Cost:
+        pre_norm, tokens = self._at(layer), portion.places(self.groups.tp_cp)
+        stream = tokens * pre_norm.norm.channels * portion.narrow
+        norm, dropped = pre_norm.norm.cost(portion, tokens), Cost(kept=stream if self.dropout else 0)
+        norm = replace(norm, kept=stream) if portion.again("norm") else norm
+        return norm + pre_norm.inner.cost(portion) + dropped
+
+    def _recomputed_cost(self, portion: Portion, every: Cost, stream: int) -> Cost:
+        """The stream that the block is given, and what comes of its routing."""
+        found = self.moe()
+        kept = stream + (0 if found is None else found[1].block_cost(portion).kept)
+        return replace(every, kept=kept, calls=every.calls + sent_again(every.calls, *ONCE))
 
     def flops(self, tokens: int) -> int:
         return sum(self._at(layer).inner.flops(tokens) for layer in self.block.layers)
+
+
+def _sent(moe: Moe, journeys: list[Journey], rows: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+    """What arrives of rows that leave by the first journey; the completed one is left behind it."""
+    rows, probs, journey = moe.dispatcher.dispatch(rows, probs, journeys[0])
+    journeys[1:] = [journey]
+    return rows, probs
 
 
 def _computed(inner: Inner, normed_BtC: Tensor, layer: Layer, context: Context) -> Tensor:

@@ -8,7 +8,7 @@ Shapes: B rows, T tokens, t tokens of this rank, s tokens of all tp ranks, C hid
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, cast
 
@@ -31,6 +31,7 @@ from braid.nn.moe.balance import Balance
 from braid.nn.moe.journey import Dispatcher
 from braid.nn.moe.layer import Moe
 from braid.nn.norm import LayerNorm, RmsNorm, norm
+from braid.nn.recompute import Recomputing
 from braid.parallel.sharding import Unit
 from braid.pattern import Kind, Layer, Layout
 
@@ -108,7 +109,7 @@ class Size:
     """Those of the MTP depths."""
 
 
-class LanguageModel(nn.Module):
+class LanguageModel(Recomputing):
     """A model of the next token. Weights are uninitialised until `initialize` or a checkpoint fills them."""
 
     def __init__(
@@ -141,7 +142,8 @@ class LanguageModel(nn.Module):
         self.head: Head | None = None
         depths = layout.mtp if ends else ()
         if begins or (ends and (shape.tied or depths)):
-            copies = groups.ends if shape.tied or layout.mtp else ALONE
+            # Both ends of a folded pipeline are here: one weight, and no copy.
+            copies = groups.ends if (shape.tied or layout.mtp) and not (begins and ends) else ALONE
             self.embedding = Embedding(shape.vocab, shape.hidden, groups=groups, copies=copies, **on)
         self.stack = Stack(layout, self.segments, shape, kernels, dispatcher, groups=groups, **on)
         if ends:
@@ -201,11 +203,17 @@ class LanguageModel(nn.Module):
     ) -> tuple[Tensor | None, Losses]:
         """Run segments that follow one another. The first of the model embeds tokens, all others read what the
         one before them returned; the last of the model returns nothing. Losses are of these segments alone."""
+        with self.watched():
+            return self._run(segments, x_BtC, context)
+
+    def _run(
+        self, segments: Sequence[int], x_BtC: Tensor | None, context: Context
+    ) -> tuple[Tensor | None, Losses]:
         before = set(context.balances)
         x_BtC = self._through(segments, x_BtC, context)
         (loss_sum, count), mtp = self.nothing(), tuple[tuple[Tensor, Tensor], ...]()
         if segments[-1] == len(self.layout.segments) - 1:
-            batch, hidden_BtC, x_BtC = context.batch, self._normed(x_BtC), None
+            batch, hidden_BtC, x_BtC = context.batch, self.normed(x_BtC), None
             loss_sum, count = self.told(hidden_BtC, batch.labels_BT, batch.loss_mask_BT)
             mtp = tuple(self._mtp_losses(hidden_BtC, context)) if batch.training else ()
         balances = {layer: balance for layer, balance in context.balances.items() if layer not in before}
@@ -226,9 +234,10 @@ class LanguageModel(nn.Module):
         assert x_BtC is not None
         return self.stack(x_BtC, segments, context)
 
-    def _normed(self, x_BtC: Tensor) -> Tensor:
+    def normed(self, x_BtC: Tensor) -> Tensor:
+        """After the final norm: what the head is shown, and the first MTP depth."""
         assert self.final_norm is not None
-        hidden_BtC: Tensor = self.final_norm(x_BtC)
+        hidden_BtC: Tensor = self.recomputed("norm", self.final_norm, x_BtC)
         return hidden_BtC
 
     def nothing(self) -> tuple[Tensor, Tensor]:
@@ -256,7 +265,7 @@ class LanguageModel(nn.Module):
     def read(self, segments: Sequence[int], x_BtC: Tensor | None, context: Context) -> Tensor:
         """`run` without losses: what the next segment reads; after the last, the state that the head tells."""
         x_BtC = self._through(segments, x_BtC, context)
-        return self._normed(x_BtC) if segments[-1] == len(self.layout.segments) - 1 else x_BtC
+        return self.normed(x_BtC) if segments[-1] == len(self.layout.segments) - 1 else x_BtC
 
     def tell(self, hidden_BtC: Tensor) -> Tensor:
         """The head: for the tokens of all tp ranks, scores of the part of the vocabulary that is held here."""
@@ -350,11 +359,23 @@ class LanguageModel(nn.Module):
         for index, block in self.stack.blocks.items():
             parts[f"blocks.{index}"] = cast(Block, block).cost(portion)
         if self.final_norm is not None:
-            told = self._told_cost(portion)
-            parts["head"] = self.final_norm.cost(portion, portion.places(self.groups.tp_cp)) + told
-            for depth, module in self.mtp.items():
-                parts[f"mtp.{depth}"] = embedded + cast(Mtp, module).cost(portion, self.groups) + told
+            told, tokens = self._told_cost(portion), portion.places(self.groups.tp_cp)
+            parts["head"] = self._head_cost(portion, self.final_norm.cost(portion, tokens) + told)
+            for number, (depth, module) in enumerate(self.mtp.items()):
+                own = cast(Mtp, module).cost(portion, self.groups, first=number == 0)
+                parts[f"mtp.{depth}"] = embedded + own + told
         return parts
+
+    def _head_cost(self, portion: Portion, every: Cost) -> Cost:
+        """Where the final norm is made again, what it is given is kept, but neither what it keeps itself nor
+        what the head sees of it, unless that was gathered first."""
+        assert self.final_norm is not None
+        if not portion.again("norm"):
+            return every
+        tokens, stream = portion.places(self.groups.tp_cp), self.shape.hidden * portion.narrow
+        seen = portion.places(self.groups.cp) * stream
+        kept = every.kept - self.final_norm.cost(portion, tokens).kept + tokens * stream
+        return replace(every, kept=kept - seen + portion.normed(seen, self.groups.tp.size > 1))
 
     def _told_cost(self, portion: Portion) -> Cost:
         """Head and loss."""

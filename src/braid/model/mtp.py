@@ -8,6 +8,7 @@ Shapes: B rows, T tokens, t tokens of this rank, C hidden channels.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -25,6 +26,7 @@ from braid.nn.cost import Cost, Portion
 from braid.nn.linear import Linear
 from braid.nn.moe.journey import Dispatcher
 from braid.nn.norm import norm
+from braid.nn.recompute import Recomputing
 
 
 class Targets(NamedTuple):
@@ -54,8 +56,9 @@ def _shifted(x_BT: Tensor, places: int, *, fill: int) -> Tensor:
     return F.pad(x_BT[:, places:], (0, min(places, x_BT.shape[1])), value=fill)
 
 
-class Mtp(nn.Module):
-    """One depth: two norms, a projection of both inputs into one stream, the depth's blocks, a norm."""
+class Mtp(Recomputing):
+    """One depth: two norms, a projection of both inputs into one stream, the depth's blocks, a norm. The last
+    is never recomputed: the head needs what it gave before the depth's weights are gathered."""
 
     def __init__(
         self,
@@ -91,9 +94,11 @@ class Mtp(nn.Module):
 
     def enter(self, hidden_BtC: Tensor, embedded_BtC: Tensor) -> Tensor:
         """The stream that the depth's blocks see."""
-        both = torch.cat([self.embedding_norm(embedded_BtC), self.hidden_norm(hidden_BtC)], -1)
-        x_BtC: Tensor = self.projection(both)
+        x_BtC: Tensor = self.projection(self.recomputed("norm", self._both, hidden_BtC, embedded_BtC))
         return x_BtC
+
+    def _both(self, hidden_BtC: Tensor, embedded_BtC: Tensor) -> Tensor:
+        return torch.cat([self.embedding_norm(embedded_BtC), self.hidden_norm(hidden_BtC)], -1)
 
     def canonical(self) -> dict[str, Canonical]:
         tensors: dict[str, Canonical] = {}
@@ -103,13 +108,16 @@ class Mtp(nn.Module):
             tensors |= under(f"blocks.{index}", f"blocks.{index}", cast(Block, block).canonical())
         return tensors
 
-    def cost(self, portion: Portion, groups: Groups) -> Cost:
+    def cost(self, portion: Portion, groups: Groups, *, first: bool) -> Cost:
         """Without what is told from it. The hidden state that it is given is kept by the head as well, where
-        that sees it as it is."""
+        that sees it as it is; where norms are recomputed, so is that of the first depth."""
         tokens, hidden = portion.places(groups.tp_cp), self.projection.channels_out
-        counted = not portion.mixed and groups.tp.size == 1
+        stream = tokens * hidden * portion.narrow
         total = self.embedding_norm.cost(portion, tokens) + self.hidden_norm.cost(portion, tokens)
-        total += Cost(kept=tokens * hidden * portion.narrow * (2 - counted))
+        if portion.again("norm"):
+            total = replace(total, kept=stream * (1 + (not first and groups.tp.size > 1)))
+        else:
+            total += Cost(kept=stream * (2 - (not portion.mixed and groups.tp.size == 1)))
         for block in self.blocks.values():
             total += cast(Block, block).cost(portion)
         return total + self.final_norm.cost(portion, tokens)

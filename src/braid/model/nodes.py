@@ -30,10 +30,11 @@ def run(
 ) -> tuple[dict[str, Tensor], Losses | None]:
     """From the tensors that a phase reads to those that it writes; and its losses, where it has any."""
     given = tuple(tensors[name] for name in phase.reads)
-    if phase.block is not None:
-        written, losses = _of_block(model, phase, context, given)
-    else:
-        written, losses = _around_blocks(model, phase, context, given)
+    with model.watched():
+        if phase.block is not None:
+            written, losses = _of_block(model, phase, context, given)
+        else:
+            written, losses = _around_blocks(model, phase, context, given)
     return dict(zip(phase.writes, written, strict=True)), losses
 
 
@@ -136,8 +137,7 @@ def _around_blocks(
             (hidden_BtC,), shown = given, targets(context.batch, phase.depth)
             return (_depth(model, phase).enter(hidden_BtC, model.embedding(shown.tokens_BT)),), None
         case "final_norm":
-            norm = model.final_norm if phase.depth is None else _depth(model, phase).final_norm
-            assert norm is not None
+            norm = model.normed if phase.depth is None else _depth(model, phase).final_norm
             return (norm(*given),), None
         case "head":
             return (), _told(model, phase, context, *given)

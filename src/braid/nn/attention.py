@@ -19,10 +19,11 @@ rank, D head channels, F channels of a key-value head with its queries.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from braid import architecture
 from braid.collectives import Groups, gather
@@ -32,6 +33,7 @@ from braid.nn.cost import Cost, Portion, gather_cost, scatter_cost, swap_cost
 from braid.nn.head_share import HeadShare, Part
 from braid.nn.linear import Linear, RowLinear
 from braid.nn.norm import RmsNorm
+from braid.nn.recompute import Recomputing
 from braid.nn.rotary import Rotary, rotate
 from braid.nn.token_store import TokenStore
 
@@ -44,7 +46,7 @@ class AttentionCache:
     values: TokenStore
 
 
-class Attention(nn.Module):
+class Attention(Recomputing):
     """Projects to heads, lets them read, projects back."""
 
     def __init__(
@@ -81,15 +83,23 @@ class Attention(nn.Module):
         assert cache is None or self.groups.tp.size == self.groups.cp.size == 1
         outputs_BSKF = self.qkv(gather(x_BtC, self.groups.tp, dim=1)).unflatten(-1, self.qkv.dims)
         readers_BSKF, gate_BSKF = outputs_BSKF.tensor_split([sum(self.share.sizes(self.readers))], -1)
-        q_BTqD, k_BTkD, v_BTkD = self._heads(self.share.all_tokens(readers_BSKF, self.readers))
+        core = partial(self._core, spans, rotary, cache)
+        y_BTqD = self.recomputed("core", core, self.share.all_tokens(readers_BSKF, self.readers))
+        y_BSQD = self.share.own_tokens(y_BTqD)
+        if self.shape.gate:
+            y_BSQD = self.recomputed("core", _gated, y_BSQD, gate_BSKF)
+        return self.o(y_BSQD.flatten(2))
+
+    def _core(
+        self, spans: Spans, rotary: Rotary | None, cache: AttentionCache | None, readers_BTkF: Tensor
+    ) -> Tensor:
+        """What heads read, from the projections of all tokens."""
+        q_BTqD, k_BTkD, v_BTkD = self._heads(readers_BTkF)
         if self.q_norm is not None and self.k_norm is not None:
             q_BTqD, k_BTkD = self.q_norm(q_BTqD), self.k_norm(k_BTkD)
         if rotary is not None:
             q_BTqD, k_BTkD = rotate(q_BTqD, rotary), rotate(k_BTkD, rotary)
-        y_BSQD = self.share.own_tokens(self._read(q_BTqD, k_BTkD, v_BTkD, spans, cache))
-        if self.shape.gate:
-            y_BSQD = y_BSQD * gate_BSKF.reshape(y_BSQD.shape).sigmoid()
-        return self.o(y_BSQD.flatten(2))
+        return self._read(q_BTqD, k_BTkD, v_BTkD, spans, cache)
 
     def _heads(self, readers_BTkF: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values."""
@@ -130,14 +140,18 @@ class Attention(nn.Module):
         """By SDPA. Values are read where the projection or the swap left them, and so keep all of it."""
         share, n, dim = self.share, portion.narrow, self.shape.head_dim
         tp, cp, hidden = self.groups.tp, self.groups.cp, self.qkv.channels_in
-        every, own, part = portion.places(), portion.places(cp), portion.places(tp, cp)
+        every, own = portion.places(), portion.places(cp)
         readers = every * share.core_groups * sum(share.core_sizes(self.readers)) * n
         q, k, read = (
             every * share.core_heads * dim * n,
             every * share.core_groups * dim * n,
             own * share.heads * dim * n,
         )
-        kept = own * hidden * n + (readers if cp.size > 1 else own * self.qkv.channels_out * n)
+        seen, projected = portion.normed(own * hidden * n, tp.size > 1), own * self.qkv.channels_out * n
+        kept = seen + (readers if cp.size > 1 else projected)
+        if portion.again("core"):
+            kept += (read + (projected if self.shape.gate else 0)) if cp.size > 1 else 0
+            return replace(self._cost(portion, readers, q), kept=kept)
         if self.q_norm is not None and self.k_norm is not None:
             norms = self.q_norm.cost(portion, every * share.core_heads) + self.k_norm.cost(
                 portion, every * share.core_groups
@@ -151,8 +165,13 @@ class Attention(nn.Module):
             kept += q
         kept += q + every * share.core_heads * portion.wide  # what was read, and the normalizer of each query
         kept += (read if cp.size > 1 else 0) + (2 * read if self.shape.gate else 0)
+        return replace(self._cost(portion, readers, q), kept=kept)
+
+    def _cost(self, portion: Portion, readers: int, q: int) -> Cost:
+        """All but what is kept."""
+        tp, cp, hidden, n = self.groups.tp, self.groups.cp, self.qkv.channels_in, portion.narrow
+        own, part = portion.places(cp), portion.places(tp, cp)
         return Cost(
-            kept=kept,
             # A GPU sums query gradients in float32, and has those of keys and values for every query head.
             passing=(5 if portion.device == "cuda" else 1) * q,
             calls=gather_cost(tp, part * hidden * n, "attention tokens")
@@ -168,3 +187,7 @@ class Attention(nn.Module):
         pairs = pairs_seen(tokens, self.shape.window)
         read = 4 * self.share.core_heads * self.shape.head_dim * pairs
         return self.qkv.flops(own) + read + self.o.flops(own)
+
+
+def _gated(y_BSQD: Tensor, gate_BSKF: Tensor) -> Tensor:
+    return y_BSQD * gate_BSKF.reshape(y_BSQD.shape).sigmoid()

@@ -39,6 +39,8 @@ class Portion:
     """Of the activations."""
     device: Literal["cpu", "cuda"] = "cuda"
     """Some ops keep more on a CPU, where they are put together from smaller ones."""
+    recompute: frozenset[str] = frozenset()
+    """What is made again in backward: the kinds of `nn.recompute`."""
 
     @property
     def narrow(self) -> int:
@@ -54,6 +56,15 @@ class Portion:
     def mixed(self) -> bool:
         """Whether the two differ, so that widening makes a copy."""
         return self.narrow != self.wide
+
+    def again(self, name: str) -> bool:
+        """Whether regions of this kind are made again."""
+        return name in self.recompute
+
+    def normed(self, kept: int, gathered: bool) -> int:
+        """What a layer keeps of its normed input: nothing where that is made again, unless it was gathered from
+        other ranks first."""
+        return 0 if self.again("norm") and not gathered else kept
 
     def places(self, *sharers: Group) -> int:
         """Tokens of all rows, where these ranks share them."""
@@ -101,7 +112,7 @@ class Cost:
     """The most bytes by which its backward, letting go of those, exceeds them for a moment; weights and their
     gradients do not count. This alone is an estimate."""
     calls: tuple[Call, ...] = ()
-    """Forward and backward together."""
+    """Forward and backward together, and what is sent again in between."""
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(
@@ -117,6 +128,15 @@ class Cost:
 
 
 # ------------------------------------------------------------------------------------------ calls
+
+
+def sent_again(calls: tuple[Call, ...], *once_only: str) -> tuple[Call, ...]:
+    """What a replay sends of the calls of a forward and its backward; some are for one time only."""
+    forward = (call for call in calls if not call.purpose.endswith(_BACKWARD) and call.purpose not in once_only)
+    return tuple(call._replace(purpose=f"{call.purpose}, again") for call in forward)
+
+
+_BACKWARD = ", backward"
 
 
 def gather_cost(group: Group, part: int, purpose: str) -> tuple[Call, ...]:
@@ -154,4 +174,4 @@ def once(op: Op, group: Group, payload: int, purpose: str, times: int = 1) -> tu
 def _there_and_back(
     op: Op, payload: int, back: Op, back_payload: int, group: Group, purpose: str
 ) -> tuple[Call, ...]:
-    return once(op, group, payload, purpose) + once(back, group, back_payload, f"{purpose}, backward")
+    return once(op, group, payload, purpose) + once(back, group, back_payload, f"{purpose}{_BACKWARD}")

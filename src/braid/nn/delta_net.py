@@ -21,10 +21,11 @@ gates, J those that are convolved, E = g · J, P taps of the convolution, Q = P 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from braid import architecture
@@ -38,6 +39,7 @@ from braid.nn.head_scalars import HeadScalars
 from braid.nn.head_share import HeadShare, Part
 from braid.nn.linear import Linear, RowLinear
 from braid.nn.norm import RmsNorm
+from braid.nn.recompute import Recomputing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +62,7 @@ class Heads(NamedTuple):
     beta_BTh: Tensor
 
 
-class DeltaNet(nn.Module):
+class DeltaNet(Recomputing):
     """Projects, convolves, applies the delta rule, norms and gates each head, projects back."""
 
     def __init__(
@@ -103,14 +105,31 @@ class DeltaNet(nn.Module):
         outputs_BSGF = self.qkvbaz(x_BSC).unflatten(-1, self.qkvbaz.dims)
         *remembered, gate = self.share.sizes(self.parts)
         remembered_BSGF, z_BSGI = outputs_BSGF.split([sum(remembered), gate], -1)
-        heads = self._heads(self.share.all_tokens(remembered_BSGF, self.parts[:-1]), documents_BT, cache)
-        y_BThV = self.delta_rule(*heads, documents_BT)[0] if cache is None else self._go_on(heads, cache)
-        y_BSHV = self.share.own_tokens(y_BThV)
-        return self.o(self._gate(y_BSHV, z_BSGI.flatten(2).view_as(y_BSHV)).flatten(2))
+        qkvba_BTgF = self.share.all_tokens(remembered_BSGF, self.parts[:-1])
+        remember = partial(self._remember, documents_BT, cache)
+        y_BThV = self.recomputed("core", remember, qkvba_BTgF, *self.scalars())
+        return self.o(self.recomputed("core", self._gate, self.share.own_tokens(y_BThV), z_BSGI))
 
     # -------------------------------------------------------------------------------------- parts
 
-    def _heads(self, qkvba_BTgF: Tensor, documents_BT: Tensor | None, cache: DeltaNetCache | None) -> Heads:
+    def _remember(
+        self,
+        documents_BT: Tensor | None,
+        cache: DeltaNetCache | None,
+        qkvba_BTgF: Tensor,
+        a_log_h: Tensor,
+        dt_bias_h: Tensor,
+    ) -> Tensor:
+        heads = self._heads(qkvba_BTgF, (a_log_h, dt_bias_h), documents_BT, cache)
+        return self.delta_rule(*heads, documents_BT)[0] if cache is None else self._go_on(heads, cache)
+
+    def _heads(
+        self,
+        qkvba_BTgF: Tensor,
+        scalars: tuple[Tensor, Tensor],
+        documents_BT: Tensor | None,
+        cache: DeltaNetCache | None,
+    ) -> Heads:
         """What the delta rule is given, from the projections of all tokens."""
         *convolved, writes, forgets = self.share.core_sizes(self.parts[:-1])
         qkv_BTgJ, b_BTgr, a_BTgr = qkvba_BTgF.split([sum(convolved), writes, forgets], -1)
@@ -120,13 +139,12 @@ class DeltaNet(nn.Module):
             q_BTgK=q_BTgK,
             k_BTgK=k_BTgK,
             v_BThV=v_BTgI.flatten(2).unflatten(2, (-1, self.shape.value_dim)),
-            log_decay_BTh=self._log_decay(a_BTgr.flatten(2)),
+            log_decay_BTh=self._log_decay(a_BTgr.flatten(2), *scalars),
             beta_BTh=b_BTgr.flatten(2).sigmoid(),
         )
 
-    def _log_decay(self, a_BTh: Tensor) -> Tensor:
+    def _log_decay(self, a_BTh: Tensor, a_log_h: Tensor, dt_bias_h: Tensor) -> Tensor:
         wide = torch.promote_types(a_BTh.dtype, torch.float32)
-        a_log_h, dt_bias_h = self.scalars()
         return -a_log_h.to(wide).exp() * F.softplus(a_BTh.to(wide) + dt_bias_h.to(wide))
 
     def _go_on(self, heads: Heads, cache: DeltaNetCache) -> Tensor:
@@ -140,10 +158,11 @@ class DeltaNet(nn.Module):
         cache.state_BHKV.copy_(state_BHKV.detach())
         return y_BThV
 
-    def _gate(self, y_BSHV: Tensor, z_BSHV: Tensor) -> Tensor:
-        """norm(y) · silu(z), float32 or better inside."""
-        wide = torch.promote_types(y_BSHV.dtype, torch.float32)
-        return (self.gate_norm(y_BSHV.to(wide)) * F.silu(z_BSHV.to(wide))).to(y_BSHV.dtype)
+    def _gate(self, y_BSHV: Tensor, z_BSGI: Tensor) -> Tensor:
+        """norm(y) · silu(z), float32 or better inside, heads side by side."""
+        z_BSHV, wide = z_BSGI.flatten(2).view_as(y_BSHV), torch.promote_types(y_BSHV.dtype, torch.float32)
+        gated_BSHV = self.gate_norm(y_BSHV.to(wide)) * F.silu(z_BSHV.to(wide))
+        return gated_BSHV.to(y_BSHV.dtype).flatten(2)
 
     # -------------------------------------------------------------------------------------- facts
 
@@ -175,7 +194,9 @@ class DeltaNet(nn.Module):
         every, own, part = portion.places(), portion.places(cp), portion.places(tp, cp)
         heads, inner = share.core_heads, share.heads * shape.value_dim
         rule = (portion.rows, portion.tokens, heads, share.core_groups, shape.key_dim, shape.value_dim)
-        kept = own * hidden * n + self.conv.cost(portion).kept
+        swapped = every * share.core_groups * sum(share.core_sizes(self.parts[:-1])) * n
+        seen = portion.normed(own * hidden * n, tp.size > 1)
+        kept = seen + self.conv.cost(portion).kept
         kept += every * heads * (2 * w + n) + 2 * heads * w + remembered(*rule, narrow=n, wide=w)
         kept += self.gate_norm.cost(portion, own * share.heads).kept + own * inner * (3 * w + n)
         if not portion.mixed and share.groups == 1:
@@ -184,7 +205,9 @@ class DeltaNet(nn.Module):
             )  # the gate is read where the projection left it
         if not portion.mixed and cp.size == 1:
             kept += (in_chunks(portion.tokens) - portion.tokens) * portion.rows * inner * n
-        swapped = every * share.core_groups * sum(share.core_sizes(self.parts[:-1])) * n
+        if portion.again("core"):
+            kept = seen + own * self.qkvbaz.channels_out * n + 2 * heads * w
+            kept += swapped + own * inner * n if cp.size > 1 else 0
         return Cost(
             kept=kept,
             passing=every * heads * CHUNK * 4,  # decays between the tokens of a chunk

@@ -27,9 +27,10 @@ of a token.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from braid import architecture
 from braid.collectives import Groups, gather, swap
@@ -38,6 +39,7 @@ from braid.nn.canonical import Canonical, Span, under
 from braid.nn.cost import Cost, Portion, gather_cost, scatter_cost, swap_cost
 from braid.nn.linear import Linear, RowLinear
 from braid.nn.norm import RmsNorm
+from braid.nn.recompute import Recomputing
 from braid.nn.rotary import Rotary, rotate
 from braid.nn.token_store import TokenStore
 
@@ -50,7 +52,7 @@ class LatentCache:
     """The kv latent after its norm, then the shared key after its rotation: [B, Z, 1, W]."""
 
 
-class LatentAttention(nn.Module):
+class LatentAttention(Recomputing):
     """Projects to latents and from these to heads, lets the heads read, projects back."""
 
     def __init__(
@@ -88,15 +90,17 @@ class LatentAttention(nn.Module):
         cp = self.groups.cp
         assert cache is None or self.groups.tp.size == cp.size == 1
         q_BSHD, latent_BSL, k_BSR = self._latents(x_BtC)
-        q_BThD = self._turned(swap(q_BSHD, cp, split=2, join=1), rotary)
+        q_BThD = swap(q_BSHD, cp, split=2, join=1)
         k_BT1R = rotate(gather(k_BSR, cp, dim=1).unsqueeze(2), rotary)
         kept_BZ1W = None
         if cache is not None:
             kept_BZ1W = cache.latents.append(torch.cat([latent_BSL.unsqueeze(2), k_BT1R], -1))
         if kept_BZ1W is None or kept_BZ1W.shape[1] == k_BT1R.shape[1]:
-            y_BThV = self._read(q_BThD, latent_BSL, k_BT1R, spans)
+            kv_BSHE = self.kv_up(latent_BSL).unflatten(-1, self.kv_up.dims)
+            kv_BThE = swap(kv_BSHE, cp, split=2, join=1)
+            y_BThV = self.recomputed("core", partial(self._read, spans, rotary), q_BThD, kv_BThE, k_BT1R)
         else:
-            y_BThV = self._read_absorbed(q_BThD, kept_BZ1W)
+            y_BThV = self._read_absorbed(self._turned(q_BThD, rotary), kept_BZ1W)
         return self.o(swap(y_BThV, cp, split=1, join=2).flatten(2))
 
     def _latents(self, x_BtC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -119,14 +123,13 @@ class LatentAttention(nn.Module):
         q_BThP, q_BThR = q_BThD.split([self.shape.nope_dim, self.shape.rope_dim], -1)
         return torch.cat([q_BThP, rotate(q_BThR, rotary)], -1)
 
-    def _read(self, q_BThD: Tensor, latent_BSL: Tensor, k_BT1R: Tensor, spans: Spans) -> Tensor:
-        """The plain form: every head has its keys and values written out."""
-        shape = self.shape
-        kv_BSHE = self.kv_up(latent_BSL).unflatten(-1, self.kv_up.dims)
-        kv_BThE = swap(kv_BSHE, self.groups.cp, split=2, join=1)
+    def _read(self, spans: Spans, rotary: Rotary, q_BThD: Tensor, kv_BThE: Tensor, k_BT1R: Tensor) -> Tensor:
+        """The plain form: every head has its keys and values written out. The shared key is turned already."""
+        shape, q_BThD = self.shape, self._turned(q_BThD, rotary)
         k_BThP, v_BThV = kv_BThE.split([shape.nope_dim, shape.v_dim], -1)
         k_BThD = torch.cat([k_BThP, k_BT1R.expand(-1, -1, k_BThP.shape[2], -1)], -1)
-        return self.attend(q_BThD, k_BThD, v_BThV, spans, shape.score_scale)
+        # What was widened is cut off here, so that nothing is copied behind the region.
+        return self.attend(q_BThD, k_BThD, v_BThV, spans, shape.score_scale).contiguous()
 
     def _read_absorbed(self, q_BThD: Tensor, kept_BZ1W: Tensor) -> Tensor:
         """The absorbed form: heads read the latents of all tokens so far."""
@@ -184,12 +187,15 @@ class LatentAttention(nn.Module):
             latents += shape.rope_dim  # gathered together, and then read in place
         elif tp.size == 1 and not q_rank:
             latents -= hidden
-        kept = part * hidden * n + norms.kept + in_place + own * latents * n + every * heads * portion.wide
-        if portion.device == "cpu" and q_dim != shape.v_dim:
-            kept += 3 * every * heads * max(q_dim, shape.v_dim) * n
+        kept = portion.normed(part * hidden * n, False) + norms.kept + in_place + own * latents * n
+        normalizers = every * heads * portion.wide
+        if portion.again("core"):
+            kept += q + kv + every * shape.rope_dim * n + (read if cp.size > 1 else 0)
+        elif portion.device == "cpu" and q_dim != shape.v_dim:
+            kept += normalizers + 3 * every * heads * max(q_dim, shape.v_dim) * n
             kept += q + read if q_dim > shape.v_dim else kv + (read if cp.size > 1 else 0)
         else:
-            kept += 2 * q + kv + every * heads * shape.v_dim * n + (read if cp.size > 1 else 0)
+            kept += normalizers + 2 * q + kv + every * heads * shape.v_dim * n + (read if cp.size > 1 else 0)
         return Cost(
             kept=kept,
             passing=(3 if portion.device == "cuda" else 1) * q + kv,

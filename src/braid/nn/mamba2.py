@@ -20,6 +20,7 @@ that are convolved, E = g · V, K taps, P = K - 1.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -31,11 +32,12 @@ from braid.collectives import ALONE, Group, Groups, gather, total
 from braid.kernels.kept import CHUNK, in_chunks, scanned
 from braid.kernels.ssd import Ssd, step
 from braid.nn.canonical import Canonical, under
-from braid.nn.cost import Cost, Portion, gather_cost, scatter_cost, swap_cost, total_cost
+from braid.nn.cost import Cost, Portion, gather_cost, scatter_cost, sent_again, swap_cost, total_cost
 from braid.nn.grouped_conv import GroupedConv
 from braid.nn.head_scalars import HeadScalars
 from braid.nn.head_share import HeadShare, Part
 from braid.nn.linear import Linear, RowLinear
+from braid.nn.recompute import Recomputing
 
 
 @dataclass(kw_only=True)
@@ -59,7 +61,7 @@ class Heads(NamedTuple):
     skip_h: Tensor
 
 
-class Mamba2(nn.Module):
+class Mamba2(Recomputing):
     """Projects, convolves, scans, gates and projects back."""
 
     def __init__(
@@ -107,10 +109,10 @@ class Mamba2(nn.Module):
         outputs_BSGF = self.xbcdtz(x_BSC).unflatten(-1, self.xbcdtz.dims)
         *scanned, gate = self.share.sizes(self.parts)
         scanned_BSGF, z_BSGI = outputs_BSGF.split([sum(scanned), gate], -1)
-        heads = self._heads(self.share.all_tokens(scanned_BSGF, self.parts[:-1]), documents_BT, cache)
-        y_BThD = self.ssd(*heads, documents_BT)[0] if cache is None else self._go_on(heads, cache)
-        y_BSHD = self.share.own_tokens(y_BThD)
-        return self.o(self.gate_norm(y_BSHD.flatten(2), z_BSGI.flatten(2)))
+        xbcdt_BTgF = self.share.all_tokens(scanned_BSGF, self.parts[:-1])
+        scan = partial(self._scan, documents_BT, cache)
+        y_BThD = self.recomputed("core", scan, xbcdt_BTgF, *self.scalars())
+        return self.o(self.recomputed("core", self._gated, self.share.own_tokens(y_BThD), z_BSGI))
 
     def new_cache(self, rows: int, device: torch.device, dtype: torch.dtype) -> Mamba2Cache:
         """The cache before the first token; `dtype` is that of the activations."""
@@ -123,13 +125,34 @@ class Mamba2(nn.Module):
 
     # -------------------------------------------------------------------------------------- parts
 
-    def _heads(self, xbcdt_BTgF: Tensor, documents_BT: Tensor | None, cache: Mamba2Cache | None) -> Heads:
+    def _scan(
+        self,
+        documents_BT: Tensor | None,
+        cache: Mamba2Cache | None,
+        xbcdt_BTgF: Tensor,
+        a_log_h: Tensor,
+        skip_h: Tensor,
+        dt_bias_h: Tensor,
+    ) -> Tensor:
+        heads = self._heads(xbcdt_BTgF, (a_log_h, skip_h, dt_bias_h), documents_BT, cache)
+        return self.ssd(*heads, documents_BT)[0] if cache is None else self._go_on(heads, cache)
+
+    def _gated(self, y_BSHD: Tensor, z_BSGI: Tensor) -> Tensor:
+        return self.gate_norm(y_BSHD.flatten(2), z_BSGI.flatten(2))
+
+    def _heads(
+        self,
+        xbcdt_BTgF: Tensor,
+        scalars: tuple[Tensor, Tensor, Tensor],
+        documents_BT: Tensor | None,
+        cache: Mamba2Cache | None,
+    ) -> Heads:
         """What the scan is given, from the projections of all tokens."""
         inner, state, _, steps = self.share.core_sizes(self.parts[:-1])
         xbc_BTgV, dt_BTgr = xbcdt_BTgF.split([inner + 2 * state, steps], -1)
         xbc_BTgV = self.conv(xbc_BTgV, documents_BT, None if cache is None else cache.conv_BEP)
         x_BTgI, b_BTgN, c_BTgN = xbc_BTgV.split([inner, state, state], -1)
-        a_log_h, skip_h, dt_bias_h = self.scalars()
+        a_log_h, skip_h, dt_bias_h = scalars
         dt_BTh = self._time_step(dt_BTgr.flatten(2), dt_bias_h)
         return Heads(
             x_BThD=x_BTgI.flatten(2).unflatten(2, (-1, self.shape.head_dim)),
@@ -178,7 +201,9 @@ class Mamba2(nn.Module):
         every, own, part = portion.places(), portion.places(cp), portion.places(tp, cp)
         heads, inner = share.core_heads, share.heads * shape.head_dim
         scan = (portion.rows, portion.tokens, heads, shape.head_dim, share.core_groups, shape.state)
-        kept = own * hidden * n + self.conv.cost(portion).kept
+        swapped = every * share.core_groups * sum(share.core_sizes(self.parts[:-1])) * n
+        seen = portion.normed(own * hidden * n, tp.size > 1)
+        kept = seen + self.conv.cost(portion).kept
         kept += (2 * every + 1) * heads * w + scanned(*scan, narrow=n, wide=w)
         norm = self.gate_norm.cost(portion, own)
         kept += norm.kept + own * inner * n
@@ -188,7 +213,11 @@ class Mamba2(nn.Module):
             )  # the gate is read where the projection left it
         if not portion.mixed and cp.size == 1:
             kept += (in_chunks(portion.tokens) - portion.tokens) * portion.rows * inner * n
-        swapped = every * share.core_groups * sum(share.core_sizes(self.parts[:-1])) * n
+        calls = norm.calls
+        if portion.again("core"):
+            calls += sent_again(norm.calls)
+            kept = seen + own * self.xbcdtz.channels_out * n + 3 * heads * w
+            kept += swapped + own * inner * n if cp.size > 1 else 0
         return Cost(
             kept=kept,
             # Decays between the tokens of a chunk, of which forward has float64 ones for a moment.
@@ -196,7 +225,7 @@ class Mamba2(nn.Module):
             calls=gather_cost(tp, part * hidden * n, "mamba2 tokens")
             + swap_cost(cp, swapped, "mamba2 heads")
             + swap_cost(cp, every * heads * shape.head_dim * n, "mamba2 outputs")
-            + norm.calls
+            + calls
             + scatter_cost(tp, own * hidden * n, "mamba2 sums"),
         )
 

@@ -8,8 +8,10 @@ Shapes: B rows, t tokens of this rank, C hidden channels, F ffn channels, G proj
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from braid import architecture
 from braid.collectives import Groups, gather
@@ -18,9 +20,10 @@ from braid.kernels.kept import activated
 from braid.nn.canonical import Canonical, Span, under
 from braid.nn.cost import Cost, Portion, gather_cost, scatter_cost
 from braid.nn.linear import Linear, RowLinear
+from braid.nn.recompute import Recomputing
 
 
-class Mlp(nn.Module):
+class Mlp(Recomputing):
     """Up (and gate), activation, down."""
 
     def __init__(
@@ -44,7 +47,8 @@ class Mlp(nn.Module):
 
     def forward(self, x_BtC: Tensor) -> Tensor:
         projected = self.into.apart(gather(x_BtC, self.groups.tp, dim=1))
-        return self.down(activate(self.shape.activation, *projected, glu=self.shape.glu))
+        activation = partial(activate, self.shape.activation, glu=self.shape.glu)
+        return self.down(self.recomputed("activation", activation, *projected))
 
     def canonical(self) -> dict[str, Canonical]:
         span = Span(self.groups.tp.rank * self.ffn, self.shape.ffn)
@@ -60,8 +64,11 @@ class Mlp(nn.Module):
         tokens = own * hidden * portion.narrow
         # Each product makes its own copy of gathered tokens, where rows stand side by side in memory.
         copies = len(self.projections) if tp.size > 1 and portion.rows > 1 else 1
+        made = activated(self.shape.activation, self.shape.glu, joined=False)
+        if portion.again("activation"):
+            made = len(self.projections)
         return Cost(
-            kept=copies * tokens + activated(self.shape.activation, self.shape.glu, joined=False) * ffn,
+            kept=portion.normed(copies * tokens, tp.size > 1) + made * ffn,
             passing=ffn,
             calls=gather_cost(tp, part * hidden * portion.narrow, "mlp tokens")
             + scatter_cost(tp, tokens, "mlp sums"),

@@ -1,7 +1,8 @@
 """From a grid to process groups: every family that has a name, as typed fields of `Groups`.
 
 Communicators are made in one declared order, that of `FAMILIES`, and each membership once: families with the
-same ranks use the same one, all ranks of the job use the default one, a single rank needs none.
+same ranks use the same one, all ranks of the job use the default one, a single rank needs none. `travel` alone
+has its own: what goes over it must not wait for anything else.
 
 Every rank of the job calls these functions, also one outside the grid, with the same arguments. Torch could
 make a group among its members alone (`use_local_synchronization`), but names it after its ranks and the number
@@ -47,6 +48,8 @@ def open_groups(
     handles = open_communicators(
         (members for family in families for members in family if len(members) > 1), timeout
     )
+    view, axes = FAMILIES["ep_etp"]
+    travelling = _open_more(grid.groups(axes, view), timeout)
     if rank not in grid.ranks:
         return Groups()
     named = {
@@ -56,6 +59,7 @@ def open_groups(
     runs = {
         length: _group(f"tp_run_{length}", rank, grid.run_of(rank, "tp", length), handles) for length in lengths
     }
+    named["travel"] = _group("travel", rank, grid.group_of(rank, axes, view), travelling)
     line = grid.group_of(rank, "pp")
     ends = (line[0], line[-1]) if len(line) > 1 and rank in (line[0], line[-1]) else (rank,)
     return Groups(**named, ends=_group("ends", rank, ends, handles), tp_runs=MappingProxyType(runs))
@@ -64,8 +68,8 @@ def open_groups(
 def close_groups(groups: Groups) -> None:
     """Give back every communicator that `open_groups` made, and no other."""
     if dist.is_initialized():
-        for handle in own_handles(groups).values():
-            if handle is not dist.group.WORLD:
+        for handle in (*own_handles(groups).values(), groups.travel.handle):
+            if handle not in (None, dist.group.WORLD):
                 dist.destroy_process_group(handle)
 
 
@@ -103,6 +107,16 @@ def open_communicators(
     return mine
 
 
+def _open_more(family: Iterable[Members], timeout: timedelta | None) -> dict[Members, dist.ProcessGroup]:
+    """Communicators for ranks that have one: on two of them, two things can be under way at once."""
+    wanted = [members for members in family if len(members) > 1]
+    if not wanted or not dist.is_initialized():
+        return {}
+    handles = {members: dist.new_group(list(members), timeout=timeout) for members in wanted}
+    _wait_for_everyone()
+    return {members: handle for members, handle in handles.items() if dist.get_rank() in members}
+
+
 def _wait_for_everyone() -> None:
     """With gloo a rank may be connected while its peers still connect; other backends connect on first use."""
     if "gloo" in dist.get_backend_config():
@@ -110,8 +124,9 @@ def _wait_for_everyone() -> None:
 
 
 def own_handles(groups: Groups) -> dict[Members, dist.ProcessGroup]:
-    """The communicators of `groups` by their ranks, each once."""
-    single = [getattr(groups, field.name) for field in fields(groups) if field.name != "tp_runs"]
+    """The communicators of `groups` by their ranks, each once; without those of `travel`."""
+    names = {field.name for field in fields(groups)} - {"tp_runs", "travel"}
+    single = [getattr(groups, name) for name in sorted(names)]
     handles = [group.handle for group in (*single, *groups.tp_runs.values()) if group.handle is not None]
     return {tuple(dist.get_process_group_ranks(handle)): handle for handle in handles}
 

@@ -1,9 +1,10 @@
 """Builders: from the size of a pipeline to the list of every rank.
 
-Segment i belongs to pipeline rank i % pp, as its virtual stage i // pp (see `braid.pattern.stages`). A builder
-decides in which order each rank runs its `F` and `B`; `with_messages` then places each receive right before the
-op that reads it, and each send right after the op that made it. Receiving ahead of time is the engine's
-business: it may post any receive earlier, channel by channel in the order of the list.
+Segments are dealt to pipeline ranks in turn, or folded onto them: `dealt` and `folded` say who holds which, and
+everybody else reads it in a schedule's `holder`. A builder decides in which order each rank runs its `F` and
+`B`; `with_messages` then places each receive right before the op that reads it, and each send right after the
+op that made it. Receiving ahead of time is the engine's business: it may post any receive earlier, channel by
+channel in the order of the list.
 
 Every schedule made here passes `check`, for any number of ranks, virtual stages and micro-batches.
 """
@@ -99,7 +100,7 @@ def interleaved(pp: int, virtual: int, micro_batches: int, group_size: int | Non
     group = max(pp, ceil(micro_batches / groups))
     order, bound = [], []
     for rank in range(pp):
-        stages = range(rank, segments, pp)
+        stages = held(dealt(pp, segments), rank)
         warm_up = 2 * (pp - rank - 1) + (virtual - 1) * group
         full = _alternate(
             grouped(stages, micro_batches, group), grouped(stages[::-1], micro_batches, group), warm_up
@@ -112,20 +113,38 @@ def interleaved(pp: int, virtual: int, micro_batches: int, group_size: int | Non
 
 
 def forward_only(pp: int, virtual: int, micro_batches: int) -> Schedule:
-    """Evaluation: groups of pp micro-batches or a few more pass one virtual stage after the other; nothing is
-    kept for a backward."""
+    """Evaluation where segments are dealt."""
     _require(FORWARD, pp=pp, virtual=virtual, micro_batches=micro_batches)
-    segments = pp * virtual
-    group = ceil(micro_batches / max(1, micro_batches // pp))
-    order = [
-        [
-            (Act.F, turn)
-            for turn in grouped(range(rank, segments, pp), micro_batches, group)
-            if turn[0] < micro_batches
-        ]
-        for rank in range(pp)
-    ]
-    return _schedule(FORWARD, order, segments=segments, micro_batches=micro_batches, live_bound=(0,) * pp)
+    return evaluation(dealt(pp, pp * virtual), micro_batches)
+
+
+def evaluation(holder: Sequence[int], micro_batches: int) -> Schedule:
+    """Forwards alone, whoever holds the segments; nothing is kept for a backward. Where they are dealt, groups
+    of pp micro-batches or a few more pass one virtual stage after the other; where they are folded, a rank
+    begins pp - rank micro-batches and then takes one of each arm in turn."""
+    pp = max(holder) + 1
+    if tuple(holder) == folded(pp):
+        order = [_there_and_back(held(holder, rank), micro_batches, first=pp - rank) for rank in range(pp)]
+    else:
+        group = ceil(micro_batches / max(1, micro_batches // pp))
+        order = [grouped(held(holder, rank), micro_batches, group) for rank in range(pp)]
+    forwards = [[(Act.F, turn) for turn in turns if turn[0] < micro_batches] for turns in order]
+    return Schedule(
+        name=FORWARD,
+        micro_batches=micro_batches,
+        holder=tuple(holder),
+        backward=False,
+        live_bound=(0,) * pp,
+        ops=tuple(with_messages(rank, forwards[rank], holder) for rank in range(pp)),
+    )
+
+
+def _there_and_back(arms: Sequence[int], micro_batches: int, first: int) -> list[Turn]:
+    down, up = arms
+    turns = [(micro_batch, down) for micro_batch in range(first)]
+    for micro_batch in range(micro_batches):
+        turns += [(micro_batch, up), (micro_batch + first, down)]
+    return turns
 
 
 def with_sums(schedule: Schedule, copies: Mapping[str, Sequence[int]]) -> Schedule:
@@ -147,6 +166,24 @@ def with_sums(schedule: Schedule, copies: Mapping[str, Sequence[int]]) -> Schedu
             for rank, ops in enumerate(schedule.ops)
         ),
     )
+
+
+# ----------------------------------------------------------------------------------------- who holds what
+
+
+def dealt(pp: int, segments: int) -> tuple[int, ...]:
+    """The rank of each segment, dealt in turn: segment i is virtual stage i // pp of rank i % pp."""
+    return tuple(segment % pp for segment in range(segments))
+
+
+def folded(pp: int) -> tuple[int, ...]:
+    """The rank of each of 2 * pp segments, down the pipeline and up again: rank 0 has both ends."""
+    return (*range(pp), *range(pp)[::-1])
+
+
+def held(holder: Sequence[int], rank: int) -> tuple[int, ...]:
+    """The segments of a rank, in the order of a forward."""
+    return tuple(segment for segment, each in enumerate(holder) if each == rank)
 
 
 # ------------------------------------------------------------------------------------- how they are made
@@ -178,12 +215,12 @@ def _schedule(
     name: str, order: Sequence[Order], *, segments: int, micro_batches: int, live_bound: tuple[int, ...]
 ) -> Schedule:
     pp = len(order)
-    holder = tuple(segment % pp for segment in range(segments))
+    holder = dealt(pp, segments)
     return Schedule(
         name=name,
         micro_batches=micro_batches,
         holder=holder,
-        backward=name != FORWARD,
+        backward=True,
         live_bound=live_bound,
         ops=tuple(with_messages(rank, order[rank], holder) for rank in range(pp)),
     )

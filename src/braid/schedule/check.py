@@ -15,6 +15,7 @@ from typing import NamedTuple
 from braid.schedule.faults import Fault, Rule
 from braid.schedule.ops import Act, Channel, Message, Op, Ops, Schedule, channel_of, message_of
 from braid.schedule.order import collective_faults
+from braid.schedule.recompute import replay_faults, without_replays
 from braid.schedule.rendezvous import Wait, rendezvous
 from braid.schedule.views import narrow, phase_faults, wide
 
@@ -36,13 +37,16 @@ def check(schedule: Schedule) -> Report:
     """Every rule, every fault. Where ops say too little to be followed, these are the only faults."""
     if not schedule.phases:
         return Report(faults=_segment_faults(schedule), live=live_peaks(schedule))
-    faults = list(phase_faults(schedule))
-    for view in (wide(schedule), narrow(schedule)):
+    plain, places = without_replays(schedule)
+    faults = list(phase_faults(plain))
+    for view in (wide(plain), narrow(plain)):
         for fault in _segment_faults(view.schedule):
             shown = replace(fault, place=view.places[fault.rank][fault.place])
             if shown not in faults:
                 faults.append(shown)
-    return Report(faults=tuple(faults), live=live_peaks(schedule))
+    shown_faults = [replace(fault, place=places[fault.rank][fault.place]) for fault in faults]
+    shown_faults += replay_faults(schedule)
+    return Report(faults=tuple(shown_faults), live=live_peaks(schedule))
 
 
 def _segment_faults(schedule: Schedule) -> tuple[Fault, ...]:
@@ -56,11 +60,12 @@ def _segment_faults(schedule: Schedule) -> tuple[Fault, ...]:
     )
 
 
-def live_peaks(schedule: Schedule) -> tuple[int, ...]:
-    """For each rank, how many forwards wait for their backward at the peak; none in an evaluation."""
+def live_peaks(schedule: Schedule, sizes: Sequence[int] | None = None) -> tuple[int, ...]:
+    """For each rank, how many forwards wait for their backward at the peak; none in an evaluation. Where each
+    segment is given a size, it is the sizes of such forwards that are added up."""
     if schedule.phases:
-        schedule = wide(schedule).schedule
-    return tuple(_peak(ops)[0] if schedule.backward else 0 for ops in schedule.ops)
+        schedule = wide(without_replays(schedule)[0]).schedule
+    return tuple(_peak(ops, sizes)[0] if schedule.backward else 0 for ops in schedule.ops)
 
 
 # -------------------------------------------------------------------------------------- the ops of one rank
@@ -165,12 +170,13 @@ def _once_faults(schedule: Schedule) -> Iterator[Fault]:
                     yield Fault(rank=rank, place=place, op=op, rule=Rule.ONCE, why="it is missing")
 
 
-def _peak(ops: Ops) -> tuple[int, int]:
+def _peak(ops: Ops, sizes: Sequence[int] | None = None) -> tuple[int, int]:
     """How many forwards waited for their backward at most, and the place where that was first so."""
     live = peak = where = 0
     for place, op in enumerate(ops):
         if op.act.computes:
-            live += 1 if op.act is Act.F else -1
+            size = 1 if sizes is None or op.segment is None else sizes[op.segment]
+            live += size if op.act is Act.F else -size
             if live > peak:
                 peak, where = live, place
     return peak, where

@@ -41,7 +41,10 @@ _LEGEND_STAGES = 8
 _FORWARD = ((207, 225, 245), (26, 86, 158))
 _BACKWARD = ((253, 223, 184), (190, 84, 10))
 _WEIGHTS = ((205, 232, 205), (44, 120, 60))
+_AGAIN = ((226, 214, 240), (104, 70, 150))
 """Lightest and darkest shade."""
+_SHADES = (("f", _FORWARD), ("b", _BACKWARD), ("w", _WEIGHTS), ("recompute", _AGAIN))
+"""By what the class of a box begins with."""
 _STYLE = """
 text{font:11px system-ui,'Segoe UI',Helvetica,Arial,sans-serif;fill:#24292f}
 .title{font-size:15px;font-weight:600}.soft{fill:#57606a}.mid{text-anchor:middle}.end{text-anchor:end}
@@ -196,6 +199,8 @@ def _legend(timeline: Timeline, y: float, numbers: _Numbers) -> Iterator[str]:
     entries = [([f"f{stage}" for stage in stages], "forward")]
     if timeline.schedule.backward:
         entries.append(([f"b{stage}" for stage in stages], "backward"))
+    if timeline.schedule.replayed:
+        entries.append(([f"recompute{stage}" for stage in stages], "recompute"))
     if timeline.schedule.delayed:
         entries.append(([f"w{stage}" for stage in stages], "weight gradients"))
     if any(s.op.act is Act.SUM_COPIES and s.end > s.start for spans in timeline.spans for s in spans):
@@ -219,7 +224,7 @@ def _legend(timeline: Timeline, y: float, numbers: _Numbers) -> Iterator[str]:
 
 def _shades(virtual: int) -> str:
     rules = []
-    for name, (light, dark) in (("f", _FORWARD), ("b", _BACKWARD), ("w", _WEIGHTS)):
+    for name, (light, dark) in _SHADES:
         for stage in range(virtual):
             part = _darkness(stage, virtual)
             red, green, blue = (round(a + (b - a) * part) for a, b in zip(light, dark, strict=True))

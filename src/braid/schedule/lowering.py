@@ -74,7 +74,7 @@ def uses_of_phases(units: Mapping[str, Sequence[str]], *, unread: Collection[str
     def uses(op: Op) -> Use:
         held = () if op.phase is None else tuple(units.get(op.phase, ()))
         match op.act:
-            case Act.F:
+            case Act.F | Act.RECOMPUTE:
                 return Use(reads=held)
             case Act.B:
                 return Use(reads=() if op.phase in unread else held, grades=held)

@@ -25,6 +25,9 @@ of these adds an op of its own.
 - Where a schedule goes into **phases** (see `phases`), `F` and `B` name the phase that they run, and `W` adds
   the weight gradients of a phase whose `B` has left them for later. What a segment is given is read by the
   phases that read `in`, what it sends is made by the one that writes `out`.
+- Where something of a phase is not kept but made again, `RECOMPUTE` runs it a second time, after its `F` and
+  before whatever needs it: its own `B`, or a phase that keeps what it wrote. It uses the weights of the phase.
+  `recompute` places these.
 - An op may declare the **collectives** that it issues, in order. Their members are pipeline ranks: a collective
   among the ranks of one stage has one member.
 
@@ -50,6 +53,7 @@ class Act(Enum):
     F = "F"
     B = "B"
     W = "W"
+    RECOMPUTE = "RECOMPUTE"
     SEND_F = "SEND_F"
     RECV_F = "RECV_F"
     SEND_B = "SEND_B"
@@ -63,12 +67,14 @@ class Act(Enum):
     FINISH = "FINISH"
 
     def __init__(self, name: str) -> None:
-        self.computes = name in ("F", "B", "W")
+        self.computes = name in ("F", "B", "W", "RECOMPUTE")
         self.sends = name.startswith("SEND_")
         self.receives = name.startswith("RECV_")
         self.shards = name in ("UNSHARD", "WAIT", "RESHARD", "ACCUM", "REDUCE_GRAD", "FINISH")
-        self.direction = name[-1] if self.computes or self.sends or self.receives else ""
-        """`F`, `B` or `W`; nothing for an act that has none."""
+        self.direction = "R" if name == "RECOMPUTE" else name[-1]
+        """`F`, `B`, `W` or `R`; nothing for an act that has none."""
+        if not (self.computes or self.sends or self.receives):
+            self.direction = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,6 +161,8 @@ class Schedule:
     """The phases of each segment, in the order of a forward; none where ops are about whole segments."""
     delayed: bool = False
     """Whether weight gradients of phases that have them get ops of their own."""
+    replayed: tuple[tuple[str, ...], ...] = ()
+    """For each segment the phases that are run again before their backward."""
 
     @property
     def pp(self) -> int:
@@ -213,5 +221,5 @@ def parse_ops(text: str) -> Ops:
 
 
 def computed(ops: Iterable[Op]) -> Ops:
-    """The `F`, `B` and `W` among them: the order that the literature draws."""
+    """Those that compute: the order that the literature draws."""
     return tuple(op for op in ops if op.act.computes)

@@ -11,7 +11,9 @@ Phase by phase, a link of f (forward) and a link of b (backward) interleave like
     f                   before  mix             dispatch*              experts  combine*         after
 
 where a star marks the communication stream. With `early_release`, b's `mix` comes before f's `experts`: memory
-of mixers is free earlier, but f's `combine` then has nothing beside it.
+of mixers is free earlier, but f's `combine` then has nothing beside it. With `late_weights`, the `W` of b's
+experts comes after its `mix`: where communication takes about as long as computation, `dispatch` has experts
+beside it anyway, and f's `combine` and the next b's `combine` have too little.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from itertools import zip_longest
 from math import ceil
 from typing import NamedTuple
 
-from braid.schedule.builders import Turn, grouped, neighbour
+from braid.schedule.builders import Turn, dealt, grouped, held, neighbour
 from braid.schedule.ops import Act, Op, Ops, Schedule
 from braid.schedule.phases import Chain, Link, Phase
 
@@ -35,6 +37,8 @@ class Options(NamedTuple):
     """Whether weight gradients have ops of their own."""
     early_release: bool = False
     """Whether the mixers of a backward go before the experts of the forward beside it."""
+    late_weights: bool = False
+    """Whether weight gradients of experts wait until the mixers of their block have run backward."""
 
 
 PLAIN = Options()
@@ -65,19 +69,19 @@ def overlapped(
 ) -> Schedule:
     """For the chains of all segments. Warm-up and cool-down run the same phases with one side absent."""
     segments = len(chains)
-    virtual, holder = segments // pp, tuple(segment % pp for segment in range(segments))
+    virtual, holder = segments // pp, dealt(pp, segments)
     groups = ceil(micro_batches / (group_size or pp))
     group = max(pp, ceil(micro_batches / groups)) if pp > 1 else 1
     lists, bound = [], []
     for rank in range(pp):
-        stages = range(rank, segments, pp)
+        stages = held(holder, rank)
         warm_up = 2 * (pp - rank - 1) + (virtual - 1) * group + 1
         forwards, backwards = (grouped(path, micro_batches, group) for path in (stages, stages[::-1]))
         ops: list[Op] = []
         for forward, backward in _paired(forwards, backwards, warm_up):
             f = None if forward is None or forward[0] >= micro_batches else forward
             b = None if backward is None or backward[0] >= micro_batches else backward
-            ops += pair(_side(Act.F, f, chains, holder), _side(Act.B, b, chains, holder), options)
+            ops += pair(side(Act.F, f, chains, holder), side(Act.B, b, chains, holder), options)
         lists.append(tuple(ops))
         bound.append(min(virtual * micro_batches, warm_up + 1))
     return Schedule(
@@ -101,7 +105,7 @@ def _paired(
     yield from zip_longest(forwards[warm_up:], backwards)
 
 
-def _side(act: Act, turn: Turn | None, chains: Sequence[Chain], holder: Sequence[int]) -> Side | None:
+def side(act: Act, turn: Turn | None, chains: Sequence[Chain], holder: Sequence[int]) -> Side | None:
     """A turn with its chain, and with messages where the neighbours are on other ranks."""
     if turn is None:
         return None
@@ -169,17 +173,21 @@ def _links(
 
     ahead, behind = ahead or _NOTHING, behind or _NOTHING
     mixers = (behind.mix, *behind.before[::-1])
+    experts = (behind.combine, behind.experts)
     yield from backward(*behind.after[::-1], behind.combine)
     yield from forward(*ahead.before, ahead.mix)
     yield from backward(behind.experts)
     yield from forward(ahead.dispatch)
-    yield from weights(behind.combine, behind.experts)
+    if not options.late_weights:
+        yield from weights(*experts)
     yield from backward(behind.dispatch)
     if options.early_release:
         yield from backward(*mixers)
     yield from forward(ahead.experts, ahead.combine)
     if not options.early_release:
         yield from backward(*mixers)
+    if options.late_weights:
+        yield from weights(*experts)
     yield from forward(*ahead.after)
     if b and behind is not b.chain.links[0]:
         yield from weights(*mixers)
@@ -187,6 +195,12 @@ def _links(
 
 _NOTHING = Link(mix=Phase(kind="none"))
 """The side that is absent; nothing of it is issued."""
+
+
+def weights_of(chain: Chain) -> list[Phase]:
+    """The phases of a segment that leave weight gradients, in the order of their backwards."""
+    links = ((link.combine, link.experts, link.mix, *link.before[::-1]) for link in chain.links[::-1])
+    return [phase for link in links for phase in _weights(*link)]
 
 
 def _weights(*phases: Phase | None) -> list[Phase]:

@@ -35,6 +35,8 @@ class Costs:
     phases: Mapping[str, float] = field(default_factory=lambda: PHASES)
     """Seconds of the forward of each kind of phase; nothing for kinds that are not named. A phase that computes
     takes twice as long backward, one half of that for weight gradients; one that communicates, as long."""
+    recompute: float = 1.0
+    """The share of a phase's forward that a `RECOMPUTE` of it takes."""
 
     def of(self, op: Op, *, delayed: bool = False) -> float:
         """How long the op keeps its rank busy, or a stream of it. `delayed` is whether weight gradients have
@@ -48,6 +50,8 @@ class Costs:
             computes = kind not in ("dispatch", "combine")
             if op.act is Act.W:
                 return self.phases.get(kind, 0.0) * computes
+            if op.act is Act.RECOMPUTE:
+                return self.phases.get(kind, 0.0) * self.recompute
             twice = op.act is Act.B and computes and not (delayed and kind in ("mix", "experts", "enter"))
             return self.phases.get(kind, 0.0) * (2 if twice else 1)
         given = self.forward if op.act is Act.F else self.backward

@@ -8,6 +8,7 @@ Rank 0 has the terminal; what other ranks say goes to stderr behind `[rank 3]`.
 from __future__ import annotations
 
 import ctypes
+import json
 import math
 import os
 import signal
@@ -17,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import IO
 
@@ -25,15 +27,15 @@ from torch._C._distributed_c10d import TCPStore
 
 from braid.errors import ConfigError, ExitCode
 from braid.train.console import warn
-
-LAUNCHER = "BRAID_LAUNCHER"
-"""Environment variable that holds the process id of a worker's launcher."""
+from braid.train.ranks import ENDED, LAUNCHER
+from braid.train.reports import read_reports, summary
 
 GRACE_S = 3.0
 """Time that ranks have to end after one of them failed: there is nothing left that they could do together."""
 
 CAUSE_S = 2.0
-"""Time that a rank has to end by itself after others missed it: its exit code is to be told, not theirs."""
+"""Time that ranks have to end by themselves after one was missed or killed: they report what they know of it,
+and where one of them is the cause, its exit code is to be told, not theirs."""
 
 PAUSE_S = 0.02
 
@@ -76,20 +78,33 @@ class Ended:
             return ExitCode.INTERRUPTED
         return ExitCode.PEER_LOST if self.status < 0 else self.status
 
-    def __str__(self) -> str:
+    @property
+    def how(self) -> str:
         if self.status < 0:
-            return f"rank {self.rank} was killed by {signal.Signals(-self.status).name}"
-        return f"rank {self.rank} ended with exit code {self.status}"
+            return f"was killed by {signal.Signals(-self.status).name}"
+        return f"ended with exit code {self.status}"
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} {self.how}"
 
 
-def launch(command: Sequence[str], *, world: int, restarts: int, environment: Mapping[str, str]) -> int:
+def launch(
+    command: Sequence[str],
+    *,
+    world: int,
+    restarts: int,
+    environment: Mapping[str, str],
+    failures: Path | None = None,
+) -> int:
     """Run `command` on `world` local ranks and return the exit code of the rank that failed first, or 0. After
-    a failure that may pass all are started again, at most `restarts` times."""
+    a failure that may pass all are started again, at most `restarts` times. What workers report in the folder
+    `failures` is summed up."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     if "OMP_NUM_THREADS" not in environment:
         warn(f"starting {world} workers of one thread each; set OMP_NUM_THREADS for more")
-    with _Crew(command, world, environment, store.port) as crew:
+    with _Crew(command, world, environment, store) as crew:
         for attempt in range(restarts + 1):
+            before = _attempts(failures)
             crew.start(attempt)
             ended = verdict(crew.watch())
             if ended is None:
@@ -98,9 +113,20 @@ def launch(command: Sequence[str], *, world: int, restarts: int, environment: Ma
             if not ended.peaceful:
                 then = "all were stopped" if final else f"all start again, {attempt + 1} of {restarts} restarts"
                 warn("interrupted" if ended.stopped else f"{ended}; {then}")
+                for line in _summary(_attempts(failures) - before):
+                    warn(line)
             if final:
                 return ended.exit_code
     raise AssertionError("the last attempt is final")
+
+
+def _attempts(failures: Path | None) -> set[Path]:
+    """The folders of attempts that have failed."""
+    return set() if failures is None or not failures.is_dir() else set(failures.iterdir())
+
+
+def _summary(folders: set[Path]) -> list[str]:
+    return [line for each in sorted(folders) for line in (*summary(read_reports(each)), f"reports: {each}")]
 
 
 def verdict(ended: Sequence[Ended]) -> Ended | None:
@@ -115,8 +141,11 @@ def verdict(ended: Sequence[Ended]) -> Ended | None:
 class _Crew:
     """The workers of one launcher. While it is entered, SIGTERM and Ctrl-C go on to them."""
 
-    def __init__(self, command: Sequence[str], world: int, environment: Mapping[str, str], port: int) -> None:
-        self._command, self._world, self._port = tuple(command), world, port
+    def __init__(
+        self, command: Sequence[str], world: int, environment: Mapping[str, str], store: TCPStore
+    ) -> None:
+        self._command, self._world, self._store = tuple(command), world, store
+        self._attempt = 0
         self._environment = dict(environment)
         self._workers: list[subprocess.Popen[bytes]] = []
         self._told: list[threading.Thread] = []
@@ -141,7 +170,7 @@ class _Crew:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def start(self, attempt: int) -> None:
-        self._sent = frozenset()
+        self._attempt, self._sent = attempt, frozenset()
         self._workers, self._told = [], []
         for rank in range(self._world):
             self._workers.append(self._start(rank, attempt))
@@ -162,7 +191,7 @@ class _Crew:
             "WORLD_SIZE": str(self._world),
             "LOCAL_WORLD_SIZE": str(self._world),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(self._port),
+            "MASTER_PORT": str(self._store.port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": str(attempt),
             LAUNCHER: str(os.getpid()),
@@ -184,6 +213,7 @@ class _Crew:
             now = time.monotonic()
             for each in self._newly_ended(ended):
                 ended[each.rank] = each
+                self._tell_killed(ended)
                 for number, seconds in _consequences(each).items():
                     due[number] = min(due.get(number, math.inf), now + seconds)
             for number in [number for number, when in due.items() if when <= now]:
@@ -194,6 +224,12 @@ class _Crew:
         for told in self._told:
             told.join(GRACE_S)
         return list(ended.values())
+
+    def _tell_killed(self, ended: Mapping[int, Ended]) -> None:
+        """Workers cannot know which of them somebody has killed: the launcher can, and tells them."""
+        killed = {each.rank: each.how for each in ended.values() if each.status < 0 and not each.stopped}
+        if killed:
+            self._store.set(f"{ENDED}/{self._attempt}", json.dumps(killed))
 
     def _newly_ended(self, known: Mapping[int, Ended]) -> list[Ended]:
         """Those that a signal killed come first: others may have failed for the lack of them."""
@@ -220,7 +256,8 @@ def _consequences(ended: Ended) -> dict[signal.Signals, float]:
         return {}
     if ended.status == ExitCode.PREEMPTED:
         return {signal.SIGTERM: 0.0}  # the others may still be saving: they take the time they need
-    wait = CAUSE_S if ended.status == ExitCode.PEER_LOST else 0.0
+    missed = ended.status < 0 or ended.status in (ExitCode.PEER_LOST, ExitCode.HANG)
+    wait = CAUSE_S if missed else 0.0
     return {signal.SIGTERM: wait, signal.SIGKILL: wait + GRACE_S}
 
 

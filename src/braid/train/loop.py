@@ -23,6 +23,8 @@ from braid.train.ranks import everywhere, together
 from braid.train.signals import StopRequest
 from braid.train.state import State
 from braid.train.step import StepResult, evaluate, train_step
+from braid.train.tracing import Tracer
+from braid.train.watchdog import Watchdog
 
 MOST_LINES = 6
 """How much is told of a checkpoint that does not fit."""
@@ -93,14 +95,22 @@ def _begin_or_continue(state: State, run: Run, feed: Feed, places: Places, init:
 
 
 def train_to_end(
-    plan: Plan, places: Places, device: Device, feed: Feed, state: State, listeners: Sequence[Listener] = ()
+    plan: Plan,
+    places: Places,
+    device: Device,
+    feed: Feed,
+    state: State,
+    listeners: Sequence[Listener] = (),
+    watchdog: Watchdog | None = None,
+    tracer: Tracer | None = None,
 ) -> Outcome:
-    """Train from where the state stands to the last step."""
+    """Train from where the state stands to the last step. A watchdog tells who is slow, a tracer what ran."""
     set_arithmetic(deterministic=plan.run.train.deterministic)
+    state.progress.on_gpu = device.torch.type == "cuda"
     first = state.model.groups.world.rank == 0
     file = Metrics(places.metrics, after_step=state.step, listeners=listeners) if first else Unwritten()
     with StopRequest() as asked, file as metrics:
-        return _Loop(plan, places, device, feed, state, metrics, asked).run_to_end()
+        return _Loop(plan, places, device, feed, state, metrics, asked, watchdog, tracer).run_to_end()
 
 
 class _Loop:
@@ -115,8 +125,11 @@ class _Loop:
         state: State,
         metrics: Metrics | Unwritten,
         asked: StopRequest,
+        watchdog: Watchdog | None,
+        tracer: Tracer | None,
     ) -> None:
         self.plan, self.run = plan, plan.run
+        self.watchdog, self.tracer = watchdog, tracer
         self.places, self.device, self.feed = places, device, feed
         self.state, self.metrics, self.asked = state, metrics, asked
         self.first = state.model.groups.world.rank == 0
@@ -163,12 +176,17 @@ class _Loop:
 
     def _step(self) -> StepResult:
         """One step, measured and told."""
+        if self.tracer is not None:
+            self.tracer.begin(self.state.step + 1)
         started = time.perf_counter()
+        self.state.progress.begin(self.state.step + 1)
         rate = self.schedule.rate(self.state.step + 1)
         stop = self.asked.signal is not None
         result = train_step(self.state, self.run, self.feed.train, rate, stop=stop)
         self.device.synchronize()
         seconds = time.perf_counter() - started
+        if self.tracer is not None:
+            self.tracer.end(self.state.step)
         self.step_seconds = [*self.step_seconds[-99:], seconds]
         if result.not_finite:
             self._tell_skipped(result)
@@ -198,7 +216,15 @@ class _Loop:
             "mfu": self.device.mfu(self.step_flops, seconds, self.run.train.dtype),
             "memory_bytes": self.device.memory_bytes(),
             "skipped": int(bool(result.not_finite)),
+            **self._slowest(),
         }
+
+    def _slowest(self) -> dict[str, Value]:
+        """The rank that others wait for, and how much longer than they it works; nothing without others."""
+        if self.watchdog is None or self.plan.world == 1:
+            return {}
+        rank, factor = self.watchdog.slow[0] if self.watchdog.slow else (None, None)
+        return {"straggler": rank, "straggler_factor": factor}
 
     def _line(self, result: StepResult, rate: float) -> Line:
         """The figures since the last line; the first step of a process warms up and is left out of averages."""
@@ -226,11 +252,13 @@ class _Loop:
     def _evaluate(self) -> float | None:
         if self.feed.validation is None:
             return None
+        self.state.progress.enter("an evaluation")
         return evaluate(self.state, self.run, self.feed.validation)
 
     def _save(self, *, must: bool) -> Path | None:
         """Save a checkpoint. One on the way may fail: training goes on with the old one."""
         root = self.places.checkpoints
+        self.state.progress.enter("a checkpoint")
         try:
             path = states.save(root, self.state, self.run, self.feed.train, self.feed.tokenizer)
         except CheckpointError as error:

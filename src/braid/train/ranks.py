@@ -59,6 +59,12 @@ KINDS = MappingProxyType(
     }
 )
 
+LAUNCHER = "BRAID_LAUNCHER"
+"""Environment variable that holds the process id of a worker's launcher, where that is braid's own."""
+
+ENDED = "braid/ended"
+"""Where a launcher that serves the store tells which of its workers were killed, followed by the attempt."""
+
 EVERYWHERE = "raised on every rank"
 """Note on an error that all ranks raise at once: one of them telling it is enough."""
 
@@ -82,6 +88,26 @@ class Seat:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Meeting:
+    """Where ranks have found one another."""
+
+    host: str
+    port: int
+    served: bool
+    """Whether the launcher serves the store there; otherwise rank 0 does."""
+    attempt: str
+    """How often the launcher has started workers before, as far as it tells."""
+    round: str
+    """A name that is the same on all ranks, and was never seen before."""
+    summed_up: bool = False
+    """Whether the launcher sums up what ranks report."""
+
+    def reach(self, timeout: timedelta) -> Store:
+        """A connection to the store that nobody else uses, so that nobody waits for another's question."""
+        return TCPStore(self.host, self.port, is_master=False, timeout=timeout, wait_for_workers=False)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Joined:
     """This process among the ranks."""
 
@@ -93,6 +119,8 @@ class Joined:
     """Its own device: on CUDA the one that its local rank numbers."""
     everyone: Group
     """All ranks; takes tensors of the device and of the host."""
+    meeting: Meeting | None = None
+    """Where they have found one another; None where a process is alone."""
 
 
 def seat_in(environment: Mapping[str, str]) -> Seat | None:
@@ -143,9 +171,20 @@ def join(environment: Mapping[str, str], device: torch.device, timeout: timedelt
             world_size=seat.world,
             timeout=timeout,
         )
-    everyone = Group(name="everyone", size=seat.world, rank=seat.rank, handle=dist.group.WORLD)
     return Joined(
-        rank=seat.rank, world=seat.world, local_rank=seat.local_rank, device=device, everyone=everyone
+        rank=seat.rank,
+        world=seat.world,
+        local_rank=seat.local_rank,
+        device=device,
+        everyone=Group(name="everyone", size=seat.world, rank=seat.rank, handle=dist.group.WORLD),
+        meeting=Meeting(
+            host=seat.host,
+            port=seat.port,
+            served=seat.served,
+            attempt=environment.get("TORCHELASTIC_RESTART_COUNT", "0"),
+            round=name,
+            summed_up=LAUNCHER in environment,
+        ),
     )
 
 
@@ -195,12 +234,19 @@ def named_failures() -> Iterator[None]:
         yield
     except RuntimeError as error:
         text = str(error)
-        if isinstance(error, BraidError) or not ("gloo" in text or isinstance(error, dist.DistError)):
+        if isinstance(error, BraidError) or not is_of_others(error):
             raise
         told = re.sub(r"^\[\S*\] ", "", text).partition(". ")[0]
         if "imed out" in text:
             raise HangError(f"another rank did not come in time: {told}") from error
         raise PeerLostError(f"another rank has ended: {told}") from error
+
+
+def is_of_others(error: Exception) -> bool:
+    """Whether an error only tells that another rank did not answer."""
+    if isinstance(error, BraidError):
+        return isinstance(error, PeerLostError | HangError)
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
 def raise_together(problem: str | None, group: Group, kind: type[BraidError]) -> None:

@@ -23,6 +23,8 @@ from braid.collectives import Group
 from braid.config import Mesh, Run, from_json, to_json
 from braid.data import Loader, Tokenizer, tokenizer_from
 from braid.engine.executor import Wires
+from braid.engine.progress import Progress
+from braid.engine.streams import Streams, streams_for
 from braid.errors import CheckpointError
 from braid.model.language import LanguageModel
 from braid.nn.canonical import Canonical, Held
@@ -58,6 +60,8 @@ class State:
     """How this rank reaches its neighbours in the pipeline."""
     log: Sequence[Span] = ()
     """What ran when in the last step."""
+    progress: Progress = field(default_factory=Progress)
+    """What this rank is doing."""
     step: int = 0
     """Steps done, skipped ones included."""
     samples: int = 0
@@ -77,7 +81,12 @@ class State:
         tokens = run.data.sequence_tokens // groups.tp_cp.size
         size = (rows, tokens, model.shape.hidden)
         message = functools.partial(torch.empty, size, dtype=model.dtype, device=model.device)
-        return Wires(channels=self.channels, message=message)
+        return Wires(channels=self.channels, message=message, progress=self.progress)
+
+    @functools.cached_property
+    def streams(self) -> Streams:
+        """Where nodes run, in all steps: memory that one stream of a GPU gives back serves no other one."""
+        return streams_for(self.model.device)
 
     @functools.cached_property
     def kept(self) -> dict[str, Kept]:

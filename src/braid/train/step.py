@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,17 +22,17 @@ from braid.data import Loader
 from braid.engine.executor import Turn, execute
 from braid.engine.node import Function, Watch
 from braid.engine.sharding import execute_sharded
-from braid.engine.streams import streams_for
 from braid.errors import DataError
 from braid.model import nodes
 from braid.model.context import Context, MicroBatch, Whole
 from braid.model.language import LanguageModel, Losses, PartOfStep
 from braid.model.mtp import targets
 from braid.nn.moe.balance import Load
+from braid.nn.recompute import Hold, Replays, hand_replays
 from braid.nn.weight_sink import WeightSink, hand_sink
 from braid.optim import gradients
 from braid.parallel.sharding import before_backward, release
-from braid.schedule import Op, Phase, forward_only
+from braid.schedule import Op, Phase, evaluation
 from braid.train.driving import driving
 from braid.train.feed import micro_batch
 from braid.train.loads import Loads, figures, update_selection_biases
@@ -169,6 +169,9 @@ class _Step:
         self.contexts: dict[int, Context] = {}
         self.metrics: dict[str, Tensor] = {}
         self.loads = Loads()
+        names = run.train.recompute
+        self.replays = Replays(names, planned=bool(state.schedule.phases)) if names else None
+        hand_replays(self.model, self.replays)
         self.modules: dict[int, list[nn.Module]] = {}
         for unit in self.model.units():
             segment = unit.segment if self.model.groups.pp.size > 1 else 0
@@ -233,6 +236,9 @@ class _Step:
 
     def end(self) -> None:
         """All ops have run."""
+        hand_replays(self.model, None)
+        if self.replays is not None:
+            self.replays.finish()
 
 
 class _NodeStep(_Step):
@@ -240,7 +246,7 @@ class _NodeStep(_Step):
 
     def __init__(self, state: State, run: Run, batches: Sequence[MicroBatch], counts: Counts) -> None:
         super().__init__(state, run, batches, counts)
-        self.streams = streams_for(self.model.device)
+        self.streams = state.streams
         self.pieces: dict[Turn, list[Losses]] = {}
         """What the phases of a segment have cost so far."""
         self.sink = WeightSink() if state.schedule.delayed else None
@@ -254,7 +260,8 @@ class _NodeStep(_Step):
             context.earlier_E = self.loads.favourites_E
 
         def run(tensors: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], Tensor | None]:
-            written, losses = nodes.run(self.model, phase, context, tensors)
+            with nullcontext() if self.replays is None else self.replays.node((*turn, phase.name)):
+                written, losses = nodes.run(self.model, phase, context, tensors)
             if losses is None:
                 return written, None
             tokens = (self.counts.mtp_tokens[phase.depth],) if losses.mtp and phase.depth is not None else ()
@@ -281,10 +288,26 @@ class _NodeStep(_Step):
         assert self.sink is not None
         self.sink.drain((*turn, phase.name))
 
+    def after_backward(self, turn: Turn) -> None:
+        # With other ranks, gradients are whole at the end: those of weights may come after the last backward.
+        if self.model.groups.world.size == 1:
+            self.state.optimizer.gather()
+        self._forget(turn)
+
+    def sum_copies(self, op: Op) -> None:
+        self.state.optimizer.gather()
+        super().sum_copies(op)
+
+    def replay(self, turn: Turn, phase: Phase, hold: Hold) -> None:
+        assert self.replays is not None
+        self.replays.replay((*turn, phase.name), hold)
+
     def end(self) -> None:
+        super().end()
         hand_sink(self.model, None)
         if self.sink is not None:
             self.sink.finish()
+        self.state.optimizer.gather()
 
 
 class _DrivenStep(_NodeStep):
@@ -293,17 +316,6 @@ class _DrivenStep(_NodeStep):
 
     def before_backward(self, turn: Turn) -> None:
         pass
-
-    def after_backward(self, turn: Turn) -> None:
-        self._forget(turn)
-
-    def sum_copies(self, op: Op) -> None:
-        self.state.optimizer.gather()
-        super().sum_copies(op)
-
-    def end(self) -> None:
-        super().end()
-        self.state.optimizer.gather()
 
 
 def segments_of(model: LanguageModel, segment: int) -> Sequence[int]:
@@ -354,14 +366,14 @@ def evaluate(state: State, run: Run, loader: Loader) -> float:
     samples = min(run.train.eval_samples, loader.samples_per_epoch)
     each = run.train.batch_samples // run.train.micro_batches // groups.dp.size
     starts = range(groups.dp.rank * each, samples + groups.dp.rank * each, each * groups.dp.size)
-    evaluation = _Evaluation(state.model, [_counted(run, loader, start, each, samples) for start in starts])
+    work = _Evaluation(state.model, [_counted(run, loader, start, each, samples) for start in starts])
     with together(groups.world):
-        for batch in evaluation.batches:
+        for batch in work.batches:
             state.model.check(batch)
-    schedule = forward_only(groups.pp.size, state.schedule.virtual, len(evaluation.batches))
-    execute(schedule, groups.pp.rank, evaluation, state.wires(each, run))
+    schedule = evaluation(state.schedule.holder, len(work.batches))
+    execute(schedule, groups.pp.rank, work, state.wires(each, run))
     release(state.model)
-    total, tokens = summed(evaluation.totals, groups.world).tolist()
+    total, tokens = summed(work.totals, groups.world).tolist()
     return float(total / max(1, tokens))
 
 

@@ -22,7 +22,7 @@ from braid.model.context import MicroBatch
 from braid.model.generate import sample
 from braid.model.language import LanguageModel
 from braid.parallel.sharding import release
-from braid.schedule import Op, forward_only
+from braid.schedule import Op, evaluation
 from braid.train.state import State
 from braid.train.step import segments_of
 
@@ -48,7 +48,7 @@ def next_logits(state: State, run: Run, tokens_BT: Tensor) -> Tensor:
     """Scores of the token after each row, on the host, the same on every rank. All ranks are given the rows."""
     groups, rows = state.model.groups, len(tokens_BT)
     reading = _Reading(state.model, tokens_BT)
-    schedule = forward_only(groups.pp.size, state.schedule.virtual, 1)
+    schedule = evaluation(state.schedule.holder, 1)
     wires = state.wires(rows, replace(run, data=replace(run.data, sequence_tokens=reading.padded)))
     execute(schedule, groups.pp.rank, reading, wires)
     release(state.model)

@@ -23,6 +23,8 @@ class AllGather:
 
     group: Group
     """The ranks that together have all experts."""
+    travel: Group
+    """The same ranks, for tokens on their way."""
     held: int
     """Experts that each of them has."""
     slices: int
@@ -44,7 +46,7 @@ class AllGather:
         return Slots(experts_NS - first, here_NS, None, places)
 
     def dispatch(self, x: Tensor, probs: Tensor, journey: Journey) -> tuple[Tensor, Tensor, Journey]:
-        return gather(x, self.group, dim=0), gather(probs, self.group, dim=0), journey
+        return gather(x, self.travel, dim=0), gather(probs, self.travel, dim=0), journey
 
     def combine(self, y: Tensor, journey: Journey) -> Tensor:
-        return scatter(y, self.group, dim=0)
+        return scatter(y, self.travel, dim=0)

@@ -32,6 +32,8 @@ class AllToAll:
 
     group: Group
     """The ranks that together have all seats."""
+    travel: Group
+    """The same ranks, for rows on their way."""
     held: int
     """Experts that each of them has."""
     slices: int
@@ -61,13 +63,13 @@ class AllToAll:
         if self.group.size == 1:
             return x, probs, journey
         send, receive = journey.way
-        return exchange(x, self.group, send, receive), exchange(probs, self.group, send, receive), journey
+        return exchange(x, self.travel, send, receive), exchange(probs, self.travel, send, receive), journey
 
     def combine(self, y: Tensor, journey: Journey) -> Tensor:
         if self.group.size == 1:
             return y
         send, receive = journey.way
-        return exchange(y, self.group, receive, send)
+        return exchange(y, self.travel, receive, send)
 
 
 def regrouped(counts_PE: Tensor, rows: int) -> Order:

@@ -24,11 +24,11 @@ from braid.nn.moe.journey import Journey, Slots
 class DeepEp:
     """Tokens leave as they are, and arrive once, with their slots for this rank's experts."""
 
-    def __init__(self, *, group: Group, held: int, slices: int, channels: int) -> None:
+    def __init__(self, *, group: Group, travel: Group, held: int, slices: int, channels: int) -> None:
         """`channels` are those of a row that travels. For the rest see `all_to_all.AllToAll`."""
         self.held, self.slices = held, slices
         self.seats = group.size * held
-        self.buffer = _buffer(group, channels)
+        self.buffer = _buffer(travel, channels)
 
     def journey(self, slots: Slots) -> Journey:
         slots = slots.at_seats(self.held, self.slices)

@@ -26,6 +26,7 @@ def choose(
     """The dispatcher for all layers of a model. A process that has all experts needs none."""
     seating: dict[str, Any] = {
         "group": groups.ep_etp,
+        "travel": groups.travel,
         "held": shape.experts // groups.ep.size,
         "slices": groups.etp.size,
     }

@@ -8,7 +8,9 @@ projections into the ffn.
 
 from __future__ import annotations
 
+from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,18 +18,20 @@ from torch import Tensor, nn
 from braid import architecture
 from braid.collectives import Groups
 from braid.kernels.activation import projections
-from braid.kernels.grouped_mlp import GroupedMlp, grouped
+from braid.kernels.grouped_mlp import Fused, GroupedMlp, grouped, sizes
+from braid.kernels.grouped_mlp.product import Gradient, empty_like
 from braid.kernels.kept import activated
 from braid.nn.canonical import Canonical
 from braid.nn.cost import Cost, Portion
-from braid.nn.weight_sink import Delaying
+from braid.nn.recompute import Recomputing
+from braid.nn.weight_sink import Delaying, WeightSink
 
 SHARD_DIMS = MappingProxyType({"w_in_EFGC": 1, "w_down_ECF": 2, "b_in_EFG": 1, "b_down_EC": 1})
 """The dim of each weight that ranks with the same experts share where weights are sharded: never that of the
 experts, of which a rank may hold fewer than there are such ranks."""
 
 
-class Experts(Delaying):
+class Experts(Delaying, Recomputing):
     """One MLP per expert."""
 
     def __init__(
@@ -61,10 +65,11 @@ class Experts(Delaying):
 
     def forward(self, x_MC: Tensor, probs_M: Tensor, counts_E: Tensor) -> Tensor:
         """What this rank's ffn channels contribute. Sums over etp are for whoever brings rows back."""
-        b_down_EC: Tensor | None = self.b_down_EC
-        if b_down_EC is not None and self.etp.rank > 0:
-            b_down_EC = b_down_EC * 0  # it is added once, but has a gradient everywhere
-        return self.grouped_mlp(
+        return self.recomputed("experts", partial(self._computed, counts_E), x_MC, probs_M)
+
+    def _computed(self, counts_E: Tensor, x_MC: Tensor, probs_M: Tensor) -> Tensor:
+        added = self.etp.rank == 0
+        y_MC = self.grouped_mlp(
             x_MC,
             probs_M,
             counts_E,
@@ -73,9 +78,13 @@ class Experts(Delaying):
             self.shape.activation,
             glu=self.shape.glu,
             b_in_EFG=self.b_in_EFG,
-            b_down_EC=b_down_EC,
+            b_down_EC=self.b_down_EC if added else None,
             sink=self.sink,
         )
+        if added or self.b_down_EC is None:
+            return y_MC
+        beside: Tensor = _AddedElsewhere.apply(self.sink, self.b_down_EC, y_MC)
+        return beside
 
     def canonical(self) -> dict[str, Canonical]:
         tensors: dict[str, Canonical] = {}
@@ -120,14 +129,45 @@ class Experts(Delaying):
         )
         return {f"{name}.weight": weight} | ({f"{name}.bias": bias} if self.shape.bias else {})
 
-    def cost(self, portion: Portion, rows: int) -> Cost:
-        """Of so many rows."""
-        joined = self.grouped_mlp is grouped.grouped_mlp
+    def cost(self, portion: Portion, rows: int, wide: int) -> Cost:
+        """Of so many rows, where a probability has `wide` bytes."""
         channels, ffn = rows * self.channels * portion.narrow, rows * self.ffn * portion.narrow
+        fused = isinstance(self.grouped_mlp, Fused)
+        # All of the fused backward is there at the same time: gradients of its output, of what it projected and
+        # of its input, and the activation.
+        passing = 2 * channels + (len(self.projections) + 1) * ffn if fused else channels
+        if portion.again("experts"):
+            return Cost(kept=channels + rows * wide, passing=passing)
+        if fused:
+            projected, of = len(self.projections) * self.ffn, len(self.numbers)
+            kept = sizes.kept(rows, of, self.channels, projected, narrow=portion.narrow, wide=wide)
+            return Cost(kept=kept, passing=passing)
+        joined = self.grouped_mlp is grouped.grouped_mlp
         kept = 2 * channels + activated(self.shape.activation, self.shape.glu, joined=joined) * ffn
-        return Cost(kept=kept + rows * portion.narrow, passing=channels)
+        return Cost(kept=kept + rows * portion.narrow, passing=passing)
 
     def flops(self, tokens: int) -> int:
         """What this rank computes, on average, where each rank has so many tokens."""
         matrices = len(self.projections) + 1
         return 2 * tokens * self.shape.top_k * matrices * self.channels * self.shape.ffn
+
+
+class _AddedElsewhere(torch.autograd.Function):
+    """Of a bias that another rank adds the gradient here is zero, but it is there: ranks sum it."""
+
+    @staticmethod
+    def forward(ctx: Any, sink: WeightSink | None, bias_EC: Tensor, y_MC: Tensor) -> Tensor:
+        ctx.sink, ctx.bias = sink, bias_EC
+        return y_MC.view_as(y_MC)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor | None, Tensor]:
+        sink, bias, zeros = ctx.sink, ctx.bias, Gradient(_nothing, empty_like(ctx.bias))
+        needed = ctx.needs_input_grad[1]
+        left = None if not needed else zeros() if sink is None else sink.leave(bias, zeros)
+        return None, left, grads[0]
+
+
+def _nothing(gradient: Tensor, accumulate: bool) -> None:
+    if not accumulate:
+        gradient.zero_()

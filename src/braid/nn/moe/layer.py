@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from braid import architecture
 from braid.collectives import ALONE, Group, Groups
 from braid.kernels.grouped_mlp import GroupedMlp
+from braid.kernels.permute import PLAIN, Permute
 from braid.nn.canonical import Canonical, under
 from braid.nn.cost import INDEX, Cost, Portion, exchange_cost, gather_cost, once, scatter_cost
 from braid.nn.linear import Linear
@@ -34,6 +35,16 @@ from braid.nn.moe.journey import Dispatcher, Journey, Places, Slots
 from braid.nn.moe.router import Router, logit_dtype, probability_dtype
 from braid.nn.moe.routing import Routing
 from braid.nn.moe.tokens import Tokens
+
+ONCE = (
+    "rows to expect",
+    "choices of experts",
+    "rows back",
+    "tokens back",
+    "expert counts",
+    "expert counts of rows",
+)
+"""What is sent once, though all of a block is made again."""
 
 
 class Latent(nn.Module):
@@ -68,6 +79,7 @@ class Moe(nn.Module):
         hidden: int,
         grouped_mlp: GroupedMlp,
         dispatcher: Dispatcher | None = None,
+        permute: Permute = PLAIN,
         *,
         groups: Groups = Groups(),
         device: torch.device | None = None,
@@ -75,7 +87,7 @@ class Moe(nn.Module):
     ) -> None:
         """`dispatcher` is what `dispatchers.choose` chose; None leaves the choice to it."""
         super().__init__()
-        self.shape, self.groups = shape, groups
+        self.shape, self.groups, self.permute = shape, groups, permute
         self.dispatcher = choose(shape, hidden, groups).function if dispatcher is None else dispatcher
         tp = groups.tp
         self.router = Router(shape, hidden, groups=groups, device=device, dtype=dtype)
@@ -112,19 +124,21 @@ class Moe(nn.Module):
     def pack(self, x_NC: Tensor, probs_NS: Tensor, journey: Journey) -> tuple[Tensor, Tensor]:
         """What travels to routed experts, as it leaves: rows, and probabilities."""
         x_NL = x_NC if self.latent is None else self.latent.down(x_NC)
-        return (x_NL, probs_NS) if journey.leaving is None else dispatch(x_NL, probs_NS, journey.leaving)
+        if journey.leaving is None:
+            return x_NL, probs_NS
+        return dispatch(x_NL, probs_NS, journey.leaving, self.permute)
 
     def visit(self, rows: Tensor, probs: Tensor, journey: Journey) -> Tensor:
         """What this rank's experts make of the rows that have arrived, in the order in which they came."""
         assert journey.counts_E is not None
         if journey.arriving is None:
             return self.experts(rows, probs, journey.counts_E)
-        rows, probs = dispatch(rows, probs, journey.arriving)
-        return combine(self.experts(rows, probs, journey.counts_E), journey.arriving)
+        rows, probs = dispatch(rows, probs, journey.arriving, self.permute)
+        return combine(self.experts(rows, probs, journey.counts_E), journey.arriving, self.permute)
 
     def unpack(self, rows: Tensor, journey: Journey) -> Tensor:
         """What has returned, summed for each token, as hidden channels."""
-        y_NL = rows if journey.leaving is None else combine(rows, journey.leaving)
+        y_NL = rows if journey.leaving is None else combine(rows, journey.leaving, self.permute)
         return y_NL if self.latent is None else self.latent.up(y_NL)
 
     def shared_output(self, x_BtC: Tensor) -> Tensor | None:
@@ -155,23 +169,58 @@ class Moe(nn.Module):
             keepers += 1
             total += Cost(kept=normed + tokens * self.experts.channels * n)
         if self.shared is not None:
-            keepers += self.groups.tp.size == 1
+            keepers += self.groups.tp.size == 1 and not portion.again("norm")  # its own cost knows
             total += self.shared.cost(portion)
         if self.shared_gate is not None:
             keepers += 1
             total += Cost(kept=2 * normed + tokens * n)
-        return total + Cost(kept=-normed * max(0, keepers - 1))
+        kept_once = 0 if portion.again("norm") else 1
+        return total + Cost(kept=-normed * max(0, keepers - kept_once))
+
+    def block_cost(self, portion: Portion) -> Cost:
+        """What is kept where all of the block is made again: where rows go, what is examined of the routing,
+        and what goes through the projection back from a latent."""
+        shape, wide = self.shape, probability_dtype(self.shape, portion.dtype).itemsize
+        tokens = portion.places(self.groups.tp_cp)
+        over_all = bool(shape.aux_loss) + bool(shape.global_aux_loss)
+        kept = self._places_kept(portion, again=True) + over_all * shape.experts * wide
+        if shape.sequence_aux_loss:
+            kept += tokens + portion.rows * (shape.experts + 1) * wide
+        if shape.z_loss:
+            narrow = logit_dtype(shape, portion.dtype).itemsize < wide
+            kept += tokens * wide * (1 + shape.experts * narrow)
+        if over_all or shape.z_loss:
+            kept += tokens  # which tokens are not padding
+        if self.latent is not None:
+            kept += tokens * self.experts.channels * portion.narrow
+        return Cost(kept=kept)
+
+    def _rows(self, portion: Portion) -> int:
+        """Rows that travel, where all experts have as many."""
+        shape, tokens = self.shape, portion.places(self.groups.tp_cp)
+        if not shape.pad_to_capacity:
+            return tokens * shape.top_k * self.groups.etp.size
+        row_tokens = portion.tokens // self.groups.tp_cp.size
+        places = len(self.experts.numbers) * portion.rows * min(row_tokens, capacity(shape, portion.tokens))
+        return self.groups.ep_etp.size * places
+
+    def _places_kept(self, portion: Portion, *, again: bool) -> int:
+        """Of rows, which token and slot is where. The token of each row that has arrived is not kept where
+        experts are made again."""
+        group, rows, last = self.groups.ep_etp, self._rows(portion), not again
+        if isinstance(self.dispatcher, AllGather):
+            slots = portion.places(self.groups.tp_cp) * self.shape.top_k
+            return (2 * group.size * slots + rows * last) * INDEX
+        arriving = 2 + last if group.size > 1 and len(self.experts.numbers) > 1 else 0
+        return (3 + arriving) * rows * INDEX
 
     def _travel_cost(self, portion: Portion, wide: int) -> Cost:
         """From tokens to rows, to experts and back, where all experts have as many rows."""
         shape, group, held = self.shape, self.groups.ep_etp, len(self.experts.numbers)
-        tokens, slices = portion.places(self.groups.tp_cp), self.groups.etp.size
+        tokens = portion.places(self.groups.tp_cp)
         slots, channels = tokens * shape.top_k, self.experts.channels * portion.narrow
-        rows = slots * slices
-        if shape.pad_to_capacity:
-            row_tokens = portion.tokens // self.groups.tp_cp.size
-            rows = group.size * held * portion.rows * min(row_tokens, capacity(shape, portion.tokens))
-        visit = self.experts.cost(portion, rows)
+        rows = self._rows(portion)
+        visit = self.experts.cost(portion, rows, wide) + Cost(kept=self._places_kept(portion, again=False))
         if isinstance(self.dispatcher, AllGather):
             calls = (
                 once("gather", group, slots * INDEX, "choices of experts")
@@ -179,7 +228,7 @@ class Moe(nn.Module):
                 + gather_cost(group, slots * wide, "probabilities")
                 + scatter_cost(group, group.size * tokens * channels, "tokens back")
             )
-            return visit + Cost(kept=(2 * group.size * slots + rows) * INDEX, calls=calls)
+            return visit + Cost(calls=calls)
         counts = 0 if shape.pad_to_capacity else group.size * held * INDEX
         calls = (
             once("swap", group, counts, "rows to expect", times=int(counts > 0))
@@ -187,8 +236,7 @@ class Moe(nn.Module):
             + exchange_cost(group, rows * wide, "probabilities")
             + exchange_cost(group, rows * channels, "rows back")
         )
-        orders = 2 if group.size > 1 and held > 1 else 1
-        return visit + Cost(kept=3 * orders * rows * INDEX, calls=calls)
+        return visit + Cost(calls=calls)
 
     def flops(self, tokens: int) -> int:
         """What this rank computes for a row of so many tokens. Routed experts count for the tokens that visit

@@ -1,0 +1,340 @@
+"""Expert communication behind computation, on one GPU: what overlap hides.
+
+    python -m benchmarks.overlap_gpu
+
+Rows of tokens really leave the GPU on their way to the experts and back, forward and backward: a share of them
+goes to pinned memory of the host and returns, as a stand-in for a network. The share is chosen so that all
+transfers alone take 0.25, 0.5 and 1.0 of the computation alone. For each of them:
+
+    compute     the plain schedule, where nothing travels
+    transfers   the transfers of a step by themselves
+    serial      the plain schedule, where every transfer is waited for
+    overlapped  the overlapped schedule, without and with delayed weight gradients, early and late
+    hidden      what part of the shorter one of compute and transfers disappears behind the other
+
+The head is small: computation is that of the blocks. `nccl` is the overlapped schedule with rows that go
+through an all-to-all of a group of one rank instead. Losses and gradients of all schedules are compared bit by
+bit, with kernels whose results do not depend on timing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks import machine
+from benchmarks.memory_gpu import random_batches
+from braid.architecture import Attention, Model, Moe
+from braid.collectives import ALONE, Group, exchange
+from braid.config import Data, Mesh, Run, Train
+from braid.engine.streams import CudaStreams
+from braid.nn.moe.all_to_all import AllToAll
+from braid.nn.moe.journey import Dispatcher, Journey, Slots
+from braid.nn.moe.layer import Moe as MoeLayer
+from braid.plan import plan
+from braid.schedule import Stream
+from braid.train.building import make_state
+from braid.train.device import choose_device
+from braid.train.step import backward, count
+
+BLOCKS, TOKENS, ROWS, EXPERTS, TOP_K, HIDDEN = 8, 4096, 4, 64, 8, 2048
+MICRO_BATCHES = 20
+FRACTIONS = (0.25, 0.5, 1.0)
+MESHES = {
+    "plain": Mesh(),
+    "overlapped": Mesh(overlap=True),
+    "delayed": Mesh(overlap=True, delay_weights=True),
+    "late": Mesh(overlap=True, delay_weights=True, late_weights=True),
+}
+
+
+def run_of(mesh: Mesh, micro_batches: int) -> Run:
+    return Run(
+        model=Model(
+            pattern="[*E]" * BLOCKS,
+            hidden=HIDDEN,
+            vocab=256,
+            tied=False,
+            attention=Attention(heads=16, kv_heads=4, head_dim=128, qk_norm=True),
+            moe=Moe(experts=EXPERTS, top_k=TOP_K, ffn=1024, aux_loss=1e-3),
+        ),
+        data=Data(sequence_tokens=TOKENS, tokenizer="none.json"),
+        train=Train(
+            steps=1,
+            batch_samples=ROWS * micro_batches,
+            micro_batches=micro_batches,
+            dtype="bf16",
+            eval_samples=0,
+        ),
+        mesh=mesh,
+    )
+
+
+# ------------------------------------------------------------------------------------------- dispatchers
+
+
+class _ThroughHost(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_MC: Tensor, host: Host) -> Tensor:
+        ctx.host = host
+        return host.sent(x_MC)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.host.sent(grads[0]), None
+
+
+@dataclass
+class Host:
+    """Memory of the host that rows visit. Transfers of one stream use it one after the other."""
+
+    pinned_MC: Tensor
+    share: float = 0.0
+    """Of all rows: how many visit."""
+
+    def sent(self, x_MC: Tensor) -> Tensor:
+        """The same rows, some of which have come back from the host to their place."""
+        there = round(self.share * len(x_MC))
+        rows_MC = x_MC.data[:there]
+        self.pinned_MC[:there].copy_(rows_MC, non_blocking=True)
+        rows_MC.copy_(self.pinned_MC[:there], non_blocking=True)
+        return x_MC.view_as(x_MC)
+
+
+@dataclass
+class Staged:
+    """The dispatcher of one process, whose rows visit the host on each way."""
+
+    inner: AllToAll
+    host: Host
+
+    def journey(self, slots: Slots) -> Journey:
+        return self.inner.journey(slots)
+
+    def dispatch(self, x: Tensor, probs: Tensor, journey: Journey) -> tuple[Tensor, Tensor, Journey]:
+        return _ThroughHost.apply(x, self.host), probs, journey
+
+    def combine(self, y: Tensor, journey: Journey) -> Tensor:
+        return _ThroughHost.apply(y, self.host)
+
+
+@dataclass
+class OneRank:
+    """The dispatcher of one process, whose rows go through the all-to-all of a group."""
+
+    inner: AllToAll
+    group: Group
+
+    def journey(self, slots: Slots) -> Journey:
+        return self.inner.journey(slots)
+
+    def dispatch(self, x: Tensor, probs: Tensor, journey: Journey) -> tuple[Tensor, Tensor, Journey]:
+        return self._sent(x), self._sent(probs), journey
+
+    def combine(self, y: Tensor, journey: Journey) -> Tensor:
+        return self._sent(y)
+
+    def _sent(self, x: Tensor) -> Tensor:
+        return exchange(x, self.group, [len(x)], [len(x)])
+
+
+# ---------------------------------------------------------------------------------------------- measuring
+
+
+class Bench:
+    """One model with its gradients, trained by one schedule or another."""
+
+    def __init__(self, micro_batches: int) -> None:
+        self.micro_batches = micro_batches
+        run = run_of(MESHES["plain"], micro_batches)
+        self.state = make_state(plan(run, 1), choose_device("cuda"))
+        with torch.no_grad():
+            for parameter in self.state.model.parameters():
+                parameter.normal_(std=0.02)
+        self.batches = random_batches(run, 0)
+        self.counts = count(self.state.model, self.batches)
+        self.local = AllToAll(group=ALONE, travel=ALONE, held=EXPERTS, slices=1)
+        rows = ROWS * TOKENS * TOP_K
+        self.host = Host(torch.empty(rows, HIDDEN, dtype=torch.bfloat16, pin_memory=True))
+
+    def step(self, name: str, dispatcher: Dispatcher, batches: int | None = None) -> dict[str, Tensor]:
+        """Forward and backward of every micro-batch, or of the first few."""
+        used = self.batches[:batches]
+        run = run_of(MESHES[name], len(used))
+        self.state.schedule = plan(run, 1).schedule
+        for module in self.state.model.modules():
+            if isinstance(module, MoeLayer):
+                module.dispatcher = dispatcher
+        counts = self.counts if batches is None else count(self.state.model, used)
+        parts, _ = backward(self.state, run, used, counts)
+        return parts
+
+    def seconds(self, name: str, dispatcher: Dispatcher) -> float:
+        """Of a whole step, after a short one."""
+        self.step(name, dispatcher, 3)
+        self.state.optimizer.forget()
+        return timed(lambda: self.step(name, dispatcher), self.state.optimizer.forget)
+
+    def transfers(self) -> float:
+        """Seconds of all transfers of a step by themselves."""
+        x_MC = torch.randn(ROWS * TOKENS * TOP_K, HIDDEN, device="cuda", dtype=torch.bfloat16)
+
+        def send() -> None:
+            for _ in range(4 * BLOCKS * self.micro_batches):
+                self.host.sent(x_MC)
+
+        self.host.sent(x_MC)
+        return timed(send)
+
+    def fingerprint(self, name: str, dispatcher: Dispatcher) -> dict[str, Tensor]:
+        """Losses and gradients of a short step, with kernels whose result does not depend on timing."""
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        told = self.step(name, dispatcher, 3)
+        found = {f"grad:{key}": value.cpu() for key, value in self.state.optimizer.gradients().items()}
+        self.state.optimizer.forget()
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        torch.use_deterministic_algorithms(False)
+        return {**{key: value.cpu() for key, value in told.items()}, **found}
+
+    def profile(
+        self, name: str, dispatcher: Dispatcher, batches: int = 4
+    ) -> list[tuple[str, str, float, float]]:
+        """When each op of a short step began and ended, in milliseconds, and on which stream."""
+        assert isinstance(self.state.streams, CudaStreams)
+        streams = Stamped(self.state.streams)
+        with patch.object(self.state, "streams", streams):
+            self.step(name, dispatcher, batches)
+        torch.cuda.synchronize()
+        ops, begin = [op for op in self.state.schedule.ops[0] if op.phase], streams.stamps[0][1]
+        self.state.optimizer.forget()
+        return [
+            (str(op), stream.value, begin.elapsed_time(first), begin.elapsed_time(last))
+            for op, (stream, first, last) in zip(ops, streams.stamps, strict=True)
+        ]
+
+
+class Stamped(CudaStreams):
+    """Streams that remember when each job ran."""
+
+    def __init__(self, usual: CudaStreams) -> None:
+        self.timed, self.streams = None, usual.streams
+        self.stamps: list[tuple[Stream, torch.cuda.Event, torch.cuda.Event]] = []
+
+    def issue(self, stream: Stream, job: Callable[[], None]) -> torch.cuda.Event:
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record(self.streams[stream])
+        event = super().issue(stream, job)
+        last.record(self.streams[stream])
+        self.stamps.append((stream, first, last))
+        return event
+
+
+def timed(work: Callable[[], Any], after: Callable[[], Any] = lambda: None, times: int = 1) -> float:
+    """The median, in seconds."""
+    told = []
+    for _ in range(times):
+        torch.cuda.synchronize()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        work()
+        end.record()
+        torch.cuda.synchronize()
+        told.append(begin.elapsed_time(end) / 1e3)
+        after()
+    return statistics.median(told)
+
+
+def measured(bench: Bench, schedules: Sequence[str]) -> dict[str, Any]:
+    least = bench.seconds("plain", bench.local)
+    print(f"nothing travels: {least:.3f} s", flush=True)
+    bench.host.share = 0.25
+    whole = bench.transfers() / 0.25
+    figures: dict[str, Any] = {"compute": least, "fractions": {}}
+    staged = Staged(bench.local, bench.host)
+    for fraction in FRACTIONS:
+        bench.host.share = fraction * least / whole
+        transfers = bench.transfers()
+        row = {name: bench.seconds(name, staged) for name in schedules}
+        told = {
+            "share": bench.host.share,
+            "transfers": transfers,
+            "serial": bench.seconds("plain", staged),
+            **row,
+            "hidden": {name: (least + transfers - each) / min(least, transfers) for name, each in row.items()},
+        }
+        figures["fractions"][str(fraction)] = told
+        print(f"{fraction}: " + str({key: _short(value) for key, value in told.items()}), flush=True)
+    return figures
+
+
+def _short(value: Any) -> Any:
+    return {key: round(each, 3) for key, each in value.items()} if isinstance(value, dict) else round(value, 3)
+
+
+def over_nccl(bench: Bench, schedules: Sequence[str]) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        one = Group(name="one", size=1, rank=0, handle=dist.group.WORLD)
+        dispatcher = OneRank(bench.local, one)
+        told = {name: bench.seconds(name, dispatcher) for name in ("plain", *schedules)}
+        equal = same(bench.fingerprint("plain", bench.local), bench.fingerprint(schedules[-1], dispatcher))
+        dist.destroy_process_group()
+    return {"seconds": told, "bitwise": equal}
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--micro-batches", type=int, default=MICRO_BATCHES)
+    parser.add_argument("--schedules", nargs="+", choices=[*MESHES][1:], default=[*MESHES][1:])
+    parser.add_argument(
+        "--profile", help="write when each op of a short step ran to this file, and nothing else"
+    )
+    chosen = parser.parse_args()
+    origin = machine.describe()
+    bench = Bench(chosen.micro_batches)
+    staged = Staged(bench.local, bench.host)
+    if chosen.profile:
+        bench.seconds("plain", bench.local)
+        profiles = {}
+        for bench.host.share in (0.0, 0.343):
+            for name in chosen.schedules:
+                bench.step(name, staged, 3)
+                profiles[f"{name} {bench.host.share}"] = bench.profile(name, staged)
+        stats = torch.cuda.memory_stats()
+        kept = {key: stats[key] for key in ("num_alloc_retries", "num_ooms", "reserved_bytes.all.peak")}
+        Path(chosen.profile).write_text(json.dumps({"ops": profiles, "memory": kept}))
+        print(kept)
+        return
+    figures = {
+        "blocks": BLOCKS,
+        "tokens": ROWS * TOKENS,
+        "micro_batches": chosen.micro_batches,
+        **measured(bench, chosen.schedules),
+        "nccl": over_nccl(bench, chosen.schedules),
+    }
+    print(f"nccl: {figures['nccl']}")
+    bench.host.share = 0.3
+    plain = bench.fingerprint("plain", bench.local)
+    figures["bitwise"] = {name: same(plain, bench.fingerprint(name, staged)) for name in chosen.schedules}
+    print(f"bit by bit as the plain schedule: {figures['bitwise']}", flush=True)
+    print(machine.write("overlap_gpu", figures, origin))
+
+
+if __name__ == "__main__":
+    main()
