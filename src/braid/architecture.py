@@ -431,6 +431,25 @@ BALANCE_LOSSES = ("aux_loss", "sequence_aux_loss", "global_aux_loss")
 """The fields of `Moe` that weigh load-balancing losses."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class HyperConnections:
+    """Several residual streams, with manifold-constrained hyper-connections around every layer."""
+
+    streams: int = 4
+    """Streams; a layer reads a sum of them and writes to each."""
+    sinkhorn_steps: int = 20
+    """Steps towards mixing matrices whose rows and columns add up to 1."""
+    eps: float = 1e-6
+    """Added to what has to stay positive: weights of the sum, entries and sums of the mixing matrices."""
+    exit: Literal["learned", "mean"] = "learned"
+    """How streams become one before the head: a sum with weights of each token, or their mean."""
+
+    def problems(self, at: str) -> Iterator[Problem]:
+        for name in ("streams", "sinkhorn_steps"):
+            yield from rules.at_least(f"{at}.{name}", getattr(self, name), 1)
+        yield from rules.above(f"{at}.eps", self.eps, 0)
+
+
 SHAPE_OF = (
     (Kind.ATTENTION, "attention"),
     (Kind.LATENT_ATTENTION, "latent_attention"),
@@ -476,6 +495,8 @@ class Model:
     """Needed where the pattern has `-`."""
     moe: Moe | None = None
     """Needed where the pattern has `E`."""
+    hyper: HyperConnections | None = None
+    """Residual streams and what connects them with the layers; None for one stream."""
 
     def problems(self, at: str) -> Iterator[Problem]:
         yield from rules.at_least(f"{at}.hidden", self.hidden, 1)
@@ -488,3 +509,11 @@ class Model:
             layer = getattr(self, name)
             if layer is not None:
                 yield from layer.problems(f"{at}.{name}")
+        if self.hyper is not None:
+            yield from self.hyper.problems(f"{at}.hyper")
+            yield Problem(
+                field=f"{at}.hyper",
+                value=self.hyper,
+                rule="models are not built with hyper-connections yet",
+                remedy="None",
+            )

@@ -55,6 +55,7 @@ class Case:
     delayed: bool = False
     early_release: bool = False
     late_weights: bool = False
+    dispatcher: str = "auto"
 
     def __str__(self) -> str:
         words = [
@@ -66,7 +67,8 @@ class Case:
             f"m{self.micro_batches}",
         ]
         flags = ("tied", "latent", "capacity", "dropout", "delayed", "early_release", "late_weights")
-        return " ".join(words + [name for name in flags if getattr(self, name)] + ["alone"] * (not self.shared))
+        words += [name for name in flags if getattr(self, name)] + ["alone"] * (not self.shared)
+        return " ".join(words + [self.dispatcher] * (self.dispatcher != "auto"))
 
     def run(self, *, overlap: bool) -> Run:
         moe = Moe(
@@ -113,6 +115,7 @@ class Case:
                 pp=self.pp,
                 ep=self.ep,
                 shard="none",
+                dispatcher=self.dispatcher,
                 overlap=overlap,
                 delay_weights=overlap and self.delayed,
                 early_release=overlap and self.early_release,
@@ -179,7 +182,7 @@ def make_state(worked_out: Plan, groups: Groups) -> State:
         worked_out.layout,
         kernels.choose(shape, worked_out.layout.kinds(), torch.device("cpu"), dtype),
         groups=groups,
-        dispatcher=dispatchers.choose(run.model.moe, run.model.hidden, groups).function,
+        dispatcher=dispatchers.choose(run.model.moe, run.model.hidden, groups, run.mesh.dispatcher).function,
         segments=[segment.index for segment in worked_out.stages[groups.pp.rank].segments],
         dtype=dtype,
     )

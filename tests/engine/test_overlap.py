@@ -24,6 +24,7 @@ ALONE = (
 RANKS = (
     Case(world=2, ep=2, tied=True, delayed=True),
     Case(world=2, ep=2, pattern="[M*E]-[G*E]/*E", dtype="bf16"),
+    Case(world=2, ep=2, pattern="[*E]E", dispatcher="all_gather", delayed=True, late_weights=True),
     replace(PIPELINE, pattern="[*E]|[M*E]-|[G*E]|*E/*E", tied=True, delayed=True),
     replace(PIPELINE, pattern="|[*E]|*E|/*E/*E", dtype="bf16", micro_batches=3),
     Case(world=2, pp=2, pattern="[*E]|[*E]/*E", tied=True, micro_batches=4),

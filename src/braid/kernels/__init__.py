@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from braid import architecture
-from braid.kernels import attention, delta_rule, grouped_mlp, ssd
+from braid.kernels import attention, delta_rule, grouped_mlp, permute, ssd
 from braid.kernels.choice import Choice
 from braid.pattern import Kind
 
@@ -24,11 +24,12 @@ class Kernels:
     ssd: Choice[ssd.Ssd] | None
     delta_rule: Choice[delta_rule.DeltaRule] | None
     grouped_mlp: Choice[grouped_mlp.GroupedMlp] | None
+    permute: Choice[permute.Permute] | None
 
     @property
     def choices(self) -> tuple[Choice, ...]:
         """What there is to tell the user."""
-        every = (self.attention, self.ssd, self.delta_rule, self.grouped_mlp)
+        every = (self.attention, self.ssd, self.delta_rule, self.grouped_mlp, self.permute)
         return tuple(choice for choice in every if choice is not None)
 
 
@@ -48,6 +49,7 @@ def choose(
         else grouped_mlp.choose(
             device, dtype, hidden=moe.latent or model.hidden, ffn=moe.ffn, experts=moe.experts
         ),
+        permute=None if moe is None else permute.choose(device),
     )
 
 
@@ -58,4 +60,5 @@ def references() -> Kernels:
         ssd=ssd.REFERENCE,
         delta_rule=delta_rule.REFERENCE,
         grouped_mlp=grouped_mlp.REFERENCE,
+        permute=permute.REFERENCE,
     )

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from braid.collectives import ALONE, Group
 
-Fill = Literal["normal", "residual", "ones", "zeros", "taps", "decay_log", "time_step"]
+Fill = Literal["normal", "residual", "xavier", "ones", "hundredths", "zeros", "taps", "decay_log", "time_step"]
 """How a tensor starts: drawn from a normal distribution, drawn narrower because it writes into the residual
-stream, all ones, all zeros; as the taps of a convolution, the log of a decay rate, or the bias of a time step
-before softplus (see `init`)."""
+stream, drawn as wide as its sizes ask for, all ones, all 0.01, all zeros; as the taps of a convolution, the log
+of a decay rate, or the bias of a time step before softplus (see `init`)."""
 
 Shape = tuple[int, ...]
 Index = tuple[int | slice, ...]

@@ -49,8 +49,13 @@ def initial(name: str, tensor: Canonical, *, seed: int, std: float) -> Tensor:
     match tensor.fill:
         case "ones":
             return value.fill_(1.0)
+        case "hundredths":
+            return value.fill_(0.01)
         case "zeros":
             return value.zero_()
+        case "xavier":
+            bound = (6 / sum(tensor.shape)) ** 0.5
+            return value.uniform_(-bound, bound, generator=generator)
         case "taps":
             bound = tensor.shape[-1] ** -0.5
             return value.uniform_(-bound, bound, generator=generator)

@@ -14,24 +14,52 @@ uses of a parameter in one node add up to is added to its `.grad` as a whole, as
 a parameter are drained in the order of their backwards. Until then inputs and output gradients of their layers
 must keep their memory; weights need not. Hooks that autograd calls when it has accumulated a gradient are not
 called.
+
+A sink may know the main gradients of parameters: those in at least float32 that grow over the micro-batches of
+a step. A product that can write where it is told (`Gradient`) then writes there, at once or when it is drained:
+the first of a step overwrites, the others add, and the parameter's own `.grad` stays None.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+
+from braid.kernels.grouped_mlp.product import Gradient
 
 Product = Callable[[], Tensor]
 """Gives the gradient of a parameter. It holds on to inputs and output gradients, never to weights."""
 
 
+class Main(Protocol):
+    """What has the main gradient of a parameter: its main copy, or whoever reduces its gradients."""
+
+    grad: Tensor | None
+    """None until a micro-batch has left something."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+class Mains(Protocol):
+    """Finds it."""
+
+    def get(self, parameter: Tensor, /) -> Main | None: ...
+
+
+NONE: Mains = MappingProxyType({})
+
+
 class WeightSink:
     """Products that wait, by the node whose backward left them."""
 
-    def __init__(self) -> None:
+    def __init__(self, mains: Mains = NONE) -> None:
+        self._mains = mains
         self._running: Hashable | None = None
         self._left: dict[Hashable, dict[Tensor, list[Product]]] = {}
         self._drained: set[Hashable] = set()
@@ -54,8 +82,10 @@ class WeightSink:
     def leave(self, parameter: Tensor, product: Product) -> Tensor | None:
         """Called by a layer's backward: the gradient that it returns for the parameter, None where that waits.
         What is computed from parameters is no business of the sink: autograd takes the gradient further."""
-        if self._running is None or not parameter.is_leaf:
+        if not parameter.is_leaf:
             return product()
+        if self._running is None:
+            return None if self._written(parameter, product) else product()
         self._left[self._running].setdefault(parameter, []).append(product)
         return None
 
@@ -73,14 +103,25 @@ class WeightSink:
         left = self._left.pop(key)
         self._drained.add(key)
         for parameter in list(left):
-            first, *others = left.pop(parameter)
-            gradient = first()
-            for product in others:
-                gradient += product()
-            if parameter.grad is None:
-                parameter.grad = gradient
-            else:
-                parameter.grad += gradient
+            gradient: Tensor | None = None
+            for product in left.pop(parameter):
+                if not self._written(parameter, product):
+                    gradient = product() if gradient is None else gradient.add_(product())
+            if gradient is not None:
+                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+
+    def _written(self, parameter: Tensor, product: Product) -> bool:
+        """Whether the product could be put with the parameter's main gradient."""
+        main = self._mains.get(parameter) if isinstance(product, Gradient) else None
+        if main is None:
+            return False
+        assert isinstance(product, Gradient)
+        if main.grad is None:
+            empty = torch.empty(parameter.shape, dtype=main.dtype, device=parameter.device)
+            main.grad = product.into(empty, accumulate=False)
+        else:
+            product.into(main.grad, accumulate=True)
+        return True
 
     def finish(self) -> None:
         """The end of a step: all is drained. The next one may use the same keys."""

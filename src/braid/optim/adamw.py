@@ -1,8 +1,9 @@
 """AdamW on main parameters: what the optimizer updates, in at least float32, whatever the model computes in.
 
 A float32 or float64 parameter is its own main copy. A bfloat16 one has a float32 copy beside it: its gradients
-are gathered there after every micro-batch, and the new weights are cast back after every update. Of a sharded
-parameter, the shard that this rank keeps is the main copy, in the same memory.
+are gathered there after every micro-batch, unless products have written them there themselves, and the new
+weights are cast back after every update. Of a sharded parameter, the shard that this rank keeps is the main
+copy, in the same memory.
 """
 
 from __future__ import annotations
@@ -42,6 +43,11 @@ class AdamW:
         for tensor in self.main.values():
             moments = {moment: torch.zeros_like(tensor, requires_grad=False) for moment in MOMENTS}
             self._adamw.state[tensor] = {"step": torch.zeros((), device=tensor.device), **moments}
+
+    def mains(self) -> dict[Tensor, Tensor]:
+        """The main copies that are apart, by the model's parameter: a weight sink writes their gradients."""
+        pairs = ((parameter, self.main[name]) for name, parameter in self._parameters.items())
+        return {p: main for p, main in pairs if main is not p and not isinstance(p, DTensor)}
 
     def gather(self) -> None:
         """After a micro-batch: add the model's gradients to the main ones, where they are apart."""

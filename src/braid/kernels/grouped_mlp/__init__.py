@@ -6,7 +6,10 @@ of the ffn channels is then one contiguous slice that holds the same channels of
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.util import find_spec
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +22,8 @@ from braid.kernels.grouped_mlp.product import Sink
 
 FEW_EXPERTS = 8
 """Up to here a CPU runs the loop as fast as `grouped_mm`, or faster (measured, float32 and bfloat16)."""
+HOPPER = 9
+"""The major compute capability of the GPUs that `fused` is for."""
 
 
 class GroupedMlp(Protocol):
@@ -40,6 +45,21 @@ class GroupedMlp(Protocol):
     ) -> Tensor: ...
 
 
+@dataclass(frozen=True)
+class Fused:
+    """`fused.FusedExperts` with the measured table. Triton is loaded by the first call: plans do without."""
+
+    def __call__(self, *given: Any, **options: Any) -> Tensor:
+        return self.experts(*given, **options)
+
+    @cached_property
+    def experts(self) -> GroupedMlp:
+        from braid.kernels.grouped_mlp.fused import FusedExperts
+        from braid.kernels.grouped_mlp.paths import measured
+
+        return FusedExperts(measured())
+
+
 def _choice(name: str, function: GroupedMlp, reason: str) -> Choice[GroupedMlp]:
     return Choice(op="grouped_mlp", name=name, function=function, reason=reason)
 
@@ -50,14 +70,31 @@ REFERENCE = _choice("reference", reference.grouped_mlp, "it was asked for")
 def choose(
     device: torch.device, dtype: torch.dtype, *, hidden: int, ffn: int, experts: int
 ) -> Choice[GroupedMlp]:
-    """`grouped` where it is right and faster than the loop, else `reference`."""
+    """`fused` on a Hopper GPU, else `grouped` where it is right and faster than the loop, else `reference`."""
     tensor_type = f"{str(dtype).removeprefix('torch.')} on {device.type}"
     supported = (torch.bfloat16,) if device.type == "cuda" else (torch.float32, torch.bfloat16)
     if dtype not in supported:
-        return _choice("reference", reference.grouped_mlp, f"grouped_mm is not used for {tensor_type}")
-    if any(channels * dtype.itemsize % grouped.ALIGNMENT for channels in (hidden, ffn)):
-        reason = f"grouped_mm needs rows of whole {grouped.ALIGNMENT} bytes, not {hidden} and {ffn} channels"
+        reason = f"faster ones are not used for {tensor_type}"
         return _choice("reference", reference.grouped_mlp, reason)
-    if device.type != "cuda" and experts <= FEW_EXPERTS:
+    if any(channels * dtype.itemsize % grouped.ALIGNMENT for channels in (hidden, ffn)):
+        reason = f"faster ones need rows of whole {grouped.ALIGNMENT} bytes, not {hidden} and {ffn} channels"
+        return _choice("reference", reference.grouped_mlp, reason)
+    if device.type == "cuda":
+        missing = _missing(device)
+        if missing is None:
+            return _choice("fused", Fused(), f"its kernels are the fastest for {tensor_type} on Hopper")
+        return _choice("grouped", grouped.grouped_mlp, f"fused, which is faster, {missing}")
+    if experts <= FEW_EXPERTS:
         return _choice("reference", reference.grouped_mlp, f"a loop over {experts} experts is fast on a CPU")
     return _choice("grouped", grouped.grouped_mlp, f"grouped_mm is faster for {experts} experts, {tensor_type}")
+
+
+def _missing(device: torch.device) -> str | None:
+    """What keeps `fused` from a GPU. Where there is none to ask, a plan is made for Hopper."""
+    if not torch.cuda.is_available():
+        return None
+    capability = torch.cuda.get_device_capability(device)
+    if capability[0] != HOPPER:
+        name = torch.cuda.get_device_name(device)
+        return f"is for Hopper, and {name} has compute capability {capability[0]}.{capability[1]}"
+    return None if find_spec("triton") else "needs Triton: install braid[gpu]"

@@ -9,6 +9,7 @@ of its own, or all of them one.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -23,6 +24,31 @@ class Sink(Protocol):
     def leave(self, parameter: Tensor, product: Callable[[], Tensor]) -> Tensor | None:
         """The parameter's gradient, or None where the sink keeps the product and sees to the rest."""
         ...
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """A product that gives the gradient of a parameter, when asked to. It holds on to no weight."""
+
+    write: Callable[[Tensor, bool], None]
+    """Writes into a tensor of the parameter's shape, or adds to it."""
+    like: Callable[..., Tensor]
+    """Makes a tensor of the parameter's shape and dtype."""
+
+    def __call__(self) -> Tensor:
+        """The gradient, in the parameter's dtype."""
+        return self.into(self.like(), accumulate=False)
+
+    def into(self, gradient: Tensor, *, accumulate: bool) -> Tensor:
+        """The same tensor, after the gradient was written into it, or added to it; it may be float32."""
+        self.write(gradient, accumulate)
+        return gradient
+
+
+def empty_like(parameter: Tensor) -> Callable[[], Tensor]:
+    """Makes tensors like a parameter without holding on to it."""
+    shape, dtype, device = parameter.shape, parameter.dtype, parameter.device
+    return lambda: torch.empty(shape, dtype=dtype, device=device)
 
 
 class Multiply(Protocol):

@@ -1,7 +1,8 @@
 """Tokens to experts and back, within one process. `journey` says what happens between processes.
 
 A token takes S slots, one per expert it visits; a row is a slot in the order in which experts compute. Both
-directions are gathers, forward and backward, so results do not depend on the order of atomic additions.
+directions are gathers, forward and backward, so results do not depend on the order of atomic additions. Who
+moves the rows is a choice: see `kernels.permute`.
 
 There may be gaps: slots that go nowhere (padding, full experts) and rows for nobody (padding to capacity). A
 gap is an index past the end, where a zero stands.
@@ -16,6 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from braid.kernels.permute import PLAIN, Permute
+from braid.kernels.permute.reference import read
 from braid.nn.moe.balance import count
 from braid.nn.moe.capacity import places, queues
 
@@ -71,57 +74,49 @@ def order_by_capacity(
     return Order(slot_M[:rows], row_NS, counts_E, gaps=True)
 
 
-def dispatch(x_NC: Tensor, probs_NS: Tensor, order: Order) -> tuple[Tensor, Tensor]:
+def dispatch(x_NC: Tensor, probs_NS: Tensor, order: Order, permute: Permute = PLAIN) -> tuple[Tensor, Tensor]:
     """Each row's token, and each row's probability. Nobody's row is zero, with probability zero. Where the
     order has several slots for each of `probs_NS`, neighbours share it."""
-    x_MC = _Dispatch.apply(x_NC, order.token_M, order.row_NS, order.gaps)
+    x_MC = _Dispatch.apply(permute, x_NC, order.token_M, order.row_NS, order.gaps)
     if probs_NS.numel() != order.row_NS.numel():
         probs_NS = probs_NS.repeat_interleave(order.row_NS.shape[1] // probs_NS.shape[1], dim=1)
-    return x_MC, _read(probs_NS.flatten(), order.slot_M, order.gaps)
+    return x_MC, read(probs_NS.flatten(), order.slot_M, gaps=order.gaps)
 
 
-def combine(y_MC: Tensor, order: Order) -> Tensor:
-    """Each token's sum over its rows, in the order of its slots. Slots that went nowhere add nothing."""
-    return _Combine.apply(y_MC, order.token_M, order.row_NS, order.gaps)
-
-
-def _read(x: Tensor, index: Tensor, gaps: bool) -> Tensor:
-    """Entries of x; zero where the index is past its end."""
-    if gaps:
-        x = torch.cat([x, x.new_zeros(1, *x.shape[1:])])
-    return x.index_select(0, index)
-
-
-def _collect(y_MC: Tensor, row_NS: Tensor, gaps: bool) -> Tensor:
-    y_SC = _read(y_MC, row_NS.flatten(), gaps)
-    return y_SC if row_NS.shape[1] == 1 else y_SC.unflatten(0, row_NS.shape).sum(1)
+def combine(y_MC: Tensor, order: Order, permute: Permute = PLAIN) -> Tensor:
+    """Each token's sum over its rows. Slots that went nowhere add nothing."""
+    return _Combine.apply(permute, y_MC, order.token_M, order.row_NS, order.gaps)
 
 
 class _Dispatch(torch.autograd.Function):
     """Spread forward, collect backward."""
 
     @staticmethod
-    def forward(ctx: Any, x_NC: Tensor, token_M: Tensor, row_NS: Tensor, gaps: bool) -> Tensor:
+    def forward(
+        ctx: Any, permute: Permute, x_NC: Tensor, token_M: Tensor, row_NS: Tensor, gaps: bool
+    ) -> Tensor:
         ctx.save_for_backward(row_NS)
-        ctx.gaps = gaps
-        return _read(x_NC, token_M, gaps)
+        ctx.permute, ctx.gaps = permute, gaps
+        return permute.spread(x_NC, token_M, gaps=gaps)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None, None, None]:
         (row_NS,) = ctx.saved_tensors
-        return _collect(grads[0], row_NS, ctx.gaps), None, None, None
+        return None, ctx.permute.collect(grads[0], row_NS, gaps=ctx.gaps), None, None, None
 
 
 class _Combine(torch.autograd.Function):
     """Collect forward, spread backward."""
 
     @staticmethod
-    def forward(ctx: Any, y_MC: Tensor, token_M: Tensor, row_NS: Tensor, gaps: bool) -> Tensor:
+    def forward(
+        ctx: Any, permute: Permute, y_MC: Tensor, token_M: Tensor, row_NS: Tensor, gaps: bool
+    ) -> Tensor:
         ctx.save_for_backward(token_M)
-        ctx.gaps = gaps
-        return _collect(y_MC, row_NS, gaps)
+        ctx.permute, ctx.gaps = permute, gaps
+        return permute.collect(y_MC, row_NS, gaps=gaps)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None, None, None]:
         (token_M,) = ctx.saved_tensors
-        return _read(grads[0], token_M, ctx.gaps), None, None, None
+        return None, ctx.permute.spread(grads[0], token_M, gaps=ctx.gaps), None, None, None

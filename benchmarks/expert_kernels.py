@@ -1,0 +1,278 @@
+"""Every way to run each product of the experts' MLP, what it must give, and how long it may take at best."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from braid.kernels.grouped_mlp.device import elementwise, rows, weights
+from braid.kernels.grouped_mlp.device.elementwise import ElementVariant
+from braid.kernels.grouped_mlp.device.rows import Formula, RowVariant
+from braid.kernels.grouped_mlp.device.tiles import TILE_ROWS, Tiles, tiles
+from braid.kernels.grouped_mlp.device.weights import WeightVariant
+
+SWIGLU = Formula(kind="swiglu", alpha=1.0, limit=None, offset=0.0)
+FLOPS, BYTES = 790e12, 4.3e12
+"""What the chip does in a second, as measured."""
+PRODUCTS = ("fc1", "fc2", "dgrad2", "dgrad1", "wgrad2", "wgrad1")
+KERNELS = (*PRODUCTS, "forward", "backward")
+
+
+class Shape(NamedTuple):
+    rows: int
+    hidden: int
+    ffn: int
+    experts: int
+
+    def floors(self) -> dict[str, float]:
+        """Microseconds of each product: the larger of its operations and of its bytes. Weight gradients are
+        added to float32."""
+        n, c, f, e = self
+        one, two = e * c * 2 * f, e * c * f
+        product, narrow = 2 * n * c * f, 2 * n * f
+        work = {
+            "fc1": (2 * product, 2 * (n * c + one) + 3 * narrow),
+            "fc2": (product, 2 * (n * c + two) + narrow),
+            "dgrad2": (product, 2 * (n * c + two) + 5 * narrow),
+            "dgrad1": (2 * product, 2 * (n * c + one) + 2 * narrow),
+            "wgrad2": (product, 2 * n * c + narrow + 8 * two),
+            "wgrad1": (2 * product, 2 * n * c + 2 * narrow + 8 * one),
+            "forward": (0, 3 * narrow),
+            "backward": (0, 6 * narrow),
+        }
+        return {name: max(flops / FLOPS, moved / BYTES) * 1e6 for name, (flops, moved) in work.items()}
+
+
+@dataclass(frozen=True)
+class Data:
+    """Random inputs of every product of one layer."""
+
+    x: Tensor
+    probs: Tensor
+    w_in: Tensor
+    w_down: Tensor
+    dy: Tensor
+    h: Tensor
+    dh: Tensor
+    a: Tensor
+    da: Tensor
+    main_in: Tensor
+    main_down: Tensor
+    counts: Tensor
+    where: Tiles
+
+    def gradient_of(self, product: str) -> tuple[Tensor, Tensor, Tensor]:
+        """Output gradients, inputs and the buffer of a weight gradient."""
+        return (self.dh, self.x, self.main_in) if product == "wgrad1" else (self.dy, self.a, self.main_down)
+
+
+def counts_of(shape: Shape, load: str) -> Tensor:
+    """Rows of each expert: equal, or falling as one over the rank, in any order; the two smallest have none."""
+    generator = torch.Generator().manual_seed(1)
+    if load == "balanced":
+        share = torch.ones(shape.experts)
+    else:
+        share = 1 / torch.arange(1.0, shape.experts + 1)
+        share[-2:] = 0
+        share = share[torch.randperm(shape.experts, generator=generator)]
+    counts = (share / share.sum() * shape.rows).long()
+    counts[counts.argmax()] += shape.rows - counts.sum()
+    return counts
+
+
+def data(shape: Shape, counts: Tensor, device: str, dtype: torch.dtype) -> Data:
+    n, c, f, e = shape
+    torch.manual_seed(0)
+
+    def draw(*sizes: int, scale: float = 1.0) -> Tensor:
+        return torch.randn(*sizes, device=device, dtype=dtype) * scale
+
+    counts = counts.to(device)
+    return Data(
+        x=draw(n, c),
+        probs=torch.rand(n, device=device),
+        w_in=draw(e, 2 * f, c, scale=c**-0.5),
+        w_down=draw(e, c, f, scale=f**-0.5),
+        dy=draw(n, c),
+        h=draw(n, 2 * f),
+        dh=draw(n, 2 * f),
+        a=draw(n, f),
+        da=draw(n, f),
+        main_in=torch.zeros(e, 2 * f, c, device=device),
+        main_down=torch.zeros(e, c, f, device=device),
+        counts=counts,
+        where=tiles(counts, n, TILE_ROWS),
+    )
+
+
+def loads(shape: Shape, names: list[str]) -> list[Data]:
+    """The same rows, spread over the experts in several ways."""
+    d = data(shape, counts_of(shape, names[0]), "cuda", torch.bfloat16)
+    others = [counts_of(shape, name).to("cuda") for name in names[1:]]
+    return [d, *(replace(d, counts=counts, where=tiles(counts, shape.rows, TILE_ROWS)) for counts in others)]
+
+
+def run(product: str, variant: Any, d: Data, *, accumulate: bool = True) -> tuple[Tensor, ...]:
+    """One product, by one variant; None is `grouped_mm`, with a kernel for the activation where there is
+    one."""
+    ends = d.where.ends_E
+    match product:
+        case "forward":
+            return (elementwise.activated(d.h, d.probs, d.where, SWIGLU, variant),)
+        case "backward":
+            return elementwise.activated_backward(d.da, d.h, d.probs, d.where, SWIGLU, variant)
+        case "fc1" if variant is None:
+            h = F.grouped_mm(d.x, d.w_in.transpose(1, 2), offs=ends)
+            return h, elementwise.activated(h, d.probs, d.where, SWIGLU)
+        case "fc1":
+            return rows.multiply_activate(d.x, d.w_in, d.probs, d.where, SWIGLU, variant)
+        case "fc2" if variant is None:
+            return (F.grouped_mm(d.a, d.w_down.transpose(1, 2), offs=ends),)
+        case "fc2":
+            return (rows.multiply(d.a, d.w_down, d.where, variant, transposed=True),)
+        case "dgrad2" if variant is None:
+            da = F.grouped_mm(d.dy, d.w_down, offs=ends)
+            return elementwise.activated_backward(da, d.h, d.probs, d.where, SWIGLU)
+        case "dgrad2":
+            return rows.multiply_activate_backward(d.dy, d.w_down, d.h, d.probs, d.where, SWIGLU, variant)
+        case "dgrad1" if variant is None:
+            return (F.grouped_mm(d.dh, d.w_in, offs=ends),)
+        case "dgrad1":
+            return (rows.multiply(d.dh, d.w_in, d.where, variant, transposed=False),)
+    grad, x, main = d.gradient_of(product)
+    if variant is None:
+        main.add_(F.grouped_mm(grad.t(), x, offs=ends))
+    else:
+        weights.weight_gradient(grad, x, d.where, main, variant, accumulate=accumulate)
+    return (main,)
+
+
+def expected(product: str, d: Data) -> tuple[Tensor, ...]:
+    """The same in float64."""
+    counts = d.counts.tolist()
+
+    def times(x: Tensor, weight: Tensor) -> Tensor:
+        return torch.cat([part.double() @ w.double() for part, w in zip(x.split(counts), weight, strict=True)])
+
+    def activated(h: Tensor, da: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        gate, up, p = h[:, 0::2].double(), h[:, 1::2].double(), d.probs.double()[:, None]
+        s = torch.sigmoid(gate)
+        opened = gate * s
+        dh = torch.stack([da * p * up * (s + opened * (1 - s)), da * p * opened], -1).flatten(1)
+        return dh, opened * up * p, (da * opened * up).sum(1)
+
+    match product:
+        case "forward":
+            return (activated(d.h, d.da.double())[1],)
+        case "backward":
+            return activated(d.h, d.da.double())
+        case "fc1":
+            h = times(d.x, d.w_in.transpose(1, 2))
+            return h, activated(h, d.da.double())[1]
+        case "fc2":
+            return (times(d.a, d.w_down.transpose(1, 2)),)
+        case "dgrad2":
+            return activated(d.h, times(d.dy, d.w_down))
+        case "dgrad1":
+            return (times(d.dh, d.w_in),)
+    grad, x, _ = d.gradient_of(product)
+    parts = zip(grad.split(counts), x.split(counts), strict=True)
+    return (torch.stack([g.double().t() @ y.double() for g, y in parts]),)
+
+
+def error(actual: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> float:
+    """The largest relative error of several tensors; NaN where one of them is not finite."""
+    errors = [((x.double() - y).norm() / y.norm()).item() for x, y in zip(actual, wanted, strict=True)]
+    return max(errors, key=lambda e: float("inf") if e != e else e)
+
+
+# -------------------------------------------------------------------------------------------- candidates
+
+R, W, E = RowVariant, WeightVariant, ElementVariant
+PLAIN = (
+    R(),
+    R(parts=1),
+    R(stages=4, parts=4),
+    R(flat=False),
+    R(flat=False, per_sm=0),
+    R(depth=128, stages=2, parts=4),
+    R(columns=128, warps=4, per_sm=2),
+    R(columns=128, warps=8, per_sm=2),
+    None,
+)
+ADDING = (
+    W(columns=128, warps=4, per_sm=2, leave="pointers", parts=2, flat=False),
+    W(columns=128, warps=4, per_sm=2, leave="pointers", parts=2),
+    W(columns=128, warps=4, per_sm=2, leave="pointers", parts=4, early=1, flat=False),
+    W(columns=128, warps=4, per_sm=0, leave="pointers", parts=2, flat=False),
+    W(columns=128, warps=4, per_sm=3, stages=2, leave="pointers", parts=4, registers=168, flat=False),
+    W(columns=128, warps=8, per_sm=2, leave="pointers", parts=4, flat=False),
+    W(columns=128, warps=8, per_sm=2, leave="pointers", parts=4),
+    W(columns=128, warps=4, per_sm=2, parts=4),
+    W(flat=False),
+    W(),
+    W(parts=2),
+    W(stages=4),
+    W(leave="pointers", parts=4),
+    W(leave="pointers", parts=2),
+    W(leave="pointers", parts=4, early=1, flat=False),
+    W(leave="pointers", parts=4, early=2, flat=False),
+    W(rows=256, columns=128, leave="pointers", parts=4),
+    W(leave="pointers", parts=2, per_sm=0, flat=False),
+)
+CANDIDATES: dict[str, tuple[Any, ...]] = {
+    "fc1": (
+        R(),
+        R(parts=4),
+        R(stages=4, parts=4),
+        R(flat=False),
+        R(flat=False, per_sm=0),
+        R(depth=128, stages=2, parts=4),
+        R(columns=128, warps=8, per_sm=2, parts=4),
+        R(columns=128, warps=4, per_sm=2, parts=4),
+        None,
+    ),
+    "fc2": PLAIN,
+    "dgrad2": (
+        R(parts=4),
+        R(parts=4, flat=False),
+        R(parts=4, stages=2),
+        R(columns=128, parts=4, stages=2, per_sm=2, registers=128),
+        R(columns=128, parts=4, stages=2, per_sm=2, registers=128, flat=False),
+        R(columns=128, warps=4, parts=4, stages=2, per_sm=2, flat=False),
+        R(columns=128, parts=2),
+        None,
+    ),
+    "dgrad1": PLAIN,
+    "wgrad2": ADDING,
+    "wgrad1": ADDING,
+    "forward": (
+        E(),
+        E(rows=1, columns=1024),
+        E(rows=2),
+        E(rows=4, warps=8),
+        E(rows=8, columns=256),
+        E(rows=16, columns=128),
+    ),
+    "backward": (
+        E(),
+        E(rows=1, columns=1024),
+        E(rows=2),
+        E(rows=2, columns=256),
+        E(rows=4, columns=256),
+        E(rows=8, columns=128),
+        E(rows=1, columns=256, warps=1),
+    ),
+}
+
+
+def label(variant: Any) -> str:
+    """A variant in a few letters: what differs from the usual."""
+    if variant is None:
+        return "grouped_mm"
+    changed = {name: value for name, value in vars(variant).items() if value != getattr(type(variant)(), name)}
+    return " ".join(f"{name}={value}" for name, value in changed.items()) or "usual"

@@ -1,0 +1,99 @@
+"""Activations and their gradients inside a kernel, and tiles as parts of themselves.
+
+A tile of projections has, for every ffn channel, its gate and its up side by side where the activation is
+gated, so that both are in the hands of one thread."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def activate(
+    h,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    KIND: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    OFFSET: tl.constexpr,
+):
+    """The ffn channels [ROWS, COLS], in float32, of projections."""
+    if KIND == "swiglu":
+        gate, up = h.to(tl.float32).reshape(ROWS, COLS, 2).split()
+        if LIMIT is not None:
+            gate = tl.minimum(gate, LIMIT)
+            up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+        value = gate * tl.sigmoid(ALPHA * gate) * (up + OFFSET)
+    elif KIND == "relu2":
+        positive = tl.maximum(h.to(tl.float32), 0.0)
+        value = positive * positive
+    else:
+        up = h.to(tl.float32)
+        value = 0.5 * up * (1.0 + tl.erf(up * 0.7071067811865476))
+    return value
+
+
+@triton.jit
+def activate_backward(
+    da,
+    h,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    KIND: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    OFFSET: tl.constexpr,
+):
+    """The ffn channels, and what reaches the projections of a gradient `da` that reaches the ffn channels: both
+    in float32, the latter with gate and up side by side again."""
+    if KIND == "swiglu":
+        gate, up = h.to(tl.float32).reshape(ROWS, COLS, 2).split()
+        if LIMIT is not None:
+            gate_open = gate <= LIMIT
+            up_open = tl.abs(up) <= LIMIT
+            gate = tl.minimum(gate, LIMIT)
+            up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+        sigmoid = tl.sigmoid(ALPHA * gate)
+        opened = gate * sigmoid
+        value = opened * (up + OFFSET)
+        d_gate = da * (up + OFFSET) * (sigmoid + ALPHA * opened * (1.0 - sigmoid))
+        d_up = da * opened
+        if LIMIT is not None:
+            d_gate = tl.where(gate_open, d_gate, 0.0)
+            d_up = tl.where(up_open, d_up, 0.0)
+        dh = tl.join(d_gate, d_up).reshape(ROWS, 2 * COLS)
+    elif KIND == "relu2":
+        positive = tl.maximum(h.to(tl.float32), 0.0)
+        value = positive * positive
+        dh = 2.0 * da * positive
+    else:
+        up = h.to(tl.float32)
+        normal = 0.5 * (1.0 + tl.erf(up * 0.7071067811865476))
+        value = up * normal
+        dh = da * (normal + up * 0.3989422804014327 * tl.exp(-0.5 * up * up))
+    return value, dh
+
+
+@triton.jit
+def halves(tile, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """The left and the right half of a tile."""
+    return tile.reshape(ROWS, 2, COLS // 2).permute(0, 2, 1).split()
+
+
+@triton.jit
+def side_by_side(tile, ROWS: tl.constexpr, COLS: tl.constexpr, PARTS: tl.constexpr):
+    """A tile as 1, 2 or 4 narrower ones, from left to right."""
+    if PARTS == 1:
+        parts = (tile,)
+    elif PARTS == 2:
+        left, right = halves(tile, ROWS, COLS)
+        parts = (left, right)
+    else:
+        tl.static_assert(PARTS == 4)
+        left, right = halves(tile, ROWS, COLS)
+        first, second = halves(left, ROWS, COLS // 2)
+        third, fourth = halves(right, ROWS, COLS // 2)
+        parts = (first, second, third, fourth)
+    return parts

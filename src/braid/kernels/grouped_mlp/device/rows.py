@@ -1,0 +1,364 @@
+"""Products of rows with the weights of their experts, and what can be done with a result before it leaves the
+chip: an activation times the row's probability, or the gradient of one.
+
+Every program takes one tile after the other. Operands come through tensor descriptors, which read zeros past
+the end of a dim; results leave through descriptors that write nothing past the end of an expert. So no size
+needs to be a multiple of a tile's.
+
+Shapes: N rows, E experts, F ffn channels, G projections into the ffn, I channels in and O out of any product.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from braid.kernels.grouped_mlp.device.formulas import activate, activate_backward, side_by_side
+from braid.kernels.grouped_mlp.device.ragged import ragged, write_rows
+from braid.kernels.grouped_mlp.device.tiles import Tiles
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowVariant:
+    """One way to run a product of rows: how it is cut, and how it is scheduled."""
+
+    columns: int = 256
+    """Channels out of one tile."""
+    depth: int = 64
+    """Channels in that are multiplied at a time."""
+    warps: int = 8
+    stages: int = 3
+    """How many steps of operands are on their way."""
+    per_sm: int = 1
+    """Programs for each multiprocessor; 0 for one program per tile."""
+    parts: int = 2
+    """A result leaves in so many parts, which need less memory on the chip at a time."""
+    registers: int | None = None
+    """The most that a thread may have; None leaves it to the compiler."""
+    flat: bool = True
+    """Whether the loops over tiles and over channels in are one loop, so that the operands of the next tile are
+    on their way while this one's result leaves."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Formula:
+    """An activation as kernels know it."""
+
+    kind: str
+    alpha: float
+    limit: float | None
+    offset: float
+
+    @property
+    def constants(self) -> dict[str, object]:
+        return {"KIND": self.kind, "ALPHA": self.alpha, "LIMIT": self.limit, "OFFSET": self.offset}
+
+    @property
+    def projections(self) -> int:
+        return 2 if self.kind == "swiglu" else 1
+
+
+def multiply(
+    x_NI: Tensor,
+    weight: Tensor,
+    tiles: Tiles,
+    variant: RowVariant,
+    *,
+    transposed: bool,
+    bias_EO: Tensor | None = None,
+    probs_N: Tensor | None = None,
+) -> Tensor:
+    """Rows times the weights of their experts; `weight` is E, O, I where `transposed`, else E, I, O. A bias
+    counts as often as the row's probability says."""
+    _, channels_in = x_NI.shape
+    channels_out = weight.shape[1 if transposed else 2]
+    y_NO = torch.empty(len(x_NI), channels_out, dtype=x_NI.dtype, device=x_NI.device)
+    v = variant
+    _multiply[_grid(tiles, channels_out, v)](
+        *_operands(x_NI, weight, tiles, v, transposed),
+        ragged(y_NO, tiles.tile_rows, v.columns // v.parts),
+        bias_EO,
+        probs_N if bias_EO is not None else None,
+        *_map_of(tiles),
+        channels_out,
+        channels_in,
+        **_constants(tiles, v),
+        TRANSPOSED=transposed,
+    )
+    return y_NO
+
+
+def multiply_activate(
+    x_NI: Tensor,
+    w_in: Tensor,
+    probs_N: Tensor,
+    tiles: Tiles,
+    formula: Formula,
+    variant: RowVariant,
+    *,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Projections into the ffn, and ffn channels times each row's probability. `w_in` is E, F · G, I."""
+    rows, channels_in = x_NI.shape
+    projected, v = w_in.shape[1], variant
+    h = torch.empty(rows, projected, dtype=x_NI.dtype, device=x_NI.device)
+    a = torch.empty(rows, projected // formula.projections, dtype=x_NI.dtype, device=x_NI.device)
+    part = v.columns // v.parts
+    _multiply_activate[_grid(tiles, projected, v)](
+        *_operands(x_NI, w_in, tiles, v, transposed=True),
+        ragged(h, tiles.tile_rows, part),
+        ragged(a, tiles.tile_rows, part // formula.projections),
+        bias,
+        probs_N,
+        *_map_of(tiles),
+        projected,
+        channels_in,
+        **_constants(tiles, v),
+        G=formula.projections,
+        **formula.constants,
+    )
+    return h, a
+
+
+def multiply_activate_backward(
+    dy_NI: Tensor,
+    w_down_EIF: Tensor,
+    h: Tensor,
+    probs_N: Tensor,
+    tiles: Tiles,
+    formula: Formula,
+    variant: RowVariant,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """From the gradient of what the experts give: those of the projections and of the probabilities, and the
+    ffn channels times each row's probability once more. Probabilities get one sum per tile, added in a fixed
+    order."""
+    rows, channels_in = dy_NI.shape
+    ffn, v, gates = w_down_EIF.shape[2], variant, formula.projections
+    dh = torch.empty_like(h)
+    a_NF = torch.empty(rows, ffn, dtype=h.dtype, device=h.device)
+    sums = torch.empty(triton.cdiv(ffn, v.columns), rows, dtype=torch.float32, device=h.device)
+    part = v.columns // v.parts
+    _multiply_activate_backward[_grid(tiles, ffn, v)](
+        *_operands(dy_NI, w_down_EIF, tiles, v, transposed=False),
+        TensorDescriptor.from_tensor(h, [tiles.tile_rows, gates * part]),
+        ragged(dh, tiles.tile_rows, gates * part),
+        ragged(a_NF, tiles.tile_rows, part),
+        probs_N,
+        sums,
+        rows,
+        *_map_of(tiles),
+        ffn,
+        channels_in,
+        **_constants(tiles, v),
+        G=gates,
+        **formula.constants,
+    )
+    return dh, a_NF, sums.sum(0)
+
+
+def programs(device: torch.device, per_sm: int) -> int:
+    """So many for each multiprocessor. A CPU, where kernels are only interpreted, counts as one that has
+    two."""
+    if device.type != "cuda":
+        return 2
+    return torch.cuda.get_device_properties(device).multi_processor_count * per_sm
+
+
+def _grid(tiles: Tiles, channels_out: int, variant: RowVariant) -> tuple[int]:
+    most = tiles.most * triton.cdiv(channels_out, variant.columns)
+    return (min(most, programs(tiles.ends_E.device, variant.per_sm)) if variant.per_sm else most,)
+
+
+def _operands(
+    x_NI: Tensor, weight: Tensor, tiles: Tiles, variant: RowVariant, transposed: bool
+) -> tuple[TensorDescriptor, TensorDescriptor]:
+    block = [variant.columns, variant.depth] if transposed else [variant.depth, variant.columns]
+    return (
+        TensorDescriptor.from_tensor(x_NI, [tiles.tile_rows, variant.depth]),
+        TensorDescriptor.from_tensor(weight, [1, *block]),
+    )
+
+
+def _map_of(tiles: Tiles) -> tuple[Tensor, ...]:
+    return tiles.expert_T, tiles.row_T, tiles.count_1, tiles.ends_E
+
+
+def _constants(tiles: Tiles, variant: RowVariant) -> dict[str, object]:
+    return {
+        "BM": tiles.tile_rows,
+        "BN": variant.columns,
+        "BK": variant.depth,
+        "PARTS": variant.parts,
+        "FLAT": variant.flat,
+        "num_warps": variant.warps,
+        "num_stages": variant.stages,
+        "maxnreg": variant.registers,
+    }
+
+
+# --------------------------------------------------------------------------------------------- kernels
+
+
+@triton.jit
+def _product(
+    x_desc,
+    w_desc,
+    row,
+    expert,
+    column,
+    channels_in,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+):
+    sums = tl.zeros((BM, BN), dtype=tl.float32)
+    for k in range(0, channels_in, BK):
+        x = x_desc.load([row, k])
+        if TRANSPOSED:
+            w = w_desc.load([expert, column, k]).reshape(BN, BK).T
+        else:
+            w = w_desc.load([expert, k, column]).reshape(BK, BN)
+        sums = tl.dot(x, w, sums)
+    return sums
+
+
+@triton.jit
+def _multiply(
+    x_desc,
+    w_desc,
+    y_desc,
+    bias,
+    probs,
+    tile_expert,
+    tile_row,
+    tile_count,
+    ends,
+    channels_out,
+    channels_in,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    PARTS: tl.constexpr,
+    FLAT: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+):
+    across = tl.cdiv(channels_out, BN)
+    for tile in tl.range(tl.program_id(0), tl.load(tile_count) * across, tl.num_programs(0), flatten=FLAT):
+        expert = tl.load(tile_expert + tile // across)
+        row = tl.load(tile_row + tile // across)
+        column = (tile % across) * BN
+        y = _product(x_desc, w_desc, row, expert, column, channels_in, BM, BN, BK, TRANSPOSED)
+        end = tl.load(ends + expert)
+        if bias is not None:
+            n = column + tl.arange(0, BN)
+            b = tl.load(bias + expert * channels_out + n, mask=n < channels_out, other=0.0).to(tl.float32)
+            m = row + tl.arange(0, BM)
+            y += tl.load(probs + m, mask=m < end, other=0.0).to(tl.float32)[:, None] * b[None, :]
+        parts = side_by_side(y, BM, BN, PARTS)
+        for part in tl.static_range(PARTS):
+            at = column + part * (BN // PARTS)
+            write_rows(y_desc, row, end, at, parts[part].to(y_desc.dtype), BM, BN // PARTS)
+
+
+@triton.jit
+def _multiply_activate(
+    x_desc,
+    w_desc,
+    h_desc,
+    a_desc,
+    bias,
+    probs,
+    tile_expert,
+    tile_row,
+    tile_count,
+    ends,
+    channels_out,
+    channels_in,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    PARTS: tl.constexpr,
+    FLAT: tl.constexpr,
+    G: tl.constexpr,
+    KIND: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    OFFSET: tl.constexpr,
+):
+    across = tl.cdiv(channels_out, BN)
+    PART: tl.constexpr = BN // PARTS
+    for tile in tl.range(tl.program_id(0), tl.load(tile_count) * across, tl.num_programs(0), flatten=FLAT):
+        expert = tl.load(tile_expert + tile // across)
+        row = tl.load(tile_row + tile // across)
+        column = (tile % across) * BN
+        projected = _product(x_desc, w_desc, row, expert, column, channels_in, BM, BN, BK, True)
+        end = tl.load(ends + expert)
+        if bias is not None:
+            n = column + tl.arange(0, BN)
+            b = tl.load(bias + expert * channels_out + n, mask=n < channels_out, other=0.0)
+            projected += b.to(tl.float32)[None, :]
+        m = row + tl.arange(0, BM)
+        prob = tl.load(probs + m, mask=m < end, other=0.0).to(tl.float32)
+        parts = side_by_side(projected, BM, BN, PARTS)
+        for part in tl.static_range(PARTS):
+            # Backward computes the activation again, from what is kept: so does this, from the same numbers.
+            h = parts[part].to(h_desc.dtype)
+            at = column + part * PART
+            write_rows(h_desc, row, end, at, h, BM, PART)
+            a = activate(h, BM, PART // G, KIND, ALPHA, LIMIT, OFFSET) * prob[:, None]
+            write_rows(a_desc, row, end, at // G, a.to(a_desc.dtype), BM, PART // G)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _multiply_activate_backward(
+    dy_desc,
+    w_desc,
+    h_desc,
+    dh_desc,
+    a_desc,
+    probs,
+    prob_sums,
+    rows,
+    tile_expert,
+    tile_row,
+    tile_count,
+    ends,
+    channels_out,
+    channels_in,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    PARTS: tl.constexpr,
+    FLAT: tl.constexpr,
+    G: tl.constexpr,
+    KIND: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    OFFSET: tl.constexpr,
+):
+    across = tl.cdiv(channels_out, BN)
+    PART: tl.constexpr = BN // PARTS
+    for tile in tl.range(tl.program_id(0), tl.load(tile_count) * across, tl.num_programs(0), flatten=FLAT):
+        expert = tl.load(tile_expert + tile // across)
+        row = tl.load(tile_row + tile // across)
+        column = (tile % across) * BN
+        da = _product(dy_desc, w_desc, row, expert, column, channels_in, BM, BN, BK, False)
+        end = tl.load(ends + expert)
+        m = row + tl.arange(0, BM)
+        prob = tl.load(probs + m, mask=m < end, other=0.0).to(tl.float32)
+        prob_sum = tl.zeros((BM,), dtype=tl.float32)
+        parts = side_by_side(da, BM, BN, PARTS)
+        for part in tl.static_range(PARTS):
+            at = column + part * PART
+            h = h_desc.load([row, G * at])
+            value, dh = activate_backward(parts[part] * prob[:, None], h, BM, PART, KIND, ALPHA, LIMIT, OFFSET)
+            prob_sum += tl.sum(parts[part] * value, 1)
+            write_rows(dh_desc, row, end, G * at, dh.to(dh_desc.dtype), BM, G * PART)
+            write_rows(a_desc, row, end, at, (value * prob[:, None]).to(a_desc.dtype), BM, PART)
+        tl.store(prob_sums + (tile % across).to(tl.int64) * rows + m, prob_sum, mask=m < end)

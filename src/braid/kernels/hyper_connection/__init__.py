@@ -1,0 +1,66 @@
+"""Hyper-connections: a residual stream of several channels-wide streams, and the ways of a branch into it.
+
+    pre       every token's streams say how they are added up for the branch, how its result is shared out among
+              them, and how they mix; the branch is given their sum
+    post      streams mixed, plus to each its share of the branch's result
+    contract  one stream out of several, at the end
+
+Whatever a token's streams say about themselves is float32 or better.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from braid.kernels.choice import Choice
+from braid.kernels.hyper_connection import reference
+from braid.kernels.hyper_connection.reference import Entered, Form, Parameters
+
+__all__ = ["REFERENCE", "Entered", "Form", "HyperConnect", "Parameters", "choose", "fuses"]
+
+FUSED = (torch.bfloat16, torch.float16, torch.float32)
+"""Dtypes of activations that the kernels take."""
+
+
+class HyperConnect(Protocol):
+    """What every implementation computes; see `reference`."""
+
+    def pre(self, x_NSC: Tensor, parameters: Parameters, form: Form) -> Entered: ...
+
+    def post(self, entered: Entered, y_NC: Tensor, bias_C: Tensor | None = None) -> Tensor: ...
+
+    def contract(self, x_NSC: Tensor, parameters: Parameters, form: Form) -> Tensor: ...
+
+
+class _Reference:
+    pre = staticmethod(reference.pre)
+    post = staticmethod(reference.post)
+    contract = staticmethod(reference.contract)
+
+
+def _choice(name: str, function: HyperConnect, reason: str) -> Choice[HyperConnect]:
+    return Choice(op="hyper_connection", name=name, function=function, reason=reason)
+
+
+REFERENCE = _choice("reference", _Reference(), "it was asked for")
+
+
+def fuses(device: str, dtype: torch.dtype) -> bool:
+    """Whether the kernels take this dtype on such a device, where there is Triton."""
+    return device == "cuda" and dtype in FUSED
+
+
+def choose(device: torch.device, dtype: torch.dtype, *, streams: int) -> Choice[HyperConnect]:
+    """`fused` on a GPU that has Triton, else `reference`."""
+    tensor_type = f"{str(dtype).removeprefix('torch.')} on {device.type}"
+    if not fuses(device.type, dtype):
+        return _choice("reference", _Reference(), f"the kernels are not for {tensor_type}")
+    if find_spec("triton") is None:
+        return _choice("reference", _Reference(), "Triton is not installed")
+    from braid.kernels.hyper_connection.fused import Fused
+
+    return _choice("fused", Fused.of(streams, dtype), f"it passes over {streams} streams as seldom as it can")

@@ -1,0 +1,267 @@
+"""Sums over streams, for every channel of a token: all reading and writing.
+
+Every program takes a few tokens through all of their channels, so that sums over channels end where they were
+begun. `aggregate` takes the last tokens first: their streams were read last by the projection, and may still be
+in the cache.
+
+Shapes: N tokens, S streams, C channels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamVariant:
+    """One way to cut tokens."""
+
+    tokens: int = 4
+    channels: int = 256
+    warps: int = 4
+    stages: int = 1
+    """How many steps of channels are on their way."""
+
+    def launch(self, tokens: int, channels: int) -> tuple[tuple[int], dict[str, int | bool]]:
+        """The programs, and what they are compiled for."""
+        constants = {
+            "BT": self.tokens, "BC": self.channels, "EVEN": channels % self.channels == 0,
+            "STAGES": self.stages, "num_warps": self.warps,
+        }  # fmt: skip
+        return (triton.cdiv(tokens, self.tokens),), constants
+
+
+def aggregate(x_NSC: Tensor, pre_NS: Tensor, variant: StreamVariant) -> Tensor:
+    """The sum of a token's streams, each with its weight."""
+    tokens, streams, channels = x_NSC.shape
+    out_NC = torch.empty(tokens, channels, dtype=x_NSC.dtype, device=x_NSC.device)
+    grid, constants = variant.launch(tokens, channels)
+    _aggregate[grid](x_NSC, pre_NS, out_NC, tokens, channels, S=streams, **constants)
+    return out_NC
+
+
+def aggregate_backward(d_NC: Tensor, x_NSC: Tensor, variant: StreamVariant) -> Tensor:
+    """The gradient of the weights, S of each token."""
+    tokens, streams, channels = x_NSC.shape
+    d_pre_NS = torch.empty(tokens, streams, dtype=torch.float32, device=x_NSC.device)
+    grid, constants = variant.launch(tokens, channels)
+    _aggregate_backward[grid](d_NC, x_NSC, d_pre_NS, tokens, channels, S=streams, **constants)
+    return d_pre_NS
+
+
+def mix(
+    x_NSC: Tensor, y_NC: Tensor, bias_C: Tensor | None, post_NS: Tensor, res_NSS: Tensor, variant: StreamVariant
+) -> Tensor:
+    """Streams mixed, and to each its share of the branch's result."""
+    tokens, streams, channels = x_NSC.shape
+    out_NSC = torch.empty_like(x_NSC)
+    grid, constants = variant.launch(tokens, channels)
+    _mix[grid](
+        x_NSC, y_NC, bias_C, post_NS, res_NSS, out_NSC, tokens, channels, S=streams, **constants
+    )  # fmt: skip
+    return out_NSC
+
+
+def mix_backward(
+    d_NSC: Tensor,
+    x_NSC: Tensor,
+    y_NC: Tensor,
+    bias_C: Tensor | None,
+    post_NS: Tensor,
+    variant: StreamVariant,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of the branch's result, and of the ways out and the mixing. That of the streams is for
+    `gradients`, which has all that reaches them."""
+    tokens, streams, channels = x_NSC.shape
+    d_y_NC = torch.empty_like(y_NC)
+    d_post_NS, d_res_NSS = torch.empty_like(post_NS), post_NS.new_empty(tokens, streams, streams)
+    grid, constants = variant.launch(tokens, channels)
+    _mix_backward[grid](
+        d_NSC, x_NSC, y_NC, bias_C, post_NS, d_y_NC, d_post_NS, d_res_NSS, tokens, channels,
+        S=streams, **constants,
+    )  # fmt: skip
+    return d_y_NC, d_post_NS, d_res_NSS
+
+
+# --------------------------------------------------------------------------------------------- kernels
+
+
+@triton.jit
+def _tile(entries, t, c, here, channels, stride, EVEN: tl.constexpr):
+    """Some channels of some tokens, which lie `stride` apart, in float32."""
+    inside = here[:, None]
+    if not EVEN:
+        inside = inside & (c < channels)[None, :]
+    place = t.to(tl.int64)[:, None] * stride + c[None, :]
+    return tl.load(entries + place, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _leave(entries, t, c, here, channels, stride, tile, EVEN: tl.constexpr):
+    """Put a tile in its place."""
+    inside = here[:, None]
+    if not EVEN:
+        inside = inside & (c < channels)[None, :]
+    place = t.to(tl.int64)[:, None] * stride + c[None, :]
+    tl.store(entries + place, tile.to(entries.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _by_eights(product, BT: tl.constexpr, BC: tl.constexpr):
+    """Sums of eight neighbours, which are in the hands of one thread."""
+    return tl.sum(product.reshape(BT, BC // 8, 8), 2)
+
+
+@triton.jit
+def _aggregate(
+    x,
+    pre,
+    out,
+    tokens,
+    channels,
+    S: tl.constexpr,
+    BT: tl.constexpr,
+    BC: tl.constexpr,
+    EVEN: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    t = (tl.num_programs(0) - 1 - tl.program_id(0)) * BT + tl.arange(0, BT)
+    here = t < tokens
+    weights = ()
+    for j in tl.static_range(S):
+        weights += (tl.load(pre + t * S + j, mask=here, other=0.0),)
+    for channel in tl.range(0, channels, BC, num_stages=STAGES):
+        c = channel + tl.arange(0, BC)
+        total = tl.zeros((BT, BC), dtype=tl.float32)
+        for j in tl.static_range(S):
+            total += weights[j][:, None] * _tile(x + j * channels, t, c, here, channels, S * channels, EVEN)
+        _leave(out, t, c, here, channels, channels, total, EVEN)
+
+
+@triton.jit
+def _aggregate_backward(
+    d,
+    x,
+    d_pre,
+    tokens,
+    channels,
+    S: tl.constexpr,
+    BT: tl.constexpr,
+    BC: tl.constexpr,
+    EVEN: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    t = tl.program_id(0) * BT + tl.arange(0, BT)
+    here = t < tokens
+    sums = ()
+    for _ in tl.static_range(S):
+        sums += (tl.zeros((BT, BC // 8), dtype=tl.float32),)
+    for channel in tl.range(0, channels, BC, num_stages=STAGES):
+        c = channel + tl.arange(0, BC)
+        grad = _tile(d, t, c, here, channels, channels, EVEN)
+        added = ()
+        for j in tl.static_range(S):
+            stream = _tile(x + j * channels, t, c, here, channels, S * channels, EVEN)
+            added += (sums[j] + _by_eights(grad * stream, BT, BC),)
+        sums = added
+    for j in tl.static_range(S):
+        tl.store(d_pre + t * S + j, tl.sum(sums[j], 1), mask=here)
+
+
+@triton.jit
+def _mix(
+    x,
+    y,
+    bias,
+    post,
+    res,
+    out,
+    tokens,
+    channels,
+    S: tl.constexpr,
+    BT: tl.constexpr,
+    BC: tl.constexpr,
+    EVEN: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    t = tl.program_id(0) * BT + tl.arange(0, BT)
+    here = t < tokens
+    shares = ()
+    for k in tl.static_range(S):
+        shares += (tl.load(post + t * S + k, mask=here, other=0.0),)
+    weights = ()
+    for jk in tl.static_range(S * S):
+        weights += (tl.load(res + t * S * S + jk, mask=here, other=0.0),)
+    for channel in tl.range(0, channels, BC, num_stages=STAGES):
+        c = channel + tl.arange(0, BC)
+        result = _tile(y, t, c, here, channels, channels, EVEN)
+        if bias is not None:
+            result += tl.load(bias + c, mask=c < channels, other=0.0).to(tl.float32)[None, :]
+        streams = ()
+        for j in tl.static_range(S):
+            streams += (_tile(x + j * channels, t, c, here, channels, S * channels, EVEN),)
+        for k in tl.static_range(S):
+            total = shares[k][:, None] * result
+            for j in tl.static_range(S):
+                total += weights[j * S + k][:, None] * streams[j]
+            _leave(out + k * channels, t, c, here, channels, S * channels, total, EVEN)
+
+
+@triton.jit
+def _mix_backward(
+    d,
+    x,
+    y,
+    bias,
+    post,
+    d_y,
+    d_post,
+    d_res,
+    tokens,
+    channels,
+    S: tl.constexpr,
+    BT: tl.constexpr,
+    BC: tl.constexpr,
+    EVEN: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    t = tl.program_id(0) * BT + tl.arange(0, BT)
+    here = t < tokens
+    shares = ()
+    to_shares = ()
+    for k in tl.static_range(S):
+        shares += (tl.load(post + t * S + k, mask=here, other=0.0),)
+        to_shares += (tl.zeros((BT, BC // 8), dtype=tl.float32),)
+    to_weights = ()
+    for _ in tl.static_range(S * S):
+        to_weights += (tl.zeros((BT, BC // 8), dtype=tl.float32),)
+    for channel in tl.range(0, channels, BC, num_stages=STAGES):
+        c = channel + tl.arange(0, BC)
+        result = _tile(y, t, c, here, channels, channels, EVEN)
+        if bias is not None:
+            result += tl.load(bias + c, mask=c < channels, other=0.0).to(tl.float32)[None, :]
+        grads = ()
+        to_result = tl.zeros((BT, BC), dtype=tl.float32)
+        added = ()
+        for k in tl.static_range(S):
+            grad = _tile(d + k * channels, t, c, here, channels, S * channels, EVEN)
+            to_result += shares[k][:, None] * grad
+            added += (to_shares[k] + _by_eights(grad * result, BT, BC),)
+            grads += (grad,)
+        to_shares = added
+        _leave(d_y, t, c, here, channels, channels, to_result, EVEN)
+        added = ()
+        for j in tl.static_range(S):
+            stream = _tile(x + j * channels, t, c, here, channels, S * channels, EVEN)
+            for k in tl.static_range(S):
+                added += (to_weights[j * S + k] + _by_eights(stream * grads[k], BT, BC),)
+        to_weights = added
+    for k in tl.static_range(S):
+        tl.store(d_post + t * S + k, tl.sum(to_shares[k], 1), mask=here)
+    for jk in tl.static_range(S * S):
+        tl.store(d_res + t * S * S + jk, tl.sum(to_weights[jk], 1), mask=here)

@@ -1,0 +1,124 @@
+"""Hyper-connections in plain torch: any dtype, any sizes, any device. This is what the others must give.
+
+Mappings are float32 or better, and so are the sums over streams that they weigh; results are rounded once.
+
+Shapes: N tokens, S streams, C channels, K = S · C, M rows of the projection: S for the way in, S for the way
+out, S · S for the mixing (source, then destination). An exit has the first S alone.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+class Form(NamedTuple):
+    """The numbers of the formulas."""
+
+    steps: int
+    """Normalisations of columns; one fewer of rows, after the softmax."""
+    eps: float
+    """Added to what is positive: weights of the way in, entries and sums of the mixing."""
+    norm_eps: float
+    """Added to the mean square of a token's streams."""
+
+
+class Parameters(NamedTuple):
+    """What one hyper-connection learns."""
+
+    weight_MK: Tensor
+    alpha_A: Tensor
+    """How much of the projection reaches each mapping: way in, way out, mixing; of an exit, the first alone."""
+    bias_M: Tensor
+
+
+class Mappings(NamedTuple):
+    """What a token's streams say about themselves."""
+
+    pre_NS: Tensor
+    post_NS: Tensor
+    res_NSS: Tensor
+    """From the first stream to the second."""
+
+
+class Entered(NamedTuple):
+    """What `pre` gives: what the branch works on, and what `post` needs beside the branch's result."""
+
+    branch_NC: Tensor
+    through_NSC: Tensor
+    """The streams. For `post` alone, once: what comes back along them is no gradient by itself."""
+    post_NS: Tensor
+    res_NSS: Tensor
+
+
+def pre(x_NSC: Tensor, parameters: Parameters, form: Form) -> Entered:
+    """The way into a branch: streams added up, each with its weight."""
+    pre_NS, post_NS, res_NSS = mappings(x_NSC, parameters, form)
+    return Entered(weighed(x_NSC, pre_NS), x_NSC, post_NS, res_NSS)
+
+
+def post(entered: Entered, y_NC: Tensor, bias_C: Tensor | None = None) -> Tensor:
+    """The way out of a branch: streams mixed, and to each its share of the branch's result."""
+    _, x_NSC, post_NS, res_NSS = entered
+    wide = wider(x_NSC.dtype)
+    y_NC = y_NC.to(wide) if bias_C is None else y_NC.to(wide) + bias_C.to(wide)
+    mixed_NSC = torch.matmul(res_NSS.transpose(1, 2), x_NSC.to(wide))
+    return (mixed_NSC + post_NS.unsqueeze(-1) * y_NC.unsqueeze(1)).to(x_NSC.dtype)
+
+
+def contract(x_NSC: Tensor, parameters: Parameters, form: Form) -> Tensor:
+    """One stream out of several, at the end: as the way into a branch."""
+    streams = x_NSC.shape[1]
+    wide = wider(x_NSC.dtype)
+    assert len(parameters.weight_MK) == streams
+    projected_NS = projected(x_NSC, parameters.weight_MK, form.norm_eps)
+    h_NS = projected_NS * parameters.alpha_A.to(wide) + parameters.bias_M.to(wide)
+    return weighed(x_NSC, torch.sigmoid(h_NS) + form.eps)
+
+
+def mappings(x_NSC: Tensor, parameters: Parameters, form: Form) -> Mappings:
+    """The three mappings of each token."""
+    streams = x_NSC.shape[1]
+    sizes = [streams, streams, streams * streams]
+    wide = wider(x_NSC.dtype)
+    strengths = parameters.alpha_A.to(wide).split(1)
+    alpha_M = torch.cat([alpha.expand(size) for alpha, size in zip(strengths, sizes, strict=True)])
+    h_NM = projected(x_NSC, parameters.weight_MK, form.norm_eps) * alpha_M + parameters.bias_M.to(wide)
+    pre_NS, post_NS, res_NM = h_NM.split(sizes, dim=1)
+    return Mappings(
+        torch.sigmoid(pre_NS) + form.eps,
+        2 * torch.sigmoid(post_NS),
+        sinkhorn(res_NM.unflatten(1, (streams, streams)), form),
+    )
+
+
+def projected(x_NSC: Tensor, weight_MK: Tensor, norm_eps: float) -> Tensor:
+    """The projection of a token's streams, all of them normed together; the norm is applied after it."""
+    wide = wider(x_NSC.dtype)
+    x_NK = x_NSC.flatten(1).to(wide)
+    scale_N1 = torch.rsqrt(x_NK.square().mean(1, keepdim=True) + norm_eps)
+    return F.linear(x_NK, weight_MK.to(wide)) * scale_N1
+
+
+def sinkhorn(logits: Tensor, form: Form) -> Tensor:
+    """Matrices ..., S, S whose columns add up to 1 but for eps, and whose rows nearly do."""
+    eps = form.eps
+    m = logits.softmax(-1) + eps
+    m = m / (m.sum(-2, keepdim=True) + eps)
+    for _ in range(form.steps - 1):
+        m = m / (m.sum(-1, keepdim=True) + eps)
+        m = m / (m.sum(-2, keepdim=True) + eps)
+    return m
+
+
+def weighed(x_NSC: Tensor, weights_NS: Tensor) -> Tensor:
+    """The sum of streams, each with its weight."""
+    return (x_NSC.to(weights_NS.dtype) * weights_NS.unsqueeze(-1)).sum(1).to(x_NSC.dtype)
+
+
+def wider(dtype: torch.dtype) -> torch.dtype:
+    """Float32, or better where the activations are."""
+    return torch.promote_types(dtype, torch.float32)

@@ -1,0 +1,47 @@
+"""Tokens to rows and back in Triton: every row is read once and written once.
+
+Numbers of tokens and rows are no part of what is compiled, as they change with every micro-batch.
+
+Shapes: N tokens, S slots of a token, M rows, C channels.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from braid.kernels.permute.device import rows as kernels
+
+COLUMNS = 2048
+"""Channels that a program takes, of one token."""
+ENTRIES = 8192
+"""What a program copies, of several rows."""
+
+
+def spread(x_NC: Tensor, token_M: Tensor, *, gaps: bool) -> Tensor:
+    """As `reference.spread`."""
+    x_NC = x_NC.contiguous()
+    (rows,), (tokens, channels) = token_M.shape, x_NC.shape
+    out_MC = x_NC.new_empty(rows, channels)
+    columns = min(COLUMNS, triton.next_power_of_2(channels))
+    height = max(ENTRIES // columns, 1)
+    if rows:
+        kernels.spread[(triton.cdiv(rows, height), triton.cdiv(channels, columns))](
+            x_NC, token_M, out_MC, rows, tokens, channels, ROWS=height, COLS=columns, GAPS=gaps, num_warps=4
+        )
+    return out_MC
+
+
+def collect(y_MC: Tensor, row_NS: Tensor, *, gaps: bool) -> Tensor:
+    """As `reference.collect`, but the slots are added in their order."""
+    y_MC, row_NS = y_MC.contiguous(), row_NS.contiguous()
+    (rows, channels), (tokens, slots) = y_MC.shape, row_NS.shape
+    out_NC = y_MC.new_empty(tokens, channels)
+    columns = min(COLUMNS, triton.next_power_of_2(channels))
+    if tokens:
+        kernels.collect[(tokens, triton.cdiv(channels, columns))](
+            y_MC, row_NS, out_NC, rows, channels,
+            SLOTS=slots, COLS=columns, GAPS=gaps, WIDE=y_MC.dtype == torch.float64, num_warps=4,
+        )  # fmt: skip
+    return out_NC

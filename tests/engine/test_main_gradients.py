@@ -1,0 +1,206 @@
+"""Weight gradients that are written where the optimizer or FSDP2 wants them: the same numbers as by way of
+`.grad`, at once or later, in the first micro-batch of a step and in those after it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+
+from braid import architecture
+from braid.collectives import ALONE, Group, Groups
+from braid.engine import fsdp2
+from braid.engine.sharding import Driver, named_units
+from braid.kernels.grouped_mlp import reference
+from braid.kernels.grouped_mlp.product import Gradient, Sink, empty_like
+from braid.nn.moe.experts import SHARD_DIMS, Experts
+from braid.nn.weight_sink import WeightSink, hand_sink
+from braid.optim.adamw import AdamW
+from braid.parallel.sharding import Unit, local, shard_units
+from braid.schedule.lifetime import Use
+from tests.ranks import run_ranks
+
+CHANNELS, COUNTS = 6, [[3, 0, 4], [1, 5, 0], [0, 0, 2]]
+SHAPE = architecture.Moe(experts=3, top_k=1, ffn=4, bias=True)
+
+
+class _WritesInPlace:
+    """Hands on products that can write where they are told, as those of fused kernels do."""
+
+    def __init__(self, sink: Sink) -> None:
+        self.sink = sink
+
+    def leave(self, parameter: Tensor, product: Any) -> Tensor | None:
+        def write(gradient: Tensor, accumulate: bool) -> None:
+            assert gradient.dtype == torch.float32
+            gradient.copy_(gradient + product() if accumulate else product())
+
+        return self.sink.leave(parameter, Gradient(write, empty_like(parameter)))
+
+
+def in_place(*given: Any, sink: Sink | None = None, **options: Any) -> Tensor:
+    return reference.grouped_mlp(*given, sink=None if sink is None else _WritesInPlace(sink), **options)
+
+
+class Layer(nn.Module):
+    """A root around experts."""
+
+    def __init__(self, dtype: torch.dtype, groups: Groups = Groups()) -> None:
+        super().__init__()
+        self.experts = Experts(SHAPE, CHANNELS, in_place, groups=groups, dtype=dtype)
+        generator = torch.Generator().manual_seed(3)
+        for parameter in self.parameters():
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+
+    def forward(self, x_MC: Tensor, counts: list[int]) -> Tensor:
+        probs_M = torch.linspace(0.5, 1.5, len(x_MC))
+        y_MC: Tensor = self.experts(x_MC, probs_M, torch.tensor(counts))
+        return y_MC
+
+
+def rows(counts: list[int], rank: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * rank + sum(counts))
+    return torch.randn(sum(counts), CHANNELS, generator=generator).bfloat16().requires_grad_()
+
+
+def back(y: Tensor) -> None:
+    y.backward(torch.linspace(-1, 1, y.numel()).view_as(y).to(y.dtype))
+
+
+# ------------------------------------------------------------------------------------------ one process
+
+
+def optimizer_of(layer: Layer) -> AdamW:
+    named = dict(layer.named_parameters())
+    return AdamW(named, decaying=(), betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+
+
+def gathered(layer: Layer, optimizer: AdamW) -> dict[str, Tensor]:
+    """By way of `.grad`."""
+    hand_sink(layer, None)
+    for counts in COUNTS:
+        back(layer(rows(counts), counts))
+        optimizer.gather()
+    return {name: gradient.clone() for name, gradient in optimizer.gradients().items()}
+
+
+def written(layer: Layer, optimizer: AdamW, *, later: bool) -> dict[str, Tensor]:
+    sink = WeightSink(optimizer.mains())
+    hand_sink(layer, sink)
+    for number, counts in enumerate(COUNTS):
+        y = layer(rows(counts), counts)
+        if later:
+            with sink.node(number):
+                back(y)
+            if number > 0:
+                sink.drain(number - 1)
+        else:
+            back(y)
+        assert all(p.grad is None for p in layer.experts.parameters())
+        optimizer.gather()
+    if later:
+        sink.drain(len(COUNTS) - 1)
+    sink.finish()
+    return {name: gradient.clone() for name, gradient in optimizer.gradients().items()}
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["at once", "later"])
+def test_a_lone_process_writes_main_gradients(later: bool) -> None:
+    """Twice: what the first step has left is overwritten."""
+    expected_of, actual_of = Layer(torch.bfloat16), Layer(torch.bfloat16)
+    plain, direct = optimizer_of(expected_of), optimizer_of(actual_of)
+    for _ in range(2):
+        expected, actual = gathered(expected_of, plain), written(actual_of, direct, later=later)
+        for name, gradient in expected.items():
+            assert gradient.dtype == torch.float32
+            assert torch.equal(gradient, actual[name]), name
+        plain.update(0.1)
+        direct.update(0.1)
+    for old, new in zip(expected_of.parameters(), actual_of.parameters(), strict=True):
+        assert torch.equal(old, new)
+
+
+def test_a_weight_that_is_its_own_main_copy_has_a_gradient_as_ever() -> None:
+    layer = Layer(torch.float32)
+    sink = WeightSink(optimizer_of(layer).mains())
+    hand_sink(layer, sink)
+    back(layer(rows(COUNTS[0]).detach().float(), COUNTS[0]))
+    assert all(p.grad is not None for p in layer.parameters())
+
+
+# -------------------------------------------------------------------------------------------- sharded
+
+
+def sharded(world: int, etp_rank: int) -> tuple[Layer, Driver]:
+    """Experts of which this rank has a slice of the ffn channels, shared by ranks that have the same one."""
+    slices = ALONE if etp_rank == 0 else Group(name="etp", size=2, rank=1, handle=None)
+    layer = Layer(torch.float32, Groups(etp=slices))
+    units = [Unit(module=layer.experts, segment=0, dims=SHARD_DIMS)]
+    meshes = {"dense": init_device_mesh("cpu", (world,))}
+    shard_units(layer, units, meshes=meshes, strategy="optimizer", compute=torch.bfloat16, root_methods=())
+    return layer, Driver(layer, named_units(layer, units))
+
+
+def by_hooks(layer: Layer, rank: int, sink: WeightSink | None) -> dict[str, Tensor]:
+    hand_sink(layer, sink)
+    assert isinstance(layer, FSDPModule)
+    for number, counts in enumerate(COUNTS):
+        last = number == len(COUNTS) - 1
+        layer.set_requires_gradient_sync(last)
+        layer.set_is_last_backward(last)
+        back(layer(rows(counts, rank), counts))
+    return taken(layer)
+
+
+def by_driver(layer: Layer, driver: Driver, rank: int, sink: WeightSink) -> dict[str, Tensor]:
+    """What a schedule does, with weight gradients that come when the weights are gone."""
+    hand_sink(layer, sink)
+    driver.begin()
+    for number, counts in enumerate(COUNTS):
+        driver.unshard("experts")
+        driver.wait("experts")
+        driver.use(Use(reads=("experts",), grades=("experts",)))
+        y = layer(rows(counts, rank), counts)
+        with sink.node(number):
+            back(y)
+        driver.reshard("experts")
+        sink.drain(number)
+        if number < len(COUNTS) - 1:
+            driver.accumulate("experts")
+    driver.reduce("experts")
+    driver.finish()
+    sink.finish()
+    return taken(layer)
+
+
+def taken(module: nn.Module) -> dict[str, Tensor]:
+    found = {}
+    for name, parameter in module.named_parameters():
+        assert parameter.grad is not None, name
+        found[name] = local(parameter.grad).clone()
+        parameter.grad = None
+    return found
+
+
+def every_way(rank: int, world: int, etp_rank: int) -> None:
+    expected = by_hooks(sharded(world, etp_rank)[0], rank, None)
+    assert any(gradient.any() for gradient in expected.values())
+    layer, driver = sharded(world, etp_rank)
+    sink = WeightSink(fsdp2.Accumulated(layer))
+    ways = {
+        "hooks": lambda: by_hooks(layer, rank, sink),
+        "driver": lambda: by_driver(layer, driver, rank, sink),
+        "hooks again": lambda: by_hooks(layer, rank, sink),
+    }
+    for name, way in ways.items():
+        for parameter, gradient in way().items():
+            assert torch.equal(gradient, expected[parameter]), f"{parameter} by {name}"
+
+
+@pytest.mark.parametrize("etp_rank", [0, 1], ids=["all channels", "a bias that others add"])
+def test_sharded_weights_accumulate_where_they_are_reduced_from(etp_rank: int) -> None:
+    run_ranks(2, every_way, etp_rank)

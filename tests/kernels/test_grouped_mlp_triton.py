@@ -1,0 +1,304 @@
+"""The experts' MLP in Triton: outputs and every gradient near float64, for any spread of rows over experts.
+
+Without a GPU the same kernels are interpreted, in a process of their own: Triton asks whether to interpret when
+it is first imported.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from braid.architecture import Activation, Glu
+from braid.kernels.activation import projections
+from braid.kernels.grouped_mlp import reference
+from braid.nn.weight_sink import WeightSink
+
+pytest.importorskip("triton")
+ROOT = Path(__file__).resolve().parents[2]
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+GPU = torch.cuda.is_available() and not INTERPRETED
+here = pytest.mark.skipif(not (GPU or INTERPRETED), reason="kernels need a GPU or the interpreter")
+
+if INTERPRETED:
+    from triton.runtime import interpreter
+
+    set_attribute = interpreter._LangPatchScope.set_attr
+
+    def set_and_mend(scope: Any, of: object, name: str, value: object) -> None:
+        """Triton 3.6 makes an index of an array with one entry, which numpy 2.4 no longer does."""
+        set_attribute(scope, of, name, (lambda x: x.handle.data.item()) if name == "__index__" else value)
+
+    interpreter._LangPatchScope.set_attr = set_and_mend  # type: ignore[method-assign]
+
+if GPU or INTERPRETED:
+    from braid.kernels.grouped_mlp import fused
+    from braid.kernels.grouped_mlp.device.elementwise import ElementVariant
+    from braid.kernels.grouped_mlp.device.rows import RowVariant
+    from braid.kernels.grouped_mlp.device.tiles import tiles
+    from braid.kernels.grouped_mlp.device.weights import WeightVariant
+    from braid.kernels.grouped_mlp.paths import Measured, Paths, Work, from_json, measured, nearest
+
+DEVICE = torch.device("cuda" if GPU else "cpu")
+DTYPE = torch.bfloat16 if GPU else torch.float32
+HIDDEN, FFN = (328, 136) if GPU else (24, 24)
+"""No multiples of a tile's channels."""
+COUNTS = [300, 0, 129, 1, 0, 70] if GPU else [5, 0, 19, 1, 0]
+GLUS = (Glu(), Glu(limit=0.8), Glu(alpha=1.702, limit=0.5, offset=1.0))
+CASES: tuple[tuple[Activation, Glu], ...] = (
+    *(("swiglu", glu) for glu in GLUS),
+    ("relu2", Glu()),
+    ("gelu", Glu()),
+)
+
+
+WAYS = ("ours", "ours, nested, without biases", "grouped_mm, without biases")
+
+
+def combinations() -> Iterator[Any]:
+    """Every activation in every way; by default each in one."""
+    for number, (activation, glu) in enumerate(CASES):
+        for place, way in enumerate(WAYS):
+            marks = () if GPU or place == number % len(WAYS) else (pytest.mark.long,)
+            yield pytest.param(activation, glu, way, marks=marks)
+
+
+def experts(*, ours: bool = True, flat: bool = True) -> fused.FusedExperts:
+    """With our products, or with `grouped_mm` and kernels for the activation."""
+    if GPU:
+        row, weight, element = RowVariant(parts=4), WeightVariant(leave="pointers", flat=flat), ElementVariant()
+    else:
+        row = RowVariant(columns=32, depth=16, parts=2, warps=4, flat=flat)
+        weight = WeightVariant(rows=32, columns=32, depth=16, leave="pointers", parts=2, early=1, flat=flat)
+        element = ElementVariant(rows=4, columns=16)
+    product = row if ours else None
+    paths = Paths(
+        fc1=product, fc2=product, dgrad2=product, dgrad1=product,
+        wgrad1=weight, wgrad2=weight, forward=element, backward=element,
+    )  # fmt: skip
+    return fused.FusedExperts((Measured(Work(1, 1, 1), paths),), 128 if GPU else 16)
+
+
+def inputs(
+    counts: list[int], activation: Activation, dtype: torch.dtype, *, rows: int | None = None
+) -> list[Tensor]:
+    """Rows, probabilities, two weights, two biases."""
+    n, e, into = sum(counts) if rows is None else rows, len(counts), len(projections(activation))
+    shapes = ((n, HIDDEN), (n,), (e, FFN, into, HIDDEN), (e, HIDDEN, FFN), (e, FFN, into), (e, HIDDEN))
+    scales = (1.0, 1.0, HIDDEN**-0.5, FFN**-0.5, 1.0, 1.0)
+    drawn = [
+        torch.randn(shape, dtype=torch.float64) * scale for shape, scale in zip(shapes, scales, strict=True)
+    ]
+    return [x.to(DEVICE, dtype).requires_grad_() for x in drawn]
+
+
+def run(
+    function: Any, tensors: list[Tensor], counts: list[int], activation: Activation, glu: Glu, **options: Any
+) -> Tensor:
+    x, probs, w_in, w_down, *biases = tensors
+    given = dict(zip(("b_in_EFG", "b_down_EC"), biases, strict=False))
+    rows = torch.tensor(counts, device=DEVICE)
+    y: Tensor = function(x, probs, rows, w_in, w_down, activation, glu=glu, **given, **options)
+    return y
+
+
+def wide(tensors: list[Tensor]) -> list[Tensor]:
+    return [x.detach().double().requires_grad_() for x in tensors]
+
+
+def assert_near(actual: Tensor, expected: Tensor, dtype: torch.dtype = DTYPE) -> None:
+    bound = 40 * torch.finfo(dtype).eps if dtype != torch.bfloat16 else 2e-2
+    assert torch.isfinite(actual).all()
+    assert (actual.double() - expected).norm() <= bound * expected.norm()
+
+
+@here
+@pytest.mark.parametrize(("activation", "glu", "way"), list(combinations()))
+def test_outputs_and_gradients(activation: Activation, glu: Glu, way: str) -> None:
+    ours, flat, biases = "ours" in way, "nested" not in way, "without" not in way
+    tensors = inputs(COUNTS, activation, DTYPE)[: 6 if biases else 4]
+    reals = wide(tensors)
+    actual = run(experts(ours=ours, flat=flat), tensors, COUNTS, activation, glu)
+    expected = run(reference.grouped_mlp, reals, COUNTS, activation, glu)
+    assert actual.dtype == DTYPE
+    assert_near(actual, expected)
+    probe = torch.randn_like(actual)
+    grads = torch.autograd.grad(actual, tensors, probe, retain_graph=True)
+    again = torch.autograd.grad(actual, tensors, probe)
+    wanted = torch.autograd.grad(expected, reals, probe.double())
+    for grad, same, want, tensor in zip(grads, again, wanted, tensors, strict=True):
+        assert grad.dtype == tensor.dtype
+        assert_near(grad, want)
+        assert torch.equal(grad, same)
+    for grad in grads[2:]:
+        assert not any(grad[e].any() for e, count in enumerate(COUNTS) if not count)
+
+
+@here
+@pytest.mark.skipif(GPU, reason="for the interpreter, which knows no bfloat16")
+def test_half_precision() -> None:
+    tensors = inputs(COUNTS, "swiglu", torch.float16)
+    reals = wide(tensors)
+    actual = run(experts(), tensors, COUNTS, "swiglu", GLUS[2])
+    expected = run(reference.grouped_mlp, reals, COUNTS, "swiglu", GLUS[2])
+    assert_near(actual, expected, torch.float16)
+    probe = torch.randn_like(actual)
+    grads = torch.autograd.grad(actual, tensors, probe)
+    for grad, want in zip(grads, torch.autograd.grad(expected, reals, probe.double()), strict=True):
+        assert_near(grad, want, torch.float16)
+
+
+@here
+@pytest.mark.parametrize("counts", [[0, 0, 4], [0, 0, 0], [16, 16]])
+def test_few_and_no_rows(counts: list[int]) -> None:
+    tensors = inputs(counts, "swiglu", DTYPE)
+    reals = wide(tensors)
+    actual = run(experts(), tensors, counts, "swiglu", Glu())
+    expected = run(reference.grouped_mlp, reals, counts, "swiglu", Glu())
+    assert_near(actual, expected)
+    probe = torch.randn_like(actual)
+    grads = torch.autograd.grad(actual, tensors, probe, materialize_grads=True)
+    wanted = torch.autograd.grad(expected, reals, probe.double(), materialize_grads=True)
+    for grad, want in zip(grads, wanted, strict=True):
+        assert_near(grad, want)
+
+
+@here
+@pytest.mark.parametrize(
+    "ours", [True, pytest.param(False, marks=pytest.mark.long)], ids=["ours", "grouped_mm"]
+)
+def test_what_follows_the_last_row_is_nobody_s(ours: bool) -> None:
+    """Buffers may be longer than the experts' rows; whatever is there reaches no result."""
+    total = sum(COUNTS)
+    tensors = inputs(COUNTS, "swiglu", DTYPE, rows=total + 21)
+    x, probs, *parameters = [t.detach() for t in tensors]
+    dy = torch.randn_like(x)
+    for poisoned in (x, probs, dy):
+        poisoned[total:] = float("nan")
+    function = experts(ours=ours)
+    how = fused.How(
+        function.table[0].paths,
+        fused.Formula(kind="swiglu", alpha=1.0, limit=None, offset=0.0),
+        function.tile_rows,
+    )
+    counts = torch.tensor(COUNTS, device=DEVICE)
+    of_experts = fused.Weights(*parameters[: 4 if ours or GPU else 2])
+    y, kept = fused.forward(how, counts, x, probs, of_experts)
+    found = fused.backward(how, dy, kept, of_experts)
+    reals = wide([x[:total], probs[:total], *parameters[: len([p for p in of_experts if p is not None])]])
+    expected = run(reference.grouped_mlp, reals, COUNTS, "swiglu", Glu())
+    wanted = torch.autograd.grad(expected, reals, dy[:total].double())
+    assert found.x_NC is not None
+    results = [y[:total], found.x_NC[:total], found.probs_N[:total]]
+    results += [product() for product in found[2:] if product is not None]
+    for actual, want in zip(results, (expected, *wanted), strict=True):
+        assert_near(actual, want)
+
+
+@here
+@pytest.mark.parametrize("flat", [True, pytest.param(False, marks=pytest.mark.long)], ids=["flat", "nested"])
+def test_gradients_are_written_then_added_in_float32(flat: bool) -> None:
+    """The first micro-batch overwrites whatever a buffer holds; the second adds."""
+    function = experts(flat=flat)
+    tensors = inputs(COUNTS, "swiglu", DTYPE)
+    parameters = [t.detach() for t in tensors[2:]]
+    buffers = [torch.full(p.shape, float("nan"), device=DEVICE) for p in parameters]
+    sums = [torch.zeros(p.shape, dtype=torch.float64, device=DEVICE) for p in parameters]
+    how = fused.How(
+        function.table[0].paths,
+        fused.Formula(kind="swiglu", alpha=1.0, limit=None, offset=0.0),
+        function.tile_rows,
+    )
+    for number, counts in enumerate((COUNTS, COUNTS[::-1])):
+        x, probs = (t.detach() for t in inputs(counts, "swiglu", DTYPE)[:2])
+        of_experts = fused.Weights(*parameters)
+        y, kept = fused.forward(how, torch.tensor(counts, device=DEVICE), x, probs, of_experts)
+        dy = torch.randn_like(y)
+        found = fused.backward(how, dy, kept, of_experts)
+        for product, buffer in zip(found[2:], buffers, strict=True):
+            assert product is not None
+            assert product.into(buffer, accumulate=number > 0) is buffer
+        reals = wide([x, probs, *parameters])
+        expected = run(reference.grouped_mlp, reals, counts, "swiglu", Glu())
+        for total, grad in zip(sums, torch.autograd.grad(expected, reals[2:], dy.double()), strict=True):
+            total += grad
+    for buffer, total in zip(buffers, sums, strict=True):
+        assert_near(buffer, total)
+
+
+@here
+def test_a_sink_gets_what_backward_would_have_given() -> None:
+    tensors = inputs(COUNTS, "swiglu", DTYPE)
+    probe = torch.randn_like(tensors[0])
+    at_once = torch.autograd.grad(run(experts(), tensors, COUNTS, "swiglu", Glu()), tensors, probe)
+    sink = WeightSink()
+    y = run(experts(), tensors, COUNTS, "swiglu", Glu(), sink=sink)
+    with sink.node("experts"):
+        y.backward(probe)
+    assert sink.pending("experts") == 4
+    assert all(t.grad is None for t in tensors[2:])
+    sink.drain("experts")
+    sink.finish()
+    for tensor, grad in zip(tensors, at_once, strict=True):
+        assert tensor.grad is not None
+        assert torch.equal(tensor.grad, grad)
+
+
+@here
+def test_frozen_weights_and_inputs_get_nothing() -> None:
+    tensors = inputs(COUNTS, "swiglu", DTYPE)
+    for frozen in (tensors[0], tensors[3]):
+        frozen.requires_grad_(False)
+    run(experts(), tensors, COUNTS, "swiglu", Glu()).sum().backward()
+    assert [t.grad is None for t in tensors] == [True, False, False, True, False, False]
+
+
+@here
+@pytest.mark.parametrize("counts", [COUNTS, [0, 0], [64, 0, 64, 1000, 3]])
+def test_tiles(counts: list[int]) -> None:
+    made = tiles(torch.tensor(counts, device=DEVICE), sum(counts), 16)
+    ends = torch.tensor(counts).cumsum(0)
+    wanted = [
+        (e, int(ends[e]) - count + first) for e, count in enumerate(counts) for first in range(0, count, 16)
+    ]
+    found = int(made.count_1)
+    assert list(zip(made.expert_T[:found].tolist(), made.row_T[:found].tolist(), strict=True)) == wanted
+    assert made.ends_E.tolist() == ends.tolist()
+    assert made.by_size_E.tolist() == sorted(range(len(counts)), key=lambda e: -counts[e])
+    assert found <= made.most
+
+
+@here
+def test_the_nearest_measured_shape_decides() -> None:
+    text = """{"shapes": [
+        {"work": {"rows": 512, "hidden": 2048, "ffn": 1024},
+         "paths": {"fc1": {"parts": 4}, "wgrad1": {}, "wgrad2": {}}},
+        {"work": {"rows": 4096, "hidden": 2048, "ffn": 1024},
+         "paths": {"fc1": null, "wgrad1": {}, "wgrad2": {}}}]}"""
+    table = from_json(text)
+    assert nearest(table, Work(700, 2048, 768)).fc1 == RowVariant(parts=4)
+    assert nearest(table, Work(9000, 4096, 1024)).fc1 is None
+    assert nearest(table, Work(0, 64, 64)).fc1 is not None
+    assert len(measured()) > 0
+
+
+@pytest.mark.skipif(GPU or INTERPRETED, reason="runs where kernels cannot")
+@pytest.mark.parametrize("which", ["not long", pytest.param("long", marks=pytest.mark.long)])
+def test_all_of_this_under_the_interpreter(which: str) -> None:
+    plugins = ("-p", "no:cacheprovider", "-p", "no:xdist")
+    found = subprocess.run(
+        [sys.executable, "-m", "pytest", "-x", "-m", which, *plugins, __file__],
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert found.returncode == 0, found.stdout[-4000:] + found.stderr[-2000:]
