@@ -289,9 +289,8 @@ def over_nccl(bench: Bench, schedules: Sequence[str]) -> dict[str, Any]:
         one = Group(name="one", size=1, rank=0, handle=dist.group.WORLD)
         dispatcher = OneRank(bench.local, one)
         told = {name: bench.seconds(name, dispatcher) for name in ("plain", *schedules)}
-        equal = same(bench.fingerprint("plain", bench.local), bench.fingerprint(schedules[-1], dispatcher))
         dist.destroy_process_group()
-    return {"seconds": told, "bitwise": equal}
+    return {"seconds": told}
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
@@ -329,6 +328,7 @@ def main() -> None:
         "nccl": over_nccl(bench, chosen.schedules),
     }
     print(f"nccl: {figures['nccl']}")
+    machine.write("overlap_gpu", figures, origin)
     bench.host.share = 0.3
     plain = bench.fingerprint("plain", bench.local)
     figures["bitwise"] = {name: same(plain, bench.fingerprint(name, staged)) for name in chosen.schedules}

@@ -55,7 +55,8 @@ column of a table shows the worst deviation of anything that it stands for. Boun
 | bfloat16 | AdamW | recorded by one process, replayed by ranks | {bf16_loss:.0e} for the first loss; below |
 
 A topology is written as its axes of more than one rank, then what data-parallel ranks share (`none`,
-`optimizer`, `gradients`, `all`), then the dispatcher where one was asked for, `dual` for DualPipeV and `overlap`. `v2` are two segments on each
+`optimizer`, `gradients`, `all`), then the dispatcher where one was asked for, `dual` for DualPipeV and
+`overlap`. `v2` are two segments on each
 pipeline rank, `replicate2` two copies of the shards. Models are in `tests/topology/cases.py`, topologies in
 `tests/topology/matrix.py`: every pair of axes is compared by `make test`, every triple by `make test-long`.
 

@@ -172,6 +172,9 @@ class _Step:
         names = run.train.recompute
         self.replays = Replays(names, planned=bool(state.schedule.phases)) if names else None
         hand_replays(self.model, self.replays)
+        mains = state.optimizer.mains()
+        self.sink = WeightSink(mains) if mains or state.schedule.delayed else None
+        hand_sink(self.model, self.sink)
         self.modules: dict[int, list[nn.Module]] = {}
         for unit in self.model.units():
             segment = unit.segment if self.model.groups.pp.size > 1 else 0
@@ -237,6 +240,9 @@ class _Step:
     def end(self) -> None:
         """All ops have run."""
         hand_replays(self.model, None)
+        hand_sink(self.model, None)
+        if self.sink is not None:
+            self.sink.finish()
         if self.replays is not None:
             self.replays.finish()
 
@@ -249,8 +255,6 @@ class _NodeStep(_Step):
         self.streams = state.streams
         self.pieces: dict[Turn, list[Losses]] = {}
         """What the phases of a segment have cost so far."""
-        self.sink = WeightSink() if state.schedule.delayed else None
-        hand_sink(self.model, self.sink)
 
     def function(self, turn: Turn, phase: Phase) -> Function:
         micro_batch, _ = turn
@@ -304,9 +308,6 @@ class _NodeStep(_Step):
 
     def end(self) -> None:
         super().end()
-        hand_sink(self.model, None)
-        if self.sink is not None:
-            self.sink.finish()
         self.state.optimizer.gather()
 
 
