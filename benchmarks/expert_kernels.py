@@ -11,9 +11,14 @@ from torch.nn import functional as F
 
 from braid.kernels.grouped_mlp.device import elementwise, rows, weights
 from braid.kernels.grouped_mlp.device.elementwise import ElementVariant
-from braid.kernels.grouped_mlp.device.rows import Formula, RowVariant
+from braid.kernels.grouped_mlp.device.rows import Formula
 from braid.kernels.grouped_mlp.device.tiles import TILE_ROWS, Tiles, tiles
-from braid.kernels.grouped_mlp.device.weights import WeightVariant
+from braid.kernels.grouped_mlp.device.variants import (
+    RowVariant,
+    StagedRowVariant,
+    StagedVariant,
+    WeightVariant,
+)
 
 SWIGLU = Formula(kind="swiglu", alpha=1.0, limit=None, offset=0.0)
 FLOPS, BYTES = 790e12, 4.3e12
@@ -223,6 +228,10 @@ ADDING = (
     W(leave="pointers", parts=4, early=2, flat=False),
     W(rows=256, columns=128, leave="pointers", parts=4),
     W(leave="pointers", parts=2, per_sm=0, flat=False),
+    StagedVariant(),
+    StagedVariant(group=16),
+    StagedVariant(stages=6, slots=2),
+    StagedVariant(depth=64, stages=3, slots=2),
 )
 CANDIDATES: dict[str, tuple[Any, ...]] = {
     "fc1": (
@@ -245,6 +254,7 @@ CANDIDATES: dict[str, tuple[Any, ...]] = {
         R(columns=128, parts=4, stages=2, per_sm=2, registers=128, flat=False),
         R(columns=128, warps=4, parts=4, stages=2, per_sm=2, flat=False),
         R(columns=128, parts=2),
+        StagedRowVariant(),
         None,
     ),
     "dgrad1": PLAIN,
@@ -275,4 +285,5 @@ def label(variant: Any) -> str:
     if variant is None:
         return "grouped_mm"
     changed = {name: value for name, value in vars(variant).items() if value != getattr(type(variant)(), name)}
-    return " ".join(f"{name}={value}" for name, value in changed.items()) or "usual"
+    staged = ["staged"] if isinstance(variant, (StagedVariant, StagedRowVariant)) else []
+    return " ".join([*staged, *(f"{name}={value}" for name, value in changed.items())]) or "usual"

@@ -208,10 +208,13 @@ def tune(
         usual = [micro(base.products(d)[kernel]) for d in loads]
         overwriting = {}
         if kernel[0] == "w":
-            overwriting = {
-                ek.label(v): round(micro(partial(ek.run, kernel, v, loads[0], accumulate=False)))
-                for _, _, v in found[:3]
-            }
+            first = [
+                (sum(micro(partial(ek.run, kernel, v, d, accumulate=False)) for d in loads) / len(loads), v)
+                for _, _, v in found
+            ]
+            first.sort(key=lambda entry: entry[0])
+            winners[f"overwrite{kernel[-1]}"] = first[0][1]
+            overwriting = {ek.label(v): round(us) for us, v in first[:3]}
         log[kernel] = {
             "floor": round(floors[kernel]),
             "base": [round(us) for us in usual],
@@ -299,7 +302,7 @@ def main() -> None:
         try:
             if asked.tune:
                 best = tune(shape, ek.loads(shape, asked.loads), base, good, entry.setdefault("kernels", {}))
-                paths = Paths(**{name: best.get(name, getattr(paths, name)) for name in ek.KERNELS})
+                paths = Paths(**{name: best.get(name, value) for name, value in vars(paths).items()})
                 winners.append({"work": work._asdict(), "paths": asdict(paths)})
             for load in asked.loads:
                 entry[load] = measure(shape, load, base, paths, products=not asked.tune)

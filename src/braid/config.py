@@ -94,6 +94,10 @@ class Optim:
             )
 
 
+LONGEST_STALL_S = 1_000_000
+"""Eleven days: whoever waits longer does not watch."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Train:
     """How long, how much at a time, in which arithmetic."""
@@ -131,10 +135,17 @@ class Train:
     def problems(self, at: str) -> Iterator[Problem]:
         yield from rules.seed(f"{at}.seed", self.seed)
         ones = ("steps", "batch_samples", "micro_batches", "log_every", "keep")
-        zeros = ("eval_every", "eval_samples", "save_every", "max_skipped", "stall_timeout_s")
+        zeros = ("eval_every", "eval_samples", "save_every", "max_skipped")
         for low, names in ((1, ones), (0, zeros)):
             for name in names:
                 yield from rules.at_least(f"{at}.{name}", typing.cast(float, getattr(self, name)), low)
+        if self.stall_timeout_s != 0 and not 1 <= self.stall_timeout_s <= LONGEST_STALL_S:
+            yield Problem(
+                field=f"{at}.stall_timeout_s",
+                value=self.stall_timeout_s,
+                rule=f"is between 1 and {LONGEST_STALL_S:,} seconds, and longer than the longest op",
+                remedy="600; 0 turns it off",
+            )
         yield from rules.multiple_of(
             f"{at}.batch_samples", self.batch_samples, self.micro_batches, f"{at}.micro_batches"
         )

@@ -148,7 +148,8 @@ class Trained:
             pipeline = self.grain == "segments" or self.groups.pp.size > 1
             return uses_of_segments(units_of_segments(self.units, pipeline=pipeline))
         phases = [phase for segment in self.state.schedule.phases for phase in segment]
-        units = units_of_phases(self.units, phases, tied=self.case.tied, latent=bool(self.case.latent))
+        meshes = {name: unit.mesh for name, unit in self.units.items()}
+        units = units_of_phases(meshes, phases, tied=self.case.tied, latent=bool(self.case.latent))
         return uses_of_phases(units, unread={"embed"})
 
     def _overlapped(self, planned: Plan) -> Schedule:

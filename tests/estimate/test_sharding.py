@@ -105,6 +105,8 @@ CASES = [
     (Mesh(shard="optimizer"), "bf16", {}),
     (Mesh(shard="gradients"), "bf16", {"tied": False, **MTP}),
     (Mesh(shard="all", tp=2, ep=2), "bf16", {}),
+    (Mesh(shard="all", ep=2, overlap=True, delay_weights=True), "bf16", MTP),
+    pytest.param(Mesh(shard="gradients", ep=2, overlap=True), "bf16", {}, marks=long),
     pytest.param(Mesh(shard="all"), "bf16", MTP, marks=long),
     pytest.param(Mesh(shard="all"), "fp32", {"tied": False}, marks=long),
     pytest.param(Mesh(shard="all", replicate=2), "bf16", {}, marks=long),
@@ -130,3 +132,13 @@ def test_a_rank_holds_and_sends_what_was_estimated(
     extra = real.calls - told
     assert all(op == "gather" for op, _, _ in extra)
     assert extra.total() < run.train.micro_batches
+
+
+@pytest.mark.parametrize("schedule", ["auto", "dual_pipe_v"])
+def test_a_stage_without_weights_has_an_estimate(schedule: str) -> None:
+    run = small_run()
+    pp, text = (4, "[*E]||[*-]|[*E]") if schedule == "auto" else (2, "[*E]|||[*E]")
+    run = replace(run, model=replace(run.model, pattern=text), mesh=Mesh(pp=pp, schedule=schedule))
+    stages = estimate(plan(run, pp), "cpu").stages
+    assert stages[1].memory.parameters == 0
+    assert stages[0].memory.parameters > 0

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from torch import Tensor
 
 from braid.architecture import Activation, Glu
 from braid.kernels.activation import projections
-from braid.kernels.grouped_mlp import reference
+from braid.kernels.grouped_mlp import reference, sizes
 from braid.nn.weight_sink import WeightSink
+from tests.estimate.reality import kept
 
 pytest.importorskip("triton")
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,9 +44,13 @@ if INTERPRETED:
 if GPU or INTERPRETED:
     from braid.kernels.grouped_mlp import fused
     from braid.kernels.grouped_mlp.device.elementwise import ElementVariant
-    from braid.kernels.grouped_mlp.device.rows import RowVariant
     from braid.kernels.grouped_mlp.device.tiles import tiles
-    from braid.kernels.grouped_mlp.device.weights import WeightVariant
+    from braid.kernels.grouped_mlp.device.variants import (
+        RowVariant,
+        StagedRowVariant,
+        StagedVariant,
+        WeightVariant,
+    )
     from braid.kernels.grouped_mlp.paths import Measured, Paths, Work, from_json, measured, nearest
 
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -60,7 +66,12 @@ CASES: tuple[tuple[Activation, Glu], ...] = (
 )
 
 
-WAYS = ("ours", "ours, nested, without biases", "grouped_mm, without biases")
+WAYS = (
+    "ours",
+    "ours, nested, without biases",
+    "grouped_mm, without biases",
+    *(("ours, staged",) if GPU else ()),
+)
 
 
 def combinations() -> Iterator[Any]:
@@ -71,8 +82,8 @@ def combinations() -> Iterator[Any]:
             yield pytest.param(activation, glu, way, marks=marks)
 
 
-def experts(*, ours: bool = True, flat: bool = True) -> fused.FusedExperts:
-    """With our products, or with `grouped_mm` and kernels for the activation."""
+def experts(*, ours: bool = True, flat: bool = True, staged: bool = False) -> fused.FusedExperts:
+    """With our products, or with `grouped_mm` and kernels for the activation. `staged` ones are for a GPU."""
     if GPU:
         row, weight, element = RowVariant(parts=4), WeightVariant(leave="pointers", flat=flat), ElementVariant()
     else:
@@ -81,8 +92,10 @@ def experts(*, ours: bool = True, flat: bool = True) -> fused.FusedExperts:
         element = ElementVariant(rows=4, columns=16)
     product = row if ours else None
     paths = Paths(
-        fc1=product, fc2=product, dgrad2=product, dgrad1=product,
-        wgrad1=weight, wgrad2=weight, forward=element, backward=element,
+        fc1=product, fc2=product, dgrad2=StagedRowVariant() if staged else product, dgrad1=product,
+        wgrad1=StagedVariant() if staged else weight, wgrad2=weight,
+        overwrite2=StagedVariant(depth=64, stages=3, slots=2) if staged else None,
+        forward=element, backward=element,
     )  # fmt: skip
     return fused.FusedExperts((Measured(Work(1, 1, 1), paths),), 128 if GPU else 16)
 
@@ -126,7 +139,7 @@ def test_outputs_and_gradients(activation: Activation, glu: Glu, way: str) -> No
     ours, flat, biases = "ours" in way, "nested" not in way, "without" not in way
     tensors = inputs(COUNTS, activation, DTYPE)[: 6 if biases else 4]
     reals = wide(tensors)
-    actual = run(experts(ours=ours, flat=flat), tensors, COUNTS, activation, glu)
+    actual = run(experts(ours=ours, flat=flat, staged="staged" in way), tensors, COUNTS, activation, glu)
     expected = run(reference.grouped_mlp, reals, COUNTS, activation, glu)
     assert actual.dtype == DTYPE
     assert_near(actual, expected)
@@ -204,10 +217,12 @@ def test_what_follows_the_last_row_is_nobody_s(ours: bool) -> None:
 
 
 @here
-@pytest.mark.parametrize("flat", [True, pytest.param(False, marks=pytest.mark.long)], ids=["flat", "nested"])
-def test_gradients_are_written_then_added_in_float32(flat: bool) -> None:
+@pytest.mark.parametrize("how", ["flat", pytest.param("nested", marks=pytest.mark.long), "staged"])
+def test_gradients_are_written_then_added_in_float32(how: str) -> None:
     """The first micro-batch overwrites whatever a buffer holds; the second adds."""
-    function = experts(flat=flat)
+    if how == "staged" and not GPU:
+        pytest.skip("Gluon cannot be interpreted")
+    function = experts(flat=how == "flat", staged=how == "staged")
     tensors = inputs(COUNTS, "swiglu", DTYPE)
     parameters = [t.detach() for t in tensors[2:]]
     buffers = [torch.full(p.shape, float("nan"), device=DEVICE) for p in parameters]
@@ -253,6 +268,49 @@ def test_a_sink_gets_what_backward_would_have_given() -> None:
 
 
 @here
+@pytest.mark.parametrize("later", [False, pytest.param(True, marks=pytest.mark.long)], ids=["at once", "later"])
+def test_a_sink_has_main_gradients_written(later: bool) -> None:
+    """The first micro-batch overwrites, the second adds; parameters have no gradient of their own."""
+    tensors = inputs(COUNTS, "swiglu", DTYPE)
+    mains = {p: torch.zeros(p.shape, device=DEVICE, requires_grad=True) for p in tensors[2:]}
+    sink, function = WeightSink(mains), experts()
+    totals = [torch.zeros(p.shape, dtype=torch.float64, device=DEVICE) for p in mains]
+    for number, counts in enumerate((COUNTS, COUNTS[::-1])):
+        given = [*inputs(counts, "swiglu", DTYPE)[:2], *tensors[2:]]
+        reals = wide(given)
+        y, expected = (
+            run(function, given, counts, "swiglu", Glu(), sink=sink),
+            run(reference.grouped_mlp, reals, counts, "swiglu", Glu()),
+        )
+        probe = torch.randn_like(y)
+        with sink.node(number) if later else nullcontext():
+            y.backward(probe)
+        if later:
+            sink.drain(number)
+        for total, grad in zip(totals, torch.autograd.grad(expected, reals[2:], probe.double()), strict=True):
+            total += grad
+    sink.finish()
+    for (parameter, main), total in zip(mains.items(), totals, strict=True):
+        assert parameter.grad is None
+        assert main.grad is not None
+        assert main.grad.dtype == torch.float32
+        assert_near(main.grad, total)
+
+
+@here
+@pytest.mark.parametrize("activation", ["swiglu", "relu2"])
+def test_what_is_kept_is_what_a_plan_says(activation: Activation) -> None:
+    tensors = inputs(COUNTS, activation, DTYPE)
+    function = fused.FusedExperts(experts().table)
+    real = kept(lambda: run(function, tensors, COUNTS, activation, Glu()), tensors[2:])
+    projected = len(projections(activation)) * FFN
+    told = sizes.kept(
+        sum(COUNTS), len(COUNTS), HIDDEN, projected, narrow=DTYPE.itemsize, wide=tensors[1].element_size()
+    )
+    assert real == told
+
+
+@here
 def test_frozen_weights_and_inputs_get_nothing() -> None:
     tensors = inputs(COUNTS, "swiglu", DTYPE)
     for frozen in (tensors[0], tensors[3]):
@@ -288,6 +346,66 @@ def test_the_nearest_measured_shape_decides() -> None:
     assert nearest(table, Work(9000, 4096, 1024)).fc1 is None
     assert nearest(table, Work(0, 64, 64)).fc1 is not None
     assert len(measured()) > 0
+
+
+@pytest.mark.long
+@pytest.mark.skipif(GPU or INTERPRETED, reason="on a GPU they run, and the interpreter knows no Gluon")
+@pytest.mark.parametrize("accumulate", [False, True], ids=["overwrite", "add"])
+def test_staged_weight_gradients_compile_for_hopper(accumulate: bool) -> None:
+    from braid.kernels.grouped_mlp.device.staged import _weight_gradient
+
+    tile = "tensordesc<bf16[1, 1, 32, {}]," + _layout(16, 4) + ">"
+    given = {
+        "grad_desc": tile.format(128),
+        "x_desc": tile.format(256),
+        "out_desc": f"tensordesc<fp32[1, 128, 64],{_layout(32, 3)}>",
+        **dict.fromkeys(("ends", "by_size"), "*i32"),
+        **dict.fromkeys(("experts", "channels_o", "channels_i"), "i32"),
+    }
+    constants = {"BM": 128, "BN": 256, "BK": 32, "STAGES": 4, "SLOTS": 4, "GROUP": 8, "ACCUMULATE": accumulate}
+    compile_for_hopper(_weight_gradient, given, constants)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(GPU or INTERPRETED, reason="on a GPU they run, and the interpreter knows no Gluon")
+@pytest.mark.parametrize("limit", [None, 7.0], ids=["unlimited", "limited"])
+def test_staged_rows_compile_for_hopper(limit: float | None) -> None:
+    from braid.kernels.grouped_mlp.device.staged_rows import _multiply_activate_backward
+
+    tile = "tensordesc<bf16[1, 1, 128, {}]," + _layout(16, 4) + ">"
+    given = {
+        "dy_desc": f"tensordesc<bf16[128, 64],{_layout(16, 2)}>",
+        "w_desc": f"tensordesc<bf16[1, 64, 256],{_layout(16, 3)}>",
+        **dict.fromkeys(("h_desc", "dh_desc"), tile.format(128)),
+        "a_desc": tile.format(64),
+        **dict.fromkeys(("probs", "prob_sums"), "*fp32"),
+        "rows": "i32",
+        **dict.fromkeys(("tile_expert", "tile_row", "tile_count", "ends"), "*i32"),
+        **dict.fromkeys(("ffn", "channels_in"), "i32"),
+    }
+    constants = {"BM": 128, "BN": 256, "BK": 64, "STAGES": 3, "SLOTS": 2}
+    compile_for_hopper(
+        _multiply_activate_backward, given, constants | {"ALPHA": 1.0, "LIMIT": limit, "OFFSET": 0.0}
+    )
+
+
+def _layout(bits: int, rank: int) -> str:
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    return repr(NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=rank))
+
+
+def compile_for_hopper(kernel: Any, given: dict[str, str], constants: dict[str, Any]) -> None:
+    """All the way to machine code, which must fit into what a multiprocessor has."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    constants = constants | {"num_warps": 8}
+    source = GluonASTSource(kernel, given | dict.fromkeys(constants, "constexpr"), constants, {})
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
+    assert made.asm["cubin"]
+    assert made.metadata.shared <= 227 * 1024
 
 
 @pytest.mark.skipif(GPU or INTERPRETED, reason="runs where kernels cannot")

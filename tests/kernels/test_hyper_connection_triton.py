@@ -52,9 +52,9 @@ if GPU or INTERPRETED:
         mix_backward=STREAMS,
         aggregate_backward=STREAMS,
         gradients=GradientVariant(tokens=16, channels=16, per_sm=1),
+        weight_gradient=WeightVariant(depth=16, channels=32, splits=2),
     )
     """Tiles that are small beside the cases, so that there are several of each."""
-    APART = GradientVariant(tokens=16, channels=16, weight=WeightVariant(depth=16, channels=32, splits=2))
 
 DEVICE = torch.device("cuda" if GPU else "cpu")
 FORM = Form(steps=20, eps=1e-6, norm_eps=1e-5)
@@ -110,7 +110,7 @@ class Leaves:
 
 
 def assert_near(actual: list[Tensor], expected: list[Tensor], bound: float) -> None:
-    """Each within the bound, of the length of what is expected; the gradient of an alpha may be next to nothing,
+    """Each within the bound, of the length of what is expected; that of an alpha may be next to nothing,
     but what it sums up is not."""
     for number, (found, wanted) in enumerate(zip(actual, expected, strict=True)):
         assert found.shape == wanted.shape
@@ -131,18 +131,19 @@ def test_results_and_gradients_are_near_float64(
 
 
 @here
-def test_the_gradient_of_the_weight_may_be_found_apart() -> None:
+def test_a_program_may_keep_its_part_of_the_weight() -> None:
     leaves = Leaves(18, 2, 18, torch.float32)
-    actual = leaves.both_ways(replace(TILES, gradients=APART), wide=False)
+    resident = replace(TILES, gradients=replace(TILES.gradients, resident=True))
+    actual = leaves.both_ways(resident, wide=False)
     assert_near(actual, leaves.both_ways(reference, wide=True), ROUNDING[torch.float32])
 
 
 @here
-@pytest.mark.parametrize("streams", [2, 8])
-def test_the_usual_variants(streams: int) -> None:
-    leaves = Leaves(3, streams, 16, torch.float32)
-    actual = leaves.both_ways(Fused.of(streams, torch.float32), wide=False)
-    assert_near(actual, leaves.both_ways(reference, wide=True), ROUNDING[torch.float32])
+@pytest.mark.parametrize(("streams", "dtype"), [(2, torch.float16), (2, torch.float32), (8, torch.float32)])
+def test_the_usual_variants(streams: int, dtype: torch.dtype) -> None:
+    leaves = Leaves(3, streams, 16, dtype)
+    actual = leaves.both_ways(Fused.of(streams, dtype), wide=False)
+    assert_near(actual, leaves.both_ways(reference, wide=True), ROUNDING[dtype])
 
 
 @here
@@ -195,10 +196,19 @@ def test_no_tokens_at_all() -> None:
 
 
 @here
-def test_the_same_comes_twice_to_the_last_bit() -> None:
+def test_the_same_comes_every_time_to_the_last_bit() -> None:
     leaves = Leaves(5, 2, 24, DTYPES[-1])
     for one, other in zip(*(leaves.both_ways(TILES, wide=False) for _ in range(2)), strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.skipif(not GPU, reason="the interpreter does one thing after the other")
+@pytest.mark.parametrize(("tokens", "streams", "channels"), [(19, 8, 96), (67, 4, 200), (70, 5, 104)])
+def test_no_tile_is_overwritten_while_it_is_read(tokens: int, streams: int, channels: int) -> None:
+    """A product still under way as its tile is replaced would give other bits now and then."""
+    leaves, usual = Leaves(tokens, streams, channels, torch.bfloat16), Fused.of(streams, torch.bfloat16)
+    first, *others = (leaves.both_ways(usual, wide=False) for _ in range(6))
+    assert all(torch.equal(*pair) for other in others for pair in zip(first, other, strict=True))
 
 
 @here

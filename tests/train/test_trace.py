@@ -181,4 +181,4 @@ def test_braid_plan_writes_the_predicted_trace(tmp_path, capsys):
     trace = json.loads(file.read_text())
     check_well_formed(trace)
     assert sorted(boxes_of(trace)) == [0, 2]
-    assert main(["plan", "tiny", *words, "--trace", str(tmp_path / "no" / "plan.json")]) == ExitCode.CONFIG
+    assert main(["plan", "tiny", *words, "--trace", str(file / "plan.json")]) == ExitCode.CONFIG

@@ -85,10 +85,7 @@ def show_plan(words: list[str]) -> int:
 def _draw(worked_out: Plan, file: Path) -> None:
     from braid.schedule import draw
 
-    try:
-        file.write_text(draw(_timeline(worked_out)), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--svg {file} cannot be written: {error.strerror}; give another file") from error
+    _write("svg", file, draw(_timeline(worked_out)))
 
 
 def _trace(worked_out: Plan, file: Path) -> None:
@@ -96,10 +93,17 @@ def _trace(worked_out: Plan, file: Path) -> None:
 
     first = [ranks[0] for ranks in zip(*worked_out.grid.groups("pp"), strict=True)]
     trace = predicted_trace(_timeline(worked_out), first, second=MILLISECOND)
+    _write("trace", file, json.dumps(trace))
+
+
+def _write(option: str, file: Path, text: str) -> None:
     try:
-        file.write_text(json.dumps(trace), encoding="utf-8")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"--trace {file} cannot be written: {error.strerror}; give another file") from error
+        raise ConfigError(
+            f"--{option} {file} cannot be written: {error.strerror}; give another file"
+        ) from error
 
 
 def _timeline(worked_out: Plan) -> Timeline:

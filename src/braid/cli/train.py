@@ -217,12 +217,14 @@ def _train(
         say(f"braid train {words[0]}")
         say(table(_header(worked_out, state, device, feed, places, resumed, chosen.init)))
         say("")
+        tracer = _tracer(state, chosen)
         with watched(
             joined, places.out / FAILURES, state.progress, chosen.run.train.stall_timeout_s
         ) as watchdog:
             listeners = _listeners(joined, chosen, places.out)
-            tracer = _tracer(state, chosen)
             outcome = train_to_end(worked_out, places, device, feed, state, listeners, watchdog, tracer)
+            if tracer is not None:
+                tracer.close()
             state.progress.enter("the end")
             with together(joined.everyone):
                 pass  # nobody closes a communicator that another still uses
@@ -283,9 +285,19 @@ def _header(
         ("step", f"{worked_out.step_tokens:,} tokens = {run.train.batch_samples} x {run.data.sequence_tokens}"),
         ("device", f"{device.name}, {run.train.dtype}"),
         *([] if worked_out.world == 1 else [("ranks", _ranks(worked_out))]),
+        *([("schedule", text)] if (text := _schedule(worked_out)) else []),
         *(("kernels" if i == 0 else "", text) for i, text in enumerate(kernels)),
         ("out", f"{places.out}, {status}"),
     ]
+
+
+def _schedule(worked_out: Plan) -> str:
+    """How micro-batches pass, where there is more to say than one after the other."""
+    run, schedule = worked_out.run, worked_out.schedule
+    words = [schedule.name] if worked_out.axes.pp > 1 or schedule.phases else []
+    words += ["delayed weight gradients"] if schedule.delayed else []
+    words += [f"recompute of {' '.join(run.train.recompute)}"] if run.train.recompute else []
+    return ", ".join(words)
 
 
 def _ranks(worked_out: Plan) -> str:

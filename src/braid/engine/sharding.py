@@ -24,9 +24,10 @@ from torch.distributed.fsdp import FSDPModule, UnshardHandle
 from braid.engine import fsdp2
 from braid.engine.executor import Executor, Wires, Work
 from braid.engine.node import Watch
-from braid.parallel.sharding import Unit
-from braid.schedule import Act, Op, Phase, Schedule, Span
+from braid.parallel.sharding import Strategy, Unit
+from braid.schedule import Act, Op, Ops, Phase, Schedule, Span
 from braid.schedule.lifetime import Figures, Lifetime, LifetimeError, Use, Uses
+from braid.schedule.lowering import POLICIES, Sharding, lower, uses_of_phases
 
 
 def named_units(root: nn.Module, units: Iterable[Unit]) -> dict[str, Unit]:
@@ -44,18 +45,29 @@ def units_of_segments(units: Mapping[str, Unit], *, pipeline: bool) -> dict[int,
     return held
 
 
+def lowered(
+    schedule: Schedule, rank: int, meshes: Mapping[str, str], strategy: Strategy, *, tied: bool, latent: bool
+) -> tuple[Ops, Uses]:
+    """The list of a pipeline rank with ops about its units, whose meshes are given by name; and what each op of
+    the list uses. For a schedule in phases."""
+    phases = [phase for segment in schedule.phases for phase in segment]
+    uses = uses_of_phases(units_of_phases(meshes, phases, tied=tied, latent=latent), unread={"embed"})
+    sharding = Sharding(units=meshes, uses=uses, policy=POLICIES[strategy])
+    return lower(schedule.ops[rank], sharding, rank), uses
+
+
 def units_of_phases(
-    units: Mapping[str, Unit], phases: Iterable[Phase], *, tied: bool, latent: bool
+    meshes: Mapping[str, str], phases: Iterable[Phase], *, tied: bool, latent: bool
 ) -> dict[str, tuple[str, ...]]:
-    """The names of the units that each phase uses, by its own name. `latent` says whether what comes back from
-    experts goes through a projection of the block."""
+    """The names of the units that each phase uses, by its own name; `meshes` has the mesh of every unit.
+    `latent` says whether what comes back from experts goes through a projection of the block."""
     teller = "embedding" if tied else "head"
     found: dict[str, tuple[str, ...]] = {}
     for phase in phases:
         depth = "" if phase.depth is None else f"mtp.{phase.depth}"
         block = f"{depth}.blocks.{phase.block}" if depth else f"stack.blocks.{phase.block}"
-        inner = [name for name in units if name.startswith(f"{block}.")]
-        experts = [name for name in inner if units[name].mesh == "expert"]
+        inner = [name for name in meshes if name.startswith(f"{block}.")]
+        experts = [name for name in inner if meshes[name] == "expert"]
         used = {
             "embed": ["embedding"],
             "enter": ["embedding", depth],
@@ -65,7 +77,7 @@ def units_of_phases(
             "final_norm": [depth or "final_norm"],
             "head": [teller],
         }
-        found[phase.name] = tuple(name for name in used.get(phase.kind, ()) if name in units)
+        found[phase.name] = tuple(name for name in used.get(phase.kind, ()) if name in meshes)
     return found
 
 

@@ -99,7 +99,7 @@ def _gathered(units: list[Held], step: Step) -> int:
         return 0
     if step.strategy != "all":
         return sum(sizes)
-    return max((here + after for here, after in zip(sizes, [*sizes[1:], 0], strict=True)), default=0)
+    return max((here + after for here, after in zip(sizes, [*sizes, 0][1:], strict=True)), default=0)
 
 
 def _gradients(units: list[Held], parts: list[str], part: str, step: Step) -> int:

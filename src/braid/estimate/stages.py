@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from braid.estimate.memory import Memory, Step, memory_of
 from braid.estimate.rank import first_rank, model_of, portion_of
-from braid.estimate.weights import copy_calls, held_units, sharding_calls
+from braid.estimate.weights import copy_calls, driven_times, held_units, hooked_times, sharding_calls
 from braid.model.language import LanguageModel
 from braid.nn.cost import Call, Cost, Portion
 from braid.plan import Plan
@@ -74,7 +74,8 @@ def _stage(plan: Plan, stage: int, live: int, portion: Portion, device: str) -> 
     )
     calls = [call for cost in costs.values() for call in cost.times(micro_batches).calls]
     if plan.world > 1:
-        calls += sharding_calls(units, run.mesh.shard, micro_batches)
+        hooked = hooked_times(units, run.mesh.shard, micro_batches)
+        calls += sharding_calls(units, driven_times(units, plan, stage) if plan.schedule.phases else hooked)
         calls += copy_calls(model, plan)
     return StageEstimate(
         stage=stage,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
@@ -10,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from braid.engine.sharding import lowered
 from braid.fit import Sizes
 from braid.kernels.grouped_mlp import Fused
 from braid.model.language import LanguageModel
@@ -19,6 +21,7 @@ from braid.nn.moe.experts import SHARD_DIMS, Experts
 from braid.optim.gradients import copied
 from braid.parallel.sharding import Strategy, Unit
 from braid.plan import Plan
+from braid.schedule import Act
 
 
 class Uses(NamedTuple):
@@ -38,6 +41,8 @@ class Uses(NamedTuple):
 class Held:
     """The weights of one unit, on the rank that keeps most of them."""
 
+    name: str
+    """The path of its module."""
     part: str
     """The part of the model that it belongs to, as `LanguageModel.costs` names it."""
     mesh: str
@@ -91,6 +96,7 @@ def _held(
     stored = weights[0][1].dtype
     fused = isinstance(unit.module, Experts) and isinstance(unit.module.grouped_mlp, Fused)
     return Held(
+        name=name,
         part=_part(name, model),
         mesh=unit.mesh,
         shards=shards,
@@ -147,13 +153,31 @@ def _uses(name: str, model: LanguageModel) -> Uses:
 # --------------------------------------------------------------------------------------------- calls
 
 
-def sharding_calls(units: list[Held], strategy: Strategy, micro_batches: int) -> Iterator[Call]:
+def driven_times(units: list[Held], plan: Plan, stage: int) -> dict[str, tuple[int, int]]:
+    """How often each unit is gathered and its gradients are summed in a step, where ops of the schedule say so:
+    by name."""
+    run, meshes = plan.run, {unit.name: unit.mesh for unit in units}
+    kind = {"tied": run.model.tied, "latent": bool(run.model.moe and run.model.moe.latent)}
+    ops, _ = lowered(plan.schedule, stage, meshes, run.mesh.shard, **kind)
+    times = Counter((op.unit, op.act) for op in ops if op.act.shards)
+    return {name: (times[name, Act.UNSHARD], times[name, Act.REDUCE_GRAD]) for name in meshes}
+
+
+def hooked_times(units: list[Held], strategy: Strategy, micro_batches: int) -> dict[str, tuple[int, int]]:
+    """The same where FSDP2 finds out by its hooks."""
+    told = {}
+    for unit in units:
+        uses, every = unit.uses, strategy in ("gradients", "all")
+        gathers = micro_batches * (uses.forward + uses.backward) if strategy == "all" else uses.in_a_step
+        told[unit.name] = gathers, micro_batches if every else 1 + (uses.again if micro_batches > 1 else 0)
+    return told
+
+
+def sharding_calls(units: list[Held], times: Mapping[str, tuple[int, int]]) -> Iterator[Call]:
     """What sharded data parallelism sends in a step: weights that are gathered, gradients that are summed."""
     for unit in units:
         family = "edp" if unit.mesh == "expert" else "dp_cp"
-        uses, every = unit.uses, strategy in ("gradients", "all")
-        gathers = micro_batches * (uses.forward + uses.backward) if strategy == "all" else uses.in_a_step
-        sums = micro_batches if every else 1 + (uses.again if micro_batches > 1 else 0)
+        gathers, sums = times[unit.name]
         what = "experts" if unit.mesh == "expert" else "dense"
         if unit.shards > 1:
             weights, grads = unit.kept * unit.computed, unit.gathered * unit.stored

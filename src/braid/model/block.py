@@ -309,8 +309,9 @@ def _layer(
             return DeltaNet(shape.delta_net, hidden, eps, kernels.delta_rule.function, **on)
         case Kind.MLP if shape.mlp:
             return Mlp(shape.mlp, hidden, **on)
-        case Kind.MOE if shape.moe and kernels.grouped_mlp:
-            return Moe(shape.moe, hidden, kernels.grouped_mlp.function, dispatcher, **on)
+        case Kind.MOE if shape.moe and kernels.grouped_mlp and kernels.permute:
+            fast = (kernels.grouped_mlp.function, dispatcher, kernels.permute.function)
+            return Moe(shape.moe, hidden, *fast, **on)
         case Kind.SPARSE_ATTENTION:
             raise ValueError(f"layer {layer.number} is 'D': sparse attention cannot be built")
         case kind:

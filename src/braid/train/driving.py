@@ -6,11 +6,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from braid.config import Run
-from braid.engine.sharding import Driver, named_units, units_of_phases
+from braid.engine.sharding import Driver, lowered, named_units
 from braid.model.language import LanguageModel
 from braid.schedule import Schedule
 from braid.schedule.lifetime import Uses
-from braid.schedule.lowering import POLICIES, Sharding, lower, uses_of_phases
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,11 +28,8 @@ def driving(model: LanguageModel, schedule: Schedule, run: Run) -> Driving | Non
     if not units:
         return None
     rank, moe = model.groups.pp.rank, run.model.moe
-    phases = [phase for segment in schedule.phases for phase in segment]
-    latent = moe is not None and bool(moe.latent)
-    uses = uses_of_phases(units_of_phases(units, phases, tied=run.model.tied, latent=latent), unread={"embed"})
     meshes = {name: unit.mesh for name, unit in units.items()}
-    sharding = Sharding(units=meshes, uses=uses, policy=POLICIES[run.mesh.shard])
-    own = lower(schedule.ops[rank], sharding, rank)
+    kind = {"tied": run.model.tied, "latent": moe is not None and bool(moe.latent)}
+    own, uses = lowered(schedule, rank, meshes, run.mesh.shard, **kind)
     lists = tuple(own if each == rank else () for each in range(schedule.pp))
     return Driving(driver=Driver(model, units), schedule=replace(schedule, ops=lists), uses=uses)

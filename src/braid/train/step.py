@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from braid.collectives import ALONE, Group, Groups, summed
 from braid.config import Run
 from braid.data import Loader
+from braid.engine import fsdp2
 from braid.engine.executor import Turn, execute
 from braid.engine.node import Function, Watch
 from braid.engine.sharding import execute_sharded
@@ -29,7 +30,7 @@ from braid.model.language import LanguageModel, Losses, PartOfStep
 from braid.model.mtp import targets
 from braid.nn.moe.balance import Load
 from braid.nn.recompute import Hold, Replays, hand_replays
-from braid.nn.weight_sink import WeightSink, hand_sink
+from braid.nn.weight_sink import Mains, WeightSink, hand_sink
 from braid.optim import gradients
 from braid.parallel.sharding import before_backward, release
 from braid.schedule import Op, Phase, evaluation
@@ -172,7 +173,8 @@ class _Step:
         names = run.train.recompute
         self.replays = Replays(names, planned=bool(state.schedule.phases)) if names else None
         hand_replays(self.model, self.replays)
-        mains = state.optimizer.mains()
+        alone = self.model.groups.world.size == 1
+        mains: Mains = state.optimizer.mains() if alone else fsdp2.Accumulated(self.model)
         self.sink = WeightSink(mains) if mains or state.schedule.delayed else None
         hand_sink(self.model, self.sink)
         self.modules: dict[int, list[nn.Module]] = {}

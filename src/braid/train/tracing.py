@@ -21,6 +21,7 @@ from braid.errors import ConfigError
 from braid.schedule import Op, Span, parse_op
 from braid.schedule.trace import Strip, chrome_trace
 from braid.schedule.views import stream_of
+from braid.train.console import warn
 from braid.train.ranks import gather_json, together
 from braid.train.state import State
 
@@ -76,9 +77,8 @@ class Tracer:
         found = gather_json(mine if self._told else None, self._world)
         if self._world.rank == 0:
             self.strips += [_strip(rank, step, told) for rank, told in enumerate(found) if told is not None]
-        with together(self._world):
-            if self._world.rank == 0:
-                self._write()
+        if self._world.rank == 0:
+            self._write_or_warn()
 
     def _common_zero(self) -> float:
         """The moment when all ranks met, by the clock of this one; ranks of a machine share the first one's."""
@@ -103,6 +103,19 @@ class Tracer:
             assert self._origin is not None
             return self._begun + self._origin.elapsed_time(when) / 1e3
         return float(when)
+
+    def close(self) -> None:
+        """The run is over."""
+        if self._world.rank == 0 and not self.strips:
+            steps = f"{self.steps.start} to {self.steps.stop - 1}"
+            warn(f"the trace {self.file} is empty: the run had none of the steps {steps}")
+
+    def _write_or_warn(self) -> None:
+        """A run goes on without its trace."""
+        try:
+            self._write()
+        except ConfigError as error:
+            warn(f"{error}; the run goes on")
 
     def _write(self) -> None:
         trace = chrome_trace(self.strips, stream_of(self.state.schedule))

@@ -21,8 +21,9 @@ from braid.architecture import Activation, Glu
 from braid.kernels.activation import SWIGLU
 from braid.kernels.grouped_mlp import reference
 from braid.kernels.grouped_mlp.device import elementwise, rows, weights
-from braid.kernels.grouped_mlp.device.rows import Formula, RowVariant
+from braid.kernels.grouped_mlp.device.rows import Formula
 from braid.kernels.grouped_mlp.device.tiles import Tiles, tiles
+from braid.kernels.grouped_mlp.device.variants import RowVariant, StagedVariant, WeightVariant
 from braid.kernels.grouped_mlp.paths import Measured, Paths, Work, nearest
 from braid.kernels.grouped_mlp.product import Gradient, Sink, empty_like
 from braid.kernels.grouped_mlp.sizes import TILE_ROWS
@@ -147,21 +148,27 @@ def backward(how: How, dy_NC: Tensor, kept: Kept, of_experts: Weights, *, x_need
     return Gradients(
         dx_NC,
         dprobs_N.to(probs_N.dtype),
-        _of_weight(w_in_EFGC, dh, x_NC, where, paths.wgrad1),
-        _of_weight(w_down_ECF, dy_NC, a_NF, where, paths.wgrad2),
+        _of_weight(w_in_EFGC, dh, x_NC, where, paths.wgrad1, paths.overwrite1),
+        _of_weight(w_down_ECF, dy_NC, a_NF, where, paths.wgrad2, paths.overwrite2),
         None if b_in_EFG is None else _of_bias(b_in_EFG, dh, where, None),
         None if b_down_EC is None else _of_bias(b_down_EC, dy_NC, where, probs_N),
     )
 
 
 def _of_weight(
-    weight: Tensor, grad_NO: Tensor, x_NI: Tensor, where: Tiles, variant: weights.WeightVariant
+    weight: Tensor,
+    grad_NO: Tensor,
+    x_NI: Tensor,
+    where: Tiles,
+    adding: WeightVariant | StagedVariant,
+    overwriting: WeightVariant | StagedVariant | None,
 ) -> Gradient:
     def write(gradient: Tensor, accumulate: bool) -> None:
         flat_EOI = gradient.flatten(1, -2) if gradient.ndim > 3 else gradient
         if gradient.dtype != torch.float32 and not accumulate and gradient.is_cuda:
             flat_EOI.copy_(F.grouped_mm(grad_NO.t(), x_NI, offs=where.ends_E))
         else:
+            variant = adding if accumulate else overwriting or adding
             weights.weight_gradient(grad_NO, x_NI, where, flat_EOI, variant, accumulate=accumulate)
 
     return Gradient(write, empty_like(weight))

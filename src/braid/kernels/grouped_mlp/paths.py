@@ -12,8 +12,12 @@ from math import log
 from typing import Any, NamedTuple
 
 from braid.kernels.grouped_mlp.device.elementwise import USUAL, ElementVariant
-from braid.kernels.grouped_mlp.device.rows import RowVariant
-from braid.kernels.grouped_mlp.device.weights import WeightVariant
+from braid.kernels.grouped_mlp.device.variants import (
+    RowVariant,
+    StagedRowVariant,
+    StagedVariant,
+    WeightVariant,
+)
 
 FILE = "measured.json"
 
@@ -37,23 +41,37 @@ class Paths:
 
     fc1: RowVariant | None
     fc2: RowVariant | None
-    dgrad2: RowVariant | None
+    dgrad2: RowVariant | StagedRowVariant | None
     dgrad1: RowVariant | None
-    wgrad2: WeightVariant
-    wgrad1: WeightVariant
+    wgrad2: WeightVariant | StagedVariant
+    wgrad1: WeightVariant | StagedVariant
+    overwrite2: WeightVariant | StagedVariant | None = None
+    """`wgrad2` where there is nothing yet that it adds to; None where it is the same."""
+    overwrite1: WeightVariant | StagedVariant | None = None
     forward: ElementVariant = USUAL
     """The activation, where fc1 does not include it."""
     backward: ElementVariant = USUAL
     """Its gradient, where dgrad2 does not include it."""
 
 
+def _of_rows(**given: Any) -> RowVariant | StagedRowVariant:
+    """Only those with warps that move data have slots."""
+    return StagedRowVariant(**given) if "slots" in given else RowVariant(**given)
+
+
+def _of_weight(**given: Any) -> WeightVariant | StagedVariant:
+    return StagedVariant(**given) if "slots" in given else WeightVariant(**given)
+
+
 VARIANTS = (
     ("fc1", RowVariant),
     ("fc2", RowVariant),
-    ("dgrad2", RowVariant),
+    ("dgrad2", _of_rows),
     ("dgrad1", RowVariant),
-    ("wgrad2", WeightVariant),
-    ("wgrad1", WeightVariant),
+    ("wgrad2", _of_weight),
+    ("wgrad1", _of_weight),
+    ("overwrite2", _of_weight),
+    ("overwrite1", _of_weight),
     ("forward", ElementVariant),
     ("backward", ElementVariant),
 )

@@ -9,7 +9,7 @@ Shapes: N tokens, S streams, C channels, K = S · C, M rows of the projection, A
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from braid.kernels.hyper_connection import reference
-from braid.kernels.hyper_connection.device.gradients import GradientVariant, WeightVariant, gradients
+from braid.kernels.hyper_connection.device.gradients import (
+    GradientVariant,
+    WeightVariant,
+    gradients,
+    weight_gradient,
+)
 from braid.kernels.hyper_connection.device.mapping import Known, map_backward, map_forward
 from braid.kernels.hyper_connection.device.projection import ProjectionVariant, project
 from braid.kernels.hyper_connection.device.streams import (
@@ -29,10 +34,8 @@ from braid.kernels.hyper_connection.device.streams import (
 )
 from braid.kernels.hyper_connection.reference import Entered, Form, Mappings, Parameters
 
-PROJECTION, STREAMS, GRADIENTS = ProjectionVariant(), StreamVariant(), GradientVariant()
-SHORT = ProjectionVariant(tokens=64, stages=2)
-SMALL = GradientVariant(tokens=16, warps=4, stages=1, per_sm=2, weight=WeightVariant(stages=2))
-"""Where streams are many or wide, and fewer tokens of them fit on the chip."""
+SHORT = ProjectionVariant(tokens=64, splits=8, stages=2)
+"""Where a token is wide, or is made so to be multiplied."""
 FEW = 4
 """Up to so many streams of 16 bits the usual variants fit."""
 
@@ -41,18 +44,20 @@ FEW = 4
 class Fused:
     """How each kernel is run."""
 
-    project: ProjectionVariant = PROJECTION
-    aggregate: StreamVariant = STREAMS
-    mix: StreamVariant = STREAMS
-    mix_backward: StreamVariant = STREAMS
-    aggregate_backward: StreamVariant = STREAMS
-    gradients: GradientVariant = GRADIENTS
+    project: ProjectionVariant
+    aggregate: StreamVariant
+    mix: StreamVariant
+    mix_backward: StreamVariant
+    aggregate_backward: StreamVariant
+    gradients: GradientVariant
+    weight_gradient: WeightVariant
 
-    @classmethod
-    def of(cls, streams: int, dtype: torch.dtype) -> Fused:
+    @staticmethod
+    def of(streams: int, dtype: torch.dtype) -> Fused:
         """For so many streams of a dtype."""
-        usual = streams <= FEW and dtype.itemsize == 2
-        return cls() if usual else cls(project=SHORT, gradients=SMALL)
+        if streams > FEW or dtype.itemsize > 2:
+            return CROWDED
+        return USUAL if dtype == torch.bfloat16 else replace(USUAL, project=SHORT)
 
     def pre(self, x_NSC: Tensor, parameters: Parameters, form: Form) -> Entered:
         """As `reference.pre`."""
@@ -74,6 +79,28 @@ class Fused:
             return reference.contract(x_NSC, parameters, form)
         out_NC: Tensor = _Contract.apply(self, form, x_NSC, *parameters)
         return out_NC
+
+
+USUAL = Fused(
+    project=ProjectionVariant(),
+    aggregate=StreamVariant(tokens=1, channels=1024),
+    mix=StreamVariant(tokens=1, channels=1024),
+    mix_backward=StreamVariant(stages=3),
+    aggregate_backward=StreamVariant(tokens=2, warps=1),
+    gradients=GradientVariant(),
+    weight_gradient=WeightVariant(),
+)
+"""The fastest for four streams of bfloat16 on an H200."""
+CROWDED = Fused(
+    project=SHORT,
+    aggregate=StreamVariant(),
+    mix=StreamVariant(),
+    mix_backward=StreamVariant(),
+    aggregate_backward=StreamVariant(),
+    gradients=GradientVariant(tokens=16, stages=1, per_sm=2),
+    weight_gradient=WeightVariant(channels=128, warps=4, stages=2),
+)
+"""Where streams are many or wide, and fewer tokens of them fit on the chip."""
 
 
 class _Pre(torch.autograd.Function):
@@ -131,9 +158,8 @@ def _out_of(
     reached, d_alpha_A, d_bias_M = map_backward(
         grads, Known(*known), alpha_A, bias_M, ctx.form, streams=streams, channels=channels
     )
-    d_x_NSC, d_weight_MK = gradients(
-        x_NSC, d_out_NSC, d_branch_NC, pre_NS, res_NSS, reached, weight_MK, fused.gradients
-    )
+    d_x_NSC = gradients(x_NSC, d_out_NSC, d_branch_NC, pre_NS, res_NSS, reached, weight_MK, fused.gradients)
+    d_weight_MK = weight_gradient(x_NSC.flatten(1), reached.sums_NM, weight_MK, fused.weight_gradient)
     return d_x_NSC, d_weight_MK, d_alpha_A, d_bias_M
 
 

@@ -21,28 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from braid.kernels.grouped_mlp.device.formulas import activate, activate_backward, side_by_side
 from braid.kernels.grouped_mlp.device.ragged import ragged, write_rows
 from braid.kernels.grouped_mlp.device.tiles import Tiles
-
-
-@dataclass(frozen=True, kw_only=True)
-class RowVariant:
-    """One way to run a product of rows: how it is cut, and how it is scheduled."""
-
-    columns: int = 256
-    """Channels out of one tile."""
-    depth: int = 64
-    """Channels in that are multiplied at a time."""
-    warps: int = 8
-    stages: int = 3
-    """How many steps of operands are on their way."""
-    per_sm: int = 1
-    """Programs for each multiprocessor; 0 for one program per tile."""
-    parts: int = 2
-    """A result leaves in so many parts, which need less memory on the chip at a time."""
-    registers: int | None = None
-    """The most that a thread may have; None leaves it to the compiler."""
-    flat: bool = True
-    """Whether the loops over tiles and over channels in are one loop, so that the operands of the next tile are
-    on their way while this one's result leaves."""
+from braid.kernels.grouped_mlp.device.variants import RowVariant, StagedRowVariant
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,11 +111,19 @@ def multiply_activate_backward(
     probs_N: Tensor,
     tiles: Tiles,
     formula: Formula,
-    variant: RowVariant,
+    variant: RowVariant | StagedRowVariant,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """From the gradient of what the experts give: those of the projections and of the probabilities, and the
     ffn channels times each row's probability once more. Probabilities get one sum per tile, added in a fixed
     order."""
+    if isinstance(variant, StagedRowVariant):
+        from braid.kernels.grouped_mlp.device import staged_rows  # Gluon cannot be interpreted
+
+        if formula.kind == "swiglu" and h.dtype == torch.bfloat16:
+            return staged_rows.multiply_activate_backward(
+                dy_NI, w_down_EIF, h, probs_N, tiles, formula, variant
+            )
+        variant = RowVariant(parts=4)
     rows, channels_in = dy_NI.shape
     ffn, v, gates = w_down_EIF.shape[2], variant, formula.projections
     dh = torch.empty_like(h)

@@ -1,15 +1,13 @@
 """Gradients of the experts' weights with warps that only move data, in Gluon, for Hopper.
 
-Three kinds of warps work at the same time: one reads rows, one reads what is there already, eight multiply, add
-and hand the sums to the copy engine. So what is there arrives while products are under way, and sums leave while
-the next ones are. Nothing is masked: the copy engine reads zeros past an end, and writes nothing there.
+Three kinds of warps work at the same time: one reads rows, one reads what is there already, eight multiply,
+add and hand the sums to the copy engine. So what is there arrives while products are under way, and sums leave
+while the next ones are. Nothing is masked: the copy engine reads zeros past an end, and writes nothing there.
 
 Shapes: N rows, E experts, O and I channels of the weight.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -26,31 +24,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from braid.kernels.grouped_mlp.device.ragged import ANY, LONGEST
 from braid.kernels.grouped_mlp.device.rows import programs
 from braid.kernels.grouped_mlp.device.tiles import Tiles
+from braid.kernels.grouped_mlp.device.variants import StagedVariant
 
 WARPS = 8
 """That multiply."""
 PARTS = 4
 """A tile of sums leaves in so many parts."""
-REGISTERS = 72
-"""Of a thread that only moves data."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StagedVariant:
-    """One way to cut the product."""
-
-    rows: int = 128
-    """Channels O of one tile."""
-    columns: int = 256
-    """Channels I of one tile."""
-    depth: int = 32
-    """Rows that are multiplied at a time."""
-    stages: int = 4
-    """How many steps of rows are on their way."""
-    slots: int = 4
-    """How many parts of sums, or of what is there, have a place on the chip."""
-    group: int = 8
-    """Tiles of so many rows are neighbours in time."""
 
 
 def weight_gradient(
@@ -64,8 +43,8 @@ def weight_gradient(
     part = [1, v.rows, v.columns // PARTS]
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=3)
     _weight_gradient[(min(count, programs(x_NI.device, 1)),)](
-        _ragged(grad_NO, v.depth, v.rows),
-        _ragged(x_NI, v.depth, v.columns),
+        ragged(grad_NO, v.depth, v.rows),
+        ragged(x_NI, v.depth, v.columns),
         TensorDescriptor(out_EOI, list(out_EOI.shape), list(out_EOI.stride()), part, layout),
         tiles.ends_E,
         tiles.by_size_E,
@@ -83,7 +62,7 @@ def weight_gradient(
     )
 
 
-def _ragged(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
+def ragged(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
     """As `ragged.ragged`, with the layout that products want."""
     stride = x.stride(0)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
@@ -142,9 +121,7 @@ def _read_rows(
     count = experts * ((channels_o + BM - 1) // BM) * ((channels_i + BN - 1) // BN)
     step = 0
     for tile in range(gl.program_id(0), count, gl.num_programs(0)):
-        expert, row, column, end, size = _place(
-            tile, ends, by_size, channels_o, channels_i, BM, BN, GROUP
-        )
+        _, row, column, end, size = _place(tile, ends, by_size, channels_o, channels_i, BM, BN, GROUP)
         for k in range(0, size, BK):
             stage = step % STAGES
             mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
@@ -191,9 +168,7 @@ def _read_sums(
     if ACCUMULATE:
         done = 0
         for tile in range(gl.program_id(0), count, gl.num_programs(0)):
-            expert, row, column, end, size = _place(
-                tile, ends, by_size, channels_o, channels_i, BM, BN, GROUP
-            )
+            expert, row, column, _, size = _place(tile, ends, by_size, channels_o, channels_i, BM, BN, GROUP)
             if size > 0:
                 for part in gl.static_range(PARTS):
                     slot = (done + part) % SLOTS
@@ -240,9 +215,7 @@ def _multiply(
     step = 0
     done = 0
     for tile in range(gl.program_id(0), count, gl.num_programs(0)):
-        expert, row, column, end, size = _place(
-            tile, ends, by_size, channels_o, channels_i, BM, BN, GROUP
-        )
+        expert, row, column, _, size = _place(tile, ends, by_size, channels_o, channels_i, BM, BN, GROUP)
         steps = (size + BK - 1) // BK
         total = gl.zeros([BM, BN], gl.float32, layout)
         for k in range(0, steps):
@@ -253,7 +226,7 @@ def _multiply(
             total = warpgroup_mma(a, b, total, is_async=True)
             total = warpgroup_mma_wait(num_outstanding=1, deps=(total,))
             mbarrier.arrive(empty.index((step + k + STAGES - 1) % STAGES), count=1, pred=k > 0)
-            if ACCUMULATE:
+            if ACCUMULATE:  # noqa: SIM102
                 if (k == 0) & (done > 0):  # the last part of the tile before has left its place by now
                     tma.store_wait(0)
                     mbarrier.arrive(slot_empty.index((done - 1) % SLOTS), count=1)
@@ -276,9 +249,7 @@ def _multiply(
                     tma.store_wait(SLOTS - 1)
                 place.store(result)
                 fence_async_shared()
-                tma.async_copy_shared_to_global(
-                    out_desc, [expert, row, column + part * PART], sums.index(slot)
-                )
+                tma.async_copy_shared_to_global(out_desc, [expert, row, column + part * PART], sums.index(slot))
                 if ACCUMULATE:
                     tma.store_wait(1)
                     mbarrier.arrive(slot_empty.index((done + part + SLOTS - 1) % SLOTS), count=1, pred=part > 0)
@@ -306,9 +277,9 @@ def _weight_gradient(
     num_warps: gl.constexpr,
 ):
     PARTS: gl.constexpr = 4
-    grads = gl.allocate_shared_memory(grad_desc.dtype, [STAGES] + grad_desc.block_type.shape, grad_desc.layout)
-    xs = gl.allocate_shared_memory(x_desc.dtype, [STAGES] + x_desc.block_type.shape, x_desc.layout)
-    sums = gl.allocate_shared_memory(out_desc.dtype, [SLOTS] + out_desc.block_type.shape, out_desc.layout)
+    grads = gl.allocate_shared_memory(grad_desc.dtype, [STAGES, 1, 1, BK, BM], grad_desc.layout)
+    xs = gl.allocate_shared_memory(x_desc.dtype, [STAGES, 1, 1, BK, BN], x_desc.layout)
+    sums = gl.allocate_shared_memory(out_desc.dtype, [SLOTS, 1, BM, BN // PARTS], out_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     slot_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
@@ -320,8 +291,15 @@ def _weight_gradient(
         mbarrier.init(slot_full.index(i), count=1)
         mbarrier.init(slot_empty.index(i), count=1)
     fence_async_shared()
-    given = (
-        grad_desc, x_desc, out_desc, grads, xs, sums, full, empty, slot_full, slot_empty, ends, by_size, experts,
-        channels_o, channels_i, BM, BN, BK, STAGES, SLOTS, PARTS, GROUP, ACCUMULATE, num_warps,
+    gl.warp_specialize(
+        [(_multiply, (
+          grad_desc, x_desc, out_desc, grads, xs, sums, full, empty, slot_full, slot_empty, ends, by_size,
+          experts, channels_o, channels_i, BM, BN, BK, STAGES, SLOTS, PARTS, GROUP, ACCUMULATE, num_warps)),
+         (_read_rows, (
+          grad_desc, x_desc, out_desc, grads, xs, sums, full, empty, slot_full, slot_empty, ends, by_size,
+          experts, channels_o, channels_i, BM, BN, BK, STAGES, SLOTS, PARTS, GROUP, ACCUMULATE, num_warps)),
+         (_read_sums, (
+          grad_desc, x_desc, out_desc, grads, xs, sums, full, empty, slot_full, slot_empty, ends, by_size,
+          experts, channels_o, channels_i, BM, BN, BK, STAGES, SLOTS, PARTS, GROUP, ACCUMULATE, num_warps))],
+        [1, 1], [72, 72],
     )  # fmt: skip
-    gl.warp_specialize([(_multiply, given), (_read_rows, given), (_read_sums, given)], [1, 1], [72, 72])

@@ -7,9 +7,7 @@ Shapes: N rows, E experts, O and I channels of the weight.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
-
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -19,43 +17,26 @@ from braid.kernels.grouped_mlp.device.formulas import side_by_side
 from braid.kernels.grouped_mlp.device.ragged import ragged, read_rows
 from braid.kernels.grouped_mlp.device.rows import programs
 from braid.kernels.grouped_mlp.device.tiles import Tiles
-
-
-@dataclass(frozen=True, kw_only=True)
-class WeightVariant:
-    """One way to run the product that gives a weight's gradient."""
-
-    rows: int = 128
-    """Channels O of one tile."""
-    columns: int = 256
-    """Channels I of one tile."""
-    depth: int = 64
-    """Rows that are multiplied at a time."""
-    warps: int = 8
-    stages: int = 3
-    per_sm: int = 1
-    """Programs for each multiprocessor; 0 for one program per tile."""
-    leave: Literal["pointers", "descriptor"] = "descriptor"
-    """How a tile leaves: read, added and stored by threads; or handed to the copy engine, which adds in the
-    cache."""
-    parts: int = 4
-    """A tile leaves in so many parts."""
-    early: int = 0
-    """So many parts of what is there are read before the products, to be at hand after them (by `pointers`)."""
-    registers: int | None = None
-    """The most that a thread may have; None leaves it to the compiler."""
-    flat: bool = True
-    """Whether the loops over tiles and over rows are one loop, so that the operands of the next tile are on
-    their way while this one leaves."""
-    group: int = 8
-    """Tiles of so many rows are neighbours in time."""
+from braid.kernels.grouped_mlp.device.variants import StagedVariant, WeightVariant
 
 
 def weight_gradient(
-    grad_NO: Tensor, x_NI: Tensor, tiles: Tiles, out_EOI: Tensor, variant: WeightVariant, *, accumulate: bool
+    grad_NO: Tensor,
+    x_NI: Tensor,
+    tiles: Tiles,
+    out_EOI: Tensor,
+    variant: WeightVariant | StagedVariant,
+    *,
+    accumulate: bool,
 ) -> None:
     """Write the gradient of every expert's weights, or add it to what is there. An expert without rows gets
     zeros, or keeps what it has."""
+    if isinstance(variant, StagedVariant):
+        from braid.kernels.grouped_mlp.device import staged  # Gluon cannot be interpreted
+
+        if out_EOI.dtype == torch.float32 and x_NI.dtype == torch.bfloat16:
+            return staged.weight_gradient(grad_NO, x_NI, tiles, out_EOI, variant, accumulate=accumulate)
+        variant = WeightVariant()
     v = variant
     experts, channels_o, channels_i = out_EOI.shape
     count = experts * triton.cdiv(channels_o, v.rows) * triton.cdiv(channels_i, v.columns)
@@ -84,6 +65,7 @@ def weight_gradient(
         num_stages=v.stages,
         maxnreg=v.registers,
     )
+    return None
 
 
 @triton.jit

@@ -1,8 +1,9 @@
-"""All that reaches the streams of a token, and the gradient of the projection's weight, in one pass or in two.
+"""All that reaches the streams of a token, and the gradient of the projection's weight.
 
 Into the streams come what the mixing hands back, what the way into the branch hands back, what the projection
 hands back, and what its norm does. Every program has some channels of all streams and takes a part of the
-tokens through them; in one pass, its part of the weight's gradient stays in registers meanwhile.
+tokens through them. So it is with the weight, in a pass of its own: together the two would leave each other no
+room on the chip.
 
 Shapes: N tokens, S streams, C channels, M rows of the projection, K = S · C, Z parts of the tokens.
 """
@@ -22,31 +23,31 @@ from braid.kernels.hyper_connection.device.projection import width
 
 @dataclass(frozen=True, kw_only=True)
 class WeightVariant:
-    """One way to find the gradient of the weight by itself."""
+    """One way to find the gradient of the weight."""
 
     depth: int = 64
     """Tokens that are multiplied at a time."""
-    channels: int = 128
+    channels: int = 256
     splits: int = 8
     """Parts of the tokens."""
-    warps: int = 4
-    stages: int = 4
+    warps: int = 8
+    stages: int = 3
+    parts: int = 2
+    """Of the projection's gradient, where activations are bfloat16: two have 16 bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GradientVariant:
     """One way to find the gradients of the streams."""
 
-    tokens: int = 64
+    tokens: int = 32
     channels: int = 64
-    per_sm: int = 1
+    per_sm: int = 4
     """Programs for each multiprocessor, as far as there are tokens for them."""
-    warps: int = 8
+    warps: int = 4
     stages: int = 2
-    parts: int = 2
-    """Of the projection's gradient, where activations are bfloat16: two have 16 bits."""
-    weight: WeightVariant | None = None
-    """How the weight's gradient is found by itself; None finds it in the same pass."""
+    resident: bool = False
+    """Whether a program keeps its part of the weight, or reads it for every step."""
 
 
 def gradients(
@@ -58,9 +59,8 @@ def gradients(
     reached: ToStreams,
     weight_MK: Tensor,
     variant: GradientVariant,
-) -> tuple[Tensor, Tensor]:
-    """The gradients of the streams and of the weight. `d_out_NSC` is that of what `mix` gave; an exit has
-    none."""
+) -> Tensor:
+    """The gradient of the streams. `d_out_NSC` is that of what `mix` gave; an exit has none."""
     tokens, streams, channels = x_NSC.shape
     rows, v = len(weight_MK), variant
     across = triton.cdiv(channels, v.channels)
@@ -69,32 +69,25 @@ def gradients(
     )
     splits = triton.cdiv(tokens, steps * v.tokens)
     d_x_NSC = torch.empty_like(x_NSC)
-    d_weight_ZMK = None if v.weight is not None else _partial(splits, weight_MK)
-    parts = v.parts if x_NSC.dtype == torch.bfloat16 else 0
     _gradients[(across, splits)](
-        x_NSC, d_out_NSC, d_branch_NC, pre_NS, res_NSS, *reached, weight_MK, d_x_NSC, d_weight_ZMK,
-        tokens, channels, steps, S=streams, M=rows, WIDTH=width(rows), PARTS=parts,
+        x_NSC, d_out_NSC, d_branch_NC, pre_NS, res_NSS, *reached, weight_MK, d_x_NSC,
+        tokens, channels, steps, S=streams, M=rows, WIDTH=width(rows), RESIDENT=v.resident,
         PRECISION="tf32x3" if x_NSC.dtype == torch.float32 else "tf32", EVEN=channels % v.channels == 0,
         BT=v.tokens, BC=v.channels, STAGES=v.stages, num_warps=v.warps,
     )  # fmt: skip
-    if d_weight_ZMK is not None:
-        return d_x_NSC, d_weight_ZMK.sum(0)
-    assert v.weight is not None
-    return d_x_NSC, weight_gradient(x_NSC.flatten(1), reached.sums_NM, weight_MK, parts, v.weight)
+    return d_x_NSC
 
 
-def weight_gradient(
-    x_NK: Tensor, d_sums_NM: Tensor, weight_MK: Tensor, parts: int, variant: WeightVariant
-) -> Tensor:
+def weight_gradient(x_NK: Tensor, d_sums_NM: Tensor, weight_MK: Tensor, variant: WeightVariant) -> Tensor:
     """The gradient of the projection's weight."""
     (tokens, channels), rows, v = x_NK.shape, len(weight_MK), variant
     steps = triton.cdiv(triton.cdiv(tokens, v.depth), v.splits)
     splits = triton.cdiv(tokens, steps * v.depth)
-    d_weight_ZMK = _partial(splits, weight_MK)
+    d_weight_ZMK = weight_MK.new_empty(splits, rows, channels)
     _weight_gradient[(triton.cdiv(channels, v.channels), splits)](
         x_NK, d_sums_NM, d_weight_ZMK, tokens, channels, steps,
-        M=rows, WIDTH=width(rows), PARTS=parts, EVEN=channels % v.channels == 0,
-        BT=v.depth, BK=v.channels, num_warps=v.warps, num_stages=v.stages,
+        M=rows, WIDTH=width(rows), PARTS=v.parts if x_NK.dtype == torch.bfloat16 else 0,
+        EVEN=channels % v.channels == 0, BT=v.depth, BK=v.channels, num_warps=v.warps, num_stages=v.stages,
     )  # fmt: skip
     return d_weight_ZMK.sum(0)
 
@@ -102,10 +95,6 @@ def weight_gradient(
 def multiprocessors(device: torch.device) -> int:
     """How many there are. A CPU, where kernels are only interpreted, counts as one that has some."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-
-
-def _partial(splits: int, weight_MK: Tensor) -> Tensor:
-    return torch.empty(splits, *weight_MK.shape, dtype=torch.float32, device=weight_MK.device)
 
 
 @triton.jit
@@ -133,14 +122,13 @@ def _gradients(
     d_scale,
     weight,
     d_x,
-    d_weight,
     tokens,
     channels,
     steps,
     S: tl.constexpr,
     M: tl.constexpr,
     WIDTH: tl.constexpr,
-    PARTS: tl.constexpr,
+    RESIDENT: tl.constexpr,
     PRECISION: tl.constexpr,
     EVEN: tl.constexpr,
     BT: tl.constexpr,
@@ -151,10 +139,11 @@ def _gradients(
     m = tl.arange(0, WIDTH)
     split = tl.program_id(1)
     of_weight = (m < M)[:, None] & (c < channels)[None, :]
-    sums = ()
-    if d_weight is not None:
-        for _ in tl.static_range(S):
-            sums += (tl.zeros((BC, WIDTH), dtype=tl.float32),)
+    entries = weight + m[:, None] * (S * channels) + c[None, :]
+    kept = ()
+    if RESIDENT:
+        for j in tl.static_range(S):
+            kept += (tl.load(entries + j * channels, mask=of_weight, other=0.0),)
     for step in tl.range(split * steps, (split + 1) * steps, num_stages=STAGES):
         t = step * BT + tl.arange(0, BT)
         here = t < tokens
@@ -170,10 +159,9 @@ def _gradients(
         if d_out is not None:
             for k in tl.static_range(S):
                 grads += (tl.load(d_out + place + k * channels, mask=inside, other=0.0),)
-        added = ()
         for j in tl.static_range(S):
             stream = tl.load(x + place + j * channels, mask=inside, other=0.0)
-            w = tl.load(weight + (m[:, None] * S + j) * channels + c[None, :], mask=of_weight, other=0.0)
+            w = kept[j] if RESIDENT else tl.load(entries + j * channels, mask=of_weight, other=0.0)
             total = tl.dot(to_sums, w, input_precision=PRECISION)
             total += to_scale[:, None] * stream.to(tl.float32)
             total += tl.load(pre + t * S + j, mask=here, other=0.0)[:, None] * to_branch
@@ -182,13 +170,6 @@ def _gradients(
                     mixed = tl.load(res + (t * S + j) * S + k, mask=here, other=0.0)
                     total += mixed[:, None] * grads[k].to(tl.float32)
             tl.store(d_x + place + j * channels, total.to(d_x.dtype.element_ty), mask=inside)
-            if d_weight is not None:
-                added += (_times(stream, to_sums, sums[j], PARTS),)
-        sums = added
-    if d_weight is not None:
-        for j in tl.static_range(S):
-            entries = d_weight + ((split * M + m[None, :]) * S + j) * channels + c[:, None]
-            tl.store(entries, sums[j], mask=(m < M)[None, :] & (c < channels)[:, None])
 
 
 @triton.jit

@@ -25,7 +25,7 @@ class ProjectionVariant:
     tokens: int = 128
     depth: int = 64
     """Channels that are multiplied at a time."""
-    splits: int = 8
+    splits: int = 4
     """Programs that share a token, each with its part of the channels."""
     warps: int = 4
     stages: int = 4
@@ -113,13 +113,18 @@ def _project(
             of_weight = of_weight & (k < channels)[:, None]
         tile = tl.load(x + first[:, None] + k[None, :], mask=of_x, other=0.0)
         entries = weight + m[None, :] * channels + k[:, None]
+        added = tl.zeros((BT, WIDTH), dtype=tl.float32)
         if PARTS > 0:
             for part in tl.static_range(PARTS):
                 w = tl.load(entries + part * M * channels, mask=of_weight, other=0.0)
-                result = tl.dot(tile, w, result)
+                added = tl.dot(tile, w, added)
         else:
             w = tl.load(entries, mask=of_weight, other=0.0)
-            result = tl.dot(tile.to(tl.float32), w, result, input_precision="tf32x3")
+            added = tl.dot(tile.to(tl.float32), w, added, input_precision="tf32x3")
+        # Added by itself, so that a step waits for its product: a tile that registers want too has no buffer to
+        # spare, and a product still under way would read what comes next. Triton makes a plain sum part of the
+        # product, which then goes on after the step.
+        result = tl.fma(added, 1.0, result)
         wide = tile.to(tl.float32)
         square += wide * wide
     row = split.to(tl.int64) * tokens + t

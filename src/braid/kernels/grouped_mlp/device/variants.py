@@ -1,0 +1,90 @@
+"""Ways to run a product: how it is cut, and how it is scheduled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowVariant:
+    """One way to run a product of rows: how it is cut, and how it is scheduled."""
+
+    columns: int = 256
+    """Channels out of one tile."""
+    depth: int = 64
+    """Channels in that are multiplied at a time."""
+    warps: int = 8
+    stages: int = 3
+    """How many steps of operands are on their way."""
+    per_sm: int = 1
+    """Programs for each multiprocessor; 0 for one program per tile."""
+    parts: int = 2
+    """A result leaves in so many parts, which need less memory on the chip at a time."""
+    registers: int | None = None
+    """The most that a thread may have; None leaves it to the compiler."""
+    flat: bool = True
+    """Whether the loops over tiles and over channels in are one loop, so that the operands of the next tile are
+    on their way while this one's result leaves."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightVariant:
+    """One way to run the product that gives a weight's gradient."""
+
+    rows: int = 128
+    """Channels O of one tile."""
+    columns: int = 256
+    """Channels I of one tile."""
+    depth: int = 64
+    """Rows that are multiplied at a time."""
+    warps: int = 8
+    stages: int = 3
+    per_sm: int = 1
+    """Programs for each multiprocessor; 0 for one program per tile."""
+    leave: Literal["pointers", "descriptor"] = "descriptor"
+    """How a tile leaves: read, added and stored by threads; or handed to the copy engine, which adds in the
+    cache."""
+    parts: int = 4
+    """A tile leaves in so many parts."""
+    early: int = 0
+    """So many parts of what is there are read before the products, to be at hand after them (by `pointers`)."""
+    registers: int | None = None
+    """The most that a thread may have; None leaves it to the compiler."""
+    flat: bool = True
+    """Whether the loops over tiles and over rows are one loop, so that the operands of the next tile are on
+    their way while this one leaves."""
+    group: int = 8
+    """Tiles of so many rows are neighbours in time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagedVariant:
+    """One way to run it with warps that only move data: `staged`, for float32 gradients."""
+
+    rows: int = 128
+    """Channels O of one tile."""
+    columns: int = 256
+    """Channels I of one tile."""
+    depth: int = 32
+    """Rows that are multiplied at a time."""
+    stages: int = 4
+    """How many steps of rows are on their way."""
+    slots: int = 4
+    """How many parts of sums, or of what is there, have a place on the chip."""
+    group: int = 8
+    """Tiles of so many rows are neighbours in time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagedRowVariant:
+    """One way to run a product of rows with warps that only move data: `staged_rows`."""
+
+    columns: int = 256
+    """Channels out of one tile."""
+    depth: int = 64
+    """Channels in that are multiplied at a time."""
+    stages: int = 3
+    """How many steps of operands are on their way."""
+    slots: int = 2
+    """How many parts of projections, or of their gradients, have a place on the chip."""
