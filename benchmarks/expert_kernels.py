@@ -12,13 +12,14 @@ from torch.nn import functional as F
 from braid.kernels.grouped_mlp.device import elementwise, rows, weights
 from braid.kernels.grouped_mlp.device.elementwise import ElementVariant
 from braid.kernels.grouped_mlp.device.rows import Formula
-from braid.kernels.grouped_mlp.device.tiles import TILE_ROWS, Tiles, tiles
+from braid.kernels.grouped_mlp.device.tiles import Tiles, tiles
 from braid.kernels.grouped_mlp.device.variants import (
     RowVariant,
     StagedRowVariant,
     StagedVariant,
     WeightVariant,
 )
+from braid.kernels.grouped_mlp.sizes import TILE_ROWS
 
 SWIGLU = Formula(kind="swiglu", alpha=1.0, limit=None, offset=0.0)
 FLOPS, BYTES = 790e12, 4.3e12

@@ -23,7 +23,7 @@ import torch
 
 from benchmarks import machine
 from benchmarks.memory_gpu import GIB, _fill, random_batches, recipes
-from braid.config import Run
+from braid.config import Again, Run
 from braid.estimate import estimate
 from braid.nn.recompute import Replays, hand_replays
 from braid.plan import plan
@@ -33,7 +33,7 @@ from braid.train.state import State
 from braid.train.step import backward, count
 
 RECIPES = ("experts-4-layers", "hybrid-4-layers")
-CHOICES: tuple[tuple[str, ...], ...] = (
+CHOICES: tuple[tuple[Again, ...], ...] = (
     (),
     ("norm",),
     ("activation",),
@@ -47,7 +47,7 @@ STEPS = 2
 """Timed, after one that is not."""
 
 
-def choices(run: Run) -> Iterator[tuple[str, ...]]:
+def choices(run: Run) -> Iterator[tuple[Again, ...]]:
     """Those that mean something to a model."""
     for names in CHOICES:
         if names == ("experts",) and run.model.moe is None:
