@@ -16,7 +16,7 @@ from braid.collectives import ALONE, Group, Groups
 from braid.engine import fsdp2
 from braid.engine.sharding import Driver, named_units
 from braid.kernels.grouped_mlp import reference
-from braid.kernels.grouped_mlp.product import Gradient, Sink, empty_like
+from braid.kernels.grouped_mlp.product import Gradient, Sink, WritesInPlace, empty_like
 from braid.nn.moe.experts import SHARD_DIMS, Experts
 from braid.nn.weight_sink import WeightSink, hand_sink
 from braid.optim.adamw import AdamW
@@ -28,7 +28,7 @@ CHANNELS, COUNTS = 6, [[3, 0, 4], [1, 5, 0], [0, 0, 2]]
 SHAPE = architecture.Moe(experts=3, top_k=1, ffn=4, bias=True)
 
 
-class _WritesInPlace:
+class _Writing:
     """Hands on products that can write where they are told, as those of fused kernels do."""
 
     def __init__(self, sink: Sink) -> None:
@@ -42,8 +42,9 @@ class _WritesInPlace:
         return self.sink.leave(parameter, Gradient(write, empty_like(parameter)))
 
 
-def in_place(*given: Any, sink: Sink | None = None, **options: Any) -> Tensor:
-    return reference.grouped_mlp(*given, sink=None if sink is None else _WritesInPlace(sink), **options)
+class InPlace(WritesInPlace):
+    def __call__(self, *given: Any, sink: Sink | None = None, **options: Any) -> Tensor:
+        return reference.grouped_mlp(*given, sink=None if sink is None else _Writing(sink), **options)
 
 
 class Layer(nn.Module):
@@ -51,7 +52,7 @@ class Layer(nn.Module):
 
     def __init__(self, dtype: torch.dtype, groups: Groups = Groups()) -> None:
         super().__init__()
-        self.experts = Experts(SHAPE, CHANNELS, in_place, groups=groups, dtype=dtype)
+        self.experts = Experts(SHAPE, CHANNELS, InPlace(), groups=groups, dtype=dtype)
         generator = torch.Generator().manual_seed(3)
         for parameter in self.parameters():
             parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)

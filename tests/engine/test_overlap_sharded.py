@@ -51,6 +51,8 @@ def both(rank: int, world: int, case: Case, shard: str) -> list[str]:
         (Case(world=2, ep=2, pattern="[*E][M*E]/*E", tied=True, dtype="bf16", delayed=True), "all"),
         (Case(world=4, pp=2, ep=2, pattern="[*E]|[*E]-|*E|[G*E]/*E", micro_batches=4), "gradients"),
         (Case(world=2, tp=2, ep=2, pattern="[*E]-/*E", tied=True), "optimizer"),
+        (Case(world=2, ep=2, pattern="[*E]/*E", tied=True, dtype="bf16", steps=3), "optimizer"),
+        (Case(world=2, ep=2, pattern="[*E]/*E/*E", steps=3), "none"),
     ],
     ids=str,
 )
@@ -61,7 +63,7 @@ def test_sharded_weights_train_with_the_same_bits(case, shard):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("delayed", [False, True])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("shard", ["gradients", "all"])
+@pytest.mark.parametrize("shard", ["none", "optimizer", "gradients", "all"])
 @pytest.mark.parametrize(
     ("world", "pp", "pattern"),
     [(2, 1, "[*E][M*E]/*E/*E"), (4, 2, "|[*E]-|[G*E]|/*E"), (4, 2, "[*E]|E/*E")],

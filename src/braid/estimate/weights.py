@@ -13,7 +13,7 @@ from torch import nn
 
 from braid.engine.sharding import lowered
 from braid.fit import Sizes
-from braid.kernels.grouped_mlp import Fused
+from braid.kernels.grouped_mlp.product import WritesInPlace
 from braid.model.language import LanguageModel
 from braid.nn.canonical import Shard
 from braid.nn.cost import Call
@@ -31,10 +31,7 @@ class Uses(NamedTuple):
     forward: int = 1
     backward: int = 1
     in_a_step: int = 1
-    """Where it stays gathered until the last backward."""
-    again: int = 0
-    """Sums of its gradients that are made a second time in the last backward, where earlier micro-batches have
-    left some."""
+    """Where it stays gathered until a last backward that lets go after each use."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +91,7 @@ def _held(
     shards, copies = _sharing(unit.mesh, axes)
     sizes = [_shard_size(p, unit.dims.get(name, 0), shards) for name, p in weights]
     stored = weights[0][1].dtype
-    fused = isinstance(unit.module, Experts) and isinstance(unit.module.grouped_mlp, Fused)
+    in_place = isinstance(unit.module, Experts) and isinstance(unit.module.grouped_mlp, WritesInPlace)
     return Held(
         name=name,
         part=_part(name, model),
@@ -106,7 +103,7 @@ def _held(
         stored=stored.itemsize,
         computed=stored.itemsize if unit.wide else min(stored.itemsize, model.dtype.itemsize),
         uses=_uses(name, model),
-        in_place=fused and model.dtype.itemsize < torch.float32.itemsize,
+        in_place=in_place and model.dtype.itemsize < torch.float32.itemsize,
     )
 
 
@@ -142,11 +139,11 @@ def _uses(name: str, model: LanguageModel) -> Uses:
     depths = len(model.mtp)
     lookups = (0 in model.segments) + depths
     if name == "embedding" and _is_head(model):
-        return Uses(1 + depths + lookups, 1 + lookups, 1 + lookups, int(lookups > 0))
+        return Uses(1 + depths + lookups, 1 + lookups, 1 + lookups)
     if name == "embedding":
         return Uses(forward=lookups)
     if name == "head":
-        return Uses(1 + depths, 1 + depths, 1 + depths, int(depths > 0))
+        return Uses(1 + depths, 1 + depths, 1 + depths)
     return Uses()
 
 
@@ -168,8 +165,9 @@ def hooked_times(units: list[Held], strategy: Strategy, micro_batches: int) -> d
     told = {}
     for unit in units:
         uses, every = unit.uses, strategy in ("gradients", "all")
-        gathers = micro_batches * (uses.forward + uses.backward) if strategy == "all" else uses.in_a_step
-        told[unit.name] = gathers, micro_batches if every else 1 + (uses.again if micro_batches > 1 else 0)
+        gathers = uses.in_a_step if every else 1
+        gathers = micro_batches * (uses.forward + uses.backward) if strategy == "all" else gathers
+        told[unit.name] = gathers, micro_batches if every else 1
     return told
 
 

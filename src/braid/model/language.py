@@ -282,6 +282,16 @@ class LanguageModel(Recomputing):
 
     # -------------------------------------------------------------------------------------- facts
 
+    def reused(self) -> list[nn.Module]:
+        """Units that one backward of a segment comes to several times: their gradients are whole at its end."""
+        depths = len(self.mtp)
+        if self.head is not None:
+            return [self.head] if depths else []
+        tells = self.final_norm is not None and self.embedding is not None
+        return (
+            [self.embedding] if tells and self.embedding is not None and (0 in self.segments or depths) else []
+        )
+
     def units(self) -> Iterator[Unit]:
         """What is gathered and released together where weights are sharded; inner units come first."""
         last = len(self.layout.segments) - 1

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from braid.collectives import ALONE, Group, Groups, summed
 from braid.config import Run
@@ -177,6 +178,9 @@ class _Step:
         mains: Mains = state.optimizer.mains() if alone else fsdp2.Accumulated(self.model)
         self.sink = WeightSink(mains) if mains or state.schedule.delayed else None
         hand_sink(self.model, self.sink)
+        once = run.mesh.shard in ("none", "optimizer")
+        self.late = [each for each in self.model.reused() if once and isinstance(each, FSDPModule)]
+        """Units that FSDP2 would reduce twice in the last backward: first what others have left."""
         self.modules: dict[int, list[nn.Module]] = {}
         for unit in self.model.units():
             segment = unit.segment if self.model.groups.pp.size > 1 else 0
@@ -213,7 +217,9 @@ class _Step:
 
     def before_backward(self, turn: Turn) -> None:
         modules, last = self.modules.get(turn[1], []), self._is_last(turn[0])
-        before_backward(self.model, modules, self.run.mesh.shard, last=last, done=self._is_done(turn))
+        at_once = [module for module in modules if module not in self.late]
+        before_backward(self.model, self.late, self.run.mesh.shard, last=False, done=self._is_done(turn))
+        before_backward(self.model, at_once, self.run.mesh.shard, last=last, done=self._is_done(turn))
 
     def _is_last(self, micro_batch: int) -> bool:
         return micro_batch == len(self.batches) - 1
@@ -223,10 +229,22 @@ class _Step:
         return self._is_last(turn[0]) and turn[1] == min(self.modules, default=turn[1])
 
     def after_backward(self, turn: Turn) -> None:
+        if self._is_last(turn[0]):
+            self._reduce_late(turn[1])
         # What ranks reduce may still be on its way, until the step's last backward has waited for all of it.
         if self.model.groups.world.size == 1 or self._is_done(turn):
+            if self.late:
+                assert isinstance(self.model, FSDPModule)
+                fsdp2.settle(self.model)
             self.state.optimizer.gather()
         self._forget(turn)
+
+    def _reduce_late(self, segment: int) -> None:
+        for module in self.modules.get(segment, []):
+            if module in self.late:
+                assert isinstance(module, FSDPModule)
+                fsdp2.flush(module, reduce=True)
+                module.reshard()
 
     def _forget(self, turn: Turn) -> None:
         """Drop what is known of a micro-batch, once it has left this rank."""

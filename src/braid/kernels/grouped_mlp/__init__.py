@@ -18,7 +18,7 @@ from braid.architecture import Activation, Glu
 from braid.kernels.activation import SWIGLU
 from braid.kernels.choice import Choice
 from braid.kernels.grouped_mlp import grouped, reference
-from braid.kernels.grouped_mlp.product import Sink
+from braid.kernels.grouped_mlp.product import Sink, WritesInPlace
 
 FEW_EXPERTS = 8
 """Up to here a CPU runs the loop as fast as `grouped_mm`, or faster (measured, float32 and bfloat16)."""
@@ -46,7 +46,7 @@ class GroupedMlp(Protocol):
 
 
 @dataclass(frozen=True)
-class Fused:
+class Fused(WritesInPlace):
     """`fused.FusedExperts` with the measured table. Triton is loaded by the first call: plans do without."""
 
     def __call__(self, *given: Any, **options: Any) -> Tensor:

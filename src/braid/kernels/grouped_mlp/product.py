@@ -45,6 +45,10 @@ class Gradient:
         return gradient
 
 
+class WritesInPlace:
+    """An implementation all of whose weight gradients can write where they are told."""
+
+
 def empty_like(parameter: Tensor) -> Callable[[], Tensor]:
     """Makes tensors like a parameter without holding on to it."""
     shape, dtype, device = parameter.shape, parameter.dtype, parameter.device

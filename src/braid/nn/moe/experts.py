@@ -19,7 +19,7 @@ from braid import architecture
 from braid.collectives import Groups
 from braid.kernels.activation import projections
 from braid.kernels.grouped_mlp import Fused, GroupedMlp, grouped, sizes
-from braid.kernels.grouped_mlp.product import Gradient, empty_like
+from braid.kernels.grouped_mlp.product import Gradient, WritesInPlace, empty_like
 from braid.kernels.kept import activated
 from braid.nn.canonical import Canonical
 from braid.nn.cost import Cost, Portion
@@ -83,7 +83,8 @@ class Experts(Delaying, Recomputing):
         )
         if added or self.b_down_EC is None:
             return y_MC
-        beside: Tensor = _AddedElsewhere.apply(self.sink, self.b_down_EC, y_MC)
+        in_place = isinstance(self.grouped_mlp, WritesInPlace)
+        beside: Tensor = _AddedElsewhere.apply(self.sink, in_place, self.b_down_EC, y_MC)
         return beside
 
     def canonical(self) -> dict[str, Canonical]:
@@ -153,19 +154,20 @@ class Experts(Delaying, Recomputing):
 
 
 class _AddedElsewhere(torch.autograd.Function):
-    """Of a bias that another rank adds the gradient here is zero, but it is there: ranks sum it."""
+    """Of a bias that another rank adds the gradient here is zero, but it is there: ranks sum it. It goes where
+    those of the other weights go, so that all have one dtype."""
 
     @staticmethod
-    def forward(ctx: Any, sink: WeightSink | None, bias_EC: Tensor, y_MC: Tensor) -> Tensor:
-        ctx.sink, ctx.bias = sink, bias_EC
+    def forward(ctx: Any, sink: WeightSink | None, in_place: bool, bias_EC: Tensor, y_MC: Tensor) -> Tensor:
+        ctx.sink, ctx.in_place, ctx.bias = sink, in_place, bias_EC
         return y_MC.view_as(y_MC)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor | None, Tensor]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, Tensor | None, Tensor]:
         sink, bias, zeros = ctx.sink, ctx.bias, Gradient(_nothing, empty_like(ctx.bias))
-        needed = ctx.needs_input_grad[1]
-        left = None if not needed else zeros() if sink is None else sink.leave(bias, zeros)
-        return None, left, grads[0]
+        needed, product = ctx.needs_input_grad[2], zeros if ctx.in_place else zeros.__call__
+        left = None if not needed else zeros() if sink is None else sink.leave(bias, product)
+        return None, None, left, grads[0]
 
 
 def _nothing(gradient: Tensor, accumulate: bool) -> None:
