@@ -66,3 +66,20 @@ def train(case: Case, *, overlap: bool) -> tuple[Trained, Watch]:
         state.optimizer.update(RATE)
     told.weights = {name: tensor.detach().clone() for name, tensor in state.weights().items()}
     return told, watch
+
+
+def test_a_step_never_waits_for_the_device():
+    """Whatever the host waits for, the device has nothing to do meanwhile."""
+    case = Case(pattern="[*E][*E]", delayed=True)
+    run = wide(case, overlap=True)
+    state = make_state(plan(run, 1), choose_device("cuda"))
+    initialize(state, run)
+    batches = micro_batches(case, state.model.groups, 0)
+    counts = steps.count(state.model, batches)
+    steps.backward(state, run, batches, counts)
+    state.optimizer.forget()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        steps.backward(state, run, batches, counts)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -20,6 +20,7 @@ from torch import Tensor
 from braid.architecture import Yarn
 from braid.collectives import Groups, mine
 from braid.kernels.attention import Spans, spans_of
+from braid.kernels.host import to_device
 from braid.nn.attention import AttentionCache
 from braid.nn.delta_net import DeltaNetCache
 from braid.nn.dropout import keep_mask
@@ -74,12 +75,12 @@ class MicroBatch:
         """The same micro-batch with its tensors on `device`."""
         return replace(
             self,
-            tokens_BT=self.tokens_BT.to(device, non_blocking=True),
-            labels_BT=self.labels_BT.to(device, non_blocking=True),
-            loss_mask_BT=self.loss_mask_BT.to(device, non_blocking=True),
-            positions_BT=self.positions_BT.to(device, non_blocking=True),
-            documents_BT=self.documents_BT.to(device, non_blocking=True),
-            sample_B=self.sample_B.to(device, non_blocking=True),
+            tokens_BT=to_device(self.tokens_BT, device),
+            labels_BT=to_device(self.labels_BT, device),
+            loss_mask_BT=to_device(self.loss_mask_BT, device),
+            positions_BT=to_device(self.positions_BT, device),
+            documents_BT=to_device(self.documents_BT, device),
+            sample_B=to_device(self.sample_B, device),
         )
 
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from braid.kernels.host import to_device
+
 SHORT = 128
 """Neighbouring documents are gathered into pieces of at most this many tokens: below it, the cost of one more
 call exceeds that of the masked pairs (measured on a CPU)."""
@@ -52,7 +54,7 @@ def spans_of(documents_BT: Tensor, window: int | None, device: torch.device) -> 
     groups = [[length] for length in lengths] if whole else _gather(lengths)
     pieces = [_piece(group, window, device) for group in groups[: 1 if whole else None]]
     return Spans(
-        runs_BT=runs_N.view(rows, tokens).to(device),
+        runs_BT=to_device(runs_N.view(rows, tokens), device),
         window=window,
         rows=pieces[0] if whole else None,
         pieces=tuple(pieces * rows if whole else pieces),
@@ -98,4 +100,4 @@ def _piece(lengths: list[int], window: int | None, device: torch.device) -> Piec
     if len(lengths) == 1 and (window is None or total <= window):
         return Piece(length=total, mask_LL=None)
     runs_L = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    return Piece(length=total, mask_LL=visible(runs_L, window).to(device))
+    return Piece(length=total, mask_LL=to_device(visible(runs_L, window), device))
