@@ -415,10 +415,10 @@ def two_stages() -> Run:
 """
 
 
-def trained(action: str, folder: Path, corpus: Path) -> int:
+def trained(action: str, folder: Path, corpus: Path, *more: str) -> int:
     """A training of two pipeline ranks to which something happens in its third step, by braid's launcher."""
     (folder / "mine.py").write_text(RECIPE)
-    words = [f"{folder}/mine.py:two_stages", "--data.sources", str(corpus), "--out", str(folder / "out")]
+    words = [f"{folder}/mine.py:two_stages", "--data.sources", str(corpus), "--out", str(folder / "out"), *more]
     command = [sys.executable, "-m", "tests.train.watchdog_payload", action, "train", *words, "--device", "cpu"]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
     failures = folder / "out" / "failures"
@@ -453,16 +453,20 @@ def test_a_rank_of_a_training_that_goes_is_named(action, kind, corpus, tmp_path,
     assert all((report["kind"], report["ranks"]) == (kind, [0]) for report in reports.values())
     assert reports[1]["op"].startswith("RECV_F")
     assert reports[1]["waits_in"]["peers"] == [0]
-    assert "rank 0 on " in capfd.readouterr().err
+    told = capfd.readouterr().err
+    assert "rank 0 was killed by SIGKILL" in told if kind == "lost" else "rank 0 on " in told
 
 
 @pytest.mark.long
 def test_a_slow_rank_of_a_training_is_told_on_the_console_and_in_the_metrics(corpus, tmp_path, capfd):
-    assert trained("be_slow", tmp_path, corpus) == ExitCode.OK
+    # Long enough to be told on a busy machine as well, where the other rank is slow at times too.
+    more = ("--train.steps", "40", "--train.stall-timeout-s", "60")
+    assert trained("be_slow", tmp_path, corpus, *more) == ExitCode.OK
     lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert lines[0]["straggler"] is None
-    assert lines[-1]["straggler"] == 0
-    assert lines[-1]["straggler_factor"] >= 3
+    named = [line for line in lines if line["straggler"] == 0]
+    assert named
+    assert named[-1]["straggler_factor"] >= 3
     assert "is slow: up to step" in capfd.readouterr().err
 
 
