@@ -90,7 +90,8 @@ USUAL = Fused(
     gradients=GradientVariant(),
     weight_gradient=WeightVariant(),
 )
-"""The fastest for four streams of bfloat16 on an H200."""
+"""For four streams of bfloat16: of each kernel the fastest on an H200 by itself, where the projection keeps all
+bits of the weight."""
 CROWDED = Fused(
     project=SHORT,
     aggregate=StreamVariant(),
