@@ -95,14 +95,10 @@ def _place(
 def _read_rows(
     grad_desc,
     x_desc,
-    out_desc,
     grads,
     xs,
-    sums,
     full,
     empty,
-    slot_full,
-    slot_empty,
     ends,
     by_size,
     experts,
@@ -112,11 +108,7 @@ def _read_rows(
     BN: gl.constexpr,
     BK: gl.constexpr,
     STAGES: gl.constexpr,
-    SLOTS: gl.constexpr,
-    PARTS: gl.constexpr,
     GROUP: gl.constexpr,
-    ACCUMULATE: gl.constexpr,
-    WARPS: gl.constexpr,
 ):
     count = experts * ((channels_o + BM - 1) // BM) * ((channels_i + BN - 1) // BN)
     step = 0
@@ -138,14 +130,8 @@ def _read_rows(
 
 @gluon.jit
 def _read_sums(
-    grad_desc,
-    x_desc,
     out_desc,
-    grads,
-    xs,
     sums,
-    full,
-    empty,
     slot_full,
     slot_empty,
     ends,
@@ -155,13 +141,10 @@ def _read_sums(
     channels_i,
     BM: gl.constexpr,
     BN: gl.constexpr,
-    BK: gl.constexpr,
-    STAGES: gl.constexpr,
     SLOTS: gl.constexpr,
     PARTS: gl.constexpr,
     GROUP: gl.constexpr,
     ACCUMULATE: gl.constexpr,
-    WARPS: gl.constexpr,
 ):
     count = experts * ((channels_o + BM - 1) // BM) * ((channels_i + BN - 1) // BN)
     PART: gl.constexpr = BN // PARTS
@@ -182,8 +165,6 @@ def _read_sums(
 
 @gluon.jit
 def _multiply(
-    grad_desc,
-    x_desc,
     out_desc,
     grads,
     xs,
@@ -292,14 +273,11 @@ def _weight_gradient(
         mbarrier.init(slot_empty.index(i), count=1)
     fence_async_shared()
     gl.warp_specialize(
-        [(_multiply, (
-          grad_desc, x_desc, out_desc, grads, xs, sums, full, empty, slot_full, slot_empty, ends, by_size,
-          experts, channels_o, channels_i, BM, BN, BK, STAGES, SLOTS, PARTS, GROUP, ACCUMULATE, num_warps)),
-         (_read_rows, (
-          grad_desc, x_desc, out_desc, grads, xs, sums, full, empty, slot_full, slot_empty, ends, by_size,
-          experts, channels_o, channels_i, BM, BN, BK, STAGES, SLOTS, PARTS, GROUP, ACCUMULATE, num_warps)),
-         (_read_sums, (
-          grad_desc, x_desc, out_desc, grads, xs, sums, full, empty, slot_full, slot_empty, ends, by_size,
-          experts, channels_o, channels_i, BM, BN, BK, STAGES, SLOTS, PARTS, GROUP, ACCUMULATE, num_warps))],
+        [(_multiply, (out_desc, grads, xs, sums, full, empty, slot_full, slot_empty, ends, by_size, experts,
+                      channels_o, channels_i, BM, BN, BK, STAGES, SLOTS, PARTS, GROUP, ACCUMULATE, num_warps)),
+         (_read_rows, (grad_desc, x_desc, grads, xs, full, empty, ends, by_size, experts, channels_o,
+                       channels_i, BM, BN, BK, STAGES, GROUP)),
+         (_read_sums, (out_desc, sums, slot_full, slot_empty, ends, by_size, experts, channels_o, channels_i,
+                       BM, BN, SLOTS, PARTS, GROUP, ACCUMULATE))],
         [1, 1], [72, 72],
     )  # fmt: skip
