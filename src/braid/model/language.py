@@ -287,10 +287,9 @@ class LanguageModel(Recomputing):
         depths = len(self.mtp)
         if self.head is not None:
             return [self.head] if depths else []
-        tells = self.final_norm is not None and self.embedding is not None
-        return (
-            [self.embedding] if tells and self.embedding is not None and (0 in self.segments or depths) else []
-        )
+        if self.embedding is None or self.final_norm is None:
+            return []
+        return [self.embedding] if 0 in self.segments or depths else []
 
     def units(self) -> Iterator[Unit]:
         """What is gathered and released together where weights are sharded; inner units come first."""
