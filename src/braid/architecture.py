@@ -498,6 +498,11 @@ class Model:
     hyper: HyperConnections | None = None
     """Residual streams and what connects them with the layers; None for one stream."""
 
+    @property
+    def stream(self) -> tuple[int, ...]:
+        """Sizes of what a token has between layers: channels, or streams of channels."""
+        return (self.hidden,) if self.hyper is None else (self.hyper.streams, self.hidden)
+
     def problems(self, at: str) -> Iterator[Problem]:
         yield from rules.at_least(f"{at}.hidden", self.hidden, 1)
         yield from rules.at_least(f"{at}.vocab", self.vocab, 2)
@@ -511,9 +516,3 @@ class Model:
                 yield from layer.problems(f"{at}.{name}")
         if self.hyper is not None:
             yield from self.hyper.problems(f"{at}.hyper")
-            yield Problem(
-                field=f"{at}.hyper",
-                value=self.hyper,
-                rule="models are not built with hyper-connections yet",
-                remedy="None",
-            )

@@ -126,9 +126,15 @@ def _replayed(run: Run, layout: Layout, schedule: Schedule) -> tuple[tuple[str, 
 
 
 def _chains(run: Run, layout: Layout) -> tuple[Chain, ...]:
-    moe = run.model.moe
-    experts = {"shared_experts": bool(moe and moe.shared_ffn), "latent": bool(moe and moe.latent)}
-    return schedules.chains(layout, run.mesh.pp, tied=run.model.tied, **experts)
+    model, moe = run.model, run.model.moe
+    return schedules.chains(
+        layout,
+        run.mesh.pp,
+        tied=model.tied,
+        shared_experts=bool(moe and moe.shared_ffn),
+        latent=bool(moe and moe.latent),
+        hyper=model.hyper is not None,
+    )
 
 
 def size(plan: Plan) -> Size:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from braid import fit, kernels
-from braid.architecture import Attention, DeltaNet, LatentAttention, Mamba2, Mlp, Model, Moe
+from braid.architecture import Attention, DeltaNet, HyperConnections, LatentAttention, Mamba2, Mlp, Model, Moe
 from braid.collectives import Groups
 from braid.config import Data, Mesh, Optim, Run, Train
 from braid.engine.node import Watch
@@ -56,6 +56,8 @@ class Case:
     early_release: bool = False
     late_weights: bool = False
     dispatcher: str = "auto"
+    streams: int = 0
+    """Residual streams with hyper-connections; 0 for a plain one."""
 
     def __str__(self) -> str:
         words = [
@@ -68,6 +70,7 @@ class Case:
         ]
         flags = ("tied", "latent", "capacity", "dropout", "delayed", "early_release", "late_weights")
         words += [name for name in flags if getattr(self, name)] + ["alone"] * (not self.shared)
+        words += [f"n{self.streams}"] * (self.streams > 0)
         return " ".join(words + [self.dispatcher] * (self.dispatcher != "auto"))
 
     def run(self, *, overlap: bool) -> Run:
@@ -101,6 +104,7 @@ class Case:
                 delta_net=DeltaNet(key_heads=1, value_heads=2, key_dim=4, value_dim=4, conv=2),
                 mlp=Mlp(ffn=10),
                 moe=moe,
+                hyper=HyperConnections(streams=self.streams) if self.streams else None,
             ),
             data=Data(sequence_tokens=TOKENS),
             optim=Optim(lr=RATE, warmup_steps=0),

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from braid.architecture import HyperConnections
 from braid.errors import DataError
 from braid.model.context import Context, MicroBatch
 from braid.model.language import PartOfStep
@@ -22,6 +23,8 @@ VARIANTS = {
     ),
     "no positions, layer norm": replace(SHAPE, attention=replace(ATTENTION, positions="none"), norm="layer"),
     "ungated": replace(SHAPE, moe=replace(MOE, activation="relu2", score="sigmoid", shared_ffn=0)),
+    "three streams": replace(SHAPE, hyper=HyperConnections(streams=3)),
+    "one stream, its mean": replace(SHAPE, hyper=HyperConnections(streams=1, exit="mean")),
 }
 
 
@@ -137,7 +140,8 @@ def test_phases_in_order_are_the_forward() -> None:
         flow = block.mix(x, context)  # type: ignore[operator]
         flow = block.dispatch(flow, context)  # type: ignore[operator]
         flow = block.experts(flow, context)  # type: ignore[operator]
-        return block.combine(flow, context)  # type: ignore[operator]
+        flow = block.combine(flow, context)  # type: ignore[operator]
+        return block.post(flow, context)  # type: ignore[operator]
 
     assert torch.equal(by_phases(model.prepare(given)), block(x, model.prepare(given)))
 
@@ -151,7 +155,8 @@ def test_no_state_of_a_micro_batch_stays_on_a_module() -> None:
         flows = [block.mix(x[i], contexts[i]) for i in range(2)]  # type: ignore[operator]
         flows = [block.dispatch(flows[i], contexts[i]) for i in range(2)]  # type: ignore[operator]
         flows = [block.experts(flows[i], contexts[i]) for i in range(2)]  # type: ignore[operator]
-        x = [block.combine(flows[i], contexts[i]) for i in range(2)]  # type: ignore[operator]
+        flows = [block.combine(flows[i], contexts[i]) for i in range(2)]  # type: ignore[operator]
+        x = [block.post(flows[i], contexts[i]) for i in range(2)]  # type: ignore[operator]
     for seed in range(2):
         context = model.prepare(batch([[9, 3]], seed=seed))
         embedded = model.embedding(context.batch.tokens_BT)

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from braid.architecture import HyperConnections, Model
+from braid.architecture import HyperConnections
 from braid.kernels import hyper_connection as op
 from braid.nn.cost import Portion
-from braid.nn.hyper_connection import HyperConnection, HyperExit, deviation, expand, mean
+from braid.nn.hyper_connection import HyperConnection, HyperExit, HyperMean, deviation, expand
 from braid.nn.init import initialize
 from tests.nn.float64 import float32_means_float64
 
@@ -122,7 +122,7 @@ def test_with_alpha_zero_it_is_a_plain_residual_net(streams: int, exit_: str) ->
         x = connection.post(entered, branch(layer, read))
         torch.testing.assert_close(x, expand(plain, streams), rtol=1e-9, atol=1e-9)
     factor = streams / 2 if exit_ == "learned" else 1.0
-    out = leave(x) if exit_ == "learned" else mean(x)
+    out = leave(x) if exit_ == "learned" else HyperMean(leave.shape, HIDDEN)(x)
     torch.testing.assert_close(out, factor * plain, rtol=1e-9, atol=1e-9)
 
 
@@ -156,7 +156,7 @@ def test_weights_are_float32_or_better_and_streams_keep_their_dtype(dtype: torch
     assert {p.dtype for p in (*connection.parameters(), *leave.parameters())} == {wide}
     read, entered = connection(streams_of(2, dtype))
     out = connection.post(entered, read)
-    assert read.dtype == out.dtype == leave(out).dtype == mean(out).dtype == dtype
+    assert read.dtype == out.dtype == leave(out).dtype == HyperMean(leave.shape, HIDDEN)(out).dtype == dtype
     assert entered.post_NS.dtype == entered.res_NSS.dtype == wide
 
 
@@ -244,9 +244,3 @@ def test_what_cannot_be_is_a_problem() -> None:
     assert fields(streams=0) == ["hyper.streams"]
     assert fields(sinkhorn_steps=0) == ["hyper.sinkhorn_steps"]
     assert fields(eps=0.0) == ["hyper.eps"]
-
-
-def test_a_model_is_not_built_without_what_was_asked_for() -> None:
-    shape = Model(pattern="*-", hidden=8, vocab=16, hyper=HyperConnections(streams=0))
-    found = [problem.field for problem in shape.problems("model")]
-    assert found == ["model.hyper.streams", "model.hyper"]

@@ -5,6 +5,7 @@
     tied      one weight for embedding and head, dropout, whole documents with padding, MTP, no experts
     capacity  experts that drop tokens and are padded to capacity, noise on the router, padding
     sinkhorn  scores evened out over whole sequences, one expert for each token, one key head
+    hyper     three residual streams with hyper-connections around every mixer, MLP and experts; MTP
 
 Sizes are the smallest that all ranks can share: up to 4 of tp, 8 of tp · cp, and 3 of dp.
 """
@@ -16,7 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
-from braid.architecture import Attention, DeltaNet, LatentAttention, Mamba2, Mlp, Model, Moe
+from braid.architecture import Attention, DeltaNet, HyperConnections, LatentAttention, Mamba2, Mlp, Model, Moe
 from braid.config import Data, Optim, Run, Train
 from braid.data import ByteTokenizer, build
 
@@ -135,8 +136,31 @@ SINKHORN = Model(
     ),
 )
 
+HYPER = Model(
+    pattern="[*E]-[MGE]/*E",
+    hidden=16,
+    vocab=VOCAB,
+    tied=False,
+    init_std=0.2,
+    mtp_loss=0.3,
+    dropout=0.1,
+    attention=Attention(heads=8, kv_heads=2, head_dim=4),
+    mamba2=Mamba2(heads=8, head_dim=2, state=3, groups=1, conv=3),
+    delta_net=DeltaNet(key_heads=2, value_heads=8, key_dim=3, value_dim=2, conv=3),
+    mlp=Mlp(ffn=24),
+    moe=Moe(experts=8, top_k=2, ffn=24, shared_ffn=8, aux_loss=0.02, score="sigmoid"),
+    hyper=HyperConnections(streams=3),
+)
+
 MODELS = MappingProxyType(
-    {"hybrid": HYBRID, "latent": LATENT, "tied": TIED, "capacity": CAPACITY, "sinkhorn": SINKHORN}
+    {
+        "hybrid": HYBRID,
+        "latent": LATENT,
+        "tied": TIED,
+        "capacity": CAPACITY,
+        "sinkhorn": SINKHORN,
+        "hyper": HYPER,
+    }
 )
 
 PADDED = frozenset({"tied", "capacity"})

@@ -139,6 +139,10 @@ QUICK = (
     _batch("hybrid", 4, "pp2 tp2 ep2", "pp2 cp2 v2 etp2", "pp2 gradients"),
     _batch("latent", 4, "pp4", "pp2 v2 ep2 optimizer", "pp2 dual overlap ep2"),
     _batch("hybrid", 8, "pp2 tp2 cp2 ep2 etp2", "pp2 tp2 ep4 v2 none"),
+    _batch("hyper", 2, "", "none", "optimizer", "gradients", "tp2", "cp2", "ep2", "etp2", "ep2 overlap"),
+    _batch("hyper", 3, "etp3", "replicate3"),
+    _batch("hyper", 4, "tp2 ep2", "tp2 cp2 ep2 etp2", "cp2 ep4 gradients", "pp2 tp2 ep2", "pp2 v2 ep2 overlap"),
+    _batch("hyper", 4, "pp4", "pp2 dual", "pp2 ep2 dual overlap", "pp2 cp2 none"),
 )
 """What `make test` compares."""
 
@@ -172,5 +176,11 @@ LONG = (
     _batch("tied", 8, "pp2 tp2 cp2", "pp4 cp2 v2", "pp2 cp2 replicate2 gradients", "pp4 replicate2"),
     _batch("latent", 8, "pp2 tp2 ep2 replicate2", "pp4 ep2 v2", "pp2 tp2 cp2 ep4", "pp2 cp4 etp4"),
     _batch("sinkhorn", 8, "pp2 tp2 etp2 replicate2", "pp2 tp2 ep2 etp2", "pp2 cp2 etp2 optimizer"),
+    _batch(
+        "hyper", 4, "tp4 ep4", "cp4", "ep4 all_gather", "replicate2", "tp2 none", "ep2 etp2 optimizer overlap"
+    ),
+    _batch("hyper", 4, "pp2 tp2 ep2 dual overlap", "pp4 v2", "pp2 replicate2", "pp2 tp2 ep2 overlap optimizer"),
+    _batch("hyper", 6, "tp2 etp3", "cp2 ep2", "pp3 tp2", "pp2 etp3"),
+    _batch("hyper", 8, "tp2 cp2 ep4 etp2", "pp2 tp2 cp2 ep2", "tp8", "pp2 cp2 ep2 replicate2 gradients", "pp8"),
 )
 """What `make test-long` compares besides."""

@@ -157,8 +157,10 @@ class Passage:
         self.phases = {phase.name: phase for phase in phases}
         self.watch = watch
         self._made: dict[str, Made] = {}
-        self._readers = {name: len(found) for name, found in readers(phases).items()}
+        read_by = readers(phases)
+        self._readers = {name: len(found) for name, found in read_by.items()}
         """How many nodes have yet to read each tensor."""
+        self._in_readers = read_by.get(IN, ())
         self._gradients: dict[str, list[Made]] = {}
         self._kept: dict[str, _Kept] = {}
         self._users = dict(shared_by(phases))
@@ -185,10 +187,9 @@ class Passage:
 
     def take_gradient(self) -> Tensor | None:
         """Of what this segment was given, once all its readers have run backward."""
-        if IN not in self._gradients:
+        if IN not in self._gradients or not self._to_backward.isdisjoint(self._in_readers):
             return None
-        (only,) = self._gradients.pop(IN)
-        return self._for_outside(only)
+        return _sum([self._for_outside(made) for made in self._gradients.pop(IN)])
 
     def _for_outside(self, made: Made) -> Tensor:
         """Messages go from the stream that computes."""

@@ -74,7 +74,7 @@ def units_of_phases(
             "mix": [*(name for name in inner if name not in experts), block],
             "experts": experts,
             "combine": [block] if latent else [],
-            "final_norm": [depth or "final_norm"],
+            "final_norm": [f"{depth}.exit", depth] if depth else ["exit", "final_norm"],
             "head": [teller],
         }
         found[phase.name] = tuple(name for name in used.get(phase.kind, ()) if name in meshes)

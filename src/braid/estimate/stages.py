@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import prod
 
 from braid.estimate.memory import Memory, Step, memory_of
 from braid.estimate.rank import first_rank, model_of, portion_of
@@ -113,4 +114,4 @@ def _together(calls: Iterable[Call]) -> Iterable[Call]:
 def _sends(plan: Plan, stage: int, portion: Portion, model: LanguageModel) -> int:
     """Activations and their gradients, as the schedule sends them to other stages."""
     count = sum(op.act in (Act.SEND_F, Act.SEND_B) for op in plan.schedule.ops[stage])
-    return count * portion.places(model.groups.tp_cp) * model.shape.hidden * portion.narrow
+    return count * portion.places(model.groups.tp_cp) * prod(model.shape.stream) * portion.narrow

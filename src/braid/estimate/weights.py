@@ -19,7 +19,7 @@ from braid.nn.canonical import Shard
 from braid.nn.cost import Call
 from braid.nn.moe.experts import SHARD_DIMS, Experts
 from braid.optim.gradients import copied
-from braid.parallel.sharding import Strategy, Unit
+from braid.parallel.sharding import Strategy, Unit, set_apart
 from braid.plan import Plan
 from braid.schedule import Act
 
@@ -74,10 +74,7 @@ def held_units(model: LanguageModel, axes: Sizes) -> list[Held]:
     names = {id(module): name for name, module in model.named_modules()}
     claimed: set[int] = set()
     found = []
-    for unit in model.units():
-        stored = next((p.dtype for p in unit.module.parameters()), model.dtype)
-        if unit.wide and stored == model.dtype:
-            continue  # nothing sets it apart from what surrounds it
+    for unit, _ in set_apart(model.units(), model.dtype):
         weights = [(name, p) for name, p in unit.module.named_parameters() if id(p) not in claimed]
         claimed |= {id(p) for _, p in weights}
         if weights:
@@ -128,7 +125,7 @@ def _part(name: str, model: LanguageModel) -> str:
     """A tied embedding has its gradient from the head on, and so has a copy for MTP depths."""
     if name == "embedding" and (_is_head(model) or 0 not in model.segments):
         return "head"
-    if name in ("final_norm", "head"):
+    if name in ("exit", "final_norm", "head"):
         return "head"
     return ".".join(name.removeprefix("stack.").split(".")[:2])
 

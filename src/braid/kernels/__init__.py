@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from braid import architecture
-from braid.kernels import attention, delta_rule, grouped_mlp, permute, ssd
+from braid.kernels import attention, delta_rule, grouped_mlp, hyper_connection, permute, ssd
 from braid.kernels.choice import Choice
 from braid.pattern import Kind
 
@@ -25,11 +25,13 @@ class Kernels:
     delta_rule: Choice[delta_rule.DeltaRule] | None
     grouped_mlp: Choice[grouped_mlp.GroupedMlp] | None
     permute: Choice[permute.Permute] | None
+    hyper_connection: Choice[hyper_connection.HyperConnect] | None
 
     @property
     def choices(self) -> tuple[Choice, ...]:
         """What there is to tell the user."""
-        every = (self.attention, self.ssd, self.delta_rule, self.grouped_mlp, self.permute)
+        mixers = (self.attention, self.ssd, self.delta_rule)
+        every = (*mixers, self.grouped_mlp, self.permute, self.hyper_connection)
         return tuple(choice for choice in every if choice is not None)
 
 
@@ -40,6 +42,7 @@ def choose(
     dtype."""
     attends = not {Kind.ATTENTION, Kind.LATENT_ATTENTION}.isdisjoint(kinds)
     moe = model.moe if Kind.MOE in kinds else None
+    hyper = model.hyper
     return Kernels(
         attention=attention.choose(device, dtype) if attends else None,
         ssd=ssd.choose(device, dtype) if Kind.MAMBA2 in kinds else None,
@@ -50,6 +53,9 @@ def choose(
             device, dtype, hidden=moe.latent or model.hidden, ffn=moe.ffn, experts=moe.experts
         ),
         permute=None if moe is None else permute.choose(device),
+        hyper_connection=None
+        if hyper is None
+        else hyper_connection.choose(device, dtype, streams=hyper.streams),
     )
 
 
@@ -61,4 +67,5 @@ def references() -> Kernels:
         delta_rule=delta_rule.REFERENCE,
         grouped_mlp=grouped_mlp.REFERENCE,
         permute=permute.REFERENCE,
+        hyper_connection=hyper_connection.REFERENCE,
     )

@@ -1,16 +1,18 @@
 """A block: the unit of scheduling, and the phases in which it runs.
 
-    mix ──► dispatch ──► experts ──► combine
+    mix ──► dispatch ──► experts ──► combine ──► post
 
 `mix` runs every layer up to a closing MoE, and of that its norm, router and shared expert. `dispatch` brings
-tokens to their experts, `experts` computes, `combine` brings results back into the residual stream. A block
-without MoE does all its work in `mix`; the other phases pass on what they are given. `forward` is the four
-phases in order: there is no other path.
+tokens to their experts, `experts` computes, `combine` brings results back, and `post` takes them into the
+residual stream. A block without MoE does all its work in `mix`; the other phases pass on what they are given.
+`forward` is the phases in order: there is no other path. Without hyper-connections `post` is an addition, and
+belongs to `combine`.
 
 Between blocks a rank holds t of the T tokens of its rows; what leaves it in `dispatch` and returns in `combine`
 is up to the dispatcher.
 
-Shapes: B rows, t tokens of this rank, N = B · t, S slots of a token, C hidden channels.
+Shapes: B rows, t tokens of this rank, N = B · t, C hidden channels, S slots of a token, or streams. What is
+called `stream` is the residual stream, of shape BtC, or BtSC where hyper-connections make several of it.
 """
 
 from __future__ import annotations
@@ -27,13 +29,16 @@ from torch import Tensor, nn
 from braid import architecture, pattern
 from braid.collectives import Groups
 from braid.kernels import Kernels
+from braid.kernels.hyper_connection import Entered
 from braid.model.context import Context
+from braid.model.streams import connection
 from braid.nn.attention import Attention
 from braid.nn.canonical import Canonical, under
 from braid.nn.cost import Cost, Portion, sent_again
 from braid.nn.delta_net import DeltaNet
 from braid.nn.dropout import dropout
 from braid.nn.head_scalars import HeadScalars
+from braid.nn.hyper_connection import HyperConnection, deviation
 from braid.nn.latent_attention import LatentAttention
 from braid.nn.mamba2 import Mamba2
 from braid.nn.mlp import Mlp
@@ -66,25 +71,32 @@ Inner = Mixer | Mlp | Moe
 
 
 class Flow(NamedTuple):
-    """The tensors that cross from one phase to the next; all but the first exist only before `combine` of
-    a MoE block."""
+    """The tensors that cross from one phase to the next; all but the first exist only before the end of a MoE
+    block."""
 
-    residual_BtC: Tensor
+    stream: Tensor
     rows: Tensor | None = None
-    """What experts read or wrote, as it leaves and returns."""
+    """What experts read or wrote, as it leaves and returns; after `combine`, one row for each token."""
     probs: Tensor | None = None
     """The probability of each row, until experts have used it."""
     shared_BtC: Tensor | None = None
     """The shared expert's output, where there is one."""
+    post_NS: Tensor | None = None
+    """With hyper-connections: how a result is shared out among streams,"""
+    res_NSS: Tensor | None = None
+    """and how these mix."""
 
 
 class PreNorm(nn.Module):
-    """A layer and the norm before it."""
+    """A layer and what stands before it: a norm, and a hyper-connection where there are several streams."""
 
-    def __init__(self, before: RmsNorm | LayerNorm, inner: Inner) -> None:
+    def __init__(
+        self, before: RmsNorm | LayerNorm, inner: Inner, connection: HyperConnection | None = None
+    ) -> None:
         super().__init__()
         self.norm = before
         self.inner = inner
+        self.connection = connection
 
 
 class Block(Recomputing):
@@ -110,20 +122,22 @@ class Block(Recomputing):
         for layer in block.layers:
             before = norm(shape.norm, shape.hidden, shape.norm_eps, copies=groups.tp, **on)
             inner = _layer(layer, shape, kernels, dispatcher, {"groups": groups, **on})
-            self.layers[NAMES[layer.kind]] = PreNorm(before, inner)
+            ways = connection(shape, kernels, {"groups": groups, **on})
+            self.layers[NAMES[layer.kind]] = PreNorm(before, inner, ways)
 
-    def forward(self, x_BtC: Tensor, context: Context) -> Tensor:
-        flow = self.mix(x_BtC, context)
+    def forward(self, stream: Tensor, context: Context) -> Tensor:
+        flow = self.mix(stream, context)
         flow = self.dispatch(flow, context)
         flow = self.experts(flow, context)
-        return self.combine(flow, context)
+        flow = self.combine(flow, context)
+        return self.post(flow, context)
 
     # ------------------------------------------------------------------------------------- phases
 
-    def mix(self, x_BtC: Tensor, context: Context) -> Flow:
+    def mix(self, stream: Tensor, context: Context) -> Flow:
         journeys: list[Journey] = []
-        flow, routing = self.recomputed("block", partial(self._mixed, context, journeys), x_BtC)
-        self.kept(flow.residual_BtC)  # what the next block is given
+        flow, routing = self.recomputed("block", partial(self._mixed, context, journeys), stream)
+        self.kept(flow.stream)  # what the next block is given
         if routing is not None:
             layer = self.block.layers[-1]
             moe, tokens, earlier_E = self._moe(layer), context.tokens(layer), context.earlier_E.get(layer)
@@ -149,30 +163,36 @@ class Block(Recomputing):
         visit = partial(self._moe(layer).visit, journey=context.journeys[layer])
         return flow._replace(rows=self.recomputed("block", visit, flow.rows, flow.probs), probs=None)
 
-    def combine(self, flow: Flow, context: Context) -> Tensor:
+    def combine(self, flow: Flow, context: Context) -> Flow:
         if flow.rows is None:
-            return flow.residual_BtC
+            return flow
         layer = self.block.layers[-1]
         moe, journey = self._moe(layer), context.journeys[layer]
-        y_BtC = moe.unpack(moe.dispatcher.combine(flow.rows, journey), journey).view_as(flow.residual_BtC)
+        return flow._replace(rows=moe.unpack(moe.dispatcher.combine(flow.rows, journey), journey))
+
+    def post(self, flow: Flow, context: Context) -> Tensor:
+        if flow.rows is None:
+            return flow.stream
+        y_BtC = flow.rows.view(*flow.stream.shape[:2], -1)
         if flow.shared_BtC is not None:
             y_BtC = y_BtC + flow.shared_BtC
-        return self._add(flow.residual_BtC, y_BtC, layer, context)
+        return self._leave(flow, y_BtC, self.block.layers[-1], context)
 
     # -------------------------------------------------------------------------------------- parts
 
-    def _mixed(self, context: Context, journeys: list[Journey], x_BtC: Tensor) -> tuple[Flow, Routing | None]:
+    def _mixed(self, context: Context, journeys: list[Journey], stream: Tensor) -> tuple[Flow, Routing | None]:
         """All of `mix` but what is written down. The journey is left in the list, where it is found again."""
         for layer in self.block.layers:
-            normed_BtC = self.recomputed("norm", self._at(layer).norm, x_BtC)
+            branch_BtC, flow = self._enter(stream, layer, context)
+            normed_BtC = self.recomputed("norm", self._at(layer).norm, branch_BtC)
             if layer.kind is Kind.MOE:
-                return self._routed(context, journeys, x_BtC, normed_BtC)
+                return self._routed(context, journeys, flow, normed_BtC)
             y_BtC = _computed(self._at(layer).inner, normed_BtC, layer, context)
-            x_BtC = self._add(x_BtC, y_BtC, layer, context)
-        return Flow(x_BtC), None
+            stream = self._leave(flow, y_BtC, layer, context)
+        return Flow(stream), None
 
     def _routed(
-        self, context: Context, journeys: list[Journey], x_BtC: Tensor, normed_BtC: Tensor
+        self, context: Context, journeys: list[Journey], flow: Flow, normed_BtC: Tensor
     ) -> tuple[Flow, Routing]:
         layer, normed_NC = self.block.layers[-1], normed_BtC.flatten(0, 1)
         moe, tokens = self._moe(layer), context.tokens(layer)
@@ -181,13 +201,30 @@ class Block(Recomputing):
         if not journeys:
             journeys.append(moe.journey(routing, tokens, replayed=replayed is not None))
         rows, probs = moe.pack(normed_NC, routing.probs_NS, journeys[0])
-        return Flow(x_BtC, rows, probs, moe.shared_output(normed_BtC)), routing
+        return flow._replace(rows=rows, probs=probs, shared_BtC=moe.shared_output(normed_BtC)), routing
 
-    def _add(self, x_BtC: Tensor, y_BtC: Tensor, layer: Layer, context: Context) -> Tensor:
+    def _enter(self, stream: Tensor, layer: Layer, context: Context) -> tuple[Tensor, Flow]:
+        """What a layer reads of the residual stream, and what stays to be joined by what it writes."""
+        ways = self._at(layer).connection
+        if ways is None:
+            return stream, Flow(stream)
+        branch_BtC, entered = ways(stream)
+        if context.deviations is not None:
+            context.deviations.append(deviation(entered.res_NSS))
+        through = entered.through_NSC.view_as(stream)
+        return branch_BtC, Flow(through, post_NS=entered.post_NS, res_NSS=entered.res_NSS)
+
+    def _leave(self, flow: Flow, y_BtC: Tensor, layer: Layer, context: Context) -> Tensor:
         """A layer's output joins the residual stream."""
         if self.dropout and context.batch.training:
             y_BtC = y_BtC * self.recomputed("block", partial(self._scale, layer, context, y_BtC.shape[-1]))
-        return x_BtC + y_BtC
+        ways = self._at(layer).connection
+        if ways is None:
+            return flow.stream + y_BtC
+        assert flow.post_NS is not None
+        assert flow.res_NSS is not None
+        entered = Entered(y_BtC, flow.stream.flatten(0, 1), flow.post_NS, flow.res_NSS)
+        return ways.post(entered, y_BtC)
 
     def _scale(self, layer: Layer, context: Context, channels: int) -> Tensor:
         """What dropout makes of ones, and multiplies everything with."""
@@ -218,7 +255,7 @@ class Block(Recomputing):
         """The block is sharded as one, but for its experts and for what is float32 in every model."""
         segment = self.block.layers[0].segment
         for module in self.modules():
-            if isinstance(module, Router | HeadScalars):
+            if isinstance(module, Router | HeadScalars | HyperConnection):
                 yield Unit(module=module, segment=segment, wide=True)
             elif isinstance(module, Experts):
                 yield Unit(module=module, segment=segment, mesh="expert", dims=SHARD_DIMS)
@@ -230,6 +267,9 @@ class Block(Recomputing):
             pre_norm = cast(PreNorm, module)
             tensors |= under(f"{name}.norm", f"layers.{name}.norm", pre_norm.norm.canonical())
             tensors |= under(name, f"layers.{name}.inner", pre_norm.inner.canonical())
+            if pre_norm.connection is not None:
+                at = f"layers.{name}.connection"
+                tensors |= under(f"{name}.connection", at, pre_norm.connection.canonical())
         return tensors
 
     def cost(self, portion: Portion) -> Cost:
@@ -261,7 +301,9 @@ class Block(Recomputing):
         return replace(every, kept=kept, calls=every.calls + sent_again(every.calls, *ONCE))
 
     def flops(self, tokens: int) -> int:
-        return sum(self._at(layer).inner.flops(tokens) for layer in self.block.layers)
+        layers = [self._at(layer) for layer in self.block.layers]
+        connections = (each.connection.flops(tokens) for each in layers if each.connection is not None)
+        return sum(each.inner.flops(tokens) for each in layers) + sum(connections)
 
 
 def _sent(moe: Moe, journeys: list[Journey], rows: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,8 @@
 
 Between layers a rank holds t of the T tokens of its rows (see `context`); the head sees those of all tp ranks.
 
-Shapes: B rows, T tokens, t tokens of this rank, s tokens of all tp ranks, C hidden channels, V vocabulary.
+Shapes: B rows, T tokens, t tokens of this rank, s tokens of all tp ranks, C hidden channels, S streams, V
+vocabulary. What is called `stream` is the residual stream: BtC, or BtSC with hyper-connections.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ from braid.model.block import Block
 from braid.model.context import Cache, Context, MicroBatch, Whole
 from braid.model.mtp import Mtp, targets
 from braid.model.stack import Stack
+from braid.model.streams import Exit, exit_units, leaving
 from braid.nn.canonical import Canonical, Shard, under
 from braid.nn.cost import Cost, Portion, gather_cost
 from braid.nn.embedding import Embedding, Head, Vocabulary, check_ids
+from braid.nn.hyper_connection import expand
 from braid.nn.init import initialize
 from braid.nn.loss import cross_entropy, cross_entropy_cost
 from braid.nn.moe.balance import Balance
@@ -138,6 +141,7 @@ class LanguageModel(Recomputing):
         begins, ends = 0 in self.segments, len(layout.segments) - 1 in self.segments
         on: dict[str, Any] = {"device": device, "dtype": self.dtype if stored is None else stored}
         self.embedding: Embedding | None = None
+        self.exit: Exit | None = None
         self.final_norm: RmsNorm | LayerNorm | None = None
         self.head: Head | None = None
         depths = layout.mtp if ends else ()
@@ -147,6 +151,7 @@ class LanguageModel(Recomputing):
             self.embedding = Embedding(shape.vocab, shape.hidden, groups=groups, copies=copies, **on)
         self.stack = Stack(layout, self.segments, shape, kernels, dispatcher, groups=groups, **on)
         if ends:
+            self.exit = leaving(shape, kernels, {"groups": groups, **on})
             self.final_norm = norm(shape.norm, shape.hidden, shape.norm_eps, copies=groups.tp, **on)
             self.head = None if shape.tied else Head(shape.vocab, shape.hidden, groups=groups, **on)
         self.mtp = nn.ModuleDict(
@@ -199,25 +204,27 @@ class LanguageModel(Recomputing):
         return self.run(self.segments, None, context)[1]
 
     def run(
-        self, segments: Sequence[int], x_BtC: Tensor | None, context: Context
+        self, segments: Sequence[int], stream: Tensor | None, context: Context
     ) -> tuple[Tensor | None, Losses]:
         """Run segments that follow one another. The first of the model embeds tokens, all others read what the
         one before them returned; the last of the model returns nothing. Losses are of these segments alone."""
         with self.watched():
-            return self._run(segments, x_BtC, context)
+            return self._run(segments, stream, context)
 
     def _run(
-        self, segments: Sequence[int], x_BtC: Tensor | None, context: Context
+        self, segments: Sequence[int], given: Tensor | None, context: Context
     ) -> tuple[Tensor | None, Losses]:
         before = set(context.balances)
-        x_BtC = self._through(segments, x_BtC, context)
+        stream = self._through(segments, given, context)
         (loss_sum, count), mtp = self.nothing(), tuple[tuple[Tensor, Tensor], ...]()
-        if segments[-1] == len(self.layout.segments) - 1:
-            batch, hidden_BtC, x_BtC = context.batch, self.normed(x_BtC), None
+        ends = segments[-1] == len(self.layout.segments) - 1
+        if ends:
+            batch, hidden_BtC = context.batch, self.normed(stream)
             loss_sum, count = self.told(hidden_BtC, batch.labels_BT, batch.loss_mask_BT)
-            mtp = tuple(self._mtp_losses(hidden_BtC, context)) if batch.training else ()
+            shown = hidden_BtC if self.exit is None else stream
+            mtp = tuple(self._mtp_losses(shown, context)) if batch.training else ()
         balances = {layer: balance for layer, balance in context.balances.items() if layer not in before}
-        return x_BtC, Losses(
+        return None if ends else stream, Losses(
             loss_sum=loss_sum,
             token_count=count,
             aux=summed_losses([balance.losses for balance in balances.values()]),
@@ -226,17 +233,24 @@ class LanguageModel(Recomputing):
             mtp_weight=self.shape.mtp_loss,
         )
 
-    def _through(self, segments: Sequence[int], x_BtC: Tensor | None, context: Context) -> Tensor:
+    def _through(self, segments: Sequence[int], stream: Tensor | None, context: Context) -> Tensor:
         """The residual stream after these segments."""
         if segments[0] == 0:
-            assert self.embedding is not None
-            x_BtC = self.embedding(context.batch.tokens_BT)
-        assert x_BtC is not None
-        return self.stack(x_BtC, segments, context)
+            stream = self.embedded(context)
+        assert stream is not None
+        after: Tensor = self.stack(stream, segments, context)
+        return after
 
-    def normed(self, x_BtC: Tensor) -> Tensor:
-        """After the final norm: what the head is shown, and the first MTP depth."""
+    def embedded(self, context: Context) -> Tensor:
+        """The residual stream at its beginning."""
+        assert self.embedding is not None
+        x_BtC: Tensor = self.embedding(context.batch.tokens_BT)
+        return x_BtC if self.shape.hyper is None else expand(x_BtC, self.shape.hyper.streams)
+
+    def normed(self, stream: Tensor) -> Tensor:
+        """After the final norm: what the head is shown, and the first MTP depth, unless that reads streams."""
         assert self.final_norm is not None
+        x_BtC = stream if self.exit is None else self.exit(stream)
         hidden_BtC: Tensor = self.recomputed("norm", self.final_norm, x_BtC)
         return hidden_BtC
 
@@ -245,11 +259,11 @@ class LanguageModel(Recomputing):
         wide = torch.promote_types(self.dtype, torch.float32)
         return torch.zeros((), dtype=wide, device=self.device), torch.zeros((), device=self.device).long()
 
-    def _mtp_losses(self, hidden_BtC: Tensor, context: Context) -> Iterator[tuple[Tensor, Tensor]]:
+    def _mtp_losses(self, before: Tensor, context: Context) -> Iterator[tuple[Tensor, Tensor]]:
         for depth, module in enumerate(self.mtp.values()):
             assert self.embedding is not None
             shown = targets(context.batch, depth)
-            hidden_BtC = module(hidden_BtC, self.embedding(shown.tokens_BT), context)
+            before, hidden_BtC = module(before, self.embedding(shown.tokens_BT), context)
             yield self.told(hidden_BtC, shown.labels_BT, shown.loss_mask_BT)
 
     def told(self, hidden_BtC: Tensor, labels_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
@@ -262,10 +276,10 @@ class LanguageModel(Recomputing):
         """The state of this rank's tokens after the final norm, for a model in one piece."""
         return self.read(self.segments, None, context)
 
-    def read(self, segments: Sequence[int], x_BtC: Tensor | None, context: Context) -> Tensor:
+    def read(self, segments: Sequence[int], stream: Tensor | None, context: Context) -> Tensor:
         """`run` without losses: what the next segment reads; after the last, the state that the head tells."""
-        x_BtC = self._through(segments, x_BtC, context)
-        return self.normed(x_BtC) if segments[-1] == len(self.layout.segments) - 1 else x_BtC
+        stream = self._through(segments, stream, context)
+        return self.normed(stream) if segments[-1] == len(self.layout.segments) - 1 else stream
 
     def tell(self, hidden_BtC: Tensor) -> Tensor:
         """The head: for the tokens of all tp ranks, scores of the part of the vocabulary that is held here."""
@@ -301,7 +315,9 @@ class LanguageModel(Recomputing):
         for depth in self.mtp.values():
             for block in cast(Mtp, depth).blocks.values():
                 yield from cast(Block, block).units()
+            yield from exit_units(cast(Mtp, depth).exit, last)
             yield Unit(module=depth, segment=last)
+        yield from exit_units(self.exit, last)
         for module in (self.final_norm, self.head):
             if module is not None:
                 yield Unit(module=module, segment=last)
@@ -312,6 +328,8 @@ class LanguageModel(Recomputing):
         if self.embedding is not None:
             tensors |= under("embedding", "embedding", self.embedding.canonical())
         tensors |= under("", "stack", self.stack.canonical())
+        if self.exit is not None:
+            tensors |= under("exit", "exit", self.exit.canonical())
         if self.final_norm is not None:
             tensors |= under("final_norm", "final_norm", self.final_norm.canonical())
         if self.head is not None:
@@ -406,7 +424,8 @@ class LanguageModel(Recomputing):
         """Floating-point operations of the forward pass of one row. Training takes three times as many."""
         head = 2 * tokens * self.shape.hidden * self.shape.vocab
         depths = sum(cast(Mtp, module).flops(tokens) + head for module in self.mtp.values())
-        return self.stack.flops(tokens) + head + depths
+        leave = 0 if self.exit is None else self.exit.flops(tokens)
+        return self.stack.flops(tokens) + leave + head + depths
 
 
 def summed_losses(losses: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

@@ -1,9 +1,11 @@
 """Multi-token prediction: each depth looks one token further ahead than the one before.
 
 Depth d reads, at every token i, the hidden state of the depth before it (of the main stack for depth 0) and
-the embedding of token i + 1 + d, and predicts token i + 2 + d. Embedding and head are the model's own.
+the embedding of token i + 1 + d, and predicts token i + 2 + d. Embedding and head are the model's own. With
+hyper-connections a depth reads all streams as they leave the last block before it, and has an exit of its own.
 
-Shapes: B rows, T tokens, t tokens of this rank, C hidden channels.
+Shapes: B rows, T tokens, t tokens of this rank, C hidden channels. What is called `stream` is the residual
+stream: BtC, or BtSC with hyper-connections.
 """
 
 from __future__ import annotations
@@ -21,11 +23,13 @@ from braid.kernels import Kernels
 from braid.kernels.documents import runs_of
 from braid.model.block import Block
 from braid.model.context import Context, MicroBatch
+from braid.model.streams import leaving
 from braid.nn.canonical import Canonical, under
 from braid.nn.cost import Cost, Portion
+from braid.nn.hyper_connection import HyperExit
 from braid.nn.linear import Linear
 from braid.nn.moe.journey import Dispatcher
-from braid.nn.norm import norm
+from braid.nn.norm import LayerNorm, RmsNorm, norm
 from braid.nn.recompute import Recomputing
 
 
@@ -73,37 +77,59 @@ class Mtp(Recomputing):
     ) -> None:
         super().__init__()
         on: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.streams = 1 if shape.hyper is None else shape.hyper.streams
         hidden, copied = shape.hidden, {"copies": groups.tp, **on}
         self.embedding_norm = norm(shape.norm, hidden, shape.norm_eps, **copied)
         self.hidden_norm = norm(shape.norm, hidden, shape.norm_eps, **copied)
-        self.projection = Linear(2 * hidden, hidden, **copied)
+        self.projection: Linear | None = None
+        self.embedding_projection: Linear | None = None
+        self.hidden_projection: Linear | None = None
+        if shape.hyper is None:
+            self.projection = Linear(2 * hidden, hidden, **copied)
+        else:
+            self.embedding_projection = Linear(hidden, hidden, **copied)
+            self.hidden_projection = Linear(hidden, hidden, **copied)
         self.blocks = nn.ModuleDict(
             {
                 str(block.index): Block(block, shape, kernels, dispatcher, groups=groups, **on)
                 for block in depth.blocks
             }
         )
+        self.exit = leaving(shape, kernels, {"groups": groups, **on})
         self.final_norm = norm(shape.norm, hidden, shape.norm_eps, **copied)
 
-    def forward(self, hidden_BtC: Tensor, embedded_BtC: Tensor, context: Context) -> Tensor:
-        """The hidden state from which this depth's tokens are told."""
-        x_BtC = self.enter(hidden_BtC, embedded_BtC)
+    def forward(self, before: Tensor, embedded_BtC: Tensor, context: Context) -> tuple[Tensor, Tensor]:
+        """What the next depth reads, and the hidden state from which this depth's tokens are told."""
+        stream = self.enter(before, embedded_BtC)
         for block in self.blocks.values():
-            x_BtC = block(x_BtC, context)
-        return self.final_norm(x_BtC)
+            stream = block(stream, context)
+        hidden_BtC = self.normed(stream)
+        return hidden_BtC if self.exit is None else stream, hidden_BtC
 
-    def enter(self, hidden_BtC: Tensor, embedded_BtC: Tensor) -> Tensor:
+    def enter(self, before: Tensor, embedded_BtC: Tensor) -> Tensor:
         """The stream that the depth's blocks see."""
-        x_BtC: Tensor = self.projection(self.recomputed("norm", self._both, hidden_BtC, embedded_BtC))
-        return x_BtC
+        if self.projection is not None:
+            x_BtC: Tensor = self.projection(self.recomputed("norm", self._both, before, embedded_BtC))
+            return x_BtC
+        assert self.embedding_projection is not None
+        assert self.hidden_projection is not None
+        shown_BtC = self.embedding_projection(self.recomputed("norm", self.embedding_norm, embedded_BtC))
+        streams_BtSC: Tensor = self.hidden_projection(self.recomputed("norm", self.hidden_norm, before))
+        return streams_BtSC + shown_BtC.unsqueeze(2)
 
     def _both(self, hidden_BtC: Tensor, embedded_BtC: Tensor) -> Tensor:
         return torch.cat([self.embedding_norm(embedded_BtC), self.hidden_norm(hidden_BtC)], -1)
 
+    def normed(self, stream: Tensor) -> Tensor:
+        """What the head is shown."""
+        hidden_BtC: Tensor = self.final_norm(stream if self.exit is None else self.exit(stream))
+        return hidden_BtC
+
     def canonical(self) -> dict[str, Canonical]:
         tensors: dict[str, Canonical] = {}
-        for name in ("embedding_norm", "hidden_norm", "projection", "final_norm"):
-            tensors |= under(name, name, getattr(self, name).canonical())
+        for name, module in self.named_children():
+            if isinstance(module, RmsNorm | LayerNorm | Linear | HyperExit):
+                tensors |= under(name, name, module.canonical())
         for index, block in self.blocks.items():
             tensors |= under(f"blocks.{index}", f"blocks.{index}", cast(Block, block).canonical())
         return tensors
@@ -124,4 +150,12 @@ class Mtp(Recomputing):
 
     def flops(self, tokens: int) -> int:
         blocks = sum(cast(Block, block).flops(tokens) for block in self.blocks.values())
-        return self.projection.flops(tokens) + blocks
+        leave = 0 if self.exit is None else self.exit.flops(tokens)
+        return self._projection_flops(tokens) + blocks + leave
+
+    def _projection_flops(self, tokens: int) -> int:
+        if self.projection is not None:
+            return self.projection.flops(tokens)
+        assert self.embedding_projection is not None
+        assert self.hidden_projection is not None
+        return self.embedding_projection.flops(tokens) + self.hidden_projection.flops(tokens * self.streams)

@@ -4,7 +4,8 @@
 the same order. Phases are declared in `braid.schedule.phases`; tensors come and go under the names that they
 have there. What else a micro-batch knows is in its context, none of it with a graph.
 
-Shapes: B rows, t tokens of this rank, C hidden channels.
+Shapes: B rows, t tokens of this rank, N = B · t, C hidden channels, S streams. What is called `stream` is the
+residual stream: BtC, or BtSC with hyper-connections.
 """
 
 from __future__ import annotations
@@ -81,8 +82,8 @@ def _of_block(
     block = _block(model, phase)
     match phase.kind:
         case "mix":
-            (x_BtC,) = given
-            flow = block.mix(x_BtC, context)
+            (stream,) = given
+            flow = block.mix(stream, context)
             return tuple(tensor for tensor in flow if tensor is not None), _balance(model, block, context)
         case "dispatch":
             rows, probs = given
@@ -95,11 +96,28 @@ def _of_block(
             flow = block.experts(Flow(_NOBODY, rows, probs), context)
             assert flow.rows is not None
             return (flow.rows,), None
+        case "combine":
+            return _combined(model, block, context, given), None
         case _:
-            residual_BtC, rows, *shared = given
-            y_BtC = block.combine(Flow(residual_BtC, rows, None, *shared), context)
-            del context.journeys[block.block.layers[-1]]
-            return (y_BtC,), None
+            stream, rows, *shared, post_NS, res_NSS = given
+            shared_BtC = shared[0] if shared else None
+            return (block.post(Flow(stream, rows, None, shared_BtC, post_NS, res_NSS), context),), None
+
+
+def _combined(
+    model: LanguageModel, block: Block, context: Context, given: tuple[Tensor, ...]
+) -> tuple[Tensor, ...]:
+    """The rows that have returned; without hyper-connections, the stream that they have joined."""
+    if model.shape.hyper is not None:
+        (rows,) = given
+        flow = block.combine(Flow(_NOBODY, rows), context)
+        assert flow.rows is not None
+        written = flow.rows
+    else:
+        stream, rows, *shared = given
+        written = block.post(block.combine(Flow(stream, rows, None, *shared), context), context)
+    del context.journeys[block.block.layers[-1]]
+    return (written,)
 
 
 _NOBODY = torch.empty(0)
@@ -127,18 +145,17 @@ def _around_blocks(
 ) -> tuple[tuple[Tensor, ...], Losses | None]:
     match phase.kind:
         case "embed":
-            assert model.embedding is not None
-            return (model.embedding(context.batch.tokens_BT),), None
+            return (model.embedded(context),), None
         case "pass":
             return given, None
         case "enter":
             assert model.embedding is not None
             assert phase.depth is not None
-            (hidden_BtC,), shown = given, targets(context.batch, phase.depth)
-            return (_depth(model, phase).enter(hidden_BtC, model.embedding(shown.tokens_BT)),), None
+            (before,), shown = given, targets(context.batch, phase.depth)
+            return (_depth(model, phase).enter(before, model.embedding(shown.tokens_BT)),), None
         case "final_norm":
-            norm = model.normed if phase.depth is None else _depth(model, phase).final_norm
-            return (norm(*given),), None
+            normed = model.normed if phase.depth is None else _depth(model, phase).normed
+            return (normed(*given),), None
         case "head":
             return (), _told(model, phase, context, *given)
         case kind:

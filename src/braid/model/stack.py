@@ -42,11 +42,11 @@ class Stack(nn.Module):
             {str(block.index): Block(block, shape, kernels, dispatcher, **on) for block in held}
         )
 
-    def forward(self, x_BtC: Tensor, segments: Sequence[int], context: Context) -> Tensor:
+    def forward(self, stream: Tensor, segments: Sequence[int], context: Context) -> Tensor:
         for segment in segments:
             for block in self.layout.segments[segment].blocks:
-                x_BtC = self.blocks[str(block.index)](x_BtC, context)
-        return x_BtC
+                stream = self.blocks[str(block.index)](stream, context)
+        return stream
 
     def canonical(self) -> dict[str, Canonical]:
         tensors: dict[str, Canonical] = {}

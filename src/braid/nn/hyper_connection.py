@@ -85,11 +85,12 @@ class HyperConnection(_Weights):
 
     def forward(self, x_BtSC: Tensor) -> tuple[Tensor, Entered]:
         """What the layer reads, and what `post` needs."""
+        rows, tokens = x_BtSC.shape[:2]
         entered = self.implementation.pre(x_BtSC.flatten(0, 1), self.parts, self.form)
-        return entered.branch_NC.view(x_BtSC.shape[0], x_BtSC.shape[1], self.hidden), entered
+        return entered.branch_NC.view(rows, tokens, self.hidden), entered
 
     def post(self, entered: Entered, y_BtC: Tensor, bias_C: Tensor | None = None) -> Tensor:
-        """The streams after a layer that gave `y_BtC`. It needs no weights."""
+        """The streams after a layer that gave `y_BtC`. It needs no weights, and of `entered` not the branch."""
         rows, tokens, _ = y_BtC.shape
         out_NSC = self.implementation.post(entered, y_BtC.flatten(0, 1), bias_C)
         return out_NSC.view(rows, tokens, self.shape.streams, self.hidden)
@@ -149,15 +150,31 @@ class HyperExit(_Weights):
         return 2 * self._own(tokens) * (self.weight.numel() + self.shape.streams * self.hidden)
 
 
+class HyperMean(nn.Module):
+    """One stream out of several: what they have in common. It has no weights."""
+
+    def __init__(self, shape: architecture.HyperConnections, hidden: int, *, groups: Groups = Groups()) -> None:
+        super().__init__()
+        self.shape, self.hidden, self.groups = shape, hidden, groups
+
+    def forward(self, x_BtSC: Tensor) -> Tensor:
+        wide = torch.promote_types(x_BtSC.dtype, torch.float32)
+        return x_BtSC.mean(2, dtype=wide).to(x_BtSC.dtype)
+
+    def canonical(self) -> dict[str, Canonical]:
+        return {}
+
+    def cost(self, portion: Portion) -> Cost:
+        tokens = portion.places(self.groups.tp_cp)
+        return Cost(passing=tokens * self.shape.streams * self.hidden * portion.narrow)
+
+    def flops(self, tokens: int) -> int:
+        return self.shape.streams * self.hidden * tokens // self.groups.tp_cp.size
+
+
 def expand(x_BtC: Tensor, streams: int) -> Tensor:
     """The streams at the beginning: copies x_BtSC."""
     return x_BtC.unsqueeze(2).expand(-1, -1, streams, -1).contiguous()
-
-
-def mean(x_BtSC: Tensor) -> Tensor:
-    """One stream out of several: what they have in common. It has no weights."""
-    wide = torch.promote_types(x_BtSC.dtype, torch.float32)
-    return x_BtSC.mean(2, dtype=wide).to(x_BtSC.dtype)
 
 
 @torch.no_grad()

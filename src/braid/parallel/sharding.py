@@ -9,7 +9,7 @@ in the stored one. Reductions are plain sums: losses are divided by counts of th
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -70,10 +70,7 @@ def shard_units(
     them. `root_methods` are those that stand for its `forward`."""
     # Outputs may be views; nothing here is ever written in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)
-    for unit in units:
-        stored = next((p.dtype for p in unit.module.parameters()), compute)
-        if unit.wide and stored == compute:
-            continue  # nothing sets it apart from what surrounds it
+    for unit, stored in set_apart(units, compute):
         narrow = None if unit.wide or stored == compute else compute
         _shard(unit.module, meshes[unit.mesh], strategy, narrow, stored, unit.dims)
         for method in unit.methods:
@@ -81,6 +78,17 @@ def shard_units(
     _shard(root, meshes["dense"], strategy, None, compute, {})
     for method in root_methods:
         register_fsdp_forward_method(root, method)
+
+
+def set_apart(units: Iterable[Unit], compute: torch.dtype) -> Iterator[tuple[Unit, torch.dtype]]:
+    """The units that are sharded by themselves, and the dtype that each is stored in. One that is there for its
+    dtype alone is not, where whatever surrounds it has the same."""
+    units = list(units)
+    inner = {module for unit in units for module in unit.module.modules() if module is not unit.module}
+    for unit in units:
+        stored = next((p.dtype for p in unit.module.parameters()), compute)
+        if not (unit.wide and stored == compute and unit.module in inner):
+            yield unit, stored
 
 
 def _shard(

@@ -1,7 +1,8 @@
 """What a segment is made of, as the overlapped schedule sees it: phases, and the order in which they run.
 
 A **phase** is a part of a forward that a rank issues in one go, on one stream. A block with experts has four,
-`3.mix`, `3.dispatch`, `3.experts` and `3.combine`; any other block has `3.mix` alone. Around the blocks stand
+`3.mix`, `3.dispatch`, `3.experts` and `3.combine`, and with hyper-connections `3.post`, which takes what has
+returned into the residual streams; any other block has `3.mix` alone. Around the blocks stand
 `embed`, `final_norm` and `head`, and for each MTP depth `mtp0.enter`, its blocks (`mtp0.0.mix` ...),
 `mtp0.final_norm` and `mtp0.head`. A segment without blocks has the phase `pass`. A node is one phase for one
 micro-batch, in one direction.
@@ -18,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 from braid.pattern import Block, Kind, Layout
 
@@ -40,7 +41,7 @@ class Phase:
     """One part of a forward, whatever the micro-batch."""
 
     kind: str
-    """What it does: mix, dispatch, experts, combine; embed, enter, final_norm, head; pass."""
+    """What it does: mix, dispatch, experts, combine, post; embed, enter, final_norm, head; pass."""
     block: int | None = None
     """The block that it is a phase of, if it is one of a block."""
     depth: int | None = None
@@ -98,23 +99,38 @@ class Chain:
         return (*self.first, *(phase for link in self.links for phase in link.phases), *self.last)
 
 
+class _Form(NamedTuple):
+    """What a model's phases depend on, besides its layout; see `chains`."""
+
+    tied: bool
+    shared_experts: bool
+    latent: bool
+    hyper: bool
+
+
 def chains(
-    layout: Layout, pp: int, *, tied: bool = False, shared_experts: bool = False, latent: bool = False
+    layout: Layout,
+    pp: int,
+    *,
+    tied: bool = False,
+    shared_experts: bool = False,
+    latent: bool = False,
+    hyper: bool = False,
 ) -> tuple[Chain, ...]:
     """One chain for each segment of a schedule; without a pipeline, a single one for the whole layout.
-    `shared_experts` says whether the layers of experts have one that every token visits, `latent` whether what
-    returns from experts goes through a projection."""
-    count = len(layout.segments)
+    `tied` says whether the head has the embedding's weight, `shared_experts` whether the layers of experts have
+    one that every token visits, `latent` whether what returns from experts goes through a projection, and
+    `hyper` whether there are several residual streams, with hyper-connections around layers."""
+    count, form = len(layout.segments), _Form(tied, shared_experts, latent, hyper)
     cuts = [range(count)] if pp == 1 else [range(index, index + 1) for index in range(count)]
-    return tuple(_chain(layout, cut, EMBEDDING if tied else HEAD, shared_experts, latent) for cut in cuts)
+    return tuple(_chain(layout, cut, form) for cut in cuts)
 
 
-def _chain(layout: Layout, cut: range, teller: str, shared_experts: bool, latent: bool) -> Chain:
+def _chain(layout: Layout, cut: range, form: _Form) -> Chain:
     """The segments of a cut as one."""
     blocks = [block for index in cut for block in layout.segments[index].blocks]
     begins, ends = cut.start == 0, cut.stop == len(layout.segments)
-    final = None if ends else _final(blocks, begins)
-    thread = _Thread(teller, shared_experts=shared_experts, latent=latent, final=final)
+    thread = _Thread(form, final=None if ends else _final(blocks, begins, form))
     first = [thread.embed()] if begins else []
     links = [thread.link(block, None) for block in blocks]
     if not ends:
@@ -124,7 +140,7 @@ def _chain(layout: Layout, cut: range, teller: str, shared_experts: bool, latent
     for depth in layout.mtp:
         # What was last now stands between two blocks.
         if links:
-            links[-1] = replace(links[-1], after=tuple(last))
+            links[-1] = replace(links[-1], after=(*links[-1].after, *last))
         else:
             first += last
         enter = thread.onward("enter", depth=depth.depth, shared=(EMBEDDING,), weights=True)
@@ -134,11 +150,12 @@ def _chain(layout: Layout, cut: range, teller: str, shared_experts: bool, latent
     return Chain(first=tuple(first), links=tuple(links), last=tuple(last))
 
 
-def _final(blocks: Sequence[Block], begins: bool) -> str:
+def _final(blocks: Sequence[Block], begins: bool, form: _Form) -> str:
     """The phase that makes the output of a segment which is not the last."""
     if not blocks:
         return "embed" if begins else "pass"
-    return _name("combine" if _has_experts(blocks[-1]) else "mix", blocks[-1].index)
+    after_experts = "post" if form.hyper else "combine"
+    return _name(after_experts if _has_experts(blocks[-1]) else "mix", blocks[-1].index)
 
 
 def _has_experts(block: Block) -> bool:
@@ -148,8 +165,8 @@ def _has_experts(block: Block) -> bool:
 class _Thread:
     """Makes phases in order, and names the stream of hidden states that goes from one to the next."""
 
-    def __init__(self, teller: str, *, shared_experts: bool, latent: bool, final: str | None) -> None:
-        self.teller, self.shared_experts, self.latent, self.final = teller, shared_experts, latent, final
+    def __init__(self, form: _Form, *, final: str | None) -> None:
+        self.form, self.final = form, final
         self.stream = IN
 
     def onward(
@@ -181,9 +198,14 @@ class _Thread:
         return replace(self.onward("embed", shared=(EMBEDDING,)), reads=())
 
     def told(self, depth: int | None) -> list[Phase]:
-        """A final norm, and a head that ends in a loss."""
-        norm = self.onward("final_norm", depth=depth)
-        return [norm, Phase(kind="head", depth=depth, reads=(self.stream,), shared=(self.teller,))]
+        """A final norm, and a head that ends in a loss. What follows reads what the head reads; with
+        hyper-connections, the streams that went into the norm."""
+        before, norm = self.stream, self.onward("final_norm", depth=depth)
+        teller = EMBEDDING if self.form.tied else HEAD
+        head = Phase(kind="head", depth=depth, reads=(self.stream,), shared=(teller,))
+        if self.form.hyper:
+            self.stream = before
+        return [norm, head]
 
     def link(self, block: Block, depth: int | None) -> Link:
         where: dict[str, Any] = {"block": block.index, "depth": depth}
@@ -193,9 +215,18 @@ class _Thread:
             _name(tensor, **where)
             for tensor in ("residual", "rows", "probs", "arrived", "arrived_probs", "computed")
         )
-        shared = (_name("shared", **where),) if self.shared_experts else ()
+        shared = (_name("shared", **where),) if self.form.shared_experts else ()
+        ways = tuple(_name(way, **where) for way in ("post_weights", "res_weights")) if self.form.hyper else ()
         read, self.stream = self.stream, residual
-        writes = (residual, rows, probs, *shared)
+        writes = (residual, rows, probs, *shared, *ways)
+        returned: dict[str, Any] = {"stream": Stream.COMMUNICATION, "weights": self.form.latent}
+        if self.form.hyper:
+            back = _name("returned", **where)
+            combine = Phase(kind="combine", **where, reads=(computed,), writes=(back,), **returned)
+            after = [self.onward("post", **where, beside=(back, *shared, *ways))]
+        else:
+            combine = self.onward("combine", **where, beside=(computed, *shared), **returned)
+            after = []
         return Link(
             mix=Phase(kind="mix", **where, reads=(read,), writes=writes, weights=True),
             dispatch=Phase(
@@ -208,13 +239,8 @@ class _Thread:
             experts=Phase(
                 kind="experts", **where, reads=(arrived, arrived_probs), writes=(computed,), weights=True
             ),
-            combine=self.onward(
-                "combine",
-                **where,
-                beside=(computed, *shared),
-                stream=Stream.COMMUNICATION,
-                weights=self.latent,
-            ),
+            combine=combine,
+            after=tuple(after),
         )
 
 

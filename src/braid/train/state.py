@@ -79,7 +79,7 @@ class State:
         """Channels, and memory for a message about so many rows."""
         model, groups = self.model, self.model.groups
         tokens = run.data.sequence_tokens // groups.tp_cp.size
-        size = (rows, tokens, model.shape.hidden)
+        size = (rows, tokens, *model.shape.stream)
         message = functools.partial(torch.empty, size, dtype=model.dtype, device=model.device)
         return Wires(channels=self.channels, message=message, progress=self.progress)
 
