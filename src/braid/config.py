@@ -18,7 +18,7 @@ from braid import rules
 from braid.architecture import Model
 from braid.errors import ConfigError, Problem
 
-Again = Literal["norm", "activation", "core", "experts", "block", "full"]
+Again = Literal["norm", "activation", "core", "experts", "hyper", "block", "full"]
 """Something of a forward that can be made again in backward."""
 
 
@@ -114,7 +114,10 @@ class Train:
     """Arithmetic of the model. bf16 keeps fp32 main parameters and optimizer state."""
     recompute: tuple[Again, ...] = ()
     """What is made again in backward instead of kept: norms, activations of MLPs, cores of mixers, MLPs of
-    experts, whole blocks, all of these. Changes no result."""
+    experts, hyper-connections, whole blocks, all of these. Changes no result."""
+    recompute_span: int = 0
+    """Blocks between residual streams that are kept, where hyper-connections are recomputed; 0 for as many as
+    hold the least."""
     deterministic: bool = False
     """Whether to refuse kernels whose result depends on timing. CPU runs are deterministic anyway."""
     eval_every: int = 0
@@ -135,7 +138,7 @@ class Train:
     def problems(self, at: str) -> Iterator[Problem]:
         yield from rules.seed(f"{at}.seed", self.seed)
         ones = ("steps", "batch_samples", "micro_batches", "log_every", "keep")
-        zeros = ("eval_every", "eval_samples", "save_every", "max_skipped")
+        zeros = ("recompute_span", "eval_every", "eval_samples", "save_every", "max_skipped")
         for low, names in ((1, ones), (0, zeros)):
             for name in names:
                 yield from rules.at_least(f"{at}.{name}", typing.cast(float, getattr(self, name)), low)

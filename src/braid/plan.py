@@ -18,7 +18,7 @@ from braid.errors import ConfigError, Problem
 from braid.fit import Sizes
 from braid.pattern import Kind, Layout, PatternError, Stage, cut, parse, stages
 from braid.schedule import Chain, Schedule
-from braid.schedule.recompute import replayed_phases, with_replays
+from braid.schedule.recompute import dropped_tensors, replayed_phases, with_replays
 from braid.topology import Grid, standard, standard_problems
 
 if TYPE_CHECKING:
@@ -108,7 +108,8 @@ def _schedule(run: Run, layout: Layout) -> Schedule:
         virtual = len(layout.segments) // mesh.pp
         name = "1f1b" if virtual == 1 else "interleaved"
         built = schedules.build(name, pp=mesh.pp, virtual=virtual, micro_batches=micro_batches)
-    built = with_replays(built, _replayed(run, layout, built))
+    dropped = dropped_tensors(layout, built.phases, run.train.recompute, span_of(run, layout))
+    built = with_replays(built, _replayed(run, layout, built), dropped)
     shared = run.model.tied or bool(layout.mtp)
     return schedules.with_sums(built, {"embedding": (built.holder[0], built.holder[-1])} if shared else {})
 
@@ -122,7 +123,25 @@ def _replayed(run: Run, layout: Layout, schedule: Schedule) -> tuple[tuple[str, 
         run.train.recompute,
         shared_experts=bool(model.moe and model.moe.shared_ffn),
         dropout=bool(model.dropout),
+        hyper=model.hyper is not None,
     )
+
+
+def span_of(run: Run, layout: Layout) -> int:
+    """Blocks between streams that are kept, where hyper-connections are recomputed. Where nobody says, as many
+    as hold the least at once: the streams between spans, and what one span makes again."""
+    hyper, dtype = run.model.hyper, run.train.dtype
+    if run.train.recompute_span or hyper is None:
+        return max(run.train.recompute_span, 1)
+    from braid.kernels.hyper_connection import kept
+
+    narrow, wide = {"bf16": (2, 4), "fp32": (4, 4), "fp64": (8, 8)}[dtype]
+    streams = hyper.streams * run.model.hidden * narrow
+    again = kept.fused(1, hyper.streams, run.model.hidden, narrow=narrow, wide=wide)
+    blocks = max((len(segment.blocks) for segment in layout.segments), default=1)
+    layers = len(layout.layers) / max(len(layout.blocks), 1)
+    held = {span: -(-blocks // span) * streams + span * layers * again for span in range(1, blocks + 1)}
+    return min(held, key=lambda span: held[span], default=1)
 
 
 def _chains(run: Run, layout: Layout) -> tuple[Chain, ...]:
@@ -178,6 +197,10 @@ def _recompute(run: Run) -> Iterator[Problem]:
         rule = "rows that DeepEP sends again may arrive in another order: blocks it serves cannot be recomputed"
         remedy = f"train.recompute without {' and '.join(sorted(whole))}, or mesh.dispatcher to all_to_all"
         yield Problem(field="train.recompute", value=run.train.recompute, rule=rule, remedy=remedy)
+    if "hyper" in run.train.recompute and run.model.hyper is None:
+        rule = "the model has no hyper-connections that could be recomputed: model.hyper is None"
+        rest = " ".join(name for name in run.train.recompute if name != "hyper") or "nothing"
+        yield Problem(field="train.recompute", value=run.train.recompute, rule=rule, remedy=rest)
 
 
 def _layers(model: Model, mesh: Mesh) -> Iterator[Problem]:

@@ -1,12 +1,15 @@
-"""Several residual streams under the overlapped schedule: trained as plainly, to the last bit."""
+"""Several residual streams, overlapped and recomputed: trained as plainly, to the last bit."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 
-from tests.engine.overlap_cases import Case
+from braid.config import Run
+from tests.engine import test_recompute_overlap
+from tests.engine.overlap_cases import Case, assert_same_bits, train
+from tests.engine.recomputed import Overlapped
 from tests.engine.test_overlap import PIPELINE, check
 
 STREAMS = Case(streams=3)
@@ -33,3 +36,62 @@ def test_one_process_has_the_same_losses_gradients_and_weights(case):
 @pytest.mark.parametrize("case", RANKS, ids=str)
 def test_ranks_have_the_same_losses_gradients_and_weights(case):
     check(case)
+
+
+# ------------------------------------------------------------------------------------------- recompute
+
+
+@dataclass(frozen=True, kw_only=True)
+class Again(Overlapped):
+    """With streams kept between spans of so many blocks."""
+
+    streams: int = 3
+    recompute: tuple[str, ...] = ("hyper",)
+    span: int = 2
+
+    def run(self, *, overlap: bool) -> Run:
+        run = super().run(overlap=overlap)
+        return replace(run, train=replace(run.train, recompute_span=self.span))
+
+    def __str__(self) -> str:
+        return f"{super().__str__()} span{self.span}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked(Again):
+    """Without overlap it is recomputed where backward asks for it; instead of overlap, nothing is."""
+
+    def run(self, *, overlap: bool) -> Run:
+        names = () if overlap else self.recompute
+        run = super().run(overlap=False)
+        return replace(run, train=replace(run.train, recompute=names))
+
+
+SPANS = (
+    Again(pattern="[*E]-[*E]/*E/*E", tied=True, delayed=True),
+    Again(pattern="[M*E]*-[G*E]E/*E", dtype="bf16", shared=False, dropout=0.1, span=3),
+    Again(pattern="*E-*E", recompute=("hyper", "norm", "activation", "core", "experts"), span=9, delayed=True),
+    Again(pattern="[*E]-E", latent=4, recompute=("block",), dropout=0.1),
+    Again(pattern="[*E]-E/*E", recompute=("full",), dtype="bf16", delayed=True),
+    Again(pattern="[*E][*E][*E]", span=0),
+)
+SPANS_OF_RANKS = (
+    Again(world=2, ep=2, pattern="[M*E]-[G*E]/*E", dtype="bf16", delayed=True),
+    Again(world=4, pp=2, ep=2, micro_batches=4, pattern="[*E]-|[M*E]-|G[*E]|*E/*E", tied=True, span=5),
+)
+
+
+@pytest.mark.parametrize("case", SPANS, ids=str)
+def test_streams_are_made_again_by_ops_with_the_same_bits(case: Again) -> None:
+    test_recompute_overlap.check(case)
+
+
+@pytest.mark.parametrize("case", SPANS_OF_RANKS, ids=str)
+def test_ranks_make_streams_again_with_the_same_bits(case: Again) -> None:
+    test_recompute_overlap.check(case)
+
+
+@pytest.mark.parametrize("case", SPANS, ids=str)
+def test_streams_are_made_again_where_backward_asks_with_the_same_bits(case: Again) -> None:
+    asked = Asked(**{name: getattr(case, name) for name in vars(case)})
+    assert_same_bits(train(0, asked, overlap=True), train(0, asked, overlap=False))

@@ -15,7 +15,7 @@ from braid.nn.cost import Portion
 from braid.nn.moe import dispatchers
 from braid.nn.moe.journey import Dispatcher
 from braid.nn.recompute import chosen
-from braid.plan import Plan
+from braid.plan import Plan, span_of
 
 DTYPES = MappingProxyType({"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64})
 """What `train.dtype` means."""
@@ -81,5 +81,6 @@ def portion_of(plan: Plan, device: str) -> Portion:
         tokens=plan.run.data.sequence_tokens,
         dtype=DTYPES[plan.run.train.dtype],
         recompute=chosen(plan.run.train.recompute),
+        span=span_of(plan.run, plan.layout),
     )
     return portion if device == "cuda" else replace(portion, device="cpu")

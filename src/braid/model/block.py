@@ -116,6 +116,10 @@ class Block(Recomputing):
         super().__init__()
         self.block = block
         self.groups = groups
+        self.streams = 1 if shape.hyper is None else shape.hyper.streams
+        self.streams_connected = shape.hyper is not None
+        self.closes = True
+        """Whether the streams behind it are kept, where hyper-connections are recomputed."""
         self.dropout = shape.dropout
         self.layers = nn.ModuleDict()
         on: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -137,7 +141,8 @@ class Block(Recomputing):
     def mix(self, stream: Tensor, context: Context) -> Flow:
         journeys: list[Journey] = []
         flow, routing = self.recomputed("block", partial(self._mixed, context, journeys), stream)
-        self.kept(flow.stream)  # what the next block is given
+        if routing is None and self.closes:
+            self.kept(flow.stream)  # what the next block is given
         if routing is not None:
             layer = self.block.layers[-1]
             moe, tokens, earlier_E = self._moe(layer), context.tokens(layer), context.earlier_E.get(layer)
@@ -176,7 +181,10 @@ class Block(Recomputing):
         y_BtC = flow.rows.view(*flow.stream.shape[:2], -1)
         if flow.shared_BtC is not None:
             y_BtC = y_BtC + flow.shared_BtC
-        return self._leave(flow, y_BtC, self.block.layers[-1], context)
+        stream = self._leave(flow, y_BtC, self.block.layers[-1], context)
+        if self.closes:
+            self.kept(stream)
+        return stream
 
     # -------------------------------------------------------------------------------------- parts
 
@@ -208,7 +216,7 @@ class Block(Recomputing):
         ways = self._at(layer).connection
         if ways is None:
             return stream, Flow(stream)
-        branch_BtC, entered = ways(stream)
+        branch_BtC, entered = self.recomputed("hyper", ways, stream)
         if context.deviations is not None:
             context.deviations.append(deviation(entered.res_NSS))
         through = entered.through_NSC.view_as(stream)
@@ -223,8 +231,8 @@ class Block(Recomputing):
             return flow.stream + y_BtC
         assert flow.post_NS is not None
         assert flow.res_NSS is not None
-        entered = Entered(y_BtC, flow.stream.flatten(0, 1), flow.post_NS, flow.res_NSS)
-        return ways.post(entered, y_BtC)
+        join = partial(self.recomputed, "hyper", partial(_joined, ways))
+        return self.recomputed("block", join, flow.stream, flow.post_NS, flow.res_NSS, y_BtC)
 
     def _scale(self, layer: Layer, context: Context, channels: int) -> Tensor:
         """What dropout makes of ones, and multiplies everything with."""
@@ -255,8 +263,10 @@ class Block(Recomputing):
         """The block is sharded as one, but for its experts and for what is float32 in every model."""
         segment = self.block.layers[0].segment
         for module in self.modules():
-            if isinstance(module, Router | HeadScalars | HyperConnection):
+            if isinstance(module, Router | HeadScalars):
                 yield Unit(module=module, segment=segment, wide=True)
+            elif isinstance(module, HyperConnection):  # a later block may need its streams made again
+                yield Unit(module=module, segment=segment, wide=True, alone=True)
             elif isinstance(module, Experts):
                 yield Unit(module=module, segment=segment, mesh="expert", dims=SHARD_DIMS)
         yield Unit(module=self, segment=segment)
@@ -272,19 +282,23 @@ class Block(Recomputing):
                 tensors |= under(f"{name}.connection", at, pre_norm.connection.canonical())
         return tensors
 
-    def cost(self, portion: Portion) -> Cost:
-        """Of all its layers and the norms before them. The stream between layers and its gradient pass by, and
-        so does what is made again."""
+    def cost(self, portion: Portion, *, given: bool = True) -> Cost:
+        """Of all its layers and what stands before them. The stream between layers and its gradient pass by,
+        and so does what is made again. `given` says whether the stream before it is kept, where
+        hyper-connections are made again."""
         everything = replace(portion, recompute=frozenset())
         every, costs, again = Cost(), Cost(), 0
         for layer in self.block.layers:
-            kept, own = (self._layer_cost(layer, given) for given in (everything, portion))
+            kept, own = (self._layer_cost(layer, each) for each in (everything, portion))
             every, costs, again = every + kept, costs + own, max(again, kept.kept - own.kept)
-        stream = portion.places(self.groups.tp_cp) * self._at(self.block.layers[0]).norm.channels
-        stream *= portion.narrow
+        one = portion.places(self.groups.tp_cp) * self._at(self.block.layers[0]).norm.channels * portion.narrow
+        stream = one * self.streams
         if portion.again("block"):
-            costs = self._recomputed_cost(portion, every, stream)
+            costs = self._recomputed_cost(portion, every, stream, one)
             again = every.kept - costs.kept
+        elif portion.again("hyper") and self.streams_connected:
+            costs += Cost(kept=stream if given else 0)
+            again = portion.span * (every.kept - costs.kept)
         return replace(costs, passing=costs.passing + again + 2 * stream)
 
     def _layer_cost(self, layer: Layer, portion: Portion) -> Cost:
@@ -292,18 +306,33 @@ class Block(Recomputing):
         stream = tokens * pre_norm.norm.channels * portion.narrow
         norm, dropped = pre_norm.norm.cost(portion, tokens), Cost(kept=stream if self.dropout else 0)
         norm = replace(norm, kept=stream) if portion.again("norm") else norm
-        return norm + pre_norm.inner.cost(portion) + dropped
+        cost = pre_norm.inner.cost(portion) + dropped
+        if pre_norm.connection is None:
+            return norm + cost
+        if not portion.again("hyper"):
+            return norm + cost + pre_norm.connection.cost(portion)
+        # Of the way in nothing is kept, of the way out the layer's result.
+        branch = 0 if portion.mixed and not portion.again("norm") else stream
+        return replace(norm, kept=norm.kept - branch) + cost + Cost(kept=stream)
 
-    def _recomputed_cost(self, portion: Portion, every: Cost, stream: int) -> Cost:
-        """The stream that the block is given, and what comes of its routing."""
+    def _recomputed_cost(self, portion: Portion, every: Cost, stream: int, result: int) -> Cost:
+        """The stream that the block is given, and what comes of its routing; with hyper-connections, what
+        experts have returned."""
         found = self.moe()
-        kept = stream + (0 if found is None else found[1].block_cost(portion).kept)
+        kept = stream if found is None else stream + found[1].block_cost(portion).kept
+        if found is not None and self.streams_connected:
+            kept += result
         return replace(every, kept=kept, calls=every.calls + sent_again(every.calls, *ONCE))
 
     def flops(self, tokens: int) -> int:
         layers = [self._at(layer) for layer in self.block.layers]
         connections = (each.connection.flops(tokens) for each in layers if each.connection is not None)
         return sum(each.inner.flops(tokens) for each in layers) + sum(connections)
+
+
+def _joined(ways: HyperConnection, stream: Tensor, post_NS: Tensor, res_NSS: Tensor, y_BtC: Tensor) -> Tensor:
+    """The streams after a layer."""
+    return ways.post(Entered(y_BtC, stream.flatten(0, 1), post_NS, res_NSS), y_BtC)
 
 
 def _sent(moe: Moe, journeys: list[Journey], rows: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:

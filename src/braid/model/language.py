@@ -34,9 +34,10 @@ from braid.nn.moe.balance import Balance
 from braid.nn.moe.journey import Dispatcher
 from braid.nn.moe.layer import Moe
 from braid.nn.norm import LayerNorm, RmsNorm, norm
-from braid.nn.recompute import Recomputing
+from braid.nn.recompute import Recomputing, Replays, hand_replays
 from braid.parallel.sharding import Unit
 from braid.pattern import Kind, Layer, Layout
+from braid.schedule.recompute import span_ends, span_starts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,6 +295,19 @@ class LanguageModel(Recomputing):
         """Scores of every next token, for every token."""
         return self.tell(self.hidden(context))
 
+    def recompute(self, replays: Replays | None, span: int = 1) -> None:
+        """Run regions through these from now on; None takes them back. Streams are kept between spans of so
+        many blocks, where it is hyper-connections that are recomputed."""
+        hand_replays(self, replays)
+        whole = replays is None or "block" in replays.names
+        ends = span_ends(self.layout, 1 if whole else span)
+        for depth, blocks in ((None, self.stack.blocks), *((d.depth, d.blocks) for d in self._depths())):
+            for index, block in blocks.items():
+                cast(Block, block).closes = (depth, int(index)) in ends
+
+    def _depths(self) -> Iterator[Mtp]:
+        return (cast(Mtp, depth) for depth in self.mtp.values())
+
     # -------------------------------------------------------------------------------------- facts
 
     def reused(self) -> list[nn.Module]:
@@ -383,13 +397,16 @@ class LanguageModel(Recomputing):
         embedded = Cost() if self.embedding is None else self.embedding.cost(portion)
         if 0 in self.segments:
             parts["embedding"] = embedded
+        begins = span_starts(self.layout, portion.span)
         for index, block in self.stack.blocks.items():
-            parts[f"blocks.{index}"] = cast(Block, block).cost(portion)
+            parts[f"blocks.{index}"] = cast(Block, block).cost(portion, given=(None, int(index)) in begins)
         if self.final_norm is not None:
             told, tokens = self._told_cost(portion), portion.places(self.groups.tp_cp)
-            parts["head"] = self._head_cost(portion, self.final_norm.cost(portion, tokens) + told)
+            head = self._head_cost(portion, self.final_norm.cost(portion, tokens) + told)
+            parts["head"] = head if self.exit is None else self.exit.cost(portion) + head
             for number, (depth, module) in enumerate(self.mtp.items()):
-                own = cast(Mtp, module).cost(portion, self.groups, first=number == 0)
+                starts = {index for at, index in begins if at == int(depth)}
+                own = cast(Mtp, module).cost(portion, self.groups, first=number == 0, starts=starts)
                 parts[f"mtp.{depth}"] = embedded + own + told
         return parts
 

@@ -10,6 +10,7 @@ stream: BtC, or BtSC with hyper-connections.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
@@ -76,6 +77,7 @@ class Mtp(Recomputing):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        self.depth = depth.depth
         on: dict[str, Any] = {"device": device, "dtype": dtype}
         self.streams = 1 if shape.hyper is None else shape.hyper.streams
         hidden, copied = shape.hidden, {"copies": groups.tp, **on}
@@ -134,19 +136,31 @@ class Mtp(Recomputing):
             tensors |= under(f"blocks.{index}", f"blocks.{index}", cast(Block, block).canonical())
         return tensors
 
-    def cost(self, portion: Portion, groups: Groups, *, first: bool) -> Cost:
+    def cost(self, portion: Portion, groups: Groups, *, first: bool, starts: Container[int]) -> Cost:
         """Without what is told from it. The hidden state that it is given is kept by the head as well, where
-        that sees it as it is; where norms are recomputed, so is that of the first depth."""
-        tokens, hidden = portion.places(groups.tp_cp), self.projection.channels_out
-        stream = tokens * hidden * portion.narrow
-        total = self.embedding_norm.cost(portion, tokens) + self.hidden_norm.cost(portion, tokens)
-        if portion.again("norm"):
-            total = replace(total, kept=stream * (1 + (not first and groups.tp.size > 1)))
-        else:
-            total += Cost(kept=stream * (2 - (not portion.mixed and groups.tp.size == 1)))
-        for block in self.blocks.values():
-            total += cast(Block, block).cost(portion)
+        that sees it as it is; where norms are recomputed, so is that of the first depth. `starts` are blocks
+        before which streams are kept, where hyper-connections are made again."""
+        tokens = portion.places(groups.tp_cp)
+        total = self._enter_cost(portion, groups, tokens, first)
+        for index, block in self.blocks.items():
+            total += cast(Block, block).cost(portion, given=int(index) in starts)
+        if self.exit is not None:
+            total += self.exit.cost(portion)
         return total + self.final_norm.cost(portion, tokens)
+
+    def _enter_cost(self, portion: Portion, groups: Groups, tokens: int, first: bool) -> Cost:
+        stream = tokens * self.hidden_norm.channels * portion.narrow
+        norms = self.embedding_norm.cost(portion, tokens)
+        norms += self.hidden_norm.cost(portion, tokens * self.streams)
+        if self.exit is None:
+            if portion.again("norm"):
+                return replace(norms, kept=stream * (1 + (not first and groups.tp.size > 1)))
+            return norms + Cost(kept=stream * (2 - (not portion.mixed and groups.tp.size == 1)))
+        # The exit before it keeps the same streams, unless it has wide copies of them.
+        kept_before = not portion.mixed or portion.device == "cuda"
+        if portion.again("norm"):
+            return replace(norms, kept=stream * (1 + (0 if kept_before else self.streams)))
+        return norms + Cost(kept=stream * (1 + self.streams - (0 if portion.mixed else self.streams)))
 
     def flops(self, tokens: int) -> int:
         blocks = sum(cast(Block, block).flops(tokens) for block in self.blocks.values())

@@ -37,4 +37,4 @@ def leaving(shape: architecture.Model, kernels: Kernels, on: dict[str, Any]) -> 
 def exit_units(leave: Exit | None, segment: int) -> Iterator[Unit]:
     """What is sharded by itself: weights that are float32 in every model."""
     if isinstance(leave, HyperExit):
-        yield Unit(module=leave, segment=segment, wide=True)
+        yield Unit(module=leave, segment=segment, wide=True, alone=True)

@@ -41,6 +41,8 @@ class Portion:
     """Some ops keep more on a CPU, where they are put together from smaller ones."""
     recompute: frozenset[str] = frozenset()
     """What is made again in backward: the kinds of `nn.recompute`."""
+    span: int = 1
+    """Blocks between residual streams that are kept, where hyper-connections are made again."""
 
     @property
     def narrow(self) -> int:

@@ -30,9 +30,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-NAMES = ("norm", "activation", "core", "experts", "block", "full")
+NAMES = ("norm", "activation", "core", "experts", "hyper", "block", "full")
 """Kinds of regions: norms of the stream; activations of dense MLPs; what stands between the projections of a
-mixer; the MLPs of experts; whole blocks. `full` is all of them."""
+mixer; the MLPs of experts; hyper-connections, from one layer to the next; whole blocks. `full` is all of them."""
 
 Result = TypeVar("Result")
 Hold = Callable[[Tensor], None]

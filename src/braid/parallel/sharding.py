@@ -42,6 +42,8 @@ class Unit:
     mesh: Literal["dense", "expert"] = "dense"
     wide: bool = False
     """Whether it computes in the stored dtype, whatever the rest computes in."""
+    alone: bool = False
+    """Whether it is used while what surrounds it is not gathered."""
     dims: Mapping[str, int] = field(default_factory=dict)
     """The dim that is sharded, by parameter name; 0 where nothing is said."""
     methods: tuple[str, ...] = ()
@@ -82,12 +84,10 @@ def shard_units(
 
 def set_apart(units: Iterable[Unit], compute: torch.dtype) -> Iterator[tuple[Unit, torch.dtype]]:
     """The units that are sharded by themselves, and the dtype that each is stored in. One that is there for its
-    dtype alone is not, where whatever surrounds it has the same."""
-    units = list(units)
-    inner = {module for unit in units for module in unit.module.modules() if module is not unit.module}
+    dtype is not, where whatever surrounds it has the same."""
     for unit in units:
         stored = next((p.dtype for p in unit.module.parameters()), compute)
-        if not (unit.wide and stored == compute and unit.module in inner):
+        if unit.alone or not (unit.wide and stored == compute):
             yield unit, stored
 
 

@@ -163,6 +163,8 @@ class Schedule:
     """Whether weight gradients of phases that have them get ops of their own."""
     replayed: tuple[tuple[str, ...], ...] = ()
     """For each segment the phases that are run again before their backward."""
+    dropped: tuple[tuple[str, ...], ...] = ()
+    """For each segment the residual streams that nobody keeps until then."""
 
     @property
     def pp(self) -> int:

@@ -7,6 +7,10 @@ right before what needs it first. Where all of a block is recomputed, its `mix` 
 right behind the backward of its `combine`, which needs neither: rows on their way back then have the replay of
 `mix` beside them, and rows that leave once more the forward of another micro-batch. All ranks that share
 experts have the same list, and so issue their exchanges in the same order.
+
+Hyper-connections are recomputed from one layer to the next, and over several blocks: a **span** of them. Only
+the streams behind a span are kept, so that the first backward within it needs the replays of all its phases,
+from the first to the last.
 """
 
 from __future__ import annotations
@@ -22,10 +26,54 @@ from braid.schedule.phases import Phase, readers
 
 KEEPERS = ("head", "enter", "experts")
 """Kinds of phases whose backward needs what they were given."""
+STREAMERS = ("mix", "post")
+"""Kinds of phases that read residual streams, and need them again where nobody has kept them."""
 MIXERS = frozenset({Kind.ATTENTION, Kind.LATENT_ATTENTION, Kind.MAMBA2, Kind.DELTA_NET})
 
 Turn = tuple[int, int]
 """(micro-batch, segment)."""
+
+
+def span_ends(layout: Layout, blocks: int) -> frozenset[tuple[int | None, int]]:
+    """The last block of each span of so many, as (MTP depth, index). No span leaves its segment, or its
+    depth."""
+    return frozenset(span[-1] for span in _spans(layout, blocks))
+
+
+def span_starts(layout: Layout, blocks: int) -> frozenset[tuple[int | None, int]]:
+    """The first block of each span."""
+    return frozenset(span[0] for span in _spans(layout, blocks))
+
+
+def _spans(layout: Layout, blocks: int) -> Iterator[list[tuple[int | None, int]]]:
+    runs: list[tuple[int | None, Sequence[Block]]] = [(None, segment.blocks) for segment in layout.segments]
+    runs += [(depth.depth, depth.blocks) for depth in layout.mtp]
+    for depth, run in runs:
+        places: list[tuple[int | None, int]] = [(depth, block.index) for block in run]
+        yield from (places[first : first + blocks] for first in range(0, len(places), blocks))
+
+
+def dropped_tensors(
+    layout: Layout, phases: Sequence[Sequence[Phase]], names: Collection[str], span: int
+) -> tuple[tuple[str, ...], ...]:
+    """For each segment the tensors that phases write and that nobody keeps: streams within a span of
+    hyper-connections, and the ways out of it. Empty where there is but one residual stream."""
+    whole = not {"block", "full"}.isdisjoint(names)
+    ends = span_ends(layout, 1 if whole else span)
+
+    def dropped(phase: Phase, posts: Collection[tuple[int | None, int | None]]) -> tuple[str, ...]:
+        if phase.kind == "mix" and (phase.depth, phase.block) in posts:
+            return tuple(name for name in phase.writes if not name.endswith((".rows", ".probs", ".shared")))
+        within = phase.block is not None and (phase.depth, phase.block) not in ends
+        return phase.writes if phase.kind in STREAMERS and within else ()
+
+    if not whole and "hyper" not in names:
+        return ()
+    found = []
+    for segment in phases:
+        posts = {(phase.depth, phase.block) for phase in segment if phase.kind == "post"}
+        found.append(tuple(name for phase in segment for name in dropped(phase, posts)))
+    return tuple(found)
 
 
 def replayed_phases(
@@ -35,9 +83,11 @@ def replayed_phases(
     *,
     shared_experts: bool,
     dropout: bool,
+    hyper: bool = False,
 ) -> tuple[tuple[str, ...], ...]:
     """For each segment the phases in which something is recomputed, by the names of `train.recompute`.
-    `shared_experts` says whether experts have one that every token visits, `dropout` whether layers have it."""
+    `shared_experts` says whether experts have one that every token visits, `dropout` whether layers have it,
+    `hyper` whether they have hyper-connections."""
     blocks: dict[tuple[int | None, int], Block] = {}
     for segment in layout.segments:
         blocks |= {(None, block.index): block for block in segment.blocks}
@@ -52,7 +102,12 @@ def replayed_phases(
         held = {layer.kind for layer in blocks[phase.depth, phase.block].layers}
         dense = Kind.MLP in held or (Kind.MOE in held and shared_experts)
         mixes = not MIXERS.isdisjoint(held)
-        return asked("block", "norm") or (asked("activation") and dense) or (asked("core") and mixes)
+        return (
+            asked("block", "norm")
+            or (asked("hyper") and hyper)
+            or (asked("activation") and dense)
+            or (asked("core") and mixes)
+        )
 
     def replayed(phase: Phase) -> bool:
         match phase.kind:
@@ -63,7 +118,9 @@ def replayed_phases(
             case "experts":
                 return asked("block", "experts")
             case "combine":
-                return asked("block") and dropout
+                return asked("block") and dropout and not hyper
+            case "post":
+                return asked("hyper", "block")
             case "enter":
                 return asked("norm")
             case "final_norm":
@@ -74,18 +131,23 @@ def replayed_phases(
     return tuple(tuple(phase.name for phase in segment if replayed(phase)) for segment in phases)
 
 
-def with_replays(schedule: Schedule, replayed: Sequence[Sequence[str]]) -> Schedule:
-    """The schedule with a `RECOMPUTE` for each of these phases of every micro-batch; nothing else is moved."""
+def with_replays(
+    schedule: Schedule, replayed: Sequence[Sequence[str]], dropped: Sequence[Sequence[str]] = ()
+) -> Schedule:
+    """The schedule with a `RECOMPUTE` for each of these phases of every micro-batch; nothing else is moved. For
+    each segment, `dropped` are residual streams that nobody keeps."""
     if not any(replayed):
         return schedule
-    named = replace(schedule, replayed=tuple(map(tuple, replayed)))
+    gone = tuple(map(tuple, dropped)) or ((),) * schedule.segments
+    named = replace(schedule, replayed=tuple(map(tuple, replayed)), dropped=gone)
     return replace(named, ops=tuple(_placed(named, rank, ops) for rank, ops in enumerate(schedule.ops)))
 
 
 def _placed(schedule: Schedule, rank: int, ops: Ops) -> Ops:
     before: dict[int, list[Op]] = defaultdict(list)
     for (micro_batch, segment), places in _backwards(ops).items():
-        found = _anchors(schedule.phases[segment], set(schedule.replayed[segment]), places)
+        given = _Given(schedule.phases[segment], schedule.dropped[segment])
+        found = _anchors(given, set(schedule.replayed[segment]), places)
         for phase in schedule.phases[segment]:
             if phase.name in found:
                 op = Op(act=Act.RECOMPUTE, micro_batch=micro_batch, segment=segment, phase=phase.name)
@@ -111,9 +173,36 @@ def _backwards(ops: Ops) -> dict[Turn, dict[str, int]]:
     return found
 
 
-def _anchors(phases: Sequence[Phase], replayed: Collection[str], backward: Mapping[str, int]) -> dict[str, int]:
+class _Given:
+    """Who needs what replays make."""
+
+    def __init__(self, phases: Sequence[Phase], dropped: Collection[str]) -> None:
+        self.phases = phases
+        by_name, found = {phase.name: phase for phase in phases}, readers(phases)
+        self._readers = {
+            phase.name: [
+                by_name[reader]
+                for tensor in phase.writes
+                for reader in found.get(tensor, ())
+                if by_name[reader].kind in ("dispatch", *KEEPERS)
+                or (tensor in dropped and by_name[reader].kind in STREAMERS)
+            ]
+            for phase in phases
+        }
+
+    def to(self, phase: Phase) -> list[Phase]:
+        """The phases that are given what a replay of this one makes, where they are replayed themselves."""
+        return list(dict.fromkeys(self._readers[phase.name]))
+
+    def keepers(self, phase: Phase) -> list[str]:
+        """The phases whose backward needs what this one wrote."""
+        return [each.name for each in self.to(phase) if each.kind in (*KEEPERS, "post")]
+
+
+def _anchors(given: _Given, replayed: Collection[str], backward: Mapping[str, int]) -> dict[str, int]:
     """For each phase the op before which it is replayed."""
     anchors: dict[str, int] = {}
+    phases = given.phases
     combines = {(phase.depth, phase.block): phase.name for phase in phases if phase.kind == "combine"}
     dispatches = (phase for phase in phases if phase.kind == "dispatch")
     sent_again = {(phase.depth, phase.block) for phase in dispatches if phase.name in replayed}
@@ -121,25 +210,12 @@ def _anchors(phases: Sequence[Phase], replayed: Collection[str], backward: Mappi
         if phase.name not in replayed:
             continue
         block = (phase.depth, phase.block)
+        needs = [backward[phase.name], *(backward[each] for each in given.keepers(phase))]
+        needs += [anchors[each.name] for each in given.to(phase) if each.name in anchors]
         if phase.kind in ("mix", "dispatch") and block in sent_again:
-            anchors[phase.name] = backward[combines[block]] + 1
-        else:
-            needs = [backward[phase.name], *(backward[each] for each in _keepers(phases, phase))]
-            later = (anchors[each.name] for each in _given(phases, phase) if each.name in anchors)
-            anchors[phase.name] = min([*needs, *later])
+            needs.append(backward[combines[block]] + 1)
+        anchors[phase.name] = min(needs)
     return anchors
-
-
-def _given(phases: Sequence[Phase], phase: Phase) -> list[Phase]:
-    """The phases that are given what a replay of this one makes, where they are replayed themselves."""
-    found = readers(phases)
-    names = {reader for tensor in phase.writes for reader in found.get(tensor, ())}
-    return [each for each in phases if each.name in names and each.kind in ("dispatch", *KEEPERS)]
-
-
-def _keepers(phases: Sequence[Phase], phase: Phase) -> list[str]:
-    """The phases whose backward needs what this one wrote."""
-    return [each.name for each in _given(phases, phase) if each.kind in KEEPERS]
 
 
 # ------------------------------------------------------------------------------------------------ proof
@@ -151,16 +227,18 @@ def without_replays(schedule: Schedule) -> tuple[Schedule, tuple[tuple[int, ...]
     kept = [[place for place, op in enumerate(ops) if op.act is not Act.RECOMPUTE] for ops in schedule.ops]
     lists = tuple(tuple(ops[place] for place in own) for ops, own in zip(schedule.ops, kept, strict=True))
     places = tuple((*own, len(ops)) for ops, own in zip(schedule.ops, kept, strict=True))
-    return replace(schedule, ops=lists, replayed=()), places
+    return replace(schedule, ops=lists, replayed=(), dropped=()), places
 
 
 def replay_faults(schedule: Schedule) -> Iterator[Fault]:
     """Each phase that is to be replayed is, once, after its forward and before everything that needs it."""
+    dropped = schedule.dropped or ((),) * len(schedule.phases)
+    givens = [_Given(phases, gone) for phases, gone in zip(schedule.phases, dropped, strict=True)]
     for rank, ops in enumerate(schedule.ops):
         done: set[tuple[Act, int | None, int | None, str | None]] = set()
         replays: Counter[tuple[int | None, int | None, str | None]] = Counter()
         for place, op in enumerate(ops):
-            for rule, why in _op_faults(schedule, op, done, replays):
+            for rule, why in _op_faults(schedule, givens, op, done, replays):
                 yield Fault(rank=rank, place=place, op=op, rule=rule, why=why)
             done.add((op.act, op.micro_batch, op.segment, op.phase))
             replays[op.micro_batch, op.segment, op.phase] += op.act is Act.RECOMPUTE
@@ -168,6 +246,7 @@ def replay_faults(schedule: Schedule) -> Iterator[Fault]:
 
 def _op_faults(
     schedule: Schedule,
+    givens: Sequence[_Given],
     op: Op,
     done: Collection[tuple[Act, int | None, int | None, str | None]],
     replays: Mapping[tuple[int | None, int | None, str | None], int],
@@ -185,18 +264,18 @@ def _op_faults(
             yield Rule.AFTER_INPUT, f"{replace(op, act=Act.F, collectives=())} has not run"
         if replays[*turn, op.phase]:
             yield Rule.ONCE, "it has run before"
-    for name in _needed(schedule.phases[op.segment], op, listed):
+    for name in _needed(givens[op.segment], op, listed):
         if (Act.RECOMPUTE, *turn, name) not in done:
             needed = replace(op, act=Act.RECOMPUTE, phase=name, collectives=())
             yield Rule.AFTER_INPUT, f"{needed} has not run"
 
 
-def _needed(phases: Sequence[Phase], op: Op, listed: Collection[str]) -> Iterator[str]:
+def _needed(given: _Given, op: Op, listed: Collection[str]) -> Iterator[str]:
     """The phases whose replay an op needs."""
-    for phase in phases:
+    for phase in given.phases:
         if op.act is Act.B:
-            needs = phase.name == op.phase or op.phase in _keepers(phases, phase)
+            needs = phase.name == op.phase or op.phase in given.keepers(phase)
         else:
-            needs = op.phase in [each.name for each in _given(phases, phase)]
+            needs = op.phase in [each.name for each in given.to(phase)]
         if needs and phase.name in listed:
             yield phase.name

@@ -30,10 +30,11 @@ from braid.model.context import Context, MicroBatch, Whole
 from braid.model.language import LanguageModel, Losses, PartOfStep
 from braid.model.mtp import targets
 from braid.nn.moe.balance import Load
-from braid.nn.recompute import Hold, Replays, hand_replays
+from braid.nn.recompute import Hold, Replays
 from braid.nn.weight_sink import Mains, WeightSink, hand_sink
 from braid.optim import gradients
 from braid.parallel.sharding import before_backward, release
+from braid.plan import span_of
 from braid.schedule import Op, Phase, evaluation
 from braid.train.driving import driving
 from braid.train.feed import micro_batch
@@ -173,7 +174,7 @@ class _Step:
         self.loads = Loads()
         names = run.train.recompute
         self.replays = Replays(names, planned=bool(state.schedule.phases)) if names else None
-        hand_replays(self.model, self.replays)
+        self.model.recompute(self.replays, span_of(run, self.model.layout))
         alone = self.model.groups.world.size == 1
         mains: Mains = state.optimizer.mains() if alone else fsdp2.Accumulated(self.model)
         self.sink = WeightSink(mains) if mains or state.schedule.delayed else None
@@ -259,7 +260,7 @@ class _Step:
 
     def end(self) -> None:
         """All ops have run."""
-        hand_replays(self.model, None)
+        self.model.recompute(None)
         hand_sink(self.model, None)
         if self.sink is not None:
             self.sink.finish()
