@@ -2,6 +2,7 @@
 
     python -m benchmarks.hyper_connection           # checked against float64, then timed beside torch
     python -m benchmarks.hyper_connection --tune    # every variant of every kernel, or of those that are named
+    python -m benchmarks.hyper_connection --block   # what they add to a block of attention and experts
 
 Eager and compiled torch run `reference`. Floors are of the chip: bytes at 4.3 TB/s, each tensor read and
 written as often as two kernels into and out of the branch and a pass for the weight's gradient need."""
@@ -12,7 +13,10 @@ import argparse
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
+from itertools import chain
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -20,18 +24,23 @@ from torch import Tensor
 from triton.testing import do_bench
 
 from benchmarks import machine
+from braid import architecture, kernels, pattern
 from braid.kernels.hyper_connection import reference
 from braid.kernels.hyper_connection.device import gradients, mapping, projection, streams
 from braid.kernels.hyper_connection.device.gradients import GradientVariant, WeightVariant
+from braid.kernels.hyper_connection.device.launch import Launcher
+from braid.kernels.hyper_connection.device.mapping import MapVariant
 from braid.kernels.hyper_connection.device.projection import ProjectionVariant
 from braid.kernels.hyper_connection.device.streams import StreamVariant
 from braid.kernels.hyper_connection.fused import USUAL, Fused
 from braid.kernels.hyper_connection.reference import Form, Mappings, Parameters
+from braid.model.context import MicroBatch
+from braid.model.language import LanguageModel
 
 FORM = Form(steps=20, eps=1e-6, norm_eps=1e-5)
 BYTES = 4.3e12
 """What the chip moves in a second, as measured."""
-STREAMS, TOKENS = 4, 8192
+STREAMS, TOKENS, FEW_TOKENS = 4, 8192, 64
 CHANNELS = (4096, 2560)
 CHECKS = (
     (1, 4, 128),
@@ -48,6 +57,10 @@ CHECKS = (
 REPEATS = 5
 """So often the same must come, to the last bit."""
 BOUNDS = {"mappings": 2e-5, "outputs": 6e-3, "gradients": 2e-2}
+SLEEP = 4_000_000
+"""Cycles, longer than the host takes for anything that is timed."""
+PARTIAL = ("project", "map_backward", "weight_gradient")
+"""Kernels that leave sums to others."""
 THREADS = 14
 PATIENCE = 85.0
 """Seconds after which no further compilation by torch begins."""
@@ -177,9 +190,38 @@ def right(found: dict[str, float]) -> bool:
 
 
 def milliseconds(function: Callable[[], object], budget: int = 100) -> float:
-    """On the device, the median."""
+    """As a caller has it, the median: where the device is faster than the host, it waits."""
     found: float = do_bench(function, warmup=budget // 4, rep=budget, return_mode="median")
     return found
+
+
+def on_device(function: Callable[[], object], repeats: int = 12) -> float:
+    """Milliseconds of the device alone, the median, with nothing in its cache: it sleeps until the host has
+    handed over all of its work."""
+    much = torch.empty(2**28, dtype=torch.int8, device="cuda")
+    function()
+    pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+    for begin, end in pairs:
+        much.zero_()
+        torch.cuda._sleep(SLEEP)
+        begin.record()
+        function()
+        end.record()
+    torch.cuda.synchronize()
+    return median(begin.elapsed_time(end) for begin, end in pairs)
+
+
+def host_microseconds(function: Callable[[], object], repeats: int = 200) -> float:
+    """Of the host, for work that the device has done before more comes."""
+    function()
+    taken = []
+    for _ in range(5):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        for _ in range(repeats):
+            function()
+        taken.append((time.perf_counter() - started) / repeats * 1e6)
+    return min(taken)
 
 
 def floors(channels: int) -> dict[str, float]:
@@ -190,59 +232,98 @@ def floors(channels: int) -> dict[str, float]:
 
 
 def timed(function: Callable[..., Tensor], c: Case) -> dict[str, float]:
-    return {
-        "forward": milliseconds(lambda: function(c.x, c.parameters)),
-        "both": milliseconds(lambda: both_ways(function, c)),
+    """Backward stays in the thread that asks for it, as it does from one layer of a model to the next: a single
+    sublayer would pay for waking another one."""
+
+    def forward() -> object:
+        return function(c.x, c.parameters)
+
+    def both() -> object:
+        return both_ways(function, c)
+
+    with torch.autograd.set_multithreading_enabled(False):
+        return {
+            "forward": milliseconds(forward),
+            "both": milliseconds(both),
+            "forward on device": on_device(forward),
+            "both on device": on_device(both),
+        }
+
+
+def host(fused: Fused, channels: int) -> dict[str, float]:
+    """Microseconds of the host for one sublayer, also where backward stays in the thread that asks for it."""
+    c, function = case(FEW_TOKENS, STREAMS, channels), sublayer(fused)
+
+    def both() -> object:
+        return both_ways(function, c)
+
+    found = {
+        "forward": host_microseconds(lambda: function(c.x, c.parameters)),
+        "both": host_microseconds(both),
     }
+    with torch.autograd.set_multithreading_enabled(False):
+        found["both in one thread"] = host_microseconds(both)
+    return found
 
 
 class Work(NamedTuple):
     """Everything that the kernels of one sublayer are given."""
 
     c: Case
-    projected: projection.Projected
+    launch: Launcher
+    sums: Tensor
     made: Mappings
     known: mapping.Known
     reached: mapping.ToStreams
+    d_weight: Tensor
+    partial: Tensor
     branch: Tensor
 
 
 def work(channels: int) -> Work:
-    c = case(TOKENS, STREAMS, channels)
+    c, launch = case(TOKENS, STREAMS, channels), Launcher()
     x, (weight, alpha, bias), _ = c
     x = x.detach()
     sizes = {"streams": STREAMS, "channels": channels}
-    projected = projection.project(x.flatten(1), weight, USUAL.project)
-    made, known = mapping.map_forward(projected, alpha, bias, FORM, **sizes)
-    reached, _, _ = mapping.map_backward(made, known, alpha, bias, FORM, **sizes)
-    return Work(c, projected, made, known, reached, streams.aggregate(x, made.pre_NS, USUAL.aggregate))
+    sums = projection.project(launch, x.flatten(1), weight, USUAL.project)
+    made, known = mapping.map_forward(launch, sums, alpha, bias, FORM, USUAL.map, **sizes)
+    reached, partial = mapping.map_backward(
+        launch, made, known, alpha, bias, FORM, USUAL.map_backward, **sizes, in_parts=True
+    )
+    d_weight = gradients.weight_gradient(launch, x.flatten(1), reached, weight, USUAL.weight_gradient)
+    branch = streams.aggregate(launch, x, made.pre_NS, USUAL.aggregate)
+    return Work(c, launch, sums, made, known, reached, d_weight, partial, branch)
 
 
 def kernel(name: str, variant: Any, w: Work) -> Callable[[], Any]:
     """One kernel, by one variant."""
-    (x, (weight, alpha, bias), grad), made = w.c, w.made
+    (x, (weight, alpha, bias), grad), made, launch = w.c, w.made, w.launch
     x, weight = x.detach(), weight.detach()
     sizes = {"streams": STREAMS, "channels": x.shape[2]}
     match name:
         case "project":
-            return lambda: projection.project(x.flatten(1), weight, variant)
+            return lambda: projection.project(launch, x.flatten(1), weight, variant)
         case "map":
-            return lambda: mapping.map_forward(w.projected, alpha, bias, FORM, **sizes)
+            return lambda: mapping.map_forward(launch, w.sums, alpha, bias, FORM, variant, **sizes)
         case "aggregate":
-            return lambda: streams.aggregate(x, made.pre_NS, variant)
+            return lambda: streams.aggregate(launch, x, made.pre_NS, variant)
         case "mix":
-            return lambda: streams.mix(x, w.branch, None, made.post_NS, made.res_NSS, variant)
+            return lambda: streams.mix(launch, x, w.branch, None, made.post_NS, made.res_NSS, variant)
         case "mix_backward":
-            return lambda: streams.mix_backward(grad, x, w.branch, None, made.post_NS, variant)
+            return lambda: streams.mix_backward(launch, grad, x, w.branch, None, made.post_NS, variant)
         case "aggregate_backward":
-            return lambda: streams.aggregate_backward(w.branch, x, variant)
+            return lambda: streams.aggregate_backward(launch, w.branch, x, variant)
         case "map_backward":
-            return lambda: mapping.map_backward(made, w.known, alpha, bias, FORM, **sizes)
-        case "gradients":
-            mappings = (made.pre_NS, made.res_NSS, w.reached)
-            return lambda: gradients.gradients(x, grad, w.branch, *mappings, weight, variant)
-    assert name == "weight_gradient"
-    return lambda: gradients.weight_gradient(x.flatten(1), w.reached.sums_NM, weight, variant)
+            return lambda: mapping.map_backward(
+                launch, made, w.known, alpha, bias, FORM, variant, **sizes, in_parts=True
+            )
+        case "weight_gradient":
+            return lambda: gradients.weight_gradient(launch, x.flatten(1), w.reached, weight, variant)
+        case "added_up":
+            return lambda: gradients.added_up(launch, w.d_weight, w.partial)
+    assert name == "gradients"
+    mappings = (made.pre_NS, made.res_NSS, w.reached)
+    return lambda: gradients.gradients(launch, x, grad, w.branch, *mappings, weight, variant)
 
 
 UNITS = {
@@ -253,25 +334,70 @@ UNITS = {
     "mix_backward": 2 * STREAMS + 2,
     "aggregate_backward": STREAMS + 1,
     "map_backward": 0,
-    "gradients": 3 * STREAMS + 1,
     "weight_gradient": STREAMS,
+    "added_up": 0,
+    "gradients": 3 * STREAMS + 1,
 }
 """How often each kernel reads or writes as much as one stream of all tokens."""
 
 
 def by_kernel(fused: Fused, channels: int) -> dict[str, tuple[float, float]]:
-    """Microseconds of each kernel, and of its bytes."""
+    """Microseconds of each kernel on the device, and of its bytes."""
     w, unit = work(channels), TOKENS * channels * 2 / BYTES * 1e6
-    variants = {name: getattr(fused, name) for name in UNITS if not name.startswith("map")}
+    variants = {name: getattr(fused, name, None) for name in UNITS}
     return {
-        name: (milliseconds(kernel(name, variants.get(name), w), 40) * 1e3, units * unit)
-        for name, units in UNITS.items()
+        name: (on_device(kernel(name, variants[name], w)) * 1e3, units * unit) for name, units in UNITS.items()
     }
+
+
+# ------------------------------------------------------------------------------------------------- block
+
+BLOCK = architecture.Model(
+    pattern="[*E]",
+    hidden=4096,
+    vocab=256,
+    attention=architecture.Attention(heads=32, kv_heads=8, head_dim=128),
+    moe=architecture.Moe(experts=64, top_k=8, ffn=1536),
+)
+ROWS = 2
+
+
+def block_step(shape: architecture.Model) -> Callable[[], object]:
+    """Forward and backward of one block, with all gradients."""
+    device, dtype, layout = torch.device("cuda"), torch.bfloat16, pattern.parse(shape.pattern)
+    chosen = kernels.choose(shape, layout.kinds(), device, dtype)
+    model = LanguageModel(shape, layout, chosen, device=device, dtype=dtype)
+    generator = torch.Generator(device).manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.0 if parameter.ndim > 1 else 1.0, 0.02, generator=generator)
+    tokens = torch.randint(shape.vocab, (ROWS, TOKENS // ROWS))
+    context = model.prepare(MicroBatch.of_tokens(tokens))
+    sizes = (ROWS, TOKENS // ROWS, *shape.stream)
+    stream, grad = (torch.randn(sizes, device=device, dtype=dtype, generator=generator) for _ in range(2))
+    leaves = [stream.requires_grad_(), *model.stack.parameters()]
+
+    def run() -> object:
+        out = model.stack(stream, model.segments, context)
+        return torch.autograd.grad(out, leaves, grad, allow_unused=True)
+
+    return run
+
+
+def in_block(log: dict[str, Any]) -> Iterator[str]:
+    """Milliseconds of a block without and with hyper-connections, in turn."""
+    hyper = architecture.HyperConnections(streams=STREAMS)
+    steps = {"plain": block_step(BLOCK), "hyper": block_step(replace(BLOCK, hyper=hyper))}
+    for name in ("plain", "hyper") * 3:
+        log.setdefault(name, []).append(milliseconds(steps[name], 400))
+        yield f"{name:6}{log[name][-1]:8.3f} ms"
+    log["added"] = median(log["hyper"]) / median(log["plain"]) - 1
+    yield f"hyper-connections add {log['added']:.1%}"
 
 
 # ------------------------------------------------------------------------------------------------ tuning
 
-P, S, G, W = ProjectionVariant, StreamVariant, GradientVariant, WeightVariant
+P, S, G, W, M = ProjectionVariant, StreamVariant, GradientVariant, WeightVariant, MapVariant
 STREAM_CANDIDATES = (
     S(),
     S(stages=2),
@@ -279,56 +405,49 @@ STREAM_CANDIDATES = (
     S(tokens=2, channels=512),
     S(tokens=1, channels=1024),
     S(tokens=1, channels=512, warps=2),
+    S(tokens=1, channels=512, warps=4),
     S(tokens=8, channels=256, warps=8),
-    S(tokens=8, channels=128, warps=4),
     S(tokens=1, channels=256, warps=1),
     S(tokens=2, channels=256, warps=1),
 )
 CANDIDATES: dict[str, tuple[Any, ...]] = {
     "project": (
         P(),
+        P(stages=3, splits=6),
+        P(stages=3, splits=12),
         P(warps=8),
-        P(splits=8),
-        P(splits=16),
-        P(stages=3),
-        P(stages=3, splits=8),
+        P(warps=8, stages=3, splits=6),
         P(depth=128, warps=8, stages=3),
-        P(tokens=64),
-        P(tokens=256, warps=8, stages=3, splits=8),
-        P(parts=2),
-        P(parts=2, warps=8),
+        P(tokens=256, warps=8, splits=8, stages=3),
+        P(parts=2, warps=8, stages=3, splits=6),
     ),
+    "map": (M(), M(tokens=4), M(tokens=16), M(tokens=32)),
     "aggregate": STREAM_CANDIDATES,
     "mix": STREAM_CANDIDATES,
     "mix_backward": STREAM_CANDIDATES,
     "aggregate_backward": STREAM_CANDIDATES,
+    "map_backward": (M(), M(tokens=4), M(tokens=2)),
     "gradients": (
         G(),
-        G(stages=1),
-        G(stages=3),
-        G(per_sm=2),
-        G(per_sm=8),
-        G(warps=8),
-        G(resident=True),
-        G(resident=True, stages=1),
-        G(resident=True, warps=8),
-        G(resident=True, warps=8, stages=3),
-        G(tokens=16, resident=True),
+        G(splits=2),
         G(tokens=16, channels=128),
-        G(tokens=16, channels=128, resident=True, warps=8),
-        G(tokens=32, channels=128, warps=8, per_sm=2),
-        G(tokens=32, channels=128, warps=8, per_sm=2, resident=True),
+        G(tokens=16, channels=128, warps=8),
+        G(tokens=16, channels=128, warps=8, splits=1),
+        G(tokens=16, channels=128, warps=8, splits=2),
+        G(tokens=16),
+        G(tokens=16, splits=2),
+        G(tokens=16, splits=8),
+        G(tokens=16, stages=3),
+        G(tokens=32, channels=128, warps=8),
     ),
     "weight_gradient": (
         W(),
         W(stages=2),
         W(stages=4),
-        W(splits=4),
-        W(splits=16),
-        W(depth=128),
-        W(depth=128, stages=2),
+        W(stages=4, per_sm=1),
+        W(per_sm=4),
+        W(per_sm=4, stages=2),
         W(channels=128, warps=4, stages=4),
-        W(warps=4),
     ),
 }
 
@@ -342,22 +461,22 @@ def label(variant: Any) -> str:
     )
 
 
-def tensors(result: Any) -> Iterator[Tensor]:
+def tensors(name: str, result: Any) -> Iterator[Tensor]:
     """Of what a kernel gives, with partial sums added up."""
-    if isinstance(result, projection.Projected):
-        yield from (part.sum(0) for part in result)
-    elif isinstance(result, Tensor):
-        yield result
+    if result is None:
+        return
+    if isinstance(result, Tensor):
+        yield result.sum(0) if name in PARTIAL else result
     else:
         for each in result:
-            yield from tensors(each)
+            yield from tensors(name, each)
 
 
 def differs(w: Work, which: tuple[str, Any]) -> float | str:
     """From the usual variant, which is checked against float64; or why it does not run."""
     name, variant = which
     try:
-        found, usual = (tuple(tensors(kernel(name, v, w)())) for v in (variant, getattr(USUAL, name)))
+        found, usual = (tuple(tensors(name, kernel(name, v, w)())) for v in (variant, getattr(USUAL, name)))
         return worst(found, tuple(tensor.double() for tensor in usual))
     except Exception as failure:
         return told(failure)
@@ -377,7 +496,7 @@ def tune(log: dict[str, Any], names: list[str]) -> Iterator[str]:
             if isinstance(difference, str) or not difference < BOUNDS["outputs"]:
                 yield f"{channels} {name} [{label(variant)}] {difference}"
             else:
-                found[name][label(variant)] = milliseconds(kernel(name, variant, w), 24) * 1e3
+                found[name][label(variant)] = on_device(kernel(name, variant, w)) * 1e3
         for name, times in found.items():
             best = sorted(times.items(), key=lambda item: item[1])
             log[f"{channels} {name}"] = dict(best)
@@ -417,7 +536,9 @@ def measure(log: dict[str, Any], started: float) -> Iterator[str]:
         name = f"kernels {channels}"
         yield from attempt(name, partial(by_kernel, USUAL, channels))
         for which, (us, least) in (log[name] or {}).items():
-            yield f"{channels}  {which:19}{us:7.0f} µs, bytes {least:4.0f}"
+            yield f"{channels}  {which:19}{us:7.1f} µs, bytes {least:4.0f}"
+        yield from attempt(f"host {channels}", partial(host, USUAL, channels))
+        yield f"{channels}  host µs {log[f'host {channels}']}"
     for name, implementation in (("ours", USUAL), ("eager", reference), ("compiled", reference)):
         for channels in CHANNELS:
             if name == "compiled" and time.perf_counter() - started > PATIENCE:
@@ -451,16 +572,20 @@ def main() -> None:
     parser.add_argument(
         "--tune", nargs="*", choices=CANDIDATES, help="time every variant of these kernels, or of all"
     )
+    parser.add_argument("--block", action="store_true", help="time a block with and without them")
     asked = parser.parse_args()
     started, origin = time.perf_counter(), machine.describe()
     log: dict[str, Any] = {}
-    tuning = asked.tune is not None
-    for line in tune(log, asked.tune) if tuning else measure(log, started):
+    if asked.tune is not None:
+        name, lines = "hyper_connection_tune", tune(log, asked.tune)
+    elif asked.block:
+        name, lines = "hyper_connection_block", in_block(log)
+    else:
+        name, lines = "hyper_connection", chain(measure(log, started), table(log))
+    for line in lines:
         print(line, flush=True)
-    if not tuning:
-        print("\n".join(table(log)))
     log["seconds"] = time.perf_counter() - started
-    print("written to", machine.write("hyper_connection_tune" if tuning else "hyper_connection", log, origin))
+    print("written to", machine.write(name, log, origin))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Hyper-connections in Triton: two passes over the streams into a branch, one out of it, three in backward.
+"""Hyper-connections in Triton: two passes over the streams into a branch and one out of it, three and one back.
 
 `post` hands its own gradient back along the streams, not that of the streams: `pre` applies the mixing to it,
 together with all else that reaches the streams, so that they are written once. Kept are streams, the branch's
@@ -9,7 +9,7 @@ Shapes: N tokens, S streams, C channels, K = S · C, M rows of the projection, A
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,10 +20,12 @@ from braid.kernels.hyper_connection import reference
 from braid.kernels.hyper_connection.device.gradients import (
     GradientVariant,
     WeightVariant,
+    added_up,
     gradients,
     weight_gradient,
 )
-from braid.kernels.hyper_connection.device.mapping import Known, map_backward, map_forward
+from braid.kernels.hyper_connection.device.launch import Launcher
+from braid.kernels.hyper_connection.device.mapping import Known, MapVariant, map_backward, map_forward
 from braid.kernels.hyper_connection.device.projection import ProjectionVariant, project
 from braid.kernels.hyper_connection.device.streams import (
     StreamVariant,
@@ -45,29 +47,33 @@ class Fused:
     """How each kernel is run."""
 
     project: ProjectionVariant
+    map: MapVariant
     aggregate: StreamVariant
     mix: StreamVariant
     mix_backward: StreamVariant
     aggregate_backward: StreamVariant
+    map_backward: MapVariant
     gradients: GradientVariant
     weight_gradient: WeightVariant
+    launch: Launcher = field(default_factory=Launcher, compare=False, repr=False)
 
     @staticmethod
     def of(streams: int, dtype: torch.dtype) -> Fused:
         """For so many streams of a dtype."""
         if streams > FEW or dtype.itemsize > 2:
-            return CROWDED
-        return USUAL if dtype == torch.bfloat16 else replace(USUAL, project=SHORT)
+            return replace(CROWDED, launch=Launcher())
+        project = USUAL.project if dtype == torch.bfloat16 else SHORT
+        return replace(USUAL, project=project, launch=Launcher())
 
     def pre(self, x_NSC: Tensor, parameters: Parameters, form: Form) -> Entered:
         """As `reference.pre`."""
-        if not len(x_NSC):
+        if not x_NSC.shape[0]:
             return reference.pre(x_NSC, parameters, form)
         return Entered(*_Pre.apply(self, form, x_NSC.contiguous(), *parameters))
 
     def post(self, entered: Entered, y_NC: Tensor, bias_C: Tensor | None = None) -> Tensor:
         """As `reference.post`."""
-        if not len(y_NC):
+        if not y_NC.shape[0]:
             return reference.post(entered, y_NC, bias_C)
         _, x_NSC, post_NS, res_NSS = entered
         out_NSC: Tensor = _Post.apply(self, x_NSC, y_NC, bias_C, post_NS, res_NSS)
@@ -75,30 +81,34 @@ class Fused:
 
     def contract(self, x_NSC: Tensor, parameters: Parameters, form: Form) -> Tensor:
         """As `reference.contract`."""
-        if not len(x_NSC):
+        if not x_NSC.shape[0]:
             return reference.contract(x_NSC, parameters, form)
         out_NC: Tensor = _Contract.apply(self, form, x_NSC, *parameters)
         return out_NC
 
 
 USUAL = Fused(
-    project=ProjectionVariant(),
+    project=ProjectionVariant(splits=6, stages=3),
+    map=MapVariant(),
     aggregate=StreamVariant(tokens=1, channels=1024),
     mix=StreamVariant(tokens=1, channels=1024),
     mix_backward=StreamVariant(stages=3),
     aggregate_backward=StreamVariant(tokens=2, warps=1),
-    gradients=GradientVariant(),
-    weight_gradient=WeightVariant(),
+    map_backward=MapVariant(),
+    gradients=GradientVariant(tokens=16, channels=128),
+    weight_gradient=WeightVariant(per_sm=1, stages=4),
 )
 """For four streams of bfloat16: of each kernel the fastest on an H200 by itself, where the projection keeps all
 bits of the weight."""
 CROWDED = Fused(
     project=SHORT,
+    map=MapVariant(),
     aggregate=StreamVariant(),
     mix=StreamVariant(),
     mix_backward=StreamVariant(),
     aggregate_backward=StreamVariant(),
-    gradients=GradientVariant(tokens=16, stages=1, per_sm=2),
+    map_backward=MapVariant(tokens=4),
+    gradients=GradientVariant(tokens=16, stages=1),
     weight_gradient=WeightVariant(channels=128, warps=4, stages=2),
 )
 """Where streams are many or wide, and fewer tokens of them fit on the chip."""
@@ -137,13 +147,16 @@ class _Contract(torch.autograd.Function):
 
 def _into(ctx: Any, fused: Fused, form: Form, x_NSC: Tensor, parameters: Parameters) -> tuple[Tensor, Mappings]:
     """The sum of streams and the mappings; what backward needs is left in `ctx`."""
-    _, streams, channels = x_NSC.shape
+    tokens, streams, channels = x_NSC.shape
+    launch = fused.launch
     weight_MK, alpha_A, bias_M = (parameter.contiguous() for parameter in parameters)
-    projected = project(x_NSC.flatten(1), weight_MK, fused.project)
-    made, known = map_forward(projected, alpha_A, bias_M, form, streams=streams, channels=channels)
+    sums_ZNW = project(launch, x_NSC.view(tokens, -1), weight_MK, fused.project)
+    made, known = map_forward(
+        launch, sums_ZNW, alpha_A, bias_M, form, fused.map, streams=streams, channels=channels
+    )
     ctx.save_for_backward(x_NSC, weight_MK, alpha_A, bias_M, made.pre_NS, made.res_NSS, *known)
     ctx.fused, ctx.form = fused, form
-    return aggregate(x_NSC, made.pre_NS, fused.aggregate), made
+    return aggregate(launch, x_NSC, made.pre_NS, fused.aggregate), made
 
 
 def _out_of(
@@ -151,16 +164,22 @@ def _out_of(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of streams, weight, alpha and bias."""
     x_NSC, weight_MK, alpha_A, bias_M, pre_NS, res_NSS, *known = ctx.saved_tensors
-    _, streams, channels = x_NSC.shape
+    tokens, streams, channels = x_NSC.shape
     fused: Fused = ctx.fused
+    launch = fused.launch
     d_branch_NC = d_branch_NC.contiguous()
-    d_pre_NS = aggregate_backward(d_branch_NC, x_NSC, fused.aggregate_backward)
+    d_pre_NS = aggregate_backward(launch, d_branch_NC, x_NSC, fused.aggregate_backward)
     grads = Mappings(d_pre_NS, d_post_NS.contiguous(), d_res_NSS.contiguous())
-    reached, d_alpha_A, d_bias_M = map_backward(
-        grads, Known(*known), alpha_A, bias_M, ctx.form, streams=streams, channels=channels
+    reached, partial = map_backward(
+        launch, grads, Known(*known), alpha_A, bias_M, ctx.form, fused.map_backward,
+        streams=streams, channels=channels, in_parts=x_NSC.dtype == torch.bfloat16,
+    )  # fmt: skip
+    d_weight_ZMK = weight_gradient(launch, x_NSC.view(tokens, -1), reached, weight_MK, fused.weight_gradient)
+    d_weight_MK, d_numbers = added_up(launch, d_weight_ZMK, partial)
+    d_alpha_A, d_bias_M = d_numbers.split([alpha_A.shape[0], bias_M.shape[0]])
+    d_x_NSC = gradients(
+        launch, x_NSC, d_out_NSC, d_branch_NC, pre_NS, res_NSS, reached, weight_MK, fused.gradients
     )
-    d_x_NSC = gradients(x_NSC, d_out_NSC, d_branch_NC, pre_NS, res_NSS, reached, weight_MK, fused.gradients)
-    d_weight_MK = weight_gradient(x_NSC.flatten(1), reached.sums_NM, weight_MK, fused.weight_gradient)
     return d_x_NSC, d_weight_MK, d_alpha_A, d_bias_M
 
 
@@ -178,13 +197,16 @@ class _Post(torch.autograd.Function):
         y_NC = y_NC.contiguous()
         ctx.save_for_backward(x_NSC, y_NC, bias_C, post_NS)
         ctx.fused = fused
-        return mix(x_NSC, y_NC, bias_C, post_NS, res_NSS, fused.mix)
+        return mix(fused.launch, x_NSC, y_NC, bias_C, post_NS, res_NSS, fused.mix)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_NSC: Tensor) -> tuple[Tensor | None, ...]:
         x_NSC, y_NC, bias_C, post_NS = ctx.saved_tensors
         d_NSC = d_NSC.contiguous()
-        d_y_NC, d_post_NS, d_res_NSS = mix_backward(d_NSC, x_NSC, y_NC, bias_C, post_NS, ctx.fused.mix_backward)
+        fused: Fused = ctx.fused
+        d_y_NC, d_post_NS, d_res_NSS = mix_backward(
+            fused.launch, d_NSC, x_NSC, y_NC, bias_C, post_NS, fused.mix_backward
+        )
         d_bias_C = None if bias_C is None else d_y_NC.sum(0, dtype=torch.float32).to(bias_C.dtype)
         return None, d_NSC, d_y_NC, d_bias_C, d_post_NS, d_res_NSS

@@ -1,11 +1,12 @@
 """All that reaches the streams of a token, and the gradient of the projection's weight.
 
 Into the streams come what the mixing hands back, what the way into the branch hands back, what the projection
-hands back, and what its norm does. Every program has some channels of all streams and takes a part of the
-tokens through them. So it is with the weight, in a pass of its own: together the two would leave each other no
-room on the chip.
+hands back, and what its norm does. Every program takes some tokens through a part of the channels of all
+streams: what is known of a token is read once. The weight has a pass of its own, with programs that take some
+channels through a part of the tokens.
 
-Shapes: N tokens, S streams, C channels, M rows of the projection, K = S · C, Z parts of the tokens.
+Shapes: N tokens, S streams, C channels, M rows of the projection, K = S · C, P parts of the gradient of the
+projection, Z parts of the tokens.
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from braid.kernels.hyper_connection.device.launch import Launcher, parts_of, power_of_two
 from braid.kernels.hyper_connection.device.mapping import ToStreams
-from braid.kernels.hyper_connection.device.projection import width
+
+ADDED = 1024
+"""Entries that a program adds up."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,12 +32,10 @@ class WeightVariant:
     depth: int = 64
     """Tokens that are multiplied at a time."""
     channels: int = 256
-    splits: int = 8
-    """Parts of the tokens."""
+    per_sm: int = 2
+    """Programs for each multiprocessor, as far as there are tokens for them."""
     warps: int = 8
     stages: int = 3
-    parts: int = 2
-    """Of the projection's gradient, where activations are bfloat16: two have 16 bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,15 +44,14 @@ class GradientVariant:
 
     tokens: int = 32
     channels: int = 64
-    per_sm: int = 4
-    """Programs for each multiprocessor, as far as there are tokens for them."""
+    splits: int = 4
+    """Programs that share a token, each with its part of the channels."""
     warps: int = 4
     stages: int = 2
-    resident: bool = False
-    """Whether a program keeps its part of the weight, or reads it for every step."""
 
 
 def gradients(
+    launch: Launcher,
     x_NSC: Tensor,
     d_out_NSC: Tensor | None,
     d_branch_NC: Tensor,
@@ -62,56 +63,99 @@ def gradients(
 ) -> Tensor:
     """The gradient of the streams. `d_out_NSC` is that of what `mix` gave; an exit has none."""
     tokens, streams, channels = x_NSC.shape
-    rows, v = len(weight_MK), variant
-    across = triton.cdiv(channels, v.channels)
-    steps = triton.cdiv(
-        triton.cdiv(tokens, v.tokens), max(1, v.per_sm * multiprocessors(x_NSC.device) // across)
-    )
-    splits = triton.cdiv(tokens, steps * v.tokens)
+    rows, v = weight_MK.shape[0], variant
+    steps = parts_of(parts_of(channels, v.channels), v.splits)
     d_x_NSC = torch.empty_like(x_NSC)
-    _gradients[(across, splits)](
-        x_NSC, d_out_NSC, d_branch_NC, pre_NS, res_NSS, *reached, weight_MK, d_x_NSC,
-        tokens, channels, steps, S=streams, M=rows, WIDTH=width(rows), RESIDENT=v.resident,
-        PRECISION="tf32x3" if x_NSC.dtype == torch.float32 else "tf32", EVEN=channels % v.channels == 0,
-        BT=v.tokens, BC=v.channels, STAGES=v.stages, num_warps=v.warps,
+    launch(
+        _gradients,
+        (parts_of(tokens, v.tokens), parts_of(channels, steps * v.channels)),
+        (
+            x_NSC, d_out_NSC, d_branch_NC, pre_NS, None if d_out_NSC is None else res_NSS,
+            reached.sums_NM, reached.scale_N, weight_MK, d_x_NSC,
+        ),
+        (tokens, steps),
+        {
+            "S": streams, "C": channels, "M": rows, "WIDTH": max(16, power_of_two(rows)),
+            "PRECISION": "tf32x3" if x_NSC.dtype == torch.float32 else "tf32",
+            "EVEN": channels % v.channels == 0, "BT": v.tokens, "BC": v.channels, "STAGES": v.stages,
+        },
+        warps=v.warps,
     )  # fmt: skip
     return d_x_NSC
 
 
-def weight_gradient(x_NK: Tensor, d_sums_NM: Tensor, weight_MK: Tensor, variant: WeightVariant) -> Tensor:
-    """The gradient of the projection's weight."""
-    (tokens, channels), rows, v = x_NK.shape, len(weight_MK), variant
-    steps = triton.cdiv(triton.cdiv(tokens, v.depth), v.splits)
-    splits = triton.cdiv(tokens, steps * v.depth)
+def weight_gradient(
+    launch: Launcher, x_NK: Tensor, reached: ToStreams, weight_MK: Tensor, variant: WeightVariant
+) -> Tensor:
+    """Partial sums Z, M, K of the gradient of the projection's weight."""
+    (tokens, channels), rows, v = x_NK.shape, weight_MK.shape[0], variant
+    across = parts_of(channels, v.channels)
+    splits = max(1, v.per_sm * launch.multiprocessors(x_NK.device) // across)
+    steps = parts_of(parts_of(tokens, v.depth), splits)
+    splits = parts_of(tokens, steps * v.depth)
     d_weight_ZMK = weight_MK.new_empty(splits, rows, channels)
-    _weight_gradient[(triton.cdiv(channels, v.channels), splits)](
-        x_NK, d_sums_NM, d_weight_ZMK, tokens, channels, steps,
-        M=rows, WIDTH=width(rows), PARTS=v.parts if x_NK.dtype == torch.bfloat16 else 0,
-        EVEN=channels % v.channels == 0, BT=v.depth, BK=v.channels, num_warps=v.warps, num_stages=v.stages,
+    parts = reached.parts_PNM
+    launch(
+        _weight_gradient,
+        (across, splits),
+        (x_NK, reached.sums_NM if parts is None else parts, d_weight_ZMK),
+        (tokens, steps),
+        {
+            "K": channels, "M": rows, "WIDTH": max(16, power_of_two(rows)),
+            "PARTS": 0 if parts is None else parts.shape[0],
+            "EVEN": channels % v.channels == 0, "BT": v.depth, "BK": v.channels,
+        },
+        warps=v.warps,
+        stages=v.stages,
     )  # fmt: skip
-    return d_weight_ZMK.sum(0)
+    return d_weight_ZMK
 
 
-def multiprocessors(device: torch.device) -> int:
-    """How many there are. A CPU, where kernels are only interpreted, counts as one that has some."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+def added_up(launch: Launcher, long_ZE: Tensor, short_ZE: Tensor) -> tuple[Tensor, Tensor]:
+    """The sums of both over their first dim: the first has many entries, the second has many to add."""
+    (parts, *entries), (rows, short) = long_ZE.shape, short_ZE.shape
+    long_E, short_E = long_ZE.new_empty(entries), short_ZE.new_empty(short)
+    long = long_E.numel()
+    launch(
+        _add_up,
+        (short + parts_of(long, ADDED), 1),
+        (long_ZE, long_E, short_ZE, short_E),
+        (long, rows),
+        {"PARTS": parts, "SHORT": short, "BLOCK": ADDED},
+        warps=4,
+    )
+    return long_E, short_E
 
 
-@triton.jit
-def _times(stream, to_sums, total, PARTS: tl.constexpr):
-    """Add what some tokens make of the weight's gradient: of their channels, by rows of the projection."""
-    if PARTS > 0:
-        left = to_sums
-        for _ in tl.static_range(PARTS):
-            high = left.to(stream.dtype)
-            total = tl.dot(tl.trans(stream), high, total)
-            left -= high.to(tl.float32)
+@triton.jit(do_not_specialize=["long", "rows"])
+def _add_up(
+    of_long,
+    to_long,
+    of_short,
+    to_short,
+    long,
+    rows,
+    PARTS: tl.constexpr,
+    SHORT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The first programs have an entry of the short each, the others a block of the long."""
+    program = tl.program_id(0)
+    place = tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    if program < SHORT:
+        for row in range(0, rows, BLOCK):
+            total += tl.load(of_short + (row + place) * SHORT + program, mask=row + place < rows, other=0.0)
+        tl.store(to_short + program, tl.sum(total))
     else:
-        total = tl.dot(tl.trans(stream).to(tl.float32), to_sums, total, input_precision="tf32x3")
-    return total
+        place += (program - SHORT) * BLOCK
+        inside = place < long
+        for part in tl.static_range(PARTS):
+            total += tl.load(of_long + part * long.to(tl.int64) + place, mask=inside, other=0.0)
+        tl.store(to_long + place, total, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "steps"])
 def _gradients(
     x,
     d_out,
@@ -123,63 +167,65 @@ def _gradients(
     weight,
     d_x,
     tokens,
-    channels,
     steps,
     S: tl.constexpr,
+    C: tl.constexpr,
     M: tl.constexpr,
     WIDTH: tl.constexpr,
-    RESIDENT: tl.constexpr,
     PRECISION: tl.constexpr,
     EVEN: tl.constexpr,
     BT: tl.constexpr,
     BC: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    c = tl.program_id(0) * BC + tl.arange(0, BC)
+    t = tl.program_id(0) * BT + tl.arange(0, BT)
     m = tl.arange(0, WIDTH)
     split = tl.program_id(1)
-    of_weight = (m < M)[:, None] & (c < channels)[None, :]
-    entries = weight + m[:, None] * (S * channels) + c[None, :]
-    kept = ()
-    if RESIDENT:
-        for j in tl.static_range(S):
-            kept += (tl.load(entries + j * channels, mask=of_weight, other=0.0),)
-    for step in tl.range(split * steps, (split + 1) * steps, num_stages=STAGES):
-        t = step * BT + tl.arange(0, BT)
-        here = t < tokens
+    here = t < tokens
+    row = t.to(tl.int64)[:, None]
+    to_sums = tl.load(d_sums + row * M + m[None, :], mask=here[:, None] & (m < M)[None, :], other=0.0)
+    to_scale = tl.load(d_scale + t, mask=here, other=0.0)
+    ways_in = ()
+    for j in tl.static_range(S):
+        ways_in += (tl.load(pre + t * S + j, mask=here, other=0.0),)
+    mixing = ()
+    if d_out is not None:
+        for jk in tl.static_range(S * S):
+            mixing += (tl.load(res + t * S * S + jk, mask=here, other=0.0),)
+    for step in tl.range(split * steps, min((split + 1) * steps, tl.cdiv(C, BC)), num_stages=STAGES):
+        c = step * BC + tl.arange(0, BC)
         inside = here[:, None]
+        of_weight = (m < M)[:, None]
         if not EVEN:
-            inside = inside & (c < channels)[None, :]
-        row = t.to(tl.int64)[:, None]
-        place = row * (S * channels) + c[None, :]
-        to_sums = tl.load(d_sums + row * M + m[None, :], mask=here[:, None] & (m < M)[None, :], other=0.0)
-        to_scale = tl.load(d_scale + t, mask=here, other=0.0)
-        to_branch = tl.load(d_branch + row * channels + c[None, :], mask=inside, other=0.0).to(tl.float32)
+            inside = inside & (c < C)[None, :]
+            of_weight = of_weight & (c < C)[None, :]
+        place = row * (S * C) + c[None, :]
+        to_branch = tl.load(d_branch + row * C + c[None, :], mask=inside, other=0.0).to(tl.float32)
         grads = ()
         if d_out is not None:
             for k in tl.static_range(S):
-                grads += (tl.load(d_out + place + k * channels, mask=inside, other=0.0),)
+                grads += (tl.load(d_out + place + k * C, mask=inside, other=0.0),)
+        entries = weight + m[:, None] * (S * C) + c[None, :]
         for j in tl.static_range(S):
-            stream = tl.load(x + place + j * channels, mask=inside, other=0.0)
-            w = kept[j] if RESIDENT else tl.load(entries + j * channels, mask=of_weight, other=0.0)
+            stream = tl.load(x + place + j * C, mask=inside, other=0.0)
+            w = tl.load(entries + j * C, mask=of_weight, other=0.0)
             total = tl.dot(to_sums, w, input_precision=PRECISION)
             total += to_scale[:, None] * stream.to(tl.float32)
-            total += tl.load(pre + t * S + j, mask=here, other=0.0)[:, None] * to_branch
+            total += ways_in[j][:, None] * to_branch
             if d_out is not None:
                 for k in tl.static_range(S):
-                    mixed = tl.load(res + (t * S + j) * S + k, mask=here, other=0.0)
-                    total += mixed[:, None] * grads[k].to(tl.float32)
-            tl.store(d_x + place + j * channels, total.to(d_x.dtype.element_ty), mask=inside)
+                    total += mixing[j * S + k][:, None] * grads[k].to(tl.float32)
+            tl.store(d_x + place + j * C, total.to(d_x.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "steps"])
 def _weight_gradient(
     x,
     d_sums,
     d_weight,
     tokens,
-    channels,
     steps,
+    K: tl.constexpr,
     M: tl.constexpr,
     WIDTH: tl.constexpr,
     PARTS: tl.constexpr,
@@ -197,9 +243,16 @@ def _weight_gradient(
         row = t.to(tl.int64)[:, None]
         inside = here[:, None]
         if not EVEN:
-            inside = inside & (k < channels)[None, :]
-        stream = tl.load(x + row * channels + k[None, :], mask=inside, other=0.0)
-        to_sums = tl.load(d_sums + row * M + m[None, :], mask=here[:, None] & (m < M)[None, :], other=0.0)
-        total = _times(stream, to_sums, total, PARTS)
-    entries = d_weight + (split * M + m[None, :]) * channels + k[:, None]
-    tl.store(entries, total, mask=(m < M)[None, :] & (k < channels)[:, None])
+            inside = inside & (k < K)[None, :]
+        stream = tl.load(x + row * K + k[None, :], mask=inside, other=0.0)
+        of_sums = here[:, None] & (m < M)[None, :]
+        if PARTS > 0:
+            for part in tl.static_range(PARTS):
+                place = (part * tokens.to(tl.int64) + row) * M + m[None, :]
+                to_sums = tl.load(d_sums + place, mask=of_sums, other=0.0)
+                total = tl.dot(tl.trans(stream), to_sums, total)
+        else:
+            to_sums = tl.load(d_sums + row * M + m[None, :], mask=of_sums, other=0.0)
+            total = tl.dot(tl.trans(stream).to(tl.float32), to_sums, total, input_precision="tf32x3")
+    entries = d_weight + (split * M + m[None, :]) * K + k[:, None]
+    tl.store(entries, total, mask=(m < M)[None, :] & (k < K)[:, None])

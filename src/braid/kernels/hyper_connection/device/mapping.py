@@ -4,23 +4,33 @@ The gradient of the Sinkhorn steps is that of the steps that were taken, not of 
 are taken once more; of each, the sums that it divided by stay in registers, and going back, multiplying with
 them gives the matrix that was there before.
 
-Shapes: N tokens, S streams, M rows of the projection, A strengths (3, or 1 of an exit), Z parts of the
-projection.
+Shapes: N tokens, S streams, M rows of the projection, W wide enough for one more, A strengths (3, or 1 of an
+exit), P parts that a gradient is the sum of, Z parts of the projection.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from braid.kernels.hyper_connection.device.projection import Projected
+from braid.kernels.hyper_connection.device.launch import Launcher, parts_of, power_of_two
 from braid.kernels.hyper_connection.reference import Form, Mappings
 
-TOKENS, TOKENS_BACKWARD = 8, 4
-"""Of one program, which is one warp: its sums need no barriers. More would not fit into its registers."""
+PARTS = 2
+"""Of the gradient of the projection, where activations are bfloat16: two have 16 bits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MapVariant:
+    """One way to take tokens through the mappings."""
+
+    tokens: int = 8
+    """Of one program, which is one warp: its sums need no barriers."""
 
 
 class Known(NamedTuple):
@@ -38,41 +48,76 @@ class ToStreams(NamedTuple):
     """Gradients of the projection."""
     scale_N: Tensor
     """How much of itself each token gets, for its norm."""
+    parts_PNM: Tensor | None
+    """The gradients of the projection as bfloat16 parts, where activations are that."""
 
 
 def map_forward(
-    projected: Projected, alpha_A: Tensor, bias_M: Tensor, form: Form, *, streams: int, channels: int
+    launch: Launcher,
+    sums_ZNW: Tensor,
+    alpha_A: Tensor,
+    bias_M: Tensor,
+    form: Form,
+    variant: MapVariant,
+    *,
+    streams: int,
+    channels: int,
 ) -> tuple[Mappings, Known]:
     """The mappings of every token; of an exit, `post` and `res` are empty."""
-    parts, tokens, rows = projected.sums_ZNM.shape
+    (parts, tokens, wide), rows = sums_ZNW.shape, bias_M.shape[0]
     mixes = rows > streams
     made = Mappings(*(bias_M.new_empty(tokens, *shape) for shape in _shapes(streams, mixes)))
     known = Known(bias_M.new_empty(tokens, rows), bias_M.new_empty(tokens))
-    _map[(triton.cdiv(tokens, TOKENS),)](
-        *projected, alpha_A, bias_M, *made, *known, tokens, parts,
-        CHANNELS=streams * channels, STEPS=form.steps, EPS=form.eps, NORM_EPS=form.norm_eps,
-        M=rows, S=streams, SP=triton.next_power_of_2(streams), MIXES=mixes, BT=TOKENS, num_warps=1,
+    launch(
+        _map,
+        (parts_of(tokens, variant.tokens), 1),
+        (sums_ZNW, alpha_A, bias_M, *made, *known),
+        (tokens,),
+        {
+            "PARTS": parts, "WIDTH": wide, "CHANNELS": streams * channels, "STEPS": form.steps,
+            "EPS": form.eps, "NORM_EPS": form.norm_eps,
+            "M": rows, "S": streams, "SP": power_of_two(streams), "MIXES": mixes, "BT": variant.tokens,
+        },
+        warps=1,
     )  # fmt: skip
     return made, known
 
 
 def map_backward(
-    grads: Mappings, known: Known, alpha_A: Tensor, bias_M: Tensor, form: Form, *, streams: int, channels: int
-) -> tuple[ToStreams, Tensor, Tensor]:
-    """What reaches the streams, and the gradients of alpha and bias."""
+    launch: Launcher,
+    grads: Mappings,
+    known: Known,
+    alpha_A: Tensor,
+    bias_M: Tensor,
+    form: Form,
+    variant: MapVariant,
+    *,
+    streams: int,
+    channels: int,
+    in_parts: bool,
+) -> tuple[ToStreams, Tensor]:
+    """What reaches the streams, and the gradients of alpha and bias as each program found them."""
     tokens, rows = known.sums_NM.shape
     mixes = rows > streams
-    programs = triton.cdiv(tokens, TOKENS_BACKWARD)
-    reached = ToStreams(bias_M.new_empty(tokens, rows), bias_M.new_empty(tokens))
-    strengths = len(alpha_A)
-    partial = bias_M.new_empty(programs, strengths + rows)
-    _map_backward[(programs,)](
-        *grads, *known, alpha_A, bias_M, *reached, partial, tokens,
-        CHANNELS=streams * channels, STEPS=form.steps, EPS=form.eps,
-        M=rows, S=streams, SP=triton.next_power_of_2(streams), MIXES=mixes, BT=TOKENS_BACKWARD, num_warps=1,
+    programs = parts_of(tokens, variant.tokens)
+    reached = ToStreams(
+        bias_M.new_empty(tokens, rows),
+        bias_M.new_empty(tokens),
+        bias_M.new_empty(PARTS, tokens, rows, dtype=torch.bfloat16) if in_parts else None,
+    )
+    partial = bias_M.new_empty(programs, alpha_A.shape[0] + rows)
+    launch(
+        _map_backward,
+        (programs, 1),
+        (*grads, *known, alpha_A, bias_M, *reached, partial),
+        (tokens,),
+        {
+            "PARTS": PARTS, "CHANNELS": streams * channels, "STEPS": form.steps, "EPS": form.eps,
+            "M": rows, "S": streams, "SP": power_of_two(streams), "MIXES": mixes, "BT": variant.tokens,
+        },
+        warps=1,
     )  # fmt: skip
-    d_alpha_A, d_bias_M = partial.sum(0).split([strengths, rows])
-    return reached, d_alpha_A, d_bias_M
+    return reached, partial
 
 
 def _shapes(streams: int, mixes: bool) -> tuple[tuple[int, ...], ...]:
@@ -83,10 +128,10 @@ def _shapes(streams: int, mixes: bool) -> tuple[tuple[int, ...], ...]:
 
 
 @triton.jit
-def _added(sums, place, inside, parts, stride):
+def _added(sums, place, inside, stride, PARTS: tl.constexpr):
     """What all parts of the projection add up to."""
     total = tl.load(sums + place, mask=inside, other=0.0)
-    for part in range(1, parts):
+    for part in tl.static_range(1, PARTS):
         total += tl.load(sums + part * stride + place, mask=inside, other=0.0)
     return total
 
@@ -102,7 +147,6 @@ def _start(logits, inside, EPS: tl.constexpr):
 @triton.jit(do_not_specialize=["tokens"])
 def _map(
     sums,
-    squares,
     alpha,
     bias,
     pre,
@@ -111,7 +155,8 @@ def _map(
     known_sums,
     known_scale,
     tokens,
-    parts,
+    PARTS: tl.constexpr,
+    WIDTH: tl.constexpr,
     CHANNELS: tl.constexpr,
     STEPS: tl.constexpr,
     EPS: tl.constexpr,
@@ -125,43 +170,46 @@ def _map(
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     s = tl.arange(0, SP)
     here = t < tokens
-    stride = tokens.to(tl.int64) * M
-    mean = _added(squares, t, here, parts, tokens.to(tl.int64)) / CHANNELS
-    scale = 1.0 / tl.sqrt_rn(mean + NORM_EPS)
+    stride = tokens.to(tl.int64) * WIDTH
+    t2 = t.to(tl.int64)[:, None]
+    t3 = t.to(tl.int64)[:, None, None]
+    inside = here[:, None] & (s < S)[None, :]
+    entry = s[:, None] * S + s[None, :]
+    matrix = (s < S)[:, None] & (s < S)[None, :]
+    inside3 = here[:, None, None] & matrix[None, :, :]
+
+    # All is read before anything is computed, so that it is waited for once.
+    squares = _added(sums, t.to(tl.int64) * WIDTH + M, here, stride, PARTS)
+    to_pre = _added(sums, t2 * WIDTH + s[None, :], inside, stride, PARTS)
+    if MIXES:
+        to_post = _added(sums, t2 * WIDTH + S + s[None, :], inside, stride, PARTS)
+        to_res = _added(sums, t3 * WIDTH + 2 * S + entry[None, :, :], inside3, stride, PARTS)
+        tl.store(known_sums + t2 * M + S + s[None, :], to_post, mask=inside)
+        tl.store(known_sums + t3 * M + 2 * S + entry[None, :, :], to_res, mask=inside3)
+    tl.store(known_sums + t2 * M + s[None, :], to_pre, mask=inside)
+    scale = 1.0 / tl.sqrt_rn(squares / CHANNELS + NORM_EPS)
     tl.store(known_scale + t, scale, mask=here)
 
-    t2 = t.to(tl.int64)[:, None]
-    inside = here[:, None] & (s < S)[None, :]
-    total = _added(sums, t2 * M + s[None, :], inside, parts, stride)
-    h = total * scale[:, None] * tl.load(alpha) + tl.load(bias + s, mask=s < S, other=0.0)[None, :]
-    tl.store(known_sums + t2 * M + s[None, :], total, mask=inside)
+    h = to_pre * scale[:, None] * tl.load(alpha) + tl.load(bias + s, mask=s < S, other=0.0)[None, :]
     tl.store(pre + t2 * S + s[None, :], tl.sigmoid(h) + EPS, mask=inside)
     if MIXES:
-        total = _added(sums, t2 * M + S + s[None, :], inside, parts, stride)
         b = tl.load(bias + S + s, mask=s < S, other=0.0)[None, :]
-        h = total * scale[:, None] * tl.load(alpha + 1) + b
-        tl.store(known_sums + t2 * M + S + s[None, :], total, mask=inside)
+        h = to_post * scale[:, None] * tl.load(alpha + 1) + b
         tl.store(post + t2 * S + s[None, :], 2.0 * tl.sigmoid(h), mask=inside)
 
-        t3 = t.to(tl.int64)[:, None, None]
-        entry = s[:, None] * S + s[None, :]
-        matrix = (s < S)[:, None] & (s < S)[None, :]
-        inside3 = here[:, None, None] & matrix[None, :, :]
-        total = _added(sums, t3 * M + 2 * S + entry[None, :, :], inside3, parts, stride)
-        tl.store(known_sums + t3 * M + 2 * S + entry[None, :, :], total, mask=inside3)
         b = tl.load(bias + 2 * S + entry, mask=matrix, other=0.0)[None, :, :]
-        state = _start(total * scale[:, None, None] * tl.load(alpha + 2) + b, inside3, EPS)
-        state /= tl.sum(state, 1, keep_dims=True) + EPS
+        state = _start(to_res * scale[:, None, None] * tl.load(alpha + 2) + b, inside3, EPS)
+        state *= 1.0 / (tl.sum(state, 1, keep_dims=True) + EPS)
         for _ in range(STEPS - 1):
-            state /= tl.sum(state, 2, keep_dims=True) + EPS
-            state /= tl.sum(state, 1, keep_dims=True) + EPS
+            state *= 1.0 / (tl.sum(state, 2, keep_dims=True) + EPS)
+            state *= 1.0 / (tl.sum(state, 1, keep_dims=True) + EPS)
         tl.store(res + t3 * S * S + entry[None, :, :], state, mask=inside3)
 
 
 @triton.jit
 def _through_sums(grad, state, divisor, inside, AXIS: tl.constexpr, FULL: tl.constexpr):
     """The gradient of what was divided by its own sums, which gave `state`."""
-    grad = (grad - tl.sum(grad * state, AXIS, keep_dims=True)) / divisor
+    grad = (grad - tl.sum(grad * state, AXIS, keep_dims=True)) * (1.0 / divisor)
     if not FULL:
         grad = tl.where(inside, grad, 0.0)
     return grad, state * divisor
@@ -172,13 +220,13 @@ def _sinkhorn_backward(logits, grad, inside, STEPS: tl.constexpr, EPS: tl.conste
     """The gradient of the logits. FULL says whether the matrix fills the tile."""
     state = _start(logits, inside, EPS)
     column = tl.sum(state, 1, keep_dims=True) + EPS
-    state /= column
+    state *= 1.0 / column
     divisors = (column,)
     for _ in tl.static_range(STEPS - 1):
         row = tl.sum(state, 2, keep_dims=True) + EPS
-        state /= row
+        state *= 1.0 / row
         column = tl.sum(state, 1, keep_dims=True) + EPS
-        state /= column
+        state *= 1.0 / column
         divisors += (row, column)
     for i in tl.static_range(STEPS - 1):
         grad, state = _through_sums(grad, state, divisors[2 * (STEPS - 1 - i)], inside, 1, FULL)
@@ -186,6 +234,18 @@ def _sinkhorn_backward(logits, grad, inside, STEPS: tl.constexpr, EPS: tl.conste
     grad, state = _through_sums(grad, state, divisors[0], inside, 1, FULL)
     share = tl.where(inside, state - EPS, 0.0)
     return share * (grad - tl.sum(grad * share, 2, keep_dims=True))
+
+
+@triton.jit
+def _hand_on(d_sums, d_parts, place, grad, inside, stride, PARTS: tl.constexpr):
+    """Leave a gradient of the projection, and what it is the sum of."""
+    tl.store(d_sums + place, grad, mask=inside)
+    if d_parts is not None:
+        left = grad
+        for part in tl.static_range(PARTS):
+            high = left.to(d_parts.dtype.element_ty)
+            tl.store(d_parts + part * stride + place, high, mask=inside)
+            left -= high.to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -199,8 +259,10 @@ def _map_backward(
     bias,
     d_sums,
     d_scale,
+    d_parts,
     partial,
     tokens,
+    PARTS: tl.constexpr,
     CHANNELS: tl.constexpr,
     STEPS: tl.constexpr,
     EPS: tl.constexpr,
@@ -213,48 +275,52 @@ def _map_backward(
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     s = tl.arange(0, SP)
     here = t < tokens
-    scale = tl.load(known_scale + t, mask=here, other=0.0)
+    stride = tokens.to(tl.int64) * M
     strengths = 3 if MIXES else 1
     of_alpha = partial + tl.program_id(0) * (strengths + M)
     of_bias = of_alpha + strengths
-
     t2 = t.to(tl.int64)[:, None]
+    t3 = t.to(tl.int64)[:, None, None]
     inside = here[:, None] & (s < S)[None, :]
     place = t2 * M + s[None, :]
+    entry = s[:, None] * S + s[None, :]
+    matrix = (s < S)[:, None] & (s < S)[None, :]
+    inside3 = here[:, None, None] & matrix[None, :, :]
+    place3 = t3 * M + 2 * S + entry[None, :, :]
+
+    # All is read before anything is computed, so that it is waited for once.
+    scale = tl.load(known_scale + t, mask=here, other=0.0)
     total = tl.load(known_sums + place, mask=inside, other=0.0)
+    grad = tl.load(d_pre + t2 * S + s[None, :], mask=inside, other=0.0)
+    if MIXES:
+        total2 = tl.load(known_sums + place + S, mask=inside, other=0.0)
+        grad2 = tl.load(d_post + t2 * S + s[None, :], mask=inside, other=0.0)
+        total3 = tl.load(known_sums + place3, mask=inside3, other=0.0)
+        grad3 = tl.load(d_res + t3 * S * S + entry[None, :, :], mask=inside3, other=0.0)
+
     normed = total * scale[:, None]
     a = tl.load(alpha)
-    h = normed * a + tl.load(bias + s, mask=s < S, other=0.0)[None, :]
-    open_ = tl.sigmoid(h)
-    dh = tl.load(d_pre + t2 * S + s[None, :], mask=inside, other=0.0) * open_ * (1.0 - open_)
-    tl.store(d_sums + place, dh * a * scale[:, None], mask=inside)
+    open_ = tl.sigmoid(normed * a + tl.load(bias + s, mask=s < S, other=0.0)[None, :])
+    dh = grad * open_ * (1.0 - open_)
+    _hand_on(d_sums, d_parts, place, dh * a * scale[:, None], inside, stride, PARTS)
     tl.store(of_alpha, tl.sum(dh * normed))
     tl.store(of_bias + s, tl.sum(dh, 0), mask=s < S)
     to_scale = tl.sum(dh * a * total, 1)
     if MIXES:
-        total = tl.load(known_sums + place + S, mask=inside, other=0.0)
-        normed = total * scale[:, None]
+        normed = total2 * scale[:, None]
         a = tl.load(alpha + 1)
-        h = normed * a + tl.load(bias + S + s, mask=s < S, other=0.0)[None, :]
-        open_ = tl.sigmoid(h)
-        dh = 2.0 * tl.load(d_post + t2 * S + s[None, :], mask=inside, other=0.0) * open_ * (1.0 - open_)
-        tl.store(d_sums + place + S, dh * a * scale[:, None], mask=inside)
+        open_ = tl.sigmoid(normed * a + tl.load(bias + S + s, mask=s < S, other=0.0)[None, :])
+        dh = 2.0 * grad2 * open_ * (1.0 - open_)
+        _hand_on(d_sums, d_parts, place + S, dh * a * scale[:, None], inside, stride, PARTS)
         tl.store(of_alpha + 1, tl.sum(dh * normed))
         tl.store(of_bias + S + s, tl.sum(dh, 0), mask=s < S)
-        to_scale += tl.sum(dh * a * total, 1)
+        to_scale += tl.sum(dh * a * total2, 1)
 
-        t3 = t.to(tl.int64)[:, None, None]
-        entry = s[:, None] * S + s[None, :]
-        matrix = (s < S)[:, None] & (s < S)[None, :]
-        inside3 = here[:, None, None] & matrix[None, :, :]
-        place3 = t3 * M + 2 * S + entry[None, :, :]
-        total3 = tl.load(known_sums + place3, mask=inside3, other=0.0)
         normed3 = total3 * scale[:, None, None]
         a = tl.load(alpha + 2)
         b = tl.load(bias + 2 * S + entry, mask=matrix, other=0.0)[None, :, :]
-        grad = tl.load(d_res + t3 * S * S + entry[None, :, :], mask=inside3, other=0.0)
-        dh3 = _sinkhorn_backward(normed3 * a + b, grad, inside3, STEPS, EPS, S == SP)
-        tl.store(d_sums + place3, dh3 * a * scale[:, None, None], mask=inside3)
+        dh3 = _sinkhorn_backward(normed3 * a + b, grad3, inside3, STEPS, EPS, S == SP)
+        _hand_on(d_sums, d_parts, place3, dh3 * a * scale[:, None, None], inside3, stride, PARTS)
         tl.store(of_alpha + 2, tl.sum(dh3 * normed3))
         tl.store(of_bias + 2 * S + entry, tl.sum(dh3, 0), mask=matrix)
         to_scale += tl.sum(tl.sum(dh3 * a * total3, 2), 1)

@@ -4,18 +4,20 @@ Tensor cores multiply bfloat16 without loss, and so a float32 weight is cut into
 three of them hold all 24 bits. Activations of other dtypes are multiplied as float32, by three products of
 tf32.
 
-Shapes: N tokens, K = streams · channels, M rows of the projection, P parts of the weight, Z parts of K.
+Shapes: N tokens, K = streams · channels, M rows of the projection, W wide enough for one more, P parts of the
+weight, Z parts of K.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from braid.kernels.hyper_connection.device.launch import Launcher, parts_of, power_of_two
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,44 +35,45 @@ class ProjectionVariant:
     """Of the weight, where activations are bfloat16."""
 
 
-class Projected(NamedTuple):
-    """Partial sums, still to be added up."""
-
-    sums_ZNM: Tensor
-    squares_ZN: Tensor
-
-
-def project(x_NK: Tensor, weight_MK: Tensor, variant: ProjectionVariant) -> Projected:
-    """The products of every token with the weight, and the squares of its channels."""
+def project(launch: Launcher, x_NK: Tensor, weight_MK: Tensor, variant: ProjectionVariant) -> Tensor:
+    """Partial sums Z, N, W, still to be added up: the products of every token with the weight, and after them
+    the squares of its channels."""
     tokens, channels = x_NK.shape
-    rows, v = len(weight_MK), variant
-    steps = triton.cdiv(triton.cdiv(channels, v.depth), v.splits)
-    splits = triton.cdiv(channels, steps * v.depth)
-    found = Projected(weight_MK.new_empty(splits, tokens, rows), weight_MK.new_empty(splits, tokens))
-    in_parts = x_NK.dtype == torch.bfloat16
-    weight = cut(weight_MK, v.parts) if in_parts else weight_MK
-    _project[(triton.cdiv(tokens, v.tokens), splits)](
-        x_NK, weight, *found, tokens, channels, steps,
-        PARTS=v.parts if in_parts else 0, M=rows, WIDTH=width(rows), EVEN=channels % (steps * v.depth) == 0,
-        BT=v.tokens, BK=v.depth, num_warps=v.warps, num_stages=v.stages,
+    rows, v = weight_MK.shape[0], variant
+    steps = parts_of(parts_of(channels, v.depth), v.splits)
+    splits = parts_of(channels, steps * v.depth)
+    wide, parts = width(rows), v.parts if x_NK.dtype == torch.bfloat16 else 0
+    sums_ZNW = weight_MK.new_empty(splits, tokens, wide)
+    launch(
+        _project,
+        (parts_of(tokens, v.tokens), splits),
+        (x_NK, cut(launch, weight_MK, parts) if parts else weight_MK, sums_ZNW),
+        (tokens, steps),
+        {
+            "K": channels, "M": rows, "WIDTH": wide, "PARTS": parts,
+            "EVEN": channels % v.depth == 0, "BT": v.tokens, "BK": v.depth,
+        },
+        warps=v.warps,
+        stages=v.stages,
     )  # fmt: skip
-    return found
+    return sums_ZNW
 
 
-def cut(weight_MK: Tensor, parts: int) -> Tensor:
+def cut(launch: Launcher, weight_MK: Tensor, parts: int) -> Tensor:
     """A float32 weight as bfloat16 parts P, M, K, largest first, that add up to it."""
     parts_PMK = torch.empty(parts, *weight_MK.shape, dtype=torch.bfloat16, device=weight_MK.device)
     entries, block = weight_MK.numel(), 2048
-    _cut[(triton.cdiv(entries, block),)](weight_MK, parts_PMK, entries, PARTS=parts, BLOCK=block, num_warps=4)
+    grid, constants = (parts_of(entries, block), 1), {"PARTS": parts, "BLOCK": block}
+    launch(_cut, grid, (weight_MK, parts_PMK), (entries,), constants, warps=4)
     return parts_PMK
 
 
 def width(rows: int) -> int:
-    """How wide a tile that holds so many rows of the projection is."""
-    return max(16, triton.next_power_of_2(rows))
+    """How wide a tile that holds so many rows of the projection, and one more, is."""
+    return max(16, power_of_two(rows + 1))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["entries"])
 def _cut(weight, parts, entries, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = place < entries
@@ -81,18 +84,17 @@ def _cut(weight, parts, entries, PARTS: tl.constexpr, BLOCK: tl.constexpr):
         left -= high.to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "steps"])
 def _project(
     x,
     weight,
     sums,
-    squares,
     tokens,
-    channels,
     steps,
-    PARTS: tl.constexpr,
+    K: tl.constexpr,
     M: tl.constexpr,
     WIDTH: tl.constexpr,
+    PARTS: tl.constexpr,
     EVEN: tl.constexpr,
     BT: tl.constexpr,
     BK: tl.constexpr,
@@ -101,32 +103,32 @@ def _project(
     m = tl.arange(0, WIDTH)
     split = tl.program_id(1)
     here = t < tokens
-    first = t.to(tl.int64) * channels
+    first = t.to(tl.int64) * K
     result = tl.zeros((BT, WIDTH), dtype=tl.float32)
-    square = tl.zeros((BT, BK), dtype=tl.float32)
-    for step in range(split * steps, (split + 1) * steps):
+    square = tl.zeros((BT, BK // 8), dtype=tl.float32)
+    for step in range(split * steps, min((split + 1) * steps, tl.cdiv(K, BK))):
         k = step * BK + tl.arange(0, BK)
         of_x = here[:, None]
         of_weight = (m < M)[None, :]
         if not EVEN:
-            of_x = of_x & (k < channels)[None, :]
-            of_weight = of_weight & (k < channels)[:, None]
+            of_x = of_x & (k < K)[None, :]
+            of_weight = of_weight & (k < K)[:, None]
         tile = tl.load(x + first[:, None] + k[None, :], mask=of_x, other=0.0)
-        entries = weight + m[None, :] * channels + k[:, None]
+        entries = weight + m[None, :] * K + k[:, None]
         added = tl.zeros((BT, WIDTH), dtype=tl.float32)
         if PARTS > 0:
             for part in tl.static_range(PARTS):
-                w = tl.load(entries + part * M * channels, mask=of_weight, other=0.0)
+                w = tl.load(entries + part * M * K, mask=of_weight, other=0.0)
                 added = tl.dot(tile, w, added)
         else:
             w = tl.load(entries, mask=of_weight, other=0.0)
             added = tl.dot(tile.to(tl.float32), w, added, input_precision="tf32x3")
+        wide = tile.to(tl.float32)
+        square += tl.sum((wide * wide).reshape(BT, BK // 8, 8), 2)
         # Added by itself, so that a step waits for its product: a tile that registers want too has no buffer to
         # spare, and a product still under way would read what comes next. Triton makes a plain sum part of the
         # product, which then goes on after the step.
         result = tl.fma(added, 1.0, result)
-        wide = tile.to(tl.float32)
-        square += wide * wide
+    result = tl.where((m == M)[None, :], tl.sum(square, 1)[:, None], result)
     row = split.to(tl.int64) * tokens + t
-    tl.store(sums + row[:, None] * M + m[None, :], result, mask=here[:, None] & (m < M)[None, :])
-    tl.store(squares + row, tl.sum(square, 1), mask=here)
+    tl.store(sums + row[:, None] * WIDTH + m[None, :], result, mask=here[:, None])

@@ -10,11 +10,14 @@ Shapes: N tokens, S streams, C channels.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from braid.kernels.hyper_connection.device.launch import Launcher, parts_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,47 +30,55 @@ class StreamVariant:
     stages: int = 1
     """How many steps of channels are on their way."""
 
-    def launch(self, tokens: int, channels: int) -> tuple[tuple[int], dict[str, int | bool]]:
-        """The programs, and what they are compiled for."""
-        constants = {
-            "BT": self.tokens, "BC": self.channels, "EVEN": channels % self.channels == 0,
-            "STAGES": self.stages, "num_warps": self.warps,
-        }  # fmt: skip
-        return (triton.cdiv(tokens, self.tokens),), constants
+    def run(self, launch: Launcher, kernel: Any, x_NSC: Tensor, tensors: tuple[Tensor | None, ...]) -> None:
+        """Launch a kernel that takes tokens by themselves."""
+        tokens, streams, channels = x_NSC.shape
+        launch(
+            kernel,
+            (parts_of(tokens, self.tokens), 1),
+            tensors,
+            (tokens,),
+            {
+                "S": streams, "C": channels, "BT": self.tokens, "BC": self.channels,
+                "EVEN": channels % self.channels == 0, "STAGES": self.stages,
+            },
+            warps=self.warps,
+        )  # fmt: skip
 
 
-def aggregate(x_NSC: Tensor, pre_NS: Tensor, variant: StreamVariant) -> Tensor:
+def aggregate(launch: Launcher, x_NSC: Tensor, pre_NS: Tensor, variant: StreamVariant) -> Tensor:
     """The sum of a token's streams, each with its weight."""
-    tokens, streams, channels = x_NSC.shape
-    out_NC = torch.empty(tokens, channels, dtype=x_NSC.dtype, device=x_NSC.device)
-    grid, constants = variant.launch(tokens, channels)
-    _aggregate[grid](x_NSC, pre_NS, out_NC, tokens, channels, S=streams, **constants)
+    tokens, _, channels = x_NSC.shape
+    out_NC = x_NSC.new_empty(tokens, channels)
+    variant.run(launch, _aggregate, x_NSC, (x_NSC, pre_NS, out_NC))
     return out_NC
 
 
-def aggregate_backward(d_NC: Tensor, x_NSC: Tensor, variant: StreamVariant) -> Tensor:
+def aggregate_backward(launch: Launcher, d_NC: Tensor, x_NSC: Tensor, variant: StreamVariant) -> Tensor:
     """The gradient of the weights, S of each token."""
-    tokens, streams, channels = x_NSC.shape
-    d_pre_NS = torch.empty(tokens, streams, dtype=torch.float32, device=x_NSC.device)
-    grid, constants = variant.launch(tokens, channels)
-    _aggregate_backward[grid](d_NC, x_NSC, d_pre_NS, tokens, channels, S=streams, **constants)
+    tokens, streams, _ = x_NSC.shape
+    d_pre_NS = x_NSC.new_empty(tokens, streams, dtype=torch.float32)
+    variant.run(launch, _aggregate_backward, x_NSC, (d_NC, x_NSC, d_pre_NS))
     return d_pre_NS
 
 
 def mix(
-    x_NSC: Tensor, y_NC: Tensor, bias_C: Tensor | None, post_NS: Tensor, res_NSS: Tensor, variant: StreamVariant
+    launch: Launcher,
+    x_NSC: Tensor,
+    y_NC: Tensor,
+    bias_C: Tensor | None,
+    post_NS: Tensor,
+    res_NSS: Tensor,
+    variant: StreamVariant,
 ) -> Tensor:
     """Streams mixed, and to each its share of the branch's result."""
-    tokens, streams, channels = x_NSC.shape
     out_NSC = torch.empty_like(x_NSC)
-    grid, constants = variant.launch(tokens, channels)
-    _mix[grid](
-        x_NSC, y_NC, bias_C, post_NS, res_NSS, out_NSC, tokens, channels, S=streams, **constants
-    )  # fmt: skip
+    variant.run(launch, _mix, x_NSC, (x_NSC, y_NC, bias_C, post_NS, res_NSS, out_NSC))
     return out_NSC
 
 
 def mix_backward(
+    launch: Launcher,
     d_NSC: Tensor,
     x_NSC: Tensor,
     y_NC: Tensor,
@@ -77,14 +88,11 @@ def mix_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of the branch's result, and of the ways out and the mixing. That of the streams is for
     `gradients`, which has all that reaches them."""
-    tokens, streams, channels = x_NSC.shape
+    tokens, streams, _ = x_NSC.shape
     d_y_NC = torch.empty_like(y_NC)
     d_post_NS, d_res_NSS = torch.empty_like(post_NS), post_NS.new_empty(tokens, streams, streams)
-    grid, constants = variant.launch(tokens, channels)
-    _mix_backward[grid](
-        d_NSC, x_NSC, y_NC, bias_C, post_NS, d_y_NC, d_post_NS, d_res_NSS, tokens, channels,
-        S=streams, **constants,
-    )  # fmt: skip
+    given = (d_NSC, x_NSC, y_NC, bias_C, post_NS, d_y_NC, d_post_NS, d_res_NSS)
+    variant.run(launch, _mix_backward, x_NSC, given)
     return d_y_NC, d_post_NS, d_res_NSS
 
 
@@ -92,21 +100,21 @@ def mix_backward(
 
 
 @triton.jit
-def _tile(entries, t, c, here, channels, stride, EVEN: tl.constexpr):
+def _tile(entries, t, c, here, C: tl.constexpr, stride: tl.constexpr, EVEN: tl.constexpr):
     """Some channels of some tokens, which lie `stride` apart, in float32."""
     inside = here[:, None]
     if not EVEN:
-        inside = inside & (c < channels)[None, :]
+        inside = inside & (c < C)[None, :]
     place = t.to(tl.int64)[:, None] * stride + c[None, :]
     return tl.load(entries + place, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _leave(entries, t, c, here, channels, stride, tile, EVEN: tl.constexpr):
+def _leave(entries, t, c, here, C: tl.constexpr, stride: tl.constexpr, tile, EVEN: tl.constexpr):
     """Put a tile in its place."""
     inside = here[:, None]
     if not EVEN:
-        inside = inside & (c < channels)[None, :]
+        inside = inside & (c < C)[None, :]
     place = t.to(tl.int64)[:, None] * stride + c[None, :]
     tl.store(entries + place, tile.to(entries.dtype.element_ty), mask=inside)
 
@@ -117,14 +125,14 @@ def _by_eights(product, BT: tl.constexpr, BC: tl.constexpr):
     return tl.sum(product.reshape(BT, BC // 8, 8), 2)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _aggregate(
     x,
     pre,
     out,
     tokens,
-    channels,
     S: tl.constexpr,
+    C: tl.constexpr,
     BT: tl.constexpr,
     BC: tl.constexpr,
     EVEN: tl.constexpr,
@@ -135,22 +143,22 @@ def _aggregate(
     weights = ()
     for j in tl.static_range(S):
         weights += (tl.load(pre + t * S + j, mask=here, other=0.0),)
-    for channel in tl.range(0, channels, BC, num_stages=STAGES):
+    for channel in tl.range(0, C, BC, num_stages=STAGES):
         c = channel + tl.arange(0, BC)
         total = tl.zeros((BT, BC), dtype=tl.float32)
         for j in tl.static_range(S):
-            total += weights[j][:, None] * _tile(x + j * channels, t, c, here, channels, S * channels, EVEN)
-        _leave(out, t, c, here, channels, channels, total, EVEN)
+            total += weights[j][:, None] * _tile(x + j * C, t, c, here, C, S * C, EVEN)
+        _leave(out, t, c, here, C, C, total, EVEN)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _aggregate_backward(
     d,
     x,
     d_pre,
     tokens,
-    channels,
     S: tl.constexpr,
+    C: tl.constexpr,
     BT: tl.constexpr,
     BC: tl.constexpr,
     EVEN: tl.constexpr,
@@ -161,19 +169,19 @@ def _aggregate_backward(
     sums = ()
     for _ in tl.static_range(S):
         sums += (tl.zeros((BT, BC // 8), dtype=tl.float32),)
-    for channel in tl.range(0, channels, BC, num_stages=STAGES):
+    for channel in tl.range(0, C, BC, num_stages=STAGES):
         c = channel + tl.arange(0, BC)
-        grad = _tile(d, t, c, here, channels, channels, EVEN)
+        grad = _tile(d, t, c, here, C, C, EVEN)
         added = ()
         for j in tl.static_range(S):
-            stream = _tile(x + j * channels, t, c, here, channels, S * channels, EVEN)
+            stream = _tile(x + j * C, t, c, here, C, S * C, EVEN)
             added += (sums[j] + _by_eights(grad * stream, BT, BC),)
         sums = added
     for j in tl.static_range(S):
         tl.store(d_pre + t * S + j, tl.sum(sums[j], 1), mask=here)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _mix(
     x,
     y,
@@ -182,8 +190,8 @@ def _mix(
     res,
     out,
     tokens,
-    channels,
     S: tl.constexpr,
+    C: tl.constexpr,
     BT: tl.constexpr,
     BC: tl.constexpr,
     EVEN: tl.constexpr,
@@ -197,22 +205,22 @@ def _mix(
     weights = ()
     for jk in tl.static_range(S * S):
         weights += (tl.load(res + t * S * S + jk, mask=here, other=0.0),)
-    for channel in tl.range(0, channels, BC, num_stages=STAGES):
+    for channel in tl.range(0, C, BC, num_stages=STAGES):
         c = channel + tl.arange(0, BC)
-        result = _tile(y, t, c, here, channels, channels, EVEN)
+        result = _tile(y, t, c, here, C, C, EVEN)
         if bias is not None:
-            result += tl.load(bias + c, mask=c < channels, other=0.0).to(tl.float32)[None, :]
+            result += tl.load(bias + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
         streams = ()
         for j in tl.static_range(S):
-            streams += (_tile(x + j * channels, t, c, here, channels, S * channels, EVEN),)
+            streams += (_tile(x + j * C, t, c, here, C, S * C, EVEN),)
         for k in tl.static_range(S):
             total = shares[k][:, None] * result
             for j in tl.static_range(S):
                 total += weights[j * S + k][:, None] * streams[j]
-            _leave(out + k * channels, t, c, here, channels, S * channels, total, EVEN)
+            _leave(out + k * C, t, c, here, C, S * C, total, EVEN)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _mix_backward(
     d,
     x,
@@ -223,8 +231,8 @@ def _mix_backward(
     d_post,
     d_res,
     tokens,
-    channels,
     S: tl.constexpr,
+    C: tl.constexpr,
     BT: tl.constexpr,
     BC: tl.constexpr,
     EVEN: tl.constexpr,
@@ -240,24 +248,24 @@ def _mix_backward(
     to_weights = ()
     for _ in tl.static_range(S * S):
         to_weights += (tl.zeros((BT, BC // 8), dtype=tl.float32),)
-    for channel in tl.range(0, channels, BC, num_stages=STAGES):
+    for channel in tl.range(0, C, BC, num_stages=STAGES):
         c = channel + tl.arange(0, BC)
-        result = _tile(y, t, c, here, channels, channels, EVEN)
+        result = _tile(y, t, c, here, C, C, EVEN)
         if bias is not None:
-            result += tl.load(bias + c, mask=c < channels, other=0.0).to(tl.float32)[None, :]
+            result += tl.load(bias + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
         grads = ()
         to_result = tl.zeros((BT, BC), dtype=tl.float32)
         added = ()
         for k in tl.static_range(S):
-            grad = _tile(d + k * channels, t, c, here, channels, S * channels, EVEN)
+            grad = _tile(d + k * C, t, c, here, C, S * C, EVEN)
             to_result += shares[k][:, None] * grad
             added += (to_shares[k] + _by_eights(grad * result, BT, BC),)
             grads += (grad,)
         to_shares = added
-        _leave(d_y, t, c, here, channels, channels, to_result, EVEN)
+        _leave(d_y, t, c, here, C, C, to_result, EVEN)
         added = ()
         for j in tl.static_range(S):
-            stream = _tile(x + j * channels, t, c, here, channels, S * channels, EVEN)
+            stream = _tile(x + j * C, t, c, here, C, S * C, EVEN)
             for k in tl.static_range(S):
                 added += (to_weights[j * S + k] + _by_eights(stream * grads[k], BT, BC),)
         to_weights = added
