@@ -3,6 +3,7 @@
 import hashlib
 import json
 import struct
+import weakref
 
 import pytest
 import torch
@@ -43,6 +44,26 @@ def test_no_chunk_is_larger_than_asked(tmp_path):
     path = save(tmp_path, 1, whole(tensors), extra={}, chunk_bytes=64)
     for stored in read_manifest(path).tensors.values():
         assert max(chunk.box.numel * stored.dtype.itemsize for chunk in stored.chunks) <= 64
+
+
+@pytest.mark.parametrize("part_bytes", [1, 100, 10**6])
+def test_one_process_may_write_several_parts_and_need_not_hold_all_tensors(tmp_path, part_bytes):
+    tensors, alive = mixed_tensors(), []
+
+    def made():
+        for name, tensor in tensors.items():
+            alive.append(weakref.ref(fresh := tensor.clone()))
+            yield Piece.whole(name, fresh)
+            del fresh
+            held = sum(one().nbytes for one in alive if one() is not None)
+            assert held <= part_bytes + max(tensor.nbytes for tensor in tensors.values())
+
+    path = save(tmp_path, 1, made(), extra={}, part_bytes=part_bytes)
+    assert all_same(read(path, tensors), tensors)
+    sizes = sum(tensor.nbytes for tensor in tensors.values())
+    parts = list(verify(path).parts)
+    assert parts[0] == "part-00000.safetensors"
+    assert (len(parts) == 1) == (part_bytes > sizes)
 
 
 def test_every_chunk_lies_aligned_in_its_part(tmp_path):

@@ -43,6 +43,9 @@ from braid.errors import CheckpointError
 CHUNK_BYTES = 64 * 2**20
 """Bytes of a chunk at most: what a reader must read to verify one element."""
 
+PART_BYTES = 8 * 2**30
+"""Bytes of a part that one process writes of many; a tensor that is larger has a part of its own."""
+
 Record = dict[str, Any]
 """What one rank wrote, as plain JSON: the `parts` and `tensors` of a manifest that holds nothing else."""
 
@@ -93,16 +96,36 @@ def save(
     *,
     extra: Mapping[str, Any],
     chunk_bytes: int = CHUNK_BYTES,
+    part_bytes: int = PART_BYTES,
     free_bytes: int | None = None,
 ) -> Path:
-    """Save a step from one process and return its directory. A failure leaves only what was there before."""
+    """Save a step from one process and return its directory. A failure leaves only what was there before.
+    Pieces are taken as parts are written, so that they need not be in memory all at once."""
     try:
         begin(root, step)
-        record = write_part(root, step, 0, pieces, chunk_bytes=chunk_bytes, free_bytes=free_bytes)
-        return commit(root, step, [record], extra=extra)
+        records = []
+        for number, batch in enumerate(_batches(pieces, part_bytes)):
+            records.append(
+                write_part(root, step, number, batch, chunk_bytes=chunk_bytes, free_bytes=free_bytes)
+            )
+            batch.clear()  # Nobody else holds these tensors.
+        return commit(root, step, records, extra=extra)
     except BaseException:
         abandon(root, step)
         raise
+
+
+def _batches(pieces: Iterable[Piece], part_bytes: int) -> Iterator[list[Piece]]:
+    """Pieces for one part after the other."""
+    batch: list[Piece] = []
+    size = 0
+    for piece in pieces:
+        if batch and size + piece.tensor.nbytes > part_bytes:
+            yield batch
+            batch, size = [], 0
+        batch.append(piece)
+        size += piece.tensor.nbytes
+    yield batch
 
 
 def begin(root: Path, step: int) -> None:

@@ -65,8 +65,8 @@ def _usage() -> str:
 COMMANDS = (
     Command("train", "RECIPE", "train a run, or continue it", train),
     Command("generate", "CHECKPOINT", "continue a prompt with a trained model", generate),
-    Command("import", "HF_FOLDER", "make a checkpoint of a model from the Hugging Face hub", import_),
-    Command("export", "CHECKPOINT", "write a trained model as the hub has it", export),
+    Command("import", "FOLDER", "make a checkpoint of a model that others trained", import_),
+    Command("export", "CHECKPOINT", "write a trained model for others", export),
     Command("data", "build|verify", "make token shards from text, or check them", data),
     Command("recipes", "", "list the recipes", list_recipes),
     Command("show", "RECIPE", "print a run with all its choices, after overrides", show),

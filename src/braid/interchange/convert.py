@@ -7,7 +7,7 @@ name: those that are missing, those that are too many, and copies that differ fr
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from functools import partial
 from math import prod
 from typing import Literal
@@ -18,6 +18,7 @@ from torch import Tensor
 from braid.architecture import Model
 from braid.errors import CheckpointError
 from braid.interchange.moves import FromOne, Stacked
+from braid.interchange.spelling import spelled
 from braid.interchange.tables import Adapter, Link, copies, ignored, links
 
 Direction = Literal["to_ours", "to_theirs"]
@@ -43,21 +44,32 @@ def convert(
     tensors: Mapping[str, Tensor], adapter: Adapter, shape: Model, direction: Direction
 ) -> Mapping[str, Tensor]:
     """The tensors of a model of this shape under the other side's names. Every name must have its place."""
-    table = list(links(adapter, shape))
-    if direction == "to_ours":
-        repeated, unread = copies(adapter, shape), ignored(adapter, shape, tensors.keys())
-        named = [link.theirs for link in table]
-        _check_names(f"{adapter.name} tensors", tensors, named, repeated.keys(), unread)
-        _check_copies(tensors, repeated)
-        return Lazy(
-            {
-                name: partial(_ours, tensors, link, place)
-                for link in table
-                for place, name in enumerate(link.ours)
-            }
-        )
-    _check_names("the model's tensors", tensors, [name for link in table for name in link.ours])
+    if direction == "to_theirs":
+        return together(tensors, list(links(adapter, shape)))
+    table = [link for told in spelled(adapter, shape, tensors) for link in told]
+    check(f"{adapter.name} tensors do not fit the model's shape", name_faults(tensors, table, adapter, shape))
+    check("these tensors contradict their config.json", copy_faults(tensors, adapter, shape))
+    return apart(tensors, table)
+
+
+def apart(tensors: Mapping[str, Tensor], table: Sequence[Link]) -> Mapping[str, Tensor]:
+    """Our tensors, each out of the one of theirs in which it lies."""
+    return Lazy(
+        {name: partial(_ours, tensors, link, place) for link in table for place, name in enumerate(link.ours)}
+    )
+
+
+def together(tensors: Mapping[str, Tensor], table: Sequence[Link]) -> Mapping[str, Tensor]:
+    """Their tensors, each put together from those of ours that lie in it; there may be no others of ours."""
+    faults = _differences(tensors.keys(), {name for link in table for name in link.ours})
+    check("the model's tensors do not fit the model's shape", faults)
     return Lazy({link.theirs: partial(_theirs, tensors, link) for link in table})
+
+
+def check(what: str, faults: Sequence[str]) -> None:
+    """Raise one error that lists everything that was found, if anything was."""
+    if faults:
+        raise CheckpointError("\n  ".join([f"{what}: {len(faults)} names", *faults]))
 
 
 def _ours(tensors: Mapping[str, Tensor], link: Link, place: int) -> Tensor:
@@ -82,32 +94,34 @@ def _theirs(tensors: Mapping[str, Tensor], link: Link) -> Tensor:
     return theirs.to(tensors["embedding.weight"].dtype) if link.move == FromOne() else theirs
 
 
-def _check_names(
-    what: str,
-    tensors: Mapping[str, Tensor],
-    wanted: Sequence[str],
-    allowed: Collection[str] = (),
-    ignored: Sequence[str] = (),
-) -> None:
-    """Raise one error that lists every name that is missing or has no place."""
-    left = tensors.keys() - set(wanted) - set(allowed)
-    extra = [name for name in left if not any(re.fullmatch(pattern, name) for pattern in ignored)]
-    found = [f"missing  {name}" for name in sorted(set(wanted) - tensors.keys())]
-    found += [f"extra    {name}" for name in sorted(extra)]
-    if found:
-        raise CheckpointError("\n  ".join([f"{what} do not fit the model's shape: {len(found)} names", *found]))
+def name_faults(tensors: Collection[str], table: Sequence[Link], adapter: Adapter, shape: Model) -> list[str]:
+    """Every name of the table that is missing, and every one besides that has no place."""
+    allowed = {name for each in _spellings(adapter) for name in copies(each, shape)}
+    unread = {pattern for each in _spellings(adapter) for pattern in ignored(each, shape, tensors)}
+    held = {name for name in tensors if not any(re.fullmatch(pattern, name) for pattern in unread)}
+    wanted = {link.theirs for link in table}
+    return _differences(held - (allowed - wanted), wanted)
+
+
+def _differences(held: Set[str], wanted: Set[str]) -> list[str]:
+    missing = [f"missing  {name}" for name in sorted(wanted - held)]
+    return missing + [f"extra    {name}" for name in sorted(held - wanted)]
+
+
+def copy_faults(tensors: Mapping[str, Tensor], adapter: Adapter, shape: Model) -> list[str]:
+    """Every tensor that differs from the one that it repeats."""
+    repeated = {pair for each in _spellings(adapter) for pair in copies(each, shape).items()}
+    return [
+        f"{name} differs from {original}, of which it should be a copy"
+        for name, original in sorted(repeated)
+        if name in tensors and original in tensors and not _equal(tensors[name], tensors[original])
+    ]
+
+
+def _spellings(adapter: Adapter) -> tuple[Adapter, ...]:
+    return (adapter, *adapter.others)
 
 
 def _equal(copy: Tensor, original: Tensor) -> bool:
     """Tensors without numbers, of which only shapes are wanted, count as equal."""
     return copy.is_meta or torch.equal(copy, original)
-
-
-def _check_copies(tensors: Mapping[str, Tensor], copies: Mapping[str, str]) -> None:
-    differing = [
-        f"{name} differs from {original}, of which it should be a copy"
-        for name, original in copies.items()
-        if name in tensors and not _equal(tensors[name], tensors[original])
-    ]
-    if differing:
-        raise CheckpointError("\n  ".join(["these tensors contradict their config.json", *differing]))

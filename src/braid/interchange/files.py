@@ -1,7 +1,8 @@
 """Folders as the Hugging Face hub has them: config.json, safetensors files, and their index.
 
-Tensors are read when they are asked for. Nothing that a folder holds is ever executed, and names in its index
-may not lead out of it.
+The state of an optimizer, which the hub does not know, may lie beside them in files of its own, so that nobody
+takes it for weights. Tensors are read when they are asked for. Nothing that a folder holds is ever executed,
+and names in its index may not lead out of it.
 """
 
 from __future__ import annotations
@@ -9,16 +10,21 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from braid.checkpoint.parts import CODES
 from braid.errors import CheckpointError, ConfigError
 
 CONFIG = "config.json"
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
+MODEL, OPTIMIZER = "model", "optimizer"
+"""How the names of files begin."""
+INDEX = f"{MODEL}.safetensors.index.json"
+SINGLE = f"{MODEL}.safetensors"
+DTYPES = MappingProxyType({code: dtype for dtype, code in CODES.items()})
 SHARD_BYTES = 5 * 10**9
 """Bytes of one file at most, unless one tensor alone is larger."""
 
@@ -28,7 +34,14 @@ class SafetensorsFolder(Mapping[str, Tensor]):
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._files = _files_of(folder)
+        self._files = _files_of(folder, MODEL)
+        if any((folder / name).is_file() for name in _names_of(OPTIMIZER)):
+            state = _files_of(folder, OPTIMIZER)
+            twice = sorted(self._files.keys() & state.keys())
+            if twice:
+                told = [f"twice    {name}: in {self._files[name]} and in {state[name]}" for name in twice]
+                raise CheckpointError("\n  ".join([f"{folder} holds tensors twice", *told]))
+            self._files |= state
 
     def __getitem__(self, name: str) -> Tensor:
         from safetensors import SafetensorError, safe_open
@@ -42,14 +55,17 @@ class SafetensorsFolder(Mapping[str, Tensor]):
             raise CheckpointError(f"{file}: {name} cannot be read: {error}") from error
 
     def outlines(self) -> dict[str, Tensor]:
-        """The shape of every tensor, as a tensor without memory: reads headers alone."""
+        """Shape and dtype of every tensor, as a tensor without memory: reads headers alone. Dtypes that braid
+        does not have stand as one that is narrow."""
         from safetensors import safe_open
 
         found: dict[str, Tensor] = {}
         for file in sorted(set(self._files.values())):
             with safe_open(file, framework="pt") as handle:
-                shapes = {name: handle.get_slice(name).get_shape() for name in list(handle.keys())}
-            found |= {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+                for name in list(handle.keys()):
+                    stored = handle.get_slice(name)
+                    dtype = DTYPES.get(stored.get_dtype(), torch.int8)
+                    found[name] = torch.empty(stored.get_shape(), dtype=dtype, device="meta")
         return found
 
     def __contains__(self, name: object) -> bool:
@@ -62,18 +78,24 @@ class SafetensorsFolder(Mapping[str, Tensor]):
         return len(self._files)
 
 
-def _files_of(folder: Path) -> dict[str, Path]:
+def _names_of(stem: str) -> tuple[str, str]:
+    """A single file, and the index of several."""
+    return f"{stem}.safetensors", f"{stem}.safetensors.index.json"
+
+
+def _files_of(folder: Path, stem: str) -> dict[str, Path]:
     """The file of every tensor. An index must name exactly what its files hold."""
-    if not (folder / INDEX).is_file():
-        if not (folder / SINGLE).is_file():
-            raise CheckpointError(f"{folder} holds neither {SINGLE} nor {INDEX}")
-        return dict.fromkeys(_names_in(folder / SINGLE), folder / SINGLE)
-    indexed = read_json(folder / INDEX, CheckpointError).get("weight_map")
+    single, index = (folder / name for name in _names_of(stem))
+    if not index.is_file():
+        if not single.is_file():
+            raise CheckpointError(f"{folder} holds neither {single.name} nor {index.name}")
+        return dict.fromkeys(_names_in(single), single)
+    indexed = read_json(index, CheckpointError).get("weight_map")
     if not isinstance(indexed, dict) or not all(isinstance(file, str) for file in indexed.values()):
-        raise CheckpointError(f"{folder / INDEX} has no weight_map of names to files")
+        raise CheckpointError(f"{index} has no weight_map of names to files")
     outside = sorted({file for file in indexed.values() if Path(file).name != file})
     if outside:
-        raise CheckpointError(f"{folder / INDEX} names files outside of its folder: {', '.join(outside)}")
+        raise CheckpointError(f"{index} names files outside of its folder: {', '.join(outside)}")
     held = {name: file for file in sorted(set(indexed.values())) for name in _names_in(folder / file)}
     wrong = [f"missing  {name}: not in {indexed[name]}" for name in sorted(indexed.keys() - held.keys())]
     wrong += [
@@ -85,7 +107,7 @@ def _files_of(folder: Path) -> dict[str, Path]:
         if held[name] != indexed[name]
     ]
     if wrong:
-        raise CheckpointError("\n  ".join([f"{folder / INDEX} does not fit its files", *wrong]))
+        raise CheckpointError("\n  ".join([f"{index} does not fit its files", *wrong]))
     return {name: folder / file for name, file in indexed.items()}
 
 
@@ -111,16 +133,29 @@ def read_json(file: Path, kind: type[CheckpointError] | type[ConfigError]) -> di
 
 
 def write_folder(
-    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], *, shard_bytes: int = SHARD_BYTES
+    folder: Path,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    *,
+    optimizer: Mapping[str, Tensor] = MappingProxyType({}),
+    shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write tensors in files of bounded size, with an index where there are several, and the config."""
-    from safetensors.torch import save_file
-
+    """Write tensors in files of bounded size, with an index where there are several, and the config. What is
+    the optimizer's goes into files of its own."""
     folder.mkdir(parents=True, exist_ok=True)
     left = [file.name for file in folder.iterdir()]
     if left:
         raise CheckpointError(f"{folder} is not empty: it holds {', '.join(sorted(left)[:5])}; choose another")
-    shards = _shards(tensors, shard_bytes)
+    _write_files(folder, MODEL, tensors, shard_bytes)
+    if optimizer:
+        _write_files(folder, OPTIMIZER, optimizer, shard_bytes)
+    (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def _write_files(folder: Path, stem: str, tensors: Mapping[str, Tensor], shard_bytes: int) -> None:
+    from safetensors.torch import save_file
+
+    shards = _shards(stem, tensors, shard_bytes)
     files = {name: file for file, names in shards.items() for name in names}
     total = 0
     for file, names in shards.items():
@@ -129,11 +164,10 @@ def write_folder(
         save_file(shard, folder / file, metadata={"format": "pt"})
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        (folder / _names_of(stem)[1]).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _shards(tensors: Mapping[str, Tensor], shard_bytes: int) -> dict[str, list[str]]:
+def _shards(stem: str, tensors: Mapping[str, Tensor], shard_bytes: int) -> dict[str, list[str]]:
     """File names, and the tensors that go into each."""
     groups: list[list[str]] = [[]]
     size = 0
@@ -145,6 +179,6 @@ def _shards(tensors: Mapping[str, Tensor], shard_bytes: int) -> dict[str, list[s
         groups[-1].append(name)
         size += bytes_here
     if len(groups) == 1:
-        return {SINGLE: groups[0]}
+        return {_names_of(stem)[0]: groups[0]}
     count = len(groups)
-    return {f"model-{n:05d}-of-{count:05d}.safetensors": names for n, names in enumerate(groups, start=1)}
+    return {f"{stem}-{n:05d}-of-{count:05d}.safetensors": names for n, names in enumerate(groups, start=1)}

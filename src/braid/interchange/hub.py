@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,22 +13,18 @@ import torch
 from torch import Tensor
 
 from braid.architecture import SHAPE_OF, Model
-from braid.errors import CheckpointError, ConfigError
+from braid.errors import ConfigError
 from braid.interchange import deepseek, llama, mamba, megatron, qwen3_next
 from braid.interchange.convert import Lazy, convert
 from braid.interchange.family import Family
 from braid.interchange.files import CONFIG, SafetensorsFolder, read_json, write_folder
 from braid.interchange.settings import Settings
-from braid.interchange.tables import Adapter, check_fit, links
-from braid.kernels import references
-from braid.model.language import LanguageModel
+from braid.interchange.tables import Adapter, check_fit, folded, links
+from braid.interchange.trained import targets, to_ours, to_theirs
 from braid.pattern import parse
 from braid.rules import nearest
 
 FAMILIES = (*llama.FAMILIES, *mamba.FAMILIES, *qwen3_next.FAMILIES, *deepseek.FAMILIES)
-
-KEPT_WIDE = "e_score_correction_bias"
-"""Weights that transformers keeps in their own dtype: the choice of experts hangs on small differences."""
 
 TRAINING_FIELDS = frozenset(
     {
@@ -61,50 +57,47 @@ def family_of(model_type: str) -> Family:
     return families[model_type]
 
 
-def adapter_for(model_type: str, form: str = "hub") -> Adapter:
-    """The table of a family. A Hugging Face family has the forms `hub` (files) and `memory` (state_dict);
-    `megatron` has `indexed`, `hybrid` and `stacked`."""
+def adapter_for(
+    model_type: str, form: str = "hub", *, experts: megatron.Experts = "stacked", interleave: int = 0
+) -> Adapter:
+    """The table of a family. A Hugging Face family has the forms `hub` (files), `memory` (state_dict) and
+    `packed` (the same, with experts one below the other). `megatron` has `indexed`, `hybrid` and `stacked`,
+    each with the layouts of `megatron.Experts`, and with gate and up interleaved or not."""
     if model_type == "megatron":
-        forms: Mapping[str, Adapter] = megatron.ADAPTERS
+        forms: Mapping[str, Adapter] = {
+            name: megatron.adapter(name, experts, interleave=interleave) for name in megatron.DEPTH_LAYERS
+        }
     else:
         family = family_of(model_type)
-        forms = {"hub": family.hub, "memory": family.memory}
+        forms = {"hub": family.hub, "memory": family.memory, "packed": folded(family.memory)}
     if form not in forms:
         raise ConfigError(f"{model_type} has no form {form!r}: {', '.join(forms)}")
     return forms[form]
+
+
+def reader_of(family: Family) -> Adapter:
+    """The table for files of a family in any form: somebody may have saved a state_dict."""
+    return replace(family.hub, others=(family.memory, folded(family.memory)))
 
 
 # ------------------------------------------------------------------------------------------------- in
 
 
 def from_hf(folder: Path, *, mtp_depths: int = 0) -> tuple[Model, Mapping[str, Tensor]]:
-    """The shape of a model in a folder of the hub, and its tensors by canonical name, read when asked for.
+    """The shape of a model in a folder of the hub, and its weights by canonical name, read when asked for.
 
     Multi-token prediction is left out unless `mtp_depths` says how many depths the files hold.
     """
+    family, shape = described(folder, mtp_depths=mtp_depths)
+    files = SafetensorsFolder(folder)
+    return shape, to_ours(files, reader_of(family), shape, outlines=files.outlines()).tensors
+
+
+def described(folder: Path, *, mtp_depths: int = 0) -> tuple[Family, Model]:
+    """The family and the shape that the config.json of a folder tells."""
     config = read_json(folder / CONFIG, ConfigError)
     family = family_of(str(config.get("model_type")))
-    shape = shape_of(family, config, mtp_depths=mtp_depths)
-    tensors = SafetensorsFolder(folder)
-    adapter = _form(family, shape, tensors)
-    converted = convert(tensors, adapter, shape, "to_ours")
-    check_shapes(shape, convert(tensors.outlines(), adapter, shape, "to_ours"))
-    return shape, converted
-
-
-def check_shapes(shape: Model, tensors: Mapping[str, Tensor]) -> None:
-    """Raise one error that lists every tensor whose shape, or whose name, is not that of the model's own."""
-    meta = torch.device("meta")
-    model = LanguageModel(shape, parse(shape.pattern), references(), device=meta)
-    wanted = {name: tensor.shape for name, tensor in model.canonical().items()}
-    wrong = [f"missing  {name}" for name in sorted(wanted.keys() - tensors.keys())]
-    wrong += [f"extra    {name}" for name in sorted(tensors.keys() - wanted.keys())]
-    for name in sorted(wanted.keys() & tensors.keys()):
-        given = tuple(tensors[name].shape)
-        if given != wanted[name]:
-            wrong.append(f"shape    {name}: has {list(given)}, wanted {list(wanted[name])}")
-    if wrong:
-        raise CheckpointError("\n  ".join(["the tensors do not fit the config.json beside them", *wrong]))
+    return family, shape_of(family, config, mtp_depths=mtp_depths)
 
 
 def shape_of(family: Family, config: Mapping[str, Any], *, mtp_depths: int = 0) -> Model:
@@ -121,12 +114,6 @@ def shape_of(family: Family, config: Mapping[str, Any], *, mtp_depths: int = 0) 
     return shape
 
 
-def _form(family: Family, shape: Model, tensors: Mapping[str, Tensor]) -> Adapter:
-    """The form that the names are in. Files are in the hub's, unless somebody saved a state_dict."""
-    stacked = {link.theirs for link in links(family.memory, shape)}
-    return family.memory if stacked <= tensors.keys() else family.hub
-
-
 # ------------------------------------------------------------------------------------------------ out
 
 
@@ -136,23 +123,49 @@ def to_hf(
     folder: Path,
     *,
     model_type: str,
+    form: str = "hub",
     dtype: torch.dtype | None = None,
     settings: Mapping[str, Any] | None = None,
+    updates: int | None = None,
 ) -> None:
     """Write a model as a folder of the hub. `dtype` is that of its files; None leaves tensors as they are.
-    `settings` adds what a shape does not know, such as `max_position_embeddings` and `eos_token_id`."""
-    family = family_of(model_type)
+    `settings` adds what a shape does not know, such as `max_position_embeddings` and `eos_token_id`. With
+    `updates` the optimizer's state, which has made so many, is among the tensors and is written beside them."""
+    family, adapter = family_of(model_type), adapter_for(model_type, form)
     config = config_of(family, shape)
-    theirs = convert(tensors, family.hub, shape, "to_theirs")
     named = tensors["embedding.weight"].dtype if dtype is None else dtype
     config |= {"dtype": str(named).removeprefix("torch."), **(settings or {})}
-    write_folder(folder, config, theirs if dtype is None else _cast(theirs, dtype))
+    write_trained(folder, config, tensors, adapter, shape, dtype=dtype, updates=updates)
 
 
-def _cast(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Mapping[str, Tensor]:
+def write_trained(
+    folder: Path,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    adapter: Adapter,
+    shape: Model,
+    *,
+    dtype: torch.dtype | None,
+    updates: int | None,
+) -> None:
+    """Write a model, and with `updates` the state of its optimizer, under the names of any table."""
+    weights = {n: partial(tensors.__getitem__, n) for n in tensors if not n.startswith("optimizer.")}
+    theirs = convert(Lazy(weights), adapter, shape, "to_theirs")
+    state = {} if updates is None else to_theirs(tensors, adapter, shape, updates=updates)
+    cast = theirs if dtype is None else _cast(theirs, dtype, kept=_kept_wide(adapter, shape))
+    write_folder(folder, config, cast, optimizer=state)
+
+
+def _kept_wide(adapter: Adapter, shape: Model) -> set[str]:
+    """Their names of what no optimizer updates, selection biases: the choice of experts hangs on small
+    differences, and transformers keeps them in their own dtype too."""
+    ours = targets(shape, torch.float32)
+    return {link.theirs for link in links(adapter, shape) if not ours[link.ours[0]].updated}
+
+
+def _cast(tensors: Mapping[str, Tensor], dtype: torch.dtype, kept: Set[str]) -> Mapping[str, Tensor]:
     def cast(name: str) -> Tensor:
-        tensor = tensors[name]
-        return tensor if name.endswith(KEPT_WIDE) or not tensor.is_floating_point() else tensor.to(dtype)
+        return tensors[name] if name in kept else tensors[name].to(dtype)
 
     return Lazy({name: partial(cast, name) for name in tensors})
 

@@ -4,15 +4,20 @@ The index is that of the block, so a grouped pattern has the keys of a plain tra
 has another name where nothing is grouped. Transformers whose layers are all alike may be saved without an
 index: the layer is then the first dim of every tensor. Norms go by the projection that they are fused with.
 
+Experts are told in one of several ways, see `Experts`. The rows of gate and up may alternate in blocks, which
+no file tells: whoever converts has to know.
+
 There is no config.json here: the shape comes from whoever converts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Literal
 
+from braid.errors import ConfigError
 from braid.interchange.deepseek import (
     keys_and_values,
     latent_and_turned_key,
@@ -27,6 +32,22 @@ from braid.pattern import Kind, parse
 
 Form = Literal["indexed", "hybrid", "stacked"]
 """`indexed` is a transformer's, `hybrid` tells MTP by symbols, `stacked` has no layer index."""
+
+Experts = Literal["stacked", "each", "grouped", "packed", "indexed", "sequential"]
+"""How files hold the experts of a layer. Distributed checkpoints have `stacked`, with experts as the first dim,
+or `each`, with names of their own. The others are state_dicts': one parameter, [experts, outputs, inputs] or
+[experts * outputs, inputs]; one parameter per expert; one module per expert."""
+
+EXPERT_NAMES: Mapping[Experts, str] = MappingProxyType(
+    {
+        "stacked": "mlp.experts.experts.LINEAR.LEAF",
+        "each": "mlp.experts.experts.{expert}.LINEAR.LEAF",
+        "grouped": "mlp.experts.LINEAR.LEAF",
+        "packed": "mlp.experts.LINEAR.LEAF",
+        "indexed": "mlp.experts.LINEAR.LEAF{expert}",
+        "sequential": "mlp.experts.local_experts.{expert}.LINEAR.LEAF",
+    }
+)
 
 
 def _grouped(shape: Shape) -> bool:
@@ -56,16 +77,32 @@ def _qkv(shape: Shape) -> Move:
     return PerHead(attention.kv_heads, (*queries, attention.head_dim, attention.head_dim))
 
 
-def _into(ffn: int, activation: str) -> Move:
-    """Gate and up one below the other; up alone where the activation has no gate."""
-    return joined(ffn, ffn) if activation == "swiglu" else joined(ffn)
+def _into(ffn: int, activation: str, interleave: int) -> Move:
+    """Gate and up one below the other, or in alternating blocks of rows; up alone where there is no gate."""
+    if activation != "swiglu":
+        return joined(ffn)
+    if interleave and ffn % interleave:
+        raise ConfigError(
+            f"model.moe.ffn = {ffn} and an interleave of {interleave} do not fit\n"
+            "  rule  gate and up alternate in whole blocks of rows\n"
+            "  set   the block size with which the checkpoint was trained"
+        )
+    return PerHead(ffn // interleave, (interleave, interleave)) if interleave else joined(ffn, ffn)
 
 
 def _fc1(
-    theirs: str, ours: str, ffn: Callable[[Shape], int], kind: str, when: Callable[[Shape], bool] = always
+    theirs: str,
+    ours: str,
+    kind: Literal["mlp", "moe"],
+    *,
+    ffn: Callable[[Shape], int] = lambda m: m.moe.ffn,
+    when: Callable[[Shape], bool] = always,
+    leaf: str = "weight",
+    apart: bool = False,
+    interleave: int = 0,
 ) -> tuple[Row, ...]:
-    """The projection into the ffn: two of ours where the activation has a gate."""
-    leaf = theirs.rpartition(".")[2]
+    """The projection into the ffn: two of ours where the activation has a gate, and two of theirs where they
+    have them `apart`."""
 
     def gated(shape: Shape) -> bool:
         return bool(getattr(shape, kind).activation == "swiglu" and when(shape))
@@ -74,12 +111,12 @@ def _fc1(
         return bool(getattr(shape, kind).activation != "swiglu" and when(shape))
 
     def move(shape: Shape) -> Move:
-        return _into(ffn(shape), getattr(shape, kind).activation)
+        return _into(ffn(shape), getattr(shape, kind).activation, interleave)
 
-    return (
-        Row(theirs=theirs, ours=named(f"{ours}.{{}}.{leaf}", "gate up"), move=move, when=gated),
-        Row(theirs=theirs, ours=(f"{ours}.up.{leaf}",), move=move, when=plain),
-    )
+    alone = Row(theirs=theirs, ours=(f"{ours}.up.{leaf}",), move=move, when=plain)
+    if apart:
+        return (alone, *rows(f"{theirs}_{{}}", f"{ours}.{{}}.{leaf}", "w:gate v:up", when=gated))
+    return (alone, Row(theirs=theirs, ours=named(f"{ours}.{{}}.{leaf}", "gate up"), move=move, when=gated))
 
 
 def _taps(channels: Callable[[Shape], int]) -> Callable[[Shape], Move]:
@@ -179,45 +216,82 @@ DELTA_NET: tuple[Row, ...] = (
     *rows("self_attention.out_norm.weight", "delta_net.gate_norm.weight"),
     *rows("self_attention.out_proj.weight", "delta_net.o.weight"),
 )
-MLP: tuple[Row, ...] = (
-    *_norm("mlp.linear_fc1.layer_norm_", "mlp.norm"),
-    *_fc1("mlp.linear_fc1.weight", "mlp", lambda m: m.mlp.ffn, "mlp"),
-    *_fc1("mlp.linear_fc1.bias", "mlp", lambda m: m.mlp.ffn, "mlp", lambda m: m.mlp.bias),
-    *rows("mlp.linear_fc2.weight", "mlp.down.weight"),
-    *rows("mlp.linear_fc2.bias", "mlp.down.bias", when=lambda m: m.mlp.bias),
-)
-MOE: tuple[Row, ...] = (
-    *_norm("pre_mlp_layernorm.", "moe.norm"),
-    *rows("mlp.router.weight", "moe.router.weight"),
-    *rows("mlp.router.expert_bias", "moe.router.bias", when=lambda m: m.moe.selection_bias),
-    *_fc1("mlp.experts.experts.linear_fc1.weight", "moe.experts.{expert}", lambda m: m.moe.ffn, "moe"),
-    *rows("mlp.experts.experts.linear_fc2.weight", "moe.experts.{expert}.down.weight"),
-    *_fc1(
-        "mlp.shared_experts.linear_fc1.weight",
-        "moe.shared",
-        lambda m: m.moe.shared_ffn,
-        "moe",
-        lambda m: m.moe.shared_ffn,
-    ),
-    *rows("mlp.shared_experts.linear_fc2.weight", "moe.shared.down.weight", when=lambda m: m.moe.shared_ffn),
-    *rows("mlp.shared_experts.gate_weight", "moe.shared_gate.weight", when=lambda m: m.moe.shared_gate),
-    *rows("mlp.{}_latent_proj.weight", "moe.latent.{}.weight", "fc1:down fc2:up", when=lambda m: m.moe.latent),
-)
+
+
+def _mlp(apart: bool) -> tuple[Row, ...]:
+    def ffn(shape: Shape) -> int:
+        return int(shape.mlp.ffn)
+
+    def biased(shape: Shape) -> bool:
+        return bool(shape.mlp.bias)
+
+    return (
+        *_norm("mlp.linear_fc1.layer_norm_", "mlp.norm"),
+        *_fc1("mlp.linear_fc1.weight", "mlp", "mlp", ffn=ffn, apart=apart),
+        *_fc1("mlp.linear_fc1.bias", "mlp", "mlp", ffn=ffn, when=biased, leaf="bias", apart=apart),
+        *rows("mlp.linear_fc2.weight", "mlp.down.weight"),
+        *rows("mlp.linear_fc2.bias", "mlp.down.bias", when=biased),
+    )
+
+
+def _experts(experts: Experts, interleave: int) -> tuple[Row, ...]:
+    def biased(shape: Shape) -> bool:
+        return bool(shape.moe.bias)
+
+    def name(linear: str, leaf: str) -> str:
+        return EXPERT_NAMES[experts].replace("LINEAR", linear).replace("LEAF", leaf)
+
+    apart, ours = experts == "each", "moe.experts.{expert}"
+    table = (
+        *_fc1(name("linear_fc1", "weight"), ours, "moe", apart=apart, interleave=interleave),
+        *_fc1(
+            name("linear_fc1", "bias"),
+            ours,
+            "moe",
+            when=biased,
+            leaf="bias",
+            apart=apart,
+            interleave=interleave,
+        ),
+        *rows(name("linear_fc2", "weight"), f"{ours}.down.weight"),
+        *rows(name("linear_fc2", "bias"), f"{ours}.down.bias", when=biased),
+    )
+    return tuple(replace(row, folded=True) for row in table) if experts == "packed" else table
+
+
+def _moe(experts: Experts, interleave: int) -> tuple[Row, ...]:
+    def shared(shape: Shape) -> bool:
+        return bool(shape.moe.shared_ffn)
+
+    return (
+        *_norm("pre_mlp_layernorm.", "moe.norm"),
+        *rows("mlp.router.weight", "moe.router.weight"),
+        *rows("mlp.router.expert_bias", "moe.router.bias", when=lambda m: m.moe.selection_bias),
+        *_experts(experts, interleave),
+        *_fc1(
+            "mlp.shared_experts.linear_fc1.weight",
+            "moe.shared",
+            "moe",
+            ffn=lambda m: int(m.moe.shared_ffn),
+            when=shared,
+            apart=experts == "each",
+        ),
+        *rows("mlp.shared_experts.linear_fc2.weight", "moe.shared.down.weight", when=shared),
+        *rows("mlp.shared_experts.gate_weight", "moe.shared_gate.weight", when=lambda m: m.moe.shared_gate),
+        *rows(
+            "mlp.{}_latent_proj.weight",
+            "moe.latent.{}.weight",
+            "fc1:down fc2:up",
+            when=lambda m: m.moe.latent,
+        ),
+    )
+
+
 ENDS: tuple[Row, ...] = (
     *rows("embedding.word_embeddings.weight", "embedding.weight"),
     *_norm("decoder.final_layernorm.", "final_norm", when=_grouped),
     *_norm("decoder.final_norm.", "final_norm", when=_flat),
     *rows("output_layer.weight", "head.weight", when=untied),
-)
-LAYERS: Mapping[Kind, tuple[Row, ...]] = MappingProxyType(
-    {
-        Kind.ATTENTION: ATTENTION,
-        Kind.LATENT_ATTENTION: LATENT_ATTENTION,
-        Kind.MAMBA2: MAMBA2,
-        Kind.DELTA_NET: DELTA_NET,
-        Kind.MLP: MLP,
-        Kind.MOE: MOE,
-    }
 )
 DEPTH_ROWS: tuple[Row, ...] = (
     *_norm("mtp.layers.{depth}.enorm.", "embedding_norm"),
@@ -234,18 +308,40 @@ DEPTH_LAYERS: Mapping[Form, str] = MappingProxyType(
 )
 
 
-def _adapter(form: Form) -> Adapter:
+def adapter(form: Form = "indexed", experts: Experts = "stacked", *, interleave: int = 0) -> Adapter:
+    """The table of one spelling. With `interleave`, gate and up of routed experts alternate in blocks of so
+    many rows."""
+    apart = experts == "each"
+    if interleave < 0:
+        raise ConfigError(f"an interleave of {interleave} is no number of rows: set 0 for none, or 1 or more")
+    if apart and interleave:
+        raise ConfigError(
+            f"experts of the layout 'each' have no interleave, not one of {interleave}\n"
+            "  rule  files with one tensor for gate and one for up have no rows that alternate\n"
+            f"  set   another layout: {', '.join(name for name in EXPERT_NAMES if name != experts)}"
+        )
+    layers: Mapping[Kind, tuple[Row, ...]] = {
+        Kind.ATTENTION: ATTENTION,
+        Kind.LATENT_ATTENTION: LATENT_ATTENTION,
+        Kind.MAMBA2: MAMBA2,
+        Kind.DELTA_NET: DELTA_NET,
+        Kind.MLP: _mlp(apart),
+        Kind.MOE: _moe(experts, interleave),
+    }
     return Adapter(
         name=f"megatron ({form})",
         counting="block",
         prefix="decoder.layers." if form == "stacked" else "decoder.layers.{layer}.",
         ends=ENDS,
-        layers=LAYERS,
+        layers=MappingProxyType(layers),
         depths=Depths(prefix=DEPTH_LAYERS[form], rows=DEPTH_ROWS, unread=r"mtp\..*"),
-        ignored=(r".*\._extra_state(/.*)?",),
+        ignored=(r".*\._extra_state\d*(/.*)?",),
+        wrapper="module.",
     )
 
 
-ADAPTERS: Mapping[str, Adapter] = MappingProxyType(
-    {"indexed": _adapter("indexed"), "hybrid": _adapter("hybrid"), "stacked": _adapter("stacked")}
-)
+def reader(*, interleave: int = 0) -> Adapter:
+    """The table that tells from names, and from nothing else, which spelling files have."""
+    ways = [experts for experts in EXPERT_NAMES if not (interleave and experts == "each")]
+    first, *others = (adapter(form, way, interleave=interleave) for form in DEPTH_LAYERS for way in ways)
+    return replace(first, name="megatron", others=tuple(others))

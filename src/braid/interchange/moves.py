@@ -7,7 +7,7 @@ Moves look at the first dim alone, whose entries we call rows; whatever follows 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from types import MappingProxyType
 from typing import Protocol
@@ -148,6 +148,8 @@ class Stacked:
 
     dims: tuple[int, ...]
     inner: Move
+    folded: bool = False
+    """Whether the last of these is no dim of its own: its entries lie one below the other, as rows."""
 
     def to_ours(self, theirs: Tensor) -> Sequence[Tensor]:
         entries = range(prod(self.dims))
@@ -155,16 +157,34 @@ class Stacked:
 
     def entry(self, theirs: Tensor, place: int) -> Tensor:
         """What their tensor holds for one place of the leading dims, counted through."""
+        last = len(self.dims) - 1
+        if self.folded:
+            if theirs.dim() > last and theirs.shape[last] % self.dims[last] == 0:
+                theirs = theirs.unflatten(last, (self.dims[last], theirs.shape[last] // self.dims[last]))
+            else:
+                rule = f"wanted {self.dims[last]} times as many rows as one entry has"
+                raise CheckpointError(f"has the shape {list(theirs.shape)}, {rule}")
         if theirs.shape[: len(self.dims)] != self.dims:
             raise CheckpointError(
                 f"has the shape {list(theirs.shape)}, wanted {list(self.dims)} as its first dims"
             )
-        return theirs.flatten(0, len(self.dims) - 1)[place]
+        return theirs.flatten(0, last)[place]
 
     def to_theirs(self, ours: Sequence[Tensor]) -> Tensor:
         each = len(ours) // prod(self.dims)
         entries = [self.inner.to_theirs(ours[i : i + each]) for i in range(0, len(ours), each)]
-        return torch.stack(entries).unflatten(0, self.dims)
+        stack, last = torch.stack(entries).unflatten(0, self.dims), len(self.dims) - 1
+        return stack.flatten(last, last + 1) if self.folded else stack
+
+
+def of_moments(move: Move) -> Move:
+    """How the moments of an optimizer move where weights move so: a constant that is added has none."""
+    match move:
+        case FromOne():
+            return Same()
+        case Stacked():
+            return replace(move, inner=of_moments(move.inner))
+    return move
 
 
 def _check_rows(tensor: Tensor, rows: int) -> None:

@@ -8,7 +8,8 @@ by experts or blocks, these are leading dims of their tensor. `links` writes a t
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, Literal
 
 from braid.architecture import SHAPE_OF, Model
@@ -40,6 +41,8 @@ class Row:
     """How ours lie in theirs, for a model of this shape."""
     when: Callable[[Shape], bool] = always
     """Which models have this row."""
+    folded: bool = False
+    """Whether the experts that one of their tensors holds are rows of it, one below the other, and no dim."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +89,10 @@ class Adapter:
     copies: tuple[Copy, ...] = ()
     ignored: tuple[str, ...] = ()
     """Regular expressions of names that are no weights of the model and may be there."""
+    wrapper: str = ""
+    """What may stand, once or several times, before every name."""
+    others: tuple[Adapter, ...] = ()
+    """Other spellings of the same: a reader takes of each tensor the one whose names are there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +118,16 @@ def rows(
         Row(theirs=theirs.replace("{}", one), ours=(ours.replace("{}", other),), move=move, when=when)
         for one, other in pairs
     )
+
+
+def folded(adapter: Adapter) -> Adapter:
+    """The same where experts that share a tensor lie one below the other in it."""
+    table = tuple(
+        replace(row, folded="{expert}" in row.ours[0] and "{expert}" not in row.theirs)
+        for row in adapter.layers.get(Kind.MOE, ())
+    )
+    layers = {kind: table if kind is Kind.MOE else other for kind, other in adapter.layers.items()}
+    return replace(adapter, layers=MappingProxyType(layers))
 
 
 def named(text: str, parts: str) -> tuple[str, ...]:
@@ -251,6 +268,6 @@ def _written(
                 inside += [name.format(**place, expert=expert) for name in ours]
         dims: tuple[int, ...] = (len(places),) if stacked else ()
         dims += (len(experts),) if "{expert}" in ours[0] and "{expert}" not in theirs else ()
-        move = Stacked(dims, row.move(shape)) if dims else row.move(shape)
+        move = Stacked(dims, row.move(shape), row.folded) if dims else row.move(shape)
         for name, inside in held.items():
             yield Link(theirs=name, ours=tuple(inside), move=move)

@@ -72,12 +72,12 @@ def _begin_or_continue(state: State, run: Run, feed: Feed, places: Places, init:
             f"{places.out} is at step {saved.step}, train.steps is {run.train.steps}: "
             f"set train.steps to {saved.step} or more, or another --out"
         )
-    if saved.data_fingerprint == states.NO_DATA:
+    if saved.data_fingerprint == states.NO_DATA and not saved.updates:
         raise ConfigError(
             f"{places.out} holds the weights of a model that was not trained here: "
             f"train from them with --init {places.out} and another --out"
         )
-    if saved.data_fingerprint != feed.train.fingerprint:
+    if saved.data_fingerprint not in (states.NO_DATA, feed.train.fingerprint):
         raise DataError(
             f"{newest.path} was trained on other data or in another order: the samples it consumed cannot be "
             "told from new ones. Restore the data and its fields, or set another --out"

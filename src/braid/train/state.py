@@ -42,6 +42,9 @@ NAMES_VERSION = 1
 NO_DATA = "none"
 """Stands for the fingerprint of the data where a model has seen none here."""
 
+MOST_TOLD = 40
+"""Faults of a checkpoint that an error lists."""
+
 RNG = "rng.cpu"
 """Torch's own generator. Nothing in braid draws from it; a module of somebody else's might."""
 
@@ -271,16 +274,19 @@ def _fill_weights(path: Path, places: Sequence[Place], names: frozenset[str]) ->
     """Whatever dtype the checkpoint has: values are cast to what holds them."""
     stored = checkpoint.read_manifest(path).tensors
     beside = {name for name in stored if name == RNG or name.startswith("optimizer.")}
-    differing = sorted((stored.keys() - beside) ^ names)
-    if differing:
-        told = ", ".join(differing[:5]) + (", ..." if len(differing) > 5 else "")
-        raise CheckpointError(f"{path} and the model differ in {len(differing)} tensors: {told}")
-    wrong = [place for place in places if tuple(stored[place.name].shape) != place.canonical.shape]
-    if wrong:
-        shapes = f"{tuple(stored[wrong[0].name].shape)} there, {wrong[0].canonical.shape} here"
-        raise CheckpointError(
-            f"{path} and the model differ in {len(wrong)} shapes: {wrong[0].name} is {shapes}"
-        )
+    faults = [f"missing  {name}" for name in sorted(names - stored.keys())]
+    faults += [f"extra    {name}" for name in sorted(stored.keys() - beside - names)]
+    for place in places:
+        wanted = place.canonical.shape
+        has = tuple(stored[place.name].shape) if place.name in stored else wanted
+        if has != wanted:
+            faults.append(f"shape    {place.name}: has {list(has)}, wanted {list(wanted)}")
+    if faults:
+        told = [
+            *faults[:MOST_TOLD],
+            *([f"and {len(faults) - MOST_TOLD} more"] if len(faults) > MOST_TOLD else []),
+        ]
+        raise CheckpointError("\n  ".join([f"{path} and the model differ in {len(faults)} tensors", *told]))
     held = {place.name: place for place in places if not place.held.empty}
     wanted = {name: place.wanted(stored[name].dtype) for name, place in held.items()}
     found = checkpoint.read(path, wanted, unread=stored.keys() - wanted.keys())

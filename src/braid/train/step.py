@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from braid.collectives import ALONE, Group, Groups, summed
+from braid.collectives import ALONE, Group, Groups, highest, summed
 from braid.config import Run
 from braid.data import Loader
 from braid.engine import fsdp2
@@ -163,6 +163,10 @@ def backward(
     return step.metrics, step.loads.over(groups.slab)
 
 
+DEVIATION = "hyper_deviation"
+"""The figure that is no sum, but the most of all layers, micro-batches and ranks."""
+
+
 class _Step:
     """One step's work, as the ops of its schedule ask for it."""
 
@@ -199,7 +203,9 @@ class _Step:
     def _context(self, micro_batch: int) -> Context:
         if micro_batch not in self.contexts:
             whole = self.counts.wholes[micro_batch]
-            self.contexts[micro_batch] = self.model.prepare(self.batches[micro_batch], whole=whole)
+            context = self.model.prepare(self.batches[micro_batch], whole=whole)
+            context.deviations = None if self.model.shape.hyper is None else {}
+            self.contexts[micro_batch] = context
         return self.contexts[micro_batch]
 
     def _counted(self, losses: Losses) -> tuple[int, Sequence[int]]:
@@ -251,7 +257,8 @@ class _Step:
         """Drop what is known of a micro-batch, once it has left this rank."""
         micro_batch, segment = turn
         if segment == (0 if self.model.groups.pp.size == 1 else self.model.segments[0]):
-            del self.contexts[micro_batch]
+            for found in (self.contexts.pop(micro_batch).deviations or {}).values():
+                self.metrics[DEVIATION] = torch.maximum(self.metrics.get(DEVIATION, found), found)
 
     def sum_copies(self, op: Op) -> None:
         """Of what the first and the last stage hold; copies within a stage are summed when the step is done."""
@@ -349,8 +356,11 @@ def _over_ranks(metrics: Mapping[str, Tensor], stop: bool, groups: Groups) -> tu
     """Figures summed over ranks, and whether any rank was asked to stop."""
     names = sorted({name for stage in gather_json(sorted(metrics), groups.pp) for name in stage})
     nothing = torch.zeros((), dtype=torch.float64, device=next(iter(metrics.values())).device)
-    parts = [metrics[name].double() if name in metrics else nothing for name in names]
-    told = summed(torch.stack([nothing + stop, *parts]), groups.world).tolist()
+    parts = {name: metrics[name].double() if name in metrics else nothing for name in names}
+    if DEVIATION in parts:
+        most = highest(parts[DEVIATION], groups.world)
+        parts[DEVIATION] = most if groups.world.rank == 0 else nothing
+    told = summed(torch.stack([nothing + stop, *parts.values()]), groups.world).tolist()
     return told[0] > 0, dict(zip(names, told[1:], strict=True))
 
 
