@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from braid.kernels import hyper_connection
-from braid.kernels.hyper_connection import Entered, Form, Parameters, reference
+from braid.kernels.hyper_connection import Form, Parameters, Ways, reference
 
 FORM = Form(steps=20, eps=1e-6, norm_eps=1e-5)
 PLAIN = hyper_connection.REFERENCE.function
@@ -52,7 +52,7 @@ def test_reference_equals_one_number_at_a_time(
     x = torch.randn(tokens, streams, channels, dtype=torch.float64, requires_grad=True)
     bias = torch.randn(channels, dtype=torch.float64, requires_grad=True) if with_bias else None
     entered = reference.pre(x, p, FORM)
-    actual = reference.post(entered, torch.tanh(entered.branch_NC), bias)
+    actual = reference.post(entered.ways, torch.tanh(entered.branch_NC), bias)
     branches, rows = [], []
     for token in x:
         pre, post, res = one_token(token, p, FORM)
@@ -76,7 +76,7 @@ def test_the_first_index_of_the_mixing_is_the_source() -> None:
     x = torch.eye(2).unsqueeze(0)
     res = torch.tensor([[[1.0, 2.0], [3.0, 4.0]]])
     zeros = torch.zeros(1, 2)
-    out = reference.post(Entered(zeros, x, zeros, res), zeros)
+    out = reference.post(Ways(x, zeros, res), zeros)
     assert torch.equal(out[0], res[0].t())
 
 
@@ -92,7 +92,7 @@ def test_every_stream_that_leaves_is_a_convex_sum_of_those_that_entered() -> Non
     p = parameters(4, 6, torch.float32)
     x = torch.randn(64, 4, 6)
     entered = reference.pre(x, p, FORM)
-    out = reference.post(entered, torch.zeros(64, 6))
+    out = reference.post(entered.ways, torch.zeros(64, 6))
     assert (out <= x.amax(1, keepdim=True) + 1e-5).all()
     assert (out >= x.amin(1, keepdim=True) - 1e-5).all()
 
@@ -108,10 +108,10 @@ def test_the_gradient_of_the_mixing_is_that_of_finite_differences() -> None:
 def test_streams_keep_their_dtype_and_mappings_are_float32(dtype: torch.dtype) -> None:
     p = parameters(2, 8, torch.float32)
     entered = reference.pre(torch.randn(3, 2, 8).to(dtype), p, FORM)
-    out = reference.post(entered, entered.branch_NC)
+    out = reference.post(entered.ways, entered.branch_NC)
     exit_ = Parameters(p.weight_MK[:2], p.alpha_A[:1], p.bias_M[:2])
     assert out.dtype == entered.branch_NC.dtype == reference.contract(out, exit_, FORM).dtype == dtype
-    assert entered.post_NS.dtype == entered.res_NSS.dtype == torch.float32
+    assert entered.ways.post_NS.dtype == entered.ways.res_NSS.dtype == torch.float32
 
 
 def test_large_float16_streams_do_not_overflow() -> None:
@@ -138,7 +138,7 @@ def test_tokens_of_zeros_have_finite_gradients(streams: int) -> None:
     p = parameters(streams, 5)
     x = torch.zeros(2, streams, 5, dtype=torch.float64, requires_grad=True)
     entered = reference.pre(x, p, FORM)
-    out = reference.post(entered, entered.branch_NC + 1)
+    out = reference.post(entered.ways, entered.branch_NC + 1)
     for grad in torch.autograd.grad(out.square().sum(), (x, *p)):
         assert grad.isfinite().all()
 
@@ -147,7 +147,7 @@ def test_no_tokens_at_all() -> None:
     p = parameters(2, 5)
     x = torch.zeros(0, 2, 5, dtype=torch.float64, requires_grad=True)
     entered = reference.pre(x, p, FORM)
-    out = reference.post(entered, entered.branch_NC)
+    out = reference.post(entered.ways, entered.branch_NC)
     assert out.shape == (0, 2, 5)
     for grad, leaf in zip(torch.autograd.grad(out.sum(), (x, *p)), (x, *p), strict=True):
         assert grad.shape == leaf.shape
@@ -158,8 +158,8 @@ def test_a_single_stream_mixes_with_itself() -> None:
     p = parameters(1, 5)
     x = torch.randn(3, 1, 5, dtype=torch.float64)
     entered = reference.pre(x, p, FORM)
-    assert (entered.res_NSS - 1).abs().max() < 3e-6
-    torch.testing.assert_close(reference.post(entered, torch.zeros(3, 5).double()), x, rtol=3e-6, atol=0)
+    assert (entered.ways.res_NSS - 1).abs().max() < 3e-6
+    torch.testing.assert_close(reference.post(entered.ways, torch.zeros(3, 5).double()), x, rtol=3e-6, atol=0)
 
 
 def test_the_choice_says_why() -> None:

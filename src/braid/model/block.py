@@ -29,9 +29,9 @@ from torch import Tensor, nn
 from braid import architecture, pattern
 from braid.collectives import Groups
 from braid.kernels import Kernels
-from braid.kernels.hyper_connection import Entered
+from braid.kernels.hyper_connection import Ways
 from braid.model.context import Context
-from braid.model.streams import connection
+from braid.model.streams import connection_of
 from braid.nn.attention import Attention
 from braid.nn.canonical import Canonical, under
 from braid.nn.cost import Cost, Portion, sent_again
@@ -126,7 +126,7 @@ class Block(Recomputing):
         for layer in block.layers:
             before = norm(shape.norm, shape.hidden, shape.norm_eps, copies=groups.tp, **on)
             inner = _layer(layer, shape, kernels, dispatcher, {"groups": groups, **on})
-            ways = connection(shape, kernels, {"groups": groups, **on})
+            ways = connection_of(shape, kernels, {"groups": groups, **on})
             self.layers[NAMES[layer.kind]] = PreNorm(before, inner, ways)
 
     def forward(self, stream: Tensor, context: Context) -> Tensor:
@@ -178,7 +178,7 @@ class Block(Recomputing):
     def post(self, flow: Flow, context: Context) -> Tensor:
         if flow.rows is None:
             return flow.stream
-        y_BtC = flow.rows.view(*flow.stream.shape[:2], -1)
+        y_BtC = flow.rows.view(*flow.stream.shape[:2], flow.stream.shape[-1])
         if flow.shared_BtC is not None:
             y_BtC = y_BtC + flow.shared_BtC
         stream = self._leave(flow, y_BtC, self.block.layers[-1], context)
@@ -213,25 +213,24 @@ class Block(Recomputing):
 
     def _enter(self, stream: Tensor, layer: Layer, context: Context) -> tuple[Tensor, Flow]:
         """What a layer reads of the residual stream, and what stays to be joined by what it writes."""
-        ways = self._at(layer).connection
-        if ways is None:
+        connection = self._at(layer).connection
+        if connection is None:
             return stream, Flow(stream)
-        branch_BtC, entered = self.recomputed("hyper", ways, stream)
+        branch_BtC, ways = self.recomputed("hyper", connection, stream)
         if context.deviations is not None:
-            context.deviations.append(deviation(entered.res_NSS))
-        through = entered.through_NSC.view_as(stream)
-        return branch_BtC, Flow(through, post_NS=entered.post_NS, res_NSS=entered.res_NSS)
+            context.deviations[layer] = deviation(ways.res_NSS)
+        return branch_BtC, Flow(ways.through_NSC.view_as(stream), post_NS=ways.post_NS, res_NSS=ways.res_NSS)
 
     def _leave(self, flow: Flow, y_BtC: Tensor, layer: Layer, context: Context) -> Tensor:
         """A layer's output joins the residual stream."""
         if self.dropout and context.batch.training:
             y_BtC = y_BtC * self.recomputed("block", partial(self._scale, layer, context, y_BtC.shape[-1]))
-        ways = self._at(layer).connection
-        if ways is None:
+        connection = self._at(layer).connection
+        if connection is None:
             return flow.stream + y_BtC
         assert flow.post_NS is not None
         assert flow.res_NSS is not None
-        join = partial(self.recomputed, "hyper", partial(_joined, ways))
+        join = partial(self.recomputed, "hyper", partial(_joined, connection))
         return self.recomputed("block", join, flow.stream, flow.post_NS, flow.res_NSS, y_BtC)
 
     def _scale(self, layer: Layer, context: Context, channels: int) -> Tensor:
@@ -330,9 +329,11 @@ class Block(Recomputing):
         return sum(each.inner.flops(tokens) for each in layers) + sum(connections)
 
 
-def _joined(ways: HyperConnection, stream: Tensor, post_NS: Tensor, res_NSS: Tensor, y_BtC: Tensor) -> Tensor:
+def _joined(
+    connection: HyperConnection, stream: Tensor, post_NS: Tensor, res_NSS: Tensor, y_BtC: Tensor
+) -> Tensor:
     """The streams after a layer."""
-    return ways.post(Entered(y_BtC, stream.flatten(0, 1), post_NS, res_NSS), y_BtC)
+    return connection.post(Ways(stream.flatten(0, 1), post_NS, res_NSS), y_BtC)
 
 
 def _sent(moe: Moe, journeys: list[Journey], rows: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:

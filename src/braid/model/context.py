@@ -132,7 +132,7 @@ class Context:
         """What each MoE layer's router did to its experts: weighted losses, and counts."""
         self.earlier_E: Mapping[Layer, Tensor] = {}
         """For each MoE layer, the favourites of the step's earlier micro-batches."""
-        self.deviations: list[Tensor] | None = None
+        self.deviations: dict[Layer, Tensor] | None = None
         """Where layers write down how far the mixing of their streams is from doubly stochastic."""
         self.recording: Recording | None = None
         """Where routers write down what they decide."""

@@ -16,7 +16,7 @@ from braid.parallel.sharding import Unit
 Exit = HyperExit | HyperMean
 
 
-def connection(shape: architecture.Model, kernels: Kernels, on: dict[str, Any]) -> HyperConnection | None:
+def connection_of(shape: architecture.Model, kernels: Kernels, on: dict[str, Any]) -> HyperConnection | None:
     """The ways into and out of one layer. `on` says for which groups, where, and in which dtype."""
     if shape.hyper is None or kernels.hyper_connection is None:
         return None

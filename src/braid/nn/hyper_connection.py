@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from braid import architecture
 from braid.collectives import Groups
-from braid.kernels.hyper_connection import Entered, Form, HyperConnect, Parameters, fuses, kept
+from braid.kernels.hyper_connection import Form, HyperConnect, Parameters, Ways, fuses, kept
 from braid.nn.canonical import Canonical
 from braid.nn.cost import Cost, Portion
 
@@ -83,16 +83,16 @@ class HyperConnection(_Weights):
         rows = shape.streams * (shape.streams + 2)
         super().__init__(rows, 3, shape, hidden, norm_eps, implementation, groups, device, dtype)
 
-    def forward(self, x_BtSC: Tensor) -> tuple[Tensor, Entered]:
+    def forward(self, x_BtSC: Tensor) -> tuple[Tensor, Ways]:
         """What the layer reads, and what `post` needs."""
         rows, tokens = x_BtSC.shape[:2]
-        entered = self.implementation.pre(x_BtSC.flatten(0, 1), self.parts, self.form)
-        return entered.branch_NC.view(rows, tokens, self.hidden), entered
+        branch_NC, ways = self.implementation.pre(x_BtSC.flatten(0, 1), self.parts, self.form)
+        return branch_NC.view(rows, tokens, self.hidden), ways
 
-    def post(self, entered: Entered, y_BtC: Tensor, bias_C: Tensor | None = None) -> Tensor:
-        """The streams after a layer that gave `y_BtC`. It needs no weights, and of `entered` not the branch."""
+    def post(self, ways: Ways, y_BtC: Tensor, bias_C: Tensor | None = None) -> Tensor:
+        """The streams after a layer that gave `y_BtC`. It needs no weights."""
         rows, tokens, _ = y_BtC.shape
-        out_NSC = self.implementation.post(entered, y_BtC.flatten(0, 1), bias_C)
+        out_NSC = self.implementation.post(ways, y_BtC.flatten(0, 1), bias_C)
         return out_NSC.view(rows, tokens, self.shape.streams, self.hidden)
 
     def canonical(self) -> dict[str, Canonical]:

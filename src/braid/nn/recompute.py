@@ -32,7 +32,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 NAMES = ("norm", "activation", "core", "experts", "hyper", "block", "full")
 """Kinds of regions: norms of the stream; activations of dense MLPs; what stands between the projections of a
-mixer; the MLPs of experts; hyper-connections, from one layer to the next; whole blocks. `full` is all of them."""
+mixer; the MLPs of experts; hyper-connections, from layer to layer; whole blocks. `full` is all of them."""
 
 Result = TypeVar("Result")
 Hold = Callable[[Tensor], None]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from braid.architecture import (
     Attention,
     DeltaNet,
+    Glu,
+    HyperConnections,
     LatentAttention,
     Mamba2,
     Mlp,
@@ -140,5 +142,34 @@ def deepseek_v3() -> Run:
             aux_loss=0.0,
             sequence_aux_loss=1e-4,
         ),
+    )
+    return _pretraining(model, sequence_tokens=4096, peak_lr=2.2e-4)
+
+
+def deepseek_v4_like() -> Run:
+    """Like DeepSeek-V4 284B-A13B: four residual streams, 256 experts; plain latent attention."""
+    model = Model(
+        pattern="[+E]" * 43 + "/+E",
+        hidden=4096,
+        vocab=129_280,
+        tied=False,
+        norm_eps=1e-6,
+        mtp_loss=0.3,
+        latent_attention=LatentAttention(
+            heads=64, q_rank=1024, kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128
+        ),
+        moe=Moe(
+            experts=256,
+            top_k=6,
+            ffn=2048,
+            shared_ffn=2048,
+            glu=Glu(limit=10.0),
+            score="sqrt_softplus",
+            scale=1.5,
+            selection_bias=True,
+            aux_loss=0.0,
+            sequence_aux_loss=1e-4,
+        ),
+        hyper=HyperConnections(streams=4, sinkhorn_steps=20, eps=1e-6),
     )
     return _pretraining(model, sequence_tokens=4096, peak_lr=2.2e-4)

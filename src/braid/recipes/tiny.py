@@ -1,8 +1,10 @@
-"""A model that trains on a laptop in minutes."""
+"""Models that train on a laptop in minutes."""
 
 from __future__ import annotations
 
-from braid.architecture import Attention, DeltaNet, Mamba2, Mlp, Model, Moe
+from dataclasses import replace
+
+from braid.architecture import Attention, DeltaNet, HyperConnections, Mamba2, Mlp, Model, Moe
 from braid.config import Data, Optim, Run, Train
 
 
@@ -23,3 +25,9 @@ def tiny() -> Run:
         optim=Optim(lr=3e-3, warmup_steps=20),
         train=Train(steps=250, batch_samples=16, eval_every=50, save_every=100),
     )
+
+
+def tiny_mhc() -> Run:
+    """The same with four residual streams and hyper-connections around every layer: four minutes."""
+    run = tiny()
+    return replace(run, model=replace(run.model, hyper=HyperConnections()))

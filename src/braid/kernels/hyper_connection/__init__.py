@@ -18,9 +18,9 @@ from torch import Tensor
 
 from braid.kernels.choice import Choice
 from braid.kernels.hyper_connection import reference
-from braid.kernels.hyper_connection.reference import Entered, Form, Parameters
+from braid.kernels.hyper_connection.reference import Entered, Form, Parameters, Ways
 
-__all__ = ["REFERENCE", "Entered", "Form", "HyperConnect", "Parameters", "choose", "fuses"]
+__all__ = ["REFERENCE", "Entered", "Form", "HyperConnect", "Parameters", "Ways", "choose", "fuses"]
 
 FUSED = (torch.bfloat16, torch.float16, torch.float32)
 """Dtypes of activations that the kernels take."""
@@ -31,7 +31,7 @@ class HyperConnect(Protocol):
 
     def pre(self, x_NSC: Tensor, parameters: Parameters, form: Form) -> Entered: ...
 
-    def post(self, entered: Entered, y_NC: Tensor, bias_C: Tensor | None = None) -> Tensor: ...
+    def post(self, ways: Ways, y_NC: Tensor, bias_C: Tensor | None = None) -> Tensor: ...
 
     def contract(self, x_NSC: Tensor, parameters: Parameters, form: Form) -> Tensor: ...
 

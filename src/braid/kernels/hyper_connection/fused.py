@@ -34,7 +34,7 @@ from braid.kernels.hyper_connection.device.streams import (
     mix,
     mix_backward,
 )
-from braid.kernels.hyper_connection.reference import Entered, Form, Mappings, Parameters
+from braid.kernels.hyper_connection.reference import Entered, Form, Mappings, Parameters, Ways
 
 SHORT = ProjectionVariant(tokens=64, splits=8, stages=2)
 """Where a token is wide, or is made so to be multiplied."""
@@ -69,13 +69,14 @@ class Fused:
         """As `reference.pre`."""
         if not x_NSC.shape[0]:
             return reference.pre(x_NSC, parameters, form)
-        return Entered(*_Pre.apply(self, form, x_NSC.contiguous(), *parameters))
+        branch_NC, *ways = _Pre.apply(self, form, x_NSC.contiguous(), *parameters)
+        return Entered(branch_NC, Ways(*ways))
 
-    def post(self, entered: Entered, y_NC: Tensor, bias_C: Tensor | None = None) -> Tensor:
+    def post(self, ways: Ways, y_NC: Tensor, bias_C: Tensor | None = None) -> Tensor:
         """As `reference.post`."""
         if not y_NC.shape[0]:
-            return reference.post(entered, y_NC, bias_C)
-        _, x_NSC, post_NS, res_NSS = entered
+            return reference.post(ways, y_NC, bias_C)
+        x_NSC, post_NS, res_NSS = ways
         out_NSC: Tensor = _Post.apply(self, x_NSC, y_NC, bias_C, post_NS, res_NSS)
         return out_NSC
 

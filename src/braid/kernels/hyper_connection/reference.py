@@ -44,25 +44,32 @@ class Mappings(NamedTuple):
     """From the first stream to the second."""
 
 
-class Entered(NamedTuple):
-    """What `pre` gives: what the branch works on, and what `post` needs beside the branch's result."""
+class Ways(NamedTuple):
+    """What `post` needs beside the branch's result."""
 
-    branch_NC: Tensor
     through_NSC: Tensor
     """The streams. For `post` alone, once: what comes back along them is no gradient by itself."""
     post_NS: Tensor
     res_NSS: Tensor
 
 
+class Entered(NamedTuple):
+    """What `pre` gives."""
+
+    branch_NC: Tensor
+    """What the branch works on."""
+    ways: Ways
+
+
 def pre(x_NSC: Tensor, parameters: Parameters, form: Form) -> Entered:
     """The way into a branch: streams added up, each with its weight."""
     pre_NS, post_NS, res_NSS = mappings(x_NSC, parameters, form)
-    return Entered(weighed(x_NSC, pre_NS), x_NSC, post_NS, res_NSS)
+    return Entered(weighed(x_NSC, pre_NS), Ways(x_NSC, post_NS, res_NSS))
 
 
-def post(entered: Entered, y_NC: Tensor, bias_C: Tensor | None = None) -> Tensor:
+def post(ways: Ways, y_NC: Tensor, bias_C: Tensor | None = None) -> Tensor:
     """The way out of a branch: streams mixed, and to each its share of the branch's result."""
-    _, x_NSC, post_NS, res_NSS = entered
+    x_NSC, post_NS, res_NSS = ways
     wide = wider(x_NSC.dtype)
     y_NC = y_NC.to(wide) if bias_C is None else y_NC.to(wide) + bias_C.to(wide)
     mixed_NSC = torch.matmul(res_NSS.transpose(1, 2), x_NSC.to(wide))
