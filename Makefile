@@ -17,7 +17,7 @@ venv: ## Make or refresh .venv (a torch >= 2.11 that is already here is used, no
 test: venv ## Run the tests (at most 10 minutes on 2 cores)
 	$(BIN)/python -m pytest -n 2 -m "not long and not exhaustive"
 
-test-long: venv ## Run the long tests (at most 30 minutes on 2 cores)
+test-long: venv ## Run the long tests (at most 50 minutes on 2 cores)
 	$(BIN)/python -m pytest -n 2 -m long
 
 test-exhaustive: venv ## Run whole products of cases of which the other tests hold samples (an hour or more)

@@ -3,13 +3,15 @@
     hooks  = Trained(case, ranks).by_hooks(step)       what `train.step` does
     driven = Trained(case, ranks).driven(step)         a lowered schedule and no hooks
 
-Every step has data of its own and an update behind it.
+Every step has data of its own and an update behind it. `Comparison` has models go through several steps both
+ways; models that are built once begin again for every case that they serve.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import product
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -23,6 +25,7 @@ from braid.config import Data, Mesh, Optim, Run, Train
 from braid.engine.executor import Turn
 from braid.engine.sharding import Driver, execute_sharded, named_units, units_of_phases, units_of_segments
 from braid.model.context import MicroBatch
+from braid.optim.adamw import MOMENTS
 from braid.parallel.groups import open_groups
 from braid.parallel.sharding import Strategy
 from braid.plan import Plan, plan
@@ -31,6 +34,7 @@ from braid.schedule.lifetime import Figures, Uses, prove
 from braid.schedule.lowering import POLICIES, Policy, Sharding, lower, uses_of_phases, uses_of_segments
 from braid.schedule.overlapped import Options, overlapped
 from braid.schedule.phases import chains
+from braid.schedule.recompute import replayed_phases, with_replays
 from braid.train import state as states
 from braid.train.building import make_state, open_meshes
 from braid.train.device import choose_device
@@ -60,6 +64,7 @@ class Case:
     tied: bool = False
     tail: str = ""
     """What follows the blocks in the pattern: MTP depths."""
+    recompute: tuple[str, ...] = ()
 
     def run(self, world: int) -> Run:
         dp = world // (self.mesh.tp * self.mesh.cp * self.mesh.pp)
@@ -90,6 +95,7 @@ class Case:
                 batch_samples=dp * ROWS * self.micro_batches,
                 micro_batches=self.micro_batches,
                 dtype=self.dtype,
+                recompute=self.recompute,
             ),
             mesh=self.mesh,
         )
@@ -99,6 +105,16 @@ class Case:
 
     def sharing(self, shard: Strategy) -> Case:
         return replace(self, mesh=replace(self.mesh, shard=shard))
+
+    @property
+    def keeping(self) -> Case:
+        """The same, with nothing recomputed."""
+        return replace(self, recompute=())
+
+    @property
+    def built(self) -> Case:
+        """One case for all that are about the same shards of the same model."""
+        return replace(self.keeping, micro_batches=1)
 
 
 class Ranks:
@@ -122,18 +138,36 @@ class Trained:
     def __init__(
         self, case: Case, ranks: Ranks, policy: Policy | None = None, *, grain: Grain = "schedule"
     ) -> None:
-        self.case, self.run = case, case.run(ranks.world)
-        planned = plan(self.run, ranks.world)
+        self.case, self.world = case, ranks.world
+        planned = plan(case.run(self.world), self.world)
         self.groups, meshes = ranks.of(planned)
         self.state = make_state(planned, choose_device("cpu"), self.groups, meshes)
-        states.initialize(self.state, self.run)
+        states.initialize(self.state, planned.run)
         self.model = self.state.model
-        self.policy = case.strategy() if policy is None else policy
         self.units = named_units(self.model, self.model.units())
         self.driver = Driver(self.model, self.units)
+        self._first = self.weights()
+        self._begin(case, planned, policy, grain)
+
+    def again(self, case: Case, policy: Policy | None = None, *, grain: Grain = "schedule") -> None:
+        """Back to the first weights, for another case of the same model."""
+        assert case.built == self.case.built, "that is another model"
+        optimizer = self.state.optimizer
+        with torch.no_grad():
+            for name, weight in self.state.weights().items():
+                weight.copy_(self._first[name])
+            for moment, name in product(MOMENTS, optimizer.main):
+                optimizer.moment(moment, name).zero_()
+        optimizer.updates = 0
+        optimizer.publish()
+        self._begin(case, plan(case.run(self.world), self.world), policy, grain)
+
+    def _begin(self, case: Case, planned: Plan, policy: Policy | None, grain: Grain) -> None:
+        self.case, self.run = case, planned.run
+        self.policy = case.strategy() if policy is None else policy
         self.grain: Grain = grain
-        if grain in ("phases", "late"):
-            self.state.schedule = self._overlapped(planned)
+        phases = grain in ("phases", "late")
+        self.state.schedule = self._overlapped(planned) if phases else planned.schedule
         self.uses = self._uses()
         self.figures = Figures(0, 0, 0)
         self.log: tuple[Span, ...] = ()
@@ -154,7 +188,7 @@ class Trained:
 
     def _overlapped(self, planned: Plan) -> Schedule:
         pp = self.run.mesh.pp
-        return with_sums(
+        built = with_sums(
             overlapped(
                 chains(planned.layout, pp, tied=self.case.tied, shared_experts=True),
                 pp=pp,
@@ -162,6 +196,10 @@ class Trained:
                 options=Options(delayed=self.grain == "late"),
             ),
             {"embedding": (0, pp - 1)} if self.case.tied or planned.layout.mtp else {},
+        )
+        names = self.case.recompute
+        return with_replays(
+            built, replayed_phases(planned.layout, built.phases, names, shared_experts=True, dropout=False)
         )
 
     # -------------------------------------------------------------------------------------- steps
@@ -283,33 +321,72 @@ def differing(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list[st
 STEPS = 2
 """Steps that are compared."""
 
+Steps = list[dict[str, Tensor]]
+"""The gradient of every step, and the weights in the end."""
+
+
+def steps_differing(one: Steps, other: Steps) -> list[str]:
+    """What is not the same to the last bit, and when."""
+    return [
+        f"{'weight' if step == STEPS else f'gradient of step {step}'} {name}"
+        for step, (first, second) in enumerate(zip(one, other, strict=True))
+        for name in differing(first, second)
+    ]
+
 
 class Comparison:
-    """Steps by the driver beside steps by hooks, which are run once for each case."""
+    """Steps by the driver beside steps by hooks, which are run once for each case. Hooks and driver have models
+    of their own, which are built once and begin again for each case."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
-        self._by_hooks: dict[Case, list[dict[str, Tensor]]] = {}
+        self._hooked: dict[Case, Trained] = {}
+        self._driven: dict[Case, Trained] = {}
+        self._by_hooks: dict[Case, Steps] = {}
 
-    def by_hooks(self, case: Case) -> list[dict[str, Tensor]]:
-        """The gradient of every step, and the weights in the end."""
+    def by_hooks(self, case: Case) -> Steps:
         if case not in self._by_hooks:
-            trained = Trained(case, self.ranks)
+            trained = self._built(self._hooked, case)
+            trained.again(case)
             self._by_hooks[case] = [*(trained.by_hooks(step) for step in range(STEPS)), trained.weights()]
         return self._by_hooks[case]
 
-    def differences(self, case: Case, grain: Grain = "schedule", *, once: bool = False) -> list[str]:
-        """What is not the same to the last bit. With `once`, gradients are reduced once in a step, whatever the
-        strategy says, as hooks do it for a strategy that shards optimizer states."""
-        policy, hooks = case.strategy(), case
-        if once and policy.every:
-            policy, hooks = replace(policy, every=False), case.sharing("optimizer")
-        trained = Trained(case, self.ranks, policy, grain=grain)
-        found = [*(trained.driven(step) for step in range(STEPS)), trained.weights()]
+    def by_ops(self, case: Case, grain: Grain, policy: Policy) -> Steps:
+        trained = self._built(self._driven, case)
+        trained.again(case, policy, grain=grain)
+        found = self.drive(trained)
         assert any(gradient.any() for gradient in found[0].values())
         assert trained.driver.figures == trained.figures, "what is lowered is what is run"
-        return [
-            f"{case} by {grain}, {'weight' if step == STEPS else f'gradient of step {step}'} {name}"
-            for step, (one, other) in enumerate(zip(self.by_hooks(hooks), found, strict=True))
-            for name in differing(one, other)
-        ]
+        if not policy.every:
+            assert trained.figures.reductions == len(trained.units), "every unit once in a step"
+        return found
+
+    def drive(self, trained: Trained) -> Steps:
+        return [*(trained.driven(step) for step in range(STEPS)), trained.weights()]
+
+    def differences(self, case: Case, grain: Grain = "schedule", *, once: bool = False) -> list[str]:
+        """What is not the same to the last bit as by hooks that recompute nothing. With `once`, gradients are
+        reduced once in a step, whatever the strategy says, as hooks do it for a strategy that shards optimizer
+        states."""
+        policy, hooks = case.strategy(), case.keeping
+        if once and policy.every:
+            policy, hooks = replace(policy, every=False), hooks.sharing("optimizer")
+        return steps_differing(self.by_hooks(hooks), self.by_ops(case, grain, policy))
+
+    def hooks_differ(self, case: Case) -> list[str]:
+        """What is not the same with and without recompute, by hooks both times."""
+        return steps_differing(self.by_hooks(case.keeping), self.by_hooks(case))
+
+    def forget(self) -> None:
+        """Let go of models, so that the next case has new ones."""
+        self._hooked.clear()
+        self._driven.clear()
+
+    def _built(self, models: dict[Case, Trained], case: Case) -> Trained:
+        """Models of other patterns are let go."""
+        if case.built not in models:
+            for other in [*models]:
+                if other.sharing(case.mesh.shard) != case.built:
+                    del models[other]
+            models[case.built] = Trained(case, self.ranks)
+        return models[case.built]

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from braid.architecture import HyperConnections
 from braid.config import Again, Mesh
 from braid.model import block as blocks
 from braid.model.context import MicroBatch
@@ -231,7 +232,12 @@ def test_unknown_names_are_refused() -> None:
 
 def test_a_run_may_ask_for_every_kind_of_region() -> None:
     assert get_args(Again) == NAMES
-    assert "train.recompute" not in [problem.field for problem in check(recomputing(small_run(), NAMES), 1)]
+    plain, run = small_run(), small_run()
+    run = replace(run, model=replace(run.model, hyper=HyperConnections()))
+    assert "train.recompute" not in [problem.field for problem in check(recomputing(run, NAMES), 1)]
+    (refused,) = check(recomputing(plain, NAMES), 1)
+    assert refused.field == "train.recompute"
+    assert "hyper" not in refused.remedy
     wrong = replace(small_run(), train=replace(small_run().train, recompute=("norms",)))
     assert [problem.field for problem in check(wrong, 1)] == ["train.recompute"]
 

@@ -134,7 +134,7 @@ class _Loop:
         self.state, self.metrics, self.asked = state, metrics, asked
         self.first = state.model.groups.world.rank == 0
         """Whether this rank speaks for all."""
-        self.schedule = _schedule(plan.run)
+        self.schedule = schedule_of(plan.run)
         # Training costs three forward passes: one forward, two backward.
         samples = plan.run.train.batch_samples
         flops = whole_model(plan).flops(plan.run.data.sequence_tokens)
@@ -291,7 +291,8 @@ class _Loop:
             )
 
 
-def _schedule(run: Run) -> Schedule:
+def schedule_of(run: Run) -> Schedule:
+    """The learning rate of every step."""
     return Schedule(
         kind=run.optim.schedule,
         peak=run.optim.lr,
