@@ -17,7 +17,7 @@ import sys
 import tempfile
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -36,6 +36,8 @@ from braid.train.feed import open_feed
 from braid.train.loop import schedule_of
 from braid.train.state import State
 from braid.train.step import evaluate, train_step
+
+Device = Literal["cuda", "cpu"]
 
 SEEDS = (0, 1, 2)
 WAYS = ("fast", "plain")
@@ -67,7 +69,7 @@ def recipe(seed: int, steps: int) -> Run:
     )
 
 
-def state_of(run: Run, way: str, device_name: str) -> tuple[State, list[str]]:
+def state_of(run: Run, way: str, device_name: Device) -> tuple[State, list[str]]:
     """A model with its optimizer, and the names of the paths that it takes."""
     worked_out, device = plan(run, 1), choose_device(device_name)
     dtype, kinds = DTYPES[run.train.dtype], worked_out.layout.kinds()
@@ -92,7 +94,7 @@ def state_of(run: Run, way: str, device_name: str) -> tuple[State, list[str]]:
     return state, [f"{choice.op}: {choice.name}" for choice in chosen.choices]
 
 
-def train(way: str, seed: int, steps: int, device: str, folder: Path) -> dict[str, Any]:
+def train(way: str, seed: int, steps: int, device: Device, folder: Path) -> dict[str, Any]:
     """One training, and its validation losses."""
     run = recipe(seed, steps)
     feed = open_feed(run, folder)

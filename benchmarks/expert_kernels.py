@@ -10,13 +10,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from braid.kernels.grouped_mlp.device import elementwise, rows, weights
-from braid.kernels.grouped_mlp.device.elementwise import ElementVariant
 from braid.kernels.grouped_mlp.device.rows import Formula
 from braid.kernels.grouped_mlp.device.tiles import Tiles, tiles
 from braid.kernels.grouped_mlp.device.variants import (
+    RelayRowVariant,
+    RelayVariant,
     RowVariant,
-    StagedRowVariant,
-    StagedVariant,
     WeightVariant,
 )
 from braid.kernels.grouped_mlp.sizes import TILE_ROWS
@@ -25,7 +24,6 @@ SWIGLU = Formula(kind="swiglu", alpha=1.0, limit=None, offset=0.0)
 FLOPS, BYTES = 790e12, 4.3e12
 """What the chip does in a second, as measured."""
 PRODUCTS = ("fc1", "fc2", "dgrad2", "dgrad1", "wgrad2", "wgrad1")
-KERNELS = (*PRODUCTS, "forward", "backward")
 
 
 class Shape(NamedTuple):
@@ -47,8 +45,6 @@ class Shape(NamedTuple):
             "dgrad1": (2 * product, 2 * (n * c + one) + 2 * narrow),
             "wgrad2": (product, 2 * n * c + narrow + 8 * two),
             "wgrad1": (2 * product, 2 * n * c + 2 * narrow + 8 * one),
-            "forward": (0, 3 * narrow),
-            "backward": (0, 6 * narrow),
         }
         return {name: max(flops / FLOPS, moved / BYTES) * 1e6 for name, (flops, moved) in work.items()}
 
@@ -127,10 +123,6 @@ def run(product: str, variant: Any, d: Data, *, accumulate: bool = True) -> tupl
     one."""
     ends = d.where.ends_E
     match product:
-        case "forward":
-            return (elementwise.activated(d.h, d.probs, d.where, SWIGLU, variant),)
-        case "backward":
-            return elementwise.activated_backward(d.da, d.h, d.probs, d.where, SWIGLU, variant)
         case "fc1" if variant is None:
             h = F.grouped_mm(d.x, d.w_in.transpose(1, 2), offs=ends)
             return h, elementwise.activated(h, d.probs, d.where, SWIGLU)
@@ -172,10 +164,6 @@ def expected(product: str, d: Data) -> tuple[Tensor, ...]:
         return dh, opened * up * p, (da * opened * up).sum(1)
 
     match product:
-        case "forward":
-            return (activated(d.h, d.da.double())[1],)
-        case "backward":
-            return activated(d.h, d.da.double())
         case "fc1":
             h = times(d.x, d.w_in.transpose(1, 2))
             return h, activated(h, d.da.double())[1]
@@ -198,93 +186,34 @@ def error(actual: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> float:
 
 # -------------------------------------------------------------------------------------------- candidates
 
-R, W, E = RowVariant, WeightVariant, ElementVariant
-PLAIN = (
-    R(),
-    R(parts=1),
-    R(stages=4, parts=4),
-    R(flat=False),
-    R(flat=False, per_sm=0),
-    R(depth=128, stages=2, parts=4),
-    R(columns=128, warps=4, per_sm=2),
-    R(columns=128, warps=8, per_sm=2),
+ROWS = (
+    RowVariant(),
+    RowVariant(stages=4, parts=4),
+    RelayRowVariant(),
+    RelayRowVariant(depth=32, stages=6),
     None,
 )
-ADDING = (
-    W(columns=128, warps=4, per_sm=2, leave="pointers", parts=2, flat=False),
-    W(columns=128, warps=4, per_sm=2, leave="pointers", parts=2),
-    W(columns=128, warps=4, per_sm=2, leave="pointers", parts=4, early=1, flat=False),
-    W(columns=128, warps=4, per_sm=0, leave="pointers", parts=2, flat=False),
-    W(columns=128, warps=4, per_sm=3, stages=2, leave="pointers", parts=4, registers=168, flat=False),
-    W(columns=128, warps=8, per_sm=2, leave="pointers", parts=4, flat=False),
-    W(columns=128, warps=8, per_sm=2, leave="pointers", parts=4),
-    W(columns=128, warps=4, per_sm=2, parts=4),
-    W(flat=False),
-    W(),
-    W(parts=2),
-    W(stages=4),
-    W(leave="pointers", parts=4),
-    W(leave="pointers", parts=2),
-    W(leave="pointers", parts=4, early=1, flat=False),
-    W(leave="pointers", parts=4, early=2, flat=False),
-    W(rows=256, columns=128, leave="pointers", parts=4),
-    W(leave="pointers", parts=2, per_sm=0, flat=False),
-    StagedVariant(),
-    StagedVariant(group=16),
-    StagedVariant(stages=6, slots=2),
-    StagedVariant(depth=64, stages=3, slots=2),
+WEIGHTS = (
+    WeightVariant(),
+    WeightVariant(stages=4),
+    WeightVariant(leave="pointers", parts=2),
+    RelayVariant(),
+    RelayVariant(group=16),
 )
 CANDIDATES: dict[str, tuple[Any, ...]] = {
-    "fc1": (
-        R(),
-        R(parts=4),
-        R(stages=4, parts=4),
-        R(flat=False),
-        R(flat=False, per_sm=0),
-        R(depth=128, stages=2, parts=4),
-        R(columns=128, warps=8, per_sm=2, parts=4),
-        R(columns=128, warps=4, per_sm=2, parts=4),
-        None,
-    ),
-    "fc2": PLAIN,
-    "dgrad2": (
-        R(parts=4),
-        R(parts=4, flat=False),
-        R(parts=4, stages=2),
-        R(columns=128, parts=4, stages=2, per_sm=2, registers=128),
-        R(columns=128, parts=4, stages=2, per_sm=2, registers=128, flat=False),
-        R(columns=128, warps=4, parts=4, stages=2, per_sm=2, flat=False),
-        R(columns=128, parts=2),
-        StagedRowVariant(),
-        None,
-    ),
-    "dgrad1": PLAIN,
-    "wgrad2": ADDING,
-    "wgrad1": ADDING,
-    "forward": (
-        E(),
-        E(rows=1, columns=1024),
-        E(rows=2),
-        E(rows=4, warps=8),
-        E(rows=8, columns=256),
-        E(rows=16, columns=128),
-    ),
-    "backward": (
-        E(),
-        E(rows=1, columns=1024),
-        E(rows=2),
-        E(rows=2, columns=256),
-        E(rows=4, columns=256),
-        E(rows=8, columns=128),
-        E(rows=1, columns=256, warps=1),
-    ),
+    "fc1": ROWS,
+    "fc2": ROWS,
+    "dgrad2": (RowVariant(parts=4), *ROWS[2:]),
+    "dgrad1": ROWS,
+    "wgrad2": WEIGHTS,
+    "wgrad1": WEIGHTS,
 }
 
 
 def label(variant: Any) -> str:
-    """A variant in a few letters: what differs from the usual."""
+    """A variant in a few letters: its family, and what differs from the usual."""
     if variant is None:
         return "grouped_mm"
+    family = "relay" if isinstance(variant, (RelayVariant, RelayRowVariant)) else "Triton"
     changed = {name: value for name, value in vars(variant).items() if value != getattr(type(variant)(), name)}
-    staged = ["staged"] if isinstance(variant, (StagedVariant, StagedRowVariant)) else []
-    return " ".join([*staged, *(f"{name}={value}" for name, value in changed.items())]) or "usual"
+    return " ".join([family, *(f"{name}={value}" for name, value in changed.items())])

@@ -1,7 +1,7 @@
 """The experts' MLP on a GPU: forward and backward with float32 accumulation, whole and product by product.
 
     python -m benchmarks.experts            # whole steps against the base, and what each product takes
-    python -m benchmarks.experts --tune     # every variant of every kernel: checked, timed, winners written
+    python -m benchmarks.experts --tune     # first tries every variant of every product, and writes winners
 
 The base is `F.grouped_mm`, a compiled activation with gate and up as halves, and `main_grad.add_`. Floors are
 of the chip: operations at 790 TFLOP/s, bytes at 4.3 TB/s."""
@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -41,12 +42,34 @@ CHECKS = (Shape(1705, 512, 256, 16), Shape(811, 528, 336, 16))
 """Small problems with experts of all sizes: dims that are multiples of every tile, and dims of none."""
 BOUND = 8e-3
 THREADS = 14
+STEPS, ROUNDS, GROUP = 80, 5, 8
+"""Milliseconds of steps that a variant is timed for, how often ours and the base take turns, and how many steps
+are timed as one."""
 
 
 def micro(function: Callable[[], object], *, milliseconds: int = 40) -> float:
     """Microseconds on the device, the median of what fits into so many milliseconds."""
     found: float = do_bench(function, warmup=milliseconds // 4, rep=milliseconds, return_mode="median")
     return found * 1e3
+
+
+def sustained(function: Callable[[], object], *, milliseconds: int = 120) -> float:
+    """Microseconds of one of many runs without a pause, as in training: the median over groups of them. A chip
+    that rests between runs has power to spare that it does not have in the long run."""
+
+    def one_of(times: int) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(times):
+            function()
+        end.record()
+        end.synchronize()
+        taken: float = start.elapsed_time(end)
+        return taken / times
+
+    one_of(2)
+    groups = max(3, round(milliseconds / (GROUP * one_of(2))))
+    return 1e3 * median(one_of(GROUP) for _ in range(groups))
 
 
 def host(function: Callable[[], object], times: int = 20) -> float:
@@ -94,8 +117,6 @@ class Base:
             "dgrad1": lambda: F.grouped_mm(d.dh, d.w_in, offs=ends),
             "wgrad2": lambda: d.main_down.add_(F.grouped_mm(d.dy.t(), d.a, offs=ends)),
             "wgrad1": lambda: d.main_in.add_(F.grouped_mm(d.dh.t(), d.x, offs=ends)),
-            "forward": lambda: self.activation(d.h, d.probs),
-            "backward": lambda: self.gradient(d.da, d.h, d.probs),
         }
 
     def step(self, d: Data) -> tuple[Tensor, ...]:
@@ -189,134 +210,109 @@ def _with_buffers(d: Data, value: float) -> Data:
 # --------------------------------------------------------------------------------------------- timing
 
 
-def tune(
-    shape: Shape, loads: list[Data], base: Base, good: dict[str, list[Any]], log: dict[str, Any]
-) -> dict[str, Any]:
-    """Time every variant under every load; the winner of each kernel by the mean."""
-    winners: dict[str, Any] = {}
-    floors = shape.floors()
-    for kernel, variants in good.items():
-        found: list[tuple[float, list[float], Any]] = []
-        for variant in variants:
-            try:
-                times = [micro(partial(ek.run, kernel, variant, d)) for d in loads]
-                found.append((sum(times) / len(times), times, variant))
-            except Exception as failure:
-                print(f"FAILED {kernel} {ek.label(variant)}: {str(failure)[:160]}", flush=True)
-        found.sort(key=lambda entry: entry[0])
-        best = winners[kernel] = found[0][2]
-        usual = [micro(base.products(d)[kernel]) for d in loads]
-        overwriting = {}
-        if kernel[0] == "w":
-            first = [
-                (sum(micro(partial(ek.run, kernel, v, d, accumulate=False)) for d in loads) / len(loads), v)
-                for _, _, v in found
-            ]
-            first.sort(key=lambda entry: entry[0])
-            winners[f"overwrite{kernel[-1]}"] = first[0][1]
-            overwriting = {ek.label(v): round(us) for us, v in first[:3]}
-        log[kernel] = {
-            "floor": round(floors[kernel]),
-            "base": [round(us) for us in usual],
-            "variants": {ek.label(variant): [round(us) for us in times] for _, times, variant in found},
-            "overwriting": overwriting,
-            "full_size_difference": whole_difference(kernel, best, loads[-1]),
-            "host": round(host(partial(ek.run, kernel, best, loads[0]))),
-        }
-        line = " | ".join(f"{_slashed(times)} {ek.label(variant)}" for _, times, variant in found[:6])
-        print(f"  {kernel}: floor {floors[kernel]:.0f} base {_slashed(usual)} | {line}", flush=True)
-        print(f"      {log[kernel]['full_size_difference']:.1e} host {log[kernel]['host']} {overwriting or ''}")
-    return winners
-
-
-def whole_difference(kernel: str, variant: Any, d: Data) -> float:
-    """How far a variant is from `grouped_mm`, at full size."""
-    if kernel in ("forward", "backward"):
-        return 0.0
-    d.main_in.zero_(), d.main_down.zero_()
-    ours = tuple(x.clone() for x in ek.run(kernel, variant, d))
-    d.main_in.zero_(), d.main_down.zero_()
-    return max(
-        ((x.float() - y.float()).norm() / y.float().norm()).item()
-        for x, y in zip(ours, ek.run(kernel, None, d), strict=True)
-    )
+def tune(loads: list[Data], paths: Paths, good: dict[str, list[Any]], log: dict[str, Any]) -> Paths:
+    """Swap in every variant of every product, and keep what makes whole steps under all loads fastest. Under
+    load the chip is as fast as its power allows, so that a product which is fastest by itself, after a rest,
+    need not be the one that a step is fastest with."""
+    for d in loads:  # warm, as in a long run
+        sustained(partial(step, d, paths), milliseconds=400)
+    for product, variants in good.items():
+        names = (product, f"overwrite{product[-1]}") if product[0] == "w" else (product,)
+        for name in names:
+            found = []
+            for variant in variants:
+                if variant is None and product[0] == "w":
+                    continue
+                tried = replace(paths, **{name: variant})
+                run = partial(step, paths=tried, accumulate=name == product)
+                times = [sustained(partial(run, d), milliseconds=STEPS) for d in loads]
+                found.append((sum(times), times, variant))
+            found.sort(key=lambda entry: entry[0])
+            paths = replace(paths, **{name: found[0][2]})
+            log[name] = {ek.label(variant): [round(us) for us in times] for _, times, variant in found}
+            line = " | ".join(f"{_slashed(times)} {ek.label(variant)}" for _, times, variant in found)
+            print(f"  {name}: {line}", flush=True)
+    return paths
 
 
 def _slashed(times: list[float]) -> str:
     return "/".join(f"{us:.0f}" for us in times)
 
 
-def measure(shape: Shape, load: str, base: Base, paths: Paths, *, products: bool) -> dict[str, Any]:
-    """A whole step of ours and of the base; each product where asked."""
-    (d,) = ek.loads(shape, [load])
+def measure(shape: Shape, d: Data, base: Base, paths: Paths) -> dict[str, Any]:
+    """A whole step of ours and of the base, in turns, and each product by itself."""
     floors = shape.floors()
     floor = sum(floors[product] for product in ek.PRODUCTS)
     our_step, base_step = partial(step, d, paths), partial(base.step, d)
-    whole = partial(micro, milliseconds=120)
-    ours, theirs = whole(our_step), whole(base_step)
-    ours_again, theirs_again = whole(our_step), whole(base_step)
-    figures: dict[str, Any] = {
-        "base": [round(theirs), round(theirs_again)],
-        "ours": [round(ours), round(ours_again)],
-        "overwriting": round(whole(partial(our_step, accumulate=False))),
+    sustained(our_step, milliseconds=200), sustained(base_step, milliseconds=200)
+    pairs = [(sustained(base_step), sustained(our_step)) for _ in range(ROUNDS)]
+    theirs, ours = map(median, zip(*pairs, strict=True))
+    return {
+        "base": [round(times[0]) for times in pairs],
+        "ours": [round(times[1]) for times in pairs],
+        "overwriting": round(sustained(partial(our_step, accumulate=False))),
         "floor": round(floor),
-        "gain": round((theirs + theirs_again) / (ours + ours_again), 3),
-        "of_floor": round(2 * floor / (ours + ours_again), 3),
+        "gain": round(theirs / ours, 3),
+        "of_floor": round(floor / ours, 3),
         "host": [round(host(base_step)), round(host(our_step))],
-    }
-    if products:
-        chosen = asdict(paths)
-        figures["products"] = {
+        "products": {
             product: {
                 "base": round(micro(base.products(d)[product])),
                 "ours": round(micro(partial(ek.run, product, getattr(paths, product), d))),
                 "floor": round(floors[product]),
-                "path": "grouped_mm" if chosen[product] is None else ek.label(getattr(paths, product)),
+                "path": ek.label(getattr(paths, product)),
             }
             for product in ek.PRODUCTS
-        }
-    return figures
+        },
+    }
+
+
+def table(winners: list[tuple[Work, Paths]]) -> str:
+    """`measured.json`, with a line for every product."""
+    entries = []
+    for work, paths in winners:
+        ways = (f"{json.dumps(name)}: {json.dumps(way)}" for name, way in asdict(paths).items())
+        lines = ",\n             ".join(ways)
+        entries.append(f'  {{"work": {json.dumps(work._asdict())},\n   "paths": {{{lines}}}}}')
+    return '{"shapes": [\n' + ",\n".join(entries) + "\n]}\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tune", action="store_true", help="try every variant, write the winners")
     parser.add_argument("--shapes", type=int, nargs="*", default=list(range(len(SHAPES))))
-    parser.add_argument("--kernels", nargs="*", choices=ek.KERNELS, default=list(ek.KERNELS))
+    parser.add_argument("--kernels", nargs="*", choices=ek.PRODUCTS, default=list(ek.PRODUCTS))
     parser.add_argument("--loads", nargs="*", choices=LOADS, default=list(LOADS))
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", str(machine.RESULTS))))
     asked = parser.parse_args()
-    started, table = time.time(), measured()
+    started, known = time.time(), measured()
     report: dict[str, Any] = {"machine": machine.describe(), "checks": {}, "shapes": {}}
-    winners: list[dict[str, Any]] = []
+    winners: list[tuple[Work, Paths]] = []
     base = Base()
     good = check_all(asked.kernels, report["checks"]) if asked.tune else {}
-    if asked.tune:
-        print(f"checked after {time.time() - started:.0f} s", flush=True)
+    print(f"checked after {time.time() - started:.0f} s", flush=True)
+    asked.out.mkdir(parents=True, exist_ok=True)
     for number in asked.shapes:
         shape = SHAPES[number]
         work = Work(shape.rows // shape.experts, shape.hidden, shape.ffn)
-        paths = nearest(table, work)
+        paths = nearest(known, work)
         entry: dict[str, Any] = {}
         print(f"{tuple(shape)}", flush=True)
         try:
+            loads = ek.loads(shape, asked.loads)
             if asked.tune:
-                best = tune(shape, ek.loads(shape, asked.loads), base, good, entry.setdefault("kernels", {}))
-                paths = Paths(**{name: best.get(name, value) for name, value in vars(paths).items()})
-                winners.append({"work": work._asdict(), "paths": asdict(paths)})
-            for load in asked.loads:
-                entry[load] = measure(shape, load, base, paths, products=not asked.tune)
+                paths = tune(loads, paths, good, entry.setdefault("steps", {}))
+                winners.append((work, paths))
+                (asked.out / "measured.json").write_text(table(winners))
+            for load, d in zip(asked.loads, loads, strict=True):
+                entry[load] = measure(shape, d, base, paths)
+            del loads, d
         except Exception as failure:
             entry["failure"] = repr(failure)[:500]
             print(f"  FAILED: {failure!r}"[:500], flush=True)
         report["shapes"][str(tuple(shape))] = entry
         torch.cuda.empty_cache()
-        asked.out.mkdir(parents=True, exist_ok=True)
-        (asked.out / ("experts_tune.json" if asked.tune else "experts.json")).write_text(
-            json.dumps(report, indent=1)
-        )
-        if asked.tune:
-            (asked.out / "measured.json").write_text(json.dumps({"shapes": winners}, indent=1) + "\n")
+        (asked.out / "experts.json").write_text(json.dumps(report, indent=1))
         print(f"  after {time.time() - started:.0f} s", flush=True)
     summary(report)
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from braid.architecture import Attention, Mamba2, Mlp, Model, Moe
+from braid.architecture import Attention, HyperConnections, Mamba2, Mlp, Model, Moe
 from braid.collectives import Groups
 from braid.config import Data, Mesh, Optim, Run, Train
 from braid.engine.executor import Turn
@@ -34,7 +34,7 @@ from braid.schedule.lifetime import Figures, Uses, prove
 from braid.schedule.lowering import POLICIES, Policy, Sharding, lower, uses_of_phases, uses_of_segments
 from braid.schedule.overlapped import Options, overlapped
 from braid.schedule.phases import chains
-from braid.schedule.recompute import replayed_phases, with_replays
+from braid.schedule.recompute import dropped_tensors, replayed_phases, with_replays
 from braid.train import state as states
 from braid.train.building import make_state, open_meshes
 from braid.train.device import choose_device
@@ -65,12 +65,16 @@ class Case:
     tail: str = ""
     """What follows the blocks in the pattern: MTP depths."""
     recompute: tuple[str, ...] = ()
+    streams: int = 0
+    """Residual streams with hyper-connections; 0 for a plain one."""
+    between: str = "|"
+    """What stands between blocks: by itself each is a segment."""
 
     def run(self, world: int) -> Run:
         dp = world // (self.mesh.tp * self.mesh.cp * self.mesh.pp)
         return Run(
             model=Model(
-                pattern="|".join([self.block] * self.blocks) + self.tail,
+                pattern=self.between.join([self.block] * self.blocks) + self.tail,
                 hidden=8,
                 vocab=VOCAB,
                 tied=self.tied,
@@ -87,6 +91,7 @@ class Case:
                     aux_loss=0.02,
                     z_loss=0.01,
                 ),
+                hyper=HyperConnections(streams=self.streams) if self.streams else None,
             ),
             data=Data(sequence_tokens=TOKENS),
             optim=Optim(lr=RATE, warmup_steps=0),
@@ -96,6 +101,7 @@ class Case:
                 micro_batches=self.micro_batches,
                 dtype=self.dtype,
                 recompute=self.recompute,
+                recompute_span=self.blocks,
             ),
             mesh=self.mesh,
         )
@@ -187,20 +193,19 @@ class Trained:
         return uses_of_phases(units, unread={"embed"})
 
     def _overlapped(self, planned: Plan) -> Schedule:
-        pp = self.run.mesh.pp
+        pp, hyper = self.run.mesh.pp, self.case.streams > 0
         built = with_sums(
             overlapped(
-                chains(planned.layout, pp, tied=self.case.tied, shared_experts=True),
+                chains(planned.layout, pp, tied=self.case.tied, shared_experts=True, hyper=hyper),
                 pp=pp,
                 micro_batches=self.case.micro_batches,
                 options=Options(delayed=self.grain == "late"),
             ),
             {"embedding": (0, pp - 1)} if self.case.tied or planned.layout.mtp else {},
         )
-        names = self.case.recompute
-        return with_replays(
-            built, replayed_phases(planned.layout, built.phases, names, shared_experts=True, dropout=False)
-        )
+        names, layout = self.case.recompute, planned.layout
+        again = replayed_phases(layout, built.phases, names, shared_experts=True, dropout=False, hyper=hyper)
+        return with_replays(built, again, dropped_tensors(layout, built.phases, names, self.case.blocks))
 
     # -------------------------------------------------------------------------------------- steps
 

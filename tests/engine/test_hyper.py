@@ -6,11 +6,14 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from braid.config import Run
+from braid.config import Mesh, Run
+from braid.parallel.sharding import Strategy
 from tests.engine import test_recompute_overlap
+from tests.engine.driven import Case as Sharded
 from tests.engine.overlap_cases import Case, assert_same_bits, train
 from tests.engine.recomputed import Overlapped
 from tests.engine.test_overlap import PIPELINE, check
+from tests.engine.test_recompute_sharded import compare
 
 STREAMS = Case(streams=3)
 ALONE = (
@@ -95,3 +98,33 @@ def test_ranks_make_streams_again_with_the_same_bits(case: Again) -> None:
 def test_streams_are_made_again_where_backward_asks_with_the_same_bits(case: Again) -> None:
     asked = Asked(**{name: getattr(case, name) for name in vars(case)})
     assert_same_bits(train(0, asked, overlap=True), train(0, asked, overlap=False))
+
+
+# ------------------------------------------------------------------------------------- shared weights
+
+SHARED = Sharded(block="[*E]", streams=2, between="", dtype="bf16")
+STRATEGIES: list[Strategy] = ["none", "optimizer", "gradients", "all"]
+
+
+@pytest.mark.parametrize("names", [(), ("hyper",)], ids=["kept", "again"])
+def test_ops_and_hooks_of_every_strategy_have_the_same_bits(names: tuple[str, ...]) -> None:
+    """Streams of a span are made again when the weights before it are released already."""
+    case = replace(SHARED, recompute=names, mesh=Mesh(ep=2))
+    compare(2, [case], STRATEGIES, ["late", "hooks"] if names else ["late"])
+
+
+def test_weights_of_one_dtype_are_there_when_streams_are_made_again() -> None:
+    case = replace(SHARED, dtype="fp32", block="[M*E]", tail="/*E", recompute=("hyper", "norm"))
+    compare(2, [case], ["all"], ["phases", "hooks"])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_larger_sample(world: int, dtype: str) -> None:
+    cases = [
+        replace(SHARED, block=block, blocks=blocks, micro_batches=number, dtype=dtype, recompute=names)
+        for block, blocks, number in (("[*E]", 4, 3), ("[M*E]", 1, 4), ("[M*E]", 3, 1))
+        for names in ((), ("hyper",), ("full",))
+    ]
+    compare(world, cases, STRATEGIES, ["late"], timeout_s=600.0)

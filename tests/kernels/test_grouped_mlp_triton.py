@@ -6,11 +6,13 @@ it is first imported.
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +48,9 @@ if GPU or INTERPRETED:
     from braid.kernels.grouped_mlp.device.elementwise import ElementVariant
     from braid.kernels.grouped_mlp.device.tiles import tiles
     from braid.kernels.grouped_mlp.device.variants import (
+        RelayRowVariant,
+        RelayVariant,
         RowVariant,
-        StagedRowVariant,
-        StagedVariant,
         WeightVariant,
     )
     from braid.kernels.grouped_mlp.paths import Measured, Paths, Work, from_json, measured, nearest
@@ -70,7 +72,7 @@ WAYS = (
     "ours",
     "ours, nested, without biases",
     "grouped_mm, without biases",
-    *(("ours, staged",) if GPU else ()),
+    *(("ours, handed on", "ours, handed on, without biases") if GPU else ()),
 )
 
 
@@ -82,8 +84,9 @@ def combinations() -> Iterator[Any]:
             yield pytest.param(activation, glu, way, marks=marks)
 
 
-def experts(*, ours: bool = True, flat: bool = True, staged: bool = False) -> fused.FusedExperts:
-    """With our products, or with `grouped_mm` and kernels for the activation. `staged` ones are for a GPU."""
+def experts(*, ours: bool = True, flat: bool = True, handed: bool = False) -> fused.FusedExperts:
+    """With our products, or with `grouped_mm` and kernels for the activation. Those that hand tiles from warps
+    to warps are for a GPU."""
     if GPU:
         row, weight, element = RowVariant(parts=4), WeightVariant(leave="pointers", flat=flat), ElementVariant()
     else:
@@ -92,24 +95,39 @@ def experts(*, ours: bool = True, flat: bool = True, staged: bool = False) -> fu
         element = ElementVariant(rows=4, columns=16)
     product = row if ours else None
     paths = Paths(
-        fc1=product, fc2=product, dgrad2=StagedRowVariant() if staged else product, dgrad1=product,
-        wgrad1=StagedVariant() if staged else weight, wgrad2=weight,
-        overwrite2=StagedVariant(depth=64, stages=3, slots=2) if staged else None,
+        fc1=product, fc2=product, dgrad2=product, dgrad1=product, wgrad1=weight, wgrad2=weight,
         forward=element, backward=element,
     )  # fmt: skip
+    if handed:
+        shallow = RelayRowVariant(depth=32, stages=6)
+        paths = replace(
+            paths, fc1=RelayRowVariant(), fc2=shallow, dgrad2=RelayRowVariant(), dgrad1=shallow,
+            wgrad1=RelayVariant(), wgrad2=RelayVariant(group=16),
+        )  # fmt: skip
     return fused.FusedExperts((Measured(Work(1, 1, 1), paths),), 128 if GPU else 16)
 
 
 def inputs(
-    counts: list[int], activation: Activation, dtype: torch.dtype, *, rows: int | None = None
+    counts: list[int],
+    activation: Activation,
+    dtype: torch.dtype,
+    *,
+    rows: int | None = None,
+    exact: bool = False,
 ) -> list[Tensor]:
-    """Rows, probabilities, two weights, two biases."""
+    """Rows, probabilities, two weights, two biases. With `exact` any dtype holds the projections as they are: a
+    gradient jumps where a projection passes a limit, and rounding could carry it there."""
     n, e, into = sum(counts) if rows is None else rows, len(counts), len(projections(activation))
     shapes = ((n, HIDDEN), (n,), (e, FFN, into, HIDDEN), (e, HIDDEN, FFN), (e, FFN, into), (e, HIDDEN))
     scales = (1.0, 1.0, HIDDEN**-0.5, FFN**-0.5, 1.0, 1.0)
     drawn = [
         torch.randn(shape, dtype=torch.float64) * scale for shape, scale in zip(shapes, scales, strict=True)
     ]
+    if exact:
+        x, _, w_in, _, b_in, _ = drawn
+        x.copy_(torch.where(x < 0, -1.0, 1.0))
+        w_in.copy_(w_in.mul(HIDDEN**0.5).round().clamp(-1, 1) / 16)
+        b_in.copy_(b_in.mul(16).round() / 16)
     return [x.to(DEVICE, dtype).requires_grad_() for x in drawn]
 
 
@@ -137,9 +155,9 @@ def assert_near(actual: Tensor, expected: Tensor, dtype: torch.dtype = DTYPE) ->
 @pytest.mark.parametrize(("activation", "glu", "way"), list(combinations()))
 def test_outputs_and_gradients(activation: Activation, glu: Glu, way: str) -> None:
     ours, flat, biases = "ours" in way, "nested" not in way, "without" not in way
-    tensors = inputs(COUNTS, activation, DTYPE)[: 6 if biases else 4]
+    tensors = inputs(COUNTS, activation, DTYPE, exact=glu.limit is not None)[: 6 if biases else 4]
     reals = wide(tensors)
-    actual = run(experts(ours=ours, flat=flat, staged="staged" in way), tensors, COUNTS, activation, glu)
+    actual = run(experts(ours=ours, flat=flat, handed="handed" in way), tensors, COUNTS, activation, glu)
     expected = run(reference.grouped_mlp, reals, COUNTS, activation, glu)
     assert actual.dtype == DTYPE
     assert_near(actual, expected)
@@ -170,11 +188,12 @@ def test_half_precision() -> None:
 
 
 @here
+@pytest.mark.parametrize("handed", [False, True] if GPU else [False])
 @pytest.mark.parametrize("counts", [[0, 0, 4], [0, 0, 0], [16, 16]])
-def test_few_and_no_rows(counts: list[int]) -> None:
-    tensors = inputs(counts, "swiglu", DTYPE)
+def test_few_and_no_rows(counts: list[int], handed: bool) -> None:
+    tensors = inputs(counts, "swiglu", DTYPE)[: 4 if handed else 6]
     reals = wide(tensors)
-    actual = run(experts(), tensors, counts, "swiglu", Glu())
+    actual = run(experts(handed=handed), tensors, counts, "swiglu", Glu())
     expected = run(reference.grouped_mlp, reals, counts, "swiglu", Glu())
     assert_near(actual, expected)
     probe = torch.randn_like(actual)
@@ -186,9 +205,9 @@ def test_few_and_no_rows(counts: list[int]) -> None:
 
 @here
 @pytest.mark.parametrize(
-    "ours", [True, pytest.param(False, marks=pytest.mark.long)], ids=["ours", "grouped_mm"]
+    "way", ["ours", pytest.param("grouped_mm", marks=pytest.mark.long), *(["handed on"] if GPU else [])]
 )
-def test_what_follows_the_last_row_is_nobody_s(ours: bool) -> None:
+def test_what_follows_the_last_row_is_nobody_s(way: str) -> None:
     """Buffers may be longer than the experts' rows; whatever is there reaches no result."""
     total = sum(COUNTS)
     tensors = inputs(COUNTS, "swiglu", DTYPE, rows=total + 21)
@@ -196,14 +215,14 @@ def test_what_follows_the_last_row_is_nobody_s(ours: bool) -> None:
     dy = torch.randn_like(x)
     for poisoned in (x, probs, dy):
         poisoned[total:] = float("nan")
-    function = experts(ours=ours)
+    function = experts(ours=way != "grouped_mm", handed=way == "handed on")
     how = fused.How(
         function.table[0].paths,
         fused.Formula(kind="swiglu", alpha=1.0, limit=None, offset=0.0),
         function.tile_rows,
     )
     counts = torch.tensor(COUNTS, device=DEVICE)
-    of_experts = fused.Weights(*parameters[: 4 if ours or GPU else 2])
+    of_experts = fused.Weights(*parameters[: 4 if way == "ours" else 2])
     y, kept = fused.forward(how, counts, x, probs, of_experts)
     found = fused.backward(how, dy, kept, of_experts)
     reals = wide([x[:total], probs[:total], *parameters[: len([p for p in of_experts if p is not None])]])
@@ -217,12 +236,12 @@ def test_what_follows_the_last_row_is_nobody_s(ours: bool) -> None:
 
 
 @here
-@pytest.mark.parametrize("how", ["flat", pytest.param("nested", marks=pytest.mark.long), "staged"])
+@pytest.mark.parametrize("how", ["flat", pytest.param("nested", marks=pytest.mark.long), "handed on"])
 def test_gradients_are_written_then_added_in_float32(how: str) -> None:
     """The first micro-batch overwrites whatever a buffer holds; the second adds."""
-    if how == "staged" and not GPU:
+    if how == "handed on" and not GPU:
         pytest.skip("Gluon cannot be interpreted")
-    function = experts(flat=how == "flat", staged=how == "staged")
+    function = experts(flat=how == "flat", handed=how == "handed on")
     tensors = inputs(COUNTS, "swiglu", DTYPE)
     parameters = [t.detach() for t in tensors[2:]]
     buffers = [torch.full(p.shape, float("nan"), device=DEVICE) for p in parameters]
@@ -336,63 +355,71 @@ def test_tiles(counts: list[int]) -> None:
 
 @here
 def test_the_nearest_measured_shape_decides() -> None:
-    text = """{"shapes": [
-        {"work": {"rows": 512, "hidden": 2048, "ffn": 1024},
-         "paths": {"fc1": {"parts": 4}, "wgrad1": {}, "wgrad2": {}}},
-        {"work": {"rows": 4096, "hidden": 2048, "ffn": 1024},
-         "paths": {"fc1": null, "wgrad1": {}, "wgrad2": {}}}]}"""
+    ways = {"fc1": RowVariant(parts=4), "wgrad1": RelayVariant(ahead=4), "wgrad2": WeightVariant(early=1)}
+    paths = {name: asdict(way) for name, way in ways.items()}
+    small, large = ({"rows": rows, "hidden": 2048, "ffn": 1024} for rows in (512, 4096))
+    entries = [{"work": small, "paths": paths}, {"work": large, "paths": paths | {"fc1": None}}]
+    text = json.dumps({"shapes": entries})
     table = from_json(text)
     assert nearest(table, Work(700, 2048, 768)).fc1 == RowVariant(parts=4)
     assert nearest(table, Work(9000, 4096, 1024)).fc1 is None
+    assert nearest(table, Work(9000, 4096, 1024)).wgrad1 == RelayVariant(ahead=4)
+    assert nearest(table, Work(9000, 4096, 1024)).wgrad2 == WeightVariant(early=1)
     assert nearest(table, Work(0, 64, 64)).fc1 is not None
     assert len(measured()) > 0
 
 
-@pytest.mark.long
-@pytest.mark.skipif(GPU or INTERPRETED, reason="on a GPU they run, and the interpreter knows no Gluon")
-@pytest.mark.parametrize("accumulate", [False, True], ids=["overwrite", "add"])
-def test_staged_weight_gradients_compile_for_hopper(accumulate: bool) -> None:
-    from braid.kernels.grouped_mlp.device.staged import _weight_gradient
+compiled = pytest.mark.skipif(
+    GPU or INTERPRETED, reason="on a GPU they run, and the interpreter knows no Gluon"
+)
 
-    tile = "tensordesc<bf16[1, 1, 32, {}]," + _layout(16, 4) + ">"
+
+@compiled
+@pytest.mark.long
+@pytest.mark.parametrize("accumulate", [False, True], ids=["overwrite", "add"])
+def test_relayed_weight_gradients_compile_for_hopper(accumulate: bool) -> None:
+    from braid.kernels.grouped_mlp.device.relay import _weight_gradient
+
     given = {
-        "grad_desc": tile.format(128),
-        "x_desc": tile.format(256),
-        "out_desc": f"tensordesc<fp32[1, 128, 64],{_layout(32, 3)}>",
+        "grad_desc": tile(1, 1, 32, 64),
+        "x_desc": tile(1, 1, 32, 256),
+        "out": "*fp32",
         **dict.fromkeys(("ends", "by_size"), "*i32"),
         **dict.fromkeys(("experts", "channels_o", "channels_i"), "i32"),
     }
-    constants = {"BM": 128, "BN": 256, "BK": 32, "STAGES": 4, "SLOTS": 4, "GROUP": 8, "ACCUMULATE": accumulate}
-    compile_for_hopper(_weight_gradient, given, constants)
+    constants = {"BM": 128, "BN": 256, "BK": 32, "STAGES": 4, "GROUP": 8, "AHEAD": 2 if accumulate else 0}
+    compile_for_hopper(_weight_gradient, given, constants | {"ACCUMULATE": accumulate, "EVEN": False})
 
 
+@compiled
 @pytest.mark.long
-@pytest.mark.skipif(GPU or INTERPRETED, reason="on a GPU they run, and the interpreter knows no Gluon")
-@pytest.mark.parametrize("limit", [None, 7.0], ids=["unlimited", "limited"])
-def test_staged_rows_compile_for_hopper(limit: float | None) -> None:
-    from braid.kernels.grouped_mlp.device.staged_rows import _multiply_activate_backward
+@pytest.mark.parametrize(("depth", "stages"), [(64, 3), (32, 6)])
+@pytest.mark.parametrize("what", ["plain", "activate", "gradient"])
+def test_relayed_rows_compile_for_hopper(what: str, depth: int, stages: int) -> None:
+    from braid.kernels.grouped_mlp.device.relay_rows import _multiply_rows, takers
 
-    tile = "tensordesc<bf16[1, 1, 128, {}]," + _layout(16, 4) + ">"
+    transposed = what != "gradient"
+    unused = {"plain": ("a", "h", "probs", "prob_sums"), "activate": ("h", "prob_sums"), "gradient": ()}[what]
     given = {
-        "dy_desc": f"tensordesc<bf16[128, 64],{_layout(16, 2)}>",
-        "w_desc": f"tensordesc<bf16[1, 64, 256],{_layout(16, 3)}>",
-        **dict.fromkeys(("h_desc", "dh_desc"), tile.format(128)),
-        "a_desc": tile.format(64),
+        "x_desc": tile(1, 1, 64, depth),
+        "w_desc": tile(1, 256, depth) if transposed else tile(1, depth, 256),
+        **dict.fromkeys(("y", "a", "h"), "*bf16"),
         **dict.fromkeys(("probs", "prob_sums"), "*fp32"),
         "rows": "i32",
         **dict.fromkeys(("tile_expert", "tile_row", "tile_count", "ends"), "*i32"),
-        **dict.fromkeys(("ffn", "channels_in"), "i32"),
+        **dict.fromkeys(("channels_out", "channels_in"), "i32"),
     }
-    constants = {"BM": 128, "BN": 256, "BK": 64, "STAGES": 3, "SLOTS": 2}
-    compile_for_hopper(
-        _multiply_activate_backward, given, constants | {"ALPHA": 1.0, "LIMIT": limit, "OFFSET": 0.0}
-    )
+    sizes_of = {"BM": 128, "BN": 256, "BK": depth, "STAGES": stages, "TAKERS": takers(what), "EVEN": False}
+    formula = {"ALPHA": 1.0, "LIMIT": 7.0, "OFFSET": 0.0}
+    constants = {"WHAT": what, "TRANSPOSED": transposed} | sizes_of | formula | dict.fromkeys(unused)
+    compile_for_hopper(_multiply_rows, given, constants)
 
 
-def _layout(bits: int, rank: int) -> str:
-    from triton.experimental.gluon.language import NVMMASharedLayout
+def tile(*shape: int) -> str:
+    """A descriptor of bfloat16 tiles, as a compiler knows it."""
+    from braid.kernels.grouped_mlp.device.relay import shared_layout
 
-    return repr(NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=rank))
+    return f"tensordesc<bf16{list(shape)},{shared_layout(shape[-1], len(shape))!r}>"
 
 
 def compile_for_hopper(kernel: Any, given: dict[str, str], constants: dict[str, Any]) -> None:
@@ -401,9 +428,10 @@ def compile_for_hopper(kernel: Any, given: dict[str, str], constants: dict[str, 
     from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    constants = constants | {"num_warps": 8}
-    source = GluonASTSource(kernel, given | dict.fromkeys(constants, "constexpr"), constants, {})
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
+    constants = constants | {"num_warps": 4}
+    names = {name: "constexpr" if name in constants else given[name] for name in kernel.arg_names}
+    source = GluonASTSource(kernel, names, constants, {})
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
     assert made.asm["cubin"]
     assert made.metadata.shared <= 227 * 1024
 

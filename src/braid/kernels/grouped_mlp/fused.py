@@ -23,7 +23,7 @@ from braid.kernels.grouped_mlp import reference
 from braid.kernels.grouped_mlp.device import elementwise, rows, weights
 from braid.kernels.grouped_mlp.device.rows import Formula
 from braid.kernels.grouped_mlp.device.tiles import Tiles, tiles
-from braid.kernels.grouped_mlp.device.variants import RowVariant, StagedVariant, WeightVariant
+from braid.kernels.grouped_mlp.device.variants import RowVariant, WeightWay
 from braid.kernels.grouped_mlp.paths import Measured, Paths, Work, nearest
 from braid.kernels.grouped_mlp.product import Gradient, Sink, empty_like
 from braid.kernels.grouped_mlp.sizes import TILE_ROWS
@@ -160,8 +160,8 @@ def _of_weight(
     grad_NO: Tensor,
     x_NI: Tensor,
     where: Tiles,
-    adding: WeightVariant | StagedVariant,
-    overwriting: WeightVariant | StagedVariant | None,
+    adding: WeightWay,
+    overwriting: WeightWay | None,
 ) -> Gradient:
     def write(gradient: Tensor, accumulate: bool) -> None:
         flat_EOI = gradient.flatten(1, -2) if gradient.ndim > 3 else gradient

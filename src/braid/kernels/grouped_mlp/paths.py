@@ -6,18 +6,13 @@ nearest shape that has."""
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib.resources import files
 from math import log
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from braid.kernels.grouped_mlp.device.elementwise import USUAL, ElementVariant
-from braid.kernels.grouped_mlp.device.variants import (
-    RowVariant,
-    StagedRowVariant,
-    StagedVariant,
-    WeightVariant,
-)
+from braid.kernels.grouped_mlp.device.variants import RowWay, WeightWay
 
 FILE = "measured.json"
 
@@ -39,43 +34,28 @@ class Work(NamedTuple):
 class Paths:
     """How each product is run. None is `grouped_mm`, with the activation in a kernel of its own."""
 
-    fc1: RowVariant | None
-    fc2: RowVariant | None
-    dgrad2: RowVariant | StagedRowVariant | None
-    dgrad1: RowVariant | None
-    wgrad2: WeightVariant | StagedVariant
-    wgrad1: WeightVariant | StagedVariant
-    overwrite2: WeightVariant | StagedVariant | None = None
+    fc1: RowWay | None
+    fc2: RowWay | None
+    dgrad2: RowWay | None
+    dgrad1: RowWay | None
+    wgrad2: WeightWay
+    wgrad1: WeightWay
+    overwrite2: WeightWay | None = None
     """`wgrad2` where there is nothing yet that it adds to; None where it is the same."""
-    overwrite1: WeightVariant | StagedVariant | None = None
+    overwrite1: WeightWay | None = None
     forward: ElementVariant = USUAL
     """The activation, where fc1 does not include it."""
     backward: ElementVariant = USUAL
     """Its gradient, where dgrad2 does not include it."""
 
 
-def _of_rows(**given: Any) -> RowVariant | StagedRowVariant:
-    """Only those with warps that move data have slots."""
-    return StagedRowVariant(**given) if "slots" in given else RowVariant(**given)
+KINDS: tuple[type, ...] = (*get_args(RowWay), *get_args(WeightWay), ElementVariant)
+"""What a way to run a product can be."""
 
 
-def _of_weight(**given: Any) -> WeightVariant | StagedVariant:
-    return StagedVariant(**given) if "slots" in given else WeightVariant(**given)
-
-
-VARIANTS = (
-    ("fc1", RowVariant),
-    ("fc2", RowVariant),
-    ("dgrad2", _of_rows),
-    ("dgrad1", RowVariant),
-    ("wgrad2", _of_weight),
-    ("wgrad1", _of_weight),
-    ("overwrite2", _of_weight),
-    ("overwrite1", _of_weight),
-    ("forward", ElementVariant),
-    ("backward", ElementVariant),
-)
-"""The products, and what a way to run each is."""
+def _way(given: dict[str, Any]) -> Any:
+    """The way with these fields: no two kinds have the same."""
+    return next(kind for kind in KINDS if {field.name for field in fields(kind)} == set(given))(**given)
 
 
 class Measured(NamedTuple):
@@ -94,8 +74,7 @@ def from_json(text: str) -> tuple[Measured, ...]:
 
 def _paths(winners: dict[str, Any]) -> Paths:
     made: dict[str, Any] = dict.fromkeys(("fc1", "fc2", "dgrad2", "dgrad1"))
-    made |= {name: kind(**winners[name]) for name, kind in VARIANTS if winners.get(name) is not None}
-    return Paths(**made)
+    return Paths(**made | {name: _way(given) for name, given in winners.items() if given is not None})
 
 
 def measured() -> tuple[Measured, ...]:

@@ -19,9 +19,9 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from braid.kernels.grouped_mlp.device.formulas import activate, activate_backward, side_by_side
-from braid.kernels.grouped_mlp.device.ragged import ragged, write_rows
+from braid.kernels.grouped_mlp.device.ragged import ragged, read_rows, write_rows
 from braid.kernels.grouped_mlp.device.tiles import Tiles
-from braid.kernels.grouped_mlp.device.variants import RowVariant, StagedRowVariant
+from braid.kernels.grouped_mlp.device.variants import RelayRowVariant, RowVariant, RowWay
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +32,11 @@ class Formula:
     alpha: float
     limit: float | None
     offset: float
+
+    @classmethod
+    def none(cls) -> Formula:
+        """That of a product without an activation."""
+        return cls(kind="none", alpha=1.0, limit=None, offset=0.0)
 
     @property
     def constants(self) -> dict[str, object]:
@@ -46,7 +51,7 @@ def multiply(
     x_NI: Tensor,
     weight: Tensor,
     tiles: Tiles,
-    variant: RowVariant,
+    variant: RowWay,
     *,
     transposed: bool,
     bias_EO: Tensor | None = None,
@@ -54,6 +59,12 @@ def multiply(
 ) -> Tensor:
     """Rows times the weights of their experts; `weight` is E, O, I where `transposed`, else E, I, O. A bias
     counts as often as the row's probability says."""
+    if isinstance(variant, RelayRowVariant):
+        from braid.kernels.grouped_mlp.device import relay_rows  # Gluon cannot be interpreted
+
+        if bias_EO is None and x_NI.dtype == torch.bfloat16:
+            return relay_rows.multiply(x_NI, weight, tiles, variant, transposed=transposed)
+        variant = RowVariant()
     _, channels_in = x_NI.shape
     channels_out = weight.shape[1 if transposed else 2]
     y_NO = torch.empty(len(x_NI), channels_out, dtype=x_NI.dtype, device=x_NI.device)
@@ -78,11 +89,17 @@ def multiply_activate(
     probs_N: Tensor,
     tiles: Tiles,
     formula: Formula,
-    variant: RowVariant,
+    variant: RowWay,
     *,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Projections into the ffn, and ffn channels times each row's probability. `w_in` is E, F · G, I."""
+    if isinstance(variant, RelayRowVariant):
+        from braid.kernels.grouped_mlp.device import relay_rows  # Gluon cannot be interpreted
+
+        if bias is None and formula.kind == "swiglu" and x_NI.dtype == torch.bfloat16:
+            return relay_rows.multiply_activate(x_NI, w_in, probs_N, tiles, formula, variant)
+        variant = RowVariant()
     rows, channels_in = x_NI.shape
     projected, v = w_in.shape[1], variant
     h = torch.empty(rows, projected, dtype=x_NI.dtype, device=x_NI.device)
@@ -111,18 +128,16 @@ def multiply_activate_backward(
     probs_N: Tensor,
     tiles: Tiles,
     formula: Formula,
-    variant: RowVariant | StagedRowVariant,
+    variant: RowWay,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """From the gradient of what the experts give: those of the projections and of the probabilities, and the
     ffn channels times each row's probability once more. Probabilities get one sum per tile, added in a fixed
     order."""
-    if isinstance(variant, StagedRowVariant):
-        from braid.kernels.grouped_mlp.device import staged_rows  # Gluon cannot be interpreted
+    if isinstance(variant, RelayRowVariant):
+        from braid.kernels.grouped_mlp.device import relay_rows  # Gluon cannot be interpreted
 
         if formula.kind == "swiglu" and h.dtype == torch.bfloat16:
-            return staged_rows.multiply_activate_backward(
-                dy_NI, w_down_EIF, h, probs_N, tiles, formula, variant
-            )
+            return relay_rows.multiply_activate_backward(dy_NI, w_down_EIF, h, probs_N, tiles, formula, variant)
         variant = RowVariant(parts=4)
     rows, channels_in = dy_NI.shape
     ffn, v, gates = w_down_EIF.shape[2], variant, formula.projections
@@ -166,7 +181,7 @@ def _operands(
 ) -> tuple[TensorDescriptor, TensorDescriptor]:
     block = [variant.columns, variant.depth] if transposed else [variant.depth, variant.columns]
     return (
-        TensorDescriptor.from_tensor(x_NI, [tiles.tile_rows, variant.depth]),
+        ragged(x_NI, tiles.tile_rows, variant.depth),
         TensorDescriptor.from_tensor(weight, [1, *block]),
     )
 
@@ -196,6 +211,7 @@ def _product(
     x_desc,
     w_desc,
     row,
+    end,
     expert,
     column,
     channels_in,
@@ -206,7 +222,7 @@ def _product(
 ):
     sums = tl.zeros((BM, BN), dtype=tl.float32)
     for k in range(0, channels_in, BK):
-        x = x_desc.load([row, k])
+        x = read_rows(x_desc, row, end, k, BM, BK)  # zeros past the end, which take the least power
         if TRANSPOSED:
             w = w_desc.load([expert, column, k]).reshape(BN, BK).T
         else:
@@ -240,8 +256,8 @@ def _multiply(
         expert = tl.load(tile_expert + tile // across)
         row = tl.load(tile_row + tile // across)
         column = (tile % across) * BN
-        y = _product(x_desc, w_desc, row, expert, column, channels_in, BM, BN, BK, TRANSPOSED)
         end = tl.load(ends + expert)
+        y = _product(x_desc, w_desc, row, end, expert, column, channels_in, BM, BN, BK, TRANSPOSED)
         if bias is not None:
             n = column + tl.arange(0, BN)
             b = tl.load(bias + expert * channels_out + n, mask=n < channels_out, other=0.0).to(tl.float32)
@@ -284,8 +300,8 @@ def _multiply_activate(
         expert = tl.load(tile_expert + tile // across)
         row = tl.load(tile_row + tile // across)
         column = (tile % across) * BN
-        projected = _product(x_desc, w_desc, row, expert, column, channels_in, BM, BN, BK, True)
         end = tl.load(ends + expert)
+        projected = _product(x_desc, w_desc, row, end, expert, column, channels_in, BM, BN, BK, True)
         if bias is not None:
             n = column + tl.arange(0, BN)
             b = tl.load(bias + expert * channels_out + n, mask=n < channels_out, other=0.0)
@@ -335,8 +351,8 @@ def _multiply_activate_backward(
         expert = tl.load(tile_expert + tile // across)
         row = tl.load(tile_row + tile // across)
         column = (tile % across) * BN
-        da = _product(dy_desc, w_desc, row, expert, column, channels_in, BM, BN, BK, False)
         end = tl.load(ends + expert)
+        da = _product(dy_desc, w_desc, row, end, expert, column, channels_in, BM, BN, BK, False)
         m = row + tl.arange(0, BM)
         prob = tl.load(probs + m, mask=m < end, other=0.0).to(tl.float32)
         prob_sum = tl.zeros((BM,), dtype=tl.float32)

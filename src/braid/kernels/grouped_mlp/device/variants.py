@@ -59,8 +59,8 @@ class WeightVariant:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StagedVariant:
-    """One way to run it with warps that only move data: `staged`, for float32 gradients."""
+class RelayVariant:
+    """One way to run it with warps that take sums away: `relay`, for float32 gradients."""
 
     rows: int = 128
     """Channels O of one tile."""
@@ -70,15 +70,15 @@ class StagedVariant:
     """Rows that are multiplied at a time."""
     stages: int = 4
     """How many steps of rows are on their way."""
-    slots: int = 4
-    """How many parts of sums, or of what is there, have a place on the chip."""
     group: int = 8
     """Tiles of so many rows are neighbours in time."""
+    ahead: int = 2
+    """What is there is brought into the cache so many eighths of a tile ahead."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class StagedRowVariant:
-    """One way to run a product of rows with warps that only move data: `staged_rows`."""
+class RelayRowVariant:
+    """One way to run a product of rows with warps that take results away: `relay_rows`."""
 
     columns: int = 256
     """Channels out of one tile."""
@@ -86,5 +86,9 @@ class StagedRowVariant:
     """Channels in that are multiplied at a time."""
     stages: int = 3
     """How many steps of operands are on their way."""
-    slots: int = 2
-    """How many parts of projections, or of their gradients, have a place on the chip."""
+
+
+RowWay = RowVariant | RelayRowVariant
+"""Ways to run a product of rows."""
+WeightWay = WeightVariant | RelayVariant
+"""Ways to run the product that gives a weight's gradient."""

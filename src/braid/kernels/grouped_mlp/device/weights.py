@@ -17,7 +17,7 @@ from braid.kernels.grouped_mlp.device.formulas import side_by_side
 from braid.kernels.grouped_mlp.device.ragged import ragged, read_rows
 from braid.kernels.grouped_mlp.device.rows import programs
 from braid.kernels.grouped_mlp.device.tiles import Tiles
-from braid.kernels.grouped_mlp.device.variants import StagedVariant, WeightVariant
+from braid.kernels.grouped_mlp.device.variants import RelayVariant, WeightVariant, WeightWay
 
 
 def weight_gradient(
@@ -25,17 +25,17 @@ def weight_gradient(
     x_NI: Tensor,
     tiles: Tiles,
     out_EOI: Tensor,
-    variant: WeightVariant | StagedVariant,
+    variant: WeightWay,
     *,
     accumulate: bool,
 ) -> None:
     """Write the gradient of every expert's weights, or add it to what is there. An expert without rows gets
     zeros, or keeps what it has."""
-    if isinstance(variant, StagedVariant):
-        from braid.kernels.grouped_mlp.device import staged  # Gluon cannot be interpreted
+    if isinstance(variant, RelayVariant):
+        from braid.kernels.grouped_mlp.device import relay  # Gluon cannot be interpreted
 
         if out_EOI.dtype == torch.float32 and x_NI.dtype == torch.bfloat16:
-            return staged.weight_gradient(grad_NO, x_NI, tiles, out_EOI, variant, accumulate=accumulate)
+            return relay.weight_gradient(grad_NO, x_NI, tiles, out_EOI, variant, accumulate=accumulate)
         variant = WeightVariant()
     v = variant
     experts, channels_o, channels_i = out_EOI.shape
