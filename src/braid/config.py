@@ -187,7 +187,11 @@ class Mesh:
     dual_pipe_v they always do."""
     late_weights: bool = False
     """With delay_weights: whether those of experts wait until their block's mixers have run backward. Hides
-    more where communication takes about as long as computation; holds memory of experts longer."""
+    more where experts take longer than their rows travel; holds memory of experts longer."""
+    paired_ends: bool = False
+    """With overlap, without a pipeline: whether the first two forwards of a step run beside each other, and
+    so do its last two backwards, which have nothing beside them otherwise. Takes the memory of one more
+    micro-batch."""
     early_release: bool = False
     """With overlap: whether a backward's mixers come before the experts of the forward beside it, so that their
     memory is free earlier; less communication is hidden."""
@@ -199,6 +203,7 @@ class Mesh:
         for name, wrong in (
             ("delay_weights", self.delay_weights and not (self.overlap or folded)),
             ("early_release", self.early_release and not self.overlap),
+            ("paired_ends", self.paired_ends and not self.overlap),
         ):
             if wrong:
                 rule = f"only a schedule with {at}.overlap goes into phases that can be moved"
@@ -207,6 +212,9 @@ class Mesh:
             rule = f"it folds a pipeline, and {at}.pp 1 is none"
             remedy = f"auto, or {at}.pp to 2 or more"
             yield Problem(field=f"{at}.schedule", value=self.schedule, rule=rule, remedy=remedy)
+        if self.paired_ends and self.pp > 1:
+            rule = f"with {at}.pp {self.pp}, the ends of a step wait for messages, not for experts alone"
+            yield Problem(field=f"{at}.paired_ends", value=True, rule=rule, remedy=f"False, or {at}.pp to 1")
         if self.late_weights and not self.delay_weights:
             rule = f"without {at}.delay_weights, weight gradients do not wait"
             yield Problem(

@@ -92,7 +92,10 @@ def _schedule(run: Run, layout: Layout) -> Schedule:
     embedding of two stages is summed."""
     mesh, micro_batches = run.mesh, run.train.micro_batches
     options = schedules.Options(
-        delayed=mesh.delay_weights, early_release=mesh.early_release, late_weights=mesh.late_weights
+        delayed=mesh.delay_weights,
+        early_release=mesh.early_release,
+        late_weights=mesh.late_weights,
+        paired_ends=mesh.paired_ends,
     )
     if mesh.schedule == schedules.DUAL_PIPE_V:
         found = _chains(run, layout)

@@ -55,6 +55,7 @@ class Case:
     delayed: bool = False
     early_release: bool = False
     late_weights: bool = False
+    paired_ends: bool = False
     dispatcher: str = "auto"
     streams: int = 0
     """Residual streams with hyper-connections; 0 for a plain one."""
@@ -68,7 +69,16 @@ class Case:
             f"ep{self.ep}",
             f"m{self.micro_batches}",
         ]
-        flags = ("tied", "latent", "capacity", "dropout", "delayed", "early_release", "late_weights")
+        flags = (
+            "tied",
+            "latent",
+            "capacity",
+            "dropout",
+            "delayed",
+            "early_release",
+            "late_weights",
+            "paired_ends",
+        )
         words += [name for name in flags if getattr(self, name)] + ["alone"] * (not self.shared)
         words += [f"n{self.streams}"] * (self.streams > 0)
         return " ".join(words + [self.dispatcher] * (self.dispatcher != "auto"))
@@ -124,6 +134,7 @@ class Case:
                 delay_weights=overlap and self.delayed,
                 early_release=overlap and self.early_release,
                 late_weights=overlap and self.late_weights,
+                paired_ends=overlap and self.paired_ends,
             ),
         )
 

@@ -53,7 +53,7 @@ def test_nodes_compute_in_the_dtype_of_the_run(monkeypatch):
 
     def watched(self, x_BtC, context):
         flow = mix(self, x_BtC, context)
-        seen.update(tensor.dtype for tensor in (x_BtC, flow.residual_BtC, flow.rows) if tensor is not None)
+        seen.update(tensor.dtype for tensor in (x_BtC, flow.stream, flow.rows) if tensor is not None)
         return flow
 
     monkeypatch.setattr(Block, "mix", watched)

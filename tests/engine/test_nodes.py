@@ -41,7 +41,7 @@ def test_a_tensor_that_crosses_beside_the_declared_ones_is_refused(monkeypatch):
 
     def leaking(self, x_BtC, context):
         flow = mix(self, x_BtC, context)
-        leaked.append(flow.residual_BtC)
+        leaked.append(flow.stream)
         return flow
 
     monkeypatch.setattr(Block, "mix", leaking)

@@ -178,7 +178,9 @@ def run_of(
             sequence_tokens=16,
             packing="documents" if model in PADDED else "concatenate",
         ),
-        optim=Optim(lr=LEARNING_RATE, clip=0.5),
+        # Streams begin as copies, so that gradients of their first mixings are nothing but rounding: not for
+        # AdamW to make steps of.
+        optim=Optim(lr=LEARNING_RATE, clip=0.5, eps=1e-5 if model == "hyper" else 1e-8),
         train=Train(
             steps=STEPS, batch_samples=samples, micro_batches=micro_batches, eval_samples=5, dtype=dtype
         ),

@@ -48,6 +48,11 @@ class NodeWork(Protocol):
         """Those that a phase of the communication stream uses."""
         ...
 
+    def adding(self, turn: Turn, phase: Phase) -> None:
+        """A node is about to add to gradients of weights, where it runs. Those that are there may be another
+        micro-batch's."""
+        ...
+
     def delaying(self, turn: Turn, phase: Phase) -> AbstractContextManager[Any]:
         """What surrounds a backward that leaves its weight gradients behind."""
         ...
@@ -290,6 +295,7 @@ class Passage:
     def _run_backward(self, phase: Phase, edges: list[GradientEdge], gradients: list[Tensor]) -> None:
         """One backward. A shared parameter shows it the gradient of this micro-batch alone, which is added to
         that of the others as a whole: as autograd does it for a graph in one piece."""
+        self.work.adding(self.turn, phase)
         shared = [self._shared[name] for name in phase.shared if name in self._shared]
         others = [each.parameter.grad for each in shared]
         for each in shared:
@@ -312,7 +318,12 @@ class Passage:
         self._to_weigh.remove(phase.name)
         assert phase.name not in self._to_backward
         self._begin(op, phase.stream, ())
-        self._issue(phase, lambda: self.work.weights(self.turn, phase))
+
+        def job() -> None:
+            self.work.adding(self.turn, phase)
+            self.work.weights(self.turn, phase)
+
+        self._issue(phase, job)
 
     def replay(self, op: Op) -> None:
         phase = self._phase(op)

@@ -8,7 +8,7 @@ copy, in the same memory.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -49,10 +49,11 @@ class AdamW:
         pairs = ((parameter, self.main[name]) for name, parameter in self._parameters.items())
         return {p: main for p, main in pairs if main is not p and not isinstance(p, DTensor)}
 
-    def gather(self) -> None:
-        """After a micro-batch: add the model's gradients to the main ones, where they are apart."""
-        for name, parameter in self._parameters.items():
-            main = self.main[name]
+    def gather(self, names: Iterable[str] | None = None) -> None:
+        """After a micro-batch: add the model's gradients to the main ones, where they are apart; of all
+        parameters, or of some."""
+        for name in self._parameters if names is None else names:
+            parameter, main = self._parameters[name], self.main[name]
             if main is not parameter and parameter.grad is not None:
                 gradient = local(parameter.grad).to(main.dtype)
                 main.grad = gradient if main.grad is None else main.grad.add_(gradient)

@@ -12,20 +12,25 @@ Phase by phase, a link of f (forward) and a link of b (backward) interleave like
 
 where a star marks the communication stream. With `early_release`, b's `mix` comes before f's `experts`: memory
 of mixers is free earlier, but f's `combine` then has nothing beside it. With `late_weights`, the `W` of b's
-experts comes after its `mix`: where communication takes about as long as computation, `dispatch` has experts
-beside it anyway, and f's `combine` and the next b's `combine` have too little.
+experts comes after its `mix`: where experts take longer than their rows travel, `dispatch` has enough beside it
+anyway, and f's `combine` and the next b's `combine` have too little.
+
+The first forward of a step and its last backward have nothing beside them. With `paired_ends` the first two
+forwards run beside each other, and so do the last two backwards; in between, a forward runs beside the backward
+of the micro-batch two before it, for the price of one more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import zip_longest
 from math import ceil
 from typing import NamedTuple
 
 from braid.schedule.builders import Turn, dealt, grouped, held, neighbour
 from braid.schedule.ops import Act, Op, Ops, Schedule
-from braid.schedule.phases import Chain, Link, Phase
+from braid.schedule.phases import Chain, Link, Phase, Stream
 
 OVERLAPPED = "overlapped"
 
@@ -39,6 +44,8 @@ class Options(NamedTuple):
     """Whether the mixers of a backward go before the experts of the forward beside it."""
     late_weights: bool = False
     """Whether weight gradients of experts wait until the mixers of their block have run backward."""
+    paired_ends: bool = False
+    """Whether the first two forwards run beside each other, and the last two backwards. Not in a pipeline."""
 
 
 PLAIN = Options()
@@ -70,6 +77,10 @@ def overlapped(
     """For the chains of all segments. Warm-up and cool-down run the same phases with one side absent."""
     segments = len(chains)
     virtual, holder = segments // pp, dealt(pp, segments)
+    if options.paired_ends:
+        assert segments == 1, "the ends of a pipeline wait for messages"
+        lists, bound = [_ends_paired(chains[0], micro_batches, options)], [min(micro_batches, 3)]
+        return _schedule(chains, holder, micro_batches, lists, bound, options)
     groups = ceil(micro_batches / (group_size or pp))
     group = max(pp, ceil(micro_batches / groups)) if pp > 1 else 1
     lists, bound = [], []
@@ -84,6 +95,17 @@ def overlapped(
             ops += pair(side(Act.F, f, chains, holder), side(Act.B, b, chains, holder), options)
         lists.append(tuple(ops))
         bound.append(min(virtual * micro_batches, warm_up + 1))
+    return _schedule(chains, holder, micro_batches, lists, bound, options)
+
+
+def _schedule(
+    chains: Sequence[Chain],
+    holder: tuple[int, ...],
+    micro_batches: int,
+    lists: Sequence[Ops],
+    bound: Sequence[int],
+    options: Options,
+) -> Schedule:
     return Schedule(
         name=OVERLAPPED,
         micro_batches=micro_batches,
@@ -103,6 +125,36 @@ def _paired(
     for turn in forwards[:warm_up]:
         yield turn, None
     yield from zip_longest(forwards[warm_up:], backwards)
+
+
+def _ends_paired(chain: Chain, micro_batches: int, options: Options) -> Ops:
+    """Two forwards, a forward beside each backward, two backwards: the list of a rank without a pipeline.
+
+    In between nothing waits for its partner, and a backward may begin before the one before it is through: what
+    nobody waits for at the end of a link comes when rows of the next one are on their way. Not so where weights
+    that are reduced together would get gradients of both."""
+    sides = [Side((micro_batch, 0), chain) for micro_batch in range(micro_batches)]
+    ops, waiting = [*in_turns(Act.F, sides[:2], options)], list[Op]()
+    links = _with_ends(chain)
+    apart = len(links) == 1 or _reach(list(_stretches(chain.phases[::-1]))) > 0
+    for f, b in zip(sides[2:], sides, strict=False):
+        if apart:
+            ops, waiting = [*ops, *waiting], []
+        for ahead, behind in zip(links, links[::-1], strict=True):
+            own = list(_links(f, ahead, b, behind, options))
+            first = len(behind.after) + (behind.combine is not None)
+            last = len(own) - len(ahead.after) - len(_weights(behind.mix, *behind.before)) * options.delayed
+            ops += [*own[:first], *waiting, *own[first:last]]
+            waiting = own[last:]
+    return (*ops, *waiting, *in_turns(Act.B, sides[-2:], options))
+
+
+def _with_ends(chain: Chain) -> Sequence[Link]:
+    """Links with all that stands before the first and after the last of them."""
+    links = list(chain.links)
+    links[0] = replace(links[0], before=(*chain.first, *links[0].before))
+    links[-1] = replace(links[-1], after=(*links[-1].after, *chain.last))
+    return links
 
 
 def side(act: Act, turn: Turn | None, chains: Sequence[Chain], holder: Sequence[int]) -> Side | None:
@@ -191,6 +243,40 @@ def _links(
     yield from forward(*ahead.after)
     if b and behind is not b.chain.links[0]:
         yield from weights(*mixers)
+
+
+def in_turns(act: Act, sides: Sequence[Side], options: Options = PLAIN) -> Ops:
+    """Forwards beside each other, or backwards: each computes until something of it travels, then it is the
+    next one's turn. Weight gradients come right behind, while it travels. Backwards stay as far apart as it
+    takes for weights that are reduced together to have the whole gradient of one before the next adds to it."""
+    paths: list[list[Ops]] = []
+    for number, side in enumerate(sides):
+        stretches = list(_stretches(side.chain.phases if act is Act.F else side.chain.phases[::-1]))
+        apart = number * _reach(stretches) if act is Act.B else 0
+        delayed = options.delayed and act is Act.B
+        own = [(*side.ops(act, each), *side.ops(Act.W, _weights(*each) * delayed)) for each in stretches]
+        paths.append([*[()] * apart, *own])
+    return tuple(op for turn in zip_longest(*paths, fillvalue=()) for ops in turn for op in ops)
+
+
+def _stretches(phases: Sequence[Phase]) -> Iterator[Sequence[Phase]]:
+    """Phases up to the next one that travels, again and again."""
+    begin = 0
+    for end, phase in enumerate(phases, 1):
+        if phase.stream is Stream.COMMUNICATION or end == len(phases):
+            yield phases[begin:end]
+            begin = end
+
+
+def _reach(stretches: Sequence[Sequence[Phase]]) -> int:
+    """Over how many stretches a backward adds to the gradients of weights that are reduced together: those of a
+    block, where a projection follows its experts; those of an MTP depth around its blocks."""
+    found: dict[tuple[int | None, int | None], list[int]] = {}
+    for number, stretch in enumerate(stretches):
+        for phase in stretch:
+            if phase.kind in ("mix", "enter", "final_norm") or (phase.kind == "combine" and phase.weights):
+                found.setdefault((phase.depth, phase.block), []).append(number)
+    return max((numbers[-1] - numbers[0] for numbers in found.values()), default=0)
 
 
 _NOTHING = Link(mix=Phase(kind="none"))

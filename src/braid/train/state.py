@@ -277,16 +277,14 @@ def _fill_weights(path: Path, places: Sequence[Place], names: frozenset[str]) ->
     faults = [f"missing  {name}" for name in sorted(names - stored.keys())]
     faults += [f"extra    {name}" for name in sorted(stored.keys() - beside - names)]
     for place in places:
-        wanted = place.canonical.shape
-        has = tuple(stored[place.name].shape) if place.name in stored else wanted
-        if has != wanted:
-            faults.append(f"shape    {place.name}: has {list(has)}, wanted {list(wanted)}")
+        shape = place.canonical.shape
+        has = tuple(stored[place.name].shape) if place.name in stored else shape
+        if has != shape:
+            faults.append(f"shape    {place.name}: has {list(has)}, wanted {list(shape)}")
     if faults:
-        told = [
-            *faults[:MOST_TOLD],
-            *([f"and {len(faults) - MOST_TOLD} more"] if len(faults) > MOST_TOLD else []),
-        ]
-        raise CheckpointError("\n  ".join([f"{path} and the model differ in {len(faults)} tensors", *told]))
+        more = [f"and {len(faults) - MOST_TOLD} more"] if len(faults) > MOST_TOLD else []
+        told = [f"{path} and the model differ in {len(faults)} tensors", *faults[:MOST_TOLD], *more]
+        raise CheckpointError("\n  ".join(told))
     held = {place.name: place for place in places if not place.held.empty}
     wanted = {name: place.wanted(stored[name].dtype) for name, place in held.items()}
     found = checkpoint.read(path, wanted, unread=stored.keys() - wanted.keys())

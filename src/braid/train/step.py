@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +37,7 @@ from braid.optim import gradients
 from braid.parallel.sharding import before_backward, release
 from braid.plan import span_of
 from braid.schedule import Op, Phase, evaluation
+from braid.train.added import parameters_of_phases
 from braid.train.driving import driving
 from braid.train.feed import micro_batch
 from braid.train.loads import Loads, figures, update_selection_biases
@@ -283,13 +285,20 @@ class _NodeStep(_Step):
         self.streams = state.streams
         self.pieces: dict[Turn, list[Losses]] = {}
         """What the phases of a segment have cost so far."""
+        self.backwards: set[Turn] = set()
+        """Those that have begun and are not done."""
+
+    @cached_property
+    def added(self) -> Mapping[str, Sequence[str]]:
+        phases = [phase for segment in self.state.schedule.phases for phase in segment]
+        return parameters_of_phases(self.model, phases, self.run)
 
     def function(self, turn: Turn, phase: Phase) -> Function:
         micro_batch, _ = turn
         context = self._context(micro_batch)
-        if turn not in self.pieces:
-            self.pieces[turn] = []
-            context.earlier_E = self.loads.favourites_E
+        self.pieces.setdefault(turn, [])
+        # Another micro-batch may be under way: of a layer, it has been there before or comes later.
+        context.earlier_E = self.loads.favourites_E
 
         def run(tensors: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], Tensor | None]:
             with nullcontext() if self.replays is None else self.replays.node((*turn, phase.name)):
@@ -299,12 +308,23 @@ class _NodeStep(_Step):
             tokens = (self.counts.mtp_tokens[phase.depth],) if losses.mtp and phase.depth is not None else ()
             cost = losses.share(self.counts.tokens, tokens, self.counts.parts[micro_batch])
             self.pieces[turn].append(nodes.without_graph(losses))
+            self.loads = self.loads.plus(losses.balances)
             return written, cost if cost.requires_grad else None
 
         return run
 
     def after_forward(self, turn: Turn) -> None:
-        self._note(turn[0], nodes.whole(self.model, self.pieces.pop(turn)))
+        losses = nodes.whole(self.model, self.pieces.pop(turn))
+        self._tell(losses.metrics(*self._counted(losses), self.counts.parts[turn[0]]))
+
+    def before_backward(self, turn: Turn) -> None:
+        self.backwards.add(turn)
+        super().before_backward(turn)
+
+    def adding(self, turn: Turn, phase: Phase) -> None:
+        """The gradients of two micro-batches are never summed in the dtype of the model."""
+        if len(self.backwards) > 1 and self.model.groups.world.size == 1:
+            self.state.optimizer.gather(self.added[phase.name])
 
     def parameter(self, name: str) -> nn.Parameter:
         return self.model.get_parameter(name)
@@ -322,6 +342,7 @@ class _NodeStep(_Step):
 
     def after_backward(self, turn: Turn) -> None:
         # With other ranks, gradients are whole at the end: those of weights may come after the last backward.
+        self.backwards.discard(turn)
         if self.model.groups.world.size == 1:
             self.state.optimizer.gather()
         self._forget(turn)

@@ -1,0 +1,109 @@
+"""Ends in pairs: two forwards beside each other when a step begins, two backwards when it ends. Same bits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from braid.config import Mesh
+from braid.errors import ConfigError
+from braid.pattern import parse
+from braid.plan import plan
+from braid.schedule import Act, Options, chains, check, overlapped, simulate
+from tests.engine.overlap_cases import Case
+from tests.engine.test_overlap import check as same_bits
+from tests.engine.test_overlap_sharded import both
+from tests.ranks import run_ranks
+
+ENDS = Case(paired_ends=True, steps=2)
+TWO = replace(ENDS, world=2, ep=2)
+PAIRED = Options(paired_ends=True)
+
+ALONE = (
+    replace(ENDS, tied=True, dtype="bf16", delayed=True, micro_batches=4),
+    replace(ENDS, pattern="[*E]-[*E]/*E/*E", dtype="bf16", delayed=True),
+    replace(ENDS, pattern="[*E]-[*E]/*E", tied=True, dtype="bf16", latent=4, delayed=True, late_weights=True),
+    replace(ENDS, pattern="[M*E]*-[G*E]E", dtype="bf16", shared=False, dropout=0.1, micro_batches=2),
+    replace(ENDS, pattern="[+E]E", latent=4, shared=False, capacity=True, early_release=True, dtype="bf16"),
+    replace(ENDS, pattern="[*E]", micro_batches=4, dtype="bf16", latent=4, delayed=True),
+    replace(ENDS, pattern="[*E]E", micro_batches=4, dtype="bf16", streams=2, delayed=True),
+    replace(ENDS, pattern="[*E]", micro_batches=1, dtype="bf16"),
+)
+RANKS = (
+    replace(TWO, tied=True, dtype="bf16", delayed=True, micro_batches=4),
+    replace(TWO, pattern="[*E]E/*E", dispatcher="all_gather", latent=4),
+)
+SHARDED = (
+    (replace(TWO, pattern="[*E]-E", tied=True, delayed=True, micro_batches=4), "all"),
+    (replace(TWO, pattern="[*E]E", delayed=True, latent=4), "gradients"),
+    (replace(TWO, pattern="[*E]-E/*EE"), "gradients"),
+)
+
+
+@pytest.mark.parametrize("case", ALONE, ids=str)
+def test_one_process_has_the_same_losses_gradients_and_weights(case):
+    same_bits(case)
+
+
+@pytest.mark.parametrize("case", RANKS, ids=str)
+def test_ranks_have_the_same_losses_gradients_and_weights(case):
+    same_bits(case)
+
+
+@pytest.mark.parametrize(("case", "shard"), SHARDED, ids=str)
+def test_sharded_weights_train_with_the_same_bits(case, shard):
+    assert run_ranks(case.world, both, case, shard) == [[]] * case.world
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("micro_batches", [2, 5])
+@pytest.mark.parametrize(("delayed", "latent"), [(False, 0), (True, 4)])
+@pytest.mark.parametrize("shard", ["none", "optimizer", "gradients", "all"])
+@pytest.mark.parametrize(
+    ("pattern", "tied"), [("[*E][M*E]/*E/*E", True), ("[*E]-E/*EE", False), ("E[*E]-", True)]
+)
+def test_every_strategy_has_the_same_bits(pattern, tied, shard, delayed, latent, micro_batches):
+    case = replace(TWO, pattern=pattern, tied=tied, delayed=delayed, latent=latent)
+    assert run_ranks(2, both, replace(case, micro_batches=micro_batches), shard) == [[]] * 2
+
+
+def test_two_run_beside_each_other_at_both_ends():
+    schedule = plan(replace(ENDS, micro_batches=4).run(overlap=True), 1).schedule
+    assert check(schedule).faults == ()
+    assert schedule.live_bound == (3,)
+    (ops,) = schedule.ops
+    first = next(place for place, op in enumerate(ops) if op.act is Act.B)
+    last = max(place for place, op in enumerate(ops) if op.act is Act.F)
+    assert {op.micro_batch for op in ops[:first]} == {0, 1}
+    assert {op.micro_batch for op in ops[last + 1 :] if op.phase != "embed"} == {2, 3}
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 3, 6])
+@pytest.mark.parametrize("options", [PAIRED, PAIRED._replace(delayed=True, late_weights=True)])
+@pytest.mark.parametrize("pattern", ["[*E]", "E-[M*E]", "-E-", "[*E]E/*E/*E", "/*E-E", "--"])
+@pytest.mark.parametrize("latent", [False, True])
+def test_any_model_has_a_sound_schedule(pattern, micro_batches, options, latent):
+    found = chains(parse(pattern), 1, tied=True, shared_experts=True, latent=latent)
+    schedule = overlapped(found, pp=1, micro_batches=micro_batches, options=options)
+    assert check(schedule).faults == ()
+    assert check(schedule).live == schedule.live_bound
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+def test_communication_that_takes_half_as_long_as_computation_is_hidden_but_for_its_first_and_its_last(delayed):
+    """Four blocks: per micro-batch 8 of forward and 16 of backward, and 8 of exchanges of a half each."""
+    found = chains(parse("[*E]" * 4), 1)
+    for micro_batches in (2, 5, 9):
+        options = PAIRED._replace(delayed=delayed)
+        schedule = overlapped(found, pp=1, micro_batches=micro_batches, options=options)
+        assert simulate(schedule).makespan == pytest.approx(24 * micro_batches + 1)
+
+
+def test_options_without_a_meaning_are_refused():
+    run = ENDS.run(overlap=False)
+    with pytest.raises(ConfigError, match=r"(?s)mesh\.paired_ends.*mesh\.overlap as well"):
+        plan(replace(run, mesh=Mesh(paired_ends=True)), 1)
+    pipeline = Case(world=2, pp=2, pattern="[*E]|[*E]", micro_batches=4).run(overlap=True)
+    with pytest.raises(ConfigError, match=r"(?s)mesh\.paired_ends.*mesh\.pp to 1"):
+        plan(replace(pipeline, mesh=replace(pipeline.mesh, paired_ends=True)), 2)
