@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -283,7 +282,7 @@ def main() -> None:
     parser.add_argument("--shapes", type=int, nargs="*", default=list(range(len(SHAPES))))
     parser.add_argument("--kernels", nargs="*", choices=ek.PRODUCTS, default=list(ek.PRODUCTS))
     parser.add_argument("--loads", nargs="*", choices=LOADS, default=list(LOADS))
-    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", str(machine.RESULTS))))
+    parser.add_argument("--out", type=Path, default=machine.RESULTS)
     asked = parser.parse_args()
     started, known = time.time(), measured()
     report: dict[str, Any] = {"machine": machine.describe(), "checks": {}, "shapes": {}}

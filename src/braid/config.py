@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -295,12 +295,18 @@ def flatten(value: Any, at: str = "") -> dict[str, Any]:
 
 
 def difference(before: Run, after: Run) -> dict[str, tuple[Any, Any]]:
-    """The fields in which two runs differ, with both values."""
+    """The fields in which two runs differ, with both values; where one of them has fields of its own, and the
+    other is None, that it is `set`."""
     old, new = flatten(before), flatten(after)
+
+    def value(fields: Mapping[str, Any], name: str) -> Any:
+        inner = any(field.startswith(f"{name}.") for field in fields)
+        return "set" if inner else fields.get(name)
+
     return {
-        name: (old.get(name), new.get(name))
+        name: (value(old, name), value(new, name))
         for name in {**old, **new}
-        if old.get(name) != new.get(name) or (name in old) != (name in new)
+        if value(old, name) != value(new, name) or (name in old) != (name in new)
     }
 
 

@@ -202,8 +202,9 @@ def _recompute(run: Run) -> Iterator[Problem]:
         yield Problem(field="train.recompute", value=run.train.recompute, rule=rule, remedy=remedy)
     if "hyper" in run.train.recompute and run.model.hyper is None:
         rule = "the model has no hyper-connections that could be recomputed: model.hyper is None"
-        rest = " ".join(name for name in run.train.recompute if name != "hyper") or "nothing"
-        yield Problem(field="train.recompute", value=run.train.recompute, rule=rule, remedy=rest)
+        rest = " ".join(name for name in run.train.recompute if name != "hyper") or "()"
+        remedy = f"{rest}, or model.hyper in the recipe"
+        yield Problem(field="train.recompute", value=run.train.recompute, rule=rule, remedy=remedy)
 
 
 def _layers(model: Model, mesh: Mesh) -> Iterator[Problem]:

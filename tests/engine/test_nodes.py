@@ -35,17 +35,17 @@ def one_step(case: Case, watch: Watch | None = None) -> steps._NodeStep:
 
 
 def test_a_tensor_that_crosses_beside_the_declared_ones_is_refused(monkeypatch):
-    """The residual stream leaves `mix` with its graph, and `combine` adds it."""
+    """The residual stream leaves `mix` with its graph, and what `combine` runs adds it."""
     leaked = []
-    mix, combine = Block.mix, Block.combine
+    mix, post = Block.mix, Block.post
 
-    def leaking(self, x_BtC, context):
-        flow = mix(self, x_BtC, context)
+    def leaking(self, stream, context):
+        flow = mix(self, stream, context)
         leaked.append(flow.stream)
         return flow
 
     monkeypatch.setattr(Block, "mix", leaking)
-    monkeypatch.setattr(Block, "combine", lambda self, flow, context: combine(self, flow, context) + leaked[-1])
+    monkeypatch.setattr(Block, "post", lambda self, flow, context: post(self, flow, context) + leaked[-1])
     with pytest.raises(ForeignGraphError, match=r"0\.combine of micro-batch 0 has reached into .* 0\.mix"):
         one_step(Case(), Watch())
 

@@ -237,7 +237,7 @@ def test_a_run_may_ask_for_every_kind_of_region() -> None:
     assert "train.recompute" not in [problem.field for problem in check(recomputing(run, NAMES), 1)]
     (refused,) = check(recomputing(plain, NAMES), 1)
     assert refused.field == "train.recompute"
-    assert "hyper" not in refused.remedy
+    assert "model.hyper" in refused.remedy
     wrong = replace(small_run(), train=replace(small_run().train, recompute=("norms",)))
     assert [problem.field for problem in check(wrong, 1)] == ["train.recompute"]
 

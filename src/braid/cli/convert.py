@@ -231,7 +231,7 @@ class ExportOptions:
     out: Path
     """Folder to write; must be empty or not there."""
     model_type: str
-    """llama, qwen3, qwen3_moe, mixtral, mamba2, nemotron_h, qwen3_next, deepseek_v3 or megatron."""
+    """llama, qwen3, qwen3_moe, mixtral, mamba2, nemotron_h, qwen3_next, deepseek_v3, deepseek_v4, megatron."""
     dtype: Literal["run", "bf16", "fp32", "fp64"] = "run"
     """Dtype of the files; run takes the one that the model was trained in."""
     optimizer: bool = False

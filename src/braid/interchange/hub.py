@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Set
+import re
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from braid.architecture import SHAPE_OF, Model
 from braid.errors import ConfigError
-from braid.interchange import deepseek, llama, mamba, megatron, qwen3_next
+from braid.interchange import deepseek, deepseek_v4, llama, mamba, megatron, qwen3_next
 from braid.interchange.convert import Lazy, convert
 from braid.interchange.family import Family
 from braid.interchange.files import CONFIG, SafetensorsFolder, read_json, write_folder
@@ -24,7 +25,13 @@ from braid.interchange.trained import targets, to_ours, to_theirs
 from braid.pattern import parse
 from braid.rules import nearest
 
-FAMILIES = (*llama.FAMILIES, *mamba.FAMILIES, *qwen3_next.FAMILIES, *deepseek.FAMILIES)
+FAMILIES = (
+    *llama.FAMILIES,
+    *mamba.FAMILIES,
+    *qwen3_next.FAMILIES,
+    *deepseek.FAMILIES,
+    *deepseek_v4.FAMILIES,
+)
 
 TRAINING_FIELDS = frozenset(
     {
@@ -128,9 +135,10 @@ def to_hf(
     settings: Mapping[str, Any] | None = None,
     updates: int | None = None,
 ) -> None:
-    """Write a model as a folder of the hub. `dtype` is that of its files; None leaves tensors as they are.
-    `settings` adds what a shape does not know, such as `max_position_embeddings` and `eos_token_id`. With
-    `updates` the optimizer's state, which has made so many, is among the tensors and is written beside them."""
+    """Write a model as a folder of the hub. `dtype` is that of its files, but for what is wide in every file;
+    None leaves tensors as they are. `settings` adds what a shape does not know, such as
+    `max_position_embeddings` and `eos_token_id`. With `updates` the optimizer's state, which has made so many,
+    is among the tensors and is written beside them."""
     family, adapter = family_of(model_type), adapter_for(model_type, form)
     config = config_of(family, shape)
     named = tensors["embedding.weight"].dtype if dtype is None else dtype
@@ -152,20 +160,24 @@ def write_trained(
     weights = {n: partial(tensors.__getitem__, n) for n in tensors if not n.startswith("optimizer.")}
     theirs = convert(Lazy(weights), adapter, shape, "to_theirs")
     state = {} if updates is None else to_theirs(tensors, adapter, shape, updates=updates)
-    cast = theirs if dtype is None else _cast(theirs, dtype, kept=_kept_wide(adapter, shape))
+    cast = theirs if dtype is None else _cast(theirs, dtype, adapter, shape)
     write_folder(folder, config, cast, optimizer=state)
 
 
-def _kept_wide(adapter: Adapter, shape: Model) -> set[str]:
-    """Their names of what no optimizer updates, selection biases: the choice of experts hangs on small
-    differences, and transformers keeps them in their own dtype too."""
-    ours = targets(shape, torch.float32)
-    return {link.theirs for link in links(adapter, shape) if not ours[link.ours[0]].updated}
+def _cast(
+    tensors: Mapping[str, Tensor], dtype: torch.dtype, adapter: Adapter, shape: Model
+) -> Mapping[str, Tensor]:
+    """Their tensors in a dtype, or in float32 where the table says that they are wide. What no optimizer
+    updates, selection biases, stays as it is: the choice of experts hangs on small differences, and
+    transformers keeps them in their own dtype too."""
+    updated = {name for name, target in targets(shape, torch.float32).items() if target.updated}
+    ours = {link.theirs: link.ours[0] for link in links(adapter, shape)}
+    wide = torch.promote_types(dtype, torch.float32)
 
-
-def _cast(tensors: Mapping[str, Tensor], dtype: torch.dtype, kept: Set[str]) -> Mapping[str, Tensor]:
     def cast(name: str) -> Tensor:
-        return tensors[name] if name in kept else tensors[name].to(dtype)
+        if ours[name] not in updated:
+            return tensors[name]
+        return tensors[name].to(wide if re.fullmatch(adapter.wide, ours[name]) else dtype)
 
     return Lazy({name: partial(cast, name) for name in tensors})
 
@@ -198,7 +210,7 @@ def _fields(shape: Model) -> dict[str, Any]:
     """Every field by its dotted name; the pattern as its layers alone, however they are grouped."""
     flat: dict[str, Any] = {}
     for name, value in dataclasses.asdict(shape).items():
-        if name in dict(SHAPE_OF).values() and value is not None:
+        if name in (*dict(SHAPE_OF).values(), "hyper") and value is not None:
             flat |= {f"{name}.{inner}": entry for inner, entry in value.items()}
         else:
             flat[name] = value

@@ -86,6 +86,10 @@ class Adapter:
     layers: Mapping[Kind, tuple[Row, ...]]
     """What each kind of layer has; other kinds have no place in this family."""
     depths: Depths | None = None
+    hyper: bool = False
+    """Whether its models have hyper-connections around every layer; the others have one residual stream."""
+    wide: str = ""
+    """Regular expression of our names of what is float32 or better in files, whatever the rest is."""
     copies: tuple[Copy, ...] = ()
     ignored: tuple[str, ...] = ()
     """Regular expressions of names that are no weights of the model and may be there."""
@@ -164,6 +168,14 @@ def check_fit(adapter: Adapter, shape: Model) -> None:
     for kind, name in SHAPE_OF:
         if kind in layout.kinds() and getattr(shape, name) is None:
             raise ConfigError(f"the pattern {str(layout)!r} has {kind.value}, but model.{name} is not set")
+    if adapter.hyper != (shape.hyper is not None):
+        raise ConfigError(
+            f"{adapter.name} has hyper-connections around every layer, and model.hyper is not set"
+            if adapter.hyper
+            else f"{adapter.name} has no names for hyper-connections, and model.hyper is set\n"
+            "  rule  its models have one residual stream, and what connects several would be lost\n"
+            "  set   the model type to deepseek_v4, for latent attention and experts"
+        )
     if "{layer}" not in adapter.prefix and len({str(block) for block in layout.blocks}) > 1:
         raise ConfigError(f"{adapter.name} needs blocks that are all alike, the pattern is {str(layout)!r}")
     if layout.mtp and adapter.depths is None:
@@ -194,7 +206,7 @@ def ignored(adapter: Adapter, shape: Model, names: Collection[str]) -> tuple[str
     if adapter.depths is None or layout.mtp:
         return adapter.ignored
     after = str(_after(number(adapter.counting, layout.blocks, shape.pattern)))
-    if adapter.depths.rows[0].theirs.replace("{layer}", after) not in names:
+    if adapter.depths.rows[0].theirs.replace("{layer}", after).replace("{depth}", "0") not in names:
         return adapter.ignored
     return (*adapter.ignored, adapter.depths.unread.replace("{layer}", after))
 

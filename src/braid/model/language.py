@@ -398,8 +398,12 @@ class LanguageModel(Recomputing):
         if 0 in self.segments:
             parts["embedding"] = embedded
         begins = span_starts(self.layout, portion.span)
-        for index, block in self.stack.blocks.items():
-            parts[f"blocks.{index}"] = cast(Block, block).cost(portion, given=(None, int(index)) in begins)
+        for segment in self.segments:
+            held = self.layout.segments[segment].blocks
+            within = replace(portion, span=min(portion.span, max(len(held), 1)))
+            for block in held:
+                built = cast(Block, self.stack.blocks[str(block.index)])
+                parts[f"blocks.{block.index}"] = built.cost(within, given=(None, block.index) in begins)
         if self.final_norm is not None:
             told, tokens = self._told_cost(portion), portion.places(self.groups.tp_cp)
             head = self._head_cost(portion, self.final_norm.cost(portion, tokens) + told)

@@ -142,8 +142,9 @@ class Mtp(Recomputing):
         before which streams are kept, where hyper-connections are made again."""
         tokens = portion.places(groups.tp_cp)
         total = self._enter_cost(portion, groups, tokens, first)
+        within = replace(portion, span=min(portion.span, len(self.blocks)))
         for index, block in self.blocks.items():
-            total += cast(Block, block).cost(portion, given=int(index) in starts)
+            total += cast(Block, block).cost(within, given=int(index) in starts)
         if self.exit is not None:
             total += self.exit.cost(portion)
         return total + self.final_norm.cost(portion, tokens)
@@ -156,11 +157,13 @@ class Mtp(Recomputing):
             if portion.again("norm"):
                 return replace(norms, kept=stream * (1 + (not first and groups.tp.size > 1)))
             return norms + Cost(kept=stream * (2 - (not portion.mixed and groups.tp.size == 1)))
-        # The exit before it keeps the same streams, unless it has wide copies of them.
-        kept_before = not portion.mixed or portion.device == "cuda"
+        # An exit before it that learns keeps the same streams, unless it has wide copies of them.
+        learns = isinstance(self.exit, HyperExit)
         if portion.again("norm"):
+            kept_before = learns and (not portion.mixed or portion.device == "cuda")
             return replace(norms, kept=stream * (1 + (0 if kept_before else self.streams)))
-        return norms + Cost(kept=stream * (1 + self.streams - (0 if portion.mixed else self.streams)))
+        kept_before = learns and not portion.mixed
+        return norms + Cost(kept=stream * (1 + (0 if kept_before else self.streams)))
 
     def flops(self, tokens: int) -> int:
         blocks = sum(cast(Block, block).flops(tokens) for block in self.blocks.values())

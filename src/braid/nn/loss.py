@@ -68,15 +68,19 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         logits_NR, row_N, mask_N, *normalizers = ctx.saved_tensors
-        grad_NR = torch.zeros_like(logits_NR)
+        grad_NR = torch.empty_like(logits_NR)
         chunks = _chunks(logits_NR, row_N, mask_N, grad_NR)
         for (logits_nR, row_n, mask_n, grad_nR), normalizer_n in zip(chunks, normalizers, strict=True):
-            wide_nR = logits_nR.to(normalizer_n.dtype)
+            # Logits stay as they are: somebody else may have them, or run backward once more.
+            own = grad_nR.dtype == normalizer_n.dtype
+            wide_nR = grad_nR.copy_(logits_nR) if own else logits_nR.to(normalizer_n.dtype)
             wide_nR[:, : ctx.held].sub_(normalizer_n[:, None]).exp_()
             here_n1 = (row_n < ctx.held)[:, None].to(wide_nR.dtype)
             wide_nR.scatter_add_(-1, row_n.clamp(max=wide_nR.shape[1] - 1)[:, None], -here_n1)
-            wide_nR = wide_nR.mul_(grads[0]).masked_fill_(~mask_n[:, None], 0.0)
-            grad_nR[:, : ctx.held].copy_(wide_nR[:, : ctx.held])
+            wide_nR.mul_(grads[0]).masked_fill_(~mask_n[:, None], 0.0)
+            if not own:
+                grad_nR.copy_(wide_nR)
+            grad_nR[:, ctx.held :] = 0.0
         return grad_NR, None, None, None
 
 
