@@ -39,13 +39,17 @@ def opened_state(plan: Plan, device: Device, groups: Groups) -> Iterator[State]:
 
 
 def make_state(
-    plan: Plan, device: Device, groups: Groups = Groups(), meshes: Mapping[str, DeviceMesh] | None = None
+    plan: Plan,
+    device: Device,
+    groups: Groups = Groups(),
+    meshes: Mapping[str, DeviceMesh] | None = None,
+    chosen: kernels.Kernels | None = None,
 ) -> State:
     """A model and its optimizer, with weights still unset. All ranks make theirs together, over `meshes` where
-    there are several."""
+    there are several. `chosen` are kernels to use in place of the fastest."""
     run = plan.run
     _check_memory(plan, device)
-    model = make_model(plan, device, groups)
+    model = make_model(plan, device, groups, chosen)
     if groups.world.size > 1:
         _shard(model, plan, device, open_meshes(plan, device, groups) if meshes is None else meshes)
     optimizer = AdamW(
@@ -75,15 +79,19 @@ def open_meshes(plan: Plan, device: Device, groups: Groups) -> dict[str, DeviceM
     }
 
 
-def make_model(plan: Plan, device: Device, groups: Groups) -> LanguageModel:
+def make_model(
+    plan: Plan, device: Device, groups: Groups, chosen: kernels.Kernels | None = None
+) -> LanguageModel:
     """This rank's part of the model. With other ranks it has no memory yet: its shards will."""
     run, dtype = plan.run, DTYPES[plan.run.train.dtype]
-    shape = fit.of_one_rank(run.model, plan.axes)
+    if chosen is None:
+        shape = fit.of_one_rank(run.model, plan.axes)
+        chosen = kernels.choose(shape, plan.layout.kinds(), device.torch, dtype)
     alone = groups.world.size == 1
     return LanguageModel(
         run.model,
         plan.layout,
-        kernels.choose(shape, plan.layout.kinds(), device.torch, dtype),
+        chosen,
         groups=groups,
         dispatcher=_dispatcher(plan, groups),
         segments=[segment.index for segment in plan.stages[groups.pp.rank].segments],
