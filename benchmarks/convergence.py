@@ -5,9 +5,9 @@
 
 `fast` is what a run chooses by itself: fused experts whose weight gradients are added in float32 where they
 stay, the permutation's kernels, flash attention. `plain` is the references alone. Both see the same samples and
-start from the same weights for each seed. Written to results/convergence.json after each training, as far as known
-by then: validation losses on the way, and of the last ones their means over seeds, how far these are apart,
-and how far seeds are from one another.
+start from the same weights for each seed. results/convergence.json is written after each training: validation
+losses on the way, and of the last ones their means over seeds, how far these are apart, and how far seeds are
+from one another.
 """
 
 from __future__ import annotations
