@@ -120,7 +120,7 @@ def test_both_dispatchers_meet_every_model_with_experts():
         for topology in batch.topologies
         if topology.sizes.ep * topology.sizes.etp > 1
     }
-    assert met == set(product(("hybrid", "latent", "capacity", "sinkhorn"), DISPATCHERS))
+    assert met == set(product(("hybrid", "latent", "capacity", "sinkhorn", "hyper"), DISPATCHERS))
 
 
 def dispatcher_of(topology: Topology) -> str:

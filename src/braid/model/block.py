@@ -117,7 +117,7 @@ class Block(Recomputing):
         self.block = block
         self.groups = groups
         self.streams = 1 if shape.hyper is None else shape.hyper.streams
-        self.streams_connected = shape.hyper is not None
+        self.hyper = shape.hyper is not None
         self.closes = True
         """Whether the streams behind it are kept, where hyper-connections are recomputed."""
         self.dropout = shape.dropout
@@ -295,7 +295,7 @@ class Block(Recomputing):
         if portion.again("block"):
             costs = self._recomputed_cost(portion, every, stream, one)
             again = every.kept - costs.kept
-        elif portion.again("hyper") and self.streams_connected:
+        elif portion.again("hyper") and self.hyper:
             costs += Cost(kept=stream if given else 0)
             again = portion.span * (every.kept - costs.kept)
         return replace(costs, passing=costs.passing + again + 2 * stream)
@@ -319,7 +319,7 @@ class Block(Recomputing):
         experts have returned."""
         found = self.moe()
         kept = stream if found is None else stream + found[1].block_cost(portion).kept
-        if found is not None and self.streams_connected:
+        if found is not None and self.hyper:
             kept += result
         return replace(every, kept=kept, calls=every.calls + sent_again(every.calls, *ONCE))
 
