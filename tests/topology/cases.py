@@ -180,7 +180,7 @@ def run_of(
         ),
         # Streams begin as copies, so that gradients of their first mixings are nothing but rounding: not for
         # AdamW to make steps of.
-        optim=Optim(lr=LEARNING_RATE, clip=0.5, eps=1e-5 if model == "hyper" else 1e-8),
+        optim=Optim(lr=LEARNING_RATE, clip=0.5, eps=1e-3 if model == "hyper" else 1e-8),
         train=Train(
             steps=STEPS, batch_samples=samples, micro_batches=micro_batches, eval_samples=5, dtype=dtype
         ),

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tests.topology import report
-from tests.topology.compare import FLOOR, FP64_BOUND
+from tests.topology.compare import FLOOR, FP64_BOUND, STREAMS_FLOOR
 from tests.topology.matrix import LONG, QUICK
 from tests.topology.report import COMPARED, NARROW, SABOTAGED, Row
 from tests.topology.test_precision import BF16_FACTOR, BF16_LOSS_BOUND, FP32_BOUND
@@ -45,7 +45,8 @@ is compared to the reference on
   what they hold.
 
 The deviation of a tensor is ‖found - reference‖ / ‖reference‖, where a reference shorter than {floor:.0e}
-counts as that long ({floor_squared:.0e} for second moments); that of a figure is relative in the same way. A
+counts as that long ({floor_squared:.0e} for second moments; {streams:.0e} and its square for hyper-connections,
+whose gradients are what is left of terms that cancel); that of a figure is relative in the same way. A
 column of a table shows the worst deviation of anything that it stands for. Bounds:
 
 | arithmetic | optimizer | routing | bound |
@@ -136,6 +137,7 @@ def page(rows: Mapping[str, Sequence[Row]]) -> str:
         summary=summary(rows),
         floor=FLOOR,
         floor_squared=FLOOR**2,
+        streams=STREAMS_FLOOR,
         fp64=FP64_BOUND,
         fp32=FP32_BOUND,
         bf16_loss=BF16_LOSS_BOUND,
