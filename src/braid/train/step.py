@@ -378,11 +378,10 @@ def _over_ranks(metrics: Mapping[str, Tensor], stop: bool, groups: Groups) -> tu
     names = sorted({name for stage in gather_json(sorted(metrics), groups.pp) for name in stage})
     nothing = torch.zeros((), dtype=torch.float64, device=next(iter(metrics.values())).device)
     parts = {name: metrics[name].double() if name in metrics else nothing for name in names}
-    if DEVIATION in parts:
-        most = highest(parts[DEVIATION], groups.world)
-        parts[DEVIATION] = most if groups.world.rank == 0 else nothing
-    told = summed(torch.stack([nothing + stop, *parts.values()]), groups.world).tolist()
-    return told[0] > 0, dict(zip(names, told[1:], strict=True))
+    most = parts.pop(DEVIATION, None)
+    stopped, *sums = summed(torch.stack([nothing + stop, *parts.values()]), groups.world).tolist()
+    told = dict(zip(parts, sums, strict=True))
+    return stopped > 0, told if most is None else told | {DEVIATION: float(highest(most, groups.world))}
 
 
 def micro_batches(run: Run, loader: Loader, step: int, first: int, dp: Group = ALONE) -> list[MicroBatch]:
