@@ -1,6 +1,8 @@
 """Fast paths and plain ones train alike: one model with experts, 1,000 steps in bfloat16, three seeds of each.
 
     python -m benchmarks.convergence                    # on a GPU
+    python -m benchmarks.convergence --at-once 3        # as many trainings side by side
+    python -m benchmarks.convergence --continue         # those that results/convergence.json lacks
     python -m benchmarks.convergence --steps 20 --device cpu
 
 `fast` is what a run chooses by itself: fused experts whose weight gradients are added in float32 where they
@@ -13,11 +15,13 @@ from one another.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import tempfile
 import time
 from argparse import ArgumentParser, Namespace
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from benchmarks import machine
 from braid import kernels
@@ -52,8 +56,13 @@ def recipe(seed: int, steps: int) -> Run:
     )
 
 
-def train(way: str, seed: int, steps: int, device: Device, folder: Path) -> dict[str, Any]:
+def train(way: str, seed: int, steps: int, where: Literal["cuda", "cpu"]) -> dict[str, Any]:
     """One training, and its validation losses."""
+    with tempfile.TemporaryDirectory() as folder:
+        return _train(way, seed, steps, choose_device(where), Path(folder))
+
+
+def _train(way: str, seed: int, steps: int, device: Device, folder: Path) -> dict[str, Any]:
     run, began = recipe(seed, steps), time.monotonic()
     feed = open_feed(run, folder)
     assert feed.validation is not None
@@ -68,7 +77,7 @@ def train(way: str, seed: int, steps: int, device: Device, folder: Path) -> dict
             seconds = time.monotonic() - began
             print(f"{way} {seed}  step {step}  {losses[str(step)]:.4f}  {seconds:.0f} s", flush=True)
     paths = [f"{choice.op}: {choice.name}" for choice in state.model.kernels.choices]
-    return {"way": way, "seed": seed, "paths": paths, "validation": losses}
+    return {"way": way, "seed": seed, "steps": steps, "paths": paths, "validation": losses}
 
 
 def compared(trainings: list[dict[str, Any]]) -> dict[str, Any]:
@@ -85,15 +94,19 @@ def compared(trainings: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main(given: Namespace) -> None:
-    origin, device = machine.describe(), choose_device(given.device)
-    trainings: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        for seed in SEEDS:
-            for way in WAYS:
-                trainings.append(train(way, seed, given.steps, device, Path(folder)))
-                found = compared(trainings)
-                path = machine.write("convergence", {**found, "trainings": trainings}, origin)
-    print(json.dumps(found, indent=2))
+    origin, path = machine.describe(), machine.RESULTS / "convergence.json"
+    known = json.loads(path.read_text())["trainings"] if given.go_on and path.exists() else []
+    trainings = [each for each in known if each["steps"] == given.steps]
+    done = {(each["way"], each["seed"]) for each in trainings}
+    missing = [(way, seed) for seed in SEEDS for way in WAYS if (way, seed) not in done]
+    fresh = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(given.at_once, mp_context=fresh, max_tasks_per_child=1) as pool:
+        running = [pool.submit(train, way, seed, given.steps, given.device) for way, seed in missing]
+        for training in as_completed(running):
+            trainings.append(training.result())
+            trainings.sort(key=lambda each: (each["seed"], each["way"]))
+            machine.write("convergence", {**compared(trainings), "trainings": trainings}, origin)
+    print(json.dumps(compared(trainings), indent=2))
     print(f"written to {path}")
 
 
@@ -101,4 +114,10 @@ if __name__ == "__main__":
     parser = ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument(
+        "--at-once", type=int, default=1, help="trainings side by side, each in its own process"
+    )
+    parser.add_argument(
+        "--continue", dest="go_on", action="store_true", help="keep trainings that the results have"
+    )
     main(parser.parse_args())
