@@ -28,12 +28,12 @@ from braid import architecture, kernels, pattern
 from braid.kernels.hyper_connection import reference
 from braid.kernels.hyper_connection.device import gradients, mapping, projection, streams
 from braid.kernels.hyper_connection.device.gradients import GradientVariant, WeightVariant
-from braid.kernels.hyper_connection.device.launch import Launcher
 from braid.kernels.hyper_connection.device.mapping import MapVariant
 from braid.kernels.hyper_connection.device.projection import ProjectionVariant
 from braid.kernels.hyper_connection.device.streams import StreamVariant
 from braid.kernels.hyper_connection.fused import USUAL, Fused
 from braid.kernels.hyper_connection.reference import Form, Mappings, Parameters
+from braid.kernels.launch import Launcher
 from braid.model.context import MicroBatch
 from braid.model.language import LanguageModel
 
@@ -290,7 +290,7 @@ def work(channels: int) -> Work:
     reached, partial = mapping.map_backward(
         launch, made, known, alpha, bias, FORM, USUAL.map_backward, **sizes, in_parts=True
     )
-    d_weight = gradients.weight_gradient(launch, x.flatten(1), reached, weight, USUAL.weight_gradient)
+    d_weight = gradients.weight_gradient(launch, x.flatten(1), reached.factor, USUAL.weight_gradient)
     branch = streams.aggregate(launch, x, made.pre_NS, USUAL.aggregate)
     return Work(c, launch, sums, made, known, reached, d_weight, partial, branch)
 
@@ -318,7 +318,7 @@ def kernel(name: str, variant: Any, w: Work) -> Callable[[], Any]:
                 launch, made, w.known, alpha, bias, FORM, variant, **sizes, in_parts=True
             )
         case "weight_gradient":
-            return lambda: gradients.weight_gradient(launch, x.flatten(1), w.reached, weight, variant)
+            return lambda: gradients.weight_gradient(launch, x.flatten(1), w.reached.factor, variant)
         case "added_up":
             return lambda: gradients.added_up(launch, w.d_weight, w.partial)
     assert name == "gradients"

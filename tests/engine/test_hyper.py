@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import pytest
+from torch import Tensor, nn
 
+from braid.collectives import Groups
 from braid.config import Mesh, Run
+from braid.nn.hyper_connection import HyperConnection, HyperExit
+from braid.nn.weight_sink import Mains, WeightSink
+from braid.parallel.groups import open_groups
 from braid.parallel.sharding import Strategy
+from braid.plan import Plan, plan
+from braid.schedule import dual_pipe_v_of_segments
+from braid.train import step as steps
 from tests.engine import test_recompute_overlap
 from tests.engine.driven import Case as Sharded
-from tests.engine.overlap_cases import Case, assert_same_bits, train
+from tests.engine.driven import Ranks, Trained, differing
+from tests.engine.overlap_cases import Case, assert_same_bits, make_state, micro_batches, train
 from tests.engine.recomputed import Overlapped
+from tests.engine.test_dual import Dual
 from tests.engine.test_overlap import PIPELINE, check
 from tests.engine.test_recompute_sharded import compare
+from tests.ranks import run_ranks
 
 STREAMS = Case(streams=3)
 ALONE = (
@@ -128,3 +142,112 @@ def test_a_larger_sample(world: int, dtype: str) -> None:
         for names in ((), ("hyper",), ("full",))
     ]
     compare(world, cases, STRATEGIES, ["late"], timeout_s=600.0)
+
+
+# --------------------------------------------------------------------------- weight gradients that wait
+
+
+class Noting(WeightSink):
+    """Knows how many micro-batches left the weight gradient of each projection with it."""
+
+    def __init__(self, model: nn.Module, mains: Mains) -> None:
+        super().__init__(mains)
+        named = model.named_modules()
+        self.modules = {n: each for n, each in named if isinstance(each, HyperConnection | HyperExit)}
+        self.left = dict.fromkeys(self.modules, 0)
+
+    def leave(self, parameter: Tensor, *given: Any, **options: Any) -> Tensor | None:
+        gradient = super().leave(parameter, *given, **options)
+        for name, module in self.modules.items():
+            if module.weight is parameter:  # as long as it is gathered
+                self.left[name] += gradient is None
+        return gradient
+
+
+@contextmanager
+def noting(model: nn.Module) -> Iterator[list[Noting]]:
+    """The sinks of the steps within it, where they have one."""
+    sinks: list[Noting] = []
+
+    def note(mains: Mains) -> Noting:
+        sinks.append(Noting(model, mains))
+        return sinks[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(steps, "WeightSink", note)
+        yield sinks
+
+
+class Left(NamedTuple):
+    """Of one step."""
+
+    left: dict[str, int]
+    """Empty where there was no sink."""
+    gradients: dict[str, Tensor]
+
+
+def one_step(rank: int, case: Case, worked_out: Plan) -> Left:
+    groups = open_groups(worked_out.grid, rank) if case.world > 1 else Groups()
+    state, batches = make_state(worked_out, groups), micro_batches(case, groups, 0)
+    with noting(state.model) as sinks:
+        steps.backward(state, worked_out.run, batches, steps.count(state.model, batches))
+    return Left(sinks[0].left if sinks else {}, state.optimizer.gradients())
+
+
+def assert_waits(left: dict[str, int], micro_batches: int) -> None:
+    """That of every connection. An exit is where backward begins: its own comes at once, as the head's."""
+    assert left
+    assert left == {name: 0 if name.endswith("exit") else micro_batches for name in left}
+
+
+@pytest.mark.parametrize("case", [each for each in (*ALONE, *SPANS) if each.delayed], ids=str)
+def test_gradients_of_connections_wait_and_have_the_same_bits(case: Case) -> None:
+    plain, waiting = (one_step(0, case, plan(case.run(overlap=overlap), 1)) for overlap in (False, True))
+    assert not any(plain.left.values())
+    assert_waits(waiting.left, case.micro_batches)
+    assert differing(plain.gradients, waiting.gradients) == []
+
+
+def test_without_delay_they_come_at_once() -> None:
+    """The sink is there because it knows the main gradients of bfloat16."""
+    case = replace(STREAMS, dtype="bf16")
+    left = one_step(0, case, plan(case.run(overlap=True), 1)).left
+    assert left
+    assert not any(left.values())
+
+
+def folded_steps(rank: int, world: int, case: Dual) -> tuple[Left, Left]:
+    """Whole segments, and nodes in the same order."""
+    nodes = plan(case.run(), world)
+    whole = replace(nodes, schedule=dual_pipe_v_of_segments(case.pp, case.micro_batches))
+    return one_step(rank, case, whole), one_step(rank, case, nodes)
+
+
+@pytest.mark.parametrize("overlapping", [True, False], ids=["overlapping", "in turns"])
+def test_they_wait_in_a_folded_pipeline_with_the_same_bits(overlapping: bool) -> None:
+    case = Dual(
+        world=2, pp=2, pattern="[*E]|[M*E]|-|*E/*E", streams=2, micro_batches=4, overlapping=overlapping
+    )
+    for whole, nodes in run_ranks(2, folded_steps, case):
+        assert not any(whole.left.values())
+        assert_waits(nodes.left, case.micro_batches)
+        assert differing(whole.gradients, nodes.gradients) == []
+
+
+def sharded_steps(rank: int, world: int, case: Sharded) -> tuple[dict[str, int], list[str]]:
+    """By hooks, and by ops that release weights before their gradients are found."""
+    ranks = Ranks(rank, world)
+    hooks = Trained(case.sharing("optimizer"), ranks)
+    everything = case.sharing("all")
+    ops = Trained(everything, ranks, replace(everything.strategy(), every=False), grain="late")
+    with noting(ops.model) as sinks:
+        found = ops.driven(0)
+    return sinks[0].left, differing(hooks.by_hooks(0), found)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_they_wait_where_weights_are_released_with_the_same_bits(dtype: str) -> None:
+    case = replace(SHARED, dtype=dtype, mesh=Mesh(ep=2), tail="/*E")
+    for left, wrong in run_ranks(2, sharded_steps, case):
+        assert_waits(left, case.micro_batches)
+        assert wrong == []

@@ -7,13 +7,9 @@ it is first imported.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,23 +21,9 @@ from braid.kernels.activation import projections
 from braid.kernels.grouped_mlp import reference, sizes
 from braid.nn.weight_sink import WeightSink
 from tests.estimate.reality import kept
+from tests.kernels.interpreting import GPU, INTERPRETED, interpret, needs_kernels, where_kernels_cannot_run
 
 pytest.importorskip("triton")
-ROOT = Path(__file__).resolve().parents[2]
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-GPU = torch.cuda.is_available() and not INTERPRETED
-here = pytest.mark.skipif(not (GPU or INTERPRETED), reason="kernels need a GPU or the interpreter")
-
-if INTERPRETED:
-    from triton.runtime import interpreter
-
-    set_attribute = interpreter._LangPatchScope.set_attr
-
-    def set_and_mend(scope: Any, of: object, name: str, value: object) -> None:
-        """Triton 3.6 makes an index of an array with one entry, which numpy 2.4 no longer does."""
-        set_attribute(scope, of, name, (lambda x: x.handle.data.item()) if name == "__index__" else value)
-
-    interpreter._LangPatchScope.set_attr = set_and_mend  # type: ignore[method-assign]
 
 if GPU or INTERPRETED:
     from braid.kernels.grouped_mlp import fused
@@ -151,7 +133,7 @@ def assert_near(actual: Tensor, expected: Tensor, dtype: torch.dtype = DTYPE) ->
     assert (actual.double() - expected).norm() <= bound * expected.norm()
 
 
-@here
+@needs_kernels
 @pytest.mark.parametrize(("activation", "glu", "way"), list(combinations()))
 def test_outputs_and_gradients(activation: Activation, glu: Glu, way: str) -> None:
     ours, flat, biases = "ours" in way, "nested" not in way, "without" not in way
@@ -173,7 +155,7 @@ def test_outputs_and_gradients(activation: Activation, glu: Glu, way: str) -> No
         assert not any(grad[e].any() for e, count in enumerate(COUNTS) if not count)
 
 
-@here
+@needs_kernels
 @pytest.mark.skipif(GPU, reason="for the interpreter, which knows no bfloat16")
 def test_half_precision() -> None:
     tensors = inputs(COUNTS, "swiglu", torch.float16)
@@ -187,7 +169,7 @@ def test_half_precision() -> None:
         assert_near(grad, want, torch.float16)
 
 
-@here
+@needs_kernels
 @pytest.mark.parametrize("handed", [False, True] if GPU else [False])
 @pytest.mark.parametrize("counts", [[0, 0, 4], [0, 0, 0], [16, 16]])
 def test_few_and_no_rows(counts: list[int], handed: bool) -> None:
@@ -203,7 +185,7 @@ def test_few_and_no_rows(counts: list[int], handed: bool) -> None:
         assert_near(grad, want)
 
 
-@here
+@needs_kernels
 @pytest.mark.parametrize(
     "way", ["ours", pytest.param("grouped_mm", marks=pytest.mark.long), *(["handed on"] if GPU else [])]
 )
@@ -235,7 +217,7 @@ def test_what_follows_the_last_row_is_nobody_s(way: str) -> None:
         assert_near(actual, want)
 
 
-@here
+@needs_kernels
 @pytest.mark.parametrize("how", ["flat", pytest.param("nested", marks=pytest.mark.long), "handed on"])
 def test_gradients_are_written_then_added_in_float32(how: str) -> None:
     """The first micro-batch overwrites whatever a buffer holds; the second adds."""
@@ -268,7 +250,7 @@ def test_gradients_are_written_then_added_in_float32(how: str) -> None:
         assert_near(buffer, total)
 
 
-@here
+@needs_kernels
 def test_a_sink_gets_what_backward_would_have_given() -> None:
     tensors = inputs(COUNTS, "swiglu", DTYPE)
     probe = torch.randn_like(tensors[0])
@@ -286,7 +268,7 @@ def test_a_sink_gets_what_backward_would_have_given() -> None:
         assert torch.equal(tensor.grad, grad)
 
 
-@here
+@needs_kernels
 @pytest.mark.parametrize("later", [False, pytest.param(True, marks=pytest.mark.long)], ids=["at once", "later"])
 def test_a_sink_has_main_gradients_written(later: bool) -> None:
     """The first micro-batch overwrites, the second adds; parameters have no gradient of their own."""
@@ -316,7 +298,7 @@ def test_a_sink_has_main_gradients_written(later: bool) -> None:
         assert_near(main.grad, total)
 
 
-@here
+@needs_kernels
 @pytest.mark.parametrize("activation", ["swiglu", "relu2"])
 def test_what_is_kept_is_what_a_plan_says(activation: Activation) -> None:
     tensors = inputs(COUNTS, activation, DTYPE)
@@ -329,7 +311,7 @@ def test_what_is_kept_is_what_a_plan_says(activation: Activation) -> None:
     assert real == told
 
 
-@here
+@needs_kernels
 def test_frozen_weights_and_inputs_get_nothing() -> None:
     tensors = inputs(COUNTS, "swiglu", DTYPE)
     for frozen in (tensors[0], tensors[3]):
@@ -338,7 +320,7 @@ def test_frozen_weights_and_inputs_get_nothing() -> None:
     assert [t.grad is None for t in tensors] == [True, False, False, True, False, False]
 
 
-@here
+@needs_kernels
 @pytest.mark.parametrize("counts", [COUNTS, [0, 0], [64, 0, 64, 1000, 3]])
 def test_tiles(counts: list[int]) -> None:
     made = tiles(torch.tensor(counts, device=DEVICE), sum(counts), 16)
@@ -353,7 +335,7 @@ def test_tiles(counts: list[int]) -> None:
     assert found <= made.most
 
 
-@here
+@needs_kernels
 def test_the_nearest_measured_shape_decides() -> None:
     ways = {"fc1": RowVariant(parts=4), "wgrad1": RelayVariant(ahead=4), "wgrad2": WeightVariant(early=1)}
     paths = {name: asdict(way) for name, way in ways.items()}
@@ -436,15 +418,7 @@ def compile_for_hopper(kernel: Any, given: dict[str, str], constants: dict[str, 
     assert made.metadata.shared <= 227 * 1024
 
 
-@pytest.mark.skipif(GPU or INTERPRETED, reason="runs where kernels cannot")
+@where_kernels_cannot_run
 @pytest.mark.parametrize("which", ["not long", pytest.param("long", marks=pytest.mark.long)])
 def test_all_of_this_under_the_interpreter(which: str) -> None:
-    plugins = ("-p", "no:cacheprovider", "-p", "no:xdist")
-    found = subprocess.run(
-        [sys.executable, "-m", "pytest", "-x", "-m", which, *plugins, __file__],
-        cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert found.returncode == 0, found.stdout[-4000:] + found.stderr[-2000:]
+    interpret(__file__, "-m", which)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from braid.kernels import hyper_connection
 from braid.kernels.hyper_connection import Form, Parameters, Ways, reference
+from braid.nn.weight_sink import WeightSink
 
 FORM = Form(steps=20, eps=1e-6, norm_eps=1e-5)
 PLAIN = hyper_connection.REFERENCE.function
@@ -160,6 +161,69 @@ def test_a_single_stream_mixes_with_itself() -> None:
     entered = reference.pre(x, p, FORM)
     assert (entered.ways.res_NSS - 1).abs().max() < 3e-6
     torch.testing.assert_close(reference.post(entered.ways, torch.zeros(3, 5).double()), x, rtol=3e-6, atol=0)
+
+
+# ------------------------------------------------------------------------------ weights that wait
+
+
+def sublayer_and_exit(x: Tensor, p: Parameters, exit_: Parameters, sink: WeightSink | None) -> Tensor:
+    entered = reference.pre(x, p, FORM, sink)
+    return reference.contract(reference.post(entered.ways, torch.tanh(entered.branch_NC)), exit_, FORM, sink)
+
+
+def parameters_of_exit(p: Parameters, streams: int) -> Parameters:
+    return Parameters(
+        *(each.detach().clone().requires_grad_() for each in (p[0][:streams], p[1][:1], p[2][:streams]))
+    )
+
+
+@pytest.mark.parametrize(("tokens", "streams", "channels"), [(5, 1, 9), (37, 3, 7), (1, 4, 3), (0, 2, 5)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_with_a_sink_gradients_are_autograds_to_the_last_bit(
+    tokens: int, streams: int, channels: int, dtype: torch.dtype
+) -> None:
+    """Those of the weights alone wait; nothing else is changed by it."""
+    p = parameters(streams, channels, torch.promote_types(dtype, torch.float32))
+    exit_, x = parameters_of_exit(p, streams), torch.randn(tokens, streams, channels).to(dtype)
+    x.requires_grad_()
+    weights = torch.randn(tokens, channels).to(dtype)
+    plain = sublayer_and_exit(x, p, exit_, None)
+    wanted = torch.autograd.grad(plain, (x, *p, *exit_), weights)
+    sink = WeightSink()
+    out = sublayer_and_exit(x, p, exit_, sink)
+    assert torch.equal(out, plain)
+    with sink.node("b"):
+        out.backward(weights)
+    assert sink.pending("b") == 2
+    assert [leaf.grad is None for leaf in (x, *p, *exit_)] == [False, *(True, False, False) * 2]
+    sink.drain("b")
+    for leaf, grad in zip((x, *p, *exit_), wanted, strict=True):
+        assert torch.equal(leaf.grad, grad)
+        assert leaf.grad.stride() == grad.stride()
+
+
+def test_the_gradient_of_a_weight_that_waited_has_its_dtype() -> None:
+    """Also where the streams are wider."""
+    p, sink = parameters(2, 5, torch.float32), WeightSink()
+    x = torch.randn(3, 2, 5, dtype=torch.float64)
+    (wanted,) = torch.autograd.grad(reference.pre(x, p, FORM).branch_NC.sum(), p.weight_MK)
+    with sink.node("b"):
+        reference.pre(x, p, FORM, sink).branch_NC.sum().backward()
+    sink.drain("b")
+    assert p.weight_MK.grad.dtype == torch.float32
+    assert torch.equal(p.weight_MK.grad, wanted)
+
+
+def test_a_weight_that_is_not_trained_leaves_nothing() -> None:
+    p, sink = parameters(2, 5), WeightSink()
+    p.weight_MK.requires_grad_(False)
+    x = torch.randn(3, 2, 5, dtype=torch.float64, requires_grad=True)
+    wanted = torch.autograd.grad(reference.pre(x, p, FORM).branch_NC.sum(), x)
+    with sink.node("b"):
+        reference.pre(x, p, FORM, sink).branch_NC.sum().backward()
+    assert sink.pending("b") == 0
+    assert torch.equal(x.grad, *wanted)
+    assert p.weight_MK.grad is None
 
 
 def test_the_choice_says_why() -> None:

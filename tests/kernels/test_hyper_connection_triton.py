@@ -7,44 +7,32 @@ it is first imported. Interpreted bfloat16 is wrong, so there the parts of a wei
 from __future__ import annotations
 
 import copy
-import os
-import subprocess
-import sys
+import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from braid.kernels import hyper_connection
 from braid.kernels.hyper_connection import Form, Parameters, reference
 from braid.kernels.hyper_connection import kept as closed_forms
+from braid.nn.weight_sink import WeightSink
+from tests.kernels.interpreting import GPU, INTERPRETED, interpret, needs_kernels, where_kernels_cannot_run
 
 pytest.importorskip("triton")
 ROOT = Path(__file__).resolve().parents[2]
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-GPU = torch.cuda.is_available() and not INTERPRETED
-here = pytest.mark.skipif(not (GPU or INTERPRETED), reason="kernels need a GPU or the interpreter")
-
-if INTERPRETED:
-    from triton.runtime import interpreter
-
-    set_attribute = interpreter._LangPatchScope.set_attr
-
-    def set_and_mend(scope: Any, of: object, name: str, value: object) -> None:
-        """Triton 3.6 makes an index of an array with one entry, which numpy 2.4 no longer does."""
-        set_attribute(scope, of, name, (lambda x: x.handle.data.item()) if name == "__index__" else value)
-
-    interpreter._LangPatchScope.set_attr = set_and_mend  # type: ignore[method-assign]
 
 if GPU or INTERPRETED:
     from braid.kernels.hyper_connection.device.gradients import GradientVariant, WeightVariant
-    from braid.kernels.hyper_connection.device.launch import Launcher
     from braid.kernels.hyper_connection.device.mapping import MapVariant
     from braid.kernels.hyper_connection.device.projection import ProjectionVariant, cut
     from braid.kernels.hyper_connection.device.streams import StreamVariant
     from braid.kernels.hyper_connection.fused import Fused
+    from braid.kernels.launch import Launcher
 
     STREAMS = StreamVariant(tokens=4, channels=16)
     TILES = Fused(
@@ -59,6 +47,18 @@ if GPU or INTERPRETED:
         weight_gradient=WeightVariant(depth=16, channels=32, per_sm=1),
     )
     """Tiles that are small beside the cases, so that there are several of each."""
+
+    class Counting(Launcher):
+        """Knows what it has launched."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.count = 0
+
+        def __call__(self, *given: Any, **options: Any) -> None:
+            self.count += 1
+            super().__call__(*given, **options)
+
 
 DEVICE = torch.device("cuda" if GPU else "cpu")
 FORM = Form(steps=20, eps=1e-6, norm_eps=1e-5)
@@ -102,10 +102,12 @@ class Leaves:
         self.to_streams = torch.randn(tokens, streams, channels).to(DEVICE, dtype)
         self.to_exit = torch.randn(tokens, channels).to(DEVICE, dtype)
 
-    def both_ways(self, implementation: Any, *, form: Form = FORM, wide: bool = False) -> list[Tensor]:
+    def both_ways(
+        self, implementation: Any, *, form: Form = FORM, wide: bool = False, sink: WeightSink | None = None
+    ) -> list[Tensor]:
         """Results and gradients, of float64 where asked to."""
         leaves = [(g.double() if wide else g.detach()).requires_grad_() for g in self.given]
-        results, loss = _loss(implementation, form, leaves[1:], leaves[0], self.to_streams, self.to_exit)
+        results, loss = _loss(implementation, form, leaves[1:], leaves[0], self.to_streams, self.to_exit, sink)
         return [*results, *torch.autograd.grad(loss, leaves)]
 
     def expected(self, form: Form = FORM) -> list[Wanted]:
@@ -128,13 +130,19 @@ class Leaves:
 
 
 def _loss(
-    implementation: Any, form: Form, shared: list[Tensor], x: Tensor, to_streams: Tensor, to_exit: Tensor
+    implementation: Any,
+    form: Form,
+    shared: list[Tensor],
+    x: Tensor,
+    to_streams: Tensor,
+    to_exit: Tensor,
+    sink: WeightSink | None = None,
 ) -> tuple[list[Tensor], Tensor]:
     """A sublayer and an exit behind it: what they give, and one number of that."""
     bias, *numbers = shared
-    entered = implementation.pre(x, Parameters(*numbers[:3]), form)
+    entered = implementation.pre(x, Parameters(*numbers[:3]), form, sink)
     out = implementation.post(entered.ways, torch.tanh(entered.branch_NC), bias)
-    exit_ = implementation.contract(out, Parameters(*numbers[3:]), form)
+    exit_ = implementation.contract(out, Parameters(*numbers[3:]), form, sink)
     loss = (out * to_streams.to(out.dtype)).sum() + (exit_ * to_exit.to(out.dtype)).sum()
     return [entered.branch_NC, entered.ways.post_NS, entered.ways.res_NSS, out, exit_], loss
 
@@ -146,7 +154,7 @@ def assert_near(actual: list[Tensor], expected: list[Wanted], bound: float) -> N
         assert (found.double() - wanted).norm().item() <= bound * length, f"number {number}"
 
 
-@here
+@needs_kernels
 @pytest.mark.parametrize(("tokens", "streams", "channels", "dtype"), CASES)
 def test_results_and_gradients_are_near_float64(
     tokens: int, streams: int, channels: int, dtype: torch.dtype
@@ -158,7 +166,7 @@ def test_results_and_gradients_are_near_float64(
     assert_near(actual, expected, ROUNDING[dtype])
 
 
-@here
+@needs_kernels
 @pytest.mark.parametrize(("streams", "dtype"), [(2, torch.float16), (2, torch.float32), (8, torch.float32)])
 def test_the_usual_variants(streams: int, dtype: torch.dtype) -> None:
     leaves = Leaves(3, streams, 16, dtype)
@@ -166,7 +174,7 @@ def test_the_usual_variants(streams: int, dtype: torch.dtype) -> None:
     assert_near(actual, leaves.expected(), ROUNDING[dtype])
 
 
-@here
+@needs_kernels
 def test_streams_may_begin_anywhere() -> None:
     """Also after others that began where memory is aligned, for which kernels have been compiled."""
     leaves, fused = Leaves(3, 2, 16, torch.float32), copy.deepcopy(TILES)
@@ -176,7 +184,7 @@ def test_streams_may_begin_anywhere() -> None:
     assert_near(leaves.both_ways(fused), leaves.expected(), ROUNDING[torch.float32])
 
 
-@here
+@needs_kernels
 @pytest.mark.parametrize("steps", [1, 2])
 def test_few_sinkhorn_steps(steps: int) -> None:
     leaves, form = Leaves(3, 2, 16, torch.float32), FORM._replace(steps=steps, eps=0.2, norm_eps=0.7)
@@ -184,7 +192,7 @@ def test_few_sinkhorn_steps(steps: int) -> None:
     assert_near(actual, leaves.expected(form), ROUNDING[torch.float32])
 
 
-@here
+@needs_kernels
 def test_a_weight_is_the_sum_of_its_parts() -> None:
     weight = torch.randn(5, 77, device=DEVICE) * 0.01
     if GPU:
@@ -193,7 +201,7 @@ def test_a_weight_is_the_sum_of_its_parts() -> None:
         torch.testing.assert_close(cut(Launcher(), weight, 3).float().sum(0), weight, rtol=1e-6, atol=0)
 
 
-@here
+@needs_kernels
 def test_large_float16_streams_do_not_overflow() -> None:
     leaves = Leaves(3, 2, 40, torch.float16, scale=300.0)
     actual, expected = leaves.both_ways(TILES), leaves.expected()
@@ -201,7 +209,7 @@ def test_large_float16_streams_do_not_overflow() -> None:
     assert all(found.isfinite().all() for found in actual)
 
 
-@here
+@needs_kernels
 def test_tokens_of_zeros_have_finite_gradients() -> None:
     leaves = Leaves(4, 2, 16, torch.float32)
     leaves.given[0][1:3] = 0
@@ -210,7 +218,7 @@ def test_tokens_of_zeros_have_finite_gradients() -> None:
     assert_near(actual[:5], leaves.expected()[:5], ROUNDING[torch.float32])
 
 
-@here
+@needs_kernels
 def test_the_first_index_of_the_mixing_is_the_source() -> None:
     x = torch.eye(2, device=DEVICE).repeat(1, 1, 1)
     res = torch.tensor([[[1.0, 2.0], [3.0, 4.0]]], device=DEVICE)
@@ -219,17 +227,113 @@ def test_the_first_index_of_the_mixing_is_the_source() -> None:
     assert torch.equal(out[0], res[0].t())
 
 
-@here
+@needs_kernels
 def test_no_tokens_at_all() -> None:
     actual = Leaves(0, 2, 5, torch.float32).both_ways(TILES)
     assert not any(grad.any() for grad in actual[5:])
 
 
-@here
+@needs_kernels
 def test_the_same_comes_every_time_to_the_last_bit() -> None:
     leaves = Leaves(5, 2, 24, DTYPES[-1])
     for one, other in zip(*(leaves.both_ways(TILES) for _ in range(2)), strict=True):
         assert torch.equal(one, other)
+
+
+WAITING = [(17, 1, 9, torch.float32), (2, 2, 17, torch.bfloat16)]
+"""Wrong bfloat16 is as good as any other, where bits are compared."""
+
+
+@needs_kernels
+@pytest.mark.parametrize(("tokens", "streams", "channels", "dtype"), WAITING)
+def test_gradients_of_parameters_wait_and_have_the_same_bits(
+    tokens: int, streams: int, channels: int, dtype: torch.dtype
+) -> None:
+    """Also where the parameters are gone before. Of the sublayer and of the exit two launches each come later:
+    they take none more together."""
+    leaves, launch, sink = Leaves(tokens, streams, channels, dtype), Counting(), WeightSink()
+    fused = replace(TILES, launch=launch)
+    wanted, at_once = leaves.both_ways(fused)[5:], launch.count
+    x, bias, *numbers = (each.detach().clone().requires_grad_() for each in leaves.given)
+    loss = _loss(fused, FORM, [bias, *numbers], x, leaves.to_streams, leaves.to_exit, sink)[1]
+    with sink.node("b"):
+        loss.backward()
+    assert sink.pending("b") == len(numbers) == 6
+    assert all(number.grad is None for number in numbers)
+    assert launch.count == 2 * at_once - 4
+    for number in numbers:
+        number.untyped_storage().resize_(0)
+    sink.drain("b")
+    assert launch.count == 2 * at_once
+    for leaf, grad in zip((x, bias, *numbers), wanted, strict=True):
+        assert torch.equal(leaf.grad, grad)
+
+
+@needs_kernels
+def test_a_sink_outside_of_every_node_changes_nothing() -> None:
+    leaves, launch = Leaves(2, 1, 9, torch.float32), Counting()
+    fused = replace(TILES, launch=launch)
+    wanted, launched = leaves.both_ways(fused), launch.count
+    found = leaves.both_ways(fused, sink=WeightSink())
+    assert launch.count == 2 * launched
+    assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
+
+
+@needs_kernels
+def test_of_parameters_that_are_not_trained_nothing_waits() -> None:
+    """Of the sublayer alpha alone is trained, of the exit the bias alone."""
+    leaves, sink = Leaves(2, 1, 9, torch.float32), WeightSink()
+    wanted = leaves.both_ways(TILES)[7:]
+    x, bias, *numbers = (each.detach().clone() for each in leaves.given)
+    trained = [1, 5]
+    for place in trained:
+        numbers[place].requires_grad_()
+    loss = _loss(TILES, FORM, [bias, *numbers], x, leaves.to_streams, leaves.to_exit, sink)[1]
+    with sink.node("b"):
+        loss.backward()
+    assert sink.pending("b") == 2
+    sink.drain("b")
+    assert [place for place, number in enumerate(numbers) if number.grad is not None] == trained
+    assert all(torch.equal(numbers[place].grad, wanted[place]) for place in trained)
+
+
+class Doubled(torch.autograd.Function):
+    """Its node lives as long as the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return 2 * grads[0]
+
+
+@needs_kernels
+def test_what_waits_holds_streams_and_no_graph() -> None:
+    leaves, sink = Leaves(2, 1, 9, torch.float32), WeightSink()
+    given, _, *numbers = (each.detach().requires_grad_() for each in leaves.given)
+    x = Doubled.apply(given)
+    node, streams = weakref.ref(x.grad_fn), StorageWeakRef(x.untyped_storage())
+    branch = TILES.pre(x, Parameters(*numbers[:3]), FORM, sink).branch_NC
+    with sink.node("b"):
+        branch.sum().backward()
+    del x, branch
+    assert node() is None
+    assert not streams.expired()
+    sink.drain("b")
+    assert streams.expired()
+
+
+@needs_kernels
+def test_without_tokens_nothing_is_missing_in_the_sink() -> None:
+    leaves, sink = Leaves(0, 2, 5, torch.float32), WeightSink()
+    x, bias, *numbers = (each.detach().requires_grad_() for each in leaves.given)
+    loss = _loss(TILES, FORM, [bias, *numbers], x, leaves.to_streams, leaves.to_exit, sink)[1]
+    with sink.node("b"):
+        loss.backward()
+    sink.drain("b")
+    assert all(number.grad is not None and not number.grad.any() for number in numbers)
 
 
 @pytest.mark.skipif(not GPU, reason="the interpreter does one thing after the other")
@@ -241,7 +345,7 @@ def test_no_tile_is_overwritten_while_it_is_read(tokens: int, streams: int, chan
     assert all(torch.equal(*pair) for other in others for pair in zip(first, other, strict=True))
 
 
-@here
+@needs_kernels
 def test_backward_keeps_nothing_wider_than_the_streams() -> None:
     """Of tensors as large as the streams, forward keeps the streams alone."""
     tokens, streams, channels = 8, 4, 64
@@ -261,14 +365,6 @@ def test_backward_keeps_nothing_wider_than_the_streams() -> None:
     assert sum(kept.values()) == closed_forms.fused(tokens, streams, channels, narrow=2, wide=4)
 
 
-@pytest.mark.skipif(GPU or INTERPRETED, reason="runs where kernels cannot")
+@where_kernels_cannot_run
 def test_all_of_this_under_the_interpreter() -> None:
-    plugins = ("-p", "no:cacheprovider", "-p", "no:xdist")
-    found = subprocess.run(
-        [sys.executable, "-m", "pytest", "-x", *plugins, __file__],
-        cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert found.returncode == 0, found.stdout[-4000:] + found.stderr[-2000:]
+    interpret(__file__)

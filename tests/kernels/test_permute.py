@@ -6,25 +6,15 @@ when it is first imported.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from importlib.util import find_spec
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
 
 from braid.kernels import permute
 from braid.kernels.permute import Fused, Permute, Plain
+from tests.kernels.interpreting import DEVICE, GPU, interpret, needs_kernels, where_kernels_cannot_run
 
-ROOT = Path(__file__).resolve().parents[2]
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-GPU = torch.cuda.is_available() and not INTERPRETED
-DEVICE = torch.device("cuda" if GPU else "cpu")
-needs = pytest.mark.skipif(not (GPU or INTERPRETED), reason="kernels need a GPU or the interpreter")
-WAYS = [pytest.param(Plain(), id="reference"), pytest.param(Fused(), id="fused", marks=needs)]
+WAYS = [pytest.param(Plain(), id="reference"), pytest.param(Fused(), id="fused", marks=needs_kernels)]
 DTYPES = [torch.float32, torch.float64, torch.float16, *([torch.bfloat16] if GPU else [])]
 SIZES = [(5, 3, 24), (1, 1, 1), (7, 8, 70), (0, 2, 8), (3, 1, 2100)]
 """Tokens, slots, channels."""
@@ -82,16 +72,6 @@ def test_choice_names_its_reason() -> None:
         assert permute.choose(torch.device("cuda")).name == "fused"
 
 
-@pytest.mark.skipif(GPU or INTERPRETED, reason="runs where kernels cannot")
+@where_kernels_cannot_run
 def test_all_of_this_under_the_interpreter() -> None:
-    if not find_spec("triton"):
-        pytest.skip("Triton is not installed")
-    plugins = ("-p", "no:cacheprovider", "-p", "no:xdist")
-    found = subprocess.run(
-        [sys.executable, "-m", "pytest", "-x", *plugins, __file__],
-        cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert found.returncode == 0, found.stdout[-4000:] + found.stderr[-2000:]
+    interpret(__file__)

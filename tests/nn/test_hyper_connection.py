@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
 from braid.architecture import HyperConnections
@@ -12,7 +16,10 @@ from braid.kernels import hyper_connection as op
 from braid.nn.cost import Portion
 from braid.nn.hyper_connection import HyperConnection, HyperExit, HyperMean, deviation, expand
 from braid.nn.init import initialize
+from braid.nn.weight_sink import WeightSink, hand_sink
+from tests.nn.delayed_cases import Case
 from tests.nn.float64 import float32_means_float64
+from tests.nn.test_weight_sink import assert_bits, at_once, delayed
 
 EPS = 1e-5
 HIDDEN = 6
@@ -195,13 +202,86 @@ def test_deviation_is_the_worst_sum() -> None:
     assert not deviation(res).requires_grad
 
 
+# ------------------------------------------------------------------------------ weights that wait
+
+
+def both(streams: int, dtype: torch.dtype) -> Case:
+    """A connection and an exit behind it, the same every time."""
+    generator = torch.Generator().manual_seed(3)
+    layer = nn.ModuleList([built(kind, streams, dtype) for kind in (HyperConnection, HyperExit)])
+    connection, leave = layer
+    for parameter in layer.parameters():
+        parameter.data.copy_(torch.randn(parameter.shape, generator=generator))
+
+    def forward(x: Tensor) -> Tensor:
+        read, entered = connection(x.sin())
+        return leave(connection.post(entered, torch.tanh(read)))
+
+    return Case(layer, forward)
+
+
+@pytest.mark.parametrize("streams", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_waiting_changes_no_bit(streams: int, dtype: torch.dtype) -> None:
+    """Also where the weights are gone before their gradients are asked for."""
+    expected, actual = both(streams, dtype), both(streams, dtype)
+    xs = [streams_of(streams, dtype) for _ in range(3)]
+    later = [x.detach().clone().requires_grad_() for x in xs]
+    at_once(expected, xs)
+    delayed(actual, later)
+    assert_bits(actual.layer, expected.layer)
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(later, xs, strict=True))
+
+
+def test_gradients_of_projections_wait() -> None:
+    made, sink, x = both(2, torch.float32), WeightSink(), streams_of(2, torch.float32)
+    hand_sink(made.layer, sink)
+    y = made.forward(x)
+    with sink.node("b"):
+        y.sum().backward()
+    assert sink.pending("b") == 2
+    assert [name for name, p in made.layer.named_parameters() if p.grad is None] == ["0.weight", "1.weight"]
+    sink.drain("b")
+    assert all(p.grad is not None for p in made.layer.parameters())
+
+
+class Doubled(torch.autograd.Function):
+    """Its node lives as long as the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return 2 * grads[0]
+
+
+def test_what_waits_holds_streams_and_no_graph() -> None:
+    """A graph may hold gradients that have arrived at its other end."""
+    connection, sink = built(HyperConnection, 2, torch.float32), WeightSink()
+    hand_sink(connection, sink)
+    x = Doubled.apply(streams_of(2, torch.float32))
+    node, streams = weakref.ref(x.grad_fn), StorageWeakRef(x.untyped_storage())
+    y = connection(x)[0]
+    with sink.node("b"):
+        y.sum().backward()
+    del x, y
+    assert node() is None
+    assert not streams.expired()
+    sink.drain("b")
+    assert streams.expired()
+
+
 # --------------------------------------------------------------------------------- cost and problems
 
 
+@pytest.mark.parametrize("sink", [None, WeightSink()], ids=["plain", "sink"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("streams", [1, 2, 4])
-def test_cost_is_what_autograd_keeps(streams: int, dtype: torch.dtype) -> None:
+def test_cost_is_what_autograd_keeps(streams: int, dtype: torch.dtype, sink: WeightSink | None) -> None:
     connection, leave = built(HyperConnection, streams, dtype), built(HyperExit, streams, dtype)
+    hand_sink(nn.ModuleList([connection, leave]), sink)
     portion = Portion(rows=2, tokens=3, dtype=dtype, device="cpu")
     x = streams_of(streams, dtype)
     y = torch.randn(2, 3, HIDDEN, dtype=dtype, requires_grad=True)

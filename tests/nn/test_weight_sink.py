@@ -3,13 +3,13 @@ is drained exactly once."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
 from braid import architecture
@@ -274,10 +274,24 @@ def test_every_node_is_drained_once_and_after_its_backward() -> None:
 def test_what_waited_is_let_go() -> None:
     layer, sink = one_layer()
     x = torch.ones(1, 2)
-    held = weakref.ref(x)
+    held = StorageWeakRef(x.untyped_storage())
     with sink.node("b"):
         layer(x).sum().backward()
     del x
-    assert held() is not None
+    assert not held.expired()
     sink.drain("b")
-    assert held() is None
+    assert held.expired()
+
+
+def test_what_waits_keeps_no_graph() -> None:
+    """Nor the gradients that arrived at its end: what a layer was given waits without its past."""
+    layer, sink = one_layer()
+    kept_by_the_past = torch.ones(1, 2)
+    held = StorageWeakRef(kept_by_the_past.untyped_storage())
+    x = torch.ones(1, 2, requires_grad=True) * kept_by_the_past
+    del kept_by_the_past
+    with sink.node("b"):
+        layer(x).sum().backward(retain_graph=True)
+    del x
+    assert held.expired()
+    sink.drain("b")

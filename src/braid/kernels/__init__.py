@@ -11,7 +11,16 @@ from dataclasses import dataclass
 import torch
 
 from braid import architecture
-from braid.kernels import attention, delta_rule, grouped_mlp, hyper_connection, permute, ssd
+from braid.kernels import (
+    attention,
+    delta_rule,
+    grouped_mlp,
+    hyper_connection,
+    permute,
+    rms_norm,
+    rotary,
+    ssd,
+)
 from braid.kernels.choice import Choice
 from braid.pattern import Kind
 
@@ -26,12 +35,14 @@ class Kernels:
     grouped_mlp: Choice[grouped_mlp.GroupedMlp] | None
     permute: Choice[permute.Permute] | None
     hyper_connection: Choice[hyper_connection.HyperConnect] | None
+    rms_norm: Choice[rms_norm.Normalize]
+    rotary: Choice[rotary.Turn] | None
 
     @property
     def choices(self) -> tuple[Choice, ...]:
         """What there is to tell the user."""
         mixers = (self.attention, self.ssd, self.delta_rule)
-        every = (*mixers, self.grouped_mlp, self.permute, self.hyper_connection)
+        every = (*mixers, self.rotary, self.rms_norm, self.grouped_mlp, self.permute, self.hyper_connection)
         return tuple(choice for choice in every if choice is not None)
 
 
@@ -56,6 +67,8 @@ def choose(
         hyper_connection=None
         if hyper is None
         else hyper_connection.choose(device, dtype, streams=hyper.streams),
+        rms_norm=rms_norm.choose(device, dtype, channels=model.hidden),
+        rotary=rotary.choose(device, dtype) if attends else None,
     )
 
 
@@ -68,4 +81,6 @@ def references() -> Kernels:
         grouped_mlp=grouped_mlp.REFERENCE,
         permute=permute.REFERENCE,
         hyper_connection=hyper_connection.REFERENCE,
+        rms_norm=rms_norm.REFERENCE,
+        rotary=rotary.REFERENCE,
     )

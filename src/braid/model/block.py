@@ -124,7 +124,8 @@ class Block(Recomputing):
         self.layers = nn.ModuleDict()
         on: dict[str, Any] = {"device": device, "dtype": dtype}
         for layer in block.layers:
-            before = norm(shape.norm, shape.hidden, shape.norm_eps, copies=groups.tp, **on)
+            normalize = kernels.rms_norm.function
+            before = norm(shape.norm, shape.hidden, shape.norm_eps, normalize, copies=groups.tp, **on)
             inner = _layer(layer, shape, kernels, dispatcher, {"groups": groups, **on})
             ways = connection_of(shape, kernels, {"groups": groups, **on})
             self.layers[NAMES[layer.kind]] = PreNorm(before, inner, ways)
@@ -311,7 +312,7 @@ class Block(Recomputing):
         if not portion.again("hyper"):
             return norm + cost + pre_norm.connection.cost(portion)
         # Of the way in nothing is kept, of the way out the layer's result.
-        branch = 0 if portion.mixed and not portion.again("norm") else stream
+        branch = 0 if pre_norm.norm.widens(portion) and not portion.again("norm") else stream
         return replace(norm, kept=norm.kept - branch) + cost + Cost(kept=stream)
 
     def _recomputed_cost(self, portion: Portion, every: Cost, stream: int, result: int) -> Cost:
@@ -369,16 +370,20 @@ def _layer(
     on: dict[str, Any],
 ) -> Inner:
     """The module of a layer. The plan has made sure that its shape is there."""
-    hidden, eps = shape.hidden, shape.norm_eps
+    hidden, eps, normalize = shape.hidden, shape.norm_eps, kernels.rms_norm.function
     match layer.kind:
-        case Kind.ATTENTION if shape.attention and kernels.attention:
-            return Attention(shape.attention, hidden, eps, kernels.attention.function, **on)
-        case Kind.LATENT_ATTENTION if shape.latent_attention and kernels.attention:
-            return LatentAttention(shape.latent_attention, hidden, eps, kernels.attention.function, **on)
+        case Kind.ATTENTION if shape.attention and kernels.attention and kernels.rotary:
+            attend, turn = kernels.attention.function, kernels.rotary.function
+            return Attention(shape.attention, hidden, eps, attend, normalize=normalize, turn=turn, **on)
+        case Kind.LATENT_ATTENTION if shape.latent_attention and kernels.attention and kernels.rotary:
+            attend, turn = kernels.attention.function, kernels.rotary.function
+            own = shape.latent_attention
+            return LatentAttention(own, hidden, eps, attend, normalize=normalize, turn=turn, **on)
         case Kind.MAMBA2 if shape.mamba2 and kernels.ssd:
             return Mamba2(shape.mamba2, hidden, eps, kernels.ssd.function, **on)
         case Kind.DELTA_NET if shape.delta_net and kernels.delta_rule:
-            return DeltaNet(shape.delta_net, hidden, eps, kernels.delta_rule.function, **on)
+            rule = kernels.delta_rule.function
+            return DeltaNet(shape.delta_net, hidden, eps, rule, normalize=normalize, **on)
         case Kind.MLP if shape.mlp:
             return Mlp(shape.mlp, hidden, **on)
         case Kind.MOE if shape.moe and kernels.grouped_mlp and kernels.permute:

@@ -153,7 +153,8 @@ class LanguageModel(Recomputing):
         self.stack = Stack(layout, self.segments, shape, kernels, dispatcher, groups=groups, **on)
         if ends:
             self.exit = leaving(shape, kernels, {"groups": groups, **on})
-            self.final_norm = norm(shape.norm, shape.hidden, shape.norm_eps, copies=groups.tp, **on)
+            normalize = kernels.rms_norm.function
+            self.final_norm = norm(shape.norm, shape.hidden, shape.norm_eps, normalize, copies=groups.tp, **on)
             self.head = None if shape.tied else Head(shape.vocab, shape.hidden, groups=groups, **on)
         self.mtp = nn.ModuleDict(
             {str(d.depth): Mtp(d, shape, kernels, dispatcher, groups=groups, **on) for d in depths}

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Container
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -81,8 +82,9 @@ class Mtp(Recomputing):
         on: dict[str, Any] = {"device": device, "dtype": dtype}
         self.streams = 1 if shape.hyper is None else shape.hyper.streams
         hidden, copied = shape.hidden, {"copies": groups.tp, **on}
-        self.embedding_norm = norm(shape.norm, hidden, shape.norm_eps, **copied)
-        self.hidden_norm = norm(shape.norm, hidden, shape.norm_eps, **copied)
+        normed = partial(norm, shape.norm, hidden, shape.norm_eps, kernels.rms_norm.function, **copied)
+        self.embedding_norm = normed()
+        self.hidden_norm = normed()
         self.projection: Linear | None = None
         self.embedding_projection: Linear | None = None
         self.hidden_projection: Linear | None = None
@@ -98,7 +100,7 @@ class Mtp(Recomputing):
             }
         )
         self.exit = leaving(shape, kernels, {"groups": groups, **on})
-        self.final_norm = norm(shape.norm, hidden, shape.norm_eps, **copied)
+        self.final_norm = normed()
 
     def forward(self, before: Tensor, embedded_BtC: Tensor, context: Context) -> tuple[Tensor, Tensor]:
         """What the next depth reads, and the hidden state from which this depth's tokens are told."""
@@ -156,13 +158,14 @@ class Mtp(Recomputing):
         if self.exit is None:
             if portion.again("norm"):
                 return replace(norms, kept=stream * (1 + (not first and groups.tp.size > 1)))
-            return norms + Cost(kept=stream * (2 - (not portion.mixed and groups.tp.size == 1)))
+            same = not self.hidden_norm.widens(portion) and groups.tp.size == 1
+            return norms + Cost(kept=stream * (2 - same))
         # An exit before it that learns keeps the same streams, unless it has wide copies of them.
         learns = isinstance(self.exit, HyperExit)
         if portion.again("norm"):
             kept_before = learns and (not portion.mixed or portion.device == "cuda")
             return replace(norms, kept=stream * (1 + (0 if kept_before else self.streams)))
-        kept_before = learns and not portion.mixed
+        kept_before = learns and not self.hidden_norm.widens(portion)
         return norms + Cost(kept=stream * (1 + (0 if kept_before else self.streams)))
 
     def flops(self, tokens: int) -> int:

@@ -27,7 +27,10 @@ from torch import Tensor
 
 from braid import architecture
 from braid.collectives import Groups, gather
+from braid.kernels import rms_norm, rotary
 from braid.kernels.attention import Attend, Spans, attend_cached, pairs_seen
+from braid.kernels.rms_norm import Normalize
+from braid.kernels.rotary import Turn
 from braid.nn.canonical import Canonical, under
 from braid.nn.cost import Cost, Portion, gather_cost, scatter_cost, swap_cost
 from braid.nn.head_share import HeadShare, Part
@@ -56,13 +59,15 @@ class Attention(Recomputing):
         eps: float,
         attend: Attend,
         *,
+        normalize: Normalize = rms_norm.PLAIN,
+        turn: Turn = rotary.PLAIN,
         groups: Groups = Groups(),
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.shape, self.groups = shape, groups
-        self.attend = attend
+        self.attend, self.turn = attend, turn
         self.share = HeadShare(all_groups=shape.kv_heads, all_heads=shape.heads, ranks=groups)
         dim, tp = shape.head_dim, groups.tp
         self.readers = (Part("q", dim), Part("k", dim, common=True), Part("v", dim, common=True))
@@ -71,8 +76,9 @@ class Attention(Recomputing):
         outputs = (self.share.groups, sum(self.share.sizes(self.parts)))
         self.qkv = Linear(hidden, outputs, bias=shape.bias, device=device, dtype=dtype)
         self.o = RowLinear(self.share.heads * dim, hidden, tp, bias=shape.bias, device=device, dtype=dtype)
-        self.q_norm = RmsNorm(dim, eps, copies=tp, device=device, dtype=dtype) if shape.qk_norm else None
-        self.k_norm = RmsNorm(dim, eps, copies=tp, device=device, dtype=dtype) if shape.qk_norm else None
+        normed = partial(RmsNorm, dim, eps, normalize=normalize, copies=tp, device=device, dtype=dtype)
+        self.q_norm = normed() if shape.qk_norm else None
+        self.k_norm = normed() if shape.qk_norm else None
 
     def forward(
         self, x_BtC: Tensor, spans: Spans, rotary: Rotary | None, cache: AttentionCache | None = None
@@ -94,17 +100,13 @@ class Attention(Recomputing):
         self, spans: Spans, rotary: Rotary | None, cache: AttentionCache | None, readers_BTkF: Tensor
     ) -> Tensor:
         """What heads read, from the projections of all tokens."""
-        q_BTqD, k_BTkD, v_BTkD = self._heads(readers_BTkF)
-        if self.q_norm is not None and self.k_norm is not None:
-            q_BTqD, k_BTkD = self.q_norm(q_BTqD), self.k_norm(k_BTkD)
-        if rotary is not None:
-            q_BTqD, k_BTkD = rotate(q_BTqD, rotary), rotate(k_BTkD, rotary)
-        return self._read(q_BTqD, k_BTkD, v_BTkD, spans, cache)
-
-    def _heads(self, readers_BTkF: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values."""
         q_BTkF, k_BTkD, v_BTkD = readers_BTkF.split(self.share.core_sizes(self.readers), -1)
-        return q_BTkF.unflatten(-1, (-1, self.shape.head_dim)).flatten(2, 3), k_BTkD, v_BTkD
+        q_BTkgD = q_BTkF.unflatten(-1, (-1, self.shape.head_dim))
+        if self.q_norm is not None and self.k_norm is not None:
+            q_BTkgD, k_BTkD = self.q_norm(q_BTkgD), self.k_norm(k_BTkD)
+        if rotary is not None:
+            q_BTkgD, k_BTkD = (rotate(heads, rotary, self.turn) for heads in (q_BTkgD, k_BTkD))
+        return self._read(q_BTkgD.flatten(2, 3), k_BTkD, v_BTkD, spans, cache)
 
     def _read(
         self, q_BTqD: Tensor, k_BTkD: Tensor, v_BTkD: Tensor, spans: Spans, cache: AttentionCache | None
@@ -156,8 +158,7 @@ class Attention(Recomputing):
             norms = self.q_norm.cost(portion, every * share.core_heads) + self.k_norm.cost(
                 portion, every * share.core_groups
             )
-            # Without a copy to widen them, keys are normed where they are, and queries of a single group too.
-            in_place = 0 if portion.mixed else k + (q if share.core_groups == 1 else 0)
+            in_place = 0 if self.q_norm.widens(portion) else q + k  # without a copy to widen them
             kept += norms.kept - in_place + q + k
         elif self.shape.positions == "rope":
             kept += q + k

@@ -30,8 +30,10 @@ from torch.nn import functional as F
 
 from braid import architecture
 from braid.collectives import Groups, gather
+from braid.kernels import rms_norm
 from braid.kernels.delta_rule import DeltaRule, step
 from braid.kernels.kept import CHUNK, in_chunks, remembered
+from braid.kernels.rms_norm import Normalize
 from braid.nn.canonical import Canonical, under
 from braid.nn.cost import Cost, Portion, gather_cost, scatter_cost, swap_cost
 from braid.nn.grouped_conv import GroupedConv
@@ -72,6 +74,7 @@ class DeltaNet(Recomputing):
         eps: float,
         delta_rule: DeltaRule,
         *,
+        normalize: Normalize = rms_norm.PLAIN,
         groups: Groups = Groups(),
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
@@ -90,7 +93,9 @@ class DeltaNet(Recomputing):
         self.scalars = HeadScalars(
             self.share, {"A_log": "decay_log", "dt_bias": "time_step"}, device=device, dtype=dtype
         )
-        self.gate_norm = RmsNorm(shape.value_dim, eps, copies=groups.tp, device=device, dtype=dtype)
+        self.gate_norm = RmsNorm(
+            shape.value_dim, eps, normalize=normalize, copies=groups.tp, device=device, dtype=dtype
+        )
         inner = self.share.heads * shape.value_dim
         self.o = RowLinear(inner, hidden, groups.tp, device=device, dtype=dtype)
 
@@ -198,7 +203,7 @@ class DeltaNet(Recomputing):
         seen = portion.normed(own * hidden * n, tp.size > 1)
         kept = seen + self.conv.cost(portion).kept
         kept += every * heads * (2 * w + n) + 2 * heads * w + remembered(*rule, narrow=n, wide=w)
-        kept += self.gate_norm.cost(portion, own * share.heads).kept + own * inner * (3 * w + n)
+        kept += self.gate_norm.cost(portion, own * share.heads, wide=True).kept + own * inner * (3 * w + n)
         if not portion.mixed and share.groups == 1:
             kept += (
                 own * (self.qkvbaz.channels_out - inner) * n

@@ -34,7 +34,10 @@ from torch import Tensor
 
 from braid import architecture
 from braid.collectives import Groups, gather, swap
+from braid.kernels import rms_norm, rotary
 from braid.kernels.attention import Attend, Spans, attend_cached, pairs_seen
+from braid.kernels.rms_norm import Normalize
+from braid.kernels.rotary import Turn
 from braid.nn.canonical import Canonical, Span, under
 from braid.nn.cost import Cost, Portion, gather_cost, scatter_cost, swap_cost
 from braid.nn.linear import Linear, RowLinear
@@ -62,13 +65,15 @@ class LatentAttention(Recomputing):
         eps: float,
         attend: Attend,
         *,
+        normalize: Normalize = rms_norm.PLAIN,
+        turn: Turn = rotary.PLAIN,
         groups: Groups = Groups(),
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.shape, self.groups = shape, groups
-        self.attend = attend
+        self.attend, self.turn = attend, turn
         tp, q_rank = groups.tp, shape.q_rank or 0
         self.heads = shape.heads // tp.size
         """What this tp rank has of them."""
@@ -76,8 +81,9 @@ class LatentAttention(Recomputing):
         self.down = Linear(
             hidden, q_rank + shape.kv_rank + shape.rope_dim, copies=tp, device=device, dtype=dtype
         )
-        self.q_norm = RmsNorm(q_rank, eps, copies=tp, device=device, dtype=dtype) if q_rank else None
-        self.kv_norm = RmsNorm(shape.kv_rank, eps, copies=tp, device=device, dtype=dtype)
+        normed = partial(RmsNorm, eps=eps, normalize=normalize, copies=tp, device=device, dtype=dtype)
+        self.q_norm = normed(q_rank) if q_rank else None
+        self.kv_norm = normed(shape.kv_rank)
         q_dim, kv_dim = shape.nope_dim + shape.rope_dim, shape.nope_dim + shape.v_dim
         self.q = Linear(q_rank or hidden, (self.heads, q_dim), device=device, dtype=dtype)
         self.kv_up = Linear(shape.kv_rank, (self.heads, kv_dim), device=device, dtype=dtype)
@@ -91,7 +97,7 @@ class LatentAttention(Recomputing):
         assert cache is None or self.groups.tp.size == cp.size == 1
         q_BSHD, latent_BSL, k_BSR = self._latents(x_BtC)
         q_BThD = swap(q_BSHD, cp, split=2, join=1)
-        k_BT1R = rotate(gather(k_BSR, cp, dim=1).unsqueeze(2), rotary)
+        k_BT1R = rotate(gather(k_BSR, cp, dim=1).unsqueeze(2), rotary, self.turn)
         kept_BZ1W = None
         if cache is not None:
             kept_BZ1W = cache.latents.append(torch.cat([latent_BSL.unsqueeze(2), k_BT1R], -1))
@@ -121,7 +127,7 @@ class LatentAttention(Recomputing):
 
     def _turned(self, q_BThD: Tensor, rotary: Rotary) -> Tensor:
         q_BThP, q_BThR = q_BThD.split([self.shape.nope_dim, self.shape.rope_dim], -1)
-        return torch.cat([q_BThP, rotate(q_BThR, rotary)], -1)
+        return torch.cat([q_BThP, rotate(q_BThR, rotary, self.turn)], -1)
 
     def _read(self, spans: Spans, rotary: Rotary, q_BThD: Tensor, kv_BThE: Tensor, k_BT1R: Tensor) -> Tensor:
         """The plain form: every head has its keys and values written out. The shared key is turned already."""
@@ -181,7 +187,8 @@ class LatentAttention(Recomputing):
         norms = self.kv_norm.cost(portion, part)
         if self.q_norm is not None:
             norms += self.q_norm.cost(portion, part)
-        in_place = 0 if portion.mixed else part * shape.rope_dim * n  # norms read slices of what `down` gives
+        # Norms read slices of what `down` gives.
+        in_place = 0 if self.kv_norm.widens(portion) else part * shape.rope_dim * n
         latents = (q_rank or hidden) + shape.kv_rank
         if tp.size > 1 and portion.rows == 1:
             latents += shape.rope_dim  # gathered together, and then read in place

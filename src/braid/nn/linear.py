@@ -181,10 +181,12 @@ class _Products(torch.autograd.Function):
     def backward(ctx: Any, *grads_NO: Tensor) -> tuple[Tensor | None, ...]:
         weight, *xs_NI = ctx.saved_tensors
         _, weight_needs, bias_needs, *x_needs = ctx.needs_input_grad
+        # Without a past: what waits would keep all of its graph, and the gradients that arrived there.
+        alone_NI = [x_NI.detach() for x_NI in reversed(xs_NI)]
         last_first = tuple(zip(x_needs, reversed(grads_NO), reversed(_parts(weight, len(xs_NI))), strict=True))
         return (
             None,
-            _left(ctx.sink, ctx.weight, partial(_weight_grad, grads_NO, xs_NI[::-1])) if weight_needs else None,
+            _left(ctx.sink, ctx.weight, partial(_weight_grad, grads_NO, alone_NI)) if weight_needs else None,
             _left(ctx.sink, ctx.bias, partial(_bias_grad, grads_NO)) if bias_needs else None,
             *(grad_NO.mm(weight_OI) if needs else None for needs, grad_NO, weight_OI in last_first),
         )

@@ -3,7 +3,7 @@
 Tables are made once per micro-batch from the positions in the data, which start again in every document. Where
 they are narrower than a head, its first R channels turn and the others pass.
 
-Shapes: B rows, T tokens, Q heads of any kind, D head channels, R rotated channels, P = R / 2 pairs of them.
+Shapes: B rows, T tokens, D head channels, R rotated channels, P = R / 2 pairs of them.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from braid.architecture import Yarn
+from braid.kernels.rotary import PLAIN, Turn
 
 
 class Rotary(NamedTuple):
@@ -63,30 +64,20 @@ def _pair_that_turns(rotations: float, rope_dim: int, base: float, scaling: Yarn
     return -math.log(frequency, base) * rope_dim / 2
 
 
-def rotate(x_BTQD: Tensor, rotary: Rotary) -> Tensor:
-    """Turn the heads to their positions."""
-    return _Rotate.apply(x_BTQD, *rotary)
+def rotate(x: Tensor, rotary: Rotary, turn: Turn = PLAIN) -> Tensor:
+    """Turn heads x (B, T, ..., D) to their positions."""
+    return _Rotate.apply(turn, x, *rotary)
 
 
 class _Rotate(torch.autograd.Function):
     """A rotation's gradient is the rotation back: nothing of x needs to be kept."""
 
     @staticmethod
-    def forward(ctx: Any, x_BTQD: Tensor, cos_BT1R: Tensor, sin_BT1R: Tensor) -> Tensor:
+    def forward(ctx: Any, turn: Turn, x: Tensor, cos_BT1R: Tensor, sin_BT1R: Tensor) -> Tensor:
         ctx.save_for_backward(cos_BT1R, sin_BT1R)
-        return _turn(x_BTQD, cos_BT1R, sin_BT1R, 1)
+        ctx.turn = turn
+        return turn(x, cos_BT1R, sin_BT1R, 1)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        cos_BT1R, sin_BT1R = ctx.saved_tensors
-        return _turn(grads[0], cos_BT1R, sin_BT1R, -1), None, None
-
-
-def _turn(x_BTQD: Tensor, cos_BT1R: Tensor, sin_BT1R: Tensor, direction: int) -> Tensor:
-    rope_dim = cos_BT1R.shape[-1]
-    wide_BTQR = x_BTQD[..., :rope_dim].to(cos_BT1R.dtype)
-    partner_BTQR = wide_BTQR.roll(rope_dim // 2, -1)
-    turned_BTQR = (wide_BTQR * cos_BT1R).addcmul_(partner_BTQR, sin_BT1R, value=direction).to(x_BTQD.dtype)
-    if rope_dim == x_BTQD.shape[-1]:
-        return turned_BTQR
-    return torch.cat([turned_BTQR, x_BTQD[..., rope_dim:]], -1)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None, None]:
+        return None, ctx.turn(grads[0], *ctx.saved_tensors, -1), None, None

@@ -198,7 +198,8 @@ class _Fused(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy_NC: Tensor) -> tuple[Tensor | None, ...]:
         x_NC, probs_N, h, *others = ctx.saved_tensors
-        kept = Kept(x_NC, probs_N, h, Tiles._make((*others[:5], ctx.tile_rows)))
+        # Without a past: products that wait would keep all of it.
+        kept = Kept(x_NC.detach(), probs_N.detach(), h, Tiles._make((*others[:5], ctx.tile_rows)))
         x_needs, probs_needs, *parameters_need = ctx.needs_input_grad[3:]
         found = backward(ctx.how, dy_NC.contiguous(), kept, Weights(*others[5:]), x_needs=x_needs)
 

@@ -98,7 +98,7 @@ class _Product(torch.autograd.Function):
         return (
             None,
             None,
-            left(ctx.weight, multiply.weight_grad, x_NI) if weight_needs else None,
+            left(ctx.weight, multiply.weight_grad, x_NI.detach()) if weight_needs else None,
             left(ctx.bias, multiply.bias_grad) if bias_needs else None,
             multiply.x_grad(grads, weight) if x_needs else None,
         )

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from braid.kernels.choice import Choice
+from braid.kernels.grouped_mlp.product import Sink
 from braid.kernels.hyper_connection import reference
 from braid.kernels.hyper_connection.reference import Entered, Form, Parameters, Ways
 
@@ -27,13 +28,16 @@ FUSED = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class HyperConnect(Protocol):
-    """What every implementation computes; see `reference`."""
+    """What every implementation computes; see `reference`. With a sink, what gives the gradient of the weight
+    is left there, and with it, as each implementation likes, those of the other parameters."""
 
-    def pre(self, x_NSC: Tensor, parameters: Parameters, form: Form) -> Entered: ...
+    def pre(self, x_NSC: Tensor, parameters: Parameters, form: Form, sink: Sink | None = None) -> Entered: ...
 
     def post(self, ways: Ways, y_NC: Tensor, bias_C: Tensor | None = None) -> Tensor: ...
 
-    def contract(self, x_NSC: Tensor, parameters: Parameters, form: Form) -> Tensor: ...
+    def contract(
+        self, x_NSC: Tensor, parameters: Parameters, form: Form, sink: Sink | None = None
+    ) -> Tensor: ...
 
 
 class _Reference:

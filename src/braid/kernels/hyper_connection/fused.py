@@ -4,18 +4,24 @@
 together with all else that reaches the streams, so that they are written once. Kept are streams, the branch's
 result, and some numbers per token; nothing wider than the streams is made.
 
+With a sink, the gradients of weight, alpha and bias wait there, and with them the streams and the gradient of
+the projection. They are found together, at once or later, by the same launches.
+
 Shapes: N tokens, S streams, C channels, K = S · C, M rows of the projection, A strengths.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from braid.kernels.grouped_mlp.product import Sink
 from braid.kernels.hyper_connection import reference
 from braid.kernels.hyper_connection.device.gradients import (
     GradientVariant,
@@ -24,7 +30,6 @@ from braid.kernels.hyper_connection.device.gradients import (
     gradients,
     weight_gradient,
 )
-from braid.kernels.hyper_connection.device.launch import Launcher
 from braid.kernels.hyper_connection.device.mapping import Known, MapVariant, map_backward, map_forward
 from braid.kernels.hyper_connection.device.projection import ProjectionVariant, project
 from braid.kernels.hyper_connection.device.streams import (
@@ -35,6 +40,7 @@ from braid.kernels.hyper_connection.device.streams import (
     mix_backward,
 )
 from braid.kernels.hyper_connection.reference import Entered, Form, Mappings, Parameters, Ways
+from braid.kernels.launch import Launcher
 
 SHORT = ProjectionVariant(tokens=64, splits=8, stages=2)
 """Where a token is wide, or is made so to be multiplied."""
@@ -65,11 +71,11 @@ class Fused:
         project = USUAL.project if dtype == torch.bfloat16 else SHORT
         return replace(USUAL, project=project, launch=Launcher())
 
-    def pre(self, x_NSC: Tensor, parameters: Parameters, form: Form) -> Entered:
+    def pre(self, x_NSC: Tensor, parameters: Parameters, form: Form, sink: Sink | None = None) -> Entered:
         """As `reference.pre`."""
         if not x_NSC.shape[0]:
-            return reference.pre(x_NSC, parameters, form)
-        branch_NC, *ways = _Pre.apply(self, form, x_NSC.contiguous(), *parameters)
+            return reference.pre(x_NSC, parameters, form, sink)
+        branch_NC, *ways = _Pre.apply(self, form, sink, x_NSC.contiguous(), *parameters)
         return Entered(branch_NC, Ways(*ways))
 
     def post(self, ways: Ways, y_NC: Tensor, bias_C: Tensor | None = None) -> Tensor:
@@ -80,11 +86,11 @@ class Fused:
         out_NSC: Tensor = _Post.apply(self, x_NSC, y_NC, bias_C, post_NS, res_NSS)
         return out_NSC
 
-    def contract(self, x_NSC: Tensor, parameters: Parameters, form: Form) -> Tensor:
+    def contract(self, x_NSC: Tensor, parameters: Parameters, form: Form, sink: Sink | None = None) -> Tensor:
         """As `reference.contract`."""
         if not x_NSC.shape[0]:
-            return reference.contract(x_NSC, parameters, form)
-        out_NC: Tensor = _Contract.apply(self, form, x_NSC, *parameters)
+            return reference.contract(x_NSC, parameters, form, sink)
+        out_NC: Tensor = _Contract.apply(self, form, sink, x_NSC, *parameters)
         return out_NC
 
 
@@ -118,10 +124,10 @@ CROWDED = Fused(
 class _Pre(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, fused: Fused, form: Form, x_NSC: Tensor, weight_MK: Tensor, alpha_A: Tensor, bias_M: Tensor
+        ctx: Any, fused: Fused, form: Form, sink: Sink | None, x_NSC: Tensor, *parameters: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         assert x_NSC.is_contiguous()
-        branch_NC, made = _into(ctx, fused, form, x_NSC, Parameters(weight_MK, alpha_A, bias_M))
+        branch_NC, made = _into(ctx, fused, form, sink, x_NSC, parameters)
         return branch_NC, x_NSC, made.post_NS, made.res_NSS
 
     @staticmethod
@@ -129,24 +135,26 @@ class _Pre(torch.autograd.Function):
     def backward(
         ctx: Any, d_branch_NC: Tensor, d_out_NSC: Tensor, d_post_NS: Tensor, d_res_NSS: Tensor
     ) -> tuple[Tensor | None, ...]:
-        return None, None, *_out_of(ctx, d_branch_NC, d_out_NSC.contiguous(), d_post_NS, d_res_NSS)
+        return None, None, None, *_out_of(ctx, d_branch_NC, d_out_NSC.contiguous(), d_post_NS, d_res_NSS)
 
 
 class _Contract(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, fused: Fused, form: Form, x_NSC: Tensor, weight_MK: Tensor, alpha_A: Tensor, bias_M: Tensor
+        ctx: Any, fused: Fused, form: Form, sink: Sink | None, x_NSC: Tensor, *parameters: Tensor
     ) -> Tensor:
-        out_NC, _ = _into(ctx, fused, form, x_NSC.contiguous(), Parameters(weight_MK, alpha_A, bias_M))
+        out_NC, _ = _into(ctx, fused, form, sink, x_NSC.contiguous(), parameters)
         return out_NC
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_NC: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *_out_of(ctx, d_NC, None, d_NC, d_NC)
+        return None, None, None, *_out_of(ctx, d_NC, None, d_NC, d_NC)
 
 
-def _into(ctx: Any, fused: Fused, form: Form, x_NSC: Tensor, parameters: Parameters) -> tuple[Tensor, Mappings]:
+def _into(
+    ctx: Any, fused: Fused, form: Form, sink: Sink | None, x_NSC: Tensor, parameters: Sequence[Tensor]
+) -> tuple[Tensor, Mappings]:
     """The sum of streams and the mappings; what backward needs is left in `ctx`."""
     tokens, streams, channels = x_NSC.shape
     launch = fused.launch
@@ -156,32 +164,67 @@ def _into(ctx: Any, fused: Fused, form: Form, x_NSC: Tensor, parameters: Paramet
         launch, sums_ZNW, alpha_A, bias_M, form, fused.map, streams=streams, channels=channels
     )
     ctx.save_for_backward(x_NSC, weight_MK, alpha_A, bias_M, made.pre_NS, made.res_NSS, *known)
-    ctx.fused, ctx.form = fused, form
+    ctx.fused, ctx.form, ctx.sink, ctx.parameters = fused, form, sink, parameters
     return aggregate(launch, x_NSC, made.pre_NS, fused.aggregate), made
 
 
 def _out_of(
     ctx: Any, d_branch_NC: Tensor, d_out_NSC: Tensor | None, d_post_NS: Tensor, d_res_NSS: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of streams, weight, alpha and bias."""
+) -> tuple[Tensor | None, ...]:
+    """The gradients of streams, weight, alpha and bias; None for those that wait."""
     x_NSC, weight_MK, alpha_A, bias_M, pre_NS, res_NSS, *known = ctx.saved_tensors
-    tokens, streams, channels = x_NSC.shape
+    _, streams, channels = x_NSC.shape
     fused: Fused = ctx.fused
     launch = fused.launch
     d_branch_NC = d_branch_NC.contiguous()
     d_pre_NS = aggregate_backward(launch, d_branch_NC, x_NSC, fused.aggregate_backward)
     grads = Mappings(d_pre_NS, d_post_NS.contiguous(), d_res_NSS.contiguous())
-    reached, partial = map_backward(
+    reached, numbers_ZE = map_backward(
         launch, grads, Known(*known), alpha_A, bias_M, ctx.form, fused.map_backward,
         streams=streams, channels=channels, in_parts=x_NSC.dtype == torch.bfloat16,
     )  # fmt: skip
-    d_weight_ZMK = weight_gradient(launch, x_NSC.view(tokens, -1), reached, weight_MK, fused.weight_gradient)
-    d_weight_MK, d_numbers = added_up(launch, d_weight_ZMK, partial)
-    d_alpha_A, d_bias_M = d_numbers.split([alpha_A.shape[0], bias_M.shape[0]])
+    d_parameters = _left(ctx, x_NSC, reached.factor, numbers_ZE)
     d_x_NSC = gradients(
         launch, x_NSC, d_out_NSC, d_branch_NC, pre_NS, res_NSS, reached, weight_MK, fused.gradients
     )
-    return d_x_NSC, d_weight_MK, d_alpha_A, d_bias_M
+    return d_x_NSC, *d_parameters
+
+
+def _left(ctx: Any, x_NSC: Tensor, factor: Tensor, numbers_ZE: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradients of weight, alpha and bias. With a sink, None for each that nobody needs, or that waits."""
+    sink: Sink | None = ctx.sink
+    if sink is None:
+        return _of_parameters(ctx.fused, x_NSC, factor, numbers_ZE)
+    # Without a past: what waits would keep all of its graph, and the gradients that arrived there.
+    together = _Together(partial(_of_parameters, ctx.fused, x_NSC.detach(), factor, numbers_ZE))
+    needs = ctx.needs_input_grad[-len(ctx.parameters) :]
+    return tuple(
+        sink.leave(parameter, partial(together.take, place)) if needed else None
+        for place, (parameter, needed) in enumerate(zip(ctx.parameters, needs, strict=True))
+    )
+
+
+def _of_parameters(fused: Fused, x_NSC: Tensor, factor: Tensor, numbers_ZE: Tensor) -> tuple[Tensor, ...]:
+    """The gradients of weight, alpha and bias; those of the last two are given as each program found them."""
+    tokens, rows = len(x_NSC), factor.shape[-1]
+    d_weight_ZMK = weight_gradient(fused.launch, x_NSC.view(tokens, -1), factor, fused.weight_gradient)
+    d_weight_MK, d_numbers_E = added_up(fused.launch, d_weight_ZMK, numbers_ZE)
+    d_alpha_A, d_bias_M = d_numbers_E.split([numbers_ZE.shape[1] - rows, rows])
+    return d_weight_MK, d_alpha_A, d_bias_M
+
+
+class _Together:
+    """Gradients that are found together, when the first of them is asked for."""
+
+    def __init__(self, find: Callable[[], tuple[Tensor, ...]]) -> None:
+        self._find: Callable[[], tuple[Tensor, ...]] | None = find
+        self._found: dict[int, Tensor] = {}
+
+    def take(self, place: int) -> Tensor:
+        """One of them, once. What they are found from is let go with the first."""
+        if self._find is not None:
+            self._found, self._find = dict(enumerate(self._find())), None
+        return self._found.pop(place)
 
 
 class _Post(torch.autograd.Function):

@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from braid.kernels.hyper_connection.device.launch import Launcher, parts_of, power_of_two
 from braid.kernels.hyper_connection.device.mapping import ToStreams
+from braid.kernels.launch import Launcher, parts_of, power_of_two
 
 ADDED = 1024
 """Entries that a program adds up."""
@@ -84,25 +84,22 @@ def gradients(
     return d_x_NSC
 
 
-def weight_gradient(
-    launch: Launcher, x_NK: Tensor, reached: ToStreams, weight_MK: Tensor, variant: WeightVariant
-) -> Tensor:
-    """Partial sums Z, M, K of the gradient of the projection's weight."""
-    (tokens, channels), rows, v = x_NK.shape, weight_MK.shape[0], variant
+def weight_gradient(launch: Launcher, x_NK: Tensor, factor: Tensor, variant: WeightVariant) -> Tensor:
+    """Partial sums Z, M, K of the gradient of the projection's weight. The factor is that of `ToStreams`."""
+    (tokens, channels), rows, v = x_NK.shape, factor.shape[-1], variant
     across = parts_of(channels, v.channels)
     splits = max(1, v.per_sm * launch.multiprocessors(x_NK.device) // across)
     steps = parts_of(parts_of(tokens, v.depth), splits)
     splits = parts_of(tokens, steps * v.depth)
-    d_weight_ZMK = weight_MK.new_empty(splits, rows, channels)
-    parts = reached.parts_PNM
+    d_weight_ZMK = x_NK.new_empty(splits, rows, channels, dtype=torch.float32)
     launch(
         _weight_gradient,
         (across, splits),
-        (x_NK, reached.sums_NM if parts is None else parts, d_weight_ZMK),
+        (x_NK, factor, d_weight_ZMK),
         (tokens, steps),
         {
             "K": channels, "M": rows, "WIDTH": max(16, power_of_two(rows)),
-            "PARTS": 0 if parts is None else parts.shape[0],
+            "PARTS": factor.shape[0] if factor.dim() > 2 else 0,
             "EVEN": channels % v.channels == 0, "BT": v.depth, "BK": v.channels,
         },
         warps=v.warps,

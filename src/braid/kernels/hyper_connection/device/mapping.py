@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from braid.kernels.hyper_connection.device.launch import Launcher, parts_of, power_of_two
 from braid.kernels.hyper_connection.reference import Form, Mappings
+from braid.kernels.launch import Launcher, parts_of, power_of_two
 
 PARTS = 2
 """Of the gradient of the projection, where activations are bfloat16: two have 16 bits."""
@@ -50,6 +50,11 @@ class ToStreams(NamedTuple):
     """How much of itself each token gets, for its norm."""
     parts_PNM: Tensor | None
     """The gradients of the projection as bfloat16 parts, where activations are that."""
+
+    @property
+    def factor(self) -> Tensor:
+        """What streams are multiplied with for the gradient of the weight: N, M, or P, N, M where in parts."""
+        return self.sums_NM if self.parts_PNM is None else self.parts_PNM
 
 
 def map_forward(

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from braid.kernels.hyper_connection.device.launch import Launcher, parts_of
+from braid.kernels.launch import Launcher, parts_of
 
 
 @dataclass(frozen=True, kw_only=True)

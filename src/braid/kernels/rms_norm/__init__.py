@@ -1,0 +1,55 @@
+"""Vectors divided by their root mean square, times a weight for each channel."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from braid.kernels.choice import Choice
+from braid.kernels.rms_norm import reference
+from braid.kernels.rms_norm.reference import rms_norm as PLAIN
+
+__all__ = ["PLAIN", "REFERENCE", "Normalize", "choose", "fuses"]
+
+FUSED = (torch.bfloat16, torch.float16, torch.float32)
+"""Dtypes of activations that the kernels take."""
+MOST = 16384
+"""Channels that fit into a program."""
+
+
+class Normalize(Protocol):
+    """What every implementation computes; see `reference`."""
+
+    def __call__(self, x: Tensor, weight_C: Tensor, eps: float) -> Tensor: ...
+
+
+def _choice(name: str, function: Normalize, reason: str) -> Choice[Normalize]:
+    return Choice(op="rms_norm", name=name, function=function, reason=reason)
+
+
+REFERENCE = _choice("reference", reference.rms_norm, "it was asked for")
+
+
+def fuses(device: str, dtype: torch.dtype, channels: int) -> bool:
+    """Whether the kernels take such vectors on such a device, where there is Triton."""
+    return device == "cuda" and dtype in FUSED and channels <= MOST
+
+
+def choose(device: torch.device, dtype: torch.dtype, *, channels: int) -> Choice[Normalize]:
+    """`fused` on a GPU that has Triton, else `reference`."""
+    if not fuses(device.type, dtype, channels):
+        what = f"{channels} channels of {str(dtype).removeprefix('torch.')} on {device.type}"
+        return _choice("reference", PLAIN, f"the kernels are not for {what}")
+    if torch.cuda.is_available() and not find_spec("triton"):
+        return _choice("reference", PLAIN, "fused, which is faster, needs Triton: install braid[gpu]")
+    return _choice("fused", _fused, "it passes over vectors once, as narrow as they are")
+
+
+def _fused(x: Tensor, weight_C: Tensor, eps: float) -> Tensor:
+    """Triton is loaded by the first call: plans do without."""
+    from braid.kernels.rms_norm.fused import rms_norm
+
+    return rms_norm(x, weight_C, eps)

@@ -1,0 +1,48 @@
+"""Heads turned to their positions: channels i and i + R/2 of a head turn together."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from braid.kernels.choice import Choice
+from braid.kernels.rotary.reference import turned as PLAIN
+
+__all__ = ["PLAIN", "REFERENCE", "Turn", "choose"]
+
+FUSED = (torch.bfloat16, torch.float16, torch.float32)
+"""Dtypes of activations that the kernel takes."""
+
+
+class Turn(Protocol):
+    """What every implementation computes; see `reference`. It has no gradient of its own: that is the turn
+    back."""
+
+    def __call__(self, x: Tensor, cos_BT1R: Tensor, sin_BT1R: Tensor, direction: Literal[1, -1]) -> Tensor: ...
+
+
+def _choice(name: str, function: Turn, reason: str) -> Choice[Turn]:
+    return Choice(op="rotary", name=name, function=function, reason=reason)
+
+
+REFERENCE = _choice("reference", PLAIN, "it was asked for")
+
+
+def choose(device: torch.device, dtype: torch.dtype) -> Choice[Turn]:
+    """`fused` on a GPU that has Triton, else `reference`."""
+    if device.type != "cuda" or dtype not in FUSED:
+        what = f"{str(dtype).removeprefix('torch.')} on {device.type}"
+        return _choice("reference", PLAIN, f"the kernel is not for {what}")
+    if torch.cuda.is_available() and not find_spec("triton"):
+        return _choice("reference", PLAIN, "fused, which is faster, needs Triton: install braid[gpu]")
+    return _choice("fused", _fused, "it passes over heads once, as narrow as they are")
+
+
+def _fused(x: Tensor, cos_BT1R: Tensor, sin_BT1R: Tensor, direction: Literal[1, -1]) -> Tensor:
+    """Triton is loaded by the first call: plans do without."""
+    from braid.kernels.rotary.fused import turned
+
+    return turned(x, cos_BT1R, sin_BT1R, direction)

@@ -1,0 +1,42 @@
+"""Vectors that lie in a tensor at some distance from one another, as rows that a kernel can count."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Rows(NamedTuple):
+    """Row r begins at (r // (middle · inner)) · outer_stride + (r // inner % middle) · middle_stride
+    + (r % inner) · inner_stride."""
+
+    x: Tensor
+    """Its last dim has a stride of one."""
+    number: int
+    middle: int
+    inner: int
+    strides: tuple[int, int, int]
+    """Outer, middle, inner."""
+
+
+def rows_of(x: Tensor) -> Rows:
+    """The vectors along the last dim, where they lie; copied together where three strides do not reach all."""
+    if x.stride(-1) != 1 and x.shape[-1] > 1:
+        x = x.contiguous()
+    dims: list[tuple[int, int]] = []
+    for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
+        if size == 1:
+            continue
+        if dims and dims[-1][1] == size * stride:
+            dims[-1] = (dims[-1][0] * size, stride)
+        else:
+            dims.append((size, stride))
+    if len(dims) > 3:
+        return rows_of(x.contiguous())
+    number = x.numel() // x.shape[-1] if x.numel() else 0
+    if len(dims) < 3:
+        first, *others = dims or [(1, x.shape[-1])]
+        dims = [first, *[(1, 0)] * (3 - max(len(dims), 1)), *others]
+    (_, outer), (middle, middle_stride), (inner, inner_stride) = dims
+    return Rows(x, number, middle, inner, (outer, middle_stride, inner_stride))
