@@ -9,7 +9,7 @@ transfers alone take 0.25, 0.5 and 1.0 of the computation alone. For each of the
     compute     the plain schedule, where nothing travels
     transfers   the transfers of a step by themselves
     serial      the plain schedule, where every transfer is waited for
-    overlapped  the overlapped schedule: weight gradients at once, delayed, late; ends in pairs
+    overlapped  the overlapped schedule: weight gradients at once, delayed, late; ends in pairs; both
     hidden      what part of the shorter one of compute and transfers disappears behind the other: how much less
                 overlapped takes than the two of them, and than serial
 
@@ -61,8 +61,9 @@ MESHES = {
     "delayed": Mesh(overlap=True, delay_weights=True),
     "late": Mesh(overlap=True, delay_weights=True, late_weights=True),
     "paired": Mesh(overlap=True, delay_weights=True, paired_ends=True),
+    "late_paired": Mesh(overlap=True, delay_weights=True, late_weights=True, paired_ends=True),
 }
-USUAL = ("delayed", "paired")
+USUAL = ("delayed", "paired", "late_paired")
 """The schedules that are measured unless others are asked for."""
 
 
