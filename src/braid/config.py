@@ -186,8 +186,9 @@ class Mesh:
     """With overlap: whether weight gradients wait until there is communication to hide behind them. With
     dual_pipe_v they always do."""
     late_weights: bool = False
-    """With delay_weights: whether those of experts wait until their block's mixers have run backward. Hides
-    more where experts take longer than their rows travel; holds memory of experts longer."""
+    """With delay_weights: whether those of experts are added in two parts, the larger one a block later. Hides
+    more where transfers take about as long as computation, and experts longer than mixers; less or nothing
+    elsewhere. Holds memory of experts for longer."""
     paired_ends: bool = False
     """With overlap, without a pipeline: whether the first two forwards of a step run beside each other, and
     so do its last two backwards, which have nothing beside them otherwise. Takes the memory of one more

@@ -94,7 +94,6 @@ def _schedule(run: Run, layout: Layout) -> Schedule:
     options = schedules.Options(
         delayed=mesh.delay_weights,
         early_release=mesh.early_release,
-        late_weights=mesh.late_weights,
         paired_ends=mesh.paired_ends,
     )
     if mesh.schedule == schedules.DUAL_PIPE_V:
@@ -156,6 +155,7 @@ def _chains(run: Run, layout: Layout) -> tuple[Chain, ...]:
         shared_experts=bool(moe and moe.shared_ffn),
         latent=bool(moe and moe.latent),
         hyper=model.hyper is not None,
+        late_weights=run.mesh.late_weights,
     )
 
 

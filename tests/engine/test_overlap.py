@@ -9,6 +9,7 @@ import pytest
 from braid.engine.streams import exchanges, stream_faults
 from braid.plan import plan
 from tests.engine.overlap_cases import Case, assert_same_bits, train_both
+from tests.engine.recomputed import Overlapped
 from tests.ranks import run_ranks
 
 PIPELINE = Case(world=4, pp=2, ep=2, micro_batches=4)
@@ -18,6 +19,8 @@ ALONE = (
     Case(pattern="[*E]-[*E]/*E/*E", tied=True, delayed=True),
     Case(pattern="[M*E]*-[G*E]E/*E", dtype="bf16", shared=False, dropout=0.1, delayed=True),
     Case(pattern="[*E]-[*E]/*E", latent=4, delayed=True, late_weights=True),
+    Case(pattern="[M*E]E-[*E]", dtype="bf16", delayed=True, early_release=True, late_weights=True),
+    Overlapped(pattern="[*E][*E]", dtype="bf16", delayed=True, late_weights=True, recompute=("full",)),
     Case(pattern="[+E]E", latent=4, shared=False, capacity=True, early_release=True),
     Case(pattern="[*E]", micro_batches=1),
 )
@@ -26,12 +29,21 @@ RANKS = (
     Case(world=2, ep=2, pattern="[M*E]-[G*E]/*E", dtype="bf16"),
     Case(world=2, ep=2, pattern="[*E]E", dispatcher="all_gather", delayed=True, late_weights=True),
     replace(PIPELINE, pattern="[*E]|[M*E]-|[G*E]|*E/*E", tied=True, delayed=True),
+    replace(PIPELINE, pattern="[*E]E|[M*E]-|[G*E]|*E/*E", dtype="bf16", delayed=True, late_weights=True),
     replace(PIPELINE, pattern="|[*E]|*E|/*E/*E", dtype="bf16", micro_batches=3),
     Case(world=2, pp=2, pattern="[*E]|[*E]/*E", tied=True, micro_batches=4),
     Case(world=2, pp=2, pattern="|[*E]||", micro_batches=3),
 )
 MANY = tuple(
-    replace(where, pattern=pattern, tied=tied, shared=shared, dtype=dtype, delayed=delayed)
+    replace(
+        where,
+        pattern=pattern,
+        tied=tied,
+        shared=shared,
+        dtype=dtype,
+        delayed=delayed,
+        late_weights=late_weights,
+    )
     for where, patterns in (
         (Case(micro_batches=4), ("[*E][*E]", "[M*E]-/*E", "[G*E]*-E/*E/*E", "/*E", "E/E")),
         (Case(world=2, ep=2), ("[*E][*E]", "[M*E]-/*E", "[G*E]*-E/*E/*E")),
@@ -40,7 +52,7 @@ MANY = tuple(
     for pattern in patterns
     for tied, shared in ((True, True), (False, False))
     for dtype in ("fp32", "bf16")
-    for delayed in (False, True)
+    for delayed, late_weights in ((False, False), (True, False), (True, True))
 )
 
 

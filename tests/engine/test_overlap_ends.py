@@ -28,16 +28,21 @@ ALONE = (
     replace(ENDS, pattern="[+E]E", latent=4, shared=False, capacity=True, early_release=True, dtype="bf16"),
     replace(ENDS, pattern="[*E]", micro_batches=4, dtype="bf16", latent=4, delayed=True),
     replace(ENDS, pattern="[*E]E", micro_batches=4, dtype="bf16", streams=2, delayed=True),
+    replace(ENDS, pattern="[*E]-E", micro_batches=5, dtype="bf16", delayed=True, late_weights=True),
+    replace(ENDS, pattern="[*E]", micro_batches=4, dtype="bf16", delayed=True, late_weights=True),
     replace(ENDS, pattern="[*E]", micro_batches=1, dtype="bf16"),
 )
 RANKS = (
     replace(TWO, tied=True, dtype="bf16", delayed=True, micro_batches=4),
     replace(TWO, pattern="[*E]E/*E", dispatcher="all_gather", latent=4),
+    replace(TWO, pattern="[*E][*E]", dtype="bf16", delayed=True, late_weights=True, micro_batches=4),
 )
 SHARDED = (
     (replace(TWO, pattern="[*E]-E", tied=True, delayed=True, micro_batches=4), "all"),
     (replace(TWO, pattern="[*E]E", delayed=True, latent=4), "gradients"),
     (replace(TWO, pattern="[*E]-E/*EE"), "gradients"),
+    (replace(TWO, pattern="[*E]-E", dtype="bf16", delayed=True, late_weights=True, micro_batches=4), "all"),
+    (replace(TWO, pattern="E[*E]", tied=True, delayed=True, late_weights=True), "gradients"),
 )
 
 
@@ -58,13 +63,16 @@ def test_sharded_weights_train_with_the_same_bits(case, shard):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("micro_batches", [2, 5])
-@pytest.mark.parametrize(("delayed", "latent"), [(False, 0), (True, 4)])
+@pytest.mark.parametrize(
+    ("delayed", "late_weights", "latent"),
+    [(False, False, 0), (True, False, 4), (True, True, 0), (True, True, 4)],
+)
 @pytest.mark.parametrize("shard", ["none", "optimizer", "gradients", "all"])
 @pytest.mark.parametrize(
     ("pattern", "tied"), [("[*E][M*E]/*E/*E", True), ("[*E]-E/*EE", False), ("E[*E]-", True)]
 )
-def test_every_strategy_has_the_same_bits(pattern, tied, shard, delayed, latent, micro_batches):
-    case = replace(TWO, pattern=pattern, tied=tied, delayed=delayed, latent=latent)
+def test_every_strategy_has_the_same_bits(pattern, tied, shard, delayed, late_weights, latent, micro_batches):
+    case = replace(TWO, pattern=pattern, tied=tied, delayed=delayed, late_weights=late_weights, latent=latent)
     assert run_ranks(2, both, replace(case, micro_batches=micro_batches), shard) == [[]] * 2
 
 
@@ -80,11 +88,14 @@ def test_two_run_beside_each_other_at_both_ends():
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 3, 6])
-@pytest.mark.parametrize("options", [PAIRED, PAIRED._replace(delayed=True, late_weights=True)])
+@pytest.mark.parametrize(
+    ("options", "late"),
+    [(PAIRED, False), (PAIRED._replace(delayed=True), False), (PAIRED._replace(delayed=True), True)],
+)
 @pytest.mark.parametrize("pattern", ["[*E]", "E-[M*E]", "-E-", "[*E]E/*E/*E", "/*E-E", "--"])
 @pytest.mark.parametrize("latent", [False, True])
-def test_any_model_has_a_sound_schedule(pattern, micro_batches, options, latent):
-    found = chains(parse(pattern), 1, tied=True, shared_experts=True, latent=latent)
+def test_any_model_has_a_sound_schedule(pattern, micro_batches, options, late, latent):
+    found = chains(parse(pattern), 1, tied=True, shared_experts=True, latent=latent, late_weights=late)
     schedule = overlapped(found, pp=1, micro_batches=micro_batches, options=options)
     assert check(schedule).faults == ()
     assert check(schedule).live == schedule.live_bound

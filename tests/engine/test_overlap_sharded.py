@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -16,6 +18,8 @@ from braid.train.building import make_state, open_meshes
 from braid.train.device import choose_device
 from tests.engine.overlap_cases import RATE, Case, micro_batches
 from tests.ranks import run_ranks
+
+LATE = Case(ep=2, dtype="bf16", delayed=True, late_weights=True, steps=3)
 
 
 def both(rank: int, world: int, case: Case, shard: str) -> list[str]:
@@ -50,6 +54,10 @@ def both(rank: int, world: int, case: Case, shard: str) -> list[str]:
     [
         (Case(world=2, ep=2, pattern="[*E][M*E]/*E", tied=True, dtype="bf16", delayed=True), "all"),
         (Case(world=4, pp=2, ep=2, pattern="[*E]|[*E]-|*E|[G*E]/*E", micro_batches=4), "gradients"),
+        (replace(LATE, world=2, pattern="[*E][M*E]", tied=True), "all"),
+        (replace(LATE, world=4, pp=2, pattern="[*E]E|[*E]-|*E|[*E]/*E", micro_batches=4), "all"),
+        (replace(LATE, world=2, pattern="E[*E]-", dtype="fp32"), "gradients"),
+        (replace(LATE, world=2, pattern="[*E]/*E"), "optimizer"),
         (Case(world=2, tp=2, ep=2, pattern="[*E]-/*E", tied=True), "optimizer"),
         (Case(world=2, ep=2, pattern="[*E]/*E", tied=True, dtype="bf16", steps=3), "optimizer"),
         (Case(world=2, ep=2, pattern="[*E]/*E/*E", steps=3), "none"),
@@ -61,15 +69,14 @@ def test_sharded_weights_train_with_the_same_bits(case, shard):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("delayed", [False, True])
+@pytest.mark.parametrize(("delayed", "late_weights"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("shard", ["none", "optimizer", "gradients", "all"])
 @pytest.mark.parametrize(
     ("world", "pp", "pattern"),
     [(2, 1, "[*E][M*E]/*E/*E"), (4, 2, "|[*E]-|[G*E]|/*E"), (4, 2, "[*E]|E/*E")],
 )
-def test_every_strategy_has_the_same_bits(world, pp, pattern, shard, dtype, delayed):
-    case = Case(
-        world=world, pp=pp, ep=2, pattern=pattern, dtype=dtype, delayed=delayed, tied=True, latent=4, steps=3
-    )
+def test_every_strategy_has_the_same_bits(world, pp, pattern, shard, dtype, delayed, late_weights):
+    model = {"pattern": pattern, "dtype": dtype, "tied": True, "latent": 4}
+    case = Case(world=world, pp=pp, ep=2, delayed=delayed, late_weights=late_weights, steps=3, **model)
     assert run_ranks(world, both, case, shard) == [[]] * world

@@ -36,8 +36,10 @@ from tests.schedule import reference
 from tests.schedule.table import COMPUTE, held_peaks, of_segments, tables
 
 
-def schedule(text: str, pp: int, micro_batches: int, *, overlap: bool = True, **options: bool) -> Schedule:
-    found = chains(parse(text), pp, shared_experts=True)
+def schedule(
+    text: str, pp: int, micro_batches: int, *, overlap: bool = True, late_weights: bool = False, **options: bool
+) -> Schedule:
+    found = chains(parse(text), pp, shared_experts=True, late_weights=late_weights)
     return dual_pipe_v(found, pp=pp, micro_batches=micro_batches, overlap=overlap, options=Options(**options))
 
 
@@ -91,14 +93,20 @@ def test_where_the_pipeline_turns_nothing_is_sent():
 def test_pairs_interleave_where_they_overlap_and_follow_one_another_where_not():
     """pp 2, rank 0: the pair of F3.0 with B1.3."""
     text = "|".join(["[*E]"] * 4)
-    for overlap, wanted in (
-        (True, "B:combine F:mix B:experts F:dispatch W:experts B:dispatch F:experts F:combine B:mix W:mix"),
-        (False, "F:mix F:dispatch F:experts F:combine B:combine B:experts B:dispatch B:mix W:experts W:mix"),
+    one, two = "W:experts", "W:experts.down W:experts.in"
+    for overlap, late_weights, wanted in (
+        (True, False, f"B:combine F:mix B:experts F:dispatch {one} B:dispatch F:experts F:combine B:mix W:mix"),
+        (
+            False,
+            False,
+            f"F:mix F:dispatch F:experts F:combine B:combine B:experts B:dispatch B:mix {one} W:mix",
+        ),
+        (False, True, f"F:mix F:dispatch F:experts F:combine B:combine B:experts B:dispatch B:mix {two} W:mix"),
     ):
-        ops = computed(schedule(text, 2, 4, overlap=overlap).ops[0])
+        ops = computed(schedule(text, 2, 4, overlap=overlap, late_weights=late_weights).ops[0])
         pair = {(3, 0, Act.F), (1, 3, Act.B), (1, 3, Act.W)}
         seen = [op for op in ops if (op.micro_batch, op.segment, op.act) in pair]
-        blocks = [f"{op.act.value}:{op.phase.split('.')[1]}" for op in seen if op.phase and "." in op.phase]
+        blocks = [f"{op.act.value}:{op.phase.split('.', 1)[1]}" for op in seen if op.phase and "." in op.phase]
         assert " ".join(blocks) == wanted
 
 
@@ -145,12 +153,14 @@ ITEMS = st.lists(st.sampled_from(["*", "-", "[*E]", "E", "[M*E]"]), max_size=2).
     micro_batches=st.integers(1, 9),
     overlap=st.booleans(),
     early_release=st.booleans(),
+    late_weights=st.booleans(),
     mtp=st.sampled_from(["", "/*E", "/E/E", "/*/*"]),
 )
-def test_any_model_has_a_sound_schedule(pp, data, micro_batches, overlap, early_release, mtp):
+def test_any_model_has_a_sound_schedule(pp, data, micro_batches, overlap, early_release, late_weights, mtp):
     segments = data.draw(st.lists(ITEMS, min_size=2 * pp, max_size=2 * pp))
     text = "|".join(segments) + mtp
-    made = schedule(text, pp, micro_batches, overlap=overlap, early_release=early_release)
+    options = {"early_release": early_release, "late_weights": late_weights}
+    made = schedule(text, pp, micro_batches, overlap=overlap, **options)
     assert_sound(made, pp, micro_batches)
     assert max(held_peaks(made)) <= 2 * pp + 1
     assert all(parse_op(str(op)) == op for ops in made.ops for op in ops)

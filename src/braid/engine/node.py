@@ -24,7 +24,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from braid.engine.streams import Issued, Streams
 from braid.schedule import Op, Phase, Stream
-from braid.schedule.phases import IN, OUT, readers, shared_by, writers
+from braid.schedule.phases import IN, OUT, named, readers, shared_by, writers
 
 Turn = tuple[int, int]
 """(micro-batch, segment)."""
@@ -57,8 +57,8 @@ class NodeWork(Protocol):
         """What surrounds a backward that leaves its weight gradients behind."""
         ...
 
-    def weights(self, turn: Turn, phase: Phase) -> None:
-        """Add the weight gradients that a backward left behind."""
+    def weights(self, turn: Turn, phase: Phase, drawer: str) -> None:
+        """Add the weight gradients that a backward left behind in a drawer."""
         ...
 
     def replay(self, turn: Turn, phase: Phase, hold: Callable[[Tensor], None]) -> None:
@@ -173,7 +173,9 @@ class Passage:
         self._replayed: dict[str, Made] = {}
         """Tensors that replays have made again: who made them, and where."""
         self._to_forward, self._to_backward = set(self.phases), set(self.phases)
-        self._to_weigh = {phase.name for phase in phases if phase.weights and delayed}
+        self._named, self._delayed = named(phases), delayed
+        self._to_weigh = {drawer for phase in phases for drawer in phase.drawers if delayed}
+        """Drawers with weight gradients that nobody has added."""
         self._written_by = writers(phases)
 
     # ------------------------------------------------------------------------------------ outside
@@ -301,7 +303,7 @@ class Passage:
         for each in shared:
             each.parameter.grad = each.gradient
         if edges:
-            if phase.name in self._to_weigh:
+            if self._delayed and phase.drawers:
                 with self.work.delaying(self.turn, phase):
                     torch.autograd.backward(edges, gradients)
             else:
@@ -314,14 +316,16 @@ class Passage:
                 each.gradient = None
 
     def weights(self, op: Op) -> None:
-        phase = self._phase(op)
-        self._to_weigh.remove(phase.name)
-        assert phase.name not in self._to_backward
+        phase, drawer = self._phase(op), op.phase
+        assert drawer is not None
+        assert drawer in self._to_weigh, f"{op} has run before, or there is no such drawer"
+        assert phase.name not in self._to_backward, f"{op} comes before its backward"
+        self._to_weigh.remove(drawer)
         self._begin(op, phase.stream, ())
 
         def job() -> None:
             self.work.adding(self.turn, phase)
-            self.work.weights(self.turn, phase)
+            self.work.weights(self.turn, phase, drawer)
 
         self._issue(phase, job)
 
@@ -339,7 +343,7 @@ class Passage:
 
     def _phase(self, op: Op) -> Phase:
         assert op.phase is not None
-        return self.phases[op.phase]
+        return self._named[op.phase]
 
     def _begin(self, op: Op, stream: Stream, uses: Iterable[tuple[str, Made]]) -> None:
         """Wait for what comes from the other stream, hold it, and write down both."""

@@ -59,8 +59,9 @@ def lowered(
 def units_of_phases(
     meshes: Mapping[str, str], phases: Iterable[Phase], *, tied: bool, latent: bool
 ) -> dict[str, tuple[str, ...]]:
-    """The names of the units that each phase uses, by its own name; `meshes` has the mesh of every unit.
-    `latent` says whether what comes back from experts goes through a projection of the block."""
+    """The names of the units that each phase uses, by its own name and those of its drawers; `meshes` has the
+    mesh of every unit. `latent` says whether what comes back from experts goes through a projection of the
+    block."""
     teller = "embedding" if tied else "head"
     found: dict[str, tuple[str, ...]] = {}
     for phase in phases:
@@ -77,7 +78,8 @@ def units_of_phases(
             "final_norm": [f"{depth}.exit", depth] if depth else ["exit", "final_norm"],
             "head": [teller],
         }
-        found[phase.name] = tuple(name for name in used.get(phase.kind, ()) if name in meshes)
+        units = tuple(name for name in used.get(phase.kind, ()) if name in meshes)
+        found |= dict.fromkeys((phase.name, *phase.drawers), units)
     return found
 
 

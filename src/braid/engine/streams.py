@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from braid.schedule import Act, Op, Phase, Stream
-from braid.schedule.phases import readers, writers
+from braid.schedule.phases import named, readers, writers
 
 
 class Streams(Protocol):
@@ -217,9 +217,8 @@ def _plain(op: Op) -> Op:
 def _uses(op: Op, phases: Sequence[Phase]) -> Iterator[tuple[Op, str]]:
     """What a node uses of other nodes of its micro-batch and segment: the node that made it, and the tensor's
     name. What a node has of its own phase, its graph or what it left behind, has none: it is held there."""
-    by_name = {phase.name: phase for phase in phases}
     assert op.phase is not None
-    phase = by_name[op.phase]
+    phase = named(phases)[op.phase]
 
     def node(act: Act, name: str) -> Op:
         return Op(act=act, micro_batch=op.micro_batch, segment=op.segment, phase=name)

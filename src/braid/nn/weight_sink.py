@@ -15,6 +15,8 @@ a parameter are drained in the order of their backwards. Until then inputs and o
 must keep their memory; weights need not. Hooks that autograd calls when it has accumulated a gradient are not
 called.
 
+A node may have several drawers, which are drained one by one. Its layers say which gradients go where (`sort`).
+
 A sink may know the main gradients of parameters: those in at least float32 that grow over the micro-batches of
 a step. A product that can write where it is told (`Gradient`) then writes there, at once or when it is drained:
 the first of a step overwrites, the others add, and the parameter's own `.grad` stays None.
@@ -22,7 +24,7 @@ the first of a step overwrites, the others add, and the parameter's own `.grad` 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Protocol
@@ -54,6 +56,9 @@ class Mains(Protocol):
 
 NONE: Mains = MappingProxyType({})
 
+ALL = "all"
+"""The drawer of a node that has no other."""
+
 
 class WeightSink:
     """Products that wait, by the node whose backward left them."""
@@ -61,18 +66,20 @@ class WeightSink:
     def __init__(self, mains: Mains = NONE) -> None:
         self._mains = mains
         self._running: Hashable | None = None
-        self._left: dict[Hashable, dict[Tensor, list[Product]]] = {}
+        self._left: dict[Hashable, dict[str, dict[Tensor, list[Product]]]] = {}
+        self._drawer_of: dict[Tensor, str] = {}
         self._drained: set[Hashable] = set()
 
     @contextmanager
-    def node(self, key: Hashable) -> Iterator[None]:
+    def node(self, key: Hashable, drawers: Sequence[str] = (ALL,)) -> Iterator[None]:
         """What is left within is left under `key`: its micro-batch and its name, or anything else that no other
-        node of the step has. Outside of every node a backward finds weight gradients at once."""
+        node of the step has. It is put into `drawers`: all of it into one, where there is but one. Outside of
+        every node a backward finds weight gradients at once."""
         assert key is not None, "None is no key of a node"
         assert self._running is None, f"the backward of {key} starts within that of {self._running}"
         assert key not in self._left, f"the backward of {key} runs twice; its weight gradients still wait"
         assert key not in self._drained, f"the backward of {key} runs twice; it is already drained"
-        self._left[key] = {}
+        self._left[key] = {drawer: {} for drawer in drawers}
         self._running = key
         try:
             yield
@@ -86,22 +93,39 @@ class WeightSink:
             return product()
         if self._running is None:
             return None if self._written(parameter, product) else product()
-        self._left[self._running].setdefault(parameter, []).append(product)
+        drawers = self._left[self._running]
+        drawer = next(iter(drawers)) if len(drawers) == 1 else self._drawer_of.get(parameter)
+        assert drawer in drawers, f"{self._running} has {', '.join(drawers)}, and no layer says which is meant"
+        drawers[drawer].setdefault(parameter, []).append(product)
         return None
+
+    def sort(self, drawers: Mapping[Tensor, str]) -> None:
+        """Called by a layer's forward: where the gradients of its parameters go, if there are several drawers.
+        Parameters are meant as its backward will have them, not as its module has them when they are drained:
+        weights may have been gathered and released meanwhile."""
+        self._drawer_of.update(drawers)
 
     def pending(self, key: Hashable) -> int:
         """How many products wait under a node."""
-        return sum(map(len, self._left.get(key, {}).values()))
+        return sum(len(products) for left in self._left.get(key, {}).values() for products in left.values())
 
     @torch.no_grad()
-    def drain(self, key: Hashable) -> None:
-        """Compute what waits under a node and add it to the parameters' gradients, in the order in which it was
-        left. Runs where its caller runs: on the stream of the backward, or one that has waited for it."""
+    def drain(self, key: Hashable, drawer: str | None = None) -> None:
+        """Compute what waits under a node, or in one drawer of it, and add it to the parameters' gradients, in
+        the order in which it was left. Runs where its caller runs: on the stream of the backward, or one that
+        has waited for it."""
         assert key not in self._drained, f"{key} is drained twice"
         assert key in self._left, f"{key} is drained, but its backward has not run"
         assert key != self._running, f"{key} is drained within its own backward"
-        left = self._left.pop(key)
-        self._drained.add(key)
+        drawers = self._left[key]
+        assert drawer is None or drawer in drawers, f"{drawer} of {key} is drained twice, or was never there"
+        for each in list(drawers) if drawer is None else [drawer]:
+            self._add(drawers.pop(each))
+        if not drawers:
+            del self._left[key]
+            self._drained.add(key)
+
+    def _add(self, left: dict[Tensor, list[Product]]) -> None:
         for parameter in list(left):
             gradient: Tensor | None = None
             for product in left.pop(parameter):
@@ -125,8 +149,14 @@ class WeightSink:
 
     def finish(self) -> None:
         """The end of a step: all is drained. The next one may use the same keys."""
-        assert not self._left, f"the step ends, but nobody has drained {', '.join(map(str, self._left))}"
+        left = [
+            str(key) if drawer == ALL else f"{drawer} of {key}"
+            for key, drawers in self._left.items()
+            for drawer in drawers
+        ]
+        assert not left, f"the step ends, but nobody has drained {', '.join(left)}"
         self._drained.clear()
+        self._drawer_of.clear()
 
 
 class Delaying(nn.Module):

@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 from braid.schedule.builders import Turn, folded, held, with_messages
 from braid.schedule.ops import Act, Op, Schedule
-from braid.schedule.overlapped import PLAIN, Options, pair, side, weights_of
+from braid.schedule.overlapped import PLAIN, Options, all_weights, pair, side
 from braid.schedule.phases import Chain
 
 DUAL_PIPE_V = "dual_pipe_v"
@@ -65,7 +65,7 @@ def dual_pipe_v(
                 continue
             ops += [*pair(f, None), *pair(None, b)]
             if late := side(Act.B, beat.weights, chains, holder):
-                ops += late.ops(Act.W, weights_of(late.chain))
+                ops += all_weights(late)
         lists.append(tuple(ops))
     return Schedule(
         name=DUAL_PIPE_V,

@@ -68,8 +68,9 @@ def uses_of_segments(units: Mapping[int, Sequence[str]]) -> Uses:
 
 
 def uses_of_phases(units: Mapping[str, Sequence[str]], *, unread: Collection[str] = ()) -> Uses:
-    """Where ops are about phases, whose units are given by the phase's name. Gradients that a `B` leaves to a
-    `W` need no weights then; the backward of an `unread` phase never does."""
+    """Where ops are about phases, whose units are given by the names that ops have for them: the phase's own,
+    and those of its drawers. Gradients that a `B` leaves to a `W` need no weights then; the backward of an
+    `unread` phase never does."""
 
     def uses(op: Op) -> Use:
         held = () if op.phase is None else tuple(units.get(op.phase, ()))

@@ -22,9 +22,9 @@ of these adds an op of its own.
   `WAIT` waits for it, `RESHARD` lets go of it. `ACCUM` puts a micro-batch's gradient of a unit with those
   before it, `REDUCE_GRAD` sums what there is over the ranks that share it. `FINISH` stands behind the last of
   them: reduced gradients can be read after it. A builder places none of these; `lowering` does.
-- Where a schedule goes into **phases** (see `phases`), `F` and `B` name the phase that they run, and `W` adds
-  the weight gradients of a phase whose `B` has left them for later. What a segment is given is read by the
-  phases that read `in`, what it sends is made by the one that writes `out`.
+- Where a schedule goes into **phases** (see `phases`), `F` and `B` name the phase that they run, and `W` names
+  a drawer: it adds the weight gradients that the `B` of a phase has left there for later. What a segment is
+  given is read by the phases that read `in`, what it sends is made by the one that writes `out`.
 - Where something of a phase is not kept but made again, `RECOMPUTE` runs it a second time, after its `F` and
   before whatever needs it: its own `B`, or a phase that keeps what it wrote. It uses the weights of the phase.
   `recompute` places these.
@@ -101,7 +101,7 @@ class Op:
     segment: int | None = None
     """The segment on the op's own rank; none where the op is about no single one."""
     phase: str | None = None
-    """The part of the segment, where the op is not about all of it."""
+    """The part of the segment, where the op is not about all of it; for `W`, a drawer of it."""
     peer: int | None = None
     """The other pipeline rank of a message."""
     unit: str | None = None

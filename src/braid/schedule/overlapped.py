@@ -11,9 +11,16 @@ Phase by phase, a link of f (forward) and a link of b (backward) interleave like
     f                   before  mix             dispatch*              experts  combine*         after
 
 where a star marks the communication stream. With `early_release`, b's `mix` comes before f's `experts`: memory
-of mixers is free earlier, but f's `combine` then has nothing beside it. With `late_weights`, the `W` of b's
-experts comes after its `mix`: where experts take longer than their rows travel, `dispatch` has enough beside it
-anyway, and f's `combine` and the next b's `combine` have too little.
+of mixers is free earlier, but f's `combine` then has nothing beside it.
+
+Where weight gradients of experts lie in two drawers (see `phases`), the second one waits for the next link, and
+comes right before its `experts`:
+
+    b  after  combine*               W(in) of the link before  experts             W(down)  dispatch*  ...
+    f                   before  mix                                     dispatch*                      ...
+
+Then `combine` has more beside it, and f's `dispatch` less: where experts take longer than mixers, and transfers
+about as long as computation, less of them is left over. Rows of experts are held for longer.
 
 The first forward of a step and its last backward have nothing beside them. With `paired_ends` the first two
 forwards run beside each other, and so do the last two backwards; in between, a forward runs beside the backward
@@ -24,7 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from math import ceil
 from typing import NamedTuple
 
@@ -42,8 +49,6 @@ class Options(NamedTuple):
     """Whether weight gradients have ops of their own."""
     early_release: bool = False
     """Whether the mixers of a backward go before the experts of the forward beside it."""
-    late_weights: bool = False
-    """Whether weight gradients of experts wait until the mixers of their block have run backward."""
     paired_ends: bool = False
     """Whether the first two forwards run beside each other, and the last two backwards. Not in a pipeline."""
 
@@ -64,6 +69,12 @@ class Side(NamedTuple):
         micro_batch, segment = self.turn
         for phase in phases:
             yield Op(act=act, micro_batch=micro_batch, segment=segment, phase=phase.name)
+
+    def weights(self, *phases: Phase | None) -> Ops:
+        """One for each drawer of these phases."""
+        micro_batch, segment = self.turn
+        drawers = (drawer for phase in phases if phase for drawer in phase.drawers)
+        return tuple(Op(act=Act.W, micro_batch=micro_batch, segment=segment, phase=name) for name in drawers)
 
 
 def overlapped(
@@ -134,19 +145,19 @@ def _ends_paired(chain: Chain, micro_batches: int, options: Options) -> Ops:
     nobody waits for at the end of a link comes when rows of the next one are on their way. Not so where weights
     that are reduced together would get gradients of both."""
     sides = [Side((micro_batch, 0), chain) for micro_batch in range(micro_batches)]
-    ops, waiting = [*in_turns(Act.F, sides[:2], options)], list[Op]()
+    ops, waiting, late = [*in_turns(Act.F, sides[:2], options)], list[Op](), Ops()
     links = _with_ends(chain)
     apart = len(links) == 1 or _reach(list(_stretches(chain.phases[::-1]))) > 0
     for f, b in zip(sides[2:], sides, strict=False):
         if apart:
-            ops, waiting = [*ops, *waiting], []
+            ops, waiting, late = [*ops, *waiting, *late], [], ()
         for ahead, behind in zip(links, links[::-1], strict=True):
-            own = list(_links(f, ahead, b, behind, options))
+            own = list(_links(f, ahead, b, behind, options, late))
             first = len(behind.after) + (behind.combine is not None)
-            last = len(own) - len(ahead.after) - len(_weights(behind.mix, *behind.before)) * options.delayed
+            last = len(own) - len(ahead.after) - len(b.weights(behind.mix, *behind.before)) * options.delayed
             ops += [*own[:first], *waiting, *own[first:last]]
-            waiting = own[last:]
-    return (*ops, *waiting, *in_turns(Act.B, sides[-2:], options))
+            waiting, late = own[last:], _late(b, behind, options)
+    return (*ops, *waiting, *late, *in_turns(Act.B, sides[-2:], options))
 
 
 def _with_ends(chain: Chain) -> Sequence[Link]:
@@ -179,7 +190,7 @@ def side(act: Act, turn: Turn | None, chains: Sequence[Chain], holder: Sequence[
 def pair(f: Side | None, b: Side | None, options: Options = PLAIN) -> Ops:
     """A forward and a backward, link by link: f's first with b's last. What is left over of b comes before what
     is left over of f. Weight gradients of b's first link wait until its message is on its way."""
-    ops: list[Op] = []
+    ops, late = list[Op](), Ops()
     f_links = f.chain.links if f else ()
     b_links = b.chain.links[::-1] if b else ()
     if f:
@@ -188,9 +199,11 @@ def pair(f: Side | None, b: Side | None, options: Options = PLAIN) -> Ops:
         ops += [*b.receive, *b.ops(Act.B, b.chain.last[::-1])]
     both = min(len(f_links), len(b_links))
     for ahead, behind in zip(f_links, b_links, strict=False):
-        ops += _links(f, ahead, b, behind, options)
+        ops += _links(f, ahead, b, behind, options, late)
+        late = _late(b, behind, options)
     for behind in b_links[both:]:
-        ops += _links(None, None, b, behind, options)
+        ops += _links(None, None, b, behind, options, late)
+        late = _late(b, behind, options)
     for ahead in f_links[both:]:
         ops += _links(f, ahead, None, None, options)
     if f and not f.chain.last:
@@ -198,7 +211,7 @@ def pair(f: Side | None, b: Side | None, options: Options = PLAIN) -> Ops:
     if b and not b.chain.first:
         ops += b.send
     if b and b_links and options.delayed:
-        ops += b.ops(Act.W, _weights(b_links[-1].mix, *b_links[-1].before))
+        ops += [*late, *b.weights(b_links[-1].mix, *b_links[-1].before)]
     if f and f.chain.last:
         ops += [*f.ops(Act.F, f.chain.last), *f.send]
     if b and b.chain.first:
@@ -207,9 +220,10 @@ def pair(f: Side | None, b: Side | None, options: Options = PLAIN) -> Ops:
 
 
 def _links(
-    f: Side | None, ahead: Link | None, b: Side | None, behind: Link | None, options: Options
+    f: Side | None, ahead: Link | None, b: Side | None, behind: Link | None, options: Options, late: Ops = ()
 ) -> Iterator[Op]:
-    """Two links, in the order of issue. The stream of a phase says what runs beside what."""
+    """Two links, in the order of issue, and between them what waits of b's link before. The stream of a phase
+    says what runs beside what."""
 
     def forward(*phases: Phase | None) -> Iterator[Op]:
         if f:
@@ -221,28 +235,31 @@ def _links(
 
     def weights(*phases: Phase | None) -> Iterator[Op]:
         if b and options.delayed:
-            yield from b.ops(Act.W, _weights(*phases))
+            yield from b.weights(*phases)
 
     ahead, behind = ahead or _NOTHING, behind or _NOTHING
     mixers = (behind.mix, *behind.before[::-1])
-    experts = (behind.combine, behind.experts)
     yield from backward(*behind.after[::-1], behind.combine)
     yield from forward(*ahead.before, ahead.mix)
+    yield from late
     yield from backward(behind.experts)
     yield from forward(ahead.dispatch)
-    if not options.late_weights:
-        yield from weights(*experts)
+    yield from weights(behind.combine)
+    yield from islice(weights(behind.experts), 1)
     yield from backward(behind.dispatch)
     if options.early_release:
         yield from backward(*mixers)
     yield from forward(ahead.experts, ahead.combine)
     if not options.early_release:
         yield from backward(*mixers)
-    if options.late_weights:
-        yield from weights(*experts)
     yield from forward(*ahead.after)
     if b and behind is not b.chain.links[0]:
         yield from weights(*mixers)
+
+
+def _late(b: Side | None, behind: Link, options: Options) -> Ops:
+    """The weight gradients of experts that wait for the next link: those of all drawers but the first."""
+    return b.weights(behind.experts)[1:] if b and options.delayed else ()
 
 
 def in_turns(act: Act, sides: Sequence[Side], options: Options = PLAIN) -> Ops:
@@ -254,7 +271,7 @@ def in_turns(act: Act, sides: Sequence[Side], options: Options = PLAIN) -> Ops:
         stretches = list(_stretches(side.chain.phases if act is Act.F else side.chain.phases[::-1]))
         apart = number * _reach(stretches) if act is Act.B else 0
         delayed = options.delayed and act is Act.B
-        own = [(*side.ops(act, each), *side.ops(Act.W, _weights(*each) * delayed)) for each in stretches]
+        own = [(*side.ops(act, each), *(side.weights(*each) if delayed else ())) for each in stretches]
         paths.append([*[()] * apart, *own])
     return tuple(op for turn in zip_longest(*paths, fillvalue=()) for ops in turn for op in ops)
 
@@ -274,7 +291,7 @@ def _reach(stretches: Sequence[Sequence[Phase]]) -> int:
     found: dict[tuple[int | None, int | None], list[int]] = {}
     for number, stretch in enumerate(stretches):
         for phase in stretch:
-            if phase.kind in ("mix", "enter", "final_norm") or (phase.kind == "combine" and phase.weights):
+            if phase.kind in ("mix", "enter", "final_norm") or (phase.kind == "combine" and phase.drawers):
                 found.setdefault((phase.depth, phase.block), []).append(number)
     return max((numbers[-1] - numbers[0] for numbers in found.values()), default=0)
 
@@ -283,11 +300,7 @@ _NOTHING = Link(mix=Phase(kind="none"))
 """The side that is absent; nothing of it is issued."""
 
 
-def weights_of(chain: Chain) -> list[Phase]:
-    """The phases of a segment that leave weight gradients, in the order of their backwards."""
-    links = ((link.combine, link.experts, link.mix, *link.before[::-1]) for link in chain.links[::-1])
-    return [phase for link in links for phase in _weights(*link)]
-
-
-def _weights(*phases: Phase | None) -> list[Phase]:
-    return [phase for phase in phases if phase and phase.weights]
+def all_weights(b: Side) -> Ops:
+    """All weight gradients of a segment, in the order of its backward."""
+    links = ((link.combine, link.experts, link.mix, *link.before[::-1]) for link in b.chain.links[::-1])
+    return b.weights(*(phase for link in links for phase in link))

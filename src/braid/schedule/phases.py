@@ -10,13 +10,17 @@ micro-batch, in one direction.
 A phase says which tensors it reads and writes: `in` and `out` are what the segment is given and gives, all
 others are named after the phase that writes them. Whoever runs phases hands over nothing else.
 
+Weight gradients that can wait lie in **drawers**, and the op that adds them is named after the drawer. Most
+phases have one, with the phase's own name. With late weights, experts have two: `3.experts.down` for weights
+that lead out of the ffn, and `3.experts.in` for those that lead into it, with gates twice as many.
+
 `chains` derives all of it from a layout. A `Chain` is a segment: phases before its blocks, links, phases after.
 A `Link` is a block and what stands around it, so that two of them can be paired.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, NamedTuple
@@ -53,8 +57,9 @@ class Phase:
     """Tensors that it gives."""
     shared: tuple[str, ...] = ()
     """Parameters that other phases of the micro-batch may use as well: their gradients are added up first."""
-    weights: bool = False
-    """Whether its weight gradients can wait for an op of their own."""
+    drawers: tuple[str, ...] = ()
+    """Where its weight gradients wait for ops of their own; none where they cannot. What is in the first one is
+    added first."""
 
     @property
     def name(self) -> str:
@@ -106,6 +111,7 @@ class _Form(NamedTuple):
     shared_experts: bool
     latent: bool
     hyper: bool
+    late_weights: bool
 
 
 def chains(
@@ -116,12 +122,14 @@ def chains(
     shared_experts: bool = False,
     latent: bool = False,
     hyper: bool = False,
+    late_weights: bool = False,
 ) -> tuple[Chain, ...]:
     """One chain for each segment of a schedule; without a pipeline, a single one for the whole layout.
     `tied` says whether the head has the embedding's weight, `shared_experts` whether the layers of experts have
-    one that every token visits, `latent` whether what returns from experts goes through a projection, and
-    `hyper` whether there are several residual streams, with hyper-connections around layers."""
-    count, form = len(layout.segments), _Form(tied, shared_experts, latent, hyper)
+    one that every token visits, `latent` whether what returns from experts goes through a projection,
+    `hyper` whether there are several residual streams, with hyper-connections around layers, and `late_weights`
+    whether weight gradients of experts lie in two drawers."""
+    count, form = len(layout.segments), _Form(tied, shared_experts, latent, hyper, late_weights)
     cuts = [range(count)] if pp == 1 else [range(index, index + 1) for index in range(count)]
     return tuple(_chain(layout, cut, form) for cut in cuts)
 
@@ -143,7 +151,7 @@ def _chain(layout: Layout, cut: range, form: _Form) -> Chain:
             links[-1] = replace(links[-1], after=(*links[-1].after, *last))
         else:
             first += last
-        enter = thread.onward("enter", depth=depth.depth, shared=(EMBEDDING,), weights=True)
+        enter = thread.onward("enter", depth=depth.depth, shared=(EMBEDDING,), waits=True)
         more = [thread.link(block, depth.depth) for block in depth.blocks]
         links += [replace(more[0], before=(enter,)), *more[1:]]
         last = thread.told(depth.depth)
@@ -176,9 +184,8 @@ class _Thread:
         block: int | None = None,
         depth: int | None = None,
         beside: tuple[str, ...] = (),
-        stream: Stream = Stream.COMPUTE,
         shared: tuple[str, ...] = (),
-        weights: bool = False,
+        waits: bool = False,
     ) -> Phase:
         """A phase from the stream, and from tensors beside it, to the stream."""
         name = _name(kind, block, depth)
@@ -187,11 +194,10 @@ class _Thread:
             kind=kind,
             block=block,
             depth=depth,
-            stream=stream,
             reads=reads,
             writes=(self.stream,),
             shared=shared,
-            weights=weights,
+            drawers=(name,) if waits else (),
         )
 
     def embed(self) -> Phase:
@@ -210,25 +216,24 @@ class _Thread:
     def link(self, block: Block, depth: int | None) -> Link:
         where: dict[str, Any] = {"block": block.index, "depth": depth}
         if not _has_experts(block):
-            return Link(mix=self.onward("mix", **where, weights=True))
+            return Link(mix=self.onward("mix", **where, waits=True))
         residual, rows, probs, arrived, arrived_probs, computed = (
             _name(tensor, **where)
             for tensor in ("residual", "rows", "probs", "arrived", "arrived_probs", "computed")
         )
+        drawers = ("experts.down", "experts.in") if self.form.late_weights else ("experts",)
         shared = (_name("shared", **where),) if self.form.shared_experts else ()
         ways = tuple(_name(way, **where) for way in ("post_weights", "res_weights")) if self.form.hyper else ()
         read, self.stream = self.stream, residual
         writes = (residual, rows, probs, *shared, *ways)
-        returned: dict[str, Any] = {"stream": Stream.COMMUNICATION, "weights": self.form.latent}
         if self.form.hyper:
-            back = _name("returned", **where)
-            combine = Phase(kind="combine", **where, reads=(computed,), writes=(back,), **returned)
-            after = [self.onward("post", **where, beside=(back, *shared, *ways))]
+            combine = Phase(kind="combine", **where, reads=(computed,), writes=(_name("returned", **where),))
+            after = [self.onward("post", **where, beside=(*combine.writes, *shared, *ways))]
         else:
-            combine = self.onward("combine", **where, beside=(computed, *shared), **returned)
-            after = []
+            combine, after = self.onward("combine", **where, beside=(computed, *shared)), []
+        back = (combine.name,) if self.form.latent else ()
         return Link(
-            mix=Phase(kind="mix", **where, reads=(read,), writes=writes, weights=True),
+            mix=Phase(kind="mix", **where, reads=(read,), writes=writes, drawers=(_name("mix", **where),)),
             dispatch=Phase(
                 kind="dispatch",
                 **where,
@@ -237,11 +242,20 @@ class _Thread:
                 writes=(arrived, arrived_probs),
             ),
             experts=Phase(
-                kind="experts", **where, reads=(arrived, arrived_probs), writes=(computed,), weights=True
+                kind="experts",
+                **where,
+                reads=(arrived, arrived_probs),
+                writes=(computed,),
+                drawers=tuple(_name(drawer, **where) for drawer in drawers),
             ),
-            combine=combine,
+            combine=replace(combine, stream=Stream.COMMUNICATION, drawers=back),
             after=tuple(after),
         )
+
+
+def named(phases: Iterable[Phase]) -> dict[str, Phase]:
+    """The phase that each op means by a name: its own, or that of one of its drawers."""
+    return {name: phase for phase in phases for name in (phase.name, *phase.drawers)}
 
 
 def readers(phases: Sequence[Phase]) -> dict[str, tuple[str, ...]]:

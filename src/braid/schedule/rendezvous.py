@@ -5,7 +5,8 @@ rules in `ops`: a send posts and goes on, a receive waits for the next message o
 waits for all its members. It ends when every rank has come to the end of its list, or when all others wait.
 
 Phases run on the streams of their rank: each after what its stream was given before, and after the phase before
-it in its micro-batch. A message then holds up the micro-batch that it is about, and not the rank.
+it in its micro-batch. Weight gradients follow their stream alone: the backward that left them ran there. A
+message holds up the micro-batch that it is about, and not the rank.
 """
 
 from __future__ import annotations
@@ -79,8 +80,6 @@ class _Room:
         """When each stream of each rank has done what it was given."""
         self.passed: dict[tuple[str, int | None, int | None], float] = defaultdict(float)
         """How far each micro-batch has come in each segment and direction, where there are phases."""
-        self.left: dict[tuple[int | None, int | None, str | None], float] = {}
-        """When each phase ran backward."""
         self.turns = {(op.micro_batch, op.segment) for ops in lists for op in ops if op.phase is not None}
         self.spans: list[list[Span]] = [[] for _ in lists]
         self.met = [0] * len(lists)
@@ -129,7 +128,7 @@ class _Room:
             return max(self.free[rank].values())
         free = self.free[rank][self.stream(op) or Stream.COMPUTE]
         if op.act is Act.W:
-            return max(free, self.left.get((op.micro_batch, op.segment, op.phase), 0.0))
+            return free
         behind = self.passed[op.act.direction, op.micro_batch, op.segment]
         if op.act is Act.B:
             behind = max(behind, self.passed["F", op.micro_batch, op.segment])
@@ -143,8 +142,6 @@ class _Room:
             self.free[rank][self.stream(op) or Stream.COMPUTE] = end
         if op.act is not Act.W:
             self.passed[op.act.direction, op.micro_batch, op.segment] = end
-        if op.act is Act.B:
-            self.left[op.micro_batch, op.segment, op.phase] = end
 
     def _arrival(self, channel: Channel) -> float | None:
         """When the next message of a channel comes, and take it; None if it has not been sent."""

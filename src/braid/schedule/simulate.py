@@ -18,6 +18,8 @@ from braid.schedule.views import stream_of
 
 PHASES = MappingProxyType({"mix": 1.0, "dispatch": 0.5, "experts": 1.0, "combine": 0.5})
 """Where nothing else is known, communication takes half as long as computation."""
+DRAWERS = MappingProxyType({"down": 1 / 3, "in": 2 / 3})
+"""The part of a phase's weight gradients that lies in a drawer of its own: for experts with gates."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +36,8 @@ class Costs:
     """Seconds of one `SUM_COPIES`, from the moment when all its members are there."""
     phases: Mapping[str, float] = field(default_factory=lambda: PHASES)
     """Seconds of the forward of each kind of phase; nothing for kinds that are not named. A phase that computes
-    takes twice as long backward, one half of that for weight gradients; one that communicates, as long."""
+    takes twice as long backward, one half of that for weight gradients; one that communicates, as long. Weight
+    gradients in two drawers take as long together as in one."""
     recompute: float = 1.0
     """The share of a phase's forward that a `RECOMPUTE` of it takes."""
 
@@ -46,10 +49,12 @@ class Costs:
         if not op.act.computes:
             return 0.0
         if op.phase is not None:
-            kind = op.phase.rsplit(".", 1)[-1]
+            *before, kind = op.phase.split(".")
+            part = DRAWERS.get(kind, 1.0)
+            kind = before[-1] if kind in DRAWERS else kind
             computes = kind not in ("dispatch", "combine")
             if op.act is Act.W:
-                return self.phases.get(kind, 0.0) * computes
+                return self.phases.get(kind, 0.0) * computes * part
             if op.act is Act.RECOMPUTE:
                 return self.phases.get(kind, 0.0) * self.recompute
             twice = op.act is Act.B and computes and not (delayed and kind in ("mix", "experts", "enter"))

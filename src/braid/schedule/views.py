@@ -14,7 +14,7 @@ from itertools import zip_longest
 
 from braid.schedule.faults import Fault, Rule
 from braid.schedule.ops import Act, Op, Schedule
-from braid.schedule.phases import Phase, Stream
+from braid.schedule.phases import Phase, Stream, named
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,18 +57,29 @@ def _view(
     return View(schedule=seen, places=tuple(places))
 
 
-def stream_of(schedule: Schedule) -> Callable[[Op], Stream | None]:
-    """The stream of each op that runs a phase."""
-    streams = {
-        (segment, phase.name): phase.stream
+def phase_of(schedule: Schedule) -> Callable[[Op], Phase | None]:
+    """The phase that each op runs, or whose weight gradients it adds."""
+    found = {
+        (segment, name): phase
         for segment, phases in enumerate(schedule.phases)
-        for phase in phases
+        for name, phase in named(phases).items()
     }
+
+    def phase(op: Op) -> Phase | None:
+        return None if op.phase is None or op.segment is None else found.get((op.segment, op.phase))
+
+    return phase
+
+
+def stream_of(schedule: Schedule) -> Callable[[Op], Stream | None]:
+    """The stream of each op that runs a phase, or adds weight gradients of one."""
+    phase_for = phase_of(schedule)
 
     def stream(op: Op) -> Stream | None:
         if op.phase is None or op.segment is None:
             return None
-        return streams.get((op.segment, op.phase), Stream.COMPUTE)
+        phase = phase_for(op)
+        return Stream.COMPUTE if phase is None else phase.stream
 
     return stream
 
@@ -78,7 +89,7 @@ def stream_of(schedule: Schedule) -> Callable[[Op], Stream | None]:
 
 def phase_faults(schedule: Schedule) -> Iterator[Fault]:
     """Every micro-batch passes the phases of a segment in order, and backward in reverse; weight gradients come
-    once, after the backward that left them, and one micro-batch after the other."""
+    once, after the backward that left them, and in each drawer one micro-batch after the other."""
     yield from _nameless(schedule)
     for rank, ops in enumerate(schedule.ops):
         passed: dict[tuple[Act, int, int], list[tuple[int, Op]]] = defaultdict(list)
@@ -115,18 +126,14 @@ def _order_faults(
 def _weight_faults(schedule: Schedule, rank: int) -> Iterator[Fault]:
     ops, left, drained = schedule.ops[rank], dict[tuple[int | None, int | None, str], int](), Counter[object]()
     latest: dict[tuple[int | None, str], int] = {}
-    weighty = {
-        (segment, phase.name)
-        for segment, phases in enumerate(schedule.phases)
-        for phase in phases
-        if phase.weights and schedule.delayed
-    }
+    phase_for = phase_of(schedule)
     for place, op in enumerate(ops):
         if op.phase is None:
             continue
         key = (op.micro_batch, op.segment, op.phase)
-        if op.act is Act.B and (op.segment, op.phase) in weighty:
-            left[key] = place
+        phase = phase_for(op)
+        if op.act is Act.B and phase is not None and schedule.delayed:
+            left |= {(op.micro_batch, op.segment, drawer): place for drawer in phase.drawers}
         elif op.act is Act.W:
             drained[key] += 1
             if key not in left or drained[key] > 1:
@@ -139,5 +146,5 @@ def _weight_faults(schedule: Schedule, rank: int) -> Iterator[Fault]:
             latest[op.segment, op.phase] = left[key]
     for key, place in left.items():
         if not drained[key]:
-            op = replace(ops[place], act=Act.W)
+            op = replace(ops[place], act=Act.W, phase=key[2])
             yield Fault(rank=rank, place=len(ops), op=op, rule=Rule.WEIGHTS, why="it is missing")

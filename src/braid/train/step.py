@@ -334,11 +334,11 @@ class _NodeStep(_Step):
 
     def delaying(self, turn: Turn, phase: Phase) -> AbstractContextManager[None]:
         assert self.sink is not None
-        return self.sink.node((*turn, phase.name))
+        return self.sink.node((*turn, phase.name), tuple(map(_of_layer, phase.drawers)))
 
-    def weights(self, turn: Turn, phase: Phase) -> None:
+    def weights(self, turn: Turn, phase: Phase, drawer: str) -> None:
         assert self.sink is not None
-        self.sink.drain((*turn, phase.name))
+        self.sink.drain((*turn, phase.name), _of_layer(drawer))
 
     def after_backward(self, turn: Turn) -> None:
         # With other ranks, gradients are whole at the end: those of weights may come after the last backward.
@@ -366,6 +366,11 @@ class _DrivenStep(_NodeStep):
 
     def before_backward(self, turn: Turn) -> None:
         pass
+
+
+def _of_layer(drawer: str) -> str:
+    """A drawer of a phase, as its layer calls it."""
+    return drawer.rpartition(".")[2]
 
 
 def segments_of(model: LanguageModel, segment: int) -> Sequence[int]:

@@ -30,6 +30,9 @@ SHARD_DIMS = MappingProxyType({"w_in_EFGC": 1, "w_down_ECF": 2, "b_in_EFG": 1, "
 """The dim of each weight that ranks with the same experts share where weights are sharded: never that of the
 experts, of which a rank may hold fewer than there are such ranks."""
 
+DRAWERS = MappingProxyType({"w_in_EFGC": "in", "w_down_ECF": "down", "b_in_EFG": "in", "b_down_EC": "down"})
+"""The drawer of a sink that the gradient of each weight goes into, where a schedule adds them in two goes."""
+
 
 class Experts(Delaying, Recomputing):
     """One MLP per expert."""
@@ -69,6 +72,8 @@ class Experts(Delaying, Recomputing):
 
     def _computed(self, counts_E: Tensor, x_MC: Tensor, probs_M: Tensor) -> Tensor:
         added = self.etp.rank == 0
+        if self.sink is not None:
+            self.sink.sort({each: DRAWERS[name] for name, each in self.named_parameters(recurse=False)})
         y_MC = self.grouped_mlp(
             x_MC,
             probs_M,
