@@ -1,5 +1,5 @@
-"""Experts learn: a few steps towards a target, on a GPU if there is one; and a bfloat16 run on a CPU, with what a
-run chooses there by itself beside the references alone. `benchmarks.convergence` is the long run on a GPU."""
+"""Experts learn: a few steps towards a target, on a GPU if there is one; and a bfloat16 run on a CPU, with what
+a run chooses there by itself beside the references alone. `benchmarks.convergence` is the long run on a GPU."""
 
 from __future__ import annotations
 
