@@ -10,6 +10,7 @@ transfers alone take 0.25, 0.5 and 1.0 of the computation alone. For each of the
     transfers   the transfers of a step by themselves
     serial      the plain schedule, where every transfer is waited for
     overlapped  the overlapped schedule: weight gradients at once, delayed, late; ends in pairs; both
+    stalls      how often the allocator had to wait for the device, and give memory back, to find room
     hidden      what part of the shorter one of compute and transfers disappears behind the other: how much less
                 overlapped takes than the two of them, and than serial
 
@@ -190,6 +191,7 @@ class Bench:
 
     def seconds(self, name: str, dispatcher: Dispatcher, *, once: bool = False) -> float:
         """Of a whole step, after a short one that has as many micro-batches under way."""
+        torch.cuda.empty_cache()  # no schedule begins with what another one has left
         self.step(name, dispatcher, 4)
         self.state.optimizer.forget()
         return timed(lambda: self.step(name, dispatcher), self.state.optimizer.forget, once=once)
@@ -276,13 +278,18 @@ def measured(bench: Bench, schedules: Sequence[str]) -> dict[str, Any]:
         bench.host.share = fraction * least / whole
         transfers = bench.transfers()
         serial = bench.seconds("plain", staged, once=True)
-        row = {name: bench.seconds(name, staged) for name in schedules}
+        row, stalls = {}, {}
+        for name in schedules:
+            before = torch.cuda.memory_stats()["num_alloc_retries"]
+            row[name] = bench.seconds(name, staged)
+            stalls[name] = torch.cuda.memory_stats()["num_alloc_retries"] - before
         shorter = min(least, transfers)
         told = {
             "share": bench.host.share,
             "transfers": transfers,
             "serial": serial,
             **row,
+            "stalls": stalls,
             "hidden": {name: (least + transfers - each) / shorter for name, each in row.items()},
             "hidden_of_serial": {name: (serial - each) / shorter for name, each in row.items()},
         }
