@@ -186,9 +186,9 @@ class Mesh:
     """With overlap: whether weight gradients wait until there is communication to hide behind them. With
     dual_pipe_v they always do."""
     late_weights: bool = False
-    """With delay_weights: whether those of experts are added in two parts, the larger one a block later. Hides
-    more where transfers take about as long as computation, and experts longer than mixers; less or nothing
-    elsewhere. Holds memory of experts for longer."""
+    """With delay_weights: whether those of experts are added in two parts, the larger one a block later. In
+    simulation it hides more where transfers take about as long as computation, and experts longer than mixers;
+    less or nothing elsewhere. On a GPU that has not been seen yet. Holds memory of experts for longer."""
     paired_ends: bool = False
     """With overlap, without a pipeline: whether the first two forwards of a step run beside each other, and
     so do its last two backwards, which have nothing beside them otherwise. Takes the memory of one more
@@ -216,11 +216,10 @@ class Mesh:
         if self.paired_ends and self.pp > 1:
             rule = f"with {at}.pp {self.pp}, the ends of a step wait for messages, not for experts alone"
             yield Problem(field=f"{at}.paired_ends", value=True, rule=rule, remedy=f"False, or {at}.pp to 1")
-        if self.late_weights and not self.delay_weights:
+        if self.late_weights and not (self.delay_weights or folded):
             rule = f"without {at}.delay_weights, weight gradients do not wait"
-            yield Problem(
-                field=f"{at}.late_weights", value=True, rule=rule, remedy=f"{at}.delay_weights as well"
-            )
+            needed = f"{at}.delay_weights" if self.overlap else f"{at}.overlap and {at}.delay_weights"
+            yield Problem(field=f"{at}.late_weights", value=True, rule=rule, remedy=f"{needed} as well")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,9 @@ def test_options_of_overlap_need_it(name):
 
 
 def test_late_weight_gradients_are_delayed_ones():
-    with pytest.raises(ConfigError, match=r"(?s)mesh\.late_weights.*mesh\.delay_weights as well"):
+    with pytest.raises(
+        ConfigError, match=r"(?s)mesh\.late_weights.*mesh\.overlap and mesh\.delay_weights as well"
+    ):
         plan(replace(small_run(), mesh=Mesh(late_weights=True)), 1)
 
 

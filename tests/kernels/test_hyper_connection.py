@@ -228,8 +228,8 @@ def test_a_weight_that_is_not_trained_leaves_nothing() -> None:
 
 def test_the_choice_says_why() -> None:
     cpu = hyper_connection.choose(torch.device("cpu"), torch.float32, streams=4)
-    assert str(cpu) == "hyper_connection: reference, because the kernels are not for float32 on cpu"
+    assert str(cpu) == "hyper_connection: reference, because fused is for GPUs, not for a cpu"
     wide = hyper_connection.choose(torch.device("cuda"), torch.float64, streams=4)
-    assert str(wide) == "hyper_connection: reference, because the kernels are not for float64 on cuda"
+    assert str(wide) == "hyper_connection: reference, because the kernels are not for float64"
     assert hyper_connection.fuses("cuda", torch.bfloat16)
     assert not hyper_connection.fuses("cpu", torch.bfloat16)

@@ -294,9 +294,13 @@ def _header(
 def _schedule(worked_out: Plan) -> str:
     """How micro-batches pass, where there is more to say than one after the other."""
     run, schedule = worked_out.run, worked_out.schedule
+    mesh = run.mesh
     words = [schedule.name] if worked_out.axes.pp > 1 or schedule.phases else []
-    words += ["delayed weight gradients"] if schedule.delayed else []
-    words += [f"recompute of {' '.join(run.train.recompute)}"] if run.train.recompute else []
+    words += ["overlapped"] if mesh.overlap and words != ["overlapped"] else []
+    words += [f"{'late ' if mesh.late_weights else ''}delayed weight gradients"] if schedule.delayed else []
+    words += ["paired ends"] if mesh.paired_ends else []
+    words += ["early release"] if mesh.early_release else []
+    words += [f"recompute of {' and '.join(run.train.recompute)}"] if run.train.recompute else []
     return ", ".join(words)
 
 

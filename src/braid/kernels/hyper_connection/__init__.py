@@ -60,9 +60,11 @@ def fuses(device: str, dtype: torch.dtype) -> bool:
 
 def choose(device: torch.device, dtype: torch.dtype, *, streams: int) -> Choice[HyperConnect]:
     """`fused` on a GPU that has Triton, else `reference`."""
-    tensor_type = f"{str(dtype).removeprefix('torch.')} on {device.type}"
+    if device.type != "cuda":
+        return _choice("reference", _Reference(), f"fused is for GPUs, not for a {device.type}")
     if not fuses(device.type, dtype):
-        return _choice("reference", _Reference(), f"the kernels are not for {tensor_type}")
+        dtype_name = str(dtype).removeprefix("torch.")
+        return _choice("reference", _Reference(), f"the kernels are not for {dtype_name}")
     if find_spec("triton") is None:
         return _choice("reference", _Reference(), "Triton is not installed")
     from braid.kernels.hyper_connection.fused import Fused

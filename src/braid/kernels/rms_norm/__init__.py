@@ -40,8 +40,10 @@ def fuses(device: str, dtype: torch.dtype, channels: int) -> bool:
 
 def choose(device: torch.device, dtype: torch.dtype, *, channels: int) -> Choice[Normalize]:
     """`fused` on a GPU that has Triton, else `reference`."""
+    if device.type != "cuda":
+        return _choice("reference", PLAIN, f"fused is for GPUs, not for a {device.type}")
     if not fuses(device.type, dtype, channels):
-        what = f"{channels} channels of {str(dtype).removeprefix('torch.')} on {device.type}"
+        what = f"{channels} channels of {str(dtype).removeprefix('torch.')}"
         return _choice("reference", PLAIN, f"the kernels are not for {what}")
     if torch.cuda.is_available() and not find_spec("triton"):
         return _choice("reference", PLAIN, "fused, which is faster, needs Triton: install braid[gpu]")

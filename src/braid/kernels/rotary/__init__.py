@@ -33,9 +33,10 @@ REFERENCE = _choice("reference", PLAIN, "it was asked for")
 
 def choose(device: torch.device, dtype: torch.dtype) -> Choice[Turn]:
     """`fused` on a GPU that has Triton, else `reference`."""
-    if device.type != "cuda" or dtype not in FUSED:
-        what = f"{str(dtype).removeprefix('torch.')} on {device.type}"
-        return _choice("reference", PLAIN, f"the kernel is not for {what}")
+    if device.type != "cuda":
+        return _choice("reference", PLAIN, f"fused is for GPUs, not for a {device.type}")
+    if dtype not in FUSED:
+        return _choice("reference", PLAIN, f"the kernel is not for {str(dtype).removeprefix('torch.')}")
     if torch.cuda.is_available() and not find_spec("triton"):
         return _choice("reference", PLAIN, "fused, which is faster, needs Triton: install braid[gpu]")
     return _choice("fused", _fused, "it passes over heads once, as narrow as they are")
