@@ -14,7 +14,7 @@ from braid.plan import plan
 from braid.schedule import Act, Rule, check, draw, parse_op, simulate
 from braid.schedule.trace import predicted_trace
 from braid.train import step as steps
-from tests.engine.overlap_cases import Case, assert_same_bits, make_state, micro_batches
+from tests.engine.overlap_cases import Case, assert_same_bits, make_state, micro_batches, train_both
 from tests.engine.test_dual import Dual, both
 from tests.ranks import run_ranks
 
@@ -88,3 +88,19 @@ def test_a_drawer_is_emptied_once_and_after_its_backward_or_the_step_fails(drawe
     batches = micro_batches(LATE, Groups(), 0)
     with pytest.raises(AssertionError, match=message):
         steps.backward(state, worked_out.run, batches, steps.count(state.model, batches))
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_beginning_that_does_not_learn_leaves_nothing_behind(monkeypatch, late):
+    """Its nodes have no graph to go back, and their drawers stay empty."""
+
+    def with_a_frozen_beginning(*given):
+        state = make_state(*given)
+        for name, parameter in state.model.named_parameters():
+            parameter.requires_grad_(not name.startswith(("embedding", "stack.blocks.0.")))
+        return state
+
+    monkeypatch.setattr("tests.engine.overlap_cases.make_state", with_a_frozen_beginning)
+    case = Case(pattern="[*E]-[*E]", delayed=True, late_weights=late, tied=False, steps=2)
+    plain, nodes = train_both(0, 1, case)
+    assert_same_bits(plain, nodes)

@@ -30,9 +30,7 @@ from tests.kernels.interpreting import (
 ON_A_GPU = torch.device("cuda")
 NORMS = [
     pytest.param(lambda: rms_norm.PLAIN, id="reference"),
-    pytest.param(
-        lambda: rms_norm.choose(ON_A_GPU, torch.float32, channels=8).function, id="fused", marks=needs_kernels
-    ),
+    pytest.param(lambda: rms_norm.choose(ON_A_GPU, torch.float32).function, id="fused", marks=needs_kernels),
 ]
 TURNS = [
     pytest.param(lambda: rotary.PLAIN, id="reference"),
@@ -51,6 +49,8 @@ LAYOUTS: dict[str, Callable[[], Tensor]] = {
     "far apart": lambda: torch.randn(2, 3, 4, 5, 6, 8)[:, :2, ::2, :, ::3],
     "columns": lambda: torch.randn(12, 9).t(),
     "many": lambda: torch.randn(9000, 4),
+    "too long": lambda: torch.randn(2, 17_000),
+    "none, far apart": lambda: torch.empty(2, 3, 4, 5, 0, 8)[:, ::2, ::3].transpose(0, 3),
 }
 
 
@@ -140,6 +140,14 @@ def test_heads_are_turned_by_the_angles_of_the_tables(
     assert error(rotate(back.detach(), turns, way()), probe) < 2 * BOUND[dtype]  # there and back again
 
 
+@pytest.mark.parametrize("way", TURNS)
+def test_rows_of_a_batch_may_share_their_tables(way: Callable[[], Turn]) -> None:
+    x = torch.randn(3, 5, 2, 8, device=DEVICE)
+    turns = tables(x[:1], 8, torch.float32)
+    wanted = torch.cat([rotary.PLAIN(one, *turns, 1) for one in x.split(1)])
+    assert error(way()(x, *turns, 1), wanted) < 3e-6
+
+
 def test_rows_are_where_their_vectors_lie() -> None:
     for make in LAYOUTS.values():
         x = make()
@@ -161,12 +169,12 @@ def test_vectors_within_a_projection_are_not_copied() -> None:
 
 def test_choices_name_their_reasons() -> None:
     cpu = torch.device("cpu")
-    assert rms_norm.choose(cpu, torch.float32, channels=8).name == "reference"
-    assert "cpu" in rms_norm.choose(cpu, torch.float32, channels=8).reason
-    assert "20000 channels" in rms_norm.choose(ON_A_GPU, torch.float32, channels=20_000).reason
+    assert rms_norm.choose(cpu, torch.float32).name == "reference"
+    assert "cpu" in rms_norm.choose(cpu, torch.float32).reason
+    assert "float64" in rms_norm.choose(ON_A_GPU, torch.float64).reason
     assert "float64" in rotary.choose(ON_A_GPU, torch.float64).reason
     if not torch.cuda.is_available():
-        assert rms_norm.choose(ON_A_GPU, torch.bfloat16, channels=8).name == "fused"
+        assert rms_norm.choose(ON_A_GPU, torch.bfloat16).name == "fused"
         assert rotary.choose(ON_A_GPU, torch.bfloat16).name == "fused"
 
 

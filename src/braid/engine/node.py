@@ -13,7 +13,7 @@ the readers of a tensor or over the uses of a parameter, has the same terms in t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -302,11 +302,9 @@ class Passage:
         others = [each.parameter.grad for each in shared]
         for each in shared:
             each.parameter.grad = each.gradient
-        if edges:
-            if self._delayed and phase.drawers:
-                with self.work.delaying(self.turn, phase):
-                    torch.autograd.backward(edges, gradients)
-            else:
+        delays = self._delayed and phase.drawers
+        with self.work.delaying(self.turn, phase) if delays else nullcontext():
+            if edges:  # none, where nothing up to here learns
                 torch.autograd.backward(edges, gradients)
         for each, other in zip(shared, others, strict=True):
             each.gradient, each.parameter.grad = each.parameter.grad, other

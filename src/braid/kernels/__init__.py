@@ -67,7 +67,7 @@ def choose(
         hyper_connection=None
         if hyper is None
         else hyper_connection.choose(device, dtype, streams=hyper.streams),
-        rms_norm=rms_norm.choose(device, dtype, channels=model.hidden),
+        rms_norm=rms_norm.choose(device, dtype),
         rotary=rotary.choose(device, dtype) if attends else None,
     )
 

@@ -22,6 +22,8 @@ class Rows(NamedTuple):
 
 def rows_of(x: Tensor) -> Rows:
     """The vectors along the last dim, where they lie; copied together where three strides do not reach all."""
+    if not x.numel():
+        return Rows(x, 0, 1, 1, (0, 0, 0))
     if x.stride(-1) != 1 and x.shape[-1] > 1:
         x = x.contiguous()
     dims: list[tuple[int, int]] = []
@@ -34,7 +36,7 @@ def rows_of(x: Tensor) -> Rows:
             dims.append((size, stride))
     if len(dims) > 3:
         return rows_of(x.contiguous())
-    number = x.numel() // x.shape[-1] if x.numel() else 0
+    number = x.numel() // x.shape[-1]
     if len(dims) < 3:
         first, *others = dims or [(1, x.shape[-1])]
         dims = [first, *[(1, 0)] * (3 - max(len(dims), 1)), *others]

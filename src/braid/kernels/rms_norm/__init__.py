@@ -38,13 +38,13 @@ def fuses(device: str, dtype: torch.dtype, channels: int) -> bool:
     return device == "cuda" and dtype in FUSED and channels <= MOST
 
 
-def choose(device: torch.device, dtype: torch.dtype, *, channels: int) -> Choice[Normalize]:
-    """`fused` on a GPU that has Triton, else `reference`."""
+def choose(device: torch.device, dtype: torch.dtype) -> Choice[Normalize]:
+    """`fused` on a GPU that has Triton, else `reference`. The former leaves vectors that are too long to the
+    latter."""
     if device.type != "cuda":
         return _choice("reference", PLAIN, f"fused is for GPUs, not for a {device.type}")
-    if not fuses(device.type, dtype, channels):
-        what = f"{channels} channels of {str(dtype).removeprefix('torch.')}"
-        return _choice("reference", PLAIN, f"the kernels are not for {what}")
+    if dtype not in FUSED:
+        return _choice("reference", PLAIN, f"the kernels are not for {str(dtype).removeprefix('torch.')}")
     if torch.cuda.is_available() and not find_spec("triton"):
         return _choice("reference", PLAIN, "fused, which is faster, needs Triton: install braid[gpu]")
     return _choice("fused", _fused, "it passes over vectors once, as narrow as they are")

@@ -32,7 +32,8 @@ def turned(x: Tensor, cos_BT1R: Tensor, sin_BT1R: Tensor, direction: Literal[1, 
             "OUTER_STRIDE": outer, "MIDDLE_STRIDE": middle, "INNER_STRIDE": inner,
             "ROWS": height, "COLS": columns, "REST_COLS": power_of_two(max(rest, 1)),
         }  # fmt: skip
-        tensors = (rows.x, cos_BT1R.contiguous(), sin_BT1R.contiguous(), y)
+        cos, sin = (table.expand(*x.shape[:2], -1, -1).contiguous() for table in (cos_BT1R, sin_BT1R))
+        tensors = (rows.x, cos, sin, y)
         grid = (parts_of(rows.number, height), 1)
         _launch(kernels.turn_heads, grid, tensors, (rows.number,), constants, warps=4)
     return y
