@@ -22,6 +22,7 @@ from braid.kernels.hyper_connection import Form, Parameters, reference
 from braid.kernels.hyper_connection import kept as closed_forms
 from braid.nn.weight_sink import WeightSink
 from tests.kernels.interpreting import GPU, INTERPRETED, interpret, needs_kernels, where_kernels_cannot_run
+from tests.nn.test_hyper_connection import Doubled
 
 pytest.importorskip("triton")
 ROOT = Path(__file__).resolve().parents[2]
@@ -295,18 +296,6 @@ def test_of_parameters_that_are_not_trained_nothing_waits() -> None:
     sink.drain("b")
     assert [place for place, number in enumerate(numbers) if number.grad is not None] == trained
     assert all(torch.equal(numbers[place].grad, wanted[place]) for place in trained)
-
-
-class Doubled(torch.autograd.Function):
-    """Its node lives as long as the graph."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return 2 * x
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return 2 * grads[0]
 
 
 @needs_kernels

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Generic, TypeVar
+
+import torch
 
 Function = TypeVar("Function")
 
@@ -23,3 +27,14 @@ class Choice(Generic[Function]):
 
     def __str__(self) -> str:
         return f"{self.op}: {self.name}, because {self.reason}"
+
+
+def why_not_fused(device: torch.device, dtype: torch.dtype, taken: Collection[torch.dtype]) -> str | None:
+    """Why kernels in Triton that take these dtypes cannot be used, as a clause; None where they can."""
+    if device.type != "cuda":
+        return f"fused is for GPUs, not for a {device.type}"
+    if dtype not in taken:
+        return f"the kernels are not for {str(dtype).removeprefix('torch.')}"
+    if not find_spec("triton"):
+        return "fused, which is faster, needs Triton: install braid[gpu]"
+    return None

@@ -10,13 +10,12 @@ Whatever a token's streams say about themselves is float32 or better.
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from braid.kernels.choice import Choice
+from braid.kernels.choice import Choice, why_not_fused
 from braid.kernels.grouped_mlp.product import Sink
 from braid.kernels.hyper_connection import reference
 from braid.kernels.hyper_connection.reference import Entered, Form, Parameters, Ways
@@ -60,13 +59,8 @@ def fuses(device: str, dtype: torch.dtype) -> bool:
 
 def choose(device: torch.device, dtype: torch.dtype, *, streams: int) -> Choice[HyperConnect]:
     """`fused` on a GPU that has Triton, else `reference`."""
-    if device.type != "cuda":
-        return _choice("reference", _Reference(), f"fused is for GPUs, not for a {device.type}")
-    if not fuses(device.type, dtype):
-        dtype_name = str(dtype).removeprefix("torch.")
-        return _choice("reference", _Reference(), f"the kernels are not for {dtype_name}")
-    if find_spec("triton") is None:
-        return _choice("reference", _Reference(), "Triton is not installed")
+    if (reason := why_not_fused(device, dtype, FUSED)) is not None:
+        return _choice("reference", _Reference(), reason)
     from braid.kernels.hyper_connection.fused import Fused
 
     return _choice("fused", Fused.of(streams, dtype), f"it passes over {streams} streams as seldom as it can")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from braid.kernels.choice import Choice
+from braid.kernels.choice import Choice, why_not_fused
 from braid.kernels.rms_norm import reference
 from braid.kernels.rms_norm.reference import rms_norm as PLAIN
 
@@ -41,17 +40,8 @@ def fuses(device: str, dtype: torch.dtype, channels: int) -> bool:
 def choose(device: torch.device, dtype: torch.dtype) -> Choice[Normalize]:
     """`fused` on a GPU that has Triton, else `reference`. The former leaves vectors that are too long to the
     latter."""
-    if device.type != "cuda":
-        return _choice("reference", PLAIN, f"fused is for GPUs, not for a {device.type}")
-    if dtype not in FUSED:
-        return _choice("reference", PLAIN, f"the kernels are not for {str(dtype).removeprefix('torch.')}")
-    if torch.cuda.is_available() and not find_spec("triton"):
-        return _choice("reference", PLAIN, "fused, which is faster, needs Triton: install braid[gpu]")
-    return _choice("fused", _fused, "it passes over vectors once, as narrow as they are")
+    if (reason := why_not_fused(device, dtype, FUSED)) is not None:
+        return _choice("reference", PLAIN, reason)
+    from braid.kernels.rms_norm.fused import Fused
 
-
-def _fused(x: Tensor, weight_C: Tensor, eps: float) -> Tensor:
-    """Triton is loaded by the first call: plans do without."""
-    from braid.kernels.rms_norm.fused import rms_norm
-
-    return rms_norm(x, weight_C, eps)
+    return _choice("fused", Fused(), "it passes over vectors once, as narrow as they are")

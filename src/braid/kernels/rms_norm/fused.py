@@ -25,20 +25,24 @@ ENTRIES = 4096
 PER_MULTIPROCESSOR = 4
 """Programs, backward."""
 
-_launch = Launcher()
 
+class Fused:
+    """`Normalize`, with what its kernels were compiled to."""
 
-def rms_norm(x: Tensor, weight_C: Tensor, eps: float) -> Tensor:
-    """As `reference.rms_norm`."""
-    if x.shape[-1] > MOST:
-        return reference.rms_norm(x, weight_C, eps)
-    y: Tensor = _RmsNorm.apply(x, weight_C, eps)
-    return y
+    def __init__(self) -> None:
+        self.launch = Launcher()
+
+    def __call__(self, x: Tensor, weight_C: Tensor, eps: float) -> Tensor:
+        """As `reference.rms_norm`."""
+        if x.shape[-1] > MOST:
+            return reference.rms_norm(x, weight_C, eps)
+        y: Tensor = _RmsNorm.apply(self.launch, x, weight_C, eps)
+        return y
 
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight_C: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, launch: Launcher, x: Tensor, weight_C: Tensor, eps: float) -> Tensor:
         rows = rows_of(x)
         factor_R = x.new_empty(rows.number, dtype=torch.float32)
         y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -46,26 +50,27 @@ class _RmsNorm(torch.autograd.Function):
             constants, warps = _constants(rows, ENTRIES)
             grid = (parts_of(rows.number, constants["ROWS"]), 1)
             tensors = (rows.x, weight_C, y, factor_R)
-            _launch(kernels.norm_forward, grid, tensors, (rows.number,), {"EPS": eps, **constants}, warps=warps)
+            launch(kernels.norm_forward, grid, tensors, (rows.number,), {"EPS": eps, **constants}, warps=warps)
         ctx.save_for_backward(x, weight_C, factor_R)
+        ctx.launch = launch
         return y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor, Tensor, None]:
         x, weight_C, factor_R = ctx.saved_tensors
         rows, dy = rows_of(x), dy.contiguous()
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         if not rows.number:
-            return dx, torch.zeros_like(weight_C), None
+            return None, dx, torch.zeros_like(weight_C), None
         constants, warps = _constants(rows, ENTRIES // 2)
         parts = parts_of(rows.number, constants["ROWS"])
-        steps = parts_of(parts, PER_MULTIPROCESSOR * _launch.multiprocessors(x.device))
+        steps = parts_of(parts, PER_MULTIPROCESSOR * ctx.launch.multiprocessors(x.device))
         programs = parts_of(parts, steps)
         sums_PC = weight_C.new_empty(programs, len(weight_C), dtype=torch.float32)
         tensors = (rows.x, weight_C, dy, factor_R, dx, sums_PC)
-        _launch(kernels.norm_backward, (programs, 1), tensors, (rows.number, steps), constants, warps=warps)
-        return dx, sums_PC.sum(0).to(weight_C.dtype), None
+        ctx.launch(kernels.norm_backward, (programs, 1), tensors, (rows.number, steps), constants, warps=warps)
+        return None, dx, sums_PC.sum(0).to(weight_C.dtype), None
 
 
 def _constants(rows: Rows, entries: int) -> tuple[dict[str, Any], int]:

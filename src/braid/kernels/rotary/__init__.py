@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from braid.kernels.choice import Choice
+from braid.kernels.choice import Choice, why_not_fused
 from braid.kernels.rotary.reference import turned as PLAIN
 
 __all__ = ["PLAIN", "REFERENCE", "Turn", "choose"]
@@ -33,17 +32,8 @@ REFERENCE = _choice("reference", PLAIN, "it was asked for")
 
 def choose(device: torch.device, dtype: torch.dtype) -> Choice[Turn]:
     """`fused` on a GPU that has Triton, else `reference`."""
-    if device.type != "cuda":
-        return _choice("reference", PLAIN, f"fused is for GPUs, not for a {device.type}")
-    if dtype not in FUSED:
-        return _choice("reference", PLAIN, f"the kernel is not for {str(dtype).removeprefix('torch.')}")
-    if torch.cuda.is_available() and not find_spec("triton"):
-        return _choice("reference", PLAIN, "fused, which is faster, needs Triton: install braid[gpu]")
-    return _choice("fused", _fused, "it passes over heads once, as narrow as they are")
+    if (reason := why_not_fused(device, dtype, FUSED)) is not None:
+        return _choice("reference", PLAIN, reason)
+    from braid.kernels.rotary.fused import Fused
 
-
-def _fused(x: Tensor, cos_BT1R: Tensor, sin_BT1R: Tensor, direction: Literal[1, -1]) -> Tensor:
-    """Triton is loaded by the first call: plans do without."""
-    from braid.kernels.rotary.fused import turned
-
-    return turned(x, cos_BT1R, sin_BT1R, direction)
+    return _choice("fused", Fused(), "it passes over heads once, as narrow as they are")
