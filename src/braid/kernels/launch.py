@@ -1,28 +1,38 @@
 """How kernels are launched: by what they were compiled to.
 
-Triton looks at every argument of every launch to find what to run, which takes the host longer than a small
-kernel takes the device. Here that is asked once for each kind of arguments.
+Triton looks at every argument of every launch to find what to run, and calls hooks before and after: that takes
+the host longer than a small kernel takes the device. Here what to run is asked once for each kind of arguments,
+and no hook is called.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import reduce
 from operator import or_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from triton.runtime import driver
 
 ALIGNED = 16
 """Bytes. Triton makes a kernel of its own for tensors that begin elsewhere."""
+
+
+class Compiled(NamedTuple):
+    """What Triton made of a kernel."""
+
+    run: Callable[..., None]
+    function: int
+    metadata: tuple[object, ...]
 
 
 class Launcher:
     """Launches kernels, and remembers what each was compiled to."""
 
     def __init__(self) -> None:
-        self._compiled: dict[tuple[object, ...], Any] = {}
+        self._compiled: dict[tuple[object, ...], Compiled] = {}
         self._multiprocessors: dict[torch.device, int] = {}
 
     def __reduce__(self) -> tuple[type[Launcher], tuple[()]]:
@@ -46,17 +56,20 @@ class Launcher:
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
         dtypes = [None if tensor is None else tensor.dtype for tensor in tensors]
         values = constants.values()
-        key = (kernel.fn, tensors[0].device, warps, stages, *dtypes, *values)
+        device = tensors[0].get_device()
+        key = (kernel.fn, device, warps, stages, *dtypes, *values)
         aligned = not reduce(or_, addresses) % ALIGNED
         compiled = self._compiled.get(key) if aligned else None
         if compiled is not None:
-            compiled[(*grid, 1)](*addresses, *numbers, *values)
+            run, function, metadata = compiled
+            stream = driver.active.get_current_stream(device)
+            run(*grid, 1, stream, function, metadata, None, None, None, *addresses, *numbers, *values)
             return
-        compiled = kernel[grid](*tensors, *numbers, **constants, num_warps=warps, num_stages=stages)
-        interpreted = compiled is None
+        made = kernel[grid](*tensors, *numbers, **constants, num_warps=warps, num_stages=stages)
+        interpreted = made is None
         if aligned and not interpreted:
             assert kernel.arg_names[-len(constants) :] == list(constants)
-            self._compiled[key] = compiled
+            self._compiled[key] = Compiled(made.run, made.function, made.packed_metadata)
 
     def multiprocessors(self, device: torch.device) -> int:
         """How many there are. A CPU, where kernels are only interpreted, counts as one that has some."""
