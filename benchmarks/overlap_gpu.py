@@ -51,6 +51,7 @@ from braid.plan import plan
 from braid.schedule import Stream
 from braid.train.building import make_state
 from braid.train.device import choose_device
+from braid.train.garbage import only_new_garbage
 from braid.train.step import backward, count
 
 BLOCKS, TOKENS, ROWS, EXPERTS, TOP_K, HIDDEN = 8, 4096, 4, 64, 8, 2048
@@ -172,29 +173,36 @@ class Bench:
             for parameter in self.state.model.parameters():
                 parameter.normal_(std=0.02)
         self.batches = random_batches(run, 0)
-        self.counts = count(self.state.model, self.batches)
         self.local = AllToAll(group=ALONE, travel=ALONE, held=EXPERTS, slices=1)
         rows = ROWS * TOKENS * TOP_K
         self.host = Host(torch.empty(rows, HIDDEN, dtype=torch.bfloat16, pin_memory=True))
 
-    def step(self, name: str, dispatcher: Dispatcher, batches: int | None = None) -> dict[str, Tensor]:
-        """Forward and backward of every micro-batch, or of the first few."""
+    def prepared(
+        self, name: str, dispatcher: Dispatcher, batches: int | None = None
+    ) -> Callable[[], dict[str, Tensor]]:
+        """Forward and backward of every micro-batch, or of the first few: planned, and to be run."""
         used = self.batches[:batches]
-        run = run_of(MESHES[name], len(used))
-        self.state.schedule = plan(run, 1).schedule
-        for module in self.state.model.modules():
-            if isinstance(module, MoeLayer):
-                module.dispatcher = dispatcher
-        counts = self.counts if batches is None else count(self.state.model, used)
-        parts, _ = backward(self.state, run, used, counts)
-        return parts
+        run, counts = run_of(MESHES[name], len(used)), count(self.state.model, used)
+        schedule = plan(run, 1).schedule
+
+        def step() -> dict[str, Tensor]:
+            self.state.schedule = schedule
+            for module in self.state.model.modules():
+                if isinstance(module, MoeLayer):
+                    module.dispatcher = dispatcher
+            parts, _ = backward(self.state, run, used, counts)
+            return parts
+
+        return step
 
     def seconds(self, name: str, dispatcher: Dispatcher, *, once: bool = False) -> float:
         """Of a whole step, after a short one that has as many micro-batches under way."""
         torch.cuda.empty_cache()  # no schedule begins with what another one has left
-        self.step(name, dispatcher, 4)
+        step = self.prepared(name, dispatcher)
+        self.prepared(name, dispatcher, 4)()
         self.state.optimizer.forget()
-        return timed(lambda: self.step(name, dispatcher), self.state.optimizer.forget, once=once)
+        with only_new_garbage():  # as the training loop has it
+            return timed(step, self.state.optimizer.forget, once=once)
 
     def transfers(self) -> float:
         """Seconds of all transfers of a step by themselves."""
@@ -211,7 +219,7 @@ class Bench:
         """Losses and gradients of a short step, with kernels whose result does not depend on timing."""
         torch.use_deterministic_algorithms(True)
         torch.backends.cuda.enable_cudnn_sdp(False)
-        told = self.step(name, dispatcher, 3)
+        told = self.prepared(name, dispatcher, 3)()
         found = {f"grad:{key}": value.cpu() for key, value in self.state.optimizer.gradients().items()}
         self.state.optimizer.forget()
         torch.backends.cuda.enable_cudnn_sdp(True)
@@ -223,9 +231,9 @@ class Bench:
     ) -> list[tuple[str, str, float, float]]:
         """When each op of a short step began and ended, in milliseconds, and on which stream."""
         assert isinstance(self.state.streams, CudaStreams)
-        streams = Stamped(self.state.streams)
-        with patch.object(self.state, "streams", streams):
-            self.step(name, dispatcher, batches)
+        streams, step = Stamped(self.state.streams), self.prepared(name, dispatcher, batches)
+        with patch.object(self.state, "streams", streams), only_new_garbage():
+            step()
         torch.cuda.synchronize()
         ops, begin = [op for op in self.state.schedule.ops[0] if op.phase], streams.stamps[0][1]
         self.state.optimizer.forget()
@@ -321,18 +329,21 @@ def main() -> None:
     parser.add_argument("--micro-batches", type=int, default=MICRO_BATCHES)
     parser.add_argument("--schedules", nargs="+", choices=[*MESHES][1:], default=USUAL)
     parser.add_argument(
-        "--profile", help="write when each op of a short step ran to this file, and nothing else"
+        "--profile",
+        help="write when each op of a short step ran, with no transfers and with as many as take as long as "
+        "computation, to this file, and nothing else",
     )
     chosen = parser.parse_args()
     origin = machine.describe()
     bench = Bench(chosen.micro_batches)
     staged = Staged(bench.local, bench.host)
     if chosen.profile:
-        bench.seconds("plain", bench.local)
+        least, bench.host.share = bench.seconds("plain", bench.local), 0.25
+        as_long = 0.25 * least / bench.transfers()
         profiles = {}
-        for bench.host.share in (0.0, 0.343):
+        for bench.host.share in (0.0, as_long):
             for name in chosen.schedules:
-                bench.step(name, staged, 3)
+                bench.prepared(name, staged, 3)()
                 profiles[f"{name} {bench.host.share}"] = bench.profile(name, staged)
         stats = torch.cuda.memory_stats()
         kept = {key: stats[key] for key in ("num_alloc_retries", "num_ooms", "reserved_bytes.all.peak")}

@@ -17,6 +17,7 @@ from braid.train import state as states
 from braid.train.console import Line, say, warn
 from braid.train.device import Device, set_arithmetic
 from braid.train.feed import Feed
+from braid.train.garbage import only_new_garbage
 from braid.train.metrics import Listener, Metrics, Unwritten, Value
 from braid.train.places import Places
 from braid.train.ranks import everywhere, together
@@ -109,7 +110,7 @@ def train_to_end(
     state.progress.on_gpu = device.torch.type == "cuda"
     first = state.model.groups.world.rank == 0
     file = Metrics(places.metrics, after_step=state.step, listeners=listeners) if first else Unwritten()
-    with StopRequest() as asked, file as metrics:
+    with StopRequest() as asked, file as metrics, only_new_garbage():
         return _Loop(plan, places, device, feed, state, metrics, asked, watchdog, tracer).run_to_end()
 
 
