@@ -116,8 +116,8 @@ class Train:
     """What is made again in backward instead of kept: norms, activations of MLPs, cores of mixers, MLPs of
     experts, hyper-connections, whole blocks, all of these. Changes no result."""
     recompute_span: int = 0
-    """Blocks between residual streams that are kept, where hyper-connections are recomputed; 0 for as many as
-    hold the least."""
+    """Blocks between residual streams that are kept, where hyper-connections are recomputed and whole blocks are
+    not; 0 for as many as hold the least. Changes nothing elsewhere."""
     deterministic: bool = False
     """Whether to refuse kernels whose result depends on timing. CPU runs are deterministic anyway."""
     eval_every: int = 0
@@ -180,8 +180,8 @@ class Mesh:
     dual_pipe_v: folded, two segments per rank, forwards of one beside backwards of the other, weight gradients
     where a rank would be idle; a smaller bubble."""
     overlap: bool = False
-    """Whether tokens of one micro-batch travel to experts and back while another one computes. Takes the memory
-    of one more micro-batch."""
+    """Whether tokens of one micro-batch travel to experts and back while another one computes: a step needs two
+    at least. Takes the memory of one more micro-batch."""
     delay_weights: bool = False
     """With overlap: whether weight gradients wait until there is communication to hide behind them. With
     dual_pipe_v they always do."""

@@ -35,7 +35,20 @@ def test_json_has_the_keys_that_programs_rely_on(capsys: pytest.CaptureFixture[s
     found = as_json(
         capsys, "tiny", "--world", "4", "--mesh.tp", "2", "--mesh.pp", "2", "--device-memory", "h200"
     )
-    assert set(found) == {"world", "axes", "device", "device_memory", "peak", "fits", "stages", "advice"}
+    told_of_all = {
+        "world",
+        "axes",
+        "device",
+        "schedule",
+        "device_memory",
+        "peak",
+        "fits",
+        "notes",
+        "not_counted",
+    }
+    assert set(found) == {*told_of_all, "stages", "advice"}
+    assert found["schedule"] == "1f1b"
+    assert found["notes"] == found["not_counted"] == []
     assert found["fits"] is True
     assert found["device_memory"] == 139 * 2**30
     assert [stage["stage"] for stage in found["stages"]] == [0, 1]

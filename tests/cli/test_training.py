@@ -5,13 +5,18 @@ import shlex
 import signal
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from braid import checkpoint
 from braid.cli import main
+from braid.cli.following import next_commands, program
 from braid.errors import ExitCode
+from braid.plan import plan
+from tests.runs import small_run
 
 RECIPE = """
 from braid.architecture import Attention, Mlp, Model, Moe
@@ -108,10 +113,92 @@ def test_a_run_tells_what_it_does_and_where_everything_is(whole):
     assert str(out / "checkpoints" / "step-00000040") in told
     assert str(out / "metrics.jsonl") in told
     generate, train, show = told.splitlines()[-3:]
-    assert shlex.split(generate)[1:3] == ["generate", str(out)]
-    assert shlex.split(train)[1:] == [*words_for(out.parent, out), "--train.steps", "80"]
-    assert shlex.split(show)[1:] == ["show", *words_for(out.parent, out)[1:4]]
+    program = [sys.executable, "-m", "braid"]
+    assert shlex.split(generate)[:5] == [*program, "generate", str(out)]
+    assert shlex.split(train) == [*program, *words_for(out.parent, out), "--train.steps", "80"]
+    assert shlex.split(show) == [*program, "show", *words_for(out.parent, out)[1:4]]
     assert "\x1b" not in told
+
+
+def test_ranks_tell_of_schedule_trace_and_commands_that_work_as_they_stand(folder, tmp_path):
+    """From a folder with a blank in its name, without the program on the path."""
+    out, trace = tmp_path / "the run", tmp_path / "the trace.json"
+    mesh = ["--world", "2", "--device", "cpu", "--mesh.ep", "2", "--mesh.overlap", "True"]
+    more = ["--train.steps", "3", "--train.recompute-span", "2", "--trace", str(trace), "--trace-steps", "2:2"]
+    with start(words_for(folder, out, *mesh, *more)) as process:
+        told, errors = process.communicate()
+    assert process.returncode == 0, errors
+    rows = dict(line.split(maxsplit=1) for line in told.splitlines() if len(line.split()) > 1)
+    assert rows["schedule"] == "overlapped"
+    assert rows["trace"] == f"{trace}: open it in https://ui.perfetto.dev"
+    assert len(json.loads(trace.read_text())["traceEvents"]) > 10
+    assert errors.count("braid: mesh.overlap has no second micro-batch") == 1, "rank 0 alone warns"
+    assert errors.count("braid: train.recompute_span 2 changes nothing") == 1
+    generate, train, show = told.splitlines()[-3:]
+    assert shlex.split(train)[4:] == [*words_for(folder, out, *mesh, *more[2:])[1:], "--train.steps", "6"]
+    for command in (f"{generate} --tokens 3", show):
+        done = subprocess.run(
+            command,
+            shell=True,
+            check=False,
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env={"PATH": "/nowhere"},
+        )
+        assert done.returncode == 0, f"{command}\n{done.stderr}"
+
+
+def test_a_trace_that_has_no_steps_is_not_announced(folder, tmp_path, capsys):
+    more = [
+        "--train.steps",
+        "1",
+        "--train.save-every",
+        "0",
+        "--device",
+        "cpu",
+        "--trace",
+        f"{tmp_path}/trace.json",
+    ]
+    assert main([*words_for(folder, tmp_path / "out"), *more]) == 0
+    told = capsys.readouterr()
+    assert "is empty: the run had none of the steps 2 to 4" in told.err
+    assert "perfetto" not in told.out
+    assert "mesh.overlap" not in told.err
+
+
+PROGRAM = ("/opt/bin/braid",)
+
+
+@pytest.mark.parametrize(
+    ("given", "environment", "again"),
+    [
+        (["--world", "2"], {"BRAID_LAUNCHER": "1", "LOCAL_WORLD_SIZE": "2"}, ["--world", "2"]),
+        ([], {"LOCAL_WORLD_SIZE": "2"}, ["--world", "2"]),
+        (["--world=2"], {"LOCAL_WORLD_SIZE": "2"}, ["--world", "2"]),
+        ([], {"LOCAL_WORLD_SIZE": "1"}, None),
+        ([], {}, None),
+    ],
+)
+def test_as_many_ranks_are_started_again_whoever_started_them(given, environment, again):
+    run = small_run()
+    run = replace(run, mesh=replace(run.mesh, tp=2))
+    words = ["my recipe.py:small", "--mesh.tp", "2", "--train.steps=8", "--trace", "x.json", *given]
+    generate, train, show = next_commands(words, Path("out"), plan(run, 2), PROGRAM, environment)
+    told = ["train", "my recipe.py:small", "--mesh.tp", "2", "--trace", "x.json"]
+    assert shlex.split(train, comments=True) == [*PROGRAM, *told, *(again or []), "--train.steps", "16"]
+    assert train.endswith("# under the launcher that started this run") == (again is None)
+    assert shlex.split(generate) == [*PROGRAM, "generate", "out", "--prompt", "class "]
+    fields = ["--mesh.tp", "2", "--train.steps=8"]
+    assert shlex.split(show) == [*PROGRAM, "show", "my recipe.py:small", *fields, "--world", "2"]
+
+
+@pytest.mark.parametrize("path", ["/opt/bin/braid", ".venv/bin/braid"])
+def test_a_script_is_called_by_its_path_and_anything_else_by_the_interpreter(path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [path, "train"])
+    assert program() == [path]
+    monkeypatch.setattr(sys, "argv", ["/somewhere/braid/__main__.py", "train"])
+    assert program() == [sys.executable, "-m", "braid"]
 
 
 @pytest.mark.parametrize(

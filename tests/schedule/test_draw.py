@@ -1,13 +1,44 @@
 """The picture: valid SVG in which nothing overlaps, nothing lies outside, and nothing is missing."""
 
+import re
 from dataclasses import replace
 from itertools import combinations, pairwise
 from xml.etree import ElementTree
 
 import pytest
 
-from braid.schedule import Costs, Timeline, draw, forward_only, interleaved, one_f_one_b, simulate, with_sums
+from braid.pattern import cut, parse
+from braid.schedule import (
+    Costs,
+    Options,
+    Timeline,
+    chains,
+    draw,
+    dual_pipe_v,
+    forward_only,
+    interleaved,
+    one_f_one_b,
+    overlapped,
+    simulate,
+    with_sums,
+)
+from braid.schedule.views import stream_of
 
+
+def in_phases(pattern, pp, micro_batches, build=overlapped, **options):
+    segments = 2 * pp if build is dual_pipe_v else pp
+    found = chains(cut(parse(pattern), segments), pp, late_weights=options.pop("late_weights", False))
+    return build(found, pp=pp, micro_batches=micro_batches, options=Options(**options))
+
+
+PHASED = [
+    in_phases("[*E]", 1, 1),
+    in_phases("[*-][*E][*E]", 1, 5, delayed=True, late_weights=True),
+    in_phases("[*E][*E]/*E", 1, 11, paired_ends=True),
+    in_phases("[*E]" * 4, 2, 4, delayed=True),
+    in_phases("[*E]" * 4, 2, 3, dual_pipe_v),
+    in_phases("[*E]" * 48, 1, 12),
+]
 SCHEDULES = [
     one_f_one_b(1, 1),
     interleaved(1, 2, 1),
@@ -19,7 +50,9 @@ SCHEDULES = [
     one_f_one_b(16, 64),
     forward_only(4, 2, 6),
     with_sums(interleaved(4, 3, 4), {"embedding": (0, 3)}),
+    *PHASED,
 ]
+BOXED = ("F", "B", "W", "RECOMPUTE", "SUM_COPIES")
 IDS = [f"{s.name}-{s.pp}x{s.virtual}x{s.micro_batches}" for s in SCHEDULES]
 
 
@@ -36,12 +69,23 @@ def number(element, name):
 
 
 def boxes(root):
-    """The boxes of ops, without those of the legend, by row."""
+    """The boxes of ops, without those of the legend, by the lane that they lie in."""
     rows = {}
-    for rect in elements(root, "rect"):
-        if rect.get("class") and number(rect, "height") == 24:
-            rows.setdefault(number(rect, "y"), []).append(rect)
+    for group in elements(root, "g"):
+        (rect,) = elements(group, "rect")
+        rows.setdefault(number(rect, "y"), []).append(rect)
     return rows
+
+
+def drawn(timeline):
+    """What takes time, by the lane that it belongs into: (rank, whether it is the lower one)."""
+    stream, lanes = stream_of(timeline.schedule), {}
+    for rank, spans in enumerate(timeline.spans):
+        for span in spans:
+            if span.end > span.start and span.op.act.value in BOXED:
+                lower = getattr(stream(span.op), "name", "") == "COMMUNICATION"
+                lanes.setdefault((rank, lower), []).append(span)
+    return lanes
 
 
 def extent(text):
@@ -59,12 +103,26 @@ def timeline(request):
 
 
 def test_every_computation_has_its_box_in_the_row_of_its_rank(timeline):
-    rows = boxes(picture(timeline))
-    timed = [
-        sum(span.end > span.start and span.op.act.value in ("F", "B", "SUM_COPIES") for span in row)
-        for row in timeline.spans
-    ]
-    assert [len(rows[y]) for y in sorted(rows)] == timed
+    rows, lanes = boxes(picture(timeline)), drawn(timeline)
+    assert [len(rows[y]) for y in sorted(rows)] == [len(lanes[lane]) for lane in sorted(lanes)]
+
+
+def test_every_box_says_what_it_is_and_when(timeline):
+    told = [title.text for group in elements(picture(timeline), "g") for title in elements(group, "title")]
+    spans = [span for row in timeline.spans for span in row]
+    timed = [span for span in spans if span.end > span.start and span.op.act.value in BOXED]
+    forwards = [span for span in spans if span.op.act.value == "F"]
+    turns = {(span.op.micro_batch, span.op.segment) for span in forwards}
+    forward = sum(span.end - span.start for span in forwards) / len(turns)
+    for title, span in zip(told, timed, strict=True):
+        name, *about, when = title.split(" · ")
+        op = span.op
+        parts = (("micro-batch", op.micro_batch), ("segment", op.segment), ("phase", op.phase))
+        assert name == str(op)
+        assert about == [f"{word} {value}" for word, value in parts if value is not None]
+        begin, end = map(float, re.fullmatch(r"([\d.]+) to ([\d.]+) forwards", when).groups())
+        assert begin == pytest.approx(span.start / forward, abs=6e-4)
+        assert end == pytest.approx(span.end / forward, abs=6e-4)
 
 
 def test_boxes_of_a_row_do_not_overlap(timeline):
@@ -119,6 +177,20 @@ def test_numbers_are_left_out_where_boxes_are_narrow():
     assert numbers(one_f_one_b(2, 4)) == 16
     assert numbers(one_f_one_b(16, 64)) == 16 * 64, "backwards alone have room"
     assert numbers(interleaved(16, 4, 64)) == 0
+
+
+@pytest.mark.parametrize("schedule", PHASED, ids=IDS[-len(PHASED) :])
+def test_boxes_of_phases_have_the_numbers_of_their_micro_batches(schedule):
+    """Each where it has room, in the lower lane as well; so have weight gradients."""
+    numbered = set()
+    for group in elements(picture(simulate(schedule)), "g"):
+        (rect,), (title,), texts = (elements(group, tag) for tag in ("rect", "title", "text"))
+        micro_batch = re.search(r"micro-batch (\d+)", title.text).group(1)
+        assert [text.text for text in texts] in ([], [micro_batch])
+        assert texts or number(rect, "width") < 6.8 * len(micro_batch) + 1.5, f"{title.text} has room"
+        numbered |= {rect.get("class")[0] + ("" if number(rect, "height") > 10 else "*") for _ in texts}
+    every = {"f", "f*", "b", "b*"} | ({"w"} if schedule.delayed else set())
+    assert numbered == (set() if schedule is PHASED[-1] else every)
 
 
 def test_the_figures_stand_in_the_title():

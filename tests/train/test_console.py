@@ -1,8 +1,10 @@
 """What a person sees while a run is trained."""
 
 import pytest
+import torch
 
 from braid.train.console import Line, duration, magnitude, table
+from braid.train.device import choose_device
 
 
 def line(**changes):
@@ -54,6 +56,12 @@ def test_magnitudes(number, text):
 )
 def test_durations(seconds, text):
     assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(("threads", "name"), [(1, "cpu, 1 thread"), (3, "cpu, 3 threads")])
+def test_threads_are_counted_as_a_person_does(monkeypatch, threads, name):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    assert choose_device("cpu").name == name
 
 
 def test_tables_align():

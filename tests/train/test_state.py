@@ -12,6 +12,7 @@ from braid.train import state as states
 from braid.train.building import make_state
 from braid.train.device import choose_device
 from braid.train.loop import begin_or_continue
+from braid.train.places import Places
 from braid.train.step import train_step
 from tests.train.helpers import run_on, started
 
@@ -53,6 +54,35 @@ def test_a_checkpoint_of_another_model_is_refused_with_the_names(corpus, tmp_pat
     other = replace(run, model=replace(run.model, tied=False))
     with pytest.raises(CheckpointError, match=r"missing\s+head\.weight"):
         begin_or_continue(make_state(plan(other, 1), choose_device("cpu")), other, feed, places)
+
+
+def test_weights_of_another_model_are_refused_with_a_few_names_of_each_kind(corpus, tmp_path):
+    """A model with fewer layers of one kind, more of another, and another width."""
+    run = run_on(corpus)
+    feed, state, places = started(run, tmp_path / "first")
+    states.save(places.checkpoints, state, run, feed.train, feed.tokenizer)
+
+    def refused(**model):
+        other = replace(run, model=replace(run.model, **model))
+        fresh, out = make_state(plan(other, 1), choose_device("cpu")), Places(out=tmp_path / "second")
+        with pytest.raises(CheckpointError) as error:
+            begin_or_continue(fresh, other, feed, out, init=tmp_path / "first")
+        first, *lines = str(error.value).split("\n  ")
+        return fresh.names, first, lines
+
+    names, first, lines = refused(pattern="[*-]" * 5, hidden=2 * run.model.hidden)
+    differing = {"missing": names - state.names, "extra": state.names - names, "shape": names & state.names}
+    assert all(len(names) > 6 for names in differing.values())
+    assert first.endswith(f" and the model differ in {sum(map(len, differing.values()))} tensors")
+    assert len(lines) == 3 * 7
+    for kind, (word, names) in enumerate(differing.items()):
+        *told, more = lines[7 * kind : 7 * kind + 7]
+        assert [line.split()[0] for line in told] == [word] * 6
+        assert {line.split()[1].rstrip(":") for line in told} <= names
+        assert more == f"... and {len(names) - 6} more of these"
+    _, first, lines = refused(tied=not run.model.tied)
+    assert first.endswith(" differ in 1 tensor")
+    assert [line.split()[1] for line in lines] == ["head.weight"]
 
 
 def test_a_changed_run_is_told_and_other_data_is_refused(corpus, tmp_path, capsys):

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import rich.console
 
 from braid import recipes
+from braid.cli.notes import idle_choices, schedule_words, uncounted
 from braid.cli.runs import RunFields, help_with_a_recipe
-from braid.cli.words import options, print_table, subject
+from braid.cli.words import opened_by, options, print_table, subject
 from braid.errors import ConfigError, ExitCode, Problem
 from braid.plan import Plan, check, plan
 from braid.rules import nearest
@@ -49,10 +50,12 @@ class PlanOptions:
     """What each rank has: `141GiB`, `80GB`, or a device: a100, h100, h200, b200."""
     svg: Path | None = None
     """Also draw the pipeline's timeline into this file: who computes what when. A segment lasts as long as its
-    layers' operations say, a backward as long as two forwards."""
+    layers' operations say, a backward as long as two forwards. In phases (overlap, dual_pipe_v) lengths are
+    fixed, whatever the model: mix and experts take 1 forward and 2 backward with their weight gradients,
+    dispatch and combine 0.5 each way, all others nothing."""
     trace: Path | None = None
     """Also write that timeline as a trace, which Perfetto and chrome://tracing open beside what `braid train
-    --trace` wrote. The shortest forward of a segment takes one millisecond of it."""
+    --trace` wrote. The shortest forward of a segment takes one millisecond of it, or in phases each `mix`."""
     json: bool = False
     """Print JSON, all sizes in bytes."""
 
@@ -71,7 +74,7 @@ def show_plan(words: list[str]) -> int:
         print(f"the timeline is drawn in {chosen.svg}", file=sys.stderr)
     if chosen.trace is not None:
         _trace(worked_out, chosen.trace)
-        print(f"the timeline is in {chosen.trace}: open it in https://ui.perfetto.dev", file=sys.stderr)
+        print(f"the timeline is in {opened_by(chosen.trace)}", file=sys.stderr)
     found = estimate(worked_out, chosen.device)
     limit = None if chosen.device_memory is None else _bytes(chosen.device_memory)
     advice = advise(found, limit) if limit is not None and found.peak > limit else []
@@ -147,9 +150,15 @@ def _print(found: Estimate, limit: int | None, advice: list[Advice]) -> None:
     if not console.is_terminal:
         console = rich.console.Console(highlight=False, width=WIDTH)
     console.print(_arrangement(found))
+    if words := schedule_words(found.plan):
+        console.print(f"schedule: {words}")
+    for note in idle_choices(found.plan):
+        console.print(f"note: {note}")
     console.print()
     console.print(f"a rank of each stage, {_unit(found.peak)[0]}", style="bold")
     print_table(*_memory_table(found), console)
+    for note in uncounted(found.plan):
+        console.print(f"not counted: {note}")
     if limit is not None:
         console.print()
         console.print(_verdict(found, limit))
@@ -252,9 +261,12 @@ def _as_json(found: Estimate, limit: int | None, advice: list[Advice]) -> dict[s
         "world": found.plan.world,
         "axes": asdict(found.plan.axes),
         "device": found.device,
+        "schedule": schedule_words(found.plan),
         "device_memory": limit,
         "peak": found.peak,
         "fits": None if limit is None else found.peak <= limit,
+        "notes": list(idle_choices(found.plan)),
+        "not_counted": list(uncounted(found.plan)),
         "stages": [
             {
                 "stage": stage.stage,

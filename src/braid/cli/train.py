@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, redirect_stdout
@@ -14,9 +13,11 @@ from typing import TYPE_CHECKING, Literal
 
 import braid
 from braid import recipes, rules
+from braid.cli.following import next_commands, program
+from braid.cli.notes import idle_choices, schedule_words
 from braid.cli.progress import bar
 from braid.cli.runs import RunFields, help_with_a_recipe
-from braid.cli.words import options, subject
+from braid.cli.words import opened_by, options, subject
 from braid.config import flatten, to_json
 from braid.errors import BraidError, ConfigError, ExitCode, Problem
 from braid.fit import described
@@ -197,7 +198,7 @@ def _train(
     from braid.fit import tp_runs
     from braid.parallel.groups import opened_groups
     from braid.train.building import opened_state
-    from braid.train.console import say, table
+    from braid.train.console import say, table, warn
     from braid.train.feed import open_feed
     from braid.train.loop import begin_or_continue, train_to_end
     from braid.train.ranks import first_then_others, together
@@ -217,6 +218,8 @@ def _train(
         say(f"braid train {words[0]}")
         say(table(_header(worked_out, state, device, feed, places, resumed, chosen.init)))
         say("")
+        for note in idle_choices(worked_out) if joined.rank == 0 else ():
+            warn(note)
         tracer = _tracer(state, chosen)
         with watched(
             joined, places.out / FAILURES, state.progress, chosen.run.train.stall_timeout_s
@@ -230,9 +233,9 @@ def _train(
                 pass  # nobody closes a communicator that another still uses
             sample = _sample(state, feed, chosen)
     say("")
-    say(table([*sample, ("", ""), *_ending(outcome, feed, places)]))
+    say(table([*sample, ("", ""), *_ending(outcome, feed, places, tracer)]))
     say("\ntry next")
-    for command in _next_commands(words, places, outcome, chosen):
+    for command in next_commands(words, places.out, worked_out, program(), os.environ):
         say(f"  {command}")
     return ExitCode.OK
 
@@ -285,23 +288,10 @@ def _header(
         ("step", f"{worked_out.step_tokens:,} tokens = {run.train.batch_samples} x {run.data.sequence_tokens}"),
         ("device", f"{device.name}, {run.train.dtype}"),
         *([] if worked_out.world == 1 else [("ranks", _ranks(worked_out))]),
-        *([("schedule", text)] if (text := _schedule(worked_out)) else []),
+        *([("schedule", text)] if (text := schedule_words(worked_out)) else []),
         *(("kernels" if i == 0 else "", text) for i, text in enumerate(kernels)),
         ("out", f"{places.out}, {status}"),
     ]
-
-
-def _schedule(worked_out: Plan) -> str:
-    """How micro-batches pass, where there is more to say than one after the other."""
-    run, schedule = worked_out.run, worked_out.schedule
-    mesh = run.mesh
-    words = [schedule.name] if worked_out.axes.pp > 1 or schedule.phases else []
-    words += ["overlapped"] if mesh.overlap and words != ["overlapped"] else []
-    words += [f"{'late ' if mesh.late_weights else ''}delayed weight gradients"] if schedule.delayed else []
-    words += ["paired ends"] if mesh.paired_ends else []
-    words += ["early release"] if mesh.early_release else []
-    words += [f"recompute of {' and '.join(run.train.recompute)}"] if run.train.recompute else []
-    return ", ".join(words)
 
 
 def _ranks(worked_out: Plan) -> str:
@@ -334,48 +324,11 @@ def _sample(state: State, feed: Feed, chosen: TrainOptions) -> Sequence[tuple[st
     return [("sample" if i == 0 else "", line) for i, line in enumerate(text.splitlines() or [""])]
 
 
-def _ending(outcome: Outcome, feed: Feed, places: Places) -> Sequence[tuple[str, str]]:
+def _ending(outcome: Outcome, feed: Feed, places: Places, tracer: Tracer | None) -> Sequence[tuple[str, str]]:
     validation = "n/a" if outcome.val_loss is None else f"{outcome.val_loss:.3f} nats per token"
     return [
         ("validation", f"{validation}; knowing only how often each token occurs: {feed.unigram_entropy:.3f}"),
         ("checkpoint", str(outcome.checkpoint)),
         ("metrics", str(places.metrics)),
+        *([("trace", opened_by(tracer.file))] if tracer is not None and tracer.written else []),
     ]
-
-
-def _next_commands(words: list[str], places: Places, outcome: Outcome, chosen: TrainOptions) -> Sequence[str]:
-    """Three commands that work as they stand: with the program's own name and every option of this run."""
-    program = sys.argv[0] if Path(sys.argv[0]).name == "braid" else "braid"
-    longer = [*_without(words, "--train.steps"), "--train.steps", str(2 * chosen.run.train.steps)]
-    shown = [words[0], *_run_options(words[1:])]
-    return [
-        shlex.join([program, "generate", str(places.out), "--prompt", "class "]),
-        shlex.join([program, "train", *longer]),
-        shlex.join([program, "show", *shown]),
-    ]
-
-
-def _without(words: list[str], option: str) -> list[str]:
-    """The words less an option and its value."""
-    kept: list[str] = []
-    skipping = False
-    for word in words:
-        if skipping:
-            skipping = False
-        elif word == option:
-            skipping = True
-        elif not word.startswith(f"{option}="):
-            kept.append(word)
-    return kept
-
-
-def _run_options(words: list[str]) -> list[str]:
-    """The options that set fields of the run: those with a dot, and their values."""
-    kept: list[str] = []
-    keeping = False
-    for word in words:
-        if word.startswith("--"):
-            keeping = "." in word.partition("=")[0]
-        if keeping:
-            kept.append(word)
-    return kept

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import rich.console
@@ -37,6 +38,11 @@ def subject(words: list[str], command: str, what: str) -> tuple[str, list[str]]:
         given = f", not {words[0]!r}" if words else ""
         raise ConfigError(f"`braid {command}` needs {what} first{given}: braid {command} {what} [options]")
     return words[0], words[1:]
+
+
+def opened_by(trace: Path) -> str:
+    """Where a trace is, and what shows it."""
+    return f"{trace}: open it in https://ui.perfetto.dev"
 
 
 def options(kind: type[Options], words: list[str], prog: str, default: Any = None) -> Options:

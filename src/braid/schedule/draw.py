@@ -1,27 +1,31 @@
 """The timeline as a picture: an SVG with one row per pipeline rank, of a simulated or measured `Timeline`.
 
 Forward is blue, backward orange, each darker from one virtual stage to the next; what is hatched is idle.
-The number in a box is the micro-batch, left out where boxes are too narrow. Right of the rows stand the peak of
-live forwards and the idle share of each rank. Time is in forwards: the mean duration of a segment's `F`.
+The number in a box is the micro-batch, left out where the box is too narrow; its title, which browsers show
+under the pointer, names the op and when it ran. Right of the rows stand the peak of live forwards and the idle
+share of each rank. Time is in forwards: the mean duration of a segment's `F`.
 
 Where a schedule goes into phases, each row has two lanes: what computes stands above what communicates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from math import floor, log10
 from types import MappingProxyType
+from typing import NamedTuple
 from xml.sax.saxutils import escape
 
 from braid.schedule.check import live_peaks
-from braid.schedule.ops import Act
+from braid.schedule.ops import Act, Op
 from braid.schedule.phases import Stream
 from braid.schedule.rendezvous import Span
 from braid.schedule.simulate import Timeline
 from braid.schedule.views import stream_of
 
+_COMPUTING = tuple(act for act in Act if act.computes)
+_DRAWN = (*_COMPUTING, Act.SUM_COPIES)
+"""What has boxes."""
 _LEFT, _RIGHT, _TOP, _BOTTOM = 68.0, 108.0, 74.0, 40.0
 """Margins around the rows."""
 _ROW, _BOX = 30.0, 24.0
@@ -31,11 +35,14 @@ _LANES = MappingProxyType(
 )
 """Where a box begins within its row, and its height, by the stream that it ran on."""
 _WIDEST, _UNIT = 1440.0, 40.0
-"""The rows are at most this wide, and a forward is at most this wide."""
+"""The rows are at most this wide, and a box of a forward is at most this wide, in the mean."""
+_WIDER = 4.0
+"""How many times as wide rows of phases may be: there are many to a segment."""
 _NARROWEST = 560.0
 """The rows are at least this wide, so that title and legend fit above and below."""
-_DIGITS = (("large", 6.8), ("small", 5.2))
-"""The sizes of numbers in boxes, with the width of a digit."""
+_DIGITS = (("large", 6.8, 10.0, 4.0), ("small", 5.2, 8.0, 3.0))
+"""The sizes of numbers in boxes, with the width of a digit, the height that a box needs for it, and how far its
+foot stands below the middle."""
 _LEGEND_STAGES = 8
 """With more virtual stages than this, the legend shows the first and the last."""
 _FORWARD = ((207, 225, 245), (26, 86, 158))
@@ -56,7 +63,9 @@ def draw(timeline: Timeline) -> str:
     """The picture, as the text of an SVG file."""
     unit = _forward_seconds(timeline)
     length = timeline.makespan / unit
-    scale = min(_UNIT, _WIDEST / length) if length else _UNIT
+    unit_width = _UNIT * _boxes_of_a_forward(timeline)
+    widest = _WIDEST * (_WIDER if timeline.schedule.phases else 1.0)
+    scale = min(unit_width, widest / length) if length else unit_width
     numbers = _numbers(timeline, scale / unit)
     plot = max(_NARROWEST, length * scale)
     width, height = _LEFT + plot + _RIGHT, _TOP + _ROW * len(timeline.spans) + _BOTTOM + 24
@@ -72,7 +81,7 @@ def draw(timeline: Timeline) -> str:
         _text(16, 28, _headline(timeline), "title"),
         _text(16, 48, _figures(timeline, length), "soft"),
         *_axis(timeline, length, scale),
-        *_rows(timeline, scale / unit, numbers),
+        *_rows(timeline, unit, scale, numbers),
         *_columns(timeline, _LEFT + plot),
         *_legend(timeline, height - 22, numbers),
         "</svg>",
@@ -109,58 +118,95 @@ def _forward_seconds(timeline: Timeline) -> float:
     return spent / len(turns) if spent else 1.0
 
 
+def _boxes_of_a_forward(timeline: Timeline) -> float:
+    """One, or where it goes into phases, as many of them as take time, in the mean."""
+    forwards = _boxed(timeline, Act.F)
+    turns = {(s.op.micro_batch, s.op.segment) for s in forwards}
+    return len(forwards) / len(turns) if turns else 1.0
+
+
+def _boxed(timeline: Timeline, *acts: Act) -> list[Span]:
+    """What takes time, of these acts."""
+    return [s for spans in timeline.spans for s in spans if s.op.act in acts and s.end > s.start]
+
+
 # ------------------------------------------------------------------------------------------------- parts
 
 
-def _rows(timeline: Timeline, pixels: float, numbers: _Numbers) -> Iterator[str]:
+def _rows(
+    timeline: Timeline, unit: float, scale: float, numbers: Mapping[Stream | None, _Numbers]
+) -> Iterator[str]:
     """For each rank its name, the idle ground, and a box for everything that takes time."""
-    begin, ground = timeline.begin, _n(timeline.makespan * pixels)
+    begin, ground = timeline.begin, _n(timeline.makespan / unit * scale)
     stream = stream_of(timeline.schedule)
     for rank, spans in enumerate(timeline.spans):
         y = _TOP + _ROW * rank
         yield _text(_LEFT - 10, y + _BOX / 2 + 4, f"rank {rank}", "end")
         yield f'<rect x="{_n(_LEFT)}" y="{_n(y)}" width="{ground}" height="{_n(_BOX)}" fill="url(#idle)"/>'
         for span in spans:
-            if span.end > span.start and (span.op.act.computes or span.op.act is Act.SUM_COPIES):
-                x, wide = _LEFT + (span.start - begin) * pixels, (span.end - span.start) * pixels
+            if span.end > span.start and span.op.act in _DRAWN:
+                start, end = (span.start - begin) / unit, (span.end - begin) / unit
                 top, high = _LANES[stream(span.op)]
-                yield from _box(timeline, span, x, y + top, wide, high, numbers)
+                box = _Box(_LEFT + start * scale, y + top, (end - start) * scale, high)
+                shape = _shape(timeline, span.op, box, numbers.get(stream(span.op)))
+                yield f"<g><title>{escape(_about(span.op, start, end))}</title>{''.join(shape)}</g>"
 
 
-def _box(
-    timeline: Timeline, span: Span, x: float, y: float, wide: float, high: float, numbers: _Numbers
-) -> Iterator[str]:
-    op, virtual = span.op, timeline.schedule.virtual
-    wide -= 0.6 if wide > 4 else 0.0
+class _Box(NamedTuple):
+    """Where something is drawn."""
+
+    x: float
+    y: float
+    wide: float
+    high: float
+
+
+def _shape(timeline: Timeline, op: Op, box: _Box, numbers: _Numbers | None) -> Iterator[str]:
+    virtual, wide = timeline.schedule.virtual, box.wide - (0.6 if box.wide > 4 else 0.0)
     stage = 0 if op.segment is None else op.segment // timeline.schedule.pp
     look = f"{op.act.value.lower()}{stage}" if op.act.computes else "sum"
-    yield f'<rect class="{look}" x="{_n(x)}" y="{_n(y)}" width="{_n(wide)}" height="{_n(high)}"/>'
-    if op.act in numbers.acts:
+    yield f'<rect class="{look}" x="{_n(box.x)}" y="{_n(box.y)}" width="{_n(wide)}" height="{_n(box.high)}"/>'
+    if numbers is not None and numbers.fit(op, box.wide):
         light = " light" if _darkness(stage, virtual) > 0.5 else ""
-        yield _text(x + wide / 2, y + high / 2 + 4, str(op.micro_batch), f"mid {numbers.look}{light}")
+        foot = box.y + box.high / 2 + numbers.foot
+        yield _text(box.x + wide / 2, foot, str(op.micro_batch), f"mid {numbers.look}{light}")
 
 
-@dataclass(frozen=True)
-class _Numbers:
-    """Which boxes carry the number of their micro-batch, and how large."""
+def _about(op: Op, start: float, end: float) -> str:
+    """An op by its name in the plan, what it is about, and when it runs."""
+    about = {"micro-batch": op.micro_batch, "segment": op.segment, "phase": op.phase}
+    told = [f"{name} {value}" for name, value in about.items() if value is not None]
+    return " · ".join([str(op), *told, f"{_n(start, 3)} to {_n(end, 3)} forwards"])
 
-    acts: frozenset[Act]
+
+class _Numbers(NamedTuple):
+    """How large the numbers of micro-batches are."""
+
     look: str
+    digit: float
+    """The width of a digit."""
+    foot: float
+    """How far they stand below the middle of a box."""
+
+    def fit(self, op: Op, wide: float) -> bool:
+        """Whether a box has room for the number of its op."""
+        return op.micro_batch is not None and wide >= self.digit * len(str(op.micro_batch)) + 1.5
 
 
-def _numbers(timeline: Timeline, pixels: float) -> _Numbers:
-    """The largest size at which every box has room for the largest number; else the boxes of one act alone."""
-    digits = len(str(timeline.schedule.micro_batches - 1))
-    narrowest = {
-        act: min(wide)
-        for act in (Act.F, Act.B)
-        if (wide := [(s.end - s.start) * pixels for spans in timeline.spans for s in spans if s.op.act is act])
-    }
-    fitting = [
-        _Numbers(frozenset(act for act, wide in narrowest.items() if wide >= digit * digits + 1.5), look)
-        for look, digit in _DIGITS
-    ]
-    return next((numbers for numbers in fitting if len(numbers.acts) == len(narrowest)), fitting[-1])
+def _numbers(timeline: Timeline, pixels: float) -> dict[Stream | None, _Numbers]:
+    """For each lane with numbers the largest size at which all of them fit; else the smallest."""
+    stream = stream_of(timeline.schedule)
+    lanes: dict[Stream | None, list[tuple[Op, float]]] = {}
+    for span in _boxed(timeline, *_COMPUTING):
+        lanes.setdefault(stream(span.op), []).append((span.op, (span.end - span.start) * pixels))
+    found = {}
+    for lane, boxes in lanes.items():
+        sizes = [_Numbers(look, digit, foot) for look, digit, high, foot in _DIGITS if high <= _LANES[lane][1]]
+        fitting = (numbers for numbers in sizes if all(numbers.fit(*box) for box in boxes))
+        numbers = next(fitting, sizes[-1])
+        if any(numbers.fit(*box) for box in boxes):
+            found[lane] = numbers
+    return found
 
 
 def _axis(timeline: Timeline, length: float, scale: float) -> Iterator[str]:
@@ -193,7 +239,7 @@ def _columns(timeline: Timeline, right: float) -> Iterator[str]:
         yield _text(right + 92, y, f"{idle / makespan if makespan else 0:.1%}", "end")
 
 
-def _legend(timeline: Timeline, y: float, numbers: _Numbers) -> Iterator[str]:
+def _legend(timeline: Timeline, y: float, numbers: Mapping[Stream | None, _Numbers]) -> Iterator[str]:
     virtual = timeline.schedule.virtual
     stages = range(virtual) if virtual <= _LEGEND_STAGES else (0, virtual - 1)
     entries = [([f"f{stage}" for stage in stages], "forward")]
@@ -203,7 +249,7 @@ def _legend(timeline: Timeline, y: float, numbers: _Numbers) -> Iterator[str]:
         entries.append(([f"recompute{stage}" for stage in stages], "recompute"))
     if timeline.schedule.delayed:
         entries.append(([f"w{stage}" for stage in stages], "weight gradients"))
-    if any(s.op.act is Act.SUM_COPIES and s.end > s.start for spans in timeline.spans for s in spans):
+    if _boxed(timeline, Act.SUM_COPIES):
         entries.append((["sum"], "sum of copies"))
     x = _LEFT
     for looks, label in entries:
@@ -214,7 +260,7 @@ def _legend(timeline: Timeline, y: float, numbers: _Numbers) -> Iterator[str]:
         x += 22 + 6.2 * len(label)
     yield f'<rect x="{_n(x)}" y="{_n(y)}" width="12" height="12" fill="url(#idle)" stroke="#d0d7de"/>'
     yield _text(x + 17, y + 10, "idle")
-    notes = ["number: micro-batch"] * bool(numbers.acts) + ["darker: later virtual stage"] * (virtual > 1)
+    notes = ["number: micro-batch"] * bool(numbers) + ["darker: later virtual stage"] * (virtual > 1)
     notes += ["lower lane: communication"] * bool(timeline.schedule.phases)
     yield _text(x + 52, y + 10, "; ".join(notes), "soft")
 
@@ -241,6 +287,6 @@ def _text(x: float, y: float, words: str, look: str = "") -> str:
     return f'<text x="{_n(x)}" y="{_n(y)}"{kind}>{escape(words)}</text>'
 
 
-def _n(number: float) -> str:
-    """A number for SVG, to a hundredth of a pixel."""
-    return f"{number:.2f}".rstrip("0").rstrip(".")
+def _n(number: float, places: int = 2) -> str:
+    """A number as short as it can be; for SVG, to a hundredth of a pixel."""
+    return f"{number:.{places}f}".rstrip("0").rstrip(".")

@@ -62,7 +62,8 @@ def choose_device(wanted: Literal["auto", "cpu", "cuda"]) -> Device:
     if wanted == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device cuda: torch sees no GPU here; set --device cpu or auto")
     if wanted == "cpu" or not torch.cuda.is_available():
-        name = f"cpu, {torch.get_num_threads()} threads"
+        threads = torch.get_num_threads()
+        name = f"cpu, {threads} {'thread' if threads == 1 else 'threads'}"
         return Device(torch=torch.device("cpu"), name=name, peak_bf16_flops=None)
     name = torch.cuda.get_device_name()
     words = name.replace("-", " ").split()

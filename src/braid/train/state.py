@@ -42,8 +42,8 @@ NAMES_VERSION = 1
 NO_DATA = "none"
 """Stands for the fingerprint of the data where a model has seen none here."""
 
-MOST_TOLD = 40
-"""Faults of a checkpoint that an error lists."""
+MOST_TOLD = 6
+"""Faults of one kind that an error lists; the others are counted."""
 
 RNG = "rng.cpu"
 """Torch's own generator. Nothing in braid draws from it; a module of somebody else's might."""
@@ -274,22 +274,29 @@ def _fill_weights(path: Path, places: Sequence[Place], names: frozenset[str]) ->
     """Whatever dtype the checkpoint has: values are cast to what holds them."""
     stored = checkpoint.read_manifest(path).tensors
     beside = {name for name in stored if name == RNG or name.startswith("optimizer.")}
-    faults = [f"missing  {name}" for name in sorted(names - stored.keys())]
-    faults += [f"extra    {name}" for name in sorted(stored.keys() - beside - names)]
+    missing = [f"missing  {name}" for name in sorted(names - stored.keys())]
+    extra = [f"extra    {name}" for name in sorted(stored.keys() - beside - names)]
+    other = []
     for place in places:
         shape = place.canonical.shape
         has = tuple(stored[place.name].shape) if place.name in stored else shape
         if has != shape:
-            faults.append(f"shape    {place.name}: has {list(has)}, wanted {list(shape)}")
-    if faults:
-        more = [f"and {len(faults) - MOST_TOLD} more"] if len(faults) > MOST_TOLD else []
-        told = [f"{path} and the model differ in {len(faults)} tensors", *faults[:MOST_TOLD], *more]
-        raise CheckpointError("\n  ".join(told))
+            other.append(f"shape    {place.name}: has {list(has)}, wanted {list(shape)}")
+    if count := len(missing) + len(extra) + len(other):
+        told = [line for faults in (missing, extra, other) for line in _first_of(faults)]
+        tensors = "1 tensor" if count == 1 else f"{count} tensors"
+        raise CheckpointError("\n  ".join([f"{path} and the model differ in {tensors}", *told]))
     held = {place.name: place for place in places if not place.held.empty}
     wanted = {name: place.wanted(stored[name].dtype) for name, place in held.items()}
     found = checkpoint.read(path, wanted, unread=stored.keys() - wanted.keys())
     for name, place in held.items():
         place.held.write(place.holder, found[name])
+
+
+def _first_of(faults: Sequence[str]) -> Sequence[str]:
+    """The first ones of a kind, and how many more there are."""
+    more = len(faults) - MOST_TOLD
+    return faults if more <= 0 else [*faults[:MOST_TOLD], f"... and {more} more of these"]
 
 
 def open_model(path: Path, device: Device) -> tuple[LanguageModel, Tokenizer]:

@@ -37,6 +37,8 @@ class Tracer:
         rank 0 writes."""
         self.file, self.steps, self.state = file, steps, state
         self.strips: list[Strip] = []
+        self.written = False
+        """Whether the file has all of them; what rank 0 knows."""
         groups = state.model.groups
         self._world, self._stage, self._line = groups.world, groups.pp.rank, groups.slab.rank
         self._told = groups.world.size <= MOST_RANKS or groups.slab.rank == 0
@@ -112,8 +114,10 @@ class Tracer:
 
     def _write_or_warn(self) -> None:
         """A run goes on without its trace."""
+        self.written = False
         try:
             self._write()
+            self.written = True
         except ConfigError as error:
             warn(f"{error}; the run goes on")
 
