@@ -43,7 +43,8 @@ def test_json_and_back_is_the_identity():
     ("change", "message"),
     [
         (lambda d: d["optim"].update(lrr=1), r"run\.optim\.lrr is not a field; did you mean 'lr'\?"),
-        (lambda d: d["optim"].pop("lr"), r"run\.optim\.lr is missing"),
+        (lambda d: d["model"].pop("hidden"), r"run\.model\.hidden is missing"),
+        (lambda d: d.pop("train"), r"run\.train is missing"),
         (lambda d: d["model"].update(hidden="16"), r"run\.model\.hidden = '16': must be of type int"),
         (lambda d: d["model"].update(hidden=True), r"run\.model\.hidden = True: must be of type int"),
         (lambda d: d["model"].update(norm="batch"), r"run\.model\.norm = 'batch': must be one of rms, layer"),
@@ -57,6 +58,15 @@ def test_json_that_is_no_run_is_refused_by_name(change, message):
     change(data)
     with pytest.raises(ConfigError, match=message):
         from_json(data)
+
+
+def test_a_run_that_was_written_before_a_field_came_reads_with_its_default():
+    run = small_run()
+    data = json.loads(json.dumps(to_json(run)))
+    del data["mesh"]["late_weights"], data["model"]["hyper"], data["optim"]["clip"]
+    assert from_json(data) == run
+    other = replace(run, mesh=replace(run.mesh, late_weights=True), optim=replace(run.optim, clip=0.5))
+    assert set(difference(from_json(data), other)) == {"mesh.late_weights", "optim.clip"}
 
 
 def test_flatten_names_fields_as_on_the_command_line():

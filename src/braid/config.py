@@ -116,8 +116,8 @@ class Train:
     """What is made again in backward instead of kept: norms, activations of MLPs, cores of mixers, MLPs of
     experts, hyper-connections, whole blocks, all of these. Changes no result."""
     recompute_span: int = 0
-    """Blocks between residual streams that are kept, where hyper-connections are recomputed and whole blocks are
-    not; 0 for as many as hold the least. Changes nothing elsewhere."""
+    """Blocks between residual streams that are kept, where hyper-connections are recomputed and whole blocks
+    are not; 0 for as many as hold the least. Changes nothing elsewhere."""
     deterministic: bool = False
     """Whether to refuse kernels whose result depends on timing. CPU runs are deterministic anyway."""
     eval_every: int = 0
@@ -316,7 +316,9 @@ def to_json(run: Run) -> dict[str, Any]:
 
 
 def from_json(data: Any) -> Run:
-    """The run that `to_json` wrote. A field that is unknown, missing or of another type is an error."""
+    """The run that `to_json` wrote, now or by an earlier braid: a field that came later has its default, with
+    which runs do as they did without it. One that is unknown or of another type, or that cannot be missing, is
+    an error."""
     run = _read(Run, data, "run")
     assert isinstance(run, Run)
     return run
@@ -349,10 +351,11 @@ def _read_dataclass(kind: Any, data: Any, at: str) -> Any:
     for name in data:
         if name not in hints:
             raise ConfigError(f"{at}.{name} is not a field{rules.nearest(name, hints)}")
-    for name in hints:
-        if name not in data:
-            raise ConfigError(f"{at}.{name} is missing")
-    return kind(**{name: _read(hint, data[name], f"{at}.{name}") for name, hint in hints.items()})
+    for field in dataclasses.fields(kind):
+        needed = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        if needed and field.name not in data:
+            raise ConfigError(f"{at}.{field.name} is missing")
+    return kind(**{name: _read(hints[name], value, f"{at}.{name}") for name, value in data.items()})
 
 
 def _read_tuple(arms: tuple[Any, ...], data: Any, at: str) -> tuple[Any, ...]:
