@@ -73,12 +73,16 @@ class Data:
 
 
 def counts_of(shape: Shape, load: str) -> Tensor:
-    """Rows of each expert: equal, or falling as one over the rank, in any order; the two smallest have none."""
+    """Rows of each expert: equal; or within half of the mean, or falling as one over the rank, where the two
+    smallest have none, in any order."""
     generator = torch.Generator().manual_seed(1)
-    if load == "balanced":
-        share = torch.ones(shape.experts)
-    else:
-        share = 1 / torch.arange(1.0, shape.experts + 1)
+    shares = {
+        "balanced": torch.ones(shape.experts),
+        "uneven": torch.linspace(1.5, 0.5, shape.experts),
+        "zipf": 1 / torch.arange(1.0, shape.experts + 1),
+    }
+    share = shares[load]
+    if load != "balanced":
         share[-2:] = 0
         share = share[torch.randperm(shape.experts, generator=generator)]
     counts = (share / share.sum() * shape.rows).long()

@@ -36,7 +36,9 @@ SHAPES = (
     Shape(32768, 4096, 1536, 16),
     Shape(262144, 2048, 1024, 64),
 )
-LOADS = ("balanced", "zipf")
+LOADS = ("balanced", "uneven", "zipf")
+"""Of the experts: equal, a whole number of tiles for each, which suits the base best; within half of the mean;
+and falling as one over the rank."""
 CHECKS = (Shape(1705, 512, 256, 16), Shape(811, 528, 336, 16))
 """Small problems with experts of all sizes: dims that are multiples of every tile, and dims of none."""
 BOUND = 8e-3
