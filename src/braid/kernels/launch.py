@@ -7,10 +7,10 @@ and no hook is called.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import reduce
 from operator import or_
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,19 +20,11 @@ ALIGNED = 16
 """Bytes. Triton makes a kernel of its own for tensors that begin elsewhere."""
 
 
-class Compiled(NamedTuple):
-    """What Triton made of a kernel."""
-
-    run: Callable[..., None]
-    function: int
-    metadata: tuple[object, ...]
-
-
 class Launcher:
     """Launches kernels, and remembers what each was compiled to."""
 
     def __init__(self) -> None:
-        self._compiled: dict[tuple[object, ...], Compiled] = {}
+        self._compiled: dict[tuple[object, ...], Any] = {}
         self._multiprocessors: dict[torch.device, int] = {}
 
     def __reduce__(self) -> tuple[type[Launcher], tuple[()]]:
@@ -61,15 +53,15 @@ class Launcher:
         aligned = not reduce(or_, addresses) % ALIGNED
         compiled = self._compiled.get(key) if aligned else None
         if compiled is not None:
-            run, function, metadata = compiled
             stream = driver.active.get_current_stream(device)
-            run(*grid, 1, stream, function, metadata, None, None, None, *addresses, *numbers, *values)
+            what = (compiled.function, compiled.packed_metadata, None, None, None)
+            compiled.run(*grid, 1, stream, *what, *addresses, *numbers, *values)
             return
-        made = kernel[grid](*tensors, *numbers, **constants, num_warps=warps, num_stages=stages)
-        interpreted = made is None
+        compiled = kernel[grid](*tensors, *numbers, **constants, num_warps=warps, num_stages=stages)
+        interpreted = compiled is None
         if aligned and not interpreted:
             assert kernel.arg_names[-len(constants) :] == list(constants)
-            self._compiled[key] = Compiled(made.run, made.function, made.packed_metadata)
+            self._compiled[key] = compiled
 
     def multiprocessors(self, device: torch.device) -> int:
         """How many there are. A CPU, where kernels are only interpreted, counts as one that has some."""
