@@ -10,6 +10,7 @@ transfers alone take 0.25, 0.5 and 1.0 of the computation alone. For each of the
     transfers   the transfers of a step by themselves
     serial      the plain schedule, where every transfer is waited for
     overlapped  the overlapped schedule: weight gradients at once, delayed, late; ends in pairs; both
+    host        what the host takes to hand a step over: how long steps take that have few tokens
     stalls      how often the allocator had to wait for the device, and give memory back, to find room
     hidden      what part of the shorter one of compute and transfers disappears behind the other: how much less
                 overlapped takes than the two of them, and than serial
@@ -26,6 +27,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
@@ -57,6 +59,8 @@ from braid.train.step import backward, count
 BLOCKS, TOKENS, ROWS, EXPERTS, TOP_K, HIDDEN = 8, 4096, 4, 64, 8, 2048
 MICRO_BATCHES = 20
 FRACTIONS = (0.25, 0.5, 1.0)
+FEW = 64
+"""Tokens of a sample, where the host takes longer than the device."""
 MESHES = {
     "plain": Mesh(),
     "overlapped": Mesh(overlap=True),
@@ -69,7 +73,7 @@ USUAL = ("delayed", "paired", "late_paired")
 """The schedules that are measured unless others are asked for."""
 
 
-def run_of(mesh: Mesh, micro_batches: int) -> Run:
+def run_of(mesh: Mesh, micro_batches: int, tokens: int = TOKENS) -> Run:
     return Run(
         model=Model(
             pattern="[*E]" * BLOCKS,
@@ -79,7 +83,7 @@ def run_of(mesh: Mesh, micro_batches: int) -> Run:
             attention=Attention(heads=16, kv_heads=4, head_dim=128, qk_norm=True),
             moe=Moe(experts=EXPERTS, top_k=TOP_K, ffn=1024, aux_loss=1e-3),
         ),
-        data=Data(sequence_tokens=TOKENS, tokenizer="none.json"),
+        data=Data(sequence_tokens=tokens, tokenizer="none.json"),
         train=Train(
             steps=1,
             batch_samples=ROWS * micro_batches,
@@ -172,17 +176,19 @@ class Bench:
         with torch.no_grad():
             for parameter in self.state.model.parameters():
                 parameter.normal_(std=0.02)
-        self.batches = random_batches(run, 0)
+        self.batches = {
+            tokens: random_batches(run_of(run.mesh, micro_batches, tokens), 0) for tokens in (TOKENS, FEW)
+        }
         self.local = AllToAll(group=ALONE, travel=ALONE, held=EXPERTS, slices=1)
         rows = ROWS * TOKENS * TOP_K
         self.host = Host(torch.empty(rows, HIDDEN, dtype=torch.bfloat16, pin_memory=True))
 
     def prepared(
-        self, name: str, dispatcher: Dispatcher, batches: int | None = None
+        self, name: str, dispatcher: Dispatcher, batches: int | None = None, tokens: int = TOKENS
     ) -> Callable[[], dict[str, Tensor]]:
         """Forward and backward of every micro-batch, or of the first few: planned, and to be run."""
-        used = self.batches[:batches]
-        run, counts = run_of(MESHES[name], len(used)), count(self.state.model, used)
+        used = self.batches[tokens][:batches]
+        run, counts = run_of(MESHES[name], len(used), tokens), count(self.state.model, used)
         schedule = plan(run, 1).schedule
 
         def step() -> dict[str, Tensor]:
@@ -195,11 +201,11 @@ class Bench:
 
         return step
 
-    def seconds(self, name: str, dispatcher: Dispatcher, *, once: bool = False) -> float:
+    def seconds(self, name: str, dispatcher: Dispatcher, *, tokens: int = TOKENS, once: bool = False) -> float:
         """Of a whole step, after a short one that has as many micro-batches under way."""
         torch.cuda.empty_cache()  # no schedule begins with what another one has left
-        step = self.prepared(name, dispatcher)
-        self.prepared(name, dispatcher, 4)()
+        step = self.prepared(name, dispatcher, tokens=tokens)
+        self.prepared(name, dispatcher, 4, tokens)()
         self.state.optimizer.forget()
         with only_new_garbage():  # as the training loop has it
             return timed(step, self.state.optimizer.forget, once=once)
@@ -219,7 +225,9 @@ class Bench:
         """Losses and gradients of a short step, with kernels whose result does not depend on timing."""
         torch.use_deterministic_algorithms(True)
         torch.backends.cuda.enable_cudnn_sdp(False)
-        told = self.prepared(name, dispatcher, 3)()
+        # Where this is set, torch reads it for every product: that takes the host longer than all the rest.
+        with patch.dict(os.environ, CUBLAS_WORKSPACE_CONFIG=":4096:8"):
+            told = self.prepared(name, dispatcher, 3)()
         found = {f"grad:{key}": value.cpu() for key, value in self.state.optimizer.gradients().items()}
         self.state.optimizer.forget()
         torch.backends.cuda.enable_cudnn_sdp(True)
@@ -280,8 +288,10 @@ def measured(bench: Bench, schedules: Sequence[str]) -> dict[str, Any]:
     print(f"nothing travels: {least:.3f} s", flush=True)
     bench.host.share = 0.25
     whole = bench.transfers() / 0.25
-    figures: dict[str, Any] = {"compute": least, "fractions": {}}
     staged = Staged(bench.local, bench.host)
+    host = {name: bench.seconds(name, staged, tokens=FEW) for name in ("plain", *schedules)}
+    print(f"the host alone: {_short(host)}", flush=True)
+    figures: dict[str, Any] = {"compute": least, "host": host, "fractions": {}}
     for fraction in FRACTIONS:
         bench.host.share = fraction * least / whole
         transfers = bench.transfers()

@@ -91,6 +91,11 @@ class Executor:
         self.passages: dict[Turn, Passage] = {}
 
     def run(self) -> tuple[Span, ...]:
+        # To wake another thread for the backward of every node takes the host longer than many of them.
+        with torch.autograd.set_multithreading_enabled(False):
+            return self._run_all()
+
+    def _run_all(self) -> tuple[Span, ...]:
         log, progress = [], self.wires.progress
         progress.follow(
             cast(NodeWork, self.work).streams if self.schedule.phases else None, stream_of(self.schedule)

@@ -24,7 +24,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from braid.engine.streams import Issued, Streams
 from braid.schedule import Op, Phase, Stream
-from braid.schedule.phases import IN, OUT, named, readers, shared_by, writers
+from braid.schedule.phases import IN, OUT, named, readers, shared_by
 
 Turn = tuple[int, int]
 """(micro-batch, segment)."""
@@ -176,7 +176,8 @@ class Passage:
         self._named, self._delayed = named(phases), delayed
         self._to_weigh = {drawer for phase in phases for drawer in phase.drawers if delayed}
         """Drawers with weight gradients that nobody has added."""
-        self._written_by = writers(phases)
+        self._anchors: dict[Stream, Tensor] = {}
+        """What graphs begin with: one for each stream, as autograd joins its stream to that of the backward."""
 
     # ------------------------------------------------------------------------------------ outside
 
@@ -233,7 +234,7 @@ class Passage:
         results: dict[str, list[Tensor]] = {name: [] for name in phase.writes}
 
         def job() -> None:
-            entered = {name: self._enter(name, made, kept) for name, made in given.items()}
+            entered = {name: self._enter(name, made, kept, phase.stream) for name, made in given.items()}
             given.clear()
             written, cost = function(entered)
             assert written.keys() == results.keys(), f"{phase.name} wrote {list(written)}"
@@ -256,11 +257,12 @@ class Passage:
         self._readers[name] -= 1
         return self._made[name] if self._readers[name] else self._made.pop(name)
 
-    def _enter(self, name: str, made: Made, kept: _Kept) -> Tensor:
+    def _enter(self, name: str, made: Made, kept: _Kept, stream: Stream) -> Tensor:
         if not made.differentiable:
             return made.tensor
-        anchor = made.tensor.new_empty(0, requires_grad=True)
-        entered: Tensor = _Entry.apply(anchor, kept.boxes.setdefault(name, []), made.tensor)
+        if stream not in self._anchors:
+            self._anchors[stream] = made.tensor.new_empty(0, requires_grad=True)
+        entered: Tensor = _Entry.apply(self._anchors[stream], kept.boxes.setdefault(name, []), made.tensor)
         return entered
 
     # ------------------------------------------------------------------------------------ backward

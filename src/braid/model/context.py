@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -166,10 +167,10 @@ class Context:
 
     def tokens(self, layer: Layer) -> Tokens:
         """Who this rank's tokens are, for the router of a layer."""
-        batch, padding = self.batch, int((self.mine(self.host_documents_BT) < 0).sum())
+        batch, padding = self.batch, self._padding
         return Tokens(
             sample_B=batch.sample_B,
-            place_T=self._places_T(),
+            place_T=self._places_T,
             padding_BT=self.mine(batch.documents_BT) < 0 if padding else None,
             padding_count=padding,
             shared_tokens=self.whole.tokens,
@@ -180,6 +181,12 @@ class Context:
             training=batch.training,
         )
 
+    @cached_property
+    def _padding(self) -> int:
+        """How many of this rank's tokens are none."""
+        return int((self.mine(self.host_documents_BT) < 0).sum())
+
+    @cached_property
     def _places_T(self) -> Tensor:
         """The place in its row of each of this rank's tokens; with caches, rows go on where they stand."""
         if self.caches:
@@ -196,6 +203,6 @@ class Context:
             step=batch.step,
             layer=layer.stream,
             sample_B=batch.sample_B,
-            position_T=self._places_T(),
+            position_T=self._places_T,
             channels=channels,
         )

@@ -299,6 +299,8 @@ class _NodeStep(_Step):
         self.pieces.setdefault(turn, [])
         # Another micro-batch may be under way: of a layer, it has been there before or comes later.
         context.earlier_E = self.loads.favourites_E
+        if phase.kind == "experts" and micro_batch + 1 < len(self.batches):
+            self._context(micro_batch + 1)  # on its way to the device before anybody waits for it
 
         def run(tensors: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], Tensor | None]:
             with nullcontext() if self.replays is None else self.replays.node((*turn, phase.name)):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from braid.kernels.attention.spans import Spans, visible
+from braid.kernels.host import to_device
 
 
 def attend(q_BTQD: Tensor, k_BTKD: Tensor, v_BTKV: Tensor, spans: Spans, scale: float | None = None) -> Tensor:
@@ -20,7 +21,7 @@ def attend(q_BTQD: Tensor, k_BTKD: Tensor, v_BTKV: Tensor, spans: Spans, scale: 
     q_BTKRD = q_BTQD.unflatten(2, (kv_heads, heads // kv_heads)).to(dtype)
     scale = q_BTQD.shape[-1] ** -0.5 if scale is None else scale
     scores_BKRTS = torch.einsum("btkrd,bskd->bkrts", q_BTKRD, k_BTKD.to(dtype)) * scale
-    sees_BTS = visible(spans.runs_BT, spans.window)
+    sees_BTS = visible(to_device(spans.runs_BT, q_BTQD.device), spans.window)
     probs_BKRTS = scores_BKRTS.masked_fill(~sees_BTS[:, None, None], float("-inf")).softmax(-1)
     y_BTKRV = torch.einsum("bkrts,bskv->btkrv", probs_BKRTS, v_BTKV.to(dtype))
     return y_BTKRV.flatten(2, 3).to(q_BTQD.dtype)

@@ -34,7 +34,7 @@ class Spans:
     """The documents of a micro-batch, as attention needs them."""
 
     runs_BT: Tensor
-    """The number of each token's document, from 0 over all rows."""
+    """The number of each token's document, from 0 over all rows; on the host."""
     window: int | None
     rows: Piece | None
     """What every row is, where each holds a single document; else None."""
@@ -54,7 +54,7 @@ def spans_of(documents_BT: Tensor, window: int | None, device: torch.device) -> 
     groups = [[length] for length in lengths] if whole else _gather(lengths)
     pieces = [_piece(group, window, device) for group in groups[: 1 if whole else None]]
     return Spans(
-        runs_BT=to_device(runs_N.view(rows, tokens), device),
+        runs_BT=runs_N.view(rows, tokens),
         window=window,
         rows=pieces[0] if whole else None,
         pieces=tuple(pieces * rows if whole else pieces),

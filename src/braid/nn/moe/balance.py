@@ -59,7 +59,10 @@ def examine(
     it this is the first."""
     valid_N, choice, shares_NE = tokens.valid_N(), routing.choice, routing.shares_NE
     everywhere = tokens.count_everywhere
-    favourites_E = count(choice.favourites_NS, valid_N, shape.experts)
+    counted = None if tokens.padding_BT is None else valid_N
+    counts_E = favourites_E = count(choice.experts_NS, counted, shape.experts)
+    if choice.favourites_NS is not choice.experts_NS:
+        favourites_E = count(choice.favourites_NS, counted, shape.experts)
     if shape.aux_loss or shape.global_aux_loss:
         favourites_E = summed(favourites_E, groups.slab)
     step_E = favourites_E if earlier_E is None else favourites_E + earlier_E
@@ -74,7 +77,6 @@ def examine(
         losses["global_balance"] = shape.global_aux_loss * load_balance(shares_NE, step_E, valid_N, everywhere)
     if shape.z_loss:
         losses["router_z"] = shape.z_loss * z_loss(routing.logits_NE, valid_N, everywhere)
-    counts_E = count(choice.experts_NS, valid_N, shape.experts)
     kept_E = counts_E if choice.kept_NS is None else count(choice.experts_NS, choice.kept_NS, shape.experts)
     return Balance(losses, counts_E, kept_E, favourites_E)
 
@@ -116,10 +118,12 @@ def _at_least_one(everywhere: int | None, valid_N: Tensor) -> int | Tensor:
     return valid_N.sum().clamp(min=1) if everywhere is None else max(everywhere, 1)
 
 
-def count(experts_NS: Tensor, counted: Tensor, experts: int) -> Tensor:
-    """How often each expert was chosen, where `counted` is True: one entry per token, or one per slot."""
-    counted = counted if counted.ndim == 2 else counted[:, None]
-    slots_M = torch.where(counted, experts_NS, experts).flatten()
+def count(experts_NS: Tensor, counted: Tensor | None, experts: int) -> Tensor:
+    """How often each expert was chosen, where `counted` is True: one entry per token, or one per slot. None
+    counts all."""
+    slots_M = experts_NS.flatten()
+    if counted is not None:
+        slots_M = torch.where(counted if counted.ndim == 2 else counted[:, None], experts_NS, experts).flatten()
     counts = torch.zeros(experts + 1, dtype=torch.int64, device=slots_M.device)
     # bincount would ask the device for the highest entry.
     return counts.scatter_add_(0, slots_M, torch.ones_like(slots_M))[:experts]

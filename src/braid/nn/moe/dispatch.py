@@ -46,15 +46,16 @@ def order_by_expert(
 ) -> Order:
     """Rows sorted by expert; within an expert, by token. Slots that are not kept have no row. `rows` is how
     many are kept: where the host does not say, it is asked of the device."""
-    slots = experts_NS.numel()
-    if kept_NS is None:
-        kept_NS, rows = torch.ones_like(experts_NS, dtype=torch.bool), slots
+    slots, queue_M = experts_NS.numel(), experts_NS.flatten()
     counts_E = count(experts_NS, kept_NS, experts)
-    rows = int(counts_E.sum()) if rows is None else rows
-    queue_M = torch.where(kept_NS, experts_NS, experts).flatten()
+    if kept_NS is None:
+        rows = slots
+    else:
+        rows = int(counts_E.sum()) if rows is None else rows
+        queue_M = torch.where(kept_NS, experts_NS, experts).flatten()
     slot_M = queue_M.argsort(stable=True)[:rows]
-    row_M = torch.full_like(queue_M, rows)
-    row_M[slot_M] = torch.arange(rows, device=slot_M.device)
+    row_M = torch.empty_like(queue_M) if rows == slots else torch.full_like(queue_M, rows)
+    row_M.scatter_(0, slot_M, torch.arange(rows, device=slot_M.device))
     return Order(slot_M, row_M.view(experts_NS.shape), counts_E, gaps=rows < slots)
 
 

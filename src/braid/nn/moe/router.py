@@ -153,8 +153,8 @@ def _wants_favourites(shape: architecture.Moe) -> bool:
 def _kept(
     experts_NS: Tensor, probs_NS: Tensor, shape: architecture.Moe, tokens: Tokens, row_group: Group
 ) -> Tensor | None:
-    rows, valid_N = tokens.rows, tokens.valid_N()
+    rows = tokens.rows
     if shape.capacity_factor is not None and tokens.training:
-        whole = (whole_rows(x_N, rows, row_group) for x_N in (experts_NS, probs_NS, valid_N))
+        whole = (whole_rows(x_N, rows, row_group) for x_N in (experts_NS, probs_NS, tokens.valid_N()))
         return own_part(within_capacity(*whole, shape=shape, rows=rows), rows, row_group)
-    return None if tokens.padding_BT is None else valid_N[:, None].expand_as(experts_NS)
+    return None if tokens.padding_BT is None else tokens.valid_N()[:, None].expand_as(experts_NS)
