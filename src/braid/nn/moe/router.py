@@ -65,7 +65,7 @@ class Router(nn.Module):
         return {"weight": weight} if self.bias is None else {"weight": weight, "bias": bias}
 
     def cost(self, portion: Portion) -> Cost:
-        """Its input, scores, probabilities of the chosen; the chosen themselves keep all that was sorted."""
+        """Its input, scores, the chosen and their probabilities."""
         shape, tokens, narrow = (
             self.shape,
             portion.places(self.groups.tp_cp),
@@ -77,8 +77,7 @@ class Router(nn.Module):
             kept += self.weight.numel() * narrow.itemsize
         scored = 3 if shape.score == "sqrt_softplus" else 1
         chosen = shape.top_k if shape.softmax_after_top_k else shape.top_k + 1 if shape.normalize_top_k else 0
-        listed = shape.top_k if shape.routing == "round_robin" else shape.experts
-        kept += tokens * ((shape.experts * scored + chosen) * wide + listed * INDEX)
+        kept += tokens * ((shape.experts * scored + chosen) * wide + shape.top_k * INDEX)
         return Cost(kept=kept, passing=tokens * shape.experts * wide)
 
     def flops(self, tokens: int) -> int:

@@ -15,8 +15,8 @@ from braid import architecture
 
 def best(scores_NE: Tensor, top_k: int) -> Tensor:
     """The `top_k` experts with the highest scores, best first."""
-    # topk does not say which of two equal scores it takes; a stable sort does.
-    return scores_NE.detach().sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+    # topk does not say which of two equal scores it takes; a stable sort does. What is not chosen is let go.
+    return scores_NE.detach().sort(dim=-1, descending=True, stable=True).indices[:, :top_k].contiguous()
 
 
 def best_in_groups(scores_NE: Tensor, shape: architecture.Moe) -> Tensor:
