@@ -110,7 +110,8 @@ def _schedule(run: Run, layout: Layout) -> Schedule:
         virtual = len(layout.segments) // mesh.pp
         name = "1f1b" if virtual == 1 else "interleaved"
         built = schedules.build(name, pp=mesh.pp, virtual=virtual, micro_batches=micro_batches)
-    dropped = dropped_tensors(layout, built.phases, run.train.recompute, span_of(run, layout))
+    span, hyper = span_of(run, layout), run.model.hyper is not None
+    dropped = dropped_tensors(layout, built.phases, run.train.recompute, span, hyper=hyper)
     built = with_replays(built, _replayed(run, layout, built), dropped)
     shared = run.model.tied or bool(layout.mtp)
     return schedules.with_sums(built, {"embedding": (built.holder[0], built.holder[-1])} if shared else {})
@@ -147,6 +148,8 @@ def span_of(run: Run, layout: Layout) -> int:
 
 
 def _chains(run: Run, layout: Layout) -> tuple[Chain, ...]:
+    """In a pipeline, what has returned from experts is summed on the communication stream: ranks that wait for
+    one another would have it in their way."""
     model, moe = run.model, run.model.moe
     return schedules.chains(
         layout,
@@ -155,6 +158,7 @@ def _chains(run: Run, layout: Layout) -> tuple[Chain, ...]:
         shared_experts=bool(moe and moe.shared_ffn),
         latent=bool(moe and moe.latent),
         hyper=model.hyper is not None,
+        posts=run.mesh.pp == 1,
         late_weights=run.mesh.late_weights,
     )
 

@@ -189,14 +189,20 @@ class Trained:
             return uses_of_segments(units_of_segments(self.units, pipeline=pipeline))
         phases = [phase for segment in self.state.schedule.phases for phase in segment]
         meshes = {name: unit.mesh for name, unit in self.units.items()}
-        units = units_of_phases(meshes, phases, tied=self.case.tied, latent=bool(self.case.latent))
+        units = units_of_phases(meshes, phases, tied=self.case.tied)
         return uses_of_phases(units, unread={"embed"})
 
     def _overlapped(self, planned: Plan) -> Schedule:
         pp, hyper = self.run.mesh.pp, self.case.streams > 0
+        kind = {
+            "tied": self.case.tied,
+            "shared_experts": True,
+            "latent": bool(self.case.latent),
+            "hyper": hyper,
+        }
         built = with_sums(
             overlapped(
-                chains(planned.layout, pp, tied=self.case.tied, shared_experts=True, hyper=hyper),
+                chains(planned.layout, pp, posts=pp == 1, **kind),
                 pp=pp,
                 micro_batches=self.case.micro_batches,
                 options=Options(delayed=self.grain == "late"),
@@ -205,7 +211,8 @@ class Trained:
         )
         names, layout = self.case.recompute, planned.layout
         again = replayed_phases(layout, built.phases, names, shared_experts=True, dropout=False, hyper=hyper)
-        return with_replays(built, again, dropped_tensors(layout, built.phases, names, self.case.blocks))
+        dropped = dropped_tensors(layout, built.phases, names, self.case.blocks, hyper=hyper)
+        return with_replays(built, again, dropped)
 
     # -------------------------------------------------------------------------------------- steps
 

@@ -35,7 +35,7 @@ def one_step(case: Case, watch: Watch | None = None) -> steps._NodeStep:
 
 
 def test_a_tensor_that_crosses_beside_the_declared_ones_is_refused(monkeypatch):
-    """The residual stream leaves `mix` with its graph, and what `combine` runs adds it."""
+    """The residual stream leaves `mix` with its graph, and what `post` runs adds it."""
     leaked = []
     mix, post = Block.mix, Block.post
 
@@ -46,7 +46,7 @@ def test_a_tensor_that_crosses_beside_the_declared_ones_is_refused(monkeypatch):
 
     monkeypatch.setattr(Block, "mix", leaking)
     monkeypatch.setattr(Block, "post", lambda self, flow, context: post(self, flow, context) + leaked[-1])
-    with pytest.raises(ForeignGraphError, match=r"0\.combine of micro-batch 0 has reached into .* 0\.mix"):
+    with pytest.raises(ForeignGraphError, match=r"0\.post of micro-batch 0 has reached into .* 0\.mix"):
         one_step(Case(), Watch())
 
 
@@ -122,17 +122,17 @@ def test_no_more_micro_batches_live_than_the_schedule_states(monkeypatch):
 
 
 def test_what_was_sent_to_experts_is_free_once_it_has_left(monkeypatch):
-    """Nothing needs the rows that a rank sends, or what experts made of them, for its backward."""
+    """No backward needs the rows that a rank sends, what experts made of them, or what returns."""
     left = {}
     run = nodes.run
 
     def keeping(model, phase, context, tensors):
         for name in phase.reads:
-            if name.endswith((".residual", ".computed")) and phase.kind == "combine":
+            if name.endswith((".residual", ".computed", ".returned")) and phase.kind in ("combine", "post"):
                 left[name, context] = weakref.ref(tensors[name].untyped_storage())
         if phase.kind == "head":
             gone = [name for (name, of), storage in left.items() if of is context and storage() is None]
-            assert gone == ["0.computed"]
+            assert gone == ["0.computed", "0.returned"]
         return run(model, phase, context, tensors)
 
     monkeypatch.setattr("braid.train.step.nodes.run", keeping)

@@ -95,7 +95,8 @@ def test_two_run_beside_each_other_at_both_ends():
 @pytest.mark.parametrize("pattern", ["[*E]", "E-[M*E]", "-E-", "[*E]E/*E/*E", "/*E-E", "--"])
 @pytest.mark.parametrize("latent", [False, True])
 def test_any_model_has_a_sound_schedule(pattern, micro_batches, options, late, latent):
-    found = chains(parse(pattern), 1, tied=True, shared_experts=True, latent=latent, late_weights=late)
+    kind = {"tied": True, "shared_experts": True, "latent": latent, "late_weights": late, "posts": True}
+    found = chains(parse(pattern), 1, **kind)
     schedule = overlapped(found, pp=1, micro_batches=micro_batches, options=options)
     assert check(schedule).faults == ()
     assert check(schedule).live == schedule.live_bound
@@ -104,7 +105,7 @@ def test_any_model_has_a_sound_schedule(pattern, micro_batches, options, late, l
 @pytest.mark.parametrize("delayed", [False, True])
 def test_communication_that_takes_half_as_long_as_computation_is_hidden_but_for_its_first_and_its_last(delayed):
     """Four blocks: per micro-batch 8 of forward and 16 of backward, and 8 of exchanges of a half each."""
-    found = chains(parse("[*E]" * 4), 1)
+    found = chains(parse("[*E]" * 4), 1, posts=True)
     for micro_batches in (2, 5, 9):
         options = PAIRED._replace(delayed=delayed)
         schedule = overlapped(found, pp=1, micro_batches=micro_batches, options=options)

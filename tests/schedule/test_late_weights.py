@@ -33,8 +33,8 @@ LATE = Options(delayed=True)
 PAIRED = Options(delayed=True, paired_ends=True)
 
 
-def chain(text: str, *, late_weights: bool = True, latent: bool = False) -> Chain:
-    (found,) = chains(parse(text), 1, latent=latent, late_weights=late_weights)
+def chain(text: str, *, late_weights: bool = True, latent: bool = False, posts: bool = False) -> Chain:
+    (found,) = chains(parse(text), 1, latent=latent, late_weights=late_weights, posts=posts)
     return found
 
 
@@ -50,7 +50,7 @@ def paired(f: str | None, b: str, options: Options = LATE, *, latent: bool = Fal
 def schedule(
     text: str, micro_batches: int = 3, options: Options = LATE, *, pp: int = 1, latent: bool = False
 ) -> Schedule:
-    found = chains(parse(text), pp, latent=latent, late_weights=True)
+    found = chains(parse(text), pp, latent=latent, late_weights=True, posts=options.paired_ends)
     return overlapped(found, pp=pp, micro_batches=micro_batches, options=options)
 
 
@@ -214,7 +214,7 @@ def test_the_experts_unit_is_whole_after_the_last_drawer_of_a_micro_batch(strate
         meshes[f"stack.blocks.{block}"] = "dense"
     experts = [f"stack.blocks.{block}.moe.experts" for block in (0, 2)]
     meshes |= dict.fromkeys(experts, "expert")
-    ops, uses = lowered(made, 0, meshes, strategy, tied=False, latent=False)
+    ops, uses = lowered(made, 0, meshes, strategy, tied=False)
     figures = prove(ops, meshes, uses)
     every = POLICIES[strategy].every
     assert figures.reductions == len(meshes) * (made.micro_batches if every else 1)
@@ -270,8 +270,7 @@ def test_more_is_hidden_where_transfers_take_as_long_as_computation_and_experts_
     costs = Costs(phases={"mix": 1.0, "dispatch": transfer, "experts": experts, "combine": transfer})
     hidden = []
     for late in (False, True):
-        made = overlapped(
-            [chain("[*E]" * blocks, late_weights=late)], pp=1, micro_batches=micro_batches, options=options
-        )
+        found = chain("[*E]" * blocks, late_weights=late, posts=True)
+        made = overlapped([found], pp=1, micro_batches=micro_batches, options=options)
         hidden.append((2 * compute - simulate(made, costs).makespan) / compute)
     assert hidden[1] > hidden[0] + 0.08

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 from hypothesis import given, settings
@@ -28,18 +29,25 @@ from braid.schedule.overlapped import Side, pair
 
 
 def schedule(
-    text: str, pp: int = 1, micro_batches: int = 3, *, late_weights: bool = False, **options: bool
+    text: str,
+    pp: int = 1,
+    micro_batches: int = 3,
+    *,
+    late_weights: bool = False,
+    posts: bool = False,
+    **options: bool,
 ) -> Schedule:
-    found = chains(cut(parse(text), pp), pp, shared_experts=True, late_weights=late_weights)
+    found = chains(cut(parse(text), pp), pp, shared_experts=True, late_weights=late_weights, posts=posts)
     return overlapped(found, pp=pp, micro_batches=micro_batches, options=Options(**options))
 
 
-def paired(f: str | None, b: str | None, **options: bool) -> str:
+def paired(f: str | None, b: str | None, *, posts: bool = False, **options: bool) -> str:
     """A forward of micro-batch 1 beside a backward of micro-batch 0."""
-    sides = [
-        None if text is None else Side((micro_batch, 0), chains(parse(text), 1, shared_experts=True)[0])
-        for micro_batch, text in ((1, f), (0, b))
-    ]
+
+    def side(micro_batch: int, text: str) -> Side:
+        return Side((micro_batch, 0), chains(parse(text), 1, shared_experts=True, posts=posts)[0])
+
+    sides = [None if text is None else side(turn, text) for turn, text in ((1, f), (0, b))]
     return " ".join(map(str, pair(*sides, Options(**options)))).replace(".0:", ":")
 
 
@@ -55,6 +63,18 @@ def test_a_block_with_experts_has_four_phases_and_any_other_has_one():
     assert streams == {"dispatch", "combine"}
 
 
+@pytest.mark.parametrize("kind", [{"posts": True}, {"hyper": True}])
+def test_what_has_returned_may_be_summed_by_a_phase_that_computes(kind):
+    (chain,) = chains(parse("[*E]"), 1, latent=True, **kind)
+    *_, combine, post, _, _ = chain.phases
+    assert (combine.name, combine.stream, combine.drawers) == ("0.combine", Stream.COMMUNICATION, ())
+    assert (post.name, post.stream, post.drawers) == ("0.post", Stream.COMPUTE, ("0.post",))
+    assert combine.writes == ("0.returned",)
+    assert post.reads[:2] == ("0.residual", "0.returned")
+    assert post.joins
+    assert not combine.joins
+
+
 def test_mtp_depths_follow_the_head():
     (chain,) = chains(parse("-/*E/*E"), 1, tied=True)
     names = [phase.name for phase in chain.phases]
@@ -64,10 +84,11 @@ def test_mtp_depths_follow_the_head():
     assert using == ["embed", "head", "mtp0.enter", "mtp0.head", "mtp1.enter", "mtp1.head"]
 
 
+@pytest.mark.parametrize("posts", [False, True])
 @pytest.mark.parametrize("text", ["[*E]-|", "|[*E]", "||", "[*E]||/*E", "|/*E/*E"])
-def test_every_tensor_is_written_once_before_it_is_read(text):
+def test_every_tensor_is_written_once_before_it_is_read(text, posts):
     layout = parse(text)
-    for index, chain in enumerate(chains(layout, len(layout.segments))):
+    for index, chain in enumerate(chains(layout, len(layout.segments), posts=posts)):
         there = {"in"} if index else set()
         for phase in chain.phases:
             assert set(phase.reads) <= there
@@ -94,10 +115,36 @@ def test_two_blocks_with_experts_interleave():
     assert paired("[*E][*E]", "[*E][*E]") == without
 
 
-def test_a_projection_back_from_a_latent_has_weight_gradients_of_its_own():
-    (chain,) = chains(parse("[*E]"), 1, latent=True)
+def test_rows_of_the_next_block_leave_before_those_that_return_are_waited_for():
+    wanted = (
+        "F1:embed B0:head B0:final_norm "
+        "B0:1.post B0:1.combine F1:0.mix B0:1.experts F1:0.dispatch W0:1.experts B0:1.dispatch "
+        "F1:0.experts F1:0.combine B0:1.mix "
+        "B0:0.post B0:0.combine W0:1.mix F1:0.post "
+        "F1:1.mix B0:0.experts F1:1.dispatch W0:0.experts B0:0.dispatch "
+        "F1:1.experts F1:1.combine B0:0.mix F1:1.post W0:0.mix "
+        "F1:final_norm F1:head B0:embed"
+    )
+    assert paired("[*E][*E]", "[*E][*E]", posts=True, delayed=True) == wanted
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+@pytest.mark.parametrize(("f", "b"), [("[*E]-[*E]", "[*E]-[*E]"), ("[*E]", "[*E]*[*E]"), ("E[*E]-", "-")])
+def test_but_for_post_each_stream_keeps_the_order_of_the_spec(f, b, delayed):
+    def listed(stream: bool, *, posts: bool) -> list[str]:
+        words = paired(f, b, posts=posts, delayed=delayed).split()
+        kept = [word for word in words if not word.endswith(".post")]
+        return [word for word in kept if word.endswith(("dispatch", "combine")) is stream]
+
+    for stream in (False, True):
+        assert listed(stream, posts=True) == listed(stream, posts=False)
+
+
+@pytest.mark.parametrize(("posts", "phase"), [(False, "combine"), (True, "post")])
+def test_a_projection_back_from_a_latent_has_weight_gradients_of_its_own(posts, phase):
+    (chain,) = chains(parse("[*E]"), 1, latent=True, posts=posts)
     ops = [str(op) for op in pair(None, Side((0, 0), chain), Options(delayed=True))]
-    assert ops.index("W0.0:0.combine") == ops.index("B0.0:0.experts") + 1
+    assert ops.index(f"W0.0:0.{phase}") == ops.index("B0.0:0.experts") + 1
 
 
 def test_early_release_runs_mixers_backward_before_experts_forward():
@@ -161,14 +208,15 @@ ITEMS = st.lists(st.sampled_from(["*", "-", "[*E]", "E", "[M*E]"]), max_size=3).
     delayed=st.booleans(),
     early_release=st.booleans(),
     late_weights=st.booleans(),
+    posts=st.booleans(),
     mtp=st.sampled_from(["", "/*E", "/E/E", "/*/*"]),
 )
 def test_any_model_on_any_pipeline_has_a_sound_schedule(
-    pp, virtual, data, micro_batches, delayed, early_release, late_weights, mtp
+    pp, virtual, data, micro_batches, delayed, early_release, late_weights, posts, mtp
 ):
     segments = data.draw(st.lists(ITEMS, min_size=pp * virtual, max_size=pp * virtual))
-    options = {"delayed": delayed, "early_release": early_release}
-    made = schedule("|".join(segments) + mtp, pp, micro_batches, late_weights=late_weights, **options)
+    options = {"delayed": delayed, "early_release": early_release, "late_weights": late_weights, "posts": posts}
+    made = schedule("|".join(segments) + mtp, pp, micro_batches, **options)
     report = check(made)
     assert report.faults == ()
     assert all(parse_op(str(op)) == op for ops in made.ops for op in ops)
@@ -229,8 +277,8 @@ def test_a_message_in_the_middle_of_its_phases_is_found(message):
 def test_communication_that_takes_half_as_long_as_computation_is_hidden_but_at_the_ends():
     """Two blocks: per micro-batch 4 of forward and 8 of backward; the first forward and the last backward have
     nothing beside their exchanges, which take 2 each."""
-    for micro_batches in (2, 5, 9):
-        made = schedule("[*E][*E]", micro_batches=micro_batches)
+    for micro_batches, posts in product((2, 5, 9), (False, True)):
+        made = schedule("[*E][*E]", micro_batches=micro_batches, posts=posts)
         assert simulate(made).makespan == pytest.approx(12 * micro_batches + 4)
 
 

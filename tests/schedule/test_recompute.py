@@ -31,17 +31,23 @@ NAMES = ("norm", "activation", "core", "experts", "block", "full")
 
 
 def schedule(
-    text: str, *names: str, pp: int = 1, micro_batches: int = 2, dropout: bool = False, **options: bool
+    text: str,
+    *names: str,
+    pp: int = 1,
+    micro_batches: int = 2,
+    dropout: bool = False,
+    posts: bool = False,
+    **options: bool,
 ) -> Schedule:
     layout = cut(parse(text), pp)
-    found = chains(layout, pp, shared_experts=True)
+    found = chains(layout, pp, shared_experts=True, posts=posts)
     built = overlapped(found, pp=pp, micro_batches=micro_batches, options=Options(**options))
     replayed = replayed_phases(layout, built.phases, names, shared_experts=True, dropout=dropout)
     return with_replays(built, replayed)
 
 
-def replayed(text: str, *names: str, dropout: bool = False) -> list[str]:
-    return [name for segment in schedule(text, *names, dropout=dropout).replayed for name in segment]
+def replayed(text: str, *names: str, **options: bool) -> list[str]:
+    return [name for segment in schedule(text, *names, **options).replayed for name in segment]
 
 
 # ------------------------------------------------------------------------------------------------ which
@@ -59,6 +65,8 @@ def test_each_name_means_the_phases_that_have_such_a_part():
     assert replayed(text, "block") == [*blocks, "mtp0.0.experts"]
     assert set(replayed(text, "full")) == {*replayed(text, "block"), *replayed(text, "norm")}
     assert "0.combine" in replayed(text, "block", dropout=True)
+    assert {"0.combine", "0.post"} & {*replayed(text, "block", dropout=True, posts=True)} == {"0.post"}
+    assert "0.post" not in replayed(text, "block", posts=True)
 
 
 def test_a_schedule_without_replays_stays_as_it_is():

@@ -46,22 +46,22 @@ def units_of_segments(units: Mapping[str, Unit], *, pipeline: bool) -> dict[int,
 
 
 def lowered(
-    schedule: Schedule, rank: int, meshes: Mapping[str, str], strategy: Strategy, *, tied: bool, latent: bool
+    schedule: Schedule, rank: int, meshes: Mapping[str, str], strategy: Strategy, *, tied: bool
 ) -> tuple[Ops, Uses]:
     """The list of a pipeline rank with ops about its units, whose meshes are given by name; and what each op of
     the list uses. For a schedule in phases."""
     phases = [phase for segment in schedule.phases for phase in segment]
-    uses = uses_of_phases(units_of_phases(meshes, phases, tied=tied, latent=latent), unread={"embed"})
+    uses = uses_of_phases(units_of_phases(meshes, phases, tied=tied), unread={"embed"})
     sharding = Sharding(units=meshes, uses=uses, policy=POLICIES[strategy])
     return lower(schedule.ops[rank], sharding, rank), uses
 
 
 def units_of_phases(
-    meshes: Mapping[str, str], phases: Iterable[Phase], *, tied: bool, latent: bool
+    meshes: Mapping[str, str], phases: Iterable[Phase], *, tied: bool
 ) -> dict[str, tuple[str, ...]]:
     """The names of the units that each phase uses, by its own name and those of its drawers; `meshes` has the
-    mesh of every unit. `latent` says whether what comes back from experts goes through a projection of the
-    block."""
+    mesh of every unit. What comes back from experts may go through a projection of the block, whose weight
+    gradients then have a drawer."""
     teller = "embedding" if tied else "head"
     found: dict[str, tuple[str, ...]] = {}
     for phase in phases:
@@ -74,7 +74,8 @@ def units_of_phases(
             "enter": ["embedding", depth],
             "mix": [*(name for name in inner if name not in experts), block],
             "experts": experts,
-            "combine": [block] if latent else [],
+            "combine": [block] if phase.drawers else [],
+            "post": [block] if phase.drawers else [],
             "final_norm": [f"{depth}.exit", depth] if depth else ["exit", "final_norm"],
             "head": [teller],
         }

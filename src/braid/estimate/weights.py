@@ -151,8 +151,7 @@ def driven_times(units: list[Held], plan: Plan, stage: int) -> dict[str, tuple[i
     """How often each unit is gathered and its gradients are summed in a step, where ops of the schedule say so:
     by name."""
     run, meshes = plan.run, {unit.name: unit.mesh for unit in units}
-    kind = {"tied": run.model.tied, "latent": bool(run.model.moe and run.model.moe.latent)}
-    ops, _ = lowered(plan.schedule, stage, meshes, run.mesh.shard, **kind)
+    ops, _ = lowered(plan.schedule, stage, meshes, run.mesh.shard, tied=run.model.tied)
     times = Counter((op.unit, op.act) for op in ops if op.act.shards)
     return {name: (times[name, Act.UNSHARD], times[name, Act.REDUCE_GRAD]) for name in meshes}
 

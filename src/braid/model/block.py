@@ -3,10 +3,9 @@
     mix ──► dispatch ──► experts ──► combine ──► post
 
 `mix` runs every layer up to a closing MoE, and of that its norm, router and shared expert. `dispatch` brings
-tokens to their experts, `experts` computes, `combine` brings results back, and `post` takes them into the
-residual stream. A block without MoE does all its work in `mix`; the other phases pass on what they are given.
-`forward` is the phases in order: there is no other path. Without hyper-connections `post` is an addition, and
-belongs to `combine`.
+tokens to their experts, `experts` computes, `combine` brings results back, and `post` sums them for each token
+and takes them into the residual stream. A block without MoE does all its work in `mix`; the other phases pass
+on what they are given. `forward` is the phases in order: there is no other path.
 
 Between blocks a rank holds t of the T tokens of its rows; what leaves it in `dispatch` and returns in `combine`
 is up to the dispatcher.
@@ -76,7 +75,7 @@ class Flow(NamedTuple):
 
     stream: Tensor
     rows: Tensor | None = None
-    """What experts read or wrote, as it leaves and returns; after `combine`, one row for each token."""
+    """What experts read or wrote, as it leaves and returns."""
     probs: Tensor | None = None
     """The probability of each row, until experts have used it."""
     shared_BtC: Tensor | None = None
@@ -173,16 +172,17 @@ class Block(Recomputing):
         if flow.rows is None:
             return flow
         layer = self.block.layers[-1]
-        moe, journey = self._moe(layer), context.journeys[layer]
-        return flow._replace(rows=moe.unpack(moe.dispatcher.combine(flow.rows, journey), journey))
+        return flow._replace(rows=self._moe(layer).dispatcher.combine(flow.rows, context.journeys[layer]))
 
     def post(self, flow: Flow, context: Context) -> Tensor:
         if flow.rows is None:
             return flow.stream
-        y_BtC = flow.rows.view(*flow.stream.shape[:2], flow.stream.shape[-1])
+        layer = self.block.layers[-1]
+        y_NC = self._moe(layer).unpack(flow.rows, context.journeys[layer])
+        y_BtC = y_NC.view(*flow.stream.shape[:2], flow.stream.shape[-1])
         if flow.shared_BtC is not None:
             y_BtC = y_BtC + flow.shared_BtC
-        stream = self._leave(flow, y_BtC, self.block.layers[-1], context)
+        stream = self._leave(flow, y_BtC, layer, context)
         if self.closes:
             self.kept(stream)
         return stream

@@ -40,8 +40,8 @@ def run(
 
 
 def weights_beside_communication(model: LanguageModel, phase: Phase) -> list[Tensor]:
-    """Those that `combine` uses: the projection back from a latent, where there is one."""
-    found = _block(model, phase).moe() if phase.kind == "combine" else None
+    """Those that sum what has returned from experts: the projection back from a latent, where there is one."""
+    found = _block(model, phase).moe() if phase.joins else None
     if found is None or found[1].latent is None:
         return []
     return list(found[1].latent.up.parameters())
@@ -96,28 +96,26 @@ def _of_block(
             flow = block.experts(Flow(_NOBODY, rows, probs), context)
             assert flow.rows is not None
             return (flow.rows,), None
-        case "combine":
-            return _combined(model, block, context, given), None
-        case _:
-            stream, rows, *shared, post_NS, res_NSS = given
-            shared_BtC = shared[0] if shared else None
-            return (block.post(Flow(stream, rows, None, shared_BtC, post_NS, res_NSS), context),), None
+        case "combine" if not phase.joins:
+            (rows,) = given
+            flow = block.combine(Flow(_NOBODY, rows), context)
+            assert flow.rows is not None
+            return (flow.rows,), None
+        case kind:
+            flow = _returning(model, given)
+            stream = block.post(block.combine(flow, context) if kind == "combine" else flow, context)
+            del context.journeys[block.block.layers[-1]]
+            return (stream,), None
 
 
-def _combined(
-    model: LanguageModel, block: Block, context: Context, given: tuple[Tensor, ...]
-) -> tuple[Tensor, ...]:
-    """The rows that have returned; without hyper-connections, the stream that they have joined."""
-    if model.shape.hyper is not None:
-        (rows,) = given
-        flow = block.combine(Flow(_NOBODY, rows), context)
-        assert flow.rows is not None
-        written = flow.rows
-    else:
+def _returning(model: LanguageModel, given: tuple[Tensor, ...]) -> Flow:
+    """What a phase that joins is given: the residual stream, rows, a shared expert's output where there is one,
+    and with hyper-connections the ways between streams."""
+    if model.shape.hyper is None:
         stream, rows, *shared = given
-        written = block.post(block.combine(Flow(stream, rows, None, *shared), context), context)
-    del context.journeys[block.block.layers[-1]]
-    return (written,)
+        return Flow(stream, rows, None, *shared)
+    stream, rows, *shared, post_NS, res_NSS = given
+    return Flow(stream, rows, None, shared[0] if shared else None, post_NS, res_NSS)
 
 
 _NOBODY = torch.empty(0)

@@ -13,6 +13,12 @@ Phase by phase, a link of f (forward) and a link of b (backward) interleave like
 where a star marks the communication stream. With `early_release`, b's `mix` comes before f's `experts`: memory
 of mixers is free earlier, but f's `combine` then has nothing beside it.
 
+Where `post` is a phase of its own, rows of the next link are first sent on their way; then comes what nobody
+waits for at the end of this one, and last what waits for rows that return:
+
+    b  mix  | after  post  combine*  W of mix
+    f       |                                  post  after | before  mix  ...
+
 Where weight gradients of experts lie in two drawers (see `phases`), the second one waits for the next link, and
 comes right before its `experts`:
 
@@ -145,18 +151,15 @@ def _ends_paired(chain: Chain, micro_batches: int, options: Options) -> Ops:
     nobody waits for at the end of a link comes when rows of the next one are on their way. Not so where weights
     that are reduced together would get gradients of both."""
     sides = [Side((micro_batch, 0), chain) for micro_batch in range(micro_batches)]
-    ops, waiting, late = [*in_turns(Act.F, sides[:2], options)], list[Op](), Ops()
+    ops, waiting, late = [*in_turns(Act.F, sides[:2], options)], Ops(), Ops()
     links = _with_ends(chain)
     apart = len(links) == 1 or _reach(list(_stretches(chain.phases[::-1]))) > 0
     for f, b in zip(sides[2:], sides, strict=False):
         if apart:
-            ops, waiting, late = [*ops, *waiting, *late], [], ()
+            ops, waiting, late = [*ops, *waiting, *late], (), ()
         for ahead, behind in zip(links, links[::-1], strict=True):
-            own = list(_links(f, ahead, b, behind, options, late))
-            first = len(behind.after) + (behind.combine is not None)
-            last = len(own) - len(ahead.after) - len(b.weights(behind.mix, *behind.before)) * options.delayed
-            ops += [*own[:first], *waiting, *own[first:last]]
-            waiting, late = own[last:], _late(b, behind, options)
+            ops += _links(f, ahead, b, behind, options, late, waiting)
+            waiting, late = _waiting(f, ahead, b, behind, options), _late(b, behind, options)
     return (*ops, *waiting, *late, *in_turns(Act.B, sides[-2:], options))
 
 
@@ -190,7 +193,7 @@ def side(act: Act, turn: Turn | None, chains: Sequence[Chain], holder: Sequence[
 def pair(f: Side | None, b: Side | None, options: Options = PLAIN) -> Ops:
     """A forward and a backward, link by link: f's first with b's last. What is left over of b comes before what
     is left over of f. Weight gradients of b's first link wait until its message is on its way."""
-    ops, late = list[Op](), Ops()
+    ops, waiting, late = list[Op](), Ops(), Ops()
     f_links = f.chain.links if f else ()
     b_links = b.chain.links[::-1] if b else ()
     if f:
@@ -198,14 +201,16 @@ def pair(f: Side | None, b: Side | None, options: Options = PLAIN) -> Ops:
     if b:
         ops += [*b.receive, *b.ops(Act.B, b.chain.last[::-1])]
     both = min(len(f_links), len(b_links))
-    for ahead, behind in zip(f_links, b_links, strict=False):
-        ops += _links(f, ahead, b, behind, options, late)
-        late = _late(b, behind, options)
-    for behind in b_links[both:]:
-        ops += _links(None, None, b, behind, options, late)
-        late = _late(b, behind, options)
-    for ahead in f_links[both:]:
-        ops += _links(f, ahead, None, None, options)
+    pairs: list[tuple[Link | None, Link | None]] = [*zip(f_links, b_links, strict=False)]
+    pairs += [(None, behind) for behind in b_links[both:]] + [(ahead, None) for ahead in f_links[both:]]
+    for ahead, behind in pairs:
+        both_sides = (f if ahead else None, ahead, b if behind else None, behind)
+        ops += _links(*both_sides, options, late if behind else (), waiting)
+        waiting = _waiting(*both_sides, options)
+        late = _late(b, behind, options) if behind else late
+        if not any(link and link.post for link in (ahead, behind)):
+            ops, waiting = [*ops, *waiting], ()
+    ops += waiting
     if f and not f.chain.last:
         ops += f.send
     if b and not b.chain.first:
@@ -220,10 +225,16 @@ def pair(f: Side | None, b: Side | None, options: Options = PLAIN) -> Ops:
 
 
 def _links(
-    f: Side | None, ahead: Link | None, b: Side | None, behind: Link | None, options: Options, late: Ops = ()
+    f: Side | None,
+    ahead: Link | None,
+    b: Side | None,
+    behind: Link | None,
+    options: Options,
+    late: Ops,
+    waiting: Ops,
 ) -> Iterator[Op]:
-    """Two links, in the order of issue, and between them what waits of b's link before. The stream of a phase
-    says what runs beside what."""
+    """Two links, in the order of issue, but for what may wait; and between them what has waited of the links
+    before. The stream of a phase says what runs beside what."""
 
     def forward(*phases: Phase | None) -> Iterator[Op]:
         if f:
@@ -239,12 +250,13 @@ def _links(
 
     ahead, behind = ahead or _NOTHING, behind or _NOTHING
     mixers = (behind.mix, *behind.before[::-1])
-    yield from backward(*behind.after[::-1], behind.combine)
+    yield from backward(*behind.after[::-1], behind.post, behind.combine)
+    yield from waiting
     yield from forward(*ahead.before, ahead.mix)
     yield from late
     yield from backward(behind.experts)
     yield from forward(ahead.dispatch)
-    yield from weights(behind.combine)
+    yield from weights(behind.post, behind.combine)
     yield from islice(weights(behind.experts), 1)
     yield from backward(behind.dispatch)
     if options.early_release:
@@ -252,9 +264,17 @@ def _links(
     yield from forward(ahead.experts, ahead.combine)
     if not options.early_release:
         yield from backward(*mixers)
-    yield from forward(*ahead.after)
-    if b and behind is not b.chain.links[0]:
-        yield from weights(*mixers)
+
+
+def _waiting(f: Side | None, ahead: Link | None, b: Side | None, behind: Link | None, options: Options) -> Ops:
+    """What comes last of two links, and may wait until rows of the next ones are on their way. Weight gradients
+    of b's first link are not among it."""
+    forward, weights = Ops(), Ops()
+    if f and ahead:
+        forward = tuple(f.ops(Act.F, [phase for phase in (ahead.post, *ahead.after) if phase]))
+    if b and behind and options.delayed and behind is not b.chain.links[0]:
+        weights = b.weights(behind.mix, *behind.before[::-1])
+    return (*weights, *forward) if ahead and ahead.post else (*forward, *weights)
 
 
 def _late(b: Side | None, behind: Link, options: Options) -> Ops:
@@ -291,7 +311,7 @@ def _reach(stretches: Sequence[Sequence[Phase]]) -> int:
     found: dict[tuple[int | None, int | None], list[int]] = {}
     for number, stretch in enumerate(stretches):
         for phase in stretch:
-            if phase.kind in ("mix", "enter", "final_norm") or (phase.kind == "combine" and phase.drawers):
+            if phase.kind in ("mix", "enter", "final_norm") or (phase.joins and phase.drawers):
                 found.setdefault((phase.depth, phase.block), []).append(number)
     return max((numbers[-1] - numbers[0] for numbers in found.values()), default=0)
 
@@ -302,5 +322,7 @@ _NOTHING = Link(mix=Phase(kind="none"))
 
 def all_weights(b: Side) -> Ops:
     """All weight gradients of a segment, in the order of its backward."""
-    links = ((link.combine, link.experts, link.mix, *link.before[::-1]) for link in b.chain.links[::-1])
+    links = (
+        (link.post, link.combine, link.experts, link.mix, *link.before[::-1]) for link in b.chain.links[::-1]
+    )
     return b.weights(*(phase for link in links for phase in link))

@@ -1,11 +1,12 @@
 """What a segment is made of, as the overlapped schedule sees it: phases, and the order in which they run.
 
-A **phase** is a part of a forward that a rank issues in one go, on one stream. A block with experts has four,
-`3.mix`, `3.dispatch`, `3.experts` and `3.combine`, and with hyper-connections `3.post`, which takes what has
-returned into the residual streams; any other block has `3.mix` alone. Around the blocks stand
-`embed`, `final_norm` and `head`, and for each MTP depth `mtp0.enter`, its blocks (`mtp0.0.mix` ...),
-`mtp0.final_norm` and `mtp0.head`. A segment without blocks has the phase `pass`. A node is one phase for one
-micro-batch, in one direction.
+A **phase** is a part of a forward that a rank issues in one go, on one stream. A block with experts has five,
+`3.mix`, `3.dispatch`, `3.experts`, `3.combine` and `3.post`; any other block has `3.mix` alone. `3.post` sums
+what has returned and takes it into the residual stream. It computes while other rows travel; where it is not a
+phase of its own, `3.combine` does it, on the communication stream. Around the blocks stand `embed`,
+`final_norm` and `head`, and for each MTP depth `mtp0.enter`, its blocks (`mtp0.0.mix` ...), `mtp0.final_norm`
+and `mtp0.head`. A segment without blocks has the phase `pass`. A node is one phase for one micro-batch, in one
+direction.
 
 A phase says which tensors it reads and writes: `in` and `out` are what the segment is given and gives, all
 others are named after the phase that writes them. Whoever runs phases hands over nothing else.
@@ -66,6 +67,11 @@ class Phase:
         """As ops name it."""
         return _name(self.kind, self.block, self.depth)
 
+    @property
+    def joins(self) -> bool:
+        """Whether what has returned from experts is summed in it, and joins the residual stream."""
+        return self.kind in ("combine", "post") and len(self.reads) > 1
+
 
 def _name(what: str, block: int | None = None, depth: int | None = None) -> str:
     where = ("" if depth is None else f"mtp{depth}.") + ("" if block is None else f"{block}.")
@@ -81,11 +87,12 @@ class Link:
     dispatch: Phase | None = None
     experts: Phase | None = None
     combine: Phase | None = None
+    post: Phase | None = None
     after: tuple[Phase, ...] = ()
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        block = (self.mix, self.dispatch, self.experts, self.combine)
+        block = (self.mix, self.dispatch, self.experts, self.combine, self.post)
         return (*self.before, *(phase for phase in block if phase is not None), *self.after)
 
 
@@ -111,6 +118,7 @@ class _Form(NamedTuple):
     shared_experts: bool
     latent: bool
     hyper: bool
+    posts: bool
     late_weights: bool
 
 
@@ -122,14 +130,17 @@ def chains(
     shared_experts: bool = False,
     latent: bool = False,
     hyper: bool = False,
+    posts: bool = False,
     late_weights: bool = False,
 ) -> tuple[Chain, ...]:
     """One chain for each segment of a schedule; without a pipeline, a single one for the whole layout.
     `tied` says whether the head has the embedding's weight, `shared_experts` whether the layers of experts have
     one that every token visits, `latent` whether what returns from experts goes through a projection,
-    `hyper` whether there are several residual streams, with hyper-connections around layers, and `late_weights`
-    whether weight gradients of experts lie in two drawers."""
-    count, form = len(layout.segments), _Form(tied, shared_experts, latent, hyper, late_weights)
+    `hyper` whether there are several residual streams, with hyper-connections around layers, `posts` whether
+    `post` is a phase of its own, as it is with hyper-connections in any case, and `late_weights` whether weight
+    gradients of experts lie in two drawers."""
+    form = _Form(tied, shared_experts, latent, hyper, posts or hyper, late_weights)
+    count = len(layout.segments)
     cuts = [range(count)] if pp == 1 else [range(index, index + 1) for index in range(count)]
     return tuple(_chain(layout, cut, form) for cut in cuts)
 
@@ -162,7 +173,7 @@ def _final(blocks: Sequence[Block], begins: bool, form: _Form) -> str:
     """The phase that makes the output of a segment which is not the last."""
     if not blocks:
         return "embed" if begins else "pass"
-    after_experts = "post" if form.hyper else "combine"
+    after_experts = "post" if form.posts else "combine"
     return _name(after_experts if _has_experts(blocks[-1]) else "mix", blocks[-1].index)
 
 
@@ -226,12 +237,14 @@ class _Thread:
         ways = tuple(_name(way, **where) for way in ("post_weights", "res_weights")) if self.form.hyper else ()
         read, self.stream = self.stream, residual
         writes = (residual, rows, probs, *shared, *ways)
-        if self.form.hyper:
+        latent = self.form.latent
+        if self.form.posts:
             combine = Phase(kind="combine", **where, reads=(computed,), writes=(_name("returned", **where),))
-            after = [self.onward("post", **where, beside=(*combine.writes, *shared, *ways))]
+            beside = (*combine.writes, *shared, *ways)
+            post = self.onward("post", **where, beside=beside, waits=latent)
         else:
-            combine, after = self.onward("combine", **where, beside=(computed, *shared)), []
-        back = (combine.name,) if self.form.latent else ()
+            combine = self.onward("combine", **where, beside=(computed, *shared), waits=latent)
+            post = None
         return Link(
             mix=Phase(kind="mix", **where, reads=(read,), writes=writes, drawers=(_name("mix", **where),)),
             dispatch=Phase(
@@ -248,8 +261,8 @@ class _Thread:
                 writes=(computed,),
                 drawers=tuple(_name(drawer, **where) for drawer in drawers),
             ),
-            combine=replace(combine, stream=Stream.COMMUNICATION, drawers=back),
-            after=tuple(after),
+            combine=replace(combine, stream=Stream.COMMUNICATION),
+            post=post,
         )
 
 

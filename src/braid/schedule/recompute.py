@@ -54,10 +54,11 @@ def _spans(layout: Layout, blocks: int) -> Iterator[list[tuple[int | None, int]]
 
 
 def dropped_tensors(
-    layout: Layout, phases: Sequence[Sequence[Phase]], names: Collection[str], span: int
+    layout: Layout, phases: Sequence[Sequence[Phase]], names: Collection[str], span: int, *, hyper: bool
 ) -> tuple[tuple[str, ...], ...]:
     """For each segment the tensors that phases write and that nobody keeps: streams within a span of
-    hyper-connections, and the ways out of it. Empty where there is but one residual stream."""
+    hyper-connections, and the ways out of it. Nothing where there is but one residual stream, as `hyper`
+    says."""
     whole = not {"block", "full"}.isdisjoint(names)
     ends = span_ends(layout, 1 if whole else span)
 
@@ -67,7 +68,7 @@ def dropped_tensors(
         within = phase.block is not None and (phase.depth, phase.block) not in ends
         return phase.writes if phase.kind in STREAMERS and within else ()
 
-    if not whole and "hyper" not in names:
+    if not hyper or (not whole and "hyper" not in names):
         return ()
     found = []
     for segment in phases:
@@ -117,10 +118,10 @@ def replayed_phases(
                 return asked("block")
             case "experts":
                 return asked("block", "experts")
-            case "combine":
-                return asked("block") and dropout and not hyper
-            case "post":
+            case "post" if hyper:
                 return asked("hyper", "block")
+            case "combine" | "post":
+                return asked("block") and dropout and phase.joins
             case "enter":
                 return asked("norm")
             case "final_norm":

@@ -16,19 +16,19 @@ from braid.schedule import Phase
 def parameters_of_phases(model: LanguageModel, phases: Iterable[Phase], run: Run) -> dict[str, tuple[str, ...]]:
     """The names of the parameters of each phase, by its own name. What is used on the way back from experts is
     its phase's alone: it lives on another stream than the rest of its block."""
-    phases, moe = list(phases), run.model.moe
+    phases = list(phases)
     paths = {module: path for path, module in model.named_modules()}
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     beside = {
         phase.name: tuple(names.pop(each) for each in nodes.weights_beside_communication(model, phase))
         for phase in phases
-        if phase.kind == "combine"
+        if phase.joins
     }
     meshes, held = {}, {}
     for unit in model.units():  # inner units come first
         path = paths[unit.module]
         meshes[path] = unit.mesh
         held[path] = [names.pop(each) for each in unit.module.parameters() if each in names]
-    used = units_of_phases(meshes, phases, tied=run.model.tied, latent=bool(moe and moe.latent))
+    used = units_of_phases(meshes, phases, tied=run.model.tied)
     found = {name: tuple(each for path in units for each in held[path]) for name, units in used.items()}
     return found | beside

@@ -27,9 +27,8 @@ def driving(model: LanguageModel, schedule: Schedule, run: Run) -> Driving | Non
     units = named_units(model, model.units()) if schedule.phases else {}
     if not units:
         return None
-    rank, moe = model.groups.pp.rank, run.model.moe
+    rank = model.groups.pp.rank
     meshes = {name: unit.mesh for name, unit in units.items()}
-    kind = {"tied": run.model.tied, "latent": moe is not None and bool(moe.latent)}
-    own, uses = lowered(schedule, rank, meshes, run.mesh.shard, **kind)
+    own, uses = lowered(schedule, rank, meshes, run.mesh.shard, tied=run.model.tied)
     lists = tuple(own if each == rank else () for each in range(schedule.pp))
     return Driving(driver=Driver(model, units), schedule=replace(schedule, ops=lists), uses=uses)

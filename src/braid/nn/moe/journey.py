@@ -7,7 +7,8 @@ of its expert, and what they return is summed.
     mix       journey = dispatcher.journey(slots), then tokens are packed as they leave
     dispatch  dispatcher.dispatch: communication, nothing else
     experts   rows are put in order by expert, computed, and put back as they came
-    combine   dispatcher.combine: communication, then the rows of each token are summed
+    combine   dispatcher.combine: communication, nothing else
+    post      the rows of each token are summed
 
 Shapes: N tokens, S slots of a token, E experts of this rank.
 """

@@ -4,7 +4,8 @@
               rows, probs = moe.pack(x_NC, routing.probs_NS, journey); shared_BtC = moe.shared_output(x_BtC)
     dispatch  rows, probs, journey = moe.dispatcher.dispatch(rows, probs, journey)
     experts   rows = moe.visit(rows, probs, journey)
-    combine   y_NC = moe.unpack(moe.dispatcher.combine(rows, journey), journey), plus shared
+    combine   rows = moe.dispatcher.combine(rows, journey)
+    post      y_NC = moe.unpack(rows, journey), plus shared
 
 Router and shared expert see all hidden channels; with a latent, routed experts see its channels alone.
 
