@@ -11,6 +11,7 @@ transfers alone take 0.25, 0.5 and 1.0 of the computation alone. For each of the
     serial      the plain schedule, where every transfer is waited for
     overlapped  the overlapped schedule: weight gradients at once, delayed, late; ends in pairs; both
     host        what the host takes to hand a step over: how long steps take that have few tokens
+    handed      when the host had handed all of an overlapped step over; late, where the device waited for it
     stalls      how often the allocator had to wait for the device, and give memory back, to find room
     hidden      what part of the shorter one of compute and transfers disappears behind the other: how much less
                 overlapped takes than the two of them, and than serial
@@ -28,12 +29,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -201,7 +202,7 @@ class Bench:
 
         return step
 
-    def seconds(self, name: str, dispatcher: Dispatcher, *, tokens: int = TOKENS, once: bool = False) -> float:
+    def seconds(self, name: str, dispatcher: Dispatcher, *, tokens: int = TOKENS, once: bool = False) -> Took:
         """Of a whole step, after a short one that has as many micro-batches under way."""
         torch.cuda.empty_cache()  # no schedule begins with what another one has left
         step = self.prepared(name, dispatcher, tokens=tokens)
@@ -219,7 +220,7 @@ class Bench:
                 self.host.sent(x_MC)
 
         self.host.sent(x_MC)
-        return timed(send, once=True)
+        return timed(send, once=True).seconds
 
     def fingerprint(self, name: str, dispatcher: Dispatcher) -> dict[str, Tensor]:
         """Losses and gradients of a short step, with kernels whose result does not depend on timing."""
@@ -267,39 +268,49 @@ class Stamped(CudaStreams):
         return event
 
 
-def timed(work: Callable[[], Any], after: Callable[[], Any] = lambda: None, *, once: bool = False) -> float:
-    """The median of two runs, or of three where these differ by more than a hundredth; in seconds. One is
-    enough where the device waits for transfers, and never for the host."""
-    told: list[float] = []
-    while not told or (not once and (len(told) < 2 or (len(told) == 2 and max(told) > 1.01 * min(told)))):
+class Took(NamedTuple):
+    """Of a run."""
+
+    seconds: float
+    handed: float
+    """Seconds until the host had handed everything over."""
+
+
+def timed(work: Callable[[], Any], after: Callable[[], Any] = lambda: None, *, once: bool = False) -> Took:
+    """The slower of two runs, or the middle one of three where these differ by more than a hundredth. One is enough
+    where the device waits for transfers, and never for the host."""
+    told: list[Took] = []
+    while not told or (not once and (len(told) < 2 or (len(told) == 2 and max(told)[0] > 1.01 * min(told)[0]))):
         torch.cuda.synchronize()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start = time.perf_counter()
         begin.record()
         work()
         end.record()
+        handed = time.perf_counter() - start
         torch.cuda.synchronize()
-        told.append(begin.elapsed_time(end) / 1e3)
+        told.append(Took(begin.elapsed_time(end) / 1e3, handed))
         after()
-    return statistics.median(told)
+    return sorted(told)[len(told) // 2]
 
 
 def measured(bench: Bench, schedules: Sequence[str]) -> dict[str, Any]:
-    least = bench.seconds("plain", bench.local)
+    least = bench.seconds("plain", bench.local).seconds
     print(f"nothing travels: {least:.3f} s", flush=True)
     bench.host.share = 0.25
     whole = bench.transfers() / 0.25
     staged = Staged(bench.local, bench.host)
-    host = {name: bench.seconds(name, staged, tokens=FEW) for name in ("plain", *schedules)}
+    host = {name: bench.seconds(name, staged, tokens=FEW).seconds for name in ("plain", *schedules)}
     print(f"the host alone: {_short(host)}", flush=True)
     figures: dict[str, Any] = {"compute": least, "host": host, "fractions": {}}
     for fraction in FRACTIONS:
         bench.host.share = fraction * least / whole
         transfers = bench.transfers()
-        serial = bench.seconds("plain", staged, once=True)
-        row, stalls = {}, {}
+        serial = bench.seconds("plain", staged, once=True).seconds
+        row, handed, stalls = {}, {}, {}
         for name in schedules:
             before = torch.cuda.memory_stats()["num_alloc_retries"]
-            row[name] = bench.seconds(name, staged)
+            row[name], handed[name] = bench.seconds(name, staged)
             stalls[name] = torch.cuda.memory_stats()["num_alloc_retries"] - before
         shorter = min(least, transfers)
         told = {
@@ -307,6 +318,7 @@ def measured(bench: Bench, schedules: Sequence[str]) -> dict[str, Any]:
             "transfers": transfers,
             "serial": serial,
             **row,
+            "handed": handed,
             "stalls": stalls,
             "hidden": {name: (least + transfers - each) / shorter for name, each in row.items()},
             "hidden_of_serial": {name: (serial - each) / shorter for name, each in row.items()},
@@ -325,7 +337,7 @@ def over_nccl(bench: Bench, schedules: Sequence[str]) -> dict[str, Any]:
         dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=0, world_size=1)
         one = Group(name="one", size=1, rank=0, handle=dist.group.WORLD)
         dispatcher = OneRank(bench.local, one)
-        told = {name: bench.seconds(name, dispatcher, once=True) for name in ("plain", *schedules)}
+        told = {name: bench.seconds(name, dispatcher, once=True).seconds for name in ("plain", *schedules)}
         dist.destroy_process_group()
     return {"seconds": told}
 
@@ -348,7 +360,7 @@ def main() -> None:
     bench = Bench(chosen.micro_batches)
     staged = Staged(bench.local, bench.host)
     if chosen.profile:
-        least, bench.host.share = bench.seconds("plain", bench.local), 0.25
+        least, bench.host.share = bench.seconds("plain", bench.local).seconds, 0.25
         as_long = 0.25 * least / bench.transfers()
         profiles = {}
         for bench.host.share in (0.0, as_long):

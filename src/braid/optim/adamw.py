@@ -55,8 +55,8 @@ class AdamW:
         for name in self._parameters if names is None else names:
             parameter, main = self._parameters[name], self.main[name]
             if main is not parameter and parameter.grad is not None:
-                gradient = local(parameter.grad).to(main.dtype)
-                main.grad = gradient if main.grad is None else main.grad.add_(gradient)
+                gradient = local(parameter.grad)
+                main.grad = gradient.to(main.dtype) if main.grad is None else main.grad.add_(gradient)
                 parameter.grad = None
 
     def gradients(self) -> dict[str, Tensor]:

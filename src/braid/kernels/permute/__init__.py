@@ -7,14 +7,18 @@ runs.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from importlib.util import find_spec
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from braid.kernels.choice import Choice
 from braid.kernels.permute import reference
+
+if TYPE_CHECKING:
+    from braid.kernels.launch import Launcher
 
 
 class Permute(Protocol):
@@ -43,15 +47,21 @@ PLAIN: Permute = Plain()
 class Fused:
     """`fused`. Triton is loaded by the first call: plans do without."""
 
+    @cached_property
+    def launch(self) -> Launcher:
+        from braid.kernels.launch import Launcher
+
+        return Launcher()
+
     def spread(self, x_NC: Tensor, token_M: Tensor, *, gaps: bool) -> Tensor:
         from braid.kernels.permute import fused
 
-        return fused.spread(x_NC, token_M, gaps=gaps)
+        return fused.spread(self.launch, x_NC, token_M, gaps=gaps)
 
     def collect(self, y_MC: Tensor, row_NS: Tensor, *, gaps: bool) -> Tensor:
         from braid.kernels.permute import fused
 
-        return fused.collect(y_MC, row_NS, gaps=gaps)
+        return fused.collect(self.launch, y_MC, row_NS, gaps=gaps)
 
 
 def _choice(name: str, function: Permute, reason: str) -> Choice[Permute]:

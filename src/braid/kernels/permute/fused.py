@@ -8,9 +8,9 @@ Shapes: N tokens, S slots of a token, M rows, C channels.
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
+from braid.kernels.launch import Launcher, parts_of, power_of_two
 from braid.kernels.permute.device import rows as kernels
 
 COLUMNS = 2048
@@ -19,29 +19,29 @@ ENTRIES = 8192
 """What a program copies, of several rows."""
 
 
-def spread(x_NC: Tensor, token_M: Tensor, *, gaps: bool) -> Tensor:
+def spread(launch: Launcher, x_NC: Tensor, token_M: Tensor, *, gaps: bool) -> Tensor:
     """As `reference.spread`."""
     x_NC = x_NC.contiguous()
     (rows,), (tokens, channels) = token_M.shape, x_NC.shape
     out_MC = x_NC.new_empty(rows, channels)
-    columns = min(COLUMNS, triton.next_power_of_2(channels))
+    columns = min(COLUMNS, power_of_two(channels))
     height = max(ENTRIES // columns, 1)
     if rows:
-        kernels.spread[(triton.cdiv(rows, height), triton.cdiv(channels, columns))](
-            x_NC, token_M, out_MC, rows, tokens, channels, ROWS=height, COLS=columns, GAPS=gaps, num_warps=4
-        )
+        grid = (parts_of(rows, height), parts_of(channels, columns))
+        constants = {"CHANNELS": channels, "ROWS": height, "COLS": columns, "GAPS": gaps}
+        launch(kernels.spread, grid, (x_NC, token_M, out_MC), (rows, tokens), constants, warps=4)
     return out_MC
 
 
-def collect(y_MC: Tensor, row_NS: Tensor, *, gaps: bool) -> Tensor:
+def collect(launch: Launcher, y_MC: Tensor, row_NS: Tensor, *, gaps: bool) -> Tensor:
     """As `reference.collect`, but the slots are added in their order."""
     y_MC, row_NS = y_MC.contiguous(), row_NS.contiguous()
     (rows, channels), (tokens, slots) = y_MC.shape, row_NS.shape
     out_NC = y_MC.new_empty(tokens, channels)
-    columns = min(COLUMNS, triton.next_power_of_2(channels))
+    columns = min(COLUMNS, power_of_two(channels))
     if tokens:
-        kernels.collect[(tokens, triton.cdiv(channels, columns))](
-            y_MC, row_NS, out_NC, rows, channels,
-            SLOTS=slots, COLS=columns, GAPS=gaps, WIDE=y_MC.dtype == torch.float64, num_warps=4,
-        )  # fmt: skip
+        grid = (tokens, parts_of(channels, columns))
+        wide = y_MC.dtype == torch.float64
+        constants = {"CHANNELS": channels, "SLOTS": slots, "COLS": columns, "GAPS": gaps, "WIDE": wide}
+        launch(kernels.collect, grid, (y_MC, row_NS, out_NC), (rows,), constants, warps=4)
     return out_NC

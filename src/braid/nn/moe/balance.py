@@ -57,12 +57,11 @@ def examine(
 ) -> Balance:
     """Losses and counts of a routing. `earlier_E` holds favourites of the step's earlier micro-batches; without
     it this is the first."""
-    valid_N, choice, shares_NE = tokens.valid_N(), routing.choice, routing.shares_NE
-    everywhere = tokens.count_everywhere
-    counted = None if tokens.padding_BT is None else valid_N
-    counts_E = favourites_E = count(choice.experts_NS, counted, shape.experts)
+    choice, shares_NE, everywhere = routing.choice, routing.shares_NE, tokens.count_everywhere
+    valid_N = None if tokens.padding_BT is None else tokens.valid_N()
+    counts_E = favourites_E = count(choice.experts_NS, valid_N, shape.experts)
     if choice.favourites_NS is not choice.experts_NS:
-        favourites_E = count(choice.favourites_NS, counted, shape.experts)
+        favourites_E = count(choice.favourites_NS, valid_N, shape.experts)
     if shape.aux_loss or shape.global_aux_loss:
         favourites_E = summed(favourites_E, groups.slab)
     step_E = favourites_E if earlier_E is None else favourites_E + earlier_E
@@ -84,10 +83,14 @@ def examine(
 # ---------------------------------------------------------------------------------------------- losses
 
 
-def load_balance(shares_NE: Tensor, counts_E: Tensor, valid_N: Tensor, everywhere: int | None = None) -> Tensor:
+def load_balance(
+    shares_NE: Tensor, counts_E: Tensor, valid_N: Tensor | None = None, everywhere: int | None = None
+) -> Tensor:
     """These tokens' part of the load-balancing loss of a micro-batch, from counts of its own or of the step so
-    far. `everywhere` is how many tokens it has that are not padding; without it, these are all."""
-    mean_E = (shares_NE * valid_N[:, None]).sum(0) / _at_least_one(everywhere, valid_N)
+    far. `everywhere` is how many tokens it has that are not padding; without it, these are all. Without
+    `valid_N` none is padding."""
+    valid_NE = shares_NE if valid_N is None else shares_NE * valid_N[:, None]
+    mean_E = valid_NE.sum(0) / _tokens(len(shares_NE), valid_N, everywhere)
     assigned_E = counts_E.to(shares_NE.dtype) / counts_E.sum().clamp(min=1)
     return len(counts_E) * (assigned_E * mean_E).sum()
 
@@ -107,15 +110,19 @@ def sequence_balance(
     return experts * top_k * (counts_BE / slots_B1 * sums_BE / slots_B1).sum() / tokens.rows_everywhere
 
 
-def z_loss(logits_NE: Tensor, valid_N: Tensor, everywhere: int | None = None) -> Tensor:
+def z_loss(logits_NE: Tensor, valid_N: Tensor | None = None, everywhere: int | None = None) -> Tensor:
     """These tokens' part of the mean of logsumexp²: router logits that grow cost."""
     wide = torch.promote_types(logits_NE.dtype, torch.float32)
     squares_N = logits_NE.to(wide).logsumexp(-1).square()
-    return (squares_N * valid_N).sum() / _at_least_one(everywhere, valid_N)
+    squares_N = squares_N if valid_N is None else squares_N * valid_N
+    return squares_N.sum() / _tokens(len(squares_N), valid_N, everywhere)
 
 
-def _at_least_one(everywhere: int | None, valid_N: Tensor) -> int | Tensor:
-    return valid_N.sum().clamp(min=1) if everywhere is None else max(everywhere, 1)
+def _tokens(here: int, valid_N: Tensor | None, everywhere: int | None) -> int | Tensor:
+    """How many are not padding: here, where nobody knows of others. At least one."""
+    if everywhere is None and valid_N is not None:
+        return valid_N.sum().clamp(min=1)
+    return max(here if everywhere is None else everywhere, 1)
 
 
 def count(experts_NS: Tensor, counted: Tensor | None, experts: int) -> Tensor:
@@ -144,8 +151,6 @@ def examine_cost(shape: architecture.Moe, portion: Portion, wide: int, groups: G
     if shape.z_loss:
         logits_kept = shape.softmax_after_top_k or shape.score == "sqrt_softplus"
         kept += tokens * wide * (1 if logits_kept else 1 + experts)
-    if over_all or shape.z_loss:
-        kept += tokens  # which tokens are not padding
     return Cost(kept=kept, calls=calls)
 
 

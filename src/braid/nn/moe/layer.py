@@ -190,8 +190,6 @@ class Moe(nn.Module):
         if shape.z_loss:
             narrow = logit_dtype(shape, portion.dtype).itemsize < wide
             kept += tokens * wide * (1 + shape.experts * narrow)
-        if over_all or shape.z_loss:
-            kept += tokens  # which tokens are not padding
         if self.latent is not None:
             kept += tokens * self.experts.channels * portion.narrow
         return Cost(kept=kept)

@@ -8,16 +8,24 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["rows", "tokens"])
 def spread(
-    x, token_of, out, rows, tokens, channels, ROWS: tl.constexpr, COLS: tl.constexpr, GAPS: tl.constexpr
+    x,
+    token_of,
+    out,
+    rows,
+    tokens,
+    CHANNELS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    GAPS: tl.constexpr,
 ):
     m = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     n = tl.program_id(1) * COLS + tl.arange(0, COLS)
     here = m < rows
     token = tl.load(token_of + m, mask=here, other=0)
-    inside = here[:, None] & (n < channels)[None, :]
+    inside = here[:, None] & (n < CHANNELS)[None, :]
     there = inside & (token < tokens)[:, None] if GAPS else inside
-    copied = tl.load(x + token[:, None] * channels + n[None, :], mask=there, other=0.0)
-    tl.store(out + m[:, None] * channels + n[None, :], copied, mask=inside)
+    copied = tl.load(x + token[:, None] * CHANNELS + n[None, :], mask=there, other=0.0)
+    tl.store(out + m[:, None] * CHANNELS + n[None, :], copied, mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -26,7 +34,7 @@ def collect(
     row_of,
     out,
     rows,
-    channels,
+    CHANNELS: tl.constexpr,
     SLOTS: tl.constexpr,
     COLS: tl.constexpr,
     GAPS: tl.constexpr,
@@ -34,10 +42,10 @@ def collect(
 ):
     token = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * COLS + tl.arange(0, COLS)
-    inside = n < channels
+    inside = n < CHANNELS
     total = tl.zeros((COLS,), dtype=tl.float64 if WIDE else tl.float32)
     for slot in tl.static_range(SLOTS):
         row = tl.load(row_of + token * SLOTS + slot)
         there = inside & (row < rows) if GAPS else inside
-        total += tl.load(y + row * channels + n, mask=there, other=0.0).to(total.dtype)
-    tl.store(out + token * channels + n, total.to(out.dtype.element_ty), mask=inside)
+        total += tl.load(y + row * CHANNELS + n, mask=there, other=0.0).to(total.dtype)
+    tl.store(out + token * CHANNELS + n, total.to(out.dtype.element_ty), mask=inside)
