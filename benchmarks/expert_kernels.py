@@ -203,6 +203,7 @@ WEIGHTS = (
     WeightVariant(leave="pointers", parts=2),
     RelayVariant(),
     RelayVariant(group=16),
+    RelayVariant(takers=2, ahead=6),
 )
 CANDIDATES: dict[str, tuple[Any, ...]] = {
     "fc1": ROWS,

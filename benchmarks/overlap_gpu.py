@@ -277,8 +277,8 @@ class Took(NamedTuple):
 
 
 def timed(work: Callable[[], Any], after: Callable[[], Any] = lambda: None, *, once: bool = False) -> Took:
-    """The slower of two runs, or the middle one of three where these differ by more than a hundredth. One is enough
-    where the device waits for transfers, and never for the host."""
+    """The slower of two runs, or the middle one of three where these differ by more than a hundredth. One is
+    enough where the device waits for transfers, and never for the host."""
     told: list[Took] = []
     while not told or (not once and (len(told) < 2 or (len(told) == 2 and max(told)[0] > 1.01 * min(told)[0]))):
         torch.cuda.synchronize()

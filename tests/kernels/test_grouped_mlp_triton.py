@@ -84,7 +84,7 @@ def experts(*, ours: bool = True, flat: bool = True, handed: bool = False) -> fu
         shallow = RelayRowVariant(depth=32, stages=6)
         paths = replace(
             paths, fc1=RelayRowVariant(), fc2=shallow, dgrad2=RelayRowVariant(), dgrad1=shallow,
-            wgrad1=RelayVariant(), wgrad2=RelayVariant(group=16),
+            wgrad1=RelayVariant(), wgrad2=RelayVariant(group=16, takers=2, ahead=6),
         )  # fmt: skip
     return fused.FusedExperts((Measured(Work(1, 1, 1), paths),), 128 if GPU else 16)
 
@@ -250,6 +250,27 @@ def test_gradients_are_written_then_added_in_float32(how: str) -> None:
         assert_near(buffer, total)
 
 
+@pytest.mark.skipif(not GPU, reason="Gluon cannot be interpreted")
+@pytest.mark.parametrize("accumulate", [False, True], ids=["overwrite", "add"])
+@pytest.mark.parametrize(("channels_o", "channels_i"), [(256, 512), (HIDDEN, FFN)])
+def test_gradients_do_not_depend_on_who_takes_them_away(
+    channels_o: int, channels_i: int, accumulate: bool
+) -> None:
+    from braid.kernels.grouped_mlp.device.weights import weight_gradient
+
+    where = tiles(torch.tensor(COUNTS, device=DEVICE), sum(COUNTS), 128)
+    grad_NO, x_NI = (
+        torch.randn(sum(COUNTS), channels, device=DEVICE, dtype=DTYPE) for channels in (channels_o, channels_i)
+    )
+    there_EOI = torch.randn(len(COUNTS), channels_o, channels_i, device=DEVICE)
+    ways = (RelayVariant(), RelayVariant(ahead=0), RelayVariant(takers=2, ahead=6), RelayVariant(takers=2))
+    found = [there_EOI.clone() for _ in ways]
+    for way, out_EOI in zip(ways, found, strict=True):
+        weight_gradient(grad_NO, x_NI, where, out_EOI, way, accumulate=accumulate)
+    for out_EOI in found[1:]:
+        assert torch.equal(out_EOI, found[0])
+
+
 @needs_kernels
 def test_a_sink_gets_what_backward_would_have_given() -> None:
     tensors = inputs(COUNTS, "swiglu", DTYPE)
@@ -358,8 +379,9 @@ compiled = pytest.mark.skipif(
 
 @compiled
 @pytest.mark.long
+@pytest.mark.parametrize("takers", [2, 4])
 @pytest.mark.parametrize("accumulate", [False, True], ids=["overwrite", "add"])
-def test_relayed_weight_gradients_compile_for_hopper(accumulate: bool) -> None:
+def test_relayed_weight_gradients_compile_for_hopper(accumulate: bool, takers: int) -> None:
     from braid.kernels.grouped_mlp.device.relay import _weight_gradient
 
     given = {
@@ -370,7 +392,8 @@ def test_relayed_weight_gradients_compile_for_hopper(accumulate: bool) -> None:
         **dict.fromkeys(("experts", "channels_o", "channels_i"), "i32"),
     }
     constants = {"BM": 128, "BN": 256, "BK": 32, "STAGES": 4, "GROUP": 8, "AHEAD": 2 if accumulate else 0}
-    compile_for_hopper(_weight_gradient, given, constants | {"ACCUMULATE": accumulate, "EVEN": False})
+    constants |= {"TAKERS": takers, "ACCUMULATE": accumulate, "EVEN": False}
+    compile_for_hopper(_weight_gradient, given, constants)
 
 
 @compiled

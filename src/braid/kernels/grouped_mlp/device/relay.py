@@ -53,6 +53,7 @@ def weight_gradient(
         STAGES=v.stages,
         GROUP=v.group,
         AHEAD=v.ahead if accumulate else 0,
+        TAKERS=v.takers,
         ACCUMULATE=accumulate,
         EVEN=channels_o % v.rows == 0 and channels_i % v.columns == 0,
         num_warps=WARPS,
@@ -170,11 +171,12 @@ def _multiply(
     STAGES: gl.constexpr,
     PARTS: gl.constexpr,
     GROUP: gl.constexpr,
+    AT_ONCE: gl.constexpr,
     ACCUMULATE: gl.constexpr,
     WARPS: gl.constexpr,
 ):
     layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, 128, 16]
+        version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, AT_ONCE, 16]
     )
     count = experts * ((channels_o + BM - 1) // BM) * ((channels_i + BN - 1) // BN)
     step = 0
@@ -242,15 +244,44 @@ def _inside(m, n, height, width, EVEN: gl.constexpr):
 
 @gluon.jit
 def _entries(
-    first, height, width, stride, m, n,
-    PIECE: gl.constexpr, HALF: gl.constexpr, PARTS: gl.constexpr, PART: gl.constexpr, EVEN: gl.constexpr,
+    first, height, width, stride, m, n, DOWN: gl.constexpr, RIGHT: gl.constexpr, EVEN: gl.constexpr
 ):  # fmt: skip
-    """Pointers to a piece of a tile, and which of them are inside of the weight. Pieces are quarters of the
-    upper half, then of the lower, from left to right."""
-    down = PIECE // PARTS * HALF
-    right = PIECE % PARTS * PART
-    pointers = first + down * stride + right + (m[:, None] * stride + n[None, :])
-    return pointers, _inside(m + down, n + right, height, width, EVEN)
+    """Pointers to a part of a tile, and which of them are inside of the weight."""
+    pointers = first + DOWN * stride + RIGHT + (m[:, None] * stride + n[None, :])
+    return pointers, _inside(m + DOWN, n + RIGHT, height, width, EVEN)
+
+
+@gluon.jit
+def _read_piece(
+    first, height, width, stride, m, n,
+    DOWN: gl.constexpr, RIGHT: gl.constexpr, WIDE: gl.constexpr, PART: gl.constexpr, EVEN: gl.constexpr,
+):  # fmt: skip
+    """What is there in a piece of a tile: its parts from left to right."""
+    there = ()
+    for part in gl.static_range(WIDE):
+        entries, inside = _entries(first, height, width, stride, m, n, DOWN, RIGHT + part * PART, EVEN)
+        there += (gl.load(entries, mask=inside, eviction_policy="evict_first"),)
+    return there
+
+
+@gluon.jit
+def _leave_part(
+    first, height, width, stride, m, n, addend, sums, slot_full, slot_empty, done,
+    DOWN: gl.constexpr, PLACE: gl.constexpr, ROWS: gl.constexpr, HALF: gl.constexpr, PARTS: gl.constexpr,
+    PART: gl.constexpr, EVEN: gl.constexpr, layout: gl.constexpr,
+):  # fmt: skip
+    """Write so many rows of one of a tile's parts, added to what is there. Sums are waited for at the first of
+    their rows, and let go of at the last."""
+    slot: gl.constexpr = DOWN // HALF * PARTS + PLACE
+    if DOWN % HALF == 0:
+        mbarrier.wait(slot_full.index(slot), done & 1)
+    result = sums.index(slot).slice(DOWN % HALF, ROWS, dim=0).load(layout)
+    if DOWN % HALF == HALF - ROWS:
+        mbarrier.arrive(slot_empty.index(slot), count=1)
+    if addend is not None:
+        result += addend
+    goals, wanted = _entries(first, height, width, stride, m, n, DOWN, PLACE * PART, EVEN)
+    gl.store(goals, result, mask=wanted, eviction_policy="evict_first")
 
 
 @gluon.jit
@@ -259,24 +290,28 @@ def _leave(
     BM: gl.constexpr, BN: gl.constexpr, PARTS: gl.constexpr, GROUP: gl.constexpr, AHEAD: gl.constexpr,
     ACCUMULATE: gl.constexpr, EVEN: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Add sums to what is there, which is read one piece ahead."""
+    """Add sums to what is there, which is read one piece ahead. Pieces are quarters of the upper half, then of
+    the lower, from left to right; for two warps, eight rows, from top to bottom."""
     PART: gl.constexpr = BN // PARTS
-    PIECES: gl.constexpr = 2 * PARTS
     HALF: gl.constexpr = BM // 2
+    WIDE: gl.constexpr = PARTS if WARPS == 2 else 1
+    ROWS: gl.constexpr = 16 * WARPS // WIDE
+    ACROSS: gl.constexpr = PARTS // WIDE
+    DEEP: gl.constexpr = HALF // ROWS
+    PIECES: gl.constexpr = 2 * DEEP * ACROSS
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [128 // PART, PART // 4], [WARPS, 1], [1, 0])
-    of_lines: gl.constexpr = gl.BlockedLayout([1, 1], [16, 2], [WARPS, 1], [1, 0])
-    m = gl.arange(0, HALF, gl.SliceLayout(1, layout))
+    of_lines: gl.constexpr = gl.BlockedLayout([1, 1], [16 // WIDE, 2 * WIDE], [WARPS, 1], [1, 0])
+    m = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     n = gl.arange(0, PART, gl.SliceLayout(0, layout))
-    line_m = gl.arange(0, HALF, gl.SliceLayout(1, of_lines))
-    line_n = gl.arange(0, 2, gl.SliceLayout(0, of_lines)) * (PART // 2)
+    line_m = gl.arange(0, ROWS, gl.SliceLayout(1, of_lines))
+    line_n = gl.arange(0, 2 * WIDE, gl.SliceLayout(0, of_lines)) * (PART // 2)
     count = experts * ((channels_o + BM - 1) // BM) * ((channels_i + BN - 1) // BN)
     done = 0
     first, height, width = _goal(
         out, gl.program_id(0), count, ends, by_size, channels_o, channels_i, BM, BN, GROUP, ACCUMULATE
     )
     if ACCUMULATE:
-        entries, inside = _entries(first, height, width, channels_i, m, n, 0, HALF, PARTS, PART, EVEN)
-        there = gl.load(entries, mask=inside, eviction_policy="evict_first")
+        there = _read_piece(first, height, width, channels_i, m, n, 0, 0, WIDE, PART, EVEN)
     for tile in range(gl.program_id(0), count, gl.num_programs(0)):
         after, after_height, after_width = _goal(
             out, tile + gl.num_programs(0), count, ends, by_size, channels_o, channels_i, BM, BN, GROUP,
@@ -285,26 +320,26 @@ def _leave(
         for piece in gl.static_range(PIECES):
             if AHEAD > 0:
                 here = piece + AHEAD < PIECES
+                far = (piece + AHEAD) % PIECES
                 entries, inside = _entries(
                     first if here else after, height if here else after_height, width if here else after_width,
-                    channels_i, line_m, line_n, (piece + AHEAD) % PIECES, HALF, PARTS, PART, False,
+                    channels_i, line_m, line_n, far // ACROSS * ROWS, far % ACROSS * PART, False,
                 )  # fmt: skip
                 fetch(entries, inside)
             if ACCUMULATE:
                 here = piece + 1 < PIECES
-                entries, inside = _entries(
+                near = (piece + 1) % PIECES
+                coming = _read_piece(
                     first if here else after, height if here else after_height, width if here else after_width,
-                    channels_i, m, n, (piece + 1) % PIECES, HALF, PARTS, PART, EVEN,
+                    channels_i, m, n, near // ACROSS * ROWS, near % ACROSS * PART, WIDE, PART, EVEN,
                 )  # fmt: skip
-                coming = gl.load(entries, mask=inside, eviction_policy="evict_first")
             if height > 0:
-                mbarrier.wait(slot_full.index(piece), done & 1)
-                result = sums.index(piece).load(layout)
-                mbarrier.arrive(slot_empty.index(piece), count=1)
-                if ACCUMULATE:
-                    result += there
-                goals, wanted = _entries(first, height, width, channels_i, m, n, piece, HALF, PARTS, PART, EVEN)
-                gl.store(goals, result, mask=wanted, eviction_policy="evict_first")
+                for part in gl.static_range(WIDE):
+                    addend = there[part] if ACCUMULATE else None
+                    _leave_part(
+                        first, height, width, channels_i, m, n, addend, sums, slot_full, slot_empty, done,
+                        piece // ACROSS * ROWS, piece % ACROSS + part, ROWS, HALF, PARTS, PART, EVEN, layout,
+                    )  # fmt: skip
             if ACCUMULATE:
                 there = coming
         done += gl.where(height > 0, 1, 0)
@@ -329,10 +364,14 @@ def _weight_gradient(
     STAGES: gl.constexpr,
     GROUP: gl.constexpr,
     AHEAD: gl.constexpr,
+    TAKERS: gl.constexpr,
     ACCUMULATE: gl.constexpr,
     EVEN: gl.constexpr,
     num_warps: gl.constexpr,
 ):
+    AT_ONCE: gl.constexpr = 256 if TAKERS == 2 else 128
+    MOST: gl.constexpr = 176 if TAKERS == 2 else 160
+    FEWEST: gl.constexpr = 152 if TAKERS == 2 else 40
     PARTS: gl.constexpr = 4
     of_sums: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
     grads = gl.allocate_shared_memory(grad_desc.dtype, [2 * STAGES, 1, 1, BK, BM // 2], grad_desc.layout)
@@ -351,12 +390,14 @@ def _weight_gradient(
     fence_async_shared()
     gl.warp_specialize(
         [(_multiply, (0, grads, xs, sums, full, empty, slot_full, slot_empty, ends, by_size, experts,
-                      channels_o, channels_i, BM, BN, BK, STAGES, PARTS, GROUP, ACCUMULATE, num_warps)),
+                      channels_o, channels_i, BM, BN, BK, STAGES, PARTS, GROUP, AT_ONCE, ACCUMULATE,
+                      num_warps)),
          (_multiply, (1, grads, xs, sums, full, empty, slot_full, slot_empty, ends, by_size, experts,
-                      channels_o, channels_i, BM, BN, BK, STAGES, PARTS, GROUP, ACCUMULATE, num_warps)),
+                      channels_o, channels_i, BM, BN, BK, STAGES, PARTS, GROUP, AT_ONCE, ACCUMULATE,
+                      num_warps)),
          (_leave, (out, sums, slot_full, slot_empty, ends, by_size, experts, channels_o, channels_i,
-                   BM, BN, PARTS, GROUP, AHEAD, ACCUMULATE, EVEN, num_warps)),
+                   BM, BN, PARTS, GROUP, AHEAD, ACCUMULATE, EVEN, TAKERS)),
          (_read_rows, (grad_desc, x_desc, grads, xs, full, empty, ends, by_size, experts, channels_o,
                        channels_i, BM, BN, BK, STAGES, GROUP))],
-        [4, 4, 1], [160, 152, 40],
+        [4, TAKERS, 1], [MOST, 152, FEWEST],
     )  # fmt: skip

@@ -73,7 +73,11 @@ class RelayVariant:
     group: int = 8
     """Tiles of so many rows are neighbours in time."""
     ahead: int = 2
-    """What is there is brought into the cache so many eighths of a tile ahead."""
+    """What is there is brought into the cache so many pieces of a tile ahead: eighths, or with 2 takers
+    sixteenths."""
+    takers: int = 4
+    """Warps that take sums away. With 2 each group multiplies 256 columns at a time, with 4 only half of them:
+    there are not registers enough for both."""
 
 
 @dataclass(frozen=True, kw_only=True)
