@@ -1,0 +1,105 @@
+"""Launching by what was compiled: each kind of arguments is compiled for once, and no kind runs as another."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+
+def descriptor(*block: int) -> Any:
+    return SimpleNamespace(base=torch.zeros(8), block_shape=block)
+
+
+class Kernel:
+    """Remembers what it was compiled for and what it ran."""
+
+    def __init__(self, *names: str) -> None:
+        self.fn, self.arg_names = object(), list(names)
+        self.compiled: list[tuple[Any, ...]] = []
+        self.ran: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, int]) -> Any:
+        def compile_and_run(*given: Any, **constants: Any) -> Any:
+            self.compiled.append(given)
+            return SimpleNamespace(
+                function="code", packed_metadata="facts", run=lambda *what: self.ran.append(what)
+            )
+
+        return compile_and_run
+
+
+@pytest.fixture
+def launch(monkeypatch: pytest.MonkeyPatch) -> Any:
+    from braid.kernels import launch
+
+    active = SimpleNamespace(get_current_stream=lambda device: "stream")
+    monkeypatch.setattr(launch, "driver", SimpleNamespace(active=active))
+    return launch.Launcher()
+
+
+def test_the_second_launch_goes_by_what_the_first_compiled(launch):
+    kernel, x = Kernel("x", "bias", "channels", "rows", "BLOCK"), torch.zeros(32)
+    for rows in (7, 8):
+        launch(kernel, (rows, 2), (x, None, 64), (rows,), {"BLOCK": 4}, warps=4)
+    assert kernel.compiled == [(x, None, 64, 7)]
+    wanted = (8, 2, 1, "stream", "code", "facts", None, None, None, x.data_ptr(), 0, 64, 8, 4)
+    assert kernel.ran == [wanted]
+
+
+def test_a_kernel_that_wants_to_know_its_warps_is_told(launch):
+    kernel, x = Kernel("x", "BLOCK", "num_warps"), torch.zeros(32)
+    for _ in range(2):
+        launch(kernel, (1, 1), (x,), (), {"BLOCK": 4}, warps=8)
+    assert kernel.ran[0][-2:] == (4, 8)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "alike"),
+    [
+        (32, 64, True),
+        (33, 65, True),
+        (32, 33, False),
+        (1, 33, False),
+        (2**31 - 16, 2**31, False),
+        (None, 16, False),
+        (torch.zeros(8), torch.ones(8), True),
+        (torch.zeros(8), torch.zeros(8, dtype=torch.int32), False),
+        (torch.zeros(8), None, False),
+        (descriptor(4), descriptor(4), True),
+        (descriptor(4), descriptor(8), False),
+    ],
+)
+def test_what_is_compiled_depends_on_kinds_and_not_on_values(launch, first, second, alike):
+    kernel, x = Kernel("x", "given", "BLOCK"), torch.zeros(32)
+    for given in (first, second, first, second):
+        launch(kernel, (1, 1), (x, given), (), {"BLOCK": 4}, warps=4)
+    assert len(kernel.compiled) == (1 if alike else 2)
+    assert len(kernel.ran) == (3 if alike else 2)
+
+
+def test_constants_warps_and_kernels_are_told_apart(launch):
+    one, other, x = Kernel("x", "BLOCK"), Kernel("x", "BLOCK"), torch.zeros(32)
+    for kernel, block, warps in ((one, 4, 4), (one, 8, 4), (one, 4, 8), (other, 4, 4)):
+        launch(kernel, (1, 1), (x,), (), {"BLOCK": block}, warps=warps)
+    assert (len(one.compiled), len(other.compiled)) == (3, 1)
+
+
+def test_tensors_that_begin_elsewhere_are_left_to_triton(launch):
+    kernel, x = Kernel("x", "BLOCK"), torch.zeros(32)
+    for _ in range(3):
+        launch(kernel, (1, 1), (x[1:],), (), {"BLOCK": 4}, warps=4)
+    assert (len(kernel.compiled), kernel.ran) == (3, [])
+
+
+def test_a_copy_begins_anew(launch):
+    from copy import deepcopy
+
+    kernel, x = Kernel("x", "BLOCK"), torch.zeros(32)
+    for launcher in (launch, deepcopy(launch), launch):
+        launcher(kernel, (1, 1), (x,), (), {"BLOCK": 4}, warps=4)
+    assert (len(kernel.compiled), len(kernel.ran)) == (2, 1)
