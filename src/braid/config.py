@@ -188,7 +188,7 @@ class Mesh:
     late_weights: bool = False
     """With delay_weights: whether those of experts are added in two parts, the larger one a block later. In
     simulation it hides more where transfers take about as long as computation, and experts longer than mixers;
-    less or nothing elsewhere; one run on a GPU saw the same, by one part in a hundred. Holds memory of experts
+    less or nothing elsewhere; so it was on a GPU, by one part in a hundred either way. Holds memory of experts
     for longer."""
     paired_ends: bool = False
     """With overlap, without a pipeline: whether the first two forwards of a step run beside each other, and

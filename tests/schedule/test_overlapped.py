@@ -122,7 +122,7 @@ def test_rows_of_the_next_block_leave_before_those_that_return_are_waited_for():
         "F1:0.experts F1:0.combine B0:1.mix "
         "B0:0.post B0:0.combine W0:1.mix F1:0.post "
         "F1:1.mix B0:0.experts F1:1.dispatch W0:0.experts B0:0.dispatch "
-        "F1:1.experts F1:1.combine B0:0.mix F1:1.post W0:0.mix "
+        "F1:1.experts F1:1.combine B0:0.mix W0:0.mix F1:1.post "
         "F1:final_norm F1:head B0:embed"
     )
     assert paired("[*E][*E]", "[*E][*E]", posts=True, delayed=True) == wanted
@@ -243,6 +243,18 @@ def moved(made: Schedule, op: str, to: int) -> Schedule:
 def test_a_misplaced_phase_is_found(op, to, rule):
     made = schedule("[*E]", micro_batches=4, delayed=True)
     assert rule in {fault.rule for fault in check(moved(made, op, to)).faults}
+
+
+@pytest.mark.parametrize(("first", "then"), [("B0.0:0.mix", "B1.0:0.mix"), ("F0.0:head", "F1.0:head")])
+def test_micro_batches_that_overtake_one_another_in_a_phase_are_found(first, then):
+    """Gradients, and what a balance over a step has seen so far, would be summed in another order."""
+    made = schedule("[*E]", micro_batches=2, posts=True, paired_ends=True)
+    ops = list(made.ops[0])
+    assert check(made).faults == ()
+    one, other = (next(place for place, op in enumerate(ops) if str(op) == name) for name in (first, then))
+    ops.insert(one, ops.pop(other))
+    found = {(fault.rule, str(fault.op)) for fault in check(replace(made, ops=(tuple(ops),))).faults}
+    assert (Rule.TURNS, first) in found
 
 
 def test_a_missing_phase_and_one_too_many_are_found():

@@ -39,7 +39,7 @@ def run(
     return dict(zip(phase.writes, written, strict=True)), losses
 
 
-def weights_beside_communication(model: LanguageModel, phase: Phase) -> list[Tensor]:
+def weights_that_join(model: LanguageModel, phase: Phase) -> list[Tensor]:
     """Those that sum what has returned from experts: the projection back from a latent, where there is one."""
     found = _block(model, phase).moe() if phase.joins else None
     if found is None or found[1].latent is None:

@@ -18,6 +18,7 @@ class Rule(Enum):
     F_BEFORE_B = "a backward comes after the forward of the same micro-batch and segment"
     AFTER_INPUT = "an op comes after the ops that make what it reads"
     PHASE_ORDER = "a micro-batch passes all phases of a segment in order, and backward in reverse"
+    TURNS = "every phase sees micro-batches in their order, forward and backward, so that sums have one order"
     WEIGHTS = "weight gradients are added once, after the backward that left them, in the order of backwards"
     PEER = "a message goes to the rank that holds the neighbouring segment, and never to its own"
     MATCHED = "every message is sent once and received once"

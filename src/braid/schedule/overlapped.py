@@ -192,7 +192,8 @@ def side(act: Act, turn: Turn | None, chains: Sequence[Chain], holder: Sequence[
 
 def pair(f: Side | None, b: Side | None, options: Options = PLAIN) -> Ops:
     """A forward and a backward, link by link: f's first with b's last. What is left over of b comes before what
-    is left over of f. Weight gradients of b's first link wait until its message is on its way."""
+    is left over of f. Weight gradients of b's first link wait until its message is on its way, where there is
+    one."""
     ops, waiting, late = list[Op](), Ops(), Ops()
     f_links = f.chain.links if f else ()
     b_links = b.chain.links[::-1] if b else ()
@@ -210,13 +211,17 @@ def pair(f: Side | None, b: Side | None, options: Options = PLAIN) -> Ops:
         late = _late(b, behind, options) if behind else late
         if not any(link and link.post for link in (ahead, behind)):
             ops, waiting = [*ops, *waiting], ()
-    ops += waiting
+    own = Ops()
+    if b and b_links and options.delayed:
+        own = (*late, *b.weights(b_links[-1].mix, *b_links[-1].before))
+    alone = not any(side and side.send for side in (f, b))
+    ops += [*own, *waiting] if alone else waiting
     if f and not f.chain.last:
         ops += f.send
     if b and not b.chain.first:
         ops += b.send
-    if b and b_links and options.delayed:
-        ops += [*late, *b.weights(b_links[-1].mix, *b_links[-1].before)]
+    if not alone:
+        ops += own
     if f and f.chain.last:
         ops += [*f.ops(Act.F, f.chain.last), *f.send]
     if b and b.chain.first:

@@ -36,8 +36,8 @@ class Costs:
     """Seconds of one `SUM_COPIES`, from the moment when all its members are there."""
     phases: Mapping[str, float] = field(default_factory=lambda: PHASES)
     """Seconds of the forward of each kind of phase; nothing for kinds that are not named. A phase that computes
-    takes twice as long backward, one half of that for weight gradients; one that communicates, as long. Weight
-    gradients in two drawers take as long together as in one."""
+    takes twice as long backward, one half of that for weight gradients; one that communicates, as long, and so
+    does `post`, which adds up. Weight gradients in two drawers take as long together as in one."""
     recompute: float = 1.0
     """The share of a phase's forward that a `RECOMPUTE` of it takes."""
 
@@ -57,7 +57,8 @@ class Costs:
                 return self.phases.get(kind, 0.0) * computes * part
             if op.act is Act.RECOMPUTE:
                 return self.phases.get(kind, 0.0) * self.recompute
-            twice = op.act is Act.B and computes and not (delayed and kind in ("mix", "experts", "enter"))
+            once = kind == "post" or (delayed and kind in ("mix", "experts", "enter"))
+            twice = op.act is Act.B and computes and not once
             return self.phases.get(kind, 0.0) * (2 if twice else 1)
         given = self.forward if op.act is Act.F else self.backward
         assert op.segment is not None

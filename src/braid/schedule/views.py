@@ -8,7 +8,7 @@ comes before the wide `F` and a send that comes after the narrow one are right w
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
@@ -100,6 +100,7 @@ def phase_faults(schedule: Schedule) -> Iterator[Fault]:
             if act is not Act.W and segment < len(schedule.phases):
                 phases = schedule.phases[segment]
                 yield from _order_faults(rank, len(ops), found, phases if act is Act.F else phases[::-1])
+        yield from _turn_faults(rank, ops)
         yield from _weight_faults(schedule, rank)
 
 
@@ -121,6 +122,19 @@ def _order_faults(
             why = f"here should come {phase.name}" if phase else "all phases have run"
             yield Fault(rank=rank, place=place, op=op, rule=Rule.PHASE_ORDER, why=why)
             return
+
+
+def _turn_faults(rank: int, ops: Sequence[Op]) -> Iterator[Fault]:
+    """Micro-batches that come to a phase after a later one."""
+    latest: dict[tuple[Act, int | None, str], int] = {}
+    for place, op in enumerate(ops):
+        if op.phase is None or op.micro_batch is None or op.act not in (Act.F, Act.B):
+            continue
+        key = (op.act, op.segment, op.phase)
+        if op.micro_batch < latest.get(key, -1):
+            why = f"micro-batch {latest[key]} has been there before"
+            yield Fault(rank=rank, place=place, op=op, rule=Rule.TURNS, why=why)
+        latest[key] = op.micro_batch
 
 
 def _weight_faults(schedule: Schedule, rank: int) -> Iterator[Fault]:

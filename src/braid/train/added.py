@@ -14,13 +14,13 @@ from braid.schedule import Phase
 
 
 def parameters_of_phases(model: LanguageModel, phases: Iterable[Phase], run: Run) -> dict[str, tuple[str, ...]]:
-    """The names of the parameters of each phase, by its own name. What is used on the way back from experts is
-    its phase's alone: it lives on another stream than the rest of its block."""
+    """The names of the parameters of each phase, by its own name. What sums rows that have returned from
+    experts is its phase's alone: that adds to it long before the rest of its block is through."""
     phases = list(phases)
     paths = {module: path for path, module in model.named_modules()}
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     beside = {
-        phase.name: tuple(names.pop(each) for each in nodes.weights_beside_communication(model, phase))
+        phase.name: tuple(names.pop(each) for each in nodes.weights_that_join(model, phase))
         for phase in phases
         if phase.joins
     }

@@ -332,7 +332,7 @@ class _NodeStep(_Step):
         return self.model.get_parameter(name)
 
     def weights_of(self, phase: Phase) -> Sequence[Tensor]:
-        return nodes.weights_beside_communication(self.model, phase)
+        return nodes.weights_that_join(self.model, phase)
 
     def delaying(self, turn: Turn, phase: Phase) -> AbstractContextManager[None]:
         assert self.sink is not None

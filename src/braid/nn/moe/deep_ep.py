@@ -18,7 +18,7 @@ from torch import Tensor
 from braid.collectives import Group
 from braid.errors import ConfigError
 from braid.nn.moe.dispatch import order_by_expert
-from braid.nn.moe.journey import Journey, Slots
+from braid.nn.moe.journey import Journey, Slots, used_here
 
 
 class DeepEp:
@@ -47,6 +47,7 @@ class DeepEp:
         )
 
     def dispatch(self, x: Tensor, probs: Tensor, journey: Journey) -> tuple[Tensor, Tensor, Journey]:
+        used_here(*journey.way.values())
         probs_NS = probs.to(torch.float32).repeat_interleave(self.slices, dim=1)
         x_RC, probs_RS, experts_RS, counts, handle = _Dispatch.apply(x, probs_NS, self.buffer, journey.way)
         arriving = order_by_expert(experts_RS, self.held, experts_RS >= 0, sum(counts))

@@ -81,6 +81,14 @@ class Journey(NamedTuple):
     """What the dispatcher that made this needs to know of the way between."""
 
 
+def used_here(*tensors: Tensor | None) -> None:
+    """Parts of a journey that another stream may have made are used on this one: their memory stays until that
+    is done."""
+    for tensor in tensors:
+        if tensor is not None and tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+
 class Dispatcher(Protocol):
     """Brings rows to the ranks of their experts and back. One object serves all layers, and keeps nothing of
     any micro-batch."""

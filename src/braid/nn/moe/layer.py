@@ -32,7 +32,7 @@ from braid.nn.moe.capacity import capacity
 from braid.nn.moe.dispatch import combine, dispatch
 from braid.nn.moe.dispatchers import choose
 from braid.nn.moe.experts import Experts
-from braid.nn.moe.journey import Dispatcher, Journey, Places, Slots
+from braid.nn.moe.journey import Dispatcher, Journey, Places, Slots, used_here
 from braid.nn.moe.router import Router, logit_dtype, probability_dtype
 from braid.nn.moe.routing import Routing
 from braid.nn.moe.tokens import Tokens
@@ -134,6 +134,7 @@ class Moe(nn.Module):
         assert journey.counts_E is not None
         if journey.arriving is None:
             return self.experts(rows, probs, journey.counts_E)
+        used_here(journey.arriving.slot_M, journey.arriving.row_NS, journey.arriving.counts_E)
         rows, probs = dispatch(rows, probs, journey.arriving, self.permute)
         return combine(self.experts(rows, probs, journey.counts_E), journey.arriving, self.permute)
 
