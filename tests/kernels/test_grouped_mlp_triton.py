@@ -379,8 +379,9 @@ compiled = pytest.mark.skipif(
 
 @compiled
 @pytest.mark.long
-@pytest.mark.parametrize("takers", [2, 4])
-@pytest.mark.parametrize("accumulate", [False, True], ids=["overwrite", "add"])
+@pytest.mark.parametrize(
+    ("accumulate", "takers"), [(False, 4), (True, 4), (True, 2)], ids=["overwrite", "add", "add by two"]
+)
 def test_relayed_weight_gradients_compile_for_hopper(accumulate: bool, takers: int) -> None:
     from braid.kernels.grouped_mlp.device.relay import _weight_gradient
 
