@@ -137,7 +137,8 @@ def count(experts_NS: Tensor, counted: Tensor | None, experts: int) -> Tensor:
 
 
 def examine_cost(shape: architecture.Moe, portion: Portion, wide: int, groups: Groups) -> Cost:
-    """What `examine` keeps and sums, where scores take `wide` bytes each."""
+    """What `examine` keeps and sums, where scores take `wide` bytes each. Batches with padding keep a byte for
+    each token besides."""
     tokens, experts = portion.places(groups.tp_cp), shape.experts
     over_all = bool(shape.aux_loss) + bool(shape.global_aux_loss)
     kept, calls = over_all * experts * wide, tuple[Call, ...]()
