@@ -13,6 +13,7 @@ from braid.kernels.grouped_mlp.device import elementwise, rows, weights
 from braid.kernels.grouped_mlp.device.rows import Formula
 from braid.kernels.grouped_mlp.device.tiles import Tiles, tiles
 from braid.kernels.grouped_mlp.device.variants import (
+    KeeperVariant,
     RelayRowVariant,
     RelayVariant,
     RowVariant,
@@ -202,7 +203,7 @@ WEIGHTS = (
     WeightVariant(stages=4),
     WeightVariant(leave="pointers", parts=2),
     RelayVariant(),
-    RelayVariant(group=16),
+    KeeperVariant(),
     RelayVariant(takers=2, ahead=6),
 )
 CANDIDATES: dict[str, tuple[Any, ...]] = {
@@ -219,6 +220,7 @@ def label(variant: Any) -> str:
     """A variant in a few letters: its family, and what differs from the usual."""
     if variant is None:
         return "grouped_mm"
-    family = "relay" if isinstance(variant, (RelayVariant, RelayRowVariant)) else "Triton"
+    families = {RelayVariant: "relay", RelayRowVariant: "relay", KeeperVariant: "keeper"}
+    family = families.get(type(variant), "Triton")
     changed = {name: value for name, value in vars(variant).items() if value != getattr(type(variant)(), name)}
     return " ".join([family, *(f"{name}={value}" for name, value in changed.items())])

@@ -30,6 +30,7 @@ if GPU or INTERPRETED:
     from braid.kernels.grouped_mlp.device.elementwise import ElementVariant
     from braid.kernels.grouped_mlp.device.tiles import tiles
     from braid.kernels.grouped_mlp.device.variants import (
+        KeeperVariant,
         RelayRowVariant,
         RelayVariant,
         RowVariant,
@@ -42,6 +43,8 @@ DTYPE = torch.bfloat16 if GPU else torch.float32
 HIDDEN, FFN = (328, 136) if GPU else (24, 24)
 """No multiples of a tile's channels."""
 COUNTS = [300, 0, 129, 1, 0, 70] if GPU else [5, 0, 19, 1, 0]
+MOST_SHARED = 227 * 1024
+"""Bytes that a block may have on the chip."""
 GLUS = (Glu(), Glu(limit=0.8), Glu(alpha=1.702, limit=0.5, offset=1.0))
 CASES: tuple[tuple[Activation, Glu], ...] = (
     *(("swiglu", glu) for glu in GLUS),
@@ -84,7 +87,7 @@ def experts(*, ours: bool = True, flat: bool = True, handed: bool = False) -> fu
         shallow = RelayRowVariant(depth=32, stages=6)
         paths = replace(
             paths, fc1=RelayRowVariant(), fc2=shallow, dgrad2=RelayRowVariant(), dgrad1=shallow,
-            wgrad1=RelayVariant(), wgrad2=RelayVariant(group=16, takers=2, ahead=6),
+            wgrad1=KeeperVariant(), wgrad2=RelayVariant(group=16, takers=2, ahead=6),
         )  # fmt: skip
     return fused.FusedExperts((Measured(Work(1, 1, 1), paths),), 128 if GPU else 16)
 
@@ -263,7 +266,10 @@ def test_gradients_do_not_depend_on_who_takes_them_away(
         torch.randn(sum(COUNTS), channels, device=DEVICE, dtype=DTYPE) for channels in (channels_o, channels_i)
     )
     there_EOI = torch.randn(len(COUNTS), channels_o, channels_i, device=DEVICE)
-    ways = (RelayVariant(), RelayVariant(ahead=0), RelayVariant(takers=2, ahead=6), RelayVariant(takers=2))
+    ways = (
+        RelayVariant(), RelayVariant(ahead=0), RelayVariant(takers=2, ahead=6), RelayVariant(takers=2),
+        KeeperVariant(), KeeperVariant(group=1),
+    )  # fmt: skip
     found = [there_EOI.clone() for _ in ways]
     for way, out_EOI in zip(ways, found, strict=True):
         weight_gradient(grad_NO, x_NI, where, out_EOI, way, accumulate=accumulate)
@@ -377,6 +383,23 @@ compiled = pytest.mark.skipif(
 )
 
 
+@pytest.mark.skipif(INTERPRETED, reason="it runs once, where kernels are compiled")
+@pytest.mark.parametrize("accumulate", [True, False])
+def test_kept_weight_gradients_compile_for_hopper(accumulate: bool) -> None:
+    """Also where there is no GPU: sums stay in registers, and what is there fits onto the chip."""
+    pytest.importorskip("cuda.bindings.nvrtc")
+    from braid.kernels import cuda
+    from braid.kernels.grouped_mlp.device import keeper, variants
+
+    source = keeper.source(variants.KeeperVariant(), accumulate=accumulate)
+    binary, log = cuda.compiled(source)
+    assert binary.startswith(b"\x7fELF")
+    assert "0 bytes spill stores" in log
+    assert source.shared <= MOST_SHARED
+    with pytest.raises(RuntimeError, match=r"keeper\.cu does not compile"):
+        cuda.compiled(replace(source, macros=()))
+
+
 @compiled
 @pytest.mark.long
 @pytest.mark.parametrize(
@@ -439,7 +462,7 @@ def compile_for_hopper(kernel: Any, given: dict[str, str], constants: dict[str, 
     source = GluonASTSource(kernel, names, constants, {})
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
     assert made.asm["cubin"]
-    assert made.metadata.shared <= 227 * 1024
+    assert made.metadata.shared <= MOST_SHARED
 
 
 @where_kernels_cannot_run

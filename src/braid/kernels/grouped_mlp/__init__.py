@@ -25,6 +25,9 @@ FEW_EXPERTS = 8
 HOPPER = 9
 """The major compute capability of the GPUs that `fused` is for."""
 
+NEEDS = {"Triton": "triton", "cuda-bindings": "cuda.bindings"}
+"""What the kernels of `fused` are compiled by, and the modules that it has."""
+
 
 class GroupedMlp(Protocol):
     """What every implementation computes; see `reference.grouped_mlp`."""
@@ -97,4 +100,12 @@ def _missing(device: torch.device) -> str | None:
     if capability[0] != HOPPER:
         name = torch.cuda.get_device_name(device)
         return f"is for Hopper, and {name} has compute capability {capability[0]}.{capability[1]}"
-    return None if find_spec("triton") else "needs Triton: install braid[gpu]"
+    lacking = [name for name, module in NEEDS.items() if not _found(module)]
+    return f"needs {' and '.join(lacking)}: install braid[gpu]" if lacking else None
+
+
+def _found(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # nor is what it is part of
+        return False

@@ -20,10 +20,13 @@ ANY = 0x7FFF0000
 
 def ragged(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
     """A descriptor of tiles of so many rows and columns."""
+    return TensorDescriptor(x, *extent(x), [1, 1, rows, columns])
+
+
+def extent(x: Tensor) -> tuple[list[int], list[int]]:
+    """Lengths and strides of the four dims."""
     stride = x.stride(0)
-    return TensorDescriptor(
-        x, [ANY, ANY, LONGEST, x.shape[1]], [2**34 - stride, stride, stride, 1], [1, 1, rows, columns]
-    )
+    return [ANY, ANY, LONGEST, x.shape[1]], [2**34 - stride, stride, stride, 1]
 
 
 @triton.jit

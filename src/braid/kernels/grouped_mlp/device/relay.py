@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from braid.kernels.grouped_mlp.device.ragged import ANY, LONGEST
+from braid.kernels.grouped_mlp.device.ragged import extent
 from braid.kernels.grouped_mlp.device.rows import programs
 from braid.kernels.grouped_mlp.device.tiles import Tiles
 from braid.kernels.grouped_mlp.device.variants import RelayVariant
@@ -62,10 +62,7 @@ def weight_gradient(
 
 def ragged(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
     """As `ragged.ragged`, with the layout that products want."""
-    stride = x.stride(0)
-    layout = shared_layout(columns, 4)
-    lengths, strides = [ANY, ANY, LONGEST, x.shape[1]], [2**34 - stride, stride, stride, 1]
-    return TensorDescriptor(x, lengths, strides, [1, 1, rows, columns], layout)
+    return TensorDescriptor(x, *extent(x), [1, 1, rows, columns], shared_layout(columns, 4))
 
 
 def shared_layout(columns: int, rank: int) -> gl.NVMMASharedLayout:

@@ -92,7 +92,15 @@ class RelayRowVariant:
     """How many steps of operands are on their way."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class KeeperVariant:
+    """One way to run it where those that multiply add to what is there: `keeper`, for float32 gradients."""
+
+    group: int = 8
+    """Tiles of so many rows are neighbours in time."""
+
+
 RowWay = RowVariant | RelayRowVariant
 """Ways to run a product of rows."""
-WeightWay = WeightVariant | RelayVariant
+WeightWay = WeightVariant | RelayVariant | KeeperVariant
 """Ways to run the product that gives a weight's gradient."""

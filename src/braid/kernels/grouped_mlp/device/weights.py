@@ -17,7 +17,7 @@ from braid.kernels.grouped_mlp.device.formulas import side_by_side
 from braid.kernels.grouped_mlp.device.ragged import ragged, read_rows
 from braid.kernels.grouped_mlp.device.rows import programs
 from braid.kernels.grouped_mlp.device.tiles import Tiles
-from braid.kernels.grouped_mlp.device.variants import RelayVariant, WeightVariant, WeightWay
+from braid.kernels.grouped_mlp.device.variants import KeeperVariant, RelayVariant, WeightVariant, WeightWay
 
 
 def weight_gradient(
@@ -31,11 +31,15 @@ def weight_gradient(
 ) -> None:
     """Write the gradient of every expert's weights, or add it to what is there. An expert without rows gets
     zeros, or keeps what it has."""
-    if isinstance(variant, RelayVariant):
-        from braid.kernels.grouped_mlp.device import relay  # Gluon cannot be interpreted
+    if not isinstance(variant, WeightVariant):
+        from braid.kernels.grouped_mlp.device import keeper, relay  # neither can be interpreted
 
-        if out_EOI.dtype == torch.float32 and x_NI.dtype == torch.bfloat16:
-            return relay.weight_gradient(grad_NO, x_NI, tiles, out_EOI, variant, accumulate=accumulate)
+        given = (grad_NO, x_NI, tiles, out_EOI)
+        if x_NI.dtype == torch.bfloat16 and isinstance(variant, KeeperVariant) and keeper.takes(out_EOI):
+            return keeper.weight_gradient(*given, variant, accumulate=accumulate)
+        if x_NI.dtype == torch.bfloat16 and out_EOI.dtype == torch.float32:
+            by_relay = variant if isinstance(variant, RelayVariant) else RelayVariant()
+            return relay.weight_gradient(*given, by_relay, accumulate=accumulate)
         variant = WeightVariant()
     v = variant
     experts, channels_o, channels_i = out_EOI.shape

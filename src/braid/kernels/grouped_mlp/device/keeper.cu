@@ -1,0 +1,326 @@
+// Gradients of the experts' weights, written or added in place, for Hopper: the device side of keeper.py.
+//
+// Ten warps of a block work at the same time. One reads rows. Two groups of four multiply, each the sums of one half
+// of a tile. One keeps what is there: it brings it onto the chip while products are under way, those that multiply add
+// to it, and it takes the result away.
+//
+// Shapes: N rows, E experts, O and I channels of the weight. A tile is 128 channels O by 256 channels I.
+//
+// Given as macros: DEPTH, rows that are multiplied at a time; STAGES, how many times as many are on their way; GROUP,
+// tiles along O that are neighbours in time; SHARED, bytes on the chip; ACCUMULATE, whether to add.
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+constexpr int ROWS = 128, COLUMNS = 256;
+constexpr int MIDDLE = 0x40000000;  // where an expert's rows end for the copy engine
+constexpr int BOX = 64;  // channels that the copy engine reads at a time
+constexpr u32 BOX_BYTES = DEPTH * BOX * 2;
+constexpr int GRAD_BOXES = ROWS / BOX, X_BOXES = COLUMNS / BOX;
+constexpr u32 STAGE_BYTES = (GRAD_BOXES + X_BOXES) * BOX_BYTES;
+constexpr int SLOTS = 8;  // of sums on the chip: one for each warp that multiplies, sixteen rows
+constexpr int PART = 32, PARTS = COLUMNS / PART;  // channels of sums that the copy engine moves at a time
+constexpr u32 PART_BYTES = 16 * PART * 4, SLOT_BYTES = PARTS * PART_BYTES;
+static_assert(STAGES * STAGE_BYTES + SLOTS * SLOT_BYTES + 16 * (STAGES + SLOTS) == SHARED, "as keeper.py counts it");
+constexpr int BEHIND = 2;  // slots that may still be leaving when the next is filled
+
+struct alignas(64) Map { char opaque[128]; };  // a CUtensorMap
+
+// ------------------------------------------------------------------------------------------------ barriers
+
+__device__ __forceinline__ void init(u32 barrier, u32 count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count));
+}
+__device__ __forceinline__ void wait(u32 barrier, u32 parity) {
+  asm volatile(
+      "{ .reg .pred done;\n"
+      "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again; }" ::"r"(barrier), "r"(parity) : "memory");
+}
+__device__ __forceinline__ void arrive(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// --------------------------------------------------------------------------------------------- copy engine
+
+// Rows of one expert, with zeros from its end on: ragged.py says how.
+__device__ __forceinline__ void read(const Map *map, u32 to, u32 barrier, int column, int at, int end) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(to), "l"(map), "r"(barrier), "r"(column), "r"(at), "r"(end),
+      "r"(MIDDLE) : "memory");
+}
+// What is there passes through the cache, and leaves room for rows, which are read many times.
+__device__ __forceinline__ u64 used_once() {
+  u64 policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+__device__ __forceinline__ void bring(const Map *map, u32 to, u32 barrier, int column, int row, int expert,
+                                      u64 policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(to), "l"(map), "r"(barrier), "r"(column), "r"(row), "r"(expert),
+      "l"(policy) : "memory");
+}
+__device__ __forceinline__ void take(const Map *map, u32 from, int column, int row, int expert, u64 policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group.L2::cache_hint [%0, {%2, %3, %4}], [%1], %5;" ::"l"(map),
+      "r"(from), "r"(column), "r"(row), "r"(expert), "l"(policy) : "memory");
+}
+
+// ------------------------------------------------------------------------------------------------ products
+
+// Boxes of rows as an operand: channels lie side by side, eight rows are 1024 bytes, boxes follow one another.
+__device__ __forceinline__ u64 operand(u32 at) {
+  return (u64)((at & 0x3FFFF) >> 4) | (u64)(BOX_BYTES >> 4) << 16 | (u64)(1024 >> 4) << 32 | 1ull << 62;
+}
+constexpr u64 SIXTEEN_ROWS = 16 * BOX * 2 >> 4;
+
+#define FOUR(i) "+f"(sums[i]), "+f"(sums[i + 1]), "+f"(sums[i + 2]), "+f"(sums[i + 3])
+#define SIXTEEN(i) FOUR(i), FOUR(i + 4), FOUR(i + 8), FOUR(i + 12)
+#define SIXTY_FOUR(i) SIXTEEN(i), SIXTEEN(i + 16), SIXTEEN(i + 32), SIXTEEN(i + 48)
+__device__ __forceinline__ void multiply(float (&sums)[128], u64 grad, u64 x, bool add) {
+  asm volatile(
+      "{ .reg .pred add; setp.ne.b32 add, %130, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
+      "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
+      "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
+      "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
+      "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, "
+      "%128, %129, add, 1, 1, 1, 1; }"
+      : SIXTY_FOUR(0), SIXTY_FOUR(64)
+      : "l"(grad), "l"(x), "r"((int)add));
+}
+
+// ---------------------------------------------------------------------------------------------------- work
+
+// A tile: its expert, where it begins, and where the expert's rows end and how many there are.
+struct Place { int expert, row, column, end, size; };
+
+// What a block has to do: every so many tiles, those of experts with most rows first.
+struct Work {
+  const int *ends, *by_size;
+  int down, across, tiles;
+
+  __device__ __forceinline__ Work(const int *ends, const int *by_size, int experts, int channels_o, int channels_i)
+      : ends(ends), by_size(by_size), down((channels_o + ROWS - 1) / ROWS),
+        across((channels_i + COLUMNS - 1) / COLUMNS) {
+    int wanted = experts;
+    if (ACCUMULATE) {  // experts without rows come last, and have nothing to add
+      wanted = 0;
+      for (int first = 0; first < experts; first += 32) {
+        const int expert = first + threadIdx.x % 32;
+        wanted += __popc(__ballot_sync(~0u, expert < experts && rows_of(expert)));
+      }
+    }
+    const int count = wanted * down * across, me = blockIdx.x, blocks = gridDim.x;
+    tiles = count > me ? (count - me - 1) / blocks + 1 : 0;
+  }
+  __device__ __forceinline__ int rows_of(int expert) const { return ends[expert] - (expert ? ends[expert - 1] : 0); }
+
+  // The tile of a turn; after the last turn one without rows.
+  __device__ __forceinline__ Place place(int turn) const {
+    if (turn >= tiles) return Place{0, 0, 0, 0, 0};
+    const int tile = blockIdx.x + turn * gridDim.x, expert = by_size[tile / (down * across)];
+    const int in_expert = tile % (down * across), in_group = in_expert % (GROUP * across);
+    const int first = in_expert / (GROUP * across) * GROUP, height = min(down - first, GROUP);
+    const int row = (first + in_group % height) * ROWS, column = in_group / height * COLUMNS;
+    return Place{expert, row, column, ends[expert], rows_of(expert)};
+  }
+};
+
+// Where things are on the chip.
+struct Chip {
+  u32 stages, sums;
+  u32 full, empty;     // barriers of stages: rows have come, have been multiplied
+  u32 ready, summed;   // barriers of slots: what is there has come, has been added to
+
+  __device__ __forceinline__ explicit Chip(const void *memory) {
+    stages = (u32)__cvta_generic_to_shared(memory), sums = stages + STAGES * STAGE_BYTES;
+    full = sums + SLOTS * SLOT_BYTES, empty = full + 8 * STAGES;
+    ready = empty + 8 * STAGES, summed = ready + 8 * SLOTS;
+  }
+  __device__ __forceinline__ void begin() const {
+    if (threadIdx.x == 0) {
+      for (int i = 0; i < STAGES; i++) init(full + 8 * i, 1), init(empty + 8 * i, 2);
+      for (int i = 0; i < SLOTS; i++) init(ready + 8 * i, 1), init(summed + 8 * i, 1);
+      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncthreads();
+  }
+  __device__ __forceinline__ u32 part(int slot, int part) const { return sums + slot * SLOT_BYTES + part * PART_BYTES; }
+};
+
+// ---------------------------------------------------------------------------------------------- kinds of warps
+
+__device__ __forceinline__ void read_rows(const Map &grad, const Map &x, const Work &work, const Chip &chip) {
+  int stage = 0, phase = 1;
+  Place next = work.place(0);
+  for (int turn = 0; turn < work.tiles; turn++) {
+    const Place p = next;
+    next = work.place(turn + 1);
+    for (int k = 0; k < p.size; k += DEPTH) {
+      const u32 full = chip.full + 8 * stage, to = chip.stages + stage * STAGE_BYTES;
+      wait(chip.empty + 8 * stage, phase);
+      expect(full, STAGE_BYTES);
+      const int at = MIDDLE - p.size + k;
+#pragma unroll
+      for (int i = 0; i < GRAD_BOXES; i++) read(&grad, to + i * BOX_BYTES, full, p.row + i * BOX, at, p.end);
+#pragma unroll
+      for (int i = 0; i < X_BOXES; i++)
+        read(&x, to + (GRAD_BOXES + i) * BOX_BYTES, full, p.column + i * BOX, at, p.end);
+      if (++stage == STAGES) stage = 0, phase ^= 1;
+    }
+  }
+}
+
+__device__ __forceinline__ float2 look(u32 at) {
+  float2 v;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(at) : "memory");
+  return v;
+}
+__device__ __forceinline__ void put(u32 at, float x, float y) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at), "f"(x), "f"(y) : "memory");
+}
+
+// Where a thread's sums are in its warp's slot. It has two neighbours of every eight channels, in rows r and r + 8. The
+// copy engine turns the 16-byte pieces of a row by the row's number; odd rows take channels 16 further right first, so
+// that the four rows that are reached at once never meet in a bank.
+struct Mine {
+  u32 first[2], second[2];
+  bool odd;
+
+  __device__ __forceinline__ explicit Mine(u32 slot) {
+    const int lane = threadIdx.x % 32, row = lane / 4;
+    odd = row % 2;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const int piece = 2 * i + lane % 4 / 2;
+      const u32 at = slot + row * PART * 4 + lane % 2 * 8;
+      const u32 left = at + ((piece ^ row) << 4), right = at + ((piece + 4 ^ row) << 4);
+      first[i] = odd ? right : left, second[i] = odd ? left : right;
+    }
+  }
+  // Add what is there, if that is wanted, and put sums in its place; reading runs one turn ahead.
+  __device__ __forceinline__ void add(float (&sums)[128]) const {
+    float2 there[2][4];
+#pragma unroll
+    for (int turn = 0; turn <= 16; turn++) {
+      if (ACCUMULATE && turn < 16) {
+        const u32 one = first[turn % 2] + turn / 2 * PART_BYTES, two = second[turn % 2] + turn / 2 * PART_BYTES;
+        there[turn % 2][0] = look(one), there[turn % 2][1] = look(two);
+        there[turn % 2][2] = look(one + 8 * PART * 4), there[turn % 2][3] = look(two + 8 * PART * 4);
+      }
+      if (turn == 0) continue;
+      const int i = (turn - 1) % 2, part = (turn - 1) / 2;
+      const u32 one = first[i] + part * PART_BYTES, two = second[i] + part * PART_BYTES;
+      float *left = sums + part * 16 + i * 4, *right = left + 8;
+      if (ACCUMULATE) {
+        const float2 a = there[i][0], b = there[i][1], c = there[i][2], d = there[i][3];
+        left[0] += odd ? b.x : a.x, left[1] += odd ? b.y : a.y;
+        left[2] += odd ? d.x : c.x, left[3] += odd ? d.y : c.y;
+        right[0] += odd ? a.x : b.x, right[1] += odd ? a.y : b.y;
+        right[2] += odd ? c.x : d.x, right[3] += odd ? c.y : d.y;
+      }
+      put(one, odd ? right[0] : left[0], odd ? right[1] : left[1]);
+      put(two, odd ? left[0] : right[0], odd ? left[1] : right[1]);
+      put(one + 8 * PART * 4, odd ? right[2] : left[2], odd ? right[3] : left[3]);
+      put(two + 8 * PART * 4, odd ? left[2] : right[2], odd ? left[3] : right[3]);
+    }
+  }
+};
+
+__device__ __forceinline__ void multiply_rows(const Work &work, const Chip &chip) {
+  const int half = threadIdx.x / 128, slot = threadIdx.x / 32;
+  const bool tells = threadIdx.x % 128 == 0;
+  const Mine mine(chip.sums + slot * SLOT_BYTES);
+  int stage = 0, phase = 0;
+  float sums[128];
+  Place next = work.place(0);
+  for (int turn = 0; turn < work.tiles; turn++) {
+    const int size = next.size;
+    next = work.place(turn + 1);
+    if (!ACCUMULATE && !size) {
+#pragma unroll
+      for (int i = 0; i < 128; i++) sums[i] = 0;
+    }
+    int before = 0;
+    for (int k = 0; k < size; k += DEPTH) {
+      wait(chip.full + 8 * stage, phase);
+      const u32 at = chip.stages + stage * STAGE_BYTES;
+      const u64 grad = operand(at + half * BOX_BYTES), x = operand(at + GRAD_BOXES * BOX_BYTES);
+      asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+      for (int i = 0; i < DEPTH / 16; i++) multiply(sums, grad + i * SIXTEEN_ROWS, x + i * SIXTEEN_ROWS, k + i > 0);
+      asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 1;" ::: "memory");
+      if (k && tells) arrive(chip.empty + 8 * before);
+      before = stage;
+      if (++stage == STAGES) stage = 0, phase ^= 1;
+    }
+    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+#pragma unroll
+    for (int i = 0; i < 128; i++) asm volatile("" : "+f"(sums[i])::"memory");  // not before they are complete
+    if (size && tells) arrive(chip.empty + 8 * before);
+    wait(chip.ready + 8 * slot, turn & 1);
+    mine.add(sums);
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) arrive(chip.summed + 8 * slot);
+  }
+}
+
+// Have a slot filled with what is there, if anything is wanted of it.
+__device__ __forceinline__ void fill(const Map &out, const Chip &chip, int slot, const Place &p, u64 policy) {
+  const u32 ready = chip.ready + 8 * slot;
+  if (!ACCUMULATE) return arrive(ready);
+  expect(ready, SLOT_BYTES);
+  for (int part = 0; part < PARTS; part++)
+    bring(&out, chip.part(slot, part), ready, p.column + part * PART, p.row + slot * 16, p.expert, policy);
+}
+
+__device__ __forceinline__ void keep(const Map &out, const Work &work, const Chip &chip) {
+  const u64 policy = used_once();
+  Place next = work.place(0);
+  if (work.tiles)
+    for (int slot = 0; slot < SLOTS; slot++) fill(out, chip, slot, next, policy);
+  for (int turn = 0; turn < work.tiles; turn++) {
+    const Place p = next;
+    next = work.place(turn + 1);
+    for (int i = 0; i < SLOTS + BEHIND; i++) {
+      const auto slot_of = [](int i) { return i / 2 + i % 2 * (SLOTS / 2); };  // both groups in turn
+      if (i < SLOTS) {
+        const int slot = slot_of(i);
+        wait(chip.summed + 8 * slot, turn & 1);
+        for (int part = 0; part < PARTS; part++)
+          take(&out, chip.part(slot, part), p.column + part * PART, p.row + slot * 16, p.expert, policy);
+      }
+      asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read %0;" ::"n"(BEHIND) : "memory");
+      if (i >= BEHIND && turn + 1 < work.tiles) fill(out, chip, slot_of(i - BEHIND), next, policy);
+    }
+  }
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+extern "C" __global__ void __launch_bounds__(320, 1)
+weight_gradient(const __grid_constant__ Map grad, const __grid_constant__ Map x, const __grid_constant__ Map out,
+                const int *ends, const int *by_size, int experts, int channels_o, int channels_i) {
+  extern __shared__ __align__(1024) char memory[];
+  const Chip chip(memory);
+  const Work work(ends, by_size, experts, channels_o, channels_i);
+  chip.begin();
+  const int warp = threadIdx.x / 32;
+  if (warp < SLOTS) {
+    multiply_rows(work, chip);
+  } else if (threadIdx.x % 32 == 0) {
+    if (warp == SLOTS) read_rows(grad, x, work, chip);
+    else keep(out, work, chip);
+  }
+}
