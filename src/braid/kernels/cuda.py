@@ -75,13 +75,13 @@ def loaded(source: Source, device: torch.device) -> Kernel:
     return Kernel(function, source.threads, source.shared)
 
 
-def compiled(source: Source) -> tuple[bytes, str]:
+def compiled(source: Source, *options: str) -> tuple[bytes, str]:
     """Machine code for Hopper, and what the compiler says of it. Needs no GPU."""
     from cuda.bindings import nvrtc
 
     text = files(source.package).joinpath(source.file).read_text()
-    options = [f"--gpu-architecture={HOPPER}", "--std=c++17", "--ptxas-options=-v"]
-    options += [f"-D{name}={value}" for name, value in source.macros]
+    options += (f"--gpu-architecture={HOPPER}", "--std=c++17")
+    options += tuple(f"-D{name}={value}" for name, value in source.macros)
     program = _given(nvrtc.nvrtcCreateProgram(text.encode(), source.file.encode(), 0, [], []))
     try:
         (failure,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
