@@ -25,8 +25,8 @@ FEW_EXPERTS = 8
 HOPPER = 9
 """The major compute capability of the GPUs that `fused` is for."""
 
-NEEDS = {"Triton": "triton", "cuda-bindings": "cuda.bindings"}
-"""What the kernels of `fused` are compiled by, and the modules that it has."""
+NEEDS = (("Triton", "triton"), ("cuda-bindings", "cuda.bindings"))
+"""What compiles and launches the kernels of `fused`, and the modules that it has."""
 
 
 class GroupedMlp(Protocol):
@@ -100,7 +100,7 @@ def _missing(device: torch.device) -> str | None:
     if capability[0] != HOPPER:
         name = torch.cuda.get_device_name(device)
         return f"is for Hopper, and {name} has compute capability {capability[0]}.{capability[1]}"
-    lacking = [name for name, module in NEEDS.items() if not _found(module)]
+    lacking = [name for name, module in NEEDS if not _found(module)]
     return f"needs {' and '.join(lacking)}: install braid[gpu]" if lacking else None
 
 
