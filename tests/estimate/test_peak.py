@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from braid.architecture import Attention, DeltaNet, LatentAttention, Mamba2, Mlp, Model, Moe
-from braid.config import Data, Run, Train
+from braid.config import Data, Mesh, Run, Train
 from braid.estimate import estimate
 from braid.optim.adamw import MOMENTS
 from braid.plan import Plan, plan
@@ -56,12 +56,29 @@ def test_the_peak_of_a_step_is_within_a_tenth(text: str, dtype: str, more: dict[
     assert estimate(worked_out, "cpu").peak == pytest.approx(peak_of(worked_out), rel=0.1)
 
 
+SIDE_BY_SIDE = [
+    (Mesh(overlap=True), ()),
+    (Mesh(overlap=True, delay_weights=True, paired_ends=True), ()),
+    (Mesh(overlap=True), ("block",)),
+    (Mesh(overlap=True, paired_ends=True), ("block",)),
+]
+
+
+@pytest.mark.parametrize(("mesh", "recompute"), SIDE_BY_SIDE, ids=lambda value: str(value)[-90:])
+def test_so_is_that_of_micro_batches_side_by_side(mesh: Mesh, recompute: tuple[Any, ...]) -> None:
+    """One grows while the other shrinks, and two backwards make blocks again at the same time."""
+    run = run_of("[*E]" * 4, "fp32")
+    train = replace(run.train, micro_batches=4, batch_samples=4, recompute=recompute)
+    worked_out = plan(replace(run, mesh=mesh, train=train), 1)
+    assert estimate(worked_out, "cpu").peak == pytest.approx(peak_of(worked_out), rel=0.1)
+
+
 def peak_of(worked_out: Plan) -> int:
-    """The most bytes that are there at a time in a step of two micro-batches, with weights and moments."""
+    """The most bytes that are there at a time in a step, with weights and moments."""
     run = worked_out.run
     state = make_state(worked_out, choose_device("cpu"))
     states.initialize(state, run)
-    batches = [batch([[TOKENS]], vocab=run.model.vocab, seed=seed) for seed in range(2)]
+    batches = [batch([[TOKENS]], vocab=run.model.vocab, seed=seed) for seed in range(run.train.micro_batches)]
     counts, optimizer = count(state.model, batches), state.optimizer
     moments = [optimizer.moment(kind, name) for name in optimizer.main for kind in MOMENTS]
     held = {id(tensor): tensor for tensor in (*state.model.parameters(), *optimizer.main.values(), *moments)}

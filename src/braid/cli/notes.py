@@ -63,13 +63,9 @@ def idle_choices(worked_out: Plan) -> Iterator[str]:
 
 def uncounted(worked_out: Plan) -> Iterator[str]:
     """What the choices of this run do to memory that its estimate does not know of."""
-    mesh, train = worked_out.run.mesh, worked_out.run.train
+    mesh = worked_out.run.mesh
     if worked_out.schedule.delayed:
         late = ", a block longer by mesh.late_weights" if mesh.late_weights else ""
         yield f"what delayed weight gradients hold until they are added{late}: the peak may be higher"
     if mesh.early_release:
         yield "what mesh.early_release frees earlier: the peak may be lower"
-    if mesh.overlap and mesh.pp == 1 and train.micro_batches > 1:
-        yield "what a backward frees while the forward beside it is still growing: the peak may be lower"
-    if mesh.paired_ends and not {"block", "full"}.isdisjoint(train.recompute):
-        yield "what two backwards make again beside each other at the end of a step: the peak may be higher"

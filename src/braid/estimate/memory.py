@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from braid.estimate.moments import Activations
 from braid.estimate.weights import Held
 from braid.nn.cost import Cost
 from braid.parallel.sharding import Strategy
@@ -47,8 +48,7 @@ class Step:
     """Whether there is no other rank: then nothing is sharded, and narrow weights have main copies."""
     strategy: Strategy
     micro_batches: int
-    activations: int
-    """Bytes that forwards keep for their backwards, as many of them as are there at the same time."""
+    activations: Activations
 
 
 def memory_of(units: list[Held], costs: Mapping[str, Cost], step: Step) -> Memory:
@@ -56,25 +56,22 @@ def memory_of(units: list[Held], costs: Mapping[str, Cost], step: Step) -> Memor
     parameters = sum(unit.kept_bytes for unit in units)
     optimizer = sum(_state(unit, step) for unit in units)
     gathered = _gathered(units, step)
-    activations = step.activations
     updated = sum(unit.kept * _main(unit) for unit in units)
     steady = parameters + optimizer
     peak, peak_at = steady + updated, "update"
-    later = activations
     parts = list(costs)
     for part in reversed(parts):
         grads = _gradients(units, parts, part, step)
-        here = steady + gathered + later + costs[part].passing + grads
+        here = steady + gathered + step.activations.during[part] + grads
         if here > peak:
             peak, peak_at = here, f"backward of {part}"
-        later -= costs[part].kept
     return Memory(
         parameters=parameters,
         gathered=gathered,
         gradients=max(updated, _gradients(units, parts, parts[0], step)),
         updated=updated,
         optimizer=optimizer,
-        activations=activations,
+        activations=step.activations.kept,
         passing=max(cost.passing for cost in costs.values()),
         peak=peak,
         peak_at=peak_at,

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
 from braid.estimate.memory import Memory, Step, memory_of
+from braid.estimate.moments import activations
 from braid.estimate.rank import first_rank, model_of, portion_of
 from braid.estimate.weights import copy_calls, driven_times, held_units, hooked_times, sharding_calls
 from braid.model.language import LanguageModel
-from braid.nn.cost import Call, Cost, Portion
+from braid.nn.cost import Call, Portion
 from braid.plan import Plan
 from braid.schedule import Act, live_peaks
 
@@ -71,7 +72,7 @@ def _stage(plan: Plan, stage: int, live: int, portion: Portion, device: str) -> 
         alone=plan.world == 1,
         strategy=run.mesh.shard,
         micro_batches=micro_batches,
-        activations=live_peaks(plan.schedule, _kept(plan, stage, costs))[stage],
+        activations=activations(plan, stage, costs),
     )
     calls = [call for cost in costs.values() for call in cost.times(micro_batches).calls]
     if plan.world > 1:
@@ -88,18 +89,6 @@ def _stage(plan: Plan, stage: int, live: int, portion: Portion, device: str) -> 
         calls=tuple(_together(calls)),
         sends=_sends(plan, stage, portion, model),
     )
-
-
-def _kept(plan: Plan, stage: int, costs: Mapping[str, Cost]) -> list[int]:
-    """Bytes that the forward of each segment of the schedule keeps, of those that the stage holds. Positions
-    are there from the first of them to the last backward."""
-    kept = [0] * plan.schedule.segments
-    held, last = [segment.index for segment in plan.stages[stage].segments], len(plan.layout.segments) - 1
-    of_block = {f"blocks.{block.index}": s.index for s in plan.layout.segments for block in s.blocks}
-    for part, cost in costs.items():
-        segment = {"positions": held[0], "embedding": 0, **of_block}.get(part, last)
-        kept[0 if len(kept) == 1 else segment] += cost.kept
-    return kept
 
 
 def _together(calls: Iterable[Call]) -> Iterable[Call]:
