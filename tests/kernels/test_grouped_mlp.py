@@ -111,6 +111,16 @@ def test_choice_names_its_reason(
     assert word in choice.reason
 
 
+def test_what_fused_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    needs = (("Torch", "torch"), ("one part", "torch.nowhere"), ("another", "nowhere.at_all"))
+    monkeypatch.setattr(grouped_mlp, "NEEDS", needs)
+    choice = grouped_mlp.choose(torch.device("cuda"), torch.bfloat16, hidden=64, ffn=32, experts=4)
+    assert choice.name == "grouped"
+    assert choice.reason.endswith("needs one part and another: install braid[gpu]")
+
+
 def test_activations() -> None:
     x = torch.linspace(-3, 3, 13, dtype=torch.float64)
     torch.testing.assert_close(activate("swiglu", x, x + 1), x * torch.sigmoid(x) * (x + 1))
