@@ -320,6 +320,18 @@ def test_accumulating_nothing() -> None:
         lifetime.accumulate("a")
 
 
+@pytest.mark.parametrize("between", ["accumulate", "reduce"])
+def test_micro_batches_are_told_apart(between: str) -> None:
+    """What two of them add may only meet once the first is accumulated, or summed over ranks."""
+    lifetime, use = ready("a"), Use(reads=("a",), grades=("a",))
+    lifetime.use(use, 0)
+    lifetime.use(use, 0)
+    with pytest.raises(LifetimeError, match=r"adding to a for micro-batch 1, which owes .* micro-batch 0"):
+        lifetime.use(use, 1)
+    getattr(lifetime, between)("a")
+    lifetime.use(use, 1)
+
+
 def test_finish_with_leftovers() -> None:
     lifetime = ready("a")
     lifetime.use(Use(grades=("b",)))

@@ -171,9 +171,9 @@ class Driver:
         self._life().wait(unit)
         self._arrive(unit)
 
-    def use(self, use: Use) -> None:
-        """To be told before an op runs."""
-        self._life().use(use)
+    def use(self, use: Use, micro_batch: int | None = None) -> None:
+        """To be told before an op runs, and for which micro-batch."""
+        self._life().use(use, micro_batch)
 
     def reshard(self, unit: str) -> None:
         """Release it. FSDP2 would not, while its gather is under way: so that comes to its end first."""
@@ -241,5 +241,5 @@ class _ShardingExecutor(Executor):
             self.driver.run(op)
         else:
             if use := self.uses(op):
-                self.driver.use(use)
+                self.driver.use(use, op.micro_batch)
             super()._run(op)

@@ -3,7 +3,8 @@
     sharded ── UNSHARD ──► gathering ── WAIT ──► ready ── RESHARD ──► sharded
 
 An op computes with units that are ready. What it adds to a unit's gradient is owed from then on: `ACCUM` puts
-it with what is owed already, `REDUCE_GRAD` pays. At `FINISH` every unit is sharded and nothing is owed.
+it with what is owed already, `REDUCE_GRAD` pays. Before one of them nothing of another micro-batch is added:
+ranks would sum other addends than without a schedule. At `FINISH` every unit is sharded and nothing is owed.
 
 The rules hold twice: `prove` follows a list of ops before anything runs, and the engine keeps a `Lifetime`
 while it runs one.
@@ -72,6 +73,7 @@ class Lifetime:
     def __init__(self, units: Iterable[str]) -> None:
         self._weights = dict.fromkeys(units, _Weights.SHARDED)
         self._gradients = dict.fromkeys(self._weights, _Gradient.NONE)
+        self._added_by: dict[str, int | None] = {}
         self._gathers = self._reductions = self._peak = 0
 
     @property
@@ -95,13 +97,17 @@ class Lifetime:
         self._require(unit, "WAIT", _Weights.GATHERING, _Weights.READY)
         self._weights[unit] = _Weights.READY
 
-    def use(self, use: Use) -> None:
-        """An op is about to run."""
+    def use(self, use: Use, micro_batch: int | None = None) -> None:
+        """An op is about to run, for a micro-batch."""
         for unit in use.reads:
             self._require(unit, "computing", _Weights.READY)
         for unit in use.grades:
             self._known(unit, "computing")
-            self._gradients[unit] = _Gradient.FRESH
+            before = self._added_by.get(unit)
+            if self._gradients[unit] is _Gradient.FRESH and before != micro_batch:
+                owed = f"which owes what was added for micro-batch {before}"
+                raise LifetimeError(f"adding to {unit} for micro-batch {micro_batch}, {owed}")
+            self._gradients[unit], self._added_by[unit] = _Gradient.FRESH, micro_batch
 
     def reshard(self, unit: str) -> None:
         """During a gather it first waits for it."""
@@ -146,7 +152,7 @@ def prove(ops: Iterable[Op], units: Iterable[str], uses: Uses) -> Figures:
         if finished and (op.act.shards or uses(op)):
             raise LifetimeError(f"{op} comes after FINISH")
         follow(lifetime, op)
-        lifetime.use(uses(op))
+        lifetime.use(uses(op), op.micro_batch)
         finished = finished or op.act is Act.FINISH
     if not finished:
         raise LifetimeError("the list ends without FINISH")
