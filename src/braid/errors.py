@@ -6,10 +6,13 @@ at the data, restart. A bug in braid itself is none of these kinds: it keeps its
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import ClassVar
+
+MOST_TOLD = 6
+"""Faults of one kind that an error lists; the others are counted."""
 
 
 class ExitCode(IntEnum):
@@ -99,3 +102,9 @@ class PreemptedError(BraidError):
     """The run was asked to stop (SIGTERM, Ctrl-C) and saved its state: the same command continues it."""
 
     exit_code = ExitCode.PREEMPTED
+
+
+def first_of(faults: Sequence[str], told: Callable[[str], str] = str) -> list[str]:
+    """A line for each of the first faults of a kind, and how many more there are."""
+    lines, more = [told(fault) for fault in faults[:MOST_TOLD]], len(faults) - MOST_TOLD
+    return lines if more <= 0 else [*lines, f"... and {more} more of these"]

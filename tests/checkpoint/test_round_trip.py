@@ -293,6 +293,15 @@ def test_all_that_does_not_fit_is_listed_at_once(tmp_path):
     ]
 
 
+def test_an_error_about_many_tensors_counts_them(tmp_path):
+    path = save(tmp_path, 1, whole({f"old.{i}": torch.ones(1) for i in range(500)}), extra={})
+    with pytest.raises(CheckpointError) as caught:
+        read(path, {f"new.{i}": torch.ones(1) for i in range(500)})
+    lines = str(caught.value).splitlines()
+    assert len(lines) < 20
+    assert sum(line.strip() == "... and 494 more of these" for line in lines) == 2
+
+
 def test_names_of_other_readers_may_be_left_unread(tmp_path):
     stored = {"w": torch.ones(3), "optimizer.w": torch.zeros(3)}
     path = save(tmp_path, 1, whole(stored), extra={})

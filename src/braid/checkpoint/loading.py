@@ -17,10 +17,7 @@ from braid.checkpoint import parts
 from braid.checkpoint.boxes import Box, Shape, overlap
 from braid.checkpoint.decoding import decode
 from braid.checkpoint.manifest import DTYPE_NAMES, MANIFEST_LIMIT, MANIFEST_NAME, Chunk, Manifest
-from braid.errors import CheckpointError
-
-NEAREST_SOUGHT = 20
-"""For how many missing names a near one is looked up; the search is slow where there are many names."""
+from braid.errors import CheckpointError, first_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,26 +92,25 @@ def _copy(source: Tensor, source_box: Box, target: Tensor, target_box: Box) -> N
 
 
 def _check_wants(path: Path, manifest: Manifest, wants: Mapping[str, Wanted], unread: Collection[str]) -> None:
-    """Raise one error that lists every name, shape, dtype and box that does not fit."""
+    """Raise one error that lists names, shapes, dtypes and boxes that do not fit: the first of each kind, and
+    how many more there are."""
     missing = sorted(wants.keys() - manifest.tensors.keys())
     extra = sorted(manifest.tensors.keys() - wants.keys() - set(unread))
     candidates = extra or list(manifest.tensors)
-    problems = [
-        f"missing  {name}: not in the checkpoint{_nearest(name, candidates)}"
-        for name in missing[:NEAREST_SOUGHT]
-    ]
-    problems += [f"missing  {name}: not in the checkpoint" for name in missing[NEAREST_SOUGHT:]]
-    problems += [f"extra    {name}: in the checkpoint, not wanted" for name in extra]
+    problems = first_of(missing, lambda n: f"missing  {n}: not in the checkpoint{_nearest(n, candidates)}")
+    problems += first_of(extra, lambda n: f"extra    {n}: in the checkpoint, not wanted")
+    shapes, boxes, dtypes = [], [], []
     for name in sorted(wants.keys() & manifest.tensors.keys()):
         want, stored = wants[name], manifest.tensors[name]
         if want.global_shape != stored.shape:
-            problems.append(f"shape    {name}: stored {list(stored.shape)}, wanted {list(want.global_shape)}")
+            shapes.append(f"shape    {name}: stored {list(stored.shape)}, wanted {list(want.global_shape)}")
         elif not want.box.fits(stored.shape):
             place = f"{list(want.box.shape)} at {list(want.box.offset)}"
-            problems.append(f"box      {name}: {place} does not lie in {list(stored.shape)}")
+            boxes.append(f"box      {name}: {place} does not lie in {list(stored.shape)}")
         if want.dtype != stored.dtype:
             wanted_name = DTYPE_NAMES.get(want.dtype, want.dtype)
-            problems.append(f"dtype    {name}: stored {DTYPE_NAMES[stored.dtype]}, wanted {wanted_name}")
+            dtypes.append(f"dtype    {name}: stored {DTYPE_NAMES[stored.dtype]}, wanted {wanted_name}")
+    problems += [line for kind in (shapes, boxes, dtypes) for line in first_of(kind)]
     if problems:
         raise CheckpointError("\n  ".join([f"{path} does not fit what is being loaded", *problems]))
 

@@ -25,7 +25,7 @@ from braid.data import Loader, Tokenizer, tokenizer_from
 from braid.engine.executor import Wires
 from braid.engine.progress import Progress
 from braid.engine.streams import Streams, streams_for
-from braid.errors import CheckpointError
+from braid.errors import CheckpointError, first_of
 from braid.model.language import LanguageModel
 from braid.nn.canonical import Canonical, Held
 from braid.optim.adamw import MOMENTS, AdamW
@@ -41,9 +41,6 @@ NAMES_VERSION = 1
 
 NO_DATA = "none"
 """Stands for the fingerprint of the data where a model has seen none here."""
-
-MOST_TOLD = 6
-"""Faults of one kind that an error lists; the others are counted."""
 
 RNG = "rng.cpu"
 """Torch's own generator. Nothing in braid draws from it; a module of somebody else's might."""
@@ -283,7 +280,7 @@ def _fill_weights(path: Path, places: Sequence[Place], names: frozenset[str]) ->
         if has != shape:
             other.append(f"shape    {place.name}: has {list(has)}, wanted {list(shape)}")
     if count := len(missing) + len(extra) + len(other):
-        told = [line for faults in (missing, extra, other) for line in _first_of(faults)]
+        told = [line for faults in (missing, extra, other) for line in first_of(faults)]
         tensors = "1 tensor" if count == 1 else f"{count} tensors"
         raise CheckpointError("\n  ".join([f"{path} and the model differ in {tensors}", *told]))
     held = {place.name: place for place in places if not place.held.empty}
@@ -291,12 +288,6 @@ def _fill_weights(path: Path, places: Sequence[Place], names: frozenset[str]) ->
     found = checkpoint.read(path, wanted, unread=stored.keys() - wanted.keys())
     for name, place in held.items():
         place.held.write(place.holder, found[name])
-
-
-def _first_of(faults: Sequence[str]) -> Sequence[str]:
-    """The first ones of a kind, and how many more there are."""
-    more = len(faults) - MOST_TOLD
-    return faults if more <= 0 else [*faults[:MOST_TOLD], f"... and {more} more of these"]
 
 
 def open_model(path: Path, device: Device) -> tuple[LanguageModel, Tokenizer]:
