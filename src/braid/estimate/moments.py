@@ -72,7 +72,7 @@ def _by_phases(plan: Plan, stage: int, costs: Mapping[str, Cost]) -> Activations
             running[part] += 1
         most = max(most, kept)
         for each in running:
-            during[each] = max(during[each], kept + passing)
+            during[each] = max(during.get(each, 0), kept + passing)
         if lasts[batch, part] == place:
             kept, passing = kept - cost.kept, passing - cost.passing
             running -= Counter([part])
