@@ -97,6 +97,17 @@ def hasty(trained: Trained) -> Iterator[None]:
 @contextmanager
 def narrow(trained: Trained) -> Iterator[None]:
     """What micro-batches add to a gradient is summed in the dtype that computes."""
+    flush = fsdp2.flush
+    fsdp2.flush = lambda module, *, reduce: flush(module, reduce=True) if reduce else None
+    try:
+        yield
+    finally:
+        fsdp2.flush = flush
+
+
+@contextmanager
+def forgetful(trained: Trained) -> Iterator[None]:
+    """What a micro-batch adds is still there when the next one adds to it."""
     trained.driver.accumulate = lambda unit: None  # type: ignore[method-assign]
     yield
     del trained.driver.accumulate
@@ -142,11 +153,12 @@ def several(each: Combination) -> bool:
         (losing, "bf16", several, "gradient of step 0 "),
         (hasty, "fp32", several, "gradient of step 0 "),
         pytest.param(narrow, "bf16", several, "gradient of step 0 ", marks=pytest.mark.long),
+        (forgetful, "fp32", several, "LifetimeError: adding to "),
         pytest.param(repeating, "bf16", always, "gradient of step 1 ", marks=pytest.mark.long),
         pytest.param(idling, "bf16", always, "gradient of step 1 ", marks=pytest.mark.long),
         (raising, "fp32", lambda each: bool(each.recompute), "LifetimeError: on purpose"),
     ],
-    ids=["losing", "hasty", "narrow", "repeating", "idling", "raising"],
+    ids=["losing", "hasty", "narrow", "forgetful", "repeating", "idling", "raising"],
 )
 def test_what_is_wrong_is_told_of_every_combination_that_has_it(
     plant: Plant, dtype: str, spoils: Callable[[Combination], bool], first: str

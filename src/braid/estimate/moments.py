@@ -3,8 +3,9 @@ backward is in each part of the model."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from braid.nn.cost import Cost
@@ -13,8 +14,6 @@ from braid.schedule import Act, Phase, live_peaks
 
 POSITIONS = "positions"
 """The part that is there from the first forward of a micro-batch to its last backward."""
-NOTHING = Cost()
-"""What a segment without layers costs."""
 
 
 class Activations(NamedTuple):
@@ -50,40 +49,44 @@ def _by_segments(plan: Plan, stage: int, costs: Mapping[str, Cost]) -> Activatio
 def _by_phases(plan: Plan, stage: int, costs: Mapping[str, Cost]) -> Activations:
     """Where a forward runs beside a backward, or two backwards do: a part is there from its first phase to the
     last of its backward."""
-    parts = {phase.name: part_of(phase) for phases in plan.schedule.phases for phase in phases}
+    parts = {phase.name: _part(phase) for phases in plan.schedule.phases for phase in phases}
+    there, back = defaultdict[_Turn, list[int]](list), defaultdict[_Turn, list[int]](list)
     ops = [
         (op.act, op.micro_batch, parts[op.phase])
         for op in plan.schedule.ops[stage]
-        if op.act in (Act.F, Act.B) and op.phase is not None
+        if op.act in (Act.F, Act.B) and op.phase is not None and parts[op.phase] in costs
     ]
-    firsts = {(act, batch, part): place for place, (act, batch, part) in reversed(list(enumerate(ops)))}
-    lasts = {(batch, part): place for place, (_, batch, part) in enumerate(ops)}
-    enters = {batch: place for place, (_, batch, _) in reversed(list(enumerate(ops)))}
-    leaves = {batch: place for place, (_, batch, _) in enumerate(ops)}
-    kept = most = passing = 0
-    during, running = dict.fromkeys(costs, 0), Counter[str]()
-    for place, (act, batch, part) in enumerate(ops):
-        cost, positions = costs.get(part, NOTHING), costs[POSITIONS].kept
-        kept += positions if enters[batch] == place else 0
-        if firsts[act, batch, part] == place and act is Act.F:
-            kept += cost.kept
-        elif firsts[act, batch, part] == place:
-            passing += cost.passing
-            running[part] += 1
-        most = max(most, kept)
-        for each in running:
-            during[each] = max(during.get(each, 0), kept + passing)
-        if lasts[batch, part] == place:
-            kept, passing = kept - cost.kept, passing - cost.passing
-            running -= Counter([part])
-        kept -= positions if leaves[batch] == place else 0
-    return Activations(most, during)
+    for place, (act, micro_batch, part) in enumerate(ops):
+        there[micro_batch, part].append(place)
+        there[micro_batch, POSITIONS].append(place)
+        if act is Act.B:
+            back[micro_batch, part].append(place)
+    kept = _sums(len(ops), [(places, costs[part].kept) for (_, part), places in there.items()])
+    passing = _sums(len(ops), [(places, costs[part].passing) for (_, part), places in back.items()])
+    during = dict.fromkeys(costs, 0)
+    for (_, part), places in back.items():
+        most = max(kept[place] + passing[place] for place in range(places[0], places[-1] + 1))
+        during[part] = max(during[part], most)
+    return Activations(max(kept, default=0), during)
 
 
-def part_of(phase: Phase) -> str:
-    """The part of the model that a phase runs, as costs name it."""
+_Turn = tuple[int | None, str]
+"""A part for one micro-batch."""
+
+
+def _sums(count: int, spans: Iterable[tuple[Sequence[int], int]]) -> list[int]:
+    """At each of so many places the sum of sizes that are there, each from its first place to its last."""
+    changes = [0] * (count + 1)
+    for places, size in spans:
+        changes[places[0]] += size
+        changes[places[-1] + 1] -= size
+    return list(accumulate(changes))[:-1]
+
+
+def _part(phase: Phase) -> str:
+    """The part of the model that a phase runs, as costs name it; one that hands on runs none."""
     if phase.depth is not None:
         return f"mtp.{phase.depth}"
     if phase.block is not None:
         return f"blocks.{phase.block}"
-    return "embedding" if phase.kind == "embed" else "head"
+    return {"embed": "embedding", "pass": "none"}.get(phase.kind, "head")
