@@ -1,5 +1,5 @@
-"""Activations op by op: what forwards of a rank keep for their backwards, and what these need besides, while
-backward is in each part of the model."""
+"""Activations through a step: what forwards of a rank keep for their backwards, and what these need besides,
+while backward is in each part of the model."""
 
 from __future__ import annotations
 
@@ -14,6 +14,10 @@ from braid.schedule import Act, Phase, live_peaks
 
 POSITIONS = "positions"
 """The part that is there from the first forward of a micro-batch to its last backward."""
+
+
+_Turn = tuple[int | None, str]
+"""A part for one micro-batch."""
 
 
 class Activations(NamedTuple):
@@ -70,10 +74,6 @@ def _by_phases(plan: Plan, stage: int, costs: Mapping[str, Cost]) -> Activations
     return Activations(max(kept, default=0), during)
 
 
-_Turn = tuple[int | None, str]
-"""A part for one micro-batch."""
-
-
 def _sums(count: int, spans: Iterable[tuple[Sequence[int], int]]) -> list[int]:
     """At each of so many places the sum of sizes that are there, each from its first place to its last."""
     changes = [0] * (count + 1)
@@ -84,9 +84,9 @@ def _sums(count: int, spans: Iterable[tuple[Sequence[int], int]]) -> list[int]:
 
 
 def _part(phase: Phase) -> str:
-    """The part of the model that a phase runs, as costs name it; one that hands on runs none."""
+    """The part of the model that a phase runs, as costs name it; one that hands on, "pass", runs none."""
     if phase.depth is not None:
         return f"mtp.{phase.depth}"
     if phase.block is not None:
         return f"blocks.{phase.block}"
-    return {"embed": "embedding", "pass": "none"}.get(phase.kind, "head")
+    return {"embed": "embedding", "final_norm": "head"}.get(phase.kind, phase.kind)

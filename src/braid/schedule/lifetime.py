@@ -105,7 +105,7 @@ class Lifetime:
             self._known(unit, "computing")
             before = self._added_by.get(unit)
             if self._gradients[unit] is _Gradient.FRESH and before != micro_batch:
-                owed = f"which owes what was added for micro-batch {before}"
+                owed = f"which owes what was added for micro-batch {before}: ACCUM or REDUCE_GRAD first"
                 raise LifetimeError(f"adding to {unit} for micro-batch {micro_batch}, {owed}")
             self._gradients[unit], self._added_by[unit] = _Gradient.FRESH, micro_batch
 
