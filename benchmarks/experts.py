@@ -39,8 +39,8 @@ SHAPES = (
 LOADS = ("balanced", "uneven", "zipf")
 """Of the experts: equal, a whole number of tiles for each, which suits the base best; within half of the mean;
 and falling as one over the rank."""
-CHECKS = (Shape(1705, 512, 256, 16), Shape(811, 528, 336, 16))
-"""Small problems with experts of all sizes: dims that are multiples of every tile, and dims of none."""
+CHECKS = (Shape(1705, 512, 256, 16), Shape(811, 528, 336, 16), Shape(811, 576, 320, 40))
+"""Small problems with experts of all sizes: dims that are multiples of every tile, of none, and of 64."""
 BOUND = 8e-3
 THREADS = 14
 STEPS, ROUNDS, GROUP = 80, 5, 8

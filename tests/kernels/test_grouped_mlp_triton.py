@@ -255,17 +255,22 @@ def test_gradients_are_written_then_added_in_float32(how: str) -> None:
 
 @pytest.mark.skipif(not GPU, reason="Gluon cannot be interpreted")
 @pytest.mark.parametrize("accumulate", [False, True], ids=["overwrite", "add"])
-@pytest.mark.parametrize(("channels_o", "channels_i"), [(256, 512), (HIDDEN, FFN)])
+@pytest.mark.parametrize(("channels_o", "channels_i"), [(256, 512), (320, 576), (HIDDEN, FFN)])
+@pytest.mark.parametrize(
+    "counts",
+    [COUNTS, [70] * 80, [2000 // rank for rank in range(1, 90)] + [0] * 7, [0, 0, 0]],
+    ids=["few", "alike", "skewed", "none"],
+)
 def test_gradients_do_not_depend_on_who_takes_them_away(
-    channels_o: int, channels_i: int, accumulate: bool
+    counts: list[int], channels_o: int, channels_i: int, accumulate: bool
 ) -> None:
     from braid.kernels.grouped_mlp.device.weights import weight_gradient
 
-    where = tiles(torch.tensor(COUNTS, device=DEVICE), sum(COUNTS), 128)
+    where = tiles(torch.tensor(counts, device=DEVICE), sum(counts), 128)
     grad_NO, x_NI = (
-        torch.randn(sum(COUNTS), channels, device=DEVICE, dtype=DTYPE) for channels in (channels_o, channels_i)
+        torch.randn(sum(counts), channels, device=DEVICE, dtype=DTYPE) for channels in (channels_o, channels_i)
     )
-    there_EOI = torch.randn(len(COUNTS), channels_o, channels_i, device=DEVICE)
+    there_EOI = torch.randn(len(counts), channels_o, channels_i, device=DEVICE)
     ways = (
         RelayVariant(), RelayVariant(ahead=0), RelayVariant(takers=2, ahead=6), RelayVariant(takers=2),
         KeeperVariant(), KeeperVariant(group=1),

@@ -1,8 +1,8 @@
 // Gradients of the experts' weights, written or added in place, for Hopper: the device side of keeper.py.
 //
-// Ten warps of a block work at the same time. One reads rows. Two groups of four multiply, each the sums of one half
-// of a tile. One keeps what is there: it brings it onto the chip while products are under way, those that multiply add
-// to it, and it takes the result away.
+// Ten warps of a block work at the same time. One draws tiles, and reads rows. Two groups of four multiply, each the
+// sums of one half of a tile. One keeps what is there: it brings it onto the chip while products are under way, those
+// that multiply add to it, and it takes the result away.
 //
 // Shapes: N rows, E experts, O and I channels of the weight. A tile is 128 channels O by 256 channels I.
 //
@@ -14,14 +14,16 @@ typedef unsigned long long u64;
 
 constexpr int ROWS = 128, COLUMNS = 256;
 constexpr int MIDDLE = 0x40000000;  // where an expert's rows end for the copy engine
-constexpr int BOX = 64;  // channels that the copy engine reads at a time
+constexpr int BOX = 64;  // channels that lie side by side on the chip
 constexpr u32 BOX_BYTES = DEPTH * BOX * 2;
 constexpr int GRAD_BOXES = ROWS / BOX, X_BOXES = COLUMNS / BOX;
 constexpr u32 STAGE_BYTES = (GRAD_BOXES + X_BOXES) * BOX_BYTES;
 constexpr int SLOTS = 8;  // of sums on the chip: one for each warp that multiplies, sixteen rows
 constexpr int PART = 32, PARTS = COLUMNS / PART;  // channels of sums that the copy engine moves at a time
 constexpr u32 PART_BYTES = 16 * PART * 4, SLOT_BYTES = PARTS * PART_BYTES;
-static_assert(STAGES * STAGE_BYTES + SLOTS * SLOT_BYTES + 16 * (STAGES + SLOTS) == SHARED, "as keeper.py counts it");
+constexpr int TURNS = 4;  // of which the tile is on the chip
+static_assert(STAGES * STAGE_BYTES + SLOTS * SLOT_BYTES + 16 * (STAGES + SLOTS + 2 * TURNS) == SHARED,
+              "as keeper.py counts it");
 constexpr int BEHIND = 2;  // slots that may still be leaving when the next is filled
 
 struct alignas(64) Map { char opaque[128]; };  // a CUtensorMap
@@ -46,14 +48,16 @@ __device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
 
 // --------------------------------------------------------------------------------------------- copy engine
 
-// Rows of one expert, with zeros from its end on: ragged.py says how.
-__device__ __forceinline__ void read(const Map *map, u32 to, u32 barrier, int column, int at, int end) {
+// Rows of one expert, with zeros from its end on: ragged.py says how. All channels of a tile in one go, box after box:
+// the engine is slower with many small orders than with a few large ones.
+__device__ __forceinline__ void read(const Map *map, u32 to, u32 barrier, int box, int at, int end) {
   asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
-      "[%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(to), "l"(map), "r"(barrier), "r"(column), "r"(at), "r"(end),
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(to), "l"(map), "r"(barrier), "r"(0), "r"(at), "r"(box), "r"(end),
       "r"(MIDDLE) : "memory");
 }
-// What is there passes through the cache, and leaves room for rows, which are read many times.
+// What is there passes through the cache, and leaves room for rows, which are read many times. It moves in small
+// orders, as rows would have to wait while a large one is carried out.
 __device__ __forceinline__ u64 used_once() {
   u64 policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -62,14 +66,14 @@ __device__ __forceinline__ u64 used_once() {
 __device__ __forceinline__ void bring(const Map *map, u32 to, u32 barrier, int column, int row, int expert,
                                       u64 policy) {
   asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
-      "[%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(to), "l"(map), "r"(barrier), "r"(column), "r"(row), "r"(expert),
-      "l"(policy) : "memory");
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%3, %4, %4, %5, %6}], [%2], %7;" ::"r"(to), "l"(map), "r"(barrier), "r"(column), "r"(0),
+      "r"(row / 8), "r"(expert), "l"(policy) : "memory");
 }
 __device__ __forceinline__ void take(const Map *map, u32 from, int column, int row, int expert, u64 policy) {
   asm volatile(
-      "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group.L2::cache_hint [%0, {%2, %3, %4}], [%1], %5;" ::"l"(map),
-      "r"(from), "r"(column), "r"(row), "r"(expert), "l"(policy) : "memory");
+      "cp.async.bulk.tensor.5d.global.shared::cta.bulk_group.L2::cache_hint [%0, {%2, %3, %3, %4, %5}], [%1], %6;" ::
+      "l"(map), "r"(from), "r"(column), "r"(0), "r"(row / 8), "r"(expert), "l"(policy) : "memory");
 }
 
 // ------------------------------------------------------------------------------------------------ products
@@ -102,16 +106,19 @@ __device__ __forceinline__ void multiply(float (&sums)[128], u64 grad, u64 x, bo
 
 // ---------------------------------------------------------------------------------------------------- work
 
-// A tile: its expert, where it begins, and where the expert's rows end and how many there are.
-struct Place { int expert, row, column, end, size; };
+// A tile of an expert with so many rows; fewer than none where there is no tile left.
+struct Tile { int expert, row, column, size; };
 
-// What a block has to do: every so many tiles, those of experts with most rows first.
+// The tiles of all experts, those of experts with most rows first, and how many of them have been taken.
 struct Work {
   const int *ends, *by_size;
+  u64 *taken;  // from the front in its upper half, from the back in its lower
   int down, across, tiles;
+  bool from_back;
 
-  __device__ __forceinline__ Work(const int *ends, const int *by_size, int experts, int channels_o, int channels_i)
-      : ends(ends), by_size(by_size), down((channels_o + ROWS - 1) / ROWS),
+  __device__ __forceinline__ Work(const int *ends, const int *by_size, u64 *taken, int experts, int channels_o,
+                                  int channels_i)
+      : ends(ends), by_size(by_size), taken(taken), down((channels_o + ROWS - 1) / ROWS),
         across((channels_i + COLUMNS - 1) / COLUMNS) {
     int wanted = experts;
     if (ACCUMULATE) {  // experts without rows come last, and have nothing to add
@@ -121,64 +128,90 @@ struct Work {
         wanted += __popc(__ballot_sync(~0u, expert < experts && rows_of(expert)));
       }
     }
-    const int count = wanted * down * across, me = blockIdx.x, blocks = gridDim.x;
-    tiles = count > me ? (count - me - 1) / blocks + 1 : 0;
+    tiles = wanted * down * across;
+    // Tiles with many rows keep the tensor cores busy, those with few the memory. Half of the blocks begin at either
+    // end, so that both are, and go on until they meet; unless experts are alike, and neighbours should share rows.
+    const int most = rows_of(by_size[0]), median = rows_of(by_size[wanted / 2]);
+    from_back = blockIdx.x % 2 && most > median + median / 4;
   }
   __device__ __forceinline__ int rows_of(int expert) const { return ends[expert] - (expert ? ends[expert - 1] : 0); }
 
-  // The tile of a turn; after the last turn one without rows.
-  __device__ __forceinline__ Place place(int turn) const {
-    if (turn >= tiles) return Place{0, 0, 0, 0, 0};
-    const int tile = blockIdx.x + turn * gridDim.x, expert = by_size[tile / (down * across)];
-    const int in_expert = tile % (down * across), in_group = in_expert % (GROUP * across);
+  __device__ __forceinline__ u64 draw() const { return atomicAdd(taken, from_back ? 1ull : 1ull << 32); }
+  __device__ __forceinline__ Tile tile(u64 drawn) const {
+    const int front = drawn >> 32, back = (int)drawn;
+    if (front + back >= tiles) return Tile{0, 0, 0, -1};
+    const int number = from_back ? tiles - 1 - back : front, expert = by_size[number / (down * across)];
+    const int in_expert = number % (down * across), in_group = in_expert % (GROUP * across);
     const int first = in_expert / (GROUP * across) * GROUP, height = min(down - first, GROUP);
-    const int row = (first + in_group % height) * ROWS, column = in_group / height * COLUMNS;
-    return Place{expert, row, column, ends[expert], rows_of(expert)};
+    return Tile{expert, (first + in_group % height) * ROWS, in_group / height * COLUMNS, rows_of(expert)};
   }
 };
 
 // Where things are on the chip.
 struct Chip {
-  u32 stages, sums;
+  u32 stages, sums, told;
   u32 full, empty;     // barriers of stages: rows have come, have been multiplied
   u32 ready, summed;   // barriers of slots: what is there has come, has been added to
+  u32 known, heard;    // barriers of turns: the tile is known, all have heard of it
 
   __device__ __forceinline__ explicit Chip(const void *memory) {
     stages = (u32)__cvta_generic_to_shared(memory), sums = stages + STAGES * STAGE_BYTES;
-    full = sums + SLOTS * SLOT_BYTES, empty = full + 8 * STAGES;
+    told = sums + SLOTS * SLOT_BYTES, full = told + TURNS * sizeof(Tile), empty = full + 8 * STAGES;
     ready = empty + 8 * STAGES, summed = ready + 8 * SLOTS;
+    known = summed + 8 * SLOTS, heard = known + 8 * TURNS;
   }
   __device__ __forceinline__ void begin() const {
     if (threadIdx.x == 0) {
       for (int i = 0; i < STAGES; i++) init(full + 8 * i, 1), init(empty + 8 * i, 2);
       for (int i = 0; i < SLOTS; i++) init(ready + 8 * i, 1), init(summed + 8 * i, 1);
+      for (int i = 0; i < TURNS; i++) init(known + 8 * i, 1), init(heard + 8 * i, SLOTS + 1);
       asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
   }
   __device__ __forceinline__ u32 part(int slot, int part) const { return sums + slot * SLOT_BYTES + part * PART_BYTES; }
+
+  // One thread draws tiles. It tells the others; each warp that multiplies hears it, and the one that keeps.
+  __device__ __forceinline__ void tell(int turn, const Tile &tile) const {
+    const int place = turn % TURNS;
+    wait(heard + 8 * place, turn / TURNS & 1 ^ 1);
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(told + place * (u32)sizeof(Tile)), "r"(tile.expert),
+                 "r"(tile.row), "r"(tile.column), "r"(tile.size) : "memory");
+    arrive(known + 8 * place);
+  }
+  __device__ __forceinline__ Tile hear(int turn, u32 lanes) const {
+    const int place = turn % TURNS;
+    Tile tile;
+    wait(known + 8 * place, turn / TURNS & 1);
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(tile.expert), "=r"(tile.row), "=r"(tile.column), "=r"(tile.size)
+                 : "r"(told + place * (u32)sizeof(Tile)) : "memory");
+    __syncwarp(lanes);
+    if (threadIdx.x % 32 == 0) arrive(heard + 8 * place);
+    return tile;
+  }
 };
 
 // ---------------------------------------------------------------------------------------------- kinds of warps
 
 __device__ __forceinline__ void read_rows(const Map &grad, const Map &x, const Work &work, const Chip &chip) {
   int stage = 0, phase = 1;
-  Place next = work.place(0);
-  for (int turn = 0; turn < work.tiles; turn++) {
-    const Place p = next;
-    next = work.place(turn + 1);
-    for (int k = 0; k < p.size; k += DEPTH) {
+  Tile tile = work.tile(work.draw());
+  for (int turn = 0;; turn++) {
+    chip.tell(turn, tile);
+    if (tile.size < 0) return;
+    const u64 next = work.draw();  // is there by the time that rows are on their way
+    const int end = work.ends[tile.expert];
+    for (int k = 0; k < tile.size; k += DEPTH) {
       const u32 full = chip.full + 8 * stage, to = chip.stages + stage * STAGE_BYTES;
+      const int at = MIDDLE - tile.size + k;
       wait(chip.empty + 8 * stage, phase);
       expect(full, STAGE_BYTES);
-      const int at = MIDDLE - p.size + k;
-#pragma unroll
-      for (int i = 0; i < GRAD_BOXES; i++) read(&grad, to + i * BOX_BYTES, full, p.row + i * BOX, at, p.end);
-#pragma unroll
-      for (int i = 0; i < X_BOXES; i++)
-        read(&x, to + (GRAD_BOXES + i) * BOX_BYTES, full, p.column + i * BOX, at, p.end);
+      read(&grad, to, full, tile.row / BOX, at, end);
+      read(&x, to + GRAD_BOXES * BOX_BYTES, full, tile.column / BOX, at, end);
       if (++stage == STAGES) stage = 0, phase ^= 1;
     }
+    tile = work.tile(next);
   }
 }
 
@@ -191,63 +224,51 @@ __device__ __forceinline__ void put(u32 at, float x, float y) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at), "f"(x), "f"(y) : "memory");
 }
 
-// Where a thread's sums are in its warp's slot. It has two neighbours of every eight channels, in rows r and r + 8. The
-// copy engine turns the 16-byte pieces of a row by the row's number; odd rows take channels 16 further right first, so
-// that the four rows that are reached at once never meet in a bank.
+// Where a thread's sums are in its warp's slot. It has two neighbours of every eight channels, in rows r and r + 8. Of
+// eight rows the copy engine puts down 0, 4, 1, 5, 2, 6, 3, 7, and turns the 16-byte pieces of each by its number in
+// that order: so the four rows that are reached at once never meet in a bank.
 struct Mine {
-  u32 first[2], second[2];
-  bool odd;
+  u32 at[4];  // of eight channels each
 
   __device__ __forceinline__ explicit Mine(u32 slot) {
-    const int lane = threadIdx.x % 32, row = lane / 4;
-    odd = row % 2;
+    const int lane = threadIdx.x % 32, row = lane / 4, number = row % 4 * 2 + row / 4;
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const int piece = 2 * i + lane % 4 / 2;
-      const u32 at = slot + row * PART * 4 + lane % 2 * 8;
-      const u32 left = at + ((piece ^ row) << 4), right = at + ((piece + 4 ^ row) << 4);
-      first[i] = odd ? right : left, second[i] = odd ? left : right;
-    }
+    for (int i = 0; i < 4; i++)
+      at[i] = slot + number * PART * 4 + ((i * 2 + lane % 4 / 2 ^ number) << 4) + lane % 2 * 8;
   }
-  // Add what is there, if that is wanted, and put sums in its place; reading runs one turn ahead.
+  // Add what is there, if that is wanted, and put sums in its place; reading runs ahead.
   __device__ __forceinline__ void add(float (&sums)[128]) const {
-    float2 there[2][4];
+    constexpr int PIECES = 32, AHEAD = 4;  // of four sums each
+    constexpr u32 BELOW = 8 * PART * 4;
+    float2 there[AHEAD][2];
 #pragma unroll
-    for (int turn = 0; turn <= 16; turn++) {
-      if (ACCUMULATE && turn < 16) {
-        const u32 one = first[turn % 2] + turn / 2 * PART_BYTES, two = second[turn % 2] + turn / 2 * PART_BYTES;
-        there[turn % 2][0] = look(one), there[turn % 2][1] = look(two);
-        there[turn % 2][2] = look(one + 8 * PART * 4), there[turn % 2][3] = look(two + 8 * PART * 4);
+    for (int piece = 0; piece < PIECES + AHEAD; piece++) {
+      if (const int i = piece - AHEAD; i >= 0) {
+        const u32 to = at[i % 4] + i / 4 * PART_BYTES;
+        float *mine = sums + i * 4;
+        if (ACCUMULATE) {
+          const float2 upper = there[i % AHEAD][0], lower = there[i % AHEAD][1];
+          mine[0] += upper.x, mine[1] += upper.y, mine[2] += lower.x, mine[3] += lower.y;
+        }
+        put(to, mine[0], mine[1]), put(to + BELOW, mine[2], mine[3]);
       }
-      if (turn == 0) continue;
-      const int i = (turn - 1) % 2, part = (turn - 1) / 2;
-      const u32 one = first[i] + part * PART_BYTES, two = second[i] + part * PART_BYTES;
-      float *left = sums + part * 16 + i * 4, *right = left + 8;
-      if (ACCUMULATE) {
-        const float2 a = there[i][0], b = there[i][1], c = there[i][2], d = there[i][3];
-        left[0] += odd ? b.x : a.x, left[1] += odd ? b.y : a.y;
-        left[2] += odd ? d.x : c.x, left[3] += odd ? d.y : c.y;
-        right[0] += odd ? a.x : b.x, right[1] += odd ? a.y : b.y;
-        right[2] += odd ? c.x : d.x, right[3] += odd ? c.y : d.y;
+      if (ACCUMULATE && piece < PIECES) {
+        const u32 from = at[piece % 4] + piece / 4 * PART_BYTES;
+        there[piece % AHEAD][0] = look(from), there[piece % AHEAD][1] = look(from + BELOW);
       }
-      put(one, odd ? right[0] : left[0], odd ? right[1] : left[1]);
-      put(two, odd ? left[0] : right[0], odd ? left[1] : right[1]);
-      put(one + 8 * PART * 4, odd ? right[2] : left[2], odd ? right[3] : left[3]);
-      put(two + 8 * PART * 4, odd ? left[2] : right[2], odd ? left[3] : right[3]);
     }
   }
 };
 
-__device__ __forceinline__ void multiply_rows(const Work &work, const Chip &chip) {
+__device__ __forceinline__ void multiply_rows(const Chip &chip) {
   const int half = threadIdx.x / 128, slot = threadIdx.x / 32;
   const bool tells = threadIdx.x % 128 == 0;
   const Mine mine(chip.sums + slot * SLOT_BYTES);
   int stage = 0, phase = 0;
   float sums[128];
-  Place next = work.place(0);
-  for (int turn = 0; turn < work.tiles; turn++) {
-    const int size = next.size;
-    next = work.place(turn + 1);
+  for (int turn = 0;; turn++) {
+    const int size = chip.hear(turn, ~0u).size;
+    if (size < 0) return;
     if (!ACCUMULATE && !size) {
 #pragma unroll
       for (int i = 0; i < 128; i++) sums[i] = 0;
@@ -278,32 +299,32 @@ __device__ __forceinline__ void multiply_rows(const Work &work, const Chip &chip
 }
 
 // Have a slot filled with what is there, if anything is wanted of it.
-__device__ __forceinline__ void fill(const Map &out, const Chip &chip, int slot, const Place &p, u64 policy) {
+__device__ __forceinline__ void fill(const Map &out, const Chip &chip, int slot, const Tile &tile, u64 policy) {
   const u32 ready = chip.ready + 8 * slot;
   if (!ACCUMULATE) return arrive(ready);
   expect(ready, SLOT_BYTES);
   for (int part = 0; part < PARTS; part++)
-    bring(&out, chip.part(slot, part), ready, p.column + part * PART, p.row + slot * 16, p.expert, policy);
+    bring(&out, chip.part(slot, part), ready, tile.column + part * PART, tile.row + slot * 16, tile.expert, policy);
 }
 
-__device__ __forceinline__ void keep(const Map &out, const Work &work, const Chip &chip) {
+__device__ __forceinline__ void keep(const Map &out, const Chip &chip) {
   const u64 policy = used_once();
-  Place next = work.place(0);
-  if (work.tiles)
+  Tile next = chip.hear(0, 1);
+  if (next.size >= 0)
     for (int slot = 0; slot < SLOTS; slot++) fill(out, chip, slot, next, policy);
-  for (int turn = 0; turn < work.tiles; turn++) {
-    const Place p = next;
-    next = work.place(turn + 1);
+  for (int turn = 0; next.size >= 0; turn++) {
+    const Tile tile = next;
+    next = chip.hear(turn + 1, 1);
     for (int i = 0; i < SLOTS + BEHIND; i++) {
       const auto slot_of = [](int i) { return i / 2 + i % 2 * (SLOTS / 2); };  // both groups in turn
       if (i < SLOTS) {
         const int slot = slot_of(i);
         wait(chip.summed + 8 * slot, turn & 1);
         for (int part = 0; part < PARTS; part++)
-          take(&out, chip.part(slot, part), p.column + part * PART, p.row + slot * 16, p.expert, policy);
+          take(&out, chip.part(slot, part), tile.column + part * PART, tile.row + slot * 16, tile.expert, policy);
       }
       asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read %0;" ::"n"(BEHIND) : "memory");
-      if (i >= BEHIND && turn + 1 < work.tiles) fill(out, chip, slot_of(i - BEHIND), next, policy);
+      if (i >= BEHIND && next.size >= 0) fill(out, chip, slot_of(i - BEHIND), next, policy);
     }
   }
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
@@ -311,16 +332,18 @@ __device__ __forceinline__ void keep(const Map &out, const Work &work, const Chi
 
 extern "C" __global__ void __launch_bounds__(320, 1)
 weight_gradient(const __grid_constant__ Map grad, const __grid_constant__ Map x, const __grid_constant__ Map out,
-                const int *ends, const int *by_size, int experts, int channels_o, int channels_i) {
+                const int *ends, const int *by_size, u64 *taken, int experts, int channels_o, int channels_i) {
   extern __shared__ __align__(1024) char memory[];
   const Chip chip(memory);
-  const Work work(ends, by_size, experts, channels_o, channels_i);
   chip.begin();
   const int warp = threadIdx.x / 32;
+  const bool alone = threadIdx.x % 32 == 0;
   if (warp < SLOTS) {
-    multiply_rows(work, chip);
-  } else if (threadIdx.x % 32 == 0) {
-    if (warp == SLOTS) read_rows(grad, x, work, chip);
-    else keep(out, work, chip);
+    multiply_rows(chip);
+  } else if (warp == SLOTS) {
+    const Work work(ends, by_size, taken, experts, channels_o, channels_i);
+    if (alone) read_rows(grad, x, work, chip);
+  } else if (alone) {
+    keep(out, chip);
   }
 }

@@ -6,6 +6,8 @@ Shapes: N rows, E experts, O and I channels of the weight.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -17,20 +19,23 @@ from braid.kernels.grouped_mlp.device.variants import KeeperVariant
 
 ROWS, COLUMNS = 128, 256
 """Channels O and I of a tile."""
-DEPTH, STAGES = 32, 4
+DEPTH, STAGES = 16, 8
 """Rows that are multiplied at a time, and how many times as many are on their way."""
 BOX, PART = 64, 32
-"""Channels of rows, and of sums, that the copy engine moves at a time."""
+"""Channels of rows, and of sums, that lie side by side on the chip."""
 SLOTS = 8
 """Of sums on the chip, with 16 channels O each."""
-SHARED = STAGES * (ROWS + COLUMNS) * DEPTH * 2 + ROWS * COLUMNS * 4 + 2 * (STAGES + SLOTS) * 8
+TURNS = 4
+"""Tiles that the warps of a block have been told of."""
+SHARED = STAGES * (ROWS + COLUMNS) * DEPTH * 2 + ROWS * COLUMNS * 4 + 16 * (STAGES + SLOTS + 2 * TURNS)
 ALIGNED = 16
 """Bytes. The copy engine knows tensors that begin at a multiple of them."""
 
 
 def takes(out_EOI: Tensor) -> bool:
     """Whether this is for such a gradient."""
-    return out_EOI.dtype == torch.float32 and out_EOI.is_contiguous() and out_EOI.data_ptr() % ALIGNED == 0
+    whole = out_EOI.is_contiguous() and all(channels % BOX == 0 for channels in out_EOI.shape[1:])
+    return out_EOI.dtype == torch.float32 and whole and out_EOI.data_ptr() % ALIGNED == 0
 
 
 def weight_gradient(
@@ -41,15 +46,29 @@ def weight_gradient(
     experts, channels_o, channels_i = out_EOI.shape
     count = experts * -(-channels_o // ROWS) * -(-channels_i // COLUMNS)
     kernel = cuda.loaded(source(variant, accumulate=accumulate), x_NI.device)
-    maps = (
-        *(cuda.tensor_map(x, *extent(x), [1, 1, DEPTH, BOX]) for x in (grad_NO, x_NI)),
-        cuda.tensor_map(out_EOI, out_EOI.shape, out_EOI.stride(), [1, ROWS // SLOTS, PART]),
-    )
+    maps = (_rows(grad_NO, ROWS), _rows(x_NI, COLUMNS), _sums(out_EOI))
+    taken = torch.zeros(1, dtype=torch.int64, device=x_NI.device)
     kernel(
         min(count, programs(x_NI.device, 1)),
-        (*maps, tiles.ends_E, tiles.by_size_E, experts, channels_o, channels_i),
+        (*maps, tiles.ends_E, tiles.by_size_E, taken, experts, channels_o, channels_i),
         torch.cuda.current_stream(x_NI.device).cuda_stream,
     )
+
+
+def _rows(x: Tensor, channels: int) -> Any:
+    """What the copy engine knows of rows: so many channels at a time, in boxes that follow one another."""
+    (*ragged, length, all_channels), (*back, stride, one) = extent(x)
+    sizes, strides = [*ragged, all_channels // BOX, length, BOX], [*back, BOX, stride, one]
+    return cuda.tensor_map(x, sizes, strides, [1, 1, channels // BOX, DEPTH, BOX])
+
+
+def _sums(out_EOI: Tensor) -> Any:
+    """What it knows of gradients: sixteen rows at a time. Of eight rows, those that are four apart become
+    neighbours on the chip."""
+    experts, channels_o, channels_i = out_EOI.shape
+    expert, row, one = out_EOI.stride()
+    sizes, strides = [experts, channels_o // 8, 4, 2, channels_i], [expert, 8 * row, row, 4 * row, one]
+    return cuda.tensor_map(out_EOI, sizes, strides, [1, ROWS // SLOTS // 8, 4, 2, PART])
 
 
 def source(variant: KeeperVariant, *, accumulate: bool) -> cuda.Source:
