@@ -43,9 +43,9 @@ CHECKS = (Shape(1705, 512, 256, 16), Shape(811, 528, 336, 16), Shape(811, 576, 3
 """Small problems with experts of all sizes: dims that are multiples of every tile, of none, and of 64."""
 BOUND = 8e-3
 THREADS = 14
-STEPS, ROUNDS, GROUP = 80, 5, 8
-"""Milliseconds of steps that a variant is timed for, how often ours and the base take turns, and how many steps
-are timed as one."""
+STEPS, TURNS, ROUNDS, GROUP = 40, 3, 5, 8
+"""Milliseconds of steps that a variant is timed for at a time, how often variants take turns, how often ours
+and the base do, and how many steps are timed as one."""
 
 
 def micro(function: Callable[[], object], *, milliseconds: int = 40) -> float:
@@ -218,22 +218,29 @@ def tune(loads: list[Data], paths: Paths, good: dict[str, list[Any]], log: dict[
     for d in loads:  # warm, as in a long run
         sustained(partial(step, d, paths), milliseconds=400)
     for product, variants in good.items():
+        ways = [way for way in variants if way is not None or product[0] != "w"]
         names = (product, f"overwrite{product[-1]}") if product[0] == "w" else (product,)
         for name in names:
-            found = []
-            for variant in variants:
-                if variant is None and product[0] == "w":
-                    continue
-                tried = replace(paths, **{name: variant})
-                run = partial(step, paths=tried, accumulate=name == product)
-                times = [sustained(partial(run, d), milliseconds=STEPS) for d in loads]
-                found.append((sum(times), times, variant))
-            found.sort(key=lambda entry: entry[0])
-            paths = replace(paths, **{name: found[0][2]})
-            log[name] = {ek.label(variant): [round(us) for us in times] for _, times, variant in found}
-            line = " | ".join(f"{_slashed(times)} {ek.label(variant)}" for _, times, variant in found)
+            tried = [replace(paths, **{name: way}) for way in ways]
+            steps = [partial(step, paths=way, accumulate=name == product) for way in tried]
+            found = sorted(zip(in_turns(steps, loads), ways, strict=True), key=lambda entry: sum(entry[0]))
+            paths = replace(paths, **{name: found[0][1]})
+            log[name] = {ek.label(way): [round(us) for us in times] for times, way in found}
+            line = " | ".join(f"{_slashed(times)} {ek.label(way)}" for times, way in found)
             print(f"  {name}: {line}", flush=True)
     return paths
+
+
+def in_turns(steps: list[Callable[[Data], object]], loads: list[Data]) -> list[list[float]]:
+    """Microseconds of each under each load. What ran before leaves the chip warmer or cooler, so every turn
+    begins with another, and the median of all turns counts."""
+    times: list[list[list[float]]] = [[[] for _ in loads] for _ in steps]
+    for turn in range(TURNS):
+        for place in range(len(steps)):
+            which = (turn + place) % len(steps)
+            for load, d in enumerate(loads):
+                times[which][load].append(sustained(partial(steps[which], d), milliseconds=STEPS))
+    return [[median(of_load) for of_load in of_step] for of_step in times]
 
 
 def _slashed(times: list[float]) -> str:
@@ -276,10 +283,10 @@ def measure(shape: Shape, d: Data, base: Base, paths: Paths) -> dict[str, Any]:
     }
 
 
-def table(winners: list[tuple[Work, Paths]]) -> str:
+def table(winners: dict[Work, Paths]) -> str:
     """`measured.json`, with a line for every product."""
     entries = []
-    for work, paths in winners:
+    for work, paths in winners.items():
         ways = (f"{json.dumps(name)}: {json.dumps(way)}" for name, way in asdict(paths).items())
         lines = ",\n             ".join(ways)
         entries.append(f'  {{"work": {json.dumps(work._asdict())},\n   "paths": {{{lines}}}}}')
@@ -296,7 +303,7 @@ def main() -> None:
     asked = parser.parse_args()
     started, known = time.time(), measured()
     report: dict[str, Any] = {"machine": machine.describe(), "checks": {}, "shapes": {}}
-    winners: list[tuple[Work, Paths]] = []
+    winners = {entry.work: entry.paths for entry in known}
     base = Base()
     good = check_all(asked.kernels, report["checks"]) if asked.tune else {}
     print(f"checked after {time.time() - started:.0f} s", flush=True)
@@ -311,7 +318,7 @@ def main() -> None:
             loads = ek.loads(shape, asked.loads)
             if asked.tune:
                 paths = tune(loads, paths, good, entry.setdefault("steps", {}))
-                winners.append((work, paths))
+                winners[work] = paths
                 (asked.out / "measured.json").write_text(table(winners))
             for load, d in zip(asked.loads, loads, strict=True):
                 entry[load] = measure(shape, d, base, paths)
