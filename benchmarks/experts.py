@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
@@ -231,7 +231,7 @@ def tune(loads: list[Data], paths: Paths, good: dict[str, list[Any]], log: dict[
     return paths
 
 
-def in_turns(steps: list[Callable[[Data], object]], loads: list[Data]) -> list[list[float]]:
+def in_turns(steps: Sequence[Callable[[Data], object]], loads: list[Data]) -> list[list[float]]:
     """Microseconds of each under each load. What ran before leaves the chip warmer or cooler, so every turn
     begins with another, and the median of all turns counts."""
     times: list[list[list[float]]] = [[[] for _ in loads] for _ in steps]
