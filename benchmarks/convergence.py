@@ -94,6 +94,8 @@ def compared(trainings: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main(given: Namespace) -> None:
+    if given.device == "cuda":
+        machine.needs_gpu()
     origin, path = machine.describe(), machine.RESULTS / "convergence.json"
     known = json.loads(path.read_text())["trainings"] if given.go_on and path.exists() else []
     trainings = [each for each in known if each["steps"] == given.steps]

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from random import Random
 from statistics import median
 from typing import Any
 
@@ -219,6 +220,9 @@ def tune(loads: list[Data], paths: Paths, good: dict[str, list[Any]], log: dict[
         sustained(partial(step, d, paths), milliseconds=400)
     for product, variants in good.items():
         ways = [way for way in variants if way is not None or product[0] != "w"]
+        if not ways:
+            print(f"  {product}: no way is right, {ek.label(getattr(paths, product))} stays", flush=True)
+            continue
         names = (product, f"overwrite{product[-1]}") if product[0] == "w" else (product,)
         for name in names:
             tried = [replace(paths, **{name: way}) for way in ways]
@@ -233,11 +237,11 @@ def tune(loads: list[Data], paths: Paths, good: dict[str, list[Any]], log: dict[
 
 def in_turns(steps: Sequence[Callable[[Data], object]], loads: list[Data]) -> list[list[float]]:
     """Microseconds of each under each load. What ran before leaves the chip warmer or cooler, so every turn
-    begins with another, and the median of all turns counts."""
+    has an order of its own, and the median of all turns counts."""
     times: list[list[list[float]]] = [[[] for _ in loads] for _ in steps]
-    for turn in range(TURNS):
-        for place in range(len(steps)):
-            which = (turn + place) % len(steps)
+    orders = Random(0)
+    for _ in range(TURNS):
+        for which in orders.sample(range(len(steps)), len(steps)):
             for load, d in enumerate(loads):
                 times[which][load].append(sustained(partial(steps[which], d), milliseconds=STEPS))
     return [[median(of_load) for of_load in of_step] for of_step in times]
@@ -294,18 +298,13 @@ def table(winners: dict[Work, Paths]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tune", action="store_true", help="try every variant, write the winners")
-    parser.add_argument("--shapes", type=int, nargs="*", default=list(range(len(SHAPES))))
-    parser.add_argument("--kernels", nargs="*", choices=ek.PRODUCTS, default=list(ek.PRODUCTS))
-    parser.add_argument("--loads", nargs="*", choices=LOADS, default=list(LOADS))
-    parser.add_argument("--out", type=Path, default=machine.RESULTS)
-    asked = parser.parse_args()
+    asked = options()
+    machine.needs_gpu()
     started, known = time.time(), measured()
     report: dict[str, Any] = {"machine": machine.describe(), "checks": {}, "shapes": {}}
     winners = {entry.work: entry.paths for entry in known}
     base = Base()
-    good = check_all(asked.kernels, report["checks"]) if asked.tune else {}
+    good = check_all(list(asked.kernels), report["checks"]) if asked.tune else {}
     print(f"checked after {time.time() - started:.0f} s", flush=True)
     asked.out.mkdir(parents=True, exist_ok=True)
     for number in asked.shapes:
@@ -315,7 +314,7 @@ def main() -> None:
         entry: dict[str, Any] = {}
         print(f"{tuple(shape)}", flush=True)
         try:
-            loads = ek.loads(shape, asked.loads)
+            loads = ek.loads(shape, list(asked.loads))
             if asked.tune:
                 paths = tune(loads, paths, good, entry.setdefault("steps", {}))
                 winners[work] = paths
@@ -328,9 +327,36 @@ def main() -> None:
             print(f"  FAILED: {failure!r}"[:500], flush=True)
         report["shapes"][str(tuple(shape))] = entry
         torch.cuda.empty_cache()
-        (asked.out / "experts.json").write_text(json.dumps(report, indent=1))
+        (asked.out / "experts.json").write_text(json.dumps(report, indent=2) + "\n")
         print(f"  after {time.time() - started:.0f} s", flush=True)
     summary(report)
+    if any("failure" in entry for entry in report["shapes"].values()):
+        raise SystemExit("not everything could be measured")
+
+
+def options() -> argparse.Namespace:
+    """What was asked for."""
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python -m benchmarks.experts", description=__doc__, formatter_class=form)
+    numbers = tuple(range(len(SHAPES)))
+    told = ", ".join(f"{number}: {tuple(shape)}" for number, shape in enumerate(SHAPES))
+    parser.add_argument("--tune", action="store_true", help="try all variants, winners go to OUT/measured.json")
+    parser.add_argument(
+        "--shapes", type=int, nargs="+", choices=numbers, default=numbers,
+        help=f"numbers of shapes, which are rows, hidden, ffn, experts; {told}; default all",
+    )  # fmt: skip
+    parser.add_argument(
+        "--kernels", nargs="+", choices=ek.PRODUCTS, default=ek.PRODUCTS, help="products to tune; default all"
+    )
+    parser.add_argument(
+        "--loads", nargs="+", choices=LOADS, default=LOADS, help="how rows spread over experts; default all"
+    )
+    parser.add_argument("--out", type=Path, help="a folder for figures; default benchmarks/results")
+    asked = parser.parse_args()
+    if asked.out is None and (asked.shapes != numbers or asked.loads != LOADS):
+        parser.error("a part of the shapes or loads would replace the figures of all: set --out")
+    asked.out = asked.out or machine.RESULTS
+    return asked
 
 
 def summary(report: dict[str, Any]) -> None:

@@ -30,6 +30,12 @@ def describe() -> dict[str, Any]:
     }
 
 
+def needs_gpu() -> None:
+    """Leave, before anything is written, where there is no GPU to measure."""
+    if not torch.cuda.is_available():
+        raise SystemExit("this benchmark measures kernels on a GPU, and torch sees none here")
+
+
 def write(name: str, figures: dict[str, Any], origin: dict[str, Any]) -> Path:
     """Write figures as results/<name>.json. `origin` is what `describe` said before anything was written."""
     RESULTS.mkdir(exist_ok=True)

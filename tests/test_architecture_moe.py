@@ -62,6 +62,7 @@ def test_combinations_that_work(changes: dict[str, object]) -> None:
         ({"scale": 0.0}, "scale", "above 0", "above 0"),
         ({"glu": Glu(limit=0.0)}, "glu.limit", "above 0", "above 0"),
         ({"glu": Glu(alpha=-1.0)}, "glu.alpha", "above 0", "above 0"),
+        ({"glu": Glu(offset=float("nan"))}, "glu.offset", "must be a number", "a number"),
         ({"glu": Glu(limit=7.0), "activation": "relu2"}, "glu", "relu2 has no gate", "swiglu"),
     ],
 )

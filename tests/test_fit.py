@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from braid import fit
-from braid.architecture import DeltaNet, LatentAttention, Mamba2
+from braid.architecture import DeltaNet, LatentAttention, Mamba2, Moe
 from braid.config import Mesh, Run
 from braid.pattern import Kind
 from braid.plan import check, plan
@@ -70,6 +70,13 @@ def test_what_does_not_fit_is_told_with_the_rule(run, world, field, rule):
 def test_everything_that_does_not_fit_is_told_at_once():
     fields = {problem.field for problem in check(meshed(tp=5), 5)}
     assert {"mesh.tp times mesh.cp", "model.attention.kv_heads", "data.sequence_tokens", "mesh.tp"} <= fields
+
+
+def test_a_remedy_for_experts_divides_the_ranks_too():
+    run = with_model(pattern="*E", moe=Moe(experts=6, top_k=2, ffn=8))
+    (problem,) = (each for each in check(meshed(run, ep=4), 4) if each.field == "mesh.ep")
+    assert problem.remedy == "2"
+    assert not [each for each in check(meshed(run, ep=2), 4) if each.field == "mesh.ep"]
 
 
 def test_a_remedy_for_heads_works():

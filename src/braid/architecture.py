@@ -38,12 +38,13 @@ class Glu:
         yield from rules.above(f"{at}.alpha", self.alpha, 0)
         if self.limit is not None:
             yield from rules.above(f"{at}.limit", self.limit, 0)
+        yield from rules.finite(f"{at}.offset", self.offset)
         if activation != "swiglu" and self != Glu():
             yield Problem(
                 field=at,
                 value=self,
                 rule=f"is for gated activations, and {activation} has no gate",
-                remedy="Glu(), or the activation to swiglu",
+                remedy="alpha 1, no limit and offset 0, or the activation to swiglu",
             )
 
 
@@ -126,8 +127,10 @@ class Attention:
             yield from rules.at_least(f"{at}.{name}", value, 1)
         yield from rules.divides(f"{at}.kv_heads", self.kv_heads, self.heads, f"{at}.heads")
         yield from rules.above(f"{at}.rope_base", self.rope_base, 0 if self.rope_scaling is None else 1)
-        yield from rules.share(f"{at}.rope_fraction", self.rope_fraction, one_allowed=True)
-        if self.positions == "rope" and self.rope_fraction == 1:
+        no_share = list(rules.share(f"{at}.rope_fraction", self.rope_fraction, one_allowed=True))
+        if no_share:
+            yield from no_share
+        elif self.positions == "rope" and self.rope_fraction == 1:
             yield from rules.multiple_of(f"{at}.head_dim", self.head_dim, 2)
         elif self.positions == "rope" and (self.rope_dim < 2 or self.rope_dim % 2):
             yield Problem(

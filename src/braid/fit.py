@@ -139,8 +139,9 @@ def _experts(run: Run, kinds: frozenset[Kind], axes: Sizes) -> Iterator[Problem]
         ):
             if wrong:
                 yield Problem(field="mesh.dispatcher", value="deep_ep", rule=rule, remedy="all_to_all")
-    yield from rules.divides("mesh.ep", axes.ep, moe.experts, "model.moe.experts")
-    yield from rules.divides("mesh.etp", axes.etp, moe.ffn, "model.moe.ffn")
+    ep, etp = axes.ep * axes.edp, axes.etp * axes.edp  # ranks that either could have
+    yield from rules.divides("mesh.ep", axes.ep, moe.experts, "model.moe.experts", also=ep)
+    yield from rules.divides("mesh.etp", axes.etp, moe.ffn, "model.moe.ffn", also=etp)
     if moe.shared_ffn:
         yield from rules.divides("mesh.tp", axes.tp, moe.shared_ffn, "model.moe.shared_ffn")
     shards = axes.edp // axes.expert_copies if axes.edp % axes.expert_copies == 0 else 1

@@ -27,6 +27,11 @@ def above(field: str, value: float, low: float) -> Iterator[Problem]:
         )
 
 
+def finite(field: str, value: float) -> Iterator[Problem]:
+    if not math.isfinite(value):
+        yield Problem(field=field, value=value, rule="must be a number", remedy="a number")
+
+
 def share(field: str, value: float, *, one_allowed: bool = False) -> Iterator[Problem]:
     """From 0 up to 1, with 1 itself only where allowed."""
     if not (0 <= value < 1 or (one_allowed and value == 1)):
@@ -51,10 +56,10 @@ def multiple_of(field: str, value: int, unit: int, unit_is: str | None = None) -
         )
 
 
-def divides(field: str, value: int, whole: int, whole_is: str) -> Iterator[Problem]:
-    """`value` must divide `whole`, which is named by `whole_is`."""
+def divides(field: str, value: int, whole: int, whole_is: str, *, also: int = 0) -> Iterator[Problem]:
+    """`value` must divide `whole`, which is named by `whole_is`. What is proposed divides `also` too."""
     if value > 0 and whole > 0 and whole % value:
-        fitting = [n for n in range(1, whole + 1) if whole % n == 0]
+        fitting = [n for n in range(1, whole + 1) if whole % n == 0 and also % n == 0]
         below, over = [n for n in fitting if n < value], [n for n in fitting if n > value]
         yield Problem(
             field=field,

@@ -15,7 +15,7 @@ from braid import architecture
 from braid.collectives import ALONE, Group, Groups
 from braid.engine import fsdp2
 from braid.engine.sharding import Driver, named_units
-from braid.kernels.grouped_mlp import reference
+from braid.kernels.grouped_mlp import Fused, GroupedMlp, reference
 from braid.kernels.grouped_mlp.product import Gradient, Sink, WritesInPlace, empty_like
 from braid.nn.moe.experts import SHARD_DIMS, Experts
 from braid.nn.weight_sink import WeightSink, hand_sink
@@ -47,12 +47,17 @@ class InPlace(WritesInPlace):
         return reference.grouped_mlp(*given, sink=None if sink is None else _Writing(sink), **options)
 
 
+IN_PLACE = InPlace()
+
+
 class Layer(nn.Module):
     """A root around experts."""
 
-    def __init__(self, dtype: torch.dtype, groups: Groups = Groups()) -> None:
+    def __init__(
+        self, dtype: torch.dtype, groups: Groups = Groups(), grouped_mlp: GroupedMlp = IN_PLACE
+    ) -> None:
         super().__init__()
-        self.experts = Experts(SHAPE, CHANNELS, InPlace(), groups=groups, dtype=dtype)
+        self.experts = Experts(SHAPE, CHANNELS, grouped_mlp, groups=groups, dtype=dtype)
         generator = torch.Generator().manual_seed(3)
         for parameter in self.parameters():
             parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
@@ -136,10 +141,10 @@ def test_a_weight_that_is_its_own_main_copy_has_a_gradient_as_ever() -> None:
 # -------------------------------------------------------------------------------------------- sharded
 
 
-def sharded(world: int, etp_rank: int) -> tuple[Layer, Driver]:
+def sharded(world: int, etp_rank: int, grouped_mlp: GroupedMlp = IN_PLACE) -> tuple[Layer, Driver]:
     """Experts of which this rank has a slice of the ffn channels, shared by ranks that have the same one."""
     slices = ALONE if etp_rank == 0 else Group(name="etp", size=2, rank=1, handle=None)
-    layer = Layer(torch.float32, Groups(etp=slices))
+    layer = Layer(torch.float32, Groups(etp=slices), grouped_mlp)
     units = [Unit(module=layer.experts, segment=0, dims=SHARD_DIMS)]
     meshes = {"dense": init_device_mesh("cpu", (world,))}
     shard_units(layer, units, meshes=meshes, strategy="optimizer", compute=torch.bfloat16, root_methods=())
@@ -205,3 +210,17 @@ def every_way(rank: int, world: int, etp_rank: int) -> None:
 @pytest.mark.parametrize("etp_rank", [0, 1], ids=["all channels", "a bias that others add"])
 def test_sharded_weights_accumulate_where_they_are_reduced_from(etp_rank: int) -> None:
     run_ranks(2, every_way, etp_rank)
+
+
+def without_rows(rank: int, world: int, etp_rank: int) -> None:
+    layer, _ = sharded(world, etp_rank, Fused())
+    hand_sink(layer, WeightSink(fsdp2.Accumulated(layer)))
+    back(layer(rows([0, 0, 0], rank), [0, 0, 0]))
+    assert not any(gradient.any() for gradient in taken(layer).values())
+
+
+@pytest.mark.parametrize("etp_rank", [0, 1], ids=["all channels", "a bias that others add"])
+def test_a_rank_without_rows_reduces_zeros_of_one_dtype(etp_rank: int) -> None:
+    """With the kernels of a GPU, of which none is launched."""
+    pytest.importorskip("triton")
+    run_ranks(2, without_rows, etp_rank)

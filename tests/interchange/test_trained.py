@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -160,6 +161,16 @@ def test_all_that_does_not_fit_is_told_at_once() -> None:
         f"missing  {moment}.{layer}.linear_fc2.weight0",
         f"shape    {moment}.{layer}.linear_fc1.weight0 has the shape [3, 12], wanted 8 rows",
     ]
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.int64])
+def test_weights_that_are_whole_numbers_are_refused(dtype: torch.dtype) -> None:
+    shape, ours = trained()
+    theirs = files(shape, ours)
+    name = "decoder.layers.1.mlp.experts.linear_fc1.weight1"
+    theirs[name] = theirs[name].to(dtype)
+    with pytest.raises(CheckpointError, match=rf"dtype    {re.escape(name)}: is of none of float64, float32"):
+        to_ours(theirs, reader(), shape)
 
 
 @pytest.mark.parametrize("told", [torch.tensor([3, 4]), torch.tensor(-1), torch.tensor(2.5), torch.empty(0)])

@@ -331,6 +331,58 @@ def test_a_sink_has_main_gradients_written(later: bool) -> None:
 
 
 @needs_kernels
+def test_without_rows_gradients_are_zeros_where_others_would_be() -> None:
+    """Nothing is launched: the first micro-batch writes them, the second leaves them."""
+    tensors = inputs([0, 0, 0], "swiglu", DTYPE)
+    mains = {p: torch.zeros(p.shape, device=DEVICE, requires_grad=True) for p in tensors[2:]}
+    sink = WeightSink(mains)
+    for _ in range(2):
+        y = run(experts(), tensors, [0, 0, 0], "swiglu", Glu(), sink=sink)
+        assert (y.shape, y.dtype) == (tensors[0].shape, DTYPE)
+        y.sum().backward()
+    sink.finish()
+    for tensor in tensors[:2]:
+        assert tensor.grad is not None
+        assert tensor.grad.shape == tensor.shape
+    for parameter, main in mains.items():
+        assert parameter.grad is None
+        assert main.grad is not None
+        assert not main.grad.any()
+    at_once = torch.autograd.grad(run(experts(), tensors, [0, 0, 0], "swiglu", Glu()).sum(), tensors)
+    assert not any(gradient.any() for gradient in at_once)
+
+
+@needs_kernels
+def test_vectors_may_have_any_stride() -> None:
+    tensors = inputs(COUNTS, "swiglu", DTYPE)
+    x, probs, w_in, w_down, b_in, b_down = (t.detach() for t in tensors)
+    strided = [
+        x, torch.stack([probs, probs + 1], 1)[:, 0], w_in, w_down, b_in, b_down.t().contiguous().t(),
+    ]  # fmt: skip
+    assert not strided[1].is_contiguous()
+    for given in strided:
+        given.requires_grad_()
+    found, wanted = (run(experts(), each, COUNTS, "swiglu", Glu()) for each in (strided, tensors))
+    assert torch.equal(found, wanted)
+    probe = torch.randn_like(found)
+    for one, other in zip(
+        torch.autograd.grad(found, strided, probe), torch.autograd.grad(wanted, tensors, probe), strict=True
+    ):
+        assert torch.equal(one, other)
+
+
+@needs_kernels
+def test_a_main_gradient_that_cannot_be_written_is_an_error() -> None:
+    tensors = inputs(COUNTS, "swiglu", DTYPE)
+    w_in = tensors[2]
+    main = torch.zeros(w_in.shape, device=DEVICE, requires_grad=True)
+    main.grad = torch.zeros(w_in.shape[::-1], device=DEVICE).permute(3, 2, 1, 0)
+    y = run(experts(), tensors, COUNTS, "swiglu", Glu(), sink=WeightSink({w_in: main}))
+    with pytest.raises(RuntimeError, match="view size is not compatible"):
+        y.sum().backward()
+
+
+@needs_kernels
 @pytest.mark.parametrize("activation", ["swiglu", "relu2"])
 def test_what_is_kept_is_what_a_plan_says(activation: Activation) -> None:
     tensors = inputs(COUNTS, activation, DTYPE)

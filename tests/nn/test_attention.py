@@ -129,6 +129,8 @@ def test_a_gate_of_zeros_halves_the_output() -> None:
     ("shape", "field"),
     [
         (replace(PLAIN, rope_fraction=0.5), "at.rope_fraction"),
+        (replace(PLAIN, rope_fraction=float("nan")), "at.rope_fraction"),
+        (replace(PLAIN, rope_fraction=float("inf")), "at.rope_fraction"),
         (replace(PLAIN, rope_fraction=0.1), "at.rope_fraction"),
         (replace(PLAIN, rope_fraction=1.2), "at.rope_fraction"),
         (replace(PLAIN, rope_base=1.0, rope_scaling=YARN), "at.rope_base"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections import Counter
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from braid.cli.following import program
 from braid.cli.words import options, subject, wants_help
 from braid.errors import CheckpointError, ConfigError, ExitCode
 
@@ -88,7 +90,7 @@ def import_(words: list[str]) -> int:
         print(f"braid: {folder} has no {TOKENIZER}: text goes in and out as bytes", file=sys.stderr)
     print(f"{len(found.tensors)} tensors of {shape.pattern}\ncheckpoint  {path}")
     print(f"tokenizer   {source.run.data.tokenizer}")
-    print(f'try next    braid generate {chosen.out} --prompt "The "')
+    print(f"try next    {shlex.join([*program(), 'generate', str(chosen.out), '--prompt', 'The '])}")
     return ExitCode.OK
 
 

@@ -321,7 +321,13 @@ def _sample(state: State, feed: Feed, chosen: TrainOptions) -> Sequence[tuple[st
             )
     except BraidError as error:
         text = f"(none: {error})"
-    return [("sample" if i == 0 else "", line) for i, line in enumerate(text.splitlines() or [""])]
+    lines = (_printable(line) for line in text.splitlines() or [""])
+    return [("sample" if i == 0 else "", line) for i, line in enumerate(lines)]
+
+
+def _printable(line: str) -> str:
+    """A terminal obeys control characters: they are shown as escapes."""
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in line)
 
 
 def _ending(outcome: Outcome, feed: Feed, places: Places, tracer: Tracer | None) -> Sequence[tuple[str, str]]:

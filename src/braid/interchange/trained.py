@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from braid.architecture import Model
+from braid.checkpoint.parts import CODES
 from braid.errors import CheckpointError
 from braid.interchange.convert import Lazy, apart, check, copy_faults, name_faults, together
 from braid.interchange.moves import of_moments
@@ -109,7 +110,7 @@ def to_ours(
         held = _named(tensors, sets[kind])
         seen = held if outlines is None else _named(outlines, sets[kind])
         parts[kind] = _part(kind, held, seen, adapter, shape, wanted)
-        faults += parts[kind].faults
+        faults += [*parts[kind].faults, *_dtype_faults(kind, parts[kind], wanted)]
     faults += [] if dtype is None else _narrow_faults(parts[WEIGHT], parts[MAIN], wanted)
     check(f"{adapter.name} tensors do not fit the model's shape", faults)
     check("these tensors contradict their config.json", copy_faults(parts[WEIGHT].held, adapter, shape))
@@ -186,6 +187,18 @@ def _shape_faults(kind: str, ours: Mapping[str, Tensor], wanted: Mapping[str, Ta
         if given != wanted[name].shape:
             found[name] = f"shape    {kind}{name}: has {list(given)}, wanted {list(wanted[name].shape)}"
     return sorted(found.values())
+
+
+def _dtype_faults(kind: str, part: Part, wanted: Mapping[str, Target]) -> list[str]:
+    """Tensors whose numbers are whole, or of a dtype that braid does not have, where the model's are not."""
+    real = [link for link in part.table if wanted[link.ours[0]].dtype.is_floating_point]
+    dtypes = {link.theirs: part.seen[link.theirs].dtype for link in real}
+    floating = ", ".join(str(dtype).removeprefix("torch.") for dtype in CODES if dtype.is_floating_point)
+    return sorted(
+        f"dtype    {kind}{name}: is of none of {floating}"
+        for name, dtype in dtypes.items()
+        if not dtype.is_floating_point
+    )
 
 
 def _narrow_faults(weights: Part, mains: Part, wanted: Mapping[str, Target]) -> list[str]:

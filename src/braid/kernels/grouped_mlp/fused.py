@@ -19,13 +19,12 @@ from torch.nn import functional as F
 
 from braid.architecture import Activation, Glu
 from braid.kernels.activation import SWIGLU
-from braid.kernels.grouped_mlp import reference
 from braid.kernels.grouped_mlp.device import elementwise, rows, weights
 from braid.kernels.grouped_mlp.device.rows import Formula
 from braid.kernels.grouped_mlp.device.tiles import Tiles, tiles
 from braid.kernels.grouped_mlp.device.variants import RowVariant, WeightWay
 from braid.kernels.grouped_mlp.paths import Measured, Paths, Work, nearest
-from braid.kernels.grouped_mlp.product import Gradient, Sink, empty_like
+from braid.kernels.grouped_mlp.product import Gradient, Sink, empty_like, left, zeros
 from braid.kernels.grouped_mlp.sizes import TILE_ROWS
 
 
@@ -53,10 +52,8 @@ class FusedExperts:
         """What each row's expert makes of it, times the row's probability: as `reference.grouped_mlp`."""
         parameters = (w_in_EFGC, w_down_ECF, b_in_EFG, b_down_EC)
         if not len(x_NC):  # nothing to launch, and descriptors need a row
-            return reference.grouped_mlp(
-                x_NC, probs_N, counts_E, w_in_EFGC, w_down_ECF, activation,
-                glu=glu, b_in_EFG=b_in_EFG, b_down_EC=b_down_EC, sink=sink,
-            )  # fmt: skip
+            nothing_NC: Tensor = _NoRows.apply(sink, x_NC, probs_N, *parameters)
+            return nothing_NC
         experts, ffn, _, hidden = w_in_EFGC.shape
         paths = nearest(self.table, Work(len(x_NC) // experts, hidden, ffn))
         formula = Formula(kind=activation, alpha=glu.alpha, limit=glu.limit, offset=glu.offset)
@@ -164,7 +161,7 @@ def _of_weight(
     overwriting: WeightWay | None,
 ) -> Gradient:
     def write(gradient: Tensor, accumulate: bool) -> None:
-        flat_EOI = gradient.flatten(1, -2) if gradient.ndim > 3 else gradient
+        flat_EOI = gradient.view(len(gradient), -1, gradient.shape[-1])
         if gradient.dtype != torch.float32 and not accumulate and gradient.is_cuda:
             flat_EOI.copy_(F.grouped_mm(grad_NO.t(), x_NI, offs=where.ends_E))
         else:
@@ -176,7 +173,8 @@ def _of_weight(
 
 def _of_bias(bias: Tensor, grad_NO: Tensor, where: Tiles, probs_N: Tensor | None) -> Gradient:
     def write(gradient: Tensor, accumulate: bool) -> None:
-        elementwise.bias_gradient(grad_NO, where, gradient.flatten(1), probs_N=probs_N, accumulate=accumulate)
+        flat_EO = gradient.view(len(gradient), -1)
+        elementwise.bias_gradient(grad_NO, where, flat_EO, probs_N=probs_N, accumulate=accumulate)
 
     return Gradient(write, empty_like(bias))
 
@@ -186,11 +184,13 @@ class _Fused(torch.autograd.Function):
     def forward(
         ctx: Any, how: How, sink: Sink | None, counts_E: Tensor, x_NC: Tensor, probs_N: Tensor, *parameters: Any
     ) -> Tensor:
-        x_NC = x_NC.contiguous()
-        of_experts = Weights(*parameters)
+        counts_E, x_NC, probs_N = (given.contiguous() for given in (counts_E, x_NC, probs_N))
+        w_in_EFGC, w_down_ECF, b_in_EFG, b_down_EC = parameters
+        b_down_EC = None if b_down_EC is None else b_down_EC.contiguous()
+        of_experts = Weights(w_in_EFGC, w_down_ECF, b_in_EFG, b_down_EC)
         y_NC, kept = forward(how, counts_E, x_NC, probs_N, of_experts)
         *maps, tile_rows = kept.tiles
-        ctx.save_for_backward(*kept[:-1], *maps, *parameters)
+        ctx.save_for_backward(*kept[:-1], *maps, *of_experts)
         ctx.how, ctx.sink, ctx.parameters, ctx.tile_rows = how, sink, parameters, tile_rows
         return y_NC
 
@@ -203,10 +203,28 @@ class _Fused(torch.autograd.Function):
         x_needs, probs_needs, *parameters_need = ctx.needs_input_grad[3:]
         found = backward(ctx.how, dy_NC.contiguous(), kept, Weights(*others[5:]), x_needs=x_needs)
 
-        def left(parameter: Tensor, product: Gradient | None, needed: bool) -> Tensor | None:
-            if not needed or product is None:
-                return None
-            return product() if ctx.sink is None else ctx.sink.leave(parameter, product)
+        def of(parameter: Tensor, product: Gradient | None, needed: bool) -> Tensor | None:
+            return left(ctx.sink, parameter, product) if needed and product is not None else None
 
-        of_parameters = map(left, ctx.parameters, found[2:], parameters_need)
+        of_parameters = map(of, ctx.parameters, found[2:], parameters_need)
         return None, None, None, found.x_NC, found.probs_N if probs_needs else None, *of_parameters
+
+
+class _NoRows(torch.autograd.Function):
+    """Of experts without a row. Gradients of their weights are zeros, and go where others go."""
+
+    @staticmethod
+    def forward(ctx: Any, sink: Sink | None, x_NC: Tensor, probs_N: Tensor, *parameters: Any) -> Tensor:
+        ctx.sink, ctx.dtype, ctx.parameters = sink, probs_N.dtype, parameters
+        return torch.empty_like(x_NC)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_NC: Tensor) -> tuple[Tensor | None, ...]:
+        _, x_needs, probs_needs, *parameters_need = ctx.needs_input_grad
+
+        def of(parameter: Tensor | None, needed: bool) -> Tensor | None:
+            return left(ctx.sink, parameter, zeros(parameter)) if needed and parameter is not None else None
+
+        dprobs_N = dy_NC.new_empty(0, dtype=ctx.dtype) if probs_needs else None
+        return None, dy_NC if x_needs else None, dprobs_N, *map(of, ctx.parameters, parameters_need)

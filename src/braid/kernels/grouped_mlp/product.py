@@ -45,6 +45,21 @@ class Gradient:
         return gradient
 
 
+def zeros(parameter: Tensor) -> Gradient:
+    """The gradient of a parameter that had no part in what came out."""
+
+    def write(gradient: Tensor, accumulate: bool) -> None:
+        if not accumulate:
+            gradient.zero_()
+
+    return Gradient(write, empty_like(parameter))
+
+
+def left(sink: Sink | None, parameter: Tensor, product: Callable[[], Tensor]) -> Tensor | None:
+    """What a product gives, or None where a sink sees to it."""
+    return product() if sink is None else sink.leave(parameter, product)
+
+
 class WritesInPlace:
     """An implementation all of whose weight gradients can write where they are told."""
 
@@ -90,15 +105,14 @@ class _Product(torch.autograd.Function):
         weight, x_NI = ctx.saved_tensors
         _, _, weight_needs, bias_needs, x_needs = ctx.needs_input_grad
 
-        def left(parameter: Tensor, gradient: Callable[..., Tensor], *given: object) -> Tensor | None:
-            later = partial(gradient, grads, *given, parameter.shape)
-            return later() if ctx.sink is None else ctx.sink.leave(parameter, later)
+        def of(parameter: Tensor, gradient: Callable[..., Tensor], *given: object) -> Tensor | None:
+            return left(ctx.sink, parameter, partial(gradient, grads, *given, parameter.shape))
 
         multiply: Multiply = ctx.multiply
         return (
             None,
             None,
-            left(ctx.weight, multiply.weight_grad, x_NI.detach()) if weight_needs else None,
-            left(ctx.bias, multiply.bias_grad) if bias_needs else None,
+            of(ctx.weight, multiply.weight_grad, x_NI.detach()) if weight_needs else None,
+            of(ctx.bias, multiply.bias_grad) if bias_needs else None,
             multiply.x_grad(grads, weight) if x_needs else None,
         )

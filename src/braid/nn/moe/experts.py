@@ -19,7 +19,7 @@ from braid import architecture
 from braid.collectives import Groups
 from braid.kernels.activation import projections
 from braid.kernels.grouped_mlp import Fused, GroupedMlp, grouped, sizes
-from braid.kernels.grouped_mlp.product import Gradient, WritesInPlace, empty_like
+from braid.kernels.grouped_mlp.product import WritesInPlace, left, zeros
 from braid.kernels.kept import activated
 from braid.nn.canonical import Canonical
 from braid.nn.cost import Cost, Portion
@@ -169,12 +169,7 @@ class _AddedElsewhere(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, Tensor | None, Tensor]:
-        sink, bias, zeros = ctx.sink, ctx.bias, Gradient(_nothing, empty_like(ctx.bias))
-        needed, product = ctx.needs_input_grad[2], zeros if ctx.in_place else zeros.__call__
-        left = None if not needed else zeros() if sink is None else sink.leave(bias, product)
-        return None, None, left, grads[0]
-
-
-def _nothing(gradient: Tensor, accumulate: bool) -> None:
-    if not accumulate:
-        gradient.zero_()
+        gradient = zeros(ctx.bias)
+        product = gradient if ctx.in_place else gradient.__call__
+        needed = ctx.needs_input_grad[2]
+        return None, None, left(ctx.sink, ctx.bias, product) if needed else None, grads[0]
