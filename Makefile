@@ -7,14 +7,14 @@ BIN := .venv/bin
 help: ## Show the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-train: ## Set everything up and train the recipe `tiny` (about two minutes on 2 cores)
+train: ## Set everything up and train the recipe `tiny` (two to eight minutes on 2 cores)
 	@$(PYTHON) scripts/setup_venv.py
 	$(BIN)/braid train tiny
 
 venv: ## Make or refresh .venv (a torch >= 2.11 that is already here is used, not replaced)
 	@$(PYTHON) scripts/setup_venv.py dev hf
 
-test: venv ## Run the tests (about 12 minutes on 2 cores)
+test: venv ## Run the tests (12 to 21 minutes on 2 cores)
 	$(BIN)/python -m pytest -n 2 -m "not long and not exhaustive"
 
 test-long: venv ## Run the long tests (at most 50 minutes on 2 cores)
