@@ -9,7 +9,7 @@ from braid.config import Data, Optim, Run, Train
 
 
 def tiny() -> Run:
-    """A small hybrid of attention, Mamba-2, delta net, MLP and experts: two minutes on 2 CPU cores."""
+    """A small hybrid of attention, Mamba-2, delta net, MLP and experts: a few minutes on 2 CPU cores."""
     return Run(
         model=Model(
             pattern="[M-][*E][G-][ME]/*-",
