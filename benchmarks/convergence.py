@@ -6,10 +6,10 @@
     python -m benchmarks.convergence --steps 20 --device cpu
 
 `fast` is what a run chooses by itself: fused experts whose weight gradients are added in float32 where they
-stay, fused permutation, norms and rotations, flash attention. `plain` is the references alone. Both see the same samples and
-start from the same weights for each seed. results/convergence.json is written after each training: validation
-losses on the way, and of the last ones their means over seeds, how far these are apart, and how far seeds are
-from one another.
+stay, fused permutation, norms and rotations, flash attention. `plain` is the references alone. Both see the
+same samples and start from the same weights for each seed. results/convergence.json is written after each
+training: validation losses on the way, and of the last ones their means over seeds, how far these are apart,
+and how far seeds are from one another.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from braid.kernels.grouped_mlp.device.variants import (
     WeightVariant,
 )
 from braid.kernels.grouped_mlp.sizes import TILE_ROWS
+from braid.kernels.launch import Launcher
 
 SWIGLU = Formula(kind="swiglu", alpha=1.0, limit=None, offset=0.0)
 FLOPS, BYTES = 790e12, 4.3e12
@@ -67,6 +68,7 @@ class Data:
     main_down: Tensor
     counts: Tensor
     where: Tiles
+    launch: Launcher
 
     def gradient_of(self, product: str) -> tuple[Tensor, Tensor, Tensor]:
         """Output gradients, inputs and the buffer of a weight gradient."""
@@ -98,7 +100,7 @@ def data(shape: Shape, counts: Tensor, device: str, dtype: torch.dtype) -> Data:
     def draw(*sizes: int, scale: float = 1.0) -> Tensor:
         return torch.randn(*sizes, device=device, dtype=dtype) * scale
 
-    counts = counts.to(device)
+    counts, launch = counts.to(device), Launcher()
     return Data(
         x=draw(n, c),
         probs=torch.rand(n, device=device),
@@ -112,7 +114,8 @@ def data(shape: Shape, counts: Tensor, device: str, dtype: torch.dtype) -> Data:
         main_in=torch.zeros(e, 2 * f, c, device=device),
         main_down=torch.zeros(e, c, f, device=device),
         counts=counts,
-        where=tiles(counts, n, TILE_ROWS),
+        where=tiles(launch, counts, n, TILE_ROWS),
+        launch=launch,
     )
 
 
@@ -120,7 +123,10 @@ def loads(shape: Shape, names: list[str]) -> list[Data]:
     """The same rows, spread over the experts in several ways."""
     d = data(shape, counts_of(shape, names[0]), "cuda", torch.bfloat16)
     others = [counts_of(shape, name).to("cuda") for name in names[1:]]
-    return [d, *(replace(d, counts=counts, where=tiles(counts, shape.rows, TILE_ROWS)) for counts in others)]
+    return [
+        d,
+        *(replace(d, counts=counts, where=tiles(d.launch, counts, shape.rows, TILE_ROWS)) for counts in others),
+    ]
 
 
 def run(product: str, variant: Any, d: Data, *, accumulate: bool = True) -> tuple[Tensor, ...]:
@@ -130,27 +136,29 @@ def run(product: str, variant: Any, d: Data, *, accumulate: bool = True) -> tupl
     match product:
         case "fc1" if variant is None:
             h = F.grouped_mm(d.x, d.w_in.transpose(1, 2), offs=ends)
-            return h, elementwise.activated(h, d.probs, d.where, SWIGLU)
+            return h, elementwise.activated(d.launch, h, d.probs, d.where, SWIGLU)
         case "fc1":
-            return rows.multiply_activate(d.x, d.w_in, d.probs, d.where, SWIGLU, variant)
+            return rows.multiply_activate(d.launch, d.x, d.w_in, d.probs, d.where, SWIGLU, variant)
         case "fc2" if variant is None:
             return (F.grouped_mm(d.a, d.w_down.transpose(1, 2), offs=ends),)
         case "fc2":
-            return (rows.multiply(d.a, d.w_down, d.where, variant, transposed=True),)
+            return (rows.multiply(d.launch, d.a, d.w_down, d.where, variant, transposed=True),)
         case "dgrad2" if variant is None:
             da = F.grouped_mm(d.dy, d.w_down, offs=ends)
-            return elementwise.activated_backward(da, d.h, d.probs, d.where, SWIGLU)
+            return elementwise.activated_backward(d.launch, da, d.h, d.probs, d.where, SWIGLU)
         case "dgrad2":
-            return rows.multiply_activate_backward(d.dy, d.w_down, d.h, d.probs, d.where, SWIGLU, variant)
+            return rows.multiply_activate_backward(
+                d.launch, d.dy, d.w_down, d.h, d.probs, d.where, SWIGLU, variant
+            )
         case "dgrad1" if variant is None:
             return (F.grouped_mm(d.dh, d.w_in, offs=ends),)
         case "dgrad1":
-            return (rows.multiply(d.dh, d.w_in, d.where, variant, transposed=False),)
+            return (rows.multiply(d.launch, d.dh, d.w_in, d.where, variant, transposed=False),)
     grad, x, main = d.gradient_of(product)
     if variant is None:
         main.add_(F.grouped_mm(grad.t(), x, offs=ends))
     else:
-        weights.weight_gradient(grad, x, d.where, main, variant, accumulate=accumulate)
+        weights.weight_gradient(d.launch, grad, x, d.where, main, variant, accumulate=accumulate)
     return (main,)
 
 

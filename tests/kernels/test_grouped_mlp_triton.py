@@ -37,6 +37,7 @@ if GPU or INTERPRETED:
         WeightVariant,
     )
     from braid.kernels.grouped_mlp.paths import Measured, Paths, Work, from_json, measured, nearest
+    from braid.kernels.launch import Launcher
 
 DEVICE = torch.device("cuda" if GPU else "cpu")
 DTYPE = torch.bfloat16 if GPU else torch.float32
@@ -205,6 +206,7 @@ def test_what_follows_the_last_row_is_nobody_s(way: str) -> None:
         function.table[0].paths,
         fused.Formula(kind="swiglu", alpha=1.0, limit=None, offset=0.0),
         function.tile_rows,
+        function.launch,
     )
     counts = torch.tensor(COUNTS, device=DEVICE)
     of_experts = fused.Weights(*parameters[: 4 if way == "ours" else 2])
@@ -235,6 +237,7 @@ def test_gradients_are_written_then_added_in_float32(how: str) -> None:
         function.table[0].paths,
         fused.Formula(kind="swiglu", alpha=1.0, limit=None, offset=0.0),
         function.tile_rows,
+        function.launch,
     )
     for number, counts in enumerate((COUNTS, COUNTS[::-1])):
         x, probs = (t.detach() for t in inputs(counts, "swiglu", DTYPE)[:2])
@@ -266,7 +269,8 @@ def test_gradients_do_not_depend_on_who_takes_them_away(
 ) -> None:
     from braid.kernels.grouped_mlp.device.weights import weight_gradient
 
-    where = tiles(torch.tensor(counts, device=DEVICE), sum(counts), 128)
+    launch = Launcher()
+    where = tiles(launch, torch.tensor(counts, device=DEVICE), sum(counts), 128)
     grad_NO, x_NI = (
         torch.randn(sum(counts), channels, device=DEVICE, dtype=DTYPE) for channels in (channels_o, channels_i)
     )
@@ -277,7 +281,7 @@ def test_gradients_do_not_depend_on_who_takes_them_away(
     )  # fmt: skip
     found = [there_EOI.clone() for _ in ways]
     for way, out_EOI in zip(ways, found, strict=True):
-        weight_gradient(grad_NO, x_NI, where, out_EOI, way, accumulate=accumulate)
+        weight_gradient(launch, grad_NO, x_NI, where, out_EOI, way, accumulate=accumulate)
     for out_EOI in found[1:]:
         assert torch.equal(out_EOI, found[0])
 
@@ -407,7 +411,7 @@ def test_frozen_weights_and_inputs_get_nothing() -> None:
 @needs_kernels
 @pytest.mark.parametrize("counts", [COUNTS, [0, 0], [64, 0, 64, 1000, 3]])
 def test_tiles(counts: list[int]) -> None:
-    made = tiles(torch.tensor(counts, device=DEVICE), sum(counts), 16)
+    made = tiles(Launcher(), torch.tensor(counts, device=DEVICE), sum(counts), 16)
     ends = torch.tensor(counts).cumsum(0)
     wanted = [
         (e, int(ends[e]) - count + first) for e, count in enumerate(counts) for first in range(0, count, 16)
@@ -417,6 +421,8 @@ def test_tiles(counts: list[int]) -> None:
     assert made.ends_E.tolist() == ends.tolist()
     assert made.by_size_E.tolist() == sorted(range(len(counts)), key=lambda e: -counts[e])
     assert found <= made.most
+    *parts, _ = made
+    assert all(part.data_ptr() % 16 == 0 for part in parts)  # whatever the number of rows: no kernel anew
 
 
 @needs_kernels
@@ -491,9 +497,8 @@ def test_relayed_rows_compile_for_hopper(what: str, depth: int, stages: int) -> 
         "w_desc": tile(1, 256, depth) if transposed else tile(1, depth, 256),
         **dict.fromkeys(("y", "a", "h"), "*bf16"),
         **dict.fromkeys(("probs", "prob_sums"), "*fp32"),
-        "rows": "i32",
         **dict.fromkeys(("tile_expert", "tile_row", "tile_count", "ends"), "*i32"),
-        **dict.fromkeys(("channels_out", "channels_in"), "i32"),
+        **dict.fromkeys(("channels_out", "channels_in", "rows"), "i32"),
     }
     sizes_of = {"BM": 128, "BN": 256, "BK": depth, "STAGES": stages, "TAKERS": takers(what), "EVEN": False}
     formula = {"ALPHA": 1.0, "LIMIT": 7.0, "OFFSET": 0.0}

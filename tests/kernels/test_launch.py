@@ -70,6 +70,27 @@ def test_constants_warps_and_kernels_are_told_apart(launch):
     assert (len(one.compiled), len(other.compiled)) == (3, 1)
 
 
+def test_descriptors_are_told_apart_by_their_blocks(launch):
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    kernel = Kernel("x", "BLOCK")
+    small, large = (TensorDescriptor.from_tensor(torch.zeros(32, 64), block) for block in ([8, 16], [16, 16]))
+    for descriptor in (small, large, small):
+        launch(kernel, (1, 1), (descriptor,), (), {"BLOCK": 4}, warps=4)
+    assert kernel.compiled == [(small,), (large,)]
+    (ran,) = kernel.ran
+    assert ran[-2] is small
+
+
+def test_numbers_are_told_apart_as_triton_does(launch):
+    """One, multiples of 16 and those that need 64 bits may have kernels of their own."""
+    kernel, x = Kernel("x", "rows", "BLOCK"), torch.zeros(32)
+    for rows in (3, 1, 16, 2**31 + 1, 5, 1, 48, 2**31 + 3):
+        launch(kernel, (1, 1), (x,), (rows,), {"BLOCK": 4}, warps=4)
+    assert [rows for _, rows in kernel.compiled] == [3, 1, 16, 2**31 + 1]
+    assert [ran[-2] for ran in kernel.ran] == [5, 1, 48, 2**31 + 3]
+
+
 def test_tensors_that_begin_elsewhere_are_left_to_triton(launch):
     kernel, x = Kernel("x", "BLOCK"), torch.zeros(32)
     for _ in range(3):

@@ -8,16 +8,24 @@ and no hook is called.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import reduce
-from operator import or_
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from triton.runtime import driver
 
 ALIGNED = 16
-"""Bytes. Triton makes a kernel of its own for tensors that begin elsewhere."""
+"""Triton makes a kernel of its own for tensors that begin at no multiple of so many bytes, and for numbers that
+are no multiple."""
+LARGEST = 2**31 - 1
+"""Of the numbers that a kernel takes for 32 bits."""
+
+
+class Descriptor(Protocol):
+    """Tells the copy engine of a tensor: Triton's `TensorDescriptor`, or Gluon's."""
+
+    base: Tensor
+    block_shape: list[int]
 
 
 class Launcher:
@@ -35,29 +43,28 @@ class Launcher:
         self,
         kernel: Any,
         grid: tuple[int, int],
-        tensors: tuple[Tensor | None, ...],
+        tensors: tuple[Tensor | Descriptor | None, ...],
         numbers: tuple[int, ...],
         constants: Mapping[str, object],
         *,
         warps: int,
         stages: int = 1,
+        registers: int | None = None,
     ) -> None:
-        """A kernel takes tensors, numbers that it is not compiled for, and constants, in the order given. The
-        first tensor is there, and says on which device the others are."""
-        assert tensors[0] is not None
-        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-        dtypes = [None if tensor is None else tensor.dtype for tensor in tensors]
+        """A kernel takes tensors, numbers and constants, in the order given. The first tensor is there, and
+        says on which device the others are. A kernel's descriptors with blocks alike have layouts alike."""
+        given, kinds, aligned = _looked_at(tensors)
         values = constants.values()
-        device = tensors[0].get_device()
-        key = (kernel.fn, device, warps, stages, *dtypes, *values)
-        aligned = not reduce(or_, addresses) % ALIGNED
+        device = _tensor_of(tensors[0]).get_device()
+        key = (kernel.fn, device, warps, stages, registers, *kinds, *map(_kind, numbers), *values)
         compiled = self._compiled.get(key) if aligned else None
         if compiled is not None:
             stream = driver.active.get_current_stream(device)
             what = (compiled.function, compiled.packed_metadata, None, None, None)
-            compiled.run(*grid, 1, stream, *what, *addresses, *numbers, *values)
+            compiled.run(*grid, 1, stream, *what, *given, *numbers, *values)
             return
-        compiled = kernel[grid](*tensors, *numbers, **constants, num_warps=warps, num_stages=stages)
+        options = {"num_warps": warps, "num_stages": stages, "maxnreg": registers}
+        compiled = kernel[grid](*tensors, *numbers, **{**constants, **options})
         interpreted = compiled is None
         if aligned and not interpreted:
             assert kernel.arg_names[-len(constants) :] == list(constants)
@@ -70,6 +77,37 @@ class Launcher:
             found = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 4
             self._multiprocessors[device] = found
         return self._multiprocessors[device]
+
+
+def _looked_at(
+    tensors: tuple[Tensor | Descriptor | None, ...],
+) -> tuple[list[int | Descriptor], list[object], bool]:
+    """What a launch is given for tensors, what of them a kernel is compiled for, and whether all of them begin
+    where they should. Descriptors do, or could not have been made."""
+    given, kinds, together = list[int | Descriptor](), list[object](), 0
+    for each in tensors:
+        if isinstance(each, Tensor):
+            address = each.data_ptr()
+            together |= address
+            given.append(address)
+            kinds.append(each.dtype)
+        elif each is None:
+            given.append(0)
+            kinds.append(None)
+        else:
+            given.append(each)
+            kinds += (each.base.dtype, *each.block_shape)
+    return given, kinds, together % ALIGNED == 0
+
+
+def _tensor_of(given: Tensor | Descriptor | None) -> Tensor:
+    assert given is not None
+    return given if isinstance(given, Tensor) else given.base
+
+
+def _kind(number: int) -> tuple[bool, bool, bool]:
+    """What of a number Triton may compile a kernel for."""
+    return number == 1, number % ALIGNED == 0, number > LARGEST
 
 
 def parts_of(whole: int, part: int) -> int:

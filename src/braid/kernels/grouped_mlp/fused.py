@@ -9,7 +9,7 @@ Shapes: N rows, sorted by expert; E experts; C hidden channels; F ffn channels; 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +26,7 @@ from braid.kernels.grouped_mlp.device.variants import RowVariant, WeightWay
 from braid.kernels.grouped_mlp.paths import Measured, Paths, Work, nearest
 from braid.kernels.grouped_mlp.product import Gradient, Sink, empty_like, left, zeros
 from braid.kernels.grouped_mlp.sizes import TILE_ROWS
+from braid.kernels.launch import Launcher
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class FusedExperts:
 
     table: tuple[Measured, ...]
     tile_rows: int = TILE_ROWS
+    launch: Launcher = field(default_factory=Launcher, compare=False, repr=False)
 
     def __call__(
         self,
@@ -57,7 +59,7 @@ class FusedExperts:
         experts, ffn, _, hidden = w_in_EFGC.shape
         paths = nearest(self.table, Work(len(x_NC) // experts, hidden, ffn))
         formula = Formula(kind=activation, alpha=glu.alpha, limit=glu.limit, offset=glu.offset)
-        how = How(paths, formula, self.tile_rows)
+        how = How(paths, formula, self.tile_rows, self.launch)
         y_NC: Tensor = _Fused.apply(how, sink, counts_E, x_NC, probs_N, *parameters)
         return y_NC
 
@@ -68,6 +70,7 @@ class How(NamedTuple):
     paths: Paths
     formula: Formula
     tile_rows: int
+    launch: Launcher
 
 
 class Weights(NamedTuple):
@@ -104,55 +107,60 @@ def forward(
     how: How, counts_E: Tensor, x_NC: Tensor, probs_N: Tensor, of_experts: Weights
 ) -> tuple[Tensor, Kept]:
     """What the experts give, and what is kept. Where there are biases the products are ours, which add them."""
-    paths, formula, tile_rows = how
+    paths, formula, tile_rows, launch = how
     w_in_EFGC, w_down_ECF, b_in_EFG, b_down_EC = of_experts
-    where = tiles(counts_E, len(x_NC), tile_rows)
+    where = tiles(launch, counts_E, len(x_NC), tile_rows)
     w_in, b_in = w_in_EFGC.flatten(1, 2), None if b_in_EFG is None else b_in_EFG.flatten(1)
     fc1 = paths.fc1 or (None if b_in is None else RowVariant())
     if fc1 is None:
         h = F.grouped_mm(x_NC, w_in.transpose(1, 2), offs=where.ends_E)
-        a_NF = elementwise.activated(h, probs_N, where, formula, paths.forward)
+        a_NF = elementwise.activated(launch, h, probs_N, where, formula, paths.forward)
     else:
-        h, a_NF = rows.multiply_activate(x_NC, w_in, probs_N, where, formula, fc1, bias=b_in)
+        h, a_NF = rows.multiply_activate(launch, x_NC, w_in, probs_N, where, formula, fc1, bias=b_in)
     fc2 = paths.fc2 or (None if b_down_EC is None else RowVariant())
     if fc2 is None:
         y_NC = F.grouped_mm(a_NF, w_down_ECF.transpose(1, 2), offs=where.ends_E)
     else:
-        y_NC = rows.multiply(a_NF, w_down_ECF, where, fc2, transposed=True, bias_EO=b_down_EC, probs_N=probs_N)
+        y_NC = rows.multiply(
+            launch, a_NF, w_down_ECF, where, fc2, transposed=True, bias_EO=b_down_EC, probs_N=probs_N
+        )
     return y_NC, Kept(x_NC, probs_N, h, where)
 
 
 def backward(how: How, dy_NC: Tensor, kept: Kept, of_experts: Weights, *, x_needs: bool = True) -> Gradients:
     """All gradients of what `forward` gave."""
-    paths, formula, _ = how
+    paths, formula, _, launch = how
     x_NC, probs_N, h, where = kept
     w_in_EFGC, w_down_ECF, b_in_EFG, b_down_EC = of_experts
     if paths.dgrad2 is None:
         da_NF = F.grouped_mm(dy_NC, w_down_ECF, offs=where.ends_E)
-        dh, a_NF, dprobs_N = elementwise.activated_backward(da_NF, h, probs_N, where, formula, paths.backward)
+        dh, a_NF, dprobs_N = elementwise.activated_backward(
+            launch, da_NF, h, probs_N, where, formula, paths.backward
+        )
     else:
         dh, a_NF, dprobs_N = rows.multiply_activate_backward(
-            dy_NC, w_down_ECF, h, probs_N, where, formula, paths.dgrad2
+            launch, dy_NC, w_down_ECF, h, probs_N, where, formula, paths.dgrad2
         )
     if b_down_EC is not None:
-        elementwise.bias_to_probabilities(dy_NC, b_down_EC, dprobs_N, where)
+        elementwise.bias_to_probabilities(launch, dy_NC, b_down_EC, dprobs_N, where)
     dx_NC = None
     if x_needs and paths.dgrad1 is None:
         dx_NC = F.grouped_mm(dh, w_in_EFGC.flatten(1, 2), offs=where.ends_E)
     elif x_needs:
         assert paths.dgrad1 is not None
-        dx_NC = rows.multiply(dh, w_in_EFGC.flatten(1, 2), where, paths.dgrad1, transposed=False)
+        dx_NC = rows.multiply(launch, dh, w_in_EFGC.flatten(1, 2), where, paths.dgrad1, transposed=False)
     return Gradients(
         dx_NC,
         dprobs_N.to(probs_N.dtype),
-        _of_weight(w_in_EFGC, dh, x_NC, where, paths.wgrad1, paths.overwrite1),
-        _of_weight(w_down_ECF, dy_NC, a_NF, where, paths.wgrad2, paths.overwrite2),
-        None if b_in_EFG is None else _of_bias(b_in_EFG, dh, where, None),
-        None if b_down_EC is None else _of_bias(b_down_EC, dy_NC, where, probs_N),
+        _of_weight(launch, w_in_EFGC, dh, x_NC, where, paths.wgrad1, paths.overwrite1),
+        _of_weight(launch, w_down_ECF, dy_NC, a_NF, where, paths.wgrad2, paths.overwrite2),
+        None if b_in_EFG is None else _of_bias(launch, b_in_EFG, dh, where, None),
+        None if b_down_EC is None else _of_bias(launch, b_down_EC, dy_NC, where, probs_N),
     )
 
 
 def _of_weight(
+    launch: Launcher,
     weight: Tensor,
     grad_NO: Tensor,
     x_NI: Tensor,
@@ -166,15 +174,15 @@ def _of_weight(
             flat_EOI.copy_(F.grouped_mm(grad_NO.t(), x_NI, offs=where.ends_E))
         else:
             variant = adding if accumulate else overwriting or adding
-            weights.weight_gradient(grad_NO, x_NI, where, flat_EOI, variant, accumulate=accumulate)
+            weights.weight_gradient(launch, grad_NO, x_NI, where, flat_EOI, variant, accumulate=accumulate)
 
     return Gradient(write, empty_like(weight))
 
 
-def _of_bias(bias: Tensor, grad_NO: Tensor, where: Tiles, probs_N: Tensor | None) -> Gradient:
+def _of_bias(launch: Launcher, bias: Tensor, grad_NO: Tensor, where: Tiles, probs_N: Tensor | None) -> Gradient:
     def write(gradient: Tensor, accumulate: bool) -> None:
         flat_EO = gradient.view(len(gradient), -1)
-        elementwise.bias_gradient(grad_NO, where, flat_EO, probs_N=probs_N, accumulate=accumulate)
+        elementwise.bias_gradient(launch, grad_NO, where, flat_EO, probs_N=probs_N, accumulate=accumulate)
 
     return Gradient(write, empty_like(bias))
 

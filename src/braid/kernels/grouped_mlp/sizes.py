@@ -6,6 +6,9 @@ TILE_ROWS = 128
 """Rows of a tile of all products whose rows are sorted by expert."""
 MAP_ENTRY = 4
 """Bytes of an entry of the map of tiles."""
+TOGETHER = 4
+"""Each part of the map takes a multiple of so many entries. Were parts to begin anywhere, kernels would be
+compiled again whenever the number of rows moves one."""
 
 
 def most_tiles(rows: int, experts: int, tile_rows: int = TILE_ROWS) -> int:
@@ -20,6 +23,12 @@ def map_sizes(rows: int, experts: int, tile_rows: int = TILE_ROWS) -> tuple[int,
     return experts, experts, most, most, 1
 
 
+def with_room(entries: int) -> int:
+    """Entries that a part of the map takes."""
+    return -(-entries // TOGETHER) * TOGETHER
+
+
 def kept(rows: int, experts: int, channels: int, projected: int, *, narrow: int, wide: int) -> int:
     """Bytes that `fused` keeps for backward: rows, projections, probabilities, and the map of tiles."""
-    return rows * ((channels + projected) * narrow + wide) + sum(map_sizes(rows, experts)) * MAP_ENTRY
+    of_map = sum(map(with_room, map_sizes(rows, experts))) * MAP_ENTRY
+    return rows * ((channels + projected) * narrow + wide) + of_map

@@ -17,6 +17,7 @@ from torch import Tensor
 from braid.kernels.grouped_mlp.device.formulas import activate, activate_backward
 from braid.kernels.grouped_mlp.device.rows import Formula
 from braid.kernels.grouped_mlp.device.tiles import Tiles
+from braid.kernels.launch import Launcher, parts_of, power_of_two
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,20 +33,25 @@ USUAL = ElementVariant()
 
 
 def activated(
-    h: Tensor, probs_N: Tensor, tiles: Tiles, formula: Formula, variant: ElementVariant = USUAL
+    launch: Launcher,
+    h: Tensor,
+    probs_N: Tensor,
+    tiles: Tiles,
+    formula: Formula,
+    variant: ElementVariant = USUAL,
 ) -> Tensor:
     """Ffn channels times each row's probability, of projections N, F · G."""
     rows, projected = h.shape
     ffn, v = projected // formula.projections, variant
     a_NF = torch.empty(rows, ffn, dtype=h.dtype, device=h.device)
-    _activated[(triton.cdiv(rows, v.rows), triton.cdiv(ffn, v.columns))](
-        h, probs_N, a_NF, tiles.ends_E, len(tiles.ends_E), ffn,
-        ROWS=v.rows, COLS=v.columns, G=formula.projections, **formula.constants, num_warps=v.warps,
-    )  # fmt: skip
+    grid = (parts_of(rows, v.rows), parts_of(ffn, v.columns))
+    tensors, numbers = (h, probs_N, a_NF, tiles.ends_E), (len(tiles.ends_E), ffn)
+    launch(_activated, grid, tensors, numbers, _constants(v, formula), warps=v.warps)
     return a_NF
 
 
 def activated_backward(
+    launch: Launcher,
     da_NF: Tensor,
     h: Tensor,
     probs_N: Tensor,
@@ -59,14 +65,18 @@ def activated_backward(
     v = variant
     dh, a_NF = torch.empty_like(h), torch.empty_like(da_NF)
     dprobs_N = torch.empty(rows, dtype=torch.float32, device=h.device)
-    _activated_backward[(triton.cdiv(rows, v.rows),)](
-        da_NF, h, probs_N, dh, a_NF, dprobs_N, tiles.ends_E, len(tiles.ends_E), ffn,
-        ROWS=v.rows, COLS=v.columns, G=formula.projections, **formula.constants, num_warps=v.warps,
-    )  # fmt: skip
+    tensors, numbers = (da_NF, h, probs_N, dh, a_NF, dprobs_N, tiles.ends_E), (len(tiles.ends_E), ffn)
+    grid = (parts_of(rows, v.rows), 1)
+    launch(_activated_backward, grid, tensors, numbers, _constants(v, formula), warps=v.warps)
     return dh, a_NF, dprobs_N
 
 
+def _constants(variant: ElementVariant, formula: Formula) -> dict[str, object]:
+    return {"ROWS": variant.rows, "COLS": variant.columns, "G": formula.projections, **formula.constants}
+
+
 def bias_gradient(
+    launch: Launcher,
     grad_NO: Tensor,
     tiles: Tiles,
     out_EO: Tensor,
@@ -79,29 +89,27 @@ def bias_gradient(
     """Write, or add to what is there, the sum over each expert's rows; each as often as its probability says,
     where there are probabilities."""
     experts, channels = out_EO.shape
-    _bias_gradient[(experts, triton.cdiv(channels, columns))](
-        grad_NO,
-        probs_N,
-        out_EO,
-        tiles.ends_E,
-        channels,
-        ACCUMULATE=accumulate,
-        ROWS=rows,
-        COLS=columns,
-        num_warps=4,
-    )
+    grid, tensors = (experts, parts_of(channels, columns)), (grad_NO, probs_N, out_EO, tiles.ends_E)
+    constants = {"ACCUMULATE": accumulate, "ROWS": rows, "COLS": columns}
+    launch(_bias_gradient, grid, tensors, (channels,), constants, warps=4)
 
 
 def bias_to_probabilities(
-    dy_NO: Tensor, bias_EO: Tensor, dprobs_N: Tensor, tiles: Tiles, *, rows: int = 4, columns: int = 512
+    launch: Launcher,
+    dy_NO: Tensor,
+    bias_EO: Tensor,
+    dprobs_N: Tensor,
+    tiles: Tiles,
+    *,
+    rows: int = 4,
+    columns: int = 512,
 ) -> None:
     """Add to the gradients of probabilities what a bias that is times the probability adds."""
     count, channels = dy_NO.shape
     experts = len(bias_EO)
-    _bias_to_probabilities[(triton.cdiv(count, rows),)](
-        dy_NO, bias_EO, dprobs_N, tiles.ends_E, experts, channels,
-        WIDTH=triton.next_power_of_2(experts), ROWS=rows, COLS=columns, num_warps=4,
-    )  # fmt: skip
+    grid, tensors = (parts_of(count, rows), 1), (dy_NO, bias_EO, dprobs_N, tiles.ends_E)
+    constants = {"WIDTH": power_of_two(experts), "ROWS": rows, "COLS": columns}
+    launch(_bias_to_probabilities, grid, tensors, (experts, channels), constants, warps=4)
 
 
 # --------------------------------------------------------------------------------------------- kernels

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from braid.kernels import cuda
 from braid.kernels.grouped_mlp.device.ragged import extent
-from braid.kernels.grouped_mlp.device.rows import programs
 from braid.kernels.grouped_mlp.device.tiles import Tiles
 from braid.kernels.grouped_mlp.device.variants import KeeperVariant
+from braid.kernels.launch import Launcher, parts_of
 
 ROWS, COLUMNS = 128, 256
 """Channels O and I of a tile."""
@@ -39,17 +39,24 @@ def takes(out_EOI: Tensor) -> bool:
 
 
 def weight_gradient(
-    grad_NO: Tensor, x_NI: Tensor, tiles: Tiles, out_EOI: Tensor, variant: KeeperVariant, *, accumulate: bool
+    launch: Launcher,
+    grad_NO: Tensor,
+    x_NI: Tensor,
+    tiles: Tiles,
+    out_EOI: Tensor,
+    variant: KeeperVariant,
+    *,
+    accumulate: bool,
 ) -> None:
     """Write the float32 gradient of every expert's weights, or add it to what is there. An expert without rows
     gets zeros, or keeps what it has."""
     experts, channels_o, channels_i = out_EOI.shape
-    count = experts * -(-channels_o // ROWS) * -(-channels_i // COLUMNS)
+    count = experts * parts_of(channels_o, ROWS) * parts_of(channels_i, COLUMNS)
     kernel = cuda.loaded(source(variant, accumulate=accumulate), x_NI.device)
     maps = (_rows(grad_NO, ROWS), _rows(x_NI, COLUMNS), _sums(out_EOI))
     taken = torch.zeros(1, dtype=torch.int64, device=x_NI.device)
     kernel(
-        min(count, programs(x_NI.device, 1)),
+        min(count, launch.multiprocessors(x_NI.device)),
         (*maps, tiles.ends_E, tiles.by_size_E, taken, experts, channels_o, channels_i),
         torch.cuda.current_stream(x_NI.device).cuda_stream,
     )

@@ -9,6 +9,8 @@ Shapes: N rows, E experts, O and I channels of the weight.
 
 from __future__ import annotations
 
+from functools import cache
+
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -22,41 +24,49 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from braid.kernels.grouped_mlp.device.ragged import extent
-from braid.kernels.grouped_mlp.device.rows import programs
 from braid.kernels.grouped_mlp.device.tiles import Tiles
 from braid.kernels.grouped_mlp.device.variants import RelayVariant
+from braid.kernels.launch import Launcher, parts_of
 
 WARPS = 4
 """Of each group."""
 
 
 def weight_gradient(
-    grad_NO: Tensor, x_NI: Tensor, tiles: Tiles, out_EOI: Tensor, variant: RelayVariant, *, accumulate: bool
+    launch: Launcher,
+    grad_NO: Tensor,
+    x_NI: Tensor,
+    tiles: Tiles,
+    out_EOI: Tensor,
+    variant: RelayVariant,
+    *,
+    accumulate: bool,
 ) -> None:
     """Write the float32 gradient of every expert's weights, or add it to what is there. An expert without rows
     gets zeros, or keeps what it has."""
     v = variant
     experts, channels_o, channels_i = out_EOI.shape
-    count = experts * -(-channels_o // v.rows) * -(-channels_i // v.columns)
-    _weight_gradient[(min(count, programs(x_NI.device, 1)),)](
-        ragged(grad_NO, v.depth, v.rows // 2),
-        ragged(x_NI, v.depth, v.columns),
-        out_EOI,
-        tiles.ends_E,
-        tiles.by_size_E,
-        experts,
-        channels_o,
-        channels_i,
-        BM=v.rows,
-        BN=v.columns,
-        BK=v.depth,
-        STAGES=v.stages,
-        GROUP=v.group,
-        AHEAD=v.ahead if accumulate else 0,
-        TAKERS=v.takers,
-        ACCUMULATE=accumulate,
-        EVEN=channels_o % v.rows == 0 and channels_i % v.columns == 0,
-        num_warps=WARPS,
+    count = experts * parts_of(channels_o, v.rows) * parts_of(channels_i, v.columns)
+    constants = {
+        "BM": v.rows,
+        "BN": v.columns,
+        "BK": v.depth,
+        "STAGES": v.stages,
+        "GROUP": v.group,
+        "AHEAD": v.ahead if accumulate else 0,
+        "TAKERS": v.takers,
+        "ACCUMULATE": accumulate,
+        "EVEN": channels_o % v.rows == 0 and channels_i % v.columns == 0,
+        "num_warps": WARPS,
+    }
+    operands = (ragged(grad_NO, v.depth, v.rows // 2), ragged(x_NI, v.depth, v.columns))
+    launch(
+        _weight_gradient,
+        (min(count, launch.multiprocessors(x_NI.device)), 1),
+        (*operands, out_EOI, tiles.ends_E, tiles.by_size_E),
+        (experts, channels_o, channels_i),
+        constants,
+        warps=WARPS,
     )
 
 
@@ -65,6 +75,7 @@ def ragged(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
     return TensorDescriptor(x, *extent(x), [1, 1, rows, columns], shared_layout(columns, 4))
 
 
+@cache
 def shared_layout(columns: int, rank: int) -> gl.NVMMASharedLayout:
     """How tiles of so many columns in bfloat16 lie on the chip for products."""
     return gl.NVMMASharedLayout(swizzle_byte_width=min(128, 2 * columns), element_bitwidth=16, rank=rank)

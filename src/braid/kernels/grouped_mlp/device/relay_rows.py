@@ -9,8 +9,6 @@ Shapes: N rows, E experts, F ffn channels, I channels in and O out of any produc
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -25,33 +23,48 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from braid.kernels.grouped_mlp.device.relay import WARPS, ragged, shared_layout, side_by_side
-from braid.kernels.grouped_mlp.device.rows import Formula, programs
+from braid.kernels.grouped_mlp.device.rows import Formula
 from braid.kernels.grouped_mlp.device.tiles import Tiles
 from braid.kernels.grouped_mlp.device.variants import RelayRowVariant
+from braid.kernels.launch import Launcher, parts_of
 
 
 def multiply(
-    x_NI: Tensor, weight: Tensor, tiles: Tiles, variant: RelayRowVariant, *, transposed: bool
+    launch: Launcher,
+    x_NI: Tensor,
+    weight: Tensor,
+    tiles: Tiles,
+    variant: RelayRowVariant,
+    *,
+    transposed: bool,
 ) -> Tensor:
     """As `rows.multiply`, without biases."""
     channels_out = weight.shape[1 if transposed else 2]
     y_NO = torch.empty(len(x_NI), channels_out, dtype=x_NI.dtype, device=x_NI.device)
-    _run("plain", x_NI, weight, tiles, variant, transposed, (y_NO, None, None, None, None), Formula.none())
+    results = (y_NO, None, None, None, None)
+    _run(launch, "plain", x_NI, weight, tiles, variant, transposed, results, Formula.none())
     return y_NO
 
 
 def multiply_activate(
-    x_NI: Tensor, w_in: Tensor, probs_N: Tensor, tiles: Tiles, formula: Formula, variant: RelayRowVariant
+    launch: Launcher,
+    x_NI: Tensor,
+    w_in: Tensor,
+    probs_N: Tensor,
+    tiles: Tiles,
+    formula: Formula,
+    variant: RelayRowVariant,
 ) -> tuple[Tensor, Tensor]:
     """As `rows.multiply_activate`, without biases."""
     rows, projected = len(x_NI), w_in.shape[1]
     h = torch.empty(rows, projected, dtype=x_NI.dtype, device=x_NI.device)
     a = torch.empty(rows, projected // 2, dtype=x_NI.dtype, device=x_NI.device)
-    _run("activate", x_NI, w_in, tiles, variant, True, (h, a, None, probs_N, None), formula)
+    _run(launch, "activate", x_NI, w_in, tiles, variant, True, (h, a, None, probs_N, None), formula)
     return h, a
 
 
 def multiply_activate_backward(
+    launch: Launcher,
     dy_NI: Tensor,
     w_down_EIF: Tensor,
     h: Tensor,
@@ -64,8 +77,9 @@ def multiply_activate_backward(
     rows, ffn = len(dy_NI), w_down_EIF.shape[2]
     dh = torch.empty_like(h)
     a_NF = torch.empty(rows, ffn, dtype=h.dtype, device=h.device)
-    sums = torch.empty(-(-ffn // variant.columns), rows, dtype=torch.float32, device=h.device)
-    _run("gradient", dy_NI, w_down_EIF, tiles, variant, False, (dh, a_NF, h, probs_N, sums), formula)
+    sums = torch.empty(parts_of(ffn, variant.columns), rows, dtype=torch.float32, device=h.device)
+    results = (dh, a_NF, h, probs_N, sums)
+    _run(launch, "gradient", dy_NI, w_down_EIF, tiles, variant, False, results, formula)
     return dh, a_NF, sums.sum(0)
 
 
@@ -76,6 +90,7 @@ def takers(what: str) -> int:
 
 
 def _run(
+    launch: Launcher,
     what: str,
     x_NI: Tensor,
     weight: Tensor,
@@ -89,31 +104,34 @@ def _run(
     rows, channels_in = x_NI.shape
     channels_out = weight.shape[1 if transposed else 2]
     block = [v.columns, v.depth] if transposed else [v.depth, v.columns]
-    constants: dict[str, Any] = {"ALPHA": formula.alpha, "LIMIT": formula.limit, "OFFSET": formula.offset}
-    _multiply_rows[(min(tiles.most * -(-channels_out // v.columns), programs(x_NI.device, 1)),)](
+    tensors = (
         ragged(x_NI, tiles.tile_rows // 2, v.depth),
         TensorDescriptor(
             weight, list(weight.shape), list(weight.stride()), [1, *block], shared_layout(block[1], 3)
         ),
         *results,
-        rows,
         tiles.expert_T,
         tiles.row_T,
         tiles.count_1,
         tiles.ends_E,
-        channels_out,
-        channels_in,
-        WHAT=what,
-        TRANSPOSED=transposed,
-        BM=tiles.tile_rows,
-        BN=v.columns,
-        BK=v.depth,
-        STAGES=v.stages,
-        TAKERS=takers(what),
-        EVEN=channels_out % v.columns == 0,
-        **constants,
-        num_warps=WARPS,
     )
+    constants = {
+        "WHAT": what,
+        "TRANSPOSED": transposed,
+        "BM": tiles.tile_rows,
+        "BN": v.columns,
+        "BK": v.depth,
+        "STAGES": v.stages,
+        "TAKERS": takers(what),
+        "EVEN": channels_out % v.columns == 0,
+        "ALPHA": formula.alpha,
+        "LIMIT": formula.limit,
+        "OFFSET": formula.offset,
+        "num_warps": WARPS,
+    }
+    most = tiles.most * parts_of(channels_out, v.columns)
+    grid = (min(most, launch.multiprocessors(x_NI.device)), 1)
+    launch(_multiply_rows, grid, tensors, (channels_out, channels_in, rows), constants, warps=WARPS)
 
 
 # --------------------------------------------------------------------------------------------- kernels
@@ -425,13 +443,13 @@ def _multiply_rows(
     h,
     probs,
     prob_sums,
-    rows,
     tile_expert,
     tile_row,
     tile_count,
     ends,
     channels_out,
     channels_in,
+    rows,
     WHAT: gl.constexpr,
     TRANSPOSED: gl.constexpr,
     BM: gl.constexpr,

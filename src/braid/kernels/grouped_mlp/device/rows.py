@@ -10,6 +10,7 @@ Shapes: N rows, E experts, F ffn channels, G projections into the ffn, I channel
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +23,7 @@ from braid.kernels.grouped_mlp.device.formulas import activate, activate_backwar
 from braid.kernels.grouped_mlp.device.ragged import ragged, read_rows, write_rows
 from braid.kernels.grouped_mlp.device.tiles import Tiles
 from braid.kernels.grouped_mlp.device.variants import RelayRowVariant, RowVariant, RowWay
+from braid.kernels.launch import Descriptor, Launcher, parts_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +50,7 @@ class Formula:
 
 
 def multiply(
+    launch: Launcher,
     x_NI: Tensor,
     weight: Tensor,
     tiles: Tiles,
@@ -63,27 +66,26 @@ def multiply(
         from braid.kernels.grouped_mlp.device import relay_rows  # Gluon cannot be interpreted
 
         if bias_EO is None and x_NI.dtype == torch.bfloat16:
-            return relay_rows.multiply(x_NI, weight, tiles, variant, transposed=transposed)
+            return relay_rows.multiply(launch, x_NI, weight, tiles, variant, transposed=transposed)
         variant = RowVariant()
     _, channels_in = x_NI.shape
     channels_out = weight.shape[1 if transposed else 2]
     y_NO = torch.empty(len(x_NI), channels_out, dtype=x_NI.dtype, device=x_NI.device)
     v = variant
-    _multiply[_grid(tiles, channels_out, v)](
+    tensors = (
         *_operands(x_NI, weight, tiles, v, transposed),
         ragged(y_NO, tiles.tile_rows, v.columns // v.parts),
         bias_EO,
         probs_N if bias_EO is not None else None,
         *_map_of(tiles),
-        channels_out,
-        channels_in,
-        **_constants(tiles, v),
-        TRANSPOSED=transposed,
     )
+    constants = {**_constants(tiles, v), "TRANSPOSED": transposed}
+    _run(launch, _multiply, tiles, v, tensors, (channels_out, channels_in), constants)
     return y_NO
 
 
 def multiply_activate(
+    launch: Launcher,
     x_NI: Tensor,
     w_in: Tensor,
     probs_N: Tensor,
@@ -98,30 +100,28 @@ def multiply_activate(
         from braid.kernels.grouped_mlp.device import relay_rows  # Gluon cannot be interpreted
 
         if bias is None and formula.kind == "swiglu" and x_NI.dtype == torch.bfloat16:
-            return relay_rows.multiply_activate(x_NI, w_in, probs_N, tiles, formula, variant)
+            return relay_rows.multiply_activate(launch, x_NI, w_in, probs_N, tiles, formula, variant)
         variant = RowVariant()
     rows, channels_in = x_NI.shape
     projected, v = w_in.shape[1], variant
     h = torch.empty(rows, projected, dtype=x_NI.dtype, device=x_NI.device)
     a = torch.empty(rows, projected // formula.projections, dtype=x_NI.dtype, device=x_NI.device)
     part = v.columns // v.parts
-    _multiply_activate[_grid(tiles, projected, v)](
+    tensors = (
         *_operands(x_NI, w_in, tiles, v, transposed=True),
         ragged(h, tiles.tile_rows, part),
         ragged(a, tiles.tile_rows, part // formula.projections),
         bias,
         probs_N,
         *_map_of(tiles),
-        projected,
-        channels_in,
-        **_constants(tiles, v),
-        G=formula.projections,
-        **formula.constants,
     )
+    constants = {**_constants(tiles, v), "G": formula.projections, **formula.constants}
+    _run(launch, _multiply_activate, tiles, v, tensors, (projected, channels_in), constants)
     return h, a
 
 
 def multiply_activate_backward(
+    launch: Launcher,
     dy_NI: Tensor,
     w_down_EIF: Tensor,
     h: Tensor,
@@ -137,43 +137,44 @@ def multiply_activate_backward(
         from braid.kernels.grouped_mlp.device import relay_rows  # Gluon cannot be interpreted
 
         if formula.kind == "swiglu" and h.dtype == torch.bfloat16:
-            return relay_rows.multiply_activate_backward(dy_NI, w_down_EIF, h, probs_N, tiles, formula, variant)
+            return relay_rows.multiply_activate_backward(
+                launch, dy_NI, w_down_EIF, h, probs_N, tiles, formula, variant
+            )
         variant = RowVariant(parts=4)
     rows, channels_in = dy_NI.shape
     ffn, v, gates = w_down_EIF.shape[2], variant, formula.projections
     dh = torch.empty_like(h)
     a_NF = torch.empty(rows, ffn, dtype=h.dtype, device=h.device)
-    sums = torch.empty(triton.cdiv(ffn, v.columns), rows, dtype=torch.float32, device=h.device)
+    sums = torch.empty(parts_of(ffn, v.columns), rows, dtype=torch.float32, device=h.device)
     part = v.columns // v.parts
-    _multiply_activate_backward[_grid(tiles, ffn, v)](
+    tensors = (
         *_operands(dy_NI, w_down_EIF, tiles, v, transposed=False),
         TensorDescriptor.from_tensor(h, [tiles.tile_rows, gates * part]),
         ragged(dh, tiles.tile_rows, gates * part),
         ragged(a_NF, tiles.tile_rows, part),
         probs_N,
         sums,
-        rows,
         *_map_of(tiles),
-        ffn,
-        channels_in,
-        **_constants(tiles, v),
-        G=gates,
-        **formula.constants,
     )
+    constants = {**_constants(tiles, v), "G": gates, **formula.constants}
+    _run(launch, _multiply_activate_backward, tiles, v, tensors, (ffn, channels_in, rows), constants)
     return dh, a_NF, sums.sum(0)
 
 
-def programs(device: torch.device, per_sm: int) -> int:
-    """So many for each multiprocessor. A CPU, where kernels are only interpreted, counts as one that has
-    two."""
-    if device.type != "cuda":
-        return 2
-    return torch.cuda.get_device_properties(device).multi_processor_count * per_sm
-
-
-def _grid(tiles: Tiles, channels_out: int, variant: RowVariant) -> tuple[int]:
-    most = tiles.most * triton.cdiv(channels_out, variant.columns)
-    return (min(most, programs(tiles.ends_E.device, variant.per_sm)) if variant.per_sm else most,)
+def _run(
+    launch: Launcher,
+    kernel: object,
+    tiles: Tiles,
+    variant: RowVariant,
+    tensors: tuple[Tensor | Descriptor | None, ...],
+    numbers: tuple[int, ...],
+    constants: Mapping[str, object],
+) -> None:
+    """The first number is that of channels out."""
+    v, most = variant, tiles.most * parts_of(numbers[0], variant.columns)
+    programs = min(most, launch.multiprocessors(tiles.ends_E.device) * v.per_sm) if v.per_sm else most
+    options = {"warps": v.warps, "stages": v.stages}
+    launch(kernel, (programs, 1), tensors, numbers, constants, **options, registers=v.registers)
 
 
 def _operands(
@@ -197,9 +198,6 @@ def _constants(tiles: Tiles, variant: RowVariant) -> dict[str, object]:
         "BK": variant.depth,
         "PARTS": variant.parts,
         "FLAT": variant.flat,
-        "num_warps": variant.warps,
-        "num_stages": variant.stages,
-        "maxnreg": variant.registers,
     }
 
 
@@ -327,13 +325,13 @@ def _multiply_activate_backward(
     a_desc,
     probs,
     prob_sums,
-    rows,
     tile_expert,
     tile_row,
     tile_count,
     ends,
     channels_out,
     channels_in,
+    rows,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,

@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from braid.kernels.grouped_mlp.sizes import TILE_ROWS, map_sizes
+from braid.kernels.grouped_mlp.sizes import TILE_ROWS, map_sizes, with_room
+from braid.kernels.launch import Launcher, power_of_two
 
 
 class Tiles(NamedTuple):
@@ -36,14 +37,15 @@ class Tiles(NamedTuple):
         return len(self.expert_T)
 
 
-def tiles(counts_E: Tensor, rows: int, tile_rows: int = TILE_ROWS) -> Tiles:
+def tiles(launch: Launcher, counts_E: Tensor, rows: int, tile_rows: int = TILE_ROWS) -> Tiles:
     """The tiles of experts with so many rows each, at most `rows` in all."""
     experts = len(counts_E)
     sizes = map_sizes(rows, experts, tile_rows)
-    parts = torch.empty(sum(sizes), dtype=torch.int32, device=counts_E.device).split(sizes)
-    _tiles[(experts,)](
-        counts_E, *parts, experts, TILE_ROWS=tile_rows, WIDTH=triton.next_power_of_2(experts), num_warps=1
-    )
+    rooms = [with_room(size) for size in sizes]
+    of_map = torch.empty(sum(rooms), dtype=torch.int32, device=counts_E.device)
+    parts = [room[:size] for room, size in zip(of_map.split(rooms), sizes, strict=True)]
+    constants = {"TILE_ROWS": tile_rows, "WIDTH": power_of_two(experts)}
+    launch(_tiles, (experts, 1), (counts_E, *parts), (experts,), constants, warps=1)
     return Tiles._make((*parts, tile_rows))
 
 

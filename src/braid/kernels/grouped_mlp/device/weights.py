@@ -15,12 +15,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from braid.kernels.grouped_mlp.device.formulas import side_by_side
 from braid.kernels.grouped_mlp.device.ragged import ragged, read_rows
-from braid.kernels.grouped_mlp.device.rows import programs
 from braid.kernels.grouped_mlp.device.tiles import Tiles
 from braid.kernels.grouped_mlp.device.variants import KeeperVariant, RelayVariant, WeightVariant, WeightWay
+from braid.kernels.launch import Launcher, parts_of
 
 
 def weight_gradient(
+    launch: Launcher,
     grad_NO: Tensor,
     x_NI: Tensor,
     tiles: Tiles,
@@ -34,7 +35,7 @@ def weight_gradient(
     if not isinstance(variant, WeightVariant):
         from braid.kernels.grouped_mlp.device import keeper, relay  # neither can be interpreted
 
-        given = (grad_NO, x_NI, tiles, out_EOI)
+        given = (launch, grad_NO, x_NI, tiles, out_EOI)
         if x_NI.dtype == torch.bfloat16 and isinstance(variant, KeeperVariant) and keeper.takes(out_EOI):
             return keeper.weight_gradient(*given, variant, accumulate=accumulate)
         if x_NI.dtype == torch.bfloat16 and out_EOI.dtype == torch.float32:
@@ -43,31 +44,36 @@ def weight_gradient(
         variant = WeightVariant()
     v = variant
     experts, channels_o, channels_i = out_EOI.shape
-    count = experts * triton.cdiv(channels_o, v.rows) * triton.cdiv(channels_i, v.columns)
-    even = channels_o % v.rows == 0 and channels_i % v.columns == 0
+    count = experts * parts_of(channels_o, v.rows) * parts_of(channels_i, v.columns)
+    programs = min(count, launch.multiprocessors(x_NI.device) * v.per_sm) if v.per_sm else count
     by_pointers = v.leave == "pointers"
-    kernel = _weight_gradient_flat if v.flat else _weight_gradient
-    kernel[(min(count, programs(x_NI.device, v.per_sm)) if v.per_sm else count,)](
+    constants = {
+        "BM": v.rows,
+        "BN": v.columns,
+        "BK": v.depth,
+        "PARTS": v.parts,
+        "EARLY": v.early if accumulate and not v.flat else 0,
+        "GROUP": v.group,
+        "ACCUMULATE": accumulate,
+        "POINTERS": by_pointers,
+        "EVEN": channels_o % v.rows == 0 and channels_i % v.columns == 0,
+    }
+    tensors = (
         ragged(grad_NO, v.depth, v.rows),
         ragged(x_NI, v.depth, v.columns),
         out_EOI if by_pointers else TensorDescriptor.from_tensor(out_EOI, [1, v.rows, v.columns // v.parts]),
         tiles.ends_E,
         tiles.by_size_E,
-        experts,
-        channels_o,
-        channels_i,
-        BM=v.rows,
-        BN=v.columns,
-        BK=v.depth,
-        PARTS=v.parts,
-        EARLY=v.early if accumulate and not v.flat else 0,
-        GROUP=v.group,
-        ACCUMULATE=accumulate,
-        POINTERS=by_pointers,
-        EVEN=even,
-        num_warps=v.warps,
-        num_stages=v.stages,
-        maxnreg=v.registers,
+    )
+    launch(
+        _weight_gradient_flat if v.flat else _weight_gradient,
+        (programs, 1),
+        tensors,
+        (experts, channels_o, channels_i),
+        constants,
+        warps=v.warps,
+        stages=v.stages,
+        registers=v.registers,
     )
     return None
 
