@@ -173,8 +173,10 @@ def _run(
     """The first number is that of channels out."""
     v, most = variant, tiles.most * parts_of(numbers[0], variant.columns)
     programs = min(most, launch.multiprocessors(tiles.ends_E.device) * v.per_sm) if v.per_sm else most
-    options = {"warps": v.warps, "stages": v.stages}
-    launch(kernel, (programs, 1), tensors, numbers, constants, **options, registers=v.registers)
+    launch(
+        kernel, (programs, 1), tensors, numbers, constants,
+        warps=v.warps, stages=v.stages, registers=v.registers,
+    )  # fmt: skip
 
 
 def _operands(
