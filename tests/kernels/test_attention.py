@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.nn import functional as F
 
 from braid.kernels import attention
 from braid.kernels.attention import attend_cached, reference, sdpa, spans_of
@@ -145,6 +148,22 @@ def test_pieces_cover_every_token_once_and_never_share_a_document(rows: list[lis
 def test_a_document_that_returns_in_the_same_row_is_another_document() -> None:
     documents = torch.tensor([[0, 1, 0]])
     assert spans_of(documents, None, CPU).runs_BT.tolist() == [[0, 1, 2]]
+
+
+@pytest.mark.parametrize(("documents", "cudnn"), [(packed(300), {True}), (packed(300, 40, 50, 210), {False})])
+def test_on_a_gpu_packed_rows_never_meet_cudnn(documents: Tensor, cudnn: set[bool]) -> None:
+    """It would build a plan for every new length of a document. Tensors without data stand in for a GPU's."""
+    met = set()
+
+    def asked(q: Tensor, k: Tensor, v: Tensor, **_: object) -> Tensor:
+        met.add(torch.backends.cuda.cudnn_sdp_enabled())
+        return q
+
+    spans = spans_of(documents, None, CPU)
+    with FakeTensorMode(), mock.patch.object(F, "scaled_dot_product_attention", asked):
+        q, k, v = (torch.empty(2, 300, heads, 8, device="cuda") for heads in (4, 2, 2))
+        assert sdpa.attend(q, k, v, spans).shape == q.shape
+    assert met == cudnn
 
 
 def test_the_choice_says_why() -> None:

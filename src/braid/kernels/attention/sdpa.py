@@ -3,6 +3,10 @@
 Rows of one document each go through one call. Packed rows are cut at document boundaries, so that the cost
 is the sum of the documents' squares and no mask of B · T · T exists.
 
+On a GPU, pieces never go to cuDNN. It is the fastest for a shape that repeats, as whole rows do, but builds
+an execution plan for every shape it has not met: 115 to 140 ms of host time on an H200 for each new length of
+a document, which is most of a step. FlashAttention and the memory-efficient kernel take any length.
+
 Shapes: B rows, T tokens, L tokens of one piece, Q query heads, K key-value heads, D channels of a query or key
 head, V channels of a value head, W the wider of the two.
 """
@@ -12,8 +16,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from braid.kernels.attention.spans import Piece, Spans
+
+ANY_LENGTH = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
+"""Kernels that prepare nothing for a length they have not met."""
 
 
 def attend(q_BTQD: Tensor, k_BTKD: Tensor, v_BTKV: Tensor, spans: Spans, scale: float | None = None) -> Tensor:
@@ -22,8 +30,22 @@ def attend(q_BTQD: Tensor, k_BTKD: Tensor, v_BTKV: Tensor, spans: Spans, scale: 
         return _attend_piece(q_BTQD, k_BTKD, v_BTKV, spans.rows, scale)
     lengths = [piece.length for piece in spans.pieces]
     cut = zip(*(x.flatten(0, 1).unsqueeze(0).split(lengths, 1) for x in (q_BTQD, k_BTKD, v_BTKV)), strict=True)
-    y_1LQV = [_attend_piece(q, k, v, piece, scale) for (q, k, v), piece in zip(cut, spans.pieces, strict=True)]
+    attend_one = _attend_any_length if q_BTQD.device.type == "cuda" else _attend_piece
+    y_1LQV = [attend_one(q, k, v, piece, scale) for (q, k, v), piece in zip(cut, spans.pieces, strict=True)]
     return torch.cat(y_1LQV, 1).view(*q_BTQD.shape[:-1], v_BTKV.shape[-1])
+
+
+def _attend_any_length(
+    q_BLQD: Tensor, k_BLKD: Tensor, v_BLKV: Tensor, piece: Piece, scale: float | None
+) -> Tensor:
+    """Without cuDNN. Backward runs the kernel that forward has chosen."""
+    if piece.mask_LL is not None:
+        # The memory-efficient kernel is the one that takes masks, and it needs a key head for each query head;
+        # otherwise torch falls back to writing out all scores.
+        repeats = q_BLQD.shape[2] // k_BLKD.shape[2]
+        k_BLKD, v_BLKV = (x.repeat_interleave(repeats, 2) for x in (k_BLKD, v_BLKV))
+    with sdpa_kernel(list(ANY_LENGTH)):
+        return _attend_piece(q_BLQD, k_BLKD, v_BLKV, piece, scale)
 
 
 def _attend_piece(q_BLQD: Tensor, k_BLKD: Tensor, v_BLKV: Tensor, piece: Piece, scale: float | None) -> Tensor:
@@ -38,7 +60,7 @@ def _attend_piece(q_BLQD: Tensor, k_BLKD: Tensor, v_BLKV: Tensor, piece: Piece, 
         scale=qk_dim**-0.5 if scale is None else scale,
         enable_gqa=q_BLQD.shape[2] != k_BLKD.shape[2],
     )
-    return y_BQLW[..., :v_dim].transpose(1, 2)
+    return y_BQLW.narrow(-1, 0, v_dim).transpose(1, 2)
 
 
 def _widened(x_BLHD: Tensor, channels: int) -> Tensor:
