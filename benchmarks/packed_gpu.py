@@ -16,14 +16,22 @@ import json
 import random
 import statistics
 import tempfile
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks import machine
 from braid.architecture import Attention, Mlp, Model, Moe
-from braid.cli import main as braid
+from braid.collectives import Groups
 from braid.config import Data, Optim, Run, Train
 from braid.data import ByteTokenizer, build
+from braid.plan import plan
+from braid.train import make_state
+from braid.train import state as states
+from braid.train.device import choose_device, set_arithmetic
+from braid.train.feed import open_feed
+from braid.train.step import train_step
 
 STEPS, WARM_UP = 14, 4
 
@@ -45,58 +53,53 @@ _WIDTH: Any = {"hidden": 2048, "vocab": 32000, "tied": False}
 
 
 def _run(model: Model) -> Run:
-    return Run(
-        model=model,
-        data=Data(sequence_tokens=4096),
-        optim=Optim(lr=1e-4),
-        train=Train(
-            steps=STEPS,
-            batch_samples=4,
-            micro_batches=1,
-            dtype="bf16",
-            eval_samples=0,
-            log_every=1,
-            save_every=0,
-        ),
-    )
+    train = Train(steps=STEPS, batch_samples=4, micro_batches=1, dtype="bf16", eval_samples=0)
+    return Run(model=model, optim=Optim(lr=1e-4), train=train)
 
 
-def make_corpora(root: Path) -> dict[str, tuple[str, ...]]:
-    """The options that choose each corpus."""
-    lengths, left = random.Random(0), 1 << 21
+def make_corpora(root: Path) -> dict[str, Data]:
+    """What a run reads, by the corpus's name."""
+    chosen, left, number = random.Random(0), 1 << 21, 0
     for name in ("short", "whole"):
         (root / name).mkdir()
-    number = 0
     while left > 0:
-        length = 16 + int(lengths.expovariate(1 / 1500))
-        (root / "short" / f"{number:05}.txt").write_text("".join(lengths.choices("abcdefgh \n", k=length)))
+        length = 16 + int(chosen.expovariate(1 / 1500))
+        (root / "short" / f"{number:05}.txt").write_text("".join(chosen.choices("abcdefgh \n", k=length)))
         left, number = left - length, number + 1
-    (root / "whole" / "all.txt").write_text("".join(lengths.choices("abcdefgh \n", k=1 << 21)))
-    built = {
-        name: build(root / name, root / f"{name}-tokens", ByteTokenizer()).output for name in ("short", "whole")
-    }
-    return {"library": ()} | {name: ("--data.sources", str(path)) for name, path in built.items()}
+    (root / "whole" / "all.txt").write_text("".join(chosen.choices("abcdefgh \n", k=1 << 21)))
+    corpora = {"library": Data(sequence_tokens=4096)}
+    for name in ("short", "whole"):
+        built = build(root / name, root / f"{name}-tokens", ByteTokenizer()).output
+        corpora[name] = Data(sequence_tokens=4096, sources=(str(built),))
+    return corpora
 
 
-def step_seconds(shape: str, folder: Path, options: tuple[str, ...]) -> list[float]:
-    """Of every step, as the run's own metrics have them."""
-    code = braid(["train", f"{__file__}:{shape}", "--out", str(folder), "--device", "cuda", *options])
-    assert code == 0, f"braid train ended with {code}"
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [4 * 4096 / line["tokens_per_s"] for line in lines]
+def step_seconds(run: Run, folder: Path) -> list[float]:
+    """Of every step, with all that a step of the loop does."""
+    device = choose_device("cuda")
+    set_arithmetic(deterministic=False)
+    state = make_state(plan(run, 1), device, Groups())
+    states.initialize(state, run)
+    feed, rate, seconds = open_feed(run, folder), 1e-4, []
+    for _ in range(run.train.steps):
+        started = time.perf_counter()
+        train_step(state, run, feed.train, rate)
+        device.synchronize()
+        seconds.append(time.perf_counter() - started)
+    return seconds
 
 
 def measure() -> dict[str, Any]:
     figures: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as root:
         corpora = make_corpora(Path(root))
-        for shape in ("llama", "qwen3moe"):
+        for shape in (llama, qwen3moe):
             seconds = {
-                name: step_seconds(shape, Path(root) / f"{shape}-{name}", o) for name, o in corpora.items()
+                name: step_seconds(replace(shape(), data=data), Path(root)) for name, data in corpora.items()
             }
             steady = {name: each[WARM_UP:] for name, each in seconds.items()}
             median = {name: statistics.median(each) for name, each in steady.items()}
-            figures[shape] = {
+            figures[shape.__name__] = {
                 name: {
                     "median_ms": round(1e3 * median[name], 1),
                     "slowest": round(max(steady[name]) / median[name], 3),
