@@ -1,18 +1,22 @@
 """The rules of the house: who may import whom, and how large things may grow.
 
-The floors come from the picture in docs/architecture.md, so that the picture cannot drift from the code.
+The floors come from the picture in docs/architecture.md, so that the picture cannot drift from the code. Each
+rule is one test over all files; it lists everything that breaks the rule, a line each.
 """
 
 import ast
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "braid"
+MOST_LINES = 600
+MOST_LINES_OF_A_FUNCTION = 80
 PYTHON_FILES = sorted(
     path
     for folder in ("src", "tests", "scripts", "benchmarks")
@@ -44,8 +48,7 @@ def imported(path: Path, *, at_load: bool) -> set[str]:
     for node in nodes:
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import"
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
             names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
     return names
 
@@ -77,43 +80,75 @@ def test_floors_ascend_in_the_picture():
     assert floors == sorted(floors)
 
 
-@pytest.mark.parametrize("room", [room for _, room in rooms()])
-def test_no_room_imports_upwards(room):
+def test_no_room_imports_upwards():
     order = [name for _, name in rooms()]
-    below = set(order[: order.index(room) + 1])
-    for path in source_files(room):
-        used = {name.split(".")[1] for name in imported(path, at_load=False) if name.startswith("braid.")}
-        upwards = (used & set(order)) - below
-        assert not upwards, f"{path.relative_to(ROOT)} imports {sorted(upwards)}, which stand above {room}"
+    findings = []
+    for floor, room in enumerate(order):
+        above = set(order[floor + 1 :])
+        for path in source_files(room):
+            used = {name.split(".")[1] for name in imported(path, at_load=False) if name.startswith("braid.")}
+            if upwards := used & above:
+                findings.append(f"{path.relative_to(ROOT)} imports {sorted(upwards)}, which stand above {room}")
+    assert not findings, listed(findings)
 
 
-@pytest.mark.parametrize("room", [room for floor, room in rooms() if floor <= 3])
-def test_lower_floors_load_nothing_but_torch_numpy_and_triton(room):
-    for path in source_files(room):
+def test_no_import_is_relative():
+    findings = [
+        f"{path.relative_to(ROOT)}:{node.lineno}: relative import"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and node.level
+    ]
+    assert not findings, listed(findings)
+
+
+def test_lower_floors_load_nothing_but_torch_numpy_and_triton():
+    findings = []
+    for path in (path for floor, room in rooms() if floor <= 3 for path in source_files(room)):
         top = {name.split(".")[0] for name in imported(path, at_load=True)}
-        foreign = top - LOADED_ON_LOWER_FLOORS - sys.stdlib_module_names
-        assert not foreign, f"{path.relative_to(ROOT)} loads {sorted(foreign)}; import it where it is used"
+        if foreign := top - LOADED_ON_LOWER_FLOORS - sys.stdlib_module_names:
+            findings.append(f"{path.relative_to(ROOT)} loads {sorted(foreign)}; import it where it is used")
+    assert not findings, listed(findings)
 
 
-@pytest.mark.parametrize("module", [f"braid.{room}" for floor, room in rooms() if floor == 0])
-def test_floor_0_does_not_load_torch(module):
-    code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+def test_floor_0_does_not_load_torch():
+    findings = []
+    for module in (f"braid.{room}" for floor, room in rooms() if floor == 0):
+        code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+        if subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode:
+            findings.append(f"{module} loads torch or numpy, or cannot be loaded")
+    assert not findings, listed(findings)
 
 
-@pytest.mark.parametrize("path", PYTHON_FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_files_and_functions_stay_small_and_share_no_state(path):
-    text = path.read_text()
-    tree = ast.parse(text)
-    assert text.count("\n") <= 600, "over 600 lines"
+def test_files_and_functions_stay_small_and_share_no_state():
+    findings = [
+        f"{path.relative_to(ROOT)}:{finding}"
+        for path in PYTHON_FILES
+        for finding in faults(path.read_text(), of_the_package=path.is_relative_to(PACKAGE))
+    ]
+    assert not findings, listed(findings)
+
+
+def listed(findings: list[str]) -> str:
+    """All findings, a line each."""
+    return "\n".join([f"{len(findings)} found:", *findings])
+
+
+def faults(text: str, *, of_the_package: bool) -> Iterator[str]:
+    """What is too large in a file, and what it shares, as `line: what`."""
+    tree, lines = ast.parse(text), text.count("\n")
+    if lines > MOST_LINES:
+        yield f"{lines}: over {MOST_LINES} lines"
     for node in ast.walk(tree):
-        assert not isinstance(node, ast.Global), f"line {node.lineno}: global"
+        if isinstance(node, ast.Global):
+            yield f"{node.lineno}: global"
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             lines = node.end_lineno - node.lineno + 1
-            assert lines <= 80, f"line {node.lineno}: {node.name} has {lines} lines"
-    if path.is_relative_to(PACKAGE):
-        for node in tree.body:
-            assert not _is_mutable_constant(node), f"line {node.lineno}: mutable state of the module"
+            if lines > MOST_LINES_OF_A_FUNCTION:
+                yield f"{node.lineno}: {node.name} has {lines} lines, over {MOST_LINES_OF_A_FUNCTION}"
+    for node in tree.body if of_the_package else ():
+        if _is_mutable_constant(node):
+            yield f"{node.lineno}: mutable state of the module"
 
 
 def _is_mutable_constant(node: ast.stmt) -> bool:
@@ -131,3 +166,14 @@ def _is_mutable_constant(node: ast.stmt) -> bool:
 @pytest.mark.parametrize("code", ["X = []", "X: dict = {}", "X = set()", "X = collections.defaultdict(list)"])
 def test_the_check_for_module_state_can_fail(code):
     assert _is_mutable_constant(ast.parse(code).body[0])
+
+
+def test_every_fault_of_a_file_is_found():
+    text = "X = []\n\n\ndef f():\n    global X\n" + "    pass\n" * 600
+    assert list(faults(text, of_the_package=True)) == [
+        "605: over 600 lines",
+        "4: f has 602 lines, over 80",
+        "5: global",
+        "1: mutable state of the module",
+    ]
+    assert len(list(faults(text, of_the_package=False))) == 3
