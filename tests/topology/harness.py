@@ -164,7 +164,8 @@ def trained(state: State, feed: Feed, task: Task) -> Told:
     assert feed.validation is not None
     told.val_loss = evaluate(state, run, feed.validation)
     told.gradients = parts(state, optimizer.first or {})
-    clipped = max(1.0, told.figures[0]["gradient norm"] / run.optim.clip)
+    longest = run.optim.clip
+    clipped = max(1.0, told.figures[0]["gradient norm"] / longest) if longest else 1.0  # 0 does not clip
     for _, gradient in told.gradients.values():
         gradient.mul_(clipped)
     told.weights = parts(state, state.weights())

@@ -8,6 +8,7 @@ loss, and every tensor of the checkpoint, the optimizer's moments among them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import combinations, product
 from pathlib import Path
 from typing import get_args
@@ -21,7 +22,7 @@ from braid.plan import check
 from tests.ranks import run_ranks
 from tests.topology.cases import MODELS, run_of
 from tests.topology.compare import FP64_BOUND, deviations, red, told
-from tests.topology.harness import Outcome, Task, outcome, train_each
+from tests.topology.harness import Outcome, Task, alone, outcome, train_each
 from tests.topology.matrix import DISPATCHERS, LONG, QUICK, Batch, Topology
 from tests.topology.report import add_topology
 
@@ -55,6 +56,20 @@ def test_the_topology_does_not_change_the_answer(batch, reference, corpus, tmp_p
 @pytest.mark.parametrize("batch", LONG, ids=str)
 def test_no_other_topology_changes_the_answer(batch, reference, corpus, tmp_path, request):
     compare(batch, reference(batch.model, **batch.step), corpus, tmp_path, request.node)
+
+
+def test_a_run_that_does_not_clip_has_the_same_answer_on_ranks(reference, corpus):
+    """Gradients are compared as they were before clipping, so these are those of the run that clips."""
+    clipped, run = reference("latent"), run_of("latent", corpus)
+    unclipped = replace(run, optim=replace(run.optim, clip=0.0))
+    task = Task(run=Topology(world=2, words="tp2 ep2").of(unclipped))
+    sound = alone(Task(run=unclipped))
+    found = outcome([told for (told,) in run_ranks(2, train_each, [task])], sound.shapes, task)
+    assert not red(deviations(found, sound), FP64_BOUND)
+    assert clipped.figures[0]["gradient norm"] > run.optim.clip
+    differing = set(red(deviations(clipped, sound), FP64_BOUND))
+    assert differing.isdisjoint({"first loss", "gradients", "gradient norm"})
+    assert differing >= {"later figures", "weights"}
 
 
 def divisors(number: int) -> list[int]:
