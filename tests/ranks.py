@@ -1,8 +1,9 @@
 """Run a function on N gloo ranks: `run_ranks(4, check_all_reduce, 7)`.
 
 The ranks are forked from a server that has torch loaded already, so that starting eight of them takes a
-fraction of a second. The function is a module-level one; it is called as `function(rank, world, *arguments)`
-inside an initialised process group, with one thread, and what it returns comes back in rank order.
+fraction of a second. The function is at the top level of a module that can be imported; it is called as
+`function(rank, world, *arguments)` inside an initialised process group, with one thread, and what it returns
+comes back in rank order.
 
 A rank that raises fails the test with its own traceback; one that dies or hangs is named, a hanging one with
 the stack it stood in. No rank outlives the call.
@@ -16,14 +17,17 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -51,6 +55,7 @@ class _Rank:
     process: multiprocessing.process.BaseProcess
     receive: Connection
     stack: Path
+    """Where it writes its stack when it is asked to. The file is there as soon as it may be asked."""
     report: Report | None = None
     closed: bool = False
     """Whether it has hung up: a rank that has ended may still have a report on its way."""
@@ -66,9 +71,26 @@ def _warm_server() -> multiprocessing.context.ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.ranks_preload"])
     first = context.Process(target=torch.get_num_threads)
-    first.start()
+    with _without_main():
+        first.start()
     first.join()
     return context
+
+
+@contextmanager
+def _without_main() -> Iterator[None]:
+    """Start processes that do not run this process's main file again.
+
+    multiprocessing tells a new process which file or module `__main__` is, and it runs that first, so that
+    functions defined there can be found. Ours are never defined there, and what main is depends on who started
+    the tests: a script would begin once more in every rank. A main module without a file is left alone.
+    """
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 def run_ranks(world: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = 60.0) -> list[Any]:
@@ -109,7 +131,8 @@ def _start(
         args=(rank, world, port, stack, timeout_s, send, function, tuple(arguments)),
         daemon=True,
     )
-    process.start()
+    with _without_main():
+        process.start()
     send.close()
     return _Rank(rank, process, receive, stack)
 
@@ -125,7 +148,10 @@ def _be_rank(
     arguments: tuple[Any, ...],
 ) -> None:
     """The whole life of one rank."""
-    faulthandler.register(signal.SIGUSR1, file=stack.open("w"), all_threads=True)
+    # The file takes its name once the signal has a handler: without one, it would end the process.
+    unasked = stack.with_suffix(".unasked")
+    faulthandler.register(signal.SIGUSR1, file=unasked.open("w"), all_threads=True)
+    unasked.rename(stack)
     torch.set_num_threads(1)
     error, payload = None, b""
     try:
@@ -192,7 +218,10 @@ def _failure(ranks: Sequence[_Rank], timeout_s: float) -> str | None:
 def _stack_of(rank: _Rank) -> str:
     """Ask a hanging rank for its Python stack, and read until it has stopped writing."""
     assert rank.process.pid is not None
-    os.kill(rank.process.pid, signal.SIGUSR1)
+    if not rank.stack.exists():
+        return "(it has not got so far: it is still being started)"
+    with suppress(ProcessLookupError):  # it may end at this very moment
+        os.kill(rank.process.pid, signal.SIGUSR1)
     deadline = time.monotonic() + AFTERMATH_S
     before, text = None, ""
     while (not text or text != before) and time.monotonic() < deadline:

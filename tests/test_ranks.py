@@ -3,7 +3,9 @@
 import multiprocessing
 import os
 import signal
+import sys
 import threading
+from types import ModuleType
 
 import pytest
 import torch
@@ -37,6 +39,17 @@ def hang_on(rank, world, hanging):
 
 def wait_for_nobody():
     threading.Event().wait()
+
+
+class HangsOnArrival:
+    """An argument that a rank never finishes reading: it hangs before it is a rank."""
+
+    def __reduce__(self):
+        return wait_for_nobody, ()
+
+
+def main_file(rank, world):
+    return getattr(sys.modules["__main__"], "__file__", None)
 
 
 def return_a_lambda(rank, world):
@@ -75,6 +88,27 @@ def test_a_rank_that_hangs_is_named_with_the_place_it_stood_in():
     assert "hanging after 3 s" in text
     assert "rank 2 stood here" in text
     assert "in wait_for_nobody" in text
+
+
+def test_a_rank_that_hangs_before_it_can_tell_its_stack_is_named_as_well():
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(2, hang_on, HangsOnArrival(), timeout_s=0.5)
+    first, *each = str(caught.value).splitlines()
+    assert first == "hanging after 0.5 s: rank 0, 1 of 2"
+    assert each[::2] == ["rank 0 stood here:", "rank 1 stood here:"]
+    assert set(each[1::2]) == {"(it has not got so far: it is still being started)"}
+
+
+def test_ranks_do_not_run_the_main_file_again(tmp_path, monkeypatch):
+    """Whoever started the tests from a script would start them in every rank."""
+    script, ran = tmp_path / "main.py", tmp_path / "ran"
+    script.write_text(f"open({str(ran)!r}, 'w').close()\n")
+    main = ModuleType("__main__")
+    main.__file__ = str(script)
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    assert run_ranks(2, main_file) == [None, None]
+    assert not ran.exists()
+    assert sys.modules["__main__"] is main
 
 
 def test_a_result_that_cannot_travel_is_a_failure_with_its_reason():
