@@ -1,7 +1,9 @@
 """Training, generating and building data from the command line, as a person does it."""
 
 import json
+import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -215,6 +217,26 @@ def test_stopped_and_started_again_equals_one_go_bit_for_bit(number, code, folde
     again, once = tensors(tmp_path), tensors(whole[0])
     assert again.keys() == once.keys()
     assert [name for name in once if not torch.equal(again[name], once[name])] == []
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_left_as_it_is(folder, whole, tmp_path, capsys):
+    out = shutil.copytree(whole[0], tmp_path / "run")
+    checkpoints = sorted((out / "checkpoints").iterdir())
+    assert len(checkpoints) == 2
+    for path in checkpoints:
+        os.truncate(path / "part-00000.safetensors", 100)
+    before = contents(out)
+    assert main(words_for(folder, out)) == ExitCode.CHECKPOINT
+    text = capsys.readouterr().err
+    assert all(f"{path} is damaged" in text for path in checkpoints)
+    assert f"move or delete {out}" in text
+    assert contents(out) == before
+
+
+def contents(out):
+    """Every file of a run by its name, but the lock, which every command holds."""
+    files = (path for path in out.rglob("*") if path.is_file() and path.name != "lock")
+    return {str(path.relative_to(out)): path.read_bytes() for path in files}
 
 
 def test_generation_is_the_same_for_the_same_seed(whole, capsys):

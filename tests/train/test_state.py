@@ -6,14 +6,18 @@ import pytest
 import torch
 
 from braid import checkpoint
+from braid.collectives import Groups
 from braid.errors import CheckpointError, DataError
+from braid.parallel.groups import open_groups
 from braid.plan import plan
 from braid.train import state as states
 from braid.train.building import make_state
 from braid.train.device import choose_device
+from braid.train.feed import open_feed
 from braid.train.loop import begin_or_continue
 from braid.train.places import Places
 from braid.train.step import train_step
+from tests.ranks import run_ranks
 from tests.train.helpers import run_on, started
 
 
@@ -59,14 +63,14 @@ def test_a_checkpoint_of_another_model_is_refused_with_the_names(corpus, tmp_pat
 def test_weights_of_another_model_are_refused_with_a_few_names_of_each_kind(corpus, tmp_path):
     """A model with fewer layers of one kind, more of another, and another width."""
     run = run_on(corpus)
-    feed, state, places = started(run, tmp_path / "first")
-    states.save(places.checkpoints, state, run, feed.train, feed.tokenizer)
+    feed, state, places = started(run, tmp_path)
+    path = states.save(places.checkpoints, state, run, feed.train, feed.tokenizer)
 
     def refused(**model):
         other = replace(run, model=replace(run.model, **model))
-        fresh, out = make_state(plan(other, 1), choose_device("cpu")), Places(out=tmp_path / "second")
+        fresh = make_state(plan(other, 1), choose_device("cpu"))
         with pytest.raises(CheckpointError) as error:
-            begin_or_continue(fresh, other, feed, out, init=tmp_path / "first")
+            states.load_state_weights(path, fresh)
         first, *lines = str(error.value).split("\n  ")
         return fresh.names, first, lines
 
@@ -97,19 +101,79 @@ def test_a_changed_run_is_told_and_other_data_is_refused(corpus, tmp_path, capsy
         started(longer, tmp_path)
 
 
-def test_a_damaged_checkpoint_is_named_and_the_previous_one_used(corpus, tmp_path, capsys):
-    run = run_on(corpus)
-    feed, state, places = started(run, tmp_path)
+def two_checkpoints(run, out):
+    """A run that has saved two steps, and the newer checkpoint first."""
+    feed, state, places = started(run, out)
+    saved = []
     for _ in range(2):
         train_step(state, run, feed.train, 1e-2)
-        newest = states.save(places.checkpoints, state, run, feed.train, feed.tokenizer)
-    part = newest / "part-00000.safetensors"
+        saved.insert(0, states.save(places.checkpoints, state, run, feed.train, feed.tokenizer))
+    return saved
+
+
+def damage(checkpoint):
+    part = checkpoint / "part-00000.safetensors"
     damaged = bytearray(part.read_bytes())
     damaged[-1] ^= 1
     part.write_bytes(damaged)
+
+
+def test_a_damaged_checkpoint_is_named_and_the_previous_one_used(corpus, tmp_path, capsys):
+    run = run_on(corpus)
+    newest, _ = two_checkpoints(run, tmp_path)
+    damage(newest)
     _, again, _ = started(run, tmp_path)
     assert again.step == 1
     assert str(newest) in capsys.readouterr().err
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(corpus, tmp_path):
+    run = run_on(corpus)
+    newest, older = two_checkpoints(run, tmp_path)
+    damage(newest)
+    (older / "manifest.json").unlink()
+    for init in (None, newest):
+        with pytest.raises(CheckpointError) as error:
+            begin(run, tmp_path, init)
+        text = str(error.value)
+        assert f"{newest} is damaged\n" in text
+        assert f"{older} is not a complete checkpoint: it has no manifest.json\n" in text
+        assert f"move or delete {tmp_path}" in text
+    older.rename(older.with_suffix(".partial"))
+    newest.rename(newest.with_suffix(".removed"))
+    assert started(run, tmp_path)[1].step == 0, "what was never complete does not count"
+
+
+def begin(run, out, init=None, groups=Groups()):
+    """A state as ranks fill it."""
+    state = make_state(plan(run, groups.world.size), choose_device("cpu"), groups)
+    begin_or_continue(state, run, open_feed(run, out / "data"), Places(out=out), init)
+    return state
+
+
+def begin_on_ranks(rank, world, run, out, hidden):
+    """What ranks say about a run of whose checkpoints rank 1 does not see a hidden one."""
+    if rank == 1 and hidden is not None:
+        latest = checkpoint.latest
+        checkpoint.latest = lambda root: replace(latest(root), path=hidden)
+    groups = open_groups(plan(run, world).grid, rank)
+    with pytest.raises(CheckpointError) as error:
+        begin(run, out, groups=groups)
+    return str(error.value)
+
+
+def test_all_ranks_refuse_checkpoints_that_are_damaged_or_not_the_same_for_all(corpus, tmp_path):
+    run = run_on(corpus)
+    newest, older = two_checkpoints(run, tmp_path)
+    first, second = run_ranks(2, begin_on_ranks, run, tmp_path, older)
+    assert first == second
+    assert first.startswith("the ranks find different checkpoints")
+    assert f'newest whole checkpoint: "{newest}" on rank 0, "{older}" on rank 1' in first
+    damage(newest)
+    damage(older)
+    first, second = run_ranks(2, begin_on_ranks, run, tmp_path, None)
+    assert first == second
+    assert first.startswith(f"no checkpoint in {tmp_path}/checkpoints is whole")
 
 
 def test_names_in_a_checkpoint_are_canonical(corpus, tmp_path):

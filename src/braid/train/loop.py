@@ -9,7 +9,7 @@ from pathlib import Path
 
 from braid import checkpoint
 from braid.config import Run, difference
-from braid.errors import CheckpointError, ConfigError, DataError, NumericsError, PreemptedError
+from braid.errors import CheckpointError, ConfigError, DataError, NumericsError, PreemptedError, first_of
 from braid.model.language import LanguageModel
 from braid.optim.schedule import Schedule
 from braid.plan import Plan, whole_model
@@ -20,7 +20,7 @@ from braid.train.feed import Feed
 from braid.train.garbage import only_new_garbage
 from braid.train.metrics import Listener, Metrics, Unwritten, Value
 from braid.train.places import Places
-from braid.train.ranks import everywhere, together
+from braid.train.ranks import agree, everywhere, together
 from braid.train.signals import StopRequest
 from braid.train.state import State
 from braid.train.step import StepResult, evaluate, train_step
@@ -47,25 +47,64 @@ def begin_or_continue(
     state: State, run: Run, feed: Feed, places: Places, init: Path | None = None
 ) -> Path | None:
     """Fill the state: from the newest whole checkpoint of the run, which is returned; or else from the run's
-    seed, with the weights of the checkpoint `init` where one is given. All ranks do the same, or none."""
-    with together(state.model.groups.world):
-        return _begin_or_continue(state, run, feed, places, init)
-
-
-def _begin_or_continue(state: State, run: Run, feed: Feed, places: Places, init: Path | None) -> Path | None:
-    first = state.model.groups.world.rank == 0
-    newest = checkpoint.latest(places.checkpoints)
-    for damaged in newest.damaged if first else ():
+    seed, with the weights of the checkpoint `init` where one is given. All ranks do the same, or none. A run
+    whose checkpoints are all damaged is refused, and left as it is."""
+    world = state.model.groups.world
+    with together(world):
+        newest = _newest(places)
+        weights = states.newest_in(init) if newest.path is None and init is not None else None
+    # Every rank has looked for itself: where files are not shared, or one machine cannot read them, ranks would
+    # go on from different steps.
+    agree(
+        {"newest whole checkpoint": str(newest.path or weights)},
+        world,
+        "the ranks find different checkpoints: give --out and --init folders that all of them share",
+        CheckpointError,
+    )
+    for damaged in newest.damaged if world.rank == 0 else ():
         warn(f"passing over a damaged checkpoint: {damaged.reason}")
-    if newest.path is None:
-        states.initialize(state, run)
-        if init is not None:
-            states.load_state_weights(states.newest_in(init), state)
-        return None
-    saved = states.describe(newest.path)
+    with together(world):
+        if newest.path is None:
+            _begin(state, run, weights)
+        else:
+            _continue(state, run, feed, places, newest.path)
+    return newest.path
+
+
+def _newest(places: Places) -> checkpoint.Latest:
+    """The newest whole checkpoint of a run that has one, or has none at all. To begin a run anew whose
+    checkpoints are all damaged would cut its metrics, and delete what can perhaps be saved of it."""
+    newest = checkpoint.latest(places.checkpoints)
+    if newest.path is not None or not newest.damaged:
+        return newest
+    faults = [line for damaged in newest.damaged for line in first_of(damaged.reason.splitlines())]
+    raise CheckpointError(
+        "\n  ".join(
+            [
+                f"no checkpoint in {places.checkpoints} is whole: the run is left as it is",
+                *faults,
+                "rule  a run goes on from its newest whole checkpoint, and begins anew only where it has none",
+                f"set   a whole copy in the place of one of them; to begin anew, move or delete {places.out}, "
+                "or set another --out",
+            ]
+        )
+    )
+
+
+def _begin(state: State, run: Run, weights: Path | None) -> None:
+    """Start from the run's seed, or from the weights of a checkpoint."""
+    states.initialize(state, run)
+    if weights is not None:
+        states.load_state_weights(weights, state)
+
+
+def _continue(state: State, run: Run, feed: Feed, places: Places, path: Path) -> None:
+    """Go on from a checkpoint of the run."""
+    first = state.model.groups.world.rank == 0
+    saved = states.describe(path)
     changed = difference(saved.run, run)
     if changed and first:
-        warn(f"the run differs from the one that saved {newest.path}:")
+        warn(f"the run differs from the one that saved {path}:")
         for name, (before, now) in changed.items():
             warn(f"  {name}: {before} -> {now}")
     if saved.step > run.train.steps:
@@ -80,11 +119,11 @@ def _begin_or_continue(state: State, run: Run, feed: Feed, places: Places, init:
         )
     if saved.data_fingerprint not in (states.NO_DATA, feed.train.fingerprint):
         raise DataError(
-            f"{newest.path} was trained on other data or in another order: the samples it consumed cannot be "
+            f"{path} was trained on other data or in another order: the samples it consumed cannot be "
             "told from new ones. Restore the data and its fields, or set another --out"
         )
     try:
-        states.load(newest.path, state)
+        states.load(path, state)
     except CheckpointError as error:
         if not any(name.startswith("model.") for name in changed):
             raise
@@ -92,7 +131,6 @@ def _begin_or_continue(state: State, run: Run, feed: Feed, places: Places, init:
         raise CheckpointError(
             f"the model differs from the one in {places.out}: set another --out\n{told}\n..."
         ) from error
-    return newest.path
 
 
 def train_to_end(

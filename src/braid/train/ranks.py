@@ -325,7 +325,12 @@ def gather_json(value: Any, group: Group) -> list[Any]:
     return [json.loads(row[:size].numpy().tobytes()) for row, size in zip(rows.unbind(0), sizes, strict=True)]
 
 
-def agree(values: Mapping[str, Any], group: Group) -> None:
+def agree(
+    values: Mapping[str, Any],
+    group: Group,
+    rule: str = "the ranks were started with different settings",
+    kind: type[BraidError] = ConfigError,
+) -> None:
     """Refuse, on every rank, values that are not the same on all: each by name, with who has what."""
     if group.size == 1:
         return
@@ -334,9 +339,7 @@ def agree(values: Mapping[str, Any], group: Group) -> None:
     if bool((digests == digests[0]).all()):
         return
     differing = differences(gather_json(values, group))
-    error = ConfigError("\n  ".join(["the ranks were started with different settings", *differing]))
-    error.add_note(EVERYWHERE)
-    raise error
+    raise everywhere(kind("\n  ".join([rule, *differing])))
 
 
 def differences(values: Sequence[Mapping[str, Any]]) -> list[str]:
