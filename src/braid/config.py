@@ -325,6 +325,13 @@ def from_json(data: Any) -> Run:
     return run
 
 
+def model_from_json(data: Any) -> Model:
+    """The `model` of what `to_json` wrote, by the rules of `from_json`, whatever else the run says."""
+    model = _read(Model, data, "run.model")
+    assert isinstance(model, Model)
+    return model
+
+
 def _read(kind: Any, data: Any, at: str) -> Any:
     origin = typing.get_origin(kind)
     if origin in (typing.Union, types.UnionType):

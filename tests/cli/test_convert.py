@@ -120,7 +120,10 @@ def test_a_model_of_the_hub_can_be_trained_on(folder: Path, tmp_path: Path, caps
     words += ["--train.eval-samples", "0", "--optim.lr", "1e-9", "--device", "cpu"]
     assert main([*words, "--out", str(run)]) == ExitCode.CONFIG
     assert f"--init {run}" in capsys.readouterr().err
-    assert main([*words, "--init", str(run), "--out", str(tmp_path / "tuned")]) == 0
+    words += ["--init", str(run), "--out", str(tmp_path / "tuned")]
+    assert main([*words, "--model.attention.rope-base", "7"]) == ExitCode.CHECKPOINT
+    assert "model.attention.rope_base = 7.0\n" in capsys.readouterr().err
+    assert main(words) == 0
     before, after = read_weights(newest_in(run)), read_weights(newest_in(tmp_path / "tuned"))
     assert all(
         torch.allclose(after[name], tensor.to(after[name].dtype), atol=1e-6) for name, tensor in before.items()

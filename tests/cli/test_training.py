@@ -239,6 +239,18 @@ def contents(out):
     return {str(path.relative_to(out)): path.read_bytes() for path in files}
 
 
+def test_fine_tuning_wants_the_model_of_the_checkpoint(folder, whole, tmp_path, capsys):
+    words = [*words_for(folder, tmp_path / "tuned", "--init", str(whole[0])), "--train.steps", "1"]
+    assert main([*words, "--model.norm-eps", "0.1", "--model.moe.scale", "2.0"]) == ExitCode.CHECKPOINT
+    text = capsys.readouterr().err
+    assert f"the model in {whole[0]}/checkpoints/step-00000040 and that of the run differ in 2 settings" in text
+    assert "model.norm_eps = 0.1\n" in text
+    assert "  set   1e-05\n" in text
+    assert "model.moe.scale = 2.0\n" in text
+    assert main([*words, "--model.dropout", "0.0", "--model.pattern", "[*-]|[*E]"]) == 0
+    assert f"a new run from the weights of {whole[0]}" in capsys.readouterr().out
+
+
 def test_generation_is_the_same_for_the_same_seed(whole, capsys):
     texts = []
     for seed in ("1", "1", "2"):

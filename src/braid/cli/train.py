@@ -56,7 +56,7 @@ class TrainOptions:
     out: Path | None = None
     """Folder for everything of the run: checkpoints, metrics.jsonl, built data. Default: runs/RECIPE."""
     init: Path | None = None
-    """Checkpoint or run whose weights a new run starts from: fine-tuning. The optimizer starts anew."""
+    """Checkpoint or run of the same model whose weights a new run starts from. The optimizer starts anew."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes a GPU where there is one."""
     world: int | None = None

@@ -17,6 +17,7 @@ from braid.train import state as states
 from braid.train.console import Line, say, warn
 from braid.train.device import Device, set_arithmetic
 from braid.train.feed import Feed
+from braid.train.finetune import check_settings
 from braid.train.garbage import only_new_garbage
 from braid.train.metrics import Listener, Metrics, Unwritten, Value
 from braid.train.places import Places
@@ -93,6 +94,12 @@ def _newest(places: Places) -> checkpoint.Latest:
 
 def _begin(state: State, run: Run, weights: Path | None) -> None:
     """Start from the run's seed, or from the weights of a checkpoint."""
+    if weights is not None:
+        saved = states.saved_model(weights)
+        if saved is not None:
+            check_settings(weights, saved, run.model)
+        elif state.model.groups.world.rank == 0:
+            warn(f"{weights} holds no settings of its model: only names and shapes of its tensors are compared")
     states.initialize(state, run)
     if weights is not None:
         states.load_state_weights(weights, state)

@@ -19,8 +19,9 @@ from torch import Tensor
 
 import braid
 from braid import checkpoint, kernels
+from braid.architecture import Model
 from braid.collectives import Group
-from braid.config import Mesh, Run, from_json, to_json
+from braid.config import Mesh, Run, from_json, model_from_json, to_json
 from braid.data import Loader, Tokenizer, tokenizer_from
 from braid.engine.executor import Wires
 from braid.engine.progress import Progress
@@ -31,6 +32,7 @@ from braid.nn.canonical import Canonical, Held
 from braid.optim.adamw import MOMENTS, AdamW
 from braid.optim.gradients import Copied, copied
 from braid.parallel.sharding import Kept, kept_of
+from braid.pattern import parse
 from braid.plan import plan
 from braid.schedule import Channel, Schedule, Span
 from braid.train.device import DTYPES, Device
@@ -194,13 +196,8 @@ def _extra(run: Run, tokenizer: Tokenizer) -> dict[str, Any]:
 
 def describe(path: Path) -> Saved:
     """What a checkpoint says about its run."""
-    manifest = checkpoint.read_manifest(path)
+    manifest = _manifest_of_a_model(path)
     extra = manifest.extra
-    if extra.get("names", NAMES_VERSION) != NAMES_VERSION:
-        raise CheckpointError(
-            f"{path} has names of version {extra['names']}, this braid reads version {NAMES_VERSION}: "
-            "use the braid that wrote it"
-        )
     try:
         return Saved(
             run=from_json(extra["run"]),
@@ -215,6 +212,33 @@ def describe(path: Path) -> Saved:
         )
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path} does not describe a run of this version: {error}") from error
+
+
+def saved_model(path: Path) -> Model | None:
+    """The settings of the model in a checkpoint; those that came after it was written have their defaults. None
+    where the manifest holds no run: a writer other than braid may leave it out."""
+    run = _manifest_of_a_model(path).extra.get("run")
+    if run is None:
+        return None
+    try:
+        model = model_from_json(run["model"])
+        parse(model.pattern)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} has settings of a model that this braid cannot read: {error}; use the braid that wrote it"
+        ) from error
+    return model
+
+
+def _manifest_of_a_model(path: Path) -> checkpoint.Manifest:
+    manifest = checkpoint.read_manifest(path)
+    names = manifest.extra.get("names", NAMES_VERSION)
+    if names != NAMES_VERSION:
+        raise CheckpointError(
+            f"{path} has names of version {names}, this braid reads version {NAMES_VERSION}: "
+            "use the braid that wrote it"
+        )
+    return manifest
 
 
 def load(path: Path, state: State) -> None:
