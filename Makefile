@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help train venv test test-long test-exhaustive lint format bench clean
+.PHONY: help train venv test test-long test-exhaustive mutants lint format bench clean
 
 help: ## Show the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -22,6 +22,9 @@ test-long: venv ## Run the long tests (at most 50 minutes on 2 cores)
 
 test-exhaustive: venv ## Run whole products of cases of which the other tests hold samples (an hour or more)
 	$(BIN)/python -m pytest -n 2 -m exhaustive
+
+mutants: venv ## Plant faults in a copy of src and see which ones the tests miss (hours on 2 cores)
+	$(BIN)/python -m scripts.mutants
 
 lint: venv ## Check style and types
 	$(BIN)/python -m ruff check .

@@ -1,0 +1,166 @@
+"""`python -m scripts.mutants`: plant faults, run tests, report what was missed."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from scripts.mutants.by_hand import FAULTS
+from scripts.mutants.child import warm_up
+from scripts.mutants.drawing import Drawn, draw
+from scripts.mutants.mutant import Mutant, StaleFaultError, planted
+from scripts.mutants.record import Record, finding_of, key_of, known, open_record
+from scripts.mutants.report import MOST_MISSED, described, lines, share_missed, spoken
+from scripts.mutants.running import Job, Limits, Result, run_jobs
+from scripts.mutants.scratch import copy_of
+from scripts.mutants.selection import Stage, elsewhere, function_at, stages
+
+ROOT = Path(__file__).resolve().parents[2]
+SEED = 1
+DRAWN = 70
+OUT = Path("mutants.jsonl")
+
+_Run = Callable[[Iterator[Job]], Iterator[Result]]
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    chosen = _options(words)
+    try:
+        by_hand = [planted(fault, ROOT) for fault in FAULTS]
+    except StaleFaultError:
+        return _tell_stale()
+    if chosen.check:
+        print(f"{len(by_hand)} faults written by hand fit the sources")
+        return 0
+    drawn = draw(ROOT, chosen.seed, chosen.drawn) if chosen.drawn else Drawn([], [])
+    placed = [replace(each, function=function_at(ROOT, each.file, each.line)) for each in by_hand]
+    mutants = [each for each in (*placed, *drawn.mutants) if _is_wanted(each, chosen.only)]
+    print(f"{len(mutants)} mutants; {chosen.drawn} are drawn from seed {chosen.seed}")
+    if chosen.list:
+        print("\n".join(line for mutant in mutants for line in described(mutant)))
+        return 0
+    resume = chosen.resume or chosen.retry_missed or chosen.report
+    record = open_record(chosen.out, resume=resume, retry_missed=chosen.retry_missed)
+    began = time.monotonic()
+    if not chosen.report and not _campaign(chosen, mutants, record):
+        return 2
+    found = known(mutants, record, ROOT)
+    for line in lines(found, drawn.equivalent, seed=chosen.seed, seconds=time.monotonic() - began):
+        print(line)
+    return 1 if share_missed(found) > MOST_MISSED else 0
+
+
+def _options(words: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m scripts.mutants", description=__doc__)
+    add = parser.add_argument
+    add("--jobs", type=int, default=2, help="mutants at a time, each on one core (default 2)")
+    add("--only", action="append", help="a package, or part of a mutant's name; may be repeated")
+    add("--seed", type=int, default=SEED, help=f"what mutants are drawn from (default {SEED})")
+    add("--drawn", type=int, default=DRAWN, help=f"how many are drawn (default {DRAWN})")
+    add("--out", type=Path, default=OUT, help=f"what is found, as JSON lines (default {OUT})")
+    add("--resume", action="store_true", help="go on where the file of --out stops")
+    add("--retry-missed", action="store_true", help="--resume, and try those again that were missed")
+    add("--suite", type=Path, default=ROOT, help="a checkout whose tests are run, on the sources of this one")
+    add("--no-baseline", action="store_true", help="do not look first whether tests pass without a fault")
+    add("--no-confirm", action="store_true", help="believe a test that fails once")
+    add("--elsewhere", action="store_true", help="let all other tests have a look at those that are missed")
+    add("--timeout", type=float, default=Limits.unknown_s, help="seconds of a stage nobody has timed")
+    add("--check", action="store_true", help="do the faults written by hand fit the sources? then stop")
+    add("--list", action="store_true", help="show the mutants, and stop")
+    add("--report", action="store_true", help="show what the file of --out holds, and stop")
+    return parser.parse_args(words)
+
+
+def _tell_stale() -> int:
+    for fault in FAULTS:
+        try:
+            planted(fault, ROOT)
+        except StaleFaultError as error:
+            print(error, file=sys.stderr)
+    return 2
+
+
+def _is_wanted(mutant: Mutant, only: Sequence[str] | None) -> bool:
+    return not only or any(word == mutant.package or word in mutant.name for word in only)
+
+
+# ---------------------------------------------------------------------------------------------- campaign
+
+
+def _campaign(chosen: argparse.Namespace, mutants: Sequence[Mutant], record: Record) -> bool:
+    """Run everything of which nothing is known; whether the tests pass without a fault."""
+    suite = chosen.suite.resolve()
+    left = [mutant for mutant in mutants if key_of(mutant, ROOT) not in record.findings]
+    limits = Limits(unknown_s=chosen.timeout)
+    warm_up()
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        copies = [copy_of(ROOT, suite, Path(folder) / str(number)) for number in range(chosen.jobs)]
+
+        def run(jobs: Iterator[Job]) -> Iterator[Result]:
+            return run_jobs(
+                jobs, copies, lambda stage: limits.of(stage, record.seconds), confirms=not chosen.no_confirm
+            )
+
+        if not chosen.no_baseline and not _baseline(run, left, suite, record):
+            return False
+        _face(run, left, suite, record, others=chosen.elsewhere)
+    return True
+
+
+def _baseline(run: _Run, mutants: Sequence[Mutant], suite: Path, record: Record) -> bool:
+    """Whether all tests that are needed pass on the sources as they are."""
+    files = {file for mutant in mutants for stage in stages(mutant, suite, {}) for file in stage.files}
+    folders: dict[str, list[str]] = {}
+    for file in sorted(files):
+        folders.setdefault(file.rpartition("/")[0], []).append(file)
+    jobs = [
+        Job(name=name, mutant=None, stages=(Stage(name=name, files=tuple(found)),))
+        for name, found in folders.items()
+        if name not in record.sound
+    ]
+    sound = True
+    for result in run(iter(jobs)):
+        name, took = result.job.name, spoken(result.seconds)
+        if result.verdict == "missed":
+            print(f"without a fault {name} passes, in {took}", flush=True)
+            record.add_baseline(name, {file: result.of_files.get(file, 0.0) for file in folders[name]})
+        else:
+            sound = False
+            print(f"without a fault {name} fails: {result.by}", flush=True)
+    return sound
+
+
+def _face(run: _Run, mutants: Sequence[Mutant], suite: Path, record: Record, *, others: bool) -> None:
+    """Let every mutant face its tests, and tell what becomes of it."""
+    by_name = {mutant.name: mutant for mutant in mutants}
+
+    def jobs() -> Iterator[Job]:
+        for mutant in mutants:
+            found = stages(mutant, suite, record.seconds)
+            more = (elsewhere(mutant, suite, record.seconds),) if others else ()
+            yield Job(name=mutant.name, mutant=mutant, stages=(*found, *more))
+
+    began = time.monotonic()
+    for done, result in enumerate(run(jobs()), start=1):
+        mutant, by = by_name[result.job.name], ""
+        if result.stage == "elsewhere":
+            result, by = replace(result, verdict="missed", stage="", by=""), result.by
+        record.add(finding_of(result, key_of(mutant, ROOT), by))
+        elapsed = time.monotonic() - began
+        left = elapsed / done * (len(mutants) - done)
+        print(f"[{done}/{len(mutants)}] {result.verdict:<7}{mutant.place}  {_called(mutant)}")
+        print(f"    {result.by or by or 'by nobody'}  {spoken(result.seconds)}", end="")
+        print(f"; {spoken(elapsed)} so far, about {spoken(left)} left", flush=True)
+
+
+def _called(mutant: Mutant) -> str:
+    return mutant.kind if mutant.drawn else mutant.name
+
+
+if __name__ == "__main__":
+    sys.exit(main())
