@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from scripts.mutants.by_hand import FAULTS
 from scripts.mutants.child import warm_up
 from scripts.mutants.drawing import Drawn, draw
-from scripts.mutants.mutant import Mutant, StaleFaultError, planted
+from scripts.mutants.mutant import Mutant, StaleFaultError, package_of, planted
 from scripts.mutants.record import Record, finding_of, key_of, known, open_record
 from scripts.mutants.report import MOST_MISSED, described, lines, share_missed, spoken
 from scripts.mutants.running import Job, Limits, Result, run_jobs
@@ -68,6 +69,7 @@ def _options(words: Sequence[str] | None) -> argparse.Namespace:
     add("--suite", type=Path, default=ROOT, help="a checkout whose tests are run, on the sources of this one")
     add("--no-baseline", action="store_true", help="do not look first whether tests pass without a fault")
     add("--no-confirm", action="store_true", help="believe a test that fails once")
+    add("--own", action="store_true", help="a quick look: the tests of a mutant's package alone")
     add("--elsewhere", action="store_true", help="let all other tests have a look at those that are missed")
     add("--timeout", type=float, default=Limits.unknown_s, help="seconds of a stage nobody has timed")
     add("--check", action="store_true", help="do the faults written by hand fit the sources? then stop")
@@ -86,7 +88,9 @@ def _tell_stale() -> int:
 
 
 def _is_wanted(mutant: Mutant, only: Sequence[str] | None) -> bool:
-    return not only or any(word == mutant.package or word in mutant.name for word in only)
+    """By its package; by its name where no package is meant."""
+    packages = {package_of(fault.file) for fault in FAULTS}
+    return not only or any(word == mutant.package if word in packages else word in mutant.name for word in only)
 
 
 # ---------------------------------------------------------------------------------------------- campaign
@@ -98,6 +102,7 @@ def _campaign(chosen: argparse.Namespace, mutants: Sequence[Mutant], record: Rec
     left = [mutant for mutant in mutants if key_of(mutant, ROOT) not in record.findings]
     limits = Limits(unknown_s=chosen.timeout)
     warm_up()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(2))  # copies are removed, and children end
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         copies = [copy_of(ROOT, suite, Path(folder) / str(number)) for number in range(chosen.jobs)]
 
@@ -106,54 +111,55 @@ def _campaign(chosen: argparse.Namespace, mutants: Sequence[Mutant], record: Rec
                 jobs, copies, lambda stage: limits.of(stage, record.seconds), confirms=not chosen.no_confirm
             )
 
-        if not chosen.no_baseline and not _baseline(run, left, suite, record):
+        def faced(mutant: Mutant) -> tuple[Stage, ...]:
+            found = stages(mutant, suite, record.seconds)
+            if chosen.own:
+                return found[:1]
+            return (*found, elsewhere(mutant, suite, record.seconds)) if chosen.elsewhere else found
+
+        jobs = {mutant.name: Job(name=mutant.name, mutant=mutant, stages=faced(mutant)) for mutant in left}
+        if not chosen.no_baseline and not _baseline(run, jobs.values(), record):
             return False
-        _face(run, left, suite, record, others=chosen.elsewhere)
+        # Now it is known how long tests take.
+        jobs = {mutant.name: Job(name=mutant.name, mutant=mutant, stages=faced(mutant)) for mutant in left}
+        _face(run, list(jobs.values()), record)
     return True
 
 
-def _baseline(run: _Run, mutants: Sequence[Mutant], suite: Path, record: Record) -> bool:
+def _baseline(run: _Run, jobs: Iterable[Job], record: Record) -> bool:
     """Whether all tests that are needed pass on the sources as they are."""
-    files = {file for mutant in mutants for stage in stages(mutant, suite, {}) for file in stage.files}
     folders: dict[str, list[str]] = {}
-    for file in sorted(files):
+    for file in sorted({file for job in jobs for stage in job.stages for file in stage.files}):
         folders.setdefault(file.rpartition("/")[0], []).append(file)
-    jobs = [
+    wanted = [
         Job(name=name, mutant=None, stages=(Stage(name=name, files=tuple(found)),))
         for name, found in folders.items()
-        if name not in record.sound
+        if not record.seconds.keys() >= set(found)
     ]
     sound = True
-    for result in run(iter(jobs)):
+    for result in run(iter(wanted)):
         name, took = result.job.name, spoken(result.seconds)
         if result.verdict == "missed":
             print(f"without a fault {name} passes, in {took}", flush=True)
-            record.add_baseline(name, {file: result.of_files.get(file, 0.0) for file in folders[name]})
+            record.add_baseline({file: result.of_files.get(file, 0.0) for file in folders[name]})
         else:
             sound = False
-            print(f"without a fault {name} fails: {result.by}", flush=True)
+            print(f"without a fault {name} fails: {result.by}\n{result.told}", flush=True)
     return sound
 
 
-def _face(run: _Run, mutants: Sequence[Mutant], suite: Path, record: Record, *, others: bool) -> None:
+def _face(run: _Run, jobs: Sequence[Job], record: Record) -> None:
     """Let every mutant face its tests, and tell what becomes of it."""
-    by_name = {mutant.name: mutant for mutant in mutants}
-
-    def jobs() -> Iterator[Job]:
-        for mutant in mutants:
-            found = stages(mutant, suite, record.seconds)
-            more = (elsewhere(mutant, suite, record.seconds),) if others else ()
-            yield Job(name=mutant.name, mutant=mutant, stages=(*found, *more))
-
     began = time.monotonic()
-    for done, result in enumerate(run(jobs()), start=1):
-        mutant, by = by_name[result.job.name], ""
+    for done, result in enumerate(run(iter(jobs)), start=1):
+        mutant, by = result.job.mutant, ""
+        assert mutant is not None
         if result.stage == "elsewhere":
             result, by = replace(result, verdict="missed", stage="", by=""), result.by
         record.add(finding_of(result, key_of(mutant, ROOT), by))
         elapsed = time.monotonic() - began
-        left = elapsed / done * (len(mutants) - done)
-        print(f"[{done}/{len(mutants)}] {result.verdict:<7}{mutant.place}  {_called(mutant)}")
+        left = elapsed / done * (len(jobs) - done)
+        print(f"[{done}/{len(jobs)}] {result.verdict:<7}{mutant.place}  {_called(mutant)}")
         print(f"    {result.by or by or 'by nobody'}  {spoken(result.seconds)}", end="")
         print(f"; {spoken(elapsed)} so far, about {spoken(left)} left", flush=True)
 

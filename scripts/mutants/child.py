@@ -6,6 +6,7 @@ is forked after torch has started threads would hang in its first large product.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import importlib
 import json
@@ -37,6 +38,12 @@ WARM = (
     "tyro",
 )
 """What children have already."""
+
+SEED = 0
+"""Of examples that tests draw: a mutant that was caught is caught again."""
+
+PR_SET_PDEATHSIG = 1
+"""prctl(2): the signal that a process gets when its parent ends."""
 
 
 class Note(NamedTuple):
@@ -109,6 +116,8 @@ def start(copy: Path, tests: Sequence[str], *, deselected: Sequence[str], log: P
 def _be_child(copy: Path, tests: Sequence[str], deselected: Sequence[str], log: Path, note: Path) -> NoReturn:
     code = 3
     try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        _die_with_parent()
         os.setsid()
         with open(os.devnull) as nothing, log.open("w") as told:
             os.dup2(nothing.fileno(), 0)
@@ -117,6 +126,7 @@ def _be_child(copy: Path, tests: Sequence[str], deselected: Sequence[str], log: 
         _move_to(copy)
         more = [f"--deselect={each}" for each in deselected]
         plain = ["-x", "--tb=short", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", MARKERS]
+        plain.append(f"--hypothesis-seed={SEED}")
         temporary = f"--basetemp={copy.parent / (copy.name + '-tmp')}"
         code = int(pytest.main([*plain, temporary, *more, *tests], plugins=[_Notes(note)]))
     except BaseException:
@@ -128,8 +138,15 @@ def _be_child(copy: Path, tests: Sequence[str], deselected: Sequence[str], log: 
         os._exit(code)
 
 
+def _die_with_parent() -> None:
+    """However that ends: a session of its own would go on for an hour."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def _move_to(copy: Path) -> None:
     """Whatever is imported from now on comes from the copy, here and in programs that tests start."""
+    import hypothesis
     import torch
 
     before = Path.cwd()
@@ -137,8 +154,14 @@ def _move_to(copy: Path) -> None:
     os.chdir(copy)
     sys.path[:] = [str(copy), *(entry for entry in sys.path if entry not in foreign)]
     os.environ["PYTHONPATH"] = str(copy)
+    # The next mutant of this copy has most byte code in common with this one.
+    sys.dont_write_bytecode = False
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     importlib.invalidate_caches()
-    torch.set_num_threads(1)  # several children share the cores
+    torch.set_num_threads(1)  # several children share the cores, and so none is to be judged by its speed
+    slow = [hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large]
+    hypothesis.settings.register_profile("mutants", deadline=None, suppress_health_check=slow)
+    hypothesis.settings.load_profile("mutants")
     for name in [name for name in sys.modules if name.partition(".")[0] in ("scripts", "braid", "tests")]:
         if name != __name__:
             del sys.modules[name]

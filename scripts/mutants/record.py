@@ -36,18 +36,15 @@ class Record:
     findings: dict[str, Finding] = field(default_factory=dict)
     """By key."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """How long each test file takes without a fault, on one core that it has to itself more or less."""
-    sound: set[str] = field(default_factory=set)
-    """Groups of test files that pass without a fault."""
+    """How long each test file takes, of those that pass without a fault."""
 
     def add(self, finding: Finding) -> None:
         self.findings[finding.key] = finding
         self._append({"kind": "mutant", **asdict(finding)})
 
-    def add_baseline(self, name: str, seconds: Mapping[str, float]) -> None:
-        self.sound.add(name)
+    def add_baseline(self, seconds: Mapping[str, float]) -> None:
         self.seconds |= seconds
-        self._append({"kind": "baseline", "name": name, "seconds": dict(seconds)})
+        self._append({"kind": "baseline", "seconds": dict(seconds)})
 
     def _append(self, line: Mapping[str, Any]) -> None:
         with self.file.open("a") as file:
@@ -66,7 +63,6 @@ def open_record(file: Path, *, resume: bool, retry_missed: bool) -> Record:
             case "mutant":
                 record.findings[told["key"]] = Finding(**{**told, "unsteady": tuple(told["unsteady"])})
             case "baseline":
-                record.sound.add(told["name"])
                 record.seconds |= told["seconds"]
     if retry_missed:
         kept = {key: each for key, each in record.findings.items() if each.verdict != "missed"}

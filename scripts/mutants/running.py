@@ -19,6 +19,8 @@ from scripts.mutants.selection import Stage
 PASSED, NO_TESTS = 0, 5
 """Exit codes of pytest with which a mutant goes on to the next stage."""
 PAUSE_S = 0.02
+MOST_LINES = 60
+"""Of output that are kept."""
 
 Verdict = Literal["caught", "hangs", "missed"]
 
@@ -64,6 +66,8 @@ class Result:
     """How long the tests of each file took."""
     unsteady: tuple[str, ...] = ()
     """Tests that failed once and passed when asked again: they count for nothing."""
+    told: str = ""
+    """How the output of the last stage ends."""
 
 
 class _Slot:
@@ -138,11 +142,14 @@ class _Slot:
             seconds=time.monotonic() - self._began,
             of_files=self._seconds,
             unsteady=tuple(self._unsteady),
+            told="\n".join(self._output()[-MOST_LINES:]),
         )
 
+    def _output(self) -> list[str]:
+        return self._log.read_text(errors="replace").strip().splitlines() if self._log.exists() else []
+
     def _last_line(self) -> str:
-        lines = self._log.read_text(errors="replace").strip().splitlines() if self._log.exists() else []
-        return lines[-1] if lines else "it said nothing"
+        return (self._output() or ["it said nothing"])[-1]
 
     def stop(self) -> None:
         """Leave nothing behind."""

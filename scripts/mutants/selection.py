@@ -24,6 +24,8 @@ SHARED = ("tests/topology", "tests/engine")
 """What every mutant faces after the tests of its package."""
 OWN: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
+        "architecture": ("tests/test_arch*.py", "tests/test_plan.py"),
+        "config": ("tests/test_config.py", "tests/test_plan.py"),
         "errors": (
             "tests/test_plan.py",
             "tests/cli/test_commands.py",
@@ -34,7 +36,8 @@ OWN: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "rules": ("tests/test_plan.py", "tests/test_config.py", "tests/test_fit.py", "tests/test_arch*.py"),
     }
 )
-"""The tests of packages that have none under their own name: those of their first users."""
+"""The tests of packages that have none under their own name, and of those whose `problems` are looked at by way
+of a plan."""
 
 
 class Also(NamedTuple):
