@@ -43,7 +43,7 @@ def main(words: Sequence[str] | None = None) -> int:
     mutants = [each for each in (*placed, *drawn.mutants) if _is_wanted(each, chosen.only)]
     print(f"{len(mutants)} mutants; {chosen.drawn} are drawn from seed {chosen.seed}")
     if chosen.list:
-        print("\n".join(line for mutant in mutants for line in described(mutant)))
+        print("\n".join(line for mutant in mutants for line in described(mutant, ROOT)))
         return 0
     resume = chosen.resume or chosen.retry_missed or chosen.report
     record = open_record(chosen.out, resume=resume, retry_missed=chosen.retry_missed)
@@ -51,7 +51,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if not chosen.report and not _campaign(chosen, mutants, record):
         return 2
     found = known(mutants, record, ROOT)
-    for line in lines(found, drawn.equivalent, seed=chosen.seed, seconds=time.monotonic() - began):
+    for line in lines(found, drawn.equivalent, ROOT, seed=chosen.seed, seconds=time.monotonic() - began):
         print(line)
     return 1 if share_missed(found) > MOST_MISSED else 0
 

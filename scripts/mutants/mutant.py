@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -81,10 +82,11 @@ class Mutant:
         assert source[self.start : self.end].decode() == self.old, f"{self.name} was made for another source"
         return source[: self.start] + self.new.encode() + source[self.end :]
 
-    def difference(self) -> list[str]:
-        """What changes, as lines of a diff."""
-        old, new = ([line.strip() for line in text.splitlines()] for text in (self.old, self.new))
-        return [f"- {line}" for line in old] + [f"+ {line}" for line in new]
+    def difference(self, source: bytes) -> list[str]:
+        """What changes in the file, as lines of a diff."""
+        old, new = source.decode().splitlines(), self.applied(source).decode().splitlines()
+        lines = list(difflib.unified_diff(old, new, n=0, lineterm=""))[3:]
+        return [f"{line[0]} {line[1:].strip()}" for line in lines if line[0] in "+-"]
 
 
 def package_of(file: str) -> str:

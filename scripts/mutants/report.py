@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from scripts.mutants.equivalent import Equivalent
-from scripts.mutants.mutant import Mutant
+from scripts.mutants.mutant import SOURCES, Mutant
 from scripts.mutants.record import Finding
 
 MOST_MISSED = 0.05
@@ -21,7 +22,12 @@ def share_missed(found: Found) -> float:
 
 
 def lines(
-    found: Found, equivalent: Sequence[tuple[Mutant, Equivalent]], *, seed: int, seconds: float
+    found: Found,
+    equivalent: Sequence[tuple[Mutant, Equivalent]],
+    root: Path,
+    *,
+    seed: int,
+    seconds: float,
 ) -> Iterator[str]:
     """The report, line by line."""
     yield ""
@@ -36,13 +42,13 @@ def lines(
     if missed:
         yield "\nmissed:"
     for mutant, finding in missed:
-        yield from described(mutant)
+        yield from described(mutant, root)
         if finding.elsewhere:
             yield f"    caught elsewhere, by {finding.elsewhere}"
     if equivalent:
         yield "\nequivalent, and drawn again:"
     for mutant, known in equivalent:
-        yield from described(mutant)
+        yield from described(mutant, root)
         yield f"    {known.why}"
     unsteady = Counter(test for _, finding in found for test in finding.unsteady)
     if unsteady:
@@ -54,13 +60,14 @@ def lines(
     yield f"seed {seed}; {spoken(seconds)}"
 
 
-def described(mutant: Mutant) -> Iterator[str]:
-    """Where a mutant is, and what it changes."""
+def described(mutant: Mutant, root: Path) -> Iterator[str]:
+    """Where a mutant is, and what it changes in the sources under `root`."""
     where = f" in {mutant.function}" if mutant.function else ""
     yield f"  {mutant.place}{where}: {mutant.name if not mutant.drawn else mutant.kind}"
-    yield from (f"    {line}" for line in mutant.difference())
+    source = (root / SOURCES / mutant.file).read_bytes()
+    yield from (f"    {line}" for line in mutant.difference(source))
     if mutant.why:
-        yield f"    so that {mutant.why}" if not mutant.why.startswith("so") else f"    {mutant.why}"
+        yield f"    so that {mutant.why}"
 
 
 def _row(name: str, findings: Sequence[Finding]) -> str:

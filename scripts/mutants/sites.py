@@ -183,15 +183,15 @@ def _in_code(node: ast.AST, file: str, function: str) -> Iterator[Site]:
         return
     if isinstance(node, ast.Assert | ast.JoinedStr | ast.Import | ast.ImportFrom) or _is_docstring(node):
         return
-    if isinstance(node, ast.expr | ast.stmt):
+    if isinstance(node, ast.expr | ast.stmt) and not _is_wording(node):
         yield Site(node, function)
     for child in _children(node):
         yield from _in_code(child, file, function)
 
 
 def _children(node: ast.AST) -> Iterator[ast.AST]:
-    if isinstance(node, ast.Raise) or (isinstance(node, ast.Call) and _name(node.func) in WORDING):
-        return  # it may be dropped as a whole; its arguments are text
+    if isinstance(node, ast.Raise) or _is_wording(node):
+        return  # a statement may be dropped as a whole; its arguments are text
     if isinstance(node, ast.If | ast.IfExp) and "cuda" in ast.unparse(node.test):
         return
     if isinstance(node, ast.Call) and _name(node.func) in ("isinstance", "cast"):
@@ -207,6 +207,10 @@ def _children(node: ast.AST) -> Iterator[ast.AST]:
         yield node.body
         return
     yield from ast.iter_child_nodes(node)
+
+
+def _is_wording(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and _name(node.func) in WORDING
 
 
 def _name(node: ast.expr) -> str:

@@ -39,7 +39,7 @@ FAULTS: tuple[Fault, ...] = (
         why="tokens on their way and sums of a layer wait for each other",
     ),
     Fault(
-        name="communicators-of-copies-not-by-rank",
+        name="channels-by-place-in-the-pair",
         file="parallel/channels.py",
         old="place = sorted(pair).index(rank)",
         new="place = pair.index(rank)",
