@@ -96,14 +96,15 @@ class _Slot:
 
     def look(self) -> Result | None:
         """What became of the job, once that is known."""
+        assert self.job is not None
         pid, status = os.waitpid(self._pid, os.WNOHANG)
         if pid == 0 and time.monotonic() < self._deadline:
             return None
         end_session(self._pid)
         if pid == 0:
             os.waitpid(self._pid, 0)
-            note = read_note(self._note)
-            return self._ended("hangs", note.failed or self._last_line())
+            stage = self.job.stages[self._place]
+            return self._ended("hangs", f"no end after {self.limits(stage):.0f} s: {self._last_line()}")
         return self._judge(exit_of(status), read_note(self._note))
 
     def _judge(self, code: int, note: Note) -> Result | None:
