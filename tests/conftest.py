@@ -1,17 +1,49 @@
-"""Every test draws its random numbers from a seed of its own, so that neither order nor company changes them.
-What the invariance matrix found is shown as a table at the end."""
+"""What holds for all tests: random numbers from a seed of each test's own, cases that are drawn from the
+commit, and at the end what the tests cost."""
 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
+from tests import costs
+from tests.covers import always, commit, sample
 from tests.topology import report
+
+DRAW = pytest.StashKey[str]()
+STARTED = pytest.StashKey[float]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", default="", help="other random inputs for every test: how tight is a bound?")
+    parser.addoption("--draw", default="", help="draw sampled cases from this, not from the commit")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Workers of xdist are handed the seed, so that all of them collect the same tests.
+    given = getattr(config, "workerinput", {}).get("draw")
+    config.stash[DRAW] = given or config.getoption("--draw") or commit()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    node.workerinput["draw"] = node.config.stash[DRAW]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """`drawn(name, points, count, legal=...)`: a sample of a product, or all of it where count is None. Whole
+    products are made only when they are asked for, because they are too large to collect each time."""
+    for mark in metafunc.definition.iter_markers("drawn"):
+        name, points, count = mark.args
+        legal, chosen = mark.kwargs.get("legal", always), []
+        if count is not None:
+            chosen = sample(points(), count, metafunc.config.stash[DRAW], legal=legal)
+        elif metafunc.config.getoption("-m") == "exhaustive":
+            chosen = [point for point in points() if legal(point)]
+        metafunc.parametrize(name, chosen, ids=str)
 
 
 @pytest.fixture(autouse=True)
@@ -21,6 +53,22 @@ def own_seed(request: pytest.FixtureRequest) -> None:
     torch.manual_seed(zlib.crc32((request.node.nodeid + request.config.getoption("--seed")).encode()))
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    item.stash[STARTED] = costs.now()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[pytest.TestReport]:
+    made: pytest.TestReport = yield
+    if made.when == "teardown" and STARTED in item.stash:
+        made.user_properties.append(costs.property_of(item, costs.now() - item.stash[STARTED]))
+    if made.failed:
+        draw = f" --draw {item.config.stash[DRAW]}" if item.get_closest_marker("drawn") else ""
+        made.sections.append(("repeat it", f"python -m pytest '{item.nodeid}'{draw}"))
+    return made
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     reports = terminalreporter.getreports("passed") + terminalreporter.getreports("failed")
     for kind, title in report.TITLES.items():
@@ -28,3 +76,5 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             terminalreporter.section(f"{len(rows)} {title}")
             for line in report.lines(rows):
                 terminalreporter.write_line(line)
+    costs.tell(terminalreporter)
+    terminalreporter.write_line(f"sampled cases are drawn from {terminalreporter.config.stash[DRAW]} (--draw)")

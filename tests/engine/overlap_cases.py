@@ -45,7 +45,7 @@ class Case:
     pp: int = 1
     ep: int = 1
     micro_batches: int = 3
-    steps: int = 5
+    steps: int = 2
     dtype: str = "fp32"
     tied: bool = False
     shared: bool = True

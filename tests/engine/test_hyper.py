@@ -1,4 +1,5 @@
-"""Several residual streams, overlapped and recomputed: trained as plainly, to the last bit."""
+"""Several residual streams, recomputed and with delayed weight gradients: trained as plainly, to the last bit.
+Overlapped schedules of them are in `test_overlap.py`."""
 
 from __future__ import annotations
 
@@ -19,40 +20,20 @@ from braid.parallel.sharding import Strategy
 from braid.plan import Plan, plan
 from braid.schedule import dual_pipe_v_of_segments
 from braid.train import step as steps
-from tests.engine import test_recompute_overlap
 from tests.engine.driven import Case as Sharded
 from tests.engine.driven import Ranks, Trained, differing
 from tests.engine.overlap_cases import Case, assert_same_bits, make_state, micro_batches, train
 from tests.engine.recomputed import Overlapped
 from tests.engine.test_dual import Dual
-from tests.engine.test_overlap import PIPELINE, check
 from tests.engine.test_recompute_sharded import compare
 from tests.ranks import run_ranks
 
 STREAMS = Case(streams=3)
-ALONE = (
-    replace(STREAMS, tied=True),
+DELAYED = (
     replace(STREAMS, pattern="[*E]-[*E]/*E/*E", tied=True, delayed=True),
     replace(STREAMS, pattern="[M*E]*-[G*E]E/*E", dtype="bf16", shared=False, dropout=0.1, delayed=True),
     replace(STREAMS, pattern="[*E]-", latent=4, delayed=True, late_weights=True),
-    replace(STREAMS, pattern="/*E", streams=1, early_release=True),
 )
-RANKS = (
-    replace(STREAMS, world=2, ep=2, pattern="[M*E]-[G*E]/*E", dtype="bf16", delayed=True),
-    replace(PIPELINE, pattern="[*E]|[M*E]-|[G*E]|*E/*E", streams=2, tied=True, delayed=True),
-    replace(PIPELINE, pattern="|[*E]|*E|/*E/*E", streams=4, dtype="bf16", micro_batches=3),
-    Case(world=2, pp=2, pattern="|[*E]||", streams=2, micro_batches=3),
-)
-
-
-@pytest.mark.parametrize("case", ALONE, ids=str)
-def test_one_process_has_the_same_losses_gradients_and_weights(case):
-    check(case)
-
-
-@pytest.mark.parametrize("case", RANKS, ids=str)
-def test_ranks_have_the_same_losses_gradients_and_weights(case):
-    check(case)
 
 
 # ------------------------------------------------------------------------------------------- recompute
@@ -92,20 +73,6 @@ SPANS = (
     Again(pattern="[*E]-E/*E", recompute=("full",), dtype="bf16", delayed=True),
     Again(pattern="[*E][*E][*E]", span=0),
 )
-SPANS_OF_RANKS = (
-    Again(world=2, ep=2, pattern="[M*E]-[G*E]/*E", dtype="bf16", delayed=True),
-    Again(world=4, pp=2, ep=2, micro_batches=4, pattern="[*E]-|[M*E]-|G[*E]|*E/*E", tied=True, span=5),
-)
-
-
-@pytest.mark.parametrize("case", SPANS, ids=str)
-def test_streams_are_made_again_by_ops_with_the_same_bits(case: Again) -> None:
-    test_recompute_overlap.check(case)
-
-
-@pytest.mark.parametrize("case", SPANS_OF_RANKS, ids=str)
-def test_ranks_make_streams_again_with_the_same_bits(case: Again) -> None:
-    test_recompute_overlap.check(case)
 
 
 @pytest.mark.parametrize("case", SPANS, ids=str)
@@ -200,7 +167,7 @@ def assert_waits(left: dict[str, int], micro_batches: int) -> None:
     assert left == {name: 0 if name.endswith("exit") else micro_batches for name in left}
 
 
-@pytest.mark.parametrize("case", [each for each in (*ALONE, *SPANS) if each.delayed], ids=str)
+@pytest.mark.parametrize("case", [each for each in (*DELAYED, *SPANS) if each.delayed], ids=str)
 def test_gradients_of_connections_wait_and_have_the_same_bits(case: Case) -> None:
     plain, waiting = (one_step(0, case, plan(case.run(overlap=overlap), 1)) for overlap in (False, True))
     assert not any(plain.left.values())

@@ -1,14 +1,15 @@
-"""What all comparisons share: one corpus, and references that are computed once."""
+"""What all comparisons share: one corpus, and references that are computed once for all workers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from braid.config import Run
+from tests.oracles import remembered, shared_folder
 from tests.topology.cases import make_corpus, run_of
 from tests.topology.harness import Outcome, Task, alone
 
@@ -17,20 +18,29 @@ Reference = Callable[..., Outcome]
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_corpus(tmp_path_factory.mktemp("corpus"))
+    """Built once: what is remembered of a run must not depend on which worker's files it read."""
+    folder = shared_folder(tmp_path_factory) / "corpus"
+
+    def made() -> Path:
+        folder.mkdir()
+        return make_corpus(folder)
+
+    return remembered(folder.parent, "corpus", made)
 
 
 @pytest.fixture(scope="session")
 def reference(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Reference:
     """What one process makes of a model, by the arguments of `run_of`. Where rounding may change a choice of
     experts it is written down, and float32 is trained by plain gradient descent."""
-    known: dict[Run, Outcome] = {}
 
+    @cache
     def computed(model: str, **chosen: Any) -> Outcome:
         run = run_of(model, corpus, **chosen)
-        if run not in known:
+
+        def made() -> Outcome:
             dtype, root = run.train.dtype, tmp_path_factory.mktemp("reference")
-            known[run] = alone(Task(run=run, checkpoints=root, sgd=dtype == "fp32", record=dtype != "fp64"))
-        return known[run]
+            return alone(Task(run=run, checkpoints=root, sgd=dtype == "fp32", record=dtype != "fp64"))
+
+        return remembered(shared_folder(tmp_path_factory), str(run), made)
 
     return computed

@@ -30,7 +30,7 @@ from braid.train.device import choose_device
 from braid.train.feed import Feed, open_feed
 from braid.train.state import State
 from braid.train.step import evaluate, train_step
-from tests.topology.cases import LEARNING_RATE, STEPS
+from tests.topology.cases import LEARNING_RATE
 
 Parts = dict[str, tuple[tuple[int, ...], Tensor]]
 """By canonical name: where a rank's part begins, and the part."""
@@ -158,7 +158,7 @@ def trained(state: State, feed: Feed, task: Task) -> Told:
     optimizer.sgd = task.sgd
     watch_routing(state, record=routes if task.record else None, replay=task.replay)
     told = Told(routes=routes if task.record else None)
-    for _ in range(STEPS):
+    for _ in range(run.train.steps):
         result = train_step(state, run, feed.train, LEARNING_RATE)
         told.figures.append({**result.metrics, "gradient norm": result.grad_norm})
     assert feed.validation is not None

@@ -9,15 +9,20 @@ ranks is tp 2 · dp 2, with all ranks sharing experts.
 
 from __future__ import annotations
 
+import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, get_args
+from itertools import groupby, product
+from typing import Any, NamedTuple, get_args
 
 from braid import fit
 from braid.config import Mesh, Run
 from braid.parallel.sharding import Strategy
 from braid.pattern import parse
+from braid.plan import check
+from tests.covers import cover
+from tests.topology.cases import MODELS, run_of
 
 DISPATCHERS = ("all_to_all", "all_gather")
 
@@ -91,96 +96,172 @@ def segmented(pattern: str, segments: int) -> str:
     return "|".join("".join(segment) for segment in held) + slash + depth
 
 
-@dataclass(frozen=True, kw_only=True)
-class Batch:
-    """Topologies that are run on the same ranks, one after the other."""
+class Shape(NamedTuple):
+    """A topology by its parts."""
 
-    model: str
-    world: int
-    words: tuple[str, ...]
+    pp: int
+    tp: int
+    cp: int
+    dp: int
+    ep: int
+    etp: int
+    replicate: int
+    shard: Strategy
+    dispatcher: str
+    schedule: str
 
     @property
-    def topologies(self) -> Iterator[Topology]:
-        return (Topology(world=self.world, words=words) for words in self.words)
+    def words(self) -> str:
+        sizes = {name: getattr(self, name) for name in ("pp", "tp", "cp", "ep", "etp", "replicate")}
+        words = [f"{name}{size}" for name, size in sizes.items() if size > 1]
+        return " ".join([*words, *(word for word in (self.shard, self.dispatcher, self.schedule) if word)])
+
+
+class Point(NamedTuple):
+    """A model on a topology."""
+
+    model: str
+    shape: Shape
+
+    @property
+    def world(self) -> int:
+        return self.shape.pp * self.shape.tp * self.shape.cp * self.shape.dp
+
+    @property
+    def topology(self) -> Topology:
+        return Topology(world=self.world, words=self.shape.words)
 
     @property
     def step(self) -> dict[str, int]:
         """What a step is made of: micro-batches that data-parallel ranks share equally, and enough of them to
         fill a pipeline."""
-        pipelined = any(topology.mesh.pp > 1 for topology in self.topologies)
-        return {"samples": 12 if self.world % 3 == 0 else 16, "micro_batches": 4 if pipelined else 2}
+        return {"samples": 12 if self.world % 3 == 0 else 16, "micro_batches": 4 if self.shape.pp > 1 else 2}
 
     def __str__(self) -> str:
-        return f"{self.model}-{self.world}-{self.words[0].replace(' ', '-') or 'dp'}"
+        return f"{self.model}-{self.world}-{self.shape.words.replace(' ', '-')}"
 
 
-def _batch(model: str, world: int, *words: str) -> Batch:
-    return Batch(model=model, world=world, words=words)
+# --------------------------------------------------------------------------------- all that there are
+
+WORLDS = (2, 3, 4, 6, 8)
+
+WITHOUT_EXPERTS = frozenset({"tied"})
+
+PIPELINED = ("", "v2", "dual", "overlap", "v2 overlap", "dual overlap")
+"""Schedules of a pipeline, in words."""
+
+ALONE = ("", "overlap")
+"""And of ranks without one."""
 
 
-QUICK = (
-    _batch("hybrid", 2, "", "none", "optimizer", "gradients", "replicate2", "tp2", "cp2", "ep2", "etp2"),
-    _batch("latent", 2, "tp2 ep2", "cp2 ep2 all_gather", "ep2 none", "etp2 all_to_all", "tp2 etp2"),
-    _batch("tied", 2, "tp2", "cp2", "optimizer"),
-    _batch("capacity", 2, "tp2 ep2", "cp2 none", "ep2 all_gather"),
-    _batch("sinkhorn", 2, "tp2", "cp2 etp2", "ep2 gradients"),
-    _batch("hybrid", 3, "", "etp3", "none"),
-    _batch("tied", 3, "gradients", "replicate3"),
-    _batch("hybrid", 4, "tp4", "tp4 ep4", "tp2 ep2", "tp2 cp2 ep2 etp2", "cp4 ep2", "cp2 ep4 gradients"),
-    _batch("latent", 4, "tp4 ep2 etp2", "tp2 ep4 none", "cp2 replicate2", "ep4 all_gather", "tp2 cp2 ep4"),
-    _batch("tied", 4, "tp4", "tp2 gradients", "cp4", "cp2 replicate2", "tp2 cp2"),
-    _batch("capacity", 4, "tp2 cp2 ep4", "tp4 etp4", "ep2 etp2 optimizer"),
-    _batch("sinkhorn", 4, "tp4 ep4", "cp2 ep2 replicate2", "tp2 etp2"),
-    _batch("hybrid", 6, "tp2 ep2", "cp2 etp3 optimizer"),
-    _batch("hybrid", 8, "tp2 cp2 ep4 etp2", "tp4 ep2 gradients", "tp2 ep2 etp2 replicate2 gradients"),
-    _batch("latent", 8, "cp2 ep8", "tp8"),
-    _batch("hybrid", 2, "pp2", "pp2 v2 none"),
-    _batch("tied", 4, "pp2 tp2", "pp4 v2", "pp2 replicate2", "pp2 dual gradients"),
-    _batch("hybrid", 4, "pp2 tp2 ep2", "pp2 cp2 v2 etp2", "pp2 gradients"),
-    _batch("latent", 4, "pp4", "pp2 v2 ep2 optimizer", "pp2 dual overlap ep2"),
-    _batch("hybrid", 8, "pp2 tp2 cp2 ep2 etp2", "pp2 tp2 ep4 v2 none"),
-    _batch("hyper", 2, "", "none", "optimizer", "gradients", "tp2", "cp2", "ep2", "etp2", "ep2 overlap"),
-    _batch("hyper", 3, "etp3", "replicate3"),
-    _batch("hyper", 4, "tp2 ep2", "tp2 cp2 ep2 etp2", "cp2 ep4 gradients", "pp2 tp2 ep2", "pp2 v2 ep2 overlap"),
-    _batch("hyper", 4, "pp4", "pp2 dual", "pp2 ep2 dual overlap", "pp2 cp2 none"),
-)
-"""What `make test` compares."""
+def every(worlds: Sequence[int] = WORLDS) -> list[Point]:
+    """Every model on every topology of so many ranks; a few do not fit one another, which `legal` knows. Their
+    order has no meaning, so that covers take models and sizes in turn."""
+    points = [
+        Point(model, shape)
+        for world in worlds
+        for shape in _shapes(world)
+        for model in MODELS
+        if model not in WITHOUT_EXPERTS or (shape.ep * shape.etp == 1 and "overlap" not in shape.schedule)
+    ]
+    return random.Random(0).sample(points, len(points))
 
-LONG = (
-    _batch("hybrid", 2, "etp2 all_to_all", "ep2 all_gather", "tp2 ep2 all_gather", "cp2 etp2 none"),
-    _batch("sinkhorn", 3, "optimizer", "etp3 all_to_all"),
-    _batch("hybrid", 4, "ep4", "etp4", "replicate2", "tp2 replicate2", "tp4 etp2 none", "cp2 ep2 etp2"),
-    _batch(
-        "latent", 4, "optimizer", "cp4 etp2", "tp4 ep4 all_gather", "tp2 cp2 none", "ep2 replicate2 optimizer"
-    ),
-    _batch("capacity", 4, "tp4 ep4", "cp4 ep2 etp2", "tp2 ep4 all_gather", "etp2 replicate2"),
-    _batch("sinkhorn", 4, "cp4", "tp2 cp2 etp4", "ep4 gradients"),
-    _batch("hybrid", 6, "tp2 ep2 etp3", "cp2 replicate3", "ep2 replicate3", "etp2 none"),
-    _batch("tied", 6, "tp2", "cp2 none", "replicate2"),
-    _batch("latent", 6, "ep2", "cp2 ep2 etp3 gradients", "tp2 etp6"),
-    _batch("hybrid", 8, "", "tp8", "cp8", "tp4 cp2 ep4", "tp2 cp4 ep2 none", "tp2 cp2 replicate2"),
-    _batch("hybrid", 8, "tp2 cp2 ep2 replicate2", "cp2 etp2 replicate2 gradients", "tp2 cp2 etp2 optimizer"),
-    _batch("latent", 8, "ep8", "tp2 ep8 all_gather", "tp4 cp2 ep2 etp4", "cp4 ep4 replicate2"),
-    _batch("tied", 8, "tp4 gradients", "cp4 replicate2", "tp2 cp4", "tp8", "replicate4"),
-    _batch("capacity", 8, "tp2 cp2 ep4", "cp2 ep2 etp4", "tp4 ep2 replicate2"),
-    _batch("sinkhorn", 8, "tp2 cp4 etp2 ep4", "tp8 ep4", "cp2 ep4 optimizer"),
-    _batch("sinkhorn", 2, "pp2 v2", "pp2 gradients"),
-    _batch("capacity", 4, "pp4 dual overlap", "pp2 tp2 ep2 dual overlap", "pp2 cp2 dual none"),
-    _batch("hybrid", 4, "pp2 tp2 ep2 dual overlap optimizer", "pp2 cp2 dual", "pp2 replicate2 dual overlap"),
-    _batch("tied", 8, "pp4 tp2 dual", "pp2 tp2 cp2 dual none"),
-    _batch("hybrid", 3, "pp3", "pp3 v2"),
-    _batch("capacity", 4, "pp2 tp2 ep2", "pp2 cp2 none", "pp4", "pp2 v2 ep2 all_gather"),
-    _batch("latent", 4, "pp2 tp2 etp2", "pp2 cp2 ep2", "pp2 v4 tp2", "pp2 ep2 gradients"),
-    _batch("hybrid", 6, "pp2 etp3", "pp3 tp2 ep2", "pp2 replicate3", "pp3 v2 cp2"),
-    _batch("hybrid", 8, "pp2 cp2 ep2 replicate2", "pp4 tp2 optimizer", "pp8", "pp2 tp4 ep4", "pp2 ep2 etp2"),
-    _batch("tied", 8, "pp2 tp2 cp2", "pp4 cp2 v2", "pp2 cp2 replicate2 gradients", "pp4 replicate2"),
-    _batch("latent", 8, "pp2 tp2 ep2 replicate2", "pp4 ep2 v2", "pp2 tp2 cp2 ep4", "pp2 cp4 etp4"),
-    _batch("sinkhorn", 8, "pp2 tp2 etp2 replicate2", "pp2 tp2 ep2 etp2", "pp2 cp2 etp2 optimizer"),
-    _batch(
-        "hyper", 4, "tp4 ep4", "cp4", "ep4 all_gather", "replicate2", "tp2 none", "ep2 etp2 optimizer overlap"
-    ),
-    _batch("hyper", 4, "pp2 tp2 ep2 dual overlap", "pp4 v2", "pp2 replicate2", "pp2 tp2 ep2 overlap optimizer"),
-    _batch("hyper", 6, "tp2 etp3", "cp2 ep2", "pp3 tp2", "pp2 etp3"),
-    _batch("hyper", 8, "tp2 cp2 ep4 etp2", "pp2 tp2 cp2 ep2", "tp8", "pp2 cp2 ep2 replicate2 gradients", "pp8"),
-)
-"""What `make test-long` compares besides."""
+
+def _shapes(world: int) -> Iterator[Shape]:
+    for pp, tp, cp in product(_divisors(world), repeat=3):
+        if world % (pp * tp * cp):
+            continue
+        dp, slab = world // (pp * tp * cp), world // pp
+        for ep, etp, replicate in product(_divisors(slab), _divisors(slab), _divisors(dp)):
+            if slab % (ep * etp * replicate):
+                continue
+            dispatchers = ("", *DISPATCHERS) if ep * etp > 1 else ("",)
+            schedules = PIPELINED if pp > 1 else ALONE
+            for shard, dispatcher, schedule in product(get_args(Strategy), dispatchers, schedules):
+                if not (shard == "none" and replicate > 1):
+                    yield Shape(pp, tp, cp, dp, ep, etp, replicate, shard, dispatcher, schedule)
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def legal(point: Point) -> bool:
+    run = run_of(point.model, "corpus", **point.step)
+    return not check(point.topology.of(run), point.world)
+
+
+# ------------------------------------------------------------------------------------- some of them
+
+AXES = ("tp", "cp", "dp", "pp", "ep", "etp", "replicate")
+
+
+def axes_of(point: Point) -> dict[str, Any]:
+    """Which axes have more than one rank."""
+    return {axis: getattr(point.shape, axis) > 1 for axis in AXES}
+
+
+def ways_of(point: Point) -> dict[str, Any]:
+    """Axes, and how ranks share, communicate and take turns."""
+    shape = point.shape
+    return {
+        **axes_of(point),
+        "thirds": point.world % 3 == 0,
+        "shard": shape.shard,
+        "dispatcher": shape.dispatcher,
+        "schedule": shape.schedule,
+    }
+
+
+def choices_of(point: Point) -> dict[str, Any]:
+    return {"model": point.model, **ways_of(point)}
+
+
+def ranks_of(point: Point) -> float:
+    return point.world
+
+
+MODELS_TRIED = 4
+"""Points of the same ways that a larger cover looks at, in case that some are not legal."""
+
+
+def quick() -> list[Point]:
+    """Every pair of choices on up to 4 ranks, and every axis on 8."""
+    pairs = cover(every((2, 3, 4)), choices_of, cost=ranks_of, legal=legal)
+    return [*pairs, *cover(every((8,))[:1000], axes_of, 1, legal=legal)]
+
+
+def larger(known: Sequence[Point]) -> list[Point]:
+    """Every three of axes, sharding, dispatcher and schedule on any number of ranks."""
+    few = dict[object, list[Point]]()
+    for point in every():
+        few.setdefault(tuple(ways_of(point).values()), []).append(point)
+    points = [point for alike in few.values() for point in alike[:MODELS_TRIED]]
+    return cover(points, ways_of, 3, cost=ranks_of, legal=legal, known=known)
+
+
+def batches(points: Sequence[Point], most: int) -> list[Batch]:
+    """Points of one number of ranks and one step together, so that ranks are started once for several."""
+    alike = sorted(points, key=lambda point: (point.world, sorted(point.step.items()), point))
+    found = list[Batch]()
+    for _, group in groupby(alike, key=lambda point: (point.world, point.step)):
+        members = [*group]
+        found += [Batch(tuple(members[at : at + most])) for at in range(0, len(members), most)]
+    return found
+
+
+class Batch(NamedTuple):
+    """Points that are run on the same ranks, one after the other."""
+
+    points: tuple[Point, ...]
+
+    @property
+    def world(self) -> int:
+        return self.points[0].world
+
+    @property
+    def step(self) -> dict[str, int]:
+        return self.points[0].step
+
+    def __str__(self) -> str:
+        return f"{self.points[0]}+{len(self.points) - 1}"

@@ -43,6 +43,8 @@ class Sabotage:
     topology: Topology
     seen_by: str
     """The check that is there for it."""
+    steps: int = 1
+    """After which it is seen; most show in the first, or in the evaluation after it."""
 
 
 # --------------------------------------------------------------------------------- sums over a group
@@ -218,9 +220,9 @@ def padding_counts() -> AbstractContextManager[Any]:
 # ------------------------------------------------------------------------------------------ all of them
 
 
-def _on(world: int, words: str, model: str, broken: Break, seen_by: str) -> Sabotage:
+def _on(world: int, words: str, model: str, broken: Break, seen_by: str, steps: int = 1) -> Sabotage:
     topology = Topology(world=world, words=words)
-    return Sabotage(broken=broken, model=model, topology=topology, seen_by=seen_by)
+    return Sabotage(broken=broken, model=model, topology=topology, seen_by=seen_by, steps=steps)
 
 
 SABOTAGES: Mapping[str, Sabotage] = MappingProxyType(
@@ -300,7 +302,7 @@ SABOTAGES: Mapping[str, Sabotage] = MappingProxyType(
             2, "", "hybrid", not_summed(step, "world", entries=2), "validation loss"
         ),
         "expert counts for selection biases": _on(
-            2, "", "hybrid", not_summed(loads, "slab"), "selection biases"
+            2, "", "hybrid", not_summed(loads, "slab"), "selection biases", steps=3
         ),
         "the gradient's length over all ranks": _on(
             2, "", "tied", not_summed(gradients, "world"), "gradient norm"

@@ -23,11 +23,18 @@ from tests.topology.compare import FP64_BOUND
 from tests.topology.harness import read_whole, started
 from tests.topology.matrix import Topology
 
-CHAINS = (
+pytestmark = pytest.mark.costly("every link of a chain starts ranks and writes checkpoints")
+
+SHORT = (
+    ((2, "tp2 ep2"), (1, ""), (3, ""), (2, "cp2 etp2")),
+    ((2, "pp2"), (4, "tp2 cp2 ep4 none"), (2, "ep2 optimizer"), (2, "pp2 dual")),
+)
+LONG = (
     ((4, "tp2 ep2"), (1, ""), (4, "tp4"), (3, ""), (4, "cp2 etp2"), (2, "replicate2"), (1, "")),
     ((2, "pp2"), (4, "tp2 cp2 ep4 none"), (6, "tp2 ep2"), (2, "ep2 optimizer"), (4, "pp2 v2 tp2")),
     ((4, "pp2 ep2 dual overlap"), (1, ""), (2, "pp2 dual"), (2, "pp2")),
 )
+CHAINS = (*SHORT, *LONG)
 """Topologies that hand a run on to one another: ranks, and words."""
 
 PROGRESS = ("samples", "tokens", "updates", "skipped_in_a_row", "data")
@@ -64,7 +71,11 @@ def never_changed(run: Run, steps: int) -> list[float]:
     return [train_step(state, run, feed.train, LEARNING_RATE).loss for _ in range(steps)]
 
 
-@pytest.mark.parametrize("chain", CHAINS, ids=lambda chain: "-".join(words or "dp" for _, words in chain[:3]))
+@pytest.mark.parametrize(
+    "chain",
+    [*SHORT, *(pytest.param(chain, marks=pytest.mark.long) for chain in LONG)],
+    ids=lambda chain: "-".join(words or "dp" for _, words in chain[:3]),
+)
 def test_a_run_goes_from_topology_to_topology(chain, corpus, tmp_path):
     run = run_of("hybrid", corpus, samples=12)
     before, losses = None, []

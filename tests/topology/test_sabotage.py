@@ -15,6 +15,8 @@ from tests.topology.harness import Outcome, Task, Told, outcome, train
 from tests.topology.report import add_sabotage
 from tests.topology.sabotages import SABOTAGES
 
+pytestmark = pytest.mark.costly("every sabotage is a training of its own")
+
 AT_A_TIME = 10
 
 
@@ -37,11 +39,14 @@ def grouped() -> list[tuple[str, ...]]:
 def test_every_sabotage_is_seen(names, reference, corpus, request):
     chosen = {name: SABOTAGES[name] for name in names}
     (world,) = {sabotage.topology.world for sabotage in chosen.values()}
-    named = [(name, Task(run=each.topology.of(run_of(each.model, corpus)))) for name, each in chosen.items()]
+    named = [
+        (name, Task(run=each.topology.of(run_of(each.model, corpus, steps=each.steps))))
+        for name, each in chosen.items()
+    ]
     ranks = run_ranks(world, _sabotaged, named, timeout_s=300)
     unseen = []
     for number, (name, sabotage) in enumerate(chosen.items()):
-        sound = reference(sabotage.model)
+        sound = reference(sabotage.model, steps=sabotage.steps)
         found = outcome([rank[number] for rank in ranks], sound.shapes, named[number][1])
         seen = red(deviations(found, sound), FP64_BOUND)
         add_sabotage(request.node, name, sabotage.model, sabotage.topology, list(seen))
