@@ -3,9 +3,14 @@ commit, and at the end what the tests cost."""
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Iterator
 from typing import Any
+
+# Threads of models this small wait for each other longer than they work: one process, one core. Before torch is
+# imported, so that processes which tests start have it too.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 
