@@ -181,4 +181,5 @@ def test_choices_name_their_reasons() -> None:
 
 @where_kernels_cannot_run
 def test_all_of_this_under_the_interpreter() -> None:
-    interpret(__file__)
+    """References have run where nothing is interpreted."""
+    interpret(__file__, "-k", "not reference")

@@ -74,4 +74,5 @@ def test_choice_names_its_reason() -> None:
 
 @where_kernels_cannot_run
 def test_all_of_this_under_the_interpreter() -> None:
-    interpret(__file__)
+    """References have run where nothing is interpreted."""
+    interpret(__file__, "-k", "not reference")
