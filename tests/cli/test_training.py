@@ -122,7 +122,7 @@ def test_a_run_tells_what_it_does_and_where_everything_is(whole):
     assert "\x1b" not in told
 
 
-def test_ranks_tell_of_schedule_trace_and_commands_that_work_as_they_stand(folder, tmp_path):
+def test_ranks_tell_of_schedule_trace_and_commands_that_work_as_they_stand(folder, tmp_path, monkeypatch):
     """From a folder with a blank in its name, without the program on the path."""
     out, trace = tmp_path / "the run", tmp_path / "the trace.json"
     mesh = ["--world", "2", "--device", "cpu", "--mesh.ep", "2", "--mesh.overlap", "True"]
@@ -138,17 +138,20 @@ def test_ranks_tell_of_schedule_trace_and_commands_that_work_as_they_stand(folde
     assert errors.count("braid: train.recompute_span 2 changes nothing") == 1
     generate, train, show = told.splitlines()[-3:]
     assert shlex.split(train)[4:] == [*words_for(folder, out, *mesh, *more[2:])[1:], "--train.steps", "6"]
-    for command in (f"{generate} --tokens 3", show):
-        done = subprocess.run(
-            command,
-            shell=True,
-            check=False,
-            capture_output=True,
-            text=True,
-            cwd=tmp_path,
-            env={"PATH": "/nowhere"},
-        )
-        assert done.returncode == 0, f"{command}\n{done.stderr}"
+    done = subprocess.run(
+        f"{generate} --tokens 3",
+        shell=True,
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={"PATH": "/nowhere"},
+    )
+    assert done.returncode == 0, done.stderr
+    monkeypatch.chdir(tmp_path)
+    called, shown = shlex.split(show)[:3], shlex.split(show)[3:]
+    assert called == shlex.split(generate)[:3], "the program that has just worked"
+    assert main(shown) == 0
 
 
 def test_a_trace_that_has_no_steps_is_not_announced(folder, tmp_path, capsys):
@@ -203,20 +206,31 @@ def test_a_script_is_called_by_its_path_and_anything_else_by_the_interpreter(pat
     assert program() == [sys.executable, "-m", "braid"]
 
 
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGTERM, ExitCode.PREEMPTED)]
-)
-def test_stopped_and_started_again_equals_one_go_bit_for_bit(number, code, folder, whole, tmp_path):
-    exit_code, errors = stop_at(words_for(folder, tmp_path), 25, number)
-    assert exit_code == code, errors
-    with start(words_for(folder, tmp_path)) as process:
-        told, errors = process.communicate()
-    assert process.returncode == 0, errors
-    assert "continues from step" in told
-    assert losses(tmp_path) == losses(whole[0])
-    again, once = tensors(tmp_path), tensors(whole[0])
+def assert_equals_one_go(out, whole):
+    assert losses(out) == losses(whole)
+    again, once = tensors(out), tensors(whole)
     assert again.keys() == once.keys()
     assert [name for name in once if not torch.equal(again[name], once[name])] == []
+
+
+def test_stopped_and_started_again_equals_one_go_bit_for_bit(folder, whole, tmp_path, capsys):
+    exit_code, errors = stop_at(words_for(folder, tmp_path), 25, signal.SIGTERM)
+    assert exit_code == ExitCode.PREEMPTED, errors
+    assert main(words_for(folder, tmp_path)) == 0
+    assert "continues from step" in capsys.readouterr().out
+    assert_equals_one_go(tmp_path, whole[0])
+
+
+def test_killed_and_started_again_it_goes_on_although_nobody_watches_any_more(folder, whole, tmp_path):
+    """And equals one go bit for bit."""
+    exit_code, errors = stop_at(words_for(folder, tmp_path), 25, signal.SIGKILL)
+    assert exit_code == -signal.SIGKILL, errors
+    with start(words_for(folder, tmp_path)) as process:
+        assert any("continues from step" in line for line in process.stdout)
+        process.stdout.close()
+        errors = process.stderr.read()
+    assert process.returncode == 0, errors
+    assert_equals_one_go(tmp_path, whole[0])
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_is_left_as_it_is(folder, whole, tmp_path, capsys):
@@ -310,16 +324,6 @@ def test_supervised_fine_tuning_on_rows_with_prompts(folder, tmp_path, capsys):
     words = [*words_for(folder, tmp_path / "out"), "--data.sources", str(tmp_path / "rows"), *more]
     assert main(words) == 0
     assert losses(tmp_path / "out")[0] > 0
-
-
-def test_a_run_that_nobody_watches_any_more_goes_on(folder, tmp_path):
-    with start(words_for(folder, tmp_path)) as process:
-        process.stdout.readline()
-        process.stdout.close()
-        errors = process.stderr.read()
-    assert process.returncode == 0, errors
-    assert losses(tmp_path)[39:]
-    assert checkpoint.latest(tmp_path / "checkpoints").path.name == "step-00000040"
 
 
 def test_a_padded_vocabulary_trains_and_generates(folder, tmp_path, capsys):

@@ -193,19 +193,21 @@ def test_an_environment_that_contradicts_is_refused(environment, more, said, wor
 # --------------------------------------------------------------------------------------- the launcher
 
 
-def test_ranks_meet_and_rank_0_alone_has_the_terminal(capfd):
+def test_after_kill_9_all_start_again_meet_and_rank_0_alone_has_the_terminal(capfd):
+    assert launched("be_killed_once", restarts=1) == ExitCode.OK
+    told = capfd.readouterr()
+    assert told.out.splitlines()[1:] == ["rank 0 met [0, 1] in attempt 1 with 1 threads"]
+    assert "[rank 1] rank 1 met [0, 1] in attempt 1 with 1 threads\n" in told.err
+    assert "2 workers of one thread each" in told.err
+    assert "braid: rank 1 was killed by SIGKILL; all start again, 1 of 1 restarts\n" in told.err
+
+
+@pytest.mark.long
+def test_ranks_meet_at_once(capfd):
     assert launched("meet") == ExitCode.OK
     told = capfd.readouterr()
     assert told.out == "rank 0 met [0, 1] in attempt 0 with 1 threads\n"
     assert "[rank 1] rank 1 met [0, 1] in attempt 0 with 1 threads\n" in told.err
-    assert "2 workers of one thread each" in told.err
-
-
-def test_after_kill_9_all_start_again(capfd):
-    assert launched("be_killed_once", restarts=1) == ExitCode.OK
-    told = capfd.readouterr()
-    assert told.out.endswith("rank 0 met [0, 1] in attempt 1 with 1 threads\n")
-    assert "braid: rank 1 was killed by SIGKILL; all start again, 1 of 1 restarts\n" in told.err
 
 
 def test_a_failure_that_would_repeat_is_not_repeated_and_its_exit_code_is_kept(capfd):
@@ -311,25 +313,20 @@ def test_a_training_under_torchrun_survives_kill_9_of_a_rank(words):
 # ------------------------------------------------------------------------------------------- torchrun
 
 
-def test_under_torchrun_ranks_meet_again_after_kill_9():
-    _restart_under_torchrun()
+TRIALS = [
+    pytest.param(trial, marks=pytest.mark.exhaustive if trial > 2 else pytest.mark.long) for trial in range(10)
+]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("trial", range(10))
-def test_under_torchrun_ranks_meet_again_every_time(trial):
-    _restart_under_torchrun()
-
-
-def _restart_under_torchrun() -> None:
+@pytest.mark.parametrize("trial", TRIALS)
+def test_under_torchrun_ranks_meet_again_after_kill_9(trial):
     with start(torchrun(PAYLOAD, "be_killed_once")) as agent:
         out, errors = agent.communicate()
     assert agent.returncode == 0, errors
     assert "rank 0 met [0, 1] in attempt 1" in out
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("trial", range(3))
+@pytest.mark.parametrize("trial", TRIALS[:1] + TRIALS[8:])
 def test_ranks_of_two_nodes_meet_again_although_only_one_of_them_counts_a_restart(trial, tmp_path):
     endpoint = f"127.0.0.1:{free_port()}"
     nodes = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--nproc-per-node", "1")
