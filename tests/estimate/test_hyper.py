@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from braid.architecture import HyperConnections
 from braid.model.language import LanguageModel
 from braid.nn.cost import Portion
 from braid.nn.recompute import chosen
+from tests.covers import cover
 from tests.estimate.test_kept import MOES, check_model, model_of
 from tests.estimate.test_recompute import Measured, beside
 from tests.model.cases import batch
@@ -50,9 +52,15 @@ def held(model: LanguageModel, names: Sequence[str], span: int) -> tuple[int, in
     return told, real, replays.count
 
 
-@pytest.mark.parametrize("names", CHOICES, ids="+".join)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("text", TEXTS)
+RECOMPUTED = list(product(TEXTS, DTYPES, CHOICES))
+PAIRS = cover(RECOMPUTED, lambda point: dict(zip(("text", "dtype", "names"), point, strict=True)))
+
+
+@pytest.mark.parametrize(
+    ("text", "dtype", "names"),
+    [pytest.param(*point, marks=() if point in PAIRS else pytest.mark.long) for point in RECOMPUTED],
+    ids=lambda value: "+".join(value) if isinstance(value, tuple) else str(value),
+)
 def test_recomputed(text: str, dtype: torch.dtype, names: Sequence[str]) -> None:
     dropout = 0.1 if dtype is torch.float32 else 0.0
     told, real, _ = held(model_of(text, MOES[1], dtype, dropout=dropout, hyper=HYPER), names, 1)

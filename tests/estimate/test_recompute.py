@@ -6,6 +6,7 @@ import weakref
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from braid.parallel.groups import opened_groups
 from braid.plan import plan
 from braid.train.building import make_model
 from braid.train.device import choose_device
+from tests.covers import cover
 from tests.estimate.reality import OPS, Calls, recorded
 from tests.estimate.test_kept import CPU, DTYPES, HIDDEN, MOES, model_of
 from tests.estimate.test_peak import peak_of
@@ -193,9 +195,15 @@ def test_experts(number: int, names: Sequence[str]) -> None:
     check_model(model_of("E", MOES[number], dtype), names)
 
 
-@pytest.mark.parametrize("names", CHOICES, ids="+".join)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("text", ["[M-][*E][G-][ME]/*-", "[+-][+E]/+E/+E"])
+WHOLE = list(product(("[M-][*E][G-][ME]/*-", "[+-][+E]/+E/+E"), (torch.float32, torch.bfloat16), CHOICES))
+PAIRS = cover(WHOLE, lambda point: dict(zip(("text", "dtype", "names"), point, strict=True)))
+
+
+@pytest.mark.parametrize(
+    ("text", "dtype", "names"),
+    [pytest.param(*point, marks=() if point in PAIRS else pytest.mark.long) for point in WHOLE],
+    ids=lambda value: "+".join(value) if isinstance(value, tuple) else str(value),
+)
 def test_whole_models(text: str, dtype: torch.dtype, names: Sequence[str]) -> None:
     tied = dtype is torch.float32
     check_model(model_of(text, MOES[0], dtype, tied=tied, dropout=0.1 if tied else 0.0), names)
