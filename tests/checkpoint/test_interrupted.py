@@ -88,11 +88,12 @@ def lines_of_one_save(root):
     return count
 
 
-def test_killed_at_random_moments_of_saving_the_newest_complete_one_always_loads(tmp_path):
+@pytest.mark.parametrize("times", [6, pytest.param(20, marks=pytest.mark.long)])
+def test_killed_at_random_moments_of_saving_the_newest_complete_one_always_loads(times, tmp_path):
     moments = random.Random(0)
     one_save = lines_of_one_save(tmp_path / "other")
     root, newest = tmp_path / "root", 0
-    for _ in range(20):
+    for _ in range(times):
         newest += kill_after(root, newest + 1, moments.randint(1, 3 * one_save))
         found = latest(root)
         assert found.damaged == ()
