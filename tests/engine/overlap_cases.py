@@ -201,6 +201,9 @@ def make_state(worked_out: Plan, groups: Groups) -> State:
         segments=[segment.index for segment in worked_out.stages[groups.pp.rank].segments],
         dtype=dtype,
     )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()  # where tp pads the vocabulary, rows have no initial value
     model.initialize(run.train.seed)
     optimizer = AdamW(
         dict(model.named_parameters()), decaying=model.decaying(), betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1

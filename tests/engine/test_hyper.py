@@ -87,15 +87,22 @@ SHARED = Sharded(block="[*E]", streams=2, between="", dtype="bf16")
 STRATEGIES: list[Strategy] = ["none", "optimizer", "gradients", "all"]
 
 
+def test_ops_and_hooks_have_the_same_bits() -> None:
+    """Streams of a span are made again when the weights before it are released already."""
+    case = replace(SHARED, mesh=Mesh(ep=2), blocks=2)
+    compare(2, [case], ["gradients"], ["late"])
+    compare(2, [replace(case, recompute=("hyper",))], ["none", "all"], ["late", "hooks"])
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("names", [(), ("hyper",)], ids=["kept", "again"])
 def test_ops_and_hooks_of_every_strategy_have_the_same_bits(names: tuple[str, ...]) -> None:
-    """Streams of a span are made again when the weights before it are released already."""
     case = replace(SHARED, recompute=names, mesh=Mesh(ep=2))
     compare(2, [case], STRATEGIES, ["late", "hooks"] if names else ["late"])
 
 
 def test_weights_of_one_dtype_are_there_when_streams_are_made_again() -> None:
-    case = replace(SHARED, dtype="fp32", block="[M*E]", tail="/*E", recompute=("hyper", "norm"))
+    case = replace(SHARED, dtype="fp32", block="[M*E]", blocks=2, tail="/*E", recompute=("hyper", "norm"))
     compare(2, [case], ["all"], ["phases", "hooks"])
 
 
