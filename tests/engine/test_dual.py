@@ -94,8 +94,15 @@ def train(rank: int, case: Dual, *, nodes: bool) -> Trained:
         Dual(world=2, pp=2, pattern="*-|-|*|-", micro_batches=6, dtype="bf16", overlapping=False),
         Dual(world=2, pp=2, pattern="|[*E]|E|[G*E]", micro_batches=4, dtype="bf16", latent=4, dropout=0.1),
         Dual(world=2, pp=2, pattern="|||[*E]/*E/*E", micro_batches=2, shared=False, overlapping=False),
-        Dual(world=4, pp=2, ep=2, pattern="[*E]|[M*E]|*E|[G*E]/*E", micro_batches=4, early_release=True),
-        Dual(world=4, pp=4, pattern="*|[*E]||-|[*E]|*E||E", tied=True, micro_batches=9, steps=1),
+        *(
+            pytest.param(case, marks=pytest.mark.long)
+            for case in (
+                Dual(
+                    world=4, pp=2, ep=2, pattern="[*E]|[M*E]|*E|[G*E]/*E", micro_batches=4, early_release=True
+                ),
+                Dual(world=4, pp=4, pattern="*|[*E]||-|[*E]|*E||E", tied=True, micro_batches=9, steps=1),
+            )
+        ),
     ],
     ids=str,
 )
@@ -148,8 +155,8 @@ def with_mesh(run: Run, segments: int, **mesh: object) -> Run:
     ("model", "world", "pp", "mesh"),
     [
         ("tied", 2, 2, {}),
-        ("hybrid", 4, 2, {"ep": 2, "overlap": True}),
-        ("latent", 4, 4, {"overlap": True}),
+        pytest.param("hybrid", 4, 2, {"ep": 2, "overlap": True}, marks=pytest.mark.long),
+        pytest.param("latent", 4, 4, {"overlap": True}, marks=pytest.mark.long),
         pytest.param("hybrid", 4, 2, {"shard": "gradients"}, marks=pytest.mark.long),
         pytest.param("tied", 4, 4, {"shard": "optimizer"}, marks=pytest.mark.long),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -49,17 +50,21 @@ def both(rank: int, world: int, case: Case, shard: str) -> list[str]:
     return [name for name, tensor in plain.items() if not torch.equal(tensor, overlapped[name])]
 
 
+def long(case: Case, shard: str) -> Any:
+    return pytest.param(case, shard, marks=pytest.mark.long)
+
+
 @pytest.mark.parametrize(
     ("case", "shard"),
     [
         (Case(world=2, ep=2, pattern="[*E][M*E]/*E", tied=True, dtype="bf16", delayed=True), "all"),
-        (Case(world=4, pp=2, ep=2, pattern="[*E]|[*E]-|*E|[G*E]/*E", micro_batches=4), "gradients"),
-        (replace(LATE, world=2, pattern="[*E][M*E]", tied=True), "all"),
+        long(Case(world=4, pp=2, ep=2, pattern="[*E]|[*E]-|*E|[G*E]/*E", micro_batches=4), "gradients"),
+        long(replace(LATE, world=2, pattern="[*E][M*E]", tied=True), "all"),
         (replace(LATE, world=4, pp=2, pattern="[*E]E|[*E]-|*E|[*E]/*E", micro_batches=4), "all"),
         (replace(LATE, world=2, pattern="E[*E]-", dtype="fp32"), "gradients"),
         (replace(LATE, world=2, pattern="[*E]/*E"), "optimizer"),
         (Case(world=2, tp=2, ep=2, pattern="[*E]-/*E", tied=True), "optimizer"),
-        (Case(world=2, ep=2, pattern="[*E]/*E", tied=True, dtype="bf16"), "optimizer"),
+        long(Case(world=2, ep=2, pattern="[*E]/*E", tied=True, dtype="bf16"), "optimizer"),
         (Case(world=2, ep=2, pattern="[*E]/*E/*E"), "none"),
     ],
     ids=str,

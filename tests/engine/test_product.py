@@ -5,13 +5,14 @@ Samples that are run by `make test` are in `test_sharding_driver_model.py` and `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import pytest
 
 from braid.engine import fsdp2
 from braid.schedule.lifetime import LifetimeError
+from tests.covers import cover
 from tests.engine.driven import Trained
 from tests.engine.product import PRODUCT, Combination, Plant, compared, report
 from tests.ranks import run_ranks
@@ -35,29 +36,41 @@ def test_the_product_has_every_combination_once() -> None:
     assert len(PRODUCT) == len(set(PRODUCT)) == 1728
 
 
-VALUES = [[*dict.fromkeys(getattr(each, name) for each in PRODUCT)] for name in Combination._fields]
-"""Of every field."""
+def cost_of(each: Combination) -> float:
+    return each.world * (1 + each.blocks) * each.micro_batches
 
 
-def quarter_of(each: Combination) -> int:
-    """Which quarter of the product: each of them has every choice of any three fields."""
-    return sum(known.index(value) for known, value in zip(VALUES, each, strict=True)) % 4
+TRIPLES = cover(PRODUCT, Combination._asdict, 3, cost=cost_of)
+"""Combinations that have every three choices of any fields."""
 
 
-@pytest.mark.parametrize(
-    "quarter",
-    [
-        pytest.param(0, marks=pytest.mark.long),
-        *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 2, 3)),
-    ],
-)
-@pytest.mark.parametrize("model", MODELS, ids=lambda model: "-".join(map(str, model)))
-def test_every_combination_has_the_bits_of_hooks(model: tuple[int, str, str, int], quarter: int) -> None:
-    combinations = [each for each in PRODUCT if each[:4] == model and quarter_of(each) == quarter]
-    assert len(combinations) * len(MODELS) * 4 == len(PRODUCT)
-    told = run_ranks(model[0], compared, combinations, timeout_s=900.0)
+def every() -> Sequence[Combination]:
+    return PRODUCT
+
+
+def compare(combinations: Sequence[Combination]) -> None:
+    """Those of one model, which is built once."""
+    told = run_ranks(combinations[0].world, compared, combinations, timeout_s=900.0)
     assert not report(told), report(told)
-    assert all([*found] == combinations for found in told)
+    assert all([*found] == [*combinations] for found in told)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: "-".join(map(str, model)))
+def test_every_three_choices_have_the_bits_of_hooks(model: tuple[int, str, str, int]) -> None:
+    compare([each for each in TRIPLES if each[:4] == model])
+
+
+@pytest.mark.long
+@pytest.mark.drawn("combination", every, 12)
+def test_combinations_that_are_drawn_have_the_bits_of_hooks(combination: Combination) -> None:
+    compare([combination])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: "-".join(map(str, model)))
+def test_every_combination_has_the_bits_of_hooks(model: tuple[int, str, str, int]) -> None:
+    compare([each for each in PRODUCT if each[:4] == model])
 
 
 # ------------------------------------------------------------------------------------ what would be seen

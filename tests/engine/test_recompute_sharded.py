@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
+from itertools import product
+from typing import Literal, NamedTuple
 
 import pytest
 
 from braid.config import Mesh
 from braid.parallel.sharding import Strategy
+from tests.covers import cover
 from tests.engine.driven import Case, Comparison, Grain, Ranks
 from tests.engine.recomputed import NAMES
 from tests.ranks import run_ranks
@@ -72,13 +74,25 @@ def test_a_larger_sample(names: tuple[str, ...]) -> None:
     compare(4, [tied], ["gradients", "all"], ["hooks", "late"])
 
 
+class Hooked(NamedTuple):
+    """A model that is recomputed inside of FSDP2's backward."""
+
+    recompute: tuple[str, ...]
+    block: str
+    blocks: int
+    micro_batches: int
+    shard: Strategy
+
+
+def hooked() -> list[Hooked]:
+    every = product((("norm",), ("full",)), ("[*E]", "[M*E]"), (1, 3, 4), (1, 3, 4), STRATEGIES)
+    return [Hooked(*values) for values in every]
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("names", [("norm",), ("full",)], ids="+".join)
-@pytest.mark.parametrize("block", ["[*E]", "[M*E]"])
-@pytest.mark.parametrize("blocks", [1, 3, 4])
-def test_hooks_of_every_number_of_blocks_and_micro_batches(
-    names: tuple[str, ...], block: str, blocks: int
-) -> None:
+@pytest.mark.parametrize("chosen", cover(hooked(), Hooked._asdict), ids=str)
+def test_hooks_of_any_number_of_blocks_and_micro_batches(chosen: Hooked) -> None:
     """What ops do with them is in `test_product.py`."""
-    case = Case(block=block, blocks=blocks, dtype="bf16", recompute=names)
-    compare(2, [replace(case, micro_batches=number) for number in (1, 3, 4)], STRATEGIES, ["hooks"])
+    *_, shard = chosen
+    given = {name: value for name, value in chosen._asdict().items() if name != "shard"}
+    compare(2, [Case(dtype="bf16", **given)], [shard], ["hooks"])

@@ -209,7 +209,8 @@ def ways_of(point: Point) -> dict[str, Any]:
         "thirds": point.world % 3 == 0,
         "shard": shape.shard,
         "dispatcher": shape.dispatcher,
-        "schedule": shape.schedule,
+        "fold": shape.schedule.partition("overlap")[0].strip(),
+        "overlap": "overlap" in shape.schedule,
     }
 
 
@@ -233,11 +234,16 @@ def quick() -> list[Point]:
 
 def larger(known: Sequence[Point]) -> list[Point]:
     """Every three of axes, sharding, dispatcher and schedule on any number of ranks."""
-    few = dict[object, list[Point]]()
-    for point in every():
-        few.setdefault(tuple(ways_of(point).values()), []).append(point)
-    points = [point for alike in few.values() for point in alike[:MODELS_TRIED]]
+    points = [point for alike in by_ways().values() for point in alike[:MODELS_TRIED]]
     return cover(points, ways_of, 3, cost=ranks_of, legal=legal, known=known)
+
+
+def by_ways() -> dict[object, list[Point]]:
+    """All points, those together that differ in sizes or the model alone."""
+    found = dict[object, list[Point]]()
+    for point in every():
+        found.setdefault(tuple(ways_of(point).items()), []).append(point)
+    return found
 
 
 def batches(points: Sequence[Point], most: int) -> list[Batch]:

@@ -7,7 +7,6 @@ loss, and every tensor of the checkpoint, the optimizer's moments among them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -25,6 +24,7 @@ from tests.topology.matrix import (
     Point,
     Topology,
     batches,
+    by_ways,
     every,
     larger,
     legal,
@@ -100,13 +100,10 @@ def test_a_run_that_does_not_clip_has_the_same_answer_on_ranks(reference, corpus
 # ------------------------------------------------------------------------------------------- coverage
 
 
-def combined(points: Sequence[Point], size: int) -> set[object]:
-    return {each for point in points for each in combinations(sorted(ways_of(point).items()), size)}
-
-
 def test_every_number_of_ranks_and_every_three_ways_are_compared():
     """What covers take is in `tests/test_covers.py`; this is what they are given."""
     assert {point.world for point in QUICK} == {2, 3, 4, 8}
     assert {point.world for point in (*QUICK, *LARGER)} == set(WORLDS)
-    missing = combined(every(), 3) - combined([*QUICK, *LARGER], 3)
-    assert not [point for point in every() if combined([point], 3) & missing and legal(point)]
+    met = {each for point in (*QUICK, *LARGER) for each in combinations(ways_of(point).items(), 3)}
+    missed = [alike for ways, alike in by_ways().items() if not met.issuperset(combinations(ways, 3))]
+    assert not [point for alike in missed for point in alike if legal(point)]

@@ -6,8 +6,10 @@ bfloat16   float32 main parameters and reductions; as near to float64 as one pro
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -60,19 +62,28 @@ class Batch:
 
 
 FP32 = (
-    Batch(model="hybrid", world=2, words=("", "tp2 ep2", "cp2 etp2")),
-    Batch(model="hybrid", world=2, words=("pp2",)),
-    Batch(model="latent", world=4, words=("tp2 cp2 ep4", "ep2 none")),
-    Batch(model="capacity", world=2, words=("tp2 ep2", "cp2 ep2 all_gather")),
+    Batch(model="hybrid", world=2, words=("tp2 ep2", "cp2 etp2")),
     Batch(model="tied", world=3, words=("optimizer",)),
     Batch(model="sinkhorn", world=4, words=("tp2 ep2 replicate2 gradients",)),
 )
+MORE_FP32 = (
+    Batch(model="hybrid", world=2, words=("", "pp2")),
+    Batch(model="latent", world=4, words=("tp2 cp2 ep4", "ep2 none", "tp4")),
+    Batch(model="capacity", world=2, words=("tp2 ep2", "cp2 ep2 all_gather")),
+)
 
 BF16 = (
-    Batch(model="hybrid", world=2, words=("", "tp2 ep2", "cp2")),
+    Batch(model="hybrid", world=2, words=("tp2 ep2",)),
     Batch(model="tied", world=2, words=("pp2",)),
-    Batch(model="latent", world=4, words=("cp2 ep4 none",)),
 )
+MORE_BF16 = (
+    Batch(model="hybrid", world=2, words=("", "cp2")),
+    Batch(model="latent", world=4, words=("tp2 ep2", "cp2 ep4 none")),
+)
+
+
+def long(batches: Sequence[Batch]) -> list[Any]:
+    return [pytest.param(batch, marks=pytest.mark.long) for batch in batches]
 
 
 def outcomes(batch: Batch, corpus: Path, dtype: str, routes: Routes | None, shapes: Outcome) -> list[Outcome]:
@@ -83,7 +94,7 @@ def outcomes(batch: Batch, corpus: Path, dtype: str, routes: Routes | None, shap
     return [outcome([rank[number] for rank in ranks], shapes.shapes, task) for number, task in enumerate(tasks)]
 
 
-@pytest.mark.parametrize("batch", FP32, ids=str)
+@pytest.mark.parametrize("batch", [*FP32, *long(MORE_FP32)], ids=str)
 def test_in_float32_the_topology_changes_nothing_but_rounding(batch, reference, corpus, request):
     sound = reference(batch.model, **batch.step, dtype="fp32")
     found = outcomes(batch, corpus, "fp32", sound.routes, sound)
@@ -96,7 +107,7 @@ def test_in_float32_the_topology_changes_nothing_but_rounding(batch, reference, 
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("batch", BF16, ids=str)
+@pytest.mark.parametrize("batch", [*BF16, *long(MORE_BF16)], ids=str)
 def test_in_bfloat16_ranks_are_as_exact_as_one_process(batch, reference, corpus, request):
     narrow = reference(batch.model, **batch.step, dtype="bf16")
     exact = alone(Task(run=run_of(batch.model, corpus, **batch.step), replay=narrow.routes))

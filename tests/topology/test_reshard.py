@@ -26,8 +26,8 @@ from tests.topology.matrix import Topology
 pytestmark = pytest.mark.costly("every link of a chain starts ranks and writes checkpoints")
 
 SHORT = (
-    ((2, "tp2 ep2"), (1, ""), (3, ""), (2, "cp2 etp2")),
-    ((2, "pp2"), (4, "tp2 cp2 ep4 none"), (2, "ep2 optimizer"), (2, "pp2 dual")),
+    ((2, "tp2 ep2"), (1, ""), (3, "")),
+    ((2, "pp2"), (4, "tp2 cp2 ep4 none"), (2, "pp2 dual")),
 )
 LONG = (
     ((4, "tp2 ep2"), (1, ""), (4, "tp4"), (3, ""), (4, "cp2 etp2"), (2, "replicate2"), (1, "")),
@@ -112,12 +112,13 @@ def _refused(rank: int, world: int, run: Run, paths: Sequence[Path]) -> list[str
     return said
 
 
-@pytest.fixture
-def saved(corpus: Path, tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def saved(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of one process, after a step."""
     run = run_of("hybrid", corpus, samples=12)
-    _go_on(0, 1, run, None, tmp_path, tmp_path / "saved")
-    return states.newest_in(tmp_path / "saved")
+    folder = tmp_path_factory.mktemp("saved")
+    _go_on(0, 1, run, None, folder, folder)
+    return states.newest_in(folder)
 
 
 def changed(path: Path, root: Path, **tensors: torch.Tensor | None) -> Path:
@@ -127,7 +128,9 @@ def changed(path: Path, root: Path, **tensors: torch.Tensor | None) -> Path:
     return checkpoint.save(root, 1, pieces, extra=checkpoint.read_manifest(path).extra)
 
 
-@pytest.mark.parametrize(("world", "words"), [(2, "tp2 ep2"), (4, "pp2 ep2")])
+@pytest.mark.parametrize(
+    ("world", "words"), [(2, "tp2 ep2"), pytest.param(4, "pp2 ep2", marks=pytest.mark.long)]
+)
 def test_a_checkpoint_that_does_not_fit_is_refused_on_all_ranks_alike(world, words, corpus, saved, tmp_path):
     lost, narrow = "blocks.1.moe.experts.3.up.weight", "optimizer.exp_avg.blocks.0.mlp.down.weight"
     paths = [
@@ -185,7 +188,9 @@ def _disk_fails(rank: int, world: int, run: Run, root: Path) -> tuple[str, list[
     return str(caught.value), left
 
 
-@pytest.mark.parametrize("words", ["", "tp2 ep2", "pp2"])
+@pytest.mark.parametrize(
+    "words", ["tp2 ep2", *(pytest.param(each, marks=pytest.mark.long) for each in ("", "pp2"))]
+)
 def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_the_last_one(words, corpus, tmp_path):
     run = Topology(world=2, words=words).of(run_of("hybrid", corpus))
     first, second = run_ranks(2, _disk_fails, run, tmp_path)

@@ -19,6 +19,9 @@ pytestmark = pytest.mark.costly("every sabotage is a training of its own")
 
 AT_A_TIME = 10
 
+STEP = {"samples": 4, "micro_batches": 1}
+"""The smallest step that shows them all."""
+
 
 def _sabotaged(rank: int, world: int, named: Sequence[tuple[str, Task]]) -> list[Told]:
     told = []
@@ -40,13 +43,13 @@ def test_every_sabotage_is_seen(names, reference, corpus, request):
     chosen = {name: SABOTAGES[name] for name in names}
     (world,) = {sabotage.topology.world for sabotage in chosen.values()}
     named = [
-        (name, Task(run=each.topology.of(run_of(each.model, corpus, steps=each.steps))))
+        (name, Task(run=each.topology.of(run_of(each.model, corpus, **STEP, steps=each.steps))))
         for name, each in chosen.items()
     ]
     ranks = run_ranks(world, _sabotaged, named, timeout_s=300)
     unseen = []
     for number, (name, sabotage) in enumerate(chosen.items()):
-        sound = reference(sabotage.model, steps=sabotage.steps)
+        sound = reference(sabotage.model, **STEP, steps=sabotage.steps)
         found = outcome([rank[number] for rank in ranks], sound.shapes, named[number][1])
         seen = red(deviations(found, sound), FP64_BOUND)
         add_sabotage(request.node, name, sabotage.model, sabotage.topology, list(seen))
