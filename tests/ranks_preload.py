@@ -1,7 +1,8 @@
 """What the server of `tests.ranks` loads once, so that no rank has to."""
 
 import hypothesis  # noqa: F401
-import numpy  # noqa: F401
+import numpy
+import numpy.ma  # noqa: F401
 import pytest  # noqa: F401
 import safetensors  # noqa: F401
 import torch

@@ -29,6 +29,9 @@ only amplify."""
 
 LEARNING_RATE = 1e-2
 
+EPS = 1e-8
+"""Of AdamW."""
+
 VOCAB = 259
 """No tp but 7 divides it: the last rank always has padding."""
 
@@ -103,7 +106,7 @@ CAPACITY = Model(
     vocab=VOCAB,
     init_std=0.2,
     dropout=0.1,
-    attention=Attention(heads=8, kv_heads=4, head_dim=2, positions="none"),
+    attention=Attention(heads=8, kv_heads=4, head_dim=2, positions="none", bias=True),
     mamba2=Mamba2(heads=8, head_dim=2, state=3, groups=4, conv=2),
     moe=Moe(
         experts=4,
@@ -164,6 +167,10 @@ MODELS = MappingProxyType(
     }
 )
 
+NO_GRADIENT = MappingProxyType({"capacity": frozenset({"blocks.0.attention.k.bias"})})
+"""Tensors whose gradient is zero whatever the data, by model. Without positions, a key bias adds the same
+number to all scores of a query, and softmax does not see it."""
+
 PADDED = frozenset({"tied", "capacity"})
 """Models that are trained on whole documents, with padding between them."""
 
@@ -187,7 +194,7 @@ def run_of(
         ),
         # Streams begin as copies, so that gradients of their first mixings are nothing but rounding: not for
         # AdamW to make steps of.
-        optim=Optim(lr=LEARNING_RATE, clip=0.5, eps=1e-3 if model == "hyper" else 1e-8),
+        optim=Optim(lr=LEARNING_RATE, clip=0.5, eps=1e-3 if model == "hyper" else EPS),
         train=Train(
             steps=steps, batch_samples=samples, micro_batches=micro_batches, eval_samples=5, dtype=dtype
         ),

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from tests.topology import report
-from tests.topology.compare import FLOOR, FP64_BOUND, STREAMS_FLOOR
+from tests.topology.cases import NO_GRADIENT
+from tests.topology.compare import FLOOR, FP64_BOUND, IDLE_STEP, ROUNDING, STREAMS_FLOOR
 from tests.topology.report import COMPARED, NARROW, SABOTAGED, Row
 from tests.topology.test_matrix import LARGER, QUICK
 from tests.topology.test_precision import BF16_FACTOR, BF16_LOSS_BOUND, FP32_BOUND
@@ -46,7 +47,12 @@ is compared to the reference on
 
 The deviation of a tensor is ‖found - reference‖ / ‖reference‖, where a reference shorter than {floor:.0e}
 counts as that long ({floor_squared:.0e} for second moments; {streams:.0e} and its square for hyper-connections,
-whose gradients are what is left of terms that cancel); that of a figure is relative in the same way. A
+whose gradients are what is left of terms that cancel); that of a figure is relative in the same way.
+
+One rule is for tensors whose reference gradient is shorter than {rounding:.0e}: it is nothing but rounding, and
+ranks have their own. Their gradients and moments are within {rounding:.0e} of the reference, entry by entry,
+and their weights within {idle:.0e} for each step, which is the most that AdamW makes of it. These are
+{no_gradient}; a test fails where there are others. A
 column of a table shows the worst deviation of anything that it stands for. Bounds:
 
 | arithmetic | optimizer | routing | bound |
@@ -139,6 +145,11 @@ def page(rows: Mapping[str, Sequence[Row]]) -> str:
         floor=FLOOR,
         floor_squared=FLOOR**2,
         streams=STREAMS_FLOOR,
+        rounding=ROUNDING,
+        idle=IDLE_STEP,
+        no_gradient="; ".join(
+            f"of `{model}`: {', '.join(sorted(names))}" for model, names in NO_GRADIENT.items()
+        ),
         fp64=FP64_BOUND,
         fp32=FP32_BOUND,
         bf16_loss=BF16_LOSS_BOUND,

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.ranks import run_ranks
-from tests.topology.cases import run_of
-from tests.topology.compare import FP64_BOUND, deviations, red
+from tests.topology.cases import MODELS, NO_GRADIENT, run_of
+from tests.topology.compare import FP64_BOUND, ROUNDING, deviations, red
 from tests.topology.harness import Outcome, Task, Told, outcome, train
 from tests.topology.report import add_sabotage
 from tests.topology.sabotages import SABOTAGES
@@ -81,3 +81,32 @@ def test_a_single_entry_that_is_off_is_seen(field, name, check, reference):
     assert not red(deviations(sound, sound), 0.0)
     seen = red(deviations(_moved(sound, field, name), sound), FP64_BOUND)
     assert name in seen[check].where
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_only_listed_tensors_have_no_gradient(model, reference):
+    gradients = reference(model).gradients
+    idle = {name for name, gradient in gradients.items() if float(gradient.norm()) < ROUNDING}
+    assert idle == NO_GRADIENT.get(model, frozenset())
+    assert all(
+        float(gradient.norm()) > 1e6 * ROUNDING for name, gradient in gradients.items() if name not in idle
+    )
+
+
+@pytest.mark.parametrize(
+    ("field", "prefix", "by", "check"),
+    [
+        ("gradients", "", 2e-12, "gradients"),
+        ("weights", "", 3e-6, "weights"),
+        ("saved", "", 3e-6, "saved weights"),
+        ("saved", "optimizer.exp_avg.", 2e-12, "saved moments"),
+        ("saved", "optimizer.exp_avg_sq.", 2e-12, "saved moments"),
+    ],
+)
+def test_more_than_rounding_is_seen_where_there_is_no_gradient(field, prefix, by, check, reference):
+    """And rounding is not: a tenth of it."""
+    sound, (name,) = reference("capacity"), NO_GRADIENT["capacity"]
+    for share, expected in ((1.0, True), (0.1, False)):
+        tensors = {key: value.clone() for key, value in getattr(sound, field).items()}
+        tensors[prefix + name].flatten()[-1].add_(share * by)
+        assert (check in red(deviations(replace(sound, **{field: tensors}), sound), FP64_BOUND)) is expected
