@@ -29,7 +29,11 @@ SHARDED = (
 )
 
 
-@pytest.mark.parametrize(("case", "shard"), SHARDED, ids=str)
+@pytest.mark.parametrize(
+    ("case", "shard"),
+    [*SHARDED[:2], *(pytest.param(*each, marks=pytest.mark.long) for each in SHARDED[2:])],
+    ids=str,
+)
 def test_sharded_weights_train_with_the_same_bits(case, shard):
     assert run_ranks(case.world, both, case, shard) == [[]] * case.world
 

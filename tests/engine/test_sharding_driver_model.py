@@ -245,6 +245,6 @@ def idle(rank: int, world: int) -> list[str]:
     return differing(found, wanted)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_idle_experts(world: int) -> None:
     assert run_ranks(world, idle) == [[]] * world

@@ -117,7 +117,10 @@ def _go_on(rank: int, world: int, run: Run, before: Path | None, as_loaded: Path
     return result.loss
 
 
-@pytest.mark.parametrize(("dtype", "worlds"), [("bf16", ("pp2", "", "tp2 ep2")), ("fp64", ("ep2", "", "pp2"))])
+@pytest.mark.parametrize(
+    ("dtype", "worlds"),
+    [("bf16", ("pp2", "", "tp2 ep2")), pytest.param("fp64", ("ep2", "", "pp2"), marks=pytest.mark.long)],
+)
 def test_ranks_hand_a_run_on_to_others(dtype: Dtype, worlds: tuple[str, ...], tmp_path: Path) -> None:
     """Weights in float32 among others in bfloat16: what the optimizer remembers stays with its own weight."""
     run, before, losses = run_of("hyper", make_corpus(tmp_path), samples=4, dtype=dtype), None, []
