@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence, Set
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -24,12 +25,17 @@ STREAMS_FLOOR = 1e-3
 """The same for hyper-connections. Residual streams begin as copies of one another, so that gradients of what
 mixes them are what is left of terms that cancel: their rounding is that of the terms."""
 
-ROUNDING = 1e-12
+ROUNDING: Mapping[torch.dtype, float] = MappingProxyType({torch.float64: 1e-12, torch.float32: 1e-6})
 """A tensor whose reference gradient is shorter than this has no gradient but rounding, and ranks have their
 own. Such tensors have a second rule: see `_rounding_alone`."""
 
-IDLE_STEP = LEARNING_RATE * ROUNDING / EPS
-"""The most that a step of AdamW makes of such a gradient."""
+IDLE_STEP = MappingProxyType(
+    {
+        torch.float64: LEARNING_RATE * ROUNDING[torch.float64] / EPS,
+        torch.float32: LEARNING_RATE * ROUNDING[torch.float32],
+    }
+)
+"""The most that a step makes of such a gradient: of AdamW in float64, of gradient descent in float32."""
 
 FP64_BOUND = 1e-10
 """The promise: no check deviates by more in float64."""
@@ -51,24 +57,34 @@ def deviations(found: Outcome, reference: Outcome) -> dict[str, Deviation]:
     biases, weights = _split(reference.weights)
     moments, saved = _split_moments(reference.saved)
     others = reference.figures[0].keys() - {"loss", "gradient norm"}
-    idle = {name for name, gradient in reference.gradients.items() if float(gradient.norm()) < ROUNDING}
-    steps = len(reference.figures)
+    idle = without_gradient(reference)
+    (dtype,) = {gradient.dtype for gradient in reference.gradients.values()}
+    rounding, moved = ROUNDING[dtype], len(reference.figures) * IDLE_STEP[dtype]
     checks = {
         "first loss": _figures(found.figures[:1], reference.figures[:1], {"loss"}),
         "other figures": _figures(found.figures[:1], reference.figures[:1], others),
-        "gradients": _tensors(found.gradients, reference.gradients, idle, ROUNDING),
+        "gradients": _tensors(found.gradients, reference.gradients, idle, rounding),
         "gradient norm": _figures(found.figures[:1], reference.figures[:1], {"gradient norm"}),
         "selection biases": _tensors(found.weights, biases),
         "later figures": _figures(found.figures[1:], reference.figures[1:]),
-        "weights": _tensors(found.weights, weights, idle, steps * IDLE_STEP),
+        "weights": _tensors(found.weights, weights, idle, moved),
         "validation loss": Deviation(_off(found.val_loss, reference.val_loss)),
         "copies": Deviation(math.inf, found.quarrels[0]) if found.quarrels else Deviation(0.0),
     }
     if reference.saved and found.saved:
-        checks["saved weights"] = _tensors(found.saved, saved, idle, steps * IDLE_STEP)
-        checks["saved moments"] = _tensors(found.saved, moments, idle, ROUNDING)
+        checks["saved weights"] = _tensors(found.saved, saved, idle, moved)
+        checks["saved moments"] = _tensors(found.saved, moments, idle, rounding)
         checks["saved as held"] = _same_as_held(found, reference)
     return checks
+
+
+def without_gradient(reference: Outcome) -> set[str]:
+    """Tensors whose gradient is nothing but rounding."""
+    return {
+        name
+        for name, gradient in reference.gradients.items()
+        if float(gradient.norm()) < ROUNDING[gradient.dtype]
+    }
 
 
 def red(checks: Mapping[str, Deviation], bound: float) -> dict[str, Deviation]:

@@ -145,8 +145,8 @@ def page(rows: Mapping[str, Sequence[Row]]) -> str:
         floor=FLOOR,
         floor_squared=FLOOR**2,
         streams=STREAMS_FLOOR,
-        rounding=ROUNDING,
-        idle=IDLE_STEP,
+        rounding=ROUNDING[torch.float64],
+        idle=IDLE_STEP[torch.float64],
         no_gradient="; ".join(
             f"of `{model}`: {', '.join(sorted(names))}" for model, names in NO_GRADIENT.items()
         ),

@@ -100,6 +100,7 @@ def test_a_run_that_does_not_clip_has_the_same_answer_on_ranks(reference, corpus
 # ------------------------------------------------------------------------------------------- coverage
 
 
+@pytest.mark.long
 def test_every_number_of_ranks_and_every_three_ways_are_compared():
     """What covers take is in `tests/test_covers.py`; this is what they are given."""
     assert {point.world for point in QUICK} == {2, 3, 4, 8}
