@@ -56,7 +56,9 @@ def compare(combinations: Sequence[Combination]) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("model", MODELS, ids=lambda model: "-".join(map(str, model)))
+@pytest.mark.parametrize(
+    "model", [*dict.fromkeys(each[:4] for each in TRIPLES)], ids=lambda model: "-".join(map(str, model))
+)
 def test_every_three_choices_have_the_bits_of_hooks(model: tuple[int, str, str, int]) -> None:
     compare([each for each in TRIPLES if each[:4] == model])
 
