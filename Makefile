@@ -14,10 +14,10 @@ train: ## Set everything up and train the recipe `tiny` (two to eight minutes on
 venv: ## Make or refresh .venv (a torch >= 2.11 that is already here is used, not replaced)
 	@$(PYTHON) scripts/setup_venv.py dev hf
 
-test: venv ## Run the tests: every pair of choices (about 10 minutes on 2 cores)
+test: venv ## Run the tests: every pair of choices (up to 14 minutes on 2 cores)
 	$(BIN)/python -m pytest -n 2 -m "not long and not exhaustive"
 
-test-long: venv ## Run the long tests: every three choices, and cases drawn from the commit
+test-long: venv ## Run the long tests: larger covers, and cases drawn from the commit
 	$(BIN)/python -m pytest -n 2 -m long
 
 test-exhaustive: venv ## Run whole products of cases of which the other tests hold samples (hours)
