@@ -39,16 +39,31 @@ def pytest_configure_node(node: Any) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """`drawn(name, points, count, legal=...)`: a sample of a product, or all of it where count is None. Whole
-    products are made only when they are asked for, because they are too large to collect each time."""
+    """`listed(name, points)`: all points. `drawn(name, points, count, legal=...)`: a sample of a product, or
+    all of it where count is None. Points are made only when they are asked for: that takes seconds or more."""
+    wanted = not _left_out(metafunc)
+    for mark in metafunc.definition.iter_markers("listed"):
+        name, points = mark.args
+        metafunc.parametrize(name, points() if wanted else [], ids=str)
     for mark in metafunc.definition.iter_markers("drawn"):
         name, points, count = mark.args
         legal, chosen = mark.kwargs.get("legal", always), []
-        if count is not None:
+        if wanted and count is not None:
             chosen = sample(points(), count, metafunc.config.stash[DRAW], legal=legal)
         elif metafunc.config.getoption("-m") == "exhaustive":
             chosen = [point for point in points() if legal(point)]
         metafunc.parametrize(name, chosen, ids=str)
+
+
+def _left_out(metafunc: pytest.Metafunc) -> bool:
+    """Whether `-m` leaves a test out, as `make test` and `make test-long` do."""
+    words = metafunc.config.getoption("-m")
+    if any(
+        f"not {name}" in words and metafunc.definition.get_closest_marker(name)
+        for name in ("long", "exhaustive")
+    ):
+        return True
+    return words == "long" and metafunc.definition.get_closest_marker("long") is None
 
 
 @pytest.fixture(autouse=True)

@@ -66,19 +66,19 @@ class _Rank:
 
 
 @functools.cache
-def _warm_server() -> multiprocessing.context.ForkServerContext:
+def warm_server() -> multiprocessing.context.ForkServerContext:
     """The server that ranks are forked from, one per test process. It is ready when this returns."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.ranks_preload"])
     first = context.Process(target=torch.get_num_threads)
-    with _without_main():
+    with without_main():
         first.start()
     first.join()
     return context
 
 
 @contextmanager
-def _without_main() -> Iterator[None]:
+def without_main() -> Iterator[None]:
     """Start processes that do not run this process's main file again.
 
     multiprocessing tells a new process which file or module `__main__` is, and it runs that first, so that
@@ -123,7 +123,7 @@ def _start(
     function: Callable[..., Any],
     arguments: Sequence[Any],
 ) -> _Rank:
-    context = _warm_server()
+    context = warm_server()
     receive, send = context.Pipe(duplex=False)
     stack = folder / f"stack-{rank}"
     process = context.Process(
@@ -131,7 +131,7 @@ def _start(
         args=(rank, world, port, stack, timeout_s, send, function, tuple(arguments)),
         daemon=True,
     )
-    with _without_main():
+    with without_main():
         process.start()
     send.close()
     return _Rank(rank, process, receive, stack)

@@ -8,6 +8,7 @@ returns a `Run`; the command line can set any field of it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import types
 import typing
 from collections.abc import Iterator, Mapping
@@ -244,9 +245,15 @@ def type_problems(run: Run) -> Iterator[Problem]:
     yield from _type_problems(Run, run, "")
 
 
+@functools.cache
+def _hints(kind: type) -> Mapping[str, Any]:
+    """The types of a dataclass's fields. Working them out takes longer than everything that is checked."""
+    return types.MappingProxyType(typing.get_type_hints(kind))
+
+
 def _type_problems(kind: Any, value: Any, at: str) -> Iterator[Problem]:
     if dataclasses.is_dataclass(kind) and isinstance(value, typing.cast(type, kind)):
-        for name, hint in typing.get_type_hints(kind).items():
+        for name, hint in _hints(typing.cast(type, kind)).items():
             yield from _type_problems(hint, getattr(value, name), f"{at}.{name}" if at else name)
         return
     arms = typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
@@ -355,7 +362,7 @@ def _read(kind: Any, data: Any, at: str) -> Any:
 def _read_dataclass(kind: Any, data: Any, at: str) -> Any:
     if not isinstance(data, dict):
         raise ConfigError(f"{at} = {data!r}: must be an object with the fields of {kind.__name__}")
-    hints = typing.get_type_hints(kind)
+    hints = _hints(kind)
     for name in data:
         if name not in hints:
             raise ConfigError(f"{at}.{name} is not a field{rules.nearest(name, hints)}")

@@ -1,4 +1,4 @@
-"""A deep model with several residual streams on four ranks, stopped and continued, as a person does it."""
+"""A deep model with several residual streams on two ranks, stopped and continued, as a person does it."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import pytest
 
 from braid.cli import main
 from braid.errors import ExitCode
-from tests.cli.test_training import start
+from tests.commands import start
 
-STEPS = 50
+STEPS = 20
 
 RECIPE = f"""
 from braid.architecture import Attention, HyperConnections, Mlp, Model
 from braid.config import Data, Mesh, Optim, Run, Train
 
 def deep() -> Run:
-    '''Twelve layers, four streams, kept between spans of two blocks.'''
+    '''Eight layers, four streams, kept between spans of two blocks.'''
     return Run(
         model=Model(
-            pattern="[*-][*-][*-]|[*-][*-][*-]", hidden=32, vocab=257,
+            pattern="[*-][*-]|[*-][*-]", hidden=32, vocab=257,
             attention=Attention(heads=4, kv_heads=2, head_dim=8), mlp=Mlp(ffn=64),
-            hyper=HyperConnections(streams=4),
+            hyper=HyperConnections(streams=4, sinkhorn_steps=5),
         ),
         data=Data(sequence_tokens=32),
         optim=Optim(lr=1e-2),
@@ -32,7 +32,7 @@ def deep() -> Run:
             steps={STEPS}, batch_samples=4, micro_batches=2, dtype="bf16", log_every=1, eval_samples=4,
             recompute=("hyper",), recompute_span=2,
         ),
-        mesh=Mesh(tp=2, pp=2),
+        mesh=Mesh(pp=2),
     )
 """
 
@@ -44,7 +44,7 @@ def told(out: Path) -> list[list[float]]:
 
 
 @pytest.mark.long
-def test_a_deep_model_learns_on_four_ranks_and_resumes_with_the_same_bits(tmp_path: Path) -> None:
+def test_a_deep_model_learns_on_ranks_and_resumes_with_the_same_bits(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(RECIPE)
     (tmp_path / "texts").mkdir()
     for number in range(30):
@@ -54,7 +54,7 @@ def test_a_deep_model_learns_on_four_ranks_and_resumes_with_the_same_bits(tmp_pa
 
     def train(out: Path) -> list[str]:
         words = ["train", f"{tmp_path}/mine.py:deep", "--data.sources", f"{tmp_path}/corpus", "--device", "cpu"]
-        return [*words, "--world", "4", "--out", str(out)]
+        return [*words, "--world", "2", "--out", str(out)]
 
     whole, parted = tmp_path / "whole", tmp_path / "parted"
     with start(train(whole)) as process:
@@ -73,5 +73,5 @@ def test_a_deep_model_learns_on_four_ranks_and_resumes_with_the_same_bits(tmp_pa
     assert process.returncode == 0, errors
     losses = [loss for _, loss, *_ in told(whole)]
     assert len(losses) == STEPS
-    assert losses[-1] < losses[0] - 1
+    assert losses[-1] < losses[0] - 0.5
     assert told(parted) == told(whole)

@@ -18,7 +18,10 @@ from braid.cli import main
 from braid.cli.following import next_commands, program
 from braid.errors import ExitCode
 from braid.plan import plan
+from tests.commands import start
 from tests.runs import small_run
+
+pytestmark = pytest.mark.costly("whole trainings, one of them as a person would start it on ranks")
 
 RECIPE = """
 from braid.architecture import Attention, Mlp, Model, Moe
@@ -54,18 +57,6 @@ def folder(tmp_path_factory):
 
 def words_for(folder, out, *more):
     return ["train", f"{folder}/mine.py:small", "--data.sources", f"{folder}/corpus", "--out", str(out), *more]
-
-
-def start(words):
-    """`braid` with these words, in a process of its own with one thread."""
-    lines = (
-        "import sys, torch",
-        "torch.set_num_threads(1)",
-        "from braid.cli import main",
-        f"sys.exit(main({words}))",
-    )
-    command = [sys.executable, "-c", "\n".join(lines)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def stop_at(words, step, number):
@@ -228,7 +219,7 @@ def test_killed_and_started_again_it_goes_on_although_nobody_watches_any_more(fo
     with start(words_for(folder, tmp_path)) as process:
         assert any("continues from step" in line for line in process.stdout)
         process.stdout.close()
-        errors = process.stderr.read()
+        _, errors = process.communicate()
     assert process.returncode == 0, errors
     assert_equals_one_go(tmp_path, whole[0])
 

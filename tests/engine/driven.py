@@ -91,7 +91,7 @@ class Case:
                     aux_loss=0.02,
                     z_loss=0.01,
                 ),
-                hyper=HyperConnections(streams=self.streams) if self.streams else None,
+                hyper=HyperConnections(streams=self.streams, sinkhorn_steps=4) if self.streams else None,
             ),
             data=Data(sequence_tokens=TOKENS),
             optim=Optim(lr=RATE, warmup_steps=0),

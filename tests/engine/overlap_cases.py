@@ -114,7 +114,7 @@ class Case:
                 delta_net=DeltaNet(key_heads=1, value_heads=2, key_dim=4, value_dim=4, conv=2),
                 mlp=Mlp(ffn=10),
                 moe=moe,
-                hyper=HyperConnections(streams=self.streams) if self.streams else None,
+                hyper=HyperConnections(streams=self.streams, sinkhorn_steps=4) if self.streams else None,
             ),
             data=Data(sequence_tokens=TOKENS),
             optim=Optim(lr=RATE, warmup_steps=0),

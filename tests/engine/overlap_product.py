@@ -144,6 +144,27 @@ def cost_of(point: Point) -> float:
     return RANKS[point.ranks].get("world", 1) * (1 + point.micro_batches)
 
 
+LEFT_TO_OTHERS = MappingProxyType(
+    {
+        "body": {"single layers"},
+        "streams": {1},
+        "recompute": {("norm",), ("block",)},
+        "micro_batches": {4},
+    }
+)
+"""Choices that are much like others of their kind."""
+
+
 def quick() -> list[Point]:
-    """Every pair of choices."""
-    return cover(every(), Point._asdict, cost=cost_of, legal=legal)
+    """Every pair of choices, but for some that are much like others."""
+    apart = [
+        point
+        for point in every()
+        if not any(getattr(point, name) in values for name, values in LEFT_TO_OTHERS.items())
+    ]
+    return cover(apart, Point._asdict, cost=cost_of, legal=legal)
+
+
+def larger() -> list[Point]:
+    """Every other pair."""
+    return cover(every(), Point._asdict, cost=cost_of, legal=legal, known=quick())

@@ -64,7 +64,13 @@ def test_a_single_micro_batch_has_the_same_bits() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.drawn("point", overlap_product.every, 30, legal=overlap_product.legal)
+@pytest.mark.listed("point", overlap_product.larger)
+def test_overlap_changes_no_bit_of_any_two_choices(point: Point) -> None:
+    check(case_of(point))
+
+
+@pytest.mark.long
+@pytest.mark.drawn("point", overlap_product.every, 12, legal=overlap_product.legal)
 def test_overlap_changes_no_bit_of_other_models(point: Point) -> None:
     check(case_of(point))
 

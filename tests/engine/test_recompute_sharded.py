@@ -48,16 +48,18 @@ def test_hooks_gather_what_a_replay_needs() -> None:
 
 
 def test_a_lowered_schedule_gathers_what_a_replay_needs() -> None:
-    case = Case(block="[*E]", blocks=3, micro_batches=3, dtype="bf16", recompute=("full",))
+    case = Case(block="[*E]", blocks=2, micro_batches=2, dtype="bf16", recompute=("full",))
     compare(2, [case], ["all"], ["late"])
     compare(2, [replace(case, block="[M*E]", blocks=1, mesh=Mesh(ep=2))], ["gradients"], ["phases"])
 
 
 def test_ranks_that_share_tokens_and_heads() -> None:
-    case = Case(block="[M*E]", blocks=1, mesh=Mesh(tp=2, ep=2), tail="/*E", recompute=("full",))
+    mesh, names = Mesh(tp=2, ep=2), ("full",)
+    case = Case(block="[M*E]", blocks=1, micro_batches=2, mesh=mesh, tail="/*E", recompute=names)
     compare(2, [case], ["all"], ["hooks", "late"])
 
 
+@pytest.mark.long
 def test_a_sample_on_four_ranks() -> None:
     case = Case(block="[*E]", blocks=1, micro_batches=4, mesh=Mesh(ep=2), recompute=("full",))
     compare(4, [case], ["all"], ["late"])

@@ -146,9 +146,12 @@ def _look_at_experts(
     assert len(layers) == 2
 
 
-@pytest.mark.parametrize(("way", "interleave"), [("grouped", 2), ("indexed", 0)])
+@pytest.mark.parametrize(
+    ("way", "interleave", "worlds"),
+    [("grouped", 2, 2), ("indexed", 0, 1), pytest.param("grouped", 2, 3, marks=pytest.mark.long)],
+)
 def test_a_model_of_megatron_goes_over_all_ranks_and_back(
-    way: str, interleave: int, corpus: Path, tmp_path: Path
+    way: str, interleave: int, worlds: int, corpus: Path, tmp_path: Path
 ) -> None:
     ours, run = trained(MODEL), run_with(MODEL, corpus)
     write_megatron(tmp_path / "theirs", ours, way, interleave)
@@ -156,7 +159,7 @@ def test_a_model_of_megatron_goes_over_all_ranks_and_back(
     assert import_([str(tmp_path / "theirs"), "--out", str(tmp_path / "run"), *words]) == 0
     newest = states.newest_in(tmp_path / "run")
     same(read_all(newest), ours)
-    for world, named in TOPOLOGIES if interleave else TOPOLOGIES[:1]:
+    for world, named in TOPOLOGIES[:worlds]:
         root = tmp_path / str(world)
         shutil.copytree(newest.parent, root / "0")
         runs = [Topology(world=world, words=words).of(run) for words in named]

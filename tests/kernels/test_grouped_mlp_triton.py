@@ -21,7 +21,7 @@ from braid.kernels.activation import projections
 from braid.kernels.grouped_mlp import reference, sizes
 from braid.nn.weight_sink import WeightSink
 from tests.estimate.reality import kept
-from tests.kernels.interpreting import GPU, INTERPRETED, interpret, needs_kernels, where_kernels_cannot_run
+from tests.kernels.interpreting import GPU, INTERPRETED, needs_kernels
 
 pytest.importorskip("triton")
 
@@ -527,9 +527,3 @@ def compile_for_hopper(kernel: Any, given: dict[str, str], constants: dict[str, 
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
     assert made.asm["cubin"]
     assert made.metadata.shared <= MOST_SHARED
-
-
-@where_kernels_cannot_run
-@pytest.mark.parametrize("which", ["not long", pytest.param("long", marks=pytest.mark.long)])
-def test_all_of_this_under_the_interpreter(which: str) -> None:
-    interpret(__file__, "-m", which)

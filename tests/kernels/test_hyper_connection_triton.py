@@ -21,7 +21,7 @@ from braid.kernels import hyper_connection
 from braid.kernels.hyper_connection import Form, Parameters, reference
 from braid.kernels.hyper_connection import kept as closed_forms
 from braid.nn.weight_sink import WeightSink
-from tests.kernels.interpreting import GPU, INTERPRETED, interpret, needs_kernels, where_kernels_cannot_run
+from tests.kernels.interpreting import GPU, INTERPRETED, needs_kernels
 from tests.nn.test_hyper_connection import Doubled
 
 pytest.importorskip("triton")
@@ -355,8 +355,3 @@ def test_backward_keeps_nothing_wider_than_the_streams() -> None:
     for parameter in (bias, *numbers):
         kept.pop(parameter.untyped_storage().data_ptr(), None)
     assert sum(kept.values()) == closed_forms.fused(tokens, streams, channels, narrow=2, wide=4)
-
-
-@where_kernels_cannot_run
-def test_all_of_this_under_the_interpreter() -> None:
-    interpret(__file__)

@@ -23,9 +23,7 @@ from tests.kernels.interpreting import (
     DEVICE,
     GPU,
     INTERPRETED,
-    interpret,
     needs_kernels,
-    where_kernels_cannot_run,
 )
 
 ON_A_GPU = torch.device("cuda")
@@ -177,9 +175,3 @@ def test_choices_name_their_reasons() -> None:
     if find_spec("triton"):
         assert rms_norm.choose(ON_A_GPU, torch.bfloat16).name == "fused"
         assert rotary.choose(ON_A_GPU, torch.bfloat16).name == "fused"
-
-
-@where_kernels_cannot_run
-def test_all_of_this_under_the_interpreter() -> None:
-    """References have run where nothing is interpreted."""
-    interpret(__file__, "-k", "not reference")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from braid.kernels import permute
 from braid.kernels.permute import Fused, Permute, Plain
-from tests.kernels.interpreting import DEVICE, GPU, interpret, needs_kernels, where_kernels_cannot_run
+from tests.kernels.interpreting import DEVICE, GPU, needs_kernels
 
 WAYS = [pytest.param(Plain(), id="reference"), pytest.param(Fused(), id="fused", marks=needs_kernels)]
 DTYPES = [torch.float32, torch.float64, torch.float16, *([torch.bfloat16] if GPU else [])]
@@ -70,9 +70,3 @@ def test_choice_names_its_reason() -> None:
     assert "GPU" in permute.choose(torch.device("cpu")).reason
     if not torch.cuda.is_available():
         assert permute.choose(torch.device("cuda")).name == "fused"
-
-
-@where_kernels_cannot_run
-def test_all_of_this_under_the_interpreter() -> None:
-    """References have run where nothing is interpreted."""
-    interpret(__file__, "-k", "not reference")

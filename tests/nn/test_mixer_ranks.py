@@ -157,7 +157,7 @@ def check(shape: Shape, groups: Groups, *, packed: bool) -> None:
         assert error < 1e-12, f"tp {groups.tp.size}, cp {groups.cp.size}, {shape}: {name} is off by {error:.1e}"
 
 
-@pytest.mark.parametrize("world", [2, 4, pytest.param(8, marks=pytest.mark.long)])
+@pytest.mark.parametrize("world", [2, *(pytest.param(world, marks=pytest.mark.long) for world in (4, 8))])
 def test_any_sharing_of_heads_and_tokens_gives_the_answer_of_one_process(world: int) -> None:
     run_ranks(world, check_topologies)
 

@@ -95,7 +95,7 @@ def assert_near(actual: Tensor, expected: Tensor, name: str) -> None:
     assert (actual - expected).norm() <= 1e-12 * expected.norm() + 1e-15, name
 
 
-@pytest.mark.parametrize("world", [2, 4, pytest.param(8, marks=pytest.mark.long)])
+@pytest.mark.parametrize("world", [2, *(pytest.param(world, marks=pytest.mark.long) for world in (4, 8))])
 def test_ranks_find_what_one_process_finds(world: int) -> None:
     alone = {name: run(given) for name, given in CASES.items()}
     by_rank = run_ranks(world, everything)

@@ -153,7 +153,7 @@ HYPER = Model(
     delta_net=DeltaNet(key_heads=2, value_heads=8, key_dim=3, value_dim=2, conv=3),
     mlp=Mlp(ffn=24),
     moe=Moe(experts=8, top_k=2, ffn=24, shared_ffn=8, aux_loss=0.02, score="sigmoid"),
-    hyper=HyperConnections(streams=3),
+    hyper=HyperConnections(streams=3, sinkhorn_steps=4),
 )
 
 MODELS = MappingProxyType(

@@ -36,7 +36,10 @@ from tests.topology.report import add_topology
 pytestmark = pytest.mark.costly("the promise itself: every pair of choices is trained on ranks")
 
 QUICK = quick()
-LARGER = larger(QUICK)
+
+
+def others() -> list[Batch]:
+    return batches(larger(QUICK), most=4)
 
 
 def compare(
@@ -64,7 +67,7 @@ def test_the_topology_does_not_change_the_answer(batch: Batch, reference, corpus
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("batch", batches(LARGER, most=4), ids=str)
+@pytest.mark.listed("batch", others)
 def test_no_other_topology_changes_the_answer(batch: Batch, reference, corpus, tmp_path, request):
     compare(batch.points, reference, corpus, tmp_path, request.node)
 
@@ -103,8 +106,9 @@ def test_a_run_that_does_not_clip_has_the_same_answer_on_ranks(reference, corpus
 @pytest.mark.long
 def test_every_number_of_ranks_and_every_three_ways_are_compared():
     """What covers take is in `tests/test_covers.py`; this is what they are given."""
+    compared = [*QUICK, *larger(QUICK)]
     assert {point.world for point in QUICK} == {2, 3, 4, 8}
-    assert {point.world for point in (*QUICK, *LARGER)} == set(WORLDS)
-    met = {each for point in (*QUICK, *LARGER) for each in combinations(ways_of(point).items(), 3)}
+    assert {point.world for point in compared} == set(WORLDS)
+    met = {each for point in compared for each in combinations(ways_of(point).items(), 3)}
     missed = [alike for ways, alike in by_ways().items() if not met.issuperset(combinations(ways, 3))]
     assert not [point for alike in missed for point in alike if legal(point)]

@@ -25,11 +25,10 @@ from tests.topology.matrix import Topology
 
 pytestmark = pytest.mark.costly("every link of a chain starts ranks and writes checkpoints")
 
-SHORT = (
+SHORT = (((2, "tp2 ep2"), (1, ""), (2, "pp2 dual")),)
+LONG = (
     ((2, "tp2 ep2"), (1, ""), (3, "")),
     ((2, "pp2"), (4, "tp2 cp2 ep4 none"), (2, "pp2 dual")),
-)
-LONG = (
     ((4, "tp2 ep2"), (1, ""), (4, "tp4"), (3, ""), (4, "cp2 etp2"), (2, "replicate2"), (1, "")),
     ((2, "pp2"), (4, "tp2 cp2 ep4 none"), (6, "tp2 ep2"), (2, "ep2 optimizer"), (4, "pp2 v2 tp2")),
     ((4, "pp2 ep2 dual overlap"), (1, ""), (2, "pp2 dual"), (2, "pp2")),

@@ -17,6 +17,8 @@ from braid.cli import main
 from braid.errors import ConfigError, ExitCode
 from braid.train.launch import Ended, check_gpus, launch, nearest_worlds, verdict
 
+pytestmark = pytest.mark.costly("launchers start processes from nothing: each takes seconds to load torch")
+
 PAYLOAD = "tests.train.launch_payload"
 ROOT = Path(__file__).resolve().parents[2]
 
