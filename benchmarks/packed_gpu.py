@@ -27,8 +27,8 @@ from braid.collectives import Groups
 from braid.config import Data, Optim, Run, Train
 from braid.data import ByteTokenizer, build
 from braid.plan import plan
-from braid.train import make_state
 from braid.train import state as states
+from braid.train.building import make_state
 from braid.train.device import choose_device, set_arithmetic
 from braid.train.feed import open_feed
 from braid.train.step import train_step

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
@@ -17,11 +16,9 @@ from braid.config import Mesh, Run
 from braid.nn.hyper_connection import HyperConnection, HyperExit
 from braid.nn.weight_sink import Mains, WeightSink
 from braid.parallel.groups import open_groups
-from braid.parallel.sharding import Strategy
 from braid.plan import Plan, plan
 from braid.schedule import dual_pipe_v_of_segments
 from braid.train import step as steps
-from tests.covers import cover
 from tests.engine.driven import Case as Sharded
 from tests.engine.driven import Ranks, Trained, differing
 from tests.engine.overlap_cases import Case, assert_same_bits, make_state, micro_batches, train
@@ -90,7 +87,6 @@ def test_streams_are_made_again_where_backward_asks_with_the_same_bits(case: Aga
 # ------------------------------------------------------------------------------------- shared weights
 
 SHARED = Sharded(block="[*E]", streams=2, between="", dtype="bf16")
-STRATEGIES: list[Strategy] = ["none", "optimizer", "gradients", "all"]
 
 
 def test_ops_and_hooks_have_the_same_bits() -> None:
@@ -99,42 +95,9 @@ def test_ops_and_hooks_have_the_same_bits() -> None:
     compare(2, [case], ["all"], ["late", "hooks"])
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("names", [(), ("hyper",)], ids=["kept", "again"])
-def test_ops_and_hooks_of_every_strategy_have_the_same_bits(names: tuple[str, ...]) -> None:
-    case = replace(SHARED, recompute=names, mesh=Mesh(ep=2), blocks=2, micro_batches=2)
-    compare(2, [case], STRATEGIES, ["late", "hooks"] if names else ["late"])
-
-
 def test_weights_of_one_dtype_are_there_when_streams_are_made_again() -> None:
     case = replace(SHARED, dtype="fp32", blocks=2, micro_batches=2, tail="/*E", recompute=("hyper", "norm"))
     compare(2, [case], ["all"], ["phases", "hooks"])
-
-
-class Streamed(NamedTuple):
-    """A model with streams, and how its ranks share it."""
-
-    world: int
-    block: str
-    blocks: int
-    micro_batches: int
-    dtype: str
-    recompute: tuple[str, ...]
-    shard: Strategy
-
-
-def streamed() -> list[Streamed]:
-    names = ((), ("hyper",), ("full",))
-    every = product((2, 4), ("[*E]", "[M*E]"), (1, 3, 4), (1, 3, 4), ("fp32", "bf16"), names, STRATEGIES)
-    return [Streamed(*values) for values in every]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("chosen", cover(streamed(), Streamed._asdict, cost=lambda each: each.world), ids=str)
-def test_every_pair_of_choices_has_the_same_bits(chosen: Streamed) -> None:
-    world, *_, shard = chosen
-    given = {name: getattr(chosen, name) for name in Streamed._fields if name not in ("world", "shard")}
-    compare(world, [replace(SHARED, **given)], [shard], ["late"], timeout_s=300.0)
 
 
 # --------------------------------------------------------------------------- weight gradients that wait

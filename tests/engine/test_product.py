@@ -12,7 +12,6 @@ import pytest
 
 from braid.engine import fsdp2
 from braid.schedule.lifetime import LifetimeError
-from tests.covers import cover
 from tests.engine.driven import Trained
 from tests.engine.product import PRODUCT, Combination, Plant, compared, report
 from tests.ranks import run_ranks
@@ -36,14 +35,6 @@ def test_the_product_has_every_combination_once() -> None:
     assert len(PRODUCT) == len(set(PRODUCT)) == 1728
 
 
-def cost_of(each: Combination) -> float:
-    return each.world * (1 + each.blocks) * each.micro_batches
-
-
-TRIPLES = cover(PRODUCT, Combination._asdict, 3, cost=cost_of)
-"""Combinations that have every three choices of any fields."""
-
-
 def every() -> Sequence[Combination]:
     return PRODUCT
 
@@ -53,14 +44,6 @@ def compare(combinations: Sequence[Combination]) -> None:
     told = run_ranks(combinations[0].world, compared, combinations, timeout_s=900.0)
     assert not report(told), report(told)
     assert all([*found] == [*combinations] for found in told)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "model", [*dict.fromkeys(each[:4] for each in TRIPLES)], ids=lambda model: "-".join(map(str, model))
-)
-def test_every_three_choices_have_the_bits_of_hooks(model: tuple[int, str, str, int]) -> None:
-    compare([each for each in TRIPLES if each[:4] == model])
 
 
 @pytest.mark.long

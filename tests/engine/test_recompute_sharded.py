@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import pytest
 
 from braid.config import Mesh
 from braid.parallel.sharding import Strategy
-from tests.covers import cover
 from tests.engine.driven import Case, Comparison, Grain, Ranks
-from tests.engine.recomputed import NAMES
 from tests.ranks import run_ranks
-
-STRATEGIES: list[Strategy] = ["none", "optimizer", "gradients", "all"]
 
 Way = Grain | Literal["hooks"]
 """Who gathers what a replay needs: ops of a grain, or FSDP2's hooks."""
@@ -63,38 +58,3 @@ def test_ranks_that_share_tokens_and_heads() -> None:
 def test_a_sample_on_four_ranks() -> None:
     case = Case(block="[*E]", blocks=1, micro_batches=4, mesh=Mesh(ep=2), recompute=("full",))
     compare(4, [case], ["all"], ["late"])
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("names", NAMES, ids="+".join)
-def test_a_larger_sample(names: tuple[str, ...]) -> None:
-    shared = Case(block="[M*E]", blocks=1, mesh=Mesh(cp=2), tail="/*E", recompute=names)
-    compare(2, [shared, replace(shared, mesh=Mesh(tp=2, ep=2))], ["gradients"], ["hooks", "late"])
-    case = Case(block="[M*E]", blocks=3, micro_batches=3, dtype="bf16", recompute=names)
-    compare(2, [case, replace(case, block="[*E]", latent=6, mesh=Mesh(ep=2))], ["all"], ["hooks", "late"])
-    tied = replace(case, blocks=2, tied=True, tail="/*E", micro_batches=4, mesh=Mesh(pp=2))
-    compare(4, [tied], ["gradients", "all"], ["hooks", "late"])
-
-
-class Hooked(NamedTuple):
-    """A model that is recomputed inside of FSDP2's backward."""
-
-    recompute: tuple[str, ...]
-    block: str
-    blocks: int
-    micro_batches: int
-    shard: Strategy
-
-
-def hooked() -> list[Hooked]:
-    every = product((("norm",), ("full",)), ("[*E]", "[M*E]"), (1, 3, 4), (1, 3, 4), STRATEGIES)
-    return [Hooked(*values) for values in every]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("chosen", cover(hooked(), Hooked._asdict), ids=str)
-def test_hooks_of_any_number_of_blocks_and_micro_batches(chosen: Hooked) -> None:
-    """What ops do with them is in `test_product.py`."""
-    *_, shard = chosen
-    given = {name: value for name, value in chosen._asdict().items() if name != "shard"}
-    compare(2, [Case(dtype="bf16", **given)], [shard], ["hooks"])

@@ -75,6 +75,10 @@ CASES = (
 )
 
 
+SLOW = () if GPU else (pytest.mark.long,)
+"""Cases that the interpreter takes seconds for."""
+
+
 class Wanted(NamedTuple):
     """What should come, and how long that is."""
 
@@ -169,7 +173,9 @@ def test_results_and_gradients_are_near_float64(
 
 
 @needs_kernels
-@pytest.mark.parametrize(("streams", "dtype"), [(2, torch.float16), (2, torch.float32), (8, torch.float32)])
+@pytest.mark.parametrize(
+    ("streams", "dtype"), [(2, torch.float16), (2, torch.float32), pytest.param(8, torch.float32, marks=SLOW)]
+)
 def test_the_usual_variants(streams: int, dtype: torch.dtype) -> None:
     leaves = Leaves(3, streams, 16, dtype)
     actual = leaves.both_ways(Fused.of(streams, dtype))

@@ -17,21 +17,13 @@ pytestmark = [
 ]
 
 HERE = Path(__file__).parent
-LARGEST = str(HERE / "test_grouped_mlp_triton.py")
 
 
-@pytest.mark.parametrize(
-    ("files", "which"),
-    [
-        pytest.param([LARGEST], "not long", id="the largest file"),
-        pytest.param([str(HERE), f"--ignore={LARGEST}"], "not long", id="others"),
-        pytest.param([str(HERE)], "long", id="long", marks=pytest.mark.long),
-    ],
-)
-def test_kernels_under_the_interpreter(files: list[str], which: str) -> None:
+@pytest.mark.parametrize("which", ["not long", pytest.param("long", marks=pytest.mark.long)])
+def test_kernels_under_the_interpreter(which: str) -> None:
     """One process for many tests: it takes seconds to start."""
     pytest.importorskip("triton")
-    selected = ("-m", f"kernels and {which} and not exhaustive", *files)
+    selected = ("-m", f"kernels and {which} and not exhaustive", str(HERE))
     found = subprocess.run(
         [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", *selected],
         cwd=HERE.parents[1],

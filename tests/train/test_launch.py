@@ -316,7 +316,7 @@ def test_a_training_under_torchrun_survives_kill_9_of_a_rank(words):
 
 
 TRIALS = [
-    pytest.param(trial, marks=pytest.mark.exhaustive if trial > 2 else pytest.mark.long) for trial in range(10)
+    pytest.param(trial, marks=pytest.mark.exhaustive if trial else pytest.mark.long) for trial in range(10)
 ]
 
 
