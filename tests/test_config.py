@@ -82,3 +82,4 @@ def test_difference_names_fields_and_both_values():
     assert changed["optim.lr"] == (0.01, 1.0)
     assert changed["model.moe.experts"] == (4, None)
     assert difference(run, run) == {}
+    assert difference(other, run)["model.moe.experts"] == (None, 4)

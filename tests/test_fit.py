@@ -119,3 +119,10 @@ def test_16384_ranks_are_planned():
     assert prod(worked_out.grid.dense.sizes) == 16384
     assert fit.tp_runs(run.model, frozenset({Kind.ATTENTION}), 8) == frozenset()
     assert fit.tp_runs(run.model, frozenset({Kind.ATTENTION}), 16) == frozenset({2})
+
+
+def test_weights_that_are_not_sharded_have_a_copy_on_every_rank_that_uses_them():
+    sizes = fit.sizes(Mesh(tp=2, cp=2, ep=2, shard="none"), 16)
+    assert (sizes.dp, sizes.dense_copies, sizes.expert_copies) == (4, 8, 8)
+    sizes = fit.sizes(Mesh(tp=2, cp=2, ep=2, replicate=2), 16)
+    assert (sizes.dense_copies, sizes.expert_copies) == (2, 2)

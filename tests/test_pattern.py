@@ -131,6 +131,13 @@ def test_a_depth_is_gathered_into_as_few_blocks_as_the_group_rules_allow(text, b
     assert [str(block) for block in parse(text).mtp[0].blocks] == blocks
 
 
+@pytest.mark.parametrize("text", ["[*-][*-]/*-", "[*E]|-/*E/*E/*E", "*"])
+def test_random_masks_of_no_two_layers_are_alike(text):
+    layout = parse(text)
+    streams = [layer.stream for part in (layout, *layout.mtp) for layer in part.layers]
+    assert len(set(streams)) == len(streams)
+
+
 def test_a_layout_cannot_be_changed_and_compares_by_value():
     layout = parse("[*-]")
     with pytest.raises(FrozenInstanceError):

@@ -6,7 +6,8 @@ import pytest
 
 from braid.data import ByteTokenizer
 from braid.errors import ConfigError, ExitCode
-from braid.plan import BYTE_VOCAB, check, plan
+from braid.plan import BYTE_VOCAB, check, plan, segment_flops, whole_model
+from braid.schedule import Act
 from tests.runs import small_run
 
 
@@ -144,3 +145,34 @@ def test_the_plan_knows_the_byte_tokenizers_vocabulary():
 
 def test_a_model_without_layers_is_refused():
     assert "at least one layer" in problems(model__pattern="")["model.pattern"].rule
+
+
+def test_warm_up_and_decay_may_fill_a_run():
+    wsd = {"optim__schedule": "wsd", "optim__warmup_steps": 2}
+    assert not problems(**wsd, optim__decay_steps=6)
+    assert "optim.warmup_steps" in problems(**wsd, optim__decay_steps=7)
+
+
+@pytest.mark.parametrize("pp", [2, 4])
+def test_paired_ends_are_for_a_step_without_a_pipeline(pp):
+    mesh = {"mesh__overlap": True, "mesh__paired_ends": True, "train__micro_batches": 4}
+    pattern = "[*E]" * pp
+    assert "mesh.paired_ends" in problems(pp, **mesh, mesh__pp=pp, model__pattern=pattern)
+    assert not problems(1, **mesh)
+
+
+@pytest.mark.parametrize(
+    ("tied", "pattern", "summed"),
+    [(False, "[*-]|[*E]", False), (True, "[*-]|[*E]", True), (False, "[*-]|[*E]/*E", True)],
+)
+def test_an_embedding_that_both_ends_use_is_summed(tied, pattern, summed):
+    schedule = plan(changed(mesh__pp=2, model__tied=tied, model__pattern=pattern), world=2).schedule
+    acts = {op.act for ops in schedule.ops for op in ops}
+    assert (Act.SUM_COPIES in acts) is summed
+
+
+def test_segments_share_the_operations_of_the_whole_model():
+    worked_out = plan(changed(mesh__pp=2, model__pattern="[*-]|[*E]/*E", model__vocab=300), world=2)
+    first, last = segment_flops(worked_out)
+    assert first + last == whole_model(worked_out).flops(32)
+    assert last > first + 2 * 32 * 16 * 300, "the head is on the last one"

@@ -213,6 +213,21 @@ def test_a_disk_that_is_full_at_any_sync_leaves_the_old_one_or_the_new_one(saved
     assert any(all_same(read(found.path, content(seed)), content(seed)) for seed in (1, 5))
 
 
+def test_a_step_that_cannot_take_its_place_leaves_the_old_one_of_that_step(saved, monkeypatch):
+    real_rename = Path.rename
+
+    def rename(path, target):
+        if "partial" in path.name:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real_rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    with pytest.raises(CheckpointError, match="cannot commit step 1"):
+        save(saved, 1, whole(content(5)), extra={})
+    monkeypatch.undo()
+    only_step_1_is_there(saved)
+
+
 def test_a_root_that_is_a_file_is_refused(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="cannot begin step 1"):

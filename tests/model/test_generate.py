@@ -37,6 +37,14 @@ def test_without_chance_every_token_is_the_likeliest() -> None:
     assert torch.equal(generate(model, start, 0), start)
 
 
+def test_what_only_pads_the_vocabulary_is_never_generated() -> None:
+    model, start = build("[*-][*E]"), torch.tensor([[1, 2, 3], [4, 5, 6]])
+    assert int(generate(model, start, 6, temperature=0.0)[:, 3:].max()) >= 5
+    rows = generate(model, start, 6, temperature=0.0, vocab=5)
+    logits = model.logits(model.prepare(MicroBatch.of_tokens(rows)))
+    assert torch.equal(rows[:, 3:], logits[..., :5].argmax(-1)[:, 2:-1])
+
+
 def test_a_seed_decides_the_text() -> None:
     model = build("*-")
     texts = [generate_text(model, Letters(), "abc", tokens=30, temperature=1.0, seed=s) for s in (1, 1, 2)]

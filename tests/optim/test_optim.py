@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from braid.collectives import Group
 from braid.optim.adamw import AdamW
-from braid.optim.gradients import clip_, not_finite, total_norm
+from braid.optim.gradients import Copied, clip_, not_finite, total_norm
 from braid.optim.schedule import Schedule
 
 
@@ -48,6 +49,15 @@ def test_norm_and_clipping_are_over_all_gradients_together():
     clip_(gradients, 1.0, longest=0.0)
     assert float(total_norm(gradients)) == pytest.approx(1.0)
     assert float(total_norm({})) == 0.0
+    clip_(gradients, 1.0, longest=3.0)
+    assert float(total_norm(gradients)) == pytest.approx(1.0), "short ones stay as they are"
+
+
+@pytest.mark.parametrize(("rank", "repeated", "norm"), [(0, (), 5.0), (1, (), 3.0), (1, ("b",), 3.0)])
+def test_what_other_ranks_hold_as_well_counts_once(rank, repeated, norm):
+    gradients = {"a": torch.tensor([3.0, 0.0]), "b": torch.tensor([[4.0]])}
+    copies = [Copied(parameter="b", place=None, group=Group(name="tp", size=2, rank=rank, handle=None))]
+    assert float(total_norm(gradients, copies, frozenset(repeated))) == norm
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
