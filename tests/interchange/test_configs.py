@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from braid.architecture import Attention, Mlp, Model, Yarn
 from braid.errors import ConfigError
@@ -122,6 +123,17 @@ def test_nemotron_h_takes_both_spellings_of_its_layers() -> None:
     words = ["mamba", "mlp", "attention", "moe", "linear_attention", "full_attention"]
     assert shape_of(family, given | {"layers_block_type": words}).pattern == "M-*EM*"
     assert shape_of(family, given | {"hybrid_override_pattern": "M-*EM*"}).pattern == "M-*EM*"
+
+
+@pytest.mark.parametrize(("step", "dense"), [(1, [1]), (2, []), (2, [3]), (3, [0])])
+def test_layers_with_a_mixture_are_those_of_transformers(step: int, dense: list[int]) -> None:
+    transformers = pytest.importorskip("transformers")
+    settings = {"num_hidden_layers": 5, "decoder_sparse_step": step, "mlp_only_layers": dense, "num_experts": 9}
+    config = transformers.Qwen3MoeConfig(**settings, hidden_size=64, moe_intermediate_size=16)
+    with torch.device("meta"):
+        layers = transformers.Qwen3MoeForCausalLM(config).model.layers
+    shape = shape_of(family_of("qwen3_moe"), config.to_diff_dict())
+    assert shape.pattern == "".join("[*E]" if hasattr(layer.mlp, "experts") else "[*-]" for layer in layers)
 
 
 def test_qwen3_next_has_full_attention_in_every_fourth_layer() -> None:
