@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -16,6 +17,8 @@ import torch.distributed as dist
 from braid import fit
 from braid.config import Mesh, Run
 from braid.estimate import estimate
+from braid.estimate.rank import first_rank, model_of
+from braid.estimate.weights import held_units
 from braid.optim.adamw import MOMENTS
 from braid.parallel.groups import opened_groups
 from braid.parallel.sharding import local
@@ -142,3 +145,23 @@ def test_a_stage_without_weights_has_an_estimate(schedule: str) -> None:
     stages = estimate(plan(run, pp), "cpu").stages
     assert stages[1].memory.parameters == 0
     assert stages[0].memory.parameters > 0
+
+
+def test_stages_send_activations_one_way_and_their_gradients_the_other() -> None:
+    run = small_run()
+    run = replace(run, model=replace(run.model, pattern="[*-]|[*E]"), mesh=Mesh(pp=2))
+    run = replace(run, train=replace(run.train, dtype="bf16"))
+    first, last = estimate(plan(run, 2), "cpu").stages
+    rows = run.train.batch_samples // run.train.micro_batches
+    message = rows * run.data.sequence_tokens * run.model.hidden * 2
+    assert first.sends == last.sends == run.train.micro_batches * message
+
+
+def test_of_sharded_weights_a_unit_and_the_next_one_are_gathered_at_a_time() -> None:
+    run = replace(small_run(), mesh=Mesh(shard="all"))
+    worked_out = plan(run, 2)
+    (stage,) = estimate(worked_out, "cpu").stages
+    model = model_of(worked_out, first_rank(worked_out, 0), "cpu")
+    sizes = [unit.gathered_bytes for unit in held_units(model, worked_out.axes)]
+    assert stage.memory.gathered == max(here + after for here, after in pairwise(sizes))
+    assert stage.memory.gathered > max(sizes)
