@@ -91,3 +91,10 @@ def test_sixteen_thousand_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     found = as_json(capsys, "deepseek-v3", "--world", "16384", *mesh)
     assert found["axes"]["dp"] == 2048
     assert {"tp", "dp_cp", "edp", "ep_etp"} <= set(found["stages"][0]["sent"])
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("24GiB", 24 * 2**30), ("24 GB", 24 * 10**9), ("500mb", 5 * 10**8), ("H100", 79 * 2**30)]
+)
+def test_the_memory_of_a_device_in_any_unit(text: str, size: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert as_json(capsys, "tiny", "--device-memory", text)["device_memory"] == size
