@@ -17,6 +17,7 @@ GOOD = Moe(experts=12, top_k=4, ffn=8)
         {},
         {"score": "sigmoid", "selection_bias": True, "groups": 4, "top_groups": 2},
         {"score": "sqrt_softplus", "selection_bias": True, "selection_bias_rate": 0.0},
+        {"groups": 6, "top_groups": 2},  # as many experts as a token visits
         {"top_k": 1, "normalize_top_k": False},
         {"softmax_after_top_k": True, "groups": 6, "top_groups": 4},
         {"routing": "sinkhorn", "aux_loss": 0.0, "z_loss": 0.1},

@@ -54,6 +54,7 @@ ALSO: tuple[Also, ...] = (
     Also("nn/cost.py", "tests/estimate/test_*.py", "the same"),
     Also("kernels/kept.py", "tests/estimate/test_*.py", "the same"),
     Also("kernels/*/kept.py", "tests/estimate/test_*.py", "the same"),
+    Also("cli/convert.py", "tests/interchange/test_*.py", "conversions are tested by way of the commands"),
 )
 
 
