@@ -35,6 +35,9 @@ LATENT = with_model(
 )
 
 
+BIASED = with_model(moe=replace(small_run().model.moe, bias=True, ffn=12))
+
+
 @pytest.mark.parametrize(
     ("run", "world", "field", "rule"),
     [
@@ -51,6 +54,7 @@ LATENT = with_model(
         (meshed(etp=3), 3, "mesh.etp", "must divide model.moe.ffn (8)"),
         (meshed(tp=3), 3, "mesh.tp", "must divide model.moe.shared_ffn (8)"),
         (meshed(), 16, "model.moe.ffn", "mesh.etp times ranks that shard the same experts (16)"),
+        (meshed(BIASED), 3, "model.hidden", "ranks that shard the same experts (3)"),
         (meshed(replicate=2, shard="none"), 2, "mesh.replicate", "a copy of everything on every rank already"),
         (meshed(replicate=3), 2, "mesh.replicate", "must divide dp times mesh.cp (2)"),
         (meshed(ep=2, replicate=2), 2, "mesh.replicate", "ranks that hold the same experts (1)"),

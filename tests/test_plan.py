@@ -176,3 +176,15 @@ def test_segments_share_the_operations_of_the_whole_model():
     first, last = segment_flops(worked_out)
     assert first + last == whole_model(worked_out).flops(32)
     assert last > first + 2 * 32 * 16 * 300, "the head is on the last one"
+
+
+def test_dispatchers_have_nothing_to_say_where_experts_are_not_shared():
+    """DeepEP cannot repeat what it sends; a rank that has all experts sends nothing."""
+    chosen = {"mesh__dispatcher": "deep_ep", "train__recompute": ("block",), "train__dtype": "bf16"}
+    assert "train.recompute" in problems(2, **chosen, mesh__ep=2)
+    assert not problems(2, **chosen)
+
+
+@pytest.mark.parametrize(("seconds", "refused"), [(0.0, False), (0.5, True), (1.0, False), (-1.0, True)])
+def test_a_stall_is_looked_for_after_a_second_or_never(seconds, refused):
+    assert ("train.stall_timeout_s" in problems(train__stall_timeout_s=seconds)) is refused

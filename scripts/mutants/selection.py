@@ -27,6 +27,7 @@ OWN: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "architecture": ("tests/test_arch*.py", "tests/test_plan.py"),
         "config": ("tests/test_config.py", "tests/test_plan.py"),
         "errors": (
+            "tests/test_errors.py",
             "tests/test_plan.py",
             "tests/cli/test_commands.py",
             "tests/train/test_state.py",

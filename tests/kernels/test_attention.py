@@ -13,8 +13,11 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 
-from braid.kernels import attention
+from braid.kernels import attention, choose
 from braid.kernels.attention import attend_cached, reference, sdpa, spans_of
+from braid.kernels.attention.spans import Piece
+from braid.pattern import Kind
+from tests.runs import small_run
 
 CPU = torch.device("cpu")
 
@@ -170,3 +173,24 @@ def test_the_choice_says_why() -> None:
     choice = attention.choose(CPU, torch.float64)
     assert str(choice).startswith("attention: sdpa, because ")
     assert "float64 on cpu" in choice.reason
+
+
+def test_packed_rows_of_a_gpu_have_the_same_answer_here() -> None:
+    """Kernels that take a mask there want a key head for each query head."""
+    q, k, v = (torch.randn(1, 5, heads, 4, dtype=torch.float64) for heads in (4, 2, 2))
+    seen = torch.ones(5, 5, dtype=torch.bool).tril()
+    masked = sdpa._attend_any_length(q, k, v, Piece(length=5, mask_LL=seen), None)
+    causal = sdpa._attend_any_length(q, k, v, Piece(length=5, mask_LL=None), None)
+    expected = one_token_at_a_time(q, k, v, torch.zeros(1, 5), None)
+    for actual in (masked, causal):
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_only_layers_that_a_model_has_choose_a_kernel() -> None:
+    model = small_run().model
+    dense = choose(model, {Kind.ATTENTION, Kind.MLP}, CPU, torch.float32)
+    assert dense.grouped_mlp is None
+    assert dense.permute is None
+    mixture = choose(model, {Kind.ATTENTION, Kind.MOE}, CPU, torch.float32)
+    assert mixture.grouped_mlp is not None
+    assert mixture.permute is not None

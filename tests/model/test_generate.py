@@ -80,3 +80,11 @@ def test_samples_follow_the_temperature_and_stay_within_top_k() -> None:
 def test_an_empty_prompt_and_a_negative_temperature_are_both_named() -> None:
     with pytest.raises(ConfigError, match=r"(?s)prompt.*temperature"):
         generate_text(build("*-"), Letters(), "", tokens=1, temperature=-1.0, seed=0)
+
+
+def test_rows_go_on_until_the_last_one_has_ended() -> None:
+    model, start = build("*-"), torch.tensor([[1, 2, 3], [4, 5, 6]])
+    rows = generate(model, start, 12, temperature=0.0)
+    first, other = (set(row[3:].tolist()) for row in rows)
+    end = min(first - other, default=None) if first - other else min(other - first)
+    assert generate(model, start, 12, temperature=0.0, end=end).shape == rows.shape

@@ -120,3 +120,10 @@ def test_a_bf16_embedding_sums_its_gradients_in_float32() -> None:
     narrow(ids).backward(grads)
     error = (narrow.weight.grad.double() - wide.weight.grad).norm() / wide.weight.grad.norm()
     assert error < 2**-8
+
+
+def test_every_id_of_the_vocabulary_is_known_and_no_other() -> None:
+    check_ids(torch.tensor([[0, 4]]), 5)
+    for wrong in (-1, 5):
+        with pytest.raises(DataError):
+            check_ids(torch.tensor([[0, wrong]]), 5)

@@ -25,7 +25,7 @@ from braid.schedule import (
 )
 from braid.schedule.lifetime import prove
 from braid.schedule.lowering import POLICIES, Sharding, lower, uses_of_phases
-from braid.schedule.recompute import replayed_phases, with_replays, without_replays
+from braid.schedule.recompute import dropped_tensors, replayed_phases, with_replays, without_replays
 
 NAMES = ("norm", "activation", "core", "experts", "block", "full")
 
@@ -67,6 +67,18 @@ def test_each_name_means_the_phases_that_have_such_a_part():
     assert "0.combine" in replayed(text, "block", dropout=True)
     assert {"0.combine", "0.post"} & {*replayed(text, "block", dropout=True, posts=True)} == {"0.post"}
     assert "0.post" not in replayed(text, "block", posts=True)
+
+
+def test_streams_are_dropped_within_spans_and_whole_blocks_are_spans_of_their_own():
+    layout = parse("[*E][*-][*E]")
+    phases = overlapped(chains(layout, 1, posts=True, hyper=True), pp=1, micro_batches=2).phases
+    entered = ("0.residual", "0.post_weights", "0.res_weights", "2.residual", "2.post_weights", "2.res_weights")
+    (within,) = dropped_tensors(layout, phases, ("hyper",), 2, hyper=True)
+    assert set(within) == {*entered, "0.post"}
+    for span in (2, 3):
+        assert dropped_tensors(layout, phases, ("block",), span, hyper=True) == (entered,)
+    assert dropped_tensors(layout, phases, ("hyper",), 2, hyper=False) == ()
+    assert dropped_tensors(layout, phases, ("norm",), 2, hyper=True) == ()
 
 
 def test_a_schedule_without_replays_stays_as_it_is():
