@@ -165,3 +165,16 @@ def test_of_sharded_weights_a_unit_and_the_next_one_are_gathered_at_a_time() -> 
     sizes = [unit.gathered_bytes for unit in held_units(model, worked_out.axes)]
     assert stage.memory.gathered == max(here + after for here, after in pairwise(sizes))
     assert stage.memory.gathered > max(sizes)
+
+
+def test_sharded_gradients_do_not_wait_whole_for_the_next_micro_batch() -> None:
+    run = replace(
+        small_run(), train=replace(small_run().train, batch_samples=16, micro_batches=4, dtype="bf16")
+    )
+
+    def gradients(shard: str) -> int:
+        (stage,) = estimate(plan(replace(run, mesh=Mesh(shard=shard)), 4), "cpu").stages
+        return stage.memory.gradients
+
+    assert gradients("gradients") == gradients("all")
+    assert gradients("gradients") < gradients("optimizer") / 2

@@ -28,10 +28,10 @@ def faults(shape, theirs) -> list[str]:
 # ------------------------------------------------------------------------------- whole, in every layout
 
 
-@pytest.mark.parametrize("activation", ["swiglu", "relu2"])
+@pytest.mark.parametrize(("activation", "bias"), [("swiglu", True), ("relu2", True), ("relu2", False)])
 @pytest.mark.parametrize("way", WAYS)
-def test_a_layout_is_written_as_by_hand_and_read_back(way: str, activation: str) -> None:
-    shape, ours = mixture(activation=activation)
+def test_a_layout_is_written_as_by_hand_and_read_back(way: str, activation: str, bias: bool) -> None:
+    shape, ours = mixture(activation=activation, bias=bias)
     written = convert(ours, adapter_for("megatron", "indexed", experts=way), shape, "to_theirs")
     same(written, megatron(shape, ours, [way] * 4))
     same(convert(written, reader(), shape, "to_ours"), ours)

@@ -41,6 +41,18 @@ def test_a_run_leaves_metrics_of_every_step_and_a_checkpoint_of_the_last(corpus,
     assert checkpoint.latest(places.checkpoints).path == outcome.checkpoint
 
 
+def test_the_terminal_has_the_figures_of_the_metrics(corpus, tmp_path, capsys):
+    _, _, places = train(run_on(corpus, log_every=1), tmp_path)
+    shown = [line for line in capsys.readouterr().out.splitlines() if "tok/s" in line]
+    for line, logged in zip(shown, lines(places), strict=True):
+        for name in ("loss", "gnorm", "tok/s"):
+            value = {"gnorm": "grad_norm", "tok/s": "tokens_per_s"}.get(name, name)
+            words = line.split()
+            text = words[words.index(name) - 1] if name == "tok/s" else words[words.index(name) + 1]
+            scale = {"k": 1e3, "M": 1e6}.get(text[-1], 1.0)
+            assert float(text.rstrip("kM")) * scale == pytest.approx(logged[value], rel=0.01), name
+
+
 def test_training_learns(corpus, tmp_path):
     outcome, _, places = train(run_on(corpus, steps=60, log_every=20), tmp_path)
     assert outcome.val_loss < lines(places)[0]["loss"] / 2
