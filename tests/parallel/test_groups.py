@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import fields
+from datetime import timedelta
 
 import pytest
 import torch
@@ -150,6 +151,21 @@ def check_closing_at_once(rank, world):
             close_groups(groups)
             dist.barrier()
     return counts
+
+
+def check_timeouts(rank, world):
+    """Of the default communicator it is the job's."""
+    wait = timedelta(seconds=77)
+    with opened_groups(standard(tp=2, dp=2, ep=4), rank, timeout=wait) as groups:
+        own = {name: group for name, group in named(groups).items() if 1 < group.size}
+        assert {"tp", "dp", "travel"} <= own.keys()
+        for name, group in own.items():
+            if group.handle is not dist.group.WORLD:
+                assert group.handle._get_backend(torch.device("cpu")).options._timeout == wait, name
+
+
+def test_every_communicator_waits_as_long_as_it_was_told():
+    run_ranks(4, check_timeouts)
 
 
 def test_groups_may_be_closed_as_soon_as_they_are_open():

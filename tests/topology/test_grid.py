@@ -333,6 +333,8 @@ def test_the_command_shows_one_rank(capsys):
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert lines[1:3] == ["tp 1 cp 0 dp 2 pp 0", "etp 0 ep 1 edp 1 pp 0 for experts"]
     assert "dp 2 4 1,3,5,7" in lines
+    assert "tp 1 2 4-5" in lines
+    assert "cp 0 1 alone" in lines
     assert main([*words, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["coordinates"]["expert"] == {"etp": 0, "ep": 1, "edp": 1, "pp": 0}

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from braid.train.step import evaluate, micro_batches, train_step
+from braid.train.step import _Evaluation, evaluate, micro_batches, train_step
 from tests.train.helpers import run_on, started
 
 
@@ -81,3 +81,14 @@ def test_evaluation_does_not_depend_on_how_much_is_done_at_once(fp64, tmp_path):
         for n in (2, 4, 16)
     ]
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-12)
+
+
+def test_evaluation_keeps_nothing_of_what_it_has_read(fp64, tmp_path):
+    run = replace(fp64, model=replace(fp64.model, pattern="[*-]|[*E]"))
+    feed, state, _ = started(run, tmp_path)
+    work = _Evaluation(state.model, micro_batches(run, feed.train, 1, 0))
+    with torch.no_grad():
+        for number in range(2):
+            work.forward((number, 0), None)
+    assert work.contexts == {}
+    assert float(work.totals[1]) > 0
