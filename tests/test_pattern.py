@@ -291,14 +291,14 @@ def test_every_text_parses_or_gets_a_positioned_error(text):
 
 
 @pytest.mark.long
-@settings(max_examples=20_000, deadline=None)
+@settings(max_examples=4_000, deadline=None)
 @given(st.text(alphabet="MG*+D-E[]|/", max_size=24))
 def test_every_text_parses_or_gets_a_positioned_error_at_length(text):
     check_parses_or_points(text)
 
 
 @pytest.mark.long
-@settings(max_examples=10_000, deadline=None)
+@settings(max_examples=2_000, deadline=None)
 @given(patterns())
 def test_print_and_parse_again_is_the_identity_at_length(text):
     check_round_trip(text)

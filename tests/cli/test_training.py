@@ -21,8 +21,6 @@ from braid.plan import plan
 from tests.commands import start
 from tests.runs import small_run
 
-pytestmark = pytest.mark.costly("whole trainings, one of them as a person would start it on ranks")
-
 RECIPE = """
 from braid.architecture import Attention, Mlp, Model, Moe
 from braid.config import Data, Optim, Run, Train
@@ -113,6 +111,7 @@ def test_a_run_tells_what_it_does_and_where_everything_is(whole):
     assert "\x1b" not in told
 
 
+@pytest.mark.long
 def test_ranks_tell_of_schedule_trace_and_commands_that_work_as_they_stand(folder, tmp_path, monkeypatch):
     """From a folder with a blank in its name, without the program on the path."""
     out, trace = tmp_path / "the run", tmp_path / "the trace.json"

@@ -41,6 +41,7 @@ class Point(NamedTuple):
     recompute: tuple[str, ...]
     span: int
     micro_batches: int
+    steps: int
 
     def __str__(self) -> str:
         return str(case_of(self))
@@ -93,6 +94,7 @@ CHOICES = MappingProxyType(
         ),
         "span": (0, 2),
         "micro_batches": (2, 3, 4),
+        "steps": (1, 2),
     }
 )
 
@@ -141,7 +143,7 @@ def legal(point: Point) -> bool:
 
 
 def cost_of(point: Point) -> float:
-    return RANKS[point.ranks].get("world", 1) * (1 + point.micro_batches)
+    return RANKS[point.ranks].get("world", 1) * (1 + point.micro_batches) * point.steps
 
 
 LEFT_TO_OTHERS = MappingProxyType(

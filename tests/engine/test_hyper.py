@@ -156,7 +156,14 @@ def assert_waits(left: dict[str, int], micro_batches: int) -> None:
     assert left == {name: 0 if name.endswith("exit") else micro_batches for name in left}
 
 
-@pytest.mark.parametrize("case", [each for each in (*DELAYED, *SPANS) if each.delayed], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        *DELAYED[1:],
+        *(pytest.param(case, marks=pytest.mark.long) for case in (DELAYED[0], *SPANS) if case.delayed),
+    ],
+    ids=str,
+)
 def test_gradients_of_connections_wait_and_have_the_same_bits(case: Case) -> None:
     plain, waiting = (one_step(0, case, plan(case.run(overlap=overlap), 1)) for overlap in (False, True))
     assert not any(plain.left.values())

@@ -65,6 +65,7 @@ def test_a_sample_on_two_ranks() -> None:
     )
 
 
+@pytest.mark.long
 def test_a_sample_on_four_ranks() -> None:
     base = Case(block="[*E]", blocks=1, micro_batches=3)
     assert_equal(4, [replace(base, mesh=Mesh(ep=2), dtype="bf16")], [Variant("all", "late")])

@@ -71,7 +71,11 @@ LARGE = ((300, 1, 9), (131, 2, 72), (67, 4, 200), (33, 3, 61), (1, 4, 24))
 CASES = (
     [(*size, dtype) for size in LARGE for dtype in DTYPES]
     if GPU
-    else [*((*size, torch.float32) for size in SMALL), (2, 4, 24, torch.float16)]
+    else [
+        *(pytest.param(*size, torch.float32, marks=pytest.mark.long) for size in SMALL[:2]),
+        *((*size, torch.float32) for size in SMALL[2:]),
+        (2, 4, 24, torch.float16),
+    ]
 )
 
 

@@ -227,9 +227,9 @@ MODELS_TRIED = 4
 
 
 def quick() -> list[Point]:
-    """Every pair of choices on up to 4 ranks, and every axis on 8."""
-    pairs = cover(every((2, 3, 4)), choices_of, cost=ranks_of, legal=legal)
-    return [*pairs, *cover(every((8,))[:1000], axes_of, 1, legal=legal)]
+    """Every pair of choices on 2 and 4 ranks, and every axis on 3."""
+    pairs = cover(every((2, 4)), choices_of, cost=ranks_of, legal=legal)
+    return [*pairs, *cover(every((3,)), axes_of, 1, legal=legal)]
 
 
 def larger(known: Sequence[Point]) -> list[Point]:

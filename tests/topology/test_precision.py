@@ -62,10 +62,11 @@ class Batch:
 
 
 FP32 = (
-    Batch(model="hybrid", world=2, words=("tp2 ep2", "cp2 etp2")),
+    Batch(model="hybrid", world=2, words=("tp2 ep2",)),
     Batch(model="tied", world=3, words=("optimizer",)),
 )
 MORE_FP32 = (
+    Batch(model="hybrid", world=2, words=("cp2 etp2",)),
     Batch(model="sinkhorn", world=4, words=("tp2 ep2 replicate2 gradients",)),
     Batch(model="hybrid", world=2, words=("", "pp2")),
     Batch(model="latent", world=4, words=("tp2 cp2 ep4", "ep2 none", "tp4")),

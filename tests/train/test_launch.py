@@ -219,6 +219,7 @@ def test_a_failure_that_would_repeat_is_not_repeated_and_its_exit_code_is_kept(c
     assert "braid: rank 1 ended with exit code 3; all were stopped\n" in told
 
 
+@pytest.mark.long
 def test_a_rank_that_does_not_hear_is_killed_and_none_is_left(capfd):
     assert launched("be_killed_before_others_know") == ExitCode.PEER_LOST
     assert "braid: rank 1 was killed by SIGKILL; all were stopped\n" in capfd.readouterr().err
