@@ -56,6 +56,7 @@ ALSO: tuple[Also, ...] = (
     Also("kernels/kept.py", "tests/estimate/test_*.py", "the same"),
     Also("kernels/*/kept.py", "tests/estimate/test_*.py", "the same"),
     Also("cli/convert.py", "tests/interchange/test_*.py", "conversions are tested by way of the commands"),
+    Also("cli/train.py", "tests/train/test_launch.py", "so are launchers and their workers"),
 )
 
 

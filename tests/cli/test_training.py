@@ -243,15 +243,6 @@ def contents(out):
     return {str(path.relative_to(out)): path.read_bytes() for path in files}
 
 
-@pytest.mark.parametrize("world", ["1", "2", "8"])
-def test_a_worker_of_another_launcher_has_its_world(world, folder, tmp_path, monkeypatch, capsys):
-    seat = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    for name, value in seat.items():
-        monkeypatch.setenv(name, value)
-    assert main(words_for(folder, tmp_path, "--world", world)) == ExitCode.CONFIG
-    assert f"--world {world}, but the launcher started 4" in capsys.readouterr().err
-
-
 def test_fine_tuning_wants_the_model_of_the_checkpoint(folder, whole, tmp_path, capsys):
     words = [*words_for(folder, tmp_path / "tuned", "--init", str(whole[0])), "--train.steps", "1"]
     assert main([*words, "--model.norm-eps", "0.1", "--model.moe.scale", "2.0"]) == ExitCode.CHECKPOINT

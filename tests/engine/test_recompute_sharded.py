@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
 
 import pytest
 
 from braid.config import Mesh
 from braid.parallel.sharding import Strategy
-from tests.engine.driven import Case, Comparison, Grain, Ranks
+from tests.engine.driven import Case, Comparison, Ranks
+from tests.engine.sharded_product import Way
 from tests.ranks import run_ranks
-
-Way = Grain | Literal["hooks"]
-"""Who gathers what a replay needs: ops of a grain, or FSDP2's hooks."""
 
 
 def differences(rank: int, world: int, cases: list[Case], shards: list[Strategy], ways: list[Way]) -> list[str]:
