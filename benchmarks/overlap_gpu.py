@@ -46,6 +46,7 @@ from benchmarks.memory_gpu import random_batches
 from braid.architecture import Attention, Model, Moe
 from braid.collectives import ALONE, Group, exchange
 from braid.config import Data, Mesh, Run, Train
+from braid.engine.executor import Program
 from braid.engine.streams import CudaStreams
 from braid.nn.moe.all_to_all import AllToAll
 from braid.nn.moe.journey import Dispatcher, Journey, Slots
@@ -190,10 +191,11 @@ class Bench:
         """Forward and backward of every micro-batch, or of the first few: planned, and to be run."""
         used = self.batches[tokens][:batches]
         run, counts = run_of(MESHES[name], len(used), tokens), count(self.state.model, used)
-        schedule = plan(run, 1).schedule
+        worked_out = plan(run, 1)
+        program = Program(worked_out.schedule, 0)
 
         def step() -> dict[str, Tensor]:
-            self.state.schedule = schedule
+            self.state.plan, self.state.program = worked_out, program
             for module in self.state.model.modules():
                 if isinstance(module, MoeLayer):
                     module.dispatcher = dispatcher
@@ -244,7 +246,7 @@ class Bench:
         with patch.object(self.state, "streams", streams), only_new_garbage():
             step()
         torch.cuda.synchronize()
-        ops, begin = [op for op in self.state.schedule.ops[0] if op.phase], streams.stamps[0][1]
+        ops, begin = [op for op in self.state.plan.schedule.ops[0] if op.phase], streams.stamps[0][1]
         self.state.optimizer.forget()
         return [
             (str(op), stream.value, begin.elapsed_time(first), begin.elapsed_time(last))

@@ -23,7 +23,9 @@ import torch
 
 from benchmarks import machine
 from benchmarks.memory_gpu import GIB, _fill, random_batches, recipes
-from braid.config import Again, Run
+from braid.choices import Recompute
+from braid.config import Run
+from braid.engine.executor import Program
 from braid.estimate import estimate
 from braid.nn.recompute import Replays, hand_replays
 from braid.plan import plan
@@ -33,7 +35,7 @@ from braid.train.state import State
 from braid.train.step import backward, count
 
 RECIPES = ("experts-4-layers", "hybrid-4-layers")
-CHOICES: tuple[tuple[Again, ...], ...] = (
+CHOICES: tuple[tuple[Recompute, ...], ...] = (
     (),
     ("norm",),
     ("activation",),
@@ -47,7 +49,7 @@ STEPS = 2
 """Timed, after one that is not."""
 
 
-def choices(run: Run) -> Iterator[tuple[Again, ...]]:
+def choices(run: Run) -> Iterator[tuple[Recompute, ...]]:
     """Those that mean something to a model."""
     for names in CHOICES:
         if names == ("experts",) and run.model.moe is None:
@@ -63,7 +65,9 @@ def choices(run: Run) -> Iterator[tuple[Again, ...]]:
 
 def measure(run: Run, state: State) -> dict[str, float]:
     """One choice, on a model that is there already."""
-    told = estimate(plan(run, 1), "cuda").stages[0].memory
+    worked_out = plan(run, 1)
+    told = estimate(worked_out, "cuda").stages[0].memory
+    state.plan, state.program = worked_out, Program(worked_out.schedule, 0)
     activations = _activations(run, state)
     seconds = []
     for step in range(1 + STEPS):

@@ -8,6 +8,7 @@ from dataclasses import FrozenInstanceError, replace
 import pytest
 
 from braid import architecture, config
+from braid.choices import RECOMPUTE, recomputed
 from braid.config import Run, difference, flatten, from_json, to_json
 from braid.errors import ConfigError
 from tests.runs import small_run
@@ -83,3 +84,11 @@ def test_difference_names_fields_and_both_values():
     assert changed["model.moe.experts"] == (4, None)
     assert difference(run, run) == {}
     assert difference(other, run)["model.moe.experts"] == (None, 4)
+
+
+def test_full_recompute_means_every_kind():
+    assert recomputed(["full"]) == recomputed(["norm", "full"]) == frozenset(RECOMPUTE)
+    assert recomputed(["norm", "core"]) == {"norm", "core"}
+    assert recomputed([]) == frozenset()
+    with pytest.raises(AssertionError, match="everything"):
+        recomputed(["everything"])

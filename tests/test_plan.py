@@ -4,9 +4,12 @@ from dataclasses import replace
 
 import pytest
 
+from braid.architecture import HyperConnections
+from braid.choices import BYTE_VOCAB
 from braid.data import ByteTokenizer
 from braid.errors import ConfigError, ExitCode
-from braid.plan import BYTE_VOCAB, check, plan, segment_flops, whole_model
+from braid.pattern import parse
+from braid.plan import check, phase_flops, plan, whole_model
 from braid.schedule import Act
 from tests.runs import small_run
 
@@ -38,6 +41,34 @@ def test_a_sound_run_is_worked_out():
 
 def test_the_layout_is_cut_for_the_pipeline():
     assert str(plan(changed(mesh__pp=2), world=2).layout) == "[*-]|[*E]"
+
+
+@pytest.mark.parametrize("pattern", ["[*-][*E]/*E/*E", "[*-]|[*E]/*E/*E", "||[*-]|[*E]|/*E/*E"])
+def test_without_a_pipeline_there_is_one_segment_whatever_the_pattern_says(pattern):
+    worked_out = plan(changed(model__pattern=pattern), world=2)
+    assert worked_out.layout == parse("[*-][*E]/*E/*E")
+    assert [stage.segments for stage in worked_out.stages] == [worked_out.layout.segments]
+    assert worked_out.schedule == plan(changed(model__pattern="[*-][*E]/*E/*E"), world=2).schedule
+
+
+def test_a_fold_is_cut_into_two_segments_for_each_rank_and_the_first_holds_both_ends():
+    folded = {"mesh__schedule": "dual_pipe_v", "mesh__pp": 2, "model__pattern": "[*-]|*|-|[*E]"}
+    stages = plan(changed(**folded), world=2).stages
+    assert [[str(segment) for segment in stage.segments] for stage in stages] == [["[*-]", "[*E]"], ["*", "-"]]
+
+
+def test_units_are_the_weights_of_the_model_with_the_mesh_that_shares_them():
+    worked_out = plan(changed(model__tied=False, train__dtype="bf16"), world=2)
+    inner = "stack.blocks.1.layers.moe.inner"
+    assert [(unit.path, unit.mesh, unit.wide) for unit in worked_out.units] == [
+        ("embedding", "dense", False),
+        ("stack.blocks.0", "dense", False),
+        (f"{inner}.router", "dense", True),
+        (f"{inner}.experts", "expert", False),
+        ("stack.blocks.1", "dense", False),
+        ("final_norm", "dense", False),
+        ("head", "dense", False),
+    ]
 
 
 def test_all_problems_come_at_once_with_value_rule_and_remedy():
@@ -171,11 +202,16 @@ def test_an_embedding_that_both_ends_use_is_summed(tied, pattern, summed):
     assert (Act.SUM_COPIES in acts) is summed
 
 
-def test_segments_share_the_operations_of_the_whole_model():
-    worked_out = plan(changed(mesh__pp=2, model__pattern="[*-]|[*E]/*E", model__vocab=300), world=2)
-    first, last = segment_flops(worked_out)
-    assert first + last == whole_model(worked_out).flops(32)
-    assert last > first + 2 * 32 * 16 * 300, "the head is on the last one"
+@pytest.mark.parametrize("hyper", [None, HyperConnections(streams=3)])
+def test_phases_share_the_operations_of_the_whole_model(hyper):
+    pattern = {"model__pattern": "[*-]|[*E]/*E", "model__vocab": 300, "model__hyper": hyper}
+    worked_out = plan(changed(mesh__pp=2, **pattern), world=2)
+    first, last = phase_flops(worked_out)
+    assert sum(first.values()) + sum(last.values()) == whole_model(worked_out).flops(32)
+    assert first.keys() == {"0.block"}
+    exits = {"final_norm", "mtp0.final_norm"} if hyper else set()
+    assert last.keys() == {"1.block", "head", "mtp0.enter", "mtp0.0.block", "mtp0.head"} | exits
+    assert last["head"] == last["mtp0.head"] == 2 * 32 * 16 * 300
 
 
 def test_dispatchers_have_nothing_to_say_where_experts_are_not_shared():

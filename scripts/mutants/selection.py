@@ -25,6 +25,7 @@ SHARED = ("tests/topology", "tests/engine")
 OWN: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "architecture": ("tests/test_arch*.py", "tests/test_plan.py"),
+        "choices": ("tests/test_config.py", "tests/test_plan.py"),
         "config": ("tests/test_config.py", "tests/test_plan.py"),
         "errors": (
             "tests/test_errors.py",

@@ -17,10 +17,8 @@ from typing import Any, Literal
 
 from braid import rules
 from braid.architecture import Model
+from braid.choices import DispatcherName, Dtype, Recompute, Strategy
 from braid.errors import ConfigError, Problem
-
-Again = Literal["norm", "activation", "core", "experts", "hyper", "block", "full"]
-"""Something of a forward that can be made again in backward."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,9 +109,9 @@ class Train:
     """Micro-batches in one step; part of the run's meaning, the same on every topology."""
     seed: int = 0
     """Seed of initial weights, data order and random masks."""
-    dtype: Literal["bf16", "fp32", "fp64"] = "fp32"
+    dtype: Dtype = "fp32"
     """Arithmetic of the model. bf16 keeps fp32 main parameters and optimizer state."""
-    recompute: tuple[Again, ...] = ()
+    recompute: tuple[Recompute, ...] = ()
     """What is made again in backward instead of kept: norms, activations of MLPs, cores of mixers, MLPs of
     experts, hyper-connections, whole blocks, all of these. Changes no result."""
     recompute_span: int = 0
@@ -169,12 +167,12 @@ class Mesh:
     """Ranks that share the experts of a layer, out of all ranks of a pipeline stage."""
     etp: int = 1
     """Ranks that share the ffn channels of an expert."""
-    shard: Literal["none", "optimizer", "gradients", "all"] = "all"
+    shard: Strategy = "all"
     """What data-parallel ranks share instead of copying it: nothing; the optimizer's state; gradients as well;
     weights as well."""
     replicate: int = 1
     """Copies of the shards: ranks share within a copy, and sum gradients between copies."""
-    dispatcher: Literal["auto", "all_to_all", "all_gather", "deep_ep"] = "auto"
+    dispatcher: DispatcherName = "auto"
     """How tokens reach experts on other ranks."""
     schedule: Literal["auto", "dual_pipe_v"] = "auto"
     """In which order a pipeline works. auto: 1F1B, or interleaved where ranks hold several segments.

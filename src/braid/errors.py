@@ -1,7 +1,8 @@
 """Errors made for people, and the exit code of each kind of failure.
 
 A program that starts braid can tell from the exit code alone what to do next: mend the configuration, look
-at the data, restart. A bug in braid itself is none of these kinds: it keeps its traceback and exits with 1.
+at the data, restart. A bug in braid itself exits with 1: it keeps its traceback, unless it was found before
+anything started.
 """
 
 from __future__ import annotations
@@ -66,6 +67,21 @@ class ConfigError(BraidError, ValueError):
 def _listed(problems: Sequence[Problem]) -> str:
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
     return "\n".join([f"this cannot start: {count}", *(str(problem) for problem in problems)])
+
+
+class ScheduleError(BraidError, RuntimeError):
+    """A schedule that braid made and that breaks one of its own rules: a bug, found before anything starts."""
+
+    exit_code = ExitCode.BUG
+
+    def __init__(self, faults: Sequence[object]) -> None:
+        self.faults = tuple(faults)
+        listed = "\n".join(first_of([str(fault) for fault in self.faults]))
+        count = "1 fault" if len(self.faults) == 1 else f"{len(self.faults)} faults"
+        super().__init__(
+            f"the schedule of this run has {count}; nothing was started. This is a bug in braid: please report "
+            f"it, with the command and this text\n{listed}"
+        )
 
 
 class DataError(BraidError, ValueError):

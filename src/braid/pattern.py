@@ -383,6 +383,15 @@ class Stage:
     segments: tuple[Segment, ...]
 
 
+def joined(layout: Layout) -> Layout:
+    """The layout with all its segments as one: what a single pipeline rank holds."""
+    if len(layout.segments) == 1:
+        return layout
+    items = [([layer.kind for layer in block.layers], block.grouped) for block in layout.blocks]
+    depth = [layer.kind for layer in layout.mtp[0].layers] if layout.mtp else []
+    return _layout([items], depth, len(layout.mtp))
+
+
 def cut(layout: Layout, pp: int) -> Layout:
     """The layout as `pp` pipeline ranks hold it: the text's own segments, or equal ones if it has no `|`."""
     segments = len(layout.segments)

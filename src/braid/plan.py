@@ -7,25 +7,27 @@ Pure: no processes, no files, no devices. Either every rule holds and there is a
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from braid import fit, rules
 from braid import schedule as schedules
 from braid.architecture import SHAPE_OF, Model
+from braid.choices import BYTE_VOCAB, BYTES, MAIN_BYTES
 from braid.config import Mesh, Run, type_problems
-from braid.errors import ConfigError, Problem
+from braid.errors import ConfigError, Problem, ScheduleError
 from braid.fit import Sizes
-from braid.pattern import Kind, Layout, PatternError, Stage, cut, parse, stages
-from braid.schedule import Chain, Schedule
-from braid.schedule.recompute import dropped_tensors, replayed_phases, with_replays
+from braid.model import declaration
+from braid.model.declaration import Form, form_of
+from braid.pattern import Kind, Layout, PatternError, Stage, cut, joined, parse
+from braid.schedule import Schedule
+from braid.schedule.lowering import ALONE, POLICIES, lowered
+from braid.schedule.phases import Unit
+from braid.schedule.recompute import dropped_tensors, with_replays
 from braid.topology import Grid, standard, standard_problems
 
 if TYPE_CHECKING:
     from braid.model.language import LanguageModel, Size
-
-BYTE_VOCAB = 257
-"""Ids of the tokenizer `bytes`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +45,10 @@ class Plan:
     """The model's layers, cut into the segments that pipeline ranks hold."""
     stages: tuple[Stage, ...]
     """What each pipeline rank holds."""
+    units: tuple[Unit, ...]
+    """The weights of the model, as they are gathered, released and reduced together."""
     schedule: Schedule
-    """What each pipeline rank does in a step."""
+    """What each pipeline rank does in a step: all of it, proved."""
     micro_batch_samples: int
     """Samples in one micro-batch, over all data-parallel ranks."""
     step_tokens: int
@@ -52,23 +56,44 @@ class Plan:
 
 
 def plan(run: Run, world: int) -> Plan:
-    """Work out the run, or raise a `ConfigError` with everything that is wrong with it."""
+    """Work out the run, or raise a `ConfigError` with everything that is wrong with it. The schedule is proved
+    before anybody sees it; one that breaks a rule is a `ScheduleError`."""
     problems = check(run, world)
     if problems:
         raise ConfigError(problems)
-    axes, layout = fit.sizes(run.mesh, world), cut(parse(run.model.pattern), _pieces(run.mesh))
-    schedule = _schedule(run, layout)
+    axes, layout = fit.sizes(run.mesh, world), _layout(run)
+    schedule = _lowered(_schedule(run, world, layout), run, world, layout, _form(run, world))
+    stages = (schedule.held(rank) for rank in range(schedule.pp))
     return Plan(
         run=run,
         world=world,
         axes=axes,
         grid=standard(tp=axes.tp, cp=axes.cp, dp=axes.dp, pp=axes.pp, etp=axes.etp, ep=axes.ep),
         layout=layout,
-        stages=_stages(layout, schedule),
+        stages=tuple(
+            Stage(rank=rank, segments=tuple(layout.segments[index] for index in held))
+            for rank, held in enumerate(stages)
+        ),
+        units=declaration.units(layout, _form(run, world)),
         schedule=schedule,
         micro_batch_samples=run.train.batch_samples // run.train.micro_batches,
         step_tokens=run.train.batch_samples * run.data.sequence_tokens,
     )
+
+
+def evaluation_schedule(plan: Plan, micro_batches: int) -> Schedule:
+    """What every pipeline rank does in an evaluation of so many micro-batches: forwards alone, without MTP."""
+    form = replace(_form(plan.run, plan.world), whole=plan.world == 1, fine=False, training=False)
+    built = schedules.evaluation(plan.schedule.holder, micro_batches)
+    built = schedules.in_phases(built, declaration.chains(plan.layout, form))
+    return _lowered(built, plan.run, plan.world, plan.layout, form)
+
+
+def _layout(run: Run) -> Layout:
+    """The layers of a run, cut into the segments that pipeline ranks hold. One rank holds one segment, whatever
+    the pattern says."""
+    parsed = parse(run.model.pattern)
+    return joined(parsed) if run.mesh.pp == 1 else cut(parsed, _pieces(run.mesh))
 
 
 def _pieces(mesh: Mesh) -> int:
@@ -76,58 +101,57 @@ def _pieces(mesh: Mesh) -> int:
     return 2 * mesh.pp if mesh.schedule == schedules.DUAL_PIPE_V and mesh.pp > 1 else mesh.pp
 
 
-def _stages(layout: Layout, schedule: Schedule) -> tuple[Stage, ...]:
-    """What each rank holds: without a pipeline all segments, which the schedule has as one."""
-    if schedule.pp == 1:
-        return stages(layout, 1)
-    lists = (schedules.held(schedule.holder, rank) for rank in range(schedule.pp))
-    return tuple(
-        Stage(rank=rank, segments=tuple(layout.segments[index] for index in indices))
-        for rank, indices in enumerate(lists)
+def _form(run: Run, world: int) -> Form:
+    """As coarse as can be: every phase costs the host some time. In a pipeline, what has returned from experts
+    is summed on the communication stream: ranks that wait for one another would have it in their way."""
+    mesh = run.mesh
+    fine = mesh.overlap or mesh.schedule == schedules.DUAL_PIPE_V
+    return form_of(
+        run.model,
+        run.train.dtype,
+        whole=world == 1 and not fine and not run.train.recompute,
+        fine=fine,
+        posts=mesh.pp == 1,
+        late_weights=mesh.late_weights,
     )
 
 
-def _schedule(run: Run, layout: Layout) -> Schedule:
-    """1F1B, interleaved where a rank holds several segments, the overlapped form of either, or DualPipeV. An
-    embedding of two stages is summed."""
+def _schedule(run: Run, world: int, layout: Layout) -> Schedule:
+    """1F1B, interleaved where a rank holds several segments, the overlapped form of either, or DualPipeV. What
+    is not kept is recomputed, and an embedding of two stages is summed."""
     mesh, micro_batches = run.mesh, run.train.micro_batches
     options = schedules.Options(
         delayed=mesh.delay_weights,
         early_release=mesh.early_release,
         paired_ends=mesh.paired_ends,
     )
+    chains = declaration.chains(layout, _form(run, world))
     if mesh.schedule == schedules.DUAL_PIPE_V:
-        found = _chains(run, layout)
         built = schedules.dual_pipe_v(
-            found, pp=mesh.pp, micro_batches=micro_batches, overlap=mesh.overlap, options=options
+            chains, pp=mesh.pp, micro_batches=micro_batches, overlap=mesh.overlap, options=options
         )
     elif mesh.overlap:
-        found = _chains(run, layout)
-        built = schedules.overlapped(found, pp=mesh.pp, micro_batches=micro_batches, options=options)
-    elif mesh.pp == 1:
-        return schedules.one_f_one_b(1, micro_batches)
+        built = schedules.overlapped(chains, pp=mesh.pp, micro_batches=micro_batches, options=options)
     else:
         virtual = len(layout.segments) // mesh.pp
         name = "1f1b" if virtual == 1 else "interleaved"
         built = schedules.build(name, pp=mesh.pp, virtual=virtual, micro_batches=micro_batches)
+        built = schedules.in_phases(built, chains)
     span, hyper = span_of(run, layout), run.model.hyper is not None
     dropped = dropped_tensors(layout, built.phases, run.train.recompute, span, hyper=hyper)
-    built = with_replays(built, _replayed(run, layout, built), dropped)
+    built = with_replays(built, run.train.recompute, dropped)
     shared = run.model.tied or bool(layout.mtp)
     return schedules.with_sums(built, {"embedding": (built.holder[0], built.holder[-1])} if shared else {})
 
 
-def _replayed(run: Run, layout: Layout, schedule: Schedule) -> tuple[tuple[str, ...], ...]:
-    """The phases in which something is recomputed. Without phases, that happens when backward asks for it."""
-    model = run.model
-    return replayed_phases(
-        layout,
-        schedule.phases,
-        run.train.recompute,
-        shared_experts=bool(model.moe and model.moe.shared_ffn),
-        dropout=bool(model.dropout),
-        hyper=model.hyper is not None,
-    )
+def _lowered(schedule: Schedule, run: Run, world: int, layout: Layout, form: Form) -> Schedule:
+    """The schedule with all that ranks do about their weights, and proved."""
+    policy = ALONE if world == 1 else POLICIES[run.mesh.shard]
+    meshes = {unit.path: unit.mesh for unit in declaration.units(layout, form)}
+    whole = lowered(schedule, meshes, policy)
+    if faults := schedules.check(whole).faults:
+        raise ScheduleError(faults)
+    return whole
 
 
 def span_of(run: Run, layout: Layout) -> int:
@@ -138,29 +162,13 @@ def span_of(run: Run, layout: Layout) -> int:
         return max(run.train.recompute_span, 1)
     from braid.kernels.hyper_connection import kept
 
-    narrow, wide = {"bf16": (2, 4), "fp32": (4, 4), "fp64": (8, 8)}[dtype]
+    narrow, wide = BYTES[dtype], MAIN_BYTES[dtype]
     streams = hyper.streams * run.model.hidden * narrow
     again = kept.fused(1, hyper.streams, run.model.hidden, narrow=narrow, wide=wide)
     blocks = max((len(segment.blocks) for segment in layout.segments), default=1)
     layers = len(layout.layers) / max(len(layout.blocks), 1)
     held = {span: -(-blocks // span) * streams + span * layers * again for span in range(1, blocks + 1)}
     return min(held, key=lambda span: held[span], default=1)
-
-
-def _chains(run: Run, layout: Layout) -> tuple[Chain, ...]:
-    """In a pipeline, what has returned from experts is summed on the communication stream: ranks that wait for
-    one another would have it in their way."""
-    model, moe = run.model, run.model.moe
-    return schedules.chains(
-        layout,
-        run.mesh.pp,
-        tied=model.tied,
-        shared_experts=bool(moe and moe.shared_ffn),
-        latent=bool(moe and moe.latent),
-        hyper=model.hyper is not None,
-        posts=run.mesh.pp == 1,
-        late_weights=run.mesh.late_weights,
-    )
 
 
 def size(plan: Plan) -> Size:
@@ -178,14 +186,14 @@ def whole_model(plan: Plan) -> LanguageModel:
     return LanguageModel(plan.run.model, plan.layout, references(), device=torch.device("meta"))
 
 
-def segment_flops(plan: Plan) -> list[int]:
-    """Operations of the forward of one row in every segment of the schedule, head and MTP depths included."""
+def phase_flops(plan: Plan) -> list[dict[str, int]]:
+    """For each segment, the operations of the forward of one row in its phases that compute, by their names.
+    Phases of a block with experts that run beside others have none here: only blocks as a whole are counted."""
     model, tokens = whole_model(plan), plan.run.data.sequence_tokens
-    if len(plan.schedule.holder) == 1:
-        return [model.flops(tokens)]
-    blocks = [model.stack.segment_flops(segment, tokens) for segment in range(len(plan.layout.segments))]
-    blocks[-1] += model.flops(tokens) - sum(blocks)
-    return blocks
+    return [
+        {phase.name: flops for phase in phases if (flops := model.phase_flops(phase, tokens))}
+        for phases in plan.schedule.phases
+    ]
 
 
 def check(run: Run, world: int) -> list[Problem]:

@@ -158,20 +158,25 @@ def test_a_plan_names_its_schedule(
     )
 
 
-@pytest.mark.parametrize("pattern", ["[*-]" * 6, "[*-]|[*-][*-]", "[*-]"])
-def test_the_span_that_a_plan_chooses_is_named(pattern: str) -> None:
+@pytest.mark.parametrize(
+    ("pattern", "pp", "longest"),
+    [("[*-]" * 6, 1, 6), ("[*-]|[*-][*-]", 1, 3), ("[*-]|[*-][*-]", 2, 2), ("[*-]", 1, 1)],
+)
+def test_the_span_that_a_plan_chooses_is_named(pattern: str, pp: int, longest: int) -> None:
+    """One rank holds one segment, whatever the pattern says."""
+
     def planned(span: int) -> tuple[str, int]:
         run = run_of(pattern, hyper=True, recompute=("norm", "hyper"), recompute_span=span)
-        worked_out = plan(run, 1)
+        worked_out = plan(replace(run, mesh=Mesh(pp=pp)), pp)
         return schedule_words(worked_out), estimate(worked_out, "cpu").peak
 
     def told(span: int) -> str:
-        return f"recompute of norm and hyper (spans of {span} {'block' if span == 1 else 'blocks'})"
+        spans = f"spans of {span} {'block' if span == 1 else 'blocks'}"
+        return f"{'1f1b, ' if pp > 1 else ''}recompute of norm and hyper ({spans})"
 
     words, peak = planned(0)
     (chosen,) = (span for span in range(1, 7) if words == told(span))
     assert planned(chosen) == (words, peak)
-    longest = max(len(segment) // len("[*-]") for segment in pattern.split("|"))
     assert planned(100)[0] == told(longest), "a span ends with its segment"
 
 
@@ -186,7 +191,7 @@ def test_help_tells_how_long_phases_are(capsys: pytest.CaptureFixture[str]) -> N
     text = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert "mix and experts take 1 forward and 2 backward with their weight gradients" in text
     assert "dispatch and combine 0.5 each way, all others nothing" in text
-    assert PHASES == {"mix": 1, "experts": 1, "dispatch": 0.5, "combine": 0.5}
+    assert PHASES == {"block": 1, "mix": 1, "experts": 1, "dispatch": 0.5, "combine": 0.5}
     spent: dict[tuple[str, str], set[float]] = {}
     for hidden in (16, 32):
         run = run_of("[*E][*-E]")
@@ -195,7 +200,7 @@ def test_help_tells_how_long_phases_are(capsys: pytest.CaptureFixture[str]) -> N
             kind = (span.op.phase or "").rpartition(".")[2]
             spent.setdefault((span.op.act.value, kind), set()).add(round(span.end - span.start, 9))
     assert {kind for kind, lengths in spent.items() if lengths != {0}} == {
-        (act, kind) for act in "FB" for kind in PHASES
+        (act, kind) for act in "FB" for kind in PHASES if kind != "block"
     }
     assert spent["B", "mix"] == spent["B", "experts"] == {2}
     assert spent["B", "dispatch"] == spent["F", "combine"] == {0.5}

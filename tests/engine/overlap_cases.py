@@ -1,4 +1,4 @@
-"""A model trained twice on the same ranks, plainly and overlapped: what the tests of nodes compare.
+"""A model trained twice on the same ranks, by the oracle and by the engine: what the tests of nodes compare.
 
     plain, overlapped = run_ranks(case.world, train_both, case)[rank]
 
@@ -20,6 +20,7 @@ from braid.collectives import Groups
 from braid.config import Data, Mesh, Optim, Run, Train
 from braid.engine.node import Watch
 from braid.engine.streams import Issued
+from braid.engine.weights import WholeWeights
 from braid.model.context import MicroBatch
 from braid.model.language import LanguageModel
 from braid.nn.moe import dispatchers
@@ -29,6 +30,7 @@ from braid.parallel.groups import open_groups
 from braid.plan import Plan, plan
 from braid.train import step as steps
 from braid.train.state import State
+from tests.engine import oracle
 from tests.model.cases import batch
 
 VOCAB, TOKENS, RATE = 257, 8, 1e-2
@@ -59,6 +61,8 @@ class Case:
     dispatcher: str = "auto"
     streams: int = 0
     """Residual streams with hyper-connections; 0 for a plain one."""
+    blocks: bool = False
+    """Whether the engine runs whole blocks, and nothing beside them."""
 
     def __str__(self) -> str:
         words = [
@@ -78,12 +82,15 @@ class Case:
             "early_release",
             "late_weights",
             "paired_ends",
+            "blocks",
         )
         words += [name for name in flags if getattr(self, name)] + ["alone"] * (not self.shared)
         words += [f"n{self.streams}"] * (self.streams > 0)
         return " ".join(words + [self.dispatcher] * (self.dispatcher != "auto"))
 
     def run(self, *, overlap: bool) -> Run:
+        """The run of the engine; without `overlap`, that of the oracle."""
+        overlap = overlap and not self.blocks
         moe = Moe(
             experts=4,
             top_k=2,
@@ -157,7 +164,7 @@ class Trained:
 
 
 def train_both(rank: int, world: int, case: Case) -> tuple[Trained, Trained]:
-    """Plainly, and overlapped."""
+    """By the oracle, which knows of no plan, and by the engine."""
     return train(rank, case, overlap=False), train(rank, case, overlap=True)
 
 
@@ -172,7 +179,10 @@ def train(rank: int, case: Case, *, overlap: bool, watched: bool = True) -> Trai
         batches = micro_batches(case, groups, number)
         counts = steps.count(state.model, batches)
         watch = Watch() if overlap and watched else None
-        parts, loads = steps.backward(state, run, batches, counts, watch)
+        if overlap:
+            parts, loads = steps.backward(state, run, batches, counts, watch)
+        else:
+            parts, loads = oracle.backward(state, run, batches, counts)
         told.metrics.append(parts)
         found = state.optimizer.gradients()
         told.gradients.append({name: gradient.clone() for name, gradient in found.items()})
@@ -211,7 +221,8 @@ def make_state(worked_out: Plan, groups: Groups) -> State:
     return State(
         model=model,
         optimizer=optimizer,
-        schedule=worked_out.schedule,
+        plan=worked_out,
+        keeper=WholeWeights(model, [unit.path for unit in model.units()], optimizer),
         names=frozenset(),
         channels=open_channels(worked_out.grid, groups.world.rank, worked_out.schedule.channels()),
     )

@@ -33,7 +33,8 @@ class Point(NamedTuple):
     capacity: bool
     dropout: float
     weights: str
-    """When weight gradients come: at once, delayed, or late, those of experts in two parts."""
+    """When weight gradients come: at once, delayed, or late, those of experts in two parts; or that nothing is
+    overlapped, and blocks run whole."""
     early_release: bool
     paired_ends: bool
     dispatcher: str
@@ -79,7 +80,7 @@ CHOICES = MappingProxyType(
         "latent": (0, 4),
         "capacity": (False, True),
         "dropout": (0.0, 0.1),
-        "weights": ("at once", "delayed", "late"),
+        "weights": ("at once", "delayed", "late", "whole blocks"),
         "early_release": (False, True),
         "paired_ends": (False, True),
         "dispatcher": ("auto", "all_gather"),
@@ -118,8 +119,12 @@ def case_of(point: Point) -> Spanned:
     ranks: dict[str, Any] = RANKS[point.ranks]
     body = BODIES[point.body] if "pp" in ranks else BODIES[point.body].replace("|", "")
     depth = "/+E" if "+" in body else "/*E"
-    delayed, late = point.weights != "at once", point.weights == "late"
-    return Spanned(**given, **ranks, pattern=body + point.mtp * depth, delayed=delayed, late_weights=late)
+    when = {
+        "delayed": point.weights in ("delayed", "late"),
+        "late_weights": point.weights == "late",
+        "blocks": point.weights == "whole blocks",
+    }
+    return Spanned(**given, **ranks, pattern=body + point.mtp * depth, **when)
 
 
 def every() -> list[Point]:
@@ -134,6 +139,7 @@ def _has_a_meaning(point: Point) -> bool:
         (point.streams > 0 or not ("hyper" in point.recompute or point.span))
         and ("pp" not in point.ranks or not point.paired_ends)
         and ("ep" in point.ranks or point.dispatcher == "auto")
+        and not (point.weights == "whole blocks" and (point.early_release or point.paired_ends))
     )
 
 

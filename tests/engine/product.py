@@ -17,8 +17,8 @@ from typing import NamedTuple, get_args
 
 import torch.distributed as dist
 
-from braid.parallel.sharding import Strategy
-from tests.engine.driven import Case, Comparison, Ranks, Steps, Trained
+from braid.choices import Strategy
+from tests.engine.driven import Case, Comparison, Driven, Ranks, Steps
 
 
 class Combination(NamedTuple):
@@ -67,7 +67,7 @@ PRODUCT = tuple(
     )
 )
 
-Plant = Callable[[Trained], AbstractContextManager[None]]
+Plant = Callable[[Driven], AbstractContextManager[None]]
 """Something that is wrong while a model is driven."""
 
 TOGETHER = timedelta(seconds=20)
@@ -113,7 +113,7 @@ class _Planted(Comparison):
         super().__init__(ranks)
         self.plant = plant
 
-    def drive(self, trained: Trained) -> Steps:
+    def drive(self, trained: Driven) -> Steps:
         with nullcontext() if self.plant is None else self.plant(trained):
             return super().drive(trained)
 

@@ -1,27 +1,23 @@
 """Everything that a model on ranks that share weights can be, as one product: what `test_sharded_product.py`
 covers and samples.
 
-A point is trained by the ops of a lowered schedule, or by FSDP2's hooks with parts of it recomputed, and has
-the bits of hooks that keep everything.
+A point is trained by the ops of a plan, and has the bits of FSDP2's hooks that keep everything.
 """
 
 from __future__ import annotations
 
 import random
 from types import MappingProxyType
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
+from braid.choices import Strategy
 from braid.config import Mesh
-from braid.parallel.sharding import Strategy
 from braid.plan import check
 from tests.covers import cover
 from tests.engine.driven import Case, Comparison, Grain, Ranks
 
 POOL = 6000
 """Points that covers and samples are taken from: a fixed random part of the product, which has millions."""
-
-Way = Grain | Literal["hooks"]
-"""Who gathers weights and reduces gradients: ops of a grain, or FSDP2's hooks."""
 
 
 class Point(NamedTuple):
@@ -36,7 +32,7 @@ class Point(NamedTuple):
     latent: int
     streams: int
     shard: Strategy
-    way: Way
+    grain: Grain
     once: bool
     """Whether gradients are reduced once in a step, whatever the strategy says."""
     recompute: tuple[str, ...]
@@ -70,7 +66,7 @@ CHOICES = MappingProxyType(
         "latent": (0, 6),
         "streams": (0, 2),
         "shard": ("none", "optimizer", "gradients", "all"),
-        "way": ("schedule", "segments", "phases", "late", "hooks"),
+        "grain": ("blocks", "phases", "late"),
         "once": (False, True),
         "recompute": ((), ("norm",), ("activation", "core", "experts"), ("full",), ("hyper",)),
         "micro_batches": (1, 3),
@@ -106,21 +102,17 @@ def every() -> list[Point]:
 
 def _has_a_meaning(point: Point) -> bool:
     """Nothing is chosen that changes nothing, or that has no place there."""
-    pipeline, experts = point.ranks == "pp2", "E" in point.block + point.tail
+    experts = "E" in point.block + point.tail
     return (
         (point.streams > 0 or "hyper" not in point.recompute)
         and not (point.shard == "none" and "replicate" in point.ranks)
-        and not (pipeline and point.way == "segments")
-        and not (point.way in ("schedule", "segments") and point.recompute)
-        and not (point.way == "segments" and (point.streams or point.tied or point.tail))
-        and (point.way != "hooks" or (point.recompute != () and not point.once))
         and (experts or not (point.latent or "ep" in point.ranks or "etp" in point.ranks))
-        and (experts or point.way not in ("phases", "late"))
+        and (experts or point.grain == "blocks")
     )
 
 
 def legal(point: Point) -> bool:
-    return not check(case_of(point).run(world_of(point)), world_of(point))
+    return not check(case_of(point).run(world_of(point), point.grain), world_of(point))
 
 
 def cost_of(point: Point) -> float:
@@ -135,6 +127,4 @@ def pairs() -> list[Point]:
 def differences(rank: int, world: int, point: Point) -> list[str]:
     """What is not the same to the last bit."""
     comparison, case = Comparison(Ranks(rank, world)), case_of(point)
-    if point.way == "hooks":
-        return comparison.hooks_differ(case)
-    return comparison.differences(case, point.way, once=point.once)
+    return comparison.differences(case, point.grain, once=point.once)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
@@ -17,11 +18,11 @@ from braid.nn.hyper_connection import HyperConnection, HyperExit
 from braid.nn.weight_sink import Mains, WeightSink
 from braid.parallel.groups import open_groups
 from braid.plan import Plan, plan
-from braid.schedule import dual_pipe_v_of_segments
 from braid.train import step as steps
+from tests.engine import oracle
 from tests.engine.driven import Case as Sharded
-from tests.engine.driven import Ranks, Trained, differing
-from tests.engine.overlap_cases import Case, assert_same_bits, make_state, micro_batches, train
+from tests.engine.driven import Driven, Hooked, Ranks, differing
+from tests.engine.overlap_cases import Case, assert_same_bits, make_state, micro_batches, train_both
 from tests.engine.recomputed import Overlapped
 from tests.engine.test_dual import Dual
 from tests.engine.test_recompute_sharded import compare
@@ -54,16 +55,6 @@ class Again(Overlapped):
         return f"{super().__str__()} span{self.span}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Asked(Again):
-    """Without overlap it is recomputed where backward asks for it; instead of overlap, nothing is."""
-
-    def run(self, *, overlap: bool) -> Run:
-        names = () if overlap else self.recompute
-        run = super().run(overlap=False)
-        return replace(run, train=replace(run.train, recompute=names))
-
-
 SPANS = (
     Again(pattern="[*E]-[*E]/*E/*E", tied=True, delayed=True),
     Again(pattern="[M*E]*-[G*E]E/*E", dtype="bf16", shared=False, dropout=0.1, span=3),
@@ -79,9 +70,8 @@ SPANS = (
     [*SPANS[:1], SPANS[4], *(pytest.param(case, marks=pytest.mark.long) for case in (*SPANS[1:4], SPANS[5]))],
     ids=str,
 )
-def test_streams_are_made_again_where_backward_asks_with_the_same_bits(case: Again) -> None:
-    asked = Asked(**{name: getattr(case, name) for name in vars(case)})
-    assert_same_bits(train(0, asked, overlap=True), train(0, asked, overlap=False))
+def test_whole_blocks_make_streams_again_with_the_same_bits(case: Again) -> None:
+    assert_same_bits(*train_both(0, 1, replace(case, blocks=True)))
 
 
 # ------------------------------------------------------------------------------------- shared weights
@@ -92,12 +82,12 @@ SHARED = Sharded(block="[*E]", streams=2, between="", dtype="bf16")
 def test_ops_and_hooks_have_the_same_bits() -> None:
     """Streams of a span are made again when the weights before it are released already."""
     case = replace(SHARED, mesh=Mesh(ep=2), blocks=2, micro_batches=2, recompute=("hyper",))
-    compare(2, [case], ["all"], ["late", "hooks"])
+    compare(2, [case], ["all"], ["blocks", "late"])
 
 
 def test_weights_of_one_dtype_are_there_when_streams_are_made_again() -> None:
     case = replace(SHARED, dtype="fp32", blocks=2, micro_batches=2, tail="/*E", recompute=("hyper", "norm"))
-    compare(2, [case], ["all"], ["phases", "hooks"])
+    compare(2, [case], ["all"], ["blocks", "phases"])
 
 
 # --------------------------------------------------------------------------- weight gradients that wait
@@ -131,6 +121,7 @@ def noting(model: nn.Module) -> Iterator[list[Noting]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(steps, "WeightSink", note)
+        patch.setattr(oracle, "WeightSink", note)
         yield sinks
 
 
@@ -142,11 +133,11 @@ class Left(NamedTuple):
     gradients: dict[str, Tensor]
 
 
-def one_step(rank: int, case: Case, worked_out: Plan) -> Left:
+def one_step(rank: int, case: Case, worked_out: Plan, engine: ModuleType = steps) -> Left:
     groups = open_groups(worked_out.grid, rank) if case.world > 1 else Groups()
     state, batches = make_state(worked_out, groups), micro_batches(case, groups, 0)
     with noting(state.model) as sinks:
-        steps.backward(state, worked_out.run, batches, steps.count(state.model, batches))
+        engine.backward(state, worked_out.run, batches, steps.count(state.model, batches))
     return Left(sinks[0].left if sinks else {}, state.optimizer.gradients())
 
 
@@ -165,7 +156,8 @@ def assert_waits(left: dict[str, int], micro_batches: int) -> None:
     ids=str,
 )
 def test_gradients_of_connections_wait_and_have_the_same_bits(case: Case) -> None:
-    plain, waiting = (one_step(0, case, plan(case.run(overlap=overlap), 1)) for overlap in (False, True))
+    plain = one_step(0, case, plan(case.run(overlap=False), 1), oracle)
+    waiting = one_step(0, case, plan(case.run(overlap=True), 1))
     assert not any(plain.left.values())
     assert_waits(waiting.left, case.micro_batches)
     assert differing(plain.gradients, waiting.gradients) == []
@@ -180,10 +172,9 @@ def test_without_delay_they_come_at_once() -> None:
 
 
 def folded_steps(rank: int, world: int, case: Dual) -> tuple[Left, Left]:
-    """Whole segments, and nodes in the same order."""
-    nodes = plan(case.run(), world)
-    whole = replace(nodes, schedule=dual_pipe_v_of_segments(case.pp, case.micro_batches))
-    return one_step(rank, case, whole), one_step(rank, case, nodes)
+    """By the oracle, and in nodes."""
+    worked_out = plan(case.run(), world)
+    return one_step(rank, case, worked_out, oracle), one_step(rank, case, worked_out)
 
 
 @pytest.mark.parametrize("overlapping", [True, False], ids=["overlapping", "in turns"])
@@ -200,12 +191,12 @@ def test_they_wait_in_a_folded_pipeline_with_the_same_bits(overlapping: bool) ->
 def sharded_steps(rank: int, world: int, case: Sharded) -> tuple[dict[str, int], list[str]]:
     """By hooks, and by ops that release weights before their gradients are found."""
     ranks = Ranks(rank, world)
-    hooks = Trained(case.sharing("optimizer"), ranks)
+    hooks = Hooked(case.sharing("optimizer"), ranks)
     everything = case.sharing("all")
-    ops = Trained(everything, ranks, replace(everything.strategy(), every=False), grain="late")
+    ops = Driven(everything, ranks, "late", replace(everything.strategy(), every=False))
     with noting(ops.model) as sinks:
-        found = ops.driven(0)
-    return sinks[0].left, differing(hooks.by_hooks(0), found)
+        found = ops.step(0)
+    return sinks[0].left, differing(hooks.step(0), found)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp32", marks=pytest.mark.long)])

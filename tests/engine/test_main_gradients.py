@@ -14,14 +14,15 @@ from torch.distributed.fsdp import FSDPModule
 from braid import architecture
 from braid.collectives import ALONE, Group, Groups
 from braid.engine import fsdp2
-from braid.engine.sharding import Driver, named_units
+from braid.engine.sharding import FsdpWeights
 from braid.kernels.grouped_mlp import Fused, GroupedMlp, reference
 from braid.kernels.grouped_mlp.product import Gradient, Sink, WritesInPlace, empty_like
-from braid.nn.moe.experts import SHARD_DIMS, Experts
+from braid.nn.moe.experts import Experts
 from braid.nn.weight_sink import WeightSink, hand_sink
 from braid.optim.adamw import AdamW
-from braid.parallel.sharding import Unit, local, shard_units
+from braid.parallel.sharding import local, shard_units
 from braid.schedule.lifetime import Use
+from braid.schedule.phases import Unit
 from tests.ranks import run_ranks
 
 CHANNELS, COUNTS = 6, [[3, 0, 4], [1, 5, 0], [0, 0, 2]]
@@ -141,14 +142,14 @@ def test_a_weight_that_is_its_own_main_copy_has_a_gradient_as_ever() -> None:
 # -------------------------------------------------------------------------------------------- sharded
 
 
-def sharded(world: int, etp_rank: int, grouped_mlp: GroupedMlp = IN_PLACE) -> tuple[Layer, Driver]:
+def sharded(world: int, etp_rank: int, grouped_mlp: GroupedMlp = IN_PLACE) -> Layer:
     """Experts of which this rank has a slice of the ffn channels, shared by ranks that have the same one."""
     slices = ALONE if etp_rank == 0 else Group(name="etp", size=2, rank=1, handle=None)
     layer = Layer(torch.float32, Groups(etp=slices), grouped_mlp)
-    units = [Unit(module=layer.experts, segment=0, dims=SHARD_DIMS)]
     meshes = {"dense": init_device_mesh("cpu", (world,))}
-    shard_units(layer, units, meshes=meshes, strategy="optimizer", compute=torch.bfloat16, root_methods=())
-    return layer, Driver(layer, named_units(layer, units))
+    units = [Unit(path="experts")]
+    shard_units(layer, units, meshes=meshes, strategy="optimizer", compute=torch.bfloat16)
+    return layer
 
 
 def by_hooks(layer: Layer, rank: int, sink: WeightSink | None) -> dict[str, Tensor]:
@@ -162,7 +163,7 @@ def by_hooks(layer: Layer, rank: int, sink: WeightSink | None) -> dict[str, Tens
     return taken(layer)
 
 
-def by_driver(layer: Layer, driver: Driver, rank: int, sink: WeightSink) -> dict[str, Tensor]:
+def by_driver(layer: Layer, driver: FsdpWeights, rank: int, sink: WeightSink) -> dict[str, Tensor]:
     """What a schedule does, with weight gradients that come when the weights are gone."""
     hand_sink(layer, sink)
     driver.begin()
@@ -193,14 +194,13 @@ def taken(module: nn.Module) -> dict[str, Tensor]:
 
 
 def every_way(rank: int, world: int, etp_rank: int) -> None:
-    expected = by_hooks(sharded(world, etp_rank)[0], rank, None)
+    expected = by_hooks(sharded(world, etp_rank), rank, None)
     assert any(gradient.any() for gradient in expected.values())
-    layer, driver = sharded(world, etp_rank)
+    layer, other = sharded(world, etp_rank), sharded(world, etp_rank)
     sink = WeightSink(fsdp2.Accumulated(layer))
     ways = {
-        "hooks": lambda: by_hooks(layer, rank, sink),
-        "driver": lambda: by_driver(layer, driver, rank, sink),
-        "hooks again": lambda: by_hooks(layer, rank, sink),
+        "hooks": lambda: by_hooks(other, rank, WeightSink(fsdp2.Accumulated(other))),
+        "ops": lambda: by_driver(layer, FsdpWeights(layer, ["experts"]), rank, sink),
     }
     for name, way in ways.items():
         for parameter, gradient in way().items():
@@ -213,7 +213,7 @@ def test_sharded_weights_accumulate_where_they_are_reduced_from(etp_rank: int) -
 
 
 def without_rows(rank: int, world: int, etp_rank: int) -> None:
-    layer, _ = sharded(world, etp_rank, Fused())
+    layer = sharded(world, etp_rank, Fused())
     hand_sink(layer, WeightSink(fsdp2.Accumulated(layer)))
     back(layer(rows([0, 0, 0], rank), [0, 0, 0]))
     assert not any(gradient.any() for gradient in taken(layer).values())

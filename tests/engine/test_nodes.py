@@ -20,13 +20,13 @@ from braid.train import step as steps
 from tests.engine.overlap_cases import Case, assert_same_bits, make_state, micro_batches, train, train_both
 
 
-def one_step(case: Case, watch: Watch | None = None) -> steps._NodeStep:
+def one_step(case: Case, watch: Watch | None = None) -> steps._Step:
     """The work of one overlapped step in this process, done."""
     run = case.run(overlap=True)
     state = make_state(plan(run, 1), Groups())
     batches = micro_batches(case, Groups(), 0)
-    work = steps._NodeStep(state, run, batches, steps.count(state.model, batches))
-    steps.execute(state.schedule, 0, work, state.wires(2, run), watch)
+    work = steps._Step(state, run, batches, steps.count(state.model, batches))
+    steps.execute(state.program, work, state.keeper, state.wires(2, run), watch)
     work.end()
     return work
 
@@ -184,17 +184,16 @@ def test_projections_of_every_mixer_can_be_delayed():
 def test_a_strided_output_crosses_with_its_strides():
     """Forward drift: a copy of a strided tensor has other strides, and other kernels add in another order."""
     case = Case(pattern="[*E]")
-    state = make_state(plan(case.run(overlap=True), 1), Groups())
-    (phase, *_) = state.schedule.phases[0]
+    schedule = plan(case.run(overlap=True), 1).schedule
 
-    class Work:
+    class Strided(node.Work):
         streams = streams_for(torch.device("cpu"))
 
         def function(self, turn, phase):
             return lambda tensors: ({"embed": torch.ones(3, 4, requires_grad=True).t() * 1}, None)
 
-    passage = node.Passage((0, 0), (phase,), Work())
-    passage.forward(state.schedule.ops[0][0])
+    passage = node.Passage((0, 0), schedule, Strided())
+    passage.forward(schedule.ops[0][0])
     assert passage._made["embed"].tensor.stride() == (1, 4)
 
 

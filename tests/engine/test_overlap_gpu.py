@@ -15,6 +15,7 @@ from braid.train import step as steps
 from braid.train.building import make_state
 from braid.train.device import choose_device
 from braid.train.state import initialize
+from tests.engine import oracle
 from tests.engine.overlap_cases import RATE, Case, Trained, assert_same_bits, micro_batches
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -26,6 +27,8 @@ CASES = (
     Case(pattern="[*E]E", latent=4, shared=False, capacity=True, early_release=True),
     Case(pattern="[*E]-E", dtype="bf16", micro_batches=4, delayed=True, paired_ends=True),
     Case(pattern="[*E]E/*E", dtype="bf16", latent=4, tied=True, delayed=True, paired_ends=True),
+    Case(pattern="[M*E]*-[G*E]E/*E", dtype="bf16", blocks=True),
+    Case(pattern="[*E]-E/*E", tied=True, blocks=True),
 )
 
 
@@ -62,7 +65,10 @@ def train(case: Case, *, overlap: bool) -> tuple[Trained, Watch]:
         batches = micro_batches(case, state.model.groups, number)
         counts = steps.count(state.model, batches)
         watch = Watch()
-        parts, _ = steps.backward(state, run, batches, counts, watch if overlap else None)
+        if overlap:
+            parts, _ = steps.backward(state, run, batches, counts, watch)
+        else:
+            parts, _ = oracle.backward(state, run, batches, counts)
         told.metrics.append(parts)
         found = state.optimizer.gradients()
         told.gradients.append({name: gradient.clone() for name, gradient in found.items()})

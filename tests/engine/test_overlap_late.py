@@ -40,7 +40,6 @@ class Late(Dual):
 )
 def test_a_folded_pipeline_has_the_same_bits(case):
     schedule = plan(case.run(), case.world).schedule
-    assert check(schedule).faults == ()
     for nodes, whole in run_ranks(case.world, both, case, timeout_s=90):
         assert_same_bits(whole, nodes)
         assert list(stream_faults(nodes.issued, schedule.phases)) == []

@@ -17,6 +17,7 @@ from braid.train import state as states
 from braid.train import step as steps
 from braid.train.building import make_state, open_meshes
 from braid.train.device import choose_device
+from tests.engine import oracle
 from tests.engine.overlap_cases import RATE, Case, micro_batches
 from tests.ranks import run_ranks
 
@@ -24,7 +25,7 @@ LATE = Case(ep=2, dtype="bf16", delayed=True, late_weights=True)
 
 
 def both(rank: int, world: int, case: Case, shard: str) -> list[str]:
-    """What differs between a run by hooks and an overlapped one, over a few steps."""
+    """What differs between a run by hooks and one by the engine, over a few steps."""
     device, told, groups, meshes = choose_device("cpu"), [], None, None
     for overlap in (False, True):
         run = case.sharded(shard, overlap=overlap)
@@ -32,13 +33,18 @@ def both(rank: int, world: int, case: Case, shard: str) -> list[str]:
         runs = fit.tp_runs(run.model, worked_out.layout.kinds(), worked_out.axes.tp)
         groups = open_groups(worked_out.grid, rank, tp_runs=runs) if groups is None else groups
         meshes = open_meshes(worked_out, device, groups) if meshes is None else meshes
-        state = make_state(worked_out, device, groups, meshes)
+        make = make_state if overlap else oracle.hooked_state
+        given = (worked_out, device, groups, meshes) if overlap else (worked_out, groups, meshes)
+        state = make(*given)
         states.initialize(state, run)
         seen: dict[str, Tensor] = {}
         for number in range(case.steps):
             batches = micro_batches(case, groups, number)
-            watch = Watch() if overlap else None
-            parts, loads = steps.backward(state, run, batches, steps.count(state.model, batches), watch)
+            counts = steps.count(state.model, batches)
+            if overlap:
+                parts, loads = steps.backward(state, run, batches, counts, Watch())
+            else:
+                parts, loads = oracle.backward(state, run, batches, counts)
             for name, figure in {**parts, **state.optimizer.gradients()}.items():
                 seen[f"{name} in step {number}"] = figure.clone()
             state.optimizer.update(RATE)

@@ -11,8 +11,9 @@ from contextlib import contextmanager
 import pytest
 
 from braid.engine import fsdp2
+from braid.schedule import Rule
 from braid.schedule.lifetime import LifetimeError
-from tests.engine.driven import Trained
+from tests.engine.driven import Driven
 from tests.engine.product import PRODUCT, Combination, Plant, compared, report
 from tests.ranks import run_ranks
 
@@ -64,36 +65,36 @@ WAYS = [("optimizer", False, ()), ("all", True, ("full",))]
 
 
 @contextmanager
-def losing(trained: Trained) -> Iterator[None]:
+def losing(trained: Driven) -> Iterator[None]:
     """What a micro-batch adds to a block's gradient is dropped, where it should wait for the next one's."""
 
     def lose(unit: str) -> None:
-        type(trained.driver).accumulate(trained.driver, unit)
+        type(trained.keeper).accumulate(trained.keeper, unit)
         if unit == "stack.blocks.0":
-            fsdp2.forget(trained.driver.modules[unit])
+            fsdp2.forget(trained.keeper.modules[unit])
 
-    trained.driver.accumulate = lose  # type: ignore[method-assign]
+    trained.keeper.accumulate = lose  # type: ignore[method-assign]
     yield
-    del trained.driver.accumulate
+    del trained.keeper.accumulate
 
 
 @contextmanager
-def hasty(trained: Trained) -> Iterator[None]:
+def hasty(trained: Driven) -> Iterator[None]:
     """A block's gradient is summed over ranks with every micro-batch: another order of the same sum. A few
     bfloat16 numbers have the same sum in float32 in any order."""
 
     def reduce(unit: str) -> None:
-        type(trained.driver).accumulate(trained.driver, unit)
+        type(trained.keeper).accumulate(trained.keeper, unit)
         if unit == "stack.blocks.0":
-            fsdp2.flush(trained.driver.modules[unit], reduce=True)
+            fsdp2.flush(trained.keeper.modules[unit], reduce=True)
 
-    trained.driver.accumulate = reduce  # type: ignore[method-assign]
+    trained.keeper.accumulate = reduce  # type: ignore[method-assign]
     yield
-    del trained.driver.accumulate
+    del trained.keeper.accumulate
 
 
 @contextmanager
-def narrow(trained: Trained) -> Iterator[None]:
+def narrow(trained: Driven) -> Iterator[None]:
     """What micro-batches add to a gradient is summed in the dtype that computes."""
     flush = fsdp2.flush
     fsdp2.flush = lambda module, *, reduce: flush(module, reduce=True) if reduce else None
@@ -104,15 +105,15 @@ def narrow(trained: Trained) -> Iterator[None]:
 
 
 @contextmanager
-def forgetful(trained: Trained) -> Iterator[None]:
+def forgetful(trained: Driven) -> Iterator[None]:
     """What a micro-batch adds is still there when the next one adds to it."""
-    trained.driver.accumulate = lambda unit: None  # type: ignore[method-assign]
+    trained.keeper.accumulate = lambda unit: None  # type: ignore[method-assign]
     yield
-    del trained.driver.accumulate
+    del trained.keeper.accumulate
 
 
 @contextmanager
-def repeating(trained: Trained) -> Iterator[None]:
+def repeating(trained: Driven) -> Iterator[None]:
     """Every step has the data of the first."""
     trained.batches = lambda step: type(trained).batches(trained, 0)  # type: ignore[method-assign]
     yield
@@ -120,7 +121,7 @@ def repeating(trained: Trained) -> Iterator[None]:
 
 
 @contextmanager
-def idling(trained: Trained) -> Iterator[None]:
+def idling(trained: Driven) -> Iterator[None]:
     """The optimizer leaves weights as they are."""
     update = trained.state.optimizer.update
     trained.state.optimizer.update = lambda rate: update(0.0)  # type: ignore[method-assign]
@@ -129,10 +130,10 @@ def idling(trained: Trained) -> Iterator[None]:
 
 
 @contextmanager
-def raising(trained: Trained) -> Iterator[None]:
+def raising(trained: Driven) -> Iterator[None]:
     """Some combinations do not come to their end."""
     if trained.case.recompute:
-        raise LifetimeError("on purpose")
+        raise LifetimeError(Rule.FINISHED, "on purpose")
     yield
 
 

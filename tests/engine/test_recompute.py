@@ -13,13 +13,15 @@ import torch
 from torch import Tensor
 
 from braid.architecture import HyperConnections
-from braid.config import Again, Mesh
+from braid.choices import RECOMPUTE as NAMES
+from braid.choices import Recompute, recomputed
+from braid.config import Mesh
 from braid.model import block as blocks
 from braid.model.context import MicroBatch
 from braid.model.language import LanguageModel
 from braid.nn.cost import Portion
 from braid.nn.moe.replay import Recording
-from braid.nn.recompute import NAMES, Recomputing, ReplayError, Replays, chosen, hand_replays
+from braid.nn.recompute import Recomputing, ReplayError, Replays, hand_replays
 from braid.plan import check
 from tests.engine.recomputed import recomputing
 from tests.estimate.reality import Allocations
@@ -94,7 +96,7 @@ def held(model: LanguageModel, names: Sequence[str]) -> tuple[int, int]:
 def test_what_is_held_is_what_is_estimated_and_goes_with_backward(names, dtype: torch.dtype) -> None:
     """Storage by storage; a little more is there than modules count, such as the batch and its routing."""
     model = model_of("[M-][*E]G/*E", MOES[0], dtype, tied=False)
-    portion = Portion(rows=2, tokens=TOKENS, dtype=dtype, device="cpu", recompute=chosen(names))
+    portion = Portion(rows=2, tokens=TOKENS, dtype=dtype, device="cpu", recompute=recomputed(names))
     estimated = sum(cost.kept for cost in model.costs(portion).values())
     forward, backward = held(model, names)
     assert estimated <= forward < estimated + 0.05 * estimated + 80_000
@@ -231,7 +233,7 @@ def test_unknown_names_are_refused() -> None:
 
 
 def test_a_run_may_ask_for_every_kind_of_region() -> None:
-    assert get_args(Again) == NAMES
+    assert get_args(Recompute) == NAMES
     plain, run = small_run(), small_run()
     run = replace(run, model=replace(run.model, hyper=HyperConnections()))
     assert "train.recompute" not in [problem.field for problem in check(recomputing(run, NAMES), 1)]

@@ -1,4 +1,4 @@
-"""Recompute where backward asks for it, and on a folded pipeline: the bits of a run that keeps everything.
+"""Recompute in a pipeline without overlap, and on a folded one: the bits of a run that keeps everything.
 Overlapped schedules that recompute are in `test_overlap.py`."""
 
 from __future__ import annotations
@@ -8,27 +8,11 @@ from dataclasses import dataclass, replace
 import pytest
 
 from braid.config import Run
-from tests.engine.overlap_cases import assert_same_bits, train
+from tests.engine.overlap_cases import assert_same_bits, train, train_both
 from tests.engine.recomputed import Overlapped, recomputing
 from tests.ranks import run_ranks
 
-# --------------------------------------------------------------------------------- without a schedule in phases
-
-
-def both_lazily(rank: int, world: int, case: Overlapped) -> list[str]:
-    """Everything kept, and parts made again when backward asks for them, under the plain schedule."""
-    plain = train(rank, replace(case, recompute=()), overlap=False)
-
-    class Lazy(Overlapped):
-        def run(self, *, overlap: bool):
-            return recomputing(super().run(overlap=overlap), self.recompute)
-
-    lazy = Lazy(**{name: getattr(case, name) for name in case.__dataclass_fields__})
-    try:
-        assert_same_bits(plain, train(rank, lazy, overlap=False))
-    except AssertionError as error:
-        return [str(error)]
-    return []
+# ------------------------------------------------------------------------------------------ whole blocks
 
 
 @pytest.mark.parametrize(
@@ -40,7 +24,8 @@ def both_lazily(rank: int, world: int, case: Overlapped) -> list[str]:
     ids=str,
 )
 def test_plain_schedules_have_the_same_bits(case: Overlapped) -> None:
-    assert run_ranks(case.world, both_lazily, case, timeout_s=120.0) == [[]] * case.world
+    for kept, made_again in run_ranks(case.world, train_both, replace(case, blocks=True), timeout_s=120.0):
+        assert_same_bits(kept, made_again)
 
 
 # ------------------------------------------------------------------------------------------- both directions

@@ -1,5 +1,5 @@
-"""Models whose ranks share weights, driven by a schedule or by FSDP2's hooks, recomputed or not: the bits of
-hooks that keep everything. Samples for `make test` are in `test_sharding_driver_model.py` and
+"""Models whose ranks share weights, driven by the ops of a plan, recomputed or not: the bits of FSDP2's hooks
+that keep everything. Samples for `make test` are in `test_sharding_driver_model.py` and
 `test_recompute_sharded.py`."""
 
 from __future__ import annotations

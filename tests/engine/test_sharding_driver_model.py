@@ -1,4 +1,4 @@
-"""Language models driven by a lowered schedule: the same to the last bit as FSDP2's own hooks.
+"""Language models driven by the ops of a plan: the same to the last bit as FSDP2's own hooks.
 
 These are samples; `test_sharded_product.py` has the product.
 """
@@ -13,13 +13,14 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from braid.choices import Strategy
 from braid.config import Mesh
 from braid.engine import fsdp2
-from braid.engine.executor import Turn
-from braid.parallel.sharding import Strategy, local
-from braid.schedule import Op, collective_faults
+from braid.parallel.sharding import local
+from braid.schedule import Op, Turn, collective_faults
 from braid.schedule.lifetime import Figures
-from tests.engine.driven import Case, Comparison, Driven, Grain, Ranks, Trained, differing
+from braid.train import step as steps
+from tests.engine.driven import Case, Comparison, Driven, Grain, Hooked, Ranks, differing
 from tests.engine.toy import counted
 from tests.ranks import run_ranks
 from tests.schedule.test_lowering import among
@@ -58,10 +59,10 @@ def assert_equal(
 
 def test_a_sample_on_two_ranks() -> None:
     three = Case(block="[*E]", blocks=3, micro_batches=3, dtype="bf16")
-    assert_equal(2, [three], [Variant("all", "segments", once=False), Variant("all", "late")])
+    assert_equal(2, [three], [Variant("all", "blocks", once=False), Variant("all", "late")])
     one = Case(block="[M*E]", blocks=1, micro_batches=3, mesh=Mesh(ep=2))
     assert_equal(
-        2, [one], [Variant("optimizer", "schedule"), Variant("gradients", "phases"), Variant("none", "phases")]
+        2, [one], [Variant("optimizer", "blocks"), Variant("gradients", "phases"), Variant("none", "phases")]
     )
 
 
@@ -69,31 +70,32 @@ def test_a_sample_on_two_ranks() -> None:
 def test_a_sample_on_four_ranks() -> None:
     base = Case(block="[*E]", blocks=1, micro_batches=3)
     assert_equal(4, [replace(base, mesh=Mesh(ep=2), dtype="bf16")], [Variant("all", "late")])
-    assert_equal(4, [replace(base, mesh=Mesh(replicate=2))], [Variant("gradients", "schedule", once=False)])
+    assert_equal(4, [replace(base, mesh=Mesh(replicate=2))], [Variant("gradients", "blocks", once=False)])
 
 
 # ------------------------------------------------------------------------------------- what really ran
 
 
 FIGURES: Mapping[tuple[Grain, Strategy], Figures] = {
-    ("segments", "optimizer"): Figures(gathers=9, reductions=9, peak=9),
-    ("segments", "gradients"): Figures(gathers=9, reductions=27, peak=9),
-    ("segments", "all"): Figures(gathers=36, reductions=27, peak=6),
+    ("blocks", "optimizer"): Figures(gathers=9, reductions=9, peak=9),
+    ("blocks", "gradients"): Figures(gathers=9, reductions=27, peak=9),
+    ("blocks", "all"): Figures(gathers=48, reductions=27, peak=4),
     ("phases", "all"): Figures(gathers=47, reductions=27, peak=2),
     ("late", "all"): Figures(gathers=47, reductions=27, peak=2),
 }
 """Three blocks and three micro-batches. There are nine units: embedding, each block and its experts, norm and
-head. Segments hold two units, the first one three, the last one four; two segments are there at a time. Of
-phases, one computes while the next one's unit is gathered."""
+head."""
 
 
 def ran(rank: int, world: int) -> list[tuple[Figures, tuple[int, int], list[Op]]]:
     ranks, told = Ranks(rank, world), []
     for grain, shard in FIGURES:
-        trained = Trained(Case().sharing(shard), ranks, grain=grain)
+        trained = Driven(Case().sharing(shard), ranks, grain)
         with counted() as calls:
-            trained.driven(0)
-        told.append((trained.figures, (calls.gathers, calls.reductions), [span.op for span in trained.log]))
+            trained.step(0)
+        log = [span.op for span in trained.state.log]
+        assert tuple(log) == trained.state.plan.schedule.ops[0]
+        told.append((trained.figures, (calls.gathers, calls.reductions), log))
     return told
 
 
@@ -105,58 +107,58 @@ def test_ranks_issue_what_was_lowered_and_all_the_same() -> None:
         assert not list(collective_faults(lists))
 
 
-# --------------------------------------------------------------------- driven and not, one after the other
+# ------------------------------------------------------------------------------- evaluation in between
 
 
 def alternated(rank: int, world: int, shard: str, dtype: str) -> list[str]:
-    """A model that changes hands all the time, and one that is always run by hooks."""
+    """Steps and evaluations in turn, by ops and by hooks."""
     case, ranks = Case(blocks=1, mesh=Mesh(shard=shard), dtype=dtype), Ranks(rank, world)
-    one, other = Trained(case, ranks), Trained(case, ranks)
+    one, other = Driven(case, ranks), Hooked(case, ranks)
     wrong = []
-    for step, driven in enumerate([True, False, True, True, False]):
-        found = one.driven(step) if driven else one.by_hooks(step)
-        wrong += [f"step {step}: {name}" for name in differing(other.by_hooks(step), found)]
-        losses = {one.evaluated(driven=step % 2 == 0), other.evaluated(driven=False)}
-        wrong += [f"evaluation after step {step}: {losses}"] * (len(losses) > 1)
+    for number in range(3):
+        wrong += [f"step {number}: {name}" for name in differing(other.step(number), one.step(number))]
+        losses = {one.evaluated(), other.evaluated()}
+        wrong += [f"evaluation after step {number}: {losses}"] * (len(losses) > 1)
     return wrong + differing(one.weights(), other.weights())
 
 
-def test_a_model_may_be_driven_evaluated_and_run_by_hooks_in_turn() -> None:
+def test_a_model_may_be_evaluated_between_steps() -> None:
     assert run_ranks(2, alternated, "all", "bf16") == [[], []]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("shard", STRATEGIES)
-def test_every_strategy_may_change_hands(shard: str, dtype: str) -> None:
+def test_every_strategy_may_be_evaluated_between_steps(shard: str, dtype: str) -> None:
     assert run_ranks(2, alternated, shard, dtype) == [[], []]
 
 
 # --------------------------------------------------------------------------------------------- abort
 
 
-class Failing(Driven):
+class Failing(steps._Step):
     """A step that fails on all ranks after the second backward."""
 
-    def after_backward(self, turn: Turn) -> None:
-        super().after_backward(turn)
+    def after_turn(self, turn: Turn) -> None:
+        super().after_turn(turn)
         if turn[0] == 1:
             raise ArithmeticError("on purpose")
 
 
 def failed(rank: int, world: int, shard: str, dtype: str) -> list[str]:
     case, ranks = Case(blocks=1, mesh=Mesh(shard=shard), dtype=dtype), Ranks(rank, world)
-    one, other = Trained(case, ranks), Trained(case, ranks)
+    one, other = Driven(case, ranks), Hooked(case, ranks)
     wrong = []
-    for step in range(2):
+    for number in range(2):
+        one.work = Failing
         with pytest.raises(ArithmeticError):
-            one.execute(1000 + step, Failing)
+            one.step(1000 + number)
         assert not any(fsdp2.owes(module) for module in fsdp2.sharded_modules(one.model))
         for name, parameter in one.model.named_parameters():
             assert isinstance(parameter, DTensor), f"{name} is still gathered"
             assert parameter.grad is None, f"{name} still has a gradient"
-        found = one.driven(step) if step else one.by_hooks(step)
-        wrong += differing(found, other.by_hooks(step))
+        one.work = steps._Step
+        wrong += differing(one.step(number), other.step(number))
     return wrong
 
 
@@ -177,13 +179,13 @@ def test_no_strategy_lets_a_failure_through(shard: str, dtype: str) -> None:
 def idle(rank: int, world: int) -> list[str]:
     """Routers that know no difference choose the first experts: those of other ranks have nothing to do."""
     case, ranks = Case(blocks=1, mesh=Mesh(shard="all", ep=2)), Ranks(rank, world)
-    one, other = Trained(case, ranks), Trained(case, ranks)
+    one, other = Driven(case, ranks), Hooked(case, ranks)
     for trained in (one, other):
         with torch.no_grad():
             for name, weight in trained.state.weights().items():
                 if name.endswith("router.weight"):
                     local(weight).zero_()
-    found, wanted = one.driven(0), other.by_hooks(0)
+    found, wanted = one.step(0), other.step(0)
     experts = [gradient for name, gradient in found.items() if ".experts." in name]
     assert experts
     assert any(not gradient.any() for gradient in experts) == (rank % 2 == 1), "the second ep rank is idle"

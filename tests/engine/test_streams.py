@@ -61,11 +61,11 @@ def executed(streams=None) -> tuple[Watch, tuple]:
     run = CASE.run(overlap=True)
     state = make_state(plan(run, 1), Groups())
     batches, watch = micro_batches(CASE, Groups(), 0), Watch()
-    work = steps._NodeStep(state, run, batches, steps.count(state.model, batches))
+    work = steps._Step(state, run, batches, steps.count(state.model, batches))
     work.streams = streams or work.streams
-    steps.execute(state.schedule, 0, work, state.wires(2, run), watch)
+    steps.execute(state.program, work, state.keeper, state.wires(2, run), watch)
     work.end()
-    return watch, state.schedule.phases
+    return watch, state.plan.schedule.phases
 
 
 def test_every_use_of_the_other_stream_has_its_event_and_its_hold():

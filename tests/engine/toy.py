@@ -13,9 +13,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.tensor import DTensor
 
-from braid.engine.sharding import Driver, named_units
-from braid.parallel.sharding import Strategy, Unit, shard_units
+from braid.choices import Strategy
+from braid.engine.sharding import FsdpWeights
+from braid.parallel.sharding import shard_units
 from braid.schedule.lifetime import Use
+from braid.schedule.phases import Unit
 
 SIZE = 4
 
@@ -56,23 +58,17 @@ class Toy(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.second(self.first(x))
 
-    def units(self) -> Iterator[Unit]:
-        for layer in (self.first, self.second):
-            yield Unit(module=layer.scale, segment=0)
-            yield Unit(module=layer, segment=0, methods=("part",))
-
 
 UNITS = ("first.scale", "first", "second.scale", "second")
 
 
-def toy(strategy: Strategy = "all", compute: torch.dtype = torch.float64) -> tuple[Toy, Driver]:
+def toy(strategy: Strategy = "all", compute: torch.dtype = torch.float64) -> tuple[Toy, FsdpWeights]:
     """The same weights on every rank, shared by all."""
     model = plain(compute)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dense",))
-    shard_units(
-        model, model.units(), meshes={"dense": mesh}, strategy=strategy, compute=compute, root_methods=()
-    )
-    return model, Driver(model, named_units(model, model.units()))
+    units = [Unit(path=path) for path in UNITS]
+    shard_units(model, units, meshes={"dense": mesh}, strategy=strategy, compute=compute)
+    return model, FsdpWeights(model, UNITS)
 
 
 def plain(compute: torch.dtype = torch.float64) -> Toy:
@@ -86,14 +82,14 @@ def batch(rank: int, number: int = 0, dtype: torch.dtype = torch.float64) -> Ten
     return torch.randn(3, SIZE, generator=generator, dtype=dtype)
 
 
-def gather(driver: Driver, *units: str) -> None:
+def gather(driver: FsdpWeights, *units: str) -> None:
     for unit in units:
         driver.unshard(unit)
     for unit in units:
         driver.wait(unit)
 
 
-def step(model: Toy, driver: Driver, batches: list[Tensor]) -> None:
+def step(model: Toy, driver: FsdpWeights, batches: list[Tensor]) -> None:
     """One whole step by hand, with a backward for each batch."""
     driver.begin()
     gather(driver, *UNITS)

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from braid.architecture import HyperConnections
+from braid.choices import recomputed
 from braid.model.language import LanguageModel
 from braid.nn.cost import Portion
-from braid.nn.recompute import chosen
 from tests.covers import cover
 from tests.estimate.test_kept import MOES, check_model, model_of
 from tests.estimate.test_recompute import Measured, beside
@@ -45,7 +45,9 @@ def held(model: LanguageModel, names: Sequence[str], span: int) -> tuple[int, in
     with replays.watching():
         loss = model.losses(context).share(10, [10] * len(model.layout.mtp))
     real = replays.kept(list(model.parameters()), beside(context, names))
-    portion = Portion(rows=2, tokens=130, dtype=model.dtype, device="cpu", recompute=chosen(names), span=span)
+    portion = Portion(
+        rows=2, tokens=130, dtype=model.dtype, device="cpu", recompute=recomputed(names), span=span
+    )
     told = sum(cost.kept for cost in model.costs(portion).values())
     loss.backward()
     assert replays.kept(list(model.parameters())) == 0

@@ -61,6 +61,7 @@ SIDE_BY_SIDE = [
     (Mesh(overlap=True, delay_weights=True, paired_ends=True), ()),
     (Mesh(overlap=True), ("block",)),
     (Mesh(overlap=True, paired_ends=True), ("block",)),
+    (Mesh(overlap=True), ("norm", "activation", "core", "experts")),
 ]
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from braid import fit, kernels
 from braid.architecture import Attention, DeltaNet, LatentAttention, Mamba2, Mlp
+from braid.choices import recomputed
 from braid.config import Mesh, Run
 from braid.estimate import estimate
 from braid.estimate.rank import first_rank, portion_of
@@ -27,7 +28,7 @@ from braid.nn import attention, delta_net, latent_attention, mamba2, mlp
 from braid.nn.cost import Portion
 from braid.nn.head_scalars import HeadScalars
 from braid.nn.moe.router import Router
-from braid.nn.recompute import Recomputing, Replays, chosen, hand_replays
+from braid.nn.recompute import Recomputing, Replays, hand_replays
 from braid.nn.rotary import rotary_tables
 from braid.parallel.groups import opened_groups
 from braid.plan import plan
@@ -104,7 +105,7 @@ def size(request: pytest.FixtureRequest) -> tuple[int, int]:
 
 @pytest.fixture(params=DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 def portion(request: pytest.FixtureRequest, size: tuple[int, int]) -> Portion:
-    names = chosen(["core", "activation"])
+    names = recomputed(["core", "activation"])
     return Portion(
         rows=size[0],
         tokens=size[1],
@@ -169,7 +170,7 @@ def test_mlp(portion: Portion, activation: Any) -> None:
 def beside(context: Context, names: Sequence[str]) -> list[Tensor]:
     """What replays use that nobody saved: tables of positions, and where rows of whole blocks go."""
     tables = [table for rotary in context._rotary.values() for table in rotary]
-    if chosen(names).isdisjoint(["block"]):
+    if recomputed(names).isdisjoint(["block"]):
         return tables
     orders = [order for journey in context.journeys.values() for order in (journey.leaving, journey.arriving)]
     return tables + [tensor for order in orders if order is not None for tensor in (order.slot_M, order.row_NS)]
@@ -181,7 +182,7 @@ def check_model(model: LanguageModel, names: Sequence[str], rows: int = 2, token
     with replays.watching():
         loss = model.losses(context).share(10, [10] * len(model.layout.mtp))
     real = replays.kept(list(model.parameters()), beside(context, names))
-    portion = Portion(rows=rows, tokens=tokens, dtype=model.dtype, device="cpu", recompute=chosen(names))
+    portion = Portion(rows=rows, tokens=tokens, dtype=model.dtype, device="cpu", recompute=recomputed(names))
     told = model.costs(portion)
     assert sum(cost.kept for cost in told.values()) == real
     loss.backward()
@@ -279,8 +280,16 @@ def test_the_peak_of_a_step_is_within_an_eighth(text: str, dtype: str, names: tu
 
 @pytest.mark.long
 @pytest.mark.parametrize("names", [("norm", "core"), ("full",)], ids="+".join)
-def test_hooks_gather_and_reduce_as_often_as_without(names: tuple[str, ...], tmp_path: Path) -> None:
+def test_weights_are_gathered_and_gradients_reduced_no_more_often(
+    names: tuple[str, ...], tmp_path: Path
+) -> None:
+    """A RECOMPUTE stands right before the B of its phase, and needs the same units. That of the final norm
+    stands before B0.0:head already: between it and F0.0:final_norm comes F0.0:head alone, so that the norm
+    stays gathered, and comes once in a micro-batch instead of twice."""
     run = run_on(tmp_path, Mesh(shard="all", ep=2), "bf16")
     again = replace(run, train=replace(run.train, recompute=names))
     plain, real = (run_ranks(4, sharded_step, each, str(tmp_path))[0] for each in (run, again))
+    norm = ("gather", 4, run.model.hidden // 4 * torch.bfloat16.itemsize)
+    assert (plain.calls[norm], real.calls[norm]) == (4, 2)
+    plain.calls[norm] = real.calls[norm]
     assert real == plain

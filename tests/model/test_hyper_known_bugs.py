@@ -35,6 +35,7 @@ from braid.model.language import LanguageModel
 from braid.model.mtp import Mtp
 from braid.nn.hyper_connection import HyperConnection, HyperExit
 from braid.nn.recompute import Replays
+from braid.pattern import Stage, parse
 from braid.plan import plan
 from braid.schedule import Stream
 from tests.engine.overlap_cases import TOKENS, VOCAB, Case, make_state
@@ -59,8 +60,12 @@ def trained(model: LanguageModel, rows: list[list[int]]) -> Tensor:
 @pytest.mark.parametrize("streams", [0, 1, 4])
 def test_a_stage_waits_for_as_much_as_the_stage_before_it_sends(streams: int, dtype: str) -> None:
     """Messages had the size of one stream: p2p crashed, or what came was cut off."""
-    worked_out = plan(Case(pattern="|[*E]|*-|/*E", streams=streams, dtype=dtype).run(overlap=False), 1)
-    state = make_state(worked_out, Groups())
+    text = "|[*E]|*-|/*E"
+    worked_out = plan(Case(pattern=text, streams=streams, dtype=dtype).run(overlap=False), 1)
+    layout = parse(text)
+    # One process holds the segments of four ranks.
+    every = replace(worked_out, layout=layout, stages=(Stage(rank=0, segments=layout.segments),))
+    state = make_state(every, Groups())
     message = state.wires(2, worked_out.run).message()
     model, given, stream = state.model, batch([[TOKENS]] * 2, VOCAB), None
     context = model.prepare(given)

@@ -10,6 +10,7 @@ import torch
 from braid.architecture import HyperConnections
 from braid.errors import DataError
 from braid.model.context import Context, MicroBatch
+from braid.model.declaration import chains, form_of
 from braid.model.language import PartOfStep
 from tests.model.cases import SHAPE, assert_near, batch, build, canonical_grads, part
 
@@ -208,3 +209,16 @@ def test_labels_that_count_must_be_ids_and_others_may_be_anything():
         else:
             with pytest.raises(DataError, match="token id 17 in row 0 at token 2"):
                 model(spoiled)
+
+
+@pytest.mark.parametrize("hyper", [None, HyperConnections(streams=3)], ids=["one stream", "three streams"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_phases_share_the_operations_of_the_whole_model(tied: bool, hyper: HyperConnections | None) -> None:
+    model = build("*-[*E]/*-/*-", replace(SHAPE, tied=tied, hyper=hyper))
+    (chain,) = chains(model.layout, form_of(model.shape, "fp64"))
+    shares = {phase.name: model.phase_flops(phase, 24) for phase in chain.phases}
+    assert sum(shares.values()) == model.flops(24)
+    head = 2 * 24 * SHAPE.hidden * SHAPE.vocab
+    heads = {name: share for name, share in shares.items() if name.endswith("head")}
+    assert heads == dict.fromkeys(("head", "mtp0.head", "mtp1.head"), head)
+    assert all(share for name, share in shares.items() if name.endswith(("block", "enter")))

@@ -4,22 +4,34 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from braid import architecture, collectives, kernels, pattern
+from braid import architecture, collectives, kernels
+from braid.choices import Strategy
 from braid.collectives import Group
-from braid.engine import fsdp2
+from braid.config import Data, Mesh, Run, Train
+from braid.engine.sharding import FsdpWeights
 from braid.model.language import LanguageModel
+from braid.nn.dtypes import DTYPES
 from braid.nn.moe.all_gather import AllGather
 from braid.nn.moe.all_to_all import AllToAll
 from braid.nn.moe.journey import Slots
-from braid.parallel.sharding import before_backward, kept_of, local, shard_units
+from braid.optim.adamw import AdamW
+from braid.parallel.sharding import kept_of, shard_units
+from braid.plan import Plan, plan
+from braid.schedule import Act
+from braid.train.building import make_state
+from braid.train.device import choose_device
+from braid.train.state import State, initialize
+from braid.train.step import backward, count
 from tests.model.cases import batch
 
+CUDA = torch.device("cuda")
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
@@ -99,39 +111,70 @@ SHAPE = architecture.Model(
 )
 
 
-def model_of(dtype: torch.dtype, stored: torch.dtype | None) -> LanguageModel:
-    layout, device = pattern.parse(SHAPE.pattern), torch.device("cuda")
-    chosen = kernels.choose(SHAPE, layout.kinds(), device, dtype)
-    model = LanguageModel(SHAPE, layout, chosen, device=device, dtype=dtype, stored=stored)
-    model.initialize(1)
-    return model
+def run_of(dtype: Any, strategy: Strategy) -> Run:
+    return Run(
+        model=SHAPE,
+        data=Data(sequence_tokens=12, tokenizer="none.json"),
+        train=Train(steps=1, batch_samples=8, micro_batches=2, dtype=dtype),
+        mesh=Mesh(shard=strategy),
+    )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("strategy", ["none", "optimizer", "gradients", "all"])
-def test_sharded_units_on_nccl_give_the_gradients_of_the_plain_model(one_rank, dtype, strategy):
-    plain, sharded = model_of(dtype, None), model_of(dtype, torch.float32)
+def sharded_state(worked_out: Plan) -> State:
+    """What `make_state` makes where there are ranks to share with: here there is one."""
+    model = LanguageModel(
+        SHAPE,
+        worked_out.layout,
+        kernels.choose(SHAPE, worked_out.layout.kinds(), CUDA, DTYPES[worked_out.run.train.dtype]),
+        device=CUDA,
+        dtype=DTYPES[worked_out.run.train.dtype],
+        stored=torch.float32,
+    )
     mesh = init_device_mesh("cuda", (1,), mesh_dim_names=("dp_cp",))
     shard_units(
-        sharded,
-        sharded.units(),
+        model,
+        model.units(),
         meshes={"dense": mesh, "expert": mesh},
-        strategy=strategy,
-        compute=dtype,
-        root_methods=("run",),
+        strategy=worked_out.run.mesh.shard,
+        compute=model.dtype,
     )
-    fsdp2.wake(sharded)
-    rows = replace(batch([[7, 5], [12], [4, 8]], vocab=97), step=1)
-    modules = [unit.module for unit in sharded.units()]
-    for last in (False, True):
-        plain.losses(plain.prepare(rows)).share(30, [20]).backward()
-        _, losses = sharded.run(sharded.segments, None, sharded.prepare(rows))
-        before_backward(sharded, modules, strategy, last=last, done=last)
-        losses.share(30, [20]).backward()
-    theirs = dict(plain.named_parameters())
-    for name, parameter in sharded.named_parameters():
+    optim = worked_out.run.optim
+    return State(
+        model=model,
+        optimizer=AdamW(
+            dict(model.named_parameters()),
+            decaying=model.decaying(),
+            betas=optim.betas,
+            eps=optim.eps,
+            weight_decay=optim.weight_decay,
+        ),
+        plan=worked_out,
+        keeper=FsdpWeights(model, [unit.path for unit in model.units()]),
+        names=frozenset(model.canonical()),
+    )
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("strategy", ["none", "optimizer", "gradients", "all"])
+def test_sharded_units_on_nccl_give_the_gradients_of_the_plain_model(one_rank, dtype, strategy):
+    run = run_of(dtype, strategy)
+    plain = make_state(plan(run, 1), choose_device("cuda"))
+    # Its list of ops is that of ranks which share; a group of one of them has nobody to share with.
+    sharded = sharded_state(plan(run, 2))
+    batches = [
+        replace(batch(rows, vocab=97), step=1) for rows in ([[7, 5], [12], [4, 8]], [[12], [6, 6], [3, 9]])
+    ]
+    found = []
+    for state in (plain, sharded):
+        initialize(state, run)
+        backward(state, run, batches, count(state.model, batches))
+        found.append(state.optimizer.gradients())
+    wanted, ours = found
+    acts = {op.act for op, _ in sharded.program.ops}
+    assert {Act.UNSHARD, Act.WAIT, Act.RESHARD, Act.REDUCE_GRAD, Act.FINISH} <= acts
+    for name, parameter in sharded.model.named_parameters():
         assert parameter.dtype == torch.float32
         assert kept_of(parameter).first
-        ours, wanted = local(parameter.grad).double(), theirs[name].grad.double()
-        error = (ours - wanted).norm() / wanted.norm().clamp(min=1e-6)
-        assert error < (1e-5 if dtype == torch.float32 else 5e-2), (name, float(error))
+        theirs = wanted[name].double()
+        error = (ours[name].double() - theirs).norm() / theirs.norm().clamp(min=1e-6)
+        assert error < (1e-5 if dtype == "fp32" else 5e-2), (name, float(error))

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from braid.pattern import parse
 from braid.schedule import (
     Act,
     Chain,
     Costs,
     Options,
     Schedule,
-    chains,
     dual_pipe_v,
     interleaved,
     one_f_one_b,
     overlapped,
     simulate,
 )
+from tests.schedule.cases import fine
 
 SIZES = ((2, 4), (2, 16), (4, 4), (4, 8), (4, 32), (8, 16), (8, 64))
 """Pipeline ranks and micro-batches."""
@@ -31,7 +30,7 @@ EXPERTS = Costs()
 
 def of_segments(text: str, pp: int) -> tuple[Chain, ...]:
     """A pipeline of equal segments, two for each rank."""
-    return chains(parse("|".join([text] * (2 * pp))), pp)
+    return fine("|".join([text] * (2 * pp)), pp)
 
 
 def held_peaks(schedule: Schedule) -> tuple[int, ...]:

@@ -100,7 +100,7 @@ def test_interleaving_one_virtual_stage_is_1f1b():
 # -------------------------------------------------------------------------------------- every size
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(**SIZES, extra=st.integers(0, 9), seed=st.integers(0, 9))
 def test_every_built_schedule_is_sound_and_runs(pp, virtual, micro_batches, extra, seed):
     schedules = [
@@ -113,7 +113,7 @@ def test_every_built_schedule_is_sound_and_runs(pp, virtual, micro_batches, extr
         run(schedule, seed)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(**SIZES)
 def test_live_forwards_are_those_of_the_formulas(pp, virtual, micro_batches):
     live = check(one_f_one_b(pp, micro_batches)).live

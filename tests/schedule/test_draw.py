@@ -7,28 +7,40 @@ from xml.etree import ElementTree
 
 import pytest
 
-from braid.pattern import cut, parse
+from braid.model import declaration
 from braid.schedule import (
     Costs,
     Options,
     Timeline,
-    chains,
     draw,
     dual_pipe_v,
     forward_only,
     interleaved,
     one_f_one_b,
     overlapped,
+    parse_op,
     simulate,
     with_sums,
 )
+from braid.schedule import in_phases as phase_by_phase
+from braid.schedule.lowering import POLICIES, lowered
+from braid.schedule.recompute import with_replays
 from braid.schedule.views import stream_of
+from tests.schedule.cases import cut_for, fine, meshes
 
 
 def in_phases(pattern, pp, micro_batches, build=overlapped, **options):
     segments = 2 * pp if build is dual_pipe_v else pp
-    found = chains(cut(parse(pattern), segments), pp, late_weights=options.pop("late_weights", False))
+    found = fine(pattern, segments, late_weights=options.pop("late_weights", False))
     return build(found, pp=pp, micro_batches=micro_batches, options=Options(**options))
+
+
+def by_blocks(schedule, blocks, recompute=()):
+    """The schedule as a plan has it: with so many blocks in each segment, and ops about weights."""
+    text = "|".join(["[*-]" * blocks] * schedule.segments)
+    chains = declaration.chains(cut_for(text, schedule.segments), declaration.Form())
+    whole = with_replays(phase_by_phase(schedule, chains), recompute)
+    return lowered(whole, meshes(text, schedule.segments), POLICIES["all"])
 
 
 PHASED = [
@@ -52,6 +64,12 @@ SCHEDULES = [
     with_sums(interleaved(4, 3, 4), {"embedding": (0, 3)}),
     *PHASED,
 ]
+IN_BLOCKS = [
+    by_blocks(one_f_one_b(2, 4), 2),
+    by_blocks(one_f_one_b(2, 3), 3, ("norm", "core")),
+    by_blocks(interleaved(2, 2, 12), 8, ("full",)),
+]
+"""What is drawn by segments, as far as nothing is recomputed."""
 BOXED = ("F", "B", "W", "RECOMPUTE", "SUM_COPIES")
 IDS = [f"{s.name}-{s.pp}x{s.virtual}x{s.micro_batches}" for s in SCHEDULES]
 
@@ -102,6 +120,11 @@ def timeline(request):
     return simulate(request.param, Costs(message=0.1, sum_copies=0.5))
 
 
+@pytest.fixture(params=[*SCHEDULES, *IN_BLOCKS], ids=[*IDS, "in blocks", "norms again", "all again"])
+def shown(request):
+    return simulate(request.param, Costs(message=0.1, sum_copies=0.5))
+
+
 def test_every_computation_has_its_box_in_the_row_of_its_rank(timeline):
     rows, lanes = boxes(picture(timeline)), drawn(timeline)
     assert [len(rows[y]) for y in sorted(rows)] == [len(lanes[lane]) for lane in sorted(lanes)]
@@ -125,15 +148,15 @@ def test_every_box_says_what_it_is_and_when(timeline):
         assert end == pytest.approx(span.end / forward, abs=6e-4)
 
 
-def test_boxes_of_a_row_do_not_overlap(timeline):
-    for row in boxes(picture(timeline)).values():
+def test_boxes_of_a_row_do_not_overlap(shown):
+    for row in boxes(picture(shown)).values():
         row.sort(key=lambda rect: number(rect, "x"))
         for left, right in pairwise(row):
             assert number(left, "x") + number(left, "width") <= number(right, "x") + 0.011
 
 
-def test_everything_lies_inside_the_picture(timeline):
-    root = picture(timeline)
+def test_everything_lies_inside_the_picture(shown):
+    root = picture(shown)
     _, _, width, height = map(float, root.get("viewBox").split())
     for rect in elements(root, "rect"):
         if rect.get("x"):
@@ -145,8 +168,8 @@ def test_everything_lies_inside_the_picture(timeline):
         assert 0 <= top < bottom <= height
 
 
-def test_texts_do_not_overlap(timeline):
-    extents = [extent(text) for text in elements(picture(timeline), "text") if text.text]
+def test_texts_do_not_overlap(shown):
+    extents = [extent(text) for text in elements(picture(shown), "text") if text.text]
     rows = {}
     for left, right, top, bottom in extents:
         rows.setdefault(round(bottom / 4), []).append((left, right, top, bottom))
@@ -155,8 +178,8 @@ def test_texts_do_not_overlap(timeline):
             assert right <= other_left + 0.5 or other_right <= left + 0.5
 
 
-def test_numbers_stay_inside_their_boxes(timeline):
-    root = picture(timeline)
+def test_numbers_stay_inside_their_boxes(shown):
+    root = picture(shown)
     rows = boxes(root)
     inside = [
         text for text in elements(root, "text") if {"large", "small"} & set((text.get("class") or "").split())
@@ -219,3 +242,50 @@ def test_nothing_that_takes_no_time_breaks_the_picture():
 def test_names_are_escaped():
     schedule = one_f_one_b(1, 1)
     assert "&lt;&amp;&gt;" in draw(simulate(replace(schedule, name="<&>")))
+
+
+# ------------------------------------------------------------------------- phases that do not communicate
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+@pytest.mark.parametrize(
+    "schedule",
+    [one_f_one_b(1, 3), one_f_one_b(4, 8), interleaved(2, 2, 5), forward_only(2, 2, 3)],
+    ids=lambda schedule: schedule.name,
+)
+def test_phases_that_run_one_after_the_other_are_one_box(schedule, blocks):
+    phased = simulate(by_blocks(schedule, blocks))
+    assert any(span.op.act.value == "UNSHARD" for span in phased.spans[0])
+    costs = Costs(forward=float(blocks), backward=2.0 * blocks)
+    assert draw(phased) == draw(simulate(schedule, costs))
+
+
+def test_what_is_recomputed_in_between_has_boxes_of_its_own():
+    timeline = simulate(by_blocks(one_f_one_b(2, 2), 2, ("block",)))
+    root = picture(timeline)
+    told = {}
+    for group in elements(root, "g"):
+        (rect,), (title,) = elements(group, "rect"), elements(group, "title")
+        told.setdefault(number(rect, "y"), []).append(title.text.split(" · ")[0])
+    first, last = (told[y] for y in sorted(told))
+    back = ["RECOMPUTE{0}.{1}:{3}.block", "B{0}.{1}:{3}.block", "RECOMPUTE{0}.{1}:{2}.block"]
+    assert last == [
+        text.format(m, 1, 2, 3) for m in range(2) for text in ("F{0}.{1}", *back, "B{0}.{1}:{2}.block")
+    ]
+    # The backward of the first segment ends in that of the embedding, which takes no time.
+    ends = [text.format(m, 0, 0, 1) for m in range(2) for text in (*back, "B{0}.{1}")]
+    assert first == ["F0.0", "F1.0", *ends]
+    assert {number(rect, "height") for row in boxes(root).values() for rect in row} == {24}
+    shown = [text.text for text in elements(root, "text")]
+    assert "recompute" in shown
+    assert not any("lower lane" in (text or "") for text in shown)
+
+
+def test_messages_between_phases_part_them():
+    """None stand there in a plan; a measured timeline may have any order."""
+    schedule = by_blocks(one_f_one_b(1, 1), 2)
+    (row,) = simulate(schedule).spans
+    place = next(place for place, span in enumerate(row) if str(span.op) == "F0.0:1.block")
+    message = replace(row[place], op=parse_op("SEND_F0.0>1"), end=row[place].start)
+    told = draw(Timeline(schedule=schedule, spans=((*row[:place], message, *row[place:]),)))
+    assert told.count("<title>F0.0") == 2

@@ -7,8 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from braid.engine.sharding import lowered
-from braid.pattern import parse
 from braid.schedule import (
     Act,
     Chain,
@@ -18,23 +16,23 @@ from braid.schedule import (
     Rule,
     Schedule,
     Stream,
-    chains,
     check,
     overlapped,
     parse_op,
     simulate,
 )
-from braid.schedule.lifetime import prove
-from braid.schedule.lowering import POLICIES
+from braid.schedule.lifetime import prove, uses_of
+from braid.schedule.lowering import POLICIES, lowered
 from braid.schedule.overlapped import Side, pair
 from braid.schedule.views import phase_of, stream_of
+from tests.schedule.cases import fine, meshes
 
 LATE = Options(delayed=True)
 PAIRED = Options(delayed=True, paired_ends=True)
 
 
 def chain(text: str, *, late_weights: bool = True, latent: bool = False, posts: bool = False) -> Chain:
-    (found,) = chains(parse(text), 1, latent=latent, late_weights=late_weights, posts=posts)
+    (found,) = fine(text, latent=latent, late_weights=late_weights, posts=posts)
     return found
 
 
@@ -50,7 +48,7 @@ def paired(f: str | None, b: str, options: Options = LATE, *, latent: bool = Fal
 def schedule(
     text: str, micro_batches: int = 3, options: Options = LATE, *, pp: int = 1, latent: bool = False
 ) -> Schedule:
-    found = chains(parse(text), pp, latent=latent, late_weights=True, posts=options.paired_ends)
+    found = fine(text, pp, latent=latent, late_weights=True, posts=options.paired_ends)
     return overlapped(found, pp=pp, micro_batches=micro_batches, options=options)
 
 
@@ -209,15 +207,15 @@ def test_one_op_does_not_stand_for_both_drawers():
 @pytest.mark.parametrize("options", [LATE, PAIRED], ids=["plain", "paired"])
 def test_the_experts_unit_is_whole_after_the_last_drawer_of_a_micro_batch(strategy, options):
     made = schedule("[*E]-[*E]", 4, options)
-    meshes = {"embedding": "dense", "head": "dense", "final_norm": "dense"}
-    for block in (0, 1, 2):
-        meshes[f"stack.blocks.{block}"] = "dense"
-    experts = [f"stack.blocks.{block}.moe.experts" for block in (0, 2)]
-    meshes |= dict.fromkeys(experts, "expert")
-    ops, uses = lowered(made, 0, meshes, strategy, tied=False)
-    figures = prove(ops, meshes, uses)
+    units = meshes("[*E]-[*E]")
+    full = lowered(made, units, POLICIES[strategy])
+    assert check(full).faults == ()
+    (ops,) = full.ops
+    figures = prove(ops, units, uses_of(full))
     every = POLICIES[strategy].every
-    assert figures.reductions == len(meshes) * (made.micro_batches if every else 1)
+    assert figures.reductions == len(units) * (made.micro_batches if every else 1)
+    experts = [unit for unit, mesh in units.items() if mesh == "expert"]
+    assert len(experts) == 2
     for unit in experts:
         block = unit.split(".")[2]
         added, reductions = list[tuple[int | None, str]](), 0

@@ -4,6 +4,7 @@ policy says."""
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -13,19 +14,24 @@ from hypothesis import strategies as st
 
 from braid.schedule import (
     Act,
+    Chain,
     Op,
     Ops,
+    Phase,
+    Schedule,
     check,
     collective_faults,
     forward_only,
+    in_phases,
     interleaved,
     one_f_one_b,
     parse_ops,
     simulate,
     with_sums,
 )
-from braid.schedule.lifetime import NOTHING, Figures, Lifetime, LifetimeError, Use, Uses, prove
-from braid.schedule.lowering import POLICIES, Policy, Sharding, lower, lowered, uses_of_segments
+from braid.schedule.lifetime import NOTHING, Figures, Use, Uses, prove, uses_of
+from braid.schedule.lowering import ALONE, POLICIES, Policy, Sharding, lower, lowered
+from braid.schedule.views import bare
 
 
 def words(ops: Ops) -> str:
@@ -33,9 +39,29 @@ def words(ops: Ops) -> str:
     return " ".join(str(replace(op, collectives=())) for op in ops)
 
 
+def uses_of_segments(units: Mapping[int, Sequence[str]]) -> Uses:
+    """Where ops are about whole segments, whose units are given: shorter to read than phases."""
+
+    def uses(op: Op) -> Use:
+        held = () if op.segment is None else tuple(units.get(op.segment, ()))
+        if op.act is Act.F:
+            return Use(reads=held)
+        return Use(reads=held, grades=held) if op.act is Act.B else NOTHING
+
+    return uses
+
+
 def sharding(units: dict[int, tuple[str, ...]], policy: Policy) -> Sharding:
     names = {unit: "dense" for held in units.values() for unit in held}
     return Sharding(units=names, uses=uses_of_segments(units), policy=policy)
+
+
+def of_one_phase(schedule: Schedule, *names: str) -> tuple[Schedule, dict[str, str]]:
+    """The schedule with one phase for each segment, and meshes of its units: so many for each segment."""
+    held = [tuple(f"{name}{segment}" for name in names) for segment in range(schedule.segments)]
+    phases = (Phase(kind="block", block=segment, units=units) for segment, units in enumerate(held))
+    made = in_phases(schedule, [Chain(last=(phase,)) for phase in phases])
+    return made, {unit: "dense" for units in held for unit in units}
 
 
 # ------------------------------------------------------------------------------------------- examples
@@ -77,14 +103,42 @@ def test_sends_leave_first_and_gathers_are_under_way_while_a_message_is_awaited(
 
 
 def test_copies_are_summed_after_finish() -> None:
-    schedule = with_sums(one_f_one_b(2, 1), {"embedding": (0, 1)})
-    both = lowered(schedule, [sharding({rank: ("a",)}, Policy()) for rank in range(2)])
-    assert all(words(ops).endswith("FINISH SUM_COPIES") for ops in both.ops)
+    schedule, meshes = of_one_phase(with_sums(one_f_one_b(2, 1), {"embedding": (0, 1)}), "a")
+    for policy in (Policy(), ALONE):
+        assert all(words(ops).endswith("FINISH SUM_COPIES") for ops in lowered(schedule, meshes, policy).ops)
 
 
 def test_an_evaluation_reduces_nothing() -> None:
     ops = lower(forward_only(1, 1, 2).ops[0], sharding({0: ("a", "b")}, POLICIES["gradients"]))
     assert words(ops) == "UNSHARD(a) UNSHARD(b) WAIT(a) WAIT(b) F0.0 F1.0 RESHARD(a) RESHARD(b) FINISH"
+
+
+def test_a_process_alone_has_its_weights_and_sums_gradients_micro_batch_by_micro_batch() -> None:
+    ops = lower(parse_ops("F0.0 B0.0 F1.0 B1.0"), sharding({0: ("a",)}, ALONE))
+    assert words(ops) == "F0.0 B0.0 ACCUM(a) F1.0 B1.0 REDUCE_GRAD(a) FINISH"
+    assert not any(op.collectives for op in ops)
+    evaluation = lower(forward_only(1, 1, 2).ops[0], sharding({0: ("a",)}, ALONE))
+    assert words(evaluation) == "F0.0 F1.0 FINISH"
+
+
+def test_a_schedule_says_what_has_been_placed() -> None:
+    schedule, meshes = of_one_phase(one_f_one_b(1, 1), "a")
+    assert schedule.weights == "unplaced"
+    assert {strategy: lowered(schedule, meshes, policy).weights for strategy, policy in POLICIES.items()} == (
+        dict.fromkeys(POLICIES, "sharded")
+    )
+    assert lowered(schedule, meshes, ALONE).weights == "resident"
+
+
+def test_collectives_are_those_of_the_mesh_that_shares_a_unit_within_its_stage() -> None:
+    schedule, _ = of_one_phase(one_f_one_b(2, 1), "a", "b")
+    meshes = {"a0": "dense", "b0": "expert", "a1": "dense", "b1": "expert"}
+    for rank, ops in enumerate(lowered(schedule, meshes, POLICIES["all"]).ops):
+        told = {op.unit: str(op.collectives[0]) for op in ops if op.act is Act.UNSHARD}
+        assert told == {
+            f"a{rank}": f"[dense.{rank}:gather(a{rank})@{rank}]",
+            f"b{rank}": f"[expert.{rank}:gather(b{rank})@{rank}]",
+        }
 
 
 def test_a_model_without_units_is_left_alone() -> None:
@@ -176,6 +230,7 @@ policies = st.builds(
     lookahead=st.integers(0, 3),
     keep=st.none() | st.integers(0, 5),
     every=st.booleans(),
+    gathers=st.booleans(),
 )
 
 
@@ -184,12 +239,15 @@ def test_any_list_is_lowered_to_a_sound_one(made: tuple[Ops, Uses, tuple[str, ..
     ops, uses, units = made
     known = Sharding(units=dict.fromkeys(units, "dense"), uses=uses, policy=policy)
     full = lower(ops, known)
-    figures = prove(full, units, uses)
+    figures = prove(full, units, uses, resident=not policy.gathers)
     assert tuple(op for op in full if not op.act.shards) == ops
     assert parse_ops(" ".join(map(str, full))) == full
     assert figures.gathers == sum(op.act is Act.UNSHARD for op in full)
     read, graded = ({u for op in ops for u in getattr(uses(op), what)} for what in ("reads", "grades"))
-    if policy.keep is None:
+    if not policy.gathers:
+        assert {op.act for op in full if op.act.shards} <= {Act.ACCUM, Act.REDUCE_GRAD, Act.FINISH}
+        assert not any(op.collectives for op in full)
+    elif policy.keep is None:
         assert (figures.gathers, figures.peak) == (len(read), len(read))
     if not policy.every:
         assert figures.reductions == len(graded)
@@ -230,20 +288,20 @@ def test_a_longer_lookahead_holds_more_and_gathers_no_earlier_than_it_says(
 # ----------------------------------------------------------------------------------------- pipelines
 
 
-@pytest.mark.parametrize("strategy", POLICIES)
+@pytest.mark.parametrize("policy", [*POLICIES.values(), ALONE], ids=[*POLICIES, "alone"])
 @pytest.mark.parametrize(("pp", "virtual", "micro_batches"), [(2, 1, 3), (2, 2, 4), (4, 2, 8)])
 def test_a_lowered_pipeline_is_as_sound_as_it_was(
-    strategy: str, pp: int, virtual: int, micro_batches: int
+    policy: Policy, pp: int, virtual: int, micro_batches: int
 ) -> None:
-    schedule = with_sums(interleaved(pp, virtual, micro_batches), {"embedding": (0, pp - 1)})
-    known = []
-    for rank in range(pp):
-        held = {segment: (f"a{segment}", f"b{segment}") for segment in range(rank, pp * virtual, pp)}
-        known.append(sharding(held, POLICIES[strategy]))
-    full = lowered(schedule, known)
+    built = with_sums(interleaved(pp, virtual, micro_batches), {"embedding": (0, pp - 1)})
+    schedule, meshes = of_one_phase(built, "a", "b")
+    full = lowered(schedule, meshes, policy)
     assert check(full).faults == ()
-    for ops, each in zip(full.ops, known, strict=True):
-        prove(ops, each.units, each.uses)
+    assert bare(full)[0] == schedule
+    for rank, ops in enumerate(full.ops):
+        units = [f"{name}{segment}" for segment in range(rank, pp * virtual, pp) for name in "ab"]
+        figures = prove(ops, units, uses_of(full), resident=not policy.gathers)
+        assert figures.reductions == len(units) * (micro_batches if policy.every else 1)
     assert simulate(full).makespan == simulate(schedule).makespan
 
 
@@ -261,90 +319,3 @@ def test_ranks_of_a_stage_that_lower_differently_are_found() -> None:
     released = among(lower(ops, sharding(units, Policy(keep=0, lookahead=0))), (0, 1))
     assert not list(collective_faults({0: kept, 1: kept}))
     assert list(collective_faults({0: kept, 1: released}))
-
-
-# ------------------------------------------------------------------------------------------- misuse
-
-
-def ready(*units: str) -> Lifetime:
-    lifetime = Lifetime(["a", "b"])
-    for unit in units:
-        lifetime.unshard(unit)
-        lifetime.wait(unit)
-    return lifetime
-
-
-def test_a_gather_that_is_under_way_can_be_released() -> None:
-    lifetime = Lifetime(["a"])
-    lifetime.unshard("a")
-    lifetime.reshard("a")
-    lifetime.finish()
-
-
-def test_double_unshard() -> None:
-    with pytest.raises(LifetimeError, match="UNSHARD with a, which is ready: it has to be sharded"):
-        ready("a").unshard("a")
-
-
-def test_computing_with_sharded_weights() -> None:
-    with pytest.raises(LifetimeError, match="computing with b, which is sharded"):
-        ready("a").use(Use(reads=("a", "b")))
-
-
-def test_computing_while_weights_are_on_their_way() -> None:
-    lifetime = Lifetime(["a"])
-    lifetime.unshard("a")
-    with pytest.raises(LifetimeError, match="computing with a, which is gathering"):
-        lifetime.use(Use(reads=("a",)))
-
-
-@pytest.mark.parametrize("action", ["wait", "reshard"])
-def test_nothing_to_wait_for_or_release(action: str) -> None:
-    with pytest.raises(LifetimeError, match=rf"{action.upper()} with a, which is sharded"):
-        getattr(Lifetime(["a"]), action)("a")
-
-
-def test_reducing_twice() -> None:
-    lifetime = ready("a")
-    lifetime.use(Use(reads=("a",), grades=("a",)))
-    lifetime.reduce("a")
-    with pytest.raises(LifetimeError, match="REDUCE_GRAD with a, which owes nothing"):
-        lifetime.reduce("a")
-
-
-def test_accumulating_nothing() -> None:
-    lifetime = ready("a")
-    lifetime.use(Use(grades=("a",)))
-    lifetime.accumulate("a")
-    with pytest.raises(LifetimeError, match="ACCUM with a, which owes what is accumulated"):
-        lifetime.accumulate("a")
-
-
-@pytest.mark.parametrize("between", ["accumulate", "reduce"])
-def test_micro_batches_are_told_apart(between: str) -> None:
-    """What two of them add may only meet once the first is accumulated, or summed over ranks."""
-    lifetime, use = ready("a"), Use(reads=("a",), grades=("a",))
-    lifetime.use(use, 0)
-    lifetime.use(use, 0)
-    with pytest.raises(LifetimeError, match=r"adding to a for micro-batch 1, which owes .* micro-batch 0"):
-        lifetime.use(use, 1)
-    getattr(lifetime, between)("a")
-    lifetime.use(use, 1)
-
-
-def test_finish_with_leftovers() -> None:
-    lifetime = ready("a")
-    lifetime.use(Use(grades=("b",)))
-    with pytest.raises(LifetimeError, match="a is ready, b owes what an op has added"):
-        lifetime.finish()
-
-
-def test_a_unit_that_does_not_exist() -> None:
-    with pytest.raises(LifetimeError, match="no unit: there are a, b"):
-        ready("a").unshard("c")
-
-
-@pytest.mark.parametrize("text", ["FINISH UNSHARD(a)", "UNSHARD(a) RESHARD(a)"])
-def test_a_list_ends_with_finish(text: str) -> None:
-    with pytest.raises(LifetimeError, match="FINISH"):
-        prove(parse_ops(text), ["a"], uses_of_segments({}))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from braid.pattern import cut, parse
+from braid.pattern import parse
 from braid.schedule import (
     Act,
     Costs,
@@ -17,7 +17,6 @@ from braid.schedule import (
     Rule,
     Schedule,
     Stream,
-    chains,
     check,
     computed,
     draw,
@@ -26,6 +25,7 @@ from braid.schedule import (
     simulate,
 )
 from braid.schedule.overlapped import Side, pair
+from tests.schedule.cases import fine
 
 
 def schedule(
@@ -37,7 +37,7 @@ def schedule(
     posts: bool = False,
     **options: bool,
 ) -> Schedule:
-    found = chains(cut(parse(text), pp), pp, shared_experts=True, late_weights=late_weights, posts=posts)
+    found = fine(text, pp, shared_experts=True, late_weights=late_weights, posts=posts)
     return overlapped(found, pp=pp, micro_batches=micro_batches, options=Options(**options))
 
 
@@ -45,7 +45,7 @@ def paired(f: str | None, b: str | None, *, posts: bool = False, **options: bool
     """A forward of micro-batch 1 beside a backward of micro-batch 0."""
 
     def side(micro_batch: int, text: str) -> Side:
-        return Side((micro_batch, 0), chains(parse(text), 1, shared_experts=True, posts=posts)[0])
+        return Side((micro_batch, 0), fine(text, shared_experts=True, posts=posts)[0])
 
     sides = [None if text is None else side(turn, text) for turn, text in ((1, f), (0, b))]
     return " ".join(map(str, pair(*sides, Options(**options)))).replace(".0:", ":")
@@ -55,7 +55,7 @@ def paired(f: str | None, b: str | None, *, posts: bool = False, **options: bool
 
 
 def test_a_block_with_experts_has_four_phases_and_any_other_has_one():
-    (chain,) = chains(parse("[M*E]-"), 1)
+    (chain,) = fine("[M*E]-")
     assert [phase.name for phase in chain.phases] == [
         *("embed", "0.mix", "0.dispatch", "0.experts", "0.combine", "1.mix", "final_norm", "head"),
     ]
@@ -65,7 +65,7 @@ def test_a_block_with_experts_has_four_phases_and_any_other_has_one():
 
 @pytest.mark.parametrize("kind", [{"posts": True}, {"hyper": True}])
 def test_what_has_returned_may_be_summed_by_a_phase_that_computes(kind):
-    (chain,) = chains(parse("[*E]"), 1, latent=True, **kind)
+    (chain,) = fine("[*E]", latent=True, **kind)
     *_, combine, post, _, _ = chain.phases
     assert (combine.name, combine.stream, combine.drawers) == ("0.combine", Stream.COMMUNICATION, ())
     assert (post.name, post.stream, post.drawers) == ("0.post", Stream.COMPUTE, ("0.post",))
@@ -76,7 +76,7 @@ def test_what_has_returned_may_be_summed_by_a_phase_that_computes(kind):
 
 
 def test_mtp_depths_follow_the_head():
-    (chain,) = chains(parse("-/*E/*E"), 1, tied=True)
+    (chain,) = fine("-/*E/*E", tied=True)
     names = [phase.name for phase in chain.phases]
     assert names[:5] == ["embed", "0.mix", "final_norm", "head", "mtp0.enter"]
     assert names[-2:] == ["mtp1.final_norm", "mtp1.head"]
@@ -88,7 +88,7 @@ def test_mtp_depths_follow_the_head():
 @pytest.mark.parametrize("text", ["[*E]-|", "|[*E]", "||", "[*E]||/*E", "|/*E/*E"])
 def test_every_tensor_is_written_once_before_it_is_read(text, posts):
     layout = parse(text)
-    for index, chain in enumerate(chains(layout, len(layout.segments), posts=posts)):
+    for index, chain in enumerate(fine(text, len(layout.segments), posts=posts)):
         there = {"in"} if index else set()
         for phase in chain.phases:
             assert set(phase.reads) <= there
@@ -142,7 +142,7 @@ def test_but_for_post_each_stream_keeps_the_order_of_the_spec(f, b, delayed):
 
 @pytest.mark.parametrize(("posts", "phase"), [(False, "combine"), (True, "post")])
 def test_a_projection_back_from_a_latent_has_weight_gradients_of_its_own(posts, phase):
-    (chain,) = chains(parse("[*E]"), 1, latent=True, posts=posts)
+    (chain,) = fine("[*E]", latent=True, posts=posts)
     ops = [str(op) for op in pair(None, Side((0, 0), chain), Options(delayed=True))]
     assert ops.index(f"W0.0:0.{phase}") == ops.index("B0.0:0.experts") + 1
 

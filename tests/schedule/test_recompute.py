@@ -8,26 +8,28 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from braid.pattern import cut, parse
+from braid.choices import RECOMPUTE
+from braid.pattern import parse
 from braid.schedule import (
     Act,
     Costs,
     Options,
     Rule,
     Schedule,
-    chains,
     check,
     draw,
+    in_phases,
+    interleaved,
     live_peaks,
     overlapped,
     parse_ops,
     simulate,
 )
-from braid.schedule.lifetime import prove
-from braid.schedule.lowering import POLICIES, Sharding, lower, uses_of_phases
-from braid.schedule.recompute import dropped_tensors, replayed_phases, with_replays, without_replays
-
-NAMES = ("norm", "activation", "core", "experts", "block", "full")
+from braid.schedule.lifetime import Figures, prove, uses_of
+from braid.schedule.lowering import POLICIES, lowered
+from braid.schedule.recompute import dropped_tensors, with_replays
+from braid.schedule.views import bare
+from tests.schedule.cases import coarse, cut_for, fine, meshes
 
 
 def schedule(
@@ -39,15 +41,30 @@ def schedule(
     posts: bool = False,
     **options: bool,
 ) -> Schedule:
-    layout = cut(parse(text), pp)
-    found = chains(layout, pp, shared_experts=True, posts=posts)
+    found = fine(text, pp, shared_experts=True, posts=posts, dropout=dropout)
     built = overlapped(found, pp=pp, micro_batches=micro_batches, options=Options(**options))
-    replayed = replayed_phases(layout, built.phases, names, shared_experts=True, dropout=dropout)
-    return with_replays(built, replayed)
+    return with_replays(built, names)
+
+
+def in_blocks(text: str, *names: str, pp: int = 1, micro_batches: int = 2, **form: bool) -> Schedule:
+    """Every block one phase."""
+    found = coarse(text, pp, shared_experts=True, **form)
+    built = in_phases(interleaved(pp, len(found) // pp, micro_batches), found)
+    return with_replays(built, names)
+
+
+def in_order(made: Schedule) -> list[str]:
+    """The phases that are replayed."""
+    return [
+        phase.name
+        for phases, again in zip(made.phases, made.replayed, strict=True)
+        for phase in phases
+        if phase.name in again
+    ]
 
 
 def replayed(text: str, *names: str, **options: bool) -> list[str]:
-    return [name for segment in schedule(text, *names, **options).replayed for name in segment]
+    return in_order(schedule(text, *names, **options))
 
 
 # ------------------------------------------------------------------------------------------------ which
@@ -69,9 +86,30 @@ def test_each_name_means_the_phases_that_have_such_a_part():
     assert "0.post" not in replayed(text, "block", posts=True)
 
 
+def test_each_name_means_the_blocks_that_have_such_a_part_where_blocks_are_phases():
+    text = "[*E]-M/*E"
+    every = ["0.block", "1.block", "2.block", "mtp0.0.block"]
+    wanted = {
+        "norm": [*every[:3], "final_norm", "mtp0.enter", "mtp0.0.block"],
+        "activation": ["0.block", "1.block", "mtp0.0.block"],
+        "core": ["0.block", "2.block", "mtp0.0.block"],
+        "experts": ["0.block", "mtp0.0.block"],
+        "hyper": [],
+        "block": every,
+        "full": [*every[:3], "final_norm", "mtp0.enter", "mtp0.0.block"],
+    }
+    assert {name: in_order(in_blocks(text, name)) for name in RECOMPUTE} == wanted
+    assert in_order(in_blocks(text, "hyper", hyper=True)) == every
+
+
+def test_full_is_every_name():
+    assert schedule("[*E]-M/*E", "full") == schedule("[*E]-M/*E", *RECOMPUTE)
+    assert schedule("[*E]-M/*E", "full").recompute == tuple(sorted(RECOMPUTE))
+
+
 def test_streams_are_dropped_within_spans_and_whole_blocks_are_spans_of_their_own():
     layout = parse("[*E][*-][*E]")
-    phases = overlapped(chains(layout, 1, posts=True, hyper=True), pp=1, micro_batches=2).phases
+    phases = [chain.phases for chain in fine("[*E][*-][*E]", posts=True, hyper=True)]
     entered = ("0.residual", "0.post_weights", "0.res_weights", "2.residual", "2.post_weights", "2.res_weights")
     (within,) = dropped_tensors(layout, phases, ("hyper",), 2, hyper=True)
     assert set(within) == {*entered, "0.post"}
@@ -79,10 +117,16 @@ def test_streams_are_dropped_within_spans_and_whole_blocks_are_spans_of_their_ow
         assert dropped_tensors(layout, phases, ("block",), span, hyper=True) == (entered,)
     assert dropped_tensors(layout, phases, ("hyper",), 2, hyper=False) == ()
     assert dropped_tensors(layout, phases, ("norm",), 2, hyper=True) == ()
+    whole = [chain.phases for chain in coarse("[*E][*-][*E]", hyper=True)]
+    assert dropped_tensors(layout, whole, ("hyper",), 2, hyper=True) == (("0.block",),)
+    assert dropped_tensors(layout, whole, ("hyper",), 3, hyper=True) == (("0.block", "1.block"),)
+    assert dropped_tensors(layout, whole, ("block",), 3, hyper=True) == ((),)
 
 
 def test_a_schedule_without_replays_stays_as_it_is():
-    assert schedule("[*E]") == overlapped(chains(parse("[*E]"), 1, shared_experts=True), pp=1, micro_batches=2)
+    built = overlapped(fine("[*E]", shared_experts=True), pp=1, micro_batches=2)
+    assert schedule("[*E]") == built
+    assert with_replays(built, ("hyper",)) == built, "there is nothing of that name"
 
 
 # ------------------------------------------------------------------------------------------------ where
@@ -121,10 +165,10 @@ def test_a_final_norm_is_replayed_before_a_head_or_a_depth_asks_for_what_it_gave
 # ------------------------------------------------------------------------------------------------ proof
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(
     text=st.sampled_from(["[*E][*E]|[M*E]-", "[*E]|-/*E", "E|[G*E]/*E/*E", "|[*E]"]),
-    names=st.sets(st.sampled_from(NAMES), min_size=1),
+    names=st.sets(st.sampled_from(RECOMPUTE), min_size=1),
     pp=st.sampled_from([1, 2]),
     micro_batches=st.integers(1, 5),
     delayed=st.booleans(),
@@ -137,10 +181,37 @@ def test_every_schedule_is_sound_and_nothing_else_has_moved(
     options = {"delayed": delayed, "early_release": early}
     made = schedule(text, *names, pp=pp, micro_batches=micro_batches, dropout=dropout, **options)
     assert check(made).faults == ()
-    plain, places = without_replays(made)
-    assert plain == schedule(text, pp=pp, micro_batches=micro_batches, **options)
+    plain, places = bare(made)
+    assert plain == schedule(text, pp=pp, micro_batches=micro_batches, dropout=dropout, **options)
     assert [len(own) for own in places] == [len(ops) + 1 for ops in plain.ops]
     assert live_peaks(made) == live_peaks(plain)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    text=st.sampled_from(["[*E][*E]|[M*E]-", "[*E]*-|-[G*]/*E", "E|[G*E]/*E/*E", "|[*E]"]),
+    names=st.sets(st.sampled_from(RECOMPUTE), min_size=1),
+    pp=st.sampled_from([1, 2]),
+    micro_batches=st.integers(1, 4),
+    whole=st.booleans(),
+    hyper=st.booleans(),
+    span=st.integers(1, 4),
+    latent=st.booleans(),
+)
+def test_spans_of_streams_and_whole_blocks_are_sound_as_well(
+    text, names, pp, micro_batches, whole, hyper, span, latent
+):
+    form = {"shared_experts": True, "hyper": hyper, "latent": latent}
+    found = (coarse if whole else fine)(text, pp, **form)
+    built = in_phases(interleaved(pp, len(found) // pp, micro_batches), found)
+    if not whole:
+        built = overlapped(found, pp=pp, micro_batches=micro_batches)
+    dropped = dropped_tensors(cut_for(text, pp), built.phases, names, span, hyper=hyper)
+    made = with_replays(built, names, dropped)
+    assert check(made).faults == ()
+    assert bare(made)[0] == built
+    for policy in POLICIES.values():
+        assert check(lowered(made, meshes(text, pp, **form), policy)).faults == ()
 
 
 def moved(made: Schedule, act: Act, phase: str, step: int) -> Schedule:
@@ -166,8 +237,22 @@ def test_a_replay_that_is_late_early_missing_or_double_is_found():
         assert {fault.rule for fault in check(broken).faults} == {Rule.AFTER_INPUT}
     double = replace(made, ops=((*ops[: mix + 1], ops[mix], *ops[mix + 1 :]),))
     assert {fault.rule for fault in check(double).faults} == {Rule.ONCE}
-    unasked = replace(made, replayed=(("0.dispatch", "0.experts"),))
+    unasked = replace(made, recompute=("experts",))
     assert {fault.rule for fault in check(unasked).faults} == {Rule.EXISTS}
+
+
+def test_a_replay_that_comes_after_somebody_who_needs_what_it_makes_is_found():
+    """A final norm before its own backward, but after that of the head and of the depth, which read it."""
+    made = schedule("-/*E", "norm", micro_batches=1)
+    (ops,) = made.ops
+    replay, own = (
+        next(place for place, op in enumerate(ops) if (op.act, op.phase) == (act, "final_norm"))
+        for act in (Act.RECOMPUTE, Act.B)
+    )
+    late = (*ops[:replay], *ops[replay + 1 : own], ops[replay], *ops[own:])
+    found = {(fault.rule, str(fault.op)) for fault in check(replace(made, ops=(late,))).faults}
+    needing = ("RECOMPUTE0.0:mtp0.enter", "B0.0:mtp0.enter", "B0.0:head")
+    assert found == {(Rule.AFTER_INPUT, op) for op in needing}
 
 
 def test_faults_of_other_ops_are_told_where_they_stand():
@@ -183,16 +268,16 @@ def test_faults_of_other_ops_are_told_where_they_stand():
 
 @pytest.mark.parametrize("strategy", ["optimizer", "all"])
 def test_a_replay_finds_the_weights_of_its_phase(strategy):
-    made = schedule("[*E][*E]", "full", micro_batches=3)
-    units = {"0.mix": ["a"], "0.experts": ["a.experts"], "1.mix": ["b"], "1.experts": ["b.experts"]}
-    uses = uses_of_phases({**units, "final_norm": ["norm"]})
-    names = ("a", "a.experts", "b", "b.experts", "norm")
-    sharding = Sharding(units=dict.fromkeys(names, "dense"), uses=uses, policy=POLICIES[strategy])
-    ops = lower(made.ops[0], sharding)
-    figures = prove(ops, names, uses)
-    plain = prove(lower(without_replays(made)[0].ops[0], sharding), names, uses)
-    assert figures.reductions == plain.reductions
-    assert figures.gathers == plain.gathers if strategy == "optimizer" else figures.gathers > plain.gathers
+    made, units = schedule("[*E][*E]", "full", micro_batches=3), meshes("[*E][*E]", shared_experts=True)
+
+    def figures(made: Schedule) -> Figures:
+        full = lowered(made, units, POLICIES[strategy])
+        assert check(full).faults == ()
+        return prove(full.ops[0], units, uses_of(full))
+
+    again, plain = figures(made), figures(bare(made)[0])
+    assert again.reductions == plain.reductions
+    assert again.gathers == plain.gathers if strategy == "optimizer" else again.gathers > plain.gathers
 
 
 def test_a_replay_takes_the_time_of_its_forward_or_a_share_of_it():

@@ -6,7 +6,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from braid.schedule import Act, Costs, forward_only, interleaved, one_f_one_b, parse_op, simulate, with_sums
+from braid.schedule import (
+    Act,
+    Costs,
+    Options,
+    dual_pipe_v,
+    forward_only,
+    interleaved,
+    one_f_one_b,
+    overlapped,
+    parse_op,
+    simulate,
+    with_sums,
+)
+from braid.schedule.lowering import ALONE, POLICIES, lowered
+from tests.schedule.cases import fine, meshes
 
 PP, VIRTUAL, SECONDS = st.integers(1, 6), st.integers(1, 4), st.floats(0.1, 5)
 
@@ -100,3 +114,15 @@ def test_a_deadlock_cannot_be_timed():
     broken = replace(schedule, ops=(first, schedule.ops[1]))
     with pytest.raises(ValueError, match=r"rank 0 waits for ever in RECV_B0\.0<1"):
         simulate(broken)
+
+
+@pytest.mark.parametrize("policy", [*POLICIES.values(), ALONE], ids=[*POLICIES, "alone"])
+@pytest.mark.parametrize("build", [overlapped, dual_pipe_v])
+def test_ops_about_weights_hold_up_neither_stream(build, policy):
+    pp, segments = (1, 1) if build is overlapped else (2, 4)
+    pattern = "[*E]" * 4
+    built = build(fine(pattern, segments), pp=pp, micro_batches=4, options=Options(delayed=True))
+    timeline, whole = simulate(built), simulate(lowered(built, meshes(pattern, segments), policy))
+    kept = tuple(tuple(span for span in row if not span.op.act.shards) for row in whole.spans)
+    assert kept == timeline.spans
+    assert all(span.start == span.end for row in whole.spans for span in row if span.op.act.shards)

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braid.pattern import parse
 from braid.schedule import (
     Costs,
     Options,
@@ -19,13 +18,13 @@ from braid.schedule import (
     Span,
     Stream,
     build,
-    chains,
     overlapped,
     parse_op,
     simulate,
     with_sums,
 )
 from braid.schedule.trace import Lane, Strip, chrome_trace, lane_of, predicted_trace
+from tests.schedule.cases import fine
 
 
 def boxes_of(trace: dict[str, Any]) -> dict[int, list[dict[str, Any]]]:
@@ -75,7 +74,7 @@ def piped(pp: int, virtual: int, micro_batches: int) -> Schedule:
 
 
 def phased(micro_batches: int) -> Schedule:
-    built = chains(parse("[*E]-[*E]"), 1, tied=False, shared_experts=True, latent=False)
+    built = fine("[*E]-[*E]", shared_experts=True)
     return overlapped(built, pp=1, micro_batches=micro_batches, options=Options(delayed=True))
 
 

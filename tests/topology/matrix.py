@@ -17,8 +17,8 @@ from itertools import groupby, product
 from typing import Any, NamedTuple, get_args
 
 from braid import fit
+from braid.choices import Strategy
 from braid.config import Mesh, Run
-from braid.parallel.sharding import Strategy
 from braid.pattern import parse
 from braid.plan import check
 from tests.covers import cover

@@ -140,12 +140,12 @@ def _exchange_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None
 
 def no_gradients_sent() -> AbstractContextManager[Any]:
     """A pipeline rank sends zeros back."""
-    send = executor.Executor._send
+    send = executor._Execution._send
 
     def zeros(self: Any, op: Any, message: Tensor) -> None:
         send(self, op, torch.zeros_like(message) if op.act is Act.SEND_B else message)
 
-    return patch.object(executor.Executor, "_send", zeros)
+    return patch.object(executor._Execution, "_send", zeros)
 
 
 # ------------------------------------------------------------------------- sharded data parallelism

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from braid.config import Run
 from braid.data import ByteTokenizer, build
-from braid.plan import plan
+from braid.plan import Plan, plan
 from braid.train.building import make_state
-from braid.train.device import choose_device
+from braid.train.device import Device, choose_device
 from braid.train.feed import Feed, open_feed
-from braid.train.loop import begin_or_continue
+from braid.train.garbage import only_new_garbage
+from braid.train.loop import Loop, Outcome
+from braid.train.metrics import Listener, Metrics, Unwritten
 from braid.train.places import Places
+from braid.train.resume import begin_or_continue
+from braid.train.signals import StopRequest
 from braid.train.state import State
+from braid.train.tracing import Tracer
 from tests.runs import small_run
 
 
@@ -38,3 +44,21 @@ def started(run: Run, out: Path) -> tuple[Feed, State, Places]:
     state = make_state(plan(run, 1), choose_device("cpu"))
     begin_or_continue(state, run, feed, places)
     return feed, state, places
+
+
+def train_to_end(
+    planned: Plan,
+    places: Places,
+    device: Device,
+    feed: Feed,
+    state: State,
+    listeners: Sequence[Listener] = (),
+    tracer: Tracer | None = None,
+) -> Outcome:
+    """What `Trainer.train` does with a state that is there already."""
+    first = state.model.groups.world.rank == 0
+    file = Metrics(places.metrics, after_step=state.step, listeners=listeners) if first else Unwritten()
+    with file as metrics, only_new_garbage():
+        loop = Loop(planned, places, device, feed, state, metrics, tracer=tracer)
+        with StopRequest() as loop.asked:
+            return loop.run_to_end()

@@ -27,8 +27,8 @@ from braid.train.building import make_state
 from braid.train.device import choose_device
 from braid.train.feed import open_feed
 from braid.train.finetune import FREE_SETTINGS, check_settings, setting_problems
-from braid.train.loop import begin_or_continue
 from braid.train.places import Places
+from braid.train.resume import begin_or_continue
 from braid.train.step import evaluate, train_step
 from tests.train.helpers import run_on, started
 

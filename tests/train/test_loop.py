@@ -15,8 +15,7 @@ from braid.plan import plan
 from braid.train import loop
 from braid.train import state as states
 from braid.train.device import choose_device
-from braid.train.loop import train_to_end
-from tests.train.helpers import run_on, started
+from tests.train.helpers import run_on, started, train_to_end
 
 
 def train(run, out):

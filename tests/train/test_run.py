@@ -21,12 +21,12 @@ from braid.train.building import make_state
 from braid.train.device import Device, choose_device
 from braid.train.feed import open_feed
 from braid.train.loads import Loads, figures, update_selection_biases
-from braid.train.loop import begin_or_continue, train_to_end
 from braid.train.places import Places
+from braid.train.resume import begin_or_continue
 from braid.train.step import backward, evaluate, micro_batches, train_step
 from braid.train.step import count as count_tokens
 from tests.model.cases import SHAPE, build
-from tests.train.helpers import run_on, started
+from tests.train.helpers import run_on, started, train_to_end
 
 
 def test_a_run_is_the_plain_loop_with_all_its_fields(corpus, tmp_path):

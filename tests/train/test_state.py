@@ -14,8 +14,8 @@ from braid.train import state as states
 from braid.train.building import make_state
 from braid.train.device import choose_device
 from braid.train.feed import open_feed
-from braid.train.loop import begin_or_continue
 from braid.train.places import Places
+from braid.train.resume import begin_or_continue
 from braid.train.step import train_step
 from tests.ranks import run_ranks
 from tests.train.helpers import run_on, started

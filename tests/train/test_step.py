@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from braid.engine.executor import execute
 from braid.train.step import _Evaluation, evaluate, micro_batches, train_step
 from tests.train.helpers import run_on, started
 
@@ -86,9 +87,9 @@ def test_evaluation_does_not_depend_on_how_much_is_done_at_once(fp64, tmp_path):
 def test_evaluation_keeps_nothing_of_what_it_has_read(fp64, tmp_path):
     run = replace(fp64, model=replace(fp64.model, pattern="[*-]|[*E]"))
     feed, state, _ = started(run, tmp_path)
-    work = _Evaluation(state.model, micro_batches(run, feed.train, 1, 0))
+    work = _Evaluation(state, micro_batches(run, feed.train, 1, 0))
+    rows, count = len(work.batches[0].sample_B), len(work.batches)
     with torch.no_grad():
-        for number in range(2):
-            work.forward((number, 0), None)
+        execute(state.evaluation(count), work, state.keeper, state.wires(rows, run))
     assert work.contexts == {}
     assert float(work.totals[1]) > 0

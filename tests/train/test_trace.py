@@ -22,12 +22,11 @@ from braid.train import state as states
 from braid.train.building import opened_state
 from braid.train.device import choose_device
 from braid.train.feed import open_feed
-from braid.train.loop import train_to_end
 from braid.train.places import Places
 from braid.train.tracing import Tracer
 from tests.ranks import run_ranks
 from tests.schedule.test_trace import boxes_of, check_arrows, check_well_formed
-from tests.train.helpers import run_on
+from tests.train.helpers import run_on, train_to_end
 
 
 def traced(rank: int, world: int, run: Run, out: Path, file: Path, on: str = "cpu") -> list[list[Span]]:
@@ -118,7 +117,7 @@ def test_on_a_gpu_boxes_last_as_long_as_the_device_worked(corpus, tmp_path, over
             assert whole["ts"] - slack <= box["ts"]
             assert box["ts"] + box["dur"] <= whole["ts"] + whole["dur"] + slack
     threads = {e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
-    assert threads == {"step", "compute"} | ({"communication"} if overlap else set())
+    assert threads == {"step", "compute", "weights"} | ({"communication"} if overlap else set())
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -180,5 +179,10 @@ def test_braid_plan_writes_the_predicted_trace(tmp_path, capsys):
     assert str(file) in capsys.readouterr().err
     trace = json.loads(file.read_text())
     check_well_formed(trace)
-    assert sorted(boxes_of(trace)) == [0, 2]
+    boxes = boxes_of(trace)
+    assert sorted(boxes) == [0, 2]
+    # Phases stand there as in what is measured; weights that come and go take no time, and would be most of it.
+    timed = {box["name"] for box in boxes[0] if box["dur"] > 0 and not box["cat"].startswith("RECV")}
+    assert timed == {f"{act}{number}.0:0.block" for act in "FB" for number in range(2)}
+    assert not any(parse_op(box["name"]).act.shards for rank in boxes for box in boxes[rank])
     assert main(["plan", "tiny", *words, "--trace", str(file / "plan.json")]) == ExitCode.CONFIG

@@ -1,5 +1,5 @@
-"""Faults in what describes a run: errors, rules, pattern, architecture, topology, schedule, config, recipes,
-fit, plan."""
+"""Faults in what describes a run: errors, choices, rules, pattern, architecture, topology, schedule, config,
+recipes, fit, plan."""
 
 from __future__ import annotations
 
@@ -22,6 +22,23 @@ FAULTS: tuple[Fault, ...] = (
         new="len(faults) - MOST_TOLD - 1",
         kind="off by one",
         why="the seventh fault of a kind is neither listed nor counted",
+    ),
+    # choices
+    Fault(
+        name="full-recompute-means-nothing",
+        file="choices.py",
+        old='frozenset(RECOMPUTE) if "full" in names else names',
+        new="names",
+        kind="dropped term",
+        why="a run that would fit with everything recomputed keeps everything",
+    ),
+    Fault(
+        name="end-of-a-document-has-no-id",
+        file="choices.py",
+        old="BYTE_VOCAB = 257",
+        new="BYTE_VOCAB = 256",
+        kind="off by one",
+        why="a vocabulary without the end of a document is accepted, and the first one that ends is refused",
     ),
     # rules
     Fault(
@@ -159,16 +176,16 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="gradients-reduced-once-whatever-is-sharded",
         file="schedule/lowering.py",
-        old="if not later or (self.policy.every and micro_batch not in later):",
-        new="if not later:",
+        old="if later is None or (self.policy.every and self.last_of[unit, micro_batch] == number):",
+        new="if later is None:",
         kind="dropped term",
         why="ranks that should share gradients keep whole ones until the step ends, and run out of memory",
     ),
     Fault(
         name="released-before-the-next-gather-begins",
         file="schedule/lowering.py",
-        old="later[0] - number > max(keep, lookahead + 1)",
-        new="later[0] - number > keep - 1",
+        old="later - number > max(keep, lookahead + 1)",
+        new="later - number > keep - 1",
         kind="off by one",
         why="weights are gathered again at once, which doubles what is sent",
     ),
@@ -295,14 +312,6 @@ FAULTS: tuple[Fault, ...] = (
         new="shared = run.model.tied",
         kind="wrong group",
         why="the two copies of the embedding drift apart in a pipeline with MTP",
-    ),
-    Fault(
-        name="head-is-free",
-        file="plan.py",
-        old="blocks[-1] += model.flops(tokens) - sum(blocks)",
-        new="blocks[-1] += 0",
-        kind="wrong estimate",
-        why="the timeline of a plan shows the last stage too short",
     ),
     Fault(
         name="warm-up-of-all-steps-refused",

@@ -112,6 +112,14 @@ FAULTS: tuple[Fault, ...] = (
         why="generation ends in an id that no text has",
     ),
     Fault(
+        name="head-is-free",
+        file="model/language.py",
+        old="return 2 * tokens * self.shape.hidden * self.shape.vocab\n            case _:",
+        new="return 0\n            case _:",
+        kind="wrong estimate",
+        why="the timeline of a plan shows the last stage too short",
+    ),
+    Fault(
         name="phases-add-up-the-depths",
         file="model/nodes.py",
         old="weight = model.shape.mtp_loss / len(model.mtp)",
@@ -122,9 +130,9 @@ FAULTS: tuple[Fault, ...] = (
     # engine
     Fault(
         name="losses-of-earlier-stages-have-no-gradient",
-        file="engine/executor.py",
-        old="if cost is not None:\n            roots.append((cost, None))",
-        new="if cost is not None and y is None:\n            roots.append((cost, None))",
+        file="engine/node.py",
+        old="if kept.cost is not None:\n                edges.append(kept.cost[0])",
+        new="if kept.cost is not None and not edges:\n                edges.append(kept.cost[0])",
         kind="lost data",
         why="routers of all stages but the last are not balanced",
     ),

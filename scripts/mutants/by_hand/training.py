@@ -16,9 +16,9 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         name="prefetched-weights-not-counted",
-        file="estimate/memory.py",
-        old="max((here + after for here, after in",
-        new="max((max(here, after) for here, after in",
+        file="estimate/weights.py",
+        old="if op.act is Act.UNSHARD:\n            there +=",
+        new="if op.act is Act.WAIT:\n            there +=",
         kind="wrong estimate",
         why="the peak leaves out weights that are on their way",
     ),
@@ -33,8 +33,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="weights-gathered-for-forward-alone",
         file="estimate/weights.py",
-        old="micro_batches * (uses.forward + uses.backward)",
-        new="micro_batches * uses.forward",
+        old="gathers, sums = times[unit.name, Act.UNSHARD], times",
+        new="gathers, sums = times[unit.name, Act.UNSHARD] // 2, times",
         kind="wrong estimate",
         why="half of what sharded weights send is not counted",
     ),
@@ -89,7 +89,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         name="other-data-goes-on",
-        file="train/loop.py",
+        file="train/resume.py",
         old="if saved.data_fingerprint not in (states.NO_DATA, feed.train.fingerprint):",
         new="if not feed.train.fingerprint:",
         kind="accepted input",

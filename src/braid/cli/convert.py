@@ -70,7 +70,7 @@ def import_(words: list[str]) -> int:
     chosen = options(ImportOptions, rest, f"braid import {name}")
     from braid.interchange import has_moments, to_ours
     from braid.interchange.files import SafetensorsFolder
-    from braid.train.device import DTYPES
+    from braid.nn.dtypes import DTYPES
     from braid.train.state import save_weights
 
     folder, root = Path(name), chosen.out / "checkpoints"
@@ -219,7 +219,7 @@ def _end_of_document(folder: Path) -> str | None:
 def _run_of(shape: Model, tokenizer: str, dtype: torch.dtype) -> Run:
     """A run around a model that somebody else trained: its shape matters, the rest are defaults."""
     from braid.config import Data, Run, Train
-    from braid.train.device import DTYPES
+    from braid.nn.dtypes import DTYPES
 
     names = {value: name for name, value in DTYPES.items()}
     train: Mapping[str, Any] = {"dtype": names.get(dtype, "fp32")}
@@ -275,7 +275,7 @@ def _write(chosen: ExportOptions, saved: Saved, tensors: Mapping[str, Tensor]) -
     from braid.data import tokenizer_from
     from braid.interchange import to_hf, write_trained
     from braid.interchange.megatron import adapter
-    from braid.train.device import DTYPES
+    from braid.nn.dtypes import DTYPES
 
     run, updates = saved.run, saved.updates if chosen.optimizer else None
     dtype = DTYPES[run.train.dtype if chosen.dtype == "run" else chosen.dtype]

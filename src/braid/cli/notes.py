@@ -12,7 +12,7 @@ def schedule_words(worked_out: Plan) -> str:
     """How micro-batches pass, where there is more to say than one after the other."""
     run, schedule = worked_out.run, worked_out.schedule
     mesh = run.mesh
-    words = [schedule.name] if worked_out.axes.pp > 1 or schedule.phases else []
+    words = [schedule.name] if worked_out.axes.pp > 1 or mesh.overlap else []
     words += ["overlapped"] if mesh.overlap and words != ["overlapped"] else []
     words += [f"{'late ' if mesh.late_weights else ''}delayed weight gradients"] if schedule.delayed else []
     words += ["paired ends"] if mesh.paired_ends else []

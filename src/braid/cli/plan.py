@@ -15,6 +15,7 @@ import rich.console
 
 from braid import recipes
 from braid.cli.notes import idle_choices, schedule_words, uncounted
+from braid.cli.ops import ops_of
 from braid.cli.runs import RunFields, help_with_a_recipe
 from braid.cli.words import opened_by, options, print_table, subject
 from braid.errors import ConfigError, ExitCode, Problem
@@ -56,25 +57,30 @@ class PlanOptions:
     trace: Path | None = None
     """Also write that timeline as a trace, which Perfetto and chrome://tracing open beside what `braid train
     --trace` wrote. The shortest forward of a segment takes one millisecond of it, or in phases each `mix`."""
+    ops: int | None = None
+    """Print instead what this rank will do in a step, op by op, as it will be executed."""
     json: bool = False
     """Print JSON, all sizes in bytes."""
 
 
 def show_plan(words: list[str]) -> int:
-    from braid.estimate import advise, estimate  # which load torch
-
     name, rest = subject(help_with_a_recipe(words), "plan", "RECIPE")
     chosen = options(PlanOptions, rest, f"braid plan {name}", PlanOptions(run=recipes.load(name)))
     problems = [*check(chosen.run, chosen.world), *_memory_problems(chosen.device_memory)]
     if problems:
         raise ConfigError(problems)
     worked_out = plan(chosen.run, chosen.world)
+    if chosen.ops is not None:
+        print(ops_of(worked_out, chosen.ops, as_json=chosen.json))
+        return ExitCode.OK
     if chosen.svg is not None:
         _draw(worked_out, chosen.svg)
         print(f"the timeline is drawn in {chosen.svg}", file=sys.stderr)
     if chosen.trace is not None:
         _trace(worked_out, chosen.trace)
         print(f"the timeline is in {opened_by(chosen.trace)}", file=sys.stderr)
+    from braid.estimate import advise, estimate  # which load torch
+
     found = estimate(worked_out, chosen.device)
     limit = None if chosen.device_memory is None else _bytes(chosen.device_memory)
     advice = advise(found, limit) if limit is not None and found.peak > limit else []
@@ -111,14 +117,16 @@ def _write(option: str, file: Path, text: str) -> None:
 
 def _timeline(worked_out: Plan) -> Timeline:
     """The timeline of a step, by the operations of each segment; the shortest forward is the unit of time."""
-    from braid.plan import segment_flops
+    from braid.plan import phase_flops
     from braid.schedule import Costs, simulate
 
-    flops = segment_flops(worked_out)
-    unit = min((each for each in flops if each), default=1)
-    forward = tuple(each / unit for each in flops)
-    costs = Costs(forward=forward, backward=tuple(2 * each for each in forward))
-    return simulate(worked_out.schedule, costs)
+    run = worked_out.run
+    if run.mesh.overlap or run.mesh.schedule != "auto":
+        return simulate(worked_out.schedule)
+    flops = phase_flops(worked_out)
+    unit = min((sum(segment.values()) for segment in flops if segment), default=1)
+    seconds = {name: each / unit for segment in flops for name, each in segment.items()}
+    return simulate(worked_out.schedule, Costs(phases=seconds))
 
 
 # ------------------------------------------------------------------------------------- device memory

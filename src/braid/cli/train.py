@@ -6,46 +6,30 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, redirect_stdout
-from dataclasses import dataclass, replace
-from datetime import timedelta
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-import braid
 from braid import recipes, rules
 from braid.cli.following import next_commands, program
 from braid.cli.notes import idle_choices, schedule_words
 from braid.cli.progress import bar
 from braid.cli.runs import RunFields, help_with_a_recipe
 from braid.cli.words import opened_by, options, subject
-from braid.config import flatten, to_json
+from braid.config import to_json
 from braid.errors import BraidError, ConfigError, ExitCode, Problem
 from braid.fit import described
 from braid.plan import Plan, check, plan
 from braid.plan import size as size_of
 
 if TYPE_CHECKING:
-    from braid.train.device import Device
-    from braid.train.feed import Feed
     from braid.train.loop import Outcome
     from braid.train.metrics import Listener
-    from braid.train.places import Places
-    from braid.train.ranks import Joined
-    from braid.train.state import State
-    from braid.train.tracing import Tracer
+    from braid.train.trainer import Trainer
 
 SAMPLE_TOKENS = 200
 SHARED_SAMPLE_TOKENS = 40
 """Ranks that share a model remember nothing between tokens, so each costs as much as a whole text."""
-
-TIMEOUT = timedelta(minutes=10)
-"""How long a rank waits for others: to come, and in each collective."""
-
-MARGIN = timedelta(minutes=1)
-"""How much longer a collective waits than the watchdog, which knows who is to blame."""
-
-FAILURES = "failures"
-"""Where in the folder of a run ranks report why it failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +68,7 @@ def train(words: list[str]) -> int:
     if worked_out.world == 1 and chosen.restarts == 0:
         return _work(worked_out, out, words, chosen)
     from braid.train.launch import check_gpus, launch
+    from braid.train.trainer import FAILURES
 
     check_gpus(worked_out.world, chosen.device)
     print(f"starting {worked_out.world} ranks", file=sys.stderr)
@@ -95,11 +80,6 @@ def train(words: list[str]) -> int:
         environment=os.environ,
         failures=out / FAILURES,
     )
-
-
-def _patience(chosen: TrainOptions) -> timedelta:
-    """How long a collective may wait."""
-    return max(TIMEOUT, timedelta(seconds=chosen.run.train.stall_timeout_s) + MARGIN)
 
 
 def _planned(chosen: TrainOptions, world: int) -> Plan:
@@ -157,104 +137,65 @@ def _be_worker(words: list[str], chosen: TrainOptions, out: Path) -> int:
 
 
 def _work(worked_out: Plan, out: Path, words: list[str], chosen: TrainOptions) -> int:
-    """Join the other ranks, train with them, leave. What all of them fail by, rank 0 alone tells."""
+    """Train as one of the ranks. What all of them fail by, rank 0 alone tells."""
     # torch takes seconds to load: by now the words are known to be right
-    from braid.train.device import choose_device
-    from braid.train.places import Places
-    from braid.train.ranks import agree, is_everywhere, join, leave, named_failures, together
+    from braid.train.ranks import is_everywhere, leave, seat_in
 
-    device = choose_device(chosen.device)
-    joined = join(os.environ, device.torch, _patience(chosen))
-    device, places = replace(device, torch=joined.device), Places(out=out)
+    seat = seat_in(os.environ)
+    rank = 0 if seat is None else seat.rank
     try:
-        with named_failures(), ExitStack() as held:
-            agree(_settings(chosen, out), joined.everyone)
-            with together(joined.everyone):
-                if joined.rank == 0:
-                    held.enter_context(places.held())
-                else:
-                    held.enter_context(redirect_stdout(held.enter_context(Path(os.devnull).open("w"))))
-            return _train(worked_out, joined, device, places, words, chosen)
+        with ExitStack() as held:
+            if rank != 0:
+                held.enter_context(redirect_stdout(held.enter_context(Path(os.devnull).open("w"))))
+            return _train(worked_out, out, words, chosen)
     except BraidError as error:
-        if joined.rank == 0 or not is_everywhere(error):
+        if rank == 0 or not is_everywhere(error):
             raise
         return error.exit_code
     finally:
         leave()
 
 
-def _settings(chosen: TrainOptions, out: Path) -> dict[str, object]:
-    """What must be the same on every rank, by the name that a person would look for."""
-    import torch
-
-    named = {"out": str(out), "init": str(chosen.init), "device": chosen.device}
-    named |= {"trace": str(chosen.trace), "trace_steps": chosen.trace_steps}
-    return {"braid": braid.__version__, "torch": torch.__version__, **named, **flatten(chosen.run)}
-
-
-def _train(
-    worked_out: Plan, joined: Joined, device: Device, places: Places, words: list[str], chosen: TrainOptions
-) -> int:
-    from braid.fit import tp_runs
-    from braid.parallel.groups import opened_groups
-    from braid.train.building import opened_state
+def _train(worked_out: Plan, out: Path, words: list[str], chosen: TrainOptions) -> int:
     from braid.train.console import say, table, warn
-    from braid.train.feed import open_feed
-    from braid.train.loop import begin_or_continue, train_to_end
-    from braid.train.ranks import first_then_others, together
-    from braid.train.watchdog import watched
+    from braid.train.trainer import Trainer
 
-    def opened() -> Feed:
-        with bar("building the corpus") as progress:
-            return open_feed(chosen.run, places.data, progress)
-
-    feed = first_then_others(opened, joined.everyone)
-    runs = tp_runs(chosen.run.model, worked_out.layout.kinds(), worked_out.axes.tp)
-    with (
-        opened_groups(worked_out.grid, joined.rank, tp_runs=runs, timeout=_patience(chosen)) as groups,
-        opened_state(worked_out, device, groups) as state,
-    ):
-        resumed = begin_or_continue(state, chosen.run, feed, places, chosen.init)
+    steps = _traced(chosen.trace_steps)
+    assert steps is not None, "the words are known to be right"
+    with bar("building the corpus") as progress:
+        trainer = Trainer(
+            worked_out,
+            out=out,
+            init=chosen.init,
+            device=chosen.device,
+            trace=chosen.trace,
+            trace_steps=steps,
+            watch=True,
+            building=progress,
+        )
+    with trainer:
         say(f"braid train {words[0]}")
-        say(table(_header(worked_out, state, device, feed, places, resumed, chosen.init)))
+        say(table(_header(trainer, chosen.init)))
         say("")
-        for note in idle_choices(worked_out) if joined.rank == 0 else ():
+        for note in idle_choices(worked_out) if trainer.joined.rank == 0 else ():
             warn(note)
-        tracer = _tracer(state, chosen)
-        with watched(
-            joined, places.out / FAILURES, state.progress, chosen.run.train.stall_timeout_s
-        ) as watchdog:
-            listeners = _listeners(joined, chosen, places.out)
-            outcome = train_to_end(worked_out, places, device, feed, state, listeners, watchdog, tracer)
-            if tracer is not None:
-                tracer.close()
-            state.progress.enter("the end")
-            with together(joined.everyone):
-                pass  # nobody closes a communicator that another still uses
-            sample = _sample(state, feed, chosen)
+        if trainer.joined.rank == 0:
+            trainer.listeners += _listeners(chosen, out)
+        outcome = trainer.train()
+        sample = _sample(trainer)
     say("")
-    say(table([*sample, ("", ""), *_ending(outcome, feed, places, tracer)]))
+    say(table([*sample, ("", ""), *_ending(outcome, trainer)]))
     say("\ntry next")
-    for command in next_commands(words, places.out, worked_out, program(), os.environ):
+    for command in next_commands(words, out, worked_out, program(), os.environ):
         say(f"  {command}")
     return ExitCode.OK
 
 
-def _tracer(state: State, chosen: TrainOptions) -> Tracer | None:
-    from braid.train.tracing import Tracer
-
-    steps = _traced(chosen.trace_steps)
-    if chosen.trace is None or steps is None:
-        return None
-    return Tracer(chosen.trace, range(state.step + steps.start, state.step + steps.stop), state)
-
-
-def _listeners(joined: Joined, chosen: TrainOptions, out: Path) -> list[Listener]:
+def _listeners(chosen: TrainOptions, out: Path) -> list[Listener]:
+    """Of rank 0, which speaks for all."""
     from braid.train.metrics import TensorBoard, Wandb
 
     listeners: list[Listener] = []
-    if joined.rank != 0:
-        return listeners
     if chosen.tensorboard:
         listeners.append(TensorBoard(out / "tensorboard"))
     if chosen.wandb is not None:
@@ -262,22 +203,15 @@ def _listeners(joined: Joined, chosen: TrainOptions, out: Path) -> list[Listener
     return listeners
 
 
-def _header(
-    worked_out: Plan,
-    state: State,
-    device: Device,
-    feed: Feed,
-    places: Places,
-    resumed: Path | None,
-    init: Path | None,
-) -> Sequence[tuple[str, str]]:
+def _header(trainer: Trainer, init: Path | None) -> Sequence[tuple[str, str]]:
     from braid.train.console import magnitude
 
+    worked_out, state, feed = trainer.plan, trainer.state, trainer.feed
     run = worked_out.run
     size = size_of(worked_out)
     weights = f"{magnitude(size.total)} parameters, {magnitude(size.active)} of them active for a token"
-    status = f"continues from step {state.step}" if resumed else "a new run"
-    if init is not None and not resumed:
+    status = f"continues from step {state.step}" if trainer.resumed else "a new run"
+    if init is not None and not trainer.resumed:
         status += f" from the weights of {init}"
     if state.step == run.train.steps:
         status = f"finished at step {state.step}: nothing is left to do"
@@ -286,11 +220,11 @@ def _header(
         ("model", f"{run.model.pattern}, {weights}"),
         ("data", f"{feed.name}, {magnitude(feed.tokens)} tokens"),
         ("step", f"{worked_out.step_tokens:,} tokens = {run.train.batch_samples} x {run.data.sequence_tokens}"),
-        ("device", f"{device.name}, {run.train.dtype}"),
+        ("device", f"{trainer.device.name}, {run.train.dtype}"),
         *([] if worked_out.world == 1 else [("ranks", _ranks(worked_out))]),
         *([("schedule", text)] if (text := schedule_words(worked_out)) else []),
         *(("kernels" if i == 0 else "", text) for i, text in enumerate(kernels)),
-        ("out", f"{places.out}, {status}"),
+        ("out", f"{trainer.places.out}, {status}"),
     ]
 
 
@@ -298,27 +232,11 @@ def _ranks(worked_out: Plan) -> str:
     return f"{worked_out.world}: {described(worked_out.run.mesh, worked_out.axes)}"
 
 
-def _sample(state: State, feed: Feed, chosen: TrainOptions) -> Sequence[tuple[str, str]]:
+def _sample(trainer: Trainer) -> Sequence[tuple[str, str]]:
     """A few lines that the model writes. That it cannot is no reason for a trained run to fail."""
-    from braid.model.generate import generate_text
-    from braid.train.writing import write_together
-
-    seed = chosen.run.train.seed
+    tokens = SAMPLE_TOKENS if trainer.plan.world == 1 else SHARED_SAMPLE_TOKENS
     try:
-        if state.model.groups.world.size > 1:
-            text = write_together(
-                state,
-                chosen.run,
-                feed.tokenizer,
-                feed.prompt,
-                tokens=SHARED_SAMPLE_TOKENS,
-                temperature=0.8,
-                seed=seed,
-            )
-        else:
-            text = generate_text(
-                state.model, feed.tokenizer, feed.prompt, tokens=SAMPLE_TOKENS, temperature=0.8, seed=seed
-            )
+        text = trainer.generate(trainer.feed.prompt, tokens=tokens, seed=trainer.plan.run.train.seed)
     except BraidError as error:
         text = f"(none: {error})"
     lines = (_printable(line) for line in text.splitlines() or [""])
@@ -330,11 +248,12 @@ def _printable(line: str) -> str:
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in line)
 
 
-def _ending(outcome: Outcome, feed: Feed, places: Places, tracer: Tracer | None) -> Sequence[tuple[str, str]]:
+def _ending(outcome: Outcome, trainer: Trainer) -> Sequence[tuple[str, str]]:
     validation = "n/a" if outcome.val_loss is None else f"{outcome.val_loss:.3f} nats per token"
+    best = trainer.feed.unigram_entropy
     return [
-        ("validation", f"{validation}; knowing only how often each token occurs: {feed.unigram_entropy:.3f}"),
+        ("validation", f"{validation}; knowing only how often each token occurs: {best:.3f}"),
         ("checkpoint", str(outcome.checkpoint)),
-        ("metrics", str(places.metrics)),
-        *([("trace", opened_by(tracer.file))] if tracer is not None and tracer.written else []),
+        ("metrics", str(trainer.places.metrics)),
+        *([] if trainer.traced is None else [("trace", opened_by(trainer.traced))]),
     ]

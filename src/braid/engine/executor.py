@@ -1,8 +1,8 @@
-"""The interpreter of schedules: one op after the other, and a log of what it ran.
+"""The executor: runs the list of ops that a plan has for a pipeline rank, one after the other, and logs them.
 
-Between segments a tensor crosses as data: it is detached where a segment reads it, and its gradient is handed
-back when that segment's backward is done. So the graph of a segment is its own, and is gone after its backward.
-Where a schedule goes into phases, the same holds between them: `node` has what happens there.
+Nothing is decided here. Between phases, and between segments, a tensor crosses as data: it is detached where a
+phase reads it, and its gradient is handed back when that phase's backward is done (`node` has what happens
+within a segment). Ops about weights go to whoever keeps them (`weights`), all others to the `Work` of the step.
 """
 
 from __future__ import annotations
@@ -10,47 +10,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from braid.collectives import Group
-from braid.engine.node import NodeWork, Passage, Turn, Watch
+from braid.engine.node import Passage, Watch, Work
 from braid.engine.progress import Progress
-from braid.schedule import Act, Channel, Op, Schedule, Span, channel_of
+from braid.engine.weights import Weights
+from braid.schedule import Act, Channel, Op, Schedule, Span, Turn, channel_of
+from braid.schedule.lifetime import Use, uses_of
 from braid.schedule.views import stream_of
-
-__all__ = ["SENDING", "Turn", "Wires", "Work", "execute"]
 
 SENDING = "messages on their way"
 """What a rank waits for once its ops have run."""
-
-
-class Work(Protocol):
-    """What the ops of a schedule mean to whoever has them run."""
-
-    def forward(self, turn: Turn, x: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """Run a segment on what the one before it returned, None for the first. Returns what the next one
-        reads, None after the last; and what this one adds to the loss, None where that is nothing."""
-        ...
-
-    def before_backward(self, turn: Turn) -> None: ...
-
-    def after_backward(self, turn: Turn) -> None: ...
-
-    def sum_copies(self, op: Op) -> None:
-        """Sum the gradients of a weight that several stages hold."""
-        ...
-
-
-class _Held(NamedTuple):
-    """What a forward leaves for its backward."""
-
-    x: Tensor | None
-    y: Tensor | None
-    cost: Tensor | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,110 +39,86 @@ class Wires:
     """Where the rank says what it is doing."""
 
 
+class Program:
+    """The list of one pipeline rank, with what each op does with units: worked out once, run every step."""
+
+    def __init__(self, schedule: Schedule, rank: int) -> None:
+        assert schedule.weights != "unplaced", "the schedule is not lowered"
+        self.schedule, self.rank = schedule, rank
+        uses = uses_of(schedule)
+        self.ops: tuple[tuple[Op, Use], ...] = tuple((op, uses(op)) for op in schedule.ops[rank])
+        self.stream = stream_of(schedule)
+
+
 def execute(
-    schedule: Schedule, rank: int, work: Work, wires: Wires, watch: Watch | None = None
+    program: Program, work: Work, weights: Weights, wires: Wires, watch: Watch | None = None
 ) -> tuple[Span, ...]:
-    """Run the ops of a pipeline rank, and return what ran when, in seconds of this process's clock. `work` is
-    a `NodeWork` as well where the schedule goes into phases."""
-    return Executor(schedule, rank, work, wires, watch).run()
+    """Run a program, and return what ran when, in seconds of this process's clock. A step that fails leaves
+    nothing behind in the weights."""
+    weights.begin()
+    try:
+        # To wake another thread for the backward of every node takes the host longer than many of them.
+        with torch.autograd.set_multithreading_enabled(False):
+            return _Execution(program, work, weights, wires, watch).run()
+    except BaseException:
+        weights.abort()
+        raise
 
 
-class Executor:
+class _Execution:
     """The state of one run of one list."""
 
     def __init__(
-        self, schedule: Schedule, rank: int, work: Work, wires: Wires, watch: Watch | None = None
+        self, program: Program, work: Work, weights: Weights, wires: Wires, watch: Watch | None
     ) -> None:
-        self.schedule, self.rank = schedule, rank
-        self.work, self.wires, self.watch = work, wires, watch
+        self.program, self.schedule = program, program.schedule
+        self.work, self.weights, self.wires, self.watch = work, weights, wires, watch
         self.inputs: dict[Turn, Tensor] = {}
-        """What a forward is going to read."""
+        """What a segment is going to read."""
         self.gradients: dict[Turn, Tensor] = {}
-        """What a backward is going to begin with."""
-        self.held: dict[Turn, _Held] = {}
+        """What the backward of a segment is going to begin with."""
         self.outgoing: list[tuple[dist.Work, Tensor]] = []
         """Messages that may still be on their way, with their memory."""
         self.passages: dict[Turn, Passage] = {}
 
     def run(self) -> tuple[Span, ...]:
-        # To wake another thread for the backward of every node takes the host longer than many of them.
-        with torch.autograd.set_multithreading_enabled(False):
-            return self._run_all()
-
-    def _run_all(self) -> tuple[Span, ...]:
         log, progress = [], self.wires.progress
-        progress.follow(
-            cast(NodeWork, self.work).streams if self.schedule.phases else None, stream_of(self.schedule)
-        )
-        for op in self.schedule.ops[self.rank]:
+        progress.follow(self.work.streams, self.program.stream)
+        for op, use in self.program.ops:
             progress.enter(op)
             start = time.perf_counter()
-            self._run(op)
+            self._run(op, use)
             log.append(Span(op=op, start=start, end=time.perf_counter()))
             progress.leave(op)
         progress.enter(SENDING)
         for sending, _ in self.outgoing:
             sending.wait()
-        if self.schedule.phases:
-            cast(NodeWork, self.work).streams.join()
-        left = [*self.inputs, *self.gradients, *self.held, *self.passages]
+        self.work.streams.join()
+        left = [*self.inputs, *self.gradients, *self.passages]
         assert not left, f"a schedule uses everything that it makes: {left}"
         progress.unfollow()
         progress.enter("what follows the ops")
         return tuple(log)
 
-    def _run(self, op: Op) -> None:
-        if op.act is Act.SUM_COPIES:
+    def _run(self, op: Op, use: Use) -> None:
+        if op.act.shards:
+            self.weights.run(op)
+        elif op.act is Act.SUM_COPIES:
             self.work.sum_copies(op)
-            return
-        assert op.micro_batch is not None
-        assert op.segment is not None
-        turn = (op.micro_batch, op.segment)
-        match op.act:
-            case Act.F | Act.B | Act.W | Act.RECOMPUTE if op.phase is not None:
-                self._run_node(turn, op)
-            case Act.F:
-                self._forward(turn)
-            case Act.B:
-                self._backward(turn)
-            case Act.SEND_F:
-                self._send(op, self.inputs.pop(_next(turn)))
-            case Act.SEND_B:
-                self._send(op, self.gradients.pop(_before(turn)))
-            case Act.RECV_F:
-                self.inputs[turn] = self._receive(op)
-            case Act.RECV_B:
-                self.gradients[turn] = self._receive(op)
+        else:
+            assert op.micro_batch is not None
+            assert op.segment is not None
+            turn = (op.micro_batch, op.segment)
+            if op.act.computes:
+                if use:
+                    self.weights.use(use, op.micro_batch)
+                self._compute(turn, op)
+            else:
+                self._transfer(turn, op)
 
     # ------------------------------------------------------------------------------------ computing
 
-    def _forward(self, turn: Turn) -> None:
-        x = self.inputs.pop(turn, None)
-        if x is not None and self.schedule.backward:
-            x = x.detach().requires_grad_()
-        y, cost = self.work.forward(turn, x)
-        if y is not None:
-            self.inputs[_next(turn)] = y.detach()
-        if self.schedule.backward:
-            self.held[turn] = _Held(x, y, cost)
-
-    def _backward(self, turn: Turn) -> None:
-        x, y, cost = self.held.pop(turn)
-        self.work.before_backward(turn)
-        roots: list[tuple[Tensor, Tensor | None]] = []
-        if y is not None:
-            roots.append((y, self.gradients.pop(turn)))
-        if cost is not None:
-            roots.append((cost, None))
-        torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])
-        if x is not None:
-            assert x.grad is not None
-            self.gradients[_before(turn)] = x.grad
-        self.work.after_backward(turn)
-
-    # ----------------------------------------------------------------------------------------- nodes
-
-    def _run_node(self, turn: Turn, op: Op) -> None:
+    def _compute(self, turn: Turn, op: Op) -> None:
         passage = self.passages.get(turn) or self._begin(turn)
         match op.act:
             case Act.F:
@@ -176,12 +126,10 @@ class Executor:
                 if (y := passage.take()) is not None:
                     self.inputs[_next(turn)] = y
                 if passage.forward_done:
-                    passage.work.after_forward(turn)
+                    self.work.after_forward(turn)
             case Act.B:
-                if not passage.backward_begun:
-                    self.work.before_backward(turn)
-                    if turn in self.gradients:
-                        passage.give_gradient(self.gradients.pop(turn))
+                if not passage.backward_begun and turn in self.gradients:
+                    passage.give_gradient(self.gradients.pop(turn))
                 passage.backward(op)
                 if (gradient := passage.take_gradient()) is not None:
                     self.gradients[_before(turn)] = gradient
@@ -191,11 +139,10 @@ class Executor:
                 passage.weights(op)
         if passage.done:
             del self.passages[turn]
-            self.work.after_backward(turn)
+            self.work.after_turn(turn)
 
     def _begin(self, turn: Turn) -> Passage:
-        work, phases = cast(NodeWork, self.work), self.schedule.phases[turn[1]]
-        passage = Passage(turn, phases, work, delayed=self.schedule.delayed, watch=self.watch)
+        passage = Passage(turn, self.schedule, self.work, watch=self.watch)
         if turn in self.inputs:
             passage.give(self.inputs.pop(turn))
         self.passages[turn] = passage
@@ -203,8 +150,19 @@ class Executor:
 
     # ------------------------------------------------------------------------------------- messages
 
+    def _transfer(self, turn: Turn, op: Op) -> None:
+        match op.act:
+            case Act.SEND_F:
+                self._send(op, self.inputs.pop(_next(turn)))
+            case Act.SEND_B:
+                self._send(op, self.gradients.pop(_before(turn)))
+            case Act.RECV_F:
+                self.inputs[turn] = self._receive(op)
+            case _:
+                self.gradients[turn] = self._receive(op)
+
     def _send(self, op: Op, message: Tensor) -> None:
-        group = self.wires.channels[channel_of(self.rank, op)]
+        group = self.wires.channels[channel_of(self.program.rank, op)]
         message = message.contiguous()
         sending = dist.isend(message, group=group.handle, group_dst=1 - group.rank)
         assert sending is not None
@@ -212,7 +170,7 @@ class Executor:
         self.outgoing.append((sending, message))
 
     def _receive(self, op: Op) -> Tensor:
-        group = self.wires.channels[channel_of(self.rank, op)]
+        group = self.wires.channels[channel_of(self.program.rank, op)]
         message = self.wires.message()
         dist.recv(message, group=group.handle, group_src=1 - group.rank)
         return message

@@ -8,8 +8,7 @@ in nothing else of what is used here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from types import MethodType
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -40,10 +39,11 @@ def wake(root: FSDPModule) -> None:
 @torch.enable_grad()
 def settle(root: FSDPModule) -> None:
     """Make the current stream wait for every reduction, and have FSDP2 forget the step: an empty backward
-    through the root. Its switches are as FSDP2 sets them where nobody else does."""
+    through the root, which it takes for the last one."""
     set_switches(root, True)
     root.set_is_last_backward(True)
     getattr(root, SETTLE)(torch.zeros((), requires_grad=True)).backward()
+    set_switches(root, False)
 
 
 def set_switches(root: FSDPModule, on: bool) -> None:
@@ -148,42 +148,12 @@ def _groups(module: FSDPModule) -> list[Any]:
 
 # ------------------------------------------------------------------------------------------- hooks
 
-Hook = Callable[..., Any]
 
-
-class Hooks:
-    """FSDP2's hooks on a model, which can be taken off and put back.
-
-    While they are off, a module is called as if it had never been sharded, however it is called and however
-    deep it lies: as a whole, or by a method that FSDP2 was told about. Hooks of others stay.
-    """
-
-    def __init__(self, root: nn.Module) -> None:
-        self.root = root
-        self._hooks: list[tuple[dict[int, Hook], dict[int, Hook], set[int]]] = []
-        """Where hooks are kept, what was there, and which of them are off."""
-        self._methods: list[tuple[FSDPModule, str, MethodType]] = []
-
-    def off(self) -> None:
-        for module in sharded_modules(self.root):
-            state = module._get_fsdp_state()
-            for hooks in (module._forward_pre_hooks, module._forward_hooks):  # type: ignore[attr-defined]
-                own = {key for key, hook in hooks.items() if getattr(hook, "__self__", None) is state}
-                self._hooks.append((hooks, dict(hooks), own))
-                for key in own:
-                    del hooks[key]
-            for name, method in [*vars(module).items()]:
-                if isinstance(method, MethodType) and hasattr(method, "__wrapped__"):
-                    self._methods.append((module, name, method))
-                    delattr(module, name)
-
-    def on(self) -> None:
-        """In the order in which they were."""
-        for hooks, before, own in self._hooks:
-            now = dict(hooks)
-            hooks.clear()
-            hooks.update({key: hook for key, hook in before.items() if key in own or key in now})
-            hooks.update(now)
-        for module, name, method in self._methods:
-            setattr(module, name, method)
-        self._hooks, self._methods = [], []
+def take_hooks_off(root: nn.Module) -> None:
+    """From now on a module is called as if it had never been sharded, however deep it lies. Hooks of others
+    stay."""
+    for module in sharded_modules(root):
+        state = module._get_fsdp_state()
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):  # type: ignore[attr-defined]
+            for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is state]:
+                del hooks[key]

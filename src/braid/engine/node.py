@@ -16,58 +16,58 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from braid.engine.streams import Issued, Streams
-from braid.schedule import Op, Phase, Stream
+from braid.schedule import Op, Phase, Schedule, Stream, Turn
 from braid.schedule.phases import IN, OUT, named, readers, shared_by
-
-Turn = tuple[int, int]
-"""(micro-batch, segment)."""
 
 Function = Callable[[Mapping[str, Tensor]], tuple[Mapping[str, Tensor], Tensor | None]]
 """From the tensors that a phase reads to those that it writes, and to what it adds to the loss."""
 
 
-class NodeWork(Protocol):
-    """What the nodes of a schedule mean to whoever has them run."""
+class Work:
+    """What the phases of a schedule mean to whoever has them run. An evaluation needs no more than
+    `function`."""
 
     streams: Streams
 
-    def function(self, turn: Turn, phase: Phase) -> Function: ...
-
-    def parameter(self, name: str) -> nn.Parameter:
-        """One that a phase declares as shared."""
-        ...
-
-    def weights_of(self, phase: Phase) -> Sequence[Tensor]:
-        """Those that a phase of the communication stream uses."""
-        ...
-
-    def adding(self, turn: Turn, phase: Phase) -> None:
-        """A node is about to add to gradients of weights, where it runs. Those that are there may be another
-        micro-batch's."""
-        ...
-
-    def delaying(self, turn: Turn, phase: Phase) -> AbstractContextManager[Any]:
-        """What surrounds a backward that leaves its weight gradients behind."""
-        ...
-
-    def weights(self, turn: Turn, phase: Phase, drawer: str) -> None:
-        """Add the weight gradients that a backward left behind in a drawer."""
-        ...
-
-    def replay(self, turn: Turn, phase: Phase, hold: Callable[[Tensor], None]) -> None:
-        """Make again what a forward has not kept. `hold` is told of what other replays made."""
-        ...
+    def function(self, turn: Turn, phase: Phase) -> Function:
+        raise NotImplementedError
 
     def after_forward(self, turn: Turn) -> None:
         """All phases of a segment have run forward."""
-        ...
+
+    def after_turn(self, turn: Turn) -> None:
+        """Nothing more of a micro-batch is to run in a segment."""
+
+    def parameter(self, name: str) -> nn.Parameter:
+        """One that a phase declares as shared."""
+        raise NotImplementedError
+
+    def weights_of(self, phase: Phase) -> Sequence[Tensor]:
+        """Those that a phase of the communication stream uses."""
+        return ()
+
+    def delaying(self, turn: Turn, phase: Phase) -> AbstractContextManager[Any]:
+        """What surrounds a backward that leaves its weight gradients behind."""
+        raise NotImplementedError
+
+    def weights(self, turn: Turn, phase: Phase, drawer: str) -> None:
+        """Add the weight gradients that a backward left behind in a drawer."""
+        raise NotImplementedError
+
+    def replay(self, turn: Turn, phase: Phase, hold: Callable[[Tensor], None]) -> None:
+        """Make again what a forward has not kept. `hold` is told of what other replays made."""
+        raise NotImplementedError
+
+    def sum_copies(self, op: Op) -> None:
+        """Sum the gradients of a weight that several stages hold."""
+        raise NotImplementedError
 
 
 class ForeignGraphError(RuntimeError):
@@ -148,17 +148,10 @@ class _Shared:
 class Passage:
     """One micro-batch in one segment."""
 
-    def __init__(
-        self,
-        turn: Turn,
-        phases: Sequence[Phase],
-        work: NodeWork,
-        *,
-        delayed: bool = False,
-        watch: Watch | None = None,
-    ) -> None:
+    def __init__(self, turn: Turn, schedule: Schedule, work: Work, *, watch: Watch | None = None) -> None:
         """Under a watch, a node that reaches into another one's graph is refused."""
         self.turn, self.work, self.streams = turn, work, work.streams
+        phases, delayed = schedule.phases[turn[1]], schedule.delayed
         self.phases = {phase.name: phase for phase in phases}
         self.watch = watch
         self._made: dict[str, Made] = {}
@@ -168,11 +161,12 @@ class Passage:
         self._in_readers = read_by.get(IN, ())
         self._gradients: dict[str, list[Made]] = {}
         self._kept: dict[str, _Kept] = {}
-        self._users = dict(shared_by(phases))
+        self._users = dict(shared_by(phases)) if schedule.backward else {}
         self._shared: dict[str, _Shared] = {}
         self._replayed: dict[str, Made] = {}
         """Tensors that replays have made again: who made them, and where."""
-        self._to_forward, self._to_backward = set(self.phases), set(self.phases)
+        self._to_forward = set(self.phases)
+        self._to_backward = set(self.phases) if schedule.backward else set[str]()
         self._named, self._delayed = named(phases), delayed
         self._to_weigh = {drawer for phase in phases for drawer in phase.drawers if delayed}
         """Drawers with weight gradients that nobody has added."""
@@ -258,7 +252,7 @@ class Passage:
         return self._made[name] if self._readers[name] else self._made.pop(name)
 
     def _enter(self, name: str, made: Made, kept: _Kept, stream: Stream) -> Tensor:
-        if not made.differentiable:
+        if not made.differentiable or not self._to_backward:
             return made.tensor
         if stream not in self._anchors:
             self._anchors[stream] = made.tensor.new_empty(0, requires_grad=True)
@@ -299,7 +293,6 @@ class Passage:
     def _run_backward(self, phase: Phase, edges: list[GradientEdge], gradients: list[Tensor]) -> None:
         """One backward. A shared parameter shows it the gradient of this micro-batch alone, which is added to
         that of the others as a whole: as autograd does it for a graph in one piece."""
-        self.work.adding(self.turn, phase)
         shared = [self._shared[name] for name in phase.shared if name in self._shared]
         others = [each.parameter.grad for each in shared]
         for each in shared:
@@ -307,7 +300,7 @@ class Passage:
         delays = self._delayed and phase.drawers
         with self.work.delaying(self.turn, phase) if delays else nullcontext():
             if edges:  # none, where nothing up to here learns
-                torch.autograd.backward(edges, gradients)
+                run_backward(edges, gradients)
         for each, other in zip(shared, others, strict=True):
             each.gradient, each.parameter.grad = each.parameter.grad, other
             each.users -= 1
@@ -324,7 +317,6 @@ class Passage:
         self._begin(op, phase.stream, ())
 
         def job() -> None:
-            self.work.adding(self.turn, phase)
             self.work.weights(self.turn, phase, drawer)
 
         self._issue(phase, job)
@@ -391,6 +383,20 @@ class Passage:
             if function not in kept.functions:
                 kept.functions.add(function)
                 waiting += [edge for edge, _ in function.next_functions if edge is not None]
+
+
+def run_backward(edges: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
+    """`torch.autograd.backward` without what it checks first: on a host that is in a hurry, that takes as long
+    as the backward of a small node. The gradients are known to have the shapes of what they belong to."""
+    torch.autograd.Variable._execution_engine.run_backward(
+        tuple(edges),
+        tuple(gradients),
+        False,  # keep_graph
+        False,  # create_graph
+        (),  # inputs: all leaves
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
 
 
 def _sum(terms: Sequence[Tensor]) -> Tensor:

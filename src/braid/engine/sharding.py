@@ -1,11 +1,10 @@
-"""The driver of sharded weights: FSDP2 by explicit actions, as the ops of a lowered schedule ask for them.
+"""Sharded weights: FSDP2 driven by explicit ops, as a plan has them.
 
-    driver.begin()   UNSHARD ──► WAIT ──► compute ──► ACCUM, REDUCE_GRAD ──► RESHARD   FINISH
-                                    at any point: driver.abort()
+    begin   UNSHARD ──► WAIT ──► compute ──► ACCUM, REDUCE_GRAD ──► RESHARD   FINISH
+                                    at any point: abort
 
-From `begin` to `FINISH` or `abort` the hooks of FSDP2 are off, on every unit and on the root: parts of the
-model are called as plain functions, and what they need must be ready. Before and after, the same model runs by
-its hooks. An action that breaks a rule of `schedule.lifetime` raises before anything is done.
+FSDP2's own hooks are taken off for good: parts of the model are called as plain functions, and what they need
+must be ready. An action that breaks a rule of `schedule.lifetime` raises before anything is done.
 
 Weight gradients may come late: they are added to `.grad` of the Parameters that the forward has seen, whether
 or not these are still gathered. Once they are not, `module.weight` is another Parameter.
@@ -16,85 +15,32 @@ order, `abort` included: it waits for gathers that are under way.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, UnshardHandle
 
 from braid.engine import fsdp2
-from braid.engine.executor import Executor, Wires, Work
-from braid.engine.node import Watch
-from braid.parallel.sharding import Strategy, Unit
-from braid.schedule import Act, Op, Ops, Phase, Schedule, Span
-from braid.schedule.lifetime import Figures, Lifetime, LifetimeError, Use, Uses
-from braid.schedule.lowering import POLICIES, Sharding, lower, uses_of_phases
+from braid.schedule import Act, Op, Rule
+from braid.schedule.lifetime import Figures, Lifetime, LifetimeError, Use
 
 
-def named_units(root: nn.Module, units: Iterable[Unit]) -> dict[str, Unit]:
-    """The units that are sharded by themselves, by the path of their module; none where a process is alone."""
-    paths = {module: path for path, module in root.named_modules()}
-    return {paths[unit.module]: unit for unit in units if isinstance(unit.module, FSDPModule)}
-
-
-def units_of_segments(units: Mapping[str, Unit], *, pipeline: bool) -> dict[int, tuple[str, ...]]:
-    """The names of the units of each segment. Without a pipeline one segment stands for the whole model."""
-    held: dict[int, tuple[str, ...]] = {}
-    for name, unit in units.items():
-        segment = unit.segment if pipeline else 0
-        held[segment] = (*held.get(segment, ()), name)
-    return held
-
-
-def lowered(
-    schedule: Schedule, rank: int, meshes: Mapping[str, str], strategy: Strategy, *, tied: bool
-) -> tuple[Ops, Uses]:
-    """The list of a pipeline rank with ops about its units, whose meshes are given by name; and what each op of
-    the list uses. For a schedule in phases."""
-    phases = [phase for segment in schedule.phases for phase in segment]
-    uses = uses_of_phases(units_of_phases(meshes, phases, tied=tied), unread={"embed"})
-    sharding = Sharding(units=meshes, uses=uses, policy=POLICIES[strategy])
-    return lower(schedule.ops[rank], sharding, rank), uses
-
-
-def units_of_phases(
-    meshes: Mapping[str, str], phases: Iterable[Phase], *, tied: bool
-) -> dict[str, tuple[str, ...]]:
-    """The names of the units that each phase uses, by its own name and those of its drawers; `meshes` has the
-    mesh of every unit. What comes back from experts may go through a projection of the block, whose weight
-    gradients then have a drawer."""
-    teller = "embedding" if tied else "head"
-    found: dict[str, tuple[str, ...]] = {}
-    for phase in phases:
-        depth = "" if phase.depth is None else f"mtp.{phase.depth}"
-        block = f"{depth}.blocks.{phase.block}" if depth else f"stack.blocks.{phase.block}"
-        inner = [name for name in meshes if name.startswith(f"{block}.")]
-        experts = [name for name in inner if meshes[name] == "expert"]
-        used = {
-            "embed": ["embedding"],
-            "enter": ["embedding", depth],
-            "mix": [*(name for name in inner if name not in experts), block],
-            "experts": experts,
-            "combine": [block] if phase.drawers else [],
-            "post": [block] if phase.drawers else [],
-            "final_norm": [f"{depth}.exit", depth] if depth else ["exit", "final_norm"],
-            "head": [teller],
-        }
-        units = tuple(name for name in used.get(phase.kind, ()) if name in meshes)
-        found |= dict.fromkeys((phase.name, *phase.drawers), units)
-    return found
-
-
-class Driver:
+class FsdpWeights:
     """The sharded weights of a model, step after step."""
 
-    def __init__(self, root: nn.Module, units: Mapping[str, Unit]) -> None:
-        """`units` are those of `named_units`."""
-        self.root = root if isinstance(root, FSDPModule) else None
+    def __init__(self, root: nn.Module, units: Iterable[str]) -> None:
+        """`units` are the paths of the modules that `shard_units` has sharded within the root."""
+        assert isinstance(root, FSDPModule), "the model is not sharded"
+        self.root = root
         self.modules: dict[str, FSDPModule] = {}
-        for name, unit in units.items():
-            assert isinstance(unit.module, FSDPModule), f"{name} is not sharded"
-            self.modules[name] = unit.module
-        self._hooks = fsdp2.Hooks(root)
+        for path in units:
+            module = root.get_submodule(path)
+            assert isinstance(module, FSDPModule), f"{path} is not sharded"
+            self.modules[path] = module
+        self.mains = fsdp2.Accumulated(root)
+        fsdp2.wake(root)
+        fsdp2.take_hooks_off(root)
+        fsdp2.set_switches(root, False)
         self._lifetime: Lifetime | None = None
         self._gathers: dict[str, UnshardHandle] = {}
         self.figures = Figures(0, 0, 0)
@@ -103,23 +49,18 @@ class Driver:
     # -------------------------------------------------------------------------------- a step's ends
 
     def begin(self) -> None:
-        """Take over. Weights that somebody has left gathered are released: the optimizer may have changed
-        them since."""
+        """A step begins, or an evaluation."""
         if self._lifetime is not None:
-            raise LifetimeError("a step has begun already: FINISH or abort it first")
+            raise LifetimeError(Rule.FINISHED, "a step has begun already: FINISH or abort it first")
         owing = [name for name, module in self.modules.items() if fsdp2.owes(module)]
         if owing:
-            raise LifetimeError(f"gradients of an earlier step were never reduced: {', '.join(owing)}")
-        if self.root is not None:
-            fsdp2.wake(self.root)
-            for module in self.modules.values():
-                module.reshard()
-            fsdp2.set_switches(self.root, False)
-            self._hooks.off()
+            raise LifetimeError(
+                Rule.REDUCED, f"gradients of an earlier step were never reduced: {', '.join(owing)}"
+            )
         self._lifetime = Lifetime(self.modules)
 
     def finish(self) -> None:
-        """Give the model back to its hooks; reduced gradients can be read."""
+        """Reduced gradients can be read from now on."""
         self._life().finish()
         self._end()
 
@@ -139,9 +80,7 @@ class Driver:
     def _end(self) -> None:
         self.figures = self._life().figures
         self._lifetime = None
-        self._hooks.on()
-        if self.root is not None:
-            fsdp2.settle(self.root)
+        fsdp2.settle(self.root)
 
     # -------------------------------------------------------------------------------------- actions
 
@@ -197,49 +136,5 @@ class Driver:
 
     def _life(self) -> Lifetime:
         if self._lifetime is None:
-            raise LifetimeError("no step has begun")
+            raise LifetimeError(Rule.FINISHED, "no step has begun")
         return self._lifetime
-
-
-def execute_sharded(
-    schedule: Schedule,
-    rank: int,
-    work: Work,
-    wires: Wires,
-    driver: Driver,
-    uses: Uses,
-    watch: Watch | None = None,
-) -> tuple[Span, ...]:
-    """`execute` for a list that is lowered. `work` leaves switches of FSDP2 alone, and reads no gradient before
-    the list has come to FINISH. A step that fails is aborted."""
-    driver.begin()
-    try:
-        return _ShardingExecutor(schedule, rank, work, wires, driver, uses, watch).run()
-    except BaseException:
-        driver.abort()
-        raise
-
-
-class _ShardingExecutor(Executor):
-    """An interpreter that has ops about units done by a driver."""
-
-    def __init__(
-        self,
-        schedule: Schedule,
-        rank: int,
-        work: Work,
-        wires: Wires,
-        driver: Driver,
-        uses: Uses,
-        watch: Watch | None,
-    ) -> None:
-        super().__init__(schedule, rank, work, wires, watch)
-        self.driver, self.uses = driver, uses
-
-    def _run(self, op: Op) -> None:
-        if op.act.shards:
-            self.driver.run(op)
-        else:
-            if use := self.uses(op):
-                self.driver.use(use, op.micro_batch)
-            super()._run(op)

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from braid.config import Again, Mesh, Run
+from braid.choices import Recompute
+from braid.config import Mesh, Run
 from braid.errors import ConfigError
 from braid.estimate.stages import Estimate, estimate
 from braid.plan import plan
 
 FACTORS = (2, 4, 8)
 """By how much a choice is raised."""
-RECOMPUTE: tuple[Again, ...] = ("norm", "activation", "core", "full")
+RECOMPUTE: tuple[Recompute, ...] = ("norm", "activation", "core", "full")
 """What is made again instead of kept, from the cheapest on. The last has all of the others."""
 MOST = 5
 """Pieces of advice that are given, one for each choice."""

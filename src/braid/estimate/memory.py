@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from braid.choices import Strategy
 from braid.estimate.moments import Activations
 from braid.estimate.weights import Held
 from braid.nn.cost import Cost
-from braid.parallel.sharding import Strategy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,25 +49,29 @@ class Step:
     strategy: Strategy
     micro_batches: int
     activations: Activations
+    gathered: int
+    """The most bytes of gathered weights that are there at a time."""
+    whole: bool = False
+    """Whether all of a segment is one phase: then narrow gradients join the main ones when all of them are
+    there, and else when those of their own phase are."""
 
 
 def memory_of(units: list[Held], costs: Mapping[str, Cost], step: Step) -> Memory:
     """The memory of a rank with these units, whose parts cost this for one micro-batch."""
     parameters = sum(unit.kept_bytes for unit in units)
     optimizer = sum(_state(unit, step) for unit in units)
-    gathered = _gathered(units, step)
     updated = sum(unit.kept * _main(unit) for unit in units)
     steady = parameters + optimizer
     peak, peak_at = steady + updated, "update"
     parts = list(costs)
     for part in reversed(parts):
         grads = _gradients(units, parts, part, step)
-        here = steady + gathered + step.activations.during[part] + grads
+        here = steady + step.gathered + step.activations.during[part] + grads
         if here > peak:
             peak, peak_at = here, f"backward of {part}"
     return Memory(
         parameters=parameters,
-        gathered=gathered,
+        gathered=step.gathered,
         gradients=max(updated, _gradients(units, parts, parts[0], step)),
         updated=updated,
         optimizer=optimizer,
@@ -89,16 +93,6 @@ def _state(unit: Held, step: Step) -> int:
     return copies * unit.kept * _main(unit)
 
 
-def _gathered(units: list[Held], step: Step) -> int:
-    """All units where they stay gathered; else the largest two neighbours, one of which is on its way."""
-    sizes = [unit.gathered_bytes for unit in units]
-    if step.alone:
-        return 0
-    if step.strategy != "all":
-        return sum(sizes)
-    return max((here + after for here, after in zip(sizes, [*sizes, 0][1:], strict=True)), default=0)
-
-
 def _gradients(units: list[Held], parts: list[str], part: str, step: Step) -> int:
     """Gradients that are there while backward is in a part: those of this part and of the parts after it, and
     what earlier micro-batches have left."""
@@ -106,12 +100,10 @@ def _gradients(units: list[Held], parts: list[str], part: str, step: Step) -> in
     passed = [unit for unit in units if parts.index(unit.part) >= place]
     earlier = step.micro_batches > 1
     if step.alone:
-        narrow = [unit for unit in units if unit.stored < _main(unit)]
-        main = narrow if earlier else [unit for unit in passed if unit.in_place]
-        own = [unit for unit in (units if earlier else passed) if unit in passed or unit not in narrow]
-        return sum(unit.kept * _main(unit) for unit in main) + sum(
-            unit.kept_bytes for unit in own if not unit.in_place
-        )
+        narrow = [unit for unit in units if unit.stored < _main(unit) and not unit.in_place]
+        waiting = [unit for unit in narrow if (unit in passed if step.whole else unit.part == part)]
+        main = units if earlier else [unit for unit in passed if not step.whole or unit not in narrow]
+        return sum(unit.kept * _main(unit) for unit in main) + sum(unit.kept_bytes for unit in waiting)
     stay = earlier and step.strategy in ("none", "optimizer")
     most = max((_to_sum(unit, stay) for unit in units if unit.part == part), default=0)
     if stay:

@@ -8,9 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
+from braid.estimate.weights import part_of, phases_of
 from braid.nn.cost import Cost
 from braid.plan import Plan
-from braid.schedule import Act, Phase, live_peaks
+from braid.schedule import Act
 
 POSITIONS = "positions"
 """The part that is there from the first forward of a micro-batch to its last backward."""
@@ -30,35 +31,16 @@ class Activations(NamedTuple):
 
 
 def activations(plan: Plan, stage: int, costs: Mapping[str, Cost]) -> Activations:
-    """Of a stage whose parts cost this for one micro-batch, in the order of forward."""
-    return _by_phases(plan, stage, costs) if plan.schedule.phases else _by_segments(plan, stage, costs)
-
-
-def _by_segments(plan: Plan, stage: int, costs: Mapping[str, Cost]) -> Activations:
-    """Where forwards and backwards run one after the other: the highest sum is there as a backward begins."""
-    kept = [0] * plan.schedule.segments
-    held, last = [segment.index for segment in plan.stages[stage].segments], len(plan.layout.segments) - 1
-    of_block = {f"blocks.{block.index}": s.index for s in plan.layout.segments for block in s.blocks}
-    for part, cost in costs.items():
-        segment = {POSITIONS: held[0], "embedding": 0, **of_block}.get(part, last)
-        kept[0 if len(kept) == 1 else segment] += cost.kept
-    most = left = live_peaks(plan.schedule, kept)[stage]
-    during = {}
-    for part, cost in reversed(list(costs.items())):
-        during[part] = left + cost.passing
-        left -= cost.kept
-    return Activations(most, during)
-
-
-def _by_phases(plan: Plan, stage: int, costs: Mapping[str, Cost]) -> Activations:
-    """Where a forward runs beside a backward, or two backwards do: a part is there from its first phase to the
-    last of its backward."""
-    parts = {phase.name: _part(phase) for phases in plan.schedule.phases for phase in phases}
+    """Of a stage whose parts cost this for one micro-batch, in the order of forward: a part is there from its
+    first phase to the last of its backward."""
     there, back = defaultdict[_Turn, list[int]](list), defaultdict[_Turn, list[int]](list)
+    parts = _parts(plan)
     ops = [
-        (op.act, op.micro_batch, parts[op.phase])
+        (op.act, op.micro_batch, part)
         for op in plan.schedule.ops[stage]
-        if op.act in (Act.F, Act.B) and op.phase is not None and parts[op.phase] in costs
+        if op.act in (Act.F, Act.B)
+        for part in parts[op.segment, op.phase][:: 1 if op.act is Act.F else -1]
+        if part in costs
     ]
     for place, (act, micro_batch, part) in enumerate(ops):
         there[micro_batch, part].append(place)
@@ -74,6 +56,16 @@ def _by_phases(plan: Plan, stage: int, costs: Mapping[str, Cost]) -> Activations
     return Activations(max(kept, default=0), during)
 
 
+def _parts(plan: Plan) -> dict[tuple[int | None, str | None], tuple[str, ...]]:
+    """The parts that each phase of each segment runs, in order: one, or all where it is all of the segment."""
+    return {
+        (segment, phase.name): tuple(map(part_of, inner if phase.kind == "segment" else [phase]))
+        for segment, phases in enumerate(plan.schedule.phases)
+        for inner in [phases_of(plan, segment)]
+        for phase in phases
+    }
+
+
 def _sums(count: int, spans: Iterable[tuple[Sequence[int], int]]) -> list[int]:
     """At each of so many places the sum of sizes that are there, each from its first place to its last."""
     changes = [0] * (count + 1)
@@ -81,12 +73,3 @@ def _sums(count: int, spans: Iterable[tuple[Sequence[int], int]]) -> list[int]:
         changes[places[0]] += size
         changes[places[-1] + 1] -= size
     return list(accumulate(changes))[:-1]
-
-
-def _part(phase: Phase) -> str:
-    """The part of the model that a phase runs, as costs name it; one that hands on, "pass", runs none."""
-    if phase.depth is not None:
-        return f"mtp.{phase.depth}"
-    if phase.block is not None:
-        return f"blocks.{phase.block}"
-    return {"embed": "embedding", "final_norm": "head"}.get(phase.kind, phase.kind)

@@ -8,17 +8,15 @@ from types import MappingProxyType
 import torch
 
 from braid import fit, kernels
+from braid.choices import recomputed
 from braid.collectives import ALONE, Group, Groups
 from braid.config import Run
 from braid.model.language import LanguageModel
 from braid.nn.cost import Portion
+from braid.nn.dtypes import DTYPES
 from braid.nn.moe import dispatchers
 from braid.nn.moe.journey import Dispatcher
-from braid.nn.recompute import chosen
 from braid.plan import Plan, span_of
-
-DTYPES = MappingProxyType({"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64})
-"""What `train.dtype` means."""
 
 
 def first_rank(plan: Plan, stage: int) -> Groups:
@@ -80,7 +78,8 @@ def portion_of(plan: Plan, device: str) -> Portion:
         rows=plan.micro_batch_samples // plan.axes.dp,
         tokens=plan.run.data.sequence_tokens,
         dtype=DTYPES[plan.run.train.dtype],
-        recompute=chosen(plan.run.train.recompute),
+        recompute=recomputed(plan.run.train.recompute),
         span=span_of(plan.run, plan.layout),
+        fine=any(phase.kind == "experts" for phases in plan.schedule.phases for phase in phases),
     )
     return portion if device == "cuda" else replace(portion, device="cpu")

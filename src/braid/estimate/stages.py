@@ -9,7 +9,7 @@ from math import prod
 from braid.estimate.memory import Memory, Step, memory_of
 from braid.estimate.moments import activations
 from braid.estimate.rank import first_rank, model_of, portion_of
-from braid.estimate.weights import copy_calls, driven_times, held_units, hooked_times, sharding_calls
+from braid.estimate.weights import copy_calls, held_units, most_gathered, sharding_calls
 from braid.model.language import LanguageModel
 from braid.nn.cost import Call, Portion
 from braid.plan import Plan
@@ -66,18 +66,19 @@ def estimate(plan: Plan, device: str = "cuda") -> Estimate:
 
 def _stage(plan: Plan, stage: int, live: int, portion: Portion, device: str) -> StageEstimate:
     run, model = plan.run, model_of(plan, first_rank(plan, stage), device)
-    costs, units = model.costs(portion), held_units(model, plan.axes)
+    costs, units, ops = model.costs(portion), held_units(model, plan, stage), plan.schedule.ops[stage]
     micro_batches, segments = run.train.micro_batches, plan.stages[stage].segments
     step = Step(
         alone=plan.world == 1,
         strategy=run.mesh.shard,
         micro_batches=micro_batches,
         activations=activations(plan, stage, costs),
+        gathered=most_gathered(units, ops),
+        whole=any(phase.kind == "segment" for phases in plan.schedule.phases for phase in phases),
     )
     calls = [call for cost in costs.values() for call in cost.times(micro_batches).calls]
     if plan.world > 1:
-        hooked = hooked_times(units, run.mesh.shard, micro_batches)
-        calls += sharding_calls(units, driven_times(units, plan, stage) if plan.schedule.phases else hooked)
+        calls += sharding_calls(units, ops)
         calls += copy_calls(model, plan)
     return StageEstimate(
         stage=stage,

@@ -3,35 +3,26 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from braid.engine.sharding import lowered
+from braid.engine.weights import parameters_of_units
 from braid.fit import Sizes
 from braid.kernels.grouped_mlp.product import WritesInPlace
+from braid.model.declaration import chains, form_of
 from braid.model.language import LanguageModel
 from braid.nn.canonical import Shard
 from braid.nn.cost import Call
 from braid.nn.moe.experts import SHARD_DIMS, Experts
 from braid.optim.gradients import copied
-from braid.parallel.sharding import Strategy, Unit, set_apart
+from braid.parallel.sharding import shard_dims
 from braid.plan import Plan
-from braid.schedule import Act
-
-
-class Uses(NamedTuple):
-    """How often FSDP2 gathers a unit. It lets go of one after each use whose input has a gradient, so one that
-    is used several times is gathered several times."""
-
-    forward: int = 1
-    backward: int = 1
-    in_a_step: int = 1
-    """Where it stays gathered until a last backward that lets go after each use."""
+from braid.schedule import Act, Ops, Phase
+from braid.schedule.phases import Unit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +46,6 @@ class Held:
     """Bytes of a weight as it is kept."""
     computed: int
     """Bytes of a weight as it is used."""
-    uses: Uses
-    """How often it is gathered."""
     in_place: bool
     """Whether its gradients are written where they accumulate, in the optimizer's dtype."""
 
@@ -69,29 +58,49 @@ class Held:
         return self.gathered * self.computed
 
 
-def held_units(model: LanguageModel, axes: Sizes) -> list[Held]:
-    """The units of a model as `shard_units` makes them, in the order of forward as far as that has one."""
-    names = {id(module): name for name, module in model.named_modules()}
-    claimed: set[int] = set()
-    found = []
-    for unit, _ in set_apart(model.units(), model.dtype):
-        weights = [(name, p) for name, p in unit.module.named_parameters() if id(p) not in claimed]
-        claimed |= {id(p) for _, p in weights}
-        if weights:
-            found.append(_held(unit, names[id(unit.module)], weights, model, axes))
-    return found
+def held_units(model: LanguageModel, plan: Plan, stage: int) -> list[Held]:
+    """The units of a stage, in the order of forward as far as that has one."""
+    phases = [phase for segment in plan.schedule.held(stage) for phase in phases_of(plan, segment)]
+    # Backward comes first to the last phase that uses a unit: from there on it has a gradient.
+    parts = {unit: part_of(phase) for phase in phases for unit in phase.units}
+    units, names = model.units(), dict(model.named_parameters())
+    held = parameters_of_units(model, [unit.path for unit in units])
+    return [
+        _held(unit, parts[unit.path], [(name, names[name]) for name in held[unit.path]], model, plan.axes)
+        for unit in units
+        if held[unit.path]
+    ]
+
+
+def phases_of(plan: Plan, segment: int) -> tuple[Phase, ...]:
+    """The phases of a segment; where all of it is one phase, those that it could be cut into."""
+    phases = plan.schedule.phases[segment]
+    if [phase.kind for phase in phases] != ["segment"]:
+        return phases
+    return chains(plan.layout, form_of(plan.run.model, plan.run.train.dtype))[segment].phases
+
+
+def part_of(phase: Phase) -> str:
+    """The part of the model that a phase runs, as costs name it; one that hands on, "pass", runs none."""
+    if phase.depth is not None:
+        return f"mtp.{phase.depth}"
+    if phase.block is not None:
+        return f"blocks.{phase.block}"
+    return {"embed": "embedding", "final_norm": "head"}.get(phase.kind, phase.kind)
 
 
 def _held(
-    unit: Unit, name: str, weights: list[tuple[str, nn.Parameter]], model: LanguageModel, axes: Sizes
+    unit: Unit, part: str, weights: list[tuple[str, nn.Parameter]], model: LanguageModel, axes: Sizes
 ) -> Held:
     shards, copies = _sharing(unit.mesh, axes)
-    sizes = [_shard_size(p, unit.dims.get(name, 0), shards) for name, p in weights]
+    module = model.get_submodule(unit.path)
+    dims = shard_dims(module)
+    sizes = [_shard_size(p, dims.get(name.rpartition(".")[2], 0), shards) for name, p in weights]
     stored = weights[0][1].dtype
-    in_place = isinstance(unit.module, Experts) and isinstance(unit.module.grouped_mlp, WritesInPlace)
+    in_place = isinstance(module, Experts) and isinstance(module.grouped_mlp, WritesInPlace)
     return Held(
-        name=name,
-        part=_part(name, model),
+        name=unit.path,
+        part=part,
         mesh=unit.mesh,
         shards=shards,
         copies=copies,
@@ -99,7 +108,6 @@ def _held(
         kept=sum(sizes),
         stored=stored.itemsize,
         computed=stored.itemsize if unit.wide else min(stored.itemsize, model.dtype.itemsize),
-        uses=_uses(name, model),
         in_place=in_place and model.dtype.itemsize < torch.float32.itemsize,
     )
 
@@ -116,62 +124,28 @@ def _shard_size(parameter: nn.Parameter, dim: int, shards: int) -> int:
     return -(-parameter.shape[dim] // shards) * prod(parameter.shape[:dim] + parameter.shape[dim + 1 :])
 
 
-def _is_head(model: LanguageModel) -> bool:
-    """Whether the embedding is the head as well, here."""
-    return model.head is None and model.final_norm is not None
-
-
-def _part(name: str, model: LanguageModel) -> str:
-    """A tied embedding has its gradient from the head on, and so has a copy for MTP depths."""
-    if name == "embedding" and (_is_head(model) or 0 not in model.segments):
-        return "head"
-    if name in ("exit", "final_norm", "head"):
-        return "head"
-    return ".".join(name.removeprefix("stack.").split(".")[:2])
-
-
-def _uses(name: str, model: LanguageModel) -> Uses:
-    """The embedding is asked for tokens, here and in every MTP depth; the head is asked by the model and by
-    every depth. One of them may be both."""
-    depths = len(model.mtp)
-    lookups = (0 in model.segments) + depths
-    if name == "embedding" and _is_head(model):
-        return Uses(1 + depths + lookups, 1 + lookups, 1 + lookups)
-    if name == "embedding":
-        return Uses(forward=lookups)
-    if name == "head":
-        return Uses(1 + depths, 1 + depths, 1 + depths)
-    return Uses()
-
-
 # --------------------------------------------------------------------------------------------- calls
 
 
-def driven_times(units: list[Held], plan: Plan, stage: int) -> dict[str, tuple[int, int]]:
-    """How often each unit is gathered and its gradients are summed in a step, where ops of the schedule say so:
-    by name."""
-    run, meshes = plan.run, {unit.name: unit.mesh for unit in units}
-    ops, _ = lowered(plan.schedule, stage, meshes, run.mesh.shard, tied=run.model.tied)
-    times = Counter((op.unit, op.act) for op in ops if op.act.shards)
-    return {name: (times[name, Act.UNSHARD], times[name, Act.REDUCE_GRAD]) for name in meshes}
+def most_gathered(units: list[Held], ops: Ops) -> int:
+    """The most bytes of gathered weights that are there at a time, as the ops of a rank gather and release."""
+    sizes = {unit.name: unit.gathered_bytes for unit in units}
+    there = most = 0
+    for op in ops:
+        if op.act is Act.UNSHARD:
+            there += sizes.get(op.unit or "", 0)
+            most = max(most, there)
+        elif op.act is Act.RESHARD:
+            there -= sizes.get(op.unit or "", 0)
+    return most
 
 
-def hooked_times(units: list[Held], strategy: Strategy, micro_batches: int) -> dict[str, tuple[int, int]]:
-    """The same where FSDP2 finds out by its hooks."""
-    told = {}
-    for unit in units:
-        uses, every = unit.uses, strategy in ("gradients", "all")
-        gathers = uses.in_a_step if every else 1
-        gathers = micro_batches * (uses.forward + uses.backward) if strategy == "all" else gathers
-        told[unit.name] = gathers, micro_batches if every else 1
-    return told
-
-
-def sharding_calls(units: list[Held], times: Mapping[str, tuple[int, int]]) -> Iterator[Call]:
+def sharding_calls(units: list[Held], ops: Ops) -> Iterator[Call]:
     """What sharded data parallelism sends in a step: weights that are gathered, gradients that are summed."""
+    times = Counter((op.unit, op.act) for op in ops if op.act.shards)
     for unit in units:
         family = "edp" if unit.mesh == "expert" else "dp_cp"
-        gathers, sums = times[unit.name]
+        gathers, sums = times[unit.name, Act.UNSHARD], times[unit.name, Act.REDUCE_GRAD]
         what = "experts" if unit.mesh == "expert" else "dense"
         if unit.shards > 1:
             weights, grads = unit.kept * unit.computed, unit.gathered * unit.stored

@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -30,40 +29,24 @@ from braid.collectives import Groups
 from braid.kernels import Kernels
 from braid.kernels.hyper_connection import Ways
 from braid.model.context import Context
+from braid.model.declaration import LAYER_NAMES
 from braid.model.streams import connection_of
 from braid.nn.attention import Attention
 from braid.nn.canonical import Canonical, under
 from braid.nn.cost import Cost, Portion, sent_again
 from braid.nn.delta_net import DeltaNet
 from braid.nn.dropout import dropout
-from braid.nn.head_scalars import HeadScalars
 from braid.nn.hyper_connection import HyperConnection, deviation
 from braid.nn.latent_attention import LatentAttention
 from braid.nn.mamba2 import Mamba2
 from braid.nn.mlp import Mlp
 from braid.nn.moe.balance import examine
-from braid.nn.moe.experts import SHARD_DIMS, Experts
 from braid.nn.moe.journey import Dispatcher, Journey
 from braid.nn.moe.layer import ONCE, Moe
-from braid.nn.moe.router import Router
 from braid.nn.moe.routing import Routing
 from braid.nn.norm import LayerNorm, RmsNorm, norm
 from braid.nn.recompute import Recomputing
-from braid.parallel.sharding import Unit
 from braid.pattern import Kind, Layer
-
-NAMES = MappingProxyType(
-    {
-        Kind.MAMBA2: "mamba2",
-        Kind.DELTA_NET: "delta_net",
-        Kind.ATTENTION: "attention",
-        Kind.LATENT_ATTENTION: "attention",
-        Kind.MLP: "mlp",
-        Kind.MOE: "moe",
-    }
-)
-"""The sub-tree of canonical names that each kind of layer has within its block. No pattern has both kinds of
-attention."""
 
 Mixer = Attention | LatentAttention | Mamba2 | DeltaNet
 Inner = Mixer | Mlp | Moe
@@ -127,7 +110,7 @@ class Block(Recomputing):
             before = norm(shape.norm, shape.hidden, shape.norm_eps, normalize, copies=groups.tp, **on)
             inner = _layer(layer, shape, kernels, dispatcher, {"groups": groups, **on})
             ways = connection_of(shape, kernels, {"groups": groups, **on})
-            self.layers[NAMES[layer.kind]] = PreNorm(before, inner, ways)
+            self.layers[LAYER_NAMES[layer.kind]] = PreNorm(before, inner, ways)
 
     def forward(self, stream: Tensor, context: Context) -> Tensor:
         flow = self.mix(stream, context)
@@ -240,7 +223,7 @@ class Block(Recomputing):
         return dropout(torch.ones_like(keep_BtC, dtype=context.dtype), keep_BtC, self.dropout)
 
     def _at(self, layer: Layer) -> PreNorm:
-        return cast(PreNorm, self.layers[NAMES[layer.kind]])
+        return cast(PreNorm, self.layers[LAYER_NAMES[layer.kind]])
 
     def _moe(self, layer: Layer) -> Moe:
         return cast(Moe, self._at(layer).inner)
@@ -259,18 +242,6 @@ class Block(Recomputing):
         last = self.block.layers[-1]
         return (last, self._moe(last)) if last.kind is Kind.MOE else None
 
-    def units(self) -> Iterator[Unit]:
-        """The block is sharded as one, but for its experts and for what is float32 in every model."""
-        segment = self.block.layers[0].segment
-        for module in self.modules():
-            if isinstance(module, Router | HeadScalars):
-                yield Unit(module=module, segment=segment, wide=True)
-            elif isinstance(module, HyperConnection):  # a later block may need its streams made again
-                yield Unit(module=module, segment=segment, wide=True, alone=True)
-            elif isinstance(module, Experts):
-                yield Unit(module=module, segment=segment, mesh="expert", dims=SHARD_DIMS)
-        yield Unit(module=self, segment=segment)
-
     def canonical(self) -> dict[str, Canonical]:
         tensors: dict[str, Canonical] = {}
         for name, module in self.layers.items():
@@ -287,10 +258,12 @@ class Block(Recomputing):
         and so does what is made again. `given` says whether the stream before it is kept, where
         hyper-connections are made again."""
         everything = replace(portion, recompute=frozenset())
-        every, costs, again = Cost(), Cost(), 0
+        every, costs, dropped = Cost(), Cost(), list[int]()
         for layer in self.block.layers:
             kept, own = (self._layer_cost(layer, each) for each in (everything, portion))
-            every, costs, again = every + kept, costs + own, max(again, kept.kept - own.kept)
+            every, costs = every + kept, costs + own
+            dropped.append(kept.kept - own.kept)
+        again = max(dropped) if portion.fine and self.moe() is not None else sum(dropped)
         one = portion.places(self.groups.tp_cp) * self._at(self.block.layers[0]).norm.channels * portion.narrow
         stream = one * self.streams
         if portion.again("block"):

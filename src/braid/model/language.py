@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from braid import architecture
 from braid.collectives import ALONE, Groups, gather, mine
 from braid.kernels import Kernels
+from braid.model import declaration
 from braid.model.block import Block
 from braid.model.context import Cache, Context, MicroBatch, Whole
 from braid.model.mtp import Mtp, targets
 from braid.model.stack import Stack
-from braid.model.streams import Exit, exit_units, leaving
+from braid.model.streams import Exit, leaving
 from braid.nn.canonical import Canonical, Shard, under
 from braid.nn.cost import Cost, Portion, gather_cost
 from braid.nn.embedding import Embedding, Head, Vocabulary, check_ids
@@ -35,8 +36,8 @@ from braid.nn.moe.journey import Dispatcher
 from braid.nn.moe.layer import Moe
 from braid.nn.norm import LayerNorm, RmsNorm, norm
 from braid.nn.recompute import Recomputing, Replays, hand_replays
-from braid.parallel.sharding import Unit
 from braid.pattern import Kind, Layer, Layout
+from braid.schedule.phases import Phase, Unit
 from braid.schedule.recompute import span_ends, span_starts
 
 
@@ -311,31 +312,10 @@ class LanguageModel(Recomputing):
 
     # -------------------------------------------------------------------------------------- facts
 
-    def reused(self) -> list[nn.Module]:
-        """Units that one backward of a segment comes to several times: their gradients are whole at its end."""
-        depths = len(self.mtp)
-        if self.head is not None:
-            return [self.head] if depths else []
-        if self.embedding is None or self.final_norm is None:
-            return []
-        return [self.embedding] if 0 in self.segments or depths else []
-
-    def units(self) -> Iterator[Unit]:
+    def units(self) -> tuple[Unit, ...]:
         """What is gathered and released together where weights are sharded; inner units come first."""
-        last = len(self.layout.segments) - 1
-        if self.embedding is not None:
-            yield Unit(module=self.embedding, methods=("tell",), segment=0 if 0 in self.segments else last)
-        for block in self.stack.blocks.values():
-            yield from cast(Block, block).units()
-        for depth in self.mtp.values():
-            for block in cast(Mtp, depth).blocks.values():
-                yield from cast(Block, block).units()
-            yield from exit_units(cast(Mtp, depth).exit, last)
-            yield Unit(module=depth, segment=last)
-        yield from exit_units(self.exit, last)
-        for module in (self.final_norm, self.head):
-            if module is not None:
-                yield Unit(module=module, segment=last)
+        dtype = "bf16" if self.dtype.itemsize < torch.float32.itemsize else "fp32"
+        return declaration.units(self.layout, declaration.form_of(self.shape, dtype), self.segments)
 
     def canonical(self) -> dict[str, Canonical]:
         """Every tensor of a checkpoint of this model, by its canonical name, and where it lives."""
@@ -448,6 +428,26 @@ class LanguageModel(Recomputing):
         depths = sum(cast(Mtp, module).flops(tokens) + head for module in self.mtp.values())
         leave = 0 if self.exit is None else self.exit.flops(tokens)
         return self.stack.flops(tokens) + leave + head + depths
+
+    def phase_flops(self, phase: Phase, tokens: int) -> int:
+        """What `flops` counts of a phase that is a whole block, or stands around the blocks."""
+        depth = None if phase.depth is None else cast(Mtp, self.mtp[str(phase.depth)])
+        leave = self.exit if depth is None else depth.exit
+        match phase.kind:
+            case "segment":
+                return self.flops(tokens)
+            case "block":
+                blocks = self.stack.blocks if depth is None else depth.blocks
+                return cast(Block, blocks[str(phase.block)]).flops(tokens)
+            case "enter":
+                assert depth is not None
+                return depth.enter_flops(tokens)
+            case "final_norm":
+                return 0 if leave is None else leave.flops(tokens)
+            case "head":
+                return 2 * tokens * self.shape.hidden * self.shape.vocab
+            case _:
+                return 0
 
 
 def summed_losses(losses: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

@@ -171,9 +171,10 @@ class Mtp(Recomputing):
     def flops(self, tokens: int) -> int:
         blocks = sum(cast(Block, block).flops(tokens) for block in self.blocks.values())
         leave = 0 if self.exit is None else self.exit.flops(tokens)
-        return self._projection_flops(tokens) + blocks + leave
+        return self.enter_flops(tokens) + blocks + leave
 
-    def _projection_flops(self, tokens: int) -> int:
+    def enter_flops(self, tokens: int) -> int:
+        """Of the projection of both inputs."""
         if self.projection is not None:
             return self.projection.flops(tokens)
         assert self.embedding_projection is not None

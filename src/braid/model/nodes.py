@@ -1,8 +1,8 @@
 """The model in nodes: what each phase of a schedule computes.
 
 `run` is to a phase what `LanguageModel.run` is to a segment, and calls the same parts of the same modules in
-the same order. Phases are declared in `braid.schedule.phases`; tensors come and go under the names that they
-have there. What else a micro-batch knows is in its context, none of it with a graph.
+the same order. Phases are declared in `model.declaration`; tensors come and go under the names that they have
+there. What else a micro-batch knows is in its context, none of it with a graph.
 
 Shapes: B rows, t tokens of this rank, N = B · t, C hidden channels, S streams. What is called `stream` is the
 residual stream: BtC, or BtSC with hyper-connections.
@@ -31,6 +31,11 @@ def run(
 ) -> tuple[dict[str, Tensor], Losses | None]:
     """From the tensors that a phase reads to those that it writes; and its losses, where it has any."""
     given = tuple(tensors[name] for name in phase.reads)
+    losses: Losses | None
+    if phase.kind == "segment":
+        assert len(model.segments) == 1, "of several segments, a phase would have to say which"
+        y, losses = model.run(model.segments, given[0] if given else None, context)
+        return {} if y is None else dict.fromkeys(phase.writes, y), losses
     with model.watched():
         if phase.block is not None:
             written, losses = _of_block(model, phase, context, given)
@@ -59,6 +64,8 @@ def without_graph(losses: Losses) -> Losses:
 
 def whole(model: LanguageModel, pieces: Sequence[Losses]) -> Losses:
     """The losses of all phases of a segment, as `LanguageModel.run` would tell them."""
+    if len(pieces) == 1:
+        return pieces[0]
     loss_sum, count = model.nothing()
     told = [piece for piece in pieces if not piece.mtp and not piece.balances]
     if told:
@@ -81,6 +88,11 @@ def _of_block(
 ) -> tuple[tuple[Tensor, ...], Losses | None]:
     block = _block(model, phase)
     match phase.kind:
+        case "block":
+            (stream,) = given
+            stream = block(stream, context)
+            context.journeys.pop(block.block.layers[-1], None)
+            return (stream,), _balance(model, block, context)
         case "mix":
             (stream,) = given
             flow = block.mix(stream, context)

@@ -5,13 +5,11 @@ A model without hyper-connections has one stream, and none of this.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from braid import architecture
 from braid.kernels import Kernels
 from braid.nn.hyper_connection import HyperConnection, HyperExit, HyperMean
-from braid.parallel.sharding import Unit
 
 Exit = HyperExit | HyperMean
 
@@ -32,9 +30,3 @@ def leaving(shape: architecture.Model, kernels: Kernels, on: dict[str, Any]) -> 
         return HyperMean(shape.hyper, shape.hidden, groups=on["groups"])
     function = kernels.hyper_connection.function
     return HyperExit(shape.hyper, shape.hidden, shape.norm_eps, function, **on)
-
-
-def exit_units(leave: Exit | None, segment: int) -> Iterator[Unit]:
-    """What is sharded by itself: weights that are float32 in every model."""
-    if isinstance(leave, HyperExit):
-        yield Unit(module=leave, segment=segment, wide=True, alone=True)

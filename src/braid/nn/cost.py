@@ -43,6 +43,8 @@ class Portion:
     """What is made again in backward: the kinds of `nn.recompute`."""
     span: int = 1
     """Blocks between residual streams that are kept, where hyper-connections are made again."""
+    fine: bool = False
+    """Whether blocks with experts go into phases. All that is made again of a phase is there at once."""
 
     @property
     def narrow(self) -> int:

@@ -30,9 +30,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-NAMES = ("norm", "activation", "core", "experts", "hyper", "block", "full")
-"""Kinds of regions: norms of the stream; activations of dense MLPs; what stands between the projections of a
-mixer; the MLPs of experts; hyper-connections, from layer to layer; whole blocks. `full` is all of them."""
+from braid.choices import recomputed
 
 Result = TypeVar("Result")
 Hold = Callable[[Tensor], None]
@@ -41,13 +39,6 @@ Hold = Callable[[Tensor], None]
 
 class ReplayError(RuntimeError):
     """Something of a region is needed that its replay has not made: a mistake in braid."""
-
-
-def chosen(names: Iterable[str]) -> frozenset[str]:
-    """The kinds of regions that these names mean."""
-    names = frozenset(names)
-    assert names <= set(NAMES), f"{sorted(names - set(NAMES))} cannot be recomputed"
-    return frozenset(NAMES) if "full" in names else names
 
 
 class _Slot:
@@ -172,7 +163,7 @@ class Replays:
 
     def __init__(self, names: Iterable[str], *, planned: bool = False) -> None:
         """With `planned`, somebody calls `replay` for every node in which regions ran."""
-        self.names, self.planned = chosen(names), planned
+        self.names, self.planned = recomputed(names), planned
         self.count = 0
         """Replays so far."""
         self._where, self._lock = _Where(), threading.Lock()

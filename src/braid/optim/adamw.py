@@ -49,6 +49,10 @@ class AdamW:
         pairs = ((parameter, self.main[name]) for name, parameter in self._parameters.items())
         return {p: main for p, main in pairs if main is not p and not isinstance(p, DTensor)}
 
+    def apart(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Those of these parameters whose main copies are apart."""
+        return tuple(name for name in names if self.main[name] is not self._parameters[name])
+
     def gather(self, names: Iterable[str] | None = None) -> None:
         """After a micro-batch: add the model's gradients to the main ones, where they are apart; of all
         parameters, or of some."""

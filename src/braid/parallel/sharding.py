@@ -9,9 +9,8 @@ in the stored one. Reductions are plain sums: losses are divided by counts of th
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,34 +19,14 @@ from torch.distributed.fsdp import (
     FSDPModule,
     MixedPrecisionPolicy,
     fully_shard,
-    register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as ShardPlacement
 
+from braid.choices import Strategy
 from braid.nn.canonical import Shard
-
-Strategy = Literal["none", "optimizer", "gradients", "all"]
-"""What data-parallel ranks share instead of copying: nothing; the optimizer's state; gradients as well; weights
-as well."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Unit:
-    """Weights that are gathered and released together."""
-
-    module: nn.Module
-    segment: int
-    """The segment of the model whose backward is the last of a micro-batch to use it here."""
-    mesh: Literal["dense", "expert"] = "dense"
-    wide: bool = False
-    """Whether it computes in the stored dtype, whatever the rest computes in."""
-    alone: bool = False
-    """Whether it is used while what surrounds it is not gathered."""
-    dims: Mapping[str, int] = field(default_factory=dict)
-    """The dim that is sharded, by parameter name; 0 where nothing is said."""
-    methods: tuple[str, ...] = ()
-    """Methods besides `forward` that use its weights."""
+from braid.nn.moe.experts import SHARD_DIMS, Experts
+from braid.schedule.phases import Unit
 
 
 class Kept(NamedTuple):
@@ -66,29 +45,22 @@ def shard_units(
     meshes: Mapping[str, DeviceMesh],
     strategy: Strategy,
     compute: torch.dtype,
-    root_methods: tuple[str, ...],
 ) -> None:
     """Shard the units of a model, inner ones first, and then the model itself, which has no weights beside
-    them. `root_methods` are those that stand for its `forward`."""
+    them."""
     # Outputs may be views; nothing here is ever written in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)
-    for unit, stored in set_apart(units, compute):
-        narrow = None if unit.wide or stored == compute else compute
-        _shard(unit.module, meshes[unit.mesh], strategy, narrow, stored, unit.dims)
-        for method in unit.methods:
-            register_fsdp_forward_method(unit.module, method)
-    _shard(root, meshes["dense"], strategy, None, compute, {})
-    for method in root_methods:
-        register_fsdp_forward_method(root, method)
-
-
-def set_apart(units: Iterable[Unit], compute: torch.dtype) -> Iterator[tuple[Unit, torch.dtype]]:
-    """The units that are sharded by themselves, and the dtype that each is stored in. One that is there for its
-    dtype is not, where whatever surrounds it has the same."""
     for unit in units:
-        stored = next((p.dtype for p in unit.module.parameters()), compute)
-        if unit.alone or not (unit.wide and stored == compute):
-            yield unit, stored
+        module = root.get_submodule(unit.path)
+        stored = next((p.dtype for p in module.parameters()), compute)
+        narrow = None if unit.wide or stored == compute else compute
+        _shard(module, meshes[unit.mesh], strategy, narrow, stored, shard_dims(module))
+    _shard(root, meshes["dense"], strategy, None, compute, {})
+
+
+def shard_dims(module: nn.Module) -> Mapping[str, int]:
+    """The dim that is sharded of each parameter of a unit, by name; 0 where nothing is said."""
+    return SHARD_DIMS if isinstance(module, Experts) else {}
 
 
 def _shard(
@@ -110,26 +82,6 @@ def _shard(
     assert isinstance(sharded, FSDPModule)
     sharded.set_gradient_divide_factor(1.0)
     sharded.set_force_sum_reduction_for_comms(True)
-
-
-def before_backward(
-    root: nn.Module, modules: Iterable[nn.Module], strategy: Strategy, *, last: bool, done: bool
-) -> None:
-    """What the next backward does with gradients and gathered weights of these units. `last` is the last
-    micro-batch that they see in a step, `done` the last backward of the step on this rank."""
-    for module in modules:
-        if isinstance(module, FSDPModule):
-            module.set_requires_gradient_sync(last or strategy in ("gradients", "all"), recurse=False)
-            module.set_reshard_after_backward(last or strategy == "all", recurse=False)
-    if isinstance(root, FSDPModule):
-        root.set_is_last_backward(done)
-
-
-def release(root: nn.Module) -> None:
-    """Let go of gathered weights, so that the next forward gathers what the optimizer has made of them."""
-    for module in root.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def kept_of(parameter: Tensor) -> Kept:

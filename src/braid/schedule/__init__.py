@@ -1,9 +1,10 @@
 """Schedules as data: what every pipeline rank does in a step; made, proved, timed and drawn without a process.
 
-ops.py has the vocabulary and what it means, phases.py what a segment is made of; builders.py makes schedules,
-overlapped.py and dual.py those that go into phases; check.py proves them (faults.py has
-the rules, order.py those about collectives), simulate.py times them, draw.py draws them. rendezvous.py is the
-model of execution on which the last three stand.
+ops.py has the vocabulary and what it means, phases.py what a segment is made of. builders.py makes schedules,
+overlapped.py and dual.py those in which phases run beside each other; recompute.py adds replays, lowering.py
+the ops about sharded weights. check.py proves the whole (faults.py has the rules, order.py those about
+collectives, lifetime.py those about weights), simulate.py times it, draw.py draws it. rendezvous.py is the
+model of execution on which these stand.
 """
 
 from braid.schedule.builders import (
@@ -14,6 +15,7 @@ from braid.schedule.builders import (
     folded,
     forward_only,
     held,
+    in_phases,
     interleaved,
     one_f_one_b,
     schedule_problems,
@@ -21,7 +23,7 @@ from braid.schedule.builders import (
 )
 from braid.schedule.check import Report, check, live_peaks
 from braid.schedule.draw import draw
-from braid.schedule.dual import DUAL_PIPE_V, dual_pipe_v, dual_pipe_v_of_segments
+from braid.schedule.dual import DUAL_PIPE_V, dual_pipe_v
 from braid.schedule.faults import Fault, Rule
 from braid.schedule.ops import (
     Act,
@@ -31,6 +33,7 @@ from braid.schedule.ops import (
     Op,
     Ops,
     Schedule,
+    Turn,
     channel_of,
     computed,
     message_of,
@@ -39,7 +42,7 @@ from braid.schedule.ops import (
 )
 from braid.schedule.order import collective_faults
 from braid.schedule.overlapped import Options, overlapped
-from braid.schedule.phases import Chain, Link, Phase, Stream, chains
+from braid.schedule.phases import Chain, Link, Phase, Stream
 from braid.schedule.rendezvous import Span
 from braid.schedule.simulate import Costs, Timeline, simulate
 
@@ -64,8 +67,8 @@ __all__ = [
     "Span",
     "Stream",
     "Timeline",
+    "Turn",
     "build",
-    "chains",
     "channel_of",
     "check",
     "collective_faults",
@@ -73,11 +76,11 @@ __all__ = [
     "dealt",
     "draw",
     "dual_pipe_v",
-    "dual_pipe_v_of_segments",
     "evaluation",
     "folded",
     "forward_only",
     "held",
+    "in_phases",
     "interleaved",
     "live_peaks",
     "message_of",

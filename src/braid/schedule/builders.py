@@ -18,7 +18,8 @@ from types import MappingProxyType
 
 from braid.errors import ConfigError, Problem
 from braid.rules import at_least, nearest
-from braid.schedule.ops import Act, Collective, Op, Ops, Schedule
+from braid.schedule.ops import Act, Collective, Op, Ops, Schedule, Turn
+from braid.schedule.phases import Chain
 
 ONE_F_ONE_B = "1f1b"
 INTERLEAVED = "interleaved"
@@ -31,9 +32,6 @@ BUILDERS: Mapping[str, str] = MappingProxyType(
     }
 )
 """Every builder by name, with what it is for."""
-
-Turn = tuple[int, int]
-"""(micro-batch, segment)."""
 
 
 def build(
@@ -166,6 +164,23 @@ def with_sums(schedule: Schedule, copies: Mapping[str, Sequence[int]]) -> Schedu
             for rank, ops in enumerate(schedule.ops)
         ),
     )
+
+
+def in_phases(schedule: Schedule, chains: Sequence[Chain]) -> Schedule:
+    """A schedule of whole segments in phases: each `F` and `B` becomes one op for each phase of its segment, in
+    the order of the chain or in reverse. Messages stay where they are."""
+    phases = tuple(chain.phases for chain in chains)
+    names = [tuple(phase.name for phase in segment) for segment in phases]
+
+    def split(op: Op) -> Iterator[Op]:
+        if op.act not in (Act.F, Act.B) or op.segment is None:
+            yield op
+            return
+        for name in names[op.segment] if op.act is Act.F else names[op.segment][::-1]:
+            yield Op(act=op.act, micro_batch=op.micro_batch, segment=op.segment, phase=name)
+
+    lists = tuple(tuple(part for op in ops for part in split(op)) for ops in schedule.ops)
+    return replace(schedule, ops=lists, phases=phases)
 
 
 # ----------------------------------------------------------------------------------------- who holds what

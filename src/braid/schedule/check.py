@@ -13,11 +13,12 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from braid.schedule.faults import Fault, Rule
+from braid.schedule.lifetime import lifetime_faults
 from braid.schedule.ops import Act, Channel, Message, Op, Ops, Schedule, channel_of, message_of
 from braid.schedule.order import collective_faults
-from braid.schedule.recompute import replay_faults, without_replays
+from braid.schedule.recompute import replay_faults
 from braid.schedule.rendezvous import Wait, rendezvous
-from braid.schedule.views import narrow, phase_faults, wide
+from braid.schedule.views import bare, narrow, phase_faults, wide
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +38,7 @@ def check(schedule: Schedule) -> Report:
     """Every rule, every fault. Where ops say too little to be followed, these are the only faults."""
     if not schedule.phases:
         return Report(faults=_segment_faults(schedule), live=live_peaks(schedule))
-    plain, places = without_replays(schedule)
+    plain, places = bare(schedule)
     faults = list(phase_faults(plain))
     for view in (wide(plain), narrow(plain)):
         for fault in _segment_faults(view.schedule):
@@ -46,7 +47,9 @@ def check(schedule: Schedule) -> Report:
                 faults.append(shown)
     shown_faults = [replace(fault, place=places[fault.rank][fault.place]) for fault in faults]
     shown_faults += replay_faults(schedule)
-    return Report(faults=tuple(shown_faults), live=live_peaks(schedule))
+    if schedule.weights != "unplaced":
+        shown_faults += lifetime_faults(schedule)
+    return Report(faults=tuple(shown_faults), live=_live_peaks(plain))
 
 
 def _segment_faults(schedule: Schedule) -> tuple[Fault, ...]:
@@ -63,8 +66,12 @@ def _segment_faults(schedule: Schedule) -> tuple[Fault, ...]:
 def live_peaks(schedule: Schedule, sizes: Sequence[int] | None = None) -> tuple[int, ...]:
     """For each rank, how many forwards wait for their backward at the peak; none in an evaluation. Where each
     segment is given a size, it is the sizes of such forwards that are added up."""
+    return _live_peaks(bare(schedule)[0], sizes)
+
+
+def _live_peaks(schedule: Schedule, sizes: Sequence[int] | None = None) -> tuple[int, ...]:
     if schedule.phases:
-        schedule = wide(without_replays(schedule)[0]).schedule
+        schedule = wide(schedule).schedule
     return tuple(_peak(ops, sizes)[0] if schedule.backward else 0 for ops in schedule.ops)
 
 

@@ -5,12 +5,14 @@ The number in a box is the micro-batch, left out where the box is too narrow; it
 under the pointer, names the op and when it ran. Right of the rows stand the peak of live forwards and the idle
 share of each rank. Time is in forwards: the mean duration of a segment's `F`.
 
-Where a schedule goes into phases, each row has two lanes: what computes stands above what communicates.
+Where phases communicate, each row has two lanes: what computes stands above what communicates, phase by phase.
+Else phases of a segment that run one after the other are one box, of the segment.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import floor, log10
 from types import MappingProxyType
 from typing import NamedTuple
@@ -61,10 +63,11 @@ text{font:11px system-ui,'Segoe UI',Helvetica,Arial,sans-serif;fill:#24292f}
 
 def draw(timeline: Timeline) -> str:
     """The picture, as the text of an SVG file."""
+    timeline = _joined(timeline)
     unit = _forward_seconds(timeline)
     length = timeline.makespan / unit
     unit_width = _UNIT * _boxes_of_a_forward(timeline)
-    widest = _WIDEST * (_WIDER if timeline.schedule.phases else 1.0)
+    widest = _WIDEST * (_WIDER if any(span.op.phase for span in _boxed(timeline, *_DRAWN)) else 1.0)
     scale = min(unit_width, widest / length) if length else unit_width
     numbers = _numbers(timeline, scale / unit)
     plot = max(_NARROWEST, length * scale)
@@ -119,15 +122,65 @@ def _forward_seconds(timeline: Timeline) -> float:
 
 
 def _boxes_of_a_forward(timeline: Timeline) -> float:
-    """One, or where it goes into phases, as many of them as take time, in the mean."""
-    forwards = _boxed(timeline, Act.F)
-    turns = {(s.op.micro_batch, s.op.segment) for s in forwards}
-    return len(forwards) / len(turns) if turns else 1.0
+    """One, or where it goes into phases, as many of them as take time, in the mean. What is recomputed is a
+    forward as well."""
+    most = 1.0
+    for spans in (_boxed(timeline, act) for act in (Act.F, Act.RECOMPUTE)):
+        turns = {(s.op.micro_batch, s.op.segment) for s in spans}
+        most = max(most, len(spans) / max(1, len(turns)))
+    return most
 
 
 def _boxed(timeline: Timeline, *acts: Act) -> list[Span]:
     """What takes time, of these acts."""
     return [s for spans in timeline.spans for s in spans if s.op.act in acts and s.end > s.start]
+
+
+def _two_lanes(timeline: Timeline) -> bool:
+    """Whether something communicates beside what computes."""
+    phases = (phase for segment in timeline.schedule.phases for phase in segment)
+    return any(phase.stream is Stream.COMMUNICATION for phase in phases)
+
+
+def _lane_of(timeline: Timeline) -> Callable[[Op], Stream | None]:
+    return stream_of(timeline.schedule) if _two_lanes(timeline) else lambda op: None
+
+
+def _joined(timeline: Timeline) -> Timeline:
+    """With phases of a segment in one span, where they run one after the other and none communicates. Ops about
+    weights may stand between them, and nothing else."""
+    if not timeline.schedule.phases or _two_lanes(timeline):
+        return timeline
+    spans = tuple(tuple(_runs(timeline, row)) for row in timeline.spans)
+    return replace(timeline, spans=spans)
+
+
+def _runs(timeline: Timeline, row: Sequence[Span]) -> Iterator[Span]:
+    run: list[Span] = []
+    for span in row:
+        if span.op.act.shards:
+            continue
+        if run and not _goes_on(run[-1].op, span.op):
+            yield _one(timeline, run)
+            run = []
+        run.append(span)
+    if run:
+        yield _one(timeline, run)
+
+
+def _goes_on(op: Op, other: Op) -> bool:
+    same = (op.act, op.micro_batch, op.segment) == (other.act, other.micro_batch, other.segment)
+    return same and op.act in (Act.F, Act.B)
+
+
+def _one(timeline: Timeline, run: Sequence[Span]) -> Span:
+    """One phase out of several keeps its name, as does whatever is alone."""
+    first, last = run[0], run[-1]
+    op = first.op
+    whole = op.act in (Act.F, Act.B) and len(run) == len(timeline.schedule.phases[op.segment or 0])
+    if len(run) == 1 and not whole:
+        return first
+    return Span(op=replace(op, phase=None), start=first.start, end=last.end)
 
 
 # ------------------------------------------------------------------------------------------------- parts
@@ -138,7 +191,7 @@ def _rows(
 ) -> Iterator[str]:
     """For each rank its name, the idle ground, and a box for everything that takes time."""
     begin, ground = timeline.begin, _n(timeline.makespan / unit * scale)
-    stream = stream_of(timeline.schedule)
+    stream = _lane_of(timeline)
     for rank, spans in enumerate(timeline.spans):
         y = _TOP + _ROW * rank
         yield _text(_LEFT - 10, y + _BOX / 2 + 4, f"rank {rank}", "end")
@@ -195,7 +248,7 @@ class _Numbers(NamedTuple):
 
 def _numbers(timeline: Timeline, pixels: float) -> dict[Stream | None, _Numbers]:
     """For each lane with numbers the largest size at which all of them fit; else the smallest."""
-    stream = stream_of(timeline.schedule)
+    stream = _lane_of(timeline)
     lanes: dict[Stream | None, list[tuple[Op, float]]] = {}
     for span in _boxed(timeline, *_COMPUTING):
         lanes.setdefault(stream(span.op), []).append((span.op, (span.end - span.start) * pixels))
@@ -245,7 +298,7 @@ def _legend(timeline: Timeline, y: float, numbers: Mapping[Stream | None, _Numbe
     entries = [([f"f{stage}" for stage in stages], "forward")]
     if timeline.schedule.backward:
         entries.append(([f"b{stage}" for stage in stages], "backward"))
-    if timeline.schedule.replayed:
+    if timeline.schedule.recompute:
         entries.append(([f"recompute{stage}" for stage in stages], "recompute"))
     if timeline.schedule.delayed:
         entries.append(([f"w{stage}" for stage in stages], "weight gradients"))
@@ -261,7 +314,7 @@ def _legend(timeline: Timeline, y: float, numbers: Mapping[Stream | None, _Numbe
     yield f'<rect x="{_n(x)}" y="{_n(y)}" width="12" height="12" fill="url(#idle)" stroke="#d0d7de"/>'
     yield _text(x + 17, y + 10, "idle")
     notes = ["number: micro-batch"] * bool(numbers) + ["darker: later virtual stage"] * (virtual > 1)
-    notes += ["lower lane: communication"] * bool(timeline.schedule.phases)
+    notes += ["lower lane: communication"] * _two_lanes(timeline)
     yield _text(x + 52, y + 10, "; ".join(notes), "soft")
 
 

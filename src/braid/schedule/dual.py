@@ -28,8 +28,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from braid.schedule.builders import Turn, folded, held, with_messages
-from braid.schedule.ops import Act, Op, Schedule
+from braid.schedule.builders import folded, held
+from braid.schedule.ops import Act, Op, Schedule, Turn
 from braid.schedule.overlapped import PLAIN, Options, all_weights, pair, side
 from braid.schedule.phases import Chain
 
@@ -76,29 +76,6 @@ def dual_pipe_v(
         ops=tuple(lists),
         phases=tuple(chain.phases for chain in chains),
         delayed=True,
-    )
-
-
-def dual_pipe_v_of_segments(pp: int, micro_batches: int) -> Schedule:
-    """The same order where ops are about whole segments, whose backward has its weight gradients with it: what
-    the schedule in phases has to agree with to the last bit."""
-    holder = folded(pp)
-    order = [
-        [
-            (act, turn)
-            for beat in beats(rank, pp, micro_batches)
-            for act, turn in ((Act.F, beat.forward), (Act.B, beat.backward))
-            if turn
-        ]
-        for rank in range(pp)
-    ]
-    return Schedule(
-        name=DUAL_PIPE_V,
-        micro_batches=micro_batches,
-        holder=holder,
-        backward=True,
-        live_bound=_live_bound(pp, micro_batches),
-        ops=tuple(with_messages(rank, order[rank], holder) for rank in range(pp)),
     )
 
 

@@ -11,7 +11,7 @@ from braid.schedule.ops import Op
 class Rule(Enum):
     """What a sound schedule keeps."""
 
-    COMPLETE = "F and B name their micro-batch and segment, a message its peer too"
+    COMPLETE = "F and B name their micro-batch and segment, a message its peer too, an op about a unit the unit"
     EXISTS = "an op is about a micro-batch and a segment that exist"
     OWN_RANK = "an op stands in the list of the rank that holds its segment"
     ONCE = "every micro-batch passes every segment once forward, and once backward when training"
@@ -27,6 +27,11 @@ class Rule(Enum):
     SAME_COLLECTIVES = "the members of a communicator issue the same collectives in the same order"
     COMMON_ORDER = "one order of all collectives of all communicators holds on every rank"
     DEADLOCK = "no rank waits for ever"
+    UNSHARDED = "an op computes with weights that are gathered: after UNSHARD and WAIT, before RESHARD"
+    RESHARDED = "weights are gathered where they are sharded, and released before FINISH"
+    ACCUMULATED = "a micro-batch's gradient is accumulated or reduced before another one adds to it"
+    REDUCED = "what ops have added to gradients is reduced before FINISH, and nothing else is"
+    FINISHED = "a list has one FINISH, behind everything that is about units; copies are summed after it"
 
 
 @dataclass(frozen=True, kw_only=True)

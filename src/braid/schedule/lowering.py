@@ -3,21 +3,22 @@
     F0.0 B0.0 F1.0 B1.0
     UNSHARD(a) WAIT(a) F0.0 B0.0 ACCUM(a) F1.0 B1.0 REDUCE_GRAD(a) RESHARD(a) FINISH
 
-Nothing that computes or sends is moved. Lowering knows ops by their `Use` of units alone, so it serves lists of
-whole segments and of single phases alike, training and evaluation. It does not know which rank of a stage it
-lowers for: all ranks of a stage issue the same collectives in the same order.
+Nothing that computes or sends is moved. Lowering knows ops by their `Use` of units alone, in training as in
+evaluation. It does not know which rank of a stage it lowers for: all ranks of a stage issue the same
+collectives in the same order.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from braid.schedule.lifetime import NOTHING, Use, Uses
+from braid.choices import Strategy
+from braid.schedule.lifetime import Use, Uses, uses_of
 from braid.schedule.ops import Act, Collective, Op, Ops, Schedule
 
 
@@ -32,9 +33,12 @@ class Policy:
     gathered again at once; with None, until the last use of the step."""
     every: bool = False
     """Whether gradients are reduced after every micro-batch, and not once in a step."""
+    gathers: bool = True
+    """Whether weights are gathered and released at all. Where a process is alone it has all of them; then only
+    gradients have ops: those of each micro-batch join the ones before them."""
 
 
-POLICIES = MappingProxyType(
+POLICIES: Mapping[Strategy, Policy] = MappingProxyType(
     {
         "none": Policy(),
         "optimizer": Policy(),
@@ -43,6 +47,9 @@ POLICIES = MappingProxyType(
     }
 )
 """The policy of every strategy of sharding."""
+
+ALONE = Policy(gathers=False)
+"""The policy of a process that shares its weights with nobody."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,45 +62,12 @@ class Sharding:
     policy: Policy
 
 
-def uses_of_segments(units: Mapping[int, Sequence[str]]) -> Uses:
-    """Where ops are about whole segments, whose units are given."""
-
-    def uses(op: Op) -> Use:
-        held = () if op.segment is None else tuple(units.get(op.segment, ()))
-        if op.act is Act.F:
-            return Use(reads=held)
-        return Use(reads=held, grades=held) if op.act is Act.B else NOTHING
-
-    return uses
-
-
-def uses_of_phases(units: Mapping[str, Sequence[str]], *, unread: Collection[str] = ()) -> Uses:
-    """Where ops are about phases, whose units are given by the names that ops have for them: the phase's own,
-    and those of its drawers. Gradients that a `B` leaves to a `W` need no weights then; the backward of an
-    `unread` phase never does."""
-
-    def uses(op: Op) -> Use:
-        held = () if op.phase is None else tuple(units.get(op.phase, ()))
-        match op.act:
-            case Act.F | Act.RECOMPUTE:
-                return Use(reads=held)
-            case Act.B:
-                return Use(reads=() if op.phase in unread else held, grades=held)
-            case Act.W:
-                return Use(grades=held)
-            case _:
-                return NOTHING
-
-    return uses
-
-
-def lowered(schedule: Schedule, shardings: Sequence[Sharding]) -> Schedule:
-    """The schedule with every rank's list lowered."""
-    lists = (
-        lower(ops, sharding, rank)
-        for rank, (ops, sharding) in enumerate(zip(schedule.ops, shardings, strict=True))
-    )
-    return replace(schedule, ops=tuple(lists))
+def lowered(schedule: Schedule, meshes: Mapping[str, str], policy: Policy) -> Schedule:
+    """The schedule in phases with every rank's list lowered. `meshes` are the meshes of all units."""
+    sharding = Sharding(units=meshes, uses=uses_of(schedule), policy=policy)
+    lists = (lower(ops, sharding, rank) for rank, ops in enumerate(schedule.ops))
+    weights: Literal["resident", "sharded"] = "sharded" if policy.gathers else "resident"
+    return replace(schedule, ops=tuple(lists), weights=weights)
 
 
 def lower(ops: Ops, sharding: Sharding, rank: int = 0) -> Ops:
@@ -125,11 +99,14 @@ class _Lowering:
         """The turns that read each unit."""
         self.grades: dict[str, list[int]] = defaultdict(list)
         """The turns that add to its gradient."""
+        self.last_of: dict[tuple[str, int | None], int] = {}
+        """The last turn of each micro-batch that adds to a unit's gradient."""
         for number, turn in enumerate(self.turns):
-            for unit in turn.use.reads:
+            for unit in turn.use.reads if self.policy.gathers else ():
                 self.reads[unit].append(number)
             for unit in turn.use.grades:
                 self.grades[unit].append(number)
+                self.last_of[unit, turn.op.micro_batch] = number
         self.gathered: set[str] = set()
         self.waited: set[str] = set()
 
@@ -148,6 +125,8 @@ class _Lowering:
         yield from (*rest[:closing], Op(act=Act.FINISH), *rest[closing:])
 
     def _begin_gathers(self, number: int) -> Iterator[Op]:
+        if not self.policy.gathers:
+            return
         for turn in self.turns[number : number + self.policy.lookahead + 1]:
             for unit in turn.use.reads:
                 if unit not in self.gathered:
@@ -155,6 +134,8 @@ class _Lowering:
                     yield Op(act=Act.UNSHARD, unit=unit, collectives=(self._collective("gather", unit),))
 
     def _waits(self, use: Use) -> Iterator[Op]:
+        if not self.policy.gathers:
+            return
         for unit in use.reads:
             if unit not in self.waited:
                 self.waited.add(unit)
@@ -164,18 +145,20 @@ class _Lowering:
         """Where the next addition to a gradient is another micro-batch's, or there is none."""
         micro_batch = self.turns[number].op.micro_batch
         for unit in self.turns[number].use.grades:
-            later = [self.turns[each].op.micro_batch for each in _after(self.grades[unit], number)]
-            if not later or (self.policy.every and micro_batch not in later):
-                collective = self._collective("reduce", unit)
-                yield Op(act=Act.REDUCE_GRAD, unit=unit, collectives=(collective,))
-            elif later[0] != micro_batch:
+            later = _next_after(self.grades[unit], number)
+            if later is None or (self.policy.every and self.last_of[unit, micro_batch] == number):
+                collectives = (self._collective("reduce", unit),) if self.policy.gathers else ()
+                yield Op(act=Act.REDUCE_GRAD, unit=unit, collectives=collectives)
+            elif self.turns[later].op.micro_batch != micro_batch:
                 yield Op(act=Act.ACCUM, unit=unit)
 
     def _releases(self, number: int) -> Iterator[Op]:
+        if not self.policy.gathers:
+            return
         keep, lookahead = self.policy.keep, self.policy.lookahead
         for unit in self.turns[number].use.reads:
-            later = _after(self.reads[unit], number)
-            if not later or (keep is not None and later[0] - number > max(keep, lookahead + 1)):
+            later = _next_after(self.reads[unit], number)
+            if later is None or (keep is not None and later - number > max(keep, lookahead + 1)):
                 self.gathered.discard(unit)
                 self.waited.discard(unit)
                 yield Op(act=Act.RESHARD, unit=unit)
@@ -199,6 +182,7 @@ def _turns(ops: Ops, uses: Uses) -> tuple[Ops, list[_Turn]]:
     return ops[: found[0][0]], turns
 
 
-def _after(numbers: Sequence[int], number: int) -> Sequence[int]:
-    """Those that are greater, of numbers in order."""
-    return numbers[bisect_right(numbers, number) :]
+def _next_after(numbers: Sequence[int], number: int) -> int | None:
+    """The first that is greater, of numbers in order."""
+    place = bisect_right(numbers, number)
+    return numbers[place] if place < len(numbers) else None

@@ -43,6 +43,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
+from typing import Literal
 
 from braid.schedule.phases import Phase
 
@@ -138,6 +140,9 @@ def message_of(op: Op) -> Message:
     return op.act.direction, op.micro_batch, op.segment + onward
 
 
+Turn = tuple[int, int]
+"""(micro-batch, segment): one way of a micro-batch through a segment."""
+
 Ops = tuple[Op, ...]
 """The list of one pipeline rank."""
 
@@ -161,10 +166,14 @@ class Schedule:
     """The phases of each segment, in the order of a forward; none where ops are about whole segments."""
     delayed: bool = False
     """Whether weight gradients of phases that have them get ops of their own."""
-    replayed: tuple[tuple[str, ...], ...] = ()
-    """For each segment the phases that are run again before their backward."""
+    recompute: tuple[str, ...] = ()
+    """What is recomputed, by the names of `train.recompute`: phases that have any of it are run again before
+    their backward."""
     dropped: tuple[tuple[str, ...], ...] = ()
     """For each segment the residual streams that nobody keeps until then."""
+    weights: Literal["unplaced", "resident", "sharded"] = "unplaced"
+    """Whether there are ops about units: none yet; only those about gradients, where every rank has all of its
+    weights at any time; or those that gather and release them as well."""
 
     @property
     def pp(self) -> int:
@@ -178,6 +187,24 @@ class Schedule:
     def virtual(self) -> int:
         """How many segments each rank holds."""
         return self.segments // self.pp
+
+    @cached_property
+    def replayed(self) -> tuple[frozenset[str], ...]:
+        """For each segment the phases that are run again before their backward."""
+        names = frozenset(self.recompute)
+        return tuple(
+            frozenset(phase.name for phase in phases if phase.replayed_units(names) is not None)
+            for phases in self.phases
+        )
+
+    def held(self, rank: int) -> tuple[int, ...]:
+        """The segments of a rank, in the order of a forward."""
+        return tuple(segment for segment, each in enumerate(self.holder) if each == rank)
+
+    def units(self, rank: int) -> tuple[str, ...]:
+        """The units of weights that the phases of a rank use, in the order of their first use."""
+        phases = (phase for segment in self.held(rank) for phase in self.phases[segment])
+        return tuple(dict.fromkeys(unit for phase in phases for unit in phase.units))
 
     def channels(self) -> tuple[Channel, ...]:
         """Every channel that carries something, in an order on which all ranks agree."""

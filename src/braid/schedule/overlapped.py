@@ -41,8 +41,8 @@ from itertools import islice, zip_longest
 from math import ceil
 from typing import NamedTuple
 
-from braid.schedule.builders import Turn, dealt, grouped, held, neighbour
-from braid.schedule.ops import Act, Op, Ops, Schedule
+from braid.schedule.builders import dealt, grouped, held, neighbour
+from braid.schedule.ops import Act, Op, Ops, Schedule, Turn
 from braid.schedule.phases import Chain, Link, Phase, Stream
 
 OVERLAPPED = "overlapped"

@@ -2,7 +2,7 @@
 
     B0.0:1.combine RECOMPUTE0.0:1.mix RECOMPUTE0.0:1.dispatch F1.0:0.mix RECOMPUTE0.0:1.experts B0.0:1.experts
 
-`replayed_phases` says which phases have something to run again, `with_replays` places the ops. A replay stands
+Phases say what of them can be recomputed, `with_replays` places the ops. A replay stands
 right before what needs it first. Where all of a block is recomputed, its `mix` and `dispatch` come earlier,
 right behind the backward of its `combine`, which needs neither: rows on their way back then have the replay of
 `mix` beside them, and rows that leave once more the forward of another micro-batch. All ranks that share
@@ -15,23 +15,20 @@ from the first to the last.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from braid.pattern import Block, Kind, Layout
+from braid.choices import recomputed
+from braid.pattern import Block, Layout
 from braid.schedule.faults import Fault, Rule
-from braid.schedule.ops import Act, Collective, Op, Ops, Schedule
+from braid.schedule.ops import Act, Collective, Op, Ops, Schedule, Turn
 from braid.schedule.phases import Phase, readers
 
 KEEPERS = ("head", "enter", "experts")
 """Kinds of phases whose backward needs what they were given."""
-STREAMERS = ("mix", "post")
+STREAMERS = ("block", "mix", "post")
 """Kinds of phases that read residual streams, and need them again where nobody has kept them."""
-MIXERS = frozenset({Kind.ATTENTION, Kind.LATENT_ATTENTION, Kind.MAMBA2, Kind.DELTA_NET})
-
-Turn = tuple[int, int]
-"""(micro-batch, segment)."""
 
 
 def span_ends(layout: Layout, blocks: int) -> frozenset[tuple[int | None, int]]:
@@ -77,70 +74,13 @@ def dropped_tensors(
     return tuple(found)
 
 
-def replayed_phases(
-    layout: Layout,
-    phases: Sequence[Sequence[Phase]],
-    names: Collection[str],
-    *,
-    shared_experts: bool,
-    dropout: bool,
-    hyper: bool = False,
-) -> tuple[tuple[str, ...], ...]:
-    """For each segment the phases in which something is recomputed, by the names of `train.recompute`.
-    `shared_experts` says whether experts have one that every token visits, `dropout` whether layers have it,
-    `hyper` whether they have hyper-connections."""
-    blocks: dict[tuple[int | None, int], Block] = {}
-    for segment in layout.segments:
-        blocks |= {(None, block.index): block for block in segment.blocks}
-    for depth in layout.mtp:
-        blocks |= {(depth.depth, block.index): block for block in depth.blocks}
-
-    def asked(*these: str) -> bool:
-        return "full" in names or not set(these).isdisjoint(names)
-
-    def of_mix(phase: Phase) -> bool:
-        assert phase.block is not None
-        held = {layer.kind for layer in blocks[phase.depth, phase.block].layers}
-        dense = Kind.MLP in held or (Kind.MOE in held and shared_experts)
-        mixes = not MIXERS.isdisjoint(held)
-        return (
-            asked("block", "norm")
-            or (asked("hyper") and hyper)
-            or (asked("activation") and dense)
-            or (asked("core") and mixes)
-        )
-
-    def replayed(phase: Phase) -> bool:
-        match phase.kind:
-            case "mix":
-                return of_mix(phase)
-            case "dispatch":
-                return asked("block")
-            case "experts":
-                return asked("block", "experts")
-            case "post" if hyper:
-                return asked("hyper", "block")
-            case "combine" | "post":
-                return asked("block") and dropout and phase.joins
-            case "enter":
-                return asked("norm")
-            case "final_norm":
-                return asked("norm") and phase.depth is None
-            case _:
-                return False
-
-    return tuple(tuple(phase.name for phase in segment if replayed(phase)) for segment in phases)
-
-
-def with_replays(
-    schedule: Schedule, replayed: Sequence[Sequence[str]], dropped: Sequence[Sequence[str]] = ()
-) -> Schedule:
-    """The schedule with a `RECOMPUTE` for each of these phases of every micro-batch; nothing else is moved. For
-    each segment, `dropped` are residual streams that nobody keeps."""
-    if not any(replayed):
-        return schedule
+def with_replays(schedule: Schedule, names: Collection[str], dropped: Sequence[Sequence[str]] = ()) -> Schedule:
+    """The schedule with a `RECOMPUTE` for each phase of every micro-batch that has something of these names;
+    nothing else is moved. For each segment, `dropped` are residual streams that nobody keeps."""
     gone = tuple(map(tuple, dropped)) or ((),) * schedule.segments
-    named = replace(schedule, replayed=tuple(map(tuple, replayed)), dropped=gone)
+    named = replace(schedule, recompute=tuple(sorted(recomputed(names))), dropped=gone)
+    if not any(named.replayed):
+        return schedule
     return replace(named, ops=tuple(_placed(named, rank, ops) for rank, ops in enumerate(schedule.ops)))
 
 
@@ -148,7 +88,7 @@ def _placed(schedule: Schedule, rank: int, ops: Ops) -> Ops:
     before: dict[int, list[Op]] = defaultdict(list)
     for (micro_batch, segment), places in _backwards(ops).items():
         given = _Given(schedule.phases[segment], schedule.dropped[segment])
-        found = _anchors(given, set(schedule.replayed[segment]), places)
+        found = _anchors(given, schedule.replayed[segment], places)
         for phase in schedule.phases[segment]:
             if phase.name in found:
                 op = Op(act=Act.RECOMPUTE, micro_batch=micro_batch, segment=segment, phase=phase.name)
@@ -222,61 +162,63 @@ def _anchors(given: _Given, replayed: Collection[str], backward: Mapping[str, in
 # ------------------------------------------------------------------------------------------------ proof
 
 
-def without_replays(schedule: Schedule) -> tuple[Schedule, tuple[tuple[int, ...], ...]]:
-    """The schedule that was given to `with_replays`; and for each rank the places of its ops in this one, with
-    one past the end."""
-    kept = [[place for place, op in enumerate(ops) if op.act is not Act.RECOMPUTE] for ops in schedule.ops]
-    lists = tuple(tuple(ops[place] for place in own) for ops, own in zip(schedule.ops, kept, strict=True))
-    places = tuple((*own, len(ops)) for ops, own in zip(schedule.ops, kept, strict=True))
-    return replace(schedule, ops=lists, replayed=(), dropped=()), places
+_Key = tuple[int | None, int | None, str | None]
+"""A phase of a micro-batch: which one, in which segment, and its name."""
 
 
 def replay_faults(schedule: Schedule) -> Iterator[Fault]:
     """Each phase that is to be replayed is, once, after its forward and before everything that needs it."""
-    dropped = schedule.dropped or ((),) * len(schedule.phases)
-    givens = [_Given(phases, gone) for phases, gone in zip(schedule.phases, dropped, strict=True)]
+    needed = _needed(schedule)
     for rank, ops in enumerate(schedule.ops):
-        done: set[tuple[Act, int | None, int | None, str | None]] = set()
-        replays: Counter[tuple[int | None, int | None, str | None]] = Counter()
+        forward: set[_Key] = set()
+        replayed: set[_Key] = set()
         for place, op in enumerate(ops):
-            for rule, why in _op_faults(schedule, givens, op, done, replays):
-                yield Fault(rank=rank, place=place, op=op, rule=rule, why=why)
-            done.add((op.act, op.micro_batch, op.segment, op.phase))
-            replays[op.micro_batch, op.segment, op.phase] += op.act is Act.RECOMPUTE
+            key = (op.micro_batch, op.segment, op.phase)
+            if op.act is Act.F:
+                forward.add(key)
+            elif op.act in (Act.B, Act.RECOMPUTE):
+                for rule, why in _op_faults(schedule, op, needed, forward, replayed):
+                    yield Fault(rank=rank, place=place, op=op, rule=rule, why=why)
+                if op.act is Act.RECOMPUTE:
+                    replayed.add(key)
 
 
 def _op_faults(
     schedule: Schedule,
-    givens: Sequence[_Given],
     op: Op,
-    done: Collection[tuple[Act, int | None, int | None, str | None]],
-    replays: Mapping[tuple[int | None, int | None, str | None], int],
+    needed: Mapping[tuple[Act, int, str], Sequence[str]],
+    forward: Collection[_Key],
+    replayed: Collection[_Key],
 ) -> Iterator[tuple[Rule, str]]:
-    if op.act not in (Act.RECOMPUTE, Act.B) or op.segment is None or op.segment >= len(schedule.phases):
+    if op.segment is None or op.phase is None or op.segment >= len(schedule.phases):
         if op.act is Act.RECOMPUTE:
             yield Rule.COMPLETE, "it does not say what it is about"
         return
-    turn, listed = (op.micro_batch, op.segment), schedule.replayed[op.segment] if schedule.replayed else ()
     if op.act is Act.RECOMPUTE:
-        if op.phase not in listed:
+        if op.phase not in schedule.replayed[op.segment]:
             yield Rule.EXISTS, "nothing of this phase is recomputed"
             return
-        if (Act.F, *turn, op.phase) not in done:
+        if (op.micro_batch, op.segment, op.phase) not in forward:
             yield Rule.AFTER_INPUT, f"{replace(op, act=Act.F, collectives=())} has not run"
-        if replays[*turn, op.phase]:
+        if (op.micro_batch, op.segment, op.phase) in replayed:
             yield Rule.ONCE, "it has run before"
-    for name in _needed(givens[op.segment], op, listed):
-        if (Act.RECOMPUTE, *turn, name) not in done:
-            needed = replace(op, act=Act.RECOMPUTE, phase=name, collectives=())
-            yield Rule.AFTER_INPUT, f"{needed} has not run"
+    for name in needed.get((op.act, op.segment, op.phase), ()):
+        if (op.micro_batch, op.segment, name) not in replayed:
+            missing = replace(op, act=Act.RECOMPUTE, phase=name, collectives=())
+            yield Rule.AFTER_INPUT, f"{missing} has not run"
 
 
-def _needed(given: _Given, op: Op, listed: Collection[str]) -> Iterator[str]:
-    """The phases whose replay an op needs."""
-    for phase in given.phases:
-        if op.act is Act.B:
-            needs = phase.name == op.phase or op.phase in given.keepers(phase)
-        else:
-            needs = op.phase in [each.name for each in given.to(phase)]
-        if needs and phase.name in listed:
-            yield phase.name
+def _needed(schedule: Schedule) -> dict[tuple[Act, int, str], list[str]]:
+    """For each `B` and `RECOMPUTE` of a phase, the phases whose replay it needs."""
+    found: dict[tuple[Act, int, str], list[str]] = defaultdict(list)
+    dropped = schedule.dropped or ((),) * len(schedule.phases)
+    for segment, (phases, gone) in enumerate(zip(schedule.phases, dropped, strict=True)):
+        given = _Given(phases, gone)
+        for phase in phases:
+            if phase.name not in schedule.replayed[segment]:
+                continue
+            for name in dict.fromkeys([phase.name, *given.keepers(phase)]):
+                found[Act.B, segment, name].append(phase.name)
+            for reader in given.to(phase):
+                found[Act.RECOMPUTE, segment, reader.name].append(phase.name)
+    return found

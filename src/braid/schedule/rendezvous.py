@@ -6,7 +6,8 @@ waits for all its members. It ends when every rank has come to the end of its li
 
 Phases run on the streams of their rank: each after what its stream was given before, and after the phase before
 it in its micro-batch. Weight gradients follow their stream alone: the backward that left them ran there. A
-message holds up the micro-batch that it is about, and not the rank.
+message holds up the micro-batch that it is about, and not the rank. Ops about units of weights stand on the
+stream that computes.
 """
 
 from __future__ import annotations
@@ -122,6 +123,8 @@ class _Room:
         return op.phase is not None or turn in self.turns
 
     def _start(self, rank: int, op: Op) -> float:
+        if op.act.shards:
+            return self.free[rank][Stream.COMPUTE]
         if op.phase is None:
             if self._phased(op):
                 return self.passed[op.act.direction, op.micro_batch, op.segment]
@@ -135,6 +138,9 @@ class _Room:
         return max(free, behind)
 
     def _end(self, rank: int, op: Op, end: float) -> None:
+        if op.act.shards:
+            self.free[rank][Stream.COMPUTE] = end
+            return
         if not self._phased(op):
             self.free[rank] = dict.fromkeys(Stream, end)
             return

@@ -16,7 +16,7 @@ from braid.schedule.phases import Stream
 from braid.schedule.rendezvous import Span, rendezvous
 from braid.schedule.views import stream_of
 
-PHASES = MappingProxyType({"mix": 1.0, "dispatch": 0.5, "experts": 1.0, "combine": 0.5})
+PHASES = MappingProxyType({"block": 1.0, "mix": 1.0, "dispatch": 0.5, "experts": 1.0, "combine": 0.5})
 """Where nothing else is known, communication takes half as long as computation."""
 DRAWERS = MappingProxyType({"down": 1 / 3, "in": 2 / 3})
 """The part of a phase's weight gradients that lies in a drawer of its own: for experts with gates."""
@@ -35,9 +35,9 @@ class Costs:
     sum_copies: float = 0.0
     """Seconds of one `SUM_COPIES`, from the moment when all its members are there."""
     phases: Mapping[str, float] = field(default_factory=lambda: PHASES)
-    """Seconds of the forward of each kind of phase; nothing for kinds that are not named. A phase that computes
-    takes twice as long backward, one half of that for weight gradients; one that communicates, as long, and so
-    does `post`, which adds up. Weight gradients in two drawers take as long together as in one."""
+    """Seconds of the forward of each phase by its name, or of each kind of phase; nothing for others. A phase
+    that computes takes twice as long backward, one half of that for weight gradients; one that communicates, as
+    long, and so does `post`, which adds up. Weight gradients in two drawers take as long together as in one."""
     recompute: float = 1.0
     """The share of a phase's forward that a `RECOMPUTE` of it takes."""
 
@@ -49,20 +49,24 @@ class Costs:
         if not op.act.computes:
             return 0.0
         if op.phase is not None:
-            *before, kind = op.phase.split(".")
-            part = DRAWERS.get(kind, 1.0)
-            kind = before[-1] if kind in DRAWERS else kind
-            computes = kind not in ("dispatch", "combine")
-            if op.act is Act.W:
-                return self.phases.get(kind, 0.0) * computes * part
-            if op.act is Act.RECOMPUTE:
-                return self.phases.get(kind, 0.0) * self.recompute
-            once = kind == "post" or (delayed and kind in ("mix", "experts", "enter"))
-            twice = op.act is Act.B and computes and not once
-            return self.phases.get(kind, 0.0) * (2 if twice else 1)
+            return self._of_phase(op, op.phase, delayed=delayed)
         given = self.forward if op.act is Act.F else self.backward
         assert op.segment is not None
         return given[op.segment] if isinstance(given, tuple) else given
+
+    def _of_phase(self, op: Op, name: str, *, delayed: bool) -> float:
+        *before, kind = name.split(".")
+        part = DRAWERS.get(kind, 1.0)
+        kind = before[-1] if kind in DRAWERS else kind
+        seconds = self.phases.get(name, self.phases.get(kind, 0.0))
+        computes = kind not in ("dispatch", "combine")
+        if op.act is Act.W:
+            return seconds * computes * part
+        if op.act is Act.RECOMPUTE:
+            return seconds * self.recompute
+        once = kind == "post" or (delayed and kind in ("mix", "experts", "enter"))
+        twice = op.act is Act.B and computes and not once
+        return seconds * (2 if twice else 1)
 
 
 @dataclass(frozen=True, kw_only=True)

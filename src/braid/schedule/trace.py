@@ -88,7 +88,8 @@ def chrome_trace(
 
 
 def predicted(timeline: Timeline, ranks: Sequence[int], *, second: float = 1.0) -> list[Strip]:
-    """What a plan says, as strips: a rank stands for its stage. `second` is how long the timeline's unit is."""
+    """What a plan says, as strips: a rank stands for its stage. `second` is how long the timeline's unit is.
+    Ops about weights that take no time are left out: there are many of them."""
     begin, whole = timeline.begin, timeline.makespan
     return [
         Strip(
@@ -101,6 +102,7 @@ def predicted(timeline: Timeline, ranks: Sequence[int], *, second: float = 1.0) 
             spans=tuple(
                 Span(op=span.op, start=(span.start - begin) * second, end=(span.end - begin) * second)
                 for span in timeline.spans[stage]
+                if span.end > span.start or not span.op.act.shards
             ),
         )
         for stage, rank in enumerate(ranks)

@@ -26,6 +26,18 @@ class View:
     """For each rank the place of each op, and one past the end."""
 
 
+def bare(schedule: Schedule) -> tuple[Schedule, tuple[tuple[int, ...], ...]]:
+    """The schedule without replays and without ops about units: what a builder made. And for each rank the
+    places of its ops in the whole list, with one past the end."""
+    kept = [
+        [place for place, op in enumerate(ops) if op.act is not Act.RECOMPUTE and not op.act.shards]
+        for ops in schedule.ops
+    ]
+    lists = tuple(tuple(ops[place] for place in own) for ops, own in zip(schedule.ops, kept, strict=True))
+    places = tuple((*own, len(ops)) for ops, own in zip(schedule.ops, kept, strict=True))
+    return replace(schedule, ops=lists, recompute=(), dropped=(), weights="unplaced"), places
+
+
 def wide(schedule: Schedule) -> View:
     """Every segment from its first phase forward to its last one backward."""
     return _view(schedule, forward=min, backward=max)

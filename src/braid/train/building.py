@@ -7,13 +7,14 @@ from contextlib import contextmanager
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 
 from braid import fit, kernels
 from braid.collectives import Groups
-from braid.engine import fsdp2
+from braid.engine.sharding import FsdpWeights
+from braid.engine.weights import WholeWeights
 from braid.errors import ConfigError
 from braid.model.language import LanguageModel
+from braid.nn.dtypes import DTYPES
 from braid.nn.moe import dispatchers
 from braid.nn.moe.journey import Dispatcher
 from braid.optim.adamw import AdamW
@@ -21,7 +22,7 @@ from braid.parallel.channels import close_channels, open_channels
 from braid.parallel.mesh import close_mesh, dense_mesh, expert_mesh
 from braid.parallel.sharding import local, shard_units
 from braid.plan import Plan, size, whole_model
-from braid.train.device import DTYPES, Device
+from braid.train.device import Device
 from braid.train.state import State
 
 
@@ -59,10 +60,13 @@ def make_state(
         eps=run.optim.eps,
         weight_decay=run.optim.weight_decay,
     )
+    held = [unit.path for unit in model.units()]
+    alone = groups.world.size == 1
     return State(
         model=model,
         optimizer=optimizer,
-        schedule=plan.schedule,
+        plan=plan,
+        keeper=WholeWeights(model, held, optimizer) if alone else FsdpWeights(model, held),
         names=frozenset(whole_model(plan).canonical()),
         channels=open_channels(plan.grid, groups.world.rank, plan.schedule.channels()),
     )
@@ -116,14 +120,11 @@ def _shard(model: LanguageModel, plan: Plan, device: Device, meshes: Mapping[str
         meshes=meshes,
         strategy=plan.run.mesh.shard,
         compute=model.dtype,
-        root_methods=("run", "logits"),
     )
     model.to_empty(device=device.torch)
     model.device = device.torch
     for tensor in model.tensors().values():
         local(tensor).zero_()
-    assert isinstance(model, FSDPModule)
-    fsdp2.wake(model)
 
 
 def _check_memory(plan: Plan, device: Device) -> None:

@@ -13,9 +13,6 @@ import torch
 
 from braid.errors import ConfigError
 
-DTYPES = MappingProxyType({"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64})
-"""What `train.dtype` means."""
-
 PEAK_BF16_FLOPS = MappingProxyType(
     {"H100": 989e12, "H200": 989e12, "H20": 148e12, "A100": 312e12, "B200": 2250e12, "GB200": 2500e12}
 )

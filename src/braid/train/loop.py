@@ -1,15 +1,15 @@
-"""The training loop: continue or begin, step, tell, evaluate, save, stop when asked."""
+"""The training loop: step, log, evaluate, save, stop when asked."""
 
 from __future__ import annotations
 
+import signal
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from braid import checkpoint
-from braid.config import Run, difference
-from braid.errors import CheckpointError, ConfigError, DataError, NumericsError, PreemptedError, first_of
+from braid.config import Run
+from braid.errors import CheckpointError, NumericsError, PreemptedError
 from braid.model.language import LanguageModel
 from braid.optim.schedule import Schedule
 from braid.plan import Plan, whole_model
@@ -17,19 +17,14 @@ from braid.train import state as states
 from braid.train.console import Line, say, warn
 from braid.train.device import Device, set_arithmetic
 from braid.train.feed import Feed
-from braid.train.finetune import check_settings
-from braid.train.garbage import only_new_garbage
-from braid.train.metrics import Listener, Metrics, Unwritten, Value
+from braid.train.metrics import Metrics, Unwritten, Value
 from braid.train.places import Places
-from braid.train.ranks import agree, everywhere, together
+from braid.train.ranks import everywhere
 from braid.train.signals import StopRequest
 from braid.train.state import State
 from braid.train.step import StepResult, evaluate, train_step
 from braid.train.tracing import Tracer
 from braid.train.watchdog import Watchdog
-
-MOST_LINES = 6
-"""How much is told of a checkpoint that does not fit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,123 +39,9 @@ class Outcome:
     """Of the last evaluation."""
 
 
-def begin_or_continue(
-    state: State, run: Run, feed: Feed, places: Places, init: Path | None = None
-) -> Path | None:
-    """Fill the state: from the newest whole checkpoint of the run, which is returned; or else from the run's
-    seed, with the weights of the checkpoint `init` where one is given. All ranks do the same, or none. A run
-    whose checkpoints are all damaged is refused, and left as it is."""
-    world = state.model.groups.world
-    with together(world):
-        newest = _newest(places)
-        weights = states.newest_in(init) if newest.path is None and init is not None else None
-    # Every rank has looked for itself: where files are not shared, or one machine cannot read them, ranks would
-    # go on from different steps.
-    agree(
-        {"newest whole checkpoint": str(newest.path or weights)},
-        world,
-        "the ranks find different checkpoints: give --out and --init folders that all of them share",
-        CheckpointError,
-    )
-    for damaged in newest.damaged if world.rank == 0 else ():
-        warn(f"passing over a damaged checkpoint: {damaged.reason}")
-    with together(world):
-        if newest.path is None:
-            _begin(state, run, weights)
-        else:
-            _continue(state, run, feed, places, newest.path)
-    return newest.path
-
-
-def _newest(places: Places) -> checkpoint.Latest:
-    """The newest whole checkpoint of a run that has one, or has none at all. To begin a run anew whose
-    checkpoints are all damaged would cut its metrics, and delete what can perhaps be saved of it."""
-    newest = checkpoint.latest(places.checkpoints)
-    if newest.path is not None or not newest.damaged:
-        return newest
-    faults = [line for damaged in newest.damaged for line in first_of(damaged.reason.splitlines())]
-    raise CheckpointError(
-        "\n  ".join(
-            [
-                f"no checkpoint in {places.checkpoints} is whole: the run is left as it is",
-                *faults,
-                "rule  a run goes on from its newest whole checkpoint, and begins anew only where it has none",
-                f"set   a whole copy in the place of one of them; to begin anew, move or delete {places.out}, "
-                "or set another --out",
-            ]
-        )
-    )
-
-
-def _begin(state: State, run: Run, weights: Path | None) -> None:
-    """Start from the run's seed, or from the weights of a checkpoint."""
-    if weights is not None:
-        saved = states.saved_model(weights)
-        if saved is not None:
-            check_settings(weights, saved, run.model)
-        elif state.model.groups.world.rank == 0:
-            warn(f"{weights} holds no settings of its model: only names and shapes of its tensors are compared")
-    states.initialize(state, run)
-    if weights is not None:
-        states.load_state_weights(weights, state)
-
-
-def _continue(state: State, run: Run, feed: Feed, places: Places, path: Path) -> None:
-    """Go on from a checkpoint of the run."""
-    first = state.model.groups.world.rank == 0
-    saved = states.describe(path)
-    changed = difference(saved.run, run)
-    if changed and first:
-        warn(f"the run differs from the one that saved {path}:")
-        for name, (before, now) in changed.items():
-            warn(f"  {name}: {before} -> {now}")
-    if saved.step > run.train.steps:
-        raise ConfigError(
-            f"{places.out} is at step {saved.step}, train.steps is {run.train.steps}: "
-            f"set train.steps to {saved.step} or more, or another --out"
-        )
-    if saved.data_fingerprint == states.NO_DATA and not saved.updates:
-        raise ConfigError(
-            f"{places.out} holds the weights of a model that was not trained here: "
-            f"train from them with --init {places.out} and another --out"
-        )
-    if saved.data_fingerprint not in (states.NO_DATA, feed.train.fingerprint):
-        raise DataError(
-            f"{path} was trained on other data or in another order: the samples it consumed cannot be "
-            "told from new ones. Restore the data and its fields, or set another --out"
-        )
-    try:
-        states.load(path, state)
-    except CheckpointError as error:
-        if not any(name.startswith("model.") for name in changed):
-            raise
-        told = "\n".join(str(error).splitlines()[:MOST_LINES])
-        raise CheckpointError(
-            f"the model differs from the one in {places.out}: set another --out\n{told}\n..."
-        ) from error
-
-
-def train_to_end(
-    plan: Plan,
-    places: Places,
-    device: Device,
-    feed: Feed,
-    state: State,
-    listeners: Sequence[Listener] = (),
-    watchdog: Watchdog | None = None,
-    tracer: Tracer | None = None,
-) -> Outcome:
-    """Train from where the state stands to the last step. A watchdog tells who is slow, a tracer what ran."""
-    set_arithmetic(deterministic=plan.run.train.deterministic)
-    state.progress.on_gpu = device.torch.type == "cuda"
-    first = state.model.groups.world.rank == 0
-    file = Metrics(places.metrics, after_step=state.step, listeners=listeners) if first else Unwritten()
-    with StopRequest() as asked, file as metrics, only_new_garbage():
-        return _Loop(plan, places, device, feed, state, metrics, asked, watchdog, tracer).run_to_end()
-
-
-class _Loop:
-    """The steps of one process. Everything that outlives it is in the state."""
+class Loop:
+    """The steps of one process: each is measured, logged, and followed by what is due. Everything that outlives
+    it is in the state."""
 
     def __init__(
         self,
@@ -170,14 +51,21 @@ class _Loop:
         feed: Feed,
         state: State,
         metrics: Metrics | Unwritten,
-        asked: StopRequest,
-        watchdog: Watchdog | None,
-        tracer: Tracer | None,
+        *,
+        quiet: bool = False,
+        tracer: Tracer | None = None,
     ) -> None:
+        """A `quiet` one prints no progress. A tracer writes down what ran when."""
+        set_arithmetic(deterministic=plan.run.train.deterministic)
+        state.progress.on_gpu = device.torch.type == "cuda"
         self.plan, self.run = plan, plan.run
-        self.watchdog, self.tracer = watchdog, tracer
+        self.watchdog: Watchdog | None = None
+        """Knows who is slow."""
+        self.asked: StopRequest | None = None
+        """Knows whether somebody wants this process to stop."""
+        self.quiet, self.tracer = quiet, tracer
         self.places, self.device, self.feed = places, device, feed
-        self.state, self.metrics, self.asked = state, metrics, asked
+        self.state, self.metrics = state, metrics
         self.first = state.model.groups.world.rank == 0
         """Whether this rank speaks for all."""
         self.schedule = schedule_of(plan.run)
@@ -193,17 +81,17 @@ class _Loop:
         steps, saved = self.run.train.steps, None
         last: StepResult | None = None
         while self.state.step < steps:
-            last = self._step()
+            last = self.step()
             done = self.state.step == steps
             if done or self._due(self.run.train.save_every):
-                saved = self._save(must=done)
+                saved = self.save(must=done)
             # Alone, a process need not wait until all ranks know.
-            alone_asked = self.plan.world == 1 and self.asked.signal is not None
+            alone_asked = self.plan.world == 1 and self._signal is not None
             if (last.stop or alone_asked) and not done:
-                self._save(must=True)
+                self.save(must=True)
                 raise everywhere(PreemptedError(self._told_stopped()))
         if last is None:
-            self.val_loss = self._evaluate()
+            self.val_loss = self.evaluate()
         path = saved or checkpoint.latest(self.places.checkpoints).path
         assert path is not None, "the last step is always saved"
         return Outcome(
@@ -213,21 +101,25 @@ class _Loop:
             val_loss=self.val_loss,
         )
 
+    @property
+    def _signal(self) -> signal.Signals | None:
+        return None if self.asked is None else self.asked.signal
+
     def _told_stopped(self) -> str:
-        by = "" if self.asked.signal is None else f" by {self.asked.signal.name}"
+        by = "" if self._signal is None else f" by {self._signal.name}"
         return (
             f"asked to stop{by}; step {self.state.step} of {self.run.train.steps} is saved in "
             f"{self.places.checkpoints}, the same command continues it"
         )
 
-    def _step(self) -> StepResult:
+    def step(self) -> StepResult:
         """One step, measured and told."""
         if self.tracer is not None:
             self.tracer.begin(self.state.step + 1)
         started = time.perf_counter()
         self.state.progress.begin(self.state.step + 1)
         rate = self.schedule.rate(self.state.step + 1)
-        stop = self.asked.signal is not None
+        stop = self._signal is not None
         result = train_step(self.state, self.run, self.feed.train, rate, stop=stop)
         self.device.synchronize()
         seconds = time.perf_counter() - started
@@ -242,9 +134,9 @@ class _Loop:
         evaluated = self._evaluate_if_due()
         self.metrics.log(self.state.step, self._metrics(result, rate, seconds, evaluated))
         if self._due(self.run.train.log_every) or self.state.step in (1, self.run.train.steps):
-            say(str(self._line(result, rate)))
+            self._say(str(self._line(result, rate)))
         if evaluated is not None:
-            say(f"step {self.state.step}/{self.run.train.steps}  validation loss {evaluated:.3f}")
+            self._say(f"step {self.state.step}/{self.run.train.steps}  validation loss {evaluated:.3f}")
         return result
 
     def _due(self, every: int) -> bool:
@@ -291,17 +183,18 @@ class _Loop:
 
     def _evaluate_if_due(self) -> float | None:
         if self._due(self.run.train.eval_every) or self.state.step == self.run.train.steps:
-            self.val_loss = self._evaluate()
+            self.val_loss = self.evaluate()
             return self.val_loss
         return None
 
-    def _evaluate(self) -> float | None:
+    def evaluate(self) -> float | None:
+        """The validation loss as the weights are now; None where there is nothing to evaluate on."""
         if self.feed.validation is None:
             return None
         self.state.progress.enter("an evaluation")
         return evaluate(self.state, self.run, self.feed.validation)
 
-    def _save(self, *, must: bool) -> Path | None:
+    def save(self, *, must: bool) -> Path | None:
         """Save a checkpoint. One on the way may fail: training goes on with the old one."""
         root = self.places.checkpoints
         self.state.progress.enter("a checkpoint")
@@ -318,6 +211,10 @@ class _Loop:
             except CheckpointError as error:
                 warn(f"the checkpoint is saved, but an old one stays: {error}")
         return path
+
+    def _say(self, text: str) -> None:
+        if self.first and not self.quiet:
+            say(text)
 
     def _warn(self, text: str) -> None:
         if self.first:

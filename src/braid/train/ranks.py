@@ -120,7 +120,10 @@ class Joined:
     everyone: Group
     """All ranks; takes tensors of the device and of the host."""
     meeting: Meeting | None = None
-    """Where they have found one another; None where a process is alone."""
+    """Where they have found one another; None where a process is alone, or others have brought ranks
+    together."""
+    ours: bool = True
+    """Whether `join` has formed the group of all ranks, so that `leave` ends it."""
 
 
 def seat_in(environment: Mapping[str, str]) -> Seat | None:
@@ -155,8 +158,10 @@ def _number(environment: Mapping[str, str], name: str) -> int:
 
 def join(environment: Mapping[str, str], device: torch.device, timeout: timedelta) -> Joined:
     """Take the seat that a launcher gave, and form the group of all ranks: gloo for tensors of the host, NCCL
-    for those of a GPU. Without a launcher, or as its only rank, the process is alone. `timeout` bounds the wait
-    for others, here and in every collective."""
+    for those of a GPU. Without a launcher, or as its only rank, the process is alone. Where torch's default
+    group is there already, it is used. `timeout` bounds the wait for others, here and in every collective."""
+    if dist.is_initialized():
+        return _already_joined(environment, device)
     seat = seat_in(environment)
     device = device if seat is None else _own_device(seat, device)
     if seat is None or seat.world == 1:
@@ -186,6 +191,15 @@ def join(environment: Mapping[str, str], device: torch.device, timeout: timedelt
             summed_up=LAUNCHER in environment,
         ),
     )
+
+
+def _already_joined(environment: Mapping[str, str], device: torch.device) -> Joined:
+    """Among ranks whose group somebody else has formed."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    local_rank = int(environment.get("LOCAL_RANK", rank))
+    own = torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
+    everyone = Group(name="everyone", size=world, rank=rank, handle=dist.group.WORLD) if world > 1 else ALONE
+    return Joined(rank=rank, world=world, local_rank=local_rank, device=own, everyone=everyone, ours=False)
 
 
 def leave() -> None:

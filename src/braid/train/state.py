@@ -23,19 +23,21 @@ from braid.architecture import Model
 from braid.collectives import Group
 from braid.config import Mesh, Run, from_json, model_from_json, to_json
 from braid.data import Loader, Tokenizer, tokenizer_from
-from braid.engine.executor import Wires
+from braid.engine.executor import Program, Wires
 from braid.engine.progress import Progress
 from braid.engine.streams import Streams, streams_for
+from braid.engine.weights import Weights
 from braid.errors import CheckpointError, first_of
 from braid.model.language import LanguageModel
 from braid.nn.canonical import Canonical, Held
+from braid.nn.dtypes import DTYPES
 from braid.optim.adamw import MOMENTS, AdamW
 from braid.optim.gradients import Copied, copied
 from braid.parallel.sharding import Kept, kept_of
 from braid.pattern import parse
-from braid.plan import plan
-from braid.schedule import Channel, Schedule, Span
-from braid.train.device import DTYPES, Device
+from braid.plan import Plan, evaluation_schedule, plan
+from braid.schedule import Channel, Span
+from braid.train.device import Device
 from braid.train.ranks import gather_json, together
 
 NAMES_VERSION = 1
@@ -54,8 +56,10 @@ class State:
 
     model: LanguageModel
     optimizer: AdamW
-    schedule: Schedule
-    """What each pipeline rank does in a step."""
+    plan: Plan
+    """What its run was worked out to: the schedule that its steps execute is there."""
+    keeper: Weights
+    """Who keeps the model's weights while ops run."""
     names: frozenset[str]
     """Canonical names of the whole model, over all ranks."""
     channels: Mapping[Channel, Group] = field(default_factory=dict)
@@ -72,6 +76,7 @@ class State:
     """Tokens read, over all steps."""
     skipped_in_a_row: int = 0
     """How many of the last steps were skipped because something was not finite."""
+    _evaluations: dict[int, Program] = field(default_factory=dict)
 
     def weights(self) -> dict[str, Tensor]:
         """By parameter name: the main copy of what the optimizer updates, the model's own of all else."""
@@ -84,6 +89,18 @@ class State:
         size = (rows, tokens, *model.shape.stream)
         message = functools.partial(torch.empty, size, dtype=model.dtype, device=model.device)
         return Wires(channels=self.channels, message=message, progress=self.progress)
+
+    @functools.cached_property
+    def program(self) -> Program:
+        """What this rank does in a step."""
+        return Program(self.plan.schedule, self.model.groups.pp.rank)
+
+    def evaluation(self, micro_batches: int) -> Program:
+        """What this rank does in an evaluation of so many micro-batches."""
+        if micro_batches not in self._evaluations:
+            schedule = evaluation_schedule(self.plan, micro_batches)
+            self._evaluations[micro_batches] = Program(schedule, self.model.groups.pp.rank)
+        return self._evaluations[micro_batches]
 
     @functools.cached_property
     def streams(self) -> Streams:

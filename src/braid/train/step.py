@@ -12,19 +12,15 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from braid.collectives import ALONE, Group, Groups, highest, summed
 from braid.config import Run
 from braid.data import Loader
-from braid.engine import fsdp2
-from braid.engine.executor import Turn, execute
-from braid.engine.node import Function, Watch
-from braid.engine.sharding import execute_sharded
+from braid.engine.executor import execute
+from braid.engine.node import Function, Watch, Work
 from braid.errors import DataError
 from braid.model import nodes
 from braid.model.context import Context, MicroBatch, Whole
@@ -32,13 +28,10 @@ from braid.model.language import LanguageModel, Losses, PartOfStep
 from braid.model.mtp import targets
 from braid.nn.moe.balance import Load
 from braid.nn.recompute import Hold, Replays
-from braid.nn.weight_sink import Mains, WeightSink, hand_sink
+from braid.nn.weight_sink import WeightSink, hand_sink
 from braid.optim import gradients
-from braid.parallel.sharding import before_backward, release
 from braid.plan import span_of
-from braid.schedule import Op, Phase, evaluation
-from braid.train.added import parameters_of_phases
-from braid.train.driving import driving
+from braid.schedule import Op, Phase, Turn
 from braid.train.feed import micro_batch
 from braid.train.loads import Loads, figures, update_selection_biases
 from braid.train.ranks import gather_json, together
@@ -152,146 +145,36 @@ def backward(
 ) -> tuple[dict[str, Tensor], Loads]:
     """Leave the gradient of the whole step in the optimizer; tell this rank's part of its figures, and the
     load of its experts over all ranks. Nodes may be watched while they run."""
-    groups, wires = state.model.groups, state.wires(len(batches[0].sample_B), run)
-    rank, driven = groups.pp.rank, driving(state.model, state.schedule, run)
-    if driven is not None:
-        step: _Step = _DrivenStep(state, run, batches, counts)
-        who = (driven.driver, driven.uses)
-        state.log = execute_sharded(driven.schedule, rank, step, wires, *who, watch)
-    else:
-        step = (_NodeStep if state.schedule.phases else _Step)(state, run, batches, counts)
-        state.log = execute(state.schedule, rank, step, wires, watch)
+    step = _Step(state, run, batches, counts)
+    wires = state.wires(len(batches[0].sample_B), run)
+    state.log = execute(state.program, step, state.keeper, wires, watch)
     step.end()
-    return step.metrics, step.loads.over(groups.slab)
+    return step.metrics, step.loads.over(state.model.groups.slab)
 
 
 DEVIATION = "hyper_deviation"
 """The figure that is no sum, but the most of all layers, micro-batches and ranks."""
 
 
-class _Step:
-    """One step's work, as the ops of its schedule ask for it."""
+class _Step(Work):
+    """One step's work, phase by phase."""
 
     def __init__(self, state: State, run: Run, batches: Sequence[MicroBatch], counts: Counts) -> None:
-        self.state, self.run, self.model = state, run, state.model
+        self.state, self.run, self.model, self.streams = state, run, state.model, state.streams
         self.batches, self.counts = batches, counts
         self.contexts: dict[int, Context] = {}
         self.metrics: dict[str, Tensor] = {}
         self.loads = Loads()
-        names = run.train.recompute
-        self.replays = Replays(names, planned=bool(state.schedule.phases)) if names else None
-        self.model.recompute(self.replays, span_of(run, self.model.layout))
-        alone = self.model.groups.world.size == 1
-        mains: Mains = state.optimizer.mains() if alone else fsdp2.Accumulated(self.model)
-        self.sink = WeightSink(mains) if mains or state.schedule.delayed else None
-        hand_sink(self.model, self.sink)
-        once = run.mesh.shard in ("none", "optimizer")
-        self.late = [each for each in self.model.reused() if once and isinstance(each, FSDPModule)]
-        """Units that FSDP2 would reduce twice in the last backward: first what others have left."""
-        self.modules: dict[int, list[nn.Module]] = {}
-        for unit in self.model.units():
-            segment = unit.segment if self.model.groups.pp.size > 1 else 0
-            self.modules.setdefault(segment, []).append(unit.module)
-
-    def forward(self, turn: Turn, x: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        micro_batch, segment = turn
-        context = self._context(micro_batch)
-        context.earlier_E = self.loads.favourites_E
-        y, losses = self.model.run(segments_of(self.model, segment), x, context)
-        self._note(micro_batch, losses)
-        cost = losses.share(*self._counted(losses), self.counts.parts[micro_batch])
-        return y, cost if cost.requires_grad else None
-
-    def _context(self, micro_batch: int) -> Context:
-        if micro_batch not in self.contexts:
-            whole = self.counts.wholes[micro_batch]
-            context = self.model.prepare(self.batches[micro_batch], whole=whole)
-            context.deviations = None if self.model.shape.hyper is None else {}
-            self.contexts[micro_batch] = context
-        return self.contexts[micro_batch]
-
-    def _counted(self, losses: Losses) -> tuple[int, Sequence[int]]:
-        return self.counts.tokens, self.counts.mtp_tokens if losses.mtp else ()
-
-    def _note(self, micro_batch: int, losses: Losses) -> None:
-        """Losses and loads of a segment, which the step adds up."""
-        self.loads = self.loads.plus(losses.balances)
-        self._tell(losses.metrics(*self._counted(losses), self.counts.parts[micro_batch]))
-
-    def _tell(self, figures: Mapping[str, Tensor]) -> None:
-        for name, figure in figures.items():
-            # The head's losses are the same on all tp ranks: one of them tells.
-            told = figure if name.startswith("aux_") or self.model.groups.tp.rank == 0 else 0 * figure
-            self.metrics[name] = self.metrics[name] + told if name in self.metrics else told
-
-    def before_backward(self, turn: Turn) -> None:
-        modules, last = self.modules.get(turn[1], []), self._is_last(turn[0])
-        at_once = [module for module in modules if module not in self.late]
-        before_backward(self.model, self.late, self.run.mesh.shard, last=False, done=self._is_done(turn))
-        before_backward(self.model, at_once, self.run.mesh.shard, last=last, done=self._is_done(turn))
-
-    def _is_last(self, micro_batch: int) -> bool:
-        return micro_batch == len(self.batches) - 1
-
-    def _is_done(self, turn: Turn) -> bool:
-        """Whether this is the last backward of the step on this rank."""
-        return self._is_last(turn[0]) and turn[1] == min(self.modules, default=turn[1])
-
-    def after_backward(self, turn: Turn) -> None:
-        if self._is_last(turn[0]):
-            self._reduce_late(turn[1])
-        # What ranks reduce may still be on its way, until the step's last backward has waited for all of it.
-        if self.model.groups.world.size == 1 or self._is_done(turn):
-            if self.late:
-                assert isinstance(self.model, FSDPModule)
-                fsdp2.settle(self.model)
-            self.state.optimizer.gather()
-        self._forget(turn)
-
-    def _reduce_late(self, segment: int) -> None:
-        for module in self.modules.get(segment, []):
-            if module in self.late:
-                assert isinstance(module, FSDPModule)
-                fsdp2.flush(module, reduce=True)
-                module.reshard()
-
-    def _forget(self, turn: Turn) -> None:
-        """Drop what is known of a micro-batch, once it has left this rank."""
-        micro_batch, segment = turn
-        if segment == (0 if self.model.groups.pp.size == 1 else self.model.segments[0]):
-            for found in (self.contexts.pop(micro_batch).deviations or {}).values():
-                self.metrics[DEVIATION] = torch.maximum(self.metrics.get(DEVIATION, found), found)
-
-    def sum_copies(self, op: Op) -> None:
-        """Of what the first and the last stage hold; copies within a stage are summed when the step is done."""
-        ends = [each for each in self.state.copies if each.group is self.model.groups.ends]
-        gradients.sum_copies_(self.state.optimizer.gradients(), ends)
-
-    def end(self) -> None:
-        """All ops have run."""
-        self.model.recompute(None)
-        hand_sink(self.model, None)
-        if self.sink is not None:
-            self.sink.finish()
-        if self.replays is not None:
-            self.replays.finish()
-
-
-class _NodeStep(_Step):
-    """One step's work, phase by phase."""
-
-    def __init__(self, state: State, run: Run, batches: Sequence[MicroBatch], counts: Counts) -> None:
-        super().__init__(state, run, batches, counts)
-        self.streams = state.streams
         self.pieces: dict[Turn, list[Losses]] = {}
         """What the phases of a segment have cost so far."""
-        self.backwards: set[Turn] = set()
-        """Those that have begun and are not done."""
+        names = run.train.recompute
+        self.replays = Replays(names, planned=True) if names else None
+        self.model.recompute(self.replays, span_of(run, self.model.layout))
+        mains = state.keeper.mains
+        self.sink = WeightSink(mains) if mains or state.plan.schedule.delayed else None
+        hand_sink(self.model, self.sink)
 
-    @cached_property
-    def added(self) -> Mapping[str, Sequence[str]]:
-        phases = [phase for segment in self.state.schedule.phases for phase in segment]
-        return parameters_of_phases(self.model, phases, self.run)
+    # ------------------------------------------------------------------------------------- forward
 
     def function(self, turn: Turn, phase: Phase) -> Function:
         micro_batch, _ = turn
@@ -307,7 +190,9 @@ class _NodeStep(_Step):
                 written, losses = nodes.run(self.model, phase, context, tensors)
             if losses is None:
                 return written, None
-            tokens = (self.counts.mtp_tokens[phase.depth],) if losses.mtp and phase.depth is not None else ()
+            tokens = self.counts.mtp_tokens if losses.mtp else []
+            if phase.depth is not None:
+                tokens = tokens[phase.depth : phase.depth + 1]
             cost = losses.share(self.counts.tokens, tokens, self.counts.parts[micro_batch])
             self.pieces[turn].append(nodes.without_graph(losses))
             self.loads = self.loads.plus(losses.balances)
@@ -315,18 +200,23 @@ class _NodeStep(_Step):
 
         return run
 
+    def _context(self, micro_batch: int) -> Context:
+        if micro_batch not in self.contexts:
+            whole = self.counts.wholes[micro_batch]
+            context = self.model.prepare(self.batches[micro_batch], whole=whole)
+            context.deviations = None if self.model.shape.hyper is None else {}
+            self.contexts[micro_batch] = context
+        return self.contexts[micro_batch]
+
     def after_forward(self, turn: Turn) -> None:
         losses = nodes.whole(self.model, self.pieces.pop(turn))
-        self._tell(losses.metrics(*self._counted(losses), self.counts.parts[turn[0]]))
+        tokens = self.counts.mtp_tokens if losses.mtp else ()
+        for name, figure in losses.metrics(self.counts.tokens, tokens, self.counts.parts[turn[0]]).items():
+            # The head's losses are the same on all tp ranks: one of them tells.
+            told = figure if name.startswith("aux_") or self.model.groups.tp.rank == 0 else 0 * figure
+            self.metrics[name] = self.metrics[name] + told if name in self.metrics else told
 
-    def before_backward(self, turn: Turn) -> None:
-        self.backwards.add(turn)
-        super().before_backward(turn)
-
-    def adding(self, turn: Turn, phase: Phase) -> None:
-        """The gradients of two micro-batches are never summed in the dtype of the model."""
-        if len(self.backwards) > 1 and self.model.groups.world.size == 1:
-            self.state.optimizer.gather(self.added[phase.name])
+    # ------------------------------------------------------------------------------------ backward
 
     def parameter(self, name: str) -> nn.Parameter:
         return self.model.get_parameter(name)
@@ -342,42 +232,37 @@ class _NodeStep(_Step):
         assert self.sink is not None
         self.sink.drain((*turn, phase.name), _of_layer(drawer))
 
-    def after_backward(self, turn: Turn) -> None:
-        # With other ranks, gradients are whole at the end: those of weights may come after the last backward.
-        self.backwards.discard(turn)
-        if self.model.groups.world.size == 1:
-            self.state.optimizer.gather()
-        self._forget(turn)
-
-    def sum_copies(self, op: Op) -> None:
-        self.state.optimizer.gather()
-        super().sum_copies(op)
-
     def replay(self, turn: Turn, phase: Phase, hold: Hold) -> None:
         assert self.replays is not None
         self.replays.replay((*turn, phase.name), hold)
 
-    def end(self) -> None:
-        super().end()
+    def after_turn(self, turn: Turn) -> None:
+        """Drop what is known of a micro-batch, once it has left this rank."""
+        micro_batch, segment = turn
+        if segment == self.model.segments[0]:
+            for found in (self.contexts.pop(micro_batch).deviations or {}).values():
+                self.metrics[DEVIATION] = torch.maximum(self.metrics.get(DEVIATION, found), found)
+
+    def sum_copies(self, op: Op) -> None:
+        """Of what the first and the last stage hold; copies within a stage are summed when the step is done."""
         self.state.optimizer.gather()
+        ends = [each for each in self.state.copies if each.group is self.model.groups.ends]
+        gradients.sum_copies_(self.state.optimizer.gradients(), ends)
 
-
-class _DrivenStep(_NodeStep):
-    """One step's work, phase by phase, where ops gather weights and reduce gradients: they can be read when all
-    of them have run."""
-
-    def before_backward(self, turn: Turn) -> None:
-        pass
+    def end(self) -> None:
+        """All ops have run."""
+        self.model.recompute(None)
+        hand_sink(self.model, None)
+        if self.sink is not None:
+            self.sink.finish()
+        if self.replays is not None:
+            self.replays.finish()
+        self.state.optimizer.gather()
 
 
 def _of_layer(drawer: str) -> str:
     """A drawer of a phase, as its layer calls it."""
     return drawer.rpartition(".")[2]
-
-
-def segments_of(model: LanguageModel, segment: int) -> Sequence[int]:
-    """The segments of the layout that a segment of the schedule stands for: without a pipeline, all of them."""
-    return model.segments if model.groups.pp.size == 1 else (segment,)
 
 
 def _over_ranks(metrics: Mapping[str, Tensor], stop: bool, groups: Groups) -> tuple[bool, dict[str, float]]:
@@ -425,13 +310,11 @@ def evaluate(state: State, run: Run, loader: Loader) -> float:
     samples = min(run.train.eval_samples, loader.samples_per_epoch)
     each = run.train.batch_samples // run.train.micro_batches // groups.dp.size
     starts = range(groups.dp.rank * each, samples + groups.dp.rank * each, each * groups.dp.size)
-    work = _Evaluation(state.model, [_counted(run, loader, start, each, samples) for start in starts])
+    work = _Evaluation(state, [_counted(run, loader, start, each, samples) for start in starts])
     with together(groups.world):
         for batch in work.batches:
             state.model.check(batch)
-    schedule = evaluation(state.schedule.holder, len(work.batches))
-    execute(schedule, groups.pp.rank, work, state.wires(each, run))
-    release(state.model)
+    execute(state.evaluation(len(work.batches)), work, state.keeper, state.wires(each, run))
     total, tokens = summed(work.totals, groups.world).tolist()
     return float(total / max(1, tokens))
 
@@ -445,31 +328,30 @@ def _counted(run: Run, loader: Loader, start: int, each: int, samples: int) -> M
     return replace(batch, loss_mask_BT=batch.loss_mask_BT & counts_B1)
 
 
-class _Evaluation:
+class _Evaluation(Work):
     """Forwards alone; what is left are sums."""
 
-    def __init__(self, model: LanguageModel, batches: Sequence[MicroBatch]) -> None:
-        self.model, self.batches = model, batches
+    def __init__(self, state: State, batches: Sequence[MicroBatch]) -> None:
+        self.model, self.streams, self.batches = state.model, state.streams, batches
         self.contexts: dict[int, Context] = {}
-        self.totals = torch.zeros(2, dtype=torch.float64, device=model.device)
+        self.totals = torch.zeros(2, dtype=torch.float64, device=self.model.device)
         """Loss sum and token count of what this rank tells."""
 
-    def forward(self, turn: Turn, x: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    def function(self, turn: Turn, phase: Phase) -> Function:
+        micro_batch, _ = turn
+        if micro_batch not in self.contexts:
+            self.contexts[micro_batch] = self.model.prepare(self.batches[micro_batch])
+        context = self.contexts[micro_batch]
+
+        def run(tensors: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], None]:
+            written, losses = nodes.run(self.model, phase, context, tensors)
+            if losses is not None and self.model.groups.tp.rank == 0:  # the same on all tp ranks
+                self.totals += torch.stack([losses.loss_sum.double(), losses.token_count.double()])
+            return written, None
+
+        return run
+
+    def after_turn(self, turn: Turn) -> None:
         micro_batch, segment = turn
-        context = self.contexts.get(micro_batch)
-        if context is None:
-            context = self.contexts[micro_batch] = self.model.prepare(self.batches[micro_batch])
-        y, losses = self.model.run(segments_of(self.model, segment), x, context)
-        if self.model.groups.tp.rank == 0:  # the head's losses are the same on all tp ranks
-            self.totals += torch.stack([losses.loss_sum.double(), losses.token_count.double()])
-        if segments_of(self.model, segment)[-1] == self.model.segments[-1]:
+        if segment == self.model.segments[-1]:
             del self.contexts[micro_batch]
-        return y, None
-
-    def before_backward(self, turn: Turn) -> None:
-        raise NotImplementedError("an evaluation has no backward")
-
-    after_backward = before_backward
-
-    def sum_copies(self, op: Op) -> None:
-        raise NotImplementedError("an evaluation has no gradients")

@@ -122,7 +122,7 @@ class Tracer:
             warn(f"{error}; the run goes on")
 
     def _write(self) -> None:
-        trace = chrome_trace(self.strips, stream_of(self.state.schedule))
+        trace = chrome_trace(self.strips, stream_of(self.state.plan.schedule))
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             self.file.write_text(json.dumps(trace))

@@ -8,6 +8,7 @@ Shapes: B rows, T tokens, t tokens of this rank, s tokens of all tp ranks, V voc
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -17,14 +18,13 @@ from torch.nn import functional as F
 from braid.collectives import gathered, summed
 from braid.config import Run
 from braid.data import Tokenizer
-from braid.engine.executor import Turn, execute
+from braid.engine.executor import execute
+from braid.engine.node import Function, Work
+from braid.model import nodes
 from braid.model.context import MicroBatch
 from braid.model.generate import sample
-from braid.model.language import LanguageModel
-from braid.parallel.sharding import release
-from braid.schedule import Op, evaluation
+from braid.schedule import Phase, Turn
 from braid.train.state import State
-from braid.train.step import segments_of
 
 
 @torch.no_grad()
@@ -47,21 +47,20 @@ def write_together(
 def next_logits(state: State, run: Run, tokens_BT: Tensor) -> Tensor:
     """Scores of the token after each row, on the host, the same on every rank. All ranks are given the rows."""
     groups, rows = state.model.groups, len(tokens_BT)
-    reading = _Reading(state.model, tokens_BT)
-    schedule = evaluation(state.schedule.holder, 1)
+    reading = _Reading(state, tokens_BT)
     wires = state.wires(rows, replace(run, data=replace(run.data, sequence_tokens=reading.padded)))
-    execute(schedule, groups.pp.rank, reading, wires)
-    release(state.model)
+    execute(state.evaluation(1), reading, state.keeper, wires)
     # Only the last stage, and there only the cp rank that has the last token, has anything to say.
     logits_BV = summed(summed(reading.logits_BV, groups.cp), groups.pp)
     return gathered(logits_BV, groups.tp, dim=1).float().cpu()[:, : state.model.shape.vocab]
 
 
-class _Reading:
+class _Reading(Work):
     """One forward of rows that are filled up to what ranks can share equally."""
 
-    def __init__(self, model: LanguageModel, tokens_BT: Tensor) -> None:
-        self.model = model
+    def __init__(self, state: State, tokens_BT: Tensor) -> None:
+        self.model, self.streams = state.model, state.streams
+        model = state.model
         self.last = tokens_BT.shape[1] - 1
         share = model.groups.tp_cp.size
         self.padded = -(-tokens_BT.shape[1] // share) * share
@@ -72,21 +71,18 @@ class _Reading:
         rows = -(-model.shape.vocab // model.groups.tp.size)
         self.logits_BV = torch.zeros(len(tokens_BT), rows, dtype=model.dtype, device=model.device)
 
-    def forward(self, turn: Turn, x: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        segments = segments_of(self.model, turn[1])
-        y_BtC = self.model.read(segments, x, self.context)
-        if segments[-1] < len(self.model.layout.segments) - 1:
-            return y_BtC, None
-        logits_BsV = self.model.tell(y_BtC)
-        place = self.last - self.model.groups.cp.rank * logits_BsV.shape[1]
-        if 0 <= place < logits_BsV.shape[1]:
-            self.logits_BV = logits_BsV[:, place]
-        return None, None
+    def function(self, turn: Turn, phase: Phase) -> Function:
+        def run(tensors: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], None]:
+            if phase.kind == "segment":
+                hidden_BtC = self.model.hidden(self.context)
+            elif phase.kind == "head":
+                (hidden_BtC,) = tensors.values()
+            else:
+                return nodes.run(self.model, phase, self.context, tensors)[0], None
+            logits_BsV = self.model.tell(hidden_BtC)
+            place = self.last - self.model.groups.cp.rank * logits_BsV.shape[1]
+            if 0 <= place < logits_BsV.shape[1]:
+                self.logits_BV = logits_BsV[:, place]
+            return {}, None
 
-    def before_backward(self, turn: Turn) -> None:
-        raise NotImplementedError("reading has no backward")
-
-    after_backward = before_backward
-
-    def sum_copies(self, op: Op) -> None:
-        raise NotImplementedError("reading has no gradients")
+        return run
