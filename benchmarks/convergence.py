@@ -27,11 +27,11 @@ from benchmarks import machine
 from braid import kernels
 from braid.architecture import Attention, Mlp, Model, Moe
 from braid.config import Data, Optim, Run, Train
-from braid.plan import plan
+from braid.planning.plan import plan
 from braid.train import state as states
-from braid.train.building import make_state
+from braid.train.build import make_state
+from braid.train.data_pipeline import open_feed
 from braid.train.device import Device, choose_device
-from braid.train.feed import open_feed
 from braid.train.loop import schedule_of
 from braid.train.step import evaluate, train_step
 

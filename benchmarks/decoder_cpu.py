@@ -18,10 +18,10 @@ import torch
 
 from braid.architecture import Attention, Mlp, Model
 from braid.config import Data, Run, Train
-from braid.plan import plan
-from braid.train.building import make_state
+from braid.planning.plan import plan
+from braid.train.build import make_state
+from braid.train.data_pipeline import open_feed
 from braid.train.device import choose_device
-from braid.train.feed import open_feed
 from braid.train.state import initialize
 from braid.train.step import train_step
 

@@ -23,10 +23,10 @@ import torch
 from benchmarks import machine
 from braid.architecture import Attention, Mamba2, Mlp, Model, Moe
 from braid.config import Data, Run, Train
-from braid.estimate import estimate
 from braid.model.context import MicroBatch
-from braid.plan import plan
-from braid.train.building import make_state
+from braid.planning.estimate import estimate
+from braid.planning.plan import plan
+from braid.train.build import make_state
 from braid.train.device import choose_device
 from braid.train.state import State
 from braid.train.step import backward, count

@@ -44,18 +44,18 @@ from torch import Tensor
 from benchmarks import machine
 from benchmarks.memory_gpu import random_batches
 from braid.architecture import Attention, Model, Moe
-from braid.collectives import ALONE, Group, exchange
 from braid.config import Data, Mesh, Run, Train
+from braid.distributed.collectives import ALONE, Group, exchange
 from braid.engine.executor import Program
 from braid.engine.streams import CudaStreams
 from braid.nn.moe.all_to_all import AllToAll
-from braid.nn.moe.journey import Dispatcher, Journey, Slots
+from braid.nn.moe.dispatch_plan import Dispatcher, Journey, Slots
 from braid.nn.moe.layer import Moe as MoeLayer
-from braid.plan import plan
+from braid.planning.plan import plan
 from braid.schedule import Stream
-from braid.train.building import make_state
+from braid.train.build import make_state
 from braid.train.device import choose_device
-from braid.train.garbage import only_new_garbage
+from braid.train.gc_freeze import only_new_garbage
 from braid.train.step import backward, count
 
 BLOCKS, TOKENS, ROWS, EXPERTS, TOP_K, HIDDEN = 8, 4096, 4, 64, 8, 2048

@@ -23,14 +23,14 @@ from typing import Any
 
 from benchmarks import machine
 from braid.architecture import Attention, Mlp, Model, Moe
-from braid.collectives import Groups
 from braid.config import Data, Optim, Run, Train
 from braid.data import ByteTokenizer, build
-from braid.plan import plan
+from braid.distributed.collectives import Groups
+from braid.planning.plan import plan
 from braid.train import state as states
-from braid.train.building import make_state
+from braid.train.build import make_state
+from braid.train.data_pipeline import open_feed
 from braid.train.device import choose_device, set_arithmetic
-from braid.train.feed import open_feed
 from braid.train.step import train_step
 
 STEPS, WARM_UP = 14, 4

@@ -26,10 +26,10 @@ from benchmarks.memory_gpu import GIB, _fill, random_batches, recipes
 from braid.choices import Recompute
 from braid.config import Run
 from braid.engine.executor import Program
-from braid.estimate import estimate
 from braid.nn.recompute import Replays, hand_replays
-from braid.plan import plan
-from braid.train.building import make_state
+from braid.planning.estimate import estimate
+from braid.planning.plan import plan
+from braid.train.build import make_state
 from braid.train.device import choose_device
 from braid.train.state import State
 from braid.train.step import backward, count

@@ -12,8 +12,8 @@ import torch._dynamo
 import torch.distributed.fsdp
 import torch.distributed.tensor  # noqa: F401
 
-import braid.train.building
-import braid.train.feed
+import braid.train.build
+import braid.train.data_pipeline
 import braid.train.step  # noqa: F401
 
 # What is loaded here stays: a collector that went through it in every rank would write to all of its pages.

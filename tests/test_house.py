@@ -177,3 +177,33 @@ def test_every_fault_of_a_file_is_found():
         "1: mutable state of the module",
     ]
     assert len(list(faults(text, of_the_package=False))) == 3
+
+
+def test_where_things_are_is_true():
+    """Every `file.py:name` and `file.py` in the section is there."""
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    section = text[text.index("## Where is") : text.index("## Words")]
+    places = re.findall(r"`([\w/]+\.py)(?::([\w.]+))?`", section)
+    assert len(places) > 20
+    wrong = [f"{file}:{name}" for file, name in places if not _is_there(ROOT / "src" / "braid" / file, name)]
+    assert wrong == []
+
+
+def _is_there(file: Path, name: str) -> bool:
+    if not file.is_file():
+        return False
+    body = ast.parse(file.read_text()).body
+    for part in name.split(".") if name else ():
+        found = [node for node in body if part in _names(node)]
+        if not found:
+            return False
+        body = getattr(found[0], "body", [])
+    return True
+
+
+def _names(node: ast.stmt) -> list[str]:
+    """What a statement defines."""
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return [node.name]
+    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+    return [target.id for target in targets if isinstance(target, ast.Name)]

@@ -68,7 +68,7 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         why="a float32 zero, added to float64 numbers, is as exact",
     ),
     Equivalent(
-        file="nn/moe/dispatch.py",
+        file="nn/moe/permute.py",
         function="order_by_capacity",
         old="torch.full((rows + 1,), slots, dtype=torch.int64, device=experts_NS.device)",
         new="torch.full((rows + 1,), slots, device=experts_NS.device)",

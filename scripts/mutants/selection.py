@@ -24,18 +24,23 @@ SHARED = ("tests/topology", "tests/engine")
 """What every mutant faces after the tests of its package."""
 OWN: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "architecture": ("tests/test_arch*.py", "tests/test_plan.py"),
-        "choices": ("tests/test_config.py", "tests/test_plan.py"),
-        "config": ("tests/test_config.py", "tests/test_plan.py"),
+        "architecture": ("tests/test_arch*.py", "tests/planning/test_plan.py"),
+        "choices": ("tests/test_config.py", "tests/planning/test_plan.py"),
+        "config": ("tests/test_config.py", "tests/planning/test_plan.py"),
         "errors": (
             "tests/test_errors.py",
-            "tests/test_plan.py",
+            "tests/planning/test_plan.py",
             "tests/cli/test_commands.py",
             "tests/train/test_state.py",
             "tests/checkpoint/test_round_trip.py",
             "tests/data/test_shards.py",
         ),
-        "rules": ("tests/test_plan.py", "tests/test_config.py", "tests/test_fit.py", "tests/test_arch*.py"),
+        "validators": (
+            "tests/planning/test_plan.py",
+            "tests/test_config.py",
+            "tests/planning/test_divisibility.py",
+            "tests/test_arch*.py",
+        ),
     }
 )
 """The tests of packages that have none under their own name, and of those whose `problems` are looked at by way
@@ -52,12 +57,16 @@ class Also(NamedTuple):
 
 
 ALSO: tuple[Also, ...] = (
-    Also("*::*cost*", "tests/estimate/test_*.py", "what a layer keeps and sends is compared with what it does"),
-    Also("nn/cost.py", "tests/estimate/test_*.py", "the same"),
-    Also("kernels/kept.py", "tests/estimate/test_*.py", "the same"),
-    Also("kernels/*/kept.py", "tests/estimate/test_*.py", "the same"),
+    Also(
+        "*::*cost*",
+        "tests/planning/estimate/test_*.py",
+        "what a layer keeps and sends is compared with what it does",
+    ),
+    Also("nn/cost.py", "tests/planning/estimate/test_*.py", "the same"),
+    Also("kernels/activation_bytes.py", "tests/planning/estimate/test_*.py", "the same"),
+    Also("kernels/*/activation_bytes.py", "tests/planning/estimate/test_*.py", "the same"),
     Also("cli/convert.py", "tests/interchange/test_*.py", "conversions are tested by way of the commands"),
-    Also("cli/train.py", "tests/train/test_launch.py", "so are launchers and their workers"),
+    Also("cli/train.py", "tests/launch/test_worker_pool.py", "so are launchers and their workers"),
 )
 
 
@@ -87,7 +96,7 @@ def elsewhere(mutant: Mutant, root: Path, seconds: Mapping[str, float]) -> Stage
     faced = {file for stage in stages(mutant, root, seconds) for file in stage.files}
     # These look at the text of the sources, and would notice any change.
     faced |= {"tests/test_house.py", "tests/test_mutants.py", "tests/test_setup.py"}
-    every = [*_found(root, "tests/test_*.py"), *_found(root, "tests/*/test_*.py")]
+    every = [*_found(root, "tests/test_*.py"), *_found(root, "tests/*/**/test_*.py")]
     others = [file for file in every if file not in faced]
     return Stage(name="elsewhere", files=_ordered(others, mutant, root, seconds))
 
@@ -95,7 +104,7 @@ def elsewhere(mutant: Mutant, root: Path, seconds: Mapping[str, float]) -> Stage
 def own_files(root: Path, mutant: Mutant) -> list[str]:
     """The test files of the mutant's package."""
     package = mutant.package
-    patterns = OWN.get(package, (f"tests/{package}/test_*.py", f"tests/test_{package}*.py"))
+    patterns = OWN.get(package, (f"tests/{package}/**/test_*.py", f"tests/test_{package}*.py"))
     found = [file for pattern in patterns for file in _found(root, pattern)]
     for also in ALSO:
         files, _, functions = also.pattern.partition("::")

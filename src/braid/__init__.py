@@ -1,3 +1,63 @@
 """braid trains hybrid language models; the topology never changes the answer."""
 
+from __future__ import annotations
+
+from importlib import import_module
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from braid import recipes
+    from braid.architecture import Model
+    from braid.config import Data, Mesh, Optim, Run, Train
+    from braid.planning.estimate import estimate
+    from braid.planning.plan import Plan, plan
+    from braid.train.state import load_model
+    from braid.train.trainer import Trainer
+
 __version__ = "0.1.0"
+
+_HOMES = MappingProxyType(
+    {
+        "Data": "braid.config",
+        "Mesh": "braid.config",
+        "Model": "braid.architecture",
+        "Optim": "braid.config",
+        "Plan": "braid.planning.plan",
+        "Run": "braid.config",
+        "Train": "braid.config",
+        "Trainer": "braid.train.trainer",
+        "estimate": "braid.planning.estimate",
+        "load_model": "braid.train.state",
+        "plan": "braid.planning.plan",
+    }
+)
+"""Where each name is defined: it is imported when somebody asks for it, so that `import braid` loads no
+torch."""
+
+__all__ = [
+    "Data",
+    "Mesh",
+    "Model",
+    "Optim",
+    "Plan",
+    "Run",
+    "Train",
+    "Trainer",
+    "estimate",
+    "load_model",
+    "plan",
+    "recipes",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "recipes":
+        return import_module("braid.recipes")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'braid' has no attribute {name!r}: it has {', '.join(__all__)}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,6 +1,6 @@
 """The shape of a model as data: one frozen dataclass per layer kind, and `Model`, which holds them.
 
-Nothing here imports torch. `braid.nn` builds modules from these values, `braid.plan` counts and checks
+Nothing here imports torch. `braid.nn` builds modules from these values, `braid.planning.plan` counts and checks
 them. Values are choices; whatever follows from them is a property or a function elsewhere. `problems` lists
 what is wrong with a value by itself; rules between values are the plan's.
 """
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from braid import rules
+from braid import validators
 from braid.errors import Problem
 from braid.pattern import Kind
 
@@ -35,10 +35,10 @@ class Glu:
     """Added to up, after the cut."""
 
     def problems(self, at: str, activation: Activation) -> Iterator[Problem]:
-        yield from rules.above(f"{at}.alpha", self.alpha, 0)
+        yield from validators.above(f"{at}.alpha", self.alpha, 0)
         if self.limit is not None:
-            yield from rules.above(f"{at}.limit", self.limit, 0)
-        yield from rules.finite(f"{at}.offset", self.offset)
+            yield from validators.above(f"{at}.limit", self.limit, 0)
+        yield from validators.finite(f"{at}.offset", self.offset)
         if activation != "swiglu" and self != Glu():
             yield Problem(
                 field=at,
@@ -82,12 +82,12 @@ class Yarn:
         return 0.1 * mscale * math.log(self.factor) + 1
 
     def problems(self, at: str) -> Iterator[Problem]:
-        yield from rules.at_least(f"{at}.factor", self.factor, 1)
-        yield from rules.at_least(f"{at}.original_tokens", self.original_tokens, 1)
-        yield from rules.above(f"{at}.beta_slow", self.beta_slow, 0)
-        yield from rules.above(f"{at}.beta_fast", self.beta_fast, self.beta_slow)
-        yield from rules.at_least(f"{at}.mscale", self.mscale, 0)
-        yield from rules.at_least(f"{at}.mscale_all_dim", self.mscale_all_dim, 0)
+        yield from validators.at_least(f"{at}.factor", self.factor, 1)
+        yield from validators.at_least(f"{at}.original_tokens", self.original_tokens, 1)
+        yield from validators.above(f"{at}.beta_slow", self.beta_slow, 0)
+        yield from validators.above(f"{at}.beta_fast", self.beta_fast, self.beta_slow)
+        yield from validators.at_least(f"{at}.mscale", self.mscale, 0)
+        yield from validators.at_least(f"{at}.mscale_all_dim", self.mscale_all_dim, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,14 +124,14 @@ class Attention:
 
     def problems(self, at: str) -> Iterator[Problem]:
         for name, value in (("heads", self.heads), ("kv_heads", self.kv_heads), ("head_dim", self.head_dim)):
-            yield from rules.at_least(f"{at}.{name}", value, 1)
-        yield from rules.divides(f"{at}.kv_heads", self.kv_heads, self.heads, f"{at}.heads")
-        yield from rules.above(f"{at}.rope_base", self.rope_base, 0 if self.rope_scaling is None else 1)
-        no_share = list(rules.share(f"{at}.rope_fraction", self.rope_fraction, one_allowed=True))
+            yield from validators.at_least(f"{at}.{name}", value, 1)
+        yield from validators.divides(f"{at}.kv_heads", self.kv_heads, self.heads, f"{at}.heads")
+        yield from validators.above(f"{at}.rope_base", self.rope_base, 0 if self.rope_scaling is None else 1)
+        no_share = list(validators.share(f"{at}.rope_fraction", self.rope_fraction, one_allowed=True))
         if no_share:
             yield from no_share
         elif self.positions == "rope" and self.rope_fraction == 1:
-            yield from rules.multiple_of(f"{at}.head_dim", self.head_dim, 2)
+            yield from validators.multiple_of(f"{at}.head_dim", self.head_dim, 2)
         elif self.positions == "rope" and (self.rope_dim < 2 or self.rope_dim % 2):
             yield Problem(
                 field=f"{at}.rope_fraction",
@@ -142,7 +142,7 @@ class Attention:
         if self.rope_scaling is not None:
             yield from self.rope_scaling.problems(f"{at}.rope_scaling")
         if self.window is not None:
-            yield from rules.at_least(f"{at}.window", self.window, 1)
+            yield from validators.at_least(f"{at}.window", self.window, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,11 +175,11 @@ class LatentAttention:
 
     def problems(self, at: str) -> Iterator[Problem]:
         for name in ("heads", "kv_rank", "nope_dim", "rope_dim", "v_dim"):
-            yield from rules.at_least(f"{at}.{name}", getattr(self, name), 1)
+            yield from validators.at_least(f"{at}.{name}", getattr(self, name), 1)
         if self.q_rank is not None:
-            yield from rules.at_least(f"{at}.q_rank", self.q_rank, 1)
-        yield from rules.multiple_of(f"{at}.rope_dim", self.rope_dim, 2)
-        yield from rules.above(f"{at}.rope_base", self.rope_base, 0 if self.rope_scaling is None else 1)
+            yield from validators.at_least(f"{at}.q_rank", self.q_rank, 1)
+        yield from validators.multiple_of(f"{at}.rope_dim", self.rope_dim, 2)
+        yield from validators.above(f"{at}.rope_base", self.rope_base, 0 if self.rope_scaling is None else 1)
         if self.rope_scaling is not None:
             yield from self.rope_scaling.problems(f"{at}.rope_scaling")
 
@@ -211,11 +211,11 @@ class Mamba2:
 
     def problems(self, at: str) -> Iterator[Problem]:
         for name in ("heads", "head_dim", "state", "groups", "conv"):
-            yield from rules.at_least(f"{at}.{name}", getattr(self, name), 1)
-        yield from rules.divides(f"{at}.groups", self.groups, self.heads, f"{at}.heads")
-        yield from rules.at_least(f"{at}.dt_min", self.dt_min, 0)
+            yield from validators.at_least(f"{at}.{name}", getattr(self, name), 1)
+        yield from validators.divides(f"{at}.groups", self.groups, self.heads, f"{at}.heads")
+        yield from validators.at_least(f"{at}.dt_min", self.dt_min, 0)
         if self.dt_max is not None:
-            yield from rules.above(f"{at}.dt_max", self.dt_max, self.dt_min)
+            yield from validators.above(f"{at}.dt_max", self.dt_max, self.dt_min)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,8 +235,8 @@ class DeltaNet:
 
     def problems(self, at: str) -> Iterator[Problem]:
         for name in ("key_heads", "value_heads", "key_dim", "value_dim", "conv"):
-            yield from rules.at_least(f"{at}.{name}", getattr(self, name), 1)
-        yield from rules.divides(f"{at}.key_heads", self.key_heads, self.value_heads, f"{at}.value_heads")
+            yield from validators.at_least(f"{at}.{name}", getattr(self, name), 1)
+        yield from validators.divides(f"{at}.key_heads", self.key_heads, self.value_heads, f"{at}.value_heads")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,7 +253,7 @@ class Mlp:
     """Whether the projections have biases."""
 
     def problems(self, at: str) -> Iterator[Problem]:
-        yield from rules.at_least(f"{at}.ffn", self.ffn, 1)
+        yield from validators.at_least(f"{at}.ffn", self.ffn, 1)
         yield from self.glu.problems(f"{at}.glu", self.activation)
 
 
@@ -321,11 +321,11 @@ class Moe:
 
     def problems(self, at: str) -> Iterator[Problem]:
         for name in ("experts", "top_k", "ffn", "groups", "top_groups"):
-            yield from rules.at_least(f"{at}.{name}", getattr(self, name), 1)
+            yield from validators.at_least(f"{at}.{name}", getattr(self, name), 1)
         for name in ("latent", "shared_ffn", "selection_bias_rate", *BALANCE_LOSSES, "z_loss"):
-            yield from rules.at_least(f"{at}.{name}", getattr(self, name), 0)
-        yield from rules.above(f"{at}.scale", self.scale, 0)
-        yield from rules.share(f"{at}.jitter", self.jitter)
+            yield from validators.at_least(f"{at}.{name}", getattr(self, name), 0)
+        yield from validators.above(f"{at}.scale", self.scale, 0)
+        yield from validators.share(f"{at}.jitter", self.jitter)
         yield from self.glu.problems(f"{at}.glu", self.activation)
         if self.shared_gate and not self.shared_ffn:
             yield Problem(
@@ -348,8 +348,8 @@ class Moe:
                 rule=f"a token cannot visit more than {at}.experts ({self.experts})",
                 remedy=f"1 to {self.experts}",
             )
-        yield from rules.divides(f"{at}.groups", self.groups, self.experts, f"{at}.experts")
-        yield from rules.divides(f"{at}.top_groups", self.top_groups, self.top_k, f"{at}.top_k")
+        yield from validators.divides(f"{at}.groups", self.groups, self.experts, f"{at}.experts")
+        yield from validators.divides(f"{at}.top_groups", self.top_groups, self.top_k, f"{at}.top_k")
         if self.top_groups > self.groups >= 1:
             yield Problem(
                 field=f"{at}.top_groups",
@@ -420,7 +420,7 @@ class Moe:
 
     def _capacity_problems(self, at: str) -> Iterator[Problem]:
         if self.capacity_factor is not None:
-            yield from rules.above(f"{at}.capacity_factor", self.capacity_factor, 0)
+            yield from validators.above(f"{at}.capacity_factor", self.capacity_factor, 0)
         elif self.pad_to_capacity:
             yield Problem(
                 field=f"{at}.pad_to_capacity",
@@ -449,8 +449,8 @@ class HyperConnections:
 
     def problems(self, at: str) -> Iterator[Problem]:
         for name in ("streams", "sinkhorn_steps"):
-            yield from rules.at_least(f"{at}.{name}", getattr(self, name), 1)
-        yield from rules.above(f"{at}.eps", self.eps, 0)
+            yield from validators.at_least(f"{at}.{name}", getattr(self, name), 1)
+        yield from validators.above(f"{at}.eps", self.eps, 0)
 
 
 SHAPE_OF = (
@@ -507,12 +507,12 @@ class Model:
         return (self.hidden,) if self.hyper is None else (self.hyper.streams, self.hidden)
 
     def problems(self, at: str) -> Iterator[Problem]:
-        yield from rules.at_least(f"{at}.hidden", self.hidden, 1)
-        yield from rules.at_least(f"{at}.vocab", self.vocab, 2)
-        yield from rules.above(f"{at}.norm_eps", self.norm_eps, 0)
-        yield from rules.above(f"{at}.init_std", self.init_std, 0)
-        yield from rules.share(f"{at}.dropout", self.dropout)
-        yield from rules.at_least(f"{at}.mtp_loss", self.mtp_loss, 0)
+        yield from validators.at_least(f"{at}.hidden", self.hidden, 1)
+        yield from validators.at_least(f"{at}.vocab", self.vocab, 2)
+        yield from validators.above(f"{at}.norm_eps", self.norm_eps, 0)
+        yield from validators.above(f"{at}.init_std", self.init_std, 0)
+        yield from validators.share(f"{at}.dropout", self.dropout)
+        yield from validators.at_least(f"{at}.mtp_loss", self.mtp_loss, 0)
         for _, name in SHAPE_OF:
             layer = getattr(self, name)
             if layer is not None:

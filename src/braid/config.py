@@ -1,8 +1,8 @@
 """A run as data: `Run` and its parts, the way it is written to JSON, and what differs between two runs.
 
 Every value here is a choice that somebody makes. Whatever follows from the choices is computed by
-`braid.plan`, after all overrides are in, so that nothing derived can go stale. A recipe is a function that
-returns a `Run`; the command line can set any field of it.
+`braid.plan`, after all overrides are in, so that nothing derived can go stale. A recipe is a function
+that returns a `Run`; the command line can set any field of it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from braid import rules
+from braid import validators
 from braid.architecture import Model
 from braid.choices import DispatcherName, Dtype, Recompute, Strategy
 from braid.errors import ConfigError, Problem
@@ -39,7 +39,7 @@ class Data:
     """concatenate: documents are joined and cut into samples. documents: whole ones, padded (fine-tuning)."""
 
     def problems(self, at: str) -> Iterator[Problem]:
-        yield from rules.at_least(f"{at}.sequence_tokens", self.sequence_tokens, 1)
+        yield from validators.at_least(f"{at}.sequence_tokens", self.sequence_tokens, 1)
         if self.weights and len(self.weights) != len(self.sources):
             yield Problem(
                 field=f"{at}.weights",
@@ -48,7 +48,7 @@ class Data:
                 remedy=f"{len(self.sources)} weights, or none",
             )
         for place, weight in enumerate(self.weights):
-            yield from rules.above(f"{at}.weights[{place}]", weight, 0)
+            yield from validators.above(f"{at}.weights[{place}]", weight, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,15 +75,15 @@ class Optim:
     """Gradients longer than this are scaled down to it; 0 does not clip."""
 
     def problems(self, at: str) -> Iterator[Problem]:
-        yield from rules.above(f"{at}.lr", self.lr, 0)
-        yield from rules.above(f"{at}.eps", self.eps, 0)
+        yield from validators.above(f"{at}.lr", self.lr, 0)
+        yield from validators.above(f"{at}.eps", self.eps, 0)
         for name, value in (("warmup_steps", self.warmup_steps), ("decay_steps", self.decay_steps)):
-            yield from rules.at_least(f"{at}.{name}", value, 0)
+            yield from validators.at_least(f"{at}.{name}", value, 0)
         for name, amount in (("weight_decay", self.weight_decay), ("clip", self.clip)):
-            yield from rules.at_least(f"{at}.{name}", amount, 0)
-        yield from rules.share(f"{at}.final_lr_share", self.final_lr_share, one_allowed=True)
+            yield from validators.at_least(f"{at}.{name}", amount, 0)
+        yield from validators.share(f"{at}.final_lr_share", self.final_lr_share, one_allowed=True)
         for place, beta in enumerate(self.betas):
-            yield from rules.share(f"{at}.betas[{place}]", beta)
+            yield from validators.share(f"{at}.betas[{place}]", beta)
         if self.schedule == "wsd" and self.decay_steps == 0:
             yield Problem(
                 field=f"{at}.decay_steps",
@@ -135,12 +135,12 @@ class Train:
     """A rank that makes no progress for so many seconds ends the run, and all ranks report; 0 turns it off."""
 
     def problems(self, at: str) -> Iterator[Problem]:
-        yield from rules.seed(f"{at}.seed", self.seed)
+        yield from validators.seed(f"{at}.seed", self.seed)
         ones = ("steps", "batch_samples", "micro_batches", "log_every", "keep")
         zeros = ("recompute_span", "eval_every", "eval_samples", "save_every", "max_skipped")
         for low, names in ((1, ones), (0, zeros)):
             for name in names:
-                yield from rules.at_least(f"{at}.{name}", typing.cast(float, getattr(self, name)), low)
+                yield from validators.at_least(f"{at}.{name}", typing.cast(float, getattr(self, name)), low)
         if self.stall_timeout_s != 0 and not 1 <= self.stall_timeout_s <= LONGEST_STALL_S:
             yield Problem(
                 field=f"{at}.stall_timeout_s",
@@ -148,7 +148,7 @@ class Train:
                 rule=f"is between 1 and {LONGEST_STALL_S:,} seconds, and longer than the longest op",
                 remedy="600; 0 turns it off",
             )
-        yield from rules.multiple_of(
+        yield from validators.multiple_of(
             f"{at}.batch_samples", self.batch_samples, self.micro_batches, f"{at}.micro_batches"
         )
 
@@ -199,7 +199,7 @@ class Mesh:
 
     def problems(self, at: str) -> Iterator[Problem]:
         for name in ("tp", "cp", "pp", "ep", "etp", "replicate"):
-            yield from rules.at_least(f"{at}.{name}", typing.cast(int, getattr(self, name)), 1)
+            yield from validators.at_least(f"{at}.{name}", typing.cast(int, getattr(self, name)), 1)
         folded = self.schedule == "dual_pipe_v"
         for name, wrong in (
             ("delay_weights", self.delay_weights and not (self.overlap or folded)),
@@ -363,7 +363,7 @@ def _read_dataclass(kind: Any, data: Any, at: str) -> Any:
     hints = _hints(kind)
     for name in data:
         if name not in hints:
-            raise ConfigError(f"{at}.{name} is not a field{rules.nearest(name, hints)}")
+            raise ConfigError(f"{at}.{name} is not a field{validators.nearest(name, hints)}")
     for field in dataclasses.fields(kind):
         needed = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if needed and field.name not in data:

@@ -10,11 +10,11 @@ import pytest
 
 from braid.architecture import HyperConnections
 from braid.cli import main
-from braid.cli.notes import idle_choices, schedule_words
+from braid.cli.plan_notes import idle_choices, schedule_words
 from braid.config import Mesh, Run
 from braid.errors import ExitCode
-from braid.estimate import estimate
-from braid.plan import plan
+from braid.planning.estimate import estimate
+from braid.planning.plan import plan
 from braid.schedule import simulate
 from braid.schedule.simulate import PHASES
 from tests.runs import small_run

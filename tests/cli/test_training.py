@@ -15,9 +15,9 @@ import torch
 
 from braid import checkpoint
 from braid.cli import main
-from braid.cli.following import next_commands, program
+from braid.cli.next_steps import next_commands, program
 from braid.errors import ExitCode
-from braid.plan import plan
+from braid.planning.plan import plan
 from tests.commands import start
 from tests.runs import small_run
 

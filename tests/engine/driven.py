@@ -19,22 +19,22 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-import braid.plan
 from braid.architecture import Attention, HyperConnections, Mamba2, Mlp, Model, Moe
 from braid.choices import Strategy
-from braid.collectives import Groups
 from braid.config import Data, Mesh, Optim, Run, Train
+from braid.distributed.collectives import Groups
+from braid.distributed.groups import open_groups
 from braid.engine.executor import execute
-from braid.engine.sharding import FsdpWeights
+from braid.engine.fsdp_weights import FsdpWeights
 from braid.model.context import MicroBatch
 from braid.optim.adamw import MOMENTS
-from braid.parallel.groups import open_groups
-from braid.plan import Plan, plan
+from braid.planning import plan as plans
+from braid.planning.plan import Plan, plan
 from braid.schedule.lifetime import Figures
 from braid.schedule.lowering import POLICIES, Policy, lowered
 from braid.train import state as states
 from braid.train import step as steps
-from braid.train.building import make_state, open_meshes
+from braid.train.build import make_state, open_meshes
 from braid.train.device import choose_device
 from braid.train.state import State
 from tests.engine import oracle
@@ -171,7 +171,7 @@ class Trained:
         if policy is None:
             return planned
         meshes = {unit.path: unit.mesh for unit in planned.units}
-        built = braid.plan._schedule(planned.run, self.world, planned.layout)
+        built = plans._schedule(planned.run, self.world, planned.layout)
         return replace(planned, schedule=lowered(built, meshes, policy))
 
     def _made(self, planned: Plan, meshes: dict[str, DeviceMesh]) -> State:

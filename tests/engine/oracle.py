@@ -18,18 +18,18 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
-from braid.collectives import Groups
 from braid.config import Run
+from braid.distributed.collectives import Groups
+from braid.distributed.links import open_channels
 from braid.engine import fsdp2
 from braid.engine.executor import Wires
 from braid.engine.weights import WholeWeights
 from braid.model.context import Context, MicroBatch
 from braid.model.language import Losses
-from braid.nn.weight_sink import Mains, WeightSink, hand_sink
+from braid.nn.delayed_wgrad import Mains, WeightSink, hand_sink
 from braid.optim import gradients
 from braid.optim.adamw import AdamW
-from braid.parallel.channels import open_channels
-from braid.plan import Plan
+from braid.planning.plan import Plan
 from braid.schedule import (
     DUAL_PIPE_V,
     Act,
@@ -44,9 +44,9 @@ from braid.schedule import (
 )
 from braid.schedule.builders import with_messages
 from braid.schedule.dual import beats
-from braid.train import building
+from braid.train.build import _shard, make_model
 from braid.train.device import choose_device
-from braid.train.loads import Loads
+from braid.train.expert_load import Loads
 from braid.train.state import State
 from braid.train.step import DEVIATION, Counts
 
@@ -101,8 +101,8 @@ class Hooks:
 def hooked_state(planned: Plan, groups: Groups, meshes: Mapping[str, DeviceMesh]) -> State:
     """As `make_state` makes it, with hooks."""
     device = choose_device("cpu")
-    model = building.make_model(planned, device, groups)
-    building._shard(model, planned, device, meshes)
+    model = make_model(planned, device, groups)
+    _shard(model, planned, device, meshes)
     assert isinstance(model, FSDPModule)
     for method in ("run", "logits"):
         register_fsdp_forward_method(model, method)

@@ -14,20 +14,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from braid import fit, kernels
+from braid import kernels
 from braid.architecture import Attention, DeltaNet, HyperConnections, LatentAttention, Mamba2, Mlp, Model, Moe
-from braid.collectives import Groups
 from braid.config import Data, Mesh, Optim, Run, Train
+from braid.distributed.collectives import Groups
+from braid.distributed.groups import open_groups
+from braid.distributed.links import open_channels
 from braid.engine.node import Watch
 from braid.engine.streams import Issued
 from braid.engine.weights import WholeWeights
 from braid.model.context import MicroBatch
 from braid.model.language import LanguageModel
-from braid.nn.moe import dispatchers
+from braid.nn.moe import token_dispatcher
 from braid.optim.adamw import AdamW
-from braid.parallel.channels import open_channels
-from braid.parallel.groups import open_groups
-from braid.plan import Plan, plan
+from braid.planning import divisibility
+from braid.planning.plan import Plan, plan
 from braid.train import step as steps
 from braid.train.state import State
 from tests.engine import oracle
@@ -171,7 +172,7 @@ def train_both(rank: int, world: int, case: Case) -> tuple[Trained, Trained]:
 def train(rank: int, case: Case, *, overlap: bool, watched: bool = True) -> Trained:
     run = case.run(overlap=overlap)
     worked_out = plan(run, case.world)
-    runs = fit.tp_runs(run.model, worked_out.layout.kinds(), worked_out.axes.tp)
+    runs = divisibility.tp_runs(run.model, worked_out.layout.kinds(), worked_out.axes.tp)
     groups = open_groups(worked_out.grid, rank, tp_runs=runs) if case.world > 1 else Groups()
     state = make_state(worked_out, groups)
     told = Trained()
@@ -200,14 +201,16 @@ def train(rank: int, case: Case, *, overlap: bool, watched: bool = True) -> Trai
 def make_state(worked_out: Plan, groups: Groups) -> State:
     """A rank's whole weights, from the run's seed."""
     run, dtype = worked_out.run, DTYPES[worked_out.run.train.dtype]
-    shape = fit.of_one_rank(run.model, worked_out.axes)
+    shape = divisibility.of_one_rank(run.model, worked_out.axes)
     assert run.model.moe is not None
     model = LanguageModel(
         run.model,
         worked_out.layout,
         kernels.choose(shape, worked_out.layout.kinds(), torch.device("cpu"), dtype),
         groups=groups,
-        dispatcher=dispatchers.choose(run.model.moe, run.model.hidden, groups, run.mesh.dispatcher).function,
+        dispatcher=token_dispatcher.choose(
+            run.model.moe, run.model.hidden, groups, run.mesh.dispatcher
+        ).function,
         segments=[segment.index for segment in worked_out.stages[groups.pp.rank].segments],
         dtype=dtype,
     )

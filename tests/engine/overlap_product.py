@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from braid.config import Run
-from braid.plan import check
+from braid.planning.plan import check
 from tests.covers import cover
 from tests.engine.recomputed import Overlapped
 
@@ -154,6 +154,7 @@ def cost_of(point: Point) -> float:
 
 LEFT_TO_OTHERS = MappingProxyType(
     {
+        "ranks": {"pp2 ep2"},
         "body": {"single layers"},
         "streams": {1},
         "recompute": {("norm",), ("block",)},

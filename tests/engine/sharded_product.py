@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from braid.choices import Strategy
 from braid.config import Mesh
-from braid.plan import check
+from braid.planning.plan import check
 from tests.covers import cover
 from tests.engine.driven import Case, Comparison, Grain, Ranks
 

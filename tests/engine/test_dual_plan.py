@@ -9,8 +9,8 @@ import pytest
 from braid.cli import main
 from braid.config import Mesh, Run
 from braid.errors import ConfigError
-from braid.estimate import estimate
-from braid.plan import Plan, plan
+from braid.planning.estimate import estimate
+from braid.planning.plan import Plan, plan
 from braid.schedule import Act
 from tests.runs import small_run
 

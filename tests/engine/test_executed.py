@@ -9,7 +9,7 @@ import torch
 
 from braid.choices import Strategy
 from braid.config import Mesh
-from braid.plan import evaluation_schedule
+from braid.planning.plan import evaluation_schedule
 from braid.schedule import Act
 from tests.engine.driven import Case, Driven, Grain, Ranks
 from tests.ranks import run_ranks

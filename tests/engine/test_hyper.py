@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import pytest
 from torch import Tensor, nn
 
-from braid.collectives import Groups
 from braid.config import Mesh, Run
+from braid.distributed.collectives import Groups
+from braid.distributed.groups import open_groups
+from braid.nn.delayed_wgrad import Mains, WeightSink
 from braid.nn.hyper_connection import HyperConnection, HyperExit
-from braid.nn.weight_sink import Mains, WeightSink
-from braid.parallel.groups import open_groups
-from braid.plan import Plan, plan
+from braid.planning.plan import Plan, plan
 from braid.train import step as steps
 from tests.engine import oracle
 from tests.engine.driven import Case as Sharded
@@ -67,7 +67,7 @@ SPANS = (
 
 @pytest.mark.parametrize(
     "case",
-    [*SPANS[:1], SPANS[4], *(pytest.param(case, marks=pytest.mark.long) for case in (*SPANS[1:4], SPANS[5]))],
+    [SPANS[0], *(pytest.param(case, marks=pytest.mark.long) for case in SPANS[1:])],
     ids=str,
 )
 def test_whole_blocks_make_streams_again_with_the_same_bits(case: Again) -> None:
@@ -177,7 +177,9 @@ def folded_steps(rank: int, world: int, case: Dual) -> tuple[Left, Left]:
     return one_step(rank, case, worked_out, oracle), one_step(rank, case, worked_out)
 
 
-@pytest.mark.parametrize("overlapping", [True, False], ids=["overlapping", "in turns"])
+@pytest.mark.parametrize(
+    "overlapping", [True, pytest.param(False, marks=pytest.mark.long)], ids=["overlapping", "in turns"]
+)
 def test_they_wait_in_a_folded_pipeline_with_the_same_bits(overlapping: bool) -> None:
     case = Dual(
         world=2, pp=2, pattern="[*E]|[M*E]|-|*E/*E", streams=2, micro_batches=4, overlapping=overlapping

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from braid.collectives import Groups
+from braid.distributed.collectives import Groups
 from braid.model.block import Block
-from braid.plan import plan
+from braid.planning.plan import plan
 from tests.engine.overlap_cases import Case, assert_same_bits, make_state, train, train_both
 from tests.ranks import run_ranks
 

@@ -12,15 +12,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 from braid import architecture
-from braid.collectives import ALONE, Group, Groups
+from braid.distributed.collectives import ALONE, Group, Groups
 from braid.engine import fsdp2
-from braid.engine.sharding import FsdpWeights
+from braid.engine.fsdp import shard_units
+from braid.engine.fsdp_weights import FsdpWeights
 from braid.kernels.grouped_mlp import Fused, GroupedMlp, reference
 from braid.kernels.grouped_mlp.product import Gradient, Sink, WritesInPlace, empty_like
+from braid.nn.delayed_wgrad import WeightSink, hand_sink
 from braid.nn.moe.experts import Experts
-from braid.nn.weight_sink import WeightSink, hand_sink
 from braid.optim.adamw import AdamW
-from braid.parallel.sharding import local, shard_units
+from braid.optim.shards import local
 from braid.schedule.lifetime import Use
 from braid.schedule.phases import Unit
 from tests.ranks import run_ranks

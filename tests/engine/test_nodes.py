@@ -9,13 +9,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from braid.collectives import Groups
+from braid.distributed.collectives import Groups
 from braid.engine import node
 from braid.engine.node import ForeignGraphError, Watch
 from braid.engine.streams import streams_for
 from braid.model import nodes
 from braid.model.block import Block
-from braid.plan import plan
+from braid.planning.plan import plan
 from braid.train import step as steps
 from tests.engine.overlap_cases import Case, assert_same_bits, make_state, micro_batches, train, train_both
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from braid.engine.streams import Issued, exchanges, stream_faults
-from braid.plan import plan
+from braid.planning.plan import plan
 from braid.schedule import Act
 from tests.engine import overlap_product
 from tests.engine.overlap_cases import Case, assert_same_bits, train_both

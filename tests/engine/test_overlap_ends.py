@@ -11,7 +11,7 @@ from braid.config import Mesh
 from braid.errors import ConfigError
 from braid.model.declaration import Form, chains
 from braid.pattern import parse
-from braid.plan import plan
+from braid.planning.plan import plan
 from braid.schedule import Act, Options, check, overlapped, simulate
 from tests.engine.overlap_cases import Case
 from tests.engine.test_overlap_sharded import both

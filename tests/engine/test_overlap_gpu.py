@@ -10,9 +10,9 @@ import torch
 from braid.engine.node import Watch
 from braid.engine.streams import stream_faults
 from braid.kernels.grouped_mlp import reference
-from braid.plan import plan
+from braid.planning.plan import plan
 from braid.train import step as steps
-from braid.train.building import make_state
+from braid.train.build import make_state
 from braid.train.device import choose_device
 from braid.train.state import initialize
 from tests.engine import oracle

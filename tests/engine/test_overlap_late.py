@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from braid.collectives import Groups
 from braid.config import Run
+from braid.distributed.collectives import Groups
 from braid.engine.streams import stream_faults
-from braid.plan import plan
+from braid.planning.plan import plan
 from braid.schedule import Act, Rule, check, draw, parse_op, simulate
 from braid.schedule.trace import predicted_trace
 from braid.train import step as steps

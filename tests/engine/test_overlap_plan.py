@@ -8,7 +8,7 @@ import pytest
 
 from braid.config import Mesh
 from braid.errors import ConfigError
-from braid.plan import plan
+from braid.planning.plan import plan
 from tests.engine.overlap_cases import Case
 from tests.runs import small_run
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from braid import fit
+from braid.distributed.groups import open_groups
 from braid.engine.node import Watch
-from braid.parallel.groups import open_groups
-from braid.plan import plan
+from braid.planning import divisibility
+from braid.planning.plan import plan
 from braid.train import state as states
 from braid.train import step as steps
-from braid.train.building import make_state, open_meshes
+from braid.train.build import make_state, open_meshes
 from braid.train.device import choose_device
 from tests.engine import oracle
 from tests.engine.overlap_cases import RATE, Case, micro_batches
@@ -30,7 +30,7 @@ def both(rank: int, world: int, case: Case, shard: str) -> list[str]:
     for overlap in (False, True):
         run = case.sharded(shard, overlap=overlap)
         worked_out = plan(run, world)
-        runs = fit.tp_runs(run.model, worked_out.layout.kinds(), worked_out.axes.tp)
+        runs = divisibility.tp_runs(run.model, worked_out.layout.kinds(), worked_out.axes.tp)
         groups = open_groups(worked_out.grid, rank, tp_runs=runs) if groups is None else groups
         meshes = open_meshes(worked_out, device, groups) if meshes is None else meshes
         make = make_state if overlap else oracle.hooked_state
@@ -66,9 +66,9 @@ def long(case: Case, shard: str) -> Any:
         (Case(world=2, ep=2, pattern="[*E][M*E]/*E", tied=True, dtype="bf16", delayed=True), "all"),
         long(Case(world=4, pp=2, ep=2, pattern="[*E]|[*E]-|*E|[G*E]/*E", micro_batches=4), "gradients"),
         long(replace(LATE, world=2, pattern="[*E][M*E]", tied=True), "all"),
-        (replace(LATE, world=4, pp=2, pattern="[*E]|E/*E", micro_batches=2), "all"),
+        long(replace(LATE, world=4, pp=2, pattern="[*E]|E/*E", micro_batches=2), "all"),
         long(replace(LATE, world=4, pp=2, pattern="[*E]E|[*E]-|*E|[*E]/*E", micro_batches=4), "all"),
-        (replace(LATE, world=2, pattern="E[*E]-", dtype="fp32"), "gradients"),
+        long(replace(LATE, world=2, pattern="E[*E]-", dtype="fp32"), "gradients"),
         long(replace(LATE, world=2, pattern="[*E]/*E"), "optimizer"),
         (Case(world=2, tp=2, ep=2, pattern="[*E]-/*E", tied=True), "optimizer"),
         long(Case(world=2, ep=2, pattern="[*E]/*E", tied=True, dtype="bf16"), "optimizer"),

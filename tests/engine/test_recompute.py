@@ -22,11 +22,11 @@ from braid.model.language import LanguageModel
 from braid.nn.cost import Portion
 from braid.nn.moe.replay import Recording
 from braid.nn.recompute import Recomputing, ReplayError, Replays, hand_replays
-from braid.plan import check
+from braid.planning.plan import check
 from tests.engine.recomputed import recomputing
-from tests.estimate.reality import Allocations
-from tests.estimate.test_kept import MOES, model_of
 from tests.model.cases import batch
+from tests.planning.estimate.reality import Allocations
+from tests.planning.estimate.test_kept import MOES, model_of
 from tests.runs import small_run
 
 TOKENS = 130

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from braid.choices import Strategy
 from braid.config import Mesh
 from braid.engine import fsdp2
-from braid.parallel.sharding import local
+from braid.optim.shards import local
 from braid.schedule import Op, Turn, collective_faults
 from braid.schedule.lifetime import Figures
 from braid.train import step as steps

@@ -10,10 +10,10 @@ from threading import enumerate as enumerate_threads
 import pytest
 import torch
 
-from braid.collectives import Groups
+from braid.distributed.collectives import Groups
 from braid.engine.node import Watch
 from braid.engine.streams import HostStreams, stream_faults
-from braid.plan import plan
+from braid.planning.plan import plan
 from braid.schedule import Stream
 from braid.train import step as steps
 from tests.engine.overlap_cases import Case, make_state, micro_batches

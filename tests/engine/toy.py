@@ -14,8 +14,8 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.tensor import DTensor
 
 from braid.choices import Strategy
-from braid.engine.sharding import FsdpWeights
-from braid.parallel.sharding import shard_units
+from braid.engine.fsdp import shard_units
+from braid.engine.fsdp_weights import FsdpWeights
 from braid.schedule.lifetime import Use
 from braid.schedule.phases import Unit
 

@@ -19,9 +19,9 @@ from torch import Tensor
 from braid.architecture import Activation, Glu
 from braid.kernels.activation import projections
 from braid.kernels.grouped_mlp import reference, sizes
-from braid.nn.weight_sink import WeightSink
-from tests.estimate.reality import kept
+from braid.nn.delayed_wgrad import WeightSink
 from tests.kernels.interpreting import GPU, INTERPRETED, needs_kernels
+from tests.planning.estimate.reality import kept
 
 pytest.importorskip("triton")
 

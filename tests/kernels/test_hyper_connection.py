@@ -8,7 +8,7 @@ from torch import Tensor
 
 from braid.kernels import hyper_connection
 from braid.kernels.hyper_connection import Form, Parameters, Ways, reference
-from braid.nn.weight_sink import WeightSink
+from braid.nn.delayed_wgrad import WeightSink
 
 FORM = Form(steps=20, eps=1e-6, norm_eps=1e-5)
 PLAIN = hyper_connection.REFERENCE.function

@@ -19,8 +19,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from braid.kernels import hyper_connection
 from braid.kernels.hyper_connection import Form, Parameters, reference
-from braid.kernels.hyper_connection import kept as closed_forms
-from braid.nn.weight_sink import WeightSink
+from braid.kernels.hyper_connection import activation_bytes as closed_forms
+from braid.nn.delayed_wgrad import WeightSink
 from tests.kernels.interpreting import GPU, INTERPRETED, needs_kernels
 from tests.nn.test_hyper_connection import Doubled
 

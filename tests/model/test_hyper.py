@@ -22,7 +22,7 @@ from braid.model.generate import generate
 from braid.model.language import LanguageModel, Losses
 from braid.model.mtp import targets
 from braid.nn.hyper_connection import HyperConnection, HyperExit
-from braid.plan import check, plan
+from braid.planning.plan import check, plan
 from tests.model.cases import assert_near, batch, build, canonical_grads
 from tests.model.test_hybrid import HYBRID
 from tests.runs import small_run

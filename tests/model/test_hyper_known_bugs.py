@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 import braid
 from braid.architecture import HyperConnections, Model
-from braid.collectives import Groups
+from braid.distributed.collectives import Groups
 from braid.kernels import hyper_connection as op
 from braid.model.block import Block
 from braid.model.language import LanguageModel
@@ -36,12 +36,12 @@ from braid.model.mtp import Mtp
 from braid.nn.hyper_connection import HyperConnection, HyperExit
 from braid.nn.recompute import Replays
 from braid.pattern import Stage, parse
-from braid.plan import plan
+from braid.planning.plan import plan
 from braid.schedule import Stream
 from tests.engine.overlap_cases import TOKENS, VOCAB, Case, make_state
-from tests.estimate.reality import Allocations
 from tests.model.cases import batch, build, canonical_grads, part
 from tests.model.test_hybrid import HYBRID, legal_groups
+from tests.planning.estimate.reality import Allocations
 
 STREAMED = replace(HYBRID, hyper=HyperConnections(streams=3))
 PLAIN = op.REFERENCE.function

@@ -18,11 +18,11 @@ from braid.model.context import MicroBatch
 from braid.model.language import LanguageModel
 from braid.nn.cost import Portion
 from braid.nn.recompute import Replays
-from tests.estimate.reality import Allocations
-from tests.estimate.test_hyper import held
-from tests.estimate.test_kept import MOES, model_of
 from tests.model.cases import batch, build
 from tests.model.test_hybrid import HYBRID
+from tests.planning.estimate.reality import Allocations
+from tests.planning.estimate.test_hyper import held
+from tests.planning.estimate.test_kept import MOES, model_of
 
 HYPER = HyperConnections(streams=3, sinkhorn_steps=4)
 NAMES = (("hyper",), ("hyper", "norm", "core", "activation", "experts"), ("block",), ("full",))

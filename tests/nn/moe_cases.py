@@ -10,7 +10,7 @@ from braid.kernels.grouped_mlp import REFERENCE, GroupedMlp
 from braid.nn.init import initialize
 from braid.nn.moe.layer import Moe
 from braid.nn.moe.routing import Choice, Routing
-from braid.nn.moe.tokens import Tokens
+from braid.nn.moe.token_ids import Tokens
 
 
 def shape(**changes: object) -> architecture.Moe:

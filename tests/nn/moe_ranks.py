@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from braid import architecture
-from braid.collectives import ALONE, Group, Groups, mine
+from braid.distributed.collectives import ALONE, Group, Groups, mine
 from braid.kernels.grouped_mlp import REFERENCE
 from braid.nn.moe.balance import examine
-from braid.nn.moe.dispatchers import Asked, choose
 from braid.nn.moe.layer import Moe
-from braid.nn.moe.tokens import Tokens
+from braid.nn.moe.token_dispatcher import Asked, choose
+from braid.nn.moe.token_ids import Tokens
 from tests.nn.moe_cases import forward, tensors
 
 HIDDEN, ROWS, TOKENS, EXPERTS = 6, 4, 8, 8

@@ -19,13 +19,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from braid import architecture, collectives
-from braid.collectives import Groups, summed
+from braid import architecture
+from braid.distributed import collectives
+from braid.distributed.collectives import Groups, summed
+from braid.distributed.groups import opened_groups
 from braid.kernels import attention as kernels
 from braid.nn.attention import Attention
 from braid.nn.canonical import Canonical
 from braid.nn.latent_attention import LatentAttention
-from braid.parallel.groups import opened_groups
 from braid.topology import standard
 from tests.nn.attention_cases import CPU, EPS, Layer, normal, run
 from tests.ranks import run_ranks

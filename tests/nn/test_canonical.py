@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from braid.collectives import ALONE, Group
+from braid.distributed.collectives import ALONE, Group
 from braid.nn.canonical import Canonical, Shard, Span, under
 from braid.nn.linear import Linear, RowLinear
 

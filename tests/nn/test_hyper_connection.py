@@ -14,9 +14,9 @@ from torch.nn import functional as F
 from braid.architecture import HyperConnections
 from braid.kernels import hyper_connection as op
 from braid.nn.cost import Portion
+from braid.nn.delayed_wgrad import WeightSink, hand_sink
 from braid.nn.hyper_connection import HyperConnection, HyperExit, HyperMean, deviation, expand
 from braid.nn.init import initialize
-from braid.nn.weight_sink import WeightSink, hand_sink
 from tests.nn.delayed_cases import Case
 from tests.nn.float64 import float32_means_float64
 from tests.nn.test_weight_sink import assert_bits, at_once, delayed

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from braid.collectives import ALONE
+from braid.distributed.collectives import ALONE
 from braid.nn.linear import Linear, RowLinear
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from braid import architecture
-from braid.collectives import ALONE, Group, Groups, mine, summed
+from braid.distributed.collectives import ALONE, Group, Groups, mine, summed
 from braid.kernels import delta_rule, ssd
 from braid.nn.canonical import Canonical
 from braid.nn.delta_net import DeltaNet

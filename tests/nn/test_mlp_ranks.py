@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from braid import architecture
-from braid.collectives import Groups, mine, summed
+from braid.distributed.collectives import Groups, mine, summed
 from braid.nn.mlp import Mlp
 from tests.nn.moe_ranks import Layout, groups_of, random
 from tests.ranks import run_ranks

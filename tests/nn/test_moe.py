@@ -7,7 +7,7 @@ import torch
 
 from braid import architecture
 from braid.nn.moe.balance import count, load_balance
-from braid.nn.moe.dispatch import combine, dispatch, order_by_expert
+from braid.nn.moe.permute import combine, dispatch, order_by_expert
 from braid.nn.moe.router import route
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from braid import architecture
 from braid.nn.moe.capacity import capacity, within_capacity
-from braid.nn.moe.dispatch import combine, dispatch, order_by_capacity, order_by_expert
+from braid.nn.moe.permute import combine, dispatch, order_by_capacity, order_by_expert
 from tests.nn.moe_cases import build, forward, grads, of_rows, randn, shape
 
 

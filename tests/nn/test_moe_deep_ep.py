@@ -7,10 +7,10 @@ import sys
 import pytest
 import torch
 
-from braid.collectives import Group
+from braid.distributed.collectives import Group
 from braid.errors import ConfigError
 from braid.nn.moe.deep_ep import DeepEp
-from braid.nn.moe.dispatchers import problems
+from braid.nn.moe.token_dispatcher import problems
 from tests.nn import fake_deep_ep
 from tests.nn.moe_cases import shape
 from tests.nn.moe_ranks import Found, Layout, groups_of, joined, run

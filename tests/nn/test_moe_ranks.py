@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from braid.collectives import Group, Groups
+from braid.distributed.collectives import Group, Groups
 from braid.nn.canonical import Shard
 from braid.nn.moe import all_to_all
-from braid.nn.moe.dispatchers import Asked, choose
 from braid.nn.moe.experts import SHARD_DIMS
 from braid.nn.moe.replay import Recording
+from braid.nn.moe.token_dispatcher import Asked, choose
 from tests.nn.moe_cases import forward, shape
 from tests.nn.moe_ranks import (
     EXPERTS,

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from braid import architecture
-from braid.collectives import Group, Groups
+from braid.distributed.collectives import Group, Groups
 from braid.kernels import grouped_mlp
 from braid.kernels.grouped_mlp import GroupedMlp, grouped
+from braid.nn.delayed_wgrad import WeightSink, hand_sink
 from braid.nn.moe.experts import Experts
-from braid.nn.weight_sink import WeightSink, hand_sink
 
 CHANNELS, ROWS = 8, 9
 COUNTS = (4, 0, 5)

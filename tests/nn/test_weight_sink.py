@@ -13,12 +13,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
 from braid import architecture
-from braid.collectives import Group, Groups
+from braid.distributed.collectives import Group, Groups
 from braid.kernels.grouped_mlp import REFERENCE
 from braid.nn import linear
+from braid.nn.delayed_wgrad import Delaying, WeightSink, hand_sink
 from braid.nn.linear import Linear
 from braid.nn.moe.experts import Experts
-from braid.nn.weight_sink import Delaying, WeightSink, hand_sink
 from tests.nn.delayed_cases import KINDS, Case, case, inputs
 from tests.nn.moe_ranks import Layout, groups_of, random
 from tests.nn.test_mlp_ranks import SHAPES, built

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from braid.collectives import Group
+from braid.distributed.collectives import Group
 from braid.optim.adamw import AdamW
 from braid.optim.gradients import Copied, clip_, not_finite, total_norm
 from braid.optim.schedule import Schedule

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import pytest
 
 from braid import recipes
-from braid.plan import plan, size
+from braid.planning.plan import plan, size
 
 
 class Published(NamedTuple):

@@ -4,7 +4,7 @@ import pytest
 
 from braid import recipes
 from braid.errors import ConfigError
-from braid.plan import plan
+from braid.planning.plan import plan
 
 OWN = """
 from braid.architecture import Mlp, Model

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from braid import plan as plans
 from braid import schedule as schedules
 from braid.cli import main
 from braid.config import Run
 from braid.errors import ExitCode, ScheduleError
-from braid.plan import Plan, evaluation_schedule, plan
+from braid.planning import plan as plans
+from braid.planning.plan import Plan, evaluation_schedule, plan
 from braid.schedule import Act, Collective, Op, Rule, Schedule, check, parse_op
 from tests.runs import small_run
 

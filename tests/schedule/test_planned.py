@@ -9,7 +9,7 @@ import pytest
 from braid import schedule as schedules
 from braid.architecture import HyperConnections
 from braid.config import Mesh, Run
-from braid.plan import evaluation_schedule, plan
+from braid.planning.plan import evaluation_schedule, plan
 from braid.schedule import Act, Schedule, check, folded, parse_ops, simulate
 from braid.schedule.lowering import POLICIES
 from braid.schedule.views import bare, narrow

@@ -17,17 +17,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from braid import checkpoint, fit
+from braid import checkpoint
 from braid.config import Run
+from braid.distributed.groups import open_groups
 from braid.model.context import Context
 from braid.nn.moe.replay import Recording
 from braid.optim.adamw import AdamW
-from braid.parallel.groups import open_groups
-from braid.plan import plan
+from braid.planning import divisibility
+from braid.planning.plan import plan
 from braid.train import state as states
-from braid.train.building import make_state
+from braid.train.build import make_state
+from braid.train.data_pipeline import Feed, open_feed
 from braid.train.device import choose_device
-from braid.train.feed import Feed, open_feed
 from braid.train.state import State
 from braid.train.step import evaluate, train_step
 from tests.topology.cases import LEARNING_RATE
@@ -136,7 +137,7 @@ def train(rank: int, world: int, task: Task) -> Told:
 def started(rank: int, world: int, run: Run) -> tuple[State, Feed]:
     """This rank's state at the beginning of the run, and the run's data."""
     worked_out = plan(run, world)
-    runs = fit.tp_runs(run.model, worked_out.layout.kinds(), worked_out.axes.tp)
+    runs = divisibility.tp_runs(run.model, worked_out.layout.kinds(), worked_out.axes.tp)
     # Groups stay open until the rank ends: torch remembers meshes, and meets one of an earlier run again.
     groups = open_groups(worked_out.grid, rank, tp_runs=runs)
     state = make_state(worked_out, choose_device("cpu"), groups)

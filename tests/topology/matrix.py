@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 from itertools import groupby, product
 from typing import Any, NamedTuple, get_args
 
-from braid import fit
 from braid.choices import Strategy
 from braid.config import Mesh, Run
 from braid.pattern import parse
-from braid.plan import check
+from braid.planning import divisibility
+from braid.planning.plan import check
 from tests.covers import cover
 from tests.topology.cases import MODELS, run_of
 
@@ -52,8 +52,8 @@ class Topology:
         return int(dict(_setting(word) for word in self.words.split()).get("v", 2 if folded else 1))
 
     @property
-    def sizes(self) -> fit.Sizes:
-        return fit.sizes(self.mesh, self.world)
+    def sizes(self) -> divisibility.Sizes:
+        return divisibility.sizes(self.mesh, self.world)
 
     @property
     def axes(self) -> dict[str, int]:

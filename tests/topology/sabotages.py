@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
-from braid import collectives
-from braid.collectives import Group, mine, summed
+from braid.distributed import collectives
+from braid.distributed.collectives import Group, mine, summed
 from braid.engine import executor
 from braid.model import language
 from braid.model.context import Context, MicroBatch
@@ -28,7 +28,7 @@ from braid.nn import embedding, loss
 from braid.nn.moe import balance, router
 from braid.optim import gradients
 from braid.schedule import Act
-from braid.train import loads, step
+from braid.train import expert_load, step
 from tests.topology.matrix import Topology
 
 Break = Callable[[], AbstractContextManager[Any]]
@@ -302,7 +302,7 @@ SABOTAGES: Mapping[str, Sabotage] = MappingProxyType(
             2, "", "hybrid", not_summed(step, "world", entries=2), "validation loss"
         ),
         "expert counts for selection biases": _on(
-            2, "", "hybrid", not_summed(loads, "slab"), "selection biases", steps=3
+            2, "", "hybrid", not_summed(expert_load, "slab"), "selection biases", steps=3
         ),
         "the gradient's length over all ranks": _on(
             2, "", "tied", not_summed(gradients, "world"), "gradient norm"

@@ -31,14 +31,44 @@ def _sabotaged(rank: int, world: int, named: Sequence[tuple[str, Task]]) -> list
     return told
 
 
-def grouped() -> list[tuple[str, ...]]:
+LONG = frozenset(
+    {
+        "gradients of key-value heads that some tp ranks hold are not summed",
+        "expert gradients are not reduced",
+        "gather, forward",
+        "scatter, forward",
+        "total, forward",
+        "swap, forward",
+        "exchange, forward",
+        "gather over cp, backward",
+        "all-gather dispatch, backward",
+        "cross-entropy: sums over the vocabulary",
+        "load-balancing counts over a sequence's ranks",
+        "figures of a step over all ranks",
+        "the gradient's length counts copies of tp ranks",
+        "sinkhorn over parts of sequences",
+    }
+)
+"""Sabotages that others are much like: the other direction, another group of the same kind."""
+
+
+def grouped(*, long: bool) -> list[tuple[str, ...]]:
     """Sabotages that are tried on the same ranks, some at a time."""
-    worlds = sorted({sabotage.topology.world for sabotage in SABOTAGES.values()})
-    named = [[name for name, each in SABOTAGES.items() if each.topology.world == world] for world in worlds]
+    chosen = {name: each for name, each in SABOTAGES.items() if (name in LONG) == long}
+    worlds = sorted({sabotage.topology.world for sabotage in chosen.values()})
+    named = [[name for name, each in chosen.items() if each.topology.world == world] for world in worlds]
     return [tuple(names[at : at + AT_A_TIME]) for names in named for at in range(0, len(names), AT_A_TIME)]
 
 
-@pytest.mark.parametrize("names", grouped(), ids=lambda names: names[0])
+def test_long_sabotages_exist() -> None:
+    assert set(SABOTAGES) >= LONG
+
+
+@pytest.mark.parametrize(
+    "names",
+    [*grouped(long=False), *(pytest.param(each, marks=pytest.mark.long) for each in grouped(long=True))],
+    ids=lambda names: names[0],
+)
 def test_every_sabotage_is_seen(names, reference, corpus, request):
     chosen = {name: SABOTAGES[name] for name in names}
     (world,) = {sabotage.topology.world for sabotage in chosen.values()}

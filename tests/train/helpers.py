@@ -8,15 +8,15 @@ from pathlib import Path
 
 from braid.config import Run
 from braid.data import ByteTokenizer, build
-from braid.plan import Plan, plan
-from braid.train.building import make_state
+from braid.planning.plan import Plan, plan
+from braid.train.build import make_state
+from braid.train.data_pipeline import Feed, open_feed
 from braid.train.device import Device, choose_device
-from braid.train.feed import Feed, open_feed
-from braid.train.garbage import only_new_garbage
+from braid.train.gc_freeze import only_new_garbage
 from braid.train.loop import Loop, Outcome
 from braid.train.metrics import Listener, Metrics, Unwritten
-from braid.train.places import Places
 from braid.train.resume import begin_or_continue
+from braid.train.run_dir import Places
 from braid.train.signals import StopRequest
 from braid.train.state import State
 from braid.train.tracing import Tracer

@@ -14,11 +14,11 @@ from braid.architecture import Attention, Model, Moe
 from braid.config import Data, Optim, Run, Train
 from braid.nn.moe.experts import Experts
 from braid.pattern import Kind
-from braid.plan import plan
+from braid.planning.plan import plan
 from braid.train import state as states
-from braid.train.building import make_state
+from braid.train.build import make_state
+from braid.train.data_pipeline import open_feed
 from braid.train.device import choose_device
-from braid.train.feed import open_feed
 from braid.train.loop import schedule_of
 from braid.train.step import train_step
 

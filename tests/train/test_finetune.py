@@ -21,14 +21,14 @@ from braid.architecture import (
 )
 from braid.config import flatten
 from braid.errors import CheckpointError, ExitCode
-from braid.plan import plan
+from braid.planning.plan import plan
 from braid.train import state as states
-from braid.train.building import make_state
+from braid.train.build import make_state
+from braid.train.data_pipeline import open_feed
 from braid.train.device import choose_device
-from braid.train.feed import open_feed
 from braid.train.finetune import FREE_SETTINGS, check_settings, setting_problems
-from braid.train.places import Places
 from braid.train.resume import begin_or_continue
+from braid.train.run_dir import Places
 from braid.train.step import evaluate, train_step
 from tests.train.helpers import run_on, started
 

@@ -11,7 +11,7 @@ import torch
 
 from braid import checkpoint
 from braid.errors import CheckpointError, NumericsError, PreemptedError
-from braid.plan import plan
+from braid.planning.plan import plan
 from braid.train import loop
 from braid.train import state as states
 from braid.train.device import choose_device

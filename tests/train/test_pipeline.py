@@ -9,18 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from braid import fit
 from braid.config import Run
 from braid.data import ByteTokenizer
-from braid.parallel.groups import opened_groups
-from braid.plan import plan
+from braid.distributed.groups import opened_groups
+from braid.planning import divisibility
+from braid.planning.plan import plan
 from braid.schedule import computed, simulate
 from braid.train import state as states
-from braid.train.building import opened_state
+from braid.train.build import opened_state
+from braid.train.data_pipeline import open_feed
 from braid.train.device import choose_device
-from braid.train.feed import open_feed
+from braid.train.distributed_generation import next_logits, write_together
 from braid.train.step import train_step
-from braid.train.writing import next_logits, write_together
 from tests.ranks import run_ranks
 from tests.train.helpers import run_on
 
@@ -33,7 +33,7 @@ def piped(corpus: Path, pattern: str, micro_batches: int, **mesh: int) -> Run:
 @contextmanager
 def begun(rank: int, world: int, run: Run, out: str):
     worked_out = plan(run, world)
-    runs = fit.tp_runs(run.model, worked_out.layout.kinds(), worked_out.axes.tp)
+    runs = divisibility.tp_runs(run.model, worked_out.layout.kinds(), worked_out.axes.tp)
     with opened_groups(worked_out.grid, rank, tp_runs=runs) as groups:
         with opened_state(worked_out, choose_device("cpu"), groups) as state:
             states.initialize(state, run)

@@ -15,14 +15,14 @@ from braid.model.language import PartOfStep
 from braid.nn.moe.balance import Balance
 from braid.optim.gradients import total_norm
 from braid.pattern import parse
-from braid.plan import plan
+from braid.planning.plan import plan
 from braid.train import state as states
-from braid.train.building import make_state
+from braid.train.build import make_state
+from braid.train.data_pipeline import open_feed
 from braid.train.device import Device, choose_device
-from braid.train.feed import open_feed
-from braid.train.loads import Loads, figures, update_selection_biases
-from braid.train.places import Places
+from braid.train.expert_load import Loads, figures, update_selection_biases
 from braid.train.resume import begin_or_continue
+from braid.train.run_dir import Places
 from braid.train.step import backward, evaluate, micro_batches, train_step
 from braid.train.step import count as count_tokens
 from tests.model.cases import SHAPE, build

@@ -6,16 +6,16 @@ import pytest
 import torch
 
 from braid import checkpoint
-from braid.collectives import Groups
+from braid.distributed.collectives import Groups
+from braid.distributed.groups import open_groups
 from braid.errors import CheckpointError, DataError
-from braid.parallel.groups import open_groups
-from braid.plan import plan
+from braid.planning.plan import plan
 from braid.train import state as states
-from braid.train.building import make_state
+from braid.train.build import make_state
+from braid.train.data_pipeline import open_feed
 from braid.train.device import choose_device
-from braid.train.feed import open_feed
-from braid.train.places import Places
 from braid.train.resume import begin_or_continue
+from braid.train.run_dir import Places
 from braid.train.step import train_step
 from tests.ranks import run_ranks
 from tests.train.helpers import run_on, started

@@ -10,19 +10,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from braid import fit
 from braid.cli import main
 from braid.config import Run
+from braid.distributed.groups import opened_groups
 from braid.engine.progress import Progress
 from braid.errors import ConfigError, ExitCode
-from braid.parallel.groups import opened_groups
-from braid.plan import plan
+from braid.planning import divisibility
+from braid.planning.plan import plan
 from braid.schedule import Span, parse_op
 from braid.train import state as states
-from braid.train.building import opened_state
+from braid.train.build import opened_state
+from braid.train.data_pipeline import open_feed
 from braid.train.device import choose_device
-from braid.train.feed import open_feed
-from braid.train.places import Places
+from braid.train.run_dir import Places
 from braid.train.tracing import Tracer
 from tests.ranks import run_ranks
 from tests.schedule.test_trace import boxes_of, check_arrows, check_well_formed
@@ -32,7 +32,7 @@ from tests.train.helpers import run_on, train_to_end
 def traced(rank: int, world: int, run: Run, out: Path, file: Path, on: str = "cpu") -> list[list[Span]]:
     """Train with a trace; return what the engine's log said of the traced steps."""
     worked_out, device, places = plan(run, world), choose_device(on), Places(out=out)
-    runs = fit.tp_runs(run.model, worked_out.layout.kinds(), worked_out.axes.tp)
+    runs = divisibility.tp_runs(run.model, worked_out.layout.kinds(), worked_out.axes.tp)
     logs = []
 
     class Noting(Tracer):

@@ -10,7 +10,7 @@ import pytest
 
 from braid.config import Run
 from braid.errors import ConfigError
-from braid.plan import plan
+from braid.planning.plan import plan
 from braid.train.trainer import Trainer
 from tests.ranks import run_ranks
 from tests.runs import small_run

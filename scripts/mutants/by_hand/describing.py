@@ -8,6 +8,22 @@ from scripts.mutants.mutant import Fault
 FAULTS: tuple[Fault, ...] = (
     # errors
     Fault(
+        name="an-hour-in-minutes",
+        file="console.py",
+        old="if whole < 3600:",
+        new="if whole <= 3600:",
+        kind="comparison",
+        why="an hour is shown as 60m00s",
+    ),
+    Fault(
+        name="a-thousand-without-its-letter",
+        file="console.py",
+        old="if number >= size * 0.9995:",
+        new="if number > size:",
+        kind="comparison",
+        why="1000 tokens a second are shown as 1000, and 999.9 as 1000",
+    ),
+    Fault(
         name="data-error-exits-as-config-error",
         file="errors.py",
         old="exit_code = ExitCode.DATA",
@@ -43,7 +59,7 @@ FAULTS: tuple[Fault, ...] = (
     # rules
     Fault(
         name="infinite-numbers-accepted",
-        file="rules.py",
+        file="validators.py",
         old="if not (value >= low and math.isfinite(value)):",
         new="if not value >= low:",
         kind="accepted input",
@@ -51,7 +67,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         name="share-of-one-accepted",
-        file="rules.py",
+        file="validators.py",
         old="0 <= value < 1 or",
         new="0 <= value <= 1 or",
         kind="comparison",
@@ -59,7 +75,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         name="remedy-that-does-not-fit",
-        file="rules.py",
+        file="validators.py",
         old="whole % n == 0 and also % n == 0",
         new="whole % n == 0",
         kind="dropped term",
@@ -207,7 +223,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         name="messages-overtake-one-another",
-        file="schedule/rendezvous.py",
+        file="schedule/event_simulator.py",
         old="sent.append(max(end, sent[-1] if sent else end) + self.message)",
         new="sent.append(end + self.message)",
         kind="wrong estimate",
@@ -282,7 +298,7 @@ FAULTS: tuple[Fault, ...] = (
     # fit
     Fault(
         name="smallest-world-as-a-product",
-        file="fit.py",
+        file="planning/divisibility.py",
         old="return mesh.pp * math.lcm(dense, expert)",
         new="return mesh.pp * dense * expert",
         kind="wrong estimate",
@@ -290,7 +306,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         name="unsharded-copies-without-context-parallel-ranks",
-        file="fit.py",
+        file="planning/divisibility.py",
         old="dense_copies=dp * mesh.cp if whole else mesh.replicate",
         new="dense_copies=dp if whole else mesh.replicate",
         kind="wrong group",
@@ -298,7 +314,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         name="copied-key-value-heads-refused",
-        file="fit.py",
+        file="planning/divisibility.py",
         old="if heads > 0 and heads % tp and tp % heads:",
         new="if heads > 0 and heads % tp:",
         kind="dropped term",
@@ -307,7 +323,7 @@ FAULTS: tuple[Fault, ...] = (
     # plan
     Fault(
         name="embedding-of-mtp-not-summed",
-        file="plan.py",
+        file="planning/plan.py",
         old="shared = run.model.tied or bool(layout.mtp)",
         new="shared = run.model.tied",
         kind="wrong group",
@@ -315,7 +331,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         name="warm-up-of-all-steps-refused",
-        file="plan.py",
+        file="planning/plan.py",
         old="if used > run.train.steps >= 1:",
         new="if used >= run.train.steps >= 1:",
         kind="comparison",

@@ -8,7 +8,7 @@ FAULTS: tuple[Fault, ...] = (
     # parallel
     Fault(
         name="replicas-and-shards-exchanged",
-        file="parallel/mesh.py",
+        file="distributed/mesh.py",
         old='splits = {"replicate": replicas, "shard": shards}',
         new='splits = {"replicate": shards, "shard": replicas}',
         kind="wrong group",
@@ -16,7 +16,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         name="gradients-averaged-over-ranks",
-        file="parallel/sharding.py",
+        file="engine/fsdp.py",
         old="sharded.set_gradient_divide_factor(1.0)",
         new="sharded.set_gradient_divide_factor(float(mesh.size()))",
         kind="missing scale",
@@ -24,7 +24,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         name="every-copy-is-the-first",
-        file="parallel/sharding.py",
+        file="optim/shards.py",
         old="first = all(mesh.get_local_rank(axis) == 0 for axis in range(shard_axis))",
         new="first = True",
         kind="wrong group",
@@ -32,7 +32,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         name="travel-shares-its-communicator",
-        file="parallel/groups.py",
+        file="distributed/groups.py",
         old="grid.group_of(rank, axes, view), travelling)",
         new="grid.group_of(rank, axes, view), handles)",
         kind="deadlock",
@@ -40,7 +40,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         name="channels-by-place-in-the-pair",
-        file="parallel/channels.py",
+        file="distributed/links.py",
         old="place = sorted(pair).index(rank)",
         new="place = pair.index(rank)",
         kind="deadlock",
@@ -154,7 +154,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         name="weights-used-before-they-arrive",
-        file="engine/sharding.py",
+        file="engine/fsdp_weights.py",
         old="self._life().wait(unit)\n        self._arrive(unit)",
         new="self._life().wait(unit)",
         kind="stale cache",

@@ -55,7 +55,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         name="key-value-heads-of-another-rank",
-        file="nn/head_share.py",
+        file="nn/head_partition.py",
         old="first = tp.rank // self.holders.size * self.groups",
         new="first = tp.rank % self.all_groups * self.groups",
         kind="wrong group",
@@ -63,7 +63,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         name="copies-of-key-value-heads-not-summed",
-        file="nn/head_share.py",
+        file="nn/head_partition.py",
         old="return self.holders if part.common else self.ranks.tp_run(1)",
         new="return self.ranks.tp_run(1)",
         kind="wrong group",
@@ -151,7 +151,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         name="the-same-masks-in-every-step",
-        file="nn/random_words.py",
+        file="nn/counter_rng.py",
         old="_fold(_fold(_fold(_word(seed, sample_B), seed >> 32), step), layer)",
         new="_fold(_fold(_word(seed, sample_B), seed >> 32), layer)",
         kind="dropped term",
@@ -175,7 +175,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         name="delayed-gradients-replace-earlier-ones",
-        file="nn/weight_sink.py",
+        file="nn/delayed_wgrad.py",
         old="parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)",
         new="parameter.grad = gradient",
         kind="lost data",
@@ -183,7 +183,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         name="cache-emptied-when-it-grows",
-        file="nn/token_store.py",
+        file="nn/kv_cache.py",
         old="grown[:, : self.tokens] = self.places_BP_[:, : self.tokens]",
         new="grown[:, : self.tokens] = 0",
         kind="lost data",
@@ -249,7 +249,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         name="groups-judged-by-their-best-expert",
-        file="nn/moe/selection.py",
+        file="nn/moe/top_k.py",
         old="of_each = shape.top_k // shape.top_groups",
         new="of_each = 1",
         kind="dropped term",
@@ -257,7 +257,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         name="probabilities-without-their-scale",
-        file="nn/moe/scores.py",
+        file="nn/moe/score_function.py",
         old="return chosen_NS * shape.scale",
         new="return chosen_NS",
         kind="missing scale",

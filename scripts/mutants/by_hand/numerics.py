@@ -8,7 +8,7 @@ FAULTS: tuple[Fault, ...] = (
     # collectives
     Fault(
         name="highest-is-the-sum",
-        file="collectives.py",
+        file="distributed/collectives.py",
         old="dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group.handle)",
         new="dist.all_reduce(most, group=group.handle)",
         kind="swapped",
@@ -16,7 +16,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         name="exchange-backward-by-forward-sizes",
-        file="collectives.py",
+        file="distributed/collectives.py",
         old="exchanged(grads[0], ctx.group, ctx.receive, ctx.send)",
         new="exchanged(grads[0], ctx.group, ctx.send, ctx.receive)",
         kind="swapped",
@@ -24,7 +24,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         name="slices-in-reverse-order",
-        file="collectives.py",
+        file="distributed/collectives.py",
         old="x.chunk(group.size, dim)[group.rank]",
         new="x.chunk(group.size, dim)[-1 - group.rank]",
         kind="wrong group",
@@ -32,7 +32,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         name="sum-overwrites-what-it-is-given",
-        file="collectives.py",
+        file="distributed/collectives.py",
         old="whole = x.clone(memory_format=torch.contiguous_format)",
         new="whole = x.contiguous()",
         kind="lost data",

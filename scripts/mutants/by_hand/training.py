@@ -8,7 +8,7 @@ FAULTS: tuple[Fault, ...] = (
     # estimate
     Fault(
         name="main-copies-not-counted",
-        file="estimate/memory.py",
+        file="planning/estimate/memory.py",
         old="copies = 3 if step.alone and unit.stored < _main(unit) else 2",
         new="copies = 2",
         kind="wrong estimate",
@@ -16,7 +16,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         name="prefetched-weights-not-counted",
-        file="estimate/weights.py",
+        file="planning/estimate/weights.py",
         old="if op.act is Act.UNSHARD:\n            there +=",
         new="if op.act is Act.WAIT:\n            there +=",
         kind="wrong estimate",
@@ -24,7 +24,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         name="gradients-between-stages-are-free",
-        file="estimate/stages.py",
+        file="planning/estimate/stages.py",
         old="op.act in (Act.SEND_F, Act.SEND_B)",
         new="op.act is Act.SEND_F",
         kind="wrong estimate",
@@ -32,7 +32,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         name="weights-gathered-for-forward-alone",
-        file="estimate/weights.py",
+        file="planning/estimate/weights.py",
         old="gathers, sums = times[unit.name, Act.UNSHARD], times",
         new="gathers, sums = times[unit.name, Act.UNSHARD] // 2, times",
         kind="wrong estimate",
@@ -40,7 +40,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         name="activations-gone-one-op-early",
-        file="estimate/moments.py",
+        file="planning/estimate/moments.py",
         old="changes[places[-1] + 1] -= size",
         new="changes[places[-1]] -= size",
         kind="off by one",
@@ -48,7 +48,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         name="advice-goes-on-after-it-fits",
-        file="estimate/advice.py",
+        file="planning/estimate/advice.py",
         old="if peak < best and best > limit:",
         new="if peak < best:",
         kind="dropped term",
@@ -113,7 +113,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         name="whoever-missed-a-rank-is-blamed",
-        file="train/launch.py",
+        file="launch/worker_pool.py",
         old="[*causes, *failed, *asked]",
         new="[*failed, *causes, *asked]",
         kind="swapped",
@@ -121,7 +121,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         name="dead-processes-are-counted-in",
-        file="train/muster.py",
+        file="launch/rendezvous.py",
         old='return name if meant == token else ""',
         new="return name",
         kind="deadlock",
@@ -129,7 +129,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         name="waiting-ranks-are-called-a-deadlock",
-        file="train/diagnosis.py",
+        file="launch/diagnosis.py",
         old="if stuck and len(stuck) == len(here):",
         new="if stuck:",
         kind="dropped term",
@@ -137,7 +137,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         name="sources-of-another-tokenizer-accepted",
-        file="train/feed.py",
+        file="train/data_pipeline.py",
         old="if made_with is not None and made_with != tokenizer.description:",
         new="if made_with is None and tokenizer.description is None:",
         kind="accepted input",
@@ -145,7 +145,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         name="last-token-told-by-the-wrong-rank",
-        file="train/writing.py",
+        file="train/distributed_generation.py",
         old="place = self.last - self.model.groups.cp.rank * logits_BsV.shape[1]",
         new="place = self.last % logits_BsV.shape[1]",
         kind="wrong group",
@@ -153,7 +153,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         name="favourites-of-one-micro-batch",
-        file="train/loads.py",
+        file="train/expert_load.py",
         old="sums[layer] + counts_E if layer in sums else counts_E for layer",
         new="counts_E for layer",
         kind="lost data",
@@ -202,7 +202,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         name="options-repeated-in-the-next-command",
-        file="cli/following.py",
+        file="cli/next_steps.py",
         old='elif not word.startswith(f"{option}="):',
         new="else:",
         kind="comparison",

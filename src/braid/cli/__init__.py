@@ -12,17 +12,17 @@ import sys
 from collections.abc import Sequence
 
 import braid
+from braid.cli.args import Command
 from braid.cli.convert import export, import_
 from braid.cli.data import data
 from braid.cli.generate import generate
 from braid.cli.grid import show_grid
 from braid.cli.pattern import explain
 from braid.cli.plan import show_plan
-from braid.cli.runs import list_recipes, show
+from braid.cli.recipes import list_recipes, show
 from braid.cli.train import train
-from braid.cli.words import Command
 from braid.errors import BraidError, ConfigError, ExitCode
-from braid.rules import nearest
+from braid.validators import nearest
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

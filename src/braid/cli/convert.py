@@ -11,8 +11,8 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from braid.cli.following import program
-from braid.cli.words import options, subject, wants_help
+from braid.cli.args import options, subject, wants_help
+from braid.cli.next_steps import program
 from braid.errors import CheckpointError, ConfigError, ExitCode
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def _source(folder: Path, chosen: ImportOptions, outlines: Mapping[str, Tensor])
     from braid.interchange import described, reader_of
     from braid.interchange.files import CONFIG, read_json
     from braid.interchange.megatron import reader
-    from braid.plan import plan
+    from braid.planning.plan import plan
 
     config = (
         read_json(folder / CONFIG, ConfigError) if (folder / CONFIG).is_file() else {"model_type": MEGATRON}
@@ -190,7 +190,7 @@ def _hub(folder: Path) -> dict[str, Any]:
 def _tokenizer_of(folder: Path, out: Path, otherwise: str) -> tuple[Tokenizer, str]:
     """The folder's tokenizer, and a copy of its file beside the checkpoints; or else the one that is named."""
     from braid.data import HfTokenizer
-    from braid.train.feed import tokenizer_of
+    from braid.train.data_pipeline import tokenizer_of
 
     if not (folder / TOKENIZER).is_file():
         return tokenizer_of(otherwise), otherwise

@@ -6,10 +6,10 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
+from braid.cli.args import options
 from braid.cli.progress import bar
-from braid.cli.words import options
 from braid.errors import ConfigError, ExitCode
-from braid.rules import nearest
+from braid.validators import nearest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ def data(words: list[str]) -> int:
 def _build(words: list[str]) -> int:
     chosen = options(BuildOptions, words, "braid data build")
     from braid.data import build, open_splits
-    from braid.train.feed import tokenizer_of
+    from braid.train.data_pipeline import tokenizer_of
 
     tokenizer = tokenizer_of(chosen.tokenizer)
     with bar("tokenising") as progress:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from braid.cli.words import options, subject, wants_help
+from braid.cli.args import options, subject, wants_help
 from braid.errors import ExitCode
 
 
@@ -34,9 +34,9 @@ def generate(words: list[str]) -> int:
     chosen = options(GenerateOptions, rest, f"braid generate {name}")
     from braid.model.generate import generate_text
     from braid.train.device import choose_device
-    from braid.train.state import open_model
+    from braid.train.state import load_model
 
-    model, tokenizer = open_model(Path(name), choose_device(chosen.device))
+    model, tokenizer = load_model(Path(name), choose_device(chosen.device))
     text = generate_text(
         model,
         tokenizer,

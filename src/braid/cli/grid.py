@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import rich.console
 import rich.text
 
-from braid.cli.words import options, print_table
+from braid.cli.args import options, print_table
 from braid.errors import ExitCode
 from braid.topology import DENSE, EXPERT, FAMILIES, Grid, Members, standard
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from braid.errors import ConfigError, Problem
-from braid.plan import Plan
+from braid.planning.plan import Plan
 from braid.schedule import Act, Op
 
 MEANINGS = MappingProxyType(

@@ -10,7 +10,7 @@ from typing import Any
 import rich.console
 import rich.text
 
-from braid.cli.words import options, print_table, subject, wants_help
+from braid.cli.args import options, print_table, subject, wants_help
 from braid.errors import ExitCode
 from braid.pattern import Block, Layout, Segment, Stage, cut, parse, stages
 

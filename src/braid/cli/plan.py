@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Any, Literal
 import rich.console
 
 from braid import recipes
-from braid.cli.notes import idle_choices, schedule_words, uncounted
+from braid.cli.args import opened_by, options, print_table, subject
 from braid.cli.ops import ops_of
-from braid.cli.runs import RunFields, help_with_a_recipe
-from braid.cli.words import opened_by, options, print_table, subject
+from braid.cli.plan_notes import idle_choices, schedule_words, uncounted
+from braid.cli.recipes import RunFields, help_with_a_recipe
 from braid.errors import ConfigError, ExitCode, Problem
-from braid.plan import Plan, check, plan
-from braid.rules import nearest
+from braid.planning.plan import Plan, check, plan
+from braid.validators import nearest
 
 if TYPE_CHECKING:
-    from braid.estimate import Advice, Estimate, Memory, StageEstimate
+    from braid.planning.estimate import Advice, Estimate, Memory, StageEstimate
     from braid.schedule import Timeline
 
 GIB = 2**30
@@ -79,7 +79,7 @@ def show_plan(words: list[str]) -> int:
     if chosen.trace is not None:
         _trace(worked_out, chosen.trace)
         print(f"the timeline is in {opened_by(chosen.trace)}", file=sys.stderr)
-    from braid.estimate import advise, estimate  # which load torch
+    from braid.planning.estimate import advise, estimate  # which load torch
 
     found = estimate(worked_out, chosen.device)
     limit = None if chosen.device_memory is None else _bytes(chosen.device_memory)
@@ -117,7 +117,7 @@ def _write(option: str, file: Path, text: str) -> None:
 
 def _timeline(worked_out: Plan) -> Timeline:
     """The timeline of a step, by the operations of each segment; the shortest forward is the unit of time."""
-    from braid.plan import phase_flops
+    from braid.planning.plan import phase_flops
     from braid.schedule import Costs, simulate
 
     run = worked_out.run

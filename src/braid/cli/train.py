@@ -10,17 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from braid import recipes, rules
-from braid.cli.following import next_commands, program
-from braid.cli.notes import idle_choices, schedule_words
+from braid import recipes, validators
+from braid.cli.args import opened_by, options, subject
+from braid.cli.next_steps import next_commands, program
+from braid.cli.plan_notes import idle_choices, schedule_words
 from braid.cli.progress import bar
-from braid.cli.runs import RunFields, help_with_a_recipe
-from braid.cli.words import opened_by, options, subject
+from braid.cli.recipes import RunFields, help_with_a_recipe
 from braid.config import to_json
 from braid.errors import BraidError, ConfigError, ExitCode, Problem
-from braid.fit import described
-from braid.plan import Plan, check, plan
-from braid.plan import size as size_of
+from braid.planning.divisibility import described
+from braid.planning.plan import Plan, check, plan
+from braid.planning.plan import size as size_of
 
 if TYPE_CHECKING:
     from braid.train.loop import Outcome
@@ -67,7 +67,7 @@ def train(words: list[str]) -> int:
     worked_out = _planned(chosen, 1 if chosen.world is None else chosen.world)
     if worked_out.world == 1 and chosen.restarts == 0:
         return _work(worked_out, out, words, chosen)
-    from braid.train.launch import check_gpus, launch
+    from braid.launch.worker_pool import check_gpus, launch
     from braid.train.trainer import FAILURES
 
     check_gpus(worked_out.world, chosen.device)
@@ -87,14 +87,14 @@ def _planned(chosen: TrainOptions, world: int) -> Plan:
     problems = check(chosen.run, world)
     elsewhere = check(chosen.run, world + 1) if problems else []
     if problems and not any(problem in elsewhere for problem in problems):
-        from braid.train.launch import nearest_worlds
+        from braid.launch.worker_pool import nearest_worlds
 
         near = nearest_worlds(lambda other: not check(chosen.run, other), world)
         if near:
             why = "; ".join(f"{problem.field} = {problem.value} {problem.rule}" for problem in problems)
             fitting = " and ".join(str(other) for other in near)
             raise ConfigError(f"--world {world} does not fit: {why}. The nearest that fit: {fitting}")
-    problems += rules.at_least("restarts", chosen.restarts, 0)
+    problems += validators.at_least("restarts", chosen.restarts, 0)
     problems += _trace_problems(chosen.trace_steps)
     if problems:
         raise ConfigError(problems)
@@ -117,8 +117,8 @@ def _trace_problems(steps: str) -> Iterator[Problem]:
 
 def _be_worker(words: list[str], chosen: TrainOptions, out: Path) -> int:
     """One rank of a launcher, ours or torchrun."""
-    from braid.train.launch import die_with_launcher
-    from braid.train.ranks import LAUNCHER, seat_in
+    from braid.launch.process import LAUNCHER, seat_in
+    from braid.launch.worker_pool import die_with_launcher
 
     die_with_launcher(os.environ)
     seat = seat_in(os.environ)
@@ -139,7 +139,7 @@ def _be_worker(words: list[str], chosen: TrainOptions, out: Path) -> int:
 def _work(worked_out: Plan, out: Path, words: list[str], chosen: TrainOptions) -> int:
     """Train as one of the ranks. What all of them fail by, rank 0 alone tells."""
     # torch takes seconds to load: by now the words are known to be right
-    from braid.train.ranks import is_everywhere, leave, seat_in
+    from braid.launch.process import is_everywhere, leave, seat_in
 
     seat = seat_in(os.environ)
     rank = 0 if seat is None else seat.rank
@@ -157,7 +157,7 @@ def _work(worked_out: Plan, out: Path, words: list[str], chosen: TrainOptions) -
 
 
 def _train(worked_out: Plan, out: Path, words: list[str], chosen: TrainOptions) -> int:
-    from braid.train.console import say, table, warn
+    from braid.console import say, table, warn
     from braid.train.trainer import Trainer
 
     steps = _traced(chosen.trace_steps)
@@ -204,7 +204,7 @@ def _listeners(chosen: TrainOptions, out: Path) -> list[Listener]:
 
 
 def _header(trainer: Trainer, init: Path | None) -> Sequence[tuple[str, str]]:
-    from braid.train.console import magnitude
+    from braid.console import magnitude
 
     worked_out, state, feed = trainer.plan, trainer.state, trainer.feed
     run = worked_out.run

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from braid.collectives import Group
+from braid.distributed.collectives import Group
 from braid.engine.node import Passage, Watch, Work
 from braid.engine.progress import Progress
 from braid.engine.weights import Weights

@@ -1,7 +1,7 @@
 """Who keeps the weights of a model while a schedule runs: what ops about units ask of them.
 
-`FsdpWeights` shards them over ranks (`sharding.py`); `WholeWeights` has all of them all the time, so that only
-gradients have something to do.
+`FsdpWeights` shards them over ranks (`fsdp_weights.py`); `WholeWeights` has all of them all the time, so that
+only gradients have something to do.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from braid.nn.weight_sink import Mains
+from braid.nn.delayed_wgrad import Mains
 from braid.optim.adamw import AdamW
 from braid.schedule import Act, Op
 from braid.schedule.lifetime import Use

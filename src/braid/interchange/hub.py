@@ -23,7 +23,7 @@ from braid.interchange.settings import Settings
 from braid.interchange.tables import Adapter, check_fit, folded, links
 from braid.interchange.trained import targets, to_ours, to_theirs
 from braid.pattern import parse
-from braid.rules import nearest
+from braid.validators import nearest
 
 FAMILIES = (
     *llama.FAMILIES,

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from braid import architecture, pattern
-from braid.collectives import Groups
+from braid.distributed.collectives import Groups
 from braid.kernels import Kernels
 from braid.kernels.hyper_connection import Ways
 from braid.model.context import Context
@@ -41,7 +41,7 @@ from braid.nn.latent_attention import LatentAttention
 from braid.nn.mamba2 import Mamba2
 from braid.nn.mlp import Mlp
 from braid.nn.moe.balance import examine
-from braid.nn.moe.journey import Dispatcher, Journey
+from braid.nn.moe.dispatch_plan import Dispatcher, Journey
 from braid.nn.moe.layer import ONCE, Moe
 from braid.nn.moe.routing import Routing
 from braid.nn.norm import LayerNorm, RmsNorm, norm

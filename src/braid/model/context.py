@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from braid.architecture import Yarn
-from braid.collectives import Groups, mine
+from braid.distributed.collectives import Groups, mine
 from braid.kernels.attention import Spans, spans_of
 from braid.kernels.host import to_device
 from braid.nn.attention import AttentionCache
@@ -28,9 +28,9 @@ from braid.nn.dropout import keep_mask
 from braid.nn.latent_attention import LatentCache
 from braid.nn.mamba2 import Mamba2Cache
 from braid.nn.moe.balance import Balance
-from braid.nn.moe.journey import Journey
+from braid.nn.moe.dispatch_plan import Journey
 from braid.nn.moe.replay import Recording
-from braid.nn.moe.tokens import Tokens
+from braid.nn.moe.token_ids import Tokens
 from braid.nn.rotary import Rotary, rotary_tables
 from braid.pattern import Layer
 

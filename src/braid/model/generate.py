@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from braid import rules
+from braid import validators
 from braid.errors import ConfigError, Problem
 from braid.model.context import MicroBatch
 from braid.model.language import LanguageModel
@@ -84,9 +84,9 @@ def generate_text(
         problems.append(
             Problem(field="prompt", value=prompt, rule="has at least one token", remedy="some text")
         )
-    problems += rules.at_least("temperature", temperature, 0)
-    problems += rules.at_least("tokens", tokens, 0)
-    problems += rules.seed("seed", seed)
+    problems += validators.at_least("temperature", temperature, 0)
+    problems += validators.at_least("tokens", tokens, 0)
+    problems += validators.seed("seed", seed)
     if problems:
         raise ConfigError(problems)
     generator = torch.Generator().manual_seed(seed)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from braid import architecture
-from braid.collectives import ALONE, Groups, gather, mine
+from braid.distributed.collectives import ALONE, Groups, gather, mine
 from braid.kernels import Kernels
 from braid.model import declaration
 from braid.model.block import Block
@@ -32,7 +32,7 @@ from braid.nn.hyper_connection import expand
 from braid.nn.init import initialize
 from braid.nn.loss import cross_entropy, cross_entropy_cost
 from braid.nn.moe.balance import Balance
-from braid.nn.moe.journey import Dispatcher
+from braid.nn.moe.dispatch_plan import Dispatcher
 from braid.nn.moe.layer import Moe
 from braid.nn.norm import LayerNorm, RmsNorm, norm
 from braid.nn.recompute import Recomputing, Replays, hand_replays

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from braid import architecture, pattern
-from braid.collectives import Groups
+from braid.distributed.collectives import Groups
 from braid.kernels import Kernels
 from braid.kernels.documents import runs_of
 from braid.model.block import Block
@@ -30,7 +30,7 @@ from braid.nn.canonical import Canonical, under
 from braid.nn.cost import Cost, Portion
 from braid.nn.hyper_connection import HyperExit
 from braid.nn.linear import Linear
-from braid.nn.moe.journey import Dispatcher
+from braid.nn.moe.dispatch_plan import Dispatcher
 from braid.nn.norm import LayerNorm, RmsNorm, norm
 from braid.nn.recompute import Recomputing
 

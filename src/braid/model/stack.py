@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from braid import architecture
-from braid.collectives import Groups
+from braid.distributed.collectives import Groups
 from braid.kernels import Kernels
 from braid.model.block import Block
 from braid.model.context import Context
 from braid.nn.canonical import Canonical, under
-from braid.nn.moe.journey import Dispatcher
+from braid.nn.moe.dispatch_plan import Dispatcher
 from braid.pattern import Layout
 
 

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from braid.collectives import ALONE, Group
+from braid.distributed.collectives import ALONE, Group
 
 Fill = Literal["normal", "residual", "xavier", "ones", "hundredths", "zeros", "taps", "decay_log", "time_step"]
 """How a tensor starts: drawn from a normal distribution, drawn narrower because it writes into the residual

@@ -18,10 +18,10 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from braid.collectives import Group
+from braid.distributed.collectives import Group
 
 Op = Literal["gather", "scatter", "sum", "swap", "exchange"]
-"""The collectives, as `braid.collectives` names them."""
+"""The collectives, as `braid.distributed.collectives` names them."""
 
 INDEX = 8
 """Bytes of a place or a count."""

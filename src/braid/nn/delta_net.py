@@ -29,16 +29,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from braid import architecture
-from braid.collectives import Groups, gather
+from braid.distributed.collectives import Groups, gather
 from braid.kernels import rms_norm
+from braid.kernels.activation_bytes import CHUNK, in_chunks, remembered
 from braid.kernels.delta_rule import DeltaRule, step
-from braid.kernels.kept import CHUNK, in_chunks, remembered
 from braid.kernels.rms_norm import Normalize
 from braid.nn.canonical import Canonical, under
 from braid.nn.cost import Cost, Portion, gather_cost, scatter_cost, swap_cost
 from braid.nn.grouped_conv import GroupedConv
+from braid.nn.head_partition import HeadShare, Part
 from braid.nn.head_scalars import HeadScalars
-from braid.nn.head_share import HeadShare, Part
 from braid.nn.linear import Linear, RowLinear
 from braid.nn.norm import RmsNorm
 from braid.nn.recompute import Recomputing

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from braid.nn.random_words import random_words
+from braid.nn.counter_rng import random_words
 
 
 def keep_mask(

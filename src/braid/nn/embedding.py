@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from braid.collectives import ALONE, Group, Groups, mine, scatter
+from braid.distributed.collectives import ALONE, Group, Groups, mine, scatter
 from braid.errors import DataError
 from braid.nn.canonical import Canonical
 from braid.nn.cost import INDEX, Cost, Portion, scatter_cost

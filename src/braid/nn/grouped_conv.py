@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from braid.kernels.causal_conv import causal_conv
 from braid.nn.canonical import Canonical
 from braid.nn.cost import Cost, Portion
-from braid.nn.head_share import HeadShare, Part
+from braid.nn.head_partition import HeadShare, Part
 
 
 class GroupedConv(nn.Module):

@@ -13,9 +13,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from braid.collectives import mine
+from braid.distributed.collectives import mine
 from braid.nn.canonical import Canonical, Fill
-from braid.nn.head_share import HeadShare
+from braid.nn.head_partition import HeadShare
 
 
 class HeadScalars(nn.Module):

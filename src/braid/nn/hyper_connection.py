@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from braid import architecture
-from braid.collectives import Groups
-from braid.kernels.hyper_connection import Form, HyperConnect, Parameters, Ways, fuses, kept
+from braid.distributed.collectives import Groups
+from braid.kernels.hyper_connection import Form, HyperConnect, Parameters, Ways, activation_bytes, fuses
 from braid.nn.canonical import Canonical
 from braid.nn.cost import Cost, Portion
-from braid.nn.weight_sink import Delaying
+from braid.nn.delayed_wgrad import Delaying
 
 
 class _Weights(Delaying):
@@ -107,9 +107,9 @@ class HyperConnection(_Weights):
         tokens, streams = portion.places(self.groups.tp_cp), self.shape.streams
         sizes = {"narrow": portion.narrow, "wide": portion.wide}
         if fuses(portion.device, portion.dtype):
-            held = kept.fused(tokens, streams, self.hidden, **sizes)
+            held = activation_bytes.fused(tokens, streams, self.hidden, **sizes)
         else:
-            held = kept.plain(tokens, streams, self.hidden, self.shape.sinkhorn_steps, **sizes)
+            held = activation_bytes.plain(tokens, streams, self.hidden, self.shape.sinkhorn_steps, **sizes)
         return Cost(kept=held, passing=tokens * streams * self.hidden * 2 * portion.narrow)
 
     def flops(self, tokens: int) -> int:
@@ -144,7 +144,8 @@ class HyperExit(_Weights):
 
     def cost(self, portion: Portion) -> Cost:
         tokens, streams = portion.places(self.groups.tp_cp), self.shape.streams
-        count = kept.fused_exit if fuses(portion.device, portion.dtype) else kept.plain_exit
+        fused = fuses(portion.device, portion.dtype)
+        count = activation_bytes.fused_exit if fused else activation_bytes.plain_exit
         held = count(tokens, streams, self.hidden, narrow=portion.narrow, wide=portion.wide)
         return Cost(kept=held, passing=tokens * streams * self.hidden * portion.narrow)
 

@@ -33,18 +33,18 @@ import torch
 from torch import Tensor
 
 from braid import architecture
-from braid.collectives import Groups, gather, swap
+from braid.distributed.collectives import Groups, gather, swap
 from braid.kernels import rms_norm, rotary
 from braid.kernels.attention import Attend, Spans, attend_cached, pairs_seen
 from braid.kernels.rms_norm import Normalize
 from braid.kernels.rotary import Turn
 from braid.nn.canonical import Canonical, Span, under
 from braid.nn.cost import Cost, Portion, gather_cost, scatter_cost, swap_cost
+from braid.nn.kv_cache import TokenStore
 from braid.nn.linear import Linear, RowLinear
 from braid.nn.norm import RmsNorm
 from braid.nn.recompute import Recomputing
 from braid.nn.rotary import Rotary, rotate
-from braid.nn.token_store import TokenStore
 
 
 @dataclass(frozen=True, kw_only=True)

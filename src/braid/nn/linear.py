@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from braid.collectives import ALONE, Group, scatter
+from braid.distributed.collectives import ALONE, Group, scatter
 from braid.nn.canonical import Canonical, Fill, Index, Span
-from braid.nn.weight_sink import Delaying, Product, WeightSink
+from braid.nn.delayed_wgrad import Delaying, Product, WeightSink
 
 
 class Linear(Delaying):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from braid.collectives import highest, summed
+from braid.distributed.collectives import highest, summed
 from braid.nn.cost import INDEX, Call, Cost, Portion, once
 from braid.nn.embedding import Vocabulary
 

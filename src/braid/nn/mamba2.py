@@ -28,14 +28,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from braid import architecture
-from braid.collectives import ALONE, Group, Groups, gather, total
-from braid.kernels.kept import CHUNK, in_chunks, scanned
+from braid.distributed.collectives import ALONE, Group, Groups, gather, total
+from braid.kernels.activation_bytes import CHUNK, in_chunks, scanned
 from braid.kernels.ssd import Ssd, step
 from braid.nn.canonical import Canonical, under
 from braid.nn.cost import Cost, Portion, gather_cost, scatter_cost, sent_again, swap_cost, total_cost
 from braid.nn.grouped_conv import GroupedConv
+from braid.nn.head_partition import HeadShare, Part
 from braid.nn.head_scalars import HeadScalars
-from braid.nn.head_share import HeadShare, Part
 from braid.nn.linear import Linear, RowLinear
 from braid.nn.recompute import Recomputing
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from braid import architecture
-from braid.collectives import Groups, gather
+from braid.distributed.collectives import Groups, gather
 from braid.kernels.activation import activate, projections
-from braid.kernels.kept import activated
+from braid.kernels.activation_bytes import activated
 from braid.nn.canonical import Canonical, Span, under
 from braid.nn.cost import Cost, Portion, gather_cost, scatter_cost
 from braid.nn.linear import Linear, RowLinear

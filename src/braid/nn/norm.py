@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from braid.collectives import ALONE, Group
+from braid.distributed.collectives import ALONE, Group
 from braid.kernels import rms_norm
 from braid.kernels.rms_norm import Normalize
 from braid.nn.canonical import Canonical

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from braid.parallel.sharding import local
+from braid.optim.shards import local
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """The state that AdamW keeps for every parameter, besides the number of updates."""

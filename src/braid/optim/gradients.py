@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from braid.collectives import ALONE, Group, summed
+from braid.distributed.collectives import ALONE, Group, summed
 from braid.nn.canonical import Canonical, Held, Shard
 
 

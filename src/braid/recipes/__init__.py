@@ -19,7 +19,7 @@ from pathlib import Path
 from braid import architecture, config
 from braid.config import Run
 from braid.errors import ConfigError
-from braid.rules import nearest
+from braid.validators import nearest
 
 Recipe = Callable[[], Run]
 

@@ -24,6 +24,7 @@ from braid.schedule.builders import (
 from braid.schedule.check import Report, check, live_peaks
 from braid.schedule.draw import draw
 from braid.schedule.dual import DUAL_PIPE_V, dual_pipe_v
+from braid.schedule.event_simulator import Span
 from braid.schedule.faults import Fault, Rule
 from braid.schedule.ops import (
     Act,
@@ -43,7 +44,6 @@ from braid.schedule.ops import (
 from braid.schedule.order import collective_faults
 from braid.schedule.overlapped import Options, overlapped
 from braid.schedule.phases import Chain, Link, Phase, Stream
-from braid.schedule.rendezvous import Span
 from braid.schedule.simulate import Costs, Timeline, simulate
 
 __all__ = [

@@ -17,9 +17,9 @@ from math import ceil
 from types import MappingProxyType
 
 from braid.errors import ConfigError, Problem
-from braid.rules import at_least, nearest
 from braid.schedule.ops import Act, Collective, Op, Ops, Schedule, Turn
 from braid.schedule.phases import Chain
+from braid.validators import at_least, nearest
 
 ONE_F_ONE_B = "1f1b"
 INTERLEAVED = "interleaved"

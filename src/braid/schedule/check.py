@@ -12,12 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from braid.schedule.event_simulator import Wait, rendezvous
 from braid.schedule.faults import Fault, Rule
 from braid.schedule.lifetime import lifetime_faults
 from braid.schedule.ops import Act, Channel, Message, Op, Ops, Schedule, channel_of, message_of
 from braid.schedule.order import collective_faults
 from braid.schedule.recompute import replay_faults
-from braid.schedule.rendezvous import Wait, rendezvous
 from braid.schedule.views import bare, narrow, phase_faults, wide
 
 

@@ -19,9 +19,9 @@ from typing import NamedTuple
 from xml.sax.saxutils import escape
 
 from braid.schedule.check import live_peaks
+from braid.schedule.event_simulator import Span
 from braid.schedule.ops import Act, Op
 from braid.schedule.phases import Stream
-from braid.schedule.rendezvous import Span
 from braid.schedule.simulate import Timeline
 from braid.schedule.views import stream_of
 

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from braid.schedule.event_simulator import Span, rendezvous
 from braid.schedule.ops import Act, Op, Schedule
 from braid.schedule.phases import Stream
-from braid.schedule.rendezvous import Span, rendezvous
 from braid.schedule.views import stream_of
 
 PHASES = MappingProxyType({"block": 1.0, "mix": 1.0, "dispatch": 0.5, "experts": 1.0, "combine": 0.5})

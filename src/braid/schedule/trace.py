@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from braid.schedule.event_simulator import Span
 from braid.schedule.ops import Op, message_of
 from braid.schedule.phases import Stream
-from braid.schedule.rendezvous import Span
 from braid.schedule.simulate import Timeline
 from braid.schedule.views import stream_of
 

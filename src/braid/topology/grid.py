@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from braid.errors import ConfigError, Problem
-from braid.rules import nearest
 from braid.topology.view import View, raise_all, repeated
+from braid.validators import nearest
 
 Members = tuple[int, ...]
 """The ranks of one group, ascending."""

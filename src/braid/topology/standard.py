@@ -11,9 +11,9 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from braid.errors import ConfigError, Problem
-from braid.rules import at_least, divides
 from braid.topology.grid import DENSE, Grid
 from braid.topology.view import View
+from braid.validators import at_least, divides
 
 EXPERT = "expert"
 """The view that expert layers use."""

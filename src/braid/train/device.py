@@ -13,6 +13,9 @@ import torch
 
 from braid.errors import ConfigError
 
+DeviceName = Literal["auto", "cpu", "cuda"]
+"""`auto` takes a GPU where there is one."""
+
 PEAK_BF16_FLOPS = MappingProxyType(
     {"H100": 989e12, "H200": 989e12, "H20": 148e12, "A100": 312e12, "B200": 2250e12, "GB200": 2500e12}
 )
@@ -54,7 +57,7 @@ class Device:
             torch.cuda.synchronize(self.torch)
 
 
-def choose_device(wanted: Literal["auto", "cpu", "cuda"]) -> Device:
+def choose_device(wanted: DeviceName) -> Device:
     """The device that was asked for; `auto` takes a GPU where there is one."""
     if wanted == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device cuda: torch sees no GPU here; set --device cpu or auto")

@@ -9,22 +9,22 @@ from pathlib import Path
 
 from braid import checkpoint
 from braid.config import Run
+from braid.console import Line, say, warn
 from braid.errors import CheckpointError, NumericsError, PreemptedError
+from braid.launch.process import everywhere
+from braid.launch.watchdog import Watchdog
 from braid.model.language import LanguageModel
 from braid.optim.schedule import Schedule
-from braid.plan import Plan, whole_model
+from braid.planning.plan import Plan, whole_model
 from braid.train import state as states
-from braid.train.console import Line, say, warn
+from braid.train.data_pipeline import Feed
 from braid.train.device import Device, set_arithmetic
-from braid.train.feed import Feed
 from braid.train.metrics import Metrics, Unwritten, Value
-from braid.train.places import Places
-from braid.train.ranks import everywhere
+from braid.train.run_dir import Places
 from braid.train.signals import StopRequest
 from braid.train.state import State
 from braid.train.step import StepResult, evaluate, train_step
 from braid.train.tracing import Tracer
-from braid.train.watchdog import Watchdog
 
 
 @dataclass(frozen=True, kw_only=True)

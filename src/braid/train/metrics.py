@@ -14,8 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
+from braid.console import warn
 from braid.errors import ConfigError
-from braid.train.console import warn
 
 Value = float | int | None
 

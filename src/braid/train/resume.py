@@ -6,13 +6,13 @@ from pathlib import Path
 
 from braid import checkpoint
 from braid.config import Run, difference
+from braid.console import warn
 from braid.errors import CheckpointError, ConfigError, DataError, first_of
+from braid.launch.process import agree, together
 from braid.train import state as states
-from braid.train.console import warn
-from braid.train.feed import Feed
+from braid.train.data_pipeline import Feed
 from braid.train.finetune import check_settings
-from braid.train.places import Places
-from braid.train.ranks import agree, together
+from braid.train.run_dir import Places
 from braid.train.state import State
 
 MOST_LINES = 6

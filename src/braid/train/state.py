@@ -20,25 +20,25 @@ from torch import Tensor
 import braid
 from braid import checkpoint, kernels
 from braid.architecture import Model
-from braid.collectives import Group
 from braid.config import Mesh, Run, from_json, model_from_json, to_json
 from braid.data import Loader, Tokenizer, tokenizer_from
+from braid.distributed.collectives import Group
 from braid.engine.executor import Program, Wires
 from braid.engine.progress import Progress
 from braid.engine.streams import Streams, streams_for
 from braid.engine.weights import Weights
 from braid.errors import CheckpointError, first_of
+from braid.launch.process import gather_json, together
 from braid.model.language import LanguageModel
 from braid.nn.canonical import Canonical, Held
 from braid.nn.dtypes import DTYPES
 from braid.optim.adamw import MOMENTS, AdamW
 from braid.optim.gradients import Copied, copied
-from braid.parallel.sharding import Kept, kept_of
+from braid.optim.shards import Kept, kept_of
 from braid.pattern import parse
-from braid.plan import Plan, evaluation_schedule, plan
+from braid.planning.plan import Plan, evaluation_schedule, plan
 from braid.schedule import Channel, Span
-from braid.train.device import Device
-from braid.train.ranks import gather_json, together
+from braid.train.device import Device, DeviceName, choose_device
 
 NAMES_VERSION = 1
 """Version of the canonical names, see docs/checkpoint-format.md."""
@@ -331,9 +331,12 @@ def _fill_weights(path: Path, places: Sequence[Place], names: frozenset[str]) ->
         place.held.write(place.holder, found[name])
 
 
-def open_model(path: Path, device: Device) -> tuple[LanguageModel, Tokenizer]:
-    """The model of a checkpoint, or of the newest one of a run's folder, and its tokenizer."""
-    path = newest_in(path)
+def load_model(path: Path | str, device: Device | DeviceName = "auto") -> tuple[LanguageModel, Tokenizer]:
+    """The model of a checkpoint, or of the newest one of a run's folder, and its tokenizer. `device` is one
+    that was chosen, or says which to choose."""
+    path = newest_in(Path(path))
+    if not isinstance(device, Device):
+        device = choose_device(device)
     saved = describe(path)
     dtype = DTYPES[saved.run.train.dtype]
     layout = plan(replace(saved.run, mesh=Mesh()), world=1).layout

@@ -16,25 +16,25 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from braid.collectives import ALONE, Group, Groups, highest, summed
 from braid.config import Run
 from braid.data import Loader
+from braid.distributed.collectives import ALONE, Group, Groups, highest, summed
 from braid.engine.executor import execute
 from braid.engine.node import Function, Watch, Work
 from braid.errors import DataError
+from braid.launch.process import gather_json, together
 from braid.model import nodes
 from braid.model.context import Context, MicroBatch, Whole
 from braid.model.language import LanguageModel, Losses, PartOfStep
 from braid.model.mtp import targets
+from braid.nn.delayed_wgrad import WeightSink, hand_sink
 from braid.nn.moe.balance import Load
 from braid.nn.recompute import Hold, Replays
-from braid.nn.weight_sink import WeightSink, hand_sink
 from braid.optim import gradients
-from braid.plan import span_of
+from braid.planning.plan import span_of
 from braid.schedule import Op, Phase, Turn
-from braid.train.feed import micro_batch
-from braid.train.loads import Loads, figures, update_selection_biases
-from braid.train.ranks import gather_json, together
+from braid.train.data_pipeline import micro_batch
+from braid.train.expert_load import Loads, figures, update_selection_biases
 from braid.train.state import State
 
 

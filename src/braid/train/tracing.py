@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
+from braid.console import warn
 from braid.engine.streams import Timed
 from braid.errors import ConfigError
+from braid.launch.process import gather_json, together
 from braid.schedule import Op, Span, parse_op
 from braid.schedule.trace import Strip, chrome_trace
 from braid.schedule.views import stream_of
-from braid.train.console import warn
-from braid.train.ranks import gather_json, together
 from braid.train.state import State
 
 MOST_RANKS = 64

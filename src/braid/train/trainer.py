@@ -18,36 +18,32 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import Literal
 
 import torch
 
 import braid
-from braid import fit
 from braid.config import flatten
+from braid.distributed.groups import opened_groups
 from braid.errors import ConfigError
+from braid.launch.process import Joined, agree, first_then_others, join, leave, named_failures, together
+from braid.launch.watchdog import watched
 from braid.model.generate import generate_text
 from braid.model.language import LanguageModel
-from braid.parallel.groups import opened_groups
-from braid.plan import Plan
-from braid.train.building import opened_state
-from braid.train.device import choose_device
-from braid.train.feed import Feed, open_feed
-from braid.train.garbage import only_new_garbage
+from braid.planning import divisibility
+from braid.planning.plan import Plan
+from braid.train.build import opened_state
+from braid.train.data_pipeline import Feed, open_feed
+from braid.train.device import DeviceName, choose_device
+from braid.train.distributed_generation import write_together
+from braid.train.gc_freeze import only_new_garbage
 from braid.train.loop import Loop, Outcome
 from braid.train.metrics import Listener, Metrics, Unwritten
-from braid.train.places import Places
-from braid.train.ranks import Joined, agree, first_then_others, join, leave, named_failures, together
 from braid.train.resume import begin_or_continue
+from braid.train.run_dir import Places
 from braid.train.signals import StopRequest
 from braid.train.state import State
 from braid.train.step import StepResult
 from braid.train.tracing import Tracer
-from braid.train.watchdog import watched
-from braid.train.writing import write_together
-
-DeviceName = Literal["auto", "cpu", "cuda"]
-"""`auto` takes a GPU where there is one."""
 
 TIMEOUT = timedelta(minutes=10)
 """How long a rank waits for others: to come, and in each collective."""
@@ -117,7 +113,7 @@ class Trainer:
             if self.joined.rank == 0:
                 self._held.enter_context(self.places.held())
         self.feed = first_then_others(lambda: open_feed(run, self.places.data, building), self.joined.everyone)
-        runs = fit.tp_runs(run.model, plan.layout.kinds(), plan.axes.tp)
+        runs = divisibility.tp_runs(run.model, plan.layout.kinds(), plan.axes.tp)
         opened = opened_groups(plan.grid, self.joined.rank, tp_runs=runs, timeout=patience)
         self.state = self._held.enter_context(opened_state(plan, self.device, self._held.enter_context(opened)))
         self.resumed = begin_or_continue(self.state, run, self.feed, self.places, self._init)

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from braid.collectives import Group, gather, gathered, scatter
-from braid.nn.moe.journey import Journey, Places, Slots
+from braid.distributed.collectives import Group, gather, gathered, scatter
+from braid.nn.moe.dispatch_plan import Journey, Places, Slots
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from braid.collectives import Group, exchange, swapped
-from braid.nn.moe.dispatch import Order
-from braid.nn.moe.journey import Journey, Slots
+from braid.distributed.collectives import Group, exchange, swapped
+from braid.nn.moe.dispatch_plan import Journey, Slots
+from braid.nn.moe.permute import Order
 
 
 class Splits(NamedTuple):

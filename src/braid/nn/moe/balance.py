@@ -27,10 +27,10 @@ import torch
 from torch import Tensor
 
 from braid import architecture
-from braid.collectives import ALONE, Group, Groups, summed
+from braid.distributed.collectives import ALONE, Group, Groups, summed
 from braid.nn.cost import INDEX, Call, Cost, Portion, once
 from braid.nn.moe.routing import Routing
-from braid.nn.moe.tokens import Tokens
+from braid.nn.moe.token_ids import Tokens
 
 
 class Balance(NamedTuple):

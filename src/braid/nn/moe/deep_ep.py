@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from braid.collectives import Group
+from braid.distributed.collectives import Group
 from braid.errors import ConfigError
-from braid.nn.moe.dispatch import order_by_expert
-from braid.nn.moe.journey import Journey, Slots, used_here
+from braid.nn.moe.dispatch_plan import Journey, Slots, used_here
+from braid.nn.moe.permute import order_by_expert
 
 
 class DeepEp:

@@ -16,15 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from braid import architecture
-from braid.collectives import Groups
+from braid.distributed.collectives import Groups
 from braid.kernels.activation import projections
+from braid.kernels.activation_bytes import activated
 from braid.kernels.grouped_mlp import Fused, GroupedMlp, grouped, sizes
 from braid.kernels.grouped_mlp.product import WritesInPlace, left, zeros
-from braid.kernels.kept import activated
 from braid.nn.canonical import Canonical
 from braid.nn.cost import Cost, Portion
+from braid.nn.delayed_wgrad import Delaying, WeightSink
 from braid.nn.recompute import Recomputing
-from braid.nn.weight_sink import Delaying, WeightSink
 
 SHARD_DIMS = MappingProxyType({"w_in_EFGC": 1, "w_down_ECF": 2, "b_in_EFG": 1, "b_down_EC": 1})
 """The dim of each weight that ranks with the same experts share where weights are sharded: never that of the

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from braid.nn.moe.tokens import Tokens
-from braid.nn.random_words import random_words
+from braid.nn.counter_rng import random_words
+from braid.nn.moe.token_ids import Tokens
 
 STREAM = 0x6A697474
 """Taken into the seed, so that the noise has nothing to do with dropout's masks."""

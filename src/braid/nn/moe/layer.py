@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from braid import architecture
-from braid.collectives import ALONE, Group, Groups
+from braid.distributed.collectives import ALONE, Group, Groups
 from braid.kernels.grouped_mlp import GroupedMlp
 from braid.kernels.permute import PLAIN, Permute
 from braid.nn.canonical import Canonical, under
@@ -29,13 +29,13 @@ from braid.nn.mlp import Mlp
 from braid.nn.moe.all_gather import AllGather
 from braid.nn.moe.balance import examine_cost
 from braid.nn.moe.capacity import capacity
-from braid.nn.moe.dispatch import combine, dispatch
-from braid.nn.moe.dispatchers import choose
+from braid.nn.moe.dispatch_plan import Dispatcher, Journey, Places, Slots, used_here
 from braid.nn.moe.experts import Experts
-from braid.nn.moe.journey import Dispatcher, Journey, Places, Slots, used_here
+from braid.nn.moe.permute import combine, dispatch
 from braid.nn.moe.router import Router, logit_dtype, probability_dtype
 from braid.nn.moe.routing import Routing
-from braid.nn.moe.tokens import Tokens
+from braid.nn.moe.token_dispatcher import choose
+from braid.nn.moe.token_ids import Tokens
 
 ONCE = (
     "rows to expect",

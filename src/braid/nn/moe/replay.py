@@ -14,7 +14,7 @@ from torch import Tensor
 
 from braid.errors import DataError
 from braid.nn.moe.routing import Choice
-from braid.nn.moe.tokens import Tokens
+from braid.nn.moe.token_ids import Tokens
 
 
 class Recording:

@@ -12,16 +12,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from braid import architecture
-from braid.collectives import ALONE, Group, Groups
+from braid.distributed.collectives import ALONE, Group, Groups
 from braid.nn.canonical import Canonical
 from braid.nn.cost import INDEX, Cost, Portion
 from braid.nn.moe.capacity import within_capacity
 from braid.nn.moe.jitter import jitter
 from braid.nn.moe.routing import Choice, Routing
-from braid.nn.moe.scores import probabilities, scores, shares
-from braid.nn.moe.selection import best, best_in_groups, round_robin
+from braid.nn.moe.score_function import probabilities, scores, shares
 from braid.nn.moe.sinkhorn import evened
-from braid.nn.moe.tokens import Tokens, own_part, whole_rows
+from braid.nn.moe.token_ids import Tokens, own_part, whole_rows
+from braid.nn.moe.top_k import best, best_in_groups, round_robin
 
 
 class Router(nn.Module):

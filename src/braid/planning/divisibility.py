@@ -1,0 +1,220 @@
+"""What a mesh asks of a model and of a run, so that every rank gets an equal part.
+
+Pure rules. `plan` has made sure that the world is a multiple of tp · cp · pp before it asks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from braid import validators
+from braid.architecture import Model
+from braid.config import Mesh, Run
+from braid.errors import Problem
+from braid.pattern import Kind
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """The sizes of all axes, those that follow from the others included."""
+
+    tp: int
+    cp: int
+    dp: int
+    pp: int
+    etp: int
+    ep: int
+    edp: int
+    """Ranks that hold the same experts."""
+    dense_copies: int
+    """Copies of the shards of dense weights."""
+    expert_copies: int
+    """Copies of the shards of experts."""
+
+    @property
+    def slab(self) -> int:
+        """Ranks of a pipeline stage."""
+        return self.tp * self.cp * self.dp
+
+
+def sizes(mesh: Mesh, world: int) -> Sizes:
+    """The sizes of all axes, for a mesh that fits."""
+    dp = world // (mesh.tp * mesh.cp * mesh.pp)
+    edp = mesh.tp * mesh.cp * dp // (mesh.ep * mesh.etp)
+    whole = mesh.shard == "none"
+    return Sizes(
+        tp=mesh.tp,
+        cp=mesh.cp,
+        dp=dp,
+        pp=mesh.pp,
+        etp=mesh.etp,
+        ep=mesh.ep,
+        edp=edp,
+        dense_copies=dp * mesh.cp if whole else mesh.replicate,
+        expert_copies=edp if whole else mesh.replicate,
+    )
+
+
+def tp_runs(model: Model, kinds: frozenset[Kind], tp: int) -> frozenset[int]:
+    """How many neighbours within tp hold the same copy of something, where there are fewer of it than ranks."""
+    counts = {
+        Kind.ATTENTION: model.attention and model.attention.kv_heads,
+        Kind.MAMBA2: model.mamba2 and model.mamba2.groups,
+        Kind.DELTA_NET: model.delta_net and model.delta_net.key_heads,
+    }
+    return frozenset(tp // count for kind, count in counts.items() if kind in kinds and count and count < tp)
+
+
+def smallest_world(mesh: Mesh) -> int:
+    """The fewest ranks that have room for every axis."""
+    dense, expert = mesh.tp * mesh.cp, mesh.ep * mesh.etp
+    return mesh.pp * math.lcm(dense, expert)
+
+
+def described(mesh: Mesh, axes: Sizes) -> str:
+    """The axes of more than one rank, for a person: `tp 2 x dp 4, experts ep 4 x edp 2, weights sharded`."""
+    dense = {"tp": axes.tp, "cp": axes.cp, "dp": axes.dp, "pp": axes.pp}
+    expert = {"etp": axes.etp, "ep": axes.ep, "edp": axes.edp}
+    text = " x ".join(f"{name} {size}" for name, size in dense.items() if size > 1) or "one rank"
+    if axes.etp * axes.ep > 1:
+        text += ", experts " + " x ".join(f"{name} {size}" for name, size in expert.items() if size > 1)
+    if axes.slab > 1:
+        kept = {"none": "nothing", "optimizer": "optimizer state", "gradients": "optimizer state and gradients"}
+        text += f", sharing {kept.get(mesh.shard, 'optimizer state, gradients and weights')}"
+    return text + (f", {mesh.replicate} copies" if mesh.replicate > 1 else "")
+
+
+def of_one_rank(model: Model, axes: Sizes) -> Model:
+    """The shape of what one rank computes of experts: kernels are chosen by it."""
+    if model.moe is None:
+        return model
+    moe = replace(model.moe, experts=model.moe.experts // axes.ep, ffn=model.moe.ffn // axes.etp)
+    return replace(model, moe=moe)
+
+
+def problems(run: Run, kinds: frozenset[Kind], axes: Sizes) -> Iterator[Problem]:
+    """Everything that does not divide."""
+    yield from _samples(run, axes)
+    yield from _experts(run, kinds, axes)
+    yield from _copies(run.mesh, axes)
+    yield from _overlap(run, kinds)
+    for kind, rule in (
+        (Kind.ATTENTION, _attention),
+        (Kind.LATENT_ATTENTION, _latent_attention),
+        (Kind.MAMBA2, _mamba2),
+        (Kind.DELTA_NET, _delta_net),
+        (Kind.MLP, _mlp),
+    ):
+        if kind in kinds:
+            yield from rule(run.model, axes)
+
+
+def _samples(run: Run, axes: Sizes) -> Iterator[Problem]:
+    if axes.dp > 1 and run.train.micro_batches >= 1:
+        yield from validators.multiple_of(
+            "train.batch_samples",
+            run.train.batch_samples,
+            axes.dp * run.train.micro_batches,
+            "data-parallel ranks times train.micro_batches",
+        )
+    yield from validators.multiple_of(
+        "data.sequence_tokens", run.data.sequence_tokens, axes.tp * axes.cp, "mesh.tp times mesh.cp"
+    )
+
+
+def _experts(run: Run, kinds: frozenset[Kind], axes: Sizes) -> Iterator[Problem]:
+    moe = run.model.moe
+    if Kind.MOE not in kinds or moe is None:
+        for name, size in (("ep", axes.ep), ("etp", axes.etp)):
+            if size > 1:
+                rule = f"the pattern {run.model.pattern!r} has no experts to share"
+                yield Problem(field=f"mesh.{name}", value=size, rule=rule, remedy="1")
+        return
+    if run.mesh.dispatcher == "deep_ep":
+        for wrong, rule in (
+            (run.train.dtype != "bf16", f"DeepEP carries bf16, train.dtype is {run.train.dtype}"),
+            (moe.pad_to_capacity, "DeepEP cannot pad to capacity"),
+        ):
+            if wrong:
+                yield Problem(field="mesh.dispatcher", value="deep_ep", rule=rule, remedy="all_to_all")
+    ep, etp = axes.ep * axes.edp, axes.etp * axes.edp  # ranks that either could have
+    yield from validators.divides("mesh.ep", axes.ep, moe.experts, "model.moe.experts", also=ep)
+    yield from validators.divides("mesh.etp", axes.etp, moe.ffn, "model.moe.ffn", also=etp)
+    if moe.shared_ffn:
+        yield from validators.divides("mesh.tp", axes.tp, moe.shared_ffn, "model.moe.shared_ffn")
+    shards = axes.edp // axes.expert_copies if axes.edp % axes.expert_copies == 0 else 1
+    of_each = "ranks that shard the same experts"
+    yield from validators.multiple_of("model.moe.ffn", moe.ffn, axes.etp * shards, f"mesh.etp times {of_each}")
+    if moe.bias:
+        field = "model.moe.latent" if moe.latent else "model.hidden"
+        yield from validators.multiple_of(field, moe.latent or run.model.hidden, shards, of_each)
+
+
+def _overlap(run: Run, kinds: frozenset[Kind]) -> Iterator[Problem]:
+    if run.mesh.overlap and kinds and Kind.MOE not in kinds:
+        rule = f"the pattern {run.model.pattern!r} has no experts: nothing travels that could be hidden"
+        yield Problem(field="mesh.overlap", value=True, rule=rule, remedy="False")
+
+
+def _copies(mesh: Mesh, axes: Sizes) -> Iterator[Problem]:
+    if mesh.shard == "none":
+        if mesh.replicate > 1:
+            rule = "mesh.shard none keeps a copy of everything on every rank already"
+            yield Problem(field="mesh.replicate", value=mesh.replicate, rule=rule, remedy="1")
+        return
+    yield from validators.divides("mesh.replicate", mesh.replicate, axes.dp * axes.cp, "dp times mesh.cp")
+    if axes.ep * axes.etp > 1:
+        yield from validators.divides(
+            "mesh.replicate", mesh.replicate, axes.edp, "ranks that hold the same experts"
+        )
+
+
+def _shared(field: str, heads: int, tp: int) -> Iterator[Problem]:
+    """What several heads have in common is shared by tp ranks, or copied where there is less of it than ranks:
+    one number must divide the other."""
+    if heads > 0 and heads % tp and tp % heads:
+        below = [n for n in range(1, heads) if tp % n == 0]
+        yield Problem(
+            field=field,
+            value=heads,
+            rule=f"must divide mesh.tp ({tp}) or be a multiple of it",
+            remedy=" or ".join(str(n) for n in (*below[-1:], _above(heads, tp))),
+        )
+
+
+def _above(value: int, unit: int) -> int:
+    return -(-value // unit) * unit
+
+
+def _heads(field: str, heads: int, axes: Sizes) -> Iterator[Problem]:
+    yield from validators.divides("mesh.tp times mesh.cp", axes.tp * axes.cp, heads, field)
+
+
+def _attention(model: Model, axes: Sizes) -> Iterator[Problem]:
+    if model.attention is not None:
+        yield from _heads("model.attention.heads", model.attention.heads, axes)
+        yield from _shared("model.attention.kv_heads", model.attention.kv_heads, axes.tp)
+
+
+def _latent_attention(model: Model, axes: Sizes) -> Iterator[Problem]:
+    if model.latent_attention is not None:
+        yield from _heads("model.latent_attention.heads", model.latent_attention.heads, axes)
+
+
+def _mamba2(model: Model, axes: Sizes) -> Iterator[Problem]:
+    if model.mamba2 is not None:
+        yield from _heads("model.mamba2.heads", model.mamba2.heads, axes)
+        yield from _shared("model.mamba2.groups", model.mamba2.groups, axes.tp)
+
+
+def _delta_net(model: Model, axes: Sizes) -> Iterator[Problem]:
+    if model.delta_net is not None:
+        yield from _heads("model.delta_net.value_heads", model.delta_net.value_heads, axes)
+        yield from _shared("model.delta_net.key_heads", model.delta_net.key_heads, axes.tp)
+
+
+def _mlp(model: Model, axes: Sizes) -> Iterator[Problem]:
+    if model.mlp is not None:
+        yield from validators.divides("mesh.tp", axes.tp, model.mlp.ffn, "model.mlp.ffn")

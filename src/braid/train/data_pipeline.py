@@ -1,0 +1,160 @@
+"""The data of a run: its sources opened, checked against the model, and dealt out as micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from braid import data
+from braid.config import Run
+from braid.console import warn
+from braid.errors import DataError
+from braid.model.context import MicroBatch
+
+VERIFIED_BYTES = 1 << 30
+"""Sources up to this size are verified whenever a run starts: about a second."""
+
+VALIDATION_SHARE = 0.05
+"""Share of the default corpus that is held out."""
+
+PROMPT_TOKENS = 8
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Feed:
+    """Everything a run reads."""
+
+    train: data.Loader
+    validation: data.Loader | None
+    """None where there is nothing to evaluate on."""
+    tokenizer: data.Tokenizer
+    name: str
+    """What it is, in a few words."""
+    tokens: int
+    """Tokens to train on."""
+    prompt: str
+    """What a sample of the model's writing starts with."""
+    unigram_entropy: float
+    """Loss of the best guess that only knows how often each token occurs, in nats per token."""
+
+
+def open_feed(run: Run, folder: Path, progress: Progress | None = None) -> Feed:
+    """Open the sources of a run. The default corpus is built into `folder` the first time."""
+    tokenizer = tokenizer_of(run.data.tokenizer)
+    if tokenizer.vocab > run.model.vocab:
+        raise DataError(
+            f"tokenizer {run.data.tokenizer!r} has {tokenizer.vocab} ids, model.vocab is {run.model.vocab}: "
+            f"set model.vocab to {tokenizer.vocab} or more"
+        )
+    paths = run.data.sources or (str(_default_corpus(folder, tokenizer, progress)),)
+    splits = [data.open_splits(path, vocab=run.model.vocab) for path in paths]
+    sources = tuple(split.train for split in splits)
+    validation = _validation(run, splits)
+    for source in (*sources, *validation):
+        _check_tokenizer(source, tokenizer)
+        _verify_if_small(source)
+    weights = run.data.weights or tuple(float(source.tokens) for source in sources)
+    loader = _loader(run, sources, weights)
+    _warn_of_cut_documents(loader)
+    return Feed(
+        train=loader,
+        validation=_validation_loader(run, validation),
+        tokenizer=tokenizer,
+        prompt=_prompt(loader, tokenizer) if run.data.sources else "def ",
+        name=", ".join(run.data.sources) or "the source of Python's standard library",
+        tokens=sum(source.tokens for source in sources),
+        unigram_entropy=data.unigram_entropy(validation[0] if validation else sources[0]),
+    )
+
+
+def tokenizer_of(name: str) -> data.Tokenizer:
+    """`bytes`, or the tokenizer of a tokenizer.json."""
+    return data.ByteTokenizer() if name == "bytes" else data.HfTokenizer.from_file(name)
+
+
+def _default_corpus(folder: Path, tokenizer: data.Tokenizer, progress: Progress | None) -> Path:
+    corpus = folder / f"standard-library-{tokenizer.fingerprint[:8]}"
+    if not corpus.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        files = data.standard_library_files()
+        data.build(files, corpus, tokenizer, validation=VALIDATION_SHARE, progress=progress)
+    return corpus
+
+
+def _validation(run: Run, splits: Sequence[data.Splits]) -> tuple[data.Source, ...]:
+    if run.train.eval_samples == 0:
+        return ()
+    if run.data.validation:
+        return tuple(data.open_source(path, vocab=run.model.vocab) for path in run.data.validation)
+    return tuple(split.validation for split in splits if split.validation is not None)
+
+
+def _check_tokenizer(source: data.Source, tokenizer: data.Tokenizer) -> None:
+    made_with = source.tokenizer_description
+    if made_with is not None and made_with != tokenizer.description:
+        raise DataError(
+            f"{source.path} was built with another tokenizer than data.tokenizer names: "
+            "set data.tokenizer to that one, or build the source again"
+        )
+
+
+def _verify_if_small(source: data.Source) -> None:
+    """Read every byte of what is read in seconds; more is left to `braid data verify`."""
+    if sum(shard.ids.nbytes for shard in source.shards) <= VERIFIED_BYTES:
+        data.verify(source)
+
+
+def _validation_loader(run: Run, sources: tuple[data.Source, ...]) -> data.Loader | None:
+    if not sources:
+        return None
+    try:
+        return _loader(run, sources, [float(source.tokens) for source in sources])
+    except DataError as error:
+        if run.data.validation:
+            raise
+        warn(f"no validation loss: {error} (data.sequence_tokens), or hold more documents out")
+        return None
+
+
+def _prompt(loader: data.Loader, tokenizer: data.Tokenizer) -> str:
+    """How a document of the data begins."""
+    batch = loader.batch([0])
+    first = int((batch.positions_BT[0] == 0).nonzero()[-1])
+    return tokenizer.decode(batch.tokens_BT[0, first : first + PROMPT_TOKENS].tolist()) or " "
+
+
+def _warn_of_cut_documents(loader: data.Loader) -> None:
+    for samples in loader.samples:
+        if isinstance(samples, data.Packed) and samples.cut_documents:
+            warn(
+                f"{samples.cut_documents:,} documents of {samples.source.path} exceed data.sequence_tokens "
+                f"({loader.length}): {samples.cut_tokens:,} tokens at their ends are left out"
+            )
+
+
+def _loader(run: Run, sources: tuple[data.Source, ...], weights: Sequence[float]) -> data.Loader:
+    mixture = data.Mixture(sources=sources, weights=tuple(weights))
+    return data.Loader(mixture, run.data.sequence_tokens, run.train.seed, run.data.packing)
+
+
+def micro_batch(
+    loader: data.Loader, samples: Sequence[int], *, step: int, seed: int, training: bool
+) -> MicroBatch:
+    """The micro-batch of these global samples."""
+    batch = loader.batch(samples)
+    return MicroBatch(
+        tokens_BT=batch.tokens_BT,
+        labels_BT=batch.labels_BT,
+        loss_mask_BT=batch.loss_mask_BT,
+        positions_BT=batch.positions_BT,
+        documents_BT=batch.documents_BT,
+        sample_B=torch.tensor(list(samples), dtype=torch.int64),
+        step=step,
+        seed=seed,
+        training=training,
+    )

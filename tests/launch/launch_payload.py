@@ -1,0 +1,103 @@
+"""What a worker does in the tests of launchers: `python -m tests.launch.launch_payload ACTION [FILE]`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+
+from braid.errors import BraidError, DataError
+from braid.launch.process import Joined, gather_json, join, leave, named_failures
+from braid.launch.worker_pool import die_with_launcher
+
+LOST = 1
+"""The rank that something happens to."""
+
+
+def meet(joined: Joined) -> None:
+    """Everybody tells its rank, and rank 0 what it heard."""
+    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    ranks = gather_json(joined.rank, joined.everyone)
+    threads = os.environ["OMP_NUM_THREADS"]
+    print(f"rank {joined.rank} met {ranks} in attempt {attempt} with {threads} threads", flush=True)
+
+
+def work_forever(joined: Joined) -> None:
+    print(f"process {os.getpid()}", flush=True)
+    while True:
+        gather_json(joined.rank, joined.everyone)
+
+
+def be_killed(joined: Joined) -> None:
+    """One rank is killed in the middle of work."""
+    if joined.rank == LOST:
+        gather_json(joined.rank, joined.everyone)
+        os.kill(os.getpid(), signal.SIGKILL)
+    work_forever(joined)
+
+
+def be_killed_once(joined: Joined) -> None:
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        be_killed(joined)
+    meet(joined)
+
+
+def be_killed_unnoticed_once(joined: Joined) -> None:
+    """The first time one rank is killed, while the others wait for something else."""
+    marker = Path(sys.argv[2])
+    if not gather_json(marker.exists(), joined.everyone)[LOST]:
+        if joined.rank == LOST:
+            marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        signal.pause()
+    meet(joined)
+
+
+def be_killed_before_others_know(joined: Joined) -> None:
+    """One rank is killed, the others ignore SIGTERM and wait for something that does not come."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    gather_json(joined.rank, joined.everyone)
+    if joined.rank == LOST:
+        os.kill(os.getpid(), signal.SIGKILL)
+    signal.pause()
+
+
+def find_bad_data(joined: Joined) -> None:
+    if joined.rank == LOST:
+        raise DataError("a shard is damaged")
+    work_forever(joined)
+
+
+def main(action: str) -> int:
+    die_with_launcher(os.environ)
+    try:
+        with named_failures():
+            joined = join(os.environ, torch.device("cpu"), timedelta(seconds=60))
+            ACTIONS[action](joined)
+    except BraidError as error:
+        print(f"payload: {error}", file=sys.stderr)
+        return error.exit_code
+    finally:
+        leave()
+    return 0
+
+
+ACTIONS = {
+    action.__name__: action
+    for action in (
+        meet,
+        work_forever,
+        be_killed,
+        be_killed_once,
+        be_killed_unnoticed_once,
+        be_killed_before_others_know,
+        find_bad_data,
+    )
+}
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

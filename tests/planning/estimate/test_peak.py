@@ -1,0 +1,90 @@
+"""The peak of a step: estimated, and as tracked storage by storage on a CPU, in one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from braid.architecture import Attention, DeltaNet, LatentAttention, Mamba2, Mlp, Model, Moe
+from braid.config import Data, Mesh, Run, Train
+from braid.optim.adamw import MOMENTS
+from braid.planning.estimate import estimate
+from braid.planning.plan import Plan, plan
+from braid.train import state as states
+from braid.train.build import make_state
+from braid.train.device import choose_device
+from braid.train.step import backward, count
+from tests.model.cases import batch
+from tests.planning.estimate.reality import Allocations
+
+TOKENS = 384
+
+
+def run_of(text: str, dtype: Any, **more: Any) -> Run:
+    model = Model(
+        pattern=text,
+        hidden=64,
+        vocab=64,
+        tied=False,
+        attention=Attention(heads=8, kv_heads=2, head_dim=16, qk_norm=True),
+        latent_attention=LatentAttention(heads=8, q_rank=24, kv_rank=16, nope_dim=16, rope_dim=8, v_dim=16),
+        mamba2=Mamba2(heads=8, head_dim=16, state=32, groups=2),
+        delta_net=DeltaNet(key_heads=4, value_heads=8, key_dim=16, value_dim=16),
+        mlp=Mlp(ffn=256),
+        moe=Moe(experts=16, top_k=4, ffn=64),
+    )
+    train = Train(steps=1, batch_samples=2, micro_batches=2, dtype=dtype)
+    data = Data(sequence_tokens=TOKENS, tokenizer="none.json")
+    return Run(model=replace(model, **more), data=data, train=train)
+
+
+CASES = [
+    ("[*-]" * 2, "bf16", {}),
+    ("[*-]" * 2, "fp32", {"vocab": 1000, "tied": True}),
+    ("[*E]" * 2, "bf16", {}),
+    ("[+E]+", "fp32", {}),
+    ("[M-][G-]", "bf16", {}),
+    ("M", "fp32", {}),
+]
+
+
+@pytest.mark.parametrize(("text", "dtype", "more"), CASES, ids=lambda value: str(value)[:20])
+def test_the_peak_of_a_step_is_within_a_tenth(text: str, dtype: str, more: dict[str, Any]) -> None:
+    worked_out = plan(run_of(text, dtype, **more), 1)
+    assert estimate(worked_out, "cpu").peak == pytest.approx(peak_of(worked_out), rel=0.1)
+
+
+SIDE_BY_SIDE = [
+    (Mesh(overlap=True), ()),
+    (Mesh(overlap=True, delay_weights=True, paired_ends=True), ()),
+    (Mesh(overlap=True), ("block",)),
+    (Mesh(overlap=True, paired_ends=True), ("block",)),
+    (Mesh(overlap=True), ("norm", "activation", "core", "experts")),
+]
+
+
+@pytest.mark.parametrize(("mesh", "recompute"), SIDE_BY_SIDE, ids=lambda value: str(value)[-90:])
+def test_so_is_that_of_micro_batches_side_by_side(mesh: Mesh, recompute: tuple[Any, ...]) -> None:
+    """One grows while the other shrinks, and two backwards make blocks again at the same time."""
+    run = run_of("[*E]" * 4, "fp32")
+    train = replace(run.train, micro_batches=4, batch_samples=4, recompute=recompute)
+    worked_out = plan(replace(run, mesh=mesh, train=train), 1)
+    assert estimate(worked_out, "cpu").peak == pytest.approx(peak_of(worked_out), rel=0.1)
+
+
+def peak_of(worked_out: Plan) -> int:
+    """The most bytes that are there at a time in a step, with weights and moments."""
+    run = worked_out.run
+    state = make_state(worked_out, choose_device("cpu"))
+    states.initialize(state, run)
+    batches = [batch([[TOKENS]], vocab=run.model.vocab, seed=seed) for seed in range(run.train.micro_batches)]
+    counts, optimizer = count(state.model, batches), state.optimizer
+    moments = [optimizer.moment(kind, name) for name in optimizer.main for kind in MOMENTS]
+    held = {id(tensor): tensor for tensor in (*state.model.parameters(), *optimizer.main.values(), *moments)}
+    inputs = [tensor for each in batches for tensor in (each.tokens_BT, each.labels_BT, each.documents_BT)]
+    with Allocations([*held.values(), *inputs]) as tracked:
+        backward(state, run, batches, counts)
+        optimizer.update(1e-3)
+    return tracked.peak + sum(tensor.nbytes for tensor in held.values())
