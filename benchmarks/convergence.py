@@ -30,7 +30,7 @@ from braid.config import Data, Optim, Run, Train
 from braid.planning.plan import plan
 from braid.train import state as states
 from braid.train.build import make_state
-from braid.train.data_pipeline import open_feed
+from braid.train.data_pipeline import open_data_pipeline
 from braid.train.device import Device, choose_device
 from braid.train.loop import schedule_of
 from braid.train.step import evaluate, train_step
@@ -64,7 +64,7 @@ def train(way: str, seed: int, steps: int, where: Literal["cuda", "cpu"]) -> dic
 
 def _train(way: str, seed: int, steps: int, device: Device, folder: Path) -> dict[str, Any]:
     run, began = recipe(seed, steps), time.monotonic()
-    feed = open_feed(run, folder)
+    feed = open_data_pipeline(run, folder)
     assert feed.validation is not None
     state = make_state(plan(run, 1), device, chosen=None if way == "fast" else kernels.references())
     states.initialize(state, run)

@@ -20,7 +20,7 @@ from braid.architecture import Attention, Mlp, Model
 from braid.config import Data, Run, Train
 from braid.planning.plan import plan
 from braid.train.build import make_state
-from braid.train.data_pipeline import open_feed
+from braid.train.data_pipeline import open_data_pipeline
 from braid.train.device import choose_device
 from braid.train.state import initialize
 from braid.train.step import train_step
@@ -51,7 +51,7 @@ def measure(dtype: Literal["fp32", "bf16"]) -> dict[str, Any]:
     initialize(state, run)
     seconds = []
     with tempfile.TemporaryDirectory() as folder:
-        feed = open_feed(run, Path(folder))
+        feed = open_data_pipeline(run, Path(folder))
         for _ in range(WARM_UP + MEASURED):
             started = time.perf_counter()
             result = train_step(state, run, feed.train, 1e-3)

@@ -137,7 +137,7 @@ def step(d: Data, paths: Paths, *, accumulate: bool = True) -> tuple[Tensor, ...
     """Forward and backward of ours."""
     how = fused.How(paths, ek.SWIGLU, d.where.tile_rows, d.launch)
     e, f2, c = d.w_in.shape
-    of_experts = fused.Weights(d.w_in.view(e, f2 // 2, 2, c), d.w_down)
+    of_experts = fused.ExpertWeights(d.w_in.view(e, f2 // 2, 2, c), d.w_down)
     y, kept = fused.forward(how, d.counts, d.x, d.probs, of_experts)
     found = fused.backward(how, d.dy, kept, of_experts)
     found.w_down_ECF.into(d.main_down, accumulate=accumulate)

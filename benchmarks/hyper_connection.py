@@ -27,17 +27,17 @@ from benchmarks import machine
 from braid import architecture, kernels, pattern
 from braid.kernels.hyper_connection import reference
 from braid.kernels.hyper_connection.device import gradients, mapping, projection, streams
-from braid.kernels.hyper_connection.device.gradients import GradientVariant, WeightVariant
+from braid.kernels.hyper_connection.device.gradients import GradientVariant, WgradVariant
 from braid.kernels.hyper_connection.device.mapping import MapVariant
 from braid.kernels.hyper_connection.device.projection import ProjectionVariant
 from braid.kernels.hyper_connection.device.streams import StreamVariant
-from braid.kernels.hyper_connection.fused import USUAL, Fused
-from braid.kernels.hyper_connection.reference import Form, Mappings, Parameters
+from braid.kernels.hyper_connection.fused import USUAL, FusedHyperConnection
+from braid.kernels.hyper_connection.reference import ConnectionForm, Mappings, Parameters
 from braid.kernels.launch import Launcher
 from braid.model.context import MicroBatch
 from braid.model.language import LanguageModel
 
-FORM = Form(steps=20, eps=1e-6, norm_eps=1e-5)
+FORM = ConnectionForm(steps=20, eps=1e-6, norm_eps=1e-5)
 BYTES = 4.3e12
 """What the chip moves in a second, as measured."""
 STREAMS, TOKENS, FEW_TOKENS = 4, 8192, 64
@@ -134,7 +134,7 @@ def error(actual: Tensor, wanted: Tensor) -> float:
     return ((actual.double() - wanted).norm() / wanted.norm().clamp(min=1e-30)).item()
 
 
-def errors(fused: Fused, c: Case) -> dict[str, float]:
+def errors(fused: FusedHyperConnection, c: Case) -> dict[str, float]:
     """The largest of each kind; and whether the same comes every time, to the last bit."""
     wanted, made = truth(c)
     entered = fused.pre(c.x, c.parameters, FORM)
@@ -154,7 +154,7 @@ def checked(shape: tuple[int, int, int]) -> dict[str, float] | str:
     """The errors of a problem, or why it does not run; backward stays in this thread, with what it compiles."""
     try:
         with torch.autograd.set_multithreading_enabled(False):
-            return errors(Fused.of(shape[1], torch.bfloat16), case(*shape))
+            return errors(FusedHyperConnection.of(shape[1], torch.bfloat16), case(*shape))
     except Exception as failure:
         return told(failure)
 
@@ -163,7 +163,7 @@ def told(failure: Exception) -> str:
     return f"{type(failure).__name__}: {str(failure)[:300]}"
 
 
-def check_exit(fused: Fused, c: Case) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+def check_exit(fused: FusedHyperConnection, c: Case) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """The result and the gradients of an exit; ours, and in float64."""
     count = c.x.shape[1]
 
@@ -250,7 +250,7 @@ def timed(function: Callable[..., Tensor], c: Case) -> dict[str, float]:
         }
 
 
-def host(fused: Fused, channels: int) -> dict[str, float]:
+def host(fused: FusedHyperConnection, channels: int) -> dict[str, float]:
     """Microseconds of the host for one sublayer, also where backward stays in the thread that asks for it."""
     c, function = case(FEW_TOKENS, STREAMS, channels), sublayer(fused)
 
@@ -341,7 +341,7 @@ UNITS = {
 """How often each kernel reads or writes as much as one stream of all tokens."""
 
 
-def by_kernel(fused: Fused, channels: int) -> dict[str, tuple[float, float]]:
+def by_kernel(fused: FusedHyperConnection, channels: int) -> dict[str, tuple[float, float]]:
     """Microseconds of each kernel on the device, and of its bytes."""
     w, unit = work(channels), TOKENS * channels * 2 / BYTES * 1e6
     variants = {name: getattr(fused, name, None) for name in UNITS}
@@ -397,7 +397,7 @@ def in_block(log: dict[str, Any]) -> Iterator[str]:
 
 # ------------------------------------------------------------------------------------------------ tuning
 
-P, S, G, W, M = ProjectionVariant, StreamVariant, GradientVariant, WeightVariant, MapVariant
+P, S, G, W, M = ProjectionVariant, StreamVariant, GradientVariant, WgradVariant, MapVariant
 STREAM_CANDIDATES = (
     S(),
     S(stages=2),

@@ -45,17 +45,17 @@ from benchmarks import machine
 from benchmarks.memory_gpu import random_batches
 from braid.architecture import Attention, Model, Moe
 from braid.config import Data, Mesh, Run, Train
-from braid.distributed.collectives import ALONE, Group, exchange
+from braid.distributed.collectives import ALONE, Group, all_to_all_v
 from braid.engine.executor import Program
 from braid.engine.streams import CudaStreams
 from braid.nn.moe.all_to_all import AllToAll
-from braid.nn.moe.dispatch_plan import Dispatcher, Journey, Slots
+from braid.nn.moe.dispatch_plan import Dispatcher, DispatchPlan, Slots
 from braid.nn.moe.layer import Moe as MoeLayer
 from braid.planning.plan import plan
 from braid.schedule import Stream
 from braid.train.build import make_state
 from braid.train.device import choose_device
-from braid.train.gc_freeze import only_new_garbage
+from braid.train.gc_freeze import frozen_gc
 from braid.train.step import backward, count
 
 BLOCKS, TOKENS, ROWS, EXPERTS, TOP_K, HIDDEN = 8, 4096, 4, 64, 8, 2048
@@ -135,13 +135,13 @@ class Staged:
     inner: AllToAll
     host: Host
 
-    def journey(self, slots: Slots) -> Journey:
+    def journey(self, slots: Slots) -> DispatchPlan:
         return self.inner.journey(slots)
 
-    def dispatch(self, x: Tensor, probs: Tensor, journey: Journey) -> tuple[Tensor, Tensor, Journey]:
+    def dispatch(self, x: Tensor, probs: Tensor, journey: DispatchPlan) -> tuple[Tensor, Tensor, DispatchPlan]:
         return _ThroughHost.apply(x, self.host), probs, journey
 
-    def combine(self, y: Tensor, journey: Journey) -> Tensor:
+    def combine(self, y: Tensor, journey: DispatchPlan) -> Tensor:
         return _ThroughHost.apply(y, self.host)
 
 
@@ -152,17 +152,17 @@ class OneRank:
     inner: AllToAll
     group: Group
 
-    def journey(self, slots: Slots) -> Journey:
+    def journey(self, slots: Slots) -> DispatchPlan:
         return self.inner.journey(slots)
 
-    def dispatch(self, x: Tensor, probs: Tensor, journey: Journey) -> tuple[Tensor, Tensor, Journey]:
+    def dispatch(self, x: Tensor, probs: Tensor, journey: DispatchPlan) -> tuple[Tensor, Tensor, DispatchPlan]:
         return self._sent(x), self._sent(probs), journey
 
-    def combine(self, y: Tensor, journey: Journey) -> Tensor:
+    def combine(self, y: Tensor, journey: DispatchPlan) -> Tensor:
         return self._sent(y)
 
     def _sent(self, x: Tensor) -> Tensor:
-        return exchange(x, self.group, [len(x)], [len(x)])
+        return all_to_all_v(x, self.group, [len(x)], [len(x)])
 
 
 # ---------------------------------------------------------------------------------------------- measuring
@@ -210,7 +210,7 @@ class Bench:
         step = self.prepared(name, dispatcher, tokens=tokens)
         self.prepared(name, dispatcher, 4, tokens)()
         self.state.optimizer.forget()
-        with only_new_garbage():  # as the training loop has it
+        with frozen_gc():  # as the training loop has it
             return timed(step, self.state.optimizer.forget, once=once)
 
     def transfers(self) -> float:
@@ -243,7 +243,7 @@ class Bench:
         """When each op of a short step began and ended, in milliseconds, and on which stream."""
         assert isinstance(self.state.streams, CudaStreams)
         streams, step = Stamped(self.state.streams), self.prepared(name, dispatcher, batches)
-        with patch.object(self.state, "streams", streams), only_new_garbage():
+        with patch.object(self.state, "streams", streams), frozen_gc():
             step()
         torch.cuda.synchronize()
         ops, begin = [op for op in self.state.plan.schedule.ops[0] if op.phase], streams.stamps[0][1]

@@ -29,7 +29,7 @@ from braid.distributed.collectives import Groups
 from braid.planning.plan import plan
 from braid.train import state as states
 from braid.train.build import make_state
-from braid.train.data_pipeline import open_feed
+from braid.train.data_pipeline import open_data_pipeline
 from braid.train.device import choose_device, set_arithmetic
 from braid.train.step import train_step
 
@@ -80,7 +80,7 @@ def step_seconds(run: Run, folder: Path) -> list[float]:
     set_arithmetic(deterministic=False)
     state = make_state(plan(run, 1), device, Groups())
     states.initialize(state, run)
-    feed, rate, seconds = open_feed(run, folder), 1e-4, []
+    feed, rate, seconds = open_data_pipeline(run, folder), 1e-4, []
     for _ in range(run.train.steps):
         started = time.perf_counter()
         train_step(state, run, feed.train, rate)

@@ -78,7 +78,7 @@ def posted(inputs: Sequence[Tensor], rank: int, *, counts: Sequence[Sequence[int
 def post(x: Tensor, group: Group, *, counts: Sequence[Sequence[int]]) -> Tensor:
     """`exchange` where `counts[a][b]` rows go from rank a to rank b."""
     receive = [sent[group.rank] for sent in counts]
-    return collectives.exchange(x, group, counts[group.rank], receive)
+    return collectives.all_to_all_v(x, group, counts[group.rank], receive)
 
 
 # ----------------------------------------------------------------------------------------------------- cases
@@ -100,20 +100,20 @@ def cases(ranks: int) -> list[Case]:
     for dim in (0, 1, 2, -1):
         shape = [3, 2, 5]
         for inputs in make(ranks, tuple(shape)):
-            gather = partial(collectives.gather, dim=dim)
+            gather = partial(collectives.all_gather, dim=dim)
             found.append(Case(f"gather {dim}", inputs, gather, partial(joined, dim=dim)))
         shape[dim] *= ranks
         for inputs in make(ranks, tuple(shape)):
-            scatter = partial(collectives.scatter, dim=dim)
+            scatter = partial(collectives.reduce_scatter, dim=dim)
             found.append(Case(f"scatter {dim}", inputs, scatter, partial(sliced, dim=dim)))
     for shape in ((4, 3), (1,), (), (0, 3)):
         for inputs in make(ranks, shape):
-            found.append(Case(f"total {shape}", inputs, collectives.total, added))
+            found.append(Case(f"total {shape}", inputs, collectives.all_reduce, added))
     for split, join in ((2, 1), (1, 2), (0, 3), (3, 0), (1, 1), (-2, 1)):
         shape = [2, 3, 1, 2]
         shape[split] *= ranks
         for inputs in make(ranks, tuple(shape)):
-            swap = partial(collectives.swap, split=split, join=join)
+            swap = partial(collectives.all_to_all, split=split, join=join)
             found.append(Case(f"swap {split} {join}", inputs, swap, partial(traded, split=split, join=join)))
     for name, counts in exchanges(ranks).items():
         for rest in ((), (3,), (2, 2)):
@@ -155,10 +155,10 @@ def check_expanded_gradients(rank: int, world: int) -> None:
     """The gradient of a sum is one number seen as many; it travels like any other."""
     group = open_group(rank, world, [range(world)])
     for function, ones in (
-        (partial(collectives.gather, dim=1), world),
-        (partial(collectives.scatter, dim=1), 1),
-        (collectives.total, world),
-        (partial(collectives.swap, split=1, join=0), 1),
+        (partial(collectives.all_gather, dim=1), world),
+        (partial(collectives.reduce_scatter, dim=1), 1),
+        (collectives.all_reduce, world),
+        (partial(collectives.all_to_all, split=1, join=0), 1),
     ):
         x = normal(2, 2 * world, seed=rank).requires_grad_()
         function(x, group).sum().backward()
@@ -174,16 +174,19 @@ def check_plain_dtypes(rank: int, world: int) -> None:
         counts = [[(a + b) % 3 for b in range(world)] for a in range(world)]
         rows = [torch.arange(sum(sent)).to(dtype) + 20 * a for a, sent in enumerate(counts)]
         receive = [sent[rank] for sent in counts]
-        assert torch.equal(collectives.gathered(own, group), joined(inputs, rank, dim=0))
-        assert torch.equal(collectives.gathered(own, group, 1), joined(inputs, rank, dim=1))
-        assert torch.equal(collectives.scattered(own, group), sliced(inputs, rank, dim=0))
-        assert torch.equal(collectives.summed(own, group), added(inputs, rank))
-        assert torch.equal(collectives.highest(own, group), largest(inputs, rank))
-        assert torch.equal(collectives.swapped(own, group, 0, 1), traded(inputs, rank, split=0, join=1))
+        assert torch.equal(collectives.all_gather_no_grad(own, group), joined(inputs, rank, dim=0))
+        assert torch.equal(collectives.all_gather_no_grad(own, group, 1), joined(inputs, rank, dim=1))
+        assert torch.equal(collectives.reduce_scatter_no_grad(own, group), sliced(inputs, rank, dim=0))
+        assert torch.equal(collectives.all_reduce_no_grad(own, group), added(inputs, rank))
+        assert torch.equal(collectives.all_reduce_max_no_grad(own, group), largest(inputs, rank))
         assert torch.equal(
-            collectives.exchanged(rows[rank], group, counts[rank], receive), posted(rows, rank, counts=counts)
+            collectives.all_to_all_no_grad(own, group, 0, 1), traded(inputs, rank, split=0, join=1)
         )
-        assert torch.equal(collectives.mine(inputs[0], group, 0), inputs[0].tensor_split(world)[rank])
+        assert torch.equal(
+            collectives.all_to_all_v_no_grad(rows[rank], group, counts[rank], receive),
+            posted(rows, rank, counts=counts),
+        )
+        assert torch.equal(collectives.own_slice(inputs[0], group, 0), inputs[0].tensor_split(world)[rank])
         assert torch.equal(own, before)
 
 
@@ -191,9 +194,9 @@ def check_way_back(rank: int, world: int) -> None:
     """From some tokens to some heads and back is nothing at all, bit for bit."""
     group = open_group(rank, world, [range(world)])
     x = normal(2, 5, 3 * world, 4, seed=rank)
-    heads = collectives.swap(x, group, split=2, join=1)
+    heads = collectives.all_to_all(x, group, split=2, join=1)
     assert heads.shape == (2, 5 * world, 3, 4)
-    assert torch.equal(collectives.swap(heads, group, split=1, join=2), x)
+    assert torch.equal(collectives.all_to_all(heads, group, split=1, join=2), x)
 
 
 def check_all(rank: int, world: int) -> int:
@@ -218,18 +221,18 @@ def test_groups_within_the_world_count_their_own_ranks() -> None:
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
-        ("gather", {"dim": 1}),
-        ("scatter", {"dim": 1}),
-        ("total", {}),
-        ("swap", {"split": 0, "join": 1}),
-        ("exchange", {"send": [2], "receive": [2]}),
-        ("gathered", {}),
-        ("scattered", {}),
-        ("summed", {}),
-        ("highest", {}),
-        ("swapped", {"split": 0, "join": 1}),
-        ("exchanged", {"send": [2], "receive": [2]}),
-        ("mine", {"dim": 0}),
+        ("all_gather", {"dim": 1}),
+        ("reduce_scatter", {"dim": 1}),
+        ("all_reduce", {}),
+        ("all_to_all", {"split": 0, "join": 1}),
+        ("all_to_all_v", {"send": [2], "receive": [2]}),
+        ("all_gather_no_grad", {}),
+        ("reduce_scatter_no_grad", {}),
+        ("all_reduce_no_grad", {}),
+        ("all_reduce_max_no_grad", {}),
+        ("all_to_all_no_grad", {"split": 0, "join": 1}),
+        ("all_to_all_v_no_grad", {"send": [2], "receive": [2]}),
+        ("own_slice", {"dim": 0}),
     ],
 )
 def test_alone_nothing_happens(name: str, arguments: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from braid.distributed.collectives import ALONE, Groups, summed
+from braid.distributed.collectives import ALONE, Groups, all_reduce_no_grad
 from braid.distributed.groups import close_groups, open_groups, opened_groups
 from braid.errors import ConfigError
 from braid.topology import FAMILIES, Grid, View, standard
@@ -32,7 +32,7 @@ def open_communicators_now() -> int:
 
 
 def sum_of_ranks(group, rank: int) -> int:
-    return int(summed(torch.tensor(rank), group))
+    return int(all_reduce_no_grad(torch.tensor(rank), group))
 
 
 def test_every_family_is_a_field_and_every_field_a_family():

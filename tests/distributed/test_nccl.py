@@ -51,19 +51,19 @@ def one_rank(tmp_path):
 
 
 DIFFERENTIABLE = {
-    "gather": lambda x, group: collectives.gather(x, group, dim=1),
-    "scatter": lambda x, group: collectives.scatter(x, group, dim=1),
-    "total": collectives.total,
-    "swap": lambda x, group: collectives.swap(x, group, split=2, join=1),
-    "exchange": lambda x, group: collectives.exchange(x, group, [len(x)], [len(x)]),
+    "gather": lambda x, group: collectives.all_gather(x, group, dim=1),
+    "scatter": lambda x, group: collectives.reduce_scatter(x, group, dim=1),
+    "total": collectives.all_reduce,
+    "swap": lambda x, group: collectives.all_to_all(x, group, split=2, join=1),
+    "exchange": lambda x, group: collectives.all_to_all_v(x, group, [len(x)], [len(x)]),
 }
 PLAIN = {
-    "gathered": collectives.gathered,
-    "scattered": collectives.scattered,
-    "summed": collectives.summed,
-    "highest": collectives.highest,
-    "swapped": lambda x, group: collectives.swapped(x, group, 1, 0),
-    "exchanged": lambda x, group: collectives.exchanged(x, group, [len(x)], [len(x)]),
+    "gathered": collectives.all_gather_no_grad,
+    "scattered": collectives.reduce_scatter_no_grad,
+    "summed": collectives.all_reduce_no_grad,
+    "highest": collectives.all_reduce_max_no_grad,
+    "swapped": lambda x, group: collectives.all_to_all_no_grad(x, group, 1, 0),
+    "exchanged": lambda x, group: collectives.all_to_all_v_no_grad(x, group, [len(x)], [len(x)]),
 }
 
 

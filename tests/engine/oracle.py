@@ -22,11 +22,11 @@ from braid.config import Run
 from braid.distributed.collectives import Groups
 from braid.distributed.links import open_channels
 from braid.engine import fsdp2
-from braid.engine.executor import Wires
+from braid.engine.executor import PipelineLinks
 from braid.engine.weights import WholeWeights
 from braid.model.context import Context, MicroBatch
 from braid.model.language import Losses
-from braid.nn.delayed_wgrad import Mains, WeightSink, hand_sink
+from braid.nn.delayed_wgrad import DelayedWgrad, Mains, hand_sink
 from braid.optim import gradients
 from braid.optim.adamw import AdamW
 from braid.planning.plan import Plan
@@ -46,7 +46,7 @@ from braid.schedule.builders import with_messages
 from braid.schedule.dual import beats
 from braid.train.build import _shard, make_model
 from braid.train.device import choose_device
-from braid.train.expert_load import Loads
+from braid.train.expert_load import ExpertLoad
 from braid.train.state import State
 from braid.train.step import DEVIATION, Counts
 
@@ -146,7 +146,7 @@ def release(root: nn.Module) -> None:
 
 def backward(
     state: State, run: Run, batches: Sequence[MicroBatch], counts: Counts
-) -> tuple[dict[str, Tensor], Loads]:
+) -> tuple[dict[str, Tensor], ExpertLoad]:
     """Leave the gradient of the whole step in the optimizer; tell this rank's figures, and the load of experts
     over all ranks."""
     step = Step(state, run, batches, counts)
@@ -183,8 +183,8 @@ class Step:
         self.batches, self.counts = batches, counts
         self.contexts: dict[int, Context] = {}
         self.metrics: dict[str, Tensor] = {}
-        self.loads = Loads()
-        self.sink = WeightSink(state.keeper.mains) if state.keeper.mains else None
+        self.loads = ExpertLoad()
+        self.sink = DelayedWgrad(state.keeper.mains) if state.keeper.mains else None
         hand_sink(self.model, self.sink)
         once = run.mesh.shard in ("none", "optimizer")
         self.late = [each for each in self._reused() if once and isinstance(each, FSDPModule)]
@@ -282,7 +282,7 @@ class _Held(NamedTuple):
 class Interpreter:
     """Runs a list of ops about whole segments."""
 
-    def __init__(self, schedule: Schedule, rank: int, step: Step, wires: Wires) -> None:
+    def __init__(self, schedule: Schedule, rank: int, step: Step, wires: PipelineLinks) -> None:
         self.schedule, self.rank, self.step, self.wires = schedule, rank, step, wires
         self.inputs: dict[Turn, Tensor] = {}
         self.gradients: dict[Turn, Tensor] = {}

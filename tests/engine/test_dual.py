@@ -19,7 +19,7 @@ from braid.schedule import Act, Costs, simulate
 from braid.train import state as states
 from braid.train import step as steps
 from braid.train.build import opened_state
-from braid.train.data_pipeline import open_feed
+from braid.train.data_pipeline import open_data_pipeline
 from braid.train.device import choose_device
 from braid.train.distributed_generation import next_logits
 from tests.engine import oracle
@@ -226,7 +226,7 @@ def executed(rank: int, world: int, run: Run, out: str) -> tuple[str, ...]:
     with opened_groups(worked_out.grid, rank, tp_runs=runs) as groups:
         with opened_state(worked_out, choose_device("cpu"), groups) as state:
             states.initialize(state, run)
-            steps.train_step(state, run, open_feed(run, Path(out)).train, rate=1e-3)
+            steps.train_step(state, run, open_data_pipeline(run, Path(out)).train, rate=1e-3)
             return tuple(str(span.op) for span in state.log)
 
 

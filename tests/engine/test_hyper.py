@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from braid.config import Mesh, Run
 from braid.distributed.collectives import Groups
 from braid.distributed.groups import open_groups
-from braid.nn.delayed_wgrad import Mains, WeightSink
+from braid.nn.delayed_wgrad import DelayedWgrad, Mains
 from braid.nn.hyper_connection import HyperConnection, HyperExit
 from braid.planning.plan import Plan, plan
 from braid.train import step as steps
@@ -93,7 +93,7 @@ def test_weights_of_one_dtype_are_there_when_streams_are_made_again() -> None:
 # --------------------------------------------------------------------------- weight gradients that wait
 
 
-class Noting(WeightSink):
+class Noting(DelayedWgrad):
     """Knows how many micro-batches left the weight gradient of each projection with it."""
 
     def __init__(self, model: nn.Module, mains: Mains) -> None:
@@ -120,8 +120,8 @@ def noting(model: nn.Module) -> Iterator[list[Noting]]:
         return sinks[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(steps, "WeightSink", note)
-        patch.setattr(oracle, "WeightSink", note)
+        patch.setattr(steps, "DelayedWgrad", note)
+        patch.setattr(oracle, "DelayedWgrad", note)
         yield sinks
 
 

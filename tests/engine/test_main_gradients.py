@@ -16,9 +16,9 @@ from braid.distributed.collectives import ALONE, Group, Groups
 from braid.engine import fsdp2
 from braid.engine.fsdp import shard_units
 from braid.engine.fsdp_weights import FsdpWeights
-from braid.kernels.grouped_mlp import Fused, GroupedMlp, reference
+from braid.kernels.grouped_mlp import FusedGroupedMlp, GroupedMlp, reference
 from braid.kernels.grouped_mlp.product import Gradient, Sink, WritesInPlace, empty_like
-from braid.nn.delayed_wgrad import WeightSink, hand_sink
+from braid.nn.delayed_wgrad import DelayedWgrad, hand_sink
 from braid.nn.moe.experts import Experts
 from braid.optim.adamw import AdamW
 from braid.optim.shards import local
@@ -97,7 +97,7 @@ def gathered(layer: Layer, optimizer: AdamW) -> dict[str, Tensor]:
 
 
 def written(layer: Layer, optimizer: AdamW, *, later: bool) -> dict[str, Tensor]:
-    sink = WeightSink(optimizer.mains())
+    sink = DelayedWgrad(optimizer.mains())
     hand_sink(layer, sink)
     for number, counts in enumerate(COUNTS):
         y = layer(rows(counts), counts)
@@ -134,7 +134,7 @@ def test_a_lone_process_writes_main_gradients(later: bool) -> None:
 
 def test_a_weight_that_is_its_own_main_copy_has_a_gradient_as_ever() -> None:
     layer = Layer(torch.float32)
-    sink = WeightSink(optimizer_of(layer).mains())
+    sink = DelayedWgrad(optimizer_of(layer).mains())
     hand_sink(layer, sink)
     back(layer(rows(COUNTS[0]).detach().float(), COUNTS[0]))
     assert all(p.grad is not None for p in layer.parameters())
@@ -153,7 +153,7 @@ def sharded(world: int, etp_rank: int, grouped_mlp: GroupedMlp = IN_PLACE) -> La
     return layer
 
 
-def by_hooks(layer: Layer, rank: int, sink: WeightSink | None) -> dict[str, Tensor]:
+def by_hooks(layer: Layer, rank: int, sink: DelayedWgrad | None) -> dict[str, Tensor]:
     hand_sink(layer, sink)
     assert isinstance(layer, FSDPModule)
     for number, counts in enumerate(COUNTS):
@@ -164,7 +164,7 @@ def by_hooks(layer: Layer, rank: int, sink: WeightSink | None) -> dict[str, Tens
     return taken(layer)
 
 
-def by_driver(layer: Layer, driver: FsdpWeights, rank: int, sink: WeightSink) -> dict[str, Tensor]:
+def by_driver(layer: Layer, driver: FsdpWeights, rank: int, sink: DelayedWgrad) -> dict[str, Tensor]:
     """What a schedule does, with weight gradients that come when the weights are gone."""
     hand_sink(layer, sink)
     driver.begin()
@@ -198,9 +198,9 @@ def every_way(rank: int, world: int, etp_rank: int) -> None:
     expected = by_hooks(sharded(world, etp_rank), rank, None)
     assert any(gradient.any() for gradient in expected.values())
     layer, other = sharded(world, etp_rank), sharded(world, etp_rank)
-    sink = WeightSink(fsdp2.Accumulated(layer))
+    sink = DelayedWgrad(fsdp2.Accumulated(layer))
     ways = {
-        "hooks": lambda: by_hooks(other, rank, WeightSink(fsdp2.Accumulated(other))),
+        "hooks": lambda: by_hooks(other, rank, DelayedWgrad(fsdp2.Accumulated(other))),
         "ops": lambda: by_driver(layer, FsdpWeights(layer, ["experts"]), rank, sink),
     }
     for name, way in ways.items():
@@ -214,8 +214,8 @@ def test_sharded_weights_accumulate_where_they_are_reduced_from(etp_rank: int) -
 
 
 def without_rows(rank: int, world: int, etp_rank: int) -> None:
-    layer = sharded(world, etp_rank, Fused())
-    hand_sink(layer, WeightSink(fsdp2.Accumulated(layer)))
+    layer = sharded(world, etp_rank, FusedGroupedMlp())
+    hand_sink(layer, DelayedWgrad(fsdp2.Accumulated(layer)))
     back(layer(rows([0, 0, 0], rank), [0, 0, 0]))
     assert not any(gradient.any() for gradient in taken(layer).values())
 

@@ -88,12 +88,12 @@ def test_the_comparison_sees_another_order_of_uses_within_a_phase(monkeypatch):
 def watched_passages(monkeypatch) -> list[weakref.ref]:
     found = []
 
-    class Watched(node.Passage):
+    class Watched(node.SegmentRun):
         def __init__(self, *given, **named):
             super().__init__(*given, **named)
             found.append(weakref.ref(self))
 
-    monkeypatch.setattr("braid.engine.executor.Passage", Watched)
+    monkeypatch.setattr("braid.engine.executor.SegmentRun", Watched)
     return found
 
 
@@ -186,13 +186,13 @@ def test_a_strided_output_crosses_with_its_strides():
     case = Case(pattern="[*E]")
     schedule = plan(case.run(overlap=True), 1).schedule
 
-    class Strided(node.Work):
+    class Strided(node.StepWork):
         streams = streams_for(torch.device("cpu"))
 
         def function(self, turn, phase):
             return lambda tensors: ({"embed": torch.ones(3, 4, requires_grad=True).t() * 1}, None)
 
-    passage = node.Passage((0, 0), schedule, Strided())
+    passage = node.SegmentRun((0, 0), schedule, Strided())
     passage.forward(schedule.ops[0][0])
     assert passage._made["embed"].tensor.stride() == (1, 4)
 

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from braid import architecture, kernels, pattern
 from braid.interchange import adapter_for, convert, family_of, shape_of
 from braid.interchange.moves import FromOne, Same
-from braid.interchange.tables import Adapter, Row
+from braid.interchange.tables import Adapter, TableRow
 from braid.model.language import LanguageModel
 from tests.model.cases import batch, canonical_grads
 
@@ -291,7 +291,7 @@ def our_model(shape: architecture.Model, weights: Mapping[str, Tensor], dtype: t
 def linear(adapter: Adapter) -> Adapter:
     """The table for gradients: a norm that counts from one has the gradient of one that counts from zero."""
 
-    def without(row: Row) -> Row:
+    def without(row: TableRow) -> TableRow:
         return replace(row, move=lambda m: Same() if row.move(m) == FromOne() else row.move(m))
 
     layers = {kind: tuple(map(without, table)) for kind, table in adapter.layers.items()}

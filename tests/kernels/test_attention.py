@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from braid.kernels import attention, choose
 from braid.kernels.attention import attend_cached, reference, sdpa, spans_of
-from braid.kernels.attention.spans import Piece
+from braid.kernels.attention.spans import SpanPiece
 from braid.pattern import Kind
 from tests.runs import small_run
 
@@ -179,8 +179,8 @@ def test_packed_rows_of_a_gpu_have_the_same_answer_here() -> None:
     """Kernels that take a mask there want a key head for each query head."""
     q, k, v = (torch.randn(1, 5, heads, 4, dtype=torch.float64) for heads in (4, 2, 2))
     seen = torch.ones(5, 5, dtype=torch.bool).tril()
-    masked = sdpa._attend_any_length(q, k, v, Piece(length=5, mask_LL=seen), None)
-    causal = sdpa._attend_any_length(q, k, v, Piece(length=5, mask_LL=None), None)
+    masked = sdpa._attend_any_length(q, k, v, SpanPiece(length=5, mask_LL=seen), None)
+    causal = sdpa._attend_any_length(q, k, v, SpanPiece(length=5, mask_LL=None), None)
     expected = one_token_at_a_time(q, k, v, torch.zeros(1, 5), None)
     for actual in (masked, causal):
         torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)

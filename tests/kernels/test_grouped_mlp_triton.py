@@ -19,7 +19,7 @@ from torch import Tensor
 from braid.architecture import Activation, Glu
 from braid.kernels.activation import projections
 from braid.kernels.grouped_mlp import reference, sizes
-from braid.nn.delayed_wgrad import WeightSink
+from braid.nn.delayed_wgrad import DelayedWgrad
 from tests.kernels.interpreting import GPU, INTERPRETED, needs_kernels
 from tests.planning.estimate.reality import kept
 
@@ -211,7 +211,7 @@ def test_what_follows_the_last_row_is_nobody_s(way: str) -> None:
         function.launch,
     )
     counts = torch.tensor(COUNTS, device=DEVICE)
-    of_experts = fused.Weights(*parameters[: 4 if way == "ours" else 2])
+    of_experts = fused.ExpertWeights(*parameters[: 4 if way == "ours" else 2])
     y, kept = fused.forward(how, counts, x, probs, of_experts)
     found = fused.backward(how, dy, kept, of_experts)
     reals = wide([x[:total], probs[:total], *parameters[: len([p for p in of_experts if p is not None])]])
@@ -243,7 +243,7 @@ def test_gradients_are_written_then_added_in_float32(how: str) -> None:
     )
     for number, counts in enumerate((COUNTS, COUNTS[::-1])):
         x, probs = (t.detach() for t in inputs(counts, "swiglu", DTYPE)[:2])
-        of_experts = fused.Weights(*parameters)
+        of_experts = fused.ExpertWeights(*parameters)
         y, kept = fused.forward(how, torch.tensor(counts, device=DEVICE), x, probs, of_experts)
         dy = torch.randn_like(y)
         found = fused.backward(how, dy, kept, of_experts)
@@ -293,7 +293,7 @@ def test_a_sink_gets_what_backward_would_have_given() -> None:
     tensors = inputs(FEW, "swiglu", DTYPE)
     probe = torch.randn_like(tensors[0])
     at_once = torch.autograd.grad(run(experts(), tensors, FEW, "swiglu", Glu()), tensors, probe)
-    sink = WeightSink()
+    sink = DelayedWgrad()
     y = run(experts(), tensors, FEW, "swiglu", Glu(), sink=sink)
     with sink.node("experts"):
         y.backward(probe)
@@ -312,7 +312,7 @@ def test_a_sink_has_main_gradients_written(later: bool) -> None:
     """The first micro-batch overwrites, the second adds; parameters have no gradient of their own."""
     tensors = inputs(FEW, "swiglu", DTYPE)
     mains = {p: torch.zeros(p.shape, device=DEVICE, requires_grad=True) for p in tensors[2:]}
-    sink, function = WeightSink(mains), experts()
+    sink, function = DelayedWgrad(mains), experts()
     totals = [torch.zeros(p.shape, dtype=torch.float64, device=DEVICE) for p in mains]
     for number, counts in enumerate((FEW, FEW[::-1])):
         given = [*inputs(counts, "swiglu", DTYPE)[:2], *tensors[2:]]
@@ -341,7 +341,7 @@ def test_without_rows_gradients_are_zeros_where_others_would_be() -> None:
     """Nothing is launched: the first micro-batch writes them, the second leaves them."""
     tensors = inputs([0, 0, 0], "swiglu", DTYPE)
     mains = {p: torch.zeros(p.shape, device=DEVICE, requires_grad=True) for p in tensors[2:]}
-    sink = WeightSink(mains)
+    sink = DelayedWgrad(mains)
     for _ in range(2):
         y = run(experts(), tensors, [0, 0, 0], "swiglu", Glu(), sink=sink)
         assert (y.shape, y.dtype) == (tensors[0].shape, DTYPE)
@@ -383,7 +383,7 @@ def test_a_main_gradient_that_cannot_be_written_is_an_error() -> None:
     w_in = tensors[2]
     main = torch.zeros(w_in.shape, device=DEVICE, requires_grad=True)
     main.grad = torch.zeros(w_in.shape[::-1], device=DEVICE).permute(3, 2, 1, 0)
-    y = run(experts(), tensors, FEW, "swiglu", Glu(), sink=WeightSink({w_in: main}))
+    y = run(experts(), tensors, FEW, "swiglu", Glu(), sink=DelayedWgrad({w_in: main}))
     with pytest.raises(RuntimeError, match="view size is not compatible"):
         y.sum().backward()
 

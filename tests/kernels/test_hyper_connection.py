@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from braid.kernels import hyper_connection
-from braid.kernels.hyper_connection import Form, Parameters, Ways, reference
-from braid.nn.delayed_wgrad import WeightSink
+from braid.kernels.hyper_connection import ConnectionForm, Parameters, Ways, reference
+from braid.nn.delayed_wgrad import DelayedWgrad
 
-FORM = Form(steps=20, eps=1e-6, norm_eps=1e-5)
+FORM = ConnectionForm(steps=20, eps=1e-6, norm_eps=1e-5)
 PLAIN = hyper_connection.REFERENCE.function
 
 
@@ -23,7 +23,7 @@ def parameters(streams: int, channels: int, dtype: torch.dtype = torch.float64) 
     )
 
 
-def one_token(x_SC: Tensor, p: Parameters, form: Form) -> tuple[Tensor, Tensor, Tensor]:
+def one_token(x_SC: Tensor, p: Parameters, form: ConnectionForm) -> tuple[Tensor, Tensor, Tensor]:
     """The mappings of a token, number by number."""
     streams, channels = x_SC.shape
     flat = x_SC.flatten()
@@ -166,7 +166,7 @@ def test_a_single_stream_mixes_with_itself() -> None:
 # ------------------------------------------------------------------------------ weights that wait
 
 
-def sublayer_and_exit(x: Tensor, p: Parameters, exit_: Parameters, sink: WeightSink | None) -> Tensor:
+def sublayer_and_exit(x: Tensor, p: Parameters, exit_: Parameters, sink: DelayedWgrad | None) -> Tensor:
     entered = reference.pre(x, p, FORM, sink)
     return reference.contract(reference.post(entered.ways, torch.tanh(entered.branch_NC)), exit_, FORM, sink)
 
@@ -189,7 +189,7 @@ def test_with_a_sink_gradients_are_autograds_to_the_last_bit(
     weights = torch.randn(tokens, channels).to(dtype)
     plain = sublayer_and_exit(x, p, exit_, None)
     wanted = torch.autograd.grad(plain, (x, *p, *exit_), weights)
-    sink = WeightSink()
+    sink = DelayedWgrad()
     out = sublayer_and_exit(x, p, exit_, sink)
     assert torch.equal(out, plain)
     with sink.node("b"):
@@ -204,7 +204,7 @@ def test_with_a_sink_gradients_are_autograds_to_the_last_bit(
 
 def test_the_gradient_of_a_weight_that_waited_has_its_dtype() -> None:
     """Also where the streams are wider."""
-    p, sink = parameters(2, 5, torch.float32), WeightSink()
+    p, sink = parameters(2, 5, torch.float32), DelayedWgrad()
     x = torch.randn(3, 2, 5, dtype=torch.float64)
     (wanted,) = torch.autograd.grad(reference.pre(x, p, FORM).branch_NC.sum(), p.weight_MK)
     with sink.node("b"):
@@ -215,7 +215,7 @@ def test_the_gradient_of_a_weight_that_waited_has_its_dtype() -> None:
 
 
 def test_a_weight_that_is_not_trained_leaves_nothing() -> None:
-    p, sink = parameters(2, 5), WeightSink()
+    p, sink = parameters(2, 5), DelayedWgrad()
     p.weight_MK.requires_grad_(False)
     x = torch.randn(3, 2, 5, dtype=torch.float64, requires_grad=True)
     wanted = torch.autograd.grad(reference.pre(x, p, FORM).branch_NC.sum(), x)

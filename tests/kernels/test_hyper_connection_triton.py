@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from braid.kernels import hyper_connection
-from braid.kernels.hyper_connection import Form, Parameters, reference
+from braid.kernels.hyper_connection import ConnectionForm, Parameters, reference
 from braid.kernels.hyper_connection import activation_bytes as closed_forms
-from braid.nn.delayed_wgrad import WeightSink
+from braid.nn.delayed_wgrad import DelayedWgrad
 from tests.kernels.interpreting import GPU, INTERPRETED, needs_kernels
 from tests.nn.test_hyper_connection import Doubled
 
@@ -28,15 +28,15 @@ pytest.importorskip("triton")
 ROOT = Path(__file__).resolve().parents[2]
 
 if GPU or INTERPRETED:
-    from braid.kernels.hyper_connection.device.gradients import GradientVariant, WeightVariant
+    from braid.kernels.hyper_connection.device.gradients import GradientVariant, WgradVariant
     from braid.kernels.hyper_connection.device.mapping import MapVariant
     from braid.kernels.hyper_connection.device.projection import ProjectionVariant, cut
     from braid.kernels.hyper_connection.device.streams import StreamVariant
-    from braid.kernels.hyper_connection.fused import Fused
+    from braid.kernels.hyper_connection.fused import FusedHyperConnection
     from braid.kernels.launch import Launcher
 
     STREAMS = StreamVariant(tokens=4, channels=16)
-    TILES = Fused(
+    TILES = FusedHyperConnection(
         project=ProjectionVariant(tokens=16, depth=16, splits=3),
         map=MapVariant(),
         aggregate=STREAMS,
@@ -45,7 +45,7 @@ if GPU or INTERPRETED:
         aggregate_backward=STREAMS,
         map_backward=MapVariant(tokens=4),
         gradients=GradientVariant(tokens=16, channels=16, splits=2),
-        weight_gradient=WeightVariant(depth=16, channels=32, per_sm=1),
+        weight_gradient=WgradVariant(depth=16, channels=32, per_sm=1),
     )
     """Tiles that are small beside the cases, so that there are several of each."""
 
@@ -62,7 +62,7 @@ if GPU or INTERPRETED:
 
 
 DEVICE = torch.device("cuda" if GPU else "cpu")
-FORM = Form(steps=20 if GPU else 3, eps=1e-6, norm_eps=1e-5)
+FORM = ConnectionForm(steps=20 if GPU else 3, eps=1e-6, norm_eps=1e-5)
 """Twenty steps are most of what the interpreter does; there one test takes them."""
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if GPU else [])]
 ROUNDING = {torch.float32: 3e-5 if GPU else 5e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
@@ -113,14 +113,19 @@ class Leaves:
         self.to_exit = torch.randn(tokens, channels).to(DEVICE, dtype)
 
     def both_ways(
-        self, implementation: Any, *, form: Form = FORM, wide: bool = False, sink: WeightSink | None = None
+        self,
+        implementation: Any,
+        *,
+        form: ConnectionForm = FORM,
+        wide: bool = False,
+        sink: DelayedWgrad | None = None,
     ) -> list[Tensor]:
         """Results and gradients, of float64 where asked to."""
         leaves = [(g.double() if wide else g.detach()).requires_grad_() for g in self.given]
         results, loss = _loss(implementation, form, leaves[1:], leaves[0], self.to_streams, self.to_exit, sink)
         return [*results, *torch.autograd.grad(loss, leaves)]
 
-    def expected(self, form: Form = FORM) -> list[Wanted]:
+    def expected(self, form: ConnectionForm = FORM) -> list[Wanted]:
         """In float64. Gradients that are sums over tokens may be next to nothing where their terms are not, and
         are as long as the terms together."""
         found = self.both_ways(reference, form=form, wide=True)
@@ -141,12 +146,12 @@ class Leaves:
 
 def _loss(
     implementation: Any,
-    form: Form,
+    form: ConnectionForm,
     shared: list[Tensor],
     x: Tensor,
     to_streams: Tensor,
     to_exit: Tensor,
-    sink: WeightSink | None = None,
+    sink: DelayedWgrad | None = None,
 ) -> tuple[list[Tensor], Tensor]:
     """A sublayer and an exit behind it: what they give, and one number of that."""
     bias, *numbers = shared
@@ -182,7 +187,7 @@ def test_results_and_gradients_are_near_float64(
 )
 def test_the_usual_variants(streams: int, dtype: torch.dtype) -> None:
     leaves = Leaves(3, streams, 16, dtype)
-    actual = leaves.both_ways(Fused.of(streams, dtype))
+    actual = leaves.both_ways(FusedHyperConnection.of(streams, dtype))
     assert_near(actual, leaves.expected(), ROUNDING[dtype])
 
 
@@ -265,7 +270,7 @@ def test_gradients_of_parameters_wait_and_have_the_same_bits(
 ) -> None:
     """Also where the parameters are gone before. Of the sublayer and of the exit two launches each come later:
     they take none more together."""
-    leaves, launch, sink = Leaves(tokens, streams, channels, dtype), Counting(), WeightSink()
+    leaves, launch, sink = Leaves(tokens, streams, channels, dtype), Counting(), DelayedWgrad()
     fused = replace(TILES, launch=launch)
     wanted, at_once = leaves.both_ways(fused)[5:], launch.count
     x, bias, *numbers = (each.detach().clone().requires_grad_() for each in leaves.given)
@@ -288,7 +293,7 @@ def test_a_sink_outside_of_every_node_changes_nothing() -> None:
     leaves, launch = Leaves(2, 1, 9, torch.float32), Counting()
     fused = replace(TILES, launch=launch)
     wanted, launched = leaves.both_ways(fused), launch.count
-    found = leaves.both_ways(fused, sink=WeightSink())
+    found = leaves.both_ways(fused, sink=DelayedWgrad())
     assert launch.count == 2 * launched
     assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
 
@@ -296,7 +301,7 @@ def test_a_sink_outside_of_every_node_changes_nothing() -> None:
 @needs_kernels
 def test_of_parameters_that_are_not_trained_nothing_waits() -> None:
     """Of the sublayer alpha alone is trained, of the exit the bias alone."""
-    leaves, sink = Leaves(2, 1, 9, torch.float32), WeightSink()
+    leaves, sink = Leaves(2, 1, 9, torch.float32), DelayedWgrad()
     wanted = leaves.both_ways(TILES)[7:]
     x, bias, *numbers = (each.detach().clone() for each in leaves.given)
     trained = [1, 5]
@@ -313,7 +318,7 @@ def test_of_parameters_that_are_not_trained_nothing_waits() -> None:
 
 @needs_kernels
 def test_what_waits_holds_streams_and_no_graph() -> None:
-    leaves, sink = Leaves(2, 1, 9, torch.float32), WeightSink()
+    leaves, sink = Leaves(2, 1, 9, torch.float32), DelayedWgrad()
     given, _, *numbers = (each.detach().requires_grad_() for each in leaves.given)
     x = Doubled.apply(given)
     node, streams = weakref.ref(x.grad_fn), StorageWeakRef(x.untyped_storage())
@@ -329,7 +334,7 @@ def test_what_waits_holds_streams_and_no_graph() -> None:
 
 @needs_kernels
 def test_without_tokens_nothing_is_missing_in_the_sink() -> None:
-    leaves, sink = Leaves(0, 2, 5, torch.float32), WeightSink()
+    leaves, sink = Leaves(0, 2, 5, torch.float32), DelayedWgrad()
     x, bias, *numbers = (each.detach().requires_grad_() for each in leaves.given)
     loss = _loss(TILES, FORM, [bias, *numbers], x, leaves.to_streams, leaves.to_exit, sink)[1]
     with sink.node("b"):
@@ -342,7 +347,10 @@ def test_without_tokens_nothing_is_missing_in_the_sink() -> None:
 @pytest.mark.parametrize(("tokens", "streams", "channels"), [(19, 8, 96), (67, 4, 200), (70, 5, 104)])
 def test_no_tile_is_overwritten_while_it_is_read(tokens: int, streams: int, channels: int) -> None:
     """A product still under way as its tile is replaced would give other bits now and then."""
-    leaves, usual = Leaves(tokens, streams, channels, torch.bfloat16), Fused.of(streams, torch.bfloat16)
+    leaves, usual = (
+        Leaves(tokens, streams, channels, torch.bfloat16),
+        FusedHyperConnection.of(streams, torch.bfloat16),
+    )
     first, *others = (leaves.both_ways(usual) for _ in range(6))
     assert all(torch.equal(*pair) for other in others for pair in zip(first, other, strict=True))
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from braid.kernels import permute
-from braid.kernels.permute import Fused, Permute, Plain
+from braid.kernels.permute import FusedPermute, Permute, Plain
 from tests.kernels.interpreting import DEVICE, GPU, needs_kernels
 
-WAYS = [pytest.param(Plain(), id="reference"), pytest.param(Fused(), id="fused", marks=needs_kernels)]
+WAYS = [pytest.param(Plain(), id="reference"), pytest.param(FusedPermute(), id="fused", marks=needs_kernels)]
 DTYPES = [torch.float32, torch.float64, torch.float16, *([torch.bfloat16] if GPU else [])]
 SIZES = [(5, 3, 24), (1, 1, 1), (7, 8, 70), (0, 2, 8), (3, 1, 2100)]
 """Tokens, slots, channels."""

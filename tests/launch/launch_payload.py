@@ -11,14 +11,14 @@ from pathlib import Path
 import torch
 
 from braid.errors import BraidError, DataError
-from braid.launch.process import Joined, gather_json, join, leave, named_failures
+from braid.launch.process import ProcessContext, gather_json, join, leave, named_failures
 from braid.launch.worker_pool import die_with_launcher
 
 LOST = 1
 """The rank that something happens to."""
 
 
-def meet(joined: Joined) -> None:
+def meet(joined: ProcessContext) -> None:
     """Everybody tells its rank, and rank 0 what it heard."""
     attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
     ranks = gather_json(joined.rank, joined.everyone)
@@ -26,13 +26,13 @@ def meet(joined: Joined) -> None:
     print(f"rank {joined.rank} met {ranks} in attempt {attempt} with {threads} threads", flush=True)
 
 
-def work_forever(joined: Joined) -> None:
+def work_forever(joined: ProcessContext) -> None:
     print(f"process {os.getpid()}", flush=True)
     while True:
         gather_json(joined.rank, joined.everyone)
 
 
-def be_killed(joined: Joined) -> None:
+def be_killed(joined: ProcessContext) -> None:
     """One rank is killed in the middle of work."""
     if joined.rank == LOST:
         gather_json(joined.rank, joined.everyone)
@@ -40,13 +40,13 @@ def be_killed(joined: Joined) -> None:
     work_forever(joined)
 
 
-def be_killed_once(joined: Joined) -> None:
+def be_killed_once(joined: ProcessContext) -> None:
     if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         be_killed(joined)
     meet(joined)
 
 
-def be_killed_unnoticed_once(joined: Joined) -> None:
+def be_killed_unnoticed_once(joined: ProcessContext) -> None:
     """The first time one rank is killed, while the others wait for something else."""
     marker = Path(sys.argv[2])
     if not gather_json(marker.exists(), joined.everyone)[LOST]:
@@ -57,7 +57,7 @@ def be_killed_unnoticed_once(joined: Joined) -> None:
     meet(joined)
 
 
-def be_killed_before_others_know(joined: Joined) -> None:
+def be_killed_before_others_know(joined: ProcessContext) -> None:
     """One rank is killed, the others ignore SIGTERM and wait for something that does not come."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     gather_json(joined.rank, joined.everyone)
@@ -66,7 +66,7 @@ def be_killed_before_others_know(joined: Joined) -> None:
     signal.pause()
 
 
-def find_bad_data(joined: Joined) -> None:
+def find_bad_data(joined: ProcessContext) -> None:
     if joined.rank == LOST:
         raise DataError("a shard is damaged")
     work_forever(joined)

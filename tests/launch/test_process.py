@@ -21,12 +21,12 @@ from braid.launch.process import (
     gather_json,
     is_everywhere,
     join,
+    launch_env_of,
     named_failures,
     raise_together,
-    seat_in,
     together,
 )
-from braid.launch.rendezvous import muster, spoken
+from braid.launch.rendezvous import meet, spoken
 from tests.ranks import run_ranks
 
 WHOLE = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
@@ -41,14 +41,14 @@ def everyone(rank: int, world: int) -> Group:
 
 
 def test_a_seat_is_what_the_launcher_says():
-    seat = seat_in({**WHOLE, "TORCHELASTIC_USE_AGENT_STORE": "True", "HOME": "x"})
+    seat = launch_env_of({**WHOLE, "TORCHELASTIC_USE_AGENT_STORE": "True", "HOME": "x"})
     assert (seat.rank, seat.world, seat.local_rank) == (3, 8, 1)
     assert (seat.host, seat.port, seat.served) == ("node0", 29500, True)
-    assert not seat_in(WHOLE).served
+    assert not launch_env_of(WHOLE).served
 
 
 def test_without_a_launcher_there_is_no_seat_and_one_is_alone():
-    assert seat_in({"MASTER_ADDR": "node0", "LOCAL_RANK": "0"}) is None
+    assert launch_env_of({"MASTER_ADDR": "node0", "LOCAL_RANK": "0"}) is None
     joined = join({}, torch.device("cpu"), SECOND)
     assert (joined.rank, joined.world, joined.everyone) == (0, 1, ALONE)
     assert not torch.distributed.is_initialized()
@@ -62,7 +62,7 @@ def test_the_only_rank_of_a_launcher_is_alone():
 @pytest.mark.parametrize("missing", ["RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
 def test_an_incomplete_environment_is_refused_by_name(missing):
     with pytest.raises(ConfigError, match=f"but not {missing}: "):
-        seat_in({name: value for name, value in WHOLE.items() if name != missing})
+        launch_env_of({name: value for name, value in WHOLE.items() if name != missing})
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_an_incomplete_environment_is_refused_by_name(missing):
 )
 def test_an_environment_that_makes_no_sense_is_refused(wrong, said):
     with pytest.raises(ConfigError, match=said):
-        seat_in({**WHOLE, **wrong})
+        launch_env_of({**WHOLE, **wrong})
 
 
 def test_nobody_to_join_is_told_with_the_address():
@@ -93,7 +93,7 @@ def mustered(store: HashStore, world: int, present: range) -> list[str | PeerLos
 
     def one(rank: int, timeout: timedelta) -> None:
         try:
-            found[rank] = muster(store, rank, world, timeout)
+            found[rank] = meet(store, rank, world, timeout)
         except PeerLostError as error:
             found[rank] = error
 

@@ -15,12 +15,22 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braid.distributed.collectives import Group, summed
+from braid.distributed.collectives import Group, all_reduce_no_grad
 from braid.engine.progress import Progress
 from braid.errors import DataError, ExitCode, PeerLostError
-from braid.launch.diagnosis import Beat, Diagnosis, Kind, Seen, Slow, diagnose, failed, lost, stragglers
+from braid.launch.diagnosis import (
+    Diagnosis,
+    FailureKind,
+    Heartbeat,
+    Seen,
+    Slow,
+    diagnose,
+    failed,
+    lost,
+    stragglers,
+)
 from braid.launch.failure_report import read_reports, summary
-from braid.launch.process import Joined, Meeting, everywhere, gather_json
+from braid.launch.process import ProcessContext, Rendezvous, everywhere, gather_json
 from braid.launch.watchdog import watched
 from braid.launch.worker_pool import launch
 from tests.ranks import RanksFailed, run_ranks
@@ -32,16 +42,16 @@ WATCH_S = 2.0
 WORLD = st.integers(2, 6)
 
 
-def beat(rank: int, **said: object) -> Beat:
+def beat(rank: int, **said: object) -> Heartbeat:
     where = {"step": 3, "place": 7, "op": "F0.0", "done": "RECV_F0.0<1", "since_s": 0.0}
-    return Beat(rank=rank, count=1, host="here", **{**where, **said})
+    return Heartbeat(rank=rank, count=1, host="here", **{**where, **said})
 
 
-def waiting(rank: int, members: tuple[int, ...], **said: object) -> Beat:
+def waiting(rank: int, members: tuple[int, ...], **said: object) -> Heartbeat:
     return beat(rank, **{"waits": True, "call": "all_reduce", "group": "dp", "members": members, **said})
 
 
-def seen(*beats: Beat, silent: dict[int, float] | None = None) -> dict[int, Seen]:
+def seen(*beats: Heartbeat, silent: dict[int, float] | None = None) -> dict[int, Seen]:
     return {each.rank: Seen(each, (silent or {}).get(each.rank, 0.0)) for each in beats}
 
 
@@ -69,7 +79,7 @@ def test_who_waits_for_nobody_is_to_blame_and_not_those_who_wait_for_it(world, d
     ]
     found = diagnose(seen(*beats), TIMEOUT_S)
     assert found is not None
-    assert (found.kind, found.ranks) == (Kind.STALLED, (guilty,))
+    assert (found.kind, found.ranks) == (FailureKind.STALLED, (guilty,))
     assert f"rank {guilty} on here makes no progress" in found.told
     assert "step 3, F0.0" in found.told
     assert ("wait for it" if world > 2 else "waits for it") in found.told
@@ -84,7 +94,7 @@ def test_a_rank_that_is_not_heard_of_is_to_blame_whatever_others_do(world, data)
     ]
     found = diagnose(seen(*beats, silent=dict.fromkeys(quiet, TIMEOUT_S)), TIMEOUT_S)
     assert found is not None
-    assert (found.kind, found.ranks) == (Kind.SILENT, tuple(sorted(quiet)))
+    assert (found.kind, found.ranks) == (FailureKind.SILENT, tuple(sorted(quiet)))
 
 
 @given(WORLD, st.data())
@@ -109,14 +119,14 @@ def test_where_all_wait_the_one_that_others_have_passed_is_to_blame(world, data)
     ]
     found = diagnose(seen(*beats), TIMEOUT_S)
     assert found is not None
-    assert (found.kind, found.ranks) == (Kind.DEADLOCK, (behind,))
+    assert (found.kind, found.ranks) == (FailureKind.DEADLOCK, (behind,))
 
 
 def test_where_all_wait_in_the_same_place_nobody_is_blamed():
     beats = [waiting(rank, (0, 1, 2), since_s=100.0) for rank in range(3)]
     found = diagnose(seen(*beats), TIMEOUT_S)
     assert found is not None
-    assert (found.kind, found.ranks) == (Kind.DEADLOCK, ())
+    assert (found.kind, found.ranks) == (FailureKind.DEADLOCK, ())
     assert "all ranks wait in the same place" in found.told
 
 
@@ -141,12 +151,12 @@ def test_what_is_known_of_ranks_that_ended_or_failed_is_told():
     assert failed(0, "DataError: no", seen(beat(0))).told.startswith("rank 0 on here failed: DataError: no")
 
 
-@given(st.sampled_from(Kind), st.lists(st.integers(0, 9)), st.text())
+@given(st.sampled_from(FailureKind), st.lists(st.integers(0, 9)), st.text())
 def test_what_ranks_tell_each_other_survives_json(kind, ranks, told):
     diagnosis = Diagnosis(kind=kind, ranks=tuple(ranks), told=told)
     assert Diagnosis.from_json(json.loads(json.dumps(diagnosis.to_json()))) == diagnosis
     said = waiting(1, tuple(ranks), op=told)
-    assert Beat.from_json(json.loads(json.dumps(said.to_json()))) == said
+    assert Heartbeat.from_json(json.loads(json.dumps(said.to_json()))) == said
 
 
 # ---------------------------------------------------------------------------------------- stragglers
@@ -186,23 +196,25 @@ def test_nobody_is_called_slow_before_enough_was_seen():
 # ------------------------------------------------------------------------------------------- on ranks
 
 
-def joined(rank: int, world: int) -> tuple[Joined, object]:
+def joined(rank: int, world: int) -> tuple[ProcessContext, object]:
     """This rank among others that have met, and what serves their store."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
     everyone = Group(name="everyone", size=world, rank=rank, handle=dist.group.WORLD)
     port = gather_json(server and server.port, everyone)[0]
-    meeting = Meeting(host="127.0.0.1", port=port, served=False, attempt="0", round="here")
+    meeting = Rendezvous(host="127.0.0.1", port=port, served=False, attempt="0", round="here")
     at = torch.device("cpu")
-    found = Joined(rank=rank, world=world, local_rank=rank, device=at, everyone=everyone, meeting=meeting)
+    found = ProcessContext(
+        rank=rank, world=world, local_rank=rank, device=at, everyone=everyone, meeting=meeting
+    )
     return found, server
 
 
-def meet(here: Joined) -> int:
+def meet(here: ProcessContext) -> int:
     """A collective of all ranks."""
-    return int(summed(torch.ones((), dtype=torch.int64), here.everyone))
+    return int(all_reduce_no_grad(torch.ones((), dtype=torch.int64), here.everyone))
 
 
-def working(progress: Progress, here: Joined) -> None:
+def working(progress: Progress, here: ProcessContext) -> None:
     """Two steps that all ranks do."""
     for step in (1, 2):
         progress.begin(step)
@@ -484,7 +496,7 @@ def test_a_slow_rank_of_a_training_is_told_on_the_console_and_in_the_metrics(cor
 
 def test_a_process_alone_is_watched_too(tmp_path):
     released, codes = threading.Event(), []
-    alone = Joined(rank=0, world=1, local_rank=0, device=torch.device("cpu"), everyone=None)
+    alone = ProcessContext(rank=0, world=1, local_rank=0, device=torch.device("cpu"), everyone=None)
 
     def end(code: int) -> None:
         codes.append(code)
@@ -497,7 +509,7 @@ def test_a_process_alone_is_watched_too(tmp_path):
 
 
 def test_nobody_watches_with_a_timeout_of_0(tmp_path):
-    alone = Joined(rank=0, world=1, local_rank=0, device=torch.device("cpu"), everyone=None)
+    alone = ProcessContext(rank=0, world=1, local_rank=0, device=torch.device("cpu"), everyone=None)
     before = threading.active_count()
     with watched(alone, tmp_path, Progress(), 0.0) as watchdog:
         assert watchdog is None

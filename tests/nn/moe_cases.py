@@ -9,7 +9,7 @@ from braid import architecture
 from braid.kernels.grouped_mlp import REFERENCE, GroupedMlp
 from braid.nn.init import initialize
 from braid.nn.moe.layer import Moe
-from braid.nn.moe.routing import Choice, Routing
+from braid.nn.moe.routing import ExpertChoice, Routing
 from braid.nn.moe.token_ids import Tokens
 
 
@@ -44,7 +44,9 @@ def randn(*sizes: int, seed: int = 0) -> Tensor:
     return torch.randn(*sizes, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def forward(moe: Moe, x_NC: Tensor, tokens: Tokens, replayed: Choice | None = None) -> tuple[Tensor, Routing]:
+def forward(
+    moe: Moe, x_NC: Tensor, tokens: Tokens, replayed: ExpertChoice | None = None
+) -> tuple[Tensor, Routing]:
     """What the layer adds to the residual stream, and its routing."""
     routing = moe.router(x_NC, tokens, replayed)
     journey = moe.journey(routing, tokens, replayed=replayed is not None)

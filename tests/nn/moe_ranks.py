@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from braid import architecture
-from braid.distributed.collectives import ALONE, Group, Groups, mine
+from braid.distributed.collectives import ALONE, Group, Groups, own_slice
 from braid.kernels.grouped_mlp import REFERENCE
 from braid.nn.moe.balance import examine
 from braid.nn.moe.layer import Moe
@@ -127,15 +127,15 @@ def padding(case: Case) -> Tensor:
 
 def part(x_BT: Tensor, groups: Groups) -> Tensor:
     """This rank's tokens: some rows, and a slice of each."""
-    return mine(mine(x_BT, groups.dp, 0), groups.tp_cp, 1).contiguous()
+    return own_slice(own_slice(x_BT, groups.dp, 0), groups.tp_cp, 1).contiguous()
 
 
 def tokens_of(case: Case, groups: Groups) -> Tokens:
     mask_BT = padding(case)
     mask_Bt = part(mask_BT, groups)
     return Tokens(
-        sample_B=mine(torch.arange(ROWS) + 100, groups.dp, 0),
-        place_T=mine(torch.arange(TOKENS), groups.tp_cp, 0),
+        sample_B=own_slice(torch.arange(ROWS) + 100, groups.dp, 0),
+        place_T=own_slice(torch.arange(TOKENS), groups.tp_cp, 0),
         padding_BT=mask_Bt if mask_Bt.any() else None,
         padding_count=int(mask_Bt.sum()),
         shared_tokens=int((~mask_BT).sum()),

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from braid import architecture
 from braid.distributed import collectives
-from braid.distributed.collectives import Groups, summed
+from braid.distributed.collectives import Groups, all_reduce_no_grad
 from braid.distributed.groups import opened_groups
 from braid.kernels import attention as kernels
 from braid.nn.attention import Attention
@@ -126,7 +126,7 @@ def answer(case: Case, groups: Groups = Groups()) -> Answer:
         output=output.detach(),
         input_grad=x_own.grad,
         grads={
-            name: summed(summed(grad_of(module, tensor), tensor.copies), groups.cp)
+            name: all_reduce_no_grad(all_reduce_no_grad(grad_of(module, tensor), tensor.copies), groups.cp)
             for name, tensor in tensors.items()
         },
         offsets={name: tensor.held.offset for name, tensor in tensors.items()},

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from braid.architecture import HyperConnections
 from braid.kernels import hyper_connection as op
 from braid.nn.cost import Portion
-from braid.nn.delayed_wgrad import WeightSink, hand_sink
+from braid.nn.delayed_wgrad import DelayedWgrad, hand_sink
 from braid.nn.hyper_connection import HyperConnection, HyperExit, HyperMean, deviation, expand
 from braid.nn.init import initialize
 from tests.nn.delayed_cases import Case
@@ -234,7 +234,7 @@ def test_waiting_changes_no_bit(streams: int, dtype: torch.dtype) -> None:
 
 
 def test_gradients_of_projections_wait() -> None:
-    made, sink, x = both(2, torch.float32), WeightSink(), streams_of(2, torch.float32)
+    made, sink, x = both(2, torch.float32), DelayedWgrad(), streams_of(2, torch.float32)
     hand_sink(made.layer, sink)
     y = made.forward(x)
     with sink.node("b"):
@@ -259,7 +259,7 @@ class Doubled(torch.autograd.Function):
 
 def test_what_waits_holds_streams_and_no_graph() -> None:
     """A graph may hold gradients that have arrived at its other end."""
-    connection, sink = built(HyperConnection, 2, torch.float32), WeightSink()
+    connection, sink = built(HyperConnection, 2, torch.float32), DelayedWgrad()
     hand_sink(connection, sink)
     x = Doubled.apply(streams_of(2, torch.float32))
     node, streams = weakref.ref(x.grad_fn), StorageWeakRef(x.untyped_storage())
@@ -276,10 +276,10 @@ def test_what_waits_holds_streams_and_no_graph() -> None:
 # --------------------------------------------------------------------------------- cost and problems
 
 
-@pytest.mark.parametrize("sink", [None, WeightSink()], ids=["plain", "sink"])
+@pytest.mark.parametrize("sink", [None, DelayedWgrad()], ids=["plain", "sink"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("streams", [1, 2, 4])
-def test_cost_is_what_autograd_keeps(streams: int, dtype: torch.dtype, sink: WeightSink | None) -> None:
+def test_cost_is_what_autograd_keeps(streams: int, dtype: torch.dtype, sink: DelayedWgrad | None) -> None:
     connection, leave = built(HyperConnection, streams, dtype), built(HyperExit, streams, dtype)
     hand_sink(nn.ModuleList([connection, leave]), sink)
     portion = Portion(rows=2, tokens=3, dtype=dtype, device="cpu")

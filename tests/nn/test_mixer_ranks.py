@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from braid import architecture
-from braid.distributed.collectives import ALONE, Group, Groups, mine, summed
+from braid.distributed.collectives import ALONE, Group, Groups, all_reduce_no_grad, own_slice
 from braid.kernels import delta_rule, ssd
 from braid.nn.canonical import Canonical
 from braid.nn.delta_net import DeltaNet
@@ -99,9 +99,9 @@ def documents() -> Tensor:
 def compute(layer: Mixer, groups: Groups, packed: bool) -> dict[str, Tensor]:
     """This rank's output, its input's gradient, and the gradient of every canonical tensor that it holds."""
     x_BTC, probe_BTC = (random(name, ROWS, TOKENS, HIDDEN) for name in ("x", "probe"))
-    x_BtC = mine(x_BTC, groups.tp_cp, 1).clone().requires_grad_()
+    x_BtC = own_slice(x_BTC, groups.tp_cp, 1).clone().requires_grad_()
     y_BtC = layer(x_BtC, documents() if packed else None)
-    y_BtC.backward(mine(probe_BTC, groups.tp_cp, 1))
+    y_BtC.backward(own_slice(probe_BTC, groups.tp_cp, 1))
     assert x_BtC.grad is not None
     return {"output": y_BtC.detach(), "input": x_BtC.grad} | gradients(layer, groups)
 
@@ -113,7 +113,7 @@ def gradients(layer: Mixer, groups: Groups) -> dict[str, Tensor]:
     for name, place in layer.canonical().items():
         grad = parameters[place.parameter].grad
         assert grad is not None
-        grads[name] = summed(summed(place.read(grad), place.copies), groups.cp)
+        grads[name] = all_reduce_no_grad(all_reduce_no_grad(place.read(grad), place.copies), groups.cp)
     return grads
 
 
@@ -152,7 +152,7 @@ def check(shape: Shape, groups: Groups, *, packed: bool) -> None:
     expected, places = compute(alone, Groups(), packed), layer.canonical()
     for name, actual in compute(layer, groups, packed).items():
         whole = expected[name]
-        part = box(whole, places[name]) if name in places else mine(whole, groups.tp_cp, 1)
+        part = box(whole, places[name]) if name in places else own_slice(whole, groups.tp_cp, 1)
         error = ((actual - part).norm() / whole.norm()).item()
         assert error < 1e-12, f"tp {groups.tp.size}, cp {groups.cp.size}, {shape}: {name} is off by {error:.1e}"
 
@@ -164,7 +164,7 @@ def test_any_sharing_of_heads_and_tokens_gives_the_answer_of_one_process(world: 
 
 def bfloat16_output(rank: int, world: int, shape: Shape) -> Tensor:
     groups = connected(rank, 2, world // 2)
-    x_BtC = mine(random("x", ROWS, TOKENS, HIDDEN), groups.tp_cp, 1).bfloat16()
+    x_BtC = own_slice(random("x", ROWS, TOKENS, HIDDEN), groups.tp_cp, 1).bfloat16()
     return build(shape, groups, torch.bfloat16)(x_BtC, documents()).detach()
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from braid import architecture
-from braid.distributed.collectives import Groups, mine, summed
+from braid.distributed.collectives import Groups, all_reduce_no_grad, own_slice
 from braid.nn.mlp import Mlp
 from tests.nn.moe_ranks import Layout, groups_of, random
 from tests.ranks import run_ranks
@@ -34,7 +34,7 @@ def ran(shape: architecture.Mlp, groups: Groups = Groups()) -> tuple[Mlp, Tensor
     """The layer with its gradients, its output and the gradient of its input, for this rank's tokens."""
     mlp = built(shape, groups)
     x_BtC, probe_BtC = (
-        mine(random(name, ROWS, TOKENS, HIDDEN), groups.tp_cp, 1).contiguous() for name in ("x", "probe")
+        own_slice(random(name, ROWS, TOKENS, HIDDEN), groups.tp_cp, 1).contiguous() for name in ("x", "probe")
     )
     y_BtC = mlp(x_BtC.requires_grad_())
     (y_BtC * probe_BtC).sum().backward()
@@ -55,13 +55,15 @@ def compared(rank: int, world: int) -> dict[str, float]:
         for shape in SHAPES:
             mlp, y, x_grad = ran(shape, groups)
             alone, whole_y, whole_x_grad = ran(shape)
-            compare("y", y, mine(whole_y, groups.tp_cp, 1))
-            compare("x", x_grad, mine(whole_x_grad, groups.tp_cp, 1))
+            compare("y", y, own_slice(whole_y, groups.tp_cp, 1))
+            compare("x", x_grad, own_slice(whole_x_grad, groups.tp_cp, 1))
             wholes = alone.canonical()
             assert mlp.canonical().keys() == wholes.keys()
             for name, place in mlp.canonical().items():
                 assert place.shape == wholes[name].shape
-                grad = summed(summed(place.read(_grad(mlp, place.parameter)), place.copies), groups.dp_cp)
+                grad = all_reduce_no_grad(
+                    all_reduce_no_grad(place.read(_grad(mlp, place.parameter)), place.copies), groups.dp_cp
+                )
                 compare(name, grad, place.held.of(wholes[name].read(_grad(alone, wholes[name].parameter))))
     return worst
 

@@ -16,7 +16,7 @@ from braid.errors import DataError
 from braid.nn.moe.jitter import jitter
 from braid.nn.moe.replay import Recording
 from braid.nn.moe.router import Router, route
-from braid.nn.moe.routing import Choice
+from braid.nn.moe.routing import ExpertChoice
 from braid.nn.moe.sinkhorn import evened
 from tests.nn.moe_cases import build, forward, grads, of_rows, randn, shape
 
@@ -267,7 +267,9 @@ def test_parts_of_rows_are_recorded_one_after_the_other() -> None:
     for places in (range(4, 8), range(4)):
         part = replace(tokens, place_T=torch.tensor(places))
         rows = torch.tensor([row * 8 + place for row in range(2) for place in places])
-        recording.write(part, Choice(whole.experts_NS[rows], whole.favourites_NS[rows], whole.kept_NS[rows]))
+        recording.write(
+            part, ExpertChoice(whole.experts_NS[rows], whole.favourites_NS[rows], whole.kept_NS[rows])
+        )
         if places.start:
             assert torch.equal(recording.read(part).experts_NS, whole.experts_NS[rows])
             with pytest.raises(DataError, match="sample 100 in layer 4 for all of its tokens"):

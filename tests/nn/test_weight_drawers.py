@@ -12,7 +12,7 @@ from braid import architecture
 from braid.distributed.collectives import Group, Groups
 from braid.kernels import grouped_mlp
 from braid.kernels.grouped_mlp import GroupedMlp, grouped
-from braid.nn.delayed_wgrad import WeightSink, hand_sink
+from braid.nn.delayed_wgrad import DelayedWgrad, hand_sink
 from braid.nn.moe.experts import Experts
 
 CHANNELS, ROWS = 8, 9
@@ -43,9 +43,9 @@ def graded(layer: Experts) -> set[str]:
     return {name for name, parameter in layer.named_parameters() if parameter.grad is not None}
 
 
-def left(*, bias: bool = False) -> tuple[Experts, WeightSink]:
+def left(*, bias: bool = False) -> tuple[Experts, DelayedWgrad]:
     """Experts after a backward that has left two drawers full under the key "b"."""
-    layer, sink = made(grouped_mlp.REFERENCE.function, bias=bias), WeightSink()
+    layer, sink = made(grouped_mlp.REFERENCE.function, bias=bias), DelayedWgrad()
     hand_sink(layer, sink)
     y_MC = output(layer, 0)
     with sink.node("b", ("down", "in")):
@@ -60,7 +60,7 @@ def left(*, bias: bool = False) -> tuple[Experts, WeightSink]:
 @pytest.mark.parametrize("kernel", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
 def test_experts_put_each_weight_into_its_drawer_and_no_bit_changes(kernel: GroupedMlp, groups: Groups) -> None:
     """Two micro-batches; what leads into the ffn waits until the next one has run backward."""
-    plain, waiting, sink = made(kernel, groups), made(kernel, groups), WeightSink()
+    plain, waiting, sink = made(kernel, groups), made(kernel, groups), DelayedWgrad()
     for number in range(2):
         output(plain, number).square().sum().backward()
     hand_sink(waiting, sink)
@@ -94,7 +94,7 @@ def test_the_order_of_drawers_does_not_matter_and_one_drain_empties_what_is_left
 
 
 def test_a_node_with_one_drawer_takes_everything() -> None:
-    layer, sink = made(grouped_mlp.REFERENCE.function), WeightSink()
+    layer, sink = made(grouped_mlp.REFERENCE.function), DelayedWgrad()
     hand_sink(layer, sink)
     y_MC = output(layer, 0)
     with sink.node("b", ("experts",)):
@@ -136,7 +136,7 @@ def test_every_drawer_is_drained_once() -> None:
 
 
 def test_a_drawer_comes_after_its_backward() -> None:
-    sink = WeightSink()
+    sink = DelayedWgrad()
     with pytest.raises(AssertionError, match="b is drained, but its backward has not run"):
         sink.drain("b", "down")
     with sink.node("b", ("down", "in")), pytest.raises(AssertionError, match="within its own backward"):
@@ -144,7 +144,7 @@ def test_a_drawer_comes_after_its_backward() -> None:
 
 
 def test_drawers_of_a_node_that_left_nothing_are_drained_as_well() -> None:
-    sink = WeightSink()
+    sink = DelayedWgrad()
     with sink.node("b", ("down", "in")):
         pass
     sink.drain("b", "down")
@@ -155,14 +155,14 @@ def test_drawers_of_a_node_that_left_nothing_are_drained_as_well() -> None:
 
 
 def test_a_layer_that_says_nothing_is_told_apart() -> None:
-    sink, parameter = WeightSink(), torch.nn.Parameter(torch.ones(2))
+    sink, parameter = DelayedWgrad(), torch.nn.Parameter(torch.ones(2))
     message = "b has down, in, and no layer says which is meant"
     with sink.node("b", ("down", "in")), pytest.raises(AssertionError, match=message):
         sink.leave(parameter, lambda: torch.ones(2))
 
 
 def test_what_waited_in_a_drawer_is_let_go_and_the_rest_is_held() -> None:
-    sink, given = WeightSink(), {"down": torch.ones(2), "in": torch.ones(2)}
+    sink, given = DelayedWgrad(), {"down": torch.ones(2), "in": torch.ones(2)}
     parameters = {name: torch.nn.Parameter(torch.ones(2)) for name in given}
     sink.sort({parameter: name for name, parameter in parameters.items()})
     with sink.node("b", ("down", "in")):

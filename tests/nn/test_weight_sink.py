@@ -16,7 +16,7 @@ from braid import architecture
 from braid.distributed.collectives import Group, Groups
 from braid.kernels.grouped_mlp import REFERENCE
 from braid.nn import linear
-from braid.nn.delayed_wgrad import Delaying, WeightSink, hand_sink
+from braid.nn.delayed_wgrad import DelayedWgrad, Delaying, hand_sink
 from braid.nn.linear import Linear
 from braid.nn.moe.experts import Experts
 from tests.nn.delayed_cases import KINDS, Case, case, inputs
@@ -41,7 +41,7 @@ def at_once(made: Case, xs: list[Tensor]) -> None:
 def delayed(made: Case, xs: list[Tensor]) -> None:
     """Each micro-batch's weight gradients come after the next one's forward and backward, when the weights
     are gone."""
-    sink = WeightSink()
+    sink = DelayedWgrad()
     hand_sink(made.layer, sink)
     for number, x in enumerate(xs):
         y = made.forward(x)
@@ -98,7 +98,7 @@ def test_waiting_changes_no_bit(kind: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_projections_and_experts_wait_and_nothing_else(kind: str) -> None:
-    made, sink = case(kind, torch.float32), WeightSink()
+    made, sink = case(kind, torch.float32), DelayedWgrad()
     hand_sink(made.layer, sink)
     (x,) = inputs(torch.float32, 1)
     with sink.node("b"):
@@ -142,7 +142,7 @@ def test_experts_without_rows_have_gradients_of_exactly_zero() -> None:
 def test_a_layer_that_is_used_twice_adds_both(dtype: torch.dtype) -> None:
     """As autograd does: what one backward finds is summed before it joins what is there already."""
     results = []
-    for sink in (None, WeightSink()):
+    for sink in (None, DelayedWgrad()):
         generator = torch.Generator().manual_seed(1)
         layer = Linear(6, (3, 2), bias=True, dtype=dtype)
         for parameter in layer.parameters():
@@ -163,7 +163,7 @@ def test_a_layer_that_is_used_twice_adds_both(dtype: torch.dtype) -> None:
 
 
 def test_what_is_not_trained_leaves_nothing() -> None:
-    layer, sink = Linear(4, 3, bias=True), WeightSink()
+    layer, sink = Linear(4, 3, bias=True), DelayedWgrad()
     layer.weight.requires_grad_(False)
     hand_sink(layer, sink)
     with sink.node("b"):
@@ -208,8 +208,8 @@ def test_ranks_that_share_a_layer_delay_it_too() -> None:
 # ------------------------------------------------------------------------------------------ once each
 
 
-def one_layer() -> tuple[Linear, WeightSink]:
-    layer, sink = Linear(2, 2), WeightSink()
+def one_layer() -> tuple[Linear, DelayedWgrad]:
+    layer, sink = Linear(2, 2), DelayedWgrad()
     layer.weight.data.normal_()
     hand_sink(layer, sink)
     return layer, sink

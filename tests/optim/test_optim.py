@@ -11,11 +11,13 @@ from torch import nn
 from braid.distributed.collectives import Group
 from braid.optim.adamw import AdamW
 from braid.optim.gradients import Copied, clip_, not_finite, total_norm
-from braid.optim.schedule import Schedule
+from braid.optim.schedule import LearningRate
 
 
 def schedule(kind, steps=100, warmup=10, decay=20, final=0.1):
-    return Schedule(kind=kind, peak=2.0, steps=steps, warmup_steps=warmup, decay_steps=decay, final_share=final)
+    return LearningRate(
+        kind=kind, peak=2.0, steps=steps, warmup_steps=warmup, decay_steps=decay, final_share=final
+    )
 
 
 def test_cosine_rises_linearly_and_falls_to_its_final_share():

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from braid.schedule import (
     Costs,
+    OpSpan,
     Options,
     Schedule,
-    Span,
     Stream,
     build,
     overlapped,
@@ -142,7 +142,7 @@ def test_boxes_of_a_thread_never_overlap_whatever_the_times(given_spans, steps):
             begin=100.0 * step,
             end=100.0 * step + 90,
             spans=tuple(
-                Span(op=parse_op(op), start=100.0 * step + start, end=100.0 * step + start + length)
+                OpSpan(op=parse_op(op), start=100.0 * step + start, end=100.0 * step + start + length)
                 for op, start, length in given_spans
             ),
         )

@@ -27,7 +27,7 @@ from braid.planning import divisibility
 from braid.planning.plan import plan
 from braid.train import state as states
 from braid.train.build import make_state
-from braid.train.data_pipeline import Feed, open_feed
+from braid.train.data_pipeline import DataPipeline, open_data_pipeline
 from braid.train.device import choose_device
 from braid.train.state import State
 from braid.train.step import evaluate, train_step
@@ -134,7 +134,7 @@ def train(rank: int, world: int, task: Task) -> Told:
         raise
 
 
-def started(rank: int, world: int, run: Run) -> tuple[State, Feed]:
+def started(rank: int, world: int, run: Run) -> tuple[State, DataPipeline]:
     """This rank's state at the beginning of the run, and the run's data."""
     worked_out = plan(run, world)
     runs = divisibility.tp_runs(run.model, worked_out.layout.kinds(), worked_out.axes.tp)
@@ -149,10 +149,10 @@ def started(rank: int, world: int, run: Run) -> tuple[State, Feed]:
         weight_decay=run.optim.weight_decay,
     )
     states.initialize(state, run)
-    return state, open_feed(run, Path(run.data.sources[0]).parent)
+    return state, open_data_pipeline(run, Path(run.data.sources[0]).parent)
 
 
-def trained(state: State, feed: Feed, task: Task) -> Told:
+def trained(state: State, feed: DataPipeline, task: Task) -> Told:
     """All steps, an evaluation, and a checkpoint where one is wanted."""
     optimizer, run, routes = state.optimizer, task.run, Routes()
     assert isinstance(optimizer, Watched)

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
 from braid.distributed import collectives
-from braid.distributed.collectives import Group, mine, summed
+from braid.distributed.collectives import Group, all_reduce_no_grad, own_slice
 from braid.engine import executor
 from braid.model import language
 from braid.model.context import Context, MicroBatch
@@ -55,9 +55,9 @@ def not_summed(module: ModuleType, family: str, entries: int | None = None) -> B
 
     def own(x: Tensor, group: Group) -> Tensor:
         left_out = group.name == family and entries in (None, x.numel())
-        return x if left_out else summed(x, group)
+        return x if left_out else all_reduce_no_grad(x, group)
 
-    return lambda: patch.object(module, "summed", own)
+    return lambda: patch.object(module, "all_reduce_no_grad", own)
 
 
 def copies_not_summed(families: Collection[str]) -> Break:
@@ -99,12 +99,12 @@ def _gather_forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
 
 
 def _gather_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-    return mine(grad, ctx.group, ctx.dim).contiguous(), None, None
+    return own_slice(grad, ctx.group, ctx.dim).contiguous(), None, None
 
 
 def _scatter_forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
     ctx.group, ctx.dim = group, dim
-    return mine(x, group, dim).contiguous()
+    return own_slice(x, group, dim).contiguous()
 
 
 def _scatter_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -131,7 +131,7 @@ def _swap_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
 
 def _exchange_forward(ctx: Any, x: Tensor, group: Group, send: Any, receive: Any) -> Tensor:
     ctx.group, ctx.send, ctx.receive = group, send, receive
-    return torch.zeros_like(collectives.exchanged(x, group, send, receive))
+    return torch.zeros_like(collectives.all_to_all_v_no_grad(x, group, send, receive))
 
 
 def _exchange_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
@@ -247,47 +247,51 @@ SABOTAGES: Mapping[str, Sabotage] = MappingProxyType(
         "weights are not gathered": _on(2, "", "tied", fsdp(gather=_shard_again), "first loss"),
         "gradients are averaged over ranks": _on(2, "", "tied", divided, "gradient norm"),
         "gather, forward": _on(
-            2, "tp2", "hybrid", replaced(collectives._Gather, "forward", _gather_forward), "first loss"
+            2, "tp2", "hybrid", replaced(collectives._AllGather, "forward", _gather_forward), "first loss"
         ),
         "gather, backward": _on(
-            2, "tp2", "hybrid", replaced(collectives._Gather, "backward", _gather_backward), "gradients"
+            2, "tp2", "hybrid", replaced(collectives._AllGather, "backward", _gather_backward), "gradients"
         ),
         "scatter, forward": _on(
-            2, "tp2", "hybrid", replaced(collectives._Scatter, "forward", _scatter_forward), "first loss"
+            2, "tp2", "hybrid", replaced(collectives._ReduceScatter, "forward", _scatter_forward), "first loss"
         ),
         "scatter, backward": _on(
-            2, "tp2", "hybrid", replaced(collectives._Scatter, "backward", _scatter_backward), "gradients"
+            2, "tp2", "hybrid", replaced(collectives._ReduceScatter, "backward", _scatter_backward), "gradients"
         ),
         "total, forward": _on(
-            2, "tp2", "hybrid", replaced(collectives._Total, "forward", _total_forward), "first loss"
+            2, "tp2", "hybrid", replaced(collectives._AllReduce, "forward", _total_forward), "first loss"
         ),
         "total, backward": _on(
-            2, "tp2", "hybrid", replaced(collectives._Total, "backward", _total_backward), "gradients"
+            2, "tp2", "hybrid", replaced(collectives._AllReduce, "backward", _total_backward), "gradients"
         ),
         "swap, forward": _on(
-            2, "cp2", "hybrid", replaced(collectives._Swap, "forward", _swap_forward), "first loss"
+            2, "cp2", "hybrid", replaced(collectives._AllToAll, "forward", _swap_forward), "first loss"
         ),
         "swap, backward": _on(
-            2, "cp2", "hybrid", replaced(collectives._Swap, "backward", _swap_backward), "gradients"
+            2, "cp2", "hybrid", replaced(collectives._AllToAll, "backward", _swap_backward), "gradients"
         ),
         "exchange, forward": _on(
-            2, "ep2", "hybrid", replaced(collectives._Exchange, "forward", _exchange_forward), "first loss"
+            2, "ep2", "hybrid", replaced(collectives._AllToAllV, "forward", _exchange_forward), "first loss"
         ),
         "exchange, backward": _on(
-            2, "ep2", "hybrid", replaced(collectives._Exchange, "backward", _exchange_backward), "gradients"
+            2, "ep2", "hybrid", replaced(collectives._AllToAllV, "backward", _exchange_backward), "gradients"
         ),
         "gather over cp, backward": _on(
-            2, "cp2", "latent", replaced(collectives._Gather, "backward", _gather_backward), "gradients"
+            2, "cp2", "latent", replaced(collectives._AllGather, "backward", _gather_backward), "gradients"
         ),
         "all-gather dispatch, backward": _on(
-            2, "etp2", "sinkhorn", replaced(collectives._Gather, "backward", _gather_backward), "gradients"
+            2, "etp2", "sinkhorn", replaced(collectives._AllGather, "backward", _gather_backward), "gradients"
         ),
         "a pipeline sends no gradients back": _on(2, "pp2", "hybrid", no_gradients_sent, "gradients"),
         "cross-entropy: the highest logit of all ranks": _on(
-            2, "tp2", "tied", lambda: patch.object(loss, "highest", lambda x, group: x), "first loss"
+            2,
+            "tp2",
+            "tied",
+            lambda: patch.object(loss, "all_reduce_max_no_grad", lambda x, group: x),
+            "first loss",
         ),
         "cross-entropy: sums over the vocabulary": _on(
-            2, "tp2", "tied", lambda: patch.object(loss, "summed", lambda x, group: x), "first loss"
+            2, "tp2", "tied", lambda: patch.object(loss, "all_reduce_no_grad", lambda x, group: x), "first loss"
         ),
         "padding of the vocabulary counts": _on(2, "tp2", "tied", padding_counts, "first loss"),
         "load-balancing counts over a micro-batch's ranks": _on(

@@ -10,13 +10,13 @@ from braid.config import Run
 from braid.data import ByteTokenizer, build
 from braid.planning.plan import Plan, plan
 from braid.train.build import make_state
-from braid.train.data_pipeline import Feed, open_feed
+from braid.train.data_pipeline import DataPipeline, open_data_pipeline
 from braid.train.device import Device, choose_device
-from braid.train.gc_freeze import only_new_garbage
+from braid.train.gc_freeze import frozen_gc
 from braid.train.loop import Loop, Outcome
 from braid.train.metrics import Listener, Metrics, Unwritten
 from braid.train.resume import begin_or_continue
-from braid.train.run_dir import Places
+from braid.train.run_dir import RunDir
 from braid.train.signals import StopRequest
 from braid.train.state import State
 from braid.train.tracing import Tracer
@@ -37,10 +37,10 @@ def run_on(corpus: Path, **train: object) -> Run:
     return replace(run, data=replace(run.data, sources=(str(corpus),)), train=replace(run.train, **train))
 
 
-def started(run: Run, out: Path) -> tuple[Feed, State, Places]:
+def started(run: Run, out: Path) -> tuple[DataPipeline, State, RunDir]:
     """What the loop needs, begun anew or continued."""
-    places = Places(out=out)
-    feed = open_feed(run, places.data)
+    places = RunDir(out=out)
+    feed = open_data_pipeline(run, places.data)
     state = make_state(plan(run, 1), choose_device("cpu"))
     begin_or_continue(state, run, feed, places)
     return feed, state, places
@@ -48,9 +48,9 @@ def started(run: Run, out: Path) -> tuple[Feed, State, Places]:
 
 def train_to_end(
     planned: Plan,
-    places: Places,
+    places: RunDir,
     device: Device,
-    feed: Feed,
+    feed: DataPipeline,
     state: State,
     listeners: Sequence[Listener] = (),
     tracer: Tracer | None = None,
@@ -58,7 +58,7 @@ def train_to_end(
     """What `Trainer.train` does with a state that is there already."""
     first = state.model.groups.world.rank == 0
     file = Metrics(places.metrics, after_step=state.step, listeners=listeners) if first else Unwritten()
-    with file as metrics, only_new_garbage():
+    with file as metrics, frozen_gc():
         loop = Loop(planned, places, device, feed, state, metrics, tracer=tracer)
         with StopRequest() as loop.asked:
             return loop.run_to_end()

@@ -17,7 +17,7 @@ from braid.pattern import Kind
 from braid.planning.plan import plan
 from braid.train import state as states
 from braid.train.build import make_state
-from braid.train.data_pipeline import open_feed
+from braid.train.data_pipeline import open_data_pipeline
 from braid.train.device import choose_device
 from braid.train.loop import schedule_of
 from braid.train.step import train_step
@@ -78,7 +78,7 @@ def losses_of(folder: Path, chosen: kernels.Kernels | None, steps: int) -> list[
     train = Train(steps=50, batch_samples=4, micro_batches=2, seed=3, dtype="bf16", eval_samples=0)
     optim = Optim(lr=2e-3, warmup_steps=5)
     run = Run(model=shape(), data=Data(sequence_tokens=64), optim=optim, train=train)
-    feed = open_feed(run, folder)
+    feed = open_data_pipeline(run, folder)
     state = make_state(plan(run, 1), choose_device("cpu"), chosen=chosen)
     states.initialize(state, run)
     schedule, losses = schedule_of(run), []

@@ -24,11 +24,11 @@ from braid.errors import CheckpointError, ExitCode
 from braid.planning.plan import plan
 from braid.train import state as states
 from braid.train.build import make_state
-from braid.train.data_pipeline import open_feed
+from braid.train.data_pipeline import open_data_pipeline
 from braid.train.device import choose_device
 from braid.train.finetune import FREE_SETTINGS, check_settings, setting_problems
 from braid.train.resume import begin_or_continue
-from braid.train.run_dir import Places
+from braid.train.run_dir import RunDir
 from braid.train.step import evaluate, train_step
 from tests.train.helpers import run_on, started
 
@@ -142,8 +142,8 @@ def first(corpus, tmp_path):
 
 def tuned(run, out, init):
     """A new run from the weights of another: its loss before the first step."""
-    state, feed = make_state(plan(run, 1), choose_device("cpu")), open_feed(run, out / "data")
-    begin_or_continue(state, run, feed, Places(out=out), init=init)
+    state, feed = make_state(plan(run, 1), choose_device("cpu")), open_data_pipeline(run, out / "data")
+    begin_or_continue(state, run, feed, RunDir(out=out), init=init)
     assert (state.step, state.optimizer.updates) == (0, 0)
     return evaluate(state, run, feed.validation)
 

@@ -6,7 +6,7 @@ import weakref
 from braid.planning.plan import plan
 from braid.train import loop
 from braid.train.device import choose_device
-from braid.train.gc_freeze import only_new_garbage
+from braid.train.gc_freeze import frozen_gc
 from tests.train.helpers import run_on, started, train_to_end
 
 
@@ -18,7 +18,7 @@ class Knot:
 def test_what_was_there_before_is_not_searched_and_what_comes_later_is():
     old = Knot()
     kept = weakref.ref(old)
-    with only_new_garbage():
+    with frozen_gc():
         searched = {id(each) for each in gc.get_objects()}
         assert id(old) not in searched
         del old

@@ -17,9 +17,9 @@ from braid.planning.plan import plan
 from braid.schedule import computed, simulate
 from braid.train import state as states
 from braid.train.build import opened_state
-from braid.train.data_pipeline import open_feed
+from braid.train.data_pipeline import open_data_pipeline
 from braid.train.device import choose_device
-from braid.train.distributed_generation import next_logits, write_together
+from braid.train.distributed_generation import generate_together, next_logits
 from braid.train.step import train_step
 from tests.ranks import run_ranks
 from tests.train.helpers import run_on
@@ -37,7 +37,7 @@ def begun(rank: int, world: int, run: Run, out: str):
     with opened_groups(worked_out.grid, rank, tp_runs=runs) as groups:
         with opened_state(worked_out, choose_device("cpu"), groups) as state:
             states.initialize(state, run)
-            yield state, open_feed(run, Path(out))
+            yield state, open_data_pipeline(run, Path(out))
 
 
 def executed(rank: int, world: int, run: Run, out: str) -> list[str]:
@@ -69,7 +69,7 @@ def test_the_executed_log_has_the_bubble_of_the_plan(corpus, tmp_path, pattern, 
 def written(rank: int, world: int, run: Run, out: str) -> tuple[torch.Tensor, str]:
     with begun(rank, world, run, out) as (state, _):
         rows = torch.arange(7).repeat(2, 1) + 90
-        text = write_together(state, run, ByteTokenizer(), "to be", tokens=5, temperature=0.9, seed=3)
+        text = generate_together(state, run, ByteTokenizer(), "to be", tokens=5, temperature=0.9, seed=3)
         return next_logits(state, run, rows), text
 
 

@@ -18,11 +18,11 @@ from braid.pattern import parse
 from braid.planning.plan import plan
 from braid.train import state as states
 from braid.train.build import make_state
-from braid.train.data_pipeline import open_feed
+from braid.train.data_pipeline import open_data_pipeline
 from braid.train.device import Device, choose_device
-from braid.train.expert_load import Loads, figures, update_selection_biases
+from braid.train.expert_load import ExpertLoad, figures, update_selection_biases
 from braid.train.resume import begin_or_continue
-from braid.train.run_dir import Places
+from braid.train.run_dir import RunDir
 from braid.train.step import backward, evaluate, micro_batches, train_step
 from braid.train.step import count as count_tokens
 from tests.model.cases import SHAPE, build
@@ -157,19 +157,19 @@ def test_mfu_counts_three_forward_passes(corpus, tmp_path):
 def test_data_of_another_tokenizer_is_refused(corpus, tmp_path, monkeypatch):
     monkeypatch.setattr("braid.data.ByteTokenizer.description", property(lambda self: {"kind": "other"}))
     with pytest.raises(DataError, match="another tokenizer"):
-        open_feed(run_on(corpus), tmp_path)
+        open_data_pipeline(run_on(corpus), tmp_path)
 
 
 def test_a_folder_takes_one_run_at_a_time(tmp_path):
-    with Places(out=tmp_path / "run").held():
+    with RunDir(out=tmp_path / "run").held():
         with pytest.raises(ConfigError, match=r"process \d+ is training into"):
-            with Places(out=tmp_path / "run").held():
+            with RunDir(out=tmp_path / "run").held():
                 pass
-    with Places(out=tmp_path / "run").held():
+    with RunDir(out=tmp_path / "run").held():
         pass
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be used"):
-        with Places(out=tmp_path / "file").held():
+        with RunDir(out=tmp_path / "file").held():
             pass
 
 
@@ -223,7 +223,7 @@ def test_loads_add_up_over_micro_batches():
         Balance({}, torch.tensor(counts), torch.tensor(kept), torch.tensor(favourites))
         for counts, kept, favourites in (([4, 0, 2], [3, 0, 2], [4, 1, 1]), ([2, 2, 2], [2, 2, 2], [0, 3, 3]))
     )
-    loads = Loads().plus({layer: first}).plus({layer: second})
+    loads = ExpertLoad().plus({layer: first}).plus({layer: second})
     assert loads.counts_E[layer].tolist() == [6, 2, 4]
     assert loads.favourites_E[layer].tolist() == [4, 4, 4]
     metrics = figures(loads.layers())
@@ -239,7 +239,7 @@ def test_selection_biases_follow_what_was_chosen_and_not_what_found_a_place():
     model = build("E", shape)
     ((layer, moe),) = model.moes()
     chosen, kept = torch.tensor([9, 1, 1, 1, 3]), torch.tensor([1, 1, 1, 1, 1])
-    loads = Loads().plus({layer: Balance({}, chosen, kept, chosen)})
+    loads = ExpertLoad().plus({layer: Balance({}, chosen, kept, chosen)})
     before = moe.router.bias.clone()
     update_selection_biases(model, loads)
     assert (moe.router.bias - before).tolist() == [-1, 1, 1, 1, 0]
@@ -251,7 +251,7 @@ def test_a_new_run_may_start_from_the_weights_of_another(corpus, tmp_path):
     train_step(state, run, feed.train, 1e-2)
     states.save(places.checkpoints, state, run, feed.train, feed.tokenizer)
     second = make_state(plan(run, 1), choose_device("cpu"))
-    begin_or_continue(second, run, feed, Places(out=tmp_path / "second"), init=tmp_path / "first")
+    begin_or_continue(second, run, feed, RunDir(out=tmp_path / "second"), init=tmp_path / "first")
     assert (second.step, second.samples, second.optimizer.updates) == (0, 0, 0)
     for name, tensor in state.optimizer.main.items():
         assert torch.equal(second.optimizer.main[name], tensor)
@@ -262,7 +262,7 @@ def test_a_new_run_may_start_from_the_weights_of_another(corpus, tmp_path):
             make_state(plan(other, 1), choose_device("cpu")),
             other,
             feed,
-            Places(out=tmp_path / "third"),
+            RunDir(out=tmp_path / "third"),
             init=tmp_path / "first",
         )
 

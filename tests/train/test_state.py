@@ -12,10 +12,10 @@ from braid.errors import CheckpointError, DataError
 from braid.planning.plan import plan
 from braid.train import state as states
 from braid.train.build import make_state
-from braid.train.data_pipeline import open_feed
+from braid.train.data_pipeline import open_data_pipeline
 from braid.train.device import choose_device
 from braid.train.resume import begin_or_continue
-from braid.train.run_dir import Places
+from braid.train.run_dir import RunDir
 from braid.train.step import train_step
 from tests.ranks import run_ranks
 from tests.train.helpers import run_on, started
@@ -147,7 +147,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(corpus, tmp
 def begin(run, out, init=None, groups=Groups()):
     """A state as ranks fill it."""
     state = make_state(plan(run, groups.world.size), choose_device("cpu"), groups)
-    begin_or_continue(state, run, open_feed(run, out / "data"), Places(out=out), init)
+    begin_or_continue(state, run, open_data_pipeline(run, out / "data"), RunDir(out=out), init)
     return state
 
 

@@ -17,21 +17,21 @@ from braid.engine.progress import Progress
 from braid.errors import ConfigError, ExitCode
 from braid.planning import divisibility
 from braid.planning.plan import plan
-from braid.schedule import Span, parse_op
+from braid.schedule import OpSpan, parse_op
 from braid.train import state as states
 from braid.train.build import opened_state
-from braid.train.data_pipeline import open_feed
+from braid.train.data_pipeline import open_data_pipeline
 from braid.train.device import choose_device
-from braid.train.run_dir import Places
+from braid.train.run_dir import RunDir
 from braid.train.tracing import Tracer
 from tests.ranks import run_ranks
 from tests.schedule.test_trace import boxes_of, check_arrows, check_well_formed
 from tests.train.helpers import run_on, train_to_end
 
 
-def traced(rank: int, world: int, run: Run, out: Path, file: Path, on: str = "cpu") -> list[list[Span]]:
+def traced(rank: int, world: int, run: Run, out: Path, file: Path, on: str = "cpu") -> list[list[OpSpan]]:
     """Train with a trace; return what the engine's log said of the traced steps."""
-    worked_out, device, places = plan(run, world), choose_device(on), Places(out=out)
+    worked_out, device, places = plan(run, world), choose_device(on), RunDir(out=out)
     runs = divisibility.tp_runs(run.model, worked_out.layout.kinds(), worked_out.axes.tp)
     logs = []
 
@@ -44,7 +44,7 @@ def traced(rank: int, world: int, run: Run, out: Path, file: Path, on: str = "cp
     with opened_groups(worked_out.grid, rank, tp_runs=runs) as groups:
         with opened_state(worked_out, device, groups) as state, redirect_stdout(None):
             states.initialize(state, run)
-            feed = open_feed(run, places.data)
+            feed = open_data_pipeline(run, places.data)
             tracer = Noting(file, range(2, 4), state)
             train_to_end(worked_out, places, device, feed, state, tracer=tracer)
             assert state.progress.times is None
@@ -151,11 +151,11 @@ def test_a_trace_changes_no_number(corpus, tmp_path):
 
 
 def plain(rank: int, world: int, run: Run, out: Path) -> None:
-    worked_out, device, places = plan(run, world), choose_device("cpu"), Places(out=out)
+    worked_out, device, places = plan(run, world), choose_device("cpu"), RunDir(out=out)
     with opened_groups(worked_out.grid, rank) as groups, opened_state(worked_out, device, groups) as state:
         with redirect_stdout(None):
             states.initialize(state, run)
-            train_to_end(worked_out, places, device, open_feed(run, places.data), state)
+            train_to_end(worked_out, places, device, open_data_pipeline(run, places.data), state)
 
 
 def test_a_file_that_cannot_be_written_is_refused_before_the_first_step(corpus, tmp_path):

@@ -159,8 +159,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="slab-without-context-parallel-ranks",
         file="topology/standard.py",
-        old='"slab": Family(DENSE, ("tp", "cp", "dp")),',
-        new='"slab": Family(DENSE, ("tp", "dp")),',
+        old='"slab": GroupFamily(DENSE, ("tp", "cp", "dp")),',
+        new='"slab": GroupFamily(DENSE, ("tp", "dp")),',
         kind="wrong group",
         why="counts of experts leave out the tokens of other cp ranks",
     ),

@@ -17,8 +17,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="exchange-backward-by-forward-sizes",
         file="distributed/collectives.py",
-        old="exchanged(grads[0], ctx.group, ctx.receive, ctx.send)",
-        new="exchanged(grads[0], ctx.group, ctx.send, ctx.receive)",
+        old="all_to_all_v_no_grad(grads[0], ctx.group, ctx.receive, ctx.send)",
+        new="all_to_all_v_no_grad(grads[0], ctx.group, ctx.send, ctx.receive)",
         kind="swapped",
         why="gradients of experts go to the wrong tokens",
     ),

@@ -41,7 +41,7 @@ CODES: Mapping[torch.dtype, str] = MappingProxyType(
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Layout:
+class PartLayout:
     """A part before it is written: its first bytes, and the tensors in the order of the file."""
 
     header: bytes
@@ -52,7 +52,7 @@ class Layout:
     """Bytes of the whole file."""
 
 
-def lay_out(tensors: Mapping[str, Tensor]) -> Layout:
+def lay_out(tensors: Mapping[str, Tensor]) -> PartLayout:
     """Where each tensor will lie. Wider elements come first, so that every tensor is aligned."""
     ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
     entries, end = {}, 0
@@ -71,10 +71,10 @@ def lay_out(tensors: Mapping[str, Tensor]) -> Layout:
             f"  rule  a safetensors header has at most {HEADER_LIMIT}\n  set   a larger chunk_bytes"
         )
     header = len(text).to_bytes(8, "little") + text
-    return Layout(header=header, tensors=ordered, size=len(header) + end)
+    return PartLayout(header=header, tensors=ordered, size=len(header) + end)
 
 
-def write(path: Path, layout: Layout) -> tuple[StoredPart, dict[str, str]]:
+def write(path: Path, layout: PartLayout) -> tuple[StoredPart, dict[str, str]]:
     """Write and sync one part; also returns the checksum of each key's bytes."""
     checksums = {}
     with open(path, "xb") as file:

@@ -52,7 +52,7 @@ class ImportOptions:
     """Updates that the optimizer has made, where no optimizer.state.step in the files tells."""
 
 
-class Source(NamedTuple):
+class ConvertSource(NamedTuple):
     """What a folder says before its tensors are read."""
 
     run: Run
@@ -94,7 +94,7 @@ def import_(words: list[str]) -> int:
     return ExitCode.OK
 
 
-def _source(folder: Path, chosen: ImportOptions, outlines: Mapping[str, Tensor]) -> Source:
+def _source(folder: Path, chosen: ImportOptions, outlines: Mapping[str, Tensor]) -> ConvertSource:
     from braid.config import Mesh
     from braid.interchange import described, reader_of
     from braid.interchange.files import CONFIG, read_json
@@ -117,7 +117,7 @@ def _source(folder: Path, chosen: ImportOptions, outlines: Mapping[str, Tensor])
         tokenizer, tokenizer_file = _tokenizer_of(folder, chosen.out, "bytes")
         run = _run_of(shape, tokenizer_file, _dtype_of(outlines))
     plan(replace(run, mesh=Mesh()), world=1)
-    return Source(run, adapter, tokenizer, _hub(folder))
+    return ConvertSource(run, adapter, tokenizer, _hub(folder))
 
 
 def _described(folder: Path, config: Mapping[str, Any], chosen: ImportOptions) -> tuple[Run, int]:
@@ -143,7 +143,7 @@ def _described(folder: Path, config: Mapping[str, Any], chosen: ImportOptions) -
     return from_json(config["run"]), told
 
 
-def _save_trained(root: Path, found: Trained, source: Source, given: int | None) -> Path:
+def _save_trained(root: Path, found: Trained, source: ConvertSource, given: int | None) -> Path:
     """Write weights and moments as a run saves them, at the step of the last update."""
     import torch
 

@@ -117,11 +117,11 @@ def _trace_problems(steps: str) -> Iterator[Problem]:
 
 def _be_worker(words: list[str], chosen: TrainOptions, out: Path) -> int:
     """One rank of a launcher, ours or torchrun."""
-    from braid.launch.process import LAUNCHER, seat_in
+    from braid.launch.process import LAUNCHER, launch_env_of
     from braid.launch.worker_pool import die_with_launcher
 
     die_with_launcher(os.environ)
-    seat = seat_in(os.environ)
+    seat = launch_env_of(os.environ)
     assert seat is not None
     if chosen.world not in (None, seat.world):
         raise ConfigError(f"--world {chosen.world}, but the launcher started {seat.world}: leave --world out")
@@ -139,9 +139,9 @@ def _be_worker(words: list[str], chosen: TrainOptions, out: Path) -> int:
 def _work(worked_out: Plan, out: Path, words: list[str], chosen: TrainOptions) -> int:
     """Train as one of the ranks. What all of them fail by, rank 0 alone tells."""
     # torch takes seconds to load: by now the words are known to be right
-    from braid.launch.process import is_everywhere, leave, seat_in
+    from braid.launch.process import is_everywhere, launch_env_of, leave
 
-    seat = seat_in(os.environ)
+    seat = launch_env_of(os.environ)
     rank = 0 if seat is None else seat.rank
     try:
         with ExitStack() as held:

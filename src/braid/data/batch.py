@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from braid.data.source import Span
+from braid.data.source import DocumentSpan
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -35,7 +35,7 @@ class Batch:
         return Batch(**{name: tensor.to(device) for name, tensor in vars(self).items()})
 
 
-def collated(spans: Sequence[Span], length: int) -> Batch:
+def collated(spans: Sequence[DocumentSpan], length: int) -> Batch:
     """Spans of T + 1 tokens as a batch; none at all is an empty batch."""
     shape = (len(spans), length + 1)
     ids_BS = np.empty(shape, np.int64)

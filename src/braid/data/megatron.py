@@ -17,7 +17,7 @@ from types import MappingProxyType
 import numpy as np
 
 from braid.data.files import check_size, mapped, sha256_of_file, sha256_of_json
-from braid.data.source import Shard, Source
+from braid.data.source import Source, TokenShard
 from braid.errors import DataError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -42,7 +42,7 @@ def open_megatron(prefix: Path, vocab: int | None) -> Source:
         raise DataError(f"{index} is damaged: its document index leaves the {len(lengths)} sequences")
     size = int(ends[-1]) * dtype.itemsize
     check_size(tokens, size)
-    shard = Shard(
+    shard = TokenShard(
         file=tokens,
         ids=mapped(tokens, dtype, count=int(ends[-1])),
         offsets=ends[documents],

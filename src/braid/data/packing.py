@@ -14,7 +14,7 @@ from typing import Literal, assert_never
 import numpy as np
 import numpy.typing as npt
 
-from braid.data.source import Source, Span
+from braid.data.source import DocumentSpan, Source
 from braid.errors import DataError
 
 Packing = Literal["concatenate", "documents"]
@@ -57,7 +57,7 @@ class Concatenated:
     def count(self) -> int:
         return (self.source.tokens - 1) // self.length
 
-    def read(self, sample: int) -> Span:
+    def read(self, sample: int) -> DocumentSpan:
         assert 0 <= sample < self.count
         start = sample * self.length
         return self.source.read(start, start + self.length + 1)
@@ -108,7 +108,7 @@ class Packed:
     def count(self) -> int:
         return len(self.rows) - 1
 
-    def read(self, sample: int) -> Span:
+    def read(self, sample: int) -> DocumentSpan:
         assert 0 <= sample < self.count
         width = self.length + 1
         ids_S = np.full(width, PADDING, np.int64)
@@ -122,7 +122,7 @@ class Packed:
             starts_S[at] = True
             at += size
         starts_S[at : at + 1] = True  # padding, where there is any
-        return Span(ids_S=ids_S, counted_S=counted_S, starts_S=starts_S, padding=width - at)
+        return DocumentSpan(ids_S=ids_S, counted_S=counted_S, starts_S=starts_S, padding=width - at)
 
 
 def first_fit(sizes: npt.NDArray[np.int64], capacity: int) -> npt.NDArray[np.int64]:

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from braid.data.files import FileRecord, HashedFile, check_size, mapped, sha256_of_json, sync_folder
-from braid.data.source import Shard, Source
+from braid.data.source import Source, TokenShard
 from braid.data.tokenizer import Description, Tokenizer
 from braid.errors import DataError
 
@@ -205,7 +205,7 @@ def open_shards(folder: Path, vocab: int | None) -> Source:
     )
 
 
-def _open_shard(folder: Path, record: ShardRecord, dtype: np.dtype[Any]) -> Shard:
+def _open_shard(folder: Path, record: ShardRecord, dtype: np.dtype[Any]) -> TokenShard:
     mask = record.mask
     files = (record.tokens, record.offsets) if mask is None else (record.tokens, record.offsets, mask)
     sizes = (record.token_count * dtype.itemsize, (record.document_count + 1) * 8, record.token_count)
@@ -215,7 +215,7 @@ def _open_shard(folder: Path, record: ShardRecord, dtype: np.dtype[Any]) -> Shar
         if file.bytes != size:
             raise DataError(f"{folder / INDEX} gives {file.name} {file.bytes:,} bytes, its counts say {size:,}")
         check_size(folder / file.name, size)
-    shard = Shard(
+    shard = TokenShard(
         file=folder / record.tokens.name,
         ids=mapped(folder / record.tokens.name, dtype, count=record.token_count),
         offsets=mapped(folder / record.offsets.name, "<i8", count=record.document_count + 1),

@@ -22,7 +22,7 @@ from braid.errors import DataError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Span:
+class DocumentSpan:
     """A stretch of the stream."""
 
     ids_S: npt.NDArray[np.int64]
@@ -36,7 +36,7 @@ class Span:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Shard:
+class TokenShard:
     """A run of whole documents, memory-mapped."""
 
     file: Path
@@ -54,7 +54,7 @@ class Shard:
     def documents(self) -> int:
         return len(self.offsets) - 1
 
-    def read(self, start: int, stop: int) -> Span:
+    def read(self, start: int, stop: int) -> DocumentSpan:
         """Tokens start to stop of this shard."""
         starts_S = np.zeros(stop - start, np.bool_)
         first, last = np.searchsorted(self.offsets, (start, stop))
@@ -63,7 +63,7 @@ class Shard:
             counted_S = np.ones(stop - start, np.bool_)
         else:
             counted_S = self.loss_mask[start:stop] != 0
-        return Span(ids_S=self.ids[start:stop].astype(np.int64), counted_S=counted_S, starts_S=starts_S)
+        return DocumentSpan(ids_S=self.ids[start:stop].astype(np.int64), counted_S=counted_S, starts_S=starts_S)
 
     def check_ids(self, start: int, stop: int, vocab: int) -> None:
         """Refuse ids outside the vocabulary, naming file, document and offset of the first."""
@@ -105,7 +105,7 @@ class Source:
 
     path: Path
     """What was opened."""
-    shards: tuple[Shard, ...]
+    shards: tuple[TokenShard, ...]
     """The documents, in order."""
     vocab: int
     """Every id is below this number."""
@@ -140,7 +140,7 @@ class Source:
         ]
         return np.concatenate([*pieces, self.shard_starts[-1:]])
 
-    def read(self, start: int, stop: int) -> Span:
+    def read(self, start: int, stop: int) -> DocumentSpan:
         """Tokens start to stop of the stream, checked against the vocabulary."""
         assert 0 <= start <= stop <= self.tokens
         first = int(np.searchsorted(self.shard_starts, start, side="right")) - 1
@@ -192,8 +192,8 @@ def unigram_entropy(source: Source) -> float:
     return float(-(shares * np.log(shares)).sum())
 
 
-def _joined(spans: list[Span]) -> Span:
-    return Span(
+def _joined(spans: list[DocumentSpan]) -> DocumentSpan:
+    return DocumentSpan(
         ids_S=np.concatenate([np.zeros(0, np.int64), *(span.ids_S for span in spans)]),
         counted_S=np.concatenate([np.zeros(0, np.bool_), *(span.counted_S for span in spans)]),
         starts_S=np.concatenate([np.zeros(0, np.bool_), *(span.starts_S for span in spans)]),

@@ -85,92 +85,92 @@ class Groups:
 # --------------------------------------------------------------------------------------- with gradients
 
 
-def gather(x: Tensor, group: Group, dim: int) -> Tensor:
+def all_gather(x: Tensor, group: Group, dim: int) -> Tensor:
     """Every rank's slice, joined along `dim` in rank order. The gradient of a slice is summed over ranks."""
-    return x if group.handle is None else _Gather.apply(x, group, dim)
+    return x if group.handle is None else _AllGather.apply(x, group, dim)
 
 
-def scatter(x: Tensor, group: Group, dim: int) -> Tensor:
+def reduce_scatter(x: Tensor, group: Group, dim: int) -> Tensor:
     """This rank's slice along `dim` of the sum over ranks."""
-    return x if group.handle is None else _Scatter.apply(x, group, dim)
+    return x if group.handle is None else _ReduceScatter.apply(x, group, dim)
 
 
-def total(x: Tensor, group: Group) -> Tensor:
+def all_reduce(x: Tensor, group: Group) -> Tensor:
     """The sum over ranks, which each of them goes on with in its own way: gradients are summed as well."""
-    return x if group.handle is None else _Total.apply(x, group)
+    return x if group.handle is None else _AllReduce.apply(x, group)
 
 
-def swap(x: Tensor, group: Group, *, split: int, join: int) -> Tensor:
+def all_to_all(x: Tensor, group: Group, *, split: int, join: int) -> Tensor:
     """Cut along the dim `split`, give every rank its slice, and join what comes back along the dim `join`: from
     all heads of some tokens to some heads of all tokens, and the other way round."""
-    return x if group.handle is None else _Swap.apply(x, group, split, join)
+    return x if group.handle is None else _AllToAll.apply(x, group, split, join)
 
 
-def exchange(x_N: Tensor, group: Group, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+def all_to_all_v(x_N: Tensor, group: Group, send: Sequence[int], receive: Sequence[int]) -> Tensor:
     """Rows to other ranks and rows from them: `send[r]` of this rank's rows, in order, go to rank r, and
     `receive[r]` come from it."""
-    return x_N if group.handle is None else _Exchange.apply(x_N, group, tuple(send), tuple(receive))
+    return x_N if group.handle is None else _AllToAllV.apply(x_N, group, tuple(send), tuple(receive))
 
 
-class _Gather(torch.autograd.Function):
+class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
         ctx.group, ctx.dim = group, dim
-        return gathered(x, group, dim)
+        return all_gather_no_grad(x, group, dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return scattered(grads[0], ctx.group, ctx.dim), None, None
+        return reduce_scatter_no_grad(grads[0], ctx.group, ctx.dim), None, None
 
 
-class _Scatter(torch.autograd.Function):
+class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
         ctx.group, ctx.dim = group, dim
-        return scattered(x, group, dim)
+        return reduce_scatter_no_grad(x, group, dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return gathered(grads[0], ctx.group, ctx.dim), None, None
+        return all_gather_no_grad(grads[0], ctx.group, ctx.dim), None, None
 
 
-class _Total(torch.autograd.Function):
+class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
-        return summed(x, group)
+        return all_reduce_no_grad(x, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return summed(grads[0], ctx.group), None
+        return all_reduce_no_grad(grads[0], ctx.group), None
 
 
-class _Swap(torch.autograd.Function):
+class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, split: int, join: int) -> Tensor:
         ctx.group, ctx.split, ctx.join = group, split, join
-        return swapped(x, group, split, join)
+        return all_to_all_no_grad(x, group, split, join)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return swapped(grads[0], ctx.group, ctx.join, ctx.split), None, None, None
+        return all_to_all_no_grad(grads[0], ctx.group, ctx.join, ctx.split), None, None, None
 
 
-class _Exchange(torch.autograd.Function):
+class _AllToAllV(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_N: Tensor, group: Group, send: tuple[int, ...], receive: tuple[int, ...]) -> Tensor:
         ctx.group, ctx.send, ctx.receive = group, send, receive
-        return exchanged(x_N, group, send, receive)
+        return all_to_all_v_no_grad(x_N, group, send, receive)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return exchanged(grads[0], ctx.group, ctx.receive, ctx.send), None, None, None
+        return all_to_all_v_no_grad(grads[0], ctx.group, ctx.receive, ctx.send), None, None, None
 
 
 # ------------------------------------------------------------------------------------ without gradients
 
 
-def gathered(x: Tensor, group: Group, dim: int = 0) -> Tensor:
+def all_gather_no_grad(x: Tensor, group: Group, dim: int = 0) -> Tensor:
     """Every rank's slice, joined along `dim` in rank order."""
     if group.handle is None:
         return x
@@ -180,7 +180,7 @@ def gathered(x: Tensor, group: Group, dim: int = 0) -> Tensor:
     return whole.movedim(0, dim)
 
 
-def scattered(x: Tensor, group: Group, dim: int = 0) -> Tensor:
+def reduce_scatter_no_grad(x: Tensor, group: Group, dim: int = 0) -> Tensor:
     """This rank's slice along `dim` of the sum over ranks."""
     if group.handle is None:
         return x
@@ -190,7 +190,7 @@ def scattered(x: Tensor, group: Group, dim: int = 0) -> Tensor:
     return part.movedim(0, dim)
 
 
-def summed(x: Tensor, group: Group) -> Tensor:
+def all_reduce_no_grad(x: Tensor, group: Group) -> Tensor:
     """The sum over ranks, in a tensor of its own."""
     if group.handle is None:
         return x
@@ -199,7 +199,7 @@ def summed(x: Tensor, group: Group) -> Tensor:
     return whole
 
 
-def highest(x: Tensor, group: Group) -> Tensor:
+def all_reduce_max_no_grad(x: Tensor, group: Group) -> Tensor:
     """The highest value of any rank, element by element, in a tensor of its own."""
     if group.handle is None:
         return x
@@ -208,7 +208,7 @@ def highest(x: Tensor, group: Group) -> Tensor:
     return most
 
 
-def swapped(x: Tensor, group: Group, split: int, join: int) -> Tensor:
+def all_to_all_no_grad(x: Tensor, group: Group, split: int, join: int) -> Tensor:
     """Cut along the dim `split`, give every rank its slice, join what comes back along the dim `join`."""
     if group.handle is None:
         return x
@@ -218,7 +218,7 @@ def swapped(x: Tensor, group: Group, split: int, join: int) -> Tensor:
     return torch.cat(back.unbind(0), join)
 
 
-def exchanged(x_N: Tensor, group: Group, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+def all_to_all_v_no_grad(x_N: Tensor, group: Group, send: Sequence[int], receive: Sequence[int]) -> Tensor:
     """`send[r]` of this rank's rows, in order, go to rank r; `receive[r]` come from it."""
     if group.handle is None:
         return x_N
@@ -227,6 +227,6 @@ def exchanged(x_N: Tensor, group: Group, send: Sequence[int], receive: Sequence[
     return back
 
 
-def mine(x: Tensor, group: Group, dim: int) -> Tensor:
+def own_slice(x: Tensor, group: Group, dim: int) -> Tensor:
     """This rank's equal slice of what all ranks have."""
     return x if group.handle is None else x.chunk(group.size, dim)[group.rank]

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from braid.distributed.collectives import Groups
 from braid.distributed.groups import open_communicators, own_handles
 from braid.errors import ConfigError, Problem
-from braid.topology import DENSE, EXPERT, FAMILIES, Family, Grid, Members
+from braid.topology import DENSE, EXPERT, FAMILIES, Grid, GroupFamily, Members
 from braid.validators import at_least, divides, nearest
 
 Split = tuple[Members, ...]
@@ -117,7 +117,7 @@ def _own(rank: int, split: Split) -> Members:
     return next((members for members in split if rank in members), (rank,))
 
 
-def _family(name: str) -> Family:
+def _family(name: str) -> GroupFamily:
     if name not in FAMILIES:
         rule, remedy = "no family has this name", f"one of {', '.join(FAMILIES)}{nearest(name, FAMILIES)}"
         raise ConfigError([Problem(field="families", value=name, rule=rule, remedy=remedy)])

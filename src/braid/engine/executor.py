@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from braid.distributed.collectives import Group
-from braid.engine.node import Passage, Watch, Work
+from braid.engine.node import SegmentRun, StepWork, Watch
 from braid.engine.progress import Progress
 from braid.engine.weights import Weights
-from braid.schedule import Act, Channel, Op, Schedule, Span, Turn, channel_of
+from braid.schedule import Act, Channel, Op, OpSpan, Schedule, Turn, channel_of
 from braid.schedule.lifetime import Use, uses_of
 from braid.schedule.views import stream_of
 
@@ -28,7 +28,7 @@ SENDING = "messages on their way"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wires:
+class PipelineLinks:
     """How a rank reaches its neighbours in the pipeline, and whoever watches it."""
 
     channels: Mapping[Channel, Group]
@@ -51,8 +51,8 @@ class Program:
 
 
 def execute(
-    program: Program, work: Work, weights: Weights, wires: Wires, watch: Watch | None = None
-) -> tuple[Span, ...]:
+    program: Program, work: StepWork, weights: Weights, wires: PipelineLinks, watch: Watch | None = None
+) -> tuple[OpSpan, ...]:
     """Run a program, and return what ran when, in seconds of this process's clock. A step that fails leaves
     nothing behind in the weights."""
     weights.begin()
@@ -69,7 +69,7 @@ class _Execution:
     """The state of one run of one list."""
 
     def __init__(
-        self, program: Program, work: Work, weights: Weights, wires: Wires, watch: Watch | None
+        self, program: Program, work: StepWork, weights: Weights, wires: PipelineLinks, watch: Watch | None
     ) -> None:
         self.program, self.schedule = program, program.schedule
         self.work, self.weights, self.wires, self.watch = work, weights, wires, watch
@@ -79,16 +79,16 @@ class _Execution:
         """What the backward of a segment is going to begin with."""
         self.outgoing: list[tuple[dist.Work, Tensor]] = []
         """Messages that may still be on their way, with their memory."""
-        self.passages: dict[Turn, Passage] = {}
+        self.passages: dict[Turn, SegmentRun] = {}
 
-    def run(self) -> tuple[Span, ...]:
+    def run(self) -> tuple[OpSpan, ...]:
         log, progress = [], self.wires.progress
         progress.follow(self.work.streams, self.program.stream)
         for op, use in self.program.ops:
             progress.enter(op)
             start = time.perf_counter()
             self._run(op, use)
-            log.append(Span(op=op, start=start, end=time.perf_counter()))
+            log.append(OpSpan(op=op, start=start, end=time.perf_counter()))
             progress.leave(op)
         progress.enter(SENDING)
         for sending, _ in self.outgoing:
@@ -141,8 +141,8 @@ class _Execution:
             del self.passages[turn]
             self.work.after_turn(turn)
 
-    def _begin(self, turn: Turn) -> Passage:
-        passage = Passage(turn, self.schedule, self.work, watch=self.watch)
+    def _begin(self, turn: Turn) -> SegmentRun:
+        passage = SegmentRun(turn, self.schedule, self.work, watch=self.watch)
         if turn in self.inputs:
             passage.give(self.inputs.pop(turn))
         self.passages[turn] = passage

@@ -30,7 +30,7 @@ Function = Callable[[Mapping[str, Tensor]], tuple[Mapping[str, Tensor], Tensor |
 """From the tensors that a phase reads to those that it writes, and to what it adds to the loss."""
 
 
-class Work:
+class StepWork:
     """What the phases of a schedule mean to whoever has them run. An evaluation needs no more than
     `function`."""
 
@@ -145,10 +145,10 @@ class _Shared:
     gradient: Tensor | None = None
 
 
-class Passage:
+class SegmentRun:
     """One micro-batch in one segment."""
 
-    def __init__(self, turn: Turn, schedule: Schedule, work: Work, *, watch: Watch | None = None) -> None:
+    def __init__(self, turn: Turn, schedule: Schedule, work: StepWork, *, watch: Watch | None = None) -> None:
         """Under a watch, a node that reaches into another one's graph is refused."""
         self.turn, self.work, self.streams = turn, work, work.streams
         phases, delayed = schedule.phases[turn[1]], schedule.delayed

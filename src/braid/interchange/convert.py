@@ -19,7 +19,7 @@ from braid.architecture import Model
 from braid.errors import CheckpointError
 from braid.interchange.moves import FromOne, Stacked
 from braid.interchange.spelling import spelled
-from braid.interchange.tables import Adapter, Link, copies, ignored, links
+from braid.interchange.tables import Adapter, NameLink, copies, ignored, links
 
 Direction = Literal["to_ours", "to_theirs"]
 
@@ -52,14 +52,14 @@ def convert(
     return apart(tensors, table)
 
 
-def apart(tensors: Mapping[str, Tensor], table: Sequence[Link]) -> Mapping[str, Tensor]:
+def apart(tensors: Mapping[str, Tensor], table: Sequence[NameLink]) -> Mapping[str, Tensor]:
     """Our tensors, each out of the one of theirs in which it lies."""
     return Lazy(
         {name: partial(_ours, tensors, link, place) for link in table for place, name in enumerate(link.ours)}
     )
 
 
-def together(tensors: Mapping[str, Tensor], table: Sequence[Link]) -> Mapping[str, Tensor]:
+def together(tensors: Mapping[str, Tensor], table: Sequence[NameLink]) -> Mapping[str, Tensor]:
     """Their tensors, each put together from those of ours that lie in it; there may be no others of ours."""
     faults = _differences(tensors.keys(), {name for link in table for name in link.ours})
     check("the model's tensors do not fit the model's shape", faults)
@@ -72,7 +72,7 @@ def check(what: str, faults: Sequence[str]) -> None:
         raise CheckpointError("\n  ".join([f"{what}: {len(faults)} names", *faults]))
 
 
-def _ours(tensors: Mapping[str, Tensor], link: Link, place: int) -> Tensor:
+def _ours(tensors: Mapping[str, Tensor], link: NameLink, place: int) -> Tensor:
     theirs = tensors[link.theirs]
     try:
         if isinstance(link.move, Stacked):  # of hundreds of experts, only the one that is wanted
@@ -83,7 +83,7 @@ def _ours(tensors: Mapping[str, Tensor], link: Link, place: int) -> Tensor:
         raise CheckpointError(f"{link.theirs} {error}") from error
 
 
-def _theirs(tensors: Mapping[str, Tensor], link: Link) -> Tensor:
+def _theirs(tensors: Mapping[str, Tensor], link: NameLink) -> Tensor:
     ours = [tensors[name] for name in link.ours]
     try:
         theirs = link.move.to_theirs(ours)
@@ -94,7 +94,9 @@ def _theirs(tensors: Mapping[str, Tensor], link: Link) -> Tensor:
     return theirs.to(tensors["embedding.weight"].dtype) if link.move == FromOne() else theirs
 
 
-def name_faults(tensors: Collection[str], table: Sequence[Link], adapter: Adapter, shape: Model) -> list[str]:
+def name_faults(
+    tensors: Collection[str], table: Sequence[NameLink], adapter: Adapter, shape: Model
+) -> list[str]:
     """Every name of the table that is missing, and every one besides that has no place."""
     allowed = {name for each in _spellings(adapter) for name in copies(each, shape)}
     unread = {pattern for each in _spellings(adapter) for pattern in ignored(each, shape, tensors)}

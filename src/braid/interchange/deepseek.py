@@ -6,13 +6,13 @@ from types import MappingProxyType
 from typing import Any
 
 from braid.architecture import LatentAttention, Mlp, Model, Moe
-from braid.interchange.family import Family, ends, head_copy, needed, read_model, untied, write_model
+from braid.interchange.family import ModelFamily, ends, head_copy, needed, read_model, untied, write_model
 from braid.interchange.llama import EMBEDDING, MLP, STACKED_EXPERTS
 from braid.interchange.mamba import read_sigmoid_router, write_sigmoid_router
 from braid.interchange.moves import Move, PairsApart, PerHead, Same, Then, joined
 from braid.interchange.rope import read_rope, write_rope
 from braid.interchange.settings import Settings
-from braid.interchange.tables import Adapter, Copy, Depths, Row, Shape, always, rows
+from braid.interchange.tables import Adapter, Copy, Depths, Shape, TableRow, always, rows
 from braid.pattern import Kind, parse
 
 LATENT_EPS = 1e-6
@@ -47,32 +47,32 @@ def no_query_latent(shape: Shape) -> bool:
     return not query_latent(shape)
 
 
-ATTENTION: tuple[Row, ...] = (
+ATTENTION: tuple[TableRow, ...] = (
     *rows("input_layernorm.weight", "attention.norm.weight"),
     *rows("self_attn.q_a_proj.weight", "attention.q_down.weight", when=query_latent),
     *rows("self_attn.q_a_layernorm.weight", "attention.q_norm.weight", when=query_latent),
     *rows("self_attn.q_b_proj.weight", "attention.q_up.weight", move=turned_queries, when=query_latent),
     *rows("self_attn.q_proj.weight", "attention.q.weight", move=turned_queries, when=no_query_latent),
-    Row(
+    TableRow(
         theirs="self_attn.kv_a_proj_with_mqa.weight",
         ours=("attention.kv_down.weight", "attention.k_rope.weight"),
         move=latent_and_turned_key,
     ),
     *rows("self_attn.kv_a_layernorm.weight", "attention.kv_norm.weight"),
-    Row(
+    TableRow(
         theirs="self_attn.kv_b_proj.weight",
         ours=("attention.k_up.weight", "attention.v_up.weight"),
         move=keys_and_values,
     ),
     *rows("self_attn.o_proj.weight", "attention.o.weight"),
 )
-ROUTER: tuple[Row, ...] = (
+ROUTER: tuple[TableRow, ...] = (
     *rows("post_attention_layernorm.weight", "moe.norm.weight"),
     *rows("mlp.gate.weight", "moe.router.weight"),
     *rows("mlp.gate.e_score_correction_bias", "moe.router.bias"),
     *rows("mlp.shared_experts.{}_proj.weight", "moe.shared.{}.weight", "gate up down"),
 )
-MOE_HUB: tuple[Row, ...] = (
+MOE_HUB: tuple[TableRow, ...] = (
     *ROUTER,
     *rows("mlp.experts.{expert}.{}_proj.weight", "moe.experts.{expert}.{}.weight", "gate up down"),
 )
@@ -92,7 +92,7 @@ DEPTHS = Depths(
 )
 
 
-def _adapter(moe: tuple[Row, ...]) -> Adapter:
+def _adapter(moe: tuple[TableRow, ...]) -> Adapter:
     return Adapter(
         name="deepseek_v3",
         counting="pair",
@@ -184,7 +184,7 @@ def _write(shape: Model) -> dict[str, Any]:
 
 
 FAMILIES = (
-    Family(
+    ModelFamily(
         model_type="deepseek_v3",
         architecture="DeepseekV3ForCausalLM",
         hub=_adapter(MOE_HUB),

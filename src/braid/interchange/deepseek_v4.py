@@ -16,11 +16,11 @@ from typing import Any, Literal
 
 from braid.architecture import Glu, HyperConnections, LatentAttention, Model, Moe
 from braid.interchange import deepseek
-from braid.interchange.family import Family, ends, head_copy, needed, read_model, tied, untied, write_model
+from braid.interchange.family import ModelFamily, ends, head_copy, needed, read_model, tied, untied, write_model
 from braid.interchange.llama import EMBEDDING, STACKED_EXPERTS
 from braid.interchange.rope import read_rope, write_rope
 from braid.interchange.settings import Settings
-from braid.interchange.tables import Adapter, Copy, Depths, Row, Shape, rows
+from braid.interchange.tables import Adapter, Copy, Depths, Shape, TableRow, rows
 from braid.pattern import Kind, parse
 
 # ---------------------------------------------------------------------------------------------- tables
@@ -40,11 +40,11 @@ def _learned_exit(shape: Shape) -> bool:
     return bool(shape.hyper.exit == "learned")
 
 
-def _exit(theirs: str) -> tuple[Row, ...]:
+def _exit(theirs: str) -> tuple[TableRow, ...]:
     return rows(theirs, "exit.{}", PARTS, when=_learned_exit)
 
 
-def _renamed(table: tuple[Row, ...], names: Mapping[str, str]) -> tuple[Row, ...]:
+def _renamed(table: tuple[TableRow, ...], names: Mapping[str, str]) -> tuple[TableRow, ...]:
     return tuple(replace(row, theirs=names[row.theirs]) for row in table)
 
 
@@ -63,22 +63,22 @@ RELEASED = MappingProxyType(
 )
 """Latent attention in the words of transformers, and in those that DeepSeek itself has for it."""
 
-ATTENTION_HUB: tuple[Row, ...] = (
+ATTENTION_HUB: tuple[TableRow, ...] = (
     *_renamed(deepseek.ATTENTION, RELEASED),
     *rows("hc_attn_{}", "attention.connection.{}", PARTS),
 )
-ATTENTION_MEMORY: tuple[Row, ...] = (
+ATTENTION_MEMORY: tuple[TableRow, ...] = (
     *deepseek.ATTENTION,
     *rows("attn_hc.{}", "attention.connection.{}", PARTS),
 )
-MOE_HUB: tuple[Row, ...] = (
+MOE_HUB: tuple[TableRow, ...] = (
     *rows("ffn_norm.weight", "moe.norm.weight"),
     *rows("hc_ffn_{}", "moe.connection.{}", PARTS),
     *rows("ffn.gate.{}", "moe.router.{}", "weight bias"),
     *rows("ffn.shared_experts.{}.weight", "moe.shared.{}.weight", "w1:gate w3:up w2:down", when=_shared),
     *rows("ffn.experts.{expert}.{}.weight", "moe.experts.{expert}.{}.weight", "w1:gate w3:up w2:down"),
 )
-MOE_MEMORY: tuple[Row, ...] = (
+MOE_MEMORY: tuple[TableRow, ...] = (
     *rows("post_attention_layernorm.weight", "moe.norm.weight"),
     *rows("ffn_hc.{}", "moe.connection.{}", PARTS),
     *rows("mlp.gate.{}", "moe.router.{}", "weight e_score_correction_bias:bias"),
@@ -303,7 +303,7 @@ def _write(shape: Model) -> dict[str, Any]:
 
 
 FAMILIES = (
-    Family(
+    ModelFamily(
         model_type="deepseek_v4",
         architecture="DeepseekV4LatentForCausalLM",
         hub=HUB,

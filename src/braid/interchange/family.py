@@ -9,11 +9,11 @@ from typing import Any, TypeVar
 from braid.architecture import Model
 from braid.errors import ConfigError
 from braid.interchange.settings import Settings
-from braid.interchange.tables import Adapter, Copy, Row, Shape, rows
+from braid.interchange.tables import Adapter, Copy, Shape, TableRow, rows
 
 
 @dataclass(frozen=True, kw_only=True)
-class Family:
+class ModelFamily:
     """One `model_type`."""
 
     model_type: str
@@ -48,7 +48,7 @@ def tied(shape: Shape) -> bool:
     return bool(shape.tied)
 
 
-def ends(embedding: str, final_norm: tuple[Row, ...]) -> tuple[Row, ...]:
+def ends(embedding: str, final_norm: tuple[TableRow, ...]) -> tuple[TableRow, ...]:
     """Embedding, final norm and head, which all families call `lm_head`."""
     head = rows("lm_head.weight", "head.weight", when=untied)
     return (*rows(embedding, "embedding.weight"), *final_norm, *head)

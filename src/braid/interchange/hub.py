@@ -17,7 +17,7 @@ from braid.architecture import SHAPE_OF, Model
 from braid.errors import ConfigError
 from braid.interchange import deepseek, deepseek_v4, llama, mamba, megatron, qwen3_next
 from braid.interchange.convert import Lazy, convert
-from braid.interchange.family import Family
+from braid.interchange.family import ModelFamily
 from braid.interchange.files import CONFIG, SafetensorsFolder, read_json, write_folder
 from braid.interchange.settings import Settings
 from braid.interchange.tables import Adapter, check_fit, folded, links
@@ -53,7 +53,7 @@ TRAINING_FIELDS = frozenset(
 """Fields of `Model` that do not change what a trained model computes, and so need no place in a config.json."""
 
 
-def family_of(model_type: str) -> Family:
+def family_of(model_type: str) -> ModelFamily:
     """The family with this `model_type`."""
     families = {family.model_type: family for family in FAMILIES}
     if model_type not in families:
@@ -82,7 +82,7 @@ def adapter_for(
     return forms[form]
 
 
-def reader_of(family: Family) -> Adapter:
+def reader_of(family: ModelFamily) -> Adapter:
     """The table for files of a family in any form: somebody may have saved a state_dict."""
     return replace(family.hub, others=(family.memory, folded(family.memory)))
 
@@ -100,14 +100,14 @@ def from_hf(folder: Path, *, mtp_depths: int = 0) -> tuple[Model, Mapping[str, T
     return shape, to_ours(files, reader_of(family), shape, outlines=files.outlines()).tensors
 
 
-def described(folder: Path, *, mtp_depths: int = 0) -> tuple[Family, Model]:
+def described(folder: Path, *, mtp_depths: int = 0) -> tuple[ModelFamily, Model]:
     """The family and the shape that the config.json of a folder tells."""
     config = read_json(folder / CONFIG, ConfigError)
     family = family_of(str(config.get("model_type")))
     return family, shape_of(family, config, mtp_depths=mtp_depths)
 
 
-def shape_of(family: Family, config: Mapping[str, Any], *, mtp_depths: int = 0) -> Model:
+def shape_of(family: ModelFamily, config: Mapping[str, Any], *, mtp_depths: int = 0) -> Model:
     """The shape that a config.json describes, or an error with every reason why braid cannot express it."""
     settings = Settings(config)
     shape = family.read(settings)
@@ -182,7 +182,7 @@ def _cast(
     return Lazy({name: partial(cast, name) for name in tensors})
 
 
-def config_of(family: Family, shape: Model) -> dict[str, Any]:
+def config_of(family: ModelFamily, shape: Model) -> dict[str, Any]:
     """The config.json of a model. What the family has no place for is an error that lists every field."""
     check_fit(family.hub, shape)
     config = {"architectures": [family.architecture], "model_type": family.model_type, **family.write(shape)}

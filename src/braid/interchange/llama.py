@@ -6,11 +6,11 @@ from types import MappingProxyType
 from typing import Any
 
 from braid.architecture import Attention, Mlp, Model, Moe
-from braid.interchange.family import Family, ends, head_copy, needed, read_model, write_model
+from braid.interchange.family import ModelFamily, ends, head_copy, needed, read_model, write_model
 from braid.interchange.moves import Move, joined
 from braid.interchange.rope import read_rope, write_rope
 from braid.interchange.settings import Settings
-from braid.interchange.tables import Adapter, Row, Shape, rows
+from braid.interchange.tables import Adapter, Shape, TableRow, rows
 from braid.pattern import Kind, parse
 
 # ---------------------------------------------------------------------------------------------- tables
@@ -21,22 +21,22 @@ ENDS = ends(EMBEDDING, rows("model.norm.weight", "final_norm.weight"))
 ROTARY_TABLES = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
 """Old files hold the rotary frequencies, which follow from the configuration."""
 
-ATTENTION: tuple[Row, ...] = (
+ATTENTION: tuple[TableRow, ...] = (
     *rows("input_layernorm.weight", "attention.norm.weight"),
     *rows(f"{PROJECTIONS}.weight", "attention.{}.weight", "q k v o"),
     *rows(f"{PROJECTIONS}.bias", "attention.{}.bias", "q k v o", when=lambda m: m.attention.bias),
     *rows("self_attn.{}.weight", "attention.{}.weight", "q_norm k_norm", when=lambda m: m.attention.qk_norm),
 )
-MLP: tuple[Row, ...] = (
+MLP: tuple[TableRow, ...] = (
     *rows("post_attention_layernorm.weight", "mlp.norm.weight"),
     *rows("mlp.{}_proj.weight", "mlp.{}.weight", "gate up down"),
     *rows("mlp.{}_proj.bias", "mlp.{}.bias", "gate up down", when=lambda m: m.mlp.bias),
 )
-ROUTER: tuple[Row, ...] = (
+ROUTER: tuple[TableRow, ...] = (
     *rows("post_attention_layernorm.weight", "moe.norm.weight"),
     *rows("mlp.gate.weight", "moe.router.weight"),
 )
-MOE_HUB: tuple[Row, ...] = (
+MOE_HUB: tuple[TableRow, ...] = (
     *ROUTER,
     *rows("mlp.experts.{expert}.{}_proj.weight", "moe.experts.{expert}.{}.weight", "gate up down"),
 )
@@ -47,8 +47,8 @@ def gate_and_up(shape: Shape) -> Move:
     return joined(shape.moe.ffn, shape.moe.ffn)
 
 
-STACKED_EXPERTS: tuple[Row, ...] = (
-    Row(
+STACKED_EXPERTS: tuple[TableRow, ...] = (
+    TableRow(
         theirs="mlp.experts.gate_up_proj",
         ours=("moe.experts.{expert}.gate.weight", "moe.experts.{expert}.up.weight"),
         move=gate_and_up,
@@ -56,7 +56,7 @@ STACKED_EXPERTS: tuple[Row, ...] = (
     *rows("mlp.experts.down_proj", "moe.experts.{expert}.down.weight"),
 )
 MOE_MEMORY = (*ROUTER, *STACKED_EXPERTS)
-MIXTRAL_HUB: tuple[Row, ...] = (
+MIXTRAL_HUB: tuple[TableRow, ...] = (
     *rows("post_attention_layernorm.weight", "moe.norm.weight"),
     *rows("block_sparse_moe.gate.weight", "moe.router.weight"),
     *rows(
@@ -67,7 +67,7 @@ MIXTRAL_HUB: tuple[Row, ...] = (
 )
 
 
-def adapter(name: str, **layers: tuple[Row, ...]) -> Adapter:
+def adapter(name: str, **layers: tuple[TableRow, ...]) -> Adapter:
     """A table over the skeleton that these families share."""
     return Adapter(
         name=name,
@@ -299,7 +299,7 @@ _LLAMA = adapter("llama", ATTENTION=ATTENTION, MLP=MLP)
 _QWEN3 = adapter("qwen3", ATTENTION=ATTENTION, MLP=MLP)
 
 FAMILIES = (
-    Family(
+    ModelFamily(
         model_type="llama",
         architecture="LlamaForCausalLM",
         hub=_LLAMA,
@@ -307,7 +307,7 @@ FAMILIES = (
         read=_read_llama,
         write=_write_llama,
     ),
-    Family(
+    ModelFamily(
         model_type="qwen3",
         architecture="Qwen3ForCausalLM",
         hub=_QWEN3,
@@ -315,7 +315,7 @@ FAMILIES = (
         read=_read_qwen3,
         write=_write_qwen3,
     ),
-    Family(
+    ModelFamily(
         model_type="qwen3_moe",
         architecture="Qwen3MoeForCausalLM",
         hub=adapter("qwen3_moe", ATTENTION=ATTENTION, MLP=MLP, MOE=MOE_HUB),
@@ -323,7 +323,7 @@ FAMILIES = (
         read=_read_qwen3_moe,
         write=_write_qwen3_moe,
     ),
-    Family(
+    ModelFamily(
         model_type="mixtral",
         architecture="MixtralForCausalLM",
         hub=adapter("mixtral", ATTENTION=ATTENTION, MOE=MIXTRAL_HUB),

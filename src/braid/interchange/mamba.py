@@ -8,10 +8,10 @@ from typing import Any
 
 from braid.architecture import Attention, Mamba2, Mlp, Model, Moe
 from braid.errors import ConfigError
-from braid.interchange.family import Family, ends, head_copy, needed, read_model, write_model
+from braid.interchange.family import ModelFamily, ends, head_copy, needed, read_model, write_model
 from braid.interchange.moves import Channelwise, Move, joined
 from braid.interchange.settings import Settings
-from braid.interchange.tables import Adapter, Row, Shape, named, rows
+from braid.interchange.tables import Adapter, Shape, TableRow, named, rows
 from braid.pattern import Kind, parse
 
 # ---------------------------------------------------------------------------------------------- tables
@@ -37,17 +37,17 @@ def _channels(mamba2: Mamba2) -> tuple[int, int, int]:
     return mamba2.heads * mamba2.head_dim, mamba2.groups * mamba2.state, mamba2.heads
 
 
-MAMBA2: tuple[Row, ...] = (
+MAMBA2: tuple[TableRow, ...] = (
     *rows("norm.weight", "mamba2.norm.weight"),
-    Row(theirs="mixer.in_proj.weight", ours=named("mamba2.{}.weight", "z x B C dt"), move=_projected),
-    Row(
+    TableRow(theirs="mixer.in_proj.weight", ours=named("mamba2.{}.weight", "z x B C dt"), move=_projected),
+    TableRow(
         theirs="mixer.in_proj.bias",
         ours=named("mamba2.{}.bias", "z x B C dt"),
         move=_projected,
         when=lambda m: m.mamba2.bias,
     ),
-    Row(theirs="mixer.conv1d.weight", ours=named("mamba2.conv.{}.weight", "x B C"), move=_convolved),
-    Row(
+    TableRow(theirs="mixer.conv1d.weight", ours=named("mamba2.conv.{}.weight", "x B C"), move=_convolved),
+    TableRow(
         theirs="mixer.conv1d.bias",
         ours=named("mamba2.conv.{}.bias", "x B C"),
         move=_conv_biases,
@@ -58,16 +58,16 @@ MAMBA2: tuple[Row, ...] = (
     *rows("mixer.out_proj.weight", "mamba2.o.weight"),
     *rows("mixer.out_proj.bias", "mamba2.o.bias", when=lambda m: m.mamba2.bias),
 )
-ATTENTION: tuple[Row, ...] = (
+ATTENTION: tuple[TableRow, ...] = (
     *rows("norm.weight", "attention.norm.weight"),
     *rows("mixer.{}_proj.weight", "attention.{}.weight", "q k v o"),
 )
-MLP: tuple[Row, ...] = (
+MLP: tuple[TableRow, ...] = (
     *rows("norm.weight", "mlp.norm.weight"),
     *rows("mixer.{}_proj.weight", "mlp.{}.weight", "up down"),
     *rows("mixer.{}_proj.bias", "mlp.{}.bias", "up down", when=lambda m: m.mlp.bias),
 )
-ROUTER: tuple[Row, ...] = (
+ROUTER: tuple[TableRow, ...] = (
     *rows("norm.weight", "moe.norm.weight"),
     *rows("mixer.gate.weight", "moe.router.weight"),
     *rows("mixer.gate.e_score_correction_bias", "moe.router.bias"),
@@ -79,17 +79,17 @@ ROUTER: tuple[Row, ...] = (
         when=lambda m: m.moe.latent,
     ),
 )
-MOE_HUB: tuple[Row, ...] = (
+MOE_HUB: tuple[TableRow, ...] = (
     *ROUTER,
     *rows("mixer.experts.{expert}.{}_proj.weight", "moe.experts.{expert}.{}.weight", "up down"),
 )
-MOE_MEMORY: tuple[Row, ...] = (
+MOE_MEMORY: tuple[TableRow, ...] = (
     *ROUTER,
     *rows("mixer.experts.{}_proj", "moe.experts.{expert}.{}.weight", "up down"),
 )
 
 
-def _adapter(name: str, root: str, layers: Mapping[Kind, tuple[Row, ...]]) -> Adapter:
+def _adapter(name: str, root: str, layers: Mapping[Kind, tuple[TableRow, ...]]) -> Adapter:
     embedding = f"{root}.embeddings.weight"
     return Adapter(
         name=name,
@@ -338,7 +338,7 @@ _MAMBA2 = _adapter("mamba2", "backbone", {Kind.MAMBA2: MAMBA2})
 _MIXERS = MappingProxyType({Kind.MAMBA2: MAMBA2, Kind.ATTENTION: ATTENTION, Kind.MLP: MLP})
 
 FAMILIES = (
-    Family(
+    ModelFamily(
         model_type="mamba2",
         architecture="Mamba2ForCausalLM",
         hub=_MAMBA2,
@@ -346,7 +346,7 @@ FAMILIES = (
         read=_read_mamba2,
         write=_write_mamba2,
     ),
-    Family(
+    ModelFamily(
         model_type="nemotron_h",
         architecture="NemotronHForCausalLM",
         hub=_adapter("nemotron_h", "backbone", {**_MIXERS, Kind.MOE: MOE_HUB}),

@@ -27,7 +27,7 @@ from braid.interchange.deepseek import (
 )
 from braid.interchange.family import untied
 from braid.interchange.moves import Channelwise, Move, PerHead, joined
-from braid.interchange.tables import Adapter, Depths, Row, Shape, always, named, rows
+from braid.interchange.tables import Adapter, Depths, Shape, TableRow, always, named, rows
 from braid.pattern import Kind, parse
 
 Form = Literal["indexed", "hybrid", "stacked"]
@@ -58,7 +58,7 @@ def _flat(shape: Shape) -> bool:
     return not _grouped(shape)
 
 
-def _norm(theirs: str, ours: str, when: Callable[[Shape], bool] = always) -> tuple[Row, ...]:
+def _norm(theirs: str, ours: str, when: Callable[[Shape], bool] = always) -> tuple[TableRow, ...]:
     """The weight of a norm, and its bias where the model's norms have one."""
     return (
         *rows(f"{theirs}weight", f"{ours}.weight", when=when),
@@ -100,7 +100,7 @@ def _fc1(
     leaf: str = "weight",
     apart: bool = False,
     interleave: int = 0,
-) -> tuple[Row, ...]:
+) -> tuple[TableRow, ...]:
     """The projection into the ffn: two of ours where the activation has a gate, and two of theirs where they
     have them `apart`."""
 
@@ -113,10 +113,10 @@ def _fc1(
     def move(shape: Shape) -> Move:
         return _into(ffn(shape), getattr(shape, kind).activation, interleave)
 
-    alone = Row(theirs=theirs, ours=(f"{ours}.up.{leaf}",), move=move, when=plain)
+    alone = TableRow(theirs=theirs, ours=(f"{ours}.up.{leaf}",), move=move, when=plain)
     if apart:
         return (alone, *rows(f"{theirs}_{{}}", f"{ours}.{{}}.{leaf}", "w:gate v:up", when=gated))
-    return (alone, Row(theirs=theirs, ours=named(f"{ours}.{{}}.{leaf}", "gate up"), move=move, when=gated))
+    return (alone, TableRow(theirs=theirs, ours=named(f"{ours}.{{}}.{leaf}", "gate up"), move=move, when=gated))
 
 
 def _taps(channels: Callable[[Shape], int]) -> Callable[[Shape], Move]:
@@ -126,7 +126,7 @@ def _taps(channels: Callable[[Shape], int]) -> Callable[[Shape], Move]:
 # ---------------------------------------------------------------------------------------------- tables
 
 
-def _qkv_rows(leaf: str, when: Callable[[Shape], bool]) -> tuple[Row, ...]:
+def _qkv_rows(leaf: str, when: Callable[[Shape], bool]) -> tuple[TableRow, ...]:
     def gated(shape: Shape) -> bool:
         return bool(shape.attention.gate and when(shape))
 
@@ -135,12 +135,12 @@ def _qkv_rows(leaf: str, when: Callable[[Shape], bool]) -> tuple[Row, ...]:
 
     theirs, ours = f"self_attention.linear_qkv.{leaf}", f"attention.{{}}.{leaf}"
     return (
-        Row(theirs=theirs, ours=named(ours, "q k v"), move=_qkv, when=plain),
-        Row(theirs=theirs, ours=named(ours, "q gate k v"), move=_qkv, when=gated),
+        TableRow(theirs=theirs, ours=named(ours, "q k v"), move=_qkv, when=plain),
+        TableRow(theirs=theirs, ours=named(ours, "q gate k v"), move=_qkv, when=gated),
     )
 
 
-ATTENTION: tuple[Row, ...] = (
+ATTENTION: tuple[TableRow, ...] = (
     *_norm("self_attention.linear_qkv.layer_norm_", "attention.norm"),
     *_qkv_rows("weight", always),
     *_qkv_rows("bias", lambda m: m.attention.bias),
@@ -153,7 +153,7 @@ ATTENTION: tuple[Row, ...] = (
         when=lambda m: m.attention.qk_norm,
     ),
 )
-LATENT_ATTENTION: tuple[Row, ...] = (
+LATENT_ATTENTION: tuple[TableRow, ...] = (
     *_norm("input_layernorm.", "attention.norm"),
     *rows("self_attention.linear_q_down_proj.weight", "attention.q_down.weight", when=query_latent),
     *rows("self_attention.linear_q_up_proj.layer_norm_weight", "attention.q_norm.weight", when=query_latent),
@@ -166,20 +166,20 @@ LATENT_ATTENTION: tuple[Row, ...] = (
     *rows(
         "self_attention.linear_q_proj.weight", "attention.q.weight", move=turned_queries, when=no_query_latent
     ),
-    Row(
+    TableRow(
         theirs="self_attention.linear_kv_down_proj.weight",
         ours=("attention.kv_down.weight", "attention.k_rope.weight"),
         move=latent_and_turned_key,
     ),
     *rows("self_attention.linear_kv_up_proj.layer_norm_weight", "attention.kv_norm.weight"),
-    Row(
+    TableRow(
         theirs="self_attention.linear_kv_up_proj.weight",
         ours=("attention.k_up.weight", "attention.v_up.weight"),
         move=keys_and_values,
     ),
     *rows("self_attention.linear_proj.weight", "attention.o.weight"),
 )
-MAMBA2: tuple[Row, ...] = (
+MAMBA2: tuple[TableRow, ...] = (
     *_norm("mixer.in_proj.layer_norm_", "mamba2.norm"),
     *rows("mixer.in_proj.weight.{}", "mamba2.{}.weight", "z x B C dt"),
     *rows(
@@ -198,7 +198,7 @@ MAMBA2: tuple[Row, ...] = (
     *rows("mixer.norm.weight", "mamba2.gate_norm.weight"),
     *rows("mixer.out_proj.weight", "mamba2.o.weight"),
 )
-DELTA_NET: tuple[Row, ...] = (
+DELTA_NET: tuple[TableRow, ...] = (
     *_norm("self_attention.in_proj.layer_norm_", "delta_net.norm"),
     *rows("self_attention.in_proj.weight.{}", "delta_net.{}.weight", "query:q key:k value:v z beta:b alpha:a"),
     *rows(
@@ -218,7 +218,7 @@ DELTA_NET: tuple[Row, ...] = (
 )
 
 
-def _mlp(apart: bool) -> tuple[Row, ...]:
+def _mlp(apart: bool) -> tuple[TableRow, ...]:
     def ffn(shape: Shape) -> int:
         return int(shape.mlp.ffn)
 
@@ -234,7 +234,7 @@ def _mlp(apart: bool) -> tuple[Row, ...]:
     )
 
 
-def _experts(experts: Experts, interleave: int) -> tuple[Row, ...]:
+def _experts(experts: Experts, interleave: int) -> tuple[TableRow, ...]:
     def biased(shape: Shape) -> bool:
         return bool(shape.moe.bias)
 
@@ -259,7 +259,7 @@ def _experts(experts: Experts, interleave: int) -> tuple[Row, ...]:
     return tuple(replace(row, folded=True) for row in table) if experts == "packed" else table
 
 
-def _moe(experts: Experts, interleave: int) -> tuple[Row, ...]:
+def _moe(experts: Experts, interleave: int) -> tuple[TableRow, ...]:
     def shared(shape: Shape) -> bool:
         return bool(shape.moe.shared_ffn)
 
@@ -287,13 +287,13 @@ def _moe(experts: Experts, interleave: int) -> tuple[Row, ...]:
     )
 
 
-ENDS: tuple[Row, ...] = (
+ENDS: tuple[TableRow, ...] = (
     *rows("embedding.word_embeddings.weight", "embedding.weight"),
     *_norm("decoder.final_layernorm.", "final_norm", when=_grouped),
     *_norm("decoder.final_norm.", "final_norm", when=_flat),
     *rows("output_layer.weight", "head.weight", when=untied),
 )
-DEPTH_ROWS: tuple[Row, ...] = (
+DEPTH_ROWS: tuple[TableRow, ...] = (
     *_norm("mtp.layers.{depth}.enorm.", "embedding_norm"),
     *_norm("mtp.layers.{depth}.hnorm.", "hidden_norm"),
     *rows("mtp.layers.{depth}.eh_proj.weight", "projection.weight"),
@@ -320,7 +320,7 @@ def adapter(form: Form = "indexed", experts: Experts = "stacked", *, interleave:
             "  rule  files with one tensor for gate and one for up have no rows that alternate\n"
             f"  set   another layout: {', '.join(name for name in EXPERT_NAMES if name != experts)}"
         )
-    layers: Mapping[Kind, tuple[Row, ...]] = {
+    layers: Mapping[Kind, tuple[TableRow, ...]] = {
         Kind.ATTENTION: ATTENTION,
         Kind.LATENT_ATTENTION: LATENT_ATTENTION,
         Kind.MAMBA2: MAMBA2,

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from braid.architecture import DeltaNet, Mlp, Model, Moe
-from braid.interchange.family import Family, ends, head_copy, needed, read_model, write_model
+from braid.interchange.family import ModelFamily, ends, head_copy, needed, read_model, write_model
 from braid.interchange.llama import (
     EMBEDDING,
     STACKED_EXPERTS,
@@ -20,7 +20,7 @@ from braid.interchange.llama import (
 from braid.interchange.moves import Channelwise, FromOne, Move, PerHead
 from braid.interchange.rope import write_rope
 from braid.interchange.settings import Settings
-from braid.interchange.tables import Adapter, Depths, Row, Shape, named, rows
+from braid.interchange.tables import Adapter, Depths, Shape, TableRow, named, rows
 from braid.pattern import Kind, parse
 
 # ---------------------------------------------------------------------------------------------- tables
@@ -54,14 +54,14 @@ def _convolved(shape: Shape) -> Move:
     return Channelwise((keys, keys, net.value_heads * net.value_dim))
 
 
-ATTENTION: tuple[Row, ...] = (
+ATTENTION: tuple[TableRow, ...] = (
     *rows("input_layernorm.weight", "attention.norm.weight", move=_from_one),
-    Row(
+    TableRow(
         theirs="self_attn.q_proj.weight",
         ours=named("attention.{}.weight", "q gate"),
         move=_query_and_gate,
     ),
-    Row(
+    TableRow(
         theirs="self_attn.q_proj.bias",
         ours=named("attention.{}.bias", "q gate"),
         move=_query_and_gate,
@@ -71,15 +71,15 @@ ATTENTION: tuple[Row, ...] = (
     *rows("self_attn.{}_proj.bias", "attention.{}.bias", "k v o", when=lambda m: m.attention.bias),
     *rows("self_attn.{}.weight", "attention.{}.weight", "q_norm k_norm", move=_from_one),
 )
-DELTA_NET: tuple[Row, ...] = (
+DELTA_NET: tuple[TableRow, ...] = (
     *rows("input_layernorm.weight", "delta_net.norm.weight", move=_from_one),
-    Row(
+    TableRow(
         theirs="linear_attn.in_proj_qkvz.weight",
         ours=named("delta_net.{}.weight", "q k v z"),
         move=_qkvz,
     ),
-    Row(theirs="linear_attn.in_proj_ba.weight", ours=named("delta_net.{}.weight", "b a"), move=_ba),
-    Row(
+    TableRow(theirs="linear_attn.in_proj_ba.weight", ours=named("delta_net.{}.weight", "b a"), move=_ba),
+    TableRow(
         theirs="linear_attn.conv1d.weight",
         ours=named("delta_net.conv.{}.weight", "q k v"),
         move=_convolved,
@@ -88,17 +88,17 @@ DELTA_NET: tuple[Row, ...] = (
     *rows("linear_attn.norm.weight", "delta_net.gate_norm.weight"),
     *rows("linear_attn.out_proj.weight", "delta_net.o.weight"),
 )
-MLP: tuple[Row, ...] = (
+MLP: tuple[TableRow, ...] = (
     *rows("post_attention_layernorm.weight", "mlp.norm.weight", move=_from_one),
     *rows("mlp.{}_proj.weight", "mlp.{}.weight", "gate up down"),
 )
-ROUTER: tuple[Row, ...] = (
+ROUTER: tuple[TableRow, ...] = (
     *rows("post_attention_layernorm.weight", "moe.norm.weight", move=_from_one),
     *rows("mlp.gate.weight", "moe.router.weight"),
     *rows("mlp.shared_expert.{}_proj.weight", "moe.shared.{}.weight", "gate up down"),
     *rows("mlp.shared_expert_gate.weight", "moe.shared_gate.weight"),
 )
-MOE_HUB: tuple[Row, ...] = (
+MOE_HUB: tuple[TableRow, ...] = (
     *ROUTER,
     *rows("mlp.experts.{expert}.{}_proj.weight", "moe.experts.{expert}.{}.weight", "gate up down"),
 )
@@ -117,8 +117,8 @@ DEPTHS = Depths(
 )
 
 
-def _adapter(moe: tuple[Row, ...]) -> Adapter:
-    layers: Mapping[Kind, tuple[Row, ...]] = {
+def _adapter(moe: tuple[TableRow, ...]) -> Adapter:
+    layers: Mapping[Kind, tuple[TableRow, ...]] = {
         Kind.ATTENTION: ATTENTION,
         Kind.DELTA_NET: DELTA_NET,
         Kind.MLP: MLP,
@@ -217,7 +217,7 @@ def _write(shape: Model) -> dict[str, Any]:
 
 
 FAMILIES = (
-    Family(
+    ModelFamily(
         model_type="qwen3_next",
         architecture="Qwen3NextForCausalLM",
         hub=_adapter(MOE_HUB),

@@ -16,9 +16,9 @@ from torch import Tensor
 from braid.architecture import Model
 from braid.errors import ConfigError
 from braid.interchange.moves import Stacked
-from braid.interchange.tables import Adapter, Link, check_fit, links
+from braid.interchange.tables import Adapter, NameLink, check_fit, links
 
-Choices = Mapping[int, Sequence[Link]]
+Choices = Mapping[int, Sequence[NameLink]]
 """The links of one set of tensors, by the number of the spelling."""
 
 
@@ -33,7 +33,7 @@ class Fit(NamedTuple):
     """Whether those that are there have as many dims as it says."""
 
 
-def spelled(adapter: Adapter, shape: Model, held: Mapping[str, Tensor]) -> list[Sequence[Link]]:
+def spelled(adapter: Adapter, shape: Model, held: Mapping[str, Tensor]) -> list[Sequence[NameLink]]:
     """The links of a model of this shape, set by set, each in the spelling in which files hold it. What they do
     not hold at all is told in the spelling that they usually have."""
     if not adapter.others:
@@ -71,7 +71,7 @@ def _best(choices: Choices, held: Mapping[str, Tensor], usual: Sequence[int]) ->
     return max(best, key=lambda n: named[n]._replace(dims=all(_has_dims(link, held) for link in choices[n])))
 
 
-def _has_dims(link: Link, held: Mapping[str, Tensor]) -> bool:
+def _has_dims(link: NameLink, held: Mapping[str, Tensor]) -> bool:
     """Whether a stack of experts has as many dims as its link says: matrices have two, biases one."""
     if link.theirs not in held or not isinstance(link.move, Stacked):
         return True
@@ -79,7 +79,7 @@ def _has_dims(link: Link, held: Mapping[str, Tensor]) -> bool:
     return held[link.theirs].dim() == len(link.move.dims) - link.move.folded + inside
 
 
-def _sets(tables: Sequence[Sequence[Link]]) -> Iterator[Choices]:
+def _sets(tables: Sequence[Sequence[NameLink]]) -> Iterator[Choices]:
     """The smallest sets of our tensors that no link of any spelling leaves, in the order of the first one."""
     home: dict[str, str] = {}
 
@@ -92,7 +92,7 @@ def _sets(tables: Sequence[Sequence[Link]]) -> Iterator[Choices]:
         for link in table:
             for name in link.ours:
                 home[root(name)] = root(link.ours[0])
-    found: dict[str, dict[int, list[Link]]] = {}
+    found: dict[str, dict[int, list[NameLink]]] = {}
     for number, table in enumerate(tables):
         for link in table:
             found.setdefault(root(link.ours[0]), {}).setdefault(number, []).append(link)

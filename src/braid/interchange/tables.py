@@ -32,7 +32,7 @@ def same(shape: Shape) -> Move:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class TableRow:
     """One of their tensors, and what it holds of ours."""
 
     theirs: str
@@ -66,7 +66,7 @@ class Depths:
 
     prefix: str
     """Before the names of the layers of a depth; {layer} goes on counting after the main stack."""
-    rows: tuple[Row, ...]
+    rows: tuple[TableRow, ...]
     """What a depth has besides layers, under full names."""
     copies: tuple[Copy, ...] = ()
     unread: str
@@ -81,9 +81,9 @@ class Adapter:
     counting: Counting
     prefix: str
     """Before the names of a layer's tensors."""
-    ends: tuple[Row, ...]
+    ends: tuple[TableRow, ...]
     """What is before the first layer and after the last."""
-    layers: Mapping[Kind, tuple[Row, ...]]
+    layers: Mapping[Kind, tuple[TableRow, ...]]
     """What each kind of layer has; other kinds have no place in this family."""
     depths: Depths | None = None
     hyper: bool = False
@@ -100,7 +100,7 @@ class Adapter:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Link:
+class NameLink:
     """One of their tensors and the tensors of ours that lie in it, all named in full."""
 
     theirs: str
@@ -115,11 +115,11 @@ def rows(
     *,
     move: Callable[[Shape], Move] = same,
     when: Callable[[Shape], bool] = always,
-) -> tuple[Row, ...]:
+) -> tuple[TableRow, ...]:
     """Rows that differ in one word: `{}` stands for each of `parts`, where `a:b` is theirs and ours."""
     pairs = [part.split(":") if ":" in part else (part, part) for part in parts.split()] or [("", "")]
     return tuple(
-        Row(theirs=theirs.replace("{}", one), ours=(ours.replace("{}", other),), move=move, when=when)
+        TableRow(theirs=theirs.replace("{}", one), ours=(ours.replace("{}", other),), move=move, when=when)
         for one, other in pairs
     )
 
@@ -142,7 +142,7 @@ def named(text: str, parts: str) -> tuple[str, ...]:
 # ----------------------------------------------------------------------------------- tables written out
 
 
-def links(adapter: Adapter, shape: Model) -> Iterator[Link]:
+def links(adapter: Adapter, shape: Model) -> Iterator[NameLink]:
     """Every tensor of a model of this shape."""
     check_fit(adapter, shape)
     layout = parse(shape.pattern)
@@ -237,7 +237,7 @@ def _after(numbered: Numbered) -> int:
     return numbered[-1][0] + 1 if numbered else 0
 
 
-def _layers(adapter: Adapter, numbered: Numbered, ours: str, prefix: str, shape: Shape) -> Iterator[Link]:
+def _layers(adapter: Adapter, numbered: Numbered, ours: str, prefix: str, shape: Shape) -> Iterator[NameLink]:
     for kind, table in adapter.layers.items():
         found = [(index, layer) for index, layer in numbered if layer.kind is kind]
         places = [{"layer": index, "block": layer.block} for index, layer in found]
@@ -248,7 +248,7 @@ def _layers(adapter: Adapter, numbered: Numbered, ours: str, prefix: str, shape:
 
 def _depth_layers(
     adapter: Adapter, prefix: str, depth: MtpDepth, place: Mapping[str, int], shape: Shape
-) -> Iterator[Link]:
+) -> Iterator[NameLink]:
     """The layers of one depth, each by itself: no name may serve two."""
     if "{inner}" not in prefix and len(depth.blocks) > 1:
         raise ConfigError(f"{adapter.name} has names for 1 block in an MTP depth, not for {str(depth)!r}")
@@ -258,14 +258,14 @@ def _depth_layers(
 
 
 def _written(
-    table: Sequence[Row],
+    table: Sequence[TableRow],
     prefix: str,
     ours_prefix: str,
     places: Sequence[Mapping[str, int]],
     shape: Shape,
     *,
     stacked: bool = False,
-) -> Iterator[Link]:
+) -> Iterator[NameLink]:
     """The rows that this model has, at each of the places where a layer of their kind stands. `stacked` says
     that one tensor of theirs holds all places."""
     for row in table:
@@ -282,4 +282,4 @@ def _written(
         dims += (len(experts),) if "{expert}" in ours[0] and "{expert}" not in theirs else ()
         move = Stacked(dims, row.move(shape), row.folded) if dims else row.move(shape)
         for name, inside in held.items():
-            yield Link(theirs=name, ours=tuple(inside), move=move)
+            yield NameLink(theirs=name, ours=tuple(inside), move=move)

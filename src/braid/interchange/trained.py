@@ -26,7 +26,7 @@ from braid.errors import CheckpointError
 from braid.interchange.convert import Lazy, apart, check, copy_faults, name_faults, together
 from braid.interchange.moves import of_moments
 from braid.interchange.spelling import spelled
-from braid.interchange.tables import Adapter, Link, links
+from braid.interchange.tables import Adapter, NameLink, links
 from braid.kernels import references
 from braid.model.language import LanguageModel
 from braid.pattern import parse
@@ -81,13 +81,13 @@ def has_moments(names: Collection[str]) -> bool:
 # ------------------------------------------------------------------------------------------------- in
 
 
-class Part(NamedTuple):
+class TrainedPart(NamedTuple):
     """One set of their tensors, and how ours lie in it."""
 
     held: Mapping[str, Tensor]
     seen: Mapping[str, Tensor]
     """The same without numbers, or once more."""
-    table: Sequence[Link]
+    table: Sequence[NameLink]
     """The links whose tensor is there."""
     faults: Sequence[str]
 
@@ -151,7 +151,7 @@ def _part(
     adapter: Adapter,
     shape: Model,
     wanted: Mapping[str, Target],
-) -> Part:
+) -> TrainedPart:
     told = spelled(adapter, shape, seen)
     if kind == MAIN:  # Weights that are wide enough have none.
         told = [each for each in told if any(link.theirs in seen for link in each)]
@@ -160,10 +160,10 @@ def _part(
         table = of_the_optimizer(table, wanted)
     faults = [_placed(line, kind) for line in name_faults(seen.keys(), table, adapter, shape)]
     there = [link for link in table if link.theirs in seen]
-    return Part(held, seen, there, [*faults, *_shape_faults(kind, apart(seen, there), wanted)])
+    return TrainedPart(held, seen, there, [*faults, *_shape_faults(kind, apart(seen, there), wanted)])
 
 
-def of_the_optimizer(table: Sequence[Link], wanted: Mapping[str, Target]) -> list[Link]:
+def of_the_optimizer(table: Sequence[NameLink], wanted: Mapping[str, Target]) -> list[NameLink]:
     """The links of what the optimizer updates, as its moments go."""
     return [replace(link, move=of_moments(link.move)) for link in table if wanted[link.ours[0]].updated]
 
@@ -189,7 +189,7 @@ def _shape_faults(kind: str, ours: Mapping[str, Tensor], wanted: Mapping[str, Ta
     return sorted(found.values())
 
 
-def _dtype_faults(kind: str, part: Part, wanted: Mapping[str, Target]) -> list[str]:
+def _dtype_faults(kind: str, part: TrainedPart, wanted: Mapping[str, Target]) -> list[str]:
     """Tensors whose numbers are whole, or of a dtype that braid does not have, where the model's are not."""
     real = [link for link in part.table if wanted[link.ours[0]].dtype.is_floating_point]
     dtypes = {link.theirs: part.seen[link.theirs].dtype for link in real}
@@ -201,7 +201,7 @@ def _dtype_faults(kind: str, part: Part, wanted: Mapping[str, Target]) -> list[s
     )
 
 
-def _narrow_faults(weights: Part, mains: Part, wanted: Mapping[str, Target]) -> list[str]:
+def _narrow_faults(weights: TrainedPart, mains: TrainedPart, wanted: Mapping[str, Target]) -> list[str]:
     """Weights that an optimizer updates, in a narrow dtype, and whose main parameters are lost."""
     main = {name for link in mains.table for name in link.ours}
     lost = [link for link in weights.table if not main.issuperset(link.ours) and wanted[link.ours[0]].updated]
@@ -213,7 +213,9 @@ def _narrow_faults(weights: Part, mains: Part, wanted: Mapping[str, Target]) -> 
     )
 
 
-def _joined(parts: Mapping[str, Part], wanted: Mapping[str, Target], *, cast: bool) -> Mapping[str, Tensor]:
+def _joined(
+    parts: Mapping[str, TrainedPart], wanted: Mapping[str, Target], *, cast: bool
+) -> Mapping[str, Tensor]:
     """All sets as one, in the dtypes of a run where asked for."""
 
     def made(ours: Mapping[str, Tensor], name: str) -> Tensor:

@@ -21,7 +21,7 @@ from braid.kernels import (
     rotary,
     ssd,
 )
-from braid.kernels.choice import Choice
+from braid.kernels.choice import KernelChoice
 from braid.pattern import Kind
 
 
@@ -29,17 +29,17 @@ from braid.pattern import Kind
 class Kernels:
     """The implementation that a run uses of each op; None where the model has no such op."""
 
-    attention: Choice[attention.Attend] | None
-    ssd: Choice[ssd.Ssd] | None
-    delta_rule: Choice[delta_rule.DeltaRule] | None
-    grouped_mlp: Choice[grouped_mlp.GroupedMlp] | None
-    permute: Choice[permute.Permute] | None
-    hyper_connection: Choice[hyper_connection.HyperConnect] | None
-    rms_norm: Choice[rms_norm.Normalize]
-    rotary: Choice[rotary.Turn] | None
+    attention: KernelChoice[attention.Attend] | None
+    ssd: KernelChoice[ssd.Ssd] | None
+    delta_rule: KernelChoice[delta_rule.DeltaRule] | None
+    grouped_mlp: KernelChoice[grouped_mlp.GroupedMlp] | None
+    permute: KernelChoice[permute.Permute] | None
+    hyper_connection: KernelChoice[hyper_connection.HyperConnect] | None
+    rms_norm: KernelChoice[rms_norm.Normalize]
+    rotary: KernelChoice[rotary.Turn] | None
 
     @property
-    def choices(self) -> tuple[Choice, ...]:
+    def choices(self) -> tuple[KernelChoice, ...]:
         """What there is to tell the user."""
         mixers = (self.attention, self.ssd, self.delta_rule)
         every = (*mixers, self.rotary, self.rms_norm, self.grouped_mlp, self.permute, self.hyper_connection)

@@ -13,7 +13,7 @@ Function = TypeVar("Function")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice(Generic[Function]):
+class KernelChoice(Generic[Function]):
     """One implementation of one op."""
 
     op: str

@@ -18,7 +18,7 @@ HOPPER = "sm_90a"
 
 
 @dataclass(frozen=True)
-class Source:
+class CudaSource:
     """A kernel before it is compiled."""
 
     package: str
@@ -62,7 +62,7 @@ def _argument(argument: Any) -> tuple[Any, int]:
 
 
 @cache
-def loaded(source: Source, device: torch.device) -> Kernel:
+def loaded(source: CudaSource, device: torch.device) -> Kernel:
     """The kernel on a device; compiled and loaded once."""
     from cuda.bindings import driver
 
@@ -75,7 +75,7 @@ def loaded(source: Source, device: torch.device) -> Kernel:
     return Kernel(function, source.threads, source.shared)
 
 
-def compiled(source: Source, *options: str) -> tuple[bytes, str]:
+def compiled(source: CudaSource, *options: str) -> tuple[bytes, str]:
     """Machine code for Hopper, and what the compiler says of it. Needs no GPU."""
     from cuda.bindings import nvrtc
 

@@ -24,7 +24,7 @@ STRAGGLER_SAMPLES = 20
 """How much must be seen of every rank before one is called slow."""
 
 
-class Kind(Enum):
+class FailureKind(Enum):
     """What has gone wrong."""
 
     LOST = "lost"
@@ -41,11 +41,11 @@ class Kind(Enum):
     @property
     def exit_code(self) -> ExitCode:
         """Of a rank that is not to blame, or lives to tell."""
-        return ExitCode.PEER_LOST if self in (Kind.LOST, Kind.FAILED) else ExitCode.HANG
+        return ExitCode.PEER_LOST if self in (FailureKind.LOST, FailureKind.FAILED) else ExitCode.HANG
 
 
 @dataclass(frozen=True, kw_only=True)
-class Beat:
+class Heartbeat:
     """What a rank says of itself, now and then."""
 
     rank: int
@@ -79,8 +79,8 @@ class Beat:
         return asdict(self)
 
     @staticmethod
-    def from_json(data: Mapping[str, Any]) -> Beat:
-        return Beat(**{**data, "members": tuple(data["members"])})
+    def from_json(data: Mapping[str, Any]) -> Heartbeat:
+        return Heartbeat(**{**data, "members": tuple(data["members"])})
 
     @property
     def peers(self) -> tuple[int, ...]:
@@ -104,7 +104,7 @@ class Beat:
 class Seen(NamedTuple):
     """A rank as somebody else sees it."""
 
-    beat: Beat
+    beat: Heartbeat
     silent_s: float
     """For how long there has been no new word of it."""
 
@@ -117,7 +117,7 @@ class Seen(NamedTuple):
 class Diagnosis:
     """What has gone wrong, and with whom."""
 
-    kind: Kind
+    kind: FailureKind
     ranks: tuple[int, ...]
     """Who is to blame; nobody where all wait in the same place."""
     told: str
@@ -128,13 +128,13 @@ class Diagnosis:
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Diagnosis:
-        return Diagnosis(kind=Kind(data["kind"]), ranks=tuple(data["ranks"]), told=data["told"])
+        return Diagnosis(kind=FailureKind(data["kind"]), ranks=tuple(data["ranks"]), told=data["told"])
 
 
 def silence(seen: Mapping[int, Seen], timeout_s: float) -> Diagnosis | None:
     """Whether there has been no word of somebody for so long."""
     silent = [rank for rank, each in seen.items() if each.silent_s >= timeout_s and not each.beat.left]
-    return _blame(Kind.SILENT, silent, seen) if silent else None
+    return _blame(FailureKind.SILENT, silent, seen) if silent else None
 
 
 def diagnose(seen: Mapping[int, Seen], timeout_s: float) -> Diagnosis | None:
@@ -146,9 +146,9 @@ def diagnose(seen: Mapping[int, Seen], timeout_s: float) -> Diagnosis | None:
     stuck = {rank for rank, each in here.items() if each.stuck_s >= timeout_s}
     idle = [rank for rank in stuck if not here[rank].beat.waits]
     if idle:
-        return _blame(Kind.STALLED, idle, here)
+        return _blame(FailureKind.STALLED, idle, here)
     if stuck and len(stuck) == len(here):
-        return _blame(Kind.DEADLOCK, _awaited(here), here)
+        return _blame(FailureKind.DEADLOCK, _awaited(here), here)
     return None
 
 
@@ -167,31 +167,31 @@ def _awaited(seen: Mapping[int, Seen]) -> list[int]:
     return [rank for rank in absent if _come(seen[rank].beat) == least]
 
 
-def _same_place(one: Beat, other: Beat) -> bool:
+def _same_place(one: Heartbeat, other: Heartbeat) -> bool:
     return (one.call, one.members) == (other.call, other.members)
 
 
-def _come(beat: Beat) -> tuple[int, int]:
+def _come(beat: Heartbeat) -> tuple[int, int]:
     return beat.step, beat.place
 
 
 def lost(ranks: Mapping[int, str], seen: Mapping[int, Seen]) -> Diagnosis:
     """Of ranks that are known to have ended, each with how it did."""
     lines = [_last_line(rank, how, seen) for rank, how in sorted(ranks.items())]
-    return Diagnosis(kind=Kind.LOST, ranks=tuple(sorted(ranks)), told="; ".join(lines))
+    return Diagnosis(kind=FailureKind.LOST, ranks=tuple(sorted(ranks)), told="; ".join(lines))
 
 
 def failed(rank: int, error: str, seen: Mapping[int, Seen]) -> Diagnosis:
     """Of a rank that has met an error by itself."""
-    return Diagnosis(kind=Kind.FAILED, ranks=(rank,), told=_line(rank, f"failed: {error}", seen))
+    return Diagnosis(kind=FailureKind.FAILED, ranks=(rank,), told=_line(rank, f"failed: {error}", seen))
 
 
-def _blame(kind: Kind, ranks: list[int], seen: Mapping[int, Seen]) -> Diagnosis:
+def _blame(kind: FailureKind, ranks: list[int], seen: Mapping[int, Seen]) -> Diagnosis:
     how = {
-        Kind.STALLED: "makes no progress and waits for nobody",
-        Kind.DEADLOCK: "is where others do not meet it",
+        FailureKind.STALLED: "makes no progress and waits for nobody",
+        FailureKind.DEADLOCK: "is where others do not meet it",
     }
-    if kind is Kind.SILENT:
+    if kind is FailureKind.SILENT:
         silent = {rank: f"has been silent for {seen[rank].silent_s:.1f} s" for rank in ranks}
         return replace(lost(silent, seen), kind=kind)
     lines = [_line(rank, how[kind], seen) for rank in sorted(ranks)]
@@ -231,7 +231,7 @@ class Slow(NamedTuple):
     """How many times as long as the median of the others it works."""
 
 
-def stragglers(then: Mapping[int, Beat], now: Mapping[int, Beat]) -> list[Slow] | None:
+def stragglers(then: Mapping[int, Heartbeat], now: Mapping[int, Heartbeat]) -> list[Slow] | None:
     """The ranks that worked much longer than others between two times, the slowest first; None where too little
     was seen. Steps last equally long for all: who is fast spends the rest of the time waiting."""
     if len(now) < 2 or then.keys() != now.keys():

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from braid.launch.diagnosis import Beat, Diagnosis
+from braid.launch.diagnosis import Diagnosis, Heartbeat
 
 
 def _now() -> str:
@@ -20,7 +20,7 @@ def _now() -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class FailureReport:
     """What a rank writes when the run fails."""
 
     world: int
@@ -29,7 +29,7 @@ class Report:
     diagnosis: Diagnosis
     exit_code: int | None
     """What the process ends with; None where it is not there to end."""
-    beat: Beat
+    beat: Heartbeat
     """Where the rank stood."""
     stack: tuple[str, ...] = ()
     time: str = field(default_factory=_now)
@@ -64,7 +64,7 @@ class Report:
         return f"{self.diagnosis.told}\nrank {self.rank} stood at {self.beat}"
 
 
-def write_report(folder: Path, report: Report) -> None:
+def write_report(folder: Path, report: FailureReport) -> None:
     """Whole or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"rank-{report.rank}.json"

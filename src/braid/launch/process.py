@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from braid.distributed.collectives import ALONE, Group, gathered, highest
+from braid.distributed.collectives import ALONE, Group, all_gather_no_grad, all_reduce_max_no_grad
 from braid.errors import (
     BraidError,
     CheckpointError,
@@ -39,7 +39,7 @@ from braid.errors import (
     PeerLostError,
     PreemptedError,
 )
-from braid.launch.rendezvous import muster, spoken
+from braid.launch.rendezvous import meet, spoken
 
 NEEDED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What a launcher tells each process."""
@@ -73,7 +73,7 @@ Failure = TypeVar("Failure", bound=BraidError)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seat:
+class LaunchEnv:
     """The place that a launcher gave this process, read from its environment."""
 
     rank: int
@@ -88,7 +88,7 @@ class Seat:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Meeting:
+class Rendezvous:
     """Where ranks have found one another."""
 
     host: str
@@ -108,7 +108,7 @@ class Meeting:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Joined:
+class ProcessContext:
     """This process among the ranks."""
 
     rank: int
@@ -119,14 +119,14 @@ class Joined:
     """Its own device: on CUDA the one that its local rank numbers."""
     everyone: Group
     """All ranks; takes tensors of the device and of the host."""
-    meeting: Meeting | None = None
+    meeting: Rendezvous | None = None
     """Where they have found one another; None where a process is alone, or others have brought ranks
     together."""
     ours: bool = True
     """Whether `join` has formed the group of all ranks, so that `leave` ends it."""
 
 
-def seat_in(environment: Mapping[str, str]) -> Seat | None:
+def launch_env_of(environment: Mapping[str, str]) -> LaunchEnv | None:
     """What a launcher said, or None where there is no launcher."""
     if not environment.keys() & {"RANK", "WORLD_SIZE"}:
         return None
@@ -137,7 +137,7 @@ def seat_in(environment: Mapping[str, str]) -> Seat | None:
             f"the environment has {', '.join(there) or 'an empty RANK'} but not {', '.join(missing)}: "
             "start with torchrun, which sets all of them, or unset RANK and WORLD_SIZE"
         )
-    seat = Seat(
+    seat = LaunchEnv(
         rank=_number(environment, "RANK"),
         world=_number(environment, "WORLD_SIZE"),
         local_rank=_number(environment, "LOCAL_RANK"),
@@ -156,19 +156,19 @@ def _number(environment: Mapping[str, str], name: str) -> int:
     return int(environment[name])
 
 
-def join(environment: Mapping[str, str], device: torch.device, timeout: timedelta) -> Joined:
+def join(environment: Mapping[str, str], device: torch.device, timeout: timedelta) -> ProcessContext:
     """Take the seat that a launcher gave, and form the group of all ranks: gloo for tensors of the host, NCCL
     for those of a GPU. Without a launcher, or as its only rank, the process is alone. Where torch's default
     group is there already, it is used. `timeout` bounds the wait for others, here and in every collective."""
     if dist.is_initialized():
         return _already_joined(environment, device)
-    seat = seat_in(environment)
+    seat = launch_env_of(environment)
     device = device if seat is None else _own_device(seat, device)
     if seat is None or seat.world == 1:
-        return Joined(rank=0, world=1, local_rank=0, device=device, everyone=ALONE)
+        return ProcessContext(rank=0, world=1, local_rank=0, device=device, everyone=ALONE)
     with named_failures():
         store = _reach(seat, timeout)
-        name = muster(PrefixStore("muster", store), seat.rank, seat.world, timeout)
+        name = meet(PrefixStore("muster", store), seat.rank, seat.world, timeout)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             store=PrefixStore(name, store),
@@ -176,13 +176,13 @@ def join(environment: Mapping[str, str], device: torch.device, timeout: timedelt
             world_size=seat.world,
             timeout=timeout,
         )
-    return Joined(
+    return ProcessContext(
         rank=seat.rank,
         world=seat.world,
         local_rank=seat.local_rank,
         device=device,
         everyone=Group(name="everyone", size=seat.world, rank=seat.rank, handle=dist.group.WORLD),
-        meeting=Meeting(
+        meeting=Rendezvous(
             host=seat.host,
             port=seat.port,
             served=seat.served,
@@ -193,13 +193,15 @@ def join(environment: Mapping[str, str], device: torch.device, timeout: timedelt
     )
 
 
-def _already_joined(environment: Mapping[str, str], device: torch.device) -> Joined:
+def _already_joined(environment: Mapping[str, str], device: torch.device) -> ProcessContext:
     """Among ranks whose group somebody else has formed."""
     rank, world = dist.get_rank(), dist.get_world_size()
     local_rank = int(environment.get("LOCAL_RANK", rank))
     own = torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
     everyone = Group(name="everyone", size=world, rank=rank, handle=dist.group.WORLD) if world > 1 else ALONE
-    return Joined(rank=rank, world=world, local_rank=local_rank, device=own, everyone=everyone, ours=False)
+    return ProcessContext(
+        rank=rank, world=world, local_rank=local_rank, device=own, everyone=everyone, ours=False
+    )
 
 
 def leave() -> None:
@@ -208,7 +210,7 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def _own_device(seat: Seat, device: torch.device) -> torch.device:
+def _own_device(seat: LaunchEnv, device: torch.device) -> torch.device:
     if device.type != "cuda":
         return device
     gpus = torch.cuda.device_count()
@@ -222,7 +224,7 @@ def _own_device(seat: Seat, device: torch.device) -> torch.device:
     return own
 
 
-def _reach(seat: Seat, timeout: timedelta) -> Store:
+def _reach(seat: LaunchEnv, timeout: timedelta) -> Store:
     """The store of all ranks: served by the launcher or by rank 0, a client everywhere else."""
     serves = not seat.served and seat.rank == 0
     try:
@@ -273,7 +275,7 @@ def _raise_together(problem: BraidError | None, group: Group) -> None:
         if problem is not None:
             raise problem
         return
-    if not int(highest(torch.tensor([int(problem is not None)]), group)):
+    if not int(all_reduce_max_no_grad(torch.tensor([int(problem is not None)]), group)):
         return
     found = gather_json(None if problem is None else [problem.exit_code, str(problem)], group)
     code = next(said[0] for said in found if said is not None)
@@ -333,9 +335,9 @@ def gather_json(value: Any, group: Group) -> list[Any]:
     if group.size == 1:
         return [value]
     data = _json_bytes(value)
-    sizes = gathered(torch.tensor([len(data)]), group).tolist()
+    sizes = all_gather_no_grad(torch.tensor([len(data)]), group).tolist()
     padded = torch.frombuffer(bytearray(data.ljust(max(sizes))), dtype=torch.uint8)
-    rows = gathered(padded[None], group)
+    rows = all_gather_no_grad(padded[None], group)
     return [json.loads(row[:size].numpy().tobytes()) for row, size in zip(rows.unbind(0), sizes, strict=True)]
 
 
@@ -349,7 +351,7 @@ def agree(
     if group.size == 1:
         return
     digest = torch.frombuffer(bytearray(hashlib.sha256(_json_bytes(values)).digest()), dtype=torch.uint8)
-    digests = gathered(digest[None], group)
+    digests = all_gather_no_grad(digest[None], group)
     if bool((digests == digests[0]).all()):
         return
     differing = differences(gather_json(values, group))

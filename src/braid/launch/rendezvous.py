@@ -21,7 +21,7 @@ PAUSE_PER_RANK_S = 5e-5
 """So that the store of many ranks is not asked more often than it can answer."""
 
 
-def muster(store: Store, rank: int, world: int, timeout: timedelta) -> str:
+def meet(store: Store, rank: int, world: int, timeout: timedelta) -> str:
     """Wait for all ranks, and return the name of their round: the same everywhere, and never seen before."""
     token, answered = uuid.uuid4().hex, ""
     heard: list[bytes] = []

@@ -33,9 +33,9 @@ from braid.console import warn
 from braid.engine.progress import Progress
 from braid.errors import BraidError, ExitCode, HangError, PeerLostError
 from braid.launch.diagnosis import (
-    Beat,
     Diagnosis,
-    Kind,
+    FailureKind,
+    Heartbeat,
     Seen,
     Slow,
     diagnose,
@@ -44,8 +44,8 @@ from braid.launch.diagnosis import (
     silence,
     stragglers,
 )
-from braid.launch.failure_report import Report, write_report
-from braid.launch.process import ENDED, Joined, is_everywhere, is_of_others
+from braid.launch.failure_report import FailureReport, write_report
+from braid.launch.process import ENDED, ProcessContext, is_everywhere, is_of_others
 from braid.launch.stack_probe import Standing, is_waiting, stack_of, standing, stood
 
 BEAT_S = 0.5
@@ -69,7 +69,7 @@ MISSED = 4
 
 @contextmanager
 def watched(
-    joined: Joined,
+    joined: ProcessContext,
     failures: Path,
     progress: Progress,
     timeout_s: float,
@@ -101,7 +101,7 @@ class Watchdog:
 
     def __init__(
         self,
-        joined: Joined,
+        joined: ProcessContext,
         failures: Path,
         progress: Progress,
         timeout_s: float,
@@ -123,11 +123,11 @@ class Watchdog:
         """Whether the store is known not to answer."""
         self._count = self._working = self._samples = 0
         self._device_since: tuple[object, float] = (None, 0.0)
-        self._heard: dict[int, tuple[Beat, float]] = {}
+        self._heard: dict[int, tuple[Heartbeat, float]] = {}
         """The last beat of each rank, and when it came."""
         self._answered = self._awake = time.monotonic()
         """When the store last answered; and since when this process has not been suspended."""
-        self._compared: dict[int, Beat] = {}
+        self._compared: dict[int, Heartbeat] = {}
         self._threads = [
             threading.Thread(target=self._tell_and_listen, name="watchdog-beats", daemon=True),
             threading.Thread(target=self._look_at_thread, name="watchdog", daemon=True),
@@ -194,9 +194,11 @@ class Watchdog:
 
     def _store_is_gone(self, how: str) -> Diagnosis:
         if self._served_by is None:
-            return Diagnosis(kind=Kind.SILENT, ranks=(), told=f"the launcher, which serves the store, {how}")
+            return Diagnosis(
+                kind=FailureKind.SILENT, ranks=(), told=f"the launcher, which serves the store, {how}"
+            )
         seen = self._seen()
-        return replace(lost({self._served_by: how}, seen), kind=Kind.SILENT)
+        return replace(lost({self._served_by: how}, seen), kind=FailureKind.SILENT)
 
     def _tell_and_listen(self) -> None:
         while not self._closing.wait(self._beat_s):
@@ -214,7 +216,7 @@ class Watchdog:
         self._count += 1
         self._store.set(f"beat/{self.rank}", json.dumps(self.beat(left=left).to_json()))
 
-    def beat(self, *, left: bool = False) -> Beat:
+    def beat(self, *, left: bool = False) -> Heartbeat:
         """Where this rank stands now."""
         now, at = time.monotonic(), self.progress.at
         since = max(at.since, self._awake)
@@ -229,7 +231,7 @@ class Watchdog:
             found = Standing(waits=True, call="its device")
         elif now - since >= self.timeout_s / 2 and self.world > 1:
             found = standing(self._thread)
-        return Beat(
+        return Heartbeat(
             rank=self.rank,
             count=self._count,
             host=self._host,
@@ -278,7 +280,7 @@ class Watchdog:
             return  # somebody has not begun
         now = time.monotonic()
         for text in self._store.multi_get(keys):
-            beat = Beat.from_json(json.loads(text))
+            beat = Heartbeat.from_json(json.loads(text))
             known = self._heard.get(beat.rank)
             if known is None or known[0].count != beat.count:
                 self._heard[beat.rank] = (beat, now)
@@ -370,15 +372,17 @@ class Watchdog:
             time.sleep(self._beat_s)
         return None
 
-    def _report(self, diagnosis: Diagnosis, code: ExitCode, stack: tuple[str, ...], where: Standing) -> Report:
+    def _report(
+        self, diagnosis: Diagnosis, code: ExitCode, stack: tuple[str, ...], where: Standing
+    ) -> FailureReport:
         beat = self.beat()
         if where.waits:
             beat = replace(beat, **where._asdict())
-        return Report(
+        return FailureReport(
             world=self.world, process=os.getpid(), diagnosis=diagnosis, exit_code=code, beat=beat, stack=stack
         )
 
-    def _write(self, report: Report) -> None:
+    def _write(self, report: FailureReport) -> None:
         """A report that cannot be written is told of, and no reason to stay."""
         try:
             write_report(self._folder, report)
@@ -391,24 +395,26 @@ class Watchdog:
         self._store.set(f"report/{self.rank}", "")
         if self._store.add("reports", 1) == 1:
             self._write_for_silent(diagnosis)
-        absent = diagnosis.ranks if diagnosis.kind in (Kind.LOST, Kind.SILENT) else ()
+        absent = diagnosis.ranks if diagnosis.kind in (FailureKind.LOST, FailureKind.SILENT) else ()
         expected = [f"report/{rank}" for rank in range(self.world) if rank not in absent]
         deadline = time.monotonic() + REPORT_S
         while not self._store.check(expected) and time.monotonic() < deadline:
             time.sleep(SAMPLE_S)
 
     def _write_for_silent(self, diagnosis: Diagnosis) -> None:
-        if diagnosis.kind not in (Kind.LOST, Kind.SILENT):
+        if diagnosis.kind not in (FailureKind.LOST, FailureKind.SILENT):
             return
         for rank in diagnosis.ranks:
             if self._store.check([f"beat/{rank}"]):
-                beat = Beat.from_json(json.loads(self._store.get(f"beat/{rank}")))
+                beat = Heartbeat.from_json(json.loads(self._store.get(f"beat/{rank}")))
                 self._write(
-                    Report(world=self.world, process=None, diagnosis=diagnosis, exit_code=None, beat=beat)
+                    FailureReport(
+                        world=self.world, process=None, diagnosis=diagnosis, exit_code=None, beat=beat
+                    )
                 )
 
 
-def _reach(joined: Joined) -> tuple[Store, int | None]:
+def _reach(joined: ProcessContext) -> tuple[Store, int | None]:
     """A connection of the watchdog's own, and the rank that serves the store; None where a launcher does."""
     if joined.meeting is None:
         return HashStore(), joined.rank
@@ -417,7 +423,7 @@ def _reach(joined: Joined) -> tuple[Store, int | None]:
 
 
 def _unknown(error: Exception) -> Diagnosis:
-    kind = Kind.DEADLOCK if "imed out" in str(error) else Kind.LOST
+    kind = FailureKind.DEADLOCK if "imed out" in str(error) else FailureKind.LOST
     return Diagnosis(kind=kind, ranks=(), told=f"another rank did not answer: {_first_line(error)}")
 
 

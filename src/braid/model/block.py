@@ -41,7 +41,7 @@ from braid.nn.latent_attention import LatentAttention
 from braid.nn.mamba2 import Mamba2
 from braid.nn.mlp import Mlp
 from braid.nn.moe.balance import examine
-from braid.nn.moe.dispatch_plan import Dispatcher, Journey
+from braid.nn.moe.dispatch_plan import Dispatcher, DispatchPlan
 from braid.nn.moe.layer import ONCE, Moe
 from braid.nn.moe.routing import Routing
 from braid.nn.norm import LayerNorm, RmsNorm, norm
@@ -122,7 +122,7 @@ class Block(Recomputing):
     # ------------------------------------------------------------------------------------- phases
 
     def mix(self, stream: Tensor, context: Context) -> Flow:
-        journeys: list[Journey] = []
+        journeys: list[DispatchPlan] = []
         flow, routing = self.recomputed("block", partial(self._mixed, context, journeys), stream)
         if routing is None and self.closes:
             self.kept(flow.stream)  # what the next block is given
@@ -172,7 +172,9 @@ class Block(Recomputing):
 
     # -------------------------------------------------------------------------------------- parts
 
-    def _mixed(self, context: Context, journeys: list[Journey], stream: Tensor) -> tuple[Flow, Routing | None]:
+    def _mixed(
+        self, context: Context, journeys: list[DispatchPlan], stream: Tensor
+    ) -> tuple[Flow, Routing | None]:
         """All of `mix` but what is written down. The journey is left in the list, where it is found again."""
         for layer in self.block.layers:
             branch_BtC, flow = self._enter(stream, layer, context)
@@ -184,7 +186,7 @@ class Block(Recomputing):
         return Flow(stream), None
 
     def _routed(
-        self, context: Context, journeys: list[Journey], flow: Flow, normed_BtC: Tensor
+        self, context: Context, journeys: list[DispatchPlan], flow: Flow, normed_BtC: Tensor
     ) -> tuple[Flow, Routing]:
         layer, normed_NC = self.block.layers[-1], normed_BtC.flatten(0, 1)
         moe, tokens = self._moe(layer), context.tokens(layer)
@@ -310,7 +312,7 @@ def _joined(
     return connection.post(Ways(stream.flatten(0, 1), post_NS, res_NSS), y_BtC)
 
 
-def _sent(moe: Moe, journeys: list[Journey], rows: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+def _sent(moe: Moe, journeys: list[DispatchPlan], rows: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
     """What arrives of rows that leave by the first journey; the completed one is left behind it."""
     rows, probs, journey = moe.dispatcher.dispatch(rows, probs, journeys[0])
     journeys[1:] = [journey]

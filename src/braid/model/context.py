@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from braid.architecture import Yarn
-from braid.distributed.collectives import Groups, mine
+from braid.distributed.collectives import Groups, own_slice
 from braid.kernels.attention import Spans, spans_of
 from braid.kernels.host import to_device
 from braid.nn.attention import AttentionCache
@@ -28,7 +28,7 @@ from braid.nn.dropout import keep_mask
 from braid.nn.latent_attention import LatentCache
 from braid.nn.mamba2 import Mamba2Cache
 from braid.nn.moe.balance import Balance
-from braid.nn.moe.dispatch_plan import Journey
+from braid.nn.moe.dispatch_plan import DispatchPlan
 from braid.nn.moe.replay import Recording
 from braid.nn.moe.token_ids import Tokens
 from braid.nn.rotary import Rotary, rotary_tables
@@ -127,7 +127,7 @@ class Context:
         """Dtype of the activations."""
         self.caches = caches
         """For generation: what each mixer remembers of the tokens before this micro-batch."""
-        self.journeys: dict[Layer, Journey] = {}
+        self.journeys: dict[Layer, DispatchPlan] = {}
         """Where each MoE layer's rows go, and how they return."""
         self.balances: dict[Layer, Balance] = {}
         """What each MoE layer's router did to its experts: weighted losses, and counts."""
@@ -163,7 +163,7 @@ class Context:
 
     def mine(self, x_BT: Tensor) -> Tensor:
         """This rank's tokens between layers, out of whole rows."""
-        return mine(x_BT, self.groups.tp_cp, dim=1)
+        return own_slice(x_BT, self.groups.tp_cp, dim=1)
 
     def tokens(self, layer: Layer) -> Tokens:
         """Who this rank's tokens are, for the router of a layer."""
@@ -192,7 +192,7 @@ class Context:
         if self.caches:
             return self.batch.positions_BT[0]
         place_T = torch.arange(self.batch.tokens_BT.shape[1], device=self.batch.tokens_BT.device)
-        return mine(place_T, self.groups.tp_cp, dim=0)
+        return own_slice(place_T, self.groups.tp_cp, dim=0)
 
     def keep_mask(self, layer: Layer, rate: float, channels: int) -> Tensor:
         """What a layer's dropout keeps."""

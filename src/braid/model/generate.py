@@ -17,7 +17,7 @@ from braid.model.context import MicroBatch
 from braid.model.language import LanguageModel
 
 
-class Tokenizer(Protocol):
+class TextTokenizer(Protocol):
     """What generation needs of a tokenizer."""
 
     @property
@@ -74,7 +74,7 @@ def sample(
 
 
 def generate_text(
-    model: LanguageModel, tokenizer: Tokenizer, prompt: str, *, tokens: int, temperature: float, seed: int
+    model: LanguageModel, tokenizer: TextTokenizer, prompt: str, *, tokens: int, temperature: float, seed: int
 ) -> str:
     """The prompt and what the model makes of it, up to the end of the document. The same seed gives the same
     text."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from braid import architecture
-from braid.distributed.collectives import ALONE, Groups, gather, mine
+from braid.distributed.collectives import ALONE, Groups, all_gather, own_slice
 from braid.kernels import Kernels
 from braid.model import declaration
 from braid.model.block import Block
@@ -271,7 +271,7 @@ class LanguageModel(Recomputing):
 
     def told(self, hidden_BtC: Tensor, labels_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
         """Loss sum and token count of what a hidden state tells: the same on all tp ranks."""
-        labels_Bs, mask_Bs = (mine(each, self.groups.cp, dim=1) for each in (labels_BT, mask_BT))
+        labels_Bs, mask_Bs = (own_slice(each, self.groups.cp, dim=1) for each in (labels_BT, mask_BT))
         logits_BsV, vocabulary = self.tell(hidden_BtC), Vocabulary(self.shape.vocab, self.groups.tp)
         return cross_entropy(logits_BsV.flatten(0, 1), labels_Bs.flatten(), mask_Bs.flatten(), vocabulary)
 
@@ -286,7 +286,7 @@ class LanguageModel(Recomputing):
 
     def tell(self, hidden_BtC: Tensor) -> Tensor:
         """The head: for the tokens of all tp ranks, scores of the part of the vocabulary that is held here."""
-        hidden_BsC = gather(hidden_BtC, self.groups.tp, dim=1)
+        hidden_BsC = all_gather(hidden_BtC, self.groups.tp, dim=1)
         if self.head is not None:
             scores_BsV: Tensor = self.head(hidden_BsC)
             return scores_BsV

@@ -26,14 +26,14 @@ import torch
 from torch import Tensor
 
 from braid import architecture
-from braid.distributed.collectives import Groups, gather
+from braid.distributed.collectives import Groups, all_gather
 from braid.kernels import rms_norm, rotary
 from braid.kernels.attention import Attend, Spans, attend_cached, pairs_seen
 from braid.kernels.rms_norm import Normalize
 from braid.kernels.rotary import Turn
 from braid.nn.canonical import Canonical, under
 from braid.nn.cost import Cost, Portion, gather_cost, scatter_cost, swap_cost
-from braid.nn.head_partition import HeadShare, Part
+from braid.nn.head_partition import HeadPartition, Part
 from braid.nn.kv_cache import TokenStore
 from braid.nn.linear import Linear, RowLinear
 from braid.nn.norm import RmsNorm
@@ -68,7 +68,7 @@ class Attention(Recomputing):
         super().__init__()
         self.shape, self.groups = shape, groups
         self.attend, self.turn = attend, turn
-        self.share = HeadShare(all_groups=shape.kv_heads, all_heads=shape.heads, ranks=groups)
+        self.share = HeadPartition(all_groups=shape.kv_heads, all_heads=shape.heads, ranks=groups)
         dim, tp = shape.head_dim, groups.tp
         self.readers = (Part("q", dim), Part("k", dim, common=True), Part("v", dim, common=True))
         """What heads read with: it goes to where they see all tokens. Gates come after it, and stay."""
@@ -87,7 +87,7 @@ class Attention(Recomputing):
         With a cache, which a process alone may have, each row of x goes on with the one document that the
         cache has of it."""
         assert cache is None or self.groups.tp.size == self.groups.cp.size == 1
-        outputs_BSKF = self.qkv(gather(x_BtC, self.groups.tp, dim=1)).unflatten(-1, self.qkv.dims)
+        outputs_BSKF = self.qkv(all_gather(x_BtC, self.groups.tp, dim=1)).unflatten(-1, self.qkv.dims)
         readers_BSKF, gate_BSKF = outputs_BSKF.tensor_split([sum(self.share.sizes(self.readers))], -1)
         core = partial(self._core, spans, rotary, cache)
         y_BTqD = self.recomputed("core", core, self.share.all_tokens(readers_BSKF, self.readers))

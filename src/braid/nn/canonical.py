@@ -27,7 +27,7 @@ Shape = tuple[int, ...]
 Index = tuple[int | slice, ...]
 
 
-class Span(NamedTuple):
+class RowSpan(NamedTuple):
     """Where the part of a dim that a rank holds begins, and how long the whole dim is."""
 
     start: int

@@ -60,7 +60,7 @@ ALL = "all"
 """The drawer of a node that has no other."""
 
 
-class WeightSink:
+class DelayedWgrad:
     """Products that wait, by the node whose backward left them."""
 
     def __init__(self, mains: Mains = NONE) -> None:
@@ -162,10 +162,10 @@ class WeightSink:
 class Delaying(nn.Module):
     """A layer that leaves its weight gradients with a sink, where it has been handed one."""
 
-    sink: WeightSink | None = None
+    sink: DelayedWgrad | None = None
 
 
-def hand_sink(module: nn.Module, sink: WeightSink | None) -> None:
+def hand_sink(module: nn.Module, sink: DelayedWgrad | None) -> None:
     """Every layer of a module that can delay its weight gradients leaves them there from its next forward on;
     None takes the sink back."""
     for layer in module.modules():

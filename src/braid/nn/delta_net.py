@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from braid import architecture
-from braid.distributed.collectives import Groups, gather
+from braid.distributed.collectives import Groups, all_gather
 from braid.kernels import rms_norm
 from braid.kernels.activation_bytes import CHUNK, in_chunks, remembered
 from braid.kernels.delta_rule import DeltaRule, step
@@ -37,7 +37,7 @@ from braid.kernels.rms_norm import Normalize
 from braid.nn.canonical import Canonical, under
 from braid.nn.cost import Cost, Portion, gather_cost, scatter_cost, swap_cost
 from braid.nn.grouped_conv import GroupedConv
-from braid.nn.head_partition import HeadShare, Part
+from braid.nn.head_partition import HeadPartition, Part
 from braid.nn.head_scalars import HeadScalars
 from braid.nn.linear import Linear, RowLinear
 from braid.nn.norm import RmsNorm
@@ -54,7 +54,7 @@ class DeltaNetCache:
     """The memories, float32 or better."""
 
 
-class Heads(NamedTuple):
+class DeltaHeads(NamedTuple):
     """What the delta rule is given."""
 
     q_BTgK: Tensor
@@ -82,7 +82,7 @@ class DeltaNet(Recomputing):
         super().__init__()
         self.shape, self.groups = shape, groups
         self.delta_rule = delta_rule
-        self.share = HeadShare(all_groups=shape.key_heads, all_heads=shape.value_heads, ranks=groups)
+        self.share = HeadPartition(all_groups=shape.key_heads, all_heads=shape.value_heads, ranks=groups)
         q, k = Part("q", shape.key_dim, common=True), Part("k", shape.key_dim, common=True)
         v, z = Part("v", shape.value_dim), Part("z", shape.value_dim)
         self.parts = (q, k, v, Part("b", 1), Part("a", 1), z)
@@ -106,7 +106,7 @@ class DeltaNet(Recomputing):
         have, each row goes on with the document that the cache remembers."""
         assert documents_BT is None or cache is None, "a row that goes on from a cache is one document"
         assert cache is None or self.groups.tp.size == self.groups.cp.size == 1
-        x_BSC = gather(x_BtC, self.groups.tp, dim=1)
+        x_BSC = all_gather(x_BtC, self.groups.tp, dim=1)
         outputs_BSGF = self.qkvbaz(x_BSC).unflatten(-1, self.qkvbaz.dims)
         *remembered, gate = self.share.sizes(self.parts)
         remembered_BSGF, z_BSGI = outputs_BSGF.split([sum(remembered), gate], -1)
@@ -134,13 +134,13 @@ class DeltaNet(Recomputing):
         scalars: tuple[Tensor, Tensor],
         documents_BT: Tensor | None,
         cache: DeltaNetCache | None,
-    ) -> Heads:
+    ) -> DeltaHeads:
         """What the delta rule is given, from the projections of all tokens."""
         *convolved, writes, forgets = self.share.core_sizes(self.parts[:-1])
         qkv_BTgJ, b_BTgr, a_BTgr = qkvba_BTgF.split([sum(convolved), writes, forgets], -1)
         qkv_BTgJ = self.conv(qkv_BTgJ, documents_BT, None if cache is None else cache.conv_BEQ)
         q_BTgK, k_BTgK, v_BTgI = qkv_BTgJ.split(convolved, -1)
-        return Heads(
+        return DeltaHeads(
             q_BTgK=q_BTgK,
             k_BTgK=k_BTgK,
             v_BThV=v_BTgI.flatten(2).unflatten(2, (-1, self.shape.value_dim)),
@@ -152,7 +152,7 @@ class DeltaNet(Recomputing):
         wide = torch.promote_types(a_BTh.dtype, torch.float32)
         return -a_log_h.to(wide).exp() * F.softplus(a_BTh.to(wide) + dt_bias_h.to(wide))
 
-    def _go_on(self, heads: Heads, cache: DeltaNetCache) -> Tensor:
+    def _go_on(self, heads: DeltaHeads, cache: DeltaNetCache) -> Tensor:
         """The delta rule from the cache's memory on."""
         if heads.v_BThV.shape[1] == 1:
             q_BgK, k_BgK, v_BhV, log_decay_Bh, beta_Bh = (x.squeeze(1) for x in heads)

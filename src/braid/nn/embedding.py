@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from braid.distributed.collectives import ALONE, Group, Groups, mine, scatter
+from braid.distributed.collectives import ALONE, Group, Groups, own_slice, reduce_scatter
 from braid.errors import DataError
 from braid.nn.canonical import Canonical
 from braid.nn.cost import INDEX, Cost, Portion, scatter_cost
@@ -123,8 +123,8 @@ class Embedding(_OfVocabulary):
 
     def forward(self, ids_BT: Tensor) -> Tensor:
         """The vectors of this rank's tokens, out of the ids of all."""
-        ids_BT = mine(ids_BT, self.groups.cp, dim=1)
-        return scatter(_LookUp.apply(self.weight, self.vocabulary.local(ids_BT)), self.groups.tp, dim=1)
+        ids_BT = own_slice(ids_BT, self.groups.cp, dim=1)
+        return reduce_scatter(_LookUp.apply(self.weight, self.vocabulary.local(ids_BT)), self.groups.tp, dim=1)
 
     def cost(self, portion: Portion) -> Cost:
         """Where each token's vector lies. Gradients of a token's occurrences are summed in a wide dtype."""

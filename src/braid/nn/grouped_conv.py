@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from braid.kernels.causal_conv import causal_conv
 from braid.nn.canonical import Canonical
 from braid.nn.cost import Cost, Portion
-from braid.nn.head_partition import HeadShare, Part
+from braid.nn.head_partition import HeadPartition, Part
 
 
 class GroupedConv(nn.Module):
@@ -23,7 +23,7 @@ class GroupedConv(nn.Module):
 
     def __init__(
         self,
-        share: HeadShare,
+        share: HeadPartition,
         parts: Sequence[Part],
         taps: int,
         *,

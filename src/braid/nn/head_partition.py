@@ -23,8 +23,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from braid.distributed.collectives import Group, Groups, mine, swap
-from braid.nn.canonical import Span
+from braid.distributed.collectives import Group, Groups, all_to_all, own_slice
+from braid.nn.canonical import RowSpan
 
 
 class Part(NamedTuple):
@@ -38,7 +38,7 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadShare:
+class HeadPartition:
     """What one rank has of the heads of a layer."""
 
     all_groups: int
@@ -70,13 +70,13 @@ class HeadShare:
         """The tp ranks that share the heads of one group."""
         return self.ranks.tp_run(max(1, self.ranks.tp.size // self.all_groups))
 
-    def span(self, part: Part) -> Span:
+    def span(self, part: Part) -> RowSpan:
         """Where this rank's channels of a part lie among those of all groups."""
         tp = self.ranks.tp
         if part.common:
             first = tp.rank // self.holders.size * self.groups
-            return Span(first * part.channels, self.all_groups * part.channels)
-        return Span(tp.rank * self.heads * part.channels, self.all_heads * part.channels)
+            return RowSpan(first * part.channels, self.all_groups * part.channels)
+        return RowSpan(tp.rank * self.heads * part.channels, self.all_heads * part.channels)
 
     def copies(self, part: Part) -> Group:
         """The ranks that hold the same channels of a part."""
@@ -114,15 +114,15 @@ class HeadShare:
 
     def all_tokens(self, x_BSGF: Tensor, parts: Sequence[Part]) -> Tensor:
         """From all groups of some tokens to some groups of all tokens, x_BTgF."""
-        return swap(self._cut(x_BSGF, parts, 2), self.ranks.cp, split=2, join=1)
+        return all_to_all(self._cut(x_BSGF, parts, 2), self.ranks.cp, split=2, join=1)
 
     def own_tokens(self, y_BThD: Tensor) -> Tensor:
         """Back to all heads of some tokens, y_BSHD."""
-        return swap(y_BThD, self.ranks.cp, split=1, join=2)
+        return all_to_all(y_BThD, self.ranks.cp, split=1, join=2)
 
     def weights(self, w_GF: Tensor, parts: Sequence[Part]) -> Tensor:
         """Weights of the groups that this rank computes, w_gF; there may be dims after the channels."""
-        return mine(self._cut(w_GF, parts, 0), self.ranks.cp, 0)
+        return own_slice(self._cut(w_GF, parts, 0), self.ranks.cp, 0)
 
     def _cut(self, x: Tensor, parts: Sequence[Part], dim: int) -> Tensor:
         """Every group as smaller ones; `dim` counts groups, the next one their channels."""

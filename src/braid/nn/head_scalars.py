@@ -13,9 +13,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from braid.distributed.collectives import mine
+from braid.distributed.collectives import own_slice
 from braid.nn.canonical import Canonical, Fill
-from braid.nn.head_partition import HeadShare
+from braid.nn.head_partition import HeadPartition
 
 
 class HeadScalars(nn.Module):
@@ -23,7 +23,7 @@ class HeadScalars(nn.Module):
 
     def __init__(
         self,
-        share: HeadShare,
+        share: HeadPartition,
         fills: Mapping[str, Fill],
         *,
         device: torch.device | None = None,
@@ -40,7 +40,7 @@ class HeadScalars(nn.Module):
     def forward(self) -> tuple[Tensor, ...]:
         """One tensor x_h per name. They are copies: sharding may take back the weights once this returns."""
         cp = self.share.ranks.cp
-        return tuple(mine(self.get_parameter(name), cp, 0).clone() for name in self.fills)
+        return tuple(own_slice(self.get_parameter(name), cp, 0).clone() for name in self.fills)
 
     def canonical(self) -> dict[str, Canonical]:
         share = self.share

@@ -19,13 +19,20 @@ from torch import Tensor, nn
 
 from braid import architecture
 from braid.distributed.collectives import Groups
-from braid.kernels.hyper_connection import Form, HyperConnect, Parameters, Ways, activation_bytes, fuses
+from braid.kernels.hyper_connection import (
+    ConnectionForm,
+    HyperConnect,
+    Parameters,
+    Ways,
+    activation_bytes,
+    fuses,
+)
 from braid.nn.canonical import Canonical
 from braid.nn.cost import Cost, Portion
 from braid.nn.delayed_wgrad import Delaying
 
 
-class _Weights(Delaying):
+class _ProjectionWeights(Delaying):
     """A projection of all streams of a token, how much of it counts, and what counts without it."""
 
     def __init__(
@@ -43,7 +50,7 @@ class _Weights(Delaying):
         super().__init__()
         self.shape, self.hidden, self.groups = shape, hidden, groups
         self.implementation = implementation
-        self.form = Form(steps=shape.sinkhorn_steps, eps=shape.eps, norm_eps=norm_eps)
+        self.form = ConnectionForm(steps=shape.sinkhorn_steps, eps=shape.eps, norm_eps=norm_eps)
         wide = torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)
 
         def empty(*sizes: int) -> nn.Parameter:
@@ -68,7 +75,7 @@ class _Weights(Delaying):
         return tokens // self.groups.tp_cp.size
 
 
-class HyperConnection(_Weights):
+class HyperConnection(_ProjectionWeights):
     """The ways into and out of one layer."""
 
     def __init__(
@@ -119,7 +126,7 @@ class HyperConnection(_Weights):
         return 2 * own * (self.weight.numel() + streams * (streams + 2) * self.hidden)
 
 
-class HyperExit(_Weights):
+class HyperExit(_ProjectionWeights):
     """One stream out of several, with weights of each token."""
 
     def __init__(

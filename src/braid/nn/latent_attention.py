@@ -33,12 +33,12 @@ import torch
 from torch import Tensor
 
 from braid import architecture
-from braid.distributed.collectives import Groups, gather, swap
+from braid.distributed.collectives import Groups, all_gather, all_to_all
 from braid.kernels import rms_norm, rotary
 from braid.kernels.attention import Attend, Spans, attend_cached, pairs_seen
 from braid.kernels.rms_norm import Normalize
 from braid.kernels.rotary import Turn
-from braid.nn.canonical import Canonical, Span, under
+from braid.nn.canonical import Canonical, RowSpan, under
 from braid.nn.cost import Cost, Portion, gather_cost, scatter_cost, swap_cost
 from braid.nn.kv_cache import TokenStore
 from braid.nn.linear import Linear, RowLinear
@@ -96,18 +96,18 @@ class LatentAttention(Recomputing):
         cp = self.groups.cp
         assert cache is None or self.groups.tp.size == cp.size == 1
         q_BSHD, latent_BSL, k_BSR = self._latents(x_BtC)
-        q_BThD = swap(q_BSHD, cp, split=2, join=1)
-        k_BT1R = rotate(gather(k_BSR, cp, dim=1).unsqueeze(2), rotary, self.turn)
+        q_BThD = all_to_all(q_BSHD, cp, split=2, join=1)
+        k_BT1R = rotate(all_gather(k_BSR, cp, dim=1).unsqueeze(2), rotary, self.turn)
         kept_BZ1W = None
         if cache is not None:
             kept_BZ1W = cache.latents.append(torch.cat([latent_BSL.unsqueeze(2), k_BT1R], -1))
         if kept_BZ1W is None or kept_BZ1W.shape[1] == k_BT1R.shape[1]:
             kv_BSHE = self.kv_up(latent_BSL).unflatten(-1, self.kv_up.dims)
-            kv_BThE = swap(kv_BSHE, cp, split=2, join=1)
+            kv_BThE = all_to_all(kv_BSHE, cp, split=2, join=1)
             y_BThV = self.recomputed("core", partial(self._read, spans, rotary), q_BThD, kv_BThE, k_BT1R)
         else:
             y_BThV = self._read_absorbed(self._turned(q_BThD, rotary), kept_BZ1W)
-        return self.o(swap(y_BThV, cp, split=1, join=2).flatten(2))
+        return self.o(all_to_all(y_BThV, cp, split=1, join=2).flatten(2))
 
     def _latents(self, x_BtC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, the kv latent and the shared key, nothing rotated yet."""
@@ -122,7 +122,7 @@ class LatentAttention(Recomputing):
         """The tokens of all tp ranks, in one message."""
         if self.groups.tp.size == 1:
             return tensors
-        together = gather(torch.cat(tensors, -1), self.groups.tp, dim=1)
+        together = all_gather(torch.cat(tensors, -1), self.groups.tp, dim=1)
         return together.split([tensor.shape[-1] for tensor in tensors], -1)
 
     def _turned(self, q_BThD: Tensor, rotary: Rotary) -> Tensor:
@@ -173,7 +173,7 @@ class LatentAttention(Recomputing):
     def _part(self, linear: Linear, start: int, stop: int) -> dict[str, Canonical]:
         """Some channels of every head."""
         channels = stop - start
-        span = Span(self.groups.tp.rank * self.heads * channels, self.shape.heads * channels)
+        span = RowSpan(self.groups.tp.rank * self.heads * channels, self.shape.heads * channels)
         return linear.part((slice(None), slice(start, stop)), span)
 
     def cost(self, portion: Portion) -> Cost:

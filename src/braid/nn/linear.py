@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from braid.distributed.collectives import ALONE, Group, scatter
-from braid.nn.canonical import Canonical, Fill, Index, Span
-from braid.nn.delayed_wgrad import Delaying, Product, WeightSink
+from braid.distributed.collectives import ALONE, Group, reduce_scatter
+from braid.nn.canonical import Canonical, Fill, Index, RowSpan
+from braid.nn.delayed_wgrad import DelayedWgrad, Delaying, Product
 
 
 class Linear(Delaying):
@@ -60,13 +60,13 @@ class Linear(Delaying):
         return _products(x, self.weight, self.bias, self.dims[-1], self.sink)
 
     def part(
-        self, index: Index = (), span: Span | None = None, copies: Group | None = None
+        self, index: Index = (), span: RowSpan | None = None, copies: Group | None = None
     ) -> dict[str, Canonical]:
         """The canonical tensors of some of the outputs, chosen by their output dims. `span` says where these
         lie among the outputs of all ranks, `copies` which ranks hold the same; both by default as the map was
         made."""
         held = math.prod(torch.empty(self.dims, device="meta")[index].shape)
-        start, whole = Span(0, held) if span is None else span
+        start, whole = RowSpan(0, held) if span is None else span
         copies = self.copies if copies is None else copies
         view = self.dims if index else ()
         weight = Canonical(
@@ -128,7 +128,7 @@ class RowLinear(Delaying):
             (y_BTC,) = _products(x_BTC, self.weight, self.bias, 1, self.sink)
             return y_BTC
         (y_BTC,) = _products(x_BTC, self.weight, None, 1, self.sink)
-        y_BtC = scatter(y_BTC, self.group, dim=1)
+        y_BtC = reduce_scatter(y_BTC, self.group, dim=1)
         return y_BtC if self.bias is None else _Shifted.apply(self.sink, self.bias, y_BtC)
 
     def canonical(self) -> dict[str, Canonical]:
@@ -152,7 +152,7 @@ class RowLinear(Delaying):
 
 
 def _products(
-    x: Tensor, weight: Tensor, bias: Tensor | None, parts: int, sink: WeightSink | None
+    x: Tensor, weight: Tensor, bias: Tensor | None, parts: int, sink: DelayedWgrad | None
 ) -> list[Tensor]:
     """x times every `parts`-th row of the weight, starting with the first, the second, and so on."""
     # Each product has an x of its own, the last one first: autograd then sums the gradients of x in the order
@@ -167,7 +167,7 @@ class _Products(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, sink: WeightSink | None, weight: Tensor, bias: Tensor | None, *xs_NI: Tensor
+        ctx: Any, sink: DelayedWgrad | None, weight: Tensor, bias: Tensor | None, *xs_NI: Tensor
     ) -> tuple[Tensor, ...]:
         """The xs come in the reverse order of the parts."""
         ctx.save_for_backward(weight, *xs_NI)
@@ -213,7 +213,7 @@ class _Shifted(torch.autograd.Function):
     """Tokens plus a bias."""
 
     @staticmethod
-    def forward(ctx: Any, sink: WeightSink | None, bias_C: Tensor, x_BtC: Tensor) -> Tensor:
+    def forward(ctx: Any, sink: DelayedWgrad | None, bias_C: Tensor, x_BtC: Tensor) -> Tensor:
         ctx.sink, ctx.bias = sink, bias_C
         return x_BtC + bias_C
 
@@ -224,6 +224,6 @@ class _Shifted(torch.autograd.Function):
         return None, _left(ctx.sink, ctx.bias, product) if ctx.needs_input_grad[1] else None, grad_BtC
 
 
-def _left(sink: WeightSink | None, parameter: Tensor, product: Product) -> Tensor | None:
+def _left(sink: DelayedWgrad | None, parameter: Tensor, product: Product) -> Tensor | None:
     """The gradient of a parameter, or None where it is left for later."""
     return product() if sink is None else sink.leave(parameter, product)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from braid.distributed.collectives import highest, summed
+from braid.distributed.collectives import all_reduce_max_no_grad, all_reduce_no_grad
 from braid.nn.cost import INDEX, Call, Cost, Portion, once
 from braid.nn.embedding import Vocabulary
 
@@ -94,9 +94,9 @@ def _terms(wide_nV: Tensor, row_n: Tensor, vocabulary: Vocabulary) -> tuple[Tens
         return wide_nV.logsumexp(-1), wide_nV.gather(-1, row_n[:, None]).squeeze(-1)
     # Ids past the end: nothing to add for labels that others hold, and for a rank that holds no id at all.
     padded = torch.nn.functional.pad(wide_nV, (0, 1), value=-torch.inf)
-    top_n = highest(padded.amax(-1), vocabulary.group)
+    top_n = all_reduce_max_no_grad(padded.amax(-1), vocabulary.group)
     exp_n = (padded - top_n[:, None]).exp().sum(-1)
     here_n = row_n < vocabulary.held
     label_n = padded.gather(-1, row_n.clamp(max=vocabulary.held)[:, None]).squeeze(-1).where(here_n, 0)
-    exp_n, label_n = summed(torch.stack([exp_n, label_n]), vocabulary.group)
+    exp_n, label_n = all_reduce_no_grad(torch.stack([exp_n, label_n]), vocabulary.group)
     return top_n + exp_n.log(), label_n

@@ -28,13 +28,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from braid import architecture
-from braid.distributed.collectives import ALONE, Group, Groups, gather, total
+from braid.distributed.collectives import ALONE, Group, Groups, all_gather, all_reduce
 from braid.kernels.activation_bytes import CHUNK, in_chunks, scanned
 from braid.kernels.ssd import Ssd, step
 from braid.nn.canonical import Canonical, under
 from braid.nn.cost import Cost, Portion, gather_cost, scatter_cost, sent_again, swap_cost, total_cost
 from braid.nn.grouped_conv import GroupedConv
-from braid.nn.head_partition import HeadShare, Part
+from braid.nn.head_partition import HeadPartition, Part
 from braid.nn.head_scalars import HeadScalars
 from braid.nn.linear import Linear, RowLinear
 from braid.nn.recompute import Recomputing
@@ -78,7 +78,7 @@ class Mamba2(Recomputing):
         super().__init__()
         self.shape, self.groups = shape, groups
         self.ssd = ssd
-        self.share = HeadShare(all_groups=shape.groups, all_heads=shape.heads, ranks=groups)
+        self.share = HeadPartition(all_groups=shape.groups, all_heads=shape.heads, ranks=groups)
         x, z, dt = Part("x", shape.head_dim), Part("z", shape.head_dim), Part("dt", 1)
         b, c = Part("B", shape.state, common=True), Part("C", shape.state, common=True)
         self.parts = (x, b, c, dt, z)
@@ -105,7 +105,7 @@ class Mamba2(Recomputing):
         have, the tokens go on from it and it is brought up to date."""
         assert documents_BT is None or cache is None, "a row that goes on from a cache is one document"
         assert cache is None or self.groups.tp.size == self.groups.cp.size == 1
-        x_BSC = gather(x_BtC, self.groups.tp, dim=1)
+        x_BSC = all_gather(x_BtC, self.groups.tp, dim=1)
         outputs_BSGF = self.xbcdtz(x_BSC).unflatten(-1, self.xbcdtz.dims)
         *scanned, gate = self.share.sizes(self.parts)
         scanned_BSGF, z_BSGI = outputs_BSGF.split([sum(scanned), gate], -1)
@@ -268,7 +268,7 @@ class GatedRmsNorm(nn.Module):
         """Each part by itself, over its channels on all ranks."""
         if self.sharers.size == 1:
             return F.rms_norm(gated, gated.shape[-1:], None, self.eps)
-        squares = total(gated.square().sum(-1, keepdim=True), self.sharers)
+        squares = all_reduce(gated.square().sum(-1, keepdim=True), self.sharers)
         return gated * torch.rsqrt(squares / (self.sharers.size * gated.shape[-1]) + self.eps)
 
     def canonical(self) -> dict[str, Canonical]:

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from braid import architecture
-from braid.distributed.collectives import Groups, gather
+from braid.distributed.collectives import Groups, all_gather
 from braid.kernels.activation import activate, projections
 from braid.kernels.activation_bytes import activated
-from braid.nn.canonical import Canonical, Span, under
+from braid.nn.canonical import Canonical, RowSpan, under
 from braid.nn.cost import Cost, Portion, gather_cost, scatter_cost
 from braid.nn.linear import Linear, RowLinear
 from braid.nn.recompute import Recomputing
@@ -46,12 +46,12 @@ class Mlp(Recomputing):
         self.down = RowLinear(self.ffn, hidden, groups.tp, bias=shape.bias, device=device, dtype=dtype)
 
     def forward(self, x_BtC: Tensor) -> Tensor:
-        projected = self.into.apart(gather(x_BtC, self.groups.tp, dim=1))
+        projected = self.into.apart(all_gather(x_BtC, self.groups.tp, dim=1))
         activation = partial(activate, self.shape.activation, glu=self.shape.glu)
         return self.down(self.recomputed("activation", activation, *projected))
 
     def canonical(self) -> dict[str, Canonical]:
-        span = Span(self.groups.tp.rank * self.ffn, self.shape.ffn)
+        span = RowSpan(self.groups.tp.rank * self.ffn, self.shape.ffn)
         tensors: dict[str, Canonical] = {}
         for place, name in enumerate(self.projections):
             tensors |= under(name, "into", self.into.part((slice(None), place), span))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from braid.distributed.collectives import ALONE, Group, summed
+from braid.distributed.collectives import ALONE, Group, all_reduce_no_grad
 from braid.nn.canonical import Canonical, Held, Shard
 
 
@@ -53,7 +53,7 @@ def sum_copies_(gradients: Mapping[str, Tensor], copies: Sequence[Copied]) -> No
     # All ranks go by the names of groups, so that no two of them wait for each other in different groups.
     for (group, _), parts in sorted(buckets.items(), key=lambda bucket: (bucket[0][0].name, str(bucket[0][1]))):
         values = [_part(gradients, part) for part in parts]
-        total = summed(torch.cat([value.flatten() for value in values]), group)
+        total = all_reduce_no_grad(torch.cat([value.flatten() for value in values]), group)
         for part, value, new in zip(parts, values, total.split([v.numel() for v in values]), strict=True):
             if part.place is None:
                 value.copy_(new.view_as(value))
@@ -81,7 +81,7 @@ def total_norm(
             squares.append(-_square(_part(gradients, part)))
     device = next((gradient.device for gradient in gradients.values()), torch.device("cpu"))
     square = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=device)
-    return summed(square, world).sqrt()
+    return all_reduce_no_grad(square, world).sqrt()
 
 
 def _square(gradient: Tensor) -> Tensor:

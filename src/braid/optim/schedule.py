@@ -8,7 +8,7 @@ from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule:
+class LearningRate:
     """A rise, and then a fall: `cosine` at once, `wsd` (warmup-stable-decay) linearly over the last steps."""
 
     kind: Literal["cosine", "wsd"]

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Shard as ShardPlacement
 from braid.nn.canonical import Shard
 
 
-class Kept(NamedTuple):
+class KeptShard(NamedTuple):
     """What a rank keeps of a parameter."""
 
     shard: Shard | None
@@ -21,10 +21,10 @@ class Kept(NamedTuple):
     """Whether no rank before it keeps the same."""
 
 
-def kept_of(parameter: Tensor) -> Kept:
+def kept_of(parameter: Tensor) -> KeptShard:
     """What this rank keeps of a parameter, or of a gradient or moment of its shape."""
     if not isinstance(parameter, DTensor):
-        return Kept(None, first=True)
+        return KeptShard(None, first=True)
     mesh, (*_, placement) = parameter.device_mesh, parameter.placements
     assert isinstance(placement, ShardPlacement)
     shard_axis = mesh.ndim - 1
@@ -34,7 +34,7 @@ def kept_of(parameter: Tensor) -> Kept:
     start, stop = min(rank * each, entries), min((rank + 1) * each, entries)
     assert parameter.to_local().shape[placement.dim] == stop - start, "not where torch puts it"
     first = all(mesh.get_local_rank(axis) == 0 for axis in range(shard_axis))
-    return Kept(Shard(placement.dim, start, stop), first=first)
+    return KeptShard(Shard(placement.dim, start, stop), first=first)
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -21,10 +21,10 @@ from braid.schedule.builders import (
     schedule_problems,
     with_sums,
 )
-from braid.schedule.check import Report, check, live_peaks
+from braid.schedule.check import CheckReport, check, live_peaks
 from braid.schedule.draw import draw
 from braid.schedule.dual import DUAL_PIPE_V, dual_pipe_v
-from braid.schedule.event_simulator import Span
+from braid.schedule.event_simulator import OpSpan
 from braid.schedule.faults import Fault, Rule
 from braid.schedule.ops import (
     Act,
@@ -52,19 +52,19 @@ __all__ = [
     "Act",
     "Chain",
     "Channel",
+    "CheckReport",
     "Collective",
     "Costs",
     "Fault",
     "Link",
     "Message",
     "Op",
+    "OpSpan",
     "Ops",
     "Options",
     "Phase",
-    "Report",
     "Rule",
     "Schedule",
-    "Span",
     "Stream",
     "Timeline",
     "Turn",

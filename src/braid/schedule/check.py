@@ -22,7 +22,7 @@ from braid.schedule.views import bare, narrow, phase_faults, wide
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class CheckReport:
     """What the checker found."""
 
     faults: tuple[Fault, ...]
@@ -34,10 +34,10 @@ class Report:
         return not self.faults
 
 
-def check(schedule: Schedule) -> Report:
+def check(schedule: Schedule) -> CheckReport:
     """Every rule, every fault. Where ops say too little to be followed, these are the only faults."""
     if not schedule.phases:
-        return Report(faults=_segment_faults(schedule), live=live_peaks(schedule))
+        return CheckReport(faults=_segment_faults(schedule), live=live_peaks(schedule))
     plain, places = bare(schedule)
     faults = list(phase_faults(plain))
     for view in (wide(plain), narrow(plain)):
@@ -49,7 +49,7 @@ def check(schedule: Schedule) -> Report:
     shown_faults += replay_faults(schedule)
     if schedule.weights != "unplaced":
         shown_faults += lifetime_faults(schedule)
-    return Report(faults=tuple(shown_faults), live=_live_peaks(plain))
+    return CheckReport(faults=tuple(shown_faults), live=_live_peaks(plain))
 
 
 def _segment_faults(schedule: Schedule) -> tuple[Fault, ...]:

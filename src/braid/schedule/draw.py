@@ -19,7 +19,7 @@ from typing import NamedTuple
 from xml.sax.saxutils import escape
 
 from braid.schedule.check import live_peaks
-from braid.schedule.event_simulator import Span
+from braid.schedule.event_simulator import OpSpan
 from braid.schedule.ops import Act, Op
 from braid.schedule.phases import Stream
 from braid.schedule.simulate import Timeline
@@ -131,7 +131,7 @@ def _boxes_of_a_forward(timeline: Timeline) -> float:
     return most
 
 
-def _boxed(timeline: Timeline, *acts: Act) -> list[Span]:
+def _boxed(timeline: Timeline, *acts: Act) -> list[OpSpan]:
     """What takes time, of these acts."""
     return [s for spans in timeline.spans for s in spans if s.op.act in acts and s.end > s.start]
 
@@ -155,8 +155,8 @@ def _joined(timeline: Timeline) -> Timeline:
     return replace(timeline, spans=spans)
 
 
-def _runs(timeline: Timeline, row: Sequence[Span]) -> Iterator[Span]:
-    run: list[Span] = []
+def _runs(timeline: Timeline, row: Sequence[OpSpan]) -> Iterator[OpSpan]:
+    run: list[OpSpan] = []
     for span in row:
         if span.op.act.shards:
             continue
@@ -173,14 +173,14 @@ def _goes_on(op: Op, other: Op) -> bool:
     return same and op.act in (Act.F, Act.B)
 
 
-def _one(timeline: Timeline, run: Sequence[Span]) -> Span:
+def _one(timeline: Timeline, run: Sequence[OpSpan]) -> OpSpan:
     """One phase out of several keeps its name, as does whatever is alone."""
     first, last = run[0], run[-1]
     op = first.op
     whole = op.act in (Act.F, Act.B) and len(run) == len(timeline.schedule.phases[op.segment or 0])
     if len(run) == 1 and not whole:
         return first
-    return Span(op=replace(op, phase=None), start=first.start, end=last.end)
+    return OpSpan(op=replace(op, phase=None), start=first.start, end=last.end)
 
 
 # ------------------------------------------------------------------------------------------------- parts

@@ -21,7 +21,7 @@ from braid.schedule.phases import Stream
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Span:
+class OpSpan:
     """When an op ran, in seconds since the step began. A receive lasts from its wait to its message."""
 
     op: Op
@@ -42,10 +42,10 @@ class Wait:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class SimulationOutcome:
     """What became of every rank."""
 
-    spans: tuple[tuple[Span, ...], ...]
+    spans: tuple[tuple[OpSpan, ...], ...]
     """What each rank ran, in order."""
     waits: tuple[Wait, ...]
     """The ranks that wait for ever; none, if the schedule is sound."""
@@ -56,14 +56,14 @@ def rendezvous(
     seconds: Callable[[Op], float],
     message: float,
     stream: Callable[[Op], Stream | None] = lambda op: None,
-) -> Outcome:
+) -> SimulationOutcome:
     """Run all lists together. `seconds` is how long an op works; `message`, how long one message takes: those
     of a channel go one after the other; `stream`, where an op runs that is about a phase."""
     room = _Room(lists, seconds, message, stream)
     runnable = set(range(len(lists)))
     while runnable:
         runnable |= room.advance(runnable.pop())
-    return Outcome(spans=tuple(map(tuple, room.spans)), waits=tuple(room.waits()))
+    return SimulationOutcome(spans=tuple(map(tuple, room.spans)), waits=tuple(room.waits()))
 
 
 class _Room:
@@ -82,7 +82,7 @@ class _Room:
         self.passed: dict[tuple[str, int | None, int | None], float] = defaultdict(float)
         """How far each micro-batch has come in each segment and direction, where there are phases."""
         self.turns = {(op.micro_batch, op.segment) for ops in lists for op in ops if op.phase is not None}
-        self.spans: list[list[Span]] = [[] for _ in lists]
+        self.spans: list[list[OpSpan]] = [[] for _ in lists]
         self.met = [0] * len(lists)
         """How many collectives of its present op each rank has behind it."""
         self.arrivals: dict[Channel, list[float]] = defaultdict(list)
@@ -114,7 +114,7 @@ class _Room:
                 woken.add(channel[2])
             self.met[rank] = 0
             self._end(rank, op, end)
-            spans.append(Span(op=op, start=start, end=end))
+            spans.append(OpSpan(op=op, start=start, end=end))
         return {other for other in woken if 0 <= other < len(self.lists)}
 
     def _phased(self, op: Op) -> bool:

@@ -60,7 +60,7 @@ class Figures(NamedTuple):
     """Units that are gathered, or being gathered, at the same time."""
 
 
-class _Weights(Enum):
+class _WeightState(Enum):
     SHARDED = "sharded"
     GATHERING = "gathering"
     READY = "ready"
@@ -77,7 +77,7 @@ class Lifetime:
 
     def __init__(self, units: Iterable[str], *, resident: bool = False) -> None:
         """With `resident`, weights are there all the time: nothing gathers or releases them."""
-        self._resting = _Weights.READY if resident else _Weights.SHARDED
+        self._resting = _WeightState.READY if resident else _WeightState.SHARDED
         self._weights = dict.fromkeys(units, self._resting)
         self._gradients = dict.fromkeys(self._weights, _Gradient.NONE)
         self._added_by: dict[str, int | None] = {}
@@ -90,24 +90,24 @@ class Lifetime:
 
     def gathering(self, unit: str) -> bool:
         """Whether it is on its way."""
-        return self._weights[unit] is _Weights.GATHERING
+        return self._weights[unit] is _WeightState.GATHERING
 
     def unshard(self, unit: str) -> None:
-        self._require(unit, "UNSHARD", _Weights.SHARDED)
-        self._weights[unit] = _Weights.GATHERING
+        self._require(unit, "UNSHARD", _WeightState.SHARDED)
+        self._weights[unit] = _WeightState.GATHERING
         self._gathers += 1
         self._gathered += 1
         self._peak = max(self._peak, self._gathered)
 
     def wait(self, unit: str) -> None:
         """Once it is ready there is nothing to wait for."""
-        self._require(unit, "WAIT", _Weights.GATHERING, _Weights.READY)
-        self._weights[unit] = _Weights.READY
+        self._require(unit, "WAIT", _WeightState.GATHERING, _WeightState.READY)
+        self._weights[unit] = _WeightState.READY
 
     def use(self, use: Use, micro_batch: int | None = None) -> None:
         """An op is about to run, for a micro-batch."""
         for unit in use.reads:
-            self._require(unit, "computing", _Weights.READY)
+            self._require(unit, "computing", _WeightState.READY)
         for unit in use.grades:
             self._known(unit, "computing")
             before = self._added_by.get(unit)
@@ -118,8 +118,8 @@ class Lifetime:
 
     def reshard(self, unit: str) -> None:
         """During a gather it first waits for it."""
-        self._require(unit, "RESHARD", _Weights.GATHERING, _Weights.READY)
-        self._weights[unit] = _Weights.SHARDED
+        self._require(unit, "RESHARD", _WeightState.GATHERING, _WeightState.READY)
+        self._weights[unit] = _WeightState.SHARDED
         self._gathered -= 1
 
     def accumulate(self, unit: str) -> None:
@@ -143,7 +143,7 @@ class Lifetime:
             known = ", ".join(self._weights)
             raise LifetimeError(Rule.EXISTS, f"{action} with {unit}, which is no unit: there are {known}")
 
-    def _require(self, unit: str, action: str, *allowed: _Weights) -> None:
+    def _require(self, unit: str, action: str, *allowed: _WeightState) -> None:
         self._known(unit, action)
         if (weights := self._weights[unit]) not in allowed:
             needed = " or ".join(each.value for each in allowed)

@@ -87,7 +87,7 @@ def with_replays(schedule: Schedule, names: Collection[str], dropped: Sequence[S
 def _placed(schedule: Schedule, rank: int, ops: Ops) -> Ops:
     before: dict[int, list[Op]] = defaultdict(list)
     for (micro_batch, segment), places in _backwards(ops).items():
-        given = _Given(schedule.phases[segment], schedule.dropped[segment])
+        given = _ReplayNeeds(schedule.phases[segment], schedule.dropped[segment])
         found = _anchors(given, schedule.replayed[segment], places)
         for phase in schedule.phases[segment]:
             if phase.name in found:
@@ -114,7 +114,7 @@ def _backwards(ops: Ops) -> dict[Turn, dict[str, int]]:
     return found
 
 
-class _Given:
+class _ReplayNeeds:
     """Who needs what replays make."""
 
     def __init__(self, phases: Sequence[Phase], dropped: Collection[str]) -> None:
@@ -140,7 +140,7 @@ class _Given:
         return [each.name for each in self.to(phase) if each.kind in (*KEEPERS, "post")]
 
 
-def _anchors(given: _Given, replayed: Collection[str], backward: Mapping[str, int]) -> dict[str, int]:
+def _anchors(given: _ReplayNeeds, replayed: Collection[str], backward: Mapping[str, int]) -> dict[str, int]:
     """For each phase the op before which it is replayed."""
     anchors: dict[str, int] = {}
     phases = given.phases
@@ -213,7 +213,7 @@ def _needed(schedule: Schedule) -> dict[tuple[Act, int, str], list[str]]:
     found: dict[tuple[Act, int, str], list[str]] = defaultdict(list)
     dropped = schedule.dropped or ((),) * len(schedule.phases)
     for segment, (phases, gone) in enumerate(zip(schedule.phases, dropped, strict=True)):
-        given = _Given(phases, gone)
+        given = _ReplayNeeds(phases, gone)
         for phase in phases:
             if phase.name not in schedule.replayed[segment]:
                 continue

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from braid.schedule.event_simulator import Span, rendezvous
+from braid.schedule.event_simulator import OpSpan, rendezvous
 from braid.schedule.ops import Act, Op, Schedule
 from braid.schedule.phases import Stream
 from braid.schedule.views import stream_of
@@ -74,7 +74,7 @@ class Timeline:
     """When every rank did what: simulated, or measured by the engine."""
 
     schedule: Schedule
-    spans: tuple[tuple[Span, ...], ...]
+    spans: tuple[tuple[OpSpan, ...], ...]
     """What each pipeline rank ran, in the order in which it ran."""
 
     @property
@@ -112,7 +112,7 @@ class Timeline:
         """When the first op of any rank began."""
         return min((span.start for span in self._all()), default=0.0)
 
-    def _all(self) -> Iterator[Span]:
+    def _all(self) -> Iterator[OpSpan]:
         return (span for spans in self.spans for span in spans)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from braid.schedule.event_simulator import Span
+from braid.schedule.event_simulator import OpSpan
 from braid.schedule.ops import Op, message_of
 from braid.schedule.phases import Stream
 from braid.schedule.simulate import Timeline
@@ -48,7 +48,7 @@ class Strip:
     begin: float
     end: float
     """When the step began and ended, in seconds."""
-    spans: tuple[Span, ...]
+    spans: tuple[OpSpan, ...]
 
 
 def lane_of(op: Op, stream: Stream | None) -> Lane:
@@ -100,7 +100,7 @@ def predicted(timeline: Timeline, ranks: Sequence[int], *, second: float = 1.0) 
             begin=0.0,
             end=whole * second,
             spans=tuple(
-                Span(op=span.op, start=(span.start - begin) * second, end=(span.end - begin) * second)
+                OpSpan(op=span.op, start=(span.start - begin) * second, end=(span.end - begin) * second)
                 for span in timeline.spans[stage]
                 if span.end > span.start or not span.op.act.shards
             ),
@@ -125,7 +125,7 @@ def _message(strip: Strip, op: Op) -> str:
     return f"{strip.step}/{strip.line}/{'.'.join(map(str, message_of(op)))}"
 
 
-def _op_events(strip: Strip, span: Span, sent: Mapping[str, float]) -> Iterator[dict[str, Any]]:
+def _op_events(strip: Strip, span: OpSpan, sent: Mapping[str, float]) -> Iterator[dict[str, Any]]:
     """The op; and where it is one end of a message, that of an arrow."""
     op = span.op
     about = {"step": strip.step, "micro_batch": op.micro_batch, "segment": op.segment, "phase": op.phase}
@@ -141,7 +141,7 @@ def _op_events(strip: Strip, span: Span, sent: Mapping[str, float]) -> Iterator[
         yield {**arrow, "ph": "s"} if op.act.sends else {**arrow, "ph": "f", "bp": "e"}
 
 
-def _row(busy_until: list[float], span: Span) -> int:
+def _row(busy_until: list[float], span: OpSpan) -> int:
     """The first row of a lane where a span fits: boxes of one row never overlap."""
     for row, until in enumerate(busy_until):
         if span.start >= until:

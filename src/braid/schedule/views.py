@@ -18,7 +18,7 @@ from braid.schedule.phases import Phase, Stream, named
 
 
 @dataclass(frozen=True, kw_only=True)
-class View:
+class SegmentView:
     """A schedule without phases, and where its ops stand in the one that it shows."""
 
     schedule: Schedule
@@ -38,19 +38,19 @@ def bare(schedule: Schedule) -> tuple[Schedule, tuple[tuple[int, ...], ...]]:
     return replace(schedule, ops=lists, recompute=(), dropped=(), weights="unplaced"), places
 
 
-def wide(schedule: Schedule) -> View:
+def wide(schedule: Schedule) -> SegmentView:
     """Every segment from its first phase forward to its last one backward."""
     return _view(schedule, forward=min, backward=max)
 
 
-def narrow(schedule: Schedule) -> View:
+def narrow(schedule: Schedule) -> SegmentView:
     """Every segment from its last phase forward to its first one backward."""
     return _view(schedule, forward=max, backward=min)
 
 
 def _view(
     schedule: Schedule, *, forward: Callable[[list[int]], int], backward: Callable[[list[int]], int]
-) -> View:
+) -> SegmentView:
     lists, places = [], []
     for ops in schedule.ops:
         found: dict[tuple[Act, int | None, int | None], list[int]] = defaultdict(list)
@@ -66,7 +66,7 @@ def _view(
         lists.append(tuple(replace(ops[place], phase=None) for place in kept))
         places.append((*kept, len(ops)))
     seen = replace(schedule, ops=tuple(lists), phases=(), delayed=False)
-    return View(schedule=seen, places=tuple(places))
+    return SegmentView(schedule=seen, places=tuple(places))
 
 
 def phase_of(schedule: Schedule) -> Callable[[Op], Phase | None]:

@@ -1,15 +1,15 @@
 """How ranks are arranged: plain data, exact for any number of ranks, without a process and without torch."""
 
 from braid.topology.grid import DENSE, Grid, Members
-from braid.topology.standard import EXPERT, FAMILIES, Family, standard, standard_problems
+from braid.topology.standard import EXPERT, FAMILIES, GroupFamily, standard, standard_problems
 from braid.topology.view import View
 
 __all__ = [
     "DENSE",
     "EXPERT",
     "FAMILIES",
-    "Family",
     "Grid",
+    "GroupFamily",
     "Members",
     "View",
     "standard",

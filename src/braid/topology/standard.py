@@ -19,27 +19,27 @@ EXPERT = "expert"
 """The view that expert layers use."""
 
 
-class Family(NamedTuple):
+class GroupFamily(NamedTuple):
     """Which groups are meant by a name."""
 
     view: str
     axes: tuple[str, ...]
 
 
-FAMILIES: Mapping[str, Family] = MappingProxyType(
+FAMILIES: Mapping[str, GroupFamily] = MappingProxyType(
     {
-        "tp": Family(DENSE, ("tp",)),
-        "cp": Family(DENSE, ("cp",)),
-        "dp": Family(DENSE, ("dp",)),
-        "pp": Family(DENSE, ("pp",)),
-        "tp_cp": Family(DENSE, ("tp", "cp")),
-        "dp_cp": Family(DENSE, ("cp", "dp")),
-        "slab": Family(DENSE, ("tp", "cp", "dp")),
-        "etp": Family(EXPERT, ("etp",)),
-        "ep": Family(EXPERT, ("ep",)),
-        "edp": Family(EXPERT, ("edp",)),
-        "ep_etp": Family(EXPERT, ("etp", "ep")),
-        "world": Family(DENSE, ("tp", "cp", "dp", "pp")),
+        "tp": GroupFamily(DENSE, ("tp",)),
+        "cp": GroupFamily(DENSE, ("cp",)),
+        "dp": GroupFamily(DENSE, ("dp",)),
+        "pp": GroupFamily(DENSE, ("pp",)),
+        "tp_cp": GroupFamily(DENSE, ("tp", "cp")),
+        "dp_cp": GroupFamily(DENSE, ("cp", "dp")),
+        "slab": GroupFamily(DENSE, ("tp", "cp", "dp")),
+        "etp": GroupFamily(EXPERT, ("etp",)),
+        "ep": GroupFamily(EXPERT, ("ep",)),
+        "edp": GroupFamily(EXPERT, ("edp",)),
+        "ep_etp": GroupFamily(EXPERT, ("etp", "ep")),
+        "world": GroupFamily(DENSE, ("tp", "cp", "dp", "pp")),
     }
 )
 """Every family that has a name, in the order in which communicators are made."""

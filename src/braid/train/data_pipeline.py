@@ -26,7 +26,7 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Feed:
+class DataPipeline:
     """Everything a run reads."""
 
     train: data.Loader
@@ -43,7 +43,7 @@ class Feed:
     """Loss of the best guess that only knows how often each token occurs, in nats per token."""
 
 
-def open_feed(run: Run, folder: Path, progress: Progress | None = None) -> Feed:
+def open_data_pipeline(run: Run, folder: Path, progress: Progress | None = None) -> DataPipeline:
     """Open the sources of a run. The default corpus is built into `folder` the first time."""
     tokenizer = tokenizer_of(run.data.tokenizer)
     if tokenizer.vocab > run.model.vocab:
@@ -61,7 +61,7 @@ def open_feed(run: Run, folder: Path, progress: Progress | None = None) -> Feed:
     weights = run.data.weights or tuple(float(source.tokens) for source in sources)
     loader = _loader(run, sources, weights)
     _warn_of_cut_documents(loader)
-    return Feed(
+    return DataPipeline(
         train=loader,
         validation=_validation_loader(run, validation),
         tokenizer=tokenizer,

@@ -17,9 +17,9 @@ from torch.nn import functional as F
 
 from braid.config import Run
 from braid.data import Tokenizer
-from braid.distributed.collectives import gathered, summed
+from braid.distributed.collectives import all_gather_no_grad, all_reduce_no_grad
 from braid.engine.executor import execute
-from braid.engine.node import Function, Work
+from braid.engine.node import Function, StepWork
 from braid.model import nodes
 from braid.model.context import MicroBatch
 from braid.model.generate import sample
@@ -28,7 +28,7 @@ from braid.train.state import State
 
 
 @torch.no_grad()
-def write_together(
+def generate_together(
     state: State, run: Run, tokenizer: Tokenizer, prompt: str, *, tokens: int, temperature: float, seed: int
 ) -> str:
     """The prompt and what the model makes of it, the same on every rank."""
@@ -51,11 +51,11 @@ def next_logits(state: State, run: Run, tokens_BT: Tensor) -> Tensor:
     wires = state.wires(rows, replace(run, data=replace(run.data, sequence_tokens=reading.padded)))
     execute(state.evaluation(1), reading, state.keeper, wires)
     # Only the last stage, and there only the cp rank that has the last token, has anything to say.
-    logits_BV = summed(summed(reading.logits_BV, groups.cp), groups.pp)
-    return gathered(logits_BV, groups.tp, dim=1).float().cpu()[:, : state.model.shape.vocab]
+    logits_BV = all_reduce_no_grad(all_reduce_no_grad(reading.logits_BV, groups.cp), groups.pp)
+    return all_gather_no_grad(logits_BV, groups.tp, dim=1).float().cpu()[:, : state.model.shape.vocab]
 
 
-class _Reading(Work):
+class _Reading(StepWork):
     """One forward of rows that are filled up to what ranks can share equally."""
 
     def __init__(self, state: State, tokens_BT: Tensor) -> None:

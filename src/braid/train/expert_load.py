@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from braid.distributed.collectives import Group, summed
+from braid.distributed.collectives import Group, all_reduce_no_grad
 from braid.model.language import LanguageModel
 from braid.nn.moe.balance import Balance, Load, load, updated_bias
 from braid.pattern import Layer
@@ -20,7 +20,7 @@ Counts = Mapping[Layer, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Loads:
+class ExpertLoad:
     """Counts of every MoE layer over the micro-batches of a step so far."""
 
     counts_E: Counts = field(default_factory=dict)
@@ -30,22 +30,22 @@ class Loads:
     favourites_E: Counts = field(default_factory=dict)
     """How often each expert was among the best raw scores."""
 
-    def plus(self, balances: Mapping[Layer, Balance]) -> Loads:
+    def plus(self, balances: Mapping[Layer, Balance]) -> ExpertLoad:
         """With one more micro-batch."""
-        return Loads(
+        return ExpertLoad(
             counts_E=_plus(self.counts_E, {layer: b.counts_E for layer, b in balances.items()}),
             kept_E=_plus(self.kept_E, {layer: b.kept_E for layer, b in balances.items()}),
             favourites_E=_plus(self.favourites_E, {layer: b.favourites_E for layer, b in balances.items()}),
         )
 
-    def over(self, group: Group) -> Loads:
+    def over(self, group: Group) -> ExpertLoad:
         """The same over all ranks of a group, which share the micro-batches. Favourites are summed already."""
         if group.size == 1 or not self.counts_E:
             return self
         both = torch.stack([torch.cat([*counts.values()]) for counts in (self.counts_E, self.kept_E)])
         sizes = [len(counts_E) for counts_E in self.counts_E.values()]
-        counts, kept = (row.split(sizes) for row in summed(both, group))
-        return Loads(
+        counts, kept = (row.split(sizes) for row in all_reduce_no_grad(both, group))
+        return ExpertLoad(
             counts_E=dict(zip(self.counts_E, counts, strict=True)),
             kept_E=dict(zip(self.kept_E, kept, strict=True)),
             favourites_E=self.favourites_E,
@@ -74,7 +74,7 @@ def _plus(sums: Counts, more: Counts) -> Counts:
 
 
 @torch.no_grad()
-def update_selection_biases(model: LanguageModel, loads: Loads) -> None:
+def update_selection_biases(model: LanguageModel, loads: ExpertLoad) -> None:
     """Move every selection bias towards even load, once per step."""
     for layer, moe in model.moes():
         bias_E = moe.router.bias

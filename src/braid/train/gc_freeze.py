@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def only_new_garbage() -> Iterator[None]:
+def frozen_gc() -> Iterator[None]:
     """Within, the search leaves out whatever is there already, as a run keeps it from its first step to its
     last."""
     gc.collect()

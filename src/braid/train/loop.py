@@ -14,13 +14,13 @@ from braid.errors import CheckpointError, NumericsError, PreemptedError
 from braid.launch.process import everywhere
 from braid.launch.watchdog import Watchdog
 from braid.model.language import LanguageModel
-from braid.optim.schedule import Schedule
+from braid.optim.schedule import LearningRate
 from braid.planning.plan import Plan, whole_model
 from braid.train import state as states
-from braid.train.data_pipeline import Feed
+from braid.train.data_pipeline import DataPipeline
 from braid.train.device import Device, set_arithmetic
 from braid.train.metrics import Metrics, Unwritten, Value
-from braid.train.run_dir import Places
+from braid.train.run_dir import RunDir
 from braid.train.signals import StopRequest
 from braid.train.state import State
 from braid.train.step import StepResult, evaluate, train_step
@@ -46,9 +46,9 @@ class Loop:
     def __init__(
         self,
         plan: Plan,
-        places: Places,
+        places: RunDir,
         device: Device,
-        feed: Feed,
+        feed: DataPipeline,
         state: State,
         metrics: Metrics | Unwritten,
         *,
@@ -234,9 +234,9 @@ class Loop:
             )
 
 
-def schedule_of(run: Run) -> Schedule:
+def schedule_of(run: Run) -> LearningRate:
     """The learning rate of every step."""
-    return Schedule(
+    return LearningRate(
         kind=run.optim.schedule,
         peak=run.optim.lr,
         steps=run.train.steps,

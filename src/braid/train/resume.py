@@ -10,9 +10,9 @@ from braid.console import warn
 from braid.errors import CheckpointError, ConfigError, DataError, first_of
 from braid.launch.process import agree, together
 from braid.train import state as states
-from braid.train.data_pipeline import Feed
+from braid.train.data_pipeline import DataPipeline
 from braid.train.finetune import check_settings
-from braid.train.run_dir import Places
+from braid.train.run_dir import RunDir
 from braid.train.state import State
 
 MOST_LINES = 6
@@ -20,7 +20,7 @@ MOST_LINES = 6
 
 
 def begin_or_continue(
-    state: State, run: Run, feed: Feed, places: Places, init: Path | None = None
+    state: State, run: Run, feed: DataPipeline, places: RunDir, init: Path | None = None
 ) -> Path | None:
     """Fill the state: from the newest whole checkpoint of the run, which is returned; or else from the run's
     seed, with the weights of the checkpoint `init` where one is given. All ranks do the same, or none. A run
@@ -47,7 +47,7 @@ def begin_or_continue(
     return newest.path
 
 
-def _newest(places: Places) -> checkpoint.Latest:
+def _newest(places: RunDir) -> checkpoint.Latest:
     """The newest whole checkpoint of a run that has one, or has none at all. To begin a run anew whose
     checkpoints are all damaged would cut its metrics, and delete what can perhaps be saved of it."""
     newest = checkpoint.latest(places.checkpoints)
@@ -80,7 +80,7 @@ def _begin(state: State, run: Run, weights: Path | None) -> None:
         states.load_state_weights(weights, state)
 
 
-def _continue(state: State, run: Run, feed: Feed, places: Places, path: Path) -> None:
+def _continue(state: State, run: Run, feed: DataPipeline, places: RunDir, path: Path) -> None:
     """Go on from a checkpoint of the run."""
     first = state.model.groups.world.rank == 0
     saved = states.describe(path)

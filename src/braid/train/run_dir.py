@@ -13,7 +13,7 @@ from braid.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Places:
+class RunDir:
     """The folder of a run."""
 
     out: Path

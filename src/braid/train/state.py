@@ -23,7 +23,7 @@ from braid.architecture import Model
 from braid.config import Mesh, Run, from_json, model_from_json, to_json
 from braid.data import Loader, Tokenizer, tokenizer_from
 from braid.distributed.collectives import Group
-from braid.engine.executor import Program, Wires
+from braid.engine.executor import PipelineLinks, Program
 from braid.engine.progress import Progress
 from braid.engine.streams import Streams, streams_for
 from braid.engine.weights import Weights
@@ -34,10 +34,10 @@ from braid.nn.canonical import Canonical, Held
 from braid.nn.dtypes import DTYPES
 from braid.optim.adamw import MOMENTS, AdamW
 from braid.optim.gradients import Copied, copied
-from braid.optim.shards import Kept, kept_of
+from braid.optim.shards import KeptShard, kept_of
 from braid.pattern import parse
 from braid.planning.plan import Plan, evaluation_schedule, plan
-from braid.schedule import Channel, Span
+from braid.schedule import Channel, OpSpan
 from braid.train.device import Device, DeviceName, choose_device
 
 NAMES_VERSION = 1
@@ -64,7 +64,7 @@ class State:
     """Canonical names of the whole model, over all ranks."""
     channels: Mapping[Channel, Group] = field(default_factory=dict)
     """How this rank reaches its neighbours in the pipeline."""
-    log: Sequence[Span] = ()
+    log: Sequence[OpSpan] = ()
     """What ran when in the last step."""
     progress: Progress = field(default_factory=Progress)
     """What this rank is doing."""
@@ -82,13 +82,13 @@ class State:
         """By parameter name: the main copy of what the optimizer updates, the model's own of all else."""
         return {**self.model.tensors(), **self.optimizer.main}
 
-    def wires(self, rows: int, run: Run) -> Wires:
+    def wires(self, rows: int, run: Run) -> PipelineLinks:
         """Channels, and memory for a message about so many rows."""
         model, groups = self.model, self.model.groups
         tokens = run.data.sequence_tokens // groups.tp_cp.size
         size = (rows, tokens, *model.shape.stream)
         message = functools.partial(torch.empty, size, dtype=model.dtype, device=model.device)
-        return Wires(channels=self.channels, message=message, progress=self.progress)
+        return PipelineLinks(channels=self.channels, message=message, progress=self.progress)
 
     @functools.cached_property
     def program(self) -> Program:
@@ -108,10 +108,10 @@ class State:
         return streams_for(self.model.device)
 
     @functools.cached_property
-    def kept(self) -> dict[str, Kept]:
+    def kept(self) -> dict[str, KeptShard]:
         """What this rank keeps of every parameter. Of what is no parameter it keeps all, as every rank does."""
         first = self.model.groups.slab.rank == 0
-        buffers = {name: Kept(None, first=first) for name, _ in self.model.named_buffers()}
+        buffers = {name: KeptShard(None, first=first) for name, _ in self.model.named_buffers()}
         return {name: kept_of(parameter) for name, parameter in self.model.named_parameters()} | buffers
 
     @functools.cached_property

@@ -18,23 +18,23 @@ from torch import Tensor, nn
 
 from braid.config import Run
 from braid.data import Loader
-from braid.distributed.collectives import ALONE, Group, Groups, highest, summed
+from braid.distributed.collectives import ALONE, Group, Groups, all_reduce_max_no_grad, all_reduce_no_grad
 from braid.engine.executor import execute
-from braid.engine.node import Function, Watch, Work
+from braid.engine.node import Function, StepWork, Watch
 from braid.errors import DataError
 from braid.launch.process import gather_json, together
 from braid.model import nodes
 from braid.model.context import Context, MicroBatch, Whole
 from braid.model.language import LanguageModel, Losses, PartOfStep
 from braid.model.mtp import targets
-from braid.nn.delayed_wgrad import WeightSink, hand_sink
+from braid.nn.delayed_wgrad import DelayedWgrad, hand_sink
 from braid.nn.moe.balance import Load
 from braid.nn.recompute import Hold, Replays
 from braid.optim import gradients
 from braid.planning.plan import span_of
 from braid.schedule import Op, Phase, Turn
 from braid.train.data_pipeline import micro_batch
-from braid.train.expert_load import Loads, figures, update_selection_biases
+from braid.train.expert_load import ExpertLoad, figures, update_selection_biases
 from braid.train.state import State
 
 
@@ -123,7 +123,7 @@ def count(model: LanguageModel, batches: Sequence[MicroBatch]) -> Counts:
         ]
         for batch in batches
     ]
-    counts_MK = summed(torch.tensor(rows, device=model.device), groups.dp).tolist()
+    counts_MK = all_reduce_no_grad(torch.tensor(rows, device=model.device), groups.dp).tolist()
     if any(row[0] for row in counts_MK):
         with together(groups.world):
             if problem is not None:
@@ -142,7 +142,7 @@ def count(model: LanguageModel, batches: Sequence[MicroBatch]) -> Counts:
 
 def backward(
     state: State, run: Run, batches: Sequence[MicroBatch], counts: Counts, watch: Watch | None = None
-) -> tuple[dict[str, Tensor], Loads]:
+) -> tuple[dict[str, Tensor], ExpertLoad]:
     """Leave the gradient of the whole step in the optimizer; tell this rank's part of its figures, and the
     load of its experts over all ranks. Nodes may be watched while they run."""
     step = _Step(state, run, batches, counts)
@@ -156,7 +156,7 @@ DEVIATION = "hyper_deviation"
 """The figure that is no sum, but the most of all layers, micro-batches and ranks."""
 
 
-class _Step(Work):
+class _Step(StepWork):
     """One step's work, phase by phase."""
 
     def __init__(self, state: State, run: Run, batches: Sequence[MicroBatch], counts: Counts) -> None:
@@ -164,14 +164,14 @@ class _Step(Work):
         self.batches, self.counts = batches, counts
         self.contexts: dict[int, Context] = {}
         self.metrics: dict[str, Tensor] = {}
-        self.loads = Loads()
+        self.loads = ExpertLoad()
         self.pieces: dict[Turn, list[Losses]] = {}
         """What the phases of a segment have cost so far."""
         names = run.train.recompute
         self.replays = Replays(names, planned=True) if names else None
         self.model.recompute(self.replays, span_of(run, self.model.layout))
         mains = state.keeper.mains
-        self.sink = WeightSink(mains) if mains or state.plan.schedule.delayed else None
+        self.sink = DelayedWgrad(mains) if mains or state.plan.schedule.delayed else None
         hand_sink(self.model, self.sink)
 
     # ------------------------------------------------------------------------------------- forward
@@ -271,9 +271,11 @@ def _over_ranks(metrics: Mapping[str, Tensor], stop: bool, groups: Groups) -> tu
     nothing = torch.zeros((), dtype=torch.float64, device=next(iter(metrics.values())).device)
     parts = {name: metrics[name].double() if name in metrics else nothing for name in names}
     most = parts.pop(DEVIATION, None)
-    stopped, *sums = summed(torch.stack([nothing + stop, *parts.values()]), groups.world).tolist()
+    stopped, *sums = all_reduce_no_grad(torch.stack([nothing + stop, *parts.values()]), groups.world).tolist()
     told = dict(zip(parts, sums, strict=True))
-    return stopped > 0, told if most is None else told | {DEVIATION: float(highest(most, groups.world))}
+    return stopped > 0, told if most is None else told | {
+        DEVIATION: float(all_reduce_max_no_grad(most, groups.world))
+    }
 
 
 def micro_batches(run: Run, loader: Loader, step: int, first: int, dp: Group = ALONE) -> list[MicroBatch]:
@@ -288,7 +290,7 @@ def micro_batches(run: Run, loader: Loader, step: int, first: int, dp: Group = A
     ]
 
 
-def metrics_of(loads: Loads, pp: Group) -> dict[str, float]:
+def metrics_of(loads: ExpertLoad, pp: Group) -> dict[str, float]:
     """Figures of the load of all layers, whichever stage has them."""
     stages = gather_json([list(layer) for layer in loads.layers()], pp)
     return figures([Load(*layer) for stage in stages for layer in stage])
@@ -315,7 +317,7 @@ def evaluate(state: State, run: Run, loader: Loader) -> float:
         for batch in work.batches:
             state.model.check(batch)
     execute(state.evaluation(len(work.batches)), work, state.keeper, state.wires(each, run))
-    total, tokens = summed(work.totals, groups.world).tolist()
+    total, tokens = all_reduce_no_grad(work.totals, groups.world).tolist()
     return float(total / max(1, tokens))
 
 
@@ -328,7 +330,7 @@ def _counted(run: Run, loader: Loader, start: int, each: int, samples: int) -> M
     return replace(batch, loss_mask_BT=batch.loss_mask_BT & counts_B1)
 
 
-class _Evaluation(Work):
+class _Evaluation(StepWork):
     """Forwards alone; what is left are sums."""
 
     def __init__(self, state: State, batches: Sequence[MicroBatch]) -> None:

@@ -20,7 +20,7 @@ from braid.console import warn
 from braid.engine.streams import Timed
 from braid.errors import ConfigError
 from braid.launch.process import gather_json, together
-from braid.schedule import Op, Span, parse_op
+from braid.schedule import Op, OpSpan, parse_op
 from braid.schedule.trace import Strip, chrome_trace
 from braid.schedule.views import stream_of
 from braid.train.state import State
@@ -88,7 +88,7 @@ class Tracer:
         told = gather_json([socket.gethostname(), time.perf_counter()], self._world)
         return next(zero for host, zero in told if host == socket.gethostname())
 
-    def _spans(self, times: Sequence[tuple[Op, Sequence[Timed]]]) -> Iterator[Span]:
+    def _spans(self, times: Sequence[tuple[Op, Sequence[Timed]]]) -> Iterator[OpSpan]:
         """What ran when: the log, corrected where ops were only issued. Both are in the order of issue."""
         noted = iter(times)
         op, jobs = next(noted, (None, ()))
@@ -96,7 +96,7 @@ class Tracer:
             if span.op != op:
                 yield span
                 continue
-            yield Span(op=op, start=self._seconds(jobs[0].begin), end=self._seconds(jobs[-1].end))
+            yield OpSpan(op=op, start=self._seconds(jobs[0].begin), end=self._seconds(jobs[-1].end))
             op, jobs = next(noted, (None, ()))
 
     def _seconds(self, when: Any) -> float:
@@ -141,5 +141,5 @@ def _strip(rank: int, step: int, told: Mapping[str, Any]) -> Strip:
         step=step,
         begin=begin,
         end=end,
-        spans=tuple(Span(op=parse_op(op), start=start, end=stop) for op, start, stop in told["spans"]),
+        spans=tuple(OpSpan(op=parse_op(op), start=start, end=stop) for op, start, stop in told["spans"]),
     )

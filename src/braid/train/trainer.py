@@ -25,21 +25,21 @@ import braid
 from braid.config import flatten
 from braid.distributed.groups import opened_groups
 from braid.errors import ConfigError
-from braid.launch.process import Joined, agree, first_then_others, join, leave, named_failures, together
+from braid.launch.process import ProcessContext, agree, first_then_others, join, leave, named_failures, together
 from braid.launch.watchdog import watched
 from braid.model.generate import generate_text
 from braid.model.language import LanguageModel
 from braid.planning import divisibility
 from braid.planning.plan import Plan
 from braid.train.build import opened_state
-from braid.train.data_pipeline import Feed, open_feed
+from braid.train.data_pipeline import DataPipeline, open_data_pipeline
 from braid.train.device import DeviceName, choose_device
-from braid.train.distributed_generation import write_together
-from braid.train.gc_freeze import only_new_garbage
+from braid.train.distributed_generation import generate_together
+from braid.train.gc_freeze import frozen_gc
 from braid.train.loop import Loop, Outcome
 from braid.train.metrics import Listener, Metrics, Unwritten
 from braid.train.resume import begin_or_continue
-from braid.train.run_dir import Places
+from braid.train.run_dir import RunDir
 from braid.train.signals import StopRequest
 from braid.train.state import State
 from braid.train.step import StepResult
@@ -60,7 +60,7 @@ class Trainer:
 
     plan: Plan
     state: State
-    feed: Feed
+    feed: DataPipeline
     resumed: Path | None
     """The checkpoint that it goes on from; None where the run is new."""
 
@@ -85,7 +85,7 @@ class Trainer:
         what ran when in the steps `trace_steps`, counted from where this trainer starts. With `watch`, a rank
         that stalls or fails ends its process, with a report in `out`. `building` is told how far the building
         of a corpus has come. `environment` is where a launcher said which rank this is."""
-        self.plan, self.places = plan, Places(out=Path(out))
+        self.plan, self.places = plan, RunDir(out=Path(out))
         self._quiet, self._watch = quiet, watch
         self.listeners = list(listeners)
         """More may be added before the first step."""
@@ -112,13 +112,17 @@ class Trainer:
         with together(self.joined.everyone):
             if self.joined.rank == 0:
                 self._held.enter_context(self.places.held())
-        self.feed = first_then_others(lambda: open_feed(run, self.places.data, building), self.joined.everyone)
+        self.feed = first_then_others(
+            lambda: open_data_pipeline(run, self.places.data, building), self.joined.everyone
+        )
         runs = divisibility.tp_runs(run.model, plan.layout.kinds(), plan.axes.tp)
         opened = opened_groups(plan.grid, self.joined.rank, tp_runs=runs, timeout=patience)
         self.state = self._held.enter_context(opened_state(plan, self.device, self._held.enter_context(opened)))
         self.resumed = begin_or_continue(self.state, run, self.feed, self.places, self._init)
 
-    def _joined(self, environment: Mapping[str, str], device: torch.device, patience: timedelta) -> Joined:
+    def _joined(
+        self, environment: Mapping[str, str], device: torch.device, patience: timedelta
+    ) -> ProcessContext:
         """This process among the ranks of the plan."""
         joined = join(environment, device, patience)
         if joined.ours:  # the next trainer of this process meets the same ranks: they part when it ends
@@ -170,7 +174,7 @@ class Trainer:
             named_failures(),
             watched(self.joined, failures, self.state.progress, timeout_s) as loop.watchdog,
             StopRequest() as loop.asked,
-            only_new_garbage(),
+            frozen_gc(),
         ):
             outcome = loop.run_to_end()
             if self._tracer is not None:
@@ -199,7 +203,7 @@ class Trainer:
             return generate_text(
                 self.model, tokenizer, prompt, tokens=tokens, temperature=temperature, seed=seed
             )
-        return write_together(
+        return generate_together(
             self.state, run, tokenizer, prompt, tokens=tokens, temperature=temperature, seed=seed
         )
 

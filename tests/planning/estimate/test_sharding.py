@@ -24,7 +24,7 @@ from braid.planning.estimate.weights import held_units
 from braid.planning.plan import plan
 from braid.train import state as states
 from braid.train.build import opened_state
-from braid.train.data_pipeline import open_feed
+from braid.train.data_pipeline import open_data_pipeline
 from braid.train.device import choose_device
 from braid.train.step import backward, count, micro_batches
 from tests.planning.estimate.reality import Calls
@@ -75,7 +75,7 @@ def measured(rank: int, world: int, run: Run, folder: str) -> Real:
         opened_state(worked_out, choose_device("cpu"), groups) as state,
     ):
         states.initialize(state, run)
-        feed = open_feed(run, Path(folder))
+        feed = open_data_pipeline(run, Path(folder))
         batches = micro_batches(run, feed.train, 1, 0, groups.dp)
         counts = count(state.model, batches)
         with sharding_calls() as calls:

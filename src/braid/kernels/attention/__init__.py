@@ -10,7 +10,7 @@ from torch import Tensor
 from braid.kernels.attention import reference, sdpa
 from braid.kernels.attention.cached import attend_cached
 from braid.kernels.attention.spans import Spans, pairs_seen, spans_of
-from braid.kernels.choice import Choice
+from braid.kernels.choice import KernelChoice
 
 __all__ = ["REFERENCE", "Attend", "Spans", "attend_cached", "choose", "pairs_seen", "spans_of"]
 
@@ -23,14 +23,14 @@ class Attend(Protocol):
     ) -> Tensor: ...
 
 
-def _choice(name: str, function: Attend, reason: str) -> Choice[Attend]:
-    return Choice(op="attention", name=name, function=function, reason=reason)
+def _choice(name: str, function: Attend, reason: str) -> KernelChoice[Attend]:
+    return KernelChoice(op="attention", name=name, function=function, reason=reason)
 
 
 REFERENCE = _choice("reference", reference.attend, "it was asked for")
 
 
-def choose(device: torch.device, dtype: torch.dtype) -> Choice[Attend]:
+def choose(device: torch.device, dtype: torch.dtype) -> KernelChoice[Attend]:
     """SDPA: it takes every device and dtype."""
     tensor_type = f"{str(dtype).removeprefix('torch.')} on {device.type}"
     return _choice("sdpa", sdpa.attend, f"torch picks its fastest kernel for {tensor_type}")

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from braid.kernels.attention.spans import Piece, Spans
+from braid.kernels.attention.spans import SpanPiece, Spans
 
 ANY_LENGTH = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
 """Kernels that prepare nothing for a length they have not met."""
@@ -36,7 +36,7 @@ def attend(q_BTQD: Tensor, k_BTKD: Tensor, v_BTKV: Tensor, spans: Spans, scale: 
 
 
 def _attend_any_length(
-    q_BLQD: Tensor, k_BLKD: Tensor, v_BLKV: Tensor, piece: Piece, scale: float | None
+    q_BLQD: Tensor, k_BLKD: Tensor, v_BLKV: Tensor, piece: SpanPiece, scale: float | None
 ) -> Tensor:
     """Without cuDNN. Backward runs the kernel that forward has chosen."""
     if piece.mask_LL is not None:
@@ -48,7 +48,9 @@ def _attend_any_length(
         return _attend_piece(q_BLQD, k_BLKD, v_BLKV, piece, scale)
 
 
-def _attend_piece(q_BLQD: Tensor, k_BLKD: Tensor, v_BLKV: Tensor, piece: Piece, scale: float | None) -> Tensor:
+def _attend_piece(
+    q_BLQD: Tensor, k_BLKD: Tensor, v_BLKV: Tensor, piece: SpanPiece, scale: float | None
+) -> Tensor:
     qk_dim, v_dim = q_BLQD.shape[-1], v_BLKV.shape[-1]
     q_BQLW, k_BKLW, v_BKLW = (_widened(x, max(qk_dim, v_dim)).transpose(1, 2) for x in (q_BLQD, k_BLKD, v_BLKV))
     y_BQLW = F.scaled_dot_product_attention(

@@ -21,7 +21,7 @@ call exceeds that of the masked pairs (measured on a CPU)."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class SpanPiece:
     """Consecutive tokens, over the flattened rows, that see nothing outside themselves."""
 
     length: int
@@ -36,9 +36,9 @@ class Spans:
     runs_BT: Tensor
     """The number of each token's document, from 0 over all rows; on the host."""
     window: int | None
-    rows: Piece | None
+    rows: SpanPiece | None
     """What every row is, where each holds a single document; else None."""
-    pieces: tuple[Piece, ...]
+    pieces: tuple[SpanPiece, ...]
     """The flattened rows cut at document boundaries. Their lengths sum to B * T."""
 
 
@@ -95,9 +95,9 @@ def _gather(lengths: list[int]) -> list[list[int]]:
     return groups
 
 
-def _piece(lengths: list[int], window: int | None, device: torch.device) -> Piece:
+def _piece(lengths: list[int], window: int | None, device: torch.device) -> SpanPiece:
     total = sum(lengths)
     if len(lengths) == 1 and (window is None or total <= window):
-        return Piece(length=total, mask_LL=None)
+        return SpanPiece(length=total, mask_LL=None)
     runs_L = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    return Piece(length=total, mask_LL=to_device(visible(runs_L, window), device))
+    return SpanPiece(length=total, mask_LL=to_device(visible(runs_L, window), device))

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from braid.kernels.choice import Choice
+from braid.kernels.choice import KernelChoice
 from braid.kernels.delta_rule import reference
 from braid.kernels.delta_rule.recurrent import step
 
@@ -37,14 +37,14 @@ class DeltaRule(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
 
-def _choice(reason: str) -> Choice[DeltaRule]:
-    return Choice(op="delta_rule", name="reference", function=reference.delta_rule, reason=reason)
+def _choice(reason: str) -> KernelChoice[DeltaRule]:
+    return KernelChoice(op="delta_rule", name="reference", function=reference.delta_rule, reason=reason)
 
 
 REFERENCE = _choice("it was asked for")
 
 
-def choose(device: torch.device, dtype: torch.dtype) -> Choice[DeltaRule]:
+def choose(device: torch.device, dtype: torch.dtype) -> KernelChoice[DeltaRule]:
     """The chunked form in plain torch: it takes every device and dtype."""
     tensor_type = f"{str(dtype).removeprefix('torch.')} on {device.type}"
     return _choice(f"there is no other implementation for {tensor_type}")

@@ -71,7 +71,7 @@ def delta_rule(
     return y_BTHV.to(v_BTHV.dtype), final_state_BHKV
 
 
-class Decays(NamedTuple):
+class DeltaDecays(NamedTuple):
     """What is left of a memory between two moments of a chunk; zero where a document begins between them."""
 
     between_XLS: Tensor
@@ -82,7 +82,7 @@ class Decays(NamedTuple):
     """From the token to the end of the chunk."""
 
 
-def _decays(log_decay_XL: Tensor, runs_NBL: Tensor | None) -> Decays:
+def _decays(log_decay_XL: Tensor, runs_NBL: Tensor | None) -> DeltaDecays:
     # float64: a sum that has grown large must still tell two neighbours apart
     total_XL = log_decay_XL.double().cumsum(-1)
     between_XLS = total_XL.unsqueeze(-1) - total_XL.unsqueeze(-2)
@@ -97,7 +97,7 @@ def _decays(log_decay_XL: Tensor, runs_NBL: Tensor | None) -> Decays:
         total_XL = total_XL.masked_fill(runs_NB11L != entering_NB111, -torch.inf)
         to_end_XL = to_end_XL.masked_fill(runs_NB11L != last_NB111, -torch.inf)
     wide = log_decay_XL.dtype
-    return Decays(
+    return DeltaDecays(
         # masked before exp: later tokens would overflow, and 0 · inf is nan in the gradient
         between_XLS=between_XLS.masked_fill_(hidden_XLS, -torch.inf).to(wide).exp(),
         since_state_XL1=total_XL.to(wide).exp().unsqueeze(-1),

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from braid.architecture import Activation, Glu
 from braid.kernels.activation import SWIGLU
-from braid.kernels.choice import Choice
+from braid.kernels.choice import KernelChoice
 from braid.kernels.grouped_mlp import grouped, reference
 from braid.kernels.grouped_mlp.product import Sink, WritesInPlace
 
@@ -49,7 +49,7 @@ class GroupedMlp(Protocol):
 
 
 @dataclass(frozen=True)
-class Fused(WritesInPlace):
+class FusedGroupedMlp(WritesInPlace):
     """`fused.FusedExperts` with the measured table. Triton is loaded by the first call: plans do without."""
 
     def __call__(self, *given: Any, **options: Any) -> Tensor:
@@ -63,8 +63,8 @@ class Fused(WritesInPlace):
         return FusedExperts(measured())
 
 
-def _choice(name: str, function: GroupedMlp, reason: str) -> Choice[GroupedMlp]:
-    return Choice(op="grouped_mlp", name=name, function=function, reason=reason)
+def _choice(name: str, function: GroupedMlp, reason: str) -> KernelChoice[GroupedMlp]:
+    return KernelChoice(op="grouped_mlp", name=name, function=function, reason=reason)
 
 
 REFERENCE = _choice("reference", reference.grouped_mlp, "it was asked for")
@@ -72,7 +72,7 @@ REFERENCE = _choice("reference", reference.grouped_mlp, "it was asked for")
 
 def choose(
     device: torch.device, dtype: torch.dtype, *, hidden: int, ffn: int, experts: int
-) -> Choice[GroupedMlp]:
+) -> KernelChoice[GroupedMlp]:
     """`fused` on a Hopper GPU, else `grouped` where it is right and faster than the loop, else `reference`."""
     tensor_type = f"{str(dtype).removeprefix('torch.')} on {device.type}"
     supported = (torch.bfloat16,) if device.type == "cuda" else (torch.float32, torch.bfloat16)
@@ -85,7 +85,9 @@ def choose(
     if device.type == "cuda":
         missing = _missing(device)
         if missing is None:
-            return _choice("fused", Fused(), f"its kernels are the fastest for {tensor_type} on Hopper")
+            return _choice(
+                "fused", FusedGroupedMlp(), f"its kernels are the fastest for {tensor_type} on Hopper"
+            )
         return _choice("grouped", grouped.grouped_mlp, f"fused, which is faster, {missing}")
     if experts <= FEW_EXPERTS:
         return _choice("reference", reference.grouped_mlp, f"a loop over {experts} experts is fast on a CPU")

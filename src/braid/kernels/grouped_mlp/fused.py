@@ -73,7 +73,7 @@ class How(NamedTuple):
     launch: Launcher
 
 
-class Weights(NamedTuple):
+class ExpertWeights(NamedTuple):
     """The weights of all experts."""
 
     w_in_EFGC: Tensor
@@ -104,7 +104,7 @@ class Gradients(NamedTuple):
 
 
 def forward(
-    how: How, counts_E: Tensor, x_NC: Tensor, probs_N: Tensor, of_experts: Weights
+    how: How, counts_E: Tensor, x_NC: Tensor, probs_N: Tensor, of_experts: ExpertWeights
 ) -> tuple[Tensor, Kept]:
     """What the experts give, and what is kept. Where there are biases the products are ours, which add them."""
     paths, formula, tile_rows, launch = how
@@ -127,7 +127,9 @@ def forward(
     return y_NC, Kept(x_NC, probs_N, h, where)
 
 
-def backward(how: How, dy_NC: Tensor, kept: Kept, of_experts: Weights, *, x_needs: bool = True) -> Gradients:
+def backward(
+    how: How, dy_NC: Tensor, kept: Kept, of_experts: ExpertWeights, *, x_needs: bool = True
+) -> Gradients:
     """All gradients of what `forward` gave."""
     paths, formula, _, launch = how
     x_NC, probs_N, h, where = kept
@@ -195,7 +197,7 @@ class _Fused(torch.autograd.Function):
         counts_E, x_NC, probs_N = (given.contiguous() for given in (counts_E, x_NC, probs_N))
         w_in_EFGC, w_down_ECF, b_in_EFG, b_down_EC = parameters
         b_down_EC = None if b_down_EC is None else b_down_EC.contiguous()
-        of_experts = Weights(w_in_EFGC, w_down_ECF, b_in_EFG, b_down_EC)
+        of_experts = ExpertWeights(w_in_EFGC, w_down_ECF, b_in_EFG, b_down_EC)
         y_NC, kept = forward(how, counts_E, x_NC, probs_N, of_experts)
         *maps, tile_rows = kept.tiles
         ctx.save_for_backward(*kept[:-1], *maps, *of_experts)
@@ -209,7 +211,7 @@ class _Fused(torch.autograd.Function):
         # Without a past: products that wait would keep all of it.
         kept = Kept(x_NC.detach(), probs_N.detach(), h, Tiles._make((*others[:5], ctx.tile_rows)))
         x_needs, probs_needs, *parameters_need = ctx.needs_input_grad[3:]
-        found = backward(ctx.how, dy_NC.contiguous(), kept, Weights(*others[5:]), x_needs=x_needs)
+        found = backward(ctx.how, dy_NC.contiguous(), kept, ExpertWeights(*others[5:]), x_needs=x_needs)
 
         def of(parameter: Tensor, product: Gradient | None, needed: bool) -> Tensor | None:
             return left(ctx.sink, parameter, product) if needed and product is not None else None

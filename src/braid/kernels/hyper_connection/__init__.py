@@ -15,12 +15,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from braid.kernels.choice import Choice, why_not_fused
+from braid.kernels.choice import KernelChoice, why_not_fused
 from braid.kernels.grouped_mlp.product import Sink
 from braid.kernels.hyper_connection import reference
-from braid.kernels.hyper_connection.reference import Entered, Form, Parameters, Ways
+from braid.kernels.hyper_connection.reference import ConnectionForm, Entered, Parameters, Ways
 
-__all__ = ["REFERENCE", "Entered", "Form", "HyperConnect", "Parameters", "Ways", "choose", "fuses"]
+__all__ = ["REFERENCE", "ConnectionForm", "Entered", "HyperConnect", "Parameters", "Ways", "choose", "fuses"]
 
 FUSED = (torch.bfloat16, torch.float16, torch.float32)
 """Dtypes of activations that the kernels take."""
@@ -30,12 +30,14 @@ class HyperConnect(Protocol):
     """What every implementation computes; see `reference`. With a sink, what gives the gradient of the weight
     is left there, and with it, as each implementation likes, those of the other parameters."""
 
-    def pre(self, x_NSC: Tensor, parameters: Parameters, form: Form, sink: Sink | None = None) -> Entered: ...
+    def pre(
+        self, x_NSC: Tensor, parameters: Parameters, form: ConnectionForm, sink: Sink | None = None
+    ) -> Entered: ...
 
     def post(self, ways: Ways, y_NC: Tensor, bias_C: Tensor | None = None) -> Tensor: ...
 
     def contract(
-        self, x_NSC: Tensor, parameters: Parameters, form: Form, sink: Sink | None = None
+        self, x_NSC: Tensor, parameters: Parameters, form: ConnectionForm, sink: Sink | None = None
     ) -> Tensor: ...
 
 
@@ -45,8 +47,8 @@ class _Reference:
     contract = staticmethod(reference.contract)
 
 
-def _choice(name: str, function: HyperConnect, reason: str) -> Choice[HyperConnect]:
-    return Choice(op="hyper_connection", name=name, function=function, reason=reason)
+def _choice(name: str, function: HyperConnect, reason: str) -> KernelChoice[HyperConnect]:
+    return KernelChoice(op="hyper_connection", name=name, function=function, reason=reason)
 
 
 REFERENCE = _choice("reference", _Reference(), "it was asked for")
@@ -57,10 +59,14 @@ def fuses(device: str, dtype: torch.dtype) -> bool:
     return device == "cuda" and dtype in FUSED
 
 
-def choose(device: torch.device, dtype: torch.dtype, *, streams: int) -> Choice[HyperConnect]:
+def choose(device: torch.device, dtype: torch.dtype, *, streams: int) -> KernelChoice[HyperConnect]:
     """`fused` on a GPU that has Triton, else `reference`."""
     if (reason := why_not_fused(device, dtype, FUSED)) is not None:
         return _choice("reference", _Reference(), reason)
-    from braid.kernels.hyper_connection.fused import Fused
+    from braid.kernels.hyper_connection.fused import FusedHyperConnection
 
-    return _choice("fused", Fused.of(streams, dtype), f"it passes over {streams} streams as seldom as it can")
+    return _choice(
+        "fused",
+        FusedHyperConnection.of(streams, dtype),
+        f"it passes over {streams} streams as seldom as it can",
+    )

@@ -25,7 +25,7 @@ from braid.kernels.grouped_mlp.product import Sink
 from braid.kernels.hyper_connection import reference
 from braid.kernels.hyper_connection.device.gradients import (
     GradientVariant,
-    WeightVariant,
+    WgradVariant,
     added_up,
     gradients,
     weight_gradient,
@@ -39,7 +39,7 @@ from braid.kernels.hyper_connection.device.streams import (
     mix,
     mix_backward,
 )
-from braid.kernels.hyper_connection.reference import Entered, Form, Mappings, Parameters, Ways
+from braid.kernels.hyper_connection.reference import ConnectionForm, Entered, Mappings, Parameters, Ways
 from braid.kernels.launch import Launcher
 
 SHORT = ProjectionVariant(tokens=64, splits=8, stages=2)
@@ -49,7 +49,7 @@ FEW = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fused:
+class FusedHyperConnection:
     """How each kernel is run."""
 
     project: ProjectionVariant
@@ -60,18 +60,20 @@ class Fused:
     aggregate_backward: StreamVariant
     map_backward: MapVariant
     gradients: GradientVariant
-    weight_gradient: WeightVariant
+    weight_gradient: WgradVariant
     launch: Launcher = field(default_factory=Launcher, compare=False, repr=False)
 
     @staticmethod
-    def of(streams: int, dtype: torch.dtype) -> Fused:
+    def of(streams: int, dtype: torch.dtype) -> FusedHyperConnection:
         """For so many streams of a dtype."""
         if streams > FEW or dtype.itemsize > 2:
             return replace(CROWDED, launch=Launcher())
         project = USUAL.project if dtype == torch.bfloat16 else SHORT
         return replace(USUAL, project=project, launch=Launcher())
 
-    def pre(self, x_NSC: Tensor, parameters: Parameters, form: Form, sink: Sink | None = None) -> Entered:
+    def pre(
+        self, x_NSC: Tensor, parameters: Parameters, form: ConnectionForm, sink: Sink | None = None
+    ) -> Entered:
         """As `reference.pre`."""
         if not x_NSC.shape[0]:
             return reference.pre(x_NSC, parameters, form, sink)
@@ -86,7 +88,9 @@ class Fused:
         out_NSC: Tensor = _Post.apply(self, x_NSC, y_NC, bias_C, post_NS, res_NSS)
         return out_NSC
 
-    def contract(self, x_NSC: Tensor, parameters: Parameters, form: Form, sink: Sink | None = None) -> Tensor:
+    def contract(
+        self, x_NSC: Tensor, parameters: Parameters, form: ConnectionForm, sink: Sink | None = None
+    ) -> Tensor:
         """As `reference.contract`."""
         if not x_NSC.shape[0]:
             return reference.contract(x_NSC, parameters, form, sink)
@@ -94,7 +98,7 @@ class Fused:
         return out_NC
 
 
-USUAL = Fused(
+USUAL = FusedHyperConnection(
     project=ProjectionVariant(splits=6, stages=3),
     map=MapVariant(),
     aggregate=StreamVariant(tokens=1, channels=1024),
@@ -103,11 +107,11 @@ USUAL = Fused(
     aggregate_backward=StreamVariant(tokens=2, warps=1),
     map_backward=MapVariant(),
     gradients=GradientVariant(tokens=16, channels=128),
-    weight_gradient=WeightVariant(per_sm=1, stages=4),
+    weight_gradient=WgradVariant(per_sm=1, stages=4),
 )
 """For four streams of bfloat16: of each kernel the fastest on an H200 by itself, where the projection keeps all
 bits of the weight."""
-CROWDED = Fused(
+CROWDED = FusedHyperConnection(
     project=SHORT,
     map=MapVariant(),
     aggregate=StreamVariant(),
@@ -116,7 +120,7 @@ CROWDED = Fused(
     aggregate_backward=StreamVariant(),
     map_backward=MapVariant(tokens=4),
     gradients=GradientVariant(tokens=16, stages=1),
-    weight_gradient=WeightVariant(channels=128, warps=4, stages=2),
+    weight_gradient=WgradVariant(channels=128, warps=4, stages=2),
 )
 """Where streams are many or wide, and fewer tokens of them fit on the chip."""
 
@@ -124,7 +128,12 @@ CROWDED = Fused(
 class _Pre(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, fused: Fused, form: Form, sink: Sink | None, x_NSC: Tensor, *parameters: Tensor
+        ctx: Any,
+        fused: FusedHyperConnection,
+        form: ConnectionForm,
+        sink: Sink | None,
+        x_NSC: Tensor,
+        *parameters: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         assert x_NSC.is_contiguous()
         branch_NC, made = _into(ctx, fused, form, sink, x_NSC, parameters)
@@ -141,7 +150,12 @@ class _Pre(torch.autograd.Function):
 class _Contract(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, fused: Fused, form: Form, sink: Sink | None, x_NSC: Tensor, *parameters: Tensor
+        ctx: Any,
+        fused: FusedHyperConnection,
+        form: ConnectionForm,
+        sink: Sink | None,
+        x_NSC: Tensor,
+        *parameters: Tensor,
     ) -> Tensor:
         out_NC, _ = _into(ctx, fused, form, sink, x_NSC.contiguous(), parameters)
         return out_NC
@@ -153,7 +167,12 @@ class _Contract(torch.autograd.Function):
 
 
 def _into(
-    ctx: Any, fused: Fused, form: Form, sink: Sink | None, x_NSC: Tensor, parameters: Sequence[Tensor]
+    ctx: Any,
+    fused: FusedHyperConnection,
+    form: ConnectionForm,
+    sink: Sink | None,
+    x_NSC: Tensor,
+    parameters: Sequence[Tensor],
 ) -> tuple[Tensor, Mappings]:
     """The sum of streams and the mappings; what backward needs is left in `ctx`."""
     tokens, streams, channels = x_NSC.shape
@@ -174,7 +193,7 @@ def _out_of(
     """The gradients of streams, weight, alpha and bias; None for those that wait."""
     x_NSC, weight_MK, alpha_A, bias_M, pre_NS, res_NSS, *known = ctx.saved_tensors
     _, streams, channels = x_NSC.shape
-    fused: Fused = ctx.fused
+    fused: FusedHyperConnection = ctx.fused
     launch = fused.launch
     d_branch_NC = d_branch_NC.contiguous()
     d_pre_NS = aggregate_backward(launch, d_branch_NC, x_NSC, fused.aggregate_backward)
@@ -204,7 +223,9 @@ def _left(ctx: Any, x_NSC: Tensor, factor: Tensor, numbers_ZE: Tensor) -> tuple[
     )
 
 
-def _of_parameters(fused: Fused, x_NSC: Tensor, factor: Tensor, numbers_ZE: Tensor) -> tuple[Tensor, ...]:
+def _of_parameters(
+    fused: FusedHyperConnection, x_NSC: Tensor, factor: Tensor, numbers_ZE: Tensor
+) -> tuple[Tensor, ...]:
     """The gradients of weight, alpha and bias; those of the last two are given as each program found them."""
     tokens, rows = len(x_NSC), factor.shape[-1]
     d_weight_ZMK = weight_gradient(fused.launch, x_NSC.view(tokens, -1), factor, fused.weight_gradient)
@@ -231,7 +252,7 @@ class _Post(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        fused: Fused,
+        fused: FusedHyperConnection,
         x_NSC: Tensor,
         y_NC: Tensor,
         bias_C: Tensor | None,
@@ -248,7 +269,7 @@ class _Post(torch.autograd.Function):
     def backward(ctx: Any, d_NSC: Tensor) -> tuple[Tensor | None, ...]:
         x_NSC, y_NC, bias_C, post_NS = ctx.saved_tensors
         d_NSC = d_NSC.contiguous()
-        fused: Fused = ctx.fused
+        fused: FusedHyperConnection = ctx.fused
         d_y_NC, d_post_NS, d_res_NSS = mix_backward(
             fused.launch, d_NSC, x_NSC, y_NC, bias_C, post_NS, fused.mix_backward
         )

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from braid.kernels.grouped_mlp.product import Sink
 
 
-class Form(NamedTuple):
+class ConnectionForm(NamedTuple):
     """The numbers of the formulas."""
 
     steps: int
@@ -65,7 +65,7 @@ class Entered(NamedTuple):
     ways: Ways
 
 
-def pre(x_NSC: Tensor, parameters: Parameters, form: Form, sink: Sink | None = None) -> Entered:
+def pre(x_NSC: Tensor, parameters: Parameters, form: ConnectionForm, sink: Sink | None = None) -> Entered:
     """The way into a branch: streams added up, each with its weight. With a sink, backward leaves the product
     that gives the gradient of the projection's weight there."""
     pre_NS, post_NS, res_NSS = mappings(x_NSC, parameters, form, sink)
@@ -81,7 +81,7 @@ def post(ways: Ways, y_NC: Tensor, bias_C: Tensor | None = None) -> Tensor:
     return (mixed_NSC + post_NS.unsqueeze(-1) * y_NC.unsqueeze(1)).to(x_NSC.dtype)
 
 
-def contract(x_NSC: Tensor, parameters: Parameters, form: Form, sink: Sink | None = None) -> Tensor:
+def contract(x_NSC: Tensor, parameters: Parameters, form: ConnectionForm, sink: Sink | None = None) -> Tensor:
     """One stream out of several, at the end: as the way into a branch."""
     streams = x_NSC.shape[1]
     wide = wider(x_NSC.dtype)
@@ -91,7 +91,7 @@ def contract(x_NSC: Tensor, parameters: Parameters, form: Form, sink: Sink | Non
     return weighed(x_NSC, torch.sigmoid(h_NS) + form.eps)
 
 
-def mappings(x_NSC: Tensor, parameters: Parameters, form: Form, sink: Sink | None = None) -> Mappings:
+def mappings(x_NSC: Tensor, parameters: Parameters, form: ConnectionForm, sink: Sink | None = None) -> Mappings:
     """The three mappings of each token."""
     streams = x_NSC.shape[1]
     sizes = [streams, streams, streams * streams]
@@ -146,7 +146,7 @@ def _weight_gradient(d_NM: Tensor, x_NK: Tensor, dtype: torch.dtype) -> Tensor:
     return d_NM.t().mm(x_NK).to(dtype)
 
 
-def sinkhorn(logits: Tensor, form: Form) -> Tensor:
+def sinkhorn(logits: Tensor, form: ConnectionForm) -> Tensor:
     """Matrices ..., S, S whose columns add up to 1 but for eps, and whose rows nearly do."""
     eps = form.eps
     m = logits.softmax(-1) + eps

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from braid.kernels.choice import Choice
+from braid.kernels.choice import KernelChoice
 from braid.kernels.permute import reference
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ PLAIN: Permute = Plain()
 
 
 @dataclass(frozen=True)
-class Fused:
+class FusedPermute:
     """`fused`. Triton is loaded by the first call: plans do without."""
 
     @cached_property
@@ -64,17 +64,17 @@ class Fused:
         return fused.collect(self.launch, y_MC, row_NS, gaps=gaps)
 
 
-def _choice(name: str, function: Permute, reason: str) -> Choice[Permute]:
-    return Choice(op="permute", name=name, function=function, reason=reason)
+def _choice(name: str, function: Permute, reason: str) -> KernelChoice[Permute]:
+    return KernelChoice(op="permute", name=name, function=function, reason=reason)
 
 
 REFERENCE = _choice("reference", PLAIN, "it was asked for")
 
 
-def choose(device: torch.device) -> Choice[Permute]:
+def choose(device: torch.device) -> KernelChoice[Permute]:
     """`fused` on a GPU, else `reference`."""
     if device.type != "cuda":
         return _choice("reference", PLAIN, f"fused is for GPUs, not for a {device.type}")
     if torch.cuda.is_available() and not find_spec("triton"):
         return _choice("reference", PLAIN, "fused, which is faster, needs Triton: install braid[gpu]")
-    return _choice("fused", Fused(), "it sums a token's rows without writing them down first")
+    return _choice("fused", FusedPermute(), "it sums a token's rows without writing them down first")

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from braid.kernels.choice import Choice, why_not_fused
+from braid.kernels.choice import KernelChoice, why_not_fused
 from braid.kernels.rms_norm import reference
 from braid.kernels.rms_norm.reference import rms_norm as PLAIN
 
@@ -25,8 +25,8 @@ class Normalize(Protocol):
     def __call__(self, x: Tensor, weight_C: Tensor, eps: float) -> Tensor: ...
 
 
-def _choice(name: str, function: Normalize, reason: str) -> Choice[Normalize]:
-    return Choice(op="rms_norm", name=name, function=function, reason=reason)
+def _choice(name: str, function: Normalize, reason: str) -> KernelChoice[Normalize]:
+    return KernelChoice(op="rms_norm", name=name, function=function, reason=reason)
 
 
 REFERENCE = _choice("reference", reference.rms_norm, "it was asked for")
@@ -37,11 +37,11 @@ def fuses(device: str, dtype: torch.dtype, channels: int) -> bool:
     return device == "cuda" and dtype in FUSED and channels <= MOST
 
 
-def choose(device: torch.device, dtype: torch.dtype) -> Choice[Normalize]:
+def choose(device: torch.device, dtype: torch.dtype) -> KernelChoice[Normalize]:
     """`fused` on a GPU that has Triton, else `reference`. The former leaves vectors that are too long to the
     latter."""
     if (reason := why_not_fused(device, dtype, FUSED)) is not None:
         return _choice("reference", PLAIN, reason)
-    from braid.kernels.rms_norm.fused import Fused
+    from braid.kernels.rms_norm.fused import FusedRmsNorm
 
-    return _choice("fused", Fused(), "it passes over vectors once, as narrow as they are")
+    return _choice("fused", FusedRmsNorm(), "it passes over vectors once, as narrow as they are")

@@ -26,7 +26,7 @@ PER_MULTIPROCESSOR = 4
 """Programs, backward."""
 
 
-class Fused:
+class FusedRmsNorm:
     """`Normalize`, with what its kernels were compiled to."""
 
     def __init__(self) -> None:

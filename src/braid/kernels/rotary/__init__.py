@@ -7,7 +7,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from braid.kernels.choice import Choice, why_not_fused
+from braid.kernels.choice import KernelChoice, why_not_fused
 from braid.kernels.rotary.reference import turned as PLAIN
 
 __all__ = ["PLAIN", "REFERENCE", "Turn", "choose"]
@@ -23,17 +23,17 @@ class Turn(Protocol):
     def __call__(self, x: Tensor, cos_BT1R: Tensor, sin_BT1R: Tensor, direction: Literal[1, -1]) -> Tensor: ...
 
 
-def _choice(name: str, function: Turn, reason: str) -> Choice[Turn]:
-    return Choice(op="rotary", name=name, function=function, reason=reason)
+def _choice(name: str, function: Turn, reason: str) -> KernelChoice[Turn]:
+    return KernelChoice(op="rotary", name=name, function=function, reason=reason)
 
 
 REFERENCE = _choice("reference", PLAIN, "it was asked for")
 
 
-def choose(device: torch.device, dtype: torch.dtype) -> Choice[Turn]:
+def choose(device: torch.device, dtype: torch.dtype) -> KernelChoice[Turn]:
     """`fused` on a GPU that has Triton, else `reference`."""
     if (reason := why_not_fused(device, dtype, FUSED)) is not None:
         return _choice("reference", PLAIN, reason)
-    from braid.kernels.rotary.fused import Fused
+    from braid.kernels.rotary.fused import FusedRotary
 
-    return _choice("fused", Fused(), "it passes over heads once, as narrow as they are")
+    return _choice("fused", FusedRotary(), "it passes over heads once, as narrow as they are")

@@ -16,7 +16,7 @@ ENTRIES = 4096
 """What a program takes."""
 
 
-class Fused:
+class FusedRotary:
     """`Turn`, with what its kernel was compiled to."""
 
     def __init__(self) -> None:

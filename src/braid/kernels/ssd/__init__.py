@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from braid.kernels.choice import Choice
+from braid.kernels.choice import KernelChoice
 from braid.kernels.ssd import reference
 from braid.kernels.ssd.recurrent import step
 
@@ -38,14 +38,14 @@ class Ssd(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
 
-def _choice(reason: str) -> Choice[Ssd]:
-    return Choice(op="ssd", name="reference", function=reference.ssd, reason=reason)
+def _choice(reason: str) -> KernelChoice[Ssd]:
+    return KernelChoice(op="ssd", name="reference", function=reference.ssd, reason=reason)
 
 
 REFERENCE = _choice("it was asked for")
 
 
-def choose(device: torch.device, dtype: torch.dtype) -> Choice[Ssd]:
+def choose(device: torch.device, dtype: torch.dtype) -> KernelChoice[Ssd]:
     """The chunked form in plain torch: it takes every device and dtype."""
     tensor_type = f"{str(dtype).removeprefix('torch.')} on {device.type}"
     return _choice(f"there is no other implementation for {tensor_type}")

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from braid.distributed.collectives import Group, gather, gathered, scatter
-from braid.nn.moe.dispatch_plan import Journey, Places, Slots
+from braid.distributed.collectives import Group, all_gather, all_gather_no_grad, reduce_scatter
+from braid.nn.moe.dispatch_plan import DispatchPlan, RowPlaces, Slots
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -30,9 +30,9 @@ class AllGather:
     slices: int
     """Ranks that have a slice of the same experts: neighbours in the group."""
 
-    def journey(self, slots: Slots) -> Journey:
+    def journey(self, slots: Slots) -> DispatchPlan:
         arriving = self._arriving(slots).order(self.held)
-        return Journey(arriving=arriving, counts_E=arriving.counts_E)
+        return DispatchPlan(arriving=arriving, counts_E=arriving.counts_E)
 
     def _arriving(self, slots: Slots) -> Slots:
         """The slots of all ranks; those of other ranks' experts are not kept."""
@@ -40,13 +40,13 @@ class AllGather:
         if slots.kept_NS is not None:
             experts_NS = torch.where(slots.kept_NS, experts_NS, -1)
         first = self.group.rank // self.slices * self.held
-        experts_NS = gathered(experts_NS, self.group)
+        experts_NS = all_gather_no_grad(experts_NS, self.group)
         here_NS = (experts_NS >= first) & (experts_NS < first + self.held)
-        places = slots.places and Places(self.group.size * slots.places.sequences, slots.places.capacity)
+        places = slots.places and RowPlaces(self.group.size * slots.places.sequences, slots.places.capacity)
         return Slots(experts_NS - first, here_NS, None, places)
 
-    def dispatch(self, x: Tensor, probs: Tensor, journey: Journey) -> tuple[Tensor, Tensor, Journey]:
-        return gather(x, self.travel, dim=0), gather(probs, self.travel, dim=0), journey
+    def dispatch(self, x: Tensor, probs: Tensor, journey: DispatchPlan) -> tuple[Tensor, Tensor, DispatchPlan]:
+        return all_gather(x, self.travel, dim=0), all_gather(probs, self.travel, dim=0), journey
 
-    def combine(self, y: Tensor, journey: Journey) -> Tensor:
-        return scatter(y, self.travel, dim=0)
+    def combine(self, y: Tensor, journey: DispatchPlan) -> Tensor:
+        return reduce_scatter(y, self.travel, dim=0)

@@ -14,12 +14,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from braid.distributed.collectives import Group, exchange, swapped
-from braid.nn.moe.dispatch_plan import Journey, Slots
+from braid.distributed.collectives import Group, all_to_all_no_grad, all_to_all_v
+from braid.nn.moe.dispatch_plan import DispatchPlan, Slots
 from braid.nn.moe.permute import Order
 
 
-class Splits(NamedTuple):
+class RowSplits(NamedTuple):
     """Rows to and from each rank."""
 
     send: tuple[int, ...]
@@ -39,37 +39,41 @@ class AllToAll:
     slices: int
     """Seats of an expert."""
 
-    def journey(self, slots: Slots) -> Journey:
+    def journey(self, slots: Slots) -> DispatchPlan:
         ranks = self.group.size
         leaving = slots.at_seats(self.held, self.slices).order(ranks * self.held)
         if ranks == 1:
-            return Journey(leaving=leaving, counts_E=leaving.counts_E)
+            return DispatchPlan(leaving=leaving, counts_E=leaving.counts_E)
         send_PE = leaving.counts_E.view(ranks, self.held)
         if slots.places is None:
-            receive_PE = swapped(send_PE, self.group, split=0, join=0)
+            receive_PE = all_to_all_no_grad(send_PE, self.group, split=0, join=0)
             send, receive = torch.stack([send_PE.sum(1), receive_PE.sum(1)]).tolist()
         else:
             # Every rank has as many sequences, and so as many places for each seat.
             receive_PE = send_PE
             send = receive = [self.held * slots.places.sequences * slots.places.capacity] * ranks
-        return Journey(
+        return DispatchPlan(
             leaving=leaving,
             arriving=None if self.held == 1 else regrouped(receive_PE, sum(receive)),
             counts_E=receive_PE.sum(0),
-            way=Splits(tuple(send), tuple(receive)),
+            way=RowSplits(tuple(send), tuple(receive)),
         )
 
-    def dispatch(self, x: Tensor, probs: Tensor, journey: Journey) -> tuple[Tensor, Tensor, Journey]:
+    def dispatch(self, x: Tensor, probs: Tensor, journey: DispatchPlan) -> tuple[Tensor, Tensor, DispatchPlan]:
         if self.group.size == 1:
             return x, probs, journey
         send, receive = journey.way
-        return exchange(x, self.travel, send, receive), exchange(probs, self.travel, send, receive), journey
+        return (
+            all_to_all_v(x, self.travel, send, receive),
+            all_to_all_v(probs, self.travel, send, receive),
+            journey,
+        )
 
-    def combine(self, y: Tensor, journey: Journey) -> Tensor:
+    def combine(self, y: Tensor, journey: DispatchPlan) -> Tensor:
         if self.group.size == 1:
             return y
         send, receive = journey.way
-        return exchange(y, self.travel, receive, send)
+        return all_to_all_v(y, self.travel, receive, send)
 
 
 def regrouped(counts_PE: Tensor, rows: int) -> Order:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from braid import architecture
-from braid.distributed.collectives import ALONE, Group, Groups, summed
+from braid.distributed.collectives import ALONE, Group, Groups, all_reduce_no_grad
 from braid.nn.cost import INDEX, Call, Cost, Portion, once
 from braid.nn.moe.routing import Routing
 from braid.nn.moe.token_ids import Tokens
@@ -63,7 +63,7 @@ def examine(
     if choice.favourites_NS is not choice.experts_NS:
         favourites_E = count(choice.favourites_NS, valid_N, shape.experts)
     if shape.aux_loss or shape.global_aux_loss:
-        favourites_E = summed(favourites_E, groups.slab)
+        favourites_E = all_reduce_no_grad(favourites_E, groups.slab)
     step_E = favourites_E if earlier_E is None else favourites_E + earlier_E
     losses: dict[str, Tensor] = {}
     if shape.aux_loss:
@@ -103,7 +103,7 @@ def sequence_balance(
     rows, experts, valid_N = tokens.rows, shares_NE.shape[-1], tokens.valid_N()
     row_N1 = torch.arange(rows, device=valid_N.device).repeat_interleave(tokens.row_tokens)[:, None]
     counts_BE = count(row_N1 * experts + favourites_NS, valid_N, rows * experts).view(rows, experts)
-    counts_BE = summed(counts_BE, row_group).to(shares_NE.dtype)
+    counts_BE = all_reduce_no_grad(counts_BE, row_group).to(shares_NE.dtype)
     slots_B1 = counts_BE.sum(1, keepdim=True).clamp(min=1)
     sums_BE = (shares_NE * valid_N[:, None]).unflatten(0, (rows, -1)).sum(1)
     top_k = favourites_NS.shape[1]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from braid.distributed.collectives import Group
 from braid.errors import ConfigError
-from braid.nn.moe.dispatch_plan import Journey, Slots, used_here
+from braid.nn.moe.dispatch_plan import DispatchPlan, Slots, used_here
 from braid.nn.moe.permute import order_by_expert
 
 
@@ -30,13 +30,13 @@ class DeepEp:
         self.seats = group.size * held
         self.buffer = _buffer(travel, channels)
 
-    def journey(self, slots: Slots) -> Journey:
+    def journey(self, slots: Slots) -> DispatchPlan:
         slots = slots.at_seats(self.held, self.slices)
         seats_NS = slots.experts_NS
         if slots.kept_NS is not None:
             seats_NS = torch.where(slots.kept_NS, seats_NS, -1)
         to_ranks, to_nodes, to_seats, in_rank, _ = self.buffer.get_dispatch_layout(seats_NS, self.seats)
-        return Journey(
+        return DispatchPlan(
             way={
                 "topk_idx": seats_NS,
                 "num_tokens_per_rank": to_ranks,
@@ -46,15 +46,17 @@ class DeepEp:
             }
         )
 
-    def dispatch(self, x: Tensor, probs: Tensor, journey: Journey) -> tuple[Tensor, Tensor, Journey]:
+    def dispatch(self, x: Tensor, probs: Tensor, journey: DispatchPlan) -> tuple[Tensor, Tensor, DispatchPlan]:
         used_here(*journey.way.values())
         probs_NS = probs.to(torch.float32).repeat_interleave(self.slices, dim=1)
-        x_RC, probs_RS, experts_RS, counts, handle = _Dispatch.apply(x, probs_NS, self.buffer, journey.way)
+        x_RC, probs_RS, experts_RS, counts, handle = _DeepEpDispatch.apply(
+            x, probs_NS, self.buffer, journey.way
+        )
         arriving = order_by_expert(experts_RS, self.held, experts_RS >= 0, sum(counts))
-        return x_RC, probs_RS, Journey(arriving=arriving, counts_E=arriving.counts_E, way=handle)
+        return x_RC, probs_RS, DispatchPlan(arriving=arriving, counts_E=arriving.counts_E, way=handle)
 
-    def combine(self, y: Tensor, journey: Journey) -> Tensor:
-        return _Combine.apply(y, self.buffer, journey.way)
+    def combine(self, y: Tensor, journey: DispatchPlan) -> Tensor:
+        return _DeepEpCombine.apply(y, self.buffer, journey.way)
 
 
 def _buffer(group: Group, channels: int) -> Any:
@@ -75,7 +77,7 @@ def _buffer(group: Group, channels: int) -> Any:
     )
 
 
-class _Dispatch(torch.autograd.Function):
+class _DeepEpDispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_NC: Tensor, probs_NS: Tensor, buffer: Any, layout: dict[str, Any]) -> Any:
         x_RC, experts_RS, probs_RS, counts, handle, _ = buffer.dispatch(
@@ -94,7 +96,7 @@ class _Dispatch(torch.autograd.Function):
         return x_NC, probs_NS, None, None
 
 
-class _Combine(torch.autograd.Function):
+class _DeepEpCombine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y_RC: Tensor, buffer: Any, handle: Any) -> Tensor:
         ctx.buffer, ctx.handle = buffer, handle

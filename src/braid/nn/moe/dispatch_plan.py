@@ -23,7 +23,7 @@ from torch import Tensor
 from braid.nn.moe.permute import Order, order_by_capacity, order_by_expert
 
 
-class Places(NamedTuple):
+class RowPlaces(NamedTuple):
     """Rows that every expert computes whatever the routing, so that no shape depends on it."""
 
     sequences: int
@@ -41,7 +41,7 @@ class Slots(NamedTuple):
     """False where a slot goes nowhere. None where all are kept."""
     kept: int | None = None
     """How many are kept, where the host knows."""
-    places: Places | None = None
+    places: RowPlaces | None = None
     """Where they are known, every expert's rows are padded to all of its places."""
 
     def at_seats(self, held: int, slices: int) -> Slots:
@@ -68,7 +68,7 @@ class Slots(NamedTuple):
         return order_by_capacity(self.experts_NS, experts, self.kept_NS, sequences=sequences, capacity=capacity)
 
 
-class Journey(NamedTuple):
+class DispatchPlan(NamedTuple):
     """The way of a micro-batch's tokens through one MoE layer. Integers only: no gradient flows here."""
 
     leaving: Order | None = None
@@ -93,15 +93,15 @@ class Dispatcher(Protocol):
     """Brings rows to the ranks of their experts and back. One object serves all layers, and keeps nothing of
     any micro-batch."""
 
-    def journey(self, slots: Slots) -> Journey:
+    def journey(self, slots: Slots) -> DispatchPlan:
         """Where everything goes. Ranks may tell one another counts and choices."""
         ...
 
-    def dispatch(self, x: Tensor, probs: Tensor, journey: Journey) -> tuple[Tensor, Tensor, Journey]:
+    def dispatch(self, x: Tensor, probs: Tensor, journey: DispatchPlan) -> tuple[Tensor, Tensor, DispatchPlan]:
         """From rows and probabilities as they leave to those that arrive. The journey is complete from here on:
         some dispatchers know only now what arrives."""
         ...
 
-    def combine(self, y: Tensor, journey: Journey) -> Tensor:
+    def combine(self, y: Tensor, journey: DispatchPlan) -> Tensor:
         """From rows as they were when they arrived to those that return."""
         ...

@@ -19,11 +19,11 @@ from braid import architecture
 from braid.distributed.collectives import Groups
 from braid.kernels.activation import projections
 from braid.kernels.activation_bytes import activated
-from braid.kernels.grouped_mlp import Fused, GroupedMlp, grouped, sizes
+from braid.kernels.grouped_mlp import FusedGroupedMlp, GroupedMlp, grouped, sizes
 from braid.kernels.grouped_mlp.product import WritesInPlace, left, zeros
 from braid.nn.canonical import Canonical
 from braid.nn.cost import Cost, Portion
-from braid.nn.delayed_wgrad import Delaying, WeightSink
+from braid.nn.delayed_wgrad import DelayedWgrad, Delaying
 from braid.nn.recompute import Recomputing
 
 SHARD_DIMS = MappingProxyType({"w_in_EFGC": 1, "w_down_ECF": 2, "b_in_EFG": 1, "b_down_EC": 1})
@@ -138,7 +138,7 @@ class Experts(Delaying, Recomputing):
     def cost(self, portion: Portion, rows: int, wide: int) -> Cost:
         """Of so many rows, where a probability has `wide` bytes."""
         channels, ffn = rows * self.channels * portion.narrow, rows * self.ffn * portion.narrow
-        fused = isinstance(self.grouped_mlp, Fused)
+        fused = isinstance(self.grouped_mlp, FusedGroupedMlp)
         # All of the fused backward is there at the same time: gradients of its output, of what it projected and
         # of its input, and the activation.
         passing = 2 * channels + (len(self.projections) + 1) * ffn if fused else channels
@@ -163,7 +163,7 @@ class _AddedElsewhere(torch.autograd.Function):
     those of the other weights go, so that all have one dtype."""
 
     @staticmethod
-    def forward(ctx: Any, sink: WeightSink | None, in_place: bool, bias_EC: Tensor, y_MC: Tensor) -> Tensor:
+    def forward(ctx: Any, sink: DelayedWgrad | None, in_place: bool, bias_EC: Tensor, y_MC: Tensor) -> Tensor:
         ctx.sink, ctx.in_place, ctx.bias = sink, in_place, bias_EC
         return y_MC.view_as(y_MC)
 

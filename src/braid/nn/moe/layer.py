@@ -29,7 +29,7 @@ from braid.nn.mlp import Mlp
 from braid.nn.moe.all_gather import AllGather
 from braid.nn.moe.balance import examine_cost
 from braid.nn.moe.capacity import capacity
-from braid.nn.moe.dispatch_plan import Dispatcher, Journey, Places, Slots, used_here
+from braid.nn.moe.dispatch_plan import Dispatcher, DispatchPlan, RowPlaces, Slots, used_here
 from braid.nn.moe.experts import Experts
 from braid.nn.moe.permute import combine, dispatch
 from braid.nn.moe.router import Router, logit_dtype, probability_dtype
@@ -105,7 +105,7 @@ class Moe(nn.Module):
 
     # -------------------------------------------------------------------------------------- parts
 
-    def journey(self, routing: Routing, tokens: Tokens, *, replayed: bool = False) -> Journey:
+    def journey(self, routing: Routing, tokens: Tokens, *, replayed: bool = False) -> DispatchPlan:
         """Where each slot goes. Decisions that are replayed may have been made under another capacity: how many
         rows they keep is for them to say."""
         shape, (experts_NS, _, kept_NS) = self.shape, routing.choice
@@ -115,21 +115,21 @@ class Moe(nn.Module):
         if shape.capacity_factor is None or not tokens.training:
             return self.dispatcher.journey(slots._replace(kept=tokens.count * shape.top_k))
         if shape.pad_to_capacity:
-            slots = slots._replace(places=Places(tokens.rows, self._capacity(tokens)))
+            slots = slots._replace(places=RowPlaces(tokens.rows, self._capacity(tokens)))
         return self.dispatcher.journey(slots)
 
     def _capacity(self, tokens: Tokens) -> int:
         """The most rows that an expert can have of one sequence's tokens on this rank."""
         return min(tokens.row_tokens, capacity(self.shape, tokens.row_tokens * self.groups.tp_cp.size))
 
-    def pack(self, x_NC: Tensor, probs_NS: Tensor, journey: Journey) -> tuple[Tensor, Tensor]:
+    def pack(self, x_NC: Tensor, probs_NS: Tensor, journey: DispatchPlan) -> tuple[Tensor, Tensor]:
         """What travels to routed experts, as it leaves: rows, and probabilities."""
         x_NL = x_NC if self.latent is None else self.latent.down(x_NC)
         if journey.leaving is None:
             return x_NL, probs_NS
         return dispatch(x_NL, probs_NS, journey.leaving, self.permute)
 
-    def visit(self, rows: Tensor, probs: Tensor, journey: Journey) -> Tensor:
+    def visit(self, rows: Tensor, probs: Tensor, journey: DispatchPlan) -> Tensor:
         """What this rank's experts make of the rows that have arrived, in the order in which they came."""
         assert journey.counts_E is not None
         if journey.arriving is None:
@@ -138,7 +138,7 @@ class Moe(nn.Module):
         rows, probs = dispatch(rows, probs, journey.arriving, self.permute)
         return combine(self.experts(rows, probs, journey.counts_E), journey.arriving, self.permute)
 
-    def unpack(self, rows: Tensor, journey: Journey) -> Tensor:
+    def unpack(self, rows: Tensor, journey: DispatchPlan) -> Tensor:
         """What has returned, summed for each token, as hidden channels."""
         y_NL = rows if journey.leaving is None else combine(rows, journey.leaving, self.permute)
         return y_NL if self.latent is None else self.latent.up(y_NL)

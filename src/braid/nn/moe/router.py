@@ -17,7 +17,7 @@ from braid.nn.canonical import Canonical
 from braid.nn.cost import INDEX, Cost, Portion
 from braid.nn.moe.capacity import within_capacity
 from braid.nn.moe.jitter import jitter
-from braid.nn.moe.routing import Choice, Routing
+from braid.nn.moe.routing import ExpertChoice, Routing
 from braid.nn.moe.score_function import probabilities, scores, shares
 from braid.nn.moe.sinkhorn import evened
 from braid.nn.moe.token_ids import Tokens, own_part, whole_rows
@@ -45,7 +45,9 @@ class Router(nn.Module):
         bias_E = torch.empty(shape.experts, device=device, dtype=wide) if shape.selection_bias else None
         self.register_buffer("bias", bias_E)
 
-    def forward(self, x_NC: Tensor, tokens: Tokens | None = None, replayed: Choice | None = None) -> Routing:
+    def forward(
+        self, x_NC: Tensor, tokens: Tokens | None = None, replayed: ExpertChoice | None = None
+    ) -> Routing:
         """`tokens` is one row without padding, not in training, where it is not given."""
         tokens = Tokens.one_row(len(x_NC), x_NC.device) if tokens is None else tokens
         return route(self.logits(x_NC, tokens), self.shape, tokens, self.bias, replayed, self.groups.tp_cp)
@@ -100,7 +102,7 @@ def route(
     shape: architecture.Moe,
     tokens: Tokens | None = None,
     bias_E: Tensor | None = None,
-    replayed: Choice | None = None,
+    replayed: ExpertChoice | None = None,
     row_group: Group = ALONE,
 ) -> Routing:
     """From router logits to a decision; or to that of another run, with this run's probabilities. `row_group`
@@ -115,7 +117,7 @@ def route(
     probs_NS = probabilities(scores_NE, experts_NS, shape)
     favourites_NS = best(scores_NE, shape.top_k) if _wants_favourites(shape) else experts_NS
     kept_NS = _kept(experts_NS, probs_NS, shape, tokens, row_group)
-    return Routing(Choice(experts_NS, favourites_NS, kept_NS), probs_NS, shares_NE, logits_NE)
+    return Routing(ExpertChoice(experts_NS, favourites_NS, kept_NS), probs_NS, shares_NE, logits_NE)
 
 
 def _choose(

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 
-class Choice(NamedTuple):
+class ExpertChoice(NamedTuple):
     """The part of a routing that is decided rather than computed: integers, without gradients."""
 
     experts_NS: Tensor
@@ -26,7 +26,7 @@ class Choice(NamedTuple):
 class Routing(NamedTuple):
     """A choice, and the numbers that go with it."""
 
-    choice: Choice
+    choice: ExpertChoice
     probs_NS: Tensor
     """What each expert's output is multiplied with."""
     shares_NE: Tensor

@@ -10,7 +10,7 @@ import torch
 from braid import architecture
 from braid.distributed.collectives import Groups
 from braid.errors import Problem
-from braid.kernels.choice import Choice
+from braid.kernels.choice import KernelChoice
 from braid.nn.moe.all_gather import AllGather
 from braid.nn.moe.all_to_all import AllToAll
 from braid.nn.moe.deep_ep import DeepEp
@@ -22,7 +22,7 @@ Asked = Literal["auto", "all_to_all", "all_gather", "deep_ep"]
 
 def choose(
     shape: architecture.Moe, hidden: int, groups: Groups = Groups(), asked: Asked = "auto"
-) -> Choice[Dispatcher]:
+) -> KernelChoice[Dispatcher]:
     """The dispatcher for all layers of a model. A process that has all experts needs none."""
     seating: dict[str, Any] = {
         "group": groups.ep_etp,
@@ -59,5 +59,5 @@ def problems(
             yield Problem(field=at, value=asked, rule=rule, remedy="all_to_all")
 
 
-def _choice(name: str, dispatcher: Dispatcher, reason: str) -> Choice[Dispatcher]:
-    return Choice(op="dispatch", name=name, function=dispatcher, reason=reason)
+def _choice(name: str, dispatcher: Dispatcher, reason: str) -> KernelChoice[Dispatcher]:
+    return KernelChoice(op="dispatch", name=name, function=dispatcher, reason=reason)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from braid.distributed.collectives import Group, gathered, mine
+from braid.distributed.collectives import Group, all_gather_no_grad, own_slice
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,9 +81,9 @@ class Tokens:
 def whole_rows(x_N: Tensor, rows: int, group: Group) -> Tensor:
     """One entry for each token of the whole rows, out of what each rank of the group has for its own; without
     gradients."""
-    return gathered(x_N.detach().unflatten(0, (rows, -1)), group, dim=1).flatten(0, 1)
+    return all_gather_no_grad(x_N.detach().unflatten(0, (rows, -1)), group, dim=1).flatten(0, 1)
 
 
 def own_part(x_N: Tensor, rows: int, group: Group) -> Tensor:
     """This rank's entries, out of those for whole rows."""
-    return mine(x_N.unflatten(0, (rows, -1)), group, dim=1).flatten(0, 1)
+    return own_slice(x_N.unflatten(0, (rows, -1)), group, dim=1).flatten(0, 1)

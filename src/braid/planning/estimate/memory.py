@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from braid.choices import Strategy
 from braid.nn.cost import Cost
 from braid.planning.estimate.moments import Activations
-from braid.planning.estimate.weights import Held
+from braid.planning.estimate.weights import HeldUnit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class Step:
     there, and else when those of their own phase are."""
 
 
-def memory_of(units: list[Held], costs: Mapping[str, Cost], step: Step) -> Memory:
+def memory_of(units: list[HeldUnit], costs: Mapping[str, Cost], step: Step) -> Memory:
     """The memory of a rank with these units, whose parts cost this for one micro-batch."""
     parameters = sum(unit.kept_bytes for unit in units)
     optimizer = sum(_state(unit, step) for unit in units)
@@ -82,18 +82,18 @@ def memory_of(units: list[Held], costs: Mapping[str, Cost], step: Step) -> Memor
     )
 
 
-def _main(unit: Held) -> int:
+def _main(unit: HeldUnit) -> int:
     """Bytes of a weight as the optimizer has it."""
     return max(unit.stored, 4)
 
 
-def _state(unit: Held, step: Step) -> int:
+def _state(unit: HeldUnit, step: Step) -> int:
     """Two moments, and a main copy where the model's own weights are narrower."""
     copies = 3 if step.alone and unit.stored < _main(unit) else 2
     return copies * unit.kept * _main(unit)
 
 
-def _gradients(units: list[Held], parts: list[str], part: str, step: Step) -> int:
+def _gradients(units: list[HeldUnit], parts: list[str], part: str, step: Step) -> int:
     """Gradients that are there while backward is in a part: those of this part and of the parts after it, and
     what earlier micro-batches have left."""
     place = parts.index(part)
@@ -111,7 +111,7 @@ def _gradients(units: list[Held], parts: list[str], part: str, step: Step) -> in
     return sum(unit.kept_bytes for unit in (units if earlier else passed)) + most
 
 
-def _to_sum(unit: Held, stay: bool) -> int:
+def _to_sum(unit: HeldUnit, stay: bool) -> int:
     """A unit's own gradients, and the buffer from which they are summed over ranks. Those that are written in
     place are with the ones that `stay`, where any do."""
     own = unit.computed if not unit.in_place else 0 if stay else unit.stored

@@ -26,7 +26,7 @@ from braid.schedule.phases import Unit
 
 
 @dataclass(frozen=True, kw_only=True)
-class Held:
+class HeldUnit:
     """The weights of one unit, on the rank that keeps most of them."""
 
     name: str
@@ -58,7 +58,7 @@ class Held:
         return self.gathered * self.computed
 
 
-def held_units(model: LanguageModel, plan: Plan, stage: int) -> list[Held]:
+def held_units(model: LanguageModel, plan: Plan, stage: int) -> list[HeldUnit]:
     """The units of a stage, in the order of forward as far as that has one."""
     phases = [phase for segment in plan.schedule.held(stage) for phase in phases_of(plan, segment)]
     # Backward comes first to the last phase that uses a unit: from there on it has a gradient.
@@ -91,14 +91,14 @@ def part_of(phase: Phase) -> str:
 
 def _held(
     unit: Unit, part: str, weights: list[tuple[str, nn.Parameter]], model: LanguageModel, axes: Sizes
-) -> Held:
+) -> HeldUnit:
     shards, copies = _sharing(unit.mesh, axes)
     module = model.get_submodule(unit.path)
     dims = shard_dims(module)
     sizes = [_shard_size(p, dims.get(name.rpartition(".")[2], 0), shards) for name, p in weights]
     stored = weights[0][1].dtype
     in_place = isinstance(module, Experts) and isinstance(module.grouped_mlp, WritesInPlace)
-    return Held(
+    return HeldUnit(
         name=unit.path,
         part=part,
         mesh=unit.mesh,
@@ -127,7 +127,7 @@ def _shard_size(parameter: nn.Parameter, dim: int, shards: int) -> int:
 # --------------------------------------------------------------------------------------------- calls
 
 
-def most_gathered(units: list[Held], ops: Ops) -> int:
+def most_gathered(units: list[HeldUnit], ops: Ops) -> int:
     """The most bytes of gathered weights that are there at a time, as the ops of a rank gather and release."""
     sizes = {unit.name: unit.gathered_bytes for unit in units}
     there = most = 0
@@ -140,7 +140,7 @@ def most_gathered(units: list[Held], ops: Ops) -> int:
     return most
 
 
-def sharding_calls(units: list[Held], ops: Ops) -> Iterator[Call]:
+def sharding_calls(units: list[HeldUnit], ops: Ops) -> Iterator[Call]:
     """What sharded data parallelism sends in a step: weights that are gathered, gradients that are summed."""
     times = Counter((op.unit, op.act) for op in ops if op.act.shards)
     for unit in units:

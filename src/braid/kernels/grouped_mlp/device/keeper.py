@@ -78,11 +78,11 @@ def _sums(out_EOI: Tensor) -> Any:
     return cuda.tensor_map(out_EOI, sizes, strides, [1, ROWS // SLOTS // 8, 4, 2, PART])
 
 
-def source(variant: KeeperVariant, *, accumulate: bool) -> cuda.Source:
+def source(variant: KeeperVariant, *, accumulate: bool) -> cuda.CudaSource:
     """What is compiled."""
     macros = {"DEPTH": DEPTH, "STAGES": STAGES, "GROUP": variant.group, "SHARED": SHARED}
     macros["ACCUMULATE"] = int(accumulate)
-    return cuda.Source(
+    return cuda.CudaSource(
         package=__package__,
         file="keeper.cu",
         name="weight_gradient",

@@ -26,7 +26,7 @@ ADDED = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
-class WeightVariant:
+class WgradVariant:
     """One way to find the gradient of the weight."""
 
     depth: int = 64
@@ -84,7 +84,7 @@ def gradients(
     return d_x_NSC
 
 
-def weight_gradient(launch: Launcher, x_NK: Tensor, factor: Tensor, variant: WeightVariant) -> Tensor:
+def weight_gradient(launch: Launcher, x_NK: Tensor, factor: Tensor, variant: WgradVariant) -> Tensor:
     """Partial sums Z, M, K of the gradient of the projection's weight. The factor is that of `ToStreams`."""
     (tokens, channels), rows, v = x_NK.shape, factor.shape[-1], variant
     across = parts_of(channels, v.channels)

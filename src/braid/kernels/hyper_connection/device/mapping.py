@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from braid.kernels.hyper_connection.reference import Form, Mappings
+from braid.kernels.hyper_connection.reference import ConnectionForm, Mappings
 from braid.kernels.launch import Launcher, parts_of, power_of_two
 
 PARTS = 2
@@ -62,7 +62,7 @@ def map_forward(
     sums_ZNW: Tensor,
     alpha_A: Tensor,
     bias_M: Tensor,
-    form: Form,
+    form: ConnectionForm,
     variant: MapVariant,
     *,
     streams: int,
@@ -94,7 +94,7 @@ def map_backward(
     known: Known,
     alpha_A: Tensor,
     bias_M: Tensor,
-    form: Form,
+    form: ConnectionForm,
     variant: MapVariant,
     *,
     streams: int,
