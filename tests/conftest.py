@@ -38,6 +38,11 @@ def pytest_configure_node(node: Any) -> None:
     node.workerinput["draw"] = node.config.stash[DRAW]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Costly files first: one that comes last would keep one worker busy while the others have nothing to do."""
+    items.sort(key=lambda item: item.get_closest_marker("costly") is None)
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """`listed(name, points)`: all points. `drawn(name, points, count, legal=...)`: a sample of a product, or
     all of it where count is None. Points are made only when they are asked for: that takes seconds or more."""
