@@ -39,7 +39,7 @@ def pytest_configure_node(node: Any) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Costly files first: one that comes last would keep one worker busy while the others have nothing to do."""
+    """Costly files first: one that comes last would keep one worker busy while the others wait."""
     items.sort(key=lambda item: item.get_closest_marker("costly") is None)
 
 
