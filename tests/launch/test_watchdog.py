@@ -454,12 +454,12 @@ def test_a_stage_that_hangs_in_a_training_is_named_with_its_op_and_the_other_wai
     reports = reports_in(tmp_path / "out" / "failures")
     for report in reports.values():
         assert (report["kind"], report["ranks"], report["step"]) == ("stalled", [0], 3)
-    assert (reports[0]["op"], reports[0]["last_op"]) == ("F0.0", "the batch")
+    assert (reports[0]["op"], reports[0]["last_op"]) == ("F0.0:embed", "WAIT(embedding)")
     assert any("FOREVER.wait()" in line for line in reports[0]["stack"])
     assert reports[1]["op"] == "RECV_F0.1<0"
     assert reports[1]["waits_in"] == {"call": "recv", "group": "F-0-1", "ranks": [0, 1], "peers": [0]}
     told = capfd.readouterr().err
-    assert "makes no progress and waits for nobody: step 3, F0.0" in told
+    assert "makes no progress and waits for nobody: step 3, F0.0:embed" in told
     assert "braid: rank 0 stood here:\n" in told
     assert told.count("FOREVER.wait()") == 1
 
