@@ -112,8 +112,8 @@ class Train:
     dtype: Dtype = "fp32"
     """Arithmetic of the model. bf16 keeps fp32 main parameters and optimizer state."""
     recompute: tuple[Recompute, ...] = ()
-    """What is made again in backward instead of kept: norms, activations of MLPs, cores of mixers, MLPs of
-    experts, hyper-connections, whole blocks, all of these. Changes no result."""
+    """Activation checkpointing: what backward computes again instead of keeping it: norms, activations of MLPs,
+    cores of mixers, MLPs of experts, hyper-connections, whole blocks, all of these. Changes no result."""
     recompute_span: int = 0
     """Blocks between residual streams that are kept, where hyper-connections are recomputed and whole blocks
     are not; 0 for as many as hold the least. Changes nothing elsewhere."""
@@ -158,15 +158,16 @@ class Mesh:
     """How ranks share the work; what tp, cp and pp leave over is data parallel. None of it changes a result."""
 
     tp: int = 1
-    """Ranks that share the heads and channels of dense layers, and the tokens between layers."""
+    """Tensor parallel, with sequence parallel: ranks that share the heads and channels of dense layers, and the
+    tokens between layers."""
     cp: int = 1
-    """Ranks that share the tokens of a sequence."""
+    """Context parallel: ranks that share the tokens of a sequence."""
     pp: int = 1
-    """Ranks that share the blocks of the model, as a pipeline."""
+    """Pipeline parallel: ranks that share the blocks of the model."""
     ep: int = 1
-    """Ranks that share the experts of a layer, out of all ranks of a pipeline stage."""
+    """Expert parallel: ranks that share the experts of a layer, out of all ranks of a pipeline stage."""
     etp: int = 1
-    """Ranks that share the ffn channels of an expert."""
+    """Expert tensor parallel: ranks that share the ffn channels of an expert."""
     shard: Strategy = "all"
     """What data-parallel ranks share instead of copying it: nothing; the optimizer's state; gradients as well;
     weights as well."""

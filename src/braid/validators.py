@@ -1,4 +1,5 @@
-"""Rules that the values of a run must keep: each yields a `Problem` where it is broken, and nothing where not.
+"""Validators: rules that the values of a run must keep: each yields a `Problem` where it is broken, and nothing
+where not.
 
     yield from at_least("optim.warmup_steps", self.warmup_steps, 0)
 

@@ -1,4 +1,4 @@
-"""Communication between ranks: on a group that is handed in, differentiable; on a group of one, nothing at all.
+"""Collectives between ranks: on a group that is handed in, differentiable; on a group of one, nothing at all.
 
 Every rank of a group calls the same function in the same order. What backward sends is the transpose of what
 forward sent: a gather's backward scatters sums, a scatter's backward gathers.
@@ -45,9 +45,10 @@ class Groups:
     """The groups that one process is in. Alone, every group is itself."""
 
     tp: Group = ALONE
-    """Ranks that share the heads and channels of dense layers, and the tokens between layers."""
+    """Tensor parallel: ranks that share the heads and channels of dense layers, and the tokens between
+    layers."""
     cp: Group = ALONE
-    """Ranks that share the tokens of a sequence."""
+    """Context parallel: ranks that share the tokens of a sequence."""
     dp: Group = ALONE
     """Ranks that share the samples of a micro-batch."""
     pp: Group = ALONE

@@ -1,4 +1,5 @@
-"""What each op keeps for its backward, in bytes: closed forms, beside the implementations that they describe.
+"""Activation bytes: what each op keeps for its backward, in bytes: closed forms, beside the implementations
+that they describe.
 
 `narrow` and `wide` are bytes of an activation and of what is float32 or better. Rows are single
 documents.

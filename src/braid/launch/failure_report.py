@@ -1,4 +1,4 @@
-"""What ranks write when a run fails: one file for each, and a summary of them all.
+"""Failure reports: what ranks write when a run fails, one file for each, and a summary of them all.
 
 A report is `rank-N.json` in a folder of the attempt. docs/watchdog.md says what its fields mean.
 """

@@ -1,4 +1,4 @@
-"""Who is here: ranks find one another on a store, and agree on a round that only living processes are in.
+"""Rendezvous: ranks find one another on a store, and agree on a round that only living processes are in.
 
 A launcher keeps one store for all its attempts, so a new process reads there what dead ones wrote; and after a
 failure on one node torchrun counts a restart on that node alone, so its count does not tell rounds apart. Here

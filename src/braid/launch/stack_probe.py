@@ -1,5 +1,5 @@
-"""What a thread is doing, read from its stack by another thread: whether it waits for other ranks, in which
-collective, of which group. The thread itself does nothing for it."""
+"""Stack probe: what a thread is doing, read from its stack by another thread: whether it waits for other ranks,
+in which collective, of which group. The thread itself does nothing for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Workers of one machine: started together, watched, stopped together, and started again where that can help.
+"""Worker pool: the processes of one machine, started together, watched, stopped together, and started again
+where that can help.
 
 The launcher speaks torchrun's protocol: a worker reads RANK, WORLD_SIZE and the rest from its environment and
 cannot tell the two apart. It serves the store that workers find one another on, so its port is never another's.

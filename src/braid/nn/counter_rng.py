@@ -1,4 +1,4 @@
-"""Random numbers as a pure function of (seed, step, layer, sample, position, channel).
+"""Counter RNG: random numbers as a pure function of (seed, step, layer, sample, position, channel).
 
 A counter-based hash on 32-bit values held in int64: the same bits on every device, and a sample's numbers do
 not depend on the batch or the rank in which the sample stands.

@@ -1,5 +1,5 @@
-"""Weight gradients that wait: backward finds the gradients of inputs, which others need soon, and leaves the
-products that give the gradients of weights with a sink, until the schedule has time for them.
+"""Delayed wgrad, weight gradients that wait: backward finds the gradients of inputs, which others need soon,
+and leaves the products that give the gradients of weights with a sink, until the schedule has time for them.
 
     hand_sink(model, sink)
     with sink.node(key):

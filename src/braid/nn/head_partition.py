@@ -1,4 +1,4 @@
-"""Heads that come in groups, and the share of them that a rank has.
+"""Head partition for tensor parallelism: heads that come in groups, and the share of them that a rank has.
 
 The heads of a group are neighbours and have something in common: B and C in Mamba-2, query and key in a delta
 net. A projection gives every group the same parts, one after the other: some for each head, some in common.

@@ -1,4 +1,4 @@
-"""What a cache keeps of every token so far: a tensor that grows by appending.
+"""KV cache: what is kept of every token so far, a tensor that grows by appending.
 
 Shapes: B rows, T new tokens, S tokens so far, P places for tokens, `_` further dims.
 """

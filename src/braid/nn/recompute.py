@@ -1,4 +1,5 @@
-"""Recompute: what backward needs of a region is not kept, but made once more when backward comes to it.
+"""Recompute (activation checkpointing): what backward needs of a region is not kept, but made once more when
+backward comes to it.
 
     replays = Replays(["norm", "core"])
     hand_replays(model, replays)            # modules run their regions through it from now on

@@ -1,4 +1,4 @@
-"""What a mesh asks of a model and of a run, so that every rank gets an equal part.
+"""Divisibility: what a mesh asks of a model and of a run, so that every rank gets an equal part.
 
 Pure rules. `plan` has made sure that the world is a multiple of tp · cp · pp before it asks.
 """

@@ -1,4 +1,4 @@
-"""The rendezvous: what happens when all ranks run their lists together, without running anything.
+"""The event simulator: what happens when all ranks run their lists together, without running anything.
 
 The one model of execution behind `check` and `simulate`. Every rank goes through its list in order, by the
 rules in `ops`: a send posts and goes on, a receive waits for the next message of its channel, a collective

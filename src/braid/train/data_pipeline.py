@@ -1,4 +1,4 @@
-"""The data of a run: its sources opened, checked against the model, and dealt out as micro-batches."""
+"""The data pipeline of a run: its sources opened, checked against the model, and dealt out as micro-batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Generation by all ranks together, whatever they share: each token is told by the whole topology.
+"""Distributed generation, by all ranks together, whatever they share: each token is told by the whole topology.
 
 No rank needs room for the whole model. Nothing is remembered between tokens, so this is for a few of them; one
 process that has the whole model writes much faster (`braid.model.generate`).

@@ -1,4 +1,4 @@
-"""The load of experts over a step: summed over micro-batches, told as figures, evened out by selection biases.
+"""Expert load over a step: summed over micro-batches, told as figures, evened out by selection biases.
 
 Shapes: E experts.
 """

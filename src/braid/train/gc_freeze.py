@@ -1,4 +1,4 @@
-"""Python's search for objects that only hold each other.
+"""GC freeze: Python's search for objects that only hold each other.
 
 It runs when it likes to, in the middle of a step, and a full one looks at every object there is: a tenth of a
 second for those of a run, in which the host hands nothing to its device, and other ranks wait.

@@ -1,4 +1,4 @@
-"""Where everything of a run goes, and who may write there."""
+"""The run directory: where everything of a run goes, and who may write there."""
 
 from __future__ import annotations
 

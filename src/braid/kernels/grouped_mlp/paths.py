@@ -1,4 +1,4 @@
-"""Which kernel runs each product of the experts' MLP: as measured, by the shape of the work.
+"""The tuned table: which kernel runs each product of the experts' MLP: as measured, by the shape of the work.
 
 `measured.json` holds what `python -m benchmarks.experts --tune` found. What has not been measured goes by the
 nearest shape that has."""

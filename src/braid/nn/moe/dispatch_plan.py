@@ -1,4 +1,5 @@
-"""How tokens reach experts on other ranks, and come back: as data, and what a dispatcher makes of it.
+"""Dispatch plan: how tokens reach experts on other ranks, and come back: as data, and what a dispatcher makes
+of it.
 
 Every expert has a *seat* on each rank that computes a slice of its ffn channels. Seats are numbered by rank:
 with E experts on a rank, rank r of `ep_etp` has the seats from r · E to r · E + E - 1. A slot goes to all seats

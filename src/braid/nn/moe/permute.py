@@ -1,4 +1,4 @@
-"""Tokens to experts and back, within one process. `journey` says what happens between processes.
+"""Permute: tokens to experts and back, within one process. `dispatch_plan` says what happens between processes.
 
 A token takes S slots, one per expert it visits; a row is a slot in the order in which experts compute. Both
 directions are gathers, forward and backward, so results do not depend on the order of atomic additions. Who

@@ -1,4 +1,4 @@
-"""From router logits to scores, and from the scores of chosen experts to probabilities.
+"""Score function: from router logits to scores, and from the scores of chosen experts to probabilities.
 
 Shapes: N tokens, E experts, S = top_k slots of a token.
 """

@@ -1,4 +1,4 @@
-"""Which dispatcher a run uses, and why: decided once, told to the user."""
+"""Which token dispatcher a run uses, and why: decided once, told to the user."""
 
 from __future__ import annotations
 

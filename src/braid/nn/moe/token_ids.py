@@ -1,4 +1,4 @@
-"""Who the tokens of a micro-batch are: all that routing may know of them besides their channels.
+"""Token ids: who the tokens of a micro-batch are, all that routing may know of them besides their channels.
 
 A row is one sequence, packed documents and all. Its tokens may be split over ranks, of which each has an equal
 slice; what concerns whole rows is then decided on whole rows, and each rank takes its part.

@@ -1,4 +1,4 @@
-"""Which experts each token visits: the best scores, out of the best groups; or each expert in its turn.
+"""Top-k: which experts each token visits, the best scores, out of the best groups; or each expert in its turn.
 
 A choice is made of integers: no gradient flows through it. Of equal scores the lower index wins, always.
 

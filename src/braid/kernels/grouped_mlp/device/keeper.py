@@ -1,5 +1,5 @@
-"""Gradients of the experts' weights by a kernel in CUDA C++, for Hopper: those that multiply add to what is
-there, which the copy engine brings onto the chip and takes away. `keeper.cu` tells how it works.
+"""wgrad in CUDA: gradients of the experts' weights by a kernel in CUDA C++, for Hopper: those that multiply add
+to what is there, which the copy engine brings onto the chip and takes away. `keeper.cu` tells how it works.
 
 Shapes: N rows, E experts, O and I channels of the weight.
 """

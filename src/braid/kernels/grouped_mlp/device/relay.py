@@ -1,4 +1,4 @@
-"""Gradients of the experts' weights, handed from warps to warps, in Gluon, for Hopper.
+"""Warp-specialised wgrad: gradients of the experts' weights, handed from warps to warps, in Gluon, for Hopper.
 
 Four kinds of warps work at the same time: one reads rows; two groups multiply, each the sums of one half of a
 tile; one group takes sums away, adds what is there and writes. Those that multiply put their sums down on the

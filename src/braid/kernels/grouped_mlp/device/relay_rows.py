@@ -1,5 +1,5 @@
-"""Products of rows with the weights of their experts, handed from warps to warps, in Gluon, for Hopper: as
-`relay`.
+"""Warp-specialised grouped GEMM: products of rows with the weights of their experts, handed from warps to
+warps, in Gluon, for Hopper: as `relay`.
 
 Those that multiply put a tile down on the chip and go on with the next; the activation, or its gradient, is the
 work of those that take it away.
