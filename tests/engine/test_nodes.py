@@ -158,6 +158,32 @@ def test_a_loss_lets_go_of_its_input_after_the_backward(monkeypatch):
     assert not work.pieces
 
 
+class Failing(steps._Step):
+    """Fails when the first micro-batch has left its gradients, and another one is under way."""
+
+    def after_turn(self, turn):
+        super().after_turn(turn)
+        raise ArithmeticError("on purpose")
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_a_step_that_fails_leaves_no_gradient_to_the_next(blocks):
+    """In bfloat16, where the model and the optimizer have gradients of their own."""
+    case = Case(dtype="bf16", blocks=blocks)
+    run = case.run(overlap=True)
+    state, fresh = (make_state(plan(run, 1), Groups()) for _ in range(2))
+    batches = micro_batches(case, Groups(), 0)
+    counts = steps.count(state.model, batches)
+    failing, links = Failing(state, run, batches, counts), state.wires(2, run)
+    with pytest.raises(ArithmeticError):
+        steps.execute(state.program, failing, state.keeper, links)
+    assert not [name for name, parameter in state.model.named_parameters() if parameter.grad is not None]
+    for each in (state, fresh):
+        steps.backward(each, run, batches, counts)
+    found, wanted = state.optimizer.gradients(), fresh.optimizer.gradients()
+    assert [name for name, gradient in wanted.items() if not torch.equal(gradient, found[name])] == []
+
+
 # --------------------------------------------------------------------------- bugs that others had
 
 

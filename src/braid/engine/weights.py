@@ -47,14 +47,9 @@ class WholeWeights:
     """Every weight is on this rank. What a micro-batch adds to gradients joins those of the step so far, in the
     dtype of the optimizer, before another one adds to them."""
 
-    def __init__(
-        self,
-        root: nn.Module,
-        units: Iterable[str],
-        optimizer: AdamW,
-    ) -> None:
+    def __init__(self, root: nn.Module, units: Iterable[str], optimizer: AdamW) -> None:
         named = parameters_of_units(root, units)
-        self._optimizer = optimizer
+        self._root, self._optimizer = root, optimizer
         self._narrow = {unit: optimizer.apart(names) for unit, names in named.items()}
         """The parameters of each unit whose main copies are apart: others have their gradients in place."""
         self.mains: Mains = optimizer.mains()
@@ -72,6 +67,8 @@ class WholeWeights:
 
     def abort(self) -> None:
         self._optimizer.forget()
+        for parameter in self._root.parameters():
+            parameter.grad = None
 
 
 def parameters_of_units(root: nn.Module, units: Iterable[str]) -> Mapping[str, tuple[str, ...]]:

@@ -4,8 +4,8 @@ Query, key, value and output gate come from one projection. Its outputs are orde
 the query heads that this head serves, then its key, its value, and the gates of those queries where there are
 any. A shard of the heads is then one contiguous slice.
 
-tp ranks share the heads, and cp ranks those of their tp rank, as `head_share` has it: a group is a key-value
-head with its queries.
+tp ranks share the heads, and cp ranks those of their tp rank, as `head_partition` has it: a group is a
+key-value head with its queries.
 
     gather over tp     x_BtC to x_BSC, which is projected
     swap over cp       q, k and v from all heads of some tokens to some heads of all tokens, which then read

@@ -5,7 +5,7 @@ token writes (b) and how much is forgotten (a). Its outputs are ordered by key h
 scalars and gates of the value heads that this key head serves. The convolution's channels are ordered alike. A
 shard of the key heads is then one contiguous slice of each.
 
-tp ranks share the value heads, and cp ranks those of their tp rank, as `head_share` has it:
+tp ranks share the value heads, and cp ranks those of their tp rank, as `head_partition` has it:
 
     gather over tp     x_BtC to x_BSC, which is projected
     swap over cp       q, k, v, b and a from all heads of some tokens to some heads of all tokens; conv and rule

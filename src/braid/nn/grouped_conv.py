@@ -1,7 +1,7 @@
 """The short convolution of recurrent mixers: each channel by itself, along the tokens of its document.
 
-Shapes: B rows, T tokens, G groups of this tp rank and g that it convolves (after the cut, see `head_share`),
-V channels of a group, E = g · V, K taps, P = K - 1.
+Shapes: B rows, T tokens, G groups of this tp rank and g that it convolves (after the cut, see
+`head_partition`), V channels of a group, E = g · V, K taps, P = K - 1.
 """
 
 from __future__ import annotations

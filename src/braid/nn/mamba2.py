@@ -4,7 +4,7 @@ One projection gives what is written (x), where (B), what is read (C), the time 
 outputs are ordered by group: the x of the group's heads, its B, its C, then dt and z of its heads. The
 convolution sees x, B and C of every group. A shard of the groups is then one contiguous slice of each.
 
-tp ranks share the heads, and cp ranks those of their tp rank, as `head_share` has it:
+tp ranks share the heads, and cp ranks those of their tp rank, as `head_partition` has it:
 
     gather over tp     x_BtC to x_BSC, which is projected
     swap over cp       x, B, C and dt from all heads of some tokens to some heads of all tokens; conv and scan

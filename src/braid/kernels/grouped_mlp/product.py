@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 
 class Sink(Protocol):
-    """Where weight gradients wait; see `nn.weight_sink`."""
+    """Where weight gradients wait; see `nn.delayed_wgrad`."""
 
     def leave(self, parameter: Tensor, product: Callable[[], Tensor]) -> Tensor | None:
         """The parameter's gradient, or None where the sink keeps the product and sees to the rest."""

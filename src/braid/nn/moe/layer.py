@@ -86,7 +86,7 @@ class Moe(nn.Module):
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """`dispatcher` is what `dispatchers.choose` chose; None leaves the choice to it."""
+        """`dispatcher` is what `token_dispatcher.choose` chose; None leaves the choice to it."""
         super().__init__()
         self.shape, self.groups, self.permute = shape, groups, permute
         self.dispatcher = choose(shape, hidden, groups).function if dispatcher is None else dispatcher
