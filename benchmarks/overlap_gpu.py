@@ -135,13 +135,15 @@ class Staged:
     inner: AllToAll
     host: Host
 
-    def journey(self, slots: Slots) -> DispatchPlan:
-        return self.inner.journey(slots)
+    def dispatch_plan(self, slots: Slots) -> DispatchPlan:
+        return self.inner.dispatch_plan(slots)
 
-    def dispatch(self, x: Tensor, probs: Tensor, journey: DispatchPlan) -> tuple[Tensor, Tensor, DispatchPlan]:
-        return _ThroughHost.apply(x, self.host), probs, journey
+    def dispatch(
+        self, x: Tensor, probs: Tensor, dispatch_plan: DispatchPlan
+    ) -> tuple[Tensor, Tensor, DispatchPlan]:
+        return _ThroughHost.apply(x, self.host), probs, dispatch_plan
 
-    def combine(self, y: Tensor, journey: DispatchPlan) -> Tensor:
+    def combine(self, y: Tensor, dispatch_plan: DispatchPlan) -> Tensor:
         return _ThroughHost.apply(y, self.host)
 
 
@@ -152,13 +154,15 @@ class OneRank:
     inner: AllToAll
     group: Group
 
-    def journey(self, slots: Slots) -> DispatchPlan:
-        return self.inner.journey(slots)
+    def dispatch_plan(self, slots: Slots) -> DispatchPlan:
+        return self.inner.dispatch_plan(slots)
 
-    def dispatch(self, x: Tensor, probs: Tensor, journey: DispatchPlan) -> tuple[Tensor, Tensor, DispatchPlan]:
-        return self._sent(x), self._sent(probs), journey
+    def dispatch(
+        self, x: Tensor, probs: Tensor, dispatch_plan: DispatchPlan
+    ) -> tuple[Tensor, Tensor, DispatchPlan]:
+        return self._sent(x), self._sent(probs), dispatch_plan
 
-    def combine(self, y: Tensor, journey: DispatchPlan) -> Tensor:
+    def combine(self, y: Tensor, dispatch_plan: DispatchPlan) -> Tensor:
         return self._sent(y)
 
     def _sent(self, x: Tensor) -> Tensor:

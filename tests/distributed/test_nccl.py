@@ -90,12 +90,12 @@ def test_a_plain_collective_of_one_rank_changes_nothing(one_rank, name, dtype):
 def test_dispatchers_bring_rows_there_and_back(one_rank, dispatcher):
     chosen = dispatcher(group=one_rank, travel=one_rank, held=4, slices=1)
     experts_NS = torch.randint(0, 4, (9, 2), device="cuda")
-    journey = chosen.journey(Slots(experts_NS))
-    x = torch.randn(18 if journey.leaving is not None else 9, 8, device="cuda", requires_grad=True)
-    probs = torch.rand(18 if journey.leaving is not None else (9, 2), device="cuda")
-    rows, _, journey = chosen.dispatch(x, probs, journey)
-    assert int(journey.counts_E.sum()) == 18
-    back = chosen.combine(rows, journey)
+    dispatch_plan = chosen.dispatch_plan(Slots(experts_NS))
+    x = torch.randn(18 if dispatch_plan.leaving is not None else 9, 8, device="cuda", requires_grad=True)
+    probs = torch.rand(18 if dispatch_plan.leaving is not None else (9, 2), device="cuda")
+    rows, _, dispatch_plan = chosen.dispatch(x, probs, dispatch_plan)
+    assert int(dispatch_plan.counts_E.sum()) == 18
+    back = chosen.combine(rows, dispatch_plan)
     back.sum().backward()
     assert torch.equal(back, x)
     assert torch.equal(x.grad, torch.ones_like(x))

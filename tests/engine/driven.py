@@ -244,14 +244,14 @@ class Driven(Trained):
 
     def _backward(self, batches: list[MicroBatch]) -> None:
         doing = self.work(self.state, self.run, batches, steps.count(self.model, batches))
-        wires = self.state.wires(ROWS, self.run)
-        self.state.log = execute(self.state.program, doing, self.keeper, wires)
+        links = self.state.links(ROWS, self.run)
+        self.state.log = execute(self.state.program, doing, self.keeper, links)
         doing.end()
 
     @torch.no_grad()
     def _totals(self, batches: list[MicroBatch]) -> Tensor:
         work = steps._Evaluation(self.state, batches)
-        execute(self.state.evaluation(len(batches)), work, self.keeper, self.state.wires(ROWS, self.run))
+        execute(self.state.evaluation(len(batches)), work, self.keeper, self.state.links(ROWS, self.run))
         return work.totals
 
 

@@ -26,7 +26,7 @@ from braid.engine.executor import PipelineLinks
 from braid.engine.weights import WholeWeights
 from braid.model.context import Context, MicroBatch
 from braid.model.language import Losses
-from braid.nn.delayed_wgrad import DelayedWgrad, Mains, hand_sink
+from braid.nn.delayed_wgrad import DelayedWgrad, Mains, set_wgrad_store
 from braid.optim import gradients
 from braid.optim.adamw import AdamW
 from braid.planning.plan import Plan
@@ -150,8 +150,8 @@ def backward(
     """Leave the gradient of the whole step in the optimizer; tell this rank's figures, and the load of experts
     over all ranks."""
     step = Step(state, run, batches, counts)
-    wires = state.wires(len(batches[0].sample_B), run)
-    Interpreter(in_segments(state.plan), state.model.groups.pp.rank, step, wires).run()
+    links = state.links(len(batches[0].sample_B), run)
+    Interpreter(in_segments(state.plan), state.model.groups.pp.rank, step, links).run()
     step.end()
     return step.metrics, step.loads.over(state.model.groups.slab)
 
@@ -169,8 +169,8 @@ def evaluate(state: State, batches: Sequence[MicroBatch]) -> Tensor:
             return y, None
 
     schedule = evaluation(in_segments(state.plan).holder, len(batches))
-    wires = state.wires(len(batches[0].sample_B), state.plan.run)
-    Interpreter(schedule, groups.pp.rank, Forwards(), wires).run()  # type: ignore[arg-type]
+    links = state.links(len(batches[0].sample_B), state.plan.run)
+    Interpreter(schedule, groups.pp.rank, Forwards(), links).run()  # type: ignore[arg-type]
     release(state.model)
     return totals
 
@@ -184,8 +184,8 @@ class Step:
         self.contexts: dict[int, Context] = {}
         self.metrics: dict[str, Tensor] = {}
         self.loads = ExpertLoad()
-        self.sink = DelayedWgrad(state.keeper.mains) if state.keeper.mains else None
-        hand_sink(self.model, self.sink)
+        self.wgrad_store = DelayedWgrad(state.keeper.mains) if state.keeper.mains else None
+        set_wgrad_store(self.model, self.wgrad_store)
         once = run.mesh.shard in ("none", "optimizer")
         self.late = [each for each in self._reused() if once and isinstance(each, FSDPModule)]
         """Units that FSDP2 would reduce twice in the last backward: first what others have left."""
@@ -268,7 +268,7 @@ class Step:
         gradients.sum_copies_(self.state.optimizer.gradients(), ends)
 
     def end(self) -> None:
-        hand_sink(self.model, None)
+        set_wgrad_store(self.model, None)
 
 
 class _Held(NamedTuple):
@@ -282,8 +282,8 @@ class _Held(NamedTuple):
 class Interpreter:
     """Runs a list of ops about whole segments."""
 
-    def __init__(self, schedule: Schedule, rank: int, step: Step, wires: PipelineLinks) -> None:
-        self.schedule, self.rank, self.step, self.wires = schedule, rank, step, wires
+    def __init__(self, schedule: Schedule, rank: int, step: Step, links: PipelineLinks) -> None:
+        self.schedule, self.rank, self.step, self.links = schedule, rank, step, links
         self.inputs: dict[Turn, Tensor] = {}
         self.gradients: dict[Turn, Tensor] = {}
         self.held: dict[Turn, _Held] = {}
@@ -342,14 +342,14 @@ class Interpreter:
         self.step.after_backward(turn)
 
     def _send(self, op: Op, message: Tensor) -> None:
-        group = self.wires.channels[channel_of(self.rank, op)]
+        group = self.links.channels[channel_of(self.rank, op)]
         message = message.contiguous()
         sending = dist.isend(message, group=group.handle, group_dst=1 - group.rank)
         assert sending is not None
         self.outgoing.append((sending, message))
 
     def _receive(self, op: Op) -> Tensor:
-        group = self.wires.channels[channel_of(self.rank, op)]
-        message = self.wires.message()
+        group = self.links.channels[channel_of(self.rank, op)]
+        message = self.links.message()
         dist.recv(message, group=group.handle, group_src=1 - group.rank)
         return message

@@ -113,32 +113,32 @@ class Noting(DelayedWgrad):
 @contextmanager
 def noting(model: nn.Module) -> Iterator[list[Noting]]:
     """The sinks of the steps within it, where they have one."""
-    sinks: list[Noting] = []
+    wgrad_stores: list[Noting] = []
 
     def note(mains: Mains) -> Noting:
-        sinks.append(Noting(model, mains))
-        return sinks[-1]
+        wgrad_stores.append(Noting(model, mains))
+        return wgrad_stores[-1]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(steps, "DelayedWgrad", note)
         patch.setattr(oracle, "DelayedWgrad", note)
-        yield sinks
+        yield wgrad_stores
 
 
 class Left(NamedTuple):
     """Of one step."""
 
     left: dict[str, int]
-    """Empty where there was no sink."""
+    """Empty where there was no wgrad store."""
     gradients: dict[str, Tensor]
 
 
 def one_step(rank: int, case: Case, worked_out: Plan, engine: ModuleType = steps) -> Left:
     groups = open_groups(worked_out.grid, rank) if case.world > 1 else Groups()
     state, batches = make_state(worked_out, groups), micro_batches(case, groups, 0)
-    with noting(state.model) as sinks:
+    with noting(state.model) as wgrad_stores:
         engine.backward(state, worked_out.run, batches, steps.count(state.model, batches))
-    return Left(sinks[0].left if sinks else {}, state.optimizer.gradients())
+    return Left(wgrad_stores[0].left if wgrad_stores else {}, state.optimizer.gradients())
 
 
 def assert_waits(left: dict[str, int], micro_batches: int) -> None:
@@ -164,7 +164,7 @@ def test_gradients_of_connections_wait_and_have_the_same_bits(case: Case) -> Non
 
 
 def test_without_delay_they_come_at_once() -> None:
-    """The sink is there because it knows the main gradients of bfloat16."""
+    """The wgrad store is there because it knows the main gradients of bfloat16."""
     case = replace(STREAMS, dtype="bf16")
     left = one_step(0, case, plan(case.run(overlap=True), 1)).left
     assert left
@@ -196,9 +196,9 @@ def sharded_steps(rank: int, world: int, case: Sharded) -> tuple[dict[str, int],
     hooks = Hooked(case.sharing("optimizer"), ranks)
     everything = case.sharing("all")
     ops = Driven(everything, ranks, "late", replace(everything.strategy(), every=False))
-    with noting(ops.model) as sinks:
+    with noting(ops.model) as wgrad_stores:
         found = ops.step(0)
-    return sinks[0].left, differing(hooks.step(0), found)
+    return wgrad_stores[0].left, differing(hooks.step(0), found)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp32", marks=pytest.mark.long)])

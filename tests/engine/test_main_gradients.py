@@ -17,8 +17,8 @@ from braid.engine import fsdp2
 from braid.engine.fsdp import shard_units
 from braid.engine.fsdp_weights import FsdpWeights
 from braid.kernels.grouped_mlp import FusedGroupedMlp, GroupedMlp, reference
-from braid.kernels.grouped_mlp.product import Gradient, Sink, WritesInPlace, empty_like
-from braid.nn.delayed_wgrad import DelayedWgrad, hand_sink
+from braid.kernels.grouped_mlp.product import Gradient, WgradStore, WritesInPlace, empty_like
+from braid.nn.delayed_wgrad import DelayedWgrad, set_wgrad_store
 from braid.nn.moe.experts import Experts
 from braid.optim.adamw import AdamW
 from braid.optim.shards import local
@@ -33,20 +33,22 @@ SHAPE = architecture.Moe(experts=3, top_k=1, ffn=4, bias=True)
 class _Writing:
     """Hands on products that can write where they are told, as those of fused kernels do."""
 
-    def __init__(self, sink: Sink) -> None:
-        self.sink = sink
+    def __init__(self, wgrad_store: WgradStore) -> None:
+        self.wgrad_store = wgrad_store
 
     def leave(self, parameter: Tensor, product: Any) -> Tensor | None:
         def write(gradient: Tensor, accumulate: bool) -> None:
             assert gradient.dtype == torch.float32
             gradient.copy_(gradient + product() if accumulate else product())
 
-        return self.sink.leave(parameter, Gradient(write, empty_like(parameter)))
+        return self.wgrad_store.leave(parameter, Gradient(write, empty_like(parameter)))
 
 
 class InPlace(WritesInPlace):
-    def __call__(self, *given: Any, sink: Sink | None = None, **options: Any) -> Tensor:
-        return reference.grouped_mlp(*given, sink=None if sink is None else _Writing(sink), **options)
+    def __call__(self, *given: Any, wgrad_store: WgradStore | None = None, **options: Any) -> Tensor:
+        return reference.grouped_mlp(
+            *given, wgrad_store=None if wgrad_store is None else _Writing(wgrad_store), **options
+        )
 
 
 IN_PLACE = InPlace()
@@ -89,7 +91,7 @@ def optimizer_of(layer: Layer) -> AdamW:
 
 def gathered(layer: Layer, optimizer: AdamW) -> dict[str, Tensor]:
     """By way of `.grad`."""
-    hand_sink(layer, None)
+    set_wgrad_store(layer, None)
     for counts in COUNTS:
         back(layer(rows(counts), counts))
         optimizer.gather()
@@ -97,22 +99,22 @@ def gathered(layer: Layer, optimizer: AdamW) -> dict[str, Tensor]:
 
 
 def written(layer: Layer, optimizer: AdamW, *, later: bool) -> dict[str, Tensor]:
-    sink = DelayedWgrad(optimizer.mains())
-    hand_sink(layer, sink)
+    wgrad_store = DelayedWgrad(optimizer.mains())
+    set_wgrad_store(layer, wgrad_store)
     for number, counts in enumerate(COUNTS):
         y = layer(rows(counts), counts)
         if later:
-            with sink.node(number):
+            with wgrad_store.node(number):
                 back(y)
             if number > 0:
-                sink.drain(number - 1)
+                wgrad_store.drain(number - 1)
         else:
             back(y)
         assert all(p.grad is None for p in layer.experts.parameters())
         optimizer.gather()
     if later:
-        sink.drain(len(COUNTS) - 1)
-    sink.finish()
+        wgrad_store.drain(len(COUNTS) - 1)
+    wgrad_store.finish()
     return {name: gradient.clone() for name, gradient in optimizer.gradients().items()}
 
 
@@ -134,8 +136,8 @@ def test_a_lone_process_writes_main_gradients(later: bool) -> None:
 
 def test_a_weight_that_is_its_own_main_copy_has_a_gradient_as_ever() -> None:
     layer = Layer(torch.float32)
-    sink = DelayedWgrad(optimizer_of(layer).mains())
-    hand_sink(layer, sink)
+    wgrad_store = DelayedWgrad(optimizer_of(layer).mains())
+    set_wgrad_store(layer, wgrad_store)
     back(layer(rows(COUNTS[0]).detach().float(), COUNTS[0]))
     assert all(p.grad is not None for p in layer.parameters())
 
@@ -153,8 +155,8 @@ def sharded(world: int, etp_rank: int, grouped_mlp: GroupedMlp = IN_PLACE) -> La
     return layer
 
 
-def by_hooks(layer: Layer, rank: int, sink: DelayedWgrad | None) -> dict[str, Tensor]:
-    hand_sink(layer, sink)
+def by_hooks(layer: Layer, rank: int, wgrad_store: DelayedWgrad | None) -> dict[str, Tensor]:
+    set_wgrad_store(layer, wgrad_store)
     assert isinstance(layer, FSDPModule)
     for number, counts in enumerate(COUNTS):
         last = number == len(COUNTS) - 1
@@ -164,24 +166,24 @@ def by_hooks(layer: Layer, rank: int, sink: DelayedWgrad | None) -> dict[str, Te
     return taken(layer)
 
 
-def by_driver(layer: Layer, driver: FsdpWeights, rank: int, sink: DelayedWgrad) -> dict[str, Tensor]:
+def by_driver(layer: Layer, driver: FsdpWeights, rank: int, wgrad_store: DelayedWgrad) -> dict[str, Tensor]:
     """What a schedule does, with weight gradients that come when the weights are gone."""
-    hand_sink(layer, sink)
+    set_wgrad_store(layer, wgrad_store)
     driver.begin()
     for number, counts in enumerate(COUNTS):
         driver.unshard("experts")
         driver.wait("experts")
         driver.use(Use(reads=("experts",), grades=("experts",)))
         y = layer(rows(counts, rank), counts)
-        with sink.node(number):
+        with wgrad_store.node(number):
             back(y)
         driver.reshard("experts")
-        sink.drain(number)
+        wgrad_store.drain(number)
         if number < len(COUNTS) - 1:
             driver.accumulate("experts")
     driver.reduce("experts")
     driver.finish()
-    sink.finish()
+    wgrad_store.finish()
     return taken(layer)
 
 
@@ -198,10 +200,10 @@ def every_way(rank: int, world: int, etp_rank: int) -> None:
     expected = by_hooks(sharded(world, etp_rank), rank, None)
     assert any(gradient.any() for gradient in expected.values())
     layer, other = sharded(world, etp_rank), sharded(world, etp_rank)
-    sink = DelayedWgrad(fsdp2.Accumulated(layer))
+    wgrad_store = DelayedWgrad(fsdp2.Accumulated(layer))
     ways = {
         "hooks": lambda: by_hooks(other, rank, DelayedWgrad(fsdp2.Accumulated(other))),
-        "ops": lambda: by_driver(layer, FsdpWeights(layer, ["experts"]), rank, sink),
+        "ops": lambda: by_driver(layer, FsdpWeights(layer, ["experts"]), rank, wgrad_store),
     }
     for name, way in ways.items():
         for parameter, gradient in way().items():
@@ -215,7 +217,7 @@ def test_sharded_weights_accumulate_where_they_are_reduced_from(etp_rank: int) -
 
 def without_rows(rank: int, world: int, etp_rank: int) -> None:
     layer = sharded(world, etp_rank, FusedGroupedMlp())
-    hand_sink(layer, DelayedWgrad(fsdp2.Accumulated(layer)))
+    set_wgrad_store(layer, DelayedWgrad(fsdp2.Accumulated(layer)))
     back(layer(rows([0, 0, 0], rank), [0, 0, 0]))
     assert not any(gradient.any() for gradient in taken(layer).values())
 

@@ -26,7 +26,7 @@ def one_step(case: Case, watch: Watch | None = None) -> steps._Step:
     state = make_state(plan(run, 1), Groups())
     batches = micro_batches(case, Groups(), 0)
     work = steps._Step(state, run, batches, steps.count(state.model, batches))
-    steps.execute(state.program, work, state.keeper, state.wires(2, run), watch)
+    steps.execute(state.program, work, state.keeper, state.links(2, run), watch)
     work.end()
     return work
 
@@ -72,9 +72,9 @@ def test_the_comparison_sees_another_order_of_uses_within_a_phase(monkeypatch):
     plain = train(0, case, overlap=False)
     routed = Block._routed
 
-    def shared_first(self, context, journeys, x_BtC, normed_BtC):
+    def shared_first(self, context, dispatch_plans, x_BtC, normed_BtC):
         shared_BtC = self._moe(self.block.layers[-1]).shared_output(normed_BtC)
-        flow, routing = routed(self, context, journeys, x_BtC, normed_BtC)
+        flow, routing = routed(self, context, dispatch_plans, x_BtC, normed_BtC)
         return flow._replace(shared_BtC=shared_BtC), routing
 
     monkeypatch.setattr(Block, "_routed", shared_first)
@@ -98,22 +98,22 @@ def watched_passages(monkeypatch) -> list[weakref.ref]:
 
 
 def test_passages_are_gone_after_their_step_without_the_help_of_the_collector(monkeypatch):
-    passages = watched_passages(monkeypatch)
+    segment_runs = watched_passages(monkeypatch)
     gc.disable()
     try:
         one_step(Case())
-        assert len(passages) == 3
-        assert not [each for each in passages if each() is not None]
+        assert len(segment_runs) == 3
+        assert not [each for each in segment_runs if each() is not None]
     finally:
         gc.enable()
 
 
 def test_no_more_micro_batches_live_than_the_schedule_states(monkeypatch):
-    passages, live = watched_passages(monkeypatch), []
+    segment_runs, live = watched_passages(monkeypatch), []
     run = nodes.run
 
     def counting(*given):
-        live.append(sum(each() is not None for each in passages))
+        live.append(sum(each() is not None for each in segment_runs))
         return run(*given)
 
     monkeypatch.setattr("braid.train.step.nodes.run", counting)
@@ -174,7 +174,7 @@ def test_a_step_that_fails_leaves_no_gradient_to_the_next(blocks):
     state, fresh = (make_state(plan(run, 1), Groups()) for _ in range(2))
     batches = micro_batches(case, Groups(), 0)
     counts = steps.count(state.model, batches)
-    failing, links = Failing(state, run, batches, counts), state.wires(2, run)
+    failing, links = Failing(state, run, batches, counts), state.links(2, run)
     with pytest.raises(ArithmeticError):
         steps.execute(state.program, failing, state.keeper, links)
     assert not [name for name, parameter in state.model.named_parameters() if parameter.grad is not None]
@@ -218,9 +218,9 @@ def test_a_strided_output_crosses_with_its_strides():
         def function(self, turn, phase):
             return lambda tensors: ({"embed": torch.ones(3, 4, requires_grad=True).t() * 1}, None)
 
-    passage = node.SegmentRun((0, 0), schedule, Strided())
-    passage.forward(schedule.ops[0][0])
-    assert passage._made["embed"].tensor.stride() == (1, 4)
+    segment_run = node.SegmentRun((0, 0), schedule, Strided())
+    segment_run.forward(schedule.ops[0][0])
+    assert segment_run._made["embed"].tensor.stride() == (1, 4)
 
 
 def test_each_mtp_depth_has_its_own_aux_losses():

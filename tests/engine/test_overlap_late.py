@@ -1,4 +1,4 @@
-"""Weight gradients of experts in two drawers: also on a folded pipeline, and what a plan says of them."""
+"""Weight gradients of experts in two buckets: also on a folded pipeline, and what a plan says of them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LATE = Case(pattern="[*E]-[*E]/*E", delayed=True, late_weights=True)
 
 @dataclass(frozen=True, kw_only=True)
 class Late(Dual):
-    """A folded pipeline whose experts have two drawers."""
+    """A folded pipeline whose experts have two buckets."""
 
     def run(self, *, overlap: bool = True) -> Run:
         run = super().run(overlap=overlap)
@@ -49,20 +49,20 @@ def test_a_folded_pipeline_has_the_same_bits(case):
 def test_a_plan_has_two_drawers_only_where_they_are_asked_for():
     for late in (False, True):
         (ops,) = plan(replace(LATE, late_weights=late).run(overlap=True), 1).schedule.ops
-        drawers = {op.phase for op in ops if op.act is Act.W and op.phase and ".experts" in op.phase}
+        buckets = {op.phase for op in ops if op.act is Act.W and op.phase and ".experts" in op.phase}
         blocks = ("0", "2", "mtp0.0")
         parts = (".down", ".in") if late else ("",)
-        assert drawers == {f"{block}.experts{part}" for block in blocks for part in parts}
+        assert buckets == {f"{block}.experts{part}" for block in blocks for part in parts}
 
 
 def test_pictures_and_traces_have_both():
     timeline = simulate(plan(LATE.run(overlap=True), 1).schedule)
     assert 'class="w0"' in draw(timeline)
     names = json.dumps(predicted_trace(timeline, [0]))
-    assert all(f"W0.0:2.experts.{drawer}" in names for drawer in ("down", "in"))
+    assert all(f"W0.0:2.experts.{bucket}" in names for bucket in ("down", "in"))
 
 
-@pytest.mark.parametrize("drawer", ["down", "in"])
+@pytest.mark.parametrize("bucket", ["down", "in"])
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
@@ -71,8 +71,8 @@ def test_pictures_and_traces_have_both():
         ("never", "everything that it makes"),
     ],
 )
-def test_a_drawer_is_emptied_once_and_after_its_backward_or_the_step_fails(drawer, fault, message):
-    worked_out, op = plan(LATE.run(overlap=True), 1), parse_op(f"W0.0:2.experts.{drawer}")
+def test_a_drawer_is_emptied_once_and_after_its_backward_or_the_step_fails(bucket, fault, message):
+    worked_out, op = plan(LATE.run(overlap=True), 1), parse_op(f"W0.0:2.experts.{bucket}")
     ops = list(worked_out.schedule.ops[0])
     place = ops.index(op)
     if fault == "twice":
@@ -91,7 +91,7 @@ def test_a_drawer_is_emptied_once_and_after_its_backward_or_the_step_fails(drawe
 
 @pytest.mark.parametrize("late", [False, True])
 def test_a_beginning_that_does_not_learn_leaves_nothing_behind(monkeypatch, late):
-    """Its nodes have no graph to go back, and their drawers stay empty."""
+    """Its nodes have no graph to go back, and their buckets stay empty."""
 
     def with_a_frozen_beginning(*given):
         state = make_state(*given)

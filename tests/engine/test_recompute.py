@@ -139,10 +139,12 @@ def test_a_replay_writes_nothing_down(names: Sequence[str]) -> None:
         mock.patch.object(blocks, "examine", wraps=blocks.examine) as examined,
     ):
         loss = model.losses(context).share(10, [10])
-        journeys, balances = dict(context.journeys), dict(context.balances)
+        dispatch_plans, balances = dict(context.dispatch_plans), dict(context.balances)
         loss.backward()
         assert written.call_count == examined.call_count == 3
-    assert all(context.journeys[layer] is journey for layer, journey in journeys.items())
+    assert all(
+        context.dispatch_plans[layer] is dispatch_plan for layer, dispatch_plan in dispatch_plans.items()
+    )
     assert all(context.balances[layer] is balance for layer, balance in balances.items())
 
 

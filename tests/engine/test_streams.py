@@ -63,7 +63,7 @@ def executed(streams=None) -> tuple[Watch, tuple]:
     batches, watch = micro_batches(CASE, Groups(), 0), Watch()
     work = steps._Step(state, run, batches, steps.count(state.model, batches))
     work.streams = streams or work.streams
-    steps.execute(state.program, work, state.keeper, state.wires(2, run), watch)
+    steps.execute(state.program, work, state.keeper, state.links(2, run), watch)
     work.end()
     return watch, state.plan.schedule.phases
 

@@ -293,14 +293,14 @@ def test_a_sink_gets_what_backward_would_have_given() -> None:
     tensors = inputs(FEW, "swiglu", DTYPE)
     probe = torch.randn_like(tensors[0])
     at_once = torch.autograd.grad(run(experts(), tensors, FEW, "swiglu", Glu()), tensors, probe)
-    sink = DelayedWgrad()
-    y = run(experts(), tensors, FEW, "swiglu", Glu(), sink=sink)
-    with sink.node("experts"):
+    wgrad_store = DelayedWgrad()
+    y = run(experts(), tensors, FEW, "swiglu", Glu(), wgrad_store=wgrad_store)
+    with wgrad_store.node("experts"):
         y.backward(probe)
-    assert sink.pending("experts") == 4
+    assert wgrad_store.pending("experts") == 4
     assert all(t.grad is None for t in tensors[2:])
-    sink.drain("experts")
-    sink.finish()
+    wgrad_store.drain("experts")
+    wgrad_store.finish()
     for tensor, grad in zip(tensors, at_once, strict=True):
         assert tensor.grad is not None
         assert torch.equal(tensor.grad, grad)
@@ -312,23 +312,23 @@ def test_a_sink_has_main_gradients_written(later: bool) -> None:
     """The first micro-batch overwrites, the second adds; parameters have no gradient of their own."""
     tensors = inputs(FEW, "swiglu", DTYPE)
     mains = {p: torch.zeros(p.shape, device=DEVICE, requires_grad=True) for p in tensors[2:]}
-    sink, function = DelayedWgrad(mains), experts()
+    wgrad_store, function = DelayedWgrad(mains), experts()
     totals = [torch.zeros(p.shape, dtype=torch.float64, device=DEVICE) for p in mains]
     for number, counts in enumerate((FEW, FEW[::-1])):
         given = [*inputs(counts, "swiglu", DTYPE)[:2], *tensors[2:]]
         reals = wide(given)
         y, expected = (
-            run(function, given, counts, "swiglu", Glu(), sink=sink),
+            run(function, given, counts, "swiglu", Glu(), wgrad_store=wgrad_store),
             run(reference.grouped_mlp, reals, counts, "swiglu", Glu()),
         )
         probe = torch.randn_like(y)
-        with sink.node(number) if later else nullcontext():
+        with wgrad_store.node(number) if later else nullcontext():
             y.backward(probe)
         if later:
-            sink.drain(number)
+            wgrad_store.drain(number)
         for total, grad in zip(totals, torch.autograd.grad(expected, reals[2:], probe.double()), strict=True):
             total += grad
-    sink.finish()
+    wgrad_store.finish()
     for (parameter, main), total in zip(mains.items(), totals, strict=True):
         assert parameter.grad is None
         assert main.grad is not None
@@ -341,12 +341,12 @@ def test_without_rows_gradients_are_zeros_where_others_would_be() -> None:
     """Nothing is launched: the first micro-batch writes them, the second leaves them."""
     tensors = inputs([0, 0, 0], "swiglu", DTYPE)
     mains = {p: torch.zeros(p.shape, device=DEVICE, requires_grad=True) for p in tensors[2:]}
-    sink = DelayedWgrad(mains)
+    wgrad_store = DelayedWgrad(mains)
     for _ in range(2):
-        y = run(experts(), tensors, [0, 0, 0], "swiglu", Glu(), sink=sink)
+        y = run(experts(), tensors, [0, 0, 0], "swiglu", Glu(), wgrad_store=wgrad_store)
         assert (y.shape, y.dtype) == (tensors[0].shape, DTYPE)
         y.sum().backward()
-    sink.finish()
+    wgrad_store.finish()
     for tensor in tensors[:2]:
         assert tensor.grad is not None
         assert tensor.grad.shape == tensor.shape
@@ -383,7 +383,7 @@ def test_a_main_gradient_that_cannot_be_written_is_an_error() -> None:
     w_in = tensors[2]
     main = torch.zeros(w_in.shape, device=DEVICE, requires_grad=True)
     main.grad = torch.zeros(w_in.shape[::-1], device=DEVICE).permute(3, 2, 1, 0)
-    y = run(experts(), tensors, FEW, "swiglu", Glu(), sink=DelayedWgrad({w_in: main}))
+    y = run(experts(), tensors, FEW, "swiglu", Glu(), wgrad_store=DelayedWgrad({w_in: main}))
     with pytest.raises(RuntimeError, match="view size is not compatible"):
         y.sum().backward()
 

@@ -166,9 +166,11 @@ def test_a_single_stream_mixes_with_itself() -> None:
 # ------------------------------------------------------------------------------ weights that wait
 
 
-def sublayer_and_exit(x: Tensor, p: Parameters, exit_: Parameters, sink: DelayedWgrad | None) -> Tensor:
-    entered = reference.pre(x, p, FORM, sink)
-    return reference.contract(reference.post(entered.ways, torch.tanh(entered.branch_NC)), exit_, FORM, sink)
+def sublayer_and_exit(x: Tensor, p: Parameters, exit_: Parameters, wgrad_store: DelayedWgrad | None) -> Tensor:
+    entered = reference.pre(x, p, FORM, wgrad_store)
+    return reference.contract(
+        reference.post(entered.ways, torch.tanh(entered.branch_NC)), exit_, FORM, wgrad_store
+    )
 
 
 def parameters_of_exit(p: Parameters, streams: int) -> Parameters:
@@ -189,14 +191,14 @@ def test_with_a_sink_gradients_are_autograds_to_the_last_bit(
     weights = torch.randn(tokens, channels).to(dtype)
     plain = sublayer_and_exit(x, p, exit_, None)
     wanted = torch.autograd.grad(plain, (x, *p, *exit_), weights)
-    sink = DelayedWgrad()
-    out = sublayer_and_exit(x, p, exit_, sink)
+    wgrad_store = DelayedWgrad()
+    out = sublayer_and_exit(x, p, exit_, wgrad_store)
     assert torch.equal(out, plain)
-    with sink.node("b"):
+    with wgrad_store.node("b"):
         out.backward(weights)
-    assert sink.pending("b") == 2
+    assert wgrad_store.pending("b") == 2
     assert [leaf.grad is None for leaf in (x, *p, *exit_)] == [False, *(True, False, False) * 2]
-    sink.drain("b")
+    wgrad_store.drain("b")
     for leaf, grad in zip((x, *p, *exit_), wanted, strict=True):
         assert torch.equal(leaf.grad, grad)
         assert leaf.grad.stride() == grad.stride()
@@ -204,24 +206,24 @@ def test_with_a_sink_gradients_are_autograds_to_the_last_bit(
 
 def test_the_gradient_of_a_weight_that_waited_has_its_dtype() -> None:
     """Also where the streams are wider."""
-    p, sink = parameters(2, 5, torch.float32), DelayedWgrad()
+    p, wgrad_store = parameters(2, 5, torch.float32), DelayedWgrad()
     x = torch.randn(3, 2, 5, dtype=torch.float64)
     (wanted,) = torch.autograd.grad(reference.pre(x, p, FORM).branch_NC.sum(), p.weight_MK)
-    with sink.node("b"):
-        reference.pre(x, p, FORM, sink).branch_NC.sum().backward()
-    sink.drain("b")
+    with wgrad_store.node("b"):
+        reference.pre(x, p, FORM, wgrad_store).branch_NC.sum().backward()
+    wgrad_store.drain("b")
     assert p.weight_MK.grad.dtype == torch.float32
     assert torch.equal(p.weight_MK.grad, wanted)
 
 
 def test_a_weight_that_is_not_trained_leaves_nothing() -> None:
-    p, sink = parameters(2, 5), DelayedWgrad()
+    p, wgrad_store = parameters(2, 5), DelayedWgrad()
     p.weight_MK.requires_grad_(False)
     x = torch.randn(3, 2, 5, dtype=torch.float64, requires_grad=True)
     wanted = torch.autograd.grad(reference.pre(x, p, FORM).branch_NC.sum(), x)
-    with sink.node("b"):
-        reference.pre(x, p, FORM, sink).branch_NC.sum().backward()
-    assert sink.pending("b") == 0
+    with wgrad_store.node("b"):
+        reference.pre(x, p, FORM, wgrad_store).branch_NC.sum().backward()
+    assert wgrad_store.pending("b") == 0
     assert torch.equal(x.grad, *wanted)
     assert p.weight_MK.grad is None
 

@@ -118,11 +118,13 @@ class Leaves:
         *,
         form: ConnectionForm = FORM,
         wide: bool = False,
-        sink: DelayedWgrad | None = None,
+        wgrad_store: DelayedWgrad | None = None,
     ) -> list[Tensor]:
         """Results and gradients, of float64 where asked to."""
         leaves = [(g.double() if wide else g.detach()).requires_grad_() for g in self.given]
-        results, loss = _loss(implementation, form, leaves[1:], leaves[0], self.to_streams, self.to_exit, sink)
+        results, loss = _loss(
+            implementation, form, leaves[1:], leaves[0], self.to_streams, self.to_exit, wgrad_store
+        )
         return [*results, *torch.autograd.grad(loss, leaves)]
 
     def expected(self, form: ConnectionForm = FORM) -> list[Wanted]:
@@ -151,13 +153,13 @@ def _loss(
     x: Tensor,
     to_streams: Tensor,
     to_exit: Tensor,
-    sink: DelayedWgrad | None = None,
+    wgrad_store: DelayedWgrad | None = None,
 ) -> tuple[list[Tensor], Tensor]:
     """A sublayer and an exit behind it: what they give, and one number of that."""
     bias, *numbers = shared
-    entered = implementation.pre(x, Parameters(*numbers[:3]), form, sink)
+    entered = implementation.pre(x, Parameters(*numbers[:3]), form, wgrad_store)
     out = implementation.post(entered.ways, torch.tanh(entered.branch_NC), bias)
-    exit_ = implementation.contract(out, Parameters(*numbers[3:]), form, sink)
+    exit_ = implementation.contract(out, Parameters(*numbers[3:]), form, wgrad_store)
     loss = (out * to_streams.to(out.dtype)).sum() + (exit_ * to_exit.to(out.dtype)).sum()
     return [entered.branch_NC, entered.ways.post_NS, entered.ways.res_NSS, out, exit_], loss
 
@@ -270,19 +272,19 @@ def test_gradients_of_parameters_wait_and_have_the_same_bits(
 ) -> None:
     """Also where the parameters are gone before. Of the sublayer and of the exit two launches each come later:
     they take none more together."""
-    leaves, launch, sink = Leaves(tokens, streams, channels, dtype), Counting(), DelayedWgrad()
+    leaves, launch, wgrad_store = Leaves(tokens, streams, channels, dtype), Counting(), DelayedWgrad()
     fused = replace(TILES, launch=launch)
     wanted, at_once = leaves.both_ways(fused)[5:], launch.count
     x, bias, *numbers = (each.detach().clone().requires_grad_() for each in leaves.given)
-    loss = _loss(fused, FORM, [bias, *numbers], x, leaves.to_streams, leaves.to_exit, sink)[1]
-    with sink.node("b"):
+    loss = _loss(fused, FORM, [bias, *numbers], x, leaves.to_streams, leaves.to_exit, wgrad_store)[1]
+    with wgrad_store.node("b"):
         loss.backward()
-    assert sink.pending("b") == len(numbers) == 6
+    assert wgrad_store.pending("b") == len(numbers) == 6
     assert all(number.grad is None for number in numbers)
     assert launch.count == 2 * at_once - 4
     for number in numbers:
         number.untyped_storage().resize_(0)
-    sink.drain("b")
+    wgrad_store.drain("b")
     assert launch.count == 2 * at_once
     for leaf, grad in zip((x, bias, *numbers), wanted, strict=True):
         assert torch.equal(leaf.grad, grad)
@@ -293,7 +295,7 @@ def test_a_sink_outside_of_every_node_changes_nothing() -> None:
     leaves, launch = Leaves(2, 1, 9, torch.float32), Counting()
     fused = replace(TILES, launch=launch)
     wanted, launched = leaves.both_ways(fused), launch.count
-    found = leaves.both_ways(fused, sink=DelayedWgrad())
+    found = leaves.both_ways(fused, wgrad_store=DelayedWgrad())
     assert launch.count == 2 * launched
     assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
 
@@ -301,45 +303,45 @@ def test_a_sink_outside_of_every_node_changes_nothing() -> None:
 @needs_kernels
 def test_of_parameters_that_are_not_trained_nothing_waits() -> None:
     """Of the sublayer alpha alone is trained, of the exit the bias alone."""
-    leaves, sink = Leaves(2, 1, 9, torch.float32), DelayedWgrad()
+    leaves, wgrad_store = Leaves(2, 1, 9, torch.float32), DelayedWgrad()
     wanted = leaves.both_ways(TILES)[7:]
     x, bias, *numbers = (each.detach().clone() for each in leaves.given)
     trained = [1, 5]
     for place in trained:
         numbers[place].requires_grad_()
-    loss = _loss(TILES, FORM, [bias, *numbers], x, leaves.to_streams, leaves.to_exit, sink)[1]
-    with sink.node("b"):
+    loss = _loss(TILES, FORM, [bias, *numbers], x, leaves.to_streams, leaves.to_exit, wgrad_store)[1]
+    with wgrad_store.node("b"):
         loss.backward()
-    assert sink.pending("b") == 2
-    sink.drain("b")
+    assert wgrad_store.pending("b") == 2
+    wgrad_store.drain("b")
     assert [place for place, number in enumerate(numbers) if number.grad is not None] == trained
     assert all(torch.equal(numbers[place].grad, wanted[place]) for place in trained)
 
 
 @needs_kernels
 def test_what_waits_holds_streams_and_no_graph() -> None:
-    leaves, sink = Leaves(2, 1, 9, torch.float32), DelayedWgrad()
+    leaves, wgrad_store = Leaves(2, 1, 9, torch.float32), DelayedWgrad()
     given, _, *numbers = (each.detach().requires_grad_() for each in leaves.given)
     x = Doubled.apply(given)
     node, streams = weakref.ref(x.grad_fn), StorageWeakRef(x.untyped_storage())
-    branch = TILES.pre(x, Parameters(*numbers[:3]), FORM, sink).branch_NC
-    with sink.node("b"):
+    branch = TILES.pre(x, Parameters(*numbers[:3]), FORM, wgrad_store).branch_NC
+    with wgrad_store.node("b"):
         branch.sum().backward()
     del x, branch
     assert node() is None
     assert not streams.expired()
-    sink.drain("b")
+    wgrad_store.drain("b")
     assert streams.expired()
 
 
 @needs_kernels
 def test_without_tokens_nothing_is_missing_in_the_sink() -> None:
-    leaves, sink = Leaves(0, 2, 5, torch.float32), DelayedWgrad()
+    leaves, wgrad_store = Leaves(0, 2, 5, torch.float32), DelayedWgrad()
     x, bias, *numbers = (each.detach().requires_grad_() for each in leaves.given)
-    loss = _loss(TILES, FORM, [bias, *numbers], x, leaves.to_streams, leaves.to_exit, sink)[1]
-    with sink.node("b"):
+    loss = _loss(TILES, FORM, [bias, *numbers], x, leaves.to_streams, leaves.to_exit, wgrad_store)[1]
+    with wgrad_store.node("b"):
         loss.backward()
-    sink.drain("b")
+    wgrad_store.drain("b")
     assert all(number.grad is not None and not number.grad.any() for number in numbers)
 
 

@@ -80,9 +80,9 @@ def test_who_waits_for_nobody_is_to_blame_and_not_those_who_wait_for_it(world, d
     found = diagnose(seen(*beats), TIMEOUT_S)
     assert found is not None
     assert (found.kind, found.ranks) == (FailureKind.STALLED, (guilty,))
-    assert f"rank {guilty} on here makes no progress" in found.told
-    assert "step 3, F0.0" in found.told
-    assert ("wait for it" if world > 2 else "waits for it") in found.told
+    assert f"rank {guilty} on here makes no progress" in found.report
+    assert "step 3, F0.0" in found.report
+    assert ("wait for it" if world > 2 else "waits for it") in found.report
 
 
 @given(WORLD, st.data())
@@ -127,7 +127,7 @@ def test_where_all_wait_in_the_same_place_nobody_is_blamed():
     found = diagnose(seen(*beats), TIMEOUT_S)
     assert found is not None
     assert (found.kind, found.ranks) == (FailureKind.DEADLOCK, ())
-    assert "all ranks wait in the same place" in found.told
+    assert "all ranks wait in the same place" in found.report
 
 
 def test_of_devices_the_one_that_has_come_less_far_is_to_blame():
@@ -146,16 +146,16 @@ def test_what_is_known_of_ranks_that_ended_or_failed_is_told():
     ended = lost({1: "was killed by SIGKILL", 5: "was killed by SIGKILL"}, seen(beat(0), beat(1)))
     assert ended.ranks == (1, 5)
     assert ended.kind.exit_code == ExitCode.PEER_LOST
-    assert "rank 1 on here was killed by SIGKILL; last heard of at step 3, F0.0" in ended.told
-    assert "rank 5 was killed by SIGKILL" in ended.told
-    assert failed(0, "DataError: no", seen(beat(0))).told.startswith("rank 0 on here failed: DataError: no")
+    assert "rank 1 on here was killed by SIGKILL; last heard of at step 3, F0.0" in ended.report
+    assert "rank 5 was killed by SIGKILL" in ended.report
+    assert failed(0, "DataError: no", seen(beat(0))).report.startswith("rank 0 on here failed: DataError: no")
 
 
 @given(st.sampled_from(FailureKind), st.lists(st.integers(0, 9)), st.text())
-def test_what_ranks_tell_each_other_survives_json(kind, ranks, told):
-    diagnosis = Diagnosis(kind=kind, ranks=tuple(ranks), told=told)
+def test_what_ranks_tell_each_other_survives_json(kind, ranks, report):
+    diagnosis = Diagnosis(kind=kind, ranks=tuple(ranks), report=report)
     assert Diagnosis.from_json(json.loads(json.dumps(diagnosis.to_json()))) == diagnosis
-    said = waiting(1, tuple(ranks), op=told)
+    said = waiting(1, tuple(ranks), op=report)
     assert Heartbeat.from_json(json.loads(json.dumps(said.to_json()))) == said
 
 
@@ -267,10 +267,10 @@ def test_a_rank_that_hangs_in_python_is_named_with_its_stack_and_all_report(hang
                 "ranks": [0, 1, 2],
                 "peers": others,
             }
-    told = summary(list(reports.values()))
-    assert f"rank {hanging} on " in told[0]
-    assert "step 2, B0.0" in told[0]
-    assert told[1] == f"rank {hanging} stood here:"
+    report = summary(list(reports.values()))
+    assert f"rank {hanging} on " in report[0]
+    assert "step 2, B0.0" in report[0]
+    assert report[1] == f"rank {hanging} stood here:"
 
 
 def one_is_stopped(rank: int, world: int, folder: Path, stopped: int) -> list[int]:
@@ -389,10 +389,10 @@ def one_fails(rank: int, world: int, folder: Path, known: bool) -> str:
 
 
 def test_an_error_of_one_rank_is_told_by_all(tmp_path):
-    told = run_ranks(2, one_fails, tmp_path, False)
-    assert told[1] == "a shard is damaged"
-    assert "rank 1 on " in told[0]
-    assert "failed: DataError: a shard is damaged" in told[0]
+    report = run_ranks(2, one_fails, tmp_path, False)
+    assert report[1] == "a shard is damaged"
+    assert "rank 1 on " in report[0]
+    assert "failed: DataError: a shard is damaged" in report[0]
     reports = reports_in(tmp_path)
     assert [(report["kind"], report["exit_code"]) for report in reports.values()] == [
         ("failed", ExitCode.PEER_LOST),
@@ -458,10 +458,10 @@ def test_a_stage_that_hangs_in_a_training_is_named_with_its_op_and_the_other_wai
     assert any("FOREVER.wait()" in line for line in reports[0]["stack"])
     assert reports[1]["op"] == "RECV_F0.1<0"
     assert reports[1]["waits_in"] == {"call": "recv", "group": "F-0-1", "ranks": [0, 1], "peers": [0]}
-    told = capfd.readouterr().err
-    assert "makes no progress and waits for nobody: step 3, F0.0:embed" in told
-    assert "braid: rank 0 stood here:\n" in told
-    assert told.count("FOREVER.wait()") == 1
+    report = capfd.readouterr().err
+    assert "makes no progress and waits for nobody: step 3, F0.0:embed" in report
+    assert "braid: rank 0 stood here:\n" in report
+    assert report.count("FOREVER.wait()") == 1
 
 
 @pytest.mark.long
@@ -474,8 +474,8 @@ def test_a_rank_of_a_training_that_goes_is_named(action, kind, corpus, tmp_path,
     assert all((report["kind"], report["ranks"]) == (kind, [0]) for report in reports.values())
     assert reports[1]["op"].startswith("RECV_F")
     assert reports[1]["waits_in"]["peers"] == [0]
-    told = capfd.readouterr().err
-    assert "rank 0 was killed by SIGKILL" in told if kind == "lost" else "rank 0 on " in told
+    report = capfd.readouterr().err
+    assert "rank 0 was killed by SIGKILL" in report if kind == "lost" else "rank 0 on " in report
 
 
 @pytest.mark.long

@@ -88,9 +88,9 @@ def workers_of(launcher: int) -> dict[int, int]:
     ranks = {}
     for pid in map(int, children):
         entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        told = dict(entry.partition(b"=")[::2] for entry in entries)
-        if b"RANK" in told:
-            ranks[int(told[b"RANK"])] = pid
+        report = dict(entry.partition(b"=")[::2] for entry in entries)
+        if b"RANK" in report:
+            ranks[int(report[b"RANK"])] = pid
     return ranks
 
 
@@ -166,10 +166,10 @@ def test_what_no_world_mends_is_listed_as_problems(words, capsys):
     assert main([*words, "--world", "2", "--restarts", "-1"]) == ExitCode.CONFIG
     assert "restarts = -1" in capsys.readouterr().err
     assert main([*words, "--world", "2", "--train.steps", "0", "--optim.lr", "-1"]) == ExitCode.CONFIG
-    told = capsys.readouterr().err
-    assert "train.steps = 0" in told
-    assert "optim.lr = -1.0" in told
-    assert "does not fit" not in told
+    report = capsys.readouterr().err
+    assert "train.steps = 0" in report
+    assert "optim.lr = -1.0" in report
+    assert "does not fit" not in report
 
 
 @pytest.mark.parametrize(
@@ -197,26 +197,26 @@ def test_an_environment_that_contradicts_is_refused(environment, more, said, wor
 
 def test_after_kill_9_all_start_again_meet_and_rank_0_alone_has_the_terminal(capfd):
     assert launched("be_killed_once", restarts=1) == ExitCode.OK
-    told = capfd.readouterr()
-    assert told.out.splitlines()[1:] == ["rank 0 met [0, 1] in attempt 1 with 1 threads"]
-    assert "[rank 1] rank 1 met [0, 1] in attempt 1 with 1 threads\n" in told.err
-    assert "2 workers of one thread each" in told.err
-    assert "braid: rank 1 was killed by SIGKILL; all start again, 1 of 1 restarts\n" in told.err
+    report = capfd.readouterr()
+    assert report.out.splitlines()[1:] == ["rank 0 met [0, 1] in attempt 1 with 1 threads"]
+    assert "[rank 1] rank 1 met [0, 1] in attempt 1 with 1 threads\n" in report.err
+    assert "2 workers of one thread each" in report.err
+    assert "braid: rank 1 was killed by SIGKILL; all start again, 1 of 1 restarts\n" in report.err
 
 
 @pytest.mark.long
 def test_ranks_meet_at_once(capfd):
     assert launched("meet") == ExitCode.OK
-    told = capfd.readouterr()
-    assert told.out == "rank 0 met [0, 1] in attempt 0 with 1 threads\n"
-    assert "[rank 1] rank 1 met [0, 1] in attempt 0 with 1 threads\n" in told.err
+    report = capfd.readouterr()
+    assert report.out == "rank 0 met [0, 1] in attempt 0 with 1 threads\n"
+    assert "[rank 1] rank 1 met [0, 1] in attempt 0 with 1 threads\n" in report.err
 
 
 def test_a_failure_that_would_repeat_is_not_repeated_and_its_exit_code_is_kept(capfd):
     assert launched("find_bad_data", restarts=3) == ExitCode.DATA
-    told = capfd.readouterr().err
-    assert "[rank 1] payload: a shard is damaged\n" in told
-    assert "braid: rank 1 ended with exit code 3; all were stopped\n" in told
+    report = capfd.readouterr().err
+    assert "[rank 1] payload: a shard is damaged\n" in report
+    assert "braid: rank 1 ended with exit code 3; all were stopped\n" in report
 
 
 @pytest.mark.long
@@ -229,9 +229,9 @@ def test_a_rank_that_does_not_hear_is_killed_and_none_is_left(capfd):
 @pytest.mark.long
 def test_restarts_are_counted(capfd):
     assert launched("be_killed", restarts=1) == ExitCode.PEER_LOST
-    told = capfd.readouterr().err
-    assert told.count("was killed by SIGKILL; all start again") == 1
-    assert told.count("was killed by SIGKILL; all were stopped") == 1
+    report = capfd.readouterr().err
+    assert report.count("was killed by SIGKILL; all start again") == 1
+    assert report.count("was killed by SIGKILL; all were stopped") == 1
 
 
 @pytest.mark.long
@@ -253,12 +253,13 @@ def test_ranks_with_different_settings_are_refused(words):
     seats = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
     given = [[], ["--optim.lr", "0.001", "--train.steps", "50"]]
     ranks = [start(braid(*words, *more), **seat) for more, seat in zip(given, seats, strict=True)]
-    told = [rank.communicate()[1] for rank in ranks]
+    report = [rank.communicate()[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [ExitCode.CONFIG] * 2
     assert (
-        "  optim.lr: 0.0003 on rank 0, 0.001 on rank 1\n  train.steps: 40 on rank 0, 50 on rank 1\n" in told[0]
+        "  optim.lr: 0.0003 on rank 0, 0.001 on rank 1\n  train.steps: 40 on rank 0, 50 on rank 1\n"
+        in report[0]
     )
-    assert "optim.lr" not in told[1]
+    assert "optim.lr" not in report[1]
 
 
 def interrupted_at(command: list[str], number: signal.Signals, rank: int | None) -> tuple[int, str, str]:
@@ -283,18 +284,20 @@ def test_kill_9_of_a_rank_of_a_training_stops_all_and_the_same_command_goes_on(w
     assert code == ExitCode.PEER_LOST
     assert "braid: rank 1 was killed by SIGKILL; all were stopped\n" in errors
     with start(braid(*words, "--world", "2")) as again:
-        told, errors = again.communicate()
+        report, errors = again.communicate()
     assert again.returncode == ExitCode.OK, errors
-    assert "continues from step " in told
+    assert "continues from step " in report
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_training_with_restarts_survives_kill_9_of_any_rank(words, rank):
-    code, told, errors = interrupted_at(braid(*words, "--world", "2", "--restarts", "1"), signal.SIGKILL, rank)
+    code, report, errors = interrupted_at(
+        braid(*words, "--world", "2", "--restarts", "1"), signal.SIGKILL, rank
+    )
     assert code == ExitCode.OK, errors
-    assert "continues from step " in told
-    assert "step 40/40" in told
+    assert "continues from step " in report
+    assert "step 40/40" in report
 
 
 @pytest.mark.long
@@ -307,10 +310,10 @@ def test_asked_to_stop_all_ranks_do_and_the_state_is_saved(words, number):
 
 @pytest.mark.long
 def test_a_training_under_torchrun_survives_kill_9_of_a_rank(words):
-    code, told, errors = interrupted_at(torchrun("braid", *words), signal.SIGKILL, rank=1)
+    code, report, errors = interrupted_at(torchrun("braid", *words), signal.SIGKILL, rank=1)
     assert code == 0, errors
-    assert "continues from step " in told
-    assert "step 40/40" in told
+    assert "continues from step " in report
+    assert "step 40/40" in report
 
 
 # ------------------------------------------------------------------------------------------- torchrun
@@ -335,8 +338,8 @@ def test_ranks_of_two_nodes_meet_again_although_only_one_of_them_counts_a_restar
     nodes = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--nproc-per-node", "1")
     command = torchrun(PAYLOAD, "be_killed_unnoticed_once", str(tmp_path / "killed"), settings=nodes)
     agents = [start(command) for _ in range(2)]
-    told = [agent.communicate() for agent in agents]
-    assert [agent.returncode for agent in agents] == [0, 0], told
-    out = "".join(out for out, _ in told)
+    report = [agent.communicate() for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], report
+    out = "".join(out for out, _ in report)
     assert "rank 0 met [0, 1] in attempt 0" in out
     assert "rank 1 met [0, 1] in attempt 1" in out

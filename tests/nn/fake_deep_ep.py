@@ -51,8 +51,8 @@ class Buffer:
 
     def get_dispatch_layout(self, topk_idx: Tensor, num_experts: int) -> tuple[Any, ...]:
         assert topk_idx.dtype == torch.int64
-        seats = torch.arange(num_experts)
-        per_expert = (topk_idx[..., None] == seats).any(1).sum(0).int()
+        shards = torch.arange(num_experts)
+        per_expert = (topk_idx[..., None] == shards).any(1).sum(0).int()
         rank_of = torch.where(topk_idx < 0, -1, topk_idx // (num_experts // self.size))
         in_rank = (rank_of[..., None] == torch.arange(self.size)).any(1)
         return in_rank.sum(0).int(), None, per_expert, in_rank, None

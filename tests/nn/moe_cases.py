@@ -49,11 +49,11 @@ def forward(
 ) -> tuple[Tensor, Routing]:
     """What the layer adds to the residual stream, and its routing."""
     routing = moe.router(x_NC, tokens, replayed)
-    journey = moe.journey(routing, tokens, replayed=replayed is not None)
-    rows, probs = moe.pack(x_NC, routing.probs_NS, journey)
-    rows, probs, journey = moe.dispatcher.dispatch(rows, probs, journey)
-    rows = moe.dispatcher.combine(moe.visit(rows, probs, journey), journey)
-    y_NC = moe.unpack(rows, journey)
+    dispatch_plan = moe.dispatch_plan(routing, tokens, replayed=replayed is not None)
+    rows, probs = moe.pack(x_NC, routing.probs_NS, dispatch_plan)
+    rows, probs, dispatch_plan = moe.dispatcher.dispatch(rows, probs, dispatch_plan)
+    rows = moe.dispatcher.combine(moe.visit(rows, probs, dispatch_plan), dispatch_plan)
+    y_NC = moe.unpack(rows, dispatch_plan)
     shared_BTC = moe.shared_output(x_NC.unflatten(0, (tokens.rows, -1)))
     return y_NC if shared_BTC is None else y_NC + shared_BTC.flatten(0, 1), routing
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from braid.architecture import HyperConnections
 from braid.kernels import hyper_connection as op
 from braid.nn.cost import Portion
-from braid.nn.delayed_wgrad import DelayedWgrad, hand_sink
+from braid.nn.delayed_wgrad import DelayedWgrad, set_wgrad_store
 from braid.nn.hyper_connection import HyperConnection, HyperExit, HyperMean, deviation, expand
 from braid.nn.init import initialize
 from tests.nn.delayed_cases import Case
@@ -234,14 +234,14 @@ def test_waiting_changes_no_bit(streams: int, dtype: torch.dtype) -> None:
 
 
 def test_gradients_of_projections_wait() -> None:
-    made, sink, x = both(2, torch.float32), DelayedWgrad(), streams_of(2, torch.float32)
-    hand_sink(made.layer, sink)
+    made, wgrad_store, x = both(2, torch.float32), DelayedWgrad(), streams_of(2, torch.float32)
+    set_wgrad_store(made.layer, wgrad_store)
     y = made.forward(x)
-    with sink.node("b"):
+    with wgrad_store.node("b"):
         y.sum().backward()
-    assert sink.pending("b") == 2
+    assert wgrad_store.pending("b") == 2
     assert [name for name, p in made.layer.named_parameters() if p.grad is None] == ["0.weight", "1.weight"]
-    sink.drain("b")
+    wgrad_store.drain("b")
     assert all(p.grad is not None for p in made.layer.parameters())
 
 
@@ -259,17 +259,17 @@ class Doubled(torch.autograd.Function):
 
 def test_what_waits_holds_streams_and_no_graph() -> None:
     """A graph may hold gradients that have arrived at its other end."""
-    connection, sink = built(HyperConnection, 2, torch.float32), DelayedWgrad()
-    hand_sink(connection, sink)
+    connection, wgrad_store = built(HyperConnection, 2, torch.float32), DelayedWgrad()
+    set_wgrad_store(connection, wgrad_store)
     x = Doubled.apply(streams_of(2, torch.float32))
     node, streams = weakref.ref(x.grad_fn), StorageWeakRef(x.untyped_storage())
     y = connection(x)[0]
-    with sink.node("b"):
+    with wgrad_store.node("b"):
         y.sum().backward()
     del x, y
     assert node() is None
     assert not streams.expired()
-    sink.drain("b")
+    wgrad_store.drain("b")
     assert streams.expired()
 
 
@@ -279,9 +279,11 @@ def test_what_waits_holds_streams_and_no_graph() -> None:
 @pytest.mark.parametrize("sink", [None, DelayedWgrad()], ids=["plain", "sink"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("streams", [1, 2, 4])
-def test_cost_is_what_autograd_keeps(streams: int, dtype: torch.dtype, sink: DelayedWgrad | None) -> None:
+def test_cost_is_what_autograd_keeps(
+    streams: int, dtype: torch.dtype, wgrad_store: DelayedWgrad | None
+) -> None:
     connection, leave = built(HyperConnection, streams, dtype), built(HyperExit, streams, dtype)
-    hand_sink(nn.ModuleList([connection, leave]), sink)
+    set_wgrad_store(nn.ModuleList([connection, leave]), wgrad_store)
     portion = Portion(rows=2, tokens=3, dtype=dtype, device="cpu")
     x = streams_of(streams, dtype)
     y = torch.randn(2, 3, HIDDEN, dtype=dtype, requires_grad=True)

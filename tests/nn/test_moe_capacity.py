@@ -147,7 +147,7 @@ def test_padding_to_capacity_changes_shapes_but_no_result(bias: bool) -> None:
         results.append({"y": y.detach(), **grads(moe)})
         if padded:
             # ceil(9 · 2 / 6 · 0.7) = 3 places for each of 3 rows, whatever the routing.
-            assert moe.journey(routing, tokens).counts_E.tolist() == [9] * 6
+            assert moe.dispatch_plan(routing, tokens).counts_E.tolist() == [9] * 6
     assert not torch.equal(results[0]["y"], forward(build(shape(bias=bias)), x, tokens)[0])
     for name, expected in results[1].items():
         torch.testing.assert_close(results[0][name], expected, rtol=1e-12, atol=1e-13)

@@ -144,11 +144,11 @@ def fixed_shapes(rank: int, world: int) -> list[list[int]]:
             patch.object(Tensor, "item", side_effect=AssertionError("the host waited")),
             patch.object(Tensor, "__int__", side_effect=AssertionError("the host waited")),
         ):
-            journey = moe.journey(routing, tokens)
-            rows, probs = moe.pack(x_NC, routing.probs_NS, journey)
-            rows, probs, journey = moe.dispatcher.dispatch(rows, probs, journey)
-        assert journey.counts_E is not None
-        shapes.append([*rows.shape, *probs.shape, *journey.counts_E.tolist()])
+            dispatch_plan = moe.dispatch_plan(routing, tokens)
+            rows, probs = moe.pack(x_NC, routing.probs_NS, dispatch_plan)
+            rows, probs, dispatch_plan = moe.dispatcher.dispatch(rows, probs, dispatch_plan)
+        assert dispatch_plan.counts_E is not None
+        shapes.append([*rows.shape, *probs.shape, *dispatch_plan.counts_E.tolist()])
     return shapes
 
 
@@ -177,7 +177,7 @@ def test_a_rank_repeats_its_part_of_a_recording() -> None:
 # ---------------------------------------------------------------------------------------------- choice
 
 
-def seating(ep: int, etp: int) -> Groups:
+def arguments(ep: int, etp: int) -> Groups:
     sizes = {"ep": ep, "etp": etp, "ep_etp": ep * etp}
     return Groups(**{name: Group(name=name, size=size, rank=0, handle=None) for name, size in sizes.items()})
 
@@ -195,7 +195,7 @@ def seating(ep: int, etp: int) -> Groups:
     ],
 )
 def test_choice_of_a_dispatcher(ep: int, etp: int, asked: Asked, chosen: str) -> None:
-    choice = choose(case().shape, HIDDEN, seating(ep, etp), asked)
+    choice = choose(case().shape, HIDDEN, arguments(ep, etp), asked)
     assert choice.name == chosen
     assert choice.reason
     assert str(choice).startswith(f"dispatch: {chosen}, because ")

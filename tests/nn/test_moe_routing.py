@@ -223,7 +223,7 @@ def test_padding_visits_nobody_and_changes_nothing() -> None:
     tokens = of_rows(2, 6, padding_BT=padding, padding_count=3)
     x = randn(12, 7)
     y, routing = forward(moe, x, tokens)
-    assert moe.journey(routing, tokens).counts_E.sum() == 18
+    assert moe.dispatch_plan(routing, tokens).counts_E.sum() == 18
     valid = ~padding.flatten()
     (plain, _) = forward(moe, x[valid], of_rows(1, 9))
     torch.testing.assert_close(y[valid], plain, rtol=1e-12, atol=1e-12)

@@ -1,4 +1,4 @@
-"""Weight gradients of a node in several drawers, which are drained one by one."""
+"""Weight gradients of a node in several buckets, which are drained one by one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from braid import architecture
 from braid.distributed.collectives import Group, Groups
 from braid.kernels import grouped_mlp
 from braid.kernels.grouped_mlp import GroupedMlp, grouped
-from braid.nn.delayed_wgrad import DelayedWgrad, hand_sink
+from braid.nn.delayed_wgrad import DelayedWgrad, set_wgrad_store
 from braid.nn.moe.experts import Experts
 
 CHANNELS, ROWS = 8, 9
@@ -44,13 +44,13 @@ def graded(layer: Experts) -> set[str]:
 
 
 def left(*, bias: bool = False) -> tuple[Experts, DelayedWgrad]:
-    """Experts after a backward that has left two drawers full under the key "b"."""
-    layer, sink = made(grouped_mlp.REFERENCE.function, bias=bias), DelayedWgrad()
-    hand_sink(layer, sink)
+    """Experts after a backward that has left two buckets full under the key "b"."""
+    layer, wgrad_store = made(grouped_mlp.REFERENCE.function, bias=bias), DelayedWgrad()
+    set_wgrad_store(layer, wgrad_store)
     y_MC = output(layer, 0)
-    with sink.node("b", ("down", "in")):
+    with wgrad_store.node("b", ("down", "in")):
         y_MC.sum().backward()
-    return layer, sink
+    return layer, wgrad_store
 
 
 # ------------------------------------------------------------------------------------------- experts
@@ -60,20 +60,20 @@ def left(*, bias: bool = False) -> tuple[Experts, DelayedWgrad]:
 @pytest.mark.parametrize("kernel", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
 def test_experts_put_each_weight_into_its_drawer_and_no_bit_changes(kernel: GroupedMlp, groups: Groups) -> None:
     """Two micro-batches; what leads into the ffn waits until the next one has run backward."""
-    plain, waiting, sink = made(kernel, groups), made(kernel, groups), DelayedWgrad()
+    plain, waiting, wgrad_store = made(kernel, groups), made(kernel, groups), DelayedWgrad()
     for number in range(2):
         output(plain, number).square().sum().backward()
-    hand_sink(waiting, sink)
+    set_wgrad_store(waiting, wgrad_store)
     for number in range(2):
         y_MC = output(waiting, number)
-        with sink.node(number, ("down", "in")):
+        with wgrad_store.node(number, ("down", "in")):
             y_MC.square().sum().backward()
         if number:
-            sink.drain(number - 1, "in")
-        sink.drain(number, "down")
+            wgrad_store.drain(number - 1, "in")
+        wgrad_store.drain(number, "down")
         assert graded(waiting) == (DOWN | IN if number else DOWN)
-    sink.drain(1, "in")
-    sink.finish()
+    wgrad_store.drain(1, "in")
+    wgrad_store.finish()
     for name, parameter in plain.named_parameters():
         assert parameter.grad is not None
         assert torch.equal(parameter.grad, waiting.get_parameter(name).grad), name
@@ -81,35 +81,35 @@ def test_experts_put_each_weight_into_its_drawer_and_no_bit_changes(kernel: Grou
 
 def test_the_order_of_drawers_does_not_matter_and_one_drain_empties_what_is_left() -> None:
     told = []
-    for drawers in (("in", "down"), ("down", None), (None,)):
-        layer, sink = left(bias=True)
-        assert sink.pending("b") == 4
-        for drawer in drawers:
-            sink.drain("b", drawer)
-        assert sink.pending("b") == 0
-        sink.finish()
+    for buckets in (("in", "down"), ("down", None), (None,)):
+        layer, wgrad_store = left(bias=True)
+        assert wgrad_store.pending("b") == 4
+        for bucket in buckets:
+            wgrad_store.drain("b", bucket)
+        assert wgrad_store.pending("b") == 0
+        wgrad_store.finish()
         told.append([parameter.grad for parameter in layer.parameters()])
     for gradients in told[1:]:
         assert all(torch.equal(one, other) for one, other in zip(told[0], gradients, strict=True))
 
 
 def test_a_node_with_one_drawer_takes_everything() -> None:
-    layer, sink = made(grouped_mlp.REFERENCE.function), DelayedWgrad()
-    hand_sink(layer, sink)
+    layer, wgrad_store = made(grouped_mlp.REFERENCE.function), DelayedWgrad()
+    set_wgrad_store(layer, wgrad_store)
     y_MC = output(layer, 0)
-    with sink.node("b", ("experts",)):
+    with wgrad_store.node("b", ("experts",)):
         y_MC.sum().backward()
-    sink.drain("b", "experts")
+    wgrad_store.drain("b", "experts")
     assert graded(layer) == DOWN | IN
-    sink.finish()
+    wgrad_store.finish()
 
 
 def test_weights_may_be_other_tensors_when_a_drawer_is_drained() -> None:
     """As where they are sharded again: the gradient belongs to what the forward has seen."""
-    layer, sink = left()
+    layer, wgrad_store = left()
     seen = layer.w_down_ECF
     layer.w_down_ECF = torch.nn.Parameter(torch.empty(1))
-    sink.drain("b", "down")
+    wgrad_store.drain("b", "down")
     assert seen.grad is not None
     assert layer.w_down_ECF.grad is None
     assert layer.w_in_EFGC.grad is None
@@ -119,57 +119,57 @@ def test_weights_may_be_other_tensors_when_a_drawer_is_drained() -> None:
 
 
 def test_every_drawer_is_drained_once() -> None:
-    _, sink = left()
-    sink.drain("b", "down")
+    _, wgrad_store = left()
+    wgrad_store.drain("b", "down")
     with pytest.raises(AssertionError, match="down of b is drained twice"):
-        sink.drain("b", "down")
+        wgrad_store.drain("b", "down")
     with pytest.raises(AssertionError, match="nobody has drained in of b"):
-        sink.finish()
+        wgrad_store.finish()
     with pytest.raises(AssertionError, match="runs twice; its weight gradients still wait"):
-        sink.node("b", ("down", "in")).__enter__()
-    sink.drain("b", "in")
+        wgrad_store.node("b", ("down", "in")).__enter__()
+    wgrad_store.drain("b", "in")
     with pytest.raises(AssertionError, match="b is drained twice"):
-        sink.drain("b", "in")
+        wgrad_store.drain("b", "in")
     with pytest.raises(AssertionError, match="runs twice; it is already drained"):
-        sink.node("b", ("down", "in")).__enter__()
-    sink.finish()
+        wgrad_store.node("b", ("down", "in")).__enter__()
+    wgrad_store.finish()
 
 
 def test_a_drawer_comes_after_its_backward() -> None:
-    sink = DelayedWgrad()
+    wgrad_store = DelayedWgrad()
     with pytest.raises(AssertionError, match="b is drained, but its backward has not run"):
-        sink.drain("b", "down")
-    with sink.node("b", ("down", "in")), pytest.raises(AssertionError, match="within its own backward"):
-        sink.drain("b", "down")
+        wgrad_store.drain("b", "down")
+    with wgrad_store.node("b", ("down", "in")), pytest.raises(AssertionError, match="within its own backward"):
+        wgrad_store.drain("b", "down")
 
 
 def test_drawers_of_a_node_that_left_nothing_are_drained_as_well() -> None:
-    sink = DelayedWgrad()
-    with sink.node("b", ("down", "in")):
+    wgrad_store = DelayedWgrad()
+    with wgrad_store.node("b", ("down", "in")):
         pass
-    sink.drain("b", "down")
+    wgrad_store.drain("b", "down")
     with pytest.raises(AssertionError, match="nobody has drained in of b"):
-        sink.finish()
-    sink.drain("b", "in")
-    sink.finish()
+        wgrad_store.finish()
+    wgrad_store.drain("b", "in")
+    wgrad_store.finish()
 
 
 def test_a_layer_that_says_nothing_is_told_apart() -> None:
-    sink, parameter = DelayedWgrad(), torch.nn.Parameter(torch.ones(2))
+    wgrad_store, parameter = DelayedWgrad(), torch.nn.Parameter(torch.ones(2))
     message = "b has down, in, and no layer says which is meant"
-    with sink.node("b", ("down", "in")), pytest.raises(AssertionError, match=message):
-        sink.leave(parameter, lambda: torch.ones(2))
+    with wgrad_store.node("b", ("down", "in")), pytest.raises(AssertionError, match=message):
+        wgrad_store.leave(parameter, lambda: torch.ones(2))
 
 
 def test_what_waited_in_a_drawer_is_let_go_and_the_rest_is_held() -> None:
-    sink, given = DelayedWgrad(), {"down": torch.ones(2), "in": torch.ones(2)}
+    wgrad_store, given = DelayedWgrad(), {"down": torch.ones(2), "in": torch.ones(2)}
     parameters = {name: torch.nn.Parameter(torch.ones(2)) for name in given}
-    sink.sort({parameter: name for name, parameter in parameters.items()})
-    with sink.node("b", ("down", "in")):
+    wgrad_store.sort({parameter: name for name, parameter in parameters.items()})
+    with wgrad_store.node("b", ("down", "in")):
         for name, parameter in parameters.items():
-            sink.leave(parameter, given[name].clone)
+            wgrad_store.leave(parameter, given[name].clone)
     held = {name: weakref.ref(tensor) for name, tensor in given.items()}
     given.clear()
-    sink.drain("b", "down")
+    wgrad_store.drain("b", "down")
     assert {name: each() is None for name, each in held.items()} == {"down": True, "in": False}
-    assert sink.pending("b") == 1
+    assert wgrad_store.pending("b") == 1

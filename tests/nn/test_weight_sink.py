@@ -16,7 +16,7 @@ from braid import architecture
 from braid.distributed.collectives import Group, Groups
 from braid.kernels.grouped_mlp import REFERENCE
 from braid.nn import linear
-from braid.nn.delayed_wgrad import DelayedWgrad, Delaying, hand_sink
+from braid.nn.delayed_wgrad import DelayedWgrad, Delaying, set_wgrad_store
 from braid.nn.linear import Linear
 from braid.nn.moe.experts import Experts
 from tests.nn.delayed_cases import KINDS, Case, case, inputs
@@ -41,17 +41,17 @@ def at_once(made: Case, xs: list[Tensor]) -> None:
 def delayed(made: Case, xs: list[Tensor]) -> None:
     """Each micro-batch's weight gradients come after the next one's forward and backward, when the weights
     are gone."""
-    sink = DelayedWgrad()
-    hand_sink(made.layer, sink)
+    wgrad_store = DelayedWgrad()
+    set_wgrad_store(made.layer, wgrad_store)
     for number, x in enumerate(xs):
         y = made.forward(x)
-        with sink.node((number, "layer")):
+        with wgrad_store.node((number, "layer")):
             y.backward(torch.linspace(-1, 1, y.numel()).view_as(y).to(y.dtype))
         if number > 0:
             with released(made.layer):
-                sink.drain((number - 1, "layer"))
-    sink.drain((len(xs) - 1, "layer"))
-    sink.finish()
+                wgrad_store.drain((number - 1, "layer"))
+    wgrad_store.drain((len(xs) - 1, "layer"))
+    wgrad_store.finish()
 
 
 @contextmanager
@@ -98,18 +98,18 @@ def test_waiting_changes_no_bit(kind: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_projections_and_experts_wait_and_nothing_else(kind: str) -> None:
-    made, sink = case(kind, torch.float32), DelayedWgrad()
-    hand_sink(made.layer, sink)
+    made, wgrad_store = case(kind, torch.float32), DelayedWgrad()
+    set_wgrad_store(made.layer, wgrad_store)
     (x,) = inputs(torch.float32, 1)
-    with sink.node("b"):
+    with wgrad_store.node("b"):
         made.forward(x).sum().backward()
     names = delaying(made.layer)
-    assert sink.pending("b") == len(names) > 1
+    assert wgrad_store.pending("b") == len(names) > 1
     assert {n for n, p in made.layer.named_parameters() if p.grad is None} == names
     assert not {n for n in names if "norm" in n or "conv" in n or "router" in n or "scalars" in n}
     assert x.grad is not None
-    sink.drain("b")
-    assert sink.pending("b") == 0
+    wgrad_store.drain("b")
+    assert wgrad_store.pending("b") == 0
     assert all(p.grad is not None for p in made.layer.parameters())
 
 
@@ -118,7 +118,7 @@ def test_layers_have_the_gradients_of_plain_autograd(kind: str, monkeypatch: pyt
     actual, expected = case(kind, torch.float64), case(kind, torch.float64)
     delayed(actual, inputs(torch.float64, 2))
 
-    def plain(x: Tensor, weight: Tensor, bias: Tensor | None, parts: int, sink: None) -> list[Tensor]:
+    def plain(x: Tensor, weight: Tensor, bias: Tensor | None, parts: int, wgrad_store: None) -> list[Tensor]:
         return list(F.linear(x, weight, bias).unflatten(-1, (-1, parts)).unbind(-1))
 
     monkeypatch.setattr(linear, "_products", plain)
@@ -142,34 +142,34 @@ def test_experts_without_rows_have_gradients_of_exactly_zero() -> None:
 def test_a_layer_that_is_used_twice_adds_both(dtype: torch.dtype) -> None:
     """As autograd does: what one backward finds is summed before it joins what is there already."""
     results = []
-    for sink in (None, DelayedWgrad()):
+    for wgrad_store in (None, DelayedWgrad()):
         generator = torch.Generator().manual_seed(1)
         layer = Linear(6, (3, 2), bias=True, dtype=dtype)
         for parameter in layer.parameters():
             parameter.data.copy_(torch.randn(parameter.shape, generator=generator))
-        hand_sink(layer, sink)
+        set_wgrad_store(layer, wgrad_store)
         for number in range(3):
             x = torch.randn(2, 5, 6, generator=generator).to(dtype)
             once = layer(x)
             y = layer(once).sum() + torch.stack(layer.apart(once.sin())).square().sum()
-            if sink is None:
+            if wgrad_store is None:
                 y.backward()
             else:
-                with sink.node(number):
+                with wgrad_store.node(number):
                     y.backward()
-                sink.drain(number)
+                wgrad_store.drain(number)
         results.append(layer)
     assert_bits(*results)
 
 
 def test_what_is_not_trained_leaves_nothing() -> None:
-    layer, sink = Linear(4, 3, bias=True), DelayedWgrad()
+    layer, wgrad_store = Linear(4, 3, bias=True), DelayedWgrad()
     layer.weight.requires_grad_(False)
-    hand_sink(layer, sink)
-    with sink.node("b"):
+    set_wgrad_store(layer, wgrad_store)
+    with wgrad_store.node("b"):
         layer(torch.randn(2, 4)).sum().backward()
-    assert sink.pending("b") == 1
-    sink.drain("b")
+    assert wgrad_store.pending("b") == 1
+    wgrad_store.drain("b")
     assert layer.weight.grad is None
     assert layer.bias is not None
     assert layer.bias.grad is not None
@@ -209,89 +209,89 @@ def test_ranks_that_share_a_layer_delay_it_too() -> None:
 
 
 def one_layer() -> tuple[Linear, DelayedWgrad]:
-    layer, sink = Linear(2, 2), DelayedWgrad()
+    layer, wgrad_store = Linear(2, 2), DelayedWgrad()
     layer.weight.data.normal_()
-    hand_sink(layer, sink)
-    return layer, sink
+    set_wgrad_store(layer, wgrad_store)
+    return layer, wgrad_store
 
 
 def test_nodes_do_not_mix() -> None:
-    layer, sink = one_layer()
+    layer, wgrad_store = one_layer()
     first, second = layer(torch.ones(1, 2)), layer(torch.full((1, 2), 10.0))
-    with sink.node((1, "mix")):
+    with wgrad_store.node((1, "mix")):
         second.sum().backward()
-    with sink.node((0, "mix")):
+    with wgrad_store.node((0, "mix")):
         first.sum().backward()
-    sink.drain((0, "mix"))
+    wgrad_store.drain((0, "mix"))
     assert torch.equal(layer.weight.grad, torch.ones(2, 2))
-    assert sink.pending((0, "mix")) == 0
-    assert sink.pending((1, "mix")) == 1
-    sink.drain((1, "mix"))
+    assert wgrad_store.pending((0, "mix")) == 0
+    assert wgrad_store.pending((1, "mix")) == 1
+    wgrad_store.drain((1, "mix"))
     assert torch.equal(layer.weight.grad, torch.full((2, 2), 11.0))
-    sink.finish()
+    wgrad_store.finish()
 
 
 def test_without_a_node_or_without_a_sink_gradients_come_at_once() -> None:
-    layer, sink = one_layer()
+    layer, wgrad_store = one_layer()
     layer(torch.ones(1, 2)).sum().backward()
     assert torch.equal(layer.weight.grad, torch.ones(2, 2))
-    hand_sink(layer, None)
-    with sink.node("b"):
+    set_wgrad_store(layer, None)
+    with wgrad_store.node("b"):
         layer(torch.ones(1, 2)).sum().backward()
     assert torch.equal(layer.weight.grad, torch.full((2, 2), 2.0))
-    sink.drain("b")
+    wgrad_store.drain("b")
     assert torch.equal(layer.weight.grad, torch.full((2, 2), 2.0))
 
 
 def test_every_node_is_drained_once_and_after_its_backward() -> None:
-    layer, sink = one_layer()
+    layer, wgrad_store = one_layer()
     y = layer(torch.ones(1, 2))
     with pytest.raises(AssertionError, match=r"\(0, 'mix'\) is drained, but its backward has not run"):
-        sink.drain((0, "mix"))
-    with sink.node((0, "mix")):
+        wgrad_store.drain((0, "mix"))
+    with wgrad_store.node((0, "mix")):
         y.sum().backward()
         with pytest.raises(AssertionError, match="within its own backward"):
-            sink.drain((0, "mix"))
-        with pytest.raises(AssertionError, match="within that of"), sink.node((1, "mix")):
+            wgrad_store.drain((0, "mix"))
+        with pytest.raises(AssertionError, match="within that of"), wgrad_store.node((1, "mix")):
             pass
     with pytest.raises(AssertionError, match="runs twice; its weight gradients still wait"):
-        sink.node((0, "mix")).__enter__()
+        wgrad_store.node((0, "mix")).__enter__()
     with pytest.raises(AssertionError, match=r"nobody has drained \(0, 'mix'\)"):
-        sink.finish()
-    sink.drain((0, "mix"))
+        wgrad_store.finish()
+    wgrad_store.drain((0, "mix"))
     with pytest.raises(AssertionError, match=r"\(0, 'mix'\) is drained twice"):
-        sink.drain((0, "mix"))
+        wgrad_store.drain((0, "mix"))
     with pytest.raises(AssertionError, match="runs twice; it is already drained"):
-        sink.node((0, "mix")).__enter__()
+        wgrad_store.node((0, "mix")).__enter__()
     assert torch.equal(layer.weight.grad, torch.ones(2, 2))
-    sink.finish()
-    with sink.node((0, "mix")):
+    wgrad_store.finish()
+    with wgrad_store.node((0, "mix")):
         layer(torch.ones(1, 2)).sum().backward()
-    sink.drain((0, "mix"))
-    sink.finish()
+    wgrad_store.drain((0, "mix"))
+    wgrad_store.finish()
 
 
 def test_what_waited_is_let_go() -> None:
-    layer, sink = one_layer()
+    layer, wgrad_store = one_layer()
     x = torch.ones(1, 2)
     held = StorageWeakRef(x.untyped_storage())
-    with sink.node("b"):
+    with wgrad_store.node("b"):
         layer(x).sum().backward()
     del x
     assert not held.expired()
-    sink.drain("b")
+    wgrad_store.drain("b")
     assert held.expired()
 
 
 def test_what_waits_keeps_no_graph() -> None:
     """Nor the gradients that arrived at its end: what a layer was given waits without its past."""
-    layer, sink = one_layer()
+    layer, wgrad_store = one_layer()
     kept_by_the_past = torch.ones(1, 2)
     held = StorageWeakRef(kept_by_the_past.untyped_storage())
     x = torch.ones(1, 2, requires_grad=True) * kept_by_the_past
     del kept_by_the_past
-    with sink.node("b"):
+    with wgrad_store.node("b"):
         layer(x).sum().backward(retain_graph=True)
     del x
     assert held.expired()
-    sink.drain("b")
+    wgrad_store.drain("b")

@@ -1,4 +1,4 @@
-"""Weight gradients of experts in two drawers: when each is added, and that the checker follows both."""
+"""Weight gradients of experts in two buckets: when each is added, and that the checker follows both."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ def listed(made: Schedule, rank: int = 0) -> str:
 
 def test_experts_have_two_drawers_and_nothing_else_has():
     for late, of_experts in ((True, ("0.experts.down", "0.experts.in")), (False, ("0.experts",))):
-        drawers = {phase.name: phase.drawers for phase in chain("[*E]-", late_weights=late, latent=True).phases}
-        assert drawers.pop("0.experts") == of_experts
-        assert drawers == {name: (name,) if name in ("0.mix", "0.combine", "1.mix") else () for name in drawers}
+        buckets = {phase.name: phase.buckets for phase in chain("[*E]-", late_weights=late, latent=True).phases}
+        assert buckets.pop("0.experts") == of_experts
+        assert buckets == {name: (name,) if name in ("0.mix", "0.combine", "1.mix") else () for name in buckets}
 
 
 def test_what_leads_into_the_ffn_waits_for_the_next_link():
@@ -166,12 +166,12 @@ def found(made: Schedule, change: Callable[[list[Op]], None]) -> set[tuple[Rule,
     return {(fault.rule, str(fault.op), fault.why) for fault in faults}
 
 
-@pytest.mark.parametrize("drawer", ["experts.down", "experts.in"])
+@pytest.mark.parametrize("bucket", ["experts.down", "experts.in"])
 @pytest.mark.parametrize("options", [LATE, PAIRED], ids=["plain", "paired"])
-def test_every_drawer_is_emptied_once_after_its_backward_and_in_order(drawer, options):
+def test_every_drawer_is_emptied_once_after_its_backward_and_in_order(bucket, options):
     made = schedule("[*E][*E]", 4, options)
     assert found(made, lambda ops: None) == set()
-    first, second = (parse_op(f"W{number}.0:1.{drawer}") for number in range(2))
+    first, second = (parse_op(f"W{number}.0:1.{bucket}") for number in range(2))
 
     def early(ops: list[Op]) -> None:
         ops.remove(first)
@@ -194,12 +194,12 @@ def test_every_drawer_is_emptied_once_after_its_backward_and_in_order(drawer, op
 
 def test_one_op_does_not_stand_for_both_drawers():
     def whole(ops: list[Op]) -> None:
-        down, into = (ops.index(parse_op(f"W0.0:0.experts.{drawer}")) for drawer in ("down", "in"))
+        down, into = (ops.index(parse_op(f"W0.0:0.experts.{bucket}")) for bucket in ("down", "in"))
         ops[down] = parse_op("W0.0:0.experts")
         del ops[into]
 
     told = {(op, why) for rule, op, why in found(schedule("[*E]"), whole) if rule is Rule.WEIGHTS}
-    missing = {(f"W0.0:0.experts.{drawer}", "it is missing") for drawer in ("down", "in")}
+    missing = {(f"W0.0:0.experts.{bucket}", "it is missing") for bucket in ("down", "in")}
     assert told == missing | {("W0.0:0.experts", "its backward has not run")}
 
 
@@ -223,7 +223,7 @@ def test_the_experts_unit_is_whole_after_the_last_drawer_of_a_micro_batch(strate
             if op.act is Act.W and op.phase and op.phase.startswith(f"{block}.experts."):
                 added.append((op.micro_batch, op.phase.rpartition(".")[2]))
             elif op.unit == unit and op.act in (Act.ACCUM, Act.REDUCE_GRAD):
-                whole = [(number, drawer) for number in range(len(added) // 2) for drawer in ("down", "in")]
+                whole = [(number, bucket) for number in range(len(added) // 2) for bucket in ("down", "in")]
                 assert added == whole
                 reductions += op.act is Act.REDUCE_GRAD
                 if op.act is Act.REDUCE_GRAD:
@@ -239,14 +239,14 @@ def test_weight_gradients_run_where_the_backward_did_that_left_them_and_after_it
     assert stream(parse_op("W0.0:0.combine")) is Stream.COMMUNICATION
     for spans in simulate(made).spans:
         ends = {span.op.phase: span.end for span in spans if span.op.act is Act.B}
-        drawers = [span for span in spans if span.op.act is Act.W]
-        assert [str(span.op)[5:] for span in drawers] == [
+        buckets = [span for span in spans if span.op.act is Act.W]
+        assert [str(span.op)[5:] for span in buckets] == [
             "0.combine",
             "0.experts.down",
             "0.experts.in",
             "0.mix",
         ]
-        for span in drawers:
+        for span in buckets:
             left_by = phase(span.op)
             assert left_by is not None
             assert stream(span.op) is left_by.stream
@@ -255,7 +255,7 @@ def test_weight_gradients_run_where_the_backward_did_that_left_them_and_after_it
 
 def test_two_drawers_take_as_long_together_as_one():
     costs = Costs(phases={"experts": 3.0})
-    parts = [costs.of(parse_op(f"W0.0:mtp0.2.experts.{drawer}"), delayed=True) for drawer in ("down", "in")]
+    parts = [costs.of(parse_op(f"W0.0:mtp0.2.experts.{bucket}"), delayed=True) for bucket in ("down", "in")]
     assert parts == pytest.approx([1.0, 2.0])
     assert sum(parts) == pytest.approx(costs.of(parse_op("W0.0:mtp0.2.experts"), delayed=True))
 

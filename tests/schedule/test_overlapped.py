@@ -67,8 +67,8 @@ def test_a_block_with_experts_has_four_phases_and_any_other_has_one():
 def test_what_has_returned_may_be_summed_by_a_phase_that_computes(kind):
     (chain,) = fine("[*E]", latent=True, **kind)
     *_, combine, post, _, _ = chain.phases
-    assert (combine.name, combine.stream, combine.drawers) == ("0.combine", Stream.COMMUNICATION, ())
-    assert (post.name, post.stream, post.drawers) == ("0.post", Stream.COMPUTE, ("0.post",))
+    assert (combine.name, combine.stream, combine.buckets) == ("0.combine", Stream.COMMUNICATION, ())
+    assert (post.name, post.stream, post.buckets) == ("0.post", Stream.COMPUTE, ("0.post",))
     assert combine.writes == ("0.returned",)
     assert post.reads[:2] == ("0.residual", "0.returned")
     assert post.joins

@@ -115,5 +115,5 @@ def test_a_block_is_one_phase_unless_it_is_cut_finely(form):
     names = ["embed", "0.block", "1.block", "final_norm", "head", "mtp0.enter", "mtp0.0.block"]
     assert [phase.name for phase in chain.phases] == [*names, "mtp0.final_norm", "mtp0.head"]
     assert {phase.stream for phase in chain.phases} == {Stream.COMPUTE}
-    assert not any(phase.drawers for phase in chain.phases if phase.kind == "block")
+    assert not any(phase.buckets for phase in chain.phases if phase.kind == "block")
     assert not any(op.act is Act.W for op in in_phases(one_f_one_b(1, 1), [chain]).ops[0])

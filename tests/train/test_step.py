@@ -90,6 +90,6 @@ def test_evaluation_keeps_nothing_of_what_it_has_read(fp64, tmp_path):
     work = _Evaluation(state, micro_batches(run, feed.train, 1, 0))
     rows, count = len(work.batches[0].sample_B), len(work.batches)
     with torch.no_grad():
-        execute(state.evaluation(count), work, state.keeper, state.wires(rows, run))
+        execute(state.evaluation(count), work, state.keeper, state.links(rows, run))
     assert work.contexts == {}
     assert float(work.totals[1]) > 0

@@ -121,16 +121,16 @@ def _be_worker(words: list[str], chosen: TrainOptions, out: Path) -> int:
     from braid.launch.worker_pool import die_with_launcher
 
     die_with_launcher(os.environ)
-    seat = launch_env_of(os.environ)
-    assert seat is not None
-    if chosen.world not in (None, seat.world):
-        raise ConfigError(f"--world {chosen.world}, but the launcher started {seat.world}: leave --world out")
+    env = launch_env_of(os.environ)
+    assert env is not None
+    if chosen.world not in (None, env.world):
+        raise ConfigError(f"--world {chosen.world}, but the launcher started {env.world}: leave --world out")
     if chosen.restarts and LAUNCHER not in os.environ:
         raise ConfigError(
             f"--restarts {chosen.restarts} is for workers that braid starts itself; "
             "give torchrun --max-restarts instead"
         )
-    code = _work(_planned(chosen, seat.world), out, words, chosen)
+    code = _work(_planned(chosen, env.world), out, words, chosen)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # threads of closed communicators may outlive the interpreter, and would abort it
@@ -141,8 +141,8 @@ def _work(worked_out: Plan, out: Path, words: list[str], chosen: TrainOptions) -
     # torch takes seconds to load: by now the words are known to be right
     from braid.launch.process import is_everywhere, launch_env_of, leave
 
-    seat = launch_env_of(os.environ)
-    rank = 0 if seat is None else seat.rank
+    env = launch_env_of(os.environ)
+    rank = 0 if env is None else env.rank
     try:
         with ExitStack() as held:
             if rank != 0:

@@ -51,7 +51,7 @@ class Program:
 
 
 def execute(
-    program: Program, work: StepWork, weights: Weights, wires: PipelineLinks, watch: Watch | None = None
+    program: Program, work: StepWork, weights: Weights, links: PipelineLinks, watch: Watch | None = None
 ) -> tuple[OpSpan, ...]:
     """Run a program, and return what ran when, in seconds of this process's clock. A step that fails leaves
     nothing behind in the weights."""
@@ -59,7 +59,7 @@ def execute(
     try:
         # To wake another thread for the backward of every node takes the host longer than many of them.
         with torch.autograd.set_multithreading_enabled(False):
-            return _Execution(program, work, weights, wires, watch).run()
+            return _Execution(program, work, weights, links, watch).run()
     except BaseException:
         weights.abort()
         raise
@@ -69,20 +69,20 @@ class _Execution:
     """The state of one run of one list."""
 
     def __init__(
-        self, program: Program, work: StepWork, weights: Weights, wires: PipelineLinks, watch: Watch | None
+        self, program: Program, work: StepWork, weights: Weights, links: PipelineLinks, watch: Watch | None
     ) -> None:
         self.program, self.schedule = program, program.schedule
-        self.work, self.weights, self.wires, self.watch = work, weights, wires, watch
+        self.work, self.weights, self.links, self.watch = work, weights, links, watch
         self.inputs: dict[Turn, Tensor] = {}
         """What a segment is going to read."""
         self.gradients: dict[Turn, Tensor] = {}
         """What the backward of a segment is going to begin with."""
         self.outgoing: list[tuple[dist.Work, Tensor]] = []
         """Messages that may still be on their way, with their memory."""
-        self.passages: dict[Turn, SegmentRun] = {}
+        self.segment_runs: dict[Turn, SegmentRun] = {}
 
     def run(self) -> tuple[OpSpan, ...]:
-        log, progress = [], self.wires.progress
+        log, progress = [], self.links.progress
         progress.follow(self.work.streams, self.program.stream)
         for op, use in self.program.ops:
             progress.enter(op)
@@ -94,7 +94,7 @@ class _Execution:
         for sending, _ in self.outgoing:
             sending.wait()
         self.work.streams.join()
-        left = [*self.inputs, *self.gradients, *self.passages]
+        left = [*self.inputs, *self.gradients, *self.segment_runs]
         assert not left, f"a schedule uses everything that it makes: {left}"
         progress.unfollow()
         progress.enter("what follows the ops")
@@ -119,34 +119,34 @@ class _Execution:
     # ------------------------------------------------------------------------------------ computing
 
     def _compute(self, turn: Turn, op: Op) -> None:
-        passage = self.passages.get(turn) or self._begin(turn)
+        segment_run = self.segment_runs.get(turn) or self._begin(turn)
         match op.act:
             case Act.F:
-                passage.forward(op)
-                if (y := passage.take()) is not None:
+                segment_run.forward(op)
+                if (y := segment_run.take()) is not None:
                     self.inputs[_next(turn)] = y
-                if passage.forward_done:
+                if segment_run.forward_done:
                     self.work.after_forward(turn)
             case Act.B:
-                if not passage.backward_begun and turn in self.gradients:
-                    passage.give_gradient(self.gradients.pop(turn))
-                passage.backward(op)
-                if (gradient := passage.take_gradient()) is not None:
+                if not segment_run.backward_begun and turn in self.gradients:
+                    segment_run.give_gradient(self.gradients.pop(turn))
+                segment_run.backward(op)
+                if (gradient := segment_run.take_gradient()) is not None:
                     self.gradients[_before(turn)] = gradient
             case Act.RECOMPUTE:
-                passage.replay(op)
+                segment_run.replay(op)
             case _:
-                passage.weights(op)
-        if passage.done:
-            del self.passages[turn]
+                segment_run.weights(op)
+        if segment_run.done:
+            del self.segment_runs[turn]
             self.work.after_turn(turn)
 
     def _begin(self, turn: Turn) -> SegmentRun:
-        passage = SegmentRun(turn, self.schedule, self.work, watch=self.watch)
+        segment_run = SegmentRun(turn, self.schedule, self.work, watch=self.watch)
         if turn in self.inputs:
-            passage.give(self.inputs.pop(turn))
-        self.passages[turn] = passage
-        return passage
+            segment_run.give(self.inputs.pop(turn))
+        self.segment_runs[turn] = segment_run
+        return segment_run
 
     # ------------------------------------------------------------------------------------- messages
 
@@ -162,7 +162,7 @@ class _Execution:
                 self.gradients[turn] = self._receive(op)
 
     def _send(self, op: Op, message: Tensor) -> None:
-        group = self.wires.channels[channel_of(self.program.rank, op)]
+        group = self.links.channels[channel_of(self.program.rank, op)]
         message = message.contiguous()
         sending = dist.isend(message, group=group.handle, group_dst=1 - group.rank)
         assert sending is not None
@@ -170,8 +170,8 @@ class _Execution:
         self.outgoing.append((sending, message))
 
     def _receive(self, op: Op) -> Tensor:
-        group = self.wires.channels[channel_of(self.program.rank, op)]
-        message = self.wires.message()
+        group = self.links.channels[channel_of(self.program.rank, op)]
+        message = self.links.message()
         dist.recv(message, group=group.handle, group_src=1 - group.rank)
         return message
 

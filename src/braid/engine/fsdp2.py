@@ -93,7 +93,7 @@ def forget(module: FSDPModule) -> None:
 
 
 class Accumulated:
-    """The gradients that FSDP2 accumulates until it reduces them, for a weight sink: its main gradients, of the
+    """The gradients that FSDP2 accumulates until it reduces them, for a wgrad store: its main gradients, of the
     weights that compute in a narrower dtype than that of reduction."""
 
     def __init__(self, root: nn.Module) -> None:

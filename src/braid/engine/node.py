@@ -57,8 +57,8 @@ class StepWork:
         """What surrounds a backward that leaves its weight gradients behind."""
         raise NotImplementedError
 
-    def weights(self, turn: Turn, phase: Phase, drawer: str) -> None:
-        """Add the weight gradients that a backward left behind in a drawer."""
+    def weights(self, turn: Turn, phase: Phase, bucket: str) -> None:
+        """Add the weight gradients that a backward left behind in a bucket."""
         raise NotImplementedError
 
     def replay(self, turn: Turn, phase: Phase, hold: Callable[[Tensor], None]) -> None:
@@ -168,8 +168,8 @@ class SegmentRun:
         self._to_forward = set(self.phases)
         self._to_backward = set(self.phases) if schedule.backward else set[str]()
         self._named, self._delayed = named(phases), delayed
-        self._to_weigh = {drawer for phase in phases for drawer in phase.drawers if delayed}
-        """Drawers with weight gradients that nobody has added."""
+        self._to_weigh = {bucket for phase in phases for bucket in phase.buckets if delayed}
+        """Buckets with weight gradients that nobody has added."""
         self._anchors: dict[Stream, Tensor] = {}
         """What graphs begin with: one for each stream, as autograd joins its stream to that of the backward."""
 
@@ -297,7 +297,7 @@ class SegmentRun:
         others = [each.parameter.grad for each in shared]
         for each in shared:
             each.parameter.grad = each.gradient
-        delays = self._delayed and phase.drawers
+        delays = self._delayed and phase.buckets
         with self.work.delaying(self.turn, phase) if delays else nullcontext():
             if edges:  # none, where nothing up to here learns
                 run_backward(edges, gradients)
@@ -309,15 +309,15 @@ class SegmentRun:
                 each.gradient = None
 
     def weights(self, op: Op) -> None:
-        phase, drawer = self._phase(op), op.phase
-        assert drawer is not None
-        assert drawer in self._to_weigh, f"{op} has run before, or there is no such drawer"
+        phase, bucket = self._phase(op), op.phase
+        assert bucket is not None
+        assert bucket in self._to_weigh, f"{op} has run before, or there is no such bucket"
         assert phase.name not in self._to_backward, f"{op} comes before its backward"
-        self._to_weigh.remove(drawer)
+        self._to_weigh.remove(bucket)
         self._begin(op, phase.stream, ())
 
         def job() -> None:
-            self.work.weights(self.turn, phase, drawer)
+            self.work.weights(self.turn, phase, bucket)
 
         self._issue(phase, job)
 

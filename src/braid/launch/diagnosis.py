@@ -120,15 +120,15 @@ class Diagnosis:
     kind: FailureKind
     ranks: tuple[int, ...]
     """Who is to blame; nobody where all wait in the same place."""
-    told: str
+    report: str
     """For a person."""
 
     def to_json(self) -> dict[str, Any]:
-        return {"kind": self.kind.value, "ranks": list(self.ranks), "told": self.told}
+        return {"kind": self.kind.value, "ranks": list(self.ranks), "report": self.report}
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Diagnosis:
-        return Diagnosis(kind=FailureKind(data["kind"]), ranks=tuple(data["ranks"]), told=data["told"])
+        return Diagnosis(kind=FailureKind(data["kind"]), ranks=tuple(data["ranks"]), report=data["report"])
 
 
 def silence(seen: Mapping[int, Seen], timeout_s: float) -> Diagnosis | None:
@@ -178,12 +178,12 @@ def _come(beat: Heartbeat) -> tuple[int, int]:
 def lost(ranks: Mapping[int, str], seen: Mapping[int, Seen]) -> Diagnosis:
     """Of ranks that are known to have ended, each with how it did."""
     lines = [_last_line(rank, how, seen) for rank, how in sorted(ranks.items())]
-    return Diagnosis(kind=FailureKind.LOST, ranks=tuple(sorted(ranks)), told="; ".join(lines))
+    return Diagnosis(kind=FailureKind.LOST, ranks=tuple(sorted(ranks)), report="; ".join(lines))
 
 
 def failed(rank: int, error: str, seen: Mapping[int, Seen]) -> Diagnosis:
     """Of a rank that has met an error by itself."""
-    return Diagnosis(kind=FailureKind.FAILED, ranks=(rank,), told=_line(rank, f"failed: {error}", seen))
+    return Diagnosis(kind=FailureKind.FAILED, ranks=(rank,), report=_line(rank, f"failed: {error}", seen))
 
 
 def _blame(kind: FailureKind, ranks: list[int], seen: Mapping[int, Seen]) -> Diagnosis:
@@ -197,7 +197,7 @@ def _blame(kind: FailureKind, ranks: list[int], seen: Mapping[int, Seen]) -> Dia
     lines = [_line(rank, how[kind], seen) for rank in sorted(ranks)]
     if not ranks:
         lines = [f"all ranks wait in the same place, none is behind: {next(iter(seen.values())).beat}"]
-    return Diagnosis(kind=kind, ranks=tuple(sorted(ranks)), told="; ".join(lines))
+    return Diagnosis(kind=kind, ranks=tuple(sorted(ranks)), report="; ".join(lines))
 
 
 def _line(rank: int, how: str, seen: Mapping[int, Seen]) -> str:

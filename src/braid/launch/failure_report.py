@@ -60,8 +60,8 @@ class FailureReport:
     def __str__(self) -> str:
         """What the rank says to people: what is wrong, and its stack if it is to blame, or where it stood."""
         if self.rank in self.diagnosis.ranks:
-            return "\n".join([self.diagnosis.told, *self.stack])
-        return f"{self.diagnosis.told}\nrank {self.rank} stood at {self.beat}"
+            return "\n".join([self.diagnosis.report, *self.stack])
+        return f"{self.diagnosis.report}\nrank {self.rank} stood at {self.beat}"
 
 
 def write_report(folder: Path, report: FailureReport) -> None:
@@ -81,7 +81,7 @@ def read_reports(folder: Path) -> list[Mapping[str, Any]]:
 
 def summary(reports: Sequence[Mapping[str, Any]]) -> list[str]:
     """A failure in a few lines: what is wrong, and the stack of each rank that is to blame."""
-    lines = [str(report["told"]) for report in reports[:1]]
+    lines = [str(report["report"]) for report in reports[:1]]
     for report in reports:
         if report["rank"] in report["ranks"] and report["stack"]:
             lines += [f"rank {report['rank']} stood here:", *report["stack"]]

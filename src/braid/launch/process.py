@@ -137,7 +137,7 @@ def launch_env_of(environment: Mapping[str, str]) -> LaunchEnv | None:
             f"the environment has {', '.join(there) or 'an empty RANK'} but not {', '.join(missing)}: "
             "start with torchrun, which sets all of them, or unset RANK and WORLD_SIZE"
         )
-    seat = LaunchEnv(
+    env = LaunchEnv(
         rank=_number(environment, "RANK"),
         world=_number(environment, "WORLD_SIZE"),
         local_rank=_number(environment, "LOCAL_RANK"),
@@ -145,9 +145,9 @@ def launch_env_of(environment: Mapping[str, str]) -> LaunchEnv | None:
         port=_number(environment, "MASTER_PORT"),
         served=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
-    if seat.rank >= seat.world:
-        raise ConfigError(f"RANK {seat.rank} and WORLD_SIZE {seat.world}: ranks count from 0 up to the world")
-    return seat
+    if env.rank >= env.world:
+        raise ConfigError(f"RANK {env.rank} and WORLD_SIZE {env.world}: ranks count from 0 up to the world")
+    return env
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:
@@ -162,30 +162,30 @@ def join(environment: Mapping[str, str], device: torch.device, timeout: timedelt
     group is there already, it is used. `timeout` bounds the wait for others, here and in every collective."""
     if dist.is_initialized():
         return _already_joined(environment, device)
-    seat = launch_env_of(environment)
-    device = device if seat is None else _own_device(seat, device)
-    if seat is None or seat.world == 1:
+    env = launch_env_of(environment)
+    device = device if env is None else _own_device(env, device)
+    if env is None or env.world == 1:
         return ProcessContext(rank=0, world=1, local_rank=0, device=device, everyone=ALONE)
     with named_failures():
-        store = _reach(seat, timeout)
-        name = meet(PrefixStore("muster", store), seat.rank, seat.world, timeout)
+        store = _reach(env, timeout)
+        name = meet(PrefixStore("muster", store), env.rank, env.world, timeout)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             store=PrefixStore(name, store),
-            rank=seat.rank,
-            world_size=seat.world,
+            rank=env.rank,
+            world_size=env.world,
             timeout=timeout,
         )
     return ProcessContext(
-        rank=seat.rank,
-        world=seat.world,
-        local_rank=seat.local_rank,
+        rank=env.rank,
+        world=env.world,
+        local_rank=env.local_rank,
         device=device,
-        everyone=Group(name="everyone", size=seat.world, rank=seat.rank, handle=dist.group.WORLD),
+        everyone=Group(name="everyone", size=env.world, rank=env.rank, handle=dist.group.WORLD),
         meeting=Rendezvous(
-            host=seat.host,
-            port=seat.port,
-            served=seat.served,
+            host=env.host,
+            port=env.port,
+            served=env.served,
             attempt=environment.get("TORCHELASTIC_RESTART_COUNT", "0"),
             round=name,
             summed_up=LAUNCHER in environment,
@@ -210,33 +210,33 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def _own_device(seat: LaunchEnv, device: torch.device) -> torch.device:
+def _own_device(env: LaunchEnv, device: torch.device) -> torch.device:
     if device.type != "cuda":
         return device
     gpus = torch.cuda.device_count()
-    if seat.local_rank >= gpus:
+    if env.local_rank >= gpus:
         raise ConfigError(
-            f"LOCAL_RANK {seat.local_rank} needs {seat.local_rank + 1} GPUs, torch sees {gpus}: "
+            f"LOCAL_RANK {env.local_rank} needs {env.local_rank + 1} GPUs, torch sees {gpus}: "
             "start as many processes as there are GPUs, or set --device cpu"
         )
-    own = torch.device("cuda", seat.local_rank)
+    own = torch.device("cuda", env.local_rank)
     torch.cuda.set_device(own)
     return own
 
 
-def _reach(seat: LaunchEnv, timeout: timedelta) -> Store:
+def _reach(env: LaunchEnv, timeout: timedelta) -> Store:
     """The store of all ranks: served by the launcher or by rank 0, a client everywhere else."""
-    serves = not seat.served and seat.rank == 0
+    serves = not env.served and env.rank == 0
     try:
-        return TCPStore(seat.host, seat.port, is_master=serves, timeout=timeout, wait_for_workers=False)
+        return TCPStore(env.host, env.port, is_master=serves, timeout=timeout, wait_for_workers=False)
     except dist.DistError as error:
-        where = f"MASTER_ADDR {seat.host}, MASTER_PORT {seat.port}"
+        where = f"MASTER_ADDR {env.host}, MASTER_PORT {env.port}"
         if serves:
             told = str(error).splitlines()[0]
             raise ConfigError(f"rank 0 cannot serve {where}: {told}; set another port") from error
         raise PeerLostError(
-            f"rank {seat.rank} found nobody at {where} within {timeout.total_seconds():g} s: "
-            f"{'is the launcher' if seat.served else 'is rank 0'} running, and can this machine reach it?"
+            f"rank {env.rank} found nobody at {where} within {timeout.total_seconds():g} s: "
+            f"{'is the launcher' if env.served else 'is rank 0'} running, and can this machine reach it?"
         ) from error
 
 

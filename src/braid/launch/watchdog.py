@@ -195,7 +195,7 @@ class Watchdog:
     def _store_is_gone(self, how: str) -> Diagnosis:
         if self._served_by is None:
             return Diagnosis(
-                kind=FailureKind.SILENT, ranks=(), told=f"the launcher, which serves the store, {how}"
+                kind=FailureKind.SILENT, ranks=(), report=f"the launcher, which serves the store, {how}"
             )
         seen = self._seen()
         return replace(lost({self._served_by: how}, seen), kind=FailureKind.SILENT)
@@ -350,7 +350,7 @@ class Watchdog:
         self._write(self._report(found, code, stack, where))
         self._ask(lambda: self._tell_written(found))
         if of_others:
-            raise (HangError if code is ExitCode.HANG else PeerLostError)(found.told) from error
+            raise (HangError if code is ExitCode.HANG else PeerLostError)(found.report) from error
         raise error
 
     def _who_is_gone(self) -> Diagnosis | None:
@@ -424,7 +424,7 @@ def _reach(joined: ProcessContext) -> tuple[Store, int | None]:
 
 def _unknown(error: Exception) -> Diagnosis:
     kind = FailureKind.DEADLOCK if "imed out" in str(error) else FailureKind.LOST
-    return Diagnosis(kind=kind, ranks=(), told=f"another rank did not answer: {_first_line(error)}")
+    return Diagnosis(kind=kind, ranks=(), report=f"another rank did not answer: {_first_line(error)}")
 
 
 def _first_line(error: Exception) -> str:

@@ -122,8 +122,8 @@ class Block(Recomputing):
     # ------------------------------------------------------------------------------------- phases
 
     def mix(self, stream: Tensor, context: Context) -> Flow:
-        journeys: list[DispatchPlan] = []
-        flow, routing = self.recomputed("block", partial(self._mixed, context, journeys), stream)
+        dispatch_plans: list[DispatchPlan] = []
+        flow, routing = self.recomputed("block", partial(self._mixed, context, dispatch_plans), stream)
         if routing is None and self.closes:
             self.kept(flow.stream)  # what the next block is given
         if routing is not None:
@@ -131,7 +131,7 @@ class Block(Recomputing):
             moe, tokens, earlier_E = self._moe(layer), context.tokens(layer), context.earlier_E.get(layer)
             if context.recording is not None:
                 context.recording.write(tokens, routing.choice)
-            (context.journeys[layer],) = journeys
+            (context.dispatch_plans[layer],) = dispatch_plans
             context.balances[layer] = examine(routing, moe.shape, tokens, earlier_E, self.groups)
         return flow
 
@@ -139,29 +139,29 @@ class Block(Recomputing):
         if flow.rows is None or flow.probs is None:
             return flow
         layer = self.block.layers[-1]
-        moe, journeys = self._moe(layer), [context.journeys[layer]]
-        rows, probs = self.recomputed("block", partial(_sent, moe, journeys), flow.rows, flow.probs)
-        context.journeys[layer] = journeys[-1]
+        moe, dispatch_plans = self._moe(layer), [context.dispatch_plans[layer]]
+        rows, probs = self.recomputed("block", partial(_sent, moe, dispatch_plans), flow.rows, flow.probs)
+        context.dispatch_plans[layer] = dispatch_plans[-1]
         return flow._replace(rows=rows, probs=probs)
 
     def experts(self, flow: Flow, context: Context) -> Flow:
         if flow.rows is None or flow.probs is None:
             return flow
         layer = self.block.layers[-1]
-        visit = partial(self._moe(layer).visit, journey=context.journeys[layer])
+        visit = partial(self._moe(layer).visit, dispatch_plan=context.dispatch_plans[layer])
         return flow._replace(rows=self.recomputed("block", visit, flow.rows, flow.probs), probs=None)
 
     def combine(self, flow: Flow, context: Context) -> Flow:
         if flow.rows is None:
             return flow
         layer = self.block.layers[-1]
-        return flow._replace(rows=self._moe(layer).dispatcher.combine(flow.rows, context.journeys[layer]))
+        return flow._replace(rows=self._moe(layer).dispatcher.combine(flow.rows, context.dispatch_plans[layer]))
 
     def post(self, flow: Flow, context: Context) -> Tensor:
         if flow.rows is None:
             return flow.stream
         layer = self.block.layers[-1]
-        y_NC = self._moe(layer).unpack(flow.rows, context.journeys[layer])
+        y_NC = self._moe(layer).unpack(flow.rows, context.dispatch_plans[layer])
         y_BtC = y_NC.view(*flow.stream.shape[:2], flow.stream.shape[-1])
         if flow.shared_BtC is not None:
             y_BtC = y_BtC + flow.shared_BtC
@@ -173,28 +173,29 @@ class Block(Recomputing):
     # -------------------------------------------------------------------------------------- parts
 
     def _mixed(
-        self, context: Context, journeys: list[DispatchPlan], stream: Tensor
+        self, context: Context, dispatch_plans: list[DispatchPlan], stream: Tensor
     ) -> tuple[Flow, Routing | None]:
-        """All of `mix` but what is written down. The journey is left in the list, where it is found again."""
+        """All of `mix` but what is written down. The dispatch plan is left in the list, where it is found
+        again."""
         for layer in self.block.layers:
             branch_BtC, flow = self._enter(stream, layer, context)
             normed_BtC = self.recomputed("norm", self._at(layer).norm, branch_BtC)
             if layer.kind is Kind.MOE:
-                return self._routed(context, journeys, flow, normed_BtC)
+                return self._routed(context, dispatch_plans, flow, normed_BtC)
             y_BtC = _computed(self._at(layer).inner, normed_BtC, layer, context)
             stream = self._leave(flow, y_BtC, layer, context)
         return Flow(stream), None
 
     def _routed(
-        self, context: Context, journeys: list[DispatchPlan], flow: Flow, normed_BtC: Tensor
+        self, context: Context, dispatch_plans: list[DispatchPlan], flow: Flow, normed_BtC: Tensor
     ) -> tuple[Flow, Routing]:
         layer, normed_NC = self.block.layers[-1], normed_BtC.flatten(0, 1)
         moe, tokens = self._moe(layer), context.tokens(layer)
         replayed = None if context.replay is None else context.replay.read(tokens)
         routing = moe.router(normed_NC, tokens, replayed)
-        if not journeys:
-            journeys.append(moe.journey(routing, tokens, replayed=replayed is not None))
-        rows, probs = moe.pack(normed_NC, routing.probs_NS, journeys[0])
+        if not dispatch_plans:
+            dispatch_plans.append(moe.dispatch_plan(routing, tokens, replayed=replayed is not None))
+        rows, probs = moe.pack(normed_NC, routing.probs_NS, dispatch_plans[0])
         return flow._replace(rows=rows, probs=probs, shared_BtC=moe.shared_output(normed_BtC)), routing
 
     def _enter(self, stream: Tensor, layer: Layer, context: Context) -> tuple[Tensor, Flow]:
@@ -312,10 +313,10 @@ def _joined(
     return connection.post(Ways(stream.flatten(0, 1), post_NS, res_NSS), y_BtC)
 
 
-def _sent(moe: Moe, journeys: list[DispatchPlan], rows: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-    """What arrives of rows that leave by the first journey; the completed one is left behind it."""
-    rows, probs, journey = moe.dispatcher.dispatch(rows, probs, journeys[0])
-    journeys[1:] = [journey]
+def _sent(moe: Moe, dispatch_plans: list[DispatchPlan], rows: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+    """What arrives of rows that leave by the first dispatch plan; the completed one is left behind it."""
+    rows, probs, dispatch_plan = moe.dispatcher.dispatch(rows, probs, dispatch_plans[0])
+    dispatch_plans[1:] = [dispatch_plan]
     return rows, probs
 
 

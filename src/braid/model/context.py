@@ -127,7 +127,7 @@ class Context:
         """Dtype of the activations."""
         self.caches = caches
         """For generation: what each mixer remembers of the tokens before this micro-batch."""
-        self.journeys: dict[Layer, DispatchPlan] = {}
+        self.dispatch_plans: dict[Layer, DispatchPlan] = {}
         """Where each MoE layer's rows go, and how they return."""
         self.balances: dict[Layer, Balance] = {}
         """What each MoE layer's router did to its experts: weighted losses, and counts."""

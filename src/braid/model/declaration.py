@@ -63,7 +63,7 @@ class Form:
     posts: bool = False
     """With `fine`: whether `post` is a phase of its own, as it is with hyper-connections in any case."""
     late_weights: bool = False
-    """Whether weight gradients of experts lie in two drawers."""
+    """Whether weight gradients of experts lie in two buckets."""
     training: bool = True
     """Whether there are MTP depths; an evaluation leaves them out."""
 
@@ -232,9 +232,9 @@ class _Thread:
         """A phase from the stream, and from tensors beside it, to the stream; `uses` are fields of it."""
         name = phase_name(kind, block, depth)
         reads, self.stream = (self.stream, *beside), OUT if name == self.final else name
-        drawers = (name,) if waits else ()
+        buckets = (name,) if waits else ()
         writes = (self.stream,)
-        return Phase(kind=kind, block=block, depth=depth, reads=reads, writes=writes, drawers=drawers, **uses)
+        return Phase(kind=kind, block=block, depth=depth, reads=reads, writes=writes, buckets=buckets, **uses)
 
     def embed(self) -> Phase:
         shared, units = (f"{EMBEDDING}.weight",), (EMBEDDING,)
@@ -288,7 +288,7 @@ class _Thread:
             phase_name(tensor, **where)
             for tensor in ("residual", "rows", "probs", "arrived", "arrived_probs", "computed")
         )
-        drawers = ("experts.down", "experts.in") if self.form.late_weights else ("experts",)
+        buckets = ("experts.down", "experts.in") if self.form.late_weights else ("experts",)
         shared = (phase_name("shared", **where),) if self.form.shared_experts else ()
         between = ("post_weights", "res_weights") if self.form.hyper else ()
         ways = tuple(phase_name(way, **where) for way in between)
@@ -302,7 +302,7 @@ class _Thread:
                 writes=(residual, rows, probs, *shared, *ways),
                 units=uses.dense,
                 regions=uses.mix_regions(uses.dense),
-                drawers=(phase_name("mix", **where),),
+                buckets=(phase_name("mix", **where),),
             ),
             dispatch=Phase(
                 kind="dispatch",
@@ -319,7 +319,7 @@ class _Thread:
                 writes=(computed,),
                 units=uses.experts,
                 regions=(("block", uses.experts), ("experts", uses.experts)),
-                drawers=tuple(phase_name(drawer, **where) for drawer in drawers),
+                buckets=tuple(phase_name(bucket, **where) for bucket in buckets),
             ),
             combine=combine,
             post=post,

@@ -51,7 +51,7 @@ def generate(
     for _ in range(count):
         unseen = MicroBatch.of_tokens(tokens_BT[:, seen:], start=seen)
         seen = tokens_BT.shape[1]
-        logits_BV = model.tell(model.hidden(model.prepare(unseen, caches))[:, -1])[:, :vocab]
+        logits_BV = model.head_logits(model.hidden(model.prepare(unseen, caches))[:, -1])[:, :vocab]
         next_B = sample(logits_BV.cpu(), temperature=temperature, top_k=top_k, generator=generator)
         tokens_BT = torch.cat([tokens_BT, next_B[:, None]], 1)
         if end is not None and bool((tokens_BT[:, prompt:] == end).any(1).all()):

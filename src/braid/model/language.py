@@ -219,11 +219,11 @@ class LanguageModel(Recomputing):
     ) -> tuple[Tensor | None, Losses]:
         before = set(context.balances)
         stream = self._through(segments, given, context)
-        (loss_sum, count), mtp = self.nothing(), tuple[tuple[Tensor, Tensor], ...]()
+        (loss_sum, count), mtp = self.zero_loss(), tuple[tuple[Tensor, Tensor], ...]()
         ends = segments[-1] == len(self.layout.segments) - 1
         if ends:
             batch, hidden_BtC = context.batch, self.normed(stream)
-            loss_sum, count = self.told(hidden_BtC, batch.labels_BT, batch.loss_mask_BT)
+            loss_sum, count = self.head_loss(hidden_BtC, batch.labels_BT, batch.loss_mask_BT)
             shown = hidden_BtC if self.exit is None else stream
             mtp = tuple(self._mtp_losses(shown, context)) if batch.training else ()
         balances = {layer: balance for layer, balance in context.balances.items() if layer not in before}
@@ -257,7 +257,7 @@ class LanguageModel(Recomputing):
         hidden_BtC: Tensor = self.recomputed("norm", self.final_norm, x_BtC)
         return hidden_BtC
 
-    def nothing(self) -> tuple[Tensor, Tensor]:
+    def zero_loss(self) -> tuple[Tensor, Tensor]:
         """Loss sum and token count where no head is."""
         wide = torch.promote_types(self.dtype, torch.float32)
         return torch.zeros((), dtype=wide, device=self.device), torch.zeros((), device=self.device).long()
@@ -267,12 +267,12 @@ class LanguageModel(Recomputing):
             assert self.embedding is not None
             shown = targets(context.batch, depth)
             before, hidden_BtC = module(before, self.embedding(shown.tokens_BT), context)
-            yield self.told(hidden_BtC, shown.labels_BT, shown.loss_mask_BT)
+            yield self.head_loss(hidden_BtC, shown.labels_BT, shown.loss_mask_BT)
 
-    def told(self, hidden_BtC: Tensor, labels_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
+    def head_loss(self, hidden_BtC: Tensor, labels_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
         """Loss sum and token count of what a hidden state tells: the same on all tp ranks."""
         labels_Bs, mask_Bs = (own_slice(each, self.groups.cp, dim=1) for each in (labels_BT, mask_BT))
-        logits_BsV, vocabulary = self.tell(hidden_BtC), Vocabulary(self.shape.vocab, self.groups.tp)
+        logits_BsV, vocabulary = self.head_logits(hidden_BtC), Vocabulary(self.shape.vocab, self.groups.tp)
         return cross_entropy(logits_BsV.flatten(0, 1), labels_Bs.flatten(), mask_Bs.flatten(), vocabulary)
 
     def hidden(self, context: Context) -> Tensor:
@@ -284,18 +284,18 @@ class LanguageModel(Recomputing):
         stream = self._through(segments, stream, context)
         return self.normed(stream) if segments[-1] == len(self.layout.segments) - 1 else stream
 
-    def tell(self, hidden_BtC: Tensor) -> Tensor:
+    def head_logits(self, hidden_BtC: Tensor) -> Tensor:
         """The head: for the tokens of all tp ranks, scores of the part of the vocabulary that is held here."""
         hidden_BsC = all_gather(hidden_BtC, self.groups.tp, dim=1)
         if self.head is not None:
             scores_BsV: Tensor = self.head(hidden_BsC)
             return scores_BsV
         assert self.embedding is not None
-        return self.embedding.tell(hidden_BsC)
+        return self.embedding.logits(hidden_BsC)
 
     def logits(self, context: Context) -> Tensor:
         """Scores of every next token, for every token."""
-        return self.tell(self.hidden(context))
+        return self.head_logits(self.hidden(context))
 
     def recompute(self, replays: Replays | None, span: int = 1) -> None:
         """Run regions through these from now on; None takes them back. Streams are kept between spans of so
@@ -386,13 +386,13 @@ class LanguageModel(Recomputing):
                 built = cast(Block, self.stack.blocks[str(block.index)])
                 parts[f"blocks.{block.index}"] = built.cost(within, given=(None, block.index) in begins)
         if self.final_norm is not None:
-            told, tokens = self._told_cost(portion), portion.places(self.groups.tp_cp)
-            head = self._head_cost(portion, self.final_norm.cost(portion, tokens) + told)
+            head_loss, tokens = self._told_cost(portion), portion.places(self.groups.tp_cp)
+            head = self._head_cost(portion, self.final_norm.cost(portion, tokens) + head_loss)
             parts["head"] = head if self.exit is None else self.exit.cost(portion) + head
             for number, (depth, module) in enumerate(self.mtp.items()):
                 starts = {index for at, index in begins if at == int(depth)}
                 own = cast(Mtp, module).cost(portion, self.groups, first=number == 0, starts=starts)
-                parts[f"mtp.{depth}"] = embedded + own + told
+                parts[f"mtp.{depth}"] = embedded + own + head_loss
         return parts
 
     def _head_cost(self, portion: Portion, every: Cost) -> Cost:

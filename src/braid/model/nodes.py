@@ -66,10 +66,10 @@ def whole(model: LanguageModel, pieces: Sequence[Losses]) -> Losses:
     """The losses of all phases of a segment, as `LanguageModel.run` would tell them."""
     if len(pieces) == 1:
         return pieces[0]
-    loss_sum, count = model.nothing()
-    told = [piece for piece in pieces if not piece.mtp and not piece.balances]
-    if told:
-        loss_sum, count = told[0].loss_sum, told[0].token_count
+    loss_sum, count = model.zero_loss()
+    head_loss = [piece for piece in pieces if not piece.mtp and not piece.balances]
+    if head_loss:
+        loss_sum, count = head_loss[0].loss_sum, head_loss[0].token_count
     return Losses(
         loss_sum=loss_sum,
         token_count=count,
@@ -91,7 +91,7 @@ def _of_block(
         case "block":
             (stream,) = given
             stream = block(stream, context)
-            context.journeys.pop(block.block.layers[-1], None)
+            context.dispatch_plans.pop(block.block.layers[-1], None)
             return (stream,), _balance(model, block, context)
         case "mix":
             (stream,) = given
@@ -116,7 +116,7 @@ def _of_block(
         case kind:
             flow = _returning(model, given)
             stream = block.post(block.combine(flow, context) if kind == "combine" else flow, context)
-            del context.journeys[block.block.layers[-1]]
+            del context.dispatch_plans[block.block.layers[-1]]
             return (stream,), None
 
 
@@ -143,7 +143,7 @@ def _balance(model: LanguageModel, block: Block, context: Context) -> Losses | N
     aux = balance.losses
     balance = balance._replace(losses={name: value.detach() for name, value in aux.items()})
     context.balances[layer] = balance
-    loss_sum, count = model.nothing()
+    loss_sum, count = model.zero_loss()
     return Losses(loss_sum=loss_sum, token_count=count, aux=aux, balances={layer: balance})
 
 
@@ -175,11 +175,11 @@ def _around_blocks(
 def _told(model: LanguageModel, phase: Phase, context: Context, hidden_BtC: Tensor) -> Losses:
     batch = context.batch
     if phase.depth is None:
-        loss_sum, count = model.told(hidden_BtC, batch.labels_BT, batch.loss_mask_BT)
+        loss_sum, count = model.head_loss(hidden_BtC, batch.labels_BT, batch.loss_mask_BT)
         return Losses(loss_sum=loss_sum, token_count=count, aux={}, balances={})
     shown = targets(batch, phase.depth)
-    mtp = model.told(hidden_BtC, shown.labels_BT, shown.loss_mask_BT)
-    loss_sum, count = model.nothing()
+    mtp = model.head_loss(hidden_BtC, shown.labels_BT, shown.loss_mask_BT)
+    loss_sum, count = model.zero_loss()
     weight = model.shape.mtp_loss / len(model.mtp)
     return Losses(loss_sum=loss_sum, token_count=count, aux={}, balances={}, mtp=(mtp,), mtp_weight=weight)
 

@@ -99,7 +99,7 @@ class _OfVocabulary(nn.Module):
         self.vocabulary = Vocabulary(vocab, groups.tp)
         self.weight = nn.Parameter(torch.empty(self.vocabulary.rows, hidden, device=device, dtype=dtype))
 
-    def tell(self, hidden_BTC: Tensor) -> Tensor:
+    def logits(self, hidden_BTC: Tensor) -> Tensor:
         """Scores of the ids that this rank holds, for tokens of all tp ranks."""
         return F.linear(hidden_BTC, self.weight)
 
@@ -119,7 +119,7 @@ class _OfVocabulary(nn.Module):
 
 class Embedding(_OfVocabulary):
     """One vector per token id. Ids are taken as valid; `check_ids` says so, once per micro-batch. A model that
-    ties its head to the embedding uses `tell` for it."""
+    ties its head to the embedding uses `logits` for it."""
 
     def forward(self, ids_BT: Tensor) -> Tensor:
         """The vectors of this rank's tokens, out of the ids of all."""
@@ -141,4 +141,4 @@ class Head(_OfVocabulary):
     """The head of a model that does not tie it to the embedding."""
 
     def forward(self, hidden_BTC: Tensor) -> Tensor:
-        return self.tell(hidden_BTC)
+        return self.logits(hidden_BTC)

@@ -7,7 +7,7 @@ see, and every stream is that plain one.
 
 The weights are float32 or better in every model. They are modules of their own, so that sharding treats them as
 such. They see all streams of a token, but one token at a time: tp and cp ranks each see to their own tokens.
-Their gradients are left with a sink, where there is one.
+Their gradients are left with a wgrad store, where there is one.
 
 Shapes: B rows, t tokens of this rank, S streams, C channels, N = B · t.
 """
@@ -95,7 +95,7 @@ class HyperConnection(_ProjectionWeights):
     def forward(self, x_BtSC: Tensor) -> tuple[Tensor, Ways]:
         """What the layer reads, and what `post` needs."""
         rows, tokens = x_BtSC.shape[:2]
-        branch_NC, ways = self.implementation.pre(x_BtSC.flatten(0, 1), self.parts, self.form, self.sink)
+        branch_NC, ways = self.implementation.pre(x_BtSC.flatten(0, 1), self.parts, self.form, self.wgrad_store)
         return branch_NC.view(rows, tokens, self.hidden), ways
 
     def post(self, ways: Ways, y_BtC: Tensor, bias_C: Tensor | None = None) -> Tensor:
@@ -143,7 +143,7 @@ class HyperExit(_ProjectionWeights):
         super().__init__(shape.streams, 1, shape, hidden, norm_eps, implementation, groups, device, dtype)
 
     def forward(self, x_BtSC: Tensor) -> Tensor:
-        out_NC = self.implementation.contract(x_BtSC.flatten(0, 1), self.parts, self.form, self.sink)
+        out_NC = self.implementation.contract(x_BtSC.flatten(0, 1), self.parts, self.form, self.wgrad_store)
         return out_NC.view(x_BtSC.shape[0], x_BtSC.shape[1], self.hidden)
 
     def canonical(self) -> dict[str, Canonical]:

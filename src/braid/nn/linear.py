@@ -3,7 +3,7 @@
 A layer that is shared by the tp ranks takes its tokens from all of them, maps them with `Linear` to the outputs
 that this rank holds, and maps back with `RowLinear`, which sums over ranks and leaves each its own tokens. A
 `Linear` that is given `copies` holds all of its outputs on every rank and sees different tokens on each. All of
-them leave their weight gradients with a sink, where they have been handed one.
+them leave their weight gradients with a wgrad store, where they have been handed one.
 
 Shapes: B rows, T tokens, t tokens of this rank, C channels; within a product N tokens of all rows, I channels
 in, O channels out, P parts of a weight.
@@ -51,13 +51,13 @@ class Linear(Delaying):
         self.bias = nn.Parameter(torch.empty(self.channels_out, device=device, dtype=dtype)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        (y,) = _products(x, self.weight, self.bias, 1, self.sink)
+        (y,) = _products(x, self.weight, self.bias, 1, self.wgrad_store)
         return y
 
     def apart(self, x: Tensor) -> list[Tensor]:
         """The outputs as one tensor per entry of the last output dim. Each product reads its rows of the
         weight in place, which on a CPU is much faster than taking a product with all of them apart."""
-        return _products(x, self.weight, self.bias, self.dims[-1], self.sink)
+        return _products(x, self.weight, self.bias, self.dims[-1], self.wgrad_store)
 
     def part(
         self, index: Index = (), span: RowSpan | None = None, copies: Group | None = None
@@ -125,11 +125,11 @@ class RowLinear(Delaying):
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         if self.group.size == 1:
-            (y_BTC,) = _products(x_BTC, self.weight, self.bias, 1, self.sink)
+            (y_BTC,) = _products(x_BTC, self.weight, self.bias, 1, self.wgrad_store)
             return y_BTC
-        (y_BTC,) = _products(x_BTC, self.weight, None, 1, self.sink)
+        (y_BTC,) = _products(x_BTC, self.weight, None, 1, self.wgrad_store)
         y_BtC = reduce_scatter(y_BTC, self.group, dim=1)
-        return y_BtC if self.bias is None else _Shifted.apply(self.sink, self.bias, y_BtC)
+        return y_BtC if self.bias is None else _Shifted.apply(self.wgrad_store, self.bias, y_BtC)
 
     def canonical(self) -> dict[str, Canonical]:
         weight = Canonical(
@@ -152,13 +152,13 @@ class RowLinear(Delaying):
 
 
 def _products(
-    x: Tensor, weight: Tensor, bias: Tensor | None, parts: int, sink: DelayedWgrad | None
+    x: Tensor, weight: Tensor, bias: Tensor | None, parts: int, wgrad_store: DelayedWgrad | None
 ) -> list[Tensor]:
     """x times every `parts`-th row of the weight, starting with the first, the second, and so on."""
     # Each product has an x of its own, the last one first: autograd then sums the gradients of x in the order
     # in which it would sum those of separate products.
     xs_NI = [x.flatten(0, -2) for _ in range(parts)]
-    ys_NO = _Products.apply(sink, weight, bias, *reversed(xs_NI))
+    ys_NO = _Products.apply(wgrad_store, weight, bias, *reversed(xs_NI))
     return [y_NO.unflatten(0, x.shape[:-1]) for y_NO in ys_NO]
 
 
@@ -167,11 +167,11 @@ class _Products(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, sink: DelayedWgrad | None, weight: Tensor, bias: Tensor | None, *xs_NI: Tensor
+        ctx: Any, wgrad_store: DelayedWgrad | None, weight: Tensor, bias: Tensor | None, *xs_NI: Tensor
     ) -> tuple[Tensor, ...]:
         """The xs come in the reverse order of the parts."""
         ctx.save_for_backward(weight, *xs_NI)
-        ctx.sink, ctx.weight, ctx.bias = sink, weight, bias
+        ctx.wgrad_store, ctx.weight, ctx.bias = wgrad_store, weight, bias
         weights = _parts(weight, len(xs_NI))
         biases = [None] * len(xs_NI) if bias is None else _parts(bias, len(xs_NI))
         return tuple(F.linear(*given) for given in zip(reversed(xs_NI), weights, biases, strict=True))
@@ -186,8 +186,10 @@ class _Products(torch.autograd.Function):
         last_first = tuple(zip(x_needs, reversed(grads_NO), reversed(_parts(weight, len(xs_NI))), strict=True))
         return (
             None,
-            _left(ctx.sink, ctx.weight, partial(_weight_grad, grads_NO, alone_NI)) if weight_needs else None,
-            _left(ctx.sink, ctx.bias, partial(_bias_grad, grads_NO)) if bias_needs else None,
+            _left(ctx.wgrad_store, ctx.weight, partial(_weight_grad, grads_NO, alone_NI))
+            if weight_needs
+            else None,
+            _left(ctx.wgrad_store, ctx.bias, partial(_bias_grad, grads_NO)) if bias_needs else None,
             *(grad_NO.mm(weight_OI) if needs else None for needs, grad_NO, weight_OI in last_first),
         )
 
@@ -213,17 +215,17 @@ class _Shifted(torch.autograd.Function):
     """Tokens plus a bias."""
 
     @staticmethod
-    def forward(ctx: Any, sink: DelayedWgrad | None, bias_C: Tensor, x_BtC: Tensor) -> Tensor:
-        ctx.sink, ctx.bias = sink, bias_C
+    def forward(ctx: Any, wgrad_store: DelayedWgrad | None, bias_C: Tensor, x_BtC: Tensor) -> Tensor:
+        ctx.wgrad_store, ctx.bias = wgrad_store, bias_C
         return x_BtC + bias_C
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_BtC: Tensor) -> tuple[None, Tensor | None, Tensor]:
         product = partial(grad_BtC.sum_to_size, ctx.bias.shape)
-        return None, _left(ctx.sink, ctx.bias, product) if ctx.needs_input_grad[1] else None, grad_BtC
+        return None, _left(ctx.wgrad_store, ctx.bias, product) if ctx.needs_input_grad[1] else None, grad_BtC
 
 
-def _left(sink: DelayedWgrad | None, parameter: Tensor, product: Product) -> Tensor | None:
+def _left(wgrad_store: DelayedWgrad | None, parameter: Tensor, product: Product) -> Tensor | None:
     """The gradient of a parameter, or None where it is left for later."""
-    return product() if sink is None else sink.leave(parameter, product)
+    return product() if wgrad_store is None else wgrad_store.leave(parameter, product)

@@ -45,7 +45,7 @@ class AdamW:
             self._adamw.state[tensor] = {"step": torch.zeros((), device=tensor.device), **moments}
 
     def mains(self) -> dict[Tensor, Tensor]:
-        """The main copies that are apart, by the model's parameter: a weight sink writes their gradients."""
+        """The main copies that are apart, by the model's parameter: a wgrad store writes their gradients."""
         pairs = ((parameter, self.main[name]) for name, parameter in self._parameters.items())
         return {p: main for p, main in pairs if main is not p and not isinstance(p, DTensor)}
 

@@ -168,8 +168,8 @@ def uses_of(schedule: Schedule) -> Uses:
             found[Act.F, segment, name] = Use(reads=units)
             found[Act.B, segment, name] = Use(reads=units if phase.backward_reads else (), grades=units)
             found[Act.RECOMPUTE, segment, name] = Use(reads=phase.replayed_units(recompute) or ())
-            for drawer in phase.drawers:
-                found[Act.W, segment, drawer] = Use(grades=units)
+            for bucket in phase.buckets:
+                found[Act.W, segment, bucket] = Use(grades=units)
 
     def uses(op: Op) -> Use:
         if op.phase is None or op.segment is None:

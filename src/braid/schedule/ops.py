@@ -23,7 +23,7 @@ of these adds an op of its own.
   before it, `REDUCE_GRAD` sums what there is over the ranks that share it. `FINISH` stands behind the last of
   them: reduced gradients can be read after it. A builder places none of these; `lowering` does.
 - Where a schedule goes into **phases** (see `phases`), `F` and `B` name the phase that they run, and `W` names
-  a drawer: it adds the weight gradients that the `B` of a phase has left there for later. What a segment is
+  a bucket: it adds the weight gradients that the `B` of a phase has left there for later. What a segment is
   given is read by the phases that read `in`, what it sends is made by the one that writes `out`.
 - Where something of a phase is not kept but made again, `RECOMPUTE` runs it a second time, after its `F` and
   before whatever needs it: its own `B`, or a phase that keeps what it wrote. It uses the weights of the phase.
@@ -103,7 +103,7 @@ class Op:
     segment: int | None = None
     """The segment on the op's own rank; none where the op is about no single one."""
     phase: str | None = None
-    """The part of the segment, where the op is not about all of it; for `W`, a drawer of it."""
+    """The part of the segment, where the op is not about all of it; for `W`, a bucket of it."""
     peer: int | None = None
     """The other pipeline rank of a message."""
     unit: str | None = None

@@ -19,7 +19,7 @@ waits for at the end of this one, and last what waits for rows that return:
     b  mix  | after  post  combine*  W of mix
     f       |                                  post  after | before  mix  ...
 
-Where weight gradients of experts lie in two drawers (see `phases`), the second one waits for the next link, and
+Where weight gradients of experts lie in two buckets (see `phases`), the second one waits for the next link, and
 comes right before its `experts`:
 
     b  after  combine*               W(in) of the link before  experts             W(down)  dispatch*  ...
@@ -77,10 +77,10 @@ class Side(NamedTuple):
             yield Op(act=act, micro_batch=micro_batch, segment=segment, phase=phase.name)
 
     def weights(self, *phases: Phase | None) -> Ops:
-        """One for each drawer of these phases."""
+        """One for each bucket of these phases."""
         micro_batch, segment = self.turn
-        drawers = (drawer for phase in phases if phase for drawer in phase.drawers)
-        return tuple(Op(act=Act.W, micro_batch=micro_batch, segment=segment, phase=name) for name in drawers)
+        buckets = (bucket for phase in phases if phase for bucket in phase.buckets)
+        return tuple(Op(act=Act.W, micro_batch=micro_batch, segment=segment, phase=name) for name in buckets)
 
 
 def overlapped(
@@ -283,7 +283,7 @@ def _waiting(f: Side | None, ahead: Link | None, b: Side | None, behind: Link | 
 
 
 def _late(b: Side | None, behind: Link, options: Options) -> Ops:
-    """The weight gradients of experts that wait for the next link: those of all drawers but the first."""
+    """The weight gradients of experts that wait for the next link: those of all buckets but the first."""
     return b.weights(behind.experts)[1:] if b and options.delayed else ()
 
 
@@ -316,7 +316,7 @@ def _reach(stretches: Sequence[Sequence[Phase]]) -> int:
     found: dict[tuple[int | None, int | None], list[int]] = {}
     for number, stretch in enumerate(stretches):
         for phase in stretch:
-            if phase.kind in ("mix", "enter", "final_norm") or (phase.joins and phase.drawers):
+            if phase.kind in ("mix", "enter", "final_norm") or (phase.joins and phase.buckets):
                 found.setdefault((phase.depth, phase.block), []).append(number)
     return max((numbers[-1] - numbers[0] for numbers in found.values()), default=0)
 

@@ -13,7 +13,7 @@ A phase says which tensors it reads and writes: `in` and `out` are what the segm
 others are named after the phase that writes them. Whoever runs phases hands over nothing else. It also says
 which units of weights it computes with, and what of it can be recomputed.
 
-Weight gradients that can wait lie in **drawers**, and the op that adds them is named after the drawer. Most
+Weight gradients that can wait lie in **buckets**, and the op that adds them is named after the bucket. Most
 phases have one, with the phase's own name. With late weights, experts have two: `3.experts.down` for weights
 that lead out of the ffn, and `3.experts.in` for those that lead into it, with gates twice as many.
 
@@ -75,7 +75,7 @@ class Phase:
     """Whether its backward computes with them as well; an embedding's does not."""
     regions: tuple[tuple[str, tuple[str, ...]], ...] = ()
     """What of it can be recomputed, by the names of `train.recompute`, each with the units that it needs."""
-    drawers: tuple[str, ...] = ()
+    buckets: tuple[str, ...] = ()
     """Where its weight gradients wait for ops of their own; none where they cannot. What is in the first one is
     added first."""
 
@@ -134,8 +134,8 @@ class Chain:
 
 
 def named(phases: Iterable[Phase]) -> dict[str, Phase]:
-    """The phase that each op means by a name: its own, or that of one of its drawers."""
-    return {name: phase for phase in phases for name in (phase.name, *phase.drawers)}
+    """The phase that each op means by a name: its own, or that of one of its buckets."""
+    return {name: phase for phase in phases for name in (phase.name, *phase.buckets)}
 
 
 def readers(phases: Sequence[Phase]) -> dict[str, tuple[str, ...]]:

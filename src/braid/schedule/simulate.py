@@ -18,8 +18,8 @@ from braid.schedule.views import stream_of
 
 PHASES = MappingProxyType({"block": 1.0, "mix": 1.0, "dispatch": 0.5, "experts": 1.0, "combine": 0.5})
 """Where nothing else is known, communication takes half as long as computation."""
-DRAWERS = MappingProxyType({"down": 1 / 3, "in": 2 / 3})
-"""The part of a phase's weight gradients that lies in a drawer of its own: for experts with gates."""
+BUCKETS = MappingProxyType({"down": 1 / 3, "in": 2 / 3})
+"""The part of a phase's weight gradients that lies in a bucket of its own: for experts with gates."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class Costs:
     phases: Mapping[str, float] = field(default_factory=lambda: PHASES)
     """Seconds of the forward of each phase by its name, or of each kind of phase; nothing for others. A phase
     that computes takes twice as long backward, one half of that for weight gradients; one that communicates, as
-    long, and so does `post`, which adds up. Weight gradients in two drawers take as long together as in one."""
+    long, and so does `post`, which adds up. Weight gradients in two buckets take as long together as in one."""
     recompute: float = 1.0
     """The share of a phase's forward that a `RECOMPUTE` of it takes."""
 
@@ -56,8 +56,8 @@ class Costs:
 
     def _of_phase(self, op: Op, name: str, *, delayed: bool) -> float:
         *before, kind = name.split(".")
-        part = DRAWERS.get(kind, 1.0)
-        kind = before[-1] if kind in DRAWERS else kind
+        part = BUCKETS.get(kind, 1.0)
+        kind = before[-1] if kind in BUCKETS else kind
         seconds = self.phases.get(name, self.phases.get(kind, 0.0))
         computes = kind not in ("dispatch", "combine")
         if op.act is Act.W:

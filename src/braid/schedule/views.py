@@ -101,7 +101,7 @@ def stream_of(schedule: Schedule) -> Callable[[Op], Stream | None]:
 
 def phase_faults(schedule: Schedule) -> Iterator[Fault]:
     """Every micro-batch passes the phases of a segment in order, and backward in reverse; weight gradients come
-    once, after the backward that left them, and in each drawer one micro-batch after the other."""
+    once, after the backward that left them, and in each bucket one micro-batch after the other."""
     yield from _nameless(schedule)
     for rank, ops in enumerate(schedule.ops):
         passed: dict[tuple[Act, int, int], list[tuple[int, Op]]] = defaultdict(list)
@@ -159,7 +159,7 @@ def _weight_faults(schedule: Schedule, rank: int) -> Iterator[Fault]:
         key = (op.micro_batch, op.segment, op.phase)
         phase = phase_for(op)
         if op.act is Act.B and phase is not None and schedule.delayed:
-            left |= {(op.micro_batch, op.segment, drawer): place for drawer in phase.drawers}
+            left |= {(op.micro_batch, op.segment, bucket): place for bucket in phase.buckets}
         elif op.act is Act.W:
             drained[key] += 1
             if key not in left or drained[key] > 1:

@@ -48,8 +48,8 @@ def next_logits(state: State, run: Run, tokens_BT: Tensor) -> Tensor:
     """Scores of the token after each row, on the host, the same on every rank. All ranks are given the rows."""
     groups, rows = state.model.groups, len(tokens_BT)
     reading = _Reading(state, tokens_BT)
-    wires = state.wires(rows, replace(run, data=replace(run.data, sequence_tokens=reading.padded)))
-    execute(state.evaluation(1), reading, state.keeper, wires)
+    links = state.links(rows, replace(run, data=replace(run.data, sequence_tokens=reading.padded)))
+    execute(state.evaluation(1), reading, state.keeper, links)
     # Only the last stage, and there only the cp rank that has the last token, has anything to say.
     logits_BV = all_reduce_no_grad(all_reduce_no_grad(reading.logits_BV, groups.cp), groups.pp)
     return all_gather_no_grad(logits_BV, groups.tp, dim=1).float().cpu()[:, : state.model.shape.vocab]
@@ -79,7 +79,7 @@ class _Reading(StepWork):
                 (hidden_BtC,) = tensors.values()
             else:
                 return nodes.run(self.model, phase, self.context, tensors)[0], None
-            logits_BsV = self.model.tell(hidden_BtC)
+            logits_BsV = self.model.head_logits(hidden_BtC)
             place = self.last - self.model.groups.cp.rank * logits_BsV.shape[1]
             if 0 <= place < logits_BsV.shape[1]:
                 self.logits_BV = logits_BsV[:, place]

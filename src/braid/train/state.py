@@ -82,7 +82,7 @@ class State:
         """By parameter name: the main copy of what the optimizer updates, the model's own of all else."""
         return {**self.model.tensors(), **self.optimizer.main}
 
-    def wires(self, rows: int, run: Run) -> PipelineLinks:
+    def links(self, rows: int, run: Run) -> PipelineLinks:
         """Channels, and memory for a message about so many rows."""
         model, groups = self.model, self.model.groups
         tokens = run.data.sequence_tokens // groups.tp_cp.size

@@ -27,7 +27,7 @@ from braid.model import nodes
 from braid.model.context import Context, MicroBatch, Whole
 from braid.model.language import LanguageModel, Losses, PartOfStep
 from braid.model.mtp import targets
-from braid.nn.delayed_wgrad import DelayedWgrad, hand_sink
+from braid.nn.delayed_wgrad import DelayedWgrad, set_wgrad_store
 from braid.nn.moe.balance import Load
 from braid.nn.recompute import Hold, Replays
 from braid.optim import gradients
@@ -146,8 +146,8 @@ def backward(
     """Leave the gradient of the whole step in the optimizer; tell this rank's part of its figures, and the
     load of its experts over all ranks. Nodes may be watched while they run."""
     step = _Step(state, run, batches, counts)
-    wires = state.wires(len(batches[0].sample_B), run)
-    state.log = execute(state.program, step, state.keeper, wires, watch)
+    links = state.links(len(batches[0].sample_B), run)
+    state.log = execute(state.program, step, state.keeper, links, watch)
     step.end()
     return step.metrics, step.loads.over(state.model.groups.slab)
 
@@ -171,8 +171,8 @@ class _Step(StepWork):
         self.replays = Replays(names, planned=True) if names else None
         self.model.recompute(self.replays, span_of(run, self.model.layout))
         mains = state.keeper.mains
-        self.sink = DelayedWgrad(mains) if mains or state.plan.schedule.delayed else None
-        hand_sink(self.model, self.sink)
+        self.wgrad_store = DelayedWgrad(mains) if mains or state.plan.schedule.delayed else None
+        set_wgrad_store(self.model, self.wgrad_store)
 
     # ------------------------------------------------------------------------------------- forward
 
@@ -225,12 +225,12 @@ class _Step(StepWork):
         return nodes.weights_that_join(self.model, phase)
 
     def delaying(self, turn: Turn, phase: Phase) -> AbstractContextManager[None]:
-        assert self.sink is not None
-        return self.sink.node((*turn, phase.name), tuple(map(_of_layer, phase.drawers)))
+        assert self.wgrad_store is not None
+        return self.wgrad_store.node((*turn, phase.name), tuple(map(_of_layer, phase.buckets)))
 
-    def weights(self, turn: Turn, phase: Phase, drawer: str) -> None:
-        assert self.sink is not None
-        self.sink.drain((*turn, phase.name), _of_layer(drawer))
+    def weights(self, turn: Turn, phase: Phase, bucket: str) -> None:
+        assert self.wgrad_store is not None
+        self.wgrad_store.drain((*turn, phase.name), _of_layer(bucket))
 
     def replay(self, turn: Turn, phase: Phase, hold: Hold) -> None:
         assert self.replays is not None
@@ -252,17 +252,17 @@ class _Step(StepWork):
     def end(self) -> None:
         """All ops have run."""
         self.model.recompute(None)
-        hand_sink(self.model, None)
-        if self.sink is not None:
-            self.sink.finish()
+        set_wgrad_store(self.model, None)
+        if self.wgrad_store is not None:
+            self.wgrad_store.finish()
         if self.replays is not None:
             self.replays.finish()
         self.state.optimizer.gather()
 
 
-def _of_layer(drawer: str) -> str:
-    """A drawer of a phase, as its layer calls it."""
-    return drawer.rpartition(".")[2]
+def _of_layer(bucket: str) -> str:
+    """A bucket of a phase, as its layer calls it."""
+    return bucket.rpartition(".")[2]
 
 
 def _over_ranks(metrics: Mapping[str, Tensor], stop: bool, groups: Groups) -> tuple[bool, dict[str, float]]:
@@ -316,7 +316,7 @@ def evaluate(state: State, run: Run, loader: Loader) -> float:
     with together(groups.world):
         for batch in work.batches:
             state.model.check(batch)
-    execute(state.evaluation(len(work.batches)), work, state.keeper, state.wires(each, run))
+    execute(state.evaluation(len(work.batches)), work, state.keeper, state.links(each, run))
     total, tokens = all_reduce_no_grad(work.totals, groups.world).tolist()
     return float(total / max(1, tokens))
 

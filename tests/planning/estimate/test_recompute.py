@@ -173,7 +173,11 @@ def beside(context: Context, names: Sequence[str]) -> list[Tensor]:
     tables = [table for rotary in context._rotary.values() for table in rotary]
     if recomputed(names).isdisjoint(["block"]):
         return tables
-    orders = [order for journey in context.journeys.values() for order in (journey.leaving, journey.arriving)]
+    orders = [
+        order
+        for dispatch_plan in context.dispatch_plans.values()
+        for order in (dispatch_plan.leaving, dispatch_plan.arriving)
+    ]
     return tables + [tensor for order in orders if order is not None for tensor in (order.slot_M, order.row_NS)]
 
 

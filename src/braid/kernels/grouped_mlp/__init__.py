@@ -18,7 +18,7 @@ from braid.architecture import Activation, Glu
 from braid.kernels.activation import SWIGLU
 from braid.kernels.choice import KernelChoice
 from braid.kernels.grouped_mlp import grouped, reference
-from braid.kernels.grouped_mlp.product import Sink, WritesInPlace
+from braid.kernels.grouped_mlp.product import WgradStore, WritesInPlace
 
 FEW_EXPERTS = 8
 """Up to here a CPU runs the loop as fast as `grouped_mm`, or faster (measured, float32 and bfloat16)."""
@@ -44,7 +44,7 @@ class GroupedMlp(Protocol):
         glu: Glu = SWIGLU,
         b_in_EFG: Tensor | None = None,
         b_down_EC: Tensor | None = None,
-        sink: Sink | None = None,
+        wgrad_store: WgradStore | None = None,
     ) -> Tensor: ...
 
 

@@ -24,7 +24,7 @@ from braid.kernels.grouped_mlp.device.rows import Formula
 from braid.kernels.grouped_mlp.device.tiles import Tiles, tiles
 from braid.kernels.grouped_mlp.device.variants import RowVariant, WeightWay
 from braid.kernels.grouped_mlp.paths import Measured, Paths, Work, nearest
-from braid.kernels.grouped_mlp.product import Gradient, Sink, empty_like, left, zeros
+from braid.kernels.grouped_mlp.product import Gradient, WgradStore, empty_like, left, zeros
 from braid.kernels.grouped_mlp.sizes import TILE_ROWS
 from braid.kernels.launch import Launcher
 
@@ -49,18 +49,18 @@ class FusedExperts:
         glu: Glu = SWIGLU,
         b_in_EFG: Tensor | None = None,
         b_down_EC: Tensor | None = None,
-        sink: Sink | None = None,
+        wgrad_store: WgradStore | None = None,
     ) -> Tensor:
         """What each row's expert makes of it, times the row's probability: as `reference.grouped_mlp`."""
         parameters = (w_in_EFGC, w_down_ECF, b_in_EFG, b_down_EC)
         if not len(x_NC):  # nothing to launch, and descriptors need a row
-            nothing_NC: Tensor = _NoRows.apply(sink, x_NC, probs_N, *parameters)
+            nothing_NC: Tensor = _NoRows.apply(wgrad_store, x_NC, probs_N, *parameters)
             return nothing_NC
         experts, ffn, _, hidden = w_in_EFGC.shape
         paths = nearest(self.table, Work(len(x_NC) // experts, hidden, ffn))
         formula = Formula(kind=activation, alpha=glu.alpha, limit=glu.limit, offset=glu.offset)
         how = How(paths, formula, self.tile_rows, self.launch)
-        y_NC: Tensor = _Fused.apply(how, sink, counts_E, x_NC, probs_N, *parameters)
+        y_NC: Tensor = _Fused.apply(how, wgrad_store, counts_E, x_NC, probs_N, *parameters)
         return y_NC
 
 
@@ -192,7 +192,13 @@ def _of_bias(launch: Launcher, bias: Tensor, grad_NO: Tensor, where: Tiles, prob
 class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, how: How, sink: Sink | None, counts_E: Tensor, x_NC: Tensor, probs_N: Tensor, *parameters: Any
+        ctx: Any,
+        how: How,
+        wgrad_store: WgradStore | None,
+        counts_E: Tensor,
+        x_NC: Tensor,
+        probs_N: Tensor,
+        *parameters: Any,
     ) -> Tensor:
         counts_E, x_NC, probs_N = (given.contiguous() for given in (counts_E, x_NC, probs_N))
         w_in_EFGC, w_down_ECF, b_in_EFG, b_down_EC = parameters
@@ -201,7 +207,7 @@ class _Fused(torch.autograd.Function):
         y_NC, kept = forward(how, counts_E, x_NC, probs_N, of_experts)
         *maps, tile_rows = kept.tiles
         ctx.save_for_backward(*kept[:-1], *maps, *of_experts)
-        ctx.how, ctx.sink, ctx.parameters, ctx.tile_rows = how, sink, parameters, tile_rows
+        ctx.how, ctx.wgrad_store, ctx.parameters, ctx.tile_rows = how, wgrad_store, parameters, tile_rows
         return y_NC
 
     @staticmethod
@@ -214,7 +220,7 @@ class _Fused(torch.autograd.Function):
         found = backward(ctx.how, dy_NC.contiguous(), kept, ExpertWeights(*others[5:]), x_needs=x_needs)
 
         def of(parameter: Tensor, product: Gradient | None, needed: bool) -> Tensor | None:
-            return left(ctx.sink, parameter, product) if needed and product is not None else None
+            return left(ctx.wgrad_store, parameter, product) if needed and product is not None else None
 
         of_parameters = map(of, ctx.parameters, found[2:], parameters_need)
         return None, None, None, found.x_NC, found.probs_N if probs_needs else None, *of_parameters
@@ -224,8 +230,10 @@ class _NoRows(torch.autograd.Function):
     """Of experts without a row. Gradients of their weights are zeros, and go where others go."""
 
     @staticmethod
-    def forward(ctx: Any, sink: Sink | None, x_NC: Tensor, probs_N: Tensor, *parameters: Any) -> Tensor:
-        ctx.sink, ctx.dtype, ctx.parameters = sink, probs_N.dtype, parameters
+    def forward(
+        ctx: Any, wgrad_store: WgradStore | None, x_NC: Tensor, probs_N: Tensor, *parameters: Any
+    ) -> Tensor:
+        ctx.wgrad_store, ctx.dtype, ctx.parameters = wgrad_store, probs_N.dtype, parameters
         return torch.empty_like(x_NC)
 
     @staticmethod
@@ -234,7 +242,9 @@ class _NoRows(torch.autograd.Function):
         _, x_needs, probs_needs, *parameters_need = ctx.needs_input_grad
 
         def of(parameter: Tensor | None, needed: bool) -> Tensor | None:
-            return left(ctx.sink, parameter, zeros(parameter)) if needed and parameter is not None else None
+            return (
+                left(ctx.wgrad_store, parameter, zeros(parameter)) if needed and parameter is not None else None
+            )
 
         dprobs_N = dy_NC.new_empty(0, dtype=ctx.dtype) if probs_needs else None
         return None, dy_NC if x_needs else None, dprobs_N, *map(of, ctx.parameters, parameters_need)

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from braid.architecture import Activation, Glu
 from braid.kernels.activation import SWIGLU, activate
-from braid.kernels.grouped_mlp.product import Sink, product
+from braid.kernels.grouped_mlp.product import WgradStore, product
 
 ALIGNMENT = 16
 """Bytes of which every row of every operand must be a multiple."""
@@ -35,14 +35,14 @@ def grouped_mlp(
     glu: Glu = SWIGLU,
     b_in_EFG: Tensor | None = None,
     b_down_EC: Tensor | None = None,
-    sink: Sink | None = None,
+    wgrad_store: WgradStore | None = None,
 ) -> Tensor:
     """What each row's expert makes of it, times the row's probability: as `reference.grouped_mlp`."""
     _, ffn, projections, _ = w_in_EFGC.shape
     all_at_once = _GroupedMm(counts_E.cumsum(0).to(torch.int32))
-    (projected,) = product(all_at_once, x_NC, w_in_EFGC, b_in_EFG, sink)
+    (projected,) = product(all_at_once, x_NC, w_in_EFGC, b_in_EFG, wgrad_store)
     hidden_NF = activate(activation, *projected.unflatten(-1, (ffn, projections)).unbind(-1), glu=glu)
-    (y_NC,) = product(all_at_once, hidden_NF, w_down_ECF, b_down_EC, sink)
+    (y_NC,) = product(all_at_once, hidden_NF, w_down_ECF, b_down_EC, wgrad_store)
     return y_NC * probs_N.to(y_NC.dtype).unsqueeze(-1)
 
 

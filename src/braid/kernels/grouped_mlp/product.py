@@ -1,5 +1,5 @@
 """Rows times the weights of their experts: one autograd function for every way to multiply. Its backward may
-leave the products that give weight gradients with a sink, for later.
+leave the products that give weight gradients with a wgrad store, for later.
 
 Shapes: N rows, sorted by expert; E experts; I channels in, O channels out. A weight is E, O, I, or E, O, P, I
 with P parts side by side; its bias has the same shape but for I. A way to multiply may give each part a tensor
@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 
-class Sink(Protocol):
+class WgradStore(Protocol):
     """Where weight gradients wait; see `nn.delayed_wgrad`."""
 
     def leave(self, parameter: Tensor, product: Callable[[], Tensor]) -> Tensor | None:
-        """The parameter's gradient, or None where the sink keeps the product and sees to the rest."""
+        """The parameter's gradient, or None where the wgrad store keeps the product and sees to the rest."""
         ...
 
 
@@ -55,9 +55,9 @@ def zeros(parameter: Tensor) -> Gradient:
     return Gradient(write, empty_like(parameter))
 
 
-def left(sink: Sink | None, parameter: Tensor, product: Callable[[], Tensor]) -> Tensor | None:
-    """What a product gives, or None where a sink sees to it."""
-    return product() if sink is None else sink.leave(parameter, product)
+def left(wgrad_store: WgradStore | None, parameter: Tensor, product: Callable[[], Tensor]) -> Tensor | None:
+    """What a product gives, or None where a wgrad store sees to it."""
+    return product() if wgrad_store is None else wgrad_store.leave(parameter, product)
 
 
 class WritesInPlace:
@@ -83,20 +83,25 @@ class Multiply(Protocol):
 
 
 def product(
-    multiply: Multiply, x_NI: Tensor, weight: Tensor, bias: Tensor | None, sink: Sink | None
+    multiply: Multiply, x_NI: Tensor, weight: Tensor, bias: Tensor | None, wgrad_store: WgradStore | None
 ) -> tuple[Tensor, ...]:
     """What the experts' weights and biases make of their rows."""
-    outputs: tuple[Tensor, ...] = _Product.apply(multiply, sink, weight, bias, x_NI)
+    outputs: tuple[Tensor, ...] = _Product.apply(multiply, wgrad_store, weight, bias, x_NI)
     return outputs
 
 
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, multiply: Multiply, sink: Sink | None, weight: Tensor, bias: Tensor | None, x_NI: Tensor
+        ctx: Any,
+        multiply: Multiply,
+        wgrad_store: WgradStore | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        x_NI: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(weight, x_NI)
-        ctx.multiply, ctx.sink, ctx.weight, ctx.bias = multiply, sink, weight, bias
+        ctx.multiply, ctx.wgrad_store, ctx.weight, ctx.bias = multiply, wgrad_store, weight, bias
         return multiply.outputs(x_NI, weight, bias)
 
     @staticmethod
@@ -106,7 +111,7 @@ class _Product(torch.autograd.Function):
         _, _, weight_needs, bias_needs, x_needs = ctx.needs_input_grad
 
         def of(parameter: Tensor, gradient: Callable[..., Tensor], *given: object) -> Tensor | None:
-            return left(ctx.sink, parameter, partial(gradient, grads, *given, parameter.shape))
+            return left(ctx.wgrad_store, parameter, partial(gradient, grads, *given, parameter.shape))
 
         multiply: Multiply = ctx.multiply
         return (

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from braid.architecture import Activation, Glu
 from braid.kernels.activation import SWIGLU, activate
-from braid.kernels.grouped_mlp.product import Sink, product
+from braid.kernels.grouped_mlp.product import WgradStore, product
 
 
 def grouped_mlp(
@@ -30,18 +30,18 @@ def grouped_mlp(
     glu: Glu = SWIGLU,
     b_in_EFG: Tensor | None = None,
     b_down_EC: Tensor | None = None,
-    sink: Sink | None = None,
+    wgrad_store: WgradStore | None = None,
 ) -> Tensor:
     """What each row's expert makes of it, its last bias included, times the row's probability.
 
     `counts_E` says how many of the sorted rows belong to each expert, and sums to N. An expert without rows
-    takes part with none, which gives it gradients that are exactly zero. With a sink, backward leaves the
-    gradients of weights and biases there.
+    takes part with none, which gives it gradients that are exactly zero. With a wgrad store, backward leaves
+    the gradients of weights and biases there.
     """
     loop = _Loop(counts_E.tolist())
-    projected_NF = product(loop, x_NC, w_in_EFGC, b_in_EFG, sink)
+    projected_NF = product(loop, x_NC, w_in_EFGC, b_in_EFG, wgrad_store)
     hidden_NF = activate(activation, *projected_NF, glu=glu)
-    (y_NC,) = product(loop, hidden_NF, w_down_ECF, b_down_EC, sink)
+    (y_NC,) = product(loop, hidden_NF, w_down_ECF, b_down_EC, wgrad_store)
     return y_NC * probs_N.to(y_NC.dtype).unsqueeze(-1)
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from braid.kernels.choice import KernelChoice, why_not_fused
-from braid.kernels.grouped_mlp.product import Sink
+from braid.kernels.grouped_mlp.product import WgradStore
 from braid.kernels.hyper_connection import reference
 from braid.kernels.hyper_connection.reference import ConnectionForm, Entered, Parameters, Ways
 
@@ -27,17 +27,17 @@ FUSED = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class HyperConnect(Protocol):
-    """What every implementation computes; see `reference`. With a sink, what gives the gradient of the weight
-    is left there, and with it, as each implementation likes, those of the other parameters."""
+    """What every implementation computes; see `reference`. With a wgrad store, what gives the gradient of the
+    weight is left there, and with it, as each implementation likes, those of the other parameters."""
 
     def pre(
-        self, x_NSC: Tensor, parameters: Parameters, form: ConnectionForm, sink: Sink | None = None
+        self, x_NSC: Tensor, parameters: Parameters, form: ConnectionForm, wgrad_store: WgradStore | None = None
     ) -> Entered: ...
 
     def post(self, ways: Ways, y_NC: Tensor, bias_C: Tensor | None = None) -> Tensor: ...
 
     def contract(
-        self, x_NSC: Tensor, parameters: Parameters, form: ConnectionForm, sink: Sink | None = None
+        self, x_NSC: Tensor, parameters: Parameters, form: ConnectionForm, wgrad_store: WgradStore | None = None
     ) -> Tensor: ...
 
 

@@ -4,8 +4,8 @@
 together with all else that reaches the streams, so that they are written once. Kept are streams, the branch's
 result, and some numbers per token; nothing wider than the streams is made.
 
-With a sink, the gradients of weight, alpha and bias wait there, and with them the streams and the gradient of
-the projection. They are found together, at once or later, by the same launches.
+With a wgrad store, the gradients of weight, alpha and bias wait there, and with them the streams and the
+gradient of the projection. They are found together, at once or later, by the same launches.
 
 Shapes: N tokens, S streams, C channels, K = S · C, M rows of the projection, A strengths.
 """
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from braid.kernels.grouped_mlp.product import Sink
+from braid.kernels.grouped_mlp.product import WgradStore
 from braid.kernels.hyper_connection import reference
 from braid.kernels.hyper_connection.device.gradients import (
     GradientVariant,
@@ -72,12 +72,12 @@ class FusedHyperConnection:
         return replace(USUAL, project=project, launch=Launcher())
 
     def pre(
-        self, x_NSC: Tensor, parameters: Parameters, form: ConnectionForm, sink: Sink | None = None
+        self, x_NSC: Tensor, parameters: Parameters, form: ConnectionForm, wgrad_store: WgradStore | None = None
     ) -> Entered:
         """As `reference.pre`."""
         if not x_NSC.shape[0]:
-            return reference.pre(x_NSC, parameters, form, sink)
-        branch_NC, *ways = _Pre.apply(self, form, sink, x_NSC.contiguous(), *parameters)
+            return reference.pre(x_NSC, parameters, form, wgrad_store)
+        branch_NC, *ways = _Pre.apply(self, form, wgrad_store, x_NSC.contiguous(), *parameters)
         return Entered(branch_NC, Ways(*ways))
 
     def post(self, ways: Ways, y_NC: Tensor, bias_C: Tensor | None = None) -> Tensor:
@@ -89,12 +89,12 @@ class FusedHyperConnection:
         return out_NSC
 
     def contract(
-        self, x_NSC: Tensor, parameters: Parameters, form: ConnectionForm, sink: Sink | None = None
+        self, x_NSC: Tensor, parameters: Parameters, form: ConnectionForm, wgrad_store: WgradStore | None = None
     ) -> Tensor:
         """As `reference.contract`."""
         if not x_NSC.shape[0]:
-            return reference.contract(x_NSC, parameters, form, sink)
-        out_NC: Tensor = _Contract.apply(self, form, sink, x_NSC, *parameters)
+            return reference.contract(x_NSC, parameters, form, wgrad_store)
+        out_NC: Tensor = _Contract.apply(self, form, wgrad_store, x_NSC, *parameters)
         return out_NC
 
 
@@ -131,12 +131,12 @@ class _Pre(torch.autograd.Function):
         ctx: Any,
         fused: FusedHyperConnection,
         form: ConnectionForm,
-        sink: Sink | None,
+        wgrad_store: WgradStore | None,
         x_NSC: Tensor,
         *parameters: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         assert x_NSC.is_contiguous()
-        branch_NC, made = _into(ctx, fused, form, sink, x_NSC, parameters)
+        branch_NC, made = _into(ctx, fused, form, wgrad_store, x_NSC, parameters)
         return branch_NC, x_NSC, made.post_NS, made.res_NSS
 
     @staticmethod
@@ -153,11 +153,11 @@ class _Contract(torch.autograd.Function):
         ctx: Any,
         fused: FusedHyperConnection,
         form: ConnectionForm,
-        sink: Sink | None,
+        wgrad_store: WgradStore | None,
         x_NSC: Tensor,
         *parameters: Tensor,
     ) -> Tensor:
-        out_NC, _ = _into(ctx, fused, form, sink, x_NSC.contiguous(), parameters)
+        out_NC, _ = _into(ctx, fused, form, wgrad_store, x_NSC.contiguous(), parameters)
         return out_NC
 
     @staticmethod
@@ -170,7 +170,7 @@ def _into(
     ctx: Any,
     fused: FusedHyperConnection,
     form: ConnectionForm,
-    sink: Sink | None,
+    wgrad_store: WgradStore | None,
     x_NSC: Tensor,
     parameters: Sequence[Tensor],
 ) -> tuple[Tensor, Mappings]:
@@ -183,7 +183,7 @@ def _into(
         launch, sums_ZNW, alpha_A, bias_M, form, fused.map, streams=streams, channels=channels
     )
     ctx.save_for_backward(x_NSC, weight_MK, alpha_A, bias_M, made.pre_NS, made.res_NSS, *known)
-    ctx.fused, ctx.form, ctx.sink, ctx.parameters = fused, form, sink, parameters
+    ctx.fused, ctx.form, ctx.wgrad_store, ctx.parameters = fused, form, wgrad_store, parameters
     return aggregate(launch, x_NSC, made.pre_NS, fused.aggregate), made
 
 
@@ -210,15 +210,16 @@ def _out_of(
 
 
 def _left(ctx: Any, x_NSC: Tensor, factor: Tensor, numbers_ZE: Tensor) -> tuple[Tensor | None, ...]:
-    """The gradients of weight, alpha and bias. With a sink, None for each that nobody needs, or that waits."""
-    sink: Sink | None = ctx.sink
-    if sink is None:
+    """The gradients of weight, alpha and bias. With a wgrad store, None for each that nobody needs, or that
+    waits."""
+    wgrad_store: WgradStore | None = ctx.wgrad_store
+    if wgrad_store is None:
         return _of_parameters(ctx.fused, x_NSC, factor, numbers_ZE)
     # Without a past: what waits would keep all of its graph, and the gradients that arrived there.
     together = _Together(partial(_of_parameters, ctx.fused, x_NSC.detach(), factor, numbers_ZE))
     needs = ctx.needs_input_grad[-len(ctx.parameters) :]
     return tuple(
-        sink.leave(parameter, partial(together.take, place)) if needed else None
+        wgrad_store.leave(parameter, partial(together.take, place)) if needed else None
         for place, (parameter, needed) in enumerate(zip(ctx.parameters, needs, strict=True))
     )
 

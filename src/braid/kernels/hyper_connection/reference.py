@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from braid.kernels.grouped_mlp.product import Sink
+from braid.kernels.grouped_mlp.product import WgradStore
 
 
 class ConnectionForm(NamedTuple):
@@ -65,10 +65,12 @@ class Entered(NamedTuple):
     ways: Ways
 
 
-def pre(x_NSC: Tensor, parameters: Parameters, form: ConnectionForm, sink: Sink | None = None) -> Entered:
-    """The way into a branch: streams added up, each with its weight. With a sink, backward leaves the product
-    that gives the gradient of the projection's weight there."""
-    pre_NS, post_NS, res_NSS = mappings(x_NSC, parameters, form, sink)
+def pre(
+    x_NSC: Tensor, parameters: Parameters, form: ConnectionForm, wgrad_store: WgradStore | None = None
+) -> Entered:
+    """The way into a branch: streams added up, each with its weight. With a wgrad store, backward leaves the
+    product that gives the gradient of the projection's weight there."""
+    pre_NS, post_NS, res_NSS = mappings(x_NSC, parameters, form, wgrad_store)
     return Entered(weighed(x_NSC, pre_NS), Ways(x_NSC, post_NS, res_NSS))
 
 
@@ -81,24 +83,28 @@ def post(ways: Ways, y_NC: Tensor, bias_C: Tensor | None = None) -> Tensor:
     return (mixed_NSC + post_NS.unsqueeze(-1) * y_NC.unsqueeze(1)).to(x_NSC.dtype)
 
 
-def contract(x_NSC: Tensor, parameters: Parameters, form: ConnectionForm, sink: Sink | None = None) -> Tensor:
+def contract(
+    x_NSC: Tensor, parameters: Parameters, form: ConnectionForm, wgrad_store: WgradStore | None = None
+) -> Tensor:
     """One stream out of several, at the end: as the way into a branch."""
     streams = x_NSC.shape[1]
     wide = wider(x_NSC.dtype)
     assert len(parameters.weight_MK) == streams
-    projected_NS = projected(x_NSC, parameters.weight_MK, form.norm_eps, sink)
+    projected_NS = projected(x_NSC, parameters.weight_MK, form.norm_eps, wgrad_store)
     h_NS = projected_NS * parameters.alpha_A.to(wide) + parameters.bias_M.to(wide)
     return weighed(x_NSC, torch.sigmoid(h_NS) + form.eps)
 
 
-def mappings(x_NSC: Tensor, parameters: Parameters, form: ConnectionForm, sink: Sink | None = None) -> Mappings:
+def mappings(
+    x_NSC: Tensor, parameters: Parameters, form: ConnectionForm, wgrad_store: WgradStore | None = None
+) -> Mappings:
     """The three mappings of each token."""
     streams = x_NSC.shape[1]
     sizes = [streams, streams, streams * streams]
     wide = wider(x_NSC.dtype)
     strengths = parameters.alpha_A.to(wide).split(1)
     alpha_M = torch.cat([alpha.expand(size) for alpha, size in zip(strengths, sizes, strict=True)])
-    projected_NM = projected(x_NSC, parameters.weight_MK, form.norm_eps, sink)
+    projected_NM = projected(x_NSC, parameters.weight_MK, form.norm_eps, wgrad_store)
     h_NM = projected_NM * alpha_M + parameters.bias_M.to(wide)
     pre_NS, post_NS, res_NM = h_NM.split(sizes, dim=1)
     return Mappings(
@@ -108,24 +114,26 @@ def mappings(x_NSC: Tensor, parameters: Parameters, form: ConnectionForm, sink: 
     )
 
 
-def projected(x_NSC: Tensor, weight_MK: Tensor, norm_eps: float, sink: Sink | None = None) -> Tensor:
+def projected(
+    x_NSC: Tensor, weight_MK: Tensor, norm_eps: float, wgrad_store: WgradStore | None = None
+) -> Tensor:
     """The projection of a token's streams, all of them normed together; the norm is applied after it."""
     wide = wider(x_NSC.dtype)
     x_NK = x_NSC.flatten(1).to(wide)
     scale_N1 = torch.rsqrt(x_NK.square().mean(1, keepdim=True) + norm_eps)
-    if sink is None:
+    if wgrad_store is None:
         return F.linear(x_NK, weight_MK.to(wide)) * scale_N1
-    sums_NM: Tensor = _Projected.apply(sink, weight_MK, x_NK)
+    sums_NM: Tensor = _Projected.apply(wgrad_store, weight_MK, x_NK)
     return sums_NM * scale_N1
 
 
 class _Projected(torch.autograd.Function):
-    """`F.linear`, and the gradients that autograd has for it; that of the weight is left with a sink."""
+    """`F.linear`, and the gradients that autograd has for it; that of the weight is left with a wgrad store."""
 
     @staticmethod
-    def forward(ctx: Any, sink: Sink, weight_MK: Tensor, x_NK: Tensor) -> Tensor:
+    def forward(ctx: Any, wgrad_store: WgradStore, weight_MK: Tensor, x_NK: Tensor) -> Tensor:
         ctx.save_for_backward(weight_MK, x_NK)
-        ctx.sink, ctx.weight = sink, weight_MK
+        ctx.wgrad_store, ctx.weight = wgrad_store, weight_MK
         return F.linear(x_NK, weight_MK.to(x_NK.dtype))
 
     @staticmethod
@@ -137,7 +145,7 @@ class _Projected(torch.autograd.Function):
         later = partial(_weight_gradient, d_NM, x_NK.detach(), weight_MK.dtype)
         return (
             None,
-            ctx.sink.leave(ctx.weight, later) if weight_needs else None,
+            ctx.wgrad_store.leave(ctx.weight, later) if weight_needs else None,
             d_NM.mm(weight_MK.to(x_NK.dtype)) if x_needs else None,
         )
 

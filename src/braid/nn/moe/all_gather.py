@@ -30,7 +30,7 @@ class AllGather:
     slices: int
     """Ranks that have a slice of the same experts: neighbours in the group."""
 
-    def journey(self, slots: Slots) -> DispatchPlan:
+    def dispatch_plan(self, slots: Slots) -> DispatchPlan:
         arriving = self._arriving(slots).order(self.held)
         return DispatchPlan(arriving=arriving, counts_E=arriving.counts_E)
 
@@ -45,8 +45,10 @@ class AllGather:
         places = slots.places and RowPlaces(self.group.size * slots.places.sequences, slots.places.capacity)
         return Slots(experts_NS - first, here_NS, None, places)
 
-    def dispatch(self, x: Tensor, probs: Tensor, journey: DispatchPlan) -> tuple[Tensor, Tensor, DispatchPlan]:
-        return all_gather(x, self.travel, dim=0), all_gather(probs, self.travel, dim=0), journey
+    def dispatch(
+        self, x: Tensor, probs: Tensor, dispatch_plan: DispatchPlan
+    ) -> tuple[Tensor, Tensor, DispatchPlan]:
+        return all_gather(x, self.travel, dim=0), all_gather(probs, self.travel, dim=0), dispatch_plan
 
-    def combine(self, y: Tensor, journey: DispatchPlan) -> Tensor:
+    def combine(self, y: Tensor, dispatch_plan: DispatchPlan) -> Tensor:
         return reduce_scatter(y, self.travel, dim=0)

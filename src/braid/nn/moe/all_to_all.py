@@ -1,4 +1,5 @@
-"""The all-to-all dispatcher: a row for every seat of every slot travels to the rank of that seat, and back.
+"""The all-to-all dispatcher: a row for every expert shard of every slot travels to the rank of that expert
+shard, and back.
 
 How many rows travel is told first, which the host waits for; where experts have a fixed number of places,
 nothing is told and nobody waits. On a group of one, this is the dispatcher of a single process.
@@ -28,20 +29,20 @@ class RowSplits(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AllToAll:
-    """Rows leave sorted by seat, and so by rank; they arrive by rank, each rank's sorted by expert."""
+    """Rows leave sorted by expert shard, and so by rank; they arrive by rank, each rank's sorted by expert."""
 
     group: Group
-    """The ranks that together have all seats."""
+    """The ranks that together have all expert shards."""
     travel: Group
     """The same ranks, for rows on their way."""
     held: int
     """Experts that each of them has."""
     slices: int
-    """Seats of an expert."""
+    """Expert shards of an expert."""
 
-    def journey(self, slots: Slots) -> DispatchPlan:
+    def dispatch_plan(self, slots: Slots) -> DispatchPlan:
         ranks = self.group.size
-        leaving = slots.at_seats(self.held, self.slices).order(ranks * self.held)
+        leaving = slots.at_expert_shards(self.held, self.slices).order(ranks * self.held)
         if ranks == 1:
             return DispatchPlan(leaving=leaving, counts_E=leaving.counts_E)
         send_PE = leaving.counts_E.view(ranks, self.held)
@@ -49,7 +50,7 @@ class AllToAll:
             receive_PE = all_to_all_no_grad(send_PE, self.group, split=0, join=0)
             send, receive = torch.stack([send_PE.sum(1), receive_PE.sum(1)]).tolist()
         else:
-            # Every rank has as many sequences, and so as many places for each seat.
+            # Every rank has as many sequences, and so as many places for each expert shard.
             receive_PE = send_PE
             send = receive = [self.held * slots.places.sequences * slots.places.capacity] * ranks
         return DispatchPlan(
@@ -59,20 +60,22 @@ class AllToAll:
             way=RowSplits(tuple(send), tuple(receive)),
         )
 
-    def dispatch(self, x: Tensor, probs: Tensor, journey: DispatchPlan) -> tuple[Tensor, Tensor, DispatchPlan]:
+    def dispatch(
+        self, x: Tensor, probs: Tensor, dispatch_plan: DispatchPlan
+    ) -> tuple[Tensor, Tensor, DispatchPlan]:
         if self.group.size == 1:
-            return x, probs, journey
-        send, receive = journey.way
+            return x, probs, dispatch_plan
+        send, receive = dispatch_plan.way
         return (
             all_to_all_v(x, self.travel, send, receive),
             all_to_all_v(probs, self.travel, send, receive),
-            journey,
+            dispatch_plan,
         )
 
-    def combine(self, y: Tensor, journey: DispatchPlan) -> Tensor:
+    def combine(self, y: Tensor, dispatch_plan: DispatchPlan) -> Tensor:
         if self.group.size == 1:
             return y
-        send, receive = journey.way
+        send, receive = dispatch_plan.way
         return all_to_all_v(y, self.travel, receive, send)
 
 

@@ -4,7 +4,8 @@ DeepEP finds out itself which ranks a token goes to, sends it once to each of th
 what is left to do here is to spread what arrives over this rank's experts. It carries bfloat16, probabilities
 as float32. Its two operations are each other's transpose, so backward calls them with their roles swapped.
 
-Shapes: N tokens, R tokens that arrive, S slots of a token (one for each seat of its experts), C channels.
+Shapes: N tokens, R tokens that arrive, S slots of a token (one for each expert shard of its experts), C
+channels.
 """
 
 from __future__ import annotations
@@ -27,36 +28,38 @@ class DeepEp:
     def __init__(self, *, group: Group, travel: Group, held: int, slices: int, channels: int) -> None:
         """`channels` are those of a row that travels. For the rest see `all_to_all.AllToAll`."""
         self.held, self.slices = held, slices
-        self.seats = group.size * held
+        self.shards = group.size * held
         self.buffer = _buffer(travel, channels)
 
-    def journey(self, slots: Slots) -> DispatchPlan:
-        slots = slots.at_seats(self.held, self.slices)
-        seats_NS = slots.experts_NS
+    def dispatch_plan(self, slots: Slots) -> DispatchPlan:
+        slots = slots.at_expert_shards(self.held, self.slices)
+        shards_NS = slots.experts_NS
         if slots.kept_NS is not None:
-            seats_NS = torch.where(slots.kept_NS, seats_NS, -1)
-        to_ranks, to_nodes, to_seats, in_rank, _ = self.buffer.get_dispatch_layout(seats_NS, self.seats)
+            shards_NS = torch.where(slots.kept_NS, shards_NS, -1)
+        to_ranks, to_nodes, to_shards, in_rank, _ = self.buffer.get_dispatch_layout(shards_NS, self.shards)
         return DispatchPlan(
             way={
-                "topk_idx": seats_NS,
+                "topk_idx": shards_NS,
                 "num_tokens_per_rank": to_ranks,
                 "num_tokens_per_rdma_rank": to_nodes,
-                "num_tokens_per_expert": to_seats,
+                "num_tokens_per_expert": to_shards,
                 "is_token_in_rank": in_rank,
             }
         )
 
-    def dispatch(self, x: Tensor, probs: Tensor, journey: DispatchPlan) -> tuple[Tensor, Tensor, DispatchPlan]:
-        used_here(*journey.way.values())
+    def dispatch(
+        self, x: Tensor, probs: Tensor, dispatch_plan: DispatchPlan
+    ) -> tuple[Tensor, Tensor, DispatchPlan]:
+        used_here(*dispatch_plan.way.values())
         probs_NS = probs.to(torch.float32).repeat_interleave(self.slices, dim=1)
         x_RC, probs_RS, experts_RS, counts, handle = _DeepEpDispatch.apply(
-            x, probs_NS, self.buffer, journey.way
+            x, probs_NS, self.buffer, dispatch_plan.way
         )
         arriving = order_by_expert(experts_RS, self.held, experts_RS >= 0, sum(counts))
         return x_RC, probs_RS, DispatchPlan(arriving=arriving, counts_E=arriving.counts_E, way=handle)
 
-    def combine(self, y: Tensor, journey: DispatchPlan) -> Tensor:
-        return _DeepEpCombine.apply(y, self.buffer, journey.way)
+    def combine(self, y: Tensor, dispatch_plan: DispatchPlan) -> Tensor:
+        return _DeepEpCombine.apply(y, self.buffer, dispatch_plan.way)
 
 
 def _buffer(group: Group, channels: int) -> Any:

@@ -1,11 +1,11 @@
 """Dispatch plan: how tokens reach experts on other ranks, and come back: as data, and what a dispatcher makes
 of it.
 
-Every expert has a *seat* on each rank that computes a slice of its ffn channels. Seats are numbered by rank:
-with E experts on a rank, rank r of `ep_etp` has the seats from r · E to r · E + E - 1. A slot goes to all seats
-of its expert, and what they return is summed.
+Every expert has an *expert shard* on each rank that computes a slice of its ffn channels. Expert shards are
+numbered by rank: with E experts on a rank, rank r of `ep_etp` has the expert shards from r · E to r · E + E -
+1. A slot goes to all expert shards of its expert, and what they return is summed.
 
-    mix       journey = dispatcher.journey(slots), then tokens are packed as they leave
+    mix       plan = dispatcher.dispatch_plan(slots), then tokens are packed as they leave
     dispatch  dispatcher.dispatch: communication, nothing else
     experts   rows are put in order by expert, computed, and put back as they came
     combine   dispatcher.combine: communication, nothing else
@@ -37,7 +37,7 @@ class Slots(NamedTuple):
     """The slots of this rank's tokens, and where they want to go."""
 
     experts_NS: Tensor
-    """Each slot's expert, or its seat."""
+    """Each slot's expert, or its expert shard."""
     kept_NS: Tensor | None = None
     """False where a slot goes nowhere. None where all are kept."""
     kept: int | None = None
@@ -45,16 +45,16 @@ class Slots(NamedTuple):
     places: RowPlaces | None = None
     """Where they are known, every expert's rows are padded to all of its places."""
 
-    def at_seats(self, held: int, slices: int) -> Slots:
-        """One slot for each seat, neighbours for the same expert. A rank has `held` experts, an expert
-        `slices` seats."""
+    def at_expert_shards(self, held: int, slices: int) -> Slots:
+        """One slot for each expert shard, neighbours for the same expert. A rank has `held` experts, an expert
+        `slices` expert shards."""
         if slices == 1:
             return self
         experts_NS1 = self.experts_NS[..., None]
         slice_s = torch.arange(slices, device=experts_NS1.device)
-        seats_NSs = (experts_NS1 // held * slices + slice_s) * held + experts_NS1 % held
+        shards_NSs = (experts_NS1 // held * slices + slice_s) * held + experts_NS1 % held
         return Slots(
-            seats_NSs.flatten(1),
+            shards_NSs.flatten(1),
             None if self.kept_NS is None else self.kept_NS.repeat_interleave(slices, dim=1),
             None if self.kept is None else self.kept * slices,
             self.places,
@@ -83,8 +83,8 @@ class DispatchPlan(NamedTuple):
 
 
 def used_here(*tensors: Tensor | None) -> None:
-    """Parts of a journey that another stream may have made are used on this one: their memory stays until that
-    is done."""
+    """Parts of a dispatch plan that another stream may have made are used on this one: their memory stays until
+    that is done."""
     for tensor in tensors:
         if tensor is not None and tensor.is_cuda:
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
@@ -94,15 +94,17 @@ class Dispatcher(Protocol):
     """Brings rows to the ranks of their experts and back. One object serves all layers, and keeps nothing of
     any micro-batch."""
 
-    def journey(self, slots: Slots) -> DispatchPlan:
+    def dispatch_plan(self, slots: Slots) -> DispatchPlan:
         """Where everything goes. Ranks may tell one another counts and choices."""
         ...
 
-    def dispatch(self, x: Tensor, probs: Tensor, journey: DispatchPlan) -> tuple[Tensor, Tensor, DispatchPlan]:
-        """From rows and probabilities as they leave to those that arrive. The journey is complete from here on:
-        some dispatchers know only now what arrives."""
+    def dispatch(
+        self, x: Tensor, probs: Tensor, dispatch_plan: DispatchPlan
+    ) -> tuple[Tensor, Tensor, DispatchPlan]:
+        """From rows and probabilities as they leave to those that arrive. The dispatch plan is complete from
+        here on: some dispatchers know only now what arrives."""
         ...
 
-    def combine(self, y: Tensor, journey: DispatchPlan) -> Tensor:
+    def combine(self, y: Tensor, dispatch_plan: DispatchPlan) -> Tensor:
         """From rows as they were when they arrived to those that return."""
         ...

@@ -30,8 +30,9 @@ SHARD_DIMS = MappingProxyType({"w_in_EFGC": 1, "w_down_ECF": 2, "b_in_EFG": 1, "
 """The dim of each weight that ranks with the same experts share where weights are sharded: never that of the
 experts, of which a rank may hold fewer than there are such ranks."""
 
-DRAWERS = MappingProxyType({"w_in_EFGC": "in", "w_down_ECF": "down", "b_in_EFG": "in", "b_down_EC": "down"})
-"""The drawer of a sink that the gradient of each weight goes into, where a schedule adds them in two goes."""
+BUCKETS = MappingProxyType({"w_in_EFGC": "in", "w_down_ECF": "down", "b_in_EFG": "in", "b_down_EC": "down"})
+"""The bucket of a wgrad store that the gradient of each weight goes into, where a schedule adds them in two
+goes."""
 
 
 class Experts(Delaying, Recomputing):
@@ -72,8 +73,8 @@ class Experts(Delaying, Recomputing):
 
     def _computed(self, counts_E: Tensor, x_MC: Tensor, probs_M: Tensor) -> Tensor:
         added = self.etp.rank == 0
-        if self.sink is not None:
-            self.sink.sort({each: DRAWERS[name] for name, each in self.named_parameters(recurse=False)})
+        if self.wgrad_store is not None:
+            self.wgrad_store.sort({each: BUCKETS[name] for name, each in self.named_parameters(recurse=False)})
         y_MC = self.grouped_mlp(
             x_MC,
             probs_M,
@@ -84,12 +85,12 @@ class Experts(Delaying, Recomputing):
             glu=self.shape.glu,
             b_in_EFG=self.b_in_EFG,
             b_down_EC=self.b_down_EC if added else None,
-            sink=self.sink,
+            wgrad_store=self.wgrad_store,
         )
         if added or self.b_down_EC is None:
             return y_MC
         in_place = isinstance(self.grouped_mlp, WritesInPlace)
-        beside: Tensor = _AddedElsewhere.apply(self.sink, in_place, self.b_down_EC, y_MC)
+        beside: Tensor = _AddedElsewhere.apply(self.wgrad_store, in_place, self.b_down_EC, y_MC)
         return beside
 
     def canonical(self) -> dict[str, Canonical]:
@@ -163,8 +164,10 @@ class _AddedElsewhere(torch.autograd.Function):
     those of the other weights go, so that all have one dtype."""
 
     @staticmethod
-    def forward(ctx: Any, sink: DelayedWgrad | None, in_place: bool, bias_EC: Tensor, y_MC: Tensor) -> Tensor:
-        ctx.sink, ctx.in_place, ctx.bias = sink, in_place, bias_EC
+    def forward(
+        ctx: Any, wgrad_store: DelayedWgrad | None, in_place: bool, bias_EC: Tensor, y_MC: Tensor
+    ) -> Tensor:
+        ctx.wgrad_store, ctx.in_place, ctx.bias = wgrad_store, in_place, bias_EC
         return y_MC.view_as(y_MC)
 
     @staticmethod
@@ -172,4 +175,4 @@ class _AddedElsewhere(torch.autograd.Function):
         gradient = zeros(ctx.bias)
         product = gradient if ctx.in_place else gradient.__call__
         needed = ctx.needs_input_grad[2]
-        return None, None, left(ctx.sink, ctx.bias, product) if needed else None, grads[0]
+        return None, None, left(ctx.wgrad_store, ctx.bias, product) if needed else None, grads[0]

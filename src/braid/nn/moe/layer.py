@@ -1,11 +1,11 @@
 """The parts of the layer `E`, put together. A block runs them in its phases:
 
-    mix       routing = moe.router(x_NC, tokens); journey = moe.journey(routing, tokens)
-              rows, probs = moe.pack(x_NC, routing.probs_NS, journey); shared_BtC = moe.shared_output(x_BtC)
-    dispatch  rows, probs, journey = moe.dispatcher.dispatch(rows, probs, journey)
-    experts   rows = moe.visit(rows, probs, journey)
-    combine   rows = moe.dispatcher.combine(rows, journey)
-    post      y_NC = moe.unpack(rows, journey), plus shared
+    mix       routing = moe.router(x_NC, tokens); plan = moe.dispatch_plan(routing, tokens)
+              rows, probs = moe.pack(x_NC, routing.probs_NS, plan); shared_BtC = moe.shared_output(x_BtC)
+    dispatch  rows, probs, plan = moe.dispatcher.dispatch(rows, probs, plan)
+    experts   rows = moe.visit(rows, probs, plan)
+    combine   rows = moe.dispatcher.combine(rows, plan)
+    post      y_NC = moe.unpack(rows, plan), plus shared
 
 Router and shared expert see all hidden channels; with a latent, routed experts see its channels alone.
 
@@ -105,42 +105,42 @@ class Moe(nn.Module):
 
     # -------------------------------------------------------------------------------------- parts
 
-    def journey(self, routing: Routing, tokens: Tokens, *, replayed: bool = False) -> DispatchPlan:
+    def dispatch_plan(self, routing: Routing, tokens: Tokens, *, replayed: bool = False) -> DispatchPlan:
         """Where each slot goes. Decisions that are replayed may have been made under another capacity: how many
         rows they keep is for them to say."""
         shape, (experts_NS, _, kept_NS) = self.shape, routing.choice
         slots = Slots(experts_NS, kept_NS)
         if replayed:
-            return self.dispatcher.journey(slots)
+            return self.dispatcher.dispatch_plan(slots)
         if shape.capacity_factor is None or not tokens.training:
-            return self.dispatcher.journey(slots._replace(kept=tokens.count * shape.top_k))
+            return self.dispatcher.dispatch_plan(slots._replace(kept=tokens.count * shape.top_k))
         if shape.pad_to_capacity:
             slots = slots._replace(places=RowPlaces(tokens.rows, self._capacity(tokens)))
-        return self.dispatcher.journey(slots)
+        return self.dispatcher.dispatch_plan(slots)
 
     def _capacity(self, tokens: Tokens) -> int:
         """The most rows that an expert can have of one sequence's tokens on this rank."""
         return min(tokens.row_tokens, capacity(self.shape, tokens.row_tokens * self.groups.tp_cp.size))
 
-    def pack(self, x_NC: Tensor, probs_NS: Tensor, journey: DispatchPlan) -> tuple[Tensor, Tensor]:
+    def pack(self, x_NC: Tensor, probs_NS: Tensor, dispatch_plan: DispatchPlan) -> tuple[Tensor, Tensor]:
         """What travels to routed experts, as it leaves: rows, and probabilities."""
         x_NL = x_NC if self.latent is None else self.latent.down(x_NC)
-        if journey.leaving is None:
+        if dispatch_plan.leaving is None:
             return x_NL, probs_NS
-        return dispatch(x_NL, probs_NS, journey.leaving, self.permute)
+        return dispatch(x_NL, probs_NS, dispatch_plan.leaving, self.permute)
 
-    def visit(self, rows: Tensor, probs: Tensor, journey: DispatchPlan) -> Tensor:
+    def visit(self, rows: Tensor, probs: Tensor, dispatch_plan: DispatchPlan) -> Tensor:
         """What this rank's experts make of the rows that have arrived, in the order in which they came."""
-        assert journey.counts_E is not None
-        if journey.arriving is None:
-            return self.experts(rows, probs, journey.counts_E)
-        used_here(journey.arriving.slot_M, journey.arriving.row_NS, journey.arriving.counts_E)
-        rows, probs = dispatch(rows, probs, journey.arriving, self.permute)
-        return combine(self.experts(rows, probs, journey.counts_E), journey.arriving, self.permute)
+        assert dispatch_plan.counts_E is not None
+        if dispatch_plan.arriving is None:
+            return self.experts(rows, probs, dispatch_plan.counts_E)
+        used_here(dispatch_plan.arriving.slot_M, dispatch_plan.arriving.row_NS, dispatch_plan.arriving.counts_E)
+        rows, probs = dispatch(rows, probs, dispatch_plan.arriving, self.permute)
+        return combine(self.experts(rows, probs, dispatch_plan.counts_E), dispatch_plan.arriving, self.permute)
 
-    def unpack(self, rows: Tensor, journey: DispatchPlan) -> Tensor:
+    def unpack(self, rows: Tensor, dispatch_plan: DispatchPlan) -> Tensor:
         """What has returned, summed for each token, as hidden channels."""
-        y_NL = rows if journey.leaving is None else combine(rows, journey.leaving, self.permute)
+        y_NL = rows if dispatch_plan.leaving is None else combine(rows, dispatch_plan.leaving, self.permute)
         return y_NL if self.latent is None else self.latent.up(y_NL)
 
     def shared_output(self, x_BtC: Tensor) -> Tensor | None:

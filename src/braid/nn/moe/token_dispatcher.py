@@ -24,24 +24,24 @@ def choose(
     shape: architecture.Moe, hidden: int, groups: Groups = Groups(), asked: Asked = "auto"
 ) -> KernelChoice[Dispatcher]:
     """The dispatcher for all layers of a model. A process that has all experts needs none."""
-    seating: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "group": groups.ep_etp,
         "travel": groups.travel,
         "held": shape.experts // groups.ep.size,
         "slices": groups.etp.size,
     }
     if groups.ep_etp.size == 1:
-        return _choice("local", AllToAll(**seating), "every rank has all experts")
+        return _choice("local", AllToAll(**arguments), "every rank has all experts")
     if asked == "deep_ep":
-        return _choice("deep_ep", DeepEp(**seating, channels=shape.latent or hidden), "it was asked for")
+        return _choice("deep_ep", DeepEp(**arguments, channels=shape.latent or hidden), "it was asked for")
     if asked == "all_gather":
-        return _choice("all_gather", AllGather(**seating), "it was asked for")
+        return _choice("all_gather", AllGather(**arguments), "it was asked for")
     if asked == "all_to_all":
-        return _choice("all_to_all", AllToAll(**seating), "it was asked for")
+        return _choice("all_to_all", AllToAll(**arguments), "it was asked for")
     if groups.ep.size == 1:
         reason = "every rank has a slice of every expert, so a token need not travel once for each of its slots"
-        return _choice("all_gather", AllGather(**seating), reason)
-    return _choice("all_to_all", AllToAll(**seating), "a token need not travel to ranks without its experts")
+        return _choice("all_gather", AllGather(**arguments), reason)
+    return _choice("all_to_all", AllToAll(**arguments), "a token need not travel to ranks without its experts")
 
 
 def problems(
