@@ -85,7 +85,9 @@ class Yarn:
         yield from validators.at_least(f"{at}.factor", self.factor, 1)
         yield from validators.at_least(f"{at}.original_tokens", self.original_tokens, 1)
         yield from validators.above(f"{at}.beta_slow", self.beta_slow, 0)
-        yield from validators.above(f"{at}.beta_fast", self.beta_fast, self.beta_slow)
+        # Over rotations the ramp divides by the difference; over channels the ramp may be empty (Kimi-K2).
+        higher = validators.above if self.ramp == "rotations" else validators.at_least
+        yield from higher(f"{at}.beta_fast", self.beta_fast, self.beta_slow)
         yield from validators.at_least(f"{at}.mscale", self.mscale, 0)
         yield from validators.at_least(f"{at}.mscale_all_dim", self.mscale_all_dim, 0)
 

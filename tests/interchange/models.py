@@ -77,6 +77,10 @@ CONFIGS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "mlp_only_layers": [1],
         },
     ),
+    "mistral, window": (
+        "Mistral",
+        {**TINY, **HEADS, "intermediate_size": 41, "num_hidden_layers": 2, "sliding_window": 7},
+    ),
     "mixtral": (
         "Mixtral",
         {**TINY, **HEADS, "intermediate_size": 41, "num_local_experts": 5, "num_hidden_layers": 2},
@@ -123,6 +127,23 @@ CONFIGS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "moe_intermediate_size": 11,
             "moe_shared_expert_intermediate_size": 9,
             "moe_latent_size": 8,
+        },
+    ),
+    "bamba": (
+        "Bamba",
+        {
+            **TINY,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 5,
+            "intermediate_size": 41,
+            "num_hidden_layers": 3,
+            "attn_layer_indices": [1],
+            "mamba_n_heads": 6,
+            "mamba_n_groups": 3,
+            "mamba_d_state": 7,
+            "mamba_chunk_size": 8,
+            "pad_token_id": None,
+            "rope_parameters": {"rope_theta": 100.0, "rope_type": "default", "partial_rotary_factor": 0.34},
         },
     ),
     "qwen3_next": (
@@ -194,6 +215,38 @@ CONFIGS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
                 "mscale_all_dim": 1.2,
                 "original_max_position_embeddings": 16,
                 "beta_fast": 4.0,
+                "beta_slow": 1.0,
+            },
+        },
+    ),
+    "kimi_k2, beta_fast = beta_slow": (
+        "DeepseekV3",
+        {
+            **TINY,
+            "intermediate_size": 41,
+            "moe_intermediate_size": 11,
+            "n_routed_experts": 6,
+            "n_group": 1,
+            "topk_group": 1,
+            "num_experts_per_tok": 3,
+            "n_shared_experts": 1,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 5,
+            "q_lora_rank": 13,
+            "kv_lora_rank": 9,
+            "qk_nope_head_dim": 7,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 5,
+            "num_hidden_layers": 2,
+            "first_k_dense_replace": 1,
+            "rope_parameters": {
+                "rope_theta": 50.0,
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "original_max_position_embeddings": 16,
+                "beta_fast": 1.0,
                 "beta_slow": 1.0,
             },
         },
@@ -275,7 +328,9 @@ def model_type(case: str) -> str:
 
 def our_shape(case: str, theirs: nn.Module) -> architecture.Model:
     """What braid makes of the configuration, as it would be in config.json."""
-    return shape_of(family_of(model_type(case)), theirs.config.to_diff_dict())
+    # transformers ignores `time_step_limit` of Nemotron-H, which braid honours where a file has it.
+    config = {name: value for name, value in theirs.config.to_diff_dict().items() if name != "time_step_limit"}
+    return shape_of(family_of(model_type(case)), config)
 
 
 def our_model(shape: architecture.Model, weights: Mapping[str, Tensor], dtype: torch.dtype) -> LanguageModel:

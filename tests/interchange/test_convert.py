@@ -114,7 +114,7 @@ def test_patterns_without_a_place_are_refused(model_type: str, form: str, patter
 
 @pytest.mark.parametrize("name", ["lama", "gpt2"])
 def test_an_unknown_family_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match="there is no adapter"):
+    with pytest.raises(ConfigError, match="braid has no adapter"):
         adapter_for(name)
     with pytest.raises(ConfigError, match="has no form"):
         adapter_for("llama", "stacked")
@@ -178,3 +178,11 @@ def test_depths_of_the_hub_are_read_when_asked_for_and_else_left_alone() -> None
         assert convert(theirs, adapter, alone, "to_ours").keys() == {
             n for n in ours if not n.startswith("mtp.")
         }
+
+
+def test_tensors_without_entries_need_no_place() -> None:
+    """transformers saves shared experts of width 0 where a model has none."""
+    shape, ours = weights("[*-][*-]", tied=False)
+    theirs = dict(convert(ours, LLAMA, shape, "to_theirs"))
+    empty = {"model.layers.0.mlp.shared_experts.up_proj.weight": torch.empty(0, 3)}
+    assert convert(theirs | empty, LLAMA, shape, "to_ours").keys() == ours.keys()

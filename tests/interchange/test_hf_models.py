@@ -58,7 +58,7 @@ def test_there_and_back_is_the_identity_on_every_tensor(
         assert torch.equal(tensor, theirs[name]), name
 
 
-@pytest.mark.parametrize("case", CONFIGS)
+@pytest.mark.parametrize("case", [case for case in CONFIGS if model_type(case) != "kimi_k2"])
 def test_transformers_reads_what_braid_writes(case: str, tmp_path: Path) -> None:
     import transformers
 

@@ -112,7 +112,7 @@ def _source(folder: Path, chosen: ImportOptions, outlines: Mapping[str, Tensor])
     else:
         if chosen.recipe is not None or chosen.interleave:
             raise ConfigError(f"{folder / CONFIG} has the shape: --recipe and --interleave are for {MEGATRON}")
-        family, shape = described(folder, mtp_depths=chosen.mtp_depths)
+        family, shape, *_ = described(folder, mtp_depths=chosen.mtp_depths)
         adapter = reader_of(family)
         tokenizer, tokenizer_file = _tokenizer_of(folder, chosen.out, "bytes")
         run = _run_of(shape, tokenizer_file, _dtype_of(outlines))

@@ -7,7 +7,7 @@ name: those that are missing, those that are too many, and copies that differ fr
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from math import prod
 from typing import Literal
@@ -95,14 +95,16 @@ def _theirs(tensors: Mapping[str, Tensor], link: NameLink) -> Tensor:
 
 
 def name_faults(
-    tensors: Collection[str], table: Sequence[NameLink], adapter: Adapter, shape: Model
+    tensors: Mapping[str, Tensor], table: Sequence[NameLink], adapter: Adapter, shape: Model
 ) -> list[str]:
-    """Every name of the table that is missing, and every one besides that has no place."""
+    """Every name of the table that is missing, and every one besides that has no place. transformers saves
+    modules of width 0, such as no shared experts, as tensors without entries: these need no place."""
     allowed = {name for each in _spellings(adapter) for name in copies(each, shape)}
     unread = {pattern for each in _spellings(adapter) for pattern in ignored(each, shape, tensors)}
     held = {name for name in tensors if not any(re.fullmatch(pattern, name) for pattern in unread)}
     wanted = {link.theirs for link in table}
-    return _differences(held - (allowed - wanted), wanted)
+    empty = {name for name in held - wanted - allowed if tensors[name].numel() == 0}
+    return _differences(held - empty - (allowed - wanted), wanted)
 
 
 def _differences(held: Set[str], wanted: Set[str]) -> list[str]:

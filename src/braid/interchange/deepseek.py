@@ -1,4 +1,4 @@
-"""DeepSeek-V3: latent attention, mixtures with shared experts, one depth of multi-token prediction."""
+"""DeepSeek-V3 and Kimi-K2: latent attention, experts with shared ones, one depth of multi-token prediction."""
 
 from __future__ import annotations
 
@@ -70,7 +70,12 @@ ROUTER: tuple[TableRow, ...] = (
     *rows("post_attention_layernorm.weight", "moe.norm.weight"),
     *rows("mlp.gate.weight", "moe.router.weight"),
     *rows("mlp.gate.e_score_correction_bias", "moe.router.bias"),
-    *rows("mlp.shared_experts.{}_proj.weight", "moe.shared.{}.weight", "gate up down"),
+    *rows(
+        "mlp.shared_experts.{}_proj.weight",
+        "moe.shared.{}.weight",
+        "gate up down",
+        when=lambda m: m.moe.shared_ffn,
+    ),
 )
 MOE_HUB: tuple[TableRow, ...] = (
     *ROUTER,
@@ -92,9 +97,9 @@ DEPTHS = Depths(
 )
 
 
-def _adapter(moe: tuple[TableRow, ...]) -> Adapter:
+def _adapter(name: str, moe: tuple[TableRow, ...]) -> Adapter:
     return Adapter(
-        name="deepseek_v3",
+        name=name,
         counting="pair",
         prefix=LAYER,
         ends=ends(EMBEDDING, rows("model.norm.weight", "final_norm.weight")),
@@ -159,19 +164,20 @@ def _read_attention(settings: Settings, heads: int) -> LatentAttention:
 
 
 def _write(shape: Model) -> dict[str, Any]:
-    latent, moe = needed(shape.latent_attention, "latent_attention"), needed(shape.moe, "moe")
+    latent = needed(shape.latent_attention, "latent_attention")
     layout = parse(shape.pattern)
     dense = sum(layer.kind is Kind.MLP for layer in layout.layers)
+    settings = {} if shape.mlp is None else {"intermediate_size": shape.mlp.ffn}
+    if (moe := shape.moe) is not None:
+        settings |= {**write_sigmoid_router(moe), "n_shared_experts": moe.shared_ffn // moe.ffn}
     return {
         **write_model(shape),
-        **write_sigmoid_router(moe),
+        **settings,
         "hidden_act": "silu",
         "num_attention_heads": latent.heads,
         "num_key_value_heads": latent.heads,
         "num_hidden_layers": len(layout.layers) // 2,
         "first_k_dense_replace": dense,
-        "intermediate_size": (shape.mlp or Mlp(ffn=moe.ffn)).ffn,
-        "n_shared_experts": moe.shared_ffn // moe.ffn,
         "q_lora_rank": latent.q_rank,
         "kv_lora_rank": latent.kv_rank,
         "qk_nope_head_dim": latent.nope_dim,
@@ -183,14 +189,15 @@ def _write(shape: Model) -> dict[str, Any]:
     }
 
 
-FAMILIES = (
+FAMILIES = tuple(
     ModelFamily(
-        model_type="deepseek_v3",
+        model_type=model_type,
         architecture="DeepseekV3ForCausalLM",
-        hub=_adapter(MOE_HUB),
-        memory=_adapter((*ROUTER, *STACKED_EXPERTS)),
+        hub=_adapter(model_type, MOE_HUB),
+        memory=_adapter(model_type, (*ROUTER, *STACKED_EXPERTS)),
         read=_read,
         write=_write,
         depth="+E",
-    ),
+    )
+    for model_type in ("deepseek_v3", "kimi_k2")
 )

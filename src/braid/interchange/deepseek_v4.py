@@ -179,7 +179,8 @@ def _read(settings: Settings) -> Model:
     for name in ("attention_dropout", "router_jitter_noise"):
         settings.only(name, 0.0, 0, default=0.0)
     settings.unused("num_nextn_predict_layers")
-    _refuse_quantized(settings)
+    if (dtype := settings.maybe_text("expert_dtype")) is not None:
+        settings.refuse("expert_dtype", dtype, "braid reads no such experts: dequantise them to bfloat16 first")
     layers = settings.integer("num_hidden_layers")
     _refuse_hash_routing(settings, layers)
     return Model(
@@ -193,13 +194,6 @@ def _read(settings: Settings) -> Model:
         ),
         **read_model(settings),
     )
-
-
-def _refuse_quantized(settings: Settings) -> None:
-    method = settings.table("quantization_config").get("quant_method")
-    for name, value in (("quantization_config", method), ("expert_dtype", settings.maybe_text("expert_dtype"))):
-        if value is not None:
-            settings.refuse(name, value, "braid reads no quantized weights: have them made bfloat16 first")
 
 
 def _refuse_hash_routing(settings: Settings, layers: int) -> None:
@@ -306,6 +300,7 @@ FAMILIES = (
     ModelFamily(
         model_type="deepseek_v4",
         architecture="DeepseekV4LatentForCausalLM",
+        also=("DeepseekV4ForCausalLM",),
         hub=HUB,
         memory=MEMORY,
         read=_read,

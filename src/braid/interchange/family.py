@@ -19,6 +19,8 @@ class ModelFamily:
     model_type: str
     architecture: str
     """The class of transformers that config.json names."""
+    also: tuple[str, ...] = ()
+    """Other classes with the same weights and a language-model head."""
     hub: Adapter
     """The table of files on the hub: one tensor per expert."""
     memory: Adapter

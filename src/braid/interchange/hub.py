@@ -4,30 +4,31 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from braid.architecture import SHAPE_OF, Model
 from braid.errors import ConfigError
-from braid.interchange import deepseek, deepseek_v4, llama, mamba, megatron, qwen3_next
+from braid.interchange import bamba, deepseek, deepseek_v4, llama, mamba, megatron, qwen3_next
 from braid.interchange.convert import Lazy, convert
 from braid.interchange.family import ModelFamily
 from braid.interchange.files import CONFIG, SafetensorsFolder, read_json, write_folder
+from braid.interchange.quantized import Dequantized, Quantization, read_quantization
 from braid.interchange.settings import Settings
 from braid.interchange.tables import Adapter, check_fit, folded, links
 from braid.interchange.trained import targets, to_ours, to_theirs
 from braid.pattern import parse
-from braid.validators import nearest
 
 FAMILIES = (
     *llama.FAMILIES,
     *mamba.FAMILIES,
+    *bamba.FAMILIES,
     *qwen3_next.FAMILIES,
     *deepseek.FAMILIES,
     *deepseek_v4.FAMILIES,
@@ -57,10 +58,7 @@ def family_of(model_type: str) -> ModelFamily:
     """The family with this `model_type`."""
     families = {family.model_type: family for family in FAMILIES}
     if model_type not in families:
-        raise ConfigError(
-            f"there is no adapter for the model_type {model_type!r}{nearest(model_type, families)}\n"
-            f"known: {', '.join(families)}"
-        )
+        raise ConfigError(f"braid has no adapter for model_type {model_type!r}\n  known  {', '.join(families)}")
     return families[model_type]
 
 
@@ -95,22 +93,46 @@ def from_hf(folder: Path, *, mtp_depths: int = 0) -> tuple[Model, Mapping[str, T
 
     Multi-token prediction is left out unless `mtp_depths` says how many depths the files hold.
     """
-    family, shape = described(folder, mtp_depths=mtp_depths)
-    files = SafetensorsFolder(folder)
-    return shape, to_ours(files, reader_of(family), shape, outlines=files.outlines()).tensors
+    read = described(folder, mtp_depths=mtp_depths)
+    files = read.stored(folder)
+    return read.shape, to_ours(files, reader_of(read.family), read.shape, outlines=files.outlines()).tensors
 
 
-def described(folder: Path, *, mtp_depths: int = 0) -> tuple[ModelFamily, Model]:
-    """The family and the shape that the config.json of a folder tells."""
+class HubConfig(NamedTuple):
+    """What a config.json says."""
+
+    family: ModelFamily
+    shape: Model
+    quantization: Quantization | None
+    notes: tuple[str, ...]
+    """What a user should know about settings that are accepted."""
+
+    def stored(self, folder: Path) -> SafetensorsFolder | Dequantized:
+        """The weights of the folder, widened if they are quantised."""
+        files = SafetensorsFolder(folder)
+        return files if self.quantization is None else Dequantized(files, self.quantization)
+
+
+def described(folder: Path, *, mtp_depths: int = 0, ignore: Collection[str] = ()) -> HubConfig:
+    """What the config.json of a folder describes. `ignore` names settings to leave unread."""
     config = read_json(folder / CONFIG, ConfigError)
-    family = family_of(str(config.get("model_type")))
-    return family, shape_of(family, config, mtp_depths=mtp_depths)
+    return read_config(config, mtp_depths=mtp_depths, ignore=ignore)
 
 
 def shape_of(family: ModelFamily, config: Mapping[str, Any], *, mtp_depths: int = 0) -> Model:
     """The shape that a config.json describes, or an error with every reason why braid cannot express it."""
-    settings = Settings(config)
+    return read_config({**config, "model_type": family.model_type}, mtp_depths=mtp_depths).shape
+
+
+def read_config(config: Mapping[str, Any], *, mtp_depths: int = 0, ignore: Collection[str] = ()) -> HubConfig:
+    family = family_of(str(config.get("model_type")))
+    settings = Settings(config, ignore=ignore)
     shape = family.read(settings)
+    _check_architecture(settings, family, config.get("architectures"))
+    quantization = read_quantization(settings)
+    if (held := config.get("num_nextn_predict_layers")) and not mtp_depths:
+        remedy = f"--mtp-depths {held} keeps it" if family.depth else "braid has no names for it here"
+        settings.note(f"num_nextn_predict_layers = {held}: multi-token prediction is left out; {remedy}")
     if mtp_depths and not family.depth:
         settings.refuse("mtp_depths", mtp_depths, f"{family.model_type} has none")
     settings.close(family.model_type)
@@ -118,7 +140,14 @@ def shape_of(family: ModelFamily, config: Mapping[str, Any], *, mtp_depths: int 
     problems = list(shape.problems("model"))
     if problems:
         raise ConfigError(problems)
-    return shape
+    return HubConfig(family, shape, quantization, tuple(settings.notes))
+
+
+def _check_architecture(settings: Settings, family: ModelFamily, named: Any) -> None:
+    """Refuse a model that has no language-model head: a reward model or a classifier of the same family."""
+    if named is None or family.architecture in named or any(name in named for name in family.also):
+        return
+    settings.refuse("architectures", named, f"braid reads language models, here {family.architecture}")
 
 
 # ------------------------------------------------------------------------------------------------ out

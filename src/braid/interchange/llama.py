@@ -1,4 +1,4 @@
-"""Llama, Qwen3, Qwen3-MoE and Mixtral: softmax attention, then an MLP or a mixture, in every layer."""
+"""Llama, Mistral, Qwen3, Qwen3-MoE and Mixtral: softmax attention, then an MLP or a mixture, in every layer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from braid.architecture import Attention, Mlp, Model, Moe
 from braid.interchange.family import ModelFamily, ends, head_copy, needed, read_model, write_model
 from braid.interchange.moves import Move, joined
 from braid.interchange.rope import read_rope, write_rope
-from braid.interchange.settings import Settings
+from braid.interchange.settings import MISSING, Missing, Settings
 from braid.interchange.tables import Adapter, Shape, TableRow, rows
 from braid.pattern import Kind, parse
 
@@ -84,16 +84,24 @@ def adapter(name: str, **layers: tuple[TableRow, ...]) -> Adapter:
 
 
 def read_attention(
-    settings: Settings, *, head_dim: int | None, base: float = 1e4, fraction: float | None = None, **fields: Any
+    settings: Settings,
+    *,
+    heads: int | Missing = MISSING,
+    kv_heads: int | None = None,
+    head_dim: int | None,
+    base: float = 1e4,
+    fraction: float | None = None,
+    **fields: Any,
 ) -> Attention:
-    """`head_dim` and `base` are the family's defaults; without the first, hidden channels are divided by heads.
-    So is `fraction`, the share of channels that turn; None is for families that turn all."""
-    heads, hidden = settings.integer("num_attention_heads"), settings.integer("hidden_size")
+    """The family's defaults apply to what a file does not set: without `kv_heads` there are as many as heads,
+    without `head_dim` the hidden channels are divided by heads. `fraction` is the share of channels that RoPE
+    rotates; None is for families that rotate all."""
+    heads, hidden = settings.integer("num_attention_heads", heads), settings.integer("hidden_size")
     rope = read_rope(settings, base=base, fraction=1.0 if fraction is None else fraction)
     if fraction is None and rope.fraction != 1:
         settings.refuse("partial_rotary_factor", rope.fraction, "all channels turn in this family")
     settings.only("attention_dropout", 0.0, 0, None, default=0.0)
-    kv_heads = settings.maybe_integer("num_key_value_heads")
+    kv_heads = settings.maybe_integer("num_key_value_heads", kv_heads)
     wide = settings.maybe_integer("head_dim", head_dim)
     return Attention(
         heads=heads,
@@ -118,6 +126,8 @@ def write_attention(shape: Model) -> dict[str, Any]:
 
 def _read_llama(settings: Settings) -> Model:
     settings.only("hidden_act", "silu", default="silu")
+    settings.neutral("is_llama_config", True, False)
+    settings.neutral("rope_interleaved", False)
     return Model(
         pattern="[*-]" * settings.integer("num_hidden_layers"),
         attention=read_attention(settings, head_dim=None, bias=settings.flag("attention_bias", False)),
@@ -140,6 +150,29 @@ def _write_llama(shape: Model) -> dict[str, Any]:
     }
 
 
+def _read_mistral(settings: Settings) -> Model:
+    settings.only("hidden_act", "silu", default="silu")
+    return Model(
+        pattern="[*-]" * settings.integer("num_hidden_layers"),
+        attention=read_attention(
+            settings, kv_heads=8, head_dim=None, window=settings.maybe_integer("sliding_window", 4096)
+        ),
+        mlp=Mlp(ffn=settings.integer("intermediate_size")),
+        **read_model(settings),
+    )
+
+
+def _write_mistral(shape: Model) -> dict[str, Any]:
+    return {
+        **write_model(shape),
+        **write_attention(shape),
+        "hidden_act": "silu",
+        "num_hidden_layers": len(parse(shape.pattern).layers) // 2,
+        "intermediate_size": needed(shape.mlp, "mlp").ffn,
+        "sliding_window": needed(shape.attention, "attention").window,
+    }
+
+
 def _read_qwen3(settings: Settings) -> Model:
     settings.only("hidden_act", "silu", default="silu")
     layers = settings.integer("num_hidden_layers")
@@ -147,6 +180,7 @@ def _read_qwen3(settings: Settings) -> Model:
         pattern="[*-]" * layers,
         attention=read_attention(
             settings,
+            kv_heads=32,
             head_dim=128,
             qk_norm=True,
             bias=settings.flag("attention_bias", False),
@@ -214,6 +248,9 @@ def read_mlp(settings: Settings, pattern: str) -> Mlp | None:
 def _read_qwen3_moe(settings: Settings) -> Model:
     settings.only("hidden_act", "silu", default="silu")
     settings.unused("max_window_layers")
+    settings.neutral("qkv_bias", False)
+    settings.neutral("use_qk_norm", True, why="queries and keys have norms in this family")
+    settings.neutral("shared_expert_intermediate_size", 0, None, why="there is no shared expert in this family")
     window = settings.maybe_integer("sliding_window", 4096)
     experts = settings.maybe_integer("num_local_experts")
     named = settings.integer("num_experts", 128 if experts is None else experts)
@@ -224,6 +261,7 @@ def _read_qwen3_moe(settings: Settings) -> Model:
         pattern=pattern,
         attention=read_attention(
             settings,
+            kv_heads=4,
             head_dim=None,
             qk_norm=True,
             bias=settings.flag("attention_bias", False),
@@ -243,38 +281,49 @@ def _read_qwen3_moe(settings: Settings) -> Model:
 
 def _write_qwen3_moe(shape: Model) -> dict[str, Any]:
     attention = needed(shape.attention, "attention")
-    moe = needed(shape.moe, "moe")
     return {
         **write_model(shape),
         **write_attention(shape),
         "hidden_act": "silu",
         "num_hidden_layers": len(parse(shape.pattern).layers) // 2,
-        "intermediate_size": moe.ffn if shape.mlp is None else shape.mlp.ffn,
+        **write_sparse(shape),
         "attention_bias": attention.bias,
         "use_sliding_window": attention.window is not None,
         "sliding_window": attention.window,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": dense_layers(shape),
-        "num_experts": moe.experts,
-        "num_experts_per_tok": moe.top_k,
-        "moe_intermediate_size": moe.ffn,
-        "norm_topk_prob": moe.normalize_top_k,
     }
+
+
+def write_sparse(shape: Model) -> dict[str, Any]:
+    """Which layers have experts, and which; a model without any says nothing about them."""
+    settings: dict[str, Any] = {"decoder_sparse_step": 1, "mlp_only_layers": dense_layers(shape)}
+    if shape.mlp is not None:
+        settings["intermediate_size"] = shape.mlp.ffn
+    if shape.moe is not None:
+        settings |= {
+            "num_experts": shape.moe.experts,
+            "num_experts_per_tok": shape.moe.top_k,
+            "moe_intermediate_size": shape.moe.ffn,
+            "norm_topk_prob": shape.moe.normalize_top_k,
+        }
+    return settings
 
 
 def _read_mixtral(settings: Settings) -> Model:
     settings.only("hidden_act", "silu", default="silu")
-    settings.only("router_jitter_noise", 0.0, 0, default=0.0)
+    jitter = settings.number("router_jitter_noise", 0.0)
+    if jitter:
+        settings.note(f"router_jitter_noise = {jitter:g}: trained as moe.jitter, on the router's input alone")
     return Model(
         pattern="[*E]" * settings.integer("num_hidden_layers"),
         attention=read_attention(
-            settings, head_dim=None, base=1e6, window=settings.maybe_integer("sliding_window")
+            settings, kv_heads=8, head_dim=None, base=1e6, window=settings.maybe_integer("sliding_window")
         ),
         moe=Moe(
             experts=settings.integer("num_local_experts", 8),
             top_k=settings.integer("num_experts_per_tok", 2),
             ffn=settings.integer("intermediate_size"),
             aux_loss=0.0,
+            jitter=jitter,
         ),
         **read_model(settings, default_eps=1e-5),
     )
@@ -292,10 +341,12 @@ def _write_mixtral(shape: Model) -> dict[str, Any]:
         "sliding_window": attention.window,
         "num_local_experts": moe.experts,
         "num_experts_per_tok": moe.top_k,
+        "router_jitter_noise": moe.jitter,
     }
 
 
 _LLAMA = adapter("llama", ATTENTION=ATTENTION, MLP=MLP)
+_MISTRAL = adapter("mistral", ATTENTION=ATTENTION, MLP=MLP)
 _QWEN3 = adapter("qwen3", ATTENTION=ATTENTION, MLP=MLP)
 
 FAMILIES = (
@@ -306,6 +357,14 @@ FAMILIES = (
         memory=_LLAMA,
         read=_read_llama,
         write=_write_llama,
+    ),
+    ModelFamily(
+        model_type="mistral",
+        architecture="MistralForCausalLM",
+        hub=_MISTRAL,
+        memory=_MISTRAL,
+        read=_read_mistral,
+        write=_write_mistral,
     ),
     ModelFamily(
         model_type="qwen3",

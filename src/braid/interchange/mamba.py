@@ -11,7 +11,7 @@ from braid.errors import ConfigError
 from braid.interchange.family import ModelFamily, ends, head_copy, needed, read_model, write_model
 from braid.interchange.moves import Channelwise, Move, joined
 from braid.interchange.settings import Settings
-from braid.interchange.tables import Adapter, Shape, TableRow, named, rows
+from braid.interchange.tables import Adapter, Depths, Shape, TableRow, named, rows
 from braid.pattern import Kind, parse
 
 # ---------------------------------------------------------------------------------------------- tables
@@ -37,27 +37,36 @@ def _channels(mamba2: Mamba2) -> tuple[int, int, int]:
     return mamba2.heads * mamba2.head_dim, mamba2.groups * mamba2.state, mamba2.heads
 
 
-MAMBA2: tuple[TableRow, ...] = (
-    *rows("norm.weight", "mamba2.norm.weight"),
-    TableRow(theirs="mixer.in_proj.weight", ours=named("mamba2.{}.weight", "z x B C dt"), move=_projected),
-    TableRow(
-        theirs="mixer.in_proj.bias",
-        ours=named("mamba2.{}.bias", "z x B C dt"),
-        move=_projected,
-        when=lambda m: m.mamba2.bias,
-    ),
-    TableRow(theirs="mixer.conv1d.weight", ours=named("mamba2.conv.{}.weight", "x B C"), move=_convolved),
-    TableRow(
-        theirs="mixer.conv1d.bias",
-        ours=named("mamba2.conv.{}.bias", "x B C"),
-        move=_conv_biases,
-        when=lambda m: m.mamba2.conv_bias,
-    ),
-    *rows("mixer.{}", "mamba2.{}", "A_log D dt_bias"),
-    *rows("mixer.norm.weight", "mamba2.gate_norm.weight"),
-    *rows("mixer.out_proj.weight", "mamba2.o.weight"),
-    *rows("mixer.out_proj.bias", "mamba2.o.bias", when=lambda m: m.mamba2.bias),
-)
+def mamba2_rows(mixer: str, norm: str) -> tuple[TableRow, ...]:
+    """A Mamba-2 layer, under a family's names of its mixer and of the norm before it."""
+    return (
+        *rows(f"{norm}.weight", "mamba2.norm.weight"),
+        TableRow(
+            theirs=f"{mixer}.in_proj.weight", ours=named("mamba2.{}.weight", "z x B C dt"), move=_projected
+        ),
+        TableRow(
+            theirs=f"{mixer}.in_proj.bias",
+            ours=named("mamba2.{}.bias", "z x B C dt"),
+            move=_projected,
+            when=lambda m: m.mamba2.bias,
+        ),
+        TableRow(
+            theirs=f"{mixer}.conv1d.weight", ours=named("mamba2.conv.{}.weight", "x B C"), move=_convolved
+        ),
+        TableRow(
+            theirs=f"{mixer}.conv1d.bias",
+            ours=named("mamba2.conv.{}.bias", "x B C"),
+            move=_conv_biases,
+            when=lambda m: m.mamba2.conv_bias,
+        ),
+        *rows(f"{mixer}.{{}}", "mamba2.{}", "A_log D dt_bias"),
+        *rows(f"{mixer}.norm.weight", "mamba2.gate_norm.weight"),
+        *rows(f"{mixer}.out_proj.weight", "mamba2.o.weight"),
+        *rows(f"{mixer}.out_proj.bias", "mamba2.o.bias", when=lambda m: m.mamba2.bias),
+    )
+
+
+MAMBA2 = mamba2_rows("mixer", "norm")
 ATTENTION: tuple[TableRow, ...] = (
     *rows("norm.weight", "attention.norm.weight"),
     *rows("mixer.{}_proj.weight", "attention.{}.weight", "q k v o"),
@@ -89,7 +98,24 @@ MOE_MEMORY: tuple[TableRow, ...] = (
 )
 
 
-def _adapter(name: str, root: str, layers: Mapping[Kind, tuple[TableRow, ...]]) -> Adapter:
+DEPTH = "*E"
+DEPTHS = Depths(
+    prefix="mtp.layers.{inner}.",
+    rows=(
+        *rows(
+            "mtp.layers.0.{}.weight",
+            "{}.weight",
+            "enorm:embedding_norm hnorm:hidden_norm eh_proj:projection",
+        ),
+        *rows(f"mtp.layers.{len(DEPTH) - 1}.final_layernorm.weight", "final_norm.weight"),
+    ),
+    unread=r"mtp\..*",
+)
+
+
+def _adapter(
+    name: str, root: str, layers: Mapping[Kind, tuple[TableRow, ...]], depths: Depths | None = None
+) -> Adapter:
     embedding = f"{root}.embeddings.weight"
     return Adapter(
         name=name,
@@ -98,7 +124,7 @@ def _adapter(name: str, root: str, layers: Mapping[Kind, tuple[TableRow, ...]]) 
         ends=ends(embedding, rows(f"{root}.norm_f.weight", "final_norm.weight")),
         layers=MappingProxyType(layers),
         copies=head_copy(embedding),
-        ignored=(r"mtp\..*",),
+        depths=depths,
     )
 
 
@@ -140,12 +166,17 @@ def _limit(value: object) -> float | None:
 
 def _read_mamba2(settings: Settings) -> Model:
     settings.only("hidden_act", "silu", default="silu")
-    settings.unused(*TRAINING_ONLY, "time_step_min")
+    settings.unused(*TRAINING_ONLY, "time_step_min", "time_step_init_scheme", "time_step_scale")
+    settings.neutral("rms_norm", True)
+    if "norm_before_gate" in settings:
+        settings.unused("norm_before_gate")
+        settings.note("norm_before_gate is ignored, as transformers ignores it: the gate comes before the norm")
     heads, head_dim = settings.integer("num_heads", 128), settings.integer("head_dim", 64)
     hidden, expand = settings.integer("hidden_size"), settings.integer("expand", 2)
     if hidden * expand != heads * head_dim:
         settings.refuse("expand", expand, "hidden_size x expand must be num_heads x head_dim")
-    low, high = _read_limits(settings)
+    settings.repeats("intermediate_size", heads * head_dim, "num_heads x head_dim")
+    low, high = read_limits(settings)
     return Model(
         pattern="M" * settings.integer("num_hidden_layers"),
         mamba2=Mamba2(
@@ -164,7 +195,7 @@ def _read_mamba2(settings: Settings) -> Model:
     )
 
 
-def _read_limits(settings: Settings) -> tuple[float, float | None]:
+def read_limits(settings: Settings) -> tuple[float, float | None]:
     given = settings.pair("time_step_limit", (0.0, float("inf")))
     try:
         low, high = (_limit(value) for value in given)
@@ -191,13 +222,13 @@ def _write_mamba2(shape: Model) -> dict[str, Any]:
         "state_size": mamba2.state,
         "n_groups": mamba2.groups,
         "conv_kernel": mamba2.conv,
-        "time_step_limit": [mamba2.dt_min, _written(mamba2.dt_max)],
+        "time_step_limit": [mamba2.dt_min, written_limit(mamba2.dt_max)],
         "use_bias": mamba2.bias,
         "use_conv_bias": mamba2.conv_bias,
     }
 
 
-def _written(limit: float | None) -> object:
+def written_limit(limit: float | None) -> object:
     return {"__float__": "Infinity"} if limit is None else limit
 
 
@@ -206,13 +237,15 @@ def _read_nemotron_h(settings: Settings) -> Model:
     settings.only("mamba_hidden_act", "silu", default="silu")
     settings.only("attention_bias", False, default=False)
     settings.only("sliding_window", None, default=None)
-    settings.only("num_nextn_predict_layers", 0, default=0)
     for name in ("attention_dropout", "hidden_dropout"):
         settings.only(name, 0.0, 0, default=0.0)
-    # transformers takes time_step_min as the lower limit of the step and heeds none of these.
-    settings.unused(*TRAINING_ONLY, "time_step_limit", "expand", "num_hidden_layers", "mamba_proj_bias")
+    settings.unused(*TRAINING_ONLY, "expand", "num_hidden_layers", "mamba_proj_bias")
+    settings.unused("rope_theta", "partial_rotary_factor")  # attention has no RoPE
     settings.unused("use_mamba_kernels", "mamba_ssm_cache_dtype", "num_logits_to_keep", "num_query_groups")
-    settings.unused("moe_shared_expert_overlap", "n_shared_experts", "mtp_layers_block_type", "rms_norm_eps")
+    settings.unused("moe_shared_expert_overlap", "n_shared_experts", "rms_norm_eps")
+    _check_depth(settings)
+    eps = settings.number("layer_norm_epsilon", 1e-5)
+    settings.repeats("norm_eps", eps, "layer_norm_epsilon")
     activation = settings.only("mlp_hidden_act", "relu2", default="relu2")
     bias = settings.flag("mlp_bias", False)
     if bias and "E" in pattern:
@@ -220,19 +253,31 @@ def _read_nemotron_h(settings: Settings) -> Model:
     return Model(
         pattern=pattern,
         attention=_read_attention(settings),
-        mamba2=Mamba2(
-            heads=settings.integer("mamba_num_heads", 128),
-            head_dim=settings.integer("mamba_head_dim", 64),
-            state=settings.integer("ssm_state_size", 128),
-            groups=settings.integer("n_groups", 8),
-            conv=settings.integer("conv_kernel", 4),
-            dt_min=settings.number("time_step_min", 0.001),
-            bias=settings.flag("use_bias", False),
-            conv_bias=settings.flag("use_conv_bias", True),
-        ),
+        mamba2=_read_nemotron_mamba2(settings),
         mlp=Mlp(ffn=settings.integer("intermediate_size", 21504), activation=activation, bias=bias),
         moe=_read_moe(settings, activation),
         **read_model(settings, eps="layer_norm_epsilon", default_eps=1e-5),
+    )
+
+
+def _read_nemotron_mamba2(settings: Settings) -> Mamba2:
+    """The time step is clamped to `time_step_limit`, as in NVIDIA's own code and in vLLM. transformers ignores
+    that and clamps from below at `time_step_min`, which is followed where a file has no limit."""
+    state, groups = settings.integer("ssm_state_size", 128), settings.integer("n_groups", 8)
+    settings.repeats("mamba_state_dim", state, "ssm_state_size")
+    settings.repeats("mamba_num_groups", groups, "n_groups")
+    lowest = settings.number("time_step_min", 0.001)
+    low, high = read_limits(settings) if "time_step_limit" in settings else (lowest, None)
+    return Mamba2(
+        heads=settings.integer("mamba_num_heads", 128),
+        head_dim=settings.integer("mamba_head_dim", 64),
+        state=state,
+        groups=groups,
+        conv=settings.integer("conv_kernel", 4),
+        dt_min=low,
+        dt_max=high,
+        bias=settings.flag("use_bias", False),
+        conv_bias=settings.flag("use_conv_bias", True),
     )
 
 
@@ -245,6 +290,15 @@ def _read_pattern(settings: Settings) -> str:
     if foreign:
         settings.refuse("layers_block_type", foreign, f"braid has {', '.join(SYMBOLS)}")
     return "".join(symbol for symbol in symbols if symbol in WORDS)
+
+
+def _check_depth(settings: Settings) -> None:
+    """Refuse layers of an MTP depth for which braid has no names."""
+    depths = settings.integer("num_nextn_predict_layers", 0)
+    words, text = settings.names("mtp_layers_block_type"), settings.maybe_text("mtp_hybrid_override_pattern")
+    pattern = text if words is None else "".join(SYMBOLS.get(word, word) for word in words)
+    if depths and pattern not in (None, DEPTH):
+        settings.refuse("mtp_layers_block_type", words or text, "braid has one attention layer, then experts")
 
 
 def _read_attention(settings: Settings) -> Attention:
@@ -307,6 +361,8 @@ def _write_nemotron_h(shape: Model) -> dict[str, Any]:
         "layers_block_type": [WORDS[layer.kind.value] for layer in parse(shape.pattern).layers],
         "mamba_hidden_act": "silu",
         "mlp_hidden_act": "relu2",
+        "num_nextn_predict_layers": len(parse(shape.pattern).mtp),
+        "mtp_layers_block_type": [WORDS[symbol] for symbol in DEPTH],
     }
     if shape.attention is not None:
         settings |= {
@@ -321,7 +377,8 @@ def _write_nemotron_h(shape: Model) -> dict[str, Any]:
             "ssm_state_size": shape.mamba2.state,
             "n_groups": shape.mamba2.groups,
             "conv_kernel": shape.mamba2.conv,
-            "time_step_min": shape.mamba2.dt_min,
+            "time_step_limit": [shape.mamba2.dt_min, written_limit(shape.mamba2.dt_max)],
+            **({"time_step_min": shape.mamba2.dt_min} if shape.mamba2.dt_min else {}),
             "use_bias": shape.mamba2.bias,
             "use_conv_bias": shape.mamba2.conv_bias,
         }
@@ -349,9 +406,10 @@ FAMILIES = (
     ModelFamily(
         model_type="nemotron_h",
         architecture="NemotronHForCausalLM",
-        hub=_adapter("nemotron_h", "backbone", {**_MIXERS, Kind.MOE: MOE_HUB}),
-        memory=_adapter("nemotron_h", "model", {**_MIXERS, Kind.MOE: MOE_MEMORY}),
+        hub=_adapter("nemotron_h", "backbone", {**_MIXERS, Kind.MOE: MOE_HUB}, DEPTHS),
+        memory=_adapter("nemotron_h", "model", {**_MIXERS, Kind.MOE: MOE_MEMORY}, DEPTHS),
         read=_read_nemotron_h,
         write=_write_nemotron_h,
+        depth=DEPTH,
     ),
 )

@@ -6,16 +6,16 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from braid.architecture import DeltaNet, Mlp, Model, Moe
-from braid.interchange.family import ModelFamily, ends, head_copy, needed, read_model, write_model
+from braid.architecture import DeltaNet, Model, Moe
+from braid.interchange.family import ModelFamily, ends, head_copy, read_model, write_model
 from braid.interchange.llama import (
     EMBEDDING,
     STACKED_EXPERTS,
-    dense_layers,
     read_attention,
     read_mlp,
     sparse_pattern,
     write_attention,
+    write_sparse,
 )
 from braid.interchange.moves import Channelwise, FromOne, Move, PerHead
 from braid.interchange.rope import write_rope
@@ -144,9 +144,14 @@ WORDS = MappingProxyType({Kind.DELTA_NET: "linear_attention", Kind.ATTENTION: "f
 def _read(settings: Settings) -> Model:
     settings.only("hidden_act", "silu", default="silu")
     settings.unused("num_nextn_predict_layers")
+    settings.neutral("use_sliding_window", False)
+    if "use_sliding_window" in settings:
+        settings.unused("sliding_window", "max_window_layers")
     pattern = sparse_pattern(settings, _read_mixers(settings))
     attention = read_attention(
         settings,
+        heads=16,
+        kv_heads=2,
         head_dim=256,
         fraction=0.25,
         qk_norm=True,
@@ -189,31 +194,33 @@ def _read_mixers(settings: Settings) -> str:
 
 
 def _write(shape: Model) -> dict[str, Any]:
-    net, moe = needed(shape.delta_net, "delta_net"), needed(shape.moe, "moe")
-    attention = needed(shape.attention, "attention")
+    """What the pattern does not use is left to the family's defaults."""
     mixers = [layer.kind for layer in parse(shape.pattern).layers if layer.kind.is_mixer]
-    return {
+    settings = {
         **write_model(shape),
-        **write_attention(shape),
+        **write_sparse(shape),
         "hidden_act": "silu",
-        "attention_bias": attention.bias,
-        "rope_parameters": {**write_rope(attention), "partial_rotary_factor": attention.rope_fraction},
         "num_hidden_layers": len(mixers),
         "layer_types": [WORDS[kind] for kind in mixers],
-        "linear_num_key_heads": net.key_heads,
-        "linear_num_value_heads": net.value_heads,
-        "linear_key_head_dim": net.key_dim,
-        "linear_value_head_dim": net.value_dim,
-        "linear_conv_kernel_dim": net.conv,
-        "intermediate_size": (shape.mlp or Mlp(ffn=moe.ffn)).ffn,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": dense_layers(shape),
-        "num_experts": moe.experts,
-        "num_experts_per_tok": moe.top_k,
-        "moe_intermediate_size": moe.ffn,
-        "shared_expert_intermediate_size": moe.shared_ffn,
-        "norm_topk_prob": moe.normalize_top_k,
     }
+    if (attention := shape.attention) is not None:
+        settings |= write_attention(shape)
+        settings["attention_bias"] = attention.bias
+        settings["rope_parameters"] = {
+            **write_rope(attention),
+            "partial_rotary_factor": attention.rope_fraction,
+        }
+    if (net := shape.delta_net) is not None:
+        settings |= {
+            "linear_num_key_heads": net.key_heads,
+            "linear_num_value_heads": net.value_heads,
+            "linear_key_head_dim": net.key_dim,
+            "linear_value_head_dim": net.value_dim,
+            "linear_conv_kernel_dim": net.conv,
+        }
+    if shape.moe is not None:
+        settings["shared_expert_intermediate_size"] = shape.moe.shared_ffn
+    return settings
 
 
 FAMILIES = (

@@ -1,36 +1,108 @@
-"""Settings: a config.json while it is read.
+"""Settings of a config.json, read strictly: a setting that is overlooked may change what the model computes.
 
-Whoever reads takes settings by name and says which values it can express. Everything else is remembered as a
-reason to refuse the file: values that braid has no place for, and settings that nobody took, because one that
-is overlooked may change what the model computes. All reasons are told at once.
+An adapter takes each setting by name and says which values braid can express. Whatever is left becomes a reason
+to refuse the file, and all reasons are reported at once. Three groups of settings are accepted without effect:
+
+    HARMLESS     keys of transformers' base class, of text generation and of training
+    neutral      keys that switch a feature off (`use_sliding_window: false`): accepted with that value only
+    repeats      keys that say again what a sibling says: accepted where both agree
+
+`ignore` drops keys by name: the user's escape, which an import records.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from braid.errors import ConfigError
 
-HARMLESS = (
+BASE_CLASS = (
+    "_attn_implementation_autoset",
     "_name_or_path",
     "architectures",
+    "attn_implementation",
     "auto_map",
-    "bos_token_id",
     "dtype",
-    "eos_token_id",
+    "finetuning_task",
+    "id2label",
+    "label2id",
     "max_position_embeddings",
     "model_type",
+    "name_or_path",
+    "num_labels",
+    "output_attentions",
+    "output_hidden_states",
     "output_router_logits",
-    "pad_token_id",
+    "prefix",
     "pretraining_tp",
+    "problem_type",
     "return_dict",
-    "router_aux_loss_coef",
+    "task_specific_params",
+    "tf_legacy_loss",
+    "tie_encoder_decoder",
+    "tokenizer_class",
     "torch_dtype",
+    "torchscript",
     "transformers_version",
+    "use_bfloat16",
     "use_cache",
 )
+GENERATION = (
+    "bad_words_ids",
+    "begin_suppress_tokens",
+    "bos_token_id",
+    "decoder_start_token_id",
+    "diversity_penalty",
+    "do_sample",
+    "early_stopping",
+    "encoder_no_repeat_ngram_size",
+    "eos_token_id",
+    "exponential_decay_length_penalty",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "length_penalty",
+    "max_length",
+    "max_new_tokens",
+    "min_length",
+    "no_repeat_ngram_size",
+    "num_beam_groups",
+    "num_beams",
+    "num_return_sequences",
+    "output_scores",
+    "pad_token_id",
+    "remove_invalid_values",
+    "repetition_penalty",
+    "return_dict_in_generate",
+    "sep_token_id",
+    "suppress_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "typical_p",
+)
+TRAINING = ("router_aux_loss_coef",)
+HARMLESS = frozenset({*BASE_CLASS, *GENERATION, *TRAINING})
 """Settings that do not change what a model computes from tokens to logits."""
+
+NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {
+        "add_cross_attention": (False, None),
+        "chunk_size_feed_forward": (0, None),
+        "cross_attention_hidden_size": (None,),
+        "is_decoder": (False, True, None),
+        "is_encoder_decoder": (False, None),
+        "pruned_heads": ({}, None),
+    }
+)
+"""Settings of the base class that would change the model, with the values that do not."""
+
+OFF = (False, None, 0, 0.0)
+"""Values that say that a feature is not used."""
+
+SHOWN = 120
+"""Characters of a value that a message quotes."""
 
 
 class Missing:
@@ -43,10 +115,20 @@ MISSING = Missing()
 class Settings:
     """The settings of one file, and the reasons to refuse it."""
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        self._values = values
+    def __init__(self, values: Mapping[str, Any], *, ignore: Collection[str] = ()) -> None:
+        unknown = sorted(set(ignore) - values.keys())
+        if unknown:
+            raise ConfigError(f"--ignore {' '.join(unknown)}: config.json has no such setting")
+        self._values = {name: value for name, value in values.items() if name not in ignore}
         self._taken = set(HARMLESS)
         self._reasons: list[str] = []
+        self.notes: list[str] = []
+        """What a user should know about a file that is accepted."""
+        for name, allowed in NEUTRAL.items():
+            self.neutral(name, *allowed)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._values
 
     def integer(self, name: str, default: int | Missing = MISSING) -> int:
         value = self._take(name, default, int)
@@ -85,6 +167,10 @@ class Settings:
             self.refuse(name, value, "must have two entries")
         return value if isinstance(value, list) and len(value) == 2 else list(default)
 
+    def is_auto(self, name: str) -> bool:
+        """Whether a setting is left to the family, as "auto" or null."""
+        return self._values.get(name) in (None, "auto")
+
     def maybe_text(self, name: str) -> str | None:
         value = self._take(name, None, str, type(None))
         return value if isinstance(value, str) else None
@@ -93,26 +179,45 @@ class Settings:
         """A setting of which braid has some values; the first of them stands in for any other."""
         self._taken.add(name)
         value = self._values.get(name, default)
-        if value in allowed:
+        if _among(value, allowed):
             return value
         self.refuse(name, value, f"braid has {' or '.join(map(repr, allowed))}")
         return allowed[0]
+
+    def neutral(self, name: str, *allowed: Any, why: str = "") -> None:
+        """Accept a setting with values that change nothing, by default those that mean off; refuse others."""
+        self._taken.add(name)
+        allowed = allowed or OFF
+        if name in self._values and not _among(self._values[name], allowed):
+            rule = f"braid accepts {' or '.join(map(repr, allowed[:2]))}, which changes nothing"
+            self.refuse(name, self._values[name], f"{rule}: {why}" if why else rule)
+
+    def repeats(self, name: str, value: Any, sibling: str) -> None:
+        """A setting that must have the value of a sibling."""
+        self._taken.add(name)
+        if name in self._values and self._values[name] != value:
+            self.refuse(name, self._values[name], f"contradicts {sibling} = {_quoted(value)}")
 
     def unused(self, *names: str) -> None:
         """Settings that say nothing about this model."""
         self._taken.update(names)
 
     def refuse(self, name: str, value: Any, rule: str) -> None:
-        self._reasons.append(f"{name} = {value!r}: {rule}")
+        self._reasons.append(f"{name} = {_quoted(value)}: {rule}")
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
 
     def close(self, family: str) -> None:
-        """Raise what was found, if anything, with the settings that nobody took."""
+        """Raise if there is a reason to refuse the file, or a setting that nothing has taken."""
         left = sorted(self._values.keys() - self._taken)
-        unknown = [f"{name} = {self._values[name]!r}: not a setting that braid knows here" for name in left]
+        unknown = [f"{name} = {_quoted(self._values[name])}: braid does not know this setting" for name in left]
         reasons = self._reasons + unknown
         if reasons:
             count = "1 reason" if len(reasons) == 1 else f"{len(reasons)} reasons"
             lines = [f"this {family} config.json cannot be expressed: {count}", *reasons]
+            if unknown:
+                lines.append(f"set   --ignore {' '.join(left)} if they change nothing in this model")
             raise ConfigError("\n  ".join(lines))
 
     def _take(self, name: str, default: Any, *kinds: type) -> Any:
@@ -126,3 +231,13 @@ class Settings:
         else:
             return value
         return None
+
+
+def _among(value: Any, allowed: Collection[Any]) -> bool:
+    """Whether a value is one of these: true is not 1, and false is not 0."""
+    return any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in allowed)
+
+
+def _quoted(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}... ({len(text)} characters)"

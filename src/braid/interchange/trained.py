@@ -158,7 +158,7 @@ def _part(
     table = [link for each in told for link in each]
     if kind in MOMENTS:
         table = of_the_optimizer(table, wanted)
-    faults = [_placed(line, kind) for line in name_faults(seen.keys(), table, adapter, shape)]
+    faults = [_placed(line, kind) for line in name_faults(seen, table, adapter, shape)]
     there = [link for link in table if link.theirs in seen]
     return TrainedPart(held, seen, there, [*faults, *_shape_faults(kind, apart(seen, there), wanted)])
 

@@ -1,0 +1,76 @@
+"""Quantised checkpoints: fp8 in blocks and MXFP4 become the weights that they stand for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from braid.errors import CheckpointError
+from braid.interchange.files import SafetensorsFolder
+from braid.interchange.quantized import Dequantized, Fp8Blocks, Mxfp4
+
+
+def fp8(rows: int, columns: int, block: tuple[int, int], seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantised values, their scales, and the weight in float64, computed entry by entry."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(rows, columns, generator=generator).to(torch.float8_e4m3fn)
+    scales = torch.rand(-(-rows // block[0]), -(-columns // block[1]), generator=generator) + 0.1
+    weight = torch.empty(rows, columns, dtype=torch.float64)
+    for row in range(rows):
+        for column in range(columns):
+            weight[row, column] = (
+                values[row, column].double() * scales[row // block[0], column // block[1]].double()
+            )
+    return values, scales, weight
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(4, 6), (5, 7), (1, 1), (3, 9)])
+def test_a_block_has_one_scale_also_at_ragged_edges(rows: int, columns: int, tmp_path: Path) -> None:
+    values, scales, weight = fp8(rows, columns, (2, 3))
+    bias = torch.randn(rows)
+    save_file({"a.weight": values, "a.weight_scale_inv": scales, "b": bias}, tmp_path / "model.safetensors")
+    read = Dequantized(SafetensorsFolder(tmp_path), Fp8Blocks((2, 3)))
+    assert set(read) == set(read.outlines()) == {"a.weight", "b"}
+    assert read.outlines()["a.weight"].shape == weight.shape
+    # Rounded twice, from the exact product to float32 and to bfloat16: both are the nearest here.
+    assert torch.equal(read["a.weight"], weight.float().bfloat16())
+    assert torch.equal(read["b"], bias)
+
+
+def test_scales_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    values, scales, _ = fp8(4, 6, (2, 3))
+    stored = {"a.weight": values, "a.weight_scale_inv": scales[:1].clone()}
+    save_file(stored, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"a\.weight is \[4, 6\] with scales \[1, 2\]"):
+        Dequantized(SafetensorsFolder(tmp_path), Fp8Blocks((2, 3)))
+
+
+def test_mxfp4_has_the_low_half_of_a_byte_first(tmp_path: Path) -> None:
+    codes = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+    codes += [-code for code in codes]
+    blocks = torch.arange(256, dtype=torch.uint8).view(2, 4, 2, 16)
+    scales = torch.tensor([[[127, 128], [120, 3], [7, 250], [100, 140]]] * 2, dtype=torch.uint8)
+    save_file({"w_blocks": blocks, "w_scales": scales}, tmp_path / "model.safetensors")
+    read = Dequantized(SafetensorsFolder(tmp_path), Mxfp4())
+    assert list(read) == ["w"]
+    assert read.outlines()["w"].shape == read["w"].shape == (2, 4, 64)
+    expected = torch.empty(2, 4, 64, dtype=torch.float64)
+    for place, byte in enumerate(range(256)):
+        outer, group, within = place // 128, place // 16 % 2, place % 16
+        row = place // 32 % 4
+        scale = 2.0 ** (int(scales[outer, row, group]) - 127)
+        start = group * 32 + within * 2
+        expected[outer, row, start] = codes[byte & 15] * scale
+        expected[outer, row, start + 1] = codes[byte >> 4] * scale
+    assert torch.equal(read["w"].double(), expected)
+
+
+def test_what_is_not_quantised_passes_through(tmp_path: Path) -> None:
+    tensors = {"a.weight": torch.randn(3, 3), "a.bias": torch.randn(3)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    read = Dequantized(SafetensorsFolder(tmp_path), Fp8Blocks((128, 128)))
+    assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
