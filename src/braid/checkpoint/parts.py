@@ -52,10 +52,12 @@ class PartLayout:
     """Bytes of the whole file."""
 
 
-def lay_out(tensors: Mapping[str, Tensor]) -> PartLayout:
-    """Where each tensor will lie. Wider elements come first, so that every tensor is aligned."""
+def lay_out(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> PartLayout:
+    """Where each tensor will lie. Wider elements come first, so that every tensor is aligned. Shapes and dtypes
+    suffice: tensors may be on the meta device."""
     ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
-    entries, end = {}, 0
+    entries: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    end = 0
     for key, tensor in ordered.items():
         start, end = end, end + tensor.nbytes
         entries[key] = {

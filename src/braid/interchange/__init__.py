@@ -12,17 +12,15 @@ cannot express is refused with every reason.
 """
 
 from braid.interchange.convert import Direction, convert
+from braid.interchange.export import config_of, to_hf, write_trained
 from braid.interchange.hub import (
     FAMILIES,
     adapter_for,
-    config_of,
     described,
     family_of,
     from_hf,
     reader_of,
     shape_of,
-    to_hf,
-    write_trained,
 )
 from braid.interchange.tables import Adapter
 from braid.interchange.trained import Trained, has_moments, to_ours, to_theirs

@@ -8,7 +8,8 @@ and names in its index may not lead out of it.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from braid.checkpoint.parts import CODES
+from braid.checkpoint.parts import CODES, lay_out, raw_bytes
 from braid.errors import CheckpointError, ConfigError
 
 CONFIG = "config.json"
@@ -67,6 +68,10 @@ class SafetensorsFolder(Mapping[str, Tensor]):
                     dtype = DTYPES.get(stored.get_dtype(), torch.int8)
                     found[name] = torch.empty(stored.get_shape(), dtype=dtype, device="meta")
         return found
+
+    def weight_map(self) -> dict[str, str]:
+        """The name of the file that holds each tensor, the optimizer's apart."""
+        return {name: file.name for name, file in self._files.items() if not file.name.startswith(OPTIMIZER)}
 
     def __contains__(self, name: object) -> bool:
         return name in self._files
@@ -137,47 +142,83 @@ def write_folder(
     config: Mapping[str, Any],
     tensors: Mapping[str, Tensor],
     *,
+    outlines: Mapping[str, Tensor] | None = None,
     optimizer: Mapping[str, Tensor] = MappingProxyType({}),
     shard_bytes: int = SHARD_BYTES,
+    shards: Mapping[str, str] = MappingProxyType({}),
+    report: Callable[[int], None] = lambda _: None,
 ) -> None:
-    """Write tensors in files of bounded size, with an index where there are several, and the config. What is
-    the optimizer's goes into files of its own."""
+    """Write tensors in files of bounded size, with an index where there are several, and the config. The
+    optimizer's state goes into files of its own.
+
+    One tensor at a time is in memory. `outlines` are the same tensors without numbers; without them tensors are
+    read twice. `shards` names the file of each tensor, if files are to be divided as they were.
+    `report` hears how many bytes each tensor has, once it is written."""
     folder.mkdir(parents=True, exist_ok=True)
-    left = [file.name for file in folder.iterdir()]
-    if left:
-        raise CheckpointError(f"{folder} is not empty: it holds {', '.join(sorted(left)[:5])}; choose another")
-    _write_files(folder, MODEL, tensors, shard_bytes)
+    held = [file.name for file in folder.iterdir()]
+    if held:
+        raise CheckpointError(f"{folder} is not empty: it holds {', '.join(sorted(held)[:5])}; choose another")
+    seen = {MODEL: outlined(tensors) if outlines is None else outlines, OPTIMIZER: outlined(optimizer)}
+    needed, free = sum(_bytes(each) for each in seen.values()), shutil.disk_usage(folder).free
+    if needed > free:
+        raise CheckpointError(f"{folder} needs {needed / 2**30:.1f} GiB, the disk has {free / 2**30:.1f} GiB")
+    _write_files(folder, MODEL, tensors, seen[MODEL], _files(MODEL, seen[MODEL], shard_bytes, shards), report)
     if optimizer:
-        _write_files(folder, OPTIMIZER, optimizer, shard_bytes)
+        files = _files(OPTIMIZER, seen[OPTIMIZER], shard_bytes, {})
+        _write_files(folder, OPTIMIZER, optimizer, seen[OPTIMIZER], files, report)
     (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
-def _write_files(folder: Path, stem: str, tensors: Mapping[str, Tensor], shard_bytes: int) -> None:
-    from safetensors.torch import save_file
+def outlined(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Shapes and dtypes, as tensors without memory."""
+    return {name: tensors[name].to("meta") for name in tensors}
 
-    shards = _shards(stem, tensors, shard_bytes)
-    files = {name: file for file, names in shards.items() for name in names}
-    total = 0
-    for file, names in shards.items():
-        shard = {name: tensors[name].detach().cpu().contiguous().clone() for name in names}
-        total += sum(tensor.nbytes for tensor in shard.values())
-        save_file(shard, folder / file, metadata={"format": "pt"})
-    if len(shards) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))}
+
+def _bytes(tensors: Mapping[str, Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def _write_files(
+    folder: Path,
+    stem: str,
+    tensors: Mapping[str, Tensor],
+    outlines: Mapping[str, Tensor],
+    files: Mapping[str, Sequence[str]],
+    report: Callable[[int], None],
+) -> None:
+    """Write safetensors files by streaming: their headers follow from outlines alone."""
+    for file, names in files.items():
+        layout = lay_out({name: outlines[name] for name in names}, metadata={"format": "pt"})
+        with open(folder / file, "xb") as stream:
+            stream.write(layout.header)
+            for name in layout.tensors:
+                tensor = tensors[name]
+                if (tensor.shape, tensor.dtype) != (outlines[name].shape, outlines[name].dtype):
+                    raise CheckpointError(f"{name} is {tensor.dtype} {list(tensor.shape)}, not as announced")
+                stream.write(raw_bytes(tensor))
+                report(tensor.nbytes)
+    if list(files) != [_names_of(stem)[0]]:
+        places = {name: file for file, names in files.items() for name in names}
+        index = {"metadata": {"total_size": _bytes(outlines)}, "weight_map": dict(sorted(places.items()))}
         (folder / _names_of(stem)[1]).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _shards(stem: str, tensors: Mapping[str, Tensor], shard_bytes: int) -> dict[str, list[str]]:
-    """File names, and the tensors that go into each."""
+def _files(
+    stem: str, outlines: Mapping[str, Tensor], shard_bytes: int, shards: Mapping[str, str]
+) -> dict[str, list[str]]:
+    """File names, and the tensors that go into each: as they were divided before, if all are the same."""
+    if shards.keys() == outlines.keys() and shards:
+        return {
+            file: [name for name in outlines if shards[name] == file] for file in sorted(set(shards.values()))
+        }
     groups: list[list[str]] = [[]]
     size = 0
-    for name in tensors:
-        bytes_here = tensors[name].nbytes
-        if groups[-1] and size + bytes_here > shard_bytes:
+    for name, tensor in outlines.items():
+        if groups[-1] and size + tensor.nbytes > shard_bytes:
             groups.append([])
             size = 0
         groups[-1].append(name)
-        size += bytes_here
+        size += tensor.nbytes
     if len(groups) == 1:
         return {_names_of(stem)[0]: groups[0]}
     count = len(groups)

@@ -1,28 +1,23 @@
-"""Models in and out of folders of the Hugging Face hub: `from_hf` and `to_hf`."""
+"""Models in from folders of the Hugging Face hub: `from_hf`."""
 
 from __future__ import annotations
 
-import dataclasses
-import re
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from braid.architecture import SHAPE_OF, Model
 from braid.errors import ConfigError
 from braid.interchange import bamba, deepseek, deepseek_v4, llama, mamba, megatron, qwen3_next
-from braid.interchange.convert import Lazy, convert
 from braid.interchange.family import ModelFamily
-from braid.interchange.files import CONFIG, SafetensorsFolder, read_json, write_folder
+from braid.interchange.files import CONFIG, SafetensorsFolder, read_json
 from braid.interchange.quantized import Dequantized, Quantization, read_quantization
 from braid.interchange.settings import Settings
-from braid.interchange.tables import Adapter, check_fit, folded, links
-from braid.interchange.trained import targets, to_ours, to_theirs
+from braid.interchange.tables import Adapter, folded
+from braid.interchange.trained import to_ours
 from braid.pattern import parse
 
 FAMILIES = (
@@ -33,25 +28,6 @@ FAMILIES = (
     *deepseek.FAMILIES,
     *deepseek_v4.FAMILIES,
 )
-
-TRAINING_FIELDS = frozenset(
-    {
-        "dropout",
-        "init_std",
-        "mtp_loss",
-        "moe.aux_loss",
-        "moe.sequence_aux_loss",
-        "moe.global_aux_loss",
-        "moe.z_loss",
-        "moe.capacity_factor",
-        "moe.drop",
-        "moe.pad_to_capacity",
-        "moe.jitter",
-        "moe.selection_bias_rate",
-        "moe.router_dtype",
-    }
-)
-"""Fields of `Model` that do not change what a trained model computes, and so need no place in a config.json."""
 
 
 def family_of(model_type: str) -> ModelFamily:
@@ -136,7 +112,7 @@ def read_config(config: Mapping[str, Any], *, mtp_depths: int = 0, ignore: Colle
     if mtp_depths and not family.depth:
         settings.refuse("mtp_depths", mtp_depths, f"{family.model_type} has none")
     settings.close(family.model_type)
-    shape = _without_unused(replace(shape, pattern=shape.pattern + f"/{family.depth}" * mtp_depths))
+    shape = without_unused(replace(shape, pattern=shape.pattern + f"/{family.depth}" * mtp_depths))
     problems = list(shape.problems("model"))
     if problems:
         raise ConfigError(problems)
@@ -150,99 +126,8 @@ def _check_architecture(settings: Settings, family: ModelFamily, named: Any) -> 
     settings.refuse("architectures", named, f"braid reads language models, here {family.architecture}")
 
 
-# ------------------------------------------------------------------------------------------------ out
-
-
-def to_hf(
-    shape: Model,
-    tensors: Mapping[str, Tensor],
-    folder: Path,
-    *,
-    model_type: str,
-    form: str = "hub",
-    dtype: torch.dtype | None = None,
-    settings: Mapping[str, Any] | None = None,
-    updates: int | None = None,
-) -> None:
-    """Write a model as a folder of the hub. `dtype` is that of its files, but for what is wide in every file;
-    None leaves tensors as they are. `settings` adds what a shape does not know, such as
-    `max_position_embeddings` and `eos_token_id`. With `updates` the optimizer's state, which has made so many,
-    is among the tensors and is written beside them."""
-    family, adapter = family_of(model_type), adapter_for(model_type, form)
-    config = config_of(family, shape)
-    named = tensors["embedding.weight"].dtype if dtype is None else dtype
-    config |= {"dtype": str(named).removeprefix("torch."), **(settings or {})}
-    write_trained(folder, config, tensors, adapter, shape, dtype=dtype, updates=updates)
-
-
-def write_trained(
-    folder: Path,
-    config: Mapping[str, Any],
-    tensors: Mapping[str, Tensor],
-    adapter: Adapter,
-    shape: Model,
-    *,
-    dtype: torch.dtype | None,
-    updates: int | None,
-) -> None:
-    """Write a model, and with `updates` the state of its optimizer, under the names of any table."""
-    weights = {n: partial(tensors.__getitem__, n) for n in tensors if not n.startswith("optimizer.")}
-    theirs = convert(Lazy(weights), adapter, shape, "to_theirs")
-    state = {} if updates is None else to_theirs(tensors, adapter, shape, updates=updates)
-    cast = theirs if dtype is None else _cast(theirs, dtype, adapter, shape)
-    write_folder(folder, config, cast, optimizer=state)
-
-
-def _cast(
-    tensors: Mapping[str, Tensor], dtype: torch.dtype, adapter: Adapter, shape: Model
-) -> Mapping[str, Tensor]:
-    """Their tensors in a dtype, or in float32 where the table says that they are wide. What no optimizer
-    updates, selection biases, stays as it is: the choice of experts hangs on small differences, and
-    transformers keeps them in their own dtype too."""
-    updated = {name for name, target in targets(shape, torch.float32).items() if target.updated}
-    ours = {link.theirs: link.ours[0] for link in links(adapter, shape)}
-    wide = torch.promote_types(dtype, torch.float32)
-
-    def cast(name: str) -> Tensor:
-        if ours[name] not in updated:
-            return tensors[name]
-        return tensors[name].to(wide if re.fullmatch(adapter.wide, ours[name]) else dtype)
-
-    return Lazy({name: partial(cast, name) for name in tensors})
-
-
-def config_of(family: ModelFamily, shape: Model) -> dict[str, Any]:
-    """The config.json of a model. What the family has no place for is an error that lists every field."""
-    check_fit(family.hub, shape)
-    config = {"architectures": [family.architecture], "model_type": family.model_type, **family.write(shape)}
-    back = shape_of(family, config, mtp_depths=len(parse(shape.pattern).mtp))
-    ours, theirs = _fields(_without_unused(shape)), _fields(back)
-    lost = [
-        f"model.{name} = {ours.get(name)!r}: a {family.model_type} has {theirs.get(name)!r}"
-        for name in sorted({**ours, **theirs})
-        if name not in TRAINING_FIELDS and ours.get(name) != theirs.get(name)
-    ]
-    if lost:
-        count = "1 field" if len(lost) == 1 else f"{len(lost)} fields"
-        raise ConfigError("\n  ".join([f"this model is no {family.model_type}: {count}", *lost]))
-    return config
-
-
-def _without_unused(shape: Model) -> Model:
+def without_unused(shape: Model) -> Model:
     """The shape without those of layers that its pattern does not have."""
     kinds = parse(shape.pattern).kinds()
     unused: dict[str, Any] = {name: None for kind, name in SHAPE_OF if kind not in kinds}
     return replace(shape, **unused)
-
-
-def _fields(shape: Model) -> dict[str, Any]:
-    """Every field by its dotted name; the pattern as its layers alone, however they are grouped."""
-    flat: dict[str, Any] = {}
-    for name, value in dataclasses.asdict(shape).items():
-        if name in (*dict(SHAPE_OF).values(), "hyper") and value is not None:
-            flat |= {f"{name}.{inner}": entry for inner, entry in value.items()}
-        else:
-            flat[name] = value
-    layout = parse(shape.pattern)
-    main = "".join(layer.kind.value for layer in layout.layers)
-    return flat | {"pattern": "/".join([main, *(str(depth) for depth in layout.mtp)])}

@@ -1,0 +1,224 @@
+"""Models out to folders of the Hugging Face hub: `to_hf`.
+
+A model that was imported comes out as it went in, but for what training changed: settings of config.json that
+braid has no field for, the layout of experts and the file of each tensor are those of its source.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from braid.architecture import SHAPE_OF, Model
+from braid.errors import ConfigError
+from braid.interchange.convert import Lazy, convert
+from braid.interchange.family import ModelFamily
+from braid.interchange.files import outlined, write_folder
+from braid.interchange.hub import adapter_for, family_of, read_config, shape_of, without_unused
+from braid.interchange.settings import HARMLESS
+from braid.interchange.side_files import Source
+from braid.interchange.tables import Adapter, check_fit, copies, links
+from braid.interchange.trained import targets, to_theirs
+from braid.pattern import parse
+
+TRAINING_FIELDS = frozenset(
+    {
+        "dropout",
+        "init_std",
+        "mtp_loss",
+        "moe.aux_loss",
+        "moe.sequence_aux_loss",
+        "moe.global_aux_loss",
+        "moe.z_loss",
+        "moe.capacity_factor",
+        "moe.drop",
+        "moe.pad_to_capacity",
+        "moe.jitter",
+        "moe.selection_bias_rate",
+        "moe.router_dtype",
+    }
+)
+"""Fields of `Model` that do not change what a trained model computes, and so need no place in a config.json."""
+
+FORMS = ("hub", "memory", "packed")
+OLDER_ROPE = ("rope_theta", "rope_scaling", "partial_rotary_factor", "rope_parameters")
+DTYPE_KEYS = ("dtype", "torch_dtype")
+
+
+def to_hf(
+    shape: Model,
+    tensors: Mapping[str, Tensor],
+    folder: Path,
+    *,
+    model_type: str,
+    form: str = "hub",
+    dtype: torch.dtype | None = None,
+    settings: Mapping[str, Any] | None = None,
+    source: Source | None = None,
+    ignored: Collection[str] = (),
+    updates: int | None = None,
+    outlines: Mapping[str, Tensor] | None = None,
+    report: Callable[[int], None] = lambda _: None,
+) -> None:
+    """Write a model as a folder of the hub. `dtype` is that of its files, but for what is wide in every file;
+    None leaves tensors as they are. `settings` adds what a shape does not know, such as
+    `max_position_embeddings` and `eos_token_id`. `source` is the folder that the model was imported from, and
+    `ignored` the settings that the import left unread. With `updates` the optimizer's state, which has made so
+    many, is among the tensors and is written beside them."""
+    family, shards = family_of(model_type), source.shards if source else MappingProxyType[str, str]({})
+    if source is not None and source.config.get("model_type") != model_type:
+        source, shards = None, MappingProxyType({})
+    adapter = adapter_for(model_type, _stored_form(model_type, form, shape, shards))
+    config = config_of(family, shape) if source is None else _merged(family, shape, source.config, ignored)
+    seen = outlined(tensors) if outlines is None else outlines
+    config |= _dtype_setting(config, seen["embedding.weight"].dtype if dtype is None else dtype)
+    config |= settings or {} if source is None else {}
+    write_trained(
+        folder,
+        config,
+        tensors,
+        adapter,
+        shape,
+        dtype=dtype,
+        updates=updates,
+        outlines=seen,
+        shards=shards,
+        report=report,
+    )
+
+
+def write_trained(
+    folder: Path,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    adapter: Adapter,
+    shape: Model,
+    *,
+    dtype: torch.dtype | None,
+    updates: int | None,
+    outlines: Mapping[str, Tensor] | None = None,
+    shards: Mapping[str, str] = MappingProxyType({}),
+    report: Callable[[int], None] = lambda _: None,
+) -> None:
+    """Write a model, and with `updates` the state of its optimizer, under the names of any table."""
+    seen = outlined(tensors) if outlines is None else outlines
+    repeated = {copy: name for copy, name in copies(adapter, shape).items() if copy in shards}
+
+    def weights(given: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Their tensors, from ours or from outlines of ours."""
+        kept = {n: partial(given.__getitem__, n) for n in given if not n.startswith("optimizer.")}
+        theirs = convert(Lazy(kept), adapter, shape, "to_theirs")
+        cast = theirs if dtype is None else _cast(theirs, dtype, adapter, shape)
+        both = {n: partial(cast.__getitem__, n) for n in cast}
+        return Lazy(both | {copy: partial(cast.__getitem__, name) for copy, name in repeated.items()})
+
+    state = {} if updates is None else to_theirs(tensors, adapter, shape, updates=updates)
+    shapes = weights(seen)
+    write_folder(
+        folder,
+        config,
+        weights(tensors),
+        outlines={name: shapes[name] for name in shapes},
+        optimizer=state,
+        shards=shards,
+        report=report,
+    )
+
+
+def _stored_form(model_type: str, form: str, shape: Model, shards: Mapping[str, str]) -> str:
+    """The form in which the source held the same tensors, where the usual one is asked for."""
+    if form != FORMS[0]:
+        return form
+    for each in FORMS:
+        adapter = adapter_for(model_type, each)
+        names = {link.theirs for link in links(adapter, shape)}
+        if names <= shards.keys() <= names | copies(adapter, shape).keys():
+            return each
+    return form
+
+
+def _cast(
+    tensors: Mapping[str, Tensor], dtype: torch.dtype, adapter: Adapter, shape: Model
+) -> Mapping[str, Tensor]:
+    """Their tensors in a dtype, or in float32 where the table says that they are wide. What no optimizer
+    updates, selection biases, stays as it is: the choice of experts hangs on small differences, and
+    transformers keeps them in their own dtype too."""
+    updated = {name for name, target in targets(shape, torch.float32).items() if target.updated}
+    ours = {link.theirs: link.ours[0] for link in links(adapter, shape)}
+    wide = torch.promote_types(dtype, torch.float32)
+
+    def cast(name: str) -> Tensor:
+        if ours[name] not in updated:
+            return tensors[name]
+        return tensors[name].to(wide if re.fullmatch(adapter.wide, ours[name]) else dtype)
+
+    return Lazy({name: partial(cast, name) for name in tensors})
+
+
+def config_of(family: ModelFamily, shape: Model) -> dict[str, Any]:
+    """The config.json of a model. What the family has no place for is an error that lists every field."""
+    check_fit(family.hub, shape)
+    config = {"architectures": [family.architecture], "model_type": family.model_type, **family.write(shape)}
+    back = shape_of(family, config, mtp_depths=len(parse(shape.pattern).mtp))
+    ours, theirs = _fields(without_unused(shape)), _fields(back)
+    lost = [
+        f"model.{name} = {ours.get(name)!r}: a {family.model_type} has {theirs.get(name)!r}"
+        for name in sorted({**ours, **theirs})
+        if name not in TRAINING_FIELDS and ours.get(name) != theirs.get(name)
+    ]
+    if lost:
+        count = "1 field" if len(lost) == 1 else f"{len(lost)} fields"
+        raise ConfigError("\n  ".join([f"this model is no {family.model_type}: {count}", *lost]))
+    return config
+
+
+def _fields(shape: Model) -> dict[str, Any]:
+    """Every field by its dotted name; the pattern as its layers alone, however they are grouped."""
+    flat: dict[str, Any] = {}
+    for name, value in dataclasses.asdict(shape).items():
+        if name in (*dict(SHAPE_OF).values(), "hyper") and value is not None:
+            flat |= {f"{name}.{inner}": entry for inner, entry in value.items()}
+        else:
+            flat[name] = value
+    layout = parse(shape.pattern)
+    main = "".join(layer.kind.value for layer in layout.layers)
+    return flat | {"pattern": "/".join([main, *(str(depth) for depth in layout.mtp)])}
+
+
+def _merged(
+    family: ModelFamily, shape: Model, original: Mapping[str, Any], ignored: Collection[str]
+) -> dict[str, Any]:
+    """The config.json that a model came with, changed only where its shape has. Weights that were quantised
+    have been widened."""
+    fresh = config_of(family, shape)
+    kept = {name: value for name, value in original.items() if name != "quantization_config"}
+    if _says(kept, shape, ignored):
+        return kept
+    merged = {name: value for name, value in kept.items() if name not in OLDER_ROPE} | fresh
+    if _says(merged, shape, ignored):
+        return merged
+    return {name: value for name, value in kept.items() if name in HARMLESS} | fresh
+
+
+def _says(config: Mapping[str, Any], shape: Model, ignored: Collection[str]) -> bool:
+    """Whether a config.json describes this shape."""
+    try:
+        named = [name for name in ignored if name in config]
+        found = read_config(config, mtp_depths=len(parse(shape.pattern).mtp), ignore=named).shape
+    except ConfigError:
+        return False
+    ours, theirs = _fields(without_unused(shape)), _fields(found)
+    return all(ours.get(name) == theirs.get(name) for name in {*ours, *theirs} - TRAINING_FIELDS)
+
+
+def _dtype_setting(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, str]:
+    """The dtype of the files, under the key that config.json has for it."""
+    return {next((key for key in DTYPE_KEYS if key in config), "dtype"): str(dtype).removeprefix("torch.")}

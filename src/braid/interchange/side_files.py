@@ -1,0 +1,118 @@
+"""Files of a hub folder besides its weights: tokenizer, chat template, generation settings, licence.
+
+An import copies these files to `RUN/hub`, and an export writes them back byte for byte. Text and sentencepiece
+models travel. Code, pickles, links and whatever is larger than a tokenizer ever is stay behind, and are named.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from braid.errors import CheckpointError
+from braid.interchange.files import CONFIG, INDEX, OPTIMIZER, read_json
+
+FOLDER = "hub"
+"""Where a run keeps them."""
+KINDS = (".json", ".jinja", ".txt", ".md", ".model", ".tiktoken", ".jsonl")
+"""Endings of the files that travel; `.model` is a sentencepiece model."""
+PLAIN = ("LICENSE", "NOTICE", "USE_POLICY")
+"""Files without an ending that travel."""
+LARGEST = 64 * 2**20
+WEIGHTS = (".safetensors", ".safetensors.index.json")
+"""Endings of files that are imported, not copied."""
+
+
+class Source(NamedTuple):
+    """The folder that a model was imported from."""
+
+    config: Mapping[str, Any]
+    shards: Mapping[str, str]
+    """The file that held each tensor."""
+
+
+class SideFiles(NamedTuple):
+    """The files of a folder, sorted by what becomes of them."""
+
+    kept: tuple[str, ...]
+    left_out: tuple[str, ...]
+    """Each with the reason."""
+
+
+def survey(folder: Path) -> SideFiles:
+    """What travels with the weights of a folder, and what does not."""
+    kept, left_out = [], []
+    for file in sorted(folder.iterdir()):
+        if file.name.endswith(WEIGHTS) and file.name != INDEX:
+            continue
+        reason = _reason(file)
+        if reason:
+            left_out.append(f"{file.name} ({reason})")
+        else:
+            kept.append(file.name)
+    return SideFiles(tuple(kept), tuple(left_out))
+
+
+def _reason(file: Path) -> str:
+    """Why a file stays behind; empty where it travels."""
+    if file.is_symlink():
+        return "a link"
+    if not file.is_file():
+        return "a folder" if file.is_dir() else "no regular file"
+    if file.suffix not in KINDS and file.name not in PLAIN:
+        return "code" if file.suffix == ".py" else "not a kind of file that braid copies"
+    if file.stat().st_size > LARGEST:
+        return f"larger than {LARGEST // 2**20} MiB"
+    return ""
+
+
+def carry(folder: Path, run: Path, weight_map: Mapping[str, str]) -> SideFiles:
+    """Copy what travels from a folder of the hub to a run's folder, and note which file held each tensor."""
+    found = survey(folder)
+    _copy(folder, run / FOLDER, found.kept)
+    index = {"weight_map": dict(sorted(weight_map.items()))}
+    (run / FOLDER / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    return found
+
+
+def source_of(run: Path) -> Source | None:
+    """What the folder said that a run was imported from; None where it was not."""
+    if not (run / FOLDER / CONFIG).is_file():
+        return None
+    config = read_json(run / FOLDER / CONFIG, CheckpointError)
+    index = read_json(run / FOLDER / INDEX, CheckpointError) if (run / FOLDER / INDEX).is_file() else {}
+    return Source(config, index.get("weight_map", {}))
+
+
+def hand_on(source: Path, run: Path) -> None:
+    """Copy the side files of one run to another that begins from its weights."""
+    if (source / FOLDER).is_dir() and not (run / FOLDER).exists():
+        _copy(source / FOLDER, run / FOLDER, survey(source / FOLDER).kept)
+
+
+def restore(run: Path, folder: Path) -> tuple[str, ...]:
+    """Write the side files of a run back; config.json and the index belong to whoever writes the weights."""
+    hub = run / FOLDER
+    names = tuple(_restored(hub)) if hub.is_dir() else ()
+    _copy(hub, folder, names)
+    return names
+
+
+def _restored(hub: Path) -> Iterator[str]:
+    for name in survey(hub).kept:
+        if name not in (CONFIG, INDEX) and not name.startswith(f"{OPTIMIZER}.safetensors"):
+            yield name
+
+
+def _copy(source: Path, target: Path, names: tuple[str, ...]) -> None:
+    if not names:
+        return
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        for name in names:
+            shutil.copyfile(source / name, target / name, follow_symlinks=False)
+    except OSError as error:
+        raise CheckpointError(f"cannot copy {source} to {target}: {error.strerror}") from error
