@@ -276,7 +276,7 @@ def test_what_waits_holds_streams_and_no_graph() -> None:
 # --------------------------------------------------------------------------------- cost and problems
 
 
-@pytest.mark.parametrize("sink", [None, DelayedWgrad()], ids=["plain", "sink"])
+@pytest.mark.parametrize("wgrad_store", [None, DelayedWgrad()], ids=["plain", "delayed"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("streams", [1, 2, 4])
 def test_cost_is_what_autograd_keeps(
