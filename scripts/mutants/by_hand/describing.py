@@ -192,7 +192,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="gradients-reduced-once-whatever-is-sharded",
         file="schedule/lowering.py",
-        old="if later is None or (self.policy.every and self.last_of[unit, micro_batch] == number):",
+        old="if later is None or (self.policy.reduce_every and self.last_of[unit, micro_batch] == number):",
         new="if later is None:",
         kind="dropped term",
         why="ranks that should share gradients keep whole ones until the step ends, and run out of memory",

@@ -22,7 +22,7 @@ from braid.pattern import Kind, Layout, PatternError, Stage, cut, joined, parse
 from braid.planning import divisibility
 from braid.planning.divisibility import Sizes
 from braid.schedule import Schedule
-from braid.schedule.lowering import ALONE, POLICIES, lowered
+from braid.schedule.lowering import POLICIES, RESIDENT, lowered
 from braid.schedule.phases import Unit
 from braid.schedule.recompute import dropped_tensors, with_replays
 from braid.topology import Grid, standard, standard_problems
@@ -147,7 +147,7 @@ def _schedule(run: Run, world: int, layout: Layout) -> Schedule:
 
 def _lowered(schedule: Schedule, run: Run, world: int, layout: Layout, form: Form) -> Schedule:
     """The schedule with all that ranks do about their weights, and proved."""
-    policy = ALONE if world == 1 else POLICIES[run.mesh.shard]
+    policy = RESIDENT if world == 1 else POLICIES[run.mesh.shard]
     meshes = {unit.path: unit.mesh for unit in declaration.units(layout, form)}
     whole = lowered(schedule, meshes, policy)
     if faults := schedules.check(whole).faults:
