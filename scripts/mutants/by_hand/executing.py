@@ -31,9 +31,9 @@ FAULTS: tuple[Fault, ...] = (
         why="the gradient's length counts copies, and two ranks write the same part of a checkpoint",
     ),
     Fault(
-        name="travel-shares-its-communicator",
+        name="dispatch-shares-its-communicator",
         file="distributed/groups.py",
-        old="grid.group_of(rank, axes, view), travelling)",
+        old="grid.group_of(rank, axes, view), dispatch_handles)",
         new="grid.group_of(rank, axes, view), handles)",
         kind="deadlock",
         why="tokens on their way and sums of a layer wait for each other",
