@@ -178,7 +178,8 @@ def summary(rows: Mapping[str, Sequence[Row]]) -> str:
     worst = max(row[column] for row in exact for column in report.COLUMNS if row[column] is not None)
     return (
         f"{len(different)} topologies on 2 to 8 ranks, {len(exact)} comparisons in float64:\n"
-        f"the largest relative deviation of any value is {worst:.0e}. {len(rows[SABOTAGED])} injected faults, all detected."
+        f"the largest relative deviation of any value is {worst:.0e}. "
+        f"{len(rows[SABOTAGED])} injected faults, all detected."
     )
 
 
