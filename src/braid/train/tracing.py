@@ -21,7 +21,7 @@ from braid.engine.streams import JobTime
 from braid.errors import ConfigError
 from braid.launch.process import all_gather_json, fail_together
 from braid.schedule import Op, OpSpan, parse_op
-from braid.schedule.trace import Strip, chrome_trace
+from braid.schedule.trace import RankStep, chrome_trace
 from braid.schedule.views import stream_of
 from braid.train.state import State
 
@@ -35,7 +35,7 @@ class Tracer:
     def __init__(self, file: Path, steps: range, state: State) -> None:
         """`steps` are step numbers of the run, counted from 1. Collective over all ranks; rank 0 writes."""
         self.file, self.steps, self.state = file, steps, state
-        self.strips: list[Strip] = []
+        self.rank_steps: list[RankStep] = []
         self.written = False
         """Whether the file is up to date; set on rank 0 only."""
         groups = state.model.groups
@@ -78,7 +78,7 @@ class Tracer:
         records = all_gather_json(record if self._traced else None, self._world)
         if self._world.rank != 0:
             return
-        self.strips += [_strip(rank, step, each) for rank, each in enumerate(records) if each is not None]
+        self.rank_steps += [_rank_step(rank, step, each) for rank, each in enumerate(records) if each is not None]
         self.written = False
         try:
             self._write()
@@ -113,12 +113,12 @@ class Tracer:
 
     def close(self) -> None:
         """Warn if the run ended without any of the steps to trace."""
-        if self._world.rank == 0 and not self.strips:
+        if self._world.rank == 0 and not self.rank_steps:
             steps = f"{self.steps.start} to {self.steps.stop - 1}"
             warn(f"the trace {self.file} is empty: the run had none of the steps {steps}")
 
     def _write(self) -> None:
-        trace = chrome_trace(self.strips, stream_of(self.state.plan.schedule))
+        trace = chrome_trace(self.rank_steps, stream_of(self.state.plan.schedule))
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             self.file.write_text(json.dumps(trace))
@@ -128,12 +128,12 @@ class Tracer:
             ) from error
 
 
-def _strip(rank: int, step: int, record: Mapping[str, Any]) -> Strip:
+def _rank_step(rank: int, step: int, record: Mapping[str, Any]) -> RankStep:
     begin, end = record["times"]
-    return Strip(
+    return RankStep(
         rank=rank,
         stage=record["stage"],
-        line=record["line"],
+        pipeline=record["line"],
         step=step,
         begin=begin,
         end=end,
