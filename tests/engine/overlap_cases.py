@@ -201,7 +201,7 @@ def train(rank: int, case: Case, *, overlap: bool, watched: bool = True) -> Trai
 def make_state(worked_out: Plan, groups: Groups) -> State:
     """A rank's whole weights, from the run's seed."""
     run, dtype = worked_out.run, DTYPES[worked_out.run.train.dtype]
-    shape = divisibility.of_one_rank(run.model, worked_out.axes)
+    shape = divisibility.local_shape(run.model, worked_out.axes)
     assert run.model.moe is not None
     model = LanguageModel(
         run.model,
