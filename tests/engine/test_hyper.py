@@ -103,7 +103,7 @@ class Noting(DelayedWgrad):
         self.left = dict.fromkeys(self.modules, 0)
 
     def put(self, parameter: Tensor, *given: Any, **options: Any) -> Tensor | None:
-        gradient = super().leave(parameter, *given, **options)
+        gradient = super().put(parameter, *given, **options)
         for name, module in self.modules.items():
             if module.weight is parameter:  # as long as it is gathered
                 self.left[name] += gradient is None

@@ -136,7 +136,7 @@ def test_a_lone_process_writes_main_gradients(later: bool) -> None:
 
 def test_a_weight_that_is_its_own_main_copy_has_a_gradient_as_ever() -> None:
     layer = Layer(torch.float32)
-    wgrad_store = DelayedWgrad(optimizer_of(layer).mains())
+    wgrad_store = DelayedWgrad(optimizer_of(layer).main_copies())
     set_wgrad_store(layer, wgrad_store)
     back(layer(rows(COUNTS[0]).detach().float(), COUNTS[0]))
     assert all(p.grad is not None for p in layer.parameters())

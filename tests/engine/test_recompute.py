@@ -136,7 +136,7 @@ def test_a_replay_writes_nothing_down(names: Sequence[str]) -> None:
     context.recording = Recording()
     with (
         mock.patch.object(context.recording, "write", wraps=context.recording.write) as written,
-        mock.patch.object(blocks, "examine", wraps=blocks.examine) as examined,
+        mock.patch.object(blocks, "measure_balance", wraps=blocks.measure_balance) as examined,
     ):
         loss = model.losses(context).share(10, [10])
         dispatch_plans, balances = dict(context.dispatch_plans), dict(context.balances)
