@@ -82,7 +82,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="padding-is-routed",
         file="model/context.py",
-        old="padding_BT=self.mine(batch.documents_BT) < 0 if padding else None,",
+        old="padding_BT=self.local_slice(batch.documents_BT) < 0 if padding else None,",
         new="padding_BT=None,",
         kind="ignored mask",
         why="padding takes the places of tokens",
@@ -212,8 +212,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="short-gradients-are-stretched",
         file="optim/gradients.py",
-        old="if 0 < longest < norm:",
-        new="if 0 < longest:",
+        old="if 0 < max_norm < norm:",
+        new="if 0 < max_norm:",
         kind="comparison",
         why="clipping normalises every gradient",
     ),

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 class WgradStore(Protocol):
     """Where weight gradients wait; see `nn.delayed_wgrad`."""
 
-    def leave(self, parameter: Tensor, product: Callable[[], Tensor]) -> Tensor | None:
+    def put(self, parameter: Tensor, product: Callable[[], Tensor]) -> Tensor | None:
         """The parameter's gradient, or None where the wgrad store keeps the product and sees to the rest."""
         ...
 
@@ -57,7 +57,7 @@ def zeros(parameter: Tensor) -> Gradient:
 
 def left(wgrad_store: WgradStore | None, parameter: Tensor, product: Callable[[], Tensor]) -> Tensor | None:
     """What a product gives, or None where a wgrad store sees to it."""
-    return product() if wgrad_store is None else wgrad_store.leave(parameter, product)
+    return product() if wgrad_store is None else wgrad_store.put(parameter, product)
 
 
 class WritesInPlace:
