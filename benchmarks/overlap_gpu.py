@@ -185,7 +185,7 @@ class Bench:
         self.batches = {
             tokens: random_batches(run_of(run.mesh, micro_batches, tokens), 0) for tokens in (TOKENS, FEW)
         }
-        self.local = AllToAll(group=ALONE, travel=ALONE, local_experts=EXPERTS, etp=1)
+        self.local = AllToAll(group=ALONE, dispatch_group=ALONE, local_experts=EXPERTS, etp=1)
         rows = ROWS * TOKENS * TOP_K
         self.host = Host(torch.empty(rows, HIDDEN, dtype=torch.bfloat16, pin_memory=True))
 

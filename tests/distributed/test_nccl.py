@@ -88,7 +88,7 @@ def test_a_plain_collective_of_one_rank_changes_nothing(one_rank, name, dtype):
 
 @pytest.mark.parametrize("dispatcher", [AllToAll, AllGather])
 def test_dispatchers_bring_rows_there_and_back(one_rank, dispatcher):
-    chosen = dispatcher(group=one_rank, travel=one_rank, local_experts=4, etp=1)
+    chosen = dispatcher(group=one_rank, dispatch_group=one_rank, local_experts=4, etp=1)
     experts_NS = torch.randint(0, 4, (9, 2), device="cuda")
     dispatch_plan = chosen.dispatch_plan(Slots(experts_NS))
     x = torch.randn(18 if dispatch_plan.send_order is not None else 9, 8, device="cuda", requires_grad=True)

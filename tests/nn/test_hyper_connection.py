@@ -19,7 +19,7 @@ from braid.nn.hyper_connection import HyperConnection, HyperExit, HyperMean, dev
 from braid.nn.init import initialize
 from tests.nn.delayed_cases import Case
 from tests.nn.float64 import float32_means_float64
-from tests.nn.test_weight_sink import assert_bits, at_once, delayed
+from tests.nn.test_delayed_wgrad import assert_bits, at_once, delayed
 
 EPS = 1e-5
 HIDDEN = 6

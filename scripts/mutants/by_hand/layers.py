@@ -266,8 +266,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="rows-return-by-the-sizes-of-their-way-out",
         file="nn/moe/all_to_all.py",
-        old="return all_to_all_v(y, self.travel, receive, send)",
-        new="return all_to_all_v(y, self.travel, send, receive)",
+        old="return all_to_all_v(y, self.dispatch_group, receive, send)",
+        new="return all_to_all_v(y, self.dispatch_group, send, receive)",
         kind="swapped",
         why="results of experts reach the wrong tokens, or nobody",
     ),

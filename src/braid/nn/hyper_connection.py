@@ -25,7 +25,7 @@ from braid.kernels.hyper_connection import (
     ConnectionForm,
     HyperConnect,
     Parameters,
-    Ways,
+    PostInputs,
     activation_bytes,
     fuses,
 )
@@ -94,13 +94,13 @@ class HyperConnection(_ProjectionWeights):
         rows = shape.streams * (shape.streams + 2)
         super().__init__(rows, 3, shape, hidden, norm_eps, implementation, groups, device, dtype)
 
-    def forward(self, x_BtSC: Tensor) -> tuple[Tensor, Ways]:
+    def forward(self, x_BtSC: Tensor) -> tuple[Tensor, PostInputs]:
         """Returns the layer's input, and the arguments of `post`."""
         rows, tokens = x_BtSC.shape[:2]
         branch_NC, ways = self.implementation.pre(x_BtSC.flatten(0, 1), self.parts, self.form, self.wgrad_store)
         return branch_NC.view(rows, tokens, self.hidden), ways
 
-    def post(self, ways: Ways, y_BtC: Tensor, bias_C: Tensor | None = None) -> Tensor:
+    def post(self, ways: PostInputs, y_BtC: Tensor, bias_C: Tensor | None = None) -> Tensor:
         """The streams after the layer, whose output is `y_BtC`. Needs no weights."""
         rows, tokens, _ = y_BtC.shape
         out_NSC = self.implementation.post(ways, y_BtC.flatten(0, 1), bias_C)

@@ -22,8 +22,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from braid.distributed.collectives import ALONE, Group, reduce_scatter
+from braid.kernels.grouped_mlp.product import put_wgrad
 from braid.nn.canonical import Canonical, Fill, Index, RowSpan
-from braid.nn.delayed_wgrad import DelayedWgrad, Delaying, Product
+from braid.nn.delayed_wgrad import DelayedWgrad, Delaying
 
 
 class Linear(Delaying):
@@ -189,10 +190,10 @@ class _LinearFunction(torch.autograd.Function):
         )
         return (
             None,
-            _put(ctx.wgrad_store, ctx.weight, partial(_weight_grad, grads_NO, detached_NI))
+            put_wgrad(ctx.wgrad_store, ctx.weight, partial(_weight_grad, grads_NO, detached_NI))
             if weight_needs
             else None,
-            _put(ctx.wgrad_store, ctx.bias, partial(_bias_grad, grads_NO)) if bias_needs else None,
+            put_wgrad(ctx.wgrad_store, ctx.bias, partial(_bias_grad, grads_NO)) if bias_needs else None,
             *(grad_NO.mm(weight_OI) if needs else None for needs, grad_NO, weight_OI in last_first),
         )
 
@@ -226,9 +227,8 @@ class _AddBias(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_BtC: Tensor) -> tuple[None, Tensor | None, Tensor]:
         product = partial(grad_BtC.sum_to_size, ctx.bias.shape)
-        return None, _put(ctx.wgrad_store, ctx.bias, product) if ctx.needs_input_grad[1] else None, grad_BtC
-
-
-def _put(wgrad_store: DelayedWgrad | None, parameter: Tensor, product: Product) -> Tensor | None:
-    """The gradient of a parameter, or None if it is delayed."""
-    return product() if wgrad_store is None else wgrad_store.put(parameter, product)
+        return (
+            None,
+            put_wgrad(ctx.wgrad_store, ctx.bias, product) if ctx.needs_input_grad[1] else None,
+            grad_BtC,
+        )

@@ -55,8 +55,10 @@ def zeros(parameter: Tensor) -> Gradient:
     return Gradient(write, empty_like(parameter))
 
 
-def left(wgrad_store: WgradStore | None, parameter: Tensor, product: Callable[[], Tensor]) -> Tensor | None:
-    """What a product gives, or None where a wgrad store sees to it."""
+def put_wgrad(
+    wgrad_store: WgradStore | None, parameter: Tensor, product: Callable[[], Tensor]
+) -> Tensor | None:
+    """The gradient of a parameter, or None if a wgrad store delays it or writes it to the main gradient."""
     return product() if wgrad_store is None else wgrad_store.put(parameter, product)
 
 
@@ -111,7 +113,7 @@ class _Product(torch.autograd.Function):
         _, _, weight_needs, bias_needs, x_needs = ctx.needs_input_grad
 
         def of(parameter: Tensor, gradient: Callable[..., Tensor], *given: object) -> Tensor | None:
-            return left(ctx.wgrad_store, parameter, partial(gradient, grads, *given, parameter.shape))
+            return put_wgrad(ctx.wgrad_store, parameter, partial(gradient, grads, *given, parameter.shape))
 
         multiply: Multiply = ctx.multiply
         return (

@@ -23,7 +23,7 @@ class AllGather:
 
     group: Group
     """The ranks that together hold all experts; for expert choices."""
-    travel: Group
+    dispatch_group: Group
     """The same ranks with a communicator of their own, for the tokens."""
     local_experts: int
     """Experts per rank."""
@@ -50,7 +50,11 @@ class AllGather:
     def dispatch(
         self, x: Tensor, probs: Tensor, dispatch_plan: DispatchPlan
     ) -> tuple[Tensor, Tensor, DispatchPlan]:
-        return all_gather(x, self.travel, dim=0), all_gather(probs, self.travel, dim=0), dispatch_plan
+        return (
+            all_gather(x, self.dispatch_group, dim=0),
+            all_gather(probs, self.dispatch_group, dim=0),
+            dispatch_plan,
+        )
 
     def combine(self, y: Tensor, dispatch_plan: DispatchPlan) -> Tensor:
-        return reduce_scatter(y, self.travel, dim=0)
+        return reduce_scatter(y, self.dispatch_group, dim=0)

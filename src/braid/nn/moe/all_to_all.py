@@ -33,7 +33,7 @@ class AllToAll:
 
     group: Group
     """The ranks that together hold all expert shards; for row counts."""
-    travel: Group
+    dispatch_group: Group
     """The same ranks with a communicator of their own, for the rows."""
     local_experts: int
     """Experts per rank."""
@@ -67,8 +67,8 @@ class AllToAll:
             return x, probs, dispatch_plan
         send, receive = dispatch_plan.handle
         return (
-            all_to_all_v(x, self.travel, send, receive),
-            all_to_all_v(probs, self.travel, send, receive),
+            all_to_all_v(x, self.dispatch_group, send, receive),
+            all_to_all_v(probs, self.dispatch_group, send, receive),
             dispatch_plan,
         )
 
@@ -76,7 +76,7 @@ class AllToAll:
         if self.group.size == 1:
             return y
         send, receive = dispatch_plan.handle
-        return all_to_all_v(y, self.travel, receive, send)
+        return all_to_all_v(y, self.dispatch_group, receive, send)
 
 
 def by_expert_then_rank(counts_PE: Tensor, rows: int) -> Order:

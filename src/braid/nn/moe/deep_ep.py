@@ -24,11 +24,13 @@ from braid.nn.moe.permute import order_by_expert
 class DeepEp:
     """Tokens are sent as they are, and arrive once per rank with their slots for the local experts."""
 
-    def __init__(self, *, group: Group, travel: Group, local_experts: int, etp: int, channels: int) -> None:
+    def __init__(
+        self, *, group: Group, dispatch_group: Group, local_experts: int, etp: int, channels: int
+    ) -> None:
         """`channels` is the width of a row; for the other arguments see `all_to_all.AllToAll`."""
         self.local_experts, self.etp = local_experts, etp
         self.shards = group.size * local_experts
-        self.buffer = _buffer(travel, channels)
+        self.buffer = _buffer(dispatch_group, channels)
 
     def dispatch_plan(self, slots: Slots) -> DispatchPlan:
         slots = slots.to_expert_shards(self.local_experts, self.etp)

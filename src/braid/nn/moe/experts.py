@@ -20,7 +20,7 @@ from braid.distributed.collectives import Groups
 from braid.kernels.activation import projections
 from braid.kernels.activation_bytes import saved_ffn_tensors
 from braid.kernels.grouped_mlp import FusedGroupedMlp, GroupedMlp, grouped, sizes
-from braid.kernels.grouped_mlp.product import WritesInPlace, left, zeros
+from braid.kernels.grouped_mlp.product import WritesInPlace, put_wgrad, zeros
 from braid.nn.canonical import Canonical
 from braid.nn.cost import Cost, Workload
 from braid.nn.delayed_wgrad import DelayedWgrad, Delaying
@@ -176,4 +176,4 @@ class _ZeroBiasGrad(torch.autograd.Function):
         gradient = zeros(ctx.bias)
         product = gradient if ctx.in_place else gradient.__call__
         needed = ctx.needs_input_grad[2]
-        return None, None, left(ctx.wgrad_store, ctx.bias, product) if needed else None, grads[0]
+        return None, None, put_wgrad(ctx.wgrad_store, ctx.bias, product) if needed else None, grads[0]

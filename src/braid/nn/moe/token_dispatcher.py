@@ -26,7 +26,7 @@ def choose(
     """The dispatcher for all MoE layers of a model; local if every rank has all experts."""
     arguments: dict[str, Any] = {
         "group": groups.ep_etp,
-        "travel": groups.dispatch,
+        "dispatch_group": groups.dispatch,
         "local_experts": shape.experts // groups.ep.size,
         "etp": groups.etp.size,
     }
