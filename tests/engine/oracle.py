@@ -39,7 +39,7 @@ from braid.schedule import (
     build,
     channel_of,
     evaluation,
-    folded,
+    v_shape,
     with_sums,
 )
 from braid.schedule.builders import with_messages
@@ -68,7 +68,7 @@ def in_segments(planned: Plan) -> Schedule:
 
 def dual_pipe_v_of_segments(pp: int, micro_batches: int) -> Schedule:
     """The order of DualPipeV where a backward has its weight gradients with it."""
-    holder = folded(pp)
+    holder = v_shape(pp)
     order = [
         [
             (act, turn)
@@ -214,7 +214,7 @@ class Step:
         context.earlier_E = self.loads.raw_counts_E
         y, losses = self.model.run((segment,), x, context)
         self.loads = self.loads.plus(losses.balances)
-        part = self.counts.parts[micro_batch]
+        part = self.counts.fractions[micro_batch]
         for name, figure in losses.metrics(*self._counted(losses), part).items():
             told = figure if name.startswith("aux_") or self.model.groups.tp.rank == 0 else 0 * figure
             self.metrics[name] = self.metrics[name] + told if name in self.metrics else told
@@ -223,7 +223,7 @@ class Step:
 
     def _context(self, micro_batch: int) -> Context:
         if micro_batch not in self.contexts:
-            whole = self.counts.wholes[micro_batch]
+            whole = self.counts.totals[micro_batch]
             context = self.model.prepare(self.batches[micro_batch], whole=whole)
             context.deviations = None if self.model.shape.hyper is None else {}
             self.contexts[micro_batch] = context

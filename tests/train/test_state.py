@@ -168,7 +168,7 @@ def test_all_ranks_refuse_checkpoints_that_are_damaged_or_not_the_same_for_all(c
     first, second = run_ranks(2, begin_on_ranks, run, tmp_path, older)
     assert first == second
     assert first.startswith("the ranks find different checkpoints")
-    assert f'newest whole checkpoint: "{newest}" on rank 0, "{older}" on rank 1' in first
+    assert f'newest valid checkpoint: "{newest}" on rank 0, "{older}" on rank 1' in first
     damage(newest)
     damage(older)
     first, second = run_ranks(2, begin_on_ranks, run, tmp_path, None)

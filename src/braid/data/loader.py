@@ -47,11 +47,6 @@ class Loader:
         """Number of distinct samples, over all sources."""
         return sum(samples.count for samples in self.samples)
 
-    @property
-    def vocab(self) -> int:
-        """All token ids are below this number."""
-        return max(source.vocab for source in self._mixture.sources)
-
     @cached_property
     def identity(self) -> dict[str, Any]:
         """Everything that determines the tokens of a sample index, as JSON."""

@@ -347,18 +347,17 @@ class Watchdog:
             self._closing.set()
         stack = tuple(line for entry in traceback.format_exception(error) for line in entry.splitlines())
         if is_peer_failure(error):
-            found = self._try_store(lambda: self._find_lost_ranks() or _unknown(error)) or self._diagnose_store(
-                "is gone"
-            )
-            code, wait = found.kind.exit_code, probe_error(error)
-            raised: Exception = (HangError if code is ExitCode.HANG else PeerLostError)(found.report)
+            found = self._try_store(lambda: self._find_lost_ranks() or _unknown(error))
+            diagnosis = found or self._diagnose_store("is gone")
+            code, wait = diagnosis.kind.exit_code, probe_error(error)
+            raised: Exception = (HangError if code is ExitCode.HANG else PeerLostError)(diagnosis.report)
         else:
             own = failed(self.rank, _first_line(error), {self.rank: PeerState(self.heartbeat(), 0.0)})
-            found = self._try_store(lambda: self._publish(own)) or own
+            diagnosis = self._try_store(lambda: self._publish(own)) or own
             code = error.exit_code if isinstance(error, BraidError) else ExitCode.BUG
             wait, raised = WaitState(waits=False), error
-        self._write(self._report(found, code, stack, wait))
-        self._try_store(lambda: self._await_reports(found))
+        self._write(self._report(diagnosis, code, stack, wait))
+        self._try_store(lambda: self._await_reports(diagnosis))
         if raised is error:
             raise error
         raise raised from error

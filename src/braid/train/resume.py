@@ -31,7 +31,7 @@ def initialize_or_resume(
     # Every rank has looked for itself: with a filesystem that is not shared, or not readable on one node, ranks
     # would resume from different steps.
     check_agreement(
-        {"newest whole checkpoint": str(newest.path or weights)},
+        {"newest valid checkpoint": str(newest.path or weights)},
         world,
         "the ranks find different checkpoints: set --out and --init to folders that all of them share",
         CheckpointError,

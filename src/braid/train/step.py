@@ -66,9 +66,9 @@ class Counts:
     """Tokens that count in the loss."""
     mtp_tokens: list[int]
     """Tokens that count in each MTP depth."""
-    wholes: list[MicroBatchTotals]
+    totals: list[MicroBatchTotals]
     """Size of every micro-batch, over all ranks that share it."""
-    parts: list[StepFraction]
+    fractions: list[StepFraction]
     """Each micro-batch's fraction of the step."""
 
 
@@ -136,8 +136,8 @@ def count(model: LanguageModel, batches: Sequence[MicroBatch]) -> Counts:
     return Counts(
         tokens=sum(counted[0]),
         mtp_tokens=[sum(depth) for depth in counted[1:]],
-        wholes=[MicroBatchTotals(tokens=row[2], rows=row[1]) for row in counts_MK],
-        parts=[
+        totals=[MicroBatchTotals(tokens=row[2], rows=row[1]) for row in counts_MK],
+        fractions=[
             StepFraction(tokens=t / max(1, sum(valid)), rows=r / max(1, sum(filled)))
             for t, r in zip(valid, filled, strict=True)
         ],
@@ -198,7 +198,7 @@ class _Step(StepWork):
             tokens = self.counts.mtp_tokens if losses.mtp else []
             if phase.depth is not None:
                 tokens = tokens[phase.depth : phase.depth + 1]
-            cost = losses.share(self.counts.tokens, tokens, self.counts.parts[micro_batch])
+            cost = losses.share(self.counts.tokens, tokens, self.counts.fractions[micro_batch])
             self.pieces[turn].append(nodes.detach_losses(losses))
             self.loads = self.loads.plus(losses.balances)
             return written, cost if cost.requires_grad else None
@@ -207,8 +207,8 @@ class _Step(StepWork):
 
     def _context(self, micro_batch: int) -> Context:
         if micro_batch not in self.contexts:
-            whole = self.counts.wholes[micro_batch]
-            context = self.model.prepare(self.batches[micro_batch], totals=whole)
+            totals = self.counts.totals[micro_batch]
+            context = self.model.prepare(self.batches[micro_batch], totals=totals)
             context.deviations = None if self.model.shape.hyper is None else {}
             self.contexts[micro_batch] = context
         return self.contexts[micro_batch]
@@ -216,7 +216,7 @@ class _Step(StepWork):
     def after_forward(self, turn: Turn) -> None:
         losses = nodes.merge_losses(self.model, self.pieces.pop(turn))
         tokens = self.counts.mtp_tokens if losses.mtp else ()
-        for name, value in losses.metrics(self.counts.tokens, tokens, self.counts.parts[turn[0]]).items():
+        for name, value in losses.metrics(self.counts.tokens, tokens, self.counts.fractions[turn[0]]).items():
             # All tp ranks compute the same head losses: only one of them may contribute to the sum over ranks.
             part = value if name.startswith("aux_") or self.model.groups.tp.rank == 0 else 0 * value
             self.metrics[name] = self.metrics[name] + part if name in self.metrics else part

@@ -39,7 +39,7 @@ class Tracer:
         self.written = False
         """Whether the file is up to date; set on rank 0 only."""
         groups = state.model.groups
-        self._world, self._stage, self._line = groups.world, groups.pp.rank, groups.slab.rank
+        self._world, self._stage, self._pipeline = groups.world, groups.pp.rank, groups.slab.rank
         self._traced = groups.world.size <= MAX_RANKS or groups.slab.rank == 0
         self._zero: float | None = None
         self._begun = 0.0
@@ -71,14 +71,16 @@ class Tracer:
         spans = list(self._spans(times)) if self._traced else []
         record = {
             "stage": self._stage,
-            "line": self._line,
+            "pipeline": self._pipeline,
             "times": [self._begun - zero, ended - zero],
             "spans": [[str(span.op), span.start - zero, span.end - zero] for span in spans],
         }
         records = all_gather_json(record if self._traced else None, self._world)
         if self._world.rank != 0:
             return
-        self.rank_steps += [_rank_step(rank, step, each) for rank, each in enumerate(records) if each is not None]
+        self.rank_steps += [
+            _rank_step(rank, step, each) for rank, each in enumerate(records) if each is not None
+        ]
         self.written = False
         try:
             self._write()
@@ -133,7 +135,7 @@ def _rank_step(rank: int, step: int, record: Mapping[str, Any]) -> RankStep:
     return RankStep(
         rank=rank,
         stage=record["stage"],
-        pipeline=record["line"],
+        pipeline=record["pipeline"],
         step=step,
         begin=begin,
         end=end,
