@@ -32,7 +32,7 @@ from braid.train import state as states
 from braid.train.build import make_state
 from braid.train.data_pipeline import open_data_pipeline
 from braid.train.device import Device, choose_device
-from braid.train.loop import schedule_of
+from braid.train.loop import lr_schedule
 from braid.train.step import evaluate, train_step
 
 SEEDS = (0, 1, 2)
@@ -68,7 +68,7 @@ def _train(way: str, seed: int, steps: int, device: Device, folder: Path) -> dic
     assert feed.validation is not None
     state = make_state(plan(run, 1), device, chosen=None if way == "fast" else kernels.references())
     states.initialize(state, run)
-    schedule, losses = schedule_of(run), dict[str, float]()
+    schedule, losses = lr_schedule(run), dict[str, float]()
     for step in range(1, steps + 1):
         result = train_step(state, run, feed.train, schedule.rate(step))
         assert not result.not_finite, f"step {step}: {result.not_finite}"

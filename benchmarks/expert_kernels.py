@@ -1,30 +1,23 @@
-"""Every way to run each product of the experts' MLP, what it must give, and how long it may take at best."""
+"""The six matmuls of the grouped MLP one by one: inputs, kernel, result in float64, roofline time."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from braid.kernels.grouped_mlp.device import elementwise, rows, weights
-from braid.kernels.grouped_mlp.device.rows import Formula
-from braid.kernels.grouped_mlp.device.tiles import Tiles, tiles
-from braid.kernels.grouped_mlp.device.variants import (
-    KeeperVariant,
-    RelayRowVariant,
-    RelayVariant,
-    RowVariant,
-    WeightVariant,
-)
+from braid.kernels.grouped_mlp.device import gemm, wgrad
+from braid.kernels.grouped_mlp.device.activation import FusedActivation
+from braid.kernels.grouped_mlp.device.tiles import TileConfig, Tiles, tiles
 from braid.kernels.grouped_mlp.sizes import TILE_ROWS
+from braid.kernels.grouped_mlp.tuned_table import WgradKernel
 from braid.kernels.launch import Launcher
 
-SWIGLU = Formula(kind="swiglu", alpha=1.0, limit=None, offset=0.0)
+SWIGLU, TILING = FusedActivation(kind="swiglu"), TileConfig()
 FLOPS, BYTES = 790e12, 4.3e12
-"""What the chip does in a second, as measured."""
+"""What an H200 does in a second, as measured."""
 PRODUCTS = ("fc1", "fc2", "dgrad2", "dgrad1", "wgrad2", "wgrad1")
 
 
@@ -35,8 +28,8 @@ class Shape(NamedTuple):
     experts: int
 
     def floors(self) -> dict[str, float]:
-        """Microseconds of each product: the larger of its operations and of its bytes. Weight gradients are
-        added to float32."""
+        """Roofline microseconds of each matmul: the larger of its operations and of its bytes. Weight gradients
+        are accumulated in float32."""
         n, c, f, e = self
         one, two = e * c * 2 * f, e * c * f
         product, narrow = 2 * n * c * f, 2 * n * f
@@ -53,7 +46,7 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True)
 class Data:
-    """Random inputs of every product of one layer."""
+    """Random inputs of every matmul of one layer."""
 
     x: Tensor
     probs: Tensor
@@ -129,36 +122,23 @@ def loads(shape: Shape, names: list[str]) -> list[Data]:
     ]
 
 
-def run(product: str, variant: Any, d: Data, *, accumulate: bool = True) -> tuple[Tensor, ...]:
-    """One product, by one variant; None is `grouped_mm`, with a kernel for the activation where there is
-    one."""
-    ends = d.where.ends_E
+def run(
+    product: str, d: Data, kernel: WgradKernel = "warp-specialised", *, accumulate: bool = True
+) -> tuple[Tensor, ...]:
+    """One matmul with its epilogue; `kernel` is for wgrad."""
     match product:
-        case "fc1" if variant is None:
-            h = F.grouped_mm(d.x, d.w_in.transpose(1, 2), offs=ends)
-            return h, elementwise.activated(d.launch, h, d.probs, d.where, SWIGLU)
         case "fc1":
-            return rows.multiply_activate(d.launch, d.x, d.w_in, d.probs, d.where, SWIGLU, variant)
-        case "fc2" if variant is None:
-            return (F.grouped_mm(d.a, d.w_down.transpose(1, 2), offs=ends),)
+            return gemm.grouped_gemm_activation(d.launch, d.x, d.w_in, d.probs, d.where, SWIGLU, TILING)
         case "fc2":
-            return (rows.multiply(d.launch, d.a, d.w_down, d.where, variant, transposed=True),)
-        case "dgrad2" if variant is None:
-            da = F.grouped_mm(d.dy, d.w_down, offs=ends)
-            return elementwise.activated_backward(d.launch, da, d.h, d.probs, d.where, SWIGLU)
+            return (gemm.grouped_gemm(d.launch, d.a, d.w_down, d.where, TILING, transposed=True),)
         case "dgrad2":
-            return rows.multiply_activate_backward(
-                d.launch, d.dy, d.w_down, d.h, d.probs, d.where, SWIGLU, variant
+            return gemm.grouped_gemm_activation_backward(
+                d.launch, d.dy, d.w_down, d.h, d.probs, d.where, SWIGLU, TILING
             )
-        case "dgrad1" if variant is None:
-            return (F.grouped_mm(d.dh, d.w_in, offs=ends),)
         case "dgrad1":
-            return (rows.multiply(d.launch, d.dh, d.w_in, d.where, variant, transposed=False),)
+            return (gemm.grouped_gemm(d.launch, d.dh, d.w_in, d.where, TILING, transposed=False),)
     grad, x, main = d.gradient_of(product)
-    if variant is None:
-        main.add_(F.grouped_mm(grad.t(), x, offs=ends))
-    else:
-        weights.weight_gradient(d.launch, grad, x, d.where, main, variant, accumulate=accumulate)
+    wgrad.weight_gradient(d.launch, grad, x, d.where, main, kernel, TILING, accumulate=accumulate)
     return (main,)
 
 
@@ -195,40 +175,3 @@ def error(actual: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> float:
     """The largest relative error of several tensors; NaN where one of them is not finite."""
     errors = [((x.double() - y).norm() / y.norm()).item() for x, y in zip(actual, wanted, strict=True)]
     return max(errors, key=lambda e: float("inf") if e != e else e)
-
-
-# -------------------------------------------------------------------------------------------- candidates
-
-ROWS = (
-    RowVariant(),
-    RowVariant(stages=4, parts=4),
-    RelayRowVariant(),
-    RelayRowVariant(depth=32, stages=6),
-    None,
-)
-WEIGHTS = (
-    WeightVariant(),
-    WeightVariant(stages=4),
-    WeightVariant(leave="pointers", parts=2),
-    RelayVariant(),
-    KeeperVariant(),
-    RelayVariant(takers=2, ahead=6),
-)
-CANDIDATES: dict[str, tuple[Any, ...]] = {
-    "fc1": ROWS,
-    "fc2": ROWS,
-    "dgrad2": (RowVariant(parts=4), *ROWS[2:]),
-    "dgrad1": ROWS,
-    "wgrad2": WEIGHTS,
-    "wgrad1": WEIGHTS,
-}
-
-
-def label(variant: Any) -> str:
-    """A variant in a few letters: its family, and what differs from the usual."""
-    if variant is None:
-        return "grouped_mm"
-    families = {RelayVariant: "relay", RelayRowVariant: "relay", KeeperVariant: "keeper"}
-    family = families.get(type(variant), "Triton")
-    changed = {name: value for name, value in vars(variant).items() if value != getattr(type(variant)(), name)}
-    return " ".join([family, *(f"{name}={value}" for name, value in changed.items())])

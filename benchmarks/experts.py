@@ -1,10 +1,10 @@
-"""The experts' MLP on a GPU: forward and backward with float32 accumulation, whole and product by product.
+"""The grouped MLP on a GPU: forward and backward with float32 accumulation, as a whole and matmul by matmul.
 
-    python -m benchmarks.experts            # whole steps against the base, and what each product takes
-    python -m benchmarks.experts --tune     # first tries every variant of every product, and writes winners
+    python -m benchmarks.experts            # whole steps against the baseline, and each matmul alone
+    python -m benchmarks.experts --tune     # autotune: first times the wgrad kernels, writes the tuned table
 
-The base is `F.grouped_mm`, a compiled activation with gate and up as halves, and `main_grad.add_`. Floors are
-of the chip: operations at 790 TFLOP/s, bytes at 4.3 TB/s."""
+The baseline is `F.grouped_mm`, a compiled activation with gate and up as halves, and `main_grad.add_`. Every
+kernel is checked against float64 first. Roofline times are for an H200: 790 TFLOP/s, 4.3 TB/s."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from random import Random
 from statistics import median
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -29,24 +28,26 @@ from benchmarks import expert_kernels as ek
 from benchmarks import machine
 from benchmarks.expert_kernels import Data, Shape
 from braid.kernels.grouped_mlp import fused
-from braid.kernels.grouped_mlp.paths import Paths, Work, measured, nearest
+from braid.kernels.grouped_mlp.tuned_table import FILE, Tuned, WgradKernel, Work, nearest, to_json, tuned_table
 
 SHAPES = (
     Shape(32768, 2048, 1024, 64),
     Shape(65536, 2048, 768, 128),
+    Shape(65536, 2048, 1024, 64),
     Shape(32768, 4096, 1536, 16),
     Shape(262144, 2048, 1024, 64),
 )
 LOADS = ("balanced", "uneven", "zipf")
-"""Of the experts: equal, a whole number of tiles for each, which suits the base best; within half of the mean;
-and falling as one over the rank."""
+"""How rows spread over experts: equally, in whole tiles, which suits the baseline best; between half and one
+and a half of the mean; falling as one over the rank."""
 CHECKS = (Shape(1705, 512, 256, 16), Shape(811, 528, 336, 16), Shape(811, 576, 320, 40))
 """Small problems with experts of all sizes: dims that are multiples of every tile, of none, and of 64."""
 BOUND = 8e-3
-THREADS = 14
-STEPS, TURNS, ROUNDS, GROUP = 40, 3, 5, 8
-"""Milliseconds of steps that a variant is timed for at a time, how often variants take turns, how often ours
-and the base do, and how many steps are timed as one."""
+"""The largest relative error; operands and most results are bfloat16."""
+KERNELS: tuple[WgradKernel, ...] = get_args(WgradKernel)
+TUNE_MS, TURNS, ROUNDS, GROUP = 80, 5, 5, 8
+"""Milliseconds of steps per timing of a kernel, how often kernels take turns, how often we and the baseline do,
+and how many steps are timed as one."""
 
 
 def micro(function: Callable[[], object], *, milliseconds: int = 40) -> float:
@@ -56,8 +57,8 @@ def micro(function: Callable[[], object], *, milliseconds: int = 40) -> float:
 
 
 def sustained(function: Callable[[], object], *, milliseconds: int = 120) -> float:
-    """Microseconds of one of many runs without a pause, as in training: the median over groups of them. A chip
-    that rests between runs has power to spare that it does not have in the long run."""
+    """Microseconds of one of many runs without a pause, as in training: the median over groups of them. A GPU
+    that was idle before a run clocks higher than its power limit allows in the long run."""
 
     def one_of(times: int) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -86,7 +87,7 @@ def host(function: Callable[[], object], times: int = 20) -> float:
     return taken / times * 1e6
 
 
-# ------------------------------------------------------------------------------------------------ base
+# -------------------------------------------------------------------------------------------- baseline
 
 
 def base_activation(h: Tensor, p: Tensor) -> Tensor:
@@ -104,7 +105,7 @@ def base_gradient(da: Tensor, h: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Base:
-    """What there is without kernels of our own."""
+    """The same without kernels of our own."""
 
     def __init__(self) -> None:
         self.activation = torch.compile(base_activation, dynamic=False)
@@ -133,13 +134,13 @@ class Base:
         return y, F.grouped_mm(dh, d.w_in, offs=ends), dprobs
 
 
-def step(d: Data, paths: Paths, *, accumulate: bool = True) -> tuple[Tensor, ...]:
+def step(d: Data, kernel: WgradKernel, *, accumulate: bool = True) -> tuple[Tensor, ...]:
     """Forward and backward of ours."""
-    how = fused.How(paths, ek.SWIGLU, d.where.tile_rows, d.launch)
+    config = fused.FusedConfig(ek.SWIGLU, kernel, ek.TILING, d.launch)
     e, f2, c = d.w_in.shape
-    of_experts = fused.ExpertWeights(d.w_in.view(e, f2 // 2, 2, c), d.w_down)
-    y, kept = fused.forward(how, d.counts, d.x, d.probs, of_experts)
-    found = fused.backward(how, d.dy, kept, of_experts)
+    weights = fused.ExpertWeights(d.w_in.view(e, f2 // 2, 2, c), d.w_down)
+    y, saved = fused.forward(config, d.counts, d.x, d.probs, weights)
+    found = fused.backward(config, d.dy, saved, weights)
     found.w_down_ECF.into(d.main_down, accumulate=accumulate)
     found.w_in_EFGC.into(d.main_in.view(e, f2 // 2, 2, c), accumulate=accumulate)
     assert found.x_NC is not None
@@ -149,57 +150,39 @@ def step(d: Data, paths: Paths, *, accumulate: bool = True) -> tuple[Tensor, ...
 # -------------------------------------------------------------------------------------------- checking
 
 
-def check_all(kernels: list[str], log: dict[str, Any]) -> dict[str, list[Any]]:
-    """The variants of each kernel that compile and are right, on small problems. Compiled side by side."""
-    problems = []
+def check() -> dict[str, float]:
+    """The relative error of every kernel against float64, the worst of several small problems."""
+    errors: dict[str, float] = {}
     for number, shape in enumerate(CHECKS):
         generator = torch.Generator().manual_seed(7 + number)
         share = torch.rand(shape.experts, generator=generator)
         share[3] = share[-1] = 0
         chosen = share.multinomial(shape.rows, replacement=True, generator=generator)
         d = ek.data(shape, chosen.bincount(minlength=shape.experts), "cuda", torch.bfloat16)
-        problems.append((d, {kernel: ek.expected(kernel, d) for kernel in kernels}))
-    torch.cuda.synchronize()
-
-    def check(kernel: str, variant: Any) -> tuple[float, float, str]:
-        started, worst = time.time(), 0.0
-        try:
-            for d, wanted in problems:
-                worst = max(worst, *(_errors(kernel, variant, d, wanted[kernel])))
-        except Exception as failure:
-            return float("nan"), time.time() - started, f"{type(failure).__name__}: {str(failure)[:160]}"
-        return worst, time.time() - started, "" if worst < BOUND else "wrong"
-
-    cases = [(kernel, variant) for kernel in kernels for variant in ek.CANDIDATES[kernel]]
-    cases.sort(key=lambda case: case[0] not in ("dgrad2", "fc1"))  # the slowest to compile first
-
-    def told(case: tuple[str, Any]) -> tuple[float, float, str]:
-        worst, seconds, what = check(*case)
-        print(f"  {case[0]} {ek.label(case[1])}: {worst:.1e} {seconds:.1f} s {what}", flush=True)
-        return worst, seconds, what
-
-    with ThreadPoolExecutor(THREADS) as pool:
-        results = list(pool.map(told, cases))
-    good: dict[str, list[Any]] = {kernel: [] for kernel in kernels}
-    for (kernel, variant), (worst, seconds, what) in zip(cases, results, strict=True):
-        log[f"{kernel} {ek.label(variant)}"] = {"error": worst, "seconds": round(seconds, 1), "problem": what}
-        if not what:
-            good[kernel].append(variant)
-    return good
+        for product in ek.PRODUCTS:
+            wanted = ek.expected(product, d)
+            for kernel in KERNELS if product[0] == "w" else KERNELS[:1]:
+                name = name_of(product, kernel)
+                errors[name] = max(errors.get(name, 0.0), *_errors(product, kernel, d, wanted))
+    wrong = {name: error for name, error in errors.items() if not error < BOUND}
+    if wrong:
+        raise SystemExit(f"wrong: {wrong}")
+    return errors
 
 
-def _errors(kernel: str, variant: Any, d: Data, wanted: tuple[Tensor, ...]) -> list[float]:
-    """How far a variant is off: infinitely, where it gives no number or does not repeat to the last bit."""
+def name_of(product: str, kernel: WgradKernel) -> str:
+    """A matmul and the kernel that runs it."""
+    return f"{product}, {f'wgrad {kernel}' if product[0] == 'w' else 'gemm warp-specialised'}"
+
+
+def _errors(product: str, kernel: WgradKernel, d: Data, wanted: tuple[Tensor, ...]) -> list[float]:
+    """Of accumulating and of writing. Infinite, where a result is no number or does not repeat to the last bit;
+    what is written must not depend on what the output held."""
     found = []
-    adds = kernel[0] == "w"
-    for start, accumulate in (
-        ((1.0, True), (float("nan"), False)) if adds and variant is not None else ((1.0, True),)
-    ):
-        one, other = (
-            ek.run(kernel, variant, _with_buffers(d, start) if adds else d, accumulate=accumulate)
-            for _ in range(2)
-        )
-        difference = ek.error(tuple(x.double() - (start if adds and accumulate else 0) for x in one), wanted)
+    adds = product[0] == "w"
+    for held, accumulate in ((1.0, True), (float("nan"), False)) if adds else ((0.0, True),):
+        one, other = (ek.run(product, _with_buffers(d, held), kernel, accumulate=accumulate) for _ in range(2))
+        difference = ek.error(tuple(x.double() - (held if accumulate else 0) for x in one), wanted)
         same = all(torch.equal(x, y) for x, y in zip(one, other, strict=True))
         found.append(difference if same and difference == difference else float("inf"))
     return found
@@ -212,50 +195,34 @@ def _with_buffers(d: Data, value: float) -> Data:
 # --------------------------------------------------------------------------------------------- timing
 
 
-def tune(loads: list[Data], paths: Paths, good: dict[str, list[Any]], log: dict[str, Any]) -> Paths:
-    """Swap in every variant of every product, and keep what makes whole steps under all loads fastest. Under
-    load the chip is as fast as its power allows, so that a product which is fastest by itself, after a rest,
-    need not be the one that a step is fastest with."""
-    for d in loads:  # warm, as in a long run
-        sustained(partial(step, d, paths), milliseconds=400)
-    for product, variants in good.items():
-        ways = [way for way in variants if way is not None or product[0] != "w"]
-        if not ways:
-            print(f"  {product}: no way is right, {ek.label(getattr(paths, product))} stays", flush=True)
-            continue
-        names = (product, f"overwrite{product[-1]}") if product[0] == "w" else (product,)
-        for name in names:
-            tried = [replace(paths, **{name: way}) for way in ways]
-            steps = [partial(step, paths=way, accumulate=name == product) for way in tried]
-            found = sorted(zip(in_turns(steps, loads), ways, strict=True), key=lambda entry: sum(entry[0]))
-            paths = replace(paths, **{name: found[0][1]})
-            log[name] = {ek.label(way): [round(us) for us in times] for times, way in found}
-            line = " | ".join(f"{_slashed(times)} {ek.label(way)}" for times, way in found)
-            print(f"  {name}: {line}", flush=True)
-    return paths
+def tune(loads: list[Data]) -> tuple[WgradKernel, dict[str, list[int]]]:
+    """Autotune: the wgrad kernel with the fastest whole steps over all loads. Whole steps, because under load
+    the GPU is limited by power, and the kernel that is fastest after a pause need not be the fastest in a
+    step."""
+    for d in loads:  # as warm as in a long run
+        sustained(partial(step, d, KERNELS[0]), milliseconds=400)
+    times = in_turns([partial(step, kernel=kernel) for kernel in KERNELS], loads)
+    best = min(zip(times, KERNELS, strict=True), key=lambda each: sum(each[0]))[1]
+    return best, {kernel: [round(us) for us in of] for kernel, of in zip(KERNELS, times, strict=True)}
 
 
 def in_turns(steps: Sequence[Callable[[Data], object]], loads: list[Data]) -> list[list[float]]:
-    """Microseconds of each under each load. What ran before leaves the chip warmer or cooler, so every turn
-    has an order of its own, and the median of all turns counts."""
+    """Microseconds of each under each load. What ran before leaves the GPU warmer or cooler, so every turn has
+    an order of its own, and the median of all turns counts."""
     times: list[list[list[float]]] = [[[] for _ in loads] for _ in steps]
     orders = Random(0)
     for _ in range(TURNS):
         for which in orders.sample(range(len(steps)), len(steps)):
             for load, d in enumerate(loads):
-                times[which][load].append(sustained(partial(steps[which], d), milliseconds=STEPS))
+                times[which][load].append(sustained(partial(steps[which], d), milliseconds=TUNE_MS))
     return [[median(of_load) for of_load in of_step] for of_step in times]
 
 
-def _slashed(times: list[float]) -> str:
-    return "/".join(f"{us:.0f}" for us in times)
-
-
-def measure(shape: Shape, d: Data, base: Base, paths: Paths) -> dict[str, Any]:
-    """A whole step of ours and of the base, in turns, and each product by itself."""
+def measure(shape: Shape, d: Data, base: Base, kernel: WgradKernel) -> dict[str, Any]:
+    """A whole step of ours and of the baseline, in turns, and each matmul alone."""
     floors = shape.floors()
     floor = sum(floors[product] for product in ek.PRODUCTS)
-    our_step, base_step = partial(step, d, paths), partial(base.step, d)
+    our_step, base_step = partial(step, d, kernel), partial(base.step, d)
     sustained(our_step, milliseconds=200), sustained(base_step, milliseconds=200)
     pairs = [(sustained(base_step), sustained(our_step)) for _ in range(ROUNDS)]
     rested = [(micro(base_step, milliseconds=60), micro(our_step, milliseconds=60)) for _ in range(ROUNDS)]
@@ -278,60 +245,42 @@ def measure(shape: Shape, d: Data, base: Base, paths: Paths) -> dict[str, Any]:
         "products": {
             product: {
                 "base": round(micro(base.products(d)[product])),
-                "ours": round(micro(partial(ek.run, product, getattr(paths, product), d))),
+                "ours": round(micro(partial(ek.run, product, d, kernel))),
                 "floor": round(floors[product]),
-                "path": ek.label(getattr(paths, product)),
+                "kernel": name_of(product, kernel).partition(", ")[2],
             }
             for product in ek.PRODUCTS
         },
     }
 
 
-def table(winners: dict[Work, Paths]) -> str:
-    """`measured.json`, with a line for every product."""
-    entries = []
-    for work, paths in winners.items():
-        ways = (f"{json.dumps(name)}: {json.dumps(way)}" for name, way in asdict(paths).items())
-        lines = ",\n             ".join(ways)
-        entries.append(f'  {{"work": {json.dumps(work._asdict())},\n   "paths": {{{lines}}}}}')
-    return '{"shapes": [\n' + ",\n".join(entries) + "\n]}\n"
-
-
 def main() -> None:
     asked = options()
     machine.needs_gpu()
-    started, known = time.time(), measured()
-    report: dict[str, Any] = {"machine": machine.describe(), "checks": {}, "shapes": {}}
-    winners = {entry.work: entry.paths for entry in known}
+    started, rows = time.time(), {row.work: row for row in tuned_table()}
+    report: dict[str, Any] = {"machine": machine.describe(), "errors": check(), "shapes": {}}
+    print(f"checked after {time.time() - started:.0f} s: {report['errors']}", flush=True)
     base = Base()
-    good = check_all(list(asked.kernels), report["checks"]) if asked.tune else {}
-    print(f"checked after {time.time() - started:.0f} s", flush=True)
     asked.out.mkdir(parents=True, exist_ok=True)
-    for number in asked.shapes:
-        shape = SHAPES[number]
-        work = Work(shape.rows // shape.experts, shape.hidden, shape.ffn)
-        paths = nearest(known, work)
-        entry: dict[str, Any] = {}
+    for shape in (SHAPES[number] for number in asked.shapes):
         print(f"{tuple(shape)}", flush=True)
-        try:
-            loads = ek.loads(shape, list(asked.loads))
-            if asked.tune:
-                paths = tune(loads, paths, good, entry.setdefault("steps", {}))
-                winners[work] = paths
-                (asked.out / "measured.json").write_text(table(winners))
-            for load, d in zip(asked.loads, loads, strict=True):
-                entry[load] = measure(shape, d, base, paths)
-            del loads, d
-        except Exception as failure:
-            entry["failure"] = repr(failure)[:500]
-            print(f"  FAILED: {failure!r}"[:500], flush=True)
+        work = Work(shape.rows // shape.experts, shape.hidden, shape.ffn)
+        entry: dict[str, Any] = {}
+        loads = ek.loads(shape, list(asked.loads))
+        if asked.tune:
+            best, entry["tune"] = tune(loads)
+            rows[work] = Tuned(work, best)
+            (asked.out / FILE).write_text(to_json(tuple(sorted(rows.values()))))
+            print(f"  wgrad: {best}, {entry['tune']}", flush=True)
+        kernel = nearest(tuple(rows.values()), work)
+        for load, d in zip(asked.loads, loads, strict=True):
+            entry[load] = measure(shape, d, base, kernel)
+        del loads, d
         report["shapes"][str(tuple(shape))] = entry
         torch.cuda.empty_cache()
         (asked.out / "experts.json").write_text(json.dumps(report, indent=2) + "\n")
         print(f"  after {time.time() - started:.0f} s", flush=True)
     summary(report)
-    if any("failure" in entry for entry in report["shapes"].values()):
-        raise SystemExit("not everything could be measured")
 
 
 def options() -> argparse.Namespace:
@@ -339,15 +288,12 @@ def options() -> argparse.Namespace:
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("python -m benchmarks.experts", description=__doc__, formatter_class=form)
     numbers = tuple(range(len(SHAPES)))
-    told = ", ".join(f"{number}: {tuple(shape)}" for number, shape in enumerate(SHAPES))
-    parser.add_argument("--tune", action="store_true", help="try all variants, winners go to OUT/measured.json")
+    known = ", ".join(f"{number}: {tuple(shape)}" for number, shape in enumerate(SHAPES))
+    parser.add_argument("--tune", action="store_true", help=f"autotune wgrad, and write OUT/{FILE}")
     parser.add_argument(
         "--shapes", type=int, nargs="+", choices=numbers, default=numbers,
-        help=f"numbers of shapes, which are rows, hidden, ffn, experts; {told}; default all",
+        help=f"numbers of shapes, which are rows, hidden, ffn, experts; {known}; default all",
     )  # fmt: skip
-    parser.add_argument(
-        "--kernels", nargs="+", choices=ek.PRODUCTS, default=ek.PRODUCTS, help="products to tune; default all"
-    )
     parser.add_argument(
         "--loads", nargs="+", choices=LOADS, default=LOADS, help="how rows spread over experts; default all"
     )
@@ -369,7 +315,7 @@ def summary(report: dict[str, Any]) -> None:
             figures = f"{f['floor']:6} {base:>12} {ours:>12} {f['gain']:6} {f['of_floor']:8}  {f['host']}"
             print(f"{shape:26} {load:9} {figures}  rested {f['rested']}")
             for product, p in f.get("products", {}).items():
-                figures = f"floor {p['floor']:5} base {p['base']:5} ours {p['ours']:5}  {p['path']}"
+                figures = f"floor {p['floor']:5} base {p['base']:5} ours {p['ours']:5}  {p['kernel']}"
                 print(f"    {product:8} {figures}")
 
 

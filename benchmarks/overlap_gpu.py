@@ -185,7 +185,7 @@ class Bench:
         self.batches = {
             tokens: random_batches(run_of(run.mesh, micro_batches, tokens), 0) for tokens in (TOKENS, FEW)
         }
-        self.local = AllToAll(group=ALONE, travel=ALONE, held=EXPERTS, slices=1)
+        self.local = AllToAll(group=ALONE, dispatch_group=ALONE, local_experts=EXPERTS, etp=1)
         rows = ROWS * TOKENS * TOP_K
         self.host = Host(torch.empty(rows, HIDDEN, dtype=torch.bfloat16, pin_memory=True))
 
@@ -213,9 +213,9 @@ class Bench:
         torch.cuda.empty_cache()  # no schedule begins with what another one has left
         step = self.prepared(name, dispatcher, tokens=tokens)
         self.prepared(name, dispatcher, 4, tokens)()
-        self.state.optimizer.forget()
+        self.state.optimizer.zero_grad()
         with frozen_gc():  # as the training loop has it
-            return timed(step, self.state.optimizer.forget, once=once)
+            return timed(step, self.state.optimizer.zero_grad, once=once)
 
     def transfers(self) -> float:
         """Seconds of all transfers of a step by themselves."""
@@ -236,7 +236,7 @@ class Bench:
         with patch.dict(os.environ, CUBLAS_WORKSPACE_CONFIG=":4096:8"):
             told = self.prepared(name, dispatcher, 3)()
         found = {f"grad:{key}": value.cpu() for key, value in self.state.optimizer.gradients().items()}
-        self.state.optimizer.forget()
+        self.state.optimizer.zero_grad()
         torch.backends.cuda.enable_cudnn_sdp(True)
         torch.use_deterministic_algorithms(False)
         return {**{key: value.cpu() for key, value in told.items()}, **found}
@@ -251,7 +251,7 @@ class Bench:
             step()
         torch.cuda.synchronize()
         ops, begin = [op for op in self.state.plan.schedule.ops[0] if op.phase], streams.stamps[0][1]
-        self.state.optimizer.forget()
+        self.state.optimizer.zero_grad()
         return [
             (str(op), stream.value, begin.elapsed_time(first), begin.elapsed_time(last))
             for op, (stream, first, last) in zip(ops, streams.stamps, strict=True)
@@ -262,7 +262,7 @@ class Stamped(CudaStreams):
     """Streams that remember when each job ran."""
 
     def __init__(self, usual: CudaStreams) -> None:
-        self.timed, self.streams = None, usual.streams
+        self.job_times, self.streams = None, usual.streams
         self.stamps: list[tuple[Stream, torch.cuda.Event, torch.cuda.Event]] = []
 
     def issue(self, stream: Stream, job: Callable[[], None]) -> torch.cuda.Event:

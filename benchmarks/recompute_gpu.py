@@ -26,7 +26,7 @@ from benchmarks.memory_gpu import GIB, _fill, random_batches, recipes
 from braid.choices import Recompute
 from braid.config import Run
 from braid.engine.executor import Program
-from braid.nn.recompute import Replays, hand_replays
+from braid.nn.recompute import Replays, set_replays
 from braid.planning.estimate import estimate
 from braid.planning.plan import plan
 from braid.train.build import make_state
@@ -94,7 +94,7 @@ def measure(run: Run, state: State) -> dict[str, float]:
 def _activations(run: Run, state: State) -> int:
     """What a forward leaves, beside what was there."""
     names = run.train.recompute
-    hand_replays(state.model, Replays(names) if names else None)
+    set_replays(state.model, Replays(names) if names else None)
     batch = random_batches(run, 0)[0]
     gc.collect()
     torch.cuda.synchronize()
@@ -103,7 +103,7 @@ def _activations(run: Run, state: State) -> int:
     torch.cuda.synchronize()
     held = torch.cuda.memory_allocated() - before
     del losses
-    hand_replays(state.model, None)
+    set_replays(state.model, None)
     gc.collect()
     return held
 

@@ -43,7 +43,7 @@ def test_json_and_back_is_the_identity():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda d: d["optim"].update(lrr=1), r"run\.optim\.lrr is not a field; did you mean 'lr'\?"),
+        (lambda d: d["optim"].update(lrr=1), r"run\.optim\.lrr is not a known field; did you mean 'lr'\?"),
         (lambda d: d["model"].pop("hidden"), r"run\.model\.hidden is missing"),
         (lambda d: d.pop("train"), r"run\.train is missing"),
         (lambda d: d["model"].update(hidden="16"), r"run\.model\.hidden = '16': must be of type int"),

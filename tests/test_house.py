@@ -31,7 +31,7 @@ MUTABLE_CALLS = {"list", "dict", "set", "defaultdict", "deque", "Counter", "Orde
 def rooms() -> list[tuple[int, str]]:
     """(floor, room) in the order of the picture."""
     text = (ROOT / "docs" / "architecture.md").read_text()
-    picture = re.search(r"```house\n(.*?)```", text, re.DOTALL).group(1)
+    picture = re.search(r"```packages\n(.*?)```", text, re.DOTALL).group(1)
     lines = [line.split()[:2] for line in picture.strip().splitlines()]
     return [(int(floor), name.removesuffix(".py").removesuffix("/")) for floor, name in lines]
 
@@ -182,7 +182,7 @@ def test_every_fault_of_a_file_is_found():
 def test_where_things_are_is_true():
     """Every `file.py:name` and `file.py` in the section is there."""
     text = (ROOT / "docs" / "architecture.md").read_text()
-    section = text[text.index("## Where is") : text.index("## Words")]
+    section = text[text.index("## Where is") : text.index("## Glossary")]
     places = re.findall(r"`([\w/]+\.py)(?::([\w.]+))?`", section)
     assert len(places) > 20
     wrong = [f"{file}:{name}" for file, name in places if not _is_there(ROOT / "src" / "braid" / file, name)]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from braid.pattern import Kind, PatternError, cut, parse, segment_of, stages
+from braid.pattern import Kind, PatternError, cut, parse, stages
 
 LEGAL = {
     # text: (physical, logical, segments as lists of blocks, MTP depths, MTP layers)
@@ -50,17 +50,17 @@ ILLEGAL = {
     "[]": (0, "empty"),
     "M[]": (1, "empty"),
     "[*": (0, "never closed"),
-    "[*|-]": (0, "still open"),
-    "[*/-]": (0, "still open"),
+    "[*|-]": (0, "not closed before"),
+    "[*/-]": (0, "not closed before"),
     "*]": (1, "never opened"),
     "[*E]]": (4, "never opened"),
     "[*[-]]": (2, "do not nest"),
-    "M*/[*E]": (3, "takes no groups"),
-    "M*/M|M": (4, "takes no |"),
-    "M*/MM/M*": (6, "must be alike"),
-    "M*/MM//MM": (6, "must be alike"),
-    "M*/MM/": (6, "must be alike"),
-    "M*//MM": (4, "must be alike"),
+    "M*/[*E]": (3, "has no groups"),
+    "M*/M|M": (4, "has no |"),
+    "M*/MM/M*": (6, "must be identical"),
+    "M*/MM//MM": (6, "must be identical"),
+    "M*/MM/": (6, "must be identical"),
+    "M*//MM": (4, "must be identical"),
     "Mm": (1, "did you mean 'M'"),
     " M*": (0, "' ' is not a symbol"),
     "M*X": (2, "'X' is not a symbol"),
@@ -158,7 +158,7 @@ def test_segments_are_dealt_to_ranks_in_turn():
     layout = parse("[*-][*-]|[*-][*-]|[*E][*E]|[*E][*E]")
     held = [[segment.index for segment in stage.segments] for stage in stages(layout, 2)]
     assert held == [[0, 2], [1, 3]]
-    last = segment_of(layout, pp=2, rank=1, vp=1)
+    last = stages(layout, 2)[1].segments[1]
     assert (last.index, last.layers_before, last.blocks_before) == (3, 12, 6)
 
 
@@ -167,7 +167,7 @@ def test_without_pipes_the_split_is_equal_in_layers():
     assert str(layout) == "[*-]M-|[*E]MM/*E"
     assert [layer.segment for layer in layout.layers] == [0] * 4 + [1] * 4
     assert {layer.segment for layer in layout.mtp[0].layers} == {1}
-    assert segment_of(parse("M*M*"), pp=2, rank=1).layers_before == 2
+    assert stages(parse("M*M*"), 2)[1].segments[0].layers_before == 2
 
 
 def test_one_rank_holds_every_segment_as_its_virtual_stages():
@@ -190,21 +190,6 @@ def test_patterns_that_do_not_fit_the_pipeline(text, pp, position, rule):
         with pytest.raises(PatternError, match=rule) as caught:
             ask(parse(text), pp)
         assert caught.value.position == position
-
-
-@pytest.mark.parametrize(
-    ("text", "where", "rule"),
-    [
-        ("M|M", {"pp": 2, "rank": 0, "vp": 1}, "virtual stage 1 does not exist"),
-        ("M*M*", {"pp": 2, "rank": 0, "vp": 0}, "virtual stages need |"),
-        ("M|M|M|M", {"pp": 2, "rank": 0}, "say which"),
-        ("M|M", {"pp": 2, "rank": 2}, "rank 2 does not exist"),
-        ("M|M", {"pp": 2, "rank": 0, "vp": -1}, "virtual stage -1 does not exist"),
-    ],
-)
-def test_stages_that_do_not_exist(text, where, rule):
-    with pytest.raises(PatternError, match=rule.replace("|", r"\|")):
-        segment_of(parse(text), **where)
 
 
 def test_first_and_last_stage_counts_do_not_exist():

@@ -34,7 +34,7 @@ def _words(text: str) -> str:
 EQUIVALENT: tuple[Equivalent, ...] = (
     Equivalent(
         file="engine/fsdp2.py",
-        function="_groups",
+        function="_param_groups",
         old="[] if state._fsdp_param_group is None else [state._fsdp_param_group]",
         new="([state._fsdp_param_group] if state._fsdp_param_group is None else [])",
         why="for a torch before 2.13: tests run with the one that is installed",

@@ -27,7 +27,7 @@ LEFT_OUT: tuple[LeftOut, ...] = (
     LeftOut("*/device/*.py", "Triton kernels: a few tests interpret them, on samples; GPUs run the rest"),
     LeftOut("kernels/cuda.py", "loads CUDA kernels: needs a GPU"),
     LeftOut("kernels/launch.py", "launches compiled kernels: needs a GPU"),
-    LeftOut("kernels/grouped_mlp/paths.py", "which kernel is fastest on a GPU: any choice is right"),
+    LeftOut("kernels/grouped_mlp/tuned_table.py", "which kernel is fastest on a GPU: any choice is right"),
     LeftOut("*/__main__.py", "one call"),
     LeftOut("cli/progress.py", "a bar for people who wait"),
     LeftOut("cli/grid.py::_family_rows", "how wide a table is"),

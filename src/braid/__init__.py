@@ -1,4 +1,5 @@
-"""braid trains hybrid language models; the topology never changes the answer."""
+"""braid trains hybrid attention/Mamba-2/gated-delta-net/MoE language models; results do not depend on the
+parallel layout."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOMES = MappingProxyType(
+_MODULE_OF = MappingProxyType(
     {
         "Data": "braid.config",
         "Mesh": "braid.config",
@@ -32,8 +33,7 @@ _HOMES = MappingProxyType(
         "plan": "braid.planning.plan",
     }
 )
-"""Where each name is defined: it is imported when somebody asks for it, so that `import braid` loads no
-torch."""
+"""The module of each public name. Imported on first access, because `import braid` must not import torch."""
 
 __all__ = [
     "Data",
@@ -54,9 +54,9 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name == "recipes":
         return import_module("braid.recipes")
-    if name not in _HOMES:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'braid' has no attribute {name!r}: it has {', '.join(__all__)}")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_MODULE_OF[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""`python -m braid` is the command `braid`."""
+"""Entry point of `python -m braid`."""
 
 import sys
 

@@ -1,8 +1,8 @@
-"""The shape of a model as data: one frozen dataclass per layer kind, and `Model`, which holds them.
+"""Model architecture as data: one frozen dataclass per layer kind, and `Model`, which contains them.
 
-Nothing here imports torch. `braid.nn` builds modules from these values, `braid.planning.plan` counts and checks
-them. Values are choices; whatever follows from them is a property or a function elsewhere. `problems` lists
-what is wrong with a value by itself; rules between values are the plan's.
+Does not import torch. `braid.nn` builds modules from these dataclasses, `braid.planning.plan` validates them.
+Fields are independent settings; derived values are properties. `problems` checks a dataclass by itself; rules
+between several of them are in the plan. Field docstrings are the help texts of the command line, one line each.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from braid.errors import Problem
 from braid.pattern import Kind
 
 Activation = Literal["swiglu", "relu2", "gelu"]
-"""swiglu has a gate and an up projection; relu2 (squared ReLU) and gelu have an up projection only."""
+"""swiglu has gate and up projections; relu2 (squared ReLU) and gelu have only an up projection."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Glu:
-    """The numbers of a gated activation: gate · sigmoid(alpha · gate) · (up + offset).
+    """Parameters of a gated activation: gate · sigmoid(alpha · gate) · (up + offset).
 
-    The defaults are SwiGLU; alpha 1.702 is quick-GeGLU; GPT-OSS has alpha 1.702, limit 7, offset 1.
+    The defaults are SwiGLU; alpha 1.702 is quick-GeGLU; GPT-OSS uses alpha 1.702, limit 7, offset 1.
     """
 
     alpha: float = 1.0
-    """Steepness of the sigmoid."""
+    """Slope of the sigmoid."""
     limit: float | None = None
-    """The gate is cut off above the limit, up outside of ± limit; None cuts nothing."""
+    """Clamp gate to at most limit and up to ± limit; None does not clamp."""
     offset: float = 0.0
-    """Added to up, after the cut."""
+    """Added to up after clamping."""
 
     def problems(self, at: str, activation: Activation) -> Iterator[Problem]:
         yield from validators.above(f"{at}.alpha", self.alpha, 0)
@@ -43,42 +43,42 @@ class Glu:
             yield Problem(
                 field=at,
                 value=self,
-                rule=f"is for gated activations, and {activation} has no gate",
-                remedy="alpha 1, no limit and offset 0, or the activation to swiglu",
+                rule=f"applies to gated activations, but {activation} has no gate",
+                remedy="alpha 1, no limit and offset 0, or set the activation to swiglu",
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Yarn:
-    """Rotary frequencies for texts longer than a model first saw. Channels that turn often keep their
-    frequency, channels that turn seldom are slowed down by `factor`, and a ramp joins the two."""
+    """YaRN context extension (Peng et al., 2023): high rotary frequencies are kept, low ones are divided by
+    `factor`, with a linear ramp in between."""
 
     factor: float
-    """How many times longer the texts are."""
+    """Context extension factor."""
     original_tokens: int
-    """Tokens of the texts that the model first saw."""
+    """Context length before the extension."""
     beta_fast: float = 32.0
-    """Channels that turn more often than this over the original tokens keep their frequency."""
+    """Channels with more rotations than this over the original context keep their frequency."""
     beta_slow: float = 1.0
-    """Channels that turn less often than this over the original tokens are slowed down by the whole factor."""
+    """Channels with fewer rotations than this over the original context are divided by the full factor."""
     ramp: Literal["channels", "rotations"] = "channels"
-    """What the ramp is linear in: the number of the channel, or how often it turns (Llama 3, with mscale 0)."""
+    """Ramp linear in the channel index, or in the number of rotations (Llama 3, with mscale 0)."""
     mscale: float = 1.0
-    """How much longer rotated queries and keys get as factor grows, which sharpens attention; 0 leaves them."""
+    """Scales rotated queries and keys by 1 + 0.1 · mscale · ln(factor)."""
     mscale_all_dim: float = 0.0
-    """How much of that is taken from the rotated channels again; latent attention gives it to all channels."""
+    """Divides that scale by the same expression; latent attention applies it to all channels instead."""
 
     @property
     def rotary_scale(self) -> float:
         """Factor on rotated queries and keys."""
-        return self._sharper(self.mscale) / self._sharper(self.mscale_all_dim)
+        return self._attention_scale(self.mscale) / self._attention_scale(self.mscale_all_dim)
 
     @property
     def score_scale(self) -> float:
-        """Factor on the scores of latent attention."""
-        return self._sharper(self.mscale_all_dim) ** 2
+        """Factor on the attention scores of latent attention."""
+        return self._attention_scale(self.mscale_all_dim) ** 2
 
-    def _sharper(self, mscale: float) -> float:
+    def _attention_scale(self, mscale: float) -> float:
         return 0.1 * mscale * math.log(self.factor) + 1
 
     def problems(self, at: str) -> Iterator[Problem]:
@@ -94,34 +94,34 @@ class Yarn:
 
 @dataclass(frozen=True, kw_only=True)
 class Attention:
-    """Grouped-query softmax attention, the layer `*`."""
+    """Grouped-query attention (GQA), the layer `*`."""
 
     heads: int
     """Query heads."""
     kv_heads: int
-    """Key and value heads; each serves heads / kv_heads query heads."""
+    """Key-value heads; each is shared by heads / kv_heads query heads."""
     head_dim: int
-    """Channels of one head."""
+    """Channels per head."""
     positions: Literal["rope", "none"] = "rope"
-    """How queries and keys learn where they stand: rotary, or not at all."""
+    """Position encoding: rotary (RoPE), or none (NoPE)."""
     rope_base: float = 10_000.0
-    """Base of the rotary frequencies."""
+    """RoPE base (theta)."""
     rope_fraction: float = 1.0
-    """Share of a head's channels that are rotated: the first ones."""
+    """Fraction of the channels of a head that are rotated (the first ones)."""
     rope_scaling: Yarn | None = None
-    """Rotary frequencies for longer texts; None leaves them."""
+    """Context extension; None for none."""
     window: int | None = None
-    """Sliding window: a token sees itself and the window - 1 tokens before it. None sees all."""
+    """Sliding window: a token attends to itself and the window - 1 tokens before it. None: full attention."""
     qk_norm: bool = False
-    """Whether queries and keys pass an RMSNorm per head before the rotation."""
+    """RMSNorm on the queries and keys of each head, before RoPE."""
     bias: bool = False
-    """Whether all projections have biases."""
+    """Biases on all projections."""
     gate: bool = False
-    """Whether each channel of a head's output is multiplied by a sigmoid of its own projection."""
+    """Output gate: multiply the attention output by the sigmoid of a separate projection."""
 
     @property
     def rope_dim(self) -> int:
-        """Channels of a head that are rotated."""
+        """Rotated channels per head."""
         return int(self.head_dim * self.rope_fraction)
 
     def problems(self, at: str) -> Iterator[Problem]:
@@ -129,16 +129,16 @@ class Attention:
             yield from validators.at_least(f"{at}.{name}", value, 1)
         yield from validators.divides(f"{at}.kv_heads", self.kv_heads, self.heads, f"{at}.heads")
         yield from validators.above(f"{at}.rope_base", self.rope_base, 0 if self.rope_scaling is None else 1)
-        no_share = list(validators.share(f"{at}.rope_fraction", self.rope_fraction, one_allowed=True))
-        if no_share:
-            yield from no_share
+        bad_fraction = list(validators.fraction(f"{at}.rope_fraction", self.rope_fraction, one_allowed=True))
+        if bad_fraction:
+            yield from bad_fraction
         elif self.positions == "rope" and self.rope_fraction == 1:
             yield from validators.multiple_of(f"{at}.head_dim", self.head_dim, 2)
         elif self.positions == "rope" and (self.rope_dim < 2 or self.rope_dim % 2):
             yield Problem(
                 field=f"{at}.rope_fraction",
                 value=self.rope_fraction,
-                rule=f"rotates channels in pairs, but {self.rope_dim} of {at}.head_dim ({self.head_dim})",
+                rule=f"must select an even number of channels, not {self.rope_dim} of {self.head_dim}",
                 remedy=f"n / {self.head_dim} with an even n",
             )
         if self.rope_scaling is not None:
@@ -149,31 +149,32 @@ class Attention:
 
 @dataclass(frozen=True, kw_only=True)
 class LatentAttention:
-    """Attention whose keys and values come from one small latent vector (MLA), the layer `+`. Rotary channels i
-    and i + rope_dim / 2 turn together, as in all of braid; DeepSeek's checkpoints have the two side by side."""
+    """Multi-head latent attention (MLA, DeepSeek-V2), the layer `+`: keys and values are projected from a small
+    latent vector. RoPE rotates channels i and i + rope_dim / 2 together, as everywhere in braid; DeepSeek's
+    checkpoints interleave the two."""
 
     heads: int
     """Query, key and value heads."""
     q_rank: int | None
-    """Channels of the latent that queries come from; None projects them from the hidden channels."""
+    """Rank of the query latent; None projects queries from the hidden channels."""
     kv_rank: int
-    """Channels of the latent that keys and values come from: what generation keeps of a token."""
+    """Rank of the key-value latent, which is what the KV cache stores."""
     nope_dim: int
-    """Channels of a query or key head without position."""
+    """Channels of a query or key head without RoPE."""
     rope_dim: int
-    """Channels of a query or key head that are rotated; the key's are shared by all heads."""
+    """Channels of a query or key head with RoPE; those of the key are shared by all heads."""
     v_dim: int
     """Channels of a value head."""
     rope_base: float = 10_000.0
-    """Base of the rotary frequencies."""
+    """RoPE base (theta)."""
     rope_scaling: Yarn | None = None
-    """Rotary frequencies for longer texts; None leaves them."""
+    """Context extension; None for none."""
 
     @property
     def score_scale(self) -> float:
-        """Factor on the products of queries and keys, before the softmax."""
-        sharper = 1.0 if self.rope_scaling is None else self.rope_scaling.score_scale
-        return (self.nope_dim + self.rope_dim) ** -0.5 * sharper
+        """Factor on the attention scores, before the softmax."""
+        yarn_scale = 1.0 if self.rope_scaling is None else self.rope_scaling.score_scale
+        return (self.nope_dim + self.rope_dim) ** -0.5 * yarn_scale
 
     def problems(self, at: str) -> Iterator[Problem]:
         for name in ("heads", "kv_rank", "nope_dim", "rope_dim", "v_dim"):
@@ -188,28 +189,28 @@ class LatentAttention:
 
 @dataclass(frozen=True, kw_only=True)
 class Mamba2:
-    """State-space mixer (SSD), the layer `M`."""
+    """Mamba-2 state-space mixer (SSD), the layer `M`."""
 
     heads: int
     """Heads, each with its own decay."""
     head_dim: int
-    """Channels of one head; heads x head_dim are the inner channels."""
+    """Channels per head; the inner dimension is heads x head_dim."""
     state: int
-    """State channels: each head remembers head_dim x state numbers."""
+    """State size: the recurrent state of a head is head_dim x state."""
     groups: int = 1
     """Groups of heads that share B and C."""
     conv: int = 4
-    """Taps of the causal convolution."""
+    """Kernel size of the causal convolution."""
     dt_min: float = 0.0
-    """Lower limit of a token's time step, which is softplus(projection + bias)."""
+    """Lower bound of the time step dt = softplus(projection + bias)."""
     dt_max: float | None = None
-    """Upper limit of a token's time step; None for no limit."""
+    """Upper bound of the time step; None for none."""
     norm_per_group: bool = True
-    """Whether the gated norm takes each group's channels by themselves, or all inner channels together."""
+    """Gated RMSNorm over each group separately, instead of over all inner channels."""
     bias: bool = False
-    """Whether the projections have biases."""
+    """Biases on the projections."""
     conv_bias: bool = True
-    """Whether the convolution has a bias."""
+    """Bias on the convolution."""
 
     def problems(self, at: str) -> Iterator[Problem]:
         for name in ("heads", "head_dim", "state", "groups", "conv"):
@@ -222,18 +223,18 @@ class Mamba2:
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaNet:
-    """Gated delta rule mixer, the layer `G`."""
+    """Gated delta net mixer, the layer `G`."""
 
     key_heads: int
     """Query and key heads."""
     value_heads: int
-    """Value heads; each query and key head serves value_heads / key_heads of them."""
+    """Value heads; value_heads / key_heads of them share a query and key head."""
     key_dim: int
     """Channels of a query or key head."""
     value_dim: int
     """Channels of a value head."""
     conv: int = 4
-    """Taps of the causal convolution."""
+    """Kernel size of the causal convolution."""
 
     def problems(self, at: str) -> Iterator[Problem]:
         for name in ("key_heads", "value_heads", "key_dim", "value_dim", "conv"):
@@ -243,16 +244,16 @@ class DeltaNet:
 
 @dataclass(frozen=True, kw_only=True)
 class Mlp:
-    """Dense feed-forward, the layer `-`."""
+    """Dense feed-forward network, the layer `-`."""
 
     ffn: int
-    """Channels between the two projections."""
+    """Intermediate channels."""
     activation: Activation = "swiglu"
-    """What happens between the two."""
+    """Activation function."""
     glu: Glu = Glu()
-    """The numbers of swiglu."""
+    """Parameters of swiglu."""
     bias: bool = False
-    """Whether the projections have biases."""
+    """Biases on the projections."""
 
     def problems(self, at: str) -> Iterator[Problem]:
         yield from validators.at_least(f"{at}.ffn", self.ffn, 1)
@@ -266,60 +267,57 @@ class Moe:
     experts: int
     """Routed experts."""
     top_k: int
-    """Routed experts that each token visits."""
+    """Routed experts per token."""
     ffn: int
-    """Channels between the two projections of one routed expert."""
+    """Intermediate channels of each routed expert."""
     activation: Activation = "swiglu"
-    """Activation of routed and shared experts."""
+    """Activation function of routed and shared experts."""
     glu: Glu = Glu()
-    """The numbers of swiglu."""
+    """Parameters of swiglu."""
     bias: bool = False
-    """Whether the projections of the routed experts have biases."""
+    """Biases on the projections of routed experts."""
     latent: int = 0
-    """Channels to which tokens are projected before they travel to routed experts; 0: they travel whole."""
+    """Latent MoE: project tokens to this many channels before dispatch; 0 dispatches all hidden channels."""
     shared_ffn: int = 0
-    """Channels of the shared expert that every token visits; 0 means there is none."""
+    """Intermediate channels of the shared expert; 0 for no shared expert."""
     shared_gate: bool = False
-    """Whether the shared expert's output is multiplied with a sigmoid of the token."""
+    """Multiply the output of the shared expert by a sigmoid gate."""
     score: Literal["softmax", "sigmoid", "sqrt_softplus"] = "softmax"
-    """How router logits become scores."""
+    """Score function of the router."""
     softmax_after_top_k: bool = False
-    """Whether the softmax is taken over the chosen logits alone, rather than before the choice."""
+    """Apply the softmax to the selected logits only, after top-k."""
     normalize_top_k: bool = True
-    """Whether the chosen scores are divided by their sum."""
+    """Normalize the selected scores to sum to 1."""
     scale: float = 1.0
-    """Factor on the chosen scores."""
+    """Factor on the selected scores."""
     routing: Literal["top_k", "sinkhorn", "round_robin"] = "top_k"
-    """Who chooses experts: the best scores; in training, scores evened out over each sequence; or, for
-    benchmarks alone, each in its turn."""
+    """Expert selection. sinkhorn balances scores over each sequence in training; round_robin: benchmarks."""
     groups: int = 1
-    """Groups of neighbouring experts; a token's experts come from its best groups."""
+    """Group-limited routing: number of expert groups."""
     top_groups: int = 1
-    """Groups that a token's experts come from. A group counts as its top_k / top_groups best scores."""
+    """Groups per token; a group's score is the sum of its top_k / top_groups best experts."""
     selection_bias: bool = False
-    """Whether each expert has a bias on its score, for the choice alone, that training moves towards even load
-    without a gradient."""
+    """Aux-loss-free balancing: a per-expert bias on the scores for selection, updated without a gradient."""
     selection_bias_rate: float = 1e-3
-    """How far a step moves each selection bias."""
+    """Update of a selection bias per step."""
     aux_loss: float = 0.01
-    """Weight of the load-balancing loss over a micro-batch; 0 turns it off."""
+    """Coefficient of the load-balancing loss per micro-batch; 0 disables."""
     sequence_aux_loss: float = 0.0
-    """Weight of the load-balancing loss over each sequence."""
+    """Coefficient of the load-balancing loss per sequence."""
     global_aux_loss: float = 0.0
-    """Weight of the load-balancing loss over the step so far: this micro-batch and those before it."""
+    """Coefficient of the load-balancing loss over all micro-batches of the step so far."""
     z_loss: float = 0.0
-    """Weight of the loss that keeps router logits small."""
+    """Coefficient of the router z-loss, which keeps logits small."""
     capacity_factor: float | None = None
-    """In training, an expert takes this many times its even share of a sequence's tokens, rounded up, and the
-    others go without it. None drops nobody."""
+    """In training, drop tokens beyond this multiple of an expert's even share of a sequence. None: no drops."""
     drop: Literal["lowest_probability", "last_position"] = "lowest_probability"
-    """Who goes without, where an expert is full."""
+    """Which tokens an expert over capacity drops."""
     pad_to_capacity: bool = False
-    """Whether every expert computes its full capacity, so that shapes do not depend on the routing."""
+    """Pad every expert to its capacity, so that shapes do not depend on the routing."""
     jitter: float = 0.0
-    """In training, the router sees each channel times a random number from 1 - jitter to 1 + jitter."""
+    """In training, multiply the router's input by random factors from 1 - jitter to 1 + jitter."""
     router_dtype: Literal["input", "float32", "float64"] = "float32"
-    """Dtype of the router's logits, or that of the activations where it is wider."""
+    """Dtype of the router logits; the dtype of the activations if that is wider."""
 
     def problems(self, at: str) -> Iterator[Problem]:
         for name in ("experts", "top_k", "ffn", "groups", "top_groups"):
@@ -327,13 +325,13 @@ class Moe:
         for name in ("latent", "shared_ffn", "selection_bias_rate", *BALANCE_LOSSES, "z_loss"):
             yield from validators.at_least(f"{at}.{name}", getattr(self, name), 0)
         yield from validators.above(f"{at}.scale", self.scale, 0)
-        yield from validators.share(f"{at}.jitter", self.jitter)
+        yield from validators.fraction(f"{at}.jitter", self.jitter)
         yield from self.glu.problems(f"{at}.glu", self.activation)
         if self.shared_gate and not self.shared_ffn:
             yield Problem(
                 field=f"{at}.shared_gate",
                 value=True,
-                rule="gates the shared expert, and there is none",
+                rule="there is no shared expert to gate",
                 remedy=f"False, or {at}.shared_ffn above 0",
             )
         yield from self._choice_problems(at)
@@ -342,12 +340,12 @@ class Moe:
         yield from self._capacity_problems(at)
 
     def _choice_problems(self, at: str) -> Iterator[Problem]:
-        """How many experts a token visits, and out of how many."""
+        """Rules for top_k, groups and top_groups."""
         if self.top_k > self.experts >= 1:
             yield Problem(
                 field=f"{at}.top_k",
                 value=self.top_k,
-                rule=f"a token cannot visit more than {at}.experts ({self.experts})",
+                rule=f"must not exceed {at}.experts ({self.experts})",
                 remedy=f"1 to {self.experts}",
             )
         yield from validators.divides(f"{at}.groups", self.groups, self.experts, f"{at}.experts")
@@ -356,7 +354,7 @@ class Moe:
             yield Problem(
                 field=f"{at}.top_groups",
                 value=self.top_groups,
-                rule=f"there are only {at}.groups ({self.groups}) to choose from",
+                rule=f"must not exceed {at}.groups ({self.groups})",
                 remedy=f"1 to {self.groups}",
             )
         elif self.groups > 1 and self.top_groups >= 1 and self.experts % self.groups == 0:
@@ -365,12 +363,12 @@ class Moe:
                 yield Problem(
                     field=f"{at}.top_groups",
                     value=self.top_groups,
-                    rule=f"so many groups hold {in_reach} experts, fewer than {at}.top_k ({self.top_k})",
+                    rule=f"the selected groups hold {in_reach} experts, fewer than {at}.top_k ({self.top_k})",
                     remedy=f"more groups, or {at}.top_k to {in_reach} or less",
                 )
 
     def _score_problems(self, at: str) -> Iterator[Problem]:
-        """What scores, probabilities and biases need of one another."""
+        """Rules for score function, normalization and selection bias."""
         if self.softmax_after_top_k and self.score != "softmax":
             yield Problem(
                 field=f"{at}.softmax_after_top_k",
@@ -382,26 +380,26 @@ class Moe:
             yield Problem(
                 field=f"{at}.softmax_after_top_k",
                 value=True,
-                rule="the softmax of one logit is always 1, so the router has no gradient where top_k is 1",
+                rule="the softmax of a single logit is always 1, so the router gets no gradient with top_k 1",
                 remedy=f"False with {at}.normalize_top_k False, or {at}.top_k above 1",
             )
         elif self.normalize_top_k and self.top_k == 1:
             yield Problem(
                 field=f"{at}.normalize_top_k",
                 value=True,
-                rule="one score divided by itself is always 1, so the router has no gradient where top_k is 1",
+                rule="a single normalized score is always 1, so the router gets no gradient with top_k 1",
                 remedy=f"False, or {at}.top_k above 1",
             )
         if self.selection_bias and self.score == "softmax":
             yield Problem(
                 field=f"{at}.selection_bias",
                 value=True,
-                rule="needs scores that do not depend on one another, which softmax has not",
+                rule="needs independent scores, but softmax scores depend on one another",
                 remedy=f"False, or {at}.score to sigmoid or sqrt_softplus",
             )
 
     def _routing_problems(self, at: str) -> Iterator[Problem]:
-        """What the best scores can be combined with, and other ways of choosing cannot."""
+        """Options that only top_k routing supports."""
         if self.routing == "top_k":
             return
         unused: tuple[tuple[str, object, object], ...] = (
@@ -416,7 +414,7 @@ class Moe:
                 yield Problem(
                     field=f"{at}.{name}",
                     value=value,
-                    rule=f"cannot be combined with {at}.routing {self.routing}, which spreads tokens by itself",
+                    rule=f"cannot be combined with {at}.routing {self.routing}, which balances tokens itself",
                     remedy=f"{off}, or {at}.routing to top_k",
                 )
 
@@ -433,21 +431,21 @@ class Moe:
 
 
 BALANCE_LOSSES = ("aux_loss", "sequence_aux_loss", "global_aux_loss")
-"""The fields of `Moe` that weigh load-balancing losses."""
+"""Fields of `Moe` with the coefficients of load-balancing losses."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HyperConnections:
-    """Several residual streams, with manifold-constrained hyper-connections around every layer."""
+    """Manifold-constrained hyper-connections (mHC): several residual streams, mixed around every layer."""
 
     streams: int = 4
-    """Streams; a layer reads a sum of them and writes to each."""
+    """Residual streams; a layer reads a weighted sum of them and writes to each."""
     sinkhorn_steps: int = 20
-    """Steps towards mixing matrices whose rows and columns add up to 1."""
+    """Sinkhorn iterations that make the mixing matrices doubly stochastic."""
     eps: float = 1e-6
-    """Added to what has to stay positive: weights of the sum, entries and sums of the mixing matrices."""
+    """Added to input weights and to entries and sums of the mixing matrices, to keep them positive."""
     exit: Literal["learned", "mean"] = "learned"
-    """How streams become one before the head: a sum with weights of each token, or their mean."""
+    """How streams are merged before the head: a learned per-token weighted sum, or the mean."""
 
     def problems(self, at: str) -> Iterator[Problem]:
         for name in ("streams", "sinkhorn_steps"):
@@ -463,49 +461,49 @@ SHAPE_OF = (
     (Kind.MLP, "mlp"),
     (Kind.MOE, "moe"),
 )
-"""The field of `Model` that holds the shape of each kind of layer; a kind without one cannot be built."""
+"""The field of `Model` with the shape of each kind of layer; kinds that are not listed are not implemented."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """A language model: a pattern of layers between an embedding and a head."""
+    """A decoder-only language model: embedding, a pattern of layers, head."""
 
     pattern: str
-    """Layers in the pattern language; `braid pattern` explains one."""
+    """Layer pattern, for example [M-][*E]; see `braid pattern --help`."""
     hidden: int
-    """Channels of the residual stream."""
+    """Hidden size: channels of the residual stream."""
     vocab: int
-    """Token ids run from 0 to vocab - 1."""
+    """Vocabulary size."""
     tied: bool = True
-    """Whether the head shares the embedding's weight."""
+    """Tie the weights of the head and the embedding."""
     norm: Literal["rms", "layer"] = "rms"
     """Norm before every layer and before the head."""
     norm_eps: float = 1e-5
-    """Added to the variance inside every norm."""
+    """Epsilon of every norm, added to the variance."""
     dropout: float = 0.0
-    """Share of each layer's output that is dropped before it joins the residual stream."""
+    """Dropout on the output of each layer, before it is added to the residual stream."""
     init_std: float = 0.02
-    """Standard deviation of initial weights; into the residual stream it is init_std / sqrt(layers)."""
+    """Standard deviation of initial weights; init_std / sqrt(layers) for projections into the residual."""
     mtp_loss: float = 0.1
-    """Weight of the multi-token-prediction loss, the mean over the depths of the pattern."""
+    """Coefficient of the multi-token-prediction loss, averaged over the MTP depths."""
     attention: Attention | None = None
-    """Needed where the pattern has `*`."""
+    """Required if the pattern has `*`."""
     latent_attention: LatentAttention | None = None
-    """Needed where the pattern has `+`."""
+    """Required if the pattern has `+`."""
     mamba2: Mamba2 | None = None
-    """Needed where the pattern has `M`."""
+    """Required if the pattern has `M`."""
     delta_net: DeltaNet | None = None
-    """Needed where the pattern has `G`."""
+    """Required if the pattern has `G`."""
     mlp: Mlp | None = None
-    """Needed where the pattern has `-`."""
+    """Required if the pattern has `-`."""
     moe: Moe | None = None
-    """Needed where the pattern has `E`."""
+    """Required if the pattern has `E`."""
     hyper: HyperConnections | None = None
-    """Residual streams and what connects them with the layers; None for one stream."""
+    """Hyper-connections; None for a plain residual stream."""
 
     @property
     def stream(self) -> tuple[int, ...]:
-        """Sizes of what a token has between layers: channels, or streams of channels."""
+        """Shape of a token's residual stream: (hidden,), or (streams, hidden)."""
         return (self.hidden,) if self.hyper is None else (self.hyper.streams, self.hidden)
 
     def problems(self, at: str) -> Iterator[Problem]:
@@ -513,7 +511,7 @@ class Model:
         yield from validators.at_least(f"{at}.vocab", self.vocab, 2)
         yield from validators.above(f"{at}.norm_eps", self.norm_eps, 0)
         yield from validators.above(f"{at}.init_std", self.init_std, 0)
-        yield from validators.share(f"{at}.dropout", self.dropout)
+        yield from validators.fraction(f"{at}.dropout", self.dropout)
         yield from validators.at_least(f"{at}.mtp_loss", self.mtp_loss, 0)
         for _, name in SHAPE_OF:
             layer = getattr(self, name)

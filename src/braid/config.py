@@ -1,8 +1,9 @@
-"""A run as data: `Run` and its parts, the way it is written to JSON, and what differs between two runs.
+"""Run configuration: `Run` and its parts (data, optimizer, training, mesh), validation, JSON, and diffs.
 
-Every value here is a choice that somebody makes. Whatever follows from the choices is computed by
-`braid.plan`, after all overrides are in, so that nothing derived can go stale. A recipe is a function
-that returns a `Run`; the command line can set any field of it.
+The configuration holds independent settings only. Derived values are computed by `braid.plan`, after all
+overrides are applied, so they cannot become stale. A recipe is a function that returns a `Run`; every field is
+also a command-line option, and the docstring below it is its help text. tyro keeps the line breaks of these
+docstrings, so each is a single line.
 """
 
 from __future__ import annotations
@@ -23,20 +24,20 @@ from braid.errors import ConfigError, Problem
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """What is trained on."""
+    """Training and validation data."""
 
     sources: tuple[str, ...] = ()
-    """Folders made by `braid data build`, or Megatron .bin/.idx prefixes. None: Python's standard library."""
+    """Folders from `braid data build`, or Megatron .bin/.idx prefixes. Empty: Python's standard library."""
     weights: tuple[float, ...] = ()
-    """Share of samples from each source; none: in proportion to their tokens."""
+    """Sampling weight of each source. Empty: proportional to tokens."""
     validation: tuple[str, ...] = ()
-    """Sources to evaluate on; none: the validation part beside each source, where there is one."""
+    """Validation sources. Empty: the validation split of each source, if it has one."""
     tokenizer: str = "bytes"
-    """`bytes`, or a Hugging Face tokenizer.json (extra `hf`); must be the one the sources were built with."""
+    """`bytes`, or a Hugging Face tokenizer.json (extra `hf`). Must match the tokenizer of the sources."""
     sequence_tokens: int = 512
-    """Tokens in one sample."""
+    """Sequence length in tokens."""
     packing: Literal["concatenate", "documents"] = "concatenate"
-    """concatenate: documents are joined and cut into samples. documents: whole ones, padded (fine-tuning)."""
+    """concatenate: join documents and split into sequences. documents: whole, padded (fine-tuning)."""
 
     def problems(self, at: str) -> Iterator[Problem]:
         yield from validators.at_least(f"{at}.sequence_tokens", self.sequence_tokens, 1)
@@ -44,7 +45,7 @@ class Data:
             yield Problem(
                 field=f"{at}.weights",
                 value=self.weights,
-                rule=f"needs one weight for each of the {len(self.sources)} in {at}.sources",
+                rule=f"must have one weight for each of the {len(self.sources)} in {at}.sources",
                 remedy=f"{len(self.sources)} weights, or none",
             )
         for place, weight in enumerate(self.weights):
@@ -58,21 +59,21 @@ class Optim:
     lr: float = 3e-4
     """Peak learning rate."""
     schedule: Literal["cosine", "wsd"] = "cosine"
-    """After the warm-up: cosine falls at once; wsd stays at the peak and falls linearly at the end."""
+    """Decay after warm-up: cosine, or wsd (warmup-stable-decay: constant, then linear decay at the end)."""
     warmup_steps: int = 0
-    """Steps over which the rate rises from 0 to its peak."""
+    """Steps of linear warm-up."""
     decay_steps: int = 0
-    """wsd: how many of the last steps the rate falls for."""
+    """wsd: steps of linear decay at the end."""
     final_lr_share: float = 0.1
-    """The last step's rate as a share of the peak."""
+    """Final learning rate as a fraction of the peak."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """Decay of the first and second moments."""
+    """Adam betas."""
     eps: float = 1e-8
-    """Added to the root of the second moment."""
+    """Adam epsilon, added to the square root of the second moment."""
     weight_decay: float = 0.1
-    """Decoupled weight decay, on matrices only."""
+    """Decoupled weight decay, applied to matrices only."""
     clip: float = 1.0
-    """Gradients longer than this are scaled down to it; 0 does not clip."""
+    """Clip gradients to this global norm; 0 disables clipping."""
 
     def problems(self, at: str) -> Iterator[Problem]:
         yield from validators.above(f"{at}.lr", self.lr, 0)
@@ -81,72 +82,70 @@ class Optim:
             yield from validators.at_least(f"{at}.{name}", value, 0)
         for name, amount in (("weight_decay", self.weight_decay), ("clip", self.clip)):
             yield from validators.at_least(f"{at}.{name}", amount, 0)
-        yield from validators.share(f"{at}.final_lr_share", self.final_lr_share, one_allowed=True)
+        yield from validators.fraction(f"{at}.final_lr_share", self.final_lr_share, one_allowed=True)
         for place, beta in enumerate(self.betas):
-            yield from validators.share(f"{at}.betas[{place}]", beta)
+            yield from validators.fraction(f"{at}.betas[{place}]", beta)
         if self.schedule == "wsd" and self.decay_steps == 0:
             yield Problem(
                 field=f"{at}.decay_steps",
                 value=0,
-                rule=f"{at}.schedule wsd falls over the last steps and must know how many",
+                rule=f"{at}.schedule wsd needs a number of decay steps",
                 remedy="1 or more",
             )
 
 
-LONGEST_STALL_S = 1_000_000
-"""Eleven days: whoever waits longer does not watch."""
+MAX_STALL_TIMEOUT_S = 1_000_000
+"""Eleven days. A larger value is a mistake: 0 turns the watchdog off."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Train:
-    """How long, how much at a time, in which arithmetic."""
+    """Steps, batch size, precision, recompute, evaluation and checkpointing."""
 
     steps: int
     """Optimizer steps."""
     batch_samples: int
-    """Samples in one step, over all ranks and micro-batches."""
+    """Global batch size: samples per step, over all ranks and micro-batches."""
     micro_batches: int = 1
-    """Micro-batches in one step; part of the run's meaning, the same on every topology."""
+    """Micro-batches per step (gradient accumulation), independent of the parallel layout."""
     seed: int = 0
-    """Seed of initial weights, data order and random masks."""
+    """Seed of weight initialization, data order and dropout."""
     dtype: Dtype = "fp32"
-    """Arithmetic of the model. bf16 keeps fp32 main parameters and optimizer state."""
+    """Compute dtype. bf16 keeps fp32 main parameters and optimizer state."""
     recompute: tuple[Recompute, ...] = ()
-    """Activation checkpointing: what backward computes again instead of keeping it: norms, activations of MLPs,
-    cores of mixers, MLPs of experts, hyper-connections, whole blocks, all of these. Changes no result."""
+    """Activation checkpointing: regions to recompute in backward. Does not change results."""
     recompute_span: int = 0
-    """Blocks between residual streams that are kept, where hyper-connections are recomputed and whole blocks
-    are not; 0 for as many as hold the least. Changes nothing elsewhere."""
+    """Recompute of hyper-connections: blocks between saved residual streams; 0 minimizes memory."""
     deterministic: bool = False
-    """Whether to refuse kernels whose result depends on timing. CPU runs are deterministic anyway."""
+    """Use only deterministic kernels. CPU runs are always deterministic."""
     eval_every: int = 0
-    """Steps between evaluations; 0 evaluates once, at the end."""
+    """Steps between evaluations; 0 evaluates only at the end."""
     eval_samples: int = 64
-    """Samples in one evaluation; 0 turns evaluation off."""
+    """Samples per evaluation; 0 disables evaluation."""
     log_every: int = 10
-    """Steps between progress lines. metrics.jsonl holds every step."""
+    """Steps between progress lines. metrics.jsonl records every step."""
     save_every: int = 0
-    """Steps between checkpoints; 0 saves once, at the end. An interrupted run saves as well."""
+    """Steps between checkpoints; 0 saves only at the end. An interrupted run saves one as well."""
     keep: int = 2
-    """Checkpoints kept."""
+    """Number of checkpoints to keep."""
     max_skipped: int = 5
-    """Steps in a row that may be skipped because loss or gradients are not finite."""
+    """Consecutive steps that may be skipped for a non-finite loss or gradient before the run fails."""
     stall_timeout_s: float = 600.0
-    """A rank that makes no progress for so many seconds ends the run, and all ranks report; 0 turns it off."""
+    """Watchdog: abort the run if a rank makes no progress for this many seconds; 0 disables."""
 
     def problems(self, at: str) -> Iterator[Problem]:
         yield from validators.seed(f"{at}.seed", self.seed)
-        ones = ("steps", "batch_samples", "micro_batches", "log_every", "keep")
-        zeros = ("recompute_span", "eval_every", "eval_samples", "save_every", "max_skipped")
-        for low, names in ((1, ones), (0, zeros)):
+        positive = ("steps", "batch_samples", "micro_batches", "log_every", "keep")
+        non_negative = ("recompute_span", "eval_every", "eval_samples", "save_every", "max_skipped")
+        for low, names in ((1, positive), (0, non_negative)):
             for name in names:
                 yield from validators.at_least(f"{at}.{name}", typing.cast(float, getattr(self, name)), low)
-        if self.stall_timeout_s != 0 and not 1 <= self.stall_timeout_s <= LONGEST_STALL_S:
+        if self.stall_timeout_s != 0 and not 1 <= self.stall_timeout_s <= MAX_STALL_TIMEOUT_S:
             yield Problem(
                 field=f"{at}.stall_timeout_s",
                 value=self.stall_timeout_s,
-                rule=f"is between 1 and {LONGEST_STALL_S:,} seconds, and longer than the longest op",
-                remedy="600; 0 turns it off",
+                rule=f"must be from 1 to {MAX_STALL_TIMEOUT_S:,} seconds, and longer than the longest op",
+                remedy="600, or 0 to disable the watchdog",
             )
         yield from validators.multiple_of(
             f"{at}.batch_samples", self.batch_samples, self.micro_batches, f"{at}.micro_batches"
@@ -155,77 +154,67 @@ class Train:
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """How ranks share the work; what tp, cp and pp leave over is data parallel. None of it changes a result."""
+    """Parallel layout. dp is the world size divided by tp x cp x pp. The layout does not change results."""
 
     tp: int = 1
-    """Tensor parallel, with sequence parallel: ranks that share the heads and channels of dense layers, and the
-    tokens between layers."""
+    """Tensor-parallel size, with sequence parallelism between layers."""
     cp: int = 1
-    """Context parallel: ranks that share the tokens of a sequence."""
+    """Context-parallel size: ranks that split each sequence."""
     pp: int = 1
-    """Pipeline parallel: ranks that share the blocks of the model."""
+    """Pipeline-parallel size."""
     ep: int = 1
-    """Expert parallel: ranks that share the experts of a layer, out of all ranks of a pipeline stage."""
+    """Expert-parallel size; ep x etp divides the ranks of a pipeline stage (tp x cp x dp)."""
     etp: int = 1
-    """Expert tensor parallel: ranks that share the ffn channels of an expert."""
+    """Expert-tensor-parallel size: ranks that split the ffn channels of each expert."""
     shard: Strategy = "all"
-    """What data-parallel ranks share instead of copying it: nothing; the optimizer's state; gradients as well;
-    weights as well."""
+    """What data parallelism shards: optimizer state (ZeRO-1), + gradients (ZeRO-2), all (ZeRO-3, FSDP)."""
     replicate: int = 1
-    """Copies of the shards: ranks share within a copy, and sum gradients between copies."""
+    """Hybrid sharding (HSDP): number of replicas; weights are sharded within each replica."""
     dispatcher: DispatcherName = "auto"
-    """How tokens reach experts on other ranks."""
+    """Collective that sends tokens to experts on other ranks."""
     schedule: Literal["auto", "dual_pipe_v"] = "auto"
-    """In which order a pipeline works. auto: 1F1B, or interleaved where ranks hold several segments.
-    dual_pipe_v: folded, two segments per rank, forwards of one beside backwards of the other, weight gradients
-    where a rank would be idle; a smaller bubble."""
+    """Pipeline schedule. auto: 1F1B, or interleaved 1F1B with several segments per rank. Or DualPipeV."""
     overlap: bool = False
-    """Whether tokens of one micro-batch travel to experts and back while another one computes: a step needs two
-    at least. Takes the memory of one more micro-batch."""
+    """Overlap the all-to-all of one micro-batch with compute of another; keeps one more micro-batch live."""
     delay_weights: bool = False
-    """With overlap: whether weight gradients wait until there is communication to hide behind them. With
-    dual_pipe_v they always do."""
+    """With overlap: delay weight gradients to hide communication behind them (always with dual_pipe_v)."""
+    # In simulation this hides more communication where transfers take about as long as compute and experts
+    # longer than mixers, and less or nothing elsewhere; on a GPU the step time changed by 1 % either way.
     late_weights: bool = False
-    """With delay_weights: whether those of experts are added in two parts, the larger one a block later. In
-    simulation it hides more where transfers take about as long as computation, and experts longer than mixers;
-    less or nothing elsewhere; so it was on a GPU, by one part in a hundred either way. Holds memory of experts
-    for longer."""
+    """With delay_weights: run most of the expert weight gradients one block later; uses more memory."""
     paired_ends: bool = False
-    """With overlap, without a pipeline: whether the first two forwards of a step run beside each other, and
-    so do its last two backwards, which have nothing beside them otherwise. Takes the memory of one more
-    micro-batch."""
+    """With overlap, pp 1: pair the first two forwards and last two backwards; one more micro-batch live."""
     early_release: bool = False
-    """With overlap: whether a backward's mixers come before the experts of the forward beside it, so that their
-    memory is free earlier; less communication is hidden."""
+    """With overlap: run mixer backwards before expert forwards; frees memory earlier, hides less."""
 
     def problems(self, at: str) -> Iterator[Problem]:
         for name in ("tp", "cp", "pp", "ep", "etp", "replicate"):
             yield from validators.at_least(f"{at}.{name}", typing.cast(int, getattr(self, name)), 1)
-        folded = self.schedule == "dual_pipe_v"
+        dual_pipe_v = self.schedule == "dual_pipe_v"
         for name, wrong in (
-            ("delay_weights", self.delay_weights and not (self.overlap or folded)),
+            ("delay_weights", self.delay_weights and not (self.overlap or dual_pipe_v)),
             ("early_release", self.early_release and not self.overlap),
             ("paired_ends", self.paired_ends and not self.overlap),
         ):
             if wrong:
-                rule = f"only a schedule with {at}.overlap goes into phases that can be moved"
+                rule = f"needs {at}.overlap, whose schedule consists of phases that can be reordered"
                 yield Problem(field=f"{at}.{name}", value=True, rule=rule, remedy=f"{at}.overlap as well")
-        if folded and self.pp == 1:
-            rule = f"it folds a pipeline, and {at}.pp 1 is none"
+        if dual_pipe_v and self.pp == 1:
+            rule = f"is a pipeline schedule, but {at}.pp is 1"
             remedy = f"auto, or {at}.pp to 2 or more"
             yield Problem(field=f"{at}.schedule", value=self.schedule, rule=rule, remedy=remedy)
         if self.paired_ends and self.pp > 1:
-            rule = f"with {at}.pp {self.pp}, the ends of a step wait for messages, not for experts alone"
+            rule = f"applies only without a pipeline, but {at}.pp is {self.pp}"
             yield Problem(field=f"{at}.paired_ends", value=True, rule=rule, remedy=f"False, or {at}.pp to 1")
-        if self.late_weights and not (self.delay_weights or folded):
-            rule = f"without {at}.delay_weights, weight gradients do not wait"
+        if self.late_weights and not (self.delay_weights or dual_pipe_v):
+            rule = f"needs {at}.delay_weights"
             needed = f"{at}.delay_weights" if self.overlap else f"{at}.overlap and {at}.delay_weights"
             yield Problem(field=f"{at}.late_weights", value=True, rule=rule, remedy=f"{needed} as well")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Everything that is chosen about a run."""
+    """The complete configuration of a training run."""
 
     model: Model
     train: Train
@@ -234,19 +223,19 @@ class Run:
     mesh: Mesh = Mesh()
 
     def problems(self) -> Iterator[Problem]:
-        """What is wrong with each part by itself, where every value has the type of its field."""
+        """Problems of each part by itself. Assumes that every value has the type of its field."""
         for field in dataclasses.fields(self):
             yield from getattr(self, field.name).problems(field.name)
 
 
 def type_problems(run: Run) -> Iterator[Problem]:
-    """Values that are not what their fields are declared as; Python itself does not look."""
+    """Values whose type differs from the annotation of their field, which Python does not check."""
     yield from _type_problems(Run, run, "")
 
 
 @functools.cache
 def _hints(kind: type) -> Mapping[str, Any]:
-    """The types of a dataclass's fields. Working them out takes longer than everything that is checked."""
+    """The field types of a dataclass; cached, because `get_type_hints` dominates the time of validation."""
     return types.MappingProxyType(typing.get_type_hints(kind))
 
 
@@ -260,8 +249,8 @@ def _type_problems(kind: Any, value: Any, at: str) -> Iterator[Problem]:
     if inner is not None and isinstance(value, typing.cast(type, inner)):
         yield from _type_problems(inner, value, at)
     elif not any(_fits(arm, value) for arm in arms):
-        wanted = " or ".join(_named(arm) for arm in arms)
-        yield Problem(field=at, value=value, rule=f"must be {wanted}", remedy=wanted)
+        expected = " or ".join(_type_name(arm) for arm in arms)
+        yield Problem(field=at, value=value, rule=f"must be {expected}", remedy=expected)
 
 
 def _fits(kind: Any, value: Any) -> bool:
@@ -278,21 +267,25 @@ def _fits(kind: Any, value: Any) -> bool:
     return type(value) is kind
 
 
-def _named(kind: Any) -> str:
-    """A type as a person calls it."""
+def _type_name(kind: Any) -> str:
+    arms = typing.get_args(kind)
     if typing.get_origin(kind) is Literal:
-        return "one of " + ", ".join(repr(word) for word in typing.get_args(kind))
+        return "one of " + ", ".join(repr(choice) for choice in arms)
     if typing.get_origin(kind) is tuple:
-        return f"a tuple of {_named(typing.get_args(kind)[0])}"
-    words = {int: "a whole number", float: "a number", str: "a text", bool: "True or False"}
-    return "None" if kind is types.NoneType else words.get(kind, getattr(kind, "__name__", str(kind)))
+        if typing.get_origin(arms[0]) is Literal:
+            return "a tuple of any of " + ", ".join(repr(choice) for choice in typing.get_args(arms[0]))
+        count = "" if arms[-1] is Ellipsis else f"{len(arms)} "
+        plurals = {int: "integers", float: "numbers", str: "strings"}
+        return f"a tuple of {count}{plurals[arms[0]]}"
+    names = {int: "an integer", float: "a number", str: "a string", bool: "True or False"}
+    return "None" if kind is types.NoneType else names.get(kind, getattr(kind, "__name__", str(kind)))
 
 
 # ------------------------------------------------------------------------------------------------ JSON
 
 
 def flatten(value: Any, at: str = "") -> dict[str, Any]:
-    """Every field of a run by its dotted name, as on the command line."""
+    """Every field of a run by its dotted name."""
     if not dataclasses.is_dataclass(value):
         return {at: value}
     flat: dict[str, Any] = {}
@@ -302,13 +295,13 @@ def flatten(value: Any, at: str = "") -> dict[str, Any]:
 
 
 def difference(before: Run, after: Run) -> dict[str, tuple[Any, Any]]:
-    """The fields in which two runs differ, with both values; where one of them has fields of its own, and the
-    other is None, that it is `set`."""
+    """The fields in which two runs differ, with both values. An optional part that only one of the runs has is
+    listed as None and `set`."""
     old, new = flatten(before), flatten(after)
 
     def value(fields: Mapping[str, Any], name: str) -> Any:
-        inner = any(field.startswith(f"{name}.") for field in fields)
-        return "set" if inner else fields.get(name)
+        has_subfields = any(field.startswith(f"{name}.") for field in fields)
+        return "set" if has_subfields else fields.get(name)
 
     return {
         name: (value(old, name), value(new, name))
@@ -323,16 +316,16 @@ def to_json(run: Run) -> dict[str, Any]:
 
 
 def from_json(data: Any) -> Run:
-    """The run that `to_json` wrote, now or by an earlier braid: a field that came later has its default, with
-    which runs do as they did without it. One that is unknown or of another type, or that cannot be missing, is
-    an error."""
+    """The inverse of `to_json`, also for files of earlier versions: fields added since get their defaults,
+    which preserve the old behaviour. Raises a `ConfigError` for an unknown field, a wrong type, or a missing
+    required field."""
     run = _read(Run, data, "run")
     assert isinstance(run, Run)
     return run
 
 
 def model_from_json(data: Any) -> Model:
-    """The `model` of what `to_json` wrote, by the rules of `from_json`, whatever else the run says."""
+    """The `model` field of a run's JSON, read like `from_json`; other fields are not validated."""
     model = _read(Model, data, "run.model")
     assert isinstance(model, Model)
     return model
@@ -364,10 +357,10 @@ def _read_dataclass(kind: Any, data: Any, at: str) -> Any:
     hints = _hints(kind)
     for name in data:
         if name not in hints:
-            raise ConfigError(f"{at}.{name} is not a field{validators.nearest(name, hints)}")
+            raise ConfigError(f"{at}.{name} is not a known field{validators.nearest(name, hints)}")
     for field in dataclasses.fields(kind):
-        needed = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        if needed and field.name not in data:
+        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        if required and field.name not in data:
             raise ConfigError(f"{at}.{field.name} is missing")
     return kind(**{name: _read(hints[name], value, f"{at}.{name}") for name, value in data.items()})
 

@@ -1,4 +1,4 @@
-"""What a person sees of a run: a header, one line per interval, an end. Plain text, nothing is redrawn."""
+"""Console output of a run: progress lines, tables, warnings. Plain text that also reads well in a log file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TextIO
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """The figures of one progress line."""
+    """One progress line."""
 
     step: int
     steps: int
@@ -20,13 +20,13 @@ class Line:
     lr: float
     tokens_per_s: float
     mfu: float | None
-    """None where the device's peak is not known: then the line leaves it out."""
+    """Model FLOPs utilization; omitted if None, because the peak FLOPs of the device are unknown."""
     memory_bytes: int
     seconds_left: float
 
     def __str__(self) -> str:
         width = len(str(self.steps))
-        words = [
+        columns = [
             f"step {self.step:>{width}}/{self.steps}",
             f"loss {self.loss:<5.3f}",
             f"gnorm {self.grad_norm:<4.2f}",
@@ -34,37 +34,37 @@ class Line:
             f"{magnitude(self.tokens_per_s):>5} tok/s",
         ]
         if self.mfu is not None:
-            words.append(f"{self.mfu:.1%} mfu")
-        words += [f"peak {self.memory_bytes / 2**30:.1f} GiB", f"eta {duration(self.seconds_left)}"]
-        return "  ".join(words)
+            columns.append(f"{self.mfu:.1%} mfu")
+        columns += [f"peak {self.memory_bytes / 2**30:.1f} GiB", f"eta {duration(self.seconds_left)}"]
+        return "  ".join(columns)
 
 
 def say(text: str) -> None:
-    """One line to whoever watches, at once."""
+    """Print a line to stdout and flush."""
     _write(text, sys.stdout)
 
 
 def warn(text: str) -> None:
-    """Something a person should know although the run goes on."""
+    """Print a warning to stderr and flush."""
     _write(f"braid: {text}", sys.stderr)
 
 
 def _write(text: str, stream: TextIO) -> None:
-    """A run goes on when nobody watches it any more."""
     try:
         print(text, file=stream, flush=True)
     except BrokenPipeError:
+        # The terminal or pipe is gone. Training must go on, so discard all further output.
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def table(rows: Sequence[tuple[str, str]]) -> str:
-    """Words on the left, what they are on the right; a word may be empty."""
-    width = max(len(word) for word, _ in rows)
-    return "\n".join(f"{word:<{width}}  {text}" for word, text in rows)
+    """Two aligned columns; a label may be empty."""
+    width = max(len(label) for label, _ in rows)
+    return "\n".join(f"{label:<{width}}  {text}" for label, text in rows)
 
 
 def magnitude(number: float) -> str:
-    """Three digits and a letter: 21.0k, 1.02M."""
+    """Three significant digits and an SI suffix: 21.0k, 1.02M."""
     for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= size * 0.9995:
             scaled = number / size
@@ -74,10 +74,10 @@ def magnitude(number: float) -> str:
 
 def duration(seconds: float) -> str:
     """0m41s, 12m05s, 3h07m."""
-    whole = max(0, round(seconds))
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    total = max(0, round(seconds))
+    if total < 3600:
+        return f"{total // 60}m{total % 60:02d}s"
+    return f"{total // 3600}h{total % 3600 // 60:02d}m"
 
 
 def _short_exponent(number: float) -> str:

@@ -1,8 +1,7 @@
-"""Errors made for people, and the exit code of each kind of failure.
+"""Exceptions with user-facing messages, and the exit code of each kind of failure.
 
-A program that starts braid can tell from the exit code alone what to do next: mend the configuration, look
-at the data, restart. A bug in braid itself exits with 1: it keeps its traceback, unless it was found before
-anything started.
+The exit code alone tells a job scheduler how to react: fix the configuration, check the data, restart. A bug in
+braid itself exits with 1 and a traceback; a `ScheduleError`, found before anything starts, has none.
 """
 
 from __future__ import annotations
@@ -12,12 +11,12 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import ClassVar
 
-MOST_TOLD = 6
-"""Faults of one kind that an error lists; the others are counted."""
+MAX_LISTED = 6
+"""Faults of one kind that an error message lists; further ones are only counted."""
 
 
 class ExitCode(IntEnum):
-    """What a `braid` command answers to the shell. Documented in docs/exit-codes.md."""
+    """Exit codes of the `braid` command, documented in docs/exit-codes.md."""
 
     OK = 0
     BUG = 1
@@ -32,21 +31,21 @@ class ExitCode(IntEnum):
 
 
 class BraidError(Exception):
-    """A failure whose message is for a person: the command line prints it without a traceback."""
+    """An expected failure with a user-facing message, which the command line prints without a traceback."""
 
     exit_code: ClassVar[ExitCode]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One thing that is wrong with a run: what was given, which rule it breaks, what to set instead."""
+    """An invalid setting of a run: its value, the rule it breaks, and what to set instead."""
 
     field: str
-    """Where the value stands, written as on the command line: `optim.lr`."""
+    """The setting, as on the command line: `optim.lr`."""
     value: object
-    """What was given."""
+    """The invalid value."""
     rule: str
-    """The rule that it breaks, as a sentence without a full stop."""
+    """The rule it breaks, without a full stop."""
     remedy: str
     """What to set instead."""
 
@@ -55,22 +54,21 @@ class Problem:
 
 
 class ConfigError(BraidError, ValueError):
-    """A run that cannot start. Holds every problem that was found, not only the first."""
+    """An invalid run. Contains all problems, not only the first."""
 
     exit_code = ExitCode.CONFIG
 
     def __init__(self, problems: str | Sequence[Problem]) -> None:
         self.problems: tuple[Problem, ...] = () if isinstance(problems, str) else tuple(problems)
-        super().__init__(problems if isinstance(problems, str) else _listed(self.problems))
-
-
-def _listed(problems: Sequence[Problem]) -> str:
-    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-    return "\n".join([f"this cannot start: {count}", *(str(problem) for problem in problems)])
+        if isinstance(problems, str):
+            super().__init__(problems)
+        else:
+            count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+            super().__init__("\n".join([f"the run cannot start: {count}", *map(str, problems)]))
 
 
 class ScheduleError(BraidError, RuntimeError):
-    """A schedule that braid made and that breaks one of its own rules: a bug, found before anything starts."""
+    """A generated schedule violates a schedule rule: a bug in braid, found before anything starts."""
 
     exit_code = ExitCode.BUG
 
@@ -80,24 +78,24 @@ class ScheduleError(BraidError, RuntimeError):
         count = "1 fault" if len(self.faults) == 1 else f"{len(self.faults)} faults"
         super().__init__(
             f"the schedule of this run has {count}; nothing was started. This is a bug in braid: please report "
-            f"it, with the command and this text\n{listed}"
+            f"it with the command and this message\n{listed}"
         )
 
 
 class DataError(BraidError, ValueError):
-    """Data that is missing, damaged or outside what the model takes."""
+    """Data is missing or corrupt, or does not match the model."""
 
     exit_code = ExitCode.DATA
 
 
 class CheckpointError(BraidError, ValueError):
-    """A checkpoint that is missing, damaged, of another model, or could not be written."""
+    """A checkpoint is missing or corrupt, belongs to another model, or cannot be written."""
 
     exit_code = ExitCode.CHECKPOINT
 
 
 class PeerLostError(BraidError, RuntimeError):
-    """Another rank ended while this one still needed it."""
+    """Another rank exited while this one was still communicating with it."""
 
     exit_code = ExitCode.PEER_LOST
 
@@ -109,18 +107,18 @@ class HangError(BraidError, RuntimeError):
 
 
 class NumericsError(BraidError, ArithmeticError):
-    """Loss or gradients stayed non-finite for longer than the run allows."""
+    """Loss or gradients were non-finite for more consecutive steps than the run allows."""
 
     exit_code = ExitCode.NUMERICS
 
 
 class PreemptedError(BraidError):
-    """The run was asked to stop (SIGTERM, Ctrl-C) and saved its state: the same command continues it."""
+    """The run was stopped by a signal (SIGTERM, Ctrl-C) and saved a checkpoint; the same command resumes it."""
 
     exit_code = ExitCode.PREEMPTED
 
 
-def first_of(faults: Sequence[str], told: Callable[[str], str] = str) -> list[str]:
-    """A line for each of the first faults of a kind, and how many more there are."""
-    lines, more = [told(fault) for fault in faults[:MOST_TOLD]], len(faults) - MOST_TOLD
+def first_of(faults: Sequence[str], render: Callable[[str], str] = str) -> list[str]:
+    """One line for each of the first `MAX_LISTED` faults, and the number of further ones."""
+    lines, more = [render(fault) for fault in faults[:MAX_LISTED]], len(faults) - MAX_LISTED
     return lines if more <= 0 else [*lines, f"... and {more} more of these"]

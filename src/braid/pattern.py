@@ -7,16 +7,16 @@ One symbol is one layer: `M` Mamba-2, `G` gated delta net, `*` attention, `+` la
 `D` sparse latent attention, `-` dense MLP, `E` mixture of experts. `|` cuts the stack into segments, one per
 virtual pipeline stage; `[...]` makes several layers one block; `/` begins one depth of multi-token prediction.
 
-`parse` reads the text once; nothing else in braid looks at it again. A `Layout` is an immutable tree
-(segments > blocks > layers) in which every layer knows what it is: its physical number, its block, its
-segment, its MTP depth. `cut`, `stages` and `segment_of` say which pipeline rank holds what.
+`parse` is the only place that reads the text. A `Layout` is an immutable tree (segments > blocks > layers);
+every layer knows its number, block, segment and MTP depth. `cut` and `stages` assign segments to pipeline
+ranks.
 
-Every rule is a `PatternError`, with the place marked by a caret.
+A pattern that breaks a rule raises a `PatternError`, which marks the position with a caret.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NewType
@@ -24,17 +24,17 @@ from typing import NewType
 from braid.errors import ConfigError
 
 LayerNumber = NewType("LayerNumber", int)
-"""A layer's physical number: from 1, over the main stack, and from 1 again inside each MTP depth."""
+"""Number of a layer, from 1 in the main stack, and from 1 in each MTP depth."""
 BlockIndex = NewType("BlockIndex", int)
-"""A block's logical index: from 0, over the main stack, and from 0 again inside each MTP depth."""
+"""Index of a block, from 0 in the main stack, and from 0 in each MTP depth."""
 SegmentIndex = NewType("SegmentIndex", int)
-"""A segment's index, from 0, in the order of the text."""
+"""Index of a segment, from 0, in the order of the text."""
 Depth = NewType("Depth", int)
-"""An MTP depth, from 0; the main stack has none."""
+"""Index of an MTP depth, from 0."""
 
 
 class Kind(Enum):
-    """What a layer is; the value is its symbol."""
+    """Kind of a layer; the value is its symbol."""
 
     MAMBA2 = "M"
     DELTA_NET = "G"
@@ -46,7 +46,7 @@ class Kind(Enum):
 
     @property
     def is_mixer(self) -> bool:
-        """Whether the layer moves information between positions."""
+        """Whether the layer mixes information across positions."""
         return self not in (Kind.MLP, Kind.MOE)
 
 
@@ -56,45 +56,42 @@ _LEGEND = "M G * + D - E, [ ] around a block, | between segments, / before an MT
 
 
 class PatternError(ConfigError):
-    """A pattern that breaks a rule: the rule, the pattern, and a caret under the place."""
+    """An invalid pattern. The message shows the rule, the pattern, and a caret under the position."""
 
     def __init__(self, rule: str, text: str, position: int) -> None:
         self.rule = rule
         self.text = text
         self.position = position
-        super().__init__(f"{rule}\n  {_one_column_each(text)}\n  {' ' * position}^")
-
-
-def _one_column_each(text: str) -> str:
-    """The text with a dot for every character that might not take exactly one column."""
-    return "".join(c if " " <= c <= "~" else "·" for c in text)
+        # Characters that may not be one column wide would shift the caret: show a dot instead.
+        printable = "".join(c if " " <= c <= "~" else "·" for c in text)
+        super().__init__(f"{rule}\n  {printable}\n  {' ' * position}^")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """One symbol of the pattern: the physical unit."""
+    """One symbol of the pattern."""
 
     kind: Kind
     number: LayerNumber
     block: BlockIndex
     segment: SegmentIndex
-    """For a layer of an MTP depth: the last segment, which holds all depths and the head."""
+    """For a layer of an MTP depth: the last segment, which contains all depths and the head."""
     depth: Depth | None = None
 
     @property
     def stream(self) -> int:
-        """A number that no other layer of the model has: random masks follow it."""
+        """A number unique to the layer, which selects the counter-RNG stream of its dropout masks."""
         return self.number if self.depth is None else self.number + ((self.depth + 1) << 16)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """One symbol or one group: the unit of checkpoint keys, of sharding and of scheduling."""
+    """One symbol or one `[group]`: the unit of checkpoint keys, sharding and scheduling."""
 
     index: BlockIndex
     layers: tuple[Layer, ...]
     grouped: bool
-    """Whether the text writes it in brackets."""
+    """Whether it is written in brackets."""
 
     def __str__(self) -> str:
         symbols = "".join(layer.kind.value for layer in self.layers)
@@ -108,7 +105,7 @@ class Segment:
     index: SegmentIndex
     blocks: tuple[Block, ...]
     layers_before: int
-    """Physical layers in earlier segments."""
+    """Layers in earlier segments."""
     blocks_before: int
     """Blocks in earlier segments."""
 
@@ -124,8 +121,8 @@ class Segment:
 class MtpDepth:
     """One depth of multi-token prediction.
 
-    The text has no groups here; the symbols are gathered into as few blocks as the rules for groups allow, so
-    that `*E` is one block, with the checkpoint keys of `[*E]`, and `MM` is two.
+    Depths are written without groups; their symbols are combined into as few blocks as the rules for groups
+    allow: `*E` is one block, with the checkpoint keys of `[*E]`, and `MM` is two.
     """
 
     depth: Depth
@@ -144,22 +141,22 @@ class Layout:
     """A parsed pattern."""
 
     segments: tuple[Segment, ...]
-    """At least one; in the order of the text."""
+    """At least one, in the order of the text."""
     mtp: tuple[MtpDepth, ...]
-    """The MTP depths, all alike; empty where there are none."""
+    """The MTP depths, all identical; may be empty."""
 
     @property
     def blocks(self) -> tuple[Block, ...]:
-        """The main stack's blocks, in order."""
+        """The blocks of the main stack, in order."""
         return tuple(block for segment in self.segments for block in segment.blocks)
 
     @property
     def layers(self) -> tuple[Layer, ...]:
-        """The main stack's layers, in order."""
+        """The layers of the main stack, in order."""
         return tuple(layer for segment in self.segments for layer in segment.layers)
 
     def kinds(self) -> frozenset[Kind]:
-        """Every kind of layer that occurs, MTP depths included."""
+        """Every kind of layer in the model, including MTP depths."""
         depths = (layer for depth in self.mtp for layer in depth.layers)
         return frozenset(layer.kind for layer in (*self.layers, *depths))
 
@@ -184,12 +181,13 @@ class _Item:
 
 
 def parse(text: str | None) -> Layout:
-    """Read a pattern. `None` and the empty text mean a stack without layers."""
+    """Parse a pattern. None and the empty string are a stack without layers."""
     text = "" if text is None else text
     main, *depths = _split(text, "/")
     segments = [_read_items(text, *span) for span in _split(text, "|", *main)]
     depth = _read_depths(text, depths)
-    _check_one_attention_family(text, [*_symbols(segments), *depth])
+    main_symbols = (symbol for items in segments for item in items for symbol in item.symbols)
+    _check_one_attention_family(text, [*main_symbols, *depth])
     unnumbered = [[([s.kind for s in item.symbols], item.grouped) for item in items] for items in segments]
     return _layout(unnumbered, [s.kind for s in depth], len(depths) if depth else 0)
 
@@ -207,7 +205,7 @@ def _split(text: str, separator: str, start: int = 0, end: int | None = None) ->
             case c if c == separator:
                 if opened is not None:
                     raise PatternError(
-                        f"the bracket is still open at {c!r}: close it with ] before {c!r}", text, opened
+                        f"the bracket is not closed before {c!r}: put ] before {c!r}", text, opened
                     )
                 spans.append((start, position))
                 start = position + 1
@@ -215,7 +213,7 @@ def _split(text: str, separator: str, start: int = 0, end: int | None = None) ->
 
 
 def _read_items(text: str, start: int, end: int) -> list[_Item]:
-    """The blocks of one segment."""
+    """The symbols and groups of one segment."""
     items: list[_Item] = []
     opened: int | None = None
     group: list[_Symbol] = []
@@ -223,7 +221,7 @@ def _read_items(text: str, start: int, end: int) -> list[_Item]:
         character = text[position]
         if character == "[":
             if opened is not None:
-                raise PatternError("a group stands inside a group: groups do not nest", text, position)
+                raise PatternError("groups do not nest: close the first one with ]", text, position)
             opened, group = position, []
         elif character == "]":
             if opened is None:
@@ -251,7 +249,7 @@ def _read_symbol(text: str, position: int) -> _Symbol:
 
 def _check_group(text: str, opened: int, group: Sequence[_Symbol]) -> None:
     if not group:
-        raise PatternError("the group is empty: name its layers or drop the brackets", text, opened)
+        raise PatternError("the group is empty: add layers or remove the brackets", text, opened)
     for place, symbol in enumerate(group):
         earlier = [s.kind for s in group[:place]]
         if Kind.MOE in earlier:
@@ -259,8 +257,8 @@ def _check_group(text: str, opened: int, group: Sequence[_Symbol]) -> None:
             raise PatternError("E must be the last layer of its group", text, moe.position)
         if _shares_keys(symbol.kind, earlier):
             raise PatternError(
-                f"two layers of this group would share the checkpoint keys of {symbol.kind.value!r}: "
-                "a group holds each kind once, and one softmax attention; split it in two groups",
+                f"two layers of this group would share the checkpoint keys of {symbol.kind.value!r}: a group "
+                "contains each kind at most once, and at most one attention layer; split it into two groups",
                 text,
                 symbol.position,
             )
@@ -271,17 +269,16 @@ def _shares_keys(kind: Kind, earlier: Sequence[Kind]) -> bool:
 
 
 def _read_depths(text: str, spans: Sequence[tuple[int, int]]) -> list[_Symbol]:
-    """The symbols of one MTP depth; all depths must read the same."""
-    written = [span for span in spans if span[1] > span[0]]
-    if not written:
+    """The symbols of one MTP depth; all depths must be identical."""
+    if not any(end > start for start, end in spans):
         return []
     depths = [[_read_depth_symbol(text, position) for position in range(*span)] for span in spans]
     for (start, end), depth in zip(spans, depths, strict=True):
         first = [symbol.kind for symbol in depths[0]]
         if [symbol.kind for symbol in depth] != first:
-            given, wanted = text[start:end], text[slice(*spans[0])]
+            given, expected = text[start:end], text[slice(*spans[0])]
             raise PatternError(
-                f"MTP depths must be alike, but {given!r} follows {wanted!r}: repeat the first after each /",
+                f"MTP depths must be identical, {given!r} is not {expected!r}: repeat the first after each /",
                 text,
                 start,
             )
@@ -290,14 +287,10 @@ def _read_depths(text: str, spans: Sequence[tuple[int, int]]) -> list[_Symbol]:
 
 def _read_depth_symbol(text: str, position: int) -> _Symbol:
     if text[position] in "[]":
-        raise PatternError("an MTP depth takes no groups: write its layers without brackets", text, position)
+        raise PatternError("an MTP depth has no groups: write its layers without brackets", text, position)
     if text[position] == "|":
-        raise PatternError("an MTP depth takes no |: all depths stay on the last segment", text, position)
+        raise PatternError("an MTP depth has no |: all depths belong to the last segment", text, position)
     return _read_symbol(text, position)
-
-
-def _symbols(segments: Sequence[Sequence[_Item]]) -> Iterator[_Symbol]:
-    return (symbol for items in segments for item in items for symbol in item.symbols)
 
 
 def _check_one_attention_family(text: str, symbols: Sequence[_Symbol]) -> None:
@@ -306,7 +299,7 @@ def _check_one_attention_family(text: str, symbols: Sequence[_Symbol]) -> None:
     if plain and latent:
         later = max(plain[0], latent[0], key=lambda s: s.position)
         raise PatternError(
-            "* cannot stand in one pattern with + or D, MTP depths included: choose one attention family",
+            "a pattern and its MTP depths cannot contain both * and + or D: choose one attention family",
             text,
             later.position,
         )
@@ -316,11 +309,11 @@ def _check_one_attention_family(text: str, symbols: Sequence[_Symbol]) -> None:
 
 
 _Items = Sequence[tuple[Sequence[Kind], bool]]
-"""Blocks before they are numbered: the kinds of each, and whether it is written in brackets."""
+"""Blocks without numbers: the kinds of each, and whether it is written in brackets."""
 
 
 def _layout(segments: Sequence[_Items], depth: Sequence[Kind], depths: int) -> Layout:
-    """Number everything."""
+    """Build the tree and number its layers, blocks and segments."""
     tree: list[Segment] = []
     layers_before = blocks_before = 0
     for index, items in enumerate(segments):
@@ -336,8 +329,8 @@ def _layout(segments: Sequence[_Items], depth: Sequence[Kind], depths: int) -> L
         layers_before += len(tree[-1].layers)
         blocks_before += len(blocks)
     last = SegmentIndex(len(segments) - 1)
-    gathered = [(kinds, len(kinds) > 1) for kinds in _gather(depth)]
-    mtp = (MtpDepth(depth=Depth(d), blocks=_blocks(gathered, last, 0, 0, Depth(d))) for d in range(depths))
+    depth_items = [(kinds, len(kinds) > 1) for kinds in _group_depth(depth)]
+    mtp = (MtpDepth(depth=Depth(d), blocks=_blocks(depth_items, last, 0, 0, Depth(d))) for d in range(depths))
     return Layout(segments=tuple(tree), mtp=tuple(mtp))
 
 
@@ -361,8 +354,9 @@ def _blocks(
     return tuple(blocks)
 
 
-def _gather(kinds: Sequence[Kind]) -> list[list[Kind]]:
-    """Cut into as few groups as the rules allow: a group ends after `-` or `E`, and before a repeated kind."""
+def _group_depth(kinds: Sequence[Kind]) -> list[list[Kind]]:
+    """Split into as few groups as the rules allow: a group ends after `-` or `E`, and before a repeated
+    kind."""
     groups: list[list[Kind]] = []
     for kind in kinds:
         if groups and groups[-1][-1].is_mixer and not _shares_keys(kind, groups[-1]):
@@ -377,14 +371,14 @@ def _gather(kinds: Sequence[Kind]) -> list[list[Kind]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """What one pipeline rank holds: one segment per virtual stage."""
+    """The segments of one pipeline rank, one per virtual stage."""
 
     rank: int
     segments: tuple[Segment, ...]
 
 
 def joined(layout: Layout) -> Layout:
-    """The layout with all its segments as one: what a single pipeline rank holds."""
+    """The layout with all segments merged into one, for a run without a pipeline."""
     if len(layout.segments) == 1:
         return layout
     items = [([layer.kind for layer in block.layers], block.grouped) for block in layout.blocks]
@@ -393,17 +387,17 @@ def joined(layout: Layout) -> Layout:
 
 
 def cut(layout: Layout, pp: int) -> Layout:
-    """The layout as `pp` pipeline ranks hold it: the text's own segments, or equal ones if it has no `|`."""
+    """The layout with segments for `pp` ranks: those of the pattern, or equal ones if it has no `|`."""
     segments = len(layout.segments)
     if pp < 1:
-        raise _at_end(layout, f"pp is {pp}: a pipeline has at least one rank")
+        raise _at_end(layout, f"pp is {pp}: a pipeline needs at least one rank")
     if segments == 1 and pp > 1:
         return _cut_equally(layout, pp)
     if segments % pp:
         fitting = " or ".join(str(n) for n in range(1, segments + 1) if segments % n == 0)
         raise _at_end(
             layout,
-            f"{segments} segments cannot be dealt to {pp} pipeline ranks: "
+            f"{segments} segments cannot be divided over {pp} pipeline ranks: "
             f"make their number a multiple of {pp}, or set pp to {fitting}",
         )
     return layout
@@ -412,11 +406,13 @@ def cut(layout: Layout, pp: int) -> Layout:
 def _cut_equally(layout: Layout, pp: int) -> Layout:
     total = len(layout.layers)
     if total % pp:
-        fitting = " or ".join(str(n) for n in range(1, total + 1) if total % n == 0 and not _cuts(layout, n))
+        fitting = " or ".join(
+            str(n) for n in range(1, total + 1) if total % n == 0 and not _splits_group(layout, n)
+        )
         raise _at_end(
             layout,
             f"{total} layers cannot be split equally over {pp} pipeline ranks: "
-            f"place | yourself, or set pp to {fitting}",
+            f"insert | by hand, or set pp to {fitting}",
         )
     items: list[list[tuple[list[Kind], bool]]] = [[] for _ in range(pp)]
     position = 0
@@ -424,7 +420,7 @@ def _cut_equally(layout: Layout, pp: int) -> Layout:
         first, last = ((layer.number - 1) * pp // total for layer in (block.layers[0], block.layers[-1]))
         if first != last:
             raise PatternError(
-                f"an equal split over {pp} pipeline ranks would cut this group: place | yourself",
+                f"an equal split over {pp} pipeline ranks would cut this group: insert | by hand",
                 str(layout),
                 position,
             )
@@ -434,7 +430,7 @@ def _cut_equally(layout: Layout, pp: int) -> Layout:
     return _layout(items, depth, len(layout.mtp))
 
 
-def _cuts(layout: Layout, pp: int) -> bool:
+def _splits_group(layout: Layout, pp: int) -> bool:
     """Whether an equal split would cut a group."""
     total = len(layout.layers)
     ends = ((block.layers[0].number - 1, block.layers[-1].number - 1) for block in layout.blocks)
@@ -442,28 +438,12 @@ def _cuts(layout: Layout, pp: int) -> bool:
 
 
 def stages(layout: Layout, pp: int) -> tuple[Stage, ...]:
-    """Who holds what: segment i belongs to pipeline rank i % pp, as its virtual stage i // pp."""
+    """Interleaved assignment: segment i belongs to pipeline rank i % pp, as its virtual stage i // pp."""
     segments = cut(layout, pp).segments
     return tuple(Stage(rank=rank, segments=segments[rank::pp]) for rank in range(pp))
 
 
-def segment_of(layout: Layout, *, pp: int, rank: int, vp: int | None = None) -> Segment:
-    """The segment of one virtual stage. `vp` may be left out only where a rank holds a single segment."""
-    if not 0 <= rank < pp:
-        raise _at_end(layout, f"pipeline rank {rank} does not exist: ranks run from 0 to {pp - 1}")
-    if vp is not None and len(layout.segments) == 1 and pp > 1:
-        raise _at_end(layout, "virtual stages need |: place it between the segments")
-    held = stages(layout, pp)[rank].segments
-    if vp is None and len(held) > 1:
-        raise _at_end(
-            layout, f"each pipeline rank holds {len(held)} segments: say which, vp 0 to {len(held) - 1}"
-        )
-    if vp is not None and not 0 <= vp < len(held):
-        raise _at_end(layout, f"virtual stage {vp} does not exist: each rank holds {len(held)}, counted from 0")
-    return held[vp or 0]
-
-
 def _at_end(layout: Layout, rule: str) -> PatternError:
-    """An error about the main stack as a whole."""
+    """An error about the main stack as a whole, with the caret after it."""
     text = str(layout)
     return PatternError(rule, text, len(text.split("/")[0]))

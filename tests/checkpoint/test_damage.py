@@ -159,7 +159,7 @@ def test_a_directory_under_the_wrong_step_is_damaged(tmp_path):
     path.rename(tmp_path / "step-00000006")
     found = latest(tmp_path)
     assert found.path is None
-    assert "holds step 5" in found.damaged[0].reason
+    assert "contains step 5" in found.damaged[0].reason
 
 
 def test_prune_keeps_the_newest(tmp_path):

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from braid.checkpoint import (
     Box,
     Piece,
-    Wanted,
+    ReadRequest,
     begin,
     commit,
     latest,
@@ -139,7 +139,7 @@ def test_any_boxes_written_by_some_ranks_are_read_by_others_through_any_boxes(
     assert all_same(read(path, tensors), tensors)
     for want in wants:
         boxes = {
-            name: Wanted(global_shape=tuple(tensors[name].shape), box=box, dtype=tensors[name].dtype)
+            name: ReadRequest(global_shape=tuple(tensors[name].shape), box=box, dtype=tensors[name].dtype)
             for name, box in want.items()
         }
         for name, tensor in read(path, boxes).items():
@@ -156,7 +156,7 @@ def test_a_reader_verifies_what_it_reads_and_no_more(tmp_path):
     ]
     path = commit(tmp_path, 1, records, extra={})
     (path / "part-00001.safetensors").unlink()
-    top = Wanted(global_shape=(4, 2), box=Box(offset=(1, 0), shape=(1, 2)), dtype=torch.float32)
+    top = ReadRequest(global_shape=(4, 2), box=Box(offset=(1, 0), shape=(1, 2)), dtype=torch.float32)
     assert torch.equal(read(path, {"w": top})["w"], rows[1:2])
     with pytest.raises(CheckpointError, match="part-00001"):
         read(path, {"w": rows})
@@ -202,9 +202,9 @@ def test_a_part_that_the_committing_rank_cannot_see_stops_the_commit(tmp_path):
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: piece((0, 0), (4, 5)), "does not lie in"),
-        (lambda: piece((-1, 0), (1, 1)), "does not lie in"),
-        (lambda: piece((0,), (4,)), "does not lie in"),
+        (lambda: piece((0, 0), (4, 5)), "is outside of"),
+        (lambda: piece((-1, 0), (1, 1)), "is outside of"),
+        (lambda: piece((0,), (4,)), "is outside of"),
         (lambda: piece((0, 0), (4, 4), name="new\nline"), "printable"),
         (lambda: piece((0, 0), (4, 4), name=""), "printable"),
         (lambda: Piece.whole("z", torch.ones(2, dtype=torch.complex64)), "complex64 is none of float64"),
@@ -310,6 +310,6 @@ def test_names_of_other_readers_may_be_left_unread(tmp_path):
 
 def test_a_box_outside_the_tensor_is_refused(tmp_path):
     path = save(tmp_path, 1, [Piece.whole("w", torch.ones(3))], extra={})
-    outside = Wanted(global_shape=(3,), box=Box(offset=(2,), shape=(2,)), dtype=torch.float32)
-    with pytest.raises(CheckpointError, match=r"w: \[2\] at \[2\] does not lie in \[3\]"):
+    outside = ReadRequest(global_shape=(3,), box=Box(offset=(2,), shape=(2,)), dtype=torch.float32)
+    with pytest.raises(CheckpointError, match=r"w: \[2\] at \[2\] is outside of \[3\]"):
         read(path, {"w": outside})

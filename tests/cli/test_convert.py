@@ -17,7 +17,7 @@ from braid.cli.generate import generate
 from braid.config import to_json
 from braid.errors import CheckpointError, ConfigError, ExitCode
 from braid.interchange import to_hf
-from braid.train.state import describe, newest_in, read_weights
+from braid.train.state import describe, read_weights, resolve_checkpoint
 from tests.model.cases import build
 
 SHAPE = Model(
@@ -71,7 +71,7 @@ def test_the_tokenizer_travels_along(folder: Path, tmp_path: Path) -> None:
 
 def test_a_run_is_not_overwritten(folder: Path, tmp_path: Path) -> None:
     import_([str(folder), "--out", str(tmp_path / "run")])
-    with pytest.raises(CheckpointError, match="there already"):
+    with pytest.raises(CheckpointError, match="already exists"):
         import_([str(folder), "--out", str(tmp_path / "run")])
 
 
@@ -110,7 +110,7 @@ def test_a_folder_that_cannot_be_written_is_named(folder: Path, tmp_path: Path) 
 def test_a_model_of_the_hub_can_be_trained_on(folder: Path, tmp_path: Path, capsys) -> None:
     run = tmp_path / "run"
     assert import_([str(folder), "--out", str(run)]) == 0
-    saved = describe(newest_in(run))
+    saved = describe(resolve_checkpoint(run))
     (tmp_path / "shape.json").write_text(json.dumps(to_json(saved.run)))
     (tmp_path / "mine.py").write_text(
         "import json, pathlib\nfrom braid.config import Run, from_json\n\n\ndef tuned() -> Run:\n"
@@ -124,7 +124,7 @@ def test_a_model_of_the_hub_can_be_trained_on(folder: Path, tmp_path: Path, caps
     assert main([*words, "--model.attention.rope-base", "7"]) == ExitCode.CHECKPOINT
     assert "model.attention.rope_base = 7.0\n" in capsys.readouterr().err
     assert main(words) == 0
-    before, after = read_weights(newest_in(run)), read_weights(newest_in(tmp_path / "tuned"))
+    before, after = read_weights(resolve_checkpoint(run)), read_weights(resolve_checkpoint(tmp_path / "tuned"))
     assert all(
         torch.allclose(after[name], tensor.to(after[name].dtype), atol=1e-6) for name, tensor in before.items()
     )

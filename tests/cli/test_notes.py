@@ -10,7 +10,7 @@ import pytest
 
 from braid.architecture import HyperConnections
 from braid.cli import main
-from braid.cli.plan_notes import idle_choices, schedule_words
+from braid.cli.plan_notes import ineffective_options, schedule_summary
 from braid.config import Mesh, Run
 from braid.errors import ExitCode
 from braid.planning.estimate import estimate
@@ -31,7 +31,7 @@ def run_of(pattern: str, *, micro_batches: int = 2, hyper: bool = False, **train
 
 
 def notes(run: Run, world: int = 1) -> list[str]:
-    return list(idle_choices(plan(run, world)))
+    return list(ineffective_options(plan(run, world)))
 
 
 def told(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -168,7 +168,7 @@ def test_the_span_that_a_plan_chooses_is_named(pattern: str, pp: int, longest: i
     def planned(span: int) -> tuple[str, int]:
         run = run_of(pattern, hyper=True, recompute=("norm", "hyper"), recompute_span=span)
         worked_out = plan(replace(run, mesh=Mesh(pp=pp)), pp)
-        return schedule_words(worked_out), estimate(worked_out, "cpu").peak
+        return schedule_summary(worked_out), estimate(worked_out, "cpu").peak
 
     def told(span: int) -> str:
         spans = f"spans of {span} {'block' if span == 1 else 'blocks'}"
@@ -182,7 +182,7 @@ def test_the_span_that_a_plan_chooses_is_named(pattern: str, pp: int, longest: i
 
 def test_a_plan_without_spans_names_none() -> None:
     run = run_of("[*-][*-]", hyper=True, recompute=("full",))
-    assert schedule_words(plan(run, 1)) == "recompute of full"
+    assert schedule_summary(plan(run, 1)) == "recompute of full"
 
 
 def test_help_tells_how_long_phases_are(capsys: pytest.CaptureFixture[str]) -> None:

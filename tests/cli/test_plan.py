@@ -28,7 +28,7 @@ def test_a_table_of_memory_and_one_of_what_is_sent(capsys: pytest.CaptureFixture
 
 
 def test_one_rank_sends_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "nothing is sent" in told(capsys, "tiny")
+    assert "no communication" in told(capsys, "tiny")
 
 
 def test_json_has_the_keys_that_programs_rely_on(capsys: pytest.CaptureFixture[str]) -> None:

@@ -124,7 +124,7 @@ def test_ranks_tell_of_schedule_trace_and_commands_that_work_as_they_stand(folde
     assert rows["schedule"] == "overlapped"
     assert rows["trace"] == f"{trace}: open it in https://ui.perfetto.dev"
     assert len(json.loads(trace.read_text())["traceEvents"]) > 10
-    assert errors.count("braid: mesh.overlap has no second micro-batch") == 1, "rank 0 alone warns"
+    assert errors.count("braid: mesh.overlap needs a second micro-batch") == 1, "rank 0 alone warns"
     assert errors.count("braid: train.recompute_span 2 changes nothing") == 1
     generate, train, show = told.splitlines()[-3:]
     assert shlex.split(train)[4:] == [*words_for(folder, out, *mesh, *more[2:])[1:], "--train.steps", "6"]

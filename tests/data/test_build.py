@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from braid.data import (
-    Built,
+    BuildResult,
     ByteTokenizer,
     HfTokenizer,
     Source,
@@ -55,7 +55,7 @@ def test_a_folder_of_text(tmp_path: Path) -> None:
     built = build(folder, tmp_path / "out", ByteTokenizer())
     source = open_source(tmp_path / "out")
     assert texts(source) == ["first ü", "second\r\n", "third", ""]
-    assert built == Built(
+    assert built == BuildResult(
         output=tmp_path / "out",
         documents=4,
         tokens=8 + 8 + 5 + 4,
@@ -91,7 +91,7 @@ def test_rows_mask_the_prompt(tmp_path: Path) -> None:
     build(file, tmp_path / "out", ByteTokenizer())
     source = open_source(tmp_path / "out")
     assert texts(source) == ["plain", "2+2=4", "", "more"]
-    counted = "".join("01"[c] for c in source.read(0, source.tokens).counted_S.tolist())
+    counted = "".join("01"[c] for c in source.read(0, source.tokens).loss_mask_S.tolist())
     assert counted == "111111" + "000011" + "1" + "11111"
 
 
@@ -113,7 +113,7 @@ def test_a_hugging_face_tokenizer_builds_and_comes_back(tmp_path: Path) -> None:
     source = open_source(tmp_path / "out")
     span = source.read(0, source.tokens)
     assert span.ids_S.tolist() == [1, 2, 2, 0, 3]
-    assert span.counted_S.tolist() == [False, False, True, True, True]
+    assert span.loss_mask_S.tolist() == [False, False, True, True, True]
     assert source.tokenizer().encode("b a").tolist() == [2, 1]
 
 
@@ -167,7 +167,7 @@ def test_held_out_documents_are_a_partition(tmp_path: Path) -> None:
     build(file, tmp_path / "other", ByteTokenizer(), validation=0.1, seed=4)
     again, other = (open_splits(tmp_path / name).train.fingerprint for name in ("again", "other"))
     assert again == splits.train.fingerprint != other
-    with pytest.raises(DataError, match=r"holds two sources: open .*train or .*validation"):
+    with pytest.raises(DataError, match=r"contains two sources: open .*train or .*validation"):
         open_source(tmp_path / "out")
 
 
@@ -194,7 +194,7 @@ def test_what_cannot_be_built_is_refused(tmp_path: Path) -> None:
         build(tmp_path, out, tokenizer, glob="/etc/*")
     with pytest.raises(DataError, match=r"validation = 1\.5"):
         build(file, out, tokenizer, validation=1.5)
-    with pytest.raises(DataError, match="leaves one part empty"):
+    with pytest.raises(DataError, match="leaves one split empty"):
         build(file, out, tokenizer, validation=0.5)
     with pytest.raises(DataError, match="no document in 1 files, of which 1 are not UTF-8"):
         build(binary, out, tokenizer)

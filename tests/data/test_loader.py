@@ -12,15 +12,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from braid.data import Batch, Loader, Mixture
+from braid.data import Loader, Mixture
 from braid.data.packing import Packed, first_fit
 from braid.errors import DataError
+from braid.model.context import MicroBatch
 from tests.data.helpers import write_source
 
 FIELDS = ("tokens_BT", "labels_BT", "loss_mask_BT", "positions_BT", "documents_BT")
 
 
-def pairs(batch: Batch) -> Counter[tuple[int, int]]:
+def pairs(batch: MicroBatch) -> Counter[tuple[int, int]]:
     """Every (token, next token) that counts in the loss."""
     mask = batch.loss_mask_BT
     return Counter(zip(batch.tokens_BT[mask].tolist(), batch.labels_BT[mask].tolist(), strict=True))
@@ -36,7 +37,7 @@ def distinct_documents(sizes: list[int]) -> list[list[int]]:
     return [list(range(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
 
 
-def check_layout(batch: Batch, length: int) -> None:
+def check_layout(batch: MicroBatch, length: int) -> None:
     """Rules that hold for every batch, looked at token by token."""
     for name in FIELDS:
         tensor = getattr(batch, name)
@@ -189,7 +190,8 @@ def test_all_masked_and_empty_batches(tmp_path: Path) -> None:
 
 
 def test_a_batch_moves_to_a_device(tmp_path: Path) -> None:
-    batch = Loader(write_source(tmp_path / "s", [[1, 2, 3, 0]]), length=3, seed=0).batch([0]).to("meta")
+    batch = Loader(write_source(tmp_path / "s", [[1, 2, 3, 0]]), length=3, seed=0).batch([0])
+    batch = batch.to(torch.device("meta"))
     assert all(getattr(batch, name).device.type == "meta" for name in FIELDS)
 
 

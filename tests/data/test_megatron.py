@@ -59,13 +59,13 @@ def test_documents_may_hold_several_sequences_or_none(tmp_path: Path) -> None:
 
 def test_the_vocabulary_must_be_given(tmp_path: Path) -> None:
     write_megatron(tmp_path / "x", SEQUENCES)
-    with pytest.raises(DataError, match=r"x\.idx does not say how large its vocabulary is"):
+    with pytest.raises(DataError, match=r"x\.idx does not store its vocabulary size"):
         open_source(tmp_path / "x")
 
 
 def test_the_tokenizer_is_unknown(tmp_path: Path) -> None:
     write_megatron(tmp_path / "x", SEQUENCES)
-    with pytest.raises(DataError, match="does not say which tokenizer"):
+    with pytest.raises(DataError, match="does not store its tokenizer"):
         open_source(tmp_path / "x", vocab=128).tokenizer()
 
 
@@ -107,7 +107,7 @@ def test_damage_is_refused_at_opening(tmp_path: Path) -> None:
     refused("x.idx", index + bytes(10), "mode per sequence")
     refused("x.idx", index[:34] + struct.pack("<i", -3) + index[38:], "negative length")
     refused("x.idx", index[:34] + struct.pack("<i", 4) + index[38:], "sequence 1 does not start")
-    refused("x.idx", index[:-8] + struct.pack("<q", 11), "leaves the 10 sequences")
+    refused("x.idx", index[:-8] + struct.pack("<q", 11), "exceeds the 10 sequences")
     refused("x.idx", index[:-8] + struct.pack("<q", 9), "document offsets go 0 to")
     refused("x.idx", index[:-16] + struct.pack("<qq", 3, 10), "ends before it starts")
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from braid.data import ByteTokenizer, Mixture, build, open_source
-from braid.data.mixture import MAX_CYCLE, interleave, whole_shares
+from braid.data.mixture import MAX_CYCLE, integer_shares, interleave
 from braid.errors import DataError
 from tests.data.helpers import write_source
 
@@ -63,21 +63,21 @@ def test_simple_ratios_alternate() -> None:
 
 
 def test_written_decimals_are_exact_and_long_ones_rounded() -> None:
-    assert whole_shares([0.7, 0.2, 0.1]) == (7, 2, 1)
-    assert whole_shares([3e9, 1e9]) == (3, 1)
-    assert whole_shares([2, 4]) == (1, 2)
-    assert sum(whole_shares([1 / 3, 2 / 3, 0.12345678])) == MAX_CYCLE
+    assert integer_shares([0.7, 0.2, 0.1]) == (7, 2, 1)
+    assert integer_shares([3e9, 1e9]) == (3, 1)
+    assert integer_shares([2, 4]) == (1, 2)
+    assert sum(integer_shares([1 / 3, 2 / 3, 0.12345678])) == MAX_CYCLE
 
 
 @pytest.mark.parametrize("weights", [[1.0, 0.0], [1.0, -2.0], [float("nan"), 1.0], [float("inf"), 1.0]])
 def test_weights_that_mean_nothing_are_refused(weights: list[float]) -> None:
     with pytest.raises(DataError, match="positive numbers"):
-        whole_shares(weights)
+        integer_shares(weights)
 
 
 def test_a_vanishing_weight_is_refused() -> None:
     with pytest.raises(DataError, match="too small to mix"):
-        whole_shares([1.0, 1e-9])
+        integer_shares([1.0, 1e-9])
 
 
 def test_sources_must_fit_together(tmp_path: Path) -> None:

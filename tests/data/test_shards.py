@@ -63,7 +63,7 @@ def test_any_span_of_any_shards_reads_the_stream(
     stop = data.draw(st.integers(start, len(ids)))
     span = source.read(start, stop)
     assert span.ids_S.tolist() == ids[start:stop]
-    assert span.counted_S.tolist() == counted[start:stop]
+    assert span.loss_mask_S.tolist() == counted[start:stop]
     assert span.starts_S.tolist() == starts[start:stop]
     ends = np.cumsum([0, *map(len, documents)]).tolist()
     assert source.document_offsets().tolist() == ends
@@ -135,8 +135,8 @@ def test_an_index_cannot_lead_outside_its_folder(tmp_path: Path) -> None:
         ({"version": 2}, "version 2"),
         ({"format": "other"}, "format 'other'"),
         ({"dtype": "object"}, "dtype 'object'"),
-        ({"shards": [{}]}, "not a proper index"),
-        ({"shards": None}, "not a proper index"),
+        ({"shards": [{}]}, "not a valid index"),
+        ({"shards": None}, "not a valid index"),
     ],
 )
 def test_a_strange_index_is_refused(tmp_path: Path, changes: dict[str, object], reason: str) -> None:
@@ -151,10 +151,10 @@ def test_an_index_that_disagrees_with_its_files_is_refused(tmp_path: Path) -> No
     index = tmp_path / "s" / "index.json"
     shards = json.loads(index.read_text())["shards"]
     rewritten(index, shards=[{**shards[0], "max_id": 1000}])
-    with pytest.raises(DataError, match=r"gives 00000\.tokens ids that are not in it"):
+    with pytest.raises(DataError, match=r"max_id of 00000\.tokens is wrong"):
         open_source(tmp_path / "s")
     rewritten(index, shards=[{**shards[0], "token_count": 10}])
-    with pytest.raises(DataError, match=r"gives 00000\.tokens 18 bytes, its counts say 20"):
+    with pytest.raises(DataError, match=r"00000\.tokens has 18 bytes, its counts say 20"):
         open_source(tmp_path / "s")
 
 

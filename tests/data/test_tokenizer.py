@@ -73,7 +73,7 @@ def test_another_end_is_another_tokenizer(words_json: str) -> None:
 def test_what_cannot_be_a_tokenizer_is_refused(words_json: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no token 'stop'"):
         HfTokenizer(words_json, end_of_document="stop")
-    with pytest.raises(DataError, match="usual end-of-document"):
+    with pytest.raises(DataError, match="common end-of-document"):
         HfTokenizer(words_json.replace("<|endoftext|>", "<|something|>"))
     with pytest.raises(DataError, match="this is not a tokenizer"):
         HfTokenizer("{}")

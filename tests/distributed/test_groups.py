@@ -36,7 +36,7 @@ def sum_of_ranks(group, rank: int) -> int:
 
 
 def test_every_family_is_a_field_and_every_field_a_family():
-    assert set(FAMILIES) | {"ends", "travel"} == set(named(Groups()))
+    assert set(FAMILIES) | {"ends", "dispatch"} == set(named(Groups()))
 
 
 # ------------------------------------------------------------------------------------------ membership
@@ -102,15 +102,15 @@ def check_sharing(rank, world):
         assert groups.dp.handle is groups.dp_cp.handle
         assert groups.slab.handle is groups.world.handle is dist.group.WORLD
         assert groups.ep.handle is groups.ep_etp.handle is not groups.dp.handle
-        assert groups.travel.handle is not groups.ep.handle
-        assert sum_of_ranks(groups.travel, rank) == sum_of_ranks(groups.ep, rank)
+        assert groups.dispatch.handle is not groups.ep.handle
+        assert sum_of_ranks(groups.dispatch, rank) == sum_of_ranks(groups.ep, rank)
         assert groups.tp.handle is groups.tp_cp.handle
         assert groups.cp is groups.pp is groups.etp is ALONE
         return open_communicators_now()
 
 
 def test_families_with_the_same_ranks_share_a_communicator():
-    # the default one, tp, dp, ep, edp, travel
+    # the default one, tp, dp, ep, edp, dispatch
     assert run_ranks(8, check_sharing) == [6] * 8
 
 
@@ -158,7 +158,7 @@ def check_timeouts(rank, world):
     wait = timedelta(seconds=77)
     with opened_groups(standard(tp=2, dp=2, ep=4), rank, timeout=wait) as groups:
         own = {name: group for name, group in named(groups).items() if group.size > 1}
-        assert {"tp", "dp", "travel"} <= own.keys()
+        assert {"tp", "dp", "dispatch"} <= own.keys()
         for name, group in own.items():
             if group.handle is not dist.group.WORLD:
                 assert group.handle._get_backend(torch.device("cpu")).options._timeout == wait, name
@@ -170,7 +170,7 @@ def test_every_communicator_waits_as_long_as_it_was_told():
 
 def test_groups_may_be_closed_as_soon_as_they_are_open():
     # 8 ranks each call for 4 groups of tp, of cp, of dp (which edp is), and 2 of tp_cp, of dp_cp; ep is tp_cp,
-    # and travel has its own
+    # and dispatch has its own
     for counts in run_ranks(8, check_closing_at_once):
         assert counts == [8 * (4 * 3 + 2 + 2 + 2) * (time + 1) for time in range(3)]
 

@@ -5,11 +5,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
 
 from braid.distributed.collectives import Groups
 from braid.distributed.groups import opened_groups
-from braid.distributed.mesh import close_mesh, dense_mesh, expert_mesh, mesh_over
+from braid.distributed.mesh import close_mesh, dense_mesh, expert_mesh
 from braid.errors import ConfigError
 from braid.topology import standard
 from tests.ranks import run_ranks
@@ -72,27 +71,6 @@ def test_replicas_stand_apart_and_shards_are_neighbours():
     assert told[2][2] == ([[0, 2], [4, 6]], 2)
     assert told[2][4] == ([[0], [2], [4], [6]], 1), "replicas are dp_cp itself; a shard of one rank is new"
     assert told[5][2] == ([[1, 3], [5, 7]], 2)
-
-
-def check_all_axes(rank, world):
-    grid = standard(tp=2, dp=2, pp=2, ep=2)
-    with opened_groups(grid, rank) as groups:
-        before = open_communicators_now()
-        dense = mesh_over(groups, grid, ("pp", "dp", "cp", "tp"), device_type="cpu")
-        expert = mesh_over(groups, grid, ("pp", "edp", "ep", "etp"), device_type="cpu")
-        stages = mesh_over(groups, grid, ("pp", "slab"), device_type="cpu")
-        assert dense.get_group("pp") is expert.get_group("pp") is stages.get_group("pp") is groups.pp.handle
-        assert dense["tp"].get_group() is groups.tp.handle
-        assert expert["ep"].get_group() is groups.ep.handle
-        assert dense.mesh.flatten().tolist() == expert.mesh.flatten().tolist() == list(range(8))
-        assert tuple(stages.shape) == (2, 4)
-        for mesh in (dense, expert, stages):
-            close_mesh(mesh, groups)
-        assert open_communicators_now() == before
-
-
-def test_all_axes_of_a_view_as_a_mesh_share_pp():
-    run_ranks(8, check_all_axes)
 
 
 def check_outside(rank, world):
@@ -175,30 +153,12 @@ def test_fsdp_gradients_are_those_of_one_process(world, cases):
                 )
 
 
-def check_distributed_tensor(rank, world):
-    grid = standard(tp=2, dp=2)
-    with opened_groups(grid, rank) as groups:
-        mesh = mesh_over(groups, grid, ("dp", "tp"), device_type="cpu")
-        whole = torch.arange(8.0).reshape(4, 2)
-        parts = distribute_tensor(whole, mesh, [Shard(0), Shard(1)], src_data_rank=None)
-        row, column = 2 * groups.dp.rank, groups.tp.rank
-        assert torch.equal(parts.to_local(), whole[row : row + 2, column : column + 1])
-        assert torch.equal(parts.full_tensor(), whole)
-
-
-def test_tensors_can_be_distributed_over_a_mesh():
-    run_ranks(4, check_distributed_tensor)
-
-
 # ---------------------------------------------------------------------------------------------- errors
 
 
 def check_refusals(rank, world):
     grid = standard(tp=2, dp=2)
     with opened_groups(grid, rank) as groups:
-        for families in (("tp", "dp"), ("dp", "tp_cp", "tp"), ("tp", "ep"), ("dpp",)):
-            with pytest.raises(ConfigError):
-                mesh_over(groups, grid, families, device_type="cpu")
         for replicate in (0, 3, -1):
             with pytest.raises(ConfigError, match="replicate"):
                 dense_mesh(groups, grid, device_type="cpu", replicate=replicate)

@@ -24,7 +24,7 @@ from braid.nn.moe.all_gather import AllGather
 from braid.nn.moe.all_to_all import AllToAll
 from braid.nn.moe.dispatch_plan import Slots
 from braid.optim.adamw import AdamW
-from braid.optim.shards import kept_of
+from braid.optim.shards import local_shard
 from braid.planning.plan import Plan, plan
 from braid.schedule import Act
 from braid.train.build import make_state
@@ -88,11 +88,11 @@ def test_a_plain_collective_of_one_rank_changes_nothing(one_rank, name, dtype):
 
 @pytest.mark.parametrize("dispatcher", [AllToAll, AllGather])
 def test_dispatchers_bring_rows_there_and_back(one_rank, dispatcher):
-    chosen = dispatcher(group=one_rank, travel=one_rank, held=4, slices=1)
+    chosen = dispatcher(group=one_rank, dispatch_group=one_rank, local_experts=4, etp=1)
     experts_NS = torch.randint(0, 4, (9, 2), device="cuda")
     dispatch_plan = chosen.dispatch_plan(Slots(experts_NS))
-    x = torch.randn(18 if dispatch_plan.leaving is not None else 9, 8, device="cuda", requires_grad=True)
-    probs = torch.rand(18 if dispatch_plan.leaving is not None else (9, 2), device="cuda")
+    x = torch.randn(18 if dispatch_plan.send_order is not None else 9, 8, device="cuda", requires_grad=True)
+    probs = torch.rand(18 if dispatch_plan.send_order is not None else (9, 2), device="cuda")
     rows, _, dispatch_plan = chosen.dispatch(x, probs, dispatch_plan)
     assert int(dispatch_plan.counts_E.sum()) == 18
     back = chosen.combine(rows, dispatch_plan)
@@ -176,7 +176,7 @@ def test_sharded_units_on_nccl_give_the_gradients_of_the_plain_model(one_rank, d
     assert {Act.UNSHARD, Act.WAIT, Act.RESHARD, Act.REDUCE_GRAD, Act.FINISH} <= acts
     for name, parameter in sharded.model.named_parameters():
         assert parameter.dtype == torch.float32
-        assert kept_of(parameter).first
+        assert local_shard(parameter).first
         theirs = wanted[name].double()
         error = (ours[name].double() - theirs).norm() / theirs.norm().clamp(min=1e-6)
         assert error < (1e-5 if dtype == "fp32" else 5e-2), (name, float(error))

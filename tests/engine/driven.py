@@ -30,7 +30,7 @@ from braid.model.context import MicroBatch
 from braid.optim.adamw import MOMENTS
 from braid.planning import plan as plans
 from braid.planning.plan import Plan, plan
-from braid.schedule.lifetime import Figures
+from braid.schedule.lifetime import UnitStats
 from braid.schedule.lowering import POLICIES, Policy, lowered
 from braid.train import state as states
 from braid.train import step as steps
@@ -160,7 +160,7 @@ class Trained:
             for moment, name in product(MOMENTS, optimizer.main):
                 optimizer.moment(moment, name).zero_()
         optimizer.updates = 0
-        optimizer.publish()
+        optimizer.copy_to_model()
         planned = self._planned(case, grain, policy)
         self.case, self.run, self.state.plan = case, planned.run, planned
         vars(self.state).pop("program", None)
@@ -238,9 +238,9 @@ class Driven(Trained):
         return self.state.keeper
 
     @property
-    def figures(self) -> Figures:
+    def stats(self) -> UnitStats:
         """Of the last step."""
-        return self.keeper.figures
+        return self.keeper.stats
 
     def _backward(self, batches: list[MicroBatch]) -> None:
         doing = self.work(self.state, self.run, batches, steps.count(self.model, batches))
@@ -298,9 +298,9 @@ class Comparison:
         trained = self._built(self._driven, case, Driven)
         trained.again(case, grain, policy)
         found = self.drive(trained)
-        if not policy.every:
+        if not policy.reduce_every:
             units = len(trained.keeper.modules)
-            assert trained.figures.reductions == units, "every unit once in a step"
+            assert trained.stats.reductions == units, "every unit once in a step"
         return found
 
     def drive(self, trained: Driven) -> Steps:
@@ -311,8 +311,8 @@ class Comparison:
         reduced once in a step, whatever the strategy says, as hooks do it for a strategy that shards optimizer
         states."""
         policy, hooks = case.strategy(), case.keeping
-        if once and policy.every:
-            policy, hooks = replace(policy, every=False), hooks.sharing("optimizer")
+        if once and policy.reduce_every:
+            policy, hooks = replace(policy, reduce_every=False), hooks.sharing("optimizer")
         return steps_differing(self.by_hooks(hooks), self.by_ops(case, grain, policy))
 
     def forget(self) -> None:

@@ -23,7 +23,7 @@ from braid.distributed.collectives import Groups
 from braid.distributed.links import open_channels
 from braid.engine import fsdp2
 from braid.engine.executor import PipelineLinks
-from braid.engine.weights import WholeWeights
+from braid.engine.weights import ResidentWeights
 from braid.model.context import Context, MicroBatch
 from braid.model.language import Losses
 from braid.nn.delayed_wgrad import DelayedWgrad, Mains, set_wgrad_store
@@ -39,7 +39,7 @@ from braid.schedule import (
     build,
     channel_of,
     evaluation,
-    folded,
+    v_shape,
     with_sums,
 )
 from braid.schedule.builders import with_messages
@@ -68,7 +68,7 @@ def in_segments(planned: Plan) -> Schedule:
 
 def dual_pipe_v_of_segments(pp: int, micro_batches: int) -> Schedule:
     """The order of DualPipeV where a backward has its weight gradients with it."""
-    holder = folded(pp)
+    holder = v_shape(pp)
     order = [
         [
             (act, turn)
@@ -95,7 +95,7 @@ class Hooks:
     """What keeps the weights of a model that runs by FSDP2's hooks: nothing of ours."""
 
     def __init__(self, root: nn.Module) -> None:
-        self.mains: Mains = fsdp2.Accumulated(root)
+        self.mains: Mains = fsdp2.AccumulatedGrads(root)
 
 
 def hooked_state(planned: Plan, groups: Groups, meshes: Mapping[str, DeviceMesh]) -> State:
@@ -108,7 +108,7 @@ def hooked_state(planned: Plan, groups: Groups, meshes: Mapping[str, DeviceMesh]
         register_fsdp_forward_method(model, method)
     if model.embedding is not None:
         register_fsdp_forward_method(model.embedding, "tell")
-    fsdp2.wake(model)
+    fsdp2.init_root(model)
     optim = planned.run.optim
     return State(
         model=model,
@@ -137,7 +137,7 @@ def switch(modules: Iterable[nn.Module], strategy: str, *, last: bool) -> None:
 
 def release(root: nn.Module) -> None:
     """Let go of gathered weights, so that the next forward gathers what the optimizer has made of them."""
-    for module in fsdp2.sharded_modules(root):
+    for module in fsdp2.fsdp_modules(root):
         module.reshard()
 
 
@@ -153,7 +153,7 @@ def backward(
     links = state.links(len(batches[0].sample_B), run)
     Interpreter(in_segments(state.plan), state.model.groups.pp.rank, step, links).run()
     step.end()
-    return step.metrics, step.loads.over(state.model.groups.slab)
+    return step.metrics, step.loads.all_reduce(state.model.groups.slab)
 
 
 @torch.no_grad()
@@ -211,10 +211,10 @@ class Step:
     def forward(self, turn: Turn, x: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         micro_batch, segment = turn
         context = self._context(micro_batch)
-        context.earlier_E = self.loads.favourites_E
+        context.earlier_E = self.loads.raw_counts_E
         y, losses = self.model.run((segment,), x, context)
         self.loads = self.loads.plus(losses.balances)
-        part = self.counts.parts[micro_batch]
+        part = self.counts.fractions[micro_batch]
         for name, figure in losses.metrics(*self._counted(losses), part).items():
             told = figure if name.startswith("aux_") or self.model.groups.tp.rank == 0 else 0 * figure
             self.metrics[name] = self.metrics[name] + told if name in self.metrics else told
@@ -223,7 +223,7 @@ class Step:
 
     def _context(self, micro_batch: int) -> Context:
         if micro_batch not in self.contexts:
-            whole = self.counts.wholes[micro_batch]
+            whole = self.counts.totals[micro_batch]
             context = self.model.prepare(self.batches[micro_batch], whole=whole)
             context.deviations = None if self.model.shape.hyper is None else {}
             self.contexts[micro_batch] = context
@@ -233,8 +233,8 @@ class Step:
         return self.counts.tokens, self.counts.mtp_tokens if losses.mtp else ()
 
     def before_backward(self, turn: Turn) -> None:
-        if isinstance(self.state.keeper, WholeWeights) and self.before != turn[0]:
-            self.state.optimizer.gather()  # two micro-batches are never summed in the dtype of the model
+        if isinstance(self.state.keeper, ResidentWeights) and self.before != turn[0]:
+            self.state.optimizer.accumulate_grads()  # micro-batches are never summed in the model's dtype
         self.before = turn[0]
         last, strategy = turn[0] == len(self.batches) - 1, self.run.mesh.shard
         at_once = [module for module in self.modules[turn[1]] if module not in self.late]
@@ -252,13 +252,13 @@ class Step:
             for module in self.modules[turn[1]]:
                 if module in self.late:
                     assert isinstance(module, FSDPModule)
-                    fsdp2.flush(module, reduce=True)
+                    fsdp2.post_backward(module, reduce=True)
                     module.reshard()
         if self._is_done(turn):
             if self.late:
                 assert isinstance(self.model, FSDPModule)
-                fsdp2.settle(self.model)
-            self.state.optimizer.gather()
+                fsdp2.finalize_backward(self.model)
+            self.state.optimizer.accumulate_grads()
         if turn[1] == self.model.segments[0]:
             for found in (self.contexts.pop(turn[0]).deviations or {}).values():
                 self.metrics[DEVIATION] = torch.maximum(self.metrics.get(DEVIATION, found), found)

@@ -21,8 +21,8 @@ from braid.distributed.collectives import Groups
 from braid.distributed.groups import open_groups
 from braid.distributed.links import open_channels
 from braid.engine.node import Watch
-from braid.engine.streams import Issued
-from braid.engine.weights import WholeWeights
+from braid.engine.streams import IssuedNode
+from braid.engine.weights import ResidentWeights
 from braid.model.context import MicroBatch
 from braid.model.language import LanguageModel
 from braid.nn.moe import token_dispatcher
@@ -160,7 +160,7 @@ class Trained:
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
     """Of each step, before they are summed over ranks."""
     weights: dict[str, Tensor] = field(default_factory=dict)
-    issued: list[Issued] = field(default_factory=list)
+    issued: list[IssuedNode] = field(default_factory=list)
     """The nodes of the last step."""
 
 
@@ -201,7 +201,7 @@ def train(rank: int, case: Case, *, overlap: bool, watched: bool = True) -> Trai
 def make_state(worked_out: Plan, groups: Groups) -> State:
     """A rank's whole weights, from the run's seed."""
     run, dtype = worked_out.run, DTYPES[worked_out.run.train.dtype]
-    shape = divisibility.of_one_rank(run.model, worked_out.axes)
+    shape = divisibility.local_shape(run.model, worked_out.axes)
     assert run.model.moe is not None
     model = LanguageModel(
         run.model,
@@ -225,7 +225,7 @@ def make_state(worked_out: Plan, groups: Groups) -> State:
         model=model,
         optimizer=optimizer,
         plan=worked_out,
-        keeper=WholeWeights(model, [unit.path for unit in model.units()], optimizer),
+        keeper=ResidentWeights(model, [unit.path for unit in model.units()], optimizer),
         names=frozenset(),
         channels=open_channels(worked_out.grid, groups.world.rank, worked_out.schedule.channels()),
     )

@@ -12,19 +12,19 @@ import torch.distributed as dist
 from braid.config import Mesh, Run
 from braid.distributed.groups import open_groups, opened_groups
 from braid.engine.node import Watch
-from braid.engine.streams import exchanges, stream_faults
 from braid.planning import divisibility
 from braid.planning.plan import plan, whole_model
 from braid.schedule import Act, Costs, simulate
 from braid.train import state as states
 from braid.train import step as steps
-from braid.train.build import opened_state
+from braid.train.build import state_context
 from braid.train.data_pipeline import open_data_pipeline
 from braid.train.device import choose_device
 from braid.train.distributed_generation import next_logits
 from tests.engine import oracle
 from tests.engine.overlap_cases import RATE, Case, Trained, assert_same_bits, make_state, micro_batches
 from tests.engine.overlap_cases import train as train_plainly
+from tests.engine.stream_log import communication_order, stream_faults
 from tests.ranks import run_ranks
 from tests.topology.cases import make_corpus, run_of
 from tests.topology.harness import Task, outcome, started, train_each
@@ -117,7 +117,7 @@ def test_nodes_give_the_bits_of_whole_segments_in_the_same_order(case):
         assert list(stream_faults(nodes.issued, schedule.phases)) == []
         planned = [op for op in schedule.ops[rank // slab] if op.phase is not None]
         assert [issued.op for issued in nodes.issued] == planned
-        assert exchanges(nodes.issued) == exchanges(told[rank // slab * slab][0].issued)
+        assert communication_order(nodes.issued) == communication_order(told[rank // slab * slab][0].issued)
 
 
 # --------------------------------------------------------------------------------------------------- 1F1B
@@ -224,7 +224,7 @@ def executed(rank: int, world: int, run: Run, out: str) -> tuple[str, ...]:
     worked_out = plan(run, world)
     runs = divisibility.tp_runs(run.model, worked_out.layout.kinds(), worked_out.axes.tp)
     with opened_groups(worked_out.grid, rank, tp_runs=runs) as groups:
-        with opened_state(worked_out, choose_device("cpu"), groups) as state:
+        with state_context(worked_out, choose_device("cpu"), groups) as state:
             states.initialize(state, run)
             steps.train_step(state, run, open_data_pipeline(run, Path(out)).train, rate=1e-3)
             return tuple(str(span.op) for span in state.log)

@@ -28,8 +28,8 @@ def run_with(pattern: str, *, tied: bool = False, micro_batches: int = 2, **mesh
 @pytest.mark.parametrize(
     ("pattern", "mesh", "words"),
     [
-        ("*-*-", {}, r"mesh\.schedule.*folds a pipeline.*mesh\.pp to 2 or more"),
-        ("*|-|*", {"pp": 2}, r"two segments to each of mesh\.pp \(2\) ranks: the pattern has 3.*4 segments"),
+        ("*-*-", {}, r"mesh\.schedule.*is a pipeline schedule.*mesh\.pp to 2 or more"),
+        ("*|-|*", {"pp": 2}, r"two segments for each of mesh\.pp \(2\) ranks: the pattern has 3.*4 segments"),
         ("*|-|*|-|*|-|*|-", {"pp": 2}, r"the pattern has 8.*4 segments"),
         ("*-*-*-", {"pp": 2}, r"has no \|, and its blocks cannot be split into 4 equal segments"),
         ("[*-][*-]", {"pp": 2}, r"cannot be split into 4 equal segments"),

@@ -102,8 +102,8 @@ class Noting(DelayedWgrad):
         self.modules = {n: each for n, each in named if isinstance(each, HyperConnection | HyperExit)}
         self.left = dict.fromkeys(self.modules, 0)
 
-    def leave(self, parameter: Tensor, *given: Any, **options: Any) -> Tensor | None:
-        gradient = super().leave(parameter, *given, **options)
+    def put(self, parameter: Tensor, *given: Any, **options: Any) -> Tensor | None:
+        gradient = super().put(parameter, *given, **options)
         for name, module in self.modules.items():
             if module.weight is parameter:  # as long as it is gathered
                 self.left[name] += gradient is None
@@ -195,7 +195,7 @@ def sharded_steps(rank: int, world: int, case: Sharded) -> tuple[dict[str, int],
     ranks = Ranks(rank, world)
     hooks = Hooked(case.sharing("optimizer"), ranks)
     everything = case.sharing("all")
-    ops = Driven(everything, ranks, "late", replace(everything.strategy(), every=False))
+    ops = Driven(everything, ranks, "late", replace(everything.strategy(), reduce_every=False))
     with noting(ops.model) as wgrad_stores:
         found = ops.step(0)
     return wgrad_stores[0].left, differing(hooks.step(0), found)

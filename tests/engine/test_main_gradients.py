@@ -36,12 +36,12 @@ class _Writing:
     def __init__(self, wgrad_store: WgradStore) -> None:
         self.wgrad_store = wgrad_store
 
-    def leave(self, parameter: Tensor, product: Any) -> Tensor | None:
+    def put(self, parameter: Tensor, product: Any) -> Tensor | None:
         def write(gradient: Tensor, accumulate: bool) -> None:
             assert gradient.dtype == torch.float32
             gradient.copy_(gradient + product() if accumulate else product())
 
-        return self.wgrad_store.leave(parameter, Gradient(write, empty_like(parameter)))
+        return self.wgrad_store.put(parameter, Gradient(write, empty_like(parameter)))
 
 
 class InPlace(WritesInPlace):
@@ -94,12 +94,12 @@ def gathered(layer: Layer, optimizer: AdamW) -> dict[str, Tensor]:
     set_wgrad_store(layer, None)
     for counts in COUNTS:
         back(layer(rows(counts), counts))
-        optimizer.gather()
+        optimizer.accumulate_grads()
     return {name: gradient.clone() for name, gradient in optimizer.gradients().items()}
 
 
 def written(layer: Layer, optimizer: AdamW, *, later: bool) -> dict[str, Tensor]:
-    wgrad_store = DelayedWgrad(optimizer.mains())
+    wgrad_store = DelayedWgrad(optimizer.main_copies())
     set_wgrad_store(layer, wgrad_store)
     for number, counts in enumerate(COUNTS):
         y = layer(rows(counts), counts)
@@ -111,7 +111,7 @@ def written(layer: Layer, optimizer: AdamW, *, later: bool) -> dict[str, Tensor]
         else:
             back(y)
         assert all(p.grad is None for p in layer.experts.parameters())
-        optimizer.gather()
+        optimizer.accumulate_grads()
     if later:
         wgrad_store.drain(len(COUNTS) - 1)
     wgrad_store.finish()
@@ -136,7 +136,7 @@ def test_a_lone_process_writes_main_gradients(later: bool) -> None:
 
 def test_a_weight_that_is_its_own_main_copy_has_a_gradient_as_ever() -> None:
     layer = Layer(torch.float32)
-    wgrad_store = DelayedWgrad(optimizer_of(layer).mains())
+    wgrad_store = DelayedWgrad(optimizer_of(layer).main_copies())
     set_wgrad_store(layer, wgrad_store)
     back(layer(rows(COUNTS[0]).detach().float(), COUNTS[0]))
     assert all(p.grad is not None for p in layer.parameters())
@@ -173,7 +173,7 @@ def by_driver(layer: Layer, driver: FsdpWeights, rank: int, wgrad_store: Delayed
     for number, counts in enumerate(COUNTS):
         driver.unshard("experts")
         driver.wait("experts")
-        driver.use(Use(reads=("experts",), grades=("experts",)))
+        driver.use(Use(reads=("experts",), grads=("experts",)))
         y = layer(rows(counts, rank), counts)
         with wgrad_store.node(number):
             back(y)
@@ -200,9 +200,9 @@ def every_way(rank: int, world: int, etp_rank: int) -> None:
     expected = by_hooks(sharded(world, etp_rank), rank, None)
     assert any(gradient.any() for gradient in expected.values())
     layer, other = sharded(world, etp_rank), sharded(world, etp_rank)
-    wgrad_store = DelayedWgrad(fsdp2.Accumulated(layer))
+    wgrad_store = DelayedWgrad(fsdp2.AccumulatedGrads(layer))
     ways = {
-        "hooks": lambda: by_hooks(other, rank, DelayedWgrad(fsdp2.Accumulated(other))),
+        "hooks": lambda: by_hooks(other, rank, DelayedWgrad(fsdp2.AccumulatedGrads(other))),
         "ops": lambda: by_driver(layer, FsdpWeights(layer, ["experts"]), rank, wgrad_store),
     }
     for name, way in ways.items():
@@ -217,7 +217,7 @@ def test_sharded_weights_accumulate_where_they_are_reduced_from(etp_rank: int) -
 
 def without_rows(rank: int, world: int, etp_rank: int) -> None:
     layer = sharded(world, etp_rank, FusedGroupedMlp())
-    set_wgrad_store(layer, DelayedWgrad(fsdp2.Accumulated(layer)))
+    set_wgrad_store(layer, DelayedWgrad(fsdp2.AccumulatedGrads(layer)))
     back(layer(rows([0, 0, 0], rank), [0, 0, 0]))
     assert not any(gradient.any() for gradient in taken(layer).values())
 

@@ -220,7 +220,7 @@ def test_a_strided_output_crosses_with_its_strides():
 
     segment_run = node.SegmentRun((0, 0), schedule, Strided())
     segment_run.forward(schedule.ops[0][0])
-    assert segment_run._made["embed"].tensor.stride() == (1, 4)
+    assert segment_run._tensors["embed"].tensor.stride() == (1, 4)
 
 
 def test_each_mtp_depth_has_its_own_aux_losses():

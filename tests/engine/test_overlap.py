@@ -7,12 +7,13 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from braid.engine.streams import Issued, exchanges, stream_faults
+from braid.engine.streams import IssuedNode
 from braid.planning.plan import plan
 from braid.schedule import Act
 from tests.engine import overlap_product
 from tests.engine.overlap_cases import Case, assert_same_bits, train_both
 from tests.engine.overlap_product import Point, case_of
+from tests.engine.stream_log import communication_order, stream_faults
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.costly("every pair of choices that overlap meets is trained twice")
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.costly("every pair of choices that overlap meets is tra
 QUICK = overlap_product.quick()
 
 
-def late_replays(issued: Sequence[Issued]) -> Iterator[str]:
+def late_replays(issued: Sequence[IssuedNode]) -> Iterator[str]:
     """Replays on one stream that use what a replay on the other one made, without its event or a hold."""
     replays = [each for each in issued if each.op.act is Act.RECOMPUTE]
     makers = {each.op.phase: each for each in replays}
@@ -51,7 +52,9 @@ def check(case: Case) -> None:
         assert list(late_replays(overlapped.issued)) == []
         nodes = tuple(op for op in schedule.ops[rank // slab] if op.phase is not None)
         assert tuple(issued.op for issued in overlapped.issued) == nodes
-        assert exchanges(overlapped.issued) == exchanges(told[rank // slab * slab][1].issued)
+        assert communication_order(overlapped.issued) == communication_order(
+            told[rank // slab * slab][1].issued
+        )
 
 
 @pytest.mark.parametrize("point", QUICK, ids=str)

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from braid.engine.node import Watch
-from braid.engine.streams import stream_faults
 from braid.kernels.grouped_mlp import reference
 from braid.planning.plan import plan
 from braid.train import step as steps
@@ -17,6 +16,7 @@ from braid.train.device import choose_device
 from braid.train.state import initialize
 from tests.engine import oracle
 from tests.engine.overlap_cases import RATE, Case, Trained, assert_same_bits, micro_batches
+from tests.engine.stream_log import stream_faults
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -86,11 +86,11 @@ def test_a_step_never_waits_for_the_device(paired_ends):
     run = wide(case, overlap=True)
     state = make_state(plan(run, 1), choose_device("cuda"))
     initialize(state, run)
-    assert all(moe.experts.grouped_mlp is not reference.grouped_mlp for _, moe in state.model.moes())
+    assert all(moe.experts.grouped_mlp is not reference.grouped_mlp for _, moe in state.model.moe_layers())
     batches = micro_batches(case, state.model.groups, 0)
     counts = steps.count(state.model, batches)
     steps.backward(state, run, batches, counts)
-    state.optimizer.forget()
+    state.optimizer.zero_grad()
     torch.cuda.set_sync_debug_mode("error")
     try:
         steps.backward(state, run, batches, counts)

@@ -9,12 +9,12 @@ import pytest
 
 from braid.config import Run
 from braid.distributed.collectives import Groups
-from braid.engine.streams import stream_faults
 from braid.planning.plan import plan
 from braid.schedule import Act, Rule, check, draw, parse_op, simulate
 from braid.schedule.trace import predicted_trace
 from braid.train import step as steps
 from tests.engine.overlap_cases import Case, assert_same_bits, make_state, micro_batches, train_both
+from tests.engine.stream_log import stream_faults
 from tests.engine.test_dual import Dual, both
 from tests.ranks import run_ranks
 

@@ -71,7 +71,7 @@ def losing(trained: Driven) -> Iterator[None]:
     def lose(unit: str) -> None:
         type(trained.keeper).accumulate(trained.keeper, unit)
         if unit == "stack.blocks.0":
-            fsdp2.forget(trained.keeper.modules[unit])
+            fsdp2.clear_grads(trained.keeper.modules[unit])
 
     trained.keeper.accumulate = lose  # type: ignore[method-assign]
     yield
@@ -86,7 +86,7 @@ def hasty(trained: Driven) -> Iterator[None]:
     def reduce(unit: str) -> None:
         type(trained.keeper).accumulate(trained.keeper, unit)
         if unit == "stack.blocks.0":
-            fsdp2.flush(trained.keeper.modules[unit], reduce=True)
+            fsdp2.post_backward(trained.keeper.modules[unit], reduce=True)
 
     trained.keeper.accumulate = reduce  # type: ignore[method-assign]
     yield
@@ -96,12 +96,12 @@ def hasty(trained: Driven) -> Iterator[None]:
 @contextmanager
 def narrow(trained: Driven) -> Iterator[None]:
     """What micro-batches add to a gradient is summed in the dtype that computes."""
-    flush = fsdp2.flush
-    fsdp2.flush = lambda module, *, reduce: flush(module, reduce=True) if reduce else None
+    flush = fsdp2.post_backward
+    fsdp2.post_backward = lambda module, *, reduce: flush(module, reduce=True) if reduce else None
     try:
         yield
     finally:
-        fsdp2.flush = flush
+        fsdp2.post_backward = flush
 
 
 @contextmanager

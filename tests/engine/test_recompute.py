@@ -19,9 +19,9 @@ from braid.config import Mesh
 from braid.model import block as blocks
 from braid.model.context import MicroBatch
 from braid.model.language import LanguageModel
-from braid.nn.cost import Portion
+from braid.nn.cost import Workload
 from braid.nn.moe.replay import Recording
-from braid.nn.recompute import Recomputing, ReplayError, Replays, hand_replays
+from braid.nn.recompute import Recomputing, ReplayError, Replays, set_replays
 from braid.planning.plan import check
 from tests.engine.recomputed import recomputing
 from tests.model.cases import batch
@@ -46,11 +46,11 @@ def gradients(model: LanguageModel) -> dict[str, Tensor]:
 def trained(model: LanguageModel, names: Sequence[str], batches: Sequence[MicroBatch]) -> dict[str, Tensor]:
     """Gradients of micro-batches that are all under way before the first one goes back."""
     replays = Replays(names)
-    hand_replays(model, replays)
+    set_replays(model, replays)
     for loss in losses_of(model, batches):
         loss.backward()
     replays.finish()
-    hand_replays(model, None)
+    set_replays(model, None)
     return gradients(model)
 
 
@@ -74,7 +74,7 @@ def test_two_micro_batches_under_way_have_the_same_bits(text: str, dtype: torch.
 
 def held(model: LanguageModel, names: Sequence[str]) -> tuple[int, int]:
     """Bytes that are there after a forward, and after its backward, beside weights and their gradients."""
-    hand_replays(model, Replays(names))
+    set_replays(model, Replays(names))
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     known = [*model.parameters(), *(parameter.grad for parameter in model.parameters())]
@@ -87,7 +87,7 @@ def held(model: LanguageModel, names: Sequence[str]) -> tuple[int, int]:
             backward = tracked.now
     finally:
         gc.enable()
-        hand_replays(model, None)
+        set_replays(model, None)
     return forward, backward
 
 
@@ -96,8 +96,8 @@ def held(model: LanguageModel, names: Sequence[str]) -> tuple[int, int]:
 def test_what_is_held_is_what_is_estimated_and_goes_with_backward(names, dtype: torch.dtype) -> None:
     """Storage by storage; a little more is there than modules count, such as the batch and its routing."""
     model = model_of("[M-][*E]G/*E", MOES[0], dtype, tied=False)
-    portion = Portion(rows=2, tokens=TOKENS, dtype=dtype, device="cpu", recompute=recomputed(names))
-    estimated = sum(cost.kept for cost in model.costs(portion).values())
+    workload = Workload(rows=2, tokens=TOKENS, dtype=dtype, device="cpu", recompute=recomputed(names))
+    estimated = sum(cost.kept for cost in model.costs(workload).values())
     forward, backward = held(model, names)
     assert estimated <= forward < estimated + 0.05 * estimated + 80_000
     assert backward < 80_000, "without the help of the collector"
@@ -105,7 +105,7 @@ def test_what_is_held_is_what_is_estimated_and_goes_with_backward(names, dtype: 
 
 def test_a_graph_that_is_given_up_takes_everything_with_it() -> None:
     model = model_of("[M-][*E]", MOES[0], torch.float32)
-    hand_replays(model, Replays(["full"]))
+    set_replays(model, Replays(["full"]))
     with Allocations(model.parameters()) as tracked:
         losses_of(model, [batch([[TOKENS]] * 2)])
         assert tracked.now < 80_000
@@ -115,7 +115,7 @@ def test_a_block_keeps_its_input_and_not_that_of_the_block_before() -> None:
     """Else the last block's replay would begin at the first."""
     model = model_of("[*-][*-][*-]", MOES[0], torch.float32)
     replays = Replays(["block"])
-    hand_replays(model, replays)
+    set_replays(model, replays)
     seen = []
     for index, each in model.stack.blocks.items():
         each.register_full_backward_pre_hook(lambda *_, index=index: seen.append((index, replays.count)))
@@ -131,12 +131,12 @@ def test_a_block_keeps_its_input_and_not_that_of_the_block_before() -> None:
 @pytest.mark.parametrize("names", [("norm", "core"), ("block",), ("full",)], ids="+".join)
 def test_a_replay_writes_nothing_down(names: Sequence[str]) -> None:
     model = model_of("[*E][ME]/*E", MOES[3], torch.float32)
-    hand_replays(model, Replays(names))
+    set_replays(model, Replays(names))
     context = model.prepare(batch([[TOKENS]] * 2))
     context.recording = Recording()
     with (
         mock.patch.object(context.recording, "write", wraps=context.recording.write) as written,
-        mock.patch.object(blocks, "examine", wraps=blocks.examine) as examined,
+        mock.patch.object(blocks, "measure_balance", wraps=blocks.measure_balance) as examined,
     ):
         loss = model.losses(context).share(10, [10])
         dispatch_plans, balances = dict(context.dispatch_plans), dict(context.balances)
@@ -151,7 +151,7 @@ def test_a_replay_writes_nothing_down(names: Sequence[str]) -> None:
 def test_an_evaluation_keeps_nothing_and_replays_nothing() -> None:
     model = model_of("[*E]", MOES[0], torch.float32)
     replays = Replays(["full"])
-    hand_replays(model, replays)
+    set_replays(model, replays)
     with torch.no_grad():
         (loss,) = losses_of(model, [batch([[TOKENS]])])
     assert not loss.requires_grad
@@ -191,7 +191,7 @@ def test_a_planned_replay_serves_its_own_node() -> None:
     results[1].sum().backward()
     with pytest.raises(ReplayError, match="norm of one"):
         results[0].sum().backward()
-    with pytest.raises(AssertionError, match="nobody has replayed one"):
+    with pytest.raises(AssertionError, match="one has not been replayed"):
         module.replays.finish()
 
 
@@ -213,7 +213,7 @@ def test_a_replay_that_saves_other_tensors_is_an_error() -> None:
 def test_an_output_that_is_sliced_before_it_is_saved_comes_back_as_that_slice() -> None:
     def outcome(replays: Replays) -> Tensor:
         x = torch.arange(12.0).view(3, 4).requires_grad_()
-        with replays.watching():
+        with replays.save_hooks():
             y = replays.run("norm", lambda x: x.sin() * 2, x)
             loss = (y[1:, ::2].square().sum() + (y.t()[1] ** 3).sum()) * 0.1
         del y

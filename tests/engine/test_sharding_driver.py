@@ -35,7 +35,7 @@ def steps_by_hand(rank: int, world: int) -> None:
         with counted() as calls:
             step(model, driver, [batch(rank, each) for each in range(number)])
         assert_expected(model, expected(world, number))
-        assert (calls.gathers, calls.reductions) == (4, 4) == driver.figures[:2]
+        assert (calls.gathers, calls.reductions) == (4, 4) == driver.stats[:2]
 
 
 def test_a_step_by_hand() -> None:
@@ -51,7 +51,7 @@ def units_in_units(rank: int, world: int) -> None:
     with counted() as calls:
         driver.begin()
         gather(driver, "first", "first.scale")
-        driver.use(Use(reads=("first", "first.scale"), grades=("first", "first.scale")))
+        driver.use(Use(reads=("first", "first.scale"), grads=("first", "first.scale")))
         x = batch(rank)
         total = model.first(x) + model.first.part(x) + model.first.scale(x)
         total.sum().backward()
@@ -73,7 +73,7 @@ def unused_weights(rank: int, world: int) -> None:
     model.zero_grad()
     driver.begin()
     gather(driver, *UNITS)
-    driver.use(Use(reads=UNITS, grades=UNITS))
+    driver.use(Use(reads=UNITS, grads=UNITS))
     if rank == 0:
         model.second(batch(rank)).sum().backward()
     else:
@@ -118,7 +118,7 @@ class _Late(torch.autograd.Function):
 def late_weight_gradients(rank: int, world: int) -> None:
     """Two micro-batches, both weight gradients after the weights are gone; two steps with data of their own."""
     model, driver = toy()
-    unit = Use(reads=("second",), grades=("second",))
+    unit = Use(reads=("second",), grads=("second",))
     for first in (0, 2):
         model.zero_grad()
         queue: list[Callable[[], None]] = []
@@ -131,7 +131,7 @@ def late_weight_gradients(rank: int, world: int) -> None:
         driver.reshard("second")
         assert isinstance(model.second.weight, DTensor), "who looks it up now finds another Parameter"
         for add in queue:
-            driver.use(Use(grades=("second",)))
+            driver.use(Use(grads=("second",)))
             add()
             if add is not queue[-1]:
                 driver.accumulate("second")
@@ -160,7 +160,7 @@ def narrow_sums(rank: int, world: int) -> tuple[float, float]:
         gather(driver, "second")
         total = torch.zeros(4, 4, dtype=torch.float64)
         for number in range(64):
-            driver.use(Use(reads=("second",), grades=("second",)))
+            driver.use(Use(reads=("second",), grads=("second",)))
             x = batch(0, number).to(torch.bfloat16)
             (x @ model.second.weight).sum().backward()
             total += (x.t() @ torch.ones(3, 4, dtype=torch.bfloat16)).double()
@@ -194,17 +194,17 @@ def misuses(rank: int, world: int) -> None:
         driver.begin()
     with pytest.raises(LifetimeError, match="computing with first, which is sharded"):
         driver.use(Use(reads=("first",)))
-    with pytest.raises(LifetimeError, match="no unit"):
+    with pytest.raises(LifetimeError, match="not a unit"):
         driver.unshard("third")
     driver.unshard("first")
     with pytest.raises(LifetimeError, match="UNSHARD with first, which is gathering"):
         driver.unshard("first")
     driver.wait("first")
-    driver.use(Use(reads=("first",), grades=("first",)))
-    with pytest.raises(LifetimeError, match="first is ready, first owes"):
+    driver.use(Use(reads=("first",), grads=("first",)))
+    with pytest.raises(LifetimeError, match="first is ready, first has"):
         driver.finish()
     driver.reduce("first")
-    with pytest.raises(LifetimeError, match="REDUCE_GRAD with first, which owes nothing"):
+    with pytest.raises(LifetimeError, match="REDUCE_GRAD with first, which has no gradient"):
         driver.reduce("first")
     driver.reshard("first")
     with pytest.raises(LifetimeError, match="RESHARD with first, which is sharded"):
@@ -258,13 +258,13 @@ def aborted(rank: int, world: int) -> None:
     x = batch(rank).to(torch.bfloat16)
     driver.begin()
     gather(driver, "first", "first.scale", "second.scale")
-    driver.use(Use(reads=("first", "first.scale", "second.scale"), grades=UNITS))
+    driver.use(Use(reads=("first", "first.scale", "second.scale"), grads=UNITS))
     model.second.scale(model.first(x)).float().square().sum().backward()
     driver.reduce("first")
     driver.accumulate("second.scale")
     driver.unshard("second")
     driver.abort()
-    assert not any(fsdp2.owes(module) for module in fsdp2.sharded_modules(model))
+    assert not any(fsdp2.has_unreduced_grads(module) for module in fsdp2.fsdp_modules(model))
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor), f"{name} is still gathered"
         assert parameter.grad is None, f"{name} still has a gradient"

@@ -18,7 +18,7 @@ from braid.config import Mesh
 from braid.engine import fsdp2
 from braid.optim.shards import local
 from braid.schedule import Op, Turn, collective_faults
-from braid.schedule.lifetime import Figures
+from braid.schedule.lifetime import UnitStats
 from braid.train import step as steps
 from tests.engine.driven import Case, Comparison, Driven, Grain, Hooked, Ranks, differing
 from tests.engine.toy import counted
@@ -76,18 +76,18 @@ def test_a_sample_on_four_ranks() -> None:
 # ------------------------------------------------------------------------------------- what really ran
 
 
-FIGURES: Mapping[tuple[Grain, Strategy], Figures] = {
-    ("blocks", "optimizer"): Figures(gathers=9, reductions=9, peak=9),
-    ("blocks", "gradients"): Figures(gathers=9, reductions=27, peak=9),
-    ("blocks", "all"): Figures(gathers=48, reductions=27, peak=4),
-    ("phases", "all"): Figures(gathers=47, reductions=27, peak=2),
-    ("late", "all"): Figures(gathers=47, reductions=27, peak=2),
+FIGURES: Mapping[tuple[Grain, Strategy], UnitStats] = {
+    ("blocks", "optimizer"): UnitStats(gathers=9, reductions=9, peak=9),
+    ("blocks", "gradients"): UnitStats(gathers=9, reductions=27, peak=9),
+    ("blocks", "all"): UnitStats(gathers=48, reductions=27, peak=4),
+    ("phases", "all"): UnitStats(gathers=47, reductions=27, peak=2),
+    ("late", "all"): UnitStats(gathers=47, reductions=27, peak=2),
 }
 """Three blocks and three micro-batches. There are nine units: embedding, each block and its experts, norm and
 head."""
 
 
-def ran(rank: int, world: int) -> list[tuple[Figures, tuple[int, int], list[Op]]]:
+def ran(rank: int, world: int) -> list[tuple[UnitStats, tuple[int, int], list[Op]]]:
     ranks, told = Ranks(rank, world), []
     for grain, shard in FIGURES:
         trained = Driven(Case().sharing(shard), ranks, grain)
@@ -95,7 +95,7 @@ def ran(rank: int, world: int) -> list[tuple[Figures, tuple[int, int], list[Op]]
             trained.step(0)
         log = [span.op for span in trained.state.log]
         assert tuple(log) == trained.state.plan.schedule.ops[0]
-        told.append((trained.figures, (calls.gathers, calls.reductions), log))
+        told.append((trained.stats, (calls.gathers, calls.reductions), log))
     return told
 
 
@@ -153,7 +153,7 @@ def failed(rank: int, world: int, shard: str, dtype: str) -> list[str]:
         one.work = Failing
         with pytest.raises(ArithmeticError):
             one.step(1000 + number)
-        assert not any(fsdp2.owes(module) for module in fsdp2.sharded_modules(one.model))
+        assert not any(fsdp2.has_unreduced_grads(module) for module in fsdp2.fsdp_modules(one.model))
         for name, parameter in one.model.named_parameters():
             assert isinstance(parameter, DTensor), f"{name} is still gathered"
             assert parameter.grad is None, f"{name} still has a gradient"

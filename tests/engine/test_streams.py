@@ -12,11 +12,12 @@ import torch
 
 from braid.distributed.collectives import Groups
 from braid.engine.node import Watch
-from braid.engine.streams import HostStreams, stream_faults
+from braid.engine.streams import HostStreams
 from braid.planning.plan import plan
 from braid.schedule import Stream
 from braid.train import step as steps
 from tests.engine.overlap_cases import Case, make_state, micro_batches
+from tests.engine.stream_log import stream_faults
 
 CASE = Case(pattern="[*E]-/*E", delayed=True)
 
@@ -37,12 +38,12 @@ class RecordingStreams:
         self.now[stream] += 1
         job()
         self.current = before
-        return self.mark(stream)
+        return self.record_event(stream)
 
-    def settle(self, event):
+    def finish_using_weights(self, event):
         pass
 
-    def mark(self, stream):
+    def record_event(self, stream):
         return stream, self.now[stream]
 
     def wait(self, stream, event):
@@ -50,7 +51,7 @@ class RecordingStreams:
         assert other is not stream
         self.seen[stream] = max(self.seen[stream], when)
 
-    def hold(self, tensor, stream):
+    def record_stream(self, tensor, stream):
         self.held.append((tensor, stream))
 
     def join(self):

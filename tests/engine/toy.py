@@ -94,7 +94,7 @@ def step(model: Toy, driver: FsdpWeights, batches: list[Tensor]) -> None:
     driver.begin()
     gather(driver, *UNITS)
     for x in batches:
-        driver.use(Use(reads=UNITS, grades=UNITS))
+        driver.use(Use(reads=UNITS, grads=UNITS))
         model(x).square().sum().backward()
         if x is not batches[-1]:
             for unit in UNITS:

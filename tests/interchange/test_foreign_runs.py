@@ -109,7 +109,7 @@ def _carry(rank: int, world: int, runs: Sequence[Run], ours: Mapping[str, Tensor
     """Load a checkpoint, look at what lies in memory, and save it again; on one topology after the other."""
     for place, run in enumerate(runs):
         state, feed = started(rank, world, run)
-        states.load(states.newest_in(root / str(place)), state)
+        states.load(states.resolve_checkpoint(root / str(place)), state)
         assert state.optimizer.updates == UPDATES
         assert {main.dtype for main in state.optimizer.main.values()} == {torch.float32}
         _look(state, state.weights(), "", ours)
@@ -157,14 +157,14 @@ def test_a_model_of_megatron_goes_over_all_ranks_and_back(
     write_megatron(tmp_path / "theirs", ours, way, interleave)
     words = ["--recipe", recipe_of(run, tmp_path), "--interleave", str(interleave)]
     assert import_([str(tmp_path / "theirs"), "--out", str(tmp_path / "run"), *words]) == 0
-    newest = states.newest_in(tmp_path / "run")
+    newest = states.resolve_checkpoint(tmp_path / "run")
     same(read_all(newest), ours)
     for world, named in TOPOLOGIES[:worlds]:
         root = tmp_path / str(world)
         shutil.copytree(newest.parent, root / "0")
         runs = [Topology(world=world, words=words).of(run) for words in named]
         _carry(0, 1, runs, ours, root) if world == 1 else run_ranks(world, _carry, runs, ours, root)
-        newest = states.newest_in(root / str(len(runs)))
+        newest = states.resolve_checkpoint(root / str(len(runs)))
         same(read_all(newest), ours)
     back = ["--model-type", "megatron", "--experts", way, "--interleave", str(interleave), "--optimizer"]
     assert export([str(newest), "--out", str(tmp_path / "back"), *back]) == 0
@@ -186,7 +186,7 @@ def test_a_bf16_run_begins_from_the_fp32_weights_of_a_file(corpus: Path, tmp_pat
     ours = weights_of(trained(PLAIN))
     to_hf(PLAIN, ours, tmp_path / "hub", model_type="qwen3_moe", form="packed")
     assert import_([str(tmp_path / "hub"), "--out", str(tmp_path / "run")]) == 0
-    run, path = run_with(PLAIN, corpus), states.newest_in(tmp_path / "run")
+    run, path = run_with(PLAIN, corpus), states.resolve_checkpoint(tmp_path / "run")
     _begin(0, 1, [run], ours, path)
     runs = [Topology(world=2, words=words).of(run) for words in ("ep2", "etp2 none")]
     run_ranks(2, _begin, runs, ours, path)
@@ -206,7 +206,7 @@ def test_an_export_tells_its_shape_and_its_layout(corpus: Path, tmp_path: Path) 
     with pytest.raises(ConfigError, match="says 2, leave it out"):
         import_([str(tmp_path / "back"), "--out", str(tmp_path / "two"), "--interleave", "4"])
     assert import_([str(tmp_path / "back"), "--out", str(tmp_path / "two")]) == 0
-    newest = states.newest_in(tmp_path / "two")
+    newest = states.resolve_checkpoint(tmp_path / "two")
     same(read_all(newest), ours)
     saved = states.describe(newest)
     assert (saved.step, saved.updates, saved.run.model) == (UPDATES, UPDATES, MODEL)
@@ -217,7 +217,7 @@ def test_without_the_optimizer_its_main_parameters_remain(corpus: Path, tmp_path
     write_megatron(tmp_path / "theirs", ours, "each")
     words = ["--recipe", recipe_of(run_with(MODEL, corpus), tmp_path), "--no-optimizer"]
     assert import_([str(tmp_path / "theirs"), "--out", str(tmp_path / "run"), *words]) == 0
-    newest = states.newest_in(tmp_path / "run")
+    newest = states.resolve_checkpoint(tmp_path / "run")
     same(states.read_weights(newest), weights_of(ours))
     assert states.describe(newest).updates == 0
     words = ["--model-type", "megatron", "--optimizer"]
@@ -236,7 +236,7 @@ def test_updates_are_told_by_the_files_or_by_whoever_imports(corpus: Path, tmp_p
     with pytest.raises(ConfigError, match="set   --updates N"):
         import_([str(tmp_path / "theirs"), *words])
     assert import_([str(tmp_path / "theirs"), *words, "--updates", "12"]) == 0
-    assert states.describe(states.newest_in(tmp_path / "run")).updates == 12
+    assert states.describe(states.resolve_checkpoint(tmp_path / "run")).updates == 12
 
 
 def test_files_without_a_shape_need_a_recipe(tmp_path: Path) -> None:

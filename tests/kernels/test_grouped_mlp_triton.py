@@ -1,4 +1,4 @@
-"""The experts' MLP in Triton: outputs and every gradient near float64, for any spread of rows over experts.
+"""The fused grouped MLP: outputs and every gradient near float64, for any spread of rows over experts.
 
 Without a GPU the same kernels are interpreted, in a process of their own: Triton asks whether to interpret when
 it is first imported.
@@ -6,10 +6,9 @@ it is first imported.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +18,15 @@ from torch import Tensor
 from braid.architecture import Activation, Glu
 from braid.kernels.activation import projections
 from braid.kernels.grouped_mlp import reference, sizes
+from braid.kernels.grouped_mlp.tuned_table import (
+    Tuned,
+    WgradKernel,
+    Work,
+    from_json,
+    nearest,
+    to_json,
+    tuned_table,
+)
 from braid.nn.delayed_wgrad import DelayedWgrad
 from tests.kernels.interpreting import GPU, INTERPRETED, needs_kernels
 from tests.planning.estimate.reality import kept
@@ -27,16 +35,8 @@ pytest.importorskip("triton")
 
 if GPU or INTERPRETED:
     from braid.kernels.grouped_mlp import fused
-    from braid.kernels.grouped_mlp.device.elementwise import ElementVariant
-    from braid.kernels.grouped_mlp.device.tiles import tiles
-    from braid.kernels.grouped_mlp.device.variants import (
-        KeeperVariant,
-        RelayRowVariant,
-        RelayVariant,
-        RowVariant,
-        WeightVariant,
-    )
-    from braid.kernels.grouped_mlp.paths import Measured, Paths, Work, from_json, measured, nearest
+    from braid.kernels.grouped_mlp.device.activation import FusedActivation
+    from braid.kernels.grouped_mlp.device.tiles import TileConfig, tiles
     from braid.kernels.launch import Launcher
 
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -47,7 +47,7 @@ COUNTS = [300, 0, 129, 1, 0, 70] if GPU else [5, 0, 19, 1, 0]
 FEW = COUNTS if GPU else [3, 0]
 """Where it does not matter which rows belong to which tile: the interpreter is as slow as there are tiles."""
 MOST_SHARED = 227 * 1024
-"""Bytes that a block may have on the chip."""
+"""Bytes of shared memory that a block may have."""
 GLUS = (Glu(), Glu(limit=0.8), Glu(alpha=1.702, limit=0.5, offset=1.0))
 CASES: tuple[tuple[Activation, Glu], ...] = (
     *(("swiglu", glu) for glu in GLUS),
@@ -55,44 +55,27 @@ CASES: tuple[tuple[Activation, Glu], ...] = (
     ("gelu", Glu()),
 )
 
-
-WAYS = (
-    "ours",
-    "ours, nested, without biases",
-    "grouped_mm, without biases",
-    *(("ours, handed on", "ours, handed on, without biases") if GPU else ()),
-)
+BIASES = (True, False)
+"""On a GPU the warp-specialised GEMM takes SwiGLU without biases, the plain one takes the rest."""
 
 
 def combinations() -> Iterator[Any]:
-    """Every activation in every way; by default each in one."""
+    """Every activation with and without biases; by default each once."""
     for number, (activation, glu) in enumerate(CASES):
-        for place, way in enumerate(WAYS):
-            marks = () if GPU or place == number % len(WAYS) else (pytest.mark.long,)
-            yield pytest.param(activation, glu, way, marks=marks)
+        for biases in BIASES:
+            marks = () if GPU or biases == (number % 2 == 0) else (pytest.mark.long,)
+            yield pytest.param(activation, glu, biases, marks=marks)
 
 
-def experts(*, ours: bool = True, flat: bool = True, handed: bool = False) -> fused.FusedExperts:
-    """With our products, or with `grouped_mm` and kernels for the activation. Those that hand tiles from warps
-    to warps are for a GPU."""
-    if GPU:
-        row, weight, element = RowVariant(parts=4), WeightVariant(leave="pointers", flat=flat), ElementVariant()
-    else:
-        row = RowVariant(columns=32, depth=16, parts=2, warps=4, flat=flat)
-        weight = WeightVariant(rows=32, columns=32, depth=16, leave="pointers", parts=2, early=1, flat=flat)
-        element = ElementVariant(rows=4, columns=16)
-    product = row if ours else None
-    paths = Paths(
-        fc1=product, fc2=product, dgrad2=product, dgrad1=product, wgrad1=weight, wgrad2=weight,
-        forward=element, backward=element,
-    )  # fmt: skip
-    if handed:
-        shallow = RelayRowVariant(depth=32, stages=6)
-        paths = replace(
-            paths, fc1=RelayRowVariant(), fc2=shallow, dgrad2=RelayRowVariant(), dgrad1=shallow,
-            wgrad1=KeeperVariant(), wgrad2=RelayVariant(group=16, takers=2, ahead=6),
-        )  # fmt: skip
-    return fused.FusedExperts((Measured(Work(1, 1, 1), paths),), 128 if GPU else 16)
+def experts(kernel: WgradKernel = "warp-specialised") -> fused.FusedExperts:
+    """With small tiles where they are interpreted."""
+    tiling = TileConfig() if GPU else TileConfig(rows=16, columns=32, depth=16, parts=2)
+    return fused.FusedExperts((Tuned(Work(1, 1, 1), kernel),), tiling)
+
+
+def config_of(function: fused.FusedExperts) -> fused.FusedConfig:
+    activation, kernel = FusedActivation(kind="swiglu"), function.table[0].wgrad
+    return fused.FusedConfig(activation, kernel, function.tiling, function.launch)
 
 
 def inputs(
@@ -140,12 +123,11 @@ def assert_near(actual: Tensor, expected: Tensor, dtype: torch.dtype = DTYPE) ->
 
 
 @needs_kernels
-@pytest.mark.parametrize(("activation", "glu", "way"), list(combinations()))
-def test_outputs_and_gradients(activation: Activation, glu: Glu, way: str) -> None:
-    ours, flat, biases = "ours" in way, "nested" not in way, "without" not in way
+@pytest.mark.parametrize(("activation", "glu", "biases"), list(combinations()))
+def test_outputs_and_gradients(activation: Activation, glu: Glu, biases: bool) -> None:
     tensors = inputs(COUNTS, activation, DTYPE, exact=glu.limit is not None)[: 6 if biases else 4]
     reals = wide(tensors)
-    actual = run(experts(ours=ours, flat=flat, handed="handed" in way), tensors, COUNTS, activation, glu)
+    actual = run(experts(), tensors, COUNTS, activation, glu)
     expected = run(reference.grouped_mlp, reals, COUNTS, activation, glu)
     assert actual.dtype == DTYPE
     assert_near(actual, expected)
@@ -176,12 +158,12 @@ def test_half_precision() -> None:
 
 
 @needs_kernels
-@pytest.mark.parametrize("handed", [False, True] if GPU else [False])
+@pytest.mark.parametrize("biases", BIASES if GPU else [True])
 @pytest.mark.parametrize("counts", [[0, 0, 4], [0, 0, 0], [16, 16]])
-def test_few_and_no_rows(counts: list[int], handed: bool) -> None:
-    tensors = inputs(counts, "swiglu", DTYPE)[: 4 if handed else 6]
+def test_few_and_no_rows(counts: list[int], biases: bool) -> None:
+    tensors = inputs(counts, "swiglu", DTYPE)[: 6 if biases else 4]
     reals = wide(tensors)
-    actual = run(experts(handed=handed), tensors, counts, "swiglu", Glu())
+    actual = run(experts(), tensors, counts, "swiglu", Glu())
     expected = run(reference.grouped_mlp, reals, counts, "swiglu", Glu())
     assert_near(actual, expected)
     probe = torch.randn_like(actual)
@@ -192,29 +174,21 @@ def test_few_and_no_rows(counts: list[int], handed: bool) -> None:
 
 
 @needs_kernels
-@pytest.mark.parametrize(
-    "way", ["ours", pytest.param("grouped_mm", marks=pytest.mark.long), *(["handed on"] if GPU else [])]
-)
-def test_what_follows_the_last_row_is_nobody_s(way: str) -> None:
-    """Buffers may be longer than the experts' rows; whatever is there reaches no result."""
+@pytest.mark.parametrize("biases", BIASES if GPU else [True])
+def test_rows_past_the_last_expert_reach_no_result(biases: bool) -> None:
+    """Buffers may be longer than the experts' rows."""
     total = sum(COUNTS)
     tensors = inputs(COUNTS, "swiglu", DTYPE, rows=total + 21)
     x, probs, *parameters = [t.detach() for t in tensors]
     dy = torch.randn_like(x)
     for poisoned in (x, probs, dy):
         poisoned[total:] = float("nan")
-    function = experts(ours=way != "grouped_mm", handed=way == "handed on")
-    how = fused.How(
-        function.table[0].paths,
-        fused.Formula(kind="swiglu", alpha=1.0, limit=None, offset=0.0),
-        function.tile_rows,
-        function.launch,
-    )
+    config = config_of(experts())
     counts = torch.tensor(COUNTS, device=DEVICE)
-    of_experts = fused.ExpertWeights(*parameters[: 4 if way == "ours" else 2])
-    y, kept = fused.forward(how, counts, x, probs, of_experts)
-    found = fused.backward(how, dy, kept, of_experts)
-    reals = wide([x[:total], probs[:total], *parameters[: len([p for p in of_experts if p is not None])]])
+    weights = fused.ExpertWeights(*parameters[: 4 if biases else 2])
+    y, saved = fused.forward(config, counts, x, probs, weights)
+    found = fused.backward(config, dy, saved, weights)
+    reals = wide([x[:total], probs[:total], *(p for p in weights if p is not None)])
     expected = run(reference.grouped_mlp, reals, COUNTS, "swiglu", Glu())
     wanted = torch.autograd.grad(expected, reals, dy[:total].double())
     assert found.x_NC is not None
@@ -225,28 +199,20 @@ def test_what_follows_the_last_row_is_nobody_s(way: str) -> None:
 
 
 @needs_kernels
-@pytest.mark.parametrize("how", ["flat", pytest.param("nested", marks=pytest.mark.long), "handed on"])
-def test_gradients_are_written_then_added_in_float32(how: str) -> None:
+@pytest.mark.parametrize("kernel", ["cuda", "warp-specialised"] if GPU else ["warp-specialised"])
+def test_gradients_are_written_then_added_in_float32(kernel: WgradKernel) -> None:
     """The first micro-batch overwrites whatever a buffer holds; the second adds."""
-    if how == "handed on" and not GPU:
-        pytest.skip("Gluon cannot be interpreted")
-    function = experts(flat=how == "flat", handed=how == "handed on")
+    config = config_of(experts(kernel))
     tensors = inputs(COUNTS, "swiglu", DTYPE)
     parameters = [t.detach() for t in tensors[2:]]
     buffers = [torch.full(p.shape, float("nan"), device=DEVICE) for p in parameters]
     sums = [torch.zeros(p.shape, dtype=torch.float64, device=DEVICE) for p in parameters]
-    how = fused.How(
-        function.table[0].paths,
-        fused.Formula(kind="swiglu", alpha=1.0, limit=None, offset=0.0),
-        function.tile_rows,
-        function.launch,
-    )
     for number, counts in enumerate((COUNTS, COUNTS[::-1])):
         x, probs = (t.detach() for t in inputs(counts, "swiglu", DTYPE)[:2])
-        of_experts = fused.ExpertWeights(*parameters)
-        y, kept = fused.forward(how, torch.tensor(counts, device=DEVICE), x, probs, of_experts)
+        weights = fused.ExpertWeights(*parameters)
+        y, saved = fused.forward(config, torch.tensor(counts, device=DEVICE), x, probs, weights)
         dy = torch.randn_like(y)
-        found = fused.backward(how, dy, kept, of_experts)
+        found = fused.backward(config, dy, saved, weights)
         for product, buffer in zip(found[2:], buffers, strict=True):
             assert product is not None
             assert product.into(buffer, accumulate=number > 0) is buffer
@@ -258,7 +224,7 @@ def test_gradients_are_written_then_added_in_float32(how: str) -> None:
         assert_near(buffer, total)
 
 
-@pytest.mark.skipif(not GPU, reason="Gluon cannot be interpreted")
+@pytest.mark.skipif(not GPU, reason="the interpreter has neither Gluon nor CUDA")
 @pytest.mark.parametrize("accumulate", [False, True], ids=["overwrite", "add"])
 @pytest.mark.parametrize(("channels_o", "channels_i"), [(256, 512), (320, 576), (HIDDEN, FFN)])
 @pytest.mark.parametrize(
@@ -266,26 +232,26 @@ def test_gradients_are_written_then_added_in_float32(how: str) -> None:
     [COUNTS, [70] * 80, [2000 // rank for rank in range(1, 90)] + [0] * 7, [0, 0, 0]],
     ids=["few", "alike", "skewed", "none"],
 )
-def test_gradients_do_not_depend_on_who_takes_them_away(
-    counts: list[int], channels_o: int, channels_i: int, accumulate: bool
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_wgrad_kernels_agree(
+    counts: list[int], channels_o: int, channels_i: int, accumulate: bool, dtype: torch.dtype
 ) -> None:
-    from braid.kernels.grouped_mlp.device.weights import weight_gradient
+    """With each other to the last bit, and with float64. In bfloat16 it is the plain kernel."""
+    from braid.kernels.grouped_mlp.device.wgrad import weight_gradient
 
     launch = Launcher()
     where = tiles(launch, torch.tensor(counts, device=DEVICE), sum(counts), 128)
-    grad_NO, x_NI = (
-        torch.randn(sum(counts), channels, device=DEVICE, dtype=DTYPE) for channels in (channels_o, channels_i)
-    )
-    there_EOI = torch.randn(len(counts), channels_o, channels_i, device=DEVICE)
-    ways = (
-        RelayVariant(), RelayVariant(ahead=0), RelayVariant(takers=2, ahead=6), RelayVariant(takers=2),
-        KeeperVariant(), KeeperVariant(group=1),
-    )  # fmt: skip
-    found = [there_EOI.clone() for _ in ways]
-    for way, out_EOI in zip(ways, found, strict=True):
-        weight_gradient(launch, grad_NO, x_NI, where, out_EOI, way, accumulate=accumulate)
-    for out_EOI in found[1:]:
-        assert torch.equal(out_EOI, found[0])
+    total = sum(counts)
+    grad_NO, x_NI = (torch.randn(total + 1, n, device=DEVICE, dtype=DTYPE) for n in (channels_o, channels_i))
+    grad_NO[total] = x_NI[total] = float("nan")  # of no expert
+    held_EOI = torch.randn(len(counts), channels_o, channels_i, device=DEVICE, dtype=dtype)
+    one, other = held_EOI.clone(), held_EOI.clone()
+    for kernel, out_EOI in (("cuda", one), ("warp-specialised", other)):
+        weight_gradient(launch, grad_NO, x_NI, where, out_EOI, kernel, TileConfig(), accumulate=accumulate)
+    assert torch.equal(one, other)
+    pairs = zip(*(t[:total].double().split(counts) for t in (grad_NO, x_NI)), strict=True)
+    wanted = torch.stack([grad.t() @ x for grad, x in pairs]) + (held_EOI.double() if accumulate else 0)
+    assert (one.double() - wanted).norm() <= (1e-5 if dtype == torch.float32 else 5e-3) * wanted.norm()
 
 
 @needs_kernels
@@ -392,13 +358,13 @@ def test_a_main_gradient_that_cannot_be_written_is_an_error() -> None:
 @pytest.mark.parametrize("activation", ["swiglu", "relu2"])
 def test_what_is_kept_is_what_a_plan_says(activation: Activation) -> None:
     tensors = inputs(COUNTS, activation, DTYPE)
-    function = fused.FusedExperts(experts().table)
+    function = fused.FusedExperts(experts().table, replace(experts().tiling, rows=sizes.TILE_ROWS))
     real = kept(lambda: run(function, tensors, COUNTS, activation, Glu()), tensors[2:])
     projected = len(projections(activation)) * FFN
-    told = sizes.kept(
+    planned = sizes.kept(
         sum(COUNTS), len(COUNTS), HIDDEN, projected, narrow=DTYPE.itemsize, wide=tensors[1].element_size()
     )
-    assert real == told
+    assert real == planned
 
 
 @needs_kernels
@@ -427,90 +393,77 @@ def test_tiles(counts: list[int]) -> None:
     assert all(part.data_ptr() % 16 == 0 for part in parts)  # whatever the number of rows: no kernel anew
 
 
-@needs_kernels
-def test_the_nearest_measured_shape_decides() -> None:
-    ways = {"fc1": RowVariant(parts=4), "wgrad1": RelayVariant(ahead=4), "wgrad2": WeightVariant(early=1)}
-    paths = {name: asdict(way) for name, way in ways.items()}
-    small, large = ({"rows": rows, "hidden": 2048, "ffn": 1024} for rows in (512, 4096))
-    entries = [{"work": small, "paths": paths}, {"work": large, "paths": paths | {"fc1": None}}]
-    text = json.dumps({"shapes": entries})
-    table = from_json(text)
-    assert nearest(table, Work(700, 2048, 768)).fc1 == RowVariant(parts=4)
-    assert nearest(table, Work(9000, 4096, 1024)).fc1 is None
-    assert nearest(table, Work(9000, 4096, 1024)).wgrad1 == RelayVariant(ahead=4)
-    assert nearest(table, Work(9000, 4096, 1024)).wgrad2 == WeightVariant(early=1)
-    assert nearest(table, Work(0, 64, 64)).fc1 is not None
-    assert len(measured()) > 0
+def test_the_nearest_shape_of_the_tuned_table_decides() -> None:
+    few, many = Tuned(Work(512, 2048, 1024), "cuda"), Tuned(Work(4096, 2048, 1024), "warp-specialised")
+    table = from_json(to_json((few, many)))
+    assert table == (few, many)
+    assert nearest(table, Work(700, 2048, 768)) == "cuda"
+    assert nearest(table, Work(9000, 4096, 1024)) == "warp-specialised"
+    assert nearest(table, Work(0, 64, 64)) == "cuda"
+    assert {row.wgrad for row in tuned_table()} <= {"cuda", "warp-specialised"}
 
 
-compiled = pytest.mark.skipif(
-    GPU or INTERPRETED, reason="on a GPU they run, and the interpreter knows no Gluon"
-)
+compiled = pytest.mark.skipif(GPU or INTERPRETED, reason="on a GPU they run, and the interpreter has no Gluon")
 
 
 @pytest.mark.skipif(INTERPRETED, reason="it runs once, where kernels are compiled")
 @pytest.mark.parametrize("accumulate", [True, False])
-def test_kept_weight_gradients_compile_for_hopper(accumulate: bool) -> None:
-    """Also where there is no GPU: sums stay in registers, and what is there fits onto the chip."""
+def test_wgrad_cuda_compiles_for_hopper(accumulate: bool) -> None:
+    """Also where there is no GPU: accumulators stay in registers, and shared memory suffices."""
     pytest.importorskip("cuda.bindings.nvrtc")
     from braid.kernels import cuda
-    from braid.kernels.grouped_mlp.device import keeper, variants
+    from braid.kernels.grouped_mlp.device import wgrad_cuda
 
-    source = keeper.source(variants.KeeperVariant(), accumulate=accumulate)
+    source = wgrad_cuda.source(accumulate=accumulate)
     binary, log = cuda.compiled(source, "--ptxas-options=-v", "--no-cache")
     assert binary.startswith(b"\x7fELF")
     assert "0 bytes spill stores" in log
     assert source.shared <= MOST_SHARED
-    with pytest.raises(RuntimeError, match=r"keeper\.cu does not compile"):
+    with pytest.raises(RuntimeError, match=r"wgrad_cuda\.cu does not compile"):
         cuda.compiled(replace(source, macros=()))
 
 
 @compiled
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("accumulate", "takers"), [(False, 4), (True, 4), (True, 2)], ids=["overwrite", "add", "add by two"]
-)
-def test_relayed_weight_gradients_compile_for_hopper(accumulate: bool, takers: int) -> None:
-    from braid.kernels.grouped_mlp.device.relay import _weight_gradient
+@pytest.mark.parametrize("accumulate", [False, True], ids=["overwrite", "add"])
+def test_wgrad_warp_specialised_compiles_for_hopper(accumulate: bool) -> None:
+    from braid.kernels.grouped_mlp.device import wgrad_warp_specialised as kernel
 
     given = {
-        "grad_desc": tile(1, 1, 32, 64),
-        "x_desc": tile(1, 1, 32, 256),
+        "grad_desc": tile(1, 1, kernel.DEPTH, kernel.ROWS // 2),
+        "x_desc": tile(1, 1, kernel.DEPTH, kernel.COLUMNS),
         "out": "*fp32",
         **dict.fromkeys(("ends", "by_size"), "*i32"),
         **dict.fromkeys(("experts", "channels_o", "channels_i"), "i32"),
     }
-    constants = {"BM": 128, "BN": 256, "BK": 32, "STAGES": 4, "GROUP": 8, "AHEAD": 2 if accumulate else 0}
-    constants |= {"TAKERS": takers, "ACCUMULATE": accumulate, "EVEN": False}
-    compile_for_hopper(_weight_gradient, given, constants)
+    compile_for_hopper(kernel._weight_gradient, given, kernel.constants(accumulate=accumulate, even=False))
 
 
 @compiled
 @pytest.mark.long
-@pytest.mark.parametrize(("depth", "stages"), [(64, 3), (32, 6)])
-@pytest.mark.parametrize("what", ["plain", "activate", "gradient"])
-def test_relayed_rows_compile_for_hopper(what: str, depth: int, stages: int) -> None:
-    from braid.kernels.grouped_mlp.device.relay_rows import _multiply_rows, takers
+@pytest.mark.parametrize("epilogue", ["none", "activation", "activation backward"])
+def test_gemm_warp_specialised_compiles_for_hopper(epilogue: Any) -> None:
+    from braid.kernels.grouped_mlp.device import gemm_warp_specialised as kernel
+    from braid.kernels.grouped_mlp.device.activation import FusedActivation
 
-    transposed = what != "gradient"
-    unused = {"plain": ("a", "h", "probs", "prob_sums"), "activate": ("h", "prob_sums"), "gradient": ()}[what]
+    transposed, (rows, columns, depth) = epilogue != "activation backward", (64, kernel.COLUMNS, kernel.DEPTH)
+    unused = {"none": ("a", "h", "probs", "partial_sums"), "activation": ("h", "partial_sums")}
     given = {
-        "x_desc": tile(1, 1, 64, depth),
-        "w_desc": tile(1, 256, depth) if transposed else tile(1, depth, 256),
+        "x_desc": tile(1, 1, rows, depth),
+        "w_desc": tile(1, columns, depth) if transposed else tile(1, depth, columns),
         **dict.fromkeys(("y", "a", "h"), "*bf16"),
-        **dict.fromkeys(("probs", "prob_sums"), "*fp32"),
+        **dict.fromkeys(("probs", "partial_sums"), "*fp32"),
         **dict.fromkeys(("tile_expert", "tile_row", "tile_count", "ends"), "*i32"),
         **dict.fromkeys(("channels_out", "channels_in", "rows"), "i32"),
     }
-    sizes_of = {"BM": 128, "BN": 256, "BK": depth, "STAGES": stages, "TAKERS": takers(what), "EVEN": False}
-    formula = {"ALPHA": 1.0, "LIMIT": 7.0, "OFFSET": 0.0}
-    constants = {"WHAT": what, "TRANSPOSED": transposed} | sizes_of | formula | dict.fromkeys(unused)
-    compile_for_hopper(_multiply_rows, given, constants)
+    activation = FusedActivation(kind="swiglu", limit=7.0)
+    constants = kernel.constants(epilogue, activation, transposed=transposed, even=False)
+    compile_for_hopper(kernel._grouped_gemm, given, constants | dict.fromkeys(unused.get(epilogue, ())))
 
 
 def tile(*shape: int) -> str:
     """A descriptor of bfloat16 tiles, as a compiler knows it."""
-    from braid.kernels.grouped_mlp.device.relay import shared_layout
+    from braid.kernels.grouped_mlp.device.wgrad_warp_specialised import shared_layout
 
     return f"tensordesc<bf16{list(shape)},{shared_layout(shape[-1], len(shape))!r}>"
 
@@ -521,7 +474,6 @@ def compile_for_hopper(kernel: Any, given: dict[str, str], constants: dict[str, 
     from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    constants = constants | {"num_warps": 4}
     names = {name: "constexpr" if name in constants else given[name] for name in kernel.arg_names}
     source = GluonASTSource(kernel, names, constants, {})
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})

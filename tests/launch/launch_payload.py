@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from braid.errors import BraidError, DataError
-from braid.launch.process import ProcessContext, gather_json, join, leave, named_failures
+from braid.launch.process import ProcessContext, all_gather_json, join, leave, translate_peer_errors
 from braid.launch.worker_pool import die_with_launcher
 
 LOST = 1
@@ -21,7 +21,7 @@ LOST = 1
 def meet(joined: ProcessContext) -> None:
     """Everybody tells its rank, and rank 0 what it heard."""
     attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
-    ranks = gather_json(joined.rank, joined.everyone)
+    ranks = all_gather_json(joined.rank, joined.world_group)
     threads = os.environ["OMP_NUM_THREADS"]
     print(f"rank {joined.rank} met {ranks} in attempt {attempt} with {threads} threads", flush=True)
 
@@ -29,13 +29,13 @@ def meet(joined: ProcessContext) -> None:
 def work_forever(joined: ProcessContext) -> None:
     print(f"process {os.getpid()}", flush=True)
     while True:
-        gather_json(joined.rank, joined.everyone)
+        all_gather_json(joined.rank, joined.world_group)
 
 
 def be_killed(joined: ProcessContext) -> None:
     """One rank is killed in the middle of work."""
     if joined.rank == LOST:
-        gather_json(joined.rank, joined.everyone)
+        all_gather_json(joined.rank, joined.world_group)
         os.kill(os.getpid(), signal.SIGKILL)
     work_forever(joined)
 
@@ -49,7 +49,7 @@ def be_killed_once(joined: ProcessContext) -> None:
 def be_killed_unnoticed_once(joined: ProcessContext) -> None:
     """The first time one rank is killed, while the others wait for something else."""
     marker = Path(sys.argv[2])
-    if not gather_json(marker.exists(), joined.everyone)[LOST]:
+    if not all_gather_json(marker.exists(), joined.world_group)[LOST]:
         if joined.rank == LOST:
             marker.touch()
             os.kill(os.getpid(), signal.SIGKILL)
@@ -60,7 +60,7 @@ def be_killed_unnoticed_once(joined: ProcessContext) -> None:
 def be_killed_before_others_know(joined: ProcessContext) -> None:
     """One rank is killed, the others ignore SIGTERM and wait for something that does not come."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    gather_json(joined.rank, joined.everyone)
+    all_gather_json(joined.rank, joined.world_group)
     if joined.rank == LOST:
         os.kill(os.getpid(), signal.SIGKILL)
     signal.pause()
@@ -75,7 +75,7 @@ def find_bad_data(joined: ProcessContext) -> None:
 def main(action: str) -> int:
     die_with_launcher(os.environ)
     try:
-        with named_failures():
+        with translate_peer_errors():
             joined = join(os.environ, torch.device("cpu"), timedelta(seconds=60))
             ACTIONS[action](joined)
     except BraidError as error:

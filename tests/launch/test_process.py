@@ -15,18 +15,17 @@ from torch.distributed import HashStore
 from braid.distributed.collectives import ALONE, Group
 from braid.errors import CheckpointError, ConfigError, DataError, ExitCode, HangError, PeerLostError
 from braid.launch.process import (
-    agree,
+    all_gather_json,
+    check_agreement,
     differences,
-    first_then_others,
-    gather_json,
+    fail_together,
     is_everywhere,
     join,
     launch_env_of,
-    named_failures,
-    raise_together,
-    together,
+    rank_zero_first,
+    translate_peer_errors,
 )
-from braid.launch.rendezvous import meet, spoken
+from braid.launch.rendezvous import format_ranks, next_rendezvous
 from tests.ranks import run_ranks
 
 WHOLE = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
@@ -43,20 +42,20 @@ def everyone(rank: int, world: int) -> Group:
 def test_a_seat_is_what_the_launcher_says():
     seat = launch_env_of({**WHOLE, "TORCHELASTIC_USE_AGENT_STORE": "True", "HOME": "x"})
     assert (seat.rank, seat.world, seat.local_rank) == (3, 8, 1)
-    assert (seat.host, seat.port, seat.served) == ("node0", 29500, True)
-    assert not launch_env_of(WHOLE).served
+    assert (seat.host, seat.port, seat.agent_store) == ("node0", 29500, True)
+    assert not launch_env_of(WHOLE).agent_store
 
 
 def test_without_a_launcher_there_is_no_seat_and_one_is_alone():
     assert launch_env_of({"MASTER_ADDR": "node0", "LOCAL_RANK": "0"}) is None
     joined = join({}, torch.device("cpu"), SECOND)
-    assert (joined.rank, joined.world, joined.everyone) == (0, 1, ALONE)
+    assert (joined.rank, joined.world, joined.world_group) == (0, 1, ALONE)
     assert not torch.distributed.is_initialized()
 
 
 def test_the_only_rank_of_a_launcher_is_alone():
     joined = join({**WHOLE, "RANK": "0", "WORLD_SIZE": "1"}, torch.device("cpu"), SECOND)
-    assert (joined.world, joined.everyone) == (1, ALONE)
+    assert (joined.world, joined.world_group) == (1, ALONE)
 
 
 @pytest.mark.parametrize("missing", ["RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
@@ -80,20 +79,20 @@ def test_an_environment_that_makes_no_sense_is_refused(wrong, said):
 
 def test_nobody_to_join_is_told_with_the_address():
     environment = {**WHOLE, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    with pytest.raises(PeerLostError, match=r"rank 3 found nobody at MASTER_ADDR 127\.0\.0\.1, MASTER_PORT 1 "):
+    with pytest.raises(PeerLostError, match=r"rank 3 cannot reach .* MASTER_ADDR 127\.0\.0\.1, MASTER_PORT 1 "):
         join(environment, torch.device("cpu"), timedelta(seconds=0.2))
 
 
-# --------------------------------------------------------------------------------------------- muster
+# ----------------------------------------------------------------------------------------- rendezvous
 
 
-def mustered(store: HashStore, world: int, present: range) -> list[str | PeerLostError]:
+def joined_rounds(store: HashStore, world: int, present: range) -> list[str | PeerLostError]:
     """What each of the ranks that are present gets, a thread each."""
     found: dict[int, str | PeerLostError] = {}
 
     def one(rank: int, timeout: timedelta) -> None:
         try:
-            found[rank] = meet(store, rank, world, timeout)
+            found[rank] = next_rendezvous(store, rank, world, timeout)
         except PeerLostError as error:
             found[rank] = error
 
@@ -108,34 +107,34 @@ def mustered(store: HashStore, world: int, present: range) -> list[str | PeerLos
 
 def test_processes_started_again_form_a_new_round_on_a_store_that_dead_ones_wrote():
     store = HashStore()
-    rounds = [mustered(store, 3, range(3)) for _ in range(5)]
+    rounds = [joined_rounds(store, 3, range(3)) for _ in range(5)]
     assert all(len(set(names)) == 1 for names in rounds)
     assert len({names[0] for names in rounds}) == 5
 
 
-def test_a_muster_that_was_broken_off_does_not_disturb_the_next():
+def test_an_aborted_rendezvous_does_not_disturb_the_next():
     store = HashStore()
-    mustered(store, 3, range(0, 2))
-    mustered(store, 3, range(1, 3))
-    assert len(set(mustered(store, 3, range(3)))) == 1
+    joined_rounds(store, 3, range(0, 2))
+    joined_rounds(store, 3, range(1, 3))
+    assert len(set(joined_rounds(store, 3, range(3)))) == 1
 
 
 def test_missing_ranks_are_named():
-    for error in mustered(HashStore(), 4, range(1, 3)):
-        assert str(error).startswith("2 of 4 ranks came within 0.5 s; missing: ranks 0, 3")
+    for error in joined_rounds(HashStore(), 4, range(1, 3)):
+        assert str(error).startswith("2 of 4 ranks joined within 0.5 s; missing: ranks 0, 3")
 
 
 def test_ranks_that_only_a_dead_process_stood_for_are_named():
     store = HashStore()
-    mustered(store, 3, range(3))
-    (zero, one) = mustered(store, 3, range(2))
+    joined_rounds(store, 3, range(3))
+    (zero, one) = joined_rounds(store, 3, range(2))
     assert "missing: rank 2" in str(zero)
     assert "missing: rank 2" in str(one)
 
 
 @given(st.sets(st.integers(0, 40), min_size=1))
 def test_ranks_are_spoken_of_in_runs(ranks):
-    word, _, runs = spoken(sorted(ranks)).partition(" ")
+    word, _, runs = format_ranks(sorted(ranks)).partition(" ")
     assert word == ("rank" if len(ranks) == 1 else "ranks")
     named = set()
     for run in runs.split(", "):
@@ -152,7 +151,9 @@ VALUES = ({"a": [1, None]}, "", "ü" * 50, None, 0.1)
 
 
 def _gather(rank, world):
-    return [gather_json(value, everyone(rank, world)) for value in (rank, VALUES[rank % 5], list(range(rank)))]
+    return [
+        all_gather_json(value, everyone(rank, world)) for value in (rank, VALUES[rank % 5], list(range(rank)))
+    ]
 
 
 def test_everybody_gets_everybodys_values_of_any_size():
@@ -165,9 +166,9 @@ def test_everybody_gets_everybodys_values_of_any_size():
 
 def _disagree(rank, world):
     group = everyone(rank, world)
-    agree({"optim.lr": 3e-4, "out": "runs/x"}, group)
+    check_agreement({"optim.lr": 3e-4, "out": "runs/x"}, group)
     try:
-        agree(
+        check_agreement(
             {"optim.lr": 3e-4 if rank < 2 else 1e-3, "out": "runs/x", **({"init": None} if rank else {})}, group
         )
     except ConfigError as error:
@@ -192,15 +193,18 @@ def test_equal_settings_have_no_differences():
 
 def _fail(rank, world):
     group = everyone(rank, world)
-    raise_together(None, group, DataError)
+    with fail_together(group):
+        pass
     said = []
-    for problem, kind in (("it broke" if rank == 1 else None, CheckpointError), ("so it is", DataError)):
+    for problem in (CheckpointError("it broke") if rank == 1 else None, DataError("so it is")):
         try:
-            raise_together(problem, group, kind)
+            with fail_together(group):
+                if problem is not None:
+                    raise problem
         except (CheckpointError, DataError) as error:
             said.append((int(error.exit_code), str(error)))
     try:
-        with together(group):
+        with fail_together(group):
             if rank != 1:
                 raise DataError(f"shard {rank} is damaged")
     except DataError as error:
@@ -226,7 +230,7 @@ def _make_then_read(rank, world, folder):
             file.write_text("by rank 0")
         return file.read_text()
 
-    return first_then_others(act, everyone(rank, world))
+    return rank_zero_first(act, everyone(rank, world))
 
 
 def test_others_wait_for_what_rank_0_makes(tmp_path):
@@ -234,13 +238,15 @@ def test_others_wait_for_what_rank_0_makes(tmp_path):
 
 
 def test_alone_nothing_is_exchanged_and_errors_stay_what_they_are():
-    assert gather_json({"any": object}, ALONE) == [{"any": object}]
-    agree({"a": 1}, ALONE)
-    raise_together(None, ALONE, DataError)
+    assert all_gather_json({"any": object}, ALONE) == [{"any": object}]
+    check_agreement({"a": 1}, ALONE)
+    with fail_together(ALONE):
+        pass
     with pytest.raises(CheckpointError, match=r"^it broke$") as caught:
-        raise_together("it broke", ALONE, CheckpointError)
+        with fail_together(ALONE):
+            raise CheckpointError("it broke")
     assert not is_everywhere(caught.value)
-    assert first_then_others(lambda: 3, ALONE) == 3
+    assert rank_zero_first(lambda: 3, ALONE) == 3
 
 
 def test_what_torch_says_of_lost_peers_becomes_an_error_for_people():
@@ -249,6 +255,6 @@ def test_what_torch_says_of_lost_peers_becomes_an_error_for_people():
         ("[/x/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 6000ms for recv", HangError),
         ("mat1 and mat2 shapes cannot be multiplied", RuntimeError),
     ):
-        with pytest.raises(RuntimeError) as caught, named_failures():
+        with pytest.raises(RuntimeError) as caught, translate_peer_errors():
             raise RuntimeError(text)
         assert type(caught.value) is kind

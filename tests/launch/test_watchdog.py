@@ -22,15 +22,15 @@ from braid.launch.diagnosis import (
     Diagnosis,
     FailureKind,
     Heartbeat,
-    Seen,
-    Slow,
+    PeerState,
+    Straggler,
     diagnose,
     failed,
     lost,
     stragglers,
 )
 from braid.launch.failure_report import read_reports, summary
-from braid.launch.process import ProcessContext, Rendezvous, everywhere, gather_json
+from braid.launch.process import ProcessContext, Rendezvous, all_gather_json, everywhere
 from braid.launch.watchdog import watched
 from braid.launch.worker_pool import launch
 from tests.ranks import RanksFailed, run_ranks
@@ -51,8 +51,8 @@ def waiting(rank: int, members: tuple[int, ...], **said: object) -> Heartbeat:
     return beat(rank, **{"waits": True, "call": "all_reduce", "group": "dp", "members": members, **said})
 
 
-def seen(*beats: Heartbeat, silent: dict[int, float] | None = None) -> dict[int, Seen]:
-    return {each.rank: Seen(each, (silent or {}).get(each.rank, 0.0)) for each in beats}
+def seen(*beats: Heartbeat, silent: dict[int, float] | None = None) -> dict[int, PeerState]:
+    return {each.rank: PeerState(each, (silent or {}).get(each.rank, 0.0)) for each in beats}
 
 
 # ----------------------------------------------------------------------------------------- diagnosis
@@ -138,7 +138,7 @@ def test_of_devices_the_one_that_has_come_less_far_is_to_blame():
 
 
 def test_a_rank_that_has_left_is_not_missed():
-    beats = [beat(0), beat(1, left=True, since_s=1e3)]
+    beats = [beat(0), beat(1, finished=True, since_s=1e3)]
     assert diagnose(seen(*beats, silent={1: 1e3}), TIMEOUT_S) is None
 
 
@@ -146,7 +146,7 @@ def test_what_is_known_of_ranks_that_ended_or_failed_is_told():
     ended = lost({1: "was killed by SIGKILL", 5: "was killed by SIGKILL"}, seen(beat(0), beat(1)))
     assert ended.ranks == (1, 5)
     assert ended.kind.exit_code == ExitCode.PEER_LOST
-    assert "rank 1 on here was killed by SIGKILL; last heard of at step 3, F0.0" in ended.report
+    assert "rank 1 on here was killed by SIGKILL; last seen at step 3, F0.0" in ended.report
     assert "rank 5 was killed by SIGKILL" in ended.report
     assert failed(0, "DataError: no", seen(beat(0))).report.startswith("rank 0 on here failed: DataError: no")
 
@@ -162,7 +162,7 @@ def test_what_ranks_tell_each_other_survives_json(kind, ranks, report):
 # ---------------------------------------------------------------------------------------- stragglers
 
 
-def window(*working: int, samples: int = 200, steps: int = 10) -> list[Slow] | None:
+def window(*working: int, samples: int = 200, steps: int = 10) -> list[Straggler] | None:
     then = {rank: beat(rank, step=5, working=40, samples=50) for rank in range(len(working))}
     now = {
         rank: beat(rank, step=5 + steps, working=40 + number, samples=50 + samples)
@@ -172,9 +172,9 @@ def window(*working: int, samples: int = 200, steps: int = 10) -> list[Slow] | N
 
 
 def test_a_rank_that_works_five_times_as_long_as_the_median_is_slow():
-    assert window(30, 29, 150, 31) == [Slow(2, 5.0)]
-    assert window(20, 100) == [Slow(1, 5.0)]
-    assert window(180, 20, 100, 20, 20) == [Slow(0, 9.0), Slow(2, 5.0)]
+    assert window(30, 29, 150, 31) == [Straggler(2, 5.0)]
+    assert window(20, 100) == [Straggler(1, 5.0)]
+    assert window(180, 20, 100, 20, 20) == [Straggler(0, 9.0), Straggler(2, 5.0)]
 
 
 def test_ranks_that_work_about_as_long_as_each_other_are_not_slow():
@@ -184,7 +184,7 @@ def test_ranks_that_work_about_as_long_as_each_other_are_not_slow():
 
 def test_a_rank_that_was_never_seen_working_divides_nothing():
     assert window(0, 0) == []
-    assert window(0, 100) == [Slow(1, 100.0)]
+    assert window(0, 100) == [Straggler(1, 100.0)]
 
 
 def test_nobody_is_called_slow_before_enough_was_seen():
@@ -200,18 +200,18 @@ def joined(rank: int, world: int) -> tuple[ProcessContext, object]:
     """This rank among others that have met, and what serves their store."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
     everyone = Group(name="everyone", size=world, rank=rank, handle=dist.group.WORLD)
-    port = gather_json(server and server.port, everyone)[0]
-    meeting = Rendezvous(host="127.0.0.1", port=port, served=False, attempt="0", round="here")
+    port = all_gather_json(server and server.port, everyone)[0]
+    rendezvous = Rendezvous(host="127.0.0.1", port=port, agent_store=False, attempt="0", round="here")
     at = torch.device("cpu")
     found = ProcessContext(
-        rank=rank, world=world, local_rank=rank, device=at, everyone=everyone, meeting=meeting
+        rank=rank, world=world, local_rank=rank, device=at, world_group=everyone, rendezvous=rendezvous
     )
     return found, server
 
 
 def meet(here: ProcessContext) -> int:
     """A collective of all ranks."""
-    return int(all_reduce_no_grad(torch.ones((), dtype=torch.int64), here.everyone))
+    return int(all_reduce_no_grad(torch.ones((), dtype=torch.int64), here.world_group))
 
 
 def working(progress: Progress, here: ProcessContext) -> None:
@@ -270,13 +270,13 @@ def test_a_rank_that_hangs_in_python_is_named_with_its_stack_and_all_report(hang
     report = summary(list(reports.values()))
     assert f"rank {hanging} on " in report[0]
     assert "step 2, B0.0" in report[0]
-    assert report[1] == f"rank {hanging} stood here:"
+    assert report[1] == f"stack of rank {hanging}:"
 
 
 def one_is_stopped(rank: int, world: int, folder: Path, stopped: int) -> list[int]:
     here, server = joined(rank, world)
     progress, codes = Progress(), []
-    processes = gather_json(os.getpid(), here.everyone)
+    processes = all_gather_json(os.getpid(), here.world_group)
 
     def end(code: int) -> None:
         codes.append(code)
@@ -348,13 +348,13 @@ def one_is_slow(rank: int, world: int, folder: Path) -> tuple[int, ...]:
     here, server = joined(rank, world)
     progress, work = Progress(), torch.ones(64, 64)
     with watched(here, folder, progress, 30.0) as watchdog:
-        found: list[Slow] = []
+        found: list[Straggler] = []
         for step in range(1, 100000):
             progress.begin(step)
             for _ in range(3000 if rank == 2 else 100):
                 work = (work @ work) / 64
             found = list(watchdog.slow)
-            if any(gather_json(len(found), here.everyone)):
+            if any(all_gather_json(len(found), here.world_group)):
                 break
         meet(here)
     del server
@@ -459,8 +459,8 @@ def test_a_stage_that_hangs_in_a_training_is_named_with_its_op_and_the_other_wai
     assert reports[1]["op"] == "RECV_F0.1<0"
     assert reports[1]["waits_in"] == {"call": "recv", "group": "F-0-1", "ranks": [0, 1], "peers": [0]}
     report = capfd.readouterr().err
-    assert "makes no progress and waits for nobody: step 3, F0.0:embed" in report
-    assert "braid: rank 0 stood here:\n" in report
+    assert "makes no progress and waits for no other rank: step 3, F0.0:embed" in report
+    assert "braid: stack of rank 0:\n" in report
     assert report.count("FOREVER.wait()") == 1
 
 
@@ -496,7 +496,7 @@ def test_a_slow_rank_of_a_training_is_told_on_the_console_and_in_the_metrics(cor
 
 def test_a_process_alone_is_watched_too(tmp_path):
     released, codes = threading.Event(), []
-    alone = ProcessContext(rank=0, world=1, local_rank=0, device=torch.device("cpu"), everyone=None)
+    alone = ProcessContext(rank=0, world=1, local_rank=0, device=torch.device("cpu"), world_group=None)
 
     def end(code: int) -> None:
         codes.append(code)
@@ -509,7 +509,7 @@ def test_a_process_alone_is_watched_too(tmp_path):
 
 
 def test_nobody_watches_with_a_timeout_of_0(tmp_path):
-    alone = ProcessContext(rank=0, world=1, local_rank=0, device=torch.device("cpu"), everyone=None)
+    alone = ProcessContext(rank=0, world=1, local_rank=0, device=torch.device("cpu"), world_group=None)
     before = threading.active_count()
     with watched(alone, tmp_path, Progress(), 0.0) as watchdog:
         assert watchdog is None

@@ -15,7 +15,7 @@ import pytest
 
 from braid.cli import main
 from braid.errors import ConfigError, ExitCode
-from braid.launch.worker_pool import Ended, check_gpus, launch, nearest_worlds, verdict
+from braid.launch.worker_pool import WorkerExit, check_gpus, deciding_exit, launch, nearest_worlds
 
 pytestmark = pytest.mark.costly("launchers start processes from nothing: each takes seconds to load torch")
 
@@ -117,8 +117,8 @@ def test_the_nearest_worlds_that_fit():
     assert nearest_worlds(lambda n: n == 1, 0) == (1,)
 
 
-def end(rank: int, status: int, *, stopped: bool = False) -> Ended:
-    return Ended(rank=rank, status=status, stopped=stopped)
+def end(rank: int, status: int, *, stopped: bool = False) -> WorkerExit:
+    return WorkerExit(rank=rank, status=status, stopped=stopped)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def end(rank: int, status: int, *, stopped: bool = False) -> Ended:
     ],
 )
 def test_the_first_rank_that_failed_by_itself_tells_how_all_ended(ends, code):
-    found = verdict(ends)
+    found = deciding_exit(ends)
     assert (found and found.exit_code) == code
 
 
@@ -181,7 +181,7 @@ def test_what_no_world_mends_is_listed_as_problems(words, capsys):
             "the environment has RANK but not LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT",
         ),
         ({}, ["--world", "2"], "--world 2, but the launcher started 4"),
-        ({}, ["--restarts", "1"], "give torchrun --max-restarts instead"),
+        ({}, ["--restarts", "1"], "pass --max-restarts to torchrun instead"),
     ],
 )
 def test_an_environment_that_contradicts_is_refused(environment, more, said, words, capsys, monkeypatch):
@@ -200,8 +200,8 @@ def test_after_kill_9_all_start_again_meet_and_rank_0_alone_has_the_terminal(cap
     report = capfd.readouterr()
     assert report.out.splitlines()[1:] == ["rank 0 met [0, 1] in attempt 1 with 1 threads"]
     assert "[rank 1] rank 1 met [0, 1] in attempt 1 with 1 threads\n" in report.err
-    assert "2 workers of one thread each" in report.err
-    assert "braid: rank 1 was killed by SIGKILL; all start again, 1 of 1 restarts\n" in report.err
+    assert "2 workers with one thread each" in report.err
+    assert "braid: rank 1 was killed by SIGKILL; restarting all, 1 of 1 restarts\n" in report.err
 
 
 @pytest.mark.long
@@ -230,7 +230,7 @@ def test_a_rank_that_does_not_hear_is_killed_and_none_is_left(capfd):
 def test_restarts_are_counted(capfd):
     assert launched("be_killed", restarts=1) == ExitCode.PEER_LOST
     report = capfd.readouterr().err
-    assert report.count("was killed by SIGKILL; all start again") == 1
+    assert report.count("was killed by SIGKILL; restarting all") == 1
     assert report.count("was killed by SIGKILL; all were stopped") == 1
 
 
@@ -305,7 +305,7 @@ def test_a_training_with_restarts_survives_kill_9_of_any_rank(words, rank):
 def test_asked_to_stop_all_ranks_do_and_the_state_is_saved(words, number):
     code, _, errors = interrupted_at(braid(*words, "--world", "2", "--restarts", "3"), number, rank=None)
     assert code == ExitCode.PREEMPTED, errors
-    assert "start again" not in errors
+    assert "restarting" not in errors
 
 
 @pytest.mark.long

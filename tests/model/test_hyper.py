@@ -118,7 +118,7 @@ def test_every_depth_equals_its_definition_in_plain_torch() -> None:
             if ".connection." in name or "exit." in name:
                 parameter.normal_()
     losses, context = model(whole), model.prepare(whole)
-    streams = model.stack(model.embedded(context), model.segments, context)
+    streams = model.stack(model.embed(context), model.segments, context)
     assert not torch.allclose(streams[:, :, 0], streams[:, :, 1], rtol=0.1)
     for depth, module in enumerate(model.mtp.values()):
         shown = targets(whole, depth)

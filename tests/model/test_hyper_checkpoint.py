@@ -110,7 +110,7 @@ def _go_on(rank: int, world: int, run: Run, before: Path | None, as_loaded: Path
     """Load a state, save it as it was loaded, train a step, save it again."""
     state, feed = harness.started(rank, world, run)
     if before is not None:
-        states.load(states.newest_in(before), state)
+        states.load(states.resolve_checkpoint(before), state)
         states.save(as_loaded, state, run, feed.train, feed.tokenizer)
     result = train_step(state, run, feed.train, LEARNING_RATE)
     states.save(after, state, run, feed.train, feed.tokenizer)

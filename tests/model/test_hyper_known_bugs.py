@@ -279,7 +279,7 @@ def test_a_region_may_be_given_what_has_no_gradient() -> None:
         x = torch.arange(6.0, requires_grad=True)
         places, scale = torch.tensor([1, 1, 4]), torch.full((3,), 0.5)
         replays = Replays(names)
-        with replays.watching():
+        with replays.save_hooks():
             y = replays.run("hyper", region, x, places, scale)
             loss = y.square().sum()
         loss.backward()

@@ -16,7 +16,7 @@ from torch import Tensor
 from braid.architecture import HyperConnections
 from braid.model.context import MicroBatch
 from braid.model.language import LanguageModel
-from braid.nn.cost import Portion
+from braid.nn.cost import Workload
 from braid.nn.recompute import Replays
 from tests.model.cases import batch, build
 from tests.model.test_hybrid import HYBRID
@@ -83,8 +83,8 @@ def test_each_region_is_replayed_once(span: int) -> None:
 def through(model: LanguageModel, given: MicroBatch, at: Sequence[int]) -> Tensor:
     """A loss of the streams behind some blocks."""
     context, loss = model.prepare(given), torch.zeros(())
-    with model.watched():
-        stream = model.embedded(context)
+    with model.save_hooks():
+        stream = model.embed(context)
         for index, block in model.stack.blocks.items():
             stream = block(stream, context)
             if int(index) in at:
@@ -176,6 +176,6 @@ def test_no_span_is_longer_than_its_depth() -> None:
     """What passes by while a depth is made again does not grow with spans that it has no blocks for."""
     model = model_of("*-*-/*", MOES[0], torch.bfloat16, hyper=HYPER)
     hyper = {"recompute": frozenset({"hyper"}), "dtype": torch.bfloat16}
-    short, long = (model.costs(Portion(rows=1, tokens=8, span=span, **hyper)) for span in (1, 4))
+    short, long = (model.costs(Workload(rows=1, tokens=8, span=span, **hyper)) for span in (1, 4))
     assert short["mtp.0"].passing == long["mtp.0"].passing
     assert short["blocks.0"].passing < long["blocks.0"].passing

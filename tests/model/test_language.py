@@ -11,7 +11,7 @@ from braid.architecture import HyperConnections
 from braid.errors import DataError
 from braid.model.context import Context, MicroBatch
 from braid.model.declaration import chains, form_of
-from braid.model.language import PartOfStep
+from braid.model.language import StepFraction
 from tests.model.cases import SHAPE, assert_near, batch, build, canonical_grads, part
 
 ATTENTION, MOE = SHAPE.attention, SHAPE.moe
@@ -83,7 +83,7 @@ def test_shares_add_up_to_the_loss_of_the_step() -> None:
     moe = replace(MOE, aux_loss=0.5, sequence_aux_loss=0.3, z_loss=0.1)
     model = build("*E", replace(SHAPE, moe=moe))
     batches = [batch([[20]], seed=1), batch([[7], [9]], seed=2)]
-    parts = [PartOfStep(tokens=20 / 36, rows=1 / 3), PartOfStep(tokens=16 / 36, rows=2 / 3)]
+    parts = [StepFraction(tokens=20 / 36, rows=1 / 3), StepFraction(tokens=16 / 36, rows=2 / 3)]
     each = [model(given) for given in batches]
     tokens = sum(int(losses.token_count) for losses in each)
     expected = sum(
@@ -92,7 +92,7 @@ def test_shares_add_up_to_the_loss_of_the_step() -> None:
         + losses.aux["sequence_balance"] * part.rows
         for losses, part in zip(each, parts, strict=True)
     )
-    total = sum(losses.share(tokens, part=part) for losses, part in zip(each, parts, strict=True))
+    total = sum(losses.share(tokens, fraction=part) for losses, part in zip(each, parts, strict=True))
     torch.testing.assert_close(total, expected, rtol=1e-12, atol=0.0)
 
 
@@ -174,7 +174,7 @@ def test_ids_are_checked_before_the_forward() -> None:
 def test_kinds_of_later_steps_and_missing_shapes_are_refused() -> None:
     with pytest.raises(ValueError, match="layer 2 is 'M'"):
         build("*M")
-    with pytest.raises(ValueError, match="its shape is not set"):
+    with pytest.raises(ValueError, match="has no shape for it"):
         build("-", replace(SHAPE, mlp=None))
 
 

@@ -37,11 +37,11 @@ def test_the_global_loss_counts_the_steps_earlier_micro_batches() -> None:
     model = build("E", replace(SHAPE, moe=replace(MOE, aux_loss=0.0, global_aux_loss=0.5)))
     first, second = model.prepare(batch([[20]], seed=1)), model.prepare(batch([[17]], seed=2))
     model.losses(first)
-    second.earlier_E = {layer: balance.favourites_E for layer, balance in first.balances.items()}
+    second.earlier_E = {layer: balance.raw_counts_E for layer, balance in first.balances.items()}
     loss = model.losses(second).aux["global_balance"]
-    ((layer, moe),) = model.moes()
+    ((layer, moe),) = model.moe_layers()
     normed = model.stack.blocks["0"].layers["moe"].norm(model.embedding(second.batch.tokens_BT)).flatten(0, 1)
     routing = moe.router(normed, second.tokens(layer))
-    counts = first.balances[layer].favourites_E + second.balances[layer].favourites_E
+    counts = first.balances[layer].raw_counts_E + second.balances[layer].raw_counts_E
     wanted = 0.5 * load_balance(routing.shares_NE, counts, torch.ones(17, dtype=torch.bool))
     torch.testing.assert_close(loss, wanted)

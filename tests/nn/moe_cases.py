@@ -36,7 +36,7 @@ def tensors(moe: Moe) -> dict[str, Tensor]:
 
 def of_rows(rows: int, row_tokens: int, **changes: object) -> Tokens:
     """Tokens of some rows, with samples numbered from 100."""
-    given = {"sample_B": torch.arange(rows) + 100, "place_T": torch.arange(row_tokens), "training": True}
+    given = {"sample_B": torch.arange(rows) + 100, "position_T": torch.arange(row_tokens), "training": True}
     return Tokens(**(given | changes))  # type: ignore[arg-type]
 
 
@@ -52,7 +52,7 @@ def forward(
     dispatch_plan = moe.dispatch_plan(routing, tokens, replayed=replayed is not None)
     rows, probs = moe.pack(x_NC, routing.probs_NS, dispatch_plan)
     rows, probs, dispatch_plan = moe.dispatcher.dispatch(rows, probs, dispatch_plan)
-    rows = moe.dispatcher.combine(moe.visit(rows, probs, dispatch_plan), dispatch_plan)
+    rows = moe.dispatcher.combine(moe.run_experts(rows, probs, dispatch_plan), dispatch_plan)
     y_NC = moe.unpack(rows, dispatch_plan)
     shared_BTC = moe.shared_output(x_NC.unflatten(0, (tokens.rows, -1)))
     return y_NC if shared_BTC is None else y_NC + shared_BTC.flatten(0, 1), routing

@@ -16,9 +16,9 @@ from torch import Tensor
 from braid import architecture
 from braid.distributed.collectives import ALONE, Group, Groups, own_slice
 from braid.kernels.grouped_mlp import REFERENCE
-from braid.nn.moe.balance import examine
+from braid.nn.moe.balance import measure_balance
 from braid.nn.moe.layer import Moe
-from braid.nn.moe.token_dispatcher import Asked, choose
+from braid.nn.moe.token_dispatcher import DispatcherName, choose
 from braid.nn.moe.token_ids import Tokens
 from tests.nn.moe_cases import forward, tensors
 
@@ -59,7 +59,7 @@ class Found(NamedTuple):
     losses: dict[str, float]
     counts_E: Tensor
     kept_E: Tensor
-    favourites_E: Tensor
+    raw_counts_E: Tensor
     grads: dict[str, tuple[tuple[int, ...], Tensor]]
     """Every canonical tensor that is held: where the part begins, and its gradient before sums over ranks."""
     holders: dict[str, int]
@@ -82,7 +82,7 @@ def groups_of(layout: Layout) -> Groups:
         etp=_group("etp", ranks_XEF.reshape(-1, etp)),
         ep=_group("ep", ranks_XEF.transpose(1, 2).reshape(-1, ep)),
         ep_etp=_group("ep_etp", ranks_XEF.reshape(-1, ep * etp)),
-        travel=_group("travel", ranks_XEF.reshape(-1, ep * etp)),
+        dispatch=_group("dispatch", ranks_XEF.reshape(-1, ep * etp)),
         edp=_group("edp", ranks_XEF.permute(1, 2, 0).reshape(ep * etp, -1)),
     )
 
@@ -103,7 +103,7 @@ def random(name: str, *sizes: int) -> Tensor:
     return torch.randn(sizes, generator=generator, dtype=torch.float64)
 
 
-def build(case: Case, groups: Groups = Groups(), asked: Asked = "auto") -> Moe:
+def build(case: Case, groups: Groups = Groups(), asked: DispatcherName = "auto") -> Moe:
     """The layer with weights that depend on their canonical names alone."""
     dispatcher = choose(case.shape, HIDDEN, groups, asked).function
     moe = Moe(case.shape, HIDDEN, REFERENCE.function, dispatcher, groups=groups, dtype=torch.float64)
@@ -135,11 +135,11 @@ def tokens_of(case: Case, groups: Groups) -> Tokens:
     mask_Bt = part(mask_BT, groups)
     return Tokens(
         sample_B=own_slice(torch.arange(ROWS) + 100, groups.dp, 0),
-        place_T=own_slice(torch.arange(TOKENS), groups.tp_cp, 0),
+        position_T=own_slice(torch.arange(TOKENS), groups.tp_cp, 0),
         padding_BT=mask_Bt if mask_Bt.any() else None,
         padding_count=int(mask_Bt.sum()),
-        shared_tokens=int((~mask_BT).sum()),
-        shared_rows=ROWS,
+        global_tokens=int((~mask_BT).sum()),
+        global_rows=ROWS,
         layer=3,
         seed=7,
         step=2,
@@ -147,12 +147,12 @@ def tokens_of(case: Case, groups: Groups) -> Tokens:
     )
 
 
-def run(case: Case, groups: Groups = Groups(), asked: Asked = "auto") -> Found:
+def run(case: Case, groups: Groups = Groups(), asked: DispatcherName = "auto") -> Found:
     """Forward and backward of this rank's part of the micro-batch, and of every loss."""
     moe, tokens = build(case, groups, asked), tokens_of(case, groups)
     x_BtC = part(random("x", ROWS, TOKENS, HIDDEN), groups).requires_grad_()
     y_NC, routing = forward(moe, x_BtC.flatten(0, 1), tokens)
-    balance = examine(routing, case.shape, tokens, torch.tensor(EARLIER_E), groups)
+    balance = measure_balance(routing, case.shape, tokens, torch.tensor(EARLIER_E), groups)
     y_BtC = y_NC.view_as(x_BtC)
     probe_BtC = part(random("probe", ROWS, TOKENS, HIDDEN), groups)
     torch.stack([(y_BtC * probe_BtC).sum(), *balance.losses.values()]).sum().backward()
@@ -163,7 +163,7 @@ def run(case: Case, groups: Groups = Groups(), asked: Asked = "auto") -> Found:
         {name: loss.item() for name, loss in balance.losses.items()},
         balance.counts_E,
         balance.kept_E,
-        balance.favourites_E,
+        balance.raw_counts_E,
         *_gradients(moe, groups),
     )
 
@@ -199,7 +199,7 @@ def joined(found: list[Found], layout: Layout) -> Found:
         {name: sum(each.losses[name] for each in found) for name in first.losses},
         sum(each.counts_E for each in found[1:]) + first.counts_E,
         sum(each.kept_E for each in found[1:]) + first.kept_E,
-        first.favourites_E,
+        first.raw_counts_E,
         grads,
         {},
     )

@@ -158,7 +158,7 @@ def test_neighbouring_rows_of_a_shard_are_read_without_a_copy() -> None:
 def test_linear_parts_say_where_they_lie_and_who_has_them() -> None:
     pair = Group(name="tp", size=2, rank=1, handle=None)
     linear = Linear(3, (2, 4, 5), bias=True)
-    part = linear.part((slice(None), slice(1, 3)), RowSpan(20, 80), pair)
+    part = linear.canonical_part((slice(None), slice(1, 3)), RowSpan(20, 80), pair)
     assert {name: tensor.shape for name, tensor in part.items()} == {"weight": (80, 3), "bias": (80,)}
     assert part["weight"].held.offset == (20, 0)
     assert part["weight"].held.shape == (20, 3)

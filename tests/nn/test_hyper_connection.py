@@ -13,13 +13,13 @@ from torch.nn import functional as F
 
 from braid.architecture import HyperConnections
 from braid.kernels import hyper_connection as op
-from braid.nn.cost import Portion
+from braid.nn.cost import Workload
 from braid.nn.delayed_wgrad import DelayedWgrad, set_wgrad_store
 from braid.nn.hyper_connection import HyperConnection, HyperExit, HyperMean, deviation, expand
 from braid.nn.init import initialize
 from tests.nn.delayed_cases import Case
 from tests.nn.float64 import float32_means_float64
-from tests.nn.test_weight_sink import assert_bits, at_once, delayed
+from tests.nn.test_delayed_wgrad import assert_bits, at_once, delayed
 
 EPS = 1e-5
 HIDDEN = 6
@@ -284,7 +284,7 @@ def test_cost_is_what_autograd_keeps(
 ) -> None:
     connection, leave = built(HyperConnection, streams, dtype), built(HyperExit, streams, dtype)
     set_wgrad_store(nn.ModuleList([connection, leave]), wgrad_store)
-    portion = Portion(rows=2, tokens=3, dtype=dtype, device="cpu")
+    workload = Workload(rows=2, tokens=3, dtype=dtype, device="cpu")
     x = streams_of(streams, dtype)
     y = torch.randn(2, 3, HIDDEN, dtype=dtype, requires_grad=True)
 
@@ -292,8 +292,8 @@ def test_cost_is_what_autograd_keeps(
         _, entered = connection(x)
         return connection.post(entered, y)
 
-    assert held(through, connection) == connection.cost(portion).kept
-    assert held(lambda: leave(x), leave) == leave.cost(portion).kept
+    assert held(through, connection) == connection.cost(workload).kept
+    assert held(lambda: leave(x), leave) == leave.cost(workload).kept
 
 
 def held(function: object, module: nn.Module) -> int:

@@ -48,7 +48,7 @@ def test_outputs_apart_are_rows_of_the_weight(shape: tuple[int, ...], bias: bool
     x = torch.randn(shape).to(dtype).requires_grad_()
     wide = [tensor.detach().double().requires_grad_() for tensor in leaves(layer, x)]
     wide_x, weight, *biases = wide
-    actual = torch.stack(layer.apart(x), -1)
+    actual = torch.stack(layer.split_forward(x), -1)
     expected = F.linear(wide_x, weight, *biases).unflatten(-1, (5, 3))
     probe = torch.randn(expected.shape).to(dtype)
     grads = torch.autograd.grad(actual, leaves(layer, x), probe)

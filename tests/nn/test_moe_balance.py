@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from braid.nn.moe.balance import Balance, examine, load, updated_bias
+from braid.nn.moe.balance import Balance, load, measure_balance, updated_bias
 from braid.nn.moe.router import route
 from tests.nn.moe_cases import of_rows, randn, shape
 
@@ -53,7 +53,7 @@ def test_losses_are_the_formulas_without_padding_biases_and_groups(score: str) -
     logits = randn(ROWS * ROW_TOKENS, EXPERTS).requires_grad_()
     bias = torch.linspace(-1, 1, EXPERTS, dtype=torch.float64) if moe.selection_bias else None
     earlier = torch.tensor([5, 0, 3, 9, 1, 2])
-    found = examine(route(logits, moe, tokens, bias), moe, tokens, earlier)
+    found = measure_balance(route(logits, moe, tokens, bias), moe, tokens, earlier)
 
     scores = {"softmax": logits.exp(), "sigmoid": 1 / (1 + (-logits).exp())}.get(
         score, (1 + logits.exp()).log().sqrt()
@@ -70,7 +70,7 @@ def test_losses_are_the_formulas_without_padding_biases_and_groups(score: str) -
         "router_z": 0.1 * torch.cat([logits[:7], logits[7:11]]).exp().sum(1).log().square().mean(),
     }
     assert found.losses.keys() == expected.keys()
-    assert found.favourites_E.tolist() == [favourites.count(e) for e in range(EXPERTS)]
+    assert found.raw_counts_E.tolist() == [favourites.count(e) for e in range(EXPERTS)]
     for name, want in expected.items():
         torch.testing.assert_close(found.losses[name], want, rtol=1e-12, atol=0.0)
         (grad,) = torch.autograd.grad(found.losses[name], logits, retain_graph=True)
@@ -81,20 +81,20 @@ def test_losses_are_the_formulas_without_padding_biases_and_groups(score: str) -
 
 def test_the_first_micro_batch_of_a_step_balances_over_itself() -> None:
     moe = shape(aux_loss=1.0, global_aux_loss=1.0)
-    losses = examine(route(randn(9, 6), moe), moe, of_rows(1, 9)).losses
+    losses = measure_balance(route(randn(9, 6), moe), moe, of_rows(1, 9)).losses
     assert losses["global_balance"] == losses["load_balance"]
 
 
 def test_losses_that_are_off_do_not_exist() -> None:
     moe = shape(aux_loss=0.0)
-    assert examine(route(randn(9, 6), moe), moe, of_rows(1, 9)).losses == {}
+    assert measure_balance(route(randn(9, 6), moe), moe, of_rows(1, 9)).losses == {}
 
 
 def test_counts_are_of_choices_and_of_places_found_without_padding() -> None:
     moe = shape(capacity_factor=0.5, drop="last_position")
     tokens = of_rows(ROWS, ROW_TOKENS, padding_BT=padding())
     routing = route(randn(ROWS * ROW_TOKENS, EXPERTS), moe, tokens)
-    found: Balance = examine(routing, moe, tokens)
+    found: Balance = measure_balance(routing, moe, tokens)
     valid = [*range(7), *range(7, 11)]
     chosen = [e for n in valid for e in routing.experts_NS[n].tolist()]
     assert found.counts_E.tolist() == [chosen.count(e) for e in range(EXPERTS)]
@@ -115,9 +115,9 @@ def test_updates_of_the_bias_even_out_the_load() -> None:
     moe = shape(score="sigmoid", selection_bias=True)
     logits = randn(200, EXPERTS) + torch.linspace(-1, 1, EXPERTS, dtype=torch.float64)
     bias = torch.zeros(EXPERTS, dtype=torch.float64)
-    before = load(*[examine(route(logits, moe, bias_E=bias), moe, of_rows(1, 200)).counts_E] * 2)
+    before = load(*[measure_balance(route(logits, moe, bias_E=bias), moe, of_rows(1, 200)).counts_E] * 2)
     for _ in range(300):
-        counts = examine(route(logits, moe, bias_E=bias), moe, of_rows(1, 200)).counts_E
+        counts = measure_balance(route(logits, moe, bias_E=bias), moe, of_rows(1, 200)).counts_E
         bias = updated_bias(bias, counts, 2e-3)
     after = load(counts, counts)
     assert before.max_over_mean > 1.5

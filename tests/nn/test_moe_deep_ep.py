@@ -45,15 +45,15 @@ def test_deep_ep_finds_what_one_process_finds() -> None:
 
 def test_without_deep_ep_a_run_is_told_what_is_missing() -> None:
     pair = Group(name="ep", size=2, rank=0, handle=None)
-    with pytest.raises(ConfigError, match=r"package deep_ep is not installed.*all_to_all"):
-        DeepEp(group=pair, travel=pair, held=4, slices=1, channels=8)
+    with pytest.raises(ConfigError, match=r"package deep_ep, which is not installed.*all_to_all"):
+        DeepEp(group=pair, dispatch_group=pair, local_experts=4, etp=1, channels=8)
 
 
 def test_what_deep_ep_cannot_do_is_a_problem_of_the_run() -> None:
     moe = shape(capacity_factor=1.0, pad_to_capacity=True)
     found = list(problems("mesh.dispatcher", "deep_ep", moe, torch.device("cpu"), torch.float32))
     assert [problem.rule for problem in found] == [
-        "DeepEP works on GPUs, not on cpu",
+        "DeepEP needs GPUs, not cpu",
         "DeepEP carries bfloat16, not float32",
         "DeepEP cannot pad to capacity",
     ]

@@ -17,7 +17,7 @@ from braid.nn.moe.jitter import jitter
 from braid.nn.moe.replay import Recording
 from braid.nn.moe.router import Router, route
 from braid.nn.moe.routing import ExpertChoice
-from braid.nn.moe.sinkhorn import evened
+from braid.nn.moe.sinkhorn import sinkhorn
 from tests.nn.moe_cases import build, forward, grads, of_rows, randn, shape
 
 # --------------------------------------------------------------------------------------------- scores
@@ -101,7 +101,7 @@ def test_selection_bias_chooses_but_does_not_weigh() -> None:
     assert routing.experts_NS.tolist() == [[1, 4]] * 7
     torch.testing.assert_close(routing.probs_NS, logits.sigmoid()[:, [1, 4]], rtol=1e-12, atol=0.0)
     raw = [sorted(range(6), key=lambda e: -row[e])[:2] for row in logits.tolist()]
-    assert routing.choice.favourites_NS.tolist() == raw
+    assert routing.choice.raw_top_k_NS.tolist() == raw
 
 
 def test_weight_and_selection_bias_are_float32_and_the_bias_has_no_gradient() -> None:
@@ -149,7 +149,7 @@ def test_sinkhorn_is_the_formula_for_each_sequence_without_padding() -> None:
     valid = torch.ones(3, 20, dtype=torch.bool)
     valid[1, 13:] = False
     valid[2] = False
-    scaled = evened(logits, valid)
+    scaled = sinkhorn(logits, valid)
     for b, tokens in ((0, 20), (1, 13)):
         expected = plain_sinkhorn(logits[b, :tokens])
         per_token = scaled[b, :tokens].sum(1, keepdim=True)
@@ -157,7 +157,7 @@ def test_sinkhorn_is_the_formula_for_each_sequence_without_padding() -> None:
             scaled[b, :tokens] / per_token, expected / expected.sum(1, keepdim=True), rtol=1e-6, atol=0.0
         )
     assert not scaled[~valid].any()
-    assert evened(1e4 * logits, valid).isfinite().all()
+    assert sinkhorn(1e4 * logits, valid).isfinite().all()
 
 
 def test_sinkhorn_evens_the_load_in_training_and_leaves_evaluation_alone() -> None:
@@ -181,7 +181,7 @@ def test_jitter_follows_the_sample_and_nothing_around_it() -> None:
     assert 0.9 < noise.min() < 0.901
     assert 1.099 < noise.max() < 1.1
     assert abs(noise.mean().item() - 1) < 2e-3
-    part = replace(tokens, sample_B=torch.tensor([102]), place_T=torch.arange(20, 27))
+    part = replace(tokens, sample_B=torch.tensor([102]), position_T=torch.arange(20, 27))
     assert torch.equal(jitter(0.1, part, 40, torch.float64), noise[2, 20:27])
     for other in (replace(tokens, seed=3), replace(tokens, step=6), replace(tokens, layer=1)):
         assert not torch.equal(jitter(0.1, other, 40, torch.float64).view(4, 50, 40), noise)
@@ -252,7 +252,7 @@ def test_a_recorded_routing_is_repeated_by_any_batch() -> None:
     chosen = others.softmax(-1).gather(1, moved.experts_NS)
     torch.testing.assert_close(moved.probs_NS, chosen / chosen.sum(1, keepdim=True))
 
-    half = of_rows(2, 4, sample_B=torch.tensor([101, 100]), place_T=torch.arange(4, 8), layer=4)
+    half = of_rows(2, 4, sample_B=torch.tensor([101, 100]), position_T=torch.arange(4, 8), layer=4)
     parts = recording.read(half)
     assert torch.equal(parts.experts_NS, torch.cat([routing.experts_NS[12:16], routing.experts_NS[4:8]]))
     with pytest.raises(DataError, match="sample 7 in layer 4"):
@@ -265,15 +265,15 @@ def test_parts_of_rows_are_recorded_one_after_the_other() -> None:
     whole = route(randn(16, 6), moe, tokens).choice
     recording = Recording()
     for places in (range(4, 8), range(4)):
-        part = replace(tokens, place_T=torch.tensor(places))
+        part = replace(tokens, position_T=torch.tensor(places))
         rows = torch.tensor([row * 8 + place for row in range(2) for place in places])
         recording.write(
-            part, ExpertChoice(whole.experts_NS[rows], whole.favourites_NS[rows], whole.kept_NS[rows])
+            part, ExpertChoice(whole.experts_NS[rows], whole.raw_top_k_NS[rows], whole.kept_NS[rows])
         )
         if places.start:
             assert torch.equal(recording.read(part).experts_NS, whole.experts_NS[rows])
-            with pytest.raises(DataError, match="sample 100 in layer 4 for all of its tokens"):
+            with pytest.raises(DataError, match="sample 100 in layer 4 that covers all its tokens"):
                 recording.read(tokens)
     assert all(torch.equal(a, b) for a, b in zip(recording.read(tokens), whole, strict=True))
-    with pytest.raises(DataError, match="for all of its tokens"):
-        recording.read(replace(tokens, place_T=torch.arange(5, 9)))
+    with pytest.raises(DataError, match="that covers all its tokens"):
+        recording.read(replace(tokens, position_T=torch.arange(5, 9)))

@@ -88,7 +88,7 @@ def test_embedding_looks_up_rows() -> None:
 def test_linear_parts_are_places_in_one_weight() -> None:
     linear = Linear(4, (3, 2, 5), bias=True, dtype=torch.float64)
     linear.weight.data, linear.bias.data = values(30, 4), values(30)
-    part = linear.part((slice(None), 1))
+    part = linear.canonical_part((slice(None), 1))
     weight, bias = part["weight"].read(linear.weight), part["bias"].read(linear.bias)
     assert weight.shape == (15, 4)
     x = values(6, 4, seed=3)
@@ -107,7 +107,7 @@ def test_linear_outputs_apart(bias: bool) -> None:
         parameter.data = values(*parameter.shape)
     x = values(3, 4, seed=1)
     together = linear(x).view(3, 5, 2)
-    for place, output in enumerate(linear.apart(x)):
+    for place, output in enumerate(linear.split_forward(x)):
         torch.testing.assert_close(output, together[..., place], rtol=1e-13, atol=1e-13)
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from braid.distributed.collectives import Group
 from braid.optim.adamw import AdamW
-from braid.optim.gradients import Copied, clip_, not_finite, total_norm
+from braid.optim.gradients import ReplicatedPart, clip_, not_finite, total_norm
 from braid.optim.schedule import LearningRate
 
 
@@ -46,19 +46,19 @@ def test_rates_stay_between_zero_and_the_peak_and_only_fall_after_the_rise(kind,
 def test_norm_and_clipping_are_over_all_gradients_together():
     gradients = {"a": torch.tensor([3.0, 0.0]), "b": torch.tensor([[4.0]])}
     assert float(total_norm(gradients)) == 5.0
-    clip_(gradients, 5.0, longest=1.0)
+    clip_(gradients, 5.0, max_norm=1.0)
     assert float(total_norm(gradients)) == pytest.approx(1.0)
-    clip_(gradients, 1.0, longest=0.0)
+    clip_(gradients, 1.0, max_norm=0.0)
     assert float(total_norm(gradients)) == pytest.approx(1.0)
     assert float(total_norm({})) == 0.0
-    clip_(gradients, 1.0, longest=3.0)
+    clip_(gradients, 1.0, max_norm=3.0)
     assert float(total_norm(gradients)) == pytest.approx(1.0), "short ones stay as they are"
 
 
 @pytest.mark.parametrize(("rank", "repeated", "norm"), [(0, (), 5.0), (1, (), 3.0), (1, ("b",), 3.0)])
 def test_what_other_ranks_hold_as_well_counts_once(rank, repeated, norm):
     gradients = {"a": torch.tensor([3.0, 0.0]), "b": torch.tensor([[4.0]])}
-    copies = [Copied(parameter="b", place=None, group=Group(name="tp", size=2, rank=rank, handle=None))]
+    copies = [ReplicatedPart(parameter="b", place=None, group=Group(name="tp", size=2, rank=rank, handle=None))]
     assert float(total_norm(gradients, copies, frozenset(repeated))) == norm
 
 
@@ -87,7 +87,7 @@ def test_adamw_follows_the_formula_and_decays_only_what_is_named():
     for step in gradients:
         for name, parameter in parameters.items():
             parameter.grad = step[name].clone()
-        optimizer.gather()
+        optimizer.accumulate_grads()
         optimizer.update(0.05)
     for name, decay in (("matrix", 0.2), ("norm", 0.0)):
         wanted = plain_adamw(
@@ -102,7 +102,7 @@ def test_a_bf16_model_has_fp32_main_parameters_and_sums_its_gradients_there():
     optimizer = AdamW({"w": parameter}, decaying=(), betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
     for part in (256.0, 1.0, 1.0):
         parameter.grad = torch.full((4,), part, dtype=torch.bfloat16)
-        optimizer.gather()
+        optimizer.accumulate_grads()
     assert optimizer.gradients()["w"].dtype == torch.float32
     assert optimizer.gradients()["w"].tolist() == [258.0] * 4
     optimizer.update(1e-4)

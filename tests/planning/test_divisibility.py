@@ -45,7 +45,7 @@ BIASED = with_model(moe=replace(small_run().model.moe, bias=True, ffn=12))
         (meshed(ep=3), 2, "mesh.ep", "must divide tp x cp x dp (2)"),
         (meshed(tp=8), 8, "mesh.tp times mesh.cp", "must divide model.attention.heads (4)"),
         (meshed(cp=8), 8, "mesh.tp times mesh.cp", "must divide model.attention.heads (4)"),
-        (meshed(ep=2, dispatcher="deep_ep"), 2, "mesh.dispatcher", "DeepEP carries bf16"),
+        (meshed(ep=2, dispatcher="deep_ep"), 2, "mesh.dispatcher", "DeepEP supports only bf16"),
         (meshed(tp=5), 5, "data.sequence_tokens", "multiple of mesh.tp times mesh.cp (5)"),
         (meshed(tp=5), 5, "mesh.tp", "must divide model.mlp.ffn (24)"),
         (meshed(tp=3), 3, "model.attention.kv_heads", "must divide mesh.tp (3) or be a multiple of it"),
@@ -55,10 +55,10 @@ BIASED = with_model(moe=replace(small_run().model.moe, bias=True, ffn=12))
         (meshed(tp=3), 3, "mesh.tp", "must divide model.moe.shared_ffn (8)"),
         (meshed(), 16, "model.moe.ffn", "mesh.etp times ranks that shard the same experts (16)"),
         (meshed(BIASED), 3, "model.hidden", "ranks that shard the same experts (3)"),
-        (meshed(replicate=2, shard="none"), 2, "mesh.replicate", "a copy of everything on every rank already"),
+        (meshed(replicate=2, shard="none"), 2, "mesh.replicate", "already replicates everything on every rank"),
         (meshed(replicate=3), 2, "mesh.replicate", "must divide dp times mesh.cp (2)"),
         (meshed(ep=2, replicate=2), 2, "mesh.replicate", "ranks that hold the same experts (1)"),
-        (meshed(with_model(pattern="[*-]"), ep=2), 2, "mesh.ep", "has no experts to share"),
+        (meshed(with_model(pattern="[*-]"), ep=2), 2, "mesh.ep", "has no experts to distribute"),
         (meshed(MAMBA, tp=4), 4, "mesh.tp times mesh.cp", "must divide model.mamba2.heads (6)"),
         (meshed(MAMBA, tp=2), 2, "model.mamba2.groups", "must divide mesh.tp (2) or be a multiple of it"),
         (meshed(DELTA, tp=2), 2, "model.delta_net.key_heads", "must divide mesh.tp (2) or be a multiple of it"),
@@ -103,7 +103,7 @@ def test_a_remedy_for_heads_works():
 def test_sizes_multiply_out_and_the_smallest_world_fits(tp, cp, pp, ep, etp, more):
     mesh = Mesh(tp=tp, cp=cp, pp=pp, ep=ep, etp=etp)
     world = divisibility.smallest_world(mesh) * more
-    sizes = divisibility.sizes(mesh, world)
+    sizes = divisibility.axis_sizes(mesh, world)
     assert sizes.tp * sizes.cp * sizes.dp * sizes.pp == world
     assert sizes.etp * sizes.ep * sizes.edp == sizes.slab
     dense, expert = tp * cp, ep * etp
@@ -126,7 +126,7 @@ def test_16384_ranks_are_planned():
 
 
 def test_weights_that_are_not_sharded_have_a_copy_on_every_rank_that_uses_them():
-    sizes = divisibility.sizes(Mesh(tp=2, cp=2, ep=2, shard="none"), 16)
+    sizes = divisibility.axis_sizes(Mesh(tp=2, cp=2, ep=2, shard="none"), 16)
     assert (sizes.dp, sizes.dense_copies, sizes.expert_copies) == (4, 8, 8)
-    sizes = divisibility.sizes(Mesh(tp=2, cp=2, ep=2, replicate=2), 16)
+    sizes = divisibility.axis_sizes(Mesh(tp=2, cp=2, ep=2, replicate=2), 16)
     assert (sizes.dense_copies, sizes.expert_copies) == (2, 2)

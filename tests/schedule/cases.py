@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from braid.model.declaration import Form, chains, units
 from braid.pattern import Layout, cut, joined, parse
-from braid.schedule import Chain
+from braid.schedule import Chain, Op, Rule
+from braid.schedule.lifetime import Lifetime, LifetimeError, UnitStats, Uses, follow
 
 
 def cut_for(text: str, pp: int = 1) -> Layout:
@@ -26,3 +29,13 @@ def meshes(text: str, pp: int = 1, **form: bool) -> dict[str, str]:
 def coarse(text: str, pp: int = 1, **form: bool) -> tuple[Chain, ...]:
     """A chain for each segment, every block as one phase."""
     return chains(cut_for(text, pp), Form(**form))
+
+
+def prove(ops: Iterable[Op], units: Iterable[str], uses: Uses, *, resident: bool = False) -> UnitStats:
+    """Follow a list to its end, or raise at the first op that violates a rule of `lifetime`."""
+    lifetime, finished = Lifetime(units, resident=resident), False
+    for op in ops:
+        finished = follow(lifetime, op, uses(op), finished)
+    if not finished:
+        raise LifetimeError(Rule.FINISHED, "the list ends without FINISH")
+    return lifetime.stats

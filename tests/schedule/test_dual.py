@@ -27,11 +27,11 @@ from braid.schedule import (
     parse_op,
     simulate,
 )
-from braid.schedule.lifetime import prove, uses_of
+from braid.schedule.lifetime import uses_of
 from braid.schedule.lowering import POLICIES, lowered
 from braid.schedule.views import narrow
 from tests.schedule import reference
-from tests.schedule.cases import coarse, fine, meshes
+from tests.schedule.cases import coarse, fine, meshes, prove
 from tests.schedule.table import COMPUTE, held_peaks, of_segments, tables
 
 
@@ -213,7 +213,7 @@ def test_sharded_weights_come_and_go_in_a_fold(strategy):
     units = full.units(0)
     assert units == ("embedding", "stack.blocks.0", "stack.blocks.3", "final_norm", "mtp.0", "mtp.0.blocks.0")
     figures = prove(full.ops[0], units, uses_of(full))
-    assert figures.reductions == (5 * len(units) if policy.every else len(units))
+    assert figures.reductions == (5 * len(units) if policy.reduce_every else len(units))
 
 
 # --------------------------------------------------------------------------------------- what it is worth

@@ -21,11 +21,11 @@ from braid.schedule import (
     parse_op,
     simulate,
 )
-from braid.schedule.lifetime import prove, uses_of
+from braid.schedule.lifetime import uses_of
 from braid.schedule.lowering import POLICIES, lowered
 from braid.schedule.overlapped import Side, pair
 from braid.schedule.views import phase_of, stream_of
-from tests.schedule.cases import fine, meshes
+from tests.schedule.cases import fine, meshes, prove
 
 LATE = Options(delayed=True)
 PAIRED = Options(delayed=True, paired_ends=True)
@@ -212,7 +212,7 @@ def test_the_experts_unit_is_whole_after_the_last_drawer_of_a_micro_batch(strate
     assert check(full).faults == ()
     (ops,) = full.ops
     figures = prove(ops, units, uses_of(full))
-    every = POLICIES[strategy].every
+    every = POLICIES[strategy].reduce_every
     assert figures.reductions == len(units) * (made.micro_batches if every else 1)
     experts = [unit for unit, mesh in units.items() if mesh == "expert"]
     assert len(experts) == 2

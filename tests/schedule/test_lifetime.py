@@ -23,10 +23,10 @@ from braid.schedule import (
     parse_ops,
     with_sums,
 )
-from braid.schedule.lifetime import NOTHING, Lifetime, LifetimeError, Use, lifetime_faults, prove, uses_of
-from braid.schedule.lowering import ALONE, POLICIES, Policy, lowered
+from braid.schedule.lifetime import NO_USE, Lifetime, LifetimeError, Use, lifetime_faults, uses_of
+from braid.schedule.lowering import POLICIES, RESIDENT, Policy, lowered
 from braid.schedule.recompute import with_replays
-from tests.schedule.cases import coarse, fine, meshes
+from tests.schedule.cases import coarse, fine, meshes, prove
 
 # ------------------------------------------------------------------------------------------- misuse
 
@@ -54,7 +54,7 @@ def test_a_gather_that_is_under_way_can_be_released() -> None:
 
 
 def test_double_unshard() -> None:
-    with refused(Rule.RESHARDED, "UNSHARD with a, which is ready: it has to be sharded"):
+    with refused(Rule.RESHARDED, "UNSHARD with a, which is ready: it must be sharded"):
         ready("a").unshard("a")
 
 
@@ -78,27 +78,27 @@ def test_nothing_to_wait_for_or_release(action: str, rule: Rule) -> None:
 
 def test_reducing_twice() -> None:
     lifetime = ready("a")
-    lifetime.use(Use(reads=("a",), grades=("a",)))
+    lifetime.use(Use(reads=("a",), grads=("a",)))
     lifetime.reduce("a")
-    with refused(Rule.REDUCED, "REDUCE_GRAD with a, which owes nothing"):
+    with refused(Rule.REDUCED, "REDUCE_GRAD with a, which has no gradient"):
         lifetime.reduce("a")
 
 
 def test_accumulating_nothing() -> None:
     lifetime = ready("a")
-    lifetime.use(Use(grades=("a",)))
+    lifetime.use(Use(grads=("a",)))
     lifetime.accumulate("a")
-    with refused(Rule.REDUCED, "ACCUM with a, which owes what is accumulated"):
+    with refused(Rule.REDUCED, "ACCUM with a, which has an accumulated gradient"):
         lifetime.accumulate("a")
 
 
 @pytest.mark.parametrize("between", ["accumulate", "reduce"])
 def test_micro_batches_are_told_apart(between: str) -> None:
     """What two of them add may only meet once the first is accumulated, or summed over ranks."""
-    lifetime, use = ready("a"), Use(reads=("a",), grades=("a",))
+    lifetime, use = ready("a"), Use(reads=("a",), grads=("a",))
     lifetime.use(use, 0)
     lifetime.use(use, 0)
-    with refused(Rule.ACCUMULATED, r"adding to a for micro-batch 1, which owes .* micro-batch 0"):
+    with refused(Rule.ACCUMULATED, r"adding to a for .* 1, which has a pending gradient of micro-batch 0"):
         lifetime.use(use, 1)
     getattr(lifetime, between)("a")
     lifetime.use(use, 1)
@@ -106,29 +106,29 @@ def test_micro_batches_are_told_apart(between: str) -> None:
 
 def test_finish_with_leftovers() -> None:
     lifetime = ready("a")
-    lifetime.use(Use(grades=("b",)))
-    with refused(Rule.RESHARDED, "a is ready, b owes what an op has added"):
+    lifetime.use(Use(grads=("b",)))
+    with refused(Rule.RESHARDED, "a is ready, b has a pending gradient"):
         lifetime.finish()
     lifetime.reshard("a")
-    with refused(Rule.REDUCED, "leftovers: b owes what an op has added"):
+    with refused(Rule.REDUCED, "FINISH too early: b has a pending gradient"):
         lifetime.finish()
 
 
 @pytest.mark.parametrize("action", ["unshard", "wait", "reshard", "accumulate", "reduce"])
 def test_a_unit_that_does_not_exist(action: str) -> None:
-    with refused(Rule.EXISTS, "with c, which is no unit: there are a, b"):
+    with refused(Rule.EXISTS, "with c, which is not a unit: there are a, b"):
         getattr(ready("a"), action)("c")
 
 
-@pytest.mark.parametrize("use", [Use(reads=("c",)), Use(grades=("c",))])
+@pytest.mark.parametrize("use", [Use(reads=("c",)), Use(grads=("c",))])
 def test_computing_with_a_unit_that_does_not_exist(use: Use) -> None:
-    with refused(Rule.EXISTS, "computing with c, which is no unit"):
+    with refused(Rule.EXISTS, "computing with c, which is not a unit"):
         ready("a").use(use)
 
 
 def test_weights_that_are_there_all_the_time_are_neither_gathered_nor_released() -> None:
     lifetime = Lifetime(["a"], resident=True)
-    lifetime.use(Use(reads=("a",), grades=("a",)), 0)
+    lifetime.use(Use(reads=("a",), grads=("a",)), 0)
     with refused(Rule.RESHARDED, "UNSHARD with a, which is ready"):
         lifetime.unshard("a")
     lifetime.reduce("a")
@@ -144,18 +144,18 @@ def test_weights_that_are_there_all_the_time_are_neither_gathered_nor_released()
 )
 def test_a_list_ends_with_one_finish_and_with_sums_of_copies_behind_it(text: str) -> None:
     with refused(Rule.FINISHED, "FINISH|not reduced yet"):
-        prove(parse_ops(text), ["a"], lambda op: NOTHING)
+        prove(parse_ops(text), ["a"], lambda op: NO_USE)
 
 
 def test_nothing_computes_with_units_after_finish() -> None:
     with refused(Rule.FINISHED, r"F0\.0 comes after FINISH"):
-        prove(parse_ops("FINISH F0.0"), ["a"], lambda op: Use(reads=("a",)) if op.act is Act.F else NOTHING)
+        prove(parse_ops("FINISH F0.0"), ["a"], lambda op: Use(reads=("a",)) if op.act is Act.F else NO_USE)
 
 
 @pytest.mark.parametrize("act", [Act.UNSHARD, Act.WAIT, Act.RESHARD, Act.ACCUM, Act.REDUCE_GRAD])
 def test_an_op_about_units_names_one(act: Act) -> None:
     with refused(Rule.COMPLETE, "names no unit"):
-        prove((Op(act=act),), ["a"], lambda op: NOTHING)
+        prove((Op(act=act),), ["a"], lambda op: NO_USE)
 
 
 # ------------------------------------------------------------------------------------ uses of phases
@@ -167,19 +167,19 @@ def test_what_ops_do_with_units_follows_from_phases() -> None:
     block, experts = "stack.blocks.0", "stack.blocks.0.layers.moe.inner.experts"
     wanted = {
         "F0.0:embed": Use(reads=("embedding",)),
-        "B0.0:embed": Use(grades=("embedding",)),
+        "B0.0:embed": Use(grads=("embedding",)),
         "F0.0:0.mix": Use(reads=(block,)),
         "RECOMPUTE0.0:0.mix": Use(reads=(block,)),
-        "B0.0:0.mix": Use(reads=(block,), grades=(block,)),
-        "W0.0:0.mix": Use(grades=(block,)),
-        "F0.0:0.dispatch": NOTHING,
-        "B0.0:0.experts": Use(reads=(experts,), grades=(experts,)),
+        "B0.0:0.mix": Use(reads=(block,), grads=(block,)),
+        "W0.0:0.mix": Use(grads=(block,)),
+        "F0.0:0.dispatch": NO_USE,
+        "B0.0:0.experts": Use(reads=(experts,), grads=(experts,)),
         "RECOMPUTE0.0:0.experts": Use(reads=(experts,)),
-        "W0.0:0.experts.down": Use(grades=(experts,)),
-        "W0.0:0.experts.in": Use(grades=(experts,)),
-        "F0.0:0.combine": NOTHING,
-        "SEND_F0.0>1": NOTHING,
-        "FINISH": NOTHING,
+        "W0.0:0.experts.down": Use(grads=(experts,)),
+        "W0.0:0.experts.in": Use(grads=(experts,)),
+        "F0.0:0.combine": NO_USE,
+        "SEND_F0.0>1": NO_USE,
+        "FINISH": NO_USE,
     }
     assert {text: uses(parse_op(text)) for text in wanted} == wanted
 
@@ -228,7 +228,7 @@ def test_a_fault_tells_where_a_list_breaks_a_rule(rank: int, left_out: str, rule
 
 
 def test_what_is_missing_at_the_end_stands_past_it() -> None:
-    broken = without(lowered(in_phases(one_f_one_b(1, 1), coarse("-")), meshes("-"), ALONE), 0, "FINISH")
+    broken = without(lowered(in_phases(one_f_one_b(1, 1), coarse("-")), meshes("-"), RESIDENT), 0, "FINISH")
     (fault,) = check(broken).faults
     assert (fault.place, str(fault.op), fault.rule) == (len(broken.ops[0]), "FINISH", Rule.FINISHED)
 
@@ -253,5 +253,7 @@ def test_before_weights_are_placed_their_rules_are_not_asked() -> None:
 
 def test_weights_that_are_said_to_be_there_are_not_gathered() -> None:
     assert {fault.rule for fault in check(replace(made(), weights="resident")).faults} == {Rule.RESHARDED}
-    assert {fault.rule for fault in check(replace(made(ALONE), weights="sharded")).faults} == {Rule.UNSHARDED}
-    assert check(made(ALONE)).sound
+    assert {fault.rule for fault in check(replace(made(RESIDENT), weights="sharded")).faults} == {
+        Rule.UNSHARDED
+    }
+    assert check(made(RESIDENT)).sound

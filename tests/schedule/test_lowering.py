@@ -29,9 +29,10 @@ from braid.schedule import (
     simulate,
     with_sums,
 )
-from braid.schedule.lifetime import NOTHING, Figures, Use, Uses, prove, uses_of
-from braid.schedule.lowering import ALONE, POLICIES, Policy, Sharding, lower, lowered
+from braid.schedule.lifetime import NO_USE, UnitStats, Use, Uses, uses_of
+from braid.schedule.lowering import POLICIES, RESIDENT, Policy, Sharding, lower, lowered
 from braid.schedule.views import bare
+from tests.schedule.cases import prove
 
 
 def words(ops: Ops) -> str:
@@ -46,7 +47,7 @@ def uses_of_segments(units: Mapping[int, Sequence[str]]) -> Uses:
         held = () if op.segment is None else tuple(units.get(op.segment, ()))
         if op.act is Act.F:
             return Use(reads=held)
-        return Use(reads=held, grades=held) if op.act is Act.B else NOTHING
+        return Use(reads=held, grads=held) if op.act is Act.B else NO_USE
 
     return uses
 
@@ -104,7 +105,7 @@ def test_sends_leave_first_and_gathers_are_under_way_while_a_message_is_awaited(
 
 def test_copies_are_summed_after_finish() -> None:
     schedule, meshes = of_one_phase(with_sums(one_f_one_b(2, 1), {"embedding": (0, 1)}), "a")
-    for policy in (Policy(), ALONE):
+    for policy in (Policy(), RESIDENT):
         assert all(words(ops).endswith("FINISH SUM_COPIES") for ops in lowered(schedule, meshes, policy).ops)
 
 
@@ -114,10 +115,10 @@ def test_an_evaluation_reduces_nothing() -> None:
 
 
 def test_a_process_alone_has_its_weights_and_sums_gradients_micro_batch_by_micro_batch() -> None:
-    ops = lower(parse_ops("F0.0 B0.0 F1.0 B1.0"), sharding({0: ("a",)}, ALONE))
+    ops = lower(parse_ops("F0.0 B0.0 F1.0 B1.0"), sharding({0: ("a",)}, RESIDENT))
     assert words(ops) == "F0.0 B0.0 ACCUM(a) F1.0 B1.0 REDUCE_GRAD(a) FINISH"
     assert not any(op.collectives for op in ops)
-    evaluation = lower(forward_only(1, 1, 2).ops[0], sharding({0: ("a",)}, ALONE))
+    evaluation = lower(forward_only(1, 1, 2).ops[0], sharding({0: ("a",)}, RESIDENT))
     assert words(evaluation) == "F0.0 F1.0 FINISH"
 
 
@@ -127,7 +128,7 @@ def test_a_schedule_says_what_has_been_placed() -> None:
     assert {strategy: lowered(schedule, meshes, policy).weights for strategy, policy in POLICIES.items()} == (
         dict.fromkeys(POLICIES, "sharded")
     )
-    assert lowered(schedule, meshes, ALONE).weights == "resident"
+    assert lowered(schedule, meshes, RESIDENT).weights == "resident"
 
 
 def test_collectives_are_those_of_the_mesh_that_shares_a_unit_within_its_stage() -> None:
@@ -152,8 +153,8 @@ def test_a_model_without_units_is_left_alone() -> None:
 def late(op: Op) -> Use:
     """`B` adds to some gradients, `W` to the others, and needs no weights."""
     if op.act is Act.W:
-        return Use(grades=("a",))
-    return Use(reads=("a",), grades=("a",) if op.act is Act.B else ()) if op.act.computes else NOTHING
+        return Use(grads=("a",))
+    return Use(reads=("a",), grads=("a",) if op.act is Act.B else ()) if op.act.computes else NO_USE
 
 
 def test_late_weight_gradients_are_reduced_after_the_weights_are_gone() -> None:
@@ -163,7 +164,7 @@ def test_late_weight_gradients_are_reduced_after_the_weights_are_gone() -> None:
         "UNSHARD(a) WAIT(a) F0.0 B0.0 ACCUM(a) F1.0 B1.0 ACCUM(a) RESHARD(a) "
         "W0.0 ACCUM(a) W1.0 REDUCE_GRAD(a) FINISH"
     )
-    often = lower(ops, replace(once, policy=Policy(every=True)))
+    often = lower(ops, replace(once, policy=Policy(reduce_every=True)))
     assert words(often) == (
         "UNSHARD(a) WAIT(a) F0.0 B0.0 ACCUM(a) F1.0 B1.0 ACCUM(a) RESHARD(a) "
         "W0.0 REDUCE_GRAD(a) W1.0 REDUCE_GRAD(a) FINISH"
@@ -182,7 +183,7 @@ def test_how_much_is_moved_and_held(segments: int, micro_batches: int) -> None:
     units = {segment: (f"unit{segment}",) for segment in range(segments)}
     loop = interleaved(1, segments, micro_batches).ops[0]
 
-    def figures(strategy: str) -> Figures:
+    def figures(strategy: str) -> UnitStats:
         known = sharding(units, POLICIES[strategy])
         return prove(lower(loop, known), known.units, known.uses)
 
@@ -190,7 +191,7 @@ def test_how_much_is_moved_and_held(segments: int, micro_batches: int) -> None:
     assert figures("gradients") == (segments, segments * micro_batches, segments)
     kept = micro_batches + (micro_batches - 1)
     gathers = 1 if segments == 1 else 2 * segments * micro_batches - kept
-    expected = Figures(gathers, segments * micro_batches, min(segments, 2))
+    expected = UnitStats(gathers, segments * micro_batches, min(segments, 2))
     assert figures("all") == expected
 
 
@@ -217,10 +218,10 @@ def phase_lists(draw: st.DrawFn) -> tuple[Ops, Uses, tuple[str, ...]]:
 
     def uses(op: Op) -> Use:
         if op.segment is None:
-            return NOTHING
+            return NO_USE
         held = table[op.segment]
         graded = op.act is Act.W or (op.act is Act.B and op.segment not in delayed)
-        return Use(reads=() if op.act is Act.W else held, grades=held if graded else ())
+        return Use(reads=() if op.act is Act.W else held, grads=held if graded else ())
 
     return tuple(ops), uses, units
 
@@ -229,7 +230,7 @@ policies = st.builds(
     Policy,
     lookahead=st.integers(0, 3),
     keep=st.none() | st.integers(0, 5),
-    every=st.booleans(),
+    reduce_every=st.booleans(),
     gathers=st.booleans(),
 )
 
@@ -249,7 +250,7 @@ def test_any_list_is_lowered_to_a_sound_one(made: tuple[Ops, Uses, tuple[str, ..
         assert not any(op.collectives for op in full)
     elif policy.keep is None:
         assert (figures.gathers, figures.peak) == (len(read), len(read))
-    if not policy.every:
+    if not policy.reduce_every:
         assert figures.reductions == len(graded)
     assert_no_two_micro_batches_meet(full, uses)
 
@@ -261,7 +262,7 @@ def assert_no_two_micro_batches_meet(ops: Ops, uses: Uses) -> None:
     for op in ops:
         if op.act in (Act.ACCUM, Act.REDUCE_GRAD) and op.unit is not None:
             history[op.unit].append(op.act)
-        for unit in uses(op).grades:
+        for unit in uses(op).grads:
             history[unit].append(op.micro_batch)
     for events in history.values():
         for first, then in pairwise(events):
@@ -288,7 +289,7 @@ def test_a_longer_lookahead_holds_more_and_gathers_no_earlier_than_it_says(
 # ----------------------------------------------------------------------------------------- pipelines
 
 
-@pytest.mark.parametrize("policy", [*POLICIES.values(), ALONE], ids=[*POLICIES, "alone"])
+@pytest.mark.parametrize("policy", [*POLICIES.values(), RESIDENT], ids=[*POLICIES, "alone"])
 @pytest.mark.parametrize(("pp", "virtual", "micro_batches"), [(2, 1, 3), (2, 2, 4), (4, 2, 8)])
 def test_a_lowered_pipeline_is_as_sound_as_it_was(
     policy: Policy, pp: int, virtual: int, micro_batches: int
@@ -301,7 +302,7 @@ def test_a_lowered_pipeline_is_as_sound_as_it_was(
     for rank, ops in enumerate(full.ops):
         units = [f"{name}{segment}" for segment in range(rank, pp * virtual, pp) for name in "ab"]
         figures = prove(ops, units, uses_of(full), resident=not policy.gathers)
-        assert figures.reductions == len(units) * (micro_batches if policy.every else 1)
+        assert figures.reductions == len(units) * (micro_batches if policy.reduce_every else 1)
     assert simulate(full).makespan == simulate(schedule).makespan
 
 

@@ -25,11 +25,11 @@ from braid.schedule import (
     parse_ops,
     simulate,
 )
-from braid.schedule.lifetime import Figures, prove, uses_of
+from braid.schedule.lifetime import UnitStats, uses_of
 from braid.schedule.lowering import POLICIES, lowered
 from braid.schedule.recompute import dropped_tensors, with_replays
 from braid.schedule.views import bare
-from tests.schedule.cases import coarse, cut_for, fine, meshes
+from tests.schedule.cases import coarse, cut_for, fine, meshes, prove
 
 
 def schedule(
@@ -270,7 +270,7 @@ def test_faults_of_other_ops_are_told_where_they_stand():
 def test_a_replay_finds_the_weights_of_its_phase(strategy):
     made, units = schedule("[*E][*E]", "full", micro_batches=3), meshes("[*E][*E]", shared_experts=True)
 
-    def figures(made: Schedule) -> Figures:
+    def figures(made: Schedule) -> UnitStats:
         full = lowered(made, units, POLICIES[strategy])
         assert check(full).faults == ()
         return prove(full.ops[0], units, uses_of(full))

@@ -19,7 +19,7 @@ from braid.schedule import (
     simulate,
     with_sums,
 )
-from braid.schedule.lowering import ALONE, POLICIES, lowered
+from braid.schedule.lowering import POLICIES, RESIDENT, lowered
 from tests.schedule.cases import fine, meshes
 
 PP, VIRTUAL, SECONDS = st.integers(1, 6), st.integers(1, 4), st.floats(0.1, 5)
@@ -116,7 +116,7 @@ def test_a_deadlock_cannot_be_timed():
         simulate(broken)
 
 
-@pytest.mark.parametrize("policy", [*POLICIES.values(), ALONE], ids=[*POLICIES, "alone"])
+@pytest.mark.parametrize("policy", [*POLICIES.values(), RESIDENT], ids=[*POLICIES, "alone"])
 @pytest.mark.parametrize("build", [overlapped, dual_pipe_v])
 def test_ops_about_weights_hold_up_neither_stream(build, policy):
     pp, segments = (1, 1) if build is overlapped else (2, 4)

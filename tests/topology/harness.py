@@ -113,8 +113,8 @@ class Watched(AdamW):
         with torch.no_grad():
             for name, gradient in self.gradients().items():
                 self.main[name].sub_(gradient, alpha=rate)
-        self.publish()
-        self.forget()
+        self.copy_to_model()
+        self.zero_grad()
 
 
 # ------------------------------------------------------------------------------------------ on a rank
@@ -254,7 +254,7 @@ def read_whole(root: Path) -> dict[str, Tensor]:
     path = checkpoint.latest(root).path
     assert path is not None, f"{root} has no whole checkpoint"
     stored = checkpoint.read_manifest(path).tensors
-    like: dict[str, checkpoint.Wanted | Tensor] = {
+    like: dict[str, checkpoint.ReadRequest | Tensor] = {
         name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in stored.items()
     }
     return checkpoint.read(path, like)

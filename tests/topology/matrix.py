@@ -52,8 +52,8 @@ class Topology:
         return int(dict(_setting(word) for word in self.words.split()).get("v", 2 if folded else 1))
 
     @property
-    def sizes(self) -> divisibility.Sizes:
-        return divisibility.sizes(self.mesh, self.world)
+    def sizes(self) -> divisibility.AxisSizes:
+        return divisibility.axis_sizes(self.mesh, self.world)
 
     @property
     def axes(self) -> dict[str, int]:

@@ -1,7 +1,7 @@
-"""Rows that tests hand over, and the tables that are made of them.
+"""Rows that tests report, and the tables built from them.
 
-A test adds rows to its report (`pytest`'s user properties, which also travel from the workers of xdist). The
-terminal summary and docs/invariance.md are made of the same rows.
+A test adds rows to its report as pytest user properties, which xdist workers send along. The terminal summary
+and docs/invariance.md show the same rows.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ TITLES = MappingProxyType(
     {
         COMPARED: "topologies compared to one process",
         NARROW: "topologies in bfloat16",
-        SABOTAGED: "sabotages, all of which must be seen",
+        SABOTAGED: "injected faults, all of which must be detected",
     }
 )
 
 COLUMNS = MappingProxyType(
     {
-        "figures": ("first loss", "other figures", "gradient norm", "later figures", "validation loss"),
+        "metrics": ("first loss", "other figures", "gradient norm", "later figures", "validation loss"),
         "gradients": ("gradients",),
         "weights": ("weights", "selection biases"),
         "checkpoint": ("saved weights", "saved moments"),
@@ -64,8 +64,8 @@ def add_narrow(
         "topology": str(topology),
         "model": model,
         "first loss": loss,
-        "gradient, from float64": ranks,
-        "of one process": alone,
+        "gradient, distance from float64": ranks,
+        "on one process": alone,
     }
     node.user_properties.append((NARROW, row))
 
@@ -73,11 +73,11 @@ def add_narrow(
 def add_sabotage(node: pytest.Item, name: str, model: str, topology: Topology, seen_by: Sequence[str]) -> None:
     """One sabotage, and the checks that saw it."""
     row = {
-        "sabotage": name,
+        "injected fault": name,
         "ranks": topology.world,
         "topology": str(topology),
         "model": model,
-        "seen by": ", ".join(seen_by) or "nobody",
+        "detected by": ", ".join(seen_by) or "nothing",
     }
     node.user_properties.append((SABOTAGED, row))
 

@@ -64,7 +64,7 @@ def copies_not_summed(families: Collection[str]) -> Break:
     """Copies of a weight keep gradients of their own, where such a family holds them."""
     whole = gradients.sum_copies_
 
-    def some(found: Mapping[str, Tensor], copies: Collection[gradients.Copied]) -> None:
+    def some(found: Mapping[str, Tensor], copies: Collection[gradients.ReplicatedPart]) -> None:
         whole(found, [each for each in copies if each.group.name not in families])
 
     return lambda: patch.object(gradients, "sum_copies_", some)
@@ -227,13 +227,13 @@ def _on(world: int, words: str, model: str, broken: Break, seen_by: str, steps: 
 
 SABOTAGES: Mapping[str, Sabotage] = MappingProxyType(
     {
-        "gradients of weights that all tp ranks hold are not summed": _on(
+        "gradients of weights replicated over tp are not summed": _on(
             2, "tp2", "hybrid", copies_not_summed({"tp"}), "gradients"
         ),
-        "gradients of key-value heads that some tp ranks hold are not summed": _on(
+        "gradients of key-value heads replicated over some tp ranks are not summed": _on(
             4, "tp4", "hybrid", copies_not_summed({"tp_run_2"}), "gradients"
         ),
-        "gradients of down biases that etp ranks hold are not summed": _on(
+        "gradients of down biases replicated over etp are not summed": _on(
             2, "etp2", "hybrid", copies_not_summed({"etp"}), "gradients"
         ),
         "gradients of the embedding at both ends of a pipeline are not summed": _on(
@@ -241,85 +241,81 @@ SABOTAGES: Mapping[str, Sabotage] = MappingProxyType(
         ),
         "dense gradients are not reduced": _on(2, "ep2", "hybrid", fsdp(scatter=_own_shard), "gradients"),
         "expert gradients are not reduced": _on(2, "tp2", "hybrid", fsdp(scatter=_own_shard), "gradients"),
-        "gradients are not summed over copies of the shards": _on(
+        "gradients are not summed over replicas of the shards": _on(
             2, "replicate2", "hybrid", fsdp(total=_nothing), "gradients"
         ),
-        "weights are not gathered": _on(2, "", "tied", fsdp(gather=_shard_again), "first loss"),
+        "weights are not all-gathered": _on(2, "", "tied", fsdp(gather=_shard_again), "first loss"),
         "gradients are averaged over ranks": _on(2, "", "tied", divided, "gradient norm"),
-        "gather, forward": _on(
+        "all-gather, forward": _on(
             2, "tp2", "hybrid", replaced(collectives._AllGather, "forward", _gather_forward), "first loss"
         ),
-        "gather, backward": _on(
+        "all-gather, backward": _on(
             2, "tp2", "hybrid", replaced(collectives._AllGather, "backward", _gather_backward), "gradients"
         ),
-        "scatter, forward": _on(
+        "reduce-scatter, forward": _on(
             2, "tp2", "hybrid", replaced(collectives._ReduceScatter, "forward", _scatter_forward), "first loss"
         ),
-        "scatter, backward": _on(
+        "reduce-scatter, backward": _on(
             2, "tp2", "hybrid", replaced(collectives._ReduceScatter, "backward", _scatter_backward), "gradients"
         ),
-        "total, forward": _on(
+        "all-reduce, forward": _on(
             2, "tp2", "hybrid", replaced(collectives._AllReduce, "forward", _total_forward), "first loss"
         ),
-        "total, backward": _on(
+        "all-reduce, backward": _on(
             2, "tp2", "hybrid", replaced(collectives._AllReduce, "backward", _total_backward), "gradients"
         ),
-        "swap, forward": _on(
+        "all-to-all, forward": _on(
             2, "cp2", "hybrid", replaced(collectives._AllToAll, "forward", _swap_forward), "first loss"
         ),
-        "swap, backward": _on(
+        "all-to-all, backward": _on(
             2, "cp2", "hybrid", replaced(collectives._AllToAll, "backward", _swap_backward), "gradients"
         ),
-        "exchange, forward": _on(
+        "all-to-all-v, forward": _on(
             2, "ep2", "hybrid", replaced(collectives._AllToAllV, "forward", _exchange_forward), "first loss"
         ),
-        "exchange, backward": _on(
+        "all-to-all-v, backward": _on(
             2, "ep2", "hybrid", replaced(collectives._AllToAllV, "backward", _exchange_backward), "gradients"
         ),
-        "gather over cp, backward": _on(
+        "all-gather over cp, backward": _on(
             2, "cp2", "latent", replaced(collectives._AllGather, "backward", _gather_backward), "gradients"
         ),
         "all-gather dispatch, backward": _on(
             2, "etp2", "sinkhorn", replaced(collectives._AllGather, "backward", _gather_backward), "gradients"
         ),
-        "a pipeline sends no gradients back": _on(2, "pp2", "hybrid", no_gradients_sent, "gradients"),
-        "cross-entropy: the highest logit of all ranks": _on(
+        "pipeline stages send no gradients": _on(2, "pp2", "hybrid", no_gradients_sent, "gradients"),
+        "cross-entropy: maximum over the vocabulary": _on(
             2,
             "tp2",
             "tied",
             lambda: patch.object(loss, "all_reduce_max_no_grad", lambda x, group: x),
             "first loss",
         ),
-        "cross-entropy: sums over the vocabulary": _on(
+        "cross-entropy: sum over the vocabulary": _on(
             2, "tp2", "tied", lambda: patch.object(loss, "all_reduce_no_grad", lambda x, group: x), "first loss"
         ),
-        "padding of the vocabulary counts": _on(2, "tp2", "tied", padding_counts, "first loss"),
-        "load-balancing counts over a micro-batch's ranks": _on(
+        "vocabulary padding enters the loss": _on(2, "tp2", "tied", padding_counts, "first loss"),
+        "load-balancing counts over the ranks of a micro-batch": _on(
             2, "", "hybrid", not_summed(balance, "slab"), "other figures"
         ),
-        "load-balancing counts over a sequence's ranks": _on(
+        "load-balancing counts over the ranks of a sequence": _on(
             2, "tp2", "hybrid", not_summed(balance, "tp_cp"), "other figures"
         ),
         "token counts of a step over dp": _on(2, "", "hybrid", not_summed(step, "dp"), "first loss"),
-        "figures of a step over all ranks": _on(2, "", "hybrid", not_summed(step, "world"), "first loss"),
+        "metrics of a step over all ranks": _on(2, "", "hybrid", not_summed(step, "world"), "first loss"),
         "sums of an evaluation over all ranks": _on(
             2, "", "hybrid", not_summed(step, "world", entries=2), "validation loss"
         ),
         "expert counts for selection biases": _on(
             2, "", "hybrid", not_summed(expert_load, "slab"), "selection biases", steps=3
         ),
-        "the gradient's length over all ranks": _on(
-            2, "", "tied", not_summed(gradients, "world"), "gradient norm"
-        ),
-        "the gradient's length counts copies of data-parallel ranks": _on(
+        "gradient norm over all ranks": _on(2, "", "tied", not_summed(gradients, "world"), "gradient norm"),
+        "gradient norm counts copies of data-parallel ranks": _on(
             2, "none", "tied", length_of(repeated=frozenset()), "gradient norm"
         ),
-        "the gradient's length counts copies of tp ranks": _on(
-            2, "tp2", "tied", length_of(copies=()), "gradient norm"
-        ),
-        "capacity of parts of sequences": _on(2, "tp2", "capacity", rows_in_parts, "first loss"),
-        "sinkhorn over parts of sequences": _on(2, "cp2", "sinkhorn", rows_in_parts, "first loss"),
-        "dropout masks from each rank's own places": _on(2, "tp2", "tied", places_from_zero, "first loss"),
+        "gradient norm counts copies of tp ranks": _on(2, "tp2", "tied", length_of(copies=()), "gradient norm"),
+        "capacity decided on parts of sequences": _on(2, "tp2", "capacity", rows_in_parts, "first loss"),
+        "Sinkhorn decided on parts of sequences": _on(2, "cp2", "sinkhorn", rows_in_parts, "first loss"),
+        "dropout masks from rank-local positions": _on(2, "tp2", "tied", places_from_zero, "first loss"),
         "all data-parallel ranks read the same samples": _on(2, "", "tied", same_samples, "first loss"),
     }
 )

@@ -12,8 +12,8 @@ import torch
 
 from braid.config import Run
 from braid.data import Loader
-from braid.data.batch import Batch
 from braid.errors import DataError
+from braid.model.context import MicroBatch
 from braid.train.step import evaluate, train_step
 from tests.ranks import run_ranks
 from tests.topology.cases import LEARNING_RATE, VOCAB, run_of
@@ -30,7 +30,7 @@ class Spoiled:
 
     loader: Loader
 
-    def batch(self, samples: Sequence[int]) -> Batch:
+    def batch(self, samples: Sequence[int]) -> MicroBatch:
         batch = self.loader.batch(samples)
         tokens_BT = batch.tokens_BT.clone()
         tokens_BT[[sample == SAMPLE for sample in samples], 5] = VOCAB

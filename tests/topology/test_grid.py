@@ -233,31 +233,31 @@ GOOD = standard(tp=2, dp=4, pp=2, ep=4)
 @pytest.mark.parametrize(
     ("make", "told"),
     [
-        (lambda: View(names=("tp", "tp"), sizes=(2, 2)), ["'tp' stands twice", "another name"]),
+        (lambda: View(names=("tp", "tp"), sizes=(2, 2)), ["'tp' is repeated", "another name"]),
         (lambda: View.of(tp=0), ["tp = 0", "1 or more"]),
         (lambda: View.of(tp=-2, dp=-2), ["tp = -2", "dp = -2", "1 or more"]),
         (lambda: View.of(tp=2.0), ["tp = 2.0", "whole number"]),
-        (lambda: View(names=("tp", "dp"), sizes=(2,)), ["one size for each", "as many sizes as names"]),
+        (lambda: View(names=("tp", "dp"), sizes=(2,)), ["one size per axis", "as many sizes as names"]),
         (lambda: View(names=(), sizes=()), ["at least one axis"]),
         (lambda: Grid(dense=View.of(tp=2), offset=-1), ["offset = -1", "0 or more"]),
-        (lambda: Grid(dense=View.of(tp=2), explicit=(3, 3)), ["3 3", "each once", "sorted"]),
+        (lambda: Grid(dense=View.of(tp=2), explicit=(3, 3)), ["3 3", "unique", "sorted"]),
         (lambda: Grid(dense=View.of(tp=2), explicit=(3, 1)), ["ascend", "sorted"]),
-        (lambda: Grid(dense=View.of(tp=2), explicit=(-1, 1)), ["count from 0"]),
-        (lambda: Grid(dense=View.of(tp=2), explicit=(1, 2, 3)), ["has 2 ranks, and 3 are given"]),
+        (lambda: Grid(dense=View.of(tp=2), explicit=(-1, 1)), ["non-negative"]),
+        (lambda: Grid(dense=View.of(tp=2), explicit=(1, 2, 3)), ["has 2 ranks, but 3 are given"]),
         (lambda: Grid(dense=View.of(tp=2), explicit=(1, 2), offset=1), ["not both"]),
         (lambda: Grid(dense=View.of(tp=2), others={"dense": View.of(dp=2)}), ["another name"]),
         (
             lambda: Grid(dense=View.of(tp=2, dp=2), others={"expert": View.of(ep=3)}),
             ["ep 3 = 3", "tp 2 x dp 2 = 4", "product is 4"],
         ),
-        (lambda: Grid(dense=View.of(tp=2), shared=("tp", "tp")), ["'tp' is named twice"]),
+        (lambda: Grid(dense=View.of(tp=2), shared=("tp", "tp")), ["'tp' is repeated"]),
         (lambda: Grid(dense=View.of(tp=2), shared=("pp",)), ["'pp'", "the dense view has no such axis"]),
         (
             lambda: Grid(dense=View.of(tp=2), others={"expert": View.of(ep=2)}, shared=("tp",)),
             ["the expert view has no such axis"],
         ),
         (lambda: GOOD.groups(()), ["at least one axis"]),
-        (lambda: GOOD.groups(("tp", "tp")), ["'tp' is named twice"]),
+        (lambda: GOOD.groups(("tp", "tp")), ["'tp' is repeated"]),
         (lambda: GOOD.groups("tpx"), ["'tpx'", "no such axis", "did you mean 'tp'?"]),
         (lambda: GOOD.groups("tp-cp"), ["no such axis", "one of tp, cp, dp, pp"]),
         (lambda: GOOD.groups(("tp", "ep")), ["the expert view has", "axes of one view"]),
@@ -313,7 +313,7 @@ def test_the_command_prints_every_family(capsys):
     assert lines[:3] == ["16 ranks", "tp 2 x cp 1 x dp 4 x pp 2", "etp 1 x ep 4 x edp 2 x pp 2 for experts"]
     assert "dp 4 of 4 0,2,4,6 1,3,5,7 8,10,12,14 9,11,13,15" in lines
     assert "ep 4 of 4 0-3 4-7 8-11 12-15" in lines
-    assert "cp 16 of 1 everyone alone" in lines
+    assert "cp 16 of 1 one rank each" in lines
     assert {line.split()[0] for line in lines[5:]} == set(FAMILIES)
 
 

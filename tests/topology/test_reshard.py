@@ -44,7 +44,7 @@ def _go_on(rank: int, world: int, run: Run, before: Path | None, as_loaded: Path
     """Load a state, save it as it was loaded, train a step, save it again."""
     state, feed = started(rank, world, run)
     if before is not None:
-        states.load(states.newest_in(before), state)
+        states.load(states.resolve_checkpoint(before), state)
         states.save(as_loaded, state, run, feed.train, feed.tokenizer)
     result = train_step(state, run, feed.train, LEARNING_RATE)
     states.save(after, state, run, feed.train, feed.tokenizer)
@@ -61,7 +61,7 @@ def _on(topology: Topology, run: Run, *given: Any) -> float:
 
 
 def progress_of(root: Path) -> dict[str, Any]:
-    extra = checkpoint.read_manifest(states.newest_in(root)).extra
+    extra = checkpoint.read_manifest(states.resolve_checkpoint(root)).extra
     return {name: extra[name] for name in PROGRESS}
 
 
@@ -117,7 +117,7 @@ def saved(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = run_of("hybrid", corpus, samples=12)
     folder = tmp_path_factory.mktemp("saved")
     _go_on(0, 1, run, None, folder, folder)
-    return states.newest_in(folder)
+    return states.resolve_checkpoint(folder)
 
 
 def changed(path: Path, root: Path, **tensors: torch.Tensor | None) -> Path:

@@ -33,20 +33,20 @@ def _sabotaged(rank: int, world: int, named: Sequence[tuple[str, Task]]) -> list
 
 LONG = frozenset(
     {
-        "gradients of key-value heads that some tp ranks hold are not summed",
+        "gradients of key-value heads replicated over some tp ranks are not summed",
         "expert gradients are not reduced",
-        "gather, forward",
-        "scatter, forward",
-        "total, forward",
-        "swap, forward",
-        "exchange, forward",
-        "gather over cp, backward",
+        "all-gather, forward",
+        "reduce-scatter, forward",
+        "all-reduce, forward",
+        "all-to-all, forward",
+        "all-to-all-v, forward",
+        "all-gather over cp, backward",
         "all-gather dispatch, backward",
-        "cross-entropy: sums over the vocabulary",
-        "load-balancing counts over a sequence's ranks",
-        "figures of a step over all ranks",
-        "the gradient's length counts copies of tp ranks",
-        "sinkhorn over parts of sequences",
+        "cross-entropy: sum over the vocabulary",
+        "load-balancing counts over the ranks of a sequence",
+        "metrics of a step over all ranks",
+        "gradient norm counts copies of tp ranks",
+        "Sinkhorn decided on parts of sequences",
     }
 )
 """Sabotages that others are much like: the other direction, another group of the same kind."""

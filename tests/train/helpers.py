@@ -14,8 +14,8 @@ from braid.train.data_pipeline import DataPipeline, open_data_pipeline
 from braid.train.device import Device, choose_device
 from braid.train.gc_freeze import frozen_gc
 from braid.train.loop import Loop, Outcome
-from braid.train.metrics import Listener, Metrics, Unwritten
-from braid.train.resume import begin_or_continue
+from braid.train.metrics import Listener, Metrics, NullMetrics
+from braid.train.resume import initialize_or_resume
 from braid.train.run_dir import RunDir
 from braid.train.signals import StopRequest
 from braid.train.state import State
@@ -42,7 +42,7 @@ def started(run: Run, out: Path) -> tuple[DataPipeline, State, RunDir]:
     places = RunDir(out=out)
     feed = open_data_pipeline(run, places.data)
     state = make_state(plan(run, 1), choose_device("cpu"))
-    begin_or_continue(state, run, feed, places)
+    initialize_or_resume(state, run, feed, places)
     return feed, state, places
 
 
@@ -57,8 +57,8 @@ def train_to_end(
 ) -> Outcome:
     """What `Trainer.train` does with a state that is there already."""
     first = state.model.groups.world.rank == 0
-    file = Metrics(places.metrics, after_step=state.step, listeners=listeners) if first else Unwritten()
+    file = Metrics(places.metrics, after_step=state.step, listeners=listeners) if first else NullMetrics()
     with file as metrics, frozen_gc():
         loop = Loop(planned, places, device, feed, state, metrics, tracer=tracer)
-        with StopRequest() as loop.asked:
+        with StopRequest() as loop.stop_request:
             return loop.run_to_end()

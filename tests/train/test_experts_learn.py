@@ -19,7 +19,7 @@ from braid.train import state as states
 from braid.train.build import make_state
 from braid.train.data_pipeline import open_data_pipeline
 from braid.train.device import choose_device
-from braid.train.loop import schedule_of
+from braid.train.loop import lr_schedule
 from braid.train.step import train_step
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -81,7 +81,7 @@ def losses_of(folder: Path, chosen: kernels.Kernels | None, steps: int) -> list[
     feed = open_data_pipeline(run, folder)
     state = make_state(plan(run, 1), choose_device("cpu"), chosen=chosen)
     states.initialize(state, run)
-    schedule, losses = schedule_of(run), []
+    schedule, losses = lr_schedule(run), []
     for step in range(1, steps + 1):
         result = train_step(state, run, feed.train, schedule.rate(step))
         assert not result.not_finite

@@ -27,7 +27,7 @@ from braid.train.build import make_state
 from braid.train.data_pipeline import open_data_pipeline
 from braid.train.device import choose_device
 from braid.train.finetune import FREE_SETTINGS, check_settings, setting_problems
-from braid.train.resume import begin_or_continue
+from braid.train.resume import initialize_or_resume
 from braid.train.run_dir import RunDir
 from braid.train.step import evaluate, train_step
 from tests.train.helpers import run_on, started
@@ -143,7 +143,7 @@ def first(corpus, tmp_path):
 def tuned(run, out, init):
     """A new run from the weights of another: its loss before the first step."""
     state, feed = make_state(plan(run, 1), choose_device("cpu")), open_data_pipeline(run, out / "data")
-    begin_or_continue(state, run, feed, RunDir(out=out), init=init)
+    initialize_or_resume(state, run, feed, RunDir(out=out), init=init)
     assert (state.step, state.optimizer.updates) == (0, 0)
     return evaluate(state, run, feed.validation)
 
@@ -197,7 +197,7 @@ def test_a_checkpoint_without_settings_is_compared_by_its_tensors(first, tmp_pat
     run, path = first
     foreign = rewritten(path, tmp_path / "foreign", lambda extra: extra.pop("run"))
     assert tuned(run, tmp_path / "second", foreign) == tuned(run, tmp_path / "second", path)
-    assert f"{foreign} holds no settings of its model" in capsys.readouterr().err
+    assert f"{foreign} has no model settings" in capsys.readouterr().err
     with pytest.raises(CheckpointError, match="differ in 1 tensor"):
         tuned(model_of(run, tied=False), tmp_path / "second", foreign)
 
@@ -213,7 +213,7 @@ def test_settings_that_came_later_have_their_defaults(first, tmp_path):
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda extra: extra["run"]["model"].update(turns=3), r"run\.model\.turns is not a field"),
+        (lambda extra: extra["run"]["model"].update(turns=3), r"run\.model\.turns is not a known field"),
         (lambda extra: extra["run"]["model"].update(pattern="[*"), "never closed"),
         (lambda extra: extra["run"].pop("model"), "cannot read: 'model'"),
         (lambda extra: extra.update(run=3), "cannot read"),

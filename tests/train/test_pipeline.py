@@ -14,14 +14,15 @@ from braid.data import ByteTokenizer
 from braid.distributed.groups import opened_groups
 from braid.planning import divisibility
 from braid.planning.plan import plan
-from braid.schedule import computed, simulate
+from braid.schedule import simulate
 from braid.train import state as states
-from braid.train.build import opened_state
+from braid.train.build import state_context
 from braid.train.data_pipeline import open_data_pipeline
 from braid.train.device import choose_device
-from braid.train.distributed_generation import generate_together, next_logits
+from braid.train.distributed_generation import generate_distributed, next_logits
 from braid.train.step import train_step
 from tests.ranks import run_ranks
+from tests.schedule.cases import compute_ops
 from tests.train.helpers import run_on
 
 
@@ -35,7 +36,7 @@ def begun(rank: int, world: int, run: Run, out: str):
     worked_out = plan(run, world)
     runs = divisibility.tp_runs(run.model, worked_out.layout.kinds(), worked_out.axes.tp)
     with opened_groups(worked_out.grid, rank, tp_runs=runs) as groups:
-        with opened_state(worked_out, choose_device("cpu"), groups) as state:
+        with state_context(worked_out, choose_device("cpu"), groups) as state:
             states.initialize(state, run)
             yield state, open_data_pipeline(run, Path(out))
 
@@ -58,10 +59,10 @@ def test_the_executed_log_has_the_bubble_of_the_plan(corpus, tmp_path, pattern, 
     lists = run_ranks(pp, executed, run, str(tmp_path))
     assert [" ".join(each) for each in lists] == [" ".join(map(str, ops)) for ops in schedule.ops]
     for rank, ops in enumerate(schedule.ops):
-        held = schedule.held(rank)
+        held = schedule.segments_of(rank)
         assert len(held) == virtual
         phases = sum(len(schedule.phases[segment]) for segment in held)
-        assert len(computed(ops)) == 2 * phases * micro_batches
+        assert len(compute_ops(ops)) == 2 * phases * micro_batches
     # Every segment has one block, and nothing else takes time.
     assert simulate(schedule).bubble == pytest.approx((pp - 1) / (virtual * micro_batches + pp - 1))
 
@@ -69,7 +70,7 @@ def test_the_executed_log_has_the_bubble_of_the_plan(corpus, tmp_path, pattern, 
 def written(rank: int, world: int, run: Run, out: str) -> tuple[torch.Tensor, str]:
     with begun(rank, world, run, out) as (state, _):
         rows = torch.arange(7).repeat(2, 1) + 90
-        text = generate_together(state, run, ByteTokenizer(), "to be", tokens=5, temperature=0.9, seed=3)
+        text = generate_distributed(state, run, ByteTokenizer(), "to be", tokens=5, temperature=0.9, seed=3)
         return next_logits(state, run, rows), text
 
 

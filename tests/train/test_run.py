@@ -11,7 +11,7 @@ import torch
 
 from braid import recipes
 from braid.errors import CheckpointError, ConfigError, DataError
-from braid.model.language import PartOfStep
+from braid.model.language import StepFraction
 from braid.nn.moe.balance import Balance
 from braid.optim.gradients import total_norm
 from braid.pattern import parse
@@ -20,8 +20,8 @@ from braid.train import state as states
 from braid.train.build import make_state
 from braid.train.data_pipeline import open_data_pipeline
 from braid.train.device import Device, choose_device
-from braid.train.expert_load import ExpertLoad, figures, update_selection_biases
-from braid.train.resume import begin_or_continue
+from braid.train.expert_load import ExpertLoad, load_metrics, update_selection_biases
+from braid.train.resume import initialize_or_resume
 from braid.train.run_dir import RunDir
 from braid.train.step import backward, evaluate, micro_batches, train_step
 from braid.train.step import count as count_tokens
@@ -58,8 +58,8 @@ def test_a_run_is_the_plain_loop_with_all_its_fields(corpus, tmp_path):
         tokens = sum(int(batch.loss_mask_BT.sum()) for batch in batches)
         adamw.zero_grad()
         for batch in batches:
-            half = PartOfStep(tokens=0.5, rows=0.5)
-            plain.model(batch).share(tokens, part=half).backward()
+            half = StepFraction(tokens=0.5, rows=0.5)
+            plain.model(batch).share(tokens, fraction=half).backward()
         norm = math.sqrt(sum(float(p.grad.square().sum()) for p in named.values()))
         for p in named.values():
             p.grad *= min(1.0, 0.5 / norm)
@@ -128,7 +128,7 @@ def test_selection_biases_move_towards_even_load_once_a_step(corpus, tmp_path):
     moe = replace(run.model.moe, score="sigmoid", selection_bias=True, selection_bias_rate=0.5)
     run = replace(run, model=replace(run.model, moe=moe))
     feed, state, places = started(run, tmp_path)
-    ((layer, module),) = state.model.moes()
+    ((layer, module),) = state.model.moe_layers()
     with torch.no_grad():
         contexts = [state.model.prepare(batch) for batch in micro_batches(run, feed.train, 1, 0)]
         for context in contexts:
@@ -139,7 +139,7 @@ def test_selection_biases_move_towards_even_load_once_a_step(corpus, tmp_path):
     assert torch.equal(module.router.bias.double(), wanted)
     states.save(places.checkpoints, state, run, feed.train, feed.tokenizer)
     _, again, _ = started(run, tmp_path)
-    ((_, loaded),) = again.model.moes()
+    ((_, loaded),) = again.model.moe_layers()
     assert torch.equal(loaded.router.bias, module.router.bias)
 
 
@@ -161,15 +161,15 @@ def test_data_of_another_tokenizer_is_refused(corpus, tmp_path, monkeypatch):
 
 
 def test_a_folder_takes_one_run_at_a_time(tmp_path):
-    with RunDir(out=tmp_path / "run").held():
+    with RunDir(out=tmp_path / "run").lock():
         with pytest.raises(ConfigError, match=r"process \d+ is training into"):
-            with RunDir(out=tmp_path / "run").held():
+            with RunDir(out=tmp_path / "run").lock():
                 pass
-    with RunDir(out=tmp_path / "run").held():
+    with RunDir(out=tmp_path / "run").lock():
         pass
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be used"):
-        with RunDir(out=tmp_path / "file").held():
+        with RunDir(out=tmp_path / "file").lock():
             pass
 
 
@@ -225,8 +225,8 @@ def test_loads_add_up_over_micro_batches():
     )
     loads = ExpertLoad().plus({layer: first}).plus({layer: second})
     assert loads.counts_E[layer].tolist() == [6, 2, 4]
-    assert loads.favourites_E[layer].tolist() == [4, 4, 4]
-    metrics = figures(loads.layers())
+    assert loads.raw_counts_E[layer].tolist() == [4, 4, 4]
+    metrics = load_metrics(loads.layers())
     assert metrics["moe_max_over_mean"] == pytest.approx(1.5)
     assert metrics["moe_min_over_mean"] == pytest.approx(0.5)
     assert metrics["moe_dropped"] == pytest.approx(1 / 12)
@@ -237,7 +237,7 @@ def test_selection_biases_follow_what_was_chosen_and_not_what_found_a_place():
         SHAPE, moe=replace(SHAPE.moe, score="sigmoid", selection_bias=True, selection_bias_rate=1.0)
     )
     model = build("E", shape)
-    ((layer, moe),) = model.moes()
+    ((layer, moe),) = model.moe_layers()
     chosen, kept = torch.tensor([9, 1, 1, 1, 3]), torch.tensor([1, 1, 1, 1, 1])
     loads = ExpertLoad().plus({layer: Balance({}, chosen, kept, chosen)})
     before = moe.router.bias.clone()
@@ -251,14 +251,14 @@ def test_a_new_run_may_start_from_the_weights_of_another(corpus, tmp_path):
     train_step(state, run, feed.train, 1e-2)
     states.save(places.checkpoints, state, run, feed.train, feed.tokenizer)
     second = make_state(plan(run, 1), choose_device("cpu"))
-    begin_or_continue(second, run, feed, RunDir(out=tmp_path / "second"), init=tmp_path / "first")
+    initialize_or_resume(second, run, feed, RunDir(out=tmp_path / "second"), init=tmp_path / "first")
     assert (second.step, second.samples, second.optimizer.updates) == (0, 0, 0)
     for name, tensor in state.optimizer.main.items():
         assert torch.equal(second.optimizer.main[name], tensor)
         assert not second.optimizer.moment("exp_avg", name).any()
     other = replace(run, model=replace(run.model, hidden=8))
     with pytest.raises(CheckpointError, match="differ in"):
-        begin_or_continue(
+        initialize_or_resume(
             make_state(plan(other, 1), choose_device("cpu")),
             other,
             feed,

@@ -14,7 +14,7 @@ from braid.train import state as states
 from braid.train.build import make_state
 from braid.train.data_pipeline import open_data_pipeline
 from braid.train.device import choose_device
-from braid.train.resume import begin_or_continue
+from braid.train.resume import initialize_or_resume
 from braid.train.run_dir import RunDir
 from braid.train.step import train_step
 from tests.ranks import run_ranks
@@ -57,7 +57,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_the_names(corpus, tmp_pat
     states.save(places.checkpoints, state, run, feed.train, feed.tokenizer)
     other = replace(run, model=replace(run.model, tied=False))
     with pytest.raises(CheckpointError, match=r"missing\s+head\.weight"):
-        begin_or_continue(make_state(plan(other, 1), choose_device("cpu")), other, feed, places)
+        initialize_or_resume(make_state(plan(other, 1), choose_device("cpu")), other, feed, places)
 
 
 def test_weights_of_another_model_are_refused_with_a_few_names_of_each_kind(corpus, tmp_path):
@@ -94,7 +94,7 @@ def test_a_changed_run_is_told_and_other_data_is_refused(corpus, tmp_path, capsy
     feed, state, places = started(run, tmp_path)
     states.save(places.checkpoints, state, run, feed.train, feed.tokenizer)
     faster = replace(run, optim=replace(run.optim, lr=1.0))
-    begin_or_continue(make_state(plan(faster, 1), choose_device("cpu")), faster, feed, places)
+    initialize_or_resume(make_state(plan(faster, 1), choose_device("cpu")), faster, feed, places)
     assert "optim.lr: 0.01 -> 1.0" in capsys.readouterr().err
     longer = replace(run, data=replace(run.data, sequence_tokens=16))
     with pytest.raises(DataError, match="other data or in another order"):
@@ -147,7 +147,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(corpus, tmp
 def begin(run, out, init=None, groups=Groups()):
     """A state as ranks fill it."""
     state = make_state(plan(run, groups.world.size), choose_device("cpu"), groups)
-    begin_or_continue(state, run, open_data_pipeline(run, out / "data"), RunDir(out=out), init)
+    initialize_or_resume(state, run, open_data_pipeline(run, out / "data"), RunDir(out=out), init)
     return state
 
 
@@ -168,12 +168,12 @@ def test_all_ranks_refuse_checkpoints_that_are_damaged_or_not_the_same_for_all(c
     first, second = run_ranks(2, begin_on_ranks, run, tmp_path, older)
     assert first == second
     assert first.startswith("the ranks find different checkpoints")
-    assert f'newest whole checkpoint: "{newest}" on rank 0, "{older}" on rank 1' in first
+    assert f'newest valid checkpoint: "{newest}" on rank 0, "{older}" on rank 1' in first
     damage(newest)
     damage(older)
     first, second = run_ranks(2, begin_on_ranks, run, tmp_path, None)
     assert first == second
-    assert first.startswith(f"no checkpoint in {tmp_path}/checkpoints is whole")
+    assert first.startswith(f"all checkpoints in {tmp_path}/checkpoints are damaged")
 
 
 def test_names_in_a_checkpoint_are_canonical(corpus, tmp_path):

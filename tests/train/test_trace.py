@@ -19,7 +19,7 @@ from braid.planning import divisibility
 from braid.planning.plan import plan
 from braid.schedule import OpSpan, parse_op
 from braid.train import state as states
-from braid.train.build import opened_state
+from braid.train.build import state_context
 from braid.train.data_pipeline import open_data_pipeline
 from braid.train.device import choose_device
 from braid.train.run_dir import RunDir
@@ -42,7 +42,7 @@ def traced(rank: int, world: int, run: Run, out: Path, file: Path, on: str = "cp
             super().end(step)
 
     with opened_groups(worked_out.grid, rank, tp_runs=runs) as groups:
-        with opened_state(worked_out, device, groups) as state, redirect_stdout(None):
+        with state_context(worked_out, device, groups) as state, redirect_stdout(None):
             states.initialize(state, run)
             feed = open_data_pipeline(run, places.data)
             tracer = Noting(file, range(2, 4), state)
@@ -125,13 +125,13 @@ def test_on_a_gpu_progress_is_what_the_device_has_not_done():
     progress = Progress()
     progress.on_gpu = progress.watched = True
     progress.begin(7)
-    progress.follow(None, lambda op: None)
+    progress.attach(None, lambda op: None)
     for text in ("F0.0", "B0.0"):
         progress.enter(parse_op(text))
         torch.cuda._sleep(int(2e9))
         progress.leave(parse_op(text))
-    progress.unfollow()
-    progress.enter("what follows the ops")
+    progress.detach()
+    progress.enter("after the last op")
     behind = progress.behind()
     assert behind is not None
     assert (behind.step, str(behind.what), behind.done) == (7, "F0.0", "the batch")
@@ -152,7 +152,7 @@ def test_a_trace_changes_no_number(corpus, tmp_path):
 
 def plain(rank: int, world: int, run: Run, out: Path) -> None:
     worked_out, device, places = plan(run, world), choose_device("cpu"), RunDir(out=out)
-    with opened_groups(worked_out.grid, rank) as groups, opened_state(worked_out, device, groups) as state:
+    with opened_groups(worked_out.grid, rank) as groups, state_context(worked_out, device, groups) as state:
         with redirect_stdout(None):
             states.initialize(state, run)
             train_to_end(worked_out, places, device, open_data_pipeline(run, places.data), state)

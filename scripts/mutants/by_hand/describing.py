@@ -10,8 +10,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="an-hour-in-minutes",
         file="console.py",
-        old="if whole < 3600:",
-        new="if whole <= 3600:",
+        old="if total < 3600:",
+        new="if total <= 3600:",
         kind="comparison",
         why="an hour is shown as 60m00s",
     ),
@@ -34,8 +34,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="further-faults-miscounted",
         file="errors.py",
-        old="len(faults) - MOST_TOLD",
-        new="len(faults) - MOST_TOLD - 1",
+        old="len(faults) - MAX_LISTED",
+        new="len(faults) - MAX_LISTED - 1",
         kind="off by one",
         why="the seventh fault of a kind is neither listed nor counted",
     ),
@@ -76,8 +76,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="remedy-that-does-not-fit",
         file="validators.py",
-        old="whole % n == 0 and also % n == 0",
-        new="whole % n == 0",
+        old="total % n == 0 and also % n == 0",
+        new="total % n == 0",
         kind="dropped term",
         why="whoever sets what an error proposes gets another error",
     ),
@@ -126,8 +126,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="latent-scores-scaled-by-half-a-head",
         file="architecture.py",
-        old="return (self.nope_dim + self.rope_dim) ** -0.5 * sharper",
-        new="return self.nope_dim**-0.5 * sharper",
+        old="return (self.nope_dim + self.rope_dim) ** -0.5 * yarn_scale",
+        new="return self.nope_dim**-0.5 * yarn_scale",
         kind="missing scale",
         why="latent attention has scores that are too large",
     ),
@@ -192,7 +192,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="gradients-reduced-once-whatever-is-sharded",
         file="schedule/lowering.py",
-        old="if later is None or (self.policy.every and self.last_of[unit, micro_batch] == number):",
+        old="if later is None or (self.policy.reduce_every and self.last_of[unit, micro_batch] == number):",
         new="if later is None:",
         kind="dropped term",
         why="ranks that should share gradients keep whole ones until the step ends, and run out of memory",
@@ -216,7 +216,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="circular-waits-of-collectives-not-looked-for",
         file="schedule/order.py",
-        old="yield from disagreements or _circles(issued)",
+        old="yield from disagreements or _cycles(issued)",
         new="yield from disagreements",
         kind="deadlock",
         why="a schedule in which two ranks wait for each other passes",
@@ -232,8 +232,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="bubble-of-one-rank",
         file="schedule/simulate.py",
-        old="return sum(self.idle) / whole if whole else 0.0",
-        new="return sum(self.idle) / self.makespan if whole else 0.0",
+        old="return sum(self.idle) / total if total else 0.0",
+        new="return sum(self.idle) / self.makespan if total else 0.0",
         kind="wrong estimate",
         why="the bubble is reported as many times as large as it is",
     ),
@@ -307,8 +307,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="unsharded-copies-without-context-parallel-ranks",
         file="planning/divisibility.py",
-        old="dense_copies=dp * mesh.cp if whole else mesh.replicate",
-        new="dense_copies=dp if whole else mesh.replicate",
+        old="dense_copies=dp * mesh.cp if unsharded else mesh.replicate",
+        new="dense_copies=dp if unsharded else mesh.replicate",
         kind="wrong group",
         why="with mesh.shard none, weights are sharded over cp",
     ),

@@ -31,9 +31,9 @@ FAULTS: tuple[Fault, ...] = (
         why="the gradient's length counts copies, and two ranks write the same part of a checkpoint",
     ),
     Fault(
-        name="travel-shares-its-communicator",
+        name="dispatch-shares-its-communicator",
         file="distributed/groups.py",
-        old="grid.group_of(rank, axes, view), travelling)",
+        old="grid.group_of(rank, axes, view), dispatch_handles)",
         new="grid.group_of(rank, axes, view), handles)",
         kind="deadlock",
         why="tokens on their way and sums of a layer wait for each other",
@@ -50,8 +50,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="mtp-predicts-across-documents",
         file="model/mtp.py",
-        old="loss_mask_BT=_shifted(batch.loss_mask_BT, ahead, fill=0) & same_BT,",
-        new="loss_mask_BT=_shifted(batch.loss_mask_BT, ahead, fill=0).bool(),",
+        old="loss_mask_BT=_shift(batch.loss_mask_BT, ahead, fill=0) & same_BT,",
+        new="loss_mask_BT=_shift(batch.loss_mask_BT, ahead, fill=0).bool(),",
         kind="ignored mask",
         why="multi-token prediction learns what stands in another document",
     ),
@@ -82,7 +82,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="padding-is-routed",
         file="model/context.py",
-        old="padding_BT=self.mine(batch.documents_BT) < 0 if padding else None,",
+        old="padding_BT=self.local_slice(batch.documents_BT) < 0 if padding else None,",
         new="padding_BT=None,",
         kind="ignored mask",
         why="padding takes the places of tokens",
@@ -106,8 +106,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="padding-of-the-vocabulary-is-generated",
         file="model/generate.py",
-        old="model.tell(model.hidden(model.prepare(unseen, caches))[:, -1])[:, :vocab]",
-        new="model.tell(model.hidden(model.prepare(unseen, caches))[:, -1])",
+        old="model.head_logits(model.hidden(model.prepare(unseen, caches))[:, -1])[:, :vocab]",
+        new="model.head_logits(model.hidden(model.prepare(unseen, caches))[:, -1])",
         kind="ignored mask",
         why="generation ends in an id that no text has",
     ),
@@ -131,8 +131,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="losses-of-earlier-stages-have-no-gradient",
         file="engine/node.py",
-        old="if kept.cost is not None:\n                edges.append(kept.cost[0])",
-        new="if kept.cost is not None and not edges:\n                edges.append(kept.cost[0])",
+        old="if graph.cost is not None:\n                edges.append(graph.cost[0])",
+        new="if graph.cost is not None and not edges:\n                edges.append(graph.cost[0])",
         kind="lost data",
         why="routers of all stages but the last are not balanced",
     ),
@@ -155,7 +155,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="weights-used-before-they-arrive",
         file="engine/fsdp_weights.py",
-        old="self._life().wait(unit)\n        self._arrive(unit)",
+        old="self._life().wait(unit)\n        self._wait_for_gather(unit)",
         new="self._life().wait(unit)",
         kind="stale cache",
         why="a forward computes with whatever is in memory",
@@ -163,8 +163,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="aborted-step-leaves-gradients",
         file="engine/fsdp2.py",
-        old="weight.unsharded_accumulated_grad = weight.sharded_param.grad = None",
-        new="weight.unsharded_accumulated_grad = None",
+        old="param.unsharded_accumulated_grad = param.sharded_param.grad = None",
+        new="param.unsharded_accumulated_grad = None",
         kind="stale cache",
         why="half of a failed step is part of the next one",
     ),
@@ -175,14 +175,6 @@ FAULTS: tuple[Fault, ...] = (
         new="if stream is Stream.COMMUNICATION and event is not None:",
         kind="deadlock",
         why="experts compute before their rows are there",
-    ),
-    Fault(
-        name="missing-waits-are-not-reported",
-        file="engine/streams.py",
-        old="if maker not in waited:",
-        new="if not issued.waits and maker not in waited:",
-        kind="comparison",
-        why="the proof that streams wait for each other overlooks a race",
     ),
     # optim
     Fault(
@@ -220,8 +212,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="short-gradients-are-stretched",
         file="optim/gradients.py",
-        old="if 0 < longest < norm:",
-        new="if 0 < longest:",
+        old="if 0 < max_norm < norm:",
+        new="if 0 < max_norm:",
         kind="comparison",
         why="clipping normalises every gradient",
     ),

@@ -9,8 +9,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="highest-is-the-sum",
         file="distributed/collectives.py",
-        old="dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group.handle)",
-        new="dist.all_reduce(most, group=group.handle)",
+        old="dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group.handle)",
+        new="dist.all_reduce(highest, group=group.handle)",
         kind="swapped",
         why="the highest logit over tp ranks is wrong, and softmax overflows",
     ),
@@ -33,8 +33,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="sum-overwrites-what-it-is-given",
         file="distributed/collectives.py",
-        old="whole = x.clone(memory_format=torch.contiguous_format)",
-        new="whole = x.contiguous()",
+        old="total = x.clone(memory_format=torch.contiguous_format)",
+        new="total = x.contiguous()",
         kind="lost data",
         why="whoever sums a tensor loses its own part",
     ),

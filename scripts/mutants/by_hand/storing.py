@@ -17,7 +17,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="last-whole-checkpoint-deleted",
         file="checkpoint/choosing.py",
-        old="if path != spared:",
+        old="if path != newest_valid:",
         new="if path is not None:",
         kind="lost data",
         why="where the newest checkpoints are damaged, nothing is left to go back to",
@@ -25,8 +25,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="tensors-of-another-dtype-are-read",
         file="checkpoint/loading.py",
-        old="if want.dtype != stored.dtype:",
-        new="if want.dtype.itemsize != stored.dtype.itemsize:",
+        old="if request.dtype != stored.dtype:",
+        new="if request.dtype.itemsize != stored.dtype.itemsize:",
         kind="accepted input",
         why="bfloat16 is read as float16",
     ),
@@ -49,8 +49,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="waiting-checkpoint-does-not-count",
         file="checkpoint/steps.py",
-        old='found = {step: path for step, suffix, path in entries if suffix == ".old"}',
-        new="found: dict[int, Path] = {}",
+        old='paths = {step: path for step, suffix, path in entries if suffix == ".old"}',
+        new="paths: dict[int, Path] = {}",
         kind="lost data",
         why="a run that was killed between two renames starts from an older step",
     ),
@@ -123,8 +123,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="loss-across-documents",
         file="data/batch.py",
-        old="counted_BS[:, 1:] & ~starts_BS[:, 1:]",
-        new="counted_BS[:, 1:]",
+        old="loss_mask_BS[:, 1:] & ~starts_BS[:, 1:]",
+        new="loss_mask_BS[:, 1:]",
         kind="ignored mask",
         why="models learn how a random next document begins",
     ),
@@ -147,8 +147,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="sources-of-a-mixture-in-one-order",
         file="data/loader.py",
-        old="ordered(nth[here], samples.count, seed=self.seed, stream=stream)",
-        new="ordered(nth[here], samples.count, seed=self.seed)",
+        old="shuffled(nth[here], packed.count, seed=self.seed, stream=stream)",
+        new="shuffled(nth[here], packed.count, seed=self.seed)",
         kind="dropped term",
         why="sources of equal size are read in step",
     ),
@@ -179,8 +179,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="damaged-shards-pass",
         file="data/source.py",
-        old="if found != record.sha256:",
-        new="if len(found) != len(record.sha256):",
+        old="if sha256 != record.sha256:",
+        new="if len(sha256) != len(record.sha256):",
         kind="accepted input",
         why="`braid data verify` does not verify",
     ),

@@ -1,18 +1,18 @@
-"""Checkpoints that any arrangement of ranks can write and any other can read.
+"""Distributed checkpoints: written by any topology, read by any other (resharding on load).
 
-A checkpoint holds whole tensors under canonical names, cut into chunks that carry checksums. It knows
-nothing of models or ranks: names are strings, and whoever reads asks for boxes. It is either whole and
-verified, or it is not offered; nothing in it is ever executed. docs/checkpoint-format.md has the format.
+A checkpoint stores full tensors under canonical names, split into chunks with checksums. It knows nothing of
+models or ranks: names are strings, and a reader asks for boxes of tensors. Saving is atomic, reading verifies
+every chunk, and nothing in a checkpoint is ever executed. docs/checkpoint-format.md describes the format.
 
-    save(root, step, [Piece.whole(name, tensor), ...], extra={...})     one process; many ranks: see saving.py
-    latest(root)                                                        which one to continue from
-    read(path, {name: tensor or Wanted, ...})                           what is wanted of it, verified
+    save(root, step, [Piece.whole(name, tensor), ...], extra={...})     from one process; many ranks: saving.py
+    latest(root)                                                        the checkpoint to resume from
+    read(path, {name: tensor or ReadRequest, ...})                      tensors or boxes of them, verified
     verify(path), prune(root, keep=3), read_manifest(path)
 """
 
 from braid.checkpoint.boxes import Box
 from braid.checkpoint.choosing import Damaged, Latest, latest, prune
-from braid.checkpoint.loading import Wanted, read, read_manifest, verify
+from braid.checkpoint.loading import ReadRequest, read, read_manifest, verify
 from braid.checkpoint.manifest import Manifest
 from braid.checkpoint.saving import CHUNK_BYTES, Piece, Record, abandon, begin, commit, save, write_part
 from braid.checkpoint.steps import step_path
@@ -24,8 +24,8 @@ __all__ = [
     "Latest",
     "Manifest",
     "Piece",
+    "ReadRequest",
     "Record",
-    "Wanted",
     "abandon",
     "begin",
     "commit",

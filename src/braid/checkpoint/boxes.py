@@ -1,7 +1,7 @@
-"""Boxes of a tensor: cut one, intersect two, prove that many cover a tensor exactly once.
+"""Boxes (hyper-rectangles) of a tensor: splitting, intersection, and the proof of an exact cover.
 
-Pure geometry over tuples of ints. A box is half-open: it holds the elements from `offset` up to, not
-including, `end`. A 0-D tensor is the box with empty tuples, which holds one element.
+Pure geometry on tuples of ints. A box is half-open: it contains the elements from `offset` up to but excluding
+`end`. A 0-D tensor is the box with empty tuples, which has one element.
 """
 
 from __future__ import annotations
@@ -26,29 +26,28 @@ class Box:
 
     @classmethod
     def whole(cls, shape: Iterable[int]) -> Box:
-        """The box that is all of a tensor of this shape."""
+        """The box of a full tensor."""
         sizes = tuple(shape)
         return cls(offset=(0,) * len(sizes), shape=sizes)
 
     @property
     def end(self) -> Shape:
-        """One past the last element in every dim."""
+        """Exclusive end in every dim."""
         return tuple(start + size for start, size in zip(self.offset, self.shape, strict=True))
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
     def within(self, outer: Box) -> tuple[slice, ...]:
-        """The slices that select this box from a tensor that holds `outer`."""
+        """The slices that select this box from a tensor with the elements of `outer`."""
         return tuple(
             slice(start - origin, start - origin + size)
             for start, size, origin in zip(self.offset, self.shape, outer.offset, strict=True)
         )
 
     def fits(self, shape: Shape) -> bool:
-        """Whether this box lies inside a tensor of the given shape."""
+        """Whether this box is inside a tensor of the given shape."""
         return (
             len(self.offset) == len(self.shape) == len(shape)
             and all(start >= 0 for start in self.offset)
@@ -64,7 +63,7 @@ def overlap(a: Box, b: Box) -> Box | None:
 
 
 def cut(box: Box, most: int) -> Iterator[Box]:
-    """Split a box into boxes of at most `most` elements, each one run of row-major memory, in memory order."""
+    """Split a box into boxes of at most `most` elements, each contiguous in row-major memory, in that order."""
     if box.numel == 0:
         return
     if box.numel <= max(most, 1):
@@ -74,23 +73,19 @@ def cut(box: Box, most: int) -> Iterator[Box]:
     rows = max(1, most * box.shape[dim] // box.numel)
     for start in range(0, box.shape[dim], rows):
         size = min(rows, box.shape[dim] - start)
-        yield from cut(_narrow(box, dim, start, size), most)
-
-
-def _narrow(box: Box, dim: int, start: int, size: int) -> Box:
-    offset, shape = list(box.offset), list(box.shape)
-    offset[dim] += start
-    shape[dim] = size
-    return Box(offset=tuple(offset), shape=tuple(shape))
+        offset, shape = list(box.offset), list(box.shape)
+        offset[dim] += start
+        shape[dim] = size
+        yield from cut(Box(offset=tuple(offset), shape=tuple(shape)), most)
 
 
 def cover_fault(shape: Shape, boxes: Iterable[Box]) -> tuple[Shape, int] | None:
-    """The first element that boxes inside a tensor hold not exactly once, and how often they hold it.
+    """The first element that is not covered exactly once by boxes inside a tensor, and its count.
 
-    None means an exact cover. Counting how often each element is held is a sum of box indicators; its
-    mixed difference is nonzero only at the corners of boxes and determines it fully. So it is enough to
-    compare signed corners, in time linear in the number of boxes. At the first corner that differs, in
-    lexicographic order, nothing before it differs, and the difference there is that of the counts.
+    None means an exact cover. The count of each element is a sum of box indicators. Its mixed difference is
+    nonzero only at corners of boxes and determines it fully, so it suffices to compare signed corners, in time
+    linear in the number of boxes. The first corner that differs, in lexicographic order, is the first element
+    whose count differs, by the same amount.
     """
     surplus: Counter[Shape] = Counter()
     _add_corners(surplus, Box.whole(shape), weight=-1)

@@ -1,4 +1,4 @@
-"""Choosing among the checkpoints of a run: which one to continue from, which ones to delete."""
+"""Selects the checkpoint to resume from, and prunes old ones."""
 
 from __future__ import annotations
 
@@ -13,26 +13,25 @@ from braid.errors import CheckpointError
 
 @dataclass(frozen=True, kw_only=True)
 class Damaged:
-    """A checkpoint that was passed over."""
+    """A damaged checkpoint."""
 
     path: Path
-    """Its directory."""
     reason: str
-    """What is wrong with it."""
+    """What is damaged."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Latest:
-    """The checkpoint to continue from, and the newer ones that are damaged."""
+    """The checkpoint to resume from, and the newer ones that are damaged."""
 
     path: Path | None
-    """Directory of the newest complete and verified one; None if there is none."""
+    """Directory of the newest valid checkpoint; None if there is none."""
     damaged: tuple[Damaged, ...]
-    """Newer ones that were passed over, newest first; the caller tells the user."""
+    """Newer checkpoints that were skipped, newest first, for the caller to report."""
 
 
 def latest(root: Path) -> Latest:
-    """The newest checkpoint under `root` that is complete and whole, every byte verified."""
+    """The newest complete checkpoint under `root` that passes verification of every byte."""
     damaged: list[Damaged] = []
     for step, path in complete_steps(root).items():
         reason = _damage(step, path)
@@ -44,30 +43,28 @@ def latest(root: Path) -> Latest:
 
 def _damage(step: int, path: Path) -> str | None:
     try:
-        held = verify(path).step
+        stored = verify(path).step
     except CheckpointError as error:
         return str(error)
-    return None if held == step else f"{path} holds step {held}"
+    return None if stored == step else f"{path} contains step {stored}"
 
 
 def prune(root: Path, *, keep: int) -> list[Path]:
-    """Delete all but the newest `keep` checkpoints, and return what was deleted.
+    """Delete all but the newest `keep` checkpoints, and return the deleted ones.
 
-    If all of those are damaged, the newest whole one among the older is kept too: the last state to go back
-    to is never deleted.
+    If all of those are damaged, the newest valid older one is kept too: the last state to resume from is never
+    deleted.
     """
     if keep < 1:
-        raise CheckpointError(
-            f"cannot keep {keep} checkpoints\n  rule  at least one is kept\n  set   keep >= 1"
-        )
+        raise CheckpointError(f"cannot keep {keep} checkpoints\n  rule  keep at least one\n  set   keep >= 1")
     steps = complete_steps(root)
     older = dict(list(steps.items())[keep:])
     if not older:
         return []
-    spared = latest(root).path
+    newest_valid = latest(root).path
     removed = []
     for step, path in older.items():
-        if path != spared:
+        if path != newest_valid:
             trash = removed_path(root, step)
             try:
                 path.rename(trash)

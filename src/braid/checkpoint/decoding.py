@@ -1,8 +1,7 @@
-"""Reading a manifest: hostile or damaged text ends in CheckpointError, never in anything else.
+"""Manifest parsing: damaged or hostile input raises CheckpointError and nothing else.
 
-`decode` is the only way to a `Manifest`: whoever holds one may rely on its checksum, on chunks that cover
-every tensor exactly once, and on parts that account for every byte. Each rule stands in
-docs/checkpoint-format.md.
+`decode` is the only constructor of a `Manifest`, so every instance has a valid checksum, chunks that cover each
+tensor exactly once, and parts whose size is fully accounted for. docs/checkpoint-format.md lists the rules.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _FIRST_LINE = re.compile(rb'\{"sha256":"([0-9a-f]{64})",\n')
 
 
 def decode(data: bytes) -> Manifest:
-    """Read a manifest's file and check it against every rule; CheckpointError says which one it breaks."""
+    """Parse a manifest file and check it against every rule; CheckpointError says which one it breaks."""
     first = _FIRST_LINE.match(data)
     if first is None:
         _refuse("does not begin with its checksum")
@@ -46,7 +45,7 @@ def decode(data: bytes) -> Manifest:
     try:
         document = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{MANIFEST_NAME}: not JSON that can be read: {error}") from error
+        raise CheckpointError(f"{MANIFEST_NAME}: not valid JSON: {error}") from error
     if isinstance(document, dict) and document.get("format") != FORMAT:
         _refuse(f"is of another format; this program reads format {FORMAT}")
     fields = _fields(document, ("sha256", "format", "step", "extra", "parts", "tensors"), "the manifest")
@@ -94,7 +93,10 @@ def _chunk(name: str, entry: object, shape: Shape) -> Chunk:
         shape=_shape(fields["shape"], f"{name}: shape of a chunk"),
     )
     if not box.fits(shape) or box.numel == 0:
-        _refuse(f"{name}: a chunk at {list(box.offset)} of shape {list(box.shape)} in a tensor {list(shape)}")
+        _refuse(
+            f"{name}: a chunk at {list(box.offset)} of shape {list(box.shape)} is empty or outside a tensor of "
+            f"shape {list(shape)}"
+        )
     return Chunk(
         box=box,
         file=_string(fields["file"], f"{name}: file of a chunk"),
@@ -109,27 +111,27 @@ def _check_cover(tensors: Mapping[str, StoredTensor]) -> None:
         fault = cover_fault(tensor.shape, (chunk.box for chunk in tensor.chunks))
         if fault is not None:
             element, count = fault
-            held = "in no chunk" if count == 0 else f"in {count} chunks"
-            faults.append(f"{name}: element {list(element)} of {list(tensor.shape)} is {held}")
+            where = "in no chunk" if count == 0 else f"in {count} chunks"
+            faults.append(f"{name}: element {list(element)} of {list(tensor.shape)} is {where}")
     if faults:
         _refuse("every tensor must be covered exactly once\n  " + "\n  ".join(faults))
 
 
 def _check_parts(manifest: Manifest) -> None:
-    """Every chunk has a key of its own in a listed part; a part's header and chunks add up to its size."""
+    """Every chunk has its own key in a listed part; the header and chunks of a part add up to its size."""
     data_size: Counter[str] = Counter()
-    places: set[tuple[str, str]] = set()
+    keys: set[tuple[str, str]] = set()
     for name, tensor in manifest.tensors.items():
         for chunk in tensor.chunks:
             if chunk.file not in manifest.parts:
                 _refuse(f"{name}: {chunk.file!r} is not among the parts")
-            if (chunk.file, chunk.key) in places:
+            if (chunk.file, chunk.key) in keys:
                 _refuse(f"{name}: key {chunk.key!r} of {chunk.file} is used by two chunks")
-            places.add((chunk.file, chunk.key))
+            keys.add((chunk.file, chunk.key))
             data_size[chunk.file] += chunk.box.numel * tensor.dtype.itemsize
     for file, part in manifest.parts.items():
         if file not in data_size:
-            _refuse(f"{file}: no chunk lies in it")
+            _refuse(f"{file}: contains no chunk")
         if part.header_size + data_size[file] != part.size:
             _refuse(
                 f"{file}: header and chunks have {part.header_size + data_size[file]} bytes, not {part.size}"
@@ -153,7 +155,7 @@ def _string(value: object, where: str) -> str:
 
 
 def _integer(value: object, where: str) -> int:
-    # bool is an int to isinstance, and `true` is not a size.
+    # Not isinstance: bool is a subclass of int, and `true` is not a size.
     return value if type(value) is int and 0 <= value < 2**63 else _refuse(f"{where} is not a whole number")
 
 

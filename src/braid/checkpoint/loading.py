@@ -1,6 +1,6 @@
-"""Loading: take any box of any tensor, verify what is read, name everything that does not fit.
+"""Loading: reads any box of any tensor, verified, and reports everything that does not match.
 
-`read` verifies the manifest and every chunk that it touches; `verify` goes through every byte.
+`read` verifies the manifest and every chunk that it reads; `verify` checks every byte of a checkpoint.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from braid.errors import CheckpointError, first_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
-    """What a reader wants of one tensor: a box of it, and what it takes the whole to be."""
+class ReadRequest:
+    """A box of a tensor to read, and the expected shape and dtype of the full tensor."""
 
     global_shape: Shape
-    """Shape that the whole tensor must have."""
+    """Expected shape of the full tensor."""
     box: Box
-    """Which elements to read."""
+    """The elements to read."""
     dtype: torch.dtype
-    """Type that the stored elements must have; nothing is cast."""
+    """Expected dtype; nothing is cast."""
 
     @classmethod
-    def like(cls, tensor: Tensor) -> Wanted:
-        """All of a tensor of this shape and dtype."""
+    def like(cls, tensor: Tensor) -> ReadRequest:
+        """A request for a full tensor of this shape and dtype."""
         shape = tuple(tensor.shape)
         return cls(global_shape=shape, box=Box.whole(shape), dtype=tensor.dtype)
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The verified manifest of one checkpoint: its step, `extra`, and the shape and dtype of every tensor."""
+    """Read and verify the manifest: step, `extra`, and the shape and dtype of every tensor."""
     file = path / MANIFEST_NAME
     try:
         if not file.is_file():
@@ -56,60 +56,62 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def read(
-    path: Path, wanted: Mapping[str, Wanted | Tensor], *, unread: Collection[str] = ()
+    path: Path, requests: Mapping[str, ReadRequest | Tensor], *, unread: Collection[str] = ()
 ) -> dict[str, Tensor]:
-    """Read boxes, or whole tensors like the given ones, into new CPU tensors.
+    """Read wanted, or full tensors like the given ones, into new CPU tensors.
 
-    The checkpoint must hold the wanted names and no others. `unread` lists names that it may hold besides,
-    because they belong to another reader: another pipeline stage, or an optimizer that is not continued.
+    The checkpoint must have the requested names and no others. `unread` lists further names that it may have,
+    because they belong to another reader, such as another pipeline stage.
     """
     manifest = read_manifest(path)
-    wants = {name: Wanted.like(want) if isinstance(want, Tensor) else want for name, want in wanted.items()}
-    _check_wants(path, manifest, wants, unread)
-    jobs: dict[str, list[tuple[str, Chunk]]] = {}
-    for name, want in wants.items():
+    wanted = {
+        name: ReadRequest.like(request) if isinstance(request, Tensor) else request
+        for name, request in requests.items()
+    }
+    _check_requests(path, manifest, wanted, unread)
+    chunks_by_file: dict[str, list[tuple[str, Chunk, Box]]] = {}
+    for name, request in wanted.items():
         for chunk in manifest.tensors[name].chunks:
-            if overlap(chunk.box, want.box):
-                jobs.setdefault(chunk.file, []).append((name, chunk))
+            shared = overlap(chunk.box, request.box)
+            if shared:
+                chunks_by_file.setdefault(chunk.file, []).append((name, chunk, shared))
     try:
-        for file in jobs:
+        for file in chunks_by_file:
             parts.check_size(path, file, manifest.parts[file])
-        tensors = {name: torch.empty(want.box.shape, dtype=want.dtype) for name, want in wants.items()}
-        for file, chunks in sorted(jobs.items()):
+        tensors = {
+            name: torch.empty(request.box.shape, dtype=request.dtype) for name, request in wanted.items()
+        }
+        for file, chunks in sorted(chunks_by_file.items()):
             with parts.opened(path, file, manifest.parts[file]) as handle:
-                for name, chunk in chunks:
-                    source = parts.read_chunk(handle, name, chunk, wants[name].dtype)
-                    _copy(source, chunk.box, tensors[name], wants[name].box)
+                for name, chunk, shared in chunks:
+                    stored = parts.read_chunk(handle, name, chunk, wanted[name].dtype)
+                    tensors[name][shared.within(wanted[name].box)] = stored[shared.within(chunk.box)]
     except CheckpointError as error:
         raise CheckpointError(f"{path} cannot be loaded\n  {error}") from error
     return tensors
 
 
-def _copy(source: Tensor, source_box: Box, target: Tensor, target_box: Box) -> None:
-    shared = overlap(source_box, target_box)
-    assert shared is not None, "only chunks that intersect the wanted box are read"
-    target[shared.within(target_box)] = source[shared.within(source_box)]
-
-
-def _check_wants(path: Path, manifest: Manifest, wants: Mapping[str, Wanted], unread: Collection[str]) -> None:
-    """Raise one error that lists names, shapes, dtypes and boxes that do not fit: the first of each kind, and
-    how many more there are."""
-    missing = sorted(wants.keys() - manifest.tensors.keys())
-    extra = sorted(manifest.tensors.keys() - wants.keys() - set(unread))
+def _check_requests(
+    path: Path, manifest: Manifest, requests: Mapping[str, ReadRequest], unread: Collection[str]
+) -> None:
+    """Raise one error that lists mismatched names, shapes, dtypes and boxes: the first ones of each kind, and
+    the number of further ones."""
+    missing = sorted(requests.keys() - manifest.tensors.keys())
+    extra = sorted(manifest.tensors.keys() - requests.keys() - set(unread))
     candidates = extra or list(manifest.tensors)
     problems = first_of(missing, lambda n: f"missing  {n}: not in the checkpoint{_nearest(n, candidates)}")
     problems += first_of(extra, lambda n: f"extra    {n}: in the checkpoint, not wanted")
     shapes, boxes, dtypes = [], [], []
-    for name in sorted(wants.keys() & manifest.tensors.keys()):
-        want, stored = wants[name], manifest.tensors[name]
-        if want.global_shape != stored.shape:
-            shapes.append(f"shape    {name}: stored {list(stored.shape)}, wanted {list(want.global_shape)}")
-        elif not want.box.fits(stored.shape):
-            place = f"{list(want.box.shape)} at {list(want.box.offset)}"
-            boxes.append(f"box      {name}: {place} does not lie in {list(stored.shape)}")
-        if want.dtype != stored.dtype:
-            wanted_name = DTYPE_NAMES.get(want.dtype, want.dtype)
-            dtypes.append(f"dtype    {name}: stored {DTYPE_NAMES[stored.dtype]}, wanted {wanted_name}")
+    for name in sorted(requests.keys() & manifest.tensors.keys()):
+        request, stored = requests[name], manifest.tensors[name]
+        if request.global_shape != stored.shape:
+            shapes.append(f"shape    {name}: stored {list(stored.shape)}, wanted {list(request.global_shape)}")
+        elif not request.box.fits(stored.shape):
+            box = f"{list(request.box.shape)} at {list(request.box.offset)}"
+            boxes.append(f"box      {name}: {box} is outside of {list(stored.shape)}")
+        if request.dtype != stored.dtype:
+            expected = DTYPE_NAMES.get(request.dtype, request.dtype)
+            dtypes.append(f"dtype    {name}: stored {DTYPE_NAMES[stored.dtype]}, wanted {expected}")
     problems += [line for kind in (shapes, boxes, dtypes) for line in first_of(kind)]
     if problems:
         raise CheckpointError("\n  ".join([f"{path} does not fit what is being loaded", *problems]))
@@ -121,12 +123,12 @@ def _nearest(name: str, candidates: Collection[str]) -> str:
 
 
 def verify(path: Path) -> Manifest:
-    """Read every byte of a checkpoint; one CheckpointError lists all damage, a whole one gives its manifest."""
+    """Verify every byte of a checkpoint and return its manifest; one CheckpointError lists all damage."""
     manifest = read_manifest(path)
-    found = []
+    faults = []
     for file, chunks in manifest.chunks_by_part().items():
         typed = [(name, chunk, manifest.tensors[name].dtype) for name, chunk in chunks]
-        found += parts.faults(path, file, manifest.parts[file], typed)
-    if found:
-        raise CheckpointError("\n  ".join([f"{path} is damaged", *found]))
+        faults += parts.find_faults(path, file, manifest.parts[file], typed)
+    if faults:
+        raise CheckpointError("\n  ".join([f"{path} is damaged", *faults]))
     return manifest

@@ -1,7 +1,6 @@
-"""The manifest of a checkpoint: what it holds, as data and as text.
+"""The checkpoint manifest: its data model and its encoding as JSON.
 
-`braid.checkpoint.decoding` reads the text back and holds it to every rule. docs/checkpoint-format.md
-describes the format.
+`braid.checkpoint.decoding` parses and checks it. docs/checkpoint-format.md describes the format.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from braid.checkpoint.boxes import Box, Shape
 from braid.errors import CheckpointError
 
 FORMAT = 1
-"""The version of the format that is written, and the only one that is read."""
+"""Version of the format, the only one that is written and read."""
 MANIFEST_NAME = "manifest.json"
 MANIFEST_LIMIT = 2**30
-"""Bytes of a manifest that a reader takes at most."""
+"""Maximum size of a manifest in bytes."""
 HEADER_LIMIT = 100_000_000
-"""Bytes of a safetensors header at most; the safetensors library has the same limit."""
+"""Maximum size of a safetensors header in bytes; the safetensors library has the same limit."""
 MAX_DIMS = 8
-"""Dims of a tensor at most; proving its cover takes 2**dims corners of each chunk."""
+"""Maximum number of dims: the cover proof visits 2**dims corners of each chunk."""
 NAME_RULE = "1 to 1024 printable characters"
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
@@ -48,10 +47,10 @@ DTYPE_NAMES: Mapping[torch.dtype, str] = MappingProxyType({dtype: name for name,
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """A box of one tensor, stored under one key of one part."""
+    """A box of a tensor, stored under one key of one part."""
 
     box: Box
-    """Which elements, in the coordinates of the whole tensor."""
+    """In the coordinates of the full tensor."""
     file: str
     """Name of the part."""
     key: str
@@ -62,12 +61,11 @@ class Chunk:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTensor:
-    """One tensor of a checkpoint."""
+    """A tensor of a checkpoint."""
 
     shape: Shape
-    """Shape of the whole tensor."""
+    """Shape of the full tensor."""
     dtype: torch.dtype
-    """Type of its elements."""
     chunks: tuple[Chunk, ...]
     """Non-empty boxes that cover it exactly once; none for a tensor without elements."""
 
@@ -86,12 +84,12 @@ class StoredPart:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a checkpoint holds and where."""
+    """The contents of a checkpoint and where they are stored."""
 
     step: int
     """Training step at which it was saved."""
     extra: dict[str, Any]
-    """Whatever the writer added, as JSON."""
+    """Metadata added by the writer, as JSON."""
     parts: Mapping[str, StoredPart]
     """File name -> part."""
     tensors: Mapping[str, StoredTensor]
@@ -99,20 +97,20 @@ class Manifest:
 
     def chunks_by_part(self) -> dict[str, list[tuple[str, Chunk]]]:
         """File name -> its chunks, each with the name of its tensor."""
-        found: dict[str, list[tuple[str, Chunk]]] = {file: [] for file in self.parts}
+        chunks: dict[str, list[tuple[str, Chunk]]] = {file: [] for file in self.parts}
         for name, tensor in self.tensors.items():
             for chunk in tensor.chunks:
-                found[chunk.file].append((name, chunk))
-        return found
+                chunks[chunk.file].append((name, chunk))
+        return chunks
 
 
 def part_entry(part: StoredPart) -> dict[str, Any]:
-    """A part as it stands in the manifest."""
+    """The manifest entry of a part."""
     return {"size": part.size, "header_size": part.header_size, "header_sha256": part.header_sha256}
 
 
 def chunk_entry(chunk: Chunk) -> dict[str, Any]:
-    """A chunk as it stands in the manifest."""
+    """The manifest entry of a chunk."""
     return {
         "offset": list(chunk.box.offset),
         "shape": list(chunk.box.shape),
@@ -125,7 +123,7 @@ def chunk_entry(chunk: Chunk) -> dict[str, Any]:
 def encode(
     *, step: int, extra: Mapping[str, Any], parts: Mapping[str, Any], tensors: Mapping[str, Any]
 ) -> bytes:
-    """The manifest's file: one line each for the checksum of all that follows, for a part, for a tensor."""
+    """The manifest file: a line with the checksum of everything after it, then a line per part and tensor."""
     body = "\n".join(
         [
             f'"format":{FORMAT},',
@@ -148,19 +146,19 @@ def _json(value: object) -> str:
         return json.dumps(value, allow_nan=False, separators=(",", ":"))
     except (TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(
-            f"cannot save: {error}\n  rule  a checkpoint's extra is plain JSON, without NaN and Infinity\n"
+            f"cannot save: {error}\n  rule  the extra of a checkpoint is plain JSON, without NaN and Infinity\n"
             "  set   numbers, strings, booleans, None, and lists and dicts of them"
         ) from error
 
 
 def merge(records: Iterable[Mapping[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The parts and tensors of a manifest, from the record of every writing rank."""
+    """Merge the records of all writing ranks into the parts and tensors of a manifest."""
     parts: dict[str, Any] = {}
     tensors: dict[str, Any] = {}
     for record in records:
         for file, part in record["parts"].items():
             if file in parts:
-                raise CheckpointError(f"cannot commit: two ranks wrote {file}; give each its own rank number")
+                raise CheckpointError(f"cannot commit: two ranks wrote {file}; each needs its own rank number")
             parts[file] = part
         for name, entry in record["tensors"].items():
             known = tensors.setdefault(name, {"shape": entry["shape"], "dtype": entry["dtype"], "chunks": []})
@@ -176,5 +174,5 @@ def merge(records: Iterable[Mapping[str, Any]]) -> tuple[dict[str, Any], dict[st
 
 
 def is_name(name: str) -> bool:
-    """Whether a tensor may have this name; see NAME_RULE."""
+    """Whether a string is a valid tensor name; see NAME_RULE."""
     return 1 <= len(name) <= 1024 and name.isprintable()

@@ -1,8 +1,7 @@
-"""One part of a checkpoint: a safetensors file, written in one pass and read chunk by chunk.
+"""Parts of a checkpoint: safetensors files, written in one pass and read chunk by chunk.
 
-The file is written here and not by the safetensors library, because one pass over the tensors then hashes
-and streams them, and a full disk shows as the OSError that it is. It is read through the library, which maps
-it into memory.
+They are written here and not with the safetensors library, in order to hash and stream the tensors in one pass,
+and to get a plain OSError on a full disk. They are read with the library, which memory-maps them.
 """
 
 from __future__ import annotations
@@ -37,24 +36,24 @@ CODES: Mapping[torch.dtype, str] = MappingProxyType(
         torch.bool: "BOOL",
     }
 )
-"""What safetensors calls each dtype."""
+"""Dtype codes of safetensors."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PartLayout:
-    """A part before it is written: its first bytes, and the tensors in the order of the file."""
+    """The layout of a part to be written."""
 
     header: bytes
-    """The length field, the header and its padding."""
+    """Length field, JSON header and padding."""
     tensors: Mapping[str, Tensor]
     """Key -> tensor, in file order."""
     size: int
-    """Bytes of the whole file."""
+    """Size of the file in bytes."""
 
 
 def lay_out(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> PartLayout:
-    """Where each tensor will lie. Wider elements come first, so that every tensor is aligned. Shapes and dtypes
-    suffice: tensors may be on the meta device."""
+    """Assign file offsets. Wider dtypes come first, so that every tensor is aligned. Shapes and dtypes suffice:
+    tensors may be on the meta device."""
     ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
     entries: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
     end = 0
@@ -70,14 +69,14 @@ def lay_out(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = 
     if len(text) > HEADER_LIMIT:
         raise CheckpointError(
             f"cannot save {len(tensors)} chunks in one part: its header would have {len(text)} bytes\n"
-            f"  rule  a safetensors header has at most {HEADER_LIMIT}\n  set   a larger chunk_bytes"
+            f"  rule  a safetensors header has at most {HEADER_LIMIT} bytes\n  set   a larger chunk_bytes"
         )
     header = len(text).to_bytes(8, "little") + text
     return PartLayout(header=header, tensors=ordered, size=len(header) + end)
 
 
 def write(path: Path, layout: PartLayout) -> tuple[StoredPart, dict[str, str]]:
-    """Write and sync one part; also returns the checksum of each key's bytes."""
+    """Write and sync a part. Also returns the checksum of each key."""
     checksums = {}
     with open(path, "xb") as file:
         file.write(layout.header)
@@ -95,16 +94,16 @@ def write(path: Path, layout: PartLayout) -> tuple[StoredPart, dict[str, str]]:
 def raw_bytes(tensor: Tensor) -> memoryview:
     """The elements of a tensor in row-major order, as bytes."""
     dense = tensor.detach().cpu().contiguous()
-    # Not reshape(-1): that keeps the odd stride of a one-element tensor, and such a view has no bytes.
+    # Not reshape(-1): it keeps the arbitrary stride of a one-element tensor, which view(uint8) then rejects.
     return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
 def check_size(directory: Path, file: str, part: StoredPart) -> Path:
-    """The path of a part, which is a regular file of the right size inside the directory."""
+    """Return the path of a part after checking that it is a file of the right size inside the directory."""
     path = directory / file
     try:
-        if path.resolve().parent != directory.resolve():
-            raise CheckpointError(f"{file}: lies outside the checkpoint {directory}")
+        if path.resolve().parent != directory.resolve():  # a symlink
+            raise CheckpointError(f"{file}: is outside the checkpoint {directory}")
         if not path.is_file():
             raise CheckpointError(f"{file}: missing in {directory}")
         size = path.stat().st_size
@@ -117,7 +116,7 @@ def check_size(directory: Path, file: str, part: StoredPart) -> Path:
 
 @contextmanager
 def opened(directory: Path, file: str, part: StoredPart) -> Iterator[Any]:
-    """A safetensors handle on a part whose size and header are verified."""
+    """A safetensors handle of a part, after its size and header are verified."""
     from safetensors import SafetensorError, safe_open
 
     path = check_size(directory, file, part)
@@ -133,12 +132,12 @@ def opened(directory: Path, file: str, part: StoredPart) -> Iterator[Any]:
 
 
 def read_chunk(handle: Any, name: str, chunk: Chunk, dtype: torch.dtype) -> Tensor:
-    """One verified chunk of the tensor `name`, as a view of the mapped file."""
+    """One verified chunk of the tensor `name`, as a view of the memory-mapped file."""
     where = f"{chunk.file}: {name} at {list(chunk.box.offset)}"
     stored = handle.get_slice(chunk.key)
     if (stored.get_dtype(), tuple(stored.get_shape())) != (CODES[dtype], chunk.box.shape):
         raise CheckpointError(
-            f"{where}: holds {stored.get_dtype()} {stored.get_shape()}, "
+            f"{where}: contains {stored.get_dtype()} {stored.get_shape()}, "
             f"the manifest says {CODES[dtype]} {list(chunk.box.shape)}"
         )
     tensor: Tensor = handle.get_tensor(chunk.key)
@@ -147,20 +146,20 @@ def read_chunk(handle: Any, name: str, chunk: Chunk, dtype: torch.dtype) -> Tens
     return tensor
 
 
-def faults(
+def find_faults(
     directory: Path, file: str, part: StoredPart, chunks: Sequence[tuple[str, Chunk, torch.dtype]]
 ) -> list[str]:
-    """Everything that is wrong with a part; reads all of it."""
-    found = []
+    """Read all of a part and return everything that is wrong with it."""
+    faults = []
     try:
         with opened(directory, file, part) as handle:
             unlisted = set(handle.keys()) - {chunk.key for _, chunk, _ in chunks}
-            found += [f"{file}: key {key!r} is not in the manifest" for key in sorted(unlisted)]
+            faults += [f"{file}: key {key!r} is not in the manifest" for key in sorted(unlisted)]
             for name, chunk, dtype in chunks:
                 try:
                     read_chunk(handle, name, chunk, dtype)
                 except CheckpointError as error:
-                    found.append(str(error))
+                    faults.append(str(error))
     except CheckpointError as error:
-        found.append(str(error))
-    return found
+        faults.append(str(error))
+    return faults

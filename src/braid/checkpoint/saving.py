@@ -1,13 +1,13 @@
-"""Saving: each rank writes what it owns, one rank commits.
+"""Saving: each rank writes its own part, one rank commits.
 
-One process calls `save`. Many ranks do the same in three acts, with a barrier between them and the records
-gathered on the committing rank:
+A single process calls `save`. Many ranks do the same in three phases, with a barrier between them and the
+records gathered on the committing rank:
 
     begin(root, step)                         one rank
     write_part(root, step, rank, pieces)      every rank; returns a record
     commit(root, step, records, extra=...)    one rank
 
-When any rank fails, one rank calls `abandon`. Until `commit` renames, the previous checkpoints are untouched.
+If any rank fails, one rank calls `abandon`. Until `commit` renames, the previous checkpoints are untouched.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ from braid.checkpoint.steps import clear_leftovers, old_path, partial_path, rest
 from braid.errors import CheckpointError
 
 CHUNK_BYTES = 64 * 2**20
-"""Bytes of a chunk at most: what a reader must read to verify one element."""
+"""Maximum size of a chunk, the unit of verification: a reader of one element reads its whole chunk."""
 
 PART_BYTES = 8 * 2**30
-"""Bytes of a part that one process writes of many; a tensor that is larger has a part of its own."""
+"""Size at which `save` starts a new part; a larger tensor gets a part of its own."""
 
 Record = dict[str, Any]
-"""What one rank wrote, as plain JSON: the `parts` and `tensors` of a manifest that holds nothing else."""
+"""What one rank wrote, as plain JSON: its share of the `parts` and `tensors` of the manifest."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Piece:
-    """A box of a tensor that this rank holds and is the one to write."""
+    """A box of a tensor that this rank writes."""
 
     name: str
-    """Canonical name of the whole tensor."""
+    """Canonical name of the full tensor."""
     global_shape: Shape
-    """Shape of the whole tensor."""
+    """Shape of the full tensor."""
     offset: Shape
-    """Where the local tensor begins in the whole one."""
+    """Offset of the local tensor in the full one."""
     tensor: Tensor
     """The local tensor, on any device."""
 
@@ -74,18 +74,18 @@ class Piece:
         if self.tensor.numel() and not self.box.fits(self.global_shape):
             raise CheckpointError(
                 f"cannot save {self.name}: a box of shape {list(self.box.shape)} at {list(self.offset)} "
-                f"does not lie in the tensor's shape {list(self.global_shape)}"
+                f"is outside of the tensor's shape {list(self.global_shape)}"
             )
 
     @classmethod
     def whole(cls, name: str, tensor: Tensor) -> Piece:
-        """A tensor of which this process holds all."""
+        """A piece that is a full tensor."""
         shape = tuple(tensor.shape)
         return cls(name=name, global_shape=shape, offset=(0,) * len(shape), tensor=tensor)
 
     @property
     def box(self) -> Box:
-        """The box of the whole tensor that the local tensor holds."""
+        """The box of the local tensor in the full one."""
         return Box(offset=self.offset, shape=tuple(self.tensor.shape))
 
 
@@ -99,8 +99,8 @@ def save(
     part_bytes: int = PART_BYTES,
     free_bytes: int | None = None,
 ) -> Path:
-    """Save a step from one process and return its directory. A failure leaves only what was there before.
-    Pieces are taken as parts are written, so that they need not be in memory all at once."""
+    """Save a step from one process and return its directory. A failure leaves previous checkpoints untouched.
+    Pieces are consumed part by part, so they need not be in memory all at once."""
     try:
         begin(root, step)
         records = []
@@ -108,7 +108,7 @@ def save(
             records.append(
                 write_part(root, step, number, batch, chunk_bytes=chunk_bytes, free_bytes=free_bytes)
             )
-            batch.clear()  # Nobody else holds these tensors.
+            batch.clear()  # drops the last references, so that the next part can use the memory
         return commit(root, step, records, extra=extra)
     except BaseException:
         abandon(root, step)
@@ -116,7 +116,7 @@ def save(
 
 
 def _batches(pieces: Iterable[Piece], part_bytes: int) -> Iterator[list[Piece]]:
-    """Pieces for one part after the other."""
+    """Group pieces into parts."""
     batch: list[Piece] = []
     size = 0
     for piece in pieces:
@@ -129,9 +129,9 @@ def _batches(pieces: Iterable[Piece], part_bytes: int) -> Iterator[list[Piece]]:
 
 
 def begin(root: Path, step: int) -> None:
-    """Clear what a killed writer left in `root` and make the directory that the ranks write into."""
+    """Clean up after a killed writer, and create the directory that the ranks write to."""
     if not 0 <= step < 10**18:
-        raise CheckpointError(f"cannot save step {step}: a step is a whole number from 0")
+        raise CheckpointError(f"cannot save step {step}: a step is an integer from 0 to 10**18 - 1")
     with _disk_errors(f"begin step {step}", root):
         if not root.is_dir():
             root.mkdir(parents=True, exist_ok=True)
@@ -149,7 +149,7 @@ def write_part(
     chunk_bytes: int = CHUNK_BYTES,
     free_bytes: int | None = None,
 ) -> Record:
-    """Write this rank's pieces into its part. `free_bytes` stands in for the disk's free space."""
+    """Write this rank's pieces to its part. `free_bytes` overrides the free space of the disk."""
     tensors, chunks_by_key = _cut_pieces(pieces, chunk_bytes)
     if not chunks_by_key:
         return {"parts": {}, "tensors": tensors}
@@ -159,7 +159,7 @@ def write_part(
     with _disk_errors(f"write {path}", directory, needs=layout.size):
         free = shutil.disk_usage(directory).free if free_bytes is None else free_bytes
         if free < layout.size:
-            raise CheckpointError(_no_room(f"cannot write {path}", layout.size, free))
+            raise CheckpointError(_with_space(f"cannot write {path}", layout.size, free))
         try:
             part, checksums = parts.write(path, layout)
         except BaseException:
@@ -175,7 +175,7 @@ def write_part(
 def _cut_pieces(
     pieces: Iterable[Piece], chunk_bytes: int
 ) -> tuple[dict[str, Any], dict[str, tuple[str, Box, Tensor]]]:
-    """The tensors of a record, still without chunks, and key -> (name, box, view) of every chunk to write."""
+    """Split pieces into chunks: the `tensors` of a record, without chunks yet, and key -> (name, box, view)."""
     tensors: dict[str, Any] = {}
     chunks: dict[str, tuple[str, Box, Tensor]] = {}
     for piece in pieces:
@@ -185,7 +185,7 @@ def _cut_pieces(
             "chunks": [],
         }
         if tensors.setdefault(piece.name, entry) != entry:
-            raise CheckpointError(f"cannot save {piece.name}: two pieces of it disagree about shape or dtype")
+            raise CheckpointError(f"cannot save {piece.name}: two pieces of it differ in shape or dtype")
         for box in cut(piece.box, chunk_bytes // piece.tensor.dtype.itemsize):
             key = f"{piece.name}@{','.join(map(str, box.offset))}"
             if key in chunks:
@@ -195,11 +195,11 @@ def _cut_pieces(
 
 
 def commit(root: Path, step: int, records: Sequence[Mapping[str, Any]], *, extra: Mapping[str, Any]) -> Path:
-    """Check that the ranks' records make whole tensors, write the manifest, and put the step in its place."""
+    """Check that the ranks' records cover all tensors, write the manifest, and move the step into place."""
     stored_parts, tensors = merge(records)
     data = encode(step=step, extra=extra, parts=stored_parts, tensors=tensors)
     try:
-        # The reader's own rules decide, so that nothing is committed that could not be read.
+        # Apply the reader's own rules, so that nothing is committed that cannot be read.
         manifest = decode(data)
     except CheckpointError as error:
         raise CheckpointError(f"cannot commit step {step}\n  {error}") from error
@@ -216,13 +216,13 @@ def commit(root: Path, step: int, records: Sequence[Mapping[str, Any]], *, extra
             target.rename(old)
         partial.rename(target)
         _sync_directory(root)
-    # The step is in place: if this fails, the next save clears it.
+    # The step is in place already: if this fails, the next save cleans up.
     shutil.rmtree(old, ignore_errors=True)
     return target
 
 
 def abandon(root: Path, step: int) -> None:
-    """Give up a step that was begun: free its space and leave the previous checkpoints as they were."""
+    """Discard an unfinished step, and restore the previous checkpoint of the same step, if any."""
     shutil.rmtree(partial_path(root, step), ignore_errors=True)
     with suppress(OSError):
         restore_old(root, step)
@@ -230,22 +230,22 @@ def abandon(root: Path, step: int) -> None:
 
 @contextmanager
 def _disk_errors(doing: str, directory: Path, *, needs: int | None = None) -> Iterator[None]:
-    """Turn an OSError into a CheckpointError that says how many bytes were needed and how many there are."""
+    """Turn an OSError into a CheckpointError that states the bytes needed and available."""
     try:
         yield
     except OSError as error:
         what = f"cannot {doing}: {error.strerror or error}"
         if needs is not None:
             with suppress(OSError):
-                what = _no_room(what, needs, shutil.disk_usage(directory).free)
+                what = _with_space(what, needs, shutil.disk_usage(directory).free)
         raise CheckpointError(what) from error
 
 
-def _no_room(what: str, needs: int, free: int) -> str:
-    return f"{what}: needs {_readable(needs)}, has {_readable(free)}"
+def _with_space(what: str, needs: int, free: int) -> str:
+    return f"{what}: needs {_human_size(needs)}, has {_human_size(free)}"
 
 
-def _readable(size: int) -> str:
+def _human_size(size: int) -> str:
     amount = float(size)
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if amount < 1024:

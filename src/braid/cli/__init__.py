@@ -1,8 +1,8 @@
-"""The command `braid`: words in, exit code out. Nothing is decided here.
+"""The `braid` command line: dispatches subcommands and maps errors to exit codes.
 
-The first word after a command is what it works on; options follow. Options come from types, by tyro: any
-field of a run is one. Failures that are meant for people are printed without a traceback, and the exit code
-tells their kind (docs/exit-codes.md).
+Each subcommand takes a positional argument (a recipe, a checkpoint, a pattern) followed by options. tyro
+derives the options from dataclasses, so every field of a run is a flag. Expected errors (`BraidError`) print
+without a traceback; the exit code identifies the kind of failure (docs/exit-codes.md).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from braid.validators import nearest
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    """Run one subcommand and return its exit code."""
+    args = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        return _dispatch(words)
+        return _dispatch(args)
     except BraidError as error:
         print(f"braid: {error}", file=sys.stderr)
         return error.exit_code
@@ -37,41 +37,53 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("braid: interrupted", file=sys.stderr)
         return ExitCode.INTERRUPTED
     except BrokenPipeError:
-        # The reader has gone. Long work does not come here: it goes on without being watched.
+        # The reader of stdout closed the pipe (`braid recipes | head`). Training never gets here: it ignores
+        # a closed stdout (`console.say`). Redirect stdout so that the interpreter's final flush succeeds.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitCode.OK
 
 
-def _dispatch(words: list[str]) -> int:
-    if not words or words[0] in ("-h", "--help", "help"):
+def _dispatch(args: list[str]) -> int:
+    if not args or args[0] in ("-h", "--help", "help"):
         print(_usage())
-        return ExitCode.OK if words else ExitCode.CONFIG
-    if words[0] in ("-V", "--version"):
+        return ExitCode.OK if args else ExitCode.CONFIG
+    if args[0] in ("-V", "--version"):
         print(f"braid {braid.__version__}")
         return ExitCode.OK
     commands = {command.name: command for command in COMMANDS}
-    if words[0] not in commands:
-        raise ConfigError(f"there is no command {words[0]!r}{nearest(words[0], commands)}\n\n{_usage()}")
-    return commands[words[0]].act(words[1:])
+    if args[0] not in commands:
+        raise ConfigError(f"unknown command {args[0]!r}{nearest(args[0], commands)}\n\n{_usage()}")
+    return commands[args[0]].run(args[1:])
 
 
 def _usage() -> str:
-    left = {command: f"braid {command.name} {command.works_on}".rstrip() for command in COMMANDS}
-    width = max(len(text) for text in left.values())
-    lines = [f"  {text:<{width}}  {command.summary}" for command, text in left.items()]
-    return "\n".join(["usage:", *lines, "", "`--help` after any of these shows its options."])
+    synopsis = {command: f"{command.name} {command.argument}".rstrip() for command in COMMANDS}
+    width = max(len(text) for text in synopsis.values())
+    lines = [f"  braid {text:<{width}}  {command.summary}" for command, text in synopsis.items()]
+    return "\n".join(
+        [
+            "usage: braid COMMAND [ARGUMENT] [OPTIONS]",
+            "",
+            "Train hybrid attention / Mamba-2 / gated delta net / MoE language models.",
+            "",
+            "commands:",
+            *lines,
+            "",
+            "Run `braid COMMAND --help` for the options of a command, `braid --version` for the version.",
+        ]
+    )
 
 
 COMMANDS = (
-    Command("train", "RECIPE", "train a run, or continue it", train),
-    Command("generate", "CHECKPOINT", "continue a prompt with a trained model", generate),
-    Command("import", "FOLDER", "make a checkpoint of a model that others trained", import_),
-    Command("export", "CHECKPOINT", "write a trained model for others", export),
-    Command("data", "build|verify", "make token shards from text, or check them", data),
-    Command("recipes", "", "list the recipes", list_recipes),
-    Command("show", "RECIPE", "print a run with all its choices, after overrides", show),
-    Command("plan", "RECIPE", "what every rank will hold and send, and whether it fits", show_plan),
-    Command("grid", "", "show who is with whom in an arrangement of ranks", show_grid),
-    Command("pattern", "'PATTERN'", "explain a layer pattern", explain),
+    Command("train", "RECIPE", "train a model, or resume an interrupted run", train),
+    Command("generate", "CHECKPOINT", "generate text from a checkpoint", generate),
+    Command("import", "FOLDER", "convert a Hugging Face or Megatron model to a braid checkpoint", import_),
+    Command("export", "CHECKPOINT", "convert a checkpoint to Hugging Face or Megatron format", export),
+    Command("data", "build|verify", "tokenize text into token shards, or check existing ones", data),
+    Command("recipes", "", "list the bundled recipes", list_recipes),
+    Command("show", "RECIPE", "print the full configuration of a run, with overrides applied", show),
+    Command("plan", "RECIPE", "estimate memory and communication per rank; starts nothing", show_plan),
+    Command("grid", "", "print the process groups of a parallel layout", show_grid),
+    Command("pattern", "'PATTERN'", "parse a layer pattern and show its layers and pipeline stages", explain),
 )
-"""Everything that `braid` understands, in the order of its help."""
+"""All subcommands, in the order of the help text."""

@@ -1,4 +1,4 @@
-"""How commands read their words and print their tables."""
+"""Command-line parsing and table output shared by all subcommands."""
 
 from __future__ import annotations
 
@@ -19,35 +19,43 @@ Options = TypeVar("Options")
 
 @dataclass(frozen=True)
 class Command:
-    """One word that `braid` understands."""
+    """A subcommand of `braid`."""
 
     name: str
-    works_on: str
-    """The word that must follow, as usage shows it; empty where none does."""
+    argument: str
+    """Positional argument, as shown in the usage text; empty if the command takes none."""
     summary: str
-    act: Callable[[list[str]], int]
+    run: Callable[[list[str]], int]
+    """Takes the arguments after the command name and returns the exit code."""
 
 
-def wants_help(words: list[str]) -> bool:
-    return bool(words) and words[0] in ("-h", "--help")
+def wants_help(args: list[str]) -> bool:
+    return bool(args) and args[0] in ("-h", "--help")
 
 
-def subject(words: list[str], command: str, what: str) -> tuple[str, list[str]]:
-    """The word that a command works on, and the options after it."""
-    if not words or (words[0][:2] == "--" and words[0][2:3].islower()):
-        given = f", not {words[0]!r}" if words else ""
-        raise ConfigError(f"`braid {command}` needs {what} first{given}: braid {command} {what} [options]")
-    return words[0], words[1:]
+def split_positional(args: list[str], command: str, metavar: str) -> tuple[str, list[str]]:
+    """The positional argument of a command, and the options after it."""
+    # Layer patterns may start with dashes ("-M", "--"), so only `--` plus a lower-case letter is an option.
+    if not args or (args[0][:2] == "--" and args[0][2:3].islower()):
+        got = f", got {args[0]!r}" if args else ""
+        raise ConfigError(
+            f"`braid {command}` needs {metavar} as its first argument{got}: braid {command} {metavar} [OPTIONS]"
+        )
+    return args[0], args[1:]
 
 
-def opened_by(trace: Path) -> str:
-    """Where a trace is, and what shows it."""
+def optional(metavar: str, default: str) -> Any:
+    """Help for an option whose default is None: a plain metavar, and what happens if the option is omitted."""
+    return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {default})")
+
+
+def parse_options(kind: type[Options], args: list[str], prog: str, default: Any = None) -> Options:
+    """Parse options into a dataclass with tyro. An invalid option exits the process with code 2."""
+    return tyro.cli(kind, args=args, prog=prog, default=default, config=(tyro.conf.AvoidSubcommands,))
+
+
+def perfetto_hint(trace: Path) -> str:
     return f"{trace}: open it in https://ui.perfetto.dev"
-
-
-def options(kind: type[Options], words: list[str], prog: str, default: Any = None) -> Options:
-    """Options of a command, read by tyro from a dataclass. A bad one ends the program with exit code 2."""
-    return tyro.cli(kind, args=words, prog=prog, default=default, config=(tyro.conf.AvoidSubcommands,))
 
 
 def print_table(
@@ -57,5 +65,6 @@ def print_table(
     for column in columns:
         table.add_column(column, no_wrap=True)
     for row in rows:
+        # Text, not str: rich would parse square brackets in patterns as markup.
         table.add_row(*(rich.text.Text(str(cell)) for cell in row))
     console.print(table)

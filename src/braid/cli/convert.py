@@ -1,4 +1,9 @@
-"""`braid import`, `braid export`: models from and to the files of others, with the state of their optimizer."""
+"""`braid import`, `braid export`: convert checkpoints from and to Hugging Face and Megatron formats.
+
+Weights, and optionally the optimizer state, are read from and written to safetensors files. Megatron itself
+writes no config.json that describes the model: `braid export` adds one that contains the run, and for folders
+without it `braid import` takes the model from a recipe.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +14,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
-from braid.cli.args import options, subject, wants_help
+from braid.cli.args import optional, parse_options, split_positional, wants_help
+from braid.cli.generate import CHECKPOINT_HELP
 from braid.cli.next_steps import program
 from braid.errors import CheckpointError, ConfigError, ExitCode
 
@@ -23,37 +29,37 @@ if TYPE_CHECKING:
     from braid.config import Run
     from braid.data import Tokenizer
     from braid.interchange import Adapter, Trained
-    from braid.train.state import Saved
+    from braid.train.state import CheckpointInfo
 
 TOKENIZER = "tokenizer.json"
-CARRIED = ("tokenizer_config.json", "generation_config.json", "special_tokens_map.json")
-"""Files of a folder that travel with its model as they are."""
+VERBATIM_FILES = ("tokenizer_config.json", "generation_config.json", "special_tokens_map.json")
+"""Files that an import keeps and an export writes back unchanged."""
 SETTINGS = ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
-"""Settings of a config.json that say nothing about the shape."""
+"""Settings of a config.json that do not describe the architecture; an export writes them back."""
 MEGATRON = "megatron"
-"""The model_type of files under Megatron's names. They tell no shape: braid adds the run that it exports."""
+"""The model_type of folders with Megatron's parameter names."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImportOptions:
-    """Make a checkpoint of a model that others have trained."""
+    """Convert a Hugging Face or Megatron model to a braid checkpoint."""
 
     out: Path
-    """Folder of the run that is made; `braid generate` takes it."""
+    """Run directory to create; `braid generate` and `braid train --init` accept it."""
     mtp_depths: int = 0
-    """Depths of multi-token prediction that the files hold and the model should have."""
-    recipe: str | None = None
-    """Recipe that has the shape of a model under Megatron's names, which its files do not tell."""
+    """Number of MTP (multi-token prediction) depths to import from the files."""
+    recipe: Annotated[str | None, optional("RECIPE", "none")] = None
+    """Recipe that describes the model, for Megatron files without a config.json."""
     interleave: int = 0
-    """Rows in which gate and up alternate in the experts of a Megatron model; 0 where one follows the other."""
+    """Block size in rows in which Megatron experts interleave gate and up; 0 if not interleaved."""
     optimizer: bool = True
-    """Whether the optimizer's state is read too, where the files hold it."""
-    updates: int | None = None
-    """Updates that the optimizer has made, where no optimizer.state.step in the files tells."""
+    """Import the optimizer state if the files contain it."""
+    updates: Annotated[int | None, optional("INT", "optimizer.state.step of the files")] = None
+    """Number of optimizer updates so far, for Adam's bias correction."""
 
 
 class ConvertSource(NamedTuple):
-    """What a folder says before its tensors are read."""
+    """Contents of a source folder other than its tensors."""
 
     run: Run
     adapter: Adapter
@@ -61,40 +67,40 @@ class ConvertSource(NamedTuple):
     hub: Mapping[str, Any]
 
 
-def import_(words: list[str]) -> int:
-    if wants_help(words):
-        print("FOLDER holds .safetensors files, config.json as the Hugging Face hub has it, and may hold")
-        print("tokenizer.json. Where the files have Megatron's names, --recipe has the shape.\n")
-        words = ["FOLDER", "--help"]
-    name, rest = subject(words, "import", "FOLDER")
-    chosen = options(ImportOptions, rest, f"braid import {name}")
+def import_(args: list[str]) -> int:
+    if wants_help(args):
+        print("FOLDER contains .safetensors files, a config.json in Hugging Face format, and optionally a")
+        print("tokenizer.json. For Megatron parameter names, --recipe describes the model instead.\n")
+        args = ["FOLDER", "--help"]
+    name, rest = split_positional(args, "import", "FOLDER")
+    opts = parse_options(ImportOptions, rest, f"braid import {name}")
     from braid.interchange import has_moments, to_ours
     from braid.interchange.files import SafetensorsFolder
     from braid.nn.dtypes import DTYPES
     from braid.train.state import save_weights
 
-    folder, root = Path(name), chosen.out / "checkpoints"
+    folder, root = Path(name), opts.out / "checkpoints"
     if root.exists():
-        raise CheckpointError(f"{root} is there already: choose another --out")
+        raise CheckpointError(f"{root} already exists: choose another --out")
     files = SafetensorsFolder(folder)
     outlines = files.outlines()
-    source = _source(folder, chosen, outlines)
+    source = _source(folder, opts, outlines)
     shape = source.run.model
-    dtype = DTYPES[source.run.train.dtype] if chosen.optimizer and has_moments(outlines) else None
+    dtype = DTYPES[source.run.train.dtype] if opts.optimizer and has_moments(outlines) else None
     found = to_ours(files, source.adapter, shape, dtype=dtype, outlines=outlines)
     if dtype is None:
         path = save_weights(root, found.tensors, source.run, source.tokenizer, source.hub)
     else:
-        path = _save_trained(root, found, source, chosen.updates)
+        path = _save_trained(root, found, source, opts.updates)
     if source.run.data.tokenizer == "bytes":
-        print(f"braid: {folder} has no {TOKENIZER}: text goes in and out as bytes", file=sys.stderr)
+        print(f"braid: {folder} has no {TOKENIZER}: using the byte tokenizer", file=sys.stderr)
     print(f"{len(found.tensors)} tensors of {shape.pattern}\ncheckpoint  {path}")
     print(f"tokenizer   {source.run.data.tokenizer}")
-    print(f"try next    {shlex.join([*program(), 'generate', str(chosen.out), '--prompt', 'The '])}")
+    print(f"try next    {shlex.join([*program(), 'generate', str(opts.out), '--prompt', 'The '])}")
     return ExitCode.OK
 
 
-def _source(folder: Path, chosen: ImportOptions, outlines: Mapping[str, Tensor]) -> ConvertSource:
+def _source(folder: Path, opts: ImportOptions, outlines: Mapping[str, Tensor]) -> ConvertSource:
     from braid.config import Mesh
     from braid.interchange import described, reader_of
     from braid.interchange.files import CONFIG, read_json
@@ -105,46 +111,52 @@ def _source(folder: Path, chosen: ImportOptions, outlines: Mapping[str, Tensor])
         read_json(folder / CONFIG, ConfigError) if (folder / CONFIG).is_file() else {"model_type": MEGATRON}
     )
     if config.get("model_type") == MEGATRON:
-        run, interleave = _described(folder, config, chosen)
+        run, interleave = _megatron_run(folder, config, opts)
         adapter = reader(interleave=interleave)
-        tokenizer, tokenizer_file = _tokenizer_of(folder, chosen.out, run.data.tokenizer)
+        tokenizer, tokenizer_file = _tokenizer_of(folder, opts.out, run.data.tokenizer)
         run = replace(run, data=replace(run.data, tokenizer=tokenizer_file))
     else:
-        if chosen.recipe is not None or chosen.interleave:
-            raise ConfigError(f"{folder / CONFIG} has the shape: --recipe and --interleave are for {MEGATRON}")
-        family, shape, *_ = described(folder, mtp_depths=chosen.mtp_depths)
+        if opts.recipe is not None or opts.interleave:
+            raise ConfigError(
+                f"{folder / CONFIG} describes the model: --recipe and --interleave are for {MEGATRON} folders"
+            )
+        family, shape, *_ = described(folder, mtp_depths=opts.mtp_depths)
         adapter = reader_of(family)
-        tokenizer, tokenizer_file = _tokenizer_of(folder, chosen.out, "bytes")
+        tokenizer, tokenizer_file = _tokenizer_of(folder, opts.out, "bytes")
         run = _run_of(shape, tokenizer_file, _dtype_of(outlines))
     plan(replace(run, mesh=Mesh()), world=1)
     return ConvertSource(run, adapter, tokenizer, _hub(folder))
 
 
-def _described(folder: Path, config: Mapping[str, Any], chosen: ImportOptions) -> tuple[Run, int]:
-    """The run of a model under Megatron's names, and how gate and up lie in its experts."""
+def _megatron_run(folder: Path, config: Mapping[str, Any], opts: ImportOptions) -> tuple[Run, int]:
+    """The run of a Megatron folder, and the interleave of gate and up in its experts."""
     from braid import recipes
     from braid.config import from_json
 
-    told = config.get("interleave", chosen.interleave)
-    if type(told) is not int:
-        raise ConfigError(f"interleave = {told!r} in the config.json of {folder}: must be a whole number")
-    if chosen.mtp_depths:
-        raise ConfigError(f"--mtp-depths {chosen.mtp_depths}: the pattern of a {MEGATRON} model has its depths")
-    if chosen.interleave not in (0, told):
-        raise ConfigError(f"--interleave {chosen.interleave}: {folder} says {told}, leave it out")
-    if chosen.recipe is not None:
-        return recipes.load(chosen.recipe), told
+    interleave = config.get("interleave", opts.interleave)
+    if type(interleave) is not int:
+        raise ConfigError(f"interleave = {interleave!r} in the config.json of {folder}: must be an integer")
+    if opts.mtp_depths:
+        raise ConfigError(
+            f"--mtp-depths {opts.mtp_depths}: {MEGATRON} models get MTP depths from the pattern, leave it out"
+        )
+    if opts.interleave not in (0, interleave):
+        raise ConfigError(
+            f"--interleave {opts.interleave}: the config.json of {folder} says {interleave}, leave it out"
+        )
+    if opts.recipe is not None:
+        return recipes.load(opts.recipe), interleave
     if "run" not in config:
         raise ConfigError(
-            f"{folder} does not tell the shape of its model\n"
-            "  rule  a config.json has it, or a recipe\n"
+            f"{folder} does not describe its model\n"
+            "  rule  either its config.json or a recipe must\n"
             "  set   --recipe NAME, or --recipe path/to/file.py:function"
         )
-    return from_json(config["run"]), told
+    return from_json(config["run"]), interleave
 
 
 def _save_trained(root: Path, found: Trained, source: ConvertSource, given: int | None) -> Path:
-    """Write weights and moments as a run saves them, at the step of the last update."""
+    """Save weights and optimizer state as a training checkpoint, at the step of the last update."""
     import torch
 
     import braid
@@ -157,9 +169,9 @@ def _save_trained(root: Path, found: Trained, source: ConvertSource, given: int 
     updates = found.updates if given is None else given
     if updates is None:
         raise ConfigError(
-            "the files hold the optimizer's moments, and nothing says how many updates it has made\n"
-            "  rule  bias correction counts them\n"
-            "  set   --updates N, or --no-optimizer to leave the moments out"
+            "the files contain the optimizer's moments, but not its number of updates\n"
+            "  rule  Adam's bias correction depends on the number of updates\n"
+            "  set   --updates N, or --no-optimizer to import only the weights"
         )
     extra = {
         "braid": braid.__version__,
@@ -179,21 +191,25 @@ def _save_trained(root: Path, found: Trained, source: ConvertSource, given: int 
 
 
 def _hub(folder: Path) -> dict[str, Any]:
-    """What a folder says that no shape holds, to be written again on export."""
+    """Settings and files that `braid export` writes back unchanged."""
     from braid.interchange.files import CONFIG, read_json
 
     config = read_json(folder / CONFIG, CheckpointError) if (folder / CONFIG).is_file() else {}
-    files = {name: (folder / name).read_text(encoding="utf-8") for name in CARRIED if (folder / name).is_file()}
+    files = {
+        name: (folder / name).read_text(encoding="utf-8")
+        for name in VERBATIM_FILES
+        if (folder / name).is_file()
+    }
     return {"settings": {name: config[name] for name in SETTINGS if name in config}, "files": files}
 
 
-def _tokenizer_of(folder: Path, out: Path, otherwise: str) -> tuple[Tokenizer, str]:
-    """The folder's tokenizer, and a copy of its file beside the checkpoints; or else the one that is named."""
+def _tokenizer_of(folder: Path, out: Path, default: str) -> tuple[Tokenizer, str]:
+    """The folder's tokenizer, whose file is copied to `out`; or `default` if the folder has none."""
     from braid.data import HfTokenizer
-    from braid.train.data_pipeline import tokenizer_of
+    from braid.train.data_pipeline import load_tokenizer
 
     if not (folder / TOKENIZER).is_file():
-        return tokenizer_of(otherwise), otherwise
+        return load_tokenizer(default), default
     tokenizer = HfTokenizer.from_file(folder / TOKENIZER, _end_of_document(folder))
     out.mkdir(parents=True, exist_ok=True)
     (out / TOKENIZER).write_bytes((folder / TOKENIZER).read_bytes())
@@ -201,13 +217,13 @@ def _tokenizer_of(folder: Path, out: Path, otherwise: str) -> tuple[Tokenizer, s
 
 
 def _dtype_of(outlines: Mapping[str, Tensor]) -> torch.dtype:
-    """What most of the weights have."""
+    """The most common dtype of the weights."""
     dtypes = Counter(tensor.dtype for name, tensor in outlines.items() if "optimizer.state." not in name)
     return dtypes.most_common(1)[0][0]
 
 
 def _end_of_document(folder: Path) -> str | None:
-    """The token that tokenizer_config.json names as the end, in either of its spellings."""
+    """The `eos_token` of tokenizer_config.json, which is a string or a dict with `content`."""
     from braid.interchange.files import read_json
 
     file = folder / "tokenizer_config.json"
@@ -217,7 +233,7 @@ def _end_of_document(folder: Path) -> str | None:
 
 
 def _run_of(shape: Model, tokenizer: str, dtype: torch.dtype) -> Run:
-    """A run around a model that somebody else trained: its shape matters, the rest are defaults."""
+    """A run with this model and defaults for everything else."""
     from braid.config import Data, Run, Train
     from braid.nn.dtypes import DTYPES
 
@@ -228,68 +244,68 @@ def _run_of(shape: Model, tokenizer: str, dtype: torch.dtype) -> Run:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:
-    """Write a trained model for others."""
+    """Convert a checkpoint to Hugging Face or Megatron format."""
 
     out: Path
-    """Folder to write; must be empty or not there."""
+    """Output folder; must be empty or not exist."""
     model_type: str
     """llama, qwen3, qwen3_moe, mixtral, mamba2, nemotron_h, qwen3_next, deepseek_v3, deepseek_v4, megatron."""
     dtype: Literal["run", "bf16", "fp32", "fp64"] = "run"
-    """Dtype of the files; run takes the one that the model was trained in."""
+    """Dtype of the weights; run: the dtype of training."""
     optimizer: bool = False
-    """Whether the optimizer's state is written too, into optimizer.safetensors."""
+    """Also write the optimizer state, to optimizer.safetensors."""
     experts: Literal["usual", "each", "stacked", "packed", "grouped", "indexed", "sequential"] = "usual"
-    """Layout of experts. The hub has each (usual), stacked and packed; megatron has all (usual: stacked)."""
+    """Layout of expert weights. Hugging Face: each (usual), stacked, packed. megatron: any (usual: stacked)."""
     form: Literal["indexed", "hybrid", "stacked"] = "indexed"
-    """How megatron tells layers: by index, the same with MTP by symbols, or as the first dim of tensors."""
+    """megatron: layers by index, by index with MTP by symbol, or stacked in the first dimension of tensors."""
     interleave: int = 0
-    """Rows in which gate and up alternate in the experts of megatron; 0 where one follows the other."""
+    """megatron: block size in rows in which experts interleave gate and up; 0 to not interleave."""
 
 
-def export(words: list[str]) -> int:
-    if wants_help(words):
-        print("CHECKPOINT is a folder like runs/tiny/checkpoints/step-00000400, or a run's: its newest.\n")
-        words = ["CHECKPOINT", "--help"]
-    name, rest = subject(words, "export", "CHECKPOINT")
-    chosen = options(ExportOptions, rest, f"braid export {name}")
-    from braid.train.state import describe, newest_in, read_weights
+def export(args: list[str]) -> int:
+    if wants_help(args):
+        print(CHECKPOINT_HELP)
+        args = ["CHECKPOINT", "--help"]
+    name, rest = split_positional(args, "export", "CHECKPOINT")
+    opts = parse_options(ExportOptions, rest, f"braid export {name}")
+    from braid.train.state import describe, read_weights, resolve_checkpoint
 
-    path = newest_in(Path(name))
+    path = resolve_checkpoint(Path(name))
     saved = describe(path)
-    tensors = _read_all(path) if chosen.optimizer else read_weights(path)
+    tensors = _read_all(path) if opts.optimizer else read_weights(path)
     files = dict(saved.hub.get("files", {}))
     if saved.tokenizer.get("kind") == "hf":
         files[TOKENIZER] = str(saved.tokenizer["definition"])
     try:
-        _write(chosen, saved, tensors)
+        _write(opts, saved, tensors)
         for file, text in files.items():
-            (chosen.out / file).write_text(text, encoding="utf-8")
+            (opts.out / file).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise CheckpointError(f"cannot write {chosen.out}: {error.strerror}; choose another --out") from error
-    print(f"{chosen.model_type}  {chosen.out}")
+        raise CheckpointError(f"cannot write {opts.out}: {error.strerror}; choose another --out") from error
+    print(f"{opts.model_type}  {opts.out}")
     return ExitCode.OK
 
 
-def _write(chosen: ExportOptions, saved: Saved, tensors: Mapping[str, Tensor]) -> None:
+def _write(opts: ExportOptions, saved: CheckpointInfo, tensors: Mapping[str, Tensor]) -> None:
     from braid.config import to_json
     from braid.data import tokenizer_from
     from braid.interchange import to_hf, write_trained
     from braid.interchange.megatron import adapter
     from braid.nn.dtypes import DTYPES
 
-    run, updates = saved.run, saved.updates if chosen.optimizer else None
-    dtype = DTYPES[run.train.dtype if chosen.dtype == "run" else chosen.dtype]
+    run, updates = saved.run, saved.updates if opts.optimizer else None
+    dtype = DTYPES[run.train.dtype if opts.dtype == "run" else opts.dtype]
     settings = saved.hub.get("settings") or {
         "max_position_embeddings": run.data.sequence_tokens,
         "eos_token_id": tokenizer_from(saved.tokenizer).end_of_document,
     }
-    if chosen.model_type != MEGATRON:
-        form = _form(chosen)
+    if opts.model_type != MEGATRON:
+        form = _form(opts)
         to_hf(
             run.model,
             tensors,
-            chosen.out,
-            model_type=chosen.model_type,
+            opts.out,
+            model_type=opts.model_type,
             form=form,
             dtype=dtype,
             settings=settings,
@@ -297,34 +313,35 @@ def _write(chosen: ExportOptions, saved: Saved, tensors: Mapping[str, Tensor]) -
         )
         return
     table = adapter(
-        chosen.form, "stacked" if chosen.experts == "usual" else chosen.experts, interleave=chosen.interleave
+        opts.form, "stacked" if opts.experts == "usual" else opts.experts, interleave=opts.interleave
     )
-    config = {"model_type": MEGATRON, "interleave": chosen.interleave, "run": to_json(run), **settings}
-    write_trained(chosen.out, config, tensors, table, run.model, dtype=dtype, updates=updates)
+    config = {"model_type": MEGATRON, "interleave": opts.interleave, "run": to_json(run), **settings}
+    write_trained(opts.out, config, tensors, table, run.model, dtype=dtype, updates=updates)
 
 
-def _form(chosen: ExportOptions) -> str:
-    """What a table of the hub calls the layout that is chosen."""
+def _form(opts: ExportOptions) -> str:
+    """The interchange form of the `--experts` option, for Hugging Face families."""
     forms = {"usual": "hub", "each": "hub", "stacked": "memory", "packed": "packed"}
-    if chosen.experts not in forms or chosen.interleave or chosen.form != "indexed":
+    if opts.experts not in forms or opts.interleave or opts.form != "indexed":
         raise ConfigError(
-            f"--experts {chosen.experts} --form {chosen.form} --interleave {chosen.interleave}: "
-            f"{chosen.model_type} has no such layout\n"
-            f"  rule  the hub has {', '.join(forms)}; the others, --form and --interleave are {MEGATRON}'s\n"
+            f"--experts {opts.experts} --form {opts.form} --interleave {opts.interleave}: "
+            f"{opts.model_type} has no such layout\n"
+            f"  rule  Hugging Face has --experts {', '.join(forms)}; other layouts, --form and --interleave "
+            f"are for {MEGATRON}\n"
             f"  set   --experts each, or --model-type {MEGATRON}"
         )
-    return forms[chosen.experts]
+    return forms[opts.experts]
 
 
 def _read_all(path: Path) -> dict[str, Tensor]:
-    """Every tensor of a checkpoint but the state of generators."""
+    """Every tensor of a checkpoint except the RNG state."""
     import torch
 
     from braid import checkpoint
     from braid.train.state import RNG
 
     stored = checkpoint.read_manifest(path).tensors
-    wanted: dict[str, checkpoint.Wanted | Tensor] = {
+    wanted: dict[str, checkpoint.ReadRequest | Tensor] = {
         name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         for name, tensor in stored.items()
         if name != RNG

@@ -1,4 +1,4 @@
-"""`braid data build`, `braid data verify`: make token shards, and check them."""
+"""`braid data build`, `braid data verify`: tokenize text into token shards, and check them."""
 
 from __future__ import annotations
 
@@ -6,88 +6,95 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from braid.cli.args import options
+from braid.cli.args import parse_options, wants_help
 from braid.cli.progress import bar
 from braid.errors import ConfigError, ExitCode
 from braid.validators import nearest
 
+HELP = """usage: braid data build --input DIR_OR_FILE --output DIR [OPTIONS]
+       braid data verify --source DIR
+
+  build   tokenize text or JSONL into token shards, for --data.sources of `braid train`
+  verify  check the checksum and every token id of a folder of token shards
+
+Run `braid data build --help` or `braid data verify --help` for the options."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class BuildOptions:
-    """Tokenise text into token shards that `--data.sources` takes."""
+    """Tokenize text into token shards, for `--data.sources` of `braid train`."""
 
     input: Path
-    """Text files in a folder, one file, or JSONL rows with `text`, or `prompt` (not learnt) and `response`."""
+    """Folder of text files, a text file, or JSONL with `text`, or with `prompt` (no loss) and `response`."""
     output: Path
-    """Folder to make. It must not exist yet."""
+    """Output folder; must not exist."""
     tokenizer: str = "bytes"
-    """`bytes`, or a Hugging Face tokenizer.json (extra `hf`)."""
+    """`bytes`, or the path of a Hugging Face tokenizer.json (needs the extra `hf`)."""
     validation: float = 0.05
-    """Share of documents held out for evaluation; 0 holds none out."""
+    """Fraction of documents held out for validation; 0 for none."""
     glob: str = "*"
-    """Which files of a folder to take."""
+    """Which files of the input folder to read."""
     seed: int = 0
-    """Chooses the documents that are held out."""
+    """Seed of the train/validation split."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyOptions:
-    """Read every token and every checksum of a source."""
+    """Check the checksum and every token id of a folder of token shards."""
 
     source: Path
-    """A folder made by `braid data build`."""
+    """Folder written by `braid data build`."""
 
 
-def data(words: list[str]) -> int:
-    actions = {"build": _build, "verify": _verify}
-    if words and words[0] in ("-h", "--help"):
-        print("usage: braid data build --input DIR_OR_FILE --output DIR [options]")
-        print("       braid data verify --source DIR")
+def data(args: list[str]) -> int:
+    if wants_help(args):
+        print(HELP)
         return ExitCode.OK
-    if not words:
+    actions = {"build": _build, "verify": _verify}
+    if not args:
         raise ConfigError("`braid data` needs build or verify: braid data build --input DIR --output DIR")
-    if words[0] not in actions:
-        raise ConfigError(f"`braid data` has no {words[0]!r}{nearest(words[0], actions)}")
-    return actions[words[0]](words[1:])
+    if args[0] not in actions:
+        raise ConfigError(f"`braid data` takes build or verify, got {args[0]!r}{nearest(args[0], actions)}")
+    return actions[args[0]](args[1:])
 
 
-def _build(words: list[str]) -> int:
-    chosen = options(BuildOptions, words, "braid data build")
+def _build(args: list[str]) -> int:
+    opts = parse_options(BuildOptions, args, "braid data build")
     from braid.data import build, open_splits
-    from braid.train.data_pipeline import tokenizer_of
+    from braid.train.data_pipeline import load_tokenizer
 
-    tokenizer = tokenizer_of(chosen.tokenizer)
-    with bar("tokenising") as progress:
+    tokenizer = load_tokenizer(opts.tokenizer)
+    with bar("tokenizing") as progress:
         built = build(
-            chosen.input,
-            chosen.output,
+            opts.input,
+            opts.output,
             tokenizer,
-            glob=chosen.glob,
-            validation=chosen.validation,
-            seed=chosen.seed,
+            glob=opts.glob,
+            validation=opts.validation,
+            seed=opts.seed,
             progress=progress,
         )
-    held_out = f"; held out: {built.validation_documents:,}" if chosen.validation else ""
+    held_out = f"; held out: {built.validation_documents:,}" if opts.validation else ""
     print(f"documents: {built.documents:,}{held_out}; tokens: {built.tokens:,} from {built.bytes:,} bytes")
     if built.skipped:
-        print(f"files left out because they are not UTF-8 text: {built.skipped:,}")
-    fields = ["--data.sources", str(built.output)]
-    if chosen.tokenizer != "bytes":
-        fields += ["--data.tokenizer", chosen.tokenizer, "--model.vocab", str(tokenizer.vocab)]
+        print(f"skipped files that are not UTF-8: {built.skipped:,}")
+    flags = ["--data.sources", str(built.output)]
+    if opts.tokenizer != "bytes":
+        flags += ["--data.tokenizer", opts.tokenizer, "--model.vocab", str(tokenizer.vocab)]
     if any(shard.loss_mask is not None for shard in open_splits(built.output).train.shards):
-        fields += ["--data.packing", "documents"]
-    print(f"train on it: braid train RECIPE {shlex.join(fields)}")
+        flags += ["--data.packing", "documents"]
+    print(f"train on it: braid train RECIPE {shlex.join(flags)}")
     return ExitCode.OK
 
 
-def _verify(words: list[str]) -> int:
-    chosen = options(VerifyOptions, words, "braid data verify")
+def _verify(args: list[str]) -> int:
+    opts = parse_options(VerifyOptions, args, "braid data verify")
     from braid.data import open_splits, verify
 
-    splits = open_splits(chosen.source)
-    for part in (splits.train, splits.validation):
-        if part is not None:
+    splits = open_splits(opts.source)
+    for split in (splits.train, splits.validation):
+        if split is not None:
             with bar("verifying") as progress:
-                verify(part, progress)
-            print(f"{part.path}: {part.documents:,} documents, {part.tokens:,} tokens, all as the index says")
+                verify(split, progress)
+            print(f"{split.path}: {split.documents:,} documents, {split.tokens:,} tokens, all valid")
     return ExitCode.OK

@@ -1,4 +1,4 @@
-"""`braid generate`: text from a checkpoint."""
+"""`braid generate`: autoregressive sampling from a checkpoint."""
 
 from __future__ import annotations
 
@@ -6,44 +6,49 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from braid.cli.args import options, subject, wants_help
+from braid.cli.args import parse_options, split_positional, wants_help
 from braid.errors import ExitCode
+
+CHECKPOINT_HELP = (
+    "CHECKPOINT is a checkpoint such as runs/tiny/checkpoints/step-00000400, or a run directory such as\n"
+    "runs/tiny, whose latest checkpoint is used.\n"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions:
-    """Continue a prompt with a trained model."""
+    """Generate text from a checkpoint."""
 
     prompt: str = "def "
-    """What to continue."""
+    """Text to continue."""
     tokens: int = 200
-    """How many tokens to add, at most: the end of a document ends it."""
+    """Maximum number of new tokens; generation stops earlier at an end-of-document token."""
     temperature: float = 0.8
-    """0 always takes the likeliest token; higher is bolder."""
+    """Sampling temperature; 0 is greedy."""
     seed: int = 0
-    """The same seed gives the same text."""
+    """Sampling seed."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto takes a GPU where there is one."""
+    """auto uses a GPU if one is available."""
 
 
-def generate(words: list[str]) -> int:
-    if wants_help(words):
-        print("CHECKPOINT is a folder like runs/tiny/checkpoints/step-00000400, or a run's: its newest.\n")
-        words = ["CHECKPOINT", "--help"]
-    name, rest = subject(words, "generate", "CHECKPOINT")
-    chosen = options(GenerateOptions, rest, f"braid generate {name}")
+def generate(args: list[str]) -> int:
+    if wants_help(args):
+        print(CHECKPOINT_HELP)
+        args = ["CHECKPOINT", "--help"]
+    checkpoint, rest = split_positional(args, "generate", "CHECKPOINT")
+    opts = parse_options(GenerateOptions, rest, f"braid generate {checkpoint}")
     from braid.model.generate import generate_text
     from braid.train.device import choose_device
     from braid.train.state import load_model
 
-    model, tokenizer = load_model(Path(name), choose_device(chosen.device))
+    model, tokenizer = load_model(Path(checkpoint), choose_device(opts.device))
     text = generate_text(
         model,
         tokenizer,
-        chosen.prompt,
-        tokens=chosen.tokens,
-        temperature=chosen.temperature,
-        seed=chosen.seed,
+        opts.prompt,
+        tokens=opts.tokens,
+        temperature=opts.temperature,
+        seed=opts.seed,
     )
     print(text)
     return ExitCode.OK

@@ -1,4 +1,4 @@
-"""What to try after a training: commands that work as they stand, from the same folder."""
+"""Suggested next commands after training; each can be pasted into the shell that started the run."""
 
 from __future__ import annotations
 
@@ -11,56 +11,57 @@ from braid.planning.plan import Plan
 
 
 def program() -> Sequence[str]:
-    """How this program is started. Workers, and whoever has no script `braid`, are given to the interpreter."""
+    """The command prefix of this process: the `braid` script, or `python -m braid` (as in worker processes)."""
     return [sys.argv[0]] if Path(sys.argv[0]).name == "braid" else [sys.executable, "-m", "braid"]
 
 
 def next_commands(
-    words: list[str], out: Path, worked_out: Plan, program: Sequence[str], environment: Mapping[str, str]
+    args: list[str], out: Path, plan: Plan, program: Sequence[str], environment: Mapping[str, str]
 ) -> Sequence[str]:
-    """Three commands, with every option of the run that `words` began, on as many ranks."""
-    ranks = ["--world", str(worked_out.world)] if worked_out.world > 1 else []
-    again, remark = _started_again(words, ranks, environment)
-    longer = [*_without(again, "--train.steps"), "--train.steps", str(2 * worked_out.run.train.steps)]
+    """Generate, train for longer, show: three commands with the options (`args`) and world size of this run."""
+    world = ["--world", str(plan.world)] if plan.world > 1 else []
+    train_args, comment = _relaunch_args(args, world, environment)
+    longer = [*_without(train_args, "--train.steps"), "--train.steps", str(2 * plan.run.train.steps)]
     return [
         shlex.join([*program, "generate", str(out), "--prompt", "class "]),
-        shlex.join([*program, "train", *longer]) + remark,
-        shlex.join([*program, "show", words[0], *_run_options(words[1:]), *ranks]),
+        shlex.join([*program, "train", *longer]) + comment,
+        shlex.join([*program, "show", args[0], *_run_overrides(args[1:]), *world]),
     ]
 
 
-def _started_again(words: list[str], ranks: list[str], environment: Mapping[str, str]) -> tuple[list[str], str]:
-    """Words that start these ranks again, and a remark for the shell where braid alone cannot."""
+def _relaunch_args(args: list[str], world: list[str], environment: Mapping[str, str]) -> tuple[list[str], str]:
+    """Arguments of `braid train` that start as many ranks again. If an external launcher started ranks on
+    several nodes, braid alone cannot: then the arguments come with a shell comment that says so."""
     from braid.launch.process import LAUNCHER
 
-    if not ranks or LAUNCHER in environment:
-        return words, ""
-    if environment.get("LOCAL_WORLD_SIZE") == ranks[-1]:
-        return [*_without(words, "--world"), *ranks], ""
-    return words, "  # under the launcher that started this run"
+    if not world or LAUNCHER in environment:
+        return args, ""
+    if environment.get("LOCAL_WORLD_SIZE") == world[-1]:
+        return [*_without(args, "--world"), *world], ""
+    return args, "  # under the launcher that started this run"
 
 
-def _without(words: list[str], option: str) -> list[str]:
-    """The words less an option and its value."""
+def _without(args: list[str], option: str) -> list[str]:
+    """`args` without an option and its value (`--option value` or `--option=value`)."""
     kept: list[str] = []
-    skipping = False
-    for word in words:
-        if skipping:
-            skipping = False
-        elif word == option:
-            skipping = True
-        elif not word.startswith(f"{option}="):
-            kept.append(word)
+    skip_value = False
+    for arg in args:
+        if skip_value:
+            skip_value = False
+        elif arg == option:
+            skip_value = True
+        elif not arg.startswith(f"{option}="):
+            kept.append(arg)
     return kept
 
 
-def _run_options(words: list[str]) -> list[str]:
-    """The options that set fields of the run: those with a dot, and their values."""
+def _run_overrides(args: list[str]) -> list[str]:
+    """The options that set fields of the run (their names contain a dot), with their values."""
     kept: list[str] = []
-    keeping = False
-    for word in words:
-        if word.startswith("--"):
-            keeping = "." in word.partition("=")[0]
-        if keeping:
-            kept.append(word)
+    is_field = False
+    for arg in args:
+        if arg.startswith("--"):
+            is_field = "." in arg.partition("=")[0]
+        if is_field:
+            kept.append(arg)
     return kept

@@ -1,5 +1,4 @@
-"""`braid plan --ops RANK`: what a rank will do in a step, op by op, as the plan has it and the engine runs
-it."""
+"""`braid plan --ops RANK`: the op list that the engine executes on a rank in one step."""
 
 from __future__ import annotations
 
@@ -12,62 +11,61 @@ from braid.errors import ConfigError, Problem
 from braid.planning.plan import Plan
 from braid.schedule import Act, Op
 
-MEANINGS = MappingProxyType(
+DESCRIPTIONS = MappingProxyType(
     {
         Act.F: "forward",
         Act.B: "backward",
-        Act.W: "weight gradients that backward has left",
-        Act.RECOMPUTE: "forward again, for what was not kept",
+        Act.W: "delayed weight gradients",
+        Act.RECOMPUTE: "recompute activations that were not saved",
         Act.SEND_F: "send activations to",
         Act.RECV_F: "receive activations from",
         Act.SEND_B: "send gradients to",
         Act.RECV_B: "receive gradients from",
         Act.SUM_COPIES: "all-reduce the gradient of a weight that two stages hold",
-        Act.UNSHARD: "begin to all-gather weights",
-        Act.WAIT: "wait until they are there",
-        Act.RESHARD: "release weights",
-        Act.ACCUM: "add this micro-batch's gradient to those before it",
-        Act.REDUCE_GRAD: "begin to reduce-scatter gradients",
-        Act.FINISH: "wait for all reductions: the optimizer may read gradients",
+        Act.UNSHARD: "start the all-gather of weights",
+        Act.WAIT: "wait for the all-gather",
+        Act.RESHARD: "free gathered weights",
+        Act.ACCUM: "accumulate the gradients of this micro-batch",
+        Act.REDUCE_GRAD: "start the reduce-scatter of gradients",
+        Act.FINISH: "wait for all gradient reductions; the optimizer may read gradients",
     }
 )
 
 
-def ops_of(planned: Plan, rank: int, *, as_json: bool) -> str:
-    """The list of one rank, for people or as JSON."""
-    if not 0 <= rank < planned.world:
-        rule = f"there are {planned.world} ranks, counted from 0"
-        raise ConfigError([Problem(field="ops", value=rank, rule=rule, remedy=f"0 to {planned.world - 1}")])
-    lines = list(zip(*planned.grid.groups("pp"), strict=True))
-    stage = next(stage for stage, ranks in enumerate(lines) if rank in ranks)
-    peers = next(line for line in planned.grid.groups("pp") if rank in line)
-    ops = planned.schedule.ops[stage]
+def format_ops(plan: Plan, rank: int, *, as_json: bool) -> str:
+    """The op list of a rank, annotated or as JSON."""
+    if not 0 <= rank < plan.world:
+        rule = f"there are {plan.world} ranks, counted from 0"
+        raise ConfigError([Problem(field="ops", value=rank, rule=rule, remedy=f"0 to {plan.world - 1}")])
+    pp_group = next(group for group in plan.grid.groups("pp") if rank in group)
+    stage = pp_group.index(rank)
+    ops = plan.schedule.ops[stage]
     if as_json:
         return json.dumps({"rank": rank, "stage": stage, "ops": [str(op) for op in ops]}, indent=2)
-    return "\n".join([_head(planned, rank, stage), *_lines(ops, peers, alone=planned.world == 1)])
+    return "\n".join([_header(plan, rank, stage), *_lines(ops, pp_group, single=plan.world == 1)])
 
 
-def _head(planned: Plan, rank: int, stage: int) -> str:
-    count = len(planned.schedule.ops[stage])
-    same = "" if planned.axes.slab == 1 else ", as does every rank of the stage"
-    where = "" if planned.axes.pp == 1 else f", stage {stage} of {planned.axes.pp}"
-    return f"rank {rank} of {planned.world}{where}: {count:,} ops in a step{same}\n"
+def _header(plan: Plan, rank: int, stage: int) -> str:
+    count = len(plan.schedule.ops[stage])
+    same = "" if plan.axes.slab == 1 else ", the same on every rank of the stage"
+    where = "" if plan.axes.pp == 1 else f", stage {stage} of {plan.axes.pp}"
+    return f"rank {rank} of {plan.world}{where}: {count:,} ops per step{same}\n"
 
 
-def _lines(ops: tuple[Op, ...], peers: tuple[int, ...], *, alone: bool) -> Iterator[str]:
-    place_width = len(str(max(len(ops) - 1, 0)))
+def _lines(ops: tuple[Op, ...], pp_group: tuple[int, ...], *, single: bool) -> Iterator[str]:
+    index_width = len(str(max(len(ops) - 1, 0)))
     texts = [str(replace(op, collectives=())) for op in ops]
     width = max((len(text) for text in texts), default=0)
-    for place, (op, text) in enumerate(zip(ops, texts, strict=True)):
-        yield f"{place:{place_width}}  {text:{width}}  {_meaning(op, peers, alone=alone)}"
+    for index, (op, text) in enumerate(zip(ops, texts, strict=True)):
+        yield f"{index:{index_width}}  {text:{width}}  {_description(op, pp_group, single=single)}"
 
 
-def _meaning(op: Op, peers: tuple[int, ...], *, alone: bool) -> str:
-    if alone and op.act in (Act.ACCUM, Act.REDUCE_GRAD):
-        return "add this micro-batch's gradient to those before it, in the optimizer's dtype"
-    words = MEANINGS[op.act]
+def _description(op: Op, pp_group: tuple[int, ...], *, single: bool) -> str:
+    if single and op.act in (Act.ACCUM, Act.REDUCE_GRAD):
+        return "accumulate the gradients of this micro-batch, in the optimizer's dtype"
+    text = DESCRIPTIONS[op.act]
     if op.peer is not None:
-        words += f" rank {peers[op.peer]}"
-    meshes = {each.communicator.partition(".")[0] for each in op.collectives}
+        text += f" rank {pp_group[op.peer]}"
+    meshes = {collective.communicator.partition(".")[0] for collective in op.collectives}
     over = {"dense": "over dp and cp", "expert": "over edp"}
-    return " ".join([words, *(over[mesh] for mesh in sorted(meshes & over.keys()))])
+    return " ".join([text, *(over[mesh] for mesh in sorted(meshes & over.keys()))])

@@ -1,4 +1,4 @@
-"""`braid plan`: will a run fit on so many ranks, and what will they send? Nothing is started."""
+"""`braid plan`: per-rank memory and communication of a run, its timeline and op lists. Starts no process."""
 
 from __future__ import annotations
 
@@ -9,99 +9,114 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import rich.console
+import tyro
 
 from braid import recipes
-from braid.cli.args import opened_by, options, print_table, subject
-from braid.cli.ops import ops_of
-from braid.cli.plan_notes import idle_choices, schedule_words, uncounted
-from braid.cli.recipes import RunFields, help_with_a_recipe
+from braid.cli.args import optional, parse_options, perfetto_hint, print_table, split_positional
+from braid.cli.ops import format_ops
+from braid.cli.plan_notes import estimate_gaps, ineffective_options, schedule_summary
+from braid.cli.recipes import RunFields, expand_recipe_help
 from braid.errors import ConfigError, ExitCode, Problem
-from braid.planning.plan import Plan, check, plan
+from braid.planning.plan import Plan, check
+from braid.planning.plan import plan as make_plan
 from braid.validators import nearest
 
 if TYPE_CHECKING:
-    from braid.planning.estimate import Advice, Estimate, Memory, StageEstimate
+    from braid.planning.estimate import Advice, Estimate, StageEstimate
     from braid.schedule import Timeline
 
 GIB = 2**30
 MILLISECOND = 1e-3
 DEVICES = MappingProxyType({"a100": 79, "h100": 79, "h200": 139, "b200": 178})
-"""GiB that a process has on a device, by name (of the A100 and H100 those with 80 GB)."""
+"""GiB available to a process on each device (A100 and H100: the 80 GB versions)."""
 UNITS = MappingProxyType({"gib": GIB, "gb": 10**9, "mib": 2**20, "mb": 10**6})
-MOST_LAYERS = 24
-"""Letters of a stage's pattern that are shown."""
+MAX_LAYERS = 24
+"""Symbols shown of a stage's pattern."""
 WIDTH = 240
-"""Columns that the tables may take where no terminal sets a limit."""
+"""Table width if stdout is not a terminal."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """Work out what every rank of a run holds and sends, without starting anything. Documents are taken to
-    fill their rows, and experts to have even loads: docs/memory.md tells what is counted."""
+    """Estimate memory and communication per rank, without starting anything. The estimate assumes full
+    sequences and balanced experts; docs/memory.md lists what it counts."""
 
     run: RunFields
     world: int = 1
-    """Ranks to plan for."""
+    """Number of ranks."""
     device: Literal["cuda", "cpu"] = "cuda"
-    """What ranks compute on: kernels differ in what they keep."""
-    device_memory: str | None = None
-    """What each rank has: `141GiB`, `80GB`, or a device: a100, h100, h200, b200."""
-    svg: Path | None = None
-    """Also draw the pipeline's timeline into this file: who computes what when. A segment lasts as long as its
-    layers' operations say, a backward as long as two forwards. In phases (overlap, dual_pipe_v) lengths are
-    fixed, whatever the model: mix and experts take 1 forward and 2 backward with their weight gradients,
-    dispatch and combine 0.5 each way, all others nothing."""
-    trace: Path | None = None
-    """Also write that timeline as a trace, which Perfetto and chrome://tracing open beside what `braid train
-    --trace` wrote. The shortest forward of a segment takes one millisecond of it, or in phases each `mix`."""
-    ops: int | None = None
-    """Print instead what this rank will do in a step, op by op, as it will be executed."""
+    """Device of the ranks; its kernels determine which activations are saved for backward."""
+    device_memory: Annotated[str | None, optional("SIZE", "no limit")] = None
+    """Check that the peak fits into this memory: `141GiB`, `80GB`, or a100, h100, h200, b200."""
+    svg: Annotated[
+        Path | None,
+        tyro.conf.arg(
+            metavar="FILE",
+            help_behavior_hint="(default: off)",
+            help="Draw the simulated pipeline timeline. Segments take time in proportion to the FLOPs of "
+            "their layers, a backward twice as long as its forward. Schedules of phases (overlap, dual_pipe_v) "
+            "use fixed costs, independent of the model: mix and experts take 1 forward and 2 backward with "
+            "their weight gradients, dispatch and combine 0.5 each way, all others nothing.",
+        ),
+    ] = None
+    trace: Annotated[
+        Path | None,
+        tyro.conf.arg(
+            metavar="FILE",
+            help_behavior_hint="(default: off)",
+            help="Write the simulated timeline as a trace, for Perfetto or chrome://tracing, to compare with "
+            "that of `braid train --trace`. The shortest forward of a segment (or a `mix` phase) takes one "
+            "millisecond.",
+        ),
+    ] = None
+    ops: Annotated[int | None, optional("RANK", "off")] = None
+    """Print only the op list that this rank executes in a step."""
     json: bool = False
-    """Print JSON, all sizes in bytes."""
+    """Print JSON, with all sizes in bytes."""
 
 
-def show_plan(words: list[str]) -> int:
-    name, rest = subject(help_with_a_recipe(words), "plan", "RECIPE")
-    chosen = options(PlanOptions, rest, f"braid plan {name}", PlanOptions(run=recipes.load(name)))
-    problems = [*check(chosen.run, chosen.world), *_memory_problems(chosen.device_memory)]
+def show_plan(args: list[str]) -> int:
+    name, rest = split_positional(expand_recipe_help(args), "plan", "RECIPE")
+    opts = parse_options(PlanOptions, rest, f"braid plan {name}", PlanOptions(run=recipes.load(name)))
+    problems = [*check(opts.run, opts.world), *_memory_problems(opts.device_memory)]
     if problems:
         raise ConfigError(problems)
-    worked_out = plan(chosen.run, chosen.world)
-    if chosen.ops is not None:
-        print(ops_of(worked_out, chosen.ops, as_json=chosen.json))
+    plan = make_plan(opts.run, opts.world)
+    if opts.ops is not None:
+        print(format_ops(plan, opts.ops, as_json=opts.json))
         return ExitCode.OK
-    if chosen.svg is not None:
-        _draw(worked_out, chosen.svg)
-        print(f"the timeline is drawn in {chosen.svg}", file=sys.stderr)
-    if chosen.trace is not None:
-        _trace(worked_out, chosen.trace)
-        print(f"the timeline is in {opened_by(chosen.trace)}", file=sys.stderr)
-    from braid.planning.estimate import advise, estimate  # which load torch
+    if opts.svg is not None:
+        _write_svg(plan, opts.svg)
+        print(f"wrote the timeline to {opts.svg}", file=sys.stderr)
+    if opts.trace is not None:
+        _write_trace(plan, opts.trace)
+        print(f"wrote the timeline to {perfetto_hint(opts.trace)}", file=sys.stderr)
+    from braid.planning.estimate import advise, estimate  # imports torch
 
-    found = estimate(worked_out, chosen.device)
-    limit = None if chosen.device_memory is None else _bytes(chosen.device_memory)
-    advice = advise(found, limit) if limit is not None and found.peak > limit else []
-    if chosen.json:
-        print(json.dumps(_as_json(found, limit, advice), indent=2))
+    result = estimate(plan, opts.device)
+    limit = None if opts.device_memory is None else _parse_bytes(opts.device_memory)
+    advice = advise(result, limit) if limit is not None and result.peak > limit else []
+    if opts.json:
+        print(json.dumps(_as_json(result, limit, advice), indent=2))
     else:
-        _print(found, limit, advice)
+        _print(result, limit, advice)
     return ExitCode.OK
 
 
-def _draw(worked_out: Plan, file: Path) -> None:
+def _write_svg(plan: Plan, file: Path) -> None:
     from braid.schedule import draw
 
-    _write("svg", file, draw(_timeline(worked_out)))
+    _write("svg", file, draw(_timeline(plan)))
 
 
-def _trace(worked_out: Plan, file: Path) -> None:
+def _write_trace(plan: Plan, file: Path) -> None:
     from braid.schedule.trace import predicted_trace
 
-    first = [ranks[0] for ranks in zip(*worked_out.grid.groups("pp"), strict=True)]
-    trace = predicted_trace(_timeline(worked_out), first, second=MILLISECOND)
+    first_ranks = [ranks[0] for ranks in zip(*plan.grid.groups("pp"), strict=True)]
+    trace = predicted_trace(_timeline(plan), first_ranks, second=MILLISECOND)
     _write("trace", file, json.dumps(trace))
 
 
@@ -110,42 +125,41 @@ def _write(option: str, file: Path, text: str) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(
-            f"--{option} {file} cannot be written: {error.strerror}; give another file"
-        ) from error
+        raise ConfigError(f"cannot write --{option} {file}: {error.strerror}; choose another file") from error
 
 
-def _timeline(worked_out: Plan) -> Timeline:
-    """The timeline of a step, by the operations of each segment; the shortest forward is the unit of time."""
+def _timeline(plan: Plan) -> Timeline:
+    """Simulated timeline of a step. Costs are FLOPs; the unit of time is the shortest forward of a segment."""
     from braid.planning.plan import phase_flops
     from braid.schedule import Costs, simulate
 
-    run = worked_out.run
+    run = plan.run
     if run.mesh.overlap or run.mesh.schedule != "auto":
-        return simulate(worked_out.schedule)
-    flops = phase_flops(worked_out)
+        # FLOPs are known per block, not per phase: use the simulator's fixed costs.
+        return simulate(plan.schedule)
+    flops = phase_flops(plan)
     unit = min((sum(segment.values()) for segment in flops if segment), default=1)
-    seconds = {name: each / unit for segment in flops for name, each in segment.items()}
-    return simulate(worked_out.schedule, Costs(phases=seconds))
+    costs = {phase: count / unit for segment in flops for phase, count in segment.items()}
+    return simulate(plan.schedule, Costs(phases=costs))
 
 
 # ------------------------------------------------------------------------------------- device memory
 
 
-def _bytes(text: str) -> int | None:
-    """The bytes that a text means; None where it means none."""
+def _parse_bytes(text: str) -> int | None:
+    """A size with a unit or the name of a device, in bytes; None if the text is invalid."""
     if text.lower() in DEVICES:
         return DEVICES[text.lower()] * GIB
-    read = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]+)", text.lower())
-    return int(float(read[1]) * UNITS[read[2]]) if read and read[2] in UNITS else None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]+)", text.lower())
+    return int(float(match[1]) * UNITS[match[2]]) if match and match[2] in UNITS else None
 
 
 def _memory_problems(text: str | None) -> Iterator[Problem]:
-    if text is not None and not _bytes(text):
+    if text is not None and not _parse_bytes(text):
         yield Problem(
             field="device-memory",
             value=text,
-            rule=f"is a number with a unit, or a device{nearest(text.lower(), DEVICES)}",
+            rule=f"must be a size with a unit, or the name of a device{nearest(text.lower(), DEVICES)}",
             remedy=f"for example 141GiB, or one of {', '.join(DEVICES)}",
         )
 
@@ -153,103 +167,93 @@ def _memory_problems(text: str | None) -> Iterator[Problem]:
 # --------------------------------------------------------------------------------------------- print
 
 
-def _print(found: Estimate, limit: int | None, advice: list[Advice]) -> None:
+def _print(result: Estimate, limit: int | None, advice: list[Advice]) -> None:
     console = rich.console.Console(highlight=False)
     if not console.is_terminal:
         console = rich.console.Console(highlight=False, width=WIDTH)
-    console.print(_arrangement(found))
-    if words := schedule_words(found.plan):
-        console.print(f"schedule: {words}")
-    for note in idle_choices(found.plan):
+    console.print(_header(result))
+    if summary := schedule_summary(result.plan):
+        console.print(f"schedule: {summary}")
+    for note in ineffective_options(result.plan):
         console.print(f"note: {note}")
     console.print()
-    console.print(f"a rank of each stage, {_unit(found.peak)[0]}", style="bold")
-    print_table(*_memory_table(found), console)
-    for note in uncounted(found.plan):
+    console.print(f"memory of one rank per stage, {_unit(result.peak)[0]}", style="bold")
+    print_table(*_memory_table(result), console)
+    for note in estimate_gaps(result.plan):
         console.print(f"not counted: {note}")
     if limit is not None:
         console.print()
-        console.print(_verdict(found, limit))
-        for each in advice:
-            fits = "fits" if each.peak <= limit else "still too much"
-            console.print(f"  --{each.field} {each.value} would need {_gib(each.peak)} GiB: {fits}")
+        console.print(_verdict(result, limit))
+        for change in advice:
+            fits = "fits" if change.peak <= limit else "still too much"
+            console.print(f"  --{change.field} {change.value} would need {_gib(change.peak)} GiB: {fits}")
     console.print()
-    busiest = max(found.stages, key=lambda stage: sum(stage.sent.values()))
+    busiest = max(result.stages, key=lambda stage: sum(stage.sent.values()))
     if not busiest.sent:
-        console.print("nothing is sent: there is one rank")
+        console.print("no communication: there is one rank")
         return
-    of_stage = f" of stage {busiest.stage}, which sends most," if len(found.stages) > 1 else ""
-    console.print(f"what a rank{of_stage} sends in a step, MiB", style="bold")
+    of_stage = f" of stage {busiest.stage}, the busiest," if len(result.stages) > 1 else ""
+    console.print(f"sent by one rank{of_stage} per step, MiB", style="bold")
     print_table(*_traffic_table(busiest), console)
 
 
-def _arrangement(found: Estimate) -> str:
-    plan, run = found.plan, found.plan.run
+def _header(result: Estimate) -> str:
+    plan, run = result.plan, result.plan.run
     axes, rows = plan.axes, plan.micro_batch_samples // plan.axes.dp
     dense = f"pp {axes.pp} x dp {axes.dp} x cp {axes.cp} x tp {axes.tp}"
     experts = f"edp {axes.edp} x ep {axes.ep} x etp {axes.etp}"
     batches = "micro-batch" if run.train.micro_batches == 1 else "micro-batches"
     return (
-        f"{plan.world} {'rank' if plan.world == 1 else 'ranks'} = {dense}; for experts {experts} in a stage\n"
-        f"each takes {rows} x {run.data.sequence_tokens:,} tokens at a time, {run.train.micro_batches} "
-        f"{batches} a step, {run.train.dtype} on {found.device}; sharded: {run.mesh.shard}"
+        f"{plan.world} {'rank' if plan.world == 1 else 'ranks'} = {dense}; experts {experts} per stage\n"
+        f"{rows} x {run.data.sequence_tokens:,} tokens per dp rank and micro-batch, {run.train.micro_batches} "
+        f"{batches} per step, {run.train.dtype} on {result.device}; sharded: {run.mesh.shard}"
     )
 
 
-KINDS = ("parameters", "gathered", "gradients", "optimizer", "activations", "passing", "peak")
-"""The kinds of memory, as columns."""
+MEMORY_COLUMNS = ("parameters", "gathered", "gradients", "optimizer", "activations", "passing", "peak")
+"""Fields of `Memory` shown in the table."""
 
 
-def _memory_table(found: Estimate) -> tuple[list[str], list[list[str]]]:
-    columns, (_, unit) = ["stage", "live", *KINDS, "peak at", "layers"], _unit(found.peak)
+def _memory_table(result: Estimate) -> tuple[list[str], list[list[str]]]:
+    columns, (_, unit) = ["stage", "live", *MEMORY_COLUMNS, "peak at", "layers"], _unit(result.peak)
     rows = [
         [
             str(stage.stage),
             str(stage.live),
-            *(f"{_of_kind(stage.memory, kind) / unit:,.2f}" for kind in KINDS),
+            *(f"{getattr(stage.memory, name) / unit:,.2f}" for name in MEMORY_COLUMNS),
             stage.memory.peak_at,
-            _shortened(stage.layers),
+            stage.layers if len(stage.layers) <= MAX_LAYERS else stage.layers[: MAX_LAYERS - 3] + "...",
         ]
-        for stage in found.stages
+        for stage in result.stages
     ]
     return columns, rows
 
 
-def _of_kind(memory: Memory, kind: str) -> int:
-    size = asdict(memory)[kind]
-    assert isinstance(size, int)
-    return size
-
-
-def _verdict(found: Estimate, limit: int) -> str:
-    left = limit - found.peak
-    if left >= 0:
-        return f"fits into {_gib(limit)} GiB: {_gib(left)} GiB are left"
-    return f"does not fit into {_gib(limit)} GiB: {_gib(-left)} GiB too much"
+def _verdict(result: Estimate, limit: int) -> str:
+    spare = limit - result.peak
+    if spare >= 0:
+        return f"fits into {_gib(limit)} GiB: {_gib(spare)} GiB are left"
+    return f"does not fit into {_gib(limit)} GiB: {_gib(-spare)} GiB too much"
 
 
 def _traffic_table(stage: StageEstimate) -> tuple[list[str], list[list[str]]]:
     merged: dict[tuple[str, str, str, str], tuple[int, int]] = {}
     for call in stage.calls:
-        kind = (call.family, str(call.ranks), call.op, call.purpose)
-        times, sent = merged.get(kind, (0, 0))
-        merged[kind] = (times + call.times, sent + call.sent)
+        key = (call.family, str(call.ranks), call.op, call.purpose)
+        times, sent = merged.get(key, (0, 0))
+        merged[key] = (times + call.times, sent + call.sent)
     rows = [
-        [*kind, f"{times:,}", _mib(sent)]
-        for kind, (times, sent) in sorted(merged.items(), key=lambda each: (each[0][0], -each[1][1]))
+        [*key, f"{times:,}", _mib(sent)]
+        for key, (times, sent) in sorted(merged.items(), key=lambda item: (item[0][0], -item[1][1]))
     ]
     if stage.sends:
-        rows.append(["pp", "", "send", "tokens to other stages, and gradients", "", _mib(stage.sends)])
-    totals = [[family, "", "", "all together", "", _mib(sent)] for family, sent in stage.sent.items()]
+        rows.append(["pp", "", "send", "activations and their gradients", "", _mib(stage.sends)])
+    totals = [[family, "", "", "total", "", _mib(sent)] for family, sent in stage.sent.items()]
     return ["family", "ranks", "op", "for", "calls", "sent"], rows + totals
 
 
-def _shortened(layers: str) -> str:
-    return layers if len(layers) <= MOST_LAYERS else layers[: MOST_LAYERS - 3] + "..."
-
-
 def _unit(peak: int) -> tuple[str, int]:
-    """What sizes are told in, so that the largest has digits before the point."""
+    """GiB, or MiB for a peak below 1 GiB."""
     return ("GiB", GIB) if peak >= GIB else ("MiB", 2**20)
 
 
@@ -264,17 +268,17 @@ def _mib(size: int) -> str:
 # ---------------------------------------------------------------------------------------------- JSON
 
 
-def _as_json(found: Estimate, limit: int | None, advice: list[Advice]) -> dict[str, Any]:
+def _as_json(result: Estimate, limit: int | None, advice: list[Advice]) -> dict[str, Any]:
     return {
-        "world": found.plan.world,
-        "axes": asdict(found.plan.axes),
-        "device": found.device,
-        "schedule": schedule_words(found.plan),
+        "world": result.plan.world,
+        "axes": asdict(result.plan.axes),
+        "device": result.device,
+        "schedule": schedule_summary(result.plan),
         "device_memory": limit,
-        "peak": found.peak,
-        "fits": None if limit is None else found.peak <= limit,
-        "notes": list(idle_choices(found.plan)),
-        "not_counted": list(uncounted(found.plan)),
+        "peak": result.peak,
+        "fits": None if limit is None else result.peak <= limit,
+        "notes": list(ineffective_options(result.plan)),
+        "not_counted": list(estimate_gaps(result.plan)),
         "stages": [
             {
                 "stage": stage.stage,
@@ -285,7 +289,7 @@ def _as_json(found: Estimate, limit: int | None, advice: list[Advice]) -> dict[s
                 "calls": [{**call._asdict(), "sent": call.sent} for call in stage.calls],
                 "sent": stage.sent,
             }
-            for stage in found.stages
+            for stage in result.stages
         ],
-        "advice": [asdict(each) for each in advice],
+        "advice": [asdict(change) for change in advice],
     }

@@ -1,5 +1,4 @@
-"""What a person should know of a plan besides its numbers: how its schedule goes, which choices change nothing,
-and which ones the estimate of memory leaves out."""
+"""Remarks on a plan: a summary of its schedule, options without effect, and gaps in the memory estimate."""
 
 from __future__ import annotations
 
@@ -8,47 +7,45 @@ from collections.abc import Iterator
 from braid.planning.plan import Plan, span_of
 
 
-def schedule_words(worked_out: Plan) -> str:
-    """How micro-batches pass, where there is more to say than one after the other."""
-    run, schedule = worked_out.run, worked_out.schedule
+def schedule_summary(plan: Plan) -> str:
+    """The pipeline schedule, overlap and recompute in one line; empty if micro-batches just run in sequence."""
+    run, schedule = plan.run, plan.schedule
     mesh = run.mesh
-    words = [schedule.name] if worked_out.axes.pp > 1 or mesh.overlap else []
-    words += ["overlapped"] if mesh.overlap and words != ["overlapped"] else []
-    words += [f"{'late ' if mesh.late_weights else ''}delayed weight gradients"] if schedule.delayed else []
-    words += ["paired ends"] if mesh.paired_ends else []
-    words += ["early release"] if mesh.early_release else []
-    words += [f"recompute of {' and '.join(_recomputed(worked_out))}"] if run.train.recompute else []
-    return ", ".join(words)
+    parts = [schedule.name] if plan.axes.pp > 1 or mesh.overlap else []
+    parts += ["overlapped"] if mesh.overlap and parts != ["overlapped"] else []
+    parts += [f"{'late ' if mesh.late_weights else ''}delayed weight gradients"] if schedule.delayed else []
+    parts += ["paired ends"] if mesh.paired_ends else []
+    parts += ["early release"] if mesh.early_release else []
+    parts += [f"recompute of {' and '.join(_recomputed(plan))}"] if run.train.recompute else []
+    return ", ".join(parts)
 
 
-def _recomputed(worked_out: Plan) -> Iterator[str]:
-    """What is made again; hyper-connections with how many blocks at a time, as a person or the plan chose."""
-    longest = max((len(segment.blocks) for segment in worked_out.layout.segments), default=1)
-    span = min(span_of(worked_out.run, worked_out.layout), longest)
-    spans = (
-        f" (spans of {span} {'block' if span == 1 else 'blocks'})" if _recomputes_in_spans(worked_out) else ""
-    )
-    for name in worked_out.run.train.recompute:
+def _recomputed(plan: Plan) -> Iterator[str]:
+    """The recomputed regions; hyper-connections with the number of blocks per recompute span."""
+    longest = max((len(segment.blocks) for segment in plan.layout.segments), default=1)
+    span = min(span_of(plan.run, plan.layout), longest)
+    spans = f" (spans of {span} {'block' if span == 1 else 'blocks'})" if _uses_spans(plan) else ""
+    for name in plan.run.train.recompute:
         yield name + (spans if name == "hyper" else "")
 
 
-def _recomputes_in_spans(worked_out: Plan) -> bool:
-    """Whole blocks keep the streams between them: then there is nothing left to span."""
-    run = worked_out.run
-    again = set(run.train.recompute)
-    return run.model.hyper is not None and "hyper" in again and again.isdisjoint({"block", "full"})
+def _uses_spans(plan: Plan) -> bool:
+    """Whether `train.recompute_span` applies. Recompute of whole blocks saves the streams before each block."""
+    run = plan.run
+    regions = set(run.train.recompute)
+    return run.model.hyper is not None and "hyper" in regions and regions.isdisjoint({"block", "full"})
 
 
-def idle_choices(worked_out: Plan) -> Iterator[str]:
-    """Choices that change nothing in this run, each with what to set instead."""
-    run = worked_out.run
+def ineffective_options(plan: Plan) -> Iterator[str]:
+    """Options that have no effect in this run, each with what to set instead."""
+    run = plan.run
     if run.mesh.overlap and run.train.micro_batches == 1:
-        still = ", and only delayed weight gradients hide transfers" if worked_out.schedule.delayed else ""
+        still = ", and only delayed weight gradients hide transfers" if plan.schedule.delayed else ""
         yield (
-            f"mesh.overlap has no second micro-batch to run beside the first{still}: "
+            f"mesh.overlap needs a second micro-batch to overlap with{still}: "
             "set train.micro_batches to 2 or more"
         )
-    if run.train.recompute_span and not _recomputes_in_spans(worked_out):
+    if run.train.recompute_span and not _uses_spans(plan):
         if run.model.hyper is None:
             why, remedy = "the model has no hyper-connections", "leave it out"
         elif "hyper" not in run.train.recompute:
@@ -57,15 +54,15 @@ def idle_choices(worked_out: Plan) -> Iterator[str]:
                 "add hyper to train.recompute, or leave it out",
             )
         else:
-            why, remedy = "where whole blocks are recomputed, each begins anew", "leave it out"
+            why, remedy = "recompute of whole blocks saves the streams before every block", "leave it out"
         yield f"train.recompute_span {run.train.recompute_span} changes nothing, {why}: {remedy}"
 
 
-def uncounted(worked_out: Plan) -> Iterator[str]:
-    """What the choices of this run do to memory that its estimate does not know of."""
-    mesh = worked_out.run.mesh
-    if worked_out.schedule.delayed:
-        late = ", a block longer by mesh.late_weights" if mesh.late_weights else ""
-        yield f"what delayed weight gradients hold until they are added{late}: the peak may be higher"
+def estimate_gaps(plan: Plan) -> Iterator[str]:
+    """Effects of this run's options on memory that the estimate does not model."""
+    mesh = plan.run.mesh
+    if plan.schedule.delayed:
+        late = ", one block longer with mesh.late_weights" if mesh.late_weights else ""
+        yield f"tensors held for delayed weight gradients{late}: the peak may be higher"
     if mesh.early_release:
-        yield "what mesh.early_release frees earlier: the peak may be lower"
+        yield "memory that mesh.early_release frees earlier: the peak may be lower"

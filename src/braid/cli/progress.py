@@ -1,4 +1,4 @@
-"""A bar for long work: drawn on a terminal, silent elsewhere, and never for work that is done at once."""
+"""Progress bar on stderr for long operations; silent if stderr is not a terminal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import rich.progress
 
 @contextmanager
 def bar(text: str) -> Iterator[Callable[[int, int], None]]:
-    """Gives a function that takes (bytes done, bytes in all)."""
+    """Yields an `update(bytes_done, bytes_total)`. The bar appears with the first update."""
     console = rich.console.Console(stderr=True)
     columns = (
         rich.progress.TextColumn("{task.description}"),
@@ -21,12 +21,12 @@ def bar(text: str) -> Iterator[Callable[[int, int], None]]:
     )
     with rich.progress.Progress(
         *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as drawn:
+    ) as progress:
         task: rich.progress.TaskID | None = None
 
-        def advance(done: int, total: int) -> None:
+        def update(done: int, total: int) -> None:
             nonlocal task
-            task = drawn.add_task(text, total=total) if task is None else task
-            drawn.update(task, completed=done)
+            task = progress.add_task(text, total=total) if task is None else task
+            progress.update(task, completed=done)
 
-        yield advance
+        yield update

@@ -1,31 +1,35 @@
-"""`braid recipes`, `braid show`: which runs there are, and what one of them says."""
+"""`braid recipes`, `braid show`: list the bundled recipes, print the full configuration of a run."""
 
 from __future__ import annotations
 
 import json
+import textwrap
 from dataclasses import dataclass
 from typing import Annotated
 
 import tyro
 
 from braid import recipes
-from braid.cli.args import options, subject, wants_help
+from braid.cli.args import optional, parse_options, split_positional, wants_help
 from braid.config import Run, flatten, to_json
 from braid.errors import ConfigError, ExitCode
-from braid.planning.divisibility import described, smallest_world
-from braid.planning.plan import plan, size
+from braid.planning.divisibility import describe_mesh, smallest_world
+from braid.planning.plan import plan as make_plan
+from braid.planning.plan import size
 
 
-def list_recipes(words: list[str]) -> int:
-    if wants_help(words):
-        print("usage: braid recipes")
+def list_recipes(args: list[str]) -> int:
+    if wants_help(args):
+        print(
+            "usage: braid recipes\n\nList the bundled recipes: the RECIPE of `braid train`, `show` and `plan`."
+        )
         return ExitCode.OK
-    if words:
-        raise ConfigError(f"`braid recipes` takes no words, not {words[0]!r}")
+    if args:
+        raise ConfigError(f"`braid recipes` takes no arguments, got {args[0]!r}")
     width = max(len(name) for name in recipes.bundled())
     for name, recipe in recipes.bundled().items():
         print(f"{name:<{width}}  {recipes.summary(recipe)}")
-    print(f"{'':<{width}}  A recipe of your own: path/to/file.py:function")
+    print(f"{'':<{width}}  Your own recipe: path/to/file.py:function")
     return ExitCode.OK
 
 
@@ -35,44 +39,44 @@ RunFields = Annotated[Run, tyro.conf.arg(name=""), tyro.conf.FlagConversionOff]
 
 @dataclass(frozen=True, kw_only=True)
 class ShowOptions:
-    """Print a run with all its choices, after overrides, and what follows from them."""
+    """Print the full configuration of a run, with overrides applied, and the sizes derived from it."""
 
     run: RunFields
-    world: int | None = None
-    """Ranks to plan for. Default: the fewest that the mesh has room for."""
+    world: Annotated[int | None, optional("INT", "the smallest number that fits the mesh")] = None
+    """Number of ranks to plan for."""
     json: bool = False
     """Print the run as JSON."""
 
 
-def show(words: list[str]) -> int:
-    name, rest = subject(help_with_a_recipe(words), "show", "RECIPE")
-    chosen = options(ShowOptions, rest, f"braid show {name}", ShowOptions(run=recipes.load(name)))
-    worked_out = plan(chosen.run, smallest_world(chosen.run.mesh) if chosen.world is None else chosen.world)
-    if chosen.json:
-        print(json.dumps(to_json(chosen.run), indent=2))
+def show(args: list[str]) -> int:
+    name, rest = split_positional(expand_recipe_help(args), "show", "RECIPE")
+    opts = parse_options(ShowOptions, rest, f"braid show {name}", ShowOptions(run=recipes.load(name)))
+    plan = make_plan(opts.run, smallest_world(opts.run.mesh) if opts.world is None else opts.world)
+    if opts.json:
+        print(json.dumps(to_json(opts.run), indent=2))
         return ExitCode.OK
-    weights = size(worked_out)
-    fields = flatten(chosen.run)
+    weights = size(plan)
+    fields = flatten(opts.run)
     width = max(len(field) for field in fields)
     for field, value in fields.items():
         print(f"{field:<{width}}  {value}")
     print()
     for field, value in (
-        ("world", f"{worked_out.world}: {described(worked_out.run.mesh, worked_out.axes)}"),
-        ("layers", f"{len(worked_out.layout.layers)} in {len(worked_out.layout.blocks)} blocks"),
-        ("parameters", f"{weights.total:,}, of which {weights.active:,} for each token"),
-        ("step", f"{worked_out.step_tokens:,} tokens"),
-        ("micro-batch", f"{worked_out.micro_batch_samples} samples"),
+        ("world", f"{plan.world}: {describe_mesh(plan.run.mesh, plan.axes)}"),
+        ("layers", f"{len(plan.layout.layers)} in {len(plan.layout.blocks)} blocks"),
+        ("parameters", f"{weights.total:,}, {weights.active:,} active per token"),
+        ("step", f"{plan.step_tokens:,} tokens"),
+        ("micro-batch", f"{plan.micro_batch_samples} samples"),
     ):
         print(f"{field:<{width}}  {value}")
     return ExitCode.OK
 
 
-def help_with_a_recipe(words: list[str]) -> list[str]:
-    """Help without a recipe says what a recipe is and goes on with that of the first one."""
-    if not wants_help(words):
-        return words
-    names = list(recipes.bundled())
-    print(f"RECIPE is one of {', '.join(names)}, or path/to/file.py:function.")
-    print("The values below are those of tiny.\n")
-    return ["tiny", *words]
+def expand_recipe_help(args: list[str]) -> list[str]:
+    """For `--help` without a recipe: explain RECIPE, and show the options with the defaults of tiny."""
+    if not wants_help(args):
+        return args
+    names = f"RECIPE is one of {', '.join(recipes.bundled())}, or your own: path/to/file.py:function."
+    print(textwrap.fill(names, 80, break_on_hyphens=False))
+    print("Any field of the run can be overridden. The defaults below are those of the recipe tiny.\n")
+    return ["tiny", *args]

@@ -1,4 +1,8 @@
-"""`braid train`: plan a run, open its data, train it, and show what came of it."""
+"""`braid train`: plan a run, launch its ranks, train, and print a summary.
+
+`train` runs in the launching process and again in every worker, which it recognizes by RANK or WORLD_SIZE in
+the environment. Invalid options and runs are rejected before torch is imported or any process starts.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +12,19 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from braid import recipes, validators
-from braid.cli.args import opened_by, options, subject
+from braid.cli.args import optional, parse_options, perfetto_hint, split_positional
 from braid.cli.next_steps import next_commands, program
-from braid.cli.plan_notes import idle_choices, schedule_words
+from braid.cli.plan_notes import ineffective_options, schedule_summary
 from braid.cli.progress import bar
-from braid.cli.recipes import RunFields, help_with_a_recipe
+from braid.cli.recipes import RunFields, expand_recipe_help
 from braid.config import to_json
 from braid.errors import BraidError, ConfigError, ExitCode, Problem
-from braid.planning.divisibility import described
-from braid.planning.plan import Plan, check, plan
+from braid.planning.divisibility import describe_mesh
+from braid.planning.plan import Plan, check
+from braid.planning.plan import plan as make_plan
 from braid.planning.plan import size as size_of
 
 if TYPE_CHECKING:
@@ -28,126 +33,130 @@ if TYPE_CHECKING:
     from braid.train.trainer import Trainer
 
 SAMPLE_TOKENS = 200
-SHARED_SAMPLE_TOKENS = 40
-"""Ranks that share a model remember nothing between tokens, so each costs as much as a whole text."""
+DISTRIBUTED_SAMPLE_TOKENS = 40
+"""Fewer than on one rank: distributed generation has no KV cache, so every token recomputes the sequence."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
-    """Train a run. Interrupted, the same command continues where it stopped."""
+    """Train a model. To resume an interrupted run, repeat the command."""
 
     run: RunFields
-    out: Path | None = None
-    """Folder for everything of the run: checkpoints, metrics.jsonl, built data. Default: runs/RECIPE."""
-    init: Path | None = None
-    """Checkpoint or run of the same model whose weights a new run starts from. The optimizer starts anew."""
+    out: Annotated[Path | None, optional("DIR", "runs/RECIPE")] = None
+    """Run directory: checkpoints, metrics.jsonl, tokenized data."""
+    init: Annotated[Path | None, optional("PATH", "random initialization")] = None
+    """Initialize a new run from this checkpoint or run of the same model; the optimizer starts from scratch."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto takes a GPU where there is one."""
-    world: int | None = None
-    """Ranks to start on this machine. Default: 1, and under torchrun as many as it started."""
+    """auto uses a GPU if one is available."""
+    world: Annotated[int | None, optional("INT", "1, or the world size of torchrun")] = None
+    """Number of ranks to start on this machine."""
     restarts: int = 0
-    """How often all ranks are started again after one was lost; training goes on from the newest checkpoint."""
+    """How many times to restart all ranks after one fails; training resumes from the latest checkpoint."""
     tensorboard: bool = False
-    """Also write TensorBoard files into the folder (extra `log`)."""
-    wandb: str | None = None
-    """Also send metrics to this Weights & Biases project (extra `log`)."""
-    trace: Path | None = None
-    """Also write what ran when, on all ranks, into this file: Perfetto and chrome://tracing open it."""
+    """Log metrics to TensorBoard files in the run directory (needs the extra `log`)."""
+    wandb: Annotated[str | None, optional("PROJECT", "off")] = None
+    """Log metrics to this Weights & Biases project (needs the extra `log`)."""
+    trace: Annotated[Path | None, optional("FILE", "off")] = None
+    """Write a trace of all ranks, for Perfetto or chrome://tracing."""
     trace_steps: str = "2:4"
-    """Which steps are traced, first:last, counted from where this command begins."""
+    """Steps to trace as FIRST:LAST, counted from 1 at the start of this command."""
 
 
-def train(words: list[str]) -> int:
-    """Start the workers of the run, or be one of them."""
-    name, rest = subject(help_with_a_recipe(words), "train", "RECIPE")
-    chosen = options(TrainOptions, rest, f"braid train {name}", TrainOptions(run=recipes.load(name)))
-    out = chosen.out or Path("runs") / name.rpartition(":")[2]
+def train(args: list[str]) -> int:
+    """Launch the ranks of the run, or run as one of them."""
+    name, rest = split_positional(expand_recipe_help(args), "train", "RECIPE")
+    opts = parse_options(TrainOptions, rest, f"braid train {name}", TrainOptions(run=recipes.load(name)))
+    out = opts.out or Path("runs") / name.rpartition(":")[2]
     if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
-        return _be_worker(words, chosen, out)
-    worked_out = _planned(chosen, 1 if chosen.world is None else chosen.world)
-    if worked_out.world == 1 and chosen.restarts == 0:
-        return _work(worked_out, out, words, chosen)
+        return _run_worker(args, opts, out)
+    plan = _checked_plan(opts, 1 if opts.world is None else opts.world)
+    if plan.world == 1 and opts.restarts == 0:
+        return _run_rank(plan, out, args, opts)
     from braid.launch.worker_pool import check_gpus, launch
     from braid.train.trainer import FAILURES
 
-    check_gpus(worked_out.world, chosen.device)
-    print(f"starting {worked_out.world} ranks", file=sys.stderr)
-    command = [sys.executable, "-m", "braid", "train", *words]
+    check_gpus(plan.world, opts.device)
+    print(f"starting {plan.world} ranks", file=sys.stderr)
+    command = [sys.executable, "-m", "braid", "train", *args]
     return launch(
         command,
-        world=worked_out.world,
-        restarts=chosen.restarts,
+        world=plan.world,
+        restarts=opts.restarts,
         environment=os.environ,
         failures=out / FAILURES,
     )
 
 
-def _planned(chosen: TrainOptions, world: int) -> Plan:
-    """The plan, or what is wrong: all of it, or one line where only the number of ranks is."""
-    problems = check(chosen.run, world)
-    elsewhere = check(chosen.run, world + 1) if problems else []
-    if problems and not any(problem in elsewhere for problem in problems):
+def _checked_plan(opts: TrainOptions, world: int) -> Plan:
+    """The plan, or a `ConfigError` with all problems. If they all vanish with another world size, the error is
+    one line that proposes the nearest world sizes that fit."""
+    problems = check(opts.run, world)
+    persistent = check(opts.run, world + 1) if problems else []
+    if problems and not any(problem in persistent for problem in problems):
         from braid.launch.worker_pool import nearest_worlds
 
-        near = nearest_worlds(lambda other: not check(chosen.run, other), world)
+        near = nearest_worlds(lambda other: not check(opts.run, other), world)
         if near:
             why = "; ".join(f"{problem.field} = {problem.value} {problem.rule}" for problem in problems)
             fitting = " and ".join(str(other) for other in near)
             raise ConfigError(f"--world {world} does not fit: {why}. The nearest that fit: {fitting}")
-    problems += validators.at_least("restarts", chosen.restarts, 0)
-    problems += _trace_problems(chosen.trace_steps)
+    problems += validators.at_least("restarts", opts.restarts, 0)
+    problems += _trace_problems(opts.trace_steps)
     if problems:
         raise ConfigError(problems)
-    return plan(chosen.run, world)
+    return make_plan(opts.run, world)
 
 
-def _traced(steps: str) -> range | None:
-    """The steps that a text means, counted from 1; None where it means none."""
-    first, colon, last = steps.partition(":")
+def _parse_trace_steps(text: str) -> range | None:
+    """`FIRST:LAST` as a range of steps counted from 1; None if the text is invalid."""
+    first, colon, last = text.partition(":")
     if not (colon and first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
         return None
     return range(int(first), int(last) + 1)
 
 
-def _trace_problems(steps: str) -> Iterator[Problem]:
-    if _traced(steps) is None:
-        rule = "is the first and the last step to trace, counted from 1"
-        yield Problem(field="trace-steps", value=steps, rule=rule, remedy="for example 2:4")
+def _trace_problems(text: str) -> Iterator[Problem]:
+    if _parse_trace_steps(text) is None:
+        rule = "must be FIRST:LAST, two steps counted from 1, FIRST not after LAST"
+        yield Problem(field="trace-steps", value=text, rule=rule, remedy="for example 2:4")
 
 
-def _be_worker(words: list[str], chosen: TrainOptions, out: Path) -> int:
-    """One rank of a launcher, ours or torchrun."""
+def _run_worker(args: list[str], opts: TrainOptions, out: Path) -> int:
+    """Run as one rank of a launcher, braid's own or torchrun."""
     from braid.launch.process import LAUNCHER, launch_env_of
     from braid.launch.worker_pool import die_with_launcher
 
     die_with_launcher(os.environ)
     env = launch_env_of(os.environ)
     assert env is not None
-    if chosen.world not in (None, env.world):
-        raise ConfigError(f"--world {chosen.world}, but the launcher started {env.world}: leave --world out")
-    if chosen.restarts and LAUNCHER not in os.environ:
+    if opts.world not in (None, env.world):
         raise ConfigError(
-            f"--restarts {chosen.restarts} is for workers that braid starts itself; "
-            "give torchrun --max-restarts instead"
+            f"--world {opts.world}, but the launcher started {env.world} ranks: leave --world out"
         )
-    code = _work(_planned(chosen, env.world), out, words, chosen)
+    if opts.restarts and LAUNCHER not in os.environ:
+        raise ConfigError(
+            f"--restarts {opts.restarts} applies only to ranks that braid starts itself: "
+            "pass --max-restarts to torchrun instead"
+        )
+    code = _run_rank(_checked_plan(opts, env.world), out, args, opts)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # threads of closed communicators may outlive the interpreter, and would abort it
+    # Skip interpreter shutdown: threads of destroyed communicators may outlive it and abort the process.
+    os._exit(code)
 
 
-def _work(worked_out: Plan, out: Path, words: list[str], chosen: TrainOptions) -> int:
-    """Train as one of the ranks. What all of them fail by, rank 0 alone tells."""
-    # torch takes seconds to load: by now the words are known to be right
+def _run_rank(plan: Plan, out: Path, args: list[str], opts: TrainOptions) -> int:
+    """Train as one rank. Only rank 0 prints, and only rank 0 reports an error that all ranks raise."""
+    # Imports torch, which takes seconds: only after the arguments are validated.
     from braid.launch.process import is_everywhere, launch_env_of, leave
 
     env = launch_env_of(os.environ)
     rank = 0 if env is None else env.rank
     try:
-        with ExitStack() as held:
+        with ExitStack() as stack:
             if rank != 0:
-                held.enter_context(redirect_stdout(held.enter_context(Path(os.devnull).open("w"))))
-            return _train(worked_out, out, words, chosen)
+                stack.enter_context(redirect_stdout(stack.enter_context(Path(os.devnull).open("w"))))
+            return _train(plan, out, args, opts)
     except BraidError as error:
         if rank == 0 or not is_everywhere(error):
             raise
@@ -156,87 +165,83 @@ def _work(worked_out: Plan, out: Path, words: list[str], chosen: TrainOptions) -
         leave()
 
 
-def _train(worked_out: Plan, out: Path, words: list[str], chosen: TrainOptions) -> int:
+def _train(plan: Plan, out: Path, args: list[str], opts: TrainOptions) -> int:
     from braid.console import say, table, warn
     from braid.train.trainer import Trainer
 
-    steps = _traced(chosen.trace_steps)
-    assert steps is not None, "the words are known to be right"
-    with bar("building the corpus") as progress:
+    trace_steps = _parse_trace_steps(opts.trace_steps)
+    assert trace_steps is not None, "checked with the plan"
+    with bar("tokenizing the data") as progress:
         trainer = Trainer(
-            worked_out,
+            plan,
             out=out,
-            init=chosen.init,
-            device=chosen.device,
-            trace=chosen.trace,
-            trace_steps=steps,
+            init=opts.init,
+            device=opts.device,
+            trace=opts.trace,
+            trace_steps=trace_steps,
             watch=True,
-            building=progress,
+            build_progress=progress,
         )
     with trainer:
-        say(f"braid train {words[0]}")
-        say(table(_header(trainer, chosen.init)))
+        say(f"braid train {args[0]}")
+        say(table(_header(trainer, opts.init)))
         say("")
-        for note in idle_choices(worked_out) if trainer.joined.rank == 0 else ():
-            warn(note)
-        if trainer.joined.rank == 0:
-            trainer.listeners += _listeners(chosen, out)
+        if trainer.process.rank == 0:
+            for note in ineffective_options(plan):
+                warn(note)
+            trainer.listeners += _metric_listeners(opts, out)
         outcome = trainer.train()
         sample = _sample(trainer)
     say("")
-    say(table([*sample, ("", ""), *_ending(outcome, trainer)]))
+    say(table([*sample, ("", ""), *_summary(outcome, trainer)]))
     say("\ntry next")
-    for command in next_commands(words, out, worked_out, program(), os.environ):
+    for command in next_commands(args, out, plan, program(), os.environ):
         say(f"  {command}")
     return ExitCode.OK
 
 
-def _listeners(chosen: TrainOptions, out: Path) -> list[Listener]:
-    """Of rank 0, which speaks for all."""
+def _metric_listeners(opts: TrainOptions, out: Path) -> list[Listener]:
     from braid.train.metrics import TensorBoard, Wandb
 
     listeners: list[Listener] = []
-    if chosen.tensorboard:
+    if opts.tensorboard:
         listeners.append(TensorBoard(out / "tensorboard"))
-    if chosen.wandb is not None:
-        listeners.append(Wandb(chosen.wandb, out, to_json(chosen.run)))
+    if opts.wandb is not None:
+        listeners.append(Wandb(opts.wandb, out, to_json(opts.run)))
     return listeners
 
 
 def _header(trainer: Trainer, init: Path | None) -> Sequence[tuple[str, str]]:
     from braid.console import magnitude
 
-    worked_out, state, feed = trainer.plan, trainer.state, trainer.feed
-    run = worked_out.run
-    size = size_of(worked_out)
-    weights = f"{magnitude(size.total)} parameters, {magnitude(size.active)} of them active for a token"
+    plan, state, data = trainer.plan, trainer.state, trainer.data
+    run = plan.run
+    size = size_of(plan)
+    weights = f"{magnitude(size.total)} parameters, {magnitude(size.active)} active per token"
     status = f"continues from step {state.step}" if trainer.resumed else "a new run"
     if init is not None and not trainer.resumed:
         status += f" from the weights of {init}"
     if state.step == run.train.steps:
-        status = f"finished at step {state.step}: nothing is left to do"
+        status = f"already finished at step {state.step}: nothing to do"
     kernels = [str(choice) for choice in state.model.kernels.choices]
+    ranks = f"{plan.world}: {describe_mesh(run.mesh, plan.axes)}"
     return [
         ("model", f"{run.model.pattern}, {weights}"),
-        ("data", f"{feed.name}, {magnitude(feed.tokens)} tokens"),
-        ("step", f"{worked_out.step_tokens:,} tokens = {run.train.batch_samples} x {run.data.sequence_tokens}"),
+        ("data", f"{data.name}, {magnitude(data.tokens)} tokens"),
+        ("step", f"{plan.step_tokens:,} tokens = {run.train.batch_samples} x {run.data.sequence_tokens}"),
         ("device", f"{trainer.device.name}, {run.train.dtype}"),
-        *([] if worked_out.world == 1 else [("ranks", _ranks(worked_out))]),
-        *([("schedule", text)] if (text := schedule_words(worked_out)) else []),
+        *([] if plan.world == 1 else [("ranks", ranks)]),
+        *([("schedule", text)] if (text := schedule_summary(plan)) else []),
         *(("kernels" if i == 0 else "", text) for i, text in enumerate(kernels)),
-        ("out", f"{trainer.places.out}, {status}"),
+        ("out", f"{trainer.run_dir.out}, {status}"),
     ]
 
 
-def _ranks(worked_out: Plan) -> str:
-    return f"{worked_out.world}: {described(worked_out.run.mesh, worked_out.axes)}"
-
-
 def _sample(trainer: Trainer) -> Sequence[tuple[str, str]]:
-    """A few lines that the model writes. That it cannot is no reason for a trained run to fail."""
-    tokens = SAMPLE_TOKENS if trainer.plan.world == 1 else SHARED_SAMPLE_TOKENS
+    """A short generated text. The run has succeeded by now, so a failure here is only reported in its place."""
+    tokens = SAMPLE_TOKENS if trainer.plan.world == 1 else DISTRIBUTED_SAMPLE_TOKENS
     try:
-        text = trainer.generate(trainer.feed.prompt, tokens=tokens, seed=trainer.plan.run.train.seed)
+        text = trainer.generate(trainer.data.prompt, tokens=tokens, seed=trainer.plan.run.train.seed)
     except BraidError as error:
         text = f"(none: {error})"
     lines = (_printable(line) for line in text.splitlines() or [""])
@@ -244,16 +249,15 @@ def _sample(trainer: Trainer) -> Sequence[tuple[str, str]]:
 
 
 def _printable(line: str) -> str:
-    """A terminal obeys control characters: they are shown as escapes."""
-    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in line)
+    """Escapes control characters, which a terminal would interpret."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in line)
 
 
-def _ending(outcome: Outcome, trainer: Trainer) -> Sequence[tuple[str, str]]:
+def _summary(outcome: Outcome, trainer: Trainer) -> Sequence[tuple[str, str]]:
     validation = "n/a" if outcome.val_loss is None else f"{outcome.val_loss:.3f} nats per token"
-    best = trainer.feed.unigram_entropy
     return [
-        ("validation", f"{validation}; knowing only how often each token occurs: {best:.3f}"),
+        ("validation", f"{validation}; unigram entropy of the data: {trainer.data.unigram_entropy:.3f}"),
         ("checkpoint", str(outcome.checkpoint)),
-        ("metrics", str(trainer.places.metrics)),
-        *([] if trainer.traced is None else [("trace", opened_by(trainer.traced))]),
+        ("metrics", str(trainer.run_dir.metrics)),
+        *([] if trainer.traced is None else [("trace", perfetto_hint(trainer.traced))]),
     ]

@@ -1,15 +1,14 @@
-"""Data: text to token shards, token shards to batches.
+"""Data: tokenise text into shards, pack shards into samples, load samples as micro-batches.
 
-    build -> open_source / open_splits -> Loader(source, length, seed).batch(indices) -> Batch
+    build -> open_source / open_splits -> Loader(source, length, seed).batch(indices) -> MicroBatch
 
-Everything after the build is read-only and random-access: the order of samples is a pure function of
-(seed, epoch, index), and a run's data has one number of state, the samples it has consumed. See docs/data.md.
+Everything after the build is read-only and random-access. The shuffle is a pure function of (seed, epoch,
+index), so the only state of the data loader is the number of samples consumed. See docs/data.md.
 """
 
 from __future__ import annotations
 
-from braid.data.batch import Batch
-from braid.data.build import Built, build
+from braid.data.build import BuildResult, build
 from braid.data.corpus import standard_library_files
 from braid.data.loader import Loader
 from braid.data.mixture import Mixture
@@ -19,8 +18,7 @@ from braid.data.source import Source, unigram_entropy, verify
 from braid.data.tokenizer import ByteTokenizer, HfTokenizer, Tokenizer, tokenizer_from
 
 __all__ = [
-    "Batch",
-    "Built",
+    "BuildResult",
     "ByteTokenizer",
     "HfTokenizer",
     "Loader",

@@ -1,7 +1,7 @@
-"""Building token shards from text: `braid data build`.
+"""Tokenisation: builds token shards from text files and JSONL (`braid data build`).
 
-A build appears as a whole or not at all: everything is written into a folder beside the output, which is
-renamed at the end.
+The build is atomic: everything is written to a temporary folder next to the output, which is renamed at the
+end.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from braid.data.files import Progress, sync_folder
 from braid.data.opening import TRAIN, VALIDATION
-from braid.data.order import chosen
+from braid.data.order import in_random_share
 from braid.data.rows import NotText, Row, input_files, rows_of
 from braid.data.shards import ShardWriter
 from braid.data.tokenizer import Ids, Tokenizer
@@ -26,23 +26,21 @@ from braid.errors import DataError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Built:
-    """What a build wrote."""
+class BuildResult:
+    """The output of a build and its statistics."""
 
     output: Path
-    """Where it is; `open_splits` opens it."""
+    """The folder; `open_splits` opens it."""
     documents: int
-    """Documents in all, held out or not."""
+    """All documents, including validation."""
     tokens: int
-    """Tokens in all, ends of documents among them."""
+    """All tokens, including validation and end-of-document tokens."""
     bytes: int
-    """Bytes of text that were read."""
+    """Bytes of text read."""
     skipped: int
-    """Files left out because they are not UTF-8 text."""
+    """Files skipped because they are not UTF-8 text."""
     validation_documents: int
-    """Documents held out."""
     validation_tokens: int
-    """Tokens held out."""
 
 
 def build(
@@ -55,24 +53,24 @@ def build(
     seed: int = 0,
     shard_tokens: int = 1 << 28,
     progress: Progress | None = None,
-) -> Built:
+) -> BuildResult:
     """Tokenise text into a new folder.
 
-    `input` is a folder (each .jsonl in it is read row by row, every other text file is one document), one such
-    file, or a list of files. With `validation`, that share of documents is held out, chosen by `seed`, and the
-    output has the two sources `train` and `validation`; otherwise it is itself a source.
+    `input` is a folder (each row of a .jsonl file is a document, any other text file is one document), one such
+    file, or a list of files. With `validation`, that fraction of documents, chosen by `seed`, is held out, and
+    the output contains the two sources `train` and `validation`; otherwise the output is itself a source.
     """
     output = Path(output)
     if not 0 <= validation < 1:
-        raise DataError(f"validation = {validation}: a share of the documents, 0 or more and below 1")
+        raise DataError(f"validation = {validation}: set a fraction of the documents, at least 0 and below 1")
     if output.exists():
-        raise DataError(f"{output} exists already: remove it or choose another output")
+        raise DataError(f"{output} exists already: remove it or set another output")
     files = input_files(input, glob)
     partial = output.with_name(f".{output.name}.{secrets.token_hex(4)}.partial")
     folders = (partial / TRAIN, partial / VALIDATION) if validation else (partial,)
 
     def held_out(ordinal: int) -> bool:
-        return chosen(ordinal, validation, seed=seed)
+        return in_random_share(ordinal, validation, seed=seed)
 
     try:
         with ExitStack() as stack:
@@ -86,7 +84,7 @@ def build(
         raise DataError(f"building {output} failed and left nothing behind: {error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return Built(
+    return BuildResult(
         output=output,
         documents=sum(writer.documents for writer in writers),
         tokens=sum(writer.tokens for writer in writers),
@@ -104,7 +102,7 @@ def _write(
     held_out: Callable[[int], bool],
     progress: Progress | None,
 ) -> tuple[int, int]:
-    """Write every document to its writer. Gives the bytes read and the number of files skipped."""
+    """Write every document to its split. Returns the bytes read and the number of files skipped."""
     total = sum(file.stat().st_size for file in files)
     done = skipped = documents = 0
     for row in (row for file in files for row in rows_of(file)):
@@ -112,15 +110,15 @@ def _write(
         if isinstance(row, NotText):
             skipped += 1
         else:
-            writers[held_out(documents)].add(*_tokenised(row, tokenizer), row.origin)
+            writers[held_out(documents)].add(*_tokenise(row, tokenizer), row.origin)
             documents += 1
         if progress is not None:
             progress(done, total)
     return done, skipped
 
 
-def _tokenised(row: Row, tokenizer: Tokenizer) -> tuple[Ids, npt.NDArray[np.bool_] | None]:
-    """Ids of a document with its end, and which of them count in the loss."""
+def _tokenise(row: Row, tokenizer: Tokenizer) -> tuple[Ids, npt.NDArray[np.bool_] | None]:
+    """Token ids of a document with its end-of-document token, and the loss mask; None if all tokens count."""
     text_ids = tokenizer.encode(row.text)
     end = np.asarray([tokenizer.end_of_document], np.int64)
     if not row.prompt:
@@ -137,10 +135,10 @@ def _check_filled(
     if documents == 0:
         raise DataError(
             f"no document in {len(files)} files, of which {skipped} are not UTF-8 text: "
-            "give text files or .jsonl"
+            "give text or .jsonl files"
         )
     if not all(writer.documents for writer in writers):
         raise DataError(
-            f"validation = {validation} of {documents} documents leaves one part empty: "
-            "give more documents, another share or another seed"
+            f"validation = {validation} of {documents} documents leaves one split empty: "
+            "give more documents, or set another fraction or seed"
         )

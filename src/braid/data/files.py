@@ -1,7 +1,4 @@
-"""Small helpers for files on disk: exact sizes, checksums, memory-mapped arrays.
-
-Every rule about a file that can be checked without reading it is checked here, before anything is mapped.
-"""
+"""File helpers: size checks, SHA-256 checksums, memory-mapped arrays, fsync."""
 
 from __future__ import annotations
 
@@ -19,17 +16,17 @@ import numpy.typing as npt
 from braid.errors import DataError
 
 Progress = Callable[[int, int], None]
-"""Called with (bytes done, bytes in all)."""
+"""Called with (bytes done, total bytes)."""
 
 CHUNK_BYTES = 1 << 22
 
 
 @dataclass(frozen=True, kw_only=True)
 class FileRecord:
-    """What an index says about one file beside it."""
+    """The index entry of a file."""
 
     name: str
-    """File name inside the folder of the index."""
+    """Name within the folder of the index."""
     bytes: int
     """Exact size."""
     sha256: str
@@ -37,7 +34,7 @@ class FileRecord:
 
 
 class HashedFile:
-    """A file being written, whose size and checksum are taken on the way."""
+    """A new file that is hashed while it is written."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -51,19 +48,18 @@ class HashedFile:
         self._bytes += len(data)
 
     def finish(self) -> FileRecord:
-        """Close the file, safe on disk, and say what it holds."""
+        """Sync and close the file, and return its record."""
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
         return FileRecord(name=self._path.name, bytes=self._bytes, sha256=self._sha256.hexdigest())
 
     def abandon(self) -> None:
-        """Close the file without a record."""
         self._file.close()
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names of the files in a folder safe on disk."""
+    """fsync a folder: without it, renames and new names in it can be lost in a crash."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -72,29 +68,26 @@ def sync_folder(folder: Path) -> None:
 
 
 def check_size(path: Path, expected: int) -> None:
-    """Refuse a file that is missing or not exactly as long as expected."""
+    """Raise unless a file exists and has exactly the expected size."""
     if not path.is_file():
+        raise DataError(f"{path} is missing; it should have {expected:,} bytes: restore it or rebuild the data")
+    size = path.stat().st_size
+    if size != expected:
+        state = "truncated" if size < expected else "too long"
         raise DataError(
-            f"{path} is missing; it should hold {expected:,} bytes: restore it or build the data again"
-        )
-    found = path.stat().st_size
-    if found != expected:
-        state = "truncated" if found < expected else "too long"
-        raise DataError(
-            f"{path} is {state}: {found:,} bytes where {expected:,} are expected; "
-            "restore it or build the data again"
+            f"{path} is {state}: {size:,} bytes where {expected:,} are expected; restore it or rebuild the data"
         )
 
 
-def mapped(path: Path, dtype: npt.DTypeLike, *, offset: int = 0, count: int) -> npt.NDArray[Any]:
-    """`count` numbers of a file, read only when touched. The caller has checked the size."""
-    if count == 0:  # an empty range cannot be mapped
+def memory_map(path: Path, dtype: npt.DTypeLike, *, offset: int = 0, count: int) -> npt.NDArray[Any]:
+    """Map `count` numbers of a file, read-only. The caller has checked the size of the file."""
+    if count == 0:  # mmap rejects an empty range
         return np.zeros(0, dtype)
     return np.memmap(path, dtype, mode="r", offset=offset, shape=(count,)).view(np.ndarray)
 
 
 def sha256_of_file(path: Path, advance: Callable[[int], None] = lambda _: None) -> str:
-    """Checksum of a file; `advance` is told how many bytes each step has read."""
+    """Checksum of a file; `advance` is called with the size of each chunk read."""
     sha256 = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(CHUNK_BYTES):
@@ -104,6 +97,6 @@ def sha256_of_file(path: Path, advance: Callable[[int], None] = lambda _: None) 
 
 
 def sha256_of_json(value: object) -> str:
-    """Checksum of a JSON value, independent of the order of keys and of white space."""
+    """Checksum of a JSON value, independent of key order and whitespace."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()

@@ -1,7 +1,7 @@
-"""The loader: global sample indices in, a batch out, and nothing remembered in between.
+"""The data loader: a stateless map from global sample indices to a micro-batch.
 
-Which samples a rank reads is the caller's choice of indices, so the only state of a run's data is how many
-samples it has consumed, and any number of data-parallel ranks continues any other's run exactly.
+Each rank asks for the indices it needs. The only state of a run's data is the number of samples consumed, so a
+run resumes exactly on any number of data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -13,29 +13,29 @@ from typing import Any
 
 import numpy as np
 
-from braid.data.batch import Batch, collated
+from braid.data.batch import collate
 from braid.data.files import sha256_of_json
 from braid.data.mixture import Interleave, Mixture, interleave
-from braid.data.order import ordered
+from braid.data.order import shuffled
 from braid.data.packing import Concatenated, Packed, Packing, cut_samples
 from braid.data.source import Source
+from braid.model.context import MicroBatch
 
 
 @dataclass(frozen=True, eq=False)
 class Loader:
-    """Batches of a source or a mixture. Everything that can be wrong with the choice is refused here."""
+    """Loads samples of a source or a mixture. Raises at construction if the data and settings do not match."""
 
     data: Source | Mixture
-    """Where samples come from."""
     length: int
-    """Tokens the model reads of a sample: T."""
+    """T: input tokens of a sample."""
     seed: int
-    """Chooses the order."""
+    """Seed of the shuffle."""
     packing: Packing = "concatenate"
     """How documents become samples: `concatenate` for pretraining, `documents` for supervised fine-tuning."""
 
     def __post_init__(self) -> None:
-        _ = self.samples, self._interleave  # both refuse what cannot work
+        _ = self.samples, self._interleave  # both check their arguments
 
     @cached_property
     def samples(self) -> tuple[Concatenated | Packed, ...]:
@@ -44,17 +44,12 @@ class Loader:
 
     @property
     def samples_per_epoch(self) -> int:
-        """Different samples there are, over all sources."""
+        """Number of distinct samples, over all sources."""
         return sum(samples.count for samples in self.samples)
-
-    @property
-    def vocab(self) -> int:
-        """Every id of every batch is below this number."""
-        return max(source.vocab for source in self._mixture.sources)
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """Everything that decides which tokens a sample index stands for, as JSON."""
+        """Everything that determines the tokens of a sample index, as JSON."""
         return {
             "sources": [source.fingerprint for source in self._mixture.sources],
             "tokenizers": [
@@ -69,24 +64,24 @@ class Loader:
 
     @property
     def fingerprint(self) -> str:
-        """sha256 of the identity: stored with a run's state and compared when it is resumed."""
+        """sha256 of the identity, saved in checkpoints and compared on resume."""
         return sha256_of_json(self.identity)
 
-    def batch(self, indices: Sequence[int]) -> Batch:
-        """The samples at these global indices, 0 being the first of the run."""
-        wanted = np.asarray(indices, np.int64)
-        assert wanted.ndim == 1
-        assert (wanted >= 0).all()
-        from_source, nth = self._interleave.at(wanted)
+    def batch(self, samples: Sequence[int]) -> MicroBatch:
+        """The samples with these global indices; 0 is the first of the run."""
+        indices = np.asarray(samples, np.int64)
+        assert indices.ndim == 1
+        assert (indices >= 0).all()
+        from_source, nth = self._interleave.at(indices)
         visited = np.empty_like(nth)
-        for stream, samples in enumerate(self.samples):
+        for stream, packed in enumerate(self.samples):
             here = from_source == stream
-            visited[here] = ordered(nth[here], samples.count, seed=self.seed, stream=stream)
+            visited[here] = shuffled(nth[here], packed.count, seed=self.seed, stream=stream)
         spans = [
             self.samples[source].read(sample)
             for source, sample in zip(from_source.tolist(), visited.tolist(), strict=True)
         ]
-        return collated(spans, self.length)
+        return collate(spans, samples, self.length)
 
     @cached_property
     def _mixture(self) -> Mixture:

@@ -1,4 +1,4 @@
-"""Opening data by its path, whatever the format. Cheap checks happen here; `verify` reads everything."""
+"""Opens a data source by path and detects its format. Opening runs cheap checks; `verify` reads everything."""
 
 from __future__ import annotations
 
@@ -16,36 +16,35 @@ VALIDATION = "validation"
 
 @dataclass(frozen=True, kw_only=True)
 class Splits:
-    """What to train on, and what to hold out."""
+    """The training and validation split of a build."""
 
     train: Source
-    """Documents to learn from."""
     validation: Source | None
-    """Documents the model never learns from; None where none were held out."""
+    """None if no documents were held out."""
 
 
 def open_source(path: Path | str, *, vocab: int | None = None) -> Source:
     """Open a folder of token shards, or a Megatron dataset by its prefix or either of its files.
 
-    `vocab` is the vocabulary of the model: no id may reach it. Megatron data needs it; braid's own index knows
-    the tokenizer's.
+    `vocab` is the model's vocabulary size, which all token ids must be below. It is required for Megatron data;
+    braid's own index stores the tokenizer's.
     """
     path = Path(path)
     prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
     if path.is_dir():
         if not (path / INDEX).exists() and (path / TRAIN / INDEX).exists():
-            raise DataError(f"{path} holds two sources: open {path / TRAIN} or {path / VALIDATION}")
+            raise DataError(f"{path} contains two sources: open {path / TRAIN} or {path / VALIDATION}")
         return open_shards(path, vocab)
     if any(prefix.with_name(prefix.name + suffix).exists() for suffix in (".bin", ".idx")):
         return open_megatron(prefix, vocab)
     raise DataError(
-        f"{path} does not exist: give a folder made by `braid data build`, "
+        f"{path} does not exist: give a folder built by `braid data build`, "
         "or the prefix of a Megatron .bin and .idx"
     )
 
 
 def open_splits(path: Path | str, *, vocab: int | None = None) -> Splits:
-    """Open what `build` wrote, with or without a held-out part, or any single source."""
+    """Open the output of `build`, with or without a validation split, or any single source."""
     path = Path(path)
     if (path / TRAIN / INDEX).exists():
         return Splits(

@@ -1,9 +1,9 @@
-"""Samples of a fixed length, cut out of one source in one of two ways.
+"""Sequence packing: fixed-length samples from the documents of a source, in one of two ways.
 
 `Concatenated`   pretraining: the stream of all documents, split every T tokens; documents cross samples.
-`Packed`         supervised fine-tuning: whole documents, first-fit into samples, the rest padding.
+`Packed`         supervised fine-tuning: whole documents, packed first-fit into samples, padded at the end.
 
-Both give spans of S tokens by number. Shapes: S = T + 1 tokens, the last of which is a label only.
+Both return spans of S tokens by sample number. Shapes: S = T + 1 tokens, the last of which is only a label.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from braid.errors import DataError
 Packing = Literal["concatenate", "documents"]
 
 PADDING = 0
-"""The id that fills a sample up. It is never predicted and stands in a document of its own."""
+"""Token id of padding. Padding is masked in the loss and is not part of any document."""
 
 
 def cut_samples(source: Source, length: int, packing: Packing) -> Concatenated | Packed:
-    """The samples of a source, in the way that is asked for."""
+    """The samples of a source under the given packing."""
     if length < 1:
-        raise DataError(f"a sample of {length} tokens holds nothing to predict: set a length of 1 or more")
+        raise DataError(f"a sample of {length} tokens has nothing to predict: set a length of 1 or more")
     match packing:
         case "concatenate":
             return Concatenated.of(source, length)
@@ -37,10 +37,10 @@ def cut_samples(source: Source, length: int, packing: Packing) -> Concatenated |
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Concatenated:
-    """Sample i is tokens i·T to i·T + T of the stream: neighbours share one token, each is a label once."""
+    """Sample i is tokens i·T to i·T + T of the stream. Adjacent samples share one token, so that every token
+    but the first is a label exactly once."""
 
     source: Source
-    """Where the tokens are."""
     length: int
     """T."""
 
@@ -65,22 +65,21 @@ class Concatenated:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Packed:
-    """Whole documents side by side; only a document longer than a sample is cut."""
+    """Whole documents packed into samples; only documents longer than a sample are truncated."""
 
     source: Source
-    """Where the tokens are."""
     length: int
     """T."""
     starts: npt.NDArray[np.int64]
     """Position in the stream of each document, in the order of samples."""
     sizes: npt.NDArray[np.int64]
-    """Tokens kept of each document, in the same order."""
+    """Tokens of each document after truncation, in the same order."""
     rows: npt.NDArray[np.int64]
     """Sample i holds documents rows[i] to rows[i + 1]."""
     cut_documents: int
-    """Documents longer than a sample, whose end is left out."""
+    """Number of truncated documents."""
     cut_tokens: int
-    """Tokens left out with those ends."""
+    """Number of tokens dropped by truncation."""
 
     @classmethod
     def of(cls, source: Source, length: int) -> Packed:
@@ -90,7 +89,7 @@ class Packed:
         filled = np.flatnonzero(sizes)
         if len(filled) == 0:
             raise DataError(
-                f"{source.path} holds {source.documents} documents and 0 tokens: one sample needs at least 1"
+                f"{source.path} holds {source.documents} documents and 0 tokens: a sample needs at least 1"
             )
         sample_of = first_fit(sizes[filled], length + 1)
         order = filled[np.argsort(sample_of, kind="stable")]
@@ -112,23 +111,23 @@ class Packed:
         assert 0 <= sample < self.count
         width = self.length + 1
         ids_S = np.full(width, PADDING, np.int64)
-        counted_S, starts_S = np.zeros(width, np.bool_), np.zeros(width, np.bool_)
+        loss_mask_S, starts_S = np.zeros(width, np.bool_), np.zeros(width, np.bool_)
         at = 0
         for document in range(self.rows[sample], self.rows[sample + 1]):
             start, size = int(self.starts[document]), int(self.sizes[document])
             span = self.source.read(start, start + size)
             ids_S[at : at + size] = span.ids_S
-            counted_S[at : at + size] = span.counted_S
+            loss_mask_S[at : at + size] = span.loss_mask_S
             starts_S[at] = True
             at += size
-        starts_S[at : at + 1] = True  # padding, where there is any
-        return DocumentSpan(ids_S=ids_S, counted_S=counted_S, starts_S=starts_S, padding=width - at)
+        starts_S[at : at + 1] = True  # padding, if any, starts a document of its own
+        return DocumentSpan(ids_S=ids_S, loss_mask_S=loss_mask_S, starts_S=starts_S, padding=width - at)
 
 
 def first_fit(sizes: npt.NDArray[np.int64], capacity: int) -> npt.NDArray[np.int64]:
-    """For each size in turn, the first bin that still has room for it. n sizes take n·log n steps.
+    """First-fit bin packing: for each size in turn, the first bin with enough room, in O(n log n).
 
-    The bins are the leaves of a tree in which every node holds the most room below it.
+    The bins are the leaves of a segment tree whose nodes hold the maximum room below them.
     """
     leaves = 1 << max(0, len(sizes) - 1).bit_length()
     room = [capacity] * (2 * leaves)

@@ -1,4 +1,4 @@
-"""Reading text documents: files of plain text, and rows of JSONL.
+"""Reads text documents: plain-text files, and rows of JSONL files.
 
 {"text": "..."}                          every token counts in the loss
 {"prompt": "...", "response": "..."}     only the response counts
@@ -16,43 +16,43 @@ from braid.errors import DataError
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One document as text."""
+    """One document."""
 
     prompt: str
-    """What the model is given: read, never predicted."""
+    """Masked in the loss; may be empty."""
     text: str
-    """What the model learns to write."""
+    """Counts in the loss."""
     origin: str
-    """Where it came from, for errors."""
+    """File and line, for error messages."""
     bytes: int
-    """Size in its file."""
+    """Size in the file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NotText:
-    """A file that was skipped because it is not UTF-8 text."""
+    """A file that is skipped because it is not UTF-8 text."""
 
     bytes: int
-    """Its size."""
+    """Size of the file."""
 
 
-def input_files(given: Path | str | Sequence[Path], glob: str) -> tuple[Path, ...]:
-    """The files to read, sorted. Of a folder: all that match and are not hidden, at any depth."""
-    if not isinstance(given, Path | str):
-        files = tuple(given)
-    elif Path(given).is_dir():
-        files = _files_of_folder(Path(given), glob)
-    elif Path(given).is_file():
-        files = (Path(given),)
+def input_files(input: Path | str | Sequence[Path], glob: str) -> tuple[Path, ...]:
+    """The files to read. For a folder, all matching files at any depth that are not hidden, sorted."""
+    if not isinstance(input, Path | str):
+        files = tuple(input)
+    elif Path(input).is_dir():
+        files = _files_of_folder(Path(input), glob)
+    elif Path(input).is_file():
+        files = (Path(input),)
     else:
-        raise DataError(f"{given} does not exist: give a folder of text files, a .jsonl file or a text file")
+        raise DataError(f"{input} does not exist: give a folder of text files, a .jsonl file or a text file")
     if not files:
-        raise DataError(f"{given} holds no files that match {glob!r}: give another folder or another pattern")
+        raise DataError(f"{input} has no files that match {glob!r}: give another folder or pattern")
     return files
 
 
 def rows_of(file: Path) -> Iterator[Row | NotText]:
-    """The documents of a file: each line of a .jsonl, else the file as a whole."""
+    """The documents of a file: each line of a .jsonl file, otherwise the whole file."""
     if file.suffix.lower() == ".jsonl":
         yield from _jsonl_rows(file)
         return
@@ -61,17 +61,17 @@ def rows_of(file: Path) -> Iterator[Row | NotText]:
         if b"\0" in content:
             raise ValueError("binary")
         yield Row(prompt="", text=content.decode(), origin=str(file), bytes=len(content))
-    except ValueError:  # UnicodeDecodeError is one
+    except ValueError:  # includes UnicodeDecodeError
         yield NotText(bytes=len(content))
 
 
 def _files_of_folder(folder: Path, glob: str) -> tuple[Path, ...]:
     try:
-        found = [path for path in folder.rglob(glob) if path.is_file()]
+        paths = [path for path in folder.rglob(glob) if path.is_file()]
     except (ValueError, NotImplementedError) as error:
         raise DataError(f"{glob!r} is not a pattern for files inside {folder}: {error}") from None
     visible = [
-        path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts)
+        path for path in paths if not any(part.startswith(".") for part in path.relative_to(folder).parts)
     ]
     return tuple(sorted(visible))
 
@@ -94,16 +94,16 @@ def _row(line: bytes, origin: str) -> Row:
         case {"prompt": str(prompt), "response": str(text)} if "text" not in content:
             pass
         case _:
-            given = (
+            actual = (
                 f"the fields {', '.join(map(repr, content))}"
                 if isinstance(content, dict)
                 else type(content).__name__
             )
             raise DataError(
-                f'{origin}: has {given}; a row is {{"text": …}} or {{"prompt": …, "response": …}}, all texts'
+                f'{origin}: has {actual}; a row is {{"text": …}} or {{"prompt": …, "response": …}}, all strings'
             )
     try:
         (prompt + text).encode()
     except UnicodeEncodeError as error:
-        raise DataError(f"{origin}: holds half of a surrogate pair, which is no text: {error}") from None
+        raise DataError(f"{origin}: has an unpaired surrogate, which is not valid text: {error}") from None
     return Row(prompt=prompt, text=text, origin=origin, bytes=len(line))

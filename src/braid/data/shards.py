@@ -1,11 +1,11 @@
-"""braid's own token shards: raw little-endian arrays beside one `index.json`. Written here, opened here.
+"""Token shards, braid's own dataset format: raw little-endian arrays and an `index.json`. Reader and writer.
 
     index.json       format, version, vocabulary, tokenizer, and per shard: files, sizes, checksums, counts, ids
     00000.tokens     token ids: uint16 where the vocabulary is below 65,500, else int32
     00000.offsets    int64, documents + 1: document d is tokens[offsets[d]:offsets[d + 1]]
-    00000.mask       uint8 per token, 1 = counts in the loss; present only where some token does not count
+    00000.mask       uint8 loss mask, 1 = counts in the loss; absent if all tokens count
 
-The index carries its own checksum as `fingerprint`, so a damaged index is as visible as a damaged shard.
+The index contains its own checksum as `fingerprint`, so a damaged index is detected like a damaged shard.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from braid.data.files import FileRecord, HashedFile, check_size, mapped, sha256_of_json, sync_folder
+from braid.data.files import FileRecord, HashedFile, check_size, memory_map, sha256_of_json, sync_folder
 from braid.data.source import Source, TokenShard
 from braid.data.tokenizer import Description, Tokenizer
 from braid.errors import DataError
@@ -28,28 +28,26 @@ INDEX = "index.json"
 FORMAT = "braid-tokens"
 VERSION = 1
 SMALL_VOCAB = 65_500
-"""Vocabularies below this are stored in 16 bits, as Megatron does."""
+"""Vocabularies below this size are stored as uint16, as in Megatron-LM."""
 SAFE_NAME = re.compile(r"[\w-][\w.-]*")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardRecord:
-    """What the index says about one shard."""
+    """The index entry of a shard."""
 
     tokens: FileRecord
-    """The ids."""
+    """Token ids."""
     offsets: FileRecord
-    """Where documents start."""
+    """Document offsets."""
     mask: FileRecord | None
-    """Which tokens count in the loss."""
+    """Loss mask; None if all tokens count."""
     token_count: int
-    """Tokens in the shard."""
     document_count: int
-    """Documents in the shard."""
     min_id: int
-    """Smallest id; 0 in a shard without tokens."""
+    """Smallest token id; 0 in a shard without tokens."""
     max_id: int
-    """Largest id; 0 in a shard without tokens."""
+    """Largest token id; 0 in a shard without tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,15 +55,14 @@ class Index:
     """The content of `index.json`."""
 
     vocab: int
-    """Vocabulary of the tokenizer."""
+    """Vocabulary size of the tokenizer."""
     dtype: str
     """uint16 or int32, little-endian."""
     tokenizer: Description
-    """From which the tokenizer can be made again."""
+    """Description from which `tokenizer_from` recreates the tokenizer."""
     tokenizer_sha256: str
-    """Its fingerprint."""
+    """Fingerprint of the tokenizer."""
     shards: tuple[ShardRecord, ...]
-    """In the order of the stream."""
 
     def as_json(self) -> dict[str, Any]:
         body = {"format": FORMAT, "version": VERSION, **asdict(self)}
@@ -73,12 +70,12 @@ class Index:
 
 
 def token_dtype(vocab: int) -> str:
-    """The number format in which ids of a vocabulary are stored."""
+    """The dtype in which token ids of a vocabulary are stored."""
     return "uint16" if vocab < SMALL_VOCAB else "int32"
 
 
 class ShardWriter:
-    """Writes documents into a new folder, one after the other. A context: the index is written at its end."""
+    """Writes documents to token shards in a new folder. A context manager that writes the index on exit."""
 
     def __init__(self, folder: Path, tokenizer: Tokenizer, shard_tokens: int) -> None:
         folder.mkdir(parents=True)
@@ -90,20 +87,20 @@ class ShardWriter:
         self._finished: list[ShardRecord] = []
         self._open: _OpenShard | None = None
 
-    def add(self, ids: npt.NDArray[np.int64], counted: npt.NDArray[np.bool_] | None, origin: str) -> None:
-        """Append a document. `counted` says which tokens count in the loss; `origin` is for errors."""
+    def add(self, ids: npt.NDArray[np.int64], loss_mask: npt.NDArray[np.bool_] | None, origin: str) -> None:
+        """Append a document. Without a loss mask all tokens count. `origin` is for error messages."""
         vocab = self._tokenizer.vocab
         outside = (ids < 0) | (ids >= vocab)
         if outside.any():
             offset = int(np.argmax(outside))
             raise DataError(
-                f"{origin}: document {self.documents}, offset {offset}: the tokenizer gave id {ids[offset]}, "
-                f"outside its vocabulary of {vocab} (ids 0 to {vocab - 1})"
+                f"{origin}: document {self.documents}, offset {offset}: the tokenizer returned id "
+                f"{ids[offset]}, outside its vocabulary of {vocab} (ids 0 to {vocab - 1})"
             )
         if self._open is None:
             stem = f"{len(self._finished):05d}"
             self._open = _OpenShard(self._folder, stem, np.dtype(token_dtype(vocab)).newbyteorder("<"))
-        self._open.add(ids, counted)
+        self._open.add(ids, loss_mask)
         self.documents += 1
         self.tokens += len(ids)
         if self._open.tokens >= self._shard_tokens:
@@ -114,12 +111,12 @@ class ShardWriter:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
-            self._finish()
+            self._finish_shard()
+            self._write_index()
         elif self._open is not None:
             self._open.abandon()
 
-    def _finish(self) -> None:
-        self._finish_shard()
+    def _write_index(self) -> None:
         index = Index(
             vocab=self._tokenizer.vocab,
             dtype=token_dtype(self._tokenizer.vocab),
@@ -139,7 +136,7 @@ class ShardWriter:
 
 
 class _OpenShard:
-    """The shard that is being written."""
+    """A shard that is being written."""
 
     def __init__(self, folder: Path, stem: str, dtype: np.dtype[Any]) -> None:
         self.tokens = 0
@@ -152,13 +149,14 @@ class _OpenShard:
         self._min_id = np.iinfo(np.int64).max
         self._max_id = 0
 
-    def add(self, ids: npt.NDArray[np.int64], counted: npt.NDArray[np.bool_] | None) -> None:
+    def add(self, ids: npt.NDArray[np.int64], loss_mask: npt.NDArray[np.bool_] | None) -> None:
         self._ids.write(ids.astype(self._dtype).tobytes())
-        if counted is not None and self._mask is None and not counted.all():
+        if loss_mask is not None and self._mask is None and not loss_mask.all():
+            # The first masked token of the shard: all tokens before it count.
             self._mask = HashedFile(self._folder / f"{self._stem}.mask")
             self._mask.write(b"\1" * self.tokens)
         if self._mask is not None:
-            self._mask.write(b"\1" * len(ids) if counted is None else counted.astype(np.uint8).tobytes())
+            self._mask.write(b"\1" * len(ids) if loss_mask is None else loss_mask.astype(np.uint8).tobytes())
         self.tokens += len(ids)
         self._offsets.append(self.tokens)
         if len(ids):
@@ -185,7 +183,7 @@ class _OpenShard:
 
 
 def open_shards(folder: Path, vocab: int | None) -> Source:
-    """Open a folder that `braid data build` wrote. Everything that needs no reading of tokens is checked."""
+    """Open a folder of token shards. Checks everything that does not require reading the tokens."""
     index, fingerprint = _read_index(folder / INDEX)
     dtype = np.dtype(index.dtype).newbyteorder("<")
     limit = index.vocab if vocab is None else min(vocab, index.vocab)
@@ -194,7 +192,7 @@ def open_shards(folder: Path, vocab: int | None) -> Source:
         shard = _open_shard(folder, record, dtype)
         if record.max_id >= limit or record.min_id < 0:
             shard.check_ids(0, len(shard.ids), limit)
-            raise DataError(f"{folder / INDEX} is damaged: it gives {shard.file.name} ids that are not in it")
+            raise DataError(f"{folder / INDEX} is damaged: min_id or max_id of {shard.file.name} is wrong")
         shards.append(shard)
     return Source(
         path=folder,
@@ -211,15 +209,19 @@ def _open_shard(folder: Path, record: ShardRecord, dtype: np.dtype[Any]) -> Toke
     sizes = (record.token_count * dtype.itemsize, (record.document_count + 1) * 8, record.token_count)
     for file, size in zip(files, sizes, strict=False):
         if not SAFE_NAME.fullmatch(file.name):
-            raise DataError(f"{folder / INDEX} names a file {file.name!r}: files of an index lie beside it")
+            raise DataError(
+                f"{folder / INDEX} names a file {file.name!r}: its files must be in the same folder"
+            )
         if file.bytes != size:
-            raise DataError(f"{folder / INDEX} gives {file.name} {file.bytes:,} bytes, its counts say {size:,}")
+            raise DataError(
+                f"{folder / INDEX} is damaged: {file.name} has {file.bytes:,} bytes, its counts say {size:,}"
+            )
         check_size(folder / file.name, size)
     shard = TokenShard(
         file=folder / record.tokens.name,
-        ids=mapped(folder / record.tokens.name, dtype, count=record.token_count),
-        offsets=mapped(folder / record.offsets.name, "<i8", count=record.document_count + 1),
-        loss_mask=None if mask is None else mapped(folder / mask.name, np.uint8, count=record.token_count),
+        ids=memory_map(folder / record.tokens.name, dtype, count=record.token_count),
+        offsets=memory_map(folder / record.offsets.name, "<i8", count=record.document_count + 1),
+        loss_mask=None if mask is None else memory_map(folder / mask.name, np.uint8, count=record.token_count),
         records=files,
     )
     shard.check_offsets(folder / record.offsets.name)
@@ -231,21 +233,21 @@ def _read_index(path: Path) -> tuple[Index, str]:
         content = json.loads(path.read_bytes())
         body = {key: value for key, value in content.items() if key != "fingerprint"}
     except FileNotFoundError:
-        raise DataError(f"{path} is missing: a folder of token shards has an index; build it again") from None
+        raise DataError(f"{path} is missing: a folder of token shards has an index; rebuild the data") from None
     except (ValueError, AttributeError, OSError) as error:
         raise DataError(f"{path} is damaged, it is not a JSON object: {error}") from None
     if body.get("format") != FORMAT or body.get("version") != VERSION:
         raise DataError(
             f"{path} has format {body.get('format')!r}, version {body.get('version')!r}; this program reads "
-            f"{FORMAT!r}, version {VERSION}: build the data again"
+            f"{FORMAT!r}, version {VERSION}: rebuild the data"
         )
     if content.get("fingerprint") != sha256_of_json(body):
-        raise DataError(f"{path} is corrupt: its content does not match its fingerprint; build the data again")
+        raise DataError(f"{path} is corrupt: its content does not match its fingerprint; rebuild the data")
     try:
         return _index_from(body), content["fingerprint"]
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(
-            f"{path} is not a proper index: {type(error).__name__} {error}; build the data again"
+            f"{path} is not a valid index: {type(error).__name__} {error}; rebuild the data"
         ) from None
 
 

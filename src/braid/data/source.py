@@ -1,7 +1,7 @@
-"""A source: tokenised documents on disk, read by position in the one stream of all their tokens.
+"""A data source: tokenised documents on disk, addressed by position in the stream of all their tokens.
 
-Both formats, braid's own shards and Megatron's .bin/.idx, open as this same value. Reading is pure and
-random-access; whatever is read is checked against the vocabulary on the way.
+Both formats, braid's token shards and Megatron-LM's .bin/.idx, open as a `Source`. Reads are stateless and
+random-access, and check token ids against the vocabulary.
 
 Shapes: S tokens of a span.
 """
@@ -23,32 +23,31 @@ from braid.errors import DataError
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentSpan:
-    """A stretch of the stream."""
+    """Consecutive tokens of the stream."""
 
     ids_S: npt.NDArray[np.int64]
-    """Token ids."""
-    counted_S: npt.NDArray[np.bool_]
+    loss_mask_S: npt.NDArray[np.bool_]
     """Whether the token counts in the loss when it is predicted."""
     starts_S: npt.NDArray[np.bool_]
     """Whether the token is the first of its document."""
     padding: int = 0
-    """How many tokens at the end only fill the span up."""
+    """Number of padding tokens at the end."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TokenShard:
-    """A run of whole documents, memory-mapped."""
+    """A memory-mapped shard of whole documents."""
 
     file: Path
-    """Where the tokens are; errors name it."""
+    """The token file, for error messages."""
     ids: npt.NDArray[np.integer]
-    """All tokens, one document after the other."""
+    """Token ids of all documents, concatenated."""
     offsets: npt.NDArray[np.int64]
     """Document d is ids[offsets[d]:offsets[d + 1]]."""
     loss_mask: npt.NDArray[np.uint8] | None
-    """1 where a token counts in the loss; None where all do."""
+    """1 for tokens that count in the loss; None if all do."""
     records: tuple[FileRecord, ...]
-    """The files whose checksums are known."""
+    """Checksums of the shard's files; empty for Megatron data, which has none."""
 
     @property
     def documents(self) -> int:
@@ -60,13 +59,15 @@ class TokenShard:
         first, last = np.searchsorted(self.offsets, (start, stop))
         starts_S[self.offsets[first:last] - start] = True
         if self.loss_mask is None:
-            counted_S = np.ones(stop - start, np.bool_)
+            loss_mask_S = np.ones(stop - start, np.bool_)
         else:
-            counted_S = self.loss_mask[start:stop] != 0
-        return DocumentSpan(ids_S=self.ids[start:stop].astype(np.int64), counted_S=counted_S, starts_S=starts_S)
+            loss_mask_S = self.loss_mask[start:stop] != 0
+        return DocumentSpan(
+            ids_S=self.ids[start:stop].astype(np.int64), loss_mask_S=loss_mask_S, starts_S=starts_S
+        )
 
     def check_ids(self, start: int, stop: int, vocab: int) -> None:
-        """Refuse ids outside the vocabulary, naming file, document and offset of the first."""
+        """Raise if an id is outside the vocabulary, naming file, document and offset of the first one."""
         ids = self.ids[start:stop]
         if len(ids) == 0 or (ids.min() >= 0 and ids.max() < vocab):
             return
@@ -75,11 +76,11 @@ class TokenShard:
         raise DataError(
             f"{self.file}: document {document}, offset {position - int(self.offsets[document])}: token id "
             f"{self.ids[position]} is outside the vocabulary of {vocab} (ids 0 to {vocab - 1}); "
-            "build the data with the model's tokenizer, or give the model a larger vocabulary"
+            "rebuild the data with the model's tokenizer, or set a larger model.vocab"
         )
 
     def checked_chunks(self, vocab: int) -> Iterator[npt.NDArray[np.integer]]:
-        """All ids, a few megabytes at a time."""
+        """All ids, checked against the vocabulary, a few megabytes at a time."""
         step = CHUNK_BYTES // self.ids.itemsize
         for start in range(0, len(self.ids), step):
             stop = min(start + step, len(self.ids))
@@ -87,7 +88,7 @@ class TokenShard:
             yield self.ids[start:stop]
 
     def check_offsets(self, file: Path) -> None:
-        """Refuse document offsets that do not cut all the tokens into documents, in order."""
+        """Raise unless the document offsets partition the tokens in order."""
         offsets = self.offsets
         if len(offsets) == 0 or offsets[0] != 0 or offsets[-1] != len(self.ids):
             ends = "none" if len(offsets) == 0 else f"{offsets[0]} to {offsets[-1]}"
@@ -101,22 +102,21 @@ class TokenShard:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Source:
-    """Tokenised documents, in one order, as one stream of tokens."""
+    """Tokenised documents as one stream of tokens."""
 
     path: Path
-    """What was opened."""
     shards: tuple[TokenShard, ...]
-    """The documents, in order."""
+    """In stream order."""
     vocab: int
-    """Every id is below this number."""
+    """All token ids are below this number."""
     tokenizer_description: Description | None
-    """How to make the tokenizer again; None where the format does not say."""
+    """Description of the tokenizer; None if the format does not store it."""
     fingerprint: str
-    """sha256 that changes with any change of the data."""
+    """sha256 that changes whenever the data does."""
 
     @cached_property
     def shard_starts(self) -> npt.NDArray[np.int64]:
-        """Position of each shard in the stream, and the end of the last."""
+        """Stream position of each shard, and the end of the last one."""
         return np.cumsum([0, *(len(shard.ids) for shard in self.shards)], dtype=np.int64)
 
     @property
@@ -128,17 +128,17 @@ class Source:
         return sum(shard.documents for shard in self.shards)
 
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer that made these ids."""
+        """The tokenizer that the data was built with."""
         if self.tokenizer_description is None:
-            raise DataError(f"{self.path} does not say which tokenizer made it: name the tokenizer")
+            raise DataError(f"{self.path} does not store its tokenizer: set the tokenizer explicitly")
         return tokenizer_from(self.tokenizer_description)
 
     def document_offsets(self) -> npt.NDArray[np.int64]:
-        """Position in the stream at which each document starts, and the end of the last."""
-        pieces = [
+        """Stream position of each document, and the end of the last one."""
+        offsets = [
             shard.offsets[:-1] + start for shard, start in zip(self.shards, self.shard_starts, strict=False)
         ]
-        return np.concatenate([*pieces, self.shard_starts[-1:]])
+        return np.concatenate([*offsets, self.shard_starts[-1:]])
 
     def read(self, start: int, stop: int) -> DocumentSpan:
         """Tokens start to stop of the stream, checked against the vocabulary."""
@@ -151,11 +151,11 @@ class Source:
             low, high = max(start - int(base), 0), min(stop - int(base), len(shard.ids))
             shard.check_ids(low, high, self.vocab)
             spans.append(shard.read(low, high))
-        return spans[0] if len(spans) == 1 else _joined(spans)
+        return spans[0] if len(spans) == 1 else _concatenate(spans)
 
 
 def verify(source: Source, progress: Progress | None = None) -> None:
-    """Read everything once: each known checksum, and every id against the vocabulary."""
+    """Read all data once, and check all checksums and token ids."""
     files = [(shard, record) for shard in source.shards for record in shard.records]
     total = sum(record.bytes for _, record in files) + sum(shard.ids.nbytes for shard in source.shards)
     done = 0
@@ -169,11 +169,11 @@ def verify(source: Source, progress: Progress | None = None) -> None:
     for shard, record in files:
         path = shard.file.parent / record.name
         check_size(path, record.bytes)
-        found = sha256_of_file(path, advance)
-        if found != record.sha256:
+        sha256 = sha256_of_file(path, advance)
+        if sha256 != record.sha256:
             raise DataError(
-                f"{path} is corrupt: its sha256 is {found[:12]}…, the index says {record.sha256[:12]}…; "
-                "restore it or build the data again"
+                f"{path} is corrupt: its sha256 is {sha256[:12]}…, the index says {record.sha256[:12]}…; "
+                "restore it or rebuild the data"
             )
     for shard in source.shards:
         for ids in shard.checked_chunks(source.vocab):
@@ -181,9 +181,9 @@ def verify(source: Source, progress: Progress | None = None) -> None:
 
 
 def unigram_entropy(source: Source) -> float:
-    """Loss, in nats per token, of the best guess that knows only how often each token occurs."""
+    """Entropy of the token frequencies, in nats per token: the loss of the best unigram model."""
     if source.tokens == 0:
-        raise DataError(f"{source.path} holds no tokens: there is no entropy to take")
+        raise DataError(f"{source.path} has no tokens: build it from more text")
     counts = np.zeros(source.vocab, np.int64)
     for shard in source.shards:
         for ids in shard.checked_chunks(source.vocab):
@@ -192,9 +192,10 @@ def unigram_entropy(source: Source) -> float:
     return float(-(shares * np.log(shares)).sum())
 
 
-def _joined(spans: list[DocumentSpan]) -> DocumentSpan:
+def _concatenate(spans: list[DocumentSpan]) -> DocumentSpan:
+    # The leading empty arrays make an empty list valid and fix the dtypes.
     return DocumentSpan(
         ids_S=np.concatenate([np.zeros(0, np.int64), *(span.ids_S for span in spans)]),
-        counted_S=np.concatenate([np.zeros(0, np.bool_), *(span.counted_S for span in spans)]),
+        loss_mask_S=np.concatenate([np.zeros(0, np.bool_), *(span.loss_mask_S for span in spans)]),
         starts_S=np.concatenate([np.zeros(0, np.bool_), *(span.starts_S for span in spans)]),
     )

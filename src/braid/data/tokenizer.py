@@ -1,8 +1,8 @@
 """Tokenizers: text to token ids and back.
 
-`ByteTokenizer` is built in. `HfTokenizer` runs any `tokenizer.json` file through the package `tokenizers`
-(the extra `hf`). Both describe themselves as plain JSON, from which `tokenizer_from` makes them again:
-indices and checkpoints carry that description, so that data and weights always know how to speak.
+`ByteTokenizer` is built in. `HfTokenizer` runs any `tokenizer.json` file with the package `tokenizers` (the
+extra `hf`). Both have a description in plain JSON from which `tokenizer_from` recreates them. Data indices and
+checkpoints store it, so data and weights always come with their tokenizer.
 """
 
 from __future__ import annotations
@@ -21,39 +21,39 @@ from braid.errors import DataError
 Ids = npt.NDArray[np.int64]
 Description = Mapping[str, Any]
 
-USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
-"""Names under which tokenizers usually keep their end-of-document token."""
+COMMON_EOD_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+"""Common names of the end-of-document token."""
 
 
 class Tokenizer(Protocol):
-    """What the data room asks of a tokenizer."""
+    """The interface of a tokenizer."""
 
     @property
     def vocab(self) -> int:
-        """Every id is below this number."""
+        """Vocabulary size: all ids are below this number."""
 
     @property
     def end_of_document(self) -> int:
-        """The id that closes every document."""
+        """The token id that ends every document."""
 
     @property
     def description(self) -> Description:
-        """JSON from which `tokenizer_from` makes this tokenizer again."""
+        """JSON from which `tokenizer_from` recreates this tokenizer."""
 
     @property
     def fingerprint(self) -> str:
         """sha256 of the description."""
 
     def encode(self, text: str) -> Ids:
-        """Ids of a text, without an end of document."""
+        """Token ids of a text, without end-of-document token."""
 
     def decode(self, ids: Sequence[int] | Ids) -> str:
-        """Text of ids; an end of document has no text."""
+        """Text of token ids; end-of-document tokens are dropped."""
 
 
 @dataclass(frozen=True)
 class ByteTokenizer:
-    """Ids 0 to 255 are the bytes of UTF-8; 256 ends a document."""
+    """Ids 0 to 255 are UTF-8 bytes; 256 is the end-of-document token."""
 
     @property
     def vocab(self) -> int:
@@ -75,19 +75,20 @@ class ByteTokenizer:
         return np.frombuffer(text.encode(errors="surrogateescape"), np.uint8).astype(np.int64)
 
     def decode(self, ids: Sequence[int] | Ids) -> str:
-        """Bytes that are not UTF-8 become U+FFFD: a model may stop in the middle of a character."""
-        ids = _checked(ids, self.vocab)
+        """Invalid UTF-8 becomes U+FFFD: a model may stop in the middle of a character."""
+        ids = _check_ids(ids, self.vocab)
         return ids[ids != self.end_of_document].astype(np.uint8).tobytes().decode(errors="replace")
 
 
 class HfTokenizer:
     """A tokenizer in the format of Hugging Face's `tokenizer.json`.
 
-    Special tokens that are spelled out in a text are recognised, so that chat templates work.
+    Special tokens spelled out in a text are recognised, so that chat templates work.
     """
 
     def __init__(self, definition: str, end_of_document: str | None = None) -> None:
-        """`definition` is the content of a tokenizer.json; without a name the usual ends are tried."""
+        """`definition` is the content of a tokenizer.json. By default the end-of-document token is the first of
+        COMMON_EOD_TOKENS that it has."""
         try:
             from tokenizers import Tokenizer as Backend
         except ImportError:
@@ -99,18 +100,19 @@ class HfTokenizer:
             self._backend = Backend.from_str(definition)
         except Exception as error:  # the package raises bare Exception
             raise DataError(f"this is not a tokenizer.json that `tokenizers` can read: {error}") from None
-        self._backend.no_truncation()  # some files ask for either; a document is what it is
+        # Some tokenizer.json files enable truncation or padding, which would corrupt documents.
+        self._backend.no_truncation()
         self._backend.no_padding()
         ids = self._backend.get_vocab(with_added_tokens=True)
         self._definition = definition
-        self._end = _end_name(ids, end_of_document)
+        self._end = _eod_token(ids, end_of_document)
         self._vocab = max(ids.values()) + 1
         self._end_id: int = ids[self._end]
         self._fingerprint = sha256_of_json(self.description)
 
     @classmethod
     def from_file(cls, path: Path | str, end_of_document: str | None = None) -> HfTokenizer:
-        """Read a `tokenizer.json`, or the one inside a folder."""
+        """Load a `tokenizer.json`, or the one in a folder."""
         file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
         try:
             definition = file.read_text(encoding="utf-8")
@@ -138,36 +140,36 @@ class HfTokenizer:
         return np.asarray(self._backend.encode(text, add_special_tokens=False).ids, np.int64)
 
     def decode(self, ids: Sequence[int] | Ids) -> str:
-        ids = _checked(ids, self.vocab)
+        ids = _check_ids(ids, self.vocab)
         text: str = self._backend.decode(ids[ids != self._end_id].tolist(), skip_special_tokens=False)
         return text
 
 
 def tokenizer_from(description: Description) -> Tokenizer:
-    """The tokenizer that gave this description."""
+    """Recreate a tokenizer from its description."""
     match description:
         case {"kind": "byte"}:
             return ByteTokenizer()
         case {"kind": "hf", "end_of_document": str(end), "definition": str(definition)}:
             return HfTokenizer(definition, end)
     raise DataError(
-        f"unknown tokenizer {description.get('kind')!r}: a description is of the kind 'byte' or 'hf'"
+        f"unknown tokenizer {description.get('kind')!r}: the kind of a description is 'byte' or 'hf'"
     )
 
 
-def _end_name(ids: Mapping[str, int], wanted: str | None) -> str:
-    if wanted is not None and wanted not in ids:
-        raise DataError(f"the tokenizer has no token {wanted!r}: name one of its tokens as end_of_document")
-    found = wanted or next((name for name in USUAL_ENDS if name in ids), None)
-    if found is None:
+def _eod_token(ids: Mapping[str, int], name: str | None) -> str:
+    if name is not None and name not in ids:
+        raise DataError(f"the tokenizer has no token {name!r}: set end_of_document to one of its tokens")
+    token = name or next((each for each in COMMON_EOD_TOKENS if each in ids), None)
+    if token is None:
         raise DataError(
-            f"the tokenizer has none of the usual end-of-document tokens ({', '.join(USUAL_ENDS)}): "
-            "say which token ends a document with end_of_document"
+            f"the tokenizer has none of the common end-of-document tokens ({', '.join(COMMON_EOD_TOKENS)}): "
+            "set end_of_document to the token that ends a document"
         )
-    return found
+    return token
 
 
-def _checked(ids: Sequence[int] | Ids, vocab: int) -> Ids:
+def _check_ids(ids: Sequence[int] | Ids, vocab: int) -> Ids:
     ids = np.asarray(ids, np.int64).reshape(-1)
     outside = (ids < 0) | (ids >= vocab)
     if outside.any():

@@ -1,1 +1,1 @@
-"""Ranks that communicate: collectives, the groups of a grid, device meshes, links between pipeline stages."""
+"""Communication between ranks: collectives, process groups, device meshes, pipeline links."""

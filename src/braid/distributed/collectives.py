@@ -1,9 +1,8 @@
-"""Collectives between ranks: on a group that is handed in, differentiable; on a group of one, nothing at all.
+"""Collectives with autograd: all-gather, reduce-scatter, all-reduce and all-to-all over an explicit group.
 
-Every rank of a group calls the same function in the same order. What backward sends is the transpose of what
-forward sent: a gather's backward scatters sums, a scatter's backward gathers.
-
-Shapes: N rows, P ranks of the group.
+The backward of each is its transpose: that of an all-gather is a reduce-scatter and vice versa; all-reduce and
+all-to-all are their own. On a group of one rank every function is the identity. All ranks of a group must call
+the same functions in the same order. The `_no_grad` variants are invisible to autograd.
 """
 
 from __future__ import annotations
@@ -20,64 +19,64 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Group:
-    """Ranks that work together, as one of them sees them."""
+    """A process group as one of its ranks sees it."""
 
     name: str
-    """Its family, for people: `tp`, `dp_cp`."""
+    """Its family, for messages: `tp`, `dp_cp`."""
     size: int
-    """How many ranks there are."""
     rank: int
-    """Which of them this process is, from 0."""
+    """This process's rank within the group."""
     handle: dist.ProcessGroup | None
-    """The communicator; None where there is a single rank."""
+    """The communicator; None for a single rank."""
 
 
-# Their names since torch 2.13; before, they have others.
+# torch 2.13 has renamed these two.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 ALONE = Group(name="alone", size=1, rank=0, handle=None)
-"""The group of a process that needs nobody."""
+"""A group of one rank, without a communicator."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Groups:
-    """The groups that one process is in. Alone, every group is itself."""
+    """The groups that one process is in; by default, each of them is the process alone."""
 
     tp: Group = ALONE
-    """Tensor parallel: ranks that share the heads and channels of dense layers, and the tokens between
-    layers."""
+    """Tensor parallel: splits the heads and channels of dense layers and, between layers, the tokens (sequence
+    parallel)."""
     cp: Group = ALONE
-    """Context parallel: ranks that share the tokens of a sequence."""
+    """Context parallel: splits the tokens of a sequence."""
     dp: Group = ALONE
-    """Ranks that share the samples of a micro-batch."""
+    """Data parallel: splits the samples of a micro-batch."""
     pp: Group = ALONE
-    """Ranks that share the blocks of a model."""
+    """Pipeline parallel: splits the blocks of the model."""
     ends: Group = ALONE
-    """The first and the last of them, for these two: both may hold the embedding. Others are alone."""
+    """The first and the last pipeline rank, which may both hold the embedding. Other ranks are alone."""
     tp_cp: Group = ALONE
-    """Ranks that together hold every token of their sequences, each a slice: cp outside, tp inside."""
+    """Ranks that together hold all tokens of their sequences, a slice each; tp varies fastest."""
     dp_cp: Group = ALONE
-    """Ranks that hold the same dense weights."""
+    """Replicas of the dense weights: FSDP shards over them."""
     slab: Group = ALONE
-    """All ranks of a pipeline stage: together they hold every token of a micro-batch, each token once."""
+    """All ranks of a pipeline stage: together they hold each token of a micro-batch once."""
     ep: Group = ALONE
-    """Ranks that share the experts of a layer."""
+    """Expert parallel: splits the experts of a layer."""
     etp: Group = ALONE
-    """Ranks that share the ffn channels of an expert."""
+    """Expert tensor parallel: splits the ffn channels of each expert."""
     ep_etp: Group = ALONE
-    """Ranks that together hold every expert of a layer: ep outside, etp inside."""
-    travel: Group = ALONE
-    """The same ranks once more, with a communicator of their own for what travels while others compute."""
+    """Ranks that together hold all experts of a layer; etp varies fastest."""
+    dispatch: Group = ALONE
+    """The ranks of `ep_etp` with a communicator of their own, so that token dispatch and combine can overlap
+    with other collectives."""
     edp: Group = ALONE
-    """Ranks that hold the same experts' weights."""
+    """Expert data parallel: replicas of the expert weights, which FSDP shards over."""
     world: Group = ALONE
     """All ranks of the grid."""
     tp_runs: Mapping[int, Group] = field(default_factory=lambda: MappingProxyType({}))
-    """By length: the run of so many neighbours within tp that this process is in."""
+    """Subgroups of consecutive tp ranks, by length."""
 
     def tp_run(self, length: int) -> Group:
-        """The group of the `length` neighbours within tp that hold the same copy of something."""
+        """This process's subgroup of `length` consecutive tp ranks, which hold copies of the same weights."""
         if length == 1:
             return ALONE
         return self.tp if length == self.tp.size else self.tp_runs[length]
@@ -87,29 +86,30 @@ class Groups:
 
 
 def all_gather(x: Tensor, group: Group, dim: int) -> Tensor:
-    """Every rank's slice, joined along `dim` in rank order. The gradient of a slice is summed over ranks."""
+    """All-gather: the slices of all ranks, concatenated along `dim` in rank order. Backward: reduce-scatter."""
     return x if group.handle is None else _AllGather.apply(x, group, dim)
 
 
 def reduce_scatter(x: Tensor, group: Group, dim: int) -> Tensor:
-    """This rank's slice along `dim` of the sum over ranks."""
+    """Reduce-scatter: this rank's slice along `dim` of the sum over ranks. Backward: all-gather."""
     return x if group.handle is None else _ReduceScatter.apply(x, group, dim)
 
 
 def all_reduce(x: Tensor, group: Group) -> Tensor:
-    """The sum over ranks, which each of them goes on with in its own way: gradients are summed as well."""
+    """All-reduce: the sum over ranks. Ranks may use the result differently, so backward is an all-reduce
+    too."""
     return x if group.handle is None else _AllReduce.apply(x, group)
 
 
 def all_to_all(x: Tensor, group: Group, *, split: int, join: int) -> Tensor:
-    """Cut along the dim `split`, give every rank its slice, and join what comes back along the dim `join`: from
-    all heads of some tokens to some heads of all tokens, and the other way round."""
+    """All-to-all with equal slices: split along the dim `split`, exchange, concatenate along the dim `join`. It
+    turns all heads of some tokens into some heads of all tokens, and back (as in Ulysses)."""
     return x if group.handle is None else _AllToAll.apply(x, group, split, join)
 
 
 def all_to_all_v(x_N: Tensor, group: Group, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-    """Rows to other ranks and rows from them: `send[r]` of this rank's rows, in order, go to rank r, and
-    `receive[r]` come from it."""
+    """All-to-all with given sizes: `send[r]` of this rank's rows, in order, go to rank r, and `receive[r]` rows
+    come from it."""
     return x_N if group.handle is None else _AllToAllV.apply(x_N, group, tuple(send), tuple(receive))
 
 
@@ -172,62 +172,58 @@ class _AllToAllV(torch.autograd.Function):
 
 
 def all_gather_no_grad(x: Tensor, group: Group, dim: int = 0) -> Tensor:
-    """Every rank's slice, joined along `dim` in rank order."""
     if group.handle is None:
         return x
     x = x.movedim(dim, 0).contiguous()
-    whole = x.new_empty(group.size * x.shape[0], *x.shape[1:])
-    _all_gather(whole, x, group=group.handle)
-    return whole.movedim(0, dim)
+    gathered = x.new_empty(group.size * x.shape[0], *x.shape[1:])
+    _all_gather(gathered, x, group=group.handle)
+    return gathered.movedim(0, dim)
 
 
 def reduce_scatter_no_grad(x: Tensor, group: Group, dim: int = 0) -> Tensor:
-    """This rank's slice along `dim` of the sum over ranks."""
     if group.handle is None:
         return x
     x = x.movedim(dim, 0).contiguous()
-    part = x.new_empty(x.shape[0] // group.size, *x.shape[1:])
-    _reduce_scatter(part, x, group=group.handle)
-    return part.movedim(0, dim)
+    shard = x.new_empty(x.shape[0] // group.size, *x.shape[1:])
+    _reduce_scatter(shard, x, group=group.handle)
+    return shard.movedim(0, dim)
 
 
 def all_reduce_no_grad(x: Tensor, group: Group) -> Tensor:
-    """The sum over ranks, in a tensor of its own."""
+    """Out of place, unlike `dist.all_reduce`."""
     if group.handle is None:
         return x
-    whole = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(whole, group=group.handle)
-    return whole
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group.handle)
+    return total
 
 
 def all_reduce_max_no_grad(x: Tensor, group: Group) -> Tensor:
-    """The highest value of any rank, element by element, in a tensor of its own."""
+    """Out of place, unlike `dist.all_reduce`."""
     if group.handle is None:
         return x
-    most = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group.handle)
-    return most
+    highest = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group.handle)
+    return highest
 
 
 def all_to_all_no_grad(x: Tensor, group: Group, split: int, join: int) -> Tensor:
-    """Cut along the dim `split`, give every rank its slice, join what comes back along the dim `join`."""
     if group.handle is None:
         return x
-    away = torch.stack(x.chunk(group.size, split))
-    back = torch.empty_like(away)
-    dist.all_to_all_single(back, away, group=group.handle)
-    return torch.cat(back.unbind(0), join)
+    sent = torch.stack(x.chunk(group.size, split))
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group.handle)
+    return torch.cat(received.unbind(0), join)
 
 
 def all_to_all_v_no_grad(x_N: Tensor, group: Group, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-    """`send[r]` of this rank's rows, in order, go to rank r; `receive[r]` come from it."""
     if group.handle is None:
         return x_N
-    back = x_N.new_empty(sum(receive), *x_N.shape[1:])
-    dist.all_to_all_single(back, x_N.contiguous(), list(receive), list(send), group=group.handle)
-    return back
+    received = x_N.new_empty(sum(receive), *x_N.shape[1:])
+    dist.all_to_all_single(received, x_N.contiguous(), list(receive), list(send), group=group.handle)
+    return received
 
 
 def own_slice(x: Tensor, group: Group, dim: int) -> Tensor:
-    """This rank's equal slice of what all ranks have."""
+    """This rank's slice along `dim` of a tensor that all ranks of the group hold."""
     return x if group.handle is None else x.chunk(group.size, dim)[group.rank]

@@ -1,15 +1,15 @@
-"""From a grid to process groups: every family that has a name, as typed fields of `Groups`.
+"""Process groups: creates the communicators of a grid, one per distinct set of ranks.
 
-Communicators are made in one declared order, that of `FAMILIES`, and each membership once: families with the
-same ranks use the same one, all ranks of the job use the default one, a single rank needs none. `travel` alone
-has its own: what goes over it must not wait for anything else.
+Communicators are created in the order of `FAMILIES`. Families with the same ranks share one, the group of all
+ranks is the default process group, and a single rank has none. Only `dispatch` has a communicator of its own,
+so that token dispatch never queues behind another collective.
 
-Every rank of the job calls these functions, also one outside the grid, with the same arguments. Torch could
-make a group among its members alone (`use_local_synchronization`), but names it after its ranks and the number
-of groups that are open. Opened a second time, a group would find the addresses of its closed namesake in the
-store, and ranks that hold different numbers of groups would wait for each other under different names. Here a
-counter that all ranks advance together names the groups, so no name comes twice; a rank that is not in a group
-pays microseconds for it.
+Every rank of the job calls these functions with the same arguments, including ranks outside the grid.
+`new_group(use_local_synchronization=True)` would involve the members only, but torch then derives the group's
+name from its ranks and the number of open groups: a group that is reopened would find stale addresses of its
+predecessor in the store, and ranks with different numbers of open groups would disagree about the name. With
+global synchronisation torch names groups by a counter that all ranks advance together; a rank outside the group
+pays microseconds.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from braid.errors import ConfigError
 from braid.topology import FAMILIES, Grid, Members
 
 Handles = Mapping[Members, dist.ProcessGroup]
-"""The communicators that this process is in, by their ranks."""
+"""The communicators of this process, by their ranks."""
 
 
 def open_groups(
     grid: Grid, rank: int, *, tp_runs: Collection[int] = (), timeout: timedelta | None = None
 ) -> Groups:
-    """The groups of this process, which is `rank` of the job; outside the grid it is alone.
+    """Create the groups of this process, which is `rank` of the job. Outside the grid all of them are `ALONE`.
 
-    `tp_runs` are the lengths of runs within tp that hold copies of the same weights; `timeout` is how long a
-    collective may wait, by default as long as torch lets it.
+    `tp_runs` are the lengths of runs of consecutive tp ranks that hold copies of the same weights. `timeout` is
+    that of a collective, by default torch's.
     """
     _require_ranks(grid, rank)
     tp = grid.dense.size_of("tp")
     lengths = sorted({length for length in tp_runs if length not in (1, tp)})
     families = [grid.groups(axes, view) for view, axes in FAMILIES.values()]
     families += [grid.runs("tp", length) for length in lengths]
-    families.append(tuple((line[0], line[-1]) for line in grid.groups("pp") if len(line) > 1))
+    families.append(tuple((pipeline[0], pipeline[-1]) for pipeline in grid.groups("pp") if len(pipeline) > 1))
     handles = open_communicators(
         (members for family in families for members in family if len(members) > 1), timeout
     )
     view, axes = FAMILIES["ep_etp"]
-    travelling = _open_more(grid.groups(axes, view), timeout)
+    dispatch_handles = _open_separate(grid.groups(axes, view), timeout)
     if rank not in grid.ranks:
         return Groups()
     named = {
@@ -59,16 +59,17 @@ def open_groups(
     runs = {
         length: _group(f"tp_run_{length}", rank, grid.run_of(rank, "tp", length), handles) for length in lengths
     }
-    named["travel"] = _group("travel", rank, grid.group_of(rank, axes, view), travelling)
-    line = grid.group_of(rank, "pp")
-    ends = (line[0], line[-1]) if len(line) > 1 and rank in (line[0], line[-1]) else (rank,)
+    named["dispatch"] = _group("dispatch", rank, grid.group_of(rank, axes, view), dispatch_handles)
+    pipeline = grid.group_of(rank, "pp")
+    is_end = len(pipeline) > 1 and rank in (pipeline[0], pipeline[-1])
+    ends = (pipeline[0], pipeline[-1]) if is_end else (rank,)
     return Groups(**named, ends=_group("ends", rank, ends, handles), tp_runs=MappingProxyType(runs))
 
 
 def close_groups(groups: Groups) -> None:
-    """Give back every communicator that `open_groups` made, and no other."""
+    """Destroy the communicators that `open_groups` has created."""
     if dist.is_initialized():
-        for handle in (*own_handles(groups).values(), groups.travel.handle):
+        for handle in (*handles_of(groups).values(), groups.dispatch.handle):
             if handle not in (None, dist.group.WORLD):
                 dist.destroy_process_group(handle)
 
@@ -77,7 +78,7 @@ def close_groups(groups: Groups) -> None:
 def opened_groups(
     grid: Grid, rank: int, *, tp_runs: Collection[int] = (), timeout: timedelta | None = None
 ) -> Iterator[Groups]:
-    """`open_groups`, closed at the end of the `with`."""
+    """`open_groups` as a context manager."""
     groups = open_groups(grid, rank, tp_runs=tp_runs, timeout=timeout)
     try:
         yield groups
@@ -86,12 +87,12 @@ def opened_groups(
 
 
 def open_communicators(
-    wanted: Iterable[Members], timeout: timedelta | None = None
+    memberships: Iterable[Members], timeout: timedelta | None = None
 ) -> dict[Members, dist.ProcessGroup]:
-    """Make the communicators of all these groups, and return those that this process is in.
+    """Create a communicator for each distinct membership, and return those that this process is in.
 
-    Every rank of the job calls this with the same groups in the same order. When it returns, every rank has
-    made them all, so that any rank may close them at any time.
+    Every rank of the job passes the same memberships in the same order. On return all ranks have created all of
+    them, so any rank may destroy them at any time.
     """
     if not dist.is_initialized():
         return {}
@@ -99,33 +100,34 @@ def open_communicators(
     everyone = tuple(range(dist.get_world_size()))
     assert default is not None
     mine: dict[Members, dist.ProcessGroup] = {}
-    for members in dict.fromkeys(wanted):
+    for members in dict.fromkeys(memberships):
         handle = default if members == everyone else dist.new_group(list(members), timeout=timeout)
         if rank in members:
             mine[members] = handle
-    _wait_for_everyone()
+    _barrier()
     return mine
 
 
-def _open_more(family: Iterable[Members], timeout: timedelta | None) -> dict[Members, dist.ProcessGroup]:
-    """Communicators for ranks that have one: on two of them, two things can be under way at once."""
-    wanted = [members for members in family if len(members) > 1]
-    if not wanted or not dist.is_initialized():
+def _open_separate(family: Iterable[Members], timeout: timedelta | None) -> dict[Members, dist.ProcessGroup]:
+    """A second communicator for ranks that have one already: collectives on the two can run concurrently."""
+    memberships = [members for members in family if len(members) > 1]
+    if not memberships or not dist.is_initialized():
         return {}
-    handles = {members: dist.new_group(list(members), timeout=timeout) for members in wanted}
-    _wait_for_everyone()
+    handles = {members: dist.new_group(list(members), timeout=timeout) for members in memberships}
+    _barrier()
     return {members: handle for members, handle in handles.items() if dist.get_rank() in members}
 
 
-def _wait_for_everyone() -> None:
-    """With gloo a rank may be connected while its peers still connect; other backends connect on first use."""
+def _barrier() -> None:
+    """Gloo connects eagerly: a rank may return from `new_group` while its peers still connect. Other backends
+    connect on first use, and need no barrier."""
     if "gloo" in dist.get_backend_config():
         dist.all_reduce(torch.zeros(1))
 
 
-def own_handles(groups: Groups) -> dict[Members, dist.ProcessGroup]:
-    """The communicators of `groups` by their ranks, each once; without those of `travel`."""
-    names = {field.name for field in fields(groups)} - {"tp_runs", "travel"}
+def handles_of(groups: Groups) -> dict[Members, dist.ProcessGroup]:
+    """The distinct communicators of `groups` by their ranks, without that of `dispatch`."""
+    names = {field.name for field in fields(groups)} - {"tp_runs", "dispatch"}
     single = [getattr(groups, name) for name in sorted(names)]
     handles = [group.handle for group in (*single, *groups.tp_runs.values()) if group.handle is not None]
     return {tuple(dist.get_process_group_ranks(handle)): handle for handle in handles}
@@ -138,7 +140,7 @@ def _group(name: str, rank: int, members: Members, handles: Handles) -> Group:
 
 
 def _require_ranks(grid: Grid, rank: int) -> None:
-    """The job must have the ranks of the grid; one rank needs no job."""
+    """The job must have all ranks of the grid. Without torch.distributed it has one rank."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     if problems := list(grid.problems_in(world)):
         raise ConfigError(problems)

@@ -1,7 +1,7 @@
-"""Communicators for the channels of a schedule: one for each, so that no two channels wait for each other.
+"""Point-to-point communicators between pipeline stages, one per channel of a schedule.
 
-A communicator carries its messages in order. Were two channels to share one, a rank that sends before it
-receives and another that does the same could wait for each other for ever.
+Operations on a communicator run in the order of issue. If two channels shared one, two ranks that both send
+before they receive could deadlock.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from braid.topology import Grid
 def open_channels(
     grid: Grid, rank: int, channels: Iterable[Channel], *, timeout: timedelta | None = None
 ) -> dict[Channel, Group]:
-    """The channels that this rank sends or receives on. Every rank of the job calls this with the same grid and
-    channels. The sender is the first of a channel's two ranks."""
+    """Create the communicators of all channels, and return those that this rank sends or receives on. Every
+    rank of the job calls this with the same grid and channels."""
     opened: dict[Channel, Group] = {}
-    lines = grid.groups("pp")
+    pipelines = grid.groups("pp")
     for channel in channels:
         _, sender, receiver = channel
-        for line in lines:
-            pair = (line[sender], line[receiver])
+        for pipeline in pipelines:
+            pair = (pipeline[sender], pipeline[receiver])
             handle = dist.new_group(sorted(pair), timeout=timeout)
             if rank in pair:
-                place = sorted(pair).index(rank)
+                place = sorted(pair).index(rank)  # torch orders the ranks of a group
                 opened[channel] = Group(name="-".join(map(str, channel)), size=2, rank=place, handle=handle)
     return opened
 
 
 def close_channels(channels: Mapping[Channel, Group]) -> None:
-    """Give the communicators back."""
+    """Destroy the communicators."""
     if dist.is_initialized():
         for group in channels.values():
             dist.destroy_process_group(group.handle)

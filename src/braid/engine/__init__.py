@@ -1,1 +1,1 @@
-"""What runs a schedule: it reads the ops of its rank, and adds none of its own."""
+"""The engine: executes a schedule on one rank. It runs the ops of the list and adds none of its own."""

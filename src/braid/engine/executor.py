@@ -1,8 +1,10 @@
-"""The executor: runs the list of ops that a plan has for a pipeline rank, one after the other, and logs them.
+"""The pipeline executor: runs the op list of one pipeline rank in order, and logs when each op ran.
 
-Nothing is decided here. Between phases, and between segments, a tensor crosses as data: it is detached where a
-phase reads it, and its gradient is handed back when that phase's backward is done (`node` has what happens
-within a segment). Ops about weights go to whoever keeps them (`weights`), all others to the `Work` of the step.
+The order is the schedule's; the executor makes no scheduling decisions. Tensors cross the boundary between
+segments detached: the receiving segment reads a leaf, and its gradient is handed back once the segment's
+backward has run (`node.py` does the same between the phases of a segment). Ops on sharded weights (UNSHARD,
+REDUCE_GRAD ...) go to `Weights`, compute ops to `StepWork`, messages to the point-to-point communicators of
+`PipelineLinks`.
 """
 
 from __future__ import annotations
@@ -23,27 +25,27 @@ from braid.schedule import Act, Channel, Op, OpSpan, Schedule, Turn, channel_of
 from braid.schedule.lifetime import Use, uses_of
 from braid.schedule.views import stream_of
 
-SENDING = "messages on their way"
-"""What a rank waits for once its ops have run."""
+SENDING = "outstanding sends"
+"""The activity reported while a rank that has run all its ops waits for its sends."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineLinks:
-    """How a rank reaches its neighbours in the pipeline, and whoever watches it."""
+    """Point-to-point communication with the neighbouring pipeline stages, and progress reporting."""
 
     channels: Mapping[Channel, Group]
-    """A communicator of two for every channel, the sender first. Empty without a pipeline."""
+    """A two-rank communicator per channel, ranks ascending. Empty without a pipeline."""
     message: Callable[[], Tensor]
-    """Memory for one message."""
+    """Allocates a receive buffer."""
     progress: Progress = field(default_factory=Progress)
-    """Where the rank says what it is doing."""
+    """Read by the watchdog."""
 
 
 class Program:
-    """The list of one pipeline rank, with what each op does with units: worked out once, run every step."""
+    """The op list of one pipeline rank with the units that each op uses: resolved once, executed every step."""
 
     def __init__(self, schedule: Schedule, rank: int) -> None:
-        assert schedule.weights != "unplaced", "the schedule is not lowered"
+        assert schedule.weights != "unplaced", "lower the schedule before executing it"
         self.schedule, self.rank = schedule, rank
         uses = uses_of(schedule)
         self.ops: tuple[tuple[Op, Use], ...] = tuple((op, uses(op)) for op in schedule.ops[rank])
@@ -53,11 +55,12 @@ class Program:
 def execute(
     program: Program, work: StepWork, weights: Weights, links: PipelineLinks, watch: Watch | None = None
 ) -> tuple[OpSpan, ...]:
-    """Run a program, and return what ran when, in seconds of this process's clock. A step that fails leaves
-    nothing behind in the weights."""
+    """Run one step and return when each op ran, by `time.perf_counter`. A step that raises leaves no gathered
+    weights and no gradients behind."""
     weights.begin()
     try:
-        # To wake another thread for the backward of every node takes the host longer than many of them.
+        # By default autograd runs CUDA backwards in a thread per device. A step calls backward once per node,
+        # and handing each over to that thread costs the host more than many nodes take.
         with torch.autograd.set_multithreading_enabled(False):
             return _Execution(program, work, weights, links, watch).run()
     except BaseException:
@@ -66,7 +69,7 @@ def execute(
 
 
 class _Execution:
-    """The state of one run of one list."""
+    """The state of one execution of a program."""
 
     def __init__(
         self, program: Program, work: StepWork, weights: Weights, links: PipelineLinks, watch: Watch | None
@@ -74,16 +77,16 @@ class _Execution:
         self.program, self.schedule = program, program.schedule
         self.work, self.weights, self.links, self.watch = work, weights, links, watch
         self.inputs: dict[Turn, Tensor] = {}
-        """What a segment is going to read."""
+        """The input of each segment that has not started."""
         self.gradients: dict[Turn, Tensor] = {}
-        """What the backward of a segment is going to begin with."""
+        """The output gradient of each segment whose backward has not started."""
         self.outgoing: list[tuple[dist.Work, Tensor]] = []
-        """Messages that may still be on their way, with their memory."""
+        """Sends that may be in flight. Holding the tensor keeps its buffer from being reused."""
         self.segment_runs: dict[Turn, SegmentRun] = {}
 
     def run(self) -> tuple[OpSpan, ...]:
         log, progress = [], self.links.progress
-        progress.follow(self.work.streams, self.program.stream)
+        progress.attach(self.work.streams, self.program.stream)
         for op, use in self.program.ops:
             progress.enter(op)
             start = time.perf_counter()
@@ -91,13 +94,13 @@ class _Execution:
             log.append(OpSpan(op=op, start=start, end=time.perf_counter()))
             progress.leave(op)
         progress.enter(SENDING)
-        for sending, _ in self.outgoing:
-            sending.wait()
+        for send, _ in self.outgoing:
+            send.wait()
         self.work.streams.join()
-        left = [*self.inputs, *self.gradients, *self.segment_runs]
-        assert not left, f"a schedule uses everything that it makes: {left}"
-        progress.unfollow()
-        progress.enter("what follows the ops")
+        unused = [*self.inputs, *self.gradients, *self.segment_runs]
+        assert not unused, f"the schedule ended with unused tensors or unfinished segments: {unused}"
+        progress.detach()
+        progress.enter("after the last op")
         return tuple(log)
 
     def _run(self, op: Op, use: Use) -> None:
@@ -116,27 +119,27 @@ class _Execution:
             else:
                 self._transfer(turn, op)
 
-    # ------------------------------------------------------------------------------------ computing
+    # ------------------------------------------------------------------------------------ compute
 
     def _compute(self, turn: Turn, op: Op) -> None:
         segment_run = self.segment_runs.get(turn) or self._begin(turn)
         match op.act:
             case Act.F:
                 segment_run.forward(op)
-                if (y := segment_run.take()) is not None:
+                if (y := segment_run.take_output()) is not None:
                     self.inputs[_next(turn)] = y
                 if segment_run.forward_done:
                     self.work.after_forward(turn)
             case Act.B:
                 if not segment_run.backward_begun and turn in self.gradients:
-                    segment_run.give_gradient(self.gradients.pop(turn))
+                    segment_run.set_output_grad(self.gradients.pop(turn))
                 segment_run.backward(op)
-                if (gradient := segment_run.take_gradient()) is not None:
-                    self.gradients[_before(turn)] = gradient
+                if (gradient := segment_run.take_input_grad()) is not None:
+                    self.gradients[_previous(turn)] = gradient
             case Act.RECOMPUTE:
-                segment_run.replay(op)
+                segment_run.recompute(op)
             case _:
-                segment_run.weights(op)
+                segment_run.wgrad(op)
         if segment_run.done:
             del self.segment_runs[turn]
             self.work.after_turn(turn)
@@ -144,7 +147,7 @@ class _Execution:
     def _begin(self, turn: Turn) -> SegmentRun:
         segment_run = SegmentRun(turn, self.schedule, self.work, watch=self.watch)
         if turn in self.inputs:
-            segment_run.give(self.inputs.pop(turn))
+            segment_run.set_input(self.inputs.pop(turn))
         self.segment_runs[turn] = segment_run
         return segment_run
 
@@ -155,7 +158,7 @@ class _Execution:
             case Act.SEND_F:
                 self._send(op, self.inputs.pop(_next(turn)))
             case Act.SEND_B:
-                self._send(op, self.gradients.pop(_before(turn)))
+                self._send(op, self.gradients.pop(_previous(turn)))
             case Act.RECV_F:
                 self.inputs[turn] = self._receive(op)
             case _:
@@ -164,10 +167,10 @@ class _Execution:
     def _send(self, op: Op, message: Tensor) -> None:
         group = self.links.channels[channel_of(self.program.rank, op)]
         message = message.contiguous()
-        sending = dist.isend(message, group=group.handle, group_dst=1 - group.rank)
-        assert sending is not None
-        self.outgoing = [(each, kept) for each, kept in self.outgoing if not each.is_completed()]
-        self.outgoing.append((sending, message))
+        send = dist.isend(message, group=group.handle, group_dst=1 - group.rank)
+        assert send is not None
+        self.outgoing = [(work, buffer) for work, buffer in self.outgoing if not work.is_completed()]
+        self.outgoing.append((send, message))
 
     def _receive(self, op: Op) -> Tensor:
         group = self.links.channels[channel_of(self.program.rank, op)]
@@ -180,5 +183,5 @@ def _next(turn: Turn) -> Turn:
     return turn[0], turn[1] + 1
 
 
-def _before(turn: Turn) -> Turn:
+def _previous(turn: Turn) -> Turn:
     return turn[0], turn[1] - 1

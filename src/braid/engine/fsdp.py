@@ -1,9 +1,10 @@
-"""Sharded data parallelism: FSDP2 on the units that a model declares.
+"""Fully sharded data parallel (FSDP2): applies `fully_shard` to the units that a model declares.
 
-Ranks that hold the same weights share keeping them: the `dense` mesh for most units, the `expert` mesh for
-experts. A mesh has one axis, or two, `replicate` and `shard`; a strategy that shards nothing replicates over
-all ranks. Weights are stored as the optimizer wants them, gathered in the dtype that computes, and reduced
-in the stored one. Reductions are plain sums: losses are divided by counts of the whole step beforehand.
+Dense units are sharded over the `dense` mesh (dp x cp), experts over the `expert` mesh (edp). A mesh has one
+axis, or two for hybrid sharding (HSDP): `replicate` and `shard`. Parameters are stored in the optimizer's
+dtype, all-gathered in the compute dtype, and their gradients reduce-scattered in the stored dtype. Gradients
+are summed, not averaged: each loss is already divided by the token count of the whole step. Without sharding
+the mesh replicates over all ranks.
 """
 
 from __future__ import annotations
@@ -34,20 +35,21 @@ def shard_units(
     strategy: Strategy,
     compute: torch.dtype,
 ) -> None:
-    """Shard the units of a model, inner ones first, and then the model itself, which has no weights beside
-    them."""
-    # Outputs may be views; nothing here is ever written in place.
+    """Shard the units, inner before outer, and then the root, which has no parameters outside of units but must
+    be an FSDP module itself."""
+    # FSDP2 warns about outputs that are views, which in-place writes would break; braid writes nothing in
+    # place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)
     for unit in units:
         module = root.get_submodule(unit.path)
         stored = next((p.dtype for p in module.parameters()), compute)
-        narrow = None if unit.wide or stored == compute else compute
-        _shard(module, meshes[unit.mesh], strategy, narrow, stored, shard_dims(module))
+        param_dtype = None if unit.wide or stored == compute else compute
+        _shard(module, meshes[unit.mesh], strategy, param_dtype, stored, shard_dims(module))
     _shard(root, meshes["dense"], strategy, None, compute, {})
 
 
 def shard_dims(module: nn.Module) -> Mapping[str, int]:
-    """The dim that is sharded of each parameter of a unit, by name; 0 where nothing is said."""
+    """The sharded dim of each parameter of a unit, by name; dim 0 for parameters that are not listed."""
     return SHARD_DIMS if isinstance(module, Experts) else {}
 
 
@@ -55,8 +57,8 @@ def _shard(
     module: nn.Module,
     mesh: DeviceMesh,
     strategy: Strategy,
-    narrow: torch.dtype | None,
-    stored: torch.dtype,
+    param_dtype: torch.dtype | None,
+    reduce_dtype: torch.dtype,
     dims: Mapping[str, int],
 ) -> None:
     placements = {parameter: dims.get(name, 0) for name, parameter in module.named_parameters(recurse=False)}
@@ -65,8 +67,11 @@ def _shard(
         mesh=mesh,
         reshard_after_forward=strategy == "all",
         shard_placement_fn=(lambda p: ShardPlacement(placements.get(p, 0))) if dims else None,
-        mp_policy=MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=stored, cast_forward_inputs=False),
+        mp_policy=MixedPrecisionPolicy(
+            param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
+        ),
     )
     assert isinstance(sharded, FSDPModule)
+    # With the divide factor alone, FSDP2 would reduce with NCCL's PreMulSum; this asks for a plain sum.
     sharded.set_gradient_divide_factor(1.0)
     sharded.set_force_sum_reduction_for_comms(True)

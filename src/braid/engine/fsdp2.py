@@ -1,9 +1,9 @@
-"""The one file that reaches into FSDP2 beyond what it offers: gradients that are not reduced yet, and hooks.
+"""FSDP2 internals: the only file that depends on private attributes of `torch.distributed.fsdp`.
 
-Both are needed because a schedule calls parts of a model, and not the model: FSDP2 is then told by explicit
-actions what its hooks would find out. Gathering and releasing are public (`unshard`, `reshard`), and so are
-the switches; summing the gradients of one unit is not. Torch 2.11 and 2.13 differ in what `_groups` reads, and
-in nothing else of what is used here.
+The engine calls phases of a model instead of `model.forward`, so FSDP2's forward and backward hooks never see
+the calls that they rely on; explicit ops replace them. Unsharding, resharding and the sync switches are public
+API (`unshard`, `reshard`, `set_requires_gradient_sync`); reducing the gradients of a single unit and removing
+hooks are not. Of the internals used here, torch 2.11 and 2.13 differ only in what `_param_groups` reads.
 """
 
 from __future__ import annotations
@@ -15,133 +15,137 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
-SETTLE = "_settle"
-"""A method that is given to a root: it does nothing, but FSDP2 takes it for a forward."""
+_ROOT_FORWARD = "_braid_root_forward"
+"""A method added to the root module that FSDP2 treats as its forward."""
 
 
-def sharded_modules(root: nn.Module) -> Iterator[FSDPModule]:
-    """Every module that FSDP2 looks after, the root among them."""
+def fsdp_modules(root: nn.Module) -> Iterator[FSDPModule]:
+    """All FSDP modules, including the root."""
     return (module for module in root.modules() if isinstance(module, FSDPModule))
 
 
 # ------------------------------------------------------------------------------------------ the root
 
 
-def wake(root: FSDPModule) -> None:
-    """Have FSDP2 find out who is the root before any other unit is used. On a GPU, a call of it without any
-    argument fails in torch 2.11."""
-    if SETTLE not in vars(root):
-        setattr(root, SETTLE, _unchanged)
-        register_fsdp_forward_method(root, SETTLE)  # type: ignore[arg-type]
-    getattr(root, SETTLE)(None)
+def init_root(root: FSDPModule) -> None:
+    """Trigger FSDP2's lazy initialisation from the root. The first module that runs becomes the root, so this
+    must precede the first use of any unit."""
+    if _ROOT_FORWARD not in vars(root):
+        setattr(root, _ROOT_FORWARD, _identity)
+        register_fsdp_forward_method(root, _ROOT_FORWARD)  # type: ignore[arg-type]
+    # The argument is there because the pre-forward hook of torch 2.11 fails on CUDA without one.
+    getattr(root, _ROOT_FORWARD)(None)
 
 
 @torch.enable_grad()
-def settle(root: FSDPModule) -> None:
-    """Make the current stream wait for every reduction, and have FSDP2 forget the step: an empty backward
-    through the root, which it takes for the last one."""
-    set_switches(root, True)
+def finalize_backward(root: FSDPModule) -> None:
+    """Run FSDP2's root post-backward: the current stream waits for all reductions, and per-step state is reset.
+    It is triggered by an empty backward through the root, flagged as the last one."""
+    set_sync_and_reshard(root, True)
     root.set_is_last_backward(True)
-    getattr(root, SETTLE)(torch.zeros((), requires_grad=True)).backward()
-    set_switches(root, False)
+    getattr(root, _ROOT_FORWARD)(torch.zeros((), requires_grad=True)).backward()
+    set_sync_and_reshard(root, False)
 
 
-def set_switches(root: FSDPModule, on: bool) -> None:
-    """Whether a backward reduces gradients and releases weights."""
-    root.set_requires_gradient_sync(on)
-    root.set_reshard_after_backward(on)
+def set_sync_and_reshard(root: FSDPModule, enabled: bool) -> None:
+    """Whether post-backward reduces gradients and reshards parameters."""
+    root.set_requires_gradient_sync(enabled)
+    root.set_reshard_after_backward(enabled)
 
 
-def _unchanged(x: Tensor | None) -> Tensor | None:
-    return x if x is None else x * 1
+def _identity(x: Tensor | None) -> Tensor | None:
+    return x if x is None else x * 1  # a new tensor, so that its backward runs the hooks on the input
 
 
 # ------------------------------------------------------------------------------------- gradients
 
 
-def flush(module: FSDPModule, *, reduce: bool) -> None:
-    """Put a unit's gradients with those accumulated in the dtype of reduction; or sum both over ranks.
+def post_backward(module: FSDPModule, *, reduce: bool) -> None:
+    """Run FSDP2's post-backward for one unit: add its gradients to those accumulated in the reduce dtype, or
+    reduce-scatter the sum of both.
 
-    A weight that nothing has used has zeros: all ranks must sum tensors of the same sizes, and of one dtype."""
+    A parameter that this rank has not used gets a zero gradient: all ranks must pass tensors of the same sizes
+    and dtype to the collective."""
     if reduce:
-        weights = list(_weights(module))
-        for weight in weights:
-            if weight._unsharded_param.grad is None and weight.unsharded_accumulated_grad is None:
-                weight._unsharded_param.grad = torch.zeros_like(weight._unsharded_param)
-        if any(weight.unsharded_accumulated_grad is not None for weight in weights):
-            for weight in weights:
-                if weight.unsharded_accumulated_grad is None:
-                    weight.to_accumulated_grad_if_needed()
+        params = list(_fsdp_params(module))
+        for param in params:
+            if param._unsharded_param.grad is None and param.unsharded_accumulated_grad is None:
+                param._unsharded_param.grad = torch.zeros_like(param._unsharded_param)
+        # FSDP2 takes the accumulated gradient of a parameter if there is one, else `.grad`, which has the
+        # compute dtype. If some have accumulated, cast the others too, so that the collective sees one dtype.
+        if any(param.unsharded_accumulated_grad is not None for param in params):
+            for param in params:
+                if param.unsharded_accumulated_grad is None:
+                    param.to_accumulated_grad_if_needed()
     module.set_requires_gradient_sync(reduce, recurse=False)
-    for group in reversed(_groups(module)):
+    for group in reversed(_param_groups(module)):
         group.post_backward()
     module.set_requires_gradient_sync(False, recurse=False)
 
 
-def owes(module: FSDPModule) -> bool:
-    """Whether gradients wait for their reduction."""
+def has_unreduced_grads(module: FSDPModule) -> bool:
     return any(
-        weight._unsharded_param.grad is not None or weight.unsharded_accumulated_grad is not None
-        for weight in _weights(module)
+        param._unsharded_param.grad is not None or param.unsharded_accumulated_grad is not None
+        for param in _fsdp_params(module)
     )
 
 
-def forget(module: FSDPModule) -> None:
-    """Drop every gradient of a unit: as ops left it, accumulated, and reduced."""
-    for weight in _weights(module):
-        weight._unsharded_param.grad = weight.unsharded_accumulated_grad = weight.sharded_param.grad = None
+def clear_grads(module: FSDPModule) -> None:
+    """Drop all gradients of a unit: unsharded, accumulated, and reduced."""
+    for param in _fsdp_params(module):
+        param._unsharded_param.grad = param.unsharded_accumulated_grad = param.sharded_param.grad = None
 
 
-class Accumulated:
-    """The gradients that FSDP2 accumulates until it reduces them, for a wgrad store: its main gradients, of the
-    weights that compute in a narrower dtype than that of reduction."""
+class AccumulatedGrads:
+    """FSDP2's accumulated gradients as the main gradients that a wgrad store adds to: for parameters whose
+    compute dtype is narrower than the reduce dtype."""
 
     def __init__(self, root: nn.Module) -> None:
         self.root = root
-        self._found: dict[Tensor, _Accumulated] = {}
+        self._by_parameter: dict[Tensor, _AccumulatedGrad] = {}
 
-    def get(self, parameter: Tensor) -> _Accumulated | None:
-        """A weight becomes known when it is gathered for the first time."""
-        if parameter not in self._found:
-            every = (weight for module in sharded_modules(self.root) for weight in _weights(module))
-            self._found = {
-                weight._unsharded_param: _Accumulated(weight)
-                for weight in every
-                if weight.reduce_dtype not in (None, weight._unsharded_param.dtype)
+    def get(self, parameter: Tensor) -> _AccumulatedGrad | None:
+        # FSDP2 creates the unsharded parameter when it is first gathered, so look again on a miss.
+        if parameter not in self._by_parameter:
+            params = (param for module in fsdp_modules(self.root) for param in _fsdp_params(module))
+            self._by_parameter = {
+                param._unsharded_param: _AccumulatedGrad(param)
+                for param in params
+                if param.reduce_dtype not in (None, param._unsharded_param.dtype)
             }
-        return self._found.get(parameter)
+        return self._by_parameter.get(parameter)
 
 
-class _Accumulated:
-    def __init__(self, weight: Any) -> None:
-        self._weight = weight
+class _AccumulatedGrad:
+    def __init__(self, param: Any) -> None:
+        self._param = param
 
     @property
     def dtype(self) -> torch.dtype:
-        dtype: torch.dtype = self._weight.reduce_dtype
+        dtype: torch.dtype = self._param.reduce_dtype
         return dtype
 
     @property
     def grad(self) -> Tensor | None:
-        gradient: Tensor | None = self._weight.unsharded_accumulated_grad
+        gradient: Tensor | None = self._param.unsharded_accumulated_grad
         return gradient
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
-        self._weight.unsharded_accumulated_grad = gradient
+        self._param.unsharded_accumulated_grad = gradient
 
 
-def _weights(module: FSDPModule) -> Iterator[Any]:
-    """The weights of a unit that have a gradient and have been gathered before."""
-    for group in _groups(module):
-        for weight in group.fsdp_params:
-            if hasattr(weight, "_unsharded_param") and weight._unsharded_param.requires_grad:
-                yield weight
+def _fsdp_params(module: FSDPModule) -> Iterator[Any]:
+    """The `FSDPParam`s of a unit that require a gradient and have been unsharded at least once."""
+    for group in _param_groups(module):
+        for param in group.fsdp_params:
+            if hasattr(param, "_unsharded_param") and param._unsharded_param.requires_grad:
+                yield param
 
 
-def _groups(module: FSDPModule) -> list[Any]:
+def _param_groups(module: FSDPModule) -> list[Any]:
     state = module._get_fsdp_state()
-    if hasattr(state, "_fsdp_param_groups"):  # from torch 2.13 on
+    if hasattr(state, "_fsdp_param_groups"):  # torch >= 2.13
         return list(state._fsdp_param_groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
@@ -149,10 +153,10 @@ def _groups(module: FSDPModule) -> list[Any]:
 # ------------------------------------------------------------------------------------------- hooks
 
 
-def take_hooks_off(root: nn.Module) -> None:
-    """From now on a module is called as if it had never been sharded, however deep it lies. Hooks of others
-    stay."""
-    for module in sharded_modules(root):
+def remove_fsdp_hooks(root: nn.Module) -> None:
+    """Remove FSDP2's forward hooks from all modules, so that calling one neither gathers nor reduces. Other
+    hooks stay."""
+    for module in fsdp_modules(root):
         state = module._get_fsdp_state()
         for hooks in (module._forward_pre_hooks, module._forward_hooks):  # type: ignore[attr-defined]
             for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is state]:

@@ -1,16 +1,16 @@
-"""Sharded weights: FSDP2 driven by explicit ops, as a plan has them.
+"""Sharded weights: FSDP2 driven by the explicit ops of a schedule instead of its hooks.
 
     begin   UNSHARD ──► WAIT ──► compute ──► ACCUM, REDUCE_GRAD ──► RESHARD   FINISH
                                     at any point: abort
 
-FSDP2's own hooks are taken off for good: parts of the model are called as plain functions, and what they need
-must be ready. An action that breaks a rule of `schedule.lifetime` raises before anything is done.
+FSDP2's hooks are removed: phases are called as plain functions and expect the parameters they use to be
+unsharded. An action that violates `schedule.lifetime` raises before it takes effect.
 
-Weight gradients may come late: they are added to `.grad` of the Parameters that the forward has seen, whether
-or not these are still gathered. Once they are not, `module.weight` is another Parameter.
+A delayed weight gradient may arrive after RESHARD. It is accumulated into `.grad` of the unsharded Parameter
+that the forward used, which FSDP2 keeps; `module.weight` is the sharded Parameter by then.
 
-All actions belong on the stream that computes. All ranks that share a unit take the same actions in the same
-order, `abort` included: it waits for gathers that are under way.
+All actions run on the compute stream. All ranks that share a unit issue the same actions in the same order,
+including `abort`, which waits for pending all-gathers.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from torch.distributed.fsdp import FSDPModule, UnshardHandle
 
 from braid.engine import fsdp2
 from braid.schedule import Act, Op, Rule
-from braid.schedule.lifetime import Figures, Lifetime, LifetimeError, Use
+from braid.schedule.lifetime import Lifetime, LifetimeError, UnitStats, Use
 
 
 class FsdpWeights:
-    """The sharded weights of a model, step after step."""
+    """The weights of a model that `shard_units` has sharded."""
 
     def __init__(self, root: nn.Module, units: Iterable[str]) -> None:
-        """`units` are the paths of the modules that `shard_units` has sharded within the root."""
+        """`units` are the paths of the sharded modules within the root."""
         assert isinstance(root, FSDPModule), "the model is not sharded"
         self.root = root
         self.modules: dict[str, FSDPModule] = {}
@@ -37,55 +37,54 @@ class FsdpWeights:
             module = root.get_submodule(path)
             assert isinstance(module, FSDPModule), f"{path} is not sharded"
             self.modules[path] = module
-        self.mains = fsdp2.Accumulated(root)
-        fsdp2.wake(root)
-        fsdp2.take_hooks_off(root)
-        fsdp2.set_switches(root, False)
+        self.mains = fsdp2.AccumulatedGrads(root)
+        fsdp2.init_root(root)
+        fsdp2.remove_fsdp_hooks(root)
+        fsdp2.set_sync_and_reshard(root, False)
         self._lifetime: Lifetime | None = None
-        self._gathers: dict[str, UnshardHandle] = {}
-        self.figures = Figures(0, 0, 0)
-        """Of the last step that was finished."""
+        self._pending: dict[str, UnshardHandle] = {}
+        """All-gathers that have not been waited for, by unit."""
+        self.stats = UnitStats(0, 0, 0)
+        """Of the last step that ended."""
 
-    # -------------------------------------------------------------------------------- a step's ends
+    # ------------------------------------------------------------------------------- step boundaries
 
     def begin(self) -> None:
-        """A step begins, or an evaluation."""
+        """Begin a training step or an evaluation."""
         if self._lifetime is not None:
             raise LifetimeError(Rule.FINISHED, "a step has begun already: FINISH or abort it first")
-        owing = [name for name, module in self.modules.items() if fsdp2.owes(module)]
-        if owing:
+        unreduced = [name for name, module in self.modules.items() if fsdp2.has_unreduced_grads(module)]
+        if unreduced:
             raise LifetimeError(
-                Rule.REDUCED, f"gradients of an earlier step were never reduced: {', '.join(owing)}"
+                Rule.REDUCED, f"gradients of an earlier step were never reduced: {', '.join(unreduced)}"
             )
         self._lifetime = Lifetime(self.modules)
 
     def finish(self) -> None:
-        """Reduced gradients can be read from now on."""
+        """End the step. The current stream waits for all reductions, so reduced gradients may be read."""
         self._life().finish()
         self._end()
 
     def abort(self) -> None:
-        """Leave nothing behind of a step that has begun: neither gathered weights nor gradients, reduced ones
-        included. Nothing to do where none has."""
+        """Reshard all units and drop all gradients, including reduced ones. A no-op outside of a step."""
         if self._lifetime is None:
             return
-        for gather in self._gathers.values():
-            gather.wait()
-        self._gathers.clear()
+        for handle in self._pending.values():
+            handle.wait()
+        self._pending.clear()
         for module in self.modules.values():
             module.reshard()
-            fsdp2.forget(module)
+            fsdp2.clear_grads(module)
         self._end()
 
     def _end(self) -> None:
-        self.figures = self._life().figures
+        self.stats = self._life().stats
         self._lifetime = None
-        fsdp2.settle(self.root)
+        fsdp2.finalize_backward(self.root)
 
     # -------------------------------------------------------------------------------------- actions
 
     def run(self, op: Op) -> None:
-        """Do what an op says."""
         if op.act is Act.FINISH:
             return self.finish()
         assert op.unit is not None, f"{op} names no unit"
@@ -99,40 +98,40 @@ class FsdpWeights:
         return actions[op.act](op.unit)
 
     def unshard(self, unit: str) -> None:
-        """Begin to gather."""
+        """Start the all-gather of a unit."""
         self._life().unshard(unit)
-        gather = self.modules[unit].unshard(async_op=True)
-        assert gather is not None
-        self._gathers[unit] = gather
+        handle = self.modules[unit].unshard(async_op=True)
+        assert handle is not None
+        self._pending[unit] = handle
 
     def wait(self, unit: str) -> None:
-        """Until it is gathered."""
+        """Wait for the all-gather of a unit."""
         self._life().wait(unit)
-        self._arrive(unit)
+        self._wait_for_gather(unit)
 
     def use(self, use: Use, micro_batch: int | None = None) -> None:
-        """To be told before an op runs, and for which micro-batch."""
+        """Check that a compute op may use its units. Call it before the op runs."""
         self._life().use(use, micro_batch)
 
     def reshard(self, unit: str) -> None:
-        """Release it. FSDP2 would not, while its gather is under way: so that comes to its end first."""
+        """Free the unsharded parameters of a unit."""
         self._life().reshard(unit)
-        self._arrive(unit)
+        self._wait_for_gather(unit)  # FSDP2 does not free a unit whose all-gather is pending
         self.modules[unit].reshard()
 
     def accumulate(self, unit: str) -> None:
-        """Put what ops have added with the gradients of earlier micro-batches, in the dtype of reduction."""
+        """Add this micro-batch's gradients to those of earlier micro-batches, in the reduce dtype."""
         self._life().accumulate(unit)
-        fsdp2.flush(self.modules[unit], reduce=False)
+        fsdp2.post_backward(self.modules[unit], reduce=False)
 
     def reduce(self, unit: str) -> None:
-        """Begin to sum over ranks all that there is of its gradients."""
+        """Start the reduce-scatter of a unit's accumulated gradients."""
         self._life().reduce(unit)
-        fsdp2.flush(self.modules[unit], reduce=True)
+        fsdp2.post_backward(self.modules[unit], reduce=True)
 
-    def _arrive(self, unit: str) -> None:
-        if unit in self._gathers:
-            self._gathers.pop(unit).wait()
+    def _wait_for_gather(self, unit: str) -> None:
+        if unit in self._pending:
+            self._pending.pop(unit).wait()
 
     def _life(self) -> Lifetime:
         if self._lifetime is None:

@@ -1,13 +1,14 @@
-"""Nodes: one micro-batch on its way through the phases of a segment, each with a graph of its own.
+"""Autograd nodes: runs one micro-batch through the phases of a segment, each phase with its own autograd graph.
 
-A node is given tensors without a past, runs its phase, and keeps of it what a backward needs: where its graph
-ends (`GradientEdge`), not the tensors themselves. Its backward is one `torch.autograd.backward` over all it
-wrote and cost; what comes out at the other end waits for the node that wrote it. So between two nodes there is
-nothing but declared tensors and their gradients, and what no graph has saved is free once its last reader ran.
+A node is one phase for one micro-batch in one direction. Its inputs are detached. Its forward keeps only the
+`GradientEdge`s of its outputs and of its loss term, not the tensors, so any tensor that autograd has not saved
+is freed after its last reader. Its backward is a single `torch.autograd.backward` from those edges; the
+resulting input gradients wait for the backward of the node that wrote the tensor. Only declared tensors and
+their gradients pass between nodes.
 
-Why this is bitwise what one backward over the whole segment gives: autograd runs a graph from its newest
-function to its oldest. Nodes go backward from the last to the first, so every sum of gradients, whether over
-the readers of a tensor or over the uses of a parameter, has the same terms in the same order.
+The gradients are bitwise those of one backward over the whole segment. Autograd runs a graph from the newest
+function to the oldest, and nodes run backward from last to first, so every gradient sum, whether over the
+readers of a tensor or over the uses of a parameter, adds the same terms in the same order.
 """
 
 from __future__ import annotations
@@ -22,79 +23,79 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from braid.engine.streams import Issued, Streams
+from braid.engine.streams import IssuedNode, Streams
 from braid.schedule import Op, Phase, Schedule, Stream, Turn
 from braid.schedule.phases import IN, OUT, named, readers, shared_by
 
-Function = Callable[[Mapping[str, Tensor]], tuple[Mapping[str, Tensor], Tensor | None]]
-"""From the tensors that a phase reads to those that it writes, and to what it adds to the loss."""
+PhaseFn = Callable[[Mapping[str, Tensor]], tuple[Mapping[str, Tensor], Tensor | None]]
+"""The forward of a phase: from the tensors it reads to those it writes, and to its term of the loss, if any."""
 
 
 class StepWork:
-    """What the phases of a schedule mean to whoever has them run. An evaluation needs no more than
-    `function`."""
+    """What the ops of a schedule compute. An evaluation implements `function` only."""
 
     streams: Streams
 
-    def function(self, turn: Turn, phase: Phase) -> Function:
+    def function(self, turn: Turn, phase: Phase) -> PhaseFn:
         raise NotImplementedError
 
     def after_forward(self, turn: Turn) -> None:
-        """All phases of a segment have run forward."""
+        """Called when all phases of a segment have run forward."""
 
     def after_turn(self, turn: Turn) -> None:
-        """Nothing more of a micro-batch is to run in a segment."""
+        """Called when a micro-batch has no ops left in a segment."""
 
     def parameter(self, name: str) -> nn.Parameter:
-        """One that a phase declares as shared."""
+        """A parameter that a phase declares as shared."""
         raise NotImplementedError
 
     def weights_of(self, phase: Phase) -> Sequence[Tensor]:
-        """Those that a phase of the communication stream uses."""
+        """The weights that a phase uses on the communication stream."""
         return ()
 
-    def delaying(self, turn: Turn, phase: Phase) -> AbstractContextManager[Any]:
-        """What surrounds a backward that leaves its weight gradients behind."""
+    def delay_wgrad(self, turn: Turn, phase: Phase) -> AbstractContextManager[Any]:
+        """A context in which backward stores its weight gradient GEMMs instead of running them."""
         raise NotImplementedError
 
-    def weights(self, turn: Turn, phase: Phase, bucket: str) -> None:
-        """Add the weight gradients that a backward left behind in a bucket."""
+    def run_wgrad(self, turn: Turn, phase: Phase, bucket: str) -> None:
+        """Run the delayed weight gradient GEMMs of a bucket."""
         raise NotImplementedError
 
     def replay(self, turn: Turn, phase: Phase, hold: Callable[[Tensor], None]) -> None:
-        """Make again what a forward has not kept. `hold` is told of what other replays made."""
+        """Recompute what the forward of a phase has not saved. Call `hold` on each input that another phase has
+        recomputed: it may come from the other stream."""
         raise NotImplementedError
 
     def sum_copies(self, op: Op) -> None:
-        """Sum the gradients of a weight that several stages hold."""
+        """All-reduce the gradient of a weight that several stages hold."""
         raise NotImplementedError
 
 
 class ForeignGraphError(RuntimeError):
-    """A node has reached into the graph of another one: a mistake in braid."""
+    """The graph of a node reaches into that of another node. A bug in braid."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Watch:
-    """Looks at nodes while they run: what went where, and whose graph is whose."""
+    """Records the execution of nodes for tests, and checks that their graphs are disjoint."""
 
-    issued: list[Issued] = field(default_factory=list)
-    """Every node, in the order of issue."""
+    issued: list[IssuedNode] = field(default_factory=list)
+    """All nodes in issue order."""
     owners: dict[Node, str] = field(default_factory=dict)
-    """The node to which each function of a graph belongs that has not run backward."""
+    """The node that owns each autograd function, until its backward has run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Made:
-    """A tensor between two nodes, or the terms of its gradient, with the node that made it."""
+class NodeTensor:
+    """A tensor that passes between nodes, or the terms of its gradient, and the node that produced it."""
 
     name: str
     tensors: list[Tensor]
-    """There once the event was waited for. A gradient has a term for every use by the node."""
-    kept: _Kept | None = None
-    """What the node that wrote it has kept; None for a gradient, and for what came from outside."""
+    """Filled once `event` has completed. A gradient has one term per use by the producing node."""
+    graph: _Graph | None = None
+    """The graph of the producing node; None for a gradient and for a segment input."""
     op: Op | None = None
-    """None for what came from outside of the segment."""
+    """The producer; None for a segment input."""
     stream: Stream = Stream.COMPUTE
     event: Any = None
 
@@ -105,39 +106,39 @@ class Made:
 
     @property
     def differentiable(self) -> bool:
-        return self.kept is None or self.name in self.kept.edges
+        return self.graph is None or self.name in self.graph.edges
 
 
-class _Entry(torch.autograd.Function):
-    """Where a tensor enters the graph of a node; its gradient ends here."""
+class _CaptureGrad(torch.autograd.Function):
+    """Detaches an input of a node, and collects its gradient in a list."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, box: list[Tensor], tensor: Tensor) -> Tensor:
-        ctx.box = box
+    def forward(ctx: Any, anchor: Tensor, terms: list[Tensor], tensor: Tensor) -> Tensor:
+        ctx.terms = terms
         return tensor.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
-        ctx.box.append(grads[0])
+        ctx.terms.append(grads[0])
         return None, None, None
 
 
 @dataclass(kw_only=True)
-class _Kept:
-    """What a node's forward leaves for its backward: no tensor."""
+class _Graph:
+    """What the forward of a node keeps for its backward. It holds no activations."""
 
     edges: dict[str, GradientEdge] = field(default_factory=dict)
-    """Where the graph of each tensor ends that it wrote."""
+    """The gradient edge of each output."""
     cost: tuple[GradientEdge, Tensor] | None = None
-    """Where the graph of its cost ends, and a one."""
-    boxes: dict[str, list[Tensor]] = field(default_factory=dict)
-    """Where the gradient of each tensor arrives that it read."""
+    """The gradient edge of its loss term, and that term's gradient, a one."""
+    input_grads: dict[str, list[Tensor]] = field(default_factory=dict)
+    """Receives the gradient terms of each input."""
     functions: set[Node] = field(default_factory=set)
-    """Its graph, where somebody wants to know."""
+    """All autograd functions of the graph, under a `Watch`."""
 
 
 @dataclass(kw_only=True)
-class _Shared:
+class _SharedGrad:
     """The gradient of a parameter that several nodes use, until the last of them has run backward."""
 
     parameter: nn.Parameter
@@ -149,245 +150,247 @@ class SegmentRun:
     """One micro-batch in one segment."""
 
     def __init__(self, turn: Turn, schedule: Schedule, work: StepWork, *, watch: Watch | None = None) -> None:
-        """Under a watch, a node that reaches into another one's graph is refused."""
+        """With a `watch`, a node whose graph reaches into another node's raises."""
         self.turn, self.work, self.streams = turn, work, work.streams
         phases, delayed = schedule.phases[turn[1]], schedule.delayed
         self.phases = {phase.name: phase for phase in phases}
         self.watch = watch
-        self._made: dict[str, Made] = {}
+        self._tensors: dict[str, NodeTensor] = {}
         read_by = readers(phases)
-        self._readers = {name: len(found) for name, found in read_by.items()}
+        self._readers_left = {name: len(names) for name, names in read_by.items()}
         """How many nodes have yet to read each tensor."""
-        self._in_readers = read_by.get(IN, ())
-        self._gradients: dict[str, list[Made]] = {}
-        self._kept: dict[str, _Kept] = {}
+        self._input_readers = read_by.get(IN, ())
+        self._gradients: dict[str, list[NodeTensor]] = {}
+        self._graphs: dict[str, _Graph] = {}
         self._users = dict(shared_by(phases)) if schedule.backward else {}
-        self._shared: dict[str, _Shared] = {}
-        self._replayed: dict[str, Made] = {}
-        """Tensors that replays have made again: who made them, and where."""
-        self._to_forward = set(self.phases)
-        self._to_backward = set(self.phases) if schedule.backward else set[str]()
+        self._shared: dict[str, _SharedGrad] = {}
+        self._recomputed: dict[str, NodeTensor] = {}
+        """Recomputed tensors: only their producers and events, the tensors are in the `StepWork`."""
+        self._pending_forward = set(self.phases)
+        self._pending_backward = set(self.phases) if schedule.backward else set[str]()
         self._named, self._delayed = named(phases), delayed
-        self._to_weigh = {bucket for phase in phases for bucket in phase.buckets if delayed}
-        """Buckets with weight gradients that nobody has added."""
+        self._pending_wgrad = {bucket for phase in phases for bucket in phase.buckets if delayed}
+        """Buckets whose weight gradients have not been computed."""
         self._anchors: dict[Stream, Tensor] = {}
-        """What graphs begin with: one for each stream, as autograd joins its stream to that of the backward."""
+        """A leaf per stream that makes `_CaptureGrad` part of a graph. Autograd synchronises the stream of a
+        leaf with that of the backward, hence one for each stream."""
 
-    # ------------------------------------------------------------------------------------ outside
+    # ------------------------------------------------------------------------- inputs and outputs
 
-    def give(self, tensor: Tensor) -> None:
-        """What the segment before this one wrote."""
-        self._made[IN] = Made(name=IN, tensors=[tensor])
+    def set_input(self, tensor: Tensor) -> None:
+        self._tensors[IN] = NodeTensor(name=IN, tensors=[tensor])
 
-    def give_gradient(self, gradient: Tensor) -> None:
-        """Of what this segment wrote."""
-        self._gradients[OUT] = [Made(name=OUT, tensors=[gradient])]
+    def set_output_grad(self, gradient: Tensor) -> None:
+        self._gradients[OUT] = [NodeTensor(name=OUT, tensors=[gradient])]
 
-    def take(self) -> Tensor | None:
-        """What this segment wrote, once it did."""
-        return self._for_outside(self._made.pop(OUT)) if OUT in self._made else None
+    def take_output(self) -> Tensor | None:
+        """The output of the segment; None until it is there."""
+        return self._on_compute_stream(self._tensors.pop(OUT)) if OUT in self._tensors else None
 
-    def take_gradient(self) -> Tensor | None:
-        """Of what this segment was given, once all its readers have run backward."""
-        if IN not in self._gradients or not self._to_backward.isdisjoint(self._in_readers):
+    def take_input_grad(self) -> Tensor | None:
+        """The gradient of the segment's input; None until all its readers have run backward."""
+        if IN not in self._gradients or not self._pending_backward.isdisjoint(self._input_readers):
             return None
-        return _sum([self._for_outside(made) for made in self._gradients.pop(IN)])
+        return _sum([self._on_compute_stream(term) for term in self._gradients.pop(IN)])
 
-    def _for_outside(self, made: Made) -> Tensor:
-        """Messages go from the stream that computes."""
-        if made.stream is not Stream.COMPUTE:
-            self.streams.wait(Stream.COMPUTE, made.event)
-            self.streams.hold(made.tensor, Stream.COMPUTE)
-        return made.tensor
+    def _on_compute_stream(self, tensor: NodeTensor) -> Tensor:
+        """Pipeline messages are sent from the compute stream."""
+        if tensor.stream is not Stream.COMPUTE:
+            self.streams.wait(Stream.COMPUTE, tensor.event)
+            self.streams.record_stream(tensor.tensor, Stream.COMPUTE)
+        return tensor.tensor
 
     @property
     def forward_done(self) -> bool:
-        return not self._to_forward
+        return not self._pending_forward
 
     @property
     def backward_begun(self) -> bool:
-        return len(self._to_backward) < len(self.phases)
+        return len(self._pending_backward) < len(self.phases)
 
     @property
     def done(self) -> bool:
-        return not self._to_forward and not self._to_backward and not self._to_weigh
+        return not self._pending_forward and not self._pending_backward and not self._pending_wgrad
 
     # ------------------------------------------------------------------------------------- forward
 
     def forward(self, op: Op) -> None:
         phase = self._phase(op)
-        self._to_forward.remove(phase.name)
-        given = {name: self._read(name) for name in phase.reads}
-        kept = self._kept[phase.name] = _Kept()
+        self._pending_forward.remove(phase.name)
+        inputs = {name: self._read(name) for name in phase.reads}
+        graph = self._graphs[phase.name] = _Graph()
         function = self.work.function(self.turn, phase)
         for name in phase.shared:
             if name in self._users and name not in self._shared:
                 users = len(self._users[name])
-                self._shared[name] = _Shared(parameter=self.work.parameter(name), users=users)
-        self._begin(op, phase.stream, given.items())
-        results: dict[str, list[Tensor]] = {name: [] for name in phase.writes}
+                self._shared[name] = _SharedGrad(parameter=self.work.parameter(name), users=users)
+        self._wait_for_inputs(op, phase.stream, inputs.items())
+        outputs: dict[str, list[Tensor]] = {name: [] for name in phase.writes}
 
         def job() -> None:
-            entered = {name: self._enter(name, made, kept, phase.stream) for name, made in given.items()}
-            given.clear()
-            written, cost = function(entered)
-            assert written.keys() == results.keys(), f"{phase.name} wrote {list(written)}"
+            detached = {name: self._detach(name, x, graph, phase.stream) for name, x in inputs.items()}
+            inputs.clear()  # the last references of inputs that have no other reader
+            written, cost = function(detached)
+            assert written.keys() == outputs.keys(), (
+                f"phase {phase.name} wrote {list(written)}, but declares {list(outputs)}"
+            )
             if cost is not None:
-                kept.cost = get_gradient_edge(cost), torch.ones_like(cost)
+                graph.cost = get_gradient_edge(cost), torch.ones_like(cost)
             for name, tensor in written.items():
                 if tensor.requires_grad:
-                    kept.edges[name] = get_gradient_edge(tensor)
-                results[name].append(tensor.detach())
+                    graph.edges[name] = get_gradient_edge(tensor)
+                outputs[name].append(tensor.detach())
             if self.watch is not None:
-                self._claim(phase, kept, self.watch.owners)
+                self._check_ownership(phase, graph, self.watch.owners)
 
         event = self._issue(phase, job)
-        for name, tensors in results.items():
-            made = Made(name=name, tensors=tensors, kept=kept, op=op, stream=phase.stream, event=event)
-            self._made[name] = made
+        for name, tensors in outputs.items():
+            self._tensors[name] = NodeTensor(
+                name=name, tensors=tensors, graph=graph, op=op, stream=phase.stream, event=event
+            )
 
-    def _read(self, name: str) -> Made:
-        """A tensor; gone once its last reader has it."""
-        self._readers[name] -= 1
-        return self._made[name] if self._readers[name] else self._made.pop(name)
+    def _read(self, name: str) -> NodeTensor:
+        """A tensor; its last reader removes it."""
+        self._readers_left[name] -= 1
+        return self._tensors[name] if self._readers_left[name] else self._tensors.pop(name)
 
-    def _enter(self, name: str, made: Made, kept: _Kept, stream: Stream) -> Tensor:
-        if not made.differentiable or not self._to_backward:
-            return made.tensor
+    def _detach(self, name: str, x: NodeTensor, graph: _Graph, stream: Stream) -> Tensor:
+        if not x.differentiable or not self._pending_backward:
+            return x.tensor
         if stream not in self._anchors:
-            self._anchors[stream] = made.tensor.new_empty(0, requires_grad=True)
-        entered: Tensor = _Entry.apply(self._anchors[stream], kept.boxes.setdefault(name, []), made.tensor)
-        return entered
+            self._anchors[stream] = x.tensor.new_empty(0, requires_grad=True)
+        terms = graph.input_grads.setdefault(name, [])
+        detached: Tensor = _CaptureGrad.apply(self._anchors[stream], terms, x.tensor)
+        return detached
 
     # ------------------------------------------------------------------------------------ backward
 
     def backward(self, op: Op) -> None:
         phase = self._phase(op)
-        self._to_backward.remove(phase.name)
-        kept = self._kept.pop(phase.name)
-        arrived = [made for name in phase.writes for made in self._gradients.pop(name, ())]
-        self._begin(op, phase.stream, [(f"grad:{made.name}", made) for made in arrived])
+        self._pending_backward.remove(phase.name)
+        graph = self._graphs.pop(phase.name)
+        output_grads = [grad for name in phase.writes for grad in self._gradients.pop(name, ())]
+        self._wait_for_inputs(op, phase.stream, [(f"grad:{grad.name}", grad) for grad in output_grads])
 
         def job() -> None:
             edges, gradients = [], []
             for name in phase.writes:
-                terms = [tensor for made in arrived if made.name == name for tensor in made.tensors]
-                if terms and name in kept.edges:
-                    edges.append(kept.edges[name])
+                terms = [tensor for grad in output_grads if grad.name == name for tensor in grad.tensors]
+                if terms and name in graph.edges:
+                    edges.append(graph.edges[name])
                     gradients.append(_sum(terms))
                 del terms
-            if kept.cost is not None:
-                edges.append(kept.cost[0])
-                gradients.append(kept.cost[1])
-            arrived.clear()
+            if graph.cost is not None:
+                edges.append(graph.cost[0])
+                gradients.append(graph.cost[1])
+            output_grads.clear()
             self._run_backward(phase, edges, gradients)
             if self.watch is not None:
-                for function in kept.functions:
+                for function in graph.functions:
                     del self.watch.owners[function]
 
         event = self._issue(phase, job)
-        for name, box in kept.boxes.items():
-            made = Made(name=name, tensors=box, op=op, stream=phase.stream, event=event)
-            self._gradients.setdefault(name, []).append(made)
+        for name, terms in graph.input_grads.items():
+            grad = NodeTensor(name=name, tensors=terms, op=op, stream=phase.stream, event=event)
+            self._gradients.setdefault(name, []).append(grad)
 
     def _run_backward(self, phase: Phase, edges: list[GradientEdge], gradients: list[Tensor]) -> None:
-        """One backward. A shared parameter shows it the gradient of this micro-batch alone, which is added to
-        that of the others as a whole: as autograd does it for a graph in one piece."""
+        """Run autograd. For a shared parameter `.grad` is replaced by the gradient of this micro-batch, and
+        added to that of earlier ones after its last user: the order in which autograd adds in a single
+        graph."""
         shared = [self._shared[name] for name in phase.shared if name in self._shared]
-        others = [each.parameter.grad for each in shared]
+        earlier = [each.parameter.grad for each in shared]
         for each in shared:
             each.parameter.grad = each.gradient
         delays = self._delayed and phase.buckets
-        with self.work.delaying(self.turn, phase) if delays else nullcontext():
-            if edges:  # none, where nothing up to here learns
-                run_backward(edges, gradients)
-        for each, other in zip(shared, others, strict=True):
+        with self.work.delay_wgrad(self.turn, phase) if delays else nullcontext():
+            if edges:  # none if nothing up to this phase requires a gradient
+                _autograd_backward(edges, gradients)
+        for each, other in zip(shared, earlier, strict=True):
             each.gradient, each.parameter.grad = each.parameter.grad, other
             each.users -= 1
             if not each.users and each.gradient is not None:
                 each.parameter.grad = each.gradient if other is None else other.add_(each.gradient)
                 each.gradient = None
 
-    def weights(self, op: Op) -> None:
+    def wgrad(self, op: Op) -> None:
         phase, bucket = self._phase(op), op.phase
         assert bucket is not None
-        assert bucket in self._to_weigh, f"{op} has run before, or there is no such bucket"
-        assert phase.name not in self._to_backward, f"{op} comes before its backward"
-        self._to_weigh.remove(bucket)
-        self._begin(op, phase.stream, ())
+        assert bucket in self._pending_wgrad, f"{op} has run before, or there is no such bucket"
+        assert phase.name not in self._pending_backward, f"{op} comes before its backward"
+        self._pending_wgrad.remove(bucket)
+        self._wait_for_inputs(op, phase.stream, ())
 
         def job() -> None:
-            self.work.weights(self.turn, phase, bucket)
+            self.work.run_wgrad(self.turn, phase, bucket)
 
         self._issue(phase, job)
 
-    def replay(self, op: Op) -> None:
+    def recompute(self, op: Op) -> None:
         phase = self._phase(op)
-        assert phase.name in self._to_backward
-        again = [(f"again:{name}", self._replayed[name]) for name in phase.reads if name in self._replayed]
-        self._begin(op, phase.stream, again)
-        hold = partial(self.streams.hold, stream=phase.stream)
+        assert phase.name in self._pending_backward, f"{op} comes after its backward"
+        inputs = [(f"again:{name}", self._recomputed[name]) for name in phase.reads if name in self._recomputed]
+        self._wait_for_inputs(op, phase.stream, inputs)
+        hold = partial(self.streams.record_stream, stream=phase.stream)
         event = self._issue(phase, lambda: self.work.replay(self.turn, phase, hold))
         for name in phase.writes:
-            self._replayed[name] = Made(name=name, tensors=[], op=op, stream=phase.stream, event=event)
+            self._recomputed[name] = NodeTensor(name=name, tensors=[], op=op, stream=phase.stream, event=event)
 
-    # --------------------------------------------------------------------------------------- parts
+    # ------------------------------------------------------------------------------------- streams
 
     def _phase(self, op: Op) -> Phase:
         assert op.phase is not None
         return self._named[op.phase]
 
-    def _begin(self, op: Op, stream: Stream, uses: Iterable[tuple[str, Made]]) -> None:
-        """Wait for what comes from the other stream, hold it, and write down both."""
-        foreign = [(name, made) for name, made in uses if made.stream is not stream]
-        waits: dict[Op, Any] = {made.op: made.event for _, made in foreign if made.op is not None}
+    def _wait_for_inputs(self, op: Op, stream: Stream, inputs: Iterable[tuple[str, NodeTensor]]) -> None:
+        """Make the stream wait for inputs from the other stream, and keep their memory alive until it has used
+        them."""
+        foreign = [(name, x) for name, x in inputs if x.stream is not stream]
+        waits: dict[Op, Any] = {x.op: x.event for _, x in foreign if x.op is not None}
         for event in waits.values():
             self.streams.wait(stream, event)
-        for _, made in foreign:
-            if made.op is None:  # it was there before this segment began
-                self.streams.wait(stream, self.streams.mark(made.stream))
-            for tensor in made.tensors:
-                self.streams.hold(tensor, stream)
+        for _, x in foreign:
+            if x.op is None:  # a segment input: it has no event of its own
+                self.streams.wait(stream, self.streams.record_event(x.stream))
+            for tensor in x.tensors:
+                self.streams.record_stream(tensor, stream)
         if stream is Stream.COMMUNICATION:
-            self._use_weights(op)
+            # Weights are gathered and freed on the compute stream.
+            weights = self.work.weights_of(self._phase(op))
+            if weights:
+                self.streams.wait(Stream.COMMUNICATION, self.streams.record_event(Stream.COMPUTE))
+            for weight in weights:
+                self.streams.record_stream(weight, Stream.COMMUNICATION)
         if self.watch is not None:
             holds = tuple(name for name, _ in foreign)
-            self.watch.issued.append(Issued(op=op, stream=stream, waits=tuple(waits), holds=holds))
+            self.watch.issued.append(IssuedNode(op=op, stream=stream, waits=tuple(waits), holds=holds))
 
     def _issue(self, phase: Phase, job: Callable[[], None]) -> Any:
-        """Whatever comes next may release weights."""
         event = self.streams.issue(phase.stream, job)
         if phase.stream is Stream.COMMUNICATION and self.work.weights_of(phase):
-            self.streams.settle(event)
+            self.streams.finish_using_weights(event)  # the next op may be a RESHARD
         return event
 
-    def _use_weights(self, op: Op) -> None:
-        """Weights come and go on the stream that computes: one that is used on the other has to be there."""
-        used = self.work.weights_of(self._phase(op))
-        if used:
-            self.streams.wait(Stream.COMMUNICATION, self.streams.mark(Stream.COMPUTE))
-        for weight in used:
-            self.streams.hold(weight, Stream.COMMUNICATION)
-
-    def _claim(self, phase: Phase, kept: _Kept, owners: dict[Node, str]) -> None:
-        """Walk the graph of a node, from where it ends: all of it must be its own."""
+    def _check_ownership(self, phase: Phase, graph: _Graph, owners: dict[Node, str]) -> None:
+        """Walk the graph of a node from its edges, and check that no other node owns any function in it."""
         owner = f"{phase.name} of micro-batch {self.turn[0]}"
-        waiting = [edge.node for edge in kept.edges.values()] + ([kept.cost[0].node] if kept.cost else [])
-        while waiting:
-            function = waiting.pop()
+        stack = [edge.node for edge in graph.edges.values()] + ([graph.cost[0].node] if graph.cost else [])
+        while stack:
+            function = stack.pop()
+            # Nodes share parameters, and so their AccumulateGrad functions.
             if function is None or function.name() == "torch::autograd::AccumulateGrad":
                 continue
             other = owners.setdefault(function, owner)
             if other != owner:
                 raise ForeignGraphError(f"{owner} has reached into the graph of {other}, by {function.name()}")
-            if function not in kept.functions:
-                kept.functions.add(function)
-                waiting += [edge for edge, _ in function.next_functions if edge is not None]
+            if function not in graph.functions:
+                graph.functions.add(function)
+                stack += [edge for edge, _ in function.next_functions if edge is not None]
 
 
-def run_backward(edges: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
-    """`torch.autograd.backward` without what it checks first: on a host that is in a hurry, that takes as long
-    as the backward of a small node. The gradients are known to have the shapes of what they belong to."""
+def _autograd_backward(edges: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
+    """`torch.autograd.backward` without its argument checks, which take the host as long as the backward of a
+    small node. Each gradient is known to have the shape of its edge."""
     torch.autograd.Variable._execution_engine.run_backward(
         tuple(edges),
         tuple(gradients),

@@ -1,8 +1,8 @@
-"""Where a rank stands: written by the thread that works, read by one that watches.
+"""Progress of a rank: written by the training thread, read by the watchdog thread and by the tracer.
 
-One immutable value is written at a time, so a reader never sees half of it, and writing costs an assignment. On
-a GPU work is issued long before it is done: there events behind the ops tell how far the device has come, and
-where somebody wants to know, when each op began and ended. Nobody waits for them within a step.
+The position is one immutable value, replaced by a single assignment: a reader never sees a partial update, and
+writing costs next to nothing. On a GPU the host runs ahead of the device, so events recorded behind the ops
+tell how far the device has come and, under the tracer, when each op ran. Nothing synchronises within a step.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from typing import NamedTuple
 
 import torch
 
-from braid.engine.streams import CudaStreams, HostStreams, Streams, Timed
+from braid.engine.streams import CudaStreams, HostStreams, JobTime, Streams
 from braid.schedule import Op, Stream
 
-MOST_MARKS = 16384
-"""Ops that a device may be behind its host before the oldest are forgotten."""
+MAX_EVENTS = 16384
+"""Ops that the device may lag behind the host; beyond that the oldest events are dropped."""
 
 
-class At(NamedTuple):
-    """What a rank has begun and not yet done."""
+class Position(NamedTuple):
+    """The op or activity that a rank has started and not finished."""
 
     step: int
     place: int
-    """How many things of the step were begun before this one."""
+    """How many ops and activities of the step were started before this one."""
     what: Op | str
     done: Op | str | None
-    """What was done before it."""
+    """The one before it."""
     since: float
-    """When it was begun, by `time.monotonic`."""
+    """When it was started, by `time.monotonic`."""
 
 
-class _Mark(NamedTuple):
-    at: At
+class _IssuedOp(NamedTuple):
+    at: Position
     event: torch.cuda.Event
 
 
@@ -44,63 +44,63 @@ class Progress:
     """What a rank is doing now."""
 
     def __init__(self) -> None:
-        self.at = At(0, 0, "the beginning", None, time.monotonic())
+        self.at = Position(0, 0, "the beginning", None, time.monotonic())
         self.on_gpu = False
-        """Whether ops only issue their work, to a GPU."""
+        """Whether ops run asynchronously, on a GPU."""
         self.watched = False
-        """Whether somebody wants to know how far a GPU has come."""
-        self.times: list[tuple[Op, list[Timed]]] | None = None
-        """Where somebody wants to know: when jobs of ops ran that are issued to a stream, not done at once."""
+        """Whether to record an event behind each op, so that `behind` knows how far the GPU has come."""
+        self.times: list[tuple[Op, list[JobTime]]] | None = None
+        """If a list, the times of each op's jobs are appended, for ops that run asynchronously."""
         self._streams: Streams | None = None
         self._stream: Callable[[Op], Stream | None] = lambda op: None
-        self._issued: deque[_Mark] = deque(maxlen=MOST_MARKS)
-        self._reading = threading.Lock()
-        self._begun: torch.cuda.Event | None = None
+        self._issued: deque[_IssuedOp] = deque(maxlen=MAX_EVENTS)
+        self._issued_lock = threading.Lock()
+        self._op_begin: torch.cuda.Event | None = None
 
-    # ----------------------------------------------------------------------------------------- written
+    # ------------------------------------------------------------------------- by the training thread
 
     def begin(self, step: int) -> None:
-        """A step begins."""
-        self.at = At(step, 0, "the batch", self.at.what, time.monotonic())
+        self.at = Position(step, 0, "the batch", self.at.what, time.monotonic())
 
     def enter(self, what: Op | str) -> None:
-        """Something begins, and so what came before it is done: on a GPU, issued."""
+        """Start an op or activity. The one before it is finished; on a GPU, it is issued."""
         before = self.at
-        self.at = At(before.step, before.place + 1, what, before.what, time.monotonic())
+        self.at = Position(before.step, before.place + 1, what, before.what, time.monotonic())
         if self.times is not None and isinstance(self._streams, CudaStreams | HostStreams):
-            self._streams.timed = []
+            self._streams.job_times = []
             if isinstance(self._streams, CudaStreams):
-                self._begun = self._streams.stamp(Stream.COMPUTE)
+                self._op_begin = self._streams.record_timed_event(Stream.COMPUTE)
 
     def leave(self, op: Op) -> None:
-        """All of an op is issued."""
+        """All work of an op is issued."""
         streams = self._streams
         if self.watched and isinstance(streams, CudaStreams):
-            self._issued.append(_Mark(self.at, streams.mark(self._stream(op) or Stream.COMPUTE)))
+            event = streams.record_event(self._stream(op) or Stream.COMPUTE)
+            self._issued.append(_IssuedOp(self.at, event))
         if self.times is None or not isinstance(streams, CudaStreams | HostStreams):
             return
-        if streams.timed:
-            self.times.append((op, streams.timed))
+        if streams.job_times:
+            self.times.append((op, streams.job_times))
         elif isinstance(streams, CudaStreams):
-            # What runs no phase is seen from the stream that computes.
-            self.times.append((op, [Timed(self._begun, streams.stamp(Stream.COMPUTE))]))
-        streams.timed = None
+            # The op issued no jobs (a message, a collective on weights): time it on the compute stream.
+            self.times.append((op, [JobTime(self._op_begin, streams.record_timed_event(Stream.COMPUTE))]))
+        streams.job_times = None
 
-    def follow(self, streams: Streams | None, stream: Callable[[Op], Stream | None]) -> None:
-        """A list of ops begins, which runs on these streams; on a GPU, where there are none, on one alone."""
+    def attach(self, streams: Streams | None, stream: Callable[[Op], Stream | None]) -> None:
+        """Begin a list of ops that runs on these streams, or on the current CUDA stream if None."""
         self._stream = stream
         if self.times is not None or (self.watched and self.on_gpu):
             self._streams = CudaStreams(torch.device("cuda")) if streams is None and self.on_gpu else streams
 
-    def unfollow(self) -> None:
-        """The list has come to its end."""
+    def detach(self) -> None:
+        """End the list of ops."""
         self._streams = None
 
-    # -------------------------------------------------------------------------------------------- read
+    # ------------------------------------------------------------------------- by the watchdog thread
 
-    def behind(self) -> At | None:
-        """The first thing that the device has not done; None where it has done all, or is the host."""
-        with self._reading:
+    def behind(self) -> Position | None:
+        """The first op that the GPU has not finished; None if it has finished all, or without a GPU."""
+        with self._issued_lock:
             while self._issued:
                 first = self._issued[0]
                 if not first.event.query():

@@ -1,7 +1,7 @@
-"""Who keeps the weights of a model while a schedule runs: what ops about units ask of them.
+"""Weight management during a step: the protocol behind UNSHARD, RESHARD, ACCUM, REDUCE_GRAD and FINISH.
 
-`FsdpWeights` shards them over ranks (`fsdp_weights.py`); `WholeWeights` has all of them all the time, so that
-only gradients have something to do.
+`FsdpWeights` (`fsdp_weights.py`) shards parameters over ranks with FSDP2. `ResidentWeights` keeps all of them
+on a single rank, where only gradients have to be accumulated.
 """
 
 from __future__ import annotations
@@ -18,41 +18,41 @@ from braid.schedule.lifetime import Use
 
 
 class Weights(Protocol):
-    """What the executor asks of them. From `begin` on until FINISH or `abort`, weights are used by ops
-    alone."""
+    """What the executor needs. Between `begin` and FINISH or `abort`, only ops may touch the weights."""
 
     @property
     def mains(self) -> Mains:
-        """The gradients that grow over the micro-batches of a step: products may write there."""
+        """Main gradients, accumulated over the micro-batches of a step. Wgrad GEMMs may add to them
+        directly."""
         ...
 
     def begin(self) -> None:
-        """A step begins, or an evaluation."""
+        """Begin a training step or an evaluation."""
         ...
 
     def run(self, op: Op) -> None:
-        """Do what an op about units says."""
+        """Execute an op on a unit of weights, or FINISH."""
         ...
 
     def use(self, use: Use, micro_batch: int | None) -> None:
-        """An op is about to compute, for a micro-batch."""
+        """Called before a compute op that uses units runs."""
         ...
 
     def abort(self) -> None:
-        """Leave nothing behind of a step that has begun: neither gathered weights nor gradients."""
+        """Abandon the step: drop gathered weights and gradients."""
         ...
 
 
-class WholeWeights:
-    """Every weight is on this rank. What a micro-batch adds to gradients joins those of the step so far, in the
-    dtype of the optimizer, before another one adds to them."""
+class ResidentWeights:
+    """All weights stay on this rank. The gradients of a micro-batch are added to those of the step, in the
+    optimizer's dtype, before the next micro-batch adds to them."""
 
     def __init__(self, root: nn.Module, units: Iterable[str], optimizer: AdamW) -> None:
         named = parameters_of_units(root, units)
         self._root, self._optimizer = root, optimizer
-        self._narrow = {unit: optimizer.apart(names) for unit, names in named.items()}
-        """The parameters of each unit whose main copies are apart: others have their gradients in place."""
-        self.mains: Mains = optimizer.mains()
+        self._narrow = {unit: optimizer.with_main_copy(names) for unit, names in named.items()}
+        """Per unit, the parameters with a separate main copy; the others accumulate into `.grad` directly."""
+        self.mains: Mains = optimizer.main_copies()
 
     def begin(self) -> None:
         return None
@@ -60,22 +60,22 @@ class WholeWeights:
     def run(self, op: Op) -> None:
         if op.act in (Act.ACCUM, Act.REDUCE_GRAD):
             assert op.unit is not None, f"{op} names no unit"
-            self._optimizer.gather(self._narrow[op.unit])
+            self._optimizer.accumulate_grads(self._narrow[op.unit])
 
     def use(self, use: Use, micro_batch: int | None) -> None:
         return None
 
     def abort(self) -> None:
-        self._optimizer.forget()
+        self._optimizer.zero_grad()
         for parameter in self._root.parameters():
             parameter.grad = None
 
 
 def parameters_of_units(root: nn.Module, units: Iterable[str]) -> Mapping[str, tuple[str, ...]]:
-    """The names of the parameters of each unit, without those of units within it; inner units come first."""
+    """The parameter names of each unit, without those of nested units. Nested units must come first."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in root.named_parameters()}
-    found = {}
+    by_unit = {}
     for unit in units:
-        inside = root.get_submodule(unit).parameters()
-        found[unit] = tuple(names.pop(each) for each in inside if each in names)
-    return found
+        parameters = root.get_submodule(unit).parameters()
+        by_unit[unit] = tuple(names.pop(parameter) for parameter in parameters if parameter in names)
+    return by_unit

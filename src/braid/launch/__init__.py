@@ -1,1 +1,1 @@
-"""Processes that become ranks: started, brought together, watched, and reported on when they fail."""
+"""Launching ranks: worker pool, rendezvous, process group, watchdog and failure reports."""

@@ -1,7 +1,8 @@
-"""Who holds up a run: heartbeats of all ranks in, a diagnosis out. Nothing here waits or looks at a clock.
+"""Hang and straggler diagnosis: a pure function from the heartbeats of all ranks to the ranks at fault.
 
-A rank that waits for others in a collective is held up; one that waits for nobody, or is not heard of, is what
-holds up the rest. Where all wait, those are to blame whom others wait for and who have come less far.
+A rank that waits in a collective is held up by others. One that is stuck outside a collective, or whose
+heartbeats have stopped, holds up the rest. If all ranks wait, it is a deadlock, and the culprits are the
+awaited ranks that are furthest behind.
 """
 
 from __future__ import annotations
@@ -13,67 +14,68 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from braid.errors import ExitCode
-from braid.launch.rendezvous import spoken
+from braid.launch.rendezvous import format_ranks
 
 STRAGGLER_FACTOR = 3.0
-"""A rank that works this many times as long as the median of the others is told: one that is five times slower
-must not be missed because its time is measured by samples."""
+"""A rank that works this many times as long as the median of the others is a straggler. Low enough that
+sampling noise does not hide a rank that is five times slower."""
 
 STRAGGLER_STEPS = 3
 STRAGGLER_SAMPLES = 20
-"""How much must be seen of every rank before one is called slow."""
+"""Steps and samples needed of every rank before one is called a straggler."""
 
 
 class FailureKind(Enum):
-    """What has gone wrong."""
+    """The kind of a failure."""
 
     LOST = "lost"
-    """A process has ended."""
+    """A process has exited."""
     FAILED = "failed"
-    """A rank has met an error of its own."""
+    """A rank raised an error of its own."""
     STALLED = "stalled"
-    """A rank lives, waits for nobody, and makes no progress."""
+    """A rank is alive, waits for no other rank, and makes no progress."""
     SILENT = "silent"
-    """A rank is not heard of any more: it is frozen, or cut off."""
+    """A rank's heartbeats have stopped: it is frozen or unreachable."""
     DEADLOCK = "deadlock"
     """All ranks wait for each other."""
 
     @property
     def exit_code(self) -> ExitCode:
-        """Of a rank that is not to blame, or lives to tell."""
+        """Exit code of the surviving ranks."""
         return ExitCode.PEER_LOST if self in (FailureKind.LOST, FailureKind.FAILED) else ExitCode.HANG
 
 
 @dataclass(frozen=True, kw_only=True)
 class Heartbeat:
-    """What a rank says of itself, now and then."""
+    """The periodic report of a rank: where it is, and whether it waits."""
 
     rank: int
     count: int
-    """How many times it has said something."""
+    """Sequence number: a beat with a new one is a sign of life."""
     host: str
     step: int
     place: int
-    """How many things of the step it has begun before what it does now."""
+    """Number of ops and activities of the step that were started before the current one."""
     op: str
-    """What it does now."""
+    """The current op or activity."""
     done: str | None
-    """What it did before."""
+    """The previous one."""
     since_s: float
-    """How long it has been doing it."""
+    """Time since the current one was started."""
     waits: bool = False
-    """Whether it waits for others."""
+    """Whether it waits for other ranks."""
     call: str = ""
-    """The collective that it waits in; empty where that is not known."""
+    """The collective that it waits in; empty if unknown."""
     group: str = ""
-    """Whose collective it is: `tp`, `dp_cp`."""
+    """The group of the collective: `tp`, `dp_cp`."""
     members: tuple[int, ...] = ()
     """The ranks of that group."""
-    left: bool = False
-    """Whether it is done, and will say nothing more."""
+    finished: bool = False
+    """Whether the rank is done: no further beats will follow."""
     working: int = 0
+    """Samples at which the rank was working, not waiting."""
     samples: int = 0
-    """How often somebody looked, and how often it was working then: since the process began."""
+    """Samples of the working thread, since the process started."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -84,44 +86,45 @@ class Heartbeat:
 
     @property
     def peers(self) -> tuple[int, ...]:
-        """The ranks that it may wait for."""
+        """The ranks that it may be waiting for."""
         return tuple(rank for rank in self.members if rank != self.rank) if self.waits else ()
 
     @property
     def where(self) -> str:
-        """What it does."""
-        doing = f"step {self.step}, {self.op}"
+        """The current step, op and collective, in words."""
+        where = f"step {self.step}, {self.op}"
         if self.waits:
             group = f" of {self.group}" if self.group else ""
-            peers = f" with {spoken(list(self.peers))}" if self.peers else ""
-            doing += f", waiting in {self.call or 'a collective'}{group}{peers}"
-        return doing
+            peers = f" with {format_ranks(list(self.peers))}" if self.peers else ""
+            where += f", waiting in {self.call or 'a collective'}{group}{peers}"
+        return where
 
     def __str__(self) -> str:
         return f"{self.where}, for {self.since_s:.1f} s; before it {self.done or 'nothing'}"
 
 
-class Seen(NamedTuple):
-    """A rank as somebody else sees it."""
+class PeerState(NamedTuple):
+    """The last heartbeat of a rank, as another rank sees it."""
 
     beat: Heartbeat
     silent_s: float
-    """For how long there has been no new word of it."""
+    """Time since it arrived."""
 
     @property
     def stuck_s(self) -> float:
+        """Time without progress, as far as is known."""
         return self.beat.since_s + self.silent_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """What has gone wrong, and with whom."""
+    """The kind of a failure and the ranks at fault."""
 
     kind: FailureKind
     ranks: tuple[int, ...]
-    """Who is to blame; nobody where all wait in the same place."""
+    """The ranks at fault; empty if all wait in the same place."""
     report: str
-    """For a person."""
+    """One sentence for the user."""
 
     def to_json(self) -> dict[str, Any]:
         return {"kind": self.kind.value, "ranks": list(self.ranks), "report": self.report}
@@ -131,109 +134,103 @@ class Diagnosis:
         return Diagnosis(kind=FailureKind(data["kind"]), ranks=tuple(data["ranks"]), report=data["report"])
 
 
-def silence(seen: Mapping[int, Seen], timeout_s: float) -> Diagnosis | None:
-    """Whether there has been no word of somebody for so long."""
-    silent = [rank for rank, each in seen.items() if each.silent_s >= timeout_s and not each.beat.left]
-    return _blame(FailureKind.SILENT, silent, seen) if silent else None
+def diagnose_silence(peers: Mapping[int, PeerState], timeout_s: float) -> Diagnosis | None:
+    """Find ranks whose heartbeats stopped at least `timeout_s` ago."""
+    silent = {
+        rank: f"has been silent for {peer.silent_s:.1f} s"
+        for rank, peer in peers.items()
+        if peer.silent_s >= timeout_s and not peer.beat.finished
+    }
+    return replace(lost(silent, peers), kind=FailureKind.SILENT) if silent else None
 
 
-def diagnose(seen: Mapping[int, Seen], timeout_s: float) -> Diagnosis | None:
-    """Whether one of all ranks has made no progress for so long, and who is to blame. As long as one gets on,
-    others may wait for it."""
-    here = {rank: each for rank, each in seen.items() if not each.beat.left}
-    if (found := silence(here, timeout_s)) is not None:
+def diagnose(peers: Mapping[int, PeerState], timeout_s: float) -> Diagnosis | None:
+    """Find ranks that have made no progress for `timeout_s`. As long as one rank makes progress, the others may
+    wait for it."""
+    live = {rank: peer for rank, peer in peers.items() if not peer.beat.finished}
+    if (found := diagnose_silence(live, timeout_s)) is not None:
         return found
-    stuck = {rank for rank, each in here.items() if each.stuck_s >= timeout_s}
-    idle = [rank for rank in stuck if not here[rank].beat.waits]
-    if idle:
-        return _blame(FailureKind.STALLED, idle, here)
-    if stuck and len(stuck) == len(here):
-        return _blame(FailureKind.DEADLOCK, _awaited(here), here)
+    stuck = {rank for rank, peer in live.items() if peer.stuck_s >= timeout_s}
+    stalled = sorted(rank for rank in stuck if not live[rank].beat.waits)
+    if stalled:
+        how = "makes no progress and waits for no other rank"
+        lines = [_current_line(rank, how, live) for rank in stalled]
+        return Diagnosis(kind=FailureKind.STALLED, ranks=tuple(stalled), report="; ".join(lines))
+    if stuck and len(stuck) == len(live):
+        behind = sorted(_deadlocked(live))
+        lines = [_current_line(rank, "is not where others wait for it", live) for rank in behind]
+        if not behind:
+            lines = [f"all ranks wait in the same place, none is behind: {next(iter(live.values())).beat}"]
+        return Diagnosis(kind=FailureKind.DEADLOCK, ranks=tuple(behind), report="; ".join(lines))
     return None
 
 
-def _awaited(seen: Mapping[int, Seen]) -> list[int]:
-    """All ranks wait: those that others wait for in vain, and of these the ones that have come less far. Where
-    nobody knows whom it waits for, as on GPUs, those of all ranks; nobody where all have come equally far."""
-    absent = {
-        peer
-        for each in seen.values()
-        for peer in each.beat.peers
-        if peer in seen and not _same_place(each.beat, seen[peer].beat)
+def _deadlocked(peers: Mapping[int, PeerState]) -> list[int]:
+    """The ranks at fault if all wait: those that are awaited in another collective than they are in, and of
+    these the furthest behind. If no rank knows its peers, as on GPUs, the furthest behind of all; none if all
+    are equally far."""
+    awaited = {
+        rank
+        for peer in peers.values()
+        for rank in peer.beat.peers
+        if rank in peers and not _same_collective(peer.beat, peers[rank].beat)
     }
-    if not any(each.beat.peers for each in seen.values()):
-        absent = set(seen) if len({_come(each.beat) for each in seen.values()}) > 1 else set()
-    least = min((_come(seen[rank].beat) for rank in absent), default=None)
-    return [rank for rank in absent if _come(seen[rank].beat) == least]
+    if not any(peer.beat.peers for peer in peers.values()):
+        awaited = set(peers) if len({_position(peer.beat) for peer in peers.values()}) > 1 else set()
+    first = min((_position(peers[rank].beat) for rank in awaited), default=None)
+    return [rank for rank in awaited if _position(peers[rank].beat) == first]
 
 
-def _same_place(one: Heartbeat, other: Heartbeat) -> bool:
+def _same_collective(one: Heartbeat, other: Heartbeat) -> bool:
     return (one.call, one.members) == (other.call, other.members)
 
 
-def _come(beat: Heartbeat) -> tuple[int, int]:
+def _position(beat: Heartbeat) -> tuple[int, int]:
     return beat.step, beat.place
 
 
-def lost(ranks: Mapping[int, str], seen: Mapping[int, Seen]) -> Diagnosis:
-    """Of ranks that are known to have ended, each with how it did."""
-    lines = [_last_line(rank, how, seen) for rank, how in sorted(ranks.items())]
+def lost(ranks: Mapping[int, str], peers: Mapping[int, PeerState]) -> Diagnosis:
+    """The diagnosis of ranks that are known to be gone, each with how it ended."""
+    lines = []
+    for rank, how in sorted(ranks.items()):
+        if rank in peers:
+            beat = peers[rank].beat
+            how = f"on {beat.host} {how}; last seen at {beat.where}{_waiting_for(rank, peers)}"
+        lines.append(f"rank {rank} {how}")
     return Diagnosis(kind=FailureKind.LOST, ranks=tuple(sorted(ranks)), report="; ".join(lines))
 
 
-def failed(rank: int, error: str, seen: Mapping[int, Seen]) -> Diagnosis:
-    """Of a rank that has met an error by itself."""
-    return Diagnosis(kind=FailureKind.FAILED, ranks=(rank,), report=_line(rank, f"failed: {error}", seen))
+def failed(rank: int, error: str, peers: Mapping[int, PeerState]) -> Diagnosis:
+    """The diagnosis of a rank that raised an error of its own."""
+    report = _current_line(rank, f"failed: {error}", peers)
+    return Diagnosis(kind=FailureKind.FAILED, ranks=(rank,), report=report)
 
 
-def _blame(kind: FailureKind, ranks: list[int], seen: Mapping[int, Seen]) -> Diagnosis:
-    how = {
-        FailureKind.STALLED: "makes no progress and waits for nobody",
-        FailureKind.DEADLOCK: "is where others do not meet it",
-    }
-    if kind is FailureKind.SILENT:
-        silent = {rank: f"has been silent for {seen[rank].silent_s:.1f} s" for rank in ranks}
-        return replace(lost(silent, seen), kind=kind)
-    lines = [_line(rank, how[kind], seen) for rank in sorted(ranks)]
-    if not ranks:
-        lines = [f"all ranks wait in the same place, none is behind: {next(iter(seen.values())).beat}"]
-    return Diagnosis(kind=kind, ranks=tuple(sorted(ranks)), report="; ".join(lines))
+def _current_line(rank: int, how: str, peers: Mapping[int, PeerState]) -> str:
+    beat = peers[rank].beat
+    return f"rank {rank} on {beat.host} {how}: {beat}{_waiting_for(rank, peers)}"
 
 
-def _line(rank: int, how: str, seen: Mapping[int, Seen]) -> str:
-    if rank not in seen:
-        return f"rank {rank} {how}"
-    beat = seen[rank].beat
-    return f"rank {rank} on {beat.host} {how}: {beat}{_awaiting(rank, seen)}"
-
-
-def _last_line(rank: int, how: str, seen: Mapping[int, Seen]) -> str:
-    if rank not in seen:
-        return f"rank {rank} {how}"
-    beat = seen[rank].beat
-    return f"rank {rank} on {beat.host} {how}; last heard of at {beat.where}{_awaiting(rank, seen)}"
-
-
-def _awaiting(rank: int, seen: Mapping[int, Seen]) -> str:
-    """Who waits for a rank."""
-    waiting = [other for other, each in seen.items() if other != rank and rank in each.beat.peers]
-    return f"; {spoken(waiting)} {'waits' if len(waiting) == 1 else 'wait'} for it" if waiting else ""
+def _waiting_for(rank: int, peers: Mapping[int, PeerState]) -> str:
+    """Which ranks wait for this one, in words."""
+    waiting = [other for other, peer in peers.items() if other != rank and rank in peer.beat.peers]
+    return f"; {format_ranks(waiting)} {'waits' if len(waiting) == 1 else 'wait'} for it" if waiting else ""
 
 
 # ------------------------------------------------------------------------------------------ stragglers
 
 
-class Slow(NamedTuple):
+class Straggler(NamedTuple):
     """A rank that others wait for in every step."""
 
     rank: int
     factor: float
-    """How many times as long as the median of the others it works."""
+    """Its working time over the median of the others."""
 
 
-def stragglers(then: Mapping[int, Heartbeat], now: Mapping[int, Heartbeat]) -> list[Slow] | None:
-    """The ranks that worked much longer than others between two times, the slowest first; None where too little
-    was seen. Steps last equally long for all: who is fast spends the rest of the time waiting."""
+def stragglers(then: Mapping[int, Heartbeat], now: Mapping[int, Heartbeat]) -> list[Straggler] | None:
+    """The ranks that worked much longer than the others between two sets of heartbeats, slowest first; None if
+    there are too few samples. A step takes equally long on all ranks: the fast ones spend the rest waiting."""
     if len(now) < 2 or then.keys() != now.keys():
         return None
     shares: dict[int, float] = {}
@@ -241,10 +238,10 @@ def stragglers(then: Mapping[int, Heartbeat], now: Mapping[int, Heartbeat]) -> l
         samples = beat.samples - then[rank].samples
         if samples < STRAGGLER_SAMPLES or beat.step - then[rank].step < STRAGGLER_STEPS:
             return None
-        # Never to have been seen working is to work less than can be told.
+        # A rank that was never sampled while working still worked a little: avoid dividing by zero.
         shares[rank] = max(beat.working - then[rank].working, 1) / samples
     factors = (
-        Slow(rank, share / statistics.median(other for each, other in shares.items() if each != rank))
+        Straggler(rank, share / statistics.median(other for each, other in shares.items() if each != rank))
         for rank, share in shares.items()
     )
     return sorted((each for each in factors if each.factor >= STRAGGLER_FACTOR), key=lambda each: -each.factor)

@@ -1,6 +1,6 @@
-"""Failure reports: what ranks write when a run fails, one file for each, and a summary of them all.
+"""Failure reports: one `rank-N.json` per rank when a run fails, and a summary over all ranks.
 
-A report is `rank-N.json` in a folder of the attempt. docs/watchdog.md says what its fields mean.
+Each attempt of a run has a folder of its own. docs/watchdog.md describes the fields.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ def _now() -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class FailureReport:
-    """What a rank writes when the run fails."""
+    """The report of one rank."""
 
     world: int
     process: int | None
-    """None where another rank has written this, from what was last heard."""
+    """Process id; None if another rank wrote the report, from the last heartbeat."""
     diagnosis: Diagnosis
     exit_code: int | None
-    """What the process ends with; None where it is not there to end."""
+    """Exit code of the process; None if it is gone already."""
     beat: Heartbeat
-    """Where the rank stood."""
+    """Where the rank was."""
     stack: tuple[str, ...] = ()
     time: str = field(default_factory=_now)
 
@@ -58,14 +58,14 @@ class FailureReport:
         }
 
     def __str__(self) -> str:
-        """What the rank says to people: what is wrong, and its stack if it is to blame, or where it stood."""
+        """What the rank prints: the diagnosis, and its stack if it is at fault, otherwise where it was."""
         if self.rank in self.diagnosis.ranks:
             return "\n".join([self.diagnosis.report, *self.stack])
-        return f"{self.diagnosis.report}\nrank {self.rank} stood at {self.beat}"
+        return f"{self.diagnosis.report}\nrank {self.rank} was at {self.beat}"
 
 
 def write_report(folder: Path, report: FailureReport) -> None:
-    """Whole or not at all."""
+    """Write a report atomically: readers never see a partial file."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"rank-{report.rank}.json"
     part = file.with_suffix(".part")
@@ -74,15 +74,15 @@ def write_report(folder: Path, report: FailureReport) -> None:
 
 
 def read_reports(folder: Path) -> list[Mapping[str, Any]]:
-    """What the ranks of one attempt have written, by rank."""
+    """The reports of one attempt, in rank order."""
     files = sorted(folder.glob("rank-*.json"), key=lambda file: int(file.stem.partition("-")[2]))
     return [json.loads(file.read_text()) for file in files]
 
 
 def summary(reports: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A failure in a few lines: what is wrong, and the stack of each rank that is to blame."""
+    """A failure in a few lines: the diagnosis, and the stack of each rank at fault."""
     lines = [str(report["report"]) for report in reports[:1]]
     for report in reports:
         if report["rank"] in report["ranks"] and report["stack"]:
-            lines += [f"rank {report['rank']} stood here:", *report["stack"]]
+            lines += [f"stack of rank {report['rank']}:", *report["stack"]]
     return lines

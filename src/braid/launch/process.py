@@ -1,14 +1,14 @@
-"""One process among others: joining them, and what all of them must know or fail by together.
+"""Process group setup, and host-side collectives for JSON values, errors and consistency checks.
 
-    joined = join(os.environ, device, timeout)
+    process = join(os.environ, device, timeout)
     try:
-        agree({"braid": braid.__version__, **flatten(run)}, joined.everyone)
+        check_agreement({"braid": braid.__version__, **flatten(run)}, process.world_group)
         ...
     finally:
         leave()
 
-What is exchanged here is JSON in plain bytes: nothing is pickled. It stays on the host, so that all of it works
-whatever the device. Alone, nothing is exchanged.
+Values are exchanged as JSON bytes, never pickled, and over gloo on the host, so it works with any device. A
+single process communicates nothing.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from braid.errors import (
     PeerLostError,
     PreemptedError,
 )
-from braid.launch.rendezvous import meet, spoken
+from braid.launch.rendezvous import format_ranks, next_rendezvous
 
-NEEDED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""What a launcher tells each process."""
+REQUIRED_ENV = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Environment variables that a launcher sets for each process."""
 
-KINDS = MappingProxyType(
+ERROR_OF_EXIT_CODE = MappingProxyType(
     {
         kind.exit_code: kind
         for kind in (
@@ -60,13 +60,13 @@ KINDS = MappingProxyType(
 )
 
 LAUNCHER = "BRAID_LAUNCHER"
-"""Environment variable that holds the process id of a worker's launcher, where that is braid's own."""
+"""Environment variable with the launcher's process id, set if braid itself launched the worker."""
 
-ENDED = "braid/ended"
-"""Where a launcher that serves the store tells which of its workers were killed, followed by the attempt."""
+KILLED = "braid/killed"
+"""Store key prefix, followed by the attempt, under which braid's launcher lists workers that were killed."""
 
 EVERYWHERE = "raised on every rank"
-"""Note on an error that all ranks raise at once: one of them telling it is enough."""
+"""Note on an error that all ranks raise at once, so that only one of them needs to print it."""
 
 Result = TypeVar("Result")
 Failure = TypeVar("Failure", bound=BraidError)
@@ -74,101 +74,105 @@ Failure = TypeVar("Failure", bound=BraidError)
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchEnv:
-    """The place that a launcher gave this process, read from its environment."""
+    """The launcher's environment variables: this process's rank, and the address of the store."""
 
     rank: int
     world: int
     local_rank: int
-    """Which process of its machine it is, from 0."""
+    """Rank within its machine."""
     host: str
-    """Where the store is served that ranks find one another on."""
+    """Host of the rendezvous store."""
     port: int
-    served: bool
-    """Whether the launcher serves the store itself; otherwise rank 0 does."""
+    agent_store: bool
+    """Whether the launcher serves the store; otherwise rank 0 does."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rendezvous:
-    """Where ranks have found one another."""
+    """A completed rendezvous, and how to reach its store."""
 
     host: str
     port: int
-    served: bool
-    """Whether the launcher serves the store there; otherwise rank 0 does."""
+    agent_store: bool
+    """Whether the launcher serves the store; otherwise rank 0 does."""
     attempt: str
-    """How often the launcher has started workers before, as far as it tells."""
+    """The launcher's restart count."""
     round: str
-    """A name that is the same on all ranks, and was never seen before."""
-    summed_up: bool = False
-    """Whether the launcher sums up what ranks report."""
+    """Unique id of the round, the same on all ranks."""
+    launcher_summarizes: bool = False
+    """Whether the launcher prints a summary of the ranks' failure reports."""
 
-    def reach(self, timeout: timedelta) -> Store:
-        """A connection to the store that nobody else uses, so that nobody waits for another's question."""
+    def connect(self, timeout: timedelta) -> Store:
+        """A new connection to the store. Requests on one connection are serialised, so a thread that must not
+        wait for others' requests needs its own."""
         return TCPStore(self.host, self.port, is_master=False, timeout=timeout, wait_for_workers=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessContext:
-    """This process among the ranks."""
+    """This process as a member of the process group."""
 
     rank: int
     world: int
     local_rank: int
-    """Which process of its machine it is, from 0."""
+    """Rank within its machine."""
     device: torch.device
-    """Its own device: on CUDA the one that its local rank numbers."""
-    everyone: Group
-    """All ranks; takes tensors of the device and of the host."""
-    meeting: Rendezvous | None = None
-    """Where they have found one another; None where a process is alone, or others have brought ranks
-    together."""
-    ours: bool = True
-    """Whether `join` has formed the group of all ranks, so that `leave` ends it."""
+    """This rank's device: `cuda:LOCAL_RANK`, or the CPU."""
+    world_group: Group
+    """The group of all ranks, for tensors on the device and on the host."""
+    rendezvous: Rendezvous | None = None
+    """None for a single process, or if someone else initialised the process group."""
+    owns_process_group: bool = True
+    """Whether `join` initialised the process group, so that `leave` should destroy it."""
 
 
 def launch_env_of(environment: Mapping[str, str]) -> LaunchEnv | None:
-    """What a launcher said, or None where there is no launcher."""
+    """Parse the launcher's variables; None without a launcher."""
     if not environment.keys() & {"RANK", "WORLD_SIZE"}:
         return None
-    missing = [name for name in NEEDED if not environment.get(name)]
+    missing = [name for name in REQUIRED_ENV if not environment.get(name)]
     if missing:
-        there = [name for name in NEEDED if name not in missing]
+        present = [name for name in REQUIRED_ENV if name not in missing]
         raise ConfigError(
-            f"the environment has {', '.join(there) or 'an empty RANK'} but not {', '.join(missing)}: "
+            f"the environment has {', '.join(present) or 'an empty RANK'} but not {', '.join(missing)}: "
             "start with torchrun, which sets all of them, or unset RANK and WORLD_SIZE"
         )
     env = LaunchEnv(
-        rank=_number(environment, "RANK"),
-        world=_number(environment, "WORLD_SIZE"),
-        local_rank=_number(environment, "LOCAL_RANK"),
+        rank=_integer(environment, "RANK"),
+        world=_integer(environment, "WORLD_SIZE"),
+        local_rank=_integer(environment, "LOCAL_RANK"),
         host=environment["MASTER_ADDR"],
-        port=_number(environment, "MASTER_PORT"),
-        served=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        port=_integer(environment, "MASTER_PORT"),
+        agent_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
     if env.rank >= env.world:
-        raise ConfigError(f"RANK {env.rank} and WORLD_SIZE {env.world}: ranks count from 0 up to the world")
+        raise ConfigError(
+            f"RANK {env.rank} and WORLD_SIZE {env.world}: ranks are 0 to WORLD_SIZE - 1; start with torchrun"
+        )
     return env
 
 
-def _number(environment: Mapping[str, str], name: str) -> int:
+def _integer(environment: Mapping[str, str], name: str) -> int:
     if not environment[name].isdecimal():
-        raise ConfigError(f"the environment has {name} = {environment[name]!r}: set it to a whole number")
+        raise ConfigError(
+            f"the environment has {name} = {environment[name]!r}: set it to an integer >= 0"
+        )
     return int(environment[name])
 
 
 def join(environment: Mapping[str, str], device: torch.device, timeout: timedelta) -> ProcessContext:
-    """Take the seat that a launcher gave, and form the group of all ranks: gloo for tensors of the host, NCCL
-    for those of a GPU. Without a launcher, or as its only rank, the process is alone. Where torch's default
-    group is there already, it is used. `timeout` bounds the wait for others, here and in every collective."""
+    """Initialise the process group: gloo for host tensors, NCCL for GPU tensors. Without a launcher, or in a
+    world of one, there is none. If torch's default group is already initialised, it is used. `timeout` applies
+    to the rendezvous and to every collective."""
     if dist.is_initialized():
         return _already_joined(environment, device)
     env = launch_env_of(environment)
     device = device if env is None else _own_device(env, device)
     if env is None or env.world == 1:
-        return ProcessContext(rank=0, world=1, local_rank=0, device=device, everyone=ALONE)
-    with named_failures():
-        store = _reach(env, timeout)
-        name = meet(PrefixStore("muster", store), env.rank, env.world, timeout)
+        return ProcessContext(rank=0, world=1, local_rank=0, device=device, world_group=ALONE)
+    with translate_peer_errors():
+        store = _connect(env, timeout)
+        name = next_rendezvous(PrefixStore("rendezvous", store), env.rank, env.world, timeout)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             store=PrefixStore(name, store),
@@ -181,31 +185,36 @@ def join(environment: Mapping[str, str], device: torch.device, timeout: timedelt
         world=env.world,
         local_rank=env.local_rank,
         device=device,
-        everyone=Group(name="everyone", size=env.world, rank=env.rank, handle=dist.group.WORLD),
-        meeting=Rendezvous(
+        world_group=Group(name="everyone", size=env.world, rank=env.rank, handle=dist.group.WORLD),
+        rendezvous=Rendezvous(
             host=env.host,
             port=env.port,
-            served=env.served,
+            agent_store=env.agent_store,
             attempt=environment.get("TORCHELASTIC_RESTART_COUNT", "0"),
             round=name,
-            summed_up=LAUNCHER in environment,
+            launcher_summarizes=LAUNCHER in environment,
         ),
     )
 
 
 def _already_joined(environment: Mapping[str, str], device: torch.device) -> ProcessContext:
-    """Among ranks whose group somebody else has formed."""
+    """The context of a process whose default group is already initialised."""
     rank, world = dist.get_rank(), dist.get_world_size()
     local_rank = int(environment.get("LOCAL_RANK", rank))
     own = torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
     everyone = Group(name="everyone", size=world, rank=rank, handle=dist.group.WORLD) if world > 1 else ALONE
     return ProcessContext(
-        rank=rank, world=world, local_rank=local_rank, device=own, everyone=everyone, ours=False
+        rank=rank,
+        world=world,
+        local_rank=local_rank,
+        device=own,
+        world_group=everyone,
+        owns_process_group=False,
     )
 
 
 def leave() -> None:
-    """End every group of this process. Without it, threads of a group can outlive what they use."""
+    """Destroy all process groups. Otherwise their threads can outlive what they use at interpreter exit."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -224,19 +233,22 @@ def _own_device(env: LaunchEnv, device: torch.device) -> torch.device:
     return own
 
 
-def _reach(env: LaunchEnv, timeout: timedelta) -> Store:
-    """The store of all ranks: served by the launcher or by rank 0, a client everywhere else."""
-    serves = not env.served and env.rank == 0
+def _connect(env: LaunchEnv, timeout: timedelta) -> Store:
+    """The rendezvous store: rank 0 serves it unless the launcher does, all others are clients."""
+    serves = not env.agent_store and env.rank == 0
     try:
         return TCPStore(env.host, env.port, is_master=serves, timeout=timeout, wait_for_workers=False)
     except dist.DistError as error:
         where = f"MASTER_ADDR {env.host}, MASTER_PORT {env.port}"
         if serves:
-            told = str(error).splitlines()[0]
-            raise ConfigError(f"rank 0 cannot serve {where}: {told}; set another port") from error
+            reason = str(error).splitlines()[0]
+            raise ConfigError(
+                f"rank 0 cannot serve the store at {where}: {reason}; set another port"
+            ) from error
+        server = "the launcher" if env.agent_store else "rank 0"
         raise PeerLostError(
-            f"rank {env.rank} found nobody at {where} within {timeout.total_seconds():g} s: "
-            f"{'is the launcher' if env.served else 'is rank 0'} running, and can this machine reach it?"
+            f"rank {env.rank} cannot reach the store at {where} within {timeout.total_seconds():g} s: "
+            f"check that {server} is running and reachable from this machine"
         ) from error
 
 
@@ -244,94 +256,84 @@ def _reach(env: LaunchEnv, timeout: timedelta) -> Store:
 
 
 @contextmanager
-def named_failures() -> Iterator[None]:
-    """What torch says when another rank is gone, as an error for people."""
+def translate_peer_errors() -> Iterator[None]:
+    """Turn torch's errors about an unresponsive peer into HangError or PeerLostError."""
     try:
         yield
     except RuntimeError as error:
         text = str(error)
-        if isinstance(error, BraidError) or not is_of_others(error):
+        if isinstance(error, BraidError) or not is_peer_failure(error):
             raise
-        told = re.sub(r"^\[\S*\] ", "", text).partition(". ")[0]
+        reason = re.sub(r"^\[\S*\] ", "", text).partition(". ")[0]
         if "imed out" in text:
-            raise HangError(f"another rank did not come in time: {told}") from error
-        raise PeerLostError(f"another rank has ended: {told}") from error
+            raise HangError(f"timed out waiting for another rank: {reason}") from error
+        raise PeerLostError(f"lost the connection to another rank: {reason}") from error
 
 
-def is_of_others(error: Exception) -> bool:
-    """Whether an error only tells that another rank did not answer."""
+def is_peer_failure(error: Exception) -> bool:
+    """Whether an error only says that another rank did not respond."""
     if isinstance(error, BraidError):
         return isinstance(error, PeerLostError | HangError)
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
-def raise_together(problem: str | None, group: Group, kind: type[BraidError]) -> None:
-    """Every rank brings its problem or None. Where one has a problem, all raise it, with the rank named."""
-    _raise_together(None if problem is None else kind(problem), group)
-
-
-def _raise_together(problem: BraidError | None, group: Group) -> None:
-    if group.size == 1:
-        if problem is not None:
-            raise problem
-        return
-    if not int(all_reduce_max_no_grad(torch.tensor([int(problem is not None)]), group)):
-        return
-    found = gather_json(None if problem is None else [problem.exit_code, str(problem)], group)
-    code = next(said[0] for said in found if said is not None)
-    shared = KINDS[ExitCode(code)]("\n".join(_told([said and said[1] for said in found])))
-    shared.add_note(EVERYWHERE)
-    raise shared from problem
-
-
-def _told(texts: Sequence[str | None]) -> list[str]:
-    """What ranks say, each thing once and with the ranks that say it; without them where it is all."""
-    ranks: dict[str, list[int]] = {}
-    for rank, text in enumerate(texts):
-        if text is not None:
-            ranks.setdefault(text, []).append(rank)
-    return [text if len(who) == len(texts) else f"{spoken(who)}: {text}" for text, who in ranks.items()]
-
-
 @contextmanager
-def together(group: Group) -> Iterator[None]:
-    """All ranks do something that may fail; they go on when all have done it, or raise what one of them met."""
-    problem: BraidError | None = None
+def fail_together(group: Group) -> Iterator[None]:
+    """A barrier at the end of a block that may fail: if it failed on any rank, all ranks raise that error,
+    which names the ranks it came from."""
+    error: BraidError | None = None
     try:
         yield
-    except BraidError as error:
-        if is_everywhere(error):
-            raise  # all ranks know of it already
-        problem = error
-    _raise_together(problem, group)
+    except BraidError as own:
+        if group.size == 1 or is_everywhere(own):
+            raise
+        error = own
+    if group.size == 1 or not int(all_reduce_max_no_grad(torch.tensor([int(error is not None)]), group)):
+        return
+    errors = all_gather_json(None if error is None else [error.exit_code, str(error)], group)
+    code = next(each[0] for each in errors if each is not None)
+    message = "\n".join(_merge_messages([each and each[1] for each in errors]))
+    raise everywhere(ERROR_OF_EXIT_CODE[ExitCode(code)](message)) from error
 
 
-def first_then_others(action: Callable[[], Result], group: Group) -> Result:
-    """Rank 0 acts alone, the others when it is done: it may make files that they read."""
+def _merge_messages(texts: Sequence[str | None]) -> list[str]:
+    """Each distinct message once, prefixed with its ranks unless it came from all of them."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, text in enumerate(texts):
+        if text is not None:
+            ranks_of.setdefault(text, []).append(rank)
+    return [
+        text if len(ranks) == len(texts) else f"{format_ranks(ranks)}: {text}"
+        for text, ranks in ranks_of.items()
+    ]
+
+
+def rank_zero_first(action: Callable[[], Result], group: Group) -> Result:
+    """Run an action on rank 0, then on the other ranks: it may create files that they read."""
     results: list[Result] = []
     for my_turn in (group.rank == 0, group.rank != 0):
-        with together(group):
+        with fail_together(group):
             if my_turn:
                 results.append(action())
     return results[0]
 
 
 def everywhere(error: Failure) -> Failure:
-    """Mark an error that all ranks raise at once."""
+    """Mark an error as raised by all ranks at once."""
     error.add_note(EVERYWHERE)
     return error
 
 
 def is_everywhere(error: BraidError) -> bool:
-    """Whether all ranks raise this error at once."""
+    """Whether an error is marked as raised by all ranks at once."""
     return EVERYWHERE in getattr(error, "__notes__", ())
 
 
 # ----------------------------------------------------------------------------------------- agreement
 
 
-def gather_json(value: Any, group: Group) -> list[Any]:
-    """Every rank's value, in rank order, on every rank."""
+def all_gather_json(value: Any, group: Group) -> list[Any]:
+    """All-gather a JSON value, in rank order."""
     if group.size == 1:
         return [value]
     data = _json_bytes(value)
@@ -341,20 +343,21 @@ def gather_json(value: Any, group: Group) -> list[Any]:
     return [json.loads(row[:size].numpy().tobytes()) for row, size in zip(rows.unbind(0), sizes, strict=True)]
 
 
-def agree(
+def check_agreement(
     values: Mapping[str, Any],
     group: Group,
     rule: str = "the ranks were started with different settings",
     kind: type[BraidError] = ConfigError,
 ) -> None:
-    """Refuse, on every rank, values that are not the same on all: each by name, with who has what."""
+    """Raise on every rank unless all ranks have the same values. The error lists each difference by name and
+    rank. Only digests are exchanged unless they differ."""
     if group.size == 1:
         return
     digest = torch.frombuffer(bytearray(hashlib.sha256(_json_bytes(values)).digest()), dtype=torch.uint8)
     digests = all_gather_no_grad(digest[None], group)
     if bool((digests == digests[0]).all()):
         return
-    differing = differences(gather_json(values, group))
+    differing = differences(all_gather_json(values, group))
     raise everywhere(kind("\n  ".join([rule, *differing])))
 
 
@@ -362,12 +365,13 @@ def differences(values: Sequence[Mapping[str, Any]]) -> list[str]:
     """A line for each name on which ranks differ: `optim.lr: 0.0003 on ranks 0-6, 0.001 on rank 7`."""
     lines = []
     for name in dict.fromkeys(name for each in values for name in each):
-        ranks: dict[str, list[int]] = {}
+        ranks_of: dict[str, list[int]] = {}
         for rank, each in enumerate(values):
             text = json.dumps(each[name]) if name in each else "nothing"
-            ranks.setdefault(text, []).append(rank)
-        if len(ranks) > 1:
-            lines.append(f"{name}: " + ", ".join(f"{text} on {spoken(who)}" for text, who in ranks.items()))
+            ranks_of.setdefault(text, []).append(rank)
+        if len(ranks_of) > 1:
+            by_value = [f"{text} on {format_ranks(ranks)}" for text, ranks in ranks_of.items()]
+            lines.append(f"{name}: {', '.join(by_value)}")
     return lines
 
 

@@ -1,9 +1,10 @@
-"""Rendezvous: ranks find one another on a store, and agree on a round that only living processes are in.
+"""Rendezvous: ranks find each other on a store and agree on a round that contains live processes only.
 
-A launcher keeps one store for all its attempts, so a new process reads there what dead ones wrote; and after a
-failure on one node torchrun counts a restart on that node alone, so its count does not tell rounds apart. Here
-every process says hello with a token of its own. Rank 0 calls a round with the tokens it sees, and calls again
-when a token has changed; a process answers a call that has its token. The round that all have answered is it.
+A launcher keeps one store for all attempts, so a new process can read what dead ones wrote. torchrun's restart
+count does not tell attempts apart either: after a failure on one node it is incremented on that node alone.
+Therefore each process registers a random token. Rank 0 opens a round with the tokens it sees, and another one
+whenever a token changes; a process confirms the round that lists its own token. The round that all ranks have
+confirmed is complete.
 """
 
 from __future__ import annotations
@@ -18,82 +19,75 @@ from braid.errors import PeerLostError
 
 PAUSE_S = 0.01
 PAUSE_PER_RANK_S = 5e-5
-"""So that the store of many ranks is not asked more often than it can answer."""
+"""Polling interval: grows with the world size, so that many ranks do not overload the store."""
 
 
-def meet(store: Store, rank: int, world: int, timeout: timedelta) -> str:
-    """Wait for all ranks, and return the name of their round: the same everywhere, and never seen before."""
-    token, answered = uuid.uuid4().hex, ""
-    heard: list[bytes] = []
+def next_rendezvous(store: Store, rank: int, world: int, timeout: timedelta) -> str:
+    """Wait for all ranks and return the id of the round: the same on all ranks, and unique."""
+    token, confirmed = uuid.uuid4().hex, ""
+    known_tokens: list[bytes] = []
     deadline = time.monotonic() + timeout.total_seconds()
-    store.set(_hello(rank), token)
+    store.set(_token_key(rank), token)
     while time.monotonic() < deadline:
         if rank == 0:
-            heard = _call_if_changed(store, world, heard)
-        called = _called(store, rank, token)
-        if called not in ("", answered):
-            answered = called
-            _answer(store, answered, rank, world)
-        if answered and store.check([_complete(answered)]):
-            return answered
+            known_tokens = _open_round_if_changed(store, world, known_tokens)
+        opened = _opened_round(store, rank, token)
+        if opened not in ("", confirmed):
+            confirmed = opened
+            store.set(_confirmed_key(confirmed, rank), "")
+            if store.add(f"{confirmed}/count", 1) == world:
+                store.set(f"{confirmed}/complete", "")
+        if confirmed and store.check([f"{confirmed}/complete"]):
+            return confirmed
         time.sleep(PAUSE_S + world * PAUSE_PER_RANK_S)
-    raise PeerLostError(_who_is_missing(store, answered, world, timeout))
+    raise PeerLostError(_missing_ranks(store, confirmed, world, timeout))
 
 
-def _hello(rank: int) -> str:
-    return f"hello/{rank}"
+def _token_key(rank: int) -> str:
+    return f"token/{rank}"
 
 
-def _call(rank: int) -> str:
-    return f"call/{rank}"
+def _round_key(rank: int) -> str:
+    return f"round/{rank}"
 
 
-def _present(name: str, rank: int) -> str:
-    return f"{name}/present/{rank}"
+def _confirmed_key(name: str, rank: int) -> str:
+    return f"{name}/confirmed/{rank}"
 
 
-def _complete(name: str) -> str:
-    return f"{name}/complete"
-
-
-def _call_if_changed(store: Store, world: int, heard: list[bytes]) -> list[bytes]:
-    """Rank 0: call a new round where some process is not the one that was heard before."""
-    hellos = [_hello(rank) for rank in range(world)]
-    if not store.check(hellos):
-        return heard
-    tokens = store.multi_get(hellos)
-    if tokens != heard:
+def _open_round_if_changed(store: Store, world: int, known_tokens: list[bytes]) -> list[bytes]:
+    """Rank 0: once all ranks have registered, open a new round if any token differs from the known ones."""
+    keys = [_token_key(rank) for rank in range(world)]
+    if not store.check(keys):
+        return known_tokens
+    tokens = store.multi_get(keys)
+    if tokens != known_tokens:
         name = uuid.uuid4().hex
         for rank, token in enumerate(tokens):
-            store.set(_call(rank), f"{name} {token.decode()}")
+            store.set(_round_key(rank), f"{name} {token.decode()}")
     return tokens
 
 
-def _called(store: Store, rank: int, token: str) -> str:
-    """The round that this very process is called to, or nothing."""
-    if not store.check([_call(rank)]):
+def _opened_round(store: Store, rank: int, token: str) -> str:
+    """The latest round, if it lists this process and not a dead one of the same rank; otherwise empty."""
+    if not store.check([_round_key(rank)]):
         return ""
-    name, _, meant = store.get(_call(rank)).decode().partition(" ")
-    return name if meant == token else ""
+    name, _, listed = store.get(_round_key(rank)).decode().partition(" ")
+    return name if listed == token else ""
 
 
-def _answer(store: Store, name: str, rank: int, world: int) -> None:
-    store.set(_present(name, rank), "")
-    if store.add(f"{name}/count", 1) == world:
-        store.set(_complete(name), "")
-
-
-def _who_is_missing(store: Store, answered: str, world: int, timeout: timedelta) -> str:
-    silent = [rank for rank in range(world) if not store.check([_hello(rank)])]
-    if not silent and answered:
-        silent = [rank for rank in range(world) if not store.check([_present(answered, rank)])]
-    named = f"missing: {spoken(silent)}" if silent else "rank 0 called none that all could answer"
+def _missing_ranks(store: Store, confirmed: str, world: int, timeout: timedelta) -> str:
+    """The error message after a timeout."""
+    missing = [rank for rank in range(world) if not store.check([_token_key(rank)])]
+    if not missing and confirmed:
+        missing = [rank for rank in range(world) if not store.check([_confirmed_key(confirmed, rank)])]
+    which = f"missing: {format_ranks(missing)}" if missing else "rank 0 opened no round that all could confirm"
     waited = f"{timeout.total_seconds():g} s"
-    return f"{world - len(silent)} of {world} ranks came within {waited}; {named}. Start all of them again"
+    return f"{world - len(missing)} of {world} ranks joined within {waited}; {which}. Restart all of them"
 
 
-def spoken(ranks: list[int]) -> str:
-    """`rank 7`, `ranks 0-2, 5`."""
+def format_ranks(ranks: list[int]) -> str:
+    """Ranks in words, with ranges: `rank 7`, `ranks 0-2, 5`."""
     runs: list[tuple[int, int]] = []
     for rank in sorted(ranks):
         if runs and runs[-1][1] == rank - 1:

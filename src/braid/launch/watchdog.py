@@ -1,13 +1,13 @@
-"""The watchdog: when a rank stalls or dies, every rank says where it stood, and ends instead of waiting.
+"""The watchdog: when a rank stalls or dies, all ranks report where they are and exit instead of hanging.
 
-    with watched(joined, folder, progress, timeout_s) as watchdog:
-        ...   # steps, which say what they do by `progress`
+    with watched(process, folder, progress, timeout_s) as watchdog:
+        ...   # steps, which record what they do in `progress`
 
-Two threads of each rank live beside the one that works. One tells the other ranks, on the store that they found
-one another on, what this rank is doing (a `Beat`), and reads what they decide; rank 0's looks at all beats, and
-makes a diagnosis where one is due. The other looks at the working thread's stack to see whether it waits, and
-watches over the first. The first diagnosis holds for all. Each rank writes `rank-N.json` and ends with the exit
-code of the kind; of a rank that cannot, rank 0 writes what was last heard.
+Each rank runs two threads next to the working one. The heartbeat thread posts a `Heartbeat` to the rendezvous
+store and reads what others have published; on rank 0 it also reads all heartbeats and diagnoses failures. The
+sampling thread probes the working thread's stack to see whether it waits, and detects a store that no longer
+answers. The first diagnosis published is valid for all ranks. Each rank writes `rank-N.json` and exits with the
+code of the failure; for a rank that is gone, another one writes its last heartbeat.
 """
 
 from __future__ import annotations
@@ -36,51 +36,52 @@ from braid.launch.diagnosis import (
     Diagnosis,
     FailureKind,
     Heartbeat,
-    Seen,
-    Slow,
+    PeerState,
+    Straggler,
     diagnose,
+    diagnose_silence,
     failed,
     lost,
-    silence,
     stragglers,
 )
 from braid.launch.failure_report import FailureReport, write_report
-from braid.launch.process import ENDED, ProcessContext, is_everywhere, is_of_others
-from braid.launch.stack_probe import Standing, is_waiting, stack_of, standing, stood
+from braid.launch.process import KILLED, ProcessContext, is_everywhere, is_peer_failure
+from braid.launch.stack_probe import WaitState, is_waiting, probe_error, probe_thread, stack_of
 
 BEAT_S = 0.5
 BEAT_PER_RANK_S = 1e-4
-"""Between two beats; longer with many ranks, so that the store can answer all of them."""
+"""Heartbeat interval: grows with the world size, so that many ranks do not overload the store."""
 
 SAMPLE_S = 0.02
-"""Between two looks at the working thread."""
+"""Interval between samples of the working thread's stack."""
 
 STORE_S = 5.0
-"""How long one question to the store may take."""
+"""Timeout of a request to the store."""
 
 REPORT_S = 1.5
-"""How long a rank that is about to end waits until others have written their reports too."""
+"""How long a rank that is about to exit waits for the reports of the others."""
 
 Result = TypeVar("Result")
 
-MISSED = 4
-"""How many beats of all others a rank must miss to be the one that has ended, once somebody has."""
+MISSED_BEATS = 4
+"""After a rank was lost: it is the one that sent no heartbeat while all others sent this many."""
 
 
 @contextmanager
 def watched(
-    joined: ProcessContext,
+    process: ProcessContext,
     failures: Path,
     progress: Progress,
     timeout_s: float,
     end: Callable[[int], None] = os._exit,
 ) -> Iterator[Watchdog | None]:
-    """Watch over the thread that calls, until the end of the `with`. Reports go to a folder within `failures`,
-    named after the time when this began. With a timeout of 0 nobody watches. `end` is how the process ends."""
+    """Watch the calling thread until the end of the `with`. Reports go to a subfolder of `failures` named after
+    the start time. A timeout of 0 disables the watchdog. `end` exits the process: os._exit by default, because
+    the working thread may be stuck in a collective."""
     if timeout_s == 0:
         yield None
         return
-    watchdog = Watchdog(joined, failures, progress, timeout_s, end)
+    watchdog = Watchdog(process, failures, progress, timeout_s, end)
     progress.watched = True
     watchdog.start()
     try:
@@ -88,149 +89,160 @@ def watched(
     except BraidError as error:
         if is_everywhere(error):
             raise
-        watchdog.fail_by(error)
+        watchdog.fail_with(error)
     except Exception as error:
-        watchdog.fail_by(error)
+        watchdog.fail_with(error)
     finally:
         progress.watched = False
         watchdog.close()
 
 
 class Watchdog:
-    """Of one rank."""
+    """The watchdog of one rank."""
 
     def __init__(
         self,
-        joined: ProcessContext,
+        process: ProcessContext,
         failures: Path,
         progress: Progress,
         timeout_s: float,
         end: Callable[[int], None],
     ) -> None:
-        self.rank, self.world = joined.rank, joined.world
+        self.rank, self.world = process.rank, process.world
         self.progress, self.timeout_s = progress, timeout_s
-        self.slow: tuple[Slow, ...] = ()
-        """Ranks that others wait for; known to rank 0."""
-        self._summed_up = joined.meeting is not None and joined.meeting.summed_up
+        self.slow: tuple[Straggler, ...] = ()
+        """Current stragglers; on rank 0 only."""
+        rendezvous = process.rendezvous
+        self._launcher_summarizes = rendezvous is not None and rendezvous.launcher_summarizes
         self._end, self._host, self._thread = end, socket.gethostname(), threading.get_ident()
         self._beat_s = min(BEAT_S, timeout_s / 10) + self.world * BEAT_PER_RANK_S
-        self._root, self._served_by = _reach(joined)
-        self._ended = ENDED if joined.meeting is None else f"{ENDED}/{joined.meeting.attempt}"
-        self._store = PrefixStore("watchdog" if joined.meeting is None else joined.meeting.round, self._root)
-        self._folder = failures / self._named()
-        self._closing, self._over = threading.Event(), threading.Lock()
-        self._mute = False
-        """Whether the store is known not to answer."""
+        if rendezvous is None:  # a single process
+            self._root: Store = HashStore()
+            self._store_rank: int | None = self.rank
+            round_id, self._killed_key = "watchdog", KILLED
+        else:
+            # A connection of its own: the working thread may be blocked in a request on the other one.
+            self._root = rendezvous.connect(timedelta(seconds=STORE_S))
+            self._store_rank = None if rendezvous.agent_store else 0
+            round_id, self._killed_key = rendezvous.round, f"{KILLED}/{rendezvous.attempt}"
+        self._store = PrefixStore(round_id, self._root)
+        # The first rank to set the name of the attempt's folder decides it for all.
+        started = datetime.now(UTC).strftime("%Y%m%d-%H%M%S-%f")
+        self._folder = failures / self._store.compare_set("name", "", started).decode()
+        self._closing, self._exit_lock = threading.Event(), threading.Lock()
+        self._store_dead = False
+        """Whether a request to the store has failed or timed out: none are sent any more."""
         self._count = self._working = self._samples = 0
         self._device_since: tuple[object, float] = (None, 0.0)
         self._heard: dict[int, tuple[Heartbeat, float]] = {}
-        """The last beat of each rank, and when it came."""
-        self._answered = self._awake = time.monotonic()
-        """When the store last answered; and since when this process has not been suspended."""
+        """The last heartbeat of each rank, and when it arrived."""
+        self._store_answered = self._awake = time.monotonic()
+        """When the store last answered; when this process last resumed from being suspended."""
         self._compared: dict[int, Heartbeat] = {}
+        """The heartbeats that stragglers are measured from."""
         self._threads = [
-            threading.Thread(target=self._tell_and_listen, name="watchdog-beats", daemon=True),
-            threading.Thread(target=self._look_at_thread, name="watchdog", daemon=True),
+            threading.Thread(target=self._heartbeat_loop, name="watchdog-beats", daemon=True),
+            threading.Thread(target=self._sampling_loop, name="watchdog", daemon=True),
         ]
 
-    def _named(self) -> str:
-        """The name of this attempt, which the first to come gives."""
-        mine = datetime.now(UTC).strftime("%Y%m%d-%H%M%S-%f")
-        return self._store.compare_set("name", "", mine).decode()
-
     def start(self) -> None:
-        self._beat()
+        self._post_heartbeat()
         for thread in self._threads:
             thread.start()
 
     def close(self) -> None:
-        """Say goodbye, and stop."""
-        with self._over:
+        """Stop the threads and post a last heartbeat, so that others do not miss this rank."""
+        with self._exit_lock:
             self._closing.set()
         for thread in self._threads:
             thread.join(STORE_S)
-        self._ask(functools.partial(self._beat, left=True))
+        self._try_store(functools.partial(self._post_heartbeat, finished=True))
 
-    def _ask(self, question: Callable[[], Result]) -> Result | None:
-        """What the store answers; None where it is gone or says nothing, and from then on."""
+    def _try_store(self, request: Callable[[], Result]) -> Result | None:
+        """Run requests to the store in a thread of their own, so that a hanging store cannot hang the exit.
+        None if they fail or time out, and for all later ones."""
         answers: list[Result] = []
 
-        def ask() -> None:
+        def run() -> None:
             with suppress(RuntimeError):
-                answers.append(question())
+                answers.append(request())
 
-        if not self._mute:
-            asking = threading.Thread(target=ask, name="watchdog-question", daemon=True)
-            asking.start()
-            asking.join(2 * STORE_S)
-            self._mute = not answers
+        if not self._store_dead:
+            thread = threading.Thread(target=run, name="watchdog-request", daemon=True)
+            thread.start()
+            thread.join(2 * STORE_S)
+            self._store_dead = not answers
         return answers[0] if answers else None
 
-    # ------------------------------------------------------------------------- beside the working thread
+    # ------------------------------------------------------------------------------------ sampling thread
 
-    def _look_at_thread(self) -> None:
-        """Take samples; and end where the store itself does not answer any more."""
+    def _sampling_loop(self) -> None:
+        """Sample whether the working thread waits; fail if the store does not answer any more."""
         tick, before = min(SAMPLE_S, self._beat_s), time.monotonic()
         while not self._closing.wait(tick):
             now = time.monotonic()
             if now - before >= self.timeout_s / 2:
-                self._awake = now  # nobody is to blame for the time in which all were suspended
+                self._awake = now  # the process was suspended, as by SIGSTOP: restart all clocks
             before = now
             self._samples += 1
             self._working += not self._waits()
-            silent = now - max(self._answered, self._awake)
+            silent = now - max(self._store_answered, self._awake)
             if silent >= self.timeout_s + 2 * self._beat_s:
-                self._mute = True
-                self._fail(self._store_is_gone(f"has been silent for {silent:.1f} s"))
+                self._store_dead = True
+                self._fail(self._diagnose_store(f"has been silent for {silent:.1f} s"))
                 return
 
     def _waits(self) -> bool:
-        """Whether the rank is held up by others, as far as can be told at a glance."""
+        """Whether the rank waits for others, by a cheap test. On a GPU it is the device's current op that
+        counts, because the host runs ahead."""
         behind = self.progress.behind()
         if behind is not None and not isinstance(behind.what, str):
             op = behind.what
             return not op.act.computes or (op.phase or "").endswith(("dispatch", "combine"))
         return is_waiting(self._thread)
 
-    def _store_is_gone(self, how: str) -> Diagnosis:
-        if self._served_by is None:
+    def _diagnose_store(self, how: str) -> Diagnosis:
+        """The diagnosis if the store is gone: whoever serves it is at fault."""
+        if self._store_rank is None:
             return Diagnosis(
                 kind=FailureKind.SILENT, ranks=(), report=f"the launcher, which serves the store, {how}"
             )
-        seen = self._seen()
-        return replace(lost({self._served_by: how}, seen), kind=FailureKind.SILENT)
+        return replace(lost({self._store_rank: how}, self._peers()), kind=FailureKind.SILENT)
 
-    def _tell_and_listen(self) -> None:
+    # ----------------------------------------------------------------------------------- heartbeat thread
+
+    def _heartbeat_loop(self) -> None:
         while not self._closing.wait(self._beat_s):
             try:
-                self._beat()
-                diagnosis = self._decided() or self._look_around()
-            except RuntimeError:  # of the store; it may come back, and the other thread counts
+                self._post_heartbeat()
+                diagnosis = self._published_diagnosis() or self._check_peers()
+            except RuntimeError:  # of the store, which may recover; the sampling thread watches the time
                 continue
-            self._answered = time.monotonic()
+            self._store_answered = time.monotonic()
             if diagnosis is not None:
                 self._fail(diagnosis)
                 return
 
-    def _beat(self, *, left: bool = False) -> None:
+    def _post_heartbeat(self, *, finished: bool = False) -> None:
         self._count += 1
-        self._store.set(f"beat/{self.rank}", json.dumps(self.beat(left=left).to_json()))
+        self._store.set(f"beat/{self.rank}", json.dumps(self.heartbeat(finished=finished).to_json()))
 
-    def beat(self, *, left: bool = False) -> Heartbeat:
-        """Where this rank stands now."""
+    def heartbeat(self, *, finished: bool = False) -> Heartbeat:
+        """Where this rank is now."""
         now, at = time.monotonic(), self.progress.at
         since = max(at.since, self._awake)
-        found = Standing(waits=False)
+        wait = WaitState(waits=False)
         behind = self.progress.behind()
         if behind is not None:
-            # The host has gone ahead: what counts is what the device has not done.
+            # The host runs ahead of the GPU: report the op that the device has reached.
             key = (behind.step, behind.place)
             if self._device_since[0] != key:
                 self._device_since = (key, now)
             at, since = behind, self._device_since[1]
-            found = Standing(waits=True, call="its device")
+            wait = WaitState(waits=True, call="its device")
         elif now - since >= self.timeout_s / 2 and self.world > 1:
-            found = standing(self._thread)
+            # Probing is expensive and only matters once a rank may be stuck.
+            wait = probe_thread(self._thread)
         return Heartbeat(
             rank=self.rank,
             count=self._count,
@@ -240,44 +252,40 @@ class Watchdog:
             op=str(at.what),
             done=None if at.done is None else str(at.done),
             since_s=now - since,
-            waits=found.waits,
-            call=found.call,
-            group=found.group,
-            members=found.members,
-            left=left,
+            waits=wait.waits,
+            call=wait.call,
+            group=wait.group,
+            members=wait.members,
+            finished=finished,
             working=self._working,
             samples=self._samples,
         )
 
-    # -------------------------------------------------------------------------------------------- others
-
-    def _decided(self) -> Diagnosis | None:
-        """What another rank has found, or what the launcher knows."""
+    def _published_diagnosis(self) -> Diagnosis | None:
+        """The diagnosis that another rank has published, or of the workers that the launcher lists as
+        killed."""
         if self._store.check(["diagnosis"]):
             return Diagnosis.from_json(json.loads(self._store.get("diagnosis")))
-        ended = self._ended_by_launcher()
-        return self._agreed(lost(ended, self._seen())) if ended else None
+        if not self._root.check([self._killed_key]):
+            return None
+        killed = {int(rank): how for rank, how in json.loads(self._root.get(self._killed_key)).items()}
+        return self._publish(lost(killed, self._peers()))
 
-    def _ended_by_launcher(self) -> dict[int, str]:
-        if not self._root.check([self._ended]):
-            return {}
-        return {int(rank): how for rank, how in json.loads(self._root.get(self._ended)).items()}
-
-    def _look_around(self) -> Diagnosis | None:
-        """Rank 0 looks at all ranks, the others at rank 0."""
+    def _check_peers(self) -> Diagnosis | None:
+        """Rank 0 checks all ranks, the others check rank 0."""
         if self.rank == 0:
-            self._listen(range(self.world))
-            self._compare()
-            found = diagnose(self._seen(), self.timeout_s)
+            self._read_heartbeats(range(self.world))
+            self._check_stragglers()
+            found = diagnose(self._peers(), self.timeout_s)
         else:
-            self._listen((0,))
-            found = silence(self._seen(), self.timeout_s)
-        return None if found is None else self._agreed(found)
+            self._read_heartbeats((0,))
+            found = diagnose_silence(self._peers(), self.timeout_s)
+        return None if found is None else self._publish(found)
 
-    def _listen(self, ranks: range | tuple[int, ...]) -> None:
+    def _read_heartbeats(self, ranks: range | tuple[int, ...]) -> None:
         keys = [f"beat/{rank}" for rank in ranks]
         if not self._store.check(keys):
-            return  # somebody has not begun
+            return  # not all ranks have started yet
         now = time.monotonic()
         for text in self._store.multi_get(keys):
             beat = Heartbeat.from_json(json.loads(text))
@@ -285,17 +293,19 @@ class Watchdog:
             if known is None or known[0].count != beat.count:
                 self._heard[beat.rank] = (beat, now)
 
-    def _seen(self) -> dict[int, Seen]:
+    def _peers(self) -> dict[int, PeerState]:
         now = time.monotonic()
-        return {rank: Seen(beat, now - max(when, self._awake)) for rank, (beat, when) in self._heard.items()}
+        return {
+            rank: PeerState(beat, now - max(when, self._awake)) for rank, (beat, when) in self._heard.items()
+        }
 
-    def _agreed(self, found: Diagnosis) -> Diagnosis:
-        """The first diagnosis holds for all ranks."""
+    def _publish(self, found: Diagnosis) -> Diagnosis:
+        """Publish a diagnosis, unless another rank was first; returns the one that is valid for all ranks."""
         text = self._store.compare_set("diagnosis", "", json.dumps(found.to_json()))
         return Diagnosis.from_json(json.loads(text))
 
-    def _compare(self) -> None:
-        """Who is slow: told when it changes."""
+    def _check_stragglers(self) -> None:
+        """Update the list of stragglers, and warn about new ones."""
         beats = {rank: beat for rank, (beat, _) in self._heard.items()}
         if not self._compared:
             self._compared = beats if len(beats) == self.world else {}
@@ -316,113 +326,102 @@ class Watchdog:
     # ------------------------------------------------------------------------------------------- failing
 
     def _fail(self, diagnosis: Diagnosis) -> None:
-        """A thread of the watchdog ends the process."""
-        with self._over:
+        """End the process, from a thread of the watchdog."""
+        with self._exit_lock:
             if self._closing.is_set():
                 return
             code = diagnosis.kind.exit_code
-            where = standing(self._thread) if self.world > 1 else Standing(waits=False)
-            report = self._report(diagnosis, code, tuple(stack_of(self._thread)), where)
+            wait = probe_thread(self._thread) if self.world > 1 else WaitState(waits=False)
+            report = self._report(diagnosis, code, tuple(stack_of(self._thread)), wait)
             self._write(report)
-            _print(
-                f"braid: rank {self.rank} stood at {report.beat}\n" if self._summed_up else f"braid: {report}\n"
-            )
-            self._ask(lambda: self._tell_written(diagnosis))
+            where = f"rank {self.rank} was at {report.beat}"
+            _print(f"braid: {where if self._launcher_summarizes else report}\n")
+            self._try_store(lambda: self._await_reports(diagnosis))
             self._closing.set()
             self._end(code)
 
-    def fail_by(self, error: Exception) -> None:
-        """The working thread has met an error that other ranks may not know of: find out what it means, report,
-        and raise it, or what is behind it."""
-        with self._over:
+    def fail_with(self, error: Exception) -> None:
+        """Handle an error of the working thread that the other ranks may not know of: diagnose and report it,
+        then raise it, or the diagnosis if another rank caused it."""
+        with self._exit_lock:
             self._closing.set()
         stack = tuple(line for entry in traceback.format_exception(error) for line in entry.splitlines())
-        of_others = is_of_others(error)
-        if of_others:
-            found = self._ask(lambda: self._who_is_gone() or _unknown(error)) or self._store_is_gone("is gone")
+        if is_peer_failure(error):
+            found = self._try_store(lambda: self._find_lost_ranks() or _unknown(error))
+            diagnosis = found or self._diagnose_store("is gone")
+            code, wait = diagnosis.kind.exit_code, probe_error(error)
+            raised: Exception = (HangError if code is ExitCode.HANG else PeerLostError)(diagnosis.report)
         else:
-            own = failed(self.rank, _first_line(error), {self.rank: Seen(self.beat(), 0.0)})
-            found = self._ask(lambda: self._agreed(own)) or own
-        code = error.exit_code if isinstance(error, BraidError) else ExitCode.BUG
-        if of_others:
-            code = found.kind.exit_code
-        where = stood(error) if of_others else Standing(waits=False)
-        self._write(self._report(found, code, stack, where))
-        self._ask(lambda: self._tell_written(found))
-        if of_others:
-            raise (HangError if code is ExitCode.HANG else PeerLostError)(found.report) from error
-        raise error
+            own = failed(self.rank, _first_line(error), {self.rank: PeerState(self.heartbeat(), 0.0)})
+            diagnosis = self._try_store(lambda: self._publish(own)) or own
+            code = error.exit_code if isinstance(error, BraidError) else ExitCode.BUG
+            wait, raised = WaitState(waits=False), error
+        self._write(self._report(diagnosis, code, stack, wait))
+        self._try_store(lambda: self._await_reports(diagnosis))
+        if raised is error:
+            raise error
+        raise raised from error
 
-    def _who_is_gone(self) -> Diagnosis | None:
-        """A rank has ended, that is all that is known: the launcher knows which, or another rank knows why, or
-        beats stop coming from it. None where nothing is found out."""
-        began, deadline = dict[int, int](), time.monotonic() + STORE_S
+    def _find_lost_ranks(self) -> Diagnosis | None:
+        """After a connection to some rank broke, find out which: the launcher knows, or another rank has
+        published a diagnosis, or its heartbeats have stopped. None if none of these within a few seconds."""
+        first_counts, deadline = dict[int, int](), time.monotonic() + STORE_S
         while time.monotonic() < deadline:
-            self._beat()
-            if (known := self._decided()) is not None:
+            self._post_heartbeat()
+            if (known := self._published_diagnosis()) is not None:
                 return known
-            self._listen(range(self.world))
+            self._read_heartbeats(range(self.world))
             counts = {rank: beat.count for rank, (beat, _) in self._heard.items()}
-            began = began or counts
-            come = {rank: count - began[rank] for rank, count in counts.items() if rank in began}
-            left = {rank for rank, (beat, _) in self._heard.items() if beat.left}
-            quiet = {rank for rank, number in come.items() if number == 0 and rank != self.rank} | left
-            if quiet and all(number >= MISSED for rank, number in come.items() if rank not in quiet):
-                return self._agreed(lost(dict.fromkeys(quiet, "has ended"), self._seen()))
+            first_counts = first_counts or counts
+            beats = {rank: count - first_counts[rank] for rank, count in counts.items() if rank in first_counts}
+            finished = {rank for rank, (beat, _) in self._heard.items() if beat.finished}
+            quiet = {rank for rank, number in beats.items() if number == 0 and rank != self.rank} | finished
+            if quiet and all(number >= MISSED_BEATS for rank, number in beats.items() if rank not in quiet):
+                return self._publish(lost(dict.fromkeys(quiet, "has ended"), self._peers()))
             time.sleep(self._beat_s)
         return None
 
     def _report(
-        self, diagnosis: Diagnosis, code: ExitCode, stack: tuple[str, ...], where: Standing
+        self, diagnosis: Diagnosis, code: ExitCode, stack: tuple[str, ...], wait: WaitState
     ) -> FailureReport:
-        beat = self.beat()
-        if where.waits:
-            beat = replace(beat, **where._asdict())
+        beat = self.heartbeat()
+        if wait.waits:
+            beat = replace(beat, **wait._asdict())
         return FailureReport(
             world=self.world, process=os.getpid(), diagnosis=diagnosis, exit_code=code, beat=beat, stack=stack
         )
 
     def _write(self, report: FailureReport) -> None:
-        """A report that cannot be written is told of, and no reason to stay."""
+        """Write a report; if that fails, say so and exit all the same."""
         try:
             write_report(self._folder, report)
         except OSError as error:
-            _print(f"braid: no report in {self._folder}: {error.strerror}\n")
+            _print(f"braid: cannot write a report to {self._folder}: {error.strerror}\n")
 
-    def _tell_written(self, diagnosis: Diagnosis) -> None:
-        """The first to report also writes for those that are not there to do it. Then all wait for each other:
-        whoever starts ranks stops all of them once one has ended."""
+    def _await_reports(self, diagnosis: Diagnosis) -> None:
+        """Wait until all ranks have written their reports, since a launcher kills the others once one has
+        ended. The first rank to get here also writes the reports of ranks that are gone."""
         self._store.set(f"report/{self.rank}", "")
-        if self._store.add("reports", 1) == 1:
-            self._write_for_silent(diagnosis)
         absent = diagnosis.ranks if diagnosis.kind in (FailureKind.LOST, FailureKind.SILENT) else ()
+        if self._store.add("reports", 1) == 1:
+            for rank in absent:
+                self._write_for(rank, diagnosis)
         expected = [f"report/{rank}" for rank in range(self.world) if rank not in absent]
         deadline = time.monotonic() + REPORT_S
         while not self._store.check(expected) and time.monotonic() < deadline:
             time.sleep(SAMPLE_S)
 
-    def _write_for_silent(self, diagnosis: Diagnosis) -> None:
-        if diagnosis.kind not in (FailureKind.LOST, FailureKind.SILENT):
-            return
-        for rank in diagnosis.ranks:
-            if self._store.check([f"beat/{rank}"]):
-                beat = Heartbeat.from_json(json.loads(self._store.get(f"beat/{rank}")))
-                self._write(
-                    FailureReport(
-                        world=self.world, process=None, diagnosis=diagnosis, exit_code=None, beat=beat
-                    )
-                )
-
-
-def _reach(joined: ProcessContext) -> tuple[Store, int | None]:
-    """A connection of the watchdog's own, and the rank that serves the store; None where a launcher does."""
-    if joined.meeting is None:
-        return HashStore(), joined.rank
-    store = joined.meeting.reach(timedelta(seconds=STORE_S))
-    return store, None if joined.meeting.served else 0
+    def _write_for(self, rank: int, diagnosis: Diagnosis) -> None:
+        """Write the report of a rank that is gone, from its last heartbeat."""
+        if self._store.check([f"beat/{rank}"]):
+            beat = Heartbeat.from_json(json.loads(self._store.get(f"beat/{rank}")))
+            self._write(
+                FailureReport(world=self.world, process=None, diagnosis=diagnosis, exit_code=None, beat=beat)
+            )
 
 
 def _unknown(error: Exception) -> Diagnosis:
+    """The diagnosis of an error about a peer, if nothing more is known."""
     kind = FailureKind.DEADLOCK if "imed out" in str(error) else FailureKind.LOST
     return Diagnosis(kind=kind, ranks=(), report=f"another rank did not answer: {_first_line(error)}")
 
@@ -432,6 +431,6 @@ def _first_line(error: Exception) -> str:
 
 
 def _print(text: str) -> None:
-    """Past Python's own buffers, which the working thread may be holding."""
+    """Write to stderr past Python's buffers, whose lock the working thread may hold."""
     with suppress(OSError, ValueError):
         os.write(2 if sys.stderr is None else sys.stderr.fileno(), text.encode())

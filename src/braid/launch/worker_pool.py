@@ -1,9 +1,8 @@
-"""Worker pool: the processes of one machine, started together, watched, stopped together, and started again
-where that can help.
+"""Worker pool: launches the ranks of one machine, monitors them, and restarts all of them after a failure.
 
-The launcher speaks torchrun's protocol: a worker reads RANK, WORLD_SIZE and the rest from its environment and
-cannot tell the two apart. It serves the store that workers find one another on, so its port is never another's.
-Rank 0 has the terminal; what other ranks say goes to stderr behind `[rank 3]`.
+The launcher sets torchrun's environment variables (RANK, WORLD_SIZE, ...), so workers need not know which of
+the two started them. It serves the rendezvous store itself, on a free port chosen by the system. Rank 0
+inherits the terminal; the output of other ranks goes to stderr, prefixed with `[rank 3]`.
 """
 
 from __future__ import annotations
@@ -29,16 +28,16 @@ from torch._C._distributed_c10d import TCPStore
 from braid.console import warn
 from braid.errors import ConfigError, ExitCode
 from braid.launch.failure_report import read_reports, summary
-from braid.launch.process import ENDED, LAUNCHER
+from braid.launch.process import KILLED, LAUNCHER
 
 GRACE_S = 3.0
-"""Time that ranks have to end after one of them failed: there is nothing left that they could do together."""
+"""Time between SIGTERM and SIGKILL after a rank has failed."""
 
 CAUSE_S = 2.0
-"""Time that ranks have to end by themselves after one was missed or killed: they report what they know of it,
-and where one of them is the cause, its exit code is to be told, not theirs."""
+"""Time that ranks have to exit by themselves after one was lost or killed: they write failure reports, and if
+one of them is the cause, its exit code must be seen before SIGTERM replaces it."""
 
-PAUSE_S = 0.02
+POLL_S = 0.02
 
 FINAL = frozenset(
     {
@@ -50,27 +49,27 @@ FINAL = frozenset(
         ExitCode.INTERRUPTED,
     }
 )
-"""Exit codes after which the same again would end the same, or was not wanted."""
+"""Exit codes after which there is no restart: it would fail the same way, or the user stopped the run."""
 
 PR_SET_PDEATHSIG = 1
-"""prctl(2): the signal that a process gets when its parent ends."""
+"""prctl(2): sets the signal that a process receives when its parent dies."""
 
-SEARCHED = 1024
-"""How far above a world others are looked for."""
+SEARCH_RANGE = 1024
+"""How many larger world sizes `nearest_worlds` tries."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ended:
-    """How a worker ended."""
+class WorkerExit:
+    """The exit of a worker."""
 
     rank: int
     status: int
-    """Its exit code; the negative number of a signal where one killed it."""
+    """Exit code, or the negative number of the signal that killed it."""
     stopped: bool = False
-    """Whether that signal came from the launcher."""
+    """Whether the launcher sent that signal."""
 
     @property
-    def peaceful(self) -> bool:
+    def clean(self) -> bool:
         return self.status in (ExitCode.OK, ExitCode.PREEMPTED)
 
     @property
@@ -97,50 +96,48 @@ def launch(
     environment: Mapping[str, str],
     failures: Path | None = None,
 ) -> int:
-    """Run `command` on `world` local ranks and return the exit code of the rank that failed first, or 0. After
-    a failure that may pass all are started again, at most `restarts` times. What workers report in the folder
-    `failures` is summed up."""
+    """Run `command` on `world` local ranks and return 0, or the exit code of the rank that failed first. After
+    a failure that may be transient all are restarted, at most `restarts` times. Prints a summary of the failure
+    reports that workers write to `failures`."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     if "OMP_NUM_THREADS" not in environment:
-        warn(f"starting {world} workers of one thread each; set OMP_NUM_THREADS for more")
-    with _Crew(command, world, environment, store) as crew:
+        warn(f"starting {world} workers with one thread each; set OMP_NUM_THREADS for more")
+    with _WorkerPool(command, world, environment, store) as pool:
         for attempt in range(restarts + 1):
-            before = _attempts(failures)
-            crew.start(attempt)
-            ended = verdict(crew.watch())
-            if ended is None:
+            before = _report_folders(failures)
+            pool.start(attempt)
+            decisive = deciding_exit(pool.wait())
+            if decisive is None:
                 return ExitCode.OK
-            final = crew.asked or ended.exit_code in FINAL or attempt == restarts
-            if not ended.peaceful:
-                then = "all were stopped" if final else f"all start again, {attempt + 1} of {restarts} restarts"
-                warn("interrupted" if ended.stopped else f"{ended}; {then}")
-                for line in _summary(_attempts(failures) - before):
-                    warn(line)
+            final = pool.stop_requested or decisive.exit_code in FINAL or attempt == restarts
+            if not decisive.clean:
+                then = "all were stopped" if final else f"restarting all, {attempt + 1} of {restarts} restarts"
+                warn("interrupted" if decisive.stopped else f"{decisive}; {then}")
+                for folder in sorted(_report_folders(failures) - before):
+                    for line in (*summary(read_reports(folder)), f"reports: {folder}"):
+                        warn(line)
             if final:
-                return ended.exit_code
+                return decisive.exit_code
     raise AssertionError("the last attempt is final")
 
 
-def _attempts(failures: Path | None) -> set[Path]:
-    """The folders of attempts that have failed."""
+def _report_folders(failures: Path | None) -> set[Path]:
+    """The folders of failure reports, one for each failed attempt."""
     return set() if failures is None or not failures.is_dir() else set(failures.iterdir())
 
 
-def _summary(folders: set[Path]) -> list[str]:
-    return [line for each in sorted(folders) for line in (*summary(read_reports(each)), f"reports: {each}")]
-
-
-def verdict(ended: Sequence[Ended]) -> Ended | None:
-    """The worker whose end is that of all, given in the order in which they ended: the first that failed by
-    itself, before those that only missed it; otherwise one that was asked to stop; None where all are done."""
-    failed = [each for each in ended if not (each.peaceful or each.stopped)]
+def deciding_exit(exits: Sequence[WorkerExit]) -> WorkerExit | None:
+    """The exit that decides the outcome, of all exits in the order in which they happened: the first failure
+    that is a cause, otherwise the first that merely lost a peer, otherwise a worker that was stopped; None if
+    all succeeded."""
+    failed = [each for each in exits if not (each.clean or each.stopped)]
     causes = [each for each in failed if each.status != ExitCode.PEER_LOST]
-    asked = sorted((each for each in ended if each.status != 0), key=lambda each: each.stopped)
-    return next(iter([*causes, *failed, *asked]), None)
+    stopped = sorted((each for each in exits if each.status != 0), key=lambda each: each.stopped)
+    return next(iter([*causes, *failed, *stopped]), None)
 
 
-class _Crew:
-    """The workers of one launcher. While it is entered, SIGTERM and Ctrl-C go on to them."""
+class _WorkerPool:
+    """The workers of one launcher. While entered, SIGTERM and Ctrl-C are forwarded to them."""
 
     def __init__(
         self, command: Sequence[str], world: int, environment: Mapping[str, str], store: TCPStore
@@ -149,16 +146,18 @@ class _Crew:
         self._attempt = 0
         self._environment = dict(environment)
         self._workers: list[subprocess.Popen[bytes]] = []
-        self._told: list[threading.Thread] = []
-        self._before: dict[signal.Signals, object] = {}
+        self._output_threads: list[threading.Thread] = []
+        self._handlers: dict[signal.Signals, object] = {}
+        """The signal handlers to restore on exit."""
         self._sent: frozenset[signal.Signals] = frozenset()
-        self.asked = False
-        """Whether somebody asked the launcher to stop."""
+        """Signals sent to the workers of this attempt."""
+        self.stop_requested = False
+        """Whether the launcher received SIGTERM or Ctrl-C."""
 
-    def __enter__(self) -> _Crew:
+    def __enter__(self) -> _WorkerPool:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
-                self._before[number] = signal.signal(number, self._pass_on)
+                self._handlers[number] = signal.signal(number, self._forward_signal)
         return self
 
     def __exit__(
@@ -167,20 +166,20 @@ class _Crew:
         self._send(signal.SIGKILL)
         for worker in self._workers:
             worker.wait()
-        for number, handler in self._before.items():
+        for number, handler in self._handlers.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def start(self, attempt: int) -> None:
         self._attempt, self._sent = attempt, frozenset()
-        self._workers, self._told = [], []
+        self._workers, self._output_threads = [], []
         for rank in range(self._world):
             self._workers.append(self._start(rank, attempt))
         for rank, worker in enumerate(self._workers):
             if worker.stdout is not None:
-                told = threading.Thread(target=_tell, args=(rank, worker.stdout), daemon=True)
-                told.start()
-                self._told.append(told)
-        if self.asked:
+                thread = threading.Thread(target=_forward_output, args=(rank, worker.stdout), daemon=True)
+                thread.start()
+                self._output_threads.append(thread)
+        if self.stop_requested:  # the signal came while workers were being started
             self._send(signal.SIGTERM)
 
     def _start(self, rank: int, attempt: int) -> subprocess.Popen[bytes]:
@@ -203,67 +202,69 @@ class _Crew:
             stdin=subprocess.DEVNULL,
             stdout=None if rank == 0 else subprocess.PIPE,
             stderr=None if rank == 0 else subprocess.STDOUT,
-            process_group=0,  # a terminal sends Ctrl-C to its whole group: workers get it once, from here
+            # A terminal sends Ctrl-C to its whole process group: workers get it only once, from the launcher.
+            process_group=0,
         )
 
-    def watch(self) -> list[Ended]:
-        """Wait until all have ended, and return how, in that order. When one fails, the others must end too."""
-        ended: dict[int, Ended] = {}
+    def wait(self) -> list[WorkerExit]:
+        """Wait for all workers and return their exits in order. If one fails, the others are stopped."""
+        exits: dict[int, WorkerExit] = {}
         due: dict[signal.Signals, float] = {}
-        while len(ended) < self._world:
+        while len(exits) < self._world:
             now = time.monotonic()
-            for each in self._newly_ended(ended):
-                ended[each.rank] = each
-                self._tell_killed(ended)
-                for number, seconds in _consequences(each).items():
+            for each in self._new_exits(exits):
+                exits[each.rank] = each
+                self._publish_killed(exits)
+                for number, seconds in _signals_after(each).items():
                     due[number] = min(due.get(number, math.inf), now + seconds)
             for number in [number for number, when in due.items() if when <= now]:
                 del due[number]
-                if number == signal.SIGKILL or not self._sent:  # who is ending already is not disturbed
+                if number == signal.SIGKILL or not self._sent:  # one SIGTERM or SIGINT is enough
                     self._send(number)
-            time.sleep(PAUSE_S)
-        for told in self._told:
-            told.join(GRACE_S)
-        return list(ended.values())
+            time.sleep(POLL_S)
+        for thread in self._output_threads:
+            thread.join(GRACE_S)
+        return list(exits.values())
 
-    def _tell_killed(self, ended: Mapping[int, Ended]) -> None:
-        """Workers cannot know which of them somebody has killed: the launcher can, and tells them."""
-        killed = {each.rank: each.how for each in ended.values() if each.status < 0 and not each.stopped}
+    def _publish_killed(self, exits: Mapping[int, WorkerExit]) -> None:
+        """Publish on the store which workers were killed, for the watchdogs of the others to report."""
+        killed = {each.rank: each.how for each in exits.values() if each.status < 0 and not each.stopped}
         if killed:
-            self._store.set(f"{ENDED}/{self._attempt}", json.dumps(killed))
+            self._store.set(f"{KILLED}/{self._attempt}", json.dumps(killed))
 
-    def _newly_ended(self, known: Mapping[int, Ended]) -> list[Ended]:
-        """Those that a signal killed come first: others may have failed for the lack of them."""
-        found = [
-            Ended(rank=rank, status=status, stopped=-status in self._sent)
+    def _new_exits(self, known: Mapping[int, WorkerExit]) -> list[WorkerExit]:
+        """Workers that have exited since, killed ones first: others may have failed because of them."""
+        exits = [
+            WorkerExit(rank=rank, status=status, stopped=-status in self._sent)
             for rank, worker in enumerate(self._workers)
             if rank not in known and (status := worker.poll()) is not None
         ]
-        return sorted(found, key=lambda each: each.status >= 0)
+        return sorted(exits, key=lambda each: each.status >= 0)
 
     def _send(self, number: signal.Signals) -> None:
         self._sent |= {number}
         for worker in self._workers:
             worker.send_signal(number)
 
-    def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        self.asked = True
+    def _forward_signal(self, number: int, frame: FrameType | None) -> None:
+        self.stop_requested = True
         self._send(signal.Signals(number))
 
 
-def _consequences(ended: Ended) -> dict[signal.Signals, float]:
-    """Which signals the other workers get, in how many seconds."""
+def _signals_after(ended: WorkerExit) -> dict[signal.Signals, float]:
+    """The signals to send to the other workers after an exit, each with a delay in seconds."""
     if ended.status == ExitCode.OK:
         return {}
     if ended.status == ExitCode.PREEMPTED:
-        return {signal.SIGTERM: 0.0}  # the others may still be saving: they take the time they need
-    missed = ended.status < 0 or ended.status in (ExitCode.PEER_LOST, ExitCode.HANG)
-    wait = CAUSE_S if missed else 0.0
-    return {signal.SIGTERM: wait, signal.SIGKILL: wait + GRACE_S}
+        return {signal.SIGTERM: 0.0}  # no SIGKILL: the others may still be saving
+    lost = ended.status < 0 or ended.status in (ExitCode.PEER_LOST, ExitCode.HANG)
+    delay = CAUSE_S if lost else 0.0
+    return {signal.SIGTERM: delay, signal.SIGKILL: delay + GRACE_S}
 
 
-def _tell(rank: int, pipe: IO[bytes]) -> None:
-    """What a rank says, line by line. A worker never waits for somebody who watches."""
+def _forward_output(rank: int, pipe: IO[bytes]) -> None:
+    """Copy a worker's output to stderr, line by line. Keeps draining the pipe even if stderr is gone: a worker
+    must never block on its output."""
     with pipe:
         for line in pipe:
             text = line.decode(errors="replace").rstrip("\n")
@@ -275,31 +276,31 @@ def _tell(rank: int, pipe: IO[bytes]) -> None:
 
 
 def die_with_launcher(environment: Mapping[str, str]) -> None:
-    """A worker calls this first: from then on it ends when its launcher does, however that ends."""
+    """Make this worker die with its launcher, even if that is killed. Workers call this first."""
     if LAUNCHER not in environment:
         return
     launcher = int(environment[LAUNCHER])
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        _die_unless(launcher)
+        _die_if_orphaned(launcher)  # the launcher may have died before the call
     else:
-        threading.Thread(target=_look_after, args=(launcher,), daemon=True).start()
+        threading.Thread(target=_poll_parent, args=(launcher,), daemon=True).start()
 
 
-def _die_unless(launcher: int) -> None:
+def _die_if_orphaned(launcher: int) -> None:
     if os.getppid() != launcher:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _look_after(launcher: int) -> None:
+def _poll_parent(launcher: int) -> None:
     while True:
-        _die_unless(launcher)
+        _die_if_orphaned(launcher)
         time.sleep(1)
 
 
 def check_gpus(world: int, device: str) -> None:
-    """Refuse more local ranks than there are GPUs, where these are what is wanted."""
-    gpus = torch.cuda.device_count()  # makes no context on any of them
+    """Reject more local ranks than GPUs, if the run uses GPUs."""
+    gpus = torch.cuda.device_count()  # creates no CUDA context
     if device != "cpu" and (gpus or device == "cuda") and world > gpus:
         raise ConfigError(
             f"--world {world} needs {world} GPUs, torch sees {gpus}: "
@@ -308,7 +309,7 @@ def check_gpus(world: int, device: str) -> None:
 
 
 def nearest_worlds(fits: Callable[[int], bool], world: int) -> tuple[int, ...]:
-    """The nearest smaller and the nearest larger number of ranks that fit; either may not exist."""
+    """The nearest smaller and the nearest larger world size that fit, if they exist."""
     smaller = next((n for n in range(world - 1, 0, -1) if fits(n)), None)
-    larger = next((n for n in range(max(1, world + 1), world + SEARCHED + 1) if fits(n)), None)
+    larger = next((n for n in range(max(1, world + 1), world + SEARCH_RANGE + 1) if fits(n)), None)
     return tuple(n for n in (smaller, larger) if n is not None)

@@ -1,1 +1,1 @@
-"""Models: blocks with phases, the stack they form, and the language model around it."""
+"""The hybrid language model: blocks split into phases, the stack, MTP depths, head and generation."""

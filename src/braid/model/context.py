@@ -1,10 +1,11 @@
-"""A micro-batch, and the context that holds its state while it passes through a model.
+"""A micro-batch and its context: the per-micro-batch state of a forward pass.
 
-Modules keep nothing of a micro-batch. What layers share (rotary tables, document spans) is made once here;
-what phases leave for one another (order of rows, losses, counts) is filed here under its layer.
+Modules are stateless, so several micro-batches can be in flight. The context computes what layers share (rotary
+tables, document spans) once, and stores what phases pass to later ones (dispatch plans, balance losses, expert
+counts) by layer.
 
-A rank is given whole rows. Mixers see all T tokens of them; between layers a rank holds t of them, the slice
-that `Context.mine` takes.
+Every rank receives full rows. Mixers see all T tokens; between layers, sequence and context parallelism leave a
+rank t of them, the slice that `Context.local_slice` takes.
 
 Shapes: B rows, T tokens, t tokens of this rank, C channels, E experts.
 """
@@ -35,32 +36,33 @@ from braid.nn.rotary import Rotary, rotary_tables
 from braid.pattern import Layer
 
 Cache = AttentionCache | LatentCache | Mamba2Cache | DeltaNetCache
-"""What a mixer remembers of the tokens it has seen."""
+"""KV cache or recurrent state of a mixer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """What a model is given: rows of tokens, and who they are."""
+    """The input of a model: rows of packed documents."""
 
     tokens_BT: Tensor
     labels_BT: Tensor
-    """What each token should predict; anything where the loss is masked."""
+    """The next token of each token; arbitrary where the loss is masked."""
     loss_mask_BT: Tensor
-    """True where a token's prediction counts."""
+    """True where a prediction contributes to the loss."""
     positions_BT: Tensor
-    """A token's place in its document, from 0."""
+    """Position of a token in its document, from 0."""
     documents_BT: Tensor
-    """A token's document: runs of equal ids are documents, and negative ids are padding."""
+    """Document id of a token: a run of equal ids is one document, negative ids are padding."""
     sample_B: Tensor
-    """The global number of each row's sample: random masks follow it."""
+    """Global index of each row's sample. Dropout and jitter are seeded with it, independently of batch and
+    rank."""
     step: int = 0
     seed: int = 0
     training: bool = True
-    """Whether random masks apply."""
+    """Whether dropout, jitter and expert capacity apply."""
 
     @staticmethod
     def of_tokens(tokens_BT: Tensor, start: int = 0) -> MicroBatch:
-        """Rows of one document each, without labels, the first token at position `start`: for generation."""
+        """A micro-batch for generation: one document per row, no labels, first token at position `start`."""
         zeros_BT = torch.zeros_like(tokens_BT)
         return MicroBatch(
             tokens_BT=tokens_BT,
@@ -73,7 +75,6 @@ class MicroBatch:
         )
 
     def to(self, device: torch.device) -> MicroBatch:
-        """The same micro-batch with its tensors on `device`."""
         return replace(
             self,
             tokens_BT=to_device(self.tokens_BT, device),
@@ -86,23 +87,23 @@ class MicroBatch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Whole:
-    """A micro-batch over all ranks that share it: what its means divide by."""
+class MicroBatchTotals:
+    """Sizes of a micro-batch over all its ranks: the denominators of mean losses."""
 
     tokens: int
-    """Tokens that are not padding."""
+    """Tokens without padding."""
     rows: int
 
     @staticmethod
-    def of(documents_BT: Tensor) -> Whole:
-        """A micro-batch that one process has to itself, with documents on the host."""
-        return Whole(tokens=int((documents_BT >= 0).sum()), rows=len(documents_BT))
+    def of(documents_BT: Tensor) -> MicroBatchTotals:
+        """The totals of a micro-batch on a single rank; `documents_BT` is on the host."""
+        return MicroBatchTotals(tokens=int((documents_BT >= 0).sum()), rows=len(documents_BT))
 
 
 class Context:
-    """The state of one micro-batch in one model. Made by `LanguageModel.prepare`.
+    """The state of one micro-batch in one model; see `LanguageModel.prepare`.
 
-    Not a dataclass: FSDP2 copies those that a module is given, and what is filed in a copy is lost.
+    Not a dataclass: FSDP2 copies dataclasses among a module's arguments, and writes to a copy would be lost.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class Context:
         *,
         batch: MicroBatch,
         groups: Groups,
-        whole: Whole,
+        totals: MicroBatchTotals,
         host_documents_BT: Tensor,
         dtype: torch.dtype,
         caches: Mapping[Layer, Cache],
@@ -118,63 +119,61 @@ class Context:
         self.batch = batch
         """This rank's rows of the micro-batch, on the model's device."""
         self.groups = groups
-        """The ranks that share the micro-batch."""
-        self.whole = whole
-        """The micro-batch over all its ranks."""
+        """Process groups of this rank."""
+        self.totals = totals
         self.host_documents_BT = host_documents_BT
-        """The batch's documents on the host, where spans are cut."""
+        """Documents on the host, so that computing spans does not synchronize with the device."""
         self.dtype = dtype
         """Dtype of the activations."""
         self.caches = caches
-        """For generation: what each mixer remembers of the tokens before this micro-batch."""
+        """Generation: the cache of each mixer. Empty in training."""
         self.dispatch_plans: dict[Layer, DispatchPlan] = {}
-        """Where each MoE layer's rows go, and how they return."""
         self.balances: dict[Layer, Balance] = {}
-        """What each MoE layer's router did to its experts: weighted losses, and counts."""
+        """Auxiliary losses and expert counts of each MoE layer."""
         self.earlier_E: Mapping[Layer, Tensor] = {}
-        """For each MoE layer, the favourites of the step's earlier micro-batches."""
+        """For each MoE layer, `Balance.raw_counts_E` summed over the step's earlier micro-batches."""
         self.deviations: dict[Layer, Tensor] | None = None
-        """Where layers write down how far the mixing of their streams is from doubly stochastic."""
+        """If not None, layers report here how far their hyper-connection is from doubly stochastic."""
         self.recording: Recording | None = None
-        """Where routers write down what they decide."""
+        """If not None, routers record their decisions here."""
         self.replay: Recording | None = None
-        """Decisions that routers repeat instead of making their own."""
+        """If not None, routers replay these decisions."""
         self._rotary: dict[tuple[int, float, Yarn | None], Rotary] = {}
         self._spans: dict[int | None, Spans] = {}
 
     def rotary(self, rope_dim: int, base: float, scaling: Yarn | None) -> Rotary:
-        """The rotary tables, made for the first layer that asks."""
+        """The rotary tables; computed on first use and shared by layers."""
         key = (rope_dim, base, scaling)
         if key not in self._rotary:
             self._rotary[key] = rotary_tables(self.batch.positions_BT, rope_dim, base, self.dtype, scaling)
         return self._rotary[key]
 
     def spans(self, window: int | None) -> Spans:
-        """The documents as attention needs them, cut for the first layer that asks."""
+        """The document spans for attention; computed on first use and shared by layers."""
         if window not in self._spans:
             device = self.batch.tokens_BT.device
             self._spans[window] = spans_of(self.host_documents_BT, window, device)
         return self._spans[window]
 
     def documents(self) -> Tensor | None:
-        """The documents of every row; None where each row is a single one, which mixers compute faster."""
+        """The document ids; None if every row is a single document, for which mixers have a fast path."""
         host_BT = self.host_documents_BT
         return None if bool((host_BT == host_BT[:, :1]).all()) else self.batch.documents_BT
 
-    def mine(self, x_BT: Tensor) -> Tensor:
-        """This rank's tokens between layers, out of whole rows."""
+    def local_slice(self, x_BT: Tensor) -> Tensor:
+        """The tokens of full rows that this rank holds between layers."""
         return own_slice(x_BT, self.groups.tp_cp, dim=1)
 
     def tokens(self, layer: Layer) -> Tokens:
-        """Who this rank's tokens are, for the router of a layer."""
-        batch, padding = self.batch, self._padding
+        """The identities of this rank's tokens, for the router of a layer."""
+        batch, padding = self.batch, self._padding_count
         return Tokens(
             sample_B=batch.sample_B,
-            place_T=self._places_T,
-            padding_BT=self.mine(batch.documents_BT) < 0 if padding else None,
+            position_T=self._positions_T,
+            padding_BT=self.local_slice(batch.documents_BT) < 0 if padding else None,
             padding_count=padding,
-            shared_tokens=self.whole.tokens,
-            shared_rows=self.whole.rows,
+            global_tokens=self.totals.tokens,
+            global_rows=self.totals.rows,
             layer=layer.stream,
             seed=batch.seed,
             step=batch.step,
@@ -182,20 +181,19 @@ class Context:
         )
 
     @cached_property
-    def _padding(self) -> int:
-        """How many of this rank's tokens are none."""
-        return int((self.mine(self.host_documents_BT) < 0).sum())
+    def _padding_count(self) -> int:
+        return int((self.local_slice(self.host_documents_BT) < 0).sum())
 
     @cached_property
-    def _places_T(self) -> Tensor:
-        """The place in its row of each of this rank's tokens; with caches, rows go on where they stand."""
+    def _positions_T(self) -> Tensor:
+        """Positions of this rank's tokens in their rows. With caches, rows continue where the caches end."""
         if self.caches:
             return self.batch.positions_BT[0]
-        place_T = torch.arange(self.batch.tokens_BT.shape[1], device=self.batch.tokens_BT.device)
-        return own_slice(place_T, self.groups.tp_cp, dim=0)
+        position_T = torch.arange(self.batch.tokens_BT.shape[1], device=self.batch.tokens_BT.device)
+        return own_slice(position_T, self.groups.tp_cp, dim=0)
 
     def keep_mask(self, layer: Layer, rate: float, channels: int) -> Tensor:
-        """What a layer's dropout keeps."""
+        """The dropout mask of a layer: True is kept."""
         batch = self.batch
         return keep_mask(
             rate,
@@ -203,6 +201,6 @@ class Context:
             step=batch.step,
             layer=layer.stream,
             sample_B=batch.sample_B,
-            position_T=self._places_T,
+            position_T=self._positions_T,
             channels=channels,
         )

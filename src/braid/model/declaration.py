@@ -1,11 +1,10 @@
-"""What a language model declares about itself before it is built: its units of weights, and the phases of a
-step.
+"""The structure of a model for FSDP and pipeline schedules, declared without building it: units and phases.
 
-A **unit** is what is gathered, released and reduced together where weights are sharded. It is known by the path
-of its module. `chains` lists the phases of every segment: what each reads and writes, the units that it
-computes with, the parameters that it shares with other phases, and what of it can be recomputed. `units` lists
-the units themselves. The schedule, the engine and the estimate know a model by this alone; `LanguageModel`
-looks its units up here. Nothing of it needs torch.
+A **unit** is an FSDP unit: parameters that are unsharded, resharded and reduce-scattered together, identified
+by the path of their module. `units` lists them. `chains` lists the phases of every segment: the tensors that
+each reads and writes, the units it computes with, the parameters it shares with other phases, and the regions
+of it that can be recomputed. Schedules, engine and memory estimate know a model only through this declaration;
+`LanguageModel` looks its units up here. Nothing in this module needs torch.
 """
 
 from __future__ import annotations
@@ -29,47 +28,47 @@ LAYER_NAMES = MappingProxyType(
         Kind.MOE: "moe",
     }
 )
-"""The sub-tree of canonical names that each kind of layer has within its block. No pattern has both kinds of
-attention."""
+"""The name of each kind of layer within its block, in module paths and canonical names. No pattern has both
+kinds of attention."""
 
 MIXERS = frozenset({Kind.ATTENTION, Kind.LATENT_ATTENTION, Kind.MAMBA2, Kind.DELTA_NET})
 
 EMBEDDING, HEAD, EXIT, FINAL_NORM = "embedding", "head", "exit", "final_norm"
-"""Units around the blocks."""
+"""Units outside the blocks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """What units and phases of a model depend on, besides its layout."""
+    """Everything besides the layout that units and phases depend on."""
 
     tied: bool = False
-    """Whether the head has the embedding's weight."""
+    """Whether the head is tied to the embedding."""
     shared_experts: bool = False
-    """Whether layers of experts have one that every token visits."""
+    """Whether MoE layers have a shared expert."""
     latent: bool = False
-    """Whether what returns from experts goes through a projection."""
+    """Whether MoE layers have latent projections around their routed experts."""
     dropout: bool = False
     hyper: bool = False
-    """Whether there are several residual streams, with hyper-connections around layers."""
+    """Whether layers have hyper-connections, which make several residual streams."""
     learned_exit: bool = False
-    """Whether streams become one by weights that are learned."""
+    """Whether learned weights merge the streams at the end."""
     narrow: bool = False
-    """Whether the model computes in a narrower dtype than float32: then what is float32 in every model is a
-    unit of its own."""
+    """Whether the compute dtype is narrower than float32. FSDP2 casts a unit as a whole, so parameters that
+    stay float32 then need units of their own."""
     whole: bool = False
-    """Whether all of a segment is one phase: where nothing has to happen between its blocks."""
+    """Whether a segment is a single phase."""
     fine: bool = False
-    """Whether blocks with experts go into phases that can run beside each other; else each is one phase."""
+    """Whether MoE blocks are split into phases that can overlap; otherwise a block is one phase."""
     posts: bool = False
-    """With `fine`: whether `post` is a phase of its own, as it is with hyper-connections in any case."""
+    """With `fine`: whether `post` is a phase of its own. With hyper-connections it always is."""
     late_weights: bool = False
-    """Whether weight gradients of experts lie in two buckets."""
+    """Whether weight gradients of experts are split into two buckets."""
     training: bool = True
-    """Whether there are MTP depths; an evaluation leaves them out."""
+    """Whether MTP depths run; evaluation leaves them out."""
 
 
 def form_of(model: architecture.Model, dtype: str, **choices: bool) -> Form:
-    """The form of a model that computes in a dtype; `choices` are the fields that are not the model's own."""
+    """The form of a model with a compute dtype; `choices` are the fields that the model does not determine."""
     moe, hyper = model.moe, model.hyper
     return Form(
         tied=model.tied,
@@ -87,30 +86,31 @@ def form_of(model: architecture.Model, dtype: str, **choices: bool) -> Form:
 
 
 def units(layout: Layout, form: Form, segments: Sequence[int] | None = None) -> tuple[Unit, ...]:
-    """The units of the segments that a rank holds, of all of them where nothing is said; inner ones first."""
+    """The units of a rank's segments, of all segments by default. Inner units come before outer ones, in the
+    order in which `fully_shard` must wrap them."""
     count = len(layout.segments)
     held = range(count) if segments is None else segments
-    begins, ends = 0 in held, count - 1 in held
-    depths = layout.mtp if ends else ()
-    found: list[Unit] = []
-    if begins or (ends and (form.tied or depths)):
-        found.append(Unit(path=EMBEDDING))
+    first, last = 0 in held, count - 1 in held
+    depths = layout.mtp if last else ()
+    result: list[Unit] = []
+    if first or (last and (form.tied or depths)):
+        result.append(Unit(path=EMBEDDING))
     for segment in held:
         for block in layout.segments[segment].blocks:
-            found += block_units(block, f"stack.blocks.{block.index}", form)
+            result += block_units(block, f"stack.blocks.{block.index}", form)
     for depth in depths:
         for block in depth.blocks:
-            found += block_units(block, f"mtp.{depth.depth}.blocks.{block.index}", form)
-        found += _exit_units(f"mtp.{depth.depth}.{EXIT}", form)
-        found.append(Unit(path=f"mtp.{depth.depth}"))
-    if ends:
-        found += [*_exit_units(EXIT, form), Unit(path=FINAL_NORM)]
-        found += [] if form.tied else [Unit(path=HEAD)]
-    return tuple(found)
+            result += block_units(block, f"mtp.{depth.depth}.blocks.{block.index}", form)
+        result += _exit_units(f"mtp.{depth.depth}.{EXIT}", form)
+        result.append(Unit(path=f"mtp.{depth.depth}"))
+    if last:
+        result += [*_exit_units(EXIT, form), Unit(path=FINAL_NORM)]
+        result += [] if form.tied else [Unit(path=HEAD)]
+    return tuple(result)
 
 
 def block_units(block: Block, at: str, form: Form) -> Iterator[Unit]:
-    """A block is a unit, but for its experts and for what is float32 in every model."""
+    """One unit per block, except for experts (another mesh) and parameters that stay float32."""
     for layer in block.layers:
         inner = f"{at}.layers.{LAYER_NAMES[layer.kind]}.inner"
         if form.narrow and layer.kind in (Kind.MAMBA2, Kind.DELTA_NET):
@@ -119,12 +119,12 @@ def block_units(block: Block, at: str, form: Form) -> Iterator[Unit]:
             if form.narrow:
                 yield Unit(path=f"{inner}.router", wide=True)
             yield Unit(path=f"{inner}.experts", mesh="expert")
-        if form.hyper:  # by itself in any dtype: a later block may need its streams made again
-            yield Unit(path=_connection(at, layer), wide=True)
+        if form.hyper:  # a unit of its own in any dtype: a later block may recompute its streams
+            yield Unit(path=_connection_path(at, layer), wide=True)
     yield Unit(path=at)
 
 
-def _connection(at: str, layer: Layer) -> str:
+def _connection_path(at: str, layer: Layer) -> str:
     return f"{at}.layers.{LAYER_NAMES[layer.kind]}.connection"
 
 
@@ -137,169 +137,169 @@ def _exit_units(path: str, form: Form) -> Iterator[Unit]:
 
 
 def chains(layout: Layout, form: Form) -> tuple[Chain, ...]:
-    """One chain for each segment of the layout."""
+    """The phases of every segment."""
     return tuple(_chain(layout, index, form) for index in range(len(layout.segments)))
 
 
 def _chain(layout: Layout, index: int, form: Form) -> Chain:
     blocks = layout.segments[index].blocks
-    begins, ends = index == 0, index == len(layout.segments) - 1
+    first, last = index == 0, index == len(layout.segments) - 1
     if form.whole:
         held = tuple(unit.path for unit in units(layout, form, [index]))
-        phase = Phase(kind="segment", reads=() if begins else (IN,), writes=() if ends else (OUT,), units=held)
+        phase = Phase(kind="segment", reads=() if first else (IN,), writes=() if last else (OUT,), units=held)
         return Chain(first=(phase,))
-    thread = _Thread(form, final=None if ends else _final(blocks, begins, form))
-    first = [thread.embed()] if begins else []
-    links = [thread.link(block, None) for block in blocks]
-    if not ends:
-        last = [thread.onward("pass")] if not first and not links else []
-        return Chain(first=tuple(first), links=tuple(links), last=tuple(last))
-    last = thread.scored(None)
+    builder = _ChainBuilder(form, final=None if last else _last_phase(blocks, first, form))
+    head = [builder.embed()] if first else []
+    links = [builder.link(block, None) for block in blocks]
+    if not last:
+        tail = [builder.phase("pass")] if not head and not links else []
+        return Chain(first=tuple(head), links=tuple(links), last=tuple(tail))
+    tail = builder.head(None)
     for depth in layout.mtp if form.training else ():
-        # What was last now stands between two blocks.
+        # The head before an MTP depth runs between two blocks.
         if links:
-            links[-1] = replace(links[-1], after=(*links[-1].after, *last))
+            links[-1] = replace(links[-1], after=(*links[-1].after, *tail))
         else:
-            first += last
-        enter = thread.enter(depth.depth)
-        more = [thread.link(block, depth.depth) for block in depth.blocks]
-        links += [replace(more[0], before=(enter,)), *more[1:]]
-        last = thread.scored(depth.depth)
-    return Chain(first=tuple(first), links=tuple(links), last=tuple(last))
+            head += tail
+        enter = builder.enter(depth.depth)
+        depth_links = [builder.link(block, depth.depth) for block in depth.blocks]
+        links += [replace(depth_links[0], before=(enter,)), *depth_links[1:]]
+        tail = builder.head(depth.depth)
+    return Chain(first=tuple(head), links=tuple(links), last=tuple(tail))
 
 
-def _final(blocks: Sequence[Block], begins: bool, form: Form) -> str:
-    """The phase that makes the output of a segment which is not the last."""
+def _last_phase(blocks: Sequence[Block], first: bool, form: Form) -> str:
+    """The phase that writes the output of a segment other than the last one."""
     if not blocks:
-        return "embed" if begins else "pass"
+        return "embed" if first else "pass"
     if not form.fine:
         kind = "block"
-    elif _has_experts(blocks[-1]):
+    elif _has_moe(blocks[-1]):
         kind = "post" if form.posts or form.hyper else "combine"
     else:
         kind = "mix"
     return phase_name(kind, blocks[-1].index)
 
 
-def _has_experts(block: Block) -> bool:
+def _has_moe(block: Block) -> bool:
     return block.layers[-1].kind is Kind.MOE
 
 
-class _Uses:
-    """The units of a block, by what it does with them."""
+class _BlockUnits:
+    """The units of a block by purpose."""
 
     def __init__(self, block: Block, depth: int | None, form: Form) -> None:
         at = f"stack.blocks.{block.index}" if depth is None else f"mtp.{depth}.blocks.{block.index}"
-        found = tuple(block_units(block, at, form))
-        self.every = tuple(unit.path for unit in found)
-        self.experts = tuple(unit.path for unit in found if unit.mesh == "expert")
-        self.dense = tuple(unit.path for unit in found if unit.mesh == "dense")
+        units = tuple(block_units(block, at, form))
+        self.every = tuple(unit.path for unit in units)
+        self.experts = tuple(unit.path for unit in units if unit.mesh == "expert")
+        self.dense = tuple(unit.path for unit in units if unit.mesh == "dense")
         self.own = (at,)
-        """The unit of what is in no other."""
-        self.ways = tuple(_connection(at, layer) for layer in block.layers) if form.hyper else ()
+        """The block's own unit: parameters that are in no inner unit."""
+        self.connections = tuple(_connection_path(at, layer) for layer in block.layers) if form.hyper else ()
         self.form, self.kinds = form, frozenset(layer.kind for layer in block.layers)
 
-    def mix_regions(self, whole: tuple[str, ...]) -> tuple[tuple[str, tuple[str, ...]], ...]:
-        """What can be recomputed of a block, but for its experts; a whole block with these units."""
-        found = [("block", whole), ("norm", self.dense)]
+    def mix_regions(self, block_region: tuple[str, ...]) -> tuple[tuple[str, tuple[str, ...]], ...]:
+        """The regions of a block other than its experts, each with the units that its replay needs;
+        `block_region` are those of the region `block`."""
+        regions = [("block", block_region), ("norm", self.dense)]
         if Kind.MLP in self.kinds or (Kind.MOE in self.kinds and self.form.shared_experts):
-            found.append(("activation", self.dense))
+            regions.append(("activation", self.dense))
         if not MIXERS.isdisjoint(self.kinds):
-            found.append(("core", self.dense))
+            regions.append(("core", self.dense))
         if self.form.hyper:
-            found.append(("hyper", self.ways))
-        return tuple(found)
+            regions.append(("hyper", self.connections))
+        return tuple(regions)
 
 
-class _Thread:
-    """Makes phases in order, and names the stream of hidden states that goes from one to the next."""
+class _ChainBuilder:
+    """Builds phases in order; `stream` is the name of the residual stream that the last one wrote."""
 
     def __init__(self, form: Form, *, final: str | None) -> None:
         self.form, self.final = form, final
         self.stream = IN
         self.posts = form.posts or form.hyper
 
-    def onward(
+    def phase(
         self,
         kind: str,
         *,
         block: int | None = None,
         depth: int | None = None,
-        beside: tuple[str, ...] = (),
-        waits: bool = False,
-        **uses: Any,
+        more_reads: tuple[str, ...] = (),
+        delays_wgrad: bool = False,
+        **fields: Any,
     ) -> Phase:
-        """A phase from the stream, and from tensors beside it, to the stream; `uses` are fields of it."""
+        """A phase that reads the stream and `more_reads`, and writes the stream."""
         name = phase_name(kind, block, depth)
-        reads, self.stream = (self.stream, *beside), OUT if name == self.final else name
-        buckets = (name,) if waits else ()
+        reads, self.stream = (self.stream, *more_reads), OUT if name == self.final else name
+        buckets = (name,) if delays_wgrad else ()
         writes = (self.stream,)
-        return Phase(kind=kind, block=block, depth=depth, reads=reads, writes=writes, buckets=buckets, **uses)
+        return Phase(kind=kind, block=block, depth=depth, reads=reads, writes=writes, buckets=buckets, **fields)
 
     def embed(self) -> Phase:
         shared, units = (f"{EMBEDDING}.weight",), (EMBEDDING,)
-        phase = self.onward("embed", shared=shared, units=units, backward_reads=False)
+        phase = self.phase("embed", shared=shared, units=units, backward_reads=False)
         return replace(phase, reads=())
 
     def enter(self, depth: int) -> Phase:
-        """The way into an MTP depth."""
+        """The input projection of an MTP depth."""
         own = (f"mtp.{depth}",)
-        return self.onward(
+        return self.phase(
             "enter",
             depth=depth,
             shared=(f"{EMBEDDING}.weight",),
             units=(EMBEDDING, *own),
             regions=(("norm", own),),
-            waits=True,
+            delays_wgrad=True,
         )
 
-    def scored(self, depth: int | None) -> list[Phase]:
-        """A final norm, and a head that ends in a loss. What follows reads what the head reads; with
-        hyper-connections, the streams that went into the norm. The norm of a depth is not recomputed: the head
-        needs what it gave before the depth's weights are gathered."""
+    def head(self, depth: int | None) -> list[Phase]:
+        """A final norm, and a head with its loss. The next MTP depth reads the normed hidden state as well;
+        with hyper-connections, the streams before the norm. The final norm of an MTP depth is not recomputed:
+        the head's backward needs its output before the depth's weights are unsharded."""
         at = "" if depth is None else f"mtp.{depth}."
         exits = tuple(unit.path for unit in _exit_units(f"{at}{EXIT}", self.form))
         norm_unit = FINAL_NORM if depth is None else f"mtp.{depth}"
         regions = (("norm", (norm_unit,)),) if depth is None else ()
-        before = self.stream
-        norm = self.onward("final_norm", depth=depth, units=(*exits, norm_unit), regions=regions)
+        before_norm = self.stream
+        norm = self.phase("final_norm", depth=depth, units=(*exits, norm_unit), regions=regions)
         head_unit = EMBEDDING if self.form.tied else HEAD
         shared = (f"{head_unit}.weight",)
         head = Phase(kind="head", depth=depth, reads=(self.stream,), shared=shared, units=(head_unit,))
         if self.form.hyper:
-            self.stream = before
+            self.stream = before_norm
         return [norm, head]
 
     def link(self, block: Block, depth: int | None) -> Link:
         where: dict[str, Any] = {"block": block.index, "depth": depth}
-        uses = _Uses(block, depth, self.form)
+        uses = _BlockUnits(block, depth, self.form)
         if not self.form.fine:
-            again = (("experts", uses.experts),) if _has_experts(block) else ()
-            regions = (*uses.mix_regions(uses.every), *again)
-            return Link(mix=self.onward("block", **where, units=uses.every, regions=regions))
-        if not _has_experts(block):
+            experts = (("experts", uses.experts),) if _has_moe(block) else ()
+            regions = (*uses.mix_regions(uses.every), *experts)
+            return Link(mix=self.phase("block", **where, units=uses.every, regions=regions))
+        if not _has_moe(block):
             regions = uses.mix_regions(uses.dense)
-            return Link(mix=self.onward("mix", **where, units=uses.dense, regions=regions, waits=True))
-        return self._expert_link(uses, where)
+            return Link(mix=self.phase("mix", **where, units=uses.dense, regions=regions, delays_wgrad=True))
+        return self._moe_link(uses, where)
 
-    def _expert_link(self, uses: _Uses, where: dict[str, Any]) -> Link:
-        """The phases of a block with experts."""
+    def _moe_link(self, uses: _BlockUnits, where: dict[str, Any]) -> Link:
         residual, rows, probs, arrived, arrived_probs, computed = (
             phase_name(tensor, **where)
             for tensor in ("residual", "rows", "probs", "arrived", "arrived_probs", "computed")
         )
         buckets = ("experts.down", "experts.in") if self.form.late_weights else ("experts",)
         shared = (phase_name("shared", **where),) if self.form.shared_experts else ()
-        between = ("post_weights", "res_weights") if self.form.hyper else ()
-        ways = tuple(phase_name(way, **where) for way in between)
+        names = ("post_weights", "res_weights") if self.form.hyper else ()
+        mappings = tuple(phase_name(name, **where) for name in names)
         read, self.stream = self.stream, residual
-        combine, post = self._return(uses, where, computed, (*shared, *ways))
+        combine, post = self._combine(uses, where, computed, (*shared, *mappings))
         return Link(
             mix=Phase(
                 kind="mix",
                 **where,
                 reads=(read,),
-                writes=(residual, rows, probs, *shared, *ways),
+                writes=(residual, rows, probs, *shared, *mappings),
                 units=uses.dense,
                 regions=uses.mix_regions(uses.dense),
                 buckets=(phase_name("mix", **where),),
@@ -325,21 +325,21 @@ class _Thread:
             post=post,
         )
 
-    def _return(
-        self, uses: _Uses, where: dict[str, Any], computed: str, beside: tuple[str, ...]
+    def _combine(
+        self, uses: _BlockUnits, where: dict[str, Any], computed: str, more_reads: tuple[str, ...]
     ) -> tuple[Phase, Phase | None]:
-        """What brings rows back from experts, and what takes them into the residual stream: one phase or two.
-        With a latent, the latter has a projection of the block, whose weight gradients can wait."""
+        """Combine, which returns rows from experts, and post, which adds them to the residual stream: one phase
+        or two. With latent experts, post has the up-projection, whose weight gradients can be delayed."""
         latent, units = self.form.latent, uses.own if self.form.latent else ()
         regions: tuple[tuple[str, tuple[str, ...]], ...] = (("hyper", ()), ("block", units))
         if not self.form.hyper:
             regions = (("block", units),) if self.form.dropout else ()
-        joining: dict[str, Any] = {**where, "waits": latent, "units": units, "regions": regions}
+        post: dict[str, Any] = {**where, "delays_wgrad": latent, "units": units, "regions": regions}
         if not self.posts:
-            combine = self.onward("combine", beside=(computed, *beside), **joining)
+            combine = self.phase("combine", more_reads=(computed, *more_reads), **post)
             return replace(combine, stream=Stream.COMMUNICATION), None
         returned = phase_name("returned", **where)
         combine = Phase(
             kind="combine", **where, stream=Stream.COMMUNICATION, reads=(computed,), writes=(returned,)
         )
-        return combine, self.onward("post", beside=(returned, *beside), **joining)
+        return combine, self.phase("post", more_reads=(returned, *more_reads), **post)

@@ -1,4 +1,4 @@
-"""Generation: one token after the other. What stands before is read once; mixers remember it in caches.
+"""Autoregressive generation with caches: prefill of the prompt, then one token at a time.
 
 Shapes: B rows, T tokens, V vocabulary.
 """
@@ -18,7 +18,7 @@ from braid.model.language import LanguageModel
 
 
 class TextTokenizer(Protocol):
-    """What generation needs of a tokenizer."""
+    """The part of a tokenizer that generation uses."""
 
     @property
     def vocab(self) -> int: ...
@@ -43,8 +43,9 @@ def generate(
     end: int | None = None,
     vocab: int | None = None,
 ) -> Tensor:
-    """The rows with `count` more tokens each, on the host; fewer where every row has come to `end`. Temperature
-    0 takes the likeliest token. Ids from `vocab` on, which only pad the head, are never taken."""
+    """Append up to `count` tokens to each row; stops early once every row has generated `end`. Returns the rows
+    on the host. Temperature 0 is greedy decoding. Ids from `vocab` on only pad the head and are never
+    sampled."""
     tokens_BT = tokens_BT.cpu()
     caches = model.new_caches(len(tokens_BT))
     prompt, seen = tokens_BT.shape[1], 0
@@ -62,27 +63,27 @@ def generate(
 def sample(
     logits_BV: Tensor, *, temperature: float, top_k: int | None, generator: torch.Generator | None
 ) -> Tensor:
-    """One token per row."""
+    """Sample one token per row."""
     if temperature == 0:
         return logits_BV.argmax(-1)
     logits_BV = logits_BV.to(torch.promote_types(logits_BV.dtype, torch.float32))
-    logits_BV = (logits_BV - logits_BV.amax(-1, keepdim=True)) / temperature  # however low, the best stays 0
+    # Subtract the maximum first: dividing by a very low temperature then cannot overflow.
+    logits_BV = (logits_BV - logits_BV.amax(-1, keepdim=True)) / temperature
     if top_k is not None and top_k < logits_BV.shape[-1]:
-        least_B1 = logits_BV.topk(top_k).values[:, -1:]
-        logits_BV = logits_BV.masked_fill(logits_BV < least_B1, float("-inf"))
+        threshold_B1 = logits_BV.topk(top_k).values[:, -1:]
+        logits_BV = logits_BV.masked_fill(logits_BV < threshold_B1, float("-inf"))
     return torch.multinomial(logits_BV.softmax(-1), 1, generator=generator).squeeze(-1)
 
 
 def generate_text(
     model: LanguageModel, tokenizer: TextTokenizer, prompt: str, *, tokens: int, temperature: float, seed: int
 ) -> str:
-    """The prompt and what the model makes of it, up to the end of the document. The same seed gives the same
-    text."""
+    """The prompt and its continuation, up to the end of the document; deterministic for a given seed."""
     ids = list(tokenizer.encode(prompt))
     problems: list[Problem] = []
     if not ids:
         problems.append(
-            Problem(field="prompt", value=prompt, rule="has at least one token", remedy="some text")
+            Problem(field="prompt", value=prompt, rule="must have at least one token", remedy="some text")
         )
     problems += validators.at_least("temperature", temperature, 0)
     problems += validators.at_least("tokens", tokens, 0)

@@ -1,9 +1,10 @@
-"""The language model: embedding, stack, final norm, head, loss.
+"""The language model: embedding, stack of blocks, final norm, vocab-parallel head and loss, MTP depths.
 
-Between layers a rank holds t of the T tokens of its rows (see `context`); the head sees those of all tp ranks.
+A rank builds only the pipeline segments that it holds. Between layers it has t of the T tokens of its rows
+(sequence and context parallelism, see `context`); the head all-gathers the tokens of all tp ranks.
 
 Shapes: B rows, T tokens, t tokens of this rank, s tokens of all tp ranks, C hidden channels, S streams, V
-vocabulary. What is called `stream` is the residual stream: BtC, or BtSC with hyper-connections.
+vocabulary. `stream` is the residual stream: BtC, or BtSC with hyper-connections.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from braid.distributed.collectives import ALONE, Groups, all_gather, own_slice
 from braid.kernels import Kernels
 from braid.model import declaration
 from braid.model.block import Block
-from braid.model.context import Cache, Context, MicroBatch, Whole
+from braid.model.context import Cache, Context, MicroBatch, MicroBatchTotals
 from braid.model.mtp import Mtp, targets
 from braid.model.stack import Stack
-from braid.model.streams import Exit, leaving
+from braid.model.streams import Exit, build_exit
 from braid.nn.canonical import Canonical, Shard, under
-from braid.nn.cost import Cost, Portion, gather_cost
+from braid.nn.cost import Cost, Workload, all_gather_calls
 from braid.nn.embedding import Embedding, Head, Vocabulary, check_ids
 from braid.nn.hyper_connection import expand
 from braid.nn.init import initialize
@@ -35,87 +36,88 @@ from braid.nn.moe.balance import Balance
 from braid.nn.moe.dispatch_plan import Dispatcher
 from braid.nn.moe.layer import Moe
 from braid.nn.norm import LayerNorm, RmsNorm, norm
-from braid.nn.recompute import Recomputing, Replays, hand_replays
+from braid.nn.recompute import Recomputing, Replays, set_replays
 from braid.pattern import Kind, Layer, Layout
 from braid.schedule.phases import Phase, Unit
 from braid.schedule.recompute import span_ends, span_starts
 
 
 @dataclass(frozen=True, kw_only=True)
-class PartOfStep:
-    """How much of its step a micro-batch is: what its means weigh. By itself it is all of it."""
+class StepFraction:
+    """The fraction of its step that a micro-batch is: the weight of its mean losses."""
 
     tokens: float = 1.0
-    """Of the tokens that are not padding."""
+    """Fraction of the step's tokens, without padding."""
     rows: float = 1.0
-    """Of the rows that are not padding alone."""
+    """Fraction of the step's rows, without rows of padding only."""
 
     def of(self, loss: str) -> float:
         """The weight of an auxiliary loss, which is a mean over tokens or over rows."""
         return self.rows if loss == "sequence_balance" else self.tokens
 
 
-WHOLE_STEP = PartOfStep()
-"""A micro-batch that is its step."""
+FULL_STEP = StepFraction()
+"""A step of one micro-batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Losses:
-    """What a rank's part of a micro-batch costs, before anybody divides."""
+    """The losses of this rank's part of a micro-batch, as unnormalized sums: only the step knows the
+    denominator."""
 
     loss_sum: Tensor
-    """Cross-entropy, summed over the tokens that count."""
+    """Cross-entropy summed over unmasked tokens."""
     token_count: Tensor
-    """How many count."""
+    """Number of unmasked tokens."""
     aux: dict[str, Tensor]
-    """Further losses by name: weighted, and means over the whole micro-batch rather than sums. A rank has its
-    part of them: they add up over all ranks that share the micro-batch."""
+    """Auxiliary losses by name, weighted. Each is this rank's part of a mean over the micro-batch: the parts of
+    all ranks add up to it."""
     balances: Mapping[Layer, Balance]
-    """What each MoE layer did to its experts."""
+    """Auxiliary losses and expert counts of each MoE layer."""
     mtp: tuple[tuple[Tensor, Tensor], ...] = ()
-    """For each MTP depth its loss sum and the tokens that count."""
+    """Loss sum and token count of each MTP depth."""
     mtp_weight: float = 0.0
-    """What the mean over the depths is multiplied with."""
+    """Weight of the mean over MTP depths."""
 
     def share(
-        self, step_tokens: int, mtp_step_tokens: Sequence[int] = (), part: PartOfStep = WHOLE_STEP
+        self, step_tokens: int, mtp_step_tokens: Sequence[int] = (), fraction: StepFraction = FULL_STEP
     ) -> Tensor:
-        """This micro-batch's part of the step's loss, where the whole step counts `step_tokens` tokens, and
-        `mtp_step_tokens` in each MTP depth. The parts of all micro-batches add up to the loss of the step;
-        where no token counts, that is zero."""
+        """This micro-batch's contribution to the loss of a step with `step_tokens` unmasked tokens, and
+        `mtp_step_tokens` in each MTP depth. The contributions of all micro-batches add up to the step's loss,
+        which is zero if all its tokens are masked."""
         loss = self.loss_sum / max(step_tokens, 1)
         for name, value in self.aux.items():
-            loss = loss + value * (part.of(name) if step_tokens else 0.0)
+            loss = loss + value * (fraction.of(name) if step_tokens else 0.0)
         for (loss_sum, _), tokens in zip(self.mtp, mtp_step_tokens, strict=True):
             loss = loss + loss_sum * (self.mtp_weight / len(self.mtp) / max(tokens, 1))
         return loss
 
     def metrics(
-        self, step_tokens: int, mtp_step_tokens: Sequence[int] = (), part: PartOfStep = WHOLE_STEP
+        self, step_tokens: int, mtp_step_tokens: Sequence[int] = (), fraction: StepFraction = FULL_STEP
     ) -> dict[str, Tensor]:
-        """This micro-batch's part of every figure of the step, without gradients; the parts add up as well."""
-        parts = {"loss": self.loss_sum.detach() / max(step_tokens, 1)}
+        """This micro-batch's contribution to the step's metrics, detached; contributions add up likewise."""
+        metrics = {"loss": self.loss_sum.detach() / max(step_tokens, 1)}
         for name, value in self.aux.items():
-            parts[f"aux_{name}"] = value.detach() * part.of(name)
+            metrics[f"aux_{name}"] = value.detach() * fraction.of(name)
         for depth, ((loss_sum, _), tokens) in enumerate(zip(self.mtp, mtp_step_tokens, strict=True)):
-            parts[f"mtp_{depth}_loss"] = loss_sum.detach() / max(tokens, 1)
-        return parts
+            metrics[f"mtp_{depth}_loss"] = loss_sum.detach() / max(tokens, 1)
+        return metrics
 
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """Weights of a model."""
+    """Parameter counts of a model."""
 
     total: int
-    """All, MTP depths included."""
+    """All parameters, MTP depths included."""
     active: int
-    """Those of the main model that one token meets: of the routed experts, only as many as it visits."""
+    """Parameters of the main model per token: top_k of the routed experts."""
     mtp: int
-    """Those of the MTP depths."""
+    """Parameters of the MTP depths."""
 
 
 class LanguageModel(Recomputing):
-    """A model of the next token. Weights are uninitialised until `initialize` or a checkpoint fills them."""
+    """A causal language model. Weights are uninitialized until `initialize` or a checkpoint fills them."""
 
     def __init__(
         self,
@@ -130,9 +132,9 @@ class LanguageModel(Recomputing):
         dtype: torch.dtype | None = None,
         stored: torch.dtype | None = None,
     ) -> None:
-        """Activations are of `dtype`. Weights are too, or are `stored` in another one where whoever shards them
-        brings them into `dtype` for every use. `dispatcher` is needed where experts are shared by ranks,
-        `segments` are those of the layout that this rank holds: all of them where nothing is said."""
+        """`dtype` is the compute dtype. Weights have it too, unless they are `stored` in another one and FSDP2
+        casts them when it unshards. `dispatcher` is required with expert parallelism. `segments` are the
+        virtual pipeline stages of this rank, by default all."""
         super().__init__()
         self.shape = shape
         self.layout = layout
@@ -140,20 +142,21 @@ class LanguageModel(Recomputing):
         self.groups = groups
         self.dtype = torch.get_default_dtype() if dtype is None else dtype
         self.segments = tuple(range(len(layout.segments)) if segments is None else segments)
-        begins, ends = 0 in self.segments, len(layout.segments) - 1 in self.segments
+        first, last = 0 in self.segments, len(layout.segments) - 1 in self.segments
         on: dict[str, Any] = {"device": device, "dtype": self.dtype if stored is None else stored}
         self.embedding: Embedding | None = None
         self.exit: Exit | None = None
         self.final_norm: RmsNorm | LayerNorm | None = None
         self.head: Head | None = None
-        depths = layout.mtp if ends else ()
-        if begins or (ends and (shape.tied or depths)):
-            # Both ends of a folded pipeline are here: one weight, and no copy.
-            copies = groups.ends if (shape.tied or layout.mtp) and not (begins and ends) else ALONE
+        depths = layout.mtp if last else ()
+        if first or (last and (shape.tied or depths)):
+            # The last stage needs a copy of the embedding for a tied head or for MTP. If this rank holds both
+            # ends (a single stage, or the V shape of DualPipeV) they share one weight.
+            copies = groups.ends if (shape.tied or layout.mtp) and not (first and last) else ALONE
             self.embedding = Embedding(shape.vocab, shape.hidden, groups=groups, copies=copies, **on)
         self.stack = Stack(layout, self.segments, shape, kernels, dispatcher, groups=groups, **on)
-        if ends:
-            self.exit = leaving(shape, kernels, {"groups": groups, **on})
+        if last:
+            self.exit = build_exit(shape, kernels, {"groups": groups, **on})
             normalize = kernels.rms_norm.function
             self.final_norm = norm(shape.norm, shape.hidden, shape.norm_eps, normalize, copies=groups.tp, **on)
             self.head = None if shape.tied else Head(shape.vocab, shape.hidden, groups=groups, **on)
@@ -161,37 +164,40 @@ class LanguageModel(Recomputing):
             {str(d.depth): Mtp(d, shape, kernels, dispatcher, groups=groups, **on) for d in depths}
         )
         self.device = torch.get_default_device() if device is None else device
-        """Where micro-batches go; whoever moves the weights sets it."""
+        """Where micro-batches are moved; code that moves the weights updates it."""
 
     # ------------------------------------------------------------------------------------ forward
 
     def prepare(
-        self, batch: MicroBatch, caches: Mapping[Layer, Cache] | None = None, whole: Whole | None = None
+        self,
+        batch: MicroBatch,
+        caches: Mapping[Layer, Cache] | None = None,
+        totals: MicroBatchTotals | None = None,
     ) -> Context:
-        """The context of a micro-batch, which should still be on the host: ids are checked there. With caches,
-        its rows go on where the caches stand. `whole` is the micro-batch of which these are this rank's rows,
-        where there are others."""
+        """Validate a micro-batch and create its context. The batch should still be on the host, where checking
+        ids does not synchronize with the device. With caches, rows continue where the caches end. `totals` are
+        the sizes over all ranks; by default the batch is on this rank only."""
         self.check(batch)
         documents_BT = batch.documents_BT.cpu()
         return Context(
             batch=batch.to(self.device),
             groups=self.groups,
-            whole=Whole.of(documents_BT) if whole is None else whole,
+            totals=MicroBatchTotals.of(documents_BT) if totals is None else totals,
             host_documents_BT=documents_BT,
             dtype=self.dtype,
             caches={} if caches is None else caches,
         )
 
     def check(self, batch: MicroBatch) -> None:
-        """Refuse a micro-batch with ids that the model does not know."""
+        """Raise a DataError if a token or label is outside the vocabulary."""
         check_ids(batch.tokens_BT, self.shape.vocab)
         labels_BT = batch.labels_BT
-        if not (self.layout.mtp and batch.training):  # depths read all of them as tokens
+        if not (self.layout.mtp and batch.training):  # MTP depths embed labels, masked ones included
             labels_BT = labels_BT.where(batch.loss_mask_BT, 0)
         check_ids(labels_BT, self.shape.vocab)
 
     def new_caches(self, rows: int) -> dict[Layer, Cache]:
-        """What generation remembers of `rows` documents that have not begun."""
+        """Empty caches for generating `rows` documents."""
         blocks = (cast(Block, block) for block in self.stack.blocks.values())
         return {
             layer: mixer.new_cache(rows, self.device, self.dtype)
@@ -203,122 +209,115 @@ class LanguageModel(Recomputing):
         return self.losses(self.prepare(batch))
 
     def losses(self, context: Context) -> Losses:
-        """Run a prepared micro-batch through the whole model."""
         return self.run(self.segments, None, context)[1]
 
     def run(
         self, segments: Sequence[int], stream: Tensor | None, context: Context
     ) -> tuple[Tensor | None, Losses]:
-        """Run segments that follow one another. The first of the model embeds tokens, all others read what the
-        one before them returned; the last of the model returns nothing. Losses are of these segments alone."""
-        with self.watched():
+        """Run consecutive segments. `stream` is the output of the segment before them, None for the model's
+        first. Returns the output stream, None after the last segment, and the losses of these segments."""
+        with self.save_hooks():
             return self._run(segments, stream, context)
 
     def _run(
-        self, segments: Sequence[int], given: Tensor | None, context: Context
+        self, segments: Sequence[int], stream: Tensor | None, context: Context
     ) -> tuple[Tensor | None, Losses]:
-        before = set(context.balances)
-        stream = self._through(segments, given, context)
+        earlier = set(context.balances)
+        stream = self._forward_segments(segments, stream, context)
         (loss_sum, count), mtp = self.zero_loss(), tuple[tuple[Tensor, Tensor], ...]()
-        ends = segments[-1] == len(self.layout.segments) - 1
-        if ends:
-            batch, hidden_BtC = context.batch, self.normed(stream)
+        last = segments[-1] == len(self.layout.segments) - 1
+        if last:
+            batch, hidden_BtC = context.batch, self.apply_final_norm(stream)
             loss_sum, count = self.head_loss(hidden_BtC, batch.labels_BT, batch.loss_mask_BT)
-            shown = hidden_BtC if self.exit is None else stream
-            mtp = tuple(self._mtp_losses(shown, context)) if batch.training else ()
-        balances = {layer: balance for layer, balance in context.balances.items() if layer not in before}
-        return None if ends else stream, Losses(
+            mtp_input = hidden_BtC if self.exit is None else stream
+            mtp = tuple(self._mtp_losses(mtp_input, context)) if batch.training else ()
+        balances = {layer: balance for layer, balance in context.balances.items() if layer not in earlier}
+        return None if last else stream, Losses(
             loss_sum=loss_sum,
             token_count=count,
-            aux=summed_losses([balance.losses for balance in balances.values()]),
+            aux=sum_losses([balance.losses for balance in balances.values()]),
             balances=balances,
             mtp=mtp,
             mtp_weight=self.shape.mtp_loss,
         )
 
-    def _through(self, segments: Sequence[int], stream: Tensor | None, context: Context) -> Tensor:
-        """The residual stream after these segments."""
+    def _forward_segments(self, segments: Sequence[int], stream: Tensor | None, context: Context) -> Tensor:
         if segments[0] == 0:
-            stream = self.embedded(context)
+            stream = self.embed(context)
         assert stream is not None
         after: Tensor = self.stack(stream, segments, context)
         return after
 
-    def embedded(self, context: Context) -> Tensor:
-        """The residual stream at its beginning."""
+    def embed(self, context: Context) -> Tensor:
+        """Embed the tokens: the initial residual stream."""
         assert self.embedding is not None
         x_BtC: Tensor = self.embedding(context.batch.tokens_BT)
         return x_BtC if self.shape.hyper is None else expand(x_BtC, self.shape.hyper.streams)
 
-    def normed(self, stream: Tensor) -> Tensor:
-        """After the final norm: what the head is shown, and the first MTP depth, unless that reads streams."""
+    def apply_final_norm(self, stream: Tensor) -> Tensor:
+        """Merge the streams, if there are several, and apply the final norm."""
         assert self.final_norm is not None
         x_BtC = stream if self.exit is None else self.exit(stream)
         hidden_BtC: Tensor = self.recomputed("norm", self.final_norm, x_BtC)
         return hidden_BtC
 
     def zero_loss(self) -> tuple[Tensor, Tensor]:
-        """Loss sum and token count where no head is."""
+        """Loss sum and token count of segments without a head."""
         wide = torch.promote_types(self.dtype, torch.float32)
         return torch.zeros((), dtype=wide, device=self.device), torch.zeros((), device=self.device).long()
 
     def _mtp_losses(self, before: Tensor, context: Context) -> Iterator[tuple[Tensor, Tensor]]:
         for depth, module in enumerate(self.mtp.values()):
             assert self.embedding is not None
-            shown = targets(context.batch, depth)
-            before, hidden_BtC = module(before, self.embedding(shown.tokens_BT), context)
-            yield self.head_loss(hidden_BtC, shown.labels_BT, shown.loss_mask_BT)
+            shifted = targets(context.batch, depth)
+            before, hidden_BtC = module(before, self.embedding(shifted.tokens_BT), context)
+            yield self.head_loss(hidden_BtC, shifted.labels_BT, shifted.loss_mask_BT)
 
     def head_loss(self, hidden_BtC: Tensor, labels_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """Loss sum and token count of what a hidden state tells: the same on all tp ranks."""
+        """Loss sum and token count of the head's predictions; identical on all tp ranks."""
         labels_Bs, mask_Bs = (own_slice(each, self.groups.cp, dim=1) for each in (labels_BT, mask_BT))
         logits_BsV, vocabulary = self.head_logits(hidden_BtC), Vocabulary(self.shape.vocab, self.groups.tp)
         return cross_entropy(logits_BsV.flatten(0, 1), labels_Bs.flatten(), mask_Bs.flatten(), vocabulary)
 
     def hidden(self, context: Context) -> Tensor:
-        """The state of this rank's tokens after the final norm, for a model in one piece."""
-        return self.read(self.segments, None, context)
-
-    def read(self, segments: Sequence[int], stream: Tensor | None, context: Context) -> Tensor:
-        """`run` without losses: what the next segment reads; after the last, the state that the head tells."""
-        stream = self._through(segments, stream, context)
-        return self.normed(stream) if segments[-1] == len(self.layout.segments) - 1 else stream
+        """The final hidden state of this rank's tokens, for a model that is not pipelined."""
+        return self.apply_final_norm(self._forward_segments(self.segments, None, context))
 
     def head_logits(self, hidden_BtC: Tensor) -> Tensor:
-        """The head: for the tokens of all tp ranks, scores of the part of the vocabulary that is held here."""
+        """The vocab-parallel head: logits of this rank's part of the vocabulary, for the tokens of all tp
+        ranks."""
         hidden_BsC = all_gather(hidden_BtC, self.groups.tp, dim=1)
         if self.head is not None:
-            scores_BsV: Tensor = self.head(hidden_BsC)
-            return scores_BsV
+            logits_BsV: Tensor = self.head(hidden_BsC)
+            return logits_BsV
         assert self.embedding is not None
         return self.embedding.logits(hidden_BsC)
 
     def logits(self, context: Context) -> Tensor:
-        """Scores of every next token, for every token."""
         return self.head_logits(self.hidden(context))
 
     def recompute(self, replays: Replays | None, span: int = 1) -> None:
-        """Run regions through these from now on; None takes them back. Streams are kept between spans of so
-        many blocks, where it is hyper-connections that are recomputed."""
-        hand_replays(self, replays)
-        whole = replays is None or "block" in replays.names
-        ends = span_ends(self.layout, 1 if whole else span)
+        """Turn recompute on, or off with None. If hyper-connections are recomputed, streams are saved once
+        every `span` blocks."""
+        set_replays(self, replays)
+        every_block = replays is None or "block" in replays.names
+        ends = span_ends(self.layout, 1 if every_block else span)
         for depth, blocks in ((None, self.stack.blocks), *((d.depth, d.blocks) for d in self._depths())):
             for index, block in blocks.items():
-                cast(Block, block).closes = (depth, int(index)) in ends
+                cast(Block, block).saves_stream = (depth, int(index)) in ends
 
     def _depths(self) -> Iterator[Mtp]:
         return (cast(Mtp, depth) for depth in self.mtp.values())
 
-    # -------------------------------------------------------------------------------------- facts
+    # --------------------------------------------------------------------- introspection and cost
 
     def units(self) -> tuple[Unit, ...]:
-        """What is gathered and released together where weights are sharded; inner units come first."""
+        """The FSDP units of this rank, inner ones first."""
         dtype = "bf16" if self.dtype.itemsize < torch.float32.itemsize else "fp32"
         return declaration.units(self.layout, declaration.form_of(self.shape, dtype), self.segments)
 
     def canonical(self) -> dict[str, Canonical]:
-        """Every tensor of a checkpoint of this model, by its canonical name, and where it lives."""
+        """Every checkpoint tensor of this rank by canonical name, and where it is stored."""
         tensors: dict[str, Canonical] = {}
         if self.embedding is not None:
             tensors |= under("embedding", "embedding", self.embedding.canonical())
@@ -333,8 +332,8 @@ class LanguageModel(Recomputing):
             tensors |= under(f"mtp.{depth}", f"mtp.{depth}", cast(Mtp, module).canonical())
         return tensors
 
-    def moes(self) -> Iterator[tuple[Layer, Moe]]:
-        """Every layer of experts, MTP depths included."""
+    def moe_layers(self) -> Iterator[tuple[Layer, Moe]]:
+        """All MoE layers, MTP depths included."""
         stacks = (self.stack.blocks, *(cast(Mtp, depth).blocks for depth in self.mtp.values()))
         for blocks in stacks:
             for block in blocks.values():
@@ -343,7 +342,7 @@ class LanguageModel(Recomputing):
                     yield found
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything that `canonical` lists places in: parameters, and the selection biases, which are none."""
+        """The tensors that `canonical` refers to: parameters, and selection biases, which are buffers."""
         return {**dict(self.named_parameters()), **dict(self.named_buffers())}
 
     def initialize(
@@ -352,14 +351,14 @@ class LanguageModel(Recomputing):
         into: Mapping[str, Tensor] | None = None,
         shards: Mapping[str, Shard] | None = None,
     ) -> None:
-        """Set every weight to where a run with this seed starts; or, by parameter name, copies that somebody
-        keeps in a wider dtype, or shards of them."""
+        """Initialize all weights from a seed; or the tensors of `into`, by parameter name: main copies in a
+        wider dtype, or `shards` of them."""
         parameters = self.tensors() if into is None else into
         layers, std = len(self.layout.layers), self.shape.init_std
         initialize(parameters, self.canonical(), seed=seed, std=std, layers=layers, shards=shards)
 
     def size(self) -> Size:
-        """How many weights there are, and how many of them one token meets. For a model on one process."""
+        """Parameter counts, for a model that is not sharded."""
         counts = {name: prod(tensor.shape) for name, tensor in self.canonical().items()}
         mtp = sum(count for name, count in counts.items() if name.startswith("mtp."))
         main = sum(counts.values()) - mtp
@@ -368,69 +367,68 @@ class LanguageModel(Recomputing):
         return Size(total=main + mtp, active=round(main - idle), mtp=mtp)
 
     def decaying(self) -> frozenset[str]:
-        """Names of the parameters that weight decay applies to: the matrices."""
+        """Names of the parameters with weight decay: the matrices."""
         return frozenset(tensor.parameter for tensor in self.canonical().values() if tensor.decays)
 
-    def costs(self, portion: Portion) -> dict[str, Cost]:
-        """What each part held here costs, by its canonical name, in the order of forward. `head` has the final
-        norm and the loss, a depth its own embedding and loss; `positions` are the tables that layers share."""
-        parts = {"positions": self._positions_cost(portion)}
-        embedded = Cost() if self.embedding is None else self.embedding.cost(portion)
+    def costs(self, workload: Workload) -> dict[str, Cost]:
+        """The cost of each part of this rank by canonical name, in forward order. `head` includes the final
+        norm and the loss, an MTP depth its embedding and loss; `positions` are the shared rotary tables."""
+        parts = {"positions": self._positions_cost(workload)}
+        embedding = Cost() if self.embedding is None else self.embedding.cost(workload)
         if 0 in self.segments:
-            parts["embedding"] = embedded
-        begins = span_starts(self.layout, portion.span)
+            parts["embedding"] = embedding
+        starts = span_starts(self.layout, workload.span)
         for segment in self.segments:
             held = self.layout.segments[segment].blocks
-            within = replace(portion, span=min(portion.span, max(len(held), 1)))
+            within = replace(workload, span=min(workload.span, max(len(held), 1)))
             for block in held:
                 built = cast(Block, self.stack.blocks[str(block.index)])
-                parts[f"blocks.{block.index}"] = built.cost(within, given=(None, block.index) in begins)
+                parts[f"blocks.{block.index}"] = built.cost(within, input_saved=(None, block.index) in starts)
         if self.final_norm is not None:
-            head_loss, tokens = self._told_cost(portion), portion.places(self.groups.tp_cp)
-            head = self._head_cost(portion, self.final_norm.cost(portion, tokens) + head_loss)
-            parts["head"] = head if self.exit is None else self.exit.cost(portion) + head
+            head_loss, tokens = self._head_loss_cost(workload), workload.local_tokens(self.groups.tp_cp)
+            head = self._head_cost(workload, self.final_norm.cost(workload, tokens) + head_loss)
+            parts["head"] = head if self.exit is None else self.exit.cost(workload) + head
             for number, (depth, module) in enumerate(self.mtp.items()):
-                starts = {index for at, index in begins if at == int(depth)}
-                own = cast(Mtp, module).cost(portion, self.groups, first=number == 0, starts=starts)
-                parts[f"mtp.{depth}"] = embedded + own + head_loss
+                own_starts = {index for at, index in starts if at == int(depth)}
+                own = cast(Mtp, module).cost(workload, self.groups, first=number == 0, starts=own_starts)
+                parts[f"mtp.{depth}"] = embedding + own + head_loss
         return parts
 
-    def _head_cost(self, portion: Portion, every: Cost) -> Cost:
-        """Where the final norm is made again, what it is given is kept, but neither what it keeps itself nor
-        what the head sees of it, unless that was gathered first."""
+    def _head_cost(self, workload: Workload, full: Cost) -> Cost:
+        """A recomputed final norm saves its input, but neither its intermediates nor its output, unless the
+        head reads an all-gathered copy of that."""
         assert self.final_norm is not None
-        if not portion.again("norm"):
-            return every
-        tokens, stream = portion.places(self.groups.tp_cp), self.shape.hidden * portion.narrow
-        seen = portion.places(self.groups.cp) * stream
-        kept = every.kept - self.final_norm.cost(portion, tokens).kept + tokens * stream
-        return replace(every, kept=kept - seen + portion.normed(seen, self.groups.tp.size > 1))
+        if not workload.recomputes("norm"):
+            return full
+        tokens, stream = workload.local_tokens(self.groups.tp_cp), self.shape.hidden * workload.narrow
+        seen = workload.local_tokens(self.groups.cp) * stream
+        kept = full.kept - self.final_norm.cost(workload, tokens).kept + tokens * stream
+        return replace(full, kept=kept - seen + workload.norm_output(seen, self.groups.tp.size > 1))
 
-    def _told_cost(self, portion: Portion) -> Cost:
-        """Head and loss."""
-        tp, cp, hidden = self.groups.tp, self.groups.cp, self.shape.hidden * portion.narrow
-        calls = gather_cost(tp, portion.places(tp, cp) * hidden, "tokens to the head")
-        seen = Cost(kept=portion.places(cp) * hidden, calls=calls)
-        return seen + cross_entropy_cost(portion, portion.places(cp), Vocabulary(self.shape.vocab, tp))
+    def _head_loss_cost(self, workload: Workload) -> Cost:
+        tp, cp, hidden = self.groups.tp, self.groups.cp, self.shape.hidden * workload.narrow
+        calls = all_gather_calls(tp, workload.local_tokens(tp, cp) * hidden, "tokens to the head")
+        seen = Cost(kept=workload.local_tokens(cp) * hidden, calls=calls)
+        return seen + cross_entropy_cost(workload, workload.local_tokens(cp), Vocabulary(self.shape.vocab, tp))
 
-    def _positions_cost(self, portion: Portion) -> Cost:
+    def _positions_cost(self, workload: Workload) -> Cost:
         channels, kinds = 0, self.layout.kinds()
         plain, latent = self.shape.attention, self.shape.latent_attention
         if Kind.ATTENTION in kinds and plain is not None and plain.positions == "rope":
             channels = plain.rope_dim
         elif Kind.LATENT_ATTENTION in kinds and latent is not None:
             channels = latent.rope_dim
-        return Cost(kept=2 * portion.places() * channels * portion.wide)
+        return Cost(kept=2 * workload.local_tokens() * channels * workload.wide)
 
     def flops(self, tokens: int) -> int:
-        """Floating-point operations of the forward pass of one row. Training takes three times as many."""
+        """Forward FLOPs of one row; a training step takes three times as many."""
         head = 2 * tokens * self.shape.hidden * self.shape.vocab
         depths = sum(cast(Mtp, module).flops(tokens) + head for module in self.mtp.values())
         leave = 0 if self.exit is None else self.exit.flops(tokens)
         return self.stack.flops(tokens) + leave + head + depths
 
     def phase_flops(self, phase: Phase, tokens: int) -> int:
-        """What `flops` counts of a phase that is a whole block, or stands around the blocks."""
+        """The share of `flops` in a phase; phases of a split MoE block are not counted."""
         depth = None if phase.depth is None else cast(Mtp, self.mtp[str(phase.depth)])
         leave = self.exit if depth is None else depth.exit
         match phase.kind:
@@ -450,7 +448,7 @@ class LanguageModel(Recomputing):
                 return 0
 
 
-def summed_losses(losses: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Losses of several layers, added up by name."""
+def sum_losses(losses: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Sum the losses of several layers by name."""
     names = {name: None for each in losses for name in each}
     return {name: torch.stack([each[name] for each in losses if name in each]).sum() for name in names}

@@ -1,11 +1,13 @@
-"""Multi-token prediction: each depth looks one token further ahead than the one before.
+"""Multi-token prediction (MTP, DeepSeek-V3, arXiv 2412.19437): each depth predicts one token further ahead.
 
-Depth d reads, at every token i, the hidden state of the depth before it (of the main stack for depth 0) and
-the embedding of token i + 1 + d, and predicts token i + 2 + d. Embedding and head are the model's own. With
-hyper-connections a depth reads all streams as they leave the last block before it, and has an exit of its own.
+    h_d[i] = norm(blocks_d(W_d · [norm(embed(token[i + 1 + d])); norm(h_{d-1}[i])]))    predicts token i + 2 + d
 
-Shapes: B rows, T tokens, t tokens of this rank, C hidden channels. What is called `stream` is the residual
-stream: BtC, or BtSC with hyper-connections.
+h_{-1} is the main model's final hidden state. Embedding and head are shared with the main model. With
+hyper-connections a depth reads all streams of the last block before it, projects streams and embedding
+separately, and has an exit of its own.
+
+Shapes: B rows, T tokens, t tokens of this rank, C hidden channels. `stream` is the residual stream: BtC, or
+BtSC with hyper-connections.
 """
 
 from __future__ import annotations
@@ -25,9 +27,9 @@ from braid.kernels import Kernels
 from braid.kernels.documents import runs_of
 from braid.model.block import Block
 from braid.model.context import Context, MicroBatch
-from braid.model.streams import leaving
+from braid.model.streams import build_exit
 from braid.nn.canonical import Canonical, under
-from braid.nn.cost import Cost, Portion
+from braid.nn.cost import Cost, Workload
 from braid.nn.hyper_connection import HyperExit
 from braid.nn.linear import Linear
 from braid.nn.moe.dispatch_plan import Dispatcher
@@ -36,35 +38,34 @@ from braid.nn.recompute import Recomputing
 
 
 class Targets(NamedTuple):
-    """What one depth is given and should say."""
+    """Inputs and labels of one depth."""
 
     tokens_BT: Tensor
-    """The token that the depth is shown at each place: the last one it need not predict."""
+    """The token that the depth embeds at each position: the one before its label."""
     labels_BT: Tensor
     loss_mask_BT: Tensor
-    """Where the label counts: it counts for the main model, and lies in the same document."""
+    """True where the main model's loss counts the label, and the label is in the same document."""
 
 
 def targets(batch: MicroBatch, depth: int) -> Targets:
-    """The micro-batch shifted for a depth. What would come from behind the row's end is masked."""
+    """The micro-batch shifted for a depth. Positions past the end of a row are masked."""
     ahead = depth + 1
     runs_BT = runs_of(batch.documents_BT)
-    same_BT = (_shifted(runs_BT, ahead, fill=-1) == runs_BT) & (batch.documents_BT >= 0)
+    same_BT = (_shift(runs_BT, ahead, fill=-1) == runs_BT) & (batch.documents_BT >= 0)
     return Targets(
-        tokens_BT=_shifted(batch.labels_BT, depth, fill=0).where(same_BT, 0),
-        labels_BT=_shifted(batch.labels_BT, ahead, fill=0),
-        loss_mask_BT=_shifted(batch.loss_mask_BT, ahead, fill=0) & same_BT,
+        tokens_BT=_shift(batch.labels_BT, depth, fill=0).where(same_BT, 0),
+        labels_BT=_shift(batch.labels_BT, ahead, fill=0),
+        loss_mask_BT=_shift(batch.loss_mask_BT, ahead, fill=0) & same_BT,
     )
 
 
-def _shifted(x_BT: Tensor, places: int, *, fill: int) -> Tensor:
-    """Everything moved `places` to the left, with `fill` behind the end."""
+def _shift(x_BT: Tensor, places: int, *, fill: int) -> Tensor:
     return F.pad(x_BT[:, places:], (0, min(places, x_BT.shape[1])), value=fill)
 
 
 class Mtp(Recomputing):
-    """One depth: two norms, a projection of both inputs into one stream, the depth's blocks, a norm. The last
-    is never recomputed: the head needs what it gave before the depth's weights are gathered."""
+    """One depth: two norms, a projection of both inputs into one stream, blocks, a final norm. The final norm
+    is never recomputed: the head's backward needs its output before the depth's weights are unsharded."""
 
     def __init__(
         self,
@@ -99,33 +100,33 @@ class Mtp(Recomputing):
                 for block in depth.blocks
             }
         )
-        self.exit = leaving(shape, kernels, {"groups": groups, **on})
+        self.exit = build_exit(shape, kernels, {"groups": groups, **on})
         self.final_norm = normed()
 
     def forward(self, before: Tensor, embedded_BtC: Tensor, context: Context) -> tuple[Tensor, Tensor]:
-        """What the next depth reads, and the hidden state from which this depth's tokens are told."""
+        """Returns the input of the next depth, and the hidden state for the head."""
         stream = self.enter(before, embedded_BtC)
         for block in self.blocks.values():
             stream = block(stream, context)
-        hidden_BtC = self.normed(stream)
+        hidden_BtC = self.apply_final_norm(stream)
         return hidden_BtC if self.exit is None else stream, hidden_BtC
 
     def enter(self, before: Tensor, embedded_BtC: Tensor) -> Tensor:
-        """The stream that the depth's blocks see."""
+        """The input of the depth's blocks."""
         if self.projection is not None:
-            x_BtC: Tensor = self.projection(self.recomputed("norm", self._both, before, embedded_BtC))
+            x_BtC: Tensor = self.projection(self.recomputed("norm", self._concat_normed, before, embedded_BtC))
             return x_BtC
         assert self.embedding_projection is not None
         assert self.hidden_projection is not None
-        shown_BtC = self.embedding_projection(self.recomputed("norm", self.embedding_norm, embedded_BtC))
+        projected_BtC = self.embedding_projection(self.recomputed("norm", self.embedding_norm, embedded_BtC))
         streams_BtSC: Tensor = self.hidden_projection(self.recomputed("norm", self.hidden_norm, before))
-        return streams_BtSC + shown_BtC.unsqueeze(2)
+        return streams_BtSC + projected_BtC.unsqueeze(2)
 
-    def _both(self, hidden_BtC: Tensor, embedded_BtC: Tensor) -> Tensor:
+    def _concat_normed(self, hidden_BtC: Tensor, embedded_BtC: Tensor) -> Tensor:
         return torch.cat([self.embedding_norm(embedded_BtC), self.hidden_norm(hidden_BtC)], -1)
 
-    def normed(self, stream: Tensor) -> Tensor:
-        """What the head is shown."""
+    def apply_final_norm(self, stream: Tensor) -> Tensor:
+        """Merge the streams, if there are several, and apply the final norm."""
         hidden_BtC: Tensor = self.final_norm(stream if self.exit is None else self.exit(stream))
         return hidden_BtC
 
@@ -138,34 +139,35 @@ class Mtp(Recomputing):
             tensors |= under(f"blocks.{index}", f"blocks.{index}", cast(Block, block).canonical())
         return tensors
 
-    def cost(self, portion: Portion, groups: Groups, *, first: bool, starts: Container[int]) -> Cost:
-        """Without what is told from it. The hidden state that it is given is kept by the head as well, where
-        that sees it as it is; where norms are recomputed, so is that of the first depth. `starts` are blocks
-        before which streams are kept, where hyper-connections are made again."""
-        tokens = portion.places(groups.tp_cp)
-        total = self._enter_cost(portion, groups, tokens, first)
-        within = replace(portion, span=min(portion.span, len(self.blocks)))
+    def cost(self, workload: Workload, groups: Groups, *, first: bool, starts: Container[int]) -> Cost:
+        """The cost without head and loss. `starts` are the blocks whose input streams are saved, if
+        hyper-connections are recomputed."""
+        tokens = workload.local_tokens(groups.tp_cp)
+        total = self._enter_cost(workload, groups, tokens, first)
+        within = replace(workload, span=min(workload.span, len(self.blocks)))
         for index, block in self.blocks.items():
-            total += cast(Block, block).cost(within, given=int(index) in starts)
+            total += cast(Block, block).cost(within, input_saved=int(index) in starts)
         if self.exit is not None:
-            total += self.exit.cost(portion)
-        return total + self.final_norm.cost(portion, tokens)
+            total += self.exit.cost(workload)
+        return total + self.final_norm.cost(workload, tokens)
 
-    def _enter_cost(self, portion: Portion, groups: Groups, tokens: int, first: bool) -> Cost:
-        stream = tokens * self.hidden_norm.channels * portion.narrow
-        norms = self.embedding_norm.cost(portion, tokens)
-        norms += self.hidden_norm.cost(portion, tokens * self.streams)
+    def _enter_cost(self, workload: Workload, groups: Groups, tokens: int, first: bool) -> Cost:
+        # The head may save the same hidden state; with tp it saves an all-gathered copy instead. If norms are
+        # recomputed, the first depth's input comes from the replay of the main model's final norm.
+        stream = tokens * self.hidden_norm.channels * workload.narrow
+        norms = self.embedding_norm.cost(workload, tokens)
+        norms += self.hidden_norm.cost(workload, tokens * self.streams)
         if self.exit is None:
-            if portion.again("norm"):
+            if workload.recomputes("norm"):
                 return replace(norms, kept=stream * (1 + (not first and groups.tp.size > 1)))
-            same = not self.hidden_norm.widens(portion) and groups.tp.size == 1
+            same = not self.hidden_norm.upcasts(workload) and groups.tp.size == 1
             return norms + Cost(kept=stream * (2 - same))
-        # An exit before it that learns keeps the same streams, unless it has wide copies of them.
+        # A learned exit before this depth saves the same streams, unless it saves upcast copies of them.
         learns = isinstance(self.exit, HyperExit)
-        if portion.again("norm"):
-            kept_before = learns and (not portion.mixed or portion.device == "cuda")
+        if workload.recomputes("norm"):
+            kept_before = learns and (not workload.mixed or workload.device == "cuda")
             return replace(norms, kept=stream * (1 + (0 if kept_before else self.streams)))
-        kept_before = learns and not self.hidden_norm.widens(portion)
+        kept_before = learns and not self.hidden_norm.upcasts(workload)
         return norms + Cost(kept=stream * (1 + (0 if kept_before else self.streams)))
 
     def flops(self, tokens: int) -> int:
@@ -174,7 +176,7 @@ class Mtp(Recomputing):
         return self.enter_flops(tokens) + blocks + leave
 
     def enter_flops(self, tokens: int) -> int:
-        """Of the projection of both inputs."""
+        """The input projections."""
         if self.projection is not None:
             return self.projection.flops(tokens)
         assert self.embedding_projection is not None

@@ -1,4 +1,4 @@
-"""The stack: the blocks of a layout, one after the other."""
+"""The stack: the blocks of a layout in sequence, or the pipeline segments of it that a rank holds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from braid.pattern import Layout
 
 
 class Stack(nn.Module):
-    """The blocks of the main stack, each under its index in the layout."""
+    """The main stack of blocks, keyed by their index in the layout."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class Stack(nn.Module):
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """`segments` are those of the layout that are held here."""
+        """`segments` are the virtual pipeline stages of this rank."""
         super().__init__()
         self.layout = layout
         on: dict[str, Any] = {"groups": groups, "device": device, "dtype": dtype}
@@ -53,11 +53,6 @@ class Stack(nn.Module):
         for index, block in self.blocks.items():
             tensors |= under(f"blocks.{index}", f"blocks.{index}", cast(Block, block).canonical())
         return tensors
-
-    def segment_flops(self, segment: int, tokens: int) -> int:
-        """What `flops` counts of one segment."""
-        held = self.layout.segments[segment].blocks
-        return sum(cast(Block, self.blocks[str(block.index)]).flops(tokens) for block in held)
 
     def flops(self, tokens: int) -> int:
         return sum(cast(Block, block).flops(tokens) for block in self.blocks.values())

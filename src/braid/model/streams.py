@@ -1,6 +1,6 @@
-"""Several residual streams in a model: what connects each layer with them, and what makes one of them again.
+"""Builders for hyper-connections: around each layer, and the exit that merges streams before the final norm.
 
-A model without hyper-connections has one stream, and none of this.
+Both return None for a model with a single residual stream.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from braid.nn.hyper_connection import HyperConnection, HyperExit, HyperMean
 Exit = HyperExit | HyperMean
 
 
-def connection_of(shape: architecture.Model, kernels: Kernels, on: dict[str, Any]) -> HyperConnection | None:
-    """The ways into and out of one layer. `on` says for which groups, where, and in which dtype."""
+def build_connection(shape: architecture.Model, kernels: Kernels, on: dict[str, Any]) -> HyperConnection | None:
+    """The hyper-connection of one layer; `on` has groups, device and dtype."""
     if shape.hyper is None or kernels.hyper_connection is None:
         return None
     function = kernels.hyper_connection.function
     return HyperConnection(shape.hyper, shape.hidden, shape.norm_eps, function, **on)
 
 
-def leaving(shape: architecture.Model, kernels: Kernels, on: dict[str, Any]) -> Exit | None:
-    """What stands before a final norm."""
+def build_exit(shape: architecture.Model, kernels: Kernels, on: dict[str, Any]) -> Exit | None:
+    """The module that merges the streams before a final norm."""
     if shape.hyper is None or kernels.hyper_connection is None:
         return None
     if shape.hyper.exit == "mean":

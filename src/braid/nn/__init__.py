@@ -1,4 +1,4 @@
-"""The parts of models: modules that hold weights, and the functions between them.
+"""Layers: attention, Mamba-2, gated delta net, MLP, MoE, norms, embedding, loss, recompute, initialization.
 
-Modules hold weights and shapes, nothing else. What belongs to a micro-batch is passed in and returned.
+Modules are stateless apart from their weights: the state of a micro-batch is passed in and returned.
 """

@@ -1,9 +1,9 @@
-"""How weights in memory map to the tensors that checkpoints name.
+"""Canonical tensors: the mapping between parameters in memory and tensors of a checkpoint.
 
-Memory may fuse what a checkpoint keeps apart (query, key and value in one parameter, all experts in another)
-and a rank may hold a part of it. Every module lists its canonical tensors, each as a place inside one of its
-parameters. Initial weights, checkpoints, weight decay and sums of gradients all go by this list, so none of
-them depends on the layout in memory or on the ranks.
+Parameters may be fused (query, key and value in one, all experts in another) and a rank may hold a part of one.
+Every module lists its canonical tensors, each as a slice of one of its parameters. Initialization, checkpoints,
+weight decay and gradient reductions over replicas all use this list, so that none of them depends on the layout
+in memory or on the parallelism.
 """
 
 from __future__ import annotations
@@ -19,23 +19,22 @@ from torch import Tensor
 from braid.distributed.collectives import ALONE, Group
 
 Fill = Literal["normal", "residual", "xavier", "ones", "hundredths", "zeros", "taps", "decay_log", "time_step"]
-"""How a tensor starts: drawn from a normal distribution, drawn narrower because it writes into the residual
-stream, drawn as wide as its sizes ask for, all ones, all 0.01, all zeros; as the taps of a convolution, the log
-of a decay rate, or the bias of a time step before softplus (see `init`)."""
+"""Initialization: normal, normal scaled down for projections into the residual stream, Xavier uniform, ones,
+0.01, zeros, convolution taps, log of a decay rate, time-step bias before softplus (see `init`)."""
 
 Shape = tuple[int, ...]
 Index = tuple[int | slice, ...]
 
 
 class RowSpan(NamedTuple):
-    """Where the part of a dim that a rank holds begins, and how long the whole dim is."""
+    """Offset of a rank's part of a dim, and the global size of that dim."""
 
     start: int
     whole: int
 
 
 class Shard(NamedTuple):
-    """What a rank keeps of one of its parameters: the entries from `start` to `stop` of one dim."""
+    """The FSDP shard of a parameter on this rank: entries `start` to `stop` of one dim."""
 
     dim: int
     start: int
@@ -44,67 +43,69 @@ class Shard(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Canonical:
-    """One tensor of the checkpoint, and where this rank holds it, or a part of it."""
+    """One checkpoint tensor, and where this rank stores it or a part of it."""
 
     parameter: str
-    """Name of the parameter in the module that lists this tensor."""
+    """Name of the parameter that contains it, relative to the listing module."""
     shape: Shape
-    """Shape of the whole tensor."""
+    """Global shape."""
     fill: Fill
     view: Shape = ()
-    """How the parameter's first dim unfolds before `index` applies; empty where it stays as it is."""
+    """Unflattening of the parameter's first dim before `index` applies; empty for none."""
     index: Index = ()
-    """The part of the parameter that holds it; empty for all of it."""
+    """Index of the tensor within the parameter; empty for all of it."""
     part: Shape | None = None
-    """Shape of the part that is held here; None where it is the whole."""
+    """Shape of this rank's part; None for the whole tensor."""
     offset: Shape | None = None
-    """Where that part begins in the whole tensor; None at its beginning."""
+    """Offset of that part in the global tensor; None for zero."""
     copies: Group = ALONE
-    """The ranks that hold this same part and use it for different tokens or heads: their gradients are summed.
-    Ranks that share samples or sequences are not meant; sharded data parallelism sees to those."""
+    """The ranks that replicate this part and use it for different tokens or heads: their gradients are summed.
+    Data- and context-parallel replicas are not included; FSDP reduces those."""
 
     @property
     def decays(self) -> bool:
-        """Weight decay is for matrices, those of embedding and head included; not for norms and biases."""
+        """Weight decay applies to matrices, embedding and head included, not to norms and biases."""
         return len(self.shape) >= 2
 
     def read(self, parameter: Tensor) -> Tensor:
-        """What is held here, out of the parameter or of anything of its shape (gradient, moment)."""
+        """This rank's part, from the parameter or a tensor of its shape (gradient, optimizer moment)."""
         return self.held.read(parameter)
 
     def write(self, parameter: Tensor, value: Tensor) -> None:
-        """Put what is held here in its place."""
+        """Write this rank's part into the parameter."""
         self.held.write(parameter, value)
 
     @property
     def held(self) -> Held:
-        """What is held here of the whole tensor, where the parameter is in one piece."""
+        """This rank's part if the parameter is not sharded by FSDP."""
         part = self.shape if self.part is None else self.part
         offset = (0,) * len(part) if self.offset is None else self.offset
         return Held(offset=offset, shape=part, view=self.view, index=self.index)
 
     def within(self, shard: Shard | None) -> Held:
-        """What is held here of the whole tensor, where only a shard of the parameter is."""
-        whole = self.held
+        """This rank's part within an FSDP shard of the parameter."""
+        unsharded = self.held
         if shard is None:
-            return whole
+            return unsharded
         index: tuple[int | slice | Tensor, ...] = self.index
         if shard.dim == 0:
             dim, rows = 0, self._rows()
             kept = ((rows >= shard.start) & (rows < shard.stop)).nonzero().flatten()
             first, count = (int(kept[0]), len(kept)) if len(kept) else (0, 0)
-            index = (_slice(rows[kept] - shard.start), *self._after_rows())
+            index = (_as_slice(rows[kept] - shard.start), *self._index_after_rows())
         else:
             assert not self.view
-            assert self.index[shard.dim : shard.dim + 1] in ((), (slice(None),)), "whole in the sharded dim"
+            assert self.index[shard.dim : shard.dim + 1] in ((), (slice(None),)), (
+                "the tensor must span the sharded dim"
+            )
             dim = shard.dim - sum(isinstance(place, int) for place in self.index[: shard.dim])
             first, count = shard.start, shard.stop - shard.start
-        offset, shape = list(whole.offset), list(whole.shape)
+        offset, shape = list(unsharded.offset), list(unsharded.shape)
         offset[dim], shape[dim] = offset[dim] + first, count
         return Held(offset=tuple(offset), shape=tuple(shape), index=index)
 
     def _rows(self) -> Tensor:
-        """The rows of the parameter that hold the tensor, in the tensor's order, which is theirs too."""
+        """Rows of the parameter that contain the tensor, ascending; the tensor has the same order."""
         if self.view:
             return torch.arange(prod(self.view)).view(self.view)[self.index[: len(self.view)]].flatten()
         first = self.index[0] if self.index else slice(0, None)
@@ -112,19 +113,19 @@ class Canonical:
         start = first.start or 0
         return torch.arange(start, start + self.held.shape[0])
 
-    def _after_rows(self) -> Index:
+    def _index_after_rows(self) -> Index:
         return self.index[max(1, len(self.view)) :]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """A box of a canonical tensor, and where it lies in a parameter or in a shard of one."""
+    """A box of a canonical tensor, and its place in the parameter or shard that stores it."""
 
     offset: Shape
-    """Where the box begins in the whole tensor."""
+    """Offset of the box in the global tensor."""
     shape: Shape
     view: Shape = ()
-    """How the first dim of what holds it unfolds before `index` applies."""
+    """Unflattening of the holder's first dim before `index` applies."""
     index: tuple[int | slice | Tensor, ...]
 
     @property
@@ -132,26 +133,26 @@ class Held:
         return 0 in self.shape
 
     def of(self, whole: Tensor) -> Tensor:
-        """The box, out of the whole canonical tensor."""
+        """The box of a global canonical tensor."""
         for dim, (start, size) in enumerate(zip(self.offset, self.shape, strict=True)):
             whole = whole.narrow(dim, start, size)
         return whole
 
     def read(self, holder: Tensor) -> Tensor:
-        """The box, out of what holds it or of anything of that shape."""
-        return self._viewed(holder)[self.index].reshape(self.shape)
+        """The box, from the parameter or shard that stores it, or a tensor of its shape."""
+        return self._unfold(holder)[self.index].reshape(self.shape)
 
     def write(self, holder: Tensor, value: Tensor) -> None:
-        """Put the box in its place."""
-        viewed = self._viewed(holder.detach())
+        """Write the box into the parameter or shard that stores it."""
+        viewed = self._unfold(holder.detach())
         viewed[self.index] = value.to(holder.device, holder.dtype).reshape(viewed[self.index].shape)
 
-    def _viewed(self, holder: Tensor) -> Tensor:
+    def _unfold(self, holder: Tensor) -> Tensor:
         return holder.unflatten(0, self.view) if self.view else holder
 
 
-def _slice(rows: Tensor) -> slice | Tensor:
-    """Rows as a slice where they are neighbours, so that reading them copies nothing."""
+def _as_slice(rows: Tensor) -> slice | Tensor:
+    """Contiguous rows as a slice, so that reading them does not copy."""
     if not len(rows):
         return slice(0, 0)
     first, last = int(rows[0]), int(rows[-1])
@@ -159,8 +160,8 @@ def _slice(rows: Tensor) -> slice | Tensor:
 
 
 def under(name: str, attribute: str, tensors: Mapping[str, Canonical]) -> dict[str, Canonical]:
-    """A submodule's list as its parent tells it: `name` before canonical names (empty for none), `attribute`
-    before parameters."""
+    """A submodule's canonical tensors as seen by its parent: prefix names with `name` (may be empty) and
+    parameters with `attribute`."""
     prefix = f"{name}." if name else ""
     return {
         prefix + key: replace(tensor, parameter=f"{attribute}.{tensor.parameter}")

@@ -1,14 +1,15 @@
-"""What a layer costs a rank in one micro-batch: bytes that autograd keeps, bytes that backward needs, calls.
+"""Analytic cost model of a layer on one rank: activation memory, transient memory and collective traffic.
 
-Every module has a method `cost(portion)`, in closed form. So that nothing is counted twice, a module counts
+Every module has a closed-form `cost(workload)` for one micro-batch. To count each tensor exactly once, a module
+counts
 
-    its input, where an op of it keeps that,
-    everything that it makes and that is kept,
-    but not its output: that is for whoever takes it as input.
+    its input, if one of its ops saves it for backward,
+    every intermediate tensor that is saved,
+    but not its output: its consumer counts that as an input.
 
-Bytes are those of whole storages: a slice that is kept keeps all of the tensor that it was cut from. Routing
-and the lengths of documents depend on the data; here rows are single documents without padding, and every
-expert has its even share.
+Bytes are those of whole storages, because a saved slice keeps the tensor it views alive. Routing and document
+lengths depend on the data; the model assumes rows of one document without padding and perfectly balanced
+experts.
 """
 
 from __future__ import annotations
@@ -20,31 +21,30 @@ import torch
 
 from braid.distributed.collectives import Group
 
-Op = Literal["gather", "scatter", "sum", "swap", "exchange"]
-"""The collectives, as `braid.distributed.collectives` names them."""
+Op = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "all_to_all_v"]
 
-INDEX = 8
-"""Bytes of a place or a count."""
+INDEX_BYTES = 8
+"""Bytes of an index or a count (int64)."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Portion:
-    """What a rank is given in one micro-batch, and in which arithmetic."""
+class Workload:
+    """One micro-batch as a rank sees it: its size, dtype, device and recompute policy."""
 
     rows: int
     """Rows of this rank."""
     tokens: int
-    """Tokens of a row, those of all ranks that share it."""
+    """Sequence length, before tp and cp ranks split it."""
     dtype: torch.dtype
-    """Of the activations."""
+    """Dtype of the activations."""
     device: Literal["cpu", "cuda"] = "cuda"
-    """Some ops keep more on a CPU, where they are put together from smaller ones."""
+    """Some ops save more on a CPU, where they are composed of smaller ops."""
     recompute: frozenset[str] = frozenset()
-    """What is made again in backward: the kinds of `nn.recompute`."""
+    """Kinds of regions that backward recomputes: see `nn.recompute`."""
     span: int = 1
-    """Blocks between residual streams that are kept, where hyper-connections are made again."""
+    """Blocks between saved residual streams, if hyper-connections are recomputed."""
     fine: bool = False
-    """Whether blocks with experts go into phases. All that is made again of a phase is there at once."""
+    """Whether MoE blocks are split into phases. Everything recomputed for one phase is alive at once."""
 
     @property
     def narrow(self) -> int:
@@ -53,53 +53,52 @@ class Portion:
 
     @property
     def wide(self) -> int:
-        """Bytes of what is float32 or better."""
+        """Bytes of a value computed in at least float32."""
         return torch.promote_types(self.dtype, torch.float32).itemsize
 
     @property
     def mixed(self) -> bool:
-        """Whether the two differ, so that widening makes a copy."""
+        """Whether the two differ, so that upcasting makes a copy."""
         return self.narrow != self.wide
 
-    def again(self, name: str) -> bool:
-        """Whether regions of this kind are made again."""
+    def recomputes(self, name: str) -> bool:
         return name in self.recompute
 
-    def normed(self, kept: int, gathered: bool) -> int:
-        """What a layer keeps of its normed input: nothing where that is made again, unless it was gathered from
-        other ranks first."""
-        return 0 if self.again("norm") and not gathered else kept
+    def norm_output(self, saved: int, gathered: bool) -> int:
+        """Bytes that a layer saves of its normed input. A recomputed norm saves nothing, unless the layer reads
+        an all-gathered copy: the collective is not repeated."""
+        return 0 if self.recomputes("norm") and not gathered else saved
 
-    def places(self, *sharers: Group) -> int:
-        """Tokens of all rows, where these ranks share them."""
+    def local_tokens(self, *split_over: Group) -> int:
+        """Tokens of all rows on one rank, if these groups split them."""
         ranks = 1
-        for group in sharers:
+        for group in split_over:
             ranks *= group.size
         return self.rows * self.tokens // ranks
 
 
 class Call(NamedTuple):
-    """One kind of collective call of a rank."""
+    """A collective that a rank issues, one or more times per micro-batch."""
 
     op: Op
     family: str
-    """Name of the group that it is over."""
+    """Name of the process group."""
     ranks: int
-    """How many ranks that group has."""
+    """Size of the process group."""
     purpose: str
     """What is sent, and in which pass."""
     payload: int
-    """Bytes that the rank hands in at each call."""
+    """Input bytes of one call on this rank."""
     times: int = 1
 
     @property
     def sent(self) -> int:
-        """Bytes that leave the rank over all times, as a ring sends them."""
+        """Bytes that this rank sends in all calls, for ring algorithms."""
         others = self.ranks - 1
         match self.op:
-            case "gather":
+            case "all_gather":
                 each = self.payload * others
-            case "sum":
+            case "all_reduce":
                 each = 2 * self.payload * others // self.ranks
             case _:
                 each = self.payload * others // self.ranks
@@ -108,15 +107,15 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """What something costs; several costs add up."""
+    """The cost of a module. Costs add up: saved bytes and calls are summed, transient bytes are a maximum."""
 
     kept: int = 0
-    """Bytes that autograd keeps from forward to backward."""
+    """Bytes saved for backward."""
     passing: int = 0
-    """The most bytes by which its backward, letting go of those, exceeds them for a moment; weights and their
-    gradients do not count. This alone is an estimate."""
+    """Transient bytes: how far backward at its peak exceeds the bytes saved for it. Weights and their gradients
+    are not included. Unlike the other figures, this one is an estimate."""
     calls: tuple[Call, ...] = ()
-    """Forward and backward together, and what is sent again in between."""
+    """Collectives of forward, backward and recomputation."""
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(
@@ -126,56 +125,55 @@ class Cost:
         )
 
     def times(self, count: int) -> Cost:
-        """So many of it, one after the other."""
-        calls = tuple(m._replace(times=m.times * count) for m in self.calls)
+        """The cost of `count` such modules in sequence."""
+        calls = tuple(call._replace(times=call.times * count) for call in self.calls)
         return replace(self, kept=self.kept * count, calls=calls)
 
 
 # ------------------------------------------------------------------------------------------ calls
 
-
-def sent_again(calls: tuple[Call, ...], *once_only: str) -> tuple[Call, ...]:
-    """What a replay sends of the calls of a forward and its backward; some are for one time only."""
-    forward = (call for call in calls if not call.purpose.endswith(_BACKWARD) and call.purpose not in once_only)
-    return tuple(call._replace(purpose=f"{call.purpose}, again") for call in forward)
-
-
 _BACKWARD = ", backward"
 
 
-def gather_cost(group: Group, part: int, purpose: str) -> tuple[Call, ...]:
-    """`collectives.gather` of `part` bytes from each rank, and the scatter of its backward."""
-    return _there_and_back("gather", part, "scatter", part * group.size, group, purpose)
+def recomputed_calls(calls: tuple[Call, ...], *not_repeated: str) -> tuple[Call, ...]:
+    """The forward collectives among `calls` that a recomputation repeats; `not_repeated` are purposes of calls
+    whose results are saved."""
+    forward = (c for c in calls if not c.purpose.endswith(_BACKWARD) and c.purpose not in not_repeated)
+    return tuple(call._replace(purpose=f"{call.purpose}, recompute") for call in forward)
 
 
-def scatter_cost(group: Group, whole: int, purpose: str) -> tuple[Call, ...]:
-    """`collectives.scatter` of `whole` bytes, and the gather of its backward."""
-    return _there_and_back("scatter", whole, "gather", whole // group.size, group, purpose)
+def all_gather_calls(group: Group, part: int, purpose: str) -> tuple[Call, ...]:
+    """An all-gather of `part` bytes from each rank, and the reduce-scatter of its backward."""
+    return _forward_backward("all_gather", part, "reduce_scatter", part * group.size, group, purpose)
 
 
-def total_cost(group: Group, payload: int, purpose: str) -> tuple[Call, ...]:
-    """`collectives.total`, forward and backward."""
-    return _there_and_back("sum", payload, "sum", payload, group, purpose)
+def reduce_scatter_calls(group: Group, payload: int, purpose: str) -> tuple[Call, ...]:
+    """A reduce-scatter of `payload` bytes, and the all-gather of its backward."""
+    return _forward_backward("reduce_scatter", payload, "all_gather", payload // group.size, group, purpose)
 
 
-def swap_cost(group: Group, payload: int, purpose: str) -> tuple[Call, ...]:
-    """`collectives.swap`, forward and backward."""
-    return _there_and_back("swap", payload, "swap", payload, group, purpose)
+def all_reduce_calls(group: Group, payload: int, purpose: str) -> tuple[Call, ...]:
+    return _forward_backward("all_reduce", payload, "all_reduce", payload, group, purpose)
 
 
-def exchange_cost(group: Group, payload: int, purpose: str) -> tuple[Call, ...]:
-    """`collectives.exchange` where every rank gets as much as it gives, forward and backward."""
-    return _there_and_back("exchange", payload, "exchange", payload, group, purpose)
+def all_to_all_calls(group: Group, payload: int, purpose: str) -> tuple[Call, ...]:
+    return _forward_backward("all_to_all", payload, "all_to_all", payload, group, purpose)
 
 
-def once(op: Op, group: Group, payload: int, purpose: str, times: int = 1) -> tuple[Call, ...]:
-    """A collective without a gradient."""
+def all_to_all_v_calls(group: Group, payload: int, purpose: str) -> tuple[Call, ...]:
+    """A balanced all-to-all-v: every rank receives as much as it sends."""
+    return _forward_backward("all_to_all_v", payload, "all_to_all_v", payload, group, purpose)
+
+
+def no_grad_call(op: Op, group: Group, payload: int, purpose: str, times: int = 1) -> tuple[Call, ...]:
+    """A collective without a backward; empty for a group of one."""
     if group.size == 1 or not times:
         return ()
     return (Call(op, group.name, group.size, purpose, payload, times),)
 
 
-def _there_and_back(
-    op: Op, payload: int, back: Op, back_payload: int, group: Group, purpose: str
+def _forward_backward(
+    op: Op, payload: int, backward_op: Op, backward_payload: int, group: Group, purpose: str
 ) -> tuple[Call, ...]:
-    return once(op, group, payload, purpose) + once(back, group, back_payload, f"{purpose}{_BACKWARD}")
+    backward = no_grad_call(backward_op, group, backward_payload, f"{purpose}{_BACKWARD}")
+    return no_grad_call(op, group, payload, purpose) + backward

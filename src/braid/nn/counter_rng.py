@@ -1,7 +1,7 @@
-"""Counter RNG: random numbers as a pure function of (seed, step, layer, sample, position, channel).
+"""Counter-based RNG: random words as a pure function of (seed, step, layer, sample, position, channel).
 
-A counter-based hash on 32-bit values held in int64: the same bits on every device, and a sample's numbers do
-not depend on the batch or the rank in which the sample stands.
+Hashes 32-bit words in int64 tensors. The bits are the same on every device, and the numbers of a sample do not
+depend on the batch or rank that it is in.
 
 Shapes: B rows, T tokens, C channels.
 """
@@ -18,8 +18,8 @@ _GOLDEN = 0x9E3779B9
 def random_words(
     *, seed: int, step: int, layer: int, sample_B: Tensor, position_T: Tensor, channels: int
 ) -> Tensor:
-    """Integers from 0 to 2³² - 1, each as likely as the others. `position_T` is a token's place in its sample,
-    packed documents and all."""
+    """Uniform integers from 0 to 2³² - 1. `position_T` is the position in the sample, across packed
+    documents."""
     run = _fold(_fold(_fold(_word(seed, sample_B), seed >> 32), step), layer)
     row_BT = _fold(_fold(_fold(run, sample_B), sample_B >> 32)[:, None], position_T[None, :])
     other_BT = _mix(row_BT ^ _GOLDEN)
@@ -32,12 +32,13 @@ def _word(value: int, like: Tensor) -> Tensor:
 
 
 def _fold(hashed: Tensor, value: Tensor | int) -> Tensor:
-    """Take one more number into the hash."""
+    """Mix one more word into the hash."""
     return _mix(hashed * _GOLDEN + (value & _LOW_32))
 
 
 def _mix(value: Tensor) -> Tensor:
-    """A bijection on 32 bits in which every input bit changes about half of the output bits."""
+    """A 32-bit finalizer (lowbias32): a bijection in which each input bit flips about half of the output
+    bits."""
     value = value & _LOW_32
     value = ((value ^ (value >> 16)) * 0x21F0AAAD) & _LOW_32
     value = ((value ^ (value >> 15)) * 0x735A2D97) & _LOW_32

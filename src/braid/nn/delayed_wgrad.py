@@ -1,26 +1,27 @@
-"""Delayed wgrad, weight gradients that wait: backward finds the gradients of inputs, which others need soon,
-and leaves the products that give the gradients of weights with a wgrad store, until the schedule has time for
-them.
+"""Delayed wgrad: backward computes input gradients now, the schedule places weight gradients later.
+
+The split is that of zero-bubble pipelines (Qi et al., arXiv 2401.10241).
 
     set_wgrad_store(model, store)
     with store.node(key):
-        torch.autograd.backward(...)    # gradients of inputs; products are left under `key`
-    ...                                 # other nodes, other micro-batches, weights that are released
-    store.drain(key)                    # gradients of weights, as backward itself would have added them
+        torch.autograd.backward(...)    # dgrad; wgrad GEMMs are queued under `key`
+    ...                                 # other nodes and micro-batches; weights may be resharded
+    store.drain(key)                    # wgrad, accumulated as backward itself would have done
     ...
-    store.finish()                      # the step is over: nothing may be left
+    store.finish()                      # end of the step: every node must have been drained
 
-With or without a wgrad store, gradients are the same to the last bit: the same expressions give them, and what
-the uses of a parameter in one node add up to is added to its `.grad` as a whole, as autograd does. Nodes that
-share a parameter are drained in the order of their backwards. Until then inputs and output gradients of their
-layers must keep their memory; weights need not. Hooks that autograd calls when it has accumulated a gradient
-are not called.
+Gradients are bit-identical with and without a store: the expressions are the same, and the uses of a parameter
+within one node are summed before the sum is added to its `.grad`, as autograd does. Nodes that share a
+parameter must be drained in the order of their backwards. Until then the inputs and output gradients of their
+layers stay alive; weights need not. Post-accumulate-grad hooks do not fire.
 
-A node may have several buckets, which are drained one by one. Its layers say which gradients go where (`sort`).
+A node may have several buckets that are drained one by one. Its layers assign parameters to them
+(`assign_buckets`).
 
-A wgrad store may know the main gradients of parameters: those in at least float32 that grow over the
-micro-batches of a step. A product that can write where it is told (`Gradient`) then writes there, at once or
-when it is drained: the first of a step overwrites, the others add, and the parameter's own `.grad` stays None.
+A store may know the main gradients of parameters: buffers in at least float32 that accumulate over the
+micro-batches of a step. A wgrad kernel that can write in place (`Gradient`) then accumulates into the buffer,
+at once or when it is drained: the first write of a step overwrites, the others add, and the parameter's own
+`.grad` stays None.
 """
 
 from __future__ import annotations
@@ -36,108 +37,107 @@ from torch import Tensor, nn
 from braid.kernels.grouped_mlp.product import Gradient
 
 Product = Callable[[], Tensor]
-"""Gives the gradient of a parameter. It holds on to inputs and output gradients, never to weights."""
+"""Computes the gradient of a parameter. It references inputs and output gradients, but never weights, so that
+these can be resharded first."""
 
 
 class Main(Protocol):
-    """What has the main gradient of a parameter: its main copy, or whoever reduces its gradients."""
+    """The owner of a parameter's main gradient: its main copy, or FSDP's gradient accumulator."""
 
     grad: Tensor | None
-    """None until a micro-batch has left something."""
+    """None until the first micro-batch of the step has contributed."""
 
     @property
     def dtype(self) -> torch.dtype: ...
 
 
 class Mains(Protocol):
-    """Finds it."""
+    """Maps parameters to the owners of their main gradients."""
 
     def get(self, parameter: Tensor, /) -> Main | None: ...
 
 
-NONE: Mains = MappingProxyType({})
+NO_MAINS: Mains = MappingProxyType({})
 
 ALL = "all"
-"""The bucket of a node that has no other."""
+"""The only bucket of a node, by default."""
 
 
 class DelayedWgrad:
-    """Products that wait, by the node whose backward left them."""
+    """The wgrad store: pending weight gradients, by the node whose backward queued them."""
 
-    def __init__(self, mains: Mains = NONE) -> None:
+    def __init__(self, mains: Mains = NO_MAINS) -> None:
         self._mains = mains
         self._running: Hashable | None = None
-        self._left: dict[Hashable, dict[str, dict[Tensor, list[Product]]]] = {}
+        self._pending: dict[Hashable, dict[str, dict[Tensor, list[Product]]]] = {}
         self._bucket_of: dict[Tensor, str] = {}
         self._drained: set[Hashable] = set()
 
     @contextmanager
     def node(self, key: Hashable, buckets: Sequence[str] = (ALL,)) -> Iterator[None]:
-        """What is left within is left under `key`: its micro-batch and its name, or anything else that no other
-        node of the step has. It is put into `buckets`: all of it into one, where there is but one. Outside of
-        every node a backward finds weight gradients at once."""
-        assert key is not None, "None is no key of a node"
+        """Queue the weight gradients of backwards within under `key`, which is unique in the step. With a
+        single bucket, all of them go there. Outside of nodes, weight gradients are computed at once."""
+        assert key is not None, "a node needs a key other than None"
         assert self._running is None, f"the backward of {key} starts within that of {self._running}"
-        assert key not in self._left, f"the backward of {key} runs twice; its weight gradients still wait"
-        assert key not in self._drained, f"the backward of {key} runs twice; it is already drained"
-        self._left[key] = {bucket: {} for bucket in buckets}
+        assert key not in self._pending, f"the backward of {key} runs twice; weight gradients are pending"
+        assert key not in self._drained, f"the backward of {key} runs twice; it has been drained already"
+        self._pending[key] = {bucket: {} for bucket in buckets}
         self._running = key
         try:
             yield
         finally:
             self._running = None
 
-    def leave(self, parameter: Tensor, product: Product) -> Tensor | None:
-        """Called by a layer's backward: the gradient that it returns for the parameter, None where that waits.
-        What is computed from parameters is no business of the wgrad store: autograd takes the gradient
+    def put(self, parameter: Tensor, product: Product) -> Tensor | None:
+        """The gradient that a layer's backward returns for the parameter; None if it is delayed or has been
+        written to the main gradient. Gradients of non-leaf tensors are never delayed: autograd propagates them
         further."""
         if not parameter.is_leaf:
             return product()
         if self._running is None:
             return None if self._written(parameter, product) else product()
-        buckets = self._left[self._running]
+        buckets = self._pending[self._running]
         bucket = next(iter(buckets)) if len(buckets) == 1 else self._bucket_of.get(parameter)
-        assert bucket in buckets, f"{self._running} has {', '.join(buckets)}, and no layer says which is meant"
+        assert bucket in buckets, f"{self._running} has {', '.join(buckets)}; the parameter is in no bucket"
         buckets[bucket].setdefault(parameter, []).append(product)
         return None
 
-    def sort(self, buckets: Mapping[Tensor, str]) -> None:
-        """Called by a layer's forward: where the gradients of its parameters go, if there are several buckets.
-        Parameters are meant as its backward will have them, not as its module has them when they are drained:
-        weights may have been gathered and released meanwhile."""
+    def assign_buckets(self, buckets: Mapping[Tensor, str]) -> None:
+        """Assign parameters to buckets, from a layer's forward. The keys are the tensors that its backward will
+        see: by the time they are drained, FSDP may have resharded and replaced the module's parameters."""
         self._bucket_of.update(buckets)
 
     def pending(self, key: Hashable) -> int:
-        """How many products wait under a node."""
-        return sum(len(products) for left in self._left.get(key, {}).values() for products in left.values())
+        """How many weight gradients a node still has to compute."""
+        buckets = self._pending.get(key, {}).values()
+        return sum(len(products) for bucket in buckets for products in bucket.values())
 
     @torch.no_grad()
     def drain(self, key: Hashable, bucket: str | None = None) -> None:
-        """Compute what waits under a node, or in one bucket of it, and add it to the parameters' gradients, in
-        the order in which it was left. Runs where its caller runs: on the stream of the backward, or one that
-        has waited for it."""
+        """Compute the pending weight gradients of a node, or of one of its buckets, in the order in which they
+        were queued. The current stream must be that of the backward, or have waited for it."""
         assert key not in self._drained, f"{key} is drained twice"
-        assert key in self._left, f"{key} is drained, but its backward has not run"
+        assert key in self._pending, f"{key} is drained before its backward"
         assert key != self._running, f"{key} is drained within its own backward"
-        buckets = self._left[key]
-        assert bucket is None or bucket in buckets, f"{bucket} of {key} is drained twice, or was never there"
+        buckets = self._pending[key]
+        assert bucket is None or bucket in buckets, f"{bucket} of {key} is drained twice, or does not exist"
         for each in list(buckets) if bucket is None else [bucket]:
             self._add(buckets.pop(each))
         if not buckets:
-            del self._left[key]
+            del self._pending[key]
             self._drained.add(key)
 
-    def _add(self, left: dict[Tensor, list[Product]]) -> None:
-        for parameter in list(left):
+    def _add(self, bucket: dict[Tensor, list[Product]]) -> None:
+        for parameter in list(bucket):
             gradient: Tensor | None = None
-            for product in left.pop(parameter):
+            for product in bucket.pop(parameter):
                 if not self._written(parameter, product):
                     gradient = product() if gradient is None else gradient.add_(product())
             if gradient is not None:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
     def _written(self, parameter: Tensor, product: Product) -> bool:
-        """Whether the product could be put with the parameter's main gradient."""
+        """Accumulate into the main gradient, if there is one and the kernel can; whether it did."""
         main = self._mains.get(parameter) if isinstance(product, Gradient) else None
         if main is None:
             return False
@@ -150,26 +150,25 @@ class DelayedWgrad:
         return True
 
     def finish(self) -> None:
-        """The end of a step: all is drained. The next one may use the same keys."""
-        left = [
+        """End the step; everything must have been drained. The next step may reuse keys."""
+        pending = [
             str(key) if bucket == ALL else f"{bucket} of {key}"
-            for key, buckets in self._left.items()
+            for key, buckets in self._pending.items()
             for bucket in buckets
         ]
-        assert not left, f"the step ends, but nobody has drained {', '.join(left)}"
+        assert not pending, f"the step ends, but {', '.join(pending)} has not been drained"
         self._drained.clear()
         self._bucket_of.clear()
 
 
 class Delaying(nn.Module):
-    """A layer that leaves its weight gradients with a wgrad store, where it has been handed one."""
+    """A layer that delays its weight gradients if it has a wgrad store."""
 
     wgrad_store: DelayedWgrad | None = None
 
 
 def set_wgrad_store(module: nn.Module, wgrad_store: DelayedWgrad | None) -> None:
-    """Every layer of a module that can delay its weight gradients leaves them there from its next forward on;
-    None takes the wgrad store back."""
+    """Delay the weight gradients of all layers that can, from the next forward on; None turns it off."""
     for layer in module.modules():
         if isinstance(layer, Delaying):
             layer.wgrad_store = wgrad_store

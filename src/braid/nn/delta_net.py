@@ -1,21 +1,27 @@
-"""Gated delta net, the layer `G`: a mixer whose heads keep a memory that they correct, token by token.
+"""Gated delta net (Yang et al., arXiv 2412.06464), the layer `G`: linear attention with a gated delta rule.
 
-Query, key, value and output gate z come from one projection, with two scalars per value head: how strongly a
-token writes (b) and how much is forgotten (a). Its outputs are ordered by key head: query, key, then values,
-scalars and gates of the value heads that this key head serves. The convolution's channels are ordered alike. A
-shard of the key heads is then one contiguous slice of each.
+    q, k, v, b, a, z = x · W                 q, k, v ← SiLU(causal conv)      β = sigmoid(b)
+    q ← q / (|q| · √K), k ← k / |k|          in the kernel
+    α_t = exp(-exp(A_log) · softplus(a_t + dt_bias))                          decay, per value head
+    S_t = α_t · (S_{t-1} - β_t · k_t ⊗ (k_tᵀ · S_{t-1})) + β_t · k_t ⊗ v_t
+    y_t = q_tᵀ · S_t
+    out = (RMSNorm(y) · SiLU(z)) · W_o
 
-tp ranks share the value heads, and cp ranks those of their tp rank, as `head_partition` has it:
+One fused projection computes query, key, value, the scalars b and a per value head, and the output gate z. Its
+outputs are ordered by key head: query, key, then values, scalars and gates of the value heads of its group. The
+channels of the convolution are ordered alike. A tp shard of the key heads is then one contiguous slice of each.
 
-    gather over tp     x_BtC to x_BSC, which is projected
-    swap over cp       q, k, v, b and a from all heads of some tokens to some heads of all tokens; conv and rule
-    swap over cp       back; each head is normed, and gated by z, which has stayed with its tokens
-    scatter over tp    what `o` gives, y_BtC
+Parallelism: tp ranks split the value heads with sequence parallelism between layers, cp ranks split those of
+their tp rank (Ulysses); see `head_partition`.
 
-Shapes: B rows, T tokens, S of them that the tp ranks share (T / cp), t of this rank alone (S / tp), C hidden
-channels, G key heads and H value heads of this tp rank, g and h of them whose memories are on this rank,
-r = h / g, K key channels, V value channels, F channels that belong to a key head, I those of its values or
-gates, J those that are convolved, E = g · J, P taps of the convolution, Q = P - 1 tokens that it remembers.
+    all-gather over tp        x_BtC to x_BSC, then the fused projection all-to-all over cp        q, k, v, b, a
+    from all heads of some tokens to some heads of all tokens; conv, rule all-to-all over cp        back; the
+    gate z never leaves its tokens reduce-scatter over tp    the output projection, y_BtC
+
+Shapes: B rows, T tokens, S = T / cp tokens of all tp ranks, t = S / tp tokens of this rank, C hidden channels,
+G key heads and H value heads of this tp rank, g and h of them that this rank computes, r = h / g, K key
+channels, V value channels, F channels of a key head with its value heads, I those of its values or gates, J
+convolved channels of a key head, E = g · J, P taps, Q = P - 1.
 """
 
 from __future__ import annotations
@@ -31,11 +37,11 @@ from torch.nn import functional as F
 from braid import architecture
 from braid.distributed.collectives import Groups, all_gather
 from braid.kernels import rms_norm
-from braid.kernels.activation_bytes import CHUNK, in_chunks, remembered
+from braid.kernels.activation_bytes import CHUNK, delta_rule_bytes, padded_to_chunks
 from braid.kernels.delta_rule import DeltaRule, step
 from braid.kernels.rms_norm import Normalize
 from braid.nn.canonical import Canonical, under
-from braid.nn.cost import Cost, Portion, gather_cost, scatter_cost, swap_cost
+from braid.nn.cost import Cost, Workload, all_gather_calls, all_to_all_calls, reduce_scatter_calls
 from braid.nn.grouped_conv import GroupedConv
 from braid.nn.head_partition import HeadPartition, Part
 from braid.nn.head_scalars import HeadScalars
@@ -46,16 +52,16 @@ from braid.nn.recompute import Recomputing
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaNetCache:
-    """What a layer remembers of B documents, one per row. `DeltaNet.forward` moves it on in place."""
+    """The recurrent state for generation, of constant size; updated in place."""
 
     conv_BEQ: Tensor
-    """The last tokens before the convolution."""
+    """The last Q inputs of the convolution."""
     state_BHKV: Tensor
-    """The memories, float32 or better."""
+    """The state S, float32 or better."""
 
 
-class DeltaHeads(NamedTuple):
-    """What the delta rule is given."""
+class DeltaRuleInputs(NamedTuple):
+    """Arguments of the delta rule."""
 
     q_BTgK: Tensor
     k_BTgK: Tensor
@@ -65,7 +71,7 @@ class DeltaHeads(NamedTuple):
 
 
 class DeltaNet(Recomputing):
-    """Projects, convolves, applies the delta rule, norms and gates each head, projects back."""
+    """A gated delta net mixer."""
 
     def __init__(
         self,
@@ -82,42 +88,43 @@ class DeltaNet(Recomputing):
         super().__init__()
         self.shape, self.groups = shape, groups
         self.delta_rule = delta_rule
-        self.share = HeadPartition(all_groups=shape.key_heads, all_heads=shape.value_heads, ranks=groups)
-        q, k = Part("q", shape.key_dim, common=True), Part("k", shape.key_dim, common=True)
+        self.partition = HeadPartition(all_groups=shape.key_heads, all_heads=shape.value_heads, ranks=groups)
+        q, k = Part("q", shape.key_dim, shared=True), Part("k", shape.key_dim, shared=True)
         v, z = Part("v", shape.value_dim), Part("z", shape.value_dim)
         self.parts = (q, k, v, Part("b", 1), Part("a", 1), z)
-        """What the projection gives every key head. All but the gate go where the memories are."""
-        outputs = (self.share.groups, sum(self.share.sizes(self.parts)))
+        """The outputs of the fused projection for every key head. All but the gate are exchanged over cp."""
+        outputs = (self.partition.groups, sum(self.partition.sizes(self.parts)))
         self.qkvbaz = Linear(hidden, outputs, device=device, dtype=dtype)
-        self.conv = GroupedConv(self.share, (q, k, v), shape.conv, device=device, dtype=dtype)
+        self.conv = GroupedConv(self.partition, (q, k, v), shape.conv, device=device, dtype=dtype)
         self.scalars = HeadScalars(
-            self.share, {"A_log": "decay_log", "dt_bias": "time_step"}, device=device, dtype=dtype
+            self.partition, {"A_log": "decay_log", "dt_bias": "time_step"}, device=device, dtype=dtype
         )
         self.gate_norm = RmsNorm(
             shape.value_dim, eps, normalize=normalize, copies=groups.tp, device=device, dtype=dtype
         )
-        inner = self.share.heads * shape.value_dim
+        inner = self.partition.heads * shape.value_dim
         self.o = RowLinear(inner, hidden, groups.tp, device=device, dtype=dtype)
 
     def forward(
         self, x_BtC: Tensor, documents_BT: Tensor | None = None, cache: DeltaNetCache | None = None
     ) -> Tensor:
-        """`documents_BT` is None where every row is a single document. With a cache, which a process alone may
-        have, each row goes on with the document that the cache remembers."""
-        assert documents_BT is None or cache is None, "a row that goes on from a cache is one document"
+        """`documents_BT` is None if every row is a single document. With a cache, rows continue from its state,
+        which is updated in place; caches require tp = cp = 1."""
+        assert documents_BT is None or cache is None, "a row that continues from a cache is one document"
         assert cache is None or self.groups.tp.size == self.groups.cp.size == 1
         x_BSC = all_gather(x_BtC, self.groups.tp, dim=1)
         outputs_BSGF = self.qkvbaz(x_BSC).unflatten(-1, self.qkvbaz.dims)
-        *remembered, gate = self.share.sizes(self.parts)
-        remembered_BSGF, z_BSGI = outputs_BSGF.split([sum(remembered), gate], -1)
-        qkvba_BTgF = self.share.all_tokens(remembered_BSGF, self.parts[:-1])
-        remember = partial(self._remember, documents_BT, cache)
-        y_BThV = self.recomputed("core", remember, qkvba_BTgF, *self.scalars())
-        return self.o(self.recomputed("core", self._gate, self.share.own_tokens(y_BThV), z_BSGI))
+        *recurrent, gate = self.partition.sizes(self.parts)
+        qkvba_BSGF, z_BSGI = outputs_BSGF.split([sum(recurrent), gate], -1)
+        qkvba_BTgF = self.partition.gather_sequence(qkvba_BSGF, self.parts[:-1])
+        rule = partial(self._delta_rule, documents_BT, cache)
+        y_BThV = self.recomputed("core", rule, qkvba_BTgF, *self.scalars())
+        y_BSHV = self.partition.scatter_sequence(y_BThV)
+        return self.o(self.recomputed("core", self._norm_and_gate, y_BSHV, z_BSGI))
 
     # -------------------------------------------------------------------------------------- parts
 
-    def _remember(
+    def _delta_rule(
         self,
         documents_BT: Tensor | None,
         cache: DeltaNetCache | None,
@@ -125,22 +132,24 @@ class DeltaNet(Recomputing):
         a_log_h: Tensor,
         dt_bias_h: Tensor,
     ) -> Tensor:
-        heads = self._heads(qkvba_BTgF, (a_log_h, dt_bias_h), documents_BT, cache)
-        return self.delta_rule(*heads, documents_BT)[0] if cache is None else self._go_on(heads, cache)
+        heads = self._rule_inputs(qkvba_BTgF, (a_log_h, dt_bias_h), documents_BT, cache)
+        if cache is not None:
+            return self._continue_from_cache(heads, cache)
+        return self.delta_rule(*heads, documents_BT)[0]
 
-    def _heads(
+    def _rule_inputs(
         self,
         qkvba_BTgF: Tensor,
         scalars: tuple[Tensor, Tensor],
         documents_BT: Tensor | None,
         cache: DeltaNetCache | None,
-    ) -> DeltaHeads:
-        """What the delta rule is given, from the projections of all tokens."""
-        *convolved, writes, forgets = self.share.core_sizes(self.parts[:-1])
-        qkv_BTgJ, b_BTgr, a_BTgr = qkvba_BTgF.split([sum(convolved), writes, forgets], -1)
+    ) -> DeltaRuleInputs:
+        """Convolution, decay and β for the heads of this rank over the whole sequence."""
+        *convolved, b_size, a_size = self.partition.core_sizes(self.parts[:-1])
+        qkv_BTgJ, b_BTgr, a_BTgr = qkvba_BTgF.split([sum(convolved), b_size, a_size], -1)
         qkv_BTgJ = self.conv(qkv_BTgJ, documents_BT, None if cache is None else cache.conv_BEQ)
         q_BTgK, k_BTgK, v_BTgI = qkv_BTgJ.split(convolved, -1)
-        return DeltaHeads(
+        return DeltaRuleInputs(
             q_BTgK=q_BTgK,
             k_BTgK=k_BTgK,
             v_BThV=v_BTgI.flatten(2).unflatten(2, (-1, self.shape.value_dim)),
@@ -152,8 +161,9 @@ class DeltaNet(Recomputing):
         wide = torch.promote_types(a_BTh.dtype, torch.float32)
         return -a_log_h.to(wide).exp() * F.softplus(a_BTh.to(wide) + dt_bias_h.to(wide))
 
-    def _go_on(self, heads: DeltaHeads, cache: DeltaNetCache) -> Tensor:
-        """The delta rule from the cache's memory on."""
+    def _continue_from_cache(self, heads: DeltaRuleInputs, cache: DeltaNetCache) -> Tensor:
+        """Apply the rule from the cached state and update it: one recurrent step, or chunks for a longer
+        prompt."""
         if heads.v_BThV.shape[1] == 1:
             q_BgK, k_BgK, v_BhV, log_decay_Bh, beta_Bh = (x.squeeze(1) for x in heads)
             y_BhV, state_BHKV = step(q_BgK, k_BgK, v_BhV, log_decay_Bh, beta_Bh, cache.state_BHKV)
@@ -163,68 +173,71 @@ class DeltaNet(Recomputing):
         cache.state_BHKV.copy_(state_BHKV.detach())
         return y_BThV
 
-    def _gate(self, y_BSHV: Tensor, z_BSGI: Tensor) -> Tensor:
-        """norm(y) · silu(z), float32 or better inside, heads side by side."""
+    def _norm_and_gate(self, y_BSHV: Tensor, z_BSGI: Tensor) -> Tensor:
+        """RMSNorm(y) · SiLU(z) per head, in float32 or better; returns heads concatenated."""
         z_BSHV, wide = z_BSGI.flatten(2).view_as(y_BSHV), torch.promote_types(y_BSHV.dtype, torch.float32)
         gated_BSHV = self.gate_norm(y_BSHV.to(wide)) * F.silu(z_BSHV.to(wide))
         return gated_BSHV.to(y_BSHV.dtype).flatten(2)
 
-    # -------------------------------------------------------------------------------------- facts
+    # --------------------------------------------------------------------- introspection and cost
 
     def new_cache(self, rows: int, device: torch.device, dtype: torch.dtype) -> DeltaNetCache:
-        """The cache of documents that have not begun, one per row."""
+        """An empty cache; `dtype` is that of the activations."""
         shape = self.shape
-        memory = (rows, shape.value_heads, shape.key_dim, shape.value_dim)
+        state = (rows, shape.value_heads, shape.key_dim, shape.value_dim)
         wide = torch.promote_types(dtype, torch.float32)
         return DeltaNetCache(
             conv_BEQ=self.conv.new_state(rows, device, dtype),
-            state_BHKV=torch.zeros(memory, device=device, dtype=wide),
+            state_BHKV=torch.zeros(state, device=device, dtype=wide),
         )
 
     def canonical(self) -> dict[str, Canonical]:
-        share = self.share
+        partition = self.partition
         tensors: dict[str, Canonical] = {}
-        for part, place in zip(self.parts, share.places(self.parts), strict=True):
-            held = self.qkvbaz.part((slice(None), place), share.span(part), share.copies(part))
+        for part, place in zip(self.parts, partition.slices(self.parts), strict=True):
+            held = self.qkvbaz.canonical_part(
+                (slice(None), place), partition.span(part), partition.copies(part)
+            )
             tensors |= under(part.name, "qkvbaz", held)
         tensors |= under("conv", "conv", self.conv.canonical())
         tensors |= under("", "scalars", self.scalars.canonical())
         tensors |= under("gate_norm", "gate_norm", self.gate_norm.canonical())
         return tensors | under("o", "o", self.o.canonical())
 
-    def cost(self, portion: Portion) -> Cost:
-        """With the rule in plain torch: pairs of tokens within a chunk are most of it."""
-        share, shape, n, w = self.share, self.shape, portion.narrow, portion.wide
+    def cost(self, workload: Workload) -> Cost:
+        """The cost with the reference rule, dominated by the token pairs within chunks."""
+        partition, shape, n, w = self.partition, self.shape, workload.narrow, workload.wide
         tp, cp, hidden = self.groups.tp, self.groups.cp, self.qkvbaz.channels_in
-        every, own, part = portion.places(), portion.places(cp), portion.places(tp, cp)
-        heads, inner = share.core_heads, share.heads * shape.value_dim
-        rule = (portion.rows, portion.tokens, heads, share.core_groups, shape.key_dim, shape.value_dim)
-        swapped = every * share.core_groups * sum(share.core_sizes(self.parts[:-1])) * n
-        seen = portion.normed(own * hidden * n, tp.size > 1)
-        kept = seen + self.conv.cost(portion).kept
-        kept += every * heads * (2 * w + n) + 2 * heads * w + remembered(*rule, narrow=n, wide=w)
-        kept += self.gate_norm.cost(portion, own * share.heads, wide=True).kept + own * inner * (3 * w + n)
-        if not portion.mixed and share.groups == 1:
-            kept += (
-                own * (self.qkvbaz.channels_out - inner) * n
-            )  # the gate is read where the projection left it
-        if not portion.mixed and cp.size == 1:
-            kept += (in_chunks(portion.tokens) - portion.tokens) * portion.rows * inner * n
-        if portion.again("core"):
-            kept = seen + own * self.qkvbaz.channels_out * n + 2 * heads * w
-            kept += swapped + own * inner * n if cp.size > 1 else 0
+        all_tokens, cp_tokens = workload.local_tokens(), workload.local_tokens(cp)
+        sp_tokens = workload.local_tokens(tp, cp)
+        heads, inner = partition.core_heads, partition.heads * shape.value_dim
+        rule = (workload.rows, workload.tokens, heads, partition.core_groups, shape.key_dim, shape.value_dim)
+        exchanged = all_tokens * partition.core_groups * sum(partition.core_sizes(self.parts[:-1])) * n
+        normed_input = workload.norm_output(cp_tokens * hidden * n, tp.size > 1)
+        kept = normed_input + self.conv.cost(workload).kept
+        kept += all_tokens * heads * (2 * w + n) + 2 * heads * w + delta_rule_bytes(*rule, narrow=n, wide=w)
+        kept += self.gate_norm.cost(workload, cp_tokens * partition.heads, wide=True).kept
+        kept += cp_tokens * inner * (3 * w + n)
+        if not workload.mixed and partition.groups == 1:
+            # The gate is a view of the projection's output and keeps all of it alive.
+            kept += cp_tokens * (self.qkvbaz.channels_out - inner) * n
+        if not workload.mixed and cp.size == 1:
+            kept += (padded_to_chunks(workload.tokens) - workload.tokens) * workload.rows * inner * n
+        if workload.recomputes("core"):
+            kept = normed_input + cp_tokens * self.qkvbaz.channels_out * n + 2 * heads * w
+            kept += exchanged + cp_tokens * inner * n if cp.size > 1 else 0
         return Cost(
             kept=kept,
-            passing=every * heads * CHUNK * 4,  # decays between the tokens of a chunk
-            calls=gather_cost(tp, part * hidden * n, "delta net tokens")
-            + swap_cost(cp, swapped, "delta net heads")
-            + swap_cost(cp, every * heads * shape.value_dim * n, "delta net outputs")
-            + scatter_cost(tp, own * hidden * n, "delta net sums"),
+            passing=all_tokens * heads * CHUNK * 4,  # pairwise decays within chunks
+            calls=all_gather_calls(tp, sp_tokens * hidden * n, "delta net tokens")
+            + all_to_all_calls(cp, exchanged, "delta net heads")
+            + all_to_all_calls(cp, all_tokens * heads * shape.value_dim * n, "delta net outputs")
+            + reduce_scatter_calls(tp, cp_tokens * hidden * n, "delta net sums"),
         )
 
     def flops(self, tokens: int) -> int:
-        """What this rank computes for a row of so many tokens. A token asks a head's memory twice and writes to
-        it once: 2 · key_dim · value_dim each."""
+        """FLOPs of this rank for a row. A token reads a head's state twice and updates it once, with
+        2 · key_dim · value_dim FLOPs each."""
         own = tokens // self.groups.cp.size
-        rule = 6 * tokens * self.share.core_heads * self.shape.key_dim * self.shape.value_dim
+        rule = 6 * tokens * self.partition.core_heads * self.shape.key_dim * self.shape.value_dim
         return self.qkvbaz.flops(own) + self.conv.flops(tokens) + rule + self.o.flops(own)

@@ -1,4 +1,6 @@
-"""Dropout whose mask is a pure function of (seed, step, layer, sample, position, channel).
+"""Dropout with a stateless mask: a pure function of (seed, step, layer, sample, position, channel).
+
+The mask does not depend on batch size, parallelism or recompute.
 
 Shapes: B rows, T tokens, C channels.
 """
@@ -13,8 +15,8 @@ from braid.nn.counter_rng import random_words
 def keep_mask(
     rate: float, *, seed: int, step: int, layer: int, sample_B: Tensor, position_T: Tensor, channels: int
 ) -> Tensor:
-    """Which channels stay: True with probability 1 - rate, independently. `position_T` is a token's place
-    in its sample, packed documents and all."""
+    """The mask: True (kept) with probability 1 - rate, independently. `position_T` is the position in the
+    sample, across packed documents."""
     words_BTC = random_words(
         seed=seed, step=step, layer=layer, sample_B=sample_B, position_T=position_T, channels=channels
     )
@@ -22,5 +24,5 @@ def keep_mask(
 
 
 def dropout(x_BTC: Tensor, keep_BTC: Tensor, rate: float) -> Tensor:
-    """Zero what is not kept; scale the rest so that the mean stays."""
+    """Zero what is not kept and scale the rest by 1 / (1 - rate)."""
     return x_BTC * (keep_BTC.to(x_BTC.dtype) / (1 - rate))

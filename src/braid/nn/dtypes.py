@@ -1,4 +1,4 @@
-"""What the names of dtypes mean to torch."""
+"""torch dtypes by the names of the config."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Token embedding, shared by the tp ranks: each holds an equal part of the vocabulary.
+"""Vocab-parallel embedding and head: tp ranks split the rows of the vocabulary equally.
 
-The vocabulary is padded to a multiple of the ranks; padding is zero and stays so, and no checkpoint has it.
+The vocabulary is padded to a multiple of the tp size. Padding rows are zero and stay zero; checkpoints do not
+contain them.
 
 Shapes: B rows, T tokens, V rows of the vocabulary that this rank holds, C hidden channels.
 """
@@ -16,11 +17,12 @@ from torch.nn import functional as F
 from braid.distributed.collectives import ALONE, Group, Groups, own_slice, reduce_scatter
 from braid.errors import DataError
 from braid.nn.canonical import Canonical
-from braid.nn.cost import INDEX, Cost, Portion, scatter_cost
+from braid.nn.cost import INDEX_BYTES, Cost, Workload, reduce_scatter_calls
 
 
 def check_ids(ids_BT: Tensor, vocab: int) -> None:
-    """Refuse ids that have no embedding. Meant for the host: on a GPU this would wait for the device."""
+    """Raise a DataError for ids without an embedding. For tensors on the host; on a GPU it would
+    synchronize."""
     if not ids_BT.numel():
         return
     low, high = (int(bound) for bound in ids_BT.aminmax())
@@ -28,34 +30,34 @@ def check_ids(ids_BT: Tensor, vocab: int) -> None:
         row, token = ((ids_BT < 0) | (ids_BT >= vocab)).nonzero()[0].tolist()
         raise DataError(
             f"token id {int(ids_BT[row, token])} in row {row} at token {token} is outside the vocabulary: "
-            f"ids run from 0 to {vocab - 1}; use the model's own tokenizer, or set model.vocab to match it"
+            f"ids run from 0 to {vocab - 1}; use the tokenizer of the model, or set model.vocab to match it"
         )
 
 
 class Vocabulary:
-    """The ids that one rank of a group holds, out of all."""
+    """The partition of a vocabulary over the ranks of a group."""
 
     def __init__(self, ids: int, group: Group = ALONE) -> None:
         self.ids = ids
-        """Of all ranks together."""
+        """Vocabulary size, without padding."""
         self.group = group
         self.rows = -(-ids // group.size)
-        """What each rank has room for."""
+        """Rows per rank, with padding."""
         self.first = group.rank * self.rows
         self.held = min(max(ids - self.first, 0), self.rows)
-        """How many of its rows are ids: all but the last ranks fill theirs."""
+        """Rows of this rank without padding. Only the last ranks have padding."""
 
     def local(self, ids: Tensor) -> Tensor:
-        """Each id's row on this rank; `rows` where another rank has it."""
+        """The local row of each id; `rows` if another rank holds it."""
         if self.group.size == 1:
             return ids
         rows = ids - self.first
         return rows.where((rows >= 0) & (rows < self.rows), self.rows)
 
 
-class _LookUp(torch.autograd.Function):
-    """The row of each token, zero for tokens that have none here. Sums the gradients of a token's occurrences
-    in float32 or better: a common token has thousands of them, of which a bfloat16 sum would lose most."""
+class _Lookup(torch.autograd.Function):
+    """Embedding lookup; zero for ids of other ranks. Backward sums the gradients of an id's occurrences in at
+    least float32: a frequent token has thousands of them, most of which a bfloat16 sum would lose."""
 
     @staticmethod
     def forward(ctx: Any, weight_VC: Tensor, row_BT: Tensor) -> Tensor:
@@ -69,8 +71,8 @@ class _LookUp(torch.autograd.Function):
         (row_BT,) = ctx.saved_tensors
         grad_NC = grads[0].flatten(0, 1)
         wide = torch.promote_types(grad_NC.dtype, torch.float32)
-        rows = ctx.rows + 1  # the last one for tokens that another rank has
-        # On CUDA index_add_ adds in no fixed order; embedding's own backward sorts first.
+        rows = ctx.rows + 1  # the last one collects the gradients of ids of other ranks
+        # On CUDA index_add_ is nondeterministic (atomics); the backward of F.embedding sorts ids first.
         if grad_NC.is_cuda:
             row_N, grad = row_BT.flatten(), grad_NC.to(wide)
             total = torch.ops.aten.embedding_dense_backward(grad, row_N, rows, -1, False)
@@ -80,8 +82,8 @@ class _LookUp(torch.autograd.Function):
         return total[:-1].to(grad_NC.dtype), None
 
 
-class _OfVocabulary(nn.Module):
-    """A weight with a row for every id that this rank holds."""
+class _VocabParallel(nn.Module):
+    """A weight with a row for every id of this rank."""
 
     def __init__(
         self,
@@ -93,14 +95,14 @@ class _OfVocabulary(nn.Module):
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """`copies` are the pipeline ranks that hold the same rows, where several do."""
+        """`copies` are the pipeline ranks that replicate these rows (tied head, MTP)."""
         super().__init__()
         self.groups, self.copies = groups, copies
         self.vocabulary = Vocabulary(vocab, groups.tp)
         self.weight = nn.Parameter(torch.empty(self.vocabulary.rows, hidden, device=device, dtype=dtype))
 
     def logits(self, hidden_BTC: Tensor) -> Tensor:
-        """Scores of the ids that this rank holds, for tokens of all tp ranks."""
+        """Logits of this rank's ids, for the tokens of all tp ranks."""
         return F.linear(hidden_BTC, self.weight)
 
     def canonical(self) -> dict[str, Canonical]:
@@ -117,28 +119,28 @@ class _OfVocabulary(nn.Module):
         return {"weight": weight}
 
 
-class Embedding(_OfVocabulary):
-    """One vector per token id. Ids are taken as valid; `check_ids` says so, once per micro-batch. A model that
-    ties its head to the embedding uses `logits` for it."""
+class Embedding(_VocabParallel):
+    """Token embedding. Ids must be valid; `check_ids` checks them once per micro-batch. A tied head uses
+    `logits`."""
 
     def forward(self, ids_BT: Tensor) -> Tensor:
-        """The vectors of this rank's tokens, out of the ids of all."""
+        """Embeddings of this rank's tokens, from the ids of all tokens; reduce-scattered over tp."""
         ids_BT = own_slice(ids_BT, self.groups.cp, dim=1)
-        return reduce_scatter(_LookUp.apply(self.weight, self.vocabulary.local(ids_BT)), self.groups.tp, dim=1)
+        return reduce_scatter(_Lookup.apply(self.weight, self.vocabulary.local(ids_BT)), self.groups.tp, dim=1)
 
-    def cost(self, portion: Portion) -> Cost:
-        """Where each token's vector lies. Gradients of a token's occurrences are summed in a wide dtype."""
-        tp, own = self.groups.tp, portion.places(self.groups.cp)
+    def cost(self, workload: Workload) -> Cost:
+        """Saves the row indices; backward sums in a wide dtype."""
+        tp, own = self.groups.tp, workload.local_tokens(self.groups.cp)
         rows, hidden = self.weight.shape
         return Cost(
-            kept=(own if tp.size > 1 else portion.places()) * INDEX,
-            passing=(rows + own) * hidden * portion.wide,
-            calls=scatter_cost(tp, own * hidden * portion.narrow, "embeddings"),
+            kept=(own if tp.size > 1 else workload.local_tokens()) * INDEX_BYTES,
+            passing=(rows + own) * hidden * workload.wide,
+            calls=reduce_scatter_calls(tp, own * hidden * workload.narrow, "embeddings"),
         )
 
 
-class Head(_OfVocabulary):
-    """The head of a model that does not tie it to the embedding."""
+class Head(_VocabParallel):
+    """An untied head."""
 
     def forward(self, hidden_BTC: Tensor) -> Tensor:
         return self.logits(hidden_BTC)

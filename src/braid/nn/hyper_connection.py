@@ -1,13 +1,15 @@
-"""Manifold-constrained hyper-connections: what stands between several residual streams and a layer.
+"""Manifold-constrained hyper-connections (mHC, arXiv 2512.24880): several residual streams around every layer.
 
-One of them is around every layer. It adds the streams up for the layer, and takes the layer's result back to
-them; how, every token decides from its own streams. The streams begin as copies of the embedding and end as
-one. With alpha 0 the layer reads streams / 2 times a plain residual stream, which the norm before it does not
-see, and every stream is that plain one.
+    u = Σ_s pre_s · x_s                      input of the layer
+    x'_s = Σ_r res_rs · x_r + post_s · y     y = layer(norm(u)); res is doubly stochastic (Sinkhorn)
 
-The weights are float32 or better in every model. They are modules of their own, so that sharding treats them as
-such. They see all streams of a token, but one token at a time: tp and cp ranks each see to their own tokens.
-Their gradients are left with a wgrad store, where there is one.
+pre, post and res are computed per token from its streams: a projection of the normed streams, scaled by alpha,
+plus a bias. The streams start as copies of the embedding and are merged by an exit before the final norm. With
+alpha = 0 every stream equals a plain residual stream: the layer reads it times streams / 2, a factor that its
+norm removes.
+
+Weights are at least float32 in every model, and each connection is an FSDP unit of its own. Tokens are
+independent, so tp and cp ranks process their own tokens. With a wgrad store, weight gradients are delayed.
 
 Shapes: B rows, t tokens of this rank, S streams, C channels, N = B · t.
 """
@@ -23,17 +25,17 @@ from braid.kernels.hyper_connection import (
     ConnectionForm,
     HyperConnect,
     Parameters,
-    Ways,
+    PostInputs,
     activation_bytes,
     fuses,
 )
 from braid.nn.canonical import Canonical
-from braid.nn.cost import Cost, Portion
+from braid.nn.cost import Cost, Workload
 from braid.nn.delayed_wgrad import Delaying
 
 
 class _ProjectionWeights(Delaying):
-    """A projection of all streams of a token, how much of it counts, and what counts without it."""
+    """Projection, scale (alpha) and bias that compute a token's mappings from its streams."""
 
     def __init__(
         self,
@@ -71,12 +73,12 @@ class _ProjectionWeights(Delaying):
         return {"weight": weight, "alpha": alpha, "bias": bias}
 
     def _own(self, tokens: int) -> int:
-        """Of the tokens of a row, those that this rank sees."""
+        """The tokens of a row that this rank processes."""
         return tokens // self.groups.tp_cp.size
 
 
 class HyperConnection(_ProjectionWeights):
-    """The ways into and out of one layer."""
+    """The hyper-connection of one layer."""
 
     def __init__(
         self,
@@ -92,14 +94,14 @@ class HyperConnection(_ProjectionWeights):
         rows = shape.streams * (shape.streams + 2)
         super().__init__(rows, 3, shape, hidden, norm_eps, implementation, groups, device, dtype)
 
-    def forward(self, x_BtSC: Tensor) -> tuple[Tensor, Ways]:
-        """What the layer reads, and what `post` needs."""
+    def forward(self, x_BtSC: Tensor) -> tuple[Tensor, PostInputs]:
+        """Returns the layer's input, and the arguments of `post`."""
         rows, tokens = x_BtSC.shape[:2]
         branch_NC, ways = self.implementation.pre(x_BtSC.flatten(0, 1), self.parts, self.form, self.wgrad_store)
         return branch_NC.view(rows, tokens, self.hidden), ways
 
-    def post(self, ways: Ways, y_BtC: Tensor, bias_C: Tensor | None = None) -> Tensor:
-        """The streams after a layer that gave `y_BtC`. It needs no weights."""
+    def post(self, ways: PostInputs, y_BtC: Tensor, bias_C: Tensor | None = None) -> Tensor:
+        """The streams after the layer, whose output is `y_BtC`. Needs no weights."""
         rows, tokens, _ = y_BtC.shape
         out_NSC = self.implementation.post(ways, y_BtC.flatten(0, 1), bias_C)
         return out_NSC.view(rows, tokens, self.shape.streams, self.hidden)
@@ -109,25 +111,24 @@ class HyperConnection(_ProjectionWeights):
             Canonical(parameter="alpha", shape=(3,), fill="hundredths", copies=self.groups.tp)
         )
 
-    def cost(self, portion: Portion) -> Cost:
-        """With the result of the layer, which `post` keeps."""
-        tokens, streams = portion.places(self.groups.tp_cp), self.shape.streams
-        sizes = {"narrow": portion.narrow, "wide": portion.wide}
-        if fuses(portion.device, portion.dtype):
-            held = activation_bytes.fused(tokens, streams, self.hidden, **sizes)
+    def cost(self, workload: Workload) -> Cost:
+        """Includes the layer's output, which `post` saves."""
+        tokens, streams = workload.local_tokens(self.groups.tp_cp), self.shape.streams
+        sizes = {"narrow": workload.narrow, "wide": workload.wide}
+        if fuses(workload.device, workload.dtype):
+            saved = activation_bytes.fused(tokens, streams, self.hidden, **sizes)
         else:
-            held = activation_bytes.plain(tokens, streams, self.hidden, self.shape.sinkhorn_steps, **sizes)
-        return Cost(kept=held, passing=tokens * streams * self.hidden * 2 * portion.narrow)
+            saved = activation_bytes.plain(tokens, streams, self.hidden, self.shape.sinkhorn_steps, **sizes)
+        return Cost(kept=saved, passing=tokens * streams * self.hidden * 2 * workload.narrow)
 
     def flops(self, tokens: int) -> int:
-        """The projection, and a product and a sum for every weight of every channel. The head, which every
-        layer's count leaves to whoever counts it, is not meant."""
+        """FLOPs of the projection, and a multiply-add for every mapping weight and channel."""
         own, streams = self._own(tokens), self.shape.streams
         return 2 * own * (self.weight.numel() + streams * (streams + 2) * self.hidden)
 
 
 class HyperExit(_ProjectionWeights):
-    """One stream out of several, with weights of each token."""
+    """The learned exit: merges the streams with weights computed per token."""
 
     def __init__(
         self,
@@ -149,19 +150,19 @@ class HyperExit(_ProjectionWeights):
     def canonical(self) -> dict[str, Canonical]:
         return self._canonical(Canonical(parameter="alpha", shape=(1,), fill="ones", copies=self.groups.tp))
 
-    def cost(self, portion: Portion) -> Cost:
-        tokens, streams = portion.places(self.groups.tp_cp), self.shape.streams
-        fused = fuses(portion.device, portion.dtype)
+    def cost(self, workload: Workload) -> Cost:
+        tokens, streams = workload.local_tokens(self.groups.tp_cp), self.shape.streams
+        fused = fuses(workload.device, workload.dtype)
         count = activation_bytes.fused_exit if fused else activation_bytes.plain_exit
-        held = count(tokens, streams, self.hidden, narrow=portion.narrow, wide=portion.wide)
-        return Cost(kept=held, passing=tokens * streams * self.hidden * portion.narrow)
+        saved = count(tokens, streams, self.hidden, narrow=workload.narrow, wide=workload.wide)
+        return Cost(kept=saved, passing=tokens * streams * self.hidden * workload.narrow)
 
     def flops(self, tokens: int) -> int:
         return 2 * self._own(tokens) * (self.weight.numel() + self.shape.streams * self.hidden)
 
 
 class HyperMean(nn.Module):
-    """One stream out of several: what they have in common. It has no weights."""
+    """The exit without weights: the mean of the streams."""
 
     def __init__(self, shape: architecture.HyperConnections, hidden: int, *, groups: Groups = Groups()) -> None:
         super().__init__()
@@ -174,21 +175,21 @@ class HyperMean(nn.Module):
     def canonical(self) -> dict[str, Canonical]:
         return {}
 
-    def cost(self, portion: Portion) -> Cost:
-        tokens = portion.places(self.groups.tp_cp)
-        return Cost(passing=tokens * self.shape.streams * self.hidden * portion.narrow)
+    def cost(self, workload: Workload) -> Cost:
+        tokens = workload.local_tokens(self.groups.tp_cp)
+        return Cost(passing=tokens * self.shape.streams * self.hidden * workload.narrow)
 
     def flops(self, tokens: int) -> int:
         return self.shape.streams * self.hidden * tokens // self.groups.tp_cp.size
 
 
 def expand(x_BtC: Tensor, streams: int) -> Tensor:
-    """The streams at the beginning: copies x_BtSC."""
+    """The initial streams: copies of the embedding, x_BtSC."""
     return x_BtC.unsqueeze(2).expand(-1, -1, streams, -1).contiguous()
 
 
 @torch.no_grad()
 def deviation(res_NSS: Tensor) -> Tensor:
-    """The most by which a row or a column of a mixing matrix misses a sum of 1; 0 without tokens."""
+    """The largest deviation of a row or column sum of `res` from 1; 0 without tokens."""
     sums = torch.cat([res_NSS.sum(1), res_NSS.sum(2)])
     return (sums - 1).abs().amax() if len(sums) else sums.new_zeros(())

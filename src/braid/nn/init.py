@@ -1,7 +1,7 @@
-"""Initial weights as a function of (seed, canonical name) alone.
+"""Weight initialization as a pure function of (seed, canonical name).
 
-Each canonical tensor is drawn on the CPU in float32 from its own generator, then cast. So neither dtype nor
-device, nor how weights are fused or sharded in memory, changes where a model starts.
+Each canonical tensor is drawn on the CPU in float32 from its own generator, then cast. Initial weights
+therefore depend neither on dtype and device nor on how parameters are fused or sharded.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch import Tensor
 from braid.nn.canonical import Canonical, Shard
 
 DECAY_RATES = (1.0, 16.0)
-"""Range of the rates at which states decay per unit of time; drawn uniformly."""
+"""Range of decay rates (exp(A_log)); uniform, as in Mamba-2."""
 TIME_STEPS = (1e-3, 0.1)
-"""Range of the time that passes with one token, where its projection is zero; log-uniform."""
+"""Range of time steps softplus(dt_bias); log-uniform, as in Mamba-2."""
 
 
 def initialize(
@@ -30,19 +30,18 @@ def initialize(
     layers: int,
     shards: Mapping[str, Shard] | None = None,
 ) -> None:
-    """Fill the parameters that `tensors` lists, given by name, or those shards of them that are kept here.
-    `layers` narrows what writes into the residual stream, by 1 / sqrt(layers): each layer of the pattern adds
-    to it once."""
+    """Fill the parameters, or this rank's shards of them. Projections that write into the residual stream are
+    scaled by 1 / sqrt(layers), because each layer adds to the stream once."""
     for name, tensor in tensors.items():
         held = tensor.within(None if shards is None else shards.get(tensor.parameter))
         if not held.empty:
-            narrowed = std / max(layers, 1) ** 0.5 if tensor.fill == "residual" else std
-            value = initial(name, tensor, seed=seed, std=narrowed)
+            tensor_std = std / max(layers, 1) ** 0.5 if tensor.fill == "residual" else std
+            value = initial(name, tensor, seed=seed, std=tensor_std)
             held.write(parameters[tensor.parameter], held.of(value))
 
 
 def initial(name: str, tensor: Canonical, *, seed: int, std: float) -> Tensor:
-    """Where one canonical tensor starts, in float32."""
+    """The initial value of one canonical tensor, in float32."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
     value = torch.empty(tensor.shape)
@@ -64,6 +63,7 @@ def initial(name: str, tensor: Canonical, *, seed: int, std: float) -> Tensor:
         case "time_step":
             shortest, longest = TIME_STEPS
             step = value.uniform_(math.log(shortest), math.log(longest), generator=generator).exp_()
+            # The inverse of softplus.
             return step + torch.log(-torch.expm1(-step))
         case "normal" | "residual":
             return value.normal_(0.0, std, generator=generator)

@@ -1,6 +1,6 @@
-"""KV cache: what is kept of every token so far, a tensor that grows by appending.
+"""KV cache storage: a tensor of all tokens so far, with amortized appends.
 
-Shapes: B rows, T new tokens, S tokens so far, P places for tokens, `_` further dims.
+Shapes: B rows, T new tokens, S tokens so far, P allocated tokens, `_` further dims.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ from torch import Tensor
 
 
 @dataclass(kw_only=True)
-class TokenStore:
-    """Doubles its places when they are full, so that appending costs little. Gradients do not pass."""
+class TokenBuffer:
+    """A growable tensor of tokens; its capacity doubles when full. Detached from autograd."""
 
-    places_BP_: Tensor
-    """Room for tokens, of which the first `tokens` are taken."""
+    data_BP_: Tensor
+    """The allocation, of which the first `tokens` are in use."""
     tokens: int = 0
 
     @staticmethod
-    def new(batch: int, *dims: int, device: torch.device, dtype: torch.dtype) -> TokenStore:
-        """A store without tokens, for tensors of these further dims."""
-        return TokenStore(places_BP_=torch.empty(batch, 0, *dims, device=device, dtype=dtype))
+    def new(batch: int, *dims: int, device: torch.device, dtype: torch.dtype) -> TokenBuffer:
+        """An empty buffer; `dims` are those after rows and tokens."""
+        return TokenBuffer(data_BP_=torch.empty(batch, 0, *dims, device=device, dtype=dtype))
 
     def append(self, new_BT_: Tensor) -> Tensor:
-        """Take in the next tokens; returns all of them so far, [B, S, _]."""
+        """Append tokens; returns all tokens so far, [B, S, _]."""
         total = self.tokens + new_BT_.shape[1]
-        if total > self.places_BP_.shape[1]:
-            grown = self.places_BP_.new_empty(len(new_BT_), 2 * total, *new_BT_.shape[2:])
-            grown[:, : self.tokens] = self.places_BP_[:, : self.tokens]
-            self.places_BP_ = grown
-        self.places_BP_[:, self.tokens : total] = new_BT_.detach()
+        if total > self.data_BP_.shape[1]:
+            grown = self.data_BP_.new_empty(len(new_BT_), 2 * total, *new_BT_.shape[2:])
+            grown[:, : self.tokens] = self.data_BP_[:, : self.tokens]
+            self.data_BP_ = grown
+        self.data_BP_[:, self.tokens : total] = new_BT_.detach()
         self.tokens = total
-        return self.places_BP_[:, :total]
+        return self.data_BP_[:, :total]

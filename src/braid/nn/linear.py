@@ -1,12 +1,12 @@
-"""The linear maps, the one place where dense weights meet activations.
+"""Linear layers: column-parallel, row-parallel and replicated, with delayed wgrad.
 
-A layer that is shared by the tp ranks takes its tokens from all of them, maps them with `Linear` to the outputs
-that this rank holds, and maps back with `RowLinear`, which sums over ranks and leaves each its own tokens. A
-`Linear` that is given `copies` holds all of its outputs on every rank and sees different tokens on each. All of
-them leave their weight gradients with a wgrad store, where they have been handed one.
+A tensor-parallel layer (Megatron, arXiv 1909.08053, with sequence parallelism, arXiv 2205.05198) all-gathers
+its tokens, applies a column-parallel `Linear` with this rank's outputs, and a `RowLinear`, which
+reduce-scatters back to the tokens of each rank. A `Linear` with `copies` is replicated: every rank holds all
+outputs and sees different tokens. With a wgrad store, weight gradients are delayed.
 
-Shapes: B rows, T tokens, t tokens of this rank, C channels; within a product N tokens of all rows, I channels
-in, O channels out, P parts of a weight.
+Shapes: B rows, T tokens, t tokens of this rank, C channels; within a GEMM N tokens of all rows, I channels in,
+O channels out, P interleaved parts of a weight.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from braid.distributed.collectives import ALONE, Group, reduce_scatter
+from braid.kernels.grouped_mlp.product import put_wgrad
 from braid.nn.canonical import Canonical, Fill, Index, RowSpan
-from braid.nn.delayed_wgrad import DelayedWgrad, Delaying, Product
+from braid.nn.delayed_wgrad import DelayedWgrad, Delaying
 
 
 class Linear(Delaying):
-    """y = x · weightᵀ + bias. The output dims may be several; they are one dim of the weight."""
+    """y = x · weightᵀ + bias. There may be several output dims; they are flattened into one dim of the
+    weight."""
 
     def __init__(
         self,
@@ -40,7 +42,8 @@ class Linear(Delaying):
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """`copies` are the ranks that hold all of these outputs; without them, `part` says where they lie."""
+        """`copies` are the ranks that replicate the weight. A column-parallel layer has none; the `span` of
+        `canonical_part` then says which outputs this rank holds."""
         super().__init__()
         self.dims = (channels_out,) if isinstance(channels_out, int) else channels_out
         self.channels_in = channels_in
@@ -51,20 +54,19 @@ class Linear(Delaying):
         self.bias = nn.Parameter(torch.empty(self.channels_out, device=device, dtype=dtype)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        (y,) = _products(x, self.weight, self.bias, 1, self.wgrad_store)
+        (y,) = _linear(x, self.weight, self.bias, 1, self.wgrad_store)
         return y
 
-    def apart(self, x: Tensor) -> list[Tensor]:
-        """The outputs as one tensor per entry of the last output dim. Each product reads its rows of the
-        weight in place, which on a CPU is much faster than taking a product with all of them apart."""
-        return _products(x, self.weight, self.bias, self.dims[-1], self.wgrad_store)
+    def split_forward(self, x: Tensor) -> list[Tensor]:
+        """One output tensor per entry of the last output dim. Each GEMM reads its strided rows of the weight in
+        place, which on a CPU is much faster than splitting the output of one GEMM."""
+        return _linear(x, self.weight, self.bias, self.dims[-1], self.wgrad_store)
 
-    def part(
+    def canonical_part(
         self, index: Index = (), span: RowSpan | None = None, copies: Group | None = None
     ) -> dict[str, Canonical]:
-        """The canonical tensors of some of the outputs, chosen by their output dims. `span` says where these
-        lie among the outputs of all ranks, `copies` which ranks hold the same; both by default as the map was
-        made."""
+        """The canonical tensors of some outputs, indexed by output dims. `span` is their position among the
+        outputs of all ranks, by default these are all; `copies` defaults to those of the layer."""
         held = math.prod(torch.empty(self.dims, device="meta")[index].shape)
         start, whole = RowSpan(0, held) if span is None else span
         copies = self.copies if copies is None else copies
@@ -94,15 +96,15 @@ class Linear(Delaying):
         return {"weight": weight, "bias": bias}
 
     def canonical(self) -> dict[str, Canonical]:
-        return self.part()
+        return self.canonical_part()
 
     def flops(self, tokens: int) -> int:
         return 2 * tokens * self.channels_in * self.channels_out
 
 
 class RowLinear(Delaying):
-    """y = x · weightᵀ + bias, where every rank of a group holds some of the channels of x: products are summed
-    over the ranks, each of which keeps its own slice of the tokens."""
+    """Row-parallel y = x · weightᵀ + bias: every rank has some channels of x, and partial sums are
+    reduce-scattered over tokens."""
 
     def __init__(
         self,
@@ -115,7 +117,7 @@ class RowLinear(Delaying):
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """`channels_in` is what this rank holds of them: an equal part."""
+        """`channels_in` are those of this rank."""
         super().__init__()
         self.channels_in, self.channels_out = channels_in, channels_out
         self.group = group
@@ -125,11 +127,11 @@ class RowLinear(Delaying):
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         if self.group.size == 1:
-            (y_BTC,) = _products(x_BTC, self.weight, self.bias, 1, self.wgrad_store)
+            (y_BTC,) = _linear(x_BTC, self.weight, self.bias, 1, self.wgrad_store)
             return y_BTC
-        (y_BTC,) = _products(x_BTC, self.weight, None, 1, self.wgrad_store)
+        (y_BTC,) = _linear(x_BTC, self.weight, None, 1, self.wgrad_store)
         y_BtC = reduce_scatter(y_BTC, self.group, dim=1)
-        return y_BtC if self.bias is None else _Shifted.apply(self.wgrad_store, self.bias, y_BtC)
+        return y_BtC if self.bias is None else _AddBias.apply(self.wgrad_store, self.bias, y_BtC)
 
     def canonical(self) -> dict[str, Canonical]:
         weight = Canonical(
@@ -151,68 +153,70 @@ class RowLinear(Delaying):
 # ------------------------------------------------------------------------------------------ products
 
 
-def _products(
+def _linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, parts: int, wgrad_store: DelayedWgrad | None
 ) -> list[Tensor]:
-    """x times every `parts`-th row of the weight, starting with the first, the second, and so on."""
-    # Each product has an x of its own, the last one first: autograd then sums the gradients of x in the order
-    # in which it would sum those of separate products.
+    """One product per residue p < parts: x times the rows p, p + parts, p + 2 · parts, ... of the weight."""
+    # Each product gets its own view of x, in reverse order: autograd then sums the gradients of x in the same
+    # order as for separate linear layers, which keeps results bit-identical to those.
     xs_NI = [x.flatten(0, -2) for _ in range(parts)]
-    ys_NO = _Products.apply(wgrad_store, weight, bias, *reversed(xs_NI))
+    ys_NO = _LinearFunction.apply(wgrad_store, weight, bias, *reversed(xs_NI))
     return [y_NO.unflatten(0, x.shape[:-1]) for y_NO in ys_NO]
 
 
-class _Products(torch.autograd.Function):
-    """Rows times the parts of one weight. Gradients are the expressions that autograd has for `F.linear`."""
+class _LinearFunction(torch.autograd.Function):
+    """Several GEMMs with interleaved parts of one weight. Gradients use the same expressions as `F.linear`."""
 
     @staticmethod
     def forward(
         ctx: Any, wgrad_store: DelayedWgrad | None, weight: Tensor, bias: Tensor | None, *xs_NI: Tensor
     ) -> tuple[Tensor, ...]:
-        """The xs come in the reverse order of the parts."""
+        """The inputs come in the reverse order of the parts."""
         ctx.save_for_backward(weight, *xs_NI)
         ctx.wgrad_store, ctx.weight, ctx.bias = wgrad_store, weight, bias
-        weights = _parts(weight, len(xs_NI))
-        biases = [None] * len(xs_NI) if bias is None else _parts(bias, len(xs_NI))
-        return tuple(F.linear(*given) for given in zip(reversed(xs_NI), weights, biases, strict=True))
+        weights = _deinterleave(weight, len(xs_NI))
+        biases = [None] * len(xs_NI) if bias is None else _deinterleave(bias, len(xs_NI))
+        return tuple(F.linear(*args) for args in zip(reversed(xs_NI), weights, biases, strict=True))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads_NO: Tensor) -> tuple[Tensor | None, ...]:
         weight, *xs_NI = ctx.saved_tensors
         _, weight_needs, bias_needs, *x_needs = ctx.needs_input_grad
-        # Without a past: what waits would keep all of its graph, and the gradients that arrived there.
-        alone_NI = [x_NI.detach() for x_NI in reversed(xs_NI)]
-        last_first = tuple(zip(x_needs, reversed(grads_NO), reversed(_parts(weight, len(xs_NI))), strict=True))
+        # A delayed product that held on to x would keep its graph, and gradients in flight, alive.
+        detached_NI = [x_NI.detach() for x_NI in reversed(xs_NI)]
+        last_first = tuple(
+            zip(x_needs, reversed(grads_NO), reversed(_deinterleave(weight, len(xs_NI))), strict=True)
+        )
         return (
             None,
-            _left(ctx.wgrad_store, ctx.weight, partial(_weight_grad, grads_NO, alone_NI))
+            put_wgrad(ctx.wgrad_store, ctx.weight, partial(_weight_grad, grads_NO, detached_NI))
             if weight_needs
             else None,
-            _left(ctx.wgrad_store, ctx.bias, partial(_bias_grad, grads_NO)) if bias_needs else None,
+            put_wgrad(ctx.wgrad_store, ctx.bias, partial(_bias_grad, grads_NO)) if bias_needs else None,
             *(grad_NO.mm(weight_OI) if needs else None for needs, grad_NO, weight_OI in last_first),
         )
 
 
-def _parts(tensor: Tensor, parts: int) -> tuple[Tensor, ...]:
+def _deinterleave(tensor: Tensor, parts: int) -> tuple[Tensor, ...]:
     return tensor.unflatten(0, (-1, parts)).unbind(1)
 
 
 def _weight_grad(grads_NO: Sequence[Tensor], xs_NI: Sequence[Tensor]) -> Tensor:
-    return _joined([grad_NO.t().mm(x_NI) for grad_NO, x_NI in zip(grads_NO, xs_NI, strict=True)])
+    return _interleave([grad_NO.t().mm(x_NI) for grad_NO, x_NI in zip(grads_NO, xs_NI, strict=True)])
 
 
 def _bias_grad(grads_NO: Sequence[Tensor]) -> Tensor:
-    return _joined([grad_NO.sum(0) for grad_NO in grads_NO])
+    return _interleave([grad_NO.sum(0) for grad_NO in grads_NO])
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    """What `_parts` takes apart."""
+def _interleave(parts: Sequence[Tensor]) -> Tensor:
+    """The inverse of `_deinterleave`."""
     return parts[0] if len(parts) == 1 else torch.stack(tuple(parts), 1).flatten(0, 1)
 
 
-class _Shifted(torch.autograd.Function):
-    """Tokens plus a bias."""
+class _AddBias(torch.autograd.Function):
+    """x + bias, with a delayed bias gradient."""
 
     @staticmethod
     def forward(ctx: Any, wgrad_store: DelayedWgrad | None, bias_C: Tensor, x_BtC: Tensor) -> Tensor:
@@ -223,9 +227,8 @@ class _Shifted(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_BtC: Tensor) -> tuple[None, Tensor | None, Tensor]:
         product = partial(grad_BtC.sum_to_size, ctx.bias.shape)
-        return None, _left(ctx.wgrad_store, ctx.bias, product) if ctx.needs_input_grad[1] else None, grad_BtC
-
-
-def _left(wgrad_store: DelayedWgrad | None, parameter: Tensor, product: Product) -> Tensor | None:
-    """The gradient of a parameter, or None where it is left for later."""
-    return product() if wgrad_store is None else wgrad_store.leave(parameter, product)
+        return (
+            None,
+            put_wgrad(ctx.wgrad_store, ctx.bias, product) if ctx.needs_input_grad[1] else None,
+            grad_BtC,
+        )

@@ -1,7 +1,11 @@
-"""Dense feed-forward, the layer `-`; also the shared expert of a mixture.
+"""Dense MLP, the layer `-`; also the shared expert of a MoE layer.
 
-Gate and up lie side by side for every ffn channel, as in the experts: see `kernels.grouped_mlp`. Each tp rank
-has an equal part of the ffn channels.
+    y = (act(x · W_gate) ⊙ (x · W_up)) · W_down         gated (SwiGLU, GeGLU; Shazeer, arXiv 2002.05202)
+    y = act(x · W_up) · W_down                          not gated
+
+Gate and up are interleaved by ffn channel in one weight, as in the experts (`kernels.grouped_mlp`), so that a
+tp shard of the ffn channels is one contiguous slice. tp ranks split the ffn channels: all-gather,
+column-parallel up, row-parallel down with reduce-scatter.
 
 Shapes: B rows, t tokens of this rank, C hidden channels, F ffn channels, G projections into the ffn.
 """
@@ -16,15 +20,15 @@ from torch import Tensor
 from braid import architecture
 from braid.distributed.collectives import Groups, all_gather
 from braid.kernels.activation import activate, projections
-from braid.kernels.activation_bytes import activated
+from braid.kernels.activation_bytes import saved_ffn_tensors
 from braid.nn.canonical import Canonical, RowSpan, under
-from braid.nn.cost import Cost, Portion, gather_cost, scatter_cost
+from braid.nn.cost import Cost, Workload, all_gather_calls, reduce_scatter_calls
 from braid.nn.linear import Linear, RowLinear
 from braid.nn.recompute import Recomputing
 
 
 class Mlp(Recomputing):
-    """Up (and gate), activation, down."""
+    """A dense MLP, gated or not."""
 
     def __init__(
         self,
@@ -39,14 +43,14 @@ class Mlp(Recomputing):
         self.shape, self.groups = shape, groups
         self.projections = projections(shape.activation)
         self.ffn = shape.ffn // groups.tp.size
-        """What this rank has of the ffn channels."""
+        """ffn channels of this rank."""
         assert self.ffn * groups.tp.size == shape.ffn
         outputs = (self.ffn, len(self.projections))
         self.into = Linear(hidden, outputs, bias=shape.bias, device=device, dtype=dtype)
         self.down = RowLinear(self.ffn, hidden, groups.tp, bias=shape.bias, device=device, dtype=dtype)
 
     def forward(self, x_BtC: Tensor) -> Tensor:
-        projected = self.into.apart(all_gather(x_BtC, self.groups.tp, dim=1))
+        projected = self.into.split_forward(all_gather(x_BtC, self.groups.tp, dim=1))
         activation = partial(activate, self.shape.activation, glu=self.shape.glu)
         return self.down(self.recomputed("activation", activation, *projected))
 
@@ -54,27 +58,27 @@ class Mlp(Recomputing):
         span = RowSpan(self.groups.tp.rank * self.ffn, self.shape.ffn)
         tensors: dict[str, Canonical] = {}
         for place, name in enumerate(self.projections):
-            tensors |= under(name, "into", self.into.part((slice(None), place), span))
+            tensors |= under(name, "into", self.into.canonical_part((slice(None), place), span))
         return tensors | under("down", "down", self.down.canonical())
 
-    def cost(self, portion: Portion) -> Cost:
+    def cost(self, workload: Workload) -> Cost:
         tp, cp, hidden = self.groups.tp, self.groups.cp, self.into.channels_in
-        own, part = portion.places(cp), portion.places(tp, cp)
-        ffn = own * self.ffn * portion.narrow
-        tokens = own * hidden * portion.narrow
-        # Each product makes its own copy of gathered tokens, where rows stand side by side in memory.
-        copies = len(self.projections) if tp.size > 1 and portion.rows > 1 else 1
-        made = activated(self.shape.activation, self.shape.glu, joined=False)
-        if portion.again("activation"):
-            made = len(self.projections)
+        cp_tokens, sp_tokens = workload.local_tokens(cp), workload.local_tokens(tp, cp)
+        ffn = cp_tokens * self.ffn * workload.narrow
+        tokens = cp_tokens * hidden * workload.narrow
+        # With several rows the gathered tokens are not contiguous, and each projection saves a copy of its own.
+        copies = len(self.projections) if tp.size > 1 and workload.rows > 1 else 1
+        ffn_tensors = saved_ffn_tensors(self.shape.activation, self.shape.glu, joined=False)
+        if workload.recomputes("activation"):
+            ffn_tensors = len(self.projections)
         return Cost(
-            kept=portion.normed(copies * tokens, tp.size > 1) + made * ffn,
+            kept=workload.norm_output(copies * tokens, tp.size > 1) + ffn_tensors * ffn,
             passing=ffn,
-            calls=gather_cost(tp, part * hidden * portion.narrow, "mlp tokens")
-            + scatter_cost(tp, tokens, "mlp sums"),
+            calls=all_gather_calls(tp, sp_tokens * hidden * workload.narrow, "mlp tokens")
+            + reduce_scatter_calls(tp, tokens, "mlp sums"),
         )
 
     def flops(self, tokens: int) -> int:
-        """What this rank computes for a row of so many tokens."""
+        """FLOPs of this rank for a row."""
         gathered = tokens // self.groups.cp.size
         return self.into.flops(gathered) + self.down.flops(gathered)

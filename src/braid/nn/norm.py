@@ -1,4 +1,4 @@
-"""Norms over the last dim. Statistics are float32 or better, whatever the dtype of the activations."""
+"""RMSNorm (arXiv 1910.07467) and LayerNorm (arXiv 1607.06450). Statistics are computed in at least float32."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from braid.distributed.collectives import ALONE, Group
 from braid.kernels import rms_norm
 from braid.kernels.rms_norm import Normalize
 from braid.nn.canonical import Canonical
-from braid.nn.cost import Cost, Portion
+from braid.nn.cost import Cost, Workload
 
 
 class RmsNorm(nn.Module):
@@ -43,20 +43,20 @@ class RmsNorm(nn.Module):
             "weight": Canonical(parameter="weight", shape=(self.channels,), fill="ones", copies=self.copies)
         }
 
-    def widens(self, portion: Portion) -> bool:
-        """Whether it keeps a wide copy of what it is given, and not that itself."""
-        return portion.mixed and not rms_norm.fuses(portion.device, portion.dtype, self.channels)
+    def upcasts(self, workload: Workload) -> bool:
+        """Whether it saves an upcast copy of its input instead of the input itself."""
+        return workload.mixed and not rms_norm.fuses(workload.device, workload.dtype, self.channels)
 
-    def cost(self, portion: Portion, vectors: int, *, wide: bool = False) -> Cost:
-        """Of so many vectors, as wide as activations or wider. A CPU keeps them normed as well, before the
-        weight; kernels keep them as they are."""
-        if rms_norm.fuses(portion.device, portion.dtype, self.channels):
-            given = vectors * self.channels * (portion.wide if wide else portion.narrow)
-            return Cost(kept=given + vectors * portion.wide, passing=given)
-        entries = vectors * (self.channels * (2 if portion.device == "cpu" else 1) + 1)
-        weight = self.channels if portion.mixed else 0
-        passing = vectors * self.channels * (2 * portion.wide + portion.narrow)
-        return Cost(kept=(entries + weight) * portion.wide, passing=passing)
+    def cost(self, workload: Workload, vectors: int, *, wide: bool = False) -> Cost:
+        """The cost for `vectors` inputs, of the activation dtype or `wide`. The fused kernel saves the input as
+        it is; on a CPU the normalized input is saved too."""
+        if rms_norm.fuses(workload.device, workload.dtype, self.channels):
+            saved_input = vectors * self.channels * (workload.wide if wide else workload.narrow)
+            return Cost(kept=saved_input + vectors * workload.wide, passing=saved_input)
+        entries = vectors * (self.channels * (2 if workload.device == "cpu" else 1) + 1)
+        weight = self.channels if workload.mixed else 0
+        passing = vectors * self.channels * (2 * workload.wide + workload.narrow)
+        return Cost(kept=(entries + weight) * workload.wide, passing=passing)
 
 
 class LayerNorm(nn.Module):
@@ -89,15 +89,14 @@ class LayerNorm(nn.Module):
             "bias": Canonical(parameter="bias", shape=(self.channels,), fill="zeros", copies=self.copies),
         }
 
-    def widens(self, portion: Portion) -> bool:
-        """Whether it keeps a wide copy of what it is given, and not that itself."""
-        return portion.mixed
+    def upcasts(self, workload: Workload) -> bool:
+        """Whether it saves an upcast copy of its input instead of the input itself."""
+        return workload.mixed
 
-    def cost(self, portion: Portion, vectors: int) -> Cost:
-        """Of so many vectors."""
-        weights = 2 * self.channels if portion.mixed else 0
-        passing = vectors * self.channels * (2 * portion.wide + portion.narrow)
-        return Cost(kept=(vectors * (self.channels + 2) + weights) * portion.wide, passing=passing)
+    def cost(self, workload: Workload, vectors: int) -> Cost:
+        weights = 2 * self.channels if workload.mixed else 0
+        passing = vectors * self.channels * (2 * workload.wide + workload.narrow)
+        return Cost(kept=(vectors * (self.channels + 2) + weights) * workload.wide, passing=passing)
 
 
 def norm(
@@ -110,7 +109,7 @@ def norm(
     device: torch.device | None = None,
     dtype: torch.dtype | None = None,
 ) -> RmsNorm | LayerNorm:
-    """The norm that a model asks for. `copies` are the ranks that hold its weight and see other tokens."""
+    """Build a norm. `copies` are the ranks that replicate its weight and see other tokens."""
     if kind == "layer":
         return LayerNorm(channels, eps, copies=copies, device=device, dtype=dtype)
     return RmsNorm(channels, eps, normalize=normalize, copies=copies, device=device, dtype=dtype)

@@ -1,21 +1,22 @@
-"""Recompute (activation checkpointing): what backward needs of a region is not kept, but made once more when
-backward comes to it.
+"""Recompute (activation checkpointing) of selected regions, bit-exact and schedulable.
 
     replays = Replays(["norm", "core"])
-    hand_replays(model, replays)            # modules run their regions through it from now on
-    model.run(...)                          # of each region its inputs are kept, and nothing else
+    set_replays(model, replays)             # modules run their regions through it from now on
+    model.run(...)                          # each region saves its inputs and nothing else
 
-A **region** is a function of tensors. Of what autograd saves while it runs, nothing is kept but the place in
-the order of saving. A **replay** runs the function again on the same inputs, and what is saved then, in the
-same order, is handed out. An output of a region that something else saves, or that another region is given, is
-not kept either: it comes from the replay. The graph stays the one that forward has made, so gradients are the
-same to the last bit.
+A **region** is a function of tensors. What autograd saves while it runs is dropped; only the order of the saves
+is recorded. A **replay** runs the function again on the same inputs and fills those slots in the same order.
+Outputs of a region that something else saves, or that another region takes as input, also come from the replay.
+The graph is still the one that forward built, so gradients are bit-identical to those without recompute.
 
-Functions of regions are pure: they write nothing down, draw from no generator that moves on, and repeat the
-collectives that they issue. Whatever else they need of the first time they have been handed.
+`torch.utils.checkpoint` saves the outputs of a region if a later op needs them, and replays from within
+backward. Here outputs are dropped as well, and a schedule may place replays as ops of their own.
 
-Replays run when backward first asks for something of them. Where a schedule has ops for that (`planned`),
-regions belong to the node in which they ran; to ask before the node's replay is an error.
+Functions of regions must be pure: no side effects, no stateful RNG. They repeat the collectives they issue.
+Anything else that depends on the first run is passed in.
+
+By default a region is replayed when backward first unpacks one of its tensors. With `planned`, the schedule has
+an op for it: regions belong to the node in which they ran, and unpacking before the node's replay is an error.
 """
 
 from __future__ import annotations
@@ -35,116 +36,122 @@ from braid.choices import recomputed
 
 Result = TypeVar("Result")
 Hold = Callable[[Tensor], None]
-"""Told of every tensor that a replay made and another one uses."""
+"""Called with every tensor that one replay produces and another one consumes."""
 
 
 class ReplayError(RuntimeError):
-    """Something of a region is needed that its replay has not made: a mistake in braid."""
+    """A region's tensor is needed, but its replay has not produced it: a bug in braid."""
 
 
 class _Slot:
-    """A tensor that autograd saved inside of a region. It lives as long as autograd's interest in it."""
+    """A tensor that autograd saved inside a region. Autograd holds the only strong reference."""
 
-    __slots__ = ("__weakref__", "_region", "made")
+    __slots__ = ("__weakref__", "_region", "value")
 
     def __init__(self, region: _Region) -> None:
         self._region = region
-        self.made: Tensor | None = None
+        self.value: Tensor | None = None
 
     @property
     def tensor(self) -> Tensor:
-        if self.made is None:
-            self._region.ask()
-        assert self.made is not None
-        return self.made
+        if self.value is None:
+            self._region.replay_on_demand()
+        assert self.value is not None
+        return self.value
 
 
 class _Output:
-    """A tensor that lies in an output of a region, for somebody outside of it."""
+    """A view of a region's output that is needed outside the region."""
 
-    __slots__ = ("__weakref__", "_offset", "_region", "_size", "_stride", "made", "number")
+    __slots__ = ("__weakref__", "_offset", "_region", "_size", "_stride", "number", "value")
 
     def __init__(self, region: _Region, number: int, tensor: Tensor) -> None:
         self._region, self.number = region, number
         self._size, self._stride, self._offset = tensor.size(), tensor.stride(), tensor.storage_offset()
-        self.made: Tensor | None = None
-        """The output that it lies in."""
+        self.value: Tensor | None = None
+        """The whole output; the view is a part of it."""
 
     @property
     def tensor(self) -> Tensor:
-        if self.made is None:
-            self._region.ask()
-        assert self.made is not None
-        return self.made.as_strided(self._size, self._stride, self._offset)
+        if self.value is None:
+            self._region.replay_on_demand()
+        assert self.value is not None
+        return self.value.as_strided(self._size, self._stride, self._offset)
 
 
-class _Given(NamedTuple):
-    """An input of a region: kept, or to come from another region."""
+class _Input(NamedTuple):
+    """An input of a region: a saved tensor, or the output of another region."""
 
-    held: Any
-    differentiable: bool
+    packed: Any
+    requires_grad: bool
 
 
 class _Region:
     """One run of a function, until its replay."""
 
     def __init__(
-        self, replays: Replays, name: str, function: Callable[..., Any], given: Sequence[_Given], node: Hashable
+        self,
+        replays: Replays,
+        name: str,
+        function: Callable[..., Any],
+        inputs: Sequence[_Input],
+        node: Hashable,
     ) -> None:
         self.replays = replays
-        self.called = name if node is None else f"{name} of {node}"
-        """For people."""
+        self.label = name if node is None else f"{name} of {node}"
         self.replayed = False
         self._function: Callable[..., Any] | None = function
-        self._given = given
+        self._inputs = inputs
+        # Weak references: what autograd no longer needs is not kept after the replay.
         self._slots: list[weakref.ref[_Slot]] = []
         self._shapes: list[tuple[torch.Size, torch.dtype]] = []
         self._outputs: list[weakref.ref[_Output]] = []
 
-    def save(self, tensor: Tensor) -> _Slot:
+    def pack(self, tensor: Tensor) -> _Slot:
+        """The pack hook of autograd while the region runs."""
         slot = _Slot(self)
         self._slots.append(weakref.ref(slot))
         self._shapes.append((tensor.shape, tensor.dtype))
         return slot
 
     def output(self, number: int, tensor: Tensor) -> _Output:
-        found = _Output(self, number, tensor)
-        self._outputs.append(weakref.ref(found))
-        return found
+        output = _Output(self, number, tensor)
+        self._outputs.append(weakref.ref(output))
+        return output
 
-    def ask(self) -> None:
-        """Something of it is needed."""
+    def replay_on_demand(self) -> None:
         if self.replays.planned:
-            raise ReplayError(f"{self.called} is needed before its replay")
+            raise ReplayError(f"{self.label} is needed before its replay")
         self.replay()
 
     def replay(self, hold: Hold | None = None) -> None:
-        """Run the function again, and fill what is still of interest."""
-        assert not self.replayed, f"{self.called} is replayed twice"
+        """Run the function again and fill every slot and output that is still referenced."""
+        assert not self.replayed, f"{self.label} is replayed twice"
         assert self._function is not None
-        given = [_again(each, hold) for each in self._given]
+        inputs = [_replay_input(each, hold) for each in self._inputs]
         saved: list[Tensor] = []
 
-        def save(tensor: Tensor) -> None:
-            # A function that saves its own output would otherwise hold itself, for its backward never runs.
+        def pack(tensor: Tensor) -> None:
+            # Without detach, a function that saves its own output would form a reference cycle, which nothing
+            # breaks: the backward of a replay never runs.
             saved.append(tensor.detach())
 
-        with self.replays.inside(), torch.enable_grad(), saved_tensors_hooks(save, _nothing):
-            outputs = list(_tensors(self._function(*given)))
+        with self.replays.no_regions(), torch.enable_grad(), saved_tensors_hooks(pack, _no_backward):
+            outputs = list(_tensors(self._function(*inputs)))
         if [(tensor.shape, tensor.dtype) for tensor in saved] != self._shapes:
-            raise ReplayError(f"the replay of {self.called} saves other tensors than its forward")
-        for place, tensor in zip(self._slots, saved, strict=True):
-            if (slot := place()) is not None:
-                slot.made = tensor
-        for known in self._outputs:
-            if (output := known()) is not None:
-                output.made = outputs[output.number].detach()
-        self.replayed, self._function, self._given = True, None, ()
-        self.replays.told()
+            raise ReplayError(f"the replay of {self.label} saves other tensors than its forward")
+        for slot_ref, tensor in zip(self._slots, saved, strict=True):
+            if (slot := slot_ref()) is not None:
+                slot.value = tensor
+        for output_ref in self._outputs:
+            if (output := output_ref()) is not None:
+                output.value = outputs[output.number].detach()
+        self.replayed, self._function, self._inputs = True, None, ()
+        self.replays.count_replay()
 
 
-class _Live(NamedTuple):
-    """A storage that a region has written."""
+class _LiveOutput(NamedTuple):
+    """A storage that a region has written and that still exists."""
 
     storage: StorageWeakRef
     region: _Region
@@ -152,77 +159,78 @@ class _Live(NamedTuple):
     dtype: torch.dtype
 
 
-class _Where(threading.local):
-    """What a thread is in the middle of: a stream may have one of its own."""
+class _ThreadState(threading.local):
+    """Per thread, because each CUDA stream may be driven by a thread of its own."""
 
     inside = False
     node: Hashable | None = None
 
 
 class Replays:
-    """The regions of one step."""
+    """The recomputed regions of one step."""
 
     def __init__(self, names: Iterable[str], *, planned: bool = False) -> None:
-        """With `planned`, somebody calls `replay` for every node in which regions ran."""
+        """With `planned`, the caller replays every node in which regions ran."""
         self.names, self.planned = recomputed(names), planned
         self.count = 0
         """Replays so far."""
-        self._where, self._lock = _Where(), threading.Lock()
-        self._live: dict[int, _Live] = {}
+        self._thread, self._lock = _ThreadState(), threading.Lock()
+        self._live: dict[int, _LiveOutput] = {}
         self._nodes: dict[Hashable, list[_Region]] = {}
 
     # ------------------------------------------------------------------------------------- forward
 
-    def run(self, name: str, function: Callable[..., Result], *given: Tensor) -> Result:
-        """The function of these tensors, as a region where the name was chosen. A region within another one is
-        a part of it."""
-        node = self._where.node
-        if name not in self.names or self._where.inside or not torch.is_grad_enabled():
-            return function(*given)
-        assert node is not None or not self.planned, f"{name} runs in no node"
+    def run(self, name: str, function: Callable[..., Result], *inputs: Tensor) -> Result:
+        """Apply the function, as a region if `name` is recomputed. A region inside another one is part of the
+        outer one."""
+        node = self._thread.node
+        if name not in self.names or self._thread.inside or not torch.is_grad_enabled():
+            return function(*inputs)
+        assert node is not None or not self.planned, f"{name} runs outside of a node"
         self._prune()
-        held = [_Given(self._pack(tensor), tensor.requires_grad) for tensor in given]
-        region = _Region(self, name, function, held, node)
-        with self.inside(), saved_tensors_hooks(region.save, _tensor):
-            result = function(*given)
-        known = {_address(tensor) for tensor in given}
+        packed = [_Input(self._pack(tensor), tensor.requires_grad) for tensor in inputs]
+        region = _Region(self, name, function, packed, node)
+        with self.no_regions(), saved_tensors_hooks(region.pack, _unpack):
+            result = function(*inputs)
+        # An output that shares storage with an input (a view, an in-place op) is not the region's own.
+        known = {_address(tensor) for tensor in inputs}
         with self._lock:
             for number, tensor in enumerate(_tensors(result)):
-                if (place := _address(tensor)) not in known:
-                    known.add(place)
+                if (address := _address(tensor)) not in known:
+                    known.add(address)
                     storage = StorageWeakRef(tensor.untyped_storage())
-                    self._live[place] = _Live(storage, region, number, tensor.dtype)
+                    self._live[address] = _LiveOutput(storage, region, number, tensor.dtype)
             if self.planned:
                 self._nodes[node].append(region)
         return result
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Within it, what is saved outside of regions is kept, but for outputs of regions."""
+    def save_hooks(self) -> Iterator[None]:
+        """Hooks for ops between regions: they save outputs of regions by reference, all else as usual."""
         if not torch.is_grad_enabled():
             yield
             return
-        with saved_tensors_hooks(self._pack, _tensor):
+        with saved_tensors_hooks(self._pack, _unpack):
             yield
         self._prune()
 
     @contextmanager
-    def inside(self) -> Iterator[None]:
-        """Within it, no region begins."""
-        before, self._where.inside = self._where.inside, True
+    def no_regions(self) -> Iterator[None]:
+        """Functions run as they are, without regions of their own."""
+        before, self._thread.inside = self._thread.inside, True
         try:
             yield
         finally:
-            self._where.inside = before
+            self._thread.inside = before
 
-    def forget(self, tensor: Tensor) -> None:
-        """An output of a region that is kept where it is needed, and not made again: a replay that needs it
-        does not begin with another one."""
+    def save_output(self, tensor: Tensor) -> None:
+        """Save a region's output instead of recomputing it. A replay that needs it then does not depend on
+        another replay."""
         with self._lock:
             self._live.pop(_address(tensor), None)
 
     def keep(self, tensor: Tensor) -> Any:
-        """How a tensor is held: as it is, or as something that has it as its `tensor`."""
+        """How a saved tensor is stored: as it is, or as an object with the attribute `tensor`."""
         return tensor
 
     def _pack(self, tensor: Tensor) -> Any:
@@ -233,78 +241,76 @@ class Replays:
         return live.region.output(live.number, tensor)
 
     def _prune(self) -> None:
-        """Forget storages that are gone, and with them regions of which nothing is needed."""
+        """Drop outputs whose storage was freed, and with them the regions that nothing needs any more."""
         with self._lock:
-            self._live = {place: live for place, live in self._live.items() if not live.storage.expired()}
+            self._live = {address: live for address, live in self._live.items() if not live.storage.expired()}
 
     # --------------------------------------------------------------------------------------- nodes
 
     @contextmanager
     def node(self, key: Hashable) -> Iterator[None]:
-        """Regions within it wait for `replay` with this key."""
-        assert self._where.node is None, f"{key} runs within {self._where.node}"
+        """Regions that run inside wait for `replay(key)`."""
+        assert self._thread.node is None, f"{key} runs within {self._thread.node}"
         assert key not in self._nodes, f"{key} runs twice"
-        self._where.node, self._nodes[key] = key, []
+        self._thread.node, self._nodes[key] = key, []
         try:
             yield
         finally:
-            self._where.node = None
+            self._thread.node = None
 
     def replay(self, key: Hashable, hold: Hold | None = None) -> None:
-        """Replay what ran in a node, in the same order."""
+        """Replay the regions of a node in the order in which they ran."""
         for region in self._nodes.pop(key):
             region.replay(hold)
 
-    def told(self) -> None:
-        """A replay has run."""
+    def count_replay(self) -> None:
         with self._lock:
             self.count += 1
 
     def finish(self) -> None:
-        """The end of a step: all that ran in nodes is replayed."""
-        left = [str(key) for key, regions in self._nodes.items() if regions]
-        assert not left, f"the step ends, but nobody has replayed {', '.join(left)}"
+        """End the step; every node must have been replayed."""
+        pending = [str(key) for key, regions in self._nodes.items() if regions]
+        assert not pending, f"the step ends, but {', '.join(pending)} has not been replayed"
         self._live.clear()
 
 
 class Recomputing(nn.Module):
-    """A module with regions: they run as such where it has been handed replays."""
+    """A module with regions. They run as plain functions until `set_replays`."""
 
     replays: Replays | None = None
 
-    def recomputed(self, name: str, function: Callable[..., Result], *given: Tensor) -> Result:
-        return function(*given) if self.replays is None else self.replays.run(name, function, *given)
+    def recomputed(self, name: str, function: Callable[..., Result], *inputs: Tensor) -> Result:
+        return function(*inputs) if self.replays is None else self.replays.run(name, function, *inputs)
 
-    def kept(self, tensor: Tensor) -> None:
-        """An output of a region that is kept."""
+    def save_output(self, tensor: Tensor) -> None:
         if self.replays is not None:
-            self.replays.forget(tensor)
+            self.replays.save_output(tensor)
 
-    def watched(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.replays is None else self.replays.watching()
+    def save_hooks(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.replays is None else self.replays.save_hooks()
 
 
-def hand_replays(module: nn.Module, replays: Replays | None) -> None:
-    """All regions of a module run through these from the next forward on; None takes them back."""
+def set_replays(module: nn.Module, replays: Replays | None) -> None:
+    """Run all regions of a module through `replays` from the next forward on; None turns recompute off."""
     for each in module.modules():
         if isinstance(each, Recomputing):
             each.replays = replays
 
 
-def _again(given: _Given, hold: Hold | None) -> Tensor:
-    """The input of a replay: without a past, but with a gradient where it had one."""
-    tensor = _tensor(given.held)
-    if hold is not None and isinstance(given.held, _Output):
+def _replay_input(given: _Input, hold: Hold | None) -> Tensor:
+    """The input of a replay: detached, but requiring grad if it did in forward, so that the same ops save."""
+    tensor = _unpack(given.packed)
+    if hold is not None and isinstance(given.packed, _Output):
         hold(tensor)
-    return tensor.detach().requires_grad_(given.differentiable)
+    return tensor.detach().requires_grad_(given.requires_grad)
 
 
-def _tensor(held: Any) -> Tensor:
-    tensor: Tensor = held if isinstance(held, Tensor) else held.tensor
+def _unpack(packed: Any) -> Tensor:
+    tensor: Tensor = packed if isinstance(packed, Tensor) else packed.tensor
     return tensor
 
 
-def _nothing(_: Any) -> Tensor:
+def _no_backward(_: Any) -> Tensor:
     raise ReplayError("a replay has no backward of its own")
 
 
@@ -313,7 +319,7 @@ def _address(tensor: Tensor) -> int:
 
 
 def _tensors(result: Any) -> Iterator[Tensor]:
-    """The tensors of a result, which may be tuples of tuples."""
+    """The tensors of a result, which may be a tensor or nested tuples of them."""
     if isinstance(result, Tensor):
         yield result
     elif isinstance(result, tuple):

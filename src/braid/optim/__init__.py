@@ -1,1 +1,1 @@
-"""From gradients to new weights: the learning rate, the length of the gradient, AdamW on main parameters."""
+"""Optimization: learning-rate schedule, gradient norm and clipping, AdamW with float32 main parameters."""

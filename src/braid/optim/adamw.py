@@ -1,9 +1,9 @@
-"""AdamW on main parameters: what the optimizer updates, in at least float32, whatever the model computes in.
+"""AdamW (Loshchilov and Hutter, arXiv 1711.05101) on main parameters in at least float32.
 
-A float32 or float64 parameter is its own main copy. A bfloat16 one has a float32 copy beside it: its gradients
-are gathered there after every micro-batch, unless products have written them there themselves, and the new
-weights are cast back after every update. Of a sharded parameter, the shard that this rank keeps is the main
-copy, in the same memory.
+A float32 or float64 parameter is its own main copy. A bfloat16 parameter has a separate float32 main copy:
+gradients accumulate there after every micro-batch, unless wgrad kernels have written them there directly, and
+weights are cast back after every update. For a parameter sharded by FSDP2, the main copy is this rank's shard,
+in the same memory.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch.distributed.tensor import DTensor
 from braid.optim.shards import local
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""The state that AdamW keeps for every parameter, besides the number of updates."""
+"""The optimizer state of a parameter, besides its step count."""
 
 
 class AdamW:
-    """Adam on every parameter, with decoupled weight decay on those named `decaying`."""
+    """torch's fused AdamW on main parameters; weight decay applies to those in `decaying`."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class AdamW:
     ) -> None:
         self._parameters = dict(parameters)
         self.main: dict[str, Tensor] = {name: _main_copy(p) for name, p in parameters.items()}
-        """What is updated, by the parameter's name."""
+        """Main parameters by name."""
         groups = [
             {"params": [t for name, t in self.main.items() if name in decaying], "weight_decay": weight_decay},
             {"params": [t for name, t in self.main.items() if name not in decaying], "weight_decay": 0.0},
@@ -44,18 +44,18 @@ class AdamW:
             moments = {moment: torch.zeros_like(tensor, requires_grad=False) for moment in MOMENTS}
             self._adamw.state[tensor] = {"step": torch.zeros((), device=tensor.device), **moments}
 
-    def mains(self) -> dict[Tensor, Tensor]:
-        """The main copies that are apart, by the model's parameter: a wgrad store writes their gradients."""
+    def main_copies(self) -> dict[Tensor, Tensor]:
+        """Separate main copies by model parameter; a wgrad store accumulates into their gradients."""
         pairs = ((parameter, self.main[name]) for name, parameter in self._parameters.items())
         return {p: main for p, main in pairs if main is not p and not isinstance(p, DTensor)}
 
-    def apart(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Those of these parameters whose main copies are apart."""
+    def with_main_copy(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Those of these parameters that have a separate main copy."""
         return tuple(name for name in names if self.main[name] is not self._parameters[name])
 
-    def gather(self, names: Iterable[str] | None = None) -> None:
-        """After a micro-batch: add the model's gradients to the main ones, where they are apart; of all
-        parameters, or of some."""
+    def accumulate_grads(self, names: Iterable[str] | None = None) -> None:
+        """Add the model's gradients of a micro-batch to the main gradients and clear them; for `names`, or all
+        parameters. Does nothing for parameters that are their own main copy."""
         for name in self._parameters if names is None else names:
             parameter, main = self._parameters[name], self.main[name]
             if main is not parameter and parameter.grad is not None:
@@ -64,41 +64,40 @@ class AdamW:
                 parameter.grad = None
 
     def gradients(self) -> dict[str, Tensor]:
-        """The gradients of the step so far; a parameter that nothing used has zeros."""
+        """The main gradients of the step so far; zeros for parameters without one."""
         for tensor in self.main.values():
             if tensor.grad is None:
                 tensor.grad = torch.zeros_like(tensor)
         return {name: tensor.grad for name, tensor in self.main.items() if tensor.grad is not None}
 
     def update(self, rate: float) -> None:
-        """One step down the gradients, which are then gone."""
+        """Apply an optimizer step, update the model's parameters and clear the gradients."""
         for group in self._adamw.param_groups:
             group["lr"] = rate
         self.gradients()
         self._adamw.step()
-        self.publish()
-        self.forget()
+        self.copy_to_model()
+        self.zero_grad()
 
-    def forget(self) -> None:
-        """Drop the gradients."""
+    def zero_grad(self) -> None:
         for tensor in self.main.values():
             tensor.grad = None
 
     @torch.no_grad()
-    def publish(self) -> None:
-        """Cast the main parameters into the model's, where they are apart."""
+    def copy_to_model(self) -> None:
+        """Cast separate main copies into the model's parameters."""
         for name, parameter in self._parameters.items():
             if self.main[name] is not parameter and not isinstance(parameter, DTensor):
                 parameter.copy_(self.main[name])
 
     def moment(self, kind: str, name: str) -> Tensor:
-        """One of `MOMENTS` of a parameter: the tensor itself, to save or to fill."""
+        """One of `MOMENTS` of a parameter, by reference: checkpoints read it and write to it."""
         state: Tensor = self._adamw.state[self.main[name]][kind]
         return state
 
     @property
     def updates(self) -> int:
-        """Updates made so far, which the bias correction counts."""
+        """Steps taken so far, for Adam's bias correction."""
         return next((int(state["step"]) for state in self._adamw.state.values()), 0)
 
     @updates.setter
@@ -108,7 +107,7 @@ class AdamW:
 
 
 def _main_copy(parameter: nn.Parameter) -> Tensor:
-    """The parameter itself, what this rank keeps of it, or a float32 copy of one that is narrower."""
+    """The parameter itself, its local shard, or a float32 copy if its dtype is narrower."""
     if isinstance(parameter, DTensor):
         return local(parameter).requires_grad_()
     wide = torch.promote_types(parameter.dtype, torch.float32)

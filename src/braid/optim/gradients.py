@@ -1,6 +1,7 @@
-"""The gradient over all ranks: sums of copies, its length, and which parameters spoil it.
+"""Gradients over all ranks: all-reduce of replicated parameters, global norm, clipping, non-finite checks.
 
-What is given are the gradients of what this rank keeps, by parameter name, after sums over data-parallel ranks.
+All functions take the main gradients of this rank's shards by parameter name, already reduced over
+data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -16,43 +17,45 @@ from braid.nn.canonical import Canonical, Held, Shard
 
 
 @dataclass(frozen=True, kw_only=True)
-class Copied:
-    """A part of a parameter that other ranks hold as well."""
+class ReplicatedPart:
+    """A part of a parameter that is replicated on other ranks: over tp, or at both ends of the pipeline."""
 
     parameter: str
     place: Held | None
-    """Where it lies in what this rank keeps of the parameter; None for all of it."""
+    """Its place in this rank's shard of the parameter; None for all of it."""
     group: Group
-    """Those that hold it."""
+    """The ranks that hold it."""
 
 
-def copied(tensors: Iterable[Canonical], shards: Mapping[str, Shard | None]) -> list[Copied]:
-    """Every part of which there are copies. All ranks of a group find theirs in the same order."""
+def replicated_parts(tensors: Iterable[Canonical], shards: Mapping[str, Shard | None]) -> list[ReplicatedPart]:
+    """All replicated parts. The ranks of a group list theirs in the same order."""
     by_parameter: dict[str, list[Canonical]] = {}
     for tensor in tensors:
         if tensor.parameter in shards:
             by_parameter.setdefault(tensor.parameter, []).append(tensor)
-    found: list[Copied] = []
+    result: list[ReplicatedPart] = []
     for name, entries in by_parameter.items():
         groups = {entry.copies for entry in entries}
         if len(groups) == 1:
-            found += [Copied(parameter=name, place=None, group=group) for group in groups if group.size > 1]
+            result += [
+                ReplicatedPart(parameter=name, place=None, group=group) for group in groups if group.size > 1
+            ]
             continue
         for entry in entries:
             place = entry.within(shards[name])
             if entry.copies.size > 1 and not place.empty:
-                found.append(Copied(parameter=name, place=place, group=entry.copies))
-    return found
+                result.append(ReplicatedPart(parameter=name, place=place, group=entry.copies))
+    return result
 
 
-def sum_copies_(gradients: Mapping[str, Tensor], copies: Sequence[Copied]) -> None:
-    """Give every copy the sum of all copies' gradients: one reduction for each group and dtype."""
-    buckets: dict[tuple[Group, torch.dtype], list[Copied]] = {}
+def sum_copies_(gradients: Mapping[str, Tensor], copies: Sequence[ReplicatedPart]) -> None:
+    """All-reduce the gradients of replicated parts, with one collective per group and dtype."""
+    buckets: dict[tuple[Group, torch.dtype], list[ReplicatedPart]] = {}
     for each in copies:
         buckets.setdefault((each.group, gradients[each.parameter].dtype), []).append(each)
-    # All ranks go by the names of groups, so that no two of them wait for each other in different groups.
+    # Every rank issues collectives in the same order, by group name: otherwise ranks could deadlock.
     for (group, _), parts in sorted(buckets.items(), key=lambda bucket: (bucket[0][0].name, str(bucket[0][1]))):
-        values = [_part(gradients, part) for part in parts]
+        values = [_gradient_of(gradients, part) for part in parts]
         total = all_reduce_no_grad(torch.cat([value.flatten() for value in values]), group)
         for part, value, new in zip(parts, values, total.split([v.numel() for v in values]), strict=True):
             if part.place is None:
@@ -61,24 +64,25 @@ def sum_copies_(gradients: Mapping[str, Tensor], copies: Sequence[Copied]) -> No
                 part.place.write(gradients[part.parameter], new)
 
 
-def _part(gradients: Mapping[str, Tensor], part: Copied) -> Tensor:
+def _gradient_of(gradients: Mapping[str, Tensor], part: ReplicatedPart) -> Tensor:
     gradient = gradients[part.parameter]
     return gradient if part.place is None else part.place.read(gradient)
 
 
 def total_norm(
     gradients: Mapping[str, Tensor],
-    copies: Sequence[Copied] = (),
+    copies: Sequence[ReplicatedPart] = (),
     repeated: frozenset[str] = frozenset(),
     world: Group = ALONE,
 ) -> Tensor:
-    """Euclidean length over all gradients of all ranks, a 0-D tensor, the same everywhere; without gradients it
-    is 0. What several ranks hold counts once; `repeated` names the parameters of which an earlier data-parallel
-    rank keeps the same."""
+    """The global gradient norm over all ranks, a 0-D tensor, identical everywhere; 0 without gradients.
+    Replicated parts count once. `repeated` are parameters whose shard an earlier data-parallel rank holds too
+    (HSDP)."""
     squares = [_square(gradient) for name, gradient in gradients.items() if name not in repeated]
     for part in copies:
+        # Every rank of the group has added the part; all but the first take it back.
         if part.group.rank and part.parameter not in repeated:
-            squares.append(-_square(_part(gradients, part)))
+            squares.append(-_square(_gradient_of(gradients, part)))
     device = next((gradient.device for gradient in gradients.values()), torch.device("cpu"))
     square = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=device)
     return all_reduce_no_grad(square, world).sqrt()
@@ -89,12 +93,12 @@ def _square(gradient: Tensor) -> Tensor:
 
 
 def not_finite(gradients: Mapping[str, Tensor]) -> list[str]:
-    """Names of the gradients that hold an inf or a nan."""
+    """Names of gradients with an inf or nan."""
     return [name for name, gradient in gradients.items() if not bool(torch.isfinite(gradient).all())]
 
 
-def clip_(gradients: Mapping[str, Tensor], norm: float, longest: float) -> None:
-    """Scale all gradients so that they are no longer than `longest`; 0 leaves them as they are."""
-    if 0 < longest < norm:
+def clip_(gradients: Mapping[str, Tensor], norm: float, max_norm: float) -> None:
+    """Scale gradients of global norm `norm` down to `max_norm`; 0 disables clipping."""
+    if 0 < max_norm < norm:
         for gradient in gradients.values():
-            gradient.mul_(longest / norm)
+            gradient.mul_(max_norm / norm)

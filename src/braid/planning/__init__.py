@@ -1,1 +1,1 @@
-"""A run worked out for a number of ranks: checked, scheduled, proved; and what it will hold and send."""
+"""Planning: turns a run and a world size into a validated `Plan`, and estimates memory and communication."""

@@ -1,6 +1,7 @@
-"""Divisibility: what a mesh asks of a model and of a run, so that every rank gets an equal part.
+"""Divisibility rules: heads, channels, experts, tokens and samples must divide evenly over the parallel axes.
 
-Pure rules. `plan` has made sure that the world is a multiple of tp · cp · pp before it asks.
+Pure functions of a run and its axis sizes. The caller has already checked that the world size is a multiple of
+tp · cp · pp.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from braid.pattern import Kind
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """The sizes of all axes, those that follow from the others included."""
+class AxisSizes:
+    """Sizes of all parallel axes, including the derived ones (dp, edp)."""
 
     tp: int
     cp: int
@@ -27,24 +28,24 @@ class Sizes:
     etp: int
     ep: int
     edp: int
-    """Ranks that hold the same experts."""
+    """Expert data parallel: ranks with the same experts."""
     dense_copies: int
-    """Copies of the shards of dense weights."""
+    """Replicas of each shard of dense weights (HSDP)."""
     expert_copies: int
-    """Copies of the shards of experts."""
+    """Replicas of each shard of expert weights (HSDP)."""
 
     @property
     def slab(self) -> int:
-        """Ranks of a pipeline stage."""
+        """Ranks of one pipeline stage."""
         return self.tp * self.cp * self.dp
 
 
-def sizes(mesh: Mesh, world: int) -> Sizes:
-    """The sizes of all axes, for a mesh that fits."""
+def axis_sizes(mesh: Mesh, world: int) -> AxisSizes:
+    """Sizes of all axes, for a mesh that fits the world size."""
     dp = world // (mesh.tp * mesh.cp * mesh.pp)
     edp = mesh.tp * mesh.cp * dp // (mesh.ep * mesh.etp)
-    whole = mesh.shard == "none"
-    return Sizes(
+    unsharded = mesh.shard == "none"
+    return AxisSizes(
         tp=mesh.tp,
         cp=mesh.cp,
         dp=dp,
@@ -52,13 +53,14 @@ def sizes(mesh: Mesh, world: int) -> Sizes:
         etp=mesh.etp,
         ep=mesh.ep,
         edp=edp,
-        dense_copies=dp * mesh.cp if whole else mesh.replicate,
-        expert_copies=edp if whole else mesh.replicate,
+        dense_copies=dp * mesh.cp if unsharded else mesh.replicate,
+        expert_copies=edp if unsharded else mesh.replicate,
     )
 
 
 def tp_runs(model: Model, kinds: frozenset[Kind], tp: int) -> frozenset[int]:
-    """How many neighbours within tp hold the same copy of something, where there are fewer of it than ranks."""
+    """Sizes of the tp subgroups that replicate weights because tp exceeds their number: adjacent ranks
+    share a KV head, a group of B and C (Mamba-2), or a key head (gated delta net)."""
     counts = {
         Kind.ATTENTION: model.attention and model.attention.kv_heads,
         Kind.MAMBA2: model.mamba2 and model.mamba2.groups,
@@ -68,34 +70,38 @@ def tp_runs(model: Model, kinds: frozenset[Kind], tp: int) -> frozenset[int]:
 
 
 def smallest_world(mesh: Mesh) -> int:
-    """The fewest ranks that have room for every axis."""
+    """The smallest world size that fits the mesh."""
     dense, expert = mesh.tp * mesh.cp, mesh.ep * mesh.etp
     return mesh.pp * math.lcm(dense, expert)
 
 
-def described(mesh: Mesh, axes: Sizes) -> str:
-    """The axes of more than one rank, for a person: `tp 2 x dp 4, experts ep 4 x edp 2, weights sharded`."""
+def describe_mesh(mesh: Mesh, axes: AxisSizes) -> str:
+    """The axes larger than 1: `tp 2 x dp 4, experts ep 4 x edp 2, sharded optimizer state`."""
     dense = {"tp": axes.tp, "cp": axes.cp, "dp": axes.dp, "pp": axes.pp}
     expert = {"etp": axes.etp, "ep": axes.ep, "edp": axes.edp}
     text = " x ".join(f"{name} {size}" for name, size in dense.items() if size > 1) or "one rank"
     if axes.etp * axes.ep > 1:
         text += ", experts " + " x ".join(f"{name} {size}" for name, size in expert.items() if size > 1)
     if axes.slab > 1:
-        kept = {"none": "nothing", "optimizer": "optimizer state", "gradients": "optimizer state and gradients"}
-        text += f", sharing {kept.get(mesh.shard, 'optimizer state, gradients and weights')}"
-    return text + (f", {mesh.replicate} copies" if mesh.replicate > 1 else "")
+        text += {
+            "none": ", not sharded",
+            "optimizer": ", sharded optimizer state",
+            "gradients": ", sharded optimizer state and gradients",
+            "all": ", sharded optimizer state, gradients and weights",
+        }[mesh.shard]
+    return text + (f", {mesh.replicate} replicas" if mesh.replicate > 1 else "")
 
 
-def of_one_rank(model: Model, axes: Sizes) -> Model:
-    """The shape of what one rank computes of experts: kernels are chosen by it."""
+def local_shape(model: Model, axes: AxisSizes) -> Model:
+    """The model with the expert count and ffn size of one rank, from which expert kernels are chosen."""
     if model.moe is None:
         return model
     moe = replace(model.moe, experts=model.moe.experts // axes.ep, ffn=model.moe.ffn // axes.etp)
     return replace(model, moe=moe)
 
 
-def problems(run: Run, kinds: frozenset[Kind], axes: Sizes) -> Iterator[Problem]:
-    """Everything that does not divide."""
+def problems(run: Run, kinds: frozenset[Kind], axes: AxisSizes) -> Iterator[Problem]:
+    """Every violated divisibility rule."""
     yield from _samples(run, axes)
     yield from _experts(run, kinds, axes)
     yield from _copies(run.mesh, axes)
@@ -111,7 +117,7 @@ def problems(run: Run, kinds: frozenset[Kind], axes: Sizes) -> Iterator[Problem]
             yield from rule(run.model, axes)
 
 
-def _samples(run: Run, axes: Sizes) -> Iterator[Problem]:
+def _samples(run: Run, axes: AxisSizes) -> Iterator[Problem]:
     if axes.dp > 1 and run.train.micro_batches >= 1:
         yield from validators.multiple_of(
             "train.batch_samples",
@@ -124,24 +130,25 @@ def _samples(run: Run, axes: Sizes) -> Iterator[Problem]:
     )
 
 
-def _experts(run: Run, kinds: frozenset[Kind], axes: Sizes) -> Iterator[Problem]:
+def _experts(run: Run, kinds: frozenset[Kind], axes: AxisSizes) -> Iterator[Problem]:
     moe = run.model.moe
     if Kind.MOE not in kinds or moe is None:
         for name, size in (("ep", axes.ep), ("etp", axes.etp)):
             if size > 1:
-                rule = f"the pattern {run.model.pattern!r} has no experts to share"
+                rule = f"the pattern {run.model.pattern!r} has no experts to distribute"
                 yield Problem(field=f"mesh.{name}", value=size, rule=rule, remedy="1")
         return
     if run.mesh.dispatcher == "deep_ep":
         for wrong, rule in (
-            (run.train.dtype != "bf16", f"DeepEP carries bf16, train.dtype is {run.train.dtype}"),
-            (moe.pad_to_capacity, "DeepEP cannot pad to capacity"),
+            (run.train.dtype != "bf16", f"DeepEP supports only bf16, train.dtype is {run.train.dtype}"),
+            (moe.pad_to_capacity, "DeepEP does not support model.moe.pad_to_capacity"),
         ):
             if wrong:
                 yield Problem(field="mesh.dispatcher", value="deep_ep", rule=rule, remedy="all_to_all")
-    ep, etp = axes.ep * axes.edp, axes.etp * axes.edp  # ranks that either could have
-    yield from validators.divides("mesh.ep", axes.ep, moe.experts, "model.moe.experts", also=ep)
-    yield from validators.divides("mesh.etp", axes.etp, moe.ffn, "model.moe.ffn", also=etp)
+    # The remedy must also divide the ranks available to the axis: those of edp and its own.
+    max_ep, max_etp = axes.ep * axes.edp, axes.etp * axes.edp
+    yield from validators.divides("mesh.ep", axes.ep, moe.experts, "model.moe.experts", also=max_ep)
+    yield from validators.divides("mesh.etp", axes.etp, moe.ffn, "model.moe.ffn", also=max_etp)
     if moe.shared_ffn:
         yield from validators.divides("mesh.tp", axes.tp, moe.shared_ffn, "model.moe.shared_ffn")
     shards = axes.edp // axes.expert_copies if axes.edp % axes.expert_copies == 0 else 1
@@ -154,14 +161,14 @@ def _experts(run: Run, kinds: frozenset[Kind], axes: Sizes) -> Iterator[Problem]
 
 def _overlap(run: Run, kinds: frozenset[Kind]) -> Iterator[Problem]:
     if run.mesh.overlap and kinds and Kind.MOE not in kinds:
-        rule = f"the pattern {run.model.pattern!r} has no experts: nothing travels that could be hidden"
+        rule = f"the pattern {run.model.pattern!r} has no experts, so there is no all-to-all to overlap"
         yield Problem(field="mesh.overlap", value=True, rule=rule, remedy="False")
 
 
-def _copies(mesh: Mesh, axes: Sizes) -> Iterator[Problem]:
+def _copies(mesh: Mesh, axes: AxisSizes) -> Iterator[Problem]:
     if mesh.shard == "none":
         if mesh.replicate > 1:
-            rule = "mesh.shard none keeps a copy of everything on every rank already"
+            rule = "mesh.shard none already replicates everything on every rank"
             yield Problem(field="mesh.replicate", value=mesh.replicate, rule=rule, remedy="1")
         return
     yield from validators.divides("mesh.replicate", mesh.replicate, axes.dp * axes.cp, "dp times mesh.cp")
@@ -171,50 +178,47 @@ def _copies(mesh: Mesh, axes: Sizes) -> Iterator[Problem]:
         )
 
 
-def _shared(field: str, heads: int, tp: int) -> Iterator[Problem]:
-    """What several heads have in common is shared by tp ranks, or copied where there is less of it than ranks:
-    one number must divide the other."""
+def _shared_heads(field: str, heads: int, tp: int) -> Iterator[Problem]:
+    """Heads that several query or value heads share (KV heads, groups, key heads) are split over tp, or
+    replicated if there are fewer than tp ranks: one number must divide the other."""
     if heads > 0 and heads % tp and tp % heads:
         below = [n for n in range(1, heads) if tp % n == 0]
+        above = -(-heads // tp) * tp
         yield Problem(
             field=field,
             value=heads,
             rule=f"must divide mesh.tp ({tp}) or be a multiple of it",
-            remedy=" or ".join(str(n) for n in (*below[-1:], _above(heads, tp))),
+            remedy=" or ".join(str(n) for n in (*below[-1:], above)),
         )
 
 
-def _above(value: int, unit: int) -> int:
-    return -(-value // unit) * unit
-
-
-def _heads(field: str, heads: int, axes: Sizes) -> Iterator[Problem]:
+def _heads(field: str, heads: int, axes: AxisSizes) -> Iterator[Problem]:
     yield from validators.divides("mesh.tp times mesh.cp", axes.tp * axes.cp, heads, field)
 
 
-def _attention(model: Model, axes: Sizes) -> Iterator[Problem]:
+def _attention(model: Model, axes: AxisSizes) -> Iterator[Problem]:
     if model.attention is not None:
         yield from _heads("model.attention.heads", model.attention.heads, axes)
-        yield from _shared("model.attention.kv_heads", model.attention.kv_heads, axes.tp)
+        yield from _shared_heads("model.attention.kv_heads", model.attention.kv_heads, axes.tp)
 
 
-def _latent_attention(model: Model, axes: Sizes) -> Iterator[Problem]:
+def _latent_attention(model: Model, axes: AxisSizes) -> Iterator[Problem]:
     if model.latent_attention is not None:
         yield from _heads("model.latent_attention.heads", model.latent_attention.heads, axes)
 
 
-def _mamba2(model: Model, axes: Sizes) -> Iterator[Problem]:
+def _mamba2(model: Model, axes: AxisSizes) -> Iterator[Problem]:
     if model.mamba2 is not None:
         yield from _heads("model.mamba2.heads", model.mamba2.heads, axes)
-        yield from _shared("model.mamba2.groups", model.mamba2.groups, axes.tp)
+        yield from _shared_heads("model.mamba2.groups", model.mamba2.groups, axes.tp)
 
 
-def _delta_net(model: Model, axes: Sizes) -> Iterator[Problem]:
+def _delta_net(model: Model, axes: AxisSizes) -> Iterator[Problem]:
     if model.delta_net is not None:
         yield from _heads("model.delta_net.value_heads", model.delta_net.value_heads, axes)
-        yield from _shared("model.delta_net.key_heads", model.delta_net.key_heads, axes.tp)
+        yield from _shared_heads("model.delta_net.key_heads", model.delta_net.key_heads, axes.tp)
 
 
-def _mlp(model: Model, axes: Sizes) -> Iterator[Problem]:
+def _mlp(model: Model, axes: AxisSizes) -> Iterator[Problem]:
     if model.mlp is not None:
         yield from validators.divides("mesh.tp", axes.tp, model.mlp.ffn, "model.mlp.ffn")

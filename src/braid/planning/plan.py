@@ -1,7 +1,7 @@
-"""plan(run, world) -> Plan: everything that follows from a run and a number of ranks.
+"""plan(run, world) -> Plan: everything derived from a run and a world size.
 
-Pure: no processes, no files, no devices. Either every rule holds and there is a Plan, or there is one
-`ConfigError` with all problems in it.
+Pure: no processes, no files, no devices. Returns a Plan if every rule holds; otherwise raises one `ConfigError`
+with all problems.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from braid.model import declaration
 from braid.model.declaration import Form, form_of
 from braid.pattern import Kind, Layout, PatternError, Stage, cut, joined, parse
 from braid.planning import divisibility
-from braid.planning.divisibility import Sizes
+from braid.planning.divisibility import AxisSizes
 from braid.schedule import Schedule
-from braid.schedule.lowering import ALONE, POLICIES, lowered
+from braid.schedule.lowering import POLICIES, RESIDENT, lowered
 from braid.schedule.phases import Unit
 from braid.schedule.recompute import dropped_tensors, with_replays
 from braid.topology import Grid, standard, standard_problems
@@ -33,23 +33,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A run on a number of ranks, worked out."""
+    """A run on a given number of ranks, with everything derived from it."""
 
     run: Run
     world: int
-    """Ranks."""
-    axes: Sizes
-    """How many ranks there are along each axis."""
+    """World size: the number of ranks."""
+    axes: AxisSizes
+    """Size of each parallel axis."""
     grid: Grid
-    """Which ranks these are."""
+    """Rank layout: the groups along each axis."""
     layout: Layout
-    """The model's layers, cut into the segments that pipeline ranks hold."""
+    """The layers of the model, in the segments (virtual pipeline stages) of the pipeline ranks."""
     stages: tuple[Stage, ...]
-    """What each pipeline rank holds."""
+    """The segments of each pipeline rank."""
     units: tuple[Unit, ...]
-    """The weights of the model, as they are gathered, released and reduced together."""
+    """FSDP units: weights that are unsharded, resharded and reduced together."""
     schedule: Schedule
-    """What each pipeline rank does in a step: all of it, proved."""
+    """The checked op list of each pipeline rank for one step."""
     micro_batch_samples: int
     """Samples in one micro-batch, over all data-parallel ranks."""
     step_tokens: int
@@ -57,14 +57,14 @@ class Plan:
 
 
 def plan(run: Run, world: int) -> Plan:
-    """Work out the run, or raise a `ConfigError` with everything that is wrong with it. The schedule is proved
-    before anybody sees it; one that breaks a rule is a `ScheduleError`."""
+    """Derive the plan of a run. Raises a `ConfigError` with every problem of the run. The schedule is verified
+    (`schedule.check`); a violation is a bug in braid and raises a `ScheduleError`."""
     problems = check(run, world)
     if problems:
         raise ConfigError(problems)
-    axes, layout = divisibility.sizes(run.mesh, world), _layout(run)
+    axes, layout = divisibility.axis_sizes(run.mesh, world), _layout(run)
     schedule = _lowered(_schedule(run, world, layout), run, world, layout, _form(run, world))
-    stages = (schedule.held(rank) for rank in range(schedule.pp))
+    segments_of_rank = (schedule.segments_of(rank) for rank in range(schedule.pp))
     return Plan(
         run=run,
         world=world,
@@ -72,8 +72,8 @@ def plan(run: Run, world: int) -> Plan:
         grid=standard(tp=axes.tp, cp=axes.cp, dp=axes.dp, pp=axes.pp, etp=axes.etp, ep=axes.ep),
         layout=layout,
         stages=tuple(
-            Stage(rank=rank, segments=tuple(layout.segments[index] for index in held))
-            for rank, held in enumerate(stages)
+            Stage(rank=rank, segments=tuple(layout.segments[index] for index in indices))
+            for rank, indices in enumerate(segments_of_rank)
         ),
         units=declaration.units(layout, _form(run, world)),
         schedule=schedule,
@@ -83,7 +83,7 @@ def plan(run: Run, world: int) -> Plan:
 
 
 def evaluation_schedule(plan: Plan, micro_batches: int) -> Schedule:
-    """What every pipeline rank does in an evaluation of so many micro-batches: forwards alone, without MTP."""
+    """The forward-only schedule of an evaluation of `micro_batches`, without MTP."""
     form = replace(_form(plan.run, plan.world), whole=plan.world == 1, fine=False, training=False)
     built = schedules.evaluation(plan.schedule.holder, micro_batches)
     built = schedules.in_phases(built, declaration.chains(plan.layout, form))
@@ -91,20 +91,20 @@ def evaluation_schedule(plan: Plan, micro_batches: int) -> Schedule:
 
 
 def _layout(run: Run) -> Layout:
-    """The layers of a run, cut into the segments that pipeline ranks hold. One rank holds one segment, whatever
-    the pattern says."""
+    """The layers of a run, split into segments. Without a pipeline, the `|` of the pattern are ignored."""
     parsed = parse(run.model.pattern)
-    return joined(parsed) if run.mesh.pp == 1 else cut(parsed, _pieces(run.mesh))
+    return joined(parsed) if run.mesh.pp == 1 else cut(parsed, _default_segments(run.mesh))
 
 
-def _pieces(mesh: Mesh) -> int:
-    """Into how many segments a pattern without `|` is cut."""
+def _default_segments(mesh: Mesh) -> int:
+    """Number of segments that a pattern without `|` is split into."""
     return 2 * mesh.pp if mesh.schedule == schedules.DUAL_PIPE_V and mesh.pp > 1 else mesh.pp
 
 
 def _form(run: Run, world: int) -> Form:
-    """As coarse as can be: every phase costs the host some time. In a pipeline, what has returned from experts
-    is summed on the communication stream: ranks that wait for one another would have it in their way."""
+    """How blocks are split into phases: as coarsely as possible, because every phase costs host time. With a
+    pipeline, expert outputs are summed in `combine`, on the communication stream, instead of a `post` phase on
+    the compute stream, where the sum would delay ranks that wait for one another."""
     mesh = run.mesh
     fine = mesh.overlap or mesh.schedule == schedules.DUAL_PIPE_V
     return form_of(
@@ -118,8 +118,8 @@ def _form(run: Run, world: int) -> Form:
 
 
 def _schedule(run: Run, world: int, layout: Layout) -> Schedule:
-    """1F1B, interleaved where a rank holds several segments, the overlapped form of either, or DualPipeV. What
-    is not kept is recomputed, and an embedding of two stages is summed."""
+    """1F1B, or interleaved 1F1B if a rank has several segments, the overlapped form of either, or DualPipeV;
+    with recompute ops, and an all-reduce of the gradient of an embedding that two stages hold."""
     mesh, micro_batches = run.mesh, run.train.micro_batches
     options = schedules.Options(
         delayed=mesh.delay_weights,
@@ -146,18 +146,18 @@ def _schedule(run: Run, world: int, layout: Layout) -> Schedule:
 
 
 def _lowered(schedule: Schedule, run: Run, world: int, layout: Layout, form: Form) -> Schedule:
-    """The schedule with all that ranks do about their weights, and proved."""
-    policy = ALONE if world == 1 else POLICIES[run.mesh.shard]
+    """The schedule with its weight ops (unshard, reshard, gradient reduction), verified."""
+    policy = RESIDENT if world == 1 else POLICIES[run.mesh.shard]
     meshes = {unit.path: unit.mesh for unit in declaration.units(layout, form)}
-    whole = lowered(schedule, meshes, policy)
-    if faults := schedules.check(whole).faults:
+    complete = lowered(schedule, meshes, policy)
+    if faults := schedules.check(complete).faults:
         raise ScheduleError(faults)
-    return whole
+    return complete
 
 
 def span_of(run: Run, layout: Layout) -> int:
-    """Blocks between streams that are kept, where hyper-connections are recomputed. Where nobody says, as many
-    as hold the least at once: the streams between spans, and what one span makes again."""
+    """Blocks per recompute span of hyper-connections: residual streams are saved only between spans. By default
+    the span with the smallest peak: all saved streams, plus the recomputed activations of one span."""
     hyper, dtype = run.model.hyper, run.train.dtype
     if run.train.recompute_span or hyper is None:
         return max(run.train.recompute_span, 1)
@@ -165,20 +165,20 @@ def span_of(run: Run, layout: Layout) -> int:
 
     narrow, wide = BYTES[dtype], MAIN_BYTES[dtype]
     streams = hyper.streams * run.model.hidden * narrow
-    again = activation_bytes.fused(1, hyper.streams, run.model.hidden, narrow=narrow, wide=wide)
+    recomputed = activation_bytes.fused(1, hyper.streams, run.model.hidden, narrow=narrow, wide=wide)
     blocks = max((len(segment.blocks) for segment in layout.segments), default=1)
     layers = len(layout.layers) / max(len(layout.blocks), 1)
-    held = {span: -(-blocks // span) * streams + span * layers * again for span in range(1, blocks + 1)}
-    return min(held, key=lambda span: held[span], default=1)
+    peak = {span: -(-blocks // span) * streams + span * layers * recomputed for span in range(1, blocks + 1)}
+    return min(peak, key=lambda span: peak[span], default=1)
 
 
 def size(plan: Plan) -> Size:
-    """The model's weights, counted by building it without memory for them."""
+    """The number of parameters of the model, total and active per token."""
     return whole_model(plan).size()
 
 
 def whole_model(plan: Plan) -> LanguageModel:
-    """The model as one process would have it, without memory for its weights: to count, and for its names."""
+    """The unsharded model on the meta device, for parameter counts, FLOPs and canonical names."""
     import torch
 
     from braid.kernels import references
@@ -188,8 +188,8 @@ def whole_model(plan: Plan) -> LanguageModel:
 
 
 def phase_flops(plan: Plan) -> list[dict[str, int]]:
-    """For each segment, the operations of the forward of one row in its phases that compute, by their names.
-    Phases of a block with experts that run beside others have none here: only blocks as a whole are counted."""
+    """For each segment, the forward FLOPs of one sequence in each of its compute phases. FLOPs are counted per
+    block, so the phases that a block with experts is split into for overlap are not included."""
     model, tokens = whole_model(plan), plan.run.data.sequence_tokens
     return [
         {phase.name: flops for phase in phases if (flops := model.phase_flops(phase, tokens))}
@@ -199,33 +199,35 @@ def phase_flops(plan: Plan) -> list[dict[str, int]]:
 
 def check(run: Run, world: int) -> list[Problem]:
     """Every problem of the run, in the order of its fields."""
-    wrong = list(type_problems(run))
-    if wrong:
-        return wrong  # rules need values that can be compared
-    between = (_layers(run.model, run.mesh), _vocab(run), _ranks(run, world), _steps(run), _recompute(run))
-    return [*run.problems(), *(problem for rule in between for problem in rule)]
+    wrong_types = list(type_problems(run))
+    if wrong_types:
+        return wrong_types  # the rules below compare values, which need the right types
+    rules = (_layers(run.model, run.mesh), _vocab(run), _ranks(run, world), _steps(run), _recompute(run))
+    return [*run.problems(), *(problem for rule in rules for problem in rule)]
 
 
 def _recompute(run: Run) -> Iterator[Problem]:
-    """DeepEP gives rows in an order of its own every time that it sends them."""
-    whole = {"block", "full"} & set(run.train.recompute)
-    if whole and run.mesh.dispatcher == "deep_ep" and run.mesh.ep * run.mesh.etp > 1:
-        rule = "rows that DeepEP sends again may arrive in another order: blocks it serves cannot be recomputed"
-        remedy = f"train.recompute without {' and '.join(sorted(whole))}, or mesh.dispatcher to all_to_all"
+    # DeepEP does not order received tokens deterministically, so a second dispatch may not match the first.
+    block_level = {"block", "full"} & set(run.train.recompute)
+    if block_level and run.mesh.dispatcher == "deep_ep" and run.mesh.ep * run.mesh.etp > 1:
+        rule = "DeepEP may receive tokens in another order when they are dispatched again for a recompute"
+        remedy = (
+            f"train.recompute without {' and '.join(sorted(block_level))}, or mesh.dispatcher to all_to_all"
+        )
         yield Problem(field="train.recompute", value=run.train.recompute, rule=rule, remedy=remedy)
     if "hyper" in run.train.recompute and run.model.hyper is None:
-        rule = "the model has no hyper-connections that could be recomputed: model.hyper is None"
-        rest = " ".join(name for name in run.train.recompute if name != "hyper") or "()"
-        remedy = f"{rest}, or model.hyper in the recipe"
+        rule = "the model has no hyper-connections to recompute: model.hyper is None"
+        others = " ".join(name for name in run.train.recompute if name != "hyper") or "()"
+        remedy = f"{others}, or set model.hyper in the recipe"
         yield Problem(field="train.recompute", value=run.train.recompute, rule=rule, remedy=remedy)
 
 
 def _layers(model: Model, mesh: Mesh) -> Iterator[Problem]:
-    """The pattern, and a shape for every kind of layer in it."""
+    """The pattern must parse, split over the pipeline, and have a shape for every kind of layer in it."""
     try:
         layout = parse(model.pattern)
-        if _pieces(mesh) > mesh.pp:
-            yield from _folded(model, layout, mesh)
+        if _default_segments(mesh) > mesh.pp:
+            yield from _dual_pipe_v_segments(model, layout, mesh)
         elif mesh.pp >= 1:
             cut(layout, mesh.pp)
     except PatternError as error:
@@ -238,30 +240,30 @@ def _layers(model: Model, mesh: Mesh) -> Iterator[Problem]:
         )
         return
     if not layout.kinds():
-        rule = "a model has at least one layer"
+        rule = "a model needs at least one layer"
         yield Problem(field="model.pattern", value=model.pattern, rule=rule, remedy="a pattern such as [*-]")
     yield from _shapes(model, layout.kinds())
 
 
-def _folded(model: Model, layout: Layout, mesh: Mesh) -> Iterator[Problem]:
-    """A fold has two segments for each rank: the text's own, or equal ones."""
-    pieces, found = _pieces(mesh), len(layout.segments)
-    if found == 1:
+def _dual_pipe_v_segments(model: Model, layout: Layout, mesh: Mesh) -> Iterator[Problem]:
+    """DualPipeV needs two segments per rank: those of the pattern, or equal ones if it has no `|`."""
+    needed, actual = _default_segments(mesh), len(layout.segments)
+    if actual == 1:
         try:
-            cut(layout, pieces)
+            cut(layout, needed)
         except PatternError:
-            told = f"the pattern has no |, and its blocks cannot be split into {pieces} equal segments"
+            why = f"the pattern has no |, and its blocks cannot be split into {needed} equal segments"
         else:
             return
-    elif found == pieces:
+    elif actual == needed:
         return
     else:
-        told = f"the pattern has {found}"
+        why = f"the pattern has {actual}"
     yield Problem(
         field="model.pattern",
         value=model.pattern,
-        rule=f"mesh.schedule {mesh.schedule} gives two segments to each of mesh.pp ({mesh.pp}) ranks: {told}",
-        remedy=f"{pieces} segments, with | between them, or mesh.schedule to auto",
+        rule=f"mesh.schedule {mesh.schedule} needs two segments for each of mesh.pp ({mesh.pp}) ranks: {why}",
+        remedy=f"{needed} segments, separated by |, or mesh.schedule to auto",
     )
 
 
@@ -273,14 +275,14 @@ def _shapes(model: Model, kinds: frozenset[Kind]) -> Iterator[Problem]:
             yield Problem(
                 field="model.pattern",
                 value=model.pattern,
-                rule=f"{kind.value} ({name}) can be parsed but not built by this version",
-                remedy="layers out of " + " ".join(k.value for k in shape_of),
+                rule=f"{kind.value} ({name}) can be parsed but is not built by this version",
+                remedy="a pattern of " + " ".join(k.value for k in shape_of),
             )
         elif getattr(model, shape_of[kind]) is None:
             yield Problem(
                 field=f"model.{shape_of[kind]}",
                 value=None,
-                rule=f"the pattern {model.pattern!r} has {kind.value}, which needs a shape",
+                rule=f"the pattern {model.pattern!r} contains {kind.value}, which needs a shape",
                 remedy=f"{shape_of[kind]}={shape_of[kind].title().replace('_', '')}(...) in the recipe",
             )
 
@@ -290,48 +292,44 @@ def _vocab(run: Run) -> Iterator[Problem]:
         yield Problem(
             field="model.vocab",
             value=run.model.vocab,
-            rule=f"the tokenizer `bytes` has {BYTE_VOCAB} ids: the bytes and the end of a document",
+            rule=f"the tokenizer `bytes` has {BYTE_VOCAB} ids: 256 bytes and the end-of-document token",
             remedy=f"{BYTE_VOCAB} or more",
         )
 
 
 def _ranks(run: Run, world: int) -> Iterator[Problem]:
-    """Ranks along every axis, and equal parts for all of them."""
-    broken = [*validators.at_least("world", world, 1), *run.mesh.problems("mesh")]
-    yield from validators.at_least("world", world, 1)
-    if broken:
+    """The mesh must fit the world size, and the run must divide evenly over it."""
+    bad_world = list(validators.at_least("world", world, 1))
+    yield from bad_world
+    if bad_world or any(run.mesh.problems("mesh")):  # the mesh's own problems come from `run.problems()`
         return
     mesh = run.mesh
-    others = mesh.tp * mesh.cp * mesh.pp
-    if world % others:
-        yield from validators.multiple_of("world", world, others, "mesh.tp times mesh.cp times mesh.pp")
+    model_parallel = mesh.tp * mesh.cp * mesh.pp
+    if world % model_parallel:
+        yield from validators.multiple_of("world", world, model_parallel, "mesh.tp times mesh.cp times mesh.pp")
         return
-    axes = divisibility.sizes(mesh, world)
-    outside = list(
+    axes = divisibility.axis_sizes(mesh, world)
+    bad_grid = list(
         standard_problems(
             tp=mesh.tp, cp=mesh.cp, dp=axes.dp, pp=mesh.pp, etp=mesh.etp, ep=mesh.ep, prefix="mesh."
         )
     )
-    yield from outside
-    if not outside:
-        yield from divisibility.problems(run, _kinds(run.model), axes)
-
-
-def _kinds(model: Model) -> frozenset[Kind]:
-    """The kinds of layers in the pattern; none where it cannot be read, which is a problem of its own."""
-    try:
-        return parse(model.pattern).kinds()
-    except PatternError:
-        return frozenset()
+    yield from bad_grid
+    if not bad_grid:
+        try:
+            kinds = parse(run.model.pattern).kinds()
+        except PatternError:  # reported by `_layers`
+            kinds = frozenset()
+        yield from divisibility.problems(run, kinds, axes)
 
 
 def _steps(run: Run) -> Iterator[Problem]:
-    falling = run.optim.decay_steps if run.optim.schedule == "wsd" else 0
-    used = run.optim.warmup_steps + falling
+    decay = run.optim.decay_steps if run.optim.schedule == "wsd" else 0
+    used = run.optim.warmup_steps + decay
     if used > run.train.steps >= 1:
         yield Problem(
             field="optim.warmup_steps",
             value=run.optim.warmup_steps,
-            rule=f"warm-up and decay take {used} steps, the run has train.steps ({run.train.steps})",
-            remedy=f"at most {max(0, run.train.steps - falling)}, or train.steps to {used} or more",
+            rule=f"warm-up and decay take {used} steps, more than train.steps ({run.train.steps})",
+            remedy=f"at most {max(0, run.train.steps - decay)}, or train.steps to {used} or more",
         )

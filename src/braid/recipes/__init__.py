@@ -1,7 +1,7 @@
 """Recipes: functions without arguments that return a `Run`.
 
-Those in this package go by their function's name, with `-` for `_`; a recipe of one's own is named as
-`path/to/file.py:function`. There is no registry: a function that is annotated `-> Run` is a recipe.
+Bundled recipes are named after their function, with `-` for `_`; user recipes are `path/to/file.py:function`.
+There is no registry: every public function annotated `-> Run` is a recipe.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Recipe = Callable[[], Run]
 
 
 def bundled() -> dict[str, Recipe]:
-    """Every recipe that comes with braid, by name."""
+    """All bundled recipes by name."""
     found: dict[str, Recipe] = {}
     for module in pkgutil.iter_modules(__path__):
         functions = _recipes_in(importlib.import_module(f"{__name__}.{module.name}"))
@@ -41,7 +41,7 @@ def load(name: str) -> Run:
     if name not in recipes:
         raise ConfigError(
             f"there is no recipe {name!r}{nearest(name, recipes)}\n"
-            f"bundled: {', '.join(recipes)}; one of your own: path/to/file.py:function"
+            f"bundled: {', '.join(recipes)}; your own: path/to/file.py:function"
         )
     return _call(recipes[name], name)
 
@@ -72,17 +72,17 @@ def _from_file(name: str) -> Recipe:
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"recipe file {path} cannot be loaded: {_told(error)}") from error
+        raise ConfigError(f"recipe file {path} cannot be loaded: {_explain(error)}") from error
     recipes = _recipes_in(module)
     if function in recipes:
         return recipes[function]
     if inspect.isfunction(getattr(module, function, None)):
-        raise ConfigError(f"{path} has {function}, but not as a recipe: write `def {function}() -> Run:`")
-    here = ", ".join(recipes) or "none (a recipe is a function annotated `-> Run`)"
+        raise ConfigError(f"{function} in {path} is not a recipe: annotate it as `def {function}() -> Run:`")
+    names = ", ".join(recipes) or "none (a recipe is a function annotated `-> Run`)"
     raise ConfigError(
-        f"{path} has no recipe {function!r}{nearest(function, recipes)}\nrecipes there: {here}"
+        f"{path} has no recipe {function!r}{nearest(function, recipes)}\nits recipes: {names}"
         if function
-        else f"{path} needs a function: give {path}:function\nrecipes there: {here}"
+        else f"{path} needs a function name: give {path}:function\nits recipes: {names}"
     )
 
 
@@ -90,21 +90,21 @@ def _call(recipe: Recipe, name: str) -> Run:
     try:
         run = recipe()
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"recipe {name} failed: {_told(error)}") from error
+        raise ConfigError(f"recipe {name} failed: {_explain(error)}") from error
     if not isinstance(run, Run):
         raise ConfigError(f"recipe {name} returned {type(run).__name__}: it must return a Run")
     return run
 
 
-def _told(error: BaseException) -> str:
-    """What went wrong in somebody's recipe, and where; for a misspelt field, the nearest name."""
+def _explain(error: BaseException) -> str:
+    """Line and message of an error in a user's recipe; for a misspelt field, the nearest name."""
     if isinstance(error, SyntaxError):
         return f"line {error.lineno}: {error.msg}"
     frames = traceback.extract_tb(error.__traceback__)
     text = f"line {frames[-1].lineno}: {type(error).__name__}: {error}"
-    unexpected = re.search(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))
-    if unexpected:
-        kind = getattr(config, unexpected[1], None) or getattr(architecture, unexpected[1], None)
+    match = re.search(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))
+    if match:
+        kind = getattr(config, match[1], None) or getattr(architecture, match[1], None)
         if kind is not None:
-            text += nearest(unexpected[2], inspect.signature(kind).parameters)
+            text += nearest(match[2], inspect.signature(kind).parameters)
     return text

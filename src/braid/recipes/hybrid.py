@@ -1,4 +1,4 @@
-"""Hybrids for one GPU."""
+"""Hybrid models for one GPU."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from braid.config import Data, Optim, Run, Train
 
 
 def hybrid_300m() -> Run:
-    """300 million weights of attention, Mamba-2, delta net, MLP and experts: minutes on one GPU."""
+    """300M parameters: attention, Mamba-2, gated delta net, MLP and MoE; minutes on one GPU."""
     return Run(
         model=Model(
             pattern="[M-][GE][*-][ME][G-][*E]" * 2 + "/*E",

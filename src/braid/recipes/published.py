@@ -1,4 +1,4 @@
-"""The shapes of models that others have published, with their names. Bring the tokenizer and the data."""
+"""Architectures of published models. Tokenizer and data are not included."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from braid.config import Data, Optim, Run, Train
 
 
 def _pretraining(model: Model, *, sequence_tokens: int, peak_lr: float) -> Run:
-    """Plain choices for everything that is not the shape; to be overridden."""
+    """Generic pre-training settings around an architecture; override them for a real run."""
     return Run(
         model=model,
         data=Data(sequence_tokens=sequence_tokens),
@@ -35,7 +35,7 @@ def _pretraining(model: Model, *, sequence_tokens: int, peak_lr: float) -> Run:
 
 
 def nemotron_h_8b() -> Run:
-    """Nemotron-H 8B: Mamba-2 and MLP, four attention layers without positions."""
+    """Nemotron-H 8B: Mamba-2 and MLP, four NoPE attention layers."""
     model = Model(
         pattern="M-M-M-M*-" + "M-M-M-M-M*-" * 3 + "M-M-M-M-M-",
         hidden=4096,
@@ -49,7 +49,7 @@ def nemotron_h_8b() -> Run:
 
 
 def nemotron_nano_30b_a3b() -> Run:
-    """Like Nemotron-3-Nano 30B-A3B: Mamba-2 and experts, six attention layers without positions."""
+    """Like Nemotron-3-Nano 30B-A3B: Mamba-2 and MoE, six NoPE attention layers."""
     model = Model(
         pattern="MEMEM*" + "EMEMEM*" * 4 + "EMEMEMEM*" + "EMEMEMEME",
         hidden=2688,
@@ -74,7 +74,7 @@ def nemotron_nano_30b_a3b() -> Run:
 
 
 def qwen3_next_80b_a3b() -> Run:
-    """Qwen3-Next 80B-A3B: three gated delta nets to one gated attention, 512 experts."""
+    """Qwen3-Next 80B-A3B: three gated delta nets per gated attention, 512 experts."""
     model = Model(
         pattern="[GE][GE][GE][*E]" * 12,
         hidden=2048,
@@ -97,7 +97,7 @@ def qwen3_next_80b_a3b() -> Run:
 
 
 def qwen3_30b_a3b() -> Run:
-    """Qwen3 30B-A3B: attention and 128 experts in every block."""
+    """Qwen3 30B-A3B: GQA, 128 experts in every block."""
     model = Model(
         pattern="[*E]" * 48,
         hidden=2048,
@@ -111,7 +111,7 @@ def qwen3_30b_a3b() -> Run:
 
 
 def deepseek_v3() -> Run:
-    """DeepSeek-V3 671B-A37B: latent attention, 256 experts, one MTP depth."""
+    """DeepSeek-V3 671B-A37B: MLA, 256 experts, one MTP depth."""
     model = Model(
         pattern="[+-]" * 3 + "[+E]" * 58 + "/+E",
         hidden=7168,
@@ -147,7 +147,7 @@ def deepseek_v3() -> Run:
 
 
 def deepseek_v4_like() -> Run:
-    """Like DeepSeek-V4 284B-A13B: four residual streams, 256 experts; plain latent attention."""
+    """Like DeepSeek-V4 284B-A13B: mHC with four residual streams, 256 experts; plain MLA."""
     model = Model(
         pattern="[+E]" * 43 + "/+E",
         hidden=4096,

@@ -1,4 +1,4 @@
-"""Models that train on a laptop in minutes."""
+"""Small models that train on a laptop in minutes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from braid.config import Data, Optim, Run, Train
 
 
 def tiny() -> Run:
-    """A small hybrid of attention, Mamba-2, delta net, MLP and experts: a few minutes on 2 CPU cores."""
+    """Small hybrid of attention, Mamba-2, gated delta net, MLP and MoE; a few minutes on 2 CPU cores."""
     return Run(
         model=Model(
             pattern="[M-][*E][G-][ME]/*-",
@@ -28,6 +28,6 @@ def tiny() -> Run:
 
 
 def tiny_mhc() -> Run:
-    """The same with four residual streams and hyper-connections around every layer: four minutes."""
+    """tiny with manifold-constrained hyper-connections (mHC) and four residual streams; four minutes."""
     run = tiny()
     return replace(run, model=replace(run.model, hyper=HyperConnections()))

@@ -1,13 +1,14 @@
-"""The life of sharded weights in a step: its rules, without a process.
+"""The lifetime of sharded weights within a step: a state machine per unit, checked without running anything.
 
     sharded ── UNSHARD ──► gathering ── WAIT ──► ready ── RESHARD ──► sharded
 
-An op computes with units that are ready. What it adds to a unit's gradient is owed from then on: `ACCUM` puts
-it with what is owed already, `REDUCE_GRAD` pays. Before one of them nothing of another micro-batch is added:
-ranks would sum other addends than without a schedule. At `FINISH` every unit is sharded and nothing is owed.
+Compute ops need their units ready. A gradient that an op adds to a unit is pending until `ACCUM` adds it to the
+accumulated gradient or `REDUCE_GRAD` reduces it. One of the two must come before another micro-batch adds to
+the unit: otherwise `.grad` would sum the two in the compute dtype, and the result would depend on the schedule.
+At `FINISH` every unit is sharded and no gradient is pending.
 
-The rules hold twice: `prove` follows a list of ops before anything runs, and the engine keeps a `Lifetime`
-while it runs one.
+`lifetime_faults` checks the op lists of a schedule before anything runs; the engine drives a `Lifetime` while
+it runs one.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from braid.schedule.ops import Act, Op, Schedule
 
 
 class LifetimeError(RuntimeError):
-    """A list of ops, or whoever runs it, treats sharded weights as it must not: a mistake in braid."""
+    """An action on sharded weights that their state does not allow. A bug in braid."""
 
     def __init__(self, rule: Rule, why: str) -> None:
         super().__init__(why)
@@ -31,33 +32,32 @@ class LifetimeError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Use:
-    """What an op does with units."""
+    """The units that an op uses."""
 
     reads: tuple[str, ...] = ()
     """Units whose weights it computes with."""
-    grades: tuple[str, ...] = ()
-    """Units to whose gradients it adds. For that alone they need not be gathered."""
+    grads: tuple[str, ...] = ()
+    """Units whose gradients it adds to. This alone does not need them gathered."""
 
     def __bool__(self) -> bool:
-        return bool(self.reads or self.grades)
+        return bool(self.reads or self.grads)
 
 
-NOTHING = Use()
-"""What an op does that no unit is about."""
+NO_USE = Use()
 
 Uses = Callable[[Op], Use]
-"""What each op of a list does with units."""
+"""The units that each op of a list uses."""
 
 
-class Figures(NamedTuple):
-    """How much a list of ops moves and holds."""
+class UnitStats(NamedTuple):
+    """Communication and memory of a list of ops."""
 
     gathers: int
     """`UNSHARD` ops."""
     reductions: int
     """`REDUCE_GRAD` ops."""
     peak: int
-    """Units that are gathered, or being gathered, at the same time."""
+    """The most units that are gathered or being gathered at the same time."""
 
 
 class _WeightState(Enum):
@@ -66,31 +66,27 @@ class _WeightState(Enum):
     READY = "ready"
 
 
-class _Gradient(Enum):
-    NONE = "nothing"
-    FRESH = "what an op has added"
-    ACCUMULATED = "what is accumulated"
+class _GradState(Enum):
+    NONE = "no gradient"
+    PENDING = "a pending gradient"
+    ACCUMULATED = "an accumulated gradient"
 
 
 class Lifetime:
-    """Where every unit stands within one step. Each method is an action; one that breaks a rule raises."""
+    """The state of every unit within one step. Methods are actions; one that violates a rule raises."""
 
     def __init__(self, units: Iterable[str], *, resident: bool = False) -> None:
-        """With `resident`, weights are there all the time: nothing gathers or releases them."""
-        self._resting = _WeightState.READY if resident else _WeightState.SHARDED
-        self._weights = dict.fromkeys(units, self._resting)
-        self._gradients = dict.fromkeys(self._weights, _Gradient.NONE)
+        """With `resident`, weights are always ready: no op gathers or frees them."""
+        self._initial = _WeightState.READY if resident else _WeightState.SHARDED
+        self._weights = dict.fromkeys(units, self._initial)
+        self._gradients = dict.fromkeys(self._weights, _GradState.NONE)
         self._added_by: dict[str, int | None] = {}
         self._gathers = self._reductions = self._gathered = self._peak = 0
 
     @property
-    def figures(self) -> Figures:
+    def stats(self) -> UnitStats:
         """Of the step so far."""
-        return Figures(self._gathers, self._reductions, self._peak)
-
-    def gathering(self, unit: str) -> bool:
-        """Whether it is on its way."""
-        return self._weights[unit] is _WeightState.GATHERING
+        return UnitStats(self._gathers, self._reductions, self._peak)
 
     def unshard(self, unit: str) -> None:
         self._require(unit, "UNSHARD", _WeightState.SHARDED)
@@ -100,131 +96,112 @@ class Lifetime:
         self._peak = max(self._peak, self._gathered)
 
     def wait(self, unit: str) -> None:
-        """Once it is ready there is nothing to wait for."""
+        """Allowed again once the unit is ready."""
         self._require(unit, "WAIT", _WeightState.GATHERING, _WeightState.READY)
         self._weights[unit] = _WeightState.READY
 
     def use(self, use: Use, micro_batch: int | None = None) -> None:
-        """An op is about to run, for a micro-batch."""
+        """A compute op is about to run."""
         for unit in use.reads:
             self._require(unit, "computing", _WeightState.READY)
-        for unit in use.grades:
-            self._known(unit, "computing")
+        for unit in use.grads:
+            self._require_unit(unit, "computing")
             before = self._added_by.get(unit)
-            if self._gradients[unit] is _Gradient.FRESH and before != micro_batch:
-                owed = f"which owes what was added for micro-batch {before}: ACCUM or REDUCE_GRAD first"
-                raise LifetimeError(Rule.ACCUMULATED, f"adding to {unit} for micro-batch {micro_batch}, {owed}")
-            self._gradients[unit], self._added_by[unit] = _Gradient.FRESH, micro_batch
+            if self._gradients[unit] is _GradState.PENDING and before != micro_batch:
+                pending = f"which has a pending gradient of micro-batch {before}: ACCUM or REDUCE_GRAD first"
+                adding = f"adding to {unit} for micro-batch {micro_batch}"
+                raise LifetimeError(Rule.ACCUMULATED, f"{adding}, {pending}")
+            self._gradients[unit], self._added_by[unit] = _GradState.PENDING, micro_batch
 
     def reshard(self, unit: str) -> None:
-        """During a gather it first waits for it."""
+        """Allowed while gathering: the executor then waits for the all-gather first."""
         self._require(unit, "RESHARD", _WeightState.GATHERING, _WeightState.READY)
         self._weights[unit] = _WeightState.SHARDED
         self._gathered -= 1
 
     def accumulate(self, unit: str) -> None:
-        self._owes(unit, "ACCUM", _Gradient.FRESH)
-        self._gradients[unit] = _Gradient.ACCUMULATED
+        self._require_grad(unit, "ACCUM", _GradState.PENDING)
+        self._gradients[unit] = _GradState.ACCUMULATED
 
     def reduce(self, unit: str) -> None:
-        self._owes(unit, "REDUCE_GRAD", _Gradient.FRESH, _Gradient.ACCUMULATED)
-        self._gradients[unit] = _Gradient.NONE
+        self._require_grad(unit, "REDUCE_GRAD", _GradState.PENDING, _GradState.ACCUMULATED)
+        self._gradients[unit] = _GradState.NONE
         self._reductions += 1
 
     def finish(self) -> None:
-        held = [f"{u} is {w.value}" for u, w in self._weights.items() if w is not self._resting]
-        owed = [f"{u} owes {g.value}" for u, g in self._gradients.items() if g is not _Gradient.NONE]
-        if left := held + owed:
-            rule = Rule.RESHARDED if held else Rule.REDUCED
-            raise LifetimeError(rule, f"FINISH with leftovers: {', '.join(left)}")
+        gathered = [f"{u} is {w.value}" for u, w in self._weights.items() if w is not self._initial]
+        unreduced = [f"{u} has {g.value}" for u, g in self._gradients.items() if g is not _GradState.NONE]
+        if gathered or unreduced:
+            rule = Rule.RESHARDED if gathered else Rule.REDUCED
+            raise LifetimeError(rule, f"FINISH too early: {', '.join(gathered + unreduced)}")
 
-    def _known(self, unit: str, action: str) -> None:
+    def _require_unit(self, unit: str, action: str) -> None:
         if unit not in self._weights:
             known = ", ".join(self._weights)
-            raise LifetimeError(Rule.EXISTS, f"{action} with {unit}, which is no unit: there are {known}")
+            raise LifetimeError(Rule.EXISTS, f"{action} with {unit}, which is not a unit: there are {known}")
 
     def _require(self, unit: str, action: str, *allowed: _WeightState) -> None:
-        self._known(unit, action)
-        if (weights := self._weights[unit]) not in allowed:
+        self._require_unit(unit, action)
+        if (state := self._weights[unit]) not in allowed:
             needed = " or ".join(each.value for each in allowed)
             rule = Rule.UNSHARDED if action in ("computing", "WAIT") else Rule.RESHARDED
-            raise LifetimeError(rule, f"{action} with {unit}, which is {weights.value}: it has to be {needed}")
+            raise LifetimeError(rule, f"{action} with {unit}, which is {state.value}: it must be {needed}")
 
-    def _owes(self, unit: str, action: str, *allowed: _Gradient) -> None:
-        self._known(unit, action)
-        if (gradient := self._gradients[unit]) not in allowed:
-            why = f"{action} with {unit}, which owes {gradient.value}: no op has added to it"
+    def _require_grad(self, unit: str, action: str, *allowed: _GradState) -> None:
+        self._require_unit(unit, action)
+        if (state := self._gradients[unit]) not in allowed:
+            why = f"{action} with {unit}, which has {state.value}: no op has added to it since"
             raise LifetimeError(Rule.REDUCED, why)
 
 
 def uses_of(schedule: Schedule) -> Uses:
-    """What each op of a schedule in phases does with units. Gradients that a `B` leaves to a `W` need no
-    weights then."""
+    """The units that each op of a schedule in phases uses. A `W` adds to gradients without reading weights."""
     recompute = frozenset(schedule.recompute)
-    found: dict[tuple[Act, int, str], Use] = {}
+    by_op: dict[tuple[Act, int, str], Use] = {}
     for segment, phases in enumerate(schedule.phases):
         for phase in phases:
             units, name = phase.units, phase.name
-            found[Act.F, segment, name] = Use(reads=units)
-            found[Act.B, segment, name] = Use(reads=units if phase.backward_reads else (), grades=units)
-            found[Act.RECOMPUTE, segment, name] = Use(reads=phase.replayed_units(recompute) or ())
+            by_op[Act.F, segment, name] = Use(reads=units)
+            by_op[Act.B, segment, name] = Use(reads=units if phase.backward_reads else (), grads=units)
+            by_op[Act.RECOMPUTE, segment, name] = Use(reads=phase.replayed_units(recompute) or ())
             for bucket in phase.buckets:
-                found[Act.W, segment, bucket] = Use(grades=units)
+                by_op[Act.W, segment, bucket] = Use(grads=units)
 
     def uses(op: Op) -> Use:
         if op.phase is None or op.segment is None:
-            return NOTHING
-        return found.get((op.act, op.segment, op.phase), NOTHING)
+            return NO_USE
+        return by_op.get((op.act, op.segment, op.phase), NO_USE)
 
     return uses
 
 
-def prove(ops: Iterable[Op], units: Iterable[str], uses: Uses, *, resident: bool = False) -> Figures:
-    """Follow a list to its end, or raise where it breaks a rule."""
-    lifetime, finished = Lifetime(units, resident=resident), False
-    for op in ops:
-        finished = _step(lifetime, op, uses(op), finished)
-    if not finished:
-        raise LifetimeError(Rule.FINISHED, "the list ends without FINISH")
-    return lifetime.figures
-
-
 def lifetime_faults(schedule: Schedule) -> Iterator[Fault]:
-    """The first rule that each rank's list breaks."""
+    """The first rule that each rank's list violates."""
     uses = uses_of(schedule)
     for rank, ops in enumerate(schedule.ops):
         lifetime = Lifetime(schedule.units(rank), resident=schedule.weights == "resident")
         place, finished = 0, False
         try:
             for place, op in enumerate(ops):  # noqa: B007
-                finished = _step(lifetime, op, uses(op), finished)
+                finished = follow(lifetime, op, uses(op), finished)
             if not finished:
                 place = len(ops)
-                raise LifetimeError(Rule.FINISHED, "the list ends without it")
+                raise LifetimeError(Rule.FINISHED, "the list ends without FINISH")
         except LifetimeError as error:
             op = ops[place] if place < len(ops) else Op(act=Act.FINISH)
             yield Fault(rank=rank, place=place, op=op, rule=error.rule, why=str(error))
 
 
-def _step(lifetime: Lifetime, op: Op, use: Use, finished: bool) -> bool:
-    """One op; whether the list has come to FINISH."""
+def follow(lifetime: Lifetime, op: Op, use: Use, finished: bool) -> bool:
+    """Apply one op of a list, and return whether FINISH has come."""
     if finished and (op.act.shards or use):
         raise LifetimeError(Rule.FINISHED, f"{op} comes after FINISH")
     if op.act is Act.SUM_COPIES and not finished:
         raise LifetimeError(Rule.FINISHED, f"{op} sums gradients that are not reduced yet")
-    if op.act.shards:
-        follow(lifetime, op)
-        return finished or op.act is Act.FINISH
-    if use:
-        lifetime.use(use, op.micro_batch)
-    return finished
-
-
-def follow(lifetime: Lifetime, op: Op) -> None:
-    """Do what an op says about units; nothing where it is about none."""
     if op.act is Act.FINISH:
         lifetime.finish()
-    elif op.act.shards:
+        return True
+    if op.act.shards:
         if op.unit is None:
             raise LifetimeError(Rule.COMPLETE, f"{op} names no unit")
         actions = {
@@ -235,3 +212,6 @@ def follow(lifetime: Lifetime, op: Op) -> None:
             Act.REDUCE_GRAD: lifetime.reduce,
         }
         actions[op.act](op.unit)
+    elif use:
+        lifetime.use(use, op.micro_batch)
+    return finished

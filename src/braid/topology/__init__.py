@@ -1,4 +1,4 @@
-"""How ranks are arranged: plain data, exact for any number of ranks, without a process and without torch."""
+"""Process topology: how the ranks of a job are arranged along parallelism axes. Plain data, without torch."""
 
 from braid.topology.grid import DENSE, Grid, Members
 from braid.topology.standard import EXPERT, FAMILIES, GroupFamily, standard, standard_problems

@@ -1,7 +1,7 @@
-"""The arrangement that braid trains with: dense axes tp, cp, dp, pp, and for experts etp, ep, edp, pp.
+"""The standard topology: tp-cp-dp-pp for dense layers and etp-ep-edp-pp for experts (parallel folding).
 
-Both views hold the same ranks. A pipeline stage is a slab of neighbouring ranks, tp x cp x dp of them for dense
-layers and etp x ep x edp of them for experts; pp is the last axis of both, and shared.
+Both views factorise the same ranks. A pipeline stage is a slab of contiguous ranks: tp x cp x dp for dense
+layers, etp x ep x edp for experts. pp is the last axis of both views, and shared between them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ EXPERT = "expert"
 
 
 class GroupFamily(NamedTuple):
-    """Which groups are meant by a name."""
+    """The view and axes that a named family of groups varies over."""
 
     view: str
     axes: tuple[str, ...]
@@ -42,13 +42,13 @@ FAMILIES: Mapping[str, GroupFamily] = MappingProxyType(
         "world": GroupFamily(DENSE, ("tp", "cp", "dp", "pp")),
     }
 )
-"""Every family that has a name, in the order in which communicators are made."""
+"""The named families, in the order in which their communicators are created."""
 
 
 def standard(
     *, tp: int = 1, cp: int = 1, dp: int = 1, pp: int = 1, etp: int = 1, ep: int = 1, offset: int = 0
 ) -> Grid:
-    """The standard arrangement; edp, the ranks that hold the same experts, follows from the rest."""
+    """The standard topology; edp follows from the other sizes."""
     if problems := list(standard_problems(tp=tp, cp=cp, dp=dp, pp=pp, etp=etp, ep=ep)):
         raise ConfigError(problems)
     return Grid(
@@ -62,11 +62,11 @@ def standard(
 def standard_problems(
     *, tp: int, cp: int, dp: int, pp: int, etp: int, ep: int, prefix: str = ""
 ) -> Iterator[Problem]:
-    """What is wrong with the sizes of a standard arrangement; `prefix` stands before the name of each field."""
+    """What is wrong with these sizes; `prefix` is prepended to each field name."""
     sizes = {"tp": tp, "cp": cp, "dp": dp, "pp": pp, "etp": etp, "ep": ep}
-    broken = [problem for name, size in sizes.items() for problem in at_least(prefix + name, size, 1)]
-    yield from broken
-    if broken:
+    too_small = [problem for name, size in sizes.items() for problem in at_least(prefix + name, size, 1)]
+    yield from too_small
+    if too_small:
         return
     slab = tp * cp * dp
     yield from divides(f"{prefix}etp", etp, slab, "tp x cp x dp")

@@ -1,10 +1,10 @@
-"""A view: an ordered factorisation of a number of ranks into named axes.
+"""A view: an ordered factorisation of the ranks into named axes, like the shape and strides of a tensor.
 
-Its first axis varies fastest:
+The first axis varies fastest:
 
-    View.of(tp=2, cp=2, dp=2)      place = tp + 2 * cp + 4 * dp
+    View.of(tp=2, cp=2, dp=2)      index = tp + 2 * cp + 4 * dp
 
-A view that exists is sound: making one raises `ConfigError` with everything that is wrong.
+Views are always valid: the constructor raises `ConfigError` with all problems.
 """
 
 from __future__ import annotations
@@ -21,16 +21,15 @@ from braid.errors import ConfigError, Problem
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """An ordered factorisation of a number of ranks into named axes."""
+    """An ordered factorisation of the ranks into named axes."""
 
     names: tuple[str, ...]
     """The axes; the first varies fastest."""
     sizes: tuple[int, ...]
-    """How many ranks there are along each."""
 
     @classmethod
     def of(cls, **sizes: int) -> View:
-        """`View.of(tp=2, dp=4)`: axes in the order in which they are written."""
+        """`View.of(tp=2, dp=4)`: the first argument varies fastest."""
         return cls(names=tuple(sizes), sizes=tuple(sizes.values()))
 
     def __post_init__(self) -> None:
@@ -45,14 +44,14 @@ class View:
             yield Problem(
                 field="axes",
                 value=(self.names, self.sizes),
-                rule="a view has at least one axis, and one size for each",
+                rule="a view needs at least one axis and one size per axis",
                 remedy="as many sizes as names",
             )
         for name in repeated(self.names):
             yield Problem(
                 field="axes",
                 value=self.names,
-                rule=f"an axis stands once in a view, {name!r} stands twice",
+                rule=f"axis names must be unique, {name!r} is repeated",
                 remedy="another name for one of them",
             )
         for name, size in zip(self.names, self.sizes, strict=False):
@@ -63,12 +62,11 @@ class View:
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
         return prod(self.sizes)
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """How far apart neighbours along each axis stand."""
+        """The distance between neighbours along each axis."""
         return tuple(accumulate(self.sizes[:-1], mul, initial=1))
 
     def size_of(self, axis: str) -> int:
@@ -77,31 +75,30 @@ class View:
     def stride_of(self, axis: str) -> int:
         return self.strides[self.names.index(axis)]
 
-    def coordinates(self, place: int) -> dict[str, int]:
-        """Where along each axis the place stands."""
-        steps = zip(self.names, self.sizes, self.strides, strict=True)
-        return {name: place // stride % size for name, size, stride in steps}
+    def coordinates(self, index: int) -> dict[str, int]:
+        """The coordinate of an index along each axis."""
+        axes = zip(self.names, self.sizes, self.strides, strict=True)
+        return {name: index // stride % size for name, size, stride in axes}
 
-    def distances(self, axes: Collection[str]) -> list[int]:
-        """How far the members of a group over `axes` stand from its first, ascending."""
-        found = [0]
+    def offsets(self, axes: Collection[str]) -> list[int]:
+        """The offsets of the members of a group over `axes` from its first member, ascending."""
+        offsets = [0]
         for name, size, stride in zip(self.names, self.sizes, self.strides, strict=True):
             if name in axes:
-                found = [step * stride + before for step in range(size) for before in found]
-        return found
+                offsets = [step * stride + offset for step in range(size) for offset in offsets]
+        return offsets
 
 
 def raise_all(problems: Iterable[Problem]) -> None:
-    """One error with all problems, where there are any."""
-    if found := list(problems):
-        raise ConfigError(found)
+    """Raise one error with all problems, if there are any."""
+    if all_problems := list(problems):
+        raise ConfigError(all_problems)
 
 
 def _is_count(size: object) -> bool:
-    """A whole number above 0, of Python or of numpy."""
+    """Whether this is a positive integer; numpy's count too."""
     return isinstance(size, Integral) and int(size) > 0
 
 
 def repeated(names: Sequence[str]) -> list[str]:
-    """What stands in a list more than once."""
     return sorted({name for name in names if names.count(name) > 1})

@@ -1,4 +1,4 @@
-"""Training: a plan in, a trained model, its checkpoints and its metrics out.
+"""Training: builds the state of a run from its plan and runs the training loop.
 
-Nothing is imported here, so that a launcher, which only starts processes, does not wait for what they need.
+Nothing is imported here: the launcher only starts processes and should not pay for the workers' imports.
 """

@@ -1,4 +1,9 @@
-"""From a plan to the state of a run: this rank's part of the model, sharded, and its optimizer."""
+"""Builds a rank's training state from a plan: model chunk on the meta device, FSDP2 sharding, optimizer.
+
+A single process allocates the model on its device in the compute dtype, and AdamW keeps fp32 main parameters.
+With several ranks the model is created on the meta device, sharded, and only the shards get memory; these are
+fp32 already, and FSDP2 casts them to the compute dtype when it all-gathers.
+"""
 
 from __future__ import annotations
 
@@ -14,23 +19,21 @@ from braid.distributed.links import close_channels, open_channels
 from braid.distributed.mesh import close_mesh, dense_mesh, expert_mesh
 from braid.engine.fsdp import shard_units
 from braid.engine.fsdp_weights import FsdpWeights
-from braid.engine.weights import WholeWeights
+from braid.engine.weights import ResidentWeights
 from braid.errors import ConfigError
 from braid.model.language import LanguageModel
 from braid.nn.dtypes import DTYPES
-from braid.nn.moe import token_dispatcher
-from braid.nn.moe.dispatch_plan import Dispatcher
 from braid.optim.adamw import AdamW
 from braid.optim.shards import local
-from braid.planning import divisibility
+from braid.planning.local_model import build_local_model, choose_kernels
 from braid.planning.plan import Plan, size, whole_model
 from braid.train.device import Device
 from braid.train.state import State
 
 
 @contextmanager
-def opened_state(plan: Plan, device: Device, groups: Groups) -> Iterator[State]:
-    """`make_state`, whose communicators are given back at the end of the `with`."""
+def state_context(plan: Plan, device: Device, groups: Groups) -> Iterator[State]:
+    """`make_state`, with its communicators destroyed on exit."""
     meshes = open_meshes(plan, device, groups)
     state = make_state(plan, device, groups, meshes)
     try:
@@ -48,8 +51,8 @@ def make_state(
     meshes: Mapping[str, DeviceMesh] | None = None,
     chosen: kernels.Kernels | None = None,
 ) -> State:
-    """A model and its optimizer, with weights still unset. All ranks make theirs together, over `meshes` where
-    there are several. `chosen` are kernels to use in place of the fastest."""
+    """A model with uninitialised weights and its optimizer. Collective over all ranks. `meshes` defaults to
+    new device meshes, `chosen` to the fastest available kernels."""
     run = plan.run
     _check_memory(plan, device)
     model = make_model(plan, device, groups, chosen)
@@ -62,60 +65,41 @@ def make_state(
         eps=run.optim.eps,
         weight_decay=run.optim.weight_decay,
     )
-    held = [unit.path for unit in model.units()]
-    alone = groups.world.size == 1
+    units = [unit.path for unit in model.units()]
+    single = groups.world.size == 1
     return State(
         model=model,
         optimizer=optimizer,
         plan=plan,
-        keeper=WholeWeights(model, held, optimizer) if alone else FsdpWeights(model, held),
+        keeper=ResidentWeights(model, units, optimizer) if single else FsdpWeights(model, units),
         names=frozenset(whole_model(plan).canonical()),
         channels=open_channels(plan.grid, groups.world.rank, plan.schedule.channels()),
     )
 
 
 def open_meshes(plan: Plan, device: Device, groups: Groups) -> dict[str, DeviceMesh]:
-    """What dense weights and experts are sharded over; nothing where a process is alone."""
+    """The device meshes that dense and expert weights are sharded over; empty for a single process."""
     if groups.world.size == 1:
         return {}
-    on, axes = device.torch.type, plan.axes
+    kind, axes = device.torch.type, plan.axes
     return {
-        "dense": dense_mesh(groups, plan.grid, device_type=on, replicate=axes.dense_copies),
-        "expert": expert_mesh(groups, plan.grid, device_type=on, replicate=axes.expert_copies),
+        "dense": dense_mesh(groups, plan.grid, device_type=kind, replicate=axes.dense_copies),
+        "expert": expert_mesh(groups, plan.grid, device_type=kind, replicate=axes.expert_copies),
     }
 
 
 def make_model(
     plan: Plan, device: Device, groups: Groups, chosen: kernels.Kernels | None = None
 ) -> LanguageModel:
-    """This rank's part of the model. With other ranks it has no memory yet: its shards will."""
-    run, dtype = plan.run, DTYPES[plan.run.train.dtype]
+    """This rank's part of the model, on the meta device unless the process is the only one."""
     if chosen is None:
-        shape = divisibility.of_one_rank(run.model, plan.axes)
-        chosen = kernels.choose(shape, plan.layout.kinds(), device.torch, dtype)
-    alone = groups.world.size == 1
-    return LanguageModel(
-        run.model,
-        plan.layout,
-        chosen,
-        groups=groups,
-        dispatcher=_dispatcher(plan, groups),
-        segments=[segment.index for segment in plan.stages[groups.pp.rank].segments],
-        device=device.torch if alone else torch.device("meta"),
-        dtype=dtype,
-        stored=None if alone else torch.promote_types(dtype, torch.float32),
-    )
-
-
-def _dispatcher(plan: Plan, groups: Groups) -> Dispatcher | None:
-    run = plan.run
-    if run.model.moe is None:
-        return None
-    return token_dispatcher.choose(run.model.moe, run.model.hidden, groups, run.mesh.dispatcher).function
+        chosen = choose_kernels(plan, device.torch)
+    single = groups.world.size == 1
+    return build_local_model(plan, groups, chosen, device=device.torch if single else torch.device("meta"))
 
 
 def _shard(model: LanguageModel, plan: Plan, device: Device, meshes: Mapping[str, DeviceMesh]) -> None:
-    """Shard the model, and give its shards memory: zeros, for no checkpoint fills padding of the vocabulary."""
+    """Shard the model with FSDP2 and allocate the shards."""
     shard_units(
         model,
         model.units(),
@@ -125,18 +109,20 @@ def _shard(model: LanguageModel, plan: Plan, device: Device, meshes: Mapping[str
     )
     model.to_empty(device=device.torch)
     model.device = device.torch
+    # Vocabulary padding is in no checkpoint, so nothing else would ever initialise it.
     for tensor in model.tensors().values():
         local(tensor).zero_()
 
 
 def _check_memory(plan: Plan, device: Device) -> None:
-    """Refuse a model whose weights, gradients and moments alone exceed the device, whoever shares it."""
+    """Reject a model whose weights, gradients and Adam moments cannot fit on the device, however sharded."""
     dtype = DTYPES[plan.run.train.dtype]
     main = max(dtype.itemsize, 4)
-    apart = 0 if dtype.itemsize == main else 2 * dtype.itemsize  # the model's own copy and its gradients
-    needed, there = size(plan).total * (4 * main + apart) / plan.world, device.memory_total()
-    if needed > there:
+    # Main parameter, its gradient and two moments; a narrower model adds its own copy and that one's gradient.
+    narrow = 0 if dtype.itemsize == main else 2 * dtype.itemsize
+    needed, available = size(plan).total * (4 * main + narrow) / plan.world, device.memory_total()
+    if needed > available:
         raise ConfigError(
             f"weights, gradients and moments take {needed / 2**30:,.0f} GiB on each rank, {device.name} has "
-            f"{there / 2**30:,.0f} GiB: choose a smaller model, a larger device or more ranks"
+            f"{available / 2**30:,.0f} GiB: choose a smaller model, a larger device or more ranks"
         )

@@ -1,4 +1,4 @@
-"""The data pipeline of a run: its sources opened, checked against the model, and dealt out as micro-batches."""
+"""The data pipeline of a run: opens its sources, checks them against the model, and builds the data loaders."""
 
 from __future__ import annotations
 
@@ -6,19 +6,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from braid import data
 from braid.config import Run
 from braid.console import warn
 from braid.errors import DataError
-from braid.model.context import MicroBatch
 
 VERIFIED_BYTES = 1 << 30
-"""Sources up to this size are verified whenever a run starts: about a second."""
+"""Sources up to this size are fully verified at startup, which takes about a second."""
 
 VALIDATION_SHARE = 0.05
-"""Share of the default corpus that is held out."""
+"""Fraction of the default corpus held out for validation."""
 
 PROMPT_TOKENS = 8
 
@@ -27,25 +24,25 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class DataPipeline:
-    """Everything a run reads."""
+    """The loaders and the tokenizer of a run."""
 
     train: data.Loader
     validation: data.Loader | None
-    """None where there is nothing to evaluate on."""
+    """None if there is no validation data or evaluation is off."""
     tokenizer: data.Tokenizer
     name: str
-    """What it is, in a few words."""
+    """A short description for the run's header."""
     tokens: int
-    """Tokens to train on."""
+    """Number of training tokens."""
     prompt: str
-    """What a sample of the model's writing starts with."""
+    """Prompt for text generated after training."""
     unigram_entropy: float
-    """Loss of the best guess that only knows how often each token occurs, in nats per token."""
+    """Loss of the unigram model (token frequencies alone), in nats per token: a baseline for the run's loss."""
 
 
 def open_data_pipeline(run: Run, folder: Path, progress: Progress | None = None) -> DataPipeline:
-    """Open the sources of a run. The default corpus is built into `folder` the first time."""
-    tokenizer = tokenizer_of(run.data.tokenizer)
+    """Open the sources of a run. Without any, the default corpus is built in `folder` on first use."""
+    tokenizer = load_tokenizer(run.data.tokenizer)
     if tokenizer.vocab > run.model.vocab:
         raise DataError(
             f"tokenizer {run.data.tokenizer!r} has {tokenizer.vocab} ids, model.vocab is {run.model.vocab}: "
@@ -60,7 +57,7 @@ def open_data_pipeline(run: Run, folder: Path, progress: Progress | None = None)
         _verify_if_small(source)
     weights = run.data.weights or tuple(float(source.tokens) for source in sources)
     loader = _loader(run, sources, weights)
-    _warn_of_cut_documents(loader)
+    _warn_about_truncation(loader)
     return DataPipeline(
         train=loader,
         validation=_validation_loader(run, validation),
@@ -72,8 +69,8 @@ def open_data_pipeline(run: Run, folder: Path, progress: Progress | None = None)
     )
 
 
-def tokenizer_of(name: str) -> data.Tokenizer:
-    """`bytes`, or the tokenizer of a tokenizer.json."""
+def load_tokenizer(name: str) -> data.Tokenizer:
+    """The byte tokenizer for `bytes`, otherwise the one in a tokenizer.json."""
     return data.ByteTokenizer() if name == "bytes" else data.HfTokenizer.from_file(name)
 
 
@@ -98,13 +95,13 @@ def _check_tokenizer(source: data.Source, tokenizer: data.Tokenizer) -> None:
     made_with = source.tokenizer_description
     if made_with is not None and made_with != tokenizer.description:
         raise DataError(
-            f"{source.path} was built with another tokenizer than data.tokenizer names: "
-            "set data.tokenizer to that one, or build the source again"
+            f"{source.path} was built with another tokenizer than data.tokenizer: "
+            "set data.tokenizer to the one it was built with, or rebuild the source"
         )
 
 
 def _verify_if_small(source: data.Source) -> None:
-    """Read every byte of what is read in seconds; more is left to `braid data verify`."""
+    """Verify a small source; for a large one the user runs `braid data verify`."""
     if sum(shard.ids.nbytes for shard in source.shards) <= VERIFIED_BYTES:
         data.verify(source)
 
@@ -117,44 +114,26 @@ def _validation_loader(run: Run, sources: tuple[data.Source, ...]) -> data.Loade
     except DataError as error:
         if run.data.validation:
             raise
-        warn(f"no validation loss: {error} (data.sequence_tokens), or hold more documents out")
+        warn(f"no validation loss: {error} (data.sequence_tokens), or hold out more documents")
         return None
 
 
 def _prompt(loader: data.Loader, tokenizer: data.Tokenizer) -> str:
-    """How a document of the data begins."""
+    """The first tokens of a training document."""
     batch = loader.batch([0])
     first = int((batch.positions_BT[0] == 0).nonzero()[-1])
     return tokenizer.decode(batch.tokens_BT[0, first : first + PROMPT_TOKENS].tolist()) or " "
 
 
-def _warn_of_cut_documents(loader: data.Loader) -> None:
+def _warn_about_truncation(loader: data.Loader) -> None:
     for samples in loader.samples:
         if isinstance(samples, data.Packed) and samples.cut_documents:
             warn(
-                f"{samples.cut_documents:,} documents of {samples.source.path} exceed data.sequence_tokens "
-                f"({loader.length}): {samples.cut_tokens:,} tokens at their ends are left out"
+                f"{samples.cut_documents:,} documents of {samples.source.path} are longer than "
+                f"data.sequence_tokens ({loader.length}): their last {samples.cut_tokens:,} tokens are dropped"
             )
 
 
 def _loader(run: Run, sources: tuple[data.Source, ...], weights: Sequence[float]) -> data.Loader:
     mixture = data.Mixture(sources=sources, weights=tuple(weights))
     return data.Loader(mixture, run.data.sequence_tokens, run.train.seed, run.data.packing)
-
-
-def micro_batch(
-    loader: data.Loader, samples: Sequence[int], *, step: int, seed: int, training: bool
-) -> MicroBatch:
-    """The micro-batch of these global samples."""
-    batch = loader.batch(samples)
-    return MicroBatch(
-        tokens_BT=batch.tokens_BT,
-        labels_BT=batch.labels_BT,
-        loss_mask_BT=batch.loss_mask_BT,
-        positions_BT=batch.positions_BT,
-        documents_BT=batch.documents_BT,
-        sample_B=torch.tensor(list(samples), dtype=torch.int64),
-        step=step,
-        seed=seed,
-        training=training,
-    )

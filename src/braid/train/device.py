@@ -1,4 +1,4 @@
-"""The device a run is computed on: which, in what arithmetic, how fast at best, how much memory it holds."""
+"""The device of a run: selection, peak FLOPs and MFU, memory, and torch's numerics settings."""
 
 from __future__ import annotations
 
@@ -14,54 +14,53 @@ import torch
 from braid.errors import ConfigError
 
 DeviceName = Literal["auto", "cpu", "cuda"]
-"""`auto` takes a GPU where there is one."""
+"""`auto` selects a GPU if there is one."""
 
 PEAK_BF16_FLOPS = MappingProxyType(
     {"H100": 989e12, "H200": 989e12, "H20": 148e12, "A100": 312e12, "B200": 2250e12, "GB200": 2500e12}
 )
-"""Dense bf16 peak by the makers' data sheets, by the word in the device's name. No entry, no MFU."""
+"""Dense bf16 peak from the vendor's data sheet, by a word of the device name. MFU needs an entry here."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """A device, as the run's header shows it."""
+    """A compute device and its properties."""
 
     torch: torch.device
     name: str
-    """What a person calls it."""
     peak_bf16_flops: float | None
-    """None where nobody has told us."""
+    """None if unknown."""
 
     def mfu(self, flops: float, seconds: float, dtype: str) -> float | None:
-        """Share of the peak that these model FLOPs in this time are; None where the peak is not known."""
+        """Model FLOPs utilisation; None if the peak of this device and dtype is unknown."""
         if self.peak_bf16_flops is None or dtype != "bf16" or seconds <= 0:
             return None
         return flops / seconds / self.peak_bf16_flops
 
     def memory_bytes(self) -> int:
-        """The most that was held at once: by the allocator on a GPU, by the process on a CPU."""
+        """Peak memory so far: of the caching allocator on a GPU, resident set size on a CPU."""
         if self.torch.type == "cuda":
             return torch.cuda.max_memory_allocated(self.torch)
-        unit = 1 if platform.system() == "Darwin" else 1024
+        unit = 1 if platform.system() == "Darwin" else 1024  # ru_maxrss is in bytes on macOS, in KiB on Linux
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
     def memory_total(self) -> int:
-        """All that the device has."""
+        """Total memory of the device."""
         if self.torch.type == "cuda":
             return torch.cuda.get_device_properties(self.torch).total_memory
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
     def synchronize(self) -> None:
-        """Wait until everything that was asked of the device is done, so that a clock means something."""
+        """Wait for all queued work, so that wall-clock times include it."""
         if self.torch.type == "cuda":
             torch.cuda.synchronize(self.torch)
 
 
-def choose_device(wanted: DeviceName) -> Device:
-    """The device that was asked for; `auto` takes a GPU where there is one."""
-    if wanted == "cuda" and not torch.cuda.is_available():
+def choose_device(requested: DeviceName) -> Device:
+    """The requested device; `auto` selects a GPU if there is one."""
+    if requested == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device cuda: torch sees no GPU here; set --device cpu or auto")
-    if wanted == "cpu" or not torch.cuda.is_available():
+    if requested == "cpu" or not torch.cuda.is_available():
         threads = torch.get_num_threads()
         name = f"cpu, {threads} {'thread' if threads == 1 else 'threads'}"
         return Device(torch=torch.device("cpu"), name=name, peak_bf16_flops=None)
@@ -72,7 +71,8 @@ def choose_device(wanted: DeviceName) -> Device:
 
 
 def set_arithmetic(*, deterministic: bool) -> None:
-    """Settings of torch as a whole: full float32 products, and where asked only kernels that repeat exactly."""
+    """Set torch's global numerics: full fp32 matmuls (no TF32), and deterministic kernels only if requested."""
     torch.set_float32_matmul_precision("highest")
-    torch.set_flush_denormal(True)  # mixers that forget fast make numbers on which a CPU is many times slower
+    # Fast-decaying recurrent states underflow to denormals, which a CPU computes many times slower.
+    torch.set_flush_denormal(True)
     torch.use_deterministic_algorithms(deterministic)

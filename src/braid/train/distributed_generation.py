@@ -1,7 +1,7 @@
-"""Distributed generation, by all ranks together, whatever they share: each token is told by the whole topology.
+"""Distributed generation: samples from a model that is sharded over any topology (tp, cp, dp, pp, ep).
 
-No rank needs room for the whole model. Nothing is remembered between tokens, so this is for a few of them; one
-process that has the whole model writes much faster (`braid.model.generate`).
+Every token is a full forward through the evaluation schedule, without a KV cache, so this suits short samples
+during training. With the whole model on one process, `braid.model.generate` is much faster.
 
 Shapes: B rows, T tokens, t tokens of this rank, s tokens of all tp ranks, V vocabulary.
 """
@@ -19,7 +19,7 @@ from braid.config import Run
 from braid.data import Tokenizer
 from braid.distributed.collectives import all_gather_no_grad, all_reduce_no_grad
 from braid.engine.executor import execute
-from braid.engine.node import Function, StepWork
+from braid.engine.node import PhaseFn, StepWork
 from braid.model import nodes
 from braid.model.context import MicroBatch
 from braid.model.generate import sample
@@ -28,10 +28,10 @@ from braid.train.state import State
 
 
 @torch.no_grad()
-def generate_together(
+def generate_distributed(
     state: State, run: Run, tokenizer: Tokenizer, prompt: str, *, tokens: int, temperature: float, seed: int
 ) -> str:
-    """The prompt and what the model makes of it, the same on every rank."""
+    """The prompt and its continuation, the same on every rank. Collective over all ranks."""
     ids = list(tokenizer.encode(prompt))
     generator = torch.Generator().manual_seed(seed)
     for _ in range(tokens):
@@ -45,33 +45,33 @@ def generate_together(
 
 @torch.no_grad()
 def next_logits(state: State, run: Run, tokens_BT: Tensor) -> Tensor:
-    """Scores of the token after each row, on the host, the same on every rank. All ranks are given the rows."""
+    """Next-token logits of each row, on the host, the same on every rank. Every rank passes the same rows."""
     groups, rows = state.model.groups, len(tokens_BT)
-    reading = _Reading(state, tokens_BT)
-    links = state.links(rows, replace(run, data=replace(run.data, sequence_tokens=reading.padded)))
-    execute(state.evaluation(1), reading, state.keeper, links)
-    # Only the last stage, and there only the cp rank that has the last token, has anything to say.
-    logits_BV = all_reduce_no_grad(all_reduce_no_grad(reading.logits_BV, groups.cp), groups.pp)
+    forward = _Forward(state, tokens_BT)
+    links = state.links(rows, replace(run, data=replace(run.data, sequence_tokens=forward.padded)))
+    execute(state.evaluation(1), forward, state.keeper, links)
+    # Zero everywhere but on the last stage's cp rank that holds the last token: the sums broadcast its logits.
+    logits_BV = all_reduce_no_grad(all_reduce_no_grad(forward.logits_BV, groups.cp), groups.pp)
     return all_gather_no_grad(logits_BV, groups.tp, dim=1).float().cpu()[:, : state.model.shape.vocab]
 
 
-class _Reading(StepWork):
-    """One forward of rows that are filled up to what ranks can share equally."""
+class _Forward(StepWork):
+    """One forward pass over rows padded to a multiple of tp x cp."""
 
     def __init__(self, state: State, tokens_BT: Tensor) -> None:
         self.model, self.streams = state.model, state.streams
         model = state.model
         self.last = tokens_BT.shape[1] - 1
-        share = model.groups.tp_cp.size
-        self.padded = -(-tokens_BT.shape[1] // share) * share
-        more = self.padded - tokens_BT.shape[1]
-        batch = MicroBatch.of_tokens(F.pad(tokens_BT, (0, more)))
-        batch = replace(batch, documents_BT=F.pad(torch.zeros_like(tokens_BT), (0, more), value=-1))
+        multiple = model.groups.tp_cp.size
+        self.padded = -(-tokens_BT.shape[1] // multiple) * multiple
+        padding = self.padded - tokens_BT.shape[1]
+        batch = MicroBatch.of_tokens(F.pad(tokens_BT, (0, padding)))
+        batch = replace(batch, documents_BT=F.pad(torch.zeros_like(tokens_BT), (0, padding), value=-1))
         self.context = model.prepare(batch)
-        rows = -(-model.shape.vocab // model.groups.tp.size)
-        self.logits_BV = torch.zeros(len(tokens_BT), rows, dtype=model.dtype, device=model.device)
+        local_vocab = -(-model.shape.vocab // model.groups.tp.size)
+        self.logits_BV = torch.zeros(len(tokens_BT), local_vocab, dtype=model.dtype, device=model.device)
 
-    def function(self, turn: Turn, phase: Phase) -> Function:
+    def function(self, turn: Turn, phase: Phase) -> PhaseFn:
         def run(tensors: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], None]:
             if phase.kind == "segment":
                 hidden_BtC = self.model.hidden(self.context)
@@ -80,9 +80,10 @@ class _Reading(StepWork):
             else:
                 return nodes.run(self.model, phase, self.context, tensors)[0], None
             logits_BsV = self.model.head_logits(hidden_BtC)
-            place = self.last - self.model.groups.cp.rank * logits_BsV.shape[1]
-            if 0 <= place < logits_BsV.shape[1]:
-                self.logits_BV = logits_BsV[:, place]
+            # The last token's index within the slice of this cp rank.
+            index = self.last - self.model.groups.cp.rank * logits_BsV.shape[1]
+            if 0 <= index < logits_BsV.shape[1]:
+                self.logits_BV = logits_BsV[:, index]
             return {}, None
 
         return run

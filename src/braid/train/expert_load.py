@@ -1,4 +1,6 @@
-"""Expert load over a step: summed over micro-batches, told as figures, evened out by selection biases.
+"""Expert load of a step: accumulated over micro-batches, reported as metrics, balanced by selection biases.
+
+The bias update is the auxiliary-loss-free balancing of DeepSeek-V3 (arXiv:2412.19437).
 
 Shapes: E experts.
 """
@@ -21,25 +23,25 @@ Counts = Mapping[Layer, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertLoad:
-    """Counts of every MoE layer over the micro-batches of a step so far."""
+    """Token counts of every MoE layer, over the micro-batches of a step so far."""
 
     counts_E: Counts = field(default_factory=dict)
-    """How many tokens chose each expert."""
+    """Tokens routed to each expert."""
     kept_E: Counts = field(default_factory=dict)
-    """How many of them found a place."""
-    favourites_E: Counts = field(default_factory=dict)
-    """How often each expert was among the best raw scores."""
+    """Those of them within the expert's capacity, that is, not dropped."""
+    raw_counts_E: Counts = field(default_factory=dict)
+    """How often each expert was in the top-k of the raw scores."""
 
     def plus(self, balances: Mapping[Layer, Balance]) -> ExpertLoad:
-        """With one more micro-batch."""
+        """The load with one more micro-batch added."""
         return ExpertLoad(
             counts_E=_plus(self.counts_E, {layer: b.counts_E for layer, b in balances.items()}),
             kept_E=_plus(self.kept_E, {layer: b.kept_E for layer, b in balances.items()}),
-            favourites_E=_plus(self.favourites_E, {layer: b.favourites_E for layer, b in balances.items()}),
+            raw_counts_E=_plus(self.raw_counts_E, {layer: b.raw_counts_E for layer, b in balances.items()}),
         )
 
-    def over(self, group: Group) -> ExpertLoad:
-        """The same over all ranks of a group, which share the micro-batches. Favourites are summed already."""
+    def all_reduce(self, group: Group) -> ExpertLoad:
+        """Sum counts over the ranks that share the micro-batches. The forward has already summed raw counts."""
         if group.size == 1 or not self.counts_E:
             return self
         both = torch.stack([torch.cat([*counts.values()]) for counts in (self.counts_E, self.kept_E)])
@@ -48,16 +50,15 @@ class ExpertLoad:
         return ExpertLoad(
             counts_E=dict(zip(self.counts_E, counts, strict=True)),
             kept_E=dict(zip(self.kept_E, kept, strict=True)),
-            favourites_E=self.favourites_E,
+            raw_counts_E=self.raw_counts_E,
         )
 
     def layers(self) -> list[Load]:
-        """The load of each layer."""
         return [load(counts_E, self.kept_E[layer]) for layer, counts_E in self.counts_E.items()]
 
 
-def figures(layers: Sequence[Load]) -> dict[str, float]:
-    """The worst layer's extremes, the mean of the rest; nothing without layers of experts."""
+def load_metrics(layers: Sequence[Load]) -> dict[str, float]:
+    """Extremes over all MoE layers, and means of entropy and drop rate; empty for a dense model."""
     if not layers:
         return {}
     return {
@@ -75,8 +76,8 @@ def _plus(sums: Counts, more: Counts) -> Counts:
 
 @torch.no_grad()
 def update_selection_biases(model: LanguageModel, loads: ExpertLoad) -> None:
-    """Move every selection bias towards even load, once per step."""
-    for layer, moe in model.moes():
+    """Move every selection bias towards balanced load, once per step."""
+    for layer, moe in model.moe_layers():
         bias_E = moe.router.bias
         if bias_E is not None:
             bias_E.copy_(updated_bias(bias_E, loads.counts_E[layer], moe.shape.selection_bias_rate))

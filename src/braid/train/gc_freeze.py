@@ -1,7 +1,7 @@
-"""GC freeze: Python's search for objects that only hold each other.
+"""GC freeze: keeps Python's cyclic garbage collector from scanning the long-lived objects of a run.
 
-It runs when it likes to, in the middle of a step, and a full one looks at every object there is: a tenth of a
-second for those of a run, in which the host hands nothing to its device, and other ranks wait.
+A full collection visits every tracked object and starts at an arbitrary point of a step. For a run it takes
+about 0.1 s, during which the host launches no kernels and the other ranks wait.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def frozen_gc() -> Iterator[None]:
-    """Within, the search leaves out whatever is there already, as a run keeps it from its first step to its
-    last."""
+    """Exclude all objects that exist on entry from garbage collection; a run keeps them to its end anyway."""
     gc.collect()
     gc.freeze()
     try:

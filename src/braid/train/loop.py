@@ -1,4 +1,4 @@
-"""The training loop: step, log, evaluate, save, stop when asked."""
+"""The training loop: steps, logging, evaluation, checkpoints, and a clean stop on preemption."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from braid.planning.plan import Plan, whole_model
 from braid.train import state as states
 from braid.train.data_pipeline import DataPipeline
 from braid.train.device import Device, set_arithmetic
-from braid.train.metrics import Metrics, Unwritten, Value
+from braid.train.metrics import Metrics, NullMetrics, Value
 from braid.train.run_dir import RunDir
 from braid.train.signals import StopRequest
 from braid.train.state import State
@@ -29,55 +29,53 @@ from braid.train.tracing import Tracer
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a finished run leaves."""
+    """The result of a finished run."""
 
     model: LanguageModel
     checkpoint: Path
     loss: float | None
-    """Of the last step; None where there was nothing left to do."""
+    """Loss of the last step; None if the run was already finished."""
     val_loss: float | None
-    """Of the last evaluation."""
+    """Loss of the last evaluation."""
 
 
 class Loop:
-    """The steps of one process: each is measured, logged, and followed by what is due. Everything that outlives
-    it is in the state."""
+    """The training loop of one process. It holds nothing that a checkpoint needs: that is all in `State`."""
 
     def __init__(
         self,
         plan: Plan,
-        places: RunDir,
+        run_dir: RunDir,
         device: Device,
-        feed: DataPipeline,
+        data: DataPipeline,
         state: State,
-        metrics: Metrics | Unwritten,
+        metrics: Metrics | NullMetrics,
         *,
         quiet: bool = False,
         tracer: Tracer | None = None,
     ) -> None:
-        """A `quiet` one prints no progress. A tracer writes down what ran when."""
+        """With `quiet`, no progress is printed. The tracer records when ops ran."""
         set_arithmetic(deterministic=plan.run.train.deterministic)
         state.progress.on_gpu = device.torch.type == "cuda"
         self.plan, self.run = plan, plan.run
         self.watchdog: Watchdog | None = None
-        """Knows who is slow."""
-        self.asked: StopRequest | None = None
-        """Knows whether somebody wants this process to stop."""
+        """Reports stragglers."""
+        self.stop_request: StopRequest | None = None
         self.quiet, self.tracer = quiet, tracer
-        self.places, self.device, self.feed = places, device, feed
+        self.run_dir, self.device, self.data = run_dir, device, data
         self.state, self.metrics = state, metrics
-        self.first = state.model.groups.world.rank == 0
-        """Whether this rank speaks for all."""
-        self.schedule = schedule_of(plan.run)
-        # Training costs three forward passes: one forward, two backward.
+        self.is_rank_zero = state.model.groups.world.rank == 0
+        self.schedule = lr_schedule(plan.run)
+        # The backward costs two forwards. Recomputation does not count as model FLOPs.
         samples = plan.run.train.batch_samples
         flops = whole_model(plan).flops(plan.run.data.sequence_tokens)
         self.step_flops = 3 * samples * flops / plan.world
         self.step_seconds: list[float] = []
         self.val_loss: float | None = None
-        self.told_masked = False
+        self.warned_all_masked = False
 
     def run_to_end(self) -> Outcome:
+        """Train to the last step of the run and return the outcome."""
         steps, saved = self.run.train.steps, None
         last: StepResult | None = None
         while self.state.step < steps:
@@ -85,14 +83,21 @@ class Loop:
             done = self.state.step == steps
             if done or self._due(self.run.train.save_every):
                 saved = self.save(must=done)
-            # Alone, a process need not wait until all ranks know.
-            alone_asked = self.plan.world == 1 and self._signal is not None
-            if (last.stop or alone_asked) and not done:
+            # Ranks must stop at the same step: the request is all-reduced with the next step's metrics. A
+            # single process stops at once.
+            stop = last.stop or (self.plan.world == 1 and self._signal is not None)
+            if stop and not done:
                 self.save(must=True)
-                raise everywhere(PreemptedError(self._told_stopped()))
+                signalled = "" if self._signal is None else f" by {self._signal.name}"
+                raise everywhere(
+                    PreemptedError(
+                        f"asked to stop{signalled}; step {self.state.step} of {steps} is saved in "
+                        f"{self.run_dir.checkpoints}, run the same command to continue"
+                    )
+                )
         if last is None:
             self.val_loss = self.evaluate()
-        path = saved or checkpoint.latest(self.places.checkpoints).path
+        path = saved or checkpoint.latest(self.run_dir.checkpoints).path
         assert path is not None, "the last step is always saved"
         return Outcome(
             model=self.state.model,
@@ -103,34 +108,27 @@ class Loop:
 
     @property
     def _signal(self) -> signal.Signals | None:
-        return None if self.asked is None else self.asked.signal
-
-    def _told_stopped(self) -> str:
-        by = "" if self._signal is None else f" by {self._signal.name}"
-        return (
-            f"asked to stop{by}; step {self.state.step} of {self.run.train.steps} is saved in "
-            f"{self.places.checkpoints}, the same command continues it"
-        )
+        return None if self.stop_request is None else self.stop_request.signal
 
     def step(self) -> StepResult:
-        """One step, measured and told."""
+        """Run one training step; log its metrics and evaluate if due."""
         if self.tracer is not None:
             self.tracer.begin(self.state.step + 1)
         started = time.perf_counter()
         self.state.progress.begin(self.state.step + 1)
         rate = self.schedule.rate(self.state.step + 1)
         stop = self._signal is not None
-        result = train_step(self.state, self.run, self.feed.train, rate, stop=stop)
+        result = train_step(self.state, self.run, self.data.train, rate, stop=stop)
         self.device.synchronize()
         seconds = time.perf_counter() - started
         if self.tracer is not None:
             self.tracer.end(self.state.step)
         self.step_seconds = [*self.step_seconds[-99:], seconds]
         if result.not_finite:
-            self._tell_skipped(result)
-        if result.tokens == 0 and not self.told_masked:
-            self.told_masked = True
-            self._warn(f"step {self.state.step}: no token counts in the loss; every label of it is masked")
+            self._report_skipped(result)
+        if result.tokens == 0 and not self.warned_all_masked:
+            self.warned_all_masked = True
+            self._warn(f"step {self.state.step}: no token counts in the loss, because all labels are masked")
         evaluated = self._evaluate_if_due()
         self.metrics.log(self.state.step, self._metrics(result, rate, seconds, evaluated))
         if self._due(self.run.train.log_every) or self.state.step in (1, self.run.train.steps):
@@ -158,14 +156,15 @@ class Loop:
         }
 
     def _slowest(self) -> dict[str, Value]:
-        """The rank that others wait for, and how much longer than they it works; nothing without others."""
+        """The worst straggler and its slowdown; empty for a single process or without a watchdog."""
         if self.watchdog is None or self.plan.world == 1:
             return {}
         rank, factor = self.watchdog.slow[0] if self.watchdog.slow else (None, None)
         return {"straggler": rank, "straggler_factor": factor}
 
     def _line(self, result: StepResult, rate: float) -> Line:
-        """The figures since the last line; the first step of a process warms up and is left out of averages."""
+        """The progress line: throughput averaged since the last line, without the process's first step, which
+        includes warm-up."""
         recent = self.step_seconds[-self.run.train.log_every :]
         measured = recent[1:] if len(self.step_seconds) == len(recent) > 1 else recent
         seconds = sum(measured) / len(measured)
@@ -188,54 +187,56 @@ class Loop:
         return None
 
     def evaluate(self) -> float | None:
-        """The validation loss as the weights are now; None where there is nothing to evaluate on."""
-        if self.feed.validation is None:
+        """The validation loss of the current weights; None without validation data."""
+        if self.data.validation is None:
             return None
         self.state.progress.enter("an evaluation")
-        return evaluate(self.state, self.run, self.feed.validation)
+        return evaluate(self.state, self.run, self.data.validation)
 
     def save(self, *, must: bool) -> Path | None:
-        """Save a checkpoint. One on the way may fail: training goes on with the old one."""
-        root = self.places.checkpoints
+        """Save a checkpoint and prune old ones. With `must`, a failure to save is an error; otherwise training
+        continues with the previous checkpoint."""
+        root = self.run_dir.checkpoints
         self.state.progress.enter("a checkpoint")
         try:
-            path = states.save(root, self.state, self.run, self.feed.train, self.feed.tokenizer)
+            path = states.save(root, self.state, self.run, self.data.train, self.data.tokenizer)
         except CheckpointError as error:
             if must:
                 raise
-            self._warn(f"{error}\ntraining goes on with the checkpoint before this one")
+            self._warn(f"{error}\ntraining continues with the previous checkpoint")
             return None
-        if self.first:
+        if self.is_rank_zero:
             try:
                 checkpoint.prune(root, keep=self.run.train.keep)
             except CheckpointError as error:
-                warn(f"the checkpoint is saved, but an old one stays: {error}")
+                warn(f"the checkpoint is saved, but an old one could not be deleted: {error}")
         return path
 
     def _say(self, text: str) -> None:
-        if self.first and not self.quiet:
+        if self.is_rank_zero and not self.quiet:
             say(text)
 
     def _warn(self, text: str) -> None:
-        if self.first:
+        if self.is_rank_zero:
             warn(text)
 
-    def _tell_skipped(self, result: StepResult) -> None:
-        named = ", ".join(result.not_finite[:3]) + (", ..." if len(result.not_finite) > 3 else "")
-        self._warn(f"step {self.state.step} skipped: not finite: {named}")
+    def _report_skipped(self, result: StepResult) -> None:
+        """Warn about a skipped step; raise if too many were skipped in a row."""
+        names = ", ".join(result.not_finite[:3]) + (", ..." if len(result.not_finite) > 3 else "")
+        self._warn(f"step {self.state.step} skipped: not finite: {names}")
         limit = self.run.train.max_skipped
         if self.state.skipped_in_a_row > limit:
             raise everywhere(
                 NumericsError(
                     f"{self.state.skipped_in_a_row} steps in a row were not finite (train.max_skipped = "
-                    f"{limit}), in {named}: lower optim.lr, or look at that parameter; the weights are those "
-                    "of the last sound step"
+                    f"{limit}), in {names}: lower optim.lr, or inspect that parameter; the weights are those "
+                    "of the last finite step"
                 )
             )
 
 
-def schedule_of(run: Run) -> LearningRate:
-    """The learning rate of every step."""
+def lr_schedule(run: Run) -> LearningRate:
+    """The learning-rate schedule of a run."""
     return LearningRate(
         kind=run.optim.schedule,
         peak=run.optim.lr,

@@ -1,7 +1,7 @@
-"""What a run measures, step by step: always into metrics.jsonl, and to whoever else listens.
+"""Metric logging: metrics.jsonl always, TensorBoard, Weights & Biases and other listeners if configured.
 
-One JSON object a line. A run that continues from an earlier step first drops the lines after it, so that the
-file always tells one story.
+Each step is one JSON object on a line of its own. A run that resumes from an earlier step first truncates the
+file to that step, so that every step appears once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Value = float | int | None
 
 
 class Listener(Protocol):
-    """Somebody who wants to know the metrics of every step."""
+    """Receives the metrics of every step."""
 
     def log(self, step: int, metrics: Mapping[str, Value]) -> None: ...
 
@@ -29,10 +29,10 @@ class Listener(Protocol):
 
 
 class Metrics:
-    """metrics.jsonl, and the listeners beside it."""
+    """Writes metrics.jsonl and forwards metrics to the listeners."""
 
     def __init__(self, file: Path, *, after_step: int, listeners: Sequence[Listener] = ()) -> None:
-        """Continue the file after the given step."""
+        """Append to the file, after dropping the lines beyond `after_step`."""
         file.parent.mkdir(parents=True, exist_ok=True)
         _drop_lines_after(file, after_step)
         self._lines = file.open("ab", buffering=0)
@@ -40,19 +40,19 @@ class Metrics:
         self._listeners = tuple(listeners)
 
     def log(self, step: int, metrics: Mapping[str, Value]) -> None:
-        """One line. JSON knows no inf and no nan: they become null."""
-        told = {"step": step, **{name: _finite(value) for name, value in metrics.items()}}
-        self._write(json.dumps(told) + "\n")
+        """Write one line. JSON has no inf or nan: they become null."""
+        line = {"step": step, **{name: _finite(value) for name, value in metrics.items()}}
+        self._write(json.dumps(line) + "\n")
         for listener in self._listeners:
             listener.log(step, metrics)
 
     def _write(self, line: str) -> None:
-        """A full disk costs lines, not the run. What the file could not take is not tried again."""
+        """Write a line, or drop it if the disk is full: metrics are not worth the run. Warns once."""
         try:
             self._lines.write(line.encode())
         except OSError as error:
             if not self._lost:
-                warn(f"{self._lines.name} cannot be written: {error.strerror}; the run goes on without it")
+                warn(f"cannot write {self._lines.name}: {error.strerror}; training continues without it")
             self._lost += 1
 
     def __enter__(self) -> Metrics:
@@ -66,13 +66,13 @@ class Metrics:
             listener.close()
 
 
-class Unwritten:
-    """Metrics of a rank that leaves telling to another."""
+class NullMetrics:
+    """Discards metrics: for every rank but rank 0."""
 
     def log(self, step: int, metrics: Mapping[str, Value]) -> None:
         pass
 
-    def __enter__(self) -> Unwritten:
+    def __enter__(self) -> NullMetrics:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -94,7 +94,7 @@ def _drop_lines_after(file: Path, step: int) -> None:
 
 
 def _step_of(line: str) -> float:
-    """The step of a line; a line that was cut off while it was written belongs to no step."""
+    """The step of a line; infinity for a line that was only partly written, so that it is dropped."""
     try:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
@@ -102,7 +102,7 @@ def _step_of(line: str) -> float:
 
 
 class TensorBoard:
-    """Metrics for TensorBoard; needs the extra `log`."""
+    """Logs to TensorBoard; needs the extra `log`."""
 
     def __init__(self, folder: Path) -> None:
         try:
@@ -123,7 +123,7 @@ class TensorBoard:
 
 
 class Wandb:
-    """Metrics for Weights & Biases; needs the extra `log`."""
+    """Logs to Weights & Biases; needs the extra `log`."""
 
     def __init__(self, project: str, folder: Path, run: Mapping[str, Any]) -> None:
         try:

@@ -1,4 +1,4 @@
-"""Where a run starts: from the newest whole checkpoint of its folder, from other weights, or from its seed."""
+"""Initialisation and resume: from the run's newest valid checkpoint, from given weights, or from the seed."""
 
 from __future__ import annotations
 
@@ -8,108 +8,104 @@ from braid import checkpoint
 from braid.config import Run, difference
 from braid.console import warn
 from braid.errors import CheckpointError, ConfigError, DataError, first_of
-from braid.launch.process import agree, together
+from braid.launch.process import check_agreement, fail_together
 from braid.train import state as states
 from braid.train.data_pipeline import DataPipeline
 from braid.train.finetune import check_settings
 from braid.train.run_dir import RunDir
 from braid.train.state import State
 
-MOST_LINES = 6
-"""How much is told of a checkpoint that does not fit."""
+MAX_ERROR_LINES = 6
+"""Lines quoted of the error of a checkpoint that does not match the model."""
 
 
-def begin_or_continue(
-    state: State, run: Run, feed: DataPipeline, places: RunDir, init: Path | None = None
+def initialize_or_resume(
+    state: State, run: Run, data: DataPipeline, run_dir: RunDir, init: Path | None = None
 ) -> Path | None:
-    """Fill the state: from the newest whole checkpoint of the run, which is returned; or else from the run's
-    seed, with the weights of the checkpoint `init` where one is given. All ranks do the same, or none. A run
-    whose checkpoints are all damaged is refused, and left as it is."""
+    """Resume from the newest valid checkpoint of the run and return its path. Without one, initialise from the
+    run's seed, or load the weights of the checkpoint `init` if given. Succeeds or fails on all ranks alike."""
     world = state.model.groups.world
-    with together(world):
-        newest = _newest(places)
-        weights = states.newest_in(init) if newest.path is None and init is not None else None
-    # Every rank has looked for itself: where files are not shared, or one machine cannot read them, ranks would
-    # go on from different steps.
-    agree(
-        {"newest whole checkpoint": str(newest.path or weights)},
+    with fail_together(world):
+        newest = _newest(run_dir)
+        weights = states.resolve_checkpoint(init) if newest.path is None and init is not None else None
+    # Every rank has looked for itself: with a filesystem that is not shared, or not readable on one node, ranks
+    # would resume from different steps.
+    check_agreement(
+        {"newest valid checkpoint": str(newest.path or weights)},
         world,
-        "the ranks find different checkpoints: give --out and --init folders that all of them share",
+        "the ranks find different checkpoints: set --out and --init to folders that all of them share",
         CheckpointError,
     )
     for damaged in newest.damaged if world.rank == 0 else ():
-        warn(f"passing over a damaged checkpoint: {damaged.reason}")
-    with together(world):
+        warn(f"skipping a damaged checkpoint: {damaged.reason}")
+    with fail_together(world):
         if newest.path is None:
-            _begin(state, run, weights)
+            _initialize(state, run, weights)
         else:
-            _continue(state, run, feed, places, newest.path)
+            _resume(state, run, data, run_dir, newest.path)
     return newest.path
 
 
-def _newest(places: RunDir) -> checkpoint.Latest:
-    """The newest whole checkpoint of a run that has one, or has none at all. To begin a run anew whose
-    checkpoints are all damaged would cut its metrics, and delete what can perhaps be saved of it."""
-    newest = checkpoint.latest(places.checkpoints)
+def _newest(run_dir: RunDir) -> checkpoint.Latest:
+    """The newest valid checkpoint of a run, if it has any checkpoints. Raises if all of them are damaged:
+    starting over would truncate the metrics and delete what could still be recovered."""
+    newest = checkpoint.latest(run_dir.checkpoints)
     if newest.path is not None or not newest.damaged:
         return newest
-    faults = [line for damaged in newest.damaged for line in first_of(damaged.reason.splitlines())]
+    reasons = [line for damaged in newest.damaged for line in first_of(damaged.reason.splitlines())]
     raise CheckpointError(
         "\n  ".join(
             [
-                f"no checkpoint in {places.checkpoints} is whole: the run is left as it is",
-                *faults,
-                "rule  a run goes on from its newest whole checkpoint, and begins anew only where it has none",
-                f"set   a whole copy in the place of one of them; to begin anew, move or delete {places.out}, "
+                f"all checkpoints in {run_dir.checkpoints} are damaged: the run is left unchanged",
+                *reasons,
+                "rule  a run resumes from its newest valid checkpoint, and starts over only if it has none",
+                f"set   an intact copy in place of one of them; to start over, move or delete {run_dir.out}, "
                 "or set another --out",
             ]
         )
     )
 
 
-def _begin(state: State, run: Run, weights: Path | None) -> None:
-    """Start from the run's seed, or from the weights of a checkpoint."""
+def _initialize(state: State, run: Run, weights: Path | None) -> None:
     if weights is not None:
         saved = states.saved_model(weights)
         if saved is not None:
             check_settings(weights, saved, run.model)
         elif state.model.groups.world.rank == 0:
-            warn(f"{weights} holds no settings of its model: only names and shapes of its tensors are compared")
+            warn(f"{weights} has no model settings: only names and shapes of its tensors are checked")
     states.initialize(state, run)
     if weights is not None:
         states.load_state_weights(weights, state)
 
 
-def _continue(state: State, run: Run, feed: DataPipeline, places: RunDir, path: Path) -> None:
-    """Go on from a checkpoint of the run."""
-    first = state.model.groups.world.rank == 0
+def _resume(state: State, run: Run, data: DataPipeline, run_dir: RunDir, path: Path) -> None:
     saved = states.describe(path)
     changed = difference(saved.run, run)
-    if changed and first:
+    if changed and state.model.groups.world.rank == 0:
         warn(f"the run differs from the one that saved {path}:")
         for name, (before, now) in changed.items():
             warn(f"  {name}: {before} -> {now}")
     if saved.step > run.train.steps:
         raise ConfigError(
-            f"{places.out} is at step {saved.step}, train.steps is {run.train.steps}: "
+            f"{run_dir.out} is at step {saved.step}, train.steps is {run.train.steps}: "
             f"set train.steps to {saved.step} or more, or another --out"
         )
     if saved.data_fingerprint == states.NO_DATA and not saved.updates:
         raise ConfigError(
-            f"{places.out} holds the weights of a model that was not trained here: "
-            f"train from them with --init {places.out} and another --out"
+            f"{run_dir.out} holds imported weights, not a run to resume: "
+            f"train from them with --init {run_dir.out} and another --out"
         )
-    if saved.data_fingerprint not in (states.NO_DATA, feed.train.fingerprint):
+    if saved.data_fingerprint not in (states.NO_DATA, data.train.fingerprint):
         raise DataError(
-            f"{path} was trained on other data or in another order: the samples it consumed cannot be "
-            "told from new ones. Restore the data and its fields, or set another --out"
+            f"{path} was trained on other data or in another order, so it is unknown which samples it has "
+            "consumed: restore the data and the data fields of the run, or set another --out"
         )
     try:
         states.load(path, state)
     except CheckpointError as error:
         if not any(name.startswith("model.") for name in changed):
             raise
-        told = "\n".join(str(error).splitlines()[:MOST_LINES])
+        details = "\n".join(str(error).splitlines()[:MAX_ERROR_LINES])
         raise CheckpointError(
-            f"the model differs from the one in {places.out}: set another --out\n{told}\n..."
+            f"the model differs from the one in {run_dir.out}: set another --out\n{details}\n..."
         ) from error

@@ -1,4 +1,4 @@
-"""The run directory: where everything of a run goes, and who may write there."""
+"""The run directory: the paths of a run's files, and the lock that keeps out a second writer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from braid.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class RunDir:
-    """The folder of a run."""
+    """The output folder of a run."""
 
     out: Path
 
@@ -31,8 +31,8 @@ class RunDir:
         return self.out / "data"
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """Make the folder, and keep other processes from training into it at the same time."""
+    def lock(self) -> Iterator[None]:
+        """Create the folder and hold an exclusive lock on it. The lock ends with the process."""
         try:
             self.out.mkdir(parents=True, exist_ok=True)
             lock = (self.out / "lock").open("a+")
@@ -45,9 +45,9 @@ class RunDir:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 lock.seek(0)
-                holder = lock.read().strip() or "another one"
+                owner = lock.read().strip() or "another one"
                 raise ConfigError(
-                    f"process {holder} is training into {self.out}: wait for it, or set another --out"
+                    f"process {owner} is training into {self.out}: wait for it, or set another --out"
                 ) from None
             lock.truncate(0)
             lock.write(str(os.getpid()))

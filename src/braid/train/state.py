@@ -1,9 +1,9 @@
-"""The state of a run, and its way into a checkpoint and back.
+"""Training state, and saving and loading it as a topology-independent distributed checkpoint.
 
-Tensors go by canonical names: a model's weights under their own, the optimizer's moments under
-`optimizer.<moment>.<name>`. What is saved are the main parameters, so nothing is lost in a narrower dtype.
-Everything else is JSON. Each rank writes what it is the first to hold, and reads what it holds, whatever ranks
-wrote it.
+Tensors go by canonical names: weights under their own, the optimizer's moments under
+`optimizer.<moment>.<name>`. Weights are saved from the main parameters, so no precision is lost to a narrower
+compute dtype. Everything else is JSON in the manifest. Each rank writes the boxes of which it holds the first
+replica, and reads the boxes it needs, whichever topology wrote them (resharding on load).
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from braid.engine.progress import Progress
 from braid.engine.streams import Streams, streams_for
 from braid.engine.weights import Weights
 from braid.errors import CheckpointError, first_of
-from braid.launch.process import gather_json, together
+from braid.launch.process import all_gather_json, fail_together
 from braid.model.language import LanguageModel
 from braid.nn.canonical import Canonical, Held
 from braid.nn.dtypes import DTYPES
 from braid.optim.adamw import MOMENTS, AdamW
-from braid.optim.gradients import Copied, copied
-from braid.optim.shards import KeptShard, kept_of
+from braid.optim.gradients import ReplicatedPart, replicated_parts
+from braid.optim.shards import LocalShard, local_shard
 from braid.pattern import parse
 from braid.planning.plan import Plan, evaluation_schedule, plan
 from braid.schedule import Channel, OpSpan
@@ -44,46 +44,46 @@ NAMES_VERSION = 1
 """Version of the canonical names, see docs/checkpoint-format.md."""
 
 NO_DATA = "none"
-"""Stands for the fingerprint of the data where a model has seen none here."""
+"""Data fingerprint of a model that was imported, not trained."""
 
 RNG = "rng.cpu"
-"""Torch's own generator. Nothing in braid draws from it; a module of somebody else's might."""
+"""Torch's global generator. braid does not draw from it, but a third-party module might."""
 
 
 @dataclass(kw_only=True)
 class State:
-    """What changes while a run is trained."""
+    """The state of a run on this rank: model, optimizer, counters, and the schedule it executes."""
 
     model: LanguageModel
     optimizer: AdamW
     plan: Plan
-    """What its run was worked out to: the schedule that its steps execute is there."""
+    """Holds the schedule that steps execute."""
     keeper: Weights
-    """Who keeps the model's weights while ops run."""
+    """Unshards, reshards and reduces the units of the model while ops run."""
     names: frozenset[str]
     """Canonical names of the whole model, over all ranks."""
     channels: Mapping[Channel, Group] = field(default_factory=dict)
-    """How this rank reaches its neighbours in the pipeline."""
+    """Point-to-point groups with the neighbouring pipeline stages."""
     log: Sequence[OpSpan] = ()
-    """What ran when in the last step."""
+    """When each op of the last step ran."""
     progress: Progress = field(default_factory=Progress)
-    """What this rank is doing."""
+    """What this rank is doing, for the watchdog."""
     step: int = 0
-    """Steps done, skipped ones included."""
+    """Steps done, including skipped ones."""
     samples: int = 0
-    """Samples consumed: where the data goes on."""
+    """Samples consumed: the position in the data."""
     tokens: int = 0
     """Tokens read, over all steps."""
     skipped_in_a_row: int = 0
-    """How many of the last steps were skipped because something was not finite."""
+    """Consecutive steps up to now that were skipped because of a non-finite loss or gradient."""
     _evaluations: dict[int, Program] = field(default_factory=dict)
 
     def weights(self) -> dict[str, Tensor]:
-        """By parameter name: the main copy of what the optimizer updates, the model's own of all else."""
+        """By parameter name: the main copy of what the optimizer updates, the model's tensor for the rest."""
         return {**self.model.tensors(), **self.optimizer.main}
 
     def links(self, rows: int, run: Run) -> PipelineLinks:
-        """Channels, and memory for a message about so many rows."""
+        """Pipeline channels, and an allocator of receive buffers for micro-batches of `rows` rows."""
         model, groups = self.model, self.model.groups
         tokens = run.data.sequence_tokens // groups.tp_cp.size
         size = (rows, tokens, *model.shape.stream)
@@ -92,11 +92,11 @@ class State:
 
     @functools.cached_property
     def program(self) -> Program:
-        """What this rank does in a step."""
+        """The ops of a training step on this rank."""
         return Program(self.plan.schedule, self.model.groups.pp.rank)
 
     def evaluation(self, micro_batches: int) -> Program:
-        """What this rank does in an evaluation of so many micro-batches."""
+        """The ops of an evaluation of that many micro-batches on this rank."""
         if micro_batches not in self._evaluations:
             schedule = evaluation_schedule(self.plan, micro_batches)
             self._evaluations[micro_batches] = Program(schedule, self.model.groups.pp.rank)
@@ -104,26 +104,27 @@ class State:
 
     @functools.cached_property
     def streams(self) -> Streams:
-        """Where nodes run, in all steps: memory that one stream of a GPU gives back serves no other one."""
+        """The streams of all steps. They are created once, because the caching allocator keeps a separate pool
+        for each stream."""
         return streams_for(self.model.device)
 
     @functools.cached_property
-    def kept(self) -> dict[str, KeptShard]:
-        """What this rank keeps of every parameter. Of what is no parameter it keeps all, as every rank does."""
+    def kept(self) -> dict[str, LocalShard]:
+        """The shard of every parameter on this rank. Buffers are replicated on all ranks."""
         first = self.model.groups.slab.rank == 0
-        buffers = {name: KeptShard(None, first=first) for name, _ in self.model.named_buffers()}
-        return {name: kept_of(parameter) for name, parameter in self.model.named_parameters()} | buffers
+        buffers = {name: LocalShard(None, first=first) for name, _ in self.model.named_buffers()}
+        return {name: local_shard(parameter) for name, parameter in self.model.named_parameters()} | buffers
 
     @functools.cached_property
-    def copies(self) -> list[Copied]:
-        """The parts of parameters that other ranks hold as well."""
+    def copies(self) -> list[ReplicatedPart]:
+        """The parts of parameters that are replicated on other ranks."""
         shards = {name: self.kept[name].shard for name in self.optimizer.main}
-        return copied(self.model.canonical().values(), shards)
+        return replicated_parts(self.model.canonical().values(), shards)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Saved:
-    """What a checkpoint says about its run, besides tensors."""
+class CheckpointInfo:
+    """The metadata of a checkpoint: its run, counters and tokenizer."""
 
     run: Run
     step: int
@@ -135,21 +136,22 @@ class Saved:
     tokenizer: Mapping[str, Any]
     """The tokenizer's description."""
     hub: Mapping[str, Any]
-    """What `save_weights` was told; empty for a model that was trained here."""
+    """The `hub` argument of `save_weights`; empty unless the model was imported."""
 
 
 def initialize(state: State, run: Run) -> None:
-    """Set the main parameters, and torch's generator, to where a run with this seed starts."""
+    """Initialise the main parameters and torch's generator from the run's seed."""
     torch.manual_seed(run.train.seed)
     shards = {name: kept.shard for name, kept in state.kept.items() if kept.shard is not None}
     state.model.initialize(run.train.seed, into=state.weights(), shards=shards)
-    state.optimizer.publish()
+    state.optimizer.copy_to_model()
 
 
 def save(root: Path, state: State, run: Run, loader: Loader, tokenizer: Tokenizer) -> Path:
-    """Write a checkpoint of the state: all ranks together, or none. What fails on one is told on every rank."""
+    """Write a checkpoint and return its folder. Collective: a failure on one rank is raised on all, and leaves
+    no partial checkpoint."""
     world = state.model.groups.world
-    progress = {
+    counters = {
         "samples": state.samples,
         "tokens": state.tokens,
         "updates": state.optimizer.updates,
@@ -157,15 +159,15 @@ def save(root: Path, state: State, run: Run, loader: Loader, tokenizer: Tokenize
         "data": {"fingerprint": loader.fingerprint, **loader.identity},
     }
     try:
-        with together(world):
+        with fail_together(world):
             if world.rank == 0:
                 checkpoint.begin(root, state.step)
-        with together(world):
-            record = checkpoint.write_part(root, state.step, world.rank, _owned(state))
-        records = gather_json(record, world)
-        with together(world):
+        with fail_together(world):
+            record = checkpoint.write_part(root, state.step, world.rank, _pieces(state))
+        records = all_gather_json(record, world)
+        with fail_together(world):
             if world.rank == 0:
-                checkpoint.commit(root, state.step, records, extra=_extra(run, tokenizer) | progress)
+                checkpoint.commit(root, state.step, records, extra=_extra(run, tokenizer) | counters)
     except BaseException:
         if world.rank == 0:
             checkpoint.abandon(root, state.step)
@@ -173,15 +175,15 @@ def save(root: Path, state: State, run: Run, loader: Loader, tokenizer: Tokenize
     return checkpoint.step_path(root, state.step)
 
 
-def _owned(state: State) -> Iterator[checkpoint.Piece]:
-    """What this rank is the first to hold."""
-    for place in _places(state):
-        if place.first and not place.held.empty:
+def _pieces(state: State) -> Iterator[checkpoint.Piece]:
+    """What this rank writes: the boxes of which it holds the first replica."""
+    for entry in _entries(state):
+        if entry.first and not entry.held.empty:
             yield checkpoint.Piece(
-                name=place.name,
-                global_shape=place.canonical.shape,
-                offset=place.held.offset,
-                tensor=place.held.read(place.holder.detach()),
+                name=entry.name,
+                global_shape=entry.canonical.shape,
+                offset=entry.held.offset,
+                tensor=entry.held.read(entry.storage.detach()),
             )
     if state.model.groups.world.rank == 0:
         yield checkpoint.Piece.whole(RNG, torch.get_rng_state())
@@ -190,14 +192,14 @@ def _owned(state: State) -> Iterator[checkpoint.Piece]:
 def save_weights(
     root: Path, weights: Mapping[str, Tensor], run: Run, tokenizer: Tokenizer, hub: Mapping[str, Any]
 ) -> Path:
-    """Write the weights of a model that was not trained here, as step 0 of a run. `hub` is what its folder
-    says besides: `settings` of its config, and the text of further `files`."""
+    """Write imported weights as step 0 of a run. `hub` is what else the Hugging Face folder holds: `settings`
+    from its config, and the text of other `files`."""
     pieces = (checkpoint.Piece.whole(name, weights[name]) for name in weights)
     return checkpoint.save(root, 0, pieces, extra=_extra(run, tokenizer) | {"hub": dict(hub)})
 
 
 def _extra(run: Run, tokenizer: Tokenizer) -> dict[str, Any]:
-    """What every manifest says: of a run that has not begun, until it is told more."""
+    """The `extra` of a manifest, with the counters of a run that has not started."""
     return {
         "braid": braid.__version__,
         "names": NAMES_VERSION,
@@ -211,12 +213,12 @@ def _extra(run: Run, tokenizer: Tokenizer) -> dict[str, Any]:
     }
 
 
-def describe(path: Path) -> Saved:
-    """What a checkpoint says about its run."""
-    manifest = _manifest_of_a_model(path)
+def describe(path: Path) -> CheckpointInfo:
+    """Read the metadata of a checkpoint."""
+    manifest = _read_manifest(path)
     extra = manifest.extra
     try:
-        return Saved(
+        return CheckpointInfo(
             run=from_json(extra["run"]),
             step=manifest.step,
             samples=int(extra["samples"]),
@@ -232,9 +234,9 @@ def describe(path: Path) -> Saved:
 
 
 def saved_model(path: Path) -> Model | None:
-    """The settings of the model in a checkpoint; those that came after it was written have their defaults. None
-    where the manifest holds no run: a writer other than braid may leave it out."""
-    run = _manifest_of_a_model(path).extra.get("run")
+    """The model settings of a checkpoint; settings newer than the checkpoint get their defaults. None if the
+    manifest has no run, as a writer other than braid may leave it out."""
+    run = _read_manifest(path).extra.get("run")
     if run is None:
         return None
     try:
@@ -242,12 +244,13 @@ def saved_model(path: Path) -> Model | None:
         parse(model.pattern)
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{path} has settings of a model that this braid cannot read: {error}; use the braid that wrote it"
+            f"{path} has model settings that this braid cannot read: {error}; use the braid that wrote it"
         ) from error
     return model
 
 
-def _manifest_of_a_model(path: Path) -> checkpoint.Manifest:
+def _read_manifest(path: Path) -> checkpoint.Manifest:
+    """The manifest of a checkpoint whose canonical names this version understands."""
     manifest = checkpoint.read_manifest(path)
     names = manifest.extra.get("names", NAMES_VERSION)
     if names != NAMES_VERSION:
@@ -259,82 +262,83 @@ def _manifest_of_a_model(path: Path) -> checkpoint.Manifest:
 
 
 def load(path: Path, state: State) -> None:
-    """Fill the state from a checkpoint; its tensors must be exactly those of the state, over all ranks."""
-    places = list(_places(state))
-    generator = torch.get_rng_state()
-    wanted: dict[str, checkpoint.Wanted | Tensor] = {RNG: generator}
-    wanted |= {place.name: place.wanted(place.holder.dtype) for place in places if not place.held.empty}
+    """Load a checkpoint into the state; its tensors must be exactly those of the state, over all ranks."""
+    entries = [entry for entry in _entries(state) if not entry.held.empty]
+    requests: dict[str, checkpoint.ReadRequest | Tensor] = {RNG: torch.get_rng_state()}
+    requests |= {entry.name: entry.request(entry.storage.dtype) for entry in entries}
     moments = {f"optimizer.{moment}.{name}" for moment in MOMENTS for name in state.names}
-    unread = (moments | state.names) - wanted.keys()  # other ranks hold these
-    with together(state.model.groups.world):
+    unread = (moments | state.names) - requests.keys()  # read by other ranks
+    with fail_together(state.model.groups.world):
         saved = describe(path)
-        found = checkpoint.read(path, wanted, unread=unread)
-    for place in places:
-        if not place.held.empty:
-            place.held.write(place.holder, found[place.name])
-    state.optimizer.publish()
+        tensors = checkpoint.read(path, requests, unread=unread)
+    for entry in entries:
+        entry.held.write(entry.storage, tensors[entry.name])
+    state.optimizer.copy_to_model()
     state.optimizer.updates = saved.updates
     state.step, state.skipped_in_a_row = saved.step, saved.skipped_in_a_row
     state.samples, state.tokens = saved.samples, saved.tokens
-    torch.set_rng_state(found[RNG])
+    torch.set_rng_state(tensors[RNG])
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """The model's tensors of a checkpoint, without those of its optimizer and generators."""
+    """The model's tensors of a checkpoint, without optimizer and generator state."""
     stored = checkpoint.read_manifest(path).tensors
-    unread = {name for name in stored if name == RNG or name.startswith("optimizer.")}
-    wanted: dict[str, checkpoint.Wanted | Tensor] = {
+    unread = {name for name in stored if not _is_weight(name)}
+    requests: dict[str, checkpoint.ReadRequest | Tensor] = {
         name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         for name, tensor in stored.items()
         if name not in unread
     }
-    return checkpoint.read(path, wanted, unread=unread)
+    return checkpoint.read(path, requests, unread=unread)
+
+
+def _is_weight(name: str) -> bool:
+    return name != RNG and not name.startswith("optimizer.")
 
 
 def load_weights(path: Path, model: LanguageModel, into: Mapping[str, Tensor]) -> None:
-    """Fill tensors, given by parameter name, from a checkpoint whose weights are exactly those of the model."""
-    whole = [
-        Place(name, tensor, into[tensor.parameter], tensor.held, first=True)
+    """Load the weights of a checkpoint into tensors given by parameter name. Names and shapes must be exactly
+    those of the model."""
+    entries = [
+        _Entry(name, tensor, into[tensor.parameter], tensor.held, first=True)
         for name, tensor in model.canonical().items()
     ]
-    _fill_weights(path, whole, frozenset(model.canonical()))
+    _load_entries(path, entries, frozenset(model.canonical()))
 
 
 def load_state_weights(path: Path, state: State) -> None:
-    """Fill the weights of a state, and nothing else of it, from a checkpoint."""
-    weights = [place for place in _places(state) if not place.name.startswith("optimizer.")]
-    with together(state.model.groups.world):
-        _fill_weights(path, weights, state.names)
-    state.optimizer.publish()
+    """Load only the weights of a checkpoint into a state."""
+    weights = [entry for entry in _entries(state) if _is_weight(entry.name)]
+    with fail_together(state.model.groups.world):
+        _load_entries(path, weights, state.names)
+    state.optimizer.copy_to_model()
 
 
-def _fill_weights(path: Path, places: Sequence[Place], names: frozenset[str]) -> None:
-    """Whatever dtype the checkpoint has: values are cast to what holds them."""
+def _load_entries(path: Path, entries: Sequence[_Entry], names: frozenset[str]) -> None:
+    """Read the entries' boxes, cast to the dtype of their storage. `names` are all weights of the model."""
     stored = checkpoint.read_manifest(path).tensors
-    beside = {name for name in stored if name == RNG or name.startswith("optimizer.")}
     missing = [f"missing  {name}" for name in sorted(names - stored.keys())]
-    extra = [f"extra    {name}" for name in sorted(stored.keys() - beside - names)]
-    other = []
-    for place in places:
-        shape = place.canonical.shape
-        has = tuple(stored[place.name].shape) if place.name in stored else shape
-        if has != shape:
-            other.append(f"shape    {place.name}: has {list(has)}, wanted {list(shape)}")
-    if count := len(missing) + len(extra) + len(other):
-        told = [line for faults in (missing, extra, other) for line in first_of(faults)]
+    extra = [f"extra    {name}" for name in sorted(filter(_is_weight, stored.keys() - names))]
+    mismatched = []
+    for entry in entries:
+        shape = entry.canonical.shape
+        stored_shape = tuple(stored[entry.name].shape) if entry.name in stored else shape
+        if stored_shape != shape:
+            mismatched.append(f"shape    {entry.name}: has {list(stored_shape)}, wanted {list(shape)}")
+    if count := len(missing) + len(extra) + len(mismatched):
+        lines = [line for kind in (missing, extra, mismatched) for line in first_of(kind)]
         tensors = "1 tensor" if count == 1 else f"{count} tensors"
-        raise CheckpointError("\n  ".join([f"{path} and the model differ in {tensors}", *told]))
-    held = {place.name: place for place in places if not place.held.empty}
-    wanted = {name: place.wanted(stored[name].dtype) for name, place in held.items()}
-    found = checkpoint.read(path, wanted, unread=stored.keys() - wanted.keys())
-    for name, place in held.items():
-        place.held.write(place.holder, found[name])
+        raise CheckpointError("\n  ".join([f"{path} and the model differ in {tensors}", *lines]))
+    held = {entry.name: entry for entry in entries if not entry.held.empty}
+    requests = {name: entry.request(stored[name].dtype) for name, entry in held.items()}
+    values = checkpoint.read(path, requests, unread=stored.keys() - requests.keys())
+    for name, entry in held.items():
+        entry.held.write(entry.storage, values[name])
 
 
 def load_model(path: Path | str, device: Device | DeviceName = "auto") -> tuple[LanguageModel, Tokenizer]:
-    """The model of a checkpoint, or of the newest one of a run's folder, and its tokenizer. `device` is one
-    that was chosen, or says which to choose."""
-    path = newest_in(Path(path))
+    """The model and the tokenizer of a checkpoint, or of the newest checkpoint in a run's folder."""
+    path = resolve_checkpoint(Path(path))
     if not isinstance(device, Device):
         device = choose_device(device)
     saved = describe(path)
@@ -346,43 +350,43 @@ def load_model(path: Path | str, device: Device | DeviceName = "auto") -> tuple[
     return model, tokenizer_from(saved.tokenizer)
 
 
-def newest_in(path: Path) -> Path:
-    """A checkpoint as it is; for a run's folder, or the folder of its checkpoints, the newest whole one."""
+def resolve_checkpoint(path: Path) -> Path:
+    """The newest valid checkpoint of a run's folder, or of its `checkpoints` folder; a checkpoint as it is."""
     if not path.is_dir():
-        raise CheckpointError(f"{path} does not exist: give a checkpoint's folder, or a run's")
+        raise CheckpointError(f"{path} does not exist: give the folder of a checkpoint or of a run")
     roots = [root for root in (path / "checkpoints", path) if any(root.glob("step-*"))]
     if not roots:
         return path
     newest = checkpoint.latest(roots[0])
     if newest.path is None:
         reasons = "".join(f"\n  {damaged.reason}" for damaged in newest.damaged)
-        raise CheckpointError(f"{roots[0]} holds no whole checkpoint{reasons}")
+        raise CheckpointError(f"{roots[0]} has no valid checkpoint{reasons}")
     return newest.path
 
 
-class Place(NamedTuple):
-    """A tensor of a checkpoint, and where this rank holds its part of it."""
+class _Entry(NamedTuple):
+    """A tensor of a checkpoint, and the part of it that this rank holds."""
 
     name: str
     canonical: Canonical
-    holder: Tensor
-    """What this rank keeps of a parameter or of one of its moments."""
+    storage: Tensor
+    """This rank's shard of the parameter, or of one of its moments."""
     held: Held
     first: bool
-    """Whether no rank before this one holds the same part."""
+    """Whether this rank holds the first replica of the part, and therefore writes it."""
 
-    def wanted(self, dtype: torch.dtype) -> checkpoint.Wanted:
+    def request(self, dtype: torch.dtype) -> checkpoint.ReadRequest:
         box = checkpoint.Box(offset=self.held.offset, shape=self.held.shape)
-        return checkpoint.Wanted(global_shape=self.canonical.shape, box=box, dtype=dtype)
+        return checkpoint.ReadRequest(global_shape=self.canonical.shape, box=box, dtype=dtype)
 
 
-def _places(state: State) -> Iterator[Place]:
-    """Every tensor of a checkpoint of which this rank holds a part."""
+def _entries(state: State) -> Iterator[_Entry]:
+    """Every tensor of the checkpoint of which this rank holds a part."""
     optimizer, weights = state.optimizer, state.weights()
     for name, tensor in state.model.canonical().items():
         kept = state.kept[tensor.parameter]
         held, first = tensor.within(kept.shard), kept.first and tensor.copies.rank == 0
-        yield Place(name, tensor, weights[tensor.parameter], held, first)
+        yield _Entry(name, tensor, weights[tensor.parameter], held, first)
         for moment in MOMENTS if tensor.parameter in optimizer.main else ():
-            holder = optimizer.moment(moment, tensor.parameter)
-            yield Place(f"optimizer.{moment}.{name}", tensor, holder, held, first)
+            storage = optimizer.moment(moment, tensor.parameter)
+            yield _Entry(f"optimizer.{moment}.{name}", tensor, storage, held, first)

@@ -3,9 +3,9 @@
     with Trainer(plan(run, world=1), out="runs/mine") as trainer:
         trainer.train()
 
-Every rank of a plan makes one. It joins the other ranks, opens the data, builds its part of the model, and goes
-on from the newest checkpoint in its folder, where there is one. What it has opened is closed again by `close`,
-or at the end of the `with`, so that several can follow one another in one process.
+Each rank creates one. It joins the process group, opens the data, builds this rank's part of the model, and
+resumes from the newest checkpoint in its folder, if any. `close`, or leaving the `with`, releases everything it
+opened, so one process can use several trainers in turn.
 """
 
 from __future__ import annotations
@@ -25,20 +25,28 @@ import braid
 from braid.config import flatten
 from braid.distributed.groups import opened_groups
 from braid.errors import ConfigError
-from braid.launch.process import ProcessContext, agree, first_then_others, join, leave, named_failures, together
+from braid.launch.process import (
+    ProcessContext,
+    check_agreement,
+    fail_together,
+    join,
+    leave,
+    rank_zero_first,
+    translate_peer_errors,
+)
 from braid.launch.watchdog import watched
 from braid.model.generate import generate_text
 from braid.model.language import LanguageModel
 from braid.planning import divisibility
 from braid.planning.plan import Plan
-from braid.train.build import opened_state
+from braid.train.build import state_context
 from braid.train.data_pipeline import DataPipeline, open_data_pipeline
 from braid.train.device import DeviceName, choose_device
-from braid.train.distributed_generation import generate_together
+from braid.train.distributed_generation import generate_distributed
 from braid.train.gc_freeze import frozen_gc
 from braid.train.loop import Loop, Outcome
-from braid.train.metrics import Listener, Metrics, Unwritten
-from braid.train.resume import begin_or_continue
+from braid.train.metrics import Listener, Metrics, NullMetrics
+from braid.train.resume import initialize_or_resume
 from braid.train.run_dir import RunDir
 from braid.train.signals import StopRequest
 from braid.train.state import State
@@ -46,23 +54,23 @@ from braid.train.step import StepResult
 from braid.train.tracing import Tracer
 
 TIMEOUT = timedelta(minutes=10)
-"""How long a rank waits for others: to come, and in each collective."""
+"""Minimum timeout of the rendezvous and of each collective."""
 
 MARGIN = timedelta(minutes=1)
-"""How much longer a collective waits than the watchdog, which knows who is to blame."""
+"""How much longer collectives wait than the watchdog, which should fire first: it can name the culprit."""
 
 FAILURES = "failures"
-"""Where in the folder of a run ranks report why it failed."""
+"""Folder for failure reports, within the run's."""
 
 
 class Trainer:
-    """One rank of a run that is trained."""
+    """Trains one rank of a plan."""
 
     plan: Plan
     state: State
-    feed: DataPipeline
+    data: DataPipeline
     resumed: Path | None
-    """The checkpoint that it goes on from; None where the run is new."""
+    """The checkpoint that training resumed from; None for a new run."""
 
     def __init__(
         self,
@@ -76,76 +84,75 @@ class Trainer:
         trace: Path | None = None,
         trace_steps: range = range(2, 5),
         watch: bool = False,
-        building: Callable[[int, int], None] | None = None,
+        build_progress: Callable[[int, int], None] | None = None,
         environment: Mapping[str, str] = os.environ,
     ) -> None:
-        """`out` is the folder for everything of the run: checkpoints, metrics.jsonl, built data. Where it holds
-        checkpoints, training goes on from the newest. `init` is a checkpoint or a run whose weights a new run
-        starts from. `listeners` are told the metrics of every step, beside metrics.jsonl. `trace` is a file for
-        what ran when in the steps `trace_steps`, counted from where this trainer starts. With `watch`, a rank
-        that stalls or fails ends its process, with a report in `out`. `building` is told how far the building
-        of a corpus has come. `environment` is where a launcher said which rank this is."""
-        self.plan, self.places = plan, RunDir(out=Path(out))
+        """`out` is the run's folder: checkpoints, metrics.jsonl, built data. If it holds checkpoints, training
+        resumes from the newest. `init` is a checkpoint or run whose weights a new run starts from. `listeners`
+        receive the metrics of every step, in addition to metrics.jsonl. `trace` is a file for op times of the
+        steps `trace_steps`, counted from where this trainer starts. With `watch`, a watchdog ends the process
+        when a rank stalls or fails, with a report in `out`. `build_progress` is called with (bytes done, bytes
+        in all) while the default corpus is built. `environment` holds the launcher's variables (RANK, ...)."""
+        self.plan, self.run_dir = plan, RunDir(out=Path(out))
         self._quiet, self._watch = quiet, watch
         self.listeners = list(listeners)
         """More may be added before the first step."""
         self._init = None if init is None else Path(init)
-        self._held = ExitStack()
+        self._resources = ExitStack()
         self._loop: Loop | None = None
         try:
-            with named_failures():
-                self._open(device, environment, building)
-                self._tracer = self._traced(trace, trace_steps)
+            with translate_peer_errors():
+                self._open(device, environment, build_progress)
+                first = self.state.step
+                steps = range(first + trace_steps.start, first + trace_steps.stop)
+                self._tracer = None if trace is None else Tracer(trace, steps, self.state)
         except BaseException:
-            self._held.close()
+            self._resources.close()
             raise
 
     def _open(
-        self, device: DeviceName, environment: Mapping[str, str], building: Callable[[int, int], None] | None
+        self,
+        device: DeviceName,
+        environment: Mapping[str, str],
+        build_progress: Callable[[int, int], None] | None,
     ) -> None:
         plan, run = self.plan, self.plan.run
-        patience = max(TIMEOUT, timedelta(seconds=run.train.stall_timeout_s) + MARGIN)
+        timeout = max(TIMEOUT, timedelta(seconds=run.train.stall_timeout_s) + MARGIN)
         chosen = choose_device(device)
-        self.joined = self._joined(environment, chosen.torch, patience)
-        self.device = replace(chosen, torch=self.joined.device)
-        agree(self._settings(device), self.joined.everyone)
-        with together(self.joined.everyone):
-            if self.joined.rank == 0:
-                self._held.enter_context(self.places.held())
-        self.feed = first_then_others(
-            lambda: open_data_pipeline(run, self.places.data, building), self.joined.everyone
+        self.process = self._join(environment, chosen.torch, timeout)
+        self.device = replace(chosen, torch=self.process.device)
+        check_agreement(self._settings(device), self.process.world_group)
+        with fail_together(self.process.world_group):
+            if self.process.rank == 0:
+                self._resources.enter_context(self.run_dir.lock())
+        self.data = rank_zero_first(
+            lambda: open_data_pipeline(run, self.run_dir.data, build_progress), self.process.world_group
         )
         runs = divisibility.tp_runs(run.model, plan.layout.kinds(), plan.axes.tp)
-        opened = opened_groups(plan.grid, self.joined.rank, tp_runs=runs, timeout=patience)
-        self.state = self._held.enter_context(opened_state(plan, self.device, self._held.enter_context(opened)))
-        self.resumed = begin_or_continue(self.state, run, self.feed, self.places, self._init)
+        opened = opened_groups(plan.grid, self.process.rank, tp_runs=runs, timeout=timeout)
+        groups = self._resources.enter_context(opened)
+        self.state = self._resources.enter_context(state_context(plan, self.device, groups))
+        self.resumed = initialize_or_resume(self.state, run, self.data, self.run_dir, self._init)
 
-    def _joined(
-        self, environment: Mapping[str, str], device: torch.device, patience: timedelta
-    ) -> ProcessContext:
-        """This process among the ranks of the plan."""
-        joined = join(environment, device, patience)
-        if joined.ours:  # the next trainer of this process meets the same ranks: they part when it ends
+    def _join(self, environment: Mapping[str, str], device: torch.device, timeout: timedelta) -> ProcessContext:
+        """Join the process group, which must have as many ranks as the plan."""
+        process = join(environment, device, timeout)
+        if process.owns_process_group:
+            # Not in `close`: the next trainer of this process uses the same process group.
             atexit.register(leave)
-        if joined.world != self.plan.world:
-            there = "this process is alone" if joined.world == 1 else f"{joined.world} ranks were started"
+        if process.world != self.plan.world:
+            actual = "this process is alone" if process.world == 1 else f"{process.world} ranks were started"
             raise ConfigError(
-                f"the plan is for {self.plan.world} ranks, but {there}: plan for {joined.world}, or start "
+                f"the plan is for {self.plan.world} ranks, but {actual}: plan for {process.world}, or start "
                 f"{self.plan.world} processes with torchrun or `braid train --world {self.plan.world}`"
             )
-        return joined
+        return process
 
     def _settings(self, device: str) -> dict[str, object]:
-        """What must be the same on every rank, by the name that a person would look for."""
-        named = {"out": str(self.places.out), "init": str(self._init), "device": device}
+        """Settings that must be the same on every rank, by name."""
+        named = {"out": str(self.run_dir.out), "init": str(self._init), "device": device}
         versions = {"braid": braid.__version__, "torch": torch.__version__}
         return {**versions, **named, **flatten(self.plan.run)}
-
-    def _traced(self, file: Path | None, steps: range) -> Tracer | None:
-        if file is None:
-            return None
-        first = self.state.step
-        return Tracer(file, range(first + steps.start, first + steps.stop), self.state)
 
     # -------------------------------------------------------------------------------------- training
 
@@ -160,75 +167,72 @@ class Trainer:
         return self.state.step
 
     def step(self) -> StepResult:
-        """Train one step, with the evaluation and the metrics that are due after it. Nothing is saved: call
-        `save`."""
-        return self._opened_loop().step()
+        """Train one step, log its metrics, and evaluate if due. Call `save` to write a checkpoint."""
+        return self._get_loop().step()
 
     def train(self) -> Outcome:
-        """Train to the last step of the run, with evaluations and checkpoints on the way, and one at the end.
-        Asked to stop by SIGTERM or Ctrl-C, it saves and raises a `PreemptedError`."""
-        loop = self._opened_loop()
+        """Train to the last step of the run, evaluating and saving as configured and at the end. On SIGTERM or
+        Ctrl-C, saves a checkpoint and raises `PreemptedError`."""
+        loop = self._get_loop()
         timeout_s = self.plan.run.train.stall_timeout_s if self._watch else 0.0
-        failures = self.places.out / FAILURES
+        failures = self.run_dir.out / FAILURES
         with (
-            named_failures(),
-            watched(self.joined, failures, self.state.progress, timeout_s) as loop.watchdog,
-            StopRequest() as loop.asked,
+            translate_peer_errors(),
+            watched(self.process, failures, self.state.progress, timeout_s) as loop.watchdog,
+            StopRequest() as loop.stop_request,
             frozen_gc(),
         ):
             outcome = loop.run_to_end()
             if self._tracer is not None:
                 self._tracer.close()
             self.state.progress.enter("the end")
-            with together(self.joined.everyone):
-                pass  # nobody closes a communicator that another still uses
-        loop.asked = loop.watchdog = None
+            with fail_together(self.process.world_group):
+                pass  # a barrier: no rank may destroy a communicator that another still uses
+        loop.stop_request = loop.watchdog = None
         return outcome
 
     def evaluate(self) -> float | None:
-        """The validation loss as the weights are now, in nats per token; None where there is no such data."""
-        return self._opened_loop().evaluate()
+        """The validation loss of the current weights, in nats per token; None without validation data."""
+        return self._get_loop().evaluate()
 
     def save(self) -> Path:
-        """Write a checkpoint of where training stands; its folder."""
-        path = self._opened_loop().save(must=True)
+        """Write a checkpoint and return its folder."""
+        path = self._get_loop().save(must=True)
         assert path is not None
         return path
 
     def generate(self, prompt: str, *, tokens: int = 200, temperature: float = 0.8, seed: int = 0) -> str:
-        """The prompt and what the model makes of it. Ranks write together, and remember nothing between tokens:
-        there a few tokens take long."""
-        tokenizer, run = self.feed.tokenizer, self.plan.run
+        """The prompt and its continuation. With several ranks there is no KV cache, so every token costs a full
+        forward."""
+        tokenizer, run = self.data.tokenizer, self.plan.run
         if self.plan.world == 1:
             return generate_text(
                 self.model, tokenizer, prompt, tokens=tokens, temperature=temperature, seed=seed
             )
-        return generate_together(
+        return generate_distributed(
             self.state, run, tokenizer, prompt, tokens=tokens, temperature=temperature, seed=seed
         )
 
-    def _opened_loop(self) -> Loop:
+    def _get_loop(self) -> Loop:
         if self._loop is None:
-            first = self.joined.rank == 0
-            step, listeners = self.state.step, self.listeners
-            metrics: Metrics | Unwritten = Unwritten()
-            if first:
-                file = Metrics(self.places.metrics, after_step=step, listeners=listeners)
-                metrics = self._held.enter_context(file)
-            opened = (self.plan, self.places, self.device, self.feed, self.state, metrics)
-            self._loop = Loop(*opened, quiet=self._quiet, tracer=self._tracer)
+            metrics: Metrics | NullMetrics = NullMetrics()
+            if self.process.rank == 0:
+                file = Metrics(self.run_dir.metrics, after_step=self.state.step, listeners=self.listeners)
+                metrics = self._resources.enter_context(file)
+            parts = (self.plan, self.run_dir, self.device, self.data, self.state, metrics)
+            self._loop = Loop(*parts, quiet=self._quiet, tracer=self._tracer)
         return self._loop
 
     # ----------------------------------------------------------------------------------------- ending
 
     @property
     def traced(self) -> Path | None:
-        """The trace that was written."""
+        """The trace file, if it was written."""
         return self._tracer.file if self._tracer is not None and self._tracer.written else None
 
     def close(self) -> None:
-        """Give back everything that was opened: files, communicators, the lock of the folder."""
-        self._held.close()
+        """Release everything that was opened: files, communicators, the lock on the folder."""
+        self._resources.close()
 
     def __enter__(self) -> Trainer:
         return self

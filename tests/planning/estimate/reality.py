@@ -66,16 +66,18 @@ def recorded() -> Iterator[Calls]:
         return call
 
     with (
-        mock.patch.object(collectives, "_all_gather", record("gather", collectives._all_gather, 1)),
-        mock.patch.object(collectives, "_reduce_scatter", record("scatter", collectives._reduce_scatter, 1)),
-        mock.patch.object(dist, "all_reduce", record("sum", dist.all_reduce, 0)),
+        mock.patch.object(collectives, "_all_gather", record("all_gather", collectives._all_gather, 1)),
+        mock.patch.object(
+            collectives, "_reduce_scatter", record("reduce_scatter", collectives._reduce_scatter, 1)
+        ),
+        mock.patch.object(dist, "all_reduce", record("all_reduce", dist.all_reduce, 0)),
         mock.patch.object(dist, "all_to_all_single", record("all_to_all", dist.all_to_all_single, 1)),
     ):
         yield calls
 
 
-OPS = {"swap": "all_to_all", "exchange": "all_to_all"}
-"""Both are one op of torch's."""
+OPS = {"all_to_all_v": "all_to_all"}
+"""torch has one op for both."""
 
 
 class Allocations(TorchDispatchMode):

@@ -11,7 +11,7 @@ import torch
 from braid.architecture import HyperConnections
 from braid.choices import recomputed
 from braid.model.language import LanguageModel
-from braid.nn.cost import Portion
+from braid.nn.cost import Workload
 from tests.covers import cover
 from tests.model.cases import batch
 from tests.planning.estimate.test_kept import MOES, check_model, model_of
@@ -42,13 +42,13 @@ def held(model: LanguageModel, names: Sequence[str], span: int) -> tuple[int, in
     """What is said to be kept, what is, and how many regions are replayed."""
     context, replays = model.prepare(batch([[130]] * 2)), Measured(names)
     model.recompute(replays, span)
-    with replays.watching():
+    with replays.save_hooks():
         loss = model.losses(context).share(10, [10] * len(model.layout.mtp))
     real = replays.kept(list(model.parameters()), beside(context, names))
-    portion = Portion(
+    workload = Workload(
         rows=2, tokens=130, dtype=model.dtype, device="cpu", recompute=recomputed(names), span=span
     )
-    told = sum(cost.kept for cost in model.costs(portion).values())
+    told = sum(cost.kept for cost in model.costs(workload).values())
     loss.backward()
     assert replays.kept(list(model.parameters())) == 0
     return told, real, replays.count

@@ -13,7 +13,7 @@ from braid.architecture import Attention, DeltaNet, Glu, LatentAttention, Mamba2
 from braid.kernels.attention import spans_of
 from braid.model.language import LanguageModel
 from braid.nn import attention, delta_net, latent_attention, mamba2, mlp
-from braid.nn.cost import Portion
+from braid.nn.cost import Workload
 from braid.nn.norm import norm
 from braid.nn.rotary import rotary_tables
 from tests.model.cases import batch
@@ -32,13 +32,13 @@ def chosen(dtype: torch.dtype) -> kernels.Kernels:
     return kernels.choose(shape, EVERY, CPU, dtype)
 
 
-def check(module: nn.Module, portion: Portion, *given: Any, shared: Any = ()) -> None:
+def check(module: nn.Module, workload: Workload, *given: Any, shared: Any = ()) -> None:
     """The module's own count against what its forward leaves."""
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=0.1)
-    x_BTC = torch.randn(portion.rows, portion.tokens, HIDDEN).to(portion.dtype).requires_grad_()
+    x_BTC = torch.randn(workload.rows, workload.tokens, HIDDEN).to(workload.dtype).requires_grad_()
     cost: Any = module.cost
-    assert cost(portion).kept == kept(lambda: module(x_BTC, *given), module.parameters(), shared)
+    assert cost(workload).kept == kept(lambda: module(x_BTC, *given), module.parameters(), shared)
 
 
 @pytest.fixture(params=SIZES, ids=str)
@@ -48,15 +48,15 @@ def size(request: pytest.FixtureRequest) -> tuple[int, int]:
 
 
 @pytest.fixture(params=DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
-def portion(request: pytest.FixtureRequest, size: tuple[int, int]) -> Portion:
-    return Portion(rows=size[0], tokens=size[1], dtype=request.param, device="cpu")
+def workload(request: pytest.FixtureRequest, size: tuple[int, int]) -> Workload:
+    return Workload(rows=size[0], tokens=size[1], dtype=request.param, device="cpu")
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])
-def test_norms(portion: Portion, kind: Any) -> None:
-    module = norm(kind, HIDDEN, 1e-5, dtype=portion.dtype)
-    x_BTC = torch.randn(portion.rows, portion.tokens, HIDDEN).to(portion.dtype).requires_grad_()
-    cost = module.cost(portion, portion.places())
+def test_norms(workload: Workload, kind: Any) -> None:
+    module = norm(kind, HIDDEN, 1e-5, dtype=workload.dtype)
+    x_BTC = torch.randn(workload.rows, workload.tokens, HIDDEN).to(workload.dtype).requires_grad_()
+    cost = module.cost(workload, workload.local_tokens())
     assert cost.kept == kept(lambda: module(x_BTC), module.parameters())
 
 
@@ -66,40 +66,40 @@ def test_norms(portion: Portion, kind: Any) -> None:
     [{}, {"qk_norm": True, "gate": True, "bias": True}, {"positions": "none"}, {"rope_fraction": 0.5}],
     ids=str,
 )
-def test_attention(portion: Portion, kv_heads: int, more: dict[str, Any]) -> None:
+def test_attention(workload: Workload, kv_heads: int, more: dict[str, Any]) -> None:
     shape = Attention(heads=4, kv_heads=kv_heads, head_dim=8, **more)
-    places_BT = torch.arange(portion.tokens).expand(portion.rows, -1)
+    places_BT = torch.arange(workload.tokens).expand(workload.rows, -1)
     rotary = None
     if shape.positions == "rope":
-        rotary = rotary_tables(places_BT, shape.rope_dim, 1e4, portion.dtype)
-    attend = kernels.attention.choose(CPU, portion.dtype).function
-    module = attention.Attention(shape, HIDDEN, 1e-5, attend, dtype=portion.dtype)
-    check(module, portion, spans_of(torch.zeros_like(places_BT), None, CPU), rotary, shared=rotary or ())
+        rotary = rotary_tables(places_BT, shape.rope_dim, 1e4, workload.dtype)
+    attend = kernels.attention.choose(CPU, workload.dtype).function
+    module = attention.Attention(shape, HIDDEN, 1e-5, attend, dtype=workload.dtype)
+    check(module, workload, spans_of(torch.zeros_like(places_BT), None, CPU), rotary, shared=rotary or ())
 
 
 @pytest.mark.parametrize(("q_rank", "v_dim"), [(16, 10), (None, 10), (16, 14), (16, 18)])
-def test_latent_attention(portion: Portion, q_rank: int | None, v_dim: int) -> None:
+def test_latent_attention(workload: Workload, q_rank: int | None, v_dim: int) -> None:
     shape = LatentAttention(heads=4, q_rank=q_rank, kv_rank=12, nope_dim=6, rope_dim=8, v_dim=v_dim)
-    places_BT = torch.arange(portion.tokens).expand(portion.rows, -1)
-    rotary = rotary_tables(places_BT, shape.rope_dim, 1e4, portion.dtype)
-    attend = kernels.attention.choose(CPU, portion.dtype).function
-    module = latent_attention.LatentAttention(shape, HIDDEN, 1e-5, attend, dtype=portion.dtype)
-    check(module, portion, spans_of(torch.zeros_like(places_BT), None, CPU), rotary, shared=rotary)
+    places_BT = torch.arange(workload.tokens).expand(workload.rows, -1)
+    rotary = rotary_tables(places_BT, shape.rope_dim, 1e4, workload.dtype)
+    attend = kernels.attention.choose(CPU, workload.dtype).function
+    module = latent_attention.LatentAttention(shape, HIDDEN, 1e-5, attend, dtype=workload.dtype)
+    check(module, workload, spans_of(torch.zeros_like(places_BT), None, CPU), rotary, shared=rotary)
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("more", [{}, {"norm_per_group": False, "conv": 3, "bias": True}], ids=str)
-def test_mamba2(portion: Portion, groups: int, more: dict[str, Any]) -> None:
+def test_mamba2(workload: Workload, groups: int, more: dict[str, Any]) -> None:
     shape = Mamba2(heads=4, head_dim=6, state=20, groups=groups, **more)
-    ssd = kernels.ssd.choose(CPU, portion.dtype).function
-    check(mamba2.Mamba2(shape, HIDDEN, 1e-5, ssd, dtype=portion.dtype), portion)
+    ssd = kernels.ssd.choose(CPU, workload.dtype).function
+    check(mamba2.Mamba2(shape, HIDDEN, 1e-5, ssd, dtype=workload.dtype), workload)
 
 
 @pytest.mark.parametrize("key_heads", [1, 2, 4])
-def test_delta_net(portion: Portion, key_heads: int) -> None:
+def test_delta_net(workload: Workload, key_heads: int) -> None:
     shape = DeltaNet(key_heads=key_heads, value_heads=4, key_dim=8, value_dim=12)
-    rule = kernels.delta_rule.choose(CPU, portion.dtype).function
-    check(delta_net.DeltaNet(shape, HIDDEN, 1e-5, rule, dtype=portion.dtype), portion)
+    rule = kernels.delta_rule.choose(CPU, workload.dtype).function
+    check(delta_net.DeltaNet(shape, HIDDEN, 1e-5, rule, dtype=workload.dtype), workload)
 
 
 @pytest.mark.parametrize(
@@ -114,8 +114,8 @@ def test_delta_net(portion: Portion, key_heads: int) -> None:
     ],
     ids=str,
 )
-def test_mlp(portion: Portion, shape: Mlp) -> None:
-    check(mlp.Mlp(shape, HIDDEN, dtype=portion.dtype), portion)
+def test_mlp(workload: Workload, shape: Mlp) -> None:
+    check(mlp.Mlp(shape, HIDDEN, dtype=workload.dtype), workload)
 
 
 # --------------------------------------------------------------------------------------- whole models
@@ -144,7 +144,7 @@ def check_model(model: LanguageModel, rows: int = 2, tokens: int = 130) -> None:
     context = model.prepare(batch([[tokens]] * rows))
     depths = len(model.layout.mtp)
     real = kept(lambda: model.losses(context).share(10, [10] * depths), model.parameters())
-    costs = model.costs(Portion(rows=rows, tokens=tokens, dtype=model.dtype, device="cpu"))
+    costs = model.costs(Workload(rows=rows, tokens=tokens, dtype=model.dtype, device="cpu"))
     assert sum(cost.kept for cost in costs.values()) == real
 
 

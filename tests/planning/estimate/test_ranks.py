@@ -16,7 +16,7 @@ from braid.model.context import MicroBatch
 from braid.nn.head_scalars import HeadScalars
 from braid.nn.moe.router import Router
 from braid.planning import divisibility
-from braid.planning.estimate.rank import first_rank, model_of, portion_of
+from braid.planning.estimate.rank import first_rank, model_of, workload_of
 from braid.planning.plan import plan
 from braid.train.build import make_model
 from braid.train.device import choose_device
@@ -108,7 +108,7 @@ def test_a_rank_keeps_and_sends_what_its_modules_say(
     run, world = run_of(text, mesh, dtype, **more), mesh.tp * mesh.cp
     size, calls = run_ranks(world, measured, run)[0]
     worked_out = plan(run, world)
-    costs = model_of(worked_out, first_rank(worked_out, 0), "cpu").costs(portion_of(worked_out, "cpu"))
+    costs = model_of(worked_out, first_rank(worked_out, 0), "cpu").costs(workload_of(worked_out, "cpu"))
     told: Calls = Counter()
     for cost in costs.values():
         for call in cost.calls:

@@ -23,14 +23,14 @@ from braid.kernels.attention import spans_of
 from braid.model.context import Context
 from braid.model.language import LanguageModel
 from braid.nn import attention, delta_net, latent_attention, mamba2, mlp
-from braid.nn.cost import Portion
+from braid.nn.cost import Workload
 from braid.nn.head_scalars import HeadScalars
 from braid.nn.moe.router import Router
-from braid.nn.recompute import Recomputing, Replays, hand_replays
+from braid.nn.recompute import Recomputing, Replays, set_replays
 from braid.nn.rotary import rotary_tables
 from braid.planning import divisibility
 from braid.planning.estimate import estimate
-from braid.planning.estimate.rank import first_rank, portion_of
+from braid.planning.estimate.rank import first_rank, workload_of
 from braid.planning.estimate.rank import model_of as model_of_rank
 from braid.planning.plan import plan
 from braid.train.build import make_model
@@ -91,8 +91,8 @@ class Measured(Replays):
 def measured(module: Recomputing, names: Sequence[str], *given: Any, shared: Sequence[Tensor] = ()) -> int:
     """What a module keeps of its forward."""
     replays = Measured(names)
-    hand_replays(module, replays)
-    with replays.watching():
+    set_replays(module, replays)
+    with replays.save_hooks():
         result = module(*given)
     assert result is not None
     return replays.kept([*module.parameters(), *shared])
@@ -105,9 +105,9 @@ def size(request: pytest.FixtureRequest) -> tuple[int, int]:
 
 
 @pytest.fixture(params=DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
-def portion(request: pytest.FixtureRequest, size: tuple[int, int]) -> Portion:
+def workload(request: pytest.FixtureRequest, size: tuple[int, int]) -> Workload:
     names = recomputed(["core", "activation"])
-    return Portion(
+    return Workload(
         rows=size[0],
         tokens=size[1],
         dtype=request.param,
@@ -116,53 +116,53 @@ def portion(request: pytest.FixtureRequest, size: tuple[int, int]) -> Portion:
     )
 
 
-def check(module: Any, portion: Portion, *given: Any, shared: Sequence[Tensor] = ()) -> None:
+def check(module: Any, workload: Workload, *given: Any, shared: Sequence[Tensor] = ()) -> None:
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
-    x_BTC = torch.randn(portion.rows, portion.tokens, HIDDEN).to(portion.dtype).requires_grad_()
-    real = measured(module, sorted(portion.recompute), x_BTC, *given, shared=shared)
-    assert module.cost(portion).kept == real
+    x_BTC = torch.randn(workload.rows, workload.tokens, HIDDEN).to(workload.dtype).requires_grad_()
+    real = measured(module, sorted(workload.recompute), x_BTC, *given, shared=shared)
+    assert module.cost(workload).kept == real
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2])
 @pytest.mark.parametrize("more", [{}, {"qk_norm": True, "gate": True, "bias": True}, {"positions": "none"}])
-def test_attention(portion: Portion, kv_heads: int, more: dict[str, Any]) -> None:
+def test_attention(workload: Workload, kv_heads: int, more: dict[str, Any]) -> None:
     shape = Attention(heads=4, kv_heads=kv_heads, head_dim=8, **more)
-    places_BT = torch.arange(portion.tokens).expand(portion.rows, -1)
-    rotary = rotary_tables(places_BT, 8, 1e4, portion.dtype) if shape.positions == "rope" else None
-    attend = kernels.attention.choose(CPU, portion.dtype).function
-    module = attention.Attention(shape, HIDDEN, 1e-5, attend, dtype=portion.dtype)
-    check(module, portion, spans_of(torch.zeros_like(places_BT), None, CPU), rotary, shared=rotary or ())
+    places_BT = torch.arange(workload.tokens).expand(workload.rows, -1)
+    rotary = rotary_tables(places_BT, 8, 1e4, workload.dtype) if shape.positions == "rope" else None
+    attend = kernels.attention.choose(CPU, workload.dtype).function
+    module = attention.Attention(shape, HIDDEN, 1e-5, attend, dtype=workload.dtype)
+    check(module, workload, spans_of(torch.zeros_like(places_BT), None, CPU), rotary, shared=rotary or ())
 
 
 @pytest.mark.parametrize(("q_rank", "v_dim"), [(16, 10), (None, 10), (16, 14), (16, 18)])
-def test_latent_attention(portion: Portion, q_rank: int | None, v_dim: int) -> None:
+def test_latent_attention(workload: Workload, q_rank: int | None, v_dim: int) -> None:
     shape = LatentAttention(heads=4, q_rank=q_rank, kv_rank=12, nope_dim=6, rope_dim=8, v_dim=v_dim)
-    places_BT = torch.arange(portion.tokens).expand(portion.rows, -1)
-    rotary = rotary_tables(places_BT, shape.rope_dim, 1e4, portion.dtype)
-    attend = kernels.attention.choose(CPU, portion.dtype).function
-    module = latent_attention.LatentAttention(shape, HIDDEN, 1e-5, attend, dtype=portion.dtype)
-    check(module, portion, spans_of(torch.zeros_like(places_BT), None, CPU), rotary, shared=rotary)
+    places_BT = torch.arange(workload.tokens).expand(workload.rows, -1)
+    rotary = rotary_tables(places_BT, shape.rope_dim, 1e4, workload.dtype)
+    attend = kernels.attention.choose(CPU, workload.dtype).function
+    module = latent_attention.LatentAttention(shape, HIDDEN, 1e-5, attend, dtype=workload.dtype)
+    check(module, workload, spans_of(torch.zeros_like(places_BT), None, CPU), rotary, shared=rotary)
 
 
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("more", [{}, {"norm_per_group": False, "conv": 3, "bias": True}], ids=str)
-def test_mamba2(portion: Portion, groups: int, more: dict[str, Any]) -> None:
+def test_mamba2(workload: Workload, groups: int, more: dict[str, Any]) -> None:
     shape = Mamba2(heads=4, head_dim=6, state=20, groups=groups, **more)
-    ssd = kernels.ssd.choose(CPU, portion.dtype).function
-    check(mamba2.Mamba2(shape, HIDDEN, 1e-5, ssd, dtype=portion.dtype), portion)
+    ssd = kernels.ssd.choose(CPU, workload.dtype).function
+    check(mamba2.Mamba2(shape, HIDDEN, 1e-5, ssd, dtype=workload.dtype), workload)
 
 
 @pytest.mark.parametrize("key_heads", [1, 2])
-def test_delta_net(portion: Portion, key_heads: int) -> None:
+def test_delta_net(workload: Workload, key_heads: int) -> None:
     shape = DeltaNet(key_heads=key_heads, value_heads=4, key_dim=8, value_dim=12)
-    rule = kernels.delta_rule.choose(CPU, portion.dtype).function
-    check(delta_net.DeltaNet(shape, HIDDEN, 1e-5, rule, dtype=portion.dtype), portion)
+    rule = kernels.delta_rule.choose(CPU, workload.dtype).function
+    check(delta_net.DeltaNet(shape, HIDDEN, 1e-5, rule, dtype=workload.dtype), workload)
 
 
 @pytest.mark.parametrize("activation", ["swiglu", "relu2", "gelu"])
-def test_mlp(portion: Portion, activation: Any) -> None:
-    check(mlp.Mlp(Mlp(ffn=40, activation=activation), HIDDEN, dtype=portion.dtype), portion)
+def test_mlp(workload: Workload, activation: Any) -> None:
+    check(mlp.Mlp(Mlp(ffn=40, activation=activation), HIDDEN, dtype=workload.dtype), workload)
 
 
 # --------------------------------------------------------------------------------------- whole models
@@ -176,19 +176,19 @@ def beside(context: Context, names: Sequence[str]) -> list[Tensor]:
     orders = [
         order
         for dispatch_plan in context.dispatch_plans.values()
-        for order in (dispatch_plan.leaving, dispatch_plan.arriving)
+        for order in (dispatch_plan.send_order, dispatch_plan.recv_order)
     ]
     return tables + [tensor for order in orders if order is not None for tensor in (order.slot_M, order.row_NS)]
 
 
 def check_model(model: LanguageModel, names: Sequence[str], rows: int = 2, tokens: int = 130) -> None:
     context, replays = model.prepare(batch([[tokens]] * rows)), Measured(names)
-    hand_replays(model, replays)
-    with replays.watching():
+    set_replays(model, replays)
+    with replays.save_hooks():
         loss = model.losses(context).share(10, [10] * len(model.layout.mtp))
     real = replays.kept(list(model.parameters()), beside(context, names))
-    portion = Portion(rows=rows, tokens=tokens, dtype=model.dtype, device="cpu", recompute=recomputed(names))
-    told = model.costs(portion)
+    workload = Workload(rows=rows, tokens=tokens, dtype=model.dtype, device="cpu", recompute=recomputed(names))
+    told = model.costs(workload)
     assert sum(cost.kept for cost in told.values()) == real
     loss.backward()
 
@@ -232,9 +232,9 @@ def on_a_rank(rank: int, world: int, run: Run) -> tuple[int, Calls]:
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, std=0.1)
         replays, context = Measured(names), model.prepare(batch([[128]] * 2, vocab=run.model.vocab))
-        hand_replays(model, replays)
+        set_replays(model, replays)
         with recorded() as calls:
-            with replays.watching():
+            with replays.save_hooks():
                 loss = model.losses(context).share(100, [100] * len(worked_out.layout.mtp))
             size = replays.kept(list(model.parameters()), beside(context, names))
             loss.backward()
@@ -262,7 +262,7 @@ def test_a_rank_keeps_and_sends_what_its_modules_say(
     run = replace(run, train=replace(run.train, recompute=names))
     size, calls = run_ranks(world, on_a_rank, run)[0]
     worked_out = plan(run, world)
-    costs = model_of_rank(worked_out, first_rank(worked_out, 0), "cpu").costs(portion_of(worked_out, "cpu"))
+    costs = model_of_rank(worked_out, first_rank(worked_out, 0), "cpu").costs(workload_of(worked_out, "cpu"))
     told: Calls = Counter()
     for cost in costs.values():
         for call in cost.calls:
@@ -294,7 +294,7 @@ def test_weights_are_gathered_and_gradients_reduced_no_more_often(
     run = run_on(tmp_path, Mesh(shard="all", ep=2), "bf16")
     again = replace(run, train=replace(run.train, recompute=names))
     plain, real = (run_ranks(4, sharded_step, each, str(tmp_path))[0] for each in (run, again))
-    norm = ("gather", 4, run.model.hidden // 4 * torch.bfloat16.itemsize)
+    norm = ("all_gather", 4, run.model.hidden // 4 * torch.bfloat16.itemsize)
     assert (plain.calls[norm], real.calls[norm]) == (4, 2)
     plain.calls[norm] = real.calls[norm]
     assert real == plain

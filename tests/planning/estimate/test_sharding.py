@@ -23,7 +23,7 @@ from braid.planning.estimate.rank import first_rank, model_of
 from braid.planning.estimate.weights import held_units
 from braid.planning.plan import plan
 from braid.train import state as states
-from braid.train.build import opened_state
+from braid.train.build import state_context
 from braid.train.data_pipeline import open_data_pipeline
 from braid.train.device import choose_device
 from braid.train.step import backward, count, micro_batches
@@ -51,7 +51,7 @@ def sharding_calls() -> Iterator[Calls]:
     def record(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **options: Any) -> Any:
             given = options.get("input_tensor", options.get("input"))
-            tensor = given if given is not None else arguments[0 if name == "sum" else 1]
+            tensor = given if given is not None else arguments[0 if name == "all_reduce" else 1]
             calls[name, dist.get_world_size(options["group"]), tensor.nbytes] += 1
             return function(*arguments, **options)
 
@@ -61,8 +61,8 @@ def sharding_calls() -> Iterator[Calls]:
     gather = "all_gather_single" if newest else "all_gather_into_tensor"
     scatter = "reduce_scatter_single" if newest else "reduce_scatter_tensor"
     with (
-        mock.patch.object(dist, gather, record("gather", getattr(dist, gather))),
-        mock.patch.object(dist, scatter, record("scatter", getattr(dist, scatter))),
+        mock.patch.object(dist, gather, record("all_gather", getattr(dist, gather))),
+        mock.patch.object(dist, scatter, record("reduce_scatter", getattr(dist, scatter))),
     ):
         yield calls
 
@@ -72,7 +72,7 @@ def measured(rank: int, world: int, run: Run, folder: str) -> Real:
     runs = divisibility.tp_runs(run.model, worked_out.layout.kinds(), worked_out.axes.tp)
     with (
         opened_groups(worked_out.grid, rank, tp_runs=runs) as groups,
-        opened_state(worked_out, choose_device("cpu"), groups) as state,
+        state_context(worked_out, choose_device("cpu"), groups) as state,
     ):
         states.initialize(state, run)
         feed = open_data_pipeline(run, Path(folder))
@@ -127,7 +127,7 @@ def test_a_rank_holds_and_sends_what_was_estimated(
     assert stage.memory.updated == real.gradients
     told: Calls = Counter()
     for call in stage.calls:
-        if call.family in ("dp_cp", "edp") and call.op != "sum":
+        if call.family in ("dp_cp", "edp") and call.op != "all_reduce":
             told[call.op, call.ranks, call.payload] += call.times
     assert told == real.calls
 

@@ -1,7 +1,10 @@
-"""The experts' MLP: rows sorted by expert, each run through its expert's weights, times its probability.
+"""Grouped MLP, the experts of a MoE layer: rows sorted by expert, each through its expert's MLP, times its
+routing probability.
 
-Weights are stacked over experts. `w_in_EFGC` holds gate and up side by side for every ffn channel: a shard
-of the ffn channels is then one contiguous slice that holds the same channels of both.
+Weights are stacked over experts. `w_in_EFGC` holds gate and up of every ffn channel next to each other, so that
+a shard of the ffn channels is one contiguous slice with the same channels of both.
+
+`reference` is a loop over experts, `grouped` is built on `F.grouped_mm`, `fused` on kernels for Hopper.
 """
 
 from __future__ import annotations
@@ -21,12 +24,12 @@ from braid.kernels.grouped_mlp import grouped, reference
 from braid.kernels.grouped_mlp.product import WgradStore, WritesInPlace
 
 FEW_EXPERTS = 8
-"""Up to here a CPU runs the loop as fast as `grouped_mm`, or faster (measured, float32 and bfloat16)."""
+"""Up to so many, a loop on a CPU is as fast as `grouped_mm` or faster (measured, float32 and bfloat16)."""
 HOPPER = 9
 """The major compute capability of the GPUs that `fused` is for."""
 
 NEEDS = (("Triton", "triton"), ("cuda-bindings", "cuda.bindings"))
-"""What compiles and launches the kernels of `fused`, and the modules that it has."""
+"""Packages that compile and launch the kernels of `fused`, and a module of each."""
 
 
 class GroupedMlp(Protocol):
@@ -50,7 +53,7 @@ class GroupedMlp(Protocol):
 
 @dataclass(frozen=True)
 class FusedGroupedMlp(WritesInPlace):
-    """`fused.FusedExperts` with the measured table. Triton is loaded by the first call: plans do without."""
+    """`fused.FusedExperts` with the tuned table. The first call imports Triton: plans do without."""
 
     def __call__(self, *given: Any, **options: Any) -> Tensor:
         return self.experts(*given, **options)
@@ -58,9 +61,9 @@ class FusedGroupedMlp(WritesInPlace):
     @cached_property
     def experts(self) -> GroupedMlp:
         from braid.kernels.grouped_mlp.fused import FusedExperts
-        from braid.kernels.grouped_mlp.paths import measured
+        from braid.kernels.grouped_mlp.tuned_table import tuned_table
 
-        return FusedExperts(measured())
+        return FusedExperts(tuned_table())
 
 
 def _choice(name: str, function: GroupedMlp, reason: str) -> KernelChoice[GroupedMlp]:
@@ -95,7 +98,7 @@ def choose(
 
 
 def _missing(device: torch.device) -> str | None:
-    """What keeps `fused` from a GPU. Where there is none to ask, a plan is made for Hopper."""
+    """Why `fused` cannot run on a GPU. Without a GPU to ask, a plan assumes Hopper."""
     if not torch.cuda.is_available():
         return None
     capability = torch.cuda.get_device_capability(device)
@@ -109,5 +112,5 @@ def _missing(device: torch.device) -> str | None:
 def _found(module: str) -> bool:
     try:
         return find_spec(module) is not None
-    except ModuleNotFoundError:  # nor is what it is part of
+    except ModuleNotFoundError:  # its parent package is missing
         return False

@@ -1,11 +1,11 @@
-"""The experts' MLP through `F.grouped_mm`: one call per projection for all experts, no host synchronisation.
+"""The grouped MLP by `F.grouped_mm`: one call per projection for all experts, no host synchronisation.
 
 `grouped_mm` leaves rows past the last offset uninitialised, in its output and in its input gradient; here the
-counts sum to the number of rows, so there are none. It takes no float64, no bias, and strides of whole 16
-bytes only.
+counts sum to the number of rows, so there are none. It supports no float64 and no bias, and needs strides that
+are multiples of 16 bytes.
 
 Shapes: N rows, sorted by expert; E experts; C hidden channels; F ffn channels; G projections into the ffn. In a
-product I channels in, O channels out with those of all parts, as in `product`.
+product I channels in, and O channels out with those of all projections, as in `product`.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ def grouped_mlp(
     b_down_EC: Tensor | None = None,
     wgrad_store: WgradStore | None = None,
 ) -> Tensor:
-    """What each row's expert makes of it, times the row's probability: as `reference.grouped_mlp`."""
+    """Each row through its expert's MLP, times the row's probability: as `reference.grouped_mlp`."""
     _, ffn, projections, _ = w_in_EFGC.shape
-    all_at_once = _GroupedMm(counts_E.cumsum(0).to(torch.int32))
-    (projected,) = product(all_at_once, x_NC, w_in_EFGC, b_in_EFG, wgrad_store)
+    grouped = _GroupedMm(counts_E.cumsum(0).to(torch.int32))
+    (projected,) = product(grouped, x_NC, w_in_EFGC, b_in_EFG, wgrad_store)
     hidden_NF = activate(activation, *projected.unflatten(-1, (ffn, projections)).unbind(-1), glu=glu)
-    (y_NC,) = product(all_at_once, hidden_NF, w_down_ECF, b_down_EC, wgrad_store)
+    (y_NC,) = product(grouped, hidden_NF, w_down_ECF, b_down_EC, wgrad_store)
     return y_NC * probs_N.to(y_NC.dtype).unsqueeze(-1)
 
 
 class _GroupedMm(NamedTuple):
-    """One product for all experts and all parts of their weights."""
+    """One product for all experts and all projections."""
 
     ends_E: Tensor
-    """The number of rows up to and with each expert."""
+    """The number of rows up to and including each expert's."""
 
     def outputs(self, x_NI: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor]:
         y_NO = F.grouped_mm(x_NI, weight.flatten(1, -2).transpose(1, 2), offs=self.ends_E)
@@ -68,8 +68,8 @@ class _GroupedMm(NamedTuple):
         return F.grouped_mm(grad_NO.contiguous().t(), x_NI, offs=self.ends_E).view(shape)
 
     def bias_grad(self, grads: tuple[Tensor, ...], shape: torch.Size) -> Tensor:
-        """A product with ones, which adds the rows of an expert in a fixed order; the gradient of an indexed
-        read would add them atomically."""
+        """A product with ones, which sums the rows of an expert in a fixed order; the gradient of indexing
+        would sum them atomically, in any order."""
         (grad_NO,) = grads
         ones_NA = grad_NO.new_ones(len(grad_NO), ALIGNMENT // grad_NO.element_size())
         sums_EAO = F.grouped_mm(ones_NA.t(), grad_NO.contiguous(), offs=self.ends_E)

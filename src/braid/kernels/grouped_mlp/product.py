@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 class WgradStore(Protocol):
     """Where weight gradients wait; see `nn.delayed_wgrad`."""
 
-    def leave(self, parameter: Tensor, product: Callable[[], Tensor]) -> Tensor | None:
+    def put(self, parameter: Tensor, product: Callable[[], Tensor]) -> Tensor | None:
         """The parameter's gradient, or None where the wgrad store keeps the product and sees to the rest."""
         ...
 
@@ -55,9 +55,11 @@ def zeros(parameter: Tensor) -> Gradient:
     return Gradient(write, empty_like(parameter))
 
 
-def left(wgrad_store: WgradStore | None, parameter: Tensor, product: Callable[[], Tensor]) -> Tensor | None:
-    """What a product gives, or None where a wgrad store sees to it."""
-    return product() if wgrad_store is None else wgrad_store.leave(parameter, product)
+def put_wgrad(
+    wgrad_store: WgradStore | None, parameter: Tensor, product: Callable[[], Tensor]
+) -> Tensor | None:
+    """The gradient of a parameter, or None if a wgrad store delays it or writes it to the main gradient."""
+    return product() if wgrad_store is None else wgrad_store.put(parameter, product)
 
 
 class WritesInPlace:
@@ -111,7 +113,7 @@ class _Product(torch.autograd.Function):
         _, _, weight_needs, bias_needs, x_needs = ctx.needs_input_grad
 
         def of(parameter: Tensor, gradient: Callable[..., Tensor], *given: object) -> Tensor | None:
-            return left(ctx.wgrad_store, parameter, partial(gradient, grads, *given, parameter.shape))
+            return put_wgrad(ctx.wgrad_store, parameter, partial(gradient, grads, *given, parameter.shape))
 
         multiply: Multiply = ctx.multiply
         return (

@@ -1,4 +1,4 @@
-"""The experts' MLP as plain loops over experts: any dtype, any sizes, any device.
+"""The grouped MLP as a loop over experts, in plain PyTorch: any dtype, any sizes, any device.
 
 Shapes: N rows, sorted by expert; E experts; C hidden channels; F ffn channels; G projections into the ffn
 (gate and up, or up alone). In a product I channels in, O channels out, as in `product`.
@@ -32,11 +32,11 @@ def grouped_mlp(
     b_down_EC: Tensor | None = None,
     wgrad_store: WgradStore | None = None,
 ) -> Tensor:
-    """What each row's expert makes of it, its last bias included, times the row's probability.
+    """Each row through its expert's MLP, biases included, times the row's probability.
 
     `counts_E` says how many of the sorted rows belong to each expert, and sums to N. An expert without rows
-    takes part with none, which gives it gradients that are exactly zero. With a wgrad store, backward leaves
-    the gradients of weights and biases there.
+    gets gradients that are exactly zero. With a wgrad store, backward leaves the gradients of weights and biases
+    there.
     """
     loop = _Loop(counts_E.tolist())
     projected_NF = product(loop, x_NC, w_in_EFGC, b_in_EFG, wgrad_store)
@@ -46,7 +46,7 @@ def grouped_mlp(
 
 
 class _Loop(NamedTuple):
-    """One product after the other, for each part of the weights and each expert."""
+    """One product after the other, for each projection and each expert."""
 
     counts: list[int]
 
@@ -70,7 +70,7 @@ class _Loop(NamedTuple):
         return _stacked([[grad_nO.sum(0) for grad_nO in of_parts] for of_parts in experts], shape)
 
     def _rows(self, compute: Callable[..., Tensor], rows: Tensor, *of_experts: Tensor) -> Tensor:
-        """What is computed for the rows of all experts, each with its own of what experts have."""
+        """A function of each expert's rows and parameters, over all experts."""
         experts = zip(rows.split(self.counts), *of_experts, strict=True)
         return torch.cat([compute(*expert) for expert in experts])
 
@@ -79,10 +79,10 @@ class _Loop(NamedTuple):
 
 
 def _parts(tensor: Tensor, outputs: int) -> tuple[Tensor, ...]:
-    """The parts of weights or biases that lie side by side for every output."""
+    """The projections of weights or biases that are neighbours for every output: gate and up."""
     return tensor.unflatten(1, (outputs, -1)).unbind(2)
 
 
 def _stacked(experts: list[list[Tensor]], shape: torch.Size) -> Tensor:
-    """Weights or biases, from each part of each expert."""
+    """Weights or biases, from each projection of each expert."""
     return torch.stack([torch.stack(of_parts, 1) for of_parts in experts]).view(shape)

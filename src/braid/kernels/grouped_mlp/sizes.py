@@ -1,14 +1,14 @@
-"""How many tiles `fused` cuts rows into, and what that takes: known without Triton, for plans."""
+"""How many tiles `fused` cuts rows into, and the bytes it saves for backward: without Triton, for plans."""
 
 from __future__ import annotations
 
 TILE_ROWS = 128
-"""Rows of a tile of all products whose rows are sorted by expert."""
+"""Rows of a tile of every matmul whose rows are sorted by expert."""
 MAP_ENTRY = 4
-"""Bytes of an entry of the map of tiles."""
-TOGETHER = 4
-"""Each part of the map takes a multiple of so many entries. Were parts to begin anywhere, kernels would be
-compiled again whenever the number of rows moves one."""
+"""Bytes of an entry of the tile map."""
+MAP_ALIGNMENT = 4
+"""Entries, 16 bytes. Triton specialises a kernel on which pointers are aligned to 16 bytes: were the parts of
+the map not padded, a new number of rows could mean a new compilation."""
 
 
 def most_tiles(rows: int, experts: int, tile_rows: int = TILE_ROWS) -> int:
@@ -17,18 +17,18 @@ def most_tiles(rows: int, experts: int, tile_rows: int = TILE_ROWS) -> int:
 
 
 def map_sizes(rows: int, experts: int, tile_rows: int = TILE_ROWS) -> tuple[int, ...]:
-    """Entries of the parts of the map: where each expert ends, experts by size, the expert and the first row of
-    each tile, how many tiles there are."""
+    """Entries of the parts of the tile map: where each expert ends, experts by size, the expert and the first
+    row of each tile, how many tiles there are."""
     most = most_tiles(rows, experts, tile_rows)
     return experts, experts, most, most, 1
 
 
-def with_room(entries: int) -> int:
-    """Entries that a part of the map takes."""
-    return -(-entries // TOGETHER) * TOGETHER
+def padded(entries: int) -> int:
+    """Entries that a part of the tile map takes."""
+    return -(-entries // MAP_ALIGNMENT) * MAP_ALIGNMENT
 
 
 def kept(rows: int, experts: int, channels: int, projected: int, *, narrow: int, wide: int) -> int:
-    """Bytes that `fused` keeps for backward: rows, projections, probabilities, and the map of tiles."""
-    of_map = sum(map(with_room, map_sizes(rows, experts))) * MAP_ENTRY
+    """Bytes that `fused` saves for backward: rows, projections, probabilities, and the tile map."""
+    of_map = sum(map(padded, map_sizes(rows, experts))) * MAP_ENTRY
     return rows * ((channels + projected) * narrow + wide) + of_map

@@ -219,7 +219,7 @@ def _left(ctx: Any, x_NSC: Tensor, factor: Tensor, numbers_ZE: Tensor) -> tuple[
     together = _Together(partial(_of_parameters, ctx.fused, x_NSC.detach(), factor, numbers_ZE))
     needs = ctx.needs_input_grad[-len(ctx.parameters) :]
     return tuple(
-        wgrad_store.leave(parameter, partial(together.take, place)) if needed else None
+        wgrad_store.put(parameter, partial(together.take, place)) if needed else None
         for place, (parameter, needed) in enumerate(zip(ctx.parameters, needs, strict=True))
     )
 

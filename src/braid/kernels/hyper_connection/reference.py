@@ -145,7 +145,7 @@ class _Projected(torch.autograd.Function):
         later = partial(_weight_gradient, d_NM, x_NK.detach(), weight_MK.dtype)
         return (
             None,
-            ctx.wgrad_store.leave(ctx.weight, later) if weight_needs else None,
+            ctx.wgrad_store.put(ctx.weight, later) if weight_needs else None,
             d_NM.mm(weight_MK.to(x_NK.dtype)) if x_needs else None,
         )
 

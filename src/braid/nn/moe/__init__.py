@@ -1,12 +1,12 @@
-"""Mixture of experts, the layer `E`.
+"""Mixture of experts (MoE), the layer `E`.
 
-    router       logits ─► scores ─► selection (top-k, groups, bias; sinkhorn) ─► capacity ─► Routing
-    permute      orders of rows: tokens to experts and back, within one process
-    dispatch_plan     how slots reach the ranks of their experts, and what a dispatcher is
-    token_dispatcher  picks one, and says why: all_to_all, all_gather, deep_ep
-    experts      the routed experts; layer adds the latent projections and the shared expert
-    balance      losses and counts of a Routing, the selection bias that follows counts, statistics of the load
-    replay       routing decisions of one run, for another to repeat
+    router            logits ─► scores ─► top-k (group-limited, biased, sinkhorn) ─► capacity ─► Routing
+    permute           permutation of tokens into rows sorted by expert and back, within one rank
+    dispatch_plan     where slots go under expert parallelism; the protocol of dispatchers
+    token_dispatcher  chooses a dispatcher: all_to_all, all_gather or deep_ep
+    experts           the routed experts (grouped GEMM); `layer` adds latent projections and the shared expert
+    balance           auxiliary losses, expert counts, the aux-loss-free selection bias, load statistics
+    replay            recorded routing decisions, to be repeated by another run
 
-Nothing here remembers a micro-batch. `tokens` is what routing may know of one.
+All modules are stateless. `token_ids.Tokens` is what routing knows about the tokens of a micro-batch.
 """

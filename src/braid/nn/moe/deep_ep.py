@@ -1,11 +1,10 @@
-"""The dispatcher of DeepEP, an optional library for NVLink and RDMA. It is imported only where it is chosen.
+"""The DeepEP token dispatcher (github.com/deepseek-ai/DeepEP), for NVLink and RDMA; imported only if chosen.
 
-DeepEP finds out itself which ranks a token goes to, sends it once to each of them, and sums what they return;
-what is left to do here is to spread what arrives over this rank's experts. It carries bfloat16, probabilities
-as float32. Its two operations are each other's transpose, so backward calls them with their roles swapped.
+DeepEP sends a token once to each rank that has one of its experts and sums what these return; what remains is
+to permute received tokens to the local experts. It carries bfloat16, and probabilities as float32. Dispatch and
+combine are each other's transpose, so the backward of one calls the other.
 
-Shapes: N tokens, R tokens that arrive, S slots of a token (one for each expert shard of its experts), C
-channels.
+Shapes: N tokens, R received tokens, S slots of a token (one per shard of its experts), C channels.
 """
 
 from __future__ import annotations
@@ -18,27 +17,29 @@ from torch import Tensor
 
 from braid.distributed.collectives import Group
 from braid.errors import ConfigError
-from braid.nn.moe.dispatch_plan import DispatchPlan, Slots, used_here
+from braid.nn.moe.dispatch_plan import DispatchPlan, Slots, record_stream
 from braid.nn.moe.permute import order_by_expert
 
 
 class DeepEp:
-    """Tokens leave as they are, and arrive once, with their slots for this rank's experts."""
+    """Tokens are sent as they are, and arrive once per rank with their slots for the local experts."""
 
-    def __init__(self, *, group: Group, travel: Group, held: int, slices: int, channels: int) -> None:
-        """`channels` are those of a row that travels. For the rest see `all_to_all.AllToAll`."""
-        self.held, self.slices = held, slices
-        self.shards = group.size * held
-        self.buffer = _buffer(travel, channels)
+    def __init__(
+        self, *, group: Group, dispatch_group: Group, local_experts: int, etp: int, channels: int
+    ) -> None:
+        """`channels` is the width of a row; for the other arguments see `all_to_all.AllToAll`."""
+        self.local_experts, self.etp = local_experts, etp
+        self.shards = group.size * local_experts
+        self.buffer = _buffer(dispatch_group, channels)
 
     def dispatch_plan(self, slots: Slots) -> DispatchPlan:
-        slots = slots.at_expert_shards(self.held, self.slices)
+        slots = slots.to_expert_shards(self.local_experts, self.etp)
         shards_NS = slots.experts_NS
         if slots.kept_NS is not None:
             shards_NS = torch.where(slots.kept_NS, shards_NS, -1)
         to_ranks, to_nodes, to_shards, in_rank, _ = self.buffer.get_dispatch_layout(shards_NS, self.shards)
         return DispatchPlan(
-            way={
+            handle={
                 "topk_idx": shards_NS,
                 "num_tokens_per_rank": to_ranks,
                 "num_tokens_per_rdma_rank": to_nodes,
@@ -50,25 +51,25 @@ class DeepEp:
     def dispatch(
         self, x: Tensor, probs: Tensor, dispatch_plan: DispatchPlan
     ) -> tuple[Tensor, Tensor, DispatchPlan]:
-        used_here(*dispatch_plan.way.values())
-        probs_NS = probs.to(torch.float32).repeat_interleave(self.slices, dim=1)
+        record_stream(*dispatch_plan.handle.values())
+        probs_NS = probs.to(torch.float32).repeat_interleave(self.etp, dim=1)
         x_RC, probs_RS, experts_RS, counts, handle = _DeepEpDispatch.apply(
-            x, probs_NS, self.buffer, dispatch_plan.way
+            x, probs_NS, self.buffer, dispatch_plan.handle
         )
-        arriving = order_by_expert(experts_RS, self.held, experts_RS >= 0, sum(counts))
-        return x_RC, probs_RS, DispatchPlan(arriving=arriving, counts_E=arriving.counts_E, way=handle)
+        recv_order = order_by_expert(experts_RS, self.local_experts, experts_RS >= 0, sum(counts))
+        return x_RC, probs_RS, DispatchPlan(recv_order=recv_order, counts_E=recv_order.counts_E, handle=handle)
 
     def combine(self, y: Tensor, dispatch_plan: DispatchPlan) -> Tensor:
-        return _DeepEpCombine.apply(y, self.buffer, dispatch_plan.way)
+        return _DeepEpCombine.apply(y, self.buffer, dispatch_plan.handle)
 
 
 def _buffer(group: Group, channels: int) -> Any:
-    """DeepEP's memory for rows on their way, of the size that it recommends."""
+    """DeepEP's communication buffer, of the size that it recommends."""
     try:
         buffer = import_module("deep_ep").Buffer
     except ImportError as error:
         raise ConfigError(
-            "the dispatcher deep_ep was asked for, and the package deep_ep is not installed: build it for this "
+            "the dispatcher deep_ep needs the package deep_ep, which is not installed: build it for this "
             "CUDA and torch (https://github.com/deepseek-ai/DeepEP), or choose all_to_all"
         ) from error
     row_bytes = channels * torch.bfloat16.itemsize

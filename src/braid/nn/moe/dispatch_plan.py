@@ -1,15 +1,16 @@
-"""Dispatch plan: how tokens reach experts on other ranks, and come back: as data, and what a dispatcher makes
-of it.
+"""Dispatch plan: where a micro-batch's tokens go under expert parallelism, as data; and the dispatcher
+protocol.
 
-Every expert has an *expert shard* on each rank that computes a slice of its ffn channels. Expert shards are
-numbered by rank: with E experts on a rank, rank r of `ep_etp` has the expert shards from r · E to r · E + E -
-1. A slot goes to all expert shards of its expert, and what they return is summed.
+A token has one slot for each of its top_k experts. Every expert has an *expert shard* on each rank that holds a
+slice of its ffn channels (expert tensor parallelism). Expert shards are numbered by rank: with E experts per
+rank, rank r of `ep_etp` has the shards r · E to r · E + E - 1. A slot goes to all shards of its expert, and
+their partial outputs are summed.
 
-    mix       plan = dispatcher.dispatch_plan(slots), then tokens are packed as they leave
-    dispatch  dispatcher.dispatch: communication, nothing else
-    experts   rows are put in order by expert, computed, and put back as they came
-    combine   dispatcher.combine: communication, nothing else
-    post      the rows of each token are summed
+    mix       plan = dispatcher.dispatch_plan(slots); permute tokens into send order
+    dispatch  dispatcher.dispatch: communication only
+    experts   permute rows by expert, compute, permute back
+    combine   dispatcher.combine: communication only
+    post      sum the rows of each token
 
 Shapes: N tokens, S slots of a token, E experts of this rank.
 """
@@ -24,87 +25,85 @@ from torch import Tensor
 from braid.nn.moe.permute import Order, order_by_capacity, order_by_expert
 
 
-class RowPlaces(NamedTuple):
-    """Rows that every expert computes whatever the routing, so that no shape depends on it."""
+class CapacityPadding(NamedTuple):
+    """Padding of every expert to a fixed number of rows, so that shapes do not depend on the routing."""
 
     sequences: int
-    """Rows of the micro-batch of which this rank has tokens."""
+    """Sequences of the micro-batch that this rank has tokens of."""
     capacity: int
-    """Places that each expert has for this rank's tokens of each of them."""
+    """Rows of each expert for this rank's tokens of one sequence."""
 
 
 class Slots(NamedTuple):
-    """The slots of this rank's tokens, and where they want to go."""
+    """The slots of this rank's tokens, and their destinations."""
 
     experts_NS: Tensor
-    """Each slot's expert, or its expert shard."""
+    """The expert, or expert shard, of each slot."""
     kept_NS: Tensor | None = None
-    """False where a slot goes nowhere. None where all are kept."""
+    """False for dropped slots: padding tokens, or experts over capacity. None if all are kept."""
     kept: int | None = None
-    """How many are kept, where the host knows."""
-    places: RowPlaces | None = None
-    """Where they are known, every expert's rows are padded to all of its places."""
+    """Number of kept slots, if the host knows it; avoids a device synchronization."""
+    padding: CapacityPadding | None = None
+    """If set, every expert's rows are padded to capacity."""
 
-    def at_expert_shards(self, held: int, slices: int) -> Slots:
-        """One slot for each expert shard, neighbours for the same expert. A rank has `held` experts, an expert
-        `slices` expert shards."""
-        if slices == 1:
+    def to_expert_shards(self, local_experts: int, etp: int) -> Slots:
+        """Replicate each slot to the `etp` shards of its expert, which become adjacent slots."""
+        if etp == 1:
             return self
         experts_NS1 = self.experts_NS[..., None]
-        slice_s = torch.arange(slices, device=experts_NS1.device)
-        shards_NSs = (experts_NS1 // held * slices + slice_s) * held + experts_NS1 % held
+        rank_s = torch.arange(etp, device=experts_NS1.device)
+        shards_NSs = (experts_NS1 // local_experts * etp + rank_s) * local_experts + experts_NS1 % local_experts
         return Slots(
             shards_NSs.flatten(1),
-            None if self.kept_NS is None else self.kept_NS.repeat_interleave(slices, dim=1),
-            None if self.kept is None else self.kept * slices,
-            self.places,
+            None if self.kept_NS is None else self.kept_NS.repeat_interleave(etp, dim=1),
+            None if self.kept is None else self.kept * etp,
+            self.padding,
         )
 
     def order(self, experts: int) -> Order:
-        """The slots as rows, sorted by expert."""
-        if self.places is None:
+        """The permutation of slots into rows sorted by expert."""
+        if self.padding is None:
             return order_by_expert(self.experts_NS, experts, self.kept_NS, self.kept)
         assert self.kept_NS is not None
-        sequences, capacity = self.places
+        sequences, capacity = self.padding
         return order_by_capacity(self.experts_NS, experts, self.kept_NS, sequences=sequences, capacity=capacity)
 
 
 class DispatchPlan(NamedTuple):
-    """The way of a micro-batch's tokens through one MoE layer. Integers only: no gradient flows here."""
+    """The routing of a micro-batch through one MoE layer. Integers only: no gradients flow here."""
 
-    leaving: Order | None = None
-    """From tokens to rows as they leave this rank; None where tokens leave as they are."""
-    arriving: Order | None = None
-    """From what arrives to rows sorted by expert; None where it arrives sorted."""
+    send_order: Order | None = None
+    """Permutation of tokens into the rows that are sent; None if tokens are sent as they are."""
+    recv_order: Order | None = None
+    """Permutation of received rows into rows sorted by expert; None if they arrive sorted."""
     counts_E: Tensor | None = None
-    """Rows of each expert of this rank."""
-    way: Any = None
-    """What the dispatcher that made this needs to know of the way between."""
+    """Rows of each local expert."""
+    handle: Any = None
+    """State of the dispatcher that made the plan, such as the split sizes of its all-to-all."""
 
 
-def used_here(*tensors: Tensor | None) -> None:
-    """Parts of a dispatch plan that another stream may have made are used on this one: their memory stays until
-    that is done."""
+def record_stream(*tensors: Tensor | None) -> None:
+    """Mark parts of a dispatch plan as in use on the current stream: another one may have allocated them, and
+    the caching allocator must not reuse their memory before this stream is done."""
     for tensor in tensors:
         if tensor is not None and tensor.is_cuda:
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 class Dispatcher(Protocol):
-    """Brings rows to the ranks of their experts and back. One object serves all layers, and keeps nothing of
-    any micro-batch."""
+    """Sends rows to the ranks of their experts and back. Stateless: one dispatcher serves all layers."""
 
     def dispatch_plan(self, slots: Slots) -> DispatchPlan:
-        """Where everything goes. Ranks may tell one another counts and choices."""
+        """Plan a micro-batch; may exchange row counts or expert choices."""
         ...
 
     def dispatch(
         self, x: Tensor, probs: Tensor, dispatch_plan: DispatchPlan
     ) -> tuple[Tensor, Tensor, DispatchPlan]:
-        """From rows and probabilities as they leave to those that arrive. The dispatch plan is complete from
-        here on: some dispatchers know only now what arrives."""
+        """Send rows and probabilities; returns those received, and the completed plan: some dispatchers learn
+        only now what they receive."""
         ...
 
     def combine(self, y: Tensor, dispatch_plan: DispatchPlan) -> Tensor:
-        """From rows as they were when they arrived to those that return."""
+        """Return rows, in the order in which they were received, to where they came from."""
         ...

@@ -1,6 +1,6 @@
-"""The routed experts: their weights, stacked, and the kernel that applies them.
+"""The routed experts: stacked MLP weights and the grouped GEMM kernel that applies them.
 
-The ep ranks share the experts, the etp ranks the ffn channels of each: all in equal parts.
+Expert parallelism (ep) splits the experts, expert tensor parallelism (etp) the ffn channels of each.
 
 Shapes: M rows sorted by expert, E experts of this rank, C channels of a row, F ffn channels of this rank, G
 projections into the ffn.
@@ -18,25 +18,24 @@ from torch import Tensor, nn
 from braid import architecture
 from braid.distributed.collectives import Groups
 from braid.kernels.activation import projections
-from braid.kernels.activation_bytes import activated
+from braid.kernels.activation_bytes import saved_ffn_tensors
 from braid.kernels.grouped_mlp import FusedGroupedMlp, GroupedMlp, grouped, sizes
-from braid.kernels.grouped_mlp.product import WritesInPlace, left, zeros
+from braid.kernels.grouped_mlp.product import WritesInPlace, put_wgrad, zeros
 from braid.nn.canonical import Canonical
-from braid.nn.cost import Cost, Portion
+from braid.nn.cost import Cost, Workload
 from braid.nn.delayed_wgrad import DelayedWgrad, Delaying
 from braid.nn.recompute import Recomputing
 
 SHARD_DIMS = MappingProxyType({"w_in_EFGC": 1, "w_down_ECF": 2, "b_in_EFG": 1, "b_down_EC": 1})
-"""The dim of each weight that ranks with the same experts share where weights are sharded: never that of the
-experts, of which a rank may hold fewer than there are such ranks."""
+"""The dim of each weight that FSDP shards. Never the expert dim: a rank may hold fewer experts than there are
+ranks to shard over."""
 
 BUCKETS = MappingProxyType({"w_in_EFGC": "in", "w_down_ECF": "down", "b_in_EFG": "in", "b_down_EC": "down"})
-"""The bucket of a wgrad store that the gradient of each weight goes into, where a schedule adds them in two
-goes."""
+"""The wgrad bucket of each weight, for schedules that compute expert weight gradients in two parts."""
 
 
 class Experts(Delaying, Recomputing):
-    """One MLP per expert."""
+    """One MLP per local expert."""
 
     def __init__(
         self,
@@ -56,8 +55,8 @@ class Experts(Delaying, Recomputing):
         experts, self.ffn = shape.experts // groups.ep.size, shape.ffn // groups.etp.size
         assert experts * groups.ep.size == shape.experts
         assert self.ffn * groups.etp.size == shape.ffn
-        self.numbers = range(groups.ep.rank * experts, (groups.ep.rank + 1) * experts)
-        """This rank's experts, as the whole layer counts them."""
+        self.expert_ids = range(groups.ep.rank * experts, (groups.ep.rank + 1) * experts)
+        """Global indices of the local experts."""
 
         def parameter(*sizes: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(experts, *sizes, device=device, dtype=dtype))
@@ -68,13 +67,16 @@ class Experts(Delaying, Recomputing):
         self.b_down_EC = parameter(channels) if shape.bias else None
 
     def forward(self, x_MC: Tensor, probs_M: Tensor, counts_E: Tensor) -> Tensor:
-        """What this rank's ffn channels contribute. Sums over etp are for whoever brings rows back."""
-        return self.recomputed("experts", partial(self._computed, counts_E), x_MC, probs_M)
+        """Expert outputs for rows sorted by expert. With etp these are partial sums; combine adds them up."""
+        return self.recomputed("experts", partial(self._grouped_mlp, counts_E), x_MC, probs_M)
 
-    def _computed(self, counts_E: Tensor, x_MC: Tensor, probs_M: Tensor) -> Tensor:
-        added = self.etp.rank == 0
+    def _grouped_mlp(self, counts_E: Tensor, x_MC: Tensor, probs_M: Tensor) -> Tensor:
+        # With etp, the down bias must be added exactly once per row: by the first rank.
+        adds_bias = self.etp.rank == 0
         if self.wgrad_store is not None:
-            self.wgrad_store.sort({each: BUCKETS[name] for name, each in self.named_parameters(recurse=False)})
+            self.wgrad_store.assign_buckets(
+                {each: BUCKETS[name] for name, each in self.named_parameters(recurse=False)}
+            )
         y_MC = self.grouped_mlp(
             x_MC,
             probs_M,
@@ -84,18 +86,18 @@ class Experts(Delaying, Recomputing):
             self.shape.activation,
             glu=self.shape.glu,
             b_in_EFG=self.b_in_EFG,
-            b_down_EC=self.b_down_EC if added else None,
+            b_down_EC=self.b_down_EC if adds_bias else None,
             wgrad_store=self.wgrad_store,
         )
-        if added or self.b_down_EC is None:
+        if adds_bias or self.b_down_EC is None:
             return y_MC
         in_place = isinstance(self.grouped_mlp, WritesInPlace)
-        beside: Tensor = _AddedElsewhere.apply(self.wgrad_store, in_place, self.b_down_EC, y_MC)
-        return beside
+        y_MC = _ZeroBiasGrad.apply(self.wgrad_store, in_place, self.b_down_EC, y_MC)
+        return y_MC
 
     def canonical(self) -> dict[str, Canonical]:
         tensors: dict[str, Canonical] = {}
-        for expert, number in enumerate(self.numbers):
+        for expert, number in enumerate(self.expert_ids):
             for place, name in enumerate(self.projections):
                 tensors |= self._projection(f"{number}.{name}", (expert, slice(None), place))
             tensors |= self._down(f"{number}.down", (expert,))
@@ -125,7 +127,7 @@ class Experts(Delaying, Recomputing):
         weight = Canonical(
             parameter="w_down_ECF",
             shape=(self.channels, self.shape.ffn),
-            # Behind a latent it is the projection back that writes into the residual stream.
+            # With a latent, the up-projection writes into the residual stream instead.
             fill="normal" if self.shape.latent else "residual",
             index=index,
             part=(self.channels, self.ffn),
@@ -136,32 +138,31 @@ class Experts(Delaying, Recomputing):
         )
         return {f"{name}.weight": weight} | ({f"{name}.bias": bias} if self.shape.bias else {})
 
-    def cost(self, portion: Portion, rows: int, wide: int) -> Cost:
-        """Of so many rows, where a probability has `wide` bytes."""
-        channels, ffn = rows * self.channels * portion.narrow, rows * self.ffn * portion.narrow
+    def cost(self, workload: Workload, rows: int, wide: int) -> Cost:
+        """The cost of `rows` rows; probabilities have `wide` bytes."""
+        channels, ffn = rows * self.channels * workload.narrow, rows * self.ffn * workload.narrow
         fused = isinstance(self.grouped_mlp, FusedGroupedMlp)
-        # All of the fused backward is there at the same time: gradients of its output, of what it projected and
-        # of its input, and the activation.
+        # The fused backward holds the gradients of output, projections and input, and the activation at once.
         passing = 2 * channels + (len(self.projections) + 1) * ffn if fused else channels
-        if portion.again("experts"):
+        if workload.recomputes("experts"):
             return Cost(kept=channels + rows * wide, passing=passing)
         if fused:
-            projected, of = len(self.projections) * self.ffn, len(self.numbers)
-            kept = sizes.kept(rows, of, self.channels, projected, narrow=portion.narrow, wide=wide)
+            projected, experts = len(self.projections) * self.ffn, len(self.expert_ids)
+            kept = sizes.kept(rows, experts, self.channels, projected, narrow=workload.narrow, wide=wide)
             return Cost(kept=kept, passing=passing)
         joined = self.grouped_mlp is grouped.grouped_mlp
-        kept = 2 * channels + activated(self.shape.activation, self.shape.glu, joined=joined) * ffn
-        return Cost(kept=kept + rows * portion.narrow, passing=passing)
+        kept = 2 * channels + saved_ffn_tensors(self.shape.activation, self.shape.glu, joined=joined) * ffn
+        return Cost(kept=kept + rows * workload.narrow, passing=passing)
 
     def flops(self, tokens: int) -> int:
-        """What this rank computes, on average, where each rank has so many tokens."""
+        """Average FLOPs of this rank, if every rank has `tokens` tokens."""
         matrices = len(self.projections) + 1
         return 2 * tokens * self.shape.top_k * matrices * self.channels * self.shape.ffn
 
 
-class _AddedElsewhere(torch.autograd.Function):
-    """Of a bias that another rank adds the gradient here is zero, but it is there: ranks sum it. It goes where
-    those of the other weights go, so that all have one dtype."""
+class _ZeroBiasGrad(torch.autograd.Function):
+    """A zero gradient for a bias that another etp rank adds: the gradient is all-reduced over etp, so it must
+    exist here. It takes the path of the other weight gradients, so that all have one dtype."""
 
     @staticmethod
     def forward(
@@ -175,4 +176,4 @@ class _AddedElsewhere(torch.autograd.Function):
         gradient = zeros(ctx.bias)
         product = gradient if ctx.in_place else gradient.__call__
         needed = ctx.needs_input_grad[2]
-        return None, None, left(ctx.wgrad_store, ctx.bias, product) if needed else None, grads[0]
+        return None, None, put_wgrad(ctx.wgrad_store, ctx.bias, product) if needed else None, grads[0]

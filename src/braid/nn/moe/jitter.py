@@ -1,4 +1,4 @@
-"""Multiplicative noise on what the router sees, as a pure function of who the tokens are.
+"""Router input jitter (Switch Transformer, arXiv 2101.03961): multiplicative noise from the counter-based RNG.
 
 Shapes: B rows, T tokens of a row, N = B · T, C channels.
 """
@@ -12,19 +12,19 @@ from braid.nn.counter_rng import random_words
 from braid.nn.moe.token_ids import Tokens
 
 STREAM = 0x6A697474
-"""Taken into the seed, so that the noise has nothing to do with dropout's masks."""
+"""Mixed into the seed, so that the noise is independent of dropout masks."""
 
 
 def jitter(eps: float, tokens: Tokens, channels: int, dtype: torch.dtype) -> Tensor:
-    """A factor for each channel of each token: uniform from 1 - eps to 1 + eps."""
+    """Uniform factors from 1 - eps to 1 + eps for each channel of each token."""
     words_BTC = random_words(
         seed=tokens.seed ^ STREAM,
         step=tokens.step,
         layer=tokens.layer,
         sample_B=tokens.sample_B,
-        position_T=tokens.place_T,
+        position_T=tokens.position_T,
         channels=channels,
     )
-    # The middle of each of the 2³² intervals, so that both ends are equally far.
-    # float64 until the end: a narrow dtype has few numbers near 1.
+    # Midpoints of 2³² intervals, so that the distribution is symmetric around 1. Computed in float64: narrow
+    # dtypes have few values near 1.
     return (1 + eps * ((2 * words_BTC + 1).double() / 2**32 - 1)).flatten(0, 1).to(dtype)

@@ -1,16 +1,21 @@
-"""The parts of the layer `E`, put together. A block runs them in its phases:
+"""The MoE layer: router, token dispatcher, routed experts, latent projections, shared expert.
+
+    y = Σ_{e in top-k} p_e · expert_e(x) + shared(x)         (DeepSeekMoE, arXiv 2401.06066)
+    routed experts with a latent: up(Σ p_e · expert_e(down(x)))
+
+A block runs its parts in phases:
 
     mix       routing = moe.router(x_NC, tokens); plan = moe.dispatch_plan(routing, tokens)
               rows, probs = moe.pack(x_NC, routing.probs_NS, plan); shared_BtC = moe.shared_output(x_BtC)
     dispatch  rows, probs, plan = moe.dispatcher.dispatch(rows, probs, plan)
-    experts   rows = moe.visit(rows, probs, plan)
+    experts   rows = moe.run_experts(rows, probs, plan)
     combine   rows = moe.dispatcher.combine(rows, plan)
     post      y_NC = moe.unpack(rows, plan), plus shared
 
-Router and shared expert see all hidden channels; with a latent, routed experts see its channels alone.
+Router and shared expert read the hidden channels, routed experts the latent ones.
 
 Shapes: B rows, t tokens of this rank, N = B · t, S slots of a token, C hidden channels, L latent channels (C
-where there is no latent). What travels has any number of rows, of L channels.
+without a latent). Dispatched tensors have any number of rows, of L channels.
 """
 
 from __future__ import annotations
@@ -23,13 +28,21 @@ from braid.distributed.collectives import ALONE, Group, Groups
 from braid.kernels.grouped_mlp import GroupedMlp
 from braid.kernels.permute import PLAIN, Permute
 from braid.nn.canonical import Canonical, under
-from braid.nn.cost import INDEX, Cost, Portion, exchange_cost, gather_cost, once, scatter_cost
+from braid.nn.cost import (
+    INDEX_BYTES,
+    Cost,
+    Workload,
+    all_gather_calls,
+    all_to_all_v_calls,
+    no_grad_call,
+    reduce_scatter_calls,
+)
 from braid.nn.linear import Linear
 from braid.nn.mlp import Mlp
 from braid.nn.moe.all_gather import AllGather
-from braid.nn.moe.balance import examine_cost
+from braid.nn.moe.balance import balance_cost
 from braid.nn.moe.capacity import capacity
-from braid.nn.moe.dispatch_plan import Dispatcher, DispatchPlan, RowPlaces, Slots, used_here
+from braid.nn.moe.dispatch_plan import CapacityPadding, Dispatcher, DispatchPlan, Slots, record_stream
 from braid.nn.moe.experts import Experts
 from braid.nn.moe.permute import combine, dispatch
 from braid.nn.moe.router import Router, logit_dtype, probability_dtype
@@ -37,7 +50,7 @@ from braid.nn.moe.routing import Routing
 from braid.nn.moe.token_dispatcher import choose
 from braid.nn.moe.token_ids import Tokens
 
-ONCE = (
+NOT_REPEATED = (
     "rows to expect",
     "choices of experts",
     "rows back",
@@ -45,11 +58,12 @@ ONCE = (
     "expert counts",
     "expert counts of rows",
 )
-"""What is sent once, though all of a block is made again."""
+"""Purposes of collectives that recomputing a block does not repeat: the dispatch plan and expert counts are
+kept, and nothing needs the results of combine."""
 
 
 class Latent(nn.Module):
-    """The projections before tokens travel and after they return."""
+    """The projections around routed experts: down before dispatch, up after combine."""
 
     def __init__(
         self,
@@ -72,7 +86,7 @@ class Latent(nn.Module):
 
 
 class Moe(nn.Module):
-    """Router, routed experts, and the shared expert that every token visits."""
+    """Router, routed experts, and an optional shared expert for every token."""
 
     def __init__(
         self,
@@ -86,7 +100,7 @@ class Moe(nn.Module):
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """`dispatcher` is what `token_dispatcher.choose` chose; None leaves the choice to it."""
+        """`dispatcher` defaults to the choice of `token_dispatcher.choose`."""
         super().__init__()
         self.shape, self.groups, self.permute = shape, groups, permute
         self.dispatcher = choose(shape, hidden, groups).function if dispatcher is None else dispatcher
@@ -106,8 +120,8 @@ class Moe(nn.Module):
     # -------------------------------------------------------------------------------------- parts
 
     def dispatch_plan(self, routing: Routing, tokens: Tokens, *, replayed: bool = False) -> DispatchPlan:
-        """Where each slot goes. Decisions that are replayed may have been made under another capacity: how many
-        rows they keep is for them to say."""
+        """The dispatch plan of a routing. Replayed decisions may come from a run with another capacity, so the
+        number of kept slots is not assumed for them."""
         shape, (experts_NS, _, kept_NS) = self.shape, routing.choice
         slots = Slots(experts_NS, kept_NS)
         if replayed:
@@ -115,42 +129,48 @@ class Moe(nn.Module):
         if shape.capacity_factor is None or not tokens.training:
             return self.dispatcher.dispatch_plan(slots._replace(kept=tokens.count * shape.top_k))
         if shape.pad_to_capacity:
-            slots = slots._replace(places=RowPlaces(tokens.rows, self._capacity(tokens)))
+            slots = slots._replace(padding=CapacityPadding(tokens.rows, self._capacity(tokens)))
         return self.dispatcher.dispatch_plan(slots)
 
     def _capacity(self, tokens: Tokens) -> int:
-        """The most rows that an expert can have of one sequence's tokens on this rank."""
+        """The maximum number of rows of an expert from this rank's tokens of one sequence."""
         return min(tokens.row_tokens, capacity(self.shape, tokens.row_tokens * self.groups.tp_cp.size))
 
     def pack(self, x_NC: Tensor, probs_NS: Tensor, dispatch_plan: DispatchPlan) -> tuple[Tensor, Tensor]:
-        """What travels to routed experts, as it leaves: rows, and probabilities."""
+        """Project to the latent and permute: the rows and probabilities to dispatch."""
         x_NL = x_NC if self.latent is None else self.latent.down(x_NC)
-        if dispatch_plan.leaving is None:
+        if dispatch_plan.send_order is None:
             return x_NL, probs_NS
-        return dispatch(x_NL, probs_NS, dispatch_plan.leaving, self.permute)
+        return dispatch(x_NL, probs_NS, dispatch_plan.send_order, self.permute)
 
-    def visit(self, rows: Tensor, probs: Tensor, dispatch_plan: DispatchPlan) -> Tensor:
-        """What this rank's experts make of the rows that have arrived, in the order in which they came."""
+    def run_experts(self, rows: Tensor, probs: Tensor, dispatch_plan: DispatchPlan) -> Tensor:
+        """Apply the local experts to received rows; returns them in the order of arrival."""
         assert dispatch_plan.counts_E is not None
-        if dispatch_plan.arriving is None:
+        if dispatch_plan.recv_order is None:
             return self.experts(rows, probs, dispatch_plan.counts_E)
-        used_here(dispatch_plan.arriving.slot_M, dispatch_plan.arriving.row_NS, dispatch_plan.arriving.counts_E)
-        rows, probs = dispatch(rows, probs, dispatch_plan.arriving, self.permute)
-        return combine(self.experts(rows, probs, dispatch_plan.counts_E), dispatch_plan.arriving, self.permute)
+        record_stream(
+            dispatch_plan.recv_order.slot_M, dispatch_plan.recv_order.row_NS, dispatch_plan.recv_order.counts_E
+        )
+        rows, probs = dispatch(rows, probs, dispatch_plan.recv_order, self.permute)
+        return combine(
+            self.experts(rows, probs, dispatch_plan.counts_E), dispatch_plan.recv_order, self.permute
+        )
 
     def unpack(self, rows: Tensor, dispatch_plan: DispatchPlan) -> Tensor:
-        """What has returned, summed for each token, as hidden channels."""
-        y_NL = rows if dispatch_plan.leaving is None else combine(rows, dispatch_plan.leaving, self.permute)
+        """Sum the combined rows of each token, and project from the latent."""
+        y_NL = (
+            rows if dispatch_plan.send_order is None else combine(rows, dispatch_plan.send_order, self.permute)
+        )
         return y_NL if self.latent is None else self.latent.up(y_NL)
 
     def shared_output(self, x_BtC: Tensor) -> Tensor | None:
-        """What the shared expert adds, where there is one."""
+        """Output of the shared expert, if any."""
         if self.shared is None:
             return None
         y_BtC: Tensor = self.shared(x_BtC)
         return y_BtC if self.shared_gate is None else torch.sigmoid(self.shared_gate(x_BtC)) * y_BtC
 
-    # -------------------------------------------------------------------------------------- facts
+    # --------------------------------------------------------------------- introspection and cost
 
     def canonical(self) -> dict[str, Canonical]:
         tensors = under("router", "router", self.router.canonical())
@@ -159,88 +179,93 @@ class Moe(nn.Module):
             tensors |= {} if part is None else under(name, name, part.canonical())
         return tensors
 
-    def cost(self, portion: Portion) -> Cost:
-        """Several parts see the layer's input: those that keep it as it is keep the same."""
-        shape, n = self.shape, portion.narrow
-        tokens, hidden = portion.places(self.groups.tp_cp), self.router.weight.shape[1]
-        normed, wide = tokens * hidden * n, probability_dtype(shape, portion.dtype).itemsize
-        keepers = int(logit_dtype(shape, portion.dtype) == portion.dtype and not shape.jitter)
-        total = self.router.cost(portion) + examine_cost(shape, portion, wide, self.groups)
-        total += self._travel_cost(portion, wide)
+    def cost(self, workload: Workload) -> Cost:
+        """Router, latent, shared expert and shared gate read the same input: parts that save it unchanged save
+        one tensor, which is counted once."""
+        shape, n = self.shape, workload.narrow
+        tokens, hidden = workload.local_tokens(self.groups.tp_cp), self.router.weight.shape[1]
+        normed, wide = tokens * hidden * n, probability_dtype(shape, workload.dtype).itemsize
+        savers = int(logit_dtype(shape, workload.dtype) == workload.dtype and not shape.jitter)
+        total = self.router.cost(workload) + balance_cost(shape, workload, wide, self.groups)
+        total += self._dispatch_cost(workload, wide)
         if self.latent is not None:
-            keepers += 1
+            savers += 1
             total += Cost(kept=normed + tokens * self.experts.channels * n)
         if self.shared is not None:
-            keepers += self.groups.tp.size == 1 and not portion.again("norm")  # its own cost knows
-            total += self.shared.cost(portion)
+            # With tp it saves a gathered copy; its own cost leaves out a recomputed norm.
+            savers += self.groups.tp.size == 1 and not workload.recomputes("norm")
+            total += self.shared.cost(workload)
         if self.shared_gate is not None:
-            keepers += 1
+            savers += 1
             total += Cost(kept=2 * normed + tokens * n)
-        kept_once = 0 if portion.again("norm") else 1
-        return total + Cost(kept=-normed * max(0, keepers - kept_once))
+        saved_once = 0 if workload.recomputes("norm") else 1
+        return total + Cost(kept=-normed * max(0, savers - saved_once))
 
-    def block_cost(self, portion: Portion) -> Cost:
-        """What is kept where all of the block is made again: where rows go, what is examined of the routing,
-        and what goes through the projection back from a latent."""
-        shape, wide = self.shape, probability_dtype(self.shape, portion.dtype).itemsize
-        tokens = portion.places(self.groups.tp_cp)
-        over_all = bool(shape.aux_loss) + bool(shape.global_aux_loss)
-        kept = self._places_kept(portion, again=True) + over_all * shape.experts * wide
+    def block_cost(self, workload: Workload) -> Cost:
+        """What is saved if the whole block is recomputed: the dispatch plan, what the auxiliary losses need,
+        and the input of the latent up-projection."""
+        shape, wide = self.shape, probability_dtype(self.shape, workload.dtype).itemsize
+        tokens = workload.local_tokens(self.groups.tp_cp)
+        batch_losses = bool(shape.aux_loss) + bool(shape.global_aux_loss)
+        kept = self._order_bytes(workload, recomputed=True) + batch_losses * shape.experts * wide
         if shape.sequence_aux_loss:
-            kept += tokens + portion.rows * (shape.experts + 1) * wide
+            kept += tokens + workload.rows * (shape.experts + 1) * wide
         if shape.z_loss:
-            narrow = logit_dtype(shape, portion.dtype).itemsize < wide
+            narrow = logit_dtype(shape, workload.dtype).itemsize < wide
             kept += tokens * wide * (1 + shape.experts * narrow)
         if self.latent is not None:
-            kept += tokens * self.experts.channels * portion.narrow
+            kept += tokens * self.experts.channels * workload.narrow
         return Cost(kept=kept)
 
-    def _rows(self, portion: Portion) -> int:
-        """Rows that travel, where all experts have as many."""
-        shape, tokens = self.shape, portion.places(self.groups.tp_cp)
+    def _rows(self, workload: Workload) -> int:
+        """Dispatched rows, for balanced experts."""
+        shape, tokens = self.shape, workload.local_tokens(self.groups.tp_cp)
         if not shape.pad_to_capacity:
             return tokens * shape.top_k * self.groups.etp.size
-        row_tokens = portion.tokens // self.groups.tp_cp.size
-        places = len(self.experts.numbers) * portion.rows * min(row_tokens, capacity(shape, portion.tokens))
+        row_tokens = workload.tokens // self.groups.tp_cp.size
+        places = (
+            len(self.experts.expert_ids) * workload.rows * min(row_tokens, capacity(shape, workload.tokens))
+        )
         return self.groups.ep_etp.size * places
 
-    def _places_kept(self, portion: Portion, *, again: bool) -> int:
-        """Of rows, which token and slot is where. The token of each row that has arrived is not kept where
-        experts are made again."""
-        group, rows, last = self.groups.ep_etp, self._rows(portion), not again
+    def _order_bytes(self, workload: Workload, *, recomputed: bool) -> int:
+        """Saved indices of the permutations. If experts are recomputed, the token of each received row is not
+        saved."""
+        group, rows, tokens_saved = self.groups.ep_etp, self._rows(workload), not recomputed
         if isinstance(self.dispatcher, AllGather):
-            slots = portion.places(self.groups.tp_cp) * self.shape.top_k
-            return (2 * group.size * slots + rows * last) * INDEX
-        arriving = 2 + last if group.size > 1 and len(self.experts.numbers) > 1 else 0
-        return (3 + arriving) * rows * INDEX
+            slots = workload.local_tokens(self.groups.tp_cp) * self.shape.top_k
+            return (2 * group.size * slots + rows * tokens_saved) * INDEX_BYTES
+        received = 2 + tokens_saved if group.size > 1 and len(self.experts.expert_ids) > 1 else 0
+        return (3 + received) * rows * INDEX_BYTES
 
-    def _travel_cost(self, portion: Portion, wide: int) -> Cost:
-        """From tokens to rows, to experts and back, where all experts have as many rows."""
-        shape, group, held = self.shape, self.groups.ep_etp, len(self.experts.numbers)
-        tokens = portion.places(self.groups.tp_cp)
-        slots, channels = tokens * shape.top_k, self.experts.channels * portion.narrow
-        rows = self._rows(portion)
-        visit = self.experts.cost(portion, rows, wide) + Cost(kept=self._places_kept(portion, again=False))
+    def _dispatch_cost(self, workload: Workload, wide: int) -> Cost:
+        """Permutation, dispatch, experts and combine, for balanced experts."""
+        shape, group, local_experts = self.shape, self.groups.ep_etp, len(self.experts.expert_ids)
+        tokens = workload.local_tokens(self.groups.tp_cp)
+        slots, channels = tokens * shape.top_k, self.experts.channels * workload.narrow
+        rows = self._rows(workload)
+        total = self.experts.cost(workload, rows, wide) + Cost(
+            kept=self._order_bytes(workload, recomputed=False)
+        )
         if isinstance(self.dispatcher, AllGather):
             calls = (
-                once("gather", group, slots * INDEX, "choices of experts")
-                + gather_cost(group, tokens * channels, "tokens to experts")
-                + gather_cost(group, slots * wide, "probabilities")
-                + scatter_cost(group, group.size * tokens * channels, "tokens back")
+                no_grad_call("all_gather", group, slots * INDEX_BYTES, "choices of experts")
+                + all_gather_calls(group, tokens * channels, "tokens to experts")
+                + all_gather_calls(group, slots * wide, "probabilities")
+                + reduce_scatter_calls(group, group.size * tokens * channels, "tokens back")
             )
-            return visit + Cost(calls=calls)
-        counts = 0 if shape.pad_to_capacity else group.size * held * INDEX
+            return total + Cost(calls=calls)
+        counts = 0 if shape.pad_to_capacity else group.size * local_experts * INDEX_BYTES
         calls = (
-            once("swap", group, counts, "rows to expect", times=int(counts > 0))
-            + exchange_cost(group, rows * channels, "rows to experts")
-            + exchange_cost(group, rows * wide, "probabilities")
-            + exchange_cost(group, rows * channels, "rows back")
+            no_grad_call("all_to_all", group, counts, "rows to expect", times=int(counts > 0))
+            + all_to_all_v_calls(group, rows * channels, "rows to experts")
+            + all_to_all_v_calls(group, rows * wide, "probabilities")
+            + all_to_all_v_calls(group, rows * channels, "rows back")
         )
-        return visit + Cost(calls=calls)
+        return total + Cost(calls=calls)
 
     def flops(self, tokens: int) -> int:
-        """What this rank computes for a row of so many tokens. Routed experts count for the tokens that visit
-        them."""
+        """FLOPs of this rank for a row. Routed experts count top_k of them per token."""
         own = tokens // self.groups.tp_cp.size
         parts = (self.router, self.experts, self.latent, self.shared_gate)
         shared = 0 if self.shared is None else self.shared.flops(tokens)

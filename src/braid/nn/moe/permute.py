@@ -1,11 +1,11 @@
-"""Permute: tokens to experts and back, within one process. `dispatch_plan` says what happens between processes.
+"""Token permutation within a rank: tokens to rows sorted by expert and back. For ranks see `dispatch_plan`.
 
-A token takes S slots, one per expert it visits; a row is a slot in the order in which experts compute. Both
-directions are gathers, forward and backward, so results do not depend on the order of atomic additions. Who
-moves the rows is a choice: see `kernels.permute`.
+A token has S slots, one per selected expert; rows are slots sorted by expert for the grouped GEMM. Permute and
+unpermute are gathers in forward and backward, never scatter-adds, so results do not depend on the order of
+atomics. `kernels.permute` has the implementations.
 
-There may be gaps: slots that go nowhere (padding, full experts) and rows for nobody (padding to capacity). A
-gap is an index past the end, where a zero stands.
+There may be gaps: slots without a row (padding tokens, experts over capacity) and rows without a slot (padding
+to capacity). A gap is an index past the end and reads as zero.
 
 Shapes: N tokens, S slots of a token, M rows (N · S without gaps), C channels, E experts.
 """
@@ -24,28 +24,28 @@ from braid.nn.moe.capacity import places, queues
 
 
 class Order(NamedTuple):
-    """Where each slot stands among the rows. Integers only: no gradient flows here."""
+    """A permutation between slots and rows. Integers only: no gradients flow here."""
 
     slot_M: Tensor
-    """The slot of each row; slot n · S + s is token n's slot s. N · S is nobody's."""
+    """The slot of each row; n · S + s is slot s of token n, N · S is a gap."""
     row_NS: Tensor
-    """The row of each slot; M is nowhere."""
+    """The row of each slot; M is a gap."""
     counts_E: Tensor
     """Rows of each expert."""
     gaps: bool = False
-    """Whether slots may go nowhere, or rows be nobody's."""
+    """Whether there may be gaps."""
 
     @property
     def token_M(self) -> Tensor:
-        """The token of each row; N is nobody."""
+        """The token of each row; N is a gap."""
         return self.slot_M // self.row_NS.shape[1]
 
 
 def order_by_expert(
     experts_NS: Tensor, experts: int, kept_NS: Tensor | None = None, rows: int | None = None
 ) -> Order:
-    """Rows sorted by expert; within an expert, by token. Slots that are not kept have no row. `rows` is how
-    many are kept: where the host does not say, it is asked of the device."""
+    """Rows sorted by expert, then by token. Dropped slots have no row. `rows` is the number of kept slots; if
+    not given, it is read from the device, which synchronizes."""
     slots, queue_M = experts_NS.numel(), experts_NS.flatten()
     counts_E = count(experts_NS, kept_NS, experts)
     if kept_NS is None:
@@ -62,13 +62,13 @@ def order_by_expert(
 def order_by_capacity(
     experts_NS: Tensor, experts: int, kept_NS: Tensor, *, sequences: int, capacity: int
 ) -> Order:
-    """As many rows as there are places, whatever the routing: sorted by expert, then by sequence, then by
-    token; places that stay free come last in their sequence. Nothing is asked of the device."""
+    """Rows padded to capacity, so that shapes do not depend on the routing: sorted by expert, sequence, token,
+    with the padding of a sequence last. Does not synchronize with the device."""
     slots, rows = experts_NS.numel(), experts * sequences * capacity
     queue_NS = queues(experts_NS, kept_NS, rows=sequences, experts=experts)
     place_NS = places(queue_NS.flatten()).view_as(queue_NS)
     row_NS = torch.where(kept_NS, queue_NS * capacity + place_NS, rows)
-    # Every slot that goes nowhere writes into one entry past the end.
+    # Dropped slots all write to one extra entry past the end.
     slot_M = torch.full((rows + 1,), slots, dtype=torch.int64, device=experts_NS.device)
     slot_M[row_NS.flatten()] = torch.arange(slots, device=experts_NS.device)
     counts_E = torch.full((experts,), sequences * capacity, device=experts_NS.device)
@@ -76,8 +76,8 @@ def order_by_capacity(
 
 
 def dispatch(x_NC: Tensor, probs_NS: Tensor, order: Order, permute: Permute = PLAIN) -> tuple[Tensor, Tensor]:
-    """Each row's token, and each row's probability. Nobody's row is zero, with probability zero. Where the
-    order has several slots for each of `probs_NS`, neighbours share it."""
+    """Permute tokens and probabilities into rows; gaps are zero. If the order has several slots per entry of
+    `probs_NS` (expert shards), adjacent slots share it."""
     x_MC = _Dispatch.apply(permute, x_NC, order.token_M, order.row_NS, order.gaps)
     if probs_NS.numel() != order.row_NS.numel():
         probs_NS = probs_NS.repeat_interleave(order.row_NS.shape[1] // probs_NS.shape[1], dim=1)
@@ -85,12 +85,12 @@ def dispatch(x_NC: Tensor, probs_NS: Tensor, order: Order, permute: Permute = PL
 
 
 def combine(y_MC: Tensor, order: Order, permute: Permute = PLAIN) -> Tensor:
-    """Each token's sum over its rows. Slots that went nowhere add nothing."""
+    """Unpermute: sum the rows of each token. Dropped slots add nothing."""
     return _Combine.apply(permute, y_MC, order.token_M, order.row_NS, order.gaps)
 
 
 class _Dispatch(torch.autograd.Function):
-    """Spread forward, collect backward."""
+    """Forward spreads tokens to rows, backward sums the rows of each token."""
 
     @staticmethod
     def forward(
@@ -98,16 +98,16 @@ class _Dispatch(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(row_NS)
         ctx.permute, ctx.gaps = permute, gaps
-        return permute.spread(x_NC, token_M, gaps=gaps)
+        return permute.permute(x_NC, token_M, gaps=gaps)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None, None, None]:
         (row_NS,) = ctx.saved_tensors
-        return None, ctx.permute.collect(grads[0], row_NS, gaps=ctx.gaps), None, None, None
+        return None, ctx.permute.unpermute(grads[0], row_NS, gaps=ctx.gaps), None, None, None
 
 
 class _Combine(torch.autograd.Function):
-    """Collect forward, spread backward."""
+    """Forward sums the rows of each token, backward spreads gradients to rows."""
 
     @staticmethod
     def forward(
@@ -115,9 +115,9 @@ class _Combine(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(token_M)
         ctx.permute, ctx.gaps = permute, gaps
-        return permute.collect(y_MC, row_NS, gaps=gaps)
+        return permute.unpermute(y_MC, row_NS, gaps=gaps)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None, None, None]:
         (token_M,) = ctx.saved_tensors
-        return None, ctx.permute.spread(grads[0], token_M, gaps=ctx.gaps), None, None, None
+        return None, ctx.permute.permute(grads[0], token_M, gaps=ctx.gaps), None, None, None

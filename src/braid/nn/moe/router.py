@@ -1,6 +1,8 @@
-"""The router: which experts each token visits, and with which probability.
+"""The router: top-k expert selection and routing probabilities.
 
-Every rank has all of the router and decides about its own tokens; capacity and sinkhorn look at whole rows.
+    logits = x · W        scores = softmax | sigmoid | sqrt(softplus)        experts = top-k(scores + bias)
+
+The router is replicated and every rank routes its own tokens; capacity and sinkhorn consider whole sequences.
 
 Shapes: B rows, T tokens of a row, N = B · T, C hidden channels, E experts, S = top_k slots of a token.
 """
@@ -14,18 +16,18 @@ from torch.nn import functional as F
 from braid import architecture
 from braid.distributed.collectives import ALONE, Group, Groups
 from braid.nn.canonical import Canonical
-from braid.nn.cost import INDEX, Cost, Portion
+from braid.nn.cost import INDEX_BYTES, Cost, Workload
 from braid.nn.moe.capacity import within_capacity
 from braid.nn.moe.jitter import jitter
 from braid.nn.moe.routing import ExpertChoice, Routing
 from braid.nn.moe.score_function import probabilities, scores, shares
-from braid.nn.moe.sinkhorn import evened
+from braid.nn.moe.sinkhorn import sinkhorn
 from braid.nn.moe.token_ids import Tokens, own_part, whole_rows
-from braid.nn.moe.top_k import best, best_in_groups, round_robin
+from braid.nn.moe.top_k import group_limited_top_k, round_robin, stable_top_k
 
 
 class Router(nn.Module):
-    """A linear map to logits, and the choice of experts."""
+    """The router of one MoE layer."""
 
     def __init__(
         self,
@@ -41,20 +43,20 @@ class Router(nn.Module):
         wide = torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)
         self.weight = nn.Parameter(torch.empty(shape.experts, hidden, device=device, dtype=wide))
         self.bias: Tensor | None
-        """The selection bias. Nobody has a gradient for it: `balance.updated_bias` moves it."""
+        """The aux-loss-free selection bias (DeepSeek-V3). It has no gradient; `balance.updated_bias` updates
+        it."""
         bias_E = torch.empty(shape.experts, device=device, dtype=wide) if shape.selection_bias else None
         self.register_buffer("bias", bias_E)
 
     def forward(
         self, x_NC: Tensor, tokens: Tokens | None = None, replayed: ExpertChoice | None = None
     ) -> Routing:
-        """`tokens` is one row without padding, not in training, where it is not given."""
+        """`tokens` defaults to one row without padding, not in training."""
         tokens = Tokens.one_row(len(x_NC), x_NC.device) if tokens is None else tokens
         return route(self.logits(x_NC, tokens), self.shape, tokens, self.bias, replayed, self.groups.tp_cp)
 
     def logits(self, x_NC: Tensor, tokens: Tokens) -> Tensor:
-        asked = {"input": x_NC.dtype, "float32": torch.float32, "float64": torch.float64}
-        dtype = torch.promote_types(x_NC.dtype, asked[self.shape.router_dtype])
+        dtype = logit_dtype(self.shape, x_NC.dtype)
         x_NC = x_NC.to(dtype)
         if self.shape.jitter and tokens.training:
             x_NC = x_NC * jitter(self.shape.jitter, tokens, x_NC.shape[-1], dtype)
@@ -66,20 +68,17 @@ class Router(nn.Module):
         bias = Canonical(parameter="bias", shape=(self.shape.experts,), fill="zeros")
         return {"weight": weight} if self.bias is None else {"weight": weight, "bias": bias}
 
-    def cost(self, portion: Portion) -> Cost:
-        """Its input, scores, the chosen and their probabilities."""
-        shape, tokens, narrow = (
-            self.shape,
-            portion.places(self.groups.tp_cp),
-            logit_dtype(self.shape, portion.dtype),
-        )
-        wide = probability_dtype(shape, portion.dtype).itemsize
+    def cost(self, workload: Workload) -> Cost:
+        """Saves the input, the scores, and the chosen experts with their probabilities."""
+        shape, tokens = self.shape, workload.local_tokens(self.groups.tp_cp)
+        narrow = logit_dtype(shape, workload.dtype)
+        wide = probability_dtype(shape, workload.dtype).itemsize
         kept = tokens * self.weight.shape[1] * narrow.itemsize * (2 if shape.jitter else 1)
         if narrow != self.weight.dtype:
             kept += self.weight.numel() * narrow.itemsize
-        scored = 3 if shape.score == "sqrt_softplus" else 1
+        score_tensors = 3 if shape.score == "sqrt_softplus" else 1
         chosen = shape.top_k if shape.softmax_after_top_k else shape.top_k + 1 if shape.normalize_top_k else 0
-        kept += tokens * ((shape.experts * scored + chosen) * wide + shape.top_k * INDEX)
+        kept += tokens * ((shape.experts * score_tensors + chosen) * wide + shape.top_k * INDEX_BYTES)
         return Cost(kept=kept, passing=tokens * shape.experts * wide)
 
     def flops(self, tokens: int) -> int:
@@ -87,13 +86,13 @@ class Router(nn.Module):
 
 
 def logit_dtype(shape: architecture.Moe, dtype: torch.dtype) -> torch.dtype:
-    """Of the logits, where activations are of `dtype`."""
-    asked = {"input": dtype, "float32": torch.float32, "float64": torch.float64}
-    return torch.promote_types(dtype, asked[shape.router_dtype])
+    """Dtype of the logits, for activations of `dtype`."""
+    dtypes = {"input": dtype, "float32": torch.float32, "float64": torch.float64}
+    return torch.promote_types(dtype, dtypes[shape.router_dtype])
 
 
 def probability_dtype(shape: architecture.Moe, dtype: torch.dtype) -> torch.dtype:
-    """Of scores and probabilities, where activations are of `dtype`."""
+    """Dtype of scores and probabilities, for activations of `dtype`."""
     return torch.promote_types(logit_dtype(shape, dtype), torch.float32)
 
 
@@ -105,8 +104,8 @@ def route(
     replayed: ExpertChoice | None = None,
     row_group: Group = ALONE,
 ) -> Routing:
-    """From router logits to a decision; or to that of another run, with this run's probabilities. `row_group`
-    are the ranks that share rows, each with an equal slice of their tokens."""
+    """Route tokens by their logits, or repeat the decisions of `replayed` with this run's probabilities.
+    `row_group` are the ranks that split rows, each with an equal slice of the tokens."""
     tokens = Tokens.one_row(len(logits_NE), logits_NE.device) if tokens is None else tokens
     scores_NE = scores(logits_NE, shape)
     shares_NE = shares(scores_NE, shape)
@@ -115,9 +114,9 @@ def route(
         return Routing(replayed, probs_NS, shares_NE, logits_NE)
     experts_NS = _choose(logits_NE, scores_NE, shape, tokens, bias_E, row_group)
     probs_NS = probabilities(scores_NE, experts_NS, shape)
-    favourites_NS = best(scores_NE, shape.top_k) if _wants_favourites(shape) else experts_NS
+    raw_top_k_NS = stable_top_k(scores_NE, shape.top_k) if _needs_raw_top_k(shape) else experts_NS
     kept_NS = _kept(experts_NS, probs_NS, shape, tokens, row_group)
-    return Routing(ExpertChoice(experts_NS, favourites_NS, kept_NS), probs_NS, shares_NE, logits_NE)
+    return Routing(ExpertChoice(experts_NS, raw_top_k_NS, kept_NS), probs_NS, shares_NE, logits_NE)
 
 
 def _choose(
@@ -129,24 +128,24 @@ def _choose(
     row_group: Group,
 ) -> Tensor:
     if shape.routing == "round_robin":
-        return round_robin(tokens.sample_B, tokens.place_T, top_k=shape.top_k, experts=shape.experts)
+        return round_robin(tokens.sample_B, tokens.position_T, top_k=shape.top_k, experts=shape.experts)
     if shape.routing == "sinkhorn" and tokens.training:
-        return _evened_out(logits_NE, shape, tokens, row_group)
+        return _sinkhorn_top_k(logits_NE, shape, tokens, row_group)
     if bias_E is not None:
         scores_NE = scores_NE + bias_E
-    return best(scores_NE, shape.top_k) if shape.groups == 1 else best_in_groups(scores_NE, shape)
+    return stable_top_k(scores_NE, shape.top_k) if shape.groups == 1 else group_limited_top_k(scores_NE, shape)
 
 
-def _evened_out(logits_NE: Tensor, shape: architecture.Moe, tokens: Tokens, row_group: Group) -> Tensor:
+def _sinkhorn_top_k(logits_NE: Tensor, shape: architecture.Moe, tokens: Tokens, row_group: Group) -> Tensor:
     rows, wide = tokens.rows, torch.promote_types(logits_NE.dtype, torch.float32)
     logits_BTE = whole_rows(logits_NE.to(wide), rows, row_group).unflatten(0, (rows, -1))
     valid_BT = whole_rows(tokens.valid_N(), rows, row_group).view(rows, -1)
-    scores_NE = own_part(evened(logits_BTE, valid_BT).flatten(0, 1), rows, row_group)
-    return best(scores_NE, shape.top_k)
+    scores_NE = own_part(sinkhorn(logits_BTE, valid_BT).flatten(0, 1), rows, row_group)
+    return stable_top_k(scores_NE, shape.top_k)
 
 
-def _wants_favourites(shape: architecture.Moe) -> bool:
-    """Whether the scores' own choice matters and can differ from the router's."""
+def _needs_raw_top_k(shape: architecture.Moe) -> bool:
+    """Whether a balance loss needs the top-k of the raw scores, and it can differ from the selected experts."""
     balances = any(getattr(shape, name) for name in architecture.BALANCE_LOSSES)
     return balances and (shape.groups > 1 or shape.selection_bias or shape.routing != "top_k")
 
@@ -156,6 +155,7 @@ def _kept(
 ) -> Tensor | None:
     rows = tokens.rows
     if shape.capacity_factor is not None and tokens.training:
-        whole = (whole_rows(x_N, rows, row_group) for x_N in (experts_NS, probs_NS, tokens.valid_N()))
-        return own_part(within_capacity(*whole, shape=shape, rows=rows), rows, row_group)
+        # Capacity is per sequence, so the decision is made on whole rows and does not depend on tp and cp.
+        full_rows = (whole_rows(x_N, rows, row_group) for x_N in (experts_NS, probs_NS, tokens.valid_N()))
+        return own_part(within_capacity(*full_rows, shape=shape, rows=rows), rows, row_group)
     return None if tokens.padding_BT is None else tokens.valid_N()[:, None].expand_as(experts_NS)

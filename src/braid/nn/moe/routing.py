@@ -1,4 +1,4 @@
-"""The router's decision about a micro-batch, as data.
+"""The router's decision for a micro-batch, as data.
 
 Shapes: N tokens, E experts, S = top_k slots of a token.
 """
@@ -11,26 +11,24 @@ from torch import Tensor
 
 
 class ExpertChoice(NamedTuple):
-    """The part of a routing that is decided rather than computed: integers, without gradients."""
+    """The discrete part of a routing: integers, without gradients. It can be recorded and replayed."""
 
     experts_NS: Tensor
-    """Each token's experts, best first, whether or not they have a place for it. Of equal scores the lower
-    index comes first."""
-    favourites_NS: Tensor
-    """The experts that the scores alone would choose, without groups and biases: load-balancing losses count
-    these."""
+    """The selected experts of each token, best first, before capacity applies. Ties go to the lower index."""
+    raw_top_k_NS: Tensor
+    """The top-k of the raw scores, without groups and biases. Load-balancing losses count these."""
     kept_NS: Tensor | None
-    """False where a slot goes nowhere: padding, or an expert that is full. None where all slots are kept."""
+    """False for dropped slots: padding, or an expert over capacity. None if all are kept."""
 
 
 class Routing(NamedTuple):
-    """A choice, and the numbers that go with it."""
+    """Selected experts with their probabilities, and what the auxiliary losses need."""
 
     choice: ExpertChoice
     probs_NS: Tensor
-    """What each expert's output is multiplied with."""
+    """The weight of each expert's output."""
     shares_NE: Tensor
-    """All scores of a token, divided by their sum: what load-balancing losses look at."""
+    """Scores normalized to sum to 1 per token; load-balancing losses use these."""
     logits_NE: Tensor
 
     @property

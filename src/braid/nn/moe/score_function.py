@@ -1,4 +1,4 @@
-"""Score function: from router logits to scores, and from the scores of chosen experts to probabilities.
+"""Router score functions (softmax, sigmoid, sqrt-softplus) and the probabilities of selected experts.
 
 Shapes: N tokens, E experts, S = top_k slots of a token.
 """
@@ -13,7 +13,7 @@ from braid import architecture
 
 
 def scores(logits_NE: Tensor, shape: architecture.Moe) -> Tensor:
-    """What experts are chosen by: float32 or better. Where the softmax comes after the choice, the logits."""
+    """The scores that top-k ranks, in at least float32; the logits if softmax follows top-k."""
     logits_NE = logits_NE.to(torch.promote_types(logits_NE.dtype, torch.float32))
     match shape.score:
         case "softmax":
@@ -25,14 +25,14 @@ def scores(logits_NE: Tensor, shape: architecture.Moe) -> Tensor:
 
 
 def shares(scores_NE: Tensor, shape: architecture.Moe) -> Tensor:
-    """All scores of a token as parts of 1: what load-balancing losses look at."""
+    """Scores normalized to sum to 1 per token, for load-balancing losses."""
     if shape.score == "softmax":
         return scores_NE.softmax(-1) if shape.softmax_after_top_k else scores_NE
     return _normalized(scores_NE)
 
 
 def probabilities(scores_NE: Tensor, experts_NS: Tensor, shape: architecture.Moe) -> Tensor:
-    """What the outputs of a token's experts are multiplied with."""
+    """The weights of a token's selected experts."""
     chosen_NS = scores_NE.gather(-1, experts_NS)
     if shape.softmax_after_top_k:
         chosen_NS = chosen_NS.softmax(-1)
@@ -46,6 +46,6 @@ def _normalized(scores: Tensor) -> Tensor:
 
 
 def _sqrt_softplus(logits: Tensor) -> Tensor:
-    # From threshold on, softplus is the identity: 40 is exact in float64. A root has no gradient at 0, so what
-    # underflows stays a little above it.
+    # Above `threshold` softplus is the identity: 40 is exact in float64, the default of 20 is not. The gradient
+    # of sqrt is infinite at 0, so underflows are clamped to the smallest normal number.
     return F.softplus(logits, threshold=40.0).clamp(min=torch.finfo(logits.dtype).tiny).sqrt()

@@ -1,7 +1,7 @@
-"""Sinkhorn routing: scores evened out so that, over a sequence, experts are wanted about equally.
+"""Sinkhorn routing (S-BASE, Clark et al., arXiv 2202.01169): scores balanced over the tokens of a sequence.
 
-Rows and columns of exp(logits) are scaled in turn until every token has the same total and every expert has
-the same total. Each sequence is evened out by itself: its experts do not depend on what else is in the batch.
+Rows and columns of exp(logits) are scaled alternately until all tokens and all experts have equal totals. Each
+sequence is balanced independently, so its routing does not depend on the rest of the batch.
 
 Shapes: B rows, T tokens of a row, E experts.
 """
@@ -12,27 +12,27 @@ import torch
 from torch import Tensor
 
 TOLERANCE = 1e-4
-"""A sequence is done when its experts' factors move by less than this, on average."""
+"""A sequence has converged when its expert factors change by less than this on average."""
 EPS = 1e-8
-MOST_ROUNDS = 1000
+MAX_ITERATIONS = 1000
 
 
 @torch.no_grad()
-def evened(logits_BTE: Tensor, valid_BT: Tensor) -> Tensor:
-    """The scaled scores; zero for padding, which takes part in nothing."""
-    # A token's factor undoes any factor on its row, so its highest logit may be taken off: nothing overflows.
+def sinkhorn(logits_BTE: Tensor, valid_BT: Tensor) -> Tensor:
+    """The scaled scores; zero for padding tokens, which are left out."""
+    # Subtracting a token's maximum avoids overflow and changes nothing: the token factor absorbs it.
     cost_BTE = (logits_BTE - logits_BTE.amax(-1, keepdim=True)).exp() * valid_BT[..., None]
     tokens_B1 = valid_BT.sum(1, keepdim=True).clamp(min=1)
     experts = logits_BTE.shape[-1]
-    by_expert_BE = torch.ones_like(cost_BTE[:, 0])
-    going_B = torch.ones_like(valid_BT[:, 0])
-    for _ in range(MOST_ROUNDS):
-        by_token_BT = 1 / (tokens_B1 * ((cost_BTE * by_expert_BE[:, None]).sum(-1) + EPS))
-        wanted_BE = (cost_BTE * by_token_BT[..., None]).sum(1)
-        moved_BE = torch.where(going_B[:, None], 1 / (experts * (wanted_BE + EPS)), by_expert_BE)
-        going_B = going_B & ((moved_BE - by_expert_BE).abs().mean(-1) > TOLERANCE)
-        by_expert_BE = moved_BE
-        if not going_B.any():
+    expert_factor_BE = torch.ones_like(cost_BTE[:, 0])
+    active_B = torch.ones_like(valid_BT[:, 0])
+    for _ in range(MAX_ITERATIONS):
+        token_factor_BT = 1 / (tokens_B1 * ((cost_BTE * expert_factor_BE[:, None]).sum(-1) + EPS))
+        load_BE = (cost_BTE * token_factor_BT[..., None]).sum(1)
+        updated_BE = torch.where(active_B[:, None], 1 / (experts * (load_BE + EPS)), expert_factor_BE)
+        active_B = active_B & ((updated_BE - expert_factor_BE).abs().mean(-1) > TOLERANCE)
+        expert_factor_BE = updated_BE
+        if not active_B.any():
             break
-    # A token's own factor does not change which experts are its best.
-    return cost_BTE * by_expert_BE[:, None]
+    # The token factor is left out: it does not change the top-k.
+    return cost_BTE * expert_factor_BE[:, None]

@@ -1,4 +1,4 @@
-"""Which token dispatcher a run uses, and why: decided once, told to the user."""
+"""Choice of the token dispatcher for expert parallelism, with the reason that is reported to the user."""
 
 from __future__ import annotations
 
@@ -16,42 +16,42 @@ from braid.nn.moe.all_to_all import AllToAll
 from braid.nn.moe.deep_ep import DeepEp
 from braid.nn.moe.dispatch_plan import Dispatcher
 
-Asked = Literal["auto", "all_to_all", "all_gather", "deep_ep"]
-"""A dispatcher by name; `auto` leaves the choice to braid."""
+DispatcherName = Literal["auto", "all_to_all", "all_gather", "deep_ep"]
+"""`auto` chooses by topology."""
 
 
 def choose(
-    shape: architecture.Moe, hidden: int, groups: Groups = Groups(), asked: Asked = "auto"
+    shape: architecture.Moe, hidden: int, groups: Groups = Groups(), asked: DispatcherName = "auto"
 ) -> KernelChoice[Dispatcher]:
-    """The dispatcher for all layers of a model. A process that has all experts needs none."""
+    """The dispatcher for all MoE layers of a model; local if every rank has all experts."""
     arguments: dict[str, Any] = {
         "group": groups.ep_etp,
-        "travel": groups.travel,
-        "held": shape.experts // groups.ep.size,
-        "slices": groups.etp.size,
+        "dispatch_group": groups.dispatch,
+        "local_experts": shape.experts // groups.ep.size,
+        "etp": groups.etp.size,
     }
     if groups.ep_etp.size == 1:
         return _choice("local", AllToAll(**arguments), "every rank has all experts")
     if asked == "deep_ep":
-        return _choice("deep_ep", DeepEp(**arguments, channels=shape.latent or hidden), "it was asked for")
+        return _choice("deep_ep", DeepEp(**arguments, channels=shape.latent or hidden), "requested")
     if asked == "all_gather":
-        return _choice("all_gather", AllGather(**arguments), "it was asked for")
+        return _choice("all_gather", AllGather(**arguments), "requested")
     if asked == "all_to_all":
-        return _choice("all_to_all", AllToAll(**arguments), "it was asked for")
+        return _choice("all_to_all", AllToAll(**arguments), "requested")
     if groups.ep.size == 1:
-        reason = "every rank has a slice of every expert, so a token need not travel once for each of its slots"
+        reason = "every rank has a shard of every expert, so all-to-all would send a token once per slot"
         return _choice("all_gather", AllGather(**arguments), reason)
-    return _choice("all_to_all", AllToAll(**arguments), "a token need not travel to ranks without its experts")
+    return _choice("all_to_all", AllToAll(**arguments), "a token is sent only to ranks that have its experts")
 
 
 def problems(
-    at: str, asked: Asked, shape: architecture.Moe, device: torch.device, dtype: torch.dtype
+    at: str, asked: DispatcherName, shape: architecture.Moe, device: torch.device, dtype: torch.dtype
 ) -> Iterator[Problem]:
-    """What keeps a run from using the dispatcher that it asks for in the field `at`."""
+    """Why the dispatcher of field `at` cannot be used."""
     if asked != "deep_ep":
         return
     for wrong, rule in (
-        (device.type != "cuda", f"DeepEP works on GPUs, not on {device.type}"),
+        (device.type != "cuda", f"DeepEP needs GPUs, not {device.type}"),
         (dtype != torch.bfloat16, f"DeepEP carries bfloat16, not {str(dtype).removeprefix('torch.')}"),
         (shape.pad_to_capacity, "DeepEP cannot pad to capacity"),
     ):

@@ -1,7 +1,7 @@
-"""Token ids: who the tokens of a micro-batch are, all that routing may know of them besides their channels.
+"""Token identities: what routing knows about the tokens of a micro-batch besides their hidden states.
 
-A row is one sequence, packed documents and all. Its tokens may be split over ranks, of which each has an equal
-slice; what concerns whole rows is then decided on whole rows, and each rank takes its part.
+A row is one sequence, which may pack several documents. Ranks may split the tokens of rows equally; decisions
+about whole rows are then made on gathered rows, and each rank takes its slice.
 
 Shapes: B rows, T tokens of a row that this rank has, N = B · T.
 """
@@ -18,22 +18,21 @@ from braid.distributed.collectives import Group, all_gather_no_grad, own_slice
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
-    """The tokens that meet one MoE layer on this rank."""
+    """The tokens of this rank at one MoE layer."""
 
     sample_B: Tensor
-    """The global number of each row's sample."""
-    place_T: Tensor
-    """Each token's place in its row, which counts from 0 on the rank that has the row's beginning."""
+    """Global index of each row's sample."""
+    position_T: Tensor
+    """Position of each token in the full row."""
     padding_BT: Tensor | None = None
-    """The padding mask: True is padding. None where there is no padding."""
+    """Padding mask: True is padding. None if there is none."""
     padding_count: int | None = None
-    """How many are padding, where the host knows; otherwise the device is asked."""
-    shared_tokens: int | None = None
-    """Tokens of the micro-batch that are not padding, on all ranks that share it. None: those here."""
-    shared_rows: int | None = None
-    """Rows of the micro-batch, on all ranks that share it. None: those here."""
+    """Number of padding tokens, if the host knows it; computing it synchronizes with the device."""
+    global_tokens: int | None = None
+    """Tokens of the micro-batch over all ranks, without padding. None: those of this rank."""
+    global_rows: int | None = None
+    """Rows of the micro-batch over all ranks. None: those of this rank."""
     layer: int = 0
-    """Number of the layer."""
     seed: int = 0
     step: int = 0
     training: bool = False
@@ -42,8 +41,8 @@ class Tokens:
     @staticmethod
     def one_row(tokens: int, device: torch.device) -> Tokens:
         """A single sequence without padding, not in training."""
-        place_T = torch.arange(tokens, device=device)
-        return Tokens(sample_B=torch.zeros(1, dtype=torch.int64, device=device), place_T=place_T)
+        position_T = torch.arange(tokens, device=device)
+        return Tokens(sample_B=torch.zeros(1, dtype=torch.int64, device=device), position_T=position_T)
 
     @property
     def rows(self) -> int:
@@ -51,25 +50,25 @@ class Tokens:
 
     @property
     def row_tokens(self) -> int:
-        return len(self.place_T)
+        return len(self.position_T)
 
     @property
     def count(self) -> int:
-        """Tokens here that are not padding."""
+        """Tokens of this rank without padding."""
         padding = self.padding_count
         if padding is None:
             padding = 0 if self.padding_BT is None else int(self.padding_BT.sum())
         return self.rows * self.row_tokens - padding
 
     @property
-    def count_everywhere(self) -> int:
-        """Tokens of the whole micro-batch that are not padding."""
-        return self.count if self.shared_tokens is None else self.shared_tokens
+    def total_tokens(self) -> int:
+        """Tokens of the micro-batch over all ranks, without padding."""
+        return self.count if self.global_tokens is None else self.global_tokens
 
     @property
-    def rows_everywhere(self) -> int:
-        """Rows of the whole micro-batch."""
-        return self.rows if self.shared_rows is None else self.shared_rows
+    def total_rows(self) -> int:
+        """Rows of the micro-batch over all ranks."""
+        return self.rows if self.global_rows is None else self.global_rows
 
     def valid_N(self) -> Tensor:
         """False for padding."""
@@ -79,11 +78,10 @@ class Tokens:
 
 
 def whole_rows(x_N: Tensor, rows: int, group: Group) -> Tensor:
-    """One entry for each token of the whole rows, out of what each rank of the group has for its own; without
-    gradients."""
+    """All-gather per-token values into full rows, without gradients."""
     return all_gather_no_grad(x_N.detach().unflatten(0, (rows, -1)), group, dim=1).flatten(0, 1)
 
 
 def own_part(x_N: Tensor, rows: int, group: Group) -> Tensor:
-    """This rank's entries, out of those for whole rows."""
+    """This rank's slice of per-token values of full rows."""
     return own_slice(x_N.unflatten(0, (rows, -1)), group, dim=1).flatten(0, 1)

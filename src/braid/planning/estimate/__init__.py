@@ -1,8 +1,8 @@
-"""Will it fit, and what is sent: memory and communication of every pipeline stage.
+"""Memory and communication estimate of every pipeline stage.
 
-Activations and the calls of layers are each module's own count (`nn.cost`), and the schedule tells which of
-them are there together; weights, gradients and optimizer state follow from the units that sharding works on.
-Nothing is computed and no process starts: the model of one rank per stage is built without memory.
+Every module counts its own activations and collectives (`nn.cost`); the schedule determines which activations
+are live at the same time. Weights, gradients and optimizer state follow from the FSDP units. Nothing is
+computed and no process starts: the model of one rank per stage is built on the meta device.
 """
 
 from braid.planning.estimate.advice import Advice, advise

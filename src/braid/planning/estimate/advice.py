@@ -1,4 +1,4 @@
-"""What to try where a run does not fit: changes of one choice each, estimated like the run itself."""
+"""Advice for a run that does not fit: changes of a single option, each estimated like the run itself."""
 
 from __future__ import annotations
 
@@ -12,42 +12,41 @@ from braid.planning.estimate.stages import Estimate, estimate
 from braid.planning.plan import plan
 
 FACTORS = (2, 4, 8)
-"""By how much a choice is raised."""
+"""Multiples of an option that are tried."""
 RECOMPUTE: tuple[Recompute, ...] = ("norm", "activation", "core", "full")
-"""What is made again instead of kept, from the cheapest on. The last has all of the others."""
-MOST = 5
-"""Pieces of advice that are given, one for each choice."""
+"""Recompute options in order of increasing cost; `full` includes all others."""
+MAX_ADVICE = 5
 
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """A change of one choice."""
+    """A change of one option."""
 
     field: str
     """As on the command line: `mesh.tp`, `world`."""
     value: object
     peak: int
-    """Bytes that the rank that holds most would need."""
+    """Peak memory in bytes after the change."""
 
 
 def advise(before: Estimate, limit: int) -> list[Advice]:
-    """Changes that would need less: of each choice the least that fits into `limit` bytes, or where none fits
-    the one that needs least. Those that fit come first."""
-    found: dict[str, Advice] = {}
+    """Changes that lower the peak: for each option the smallest change that fits into `limit` bytes, or the one
+    with the lowest peak if none fits. Changes that fit come first."""
+    best: dict[str, Advice] = {}
     for field, value, run, world in _changes(before.plan.run, before.plan.world):
         try:
             peak = estimate(plan(run, world), before.device).peak
         except ConfigError:
             continue
-        best = found[field].peak if field in found else before.peak
-        if peak < best and best > limit:
-            found[field] = Advice(field=field, value=value, peak=peak)
-    return sorted(found.values(), key=lambda each: (each.peak > limit, each.peak))[:MOST]
+        lowest = best[field].peak if field in best else before.peak
+        if peak < lowest and lowest > limit:
+            best[field] = Advice(field=field, value=value, peak=peak)
+    return sorted(best.values(), key=lambda advice: (advice.peak > limit, advice.peak))[:MAX_ADVICE]
 
 
 def _changes(run: Run, world: int) -> Iterator[tuple[str, object, Run, int]]:
-    """Larger values of each choice that shares out memory. A micro-batch keeps its samples on any mesh: with
-    more of tp or cp a rank has less of more rows, so what these save is weights; more ranks save both."""
+    """Larger values of each option that distributes memory. At a fixed world size, raising tp or cp lowers dp:
+    a rank holds a smaller part of more sequences, so only weights get smaller; more ranks reduce both."""
     mesh, train = run.mesh, run.train
     if mesh.shard != "all":
         yield "mesh.shard", "all", replace(run, mesh=replace(mesh, shard="all")), world

@@ -1,8 +1,8 @@
-"""The memory of a rank: what it holds at most of each kind, and the highest sum over the moments of a step.
+"""Peak memory of a rank: the maximum of each kind of memory, and the maximum of their sum over a step.
 
-Not everything is highest at the same moment: activations are when forward ends, gradients when backward does.
-So the peak is not the sum of the kinds. It is looked for at every part of the model on the way back, and in the
-optimizer's update, where nothing of the activations is left.
+The kinds do not peak at the same time (activations at the end of forward, gradients at the end of backward), so
+the peak is less than the sum of their maxima. It is evaluated during the backward of every part of the model,
+and in the optimizer step, where no activations are left.
 """
 
 from __future__ import annotations
@@ -21,54 +21,55 @@ class Memory:
     """Bytes of one rank."""
 
     parameters: int
-    """Weights as they are kept between steps."""
+    """Sharded weights, as held between steps."""
     gathered: int
-    """Weights of other ranks' shards, as many as are there at a time."""
+    """All-gathered weights, at most at a time."""
     gradients: int
-    """Gradients at the end of the last backward of a step, those on their way between ranks included."""
+    """Gradients at the end of the last backward of a step, including reduction buffers."""
     updated: int
-    """Gradients as the optimizer is given them."""
+    """Gradients as passed to the optimizer."""
     optimizer: int
-    """Moments, and main copies of weights where these are apart."""
+    """Adam moments, and main parameters if they are separate from the weights."""
     activations: int
-    """What all micro-batches that are under way keep for backward."""
+    """Activations saved for backward by all live micro-batches."""
     passing: int
-    """What backward needs at a time besides, where it needs most."""
+    """Temporary tensors of backward, at most at a time."""
     peak: int
-    """The most that is there at any moment."""
+    """Maximum of the total."""
     peak_at: str
-    """That moment: `backward of blocks.3`, `update`."""
+    """When the total peaks: `backward of blocks.3`, `update`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """How a rank goes through a step."""
+    """Properties of a rank's step that memory depends on."""
 
-    alone: bool
-    """Whether there is no other rank: then nothing is sharded, and narrow weights have main copies."""
+    single: bool
+    """Whether this is the only rank: nothing is sharded, and weights narrower than fp32 have main
+    parameters."""
     strategy: Strategy
     micro_batches: int
     activations: Activations
     gathered: int
-    """The most bytes of gathered weights that are there at a time."""
+    """Maximum bytes of all-gathered weights."""
     whole: bool = False
-    """Whether all of a segment is one phase: then narrow gradients join the main ones when all of them are
-    there, and else when those of their own phase are."""
+    """Whether a segment is a single phase. Narrow gradients are added to the main gradients at the end of their
+    phase: with one phase, all of them exist at once."""
 
 
 def memory_of(units: list[HeldUnit], costs: Mapping[str, Cost], step: Step) -> Memory:
-    """The memory of a rank with these units, whose parts cost this for one micro-batch."""
+    """Memory of a rank with these units; `costs` are those of each part of the model for one micro-batch."""
     parameters = sum(unit.kept_bytes for unit in units)
-    optimizer = sum(_state(unit, step) for unit in units)
-    updated = sum(unit.kept * _main(unit) for unit in units)
+    optimizer = sum(_optimizer_bytes(unit, step) for unit in units)
+    updated = sum(unit.kept * _main_itemsize(unit) for unit in units)
     steady = parameters + optimizer
     peak, peak_at = steady + updated, "update"
     parts = list(costs)
     for part in reversed(parts):
         grads = _gradients(units, parts, part, step)
-        here = steady + step.gathered + step.activations.during[part] + grads
-        if here > peak:
-            peak, peak_at = here, f"backward of {part}"
+        total = steady + step.gathered + step.activations.during[part] + grads
+        if total > peak:
+            peak, peak_at = total, f"backward of {part}"
     return Memory(
         parameters=parameters,
         gathered=step.gathered,
@@ -82,37 +83,39 @@ def memory_of(units: list[HeldUnit], costs: Mapping[str, Cost], step: Step) -> M
     )
 
 
-def _main(unit: HeldUnit) -> int:
-    """Bytes of a weight as the optimizer has it."""
+def _main_itemsize(unit: HeldUnit) -> int:
+    """Bytes of one main parameter, as the optimizer holds it: fp32 or wider."""
     return max(unit.stored, 4)
 
 
-def _state(unit: HeldUnit, step: Step) -> int:
-    """Two moments, and a main copy where the model's own weights are narrower."""
-    copies = 3 if step.alone and unit.stored < _main(unit) else 2
-    return copies * unit.kept * _main(unit)
+def _optimizer_bytes(unit: HeldUnit, step: Step) -> int:
+    """Two moments, and a main parameter if the model's own weight is narrower."""
+    copies = 3 if step.single and unit.stored < _main_itemsize(unit) else 2
+    return copies * unit.kept * _main_itemsize(unit)
 
 
 def _gradients(units: list[HeldUnit], parts: list[str], part: str, step: Step) -> int:
-    """Gradients that are there while backward is in a part: those of this part and of the parts after it, and
-    what earlier micro-batches have left."""
-    place = parts.index(part)
-    passed = [unit for unit in units if parts.index(unit.part) >= place]
-    earlier = step.micro_batches > 1
-    if step.alone:
-        narrow = [unit for unit in units if unit.stored < _main(unit) and not unit.in_place]
-        waiting = [unit for unit in narrow if (unit in passed if step.whole else unit.part == part)]
-        main = units if earlier else [unit for unit in passed if not step.whole or unit not in narrow]
-        return sum(unit.kept * _main(unit) for unit in main) + sum(unit.kept_bytes for unit in waiting)
-    stay = earlier and step.strategy in ("none", "optimizer")
-    most = max((_to_sum(unit, stay) for unit in units if unit.part == part), default=0)
-    if stay:
-        return sum(unit.gathered * unit.stored for unit in units) + most
-    return sum(unit.kept_bytes for unit in (units if earlier else passed)) + most
+    """Gradients that exist during the backward of a part: those of this part and the parts after it, and those
+    accumulated over earlier micro-batches."""
+    index = parts.index(part)
+    done = [unit for unit in units if parts.index(unit.part) >= index]
+    accumulating = step.micro_batches > 1
+    if step.single:
+        narrow = [unit for unit in units if unit.stored < _main_itemsize(unit) and not unit.in_place]
+        pending = [unit for unit in narrow if (unit in done if step.whole else unit.part == part)]
+        main = units if accumulating else [unit for unit in done if not step.whole or unit not in narrow]
+        return sum(unit.kept * _main_itemsize(unit) for unit in main) + sum(unit.kept_bytes for unit in pending)
+    # Up to ZeRO-1, gradients accumulate unsharded until the last micro-batch; from ZeRO-2 on, they are
+    # reduce-scattered after every micro-batch.
+    unsharded = accumulating and step.strategy in ("none", "optimizer")
+    reducing = max((_reduction_bytes(unit, unsharded) for unit in units if unit.part == part), default=0)
+    if unsharded:
+        return sum(unit.gathered * unit.stored for unit in units) + reducing
+    return sum(unit.kept_bytes for unit in (units if accumulating else done)) + reducing
 
 
-def _to_sum(unit: HeldUnit, stay: bool) -> int:
-    """A unit's own gradients, and the buffer from which they are summed over ranks. Those that are written in
-    place are with the ones that `stay`, where any do."""
-    own = unit.computed if not unit.in_place else 0 if stay else unit.stored
+def _reduction_bytes(unit: HeldUnit, unsharded: bool) -> int:
+    """A unit's own gradients and its reduction buffer. In-place gradients are written to the accumulated
+    unsharded ones, if there are any, and then take no memory of their own."""
+    own = unit.computed if not unit.in_place else 0 if unsharded else unit.stored
     return unit.gathered * (own + unit.stored)

@@ -1,5 +1,8 @@
-"""Activations through a step: what forwards of a rank keep for their backwards, and what these need besides,
-while backward is in each part of the model."""
+"""Live activations over a step: tensors saved for backward, and temporaries, during the backward of each part.
+
+A part of the model (embedding, a block, head) is live from its first forward phase to its last backward phase
+of a micro-batch; the schedule's op list determines which of these intervals overlap.
+"""
 
 from __future__ import annotations
 
@@ -14,26 +17,25 @@ from braid.planning.plan import Plan
 from braid.schedule import Act
 
 POSITIONS = "positions"
-"""The part that is there from the first forward of a micro-batch to its last backward."""
+"""The part that is live from the first forward of a micro-batch to its last backward."""
 
 
-_Turn = tuple[int | None, str]
-"""A part for one micro-batch."""
+_Key = tuple[int | None, str]
+"""Micro-batch and part of the model."""
 
 
 class Activations(NamedTuple):
     """Bytes of one rank."""
 
     kept: int
-    """What all micro-batches that are under way keep, at most."""
+    """Maximum saved by all live micro-batches."""
     during: dict[str, int]
-    """What is there while backward is in a part, at most: kept, or on its way through."""
+    """Maximum of saved and temporary tensors during the backward of each part."""
 
 
 def activations(plan: Plan, stage: int, costs: Mapping[str, Cost]) -> Activations:
-    """Of a stage whose parts cost this for one micro-batch, in the order of forward: a part is there from its
-    first phase to the last of its backward."""
-    there, back = defaultdict[_Turn, list[int]](list), defaultdict[_Turn, list[int]](list)
+    """Activations of a stage. `costs` are those of its parts for one micro-batch, in forward order."""
+    live, backward = defaultdict[_Key, list[int]](list), defaultdict[_Key, list[int]](list)
     parts = _parts(plan)
     ops = [
         (op.act, op.micro_batch, part)
@@ -42,22 +44,23 @@ def activations(plan: Plan, stage: int, costs: Mapping[str, Cost]) -> Activation
         for part in parts[op.segment, op.phase][:: 1 if op.act is Act.F else -1]
         if part in costs
     ]
-    for place, (act, micro_batch, part) in enumerate(ops):
-        there[micro_batch, part].append(place)
-        there[micro_batch, POSITIONS].append(place)
+    for index, (act, micro_batch, part) in enumerate(ops):
+        live[micro_batch, part].append(index)
+        live[micro_batch, POSITIONS].append(index)
         if act is Act.B:
-            back[micro_batch, part].append(place)
-    kept = _sums(len(ops), [(places, costs[part].kept) for (_, part), places in there.items()])
-    passing = _sums(len(ops), [(places, costs[part].passing) for (_, part), places in back.items()])
+            backward[micro_batch, part].append(index)
+    kept = _sums(len(ops), [(indices, costs[part].kept) for (_, part), indices in live.items()])
+    passing = _sums(len(ops), [(indices, costs[part].passing) for (_, part), indices in backward.items()])
     during = dict.fromkeys(costs, 0)
-    for (_, part), places in back.items():
-        most = max(kept[place] + passing[place] for place in range(places[0], places[-1] + 1))
-        during[part] = max(during[part], most)
+    for (_, part), indices in backward.items():
+        peak = max(kept[index] + passing[index] for index in range(indices[0], indices[-1] + 1))
+        during[part] = max(during[part], peak)
     return Activations(max(kept, default=0), during)
 
 
 def _parts(plan: Plan) -> dict[tuple[int | None, str | None], tuple[str, ...]]:
-    """The parts that each phase of each segment runs, in order: one, or all where it is all of the segment."""
+    """The parts that each phase of each segment runs, in order: all of them if the segment is a single
+    phase."""
     return {
         (segment, phase.name): tuple(map(part_of, inner if phase.kind == "segment" else [phase]))
         for segment, phases in enumerate(plan.schedule.phases)
@@ -66,10 +69,10 @@ def _parts(plan: Plan) -> dict[tuple[int | None, str | None], tuple[str, ...]]:
     }
 
 
-def _sums(count: int, spans: Iterable[tuple[Sequence[int], int]]) -> list[int]:
-    """At each of so many places the sum of sizes that are there, each from its first place to its last."""
+def _sums(count: int, intervals: Iterable[tuple[Sequence[int], int]]) -> list[int]:
+    """The sum of live sizes at each of `count` ops; each size is live from its first op index to its last."""
     changes = [0] * (count + 1)
-    for places, size in spans:
-        changes[places[0]] += size
-        changes[places[-1] + 1] -= size
+    for indices, size in intervals:
+        changes[indices[0]] += size
+        changes[indices[-1] + 1] -= size
     return list(accumulate(changes))[:-1]

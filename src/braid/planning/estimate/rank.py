@@ -1,4 +1,4 @@
-"""One rank of a stage as data: its groups without communicators, its model without memory."""
+"""One rank of a pipeline stage without processes: groups without communicators, a model on the meta device."""
 
 from __future__ import annotations
 
@@ -7,21 +7,18 @@ from types import MappingProxyType
 
 import torch
 
-from braid import kernels
 from braid.choices import recomputed
-from braid.config import Run
 from braid.distributed.collectives import ALONE, Group, Groups
 from braid.model.language import LanguageModel
-from braid.nn.cost import Portion
+from braid.nn.cost import Workload
 from braid.nn.dtypes import DTYPES
-from braid.nn.moe import token_dispatcher
-from braid.nn.moe.dispatch_plan import Dispatcher
 from braid.planning import divisibility
+from braid.planning.local_model import build_local_model, choose_kernels
 from braid.planning.plan import Plan, span_of
 
 
 def first_rank(plan: Plan, stage: int) -> Groups:
-    """The groups of the first rank of a stage, of which no other holds more."""
+    """The groups of the first rank of a stage: uneven shards are largest on the first rank."""
     axes = plan.axes
 
     def group(name: str, size: int, rank: int = 0) -> Group:
@@ -48,34 +45,18 @@ def first_rank(plan: Plan, stage: int) -> Groups:
 
 
 def model_of(plan: Plan, groups: Groups, device: str) -> LanguageModel:
-    """What a rank of these groups holds of the model, with the kernels that it would use on a `device`."""
-    run, dtype = plan.run, DTYPES[plan.run.train.dtype]
-    shape = divisibility.of_one_rank(run.model, plan.axes)
-    return LanguageModel(
-        run.model,
-        plan.layout,
-        kernels.choose(shape, plan.layout.kinds(), torch.device(device), dtype),
-        groups=groups,
-        dispatcher=_dispatcher(run, groups),
-        segments=[segment.index for segment in plan.stages[groups.pp.rank].segments],
-        device=torch.device("meta"),
-        dtype=dtype,
-        stored=None if plan.world == 1 else torch.promote_types(dtype, torch.float32),
-    )
+    """The model of the rank with these groups, on the meta device, with the kernels it would use on
+    `device`."""
+    # DeepEP may not be installed here. It sends at most as much as an all-to-all, so count that instead.
+    dispatcher = "all_to_all" if plan.run.mesh.dispatcher == "deep_ep" else plan.run.mesh.dispatcher
+    chosen = choose_kernels(plan, torch.device(device))
+    return build_local_model(plan, groups, chosen, device=torch.device("meta"), dispatcher=dispatcher)
 
 
-def _dispatcher(run: Run, groups: Groups) -> Dispatcher | None:
-    """DeepEP sends at most what an all-to-all does, and is not at hand everywhere."""
-    if run.model.moe is None:
-        return None
-    asked = "all_to_all" if run.mesh.dispatcher == "deep_ep" else run.mesh.dispatcher
-    return token_dispatcher.choose(run.model.moe, run.model.hidden, groups, asked).function
-
-
-def portion_of(plan: Plan, device: str) -> Portion:
-    """What a rank is given in one micro-batch."""
+def workload_of(plan: Plan, device: str) -> Workload:
+    """The input of a rank in one micro-batch, and what it recomputes."""
     assert device in ("cpu", "cuda")
-    portion = Portion(
+    workload = Workload(
         rows=plan.micro_batch_samples // plan.axes.dp,
         tokens=plan.run.data.sequence_tokens,
         dtype=DTYPES[plan.run.train.dtype],
@@ -83,4 +64,4 @@ def portion_of(plan: Plan, device: str) -> Portion:
         span=span_of(plan.run, plan.layout),
         fine=any(phase.kind == "experts" for phases in plan.schedule.phases for phase in phases),
     )
-    return portion if device == "cuda" else replace(portion, device="cpu")
+    return workload if device == "cuda" else replace(workload, device="cpu")

@@ -1,4 +1,4 @@
-"""estimate(plan) -> Estimate: memory and communication of every pipeline stage."""
+"""estimate(plan) -> Estimate: peak memory and collective traffic of every pipeline stage."""
 
 from __future__ import annotations
 
@@ -7,35 +7,35 @@ from dataclasses import dataclass
 from math import prod
 
 from braid.model.language import LanguageModel
-from braid.nn.cost import Call, Portion
+from braid.nn.cost import Call, Workload
 from braid.planning.estimate.memory import Memory, Step, memory_of
 from braid.planning.estimate.moments import activations
-from braid.planning.estimate.rank import first_rank, model_of, portion_of
-from braid.planning.estimate.weights import copy_calls, held_units, most_gathered, sharding_calls
+from braid.planning.estimate.rank import first_rank, model_of, workload_of
+from braid.planning.estimate.weights import copy_calls, held_units, peak_gathered, sharding_calls
 from braid.planning.plan import Plan
 from braid.schedule import Act, live_peaks
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageEstimate:
-    """One rank of a pipeline stage, the one that holds most; the others hold as much or a little less."""
+    """Estimate for the rank of a pipeline stage with the largest shards; uneven shards make others smaller."""
 
     stage: int
     layers: str
     """The pattern of its layers."""
     weights: int
-    """Weights that its layers compute with on this rank, sharded or not."""
+    """Parameters of this rank before FSDP sharding."""
     live: int
-    """Micro-batches under way at the same time."""
+    """Maximum number of live micro-batches."""
     memory: Memory
     calls: tuple[Call, ...]
-    """Collective calls in one step, equal ones together."""
+    """Collectives of one step, identical ones merged."""
     sends: int
-    """Bytes that it sends to other stages in one step."""
+    """Bytes sent to other stages in one step."""
 
     @property
     def sent(self) -> dict[str, int]:
-        """Bytes that leave the rank in one step, by family."""
+        """Bytes sent by the rank in one step, by group family."""
         totals: dict[str, int] = {}
         for call in self.calls:
             totals[call.family] = totals.get(call.family, 0) + call.sent
@@ -44,7 +44,7 @@ class StageEstimate:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """Every stage of a plan."""
+    """Estimates of all stages of a plan."""
 
     plan: Plan
     device: str
@@ -53,27 +53,27 @@ class Estimate:
 
     @property
     def peak(self) -> int:
-        """Bytes of the rank that needs most."""
+        """Peak memory in bytes, over all stages."""
         return max(stage.memory.peak for stage in self.stages)
 
 
 def estimate(plan: Plan, device: str = "cuda") -> Estimate:
-    """What every stage of a plan holds and sends, where its ranks compute on a `device`."""
-    live, portion = live_peaks(plan.schedule), portion_of(plan, device)
-    stages = (_stage(plan, stage, live[stage], portion, device) for stage in range(plan.axes.pp))
+    """Memory and communication of every stage of a plan on a `device` (`cuda` or `cpu`)."""
+    live, workload = live_peaks(plan.schedule), workload_of(plan, device)
+    stages = (_stage(plan, stage, live[stage], workload, device) for stage in range(plan.axes.pp))
     return Estimate(plan=plan, device=device, stages=tuple(stages))
 
 
-def _stage(plan: Plan, stage: int, live: int, portion: Portion, device: str) -> StageEstimate:
+def _stage(plan: Plan, stage: int, live: int, workload: Workload, device: str) -> StageEstimate:
     run, model = plan.run, model_of(plan, first_rank(plan, stage), device)
-    costs, units, ops = model.costs(portion), held_units(model, plan, stage), plan.schedule.ops[stage]
+    costs, units, ops = model.costs(workload), held_units(model, plan, stage), plan.schedule.ops[stage]
     micro_batches, segments = run.train.micro_batches, plan.stages[stage].segments
     step = Step(
-        alone=plan.world == 1,
+        single=plan.world == 1,
         strategy=run.mesh.shard,
         micro_batches=micro_batches,
         activations=activations(plan, stage, costs),
-        gathered=most_gathered(units, ops),
+        gathered=peak_gathered(units, ops),
         whole=any(phase.kind == "segment" for phases in plan.schedule.phases for phase in phases),
     )
     calls = [call for cost in costs.values() for call in cost.times(micro_batches).calls]
@@ -84,16 +84,16 @@ def _stage(plan: Plan, stage: int, live: int, portion: Portion, device: str) -> 
         stage=stage,
         layers="|".join(str(segment) for segment in segments),
         weights=sum(parameter.numel() for parameter in model.parameters()),
-        # A live forward is that of one segment; a rank with several holds as many parts of a micro-batch.
+        # `live_peaks` counts forwards of segments; a micro-batch has one for each segment of the rank.
         live=-(-live // plan.schedule.virtual),
         memory=memory_of(units, costs, step),
-        calls=tuple(_together(calls)),
-        sends=_sends(plan, stage, portion, model),
+        calls=tuple(_merge(calls)),
+        sends=_sends(plan, stage, workload, model),
     )
 
 
-def _together(calls: Iterable[Call]) -> Iterable[Call]:
-    """Equal calls as one, in the order in which they come first."""
+def _merge(calls: Iterable[Call]) -> Iterable[Call]:
+    """Merge identical calls, in the order of their first occurrence."""
     totals: dict[Call, int] = {}
     for call in calls:
         kind = call._replace(times=0)
@@ -101,7 +101,7 @@ def _together(calls: Iterable[Call]) -> Iterable[Call]:
     return (kind._replace(times=times) for kind, times in totals.items())
 
 
-def _sends(plan: Plan, stage: int, portion: Portion, model: LanguageModel) -> int:
-    """Activations and their gradients, as the schedule sends them to other stages."""
+def _sends(plan: Plan, stage: int, workload: Workload, model: LanguageModel) -> int:
+    """Bytes of activations and their gradients that the schedule sends to other stages."""
     count = sum(op.act in (Act.SEND_F, Act.SEND_B) for op in plan.schedule.ops[stage])
-    return count * portion.places(model.groups.tp_cp) * prod(model.shape.stream) * portion.narrow
+    return count * workload.local_tokens(model.groups.tp_cp) * prod(model.shape.stream) * workload.narrow

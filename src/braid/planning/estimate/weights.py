@@ -1,4 +1,4 @@
-"""What a rank holds of weights: the units that are gathered together, and the shards that it keeps of them."""
+"""FSDP units of a rank: sizes of their shards, all-gathered weights, and the collectives of sharding."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from braid.model.language import LanguageModel
 from braid.nn.canonical import Shard
 from braid.nn.cost import Call
 from braid.nn.moe.experts import SHARD_DIMS, Experts
-from braid.optim.gradients import copied
-from braid.planning.divisibility import Sizes
+from braid.optim.gradients import replicated_parts
+from braid.planning.divisibility import AxisSizes
 from braid.planning.plan import Plan
 from braid.schedule import Act, Ops, Phase
 from braid.schedule.phases import Unit
@@ -27,27 +27,27 @@ from braid.schedule.phases import Unit
 
 @dataclass(frozen=True, kw_only=True)
 class HeldUnit:
-    """The weights of one unit, on the rank that keeps most of them."""
+    """One FSDP unit, on the rank with its largest shard."""
 
     name: str
-    """The path of its module."""
+    """Module path."""
     part: str
-    """The part of the model that it belongs to, as `LanguageModel.costs` names it."""
+    """Part of the model, as named by `LanguageModel.costs`."""
     mesh: str
     shards: int
-    """Ranks that share it."""
+    """Ranks that the unit is sharded over."""
     copies: int
-    """Times that all of it is kept."""
+    """Replicas of each shard (HSDP)."""
     gathered: int
-    """Weights that the rank computes with, and what fills up uneven shards."""
+    """Elements after the all-gather, including the padding of uneven shards."""
     kept: int
-    """Weights that the rank keeps."""
+    """Elements of the rank's shard."""
     stored: int
-    """Bytes of a weight as it is kept."""
+    """Bytes per element of the shard."""
     computed: int
-    """Bytes of a weight as it is used."""
+    """Bytes per element in the compute dtype."""
     in_place: bool
-    """Whether its gradients are written where they accumulate, in the optimizer's dtype."""
+    """Whether kernels accumulate its gradients in place, in the optimizer's dtype."""
 
     @property
     def kept_bytes(self) -> int:
@@ -59,9 +59,9 @@ class HeldUnit:
 
 
 def held_units(model: LanguageModel, plan: Plan, stage: int) -> list[HeldUnit]:
-    """The units of a stage, in the order of forward as far as that has one."""
-    phases = [phase for segment in plan.schedule.held(stage) for phase in phases_of(plan, segment)]
-    # Backward comes first to the last phase that uses a unit: from there on it has a gradient.
+    """The units of a stage, in forward order."""
+    phases = [phase for segment in plan.schedule.segments_of(stage) for phase in phases_of(plan, segment)]
+    # A unit used by several phases gets its gradient in the last of them, which backward runs first.
     parts = {unit: part_of(phase) for phase in phases for unit in phase.units}
     units, names = model.units(), dict(model.named_parameters())
     held = parameters_of_units(model, [unit.path for unit in units])
@@ -73,7 +73,7 @@ def held_units(model: LanguageModel, plan: Plan, stage: int) -> list[HeldUnit]:
 
 
 def phases_of(plan: Plan, segment: int) -> tuple[Phase, ...]:
-    """The phases of a segment; where all of it is one phase, those that it could be cut into."""
+    """The phases of a segment; if it is a single phase, the phases that it combines."""
     phases = plan.schedule.phases[segment]
     if [phase.kind for phase in phases] != ["segment"]:
         return phases
@@ -81,7 +81,7 @@ def phases_of(plan: Plan, segment: int) -> tuple[Phase, ...]:
 
 
 def part_of(phase: Phase) -> str:
-    """The part of the model that a phase runs, as costs name it; one that hands on, "pass", runs none."""
+    """The part of the model that a phase runs, as named by `LanguageModel.costs`; a "pass" phase runs none."""
     if phase.depth is not None:
         return f"mtp.{phase.depth}"
     if phase.block is not None:
@@ -90,7 +90,7 @@ def part_of(phase: Phase) -> str:
 
 
 def _held(
-    unit: Unit, part: str, weights: list[tuple[str, nn.Parameter]], model: LanguageModel, axes: Sizes
+    unit: Unit, part: str, weights: list[tuple[str, nn.Parameter]], model: LanguageModel, axes: AxisSizes
 ) -> HeldUnit:
     shards, copies = _sharing(unit.mesh, axes)
     module = model.get_submodule(unit.path)
@@ -112,36 +112,36 @@ def _held(
     )
 
 
-def _sharing(mesh: str, axes: Sizes) -> tuple[int, int]:
-    """Ranks that share a unit of a mesh, and copies of their shards."""
+def _sharing(mesh: str, axes: AxisSizes) -> tuple[int, int]:
+    """Number of shards and number of replicas of the units of a mesh."""
     if mesh == "expert":
         return axes.edp // axes.expert_copies, axes.expert_copies
     return axes.dp * axes.cp // axes.dense_copies, axes.dense_copies
 
 
 def _shard_size(parameter: nn.Parameter, dim: int, shards: int) -> int:
-    """Entries of the first shard, the largest."""
+    """Elements of the first shard, which is the largest."""
     return -(-parameter.shape[dim] // shards) * prod(parameter.shape[:dim] + parameter.shape[dim + 1 :])
 
 
 # --------------------------------------------------------------------------------------------- calls
 
 
-def most_gathered(units: list[HeldUnit], ops: Ops) -> int:
-    """The most bytes of gathered weights that are there at a time, as the ops of a rank gather and release."""
+def peak_gathered(units: list[HeldUnit], ops: Ops) -> int:
+    """Maximum bytes of all-gathered weights, over the unshard and reshard ops of a rank."""
     sizes = {unit.name: unit.gathered_bytes for unit in units}
-    there = most = 0
+    current = peak = 0
     for op in ops:
         if op.act is Act.UNSHARD:
-            there += sizes.get(op.unit or "", 0)
-            most = max(most, there)
+            current += sizes.get(op.unit or "", 0)
+            peak = max(peak, current)
         elif op.act is Act.RESHARD:
-            there -= sizes.get(op.unit or "", 0)
-    return most
+            current -= sizes.get(op.unit or "", 0)
+    return peak
 
 
 def sharding_calls(units: list[HeldUnit], ops: Ops) -> Iterator[Call]:
-    """What sharded data parallelism sends in a step: weights that are gathered, gradients that are summed."""
+    """Collectives of FSDP in a step: all-gathers of weights, reductions of gradients."""
     times = Counter((op.unit, op.act) for op in ops if op.act.shards)
     for unit in units:
         family = "edp" if unit.mesh == "expert" else "dp_cp"
@@ -149,27 +149,26 @@ def sharding_calls(units: list[HeldUnit], ops: Ops) -> Iterator[Call]:
         what = "experts" if unit.mesh == "expert" else "dense"
         if unit.shards > 1:
             weights, grads = unit.kept * unit.computed, unit.gathered * unit.stored
-            yield Call("gather", family, unit.shards, f"{what} weights", weights, gathers)
-            yield Call("scatter", family, unit.shards, f"{what} gradients", grads, sums)
+            yield Call("all_gather", family, unit.shards, f"{what} weights", weights, gathers)
+            yield Call("reduce_scatter", family, unit.shards, f"{what} gradients", grads, sums)
         if unit.copies > 1:
-            yield Call("sum", family, unit.copies, f"{what} gradients of copies", unit.kept_bytes, sums)
+            yield Call("all_reduce", family, unit.copies, f"{what} gradients of copies", unit.kept_bytes, sums)
 
 
 def copy_calls(model: LanguageModel, plan: Plan) -> Iterator[Call]:
-    """Sums over ranks that hold the same part of a weight: one for each group and dtype in a step."""
-    alone = plan.world == 1
-    shards = {name: None if alone else _first_shard(name, p, plan) for name, p in model.named_parameters()}
+    """All-reduces of the gradients of weights replicated over tp or pp: one per group and dtype in a step."""
+    shards = {name: _first_shard(name, p, plan) for name, p in model.named_parameters()}
     dtypes = {name: torch.promote_types(p.dtype, torch.float32) for name, p in model.named_parameters()}
     shapes = {name: p.shape for name, p in model.named_parameters()}
     totals: dict[tuple[str, int, torch.dtype], int] = {}
-    for each in copied(model.canonical().values(), shards):
+    for each in replicated_parts(model.canonical().values(), shards):
         shard, shape = shards[each.parameter], shapes[each.parameter]
-        whole = shape if shard is None else (*shape[: shard.dim], shard.stop, *shape[shard.dim + 1 :])
-        entries = prod(whole if each.place is None else each.place.shape)
+        shard_shape = (*shape[: shard.dim], shard.stop, *shape[shard.dim + 1 :])
+        elements = prod(shard_shape if each.place is None else each.place.shape)
         key = (each.group.name, each.group.size, dtypes[each.parameter])
-        totals[key] = totals.get(key, 0) + entries * dtypes[each.parameter].itemsize
+        totals[key] = totals.get(key, 0) + elements * dtypes[each.parameter].itemsize
     for (family, ranks, _), payload in totals.items():
-        yield Call("sum", family, ranks, "gradients of copies", payload)
+        yield Call("all_reduce", family, ranks, "gradients of copies", payload)
 
 
 def _first_shard(name: str, parameter: nn.Parameter, plan: Plan) -> Shard:

@@ -1,9 +1,11 @@
-"""Tensor descriptors of rows that end where an expert's rows end, wherever that is: reads give zeros from there
-on, writes leave what follows alone. The copy engine does it; threads mask nothing.
+"""Ragged TMA descriptors: a tile stops where its expert's rows stop. Reads past that row give zeros, writes
+past it are dropped; the copy engine does both, so kernels mask nothing.
 
-A descriptor knows one length per dim. Here the row dim is given 2^30 rows and a tile is addressed from its far
-end, so that the row at which the expert ends always falls on 2^30; two more dims move the address back by as
-much, the first through 2^30 times a stride of almost 2^34, which wraps around 64 bits."""
+A descriptor has one length per dim, but experts end anywhere. So the row dim is declared 2^30 long, and a tile
+is addressed such that its expert's last row is always row 2^30 - 1. Two more dims shift the address back: dim 1
+adds `end` rows, and dim 0 subtracts 2^30 of them, as its stride of 2^34 - stride, taken 2^30 times, wraps
+around 64 bits.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 LONGEST = 2**30
 """No tensor may have more rows."""
 ANY = 0x7FFF0000
-"""The length of a dim that never ends."""
+"""The length of a dim whose end is never reached."""
 
 
 def ragged(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """A descriptor of tiles of so many rows and columns."""
+    """A descriptor for tiles of so many rows and columns."""
     return TensorDescriptor(x, *extent(x), [1, 1, rows, columns])
 
 
@@ -31,11 +33,11 @@ def extent(x: Tensor) -> tuple[list[int], list[int]]:
 
 @triton.jit
 def read_rows(descriptor, row, end, column, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """The tile at a row and a column, with zeros from row `end` on."""
+    """The tile at a row and a column, zeros from row `end` on."""
     return descriptor.load([0x40000000, end, 0x40000000 - end + row, column]).reshape(ROWS, COLS)
 
 
 @triton.jit
 def write_rows(descriptor, row, end, column, tile, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Put a tile in its place, but for what is past row `end`."""
+    """Write the tile at a row and a column, but nothing from row `end` on."""
     descriptor.store([0x40000000, end, 0x40000000 - end + row, column], tile.reshape(1, 1, ROWS, COLS))

@@ -1,10 +1,11 @@
-"""Which rows belong to which expert, as kernels want to know it: made on the device, in one small launch.
+"""The tile map: which rows belong to which expert, as kernels need it. One small launch makes it on the device.
 
 Shapes: E experts, T tiles (as many as there can be), N rows.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -12,8 +13,26 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from braid.kernels.grouped_mlp.sizes import TILE_ROWS, map_sizes, with_room
+from braid.kernels.grouped_mlp.sizes import TILE_ROWS, map_sizes, padded
 from braid.kernels.launch import Launcher, power_of_two
+
+
+@dataclass(frozen=True, kw_only=True)
+class TileConfig:
+    """Tile sizes of the plain Triton kernels, `gemm` and `wgrad`. The interpreter wants smaller ones."""
+
+    rows: int = TILE_ROWS
+    """Of a tile of the output: BM."""
+    columns: int = 256
+    """Of a tile of the output: BN."""
+    depth: int = 64
+    """Multiplied at a time: BK."""
+    parts: int = 4
+    """The epilogue splits a tile into so many, by columns."""
+
+
+WARPS, STAGES = 8, 3
+"""Of the plain Triton kernels: warps of a program, and pipeline stages of its operands."""
 
 
 class Tiles(NamedTuple):
@@ -22,7 +41,7 @@ class Tiles(NamedTuple):
     ends_E: Tensor
     """The number of rows up to and with each expert; int32, as all of these."""
     by_size_E: Tensor
-    """The experts, that with most rows first; of equals the lower number."""
+    """The experts by their number of rows, largest first; ties by number."""
     expert_T: Tensor
     """The expert of each tile."""
     row_T: Tensor
@@ -41,9 +60,9 @@ def tiles(launch: Launcher, counts_E: Tensor, rows: int, tile_rows: int = TILE_R
     """The tiles of experts with so many rows each, at most `rows` in all."""
     experts = len(counts_E)
     sizes = map_sizes(rows, experts, tile_rows)
-    rooms = [with_room(size) for size in sizes]
-    of_map = torch.empty(sum(rooms), dtype=torch.int32, device=counts_E.device)
-    parts = [room[:size] for room, size in zip(of_map.split(rooms), sizes, strict=True)]
+    spans = [padded(size) for size in sizes]
+    tile_map = torch.empty(sum(spans), dtype=torch.int32, device=counts_E.device)
+    parts = [span[:size] for span, size in zip(tile_map.split(spans), sizes, strict=True)]
     constants = {"TILE_ROWS": tile_rows, "WIDTH": power_of_two(experts)}
     launch(_tiles, (experts, 1), (counts_E, *parts), (experts,), constants, warps=1)
     return Tiles._make((*parts, tile_rows))

@@ -1,30 +1,31 @@
-// Gradients of the experts' weights, written or added in place, for Hopper: the device side of keeper.py.
+// wgrad_cuda: gradients of the experts' weights, written or accumulated in place, for Hopper. See wgrad_cuda.py.
 //
-// Ten warps of a block work at the same time. One draws tiles, and reads rows. Two groups of four multiply, each the
-// sums of one half of a tile. One keeps what is there: it brings it onto the chip while products are under way, those
-// that multiply add to it, and it takes the result away.
+// Warp-specialised: the ten warps of a block have three roles. The load warp draws tiles from a counter and loads
+// operands by TMA. Two warp groups of four multiply (wgmma), each one half of a tile. The store warp loads the tile of
+// the output that is to be accumulated into while products are under way; the warp groups add their sums to it in
+// shared memory, and the store warp writes it back by TMA.
 //
 // Shapes: N rows, E experts, O and I channels of the weight. A tile is 128 channels O by 256 channels I.
 //
-// Given as macros: DEPTH, rows that are multiplied at a time; STAGES, how many times as many are on their way; GROUP,
-// tiles along O that are neighbours in time; SHARED, bytes on the chip; ACCUMULATE, whether to add.
+// Macros: DEPTH, rows that are multiplied at a time; STAGES, pipeline stages of them; GROUP, tiles along O that are
+// neighbours in time; SHARED, bytes of shared memory; ACCUMULATE, whether to add.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
 constexpr int ROWS = 128, COLUMNS = 256;
-constexpr int MIDDLE = 0x40000000;  // where an expert's rows end for the copy engine
-constexpr int BOX = 64;  // channels that lie side by side on the chip
+constexpr int MIDDLE = 0x40000000;  // the row at which every expert ends in its TMA map: see ragged.py
+constexpr int BOX = 64;  // channels that are contiguous in shared memory
 constexpr u32 BOX_BYTES = DEPTH * BOX * 2;
 constexpr int GRAD_BOXES = ROWS / BOX, X_BOXES = COLUMNS / BOX;
 constexpr u32 STAGE_BYTES = (GRAD_BOXES + X_BOXES) * BOX_BYTES;
-constexpr int SLOTS = 8;  // of sums on the chip: one for each warp that multiplies, sixteen rows
-constexpr int PART = 32, PARTS = COLUMNS / PART;  // channels of sums that the copy engine moves at a time
+constexpr int SLOTS = 8;  // slices of the output tile, sixteen rows each: one per warp that multiplies
+constexpr int PART = 32, PARTS = COLUMNS / PART;  // channels of the output per TMA copy
 constexpr u32 PART_BYTES = 16 * PART * 4, SLOT_BYTES = PARTS * PART_BYTES;
-constexpr int TURNS = 4;  // of which the tile is on the chip
-static_assert(STAGES * STAGE_BYTES + SLOTS * SLOT_BYTES + 16 * (STAGES + SLOTS + 2 * TURNS) == SHARED,
-              "as keeper.py counts it");
-constexpr int BEHIND = 2;  // slots that may still be leaving when the next is filled
+constexpr int TILE_RING = 4;  // tiles that the load warp may be ahead
+static_assert(STAGES * STAGE_BYTES + SLOTS * SLOT_BYTES + 16 * (STAGES + SLOTS + 2 * TILE_RING) == SHARED,
+              "as wgrad_cuda.py counts it");
+constexpr int IN_FLIGHT = 2;  // stores of slots that may be in flight when the next slot is loaded
 
 struct alignas(64) Map { char opaque[128]; };  // a CUtensorMap
 
@@ -46,31 +47,31 @@ __device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// --------------------------------------------------------------------------------------------- copy engine
+// ----------------------------------------------------------------------------------------------------- TMA
 
-// Rows of one expert, with zeros from its end on: ragged.py says how. All channels of a tile in one go, box after box:
-// the engine is slower with many small orders than with a few large ones.
-__device__ __forceinline__ void read(const Map *map, u32 to, u32 barrier, int box, int at, int end) {
+// Rows of one expert, zeros from its end on (ragged.py). All channels of a tile in one copy, box after box: many small
+// copies are slower than a few large ones.
+__device__ __forceinline__ void load_operand(const Map *map, u32 to, u32 barrier, int box, int at, int end) {
   asm volatile(
       "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes "
       "[%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(to), "l"(map), "r"(barrier), "r"(0), "r"(at), "r"(box), "r"(end),
       "r"(MIDDLE) : "memory");
 }
-// What is there passes through the cache, and leaves room for rows, which are read many times. It moves in small
-// orders, as rows would have to wait while a large one is carried out.
-__device__ __forceinline__ u64 used_once() {
+// The output passes through L2 once: evicted first, it leaves the cache to the operands, which are read many times. Its
+// copies are small, because operands queue behind a large one.
+__device__ __forceinline__ u64 evict_first() {
   u64 policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
-__device__ __forceinline__ void bring(const Map *map, u32 to, u32 barrier, int column, int row, int expert,
-                                      u64 policy) {
+__device__ __forceinline__ void load_output(const Map *map, u32 to, u32 barrier, int column, int row, int expert,
+                                            u64 policy) {
   asm volatile(
       "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
       "[%0], [%1, {%3, %4, %4, %5, %6}], [%2], %7;" ::"r"(to), "l"(map), "r"(barrier), "r"(column), "r"(0),
       "r"(row / 8), "r"(expert), "l"(policy) : "memory");
 }
-__device__ __forceinline__ void take(const Map *map, u32 from, int column, int row, int expert, u64 policy) {
+__device__ __forceinline__ void store_output(const Map *map, u32 from, int column, int row, int expert, u64 policy) {
   asm volatile(
       "cp.async.bulk.tensor.5d.global.shared::cta.bulk_group.L2::cache_hint [%0, {%2, %3, %3, %4, %5}], [%1], %6;" ::
       "l"(map), "r"(from), "r"(column), "r"(0), "r"(row / 8), "r"(expert), "l"(policy) : "memory");
@@ -78,7 +79,7 @@ __device__ __forceinline__ void take(const Map *map, u32 from, int column, int r
 
 // ------------------------------------------------------------------------------------------------ products
 
-// Boxes of rows as an operand: channels lie side by side, eight rows are 1024 bytes, boxes follow one another.
+// The wgmma descriptor of boxes: 128-byte swizzle, eight rows are 1024 bytes, boxes one after the other.
 __device__ __forceinline__ u64 operand(u32 at) {
   return (u64)((at & 0x3FFFF) >> 4) | (u64)(BOX_BYTES >> 4) << 16 | (u64)(1024 >> 4) << 32 | 1ull << 62;
 }
@@ -106,18 +107,18 @@ __device__ __forceinline__ void multiply(float (&sums)[128], u64 grad, u64 x, bo
 
 // ---------------------------------------------------------------------------------------------------- work
 
-// A tile of an expert with so many rows; fewer than none where there is no tile left.
+// `size` is the expert's number of rows, negative where no tile is left.
 struct Tile { int expert, row, column, size; };
 
-// The tiles of all experts, those of experts with most rows first, and how many of them have been taken.
-struct Work {
+// Hands out the tiles of all experts, those of experts with most rows first.
+struct Scheduler {
   const int *ends, *by_size;
-  u64 *taken;  // from the front in its upper half, from the back in its lower
+  u64 *taken;  // a counter of tiles: those taken from the front in its upper half, from the back in its lower
   int down, across, tiles;
   bool from_back;
 
-  __device__ __forceinline__ Work(const int *ends, const int *by_size, u64 *taken, int experts, int channels_o,
-                                  int channels_i)
+  __device__ __forceinline__ Scheduler(const int *ends, const int *by_size, u64 *taken, int experts, int channels_o,
+                                       int channels_i)
       : ends(ends), by_size(by_size), taken(taken), down((channels_o + ROWS - 1) / ROWS),
         across((channels_i + COLUMNS - 1) / COLUMNS) {
     int wanted = experts;
@@ -129,8 +130,8 @@ struct Work {
       }
     }
     tiles = wanted * down * across;
-    // Tiles with many rows keep the tensor cores busy, those with few the memory. Half of the blocks begin at either
-    // end, so that both are, and go on until they meet; unless experts are alike, and neighbours should share rows.
+    // Tiles with many rows keep the tensor cores busy, those with few keep memory busy. Half of the blocks take tiles
+    // from either end, so that both are busy. Not where experts are alike: there, neighbours share operands in L2.
     const int most = rows_of(by_size[0]), median = rows_of(by_size[wanted / 2]);
     from_back = blockIdx.x % 2 && most > median + median / 4;
   }
@@ -147,96 +148,97 @@ struct Work {
   }
 };
 
-// Where things are on the chip.
-struct Chip {
-  u32 stages, sums, told;
-  u32 full, empty;     // barriers of stages: rows have come, have been multiplied
-  u32 ready, summed;   // barriers of slots: what is there has come, has been added to
-  u32 known, heard;    // barriers of turns: the tile is known, all have heard of it
+// The layout of shared memory.
+struct Shared {
+  u32 stages, sums, ring;
+  u32 full, empty;            // barriers of stages: operands loaded, multiplied
+  u32 loaded, added;          // barriers of slots: output loaded, sums added
+  u32 ring_full, ring_empty;  // barriers of the tile ring: tile published, read by all
 
-  __device__ __forceinline__ explicit Chip(const void *memory) {
+  __device__ __forceinline__ explicit Shared(const void *memory) {
     stages = (u32)__cvta_generic_to_shared(memory), sums = stages + STAGES * STAGE_BYTES;
-    told = sums + SLOTS * SLOT_BYTES, full = told + TURNS * sizeof(Tile), empty = full + 8 * STAGES;
-    ready = empty + 8 * STAGES, summed = ready + 8 * SLOTS;
-    known = summed + 8 * SLOTS, heard = known + 8 * TURNS;
+    ring = sums + SLOTS * SLOT_BYTES, full = ring + TILE_RING * sizeof(Tile), empty = full + 8 * STAGES;
+    loaded = empty + 8 * STAGES, added = loaded + 8 * SLOTS;
+    ring_full = added + 8 * SLOTS, ring_empty = ring_full + 8 * TILE_RING;
   }
-  __device__ __forceinline__ void begin() const {
+  __device__ __forceinline__ void init_barriers() const {
     if (threadIdx.x == 0) {
       for (int i = 0; i < STAGES; i++) init(full + 8 * i, 1), init(empty + 8 * i, 2);
-      for (int i = 0; i < SLOTS; i++) init(ready + 8 * i, 1), init(summed + 8 * i, 1);
-      for (int i = 0; i < TURNS; i++) init(known + 8 * i, 1), init(heard + 8 * i, SLOTS + 1);
+      for (int i = 0; i < SLOTS; i++) init(loaded + 8 * i, 1), init(added + 8 * i, 1);
+      for (int i = 0; i < TILE_RING; i++) init(ring_full + 8 * i, 1), init(ring_empty + 8 * i, SLOTS + 1);
       asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
   }
   __device__ __forceinline__ u32 part(int slot, int part) const { return sums + slot * SLOT_BYTES + part * PART_BYTES; }
 
-  // One thread draws tiles. It tells the others; each warp that multiplies hears it, and the one that keeps.
-  __device__ __forceinline__ void tell(int turn, const Tile &tile) const {
-    const int place = turn % TURNS;
-    wait(heard + 8 * place, turn / TURNS & 1 ^ 1);
-    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(told + place * (u32)sizeof(Tile)), "r"(tile.expert),
+  // The load warp publishes its tiles; the eight warps that multiply and the store warp read them.
+  __device__ __forceinline__ void publish(int turn, const Tile &tile) const {
+    const int place = turn % TILE_RING;
+    wait(ring_empty + 8 * place, turn / TILE_RING & 1 ^ 1);
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(ring + place * (u32)sizeof(Tile)), "r"(tile.expert),
                  "r"(tile.row), "r"(tile.column), "r"(tile.size) : "memory");
-    arrive(known + 8 * place);
+    arrive(ring_full + 8 * place);
   }
-  __device__ __forceinline__ Tile hear(int turn, u32 lanes) const {
-    const int place = turn % TURNS;
+  __device__ __forceinline__ Tile tile(int turn, u32 lanes) const {
+    const int place = turn % TILE_RING;
     Tile tile;
-    wait(known + 8 * place, turn / TURNS & 1);
+    wait(ring_full + 8 * place, turn / TILE_RING & 1);
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(tile.expert), "=r"(tile.row), "=r"(tile.column), "=r"(tile.size)
-                 : "r"(told + place * (u32)sizeof(Tile)) : "memory");
+                 : "r"(ring + place * (u32)sizeof(Tile)) : "memory");
     __syncwarp(lanes);
-    if (threadIdx.x % 32 == 0) arrive(heard + 8 * place);
+    if (threadIdx.x % 32 == 0) arrive(ring_empty + 8 * place);
     return tile;
   }
 };
 
-// ---------------------------------------------------------------------------------------------- kinds of warps
+// ------------------------------------------------------------------------------------------------------- roles
 
-__device__ __forceinline__ void read_rows(const Map &grad, const Map &x, const Work &work, const Chip &chip) {
+__device__ __forceinline__ void load_warp(const Map &grad, const Map &x, const Scheduler &scheduler,
+                                          const Shared &shared) {
   int stage = 0, phase = 1;
-  Tile tile = work.tile(work.draw());
+  Tile tile = scheduler.tile(scheduler.draw());
   for (int turn = 0;; turn++) {
-    chip.tell(turn, tile);
+    shared.publish(turn, tile);
     if (tile.size < 0) return;
-    const u64 next = work.draw();  // is there by the time that rows are on their way
-    const int end = work.ends[tile.expert];
+    const u64 next = scheduler.draw();  // early: the atomic takes as long as several loads
+    const int end = scheduler.ends[tile.expert];
     for (int k = 0; k < tile.size; k += DEPTH) {
-      const u32 full = chip.full + 8 * stage, to = chip.stages + stage * STAGE_BYTES;
+      const u32 full = shared.full + 8 * stage, to = shared.stages + stage * STAGE_BYTES;
       const int at = MIDDLE - tile.size + k;
-      wait(chip.empty + 8 * stage, phase);
+      wait(shared.empty + 8 * stage, phase);
       expect(full, STAGE_BYTES);
-      read(&grad, to, full, tile.row / BOX, at, end);
-      read(&x, to + GRAD_BOXES * BOX_BYTES, full, tile.column / BOX, at, end);
+      load_operand(&grad, to, full, tile.row / BOX, at, end);
+      load_operand(&x, to + GRAD_BOXES * BOX_BYTES, full, tile.column / BOX, at, end);
       if (++stage == STAGES) stage = 0, phase ^= 1;
     }
-    tile = work.tile(next);
+    tile = scheduler.tile(next);
   }
 }
 
-__device__ __forceinline__ float2 look(u32 at) {
+__device__ __forceinline__ float2 load_shared(u32 at) {
   float2 v;
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(at) : "memory");
   return v;
 }
-__device__ __forceinline__ void put(u32 at, float x, float y) {
+__device__ __forceinline__ void store_shared(u32 at, float x, float y) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at), "f"(x), "f"(y) : "memory");
 }
 
-// Where a thread's sums are in its warp's slot. It has two neighbours of every eight channels, in rows r and r + 8. Of
-// eight rows the copy engine puts down 0, 4, 1, 5, 2, 6, 3, 7, and turns the 16-byte pieces of each by its number in
-// that order: so the four rows that are reached at once never meet in a bank.
-struct Mine {
+// Where a thread's accumulators are in its warp's slot: wgmma gives it two neighbours of every eight channels, in rows
+// r and r + 8. TMA writes eight rows in the order 0, 4, 1, 5, 2, 6, 3, 7, and swizzles the 16-byte pieces of each by its
+// place in that order: so the four rows that are accessed at once have no bank conflict.
+struct Fragment {
   u32 at[4];  // of eight channels each
 
-  __device__ __forceinline__ explicit Mine(u32 slot) {
+  __device__ __forceinline__ explicit Fragment(u32 slot) {
     const int lane = threadIdx.x % 32, row = lane / 4, number = row % 4 * 2 + row / 4;
 #pragma unroll
     for (int i = 0; i < 4; i++)
       at[i] = slot + number * PART * 4 + ((i * 2 + lane % 4 / 2 ^ number) << 4) + lane % 2 * 8;
   }
-  // Add what is there, if that is wanted, and put sums in its place; reading runs ahead.
+  // Replace the slot by the sums, added to what it held if ACCUMULATE. Loads run ahead to hide their latency.
   __device__ __forceinline__ void add(float (&sums)[128]) const {
     constexpr int PIECES = 32, AHEAD = 4;  // of four sums each
     constexpr u32 BELOW = 8 * PART * 4;
@@ -250,24 +252,24 @@ struct Mine {
           const float2 upper = there[i % AHEAD][0], lower = there[i % AHEAD][1];
           mine[0] += upper.x, mine[1] += upper.y, mine[2] += lower.x, mine[3] += lower.y;
         }
-        put(to, mine[0], mine[1]), put(to + BELOW, mine[2], mine[3]);
+        store_shared(to, mine[0], mine[1]), store_shared(to + BELOW, mine[2], mine[3]);
       }
       if (ACCUMULATE && piece < PIECES) {
         const u32 from = at[piece % 4] + piece / 4 * PART_BYTES;
-        there[piece % AHEAD][0] = look(from), there[piece % AHEAD][1] = look(from + BELOW);
+        there[piece % AHEAD][0] = load_shared(from), there[piece % AHEAD][1] = load_shared(from + BELOW);
       }
     }
   }
 };
 
-__device__ __forceinline__ void multiply_rows(const Chip &chip) {
+__device__ __forceinline__ void multiply_warps(const Shared &shared) {
   const int half = threadIdx.x / 128, slot = threadIdx.x / 32;
-  const bool tells = threadIdx.x % 128 == 0;
-  const Mine mine(chip.sums + slot * SLOT_BYTES);
+  const bool leader = threadIdx.x % 128 == 0;
+  const Fragment fragment(shared.sums + slot * SLOT_BYTES);
   int stage = 0, phase = 0;
   float sums[128];
   for (int turn = 0;; turn++) {
-    const int size = chip.hear(turn, ~0u).size;
+    const int size = shared.tile(turn, ~0u).size;
     if (size < 0) return;
     if (!ACCUMULATE && !size) {
 #pragma unroll
@@ -275,56 +277,59 @@ __device__ __forceinline__ void multiply_rows(const Chip &chip) {
     }
     int before = 0;
     for (int k = 0; k < size; k += DEPTH) {
-      wait(chip.full + 8 * stage, phase);
-      const u32 at = chip.stages + stage * STAGE_BYTES;
+      wait(shared.full + 8 * stage, phase);
+      const u32 at = shared.stages + stage * STAGE_BYTES;
       const u64 grad = operand(at + half * BOX_BYTES), x = operand(at + GRAD_BOXES * BOX_BYTES);
       asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
       for (int i = 0; i < DEPTH / 16; i++) multiply(sums, grad + i * SIXTEEN_ROWS, x + i * SIXTEEN_ROWS, k + i > 0);
       asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 1;" ::: "memory");
-      if (k && tells) arrive(chip.empty + 8 * before);
+      if (k && leader) arrive(shared.empty + 8 * before);
       before = stage;
       if (++stage == STAGES) stage = 0, phase ^= 1;
     }
     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
 #pragma unroll
-    for (int i = 0; i < 128; i++) asm volatile("" : "+f"(sums[i])::"memory");  // not before they are complete
-    if (size && tells) arrive(chip.empty + 8 * before);
-    wait(chip.ready + 8 * slot, turn & 1);
-    mine.add(sums);
+    for (int i = 0; i < 128; i++) asm volatile("" : "+f"(sums[i])::"memory");  // no use may move before the wait
+    if (size && leader) arrive(shared.empty + 8 * before);
+    wait(shared.loaded + 8 * slot, turn & 1);
+    fragment.add(sums);
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     __syncwarp();
-    if (threadIdx.x % 32 == 0) arrive(chip.summed + 8 * slot);
+    if (threadIdx.x % 32 == 0) arrive(shared.added + 8 * slot);
   }
 }
 
-// Have a slot filled with what is there, if anything is wanted of it.
-__device__ __forceinline__ void fill(const Map &out, const Chip &chip, int slot, const Tile &tile, u64 policy) {
-  const u32 ready = chip.ready + 8 * slot;
-  if (!ACCUMULATE) return arrive(ready);
-  expect(ready, SLOT_BYTES);
+// Load a slot of the output if it is accumulated into; else only say that it is free.
+__device__ __forceinline__ void load_slot(const Map &out, const Shared &shared, int slot, const Tile &tile,
+                                          u64 policy) {
+  const u32 loaded = shared.loaded + 8 * slot;
+  if (!ACCUMULATE) return arrive(loaded);
+  expect(loaded, SLOT_BYTES);
   for (int part = 0; part < PARTS; part++)
-    bring(&out, chip.part(slot, part), ready, tile.column + part * PART, tile.row + slot * 16, tile.expert, policy);
+    load_output(&out, shared.part(slot, part), loaded, tile.column + part * PART, tile.row + slot * 16, tile.expert,
+                policy);
 }
 
-__device__ __forceinline__ void keep(const Map &out, const Chip &chip) {
-  const u64 policy = used_once();
-  Tile next = chip.hear(0, 1);
+__device__ __forceinline__ void store_warp(const Map &out, const Shared &shared) {
+  const u64 policy = evict_first();
+  Tile next = shared.tile(0, 1);
   if (next.size >= 0)
-    for (int slot = 0; slot < SLOTS; slot++) fill(out, chip, slot, next, policy);
+    for (int slot = 0; slot < SLOTS; slot++) load_slot(out, shared, slot, next, policy);
   for (int turn = 0; next.size >= 0; turn++) {
     const Tile tile = next;
-    next = chip.hear(turn + 1, 1);
-    for (int i = 0; i < SLOTS + BEHIND; i++) {
-      const auto slot_of = [](int i) { return i / 2 + i % 2 * (SLOTS / 2); };  // both groups in turn
+    next = shared.tile(turn + 1, 1);
+    for (int i = 0; i < SLOTS + IN_FLIGHT; i++) {
+      const auto slot_of = [](int i) { return i / 2 + i % 2 * (SLOTS / 2); };  // both warp groups in turn
       if (i < SLOTS) {
         const int slot = slot_of(i);
-        wait(chip.summed + 8 * slot, turn & 1);
+        wait(shared.added + 8 * slot, turn & 1);
         for (int part = 0; part < PARTS; part++)
-          take(&out, chip.part(slot, part), tile.column + part * PART, tile.row + slot * 16, tile.expert, policy);
+          store_output(&out, shared.part(slot, part), tile.column + part * PART, tile.row + slot * 16, tile.expert,
+                       policy);
       }
-      asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read %0;" ::"n"(BEHIND) : "memory");
-      if (i >= BEHIND && next.size >= 0) fill(out, chip, slot_of(i - BEHIND), next, policy);
+      asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read %0;" ::"n"(IN_FLIGHT) : "memory");
+      if (i >= IN_FLIGHT && next.size >= 0) load_slot(out, shared, slot_of(i - IN_FLIGHT), next, policy);
     }
   }
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
@@ -334,16 +339,16 @@ extern "C" __global__ void __launch_bounds__(320, 1)
 weight_gradient(const __grid_constant__ Map grad, const __grid_constant__ Map x, const __grid_constant__ Map out,
                 const int *ends, const int *by_size, u64 *taken, int experts, int channels_o, int channels_i) {
   extern __shared__ __align__(1024) char memory[];
-  const Chip chip(memory);
-  chip.begin();
+  const Shared shared(memory);
+  shared.init_barriers();
   const int warp = threadIdx.x / 32;
   const bool alone = threadIdx.x % 32 == 0;
   if (warp < SLOTS) {
-    multiply_rows(chip);
+    multiply_warps(shared);
   } else if (warp == SLOTS) {
-    const Work work(ends, by_size, taken, experts, channels_o, channels_i);
-    if (alone) read_rows(grad, x, work, chip);
+    const Scheduler scheduler(ends, by_size, taken, experts, channels_o, channels_i);
+    if (alone) load_warp(grad, x, scheduler, shared);
   } else if (alone) {
-    keep(out, chip);
+    store_warp(out, shared);
   }
 }

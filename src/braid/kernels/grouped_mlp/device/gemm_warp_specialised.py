@@ -1,13 +1,20 @@
-"""Warp-specialised grouped GEMM: products of rows with the weights of their experts, handed from warps to
-warps, in Gluon, for Hopper: as `relay`.
+"""gemm warp-specialised: the grouped GEMM with its fused epilogues by a warp-specialised kernel in Gluon, for
+Hopper. It runs fc1, fc2, dgrad2 and dgrad1 of SwiGLU experts without biases in bfloat16; `gemm` chooses it, and
+has a plain kernel for each of these.
 
-Those that multiply put a tile down on the chip and go on with the next; the activation, or its gradient, is the
-work of those that take it away.
+The warps of a program have three roles: one warp loads operands by TMA; two warp groups multiply, each one half
+of a tile; the store warps apply the epilogue and write. The warp groups hand a tile to the store warps through
+shared memory and go on with the next, so that the activation, or its gradient, runs beside the tensor cores.
 
-Shapes: N rows, E experts, F ffn channels, I channels in and O out of any product.
+In dgrad2 the gradient of the ffn channels is rounded to bfloat16 in shared memory, as it is with
+`F.grouped_mm`.
+
+Shapes: N rows, E experts, F ffn channels, I channels in and O out of any GEMM.
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -22,123 +29,117 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from braid.kernels.grouped_mlp.device.relay import WARPS, ragged, shared_layout, side_by_side
-from braid.kernels.grouped_mlp.device.rows import Formula
+from braid.kernels.grouped_mlp.device.activation import FusedActivation
 from braid.kernels.grouped_mlp.device.tiles import Tiles
-from braid.kernels.grouped_mlp.device.variants import RelayRowVariant
+from braid.kernels.grouped_mlp.device.wgrad_warp_specialised import WARPS, ragged, shared_layout, split_columns
+from braid.kernels.grouped_mlp.sizes import TILE_ROWS
 from braid.kernels.launch import Launcher, parts_of
 
+COLUMNS = 256
+"""Channels out of a tile."""
+DEPTH, STAGES = 64, 3
+"""Channels in that are multiplied at a time, and pipeline stages of them."""
 
-def multiply(
-    launch: Launcher,
-    x_NI: Tensor,
-    weight: Tensor,
-    tiles: Tiles,
-    variant: RelayRowVariant,
-    *,
-    transposed: bool,
-) -> Tensor:
-    """As `rows.multiply`, without biases."""
+Epilogue = Literal["none", "activation", "activation backward"]
+
+
+def grouped_gemm(launch: Launcher, x_NI: Tensor, weight: Tensor, tiles: Tiles, *, transposed: bool) -> Tensor:
+    """As `gemm.grouped_gemm`, without biases."""
     channels_out = weight.shape[1 if transposed else 2]
     y_NO = torch.empty(len(x_NI), channels_out, dtype=x_NI.dtype, device=x_NI.device)
     results = (y_NO, None, None, None, None)
-    _run(launch, "plain", x_NI, weight, tiles, variant, transposed, results, Formula.none())
+    _launch(launch, "none", x_NI, weight, tiles, transposed, results, FusedActivation(kind="none"))
     return y_NO
 
 
-def multiply_activate(
-    launch: Launcher,
-    x_NI: Tensor,
-    w_in: Tensor,
-    probs_N: Tensor,
-    tiles: Tiles,
-    formula: Formula,
-    variant: RelayRowVariant,
+def grouped_gemm_activation(
+    launch: Launcher, x_NI: Tensor, w_in: Tensor, probs_N: Tensor, tiles: Tiles, activation: FusedActivation
 ) -> tuple[Tensor, Tensor]:
-    """As `rows.multiply_activate`, without biases."""
+    """As `gemm.grouped_gemm_activation`, without biases."""
     rows, projected = len(x_NI), w_in.shape[1]
     h = torch.empty(rows, projected, dtype=x_NI.dtype, device=x_NI.device)
-    a = torch.empty(rows, projected // 2, dtype=x_NI.dtype, device=x_NI.device)
-    _run(launch, "activate", x_NI, w_in, tiles, variant, True, (h, a, None, probs_N, None), formula)
-    return h, a
+    a_NF = torch.empty(rows, projected // 2, dtype=x_NI.dtype, device=x_NI.device)
+    _launch(launch, "activation", x_NI, w_in, tiles, True, (h, a_NF, None, probs_N, None), activation)
+    return h, a_NF
 
 
-def multiply_activate_backward(
+def grouped_gemm_activation_backward(
     launch: Launcher,
     dy_NI: Tensor,
     w_down_EIF: Tensor,
     h: Tensor,
     probs_N: Tensor,
     tiles: Tiles,
-    formula: Formula,
-    variant: RelayRowVariant,
+    activation: FusedActivation,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `rows.multiply_activate_backward`."""
+    """As `gemm.grouped_gemm_activation_backward`."""
     rows, ffn = len(dy_NI), w_down_EIF.shape[2]
     dh = torch.empty_like(h)
     a_NF = torch.empty(rows, ffn, dtype=h.dtype, device=h.device)
-    sums = torch.empty(parts_of(ffn, variant.columns), rows, dtype=torch.float32, device=h.device)
-    results = (dh, a_NF, h, probs_N, sums)
-    _run(launch, "gradient", dy_NI, w_down_EIF, tiles, variant, False, results, formula)
-    return dh, a_NF, sums.sum(0)
+    partial_sums = torch.empty(parts_of(ffn, COLUMNS), rows, dtype=torch.float32, device=h.device)
+    results = (dh, a_NF, h, probs_N, partial_sums)
+    _launch(launch, "activation backward", dy_NI, w_down_EIF, tiles, False, results, activation)
+    return dh, a_NF, partial_sums.sum(0)
 
 
-def takers(what: str) -> int:
-    """Warps that take results away. With 2 each group multiplies 256 columns at a time, with 4 only half of
-    them: there are not registers enough for both."""
-    return 4 if what == "gradient" else 2
-
-
-def _run(
+def _launch(
     launch: Launcher,
-    what: str,
+    epilogue: Epilogue,
     x_NI: Tensor,
     weight: Tensor,
     tiles: Tiles,
-    variant: RelayRowVariant,
     transposed: bool,
     results: tuple[Tensor | None, ...],
-    formula: Formula,
+    activation: FusedActivation,
 ) -> None:
-    v = variant
+    assert tiles.tile_rows == TILE_ROWS
     rows, channels_in = x_NI.shape
     channels_out = weight.shape[1 if transposed else 2]
-    block = [v.columns, v.depth] if transposed else [v.depth, v.columns]
+    block = [COLUMNS, DEPTH] if transposed else [DEPTH, COLUMNS]
+    layout = shared_layout(block[1], 3)
     tensors = (
-        ragged(x_NI, tiles.tile_rows // 2, v.depth),
-        TensorDescriptor(
-            weight, list(weight.shape), list(weight.stride()), [1, *block], shared_layout(block[1], 3)
-        ),
+        ragged(x_NI, TILE_ROWS // 2, DEPTH),
+        TensorDescriptor(weight, list(weight.shape), list(weight.stride()), [1, *block], layout),
         *results,
         tiles.expert_T,
         tiles.row_T,
         tiles.count_1,
         tiles.ends_E,
     )
-    constants = {
-        "WHAT": what,
+    compiled_for = constants(epilogue, activation, transposed=transposed, even=channels_out % COLUMNS == 0)
+    most = tiles.most * parts_of(channels_out, COLUMNS)
+    grid = (min(most, launch.multiprocessors(x_NI.device)), 1)
+    launch(_grouped_gemm, grid, tensors, (channels_out, channels_in, rows), compiled_for, warps=WARPS)
+
+
+def constants(
+    epilogue: Epilogue, activation: FusedActivation, *, transposed: bool, even: bool
+) -> dict[str, object]:
+    """What the kernel is compiled for; `even` where all tiles have all of their columns.
+
+    With two store warps there are registers for 256 columns per wgmma, with four only for half of them. The
+    gradient of the activation is enough work for four."""
+    return {
+        "EPILOGUE": epilogue,
         "TRANSPOSED": transposed,
-        "BM": tiles.tile_rows,
-        "BN": v.columns,
-        "BK": v.depth,
-        "STAGES": v.stages,
-        "TAKERS": takers(what),
-        "EVEN": channels_out % v.columns == 0,
-        "ALPHA": formula.alpha,
-        "LIMIT": formula.limit,
-        "OFFSET": formula.offset,
+        "BM": TILE_ROWS,
+        "BN": COLUMNS,
+        "BK": DEPTH,
+        "STAGES": STAGES,
+        "STORE_WARPS": 4 if epilogue == "activation backward" else 2,
+        "EVEN": even,
+        "ALPHA": activation.alpha,
+        "LIMIT": activation.limit,
+        "OFFSET": activation.offset,
         "num_warps": WARPS,
     }
-    most = tiles.most * parts_of(channels_out, v.columns)
-    grid = (min(most, launch.multiprocessors(x_NI.device)), 1)
-    launch(_multiply_rows, grid, tensors, (channels_out, channels_in, rows), constants, warps=WARPS)
 
 
 # --------------------------------------------------------------------------------------------- kernels
 
 
 @gluon.jit
-def _read_operands(
+def _load_warp(
     x_desc, w_desc, xs, ws, full, empty, tile_expert, tile_row, tile_count, ends, channels_out, channels_in,
     TRANSPOSED: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -168,14 +169,14 @@ def _read_operands(
 
 
 @gluon.jit
-def _multiply(
+def _multiply_warps(
     HALF: gl.constexpr, xs, ws, slots, full, empty, slot_full, slot_empty, tile_expert, tile_row, tile_count,
     ends, channels_out, channels_in, TRANSPOSED: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
-    BK: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr, AT_ONCE: gl.constexpr,
+    BK: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr, WGMMA_COLUMNS: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
     layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, AT_ONCE, 16]
+        version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, WGMMA_COLUMNS, 16]
     )
     steps = (channels_in + BK - 1) // BK
     step = 0
@@ -194,14 +195,15 @@ def _multiply(
                 w = ws.index(stage).reshape([BK, BN])
             total = warpgroup_mma(xs.index(2 * stage + HALF).reshape([BM // 2, BK]), w, total, is_async=True)
             total = warpgroup_mma_wait(num_outstanding=1, deps=(total,))
+            # One wgmma stays in flight: what has been multiplied is the stage before this one.
             mbarrier.arrive(empty.index((step + k + STAGES - 1) % STAGES), count=1, pred=k > 0)
         total = warpgroup_mma_wait(num_outstanding=0, deps=(total,))
         mbarrier.arrive(empty.index((step + steps + STAGES - 1) % STAGES), count=1, pred=needed > 0)
-        for k in range(needed, steps):  # a half without rows only lets go of what was read for both
+        for k in range(needed, steps):  # a half without rows multiplies nothing, but releases the stages
             mbarrier.wait(full.index((step + k) % STAGES), ((step + k) // STAGES) & 1)
             mbarrier.arrive(empty.index((step + k) % STAGES), count=1)
         step += steps
-        parts = side_by_side(total, BM // 2, BN, PARTS)
+        parts = split_columns(total, BM // 2, BN)
         for part in gl.static_range(PARTS):
             slot = HALF * PARTS + part
             mbarrier.wait(slot_empty.index(slot), (turn & 1) ^ 1)
@@ -218,11 +220,11 @@ def _store(pointer, m, n, stride, value, height, width, EVEN: gl.constexpr):
 
 
 @gluon.jit
-def _leave_plain(
+def _store_plain(
     y, slots, slot_full, slot_empty, tile_expert, tile_row, tile_count, ends, channels_out,
     BM: gl.constexpr, BN: gl.constexpr, PARTS: gl.constexpr, EVEN: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Write tiles down."""
+    """No epilogue."""
     PART: gl.constexpr = BN // PARTS
     HALF: gl.constexpr = BM // 2
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // PART, PART // 8], [WARPS, 1], [1, 0])
@@ -246,7 +248,7 @@ def _leave_plain(
 
 @gluon.jit
 def _activate(gate, up, ALPHA: gl.constexpr, LIMIT: gl.constexpr, OFFSET: gl.constexpr):
-    """As `formulas.activate` of a gated activation."""
+    """As `activation.activate` of SwiGLU."""
     if LIMIT is not None:
         gate = gl.minimum(gate, LIMIT)
         up = gl.minimum(gl.maximum(up, -LIMIT), LIMIT)
@@ -254,12 +256,13 @@ def _activate(gate, up, ALPHA: gl.constexpr, LIMIT: gl.constexpr, OFFSET: gl.con
 
 
 @gluon.jit
-def _leave_activate(
+def _store_activation(
     h, a, probs, slots, slot_full, slot_empty, tile_expert, tile_row, tile_count, ends, channels_out,
     BM: gl.constexpr, BN: gl.constexpr, PARTS: gl.constexpr, EVEN: gl.constexpr,
     ALPHA: gl.constexpr, LIMIT: gl.constexpr, OFFSET: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Write projections down, and what the activation makes of them, times each row's probability."""
+    """Projections, and the activation times each row's probability. It is computed from projections as they are
+    saved: backward recomputes it from those, and both must agree."""
     PART: gl.constexpr = BN // PARTS
     HALF: gl.constexpr = BM // 2
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // PART, PART // 8], [WARPS, 1], [1, 0])
@@ -297,7 +300,7 @@ def _leave_activate(
 
 @gluon.jit
 def _activate_backward(da, gate, up, ALPHA: gl.constexpr, LIMIT: gl.constexpr, OFFSET: gl.constexpr):
-    """As `formulas.activate_backward` of a gated activation."""
+    """As `activation.activate_backward` of SwiGLU."""
     if LIMIT is not None:
         gate_open = gate <= LIMIT
         up_open = (up <= LIMIT) & (up >= -LIMIT)
@@ -323,13 +326,13 @@ def _load(pointer, m, n, stride, height, width, EVEN: gl.constexpr):
 
 
 @gluon.jit
-def _leave_gradient(
-    dh, a, h, probs, prob_sums, rows, slots, slot_full, slot_empty, tile_expert, tile_row, tile_count, ends,
+def _store_activation_backward(
+    dh, a, h, probs, partial_sums, rows, slots, slot_full, slot_empty, tile_expert, tile_row, tile_count, ends,
     ffn, BM: gl.constexpr, BN: gl.constexpr, PARTS: gl.constexpr, EVEN: gl.constexpr,
     ALPHA: gl.constexpr, LIMIT: gl.constexpr, OFFSET: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Write down the gradients of projections, what the activation makes of them, times each row's probability,
-    and each row's share of its probability's gradient. Projections are read ahead."""
+    """Gradients of the projections, the activation times each row's probability, and a partial sum of each
+    probability's gradient. Projections are loaded one piece ahead, to hide the latency of memory."""
     PART: gl.constexpr = BN // PARTS
     HALF: gl.constexpr = BM // 2
     ROWS: gl.constexpr = HALF // 2
@@ -393,7 +396,7 @@ def _leave_gradient(
             mbarrier.arrive(slot_empty.index(piece), count=1)
             if part == PARTS - 1:
                 left = height - piece // PARTS * HALF
-                entries = prob_sums + (tile % across).to(gl.int64) * rows + row + piece // PARTS * HALF + m
+                entries = partial_sums + (tile % across).to(gl.int64) * rows + row + piece // PARTS * HALF + m
                 gl.store(entries, sums_0, mask=m < left)
                 gl.store(entries + ROWS, sums_1, mask=m < left - ROWS)
         row = next_row
@@ -412,37 +415,37 @@ def _tile_at(tile, count, tile_expert, tile_row, ends, across, BN: gl.constexpr)
 
 
 @gluon.jit
-def _leave(
-    WHAT: gl.constexpr, y, a, h, probs, prob_sums, rows, slots, slot_full, slot_empty, tile_expert, tile_row,
-    tile_count, ends, channels_out, BM: gl.constexpr, BN: gl.constexpr, PARTS: gl.constexpr,
+def _store_warps(
+    EPILOGUE: gl.constexpr, y, a, h, probs, partial_sums, rows, slots, slot_full, slot_empty, tile_expert,
+    tile_row, tile_count, ends, channels_out, BM: gl.constexpr, BN: gl.constexpr, PARTS: gl.constexpr,
     EVEN: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, OFFSET: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    if WHAT == "plain":
-        _leave_plain(
+    if EPILOGUE == "none":
+        _store_plain(
             y, slots, slot_full, slot_empty, tile_expert, tile_row, tile_count, ends, channels_out, BM, BN,
             PARTS, EVEN, WARPS,
         )  # fmt: skip
-    elif WHAT == "activate":
-        _leave_activate(
+    elif EPILOGUE == "activation":
+        _store_activation(
             y, a, probs, slots, slot_full, slot_empty, tile_expert, tile_row, tile_count, ends, channels_out,
             BM, BN, PARTS, EVEN, ALPHA, LIMIT, OFFSET, WARPS,
         )  # fmt: skip
     else:
-        _leave_gradient(
-            y, a, h, probs, prob_sums, rows, slots, slot_full, slot_empty, tile_expert, tile_row, tile_count,
+        _store_activation_backward(
+            y, a, h, probs, partial_sums, rows, slots, slot_full, slot_empty, tile_expert, tile_row, tile_count,
             ends, channels_out, BM, BN, PARTS, EVEN, ALPHA, LIMIT, OFFSET, WARPS,
         )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["rows"])
-def _multiply_rows(
+def _grouped_gemm(
     x_desc,
     w_desc,
     y,
     a,
     h,
     probs,
-    prob_sums,
+    partial_sums,
     tile_expert,
     tile_row,
     tile_count,
@@ -450,22 +453,22 @@ def _multiply_rows(
     channels_out,
     channels_in,
     rows,
-    WHAT: gl.constexpr,
+    EPILOGUE: gl.constexpr,
     TRANSPOSED: gl.constexpr,
     BM: gl.constexpr,
     BN: gl.constexpr,
     BK: gl.constexpr,
     STAGES: gl.constexpr,
-    TAKERS: gl.constexpr,
+    STORE_WARPS: gl.constexpr,
     EVEN: gl.constexpr,
     ALPHA: gl.constexpr,
     LIMIT: gl.constexpr,
     OFFSET: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    AT_ONCE: gl.constexpr = 256 if TAKERS == 2 else 128
-    MOST: gl.constexpr = 176 if TAKERS == 2 else 160
-    FEWEST: gl.constexpr = 152 if TAKERS == 2 else 40
+    WGMMA_COLUMNS: gl.constexpr = 256 if STORE_WARPS == 2 else 128
+    MULTIPLY_REGISTERS: gl.constexpr = 176 if STORE_WARPS == 2 else 160
+    LOAD_REGISTERS: gl.constexpr = 152 if STORE_WARPS == 2 else 40
     PARTS: gl.constexpr = 4
     of_slots: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     xs = gl.allocate_shared_memory(x_desc.dtype, [2 * STAGES, 1, 1, BM // 2, BK], x_desc.layout)
@@ -486,15 +489,16 @@ def _multiply_rows(
         mbarrier.init(slot_empty.index(i), count=1)
     fence_async_shared()
     gl.warp_specialize(
-        [(_multiply, (0, xs, ws, slots, full, empty, slot_full, slot_empty, tile_expert, tile_row, tile_count,
-                      ends, channels_out, channels_in, TRANSPOSED, BM, BN, BK, STAGES, PARTS, AT_ONCE,
-                      num_warps)),
-         (_multiply, (1, xs, ws, slots, full, empty, slot_full, slot_empty, tile_expert, tile_row, tile_count,
-                      ends, channels_out, channels_in, TRANSPOSED, BM, BN, BK, STAGES, PARTS, AT_ONCE,
-                      num_warps)),
-         (_leave, (WHAT, y, a, h, probs, prob_sums, rows, slots, slot_full, slot_empty, tile_expert, tile_row,
-                   tile_count, ends, channels_out, BM, BN, PARTS, EVEN, ALPHA, LIMIT, OFFSET, TAKERS)),
-         (_read_operands, (x_desc, w_desc, xs, ws, full, empty, tile_expert, tile_row, tile_count, ends,
-                           channels_out, channels_in, TRANSPOSED, BM, BN, BK, STAGES))],
-        [4, TAKERS, 1], [MOST, 152, FEWEST],
+        [(_multiply_warps, (0, xs, ws, slots, full, empty, slot_full, slot_empty, tile_expert, tile_row,
+                            tile_count, ends, channels_out, channels_in, TRANSPOSED, BM, BN, BK, STAGES, PARTS,
+                            WGMMA_COLUMNS, num_warps)),
+         (_multiply_warps, (1, xs, ws, slots, full, empty, slot_full, slot_empty, tile_expert, tile_row,
+                            tile_count, ends, channels_out, channels_in, TRANSPOSED, BM, BN, BK, STAGES, PARTS,
+                            WGMMA_COLUMNS, num_warps)),
+         (_store_warps, (EPILOGUE, y, a, h, probs, partial_sums, rows, slots, slot_full, slot_empty,
+                         tile_expert, tile_row, tile_count, ends, channels_out, BM, BN, PARTS, EVEN, ALPHA,
+                         LIMIT, OFFSET, STORE_WARPS)),
+         (_load_warp, (x_desc, w_desc, xs, ws, full, empty, tile_expert, tile_row, tile_count, ends,
+                       channels_out, channels_in, TRANSPOSED, BM, BN, BK, STAGES))],
+        [4, STORE_WARPS, 1], [MULTIPLY_REGISTERS, 152, LOAD_REGISTERS],
     )  # fmt: skip

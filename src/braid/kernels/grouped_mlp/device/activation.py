@@ -1,12 +1,34 @@
-"""Activations and their gradients inside a kernel, and tiles as parts of themselves.
+"""Activations and their gradients inside a kernel, for the epilogue of a matmul.
 
-A tile of projections has, for every ffn channel, its gate and its up side by side where the activation is
-gated, so that both are in the hands of one thread."""
+Gate and up of an ffn channel are neighbours in a tile of projections, so that one thread holds both.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
+
+
+@dataclass(frozen=True, kw_only=True)
+class FusedActivation:
+    """An activation as the kernels know it: `kernels.activation` defines what the numbers mean."""
+
+    kind: str
+    alpha: float = 1.0
+    limit: float | None = None
+    offset: float = 0.0
+
+    @property
+    def constants(self) -> dict[str, object]:
+        """What a kernel is compiled for."""
+        return {"KIND": self.kind, "ALPHA": self.alpha, "LIMIT": self.limit, "OFFSET": self.offset}
+
+    @property
+    def projections(self) -> int:
+        """Projections into the ffn: gate and up, or up alone."""
+        return 2 if self.kind == "swiglu" else 1
 
 
 @triton.jit
@@ -46,8 +68,8 @@ def activate_backward(
     LIMIT: tl.constexpr,
     OFFSET: tl.constexpr,
 ):
-    """The ffn channels, and what reaches the projections of a gradient `da` that reaches the ffn channels: both
-    in float32, the latter with gate and up side by side again."""
+    """The ffn channels, and the gradient of the projections, from the gradient `da` of the ffn channels: both
+    in float32, the latter with gate and up as neighbours again."""
     if KIND == "swiglu":
         gate, up = h.to(tl.float32).reshape(ROWS, COLS, 2).split()
         if LIMIT is not None:
@@ -77,23 +99,20 @@ def activate_backward(
 
 
 @triton.jit
-def halves(tile, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """The left and the right half of a tile."""
+def _halves(tile, ROWS: tl.constexpr, COLS: tl.constexpr):
     return tile.reshape(ROWS, 2, COLS // 2).permute(0, 2, 1).split()
 
 
 @triton.jit
-def side_by_side(tile, ROWS: tl.constexpr, COLS: tl.constexpr, PARTS: tl.constexpr):
-    """A tile as 1, 2 or 4 narrower ones, from left to right."""
-    if PARTS == 1:
-        parts = (tile,)
-    elif PARTS == 2:
-        left, right = halves(tile, ROWS, COLS)
+def split_columns(tile, ROWS: tl.constexpr, COLS: tl.constexpr, PARTS: tl.constexpr):
+    """A tile as 2 or 4 narrower ones, from left to right. An epilogue that handles one of them at a time needs
+    less shared memory."""
+    left, right = _halves(tile, ROWS, COLS)
+    if PARTS == 2:
         parts = (left, right)
     else:
         tl.static_assert(PARTS == 4)
-        left, right = halves(tile, ROWS, COLS)
-        first, second = halves(left, ROWS, COLS // 2)
-        third, fourth = halves(right, ROWS, COLS // 2)
+        first, second = _halves(left, ROWS, COLS // 2)
+        third, fourth = _halves(right, ROWS, COLS // 2)
         parts = (first, second, third, fourth)
     return parts

@@ -151,7 +151,7 @@ def test_a_layer_that_is_used_twice_adds_both(dtype: torch.dtype) -> None:
         for number in range(3):
             x = torch.randn(2, 5, 6, generator=generator).to(dtype)
             once = layer(x)
-            y = layer(once).sum() + torch.stack(layer.apart(once.sin())).square().sum()
+            y = layer(once).sum() + torch.stack(layer.split_forward(once.sin())).square().sum()
             if wgrad_store is None:
                 y.backward()
             else:
@@ -246,7 +246,7 @@ def test_without_a_node_or_without_a_sink_gradients_come_at_once() -> None:
 def test_every_node_is_drained_once_and_after_its_backward() -> None:
     layer, wgrad_store = one_layer()
     y = layer(torch.ones(1, 2))
-    with pytest.raises(AssertionError, match=r"\(0, 'mix'\) is drained, but its backward has not run"):
+    with pytest.raises(AssertionError, match=r"\(0, 'mix'\) is drained before its backward"):
         wgrad_store.drain((0, "mix"))
     with wgrad_store.node((0, "mix")):
         y.sum().backward()
@@ -254,14 +254,14 @@ def test_every_node_is_drained_once_and_after_its_backward() -> None:
             wgrad_store.drain((0, "mix"))
         with pytest.raises(AssertionError, match="within that of"), wgrad_store.node((1, "mix")):
             pass
-    with pytest.raises(AssertionError, match="runs twice; its weight gradients still wait"):
+    with pytest.raises(AssertionError, match="runs twice; weight gradients are pending"):
         wgrad_store.node((0, "mix")).__enter__()
-    with pytest.raises(AssertionError, match=r"nobody has drained \(0, 'mix'\)"):
+    with pytest.raises(AssertionError, match=r"\(0, 'mix'\) has not been drained"):
         wgrad_store.finish()
     wgrad_store.drain((0, "mix"))
     with pytest.raises(AssertionError, match=r"\(0, 'mix'\) is drained twice"):
         wgrad_store.drain((0, "mix"))
-    with pytest.raises(AssertionError, match="runs twice; it is already drained"):
+    with pytest.raises(AssertionError, match="runs twice; it has been drained already"):
         wgrad_store.node((0, "mix")).__enter__()
     assert torch.equal(layer.weight.grad, torch.ones(2, 2))
     wgrad_store.finish()

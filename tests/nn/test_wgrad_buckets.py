@@ -58,7 +58,7 @@ def left(*, bias: bool = False) -> tuple[Experts, DelayedWgrad]:
 
 @pytest.mark.parametrize("groups", [Groups(), SECOND], ids=["alone", "second"])
 @pytest.mark.parametrize("kernel", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
-def test_experts_put_each_weight_into_its_drawer_and_no_bit_changes(kernel: GroupedMlp, groups: Groups) -> None:
+def test_experts_put_each_weight_into_its_bucket_and_no_bit_changes(kernel: GroupedMlp, groups: Groups) -> None:
     """Two micro-batches; what leads into the ffn waits until the next one has run backward."""
     plain, waiting, wgrad_store = made(kernel, groups), made(kernel, groups), DelayedWgrad()
     for number in range(2):
@@ -79,7 +79,7 @@ def test_experts_put_each_weight_into_its_drawer_and_no_bit_changes(kernel: Grou
         assert torch.equal(parameter.grad, waiting.get_parameter(name).grad), name
 
 
-def test_the_order_of_drawers_does_not_matter_and_one_drain_empties_what_is_left() -> None:
+def test_the_order_of_buckets_does_not_matter_and_one_drain_empties_what_is_left() -> None:
     told = []
     for buckets in (("in", "down"), ("down", None), (None,)):
         layer, wgrad_store = left(bias=True)
@@ -93,7 +93,7 @@ def test_the_order_of_drawers_does_not_matter_and_one_drain_empties_what_is_left
         assert all(torch.equal(one, other) for one, other in zip(told[0], gradients, strict=True))
 
 
-def test_a_node_with_one_drawer_takes_everything() -> None:
+def test_a_node_with_one_bucket_takes_everything() -> None:
     layer, wgrad_store = made(grouped_mlp.REFERENCE.function), DelayedWgrad()
     set_wgrad_store(layer, wgrad_store)
     y_MC = output(layer, 0)
@@ -104,7 +104,7 @@ def test_a_node_with_one_drawer_takes_everything() -> None:
     wgrad_store.finish()
 
 
-def test_weights_may_be_other_tensors_when_a_drawer_is_drained() -> None:
+def test_weights_may_be_other_tensors_when_a_bucket_is_drained() -> None:
     """As where they are sharded again: the gradient belongs to what the forward has seen."""
     layer, wgrad_store = left()
     seen = layer.w_down_ECF
@@ -118,37 +118,37 @@ def test_weights_may_be_other_tensors_when_a_drawer_is_drained() -> None:
 # ------------------------------------------------------------------------------------------ once each
 
 
-def test_every_drawer_is_drained_once() -> None:
+def test_every_bucket_is_drained_once() -> None:
     _, wgrad_store = left()
     wgrad_store.drain("b", "down")
     with pytest.raises(AssertionError, match="down of b is drained twice"):
         wgrad_store.drain("b", "down")
-    with pytest.raises(AssertionError, match="nobody has drained in of b"):
+    with pytest.raises(AssertionError, match="in of b has not been drained"):
         wgrad_store.finish()
-    with pytest.raises(AssertionError, match="runs twice; its weight gradients still wait"):
+    with pytest.raises(AssertionError, match="runs twice; weight gradients are pending"):
         wgrad_store.node("b", ("down", "in")).__enter__()
     wgrad_store.drain("b", "in")
     with pytest.raises(AssertionError, match="b is drained twice"):
         wgrad_store.drain("b", "in")
-    with pytest.raises(AssertionError, match="runs twice; it is already drained"):
+    with pytest.raises(AssertionError, match="runs twice; it has been drained already"):
         wgrad_store.node("b", ("down", "in")).__enter__()
     wgrad_store.finish()
 
 
-def test_a_drawer_comes_after_its_backward() -> None:
+def test_a_bucket_comes_after_its_backward() -> None:
     wgrad_store = DelayedWgrad()
-    with pytest.raises(AssertionError, match="b is drained, but its backward has not run"):
+    with pytest.raises(AssertionError, match="b is drained before its backward"):
         wgrad_store.drain("b", "down")
     with wgrad_store.node("b", ("down", "in")), pytest.raises(AssertionError, match="within its own backward"):
         wgrad_store.drain("b", "down")
 
 
-def test_drawers_of_a_node_that_left_nothing_are_drained_as_well() -> None:
+def test_buckets_of_a_node_that_left_nothing_are_drained_as_well() -> None:
     wgrad_store = DelayedWgrad()
     with wgrad_store.node("b", ("down", "in")):
         pass
     wgrad_store.drain("b", "down")
-    with pytest.raises(AssertionError, match="nobody has drained in of b"):
+    with pytest.raises(AssertionError, match="in of b has not been drained"):
         wgrad_store.finish()
     wgrad_store.drain("b", "in")
     wgrad_store.finish()
@@ -156,18 +156,18 @@ def test_drawers_of_a_node_that_left_nothing_are_drained_as_well() -> None:
 
 def test_a_layer_that_says_nothing_is_told_apart() -> None:
     wgrad_store, parameter = DelayedWgrad(), torch.nn.Parameter(torch.ones(2))
-    message = "b has down, in, and no layer says which is meant"
+    message = "b has down, in; the parameter is in no bucket"
     with wgrad_store.node("b", ("down", "in")), pytest.raises(AssertionError, match=message):
-        wgrad_store.leave(parameter, lambda: torch.ones(2))
+        wgrad_store.put(parameter, lambda: torch.ones(2))
 
 
-def test_what_waited_in_a_drawer_is_let_go_and_the_rest_is_held() -> None:
+def test_what_waited_in_a_bucket_is_let_go_and_the_rest_is_held() -> None:
     wgrad_store, given = DelayedWgrad(), {"down": torch.ones(2), "in": torch.ones(2)}
     parameters = {name: torch.nn.Parameter(torch.ones(2)) for name in given}
-    wgrad_store.sort({parameter: name for name, parameter in parameters.items()})
+    wgrad_store.assign_buckets({parameter: name for name, parameter in parameters.items()})
     with wgrad_store.node("b", ("down", "in")):
         for name, parameter in parameters.items():
-            wgrad_store.leave(parameter, given[name].clone)
+            wgrad_store.put(parameter, given[name].clone)
     held = {name: weakref.ref(tensor) for name, tensor in given.items()}
     given.clear()
     wgrad_store.drain("b", "down")

@@ -1,0 +1,54 @@
+"""Builds the part of the model that one rank of a plan holds: its pipeline segments, split over tp, ep and etp.
+
+Training builds it to run, the memory estimate to count; both get the same layers, kernels and token dispatcher.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from braid import kernels
+from braid.choices import DispatcherName
+from braid.distributed.collectives import Groups
+from braid.model.language import LanguageModel
+from braid.nn.dtypes import DTYPES
+from braid.nn.moe import token_dispatcher
+from braid.planning.divisibility import local_shape
+from braid.planning.plan import Plan
+
+
+def choose_kernels(plan: Plan, device: torch.device) -> kernels.Kernels:
+    """The fastest kernels on a device for the layers of a plan, given the local shape of experts."""
+    run = plan.run
+    return kernels.choose(
+        local_shape(run.model, plan.axes), plan.layout.kinds(), device, DTYPES[run.train.dtype]
+    )
+
+
+def build_local_model(
+    plan: Plan,
+    groups: Groups,
+    chosen: kernels.Kernels,
+    *,
+    device: torch.device,
+    dispatcher: DispatcherName | None = None,
+) -> LanguageModel:
+    """The model of the rank with these groups, on a device (possibly meta), with uninitialized weights.
+    `dispatcher` overrides `mesh.dispatcher`."""
+    run, dtype = plan.run, DTYPES[plan.run.train.dtype]
+    token_dispatch = None
+    if run.model.moe is not None:
+        name = run.mesh.dispatcher if dispatcher is None else dispatcher
+        token_dispatch = token_dispatcher.choose(run.model.moe, run.model.hidden, groups, name).function
+    return LanguageModel(
+        run.model,
+        plan.layout,
+        chosen,
+        groups=groups,
+        dispatcher=token_dispatch,
+        segments=[segment.index for segment in plan.stages[groups.pp.rank].segments],
+        device=device,
+        dtype=dtype,
+        # FSDP2 shards are the main parameters: fp32 or wider, cast to the compute dtype by the all-gather.
+        stored=None if groups.world.size == 1 else torch.promote_types(dtype, torch.float32),
+    )
