@@ -143,7 +143,9 @@ def errors(fused: FusedHyperConnection, c: Case) -> dict[str, float]:
     exit_ = check_exit(fused, c)
     alike = all(torch.equal(*pair) for other in again for pair in zip(found, other, strict=True))
     return {
-        "mappings": worst((entered.post_inputs.post_NS, entered.post_inputs.res_NSS), (made.post_NS, made.res_NSS)),
+        "mappings": worst(
+            (entered.post_inputs.post_NS, entered.post_inputs.res_NSS), (made.post_NS, made.res_NSS)
+        ),
         "outputs": worst((found[0],), (wanted[0],)),
         "gradients": worst((*found[1:], *exit_[0]), (*wanted[1:], *exit_[1])),
         "repeats": float(alike),

@@ -160,7 +160,9 @@ def test_a_single_stream_mixes_with_itself() -> None:
     x = torch.randn(3, 1, 5, dtype=torch.float64)
     entered = reference.pre(x, p, FORM)
     assert (entered.post_inputs.res_NSS - 1).abs().max() < 3e-6
-    torch.testing.assert_close(reference.post(entered.post_inputs, torch.zeros(3, 5).double()), x, rtol=3e-6, atol=0)
+    torch.testing.assert_close(
+        reference.post(entered.post_inputs, torch.zeros(3, 5).double()), x, rtol=3e-6, atol=0
+    )
 
 
 # ------------------------------------------------------------------------------ weights that wait
