@@ -102,7 +102,7 @@ def sublayer(implementation: Any) -> Callable[[Tensor, Parameters], Tensor]:
 
     def run(x: Tensor, parameters: Parameters) -> Tensor:
         entered = implementation.pre(x, parameters, FORM)
-        out: Tensor = implementation.post(entered.ways, entered.branch_NC)
+        out: Tensor = implementation.post(entered.post_inputs, entered.branch_NC)
         return out
 
     return run
@@ -143,7 +143,9 @@ def errors(fused: FusedHyperConnection, c: Case) -> dict[str, float]:
     exit_ = check_exit(fused, c)
     alike = all(torch.equal(*pair) for other in again for pair in zip(found, other, strict=True))
     return {
-        "mappings": worst((entered.ways.post_NS, entered.ways.res_NSS), (made.post_NS, made.res_NSS)),
+        "mappings": worst(
+            (entered.post_inputs.post_NS, entered.post_inputs.res_NSS), (made.post_NS, made.res_NSS)
+        ),
         "outputs": worst((found[0],), (wanted[0],)),
         "gradients": worst((*found[1:], *exit_[0]), (*wanted[1:], *exit_[1])),
         "repeats": float(alike),

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from braid.kernels import hyper_connection
-from braid.kernels.hyper_connection import ConnectionForm, Parameters, Ways, reference
+from braid.kernels.hyper_connection import ConnectionForm, Parameters, PostInputs, reference
 from braid.nn.delayed_wgrad import DelayedWgrad
 
 FORM = ConnectionForm(steps=20, eps=1e-6, norm_eps=1e-5)
@@ -53,7 +53,7 @@ def test_reference_equals_one_number_at_a_time(
     x = torch.randn(tokens, streams, channels, dtype=torch.float64, requires_grad=True)
     bias = torch.randn(channels, dtype=torch.float64, requires_grad=True) if with_bias else None
     entered = reference.pre(x, p, FORM)
-    actual = reference.post(entered.ways, torch.tanh(entered.branch_NC), bias)
+    actual = reference.post(entered.post_inputs, torch.tanh(entered.branch_NC), bias)
     branches, rows = [], []
     for token in x:
         pre, post, res = one_token(token, p, FORM)
@@ -77,7 +77,7 @@ def test_the_first_index_of_the_mixing_is_the_source() -> None:
     x = torch.eye(2).unsqueeze(0)
     res = torch.tensor([[[1.0, 2.0], [3.0, 4.0]]])
     zeros = torch.zeros(1, 2)
-    out = reference.post(Ways(x, zeros, res), zeros)
+    out = reference.post(PostInputs(x, zeros, res), zeros)
     assert torch.equal(out[0], res[0].t())
 
 
@@ -93,7 +93,7 @@ def test_every_stream_that_leaves_is_a_convex_sum_of_those_that_entered() -> Non
     p = parameters(4, 6, torch.float32)
     x = torch.randn(64, 4, 6)
     entered = reference.pre(x, p, FORM)
-    out = reference.post(entered.ways, torch.zeros(64, 6))
+    out = reference.post(entered.post_inputs, torch.zeros(64, 6))
     assert (out <= x.amax(1, keepdim=True) + 1e-5).all()
     assert (out >= x.amin(1, keepdim=True) - 1e-5).all()
 
@@ -109,10 +109,10 @@ def test_the_gradient_of_the_mixing_is_that_of_finite_differences() -> None:
 def test_streams_keep_their_dtype_and_mappings_are_float32(dtype: torch.dtype) -> None:
     p = parameters(2, 8, torch.float32)
     entered = reference.pre(torch.randn(3, 2, 8).to(dtype), p, FORM)
-    out = reference.post(entered.ways, entered.branch_NC)
+    out = reference.post(entered.post_inputs, entered.branch_NC)
     exit_ = Parameters(p.weight_MK[:2], p.alpha_A[:1], p.bias_M[:2])
     assert out.dtype == entered.branch_NC.dtype == reference.contract(out, exit_, FORM).dtype == dtype
-    assert entered.ways.post_NS.dtype == entered.ways.res_NSS.dtype == torch.float32
+    assert entered.post_inputs.post_NS.dtype == entered.post_inputs.res_NSS.dtype == torch.float32
 
 
 def test_large_float16_streams_do_not_overflow() -> None:
@@ -139,7 +139,7 @@ def test_tokens_of_zeros_have_finite_gradients(streams: int) -> None:
     p = parameters(streams, 5)
     x = torch.zeros(2, streams, 5, dtype=torch.float64, requires_grad=True)
     entered = reference.pre(x, p, FORM)
-    out = reference.post(entered.ways, entered.branch_NC + 1)
+    out = reference.post(entered.post_inputs, entered.branch_NC + 1)
     for grad in torch.autograd.grad(out.square().sum(), (x, *p)):
         assert grad.isfinite().all()
 
@@ -148,7 +148,7 @@ def test_no_tokens_at_all() -> None:
     p = parameters(2, 5)
     x = torch.zeros(0, 2, 5, dtype=torch.float64, requires_grad=True)
     entered = reference.pre(x, p, FORM)
-    out = reference.post(entered.ways, entered.branch_NC)
+    out = reference.post(entered.post_inputs, entered.branch_NC)
     assert out.shape == (0, 2, 5)
     for grad, leaf in zip(torch.autograd.grad(out.sum(), (x, *p)), (x, *p), strict=True):
         assert grad.shape == leaf.shape
@@ -159,8 +159,10 @@ def test_a_single_stream_mixes_with_itself() -> None:
     p = parameters(1, 5)
     x = torch.randn(3, 1, 5, dtype=torch.float64)
     entered = reference.pre(x, p, FORM)
-    assert (entered.ways.res_NSS - 1).abs().max() < 3e-6
-    torch.testing.assert_close(reference.post(entered.ways, torch.zeros(3, 5).double()), x, rtol=3e-6, atol=0)
+    assert (entered.post_inputs.res_NSS - 1).abs().max() < 3e-6
+    torch.testing.assert_close(
+        reference.post(entered.post_inputs, torch.zeros(3, 5).double()), x, rtol=3e-6, atol=0
+    )
 
 
 # ------------------------------------------------------------------------------ weights that wait
@@ -169,7 +171,7 @@ def test_a_single_stream_mixes_with_itself() -> None:
 def sublayer_and_exit(x: Tensor, p: Parameters, exit_: Parameters, wgrad_store: DelayedWgrad | None) -> Tensor:
     entered = reference.pre(x, p, FORM, wgrad_store)
     return reference.contract(
-        reference.post(entered.ways, torch.tanh(entered.branch_NC)), exit_, FORM, wgrad_store
+        reference.post(entered.post_inputs, torch.tanh(entered.branch_NC)), exit_, FORM, wgrad_store
     )
 
 
@@ -230,8 +232,8 @@ def test_a_weight_that_is_not_trained_leaves_nothing() -> None:
 
 def test_the_choice_says_why() -> None:
     cpu = hyper_connection.choose(torch.device("cpu"), torch.float32, streams=4)
-    assert str(cpu) == "hyper_connection: reference, because fused is for GPUs, not for a cpu"
+    assert str(cpu) == "hyper_connection: reference, because fused needs a GPU, not cpu"
     wide = hyper_connection.choose(torch.device("cuda"), torch.float64, streams=4)
-    assert str(wide) == "hyper_connection: reference, because the kernels are not for float64"
+    assert str(wide) == "hyper_connection: reference, because fused does not support float64"
     assert hyper_connection.fuses("cuda", torch.bfloat16)
     assert not hyper_connection.fuses("cpu", torch.bfloat16)

@@ -158,10 +158,10 @@ def _loss(
     """A sublayer and an exit behind it: what they give, and one number of that."""
     bias, *numbers = shared
     entered = implementation.pre(x, Parameters(*numbers[:3]), form, wgrad_store)
-    out = implementation.post(entered.ways, torch.tanh(entered.branch_NC), bias)
+    out = implementation.post(entered.post_inputs, torch.tanh(entered.branch_NC), bias)
     exit_ = implementation.contract(out, Parameters(*numbers[3:]), form, wgrad_store)
     loss = (out * to_streams.to(out.dtype)).sum() + (exit_ * to_exit.to(out.dtype)).sum()
-    return [entered.branch_NC, entered.ways.post_NS, entered.ways.res_NSS, out, exit_], loss
+    return [entered.branch_NC, entered.post_inputs.post_NS, entered.post_inputs.res_NSS, out, exit_], loss
 
 
 def assert_near(actual: list[Tensor], expected: list[Wanted], bound: float) -> None:
@@ -244,7 +244,7 @@ def test_the_first_index_of_the_mixing_is_the_source() -> None:
     x = torch.eye(2, device=DEVICE).repeat(1, 1, 1)
     res = torch.tensor([[[1.0, 2.0], [3.0, 4.0]]], device=DEVICE)
     zeros = torch.zeros(1, 2, device=DEVICE)
-    out = TILES.post(hyper_connection.Ways(x, zeros, res), zeros)
+    out = TILES.post(hyper_connection.PostInputs(x, zeros, res), zeros)
     assert torch.equal(out[0], res[0].t())
 
 
@@ -371,7 +371,7 @@ def test_backward_keeps_nothing_wider_than_the_streams() -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         entered = TILES.pre(x, Parameters(*numbers[:3]), FORM)
-        TILES.post(entered.ways, entered.branch_NC, bias)
+        TILES.post(entered.post_inputs, entered.branch_NC, bias)
     for parameter in (bias, *numbers):
         kept.pop(parameter.untyped_storage().data_ptr(), None)
     assert sum(kept.values()) == closed_forms.fused(tokens, streams, channels, narrow=2, wide=4)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from braid.kernels import rms_norm, rotary
 from braid.kernels.rms_norm import Normalize
-from braid.kernels.rotary import Turn
+from braid.kernels.rotary import Rotate
 from braid.kernels.rows import rows_of
 from braid.nn.rotary import Rotary, rotary_tables, rotate
 from tests.kernels.interpreting import (
@@ -121,7 +121,7 @@ def tables(heads: Tensor, rope_dim: int, dtype: torch.dtype) -> Rotary:
 @pytest.mark.parametrize("rope_dim", [16, 12])
 @pytest.mark.parametrize("layout", HEADS)
 def test_heads_are_turned_by_the_angles_of_the_tables(
-    way: Callable[[], Turn], dtype: torch.dtype, rope_dim: int, layout: str
+    way: Callable[[], Rotate], dtype: torch.dtype, rope_dim: int, layout: str
 ) -> None:
     x = HEADS[layout]().to(DEVICE, dtype).requires_grad_()
     turns = tables(x, rope_dim, dtype)
@@ -140,7 +140,7 @@ def test_heads_are_turned_by_the_angles_of_the_tables(
 
 
 @pytest.mark.parametrize("way", TURNS)
-def test_rows_of_a_batch_may_share_their_tables(way: Callable[[], Turn]) -> None:
+def test_rows_of_a_batch_may_share_their_tables(way: Callable[[], Rotate]) -> None:
     x = torch.randn(3, 5, 2, 8, device=DEVICE)
     turns = tables(x[:1], 8, torch.float32)
     wanted = torch.cat([rotary.PLAIN(one, *turns, 1) for one in x.split(1)])

@@ -43,18 +43,18 @@ def test_rows_are_their_tokens_and_tokens_the_sums_of_their_rows(
     tokens, slots, channels = size
     token_M, row_NS = places(tokens, slots, gaps)
     x = torch.randn(tokens, channels).to(DEVICE, dtype)
-    spread = way.spread(x, token_M, gaps=gaps)
+    permuted = way.permute(x, token_M, gaps=gaps)
     nobody = x.new_zeros(channels)
-    assert spread.dtype == dtype
+    assert permuted.dtype == dtype
     for row, token in enumerate(token_M.tolist()):
-        assert torch.equal(spread[row], nobody if token == tokens else x[token])
+        assert torch.equal(permuted[row], nobody if token == tokens else x[token])
     y = torch.randn(len(token_M), channels).to(DEVICE, dtype)
-    collected = way.collect(y, row_NS, gaps=gaps)
+    summed = way.unpermute(y, row_NS, gaps=gaps)
     padded = torch.cat([y, y.new_zeros(1, channels)]).double()
     wanted = padded[row_NS.flatten()].unflatten(0, row_NS.shape).sum(1)
-    assert collected.dtype == dtype
-    assert collected.shape == (tokens, channels)
-    torch.testing.assert_close(collected.double(), wanted, rtol=2 * torch.finfo(dtype).eps, atol=1e-5)
+    assert summed.dtype == dtype
+    assert summed.shape == (tokens, channels)
+    torch.testing.assert_close(summed.double(), wanted, rtol=2 * torch.finfo(dtype).eps, atol=1e-5)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -62,7 +62,7 @@ def test_small_terms_are_not_lost_among_large_ones(way: Permute) -> None:
     """A token's sum is rounded once: 2048 + eight times 1 in half precision."""
     y = torch.tensor([[2048.0]] + [[1.0]] * 8).to(DEVICE, torch.float16)
     row_NS = torch.arange(9, device=DEVICE)[None]
-    assert way.collect(y, row_NS, gaps=False).item() == 2056.0
+    assert way.unpermute(y, row_NS, gaps=False).item() == 2056.0
 
 
 def test_choice_names_its_reason() -> None:

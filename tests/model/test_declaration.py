@@ -21,7 +21,7 @@ from braid.model.declaration import Form, chains, form_of, units
 from braid.model.language import LanguageModel
 from braid.nn.dtypes import DTYPES
 from braid.pattern import Layout, parse
-from braid.schedule import Phase, dealt, folded, held
+from braid.schedule import Phase, round_robin, segments_of, v_shape
 from tests.covers import cover
 from tests.model.cases import batch, build
 from tests.model.test_hybrid import HYBRID
@@ -35,7 +35,12 @@ PATTERNS = (
 )
 """Every kind of layer, in and out of groups; segments without blocks, and every kind of depth."""
 EXITS = (None, "learned", "mean")
-HOLDERS = {"one rank": (0, 0, 0, 0), "dealt": dealt(2, 4), "folded": folded(2), "four ranks": dealt(4, 4)}
+HOLDERS = {
+    "one rank": (0, 0, 0, 0),
+    "dealt": round_robin(2, 4),
+    "folded": v_shape(2),
+    "four ranks": round_robin(4, 4),
+}
 
 
 class Point(NamedTuple):
@@ -75,7 +80,7 @@ class Point(NamedTuple):
         """What each rank holds of it, without memory."""
         holder = HOLDERS[self.holder]
         for rank in range(max(holder) + 1):
-            segments = held(holder, rank)
+            segments = segments_of(holder, rank)
             on = {"device": torch.device("meta"), "dtype": DTYPES[self.dtype]}
             yield LanguageModel(self.shape, self.layout, references(), segments=segments, **on), segments
 

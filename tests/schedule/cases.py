@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from braid.model.declaration import Form, chains, units
 from braid.pattern import Layout, cut, joined, parse
-from braid.schedule import Chain, Op, Rule
+from braid.schedule import Chain, Op, Ops, Rule, parse_op
 from braid.schedule.lifetime import Lifetime, LifetimeError, UnitStats, Uses, follow
 
 
@@ -39,3 +39,13 @@ def prove(ops: Iterable[Op], units: Iterable[str], uses: Uses, *, resident: bool
     if not finished:
         raise LifetimeError(Rule.FINISHED, "the list ends without FINISH")
     return lifetime.stats
+
+
+def parse_ops(text: str) -> Ops:
+    """Ops separated by blanks."""
+    return tuple(parse_op(word) for word in text.split())
+
+
+def compute_ops(ops: Iterable[Op]) -> Ops:
+    """The ops that compute: the order that papers draw."""
+    return tuple(op for op in ops if op.act.computes)

@@ -12,21 +12,20 @@ from braid.schedule import (
     Act,
     build,
     check,
-    computed,
     forward_only,
     interleaved,
     one_f_one_b,
-    parse_ops,
     schedule_problems,
     with_sums,
 )
+from tests.schedule.cases import compute_ops, parse_ops
 from tests.schedule.reference import run
 
 SIZES = {"pp": st.integers(1, 7), "virtual": st.integers(1, 4), "micro_batches": st.integers(1, 20)}
 
 
 def orders(schedule):
-    return [" ".join(map(str, computed(ops))) for ops in schedule.ops]
+    return [" ".join(map(str, compute_ops(ops))) for ops in schedule.ops]
 
 
 def on_own_segment(text, rank):

@@ -16,9 +16,9 @@ from braid.schedule import (
     interleaved,
     one_f_one_b,
     parse_op,
-    parse_ops,
 )
 from braid.schedule.builders import forward_only, with_messages, with_sums
+from tests.schedule.cases import parse_ops
 from tests.schedule.reference import Refused, run
 
 
@@ -156,7 +156,7 @@ def test_too_many_live_micro_batches():
         ),
     )
     assert found(greedy) == [(Rule.LIVE, 0, "F2.0")]
-    assert the_fault(greedy, Rule.LIVE).why == "3 forwards wait for their backward, 2 may"
+    assert the_fault(greedy, Rule.LIVE).why == "3 forwards are alive, at most 2 may be"
     assert check(greedy).live == (3, 1)
 
 
@@ -238,7 +238,7 @@ def test_two_collectives_of_a_communicator_in_different_order():
     schedule = with_closing(one_f_one_b(2, 1), (embedding, head), (head, embedding))
     assert found(schedule) == [(Rule.SAME_COLLECTIVES, 1, "SUM_COPIES[dp:head@0,1]")]
     why = the_fault(schedule, Rule.SAME_COLLECTIVES).why
-    assert why == "here comes [dp:head@0,1], on rank 0 [dp:embedding@0,1]"
+    assert why == "it issues [dp:head@0,1] here, rank 0 issues [dp:embedding@0,1]"
 
 
 def test_two_communicators_in_different_order():
@@ -260,7 +260,7 @@ def test_a_member_that_stays_away():
     schedule = with_closing(one_f_one_b(2, 1), (collective("w", "grad", 0, 1),), ())
     fault = the_fault(schedule, Rule.SAME_COLLECTIVES)
     assert (fault.rank, fault.place) == (1, len(schedule.ops[1]))
-    assert "here comes nothing" in fault.why
+    assert "it issues nothing here" in fault.why
     assert the_fault(schedule, Rule.DEADLOCK).why.endswith("for rank 1, which has ended")
 
 

@@ -16,22 +16,21 @@ from braid.schedule import (
     Rule,
     Schedule,
     check,
-    computed,
     draw,
     dual_pipe_v,
     evaluation,
-    folded,
-    held,
     interleaved,
     one_f_one_b,
     parse_op,
+    segments_of,
     simulate,
+    v_shape,
 )
 from braid.schedule.lifetime import uses_of
 from braid.schedule.lowering import POLICIES, lowered
 from braid.schedule.views import narrow
 from tests.schedule import reference
-from tests.schedule.cases import coarse, fine, meshes, prove
+from tests.schedule.cases import coarse, compute_ops, fine, meshes, prove
 from tests.schedule.table import COMPUTE, held_peaks, of_segments, tables
 
 
@@ -55,7 +54,7 @@ def in_segments(pp: int, micro_batches: int) -> Schedule:
 
 def turns(made: Schedule, rank: int) -> str:
     """What a rank computes in its blocks: act, micro-batch and segment."""
-    ops = (op for op in computed(made.ops[rank]) if op.phase and op.phase.endswith(".mix"))
+    ops = (op for op in compute_ops(made.ops[rank]) if op.phase and op.phase.endswith(".mix"))
     return " ".join(f"{op.act.value}{op.micro_batch}.{op.segment}" for op in ops)
 
 
@@ -63,8 +62,8 @@ def turns(made: Schedule, rank: int) -> str:
 
 
 def test_a_fold_has_both_ends_on_rank_0_and_the_turn_on_the_last():
-    assert folded(3) == (0, 1, 2, 2, 1, 0)
-    assert [held(folded(3), rank) for rank in range(3)] == [(0, 5), (1, 4), (2, 3)]
+    assert v_shape(3) == (0, 1, 2, 2, 1, 0)
+    assert [segments_of(v_shape(3), rank) for rank in range(3)] == [(0, 5), (1, 4), (2, 3)]
 
 
 def test_two_ranks_and_four_micro_batches():
@@ -108,7 +107,7 @@ def test_pairs_interleave_where_they_overlap_and_follow_one_another_where_not():
         ),
         (False, True, f"F:mix F:dispatch F:experts F:combine B:combine B:experts B:dispatch B:mix {two} W:mix"),
     ):
-        ops = computed(schedule(text, 2, 4, overlap=overlap, late_weights=late_weights).ops[0])
+        ops = compute_ops(schedule(text, 2, 4, overlap=overlap, late_weights=late_weights).ops[0])
         pair = {(3, 0, Act.F), (1, 3, Act.B), (1, 3, Act.W)}
         seen = [op for op in ops if (op.micro_batch, op.segment, op.act) in pair]
         blocks = [f"{op.act.value}:{op.phase.split('.', 1)[1]}" for op in seen if op.phase and "." in op.phase]
@@ -134,7 +133,7 @@ def test_every_rank_holds_what_the_bound_states():
 def test_any_number_of_micro_batches_has_a_sound_schedule(pp):
     for micro_batches in range(1, 21):
         assert_sound(in_segments(pp, micro_batches), pp, micro_batches)
-        assert check(evaluation(folded(pp), micro_batches)).sound
+        assert check(evaluation(v_shape(pp), micro_batches)).sound
     for micro_batches in (1, 2 * pp - 1, 2 * pp + 1):
         assert_sound(plain(pp, micro_batches), pp, micro_batches)
 
@@ -176,7 +175,7 @@ def test_any_model_has_a_sound_schedule(pp, data, micro_batches, overlap, early_
 @given(pp=st.integers(2, 6), micro_batches=st.integers(1, 14), seed=st.integers(0, 2**16))
 def test_values_arrive_whatever_rank_goes_next(pp, micro_batches, seed):
     reference.run(in_segments(pp, micro_batches), seed)
-    reference.run(evaluation(folded(pp), micro_batches), seed)
+    reference.run(evaluation(v_shape(pp), micro_batches), seed)
 
 
 @pytest.mark.parametrize(
@@ -237,7 +236,7 @@ def test_it_is_faster_than_interleaved_and_1f1b(pp, micro_batches):
 
 def test_an_evaluation_goes_there_and_back():
     for pp, micro_batches in ((2, 1), (3, 5), (4, 9)):
-        timeline = simulate(evaluation(folded(pp), micro_batches))
+        timeline = simulate(evaluation(v_shape(pp), micro_batches))
         assert timeline.makespan == pytest.approx(2 * micro_batches + 2 * pp - 2)
 
 

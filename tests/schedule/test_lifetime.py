@@ -20,13 +20,12 @@ from braid.schedule import (
     one_f_one_b,
     overlapped,
     parse_op,
-    parse_ops,
     with_sums,
 )
 from braid.schedule.lifetime import NO_USE, Lifetime, LifetimeError, Use, lifetime_faults, uses_of
 from braid.schedule.lowering import POLICIES, RESIDENT, Policy, lowered
 from braid.schedule.recompute import with_replays
-from tests.schedule.cases import coarse, fine, meshes, prove
+from tests.schedule.cases import coarse, fine, meshes, parse_ops, prove
 
 # ------------------------------------------------------------------------------------------- misuse
 

@@ -25,14 +25,13 @@ from braid.schedule import (
     in_phases,
     interleaved,
     one_f_one_b,
-    parse_ops,
     simulate,
     with_sums,
 )
 from braid.schedule.lifetime import NO_USE, UnitStats, Use, Uses, uses_of
 from braid.schedule.lowering import POLICIES, RESIDENT, Policy, Sharding, lower, lowered
 from braid.schedule.views import bare
-from tests.schedule.cases import prove
+from tests.schedule.cases import parse_ops, prove
 
 
 def words(ops: Ops) -> str:

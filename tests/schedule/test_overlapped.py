@@ -18,14 +18,13 @@ from braid.schedule import (
     Schedule,
     Stream,
     check,
-    computed,
     draw,
     overlapped,
     parse_op,
     simulate,
 )
 from braid.schedule.overlapped import Side, pair
-from tests.schedule.cases import fine
+from tests.schedule.cases import compute_ops, fine
 
 
 def schedule(
@@ -173,7 +172,7 @@ def test_mtp_phases_stand_between_the_blocks_that_they_join():
 
 
 def test_without_a_pipeline_each_forward_after_the_first_has_a_backward_beside_it():
-    turns = [f"{op.act.value}{op.micro_batch}" for op in computed(schedule("[*E]").ops[0])]
+    turns = [f"{op.act.value}{op.micro_batch}" for op in compute_ops(schedule("[*E]").ops[0])]
     first, last = turns.index("B0"), len(turns) - turns[::-1].index("F2")
     assert set(turns[: first - 1]) == {"F0"}
     assert set(turns[last:]) == {"B1", "B2"}

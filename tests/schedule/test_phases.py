@@ -16,12 +16,12 @@ from braid.schedule import (
     Stream,
     check,
     evaluation,
-    folded,
     in_phases,
     interleaved,
     one_f_one_b,
     parse_op,
     simulate,
+    v_shape,
     with_sums,
 )
 from braid.schedule.views import bare, narrow, wide
@@ -94,7 +94,7 @@ def test_any_pipeline_in_phases_is_sound_and_keeps_its_order(
 ):
     built = interleaved(pp, virtual, micro_batches)
     if not backward:
-        built = evaluation(folded(pp) if fold else built.holder, micro_batches)
+        built = evaluation(v_shape(pp) if fold else built.holder, micro_batches)
     else:
         built = with_sums(built, {"embedding": (0, pp - 1)})
     text = "|".join(data.draw(st.lists(ITEMS, min_size=built.segments, max_size=built.segments))) + mtp

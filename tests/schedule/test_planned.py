@@ -10,10 +10,11 @@ from braid import schedule as schedules
 from braid.architecture import HyperConnections
 from braid.config import Mesh, Run
 from braid.planning.plan import evaluation_schedule, plan
-from braid.schedule import Act, Schedule, check, folded, parse_ops, simulate
+from braid.schedule import Act, Schedule, check, simulate, v_shape
 from braid.schedule.lowering import POLICIES
 from braid.schedule.views import bare, narrow
 from tests.runs import small_run
+from tests.schedule.cases import parse_ops
 
 OVERLAP = {"overlap": True, "delay_weights": True}
 RUNS: dict[str, tuple[str, dict[str, object], tuple[str, ...]]] = {
@@ -139,7 +140,7 @@ def test_an_evaluation_computes_with_the_units_of_the_model_without_its_depths()
 def test_an_evaluation_of_a_fold_goes_there_and_back():
     schedule = evaluation_schedule(plan(made("folded"), 2), 2)
     whole = narrow(bare(schedule)[0]).schedule
-    assert schedule.holder == folded(2)
+    assert schedule.holder == v_shape(2)
     assert str(whole) == (
         "0: F0.0 SEND_F0.0>1 F1.0 SEND_F1.0>1 RECV_F0.3<1 F0.3 RECV_F1.3<1 F1.3\n"
         "1: RECV_F0.1<0 F0.1 F0.2 SEND_F0.2>0 RECV_F1.1<0 F1.1 F1.2 SEND_F1.2>0"

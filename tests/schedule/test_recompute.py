@@ -22,14 +22,13 @@ from braid.schedule import (
     interleaved,
     live_peaks,
     overlapped,
-    parse_ops,
     simulate,
 )
 from braid.schedule.lifetime import UnitStats, uses_of
 from braid.schedule.lowering import POLICIES, lowered
 from braid.schedule.recompute import dropped_tensors, with_replays
 from braid.schedule.views import bare
-from tests.schedule.cases import coarse, cut_for, fine, meshes, prove
+from tests.schedule.cases import coarse, cut_for, fine, meshes, parse_ops, prove
 
 
 def schedule(

@@ -23,7 +23,7 @@ from braid.schedule import (
     simulate,
     with_sums,
 )
-from braid.schedule.trace import Lane, Strip, chrome_trace, lane_of, predicted_trace
+from braid.schedule.trace import Lane, RankStep, chrome_trace, lane_of, predicted_trace
 from tests.schedule.cases import fine
 
 
@@ -134,10 +134,10 @@ def test_every_act_has_its_lane():
 )
 def test_boxes_of_a_thread_never_overlap_whatever_the_times(given_spans, steps):
     strips = [
-        Strip(
+        RankStep(
             rank=5,
             stage=0,
-            line=0,
+            pipeline=0,
             step=step,
             begin=100.0 * step,
             end=100.0 * step + 90,

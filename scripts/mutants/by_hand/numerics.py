@@ -74,8 +74,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="convolution-crosses-documents",
         file="kernels/causal_conv/reference.py",
-        old="_reaches(runs_BT, taps - 1 - tap)",
-        new="_reaches(runs_BT, min(1, taps - 1 - tap))",
+        old="_same_document(runs_BT, taps - 1 - tap)",
+        new="_same_document(runs_BT, min(1, taps - 1 - tap))",
         kind="ignored mask",
         why="the first tokens of a document see the last ones of the document before",
     ),
@@ -90,7 +90,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="delta-rule-reads-before-it-corrects",
         file="kernels/delta_rule/recurrent.py",
-        old="(v_BHV.to(wide) - held_BHV)",
+        old="(v_BHV.to(wide) - stored_BHV)",
         new="v_BHV.to(wide)",
         kind="dropped term",
         why="generation and training disagree",
@@ -98,8 +98,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="scan-uses-the-documents-of-the-first-chunks",
         file="kernels/ssd/reference.py",
-        old="decay.runs_BV[:, first : first + TOGETHER + 1]",
-        new="decay.runs_BV[:, : min(TOGETHER, chunks - first) + 1]",
+        old="decay.runs_BV[:, first : first + SCAN_CHUNKS + 1]",
+        new="decay.runs_BV[:, : min(SCAN_CHUNKS, chunks - first) + 1]",
         kind="stale cache",
         why="in rows of more than a thousand tokens states cross documents",
     ),
@@ -154,8 +154,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="rows-of-nobody-hold-ones",
         file="kernels/permute/device/rows.py",
-        old="copied = tl.load(x + token[:, None] * CHANNELS + n[None, :], mask=there, other=0.0)",
-        new="copied = tl.load(x + token[:, None] * CHANNELS + n[None, :], mask=there, other=1.0)",
+        old="copied = tl.load(x + token[:, None] * CHANNELS + n[None, :], mask=valid, other=0.0)",
+        new="copied = tl.load(x + token[:, None] * CHANNELS + n[None, :], mask=valid, other=1.0)",
         kind="ignored mask",
         why="on GPUs, rows that only fill an expert up are computed as if they were tokens",
     ),

@@ -1,6 +1,6 @@
-"""Ops that have more than one implementation: a plain reference in every room, fast ones beside it.
+"""Kernels: ops with several implementations, a PyTorch reference in every package and faster ones beside it.
 
-`choose` decides once per run; modules are handed the functions and never look at the device themselves.
+`choose` selects implementations once per run, by device and dtype; modules get the functions as arguments.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from braid.pattern import Kind
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """The implementation that a run uses of each op; None where the model has no such op."""
+    """The selected implementation of each op; None if the model does not use the op."""
 
     attention: KernelChoice[attention.Attend] | None
     ssd: KernelChoice[ssd.Ssd] | None
@@ -36,21 +36,20 @@ class Kernels:
     permute: KernelChoice[permute.Permute] | None
     hyper_connection: KernelChoice[hyper_connection.HyperConnect] | None
     rms_norm: KernelChoice[rms_norm.Normalize]
-    rotary: KernelChoice[rotary.Turn] | None
+    rotary: KernelChoice[rotary.Rotate] | None
 
     @property
     def choices(self) -> tuple[KernelChoice, ...]:
-        """What there is to tell the user."""
+        """All selected implementations, for the log."""
         mixers = (self.attention, self.ssd, self.delta_rule)
-        every = (*mixers, self.rotary, self.rms_norm, self.grouped_mlp, self.permute, self.hyper_connection)
-        return tuple(choice for choice in every if choice is not None)
+        ops = (*mixers, self.rotary, self.rms_norm, self.grouped_mlp, self.permute, self.hyper_connection)
+        return tuple(choice for choice in ops if choice is not None)
 
 
 def choose(
     model: architecture.Model, kinds: Collection[Kind], device: torch.device, dtype: torch.dtype
 ) -> Kernels:
-    """The fastest implementations that are right for the layers of these kinds, on this device and in this
-    dtype."""
+    """The fastest implementations for these kinds of layers that support the device and dtype."""
     attends = not {Kind.ATTENTION, Kind.LATENT_ATTENTION}.isdisjoint(kinds)
     moe = model.moe if Kind.MOE in kinds else None
     hyper = model.hyper
@@ -73,7 +72,7 @@ def choose(
 
 
 def references() -> Kernels:
-    """The plain implementations: slow, right everywhere, what the others are tested against."""
+    """The PyTorch reference implementations, which run everywhere and which the others are tested against."""
     return Kernels(
         attention=attention.REFERENCE,
         ssd=ssd.REFERENCE,

@@ -1,6 +1,8 @@
-"""The activations of dense MLPs and of experts.
+"""Activation functions of MLPs and experts.
 
-A gated activation takes two projections of its input, gate and up; the others take up alone.
+    swiglu  gate · sigmoid(alpha · gate) · (up + offset), with optional clamping (Shazeer, 2020; GPT-OSS)
+    relu2   relu(up)² (So et al., 2021)
+    gelu    exact GELU of up, with erf
 
 Shapes: F ffn channels, `_` any leading dims.
 """
@@ -14,31 +16,27 @@ from torch.nn import functional as F
 from braid.architecture import Activation, Glu
 
 SWIGLU = Glu()
-"""The gated activation without a limit or an offset."""
+"""Plain SwiGLU."""
 
 
 def projections(activation: Activation) -> tuple[str, ...]:
-    """The projections that an activation takes, in the order in which weights are stored."""
+    """Input projections of an activation, in the order in which weights are stored."""
     return ("gate", "up") if activation == "swiglu" else ("up",)
 
 
 def activate(activation: Activation, *projected__F: Tensor, glu: Glu = SWIGLU) -> Tensor:
-    """The ffn channels, from the projections that `projections` names. `gelu` is the exact one, with erf."""
+    """Apply an activation to its `projections`."""
     match activation:
         case "swiglu":
             gate__F, up__F = projected__F
-            return _gated(gate__F, up__F, glu)
+            if glu.limit is not None:
+                gate__F = gate__F.clamp(max=glu.limit)
+                up__F = up__F.clamp(-glu.limit, glu.limit)
+            gated__F = F.silu(gate__F) if glu.alpha == 1 else gate__F * torch.sigmoid(glu.alpha * gate__F)
+            return gated__F * (up__F + glu.offset if glu.offset else up__F)
         case "relu2":
             (up__F,) = projected__F
             return torch.relu(up__F).square()
         case "gelu":
             (up__F,) = projected__F
             return F.gelu(up__F)
-
-
-def _gated(gate__F: Tensor, up__F: Tensor, glu: Glu) -> Tensor:
-    if glu.limit is not None:
-        gate__F = gate__F.clamp(max=glu.limit)
-        up__F = up__F.clamp(-glu.limit, glu.limit)
-    opened__F = F.silu(gate__F) if glu.alpha == 1 else gate__F * torch.sigmoid(glu.alpha * gate__F)
-    return opened__F * (up__F + glu.offset if glu.offset else up__F)

@@ -1,8 +1,7 @@
-"""Activation bytes: what each op keeps for its backward, in bytes: closed forms, beside the implementations
-that they describe.
+"""Activation memory: bytes that ops save for backward, in closed form, for the memory estimate.
 
-`narrow` and `wide` are bytes of an activation and of what is float32 or better. Rows are single
-documents.
+`narrow` is the item size of activations, `wide` that of tensors in float32 or wider. Every row is assumed to be
+a single document.
 
 Shapes: B rows, T tokens, H heads, G groups (key heads), D head channels, N state channels, K key and V value
 channels, Q tokens of a chunk.
@@ -15,70 +14,70 @@ from braid.kernels.delta_rule import reference as delta_rule
 from braid.kernels.ssd import reference as ssd
 
 CHUNK = ssd.CHUNK
-"""Tokens of a chunk of both recurrent ops."""
+"""Chunk length of both recurrent ops."""
 assert CHUNK == delta_rule.CHUNK
 
 
-def activated(activation: Activation, glu: Glu, *, joined: bool) -> int:
-    """How many tensors of ffn channels are kept from the projections to the result, both included. `joined`
-    says whether gate and up are slices of one tensor."""
+def saved_ffn_tensors(activation: Activation, glu: Glu, *, joined: bool) -> int:
+    """Number of tensors with ffn channels saved by an activation, including its inputs and output. `joined`:
+    gate and up are slices of one tensor."""
     if activation != "swiglu":
         return 2
     limit, offset = glu.limit is not None, bool(glu.offset)
-    gate = 1 + limit + (glu.alpha != 1) + 1  # itself, cut off, its sigmoid, opened
+    gate = 1 + limit + (glu.alpha != 1) + 1  # the gate, clamped, its sigmoid, their product
     up = (joined or limit or not offset) + (limit or offset)
     return gate + up + 1
 
 
-def in_chunks(tokens: int) -> int:
-    """Tokens with those that fill up the last chunk of the recurrent ops."""
+def padded_to_chunks(tokens: int) -> int:
+    """Sequence length padded to a multiple of the chunk length of the recurrent ops."""
     chunk = min(CHUNK, tokens)
     return -(-tokens // chunk) * chunk
 
 
-def scanned(
+def ssd_bytes(
     rows: int, tokens: int, heads: int, head_dim: int, groups: int, state: int, *, narrow: int, wide: int
 ) -> int:
-    """`ssd.reference`, and what it is given: x, B and C, which are slices of one tensor. Of several groups they
-    are copied before use, and where the last chunk is filled up."""
+    """`ssd.reference` with its inputs x, B and C, which are slices of one tensor. They are copied if there are
+    several groups, or if the last chunk is padded."""
     chunk = min(CHUNK, tokens)
     chunks = -(-tokens // chunk)
     padded = rows * chunks * chunk
     x, b = padded * heads * head_dim * narrow, padded * groups * state * narrow
-    given = x + (4 if groups > 1 else 2) * b
+    inputs = x + (4 if groups > 1 else 2) * b
     pairs = chunk * padded * (heads * (wide + narrow) + groups * narrow) + chunk * chunk
     decays = (4 * padded + 2) * heads * wide
     states = rows * chunks * heads * head_dim * state * narrow
-    passed_on = _passed_on(rows, chunks, heads, head_dim * state, wide)
-    return given + 3 * x + pairs + decays + states + passed_on
+    scan = _state_scan_bytes(rows, chunks, heads, head_dim * state, wide)
+    return inputs + 3 * x + pairs + decays + states + scan
 
 
-def _passed_on(rows: int, chunks: int, heads: int, entries: int, wide: int) -> int:
-    """States on their way from chunk to chunk, so many of them at a time."""
+def _state_scan_bytes(rows: int, chunks: int, heads: int, entries: int, wide: int) -> int:
+    """The scan over chunk states, which combines `ssd.SCAN_CHUNKS` of them per product."""
     total = 0
-    for first in range(0, chunks, ssd.TOGETHER):
-        moments = min(ssd.TOGETHER, chunks - first) + 1
-        # The product of several rows reads a copy of the decays between moments.
-        decays = moments * (1 if rows == 1 else 2)
-        total += rows * heads * moments * (entries + decays) * wide + moments * moments
+    for first in range(0, chunks, ssd.SCAN_CHUNKS):
+        boundaries = min(ssd.SCAN_CHUNKS, chunks - first) + 1
+        # With several rows, the batched product reads a copy of the decays between chunk boundaries.
+        decays = boundaries * (1 if rows == 1 else 2)
+        total += rows * heads * boundaries * (entries + decays) * wide + boundaries * boundaries
     return total
 
 
-def remembered(
+def delta_rule_bytes(
     rows: int, tokens: int, heads: int, groups: int, key_dim: int, value_dim: int, *, narrow: int, wide: int
 ) -> int:
-    """`delta_rule.reference`, and what it is given: q, k and v, which are slices of one tensor. They are copied
-    where they have to be widened."""
+    """`delta_rule.reference` with its inputs q, k and v, which are slices of one tensor and are copied if they
+    are cast to a wider dtype."""
     chunk = min(CHUNK, tokens)
     chunks = -(-tokens // chunk)
     padded = rows * chunks * chunk
-    keys, values, numbers = padded * heads * key_dim, padded * heads * value_dim, padded * heads
-    given = 2 * groups * key_dim + (0 if narrow != wide else heads * value_dim)
-    units = rows * tokens * (2 * groups + given)
+    keys, values, scalars = padded * heads * key_dim, padded * heads * value_dim, padded * heads
+    inputs = 2 * groups * key_dim + (0 if narrow != wide else heads * value_dim)
+    normalized = rows * tokens * (2 * groups + inputs)
     pairs = chunk * padded * (5 * heads + 2 * groups)
-    of_groups = 2 * padded * groups * key_dim
-    # The first step starts from zero and nobody asks for the last: neither keeps what it multiplies with.
+    key_heads = 2 * padded * groups * key_dim
+    # The first state is zero and the final state is unused: neither step saves its factors.
     steps = chunks * key_dim if chunks > 2 else 0
-    memories = rows * heads * key_dim * (steps + (2 * chunks - 1) * value_dim)
-    entries = 4 * keys + 4 * values + 4 * numbers + pairs + of_groups + memories + units + key_dim * key_dim
+    states = rows * heads * key_dim * (steps + (2 * chunks - 1) * value_dim)
+    entries = 4 * keys + 4 * values + 4 * scalars + pairs + key_heads + states + normalized + key_dim * key_dim
     return entries * wide + chunk * chunk

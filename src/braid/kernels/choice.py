@@ -1,4 +1,4 @@
-"""Which implementation of an op a run uses, and why: decided once, told to the user."""
+"""Kernel selection: the implementation of an op that a run uses, with the reason for the log."""
 
 from __future__ import annotations
 
@@ -14,27 +14,26 @@ Function = TypeVar("Function")
 
 @dataclass(frozen=True, kw_only=True)
 class KernelChoice(Generic[Function]):
-    """One implementation of one op."""
+    """The selected implementation of an op."""
 
     op: str
-    """The op's room: `attention`, `grouped_mlp`."""
+    """Package of the op: `attention`, `grouped_mlp`."""
     name: str
-    """The implementation's file in that room: `reference`, `sdpa`, `grouped`."""
+    """Module of the implementation: `reference`, `sdpa`, `grouped`."""
     function: Function
-    """What computes it."""
     reason: str
-    """Why this one, as a clause that follows `because`."""
+    """Why it was selected, as a clause after `because`."""
 
     def __str__(self) -> str:
         return f"{self.op}: {self.name}, because {self.reason}"
 
 
-def why_not_fused(device: torch.device, dtype: torch.dtype, taken: Collection[torch.dtype]) -> str | None:
-    """Why kernels in Triton that take these dtypes cannot be used, as a clause; None where they can."""
+def why_not_fused(device: torch.device, dtype: torch.dtype, supported: Collection[torch.dtype]) -> str | None:
+    """Why Triton kernels for the `supported` dtypes cannot be used, as a clause; None if they can."""
     if device.type != "cuda":
-        return f"fused is for GPUs, not for a {device.type}"
-    if dtype not in taken:
-        return f"the kernels are not for {str(dtype).removeprefix('torch.')}"
+        return f"fused needs a GPU, not {device.type}"
+    if dtype not in supported:
+        return f"fused does not support {str(dtype).removeprefix('torch.')}"
     if not find_spec("triton"):
         return "fused, which is faster, needs Triton: install braid[gpu]"
     return None

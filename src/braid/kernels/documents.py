@@ -1,4 +1,4 @@
-"""Documents within rows: what mixers reset at.
+"""Document boundaries in packed rows, where recurrent mixers and convolutions reset.
 
 Shapes: B rows, T tokens.
 """
@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 
 def runs_of(documents_BT: Tensor) -> Tensor:
-    """Documents numbered from 0 within each row. A run of equal ids is one; an id that returns later begins
-    another."""
-    begins_BT = F.pad(documents_BT[:, 1:] != documents_BT[:, :-1], (1, 0))
-    return begins_BT.cumsum(1)
+    """Document index of each token, from 0 within each row. A document is a run of equal ids; the same id later
+    in the row is another document."""
+    starts_BT = F.pad(documents_BT[:, 1:] != documents_BT[:, :-1], (1, 0))
+    return starts_BT.cumsum(1)

@@ -1,4 +1,4 @@
-"""From the host to a device, without waiting for it."""
+"""Asynchronous host-to-device copies."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from torch import Tensor
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """The tensor on a device. A GPU reads it by itself, from memory that nobody moves: a copy from other memory
-    would first wait until the GPU has done all that it was given."""
+    """Copy a tensor to a device. Host tensors are pinned first: a copy from pageable memory would block the
+    host until the GPU has finished all queued work."""
     if device.type != "cuda" or x.is_cuda:
         return x.to(device)
     return x.contiguous().pin_memory().to(device, non_blocking=True)

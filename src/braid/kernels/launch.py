@@ -1,8 +1,8 @@
-"""How kernels are launched: by what they were compiled to.
+"""Low-overhead launches of Triton kernels.
 
-Triton looks at every argument of every launch to find what to run, and calls hooks before and after: that takes
-the host longer than a small kernel takes the device. Here what to run is asked once for each kind of arguments,
-and no hook is called.
+Triton's own launch specializes on every argument and calls hooks each time, which takes the host longer than a
+small kernel runs on the device. `Launcher` caches the compiled kernel by argument signature and calls it
+directly, without hooks.
 """
 
 from __future__ import annotations
@@ -15,28 +15,27 @@ from torch import Tensor
 from triton.runtime import driver
 
 ALIGNED = 16
-"""Triton makes a kernel of its own for tensors that begin at no multiple of so many bytes, and for numbers that
-are no multiple."""
-LARGEST = 2**31 - 1
-"""Of the numbers that a kernel takes for 32 bits."""
+"""Triton specializes kernels on pointers and integers that are multiples of this."""
+INT32_MAX = 2**31 - 1
+"""Triton passes larger integers as 64 bits."""
 
 
 class Descriptor(Protocol):
-    """Tells the copy engine of a tensor: Triton's `TensorDescriptor`, or Gluon's."""
+    """A TMA descriptor: Triton's `TensorDescriptor`, or Gluon's."""
 
     base: Tensor
     block_shape: list[int]
 
 
 class Launcher:
-    """Launches kernels, and remembers what each was compiled to."""
+    """Launches Triton kernels, with a cache of compiled kernels."""
 
     def __init__(self) -> None:
         self._compiled: dict[tuple[object, ...], Any] = {}
         self._multiprocessors: dict[torch.device, int] = {}
 
     def __reduce__(self) -> tuple[type[Launcher], tuple[()]]:
-        """A copy begins anew: what was compiled is of this process."""
+        # Pickling drops the cache: compiled kernels belong to this process.
         return Launcher, ()
 
     def __call__(
@@ -51,70 +50,71 @@ class Launcher:
         stages: int = 1,
         registers: int | None = None,
     ) -> None:
-        """A kernel takes tensors, numbers and constants, in the order given. The first tensor is there, and
-        says on which device the others are. A kernel's descriptors with blocks alike have layouts alike."""
-        given, kinds, aligned = _looked_at(tensors)
+        """Launch a kernel whose parameters are tensors, numbers and constexprs, in this order. The first tensor
+        must not be None and determines the device. Descriptors of a kernel with equal block shapes must have
+        equal layouts, because the cache key contains only the block shape."""
+        arguments, signature, aligned = _tensor_arguments(tensors)
         values = constants.values()
         device = _tensor_of(tensors[0]).get_device()
-        key = (kernel.fn, device, warps, stages, registers, *kinds, *map(_kind, numbers), *values)
+        key = (kernel.fn, device, warps, stages, registers, *signature, *map(_specialization, numbers), *values)
         compiled = self._compiled.get(key) if aligned else None
         if compiled is not None:
             stream = driver.active.get_current_stream(device)
-            what = (compiled.function, compiled.packed_metadata, None, None, None)
-            compiled.run(*grid, 1, stream, *what, *given, *numbers, *values)
+            metadata = (compiled.function, compiled.packed_metadata, None, None, None)
+            compiled.run(*grid, 1, stream, *metadata, *arguments, *numbers, *values)
             return
         options = {"num_warps": warps, "num_stages": stages, "maxnreg": registers}
         compiled = kernel[grid](*tensors, *numbers, **{**constants, **options})
-        interpreted = compiled is None
+        interpreted = compiled is None  # TRITON_INTERPRET=1
         if aligned and not interpreted:
             assert kernel.arg_names[-len(constants) :] == list(constants)
             self._compiled[key] = compiled
 
     def multiprocessors(self, device: torch.device) -> int:
-        """How many there are. A CPU, where kernels are only interpreted, counts as one that has some."""
+        """Number of SMs; 4 on a CPU, where kernels are interpreted."""
         if device not in self._multiprocessors:
             on_gpu = device.type == "cuda"
-            found = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 4
-            self._multiprocessors[device] = found
+            count = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 4
+            self._multiprocessors[device] = count
         return self._multiprocessors[device]
 
 
-def _looked_at(
+def _tensor_arguments(
     tensors: tuple[Tensor | Descriptor | None, ...],
 ) -> tuple[list[int | Descriptor], list[object], bool]:
-    """What a launch is given for tensors, what of them a kernel is compiled for, and whether all of them begin
-    where they should. Descriptors do, or could not have been made."""
-    given, kinds, together = list[int | Descriptor](), list[object](), 0
-    for each in tensors:
-        if isinstance(each, Tensor):
-            address = each.data_ptr()
-            together |= address
-            given.append(address)
-            kinds.append(each.dtype)
-        elif each is None:
-            given.append(0)
-            kinds.append(None)
+    """Launch arguments of the tensors, their part of the cache key, and whether all pointers are aligned.
+    Descriptors always are."""
+    arguments, signature, address_bits = list[int | Descriptor](), list[object](), 0
+    for tensor in tensors:
+        if isinstance(tensor, Tensor):
+            address = tensor.data_ptr()
+            address_bits |= address
+            arguments.append(address)
+            signature.append(tensor.dtype)
+        elif tensor is None:
+            arguments.append(0)
+            signature.append(None)
         else:
-            given.append(each)
-            kinds += (each.base.dtype, *each.block_shape)
-    return given, kinds, together % ALIGNED == 0
+            arguments.append(tensor)
+            signature += (tensor.base.dtype, *tensor.block_shape)
+    return arguments, signature, address_bits % ALIGNED == 0
 
 
-def _tensor_of(given: Tensor | Descriptor | None) -> Tensor:
-    assert given is not None
-    return given if isinstance(given, Tensor) else given.base
+def _tensor_of(tensor: Tensor | Descriptor | None) -> Tensor:
+    assert tensor is not None
+    return tensor if isinstance(tensor, Tensor) else tensor.base
 
 
-def _kind(number: int) -> tuple[bool, bool, bool]:
-    """What of a number Triton may compile a kernel for."""
-    return number == 1, number % ALIGNED == 0, number > LARGEST
+def _specialization(number: int) -> tuple[bool, bool, bool]:
+    """The properties of an integer argument that Triton may specialize a kernel on."""
+    return number == 1, number % ALIGNED == 0, number > INT32_MAX
 
 
 def parts_of(whole: int, part: int) -> int:
-    """How many parts of a size it takes to cover all."""
+    """ceil(whole / part)."""
     return -(-whole // part)
 
 
 def power_of_two(number: int) -> int:
-    """The smallest that is not less."""
+    """The next power of two, at least `number`."""
     return 1 << (number - 1).bit_length()

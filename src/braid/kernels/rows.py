@@ -1,4 +1,5 @@
-"""Vectors that lie in a tensor at some distance from one another, as rows that a kernel can count."""
+"""Strided rows: the vectors along the last dim of a non-contiguous tensor, addressed by at most three
+strides."""
 
 from __future__ import annotations
 
@@ -8,11 +9,11 @@ from torch import Tensor
 
 
 class Rows(NamedTuple):
-    """Row r begins at (r // (middle · inner)) · outer_stride + (r // inner % middle) · middle_stride
+    """Row r starts at (r // (middle · inner)) · outer_stride + (r // inner % middle) · middle_stride
     + (r % inner) · inner_stride."""
 
     x: Tensor
-    """Its last dim has a stride of one."""
+    """Has stride 1 in its last dim."""
     number: int
     middle: int
     inner: int
@@ -21,7 +22,7 @@ class Rows(NamedTuple):
 
 
 def rows_of(x: Tensor) -> Rows:
-    """The vectors along the last dim, where they lie; copied together where three strides do not reach all."""
+    """The rows of a tensor without a copy if three strides suffice, otherwise of a contiguous copy."""
     if not x.numel():
         return Rows(x, 0, 1, 1, (0, 0, 0))
     if x.is_contiguous():

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from braid import architecture, pattern
 from braid.distributed.collectives import Groups
 from braid.kernels import Kernels
-from braid.kernels.hyper_connection import Ways
+from braid.kernels.hyper_connection import PostInputs
 from braid.model.context import Context
 from braid.model.declaration import LAYER_NAMES
 from braid.model.streams import build_connection
@@ -142,9 +142,8 @@ class Block(Recomputing):
             return flow
         layer = self.block.layers[-1]
         moe, dispatch_plans = self._moe(layer), [context.dispatch_plans[layer]]
-        rows, probs = self.recomputed(
-            "block", partial(_dispatch_rows, moe, dispatch_plans), flow.rows, flow.probs
-        )
+        dispatch = partial(_dispatch_rows, moe, dispatch_plans)
+        rows, probs = self.recomputed("block", dispatch, flow.rows, flow.probs)
         context.dispatch_plans[layer] = dispatch_plans[-1]
         return flow._replace(rows=rows, probs=probs)
 
@@ -207,17 +206,18 @@ class Block(Recomputing):
         connection = self._pre_norm(layer).connection
         if connection is None:
             return stream, Flow(stream)
-        branch_BtC, ways = self.recomputed("hyper", connection, stream)
+        branch_BtC, post_inputs = self.recomputed("hyper", connection, stream)
         if context.deviations is not None:
-            context.deviations[layer] = deviation(ways.res_NSS)
-        return branch_BtC, Flow(ways.through_NSC.view_as(stream), post_NS=ways.post_NS, res_NSS=ways.res_NSS)
+            context.deviations[layer] = deviation(post_inputs.res_NSS)
+        streams_NSC, post_NS, res_NSS = post_inputs
+        return branch_BtC, Flow(streams_NSC.view_as(stream), post_NS=post_NS, res_NSS=res_NSS)
 
     def _add_to_stream(self, flow: Flow, y_BtC: Tensor, layer: Layer, context: Context) -> Tensor:
         """Add a layer's output to the residual stream, after dropout."""
         if self.dropout and context.batch.training:
-            y_BtC = y_BtC * self.recomputed(
-                "block", partial(self._dropout_scale, layer, context, y_BtC.shape[-1])
-            )
+            # A region of its own: the mask can be recomputed without the layer.
+            scale = partial(self._dropout_scale, layer, context, y_BtC.shape[-1])
+            y_BtC = y_BtC * self.recomputed("block", scale)
         connection = self._pre_norm(layer).connection
         if connection is None:
             return flow.stream + y_BtC
@@ -272,14 +272,11 @@ class Block(Recomputing):
             full, costs = full + layer_full, costs + layer_cost
             dropped.append(layer_full.kept - layer_cost.kept)
         recomputed = max(dropped) if workload.fine and self.moe() is not None else sum(dropped)
-        one = (
-            workload.local_tokens(self.groups.tp_cp)
-            * self._pre_norm(self.block.layers[0]).norm.channels
-            * workload.narrow
-        )
-        stream = one * self.streams
+        channels = self._pre_norm(self.block.layers[0]).norm.channels
+        one_stream = workload.local_tokens(self.groups.tp_cp) * channels * workload.narrow
+        stream = one_stream * self.streams
         if workload.recomputes("block"):
-            costs = self._recomputed_cost(workload, full, stream, one)
+            costs = self._recomputed_cost(workload, full, stream, one_stream)
             recomputed = full.kept - costs.kept
         elif workload.recomputes("hyper") and self.hyper:
             costs += Cost(kept=stream if input_saved else 0)
@@ -318,7 +315,7 @@ class Block(Recomputing):
 def _hyper_post(
     connection: HyperConnection, stream: Tensor, post_NS: Tensor, res_NSS: Tensor, y_BtC: Tensor
 ) -> Tensor:
-    return connection.post(Ways(stream.flatten(0, 1), post_NS, res_NSS), y_BtC)
+    return connection.post(PostInputs(stream.flatten(0, 1), post_NS, res_NSS), y_BtC)
 
 
 def _dispatch_rows(

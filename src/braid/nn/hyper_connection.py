@@ -97,13 +97,15 @@ class HyperConnection(_ProjectionWeights):
     def forward(self, x_BtSC: Tensor) -> tuple[Tensor, PostInputs]:
         """Returns the layer's input, and the arguments of `post`."""
         rows, tokens = x_BtSC.shape[:2]
-        branch_NC, ways = self.implementation.pre(x_BtSC.flatten(0, 1), self.parts, self.form, self.wgrad_store)
-        return branch_NC.view(rows, tokens, self.hidden), ways
+        branch_NC, post_inputs = self.implementation.pre(
+            x_BtSC.flatten(0, 1), self.parts, self.form, self.wgrad_store
+        )
+        return branch_NC.view(rows, tokens, self.hidden), post_inputs
 
-    def post(self, ways: PostInputs, y_BtC: Tensor, bias_C: Tensor | None = None) -> Tensor:
+    def post(self, post_inputs: PostInputs, y_BtC: Tensor, bias_C: Tensor | None = None) -> Tensor:
         """The streams after the layer, whose output is `y_BtC`. Needs no weights."""
         rows, tokens, _ = y_BtC.shape
-        out_NSC = self.implementation.post(ways, y_BtC.flatten(0, 1), bias_C)
+        out_NSC = self.implementation.post(post_inputs, y_BtC.flatten(0, 1), bias_C)
         return out_NSC.view(rows, tokens, self.shape.streams, self.hidden)
 
     def canonical(self) -> dict[str, Canonical]:

@@ -1,24 +1,23 @@
-"""Schedules as data: what every pipeline rank does in a step; made, proved, timed and drawn without a process.
+"""Pipeline schedules as data: built, checked, simulated and drawn without starting a process.
 
-ops.py has the vocabulary and what it means, phases.py what a segment is made of. builders.py makes schedules,
-overlapped.py and dual.py those in which phases run beside each other; recompute.py adds replays, lowering.py
-the ops about sharded weights. check.py proves the whole (faults.py has the rules, order.py those about
-collectives, lifetime.py those about weights), simulate.py times it, draw.py draws it. rendezvous.py is the
-model of execution on which these stand.
+ops.py defines the ops and their semantics, phases.py the parts of a segment. builders.py builds 1F1B and
+interleaved schedules, overlapped.py and dual.py those that overlap expert communication. recompute.py inserts
+activation recomputation, lowering.py the FSDP ops on sharded weights. check.py proves a schedule (faults.py
+lists the rules; order.py checks collectives, lifetime.py sharded weights), simulate.py times it, draw.py and
+trace.py render it. event_simulator.py is the model of execution behind check.py and simulate.py.
 """
 
 from braid.schedule.builders import (
     BUILDERS,
     build,
-    dealt,
     evaluation,
-    folded,
     forward_only,
-    held,
     in_phases,
     interleaved,
     one_f_one_b,
+    round_robin,
     schedule_problems,
+    v_shape,
     with_sums,
 )
 from braid.schedule.check import CheckReport, check, live_peaks
@@ -36,10 +35,9 @@ from braid.schedule.ops import (
     Schedule,
     Turn,
     channel_of,
-    computed,
     message_of,
     parse_op,
-    parse_ops,
+    segments_of,
 )
 from braid.schedule.order import collective_faults
 from braid.schedule.overlapped import Options, overlapped
@@ -72,14 +70,10 @@ __all__ = [
     "channel_of",
     "check",
     "collective_faults",
-    "computed",
-    "dealt",
     "draw",
     "dual_pipe_v",
     "evaluation",
-    "folded",
     "forward_only",
-    "held",
     "in_phases",
     "interleaved",
     "live_peaks",
@@ -87,8 +81,10 @@ __all__ = [
     "one_f_one_b",
     "overlapped",
     "parse_op",
-    "parse_ops",
+    "round_robin",
     "schedule_problems",
+    "segments_of",
     "simulate",
+    "v_shape",
     "with_sums",
 ]

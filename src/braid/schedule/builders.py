@@ -1,12 +1,11 @@
-"""Builders: from the size of a pipeline to the list of every rank.
+"""Pipeline schedule builders: 1F1B, interleaved 1F1B (Megatron), and forward-only for evaluation.
 
-Segments are dealt to pipeline ranks in turn, or folded onto them: `dealt` and `folded` say who holds which, and
-everybody else reads it in a schedule's `holder`. A builder decides in which order each rank runs its `F` and
-`B`; `with_messages` then places each receive right before the op that reads it, and each send right after the
-op that made it. Receiving ahead of time is the engine's business: it may post any receive earlier, channel by
-channel in the order of the list.
+Segments (virtual stages) are placed on pipeline ranks round-robin or in a V shape: `round_robin` and `v_shape`
+compute the placement, all other code reads it from `Schedule.holder`. A builder decides the order of `F` and
+`B` on each rank; `with_messages` then places each receive right before the op that reads it, and each send
+right after the op that produces it. The executor may post receives earlier, in list order within each channel.
 
-Every schedule made here passes `check`, for any number of ranks, virtual stages and micro-batches.
+Every schedule built here passes `check`, for any number of ranks, virtual stages and micro-batches.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from math import ceil
 from types import MappingProxyType
 
 from braid.errors import ConfigError, Problem
-from braid.schedule.ops import Act, Collective, Op, Ops, Schedule, Turn
+from braid.schedule.ops import Act, Collective, Op, Ops, Schedule, Turn, segments_of
 from braid.schedule.phases import Chain
 from braid.validators import at_least, nearest
 
@@ -26,18 +25,18 @@ INTERLEAVED = "interleaved"
 FORWARD = "forward"
 BUILDERS: Mapping[str, str] = MappingProxyType(
     {
-        ONE_F_ONE_B: "one segment per rank; each forward is followed by the oldest backward",
+        ONE_F_ONE_B: "one segment per rank; forwards and backwards alternate",
         INTERLEAVED: "several segments per rank; a smaller bubble for more messages and more live activations",
         FORWARD: "no backward: evaluation",
     }
 )
-"""Every builder by name, with what it is for."""
+"""The builders, each with a description."""
 
 
 def build(
     name: str, *, pp: int, virtual: int = 1, micro_batches: int, group_size: int | None = None
 ) -> Schedule:
-    """The schedule of the builder with this name. `group_size` is for `interleaved` alone."""
+    """Build a schedule by name. Only `interleaved` takes a `group_size`."""
     _require(name, pp=pp, virtual=virtual, micro_batches=micro_batches, group_size=group_size)
     if name == ONE_F_ONE_B:
         return one_f_one_b(pp, micro_batches)
@@ -49,9 +48,9 @@ def build(
 def schedule_problems(
     name: str, *, pp: int, virtual: int = 1, micro_batches: int, group_size: int | None = None
 ) -> Iterator[Problem]:
-    """Everything that keeps `build` from making this schedule."""
+    """Why `build` cannot build this schedule."""
     if name not in BUILDERS:
-        rule = f"is no schedule{nearest(name, BUILDERS)}"
+        rule = f"is not a schedule{nearest(name, BUILDERS)}"
         yield Problem(field="schedule", value=name, rule=rule, remedy=" or ".join(BUILDERS))
     for field, value in (("pp", pp), ("virtual", virtual), ("micro_batches", micro_batches)):
         yield from at_least(field, value, 1)
@@ -63,12 +62,13 @@ def schedule_problems(
             rule = f"only {INTERLEAVED} has groups of micro-batches"
             yield Problem(field="group_size", value=group_size, rule=rule, remedy="nothing")
         elif group_size < pp:
-            rule = "a smaller group than pp runs into itself: rank 0 waits for what it has not begun"
+            rule = "must be at least pp: with a smaller group, rank 0 waits for an op it has not started"
             yield Problem(field="group_size", value=group_size, rule=rule, remedy=f"{pp} or more")
 
 
 def one_f_one_b(pp: int, micro_batches: int) -> Schedule:
-    """1F1B: pp - rank - 1 forwards to warm up, then one forward and one backward in turn, then the rest."""
+    """1F1B (PipeDream-flush): pp - rank - 1 warm-up forwards, then alternating forwards and backwards, then the
+    remaining backwards."""
     _require(ONE_F_ONE_B, pp=pp, micro_batches=micro_batches)
     turns = [[(m, rank) for m in range(micro_batches)] for rank in range(pp)]
     order = [_alternate(turns[rank], turns[rank], warm_up=pp - rank - 1) for rank in range(pp)]
@@ -77,18 +77,18 @@ def one_f_one_b(pp: int, micro_batches: int) -> Schedule:
 
 
 def interleaved(pp: int, virtual: int, micro_batches: int, group_size: int | None = None) -> Schedule:
-    """Interleaved 1F1B in Megatron's order: groups of micro-batches, pp of them unless told otherwise, pass one
-    virtual stage after the other, after 2 * (pp - rank - 1) + (virtual - 1) * group_size forwards to warm up.
+    """Interleaved 1F1B in Megatron's order: groups of `group_size` (by default pp) micro-batches pass one
+    virtual stage after the other, after 2 * (pp - rank - 1) + (virtual - 1) * group_size warm-up forwards.
 
-    Micro-batches that `group_size` does not divide are shared evenly by as many groups as they need. Where the
-    last group is not full, the order is that of a full one without the ops of the micro-batches that are not
-    there: what is left of an order without a deadlock has none either, and holds no more memory.
-    With one virtual stage this is 1F1B; on one rank it is the plain loop, micro-batch after micro-batch.
+    If `group_size` does not divide the micro-batches, they are spread evenly over as many groups as needed. An
+    incomplete last group has the order of a complete one without the ops of the missing micro-batches: dropping
+    whole micro-batches from a deadlock-free order cannot introduce a deadlock, nor raise the memory peak. With
+    one virtual stage this is 1F1B; on one rank it is plain gradient accumulation.
     """
     _require(INTERLEAVED, pp=pp, virtual=virtual, micro_batches=micro_batches, group_size=group_size)
     segments = pp * virtual
     if pp == 1:
-        order = [_plain_loop(segments, micro_batches)]
+        order = [_sequential(segments, micro_batches)]
         return _schedule(
             INTERLEAVED, order, segments=segments, micro_batches=micro_batches, live_bound=(segments,)
         )
@@ -98,7 +98,7 @@ def interleaved(pp: int, virtual: int, micro_batches: int, group_size: int | Non
     group = max(pp, ceil(micro_batches / groups))
     order, bound = [], []
     for rank in range(pp):
-        stages = held(dealt(pp, segments), rank)
+        stages = segments_of(round_robin(pp, segments), rank)
         warm_up = 2 * (pp - rank - 1) + (virtual - 1) * group
         full = _alternate(
             grouped(stages, micro_batches, group), grouped(stages[::-1], micro_batches, group), warm_up
@@ -111,21 +111,21 @@ def interleaved(pp: int, virtual: int, micro_batches: int, group_size: int | Non
 
 
 def forward_only(pp: int, virtual: int, micro_batches: int) -> Schedule:
-    """Evaluation where segments are dealt."""
+    """Evaluation with round-robin placement."""
     _require(FORWARD, pp=pp, virtual=virtual, micro_batches=micro_batches)
-    return evaluation(dealt(pp, pp * virtual), micro_batches)
+    return evaluation(round_robin(pp, pp * virtual), micro_batches)
 
 
 def evaluation(holder: Sequence[int], micro_batches: int) -> Schedule:
-    """Forwards alone, whoever holds the segments; nothing is kept for a backward. Where they are dealt, groups
-    of pp micro-batches or a few more pass one virtual stage after the other; where they are folded, a rank
-    begins pp - rank micro-batches and then takes one of each arm in turn."""
+    """Forwards only, for any placement; no activations are kept. Round-robin: groups of pp micro-batches or a
+    few more pass one virtual stage after the other. V shape: a rank starts pp - rank micro-batches on its first
+    segment, then alternates between its two segments."""
     pp = max(holder) + 1
-    if tuple(holder) == folded(pp):
-        order = [_there_and_back(held(holder, rank), micro_batches, first=pp - rank) for rank in range(pp)]
+    if tuple(holder) == v_shape(pp):
+        order = [_v_order(segments_of(holder, rank), micro_batches, first=pp - rank) for rank in range(pp)]
     else:
         group = ceil(micro_batches / max(1, micro_batches // pp))
-        order = [grouped(held(holder, rank), micro_batches, group) for rank in range(pp)]
+        order = [grouped(segments_of(holder, rank), micro_batches, group) for rank in range(pp)]
     forwards = [[(Act.F, turn) for turn in turns if turn[0] < micro_batches] for turns in order]
     return Schedule(
         name=FORWARD,
@@ -137,8 +137,8 @@ def evaluation(holder: Sequence[int], micro_batches: int) -> Schedule:
     )
 
 
-def _there_and_back(arms: Sequence[int], micro_batches: int, first: int) -> list[Turn]:
-    down, up = arms
+def _v_order(segments: Sequence[int], micro_batches: int, first: int) -> list[Turn]:
+    down, up = segments
     turns = [(micro_batch, down) for micro_batch in range(first)]
     for micro_batch in range(micro_batches):
         turns += [(micro_batch, up), (micro_batch + first, down)]
@@ -146,10 +146,10 @@ def _there_and_back(arms: Sequence[int], micro_batches: int, first: int) -> list
 
 
 def with_sums(schedule: Schedule, copies: Mapping[str, Sequence[int]]) -> Schedule:
-    """The schedule with a closing `SUM_COPIES` for every weight of which several ranks hold a copy.
+    """Append a `SUM_COPIES` for every weight that several pipeline ranks hold.
 
-    `copies` says which pipeline ranks hold each; a weight that one rank holds needs no sum. All ranks take the
-    weights in the same order, so that no two sums can wait for each other.
+    `copies` maps each weight to its ranks; a weight on a single rank needs no sum. All ranks sum the weights in
+    the same order, so the sums cannot deadlock.
     """
     sums = []
     for name, holders in copies.items():
@@ -167,8 +167,8 @@ def with_sums(schedule: Schedule, copies: Mapping[str, Sequence[int]]) -> Schedu
 
 
 def in_phases(schedule: Schedule, chains: Sequence[Chain]) -> Schedule:
-    """A schedule of whole segments in phases: each `F` and `B` becomes one op for each phase of its segment, in
-    the order of the chain or in reverse. Messages stay where they are."""
+    """Split every `F` and `B` of a schedule of whole segments into one op per phase, in forward order or
+    reversed. Messages stay where they are."""
     phases = tuple(chain.phases for chain in chains)
     names = [tuple(phase.name for phase in segment) for segment in phases]
 
@@ -183,32 +183,27 @@ def in_phases(schedule: Schedule, chains: Sequence[Chain]) -> Schedule:
     return replace(schedule, ops=lists, phases=phases)
 
 
-# ----------------------------------------------------------------------------------------- who holds what
+# ------------------------------------------------------------------------------------------- placement
 
 
-def dealt(pp: int, segments: int) -> tuple[int, ...]:
-    """The rank of each segment, dealt in turn: segment i is virtual stage i // pp of rank i % pp."""
+def round_robin(pp: int, segments: int) -> tuple[int, ...]:
+    """The rank of each segment in a looping pipeline: segment i is virtual stage i // pp of rank i % pp."""
     return tuple(segment % pp for segment in range(segments))
 
 
-def folded(pp: int) -> tuple[int, ...]:
-    """The rank of each of 2 * pp segments, down the pipeline and up again: rank 0 has both ends."""
+def v_shape(pp: int) -> tuple[int, ...]:
+    """The rank of each of 2 * pp segments, down the pipeline and back up: rank 0 has both ends of the model."""
     return (*range(pp), *range(pp)[::-1])
 
 
-def held(holder: Sequence[int], rank: int) -> tuple[int, ...]:
-    """The segments of a rank, in the order of a forward."""
-    return tuple(segment for segment, each in enumerate(holder) if each == rank)
-
-
-# ------------------------------------------------------------------------------------- how they are made
+# ---------------------------------------------------------------------------------------------- orders
 
 Order = Sequence[tuple[Act, Turn]]
-"""What one rank computes, in order, before messages are placed."""
+"""The compute ops of one rank, before messages are placed."""
 
 
 def with_messages(rank: int, order: Order, holder: Sequence[int]) -> Ops:
-    """The list of one rank: every op that computes, after the receive it reads and before the send it feeds."""
+    """The list of one rank: each compute op between the receive of its input and the send of its output."""
     ops = []
     for act, (micro_batch, segment) in order:
         step, receive, send = (1, Act.RECV_F, Act.SEND_F) if act is Act.F else (-1, Act.RECV_B, Act.SEND_B)
@@ -222,7 +217,7 @@ def with_messages(rank: int, order: Order, holder: Sequence[int]) -> Ops:
 
 
 def neighbour(holder: Sequence[int], segment: int, step: int) -> int | None:
-    """Which rank holds the segment before or after this one, if there is one."""
+    """The rank of the previous or next segment; None at the ends of the model."""
     return holder[segment + step] if 0 <= segment + step < len(holder) else None
 
 
@@ -230,7 +225,7 @@ def _schedule(
     name: str, order: Sequence[Order], *, segments: int, micro_batches: int, live_bound: tuple[int, ...]
 ) -> Schedule:
     pp = len(order)
-    holder = dealt(pp, segments)
+    holder = round_robin(pp, segments)
     return Schedule(
         name=name,
         micro_batches=micro_batches,
@@ -242,7 +237,7 @@ def _schedule(
 
 
 def _alternate(forwards: Sequence[Turn], backwards: Sequence[Turn], warm_up: int) -> Order:
-    """Warm-up forwards, then one forward and one backward in turn, then the backwards that are left."""
+    """Warm-up forwards, then alternating forwards and backwards, then the remaining backwards."""
     warm_up = min(warm_up, len(forwards))
     order = [(Act.F, turn) for turn in forwards[:warm_up]]
     for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
@@ -251,7 +246,8 @@ def _alternate(forwards: Sequence[Turn], backwards: Sequence[Turn], warm_up: int
 
 
 def grouped(stages: Sequence[int], micro_batches: int, group: int) -> list[Turn]:
-    """Group after group through all virtual stages; the last group is full, with micro-batches past the end."""
+    """Group after group through all virtual stages. The last group is padded with micro-batches past the end,
+    which the caller drops."""
     return [
         (micro_batch, segment)
         for first in range(0, micro_batches, group)
@@ -260,7 +256,7 @@ def grouped(stages: Sequence[int], micro_batches: int, group: int) -> list[Turn]
     ]
 
 
-def _plain_loop(segments: int, micro_batches: int) -> Order:
+def _sequential(segments: int, micro_batches: int) -> Order:
     return [
         (act, (micro_batch, segment))
         for micro_batch in range(micro_batches)
@@ -275,5 +271,5 @@ def _require(
     problems = schedule_problems(
         name, pp=pp, virtual=virtual, micro_batches=micro_batches, group_size=group_size
     )
-    if found := list(problems):
-        raise ConfigError(found)
+    if all_problems := list(problems):
+        raise ConfigError(all_problems)

@@ -1,8 +1,8 @@
-"""The checker: proves a schedule before anything runs, or says everything that is wrong with it.
+"""The schedule checker: proves a schedule correct and deadlock-free before anything runs, or lists all faults.
 
-Three kinds of rules: about the ops of one rank (each on its own rank, once, after what it reads), about what
-ranks agree on (messages, the order of collectives), and about all lists running together (nobody waits for
-ever). Faults are data; `check` never raises.
+There are three kinds of rules: local ones for each rank (ops on the right rank, once, after their inputs),
+pairwise ones (matching messages, order of collectives), and global ones (no deadlock, found by simulating all
+lists together). Faults are data; `check` never raises.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from braid.schedule.event_simulator import Wait, rendezvous
+from braid.schedule.event_simulator import Wait, simulate_lists
 from braid.schedule.faults import Fault, Rule
 from braid.schedule.lifetime import lifetime_faults
 from braid.schedule.ops import Act, Channel, Message, Op, Ops, Schedule, channel_of, message_of
@@ -23,11 +23,11 @@ from braid.schedule.views import bare, narrow, phase_faults, wide
 
 @dataclass(frozen=True, kw_only=True)
 class CheckReport:
-    """What the checker found."""
+    """The result of `check`."""
 
     faults: tuple[Fault, ...]
     live: tuple[int, ...]
-    """For each rank, how many forwards waited for their backward at the peak."""
+    """For each rank, the peak number of live forwards: those whose backward has not run."""
 
     @property
     def sound(self) -> bool:
@@ -35,7 +35,7 @@ class CheckReport:
 
 
 def check(schedule: Schedule) -> CheckReport:
-    """Every rule, every fault. Where ops say too little to be followed, these are the only faults."""
+    """Check all rules. If ops are incomplete, only that is reported: the other rules cannot be checked."""
     if not schedule.phases:
         return CheckReport(faults=_segment_faults(schedule), live=live_peaks(schedule))
     plain, places = bare(schedule)
@@ -64,8 +64,8 @@ def _segment_faults(schedule: Schedule) -> tuple[Fault, ...]:
 
 
 def live_peaks(schedule: Schedule, sizes: Sequence[int] | None = None) -> tuple[int, ...]:
-    """For each rank, how many forwards wait for their backward at the peak; none in an evaluation. Where each
-    segment is given a size, it is the sizes of such forwards that are added up."""
+    """For each rank, the peak number of live forwards; 0 in an evaluation. With `sizes`, forwards are weighted
+    by the size of their segment."""
     return _live_peaks(bare(schedule)[0], sizes)
 
 
@@ -82,20 +82,21 @@ def _incomplete(schedule: Schedule) -> Iterator[Fault]:
     for rank, ops in enumerate(schedule.ops):
         for place, op in enumerate(ops):
             message = op.act.sends or op.act.receives
-            nameless = op.micro_batch is None or op.segment is None
-            if (op.act.direction and nameless) or (message and op.peer is None):
-                why = "it does not say what it is about"
+            unnamed = op.micro_batch is None or op.segment is None
+            if (op.act.direction and unnamed) or (message and op.peer is None):
+                why = "it does not name its micro-batch, segment or peer"
                 yield Fault(rank=rank, place=place, op=op, rule=Rule.COMPLETE, why=why)
 
 
 class _Expected(NamedTuple):
-    """What must hold for an act on a segment, whatever the micro-batch."""
+    """What must hold for an act on a segment, for every micro-batch."""
 
     holder: int
     reads: tuple[Act, int] | None
-    """The act and segment on the same rank that make what it reads; none for the batch, the loss, a receive."""
+    """The act and segment on the same rank that produce its input; None for the batch, the loss and a
+    receive."""
     peer: int | None
-    """The rank with which the message is exchanged; none if there is no message here."""
+    """The peer of the message; None if there is no message."""
 
 
 def _expected(schedule: Schedule, act: Act, segment: int) -> _Expected:
@@ -116,7 +117,7 @@ def _expected(schedule: Schedule, act: Act, segment: int) -> _Expected:
 
 
 def _own_faults(schedule: Schedule) -> Iterator[Fault]:
-    """Each op exists, stands on its own rank, after what it reads, and talks to the right peer."""
+    """Each op is valid, on its own rank, after its inputs, and has the right peer."""
     expected = {
         (act, segment): _expected(schedule, act, segment)
         for act in Act
@@ -133,13 +134,10 @@ def _own_faults(schedule: Schedule) -> Iterator[Fault]:
                 for rule, why in _op_faults(op, rank, known, op.micro_batch, done):
                     yield Fault(rank=rank, place=place, op=op, rule=rule, why=why)
             else:
-                yield Fault(rank=rank, place=place, op=op, rule=Rule.EXISTS, why=_extent(schedule))
+                counts = f"{schedule.micro_batches} micro-batches and {schedule.segments} segments"
+                why = f"there are {counts}{'' if schedule.backward else ', and no backward'}"
+                yield Fault(rank=rank, place=place, op=op, rule=Rule.EXISTS, why=why)
             done.add((op.act, op.micro_batch, op.segment))
-
-
-def _extent(schedule: Schedule) -> str:
-    backward = "" if schedule.backward else ", and no backward"
-    return f"there are {schedule.micro_batches} micro-batches and {schedule.segments} segments{backward}"
 
 
 def _op_faults(
@@ -153,12 +151,12 @@ def _op_faults(
     if reads and (reads[0], micro_batch, reads[1]) not in done:
         yield Rule.AFTER_INPUT, f"{reads[0].value}{micro_batch}.{reads[1]} has not run"
     if not op.act.computes and (peer is None or op.peer != peer):
-        why = "there is nothing to send or receive here" if peer is None else f"its peer is rank {peer}"
+        why = "no message crosses ranks here" if peer is None else f"its peer is rank {peer}"
         yield Rule.PEER, why
 
 
 def _once_faults(schedule: Schedule) -> Iterator[Fault]:
-    """Nothing is computed twice, and nothing is left out."""
+    """No compute op is repeated or missing."""
     seen: set[tuple[Act, int, int]] = set()
     for rank, ops in enumerate(schedule.ops):
         for place, op in enumerate(ops):
@@ -178,7 +176,7 @@ def _once_faults(schedule: Schedule) -> Iterator[Fault]:
 
 
 def _peak(ops: Ops, sizes: Sequence[int] | None = None) -> tuple[int, int]:
-    """How many forwards waited for their backward at most, and the place where that was first so."""
+    """The peak number of live forwards, and the first place where it is reached."""
     live = peak = where = 0
     for place, op in enumerate(ops):
         if op.act.computes:
@@ -195,20 +193,20 @@ def _live_faults(schedule: Schedule) -> Iterator[Fault]:
     for rank, (ops, bound) in enumerate(zip(schedule.ops, schedule.live_bound, strict=True)):
         peak, place = _peak(ops)
         if peak > bound:
-            why = f"{peak} forwards wait for their backward, {bound} may"
+            why = f"{peak} forwards are alive, at most {bound} may be"
             yield Fault(rank=rank, place=place, op=ops[place], rule=Rule.LIVE, why=why)
 
 
 # ---------------------------------------------------------------------------------- what ranks agree on
 
-_Sighting = tuple[int, int, Op]
-"""Where something was seen: rank, place, op."""
+_Location = tuple[int, int, Op]
+"""(rank, place, op)."""
 
 
 def _message_faults(schedule: Schedule) -> Iterator[Fault]:
-    """Channel by channel: the same messages on both sides, in the same order."""
-    sent: dict[Channel, dict[Message, _Sighting]] = defaultdict(dict)
-    received: dict[Channel, dict[Message, _Sighting]] = defaultdict(dict)
+    """The two sides of each channel have the same messages in the same order."""
+    sent: dict[Channel, dict[Message, _Location]] = defaultdict(dict)
+    received: dict[Channel, dict[Message, _Location]] = defaultdict(dict)
     for rank, ops in enumerate(schedule.ops):
         for place, op in enumerate(ops):
             if not (op.act.sends or op.act.receives):
@@ -224,7 +222,7 @@ def _message_faults(schedule: Schedule) -> Iterator[Fault]:
 
 
 def _channel_faults(
-    channel: Channel, sent: Mapping[Message, _Sighting], received: Mapping[Message, _Sighting]
+    channel: Channel, sent: Mapping[Message, _Location], received: Mapping[Message, _Location]
 ) -> Iterator[Fault]:
     for message, (rank, place, op) in sent.items():
         if message not in received:
@@ -234,12 +232,12 @@ def _channel_faults(
         if message not in sent:
             why = f"rank {channel[1]} never sends it"
             yield Fault(rank=rank, place=place, op=op, rule=Rule.MATCHED, why=why)
-    out = [message for message in sent if message in received]
-    back = [message for message in received if message in sent]
-    for posted, taken in zip(out, back, strict=True):
-        if posted != taken:
-            rank, place, op = received[taken]
-            why = f"rank {channel[1]} sends {sent[posted][2]} first"
+    send_order = [message for message in sent if message in received]
+    receive_order = [message for message in received if message in sent]
+    for sent_next, received_next in zip(send_order, receive_order, strict=True):
+        if sent_next != received_next:
+            rank, place, op = received[received_next]
+            why = f"rank {channel[1]} sends {sent[sent_next][2]} first"
             yield Fault(rank=rank, place=place, op=op, rule=Rule.CHANNEL_ORDER, why=why)
             return
 
@@ -248,25 +246,25 @@ def _channel_faults(
 
 
 def _deadlock_faults(lists: Sequence[Ops]) -> Iterator[Fault]:
-    """Who waits for whom: a fault for each circle, and for each rank that waits for one that has ended."""
-    waiting = {wait.rank: wait for wait in rendezvous(lists, lambda op: 0.0, 0.0).waits}
-    told: set[int] = set()
+    """A fault for each cycle of waiting ranks, and for each rank that waits for one that has ended."""
+    waiting = {wait.rank: wait for wait in simulate_lists(lists, lambda op: 0.0, 0.0).waits}
+    visited: set[int] = set()
     for rank in waiting:
         path: list[int] = []
-        while rank in waiting and rank not in told:
-            told.add(rank)
+        while rank in waiting and rank not in visited:
+            visited.add(rank)
             path.append(rank)
             awaited = waiting[rank].awaited
             rank = next((other for other in awaited if other in waiting), awaited[0])
         if not path:
             continue
         if rank in path:
-            yield _stuck([waiting[member] for member in path[path.index(rank) :]], rank, "")
+            yield _deadlock([waiting[member] for member in path[path.index(rank) :]], rank, "")
         elif rank not in waiting:
-            yield _stuck([waiting[path[-1]]], rank, ", which has ended")
+            yield _deadlock([waiting[path[-1]]], rank, ", which has ended")
 
 
-def _stuck(waits: Sequence[Wait], last: int, end: str) -> Fault:
+def _deadlock(waits: Sequence[Wait], last: int, end: str) -> Fault:
     chain = ", which waits ".join(
         f"in {wait.op} for rank {following}{end}"
         for wait, following in zip(waits, [*(wait.rank for wait in waits[1:]), last], strict=True)

@@ -1,12 +1,12 @@
-"""The timeline as a picture: an SVG with one row per pipeline rank, of a simulated or measured `Timeline`.
+"""Pipeline diagrams: draws a simulated or measured `Timeline` as an SVG with one row per pipeline rank.
 
-Forward is blue, backward orange, each darker from one virtual stage to the next; what is hatched is idle.
-The number in a box is the micro-batch, left out where the box is too narrow; its title, which browsers show
-under the pointer, names the op and when it ran. Right of the rows stand the peak of live forwards and the idle
-share of each rank. Time is in forwards: the mean duration of a segment's `F`.
+Forward is blue, backward orange, each darker for later virtual stages; idle time is hatched. The number in a
+box is the micro-batch, omitted if the box is too narrow; the tooltip names the op and when it ran. The peak of
+live forwards and the idle share of each rank are on the right. The unit of time is the mean duration of a
+segment's `F`.
 
-Where phases communicate, each row has two lanes: what computes stands above what communicates, phase by phase.
-Else phases of a segment that run one after the other are one box, of the segment.
+If phases communicate, each row has two lanes: compute above, communication below, phase by phase. Otherwise
+consecutive phases of a segment are drawn as one box.
 """
 
 from __future__ import annotations
@@ -27,33 +27,33 @@ from braid.schedule.views import stream_of
 
 _COMPUTING = tuple(act for act in Act if act.computes)
 _DRAWN = (*_COMPUTING, Act.SUM_COPIES)
-"""What has boxes."""
+"""Acts that are drawn as boxes."""
 _LEFT, _RIGHT, _TOP, _BOTTOM = 68.0, 108.0, 74.0, 40.0
 """Margins around the rows."""
 _ROW, _BOX = 30.0, 24.0
-"""Height of a row, and of the boxes in it."""
+"""The height of a row, and of the boxes in it."""
 _LANES = MappingProxyType(
     {None: (0.0, _BOX), Stream.COMPUTE: (0.0, _BOX * 0.6), Stream.COMMUNICATION: (_BOX * 0.64, _BOX * 0.36)}
 )
-"""Where a box begins within its row, and its height, by the stream that it ran on."""
+"""The top of a box within its row, and its height, by stream."""
 _WIDEST, _UNIT = 1440.0, 40.0
-"""The rows are at most this wide, and a box of a forward is at most this wide, in the mean."""
+"""The maximum width of the rows, and the maximum mean width of a forward."""
 _WIDER = 4.0
-"""How many times as wide rows of phases may be: there are many to a segment."""
+"""Rows of phases may be this many times as wide: a segment has many."""
 _NARROWEST = 560.0
-"""The rows are at least this wide, so that title and legend fit above and below."""
+"""The minimum width of the rows, so that title and legend fit."""
 _DIGITS = (("large", 6.8, 10.0, 4.0), ("small", 5.2, 8.0, 3.0))
-"""The sizes of numbers in boxes, with the width of a digit, the height that a box needs for it, and how far its
-foot stands below the middle."""
+"""Font sizes of the numbers in boxes: CSS class, width of a digit, minimum height of the box, and distance of
+the baseline below the middle."""
 _LEGEND_STAGES = 8
 """With more virtual stages than this, the legend shows the first and the last."""
 _FORWARD = ((207, 225, 245), (26, 86, 158))
 _BACKWARD = ((253, 223, 184), (190, 84, 10))
-_WEIGHTS = ((205, 232, 205), (44, 120, 60))
-_AGAIN = ((226, 214, 240), (104, 70, 150))
-"""Lightest and darkest shade."""
-_SHADES = (("f", _FORWARD), ("b", _BACKWARD), ("w", _WEIGHTS), ("recompute", _AGAIN))
-"""By what the class of a box begins with."""
+_WGRAD = ((205, 232, 205), (44, 120, 60))
+_RECOMPUTE = ((226, 214, 240), (104, 70, 150))
+"""The lightest and the darkest shade."""
+_SHADES = (("f", _FORWARD), ("b", _BACKWARD), ("w", _WGRAD), ("recompute", _RECOMPUTE))
+"""By the prefix of a box's CSS class."""
 _STYLE = """
 text{font:11px system-ui,'Segoe UI',Helvetica,Arial,sans-serif;fill:#24292f}
 .title{font-size:15px;font-weight:600}.soft{fill:#57606a}.mid{text-anchor:middle}.end{text-anchor:end}
@@ -62,11 +62,11 @@ text{font:11px system-ui,'Segoe UI',Helvetica,Arial,sans-serif;fill:#24292f}
 
 
 def draw(timeline: Timeline) -> str:
-    """The picture, as the text of an SVG file."""
-    timeline = _joined(timeline)
+    """The diagram, as the text of an SVG file."""
+    timeline = _merge_phases(timeline)
     unit = _forward_seconds(timeline)
     length = timeline.makespan / unit
-    unit_width = _UNIT * _boxes_of_a_forward(timeline)
+    unit_width = _UNIT * _boxes_per_forward(timeline)
     widest = _WIDEST * (_WIDER if any(span.op.phase for span in _boxed(timeline, *_DRAWN)) else 1.0)
     scale = min(unit_width, widest / length) if length else unit_width
     numbers = _numbers(timeline, scale / unit)
@@ -82,7 +82,7 @@ def draw(timeline: Timeline) -> str:
         '<rect width="1.5" height="6" fill="#d8dde3"/></pattern></defs>',
         f'<rect width="{_n(width)}" height="{_n(height)}" fill="#fff"/>',
         _text(16, 28, _headline(timeline), "title"),
-        _text(16, 48, _figures(timeline, length), "soft"),
+        _text(16, 48, _summary(timeline, length), "soft"),
         *_axis(timeline, length, scale),
         *_rows(timeline, unit, scale, numbers),
         *_columns(timeline, _LEFT + plot),
@@ -103,10 +103,10 @@ def _headline(timeline: Timeline) -> str:
     return " · ".join(parts)
 
 
-def _figures(timeline: Timeline, length: float) -> str:
+def _summary(timeline: Timeline, length: float) -> str:
     live = live_peaks(timeline.schedule)
-    held = f"{min(live)}" if min(live) == max(live) else f"{min(live)} to {max(live)}"
-    return f"{length:.4g} forwards long · bubble {timeline.bubble:.1%} · live forwards {held} per rank"
+    per_rank = f"{min(live)}" if min(live) == max(live) else f"{min(live)} to {max(live)}"
+    return f"{length:.4g} forwards long · bubble {timeline.bubble:.1%} · live forwards {per_rank} per rank"
 
 
 def _count(number: int, thing: str) -> str:
@@ -115,15 +115,14 @@ def _count(number: int, thing: str) -> str:
 
 
 def _forward_seconds(timeline: Timeline) -> float:
-    """The unit of time: the mean forward, or one second where nothing took any time."""
+    """The unit of time: the mean forward, or one second if none took any time."""
     forwards = [s for spans in timeline.spans for s in spans if s.op.act is Act.F]
     spent, turns = sum(s.end - s.start for s in forwards), {(s.op.micro_batch, s.op.segment) for s in forwards}
     return spent / len(turns) if spent else 1.0
 
 
-def _boxes_of_a_forward(timeline: Timeline) -> float:
-    """One, or where it goes into phases, as many of them as take time, in the mean. What is recomputed is a
-    forward as well."""
+def _boxes_per_forward(timeline: Timeline) -> float:
+    """The mean number of boxes of a forward, or of a recomputed one if that is more; at least 1."""
     most = 1.0
     for spans in (_boxed(timeline, act) for act in (Act.F, Act.RECOMPUTE)):
         turns = {(s.op.micro_batch, s.op.segment) for s in spans}
@@ -132,12 +131,12 @@ def _boxes_of_a_forward(timeline: Timeline) -> float:
 
 
 def _boxed(timeline: Timeline, *acts: Act) -> list[OpSpan]:
-    """What takes time, of these acts."""
+    """The spans of these acts that take time."""
     return [s for spans in timeline.spans for s in spans if s.op.act in acts and s.end > s.start]
 
 
 def _two_lanes(timeline: Timeline) -> bool:
-    """Whether something communicates beside what computes."""
+    """Whether any phase runs on the communication stream."""
     phases = (phase for segment in timeline.schedule.phases for phase in segment)
     return any(phase.stream is Stream.COMMUNICATION for phase in phases)
 
@@ -146,39 +145,39 @@ def _lane_of(timeline: Timeline) -> Callable[[Op], Stream | None]:
     return stream_of(timeline.schedule) if _two_lanes(timeline) else lambda op: None
 
 
-def _joined(timeline: Timeline) -> Timeline:
-    """With phases of a segment in one span, where they run one after the other and none communicates. Ops about
-    weights may stand between them, and nothing else."""
+def _merge_phases(timeline: Timeline) -> Timeline:
+    """Merge consecutive phases of a segment into one span, if no phase communicates. Only ops on weights may
+    come between them."""
     if not timeline.schedule.phases or _two_lanes(timeline):
         return timeline
-    spans = tuple(tuple(_runs(timeline, row)) for row in timeline.spans)
+    spans = tuple(tuple(_merged(timeline, row)) for row in timeline.spans)
     return replace(timeline, spans=spans)
 
 
-def _runs(timeline: Timeline, row: Sequence[OpSpan]) -> Iterator[OpSpan]:
+def _merged(timeline: Timeline, row: Sequence[OpSpan]) -> Iterator[OpSpan]:
     run: list[OpSpan] = []
     for span in row:
         if span.op.act.shards:
             continue
-        if run and not _goes_on(run[-1].op, span.op):
-            yield _one(timeline, run)
+        if run and not _same_turn(run[-1].op, span.op):
+            yield _merge(timeline, run)
             run = []
         run.append(span)
     if run:
-        yield _one(timeline, run)
+        yield _merge(timeline, run)
 
 
-def _goes_on(op: Op, other: Op) -> bool:
+def _same_turn(op: Op, other: Op) -> bool:
     same = (op.act, op.micro_batch, op.segment) == (other.act, other.micro_batch, other.segment)
     return same and op.act in (Act.F, Act.B)
 
 
-def _one(timeline: Timeline, run: Sequence[OpSpan]) -> OpSpan:
-    """One phase out of several keeps its name, as does whatever is alone."""
+def _merge(timeline: Timeline, run: Sequence[OpSpan]) -> OpSpan:
+    """One span for a run. A single op keeps its phase name unless the segment has no other phase."""
     first, last = run[0], run[-1]
     op = first.op
-    whole = op.act in (Act.F, Act.B) and len(run) == len(timeline.schedule.phases[op.segment or 0])
-    if len(run) == 1 and not whole:
+    all_phases = op.act in (Act.F, Act.B) and len(run) == len(timeline.schedule.phases[op.segment or 0])
+    if len(run) == 1 and not all_phases:
         return first
     return OpSpan(op=replace(op, phase=None), start=first.start, end=last.end)
 
@@ -189,25 +188,23 @@ def _one(timeline: Timeline, run: Sequence[OpSpan]) -> OpSpan:
 def _rows(
     timeline: Timeline, unit: float, scale: float, numbers: Mapping[Stream | None, _Numbers]
 ) -> Iterator[str]:
-    """For each rank its name, the idle ground, and a box for everything that takes time."""
-    begin, ground = timeline.begin, _n(timeline.makespan / unit * scale)
+    """For each rank its label, the idle background, and a box for each span that takes time."""
+    begin, width = timeline.begin, _n(timeline.makespan / unit * scale)
     stream = _lane_of(timeline)
     for rank, spans in enumerate(timeline.spans):
         y = _TOP + _ROW * rank
         yield _text(_LEFT - 10, y + _BOX / 2 + 4, f"rank {rank}", "end")
-        yield f'<rect x="{_n(_LEFT)}" y="{_n(y)}" width="{ground}" height="{_n(_BOX)}" fill="url(#idle)"/>'
+        yield f'<rect x="{_n(_LEFT)}" y="{_n(y)}" width="{width}" height="{_n(_BOX)}" fill="url(#idle)"/>'
         for span in spans:
             if span.end > span.start and span.op.act in _DRAWN:
                 start, end = (span.start - begin) / unit, (span.end - begin) / unit
                 top, high = _LANES[stream(span.op)]
                 box = _Box(_LEFT + start * scale, y + top, (end - start) * scale, high)
                 shape = _shape(timeline, span.op, box, numbers.get(stream(span.op)))
-                yield f"<g><title>{escape(_about(span.op, start, end))}</title>{''.join(shape)}</g>"
+                yield f"<g><title>{escape(_tooltip(span.op, start, end))}</title>{''.join(shape)}</g>"
 
 
 class _Box(NamedTuple):
-    """Where something is drawn."""
-
     x: float
     y: float
     wide: float
@@ -225,41 +222,41 @@ def _shape(timeline: Timeline, op: Op, box: _Box, numbers: _Numbers | None) -> I
         yield _text(box.x + wide / 2, foot, str(op.micro_batch), f"mid {numbers.look}{light}")
 
 
-def _about(op: Op, start: float, end: float) -> str:
-    """An op by its name in the plan, what it is about, and when it runs."""
-    about = {"micro-batch": op.micro_batch, "segment": op.segment, "phase": op.phase}
-    told = [f"{name} {value}" for name, value in about.items() if value is not None]
-    return " · ".join([str(op), *told, f"{_n(start, 3)} to {_n(end, 3)} forwards"])
+def _tooltip(op: Op, start: float, end: float) -> str:
+    fields = {"micro-batch": op.micro_batch, "segment": op.segment, "phase": op.phase}
+    parts = [f"{name} {value}" for name, value in fields.items() if value is not None]
+    return " · ".join([str(op), *parts, f"{_n(start, 3)} to {_n(end, 3)} forwards"])
 
 
 class _Numbers(NamedTuple):
-    """How large the numbers of micro-batches are."""
+    """The font of the micro-batch numbers."""
 
     look: str
+    """Its CSS class."""
     digit: float
     """The width of a digit."""
     foot: float
-    """How far they stand below the middle of a box."""
+    """The distance of the baseline below the middle of a box."""
 
     def fit(self, op: Op, wide: float) -> bool:
-        """Whether a box has room for the number of its op."""
+        """Whether a box of this width has room for the number."""
         return op.micro_batch is not None and wide >= self.digit * len(str(op.micro_batch)) + 1.5
 
 
 def _numbers(timeline: Timeline, pixels: float) -> dict[Stream | None, _Numbers]:
-    """For each lane with numbers the largest size at which all of them fit; else the smallest."""
+    """For each lane, the largest font in which all numbers fit, else the smallest; none if no number fits."""
     stream = _lane_of(timeline)
     lanes: dict[Stream | None, list[tuple[Op, float]]] = {}
     for span in _boxed(timeline, *_COMPUTING):
         lanes.setdefault(stream(span.op), []).append((span.op, (span.end - span.start) * pixels))
-    found = {}
+    by_lane = {}
     for lane, boxes in lanes.items():
         sizes = [_Numbers(look, digit, foot) for look, digit, high, foot in _DIGITS if high <= _LANES[lane][1]]
         fitting = (numbers for numbers in sizes if all(numbers.fit(*box) for box in boxes))
         numbers = next(fitting, sizes[-1])
         if any(numbers.fit(*box) for box in boxes):
-            found[lane] = numbers
-    return found
+            by_lane[lane] = numbers
+    return by_lane
 
 
 def _axis(timeline: Timeline, length: float, scale: float) -> Iterator[str]:
@@ -273,7 +270,7 @@ def _axis(timeline: Timeline, length: float, scale: float) -> Iterator[str]:
 
 
 def _tick(width: float, length: float) -> float:
-    """The step between ticks, 1, 2 or 5 times a power of ten, so that they stand about 60 pixels apart."""
+    """The distance between ticks: 1, 2 or 5 times a power of ten, about 60 pixels."""
     if not length:
         return 1.0
     rough = length * 60 / max(width, 60)
@@ -282,7 +279,7 @@ def _tick(width: float, length: float) -> float:
 
 
 def _columns(timeline: Timeline, right: float) -> Iterator[str]:
-    """Right of the rows: live forwards and idle share of each rank."""
+    """The columns on the right: live forwards and idle share of each rank."""
     yield _text(right + 42, _TOP - 8, "live", "soft end")
     yield _text(right + 92, _TOP - 8, "idle", "soft end")
     makespan = timeline.makespan
@@ -318,7 +315,7 @@ def _legend(timeline: Timeline, y: float, numbers: Mapping[Stream | None, _Numbe
     yield _text(x + 52, y + 10, "; ".join(notes), "soft")
 
 
-# --------------------------------------------------------------------------------------------- small things
+# --------------------------------------------------------------------------------------------- formatting
 
 
 def _shades(virtual: int) -> str:
@@ -341,5 +338,5 @@ def _text(x: float, y: float, words: str, look: str = "") -> str:
 
 
 def _n(number: float, places: int = 2) -> str:
-    """A number as short as it can be; for SVG, to a hundredth of a pixel."""
+    """A number without trailing zeros; for SVG, to a hundredth of a pixel."""
     return f"{number:.{places}f}".rstrip("0").rstrip(".")

@@ -1,25 +1,26 @@
-"""DualPipeV: a folded pipeline, in which forwards of one arm run beside backwards of the other.
+"""DualPipeV: a V-shaped, zero-bubble-style pipeline that pairs forwards of one arm with backwards of the other.
 
-Rank r holds segments r and 2 * pp - 1 - r. A micro-batch goes down the first arm and up the second one, its
-backward the other way round: so rank 0 has both ends of the model, and the last rank hands over to itself. With
-0 and 1 for the arms of a rank and n for how many ranks come after it, a rank runs
+DualPipeV is the V-shaped half of DeepSeek's DualPipe (DeepSeek-V3, https://arxiv.org/abs/2412.19437; "cut in
+half" by Sea AI Lab). Rank r holds segments r and 2 * pp - 1 - r: a micro-batch goes down the first arm of the V
+and up the second, and its backward the other way round. Rank 0 has both ends of the model; the last rank hands
+over to itself. With arms 0 and 1, and n ranks after this one, a rank runs
 
-    2n x      F0                fill the arm that is farther away
+    2n x      F0                fill the first arm
     rank+1 x  F0 F1             until the first micro-batch comes back
-    n x       B1 W1 F1          the gradient leaves first, then weights, then what has arrived meanwhile
-    many x    F0|B1 F1|B0       where both directions are full; pairs run beside each other
+    n x       B1 W1 F1          send the gradient first, then compute weight gradients, then the next forward
+    many x    F0|B1 F1|B0       steady state: the two of a pair overlap
     n x       B1 F1|B0
-    rank+1 x  B1 B0             of the second half, weight gradients wait
-    n x       W B0              until a rank would be idle
+    rank+1 x  B1 B0             weight gradients of the second half are delayed
+    n x       W B0              to fill the bubble
     n+1 x     W
 
-(after DeepSeek's DualPipeV, which is half of their DualPipe). A backward that has nothing beside it sends its
-gradient before it adds up weight gradients. So the bubble is pp - 1 forwards of a segment, where F, B and W
-take equally long; published is twice that, for backwards in one piece. At most 2 * pp + 1 forwards of a rank
-wait for their backward.
+A backward without a partner sends its gradient before its weight gradients are computed. So if F, B and W take
+equally long, the bubble is pp - 1 forwards of a segment; the published one is twice that, with unsplit
+backwards. At most 2 * pp + 1 forwards of a rank are alive.
 
-The order needs 2 * pp micro-batches. With fewer it is that of 2 * pp without the ops of those that are not
-there: what is left of an order without a deadlock has none either, and holds no more memory.
+The order needs 2 * pp micro-batches. With fewer, it is the order of 2 * pp without the ops of the missing
+micro-batches: dropping whole micro-batches from a deadlock-free order cannot introduce a deadlock, nor raise
+the memory peak.
 """
 
 from __future__ import annotations
@@ -28,44 +29,44 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from braid.schedule.builders import folded, held
-from braid.schedule.ops import Act, Op, Schedule, Turn
-from braid.schedule.overlapped import PLAIN, Options, all_weights, pair, side
+from braid.schedule.builders import v_shape
+from braid.schedule.ops import Act, Op, Schedule, Turn, segments_of
+from braid.schedule.overlapped import PLAIN, Options, all_wgrads, pair, side
 from braid.schedule.phases import Chain
 
 DUAL_PIPE_V = "dual_pipe_v"
 
 
-class Beat(NamedTuple):
-    """What a rank does next: a forward, then a backward, then weight gradients; each may be absent."""
+class Slot(NamedTuple):
+    """One slot of a rank's order: a forward, a backward and weight gradients, each optional."""
 
     forward: Turn | None = None
     backward: Turn | None = None
-    weights: Turn | None = None
-    """The backward that left the weight gradients: this one or an earlier one."""
+    wgrad: Turn | None = None
+    """The turn whose weight gradients are computed: that of this backward or of an earlier one."""
 
 
 def dual_pipe_v(
     chains: Sequence[Chain], *, pp: int, micro_batches: int, overlap: bool = True, options: Options = PLAIN
 ) -> Schedule:
-    """For the chains of 2 * pp segments. With `overlap` the phases of a pair interleave as `options` say;
-    otherwise its forward comes before its backward, and the gradient leaves before weight gradients are added.
-    These have ops of their own in any case."""
-    assert len(chains) == 2 * pp, f"{len(chains)} segments cannot be folded onto {pp} ranks"
-    holder, options = folded(pp), options._replace(delayed=True)
+    """DualPipeV over the chains of 2 * pp segments. With `overlap` the phases of a pair interleave according to
+    `options`; otherwise the forward of a pair precedes its backward. Weight gradients are delayed in either
+    case."""
+    assert len(chains) == 2 * pp, f"DualPipeV on {pp} ranks needs {2 * pp} segments, not {len(chains)}"
+    holder, options = v_shape(pp), options._replace(delayed=True)
     lists = []
     for rank in range(pp):
         ops: list[Op] = []
-        for beat in beats(rank, pp, micro_batches):
-            f = side(Act.F, beat.forward, chains, holder)
-            b = side(Act.B, beat.backward, chains, holder)
+        for slot in slots(rank, pp, micro_batches):
+            f = side(Act.F, slot.forward, chains, holder)
+            b = side(Act.B, slot.backward, chains, holder)
             if f and b and overlap:
-                assert beat.weights == beat.backward
+                assert slot.wgrad == slot.backward
                 ops += pair(f, b, options)
                 continue
             ops += [*pair(f, None), *pair(None, b)]
-            if late := side(Act.B, beat.weights, chains, holder):
-                ops += all_weights(late)
+            if delayed := side(Act.B, slot.wgrad, chains, holder):
+                ops += all_wgrads(delayed)
         lists.append(tuple(ops))
     return Schedule(
         name=DUAL_PIPE_V,
@@ -86,17 +87,17 @@ def _live_bound(pp: int, micro_batches: int) -> tuple[int, ...]:
 # ---------------------------------------------------------------------------------------------- order
 
 
-def beats(rank: int, pp: int, micro_batches: int) -> Iterator[Beat]:
-    """The order of a rank, without micro-batches that are not there."""
-    arms = _Arms(held(folded(pp), rank))
-    for beat in _full(arms, rank, pp, max(micro_batches, 2 * pp)):
-        there = Beat(*(turn if turn and turn[0] < micro_batches else None for turn in beat))
-        if any(there):
-            yield there
+def slots(rank: int, pp: int, micro_batches: int) -> Iterator[Slot]:
+    """The order of a rank, without missing micro-batches."""
+    arms = _Arms(segments_of(v_shape(pp), rank))
+    for slot in _full(arms, rank, pp, max(micro_batches, 2 * pp)):
+        present = Slot(*(turn if turn and turn[0] < micro_batches else None for turn in slot))
+        if any(present):
+            yield present
 
 
-def _full(arms: _Arms, rank: int, pp: int, micro_batches: int) -> Iterator[Beat]:
-    """The order of a rank that has enough micro-batches."""
+def _full(arms: _Arms, rank: int, pp: int, micro_batches: int) -> Iterator[Slot]:
+    """The order of a rank with at least 2 * pp micro-batches."""
     after, own = pp - rank - 1, rank + 1
     for _ in range(2 * after):
         yield arms.forward(0)
@@ -108,7 +109,8 @@ def _full(arms: _Arms, rank: int, pp: int, micro_batches: int) -> Iterator[Beat]
         yield arms.forward(1)
     for number in range(micro_batches - 2 * pp + own):
         if number == 0 and after == 0:
-            # The first gradient comes late to where the pipeline turns: nothing is gained by waiting for it.
+            # The loss is on rank 0, so the first gradient reaches the last rank late: do not let F0 wait for
+            # it.
             yield arms.forward(0)
             yield arms.backward(1)
         else:
@@ -119,39 +121,38 @@ def _full(arms: _Arms, rank: int, pp: int, micro_batches: int) -> Iterator[Beat]
         yield arms.both(1, 0)
     for number in range(2 * own):
         arm = 1 - number % 2
-        yield arms.backward(arm) if number < own else arms.backward_alone(arm)
+        yield arms.backward(arm) if number < own else arms.backward_without_wgrad(arm)
     for _ in range(after):
-        yield arms.weights()
-        yield arms.backward_alone(0)
-    while arms.left:
-        yield arms.weights()
+        yield arms.wgrad()
+        yield arms.backward_without_wgrad(0)
+    while arms.delayed:
+        yield arms.wgrad()
 
 
 class _Arms:
-    """How many micro-batches have passed each arm of a rank in each direction."""
+    """Counts the micro-batches that have passed each arm of a rank in each direction."""
 
     def __init__(self, segments: Sequence[int]) -> None:
         self.segments = segments
         self.forwards, self.backwards = [0, 0], [0, 0]
-        self.left: deque[Turn] = deque()
-        """Backwards whose weight gradients wait, oldest first."""
+        self.delayed: deque[Turn] = deque()
+        """Backwards whose weight gradients are delayed, oldest first."""
 
-    def forward(self, arm: int) -> Beat:
+    def forward(self, arm: int) -> Slot:
         self.forwards[arm] += 1
-        return Beat(forward=(self.forwards[arm] - 1, self.segments[arm]))
+        return Slot(forward=(self.forwards[arm] - 1, self.segments[arm]))
 
-    def backward_alone(self, arm: int) -> Beat:
-        """Without its weight gradients."""
+    def backward_without_wgrad(self, arm: int) -> Slot:
         self.backwards[arm] += 1
         turn = (self.backwards[arm] - 1, self.segments[arm])
-        self.left.append(turn)
-        return Beat(backward=turn)
+        self.delayed.append(turn)
+        return Slot(backward=turn)
 
-    def weights(self) -> Beat:
-        return Beat(weights=self.left.popleft())
+    def wgrad(self) -> Slot:
+        return Slot(wgrad=self.delayed.popleft())
 
-    def backward(self, arm: int) -> Beat:
-        return Beat(backward=self.backward_alone(arm).backward, weights=self.weights().weights)
+    def backward(self, arm: int) -> Slot:
+        return Slot(backward=self.backward_without_wgrad(arm).backward, wgrad=self.wgrad().wgrad)
 
-    def both(self, forward: int, backward: int) -> Beat:
+    def both(self, forward: int, backward: int) -> Slot:
         return self.backward(backward)._replace(forward=self.forward(forward).forward)

@@ -1,13 +1,12 @@
-"""The event simulator: what happens when all ranks run their lists together, without running anything.
+"""Event simulator: simulates the op lists of all pipeline ranks together. `check` finds deadlocks with it.
 
-The one model of execution behind `check` and `simulate`. Every rank goes through its list in order, by the
-rules in `ops`: a send posts and goes on, a receive waits for the next message of its channel, a collective
-waits for all its members. It ends when every rank has come to the end of its list, or when all others wait.
+`check` and `simulate` share this model of execution. Each rank runs its list in order, with the semantics of
+`ops`: a send is asynchronous, a receive waits for the next message of its channel, a collective waits for all
+its members. The simulation ends when every rank has finished its list or waits.
 
-Phases run on the streams of their rank: each after what its stream was given before, and after the phase before
-it in its micro-batch. Weight gradients follow their stream alone: the backward that left them ran there. A
-message holds up the micro-batch that it is about, and not the rank. Ops about units of weights stand on the
-stream that computes.
+Phases run on the two streams of their rank: each starts after the previous op of its stream and after the
+previous phase of its micro-batch. A `W` depends on its stream only, where its backward has run. A message
+delays its micro-batch, not the rank. Ops on units run on the compute stream.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from braid.schedule.phases import Stream
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpSpan:
-    """When an op ran, in seconds since the step began. A receive lasts from its wait to its message."""
+    """When an op ran, in seconds. A receive lasts from the start of the wait to the arrival of the message."""
 
     op: Op
     start: float
@@ -31,11 +30,11 @@ class OpSpan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wait:
-    """A rank that never came to the end of its list."""
+    """A rank that never finishes its list."""
 
     rank: int
     place: int
-    """Where in its list it stands."""
+    """The index of the op at which it waits."""
     op: Op
     awaited: tuple[int, ...]
     """The ranks that it waits for."""
@@ -43,31 +42,31 @@ class Wait:
 
 @dataclass(frozen=True, kw_only=True)
 class SimulationOutcome:
-    """What became of every rank."""
+    """The result of a simulation."""
 
     spans: tuple[tuple[OpSpan, ...], ...]
-    """What each rank ran, in order."""
+    """The ops that each rank ran, in order."""
     waits: tuple[Wait, ...]
-    """The ranks that wait for ever; none, if the schedule is sound."""
+    """The deadlocked ranks; empty for a sound schedule."""
 
 
-def rendezvous(
+def simulate_lists(
     lists: Sequence[Sequence[Op]],
     seconds: Callable[[Op], float],
     message: float,
     stream: Callable[[Op], Stream | None] = lambda op: None,
 ) -> SimulationOutcome:
-    """Run all lists together. `seconds` is how long an op works; `message`, how long one message takes: those
-    of a channel go one after the other; `stream`, where an op runs that is about a phase."""
-    room = _Room(lists, seconds, message, stream)
+    """Simulate all lists together. `seconds` is the duration of an op, `message` that of a message (the
+    messages of a channel are serialised), `stream` the stream of an op that runs a phase."""
+    simulation = _Simulation(lists, seconds, message, stream)
     runnable = set(range(len(lists)))
     while runnable:
-        runnable |= room.advance(runnable.pop())
-    return SimulationOutcome(spans=tuple(map(tuple, room.spans)), waits=tuple(room.waits()))
+        runnable |= simulation.advance(runnable.pop())
+    return SimulationOutcome(spans=tuple(map(tuple, simulation.spans)), waits=tuple(simulation.waits()))
 
 
-class _Room:
-    """Where the ranks meet: how far each has come, which messages are there, who has arrived where."""
+class _Simulation:
+    """The state of all ranks, messages and collectives."""
 
     def __init__(
         self,
@@ -78,27 +77,28 @@ class _Room:
     ) -> None:
         self.lists, self.seconds, self.message, self.stream = lists, seconds, message, stream
         self.free = [dict.fromkeys(Stream, 0.0) for _ in lists]
-        """When each stream of each rank has done what it was given."""
-        self.passed: dict[tuple[str, int | None, int | None], float] = defaultdict(float)
-        """How far each micro-batch has come in each segment and direction, where there are phases."""
-        self.turns = {(op.micro_batch, op.segment) for ops in lists for op in ops if op.phase is not None}
+        """For each rank, when each stream becomes idle."""
+        self.ready: dict[tuple[str, int | None, int | None], float] = defaultdict(float)
+        """By direction, micro-batch and segment: when its last phase so far ends."""
+        self.phased = {(op.micro_batch, op.segment) for ops in lists for op in ops if op.phase is not None}
+        """The turns that are simulated phase by phase."""
         self.spans: list[list[OpSpan]] = [[] for _ in lists]
-        self.met = [0] * len(lists)
-        """How many collectives of its present op each rank has behind it."""
+        self.completed = [0] * len(lists)
+        """For each rank, how many collectives of its current op have completed."""
         self.arrivals: dict[Channel, list[float]] = defaultdict(list)
         self.received: dict[Channel, int] = defaultdict(int)
         self.issued: dict[tuple[int, str], int] = defaultdict(int)
-        """How many collectives a rank has behind it on a communicator."""
+        """How many collectives a rank has completed on a communicator."""
         self.present: dict[tuple[str, int], dict[int, float]] = defaultdict(dict)
-        """Who has come to the n-th collective of a communicator, and when."""
+        """Which ranks have reached the n-th collective of a communicator, and when."""
 
     def advance(self, rank: int) -> set[int]:
-        """Run a rank until it must wait; the ranks that may go on because of it."""
-        woken: set[int] = set()
+        """Run a rank until it must wait, and return the ranks that it may have unblocked."""
+        unblocked: set[int] = set()
         ops, spans = self.lists[rank], self.spans[rank]
         while len(spans) < len(ops):
             op = ops[len(spans)]
-            if op.collectives and not self._meet_all(rank, op, woken):
+            if op.collectives and not self._complete_collectives(rank, op, unblocked):
                 break
             start = self._start(rank, op)
             end = start + self.seconds(op)
@@ -111,65 +111,63 @@ class _Room:
                 channel = channel_of(rank, op)
                 sent = self.arrivals[channel]
                 sent.append(max(end, sent[-1] if sent else end) + self.message)
-                woken.add(channel[2])
-            self.met[rank] = 0
+                unblocked.add(channel[2])
+            self.completed[rank] = 0
             self._end(rank, op, end)
             spans.append(OpSpan(op=op, start=start, end=end))
-        return {other for other in woken if 0 <= other < len(self.lists)}
+        return {other for other in unblocked if 0 <= other < len(self.lists)}
 
-    def _phased(self, op: Op) -> bool:
-        """Whether the op is about a micro-batch that is followed phase by phase."""
-        turn = (op.micro_batch, op.segment)
-        return op.phase is not None or turn in self.turns
+    def _is_phased(self, op: Op) -> bool:
+        return op.phase is not None or (op.micro_batch, op.segment) in self.phased
 
     def _start(self, rank: int, op: Op) -> float:
         if op.act.shards:
             return self.free[rank][Stream.COMPUTE]
         if op.phase is None:
-            if self._phased(op):
-                return self.passed[op.act.direction, op.micro_batch, op.segment]
+            if self._is_phased(op):
+                return self.ready[op.act.direction, op.micro_batch, op.segment]
             return max(self.free[rank].values())
         free = self.free[rank][self.stream(op) or Stream.COMPUTE]
         if op.act is Act.W:
             return free
-        behind = self.passed[op.act.direction, op.micro_batch, op.segment]
+        ready = self.ready[op.act.direction, op.micro_batch, op.segment]
         if op.act is Act.B:
-            behind = max(behind, self.passed["F", op.micro_batch, op.segment])
-        return max(free, behind)
+            ready = max(ready, self.ready["F", op.micro_batch, op.segment])
+        return max(free, ready)
 
     def _end(self, rank: int, op: Op, end: float) -> None:
         if op.act.shards:
             self.free[rank][Stream.COMPUTE] = end
             return
-        if not self._phased(op):
+        if not self._is_phased(op):
             self.free[rank] = dict.fromkeys(Stream, end)
             return
         if op.phase is not None:
             self.free[rank][self.stream(op) or Stream.COMPUTE] = end
         if op.act is not Act.W:
-            self.passed[op.act.direction, op.micro_batch, op.segment] = end
+            self.ready[op.act.direction, op.micro_batch, op.segment] = end
 
     def _arrival(self, channel: Channel) -> float | None:
-        """When the next message of a channel comes, and take it; None if it has not been sent."""
-        taken, sent = self.received[channel], self.arrivals[channel]
-        if taken == len(sent):
+        """Take the next message of a channel, and return when it arrives; None if it has not been sent."""
+        received, arrivals = self.received[channel], self.arrivals[channel]
+        if received == len(arrivals):
             return None
         self.received[channel] += 1
-        return sent[taken]
+        return arrivals[received]
 
-    def _meet_all(self, rank: int, op: Op, woken: set[int]) -> bool:
-        """Go through the collectives of an op; whether all of them have met."""
-        for collective in op.collectives[self.met[rank] :]:
+    def _complete_collectives(self, rank: int, op: Op, unblocked: set[int]) -> bool:
+        """Advance through the collectives of an op, and return whether all of them have completed."""
+        for collective in op.collectives[self.completed[rank] :]:
             present = self._present(rank, collective)
             if rank not in present:
                 present[rank] = max(self.free[rank].values())
-                woken |= present.keys() - {rank}
+                unblocked |= present.keys() - {rank}
             if not present.keys() >= set(collective.members):
                 return False
             others = [when for member, when in present.items() if member != rank]
             self.free[rank] = {stream: max([when, *others]) for stream, when in self.free[rank].items()}
             self.issued[rank, collective.communicator] += 1
-            self.met[rank] += 1
+            self.completed[rank] += 1
         return True
 
     def _present(self, rank: int, collective: Collective) -> dict[int, float]:
@@ -177,15 +175,15 @@ class _Room:
         return self.present[name, self.issued[rank, name]]
 
     def waits(self) -> list[Wait]:
-        """Every rank that has not come to its end."""
+        """The ranks that have not finished their lists."""
         waits = []
         for rank, ops in enumerate(self.lists):
             place = len(self.spans[rank])
             if place == len(ops):
                 continue
             op = ops[place]
-            if self.met[rank] < len(op.collectives):
-                collective = op.collectives[self.met[rank]]
+            if self.completed[rank] < len(op.collectives):
+                collective = op.collectives[self.completed[rank]]
                 present = self._present(rank, collective)
                 awaited = tuple(member for member in collective.members if member not in present)
             else:

@@ -1,4 +1,4 @@
-"""What can be wrong with a schedule: the rules, and a fault as data."""
+"""Faults of a schedule: the rules that `check` proves, and a violation of one as data."""
 
 from __future__ import annotations
 
@@ -9,40 +9,40 @@ from braid.schedule.ops import Op
 
 
 class Rule(Enum):
-    """What a sound schedule keeps."""
+    """The rules of a sound schedule."""
 
-    COMPLETE = "F and B name their micro-batch and segment, a message its peer too, an op about a unit the unit"
-    EXISTS = "an op is about a micro-batch and a segment that exist"
-    OWN_RANK = "an op stands in the list of the rank that holds its segment"
-    ONCE = "every micro-batch passes every segment once forward, and once backward when training"
+    COMPLETE = "F and B name their micro-batch and segment, a message also its peer, an op on a unit the unit"
+    EXISTS = "the micro-batch and segment of an op exist"
+    OWN_RANK = "an op is in the list of the rank that holds its segment"
+    ONCE = "every micro-batch passes every segment once forward, and once backward in training"
     F_BEFORE_B = "a backward comes after the forward of the same micro-batch and segment"
-    AFTER_INPUT = "an op comes after the ops that make what it reads"
+    AFTER_INPUT = "an op comes after the ops that produce its inputs"
     PHASE_ORDER = "a micro-batch passes all phases of a segment in order, and backward in reverse"
-    TURNS = "every phase sees micro-batches in their order, forward and backward, so that sums have one order"
-    WEIGHTS = "weight gradients are added once, after the backward that left them, in the order of backwards"
-    PEER = "a message goes to the rank that holds the neighbouring segment, and never to its own"
+    TURNS = "micro-batches pass each phase in order, forward and backward, so that gradient sums have one order"
+    WEIGHTS = "weight gradients are computed once, after their backward, and in the order of backwards"
+    PEER = "a message goes to the rank that holds the neighbouring segment, never to the sender itself"
     MATCHED = "every message is sent once and received once"
     CHANNEL_ORDER = "the messages of a channel are received in the order in which they are sent"
-    LIVE = "no more forwards wait for their backward than the schedule states"
+    LIVE = "no more forwards are alive than the schedule states"
     SAME_COLLECTIVES = "the members of a communicator issue the same collectives in the same order"
-    COMMON_ORDER = "one order of all collectives of all communicators holds on every rank"
-    DEADLOCK = "no rank waits for ever"
-    UNSHARDED = "an op computes with weights that are gathered: after UNSHARD and WAIT, before RESHARD"
-    RESHARDED = "weights are gathered where they are sharded, and released before FINISH"
-    ACCUMULATED = "a micro-batch's gradient is accumulated or reduced before another one adds to it"
-    REDUCED = "what ops have added to gradients is reduced before FINISH, and nothing else is"
-    FINISHED = "a list has one FINISH, behind everything that is about units; copies are summed after it"
+    COMMON_ORDER = "one total order of the collectives of all communicators is consistent with every rank"
+    DEADLOCK = "no rank waits forever"
+    UNSHARDED = "an op computes with gathered weights: after UNSHARD and WAIT, before RESHARD"
+    RESHARDED = "weights are unsharded only while sharded, and resharded before FINISH"
+    ACCUMULATED = "a micro-batch's gradient is accumulated or reduced before another micro-batch adds to it"
+    REDUCED = "every gradient that ops have added to is reduced before FINISH, and no other"
+    FINISHED = "a list has one FINISH, after all ops on units; copies are summed after it"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One rule that is broken, and where."""
+    """A violation of a rule."""
 
     rank: int
     place: int
-    """Where in the rank's list; one past its end for something that is missing."""
+    """The index in the rank's list; one past its end for a missing op."""
     op: Op
-    """The op at fault, or the one that is missing."""
+    """The op at fault, or the missing one."""
     rule: Rule
     why: str
 

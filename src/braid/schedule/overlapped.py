@@ -1,36 +1,36 @@
-"""The overlapped schedule: the forward of one micro-batch between the phases of another's backward.
+"""1F1B with overlapped expert communication: the phases of a forward interleave with those of another backward.
 
-While tokens of one micro-batch travel to their experts or back, the other one computes. `pair` says in which
-order the phases of two segments are issued, `overlapped` which segments are paired: each forward after the
-warm-up with the backward that a pipeline without overlap would run next, one forward later than there. So the
-two never depend on each other, for the price of one more forward that waits for its backward.
+While the tokens of one micro-batch are in an all-to-all, the other micro-batch computes (as in DeepSeek-V3 and
+Megatron's `overlap_moe_expert_parallel_comm`). `overlapped` pairs each forward after the warm-up with the
+backward that (interleaved) 1F1B would run next, after one more warm-up forward: so the two are independent, at
+the price of one more live micro-batch. `pair` decides the order in which the phases of the two are issued.
 
-Phase by phase, a link of f (forward) and a link of b (backward) interleave like this:
+A link of f (forward) and a link of b (backward) interleave like this:
 
     b  after  combine*                experts             W  dispatch*                      mix          W
     f                   before  mix             dispatch*              experts  combine*         after
 
-where a star marks the communication stream. With `early_release`, b's `mix` comes before f's `experts`: memory
-of mixers is free earlier, but f's `combine` then has nothing beside it.
+where a star marks the communication stream. With `early_release`, b's `mix` comes before f's `experts`: mixer
+activations are freed earlier, but nothing overlaps with f's `combine`.
 
-Where `post` is a phase of its own, rows of the next link are first sent on their way; then comes what nobody
-waits for at the end of this one, and last what waits for rows that return:
+If `post` is a phase of its own, the next link's all-to-all is issued first, then the remaining weight gradients
+of this link, and last the phases that depend on returning tokens:
 
     b  mix  | after  post  combine*  W of mix
     f       |                                  post  after | before  mix  ...
 
-Where weight gradients of experts lie in two buckets (see `phases`), the second one waits for the next link, and
-comes right before its `experts`:
+If the weight gradients of experts have two buckets (see `phases`), the second is delayed to the next link,
+right before its `experts`:
 
     b  after  combine*               W(in) of the link before  experts             W(down)  dispatch*  ...
     f                   before  mix                                     dispatch*                      ...
 
-Then `combine` has more beside it, and f's `dispatch` less: where experts take longer than mixers, and transfers
-about as long as computation, less of them is left over. Rows of experts are held for longer.
+Then more compute overlaps with `combine` and less with f's `dispatch`: that exposes less communication if
+experts take longer than mixers and transfers take about as long as compute. Expert activations live longer.
 
-The first forward of a step and its last backward have nothing beside them. With `paired_ends` the first two
-forwards run beside each other, and so do the last two backwards; in between, a forward runs beside the backward
-of the micro-batch two before it, for the price of one more.
+The first forward and the last backward of a step have no partner. With `paired_ends` the first two forwards
+overlap with each other, and so do the last two backwards; in between, a forward overlaps with the backward of
+the micro-batch two before it, at the price of one more live micro-batch.
 """
 
 from __future__ import annotations
@@ -41,30 +41,29 @@ from itertools import islice, zip_longest
 from math import ceil
 from typing import NamedTuple
 
-from braid.schedule.builders import dealt, grouped, held, neighbour
-from braid.schedule.ops import Act, Op, Ops, Schedule, Turn
+from braid.schedule.builders import grouped, neighbour, round_robin
+from braid.schedule.ops import Act, Op, Ops, Schedule, Turn, segments_of
 from braid.schedule.phases import Chain, Link, Phase, Stream
 
 OVERLAPPED = "overlapped"
 
 
 class Options(NamedTuple):
-    """What can be chosen about an overlapped schedule."""
+    """Options of an overlapped schedule."""
 
     delayed: bool = False
-    """Whether weight gradients have ops of their own."""
+    """Whether weight gradients are delayed to `W` ops."""
     early_release: bool = False
-    """Whether the mixers of a backward go before the experts of the forward beside it."""
+    """Whether the mixers of a backward precede the experts of the forward it is paired with."""
     paired_ends: bool = False
-    """Whether the first two forwards run beside each other, and the last two backwards. Not in a pipeline."""
+    """Whether the first two forwards overlap, and the last two backwards. Without a pipeline only."""
 
 
 PLAIN = Options()
-"""Nothing but overlap."""
 
 
 class Side(NamedTuple):
-    """One segment of a micro-batch, in one direction, with its messages."""
+    """One of the two of a pair: a micro-batch on a segment, in one direction, with its messages."""
 
     turn: Turn
     chain: Chain
@@ -76,8 +75,8 @@ class Side(NamedTuple):
         for phase in phases:
             yield Op(act=act, micro_batch=micro_batch, segment=segment, phase=phase.name)
 
-    def weights(self, *phases: Phase | None) -> Ops:
-        """One for each bucket of these phases."""
+    def wgrads(self, *phases: Phase | None) -> Ops:
+        """A `W` for each bucket of these phases."""
         micro_batch, segment = self.turn
         buckets = (bucket for phase in phases if phase for bucket in phase.buckets)
         return tuple(Op(act=Act.W, micro_batch=micro_batch, segment=segment, phase=name) for name in buckets)
@@ -91,22 +90,23 @@ def overlapped(
     group_size: int | None = None,
     options: Options = PLAIN,
 ) -> Schedule:
-    """For the chains of all segments. Warm-up and cool-down run the same phases with one side absent."""
+    """Overlapped (interleaved) 1F1B over the chains of all segments. Warm-up and cool-down have one side
+    only."""
     segments = len(chains)
-    virtual, holder = segments // pp, dealt(pp, segments)
+    virtual, holder = segments // pp, round_robin(pp, segments)
     if options.paired_ends:
-        assert segments == 1, "the ends of a pipeline wait for messages"
-        lists, bound = [_ends_paired(chains[0], micro_batches, options)], [min(micro_batches, 3)]
+        assert segments == 1, "paired ends need a single segment: the ends of a pipeline wait for messages"
+        lists, bound = [_paired_ends(chains[0], micro_batches, options)], [min(micro_batches, 3)]
         return _schedule(chains, holder, micro_batches, lists, bound, options)
     groups = ceil(micro_batches / (group_size or pp))
     group = max(pp, ceil(micro_batches / groups)) if pp > 1 else 1
     lists, bound = [], []
     for rank in range(pp):
-        stages = held(holder, rank)
+        stages = segments_of(holder, rank)
         warm_up = 2 * (pp - rank - 1) + (virtual - 1) * group + 1
         forwards, backwards = (grouped(path, micro_batches, group) for path in (stages, stages[::-1]))
         ops: list[Op] = []
-        for forward, backward in _paired(forwards, backwards, warm_up):
+        for forward, backward in _pairs(forwards, backwards, warm_up):
             f = None if forward is None or forward[0] >= micro_batches else forward
             b = None if backward is None or backward[0] >= micro_batches else backward
             ops += pair(side(Act.F, f, chains, holder), side(Act.B, b, chains, holder), options)
@@ -135,44 +135,39 @@ def _schedule(
     )
 
 
-def _paired(
+def _pairs(
     forwards: Sequence[Turn], backwards: Sequence[Turn], warm_up: int
 ) -> Iterator[tuple[Turn | None, Turn | None]]:
-    """Warm-up forwards, then a forward beside every backward as long as there are any."""
+    """Warm-up forwards, then a forward for every backward as long as there are any."""
     for turn in forwards[:warm_up]:
         yield turn, None
     yield from zip_longest(forwards[warm_up:], backwards)
 
 
-def _ends_paired(chain: Chain, micro_batches: int, options: Options) -> Ops:
-    """Two forwards, a forward beside each backward, two backwards: the list of a rank without a pipeline.
+def _paired_ends(chain: Chain, micro_batches: int, options: Options) -> Ops:
+    """Two forwards, pairs of a forward and a backward, two backwards: the list of a rank without a pipeline.
 
-    In between nothing waits for its partner, and a backward may begin before the one before it is through: what
-    nobody waits for at the end of a link comes when rows of the next one are on their way. Not so where weights
-    that are reduced together would get gradients of both."""
+    The trailing phases of a pair are issued while the next pair's tokens are in transit, so a backward may
+    start before the previous one has ended. The exception is a unit of weights that would get gradients of
+    both: then pairs do not overlap."""
     sides = [Side((micro_batch, 0), chain) for micro_batch in range(micro_batches)]
-    ops, waiting, late = [*in_turns(Act.F, sides[:2], options)], Ops(), Ops()
-    links = _with_ends(chain)
-    apart = len(links) == 1 or _reach(list(_stretches(chain.phases[::-1]))) > 0
-    for f, b in zip(sides[2:], sides, strict=False):
-        if apart:
-            ops, waiting, late = [*ops, *waiting, *late], (), ()
-        for ahead, behind in zip(links, links[::-1], strict=True):
-            ops += _links(f, ahead, b, behind, options, late, waiting)
-            waiting, late = _waiting(f, ahead, b, behind, options), _late(b, behind, options)
-    return (*ops, *waiting, *late, *in_turns(Act.B, sides[-2:], options))
-
-
-def _with_ends(chain: Chain) -> Sequence[Link]:
-    """Links with all that stands before the first and after the last of them."""
+    ops, trailing, late = [*_overlap_same_direction(Act.F, sides[:2], options)], Ops(), Ops()
+    # The first and last link take in the phases around the blocks.
     links = list(chain.links)
     links[0] = replace(links[0], before=(*chain.first, *links[0].before))
     links[-1] = replace(links[-1], after=(*links[-1].after, *chain.last))
-    return links
+    separate = len(links) == 1 or _reach(list(_stretches(chain.phases[::-1]))) > 0
+    for f, b in zip(sides[2:], sides, strict=False):
+        if separate:
+            ops, trailing, late = [*ops, *trailing, *late], (), ()
+        for f_link, b_link in zip(links, links[::-1], strict=True):
+            ops += _links(f, f_link, b, b_link, options, late, trailing)
+            trailing, late = _trailing(f, f_link, b, b_link, options), _late(b, b_link, options)
+    return (*ops, *trailing, *late, *_overlap_same_direction(Act.B, sides[-2:], options))
 
 
 def side(act: Act, turn: Turn | None, chains: Sequence[Chain], holder: Sequence[int]) -> Side | None:
-    """A turn with its chain, and with messages where the neighbours are on other ranks."""
+    """A turn with its chain, and with messages to neighbours on other ranks."""
     if turn is None:
         return None
     micro_batch, segment = turn
@@ -191,37 +186,36 @@ def side(act: Act, turn: Turn | None, chains: Sequence[Chain], holder: Sequence[
 
 
 def pair(f: Side | None, b: Side | None, options: Options = PLAIN) -> Ops:
-    """A forward and a backward, link by link: f's first with b's last. What is left over of b comes before what
-    is left over of f. Weight gradients of b's first link wait until its message is on its way, where there is
-    one."""
-    ops, waiting, late = list[Op](), Ops(), Ops()
+    """Interleave a forward and a backward link by link, f's first with b's last. Unpaired links of b come
+    before those of f. If there is a message to send, it precedes the weight gradients of b's first link."""
+    ops, trailing, late = list[Op](), Ops(), Ops()
     f_links = f.chain.links if f else ()
     b_links = b.chain.links[::-1] if b else ()
     if f:
         ops += [*f.receive, *f.ops(Act.F, f.chain.first)]
     if b:
         ops += [*b.receive, *b.ops(Act.B, b.chain.last[::-1])]
-    both = min(len(f_links), len(b_links))
+    paired = min(len(f_links), len(b_links))
     pairs: list[tuple[Link | None, Link | None]] = [*zip(f_links, b_links, strict=False)]
-    pairs += [(None, behind) for behind in b_links[both:]] + [(ahead, None) for ahead in f_links[both:]]
-    for ahead, behind in pairs:
-        both_sides = (f if ahead else None, ahead, b if behind else None, behind)
-        ops += _links(*both_sides, options, late if behind else (), waiting)
-        waiting = _waiting(*both_sides, options)
-        late = _late(b, behind, options) if behind else late
-        if not any(link and link.post for link in (ahead, behind)):
-            ops, waiting = [*ops, *waiting], ()
-    own = Ops()
+    pairs += [(None, b_link) for b_link in b_links[paired:]] + [(f_link, None) for f_link in f_links[paired:]]
+    for f_link, b_link in pairs:
+        both_sides = (f if f_link else None, f_link, b if b_link else None, b_link)
+        ops += _links(*both_sides, options, late if b_link else (), trailing)
+        trailing = _trailing(*both_sides, options)
+        late = _late(b, b_link, options) if b_link else late
+        if not any(link and link.post for link in (f_link, b_link)):
+            ops, trailing = [*ops, *trailing], ()
+    last_wgrads = Ops()
     if b and b_links and options.delayed:
-        own = (*late, *b.weights(b_links[-1].mix, *b_links[-1].before))
-    alone = not any(side and side.send for side in (f, b))
-    ops += [*own, *waiting] if alone else waiting
+        last_wgrads = (*late, *b.wgrads(b_links[-1].mix, *b_links[-1].before))
+    sends = any(side and side.send for side in (f, b))
+    ops += trailing if sends else [*last_wgrads, *trailing]
     if f and not f.chain.last:
         ops += f.send
     if b and not b.chain.first:
         ops += b.send
-    if not alone:
-        ops += own
+    if sends:
+        ops += last_wgrads
     if f and f.chain.last:
         ops += [*f.ops(Act.F, f.chain.last), *f.send]
     if b and b.chain.first:
@@ -231,15 +225,15 @@ def pair(f: Side | None, b: Side | None, options: Options = PLAIN) -> Ops:
 
 def _links(
     f: Side | None,
-    ahead: Link | None,
+    f_link: Link | None,
     b: Side | None,
-    behind: Link | None,
+    b_link: Link | None,
     options: Options,
     late: Ops,
-    waiting: Ops,
+    trailing: Ops,
 ) -> Iterator[Op]:
-    """Two links, in the order of issue, but for what may wait; and between them what has waited of the links
-    before. The stream of a phase says what runs beside what."""
+    """Two links in the order of issue, without their own trailing ops but with those of the links before. What
+    overlaps follows from the streams of the phases."""
 
     def forward(*phases: Phase | None) -> Iterator[Op]:
         if f:
@@ -249,60 +243,62 @@ def _links(
         if b:
             yield from b.ops(Act.B, [phase for phase in phases if phase])
 
-    def weights(*phases: Phase | None) -> Iterator[Op]:
+    def wgrads(*phases: Phase | None) -> Iterator[Op]:
         if b and options.delayed:
-            yield from b.weights(*phases)
+            yield from b.wgrads(*phases)
 
-    ahead, behind = ahead or _NOTHING, behind or _NOTHING
-    mixers = (behind.mix, *behind.before[::-1])
-    yield from backward(*behind.after[::-1], behind.post, behind.combine)
-    yield from waiting
-    yield from forward(*ahead.before, ahead.mix)
+    f_link, b_link = f_link or _ABSENT, b_link or _ABSENT
+    mixers = (b_link.mix, *b_link.before[::-1])
+    yield from backward(*b_link.after[::-1], b_link.post, b_link.combine)
+    yield from trailing
+    yield from forward(*f_link.before, f_link.mix)
     yield from late
-    yield from backward(behind.experts)
-    yield from forward(ahead.dispatch)
-    yield from weights(behind.post, behind.combine)
-    yield from islice(weights(behind.experts), 1)
-    yield from backward(behind.dispatch)
+    yield from backward(b_link.experts)
+    yield from forward(f_link.dispatch)
+    yield from wgrads(b_link.post, b_link.combine)
+    yield from islice(wgrads(b_link.experts), 1)
+    yield from backward(b_link.dispatch)
     if options.early_release:
         yield from backward(*mixers)
-    yield from forward(ahead.experts, ahead.combine)
+    yield from forward(f_link.experts, f_link.combine)
     if not options.early_release:
         yield from backward(*mixers)
 
 
-def _waiting(f: Side | None, ahead: Link | None, b: Side | None, behind: Link | None, options: Options) -> Ops:
-    """What comes last of two links, and may wait until rows of the next ones are on their way. Weight gradients
-    of b's first link are not among it."""
-    forward, weights = Ops(), Ops()
-    if f and ahead:
-        forward = tuple(f.ops(Act.F, [phase for phase in (ahead.post, *ahead.after) if phase]))
-    if b and behind and options.delayed and behind is not b.chain.links[0]:
-        weights = b.weights(behind.mix, *behind.before[::-1])
-    return (*weights, *forward) if ahead and ahead.post else (*forward, *weights)
+def _trailing(
+    f: Side | None, f_link: Link | None, b: Side | None, b_link: Link | None, options: Options
+) -> Ops:
+    """The last ops of two links, which may be issued after the next links' all-to-alls have started. Without
+    the weight gradients of b's first link, which `pair` places."""
+    forward, wgrads = Ops(), Ops()
+    if f and f_link:
+        forward = tuple(f.ops(Act.F, [phase for phase in (f_link.post, *f_link.after) if phase]))
+    if b and b_link and options.delayed and b_link is not b.chain.links[0]:
+        wgrads = b.wgrads(b_link.mix, *b_link.before[::-1])
+    return (*wgrads, *forward) if f_link and f_link.post else (*forward, *wgrads)
 
 
-def _late(b: Side | None, behind: Link, options: Options) -> Ops:
-    """The weight gradients of experts that wait for the next link: those of all buckets but the first."""
-    return b.weights(behind.experts)[1:] if b and options.delayed else ()
+def _late(b: Side | None, b_link: Link, options: Options) -> Ops:
+    """The weight gradients of experts that are delayed to the next link: all buckets but the first."""
+    return b.wgrads(b_link.experts)[1:] if b and options.delayed else ()
 
 
-def in_turns(act: Act, sides: Sequence[Side], options: Options = PLAIN) -> Ops:
-    """Forwards beside each other, or backwards: each computes until something of it travels, then it is the
-    next one's turn. Weight gradients come right behind, while it travels. Backwards stay as far apart as it
-    takes for weights that are reduced together to have the whole gradient of one before the next adds to it."""
+def _overlap_same_direction(act: Act, sides: Sequence[Side], options: Options = PLAIN) -> Ops:
+    """Overlap forwards with forwards, or backwards with backwards: each computes up to its next communication,
+    then the next one takes over. Weight gradients follow directly, while tokens are in transit. Backwards are
+    staggered so that each unit of weights has the complete gradient of one before the next adds to it."""
     paths: list[list[Ops]] = []
     for number, side in enumerate(sides):
         stretches = list(_stretches(side.chain.phases if act is Act.F else side.chain.phases[::-1]))
-        apart = number * _reach(stretches) if act is Act.B else 0
+        stagger = number * _reach(stretches) if act is Act.B else 0
         delayed = options.delayed and act is Act.B
-        own = [(*side.ops(act, each), *(side.weights(*each) if delayed else ())) for each in stretches]
-        paths.append([*[()] * apart, *own])
+        own = [(*side.ops(act, each), *(side.wgrads(*each) if delayed else ())) for each in stretches]
+        paths.append([*[()] * stagger, *own])
     return tuple(op for turn in zip_longest(*paths, fillvalue=()) for ops in turn for op in ops)
 
 
 def _stretches(phases: Sequence[Phase]) -> Iterator[Sequence[Phase]]:
-    """Phases up to the next one that travels, again and again."""
+    """Split phases after each one that communicates."""
     begin = 0
     for end, phase in enumerate(phases, 1):
         if phase.stream is Stream.COMMUNICATION or end == len(phases):
@@ -311,23 +307,23 @@ def _stretches(phases: Sequence[Phase]) -> Iterator[Sequence[Phase]]:
 
 
 def _reach(stretches: Sequence[Sequence[Phase]]) -> int:
-    """Over how many stretches a backward adds to the gradients of weights that are reduced together: those of a
-    block, where a projection follows its experts; those of an MTP depth around its blocks."""
-    found: dict[tuple[int | None, int | None], list[int]] = {}
+    """The most stretches over which a backward adds to one unit of weights: that of a block with a projection
+    after its experts, or that of an MTP depth around its blocks."""
+    by_unit: dict[tuple[int | None, int | None], list[int]] = {}
     for number, stretch in enumerate(stretches):
         for phase in stretch:
             if phase.kind in ("mix", "enter", "final_norm") or (phase.joins and phase.buckets):
-                found.setdefault((phase.depth, phase.block), []).append(number)
-    return max((numbers[-1] - numbers[0] for numbers in found.values()), default=0)
+                by_unit.setdefault((phase.depth, phase.block), []).append(number)
+    return max((numbers[-1] - numbers[0] for numbers in by_unit.values()), default=0)
 
 
-_NOTHING = Link(mix=Phase(kind="none"))
-"""The side that is absent; nothing of it is issued."""
+_ABSENT = Link(mix=Phase(kind="none"))
+"""Stands for the link of an absent side; none of its ops are issued."""
 
 
-def all_weights(b: Side) -> Ops:
-    """All weight gradients of a segment, in the order of its backward."""
+def all_wgrads(b: Side) -> Ops:
+    """All weight gradients of a segment, in backward order."""
     links = (
         (link.post, link.combine, link.experts, link.mix, *link.before[::-1]) for link in b.chain.links[::-1]
     )
-    return b.weights(*(phase for link in links for phase in link))
+    return b.wgrads(*(phase for link in links for phase in link))

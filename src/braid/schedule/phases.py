@@ -1,24 +1,25 @@
-"""Phases: what a segment of a model is made of, as a schedule sees it.
+"""Phases: the parts of a segment's forward that a schedule can place and overlap independently.
 
-A **phase** is a part of a forward that a rank issues in one go, on one stream. How fine phases are is a choice:
-all of a segment is one phase, `segment`; a block is one phase, `3.block`; or, where something is to run beside
-its communication, it has up to five, `3.mix`, `3.dispatch`, `3.experts`, `3.combine` and `3.post`. `3.post`
-sums what has returned and takes it into the residual stream. It computes while other rows travel; where it is
-not a phase of its own, `3.combine` does it, on the communication stream. Around the blocks stand `embed`,
+A **phase** runs as a whole on one stream. The granularity is a choice: a segment is one phase, `segment`; or
+each block is one, `3.block`; or, to overlap expert communication with compute, a block has up to five: `3.mix`,
+`3.dispatch`, `3.experts`, `3.combine` and `3.post`. `3.post` sums the expert outputs of a token and adds them
+to the residual stream. As a phase of its own it runs on the compute stream, while other tokens are in transit;
+otherwise it is part of `3.combine`, on the communication stream. Around the blocks there are `embed`,
 `final_norm` and `head`, and for each MTP depth `mtp0.enter`, its blocks (`mtp0.0.mix` ...), `mtp0.final_norm`
-and `mtp0.head`. A segment without blocks has the phase `pass`. A node is one phase for one micro-batch, in one
-direction.
+and `mtp0.head`. A segment without blocks has the single phase `pass`. A node is one phase for one micro-batch
+in one direction.
 
-A phase says which tensors it reads and writes: `in` and `out` are what the segment is given and gives, all
-others are named after the phase that writes them. Whoever runs phases hands over nothing else. It also says
-which units of weights it computes with, and what of it can be recomputed.
+A phase declares the tensors it reads and writes, and no others pass between phases: `in` and `out` are the
+input and output of the segment, all others are named after the phase that writes them. It also declares the
+units of weights it uses, and its regions that can be recomputed.
 
-Weight gradients that can wait lie in **buckets**, and the op that adds them is named after the bucket. Most
-phases have one, with the phase's own name. With late weights, experts have two: `3.experts.down` for weights
-that lead out of the ffn, and `3.experts.in` for those that lead into it, with gates twice as many.
+Delayed weight gradients are kept in **wgrad buckets**, and a `W` op is named after the bucket that it computes.
+Most phases have one, with the name of the phase. With late weights, experts have two: `3.experts.down` for the
+down projection and `3.experts.in` for the up and gate projections, with gates twice as much work.
 
-A model declares its phases (`model.declaration`). A `Chain` is a segment: phases before its blocks, links,
-phases after. A `Link` is a block and what stands around it, so that two of them can be paired.
+A model declares its phases (`model.declaration`) as a `Chain` per segment: phases before the blocks, a `Link`
+per block, phases after. A `Link` is a block with the phases around it, the unit in which overlap pairs a
+forward with a backward.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from enum import Enum
 from braid.choices import MeshName
 
 IN, OUT = "in", "out"
-"""The tensor that a segment is given, and the one that it gives."""
+"""The input and output tensors of a segment."""
 
 
 class Stream(Enum):
-    """Where a phase runs: two streams work at the same time."""
+    """The stream that a phase runs on. The two run concurrently."""
 
     COMPUTE = "compute"
     COMMUNICATION = "communication"
@@ -42,67 +43,65 @@ class Stream(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unit:
-    """Weights that are gathered, released and reduced together."""
+    """Weights that are unsharded, resharded and reduced together: an FSDP unit."""
 
     path: str
-    """Of its module within the model."""
+    """The path of its module within the model."""
     mesh: MeshName = "dense"
     wide: bool = False
-    """Whether it computes in the stored dtype, whatever the rest computes in."""
+    """Whether it computes in the stored dtype instead of the compute dtype."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Phase:
-    """One part of a forward, whatever the micro-batch."""
+    """One part of a segment's forward."""
 
     kind: str
     """What it does: segment; block; mix, dispatch, experts, combine, post; embed, enter, final_norm, head;
     pass."""
     block: int | None = None
-    """The block that it is a phase of, if it is one of a block."""
+    """The index of its block, if it is a phase of one."""
     depth: int | None = None
-    """The MTP depth; none in the main stack."""
+    """The MTP depth; None in the main stack."""
     stream: Stream = Stream.COMPUTE
     reads: tuple[str, ...] = ()
-    """Tensors that it is given."""
     writes: tuple[str, ...] = ()
-    """Tensors that it gives."""
     shared: tuple[str, ...] = ()
-    """Parameters that other phases of the micro-batch may use as well: their gradients are added up first."""
+    """Parameters that other phases of the segment may use as well. Their gradient is summed over the phases of
+    a micro-batch before it is added to that of earlier micro-batches."""
     units: tuple[str, ...] = ()
-    """Units of weights that it computes with, and to whose gradients its backward adds."""
+    """Units that its forward reads, and whose gradients its backward adds to."""
     backward_reads: bool = True
-    """Whether its backward computes with them as well; an embedding's does not."""
+    """Whether its backward reads the weights too; that of an embedding does not."""
     regions: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    """What of it can be recomputed, by the names of `train.recompute`, each with the units that it needs."""
+    """Its regions that can be recomputed, by the names of `train.recompute`, each with the units it needs."""
     buckets: tuple[str, ...] = ()
-    """Where its weight gradients wait for ops of their own; none where they cannot. What is in the first one is
-    added first."""
+    """The wgrad buckets, in the order in which they are computed; empty if its weight gradients cannot be
+    delayed."""
 
     @property
     def name(self) -> str:
-        """As ops name it."""
         return phase_name(self.kind, self.block, self.depth)
 
     def replayed_units(self, recompute: Collection[str]) -> tuple[str, ...] | None:
-        """The units that its replay needs, where these names are recomputed; None where nothing is replayed."""
+        """The units that recomputing these regions needs; None if the phase has none of them."""
         chosen = [units for name, units in self.regions if name in recompute]
         return tuple(dict.fromkeys(unit for units in chosen for unit in units)) if chosen else None
 
     @property
     def joins(self) -> bool:
-        """Whether what has returned from experts is summed in it, and joins the residual stream."""
+        """Whether it sums the expert outputs and adds them to the residual stream."""
         return self.kind in ("combine", "post") and len(self.reads) > 1
 
 
-def phase_name(what: str, block: int | None = None, depth: int | None = None) -> str:
-    where = ("" if depth is None else f"mtp{depth}.") + ("" if block is None else f"{block}.")
-    return where + what
+def phase_name(kind: str, block: int | None = None, depth: int | None = None) -> str:
+    prefix = ("" if depth is None else f"mtp{depth}.") + ("" if block is None else f"{block}.")
+    return prefix + kind
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Link:
-    """A block, and the phases between it and its neighbours."""
+    """The phases of a block, and those between it and its neighbours."""
 
     before: tuple[Phase, ...] = ()
     mix: Phase
@@ -120,13 +119,13 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chain:
-    """All phases of a segment, in the order in which they run forward; backward is the reverse of it."""
+    """All phases of a segment, in forward order; backward is the reverse."""
 
     first: tuple[Phase, ...] = ()
     """Before the first block."""
     links: tuple[Link, ...] = ()
     last: tuple[Phase, ...] = ()
-    """After the last block; of a segment without blocks, what makes its output or its loss."""
+    """After the last block. In a segment without blocks, the phases that write its output or its loss."""
 
     @property
     def phases(self) -> tuple[Phase, ...]:
@@ -134,17 +133,17 @@ class Chain:
 
 
 def named(phases: Iterable[Phase]) -> dict[str, Phase]:
-    """The phase that each op means by a name: its own, or that of one of its buckets."""
+    """The phase of each name that an op may use: a phase or a bucket."""
     return {name: phase for phase in phases for name in (phase.name, *phase.buckets)}
 
 
 def readers(phases: Sequence[Phase]) -> dict[str, tuple[str, ...]]:
     """For each tensor, the phases that read it, in order."""
-    found: dict[str, tuple[str, ...]] = {}
+    by_tensor: dict[str, tuple[str, ...]] = {}
     for phase in phases:
         for tensor in phase.reads:
-            found[tensor] = (*found.get(tensor, ()), phase.name)
-    return found
+            by_tensor[tensor] = (*by_tensor.get(tensor, ()), phase.name)
+    return by_tensor
 
 
 def writers(phases: Sequence[Phase]) -> dict[str, str]:
@@ -153,7 +152,7 @@ def writers(phases: Sequence[Phase]) -> dict[str, str]:
 
 
 def shared_by(phases: Sequence[Phase]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Parameters that several phases use, with these phases."""
+    """Each parameter that several phases use, with those phases."""
     for parameter in dict.fromkeys(parameter for phase in phases for parameter in phase.shared):
         users = tuple(phase.name for phase in phases if parameter in phase.shared)
         if len(users) > 1:

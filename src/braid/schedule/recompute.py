@@ -1,16 +1,17 @@
-"""Replays: where a schedule that goes into phases runs some of them again, so that less is kept until then.
+"""Activation checkpointing in a schedule: places the `RECOMPUTE` ops (replays) that rerun phases before
+backward.
 
     B0.0:1.combine RECOMPUTE0.0:1.mix RECOMPUTE0.0:1.dispatch F1.0:0.mix RECOMPUTE0.0:1.experts B0.0:1.experts
 
-Phases say what of them can be recomputed, `with_replays` places the ops. A replay stands
-right before what needs it first. Where all of a block is recomputed, its `mix` and `dispatch` come earlier,
-right behind the backward of its `combine`, which needs neither: rows on their way back then have the replay of
-`mix` beside them, and rows that leave once more the forward of another micro-batch. All ranks that share
-experts have the same list, and so issue their exchanges in the same order.
+Phases declare the regions that can be recomputed; `with_replays` places the ops. A replay comes right before
+its first consumer. If a whole block is recomputed, its `mix` and `dispatch` come earlier, right after the
+backward of its `combine`, which needs neither: the replay of `mix` then overlaps with the all-to-all of that
+backward, and the repeated dispatch with the forward of another micro-batch. All ranks that share experts have
+the same list, so they issue their all-to-alls in the same order.
 
-Hyper-connections are recomputed from one layer to the next, and over several blocks: a **span** of them. Only
-the streams behind a span are kept, so that the first backward within it needs the replays of all its phases,
-from the first to the last.
+Hyper-connections are recomputed from layer to layer over a **span** of several blocks. Only the residual
+streams at the end of a span are saved, so the first backward within it needs the replays of all its phases,
+from first to last.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ from braid.schedule.faults import Fault, Rule
 from braid.schedule.ops import Act, Collective, Op, Ops, Schedule, Turn
 from braid.schedule.phases import Phase, readers
 
-KEEPERS = ("head", "enter", "experts")
-"""Kinds of phases whose backward needs what they were given."""
-STREAMERS = ("block", "mix", "post")
-"""Kinds of phases that read residual streams, and need them again where nobody has kept them."""
+SAVES_INPUT = ("head", "enter", "experts")
+"""Kinds of phases whose backward needs their input."""
+READS_STREAMS = ("block", "mix", "post")
+"""Kinds of phases that read residual streams, and need their recomputed values if they were not saved."""
 
 
 def span_ends(layout: Layout, blocks: int) -> frozenset[tuple[int | None, int]]:
-    """The last block of each span of so many, as (MTP depth, index). No span leaves its segment, or its
-    depth."""
+    """The last block of each span of `blocks` blocks, as (MTP depth, index). Spans do not cross segments or MTP
+    depths."""
     return frozenset(span[-1] for span in _spans(layout, blocks))
 
 
@@ -53,121 +54,118 @@ def _spans(layout: Layout, blocks: int) -> Iterator[list[tuple[int | None, int]]
 def dropped_tensors(
     layout: Layout, phases: Sequence[Sequence[Phase]], names: Collection[str], span: int, *, hyper: bool
 ) -> tuple[tuple[str, ...], ...]:
-    """For each segment the tensors that phases write and that nobody keeps: streams within a span of
-    hyper-connections, and the ways out of it. Nothing where there is but one residual stream, as `hyper`
-    says."""
-    whole = not {"block", "full"}.isdisjoint(names)
-    ends = span_ends(layout, 1 if whole else span)
+    """For each segment, the tensors that are not saved: the residual streams of hyper-connections within a
+    span, and what `mix` passes to `post`. None without hyper-connections (`hyper`)."""
+    whole_blocks = not {"block", "full"}.isdisjoint(names)
+    ends = span_ends(layout, 1 if whole_blocks else span)
 
     def dropped(phase: Phase, posts: Collection[tuple[int | None, int | None]]) -> tuple[str, ...]:
         if phase.kind == "mix" and (phase.depth, phase.block) in posts:
             return tuple(name for name in phase.writes if not name.endswith((".rows", ".probs", ".shared")))
         within = phase.block is not None and (phase.depth, phase.block) not in ends
-        return phase.writes if phase.kind in STREAMERS and within else ()
+        return phase.writes if phase.kind in READS_STREAMS and within else ()
 
-    if not hyper or (not whole and "hyper" not in names):
+    if not hyper or (not whole_blocks and "hyper" not in names):
         return ()
-    found = []
+    by_segment = []
     for segment in phases:
         posts = {(phase.depth, phase.block) for phase in segment if phase.kind == "post"}
-        found.append(tuple(name for phase in segment for name in dropped(phase, posts)))
-    return tuple(found)
+        by_segment.append(tuple(name for phase in segment for name in dropped(phase, posts)))
+    return tuple(by_segment)
 
 
 def with_replays(schedule: Schedule, names: Collection[str], dropped: Sequence[Sequence[str]] = ()) -> Schedule:
-    """The schedule with a `RECOMPUTE` for each phase of every micro-batch that has something of these names;
-    nothing else is moved. For each segment, `dropped` are residual streams that nobody keeps."""
-    gone = tuple(map(tuple, dropped)) or ((),) * schedule.segments
-    named = replace(schedule, recompute=tuple(sorted(recomputed(names))), dropped=gone)
+    """Insert a `RECOMPUTE` for each phase of every micro-batch with a region of these names; all other ops keep
+    their order. `dropped` are the residual streams of each segment that are not saved."""
+    not_saved = tuple(map(tuple, dropped)) or ((),) * schedule.segments
+    named = replace(schedule, recompute=tuple(sorted(recomputed(names))), dropped=not_saved)
     if not any(named.replayed):
         return schedule
-    return replace(named, ops=tuple(_placed(named, rank, ops) for rank, ops in enumerate(schedule.ops)))
+    return replace(named, ops=tuple(_with_replays(named, rank, ops) for rank, ops in enumerate(schedule.ops)))
 
 
-def _placed(schedule: Schedule, rank: int, ops: Ops) -> Ops:
+def _with_replays(schedule: Schedule, rank: int, ops: Ops) -> Ops:
     before: dict[int, list[Op]] = defaultdict(list)
-    for (micro_batch, segment), places in _backwards(ops).items():
-        given = _ReplayNeeds(schedule.phases[segment], schedule.dropped[segment])
-        found = _anchors(given, schedule.replayed[segment], places)
+    for (micro_batch, segment), places in _backward_places(ops).items():
+        consumers = _Consumers(schedule.phases[segment], schedule.dropped[segment])
+        anchors = _anchors(consumers, schedule.replayed[segment], places)
         for phase in schedule.phases[segment]:
-            if phase.name in found:
+            if phase.name in anchors:
                 op = Op(act=Act.RECOMPUTE, micro_batch=micro_batch, segment=segment, phase=phase.name)
                 if phase.kind == "dispatch":
-                    op = replace(op, collectives=(_exchange(phase, rank),))
-                before[found[phase.name]].append(op)
+                    # An all-to-all within this stage: its only member among the pipeline ranks is this one.
+                    label = f"exchange({phase.name})"
+                    exchange = Collective(communicator=f"experts.{rank}", label=label, members=(rank,))
+                    op = replace(op, collectives=(exchange,))
+                before[anchors[phase.name]].append(op)
     return tuple(each for place, op in enumerate(ops) for each in (*before.get(place, ()), op))
 
 
-def _exchange(phase: Phase, rank: int) -> Collective:
-    """Among ranks of this stage alone."""
-    return Collective(communicator=f"experts.{rank}", label=f"exchange({phase.name})", members=(rank,))
-
-
-def _backwards(ops: Ops) -> dict[Turn, dict[str, int]]:
-    """Where each phase of each micro-batch runs backward."""
-    found: dict[Turn, dict[str, int]] = defaultdict(dict)
+def _backward_places(ops: Ops) -> dict[Turn, dict[str, int]]:
+    """The place of each phase's backward, by turn."""
+    places: dict[Turn, dict[str, int]] = defaultdict(dict)
     for place, op in enumerate(ops):
         if op.act is Act.B and op.phase is not None:
             assert op.micro_batch is not None
             assert op.segment is not None
-            found[op.micro_batch, op.segment][op.phase] = place
-    return found
+            places[op.micro_batch, op.segment][op.phase] = place
+    return places
 
 
-class _ReplayNeeds:
-    """Who needs what replays make."""
+class _Consumers:
+    """The phases that consume recomputed outputs."""
 
     def __init__(self, phases: Sequence[Phase], dropped: Collection[str]) -> None:
         self.phases = phases
-        by_name, found = {phase.name: phase for phase in phases}, readers(phases)
-        self._readers = {
+        by_name, read_by = {phase.name: phase for phase in phases}, readers(phases)
+        self._consumers = {
             phase.name: [
                 by_name[reader]
                 for tensor in phase.writes
-                for reader in found.get(tensor, ())
-                if by_name[reader].kind in ("dispatch", *KEEPERS)
-                or (tensor in dropped and by_name[reader].kind in STREAMERS)
+                for reader in read_by.get(tensor, ())
+                if by_name[reader].kind in ("dispatch", *SAVES_INPUT)
+                or (tensor in dropped and by_name[reader].kind in READS_STREAMS)
             ]
             for phase in phases
         }
 
-    def to(self, phase: Phase) -> list[Phase]:
-        """The phases that are given what a replay of this one makes, where they are replayed themselves."""
-        return list(dict.fromkeys(self._readers[phase.name]))
+    def replays(self, phase: Phase) -> list[Phase]:
+        """The phases whose replay, if they have one, reads the recomputed output of this phase."""
+        return list(dict.fromkeys(self._consumers[phase.name]))
 
-    def keepers(self, phase: Phase) -> list[str]:
-        """The phases whose backward needs what this one wrote."""
-        return [each.name for each in self.to(phase) if each.kind in (*KEEPERS, "post")]
+    def backwards(self, phase: Phase) -> list[str]:
+        """The phases whose backward reads the recomputed output of this phase."""
+        return [each.name for each in self.replays(phase) if each.kind in (*SAVES_INPUT, "post")]
 
 
-def _anchors(given: _ReplayNeeds, replayed: Collection[str], backward: Mapping[str, int]) -> dict[str, int]:
-    """For each phase the op before which it is replayed."""
+def _anchors(consumers: _Consumers, replayed: Collection[str], backward: Mapping[str, int]) -> dict[str, int]:
+    """For each replayed phase, the place of the op that its replay precedes."""
     anchors: dict[str, int] = {}
-    phases = given.phases
+    phases = consumers.phases
     combines = {(phase.depth, phase.block): phase.name for phase in phases if phase.kind == "combine"}
     dispatches = (phase for phase in phases if phase.kind == "dispatch")
-    sent_again = {(phase.depth, phase.block) for phase in dispatches if phase.name in replayed}
+    dispatched_again = {(phase.depth, phase.block) for phase in dispatches if phase.name in replayed}
     for phase in reversed(phases):
         if phase.name not in replayed:
             continue
         block = (phase.depth, phase.block)
-        needs = [backward[phase.name], *(backward[each] for each in given.keepers(phase))]
-        needs += [anchors[each.name] for each in given.to(phase) if each.name in anchors]
-        if phase.kind in ("mix", "dispatch") and block in sent_again:
+        needs = [backward[phase.name], *(backward[each] for each in consumers.backwards(phase))]
+        needs += [anchors[each.name] for each in consumers.replays(phase) if each.name in anchors]
+        if phase.kind in ("mix", "dispatch") and block in dispatched_again:
             needs.append(backward[combines[block]] + 1)
         anchors[phase.name] = min(needs)
     return anchors
 
 
-# ------------------------------------------------------------------------------------------------ proof
+# ------------------------------------------------------------------------------------------------ check
 
 
 _Key = tuple[int | None, int | None, str | None]
-"""A phase of a micro-batch: which one, in which segment, and its name."""
+"""(micro-batch, segment, phase)."""
 
 
 def replay_faults(schedule: Schedule) -> Iterator[Fault]:
-    """Each phase that is to be replayed is, once, after its forward and before everything that needs it."""
+    """Each replayed phase is replayed once, after its forward and before all its consumers."""
     needed = _needed(schedule)
     for rank, ops in enumerate(schedule.ops):
         forward: set[_Key] = set()
@@ -192,11 +190,11 @@ def _op_faults(
 ) -> Iterator[tuple[Rule, str]]:
     if op.segment is None or op.phase is None or op.segment >= len(schedule.phases):
         if op.act is Act.RECOMPUTE:
-            yield Rule.COMPLETE, "it does not say what it is about"
+            yield Rule.COMPLETE, "it does not name a segment and phase"
         return
     if op.act is Act.RECOMPUTE:
         if op.phase not in schedule.replayed[op.segment]:
-            yield Rule.EXISTS, "nothing of this phase is recomputed"
+            yield Rule.EXISTS, "this phase is not recomputed"
             return
         if (op.micro_batch, op.segment, op.phase) not in forward:
             yield Rule.AFTER_INPUT, f"{replace(op, act=Act.F, collectives=())} has not run"
@@ -209,16 +207,16 @@ def _op_faults(
 
 
 def _needed(schedule: Schedule) -> dict[tuple[Act, int, str], list[str]]:
-    """For each `B` and `RECOMPUTE` of a phase, the phases whose replay it needs."""
-    found: dict[tuple[Act, int, str], list[str]] = defaultdict(list)
+    """For each `B` and `RECOMPUTE` of a phase, the phases whose replay must precede it."""
+    needed: dict[tuple[Act, int, str], list[str]] = defaultdict(list)
     dropped = schedule.dropped or ((),) * len(schedule.phases)
-    for segment, (phases, gone) in enumerate(zip(schedule.phases, dropped, strict=True)):
-        given = _ReplayNeeds(phases, gone)
+    for segment, (phases, not_saved) in enumerate(zip(schedule.phases, dropped, strict=True)):
+        consumers = _Consumers(phases, not_saved)
         for phase in phases:
             if phase.name not in schedule.replayed[segment]:
                 continue
-            for name in dict.fromkeys([phase.name, *given.keepers(phase)]):
-                found[Act.B, segment, name].append(phase.name)
-            for reader in given.to(phase):
-                found[Act.RECOMPUTE, segment, reader.name].append(phase.name)
-    return found
+            for name in dict.fromkeys([phase.name, *consumers.backwards(phase)]):
+                needed[Act.B, segment, name].append(phase.name)
+            for consumer in consumers.replays(phase):
+                needed[Act.RECOMPUTE, segment, consumer.name].append(phase.name)
+    return needed

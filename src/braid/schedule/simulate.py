@@ -1,7 +1,7 @@
-"""How long a schedule takes, by a cost model: start and end of every op, idle time, the bubble.
+"""Pipeline simulation with a cost model: start and end of every op, idle time, and the pipeline bubble.
 
-Seconds are the caller's unit; with the default costs they are forwards of one segment. Ranks of one stage run
-in step, so a pipeline stands for any number of them: 16,384 ranks cost no more than their pp lists.
+The unit of time is the caller's; with the default costs it is the forward of one segment. All ranks of a stage
+behave alike, so only the pp lists are simulated, for any number of ranks.
 """
 
 from __future__ import annotations
@@ -11,57 +11,57 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from braid.schedule.event_simulator import OpSpan, rendezvous
+from braid.schedule.event_simulator import OpSpan, simulate_lists
 from braid.schedule.ops import Act, Op, Schedule
 from braid.schedule.phases import Stream
 from braid.schedule.views import stream_of
 
 PHASES = MappingProxyType({"block": 1.0, "mix": 1.0, "dispatch": 0.5, "experts": 1.0, "combine": 0.5})
-"""Where nothing else is known, communication takes half as long as computation."""
+"""Default costs: communication takes half as long as compute."""
 BUCKETS = MappingProxyType({"down": 1 / 3, "in": 2 / 3})
-"""The part of a phase's weight gradients that lies in a bucket of its own: for experts with gates."""
+"""The share of the weight gradients of experts with gates in each of two buckets."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """How long things take."""
+    """The cost model."""
 
     forward: float | tuple[float, ...] = 1.0
-    """Seconds of one `F`: of every segment, or of each."""
+    """The duration of an `F`: one for all segments, or one per segment."""
     backward: float | tuple[float, ...] = 2.0
-    """Seconds of one `B`: of every segment, or of each."""
+    """The duration of a `B`: one for all segments, or one per segment."""
     message: float = 0.0
-    """Seconds from a send to its arrival; messages of a channel go one after the other."""
+    """The time from a send to its arrival; the messages of a channel are serialised."""
     sum_copies: float = 0.0
-    """Seconds of one `SUM_COPIES`, from the moment when all its members are there."""
+    """The duration of a `SUM_COPIES`, once all its members have arrived."""
     phases: Mapping[str, float] = field(default_factory=lambda: PHASES)
-    """Seconds of the forward of each phase by its name, or of each kind of phase; nothing for others. A phase
-    that computes takes twice as long backward, one half of that for weight gradients; one that communicates, as
-    long, and so does `post`, which adds up. Weight gradients in two buckets take as long together as in one."""
+    """The duration of the forward of each phase, by name or by kind; 0 for others. Backward takes twice as long
+    for a phase that computes, half of that for weight gradients, and as long as forward for one that
+    communicates and for `post`, which only adds. Two wgrad buckets together take as long as one."""
     recompute: float = 1.0
-    """The share of a phase's forward that a `RECOMPUTE` of it takes."""
+    """The share of a phase's forward that its `RECOMPUTE` takes."""
 
     def of(self, op: Op, *, delayed: bool = False) -> float:
-        """How long the op keeps its rank busy, or a stream of it. `delayed` is whether weight gradients have
-        ops of their own."""
+        """The duration of an op on its rank, or on one stream of it. `delayed`: weight gradients have `W`
+        ops."""
         if op.act is Act.SUM_COPIES:
             return self.sum_copies
         if not op.act.computes:
             return 0.0
         if op.phase is not None:
             return self._of_phase(op, op.phase, delayed=delayed)
-        given = self.forward if op.act is Act.F else self.backward
+        seconds = self.forward if op.act is Act.F else self.backward
         assert op.segment is not None
-        return given[op.segment] if isinstance(given, tuple) else given
+        return seconds[op.segment] if isinstance(seconds, tuple) else seconds
 
     def _of_phase(self, op: Op, name: str, *, delayed: bool) -> float:
-        *before, kind = name.split(".")
-        part = BUCKETS.get(kind, 1.0)
-        kind = before[-1] if kind in BUCKETS else kind
+        *prefix, kind = name.split(".")
+        share = BUCKETS.get(kind, 1.0)
+        kind = prefix[-1] if kind in BUCKETS else kind
         seconds = self.phases.get(name, self.phases.get(kind, 0.0))
         computes = kind not in ("dispatch", "combine")
         if op.act is Act.W:
-            return seconds * computes * part
+            return seconds * computes * share
         if op.act is Act.RECOMPUTE:
             return seconds * self.recompute
         once = kind == "post" or (delayed and kind in ("mix", "experts", "enter"))
@@ -71,11 +71,11 @@ class Costs:
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """When every rank did what: simulated, or measured by the engine."""
+    """When each op ran on each rank: simulated, or measured by the engine."""
 
     schedule: Schedule
     spans: tuple[tuple[OpSpan, ...], ...]
-    """What each pipeline rank ran, in the order in which it ran."""
+    """For each pipeline rank, its ops in the order in which they ran."""
 
     @property
     def makespan(self) -> float:
@@ -84,7 +84,7 @@ class Timeline:
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """For each rank, the time in which it computes; what only communicates does not count."""
+        """For each rank, the time it spends computing; phases that communicate do not count."""
         stream = stream_of(self.schedule)
         return tuple(
             sum(
@@ -103,13 +103,13 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """The share of the pipeline's time, makespan times ranks, in which nothing is computed."""
-        whole = self.makespan * len(self.spans)
-        return sum(self.idle) / whole if whole else 0.0
+        """The idle share of the total time, makespan times ranks."""
+        total = self.makespan * len(self.spans)
+        return sum(self.idle) / total if total else 0.0
 
     @property
     def begin(self) -> float:
-        """When the first op of any rank began."""
+        """The start of the first op of any rank."""
         return min((span.start for span in self._all()), default=0.0)
 
     def _all(self) -> Iterator[OpSpan]:
@@ -117,11 +117,13 @@ class Timeline:
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
-    """Time a schedule that `check` accepts. One that deadlocks is a `ValueError`."""
+    """Simulate a schedule that `check` accepts. A schedule that deadlocks is a `ValueError`."""
     costs = costs or Costs()
     seconds = functools.partial(costs.of, delayed=schedule.delayed)
-    outcome = rendezvous(schedule.ops, seconds, costs.message, stream_of(schedule))
+    outcome = simulate_lists(schedule.ops, seconds, costs.message, stream_of(schedule))
     if outcome.waits:
         wait = outcome.waits[0]
-        raise ValueError(f"rank {wait.rank} waits for ever in {wait.op}: `check` says why")
+        raise ValueError(
+            f"the schedule deadlocks: rank {wait.rank} waits in {wait.op}; run `check` for the cause"
+        )
     return Timeline(schedule=schedule, spans=outcome.spans)

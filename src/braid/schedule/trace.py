@@ -1,8 +1,8 @@
-"""What ran when, or will, as a Chrome trace: a file that Perfetto and chrome://tracing open.
+"""Chrome traces of schedules, measured or simulated, for Perfetto and chrome://tracing.
 
-A process of the trace is a rank, a thread of it one lane: the step, what computes, what communicates, messages,
-weights that come and go. Ops are named as the plan names them. Messages are arrows from their send to their
-receive. What was measured and what was predicted have the same form, and can be looked at side by side.
+Each rank is a process of the trace, with a thread per lane: the step, compute, communication, messages, and ops
+on sharded weights. Ops have the names of the plan. Messages are flow arrows from send to receive. Measured and
+predicted traces have the same form, so they can be compared side by side.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MICROSECONDS = 1e6
 
 
 class Lane(Enum):
-    """The threads of a trace, in the order in which they are shown."""
+    """The threads of a trace, in display order."""
 
     STEP = "step"
     COMPUTE = "compute"
@@ -32,27 +32,27 @@ class Lane(Enum):
 
 
 ROWS = 1000
-"""Between the numbers of two lanes: a lane has as many rows as what overlaps in it needs."""
+"""The thread ids per lane. Spans that overlap within a lane go to further rows of it, each a thread."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Strip:
-    """What a rank ran in one step."""
+class RankStep:
+    """The ops that one rank ran in one step."""
 
     rank: int
     stage: int
     """Its pipeline rank."""
-    line: int
-    """Which of the pipelines it is in: messages stay within one."""
+    pipeline: int
+    """The index of its pipeline: messages stay within one."""
     step: int
     begin: float
     end: float
-    """When the step began and ended, in seconds."""
+    """Of the step, in seconds."""
     spans: tuple[OpSpan, ...]
 
 
 def lane_of(op: Op, stream: Stream | None) -> Lane:
-    """Where an op is shown, that runs on the given stream."""
+    """The lane of an op that runs on the given stream."""
     if op.act.shards:
         return Lane.WEIGHTS
     if op.act.sends or op.act.receives:
@@ -63,42 +63,47 @@ def lane_of(op: Op, stream: Stream | None) -> Lane:
 
 
 def chrome_trace(
-    strips: Iterable[Strip], stream: Callable[[Op], Stream | None], *, title: str = ""
+    rank_steps: Iterable[RankStep], stream: Callable[[Op], Stream | None], *, title: str = ""
 ) -> dict[str, Any]:
-    """The trace of these strips, ready to be written as JSON."""
-    strips = tuple(strips)
-    sent = {_message(each, span.op): span.start for each in strips for span in each.spans if span.op.act.sends}
+    """The trace of these steps, ready for `json.dump`."""
+    rank_steps = tuple(rank_steps)
+    sent = {
+        _message_id(each, span.op): span.start
+        for each in rank_steps
+        for span in each.spans
+        if span.op.act.sends
+    }
     events: list[dict[str, Any]] = []
     threads: dict[tuple[int, int], str] = {}
     stages: dict[int, int] = {}
-    for strip in strips:
-        stages[strip.rank] = strip.stage
-        step = {"name": f"step {strip.step}", "cat": "step", **_times(strip.begin, strip.end)}
-        events.append({**step, "ph": "X", "pid": strip.rank, "tid": _thread(threads, strip.rank, Lane.STEP, 0)})
+    for each in rank_steps:
+        stages[each.rank] = each.stage
+        step = {"name": f"step {each.step}", "cat": "step", **_times(each.begin, each.end)}
+        events.append({**step, "ph": "X", "pid": each.rank, "tid": _thread(threads, each.rank, Lane.STEP, 0)})
         rows: dict[Lane, list[float]] = {}
-        for span in sorted(strip.spans, key=lambda each: each.start):
+        for span in sorted(each.spans, key=lambda span: span.start):
             lane = lane_of(span.op, stream(span.op))
             row = _row(rows.setdefault(lane, []), span)
-            place = {"pid": strip.rank, "tid": _thread(threads, strip.rank, lane, row)}
-            events += [{**event, **place} for event in _op_events(strip, span, sent)]
+            thread = {"pid": each.rank, "tid": _thread(threads, each.rank, lane, row)}
+            events += [{**event, **thread} for event in _op_events(each, span, sent)]
     return {
-        "traceEvents": [*_names(stages, threads, title), *sorted(events, key=lambda event: event["ts"])],
+        "traceEvents": [*_metadata(stages, threads, title), *sorted(events, key=lambda event: event["ts"])],
         "displayTimeUnit": "ms",
     }
 
 
-def predicted(timeline: Timeline, ranks: Sequence[int], *, second: float = 1.0) -> list[Strip]:
-    """What a plan says, as strips: a rank stands for its stage. `second` is how long the timeline's unit is.
-    Ops about weights that take no time are left out: there are many of them."""
-    begin, whole = timeline.begin, timeline.makespan
-    return [
-        Strip(
+def predicted_trace(timeline: Timeline, ranks: Sequence[int], *, second: float = 1.0) -> dict[str, Any]:
+    """The trace of a simulated timeline, with one rank per stage. `second` is the length of the timeline's
+    unit. Ops on weights that take no time are omitted: there are many of them."""
+    begin = timeline.begin
+    rank_steps = [
+        RankStep(
             rank=rank,
             stage=stage,
-            line=0,
+            pipeline=0,
             step=1,
             begin=0.0,
-            end=whole * second,
+            end=timeline.makespan * second,
             spans=tuple(
                 OpSpan(op=span.op, start=(span.start - begin) * second, end=(span.end - begin) * second)
                 for span in timeline.spans[stage]
@@ -107,34 +112,29 @@ def predicted(timeline: Timeline, ranks: Sequence[int], *, second: float = 1.0) 
         )
         for stage, rank in enumerate(ranks)
     ]
-
-
-def predicted_trace(timeline: Timeline, ranks: Sequence[int], *, second: float = 1.0) -> dict[str, Any]:
-    """The trace of a timeline; `ranks` are those that stand for the stages."""
-    return chrome_trace(
-        predicted(timeline, ranks, second=second), stream_of(timeline.schedule), title="predicted "
-    )
+    return chrome_trace(rank_steps, stream_of(timeline.schedule), title="predicted ")
 
 
 def _times(start: float, end: float) -> dict[str, float]:
     return {"ts": round(start * MICROSECONDS, 3), "dur": round((end - start) * MICROSECONDS, 3)}
 
 
-def _message(strip: Strip, op: Op) -> str:
-    """What a message is called: the same at both ends, and nothing else is called so."""
-    return f"{strip.step}/{strip.line}/{'.'.join(map(str, message_of(op)))}"
+def _message_id(rank_step: RankStep, op: Op) -> str:
+    """A unique id that is equal at both ends of a message."""
+    return f"{rank_step.step}/{rank_step.pipeline}/{'.'.join(map(str, message_of(op)))}"
 
 
-def _op_events(strip: Strip, span: OpSpan, sent: Mapping[str, float]) -> Iterator[dict[str, Any]]:
-    """The op; and where it is one end of a message, that of an arrow."""
+def _op_events(rank_step: RankStep, span: OpSpan, sent: Mapping[str, float]) -> Iterator[dict[str, Any]]:
+    """The event of an op, and one end of a flow arrow if it sends or receives."""
     op = span.op
-    about = {"step": strip.step, "micro_batch": op.micro_batch, "segment": op.segment, "phase": op.phase}
-    about |= {"unit": op.unit, "peer": op.peer}
-    told = {name: value for name, value in about.items() if value is not None}
-    yield {"name": str(op), "cat": op.act.value, "ph": "X", **_times(span.start, span.end), "args": told}
+    fields = {"step": rank_step.step, "micro_batch": op.micro_batch, "segment": op.segment, "phase": op.phase}
+    fields |= {"unit": op.unit, "peer": op.peer}
+    args = {name: value for name, value in fields.items() if value is not None}
+    yield {"name": str(op), "cat": op.act.value, "ph": "X", **_times(span.start, span.end), "args": args}
     if op.act.sends or op.act.receives:
-        message = _message(strip, op)
-        # Within the box, so that a viewer knows which one is meant; and never before the message was sent.
+        message = _message_id(rank_step, op)
+        # Viewers attach an arrow to the slice that encloses its time, so it must lie within the slice; and a
+        # message never arrives before it was sent, even if the clocks of two ranks differ.
         inside = span.start + 0.99 * (span.end - span.start)
         when = span.start if op.act.sends else max(inside, sent.get(message, inside))
         arrow = {"name": "message", "cat": "message", "id": message, "ts": round(when * MICROSECONDS, 3)}
@@ -142,7 +142,7 @@ def _op_events(strip: Strip, span: OpSpan, sent: Mapping[str, float]) -> Iterato
 
 
 def _row(busy_until: list[float], span: OpSpan) -> int:
-    """The first row of a lane where a span fits: boxes of one row never overlap."""
+    """The first row of a lane where a span fits: spans of one row never overlap."""
     for row, until in enumerate(busy_until):
         if span.start >= until:
             busy_until[row] = span.end
@@ -152,21 +152,23 @@ def _row(busy_until: list[float], span: OpSpan) -> int:
 
 
 def _thread(threads: dict[tuple[int, int], str], rank: int, lane: Lane, row: int) -> int:
-    """The number of a lane's row within its process; lanes keep their order."""
+    """The thread id of a row of a lane; ids are in display order."""
     number = list(Lane).index(lane) * ROWS + row
     threads.setdefault((rank, number), lane.value if row == 0 else f"{lane.value} {row + 1}")
     return number
 
 
-def _names(stages: dict[int, int], threads: dict[tuple[int, int], str], title: str) -> Iterator[dict[str, Any]]:
-    """What processes and threads are called, and their order."""
+def _metadata(
+    stages: dict[int, int], threads: dict[tuple[int, int], str], title: str
+) -> Iterator[dict[str, Any]]:
+    """The names and the order of processes and threads."""
+
+    def event(name: str, rank: int, thread: int, args: dict[str, Any]) -> dict[str, Any]:
+        return {"name": name, "ph": "M", "pid": rank, "tid": thread, "args": args}
+
     for rank, stage in sorted(stages.items()):
-        yield _meta("process_name", rank, 0, {"name": f"{title}rank {rank}, stage {stage}"})
-        yield _meta("process_sort_index", rank, 0, {"sort_index": rank})
+        yield event("process_name", rank, 0, {"name": f"{title}rank {rank}, stage {stage}"})
+        yield event("process_sort_index", rank, 0, {"sort_index": rank})
     for (rank, number), name in sorted(threads.items()):
-        yield _meta("thread_name", rank, number, {"name": name})
-        yield _meta("thread_sort_index", rank, number, {"sort_index": number})
-
-
-def _meta(name: str, rank: int, thread: int, args: dict[str, Any]) -> dict[str, Any]:
-    return {"name": name, "ph": "M", "pid": rank, "tid": thread, "args": args}
+        yield event("thread_name", rank, number, {"name": name})
+        yield event("thread_sort_index", rank, number, {"sort_index": number})

@@ -1,4 +1,4 @@
-"""Grouped-query softmax attention that is causal and never crosses a document boundary."""
+"""Causal grouped-query attention (GQA) within documents: softmax(Q Kᵀ · scale) V, with an optional window."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["REFERENCE", "Attend", "Spans", "attend_cached", "choose", "pairs_see
 
 
 class Attend(Protocol):
-    """What every implementation computes; see `reference.attend`."""
+    """Interface of all implementations; see `reference.attend`."""
 
     def __call__(
         self, q_BTQD: Tensor, k_BTKD: Tensor, v_BTKV: Tensor, spans: Spans, scale: float | None = None
@@ -27,10 +27,10 @@ def _choice(name: str, function: Attend, reason: str) -> KernelChoice[Attend]:
     return KernelChoice(op="attention", name=name, function=function, reason=reason)
 
 
-REFERENCE = _choice("reference", reference.attend, "it was asked for")
+REFERENCE = _choice("reference", reference.attend, "it was requested")
 
 
 def choose(device: torch.device, dtype: torch.dtype) -> KernelChoice[Attend]:
-    """SDPA: it takes every device and dtype."""
+    """SDPA, which supports every device and dtype."""
     tensor_type = f"{str(dtype).removeprefix('torch.')} on {device.type}"
-    return _choice("sdpa", sdpa.attend, f"torch picks its fastest kernel for {tensor_type}")
+    return _choice("sdpa", sdpa.attend, f"torch selects its fastest kernel for {tensor_type}")

@@ -1,11 +1,11 @@
-"""Attention of the newest tokens over all tokens so far: what generation does with a cache of keys.
+"""Attention of new tokens over a KV cache, for generation.
 
-Every row is one document. Query heads that share a key-value head are put side by side as further queries of
-that head, so that keys and values are read once and never repeated, and latent attention can read its cache as
-a single head.
+Every row is one document. Query heads that share a KV head are folded into the query dimension of that head, so
+that keys and values are read once without repeating them; latent attention (MLA) reads its cache as one KV
+head.
 
-Shapes: B rows, T newest tokens, S tokens so far, Q query heads, K key-value heads, R query heads per key-value
-head, D channels of a query or key head, V channels of a value head.
+Shapes: B rows, T new tokens, S cached tokens (including the new ones), Q query heads, K key-value heads, R
+query heads per key-value head, D channels of a query or key head, V channels of a value head.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from braid.kernels.attention.spans import reachable
 def attend_cached(
     q_BTQD: Tensor, k_BSKD: Tensor, v_BSKV: Tensor, *, window: int | None = None, scale: float | None = None
 ) -> Tensor:
-    """What each query head reads. The queries are those of the last T of the S tokens: query t stands at token
-    S - T + t, sees itself and what is before it, and with a window only the last `window` of these. `scale` is
-    the factor on scores: D ** -0.5 where there is none."""
+    """Attention output of the last T of the S tokens. Query t is token S - T + t and attends to itself and the
+    tokens before it, with a window only to the last `window` of these. `scale` defaults to D ** -0.5."""
     tokens, kv_heads = q_BTQD.shape[1], k_BSKD.shape[2]
     if window is not None:
         reach = tokens + window - 1

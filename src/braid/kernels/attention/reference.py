@@ -1,4 +1,4 @@
-"""Attention written out: all scores, an explicit mask, an explicit softmax. Any dtype, any sizes.
+"""Reference attention: materialized scores, mask and softmax. Any dtype, any sizes.
 
 Shapes: B rows, T tokens (S as keys), Q query heads, K key-value heads, R query heads per key-value head,
 D channels of a query or key head, V channels of a value head.
@@ -14,8 +14,8 @@ from braid.kernels.host import to_device
 
 
 def attend(q_BTQD: Tensor, k_BTKD: Tensor, v_BTKV: Tensor, spans: Spans, scale: float | None = None) -> Tensor:
-    """What each query head reads from the tokens it sees. Scores and softmax are float32 or better. `scale` is
-    the factor on scores: D ** -0.5 where there is none."""
+    """Attention output of every query head. Scores and softmax are float32 or wider; `scale` defaults to
+    D ** -0.5."""
     dtype = torch.promote_types(q_BTQD.dtype, torch.float32)
     heads, kv_heads = q_BTQD.shape[2], k_BTKD.shape[2]
     q_BTKRD = q_BTQD.unflatten(2, (kv_heads, heads // kv_heads)).to(dtype)

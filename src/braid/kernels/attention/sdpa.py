@@ -1,11 +1,11 @@
-"""Attention through `F.scaled_dot_product_attention`, piece by piece where rows are packed.
+"""Attention with `F.scaled_dot_product_attention` (SDPA), one call per piece of packed rows.
 
-Rows of one document each go through one call. Packed rows are cut at document boundaries, so that the cost
-is the sum of the documents' squares and no mask of B · T · T exists.
+Rows that are single documents take one call. Packed rows are split at document boundaries, so that the cost is
+the sum of the squared document lengths and no B · T · T mask is needed.
 
-On a GPU, pieces never go to cuDNN. It is the fastest for a shape that repeats, as whole rows do, but builds
-an execution plan for every shape it has not met: 115 to 140 ms of host time on an H200 for each new length of
-a document, which is most of a step. FlashAttention and the memory-efficient kernel take any length.
+On a GPU, pieces never use cuDNN. It is the fastest backend for shapes that repeat, as full rows do, but it
+builds an execution plan for every new shape: 115 to 140 ms of host time on an H200 per new document length,
+most of a step. FlashAttention and the memory-efficient kernel support any length without preparation.
 
 Shapes: B rows, T tokens, L tokens of one piece, Q query heads, K key-value heads, D channels of a query or key
 head, V channels of a value head, W the wider of the two.
@@ -21,11 +21,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from braid.kernels.attention.spans import SpanPiece, Spans
 
 ANY_LENGTH = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
-"""Kernels that prepare nothing for a length they have not met."""
+"""SDPA backends without per-shape setup."""
 
 
 def attend(q_BTQD: Tensor, k_BTKD: Tensor, v_BTKV: Tensor, spans: Spans, scale: float | None = None) -> Tensor:
-    """What each query head reads from the tokens it sees: as `reference.attend`."""
+    """Same as `reference.attend`."""
     if spans.rows is not None:
         return _attend_piece(q_BTQD, k_BTKD, v_BTKV, spans.rows, scale)
     lengths = [piece.length for piece in spans.pieces]
@@ -38,10 +38,10 @@ def attend(q_BTQD: Tensor, k_BTKD: Tensor, v_BTKV: Tensor, spans: Spans, scale: 
 def _attend_any_length(
     q_BLQD: Tensor, k_BLKD: Tensor, v_BLKV: Tensor, piece: SpanPiece, scale: float | None
 ) -> Tensor:
-    """Without cuDNN. Backward runs the kernel that forward has chosen."""
+    """SDPA without cuDNN. Backward uses the backend of forward, so only forward is restricted."""
     if piece.mask_LL is not None:
-        # The memory-efficient kernel is the one that takes masks, and it needs a key head for each query head;
-        # otherwise torch falls back to writing out all scores.
+        # Only the memory-efficient kernel supports masks, and it has no GQA; without repeated KV heads, torch
+        # falls back to the math backend, which materializes all scores.
         repeats = q_BLQD.shape[2] // k_BLKD.shape[2]
         k_BLKD, v_BLKV = (x.repeat_interleave(repeats, 2) for x in (k_BLKD, v_BLKV))
     with sdpa_kernel(list(ANY_LENGTH)):
@@ -52,7 +52,9 @@ def _attend_piece(
     q_BLQD: Tensor, k_BLKD: Tensor, v_BLKV: Tensor, piece: SpanPiece, scale: float | None
 ) -> Tensor:
     qk_dim, v_dim = q_BLQD.shape[-1], v_BLKV.shape[-1]
-    q_BQLW, k_BKLW, v_BKLW = (_widened(x, max(qk_dim, v_dim)).transpose(1, 2) for x in (q_BLQD, k_BLKD, v_BLKV))
+    q_BQLW, k_BKLW, v_BKLW = (
+        _pad_on_cpu(x, max(qk_dim, v_dim)).transpose(1, 2) for x in (q_BLQD, k_BLKD, v_BLKV)
+    )
     y_BQLW = F.scaled_dot_product_attention(
         q_BQLW,
         k_BKLW,
@@ -65,9 +67,9 @@ def _attend_piece(
     return y_BQLW.narrow(-1, 0, v_dim).transpose(1, 2)
 
 
-def _widened(x_BLHD: Tensor, channels: int) -> Tensor:
-    """On a CPU, with zeros after its channels, which change nothing: torch's kernel there wants keys and values
-    of one width, and without it all scores are written out. On a GPU the fastest kernel takes both as they are.
-    """
+def _pad_on_cpu(x_BLHD: Tensor, channels: int) -> Tensor:
+    """On a CPU, pad the channels of a head with zeros, which do not change the result. The fused CPU kernel
+    needs keys and values of equal width; the fallback materializes all scores. GPU kernels support unequal
+    widths."""
     missing = channels - x_BLHD.shape[-1]
     return F.pad(x_BLHD, (0, missing)) if missing and x_BLHD.device.type == "cpu" else x_BLHD

@@ -1,7 +1,7 @@
-"""Who may see whom in a micro-batch, computed once on the host and used by every attention layer.
+"""Document spans of packed rows: the attention mask of a micro-batch, computed once on the host.
 
-A document is a run of equal ids within one row. A token sees the tokens before it in its own document, and
-itself; with a window, only the last `window` of these.
+A document is a run of equal ids within a row. A token attends to itself and the tokens before it in its
+document; with a window, only to the last `window` of these.
 
 Shapes: B rows, T tokens, L tokens of one piece.
 """
@@ -16,17 +16,17 @@ from torch import Tensor
 from braid.kernels.host import to_device
 
 SHORT = 128
-"""Neighbouring documents are gathered into pieces of at most this many tokens: below it, the cost of one more
-call exceeds that of the masked pairs (measured on a CPU)."""
+"""Adjacent documents are merged into masked pieces of at most this many tokens: below it, an additional call
+costs more than the masked pairs (measured on a CPU)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpanPiece:
-    """Consecutive tokens, over the flattened rows, that see nothing outside themselves."""
+    """Consecutive tokens of the flattened rows that attend only to each other."""
 
     length: int
     mask_LL: Tensor | None
-    """Who sees whom, True where a query (first dim) sees a key; None where that is simply causal."""
+    """Attention mask, True where a query (first dim) attends to a key; None if plain causal."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,55 +34,55 @@ class Spans:
     """The documents of a micro-batch, as attention needs them."""
 
     runs_BT: Tensor
-    """The number of each token's document, from 0 over all rows; on the host."""
+    """Document index of each token, from 0 over all rows; on the host."""
     window: int | None
     rows: SpanPiece | None
-    """What every row is, where each holds a single document; else None."""
+    """The piece of every row if each row is a single document, otherwise None."""
     pieces: tuple[SpanPiece, ...]
-    """The flattened rows cut at document boundaries. Their lengths sum to B * T."""
+    """The flattened rows, split at document boundaries. Their lengths sum to B * T."""
 
 
 def spans_of(documents_BT: Tensor, window: int | None, device: torch.device) -> Spans:
-    """Cut a micro-batch at its document boundaries; masks are placed on `device`."""
+    """Split a micro-batch at its document boundaries; masks are placed on `device`."""
     documents_BT = documents_BT.cpu()
     rows, tokens = documents_BT.shape
     starts_BT = torch.ones_like(documents_BT, dtype=torch.bool)
     starts_BT[:, 1:] = documents_BT[:, 1:] != documents_BT[:, :-1]
     runs_N = starts_BT.flatten().cumsum(0) - 1
     lengths = torch.bincount(runs_N).tolist()
-    whole = len(lengths) == rows
-    groups = [[length] for length in lengths] if whole else _gather(lengths)
-    pieces = [_piece(group, window, device) for group in groups[: 1 if whole else None]]
+    unpacked = len(lengths) == rows  # every row is one document, so one piece describes them all
+    groups = [[length] for length in lengths] if unpacked else _merge_short(lengths)
+    pieces = [_piece(group, window, device) for group in groups[: 1 if unpacked else None]]
     return Spans(
         runs_BT=runs_N.view(rows, tokens),
         window=window,
-        rows=pieces[0] if whole else None,
-        pieces=tuple(pieces * rows if whole else pieces),
+        rows=pieces[0] if unpacked else None,
+        pieces=tuple(pieces * rows if unpacked else pieces),
     )
 
 
 def visible(runs_T: Tensor, window: int | None) -> Tensor:
-    """Who sees whom, by the rule: same document, not later, within the window. Leading dims are kept."""
+    """Attention mask: same document, causal, within the window. Leading dims are kept."""
     tokens = runs_T.shape[-1]
     near_TT = reachable(tokens, tokens, window, runs_T.device)
     return near_TT & (runs_T[..., :, None] == runs_T[..., None, :])
 
 
 def reachable(queries: int, tokens: int, window: int | None, device: torch.device) -> Tensor:
-    """Who sees whom within one document of so many tokens, for the last `queries` of them."""
-    places_T = torch.arange(tokens, device=device)
-    distance_QT = places_T[tokens - queries :, None] - places_T
+    """Causal mask with a window for the last `queries` of the `tokens` of one document."""
+    positions_T = torch.arange(tokens, device=device)
+    distance_QT = positions_T[tokens - queries :, None] - positions_T
     return (distance_QT >= 0) if window is None else (distance_QT >= 0) & (distance_QT < window)
 
 
 def pairs_seen(tokens: int, window: int | None) -> int:
-    """About how many pairs of query and key there are in one document of so many tokens."""
+    """Approximate number of unmasked query-key pairs in one document, for FLOP counts."""
     window = min(window or tokens, tokens)
     return tokens * window - window * window // 2
 
 
-def _gather(lengths: list[int]) -> list[list[int]]:
-    """Neighbouring documents together, as long as they stay short."""
+def _merge_short(lengths: list[int]) -> list[list[int]]:
+    """Group adjacent documents, up to `SHORT` tokens per group."""
     groups: list[list[int]] = []
     total = 0
     for length in lengths:

@@ -1,4 +1,4 @@
-"""Causal convolution of each channel by itself, as one shifted product per tap. Any dtype, any sizes.
+"""Depthwise causal convolution as one shifted product per tap. Any dtype, any sizes.
 
 Shapes: B rows, T tokens, C channels, K taps, P = K - 1 tokens before the first, S = P + T.
 """
@@ -19,23 +19,26 @@ def causal_conv(
     documents_BT: Tensor | None = None,
     state_BCP: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Each token's weighted sum of itself (last tap) and the K - 1 tokens before it in its document.
+    """Convolution output, and the new state.
 
-    What lies before a document reads as zero. `documents_BT` is None where every row is a single document.
-    Such a document may have begun earlier: `state_BCP` then holds its last K - 1 tokens so far, and the second
-    result is that state moved on by T tokens; without a state it is None. Sums are float32 or better.
+    Tokens before the start of a document count as zero. `documents_BT` is None if every row is one document.
+    For generation, `state_BCP` holds the previous K - 1 tokens of the row; the second result is the state after
+    the T new tokens, or None without a state. Accumulates in float32 or wider.
     """
-    assert documents_BT is None or state_BCP is None, "a row that goes on from a state is one document"
+    assert documents_BT is None or state_BCP is None, "a row that continues from a state is one document"
     dtype = torch.promote_types(x_BTC.dtype, torch.float32)
     tokens, taps = x_BTC.shape[1], weight_CK.shape[1]
-    x_BSC = _preceded(x_BTC, taps - 1, state_BCP)
+    if state_BCP is None:
+        x_BSC = F.pad(x_BTC, (0, 0, taps - 1, 0))
+    else:
+        x_BSC = torch.cat([state_BCP.transpose(1, 2).to(x_BTC.dtype), x_BTC], 1)
     wide_BSC, weight_KC = x_BSC.to(dtype), weight_CK.to(dtype).t()
     runs_BT = None if documents_BT is None else runs_of(documents_BT)
     y_BTC = wide_BSC[:, taps - 1 :] * weight_KC[-1]
     for tap in reversed(range(taps - 1)):
         term_BTC = wide_BSC[:, tap : tap + tokens] * weight_KC[tap]
         if runs_BT is not None:
-            term_BTC = term_BTC * _reaches(runs_BT, taps - 1 - tap).unsqueeze(-1)
+            term_BTC = term_BTC * _same_document(runs_BT, taps - 1 - tap).unsqueeze(-1)
         y_BTC = y_BTC + term_BTC
     if bias_C is not None:
         y_BTC = y_BTC + bias_C.to(dtype)
@@ -43,13 +46,6 @@ def causal_conv(
     return y_BTC.to(x_BTC.dtype), new_state_BCP
 
 
-def _preceded(x_BTC: Tensor, places: int, state_BCP: Tensor | None) -> Tensor:
-    """The tokens, with what was before them or zeros in front."""
-    if state_BCP is None:
-        return F.pad(x_BTC, (0, 0, places, 0))
-    return torch.cat([state_BCP.transpose(1, 2).to(x_BTC.dtype), x_BTC], 1)
-
-
-def _reaches(runs_BT: Tensor, back: int) -> Tensor:
-    """Whether the token `back` places before each token belongs to its document."""
-    return F.pad(runs_BT, (back, 0), value=-1)[:, : runs_BT.shape[1]] == runs_BT
+def _same_document(runs_BT: Tensor, shift: int) -> Tensor:
+    """Whether the token `shift` positions before each token belongs to the same document."""
+    return F.pad(runs_BT, (shift, 0), value=-1)[:, : runs_BT.shape[1]] == runs_BT

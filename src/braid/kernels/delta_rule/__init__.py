@@ -1,11 +1,11 @@
-"""The gated delta rule: a memory per value head that forgets a little, then corrects what it holds at a key.
+"""Gated delta rule (Yang et al., 2024, Gated Delta Networks): a recurrent state per value head.
 
-    S ← exp(g) · S                    forget
-    S ← S + β · k (v - kᵀ S)ᵀ         at k, move what the memory answers towards v
+    S ← exp(g) · S                    decay
+    S ← S + β · k (v - kᵀ S)ᵀ         delta rule: move the value stored at k towards v
     y = Sᵀ q                          read
 
-Queries and keys have length 1, queries are then divided by sqrt(K). The memory starts at zero with every
-document. `recurrent.step` is these three lines for one token; `choose` names what runs over whole rows.
+Queries and keys are L2-normalized, queries are then divided by sqrt(K). The state is zero at the start of every
+document. `recurrent.step` computes one token, for generation; `choose` selects the implementation for training.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["REFERENCE", "DeltaRule", "choose", "step"]
 
 
 class DeltaRule(Protocol):
-    """What every implementation computes; see `reference.delta_rule`."""
+    """Interface of all implementations; see `reference.delta_rule`."""
 
     def __call__(
         self,
@@ -41,10 +41,10 @@ def _choice(reason: str) -> KernelChoice[DeltaRule]:
     return KernelChoice(op="delta_rule", name="reference", function=reference.delta_rule, reason=reason)
 
 
-REFERENCE = _choice("it was asked for")
+REFERENCE = _choice("it was requested")
 
 
 def choose(device: torch.device, dtype: torch.dtype) -> KernelChoice[DeltaRule]:
-    """The chunked form in plain torch: it takes every device and dtype."""
+    """The chunked form in PyTorch, which supports every device and dtype."""
     tensor_type = f"{str(dtype).removeprefix('torch.')} on {device.type}"
     return _choice(f"there is no other implementation for {tensor_type}")

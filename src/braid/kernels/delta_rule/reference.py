@@ -1,17 +1,17 @@
-"""The gated delta rule over whole rows, chunk by chunk: time and memory grow linearly. Any dtype, any sizes.
+"""Chunkwise gated delta rule (Yang et al., 2024, WY representation): linear in tokens. Any dtype, any sizes.
 
-Within a chunk every token corrects what the tokens before it left behind. Written out, the L corrections
-d solve one unit lower triangular system, and they are linear in the state S that enters the chunk:
+Within a chunk, the delta of every token depends on those of the tokens before it. The L deltas d solve a unit
+lower triangular system, and they are linear in the state S at the start of the chunk:
 
     d = written - erased · S        S' = keep · S + kᵀ d        y = q · S + (q kᵀ) d
 
-All chunks solve their systems at once. What remains sequential is S' as a function of S, one product per chunk:
-S' = (keep - kᵀ erased) · S + kᵀ written. All outputs then follow at once from the states. Decays are left out
-above: every product between two tokens carries the decay between them, which is zero across documents.
+The systems of all chunks are solved in parallel. Only the state recurrence is sequential, with one product per
+chunk: S' = (keep - kᵀ erased) · S + kᵀ written. All outputs then follow from the states in parallel. Decays are
+omitted above: every product between two tokens includes the decay between them, which is zero across documents.
 
 Shapes: B rows, T tokens, N chunks, L tokens of a chunk (S as the earlier of a pair), G key heads, R value heads
 per key head, H = G · R value heads, K key channels, V value channels. X stands for the dims N, B, G, R, where
-R is 1 for queries and keys; M = B · G · R memories.
+R is 1 for queries and keys; M = B · G · R states.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from braid.kernels.delta_rule.recurrent import query, unit
 from braid.kernels.documents import runs_of
 
 CHUNK = 64
-"""Tokens of a chunk: of 32, 64 and 128 the fastest on a CPU with heads of 64 and 128 channels."""
+"""Chunk length: the fastest of 32, 64 and 128 on a CPU with heads of 64 and 128 channels."""
 
 
 def delta_rule(
@@ -38,11 +38,11 @@ def delta_rule(
     documents_BT: Tensor | None = None,
     initial_state_BHKV: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """What each token reads from its document's memory, and the memory after the last token of each row.
+    """Outputs, and the state after the last token of each row.
 
-    `log_decay_BTH` is at most 0. `documents_BT` is None where every row is a single document. The memory of the
-    first document of each row begins with `initial_state_BHKV`, or zero. Float32 or better inside; outputs have
-    the dtype of `v_BTHV`, the memory stays wide.
+    `log_decay_BTH` is at most 0. `documents_BT` is None if every row is one document. `initial_state_BHKV` is
+    the state of the first document of each row, zero by default. Computes in float32 or wider; outputs have the
+    dtype of `v_BTHV`, the state stays wide.
     """
     wide = torch.promote_types(v_BTHV.dtype, torch.float32)
     tokens, key_heads = q_BTGK.shape[1:3]
@@ -58,32 +58,32 @@ def delta_rule(
     inverse_XLS = _inverse(beta_XL1 * (k_XLK @ k_XLK.mT) * decay.between_XLS)
     written_XLV = inverse_XLS @ (beta_XL1 * v_XLV)
     erased_XLK = inverse_XLS @ (beta_XL1 * decay.since_state_XL1 * k_XLK)
-    left_XKL = (decay.to_end_XL1 * k_XLK).mT
+    decayed_XKL = (decay.to_end_XL1 * k_XLK).mT
     keep_X11 = decay.since_state_XL1[..., -1:, :]
     eye_KK = torch.eye(k_XLK.shape[-1], dtype=wide, device=k_XLK.device)
     states_XKV, final_state_BHKV = _states(
-        keep_X11 * eye_KK - left_XKL @ erased_XLK, left_XKL @ written_XLV, initial_state_BHKV
+        keep_X11 * eye_KK - decayed_XKL @ erased_XLK, decayed_XKL @ written_XLV, initial_state_BHKV
     )
-    change_XLV = written_XLV - erased_XLK @ states_XKV
-    asked_XLS = (q_XLK @ k_XLK.mT) * decay.between_XLS
-    y_XLV = (decay.since_state_XL1 * q_XLK) @ states_XKV + asked_XLS @ change_XLV
+    delta_XLV = written_XLV - erased_XLK @ states_XKV
+    scores_XLS = (q_XLK @ k_XLK.mT) * decay.between_XLS
+    y_XLV = (decay.since_state_XL1 * q_XLK) @ states_XKV + scores_XLS @ delta_XLV
     y_BTHV = y_XLV.permute(1, 0, 4, 2, 3, 5).flatten(1, 2)[:, :tokens].flatten(2, 3)
     return y_BTHV.to(v_BTHV.dtype), final_state_BHKV
 
 
 class DeltaDecays(NamedTuple):
-    """What is left of a memory between two moments of a chunk; zero where a document begins between them."""
+    """Decay factors of the state between two points of a chunk; zero across document boundaries."""
 
     between_XLS: Tensor
-    """From the earlier token S to the token L, itself included; zero for later ones."""
+    """From token S to token L; zero for S after L."""
     since_state_XL1: Tensor
-    """From the state that enters the chunk to the token."""
+    """From the start of the chunk to the token."""
     to_end_XL1: Tensor
     """From the token to the end of the chunk."""
 
 
 def _decays(log_decay_XL: Tensor, runs_NBL: Tensor | None) -> DeltaDecays:
-    # float64: a sum that has grown large must still tell two neighbours apart
+    # float64: differences of neighbouring cumulative sums must stay accurate when the sums are large.
     total_XL = log_decay_XL.double().cumsum(-1)
     between_XLS = total_XL.unsqueeze(-1) - total_XL.unsqueeze(-2)
     to_end_XL = total_XL[..., -1:] - total_XL
@@ -98,7 +98,7 @@ def _decays(log_decay_XL: Tensor, runs_NBL: Tensor | None) -> DeltaDecays:
         to_end_XL = to_end_XL.masked_fill(runs_NB11L != last_NB111, -torch.inf)
     wide = log_decay_XL.dtype
     return DeltaDecays(
-        # masked before exp: later tokens would overflow, and 0 · inf is nan in the gradient
+        # Mask before exp: entries above the diagonal would overflow, and 0 · inf is nan in the gradient.
         between_XLS=between_XLS.masked_fill_(hidden_XLS, -torch.inf).to(wide).exp(),
         since_state_XL1=total_XL.to(wide).exp().unsqueeze(-1),
         to_end_XL1=to_end_XL.to(wide).exp().unsqueeze(-1),
@@ -106,7 +106,7 @@ def _decays(log_decay_XL: Tensor, runs_NBL: Tensor | None) -> DeltaDecays:
 
 
 def _inverse(lower_XLS: Tensor) -> Tensor:
-    """(1 + the part of `lower_XLS` below its diagonal)⁻¹, by forward substitution."""
+    """(I + strictly lower part of `lower_XLS`)⁻¹, by forward substitution."""
     eye_LS = torch.eye(lower_XLS.shape[-1], dtype=lower_XLS.dtype, device=lower_XLS.device)
     return torch.linalg.solve_triangular(
         lower_XLS, eye_LS.expand_as(lower_XLS), upper=False, unitriangular=True
@@ -114,7 +114,7 @@ def _inverse(lower_XLS: Tensor) -> Tensor:
 
 
 def _states(step_XKK: Tensor, write_XKV: Tensor, initial_BHKV: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The state that enters each chunk, and the state after the last: S' = step · S + write."""
+    """The state at the start of each chunk, and after the last: S' = step · S + write."""
     _, rows, key_heads, repeats, _, _ = write_XKV.shape
     write_NMKV = write_XKV.flatten(1, 3)
     state_MKV = torch.zeros_like(write_NMKV[0]) if initial_BHKV is None else initial_BHKV.flatten(0, 1)
@@ -126,15 +126,15 @@ def _states(step_XKK: Tensor, write_XKV: Tensor, initial_BHKV: Tensor | None) ->
 
 
 def _chunks(x_BTGRD: Tensor, chunk: int) -> Tensor:
-    """Cut into chunks, zeros behind the last token: a zero key, β and log decay change no state."""
+    """Split into chunks, padded with zeros: a zero key, β and log decay do not change the state."""
     padded = F.pad(x_BTGRD, (0, 0, 0, 0, 0, 0, 0, -x_BTGRD.shape[1] % chunk))
     return padded.unflatten(1, (-1, chunk)).permute(1, 0, 3, 4, 2, 5).contiguous()
 
 
 def _run_chunks(documents_BT: Tensor | None, chunk: int) -> Tensor | None:
-    """Documents numbered within each row, cut into chunks; the last goes on behind the last token."""
+    """Document indices in chunks; padding continues the last document."""
     if documents_BT is None:
         return None
-    behind = documents_BT[:, -1:].expand(-1, -documents_BT.shape[1] % chunk)
-    runs_BT = runs_of(torch.cat([documents_BT, behind], 1))
+    padding = documents_BT[:, -1:].expand(-1, -documents_BT.shape[1] % chunk)
+    runs_BT = runs_of(torch.cat([documents_BT, padding], 1))
     return runs_BT.unflatten(1, (-1, chunk)).transpose(0, 1)

@@ -1,1 +1,1 @@
-"""What kernels in Triton have in common; whoever imports this has looked for it."""
+"""Device functions shared by Triton kernels. Importing this package requires Triton."""

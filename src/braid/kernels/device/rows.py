@@ -1,4 +1,4 @@
-"""Where rows begin, as `kernels.rows` counts them."""
+"""Offsets of strided rows (see `kernels.rows`) in Triton."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import triton.language as tl
 
 
 @triton.jit
-def begin_of(
+def row_offset(
     r, MIDDLE: tl.constexpr, INNER: tl.constexpr,
     OUTER_STRIDE: tl.constexpr, MIDDLE_STRIDE: tl.constexpr, INNER_STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """Where rows begin."""
-    at = r // (MIDDLE * INNER) * OUTER_STRIDE
+    """Offsets of rows r, in elements."""
+    offset = r // (MIDDLE * INNER) * OUTER_STRIDE
     if MIDDLE > 1:
-        at += r // INNER % MIDDLE * MIDDLE_STRIDE
+        offset += r // INNER % MIDDLE * MIDDLE_STRIDE
     if INNER > 1:
-        at += r % INNER * INNER_STRIDE
-    return at
+        offset += r % INNER * INNER_STRIDE
+    return offset

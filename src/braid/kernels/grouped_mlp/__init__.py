@@ -70,7 +70,7 @@ def _choice(name: str, function: GroupedMlp, reason: str) -> KernelChoice[Groupe
     return KernelChoice(op="grouped_mlp", name=name, function=function, reason=reason)
 
 
-REFERENCE = _choice("reference", reference.grouped_mlp, "it was asked for")
+REFERENCE = _choice("reference", reference.grouped_mlp, "it was requested")
 
 
 def choose(

@@ -1,9 +1,9 @@
-"""Rows times the weights of their experts: one autograd function for every way to multiply. Its backward may
-leave the products that give weight gradients with a wgrad store, for later.
+"""Rows times the weights of their experts, as one autograd function for `reference` and `grouped`. With a wgrad
+store its backward delays the weight gradients.
 
 Shapes: N rows, sorted by expert; E experts; I channels in, O channels out. A weight is E, O, I, or E, O, P, I
-with P parts side by side; its bias has the same shape but for I. A way to multiply may give each part a tensor
-of its own, or all of them one.
+with P projections as neighbours; its bias has the same shape without I. An implementation returns one tensor
+per projection, or one for all.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from torch.autograd.function import once_differentiable
 
 
 class WgradStore(Protocol):
-    """Where weight gradients wait; see `nn.delayed_wgrad`."""
+    """Takes the products that compute weight gradients, for later; see `nn.delayed_wgrad`."""
 
     def put(self, parameter: Tensor, product: Callable[[], Tensor]) -> Tensor | None:
-        """The parameter's gradient, or None where the wgrad store keeps the product and sees to the rest."""
+        """The parameter's gradient, or None if the store keeps the product."""
         ...
 
 
 @dataclass(frozen=True)
 class Gradient:
-    """A product that gives the gradient of a parameter, when asked to. It holds on to no weight."""
+    """Computes the gradient of a parameter when called. It references no weight, so that a delayed gradient
+    does not keep gathered weights alive."""
 
     write: Callable[[Tensor, bool], None]
     """Writes into a tensor of the parameter's shape, or adds to it."""
@@ -40,13 +41,13 @@ class Gradient:
         return self.into(self.like(), accumulate=False)
 
     def into(self, gradient: Tensor, *, accumulate: bool) -> Tensor:
-        """The same tensor, after the gradient was written into it, or added to it; it may be float32."""
+        """Write the gradient into a tensor, or add it, and return the tensor; it may be float32."""
         self.write(gradient, accumulate)
         return gradient
 
 
 def zeros(parameter: Tensor) -> Gradient:
-    """The gradient of a parameter that had no part in what came out."""
+    """The gradient of a parameter that the output does not depend on."""
 
     def write(gradient: Tensor, accumulate: bool) -> None:
         if not accumulate:
@@ -63,17 +64,18 @@ def put_wgrad(
 
 
 class WritesInPlace:
-    """An implementation all of whose weight gradients can write where they are told."""
+    """An implementation whose weight gradients can all be written in place, into the main gradient."""
 
 
 def empty_like(parameter: Tensor) -> Callable[[], Tensor]:
-    """Makes tensors like a parameter without holding on to it."""
+    """Makes tensors like a parameter, without a reference to it."""
     shape, dtype, device = parameter.shape, parameter.dtype, parameter.device
     return lambda: torch.empty(shape, dtype=dtype, device=device)
 
 
 class Multiply(Protocol):
-    """One way to multiply. `grads` are the gradients of all outputs, `shape` that of the parameter."""
+    """An implementation of the product. `grads` are the gradients of all outputs, `shape` that of the
+    parameter."""
 
     def outputs(self, x_NI: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]: ...
 
@@ -87,7 +89,7 @@ class Multiply(Protocol):
 def product(
     multiply: Multiply, x_NI: Tensor, weight: Tensor, bias: Tensor | None, wgrad_store: WgradStore | None
 ) -> tuple[Tensor, ...]:
-    """What the experts' weights and biases make of their rows."""
+    """Rows times their experts' weights, plus biases."""
     outputs: tuple[Tensor, ...] = _Product.apply(multiply, wgrad_store, weight, bias, x_NI)
     return outputs
 

@@ -35,8 +35,8 @@ def grouped_mlp(
     """Each row through its expert's MLP, biases included, times the row's probability.
 
     `counts_E` says how many of the sorted rows belong to each expert, and sums to N. An expert without rows
-    gets gradients that are exactly zero. With a wgrad store, backward leaves the gradients of weights and biases
-    there.
+    gets gradients that are exactly zero. With a wgrad store, backward leaves the gradients of weights and
+    biases there.
     """
     loop = _Loop(counts_E.tolist())
     projected_NF = product(loop, x_NC, w_in_EFGC, b_in_EFG, wgrad_store)

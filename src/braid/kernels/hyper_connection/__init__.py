@@ -1,11 +1,11 @@
-"""Hyper-connections: a residual stream of several channels-wide streams, and the ways of a branch into it.
+"""Manifold-constrained hyper-connections (mHC; Zhu et al., 2024; Xie et al., 2025): several residual streams.
 
-    pre       every token's streams say how they are added up for the branch, how its result is shared out among
-              them, and how they mix; the branch is given their sum
-    post      streams mixed, plus to each its share of the branch's result
-    contract  one stream out of several, at the end
+    pre       computes the mappings H_pre, H_post, H_res from the streams x of each token, and the input of the
+              branch (a layer), H_pre · x
+    post      x' = H_resᵀ · x + H_post · y, with the output y of the branch
+    contract  merges the streams into one before the head
 
-Whatever a token's streams say about themselves is float32 or better.
+Mappings are float32 or wider.
 """
 
 from __future__ import annotations
@@ -18,23 +18,32 @@ from torch import Tensor
 from braid.kernels.choice import KernelChoice, why_not_fused
 from braid.kernels.grouped_mlp.product import WgradStore
 from braid.kernels.hyper_connection import reference
-from braid.kernels.hyper_connection.reference import ConnectionForm, Entered, Parameters, Ways
+from braid.kernels.hyper_connection.reference import ConnectionForm, Parameters, PostInputs, PreOutputs
 
-__all__ = ["REFERENCE", "ConnectionForm", "Entered", "HyperConnect", "Parameters", "Ways", "choose", "fuses"]
+__all__ = [
+    "REFERENCE",
+    "ConnectionForm",
+    "HyperConnect",
+    "Parameters",
+    "PostInputs",
+    "PreOutputs",
+    "choose",
+    "fuses",
+]
 
 FUSED = (torch.bfloat16, torch.float16, torch.float32)
-"""Dtypes of activations that the kernels take."""
+"""Dtypes that the Triton kernels support."""
 
 
 class HyperConnect(Protocol):
-    """What every implementation computes; see `reference`. With a wgrad store, what gives the gradient of the
-    weight is left there, and with it, as each implementation likes, those of the other parameters."""
+    """Interface of all implementations; see `reference`. With a wgrad store, backward delays the gradient of
+    the projection weight; an implementation may delay those of the other parameters with it."""
 
     def pre(
         self, x_NSC: Tensor, parameters: Parameters, form: ConnectionForm, wgrad_store: WgradStore | None = None
-    ) -> Entered: ...
+    ) -> PreOutputs: ...
 
-    def post(self, ways: Ways, y_NC: Tensor, bias_C: Tensor | None = None) -> Tensor: ...
+    def post(self, post_inputs: PostInputs, y_NC: Tensor, bias_C: Tensor | None = None) -> Tensor: ...
 
     def contract(
         self, x_NSC: Tensor, parameters: Parameters, form: ConnectionForm, wgrad_store: WgradStore | None = None
@@ -51,16 +60,16 @@ def _choice(name: str, function: HyperConnect, reason: str) -> KernelChoice[Hype
     return KernelChoice(op="hyper_connection", name=name, function=function, reason=reason)
 
 
-REFERENCE = _choice("reference", _Reference(), "it was asked for")
+REFERENCE = _choice("reference", _Reference(), "it was requested")
 
 
 def fuses(device: str, dtype: torch.dtype) -> bool:
-    """Whether the kernels take this dtype on such a device, where there is Triton."""
+    """Whether the Triton kernels support this dtype on a device, assuming that Triton is installed."""
     return device == "cuda" and dtype in FUSED
 
 
 def choose(device: torch.device, dtype: torch.dtype, *, streams: int) -> KernelChoice[HyperConnect]:
-    """`fused` on a GPU that has Triton, else `reference`."""
+    """`fused` on a GPU with Triton, otherwise `reference`."""
     if (reason := why_not_fused(device, dtype, FUSED)) is not None:
         return _choice("reference", _Reference(), reason)
     from braid.kernels.hyper_connection.fused import FusedHyperConnection
@@ -68,5 +77,5 @@ def choose(device: torch.device, dtype: torch.dtype, *, streams: int) -> KernelC
     return _choice(
         "fused",
         FusedHyperConnection.of(streams, dtype),
-        f"it passes over {streams} streams as seldom as it can",
+        f"it reads and writes {streams} streams as few times as possible",
     )

@@ -1,25 +1,25 @@
-"""What hyper-connections keep for their backward, in bytes: closed forms.
+"""Activation memory of hyper-connections: bytes saved for backward, in closed form.
 
-`narrow` and `wide` are bytes of an activation and of what is float32 or better.
+`narrow` is the item size of activations, `wide` that of tensors in float32 or wider.
 """
 
 from __future__ import annotations
 
 
 def fused(tokens: int, streams: int, channels: int, *, narrow: int, wide: int) -> int:
-    """Streams, the branch's result, and numbers of a token: its projections and their scale, its mappings."""
-    numbers = 2 * streams * (streams + 2) + 1
-    return tokens * ((streams + 1) * channels * narrow + numbers * wide)
+    """The streams, the branch output, and per token the projections, their RMS scale and the mappings."""
+    scalars = 2 * streams * (streams + 2) + 1
+    return tokens * ((streams + 1) * channels * narrow + scalars * wide)
 
 
 def fused_exit(tokens: int, streams: int, channels: int, *, narrow: int, wide: int) -> int:
-    """The same without a branch to return from."""
+    """`contract` of the fused implementation."""
     return tokens * (streams * channels * narrow + (2 * streams + 1) * wide)
 
 
 def plain(tokens: int, streams: int, channels: int, steps: int, *, narrow: int, wide: int) -> int:
-    """`reference`: three wide copies of the streams, of which the third is for the way out, one of the branch's
-    result; every Sinkhorn step keeps a matrix and the sums that divide it. `channels` is at least 2."""
+    """`reference`: three wide copies of the streams (two in `pre`, one in `post`) and one of the branch output;
+    every Sinkhorn step saves a matrix and its row or column sums. `channels` is at least 2."""
     entries = streams * channels
     copies = 3 if narrow != wide else 1
     rows = streams * (streams + 2)

@@ -1,9 +1,12 @@
-"""Hyper-connections in plain torch: any dtype, any sizes, any device. This is what the others must give.
+"""Hyper-connections in PyTorch, the reference. Any dtype, any sizes, any device.
 
-Mappings are float32 or better, and so are the sums over streams that they weigh; results are rounded once.
+    h = alpha · (W · x / rms(x)) + bias        x: all streams of a token, flattened
+    H_pre = sigmoid(h_pre) + eps        H_post = 2 · sigmoid(h_post)        H_res = sinkhorn(h_res)
 
-Shapes: N tokens, S streams, C channels, K = S · C, M rows of the projection: S for the way in, S for the way
-out, S · S for the mixing (source, then destination). An exit has the first S alone.
+Mappings and weighted sums over streams are float32 or wider; results are rounded once.
+
+Shapes: N tokens, S streams, C channels, K = S · C, M rows of the projection: S for H_pre, S for H_post, S · S
+for H_res (source, then destination). An exit has only the first S.
 """
 
 from __future__ import annotations
@@ -20,63 +23,64 @@ from braid.kernels.grouped_mlp.product import WgradStore
 
 
 class ConnectionForm(NamedTuple):
-    """The numbers of the formulas."""
+    """Constants of the formulas."""
 
     steps: int
-    """Normalisations of columns; one fewer of rows, after the softmax."""
+    """Sinkhorn iterations: column normalizations; one fewer of rows, after the softmax."""
     eps: float
-    """Added to what is positive: weights of the way in, entries and sums of the mixing."""
+    """Added to H_pre, and to the entries and sums of H_res."""
     norm_eps: float
     """Added to the mean square of a token's streams."""
 
 
 class Parameters(NamedTuple):
-    """What one hyper-connection learns."""
+    """Parameters of one hyper-connection."""
 
     weight_MK: Tensor
     alpha_A: Tensor
-    """How much of the projection reaches each mapping: way in, way out, mixing; of an exit, the first alone."""
+    """Scales of the projection for H_pre, H_post and H_res; an exit has only the first."""
     bias_M: Tensor
 
 
 class Mappings(NamedTuple):
-    """What a token's streams say about themselves."""
+    """H_pre, H_post and H_res of each token."""
 
     pre_NS: Tensor
     post_NS: Tensor
     res_NSS: Tensor
-    """From the first stream to the second."""
+    """From the first stream index to the second."""
 
 
-class Ways(NamedTuple):
-    """What `post` needs beside the branch's result."""
+class PostInputs(NamedTuple):
+    """Inputs of `post` other than the branch output."""
 
-    through_NSC: Tensor
-    """The streams. For `post` alone, once: what comes back along them is no gradient by itself."""
+    streams_NSC: Tensor
+    """The streams. Only `post` may use this tensor, and once: in the fused implementation, the gradient that
+    flows back along it is complete only together with the others of `pre`."""
     post_NS: Tensor
     res_NSS: Tensor
 
 
-class Entered(NamedTuple):
-    """What `pre` gives."""
+class PreOutputs(NamedTuple):
+    """Outputs of `pre`."""
 
     branch_NC: Tensor
-    """What the branch works on."""
-    ways: Ways
+    """Input of the branch."""
+    post_inputs: PostInputs
 
 
 def pre(
     x_NSC: Tensor, parameters: Parameters, form: ConnectionForm, wgrad_store: WgradStore | None = None
-) -> Entered:
-    """The way into a branch: streams added up, each with its weight. With a wgrad store, backward leaves the
-    product that gives the gradient of the projection's weight there."""
+) -> PreOutputs:
+    """The branch input, H_pre · x, and the inputs of `post`. With a wgrad store, backward delays the gradient
+    of the projection weight."""
     pre_NS, post_NS, res_NSS = mappings(x_NSC, parameters, form, wgrad_store)
-    return Entered(weighed(x_NSC, pre_NS), Ways(x_NSC, post_NS, res_NSS))
+    return PreOutputs(weighed(x_NSC, pre_NS), PostInputs(x_NSC, post_NS, res_NSS))
 
 
-def post(ways: Ways, y_NC: Tensor, bias_C: Tensor | None = None) -> Tensor:
-    """The way out of a branch: streams mixed, and to each its share of the branch's result."""
-    x_NSC, post_NS, res_NSS = ways
+def post(post_inputs: PostInputs, y_NC: Tensor, bias_C: Tensor | None = None) -> Tensor:
+    """The new streams, H_resᵀ · x + H_post · (y + bias)."""
+    x_NSC, post_NS, res_NSS = post_inputs
     wide = wider(x_NSC.dtype)
     y_NC = y_NC.to(wide) if bias_C is None else y_NC.to(wide) + bias_C.to(wide)
     mixed_NSC = torch.matmul(res_NSS.transpose(1, 2), x_NSC.to(wide))
@@ -86,7 +90,7 @@ def post(ways: Ways, y_NC: Tensor, bias_C: Tensor | None = None) -> Tensor:
 def contract(
     x_NSC: Tensor, parameters: Parameters, form: ConnectionForm, wgrad_store: WgradStore | None = None
 ) -> Tensor:
-    """One stream out of several, at the end: as the way into a branch."""
+    """Merge the streams into one before the head, with H_pre."""
     streams = x_NSC.shape[1]
     wide = wider(x_NSC.dtype)
     assert len(parameters.weight_MK) == streams
@@ -98,12 +102,12 @@ def contract(
 def mappings(
     x_NSC: Tensor, parameters: Parameters, form: ConnectionForm, wgrad_store: WgradStore | None = None
 ) -> Mappings:
-    """The three mappings of each token."""
+    """H_pre, H_post and H_res of each token."""
     streams = x_NSC.shape[1]
     sizes = [streams, streams, streams * streams]
     wide = wider(x_NSC.dtype)
-    strengths = parameters.alpha_A.to(wide).split(1)
-    alpha_M = torch.cat([alpha.expand(size) for alpha, size in zip(strengths, sizes, strict=True)])
+    alphas = parameters.alpha_A.to(wide).split(1)
+    alpha_M = torch.cat([alpha.expand(size) for alpha, size in zip(alphas, sizes, strict=True)])
     projected_NM = projected(x_NSC, parameters.weight_MK, form.norm_eps, wgrad_store)
     h_NM = projected_NM * alpha_M + parameters.bias_M.to(wide)
     pre_NS, post_NS, res_NM = h_NM.split(sizes, dim=1)
@@ -117,7 +121,7 @@ def mappings(
 def projected(
     x_NSC: Tensor, weight_MK: Tensor, norm_eps: float, wgrad_store: WgradStore | None = None
 ) -> Tensor:
-    """The projection of a token's streams, all of them normed together; the norm is applied after it."""
+    """Projection of the RMS-normalized streams of a token. The scale is applied after the product."""
     wide = wider(x_NSC.dtype)
     x_NK = x_NSC.flatten(1).to(wide)
     scale_N1 = torch.rsqrt(x_NK.square().mean(1, keepdim=True) + norm_eps)
@@ -128,7 +132,7 @@ def projected(
 
 
 class _Projected(torch.autograd.Function):
-    """`F.linear`, and the gradients that autograd has for it; that of the weight is left with a wgrad store."""
+    """`F.linear` with the weight gradient delayed to a wgrad store."""
 
     @staticmethod
     def forward(ctx: Any, wgrad_store: WgradStore, weight_MK: Tensor, x_NK: Tensor) -> Tensor:
@@ -141,7 +145,7 @@ class _Projected(torch.autograd.Function):
     def backward(ctx: Any, d_NM: Tensor) -> tuple[Tensor | None, ...]:
         weight_MK, x_NK = ctx.saved_tensors
         _, weight_needs, x_needs = ctx.needs_input_grad
-        # Without a past: what waits would keep all of its graph, and the gradients that arrived there.
+        # detach: the delayed gradient would otherwise keep the graph of the streams alive, with its gradients.
         later = partial(_weight_gradient, d_NM, x_NK.detach(), weight_MK.dtype)
         return (
             None,
@@ -155,7 +159,7 @@ def _weight_gradient(d_NM: Tensor, x_NK: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def sinkhorn(logits: Tensor, form: ConnectionForm) -> Tensor:
-    """Matrices ..., S, S whose columns add up to 1 but for eps, and whose rows nearly do."""
+    """Approximately doubly stochastic matrices (..., S, S): columns sum to 1 up to eps, rows nearly."""
     eps = form.eps
     m = logits.softmax(-1) + eps
     m = m / (m.sum(-2, keepdim=True) + eps)
@@ -166,10 +170,10 @@ def sinkhorn(logits: Tensor, form: ConnectionForm) -> Tensor:
 
 
 def weighed(x_NSC: Tensor, weights_NS: Tensor) -> Tensor:
-    """The sum of streams, each with its weight."""
+    """The weighted sum of the streams."""
     return (x_NSC.to(weights_NS.dtype) * weights_NS.unsqueeze(-1)).sum(1).to(x_NSC.dtype)
 
 
 def wider(dtype: torch.dtype) -> torch.dtype:
-    """Float32, or better where the activations are."""
+    """float32, or the dtype itself if wider."""
     return torch.promote_types(dtype, torch.float32)

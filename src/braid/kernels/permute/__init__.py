@@ -1,7 +1,6 @@
-"""Tokens to rows and rows to tokens: each row is a copy of its token, each token the sum of its rows.
+"""MoE permute and unpermute: copy tokens to rows sorted by expert, and sum the rows of each token.
 
-The two are each other's gradient. Both are gathers, so results do not depend on the order in which anything
-runs.
+Each is the gradient of the other. Both are gathers without atomics, so results are deterministic.
 """
 
 from __future__ import annotations
@@ -22,22 +21,22 @@ if TYPE_CHECKING:
 
 
 class Permute(Protocol):
-    """What every implementation computes; see `reference`. Neither has a gradient of its own."""
+    """Interface of all implementations; see `reference`. Autograd is up to the caller."""
 
-    def spread(self, x_NC: Tensor, token_M: Tensor, *, gaps: bool) -> Tensor: ...
+    def permute(self, x_NC: Tensor, token_M: Tensor, *, gaps: bool) -> Tensor: ...
 
-    def collect(self, y_MC: Tensor, row_NS: Tensor, *, gaps: bool) -> Tensor: ...
+    def unpermute(self, y_MC: Tensor, row_NS: Tensor, *, gaps: bool) -> Tensor: ...
 
 
 @dataclass(frozen=True)
 class Plain:
-    """`reference`."""
+    """The PyTorch reference."""
 
-    def spread(self, x_NC: Tensor, token_M: Tensor, *, gaps: bool) -> Tensor:
-        return reference.spread(x_NC, token_M, gaps=gaps)
+    def permute(self, x_NC: Tensor, token_M: Tensor, *, gaps: bool) -> Tensor:
+        return reference.permute(x_NC, token_M, gaps=gaps)
 
-    def collect(self, y_MC: Tensor, row_NS: Tensor, *, gaps: bool) -> Tensor:
-        return reference.collect(y_MC, row_NS, gaps=gaps)
+    def unpermute(self, y_MC: Tensor, row_NS: Tensor, *, gaps: bool) -> Tensor:
+        return reference.unpermute(y_MC, row_NS, gaps=gaps)
 
 
 PLAIN: Permute = Plain()
@@ -45,7 +44,7 @@ PLAIN: Permute = Plain()
 
 @dataclass(frozen=True)
 class FusedPermute:
-    """`fused`. Triton is loaded by the first call: plans do without."""
+    """The Triton kernels. Triton is imported on the first call, because planning must work without it."""
 
     @cached_property
     def launch(self) -> Launcher:
@@ -53,28 +52,28 @@ class FusedPermute:
 
         return Launcher()
 
-    def spread(self, x_NC: Tensor, token_M: Tensor, *, gaps: bool) -> Tensor:
+    def permute(self, x_NC: Tensor, token_M: Tensor, *, gaps: bool) -> Tensor:
         from braid.kernels.permute import fused
 
-        return fused.spread(self.launch, x_NC, token_M, gaps=gaps)
+        return fused.permute(self.launch, x_NC, token_M, gaps=gaps)
 
-    def collect(self, y_MC: Tensor, row_NS: Tensor, *, gaps: bool) -> Tensor:
+    def unpermute(self, y_MC: Tensor, row_NS: Tensor, *, gaps: bool) -> Tensor:
         from braid.kernels.permute import fused
 
-        return fused.collect(self.launch, y_MC, row_NS, gaps=gaps)
+        return fused.unpermute(self.launch, y_MC, row_NS, gaps=gaps)
 
 
 def _choice(name: str, function: Permute, reason: str) -> KernelChoice[Permute]:
     return KernelChoice(op="permute", name=name, function=function, reason=reason)
 
 
-REFERENCE = _choice("reference", PLAIN, "it was asked for")
+REFERENCE = _choice("reference", PLAIN, "it was requested")
 
 
 def choose(device: torch.device) -> KernelChoice[Permute]:
-    """`fused` on a GPU, else `reference`."""
+    """`fused` on a GPU, otherwise `reference`."""
     if device.type != "cuda":
-        return _choice("reference", PLAIN, f"fused is for GPUs, not for a {device.type}")
+        return _choice("reference", PLAIN, f"fused needs a GPU, not {device.type}")
     if torch.cuda.is_available() and not find_spec("triton"):
         return _choice("reference", PLAIN, "fused, which is faster, needs Triton: install braid[gpu]")
-    return _choice("fused", FusedPermute(), "it sums a token's rows without writing them down first")
+    return _choice("fused", FusedPermute(), "it sums the rows of a token without materializing them")

@@ -1,6 +1,6 @@
-"""Tokens to rows and back in Triton: every row is read once and written once.
+"""MoE permute and unpermute in Triton: every row is read once and written once.
 
-Numbers of tokens and rows are no part of what is compiled, as they change with every micro-batch.
+Kernels are not specialized on the numbers of tokens and rows, which change with every micro-batch.
 
 Shapes: N tokens, S slots of a token, M rows, C channels.
 """
@@ -14,13 +14,13 @@ from braid.kernels.launch import Launcher, parts_of, power_of_two
 from braid.kernels.permute.device import rows as kernels
 
 COLUMNS = 2048
-"""Channels that a program takes, of one token."""
+"""Maximum channels per program."""
 ENTRIES = 8192
-"""What a program copies, of several rows."""
+"""Elements per program of the permute, over several rows."""
 
 
-def spread(launch: Launcher, x_NC: Tensor, token_M: Tensor, *, gaps: bool) -> Tensor:
-    """As `reference.spread`."""
+def permute(launch: Launcher, x_NC: Tensor, token_M: Tensor, *, gaps: bool) -> Tensor:
+    """Same as `reference.permute`."""
     x_NC = x_NC.contiguous()
     (rows,), (tokens, channels) = token_M.shape, x_NC.shape
     out_MC = x_NC.new_empty(rows, channels)
@@ -29,12 +29,12 @@ def spread(launch: Launcher, x_NC: Tensor, token_M: Tensor, *, gaps: bool) -> Te
     if rows:
         grid = (parts_of(rows, height), parts_of(channels, columns))
         constants = {"CHANNELS": channels, "ROWS": height, "COLS": columns, "GAPS": gaps}
-        launch(kernels.spread, grid, (x_NC, token_M, out_MC), (rows, tokens), constants, warps=4)
+        launch(kernels.permute, grid, (x_NC, token_M, out_MC), (rows, tokens), constants, warps=4)
     return out_MC
 
 
-def collect(launch: Launcher, y_MC: Tensor, row_NS: Tensor, *, gaps: bool) -> Tensor:
-    """As `reference.collect`, but the slots are added in their order."""
+def unpermute(launch: Launcher, y_MC: Tensor, row_NS: Tensor, *, gaps: bool) -> Tensor:
+    """Same as `reference.unpermute`; sums the slots in order."""
     y_MC, row_NS = y_MC.contiguous(), row_NS.contiguous()
     (rows, channels), (tokens, slots) = y_MC.shape, row_NS.shape
     out_NC = y_MC.new_empty(tokens, channels)
@@ -43,5 +43,5 @@ def collect(launch: Launcher, y_MC: Tensor, row_NS: Tensor, *, gaps: bool) -> Te
         grid = (tokens, parts_of(channels, columns))
         wide = y_MC.dtype == torch.float64
         constants = {"CHANNELS": channels, "SLOTS": slots, "COLS": columns, "GAPS": gaps, "WIDE": wide}
-        launch(kernels.collect, grid, (y_MC, row_NS, out_NC), (rows,), constants, warps=4)
+        launch(kernels.unpermute, grid, (y_MC, row_NS, out_NC), (rows,), constants, warps=4)
     return out_NC

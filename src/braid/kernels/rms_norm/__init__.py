@@ -1,4 +1,4 @@
-"""Vectors divided by their root mean square, times a weight for each channel."""
+"""RMSNorm (Zhang and Sennrich, 2019): y = x / sqrt(mean(x²) + eps) · weight."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from braid.kernels.rms_norm.reference import rms_norm as PLAIN
 __all__ = ["PLAIN", "REFERENCE", "Normalize", "choose", "fuses"]
 
 FUSED = (torch.bfloat16, torch.float16, torch.float32)
-"""Dtypes of activations that the kernels take."""
-MOST = 16384
-"""Channels that fit into a program."""
+"""Dtypes that the Triton kernels support."""
+MAX_CHANNELS = 16384
+"""Maximum row length of the Triton kernels, which hold a row in registers."""
 
 
 class Normalize(Protocol):
-    """What every implementation computes; see `reference`."""
+    """Interface of all implementations; see `reference`."""
 
     def __call__(self, x: Tensor, weight_C: Tensor, eps: float) -> Tensor: ...
 
@@ -29,19 +29,18 @@ def _choice(name: str, function: Normalize, reason: str) -> KernelChoice[Normali
     return KernelChoice(op="rms_norm", name=name, function=function, reason=reason)
 
 
-REFERENCE = _choice("reference", reference.rms_norm, "it was asked for")
+REFERENCE = _choice("reference", reference.rms_norm, "it was requested")
 
 
 def fuses(device: str, dtype: torch.dtype, channels: int) -> bool:
-    """Whether the kernels take such vectors on such a device, where there is Triton."""
-    return device == "cuda" and dtype in FUSED and channels <= MOST
+    """Whether the Triton kernels support these rows, assuming that Triton is installed."""
+    return device == "cuda" and dtype in FUSED and channels <= MAX_CHANNELS
 
 
 def choose(device: torch.device, dtype: torch.dtype) -> KernelChoice[Normalize]:
-    """`fused` on a GPU that has Triton, else `reference`. The former leaves vectors that are too long to the
-    latter."""
+    """`fused` on a GPU with Triton, otherwise `reference`, to which `fused` falls back for long rows."""
     if (reason := why_not_fused(device, dtype, FUSED)) is not None:
         return _choice("reference", PLAIN, reason)
     from braid.kernels.rms_norm.fused import FusedRmsNorm
 
-    return _choice("fused", FusedRmsNorm(), "it passes over vectors once, as narrow as they are")
+    return _choice("fused", FusedRmsNorm(), "it reads and writes activations once, in their own dtype")

@@ -1,10 +1,10 @@
-"""The norm in Triton: vectors are read and written in their own dtype, everything between is float32.
+"""RMSNorm in Triton: activations are read and written in their own dtype, arithmetic is float32.
 
-Kept for backward are the vectors, wherever they lie, and a factor for each. Backward passes over them once, for
-the gradients of vectors and of the weight; the latter is a sum over programs, which each add up their own
-vectors in order: how many there are depends on the device alone.
+Saves the input (without a copy, if strided) and the reciprocal RMS of each row for backward. Backward reads the
+rows once for both gradients; the weight gradient is a sum of per-program partial sums. Each program adds its
+rows in order, and the number of programs depends only on the device, so the result is deterministic.
 
-Shapes: R vectors, C channels, P programs.
+Shapes: R rows, C channels, P programs.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from braid.kernels.launch import Launcher, parts_of, power_of_two
-from braid.kernels.rms_norm import MOST, reference
+from braid.kernels.rms_norm import MAX_CHANNELS, reference
 from braid.kernels.rms_norm.device import kernels
 from braid.kernels.rows import Rows, rows_of
 
 ENTRIES = 4096
-"""What a program takes at once, forward; half of it backward, where it holds three tensors."""
+"""Elements per program and step in forward; half of it in backward, which holds three tensors."""
 PER_MULTIPROCESSOR = 4
-"""Programs, backward."""
+"""Programs per SM in backward."""
 
 
 class FusedRmsNorm:
-    """`Normalize`, with what its kernels were compiled to."""
+    """`Normalize` with Triton kernels."""
 
     def __init__(self) -> None:
         self.launch = Launcher()
 
     def __call__(self, x: Tensor, weight_C: Tensor, eps: float) -> Tensor:
-        """As `reference.rms_norm`."""
-        if x.shape[-1] > MOST:
+        """Same as `reference.rms_norm`."""
+        if x.shape[-1] > MAX_CHANNELS:
             return reference.rms_norm(x, weight_C, eps)
         y: Tensor = _RmsNorm.apply(self.launch, x, weight_C, eps)
         return y
@@ -74,7 +74,7 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def _constants(rows: Rows, entries: int) -> tuple[dict[str, Any], int]:
-    """What a kernel is compiled for, and its warps."""
+    """The constexprs of a kernel, and its number of warps."""
     channels = rows.x.shape[-1]
     columns = power_of_two(channels)
     height = max(entries // columns, 1)

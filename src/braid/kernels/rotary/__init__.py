@@ -1,4 +1,7 @@
-"""Heads turned to their positions: channels i and i + R/2 of a head turn together."""
+"""Rotary position embedding (RoPE, Su et al., 2021), rotating channels i and i + R/2 of a head together:
+
+y_i = x_i · cos - x_{i+R/2} · sin        y_{i+R/2} = x_{i+R/2} · cos + x_i · sin
+"""
 
 from __future__ import annotations
 
@@ -8,32 +11,32 @@ import torch
 from torch import Tensor
 
 from braid.kernels.choice import KernelChoice, why_not_fused
-from braid.kernels.rotary.reference import turned as PLAIN
+from braid.kernels.rotary.reference import rotated as PLAIN
 
-__all__ = ["PLAIN", "REFERENCE", "Turn", "choose"]
+__all__ = ["PLAIN", "REFERENCE", "Rotate", "choose"]
 
 FUSED = (torch.bfloat16, torch.float16, torch.float32)
-"""Dtypes of activations that the kernel takes."""
+"""Dtypes that the Triton kernel supports."""
 
 
-class Turn(Protocol):
-    """What every implementation computes; see `reference`. It has no gradient of its own: that is the turn
-    back."""
+class Rotate(Protocol):
+    """Interface of all implementations; see `reference`. Autograd is up to the caller: the gradient is the
+    rotation in the opposite direction."""
 
     def __call__(self, x: Tensor, cos_BT1R: Tensor, sin_BT1R: Tensor, direction: Literal[1, -1]) -> Tensor: ...
 
 
-def _choice(name: str, function: Turn, reason: str) -> KernelChoice[Turn]:
+def _choice(name: str, function: Rotate, reason: str) -> KernelChoice[Rotate]:
     return KernelChoice(op="rotary", name=name, function=function, reason=reason)
 
 
-REFERENCE = _choice("reference", PLAIN, "it was asked for")
+REFERENCE = _choice("reference", PLAIN, "it was requested")
 
 
-def choose(device: torch.device, dtype: torch.dtype) -> KernelChoice[Turn]:
-    """`fused` on a GPU that has Triton, else `reference`."""
+def choose(device: torch.device, dtype: torch.dtype) -> KernelChoice[Rotate]:
+    """`fused` on a GPU with Triton, otherwise `reference`."""
     if (reason := why_not_fused(device, dtype, FUSED)) is not None:
         return _choice("reference", PLAIN, reason)
     from braid.kernels.rotary.fused import FusedRotary
 
-    return _choice("fused", FusedRotary(), "it passes over heads once, as narrow as they are")
+    return _choice("fused", FusedRotary(), "it reads and writes heads once, in their own dtype")

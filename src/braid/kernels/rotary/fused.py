@@ -1,4 +1,4 @@
-"""The turn in Triton: heads are read where they lie and written once, in their own dtype."""
+"""RoPE in Triton: strided heads are read without a copy and written once, in their own dtype."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from braid.kernels.rotary.device import kernels
 from braid.kernels.rows import rows_of
 
 ENTRIES = 4096
-"""What a program takes."""
+"""Elements per program."""
 
 
 class FusedRotary:
-    """`Turn`, with what its kernel was compiled to."""
+    """`Rotate` with a Triton kernel."""
 
     def __init__(self) -> None:
         self.launch = Launcher()
 
     def __call__(self, x: Tensor, cos_BT1R: Tensor, sin_BT1R: Tensor, direction: Literal[1, -1]) -> Tensor:
-        """As `reference.turned`."""
+        """Same as `reference.rotated`."""
         rows, pairs = rows_of(x), cos_BT1R.shape[-1] // 2
         y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         if rows.number:
@@ -39,5 +39,5 @@ class FusedRotary:
             cos, sin = (table.expand(*x.shape[:2], -1, -1).contiguous() for table in (cos_BT1R, sin_BT1R))
             tensors = (rows.x, cos, sin, y)
             grid = (parts_of(rows.number, height), 1)
-            self.launch(kernels.turn_heads, grid, tensors, (rows.number,), constants, warps=4)
+            self.launch(kernels.rotate_heads, grid, tensors, (rows.number,), constants, warps=4)
         return y

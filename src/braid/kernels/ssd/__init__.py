@@ -1,11 +1,11 @@
-"""The state-space scan of Mamba-2 (SSD): a state per head that decays with time and is written and read.
+"""State space duality (SSD), the scan of Mamba-2 (Dao and Gu, 2024): a recurrent state per head.
 
-    S ← exp(dt · a) · S + dt · x bᵀ        time passes, the token is written
-    y = S c + skip · x                     read
+    S ← exp(dt · a) · S + dt · x bᵀ
+    y = S c + skip · x
 
-a is negative and belongs to the head, dt is the time that passes with the token; b and c are shared by the
-heads of a group. The state starts at zero with every document. `step` is these two lines for one token;
-`choose` names what runs over whole rows.
+a is negative, one per head; dt is the time step of the token; b and c are shared by the heads of a group. The
+state is zero at the start of every document. `step` computes one token, for generation; `choose` selects the
+implementation for training.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["REFERENCE", "Ssd", "choose", "step"]
 
 
 class Ssd(Protocol):
-    """What every implementation computes; see `reference.ssd`."""
+    """Interface of all implementations; see `reference.ssd`."""
 
     def __call__(
         self,
@@ -42,10 +42,10 @@ def _choice(reason: str) -> KernelChoice[Ssd]:
     return KernelChoice(op="ssd", name="reference", function=reference.ssd, reason=reason)
 
 
-REFERENCE = _choice("it was asked for")
+REFERENCE = _choice("it was requested")
 
 
 def choose(device: torch.device, dtype: torch.dtype) -> KernelChoice[Ssd]:
-    """The chunked form in plain torch: it takes every device and dtype."""
+    """The chunked form in PyTorch, which supports every device and dtype."""
     tensor_type = f"{str(dtype).removeprefix('torch.')} on {device.type}"
     return _choice(f"there is no other implementation for {tensor_type}")

@@ -1,5 +1,5 @@
 """Ragged TMA descriptors: a tile stops where its expert's rows stop. Reads past that row give zeros, writes
-past it are dropped; the copy engine does both, so kernels mask nothing.
+past it are dropped. TMA does both in hardware, so kernels mask nothing.
 
 A descriptor has one length per dim, but experts end anywhere. So the row dim is declared 2^30 long, and a tile
 is addressed such that its expert's last row is always row 2^30 - 1. Two more dims shift the address back: dim 1

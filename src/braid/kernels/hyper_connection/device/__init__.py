@@ -1,5 +1,4 @@
-"""Hyper-connections in Triton: kernels, and functions that launch them. All of it needs Triton; whoever imports
-this has looked for it.
+"""Triton kernels of hyper-connections, and functions that launch them. Importing this package requires Triton.
 
-Streams are read and written in their own dtype; all arithmetic and every other tensor is float32. Sums over
-channels and over tokens are made by programs in a fixed order and added up in a fixed order."""
+Streams are read and written in their own dtype; all arithmetic and all other tensors are float32. Reductions
+over channels and tokens run in a fixed order, within programs and across them, so results are deterministic."""

@@ -1,12 +1,11 @@
-"""All that reaches the streams of a token, and the gradient of the projection's weight.
+"""Backward of hyper-connections: the gradients of the streams and of the projection weight.
 
-Into the streams come what the mixing hands back, what the way into the branch hands back, what the projection
-hands back, and what its norm does. Every program takes some tokens through a part of the channels of all
-streams: what is known of a token is read once. The weight has a pass of its own, with programs that take some
-channels through a part of the tokens.
+The stream gradient has four contributions: from H_res, from H_pre, from the projection, and from its RMS norm.
+Every program handles some tokens and a slice of the channels of all streams, so that per-token values are read
+once. The weight gradient is a kernel of its own, whose programs handle some channels and a slice of the tokens.
 
-Shapes: N tokens, S streams, C channels, M rows of the projection, K = S · C, P parts of the gradient of the
-projection, Z parts of the tokens.
+Shapes: N tokens, S streams, C channels, M rows of the projection, K = S · C, P bfloat16 parts of the projection
+gradient, Z slices of the tokens.
 """
 
 from __future__ import annotations
@@ -22,30 +21,30 @@ from braid.kernels.hyper_connection.device.mapping import ToStreams
 from braid.kernels.launch import Launcher, parts_of, power_of_two
 
 ADDED = 1024
-"""Entries that a program adds up."""
+"""Elements per program of `added_up`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WgradVariant:
-    """One way to find the gradient of the weight."""
+    """Tile sizes of the weight gradient."""
 
     depth: int = 64
-    """Tokens that are multiplied at a time."""
+    """Tokens per product."""
     channels: int = 256
     per_sm: int = 2
-    """Programs for each multiprocessor, as far as there are tokens for them."""
+    """Programs per SM, if there are enough tokens."""
     warps: int = 8
     stages: int = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class GradientVariant:
-    """One way to find the gradients of the streams."""
+    """Tile sizes of the stream gradient."""
 
     tokens: int = 32
     channels: int = 64
     splits: int = 4
-    """Programs that share a token, each with its part of the channels."""
+    """Programs per token, each with a slice of the channels."""
     warps: int = 4
     stages: int = 2
 
@@ -61,7 +60,7 @@ def gradients(
     weight_MK: Tensor,
     variant: GradientVariant,
 ) -> Tensor:
-    """The gradient of the streams. `d_out_NSC` is that of what `mix` gave; an exit has none."""
+    """Gradient of the streams. `d_out_NSC` is the gradient of the output of `mix`; None for an exit."""
     tokens, streams, channels = x_NSC.shape
     rows, v = weight_MK.shape[0], variant
     steps = parts_of(parts_of(channels, v.channels), v.splits)
@@ -85,7 +84,7 @@ def gradients(
 
 
 def weight_gradient(launch: Launcher, x_NK: Tensor, factor: Tensor, variant: WgradVariant) -> Tensor:
-    """Partial sums Z, M, K of the gradient of the projection's weight. The factor is that of `ToStreams`."""
+    """Partial sums (Z, M, K) of the gradient of the projection weight; `factor` is `ToStreams.factor`."""
     (tokens, channels), rows, v = x_NK.shape, factor.shape[-1], variant
     across = parts_of(channels, v.channels)
     splits = max(1, v.per_sm * launch.multiprocessors(x_NK.device) // across)
@@ -109,7 +108,7 @@ def weight_gradient(launch: Launcher, x_NK: Tensor, factor: Tensor, variant: Wgr
 
 
 def added_up(launch: Launcher, long_ZE: Tensor, short_ZE: Tensor) -> tuple[Tensor, Tensor]:
-    """The sums of both over their first dim: the first has many entries, the second has many to add."""
+    """Sum both tensors over their first dim, in one launch: few rows of many elements, and many rows of few."""
     (parts, *entries), (rows, short) = long_ZE.shape, short_ZE.shape
     long_E, short_E = long_ZE.new_empty(entries), short_ZE.new_empty(short)
     long = long_E.numel()
@@ -136,7 +135,7 @@ def _add_up(
     SHORT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The first programs have an entry of the short each, the others a block of the long."""
+    """The first SHORT programs reduce one column of `of_short` each, the others a block of `of_long`."""
     program = tl.program_id(0)
     place = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), dtype=tl.float32)

@@ -1,11 +1,10 @@
-"""From projections to mappings, and back: a few numbers per token.
+"""Mappings H_pre, H_post, H_res from the projections of a token, forward and backward: a few scalars per token.
 
-The gradient of the Sinkhorn steps is that of the steps that were taken, not of where they lead to. The steps
-are taken once more; of each, the sums that it divided by stay in registers, and going back, multiplying with
-them gives the matrix that was there before.
+Backward differentiates through the Sinkhorn iterations, not their fixed point. It recomputes the iterations and
+keeps the divisor of each in registers; in reverse, multiplying by the divisor restores the matrix before it.
 
-Shapes: N tokens, S streams, M rows of the projection, W wide enough for one more, A strengths (3, or 1 of an
-exit), P parts that a gradient is the sum of, Z parts of the projection.
+Shapes: N tokens, S streams, M rows of the projection, W at least M + 1 (padded), A alphas (3, or 1 for an
+exit), P bfloat16 parts of a gradient, Z partial sums of the projection.
 """
 
 from __future__ import annotations
@@ -22,38 +21,38 @@ from braid.kernels.hyper_connection.reference import ConnectionForm, Mappings
 from braid.kernels.launch import Launcher, parts_of, power_of_two
 
 PARTS = 2
-"""Of the gradient of the projection, where activations are bfloat16: two have 16 bits."""
+"""bfloat16 parts of the projection gradient, if activations are bfloat16: two parts keep 16 bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MapVariant:
-    """One way to take tokens through the mappings."""
+    """Tile size of the mapping kernels."""
 
     tokens: int = 8
-    """Of one program, which is one warp: its sums need no barriers."""
+    """Tokens per program. A program is a single warp, so that reductions need no barriers."""
 
 
 class Known(NamedTuple):
-    """What backward needs to know of the projection."""
+    """Projection results saved for backward."""
 
     sums_NM: Tensor
     scale_N: Tensor
-    """One over the root of the mean square."""
+    """Reciprocal RMS."""
 
 
 class ToStreams(NamedTuple):
-    """What reaches the streams through the projection, but for the weight."""
+    """Gradients that flow to the streams through the projection, before the product with the weight."""
 
     sums_NM: Tensor
-    """Gradients of the projection."""
+    """Gradient of the projection."""
     scale_N: Tensor
-    """How much of itself each token gets, for its norm."""
+    """Factor on the streams themselves: the gradient through the RMS norm."""
     parts_PNM: Tensor | None
-    """The gradients of the projection as bfloat16 parts, where activations are that."""
+    """The gradient of the projection split into bfloat16 parts, if activations are bfloat16."""
 
     @property
     def factor(self) -> Tensor:
-        """What streams are multiplied with for the gradient of the weight: N, M, or P, N, M where in parts."""
+        """The factor of the streams in the weight gradient: (N, M), or (P, N, M) in parts."""
         return self.sums_NM if self.parts_PNM is None else self.parts_PNM
 
 
@@ -68,7 +67,7 @@ def map_forward(
     streams: int,
     channels: int,
 ) -> tuple[Mappings, Known]:
-    """The mappings of every token; of an exit, `post` and `res` are empty."""
+    """The mappings of every token, and the projection for backward. For an exit, `post` and `res` are empty."""
     (parts, tokens, wide), rows = sums_ZNW.shape, bias_M.shape[0]
     mixes = rows > streams
     made = Mappings(*(bias_M.new_empty(tokens, *shape) for shape in _shapes(streams, mixes)))
@@ -101,7 +100,7 @@ def map_backward(
     channels: int,
     in_parts: bool,
 ) -> tuple[ToStreams, Tensor]:
-    """What reaches the streams, and the gradients of alpha and bias as each program found them."""
+    """Gradients that flow to the streams, and per-program partial sums of the gradients of alpha and bias."""
     tokens, rows = known.sums_NM.shape
     mixes = rows > streams
     programs = parts_of(tokens, variant.tokens)
@@ -133,8 +132,8 @@ def _shapes(streams: int, mixes: bool) -> tuple[tuple[int, ...], ...]:
 
 
 @triton.jit
-def _added(sums, place, inside, stride, PARTS: tl.constexpr):
-    """What all parts of the projection add up to."""
+def _sum_parts(sums, place, inside, stride, PARTS: tl.constexpr):
+    """Sum of the partial sums of the projection."""
     total = tl.load(sums + place, mask=inside, other=0.0)
     for part in tl.static_range(1, PARTS):
         total += tl.load(sums + part * stride + place, mask=inside, other=0.0)
@@ -143,7 +142,7 @@ def _added(sums, place, inside, stride, PARTS: tl.constexpr):
 
 @triton.jit
 def _start(logits, inside, EPS: tl.constexpr):
-    """Rows of a softmax, with zeros outside of the matrix."""
+    """Row-wise softmax plus EPS, the start of the Sinkhorn iterations; zero outside the matrix."""
     logits = tl.where(inside, logits, -1e30)
     powers = tl.exp(logits - tl.max(logits, 2, keep_dims=True))
     return tl.where(inside, powers / tl.sum(powers, 2, keep_dims=True) + EPS, 0.0)
@@ -184,11 +183,11 @@ def _map(
     inside3 = here[:, None, None] & matrix[None, :, :]
 
     # All is read before anything is computed, so that it is waited for once.
-    squares = _added(sums, t.to(tl.int64) * WIDTH + M, here, stride, PARTS)
-    to_pre = _added(sums, t2 * WIDTH + s[None, :], inside, stride, PARTS)
+    squares = _sum_parts(sums, t.to(tl.int64) * WIDTH + M, here, stride, PARTS)
+    to_pre = _sum_parts(sums, t2 * WIDTH + s[None, :], inside, stride, PARTS)
     if MIXES:
-        to_post = _added(sums, t2 * WIDTH + S + s[None, :], inside, stride, PARTS)
-        to_res = _added(sums, t3 * WIDTH + 2 * S + entry[None, :, :], inside3, stride, PARTS)
+        to_post = _sum_parts(sums, t2 * WIDTH + S + s[None, :], inside, stride, PARTS)
+        to_res = _sum_parts(sums, t3 * WIDTH + 2 * S + entry[None, :, :], inside3, stride, PARTS)
         tl.store(known_sums + t2 * M + S + s[None, :], to_post, mask=inside)
         tl.store(known_sums + t3 * M + 2 * S + entry[None, :, :], to_res, mask=inside3)
     tl.store(known_sums + t2 * M + s[None, :], to_pre, mask=inside)
@@ -212,8 +211,8 @@ def _map(
 
 
 @triton.jit
-def _through_sums(grad, state, divisor, inside, AXIS: tl.constexpr, FULL: tl.constexpr):
-    """The gradient of what was divided by its own sums, which gave `state`."""
+def _normalization_backward(grad, state, divisor, inside, AXIS: tl.constexpr, FULL: tl.constexpr):
+    """Backward of one normalization: the gradient of its input, and the input itself, restored from `state`."""
     grad = (grad - tl.sum(grad * state, AXIS, keep_dims=True)) * (1.0 / divisor)
     if not FULL:
         grad = tl.where(inside, grad, 0.0)
@@ -222,7 +221,7 @@ def _through_sums(grad, state, divisor, inside, AXIS: tl.constexpr, FULL: tl.con
 
 @triton.jit
 def _sinkhorn_backward(logits, grad, inside, STEPS: tl.constexpr, EPS: tl.constexpr, FULL: tl.constexpr):
-    """The gradient of the logits. FULL says whether the matrix fills the tile."""
+    """Gradient of the logits. FULL: the matrix fills the tile, without padding."""
     state = _start(logits, inside, EPS)
     column = tl.sum(state, 1, keep_dims=True) + EPS
     state *= 1.0 / column
@@ -234,23 +233,23 @@ def _sinkhorn_backward(logits, grad, inside, STEPS: tl.constexpr, EPS: tl.conste
         state *= 1.0 / column
         divisors += (row, column)
     for i in tl.static_range(STEPS - 1):
-        grad, state = _through_sums(grad, state, divisors[2 * (STEPS - 1 - i)], inside, 1, FULL)
-        grad, state = _through_sums(grad, state, divisors[2 * (STEPS - 1 - i) - 1], inside, 2, FULL)
-    grad, state = _through_sums(grad, state, divisors[0], inside, 1, FULL)
-    share = tl.where(inside, state - EPS, 0.0)
-    return share * (grad - tl.sum(grad * share, 2, keep_dims=True))
+        grad, state = _normalization_backward(grad, state, divisors[2 * (STEPS - 1 - i)], inside, 1, FULL)
+        grad, state = _normalization_backward(grad, state, divisors[2 * (STEPS - 1 - i) - 1], inside, 2, FULL)
+    grad, state = _normalization_backward(grad, state, divisors[0], inside, 1, FULL)
+    softmax = tl.where(inside, state - EPS, 0.0)
+    return softmax * (grad - tl.sum(grad * softmax, 2, keep_dims=True))
 
 
 @triton.jit
-def _hand_on(d_sums, d_parts, place, grad, inside, stride, PARTS: tl.constexpr):
-    """Leave a gradient of the projection, and what it is the sum of."""
+def _store_gradient(d_sums, d_parts, place, grad, inside, stride, PARTS: tl.constexpr):
+    """Store a gradient of the projection, in float32 and split into bfloat16 parts."""
     tl.store(d_sums + place, grad, mask=inside)
     if d_parts is not None:
-        left = grad
+        rest = grad
         for part in tl.static_range(PARTS):
-            high = left.to(d_parts.dtype.element_ty)
+            high = rest.to(d_parts.dtype.element_ty)
             tl.store(d_parts + part * stride + place, high, mask=inside)
-            left -= high.to(tl.float32)
+            rest -= high.to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -307,7 +306,7 @@ def _map_backward(
     a = tl.load(alpha)
     open_ = tl.sigmoid(normed * a + tl.load(bias + s, mask=s < S, other=0.0)[None, :])
     dh = grad * open_ * (1.0 - open_)
-    _hand_on(d_sums, d_parts, place, dh * a * scale[:, None], inside, stride, PARTS)
+    _store_gradient(d_sums, d_parts, place, dh * a * scale[:, None], inside, stride, PARTS)
     tl.store(of_alpha, tl.sum(dh * normed))
     tl.store(of_bias + s, tl.sum(dh, 0), mask=s < S)
     to_scale = tl.sum(dh * a * total, 1)
@@ -316,7 +315,7 @@ def _map_backward(
         a = tl.load(alpha + 1)
         open_ = tl.sigmoid(normed * a + tl.load(bias + S + s, mask=s < S, other=0.0)[None, :])
         dh = 2.0 * grad2 * open_ * (1.0 - open_)
-        _hand_on(d_sums, d_parts, place + S, dh * a * scale[:, None], inside, stride, PARTS)
+        _store_gradient(d_sums, d_parts, place + S, dh * a * scale[:, None], inside, stride, PARTS)
         tl.store(of_alpha + 1, tl.sum(dh * normed))
         tl.store(of_bias + S + s, tl.sum(dh, 0), mask=s < S)
         to_scale += tl.sum(dh * a * total2, 1)
@@ -325,7 +324,7 @@ def _map_backward(
         a = tl.load(alpha + 2)
         b = tl.load(bias + 2 * S + entry, mask=matrix, other=0.0)[None, :, :]
         dh3 = _sinkhorn_backward(normed3 * a + b, grad3, inside3, STEPS, EPS, S == SP)
-        _hand_on(d_sums, d_parts, place3, dh3 * a * scale[:, None, None], inside3, stride, PARTS)
+        _store_gradient(d_sums, d_parts, place3, dh3 * a * scale[:, None, None], inside3, stride, PARTS)
         tl.store(of_alpha + 2, tl.sum(dh3 * normed3))
         tl.store(of_bias + 2 * S + entry, tl.sum(dh3, 0), mask=matrix)
         to_scale += tl.sum(tl.sum(dh3 * a * total3, 2), 1)

@@ -1,11 +1,11 @@
-"""Projections of all streams of a token, and the sum of their squares, in one pass over the streams.
+"""Split-K projection of all streams of a token, with their sum of squares, in one pass over the streams.
 
-Tensor cores multiply bfloat16 without loss, and so a float32 weight is cut into bfloat16 parts whose sum it is:
-three of them hold all 24 bits. Activations of other dtypes are multiplied as float32, by three products of
-tf32.
+Tensor cores multiply bfloat16 exactly, so a float32 weight is split into bfloat16 parts that sum to it: three
+parts hold all 24 bits. Activations of other dtypes are multiplied as float32, with three TF32 products
+(tf32x3).
 
-Shapes: N tokens, K = streams · channels, M rows of the projection, W wide enough for one more, P parts of the
-weight, Z parts of K.
+Shapes: N tokens, K = streams · channels, M rows of the projection, W at least M + 1 (padded), P parts of the
+weight, Z slices of K.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from braid.kernels.launch import Launcher, parts_of, power_of_two
 
 @dataclass(frozen=True, kw_only=True)
 class ProjectionVariant:
-    """One way to run the projection."""
+    """Tile sizes of the projection."""
 
     tokens: int = 128
     depth: int = 64
-    """Channels that are multiplied at a time."""
+    """Channels per product."""
     splits: int = 4
-    """Programs that share a token, each with its part of the channels."""
+    """Programs per token, each with a slice of the channels."""
     warps: int = 4
     stages: int = 4
     parts: int = 3
-    """Of the weight, where activations are bfloat16."""
+    """bfloat16 parts of the weight, if activations are bfloat16."""
 
 
 def project(launch: Launcher, x_NK: Tensor, weight_MK: Tensor, variant: ProjectionVariant) -> Tensor:
-    """Partial sums Z, N, W, still to be added up: the products of every token with the weight, and after them
-    the squares of its channels."""
+    """Partial sums (Z, N, W), which the caller reduces over Z: M products with the weight, then the sum of
+    squares."""
     tokens, channels = x_NK.shape
     rows, v = weight_MK.shape[0], variant
     steps = parts_of(parts_of(channels, v.depth), v.splits)
@@ -60,7 +60,7 @@ def project(launch: Launcher, x_NK: Tensor, weight_MK: Tensor, variant: Projecti
 
 
 def cut(launch: Launcher, weight_MK: Tensor, parts: int) -> Tensor:
-    """A float32 weight as bfloat16 parts P, M, K, largest first, that add up to it."""
+    """A float32 weight as a sum of bfloat16 parts (P, M, K), largest first."""
     parts_PMK = torch.empty(parts, *weight_MK.shape, dtype=torch.bfloat16, device=weight_MK.device)
     entries, block = weight_MK.numel(), 2048
     grid, constants = (parts_of(entries, block), 1), {"PARTS": parts, "BLOCK": block}
@@ -69,7 +69,7 @@ def cut(launch: Launcher, weight_MK: Tensor, parts: int) -> Tensor:
 
 
 def width(rows: int) -> int:
-    """How wide a tile that holds so many rows of the projection, and one more, is."""
+    """Tile width for the rows of the projection and the sum of squares."""
     return max(16, power_of_two(rows + 1))
 
 
@@ -77,11 +77,11 @@ def width(rows: int) -> int:
 def _cut(weight, parts, entries, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = place < entries
-    left = tl.load(weight + place, mask=inside, other=0.0)
+    rest = tl.load(weight + place, mask=inside, other=0.0)
     for part in tl.static_range(PARTS):
-        high = left.to(parts.dtype.element_ty)
+        high = rest.to(parts.dtype.element_ty)
         tl.store(parts + part * entries + place, high, mask=inside)
-        left -= high.to(tl.float32)
+        rest -= high.to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["tokens", "steps"])
@@ -125,9 +125,9 @@ def _project(
             added = tl.dot(tile.to(tl.float32), w, added, input_precision="tf32x3")
         wide = tile.to(tl.float32)
         square += tl.sum((wide * wide).reshape(BT, BK // 8, 8), 2)
-        # Added by itself, so that a step waits for its product: a tile that registers want too has no buffer to
-        # spare, and a product still under way would read what comes next. Triton makes a plain sum part of the
-        # product, which then goes on after the step.
+        # An explicit FMA makes every step wait for its product. Triton would fold a plain `+=` into the
+        # asynchronous product, which then outlives the step; the tile is also read from registers (for the
+        # squares) and has no spare pipeline buffer, so the product could read the next tile.
         result = tl.fma(added, 1.0, result)
     result = tl.where((m == M)[None, :], tl.sum(square, 1)[:, None], result)
     row = split.to(tl.int64) * tokens + t

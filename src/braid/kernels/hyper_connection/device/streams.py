@@ -1,8 +1,7 @@
-"""Sums over streams, for every channel of a token: all reading and writing.
+"""Weighted sums over streams (H_pre, H_post, H_res), forward and backward: memory-bound kernels.
 
-Every program takes a few tokens through all of their channels, so that sums over channels end where they were
-begun. `aggregate` takes the last tokens first: their streams were read last by the projection, and may still be
-in the cache.
+Every program handles a few tokens with all of their channels, so that sums over channels stay within a program.
+`aggregate` starts with the last tokens: the projection read their streams last, so they may still be in L2.
 
 Shapes: N tokens, S streams, C channels.
 """
@@ -22,16 +21,16 @@ from braid.kernels.launch import Launcher, parts_of
 
 @dataclass(frozen=True, kw_only=True)
 class StreamVariant:
-    """One way to cut tokens."""
+    """Tile sizes of a kernel over tokens."""
 
     tokens: int = 4
     channels: int = 256
     warps: int = 4
     stages: int = 1
-    """How many steps of channels are on their way."""
+    """Software-pipeline stages of the loop over channels."""
 
     def run(self, launch: Launcher, kernel: Any, x_NSC: Tensor, tensors: tuple[Tensor | None, ...]) -> None:
-        """Launch a kernel that takes tokens by themselves."""
+        """Launch a kernel with one program per `tokens` tokens."""
         tokens, streams, channels = x_NSC.shape
         launch(
             kernel,
@@ -47,7 +46,7 @@ class StreamVariant:
 
 
 def aggregate(launch: Launcher, x_NSC: Tensor, pre_NS: Tensor, variant: StreamVariant) -> Tensor:
-    """The sum of a token's streams, each with its weight."""
+    """The branch input: the sum of the streams, weighted by H_pre."""
     tokens, _, channels = x_NSC.shape
     out_NC = x_NSC.new_empty(tokens, channels)
     variant.run(launch, _aggregate, x_NSC, (x_NSC, pre_NS, out_NC))
@@ -55,7 +54,7 @@ def aggregate(launch: Launcher, x_NSC: Tensor, pre_NS: Tensor, variant: StreamVa
 
 
 def aggregate_backward(launch: Launcher, d_NC: Tensor, x_NSC: Tensor, variant: StreamVariant) -> Tensor:
-    """The gradient of the weights, S of each token."""
+    """Gradient of H_pre."""
     tokens, streams, _ = x_NSC.shape
     d_pre_NS = x_NSC.new_empty(tokens, streams, dtype=torch.float32)
     variant.run(launch, _aggregate_backward, x_NSC, (d_NC, x_NSC, d_pre_NS))
@@ -71,7 +70,7 @@ def mix(
     res_NSS: Tensor,
     variant: StreamVariant,
 ) -> Tensor:
-    """Streams mixed, and to each its share of the branch's result."""
+    """The new streams, H_resᵀ · x + H_post · (y + bias)."""
     out_NSC = torch.empty_like(x_NSC)
     variant.run(launch, _mix, x_NSC, (x_NSC, y_NC, bias_C, post_NS, res_NSS, out_NSC))
     return out_NSC
@@ -86,13 +85,13 @@ def mix_backward(
     post_NS: Tensor,
     variant: StreamVariant,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of the branch's result, and of the ways out and the mixing. That of the streams is for
-    `gradients`, which has all that reaches them."""
+    """Gradients of the branch output, H_post and H_res. The gradient of the streams is computed in `gradients`,
+    together with its other contributions."""
     tokens, streams, _ = x_NSC.shape
     d_y_NC = torch.empty_like(y_NC)
     d_post_NS, d_res_NSS = torch.empty_like(post_NS), post_NS.new_empty(tokens, streams, streams)
-    given = (d_NSC, x_NSC, y_NC, bias_C, post_NS, d_y_NC, d_post_NS, d_res_NSS)
-    variant.run(launch, _mix_backward, x_NSC, given)
+    tensors = (d_NSC, x_NSC, y_NC, bias_C, post_NS, d_y_NC, d_post_NS, d_res_NSS)
+    variant.run(launch, _mix_backward, x_NSC, tensors)
     return d_y_NC, d_post_NS, d_res_NSS
 
 
@@ -100,8 +99,8 @@ def mix_backward(
 
 
 @triton.jit
-def _tile(entries, t, c, here, C: tl.constexpr, stride: tl.constexpr, EVEN: tl.constexpr):
-    """Some channels of some tokens, which lie `stride` apart, in float32."""
+def _load_tile(entries, t, c, here, C: tl.constexpr, stride: tl.constexpr, EVEN: tl.constexpr):
+    """Load a tile of tokens and channels in float32; tokens are `stride` elements apart."""
     inside = here[:, None]
     if not EVEN:
         inside = inside & (c < C)[None, :]
@@ -110,8 +109,8 @@ def _tile(entries, t, c, here, C: tl.constexpr, stride: tl.constexpr, EVEN: tl.c
 
 
 @triton.jit
-def _leave(entries, t, c, here, C: tl.constexpr, stride: tl.constexpr, tile, EVEN: tl.constexpr):
-    """Put a tile in its place."""
+def _store_tile(entries, t, c, here, C: tl.constexpr, stride: tl.constexpr, tile, EVEN: tl.constexpr):
+    """Store a tile of tokens and channels; tokens are `stride` elements apart."""
     inside = here[:, None]
     if not EVEN:
         inside = inside & (c < C)[None, :]
@@ -120,8 +119,8 @@ def _leave(entries, t, c, here, C: tl.constexpr, stride: tl.constexpr, tile, EVE
 
 
 @triton.jit
-def _by_eights(product, BT: tl.constexpr, BC: tl.constexpr):
-    """Sums of eight neighbours, which are in the hands of one thread."""
+def _sum_eights(product, BT: tl.constexpr, BC: tl.constexpr):
+    """Sums of eight adjacent channels, which one thread holds, so that they need no shuffles."""
     return tl.sum(product.reshape(BT, BC // 8, 8), 2)
 
 
@@ -147,8 +146,8 @@ def _aggregate(
         c = channel + tl.arange(0, BC)
         total = tl.zeros((BT, BC), dtype=tl.float32)
         for j in tl.static_range(S):
-            total += weights[j][:, None] * _tile(x + j * C, t, c, here, C, S * C, EVEN)
-        _leave(out, t, c, here, C, C, total, EVEN)
+            total += weights[j][:, None] * _load_tile(x + j * C, t, c, here, C, S * C, EVEN)
+        _store_tile(out, t, c, here, C, C, total, EVEN)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -171,11 +170,11 @@ def _aggregate_backward(
         sums += (tl.zeros((BT, BC // 8), dtype=tl.float32),)
     for channel in tl.range(0, C, BC, num_stages=STAGES):
         c = channel + tl.arange(0, BC)
-        grad = _tile(d, t, c, here, C, C, EVEN)
+        grad = _load_tile(d, t, c, here, C, C, EVEN)
         added = ()
         for j in tl.static_range(S):
-            stream = _tile(x + j * C, t, c, here, C, S * C, EVEN)
-            added += (sums[j] + _by_eights(grad * stream, BT, BC),)
+            stream = _load_tile(x + j * C, t, c, here, C, S * C, EVEN)
+            added += (sums[j] + _sum_eights(grad * stream, BT, BC),)
         sums = added
     for j in tl.static_range(S):
         tl.store(d_pre + t * S + j, tl.sum(sums[j], 1), mask=here)
@@ -207,17 +206,17 @@ def _mix(
         weights += (tl.load(res + t * S * S + jk, mask=here, other=0.0),)
     for channel in tl.range(0, C, BC, num_stages=STAGES):
         c = channel + tl.arange(0, BC)
-        result = _tile(y, t, c, here, C, C, EVEN)
+        result = _load_tile(y, t, c, here, C, C, EVEN)
         if bias is not None:
             result += tl.load(bias + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
         streams = ()
         for j in tl.static_range(S):
-            streams += (_tile(x + j * C, t, c, here, C, S * C, EVEN),)
+            streams += (_load_tile(x + j * C, t, c, here, C, S * C, EVEN),)
         for k in tl.static_range(S):
             total = shares[k][:, None] * result
             for j in tl.static_range(S):
                 total += weights[j * S + k][:, None] * streams[j]
-            _leave(out + k * C, t, c, here, C, S * C, total, EVEN)
+            _store_tile(out + k * C, t, c, here, C, S * C, total, EVEN)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -250,24 +249,24 @@ def _mix_backward(
         to_weights += (tl.zeros((BT, BC // 8), dtype=tl.float32),)
     for channel in tl.range(0, C, BC, num_stages=STAGES):
         c = channel + tl.arange(0, BC)
-        result = _tile(y, t, c, here, C, C, EVEN)
+        result = _load_tile(y, t, c, here, C, C, EVEN)
         if bias is not None:
             result += tl.load(bias + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
         grads = ()
         to_result = tl.zeros((BT, BC), dtype=tl.float32)
         added = ()
         for k in tl.static_range(S):
-            grad = _tile(d + k * C, t, c, here, C, S * C, EVEN)
+            grad = _load_tile(d + k * C, t, c, here, C, S * C, EVEN)
             to_result += shares[k][:, None] * grad
-            added += (to_shares[k] + _by_eights(grad * result, BT, BC),)
+            added += (to_shares[k] + _sum_eights(grad * result, BT, BC),)
             grads += (grad,)
         to_shares = added
-        _leave(d_y, t, c, here, C, C, to_result, EVEN)
+        _store_tile(d_y, t, c, here, C, C, to_result, EVEN)
         added = ()
         for j in tl.static_range(S):
-            stream = _tile(x + j * C, t, c, here, C, S * C, EVEN)
+            stream = _load_tile(x + j * C, t, c, here, C, S * C, EVEN)
             for k in tl.static_range(S):
-                added += (to_weights[j * S + k] + _by_eights(stream * grads[k], BT, BC),)
+                added += (to_weights[j * S + k] + _sum_eights(stream * grads[k], BT, BC),)
         to_weights = added
     for k in tl.static_range(S):
         tl.store(d_post + t * S + k, tl.sum(to_shares[k], 1), mask=here)

@@ -1,1 +1,1 @@
-"""Kernels in Triton that move rows; whoever imports this has looked for it."""
+"""Triton kernels of permute and unpermute. Importing this package requires Triton."""

@@ -1,4 +1,4 @@
-"""Rows that are copied, and rows that are summed."""
+"""Triton kernels: copy tokens to rows, sum rows to tokens."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import triton.language as tl
 
 
 @triton.jit(do_not_specialize=["rows", "tokens"])
-def spread(
+def permute(
     x,
     token_of,
     out,
@@ -20,16 +20,16 @@ def spread(
 ):
     m = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     n = tl.program_id(1) * COLS + tl.arange(0, COLS)
-    here = m < rows
-    token = tl.load(token_of + m, mask=here, other=0)
-    inside = here[:, None] & (n < CHANNELS)[None, :]
-    there = inside & (token < tokens)[:, None] if GAPS else inside
-    copied = tl.load(x + token[:, None] * CHANNELS + n[None, :], mask=there, other=0.0)
+    in_rows = m < rows
+    token = tl.load(token_of + m, mask=in_rows, other=0)
+    inside = in_rows[:, None] & (n < CHANNELS)[None, :]
+    valid = inside & (token < tokens)[:, None] if GAPS else inside
+    copied = tl.load(x + token[:, None] * CHANNELS + n[None, :], mask=valid, other=0.0)
     tl.store(out + m[:, None] * CHANNELS + n[None, :], copied, mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows"])
-def collect(
+def unpermute(
     y,
     row_of,
     out,
@@ -46,6 +46,6 @@ def collect(
     total = tl.zeros((COLS,), dtype=tl.float64 if WIDE else tl.float32)
     for slot in tl.static_range(SLOTS):
         row = tl.load(row_of + token * SLOTS + slot)
-        there = inside & (row < rows) if GAPS else inside
-        total += tl.load(y + row * CHANNELS + n, mask=there, other=0.0).to(total.dtype)
+        valid = inside & (row < rows) if GAPS else inside
+        total += tl.load(y + row * CHANNELS + n, mask=valid, other=0.0).to(total.dtype)
     tl.store(out + token * CHANNELS + n, total.to(out.dtype.element_ty), mask=inside)

@@ -1,1 +1,1 @@
-"""Kernels in Triton that norm vectors; whoever imports this has looked for it."""
+"""Triton kernels of RMSNorm. Importing this package requires Triton."""

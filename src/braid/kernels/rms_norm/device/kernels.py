@@ -1,11 +1,11 @@
-"""Rows that are normed, forward and backward. Where rows lie is what `kernels.rows` says."""
+"""Triton kernels of RMSNorm over strided rows (see `kernels.rows`), forward and backward."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from braid.kernels.device.rows import begin_of
+from braid.kernels.device.rows import row_offset
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -17,7 +17,7 @@ def norm_forward(
 ):  # fmt: skip
     r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     n = tl.arange(0, COLS)
-    begin = begin_of(r, MIDDLE, INNER, OUTER_STRIDE, MIDDLE_STRIDE, INNER_STRIDE)
+    begin = row_offset(r, MIDDLE, INNER, OUTER_STRIDE, MIDDLE_STRIDE, INNER_STRIDE)
     inside = (r < rows)[:, None] & (n < CHANNELS)[None, :]
     given = tl.load(x + begin[:, None] + n[None, :], mask=inside, other=0.0).to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(given * given, 1) / CHANNELS + EPS)
@@ -40,7 +40,7 @@ def norm_backward(
     first = tl.program_id(0).to(tl.int64) * steps * ROWS
     for step in range(0, steps):
         r = first + step * ROWS + tl.arange(0, ROWS)
-        begin = begin_of(r, MIDDLE, INNER, OUTER_STRIDE, MIDDLE_STRIDE, INNER_STRIDE)
+        begin = row_offset(r, MIDDLE, INNER, OUTER_STRIDE, MIDDLE_STRIDE, INNER_STRIDE)
         inside = (r < rows)[:, None] & (n < CHANNELS)[None, :]
         given = tl.load(x + begin[:, None] + n[None, :], mask=inside, other=0.0).to(tl.float32)
         grad = tl.load(dy + r[:, None] * CHANNELS + n[None, :], mask=inside, other=0.0).to(tl.float32)

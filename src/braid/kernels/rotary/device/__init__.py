@@ -1,1 +1,1 @@
-"""The kernel in Triton that turns heads; whoever imports this has looked for it."""
+"""Triton kernel of RoPE. Importing this package requires Triton."""
