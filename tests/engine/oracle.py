@@ -224,7 +224,7 @@ class Step:
     def _context(self, micro_batch: int) -> Context:
         if micro_batch not in self.contexts:
             whole = self.counts.totals[micro_batch]
-            context = self.model.prepare(self.batches[micro_batch], whole=whole)
+            context = self.model.prepare(self.batches[micro_batch], totals=whole)
             context.deviations = None if self.model.shape.hyper is None else {}
             self.contexts[micro_batch] = context
         return self.contexts[micro_batch]
