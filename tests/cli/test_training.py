@@ -98,7 +98,7 @@ def test_a_run_tells_what_it_does_and_where_everything_is(whole):
         "step 40/40",
         "validation loss",
         "sample ",
-        "how often each token occurs",
+        "unigram entropy of the data",
     ):
         assert words in told
     assert str(out / "checkpoints" / "step-00000040") in told

@@ -43,7 +43,7 @@ from braid.schedule import (
     with_sums,
 )
 from braid.schedule.builders import with_messages
-from braid.schedule.dual import beats
+from braid.schedule.dual import slots
 from braid.train.build import _shard, make_model
 from braid.train.device import choose_device
 from braid.train.expert_load import ExpertLoad
@@ -72,8 +72,8 @@ def dual_pipe_v_of_segments(pp: int, micro_batches: int) -> Schedule:
     order = [
         [
             (act, turn)
-            for beat in beats(rank, pp, micro_batches)
-            for act, turn in ((Act.F, beat.forward), (Act.B, beat.backward))
+            for slot in slots(rank, pp, micro_batches)
+            for act, turn in ((Act.F, slot.forward), (Act.B, slot.backward))
             if turn
         ]
         for rank in range(pp)
@@ -224,7 +224,7 @@ class Step:
     def _context(self, micro_batch: int) -> Context:
         if micro_batch not in self.contexts:
             whole = self.counts.totals[micro_batch]
-            context = self.model.prepare(self.batches[micro_batch], whole=whole)
+            context = self.model.prepare(self.batches[micro_batch], totals=whole)
             context.deviations = None if self.model.shape.hyper is None else {}
             self.contexts[micro_batch] = context
         return self.contexts[micro_batch]

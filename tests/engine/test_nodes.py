@@ -70,14 +70,14 @@ def test_the_comparison_sees_another_order_of_uses_within_a_phase(monkeypatch):
     """Sabotage: the shared expert before the router changes the order in which three gradients are summed."""
     case = Case(pattern="[*E][*E]")
     plain = train(0, case, overlap=False)
-    routed = Block._routed
+    routed = Block._route
 
     def shared_first(self, context, dispatch_plans, x_BtC, normed_BtC):
         shared_BtC = self._moe(self.block.layers[-1]).shared_output(normed_BtC)
         flow, routing = routed(self, context, dispatch_plans, x_BtC, normed_BtC)
         return flow._replace(shared_BtC=shared_BtC), routing
 
-    monkeypatch.setattr(Block, "_routed", shared_first)
+    monkeypatch.setattr(Block, "_route", shared_first)
     with pytest.raises(AssertionError, match="differ"):
         assert_same_bits(plain, train(0, case, overlap=True))
 

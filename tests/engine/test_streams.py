@@ -140,7 +140,12 @@ def test_a_job_that_fails_says_so_to_whoever_waits_for_it():
         raise ValueError("lost on the way")
 
     first = streams.issue(Stream.COMMUNICATION, fail)
-    for wait in (lambda: streams.wait(Stream.COMPUTE, first), lambda: streams.settle(first), streams.join):
+    waits = (
+        lambda: streams.wait(Stream.COMPUTE, first),
+        lambda: streams.finish_using_weights(first),
+        streams.join,
+    )
+    for wait in waits:
         with pytest.raises(ValueError, match="lost on the way"):
             wait()
     streams.issue(Stream.COMMUNICATION, lambda: after.append("the next step"))

@@ -109,7 +109,7 @@ def test_any_length_and_documents(data: st.DataObject) -> None:
     chunk, together = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 4))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reference, "CHUNK", chunk)
-        patch.setattr(reference, "TOGETHER", together)
+        patch.setattr(reference, "SCAN_CHUNKS", together)
         state = torch.randn(2, 2, 3, 2, dtype=torch.float64)
         assert_same_with_gradients(inputs(total, seed=total), documents([cuts, [total]]), state)
 
@@ -118,7 +118,7 @@ def test_gradcheck() -> None:
     values = inputs(5, rows=1, repeats=1, dim=2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reference, "CHUNK", 2)
-        patch.setattr(reference, "TOGETHER", 2)
+        patch.setattr(reference, "SCAN_CHUNKS", 2)
         assert torch.autograd.gradcheck(lambda *leaves: scan(*leaves, documents([[3, 2]])), tuple(values))
 
 

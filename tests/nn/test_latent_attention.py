@@ -127,8 +127,8 @@ def test_a_cache_keeps_latent_and_rotated_key_alone() -> None:
     module = build(SHAPES["yarn"])
     cache = module.new_cache(2, torch.device("cpu"), torch.bfloat16)
     (store,) = vars(cache).values()
-    assert store.places_BP_.shape == (2, 0, 1, 6 + 8)
-    assert store.places_BP_.dtype == torch.bfloat16
+    assert store.data_BP_.shape == (2, 0, 1, 6 + 8)
+    assert store.data_BP_.dtype == torch.bfloat16
 
 
 def test_flops_count_every_product() -> None:

@@ -65,7 +65,7 @@ def test_the_input_of_outputs_apart_sums_its_gradients_as_that_of_separate_produ
         filled(layer)
         x = torch.randn(shape, requires_grad=True)
         results = []
-        for apart in (layer.apart, lambda x, w=layer.weight: [F.linear(x, w[n::3]) for n in range(3)]):
+        for apart in (layer.split_forward, lambda x, w=layer.weight: [F.linear(x, w[n::3]) for n in range(3)]):
             before, parts, after = x * 0.3, apart(x), x * 0.7
             total = before.sum() + sum(part.square().sum() for part in parts) + after.square().sum()
             results.append(torch.autograd.grad(total, x)[0])

@@ -243,7 +243,7 @@ def test_any_list_is_lowered_to_a_sound_one(made: tuple[Ops, Uses, tuple[str, ..
     assert tuple(op for op in full if not op.act.shards) == ops
     assert parse_ops(" ".join(map(str, full))) == full
     assert figures.gathers == sum(op.act is Act.UNSHARD for op in full)
-    read, graded = ({u for op in ops for u in getattr(uses(op), what)} for what in ("reads", "grades"))
+    read, graded = ({u for op in ops for u in getattr(uses(op), what)} for what in ("reads", "grads"))
     if not policy.gathers:
         assert {op.act for op in full if op.act.shards} <= {Act.ACCUM, Act.REDUCE_GRAD, Act.FINISH}
         assert not any(op.collectives for op in full)

@@ -191,8 +191,8 @@ def rows_in_parts() -> AbstractContextManager[Any]:
 
 def places_from_zero() -> AbstractContextManager[Any]:
     """Every rank numbers its tokens from 0: random masks repeat."""
-    places = Context._places_T.func
-    return patch.object(Context, "_places_T", property(lambda self: torch.arange(len(places(self)))))
+    places = Context._positions_T.func
+    return patch.object(Context, "_positions_T", property(lambda self: torch.arange(len(places(self)))))
 
 
 def same_samples() -> AbstractContextManager[Any]:

@@ -113,7 +113,7 @@ def test_a_save_that_fails_on_the_way_does_not_stop_training(corpus, tmp_path, m
     assert outcome.checkpoint.name == "step-00000008"
     told = capsys.readouterr().err
     assert "needs 3.0 GiB, has 1.0 GiB" in told
-    assert "training goes on" in told
+    assert "training continues" in told
 
 
 def test_too_many_steps_that_are_not_finite_end_the_run(corpus, tmp_path, capsys):

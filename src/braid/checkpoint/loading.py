@@ -58,7 +58,7 @@ def read_manifest(path: Path) -> Manifest:
 def read(
     path: Path, requests: Mapping[str, ReadRequest | Tensor], *, unread: Collection[str] = ()
 ) -> dict[str, Tensor]:
-    """Read wanted, or full tensors like the given ones, into new CPU tensors.
+    """Read boxes, or full tensors like the given ones, into new CPU tensors.
 
     The checkpoint must have the requested names and no others. `unread` lists further names that it may have,
     because they belong to another reader, such as another pipeline stage.

@@ -154,9 +154,7 @@ def launch_env_of(environment: Mapping[str, str]) -> LaunchEnv | None:
 
 def _integer(environment: Mapping[str, str], name: str) -> int:
     if not environment[name].isdecimal():
-        raise ConfigError(
-            f"the environment has {name} = {environment[name]!r}: set it to an integer >= 0"
-        )
+        raise ConfigError(f"the environment has {name} = {environment[name]!r}: set it to an integer >= 0")
     return int(environment[name])
 
 
