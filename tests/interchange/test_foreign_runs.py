@@ -136,7 +136,7 @@ def _look_at_experts(
     layers = [(name, m) for name, m in state.model.named_modules() if isinstance(m, Experts)]
     for block, (name, module) in enumerate(layers):
         stem = f"{prefix}blocks.{block}.moe.experts"
-        pairs = [[ours[f"{stem}.{n}.{part}.weight"] for part in ("gate", "up")] for n in module.numbers]
+        pairs = [[ours[f"{stem}.{n}.{part}.weight"] for part in ("gate", "up")] for n in module.expert_ids]
         whole_EFGC = torch.stack([torch.stack(pair, 1) for pair in pairs])
         mine_EFGC = whole_EFGC.chunk(module.etp.size, 1)[module.etp.rank]
         shard = state.kept[f"{name}.w_in_EFGC"].shard
