@@ -107,7 +107,7 @@ def hooked_state(planned: Plan, groups: Groups, meshes: Mapping[str, DeviceMesh]
     for method in ("run", "logits"):
         register_fsdp_forward_method(model, method)
     if model.embedding is not None:
-        register_fsdp_forward_method(model.embedding, "tell")
+        register_fsdp_forward_method(model.embedding, "logits")
     fsdp2.init_root(model)
     optim = planned.run.optim
     return State(
