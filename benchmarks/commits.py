@@ -83,7 +83,9 @@ def child(name: str) -> None:
     groups = home("braid.distributed.collectives", "braid.collectives").Groups()
     plan = home("braid.planning.plan", "braid.plan").plan
     make_state = home("braid.train.build", "braid.train.building").make_state
-    open_feed = home("braid.train.data_pipeline", "braid.train.feed").open_feed
+    pipeline = home("braid.train.data_pipeline", "braid.train.feed")
+    # Older trees call it `open_feed`.
+    open_data = pipeline.open_data_pipeline if hasattr(pipeline, "open_data_pipeline") else pipeline.open_feed
     states, step = home("braid.train.state"), home("braid.train.step")
     devices = home("braid.train.device")
     run = shape(name)
@@ -92,10 +94,10 @@ def child(name: str) -> None:
     state = make_state(plan(run, 1), device, groups)
     states.initialize(state, run)
     with tempfile.TemporaryDirectory() as folder:
-        feed, seconds = open_feed(whole_rows(run, Path(folder)), Path(folder)), []
+        data, seconds = open_data(whole_rows(run, Path(folder)), Path(folder)), []
         for _ in range(WARM_UP + STEPS):
             started = time.perf_counter()
-            step.train_step(state, run, feed.train, 1e-4)
+            step.train_step(state, run, data.train, 1e-4)
             device.synchronize()
             seconds.append(1e3 * (time.perf_counter() - started))
     print(json.dumps(seconds))
@@ -142,6 +144,7 @@ def _run(tree: Path, command: list[str]) -> str:
 def compare(other: Path, device: str, only: list[str]) -> dict[str, Any]:
     trees: Mapping[str, Path] = {"other": other, "this": ROOT / "src"}
     figures: dict[str, Any] = {}
+    unit = "ms" if device == "cuda" else "ms_per_token"
     for name in [each for each in (SHAPES if device == "cuda" else CPU_RUNS) if not only or each in only]:
         times: dict[str, list[float]] = {which: [] for which in trees}
         ratios = []
@@ -155,8 +158,8 @@ def compare(other: Path, device: str, only: list[str]) -> dict[str, Any]:
             ratios.append(statistics.median(found["this"]) / statistics.median(found["other"]))
         medians = {which: statistics.median(each) for which, each in times.items()}
         figures[name] = {
-            "this_ms": round(medians["this"], 3),
-            "other_ms": round(medians["other"], 3),
+            f"this_{unit}": round(medians["this"], 3),
+            f"other_{unit}": round(medians["other"], 3),
             "ratio": round(medians["this"] / medians["other"], 4),
             "ratio_of_pairs": round(statistics.median(ratios), 4),
         }
