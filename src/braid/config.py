@@ -33,7 +33,7 @@ class Data:
     validation: tuple[str, ...] = ()
     """Validation sources. Empty: the validation split of each source, if it has one."""
     tokenizer: str = "bytes"
-    """`bytes`, or a Hugging Face tokenizer.json (extra `hf`). Must match the tokenizer of the sources."""
+    """`bytes`, or a Hugging Face tokenizer.json (package tokenizers). Must match that of the sources."""
     sequence_tokens: int = 512
     """Sequence length in tokens."""
     packing: Literal["concatenate", "documents"] = "concatenate"

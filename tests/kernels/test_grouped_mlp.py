@@ -114,11 +114,11 @@ def test_choice_names_its_reason(
 def test_what_fused_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    needs = (("Torch", "torch"), ("one part", "torch.nowhere"), ("another", "nowhere.at_all"))
+    needs = (("torch", "torch"), ("one-part", "torch.nowhere"), ("another", "nowhere.at_all"))
     monkeypatch.setattr(grouped_mlp, "NEEDS", needs)
     choice = grouped_mlp.choose(torch.device("cuda"), torch.bfloat16, hidden=64, ffn=32, experts=4)
     assert choice.name == "grouped"
-    assert choice.reason.endswith("needs one part and another: install braid[gpu]")
+    assert choice.reason.endswith("needs one-part and another: pip install one-part another")
 
 
 def test_activations() -> None:

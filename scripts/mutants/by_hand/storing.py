@@ -97,7 +97,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         name="routers-exported-in-bfloat16",
-        file="interchange/hub.py",
+        file="interchange/export.py",
         old="wide if re.fullmatch(adapter.wide, ours[name]) else dtype",
         new="dtype",
         kind="lost data",

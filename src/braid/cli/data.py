@@ -29,7 +29,7 @@ class BuildOptions:
     output: Path
     """Output folder; must not exist."""
     tokenizer: str = "bytes"
-    """`bytes`, or the path of a Hugging Face tokenizer.json (needs the extra `hf`)."""
+    """`bytes`, or the path of a Hugging Face tokenizer.json (needs the package tokenizers)."""
     validation: float = 0.05
     """Fraction of documents held out for validation; 0 for none."""
     glob: str = "*"

@@ -53,9 +53,9 @@ class TrainOptions:
     restarts: int = 0
     """How many times to restart all ranks after one fails; training resumes from the latest checkpoint."""
     tensorboard: bool = False
-    """Log metrics to TensorBoard files in the run directory (needs the extra `log`)."""
+    """Log metrics to TensorBoard files in the run directory (needs the package tensorboard)."""
     wandb: Annotated[str | None, optional("PROJECT", "off")] = None
-    """Log metrics to this Weights & Biases project (needs the extra `log`)."""
+    """Log metrics to this Weights & Biases project (needs the package wandb)."""
     trace: Annotated[Path | None, optional("FILE", "off")] = None
     """Write a trace of all ranks, for Perfetto or chrome://tracing."""
     trace_steps: str = "2:4"

@@ -1,7 +1,7 @@
 """Tokenizers: text to token ids and back.
 
-`ByteTokenizer` is built in. `HfTokenizer` runs any `tokenizer.json` file with the package `tokenizers` (the
-extra `hf`). Both have a description in plain JSON from which `tokenizer_from` recreates them. Data indices and
+`ByteTokenizer` is built in. `HfTokenizer` runs any `tokenizer.json` file with the package `tokenizers`.
+Both have a description in plain JSON from which `tokenizer_from` recreates them. Data indices and
 checkpoints store it, so data and weights always come with their tokenizer.
 """
 
@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from braid.data.files import sha256_of_json
 from braid.errors import DataError
+from braid.installing import how_to_install
 
 Ids = npt.NDArray[np.int64]
 Description = Mapping[str, Any]
@@ -94,7 +95,7 @@ class HfTokenizer:
         except ImportError:
             raise DataError(
                 "a tokenizer.json needs the package `tokenizers`, which is missing: "
-                "pip install 'braid[hf]', or use the byte tokenizer"
+                f"{how_to_install('tokenizers')}, or use the byte tokenizer"
             ) from None
         try:
             self._backend = Backend.from_str(definition)

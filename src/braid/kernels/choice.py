@@ -9,6 +9,8 @@ from typing import Generic, TypeVar
 
 import torch
 
+from braid.installing import how_to_install
+
 Function = TypeVar("Function")
 
 
@@ -35,5 +37,5 @@ def why_not_fused(device: torch.device, dtype: torch.dtype, supported: Collectio
     if dtype not in supported:
         return f"fused does not support {str(dtype).removeprefix('torch.')}"
     if not find_spec("triton"):
-        return "fused, which is faster, needs Triton: install braid[gpu]"
+        return f"fused, which is faster, needs Triton: {how_to_install('triton')}"
     return None

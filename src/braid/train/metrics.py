@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from braid.console import warn
 from braid.errors import ConfigError
+from braid.installing import how_to_install
 
 Value = float | int | None
 
@@ -102,15 +103,14 @@ def _step_of(line: str) -> float:
 
 
 class TensorBoard:
-    """Logs to TensorBoard; needs the extra `log`."""
+    """Logs to TensorBoard; needs the package tensorboard."""
 
     def __init__(self, folder: Path) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise ConfigError(
-                "--tensorboard needs the package tensorboard: pip install 'braid[log]'"
-            ) from error
+            missing = how_to_install("tensorboard")
+            raise ConfigError(f"--tensorboard needs the package tensorboard: {missing}") from error
         self._writer: Any = SummaryWriter(str(folder))
 
     def log(self, step: int, metrics: Mapping[str, Value]) -> None:
@@ -123,13 +123,13 @@ class TensorBoard:
 
 
 class Wandb:
-    """Logs to Weights & Biases; needs the extra `log`."""
+    """Logs to Weights & Biases; needs the package wandb."""
 
     def __init__(self, project: str, folder: Path, run: Mapping[str, Any]) -> None:
         try:
             import wandb
         except ImportError as error:
-            raise ConfigError("--wandb needs the package wandb: pip install 'braid[log]'") from error
+            raise ConfigError(f"--wandb needs the package wandb: {how_to_install('wandb')}") from error
         self._run: Any = wandb.init(
             project=project, dir=str(folder), name=folder.name, config=dict(run), resume="allow"
         )

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from braid.architecture import Activation, Glu
+from braid.installing import how_to_install
 from braid.kernels.activation import SWIGLU
 from braid.kernels.choice import KernelChoice
 from braid.kernels.grouped_mlp import grouped, reference
@@ -28,7 +29,7 @@ FEW_EXPERTS = 8
 HOPPER = 9
 """The major compute capability of the GPUs that `fused` is for."""
 
-NEEDS = (("Triton", "triton"), ("cuda-bindings", "cuda.bindings"))
+NEEDS = (("triton", "triton"), ("cuda-bindings", "cuda.bindings"))
 """Packages that compile and launch the kernels of `fused`, and a module of each."""
 
 
@@ -106,7 +107,7 @@ def _missing(device: torch.device) -> str | None:
         name = torch.cuda.get_device_name(device)
         return f"is for Hopper, and {name} has compute capability {capability[0]}.{capability[1]}"
     lacking = [name for name, module in NEEDS if not _found(module)]
-    return f"needs {' and '.join(lacking)}: install braid[gpu]" if lacking else None
+    return f"needs {' and '.join(lacking)}: {how_to_install(*lacking)}" if lacking else None
 
 
 def _found(module: str) -> bool:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from braid.installing import how_to_install
 from braid.kernels.choice import KernelChoice
 from braid.kernels.permute import reference
 
@@ -75,5 +76,6 @@ def choose(device: torch.device) -> KernelChoice[Permute]:
     if device.type != "cuda":
         return _choice("reference", PLAIN, f"fused needs a GPU, not {device.type}")
     if torch.cuda.is_available() and not find_spec("triton"):
-        return _choice("reference", PLAIN, "fused, which is faster, needs Triton: install braid[gpu]")
+        needed = f"fused, which is faster, needs Triton: {how_to_install('triton')}"
+        return _choice("reference", PLAIN, needed)
     return _choice("fused", FusedPermute(), "it sums the rows of a token without materializing them")
