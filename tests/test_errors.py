@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from braid.errors import MAX_LISTED, BraidError, ExitCode, ScheduleError, first_of
+import re
+from pathlib import Path
+
+from braid.errors import CHECKOUT, MAX_LISTED, BraidError, ExitCode, ScheduleError, first_of, how_to_install
 
 
 def test_the_first_faults_are_told_and_the_others_counted():
@@ -23,3 +26,18 @@ def test_a_schedule_that_breaks_its_rules_is_a_bug_told_without_a_traceback():
     assert "report it" in first
     assert listed == [*(f"fault {number}" for number in range(MAX_LISTED)), "... and 3 more of these"]
     assert "has 1 fault;" in str(ScheduleError(["fault"]))
+
+
+SPELLED = re.compile(r"(pip install|install) '?braid\b")
+
+
+def test_a_checkout_has_make_and_a_wheel_has_pip(tmp_path: Path) -> None:
+    assert how_to_install("tokenizers", "transformers") == "make venv"
+    assert how_to_install("tokenizers", checkout=tmp_path) == "pip install tokenizers"
+    assert how_to_install("wandb") == "pip install wandb"
+
+
+def test_no_message_or_page_installs_braid_by_name() -> None:
+    files = [*CHECKOUT.glob("src/**/*.py"), *CHECKOUT.glob("docs/*.md"), CHECKOUT / "README.md"]
+    assert len(files) > 100
+    assert [str(file) for file in files if SPELLED.search(file.read_text())] == []

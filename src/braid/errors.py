@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from pathlib import Path
 from typing import ClassVar
 
 MAX_LISTED = 6
@@ -122,3 +123,18 @@ def first_of(faults: Sequence[str], render: Callable[[str], str] = str) -> list[
     """One line for each of the first `MAX_LISTED` faults, and the number of further ones."""
     lines, more = [render(fault) for fault in faults[:MAX_LISTED]], len(faults) - MAX_LISTED
     return lines if more <= 0 else [*lines, f"... and {more} more of these"]
+
+
+# ------------------------------------------------------------------------------------ missing packages
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+MADE_BY_VENV = frozenset({"tokenizers", "transformers", "triton", "cuda-bindings"})
+"""What `make venv` installs."""
+
+
+def how_to_install(*packages: str, checkout: Path = CHECKOUT) -> str:
+    """The command that installs packages that a feature needs. Never by braid's own name: an index may have
+    another project under it."""
+    if (checkout / "scripts" / "setup_venv.py").is_file() and MADE_BY_VENV.issuperset(packages):
+        return "make venv"
+    return f"pip install {' '.join(packages)}"

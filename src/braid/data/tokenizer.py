@@ -16,8 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from braid.data.files import sha256_of_json
-from braid.errors import DataError
-from braid.installing import how_to_install
+from braid.errors import DataError, how_to_install
 
 Ids = npt.NDArray[np.int64]
 Description = Mapping[str, Any]

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from braid.installing import how_to_install
+from braid.errors import how_to_install
 
 Function = TypeVar("Function")
 

@@ -15,8 +15,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from braid.console import warn
-from braid.errors import ConfigError
-from braid.installing import how_to_install
+from braid.errors import ConfigError, how_to_install
 
 Value = float | int | None
 

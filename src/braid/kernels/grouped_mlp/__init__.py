@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from braid.architecture import Activation, Glu
-from braid.installing import how_to_install
+from braid.errors import how_to_install
 from braid.kernels.activation import SWIGLU
 from braid.kernels.choice import KernelChoice
 from braid.kernels.grouped_mlp import grouped, reference

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from braid.installing import how_to_install
+from braid.errors import how_to_install
 from braid.kernels.choice import KernelChoice
 from braid.kernels.permute import reference
 
