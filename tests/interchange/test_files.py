@@ -12,7 +12,7 @@ from torch import Tensor
 
 from braid.errors import CheckpointError, ConfigError
 from braid.interchange import from_hf, to_hf
-from braid.interchange.files import INDEX, SafetensorsFolder, write_folder
+from braid.interchange.files import INDEX, SafetensorsFolder, plan_folder, write_folder
 from tests.interchange.test_convert import weights
 
 TENSORS = {name: torch.full((4,), float(place)) for place, name in enumerate("abc")}
@@ -24,7 +24,7 @@ def shape_and_weights() -> tuple[object, dict[str, Tensor]]:
 
 
 def test_large_models_are_cut_into_files_with_an_index(tmp_path: Path) -> None:
-    write_folder(tmp_path / "m", {}, TENSORS, shard_bytes=40)
+    write_folder(plan_folder(tmp_path / "m", {}, TENSORS, shard_bytes=40))
     files = sorted(path.name for path in (tmp_path / "m").iterdir())
     assert files == [
         "config.json",

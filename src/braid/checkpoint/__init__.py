@@ -7,12 +7,13 @@ every chunk, and nothing in a checkpoint is ever executed. docs/checkpoint-forma
     save(root, step, [Piece.whole(name, tensor), ...], extra={...})     from one process; many ranks: saving.py
     latest(root)                                                        the checkpoint to resume from
     read(path, {name: tensor or ReadRequest, ...})                      tensors or boxes of them, verified
+    LazyCheckpoint(path)                                                tensors by name, read when asked for
     verify(path), prune(root, keep=3), read_manifest(path)
 """
 
 from braid.checkpoint.boxes import Box
 from braid.checkpoint.choosing import Damaged, Latest, latest, prune
-from braid.checkpoint.loading import ReadRequest, read, read_manifest, verify
+from braid.checkpoint.loading import LazyCheckpoint, ReadRequest, read, read_manifest, verify
 from braid.checkpoint.manifest import Manifest
 from braid.checkpoint.saving import CHUNK_BYTES, Piece, Record, abandon, begin, commit, save, write_part
 from braid.checkpoint.steps import step_path
@@ -22,6 +23,7 @@ __all__ = [
     "Box",
     "Damaged",
     "Latest",
+    "LazyCheckpoint",
     "Manifest",
     "Piece",
     "ReadRequest",

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,6 +69,10 @@ def read(
         for name, request in requests.items()
     }
     _check_requests(path, manifest, wanted, unread)
+    return _read_boxes(path, manifest, wanted)
+
+
+def _read_boxes(path: Path, manifest: Manifest, wanted: Mapping[str, ReadRequest]) -> dict[str, Tensor]:
     chunks_by_file: dict[str, list[tuple[str, Chunk, Box]]] = {}
     for name, request in wanted.items():
         for chunk in manifest.tensors[name].chunks:
@@ -89,6 +93,37 @@ def read(
     except CheckpointError as error:
         raise CheckpointError(f"{path} cannot be loaded\n  {error}") from error
     return tensors
+
+
+class LazyCheckpoint(Mapping[str, Tensor]):
+    """The tensors of a checkpoint by name, each read and verified when it is asked for."""
+
+    def __init__(self, path: Path, names: Collection[str] | None = None) -> None:
+        """`names` are those to show; by default all."""
+        self._path, self._manifest = path, read_manifest(path)
+        stored = self._manifest.tensors
+        self._names = dict.fromkeys(stored if names is None else (name for name in stored if name in names))
+
+    def outlines(self) -> dict[str, Tensor]:
+        """Shapes and dtypes, as tensors without memory."""
+        stored = ((name, self._manifest.tensors[name]) for name in self._names)
+        return {name: torch.empty(each.shape, dtype=each.dtype, device="meta") for name, each in stored}
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        stored = self._manifest.tensors[name]
+        request = ReadRequest(global_shape=stored.shape, box=Box.whole(stored.shape), dtype=stored.dtype)
+        return _read_boxes(self._path, self._manifest, {name: request})[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 def _check_requests(

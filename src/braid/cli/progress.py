@@ -17,6 +17,7 @@ def bar(text: str) -> Iterator[Callable[[int, int], None]]:
         rich.progress.TextColumn("{task.description}"),
         rich.progress.BarColumn(),
         rich.progress.DownloadColumn(),
+        rich.progress.TransferSpeedColumn(),
         rich.progress.TimeRemainingColumn(),
     )
     with rich.progress.Progress(

@@ -12,7 +12,7 @@ cannot express is refused with every reason.
 """
 
 from braid.interchange.convert import Direction, convert
-from braid.interchange.export import config_of, to_hf, write_trained
+from braid.interchange.export import config_of, hub_folder, plan_trained, to_hf
 from braid.interchange.hub import (
     FAMILIES,
     adapter_for,
@@ -37,10 +37,11 @@ __all__ = [
     "family_of",
     "from_hf",
     "has_moments",
+    "hub_folder",
+    "plan_trained",
     "reader_of",
     "shape_of",
     "to_hf",
     "to_ours",
     "to_theirs",
-    "write_trained",
 ]

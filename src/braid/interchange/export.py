@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -21,7 +21,7 @@ from braid.architecture import SHAPE_OF, Model
 from braid.errors import ConfigError
 from braid.interchange.convert import Lazy, convert
 from braid.interchange.family import ModelFamily
-from braid.interchange.files import outlined, write_folder
+from braid.interchange.files import FolderPlan, outlined, plan_folder, write_folder
 from braid.interchange.hub import adapter_for, family_of, read_config, shape_of, without_unused
 from braid.interchange.settings import HARMLESS
 from braid.interchange.side_files import Source
@@ -62,40 +62,45 @@ def to_hf(
     form: str = "hub",
     dtype: torch.dtype | None = None,
     settings: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a model as a folder of the hub. `dtype` is that of its files, but for what is wide in every file;
+    None leaves tensors as they are. `settings` adds what a shape does not know, such as
+    `max_position_embeddings` and `eos_token_id`."""
+    given: dict[str, Any] = {"model_type": model_type, "form": form, "dtype": dtype, "settings": settings}
+    write_folder(hub_folder(shape, tensors, folder, **given))
+
+
+def hub_folder(
+    shape: Model,
+    tensors: Mapping[str, Tensor],
+    folder: Path,
+    *,
+    model_type: str,
+    form: str = "hub",
+    dtype: torch.dtype | None = None,
+    settings: Mapping[str, Any] | None = None,
     source: Source | None = None,
     ignored: Collection[str] = (),
     updates: int | None = None,
     outlines: Mapping[str, Tensor] | None = None,
-    report: Callable[[int], None] = lambda _: None,
-) -> None:
-    """Write a model as a folder of the hub. `dtype` is that of its files, but for what is wide in every file;
-    None leaves tensors as they are. `settings` adds what a shape does not know, such as
-    `max_position_embeddings` and `eos_token_id`. `source` is the folder that the model was imported from, and
-    `ignored` the settings that the import left unread. With `updates` the optimizer's state, which has made so
-    many, is among the tensors and is written beside them."""
-    family, shards = family_of(model_type), source.shards if source else MappingProxyType[str, str]({})
+) -> FolderPlan:
+    """The folder that `to_hf` writes. `source` is the folder that the model was imported from, and `ignored`
+    the settings that the import left unread. With `updates` the optimizer's state, which has made so many, is
+    among the tensors and is written beside them. `outlines` are the tensors without numbers."""
+    family = family_of(model_type)
     if source is not None and source.config.get("model_type") != model_type:
-        source, shards = None, MappingProxyType({})
+        source = None
+    shards = MappingProxyType[str, str]({}) if source is None else source.shards
     adapter = adapter_for(model_type, _stored_form(model_type, form, shape, shards))
-    config = config_of(family, shape) if source is None else _merged(family, shape, source.config, ignored)
     seen = outlined(tensors) if outlines is None else outlines
+    config = config_of(family, shape) if source is None else _merged(family, shape, source.config, ignored)
     config |= _dtype_setting(config, seen["embedding.weight"].dtype if dtype is None else dtype)
-    config |= settings or {} if source is None else {}
-    write_trained(
-        folder,
-        config,
-        tensors,
-        adapter,
-        shape,
-        dtype=dtype,
-        updates=updates,
-        outlines=seen,
-        shards=shards,
-        report=report,
-    )
+    config |= (settings or {}) if source is None else {}
+    kept: dict[str, Any] = {"dtype": dtype, "updates": updates, "outlines": seen, "shards": shards}
+    return plan_trained(folder, config, tensors, adapter, shape, **kept)
 
 
-def write_trained(
+def plan_trained(
     folder: Path,
     config: Mapping[str, Any],
     tensors: Mapping[str, Tensor],
@@ -106,9 +111,8 @@ def write_trained(
     updates: int | None,
     outlines: Mapping[str, Tensor] | None = None,
     shards: Mapping[str, str] = MappingProxyType({}),
-    report: Callable[[int], None] = lambda _: None,
-) -> None:
-    """Write a model, and with `updates` the state of its optimizer, under the names of any table."""
+) -> FolderPlan:
+    """A model, and with `updates` the state of its optimizer, under the names of any table."""
     seen = outlined(tensors) if outlines is None else outlines
     repeated = {copy: name for copy, name in copies(adapter, shape).items() if copy in shards}
 
@@ -122,15 +126,8 @@ def write_trained(
 
     state = {} if updates is None else to_theirs(tensors, adapter, shape, updates=updates)
     shapes = weights(seen)
-    write_folder(
-        folder,
-        config,
-        weights(tensors),
-        outlines={name: shapes[name] for name in shapes},
-        optimizer=state,
-        shards=shards,
-        report=report,
-    )
+    drawn = {name: shapes[name] for name in shapes}
+    return plan_folder(folder, config, weights(tensors), outlines=drawn, optimizer=state, shards=shards)
 
 
 def _stored_form(model_type: str, form: str, shape: Model, shards: Mapping[str, str]) -> str:

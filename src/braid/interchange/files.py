@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -137,7 +138,66 @@ def read_json(file: Path, kind: type[CheckpointError] | type[ConfigError]) -> di
     return data
 
 
-def write_folder(
+@dataclass(frozen=True, kw_only=True)
+class FolderPlan:
+    """A folder before it is written: what goes into which file. Files are written one by one, by one process or
+    by several, and streamed: headers follow from outlines alone, and one tensor at a time is in memory."""
+
+    folder: Path
+    config: Mapping[str, Any]
+    tensors: Mapping[str, Mapping[str, Tensor]]
+    """By stem: those of the model, those of the optimizer."""
+    outlines: Mapping[str, Mapping[str, Tensor]]
+    """The same without numbers."""
+    files: Mapping[str, Mapping[str, Sequence[str]]]
+    """By stem, then by file: names of tensors."""
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Bytes of the tensors of every file."""
+        return {
+            file: sum(self.outlines[stem][name].nbytes for name in names)
+            for stem, files in self.files.items()
+            for file, names in files.items()
+        }
+
+    def begin(self) -> None:
+        """Make the folder, which must be empty, on a disk that has room for it."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        held = sorted(file.name for file in self.folder.iterdir())
+        if held:
+            raise CheckpointError(f"{self.folder} is not empty: it holds {', '.join(held[:5])}; choose another")
+        needed, free = sum(self.sizes.values()), shutil.disk_usage(self.folder).free
+        if needed > free:
+            sizes = f"needs {needed / 2**30:.1f} GiB, the disk has {free / 2**30:.1f} GiB"
+            raise CheckpointError(f"{self.folder} {sizes}")
+
+    def write_file(self, file: str) -> None:
+        stem = next(stem for stem, files in self.files.items() if file in files)
+        tensors, outlines = self.tensors[stem], self.outlines[stem]
+        layout = lay_out({name: outlines[name] for name in self.files[stem][file]}, metadata={"format": "pt"})
+        with open(self.folder / file, "xb") as stream:
+            stream.write(layout.header)
+            for name in layout.tensors:
+                tensor = tensors[name]
+                if (tensor.shape, tensor.dtype) != (outlines[name].shape, outlines[name].dtype):
+                    raise CheckpointError(f"{name} is {tensor.dtype} {list(tensor.shape)}, not as announced")
+                stream.write(raw_bytes(tensor))
+
+    def finish(self) -> None:
+        """Write the indexes, where there are several files, and the config."""
+        for stem, files in self.files.items():
+            single, index = _names_of(stem)
+            if list(files) == [single]:
+                continue
+            places = {name: file for file, names in files.items() for name in names}
+            size = sum(tensor.nbytes for tensor in self.outlines[stem].values())
+            data = {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}
+            (self.folder / index).write_text(json.dumps(data, indent=2) + "\n")
+        (self.folder / CONFIG).write_text(json.dumps(self.config, indent=2, sort_keys=True) + "\n")
+
+
+def plan_folder(
     folder: Path,
     config: Mapping[str, Any],
     tensors: Mapping[str, Tensor],
@@ -146,61 +206,30 @@ def write_folder(
     optimizer: Mapping[str, Tensor] = MappingProxyType({}),
     shard_bytes: int = SHARD_BYTES,
     shards: Mapping[str, str] = MappingProxyType({}),
-    report: Callable[[int], None] = lambda _: None,
-) -> None:
-    """Write tensors in files of bounded size, with an index where there are several, and the config. The
-    optimizer's state goes into files of its own.
-
-    One tensor at a time is in memory. `outlines` are the same tensors without numbers; without them tensors are
-    read twice. `shards` names the file of each tensor, if files are to be divided as they were.
-    `report` hears how many bytes each tensor has, once it is written."""
-    folder.mkdir(parents=True, exist_ok=True)
-    held = [file.name for file in folder.iterdir()]
-    if held:
-        raise CheckpointError(f"{folder} is not empty: it holds {', '.join(sorted(held)[:5])}; choose another")
-    seen = {MODEL: outlined(tensors) if outlines is None else outlines, OPTIMIZER: outlined(optimizer)}
-    needed, free = sum(_bytes(each) for each in seen.values()), shutil.disk_usage(folder).free
-    if needed > free:
-        raise CheckpointError(f"{folder} needs {needed / 2**30:.1f} GiB, the disk has {free / 2**30:.1f} GiB")
-    _write_files(folder, MODEL, tensors, seen[MODEL], _files(MODEL, seen[MODEL], shard_bytes, shards), report)
+) -> FolderPlan:
+    """Files of bounded size, and the optimizer's state in files of its own. `outlines` are the tensors without
+    numbers; without them tensors are read twice. `shards` names the file of each tensor, if files are to be
+    divided as they were."""
+    seen = {MODEL: outlined(tensors) if outlines is None else outlines}
+    files = {MODEL: _files(MODEL, seen[MODEL], shard_bytes, shards)}
     if optimizer:
-        files = _files(OPTIMIZER, seen[OPTIMIZER], shard_bytes, {})
-        _write_files(folder, OPTIMIZER, optimizer, seen[OPTIMIZER], files, report)
-    (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        seen[OPTIMIZER] = outlined(optimizer)
+        files[OPTIMIZER] = _files(OPTIMIZER, seen[OPTIMIZER], shard_bytes, {})
+    stems = {MODEL: tensors, OPTIMIZER: optimizer}
+    return FolderPlan(folder=folder, config=config, tensors=stems, outlines=seen, files=files)
+
+
+def write_folder(plan: FolderPlan) -> None:
+    """Write a folder from one process."""
+    plan.begin()
+    for file in plan.sizes:
+        plan.write_file(file)
+    plan.finish()
 
 
 def outlined(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Shapes and dtypes, as tensors without memory."""
     return {name: tensors[name].to("meta") for name in tensors}
-
-
-def _bytes(tensors: Mapping[str, Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors.values())
-
-
-def _write_files(
-    folder: Path,
-    stem: str,
-    tensors: Mapping[str, Tensor],
-    outlines: Mapping[str, Tensor],
-    files: Mapping[str, Sequence[str]],
-    report: Callable[[int], None],
-) -> None:
-    """Write safetensors files by streaming: their headers follow from outlines alone."""
-    for file, names in files.items():
-        layout = lay_out({name: outlines[name] for name in names}, metadata={"format": "pt"})
-        with open(folder / file, "xb") as stream:
-            stream.write(layout.header)
-            for name in layout.tensors:
-                tensor = tensors[name]
-                if (tensor.shape, tensor.dtype) != (outlines[name].shape, outlines[name].dtype):
-                    raise CheckpointError(f"{name} is {tensor.dtype} {list(tensor.shape)}, not as announced")
-                stream.write(raw_bytes(tensor))
-                report(tensor.nbytes)
-    if list(files) != [_names_of(stem)[0]]:
-        places = {name: file for file, names in files.items() for name in names}
-        index = {"metadata": {"total_size": _bytes(outlines)}, "weight_map": dict(sorted(places.items()))}
-        (folder / _names_of(stem)[1]).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def _files(

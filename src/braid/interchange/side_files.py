@@ -22,6 +22,8 @@ KINDS = (".json", ".jinja", ".txt", ".md", ".model", ".tiktoken", ".jsonl")
 PLAIN = ("LICENSE", "NOTICE", "USE_POLICY")
 """Files without an ending that travel."""
 LARGEST = 64 * 2**20
+POSITION = "braid_position.json"
+"""How far a run has read its data, in braid's own exports with an optimizer's state."""
 WEIGHTS = (".safetensors", ".safetensors.index.json")
 """Endings of files that are imported, not copied."""
 
@@ -46,7 +48,7 @@ def survey(folder: Path) -> SideFiles:
     """What travels with the weights of a folder, and what does not."""
     kept, left_out = [], []
     for file in sorted(folder.iterdir()):
-        if file.name.endswith(WEIGHTS) and file.name != INDEX:
+        if file.name == POSITION or (file.name.endswith(WEIGHTS) and file.name != INDEX):
             continue
         reason = _reason(file)
         if reason:
@@ -74,6 +76,7 @@ def carry(folder: Path, run: Path, weight_map: Mapping[str, str]) -> SideFiles:
     found = survey(folder)
     _copy(folder, run / FOLDER, found.kept)
     index = {"weight_map": dict(sorted(weight_map.items()))}
+    (run / FOLDER).mkdir(parents=True, exist_ok=True)
     (run / FOLDER / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     return found
 

@@ -136,7 +136,8 @@ class CheckpointInfo:
     tokenizer: Mapping[str, Any]
     """The tokenizer's description."""
     hub: Mapping[str, Any]
-    """The `hub` argument of `save_weights`; empty unless the model was imported."""
+    """What an import left unread or left out; checkpoints of older versions also hold `settings` and
+    `files`."""
 
 
 def initialize(state: State, run: Run) -> None:
@@ -187,15 +188,6 @@ def _pieces(state: State) -> Iterator[checkpoint.Piece]:
             )
     if state.model.groups.world.rank == 0:
         yield checkpoint.Piece.whole(RNG, torch.get_rng_state())
-
-
-def save_weights(
-    root: Path, weights: Mapping[str, Tensor], run: Run, tokenizer: Tokenizer, hub: Mapping[str, Any]
-) -> Path:
-    """Write imported weights as step 0 of a run. `hub` is what else the Hugging Face folder holds: `settings`
-    from its config, and the text of other `files`."""
-    pieces = (checkpoint.Piece.whole(name, weights[name]) for name in weights)
-    return checkpoint.save(root, 0, pieces, extra=_extra(run, tokenizer) | {"hub": dict(hub)})
 
 
 def _extra(run: Run, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -280,16 +272,10 @@ def load(path: Path, state: State) -> None:
     torch.set_rng_state(tensors[RNG])
 
 
-def read_weights(path: Path) -> dict[str, Tensor]:
-    """The model's tensors of a checkpoint, without optimizer and generator state."""
+def weight_names(path: Path, *, moments: bool = False) -> frozenset[str]:
+    """Names of the model's tensors in a checkpoint, and of their moments if asked for."""
     stored = checkpoint.read_manifest(path).tensors
-    unread = {name for name in stored if not _is_weight(name)}
-    requests: dict[str, checkpoint.ReadRequest | Tensor] = {
-        name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        for name, tensor in stored.items()
-        if name not in unread
-    }
-    return checkpoint.read(path, requests, unread=unread)
+    return frozenset(name for name in stored if _is_weight(name) or (moments and name != RNG))
 
 
 def _is_weight(name: str) -> bool:

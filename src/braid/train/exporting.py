@@ -1,0 +1,159 @@
+"""Export: a checkpoint becomes a folder of the Hugging Face hub, or one under Megatron's names.
+
+A model that was imported gets back what its folder held besides weights (`RUN/hub`). Tensors are streamed from
+the checkpoint to their files one at a time, by one process or by several that write whole files each.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from functools import lru_cache
+from multiprocessing import get_context
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from braid.checkpoint import LazyCheckpoint
+from braid.config import to_json
+from braid.data import tokenizer_from
+from braid.errors import CheckpointError, ConfigError
+from braid.interchange import FAMILIES, hub_folder, plan_trained, side_files
+from braid.interchange.files import FolderPlan
+from braid.interchange.megatron import Form, adapter
+from braid.nn.dtypes import DTYPES
+from braid.train.importing import MEGATRON, TOKENIZER, Report
+from braid.train.state import CheckpointInfo, describe, weight_names
+
+HUB_FORMS = MappingProxyType({"usual": "hub", "each": "hub", "stacked": "memory", "packed": "packed"})
+"""What interchange calls each layout of experts that the hub has."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportSettings:
+    """What an export may choose; see `braid export --help`."""
+
+    model_type: str | None = None
+    dtype: str = "run"
+    optimizer: bool = False
+    experts: str = "usual"
+    form: Form = "indexed"
+    interleave: int = 0
+
+
+class Exported(NamedTuple):
+    """What an export has made."""
+
+    model_type: str
+    restored: tuple[str, ...]
+    """Side files that were written back."""
+    notes: tuple[str, ...]
+
+
+def export_checkpoint(
+    path: Path, out: Path, settings: ExportSettings, *, world: int = 1, report: Report = lambda *_: None
+) -> Exported:
+    """Write the checkpoint at `path` to the folder `out`, with `world` processes."""
+    saved = describe(path)
+    try:
+        plan = folder_of(path, out, settings)
+        plan.begin()
+        _write_files(path, out, settings, plan, world, report)
+        plan.finish()
+        restored, notes = _write_side_files(path, out, saved, settings)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {out}: {error.strerror}; choose another --out") from error
+    return Exported(str(plan.config["model_type"]), restored, notes)
+
+
+def run_of(path: Path) -> Path:
+    """The run directory of a checkpoint."""
+    return path.parent.parent if path.parent.name == "checkpoints" else path
+
+
+def folder_of(path: Path, out: Path, settings: ExportSettings) -> FolderPlan:
+    """What goes into the folder."""
+    saved = describe(path)
+    source, run = side_files.source_of(run_of(path)), saved.run
+    model_type = settings.model_type or (source.config.get("model_type") if source else None)
+    if model_type is None:
+        known = ", ".join([*(family.model_type for family in FAMILIES), MEGATRON])
+        raise ConfigError(f"--model-type is missing: {path} was not imported\n  set   one of {known}")
+    names = weight_names(path, moments=settings.optimizer)
+    tensors = LazyCheckpoint(path, names)
+    dtype = DTYPES[run.train.dtype if settings.dtype == "run" else settings.dtype]
+    updates = saved.updates if settings.optimizer else None
+    given: dict[str, Any] = {"dtype": dtype, "updates": updates, "outlines": tensors.outlines()}
+    extra = saved.hub.get("settings") or {
+        "max_position_embeddings": run.data.sequence_tokens,
+        "eos_token_id": tokenizer_from(saved.tokenizer).end_of_document,
+    }
+    if model_type == MEGATRON:
+        experts: Any = "stacked" if settings.experts == "usual" else settings.experts
+        table = adapter(settings.form, experts, interleave=settings.interleave)
+        config = {"model_type": MEGATRON, "interleave": settings.interleave, "run": to_json(run), **extra}
+        return plan_trained(out, config, tensors, table, run.model, **given)
+    hub: dict[str, Any] = {"settings": extra, "source": source, "ignored": saved.hub.get("ignored", ())}
+    form = _hub_form(model_type, settings)
+    return hub_folder(run.model, tensors, out, model_type=model_type, form=form, **hub, **given)
+
+
+def _hub_form(model_type: str, settings: ExportSettings) -> str:
+    if settings.experts in HUB_FORMS and not settings.interleave and settings.form == "indexed":
+        return HUB_FORMS[settings.experts]
+    raise ConfigError(
+        f"--experts {settings.experts} --form {settings.form} --interleave {settings.interleave}: "
+        f"{model_type} has no such layout\n"
+        f"  rule  Hugging Face has --experts {', '.join(HUB_FORMS)}; other layouts, --form and --interleave "
+        f"are for {MEGATRON}\n"
+        f"  set   --experts each, or --model-type {MEGATRON}"
+    )
+
+
+def _write_files(
+    path: Path, out: Path, settings: ExportSettings, plan: FolderPlan, world: int, report: Report
+) -> None:
+    done, total = 0, sum(plan.sizes.values())
+    report(done, total)
+    if world == 1:
+        for file, size in plan.sizes.items():
+            plan.write_file(file)
+            done += size
+            report(done, total)
+        return
+    with ProcessPoolExecutor(world, mp_context=get_context("spawn")) as pool:
+        running = {pool.submit(write_one, path, out, settings, file): n for file, n in plan.sizes.items()}
+        for future in as_completed(running):
+            future.result()
+            done += running[future]
+            report(done, total)
+
+
+_planned: Callable[[Path, Path, ExportSettings], FolderPlan] = lru_cache(maxsize=1)(folder_of)
+"""A process writes many files of one folder, and planning one of many tensors takes seconds."""
+
+
+def write_one(path: Path, out: Path, settings: ExportSettings, file: str) -> None:
+    """Write one file of the folder."""
+    _planned(path, out, settings).write_file(file)
+
+
+def _write_side_files(
+    path: Path, out: Path, saved: CheckpointInfo, settings: ExportSettings
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What the imported folder held besides weights, the tokenizer, and how far the run has read its data."""
+    restored, notes = side_files.restore(run_of(path), out), []
+    for name, text in saved.hub.get("files", {}).items():  # checkpoints of older versions hold their text
+        (out / name).write_text(text, encoding="utf-8")
+    if saved.tokenizer.get("kind") == "hf":
+        definition = str(saved.tokenizer["definition"]).encode()
+        if (out / TOKENIZER).is_file() and (out / TOKENIZER).read_bytes() != definition:
+            notes.append(f"{TOKENIZER} is the run's; the other tokenizer files are those of the import")
+        (out / TOKENIZER).write_bytes(definition)
+    if settings.optimizer:
+        position = {"samples": saved.samples, "tokens": saved.tokens, "fingerprint": saved.data_fingerprint}
+        (out / side_files.POSITION).write_text(json.dumps(position, indent=2) + "\n")
+    notes += [f"not in the export, as the import left it out: {name}" for name in saved.hub.get("left_out", ())]
+    return restored, tuple(notes)

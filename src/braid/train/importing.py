@@ -1,0 +1,337 @@
+"""Import: a folder of the Hugging Face hub, or of Megatron, becomes a run with one checkpoint.
+
+The configuration is read first, and refused with every reason; then tensors are converted part by part, so that
+memory holds one part per process whatever the size of the model. What the folder has besides weights goes to
+`RUN/hub` (interchange/side_files.py), and an export writes it back.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import braid
+from braid import checkpoint, recipes
+from braid.choices import BYTE_VOCAB
+from braid.config import Data, Mesh, Run, Train, from_json, to_json
+from braid.data import HfTokenizer, Tokenizer
+from braid.errors import CheckpointError, ConfigError
+from braid.interchange import Adapter, Trained, described, has_moments, reader_of, side_files, to_ours
+from braid.interchange.files import CONFIG, SafetensorsFolder, read_json
+from braid.interchange.megatron import reader
+from braid.interchange.quantized import Dequantized
+from braid.interchange.trained import UPDATES
+from braid.nn.dtypes import DTYPES
+from braid.planning.plan import plan
+from braid.train.data_pipeline import load_tokenizer
+from braid.train.state import NAMES_VERSION, NO_DATA, RNG
+
+TOKENIZER = "tokenizer.json"
+MEGATRON = "megatron"
+"""The model_type of folders with Megatron's parameter names."""
+PART_BYTES = 512 * 2**20
+"""Size of the parts of an imported checkpoint: what a process holds in memory."""
+
+Report = Callable[[int, int], None]
+"""Hears bytes done and bytes in all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportSettings:
+    """What an import may choose; see `braid import --help`."""
+
+    mtp_depths: int = 0
+    recipe: str | None = None
+    interleave: int = 0
+    optimizer: bool = True
+    updates: int | None = None
+    samples: int | None = None
+    ignore: tuple[str, ...] = ()
+
+
+class ImportSource(NamedTuple):
+    """A folder that is to be imported, before its tensors are converted."""
+
+    run: Run
+    adapter: Adapter
+    files: SafetensorsFolder | Dequantized
+    weight_map: Mapping[str, str]
+    dtype: torch.dtype | None
+    """The dtype of the run whose optimizer state is imported; None to import weights alone."""
+    notes: tuple[str, ...]
+
+    def convert(self) -> Trained:
+        outlines = self.files.outlines()
+        return to_ours(self.files, self.adapter, self.run.model, dtype=self.dtype, outlines=outlines)
+
+    def outlines(self) -> dict[str, Tensor]:
+        """Shapes and dtypes of the converted tensors."""
+        seen = {name: tensor for name, tensor in self.files.outlines().items() if name != UPDATES}
+        found = to_ours(seen, self.adapter, self.run.model, dtype=self.dtype, outlines=seen).tensors
+        return {name: found[name] for name in found}
+
+
+class Imported(NamedTuple):
+    """What an import has made."""
+
+    run: Run
+    path: Path
+    tensors: int
+    step: int
+    samples: int
+    notes: tuple[str, ...]
+
+
+def import_folder(
+    folder: Path, out: Path, settings: ImportSettings, *, world: int = 1, report: Report = lambda *_: None
+) -> Imported:
+    """Convert a folder into the run directory `out`, with `world` processes."""
+    root = out / "checkpoints"
+    if root.exists():
+        raise CheckpointError(f"{root} already exists: choose another --out")
+    source = open_source(folder, settings)
+    found, outlines = source.convert(), source.outlines()
+    step = _step(found, settings) if source.dtype is not None else 0
+    position = _position(folder, settings) if source.dtype is not None else {}
+    tokenizer, run = _tokenizer_of(folder, out, source.run)
+    total = sum(tensor.nbytes for tensor in outlines.values())
+    out.mkdir(parents=True, exist_ok=True)
+    if (free := shutil.disk_usage(out).free) < total:
+        raise CheckpointError(f"{out} needs {total / 2**30:.1f} GiB, the disk has {free / 2**30:.1f} GiB")
+    carried = side_files.carry(folder, out, source.weight_map)
+    if (folder / TOKENIZER).is_file():
+        shutil.copyfile(folder / TOKENIZER, out / TOKENIZER)
+    extra = _extra(run, tokenizer, step, position, carried.left_out, settings.ignore)
+    parts = list(_parts(outlines))
+    checkpoint.begin(root, step)
+    try:
+        records = list(_write_parts(folder, settings, root, step, parts, outlines, world, report))
+        if source.dtype is not None:
+            generator = torch.Generator().manual_seed(run.train.seed).get_state()
+            records.append(
+                checkpoint.write_part(root, step, len(parts), [checkpoint.Piece.whole(RNG, generator)])
+            )
+        path = checkpoint.commit(root, step, records, extra=extra)
+    except BaseException:
+        checkpoint.abandon(root, step)
+        raise
+    notes = (*source.notes, *(f"left out: {name}" for name in carried.left_out), *_tokenizer_notes(folder, run))
+    return Imported(run, path, len(outlines), step, extra["samples"], notes)
+
+
+def open_source(folder: Path, settings: ImportSettings) -> ImportSource:
+    """Read the configuration of a folder, then open its files. All that does not fit is reported at once."""
+    config = (
+        read_json(folder / CONFIG, ConfigError) if (folder / CONFIG).is_file() else {"model_type": MEGATRON}
+    )
+    notes: tuple[str, ...] = ()
+    files: SafetensorsFolder | Dequantized
+    if config.get("model_type") == MEGATRON:
+        run, interleave = _megatron_run(folder, config, settings)
+        adapter = reader(interleave=interleave)
+        stored = files = SafetensorsFolder(folder)
+    else:
+        if settings.recipe is not None or settings.interleave:
+            raise ConfigError(
+                f"{folder / CONFIG} describes the model: --recipe and --interleave are for {MEGATRON} folders"
+            )
+        read = described(folder, mtp_depths=settings.mtp_depths, ignore=settings.ignore)
+        adapter, notes = reader_of(read.family), read.notes
+        stored = SafetensorsFolder(folder)
+        files = stored if read.quantization is None else Dequantized(stored, read.quantization)
+        if read.quantization is not None:
+            notes += ("quantised weights are widened to bfloat16",)
+        run = _run_of(read.shape, _dtype_of(files.outlines(), folder))
+    # A tokenizer may be missing: whoever needs one is told then.
+    plan(replace(run, mesh=Mesh(), data=replace(run.data, tokenizer=TOKENIZER)), world=1)
+    with_moments = settings.optimizer and has_moments(files.outlines())
+    dtype = DTYPES[run.train.dtype] if with_moments else None
+    return ImportSource(run, adapter, files, stored.weight_map(), dtype, notes)
+
+
+def _megatron_run(folder: Path, config: Mapping[str, Any], settings: ImportSettings) -> tuple[Run, int]:
+    """The run of a Megatron folder, and the interleave of gate and up in its experts."""
+    interleave = config.get("interleave", settings.interleave)
+    if type(interleave) is not int:
+        raise ConfigError(f"interleave = {interleave!r} in the config.json of {folder}: must be an integer")
+    if settings.mtp_depths:
+        raise ConfigError(
+            f"--mtp-depths {settings.mtp_depths}: {MEGATRON} models get depths from the pattern, leave it out"
+        )
+    if settings.interleave not in (0, interleave):
+        raise ConfigError(
+            f"--interleave {settings.interleave}: the config.json of {folder} says {interleave}, leave it out"
+        )
+    if settings.recipe is not None:
+        return recipes.load(settings.recipe), interleave
+    if "run" not in config:
+        raise ConfigError(
+            f"{folder} does not describe its model\n"
+            "  rule  either its config.json or a recipe must\n"
+            "  set   --recipe NAME, or --recipe path/to/file.py:function"
+        )
+    return from_json(config["run"]), interleave
+
+
+def _run_of(shape: Any, dtype: torch.dtype) -> Run:
+    """A run with this model and defaults for everything else."""
+    names = {value: name for name, value in DTYPES.items()}
+    train: Mapping[str, Any] = {"dtype": names.get(dtype, "fp32")}
+    return Run(model=shape, data=Data(), train=Train(steps=1, batch_samples=1, **train))
+
+
+def _dtype_of(outlines: Mapping[str, Tensor], folder: Path) -> torch.dtype:
+    """The most common dtype of the weights."""
+    dtypes = Counter(tensor.dtype for name, tensor in outlines.items() if "optimizer.state." not in name)
+    if not dtypes:
+        raise CheckpointError(f"the safetensors files of {folder} hold no tensors")
+    return dtypes.most_common(1)[0][0]
+
+
+# --------------------------------------------------------------------------------------------- tokenizer
+
+
+def _tokenizer_of(folder: Path, out: Path, run: Run) -> tuple[Tokenizer, Run]:
+    """The folder's tokenizer, and the run that names the copy of it in `out`; by default the run's own."""
+    if not (folder / TOKENIZER).is_file():
+        return load_tokenizer(run.data.tokenizer), run
+    tokenizer = HfTokenizer.from_file(folder / TOKENIZER, _end_of_document(folder))
+    return tokenizer, replace(run, data=replace(run.data, tokenizer=str(out / TOKENIZER)))
+
+
+def _end_of_document(folder: Path) -> str | None:
+    """The `eos_token` of tokenizer_config.json, which is a string or a dict with `content`."""
+    file = folder / "tokenizer_config.json"
+    end = read_json(file, CheckpointError).get("eos_token") if file.is_file() else None
+    end = end.get("content") if isinstance(end, dict) else end
+    return end if isinstance(end, str) else None
+
+
+def _tokenizer_notes(folder: Path, run: Run) -> Iterator[str]:
+    if run.data.tokenizer != "bytes":
+        return
+    yield f"{folder} has no {TOKENIZER}: using the byte tokenizer"
+    if run.model.vocab < BYTE_VOCAB:
+        yield (
+            f"a vocabulary of {run.model.vocab} is smaller than the byte tokenizer's {BYTE_VOCAB}: generating "
+            "and training on text need --data.tokenizer with the model's own tokenizer.json"
+        )
+
+
+# ------------------------------------------------------------------------------------- position of a run
+
+
+def _step(found: Trained, settings: ImportSettings) -> int:
+    """The number of updates of the optimizer."""
+    if settings.updates is not None and found.updates not in (None, settings.updates):
+        raise ConfigError(f"--updates {settings.updates}: the files say {found.updates}, leave it out")
+    updates = found.updates if settings.updates is None else settings.updates
+    if updates is None:
+        raise ConfigError(
+            "the files contain the optimizer's moments, but not its number of updates\n"
+            "  rule  Adam's bias correction depends on the number of updates\n"
+            "  set   --updates N, or --no-optimizer to import only the weights"
+        )
+    return updates
+
+
+def _position(folder: Path, settings: ImportSettings) -> dict[str, Any]:
+    """How far a run has read its data: as `--samples` says, or as braid's own exports say."""
+    if settings.samples is not None:
+        return {"samples": settings.samples}
+    file = folder / side_files.POSITION
+    return read_json(file, CheckpointError) if file.is_file() else {}
+
+
+def _extra(
+    run: Run,
+    tokenizer: Tokenizer,
+    step: int,
+    position: Mapping[str, Any],
+    left_out: Sequence[str],
+    ignored: Sequence[str],
+) -> dict[str, Any]:
+    """The `extra` of the manifest, as train/state.py writes it."""
+    return {
+        "braid": braid.__version__,
+        "names": NAMES_VERSION,
+        "run": to_json(run),
+        "tokenizer": dict(tokenizer.description),
+        "samples": int(position.get("samples", 0)),
+        "tokens": int(position.get("tokens", 0)),
+        "updates": step,
+        "skipped_in_a_row": 0,
+        "data": {"fingerprint": str(position.get("fingerprint", NO_DATA))},
+        "hub": {"ignored": list(ignored), "left_out": list(left_out)},
+    }
+
+
+# ------------------------------------------------------------------------------------------------- parts
+
+
+def _parts(outlines: Mapping[str, Tensor]) -> Iterator[list[str]]:
+    """Names of the tensors of each part, of bounded size; a tensor that is larger has a part of its own."""
+    names: list[str] = []
+    size = 0
+    for name, tensor in outlines.items():
+        if names and size + tensor.nbytes > PART_BYTES:
+            yield names
+            names, size = [], 0
+        names.append(name)
+        size += tensor.nbytes
+    yield names
+
+
+def _write_parts(
+    folder: Path,
+    settings: ImportSettings,
+    root: Path,
+    step: int,
+    parts: Sequence[Sequence[str]],
+    outlines: Mapping[str, Tensor],
+    world: int,
+    report: Report,
+) -> Iterator[checkpoint.Record]:
+    """Convert and write every part, here or in processes that open the folder themselves."""
+    sizes = [sum(outlines[name].nbytes for name in names) for names in parts]
+    done, total = 0, sum(sizes)
+    report(done, total)
+    jobs = [(folder, settings, root, step, number, tuple(names)) for number, names in enumerate(parts)]
+    if world == 1:
+        for job, size in zip(jobs, sizes, strict=True):
+            yield write_one(*job)
+            done += size
+            report(done, total)
+        return
+    with ProcessPoolExecutor(world, mp_context=get_context("spawn")) as pool:
+        running = {pool.submit(write_one, *job): size for job, size in zip(jobs, sizes, strict=True)}
+        for future in as_completed(running):
+            yield future.result()
+            done += running[future]
+            report(done, total)
+
+
+@lru_cache(maxsize=1)
+def _converted(folder: Path, settings: ImportSettings) -> Mapping[str, Tensor]:
+    """The tensors of a folder, converted when they are read. Opening a folder of many tensors takes seconds,
+    and a process writes many parts of it."""
+    return open_source(folder, settings).convert().tensors
+
+
+def write_one(
+    folder: Path, settings: ImportSettings, root: Path, step: int, number: int, names: Sequence[str]
+) -> checkpoint.Record:
+    """Convert some tensors and write them as one part."""
+    tensors = _converted(folder, settings)
+    pieces = (checkpoint.Piece.whole(name, tensors[name]) for name in names)
+    return checkpoint.write_part(root, step, number, pieces)
