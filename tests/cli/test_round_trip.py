@@ -11,10 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from braid.cli.convert import export, import_
+from braid.cli.train import train
 from braid.errors import CheckpointError, ConfigError
+from braid.interchange import to_hf
 from braid.interchange.side_files import LARGEST
 from braid.train.state import describe, resolve_checkpoint
+from tests.cli.test_convert import SHAPE
 from tests.interchange.models import their_model
+from tests.model.cases import build
 
 pytest.importorskip("transformers")
 
@@ -57,7 +61,7 @@ def digests(folder: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize(
     ("case", "shard", "world"),
-    [("qwen3", "40KB", 1), ("llama, biases, llama3 rope", "1GB", 1), ("qwen3_moe", "9KB", 2)],
+    [("qwen3", "9KB", 1), ("llama, biases, llama3 rope", "1GB", 1), ("qwen3_moe", "9KB", 2)],
 )
 def test_an_untrained_folder_comes_back_as_it_was(case: str, shard: str, world: int, tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "hub", case, shard=shard)
@@ -118,7 +122,8 @@ def test_an_ignored_setting_is_recorded_and_comes_back(tmp_path: Path) -> None:
         import_([str(folder), "--out", str(tmp_path / "run")])
     assert not (tmp_path / "run").exists()
     import_([str(folder), "--out", str(tmp_path / "run"), "--ignore", "house_style"])
-    assert describe(resolve_checkpoint(tmp_path / "run")).hub["ignored"] == ["house_style"]
+    record = json.loads((tmp_path / "run" / "hub" / "braid_import.json").read_text())
+    assert record["ignored"] == ["house_style"]
     export([str(tmp_path / "run"), "--out", str(tmp_path / "back")])
     assert json.loads((tmp_path / "back" / "config.json").read_text())["house_style"] == "baroque"
 
@@ -136,11 +141,86 @@ def test_the_configuration_is_refused_before_weights_are_asked_for(tmp_path: Pat
         import_([str(tmp_path), "--out", str(tmp_path / "run")])
 
 
-def test_a_trained_model_comes_back_with_other_tensors_alone(tmp_path: Path) -> None:
-    folder = make_folder(tmp_path / "hub")
-    import_([str(folder), "--out", str(tmp_path / "run")])
-    corpus = tmp_path / "corpus"
-    corpus.mkdir()
-    words = ["--out", str(tmp_path / "tuned"), "--train.steps", "2", "--train.batch-samples", "2"]
-    words += ["--model.vocab", "260", "--init-rules", "vocab"] if False else []
-    assert words
+@pytest.fixture
+def imported(tmp_path: Path) -> Path:
+    """A Qwen3 that the byte tokenizer fits, imported, with a side file."""
+    model = build(SHAPE.pattern, SHAPE)
+    tensors = {name: t.read(model.get_parameter(t.parameter)) for name, t in model.canonical().items()}
+    to_hf(SHAPE, tensors, tmp_path / "hub", model_type="qwen3", settings={"max_position_embeddings": 4321})
+    (tmp_path / "hub" / "chat_template.jinja").write_text("{{ messages }}")
+    import_([str(tmp_path / "hub"), "--out", str(tmp_path / "imported")])
+    return tmp_path / "imported"
+
+
+SHORT = [
+    "--train.steps",
+    "2",
+    "--train.batch-samples",
+    "2",
+    "--data.sequence-tokens",
+    "16",
+    "--optim.lr",
+    "1e-5",
+]
+SHORT += ["--optim.warmup-steps", "1", "--train.eval-samples", "0", "--device", "cpu"]
+
+
+def test_an_imported_folder_is_a_recipe_and_where_training_begins(
+    imported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ConfigError, match="--out is missing"):
+        train([str(imported), *SHORT])
+    capsys.readouterr()
+    assert train([str(imported), "--out", str(tmp_path / "tuned"), *SHORT]) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert f"its settings, and the weights of {imported}" in first
+    assert (
+        describe(resolve_checkpoint(tmp_path / "tuned")).run.model
+        == describe(resolve_checkpoint(imported)).run.model
+    )
+    export([str(tmp_path / "tuned"), "--out", str(tmp_path / "back")])
+    hub = tmp_path / "hub"
+    configs = [json.loads((path / "config.json").read_text()) for path in (hub, tmp_path / "back")]
+    assert configs[0] == configs[1]
+    assert (tmp_path / "back" / "chat_template.jinja").read_bytes() == (
+        hub / "chat_template.jinja"
+    ).read_bytes()
+    before, after = stored(hub), stored(tmp_path / "back")
+    assert before.keys() == after.keys()
+    changed = [name for name, (_, tensor) in before.items() if not torch.equal(after[name][1], tensor)]
+    near = [torch.allclose(after[name][1], before[name][1], atol=1e-3) for name in before]
+    assert changed
+    assert all(near), "two steps with a small learning rate stay near the imported weights"
+
+
+def test_a_run_folder_continues_or_gives_its_settings(
+    imported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "tuned"
+    train([str(imported), "--out", str(run), *SHORT])
+    capsys.readouterr()
+    assert train([str(run), "--train.steps", "3", "--device", "cpu"]) == 0
+    told = capsys.readouterr().out
+    assert f"continues the run in {run}" in told.splitlines()[0]
+    assert "continues from step 2, sample 4" in told
+    assert describe(resolve_checkpoint(run)).step == 3
+    assert train([str(run), "--out", str(tmp_path / "fresh"), "--fresh-weights", "--device", "cpu"]) == 0
+    assert "its settings, with fresh weights" in capsys.readouterr().out.splitlines()[0]
+    with pytest.raises(ConfigError, match="--out is missing"):
+        train([str(resolve_checkpoint(run)), "--device", "cpu"])
+
+
+def test_positions_travel_in_our_own_exports(
+    imported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train([str(imported), "--out", str(tmp_path / "tuned"), *SHORT])
+    export([str(tmp_path / "tuned"), "--out", str(tmp_path / "away"), "--optimizer"])
+    import_([str(tmp_path / "away"), "--out", str(tmp_path / "again")])
+    assert "position    step 2, sample 4" in capsys.readouterr().out
+    moved, origin = (describe(resolve_checkpoint(tmp_path / name)) for name in ("again", "tuned"))
+    assert (
+        (moved.step, moved.samples, moved.tokens) == (origin.step, origin.samples, origin.tokens) == (2, 4, 64)
+    )
+    assert moved.data_fingerprint == origin.data_fingerprint
+    import_([str(tmp_path / "away"), "--out", str(tmp_path / "other"), "--samples", "7"])
+    assert describe(resolve_checkpoint(tmp_path / "other")).samples == 7

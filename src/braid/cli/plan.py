@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import rich.console
 import tyro
 
-from braid import recipes
 from braid.cli.args import optional, parse_options, perfetto_hint, print_table, split_positional
 from braid.cli.ops import format_ops
 from braid.cli.plan_notes import estimate_gaps, ineffective_options, schedule_summary
 from braid.cli.recipes import RunFields, expand_recipe_help
+from braid.cli.sources import load_source
 from braid.errors import ConfigError, ExitCode, Problem
 from braid.planning.plan import Plan, check
 from braid.planning.plan import plan as make_plan
@@ -80,7 +80,7 @@ class PlanOptions:
 
 def show_plan(args: list[str]) -> int:
     name, rest = split_positional(expand_recipe_help(args), "plan", "RECIPE")
-    opts = parse_options(PlanOptions, rest, f"braid plan {name}", PlanOptions(run=recipes.load(name)))
+    opts = parse_options(PlanOptions, rest, f"braid plan {name}", PlanOptions(run=load_source(name).run))
     problems = [*check(opts.run, opts.world), *_memory_problems(opts.device_memory)]
     if problems:
         raise ConfigError(problems)

@@ -11,6 +11,7 @@ import tyro
 
 from braid import recipes
 from braid.cli.args import optional, parse_options, split_positional, wants_help
+from braid.cli.sources import load_source
 from braid.config import Run, flatten, to_json
 from braid.errors import ConfigError, ExitCode
 from braid.planning.divisibility import describe_mesh, smallest_world
@@ -50,7 +51,7 @@ class ShowOptions:
 
 def show(args: list[str]) -> int:
     name, rest = split_positional(expand_recipe_help(args), "show", "RECIPE")
-    opts = parse_options(ShowOptions, rest, f"braid show {name}", ShowOptions(run=recipes.load(name)))
+    opts = parse_options(ShowOptions, rest, f"braid show {name}", ShowOptions(run=load_source(name).run))
     plan = make_plan(opts.run, smallest_world(opts.run.mesh) if opts.world is None else opts.world)
     if opts.json:
         print(json.dumps(to_json(opts.run), indent=2))
@@ -78,5 +79,7 @@ def expand_recipe_help(args: list[str]) -> list[str]:
         return args
     names = f"RECIPE is one of {', '.join(recipes.bundled())}, or your own: path/to/file.py:function."
     print(textwrap.fill(names, 80, break_on_hyphens=False))
+    print("It can also be the folder of a run, a checkpoint or an imported model: its settings are taken,")
+    print("and `braid train` begins from its weights.")
     print("Any field of the run can be overridden. The defaults below are those of the recipe tiny.\n")
     return ["tiny", *args]

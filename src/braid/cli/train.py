@@ -10,16 +10,17 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from braid import recipes, validators
+from braid import validators
 from braid.cli.args import optional, parse_options, perfetto_hint, split_positional
 from braid.cli.next_steps import next_commands, program
 from braid.cli.plan_notes import ineffective_options, schedule_summary
 from braid.cli.progress import bar
 from braid.cli.recipes import RunFields, expand_recipe_help
+from braid.cli.sources import load_source, output_folder
 from braid.config import to_json
 from braid.errors import BraidError, ConfigError, ExitCode, Problem
 from braid.planning.divisibility import describe_mesh
@@ -46,6 +47,8 @@ class TrainOptions:
     """Run directory: checkpoints, metrics.jsonl, tokenized data."""
     init: Annotated[Path | None, optional("PATH", "random initialization")] = None
     """Initialize a new run from this checkpoint or run of the same model; the optimizer starts from scratch."""
+    fresh_weights: bool = False
+    """Take only the settings of a folder given as RECIPE, and draw new weights."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto uses a GPU if one is available."""
     world: Annotated[int | None, optional("INT", "1, or the world size of torchrun")] = None
@@ -65,8 +68,11 @@ class TrainOptions:
 def train(args: list[str]) -> int:
     """Launch the ranks of the run, or run as one of them."""
     name, rest = split_positional(expand_recipe_help(args), "train", "RECIPE")
-    opts = parse_options(TrainOptions, rest, f"braid train {name}", TrainOptions(run=recipes.load(name)))
-    out = opts.out or Path("runs") / name.rpartition(":")[2]
+    source = load_source(name)
+    opts = parse_options(TrainOptions, rest, f"braid train {name}", TrainOptions(run=source.run))
+    out = output_folder(name, source, opts.out)
+    if opts.init is None and not opts.fresh_weights and out != source.folder:
+        opts = replace(opts, init=source.checkpoint)
     if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
         return _run_worker(args, opts, out)
     plan = _checked_plan(opts, 1 if opts.world is None else opts.world)
@@ -167,6 +173,9 @@ def _run_rank(plan: Plan, out: Path, args: list[str], opts: TrainOptions) -> int
 
 def _train(plan: Plan, out: Path, args: list[str], opts: TrainOptions) -> int:
     from braid.console import say, table, warn
+    from braid.interchange.side_files import hand_on
+    from braid.train.exporting import run_of
+    from braid.train.state import resolve_checkpoint
     from braid.train.trainer import Trainer
 
     trace_steps = _parse_trace_steps(opts.trace_steps)
@@ -183,7 +192,9 @@ def _train(plan: Plan, out: Path, args: list[str], opts: TrainOptions) -> int:
             build_progress=progress,
         )
     with trainer:
-        say(f"braid train {args[0]}")
+        say(_first_line(args[0], trainer, opts.init))
+        if opts.init is not None and trainer.process.rank == 0:
+            hand_on(run_of(resolve_checkpoint(opts.init)), out)
         say(table(_header(trainer, opts.init)))
         say("")
         if trainer.process.rank == 0:
@@ -198,6 +209,17 @@ def _train(plan: Plan, out: Path, args: list[str], opts: TrainOptions) -> int:
     for command in next_commands(args, out, plan, program(), os.environ):
         say(f"  {command}")
     return ExitCode.OK
+
+
+def _first_line(name: str, trainer: Trainer, init: Path | None) -> str:
+    """The command, and what a folder given as RECIPE contributes to the run."""
+    if not Path(name).is_dir():
+        return f"braid train {name}"
+    if trainer.resumed:
+        return f"braid train {name}: continues the run in {trainer.run_dir.out}"
+    if init is None:
+        return f"braid train {name}: its settings, with fresh weights"
+    return f"braid train {name}: its settings, and the weights of {init}"
 
 
 def _metric_listeners(opts: TrainOptions, out: Path) -> list[Listener]:
@@ -218,7 +240,8 @@ def _header(trainer: Trainer, init: Path | None) -> Sequence[tuple[str, str]]:
     run = plan.run
     size = size_of(plan)
     weights = f"{magnitude(size.total)} parameters, {magnitude(size.active)} active per token"
-    status = f"continues from step {state.step}" if trainer.resumed else "a new run"
+    position = f"step {state.step}, sample {state.samples}"
+    status = f"continues from {position}" if trainer.resumed else "a new run"
     if init is not None and not trainer.resumed:
         status += f" from the weights of {init}"
     if state.step == run.train.steps:

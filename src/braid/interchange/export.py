@@ -80,20 +80,19 @@ def hub_folder(
     dtype: torch.dtype | None = None,
     settings: Mapping[str, Any] | None = None,
     source: Source | None = None,
-    ignored: Collection[str] = (),
     updates: int | None = None,
     outlines: Mapping[str, Tensor] | None = None,
 ) -> FolderPlan:
-    """The folder that `to_hf` writes. `source` is the folder that the model was imported from, and `ignored`
-    the settings that the import left unread. With `updates` the optimizer's state, which has made so many, is
-    among the tensors and is written beside them. `outlines` are the tensors without numbers."""
+    """The folder that `to_hf` writes. `source` is the folder that the model was imported from. With `updates`
+    the optimizer's state, which has made so many, is among the tensors and is written beside them. `outlines`
+    are the tensors without numbers."""
     family = family_of(model_type)
     if source is not None and source.config.get("model_type") != model_type:
         source = None
     shards = MappingProxyType[str, str]({}) if source is None else source.shards
     adapter = adapter_for(model_type, _stored_form(model_type, form, shape, shards))
     seen = outlined(tensors) if outlines is None else outlines
-    config = config_of(family, shape) if source is None else _merged(family, shape, source.config, ignored)
+    config = config_of(family, shape) if source is None else _merged(family, shape, source)
     config |= _dtype_setting(config, seen["embedding.weight"].dtype if dtype is None else dtype)
     config |= (settings or {}) if source is None else {}
     kept: dict[str, Any] = {"dtype": dtype, "updates": updates, "outlines": seen, "shards": shards}
@@ -190,17 +189,15 @@ def _fields(shape: Model) -> dict[str, Any]:
     return flat | {"pattern": "/".join([main, *(str(depth) for depth in layout.mtp)])}
 
 
-def _merged(
-    family: ModelFamily, shape: Model, original: Mapping[str, Any], ignored: Collection[str]
-) -> dict[str, Any]:
+def _merged(family: ModelFamily, shape: Model, source: Source) -> dict[str, Any]:
     """The config.json that a model came with, changed only where its shape has. Weights that were quantised
     have been widened."""
     fresh = config_of(family, shape)
-    kept = {name: value for name, value in original.items() if name != "quantization_config"}
-    if _says(kept, shape, ignored):
+    kept = {name: value for name, value in source.config.items() if name != "quantization_config"}
+    if _says(kept, shape, source.ignored):
         return kept
     merged = {name: value for name, value in kept.items() if name not in OLDER_ROPE} | fresh
-    if _says(merged, shape, ignored):
+    if _says(merged, shape, source.ignored):
         return merged
     return {name: value for name, value in kept.items() if name in HARMLESS} | fresh
 

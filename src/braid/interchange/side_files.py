@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +24,8 @@ PLAIN = ("LICENSE", "NOTICE", "USE_POLICY")
 LARGEST = 64 * 2**20
 POSITION = "braid_position.json"
 """How far a run has read its data, in braid's own exports with an optimizer's state."""
+RECORD = "braid_import.json"
+"""What an import has left unread and left out, in a run's folder."""
 WEIGHTS = (".safetensors", ".safetensors.index.json")
 """Endings of files that are imported, not copied."""
 
@@ -34,6 +36,10 @@ class Source(NamedTuple):
     config: Mapping[str, Any]
     shards: Mapping[str, str]
     """The file that held each tensor."""
+    ignored: Sequence[str]
+    """Settings of its config.json that the import left unread."""
+    left_out: Sequence[str]
+    """Files that the import left behind, each with the reason."""
 
 
 class SideFiles(NamedTuple):
@@ -71,13 +77,15 @@ def _reason(file: Path) -> str:
     return ""
 
 
-def carry(folder: Path, run: Path, weight_map: Mapping[str, str]) -> SideFiles:
-    """Copy what travels from a folder of the hub to a run's folder, and note which file held each tensor."""
+def carry(folder: Path, run: Path, weight_map: Mapping[str, str], ignored: Sequence[str]) -> SideFiles:
+    """Copy what travels from a folder of the hub to a run's folder, and note which file held each tensor, and
+    what was left unread."""
     found = survey(folder)
     _copy(folder, run / FOLDER, found.kept)
-    index = {"weight_map": dict(sorted(weight_map.items()))}
     (run / FOLDER).mkdir(parents=True, exist_ok=True)
-    (run / FOLDER / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    record = {"ignored": list(ignored), "left_out": list(found.left_out)}
+    for name, data in ((INDEX, {"weight_map": dict(sorted(weight_map.items()))}), (RECORD, record)):
+        (run / FOLDER / name).write_text(json.dumps(data, indent=2) + "\n")
     return found
 
 
@@ -85,9 +93,10 @@ def source_of(run: Path) -> Source | None:
     """What the folder said that a run was imported from; None where it was not."""
     if not (run / FOLDER / CONFIG).is_file():
         return None
-    config = read_json(run / FOLDER / CONFIG, CheckpointError)
-    index = read_json(run / FOLDER / INDEX, CheckpointError) if (run / FOLDER / INDEX).is_file() else {}
-    return Source(config, index.get("weight_map", {}))
+    config, index, record = (
+        read_json(run / FOLDER / name, CheckpointError) for name in (CONFIG, INDEX, RECORD)
+    )
+    return Source(config, index.get("weight_map", {}), record.get("ignored", ()), record.get("left_out", ()))
 
 
 def hand_on(source: Path, run: Path) -> None:
@@ -106,7 +115,7 @@ def restore(run: Path, folder: Path) -> tuple[str, ...]:
 
 def _restored(hub: Path) -> Iterator[str]:
     for name in survey(hub).kept:
-        if name not in (CONFIG, INDEX) and not name.startswith(f"{OPTIMIZER}.safetensors"):
+        if name not in (CONFIG, INDEX, RECORD) and not name.startswith(f"{OPTIMIZER}.safetensors"):
             yield name
 
 

@@ -95,7 +95,7 @@ def folder_of(path: Path, out: Path, settings: ExportSettings) -> FolderPlan:
         table = adapter(settings.form, experts, interleave=settings.interleave)
         config = {"model_type": MEGATRON, "interleave": settings.interleave, "run": to_json(run), **extra}
         return plan_trained(out, config, tensors, table, run.model, **given)
-    hub: dict[str, Any] = {"settings": extra, "source": source, "ignored": saved.hub.get("ignored", ())}
+    hub: dict[str, Any] = {"settings": extra, "source": source}
     form = _hub_form(model_type, settings)
     return hub_folder(run.model, tensors, out, model_type=model_type, form=form, **hub, **given)
 
@@ -155,5 +155,7 @@ def _write_side_files(
     if settings.optimizer:
         position = {"samples": saved.samples, "tokens": saved.tokens, "fingerprint": saved.data_fingerprint}
         (out / side_files.POSITION).write_text(json.dumps(position, indent=2) + "\n")
-    notes += [f"not in the export, as the import left it out: {name}" for name in saved.hub.get("left_out", ())]
+    source = side_files.source_of(run_of(path))
+    left_out = () if source is None else source.left_out
+    notes += [f"not in the export, because the import left it out: {name}" for name in left_out]
     return restored, tuple(notes)

@@ -108,10 +108,10 @@ def import_folder(
     out.mkdir(parents=True, exist_ok=True)
     if (free := shutil.disk_usage(out).free) < total:
         raise CheckpointError(f"{out} needs {total / 2**30:.1f} GiB, the disk has {free / 2**30:.1f} GiB")
-    carried = side_files.carry(folder, out, source.weight_map)
+    carried = side_files.carry(folder, out, source.weight_map, settings.ignore)
     if (folder / TOKENIZER).is_file():
         shutil.copyfile(folder / TOKENIZER, out / TOKENIZER)
-    extra = _extra(run, tokenizer, step, position, carried.left_out, settings.ignore)
+    extra = _extra(run, tokenizer, step, position)
     parts = list(_parts(outlines))
     checkpoint.begin(root, step)
     try:
@@ -253,14 +253,7 @@ def _position(folder: Path, settings: ImportSettings) -> dict[str, Any]:
     return read_json(file, CheckpointError) if file.is_file() else {}
 
 
-def _extra(
-    run: Run,
-    tokenizer: Tokenizer,
-    step: int,
-    position: Mapping[str, Any],
-    left_out: Sequence[str],
-    ignored: Sequence[str],
-) -> dict[str, Any]:
+def _extra(run: Run, tokenizer: Tokenizer, step: int, position: Mapping[str, Any]) -> dict[str, Any]:
     """The `extra` of the manifest, as train/state.py writes it."""
     return {
         "braid": braid.__version__,
@@ -272,7 +265,6 @@ def _extra(
         "updates": step,
         "skipped_in_a_row": 0,
         "data": {"fingerprint": str(position.get("fingerprint", NO_DATA))},
-        "hub": {"ignored": list(ignored), "left_out": list(left_out)},
     }
 
 

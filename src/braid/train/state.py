@@ -136,8 +136,7 @@ class CheckpointInfo:
     tokenizer: Mapping[str, Any]
     """The tokenizer's description."""
     hub: Mapping[str, Any]
-    """What an import left unread or left out; checkpoints of older versions also hold `settings` and
-    `files`."""
+    """`settings` and `files` of an imported folder, in checkpoints of older versions; see `RUN/hub` today."""
 
 
 def initialize(state: State, run: Run) -> None:

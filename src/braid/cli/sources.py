@@ -1,0 +1,48 @@
+"""Where a command gets its run from: a recipe, or the folder of a run, of a checkpoint or of an imported
+model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from braid import recipes
+from braid.config import Run
+from braid.errors import ConfigError
+
+
+class RunSource(NamedTuple):
+    """A run, and the checkpoint that it comes from."""
+
+    run: Run
+    checkpoint: Path | None = None
+    """The checkpoint that has the run's settings and weights; None for a recipe."""
+    folder: Path | None = None
+    """The run directory in which training may continue; None where there is none: a recipe, a single
+    checkpoint, or an imported model without the state of an optimizer."""
+
+
+def load_source(name: str) -> RunSource:
+    """The run of a recipe, or of a folder."""
+    path = Path(name)
+    if ".py" in name or not path.is_dir():
+        return RunSource(recipes.load(name))
+    from braid.train.state import describe, resolve_checkpoint, weight_names
+
+    newest = resolve_checkpoint(path)
+    trained = len(weight_names(newest, moments=True)) > len(weight_names(newest))
+    return RunSource(describe(newest).run, newest, path if trained and newest != path else None)
+
+
+def output_folder(name: str, source: RunSource, out: Path | None) -> Path:
+    """Where a run is trained: `--out`, or the folder that it continues in, or runs/RECIPE."""
+    if out is not None:
+        return out
+    if source.checkpoint is None:
+        return Path("runs") / name.rpartition(":")[2]
+    if source.folder is None:
+        raise ConfigError(
+            f"--out is missing: {name} is a model to begin from, not a run to continue\n"
+            "  set   --out to the directory of the new run, for example runs/tuned"
+        )
+    return source.folder
