@@ -15,6 +15,7 @@ import braid
 from braid.cli.args import Command
 from braid.cli.convert import export, import_
 from braid.cli.data import data
+from braid.cli.diff import diff
 from braid.cli.generate import generate
 from braid.cli.grid import show_grid
 from braid.cli.pattern import explain
@@ -79,6 +80,7 @@ COMMANDS = (
     Command("generate", "CHECKPOINT", "generate text from a checkpoint", generate),
     Command("import", "FOLDER", "convert a Hugging Face or Megatron model to a braid checkpoint", import_),
     Command("export", "CHECKPOINT", "convert a checkpoint to Hugging Face or Megatron format", export),
+    Command("diff", "A B", "compare the settings and tensors of two models", diff),
     Command("data", "build|verify", "tokenize text into token shards, or check existing ones", data),
     Command("recipes", "", "list the bundled recipes", list_recipes),
     Command("show", "RECIPE", "print the full configuration of a run, with overrides applied", show),
