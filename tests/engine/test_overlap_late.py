@@ -68,7 +68,7 @@ def test_pictures_and_traces_have_both():
     [
         ("twice", "has run before"),
         ("early", "comes before its backward"),
-        ("never", "everything that it makes"),
+        ("never", "unused tensors or unfinished segments"),
     ],
 )
 def test_a_drawer_is_emptied_once_and_after_its_backward_or_the_step_fails(bucket, fault, message):

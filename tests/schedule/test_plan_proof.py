@@ -296,7 +296,7 @@ def test_the_command_line_tells_a_fault_and_whose_it_is(monkeypatch, capsys):
     told = capsys.readouterr()
     assert told.out == ""
     assert "report it" in told.err
-    assert f"FINISH: the list ends without it\n  rule  {Rule.FINISHED.value}" in told.err
+    assert f"FINISH: the list ends without FINISH\n  rule  {Rule.FINISHED.value}" in told.err
     assert "Traceback" not in told.err
 
 
