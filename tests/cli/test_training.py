@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -249,10 +250,24 @@ def test_fine_tuning_wants_the_model_of_the_checkpoint(folder, whole, tmp_path, 
     text = capsys.readouterr().err
     assert f"the model in {whole[0]}/checkpoints/step-00000040 and that of the run differ in 2 settings" in text
     assert "model.norm_eps = 0.1\n" in text
-    assert "  set   1e-05\n" in text
+    assert "  set   1e-05, or --init-allow model.norm_eps\n" in text
     assert "model.moe.scale = 2.0\n" in text
     assert main([*words, "--model.dropout", "0.0", "--model.pattern", "[*-]|[*E]"]) == 0
     assert f"a new run from the weights of {whole[0]}" in capsys.readouterr().out
+
+
+def test_the_plan_of_a_start_is_printed_and_nothing_is_trained(folder, whole, tmp_path, capsys):
+    words = words_for(folder, tmp_path / "tuned", "--model.tied", "False", "--init-plan")
+    assert main(words) == ExitCode.CONFIG
+    assert "set --init PATH" in capsys.readouterr().err
+    words += ["--init", str(whole[0]), "--init-rules"]
+    assert main([*words, "ties"]) == ExitCode.CONFIG
+    assert "there is no such rule" in capsys.readouterr().err
+    assert main([*words, "untie", "fresh:final_norm.*", "--init-allow", "model.norm_eps"]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert any(re.fullmatch(r"head\.weight \[\d+, \d+\] <- embedding\.weight", line) for line in lines)
+    assert any(re.fullmatch(r"final_norm\.weight \[\d+\] <- fresh", line) for line in lines)
+    assert not (tmp_path / "tuned").exists()
 
 
 def test_generation_is_the_same_for_the_same_seed(whole, capsys):

@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import torch
 
+from braid.model.names import regrouped_names, renamed
+from braid.nn.init import initial
 from tests.model.cases import SHAPE, build
 
 ATTENTION = {f"attention.{name}.weight" for name in ("norm", "q", "k", "v", "o")}
@@ -94,3 +96,26 @@ def test_matrices_decay_and_nothing_else() -> None:
         f"{layer}.moe.norm.weight",
         "final_norm.weight",
     }
+
+
+def test_initial_weights_follow_the_layer_and_not_its_brackets() -> None:
+    flat, *others = (build(pattern) for pattern in ("*-*E/*E", "[*-][*E]/*E", "[*-]|*E/*E", "*|[-]*|E/*E"))
+    for other in others:
+        names = regrouped_names(flat.layout, other.layout)
+        assert names is not None
+        there = other.canonical()
+        assert {renamed(name, names) for name in flat.canonical()} == there.keys()
+        for name, tensor in flat.canonical().items():
+            twin = there[renamed(name, names)]
+            assert torch.equal(
+                tensor.read(flat.tensors()[tensor.parameter]), twin.read(other.tensors()[twin.parameter])
+            )
+
+
+def test_without_brackets_layers_are_drawn_by_their_own_names() -> None:
+    """As in the first version of initial weights."""
+    model = build("*-E/*E")
+    for name, tensor in model.canonical().items():
+        if tensor.fill in ("normal", "xavier"):
+            value = initial(name, tensor, seed=1, std=SHAPE.init_std)
+            assert torch.equal(tensor.read(model.tensors()[tensor.parameter]), value.to(torch.float64)), name

@@ -100,13 +100,13 @@ def test_a_refusal_names_every_setting_with_both_values_and_what_to_set(tmp_path
         f"the model in {tmp_path} and that of the run differ in 3 settings",
         "model.norm_eps = 1e-06",
         "  rule  the weights of the checkpoint are those of a model with 1e-05",
-        "  set   1e-05",
+        "  set   1e-05, or --init-allow model.norm_eps",
         f"model.attention.rope_scaling = {YARN}",
         "  rule  the weights of the checkpoint are those of a model with None",
-        "  set   None",
+        "  set   None, or --init-allow model.attention.rope_scaling",
         "model.hyper = None",
         f"  rule  the weights of the checkpoint are those of a model with {HyperConnections()}",
-        f"  set   {HyperConnections()}",
+        f"  set   {HyperConnections()}, or --init-allow model.hyper",
     ]
 
 
@@ -116,13 +116,14 @@ def test_a_refusal_names_every_setting_with_both_values_and_what_to_set(tmp_path
         ("[*-][*E]", "[*-]|[*E]", True),
         ("[*-]|[*E]/*E", "|[*-][*E]|/*E", True),
         ("M-", "[M]-", True),
-        ("[*-]", "*-", False),
+        ("[*-]", "*-", True),
+        ("*-*E/*E", "[*-]|[*E]/*E", True),
         ("[*-][*E]", "[*E][*-]", False),
         ("[*-]/*-", "[*-]", False),
         ("[*-]/*-", "[*-]/*-/*-", False),
     ],
 )
-def test_the_same_layers_may_be_cut_into_other_segments(saved, chosen, same):
+def test_the_same_layers_may_be_cut_into_other_segments_and_groups(saved, chosen, same):
     problems = list(setting_problems(replace(EVERYTHING, pattern=saved), replace(EVERYTHING, pattern=chosen)))
     assert [problem.field for problem in problems] == ([] if same else ["model.pattern"])
     assert all(repr(saved) in problem.remedy for problem in problems)

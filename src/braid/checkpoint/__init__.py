@@ -11,10 +11,10 @@ every chunk, and nothing in a checkpoint is ever executed. docs/checkpoint-forma
     verify(path), prune(root, keep=3), read_manifest(path)
 """
 
-from braid.checkpoint.boxes import Box
+from braid.checkpoint.boxes import Box, overlap
 from braid.checkpoint.choosing import Damaged, Latest, latest, prune
 from braid.checkpoint.loading import LazyCheckpoint, ReadRequest, read, read_manifest, verify
-from braid.checkpoint.manifest import Manifest
+from braid.checkpoint.manifest import Manifest, StoredTensor
 from braid.checkpoint.saving import CHUNK_BYTES, Piece, Record, abandon, begin, commit, save, write_part
 from braid.checkpoint.steps import step_path
 
@@ -28,10 +28,12 @@ __all__ = [
     "Piece",
     "ReadRequest",
     "Record",
+    "StoredTensor",
     "abandon",
     "begin",
     "commit",
     "latest",
+    "overlap",
     "prune",
     "read",
     "read_manifest",

@@ -27,8 +27,10 @@ from braid.planning.divisibility import describe_mesh
 from braid.planning.plan import Plan, check
 from braid.planning.plan import plan as make_plan
 from braid.planning.plan import size as size_of
+from braid.train.surgery import parse_rules
 
 if TYPE_CHECKING:
+    from braid.train.init_from import InitOptions
     from braid.train.loop import Outcome
     from braid.train.metrics import Listener
     from braid.train.trainer import Trainer
@@ -49,6 +51,13 @@ class TrainOptions:
     """Initialize a new run from this checkpoint or run of the same model; the optimizer starts from scratch."""
     fresh_weights: bool = False
     """Take only the settings of a folder given as RECIPE, and draw new weights."""
+    init_rules: Annotated[tuple[str, ...], optional("RULE [RULE ...]", "the models are the same")] = ()
+    """With --init, how a model that differs starts: untie, vocab, mtp, hyper, upcycle, blocks:0,1,-,2,
+    fresh:GLOB, drop:GLOB (docs/init.md)."""
+    init_allow: Annotated[tuple[str, ...], optional("NAME [NAME ...]", "none")] = ()
+    """With --init, settings that may differ although that changes the model: model.attention.rope_base."""
+    init_plan: bool = False
+    """With --init, print where every tensor comes from, and exit."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto uses a GPU if one is available."""
     world: Annotated[int | None, optional("INT", "1, or the world size of torchrun")] = None
@@ -76,6 +85,8 @@ def train(args: list[str]) -> int:
     if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
         return _run_worker(args, opts, out)
     plan = _checked_plan(opts, 1 if opts.world is None else opts.world)
+    if opts.init_plan:
+        return _print_init_plan(plan, opts)
     if plan.world == 1 and opts.restarts == 0:
         return _run_rank(plan, out, args, opts)
     from braid.launch.worker_pool import check_gpus, launch
@@ -110,7 +121,27 @@ def _checked_plan(opts: TrainOptions, world: int) -> Plan:
     problems += _trace_problems(opts.trace_steps)
     if problems:
         raise ConfigError(problems)
+    if opts.init is None and (opts.init_rules or opts.init_allow or opts.init_plan):
+        raise ConfigError("--init-rules, --init-allow and --init-plan need a checkpoint: set --init PATH")
+    parse_rules(opts.init_rules)
     return make_plan(opts.run, world)
+
+
+def _print_init_plan(plan: Plan, opts: TrainOptions) -> int:
+    from braid.train.init_from import plan_lines, start_from
+    from braid.train.state import resolve_checkpoint
+
+    assert opts.init is not None, "checked with the plan"
+    path, options = resolve_checkpoint(opts.init), _init_options(opts)
+    for line in plan_lines(path, plan, start_from(path, plan, options)):
+        print(line)
+    return ExitCode.OK
+
+
+def _init_options(opts: TrainOptions) -> InitOptions:
+    from braid.train.init_from import InitOptions
+
+    return InitOptions(rules=parse_rules(opts.init_rules), allow=opts.init_allow)
 
 
 def _parse_trace_steps(text: str) -> range | None:
@@ -185,6 +216,7 @@ def _train(plan: Plan, out: Path, args: list[str], opts: TrainOptions) -> int:
             plan,
             out=out,
             init=opts.init,
+            init_options=_init_options(opts),
             device=opts.device,
             trace=opts.trace,
             trace_steps=trace_steps,

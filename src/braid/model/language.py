@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from typing import Any, cast
 
@@ -24,6 +25,7 @@ from braid.model import declaration
 from braid.model.block import Block
 from braid.model.context import Cache, Context, MicroBatch, MicroBatchTotals
 from braid.model.mtp import Mtp, targets
+from braid.model.names import renamed, ungrouped_names
 from braid.model.stack import Stack
 from braid.model.streams import Exit, build_exit
 from braid.nn.canonical import Canonical, Shard, under
@@ -353,9 +355,15 @@ class LanguageModel(Recomputing):
     ) -> None:
         """Initialize all weights from a seed; or the tensors of `into`, by parameter name: main copies in a
         wider dtype, or `shards` of them."""
-        parameters = self.tensors() if into is None else into
-        layers, std = len(self.layout.layers), self.shape.init_std
-        initialize(parameters, self.canonical(), seed=seed, std=std, layers=layers, shards=shards)
+        initialize(
+            self.tensors() if into is None else into,
+            self.canonical(),
+            seed=seed,
+            std=self.shape.init_std,
+            layers=len(self.layout.layers),
+            shards=shards,
+            drawn_as=partial(renamed, layers=ungrouped_names(self.layout)),
+        )
 
     def size(self) -> Size:
         """Parameter counts, for a model that is not sharded."""

@@ -1,19 +1,24 @@
-"""Weight initialization as a pure function of (seed, canonical name).
+"""Weight initialization as a pure function of (seed, name).
 
 Each canonical tensor is drawn on the CPU in float32 from its own generator, then cast. Initial weights
-therefore depend neither on dtype and device nor on how parameters are fused or sharded.
+therefore depend neither on dtype and device nor on how parameters are fused or sharded. A model draws by the
+names of its pattern without brackets (`model.names.ungrouped_names`), so grouping layers changes nothing.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
 from braid.nn.canonical import Canonical, Shard
+
+VERSION = 2
+"""Version of the initial weights of a seed, recorded in checkpoints. 1 drew by canonical names, which count
+blocks: it is the same for patterns without groups of several layers."""
 
 DECAY_RATES = (1.0, 16.0)
 """Range of decay rates (exp(A_log)); uniform, as in Mamba-2."""
@@ -29,14 +34,16 @@ def initialize(
     std: float,
     layers: int,
     shards: Mapping[str, Shard] | None = None,
+    drawn_as: Callable[[str], str] = str,
 ) -> None:
     """Fill the parameters, or this rank's shards of them. Projections that write into the residual stream are
-    scaled by 1 / sqrt(layers), because each layer adds to the stream once."""
+    scaled by 1 / sqrt(layers), because each layer adds to the stream once. `drawn_as` gives the name by which
+    a canonical tensor is drawn, by default its own."""
     for name, tensor in tensors.items():
         held = tensor.within(None if shards is None else shards.get(tensor.parameter))
         if not held.empty:
             tensor_std = std / max(layers, 1) ** 0.5 if tensor.fill == "residual" else std
-            value = initial(name, tensor, seed=seed, std=tensor_std)
+            value = initial(drawn_as(name), tensor, seed=seed, std=tensor_std)
             held.write(parameters[tensor.parameter], held.of(value))
 
 

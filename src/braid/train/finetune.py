@@ -7,13 +7,17 @@ window or top-k the same weights compute another function, and training silently
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from braid.architecture import SHAPE_OF, Model
-from braid.errors import CheckpointError, Problem
-from braid.pattern import Layout, parse
+from braid.config import flatten
+from braid.errors import CheckpointError, ConfigError, Problem
+from braid.model.names import symbols
+from braid.pattern import Kind, Layout, parse
+from braid.train.surgery import Rule, block_sources
 
 FREE_SETTINGS = (
     # Initialisation, which the checkpoint's weights replace.
@@ -35,43 +39,134 @@ FREE_SETTINGS = (
     "model.moe.router_dtype",
 )
 """Model settings that a fine-tuning run may change, because they do not affect what trained weights compute.
-All others must match the checkpoint. `model.moe.routing` must match too: sinkhorn applies in training only, but
-round_robin applies always."""
+All others must match the checkpoint, unless a rule of `surgery` changes them or they are allowed by name.
+`model.moe.routing` must match too: sinkhorn applies in training only, but round_robin applies always."""
+
+RULES_OF_SETTINGS = MappingProxyType({"model.tied": "untie", "model.hyper": "hyper", "model.vocab": "vocab"})
+"""The rule of `surgery` that changes a setting, in one direction each."""
 
 
-def check_settings(path: Path, saved: Model, chosen: Model) -> None:
-    """Reject a model that would compute another function with the weights of the checkpoint at `path`."""
-    problems = list(setting_problems(saved, chosen))
+def check_settings(
+    path: Path, saved: Model, chosen: Model, rules: Sequence[Rule] = (), allow: Collection[str] = ()
+) -> dict[str, tuple[Any, Any]]:
+    """Reject a model that would compute another function with the weights of the checkpoint at `path`, unless
+    a rule or a setting's name in `allow` permits it. Returns the settings that `allow` let pass, with the
+    values of checkpoint and run."""
+    unknown = sorted(set(allow) - set(flatten(chosen, "model")) - set(flatten(saved, "model")))
+    if unknown or "model.pattern" in allow:
+        names = ", ".join([*unknown, *(["model.pattern"] if "model.pattern" in allow else [])])
+        raise ConfigError(
+            f"--init-allow {names}: names of settings such as model.attention.rope_base are allowed; "
+            "another pattern needs a rule, see --init-rules"
+        )
+    problems = list(setting_problems(saved, chosen, rules, allow))
     if problems:
         count = "1 setting" if len(problems) == 1 else f"{len(problems)} settings"
         summary = f"the model in {path} and that of the run differ in {count}"
         raise CheckpointError("\n".join([summary, *(str(problem) for problem in problems)]))
+    return {name: (old, new) for name, old, new in _used_differences(saved, chosen) if name in allow}
 
 
-def setting_problems(saved: Model, chosen: Model) -> Iterator[Problem]:
-    """Every setting in which a run's model differs from the checkpoint's, with the checkpoint's value."""
-    saved_layout, chosen_layout = parse(saved.pattern), parse(chosen.pattern)
-    if _blocks(saved_layout) != _blocks(chosen_layout):
-        yield Problem(
-            field="model.pattern",
-            value=chosen.pattern,
-            rule=f"the checkpoint has the layers of {saved.pattern!r}",
-            remedy=f"{saved.pattern!r}; | may stand elsewhere",
-        )
-    # Settings of layer kinds that the pattern does not use do not affect its weights.
-    used = saved_layout.kinds() & chosen_layout.kinds()
-    unused = [f"model.{name}" for kind, name in SHAPE_OF if kind not in used]
-    ignored = {"model.pattern", *unused, *FREE_SETTINGS}
-    for name, old, new in _differences(saved, chosen, "model", ignored):
+def setting_problems(
+    saved: Model, chosen: Model, rules: Sequence[Rule] = (), allow: Collection[str] = ()
+) -> Iterator[Problem]:
+    """Every setting in which a run's model differs from the checkpoint's, with the checkpoint's value, unless
+    a rule changes it or its name is allowed."""
+    for rule, remedy in pattern_problems(parse(saved.pattern), parse(chosen.pattern), rules):
+        yield Problem(field="model.pattern", value=chosen.pattern, rule=rule, remedy=remedy)
+    given = {rule.name for rule in rules}
+    if "upcycle" in given:
+        yield from _upcycle_problems(saved, chosen)
+    for name, old, new in _used_differences(saved, chosen):
+        helpful = RULES_OF_SETTINGS.get(name) if _grows(old, new) else None
+        if name in allow or helpful in given:
+            continue
         rule = f"the weights of the checkpoint are those of a model with {old!r}"
-        yield Problem(field=name, value=new, rule=rule, remedy=repr(old))
+        other = f"--init-allow {name}" if helpful is None else f"--init-rules {helpful}"
+        yield Problem(field=name, value=new, rule=rule, remedy=f"{old!r}, or {other}")
 
 
-def _blocks(layout: Layout) -> list[list[list[str]]]:
-    """Layer kinds by block, of the main stack and each MTP depth. Segment boundaries and brackets around a
-    single layer are left out: they change neither names nor results."""
-    stacks = [layout.blocks, *(depth.blocks for depth in layout.mtp)]
-    return [[[layer.kind.value for layer in block.layers] for block in blocks] for blocks in stacks]
+def _used_differences(saved: Model, chosen: Model) -> Iterator[tuple[str, Any, Any]]:
+    """Differences that matter, without the pattern: settings of layer kinds that one of the models does not
+    have do not affect weights that both have."""
+    used = parse(saved.pattern).kinds() & parse(chosen.pattern).kinds()
+    unused = [f"model.{name}" for kind, name in SHAPE_OF if kind not in used]
+    return _differences(saved, chosen, "model", {"model.pattern", *unused, *FREE_SETTINGS})
+
+
+def _grows(old: Any, new: Any) -> bool:
+    """Whether a setting changes in the direction of its rule: a tied head unties, a plain stream gets
+    hyper-connections, a vocabulary grows."""
+    match old, new:
+        case bool(), bool():
+            return old and not new
+        case None, _:
+            return True
+        case int(), int():
+            return old < new
+        case _:
+            return False
+
+
+def pattern_problems(saved: Layout, chosen: Layout, rules: Sequence[Rule] = ()) -> Iterator[tuple[str, str]]:
+    """Rule and remedy where the layers of two patterns differ and no rule maps them. Brackets and segments may
+    differ: layers keep their order."""
+    given = {rule.name for rule in rules}
+    (before, *depths_before), (now, *depths_now) = symbols(saved), symbols(chosen)
+    same = _upcycled if "upcycle" in given else str.__eq__
+    has = f"the checkpoint has the layers of {str(saved)!r}"
+    blocks = next((rule for rule in rules if rule.name == "blocks"), None)
+    if blocks is not None:
+        yield from _block_problems(saved, chosen, blocks, same)
+    elif not same(before, now):
+        helpful = "upcycle" if _upcycled(before, now) else "blocks:0,1,-,2"
+        yield has, f"{str(saved)!r}; | and brackets may stand elsewhere. Or --init-rules {helpful}"
+    depths_match = len(depths_before) == len(depths_now) and all(map(same, depths_before, depths_now))
+    if not depths_match and "mtp" not in given:
+        yield f"{has}, with other MTP depths", f"{str(saved)!r}, or --init-rules mtp"
+
+
+def _upcycled(before: str, now: str) -> bool:
+    """Whether two stacks have the same layers, but for experts in place of a dense MLP."""
+    pairs = {(Kind.MLP.value, Kind.MOE.value)}
+    return len(before) == len(now) and all(a == b or (a, b) in pairs for a, b in zip(before, now, strict=True))
+
+
+def _block_problems(
+    saved: Layout, chosen: Layout, rule: Rule, same: Callable[[str, str], bool]
+) -> Iterator[tuple[str, str]]:
+    sources = block_sources(rule)
+    if len(sources) != len(chosen.blocks):
+        names = " ".join(map(str, chosen.blocks))
+        remedy = f"--init-rules blocks: with one entry for each of {names}"
+        yield f"it has {len(chosen.blocks)} blocks, {rule} names {len(sources)}", remedy
+        return
+    for block, source in zip(chosen.blocks, sources, strict=True):
+        if source is None:
+            continue
+        if source >= len(saved.blocks):
+            yield f"{rule} names block {source}", f"0 to {len(saved.blocks) - 1}: the blocks of {str(saved)!r}"
+            continue
+        before, now = ("".join(each.kind.value for each in b.layers) for b in (saved.blocks[source], block))
+        if not same(before, now):
+            rule_text = f"{rule} takes block {block.index} ({now}) from block {source} ({before})"
+            yield rule_text, "a block of the same layers, or - for a fresh one"
+
+
+def _upcycle_problems(saved: Model, chosen: Model) -> Iterator[Problem]:
+    """Shapes in which experts cannot be copies of the dense MLP."""
+    mlp, moe = saved.mlp, chosen.moe
+    if mlp is None or moe is None:
+        return
+    rule = "experts are copies of the checkpoint's MLP (--init-rules upcycle)"
+    for name in ("ffn", "activation", "glu"):
+        if getattr(mlp, name) != getattr(moe, name):
+            value, remedy = getattr(moe, name), repr(getattr(mlp, name))
+            yield Problem(field=f"model.moe.{name}", value=value, rule=rule, remedy=remedy)
+    if moe.latent:
+        yield Problem(field="model.moe.latent", value=moe.latent, rule=rule, remedy="0")
+    if mlp.bias and not moe.bias:
+        yield Problem(field="model.moe.bias", value=False, rule=f"{rule}, which has biases", remedy="True")
 
 
 def _differences(

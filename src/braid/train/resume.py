@@ -5,13 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 from braid import checkpoint
+from braid.architecture import Model
 from braid.config import Run, difference
 from braid.console import warn
 from braid.errors import CheckpointError, ConfigError, DataError, first_of
 from braid.launch.process import check_agreement, fail_together
+from braid.model.names import symbols
+from braid.pattern import parse
 from braid.train import state as states
 from braid.train.data_pipeline import DataPipeline
-from braid.train.finetune import check_settings
+from braid.train.init_from import SAME_MODEL, InitOptions, start_from
 from braid.train.run_dir import RunDir
 from braid.train.state import State
 
@@ -20,10 +23,16 @@ MAX_ERROR_LINES = 6
 
 
 def initialize_or_resume(
-    state: State, run: Run, data: DataPipeline, run_dir: RunDir, init: Path | None = None
+    state: State,
+    run: Run,
+    data: DataPipeline,
+    run_dir: RunDir,
+    init: Path | None = None,
+    options: InitOptions = SAME_MODEL,
 ) -> Path | None:
     """Resume from the newest valid checkpoint of the run and return its path. Without one, initialise from the
-    run's seed, or load the weights of the checkpoint `init` if given. Succeeds or fails on all ranks alike."""
+    run's seed, or load the weights of the checkpoint `init` if given, by the rules of `options`. Succeeds or
+    fails on all ranks alike."""
     world = state.model.groups.world
     with fail_together(world):
         newest = _newest(run_dir)
@@ -40,7 +49,7 @@ def initialize_or_resume(
         warn(f"skipping a damaged checkpoint: {damaged.reason}")
     with fail_together(world):
         if newest.path is None:
-            _initialize(state, run, weights)
+            _initialize(state, run, weights, options)
         else:
             _resume(state, run, data, run_dir, newest.path)
     return newest.path
@@ -66,16 +75,21 @@ def _newest(run_dir: RunDir) -> checkpoint.Latest:
     )
 
 
-def _initialize(state: State, run: Run, weights: Path | None) -> None:
-    if weights is not None:
-        saved = states.saved_model(weights)
-        if saved is not None:
-            check_settings(weights, saved, run.model)
-        elif state.model.groups.world.rank == 0:
-            warn(f"{weights} has no model settings: only names and shapes of its tensors are checked")
+def _initialize(state: State, run: Run, weights: Path | None, options: InitOptions) -> None:
+    started = None if weights is None else start_from(weights, state.plan, options)
     states.initialize(state, run)
-    if weights is not None:
-        states.load_state_weights(weights, state)
+    if weights is None or started is None:
+        return
+    if state.model.groups.world.rank == 0:
+        for note in started.plan.notes:
+            warn(note)
+    states.load_state_weights(weights, state, started.plan)
+    state.init = {**state.init, **started.record}
+
+
+def _only_regrouped(before: Model, now: Model) -> bool:
+    """Whether two patterns have the same layers in other brackets."""
+    return symbols(parse(before.pattern)) == symbols(parse(now.pattern))
 
 
 def _resume(state: State, run: Run, data: DataPipeline, run_dir: RunDir, path: Path) -> None:
@@ -85,6 +99,8 @@ def _resume(state: State, run: Run, data: DataPipeline, run_dir: RunDir, path: P
         warn(f"the run differs from the one that saved {path}:")
         for name, (before, now) in changed.items():
             warn(f"  {name}: {before} -> {now}")
+        if "model.pattern" in changed and _only_regrouped(saved.run.model, run.model):
+            warn("  the layers are the same: their weights and optimizer state are taken over layer by layer")
     if saved.step > run.train.steps:
         raise ConfigError(
             f"{run_dir.out} is at step {saved.step}, train.steps is {run.train.steps}: "

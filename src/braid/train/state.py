@@ -12,7 +12,8 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,18 +28,21 @@ from braid.engine.executor import PipelineLinks, Program
 from braid.engine.progress import Progress
 from braid.engine.streams import Streams, streams_for
 from braid.engine.weights import Weights
-from braid.errors import CheckpointError, first_of
+from braid.errors import CheckpointError
 from braid.launch.process import all_gather_json, fail_together
 from braid.model.language import LanguageModel
+from braid.model.names import regrouped_names, renamed
 from braid.nn.canonical import Canonical, Held
 from braid.nn.dtypes import DTYPES
+from braid.nn.init import VERSION as INIT_VERSION
 from braid.optim.adamw import MOMENTS, AdamW
 from braid.optim.gradients import ReplicatedPart, replicated_parts
 from braid.optim.shards import LocalShard, local_shard
 from braid.pattern import parse
-from braid.planning.plan import Plan, evaluation_schedule, plan
+from braid.planning.plan import Plan, evaluation_schedule, plan, whole_model
 from braid.schedule import Channel, OpSpan
 from braid.train.device import Device, DeviceName, choose_device
+from braid.train.surgery import Fresh, InitPlan, Stored, Values, check_plan, plan_by_name
 
 NAMES_VERSION = 1
 """Version of the canonical names, see docs/checkpoint-format.md."""
@@ -76,6 +80,9 @@ class State:
     """Tokens read, over all steps."""
     skipped_in_a_row: int = 0
     """Consecutive steps up to now that were skipped because of a non-finite loss or gradient."""
+    init: Mapping[str, Any] = field(default_factory=lambda: {"version": INIT_VERSION})
+    """How the run began, for the record: the version of its initial weights; `from`, `rules` and `allowed` if
+    it started from another checkpoint."""
     _evaluations: dict[int, Program] = field(default_factory=dict)
 
     def weights(self) -> dict[str, Tensor]:
@@ -137,6 +144,8 @@ class CheckpointInfo:
     """The tokenizer's description."""
     hub: Mapping[str, Any]
     """`settings` and `files` of an imported folder, in checkpoints of older versions; see `RUN/hub` today."""
+    init: Mapping[str, Any]
+    """How the run began, see `State.init`."""
 
 
 def initialize(state: State, run: Run) -> None:
@@ -157,6 +166,7 @@ def save(root: Path, state: State, run: Run, loader: Loader, tokenizer: Tokenize
         "updates": state.optimizer.updates,
         "skipped_in_a_row": state.skipped_in_a_row,
         "data": {"fingerprint": loader.fingerprint, **loader.identity},
+        "init": dict(state.init),
     }
     try:
         with fail_together(world):
@@ -219,6 +229,7 @@ def describe(path: Path) -> CheckpointInfo:
             data_fingerprint=str(extra["data"]["fingerprint"]),
             tokenizer=dict(extra["tokenizer"]),
             hub=dict(extra.get("hub", {})),
+            init=dict(extra.get("init", {"version": 1})),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path} does not describe a run of this version: {error}") from error
@@ -253,14 +264,18 @@ def _read_manifest(path: Path) -> checkpoint.Manifest:
 
 
 def load(path: Path, state: State) -> None:
-    """Load a checkpoint into the state; its tensors must be exactly those of the state, over all ranks."""
-    entries = [entry for entry in _entries(state) if not entry.held.empty]
+    """Load a checkpoint into the state. Its tensors must be exactly those of the state, over all ranks; the
+    brackets of its pattern may stand elsewhere."""
+    with fail_together(state.model.groups.world):
+        saved, model = describe(path), saved_model(path)
+        layers = None if model is None else regrouped_names(state.model.layout, parse(model.pattern))
+    entries = [entry for entry in _entries(state, layers or {}) if not entry.held.empty]
     requests: dict[str, checkpoint.ReadRequest | Tensor] = {RNG: torch.get_rng_state()}
     requests |= {entry.name: entry.request(entry.storage.dtype) for entry in entries}
-    moments = {f"optimizer.{moment}.{name}" for moment in MOMENTS for name in state.names}
-    unread = (moments | state.names) - requests.keys()  # read by other ranks
+    names = {renamed(name, layers or {}) for name in state.names}
+    moments = {f"optimizer.{moment}.{name}" for moment in MOMENTS for name in names}
+    unread = (moments | names) - requests.keys()  # read by other ranks
     with fail_together(state.model.groups.world):
-        saved = describe(path)
         tensors = checkpoint.read(path, requests, unread=unread)
     for entry in entries:
         entry.held.write(entry.storage, tensors[entry.name])
@@ -268,6 +283,7 @@ def load(path: Path, state: State) -> None:
     state.optimizer.updates = saved.updates
     state.step, state.skipped_in_a_row = saved.step, saved.skipped_in_a_row
     state.samples, state.tokens = saved.samples, saved.tokens
+    state.init = saved.init
     torch.set_rng_state(tensors[RNG])
 
 
@@ -288,37 +304,73 @@ def load_weights(path: Path, model: LanguageModel, into: Mapping[str, Tensor]) -
         _Entry(name, tensor, into[tensor.parameter], tensor.held, first=True)
         for name, tensor in model.canonical().items()
     ]
-    _load_entries(path, entries, frozenset(model.canonical()))
+    wanted = {name: tensor.shape for name, tensor in model.canonical().items()}
+    planned, stored = plan_by_name(wanted), stored_weights(path)
+    check_plan(str(path), planned, shapes_of(stored), wanted)
+    _load_entries(path, entries, planned, stored)
 
 
-def load_state_weights(path: Path, state: State) -> None:
-    """Load only the weights of a checkpoint into a state."""
-    weights = [entry for entry in _entries(state) if _is_weight(entry.name)]
+def load_state_weights(path: Path, state: State, planned: InitPlan | None = None) -> None:
+    """Load only weights into a state, from their origins in a checkpoint; by default those of their own names.
+    Collective. What a plan leaves fresh stays as it is."""
+    entries = [entry for entry in _entries(state) if _is_weight(entry.name)]
     with fail_together(state.model.groups.world):
-        _load_entries(path, weights, state.names)
+        stored = stored_weights(path)
+        if planned is None:
+            wanted = {name: tensor.shape for name, tensor in whole_model(state.plan).canonical().items()}
+            planned = plan_by_name(wanted)
+            check_plan(str(path), planned, shapes_of(stored), wanted)
+        _load_entries(path, entries, planned, stored)
     state.optimizer.copy_to_model()
 
 
-def _load_entries(path: Path, entries: Sequence[_Entry], names: frozenset[str]) -> None:
-    """Read the entries' boxes, cast to the dtype of their storage. `names` are all weights of the model."""
-    stored = checkpoint.read_manifest(path).tensors
-    missing = [f"missing  {name}" for name in sorted(names - stored.keys())]
-    extra = [f"extra    {name}" for name in sorted(filter(_is_weight, stored.keys() - names))]
-    mismatched = []
+def stored_weights(path: Path) -> dict[str, checkpoint.StoredTensor]:
+    """The weights of a checkpoint by name, with shape and dtype, without optimizer and generator state."""
+    return {name: stored for name, stored in _read_manifest(path).tensors.items() if _is_weight(name)}
+
+
+def shapes_of(stored: Mapping[str, checkpoint.StoredTensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in stored.items()}
+
+
+def _load_entries(
+    path: Path, entries: Sequence[_Entry], planned: InitPlan, stored: Mapping[str, checkpoint.StoredTensor]
+) -> None:
+    """Fill the entries from their origins, cast to the dtype of their storage. Reads the boxes that this rank
+    holds, each once, however many entries are copies of it."""
+    shapes, wanted = shapes_of(stored), dict[str, list[checkpoint.Box]]()
+    sources: list[tuple[_Entry, Stored, checkpoint.Box, checkpoint.Box]] = []
     for entry in entries:
-        shape = entry.canonical.shape
-        stored_shape = tuple(stored[entry.name].shape) if entry.name in stored else shape
-        if stored_shape != shape:
-            mismatched.append(f"shape    {entry.name}: has {list(stored_shape)}, wanted {list(shape)}")
-    if count := len(missing) + len(extra) + len(mismatched):
-        lines = [line for kind in (missing, extra, mismatched) for line in first_of(kind)]
-        tensors = "1 tensor" if count == 1 else f"{count} tensors"
-        raise CheckpointError("\n  ".join([f"{path} and the model differ in {tensors}", *lines]))
-    held = {entry.name: entry for entry in entries if not entry.held.empty}
-    requests = {name: entry.request(stored[name].dtype) for name, entry in held.items()}
-    values = checkpoint.read(path, requests, unread=stored.keys() - requests.keys())
-    for name, entry in held.items():
-        entry.held.write(entry.storage, values[name])
+        origin = planned.origins[entry.name]
+        if entry.held.empty or isinstance(origin, Fresh):
+            continue
+        if isinstance(origin, Values):
+            value = torch.tensor(origin.numbers, dtype=torch.float64).expand(entry.canonical.shape)
+            entry.held.write(entry.storage, entry.held.of(value))
+            continue
+        offset, shape = origin.box(shapes)
+        filled = checkpoint.overlap(entry.box, checkpoint.Box.whole(shape))
+        if filled is None:
+            if origin.rest == "zeros":
+                entry.held.write(entry.storage, torch.zeros(entry.held.shape))
+            continue
+        box = checkpoint.Box(
+            offset=tuple(a + b for a, b in zip(filled.offset, offset, strict=True)), shape=filled.shape
+        )
+        sources.append((entry, origin, filled, box))
+        if box not in wanted.setdefault(origin.name, []):
+            wanted[origin.name].append(box)
+    # A read has one box of each tensor; most plans need no second one.
+    for turn in range(max(map(len, wanted.values()), default=0)):
+        boxes = {name: each[turn] for name, each in wanted.items() if turn < len(each)}
+        requests = {
+            name: checkpoint.ReadRequest(global_shape=shapes[name], box=box, dtype=stored[name].dtype)
+            for name, box in boxes.items()
+        }
+        values = checkpoint.read(path, requests, unread=checkpoint.read_manifest(path).tensors.keys())
+        for entry, origin, filled, box in sources:
+            if boxes.get(origin.name) == box:
+                entry.fill(filled, values[origin.name], origin.rest)
 
 
 def load_model(path: Path | str, device: Device | DeviceName = "auto") -> tuple[LanguageModel, Tokenizer]:
@@ -360,16 +412,29 @@ class _Entry(NamedTuple):
     first: bool
     """Whether this rank holds the first replica of the part, and therefore writes it."""
 
+    @property
+    def box(self) -> checkpoint.Box:
+        return checkpoint.Box(offset=self.held.offset, shape=self.held.shape)
+
     def request(self, dtype: torch.dtype) -> checkpoint.ReadRequest:
-        box = checkpoint.Box(offset=self.held.offset, shape=self.held.shape)
-        return checkpoint.ReadRequest(global_shape=self.canonical.shape, box=box, dtype=dtype)
+        return checkpoint.ReadRequest(global_shape=self.canonical.shape, box=self.box, dtype=dtype)
+
+    def fill(self, box: checkpoint.Box, value: Tensor, rest: Literal["fresh", "zeros"]) -> None:
+        """Write a box within the one that this rank holds; the rest stays as it is, or becomes zero."""
+        if box != self.box:
+            whole = self.held.read(self.storage.detach()).clone()
+            whole = torch.zeros_like(whole) if rest == "zeros" else whole
+            whole[box.within(self.box)] = value.to(whole.device, whole.dtype)
+            value = whole
+        self.held.write(self.storage, value)
 
 
-def _entries(state: State) -> Iterator[_Entry]:
-    """Every tensor of the checkpoint of which this rank holds a part."""
+def _entries(state: State, layers: Mapping[str, str] = MappingProxyType({})) -> Iterator[_Entry]:
+    """Every tensor of the checkpoint of which this rank holds a part. `layers` renames layers, for a checkpoint
+    of a pattern with other brackets."""
     optimizer, weights = state.optimizer, state.weights()
-    for name, tensor in state.model.canonical().items():
-        kept = state.kept[tensor.parameter]
+    for own_name, tensor in state.model.canonical().items():
+        name, kept = renamed(own_name, layers), state.kept[tensor.parameter]
         held, first = tensor.within(kept.shard), kept.first and tensor.copies.rank == 0
         yield _Entry(name, tensor, weights[tensor.parameter], held, first)
         for moment in MOMENTS if tensor.parameter in optimizer.main else ():

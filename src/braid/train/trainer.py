@@ -44,6 +44,7 @@ from braid.train.data_pipeline import DataPipeline, open_data_pipeline
 from braid.train.device import DeviceName, choose_device
 from braid.train.distributed_generation import generate_distributed
 from braid.train.gc_freeze import frozen_gc
+from braid.train.init_from import SAME_MODEL, InitOptions
 from braid.train.loop import Loop, Outcome
 from braid.train.metrics import Listener, Metrics, NullMetrics
 from braid.train.resume import initialize_or_resume
@@ -78,6 +79,7 @@ class Trainer:
         *,
         out: Path | str = "runs/default",
         init: Path | str | None = None,
+        init_options: InitOptions = SAME_MODEL,
         device: DeviceName = "auto",
         listeners: Sequence[Listener] = (),
         quiet: bool = False,
@@ -88,16 +90,17 @@ class Trainer:
         environment: Mapping[str, str] = os.environ,
     ) -> None:
         """`out` is the run's folder: checkpoints, metrics.jsonl, built data. If it holds checkpoints, training
-        resumes from the newest. `init` is a checkpoint or run whose weights a new run starts from. `listeners`
-        receive the metrics of every step, in addition to metrics.jsonl. `trace` is a file for op times of the
-        steps `trace_steps`, counted from where this trainer starts. With `watch`, a watchdog ends the process
-        when a rank stalls or fails, with a report in `out`. `build_progress` is called with (bytes done, bytes
-        in all) while the default corpus is built. `environment` holds the launcher's variables (RANK, ...)."""
+        resumes from the newest. `init` is a checkpoint or run whose weights a new run starts from, by the rules
+        of `init_options` if their models differ. `listeners` receive the metrics of every step, in addition to
+        metrics.jsonl. `trace` is a file for op times of the steps `trace_steps`, counted from where this
+        trainer starts. With `watch`, a watchdog ends the process when a rank stalls or fails, with a report in
+        `out`. `build_progress` is called with (bytes done, bytes in all) while the default corpus is built.
+        `environment` holds the launcher's variables (RANK, ...)."""
         self.plan, self.run_dir = plan, RunDir(out=Path(out))
         self._quiet, self._watch = quiet, watch
         self.listeners = list(listeners)
         """More may be added before the first step."""
-        self._init = None if init is None else Path(init)
+        self._init, self._init_options = None if init is None else Path(init), init_options
         self._resources = ExitStack()
         self._loop: Loop | None = None
         try:
@@ -132,7 +135,8 @@ class Trainer:
         opened = opened_groups(plan.grid, self.process.rank, tp_runs=runs, timeout=timeout)
         groups = self._resources.enter_context(opened)
         self.state = self._resources.enter_context(state_context(plan, self.device, groups))
-        self.resumed = initialize_or_resume(self.state, run, self.data, self.run_dir, self._init)
+        start = (self._init, self._init_options)
+        self.resumed = initialize_or_resume(self.state, run, self.data, self.run_dir, *start)
 
     def _join(self, environment: Mapping[str, str], device: torch.device, timeout: timedelta) -> ProcessContext:
         """Join the process group, which must have as many ranks as the plan."""
@@ -151,6 +155,7 @@ class Trainer:
     def _settings(self, device: str) -> dict[str, object]:
         """Settings that must be the same on every rank, by name."""
         named = {"out": str(self.run_dir.out), "init": str(self._init), "device": device}
+        named |= {"init rules": str(self._init_options)}
         versions = {"braid": braid.__version__, "torch": torch.__version__}
         return {**versions, **named, **flatten(self.plan.run)}
 

@@ -1,0 +1,97 @@
+"""Starting from a checkpoint (`--init`): settings are checked, and the origin of every tensor is planned.
+
+`start_from` raises an error with all differences, or returns a plan that `state.load_state_weights` reads and
+`plan_lines` prints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from braid.errors import CheckpointError
+from braid.nn.dtypes import DTYPES
+from braid.planning.plan import Plan, whole_model
+from braid.train import state as states
+from braid.train.finetune import check_settings
+from braid.train.surgery import InitPlan, Rule, Stored, Transfer, check_plan, plan_by_name, plan_init
+
+
+@dataclass(frozen=True, kw_only=True)
+class InitOptions:
+    """How a run starts from a checkpoint that is not exactly its model."""
+
+    rules: Sequence[Rule] = ()
+    """What maps tensors that differ."""
+    allow: Sequence[str] = ()
+    """Names of model settings that may differ, although that changes what the weights compute."""
+
+
+SAME_MODEL = InitOptions()
+"""Everything must match."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """A start that has been checked."""
+
+    plan: InitPlan
+    record: dict[str, Any]
+    """For the manifest: `from`, `rules`, and the `allowed` settings with both values."""
+
+
+def start_from(path: Path, plan: Plan, options: InitOptions) -> Start:
+    """Where the tensors of a planned run come from, or an error with everything that does not match."""
+    stored, saved, chosen = states.stored_weights(path), states.saved_model(path), plan.run.model
+    shapes = states.shapes_of(stored)
+    wanted = {name: tensor.shape for name, tensor in whole_model(plan).canonical().items()}
+    allowed: dict[str, tuple[Any, Any]] = {}
+    if saved is not None:
+        allowed = check_settings(path, saved, chosen, options.rules, options.allow)
+        planned = plan_init(
+            Transfer(saved=saved, chosen=chosen, stored=shapes, wanted=wanted, rules=options.rules)
+        )
+    elif options.rules or options.allow:
+        raise CheckpointError(
+            f"{path} has no model settings, which rules and allowed settings refer to: leave --init-rules and "
+            "--init-allow out"
+        )
+    else:
+        note = f"{path} has no model settings: only names and shapes of its tensors are checked"
+        planned = replace(plan_by_name(wanted), notes=(note,))
+    check_plan(str(path), planned, shapes, wanted, suggest=True)
+    record = {
+        "from": str(path),
+        "rules": [str(rule) for rule in options.rules],
+        "allowed": {name: [str(value) for value in values] for name, values in allowed.items()},
+    }
+    return Start(
+        plan=planned,
+        record=record | {"allowed": {name: [str(v) for v in pair] for name, pair in allowed.items()}},
+    )
+
+
+def plan_lines(path: Path, plan: Plan, start: Start) -> Iterator[str]:
+    """The plan as text: every tensor and its origin, with changes of dtype; then what is left out."""
+    stored, wanted = states.stored_weights(path), whole_model(plan).canonical()
+    main = torch.promote_types(DTYPES[plan.run.train.dtype], torch.float32)
+    width = max(map(len, wanted))
+    for name, origin in start.plan.origins.items():
+        change = ""
+        if isinstance(origin, Stored) and stored[origin.name].dtype != main:
+            change = f", {_dtype(stored[origin.name].dtype)} -> {_dtype(main)}"
+        yield f"{name:<{width}}  {list(wanted[name].shape)!s:<14} <- {origin}{change}"
+    used = {origin.name for origin in start.plan.origins.values() if isinstance(origin, Stored)}
+    for name in sorted(stored.keys() - used):
+        yield f"{'(none)':<{width}}  {'':<14} <- {name}, left out"
+    yield from start.plan.notes
+    for name, (before, now) in start.record["allowed"].items():
+        yield f"{name}: {before} -> {now}, allowed"
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
