@@ -3,7 +3,8 @@
     fp8      w[i, j] = q[i, j] · s[i / a, j / b], with q in e4m3, `NAME_scale_inv` for s and blocks of a × b
              (DeepSeek-V3, R1, Kimi-K2 and Qwen3-FP8: 128 × 128)
     mxfp4    32 weights in a row share an exponent (OCP Microscaling Formats v1.0): `NAME_blocks` holds two fp4
-             values to a byte, the low half first, `NAME_scales` the exponents plus 127 (gpt-oss)
+             values to a byte, the low half first, `NAME_scales` the exponents plus 127 (gpt-oss). Rows are
+             output channels; `NAME`, as transformers stores it unquantised, is [experts, inputs, outputs]
 
 Other methods are refused: dequantise such a checkpoint with the library that wrote it, and import the result.
 """
@@ -75,7 +76,7 @@ class Fp8Blocks:
 
 @dataclass(frozen=True)
 class Mxfp4:
-    """An exponent for every 32 values of a row. Stored with the dims [..., groups, 16 bytes]."""
+    """An exponent for every 32 values of a row. Stored with the dims [..., outputs, groups, 16 bytes]."""
 
     def parts(self, names: Mapping[str, Tensor]) -> dict[str, tuple[str, ...]]:
         stems = {name.removesuffix("_blocks") for name in names if name.endswith("_blocks")}
@@ -83,17 +84,17 @@ class Mxfp4:
 
     def outline(self, parts: tuple[Tensor, ...]) -> tuple[int, ...]:
         blocks, scales = parts
-        if blocks.dim() < 2 or blocks.shape[:-1] != scales.shape:
+        if blocks.dim() < 3 or blocks.shape[:-1] != scales.shape:
             raise CheckpointError(f"has blocks {list(blocks.shape)} with scales {list(scales.shape)}")
-        *outer, groups, packed = blocks.shape
-        return (*outer, groups * packed * 2)
+        *outer, outputs, groups, packed = blocks.shape
+        return (*outer, groups * packed * 2, outputs)
 
     def widen(self, parts: tuple[Tensor, ...]) -> Tensor:
         blocks, scales = parts
         values = torch.tensor(FP4, dtype=WIDENED)
         # Indexing needs int32 or int64: a lookup of half a tensor at a time keeps that copy small.
         pair = torch.stack([values[(blocks & 15).int()], values[(blocks >> 4).int()]], -1).flatten(-2)
-        return torch.ldexp(pair, scales.int().sub_(127).unsqueeze(-1)).view(self.outline(parts))
+        return torch.ldexp(pair, scales.int().sub_(127).unsqueeze(-1)).flatten(-2).transpose(-1, -2)
 
 
 def read_quantization(settings: Settings) -> Quantization | None:
