@@ -22,6 +22,8 @@ from braid.errors import CheckpointError
 from braid.interchange.settings import Settings
 
 WIDENED = torch.bfloat16
+RECENT = 2
+"""Widened tensors that are kept: experts are read one by one, out of two tensors that hold all of a layer."""
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """The value of each e2m1 code."""
 
@@ -128,6 +130,7 @@ class Dequantized(Mapping[str, Tensor]):
         self._stored, self._quantization = stored, quantization
         outlines = stored.outlines()
         self._parts = quantization.parts(outlines)
+        self._recent: dict[str, Tensor] = {}
         used = {part for parts in self._parts.values() for part in parts}
         self._names = [*(name for name in outlines if name not in used), *self._parts]
         self._outlines = {name: outlines[name] for name in self._names if name not in self._parts}
@@ -141,7 +144,12 @@ class Dequantized(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._parts:
             return self._stored[name]
-        return self._quantization.widen(tuple(self._stored[part] for part in self._parts[name]))
+        if name not in self._recent:
+            for oldest in list(self._recent)[: len(self._recent) + 1 - RECENT]:
+                del self._recent[oldest]
+            widened = self._quantization.widen(tuple(self._stored[part] for part in self._parts[name]))
+            self._recent[name] = widened
+        return self._recent[name]
 
     def outlines(self) -> dict[str, Tensor]:
         return dict(self._outlines)
