@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from braid import validators
@@ -67,6 +67,8 @@ class Yarn:
     """Scales rotated queries and keys by 1 + 0.1 · mscale · ln(factor)."""
     mscale_all_dim: float = 0.0
     """Divides that scale by the same expression; latent attention applies it to all channels instead."""
+    truncate: bool = True
+    """Round the ends of the ramp over channels outwards to whole channels; GPT-OSS does not."""
 
     @property
     def rotary_scale(self) -> float:
@@ -112,6 +114,10 @@ class Attention:
     """Context extension; None for none."""
     window: int | None = None
     """Sliding window: a token attends to itself and the window - 1 tokens before it. None: full attention."""
+    window_pattern: str = "S"
+    """S (sliding window) or L (long: full attention) for each attention layer in turn, repeated as needed."""
+    sinks: bool = False
+    """Attention sinks: a learned logit per query head in the denominator of the softmax (GPT-OSS)."""
     qk_norm: bool = False
     """RMSNorm on the queries and keys of each head, before RoPE."""
     bias: bool = False
@@ -123,6 +129,11 @@ class Attention:
     def rope_dim(self) -> int:
         """Rotated channels per head."""
         return int(self.head_dim * self.rope_fraction)
+
+    def of_layer(self, nth: int) -> Attention:
+        """The shape of the model's attention layer `nth` (`pattern.Layer.nth`): its own window, or none."""
+        sliding = self.window_pattern[nth % len(self.window_pattern)] == "S"
+        return replace(self, window=self.window if sliding else None, window_pattern="S")
 
     def problems(self, at: str) -> Iterator[Problem]:
         for name, value in (("heads", self.heads), ("kv_heads", self.kv_heads), ("head_dim", self.head_dim)):
@@ -145,6 +156,20 @@ class Attention:
             yield from self.rope_scaling.problems(f"{at}.rope_scaling")
         if self.window is not None:
             yield from validators.at_least(f"{at}.window", self.window, 1)
+        if "S" not in self.window_pattern or set(self.window_pattern) - {"S", "L"}:
+            yield Problem(
+                field=f"{at}.window_pattern",
+                value=self.window_pattern,
+                rule="must be a text of S (sliding window) and L (full attention) with at least one S",
+                remedy=f"S for a window in every layer; {at}.window to None for full attention in every layer",
+            )
+        elif self.window is None and "L" in self.window_pattern:
+            yield Problem(
+                field=f"{at}.window_pattern",
+                value=self.window_pattern,
+                rule=f"there is no window to give to some layers: {at}.window is None",
+                remedy=f"S, or {at}.window to a number of tokens",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -318,6 +343,8 @@ class Moe:
     """In training, multiply the router's input by random factors from 1 - jitter to 1 + jitter."""
     router_dtype: Literal["input", "float32", "float64"] = "float32"
     """Dtype of the router logits; the dtype of the activations if that is wider."""
+    router_bias: bool = False
+    """A learned bias on the router logits (GPT-OSS); selection_bias is the one without a gradient."""
 
     def problems(self, at: str) -> Iterator[Problem]:
         for name in ("experts", "top_k", "ffn", "groups", "top_groups"):

@@ -16,6 +16,7 @@ A pattern that breaks a rule raises a `PatternError`, which marks the position w
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -76,6 +77,8 @@ class Layer:
     block: BlockIndex
     segment: SegmentIndex
     """For a layer of an MTP depth: the last segment, which contains all depths and the head."""
+    nth: int
+    """Index among the layers of its kind, from 0 in the main stack and on through the MTP depths."""
     depth: Depth | None = None
 
     @property
@@ -316,8 +319,9 @@ def _layout(segments: Sequence[_Items], depth: Sequence[Kind], depths: int) -> L
     """Build the tree and number its layers, blocks and segments."""
     tree: list[Segment] = []
     layers_before = blocks_before = 0
+    count: Counter[Kind] = Counter()
     for index, items in enumerate(segments):
-        blocks = _blocks(items, SegmentIndex(index), layers_before, blocks_before, None)
+        blocks = _blocks(items, SegmentIndex(index), layers_before, blocks_before, None, count)
         tree.append(
             Segment(
                 index=SegmentIndex(index),
@@ -330,7 +334,10 @@ def _layout(segments: Sequence[_Items], depth: Sequence[Kind], depths: int) -> L
         blocks_before += len(blocks)
     last = SegmentIndex(len(segments) - 1)
     depth_items = [(kinds, len(kinds) > 1) for kinds in _group_depth(depth)]
-    mtp = (MtpDepth(depth=Depth(d), blocks=_blocks(depth_items, last, 0, 0, Depth(d))) for d in range(depths))
+    mtp = (
+        MtpDepth(depth=Depth(d), blocks=_blocks(depth_items, last, 0, 0, Depth(d), count))
+        for d in range(depths)
+    )
     return Layout(segments=tuple(tree), mtp=tuple(mtp))
 
 
@@ -340,17 +347,28 @@ def _blocks(
     layers_before: int,
     blocks_before: int,
     depth: Depth | None,
+    count: Counter[Kind],
 ) -> tuple[Block, ...]:
+    """Number the blocks of a segment or depth. `count` has the layers of each kind so far, and is updated."""
     blocks = []
     number = layers_before
     for offset, (kinds, grouped) in enumerate(items):
         index = BlockIndex(blocks_before + offset)
-        layers = tuple(
-            Layer(kind=kind, number=LayerNumber(number + i), block=index, segment=segment, depth=depth)
-            for i, kind in enumerate(kinds, start=1)
-        )
-        number += len(kinds)
-        blocks.append(Block(index=index, layers=layers, grouped=grouped))
+        layers = []
+        for kind in kinds:
+            number += 1
+            layers.append(
+                Layer(
+                    kind=kind,
+                    number=LayerNumber(number),
+                    block=index,
+                    segment=segment,
+                    nth=count[kind],
+                    depth=depth,
+                )
+            )
+            count[kind] += 1
+        blocks.append(Block(index=index, layers=tuple(layers), grouped=grouped))
     return tuple(blocks)
 
 

@@ -77,6 +77,55 @@ CONFIGS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "mlp_only_layers": [1],
         },
     ),
+    "qwen3, window in the last layers": (
+        "Qwen3",
+        {
+            **TINY,
+            **HEADS,
+            "intermediate_size": 41,
+            "num_hidden_layers": 3,
+            "use_sliding_window": True,
+            "sliding_window": 7,
+            "max_window_layers": 1,
+        },
+    ),
+    "gpt_oss": (
+        "GptOss",
+        {
+            **TINY,
+            **HEADS,
+            "intermediate_size": 13,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "num_hidden_layers": 3,
+            "sliding_window": 7,
+            "swiglu_limit": 0.9,
+            "rope_parameters": {
+                "rope_theta": 100.0,
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "beta_fast": 4.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 16,
+            },
+        },
+    ),
+    "gpt_oss, no biases, full first": (
+        "GptOss",
+        {
+            **TINY,
+            **HEADS,
+            "intermediate_size": 30,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 3,
+            "num_hidden_layers": 3,
+            "sliding_window": 5,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "attention_bias": False,
+            "tie_word_embeddings": True,
+        },
+    ),
     "mistral, window": (
         "Mistral",
         {**TINY, **HEADS, "intermediate_size": 41, "num_hidden_layers": 2, "sliding_window": 7},
@@ -254,6 +303,9 @@ CONFIGS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 }
 """Name of a case -> (class of transformers, configuration). Odd sizes and head counts throughout."""
 
+EAGER = ("Mamba2", "GptOss")
+"""Classes without SDPA."""
+
 DOCUMENTS: Mapping[str, Sequence[Sequence[int]]] = {
     "one row": [[37]],
     "three rows": [[37], [37], [37]],
@@ -305,7 +357,7 @@ def their_model(case: str, dtype: torch.dtype) -> nn.Module:
         torch.manual_seed(3)
         config = getattr(transformers, f"{name}Config")(**settings)
         # Other implementations of attention and experts round to float32, or take nothing wider.
-        config._attn_implementation = "eager" if name == "Mamba2" else "sdpa"
+        config._attn_implementation = "eager" if name in EAGER else "sdpa"
         config._experts_implementation = "eager"
         model = getattr(transformers, f"{name}ForCausalLM")(config).to(dtype).eval()
     generator = torch.Generator().manual_seed(5)

@@ -86,8 +86,10 @@ def test_every_reason_is_told_at_once() -> None:
 @pytest.mark.parametrize(
     ("model_type", "settings", "reason"),
     [
-        ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
-        ("qwen3", {"use_sliding_window": True, "max_window_layers": 1}, "layer_types"),
+        ("qwen3", {"layer_types": ["full_attention", "chunked_attention"]}, "layer_types"),
+        ("gpt_oss", {"experts_per_token": 3}, "experts_per_token"),
+        ("gpt_oss", {"initial_context_length": 1024}, "initial_context_length"),
+        ("gpt_oss", {"rope_scaling": {"type": "yarn", "factor": 4, "truncate": 0}}, "truncate"),
         ("qwen3_moe", {"num_experts": 4, "num_local_experts": 5}, "num_local_experts"),
         ("mamba2", {"num_heads": 3, "head_dim": 5}, "expand"),
         ("mamba2", {"time_step_limit": [0.0, "much"], "num_heads": 128, "head_dim": 64}, "time_step_limit"),
@@ -110,6 +112,32 @@ def test_what_braid_does_not_have_is_refused(model_type: str, settings: dict[str
     given = {**LLAMA, "model_type": model_type, **settings}
     with pytest.raises(ConfigError, match=rf"\n  .*{re.escape(reason)}"):
         shape_of(family_of(model_type), given)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"layer_types": ["full_attention", "sliding_attention"] * 2}, (9, "LS")),
+        ({"max_window_layers": 3}, (9, "LLLS")),
+        ({"max_window_layers": 0}, (9, "S")),
+        ({"max_window_layers": 4}, (None, "S")),
+        ({"layer_types": ["sliding_attention"] * 4, "use_sliding_window": False}, (None, "S")),
+    ],
+)
+def test_qwen3_windows_are_the_shortest_pattern(
+    settings: dict[str, Any], expected: tuple[int | None, str]
+) -> None:
+    given = {**LLAMA, "num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 9, **settings}
+    shape = shape_of(family_of("qwen3"), {**given, "model_type": "qwen3"})
+    assert shape.attention is not None
+    assert (shape.attention.window, shape.attention.window_pattern) == expected
+
+
+def test_gpt_oss_without_rotary_settings_has_the_yarn_of_its_family() -> None:
+    shape = shape_of(family_of("gpt_oss"), {**LLAMA, "model_type": "gpt_oss"})
+    assert shape.attention is not None
+    assert shape.attention.rope_scaling == Yarn(factor=32, original_tokens=4096, truncate=False)
+    assert (shape.attention.rope_base, shape.attention.window_pattern) == (150_000, "SL")
 
 
 def test_settings_that_make_no_model_are_refused() -> None:

@@ -112,3 +112,16 @@ def test_megatrons_tables_reach_every_tensor_of_ours_once(pattern: str, form: st
         for name in link.ours
     ]
     assert sorted(told) == sorted(names(pattern))
+
+
+def test_megatron_calls_sinks_and_the_bias_of_a_router_by_its_own_names() -> None:
+    assert SHAPE.attention is not None
+    assert SHAPE.moe is not None
+    attention, moe = replace(SHAPE.attention, sinks=True), replace(SHAPE.moe, router_bias=True)
+    shape = replace(SHAPE, pattern="[*E]", attention=attention, moe=moe)
+    found = {link.ours: link.theirs for link in links(adapter_for("megatron", "indexed"), shape)}
+    assert found["blocks.0.attention.sinks",] == (
+        "decoder.layers.0.self_attention.core_attention.softmax_offset"
+    )
+    assert found["blocks.0.moe.router.logit_bias",] == "decoder.layers.0.mlp.router.bias"
+    assert sorted(name for ours in found for name in ours) == sorted(names("[*E]", shape))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from braid.errors import ConfigError
 from braid.interchange import FAMILIES
 from braid.interchange.hub import read_config
+from braid.recipes import load
 from tests.interchange.published_table import PAGE, block, config, names, verdict
 
 MISSING_FEATURES = {
@@ -27,6 +29,13 @@ def test_a_published_model_of_a_supported_family_is_accepted(name: str) -> None:
     missing = MISSING_FEATURES.get(name)
     assert accepted == (missing is None), reasons
     assert missing is None or any(reason.startswith(missing) for reason in reasons)
+
+
+def test_the_recipe_of_gpt_oss_is_the_published_shape() -> None:
+    recipe = load("gpt-oss-20b").model
+    assert recipe.moe is not None
+    untrained = replace(recipe, moe=replace(recipe.moe, global_aux_loss=0.0))
+    assert read_config(config("gpt_oss/gpt-oss-20b")).shape == untrained
 
 
 def test_the_page_lists_every_verdict() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from braid.errors import CheckpointError
+from braid.interchange import adapter_for, convert, from_hf
 from braid.interchange.files import SafetensorsFolder
 from braid.interchange.quantized import Dequantized, Fp8Blocks, Mxfp4
 
@@ -57,7 +59,7 @@ def test_mxfp4_has_the_low_half_of_a_byte_first(tmp_path: Path) -> None:
     save_file({"w_blocks": blocks, "w_scales": scales}, tmp_path / "model.safetensors")
     read = Dequantized(SafetensorsFolder(tmp_path), Mxfp4())
     assert list(read) == ["w"]
-    assert read.outlines()["w"].shape == read["w"].shape == (2, 4, 64)
+    assert read.outlines()["w"].shape == read["w"].shape == (2, 64, 4)
     expected = torch.empty(2, 4, 64, dtype=torch.float64)
     for place, byte in enumerate(range(256)):
         outer, group, within = place // 128, place // 16 % 2, place % 16
@@ -66,7 +68,42 @@ def test_mxfp4_has_the_low_half_of_a_byte_first(tmp_path: Path) -> None:
         start = group * 32 + within * 2
         expected[outer, row, start] = codes[byte & 15] * scale
         expected[outer, row, start + 1] = codes[byte >> 4] * scale
-    assert torch.equal(read["w"].double(), expected)
+    assert torch.equal(read["w"].double(), expected.transpose(1, 2))
+
+
+def test_gpt_oss_reads_alike_from_mxfp4_and_from_what_transformers_makes_of_it(tmp_path: Path) -> None:
+    """Sizes are equal, as in the published models, so that no shape gives a transposed matrix away."""
+    transformers = pytest.importorskip("transformers")
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    config = transformers.GptOssConfig(
+        vocab_size=17,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_local_experts=3,
+        num_experts_per_tok=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+    )
+    model = transformers.GptOssForCausalLM(config).bfloat16()
+    wanted, stored = dict(model.state_dict()), dict(model.state_dict())
+    generator = torch.Generator().manual_seed(1)
+    for name in [name for name in wanted if name.endswith("_proj") and "experts" in name]:
+        outputs = 64 if "gate_up" in name else 32
+        blocks = torch.randint(0, 256, (3, outputs, 1, 16), dtype=torch.uint8, generator=generator)
+        scales = torch.randint(120, 130, (3, outputs, 1), dtype=torch.uint8, generator=generator)
+        wanted[name] = convert_moe_packed_tensors(blocks, scales)
+        del stored[name]
+        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    save_file(stored, tmp_path / "model.safetensors")
+    settings = {**config.to_dict(), "quantization_config": {"quant_method": "mxfp4"}}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    shape, read = from_hf(tmp_path)
+    expected = convert(wanted, adapter_for("gpt_oss", "memory"), shape, "to_ours")
+    assert read.keys() == expected.keys()
+    assert all(torch.equal(read[name], tensor) for name, tensor in expected.items())
 
 
 def test_what_is_not_quantised_passes_through(tmp_path: Path) -> None:

@@ -23,9 +23,16 @@ CPU = torch.device("cpu")
 
 
 def one_token_at_a_time(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor, window: int | None, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor,
+    window: int | None,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """The definition: for every row, token and head, a softmax over the keys that this token may see."""
+    """The definition: for every row, token and head, a softmax over the keys that this token may see, and over
+    the head's sink, which has no value."""
     rows, tokens, heads, dim = q.shape
     repeats = heads // k.shape[2]
     scale = 1 / math.sqrt(dim) if scale is None else scale
@@ -38,7 +45,10 @@ def one_token_at_a_time(
             first = start if window is None else max(start, t - window + 1)
             for h in range(heads):
                 scores = k[b, first : t + 1, h // repeats] @ q[b, t, h] * scale
-                out[b, t, h] = scores.softmax(0) @ v[b, first : t + 1, h // repeats]
+                if sinks is not None:
+                    scores = torch.cat([scores, sinks[h : h + 1]])
+                probs = scores.softmax(0)[: t + 1 - first]
+                out[b, t, h] = probs @ v[b, first : t + 1, h // repeats]
     return out
 
 
@@ -86,6 +96,39 @@ def test_equals_the_definition(
         torch.testing.assert_close(grad, wanted, rtol=1e-11, atol=1e-12)
 
 
+SINKS = torch.tensor([-30.0, 0.4, 2.5], dtype=torch.float64)
+"""One that hardly counts, and two that do."""
+
+
+@pytest.mark.parametrize("attend", [reference.attend, sdpa.attend], ids=["reference", "sdpa"])
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("documents", [packed(13), packed(13, 4, 5)], ids=["whole", "packed"])
+def test_sinks_equal_the_definition(attend: attention.Attend, window: int | None, documents: Tensor) -> None:
+    q, k, v = heads(3, 1, 13, 5)
+    given = (q, k, v, SINKS.clone().requires_grad_())
+    expected = one_token_at_a_time(q, k, v, documents, window, sinks=given[3])
+    actual = attend(q, k, v, spans_of(documents, window, CPU), sinks_Q=given[3])
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+    probe = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    grads = [torch.autograd.grad(y, given, probe) for y in (actual, expected)]
+    for grad, wanted in zip(*grads, strict=True):
+        torch.testing.assert_close(grad, wanted, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("window", [None, 1, 7, 100])
+@pytest.mark.parametrize("documents", DOCUMENTS, ids=["whole", "packed", "single tokens"])
+def test_sinks_equal_the_reference(window: int | None, documents: Tensor) -> None:
+    given = (*heads(6, 3, 37, 10), SINKS.repeat(2).requires_grad_())
+    q, k, v, sinks = given
+    spans = spans_of(documents, window, CPU)
+    expected, actual = (attend(q, k, v, spans, 0.7, sinks) for attend in (reference.attend, sdpa.attend))
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+    probe = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    grads = [torch.autograd.grad(y, given, probe) for y in (actual, expected)]
+    for grad, wanted in zip(*grads, strict=True):
+        torch.testing.assert_close(grad, wanted, rtol=1e-11, atol=1e-12)
+
+
 @pytest.mark.parametrize("attend", [reference.attend, sdpa.attend], ids=["reference", "sdpa"])
 @pytest.mark.parametrize("documents", DOCUMENTS[:2], ids=["whole", "packed"])
 @pytest.mark.parametrize("v_dim", [3, 17])
@@ -109,12 +152,14 @@ def test_values_may_be_narrower_or_wider_than_keys(
 @pytest.mark.parametrize("window", [None, 1, 7, 100])
 @pytest.mark.parametrize("newest", [1, 5, 37])
 @pytest.mark.parametrize(("kv_heads", "v_dim"), [(1, 4), (3, 10), (6, 13)])
+@pytest.mark.parametrize("sinks", [None, SINKS.repeat(2)], ids=["plain", "sinks"])
 def test_the_newest_tokens_read_as_among_all(
-    window: int | None, newest: int, kv_heads: int, v_dim: int
+    window: int | None, newest: int, kv_heads: int, v_dim: int, sinks: Tensor | None
 ) -> None:
     q, k, v = heads(6, kv_heads, 37, 10, v_dim=v_dim)
-    expected = one_token_at_a_time(q, k, v, packed(37), window, 0.7)[:, -newest:]
-    actual = attend_cached(q[:, -newest:], k, v, window=window, scale=0.7)
+    spans = spans_of(packed(37), window, CPU)
+    expected = reference.attend(q, k, v, spans, 0.7, sinks)[:, -newest:]
+    actual = attend_cached(q[:, -newest:], k, v, window=window, scale=0.7, sinks_Q=sinks)
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -123,12 +168,14 @@ def test_lower_precisions_stay_near_float64(dtype: torch.dtype) -> None:
     documents = packed(300, 3, 8, 140)
     q, k, v = heads(4, 2, 300, 16, dtype)
     wide = [x.detach().double() for x in (q, k, v)]
-    expected = reference.attend(*wide, spans_of(documents, None, CPU))
-    for attend in (reference.attend, sdpa.attend):
-        actual = attend(q, k, v, spans_of(documents, None, CPU))
-        assert actual.dtype == dtype
-        bound = 10 * torch.finfo(dtype).eps
-        torch.testing.assert_close(actual.double(), expected, rtol=bound, atol=bound)
+    bound = 10 * torch.finfo(dtype).eps
+    for sinks in (None, torch.tensor([0.5, -1.0, 2.0, -20.0], dtype=dtype)):
+        wide_sinks = None if sinks is None else sinks.double()
+        expected = reference.attend(*wide, spans_of(documents, 90, CPU), sinks_Q=wide_sinks)
+        for attend in (reference.attend, sdpa.attend):
+            actual = attend(q, k, v, spans_of(documents, 90, CPU), sinks_Q=sinks)
+            assert actual.dtype == dtype
+            torch.testing.assert_close(actual.double(), expected, rtol=bound, atol=bound)
 
 
 @settings(max_examples=40, deadline=None)
@@ -173,6 +220,24 @@ def test_the_choice_says_why() -> None:
     choice = attention.choose(CPU, torch.float64)
     assert str(choice).startswith("attention: sdpa, because ")
     assert "float64 on cpu" in choice.reason
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "head_dim", "reason"),
+    [
+        ("cpu", torch.float64, 5, None),
+        ("cuda", torch.bfloat16, 64, None),
+        ("cuda", torch.float32, 4, None),
+        ("cuda", torch.float64, 64, "do not support float64"),
+        ("cuda", torch.bfloat16, 20, "do not support 20 channels of a head"),
+    ],
+)
+def test_sinks_that_no_kernel_supports_fall_back_and_say_that_it_is_slow(
+    device: str, dtype: torch.dtype, head_dim: int, reason: str | None
+) -> None:
+    choice = attention.choose(torch.device(device), dtype, sink_head_dim=head_dim)
+    assert choice.name == ("sdpa" if reason is None else "reference")
+    assert reason is None or (reason in choice.reason and "slow" in choice.reason)
 
 
 def test_packed_rows_of_a_gpu_have_the_same_answer_here() -> None:

@@ -51,6 +51,36 @@ def test_outputs_and_gradients(
         assert_near(grad, wanted, bound)
 
 
+@pytest.mark.parametrize(("dtype", "bound"), [*BOUNDS, (torch.float16, 3e-3)])
+@pytest.mark.parametrize("head_dim", [64, 24, 21])
+@pytest.mark.parametrize("kv_heads", [3, 6])
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize("starts", [(), (20, 25, 140)], ids=["whole", "packed"])
+def test_sinks(
+    dtype: torch.dtype,
+    bound: float,
+    head_dim: int,
+    kv_heads: int,
+    window: int | None,
+    starts: tuple[int, ...],
+) -> None:
+    documents = torch.zeros(2, 301, dtype=torch.int64)
+    for start in starts:
+        documents[1, start:] += 1
+    given = [*heads(6, kv_heads, 301, (head_dim, head_dim), dtype), torch.linspace(-3, 3, 6).to(dtype)]
+    wide = [x.double().requires_grad_() for x in given]
+    there = [x.to(GPU).requires_grad_() for x in given]
+    expected = reference.attend(*wide[:3], spans_of(documents, window, CPU), 0.1, wide[3])
+    attend = choose(GPU, dtype, sink_head_dim=head_dim).function
+    actual = attend(*there[:3], spans_of(documents, window, GPU), 0.1, there[3])
+    assert actual.dtype == dtype
+    assert_near(actual, expected, bound)
+    probe = torch.randn(expected.shape, generator=torch.Generator().manual_seed(2)).to(dtype)
+    grads = torch.autograd.grad(actual, there, probe.to(GPU))
+    for grad, wanted in zip(grads, torch.autograd.grad(expected, wide, probe.double()), strict=True):
+        assert_near(grad, wanted, bound)
+
+
 @pytest.mark.parametrize("window", [None, 50])
 def test_packed_rows_run_kernels_that_take_any_length(window: int | None) -> None:
     """cuDNN takes whole rows and builds a plan for each new length, so that packed rows never meet it. Masks do

@@ -49,6 +49,19 @@ def test_biases_and_head_norms_have_names() -> None:
     assert keys == wanted | {"embedding.weight", "final_norm.weight", "final_norm.bias"}
 
 
+def test_sinks_and_the_bias_of_a_router_have_names() -> None:
+    assert SHAPE.attention is not None
+    assert SHAPE.moe is not None
+    shape = replace(
+        SHAPE,
+        attention=replace(SHAPE.attention, sinks=True),
+        moe=replace(SHAPE.moe, router_bias=True, selection_bias=True, score="sigmoid"),
+    )
+    keys = build("[*E]", shape).canonical().keys()
+    extra = {"attention.sinks", "moe.router.logit_bias", "moe.router.bias"}
+    assert keys == at(0, ATTENTION, MOE, extra) | {"embedding.weight", "final_norm.weight"}
+
+
 def test_canonical_tensors_cover_every_number_once_and_go_both_ways() -> None:
     assert SHAPE.attention is not None
     model = build("[*-][*E]", replace(SHAPE, attention=replace(SHAPE.attention, heads=6)))

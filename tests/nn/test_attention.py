@@ -37,12 +37,21 @@ MODELS = {
     "qwen3_next, biased": replace(PLAIN, qk_norm=True, gate=True, rope_fraction=0.4, bias=True),
     "mixtral, windowed": replace(PLAIN, heads=5, kv_heads=1, window=7),
     "llama, long": replace(PLAIN, bias=True, rope_scaling=LLAMA_3),
+    "gpt_oss": replace(PLAIN, bias=True, sinks=True, window=7, rope_scaling=replace(YARN, truncate=False)),
+    "gpt_oss, full": replace(PLAIN, heads=5, kv_heads=1, sinks=True),
+}
+TITLES = {
+    "qwen3": "Qwen3",
+    "qwen3_next": "Qwen3Next",
+    "mixtral": "Mixtral",
+    "llama": "Llama",
+    "gpt_oss": "GptOss",
 }
 every_model = pytest.mark.parametrize(("model", "shape"), MODELS.items(), ids=MODELS.keys())
 every_shape = pytest.mark.parametrize(
     "shape",
-    [*MODELS.values(), replace(PLAIN, positions="none", window=4)],
-    ids=[*MODELS.keys(), "no positions"],
+    [*MODELS.values(), replace(PLAIN, positions="none", window=4, qk_norm=True, gate=True, sinks=True)],
+    ids=[*MODELS.keys(), "no positions, gate, sinks"],
 )
 
 
@@ -55,7 +64,8 @@ def rope_parameters(shape: architecture.Attention) -> dict[str, Any]:
     if scaling.ramp == "rotations":
         low, high = scaling.beta_slow, scaling.beta_fast
         return rope | {"rope_type": "llama3", "low_freq_factor": low, "high_freq_factor": high}
-    return rope | {"rope_type": "yarn", "beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow}
+    rope |= {"rope_type": "yarn", "beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow}
+    return rope | {"truncate": scaling.truncate}
 
 
 def from_theirs(theirs: Tensors, shape: architecture.Attention) -> Tensors:
@@ -76,7 +86,7 @@ def test_equals_transformers(model: str, shape: architecture.Attention, rows: Se
     from transformers import masking_utils
 
     family = model.partition(",")[0]
-    title = {"qwen3": "Qwen3", "qwen3_next": "Qwen3Next", "mixtral": "Mixtral", "llama": "Llama"}[family]
+    title = TITLES[family]
     config = getattr(transformers, f"{title}Config")(
         hidden_size=HIDDEN,
         num_attention_heads=shape.heads,
@@ -136,9 +146,13 @@ def test_a_gate_of_zeros_halves_the_output() -> None:
         (replace(PLAIN, rope_base=1.0, rope_scaling=YARN), "at.rope_base"),
         (replace(PLAIN, rope_scaling=replace(YARN, factor=0.5)), "at.rope_scaling.factor"),
         (replace(PLAIN, rope_scaling=replace(YARN, beta_fast=0.1)), "at.rope_scaling.beta_fast"),
+        (replace(PLAIN, window=4, window_pattern=""), "at.window_pattern"),
+        (replace(PLAIN, window=4, window_pattern="LL"), "at.window_pattern"),
+        (replace(PLAIN, window=4, window_pattern="SX"), "at.window_pattern"),
+        (replace(PLAIN, window_pattern="SL"), "at.window_pattern"),
     ],
 )
-def test_a_shape_that_cannot_turn_is_a_problem(shape: architecture.Attention, field: str) -> None:
+def test_a_shape_that_breaks_a_rule_is_a_problem(shape: architecture.Attention, field: str) -> None:
     assert [problem.field for problem in shape.problems("at")] == [field]
 
 

@@ -2,10 +2,12 @@
 
     hybrid    every mixer but latent attention, MLP, experts, MTP; few key-value heads, one group, two key heads
     latent    latent attention, experts behind a latent, group-limited routing; more experts than ranks
-    tied      one weight for embedding and head, dropout, whole documents with padding, MTP, no experts
+    tied      one weight for embedding and head, dropout, whole documents with padding, MTP, no experts; a
+              sliding window in every second attention layer, attention sinks
     capacity  experts that drop tokens and are padded to capacity, noise on the router, padding
     sinkhorn  scores evened out over whole sequences, one expert for each token, one key head
-    hyper     three residual streams with hyper-connections around every mixer, MLP and experts; MTP
+    hyper     three residual streams with hyper-connections around every mixer, MLP and experts; MTP; windows,
+              sinks, a bias on the router
 
 Sizes are the smallest that all ranks can share: up to 4 of tp, 8 of tp · cp, and 3 of dp.
 """
@@ -95,7 +97,9 @@ TIED = Model(
     norm="layer",
     dropout=0.2,
     init_std=0.2,
-    attention=Attention(heads=8, kv_heads=8, head_dim=2, window=5, rope_fraction=1.0),
+    attention=Attention(
+        heads=8, kv_heads=8, head_dim=2, window=5, window_pattern="LS", sinks=True, rope_fraction=1.0
+    ),
     mamba2=Mamba2(heads=8, head_dim=2, state=3, groups=2, conv=3),
     mlp=Mlp(ffn=16, activation="gelu"),
 )
@@ -148,11 +152,11 @@ HYPER = Model(
     init_std=0.2,
     mtp_loss=0.3,
     dropout=0.1,
-    attention=Attention(heads=8, kv_heads=2, head_dim=4),
+    attention=Attention(heads=8, kv_heads=2, head_dim=4, window=3, window_pattern="SL", sinks=True),
     mamba2=Mamba2(heads=8, head_dim=2, state=3, groups=1, conv=3),
     delta_net=DeltaNet(key_heads=2, value_heads=8, key_dim=3, value_dim=2, conv=3),
     mlp=Mlp(ffn=24),
-    moe=Moe(experts=8, top_k=2, ffn=24, shared_ffn=8, aux_loss=0.02, score="sigmoid"),
+    moe=Moe(experts=8, top_k=2, ffn=24, shared_ffn=8, aux_loss=0.02, score="sigmoid", router_bias=True),
     hyper=HyperConnections(streams=3, sinkhorn_steps=4),
 )
 

@@ -11,6 +11,7 @@ from braid.interchange.moves import Move, joined
 from braid.interchange.rope import read_rope, write_rope
 from braid.interchange.settings import MISSING, Missing, Settings
 from braid.interchange.tables import Adapter, Shape, TableRow, rows
+from braid.interchange.windows import read_windows, write_layer_types
 from braid.pattern import Kind, parse
 
 # ---------------------------------------------------------------------------------------------- tables
@@ -184,23 +185,21 @@ def _read_qwen3(settings: Settings) -> Model:
             head_dim=128,
             qk_norm=True,
             bias=settings.flag("attention_bias", False),
-            window=_qwen3_window(settings, layers),
+            **_qwen3_windows(settings, layers),
         ),
         mlp=Mlp(ffn=settings.integer("intermediate_size")),
         **read_model(settings),
     )
 
 
-def _qwen3_window(settings: Settings, layers: int) -> int | None:
-    """Qwen3 gives each layer a window or none; braid gives all the same."""
+def _qwen3_windows(settings: Settings, layers: int) -> dict[str, Any]:
+    """Which layers have a window: those in `layer_types`, or all from `max_window_layers` on."""
     window = settings.maybe_integer("sliding_window", 4096)
     first, used = settings.integer("max_window_layers", 28), settings.flag("use_sliding_window", False)
     kinds = settings.names("layer_types")
     if kinds is None:
         kinds = ["sliding_attention" if used and n >= first else "full_attention" for n in range(layers)]
-    if len(set(kinds)) > 1 or set(kinds) - {"sliding_attention", "full_attention"}:
-        settings.refuse("layer_types", kinds, "braid has one kind of attention in all layers")
-    return window if used and "sliding_attention" in kinds else None
+    return read_windows(settings, kinds, window if used else None)
 
 
 def _write_qwen3(shape: Model) -> dict[str, Any]:
@@ -216,7 +215,7 @@ def _write_qwen3(shape: Model) -> dict[str, Any]:
         "attention_bias": attention.bias,
         "use_sliding_window": window is not None,
         "sliding_window": window,
-        "layer_types": ["full_attention" if window is None else "sliding_attention"] * layers,
+        "layer_types": write_layer_types(attention, layers),
     }
 
 

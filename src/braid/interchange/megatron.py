@@ -152,6 +152,7 @@ ATTENTION: tuple[TableRow, ...] = (
         "q_layernorm:q_norm k_layernorm:k_norm",
         when=lambda m: m.attention.qk_norm,
     ),
+    *rows("self_attention.core_attention.softmax_offset", "attention.sinks", when=lambda m: m.attention.sinks),
 )
 LATENT_ATTENTION: tuple[TableRow, ...] = (
     *_norm("input_layernorm.", "attention.norm"),
@@ -267,6 +268,7 @@ def _moe(experts: Experts, interleave: int) -> tuple[TableRow, ...]:
         *_norm("pre_mlp_layernorm.", "moe.norm"),
         *rows("mlp.router.weight", "moe.router.weight"),
         *rows("mlp.router.expert_bias", "moe.router.bias", when=lambda m: m.moe.selection_bias),
+        *rows("mlp.router.bias", "moe.router.logit_bias", when=lambda m: m.moe.router_bias),
         *_experts(experts, interleave),
         *_fc1(
             "mlp.shared_experts.linear_fc1.weight",

@@ -112,6 +112,21 @@ class PairsApart:
 
 
 @dataclass(frozen=True)
+class Transposed:
+    """A matrix of theirs is [inputs, outputs]; transposed, it holds what `inner` says."""
+
+    inner: Move = Same()
+
+    def to_ours(self, theirs: Tensor) -> Sequence[Tensor]:
+        if theirs.dim() != 2:
+            raise CheckpointError(f"has the shape {list(theirs.shape)}, wanted [inputs, outputs]")
+        return self.inner.to_ours(theirs.t())
+
+    def to_theirs(self, ours: Sequence[Tensor]) -> Tensor:
+        return self.inner.to_theirs(ours).t()
+
+
+@dataclass(frozen=True)
 class FromOne:
     """The weight of a norm: theirs counts from one, ours from zero.
 

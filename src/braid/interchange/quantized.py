@@ -3,7 +3,8 @@
     fp8      w[i, j] = q[i, j] · s[i / a, j / b], with q in e4m3, `NAME_scale_inv` for s and blocks of a × b
              (DeepSeek-V3, R1, Kimi-K2 and Qwen3-FP8: 128 × 128)
     mxfp4    32 weights in a row share an exponent (OCP Microscaling Formats v1.0): `NAME_blocks` holds two fp4
-             values to a byte, the low half first, `NAME_scales` the exponents plus 127 (gpt-oss)
+             values to a byte, the low half first, `NAME_scales` the exponents plus 127 (gpt-oss). Rows are
+             output channels; `NAME`, as transformers stores it unquantised, is [experts, inputs, outputs]
 
 Other methods are refused: dequantise such a checkpoint with the library that wrote it, and import the result.
 """
@@ -21,6 +22,8 @@ from braid.errors import CheckpointError
 from braid.interchange.settings import Settings
 
 WIDENED = torch.bfloat16
+RECENT = 2
+"""Widened tensors that are kept: experts are read one by one, out of two tensors that hold all of a layer."""
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """The value of each e2m1 code."""
 
@@ -75,7 +78,7 @@ class Fp8Blocks:
 
 @dataclass(frozen=True)
 class Mxfp4:
-    """An exponent for every 32 values of a row. Stored with the dims [..., groups, 16 bytes]."""
+    """An exponent for every 32 values of a row. Stored with the dims [..., outputs, groups, 16 bytes]."""
 
     def parts(self, names: Mapping[str, Tensor]) -> dict[str, tuple[str, ...]]:
         stems = {name.removesuffix("_blocks") for name in names if name.endswith("_blocks")}
@@ -83,17 +86,17 @@ class Mxfp4:
 
     def outline(self, parts: tuple[Tensor, ...]) -> tuple[int, ...]:
         blocks, scales = parts
-        if blocks.dim() < 2 or blocks.shape[:-1] != scales.shape:
+        if blocks.dim() < 3 or blocks.shape[:-1] != scales.shape:
             raise CheckpointError(f"has blocks {list(blocks.shape)} with scales {list(scales.shape)}")
-        *outer, groups, packed = blocks.shape
-        return (*outer, groups * packed * 2)
+        *outer, outputs, groups, packed = blocks.shape
+        return (*outer, groups * packed * 2, outputs)
 
     def widen(self, parts: tuple[Tensor, ...]) -> Tensor:
         blocks, scales = parts
         values = torch.tensor(FP4, dtype=WIDENED)
         # Indexing needs int32 or int64: a lookup of half a tensor at a time keeps that copy small.
         pair = torch.stack([values[(blocks & 15).int()], values[(blocks >> 4).int()]], -1).flatten(-2)
-        return torch.ldexp(pair, scales.int().sub_(127).unsqueeze(-1)).view(self.outline(parts))
+        return torch.ldexp(pair, scales.int().sub_(127).unsqueeze(-1)).flatten(-2).transpose(-1, -2)
 
 
 def read_quantization(settings: Settings) -> Quantization | None:
@@ -127,6 +130,7 @@ class Dequantized(Mapping[str, Tensor]):
         self._stored, self._quantization = stored, quantization
         outlines = stored.outlines()
         self._parts = quantization.parts(outlines)
+        self._recent: dict[str, Tensor] = {}
         used = {part for parts in self._parts.values() for part in parts}
         self._names = [*(name for name in outlines if name not in used), *self._parts]
         self._outlines = {name: outlines[name] for name in self._names if name not in self._parts}
@@ -140,7 +144,12 @@ class Dequantized(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._parts:
             return self._stored[name]
-        return self._quantization.widen(tuple(self._stored[part] for part in self._parts[name]))
+        if name not in self._recent:
+            for oldest in list(self._recent)[: len(self._recent) + 1 - RECENT]:
+                del self._recent[oldest]
+            widened = self._quantization.widen(tuple(self._stored[part] for part in self._parts[name]))
+            self._recent[name] = widened
+        return self._recent[name]
 
     def outlines(self) -> dict[str, Tensor]:
         return dict(self._outlines)

@@ -58,9 +58,11 @@ def _yarn(settings: Settings, given: Mapping[str, Any]) -> Yarn:
     mscale, all_dim = given.get("mscale") or 0.0, given.get("mscale_all_dim") or 0.0
     if all_dim and not mscale:
         settings.refuse("rope_parameters.mscale_all_dim", all_dim, "needs mscale beside it")
-    for name, wanted in (("attention_factor", None), ("truncate", True)):
-        if given.get(name, wanted) != wanted:
-            settings.refuse(f"rope_parameters.{name}", given[name], f"braid has {wanted!r}")
+    if given.get("attention_factor") is not None:
+        settings.refuse("rope_parameters.attention_factor", given["attention_factor"], "braid has None")
+    truncate = given.get("truncate", True)
+    if not isinstance(truncate, bool):
+        settings.refuse("rope_parameters.truncate", truncate, "must be true or false")
     both = bool(mscale and all_dim)
     return Yarn(
         factor=_number(settings, given, "factor"),
@@ -69,6 +71,7 @@ def _yarn(settings: Settings, given: Mapping[str, Any]) -> Yarn:
         beta_slow=float(given.get("beta_slow") or 1.0),
         mscale=float(mscale) if both else 1.0,
         mscale_all_dim=float(all_dim) if both else 0.0,
+        truncate=truncate is True,
     )
 
 
@@ -109,4 +112,6 @@ def write_rope(shape: Attention | LatentAttention) -> dict[str, Any]:
     parameters |= {"rope_type": "yarn", "beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow}
     if scaling.mscale_all_dim:
         parameters |= {"mscale": scaling.mscale, "mscale_all_dim": scaling.mscale_all_dim}
+    if not scaling.truncate:
+        parameters["truncate"] = False
     return parameters

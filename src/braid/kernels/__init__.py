@@ -53,8 +53,10 @@ def choose(
     attends = not {Kind.ATTENTION, Kind.LATENT_ATTENTION}.isdisjoint(kinds)
     moe = model.moe if Kind.MOE in kinds else None
     hyper = model.hyper
+    heads = model.attention if Kind.ATTENTION in kinds else None
+    sink_head_dim = heads.head_dim if heads is not None and heads.sinks else None
     return Kernels(
-        attention=attention.choose(device, dtype) if attends else None,
+        attention=attention.choose(device, dtype, sink_head_dim=sink_head_dim) if attends else None,
         ssd=ssd.choose(device, dtype) if Kind.MAMBA2 in kinds else None,
         delta_rule=delta_rule.choose(device, dtype) if Kind.DELTA_NET in kinds else None,
         grouped_mlp=None

@@ -356,7 +356,8 @@ def _build_layer(
     match layer.kind:
         case Kind.ATTENTION if shape.attention and kernels.attention and kernels.rotary:
             attend, turn = kernels.attention.function, kernels.rotary.function
-            return Attention(shape.attention, hidden, eps, attend, normalize=normalize, turn=turn, **on)
+            own = shape.attention.of_layer(layer.nth)
+            return Attention(own, hidden, eps, attend, normalize=normalize, turn=turn, **on)
         case Kind.LATENT_ATTENTION if shape.latent_attention and kernels.attention and kernels.rotary:
             attend, turn = kernels.attention.function, kernels.rotary.function
             latent = shape.latent_attention

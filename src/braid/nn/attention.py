@@ -1,7 +1,8 @@
 """Grouped-query attention (GQA, Ainslie et al., arXiv 2305.13245), the layer `*`.
 
     q, k, v, g = x · W_qkvg          optional: RMSNorm of q and k per head (QK-norm), RoPE
-    y = softmax(q · kᵀ / √D) · v     causal, within a document, optionally within a sliding window
+    y = softmax(q · kᵀ / √D) · v     causal, within a document, optionally within a sliding window and with
+                                     attention sinks: learned logits in the denominators, one per query head
     out = (y · sigmoid(g)) · W_o     gate g optional
 
 One fused projection computes query, key, value and output gate. Its outputs are ordered by key-value head: the
@@ -27,10 +28,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from braid import architecture
-from braid.distributed.collectives import Groups, all_gather
+from braid.distributed.collectives import Groups, all_gather, own_slice
 from braid.kernels import rms_norm, rotary
 from braid.kernels.attention import Attend, Spans, attend_cached, pairs_seen
 from braid.kernels.rms_norm import Normalize
@@ -83,6 +84,8 @@ class Attention(Recomputing):
         normed = partial(RmsNorm, dim, eps, normalize=normalize, copies=tp, device=device, dtype=dtype)
         self.q_norm = normed() if shape.qk_norm else None
         self.k_norm = normed() if shape.qk_norm else None
+        sinks_Q = torch.empty(self.partition.heads, device=device, dtype=dtype) if shape.sinks else None
+        self.sinks = None if sinks_Q is None else nn.Parameter(sinks_Q)
 
     def forward(
         self, x_BtC: Tensor, spans: Spans, rotary: Rotary | None, cache: AttentionCache | None = None
@@ -114,12 +117,13 @@ class Attention(Recomputing):
     def _attend(
         self, q_BTqD: Tensor, k_BTkD: Tensor, v_BTkD: Tensor, spans: Spans, cache: AttentionCache | None
     ) -> Tensor:
+        sinks_q = None if self.sinks is None else own_slice(self.sinks, self.groups.cp, 0)
         if cache is None:
-            return self.attend(q_BTqD, k_BTkD, v_BTkD, spans)
+            return self.attend(q_BTqD, k_BTkD, v_BTkD, spans, sinks_Q=sinks_q)
         k_BZkD, v_BZkD = cache.keys.append(k_BTkD), cache.values.append(v_BTkD)
         if k_BZkD.shape[1] == k_BTkD.shape[1]:
-            return self.attend(q_BTqD, k_BTkD, v_BTkD, spans)
-        return attend_cached(q_BTqD, k_BZkD, v_BZkD, window=self.shape.window)
+            return self.attend(q_BTqD, k_BTkD, v_BTkD, spans, sinks_Q=sinks_q)
+        return attend_cached(q_BTqD, k_BZkD, v_BZkD, window=self.shape.window, sinks_Q=sinks_q)
 
     def new_cache(self, batch: int, device: torch.device, dtype: torch.dtype) -> AttentionCache:
         """An empty cache for `batch` rows."""
@@ -139,11 +143,16 @@ class Attention(Recomputing):
         if self.q_norm is not None and self.k_norm is not None:
             tensors |= under("q_norm", "q_norm", self.q_norm.canonical())
             tensors |= under("k_norm", "k_norm", self.k_norm.canonical())
+        if self.sinks is not None:
+            heads, first = partition.heads, self.groups.tp.rank * partition.heads
+            tensors["sinks"] = Canonical(
+                parameter="sinks", shape=(partition.all_heads,), fill="zeros", part=(heads,), offset=(first,)
+            )
         return tensors
 
     def cost(self, workload: Workload) -> Cost:
-        """The cost with SDPA. Values are a view of the projection's (or all-to-all's) output and keep all of it
-        alive."""
+        """The cost with SDPA, with or without sinks. Values are a view of the projection's (or all-to-all's)
+        output and keep all of it alive."""
         partition, n, dim = self.partition, workload.narrow, self.shape.head_dim
         tp, cp, hidden = self.groups.tp, self.groups.cp, self.qkv.channels_in
         all_tokens, cp_tokens = workload.local_tokens(), workload.local_tokens(cp)

@@ -54,8 +54,11 @@ def _frequencies(rope_dim: int, base: float, scaling: Yarn | None, device: torch
         rotations_P = scaling.original_tokens * plain_P / (2 * math.pi)
         kept_P = (rotations_P - scaling.beta_slow) / (scaling.beta_fast - scaling.beta_slow)
     else:
-        fast = max(math.floor(_pair_with_rotations(scaling.beta_fast, rope_dim, base, scaling)), 0)
-        slow = min(math.ceil(_pair_with_rotations(scaling.beta_slow, rope_dim, base, scaling)), rope_dim - 1)
+        fast = _pair_with_rotations(scaling.beta_fast, rope_dim, base, scaling)
+        slow = _pair_with_rotations(scaling.beta_slow, rope_dim, base, scaling)
+        if scaling.truncate:
+            fast, slow = math.floor(fast), math.ceil(slow)
+        fast, slow = max(fast, 0), min(slow, rope_dim - 1)
         kept_P = 1 - (pairs_P - fast) / (slow - fast or 0.001)
     kept_P = kept_P.clamp(0, 1)
     return plain_P * (kept_P + (1 - kept_P) / scaling.factor)

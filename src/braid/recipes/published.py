@@ -110,6 +110,39 @@ def qwen3_30b_a3b() -> Run:
     return _pretraining(model, sequence_tokens=4096, peak_lr=4e-4)
 
 
+def gpt_oss_20b() -> Run:
+    """GPT-OSS 20B-A3.6B: attention sinks, a sliding window in every second layer, 32 experts."""
+    model = Model(
+        pattern="[*E]" * 24,
+        hidden=2880,
+        vocab=201_088,
+        tied=False,
+        attention=Attention(
+            heads=64,
+            kv_heads=8,
+            head_dim=64,
+            rope_base=150_000.0,
+            rope_scaling=Yarn(factor=32.0, original_tokens=4096, truncate=False),
+            window=128,
+            window_pattern="SL",
+            sinks=True,
+            bias=True,
+        ),
+        moe=Moe(
+            experts=32,
+            top_k=4,
+            ffn=2880,
+            glu=Glu(alpha=1.702, limit=7.0, offset=1.0),
+            bias=True,
+            softmax_after_top_k=True,
+            router_bias=True,
+            aux_loss=0.0,
+            global_aux_loss=1e-3,
+        ),
+    )
+    return _pretraining(model, sequence_tokens=4096, peak_lr=4e-4)
+
+
 def deepseek_v3() -> Run:
     """DeepSeek-V3 671B-A37B: MLA, 256 experts, one MTP depth."""
     model = Model(

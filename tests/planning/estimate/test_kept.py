@@ -63,7 +63,13 @@ def test_norms(workload: Workload, kind: Any) -> None:
 @pytest.mark.parametrize("kv_heads", [1, 2])
 @pytest.mark.parametrize(
     "more",
-    [{}, {"qk_norm": True, "gate": True, "bias": True}, {"positions": "none"}, {"rope_fraction": 0.5}],
+    [
+        {},
+        {"qk_norm": True, "gate": True, "bias": True},
+        {"positions": "none"},
+        {"rope_fraction": 0.5},
+        {"sinks": True},
+    ],
     ids=str,
 )
 def test_attention(workload: Workload, kv_heads: int, more: dict[str, Any]) -> None:
@@ -165,7 +171,9 @@ MOES = (
     Moe(experts=16, top_k=2, ffn=24, softmax_after_top_k=True, sequence_aux_loss=0.1, aux_loss=0.0, jitter=0.1),
     Moe(experts=16, top_k=1, ffn=24, router_dtype="input", bias=True, activation="relu2", aux_loss=0.0),
     Moe(experts=16, top_k=2, ffn=24, router_dtype="float64", shared_ffn=12, latent=8, normalize_top_k=False),
-    Moe(experts=16, top_k=2, ffn=24, routing="round_robin", glu=Glu(offset=1.0), aux_loss=0.0),
+    Moe(
+        experts=16, top_k=2, ffn=24, routing="round_robin", glu=Glu(offset=1.0), aux_loss=0.0, router_bias=True
+    ),
 )
 
 

@@ -13,30 +13,50 @@ head, V channels of a value head, W the wider of the two.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from braid.kernels.attention import sinks
 from braid.kernels.attention.spans import SpanPiece, Spans
 
 ANY_LENGTH = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
 """SDPA backends without per-shape setup."""
 
 
-def attend(q_BTQD: Tensor, k_BTKD: Tensor, v_BTKV: Tensor, spans: Spans, scale: float | None = None) -> Tensor:
+def attend(
+    q_BTQD: Tensor,
+    k_BTKD: Tensor,
+    v_BTKV: Tensor,
+    spans: Spans,
+    scale: float | None = None,
+    sinks_Q: Tensor | None = None,
+) -> Tensor:
     """Same as `reference.attend`."""
+    scale = q_BTQD.shape[-1] ** -0.5 if scale is None else scale
+    attend_one: _AttendPiece = _attend_piece
+    if sinks_Q is not None:
+        attend_one = partial(sinks.attend_piece, sinks_Q=sinks_Q)
     if spans.rows is not None:
-        return _attend_piece(q_BTQD, k_BTKD, v_BTKV, spans.rows, scale)
+        return attend_one(q_BTQD, k_BTKD, v_BTKV, spans.rows, scale)
+    if sinks_Q is None and q_BTQD.device.type == "cuda":
+        attend_one = _attend_any_length
     lengths = [piece.length for piece in spans.pieces]
     cut = zip(*(x.flatten(0, 1).unsqueeze(0).split(lengths, 1) for x in (q_BTQD, k_BTKD, v_BTKV)), strict=True)
-    attend_one = _attend_any_length if q_BTQD.device.type == "cuda" else _attend_piece
     y_1LQV = [attend_one(q, k, v, piece, scale) for (q, k, v), piece in zip(cut, spans.pieces, strict=True)]
     return torch.cat(y_1LQV, 1).view(*q_BTQD.shape[:-1], v_BTKV.shape[-1])
 
 
+_AttendPiece = Callable[[Tensor, Tensor, Tensor, SpanPiece, float], Tensor]
+"""Attention of one piece: q_BLQD, k_BLKD, v_BLKV, the piece and the scale."""
+
+
 def _attend_any_length(
-    q_BLQD: Tensor, k_BLKD: Tensor, v_BLKV: Tensor, piece: SpanPiece, scale: float | None
+    q_BLQD: Tensor, k_BLKD: Tensor, v_BLKV: Tensor, piece: SpanPiece, scale: float
 ) -> Tensor:
     """SDPA without cuDNN. Backward uses the backend of forward, so only forward is restricted."""
     if piece.mask_LL is not None:
@@ -48,9 +68,7 @@ def _attend_any_length(
         return _attend_piece(q_BLQD, k_BLKD, v_BLKV, piece, scale)
 
 
-def _attend_piece(
-    q_BLQD: Tensor, k_BLKD: Tensor, v_BLKV: Tensor, piece: SpanPiece, scale: float | None
-) -> Tensor:
+def _attend_piece(q_BLQD: Tensor, k_BLKD: Tensor, v_BLKV: Tensor, piece: SpanPiece, scale: float) -> Tensor:
     qk_dim, v_dim = q_BLQD.shape[-1], v_BLKV.shape[-1]
     q_BQLW, k_BKLW, v_BKLW = (
         _pad_on_cpu(x, max(qk_dim, v_dim)).transpose(1, 2) for x in (q_BLQD, k_BLKD, v_BLKV)
@@ -61,7 +79,7 @@ def _attend_piece(
         v_BKLW,
         attn_mask=piece.mask_LL,
         is_causal=piece.mask_LL is None,
-        scale=qk_dim**-0.5 if scale is None else scale,
+        scale=scale,
         enable_gqa=q_BLQD.shape[2] != k_BLKD.shape[2],
     )
     return y_BQLW.narrow(-1, 0, v_dim).transpose(1, 2)

@@ -27,6 +27,9 @@ class SpanPiece:
     length: int
     mask_LL: Tensor | None
     """Attention mask, True where a query (first dim) attends to a key; None if plain causal."""
+    documents: int = 1
+    window: int | None = None
+    """The window, where it is shorter than the piece; a mask has it already."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,4 +103,5 @@ def _piece(lengths: list[int], window: int | None, device: torch.device) -> Span
     if len(lengths) == 1 and (window is None or total <= window):
         return SpanPiece(length=total, mask_LL=None)
     runs_L = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    return SpanPiece(length=total, mask_LL=to_device(visible(runs_L, window), device))
+    mask_LL = to_device(visible(runs_L, window), device)
+    return SpanPiece(length=total, mask_LL=mask_LL, documents=len(lengths), window=window)

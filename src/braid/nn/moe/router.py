@@ -1,6 +1,6 @@
 """The router: top-k expert selection and routing probabilities.
 
-    logits = x · W        scores = softmax | sigmoid | sqrt(softplus)        experts = top-k(scores + bias)
+    logits = x · W + b    scores = softmax | sigmoid | sqrt(softplus)        experts = top-k(scores + bias)
 
 The router is replicated and every rank routes its own tokens; capacity and sinkhorn consider whole sequences.
 
@@ -47,6 +47,8 @@ class Router(nn.Module):
         it."""
         bias_E = torch.empty(shape.experts, device=device, dtype=wide) if shape.selection_bias else None
         self.register_buffer("bias", bias_E)
+        logit_bias_E = torch.empty(shape.experts, device=device, dtype=wide) if shape.router_bias else None
+        self.logit_bias = None if logit_bias_E is None else nn.Parameter(logit_bias_E)
 
     def forward(
         self, x_NC: Tensor, tokens: Tokens | None = None, replayed: ExpertChoice | None = None
@@ -60,13 +62,19 @@ class Router(nn.Module):
         x_NC = x_NC.to(dtype)
         if self.shape.jitter and tokens.training:
             x_NC = x_NC * jitter(self.shape.jitter, tokens, x_NC.shape[-1], dtype)
-        return F.linear(x_NC, self.weight.to(dtype))
+        bias_E = None if self.logit_bias is None else self.logit_bias.to(dtype)
+        return F.linear(x_NC, self.weight.to(dtype), bias_E)
 
     def canonical(self) -> dict[str, Canonical]:
         shape = tuple(self.weight.shape)
-        weight = Canonical(parameter="weight", shape=shape, fill="normal", copies=self.groups.tp)
-        bias = Canonical(parameter="bias", shape=(self.shape.experts,), fill="zeros")
-        return {"weight": weight} if self.bias is None else {"weight": weight, "bias": bias}
+        tensors = {"weight": Canonical(parameter="weight", shape=shape, fill="normal", copies=self.groups.tp)}
+        if self.bias is not None:
+            tensors["bias"] = Canonical(parameter="bias", shape=shape[:1], fill="zeros")
+        if self.logit_bias is not None:
+            tensors["logit_bias"] = Canonical(
+                parameter="logit_bias", shape=shape[:1], fill="zeros", copies=self.groups.tp
+            )
+        return tensors
 
     def cost(self, workload: Workload) -> Cost:
         """Saves the input, the scores, and the chosen experts with their probabilities."""
