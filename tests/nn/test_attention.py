@@ -37,6 +37,8 @@ MODELS = {
     "qwen3_next, biased": replace(PLAIN, qk_norm=True, gate=True, rope_fraction=0.4, bias=True),
     "mixtral, windowed": replace(PLAIN, heads=5, kv_heads=1, window=7),
     "llama, long": replace(PLAIN, bias=True, rope_scaling=LLAMA_3),
+    "qwen2": replace(PLAIN, bias=True, o_bias=False),
+    "granite": replace(PLAIN, scale=0.07),
 }
 every_model = pytest.mark.parametrize(("model", "shape"), MODELS.items(), ids=MODELS.keys())
 every_shape = pytest.mark.parametrize(
@@ -76,7 +78,14 @@ def test_equals_transformers(model: str, shape: architecture.Attention, rows: Se
     from transformers import masking_utils
 
     family = model.partition(",")[0]
-    title = {"qwen3": "Qwen3", "qwen3_next": "Qwen3Next", "mixtral": "Mixtral", "llama": "Llama"}[family]
+    title = {
+        "granite": "Granite",
+        "llama": "Llama",
+        "mixtral": "Mixtral",
+        "qwen2": "Qwen2",
+        "qwen3": "Qwen3",
+        "qwen3_next": "Qwen3Next",
+    }[family]
     config = getattr(transformers, f"{title}Config")(
         hidden_size=HIDDEN,
         num_attention_heads=shape.heads,
@@ -86,6 +95,7 @@ def test_equals_transformers(model: str, shape: architecture.Attention, rows: Se
         rms_norm_eps=EPS,
         sliding_window=shape.window,
         rope_parameters=rope_parameters(shape),
+        attention_multiplier=shape.score_scale,
         attn_implementation="eager",
     )
     modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")

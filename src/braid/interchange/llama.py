@@ -24,7 +24,8 @@ ROTARY_TABLES = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
 ATTENTION: tuple[TableRow, ...] = (
     *rows("input_layernorm.weight", "attention.norm.weight"),
     *rows(f"{PROJECTIONS}.weight", "attention.{}.weight", "q k v o"),
-    *rows(f"{PROJECTIONS}.bias", "attention.{}.bias", "q k v o", when=lambda m: m.attention.bias),
+    *rows(f"{PROJECTIONS}.bias", "attention.{}.bias", "q k v", when=lambda m: m.attention.bias),
+    *rows("self_attn.o_proj.bias", "attention.o.bias", when=lambda m: m.attention.has_o_bias),
     *rows("self_attn.{}.weight", "attention.{}.weight", "q_norm k_norm", when=lambda m: m.attention.qk_norm),
 )
 MLP: tuple[TableRow, ...] = (
