@@ -44,6 +44,7 @@ INERT: tuple[tuple[str, str, Any], ...] = (
     ("nemotron_h/Nemotron-Nano-12B-v2-Base", "mamba_state_dim", 64),
     ("mamba2/Mamba-Codestral-7B-v0.1", "rms_norm", False),
     ("mamba2/Mamba-Codestral-7B-v0.1", "intermediate_size", 4096),
+    ("qwen2/Qwen2.5-7B-Instruct", "use_mrope", True),
     (LLAMA, "is_encoder_decoder", True),
     (LLAMA, "pruned_heads", {"0": [1]}),
 )

@@ -130,21 +130,43 @@ def _read(settings: Settings) -> Model:
         rule = f"the norms of the latents have {LATENT_EPS}, and braid has one for all"
         settings.refuse("rms_norm_eps", settings.number("rms_norm_eps", LATENT_EPS), rule)
     dense = min(settings.integer("first_k_dense_replace", 3), layers)
-    ffn, top_k = settings.integer("moe_intermediate_size", 2048), settings.integer("num_experts_per_tok", 8)
     return Model(
         pattern="[+-]" * dense + "[+E]" * (layers - dense),
         latent_attention=_read_attention(settings, heads),
         mlp=Mlp(ffn=settings.integer("intermediate_size", 18432)),
-        moe=Moe(
-            experts=settings.integer("n_routed_experts", 256),
-            top_k=top_k,
-            ffn=ffn,
-            shared_ffn=ffn * settings.integer("n_shared_experts", 1),
-            aux_loss=0.0,
-            **read_sigmoid_router(settings, top_k=top_k, groups=8, top_groups=4, scale=2.5),
-        ),
+        moe=read_moe(settings, experts=256, ffn=2048, groups=8, top_groups=4, scale=2.5),
         **read_model(settings),
     )
+
+
+def read_moe(
+    settings: Settings, *, experts: int, ffn: int, groups: int = 1, top_groups: int = 1, scale: float = 1.0
+) -> Moe:
+    """The experts of DeepSeek-V3 and GLM-4.5, with the family's defaults."""
+    ffn, top_k = settings.integer("moe_intermediate_size", ffn), settings.integer("num_experts_per_tok", 8)
+    return Moe(
+        experts=settings.integer("n_routed_experts", experts),
+        top_k=top_k,
+        ffn=ffn,
+        shared_ffn=ffn * settings.integer("n_shared_experts", 1),
+        aux_loss=0.0,
+        **read_sigmoid_router(settings, top_k=top_k, groups=groups, top_groups=top_groups, scale=scale),
+    )
+
+
+def write_moe(shape: Model) -> dict[str, Any]:
+    """Experts and MLPs, and which layers have them; of what a model does not have, nothing."""
+    layout = parse(shape.pattern)
+    settings: dict[str, Any] = {
+        "num_hidden_layers": len(layout.layers) // 2,
+        "first_k_dense_replace": sum(layer.kind is Kind.MLP for layer in layout.layers),
+        "num_nextn_predict_layers": len(layout.mtp),
+    }
+    if shape.mlp is not None:
+        settings["intermediate_size"] = shape.mlp.ffn
+    if (moe := shape.moe) is not None:
+        settings |= {**write_sigmoid_router(moe), "n_shared_experts": moe.shared_ffn // moe.ffn}
+    return settings
 
 
 def _read_attention(settings: Settings, heads: int) -> LatentAttention:
@@ -165,19 +187,12 @@ def _read_attention(settings: Settings, heads: int) -> LatentAttention:
 
 def _write(shape: Model) -> dict[str, Any]:
     latent = needed(shape.latent_attention, "latent_attention")
-    layout = parse(shape.pattern)
-    dense = sum(layer.kind is Kind.MLP for layer in layout.layers)
-    settings = {} if shape.mlp is None else {"intermediate_size": shape.mlp.ffn}
-    if (moe := shape.moe) is not None:
-        settings |= {**write_sigmoid_router(moe), "n_shared_experts": moe.shared_ffn // moe.ffn}
     return {
         **write_model(shape),
-        **settings,
+        **write_moe(shape),
         "hidden_act": "silu",
         "num_attention_heads": latent.heads,
         "num_key_value_heads": latent.heads,
-        "num_hidden_layers": len(layout.layers) // 2,
-        "first_k_dense_replace": dense,
         "q_lora_rank": latent.q_rank,
         "kv_lora_rank": latent.kv_rank,
         "qk_nope_head_dim": latent.nope_dim,
@@ -185,7 +200,6 @@ def _write(shape: Model) -> dict[str, Any]:
         "v_head_dim": latent.v_dim,
         "rope_parameters": write_rope(latent),
         "rope_interleave": True,
-        "num_nextn_predict_layers": len(layout.mtp),
     }
 
 

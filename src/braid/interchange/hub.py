@@ -11,7 +11,7 @@ from torch import Tensor
 
 from braid.architecture import SHAPE_OF, Model
 from braid.errors import ConfigError
-from braid.interchange import bamba, deepseek, deepseek_v4, llama, mamba, megatron, qwen3_next
+from braid.interchange import bamba, deepseek, deepseek_v4, glm4_moe, llama, mamba, megatron, qwen3_next
 from braid.interchange.family import ModelFamily
 from braid.interchange.files import CONFIG, SafetensorsFolder, read_json
 from braid.interchange.quantized import Dequantized, Quantization, read_quantization
@@ -27,6 +27,7 @@ FAMILIES = (
     *qwen3_next.FAMILIES,
     *deepseek.FAMILIES,
     *deepseek_v4.FAMILIES,
+    *glm4_moe.FAMILIES,
 )
 
 

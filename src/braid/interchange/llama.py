@@ -1,4 +1,5 @@
-"""Llama, Mistral, Qwen3, Qwen3-MoE and Mixtral: softmax attention, then an MLP or a mixture, in every layer."""
+"""Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE and Mixtral: softmax attention, then an MLP or experts, in every
+layer."""
 
 from __future__ import annotations
 
@@ -174,26 +175,30 @@ def _write_mistral(shape: Model) -> dict[str, Any]:
     }
 
 
+def _read_qwen2(settings: Settings) -> Model:
+    """Qwen2 and Qwen2.5: queries, keys and values have biases, the output projection has none."""
+    settings.neutral("use_mrope", False)
+    return _read_qwen(settings, kv_heads=32, head_dim=None, bias=True, o_bias=False)
+
+
 def _read_qwen3(settings: Settings) -> Model:
+    bias = settings.flag("attention_bias", False)
+    return _read_qwen(settings, kv_heads=32, head_dim=128, qk_norm=True, bias=bias)
+
+
+def _read_qwen(settings: Settings, **attention: Any) -> Model:
     settings.only("hidden_act", "silu", default="silu")
     layers = settings.integer("num_hidden_layers")
     return Model(
         pattern="[*-]" * layers,
-        attention=read_attention(
-            settings,
-            kv_heads=32,
-            head_dim=128,
-            qk_norm=True,
-            bias=settings.flag("attention_bias", False),
-            window=_qwen3_window(settings, layers),
-        ),
+        attention=read_attention(settings, window=_qwen_window(settings, layers), **attention),
         mlp=Mlp(ffn=settings.integer("intermediate_size")),
         **read_model(settings),
     )
 
 
-def _qwen3_window(settings: Settings, layers: int) -> int | None:
-    """Qwen3 gives each layer a window or none; braid gives all the same."""
+def _qwen_window(settings: Settings, layers: int) -> int | None:
+    """Qwen2 and Qwen3 give each layer a window or none; braid gives all the same."""
     window = settings.maybe_integer("sliding_window", 4096)
     first, used = settings.integer("max_window_layers", 28), settings.flag("use_sliding_window", False)
     kinds = settings.names("layer_types")
@@ -205,16 +210,18 @@ def _qwen3_window(settings: Settings, layers: int) -> int | None:
 
 
 def _write_qwen3(shape: Model) -> dict[str, Any]:
-    attention = needed(shape.attention, "attention")
-    mlp = needed(shape.mlp, "mlp")
-    layers, window = len(parse(shape.pattern).layers) // 2, attention.window
+    return {**_write_qwen2(shape), "attention_bias": needed(shape.attention, "attention").bias}
+
+
+def _write_qwen2(shape: Model) -> dict[str, Any]:
+    window = needed(shape.attention, "attention").window
+    layers = len(parse(shape.pattern).layers) // 2
     return {
         **write_model(shape),
         **write_attention(shape),
         "hidden_act": "silu",
         "num_hidden_layers": layers,
-        "intermediate_size": mlp.ffn,
-        "attention_bias": attention.bias,
+        "intermediate_size": needed(shape.mlp, "mlp").ffn,
         "use_sliding_window": window is not None,
         "sliding_window": window,
         "layer_types": ["full_attention" if window is None else "sliding_attention"] * layers,
@@ -348,6 +355,7 @@ def _write_mixtral(shape: Model) -> dict[str, Any]:
 
 _LLAMA = adapter("llama", ATTENTION=ATTENTION, MLP=MLP)
 _MISTRAL = adapter("mistral", ATTENTION=ATTENTION, MLP=MLP)
+_QWEN2 = adapter("qwen2", ATTENTION=ATTENTION, MLP=MLP)
 _QWEN3 = adapter("qwen3", ATTENTION=ATTENTION, MLP=MLP)
 
 FAMILIES = (
@@ -366,6 +374,14 @@ FAMILIES = (
         memory=_MISTRAL,
         read=_read_mistral,
         write=_write_mistral,
+    ),
+    ModelFamily(
+        model_type="qwen2",
+        architecture="Qwen2ForCausalLM",
+        hub=_QWEN2,
+        memory=_QWEN2,
+        read=_read_qwen2,
+        write=_write_qwen2,
     ),
     ModelFamily(
         model_type="qwen3",
