@@ -25,6 +25,16 @@ from tests.model.cases import batch, canonical_grads
 TINY: Mapping[str, Any] = {"vocab_size": 17, "hidden_size": 30, "initializer_range": 0.2}
 HEADS: Mapping[str, Any] = {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 10}
 STATE: Mapping[str, Any] = {"n_groups": 3, "chunk_size": 8}
+MULTIPLIED: Mapping[str, Any] = {
+    "embedding_multiplier": 3,
+    "attention_multiplier": 0.07,
+    "residual_multiplier": 0.3,
+    "logits_scaling": 1.7,
+    "mamba_n_heads": 6,
+    "mamba_n_groups": 3,
+    "mamba_d_state": 7,
+    "mamba_chunk_size": 8,
+}
 
 CONFIGS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "llama": ("Llama", {**TINY, **HEADS, "intermediate_size": 41, "num_hidden_layers": 2}),
@@ -145,6 +155,38 @@ CONFIGS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "mamba_chunk_size": 8,
             "pad_token_id": None,
             "rope_parameters": {"rope_theta": 100.0, "rope_type": "default", "partial_rotary_factor": 0.34},
+        },
+    ),
+    "granitemoehybrid": (
+        "GraniteMoeHybrid",
+        {
+            **TINY,
+            **MULTIPLIED,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 5,
+            "attention_bias": True,
+            "intermediate_size": 11,
+            "shared_intermediate_size": 9,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 3,
+            "num_hidden_layers": 3,
+            "layer_types": ["mamba", "attention", "mamba"],
+        },
+    ),
+    "granitemoehybrid, no experts, rope": (
+        "GraniteMoeHybrid",
+        {
+            **TINY,
+            **MULTIPLIED,
+            **HEADS,
+            "position_embedding_type": "rope",
+            "intermediate_size": 41,
+            "shared_intermediate_size": 41,
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "num_hidden_layers": 2,
+            "layer_types": ["attention", "mamba"],
+            "tie_word_embeddings": True,
         },
     ),
     "qwen3_next": (

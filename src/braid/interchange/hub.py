@@ -11,7 +11,17 @@ from torch import Tensor
 
 from braid.architecture import SHAPE_OF, Model
 from braid.errors import ConfigError
-from braid.interchange import bamba, deepseek, deepseek_v4, glm4_moe, llama, mamba, megatron, qwen3_next
+from braid.interchange import (
+    bamba,
+    deepseek,
+    deepseek_v4,
+    glm4_moe,
+    granite,
+    llama,
+    mamba,
+    megatron,
+    qwen3_next,
+)
 from braid.interchange.family import ModelFamily
 from braid.interchange.files import CONFIG, SafetensorsFolder, read_json
 from braid.interchange.quantized import Dequantized, Quantization, read_quantization
@@ -28,6 +38,7 @@ FAMILIES = (
     *deepseek.FAMILIES,
     *deepseek_v4.FAMILIES,
     *glm4_moe.FAMILIES,
+    *granite.FAMILIES,
 )
 
 

@@ -110,6 +110,23 @@ def qwen3_30b_a3b() -> Run:
     return _pretraining(model, sequence_tokens=4096, peak_lr=4e-4)
 
 
+def granite_4_h_350m() -> Run:
+    """Granite 4.0 H 350M: Mamba-2 and MLP, four NoPE attention layers, scaled residuals."""
+    mixers = "M" * 10 + "*MM*MMM*" + "M" * 9 + "*MMMM"
+    model = Model(
+        pattern="".join(f"[{mixer}-]" for mixer in mixers),
+        hidden=768,
+        vocab=100_352,
+        embedding_scale=12.0,
+        residual_scale=0.246,
+        logits_scale=3.0,
+        attention=Attention(heads=12, kv_heads=4, head_dim=64, positions="none", scale=1 / 64),
+        mamba2=Mamba2(heads=48, head_dim=32, state=128, norm_per_group=False),
+        mlp=Mlp(ffn=2048),
+    )
+    return _pretraining(model, sequence_tokens=4096, peak_lr=1e-3)
+
+
 def qwen2_5_7b() -> Run:
     """Qwen2.5 7B: GQA with biases on queries, keys and values."""
     model = Model(
