@@ -298,7 +298,7 @@ CONFIGS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
-    "kimi_k2, beta_fast = beta_slow": (
+    "kimi_k2, beta_fast = beta_slow, eps of its own": (
         "DeepseekV3",
         {
             **TINY,
@@ -318,6 +318,7 @@ CONFIGS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "v_head_dim": 5,
             "num_hidden_layers": 2,
             "first_k_dense_replace": 1,
+            "rms_norm_eps": 1e-2,
             "rope_parameters": {
                 "rope_theta": 50.0,
                 "rope_type": "yarn",

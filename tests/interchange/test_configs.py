@@ -96,7 +96,8 @@ def test_every_reason_is_told_at_once() -> None:
         ("nemotron_h", {"layers_block_type": ["mlp"], "mlp_hidden_act": "silu"}, "mlp_hidden_act"),
         ("qwen3_next", {"layer_types": ["linear_attention"]}, "layer_types"),
         ("deepseek_v3", {"rope_interleave": False}, "rope_interleave"),
-        ("deepseek_v3", {"rms_norm_eps": 1e-5}, "rms_norm_eps"),
+        ("granitemoehybrid", {"position_embedding_type": "alibi"}, "position_embedding_type"),
+        ("granitemoehybrid", {"layer_types": ["mamba", "mlp"]}, "layer_types"),
         ("deepseek_v3", {"topk_group": 3}, "topk_group"),
         ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func"),
         (

@@ -16,6 +16,7 @@ MISSING_FEATURES = {
     "deepseek_v4/DeepSeek-V4-Flash": "compress_ratios",
     "deepseek_v4/DeepSeek-V4-Flash-NVFP4": "compress_ratios",
     "granitemoehybrid/granite-4.0-h-350m": "quantization",
+    "kimi_k25/Kimi-K2.5": "text_config.quantization_config",
 }
 """Models of families that braid has, and a setting whose feature braid does not have."""
 

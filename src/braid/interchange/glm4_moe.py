@@ -6,14 +6,13 @@ from types import MappingProxyType
 from typing import Any
 
 from braid.architecture import Mlp, Model
-from braid.interchange.deepseek import DEPTHS, LAYER, MOE_HUB, ROUTER, read_moe, write_moe
+from braid.interchange.deepseek import MOE_HUB, MOE_MEMORY, depths, read_moe, write_moe
 from braid.interchange.family import ModelFamily, head_copy, needed, read_model, write_model
 from braid.interchange.llama import (
     ATTENTION,
     EMBEDDING,
     ENDS,
     MLP,
-    STACKED_EXPERTS,
     read_attention,
     write_attention,
 )
@@ -29,10 +28,10 @@ def _adapter(moe: tuple[TableRow, ...]) -> Adapter:
     return Adapter(
         name="glm4_moe",
         counting="pair",
-        prefix=LAYER,
+        prefix="model.layers.{layer}.",
         ends=ENDS,
         layers=MappingProxyType({Kind.ATTENTION: ATTENTION, Kind.MLP: MLP, Kind.MOE: moe}),
-        depths=DEPTHS,
+        depths=depths(),
         copies=head_copy(EMBEDDING),
     )
 
@@ -80,7 +79,7 @@ FAMILIES = (
         model_type="glm4_moe",
         architecture="Glm4MoeForCausalLM",
         hub=_adapter(MOE_HUB),
-        memory=_adapter((*ROUTER, *STACKED_EXPERTS)),
+        memory=_adapter(MOE_MEMORY),
         read=_read,
         write=_write,
         depth="*E",

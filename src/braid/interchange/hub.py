@@ -117,7 +117,8 @@ def read_config(config: Mapping[str, Any], *, mtp_depths: int = 0, ignore: Colle
     settings = Settings(config, ignore=ignore)
     shape = family.read(settings)
     _check_architecture(settings, family, config.get("architectures"))
-    quantization = read_quantization(settings)
+    read = [read_quantization(each) for each in settings.scopes()]
+    quantization = next((found for found in read if found is not None), None)
     if (held := config.get("num_nextn_predict_layers")) and not mtp_depths:
         remedy = f"--mtp-depths {held} keeps it" if family.depth else "braid has no names for it here"
         settings.note(f"num_nextn_predict_layers = {held}: multi-token prediction is left out; {remedy}")
