@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
-from braid.architecture import LatentAttention, Yarn
+from braid.architecture import Attention, HyperConnections, LatentAttention, Model, Yarn
 
 
 def test_yarn_sharpens_rotated_channels_by_mscale():
@@ -30,3 +31,35 @@ def test_latent_scores_are_scaled_by_the_whole_width_of_a_head():
     yarn = Yarn(factor=40.0, original_tokens=8, mscale_all_dim=1.0)
     sharper = (0.1 * math.log(40.0) + 1) ** 2
     assert LatentAttention(**shape, rope_scaling=yarn).score_scale == pytest.approx(16**-0.5 * sharper)
+
+
+def test_scores_are_scaled_by_the_width_of_a_head_unless_a_scale_is_given():
+    shape = Attention(heads=2, kv_heads=1, head_dim=16)
+    assert shape.score_scale == pytest.approx(0.25)
+    assert replace(shape, scale=0.015625).score_scale == 0.015625
+
+
+@pytest.mark.parametrize(
+    ("bias", "o_bias", "expected"), [(True, None, True), (True, False, False), (False, True, True)]
+)
+def test_the_output_projection_has_a_bias_like_the_others_unless_told_otherwise(bias, o_bias, expected):
+    assert Attention(heads=2, kv_heads=1, head_dim=16, bias=bias, o_bias=o_bias).has_o_bias is expected
+
+
+MODEL = Model(pattern="*", hidden=8, vocab=9, attention=Attention(heads=2, kv_heads=1, head_dim=4))
+LATENT = LatentAttention(heads=2, q_rank=3, kv_rank=5, nope_dim=12, rope_dim=4, v_dim=7)
+
+
+@pytest.mark.parametrize(
+    ("model", "field"),
+    [
+        (replace(MODEL, embedding_scale=0.0), "model.embedding_scale"),
+        (replace(MODEL, residual_scale=-1.0), "model.residual_scale"),
+        (replace(MODEL, logits_scale=float("nan")), "model.logits_scale"),
+        (replace(MODEL, residual_scale=0.5, hyper=HyperConnections()), "model.residual_scale"),
+        (replace(MODEL, attention=replace(MODEL.attention, scale=0.0)), "model.attention.scale"),
+        (replace(MODEL, latent_attention=replace(LATENT, norm_eps=0.0)), "model.latent_attention.norm_eps"),
+    ],
+)
+def test_a_scale_that_cannot_be_applied_is_a_problem(model, field):
+    assert [problem.field for problem in model.problems("model")] == [field]

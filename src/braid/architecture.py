@@ -121,7 +121,11 @@ class Attention:
     qk_norm: bool = False
     """RMSNorm on the queries and keys of each head, before RoPE."""
     bias: bool = False
-    """Biases on all projections."""
+    """Biases on all projections; `o_bias` may make an exception of the output projection."""
+    o_bias: bool | None = None
+    """Bias on the output projection; None: like `bias`."""
+    scale: float | None = None
+    """Factor on the attention scores, before the softmax; None: head_dim ** -0.5."""
     gate: bool = False
     """Output gate: multiply the attention output by the sigmoid of a separate projection."""
 
@@ -134,6 +138,16 @@ class Attention:
         """The shape of the model's attention layer `nth` (`pattern.Layer.nth`): its own window, or none."""
         sliding = self.window_pattern[nth % len(self.window_pattern)] == "S"
         return replace(self, window=self.window if sliding else None, window_pattern="S")
+
+    @property
+    def has_o_bias(self) -> bool:
+        """Whether the output projection has a bias."""
+        return self.bias if self.o_bias is None else self.o_bias
+
+    @property
+    def score_scale(self) -> float:
+        """Factor on the attention scores, before the softmax."""
+        return self.head_dim**-0.5 if self.scale is None else self.scale
 
     def problems(self, at: str) -> Iterator[Problem]:
         for name, value in (("heads", self.heads), ("kv_heads", self.kv_heads), ("head_dim", self.head_dim)):
@@ -170,6 +184,8 @@ class Attention:
                 rule=f"there is no window to give to some layers: {at}.window is None",
                 remedy=f"S, or {at}.window to a number of tokens",
             )
+        if self.scale is not None:
+            yield from validators.above(f"{at}.scale", self.scale, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,6 +210,8 @@ class LatentAttention:
     """RoPE base (theta)."""
     rope_scaling: Yarn | None = None
     """Context extension; None for none."""
+    norm_eps: float | None = None
+    """Epsilon of the norms of the latents; None: that of the model's other norms."""
 
     @property
     def score_scale(self) -> float:
@@ -206,6 +224,8 @@ class LatentAttention:
             yield from validators.at_least(f"{at}.{name}", getattr(self, name), 1)
         if self.q_rank is not None:
             yield from validators.at_least(f"{at}.q_rank", self.q_rank, 1)
+        if self.norm_eps is not None:
+            yield from validators.above(f"{at}.norm_eps", self.norm_eps, 0)
         yield from validators.multiple_of(f"{at}.rope_dim", self.rope_dim, 2)
         yield from validators.above(f"{at}.rope_base", self.rope_base, 0 if self.rope_scaling is None else 1)
         if self.rope_scaling is not None:
@@ -507,6 +527,12 @@ class Model:
     """Norm before every layer and before the head."""
     norm_eps: float = 1e-5
     """Epsilon of every norm, added to the variance."""
+    embedding_scale: float = 1.0
+    """Factor on token embeddings, those that MTP depths read included."""
+    residual_scale: float = 1.0
+    """Factor on the output of each layer, before it is added to the residual stream."""
+    logits_scale: float = 1.0
+    """Divisor of the logits."""
     dropout: float = 0.0
     """Dropout on the output of each layer, before it is added to the residual stream."""
     init_std: float = 0.02
@@ -537,7 +563,8 @@ class Model:
         yield from validators.at_least(f"{at}.hidden", self.hidden, 1)
         yield from validators.at_least(f"{at}.vocab", self.vocab, 2)
         yield from validators.above(f"{at}.norm_eps", self.norm_eps, 0)
-        yield from validators.above(f"{at}.init_std", self.init_std, 0)
+        for name in ("embedding_scale", "residual_scale", "logits_scale", "init_std"):
+            yield from validators.above(f"{at}.{name}", getattr(self, name), 0)
         yield from validators.fraction(f"{at}.dropout", self.dropout)
         yield from validators.at_least(f"{at}.mtp_loss", self.mtp_loss, 0)
         for _, name in SHAPE_OF:
@@ -546,3 +573,10 @@ class Model:
                 yield from layer.problems(f"{at}.{name}")
         if self.hyper is not None:
             yield from self.hyper.problems(f"{at}.hyper")
+            if self.residual_scale != 1:
+                yield Problem(
+                    field=f"{at}.residual_scale",
+                    value=self.residual_scale,
+                    rule="hyper-connections weight the output of each layer themselves",
+                    remedy=f"1, or {at}.hyper to None",
+                )

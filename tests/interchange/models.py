@@ -25,6 +25,16 @@ from tests.model.cases import batch, canonical_grads
 TINY: Mapping[str, Any] = {"vocab_size": 17, "hidden_size": 30, "initializer_range": 0.2}
 HEADS: Mapping[str, Any] = {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 10}
 STATE: Mapping[str, Any] = {"n_groups": 3, "chunk_size": 8}
+MULTIPLIED: Mapping[str, Any] = {
+    "embedding_multiplier": 3,
+    "attention_multiplier": 0.07,
+    "residual_multiplier": 0.3,
+    "logits_scaling": 1.7,
+    "mamba_n_heads": 6,
+    "mamba_n_groups": 3,
+    "mamba_d_state": 7,
+    "mamba_chunk_size": 8,
+}
 
 CONFIGS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "llama": ("Llama", {**TINY, **HEADS, "intermediate_size": 41, "num_hidden_layers": 2}),
@@ -50,6 +60,7 @@ CONFIGS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             },
         },
     ),
+    "qwen2": ("Qwen2", {**TINY, **HEADS, "intermediate_size": 41, "num_hidden_layers": 2}),
     "qwen3": ("Qwen3", {**TINY, **HEADS, "intermediate_size": 41, "num_hidden_layers": 2}),
     "qwen3, window": (
         "Qwen3",
@@ -195,6 +206,38 @@ CONFIGS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "rope_parameters": {"rope_theta": 100.0, "rope_type": "default", "partial_rotary_factor": 0.34},
         },
     ),
+    "granitemoehybrid": (
+        "GraniteMoeHybrid",
+        {
+            **TINY,
+            **MULTIPLIED,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 5,
+            "attention_bias": True,
+            "intermediate_size": 11,
+            "shared_intermediate_size": 9,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 3,
+            "num_hidden_layers": 3,
+            "layer_types": ["mamba", "attention", "mamba"],
+        },
+    ),
+    "granitemoehybrid, no experts, rope": (
+        "GraniteMoeHybrid",
+        {
+            **TINY,
+            **MULTIPLIED,
+            **HEADS,
+            "position_embedding_type": "rope",
+            "intermediate_size": 41,
+            "shared_intermediate_size": 41,
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "num_hidden_layers": 2,
+            "layer_types": ["attention", "mamba"],
+            "tie_word_embeddings": True,
+        },
+    ),
     "qwen3_next": (
         "Qwen3Next",
         {
@@ -268,7 +311,43 @@ CONFIGS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             },
         },
     ),
-    "kimi_k2, beta_fast = beta_slow": (
+    "glm4_moe": (
+        "Glm4Moe",
+        {
+            **TINY,
+            **HEADS,
+            "head_dim": 12,
+            "attention_bias": True,
+            "intermediate_size": 41,
+            "moe_intermediate_size": 11,
+            "n_routed_experts": 12,
+            "n_group": 4,
+            "topk_group": 2,
+            "num_experts_per_tok": 4,
+            "n_shared_experts": 2,
+            "routed_scaling_factor": 1.5,
+            "num_hidden_layers": 3,
+            "first_k_dense_replace": 1,
+        },
+    ),
+    "glm4_moe, normed queries": (
+        "Glm4Moe",
+        {
+            **TINY,
+            **HEADS,
+            "use_qk_norm": True,
+            "rope_parameters": {"rope_theta": 100.0, "rope_type": "default", "partial_rotary_factor": 0.4},
+            "intermediate_size": 41,
+            "moe_intermediate_size": 11,
+            "n_routed_experts": 5,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": False,
+            "num_hidden_layers": 1,
+            "first_k_dense_replace": 0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "kimi_k2, beta_fast = beta_slow, eps of its own": (
         "DeepseekV3",
         {
             **TINY,
@@ -288,6 +367,7 @@ CONFIGS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "v_head_dim": 5,
             "num_hidden_layers": 2,
             "first_k_dense_replace": 1,
+            "rms_norm_eps": 1e-2,
             "rope_parameters": {
                 "rope_theta": 50.0,
                 "rope_type": "yarn",

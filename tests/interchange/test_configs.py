@@ -98,7 +98,8 @@ def test_every_reason_is_told_at_once() -> None:
         ("nemotron_h", {"layers_block_type": ["mlp"], "mlp_hidden_act": "silu"}, "mlp_hidden_act"),
         ("qwen3_next", {"layer_types": ["linear_attention"]}, "layer_types"),
         ("deepseek_v3", {"rope_interleave": False}, "rope_interleave"),
-        ("deepseek_v3", {"rms_norm_eps": 1e-5}, "rms_norm_eps"),
+        ("granitemoehybrid", {"position_embedding_type": "alibi"}, "position_embedding_type"),
+        ("granitemoehybrid", {"layer_types": ["mamba", "mlp"]}, "layer_types"),
         ("deepseek_v3", {"topk_group": 3}, "topk_group"),
         ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func"),
         (
@@ -176,6 +177,9 @@ def test_qwen3_next_has_full_attention_in_every_fourth_layer() -> None:
         ("qwen3-next-80b-a3b", "qwen3_next"),
         ("qwen3-30b-a3b", "qwen3_moe"),
         ("deepseek-v3", "deepseek_v3"),
+        ("granite-4-h-350m", "granitemoehybrid"),
+        ("qwen2-5-7b", "qwen2"),
+        ("glm-4-5-air", "glm4_moe"),
     ],
 )
 def test_published_shapes_are_written_and_read_back(recipe: str, model_type: str) -> None:

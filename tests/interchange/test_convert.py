@@ -163,14 +163,15 @@ def test_megatron_without_a_layer_index_is_the_indexed_one_stacked() -> None:
 
 
 def test_depths_of_the_hub_are_read_when_asked_for_and_else_left_alone() -> None:
-    for model_type, pattern in (("deepseek_v3", "[+E]"), ("qwen3_next", "[*E]")):
-        changes = {"attention": replace(SHAPE.attention, gate=True, qk_norm=True), "tied": False}
-        moe = replace(SHAPE.moe, shared_ffn=4, shared_gate=True) if model_type == "qwen3_next" else None
+    for model_type, pattern in (("deepseek_v3", "[+E]"), ("glm4_moe", "[*E]"), ("qwen3_next", "[*E]")):
+        gate = model_type == "qwen3_next"
+        changes = {"attention": replace(SHAPE.attention, gate=gate, qk_norm=True), "tied": False}
+        moe = replace(SHAPE.moe, shared_ffn=4, shared_gate=True) if gate else None
         sigmoid = replace(SHAPE.moe, shared_ffn=5, selection_bias=True, score="sigmoid")
         shape, ours = weights(pattern + "/" + pattern.strip("[]"), **changes, moe=moe or sigmoid)
         adapter = adapter_for(model_type)
         theirs = dict(convert(ours, adapter, shape, "to_theirs"))
-        if model_type == "deepseek_v3":
+        if model_type != "qwen3_next":
             theirs["model.layers.1.embed_tokens.weight"] = theirs["model.embed_tokens.weight"]
             theirs["model.layers.1.shared_head.head.weight"] = theirs["lm_head.weight"]
         assert convert(theirs, adapter, shape, "to_ours").keys() == ours.keys()

@@ -275,8 +275,8 @@ def test_a_model_that_is_none_is_refused_with_every_field() -> None:
 
 
 PATTERNS = {
-    **dict.fromkeys(("llama", "mistral", "qwen3", "bamba"), "[*-]"),
-    **dict.fromkeys(("deepseek_v3", "kimi_k2"), "[+E]"),
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "bamba"), "[*-]"),
+    **dict.fromkeys(("deepseek_v3", "kimi_k2", "kimi_k25"), "[+E]"),
     "mamba2": "MM",
     "nemotron_h": "M*E",
 }

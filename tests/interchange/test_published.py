@@ -16,6 +16,8 @@ from tests.interchange.published_table import PAGE, block, config, names, verdic
 MISSING_FEATURES = {
     "deepseek_v4/DeepSeek-V4-Flash": "compress_ratios",
     "deepseek_v4/DeepSeek-V4-Flash-NVFP4": "compress_ratios",
+    "granitemoehybrid/granite-4.0-h-350m": "quantization",
+    "kimi_k25/Kimi-K2.5": "text_config.quantization_config",
 }
 """Models of families that braid has, and a setting whose feature braid does not have."""
 
@@ -53,6 +55,8 @@ INERT: tuple[tuple[str, str, Any], ...] = (
     ("nemotron_h/Nemotron-Nano-12B-v2-Base", "mamba_state_dim", 64),
     ("mamba2/Mamba-Codestral-7B-v0.1", "rms_norm", False),
     ("mamba2/Mamba-Codestral-7B-v0.1", "intermediate_size", 4096),
+    ("qwen2/Qwen2.5-7B-Instruct", "use_mrope", True),
+    ("granitemoehybrid/granite-4.0-h-350m", "normalization_function", "layernorm"),
     (LLAMA, "is_encoder_decoder", True),
     (LLAMA, "pruned_heads", {"0": [1]}),
 )
@@ -90,6 +94,13 @@ def test_a_reward_model_is_no_language_model() -> None:
 def test_other_quantised_weights_are_refused_with_what_to_do(quantized: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="dequantise this checkpoint"):
         read_config({**config(LLAMA), "quantization_config": quantized})
+
+
+def test_granite_4_packed_by_mlx_lacks_nothing_else() -> None:
+    given = config("granitemoehybrid/granite-4.0-h-350m")
+    assert len(verdict(given).reasons) == 1
+    plain = {name: value for name, value in given.items() if name != "quantization"}
+    assert read_config(plain).shape == load("granite-4-h-350m").model
 
 
 def test_a_family_without_an_adapter_gets_no_wild_guess() -> None:

@@ -37,10 +37,14 @@ MODELS = {
     "qwen3_next, biased": replace(PLAIN, qk_norm=True, gate=True, rope_fraction=0.4, bias=True),
     "mixtral, windowed": replace(PLAIN, heads=5, kv_heads=1, window=7),
     "llama, long": replace(PLAIN, bias=True, rope_scaling=LLAMA_3),
+    "qwen2": replace(PLAIN, bias=True, o_bias=False),
+    "granite": replace(PLAIN, scale=0.07),
     "gpt_oss": replace(PLAIN, bias=True, sinks=True, window=7, rope_scaling=replace(YARN, truncate=False)),
     "gpt_oss, full": replace(PLAIN, heads=5, kv_heads=1, sinks=True),
 }
 TITLES = {
+    "granite": "Granite",
+    "qwen2": "Qwen2",
     "qwen3": "Qwen3",
     "qwen3_next": "Qwen3Next",
     "mixtral": "Mixtral",
@@ -96,6 +100,7 @@ def test_equals_transformers(model: str, shape: architecture.Attention, rows: Se
         rms_norm_eps=EPS,
         sliding_window=shape.window,
         rope_parameters=rope_parameters(shape),
+        attention_multiplier=shape.score_scale,
         attn_implementation="eager",
     )
     modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")

@@ -9,15 +9,18 @@ from braid.nn import loss
 from braid.nn.loss import cross_entropy
 
 
-@pytest.mark.parametrize("tokens", [1, 5, 7])
-def test_sum_count_and_gradient_are_the_formula(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("tokens", "scale"), [(1, 1.0), (5, 1.0), (7, 1.0), (7, 2.5)])
+def test_sum_count_and_gradient_are_the_formula(
+    tokens: int, scale: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(loss, "CHUNK", 3)
     generator = torch.Generator().manual_seed(tokens)
     logits = torch.randn(tokens, 11, dtype=torch.float64, generator=generator).requires_grad_()
     labels = torch.randint(0, 11, (tokens,), generator=generator)
     mask = torch.arange(tokens) % 3 != 1
-    total, count = cross_entropy(logits, labels.where(mask, -100), mask)
-    each = -(logits.exp() / logits.exp().sum(-1, keepdim=True)).log()[torch.arange(tokens), labels]
+    total, count = cross_entropy(logits, labels.where(mask, -100), mask, scale=scale)
+    exp = (logits / scale).exp()
+    each = -(exp / exp.sum(-1, keepdim=True)).log()[torch.arange(tokens), labels]
     assert int(count) == int(mask.sum())
     torch.testing.assert_close(total, each[mask].sum(), rtol=1e-13, atol=1e-13)
     (grad,) = torch.autograd.grad(total * 0.3, logits)

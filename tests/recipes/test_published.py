@@ -28,6 +28,9 @@ PUBLISHED = {
     "qwen3-30b-a3b": Published(30.5, 3.3, True, 0.02),
     "qwen3-next-80b-a3b": Published(80.0, 3.0, False, 0.2),
     "gpt-oss-20b": Published(20.9, 3.61, False, 0.01),
+    "granite-4-h-350m": Published(0.340, 0.340, True, 0.01),
+    "qwen2-5-7b": Published(7.61, 7.61, True, 0.01),
+    "glm-4-5-air": Published(106.0, 12.0, False, 0.07),
     "deepseek-v3": Published(671.0, 37.0, False, 0.0125),
 }
 

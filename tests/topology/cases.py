@@ -1,9 +1,11 @@
 """The models that every topology is compared on, and the data that they are trained on.
 
-    hybrid    every mixer but latent attention, MLP, experts, MTP; few key-value heads, one group, two key heads
+    hybrid    every mixer but latent attention, MLP, experts, MTP; few key-value heads, one group, two key
+              heads; scaled scores and residual branches
     latent    latent attention, experts behind a latent, group-limited routing; more experts than ranks
     tied      one weight for embedding and head, dropout, whole documents with padding, MTP, no experts; a
-              sliding window in every second attention layer, attention sinks
+              sliding window in every second attention layer, attention sinks; scaled embeddings, residual
+              branches and logits
     capacity  experts that drop tokens and are padded to capacity, noise on the router, padding
     sinkhorn  scores evened out over whole sequences, one expert for each token, one key head
     hyper     three residual streams with hyper-connections around every mixer, MLP and experts; MTP; windows,
@@ -44,7 +46,10 @@ HYBRID = Model(
     tied=False,
     init_std=0.2,
     mtp_loss=0.3,
-    attention=Attention(heads=8, kv_heads=2, head_dim=4, qk_norm=True, bias=True, gate=True),
+    residual_scale=0.7,
+    attention=Attention(
+        heads=8, kv_heads=2, head_dim=4, qk_norm=True, bias=True, o_bias=False, scale=0.3, gate=True
+    ),
     mamba2=Mamba2(heads=8, head_dim=2, state=3, groups=1, conv=3, norm_per_group=False, bias=True),
     delta_net=DeltaNet(key_heads=2, value_heads=8, key_dim=3, value_dim=2, conv=3),
     mlp=Mlp(ffn=24, bias=True),
@@ -71,7 +76,9 @@ LATENT = Model(
     vocab=VOCAB,
     tied=False,
     init_std=0.2,
-    latent_attention=LatentAttention(heads=8, q_rank=5, kv_rank=7, nope_dim=3, rope_dim=2, v_dim=3),
+    latent_attention=LatentAttention(
+        heads=8, q_rank=5, kv_rank=7, nope_dim=3, rope_dim=2, v_dim=3, norm_eps=1e-2
+    ),
     moe=Moe(
         experts=8,
         top_k=2,
@@ -97,6 +104,9 @@ TIED = Model(
     norm="layer",
     dropout=0.2,
     init_std=0.2,
+    embedding_scale=3.0,
+    residual_scale=0.6,
+    logits_scale=1.5,
     attention=Attention(
         heads=8, kv_heads=8, head_dim=2, window=5, window_pattern="LS", sinks=True, rope_fraction=1.0
     ),

@@ -1,13 +1,25 @@
-"""DeepSeek-V3 and Kimi-K2: latent attention, experts with shared ones, one depth of multi-token prediction."""
+"""DeepSeek-V3, Kimi-K2 and the language model of Kimi-K2.5: latent attention, experts with shared ones, and one
+depth of multi-token prediction."""
 
 from __future__ import annotations
 
+import re
 from types import MappingProxyType
 from typing import Any
 
 from braid.architecture import LatentAttention, Mlp, Model, Moe
-from braid.interchange.family import ModelFamily, ends, head_copy, needed, read_model, untied, write_model
-from braid.interchange.llama import EMBEDDING, MLP, STACKED_EXPERTS
+from braid.errors import ConfigError
+from braid.interchange.family import (
+    HEAD,
+    ModelFamily,
+    ends,
+    head_copy,
+    needed,
+    read_model,
+    untied,
+    write_model,
+)
+from braid.interchange.llama import MLP, STACKED_EXPERTS
 from braid.interchange.mamba import read_sigmoid_router, write_sigmoid_router
 from braid.interchange.moves import Move, PairsApart, PerHead, Same, Then, joined
 from braid.interchange.rope import read_rope, write_rope
@@ -81,32 +93,45 @@ MOE_HUB: tuple[TableRow, ...] = (
     *ROUTER,
     *rows("mlp.experts.{expert}.{}_proj.weight", "moe.experts.{expert}.{}.weight", "gate up down"),
 )
-LAYER = "model.layers.{layer}."
-DEPTHS = Depths(
-    prefix=LAYER,
-    rows=rows(
-        f"{LAYER}{{}}.weight",
-        "{}.weight",
-        "enorm:embedding_norm hnorm:hidden_norm eh_proj:projection shared_head.norm:final_norm",
-    ),
-    copies=(
-        Copy(theirs=f"{LAYER}embed_tokens.weight", of=EMBEDDING, when=always),
-        Copy(theirs=f"{LAYER}shared_head.head.weight", of="lm_head.weight", when=untied),
-    ),
-    unread=r"model\.layers\.{layer}\..*",
-)
+MOE_MEMORY = (*ROUTER, *STACKED_EXPERTS)
 
 
-def _adapter(name: str, moe: tuple[TableRow, ...]) -> Adapter:
+def depths(root: str = "model", head: str = HEAD) -> Depths:
+    layer = f"{root}.layers.{{layer}}."
+    return Depths(
+        prefix=layer,
+        rows=rows(
+            f"{layer}{{}}.weight",
+            "{}.weight",
+            "enorm:embedding_norm hnorm:hidden_norm eh_proj:projection shared_head.norm:final_norm",
+        ),
+        copies=(
+            Copy(theirs=f"{layer}embed_tokens.weight", of=f"{root}.embed_tokens.weight", when=always),
+            Copy(theirs=f"{layer}shared_head.head.weight", of=head, when=untied),
+        ),
+        unread=rf"{re.escape(root)}\.layers\.{{layer}}\..*",
+    )
+
+
+def _adapter(
+    name: str,
+    moe: tuple[TableRow, ...],
+    *,
+    root: str = "model",
+    head: str = HEAD,
+    ignored: tuple[str, ...] = (),
+) -> Adapter:
+    """`root` stands before the names of everything but the head."""
+    embedding = f"{root}.embed_tokens.weight"
     return Adapter(
         name=name,
         counting="pair",
-        prefix=LAYER,
-        ends=ends(EMBEDDING, rows("model.norm.weight", "final_norm.weight")),
+        prefix=f"{root}.layers.{{layer}}.",
+        ends=ends(embedding, rows(f"{root}.norm.weight", "final_norm.weight"), head),
         layers=MappingProxyType({Kind.LATENT_ATTENTION: ATTENTION, Kind.MLP: MLP, Kind.MOE: moe}),
-        depths=DEPTHS,
-        copies=head_copy(EMBEDDING),
-        ignored=(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",),
+        depths=depths(root, head),
+        copies=head_copy(embedding, head),
+        ignored=(rf"{re.escape(root)}\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", *ignored),
     )
 
 
@@ -126,25 +151,44 @@ def _read(settings: Settings) -> Model:
     heads, layers = settings.integer("num_attention_heads", 128), settings.integer("num_hidden_layers")
     if settings.integer("num_key_value_heads", heads) != heads:
         settings.refuse("num_key_value_heads", None, "latent attention has as many as num_attention_heads")
-    if settings.number("rms_norm_eps", LATENT_EPS) != LATENT_EPS:
-        rule = f"the norms of the latents have {LATENT_EPS}, and braid has one for all"
-        settings.refuse("rms_norm_eps", settings.number("rms_norm_eps", LATENT_EPS), rule)
     dense = min(settings.integer("first_k_dense_replace", 3), layers)
-    ffn, top_k = settings.integer("moe_intermediate_size", 2048), settings.integer("num_experts_per_tok", 8)
     return Model(
         pattern="[+-]" * dense + "[+E]" * (layers - dense),
         latent_attention=_read_attention(settings, heads),
         mlp=Mlp(ffn=settings.integer("intermediate_size", 18432)),
-        moe=Moe(
-            experts=settings.integer("n_routed_experts", 256),
-            top_k=top_k,
-            ffn=ffn,
-            shared_ffn=ffn * settings.integer("n_shared_experts", 1),
-            aux_loss=0.0,
-            **read_sigmoid_router(settings, top_k=top_k, groups=8, top_groups=4, scale=2.5),
-        ),
+        moe=read_moe(settings, experts=256, ffn=2048, groups=8, top_groups=4, scale=2.5),
         **read_model(settings),
     )
+
+
+def read_moe(
+    settings: Settings, *, experts: int, ffn: int, groups: int = 1, top_groups: int = 1, scale: float = 1.0
+) -> Moe:
+    """The experts of DeepSeek-V3 and GLM-4.5, with the family's defaults."""
+    ffn, top_k = settings.integer("moe_intermediate_size", ffn), settings.integer("num_experts_per_tok", 8)
+    return Moe(
+        experts=settings.integer("n_routed_experts", experts),
+        top_k=top_k,
+        ffn=ffn,
+        shared_ffn=ffn * settings.integer("n_shared_experts", 1),
+        aux_loss=0.0,
+        **read_sigmoid_router(settings, top_k=top_k, groups=groups, top_groups=top_groups, scale=scale),
+    )
+
+
+def write_moe(shape: Model) -> dict[str, Any]:
+    """Experts and MLPs, and which layers have them; of what a model does not have, nothing."""
+    layout = parse(shape.pattern)
+    settings: dict[str, Any] = {
+        "num_hidden_layers": len(layout.layers) // 2,
+        "first_k_dense_replace": sum(layer.kind is Kind.MLP for layer in layout.layers),
+        "num_nextn_predict_layers": len(layout.mtp),
+    }
+    if shape.mlp is not None:
+        settings["intermediate_size"] = shape.mlp.ffn
+    if (moe := shape.moe) is not None:
+        settings |= {**write_sigmoid_router(moe), "n_shared_experts": moe.shared_ffn // moe.ffn}
+    return settings
 
 
 def _read_attention(settings: Settings, heads: int) -> LatentAttention:
@@ -160,24 +204,40 @@ def _read_attention(settings: Settings, heads: int) -> LatentAttention:
         v_dim=settings.integer("v_head_dim", 128),
         rope_base=rope.base,
         rope_scaling=rope.scaling,
+        norm_eps=None if settings.number("rms_norm_eps", LATENT_EPS) == LATENT_EPS else LATENT_EPS,
+    )
+
+
+def _read_k25(settings: Settings) -> Model:
+    """The language model of Kimi-K2.5, whose settings are an object within. Everything else is about vision."""
+    settings.unused("ignore_index", "media_placeholder_token_id", "use_unified_vision_chunk", "vision_config")
+    settings.unused("video_placeholder", "image_token_id", "video_token_id")
+    settings.unused("vision_start_token_id", "vision_end_token_id")
+    settings.unused("projection_hidden_size", "projection_layer_norm_eps")
+    text = settings.within("text_config")
+    text.only("model_type", "kimi_k2", "deepseek_v3", default="kimi_k2")
+    shape = _read(text)
+    settings.repeats("tie_word_embeddings", shape.tied, "text_config.tie_word_embeddings")
+    settings.note("vision_config: vision_tower and mm_projector are left out; braid has the language model")
+    return shape
+
+
+def _write_k25(shape: Model) -> dict[str, Any]:
+    raise ConfigError(
+        "a kimi_k25 has a vision tower, which braid leaves out\n"
+        "  rule  files without it are no kimi_k25\n"
+        "  set   the model type to kimi_k2, the language model by itself"
     )
 
 
 def _write(shape: Model) -> dict[str, Any]:
     latent = needed(shape.latent_attention, "latent_attention")
-    layout = parse(shape.pattern)
-    dense = sum(layer.kind is Kind.MLP for layer in layout.layers)
-    settings = {} if shape.mlp is None else {"intermediate_size": shape.mlp.ffn}
-    if (moe := shape.moe) is not None:
-        settings |= {**write_sigmoid_router(moe), "n_shared_experts": moe.shared_ffn // moe.ffn}
     return {
         **write_model(shape),
-        **settings,
+        **write_moe(shape),
         "hidden_act": "silu",
         "num_attention_heads": latent.heads,
         "num_key_value_heads": latent.heads,
-        "num_hidden_layers": len(layout.layers) // 2,
-        "first_k_dense_replace": dense,
         "q_lora_rank": latent.q_rank,
         "kv_lora_rank": latent.kv_rank,
         "qk_nope_head_dim": latent.nope_dim,
@@ -185,19 +245,41 @@ def _write(shape: Model) -> dict[str, Any]:
         "v_head_dim": latent.v_dim,
         "rope_parameters": write_rope(latent),
         "rope_interleave": True,
-        "num_nextn_predict_layers": len(layout.mtp),
     }
 
 
-FAMILIES = tuple(
+FAMILIES = (
+    *(
+        ModelFamily(
+            model_type=model_type,
+            architecture="DeepseekV3ForCausalLM",
+            hub=_adapter(model_type, MOE_HUB),
+            memory=_adapter(model_type, MOE_MEMORY),
+            read=_read,
+            write=_write,
+            depth="+E",
+        )
+        for model_type in ("deepseek_v3", "kimi_k2")
+    ),
     ModelFamily(
-        model_type=model_type,
-        architecture="DeepseekV3ForCausalLM",
-        hub=_adapter(model_type, MOE_HUB),
-        memory=_adapter(model_type, (*ROUTER, *STACKED_EXPERTS)),
-        read=_read,
-        write=_write,
+        model_type="kimi_k25",
+        architecture="KimiK25ForConditionalGeneration",
+        also=("Kimi_K25ForConditionalGeneration",),
+        hub=_adapter(
+            "kimi_k25",
+            MOE_HUB,
+            root="language_model.model",
+            head=f"language_model.{HEAD}",
+            ignored=(r"(vision_tower|mm_projector)\..*",),
+        ),
+        memory=_adapter(
+            "kimi_k25",
+            MOE_MEMORY,
+            root="model.language_model",
+            ignored=(r"model\.(vision_tower|mm_projector)\..*",),
+        ),
+        read=_read_k25,
+        write=_write_k25,
         depth="+E",
-    )
-    for model_type in ("deepseek_v3", "kimi_k2")
+    ),
 )

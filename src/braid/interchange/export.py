@@ -177,13 +177,18 @@ def config_of(family: ModelFamily, shape: Model) -> dict[str, Any]:
 
 
 def _fields(shape: Model) -> dict[str, Any]:
-    """Every field by its dotted name; the pattern as its layers alone, however they are grouped."""
+    """Every field by its dotted name; the pattern as its layers alone, however they are grouped; fields with
+    a default of None as what they mean."""
     flat: dict[str, Any] = {}
     for name, value in dataclasses.asdict(shape).items():
         if name in (*dict(SHAPE_OF).values(), "hyper") and value is not None:
             flat |= {f"{name}.{inner}": entry for inner, entry in value.items()}
         else:
             flat[name] = value
+    if (attention := shape.attention) is not None:
+        flat |= {"attention.o_bias": attention.has_o_bias, "attention.scale": attention.score_scale}
+    if (latent := shape.latent_attention) is not None and latent.norm_eps is None:
+        flat["latent_attention.norm_eps"] = shape.norm_eps
     layout = parse(shape.pattern)
     main = "".join(layer.kind.value for layer in layout.layers)
     return flat | {"pattern": "/".join([main, *(str(depth) for depth in layout.mtp)])}

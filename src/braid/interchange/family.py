@@ -50,15 +50,18 @@ def tied(shape: Shape) -> bool:
     return bool(shape.tied)
 
 
-def ends(embedding: str, final_norm: tuple[TableRow, ...]) -> tuple[TableRow, ...]:
-    """Embedding, final norm and head, which all families call `lm_head`."""
-    head = rows("lm_head.weight", "head.weight", when=untied)
-    return (*rows(embedding, "embedding.weight"), *final_norm, *head)
+HEAD = "lm_head.weight"
+"""What all families call the head, some of them under a prefix."""
 
 
-def head_copy(embedding: str) -> tuple[Copy, ...]:
+def ends(embedding: str, final_norm: tuple[TableRow, ...], head: str = HEAD) -> tuple[TableRow, ...]:
+    """Embedding, final norm and head."""
+    return (*rows(embedding, "embedding.weight"), *final_norm, *rows(head, "head.weight", when=untied))
+
+
+def head_copy(embedding: str, head: str = HEAD) -> tuple[Copy, ...]:
     """Where head and embedding are one, a file may hold both."""
-    return (Copy(theirs="lm_head.weight", of=embedding, when=tied),)
+    return (Copy(theirs=head, of=embedding, when=tied),)
 
 
 def read_model(settings: Settings, *, eps: str = "rms_norm_eps", default_eps: float = 1e-6) -> dict[str, Any]:

@@ -11,7 +11,18 @@ from torch import Tensor
 
 from braid.architecture import SHAPE_OF, Model
 from braid.errors import ConfigError
-from braid.interchange import bamba, deepseek, deepseek_v4, gpt_oss, llama, mamba, megatron, qwen3_next
+from braid.interchange import (
+    bamba,
+    deepseek,
+    deepseek_v4,
+    glm4_moe,
+    gpt_oss,
+    granite,
+    llama,
+    mamba,
+    megatron,
+    qwen3_next,
+)
 from braid.interchange.family import ModelFamily
 from braid.interchange.files import CONFIG, SafetensorsFolder, read_json
 from braid.interchange.quantized import Dequantized, Quantization, read_quantization
@@ -28,6 +39,8 @@ FAMILIES = (
     *deepseek.FAMILIES,
     *deepseek_v4.FAMILIES,
     *gpt_oss.FAMILIES,
+    *glm4_moe.FAMILIES,
+    *granite.FAMILIES,
 )
 
 
@@ -106,7 +119,8 @@ def read_config(config: Mapping[str, Any], *, mtp_depths: int = 0, ignore: Colle
     settings = Settings(config, ignore=ignore)
     shape = family.read(settings)
     _check_architecture(settings, family, config.get("architectures"))
-    quantization = read_quantization(settings)
+    read = [read_quantization(each) for each in settings.scopes()]
+    quantization = next((found for found in read if found is not None), None)
     if (held := config.get("num_nextn_predict_layers")) and not mtp_depths:
         remedy = f"--mtp-depths {held} keeps it" if family.depth else "braid has no names for it here"
         settings.note(f"num_nextn_predict_layers = {held}: multi-token prediction is left out; {remedy}")

@@ -1,4 +1,5 @@
-"""Llama, Mistral, Qwen3, Qwen3-MoE and Mixtral: softmax attention, then an MLP or a mixture, in every layer."""
+"""Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE and Mixtral: softmax attention, then an MLP or experts, in every
+layer."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ ROTARY_TABLES = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
 ATTENTION: tuple[TableRow, ...] = (
     *rows("input_layernorm.weight", "attention.norm.weight"),
     *rows(f"{PROJECTIONS}.weight", "attention.{}.weight", "q k v o"),
-    *rows(f"{PROJECTIONS}.bias", "attention.{}.bias", "q k v o", when=lambda m: m.attention.bias),
+    *rows(f"{PROJECTIONS}.bias", "attention.{}.bias", "q k v", when=lambda m: m.attention.bias),
+    *rows("self_attn.o_proj.bias", "attention.o.bias", when=lambda m: m.attention.has_o_bias),
     *rows("self_attn.{}.weight", "attention.{}.weight", "q_norm k_norm", when=lambda m: m.attention.qk_norm),
 )
 MLP: tuple[TableRow, ...] = (
@@ -174,25 +176,29 @@ def _write_mistral(shape: Model) -> dict[str, Any]:
     }
 
 
+def _read_qwen2(settings: Settings) -> Model:
+    """Qwen2 and Qwen2.5: queries, keys and values have biases, the output projection has none."""
+    settings.neutral("use_mrope", False)
+    return _read_qwen(settings, kv_heads=32, head_dim=None, bias=True, o_bias=False)
+
+
 def _read_qwen3(settings: Settings) -> Model:
+    bias = settings.flag("attention_bias", False)
+    return _read_qwen(settings, kv_heads=32, head_dim=128, qk_norm=True, bias=bias)
+
+
+def _read_qwen(settings: Settings, **attention: Any) -> Model:
     settings.only("hidden_act", "silu", default="silu")
     layers = settings.integer("num_hidden_layers")
     return Model(
         pattern="[*-]" * layers,
-        attention=read_attention(
-            settings,
-            kv_heads=32,
-            head_dim=128,
-            qk_norm=True,
-            bias=settings.flag("attention_bias", False),
-            **_qwen3_windows(settings, layers),
-        ),
+        attention=read_attention(settings, **_qwen_windows(settings, layers), **attention),
         mlp=Mlp(ffn=settings.integer("intermediate_size")),
         **read_model(settings),
     )
 
 
-def _qwen3_windows(settings: Settings, layers: int) -> dict[str, Any]:
+def _qwen_windows(settings: Settings, layers: int) -> dict[str, Any]:
     """Which layers have a window: those in `layer_types`, or all from `max_window_layers` on."""
     window = settings.maybe_integer("sliding_window", 4096)
     first, used = settings.integer("max_window_layers", 28), settings.flag("use_sliding_window", False)
@@ -203,18 +209,19 @@ def _qwen3_windows(settings: Settings, layers: int) -> dict[str, Any]:
 
 
 def _write_qwen3(shape: Model) -> dict[str, Any]:
-    attention = needed(shape.attention, "attention")
-    mlp = needed(shape.mlp, "mlp")
-    layers, window = len(parse(shape.pattern).layers) // 2, attention.window
+    return {**_write_qwen2(shape), "attention_bias": needed(shape.attention, "attention").bias}
+
+
+def _write_qwen2(shape: Model) -> dict[str, Any]:
+    attention, layers = needed(shape.attention, "attention"), len(parse(shape.pattern).layers) // 2
     return {
         **write_model(shape),
         **write_attention(shape),
         "hidden_act": "silu",
         "num_hidden_layers": layers,
-        "intermediate_size": mlp.ffn,
-        "attention_bias": attention.bias,
-        "use_sliding_window": window is not None,
-        "sliding_window": window,
+        "intermediate_size": needed(shape.mlp, "mlp").ffn,
+        "use_sliding_window": attention.window is not None,
+        "sliding_window": attention.window,
         "layer_types": write_layer_types(attention, layers),
     }
 
@@ -346,6 +353,7 @@ def _write_mixtral(shape: Model) -> dict[str, Any]:
 
 _LLAMA = adapter("llama", ATTENTION=ATTENTION, MLP=MLP)
 _MISTRAL = adapter("mistral", ATTENTION=ATTENTION, MLP=MLP)
+_QWEN2 = adapter("qwen2", ATTENTION=ATTENTION, MLP=MLP)
 _QWEN3 = adapter("qwen3", ATTENTION=ATTENTION, MLP=MLP)
 
 FAMILIES = (
@@ -364,6 +372,14 @@ FAMILIES = (
         memory=_MISTRAL,
         read=_read_mistral,
         write=_write_mistral,
+    ),
+    ModelFamily(
+        model_type="qwen2",
+        architecture="Qwen2ForCausalLM",
+        hub=_QWEN2,
+        memory=_QWEN2,
+        read=_read_qwen2,
+        write=_write_qwen2,
     ),
     ModelFamily(
         model_type="qwen3",

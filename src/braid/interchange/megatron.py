@@ -145,7 +145,7 @@ ATTENTION: tuple[TableRow, ...] = (
     *_qkv_rows("weight", always),
     *_qkv_rows("bias", lambda m: m.attention.bias),
     *rows("self_attention.linear_proj.weight", "attention.o.weight"),
-    *rows("self_attention.linear_proj.bias", "attention.o.bias", when=lambda m: m.attention.bias),
+    *rows("self_attention.linear_proj.bias", "attention.o.bias", when=lambda m: m.attention.has_o_bias),
     *rows(
         "self_attention.{}.weight",
         "attention.{}.weight",

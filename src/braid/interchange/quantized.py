@@ -6,7 +6,8 @@
              values to a byte, the low half first, `NAME_scales` the exponents plus 127 (gpt-oss). Rows are
              output channels; `NAME`, as transformers stores it unquantised, is [experts, inputs, outputs]
 
-Other methods are refused: dequantise such a checkpoint with the library that wrote it, and import the result.
+Other methods are refused, MLX's among them: dequantise such a checkpoint with the library that wrote it, and
+import the result.
 """
 
 from __future__ import annotations
@@ -103,6 +104,9 @@ def read_quantization(settings: Settings) -> Quantization | None:
     """What config.json says about quantisation; None where weights are stored as they are."""
     given = settings.table("quantization_config")
     method, block = given.get("quant_method"), given.get("weight_block_size")
+    if packed := settings.table("quantization"):
+        rule = "braid reads no weights that MLX has packed; import the model's own repository instead"
+        settings.refuse("quantization", packed, rule)
     if not given:
         return None
     if method == "mxfp4":

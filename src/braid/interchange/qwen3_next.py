@@ -68,7 +68,8 @@ ATTENTION: tuple[TableRow, ...] = (
         when=lambda m: m.attention.bias,
     ),
     *rows("self_attn.{}_proj.weight", "attention.{}.weight", "k v o"),
-    *rows("self_attn.{}_proj.bias", "attention.{}.bias", "k v o", when=lambda m: m.attention.bias),
+    *rows("self_attn.{}_proj.bias", "attention.{}.bias", "k v", when=lambda m: m.attention.bias),
+    *rows("self_attn.o_proj.bias", "attention.o.bias", when=lambda m: m.attention.has_o_bias),
     *rows("self_attn.{}.weight", "attention.{}.weight", "q_norm k_norm", move=_from_one),
 )
 DELTA_NET: tuple[TableRow, ...] = (

@@ -7,12 +7,13 @@ to refuse the file, and all reasons are reported at once. Three groups of settin
     neutral      keys that switch a feature off (`use_sliding_window: false`): accepted with that value only
     repeats      keys that say again what a sibling says: accepted where both agree
 
-`ignore` drops keys by name: the user's escape, which an import records.
+`ignore` drops keys by name: the user's escape, which an import records. Keys of an object within, such as
+`text_config`, are checked and named like the others: `text_config.NAME`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -116,12 +117,14 @@ class Settings:
     """The settings of one file, and the reasons to refuse it."""
 
     def __init__(self, values: Mapping[str, Any], *, ignore: Collection[str] = ()) -> None:
-        unknown = sorted(set(ignore) - values.keys())
+        unknown = sorted(name for name in ignore if not _held(values, name))
         if unknown:
             raise ConfigError(f"--ignore {' '.join(unknown)}: config.json has no such setting")
+        self._ignore = ignore
         self._values = {name: value for name, value in values.items() if name not in ignore}
         self._taken = set(HARMLESS)
         self._reasons: list[str] = []
+        self._within: dict[str, Settings] = {}
         self.notes: list[str] = []
         """What a user should know about a file that is accepted."""
         for name, allowed in NEUTRAL.items():
@@ -202,6 +205,18 @@ class Settings:
         """Settings that say nothing about this model."""
         self._taken.update(names)
 
+    def within(self, name: str) -> Settings:
+        """The settings of an object, which are checked together with these."""
+        inner = [each.removeprefix(f"{name}.") for each in self._ignore if each.startswith(f"{name}.")]
+        self._within[name] = Settings(self.table(name), ignore=inner)
+        return self._within[name]
+
+    def scopes(self) -> Iterator[Settings]:
+        """These settings, and those of the objects within that have been asked for."""
+        yield self
+        for inner in self._within.values():
+            yield from inner.scopes()
+
     def refuse(self, name: str, value: Any, rule: str) -> None:
         self._reasons.append(f"{name} = {_quoted(value)}: {rule}")
 
@@ -210,15 +225,28 @@ class Settings:
 
     def close(self, family: str) -> None:
         """Raise if there is a reason to refuse the file, or a setting that nothing has taken."""
-        left = sorted(self._values.keys() - self._taken)
-        unknown = [f"{name} = {_quoted(self._values[name])}: braid does not know this setting" for name in left]
-        reasons = self._reasons + unknown
+        left = self._left()
+        unknown = [
+            f"{name} = {_quoted(value)}: braid does not know this setting" for name, value in left.items()
+        ]
+        reasons = self._refusals() + unknown
         if reasons:
             count = "1 reason" if len(reasons) == 1 else f"{len(reasons)} reasons"
             lines = [f"this {family} config.json cannot be expressed: {count}", *reasons]
             if unknown:
                 lines.append(f"set   --ignore {' '.join(left)} if they change nothing in this model")
             raise ConfigError("\n  ".join(lines))
+
+    def _refusals(self) -> list[str]:
+        inner = [f"{at}.{reason}" for at, each in self._within.items() for reason in each._refusals()]
+        return self._reasons + inner
+
+    def _left(self) -> dict[str, Any]:
+        """What nothing has taken."""
+        left = {name: self._values[name] for name in sorted(self._values.keys() - self._taken)}
+        for at, each in self._within.items():
+            left |= {f"{at}.{name}": value for name, value in each._left().items()}
+        return left
 
     def _take(self, name: str, default: Any, *kinds: type) -> Any:
         self._taken.add(name)
@@ -231,6 +259,12 @@ class Settings:
         else:
             return value
         return None
+
+
+def _held(values: Mapping[str, Any], name: str) -> bool:
+    """Whether there is a setting of this name, or of an object within: OBJECT.NAME."""
+    outer, _, inner = name.partition(".")
+    return name in values or (isinstance(values.get(outer), dict) and inner in values[outer])
 
 
 def _among(value: Any, allowed: Collection[Any]) -> bool:

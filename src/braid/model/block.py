@@ -1,6 +1,6 @@
 """A block: pre-norm residual layers, run in phases that a schedule can overlap.
 
-    x ← x + layer(norm(x))                  for every layer of the block
+    x ← x + residual_scale · layer(norm(x))     for every layer of the block
 
     mix ──► dispatch ──► experts ──► combine ──► post
 
@@ -103,7 +103,7 @@ class Block(Recomputing):
         self.hyper = shape.hyper is not None
         self.saves_stream = True
         """Whether to save the output streams if hyper-connections are recomputed."""
-        self.dropout = shape.dropout
+        self.dropout, self.residual_scale = shape.dropout, shape.residual_scale
         self.layers = nn.ModuleDict()
         on: dict[str, Any] = {"device": device, "dtype": dtype}
         for layer in block.layers:
@@ -213,14 +213,14 @@ class Block(Recomputing):
         return branch_BtC, Flow(streams_NSC.view_as(stream), post_NS=post_NS, res_NSS=res_NSS)
 
     def _add_to_stream(self, flow: Flow, y_BtC: Tensor, layer: Layer, context: Context) -> Tensor:
-        """Add a layer's output to the residual stream, after dropout."""
+        """Add a layer's output to the residual stream, after dropout and scaling."""
         if self.dropout and context.batch.training:
             # A region of its own: the mask can be recomputed without the layer.
             scale = partial(self._dropout_scale, layer, context, y_BtC.shape[-1])
             y_BtC = y_BtC * self.recomputed("block", scale)
         connection = self._pre_norm(layer).connection
         if connection is None:
-            return flow.stream + y_BtC
+            return torch.add(flow.stream, y_BtC, alpha=self.residual_scale)
         assert flow.post_NS is not None
         assert flow.res_NSS is not None
         post = partial(self.recomputed, "hyper", partial(_hyper_post, connection))
@@ -281,7 +281,8 @@ class Block(Recomputing):
         elif workload.recomputes("hyper") and self.hyper:
             costs += Cost(kept=stream if input_saved else 0)
             recomputed = workload.span * (full.kept - costs.kept)
-        return replace(costs, passing=costs.passing + recomputed + 2 * stream)
+        scaled = one_stream if self.residual_scale != 1 else 0  # the gradient of a layer's output
+        return replace(costs, passing=costs.passing + recomputed + 2 * stream + scaled)
 
     def _layer_cost(self, layer: Layer, workload: Workload) -> Cost:
         pre_norm, tokens = self._pre_norm(layer), workload.local_tokens(self.groups.tp_cp)

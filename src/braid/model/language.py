@@ -155,7 +155,8 @@ class LanguageModel(Recomputing):
             # The last stage needs a copy of the embedding for a tied head or for MTP. If this rank holds both
             # ends (a single stage, or the V shape of DualPipeV) they share one weight.
             copies = groups.ends if (shape.tied or layout.mtp) and not (first and last) else ALONE
-            self.embedding = Embedding(shape.vocab, shape.hidden, groups=groups, copies=copies, **on)
+            held: dict[str, Any] = {"scale": shape.embedding_scale, "groups": groups, "copies": copies, **on}
+            self.embedding = Embedding(shape.vocab, shape.hidden, **held)
         self.stack = Stack(layout, self.segments, shape, kernels, dispatcher, groups=groups, **on)
         if last:
             self.exit = build_exit(shape, kernels, {"groups": groups, **on})
@@ -278,8 +279,9 @@ class LanguageModel(Recomputing):
     def head_loss(self, hidden_BtC: Tensor, labels_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
         """Loss sum and token count of the head's predictions; identical on all tp ranks."""
         labels_Bs, mask_Bs = (own_slice(each, self.groups.cp, dim=1) for each in (labels_BT, mask_BT))
-        logits_BsV, vocabulary = self.head_logits(hidden_BtC), Vocabulary(self.shape.vocab, self.groups.tp)
-        return cross_entropy(logits_BsV.flatten(0, 1), labels_Bs.flatten(), mask_Bs.flatten(), vocabulary)
+        logits_BsV, vocabulary = self._unscaled_logits(hidden_BtC), Vocabulary(self.shape.vocab, self.groups.tp)
+        scale, flat = self.shape.logits_scale, (labels_Bs.flatten(), mask_Bs.flatten())
+        return cross_entropy(logits_BsV.flatten(0, 1), *flat, vocabulary, scale)
 
     def hidden(self, context: Context) -> Tensor:
         """The final hidden state of this rank's tokens, for a model that is not pipelined."""
@@ -288,6 +290,11 @@ class LanguageModel(Recomputing):
     def head_logits(self, hidden_BtC: Tensor) -> Tensor:
         """The vocab-parallel head: logits of this rank's part of the vocabulary, for the tokens of all tp
         ranks."""
+        logits_BsV, scale = self._unscaled_logits(hidden_BtC), self.shape.logits_scale
+        return logits_BsV if scale == 1 else logits_BsV / scale
+
+    def _unscaled_logits(self, hidden_BtC: Tensor) -> Tensor:
+        """The head's product; the loss divides it by `logits_scale` chunk by chunk."""
         hidden_BsC = all_gather(hidden_BtC, self.groups.tp, dim=1)
         if self.head is not None:
             logits_BsV: Tensor = self.head(hidden_BsC)
@@ -417,7 +424,8 @@ class LanguageModel(Recomputing):
         tp, cp, hidden = self.groups.tp, self.groups.cp, self.shape.hidden * workload.narrow
         calls = all_gather_calls(tp, workload.local_tokens(tp, cp) * hidden, "tokens to the head")
         seen = Cost(kept=workload.local_tokens(cp) * hidden, calls=calls)
-        return seen + cross_entropy_cost(workload, workload.local_tokens(cp), Vocabulary(self.shape.vocab, tp))
+        vocabulary, scale = Vocabulary(self.shape.vocab, tp), self.shape.logits_scale
+        return seen + cross_entropy_cost(workload, workload.local_tokens(cp), vocabulary, scale)
 
     def _positions_cost(self, workload: Workload) -> Cost:
         channels, kinds = 0, self.layout.kinds()

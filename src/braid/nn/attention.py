@@ -1,13 +1,13 @@
 """Grouped-query attention (GQA, Ainslie et al., arXiv 2305.13245), the layer `*`.
 
     q, k, v, g = x · W_qkvg          optional: RMSNorm of q and k per head (QK-norm), RoPE
-    y = softmax(q · kᵀ / √D) · v     causal, within a document, optionally within a sliding window and with
+    y = softmax(q · kᵀ · scale) · v  causal, within a document, optionally within a sliding window and with
                                      attention sinks: learned logits in the denominators, one per query head
     out = (y · sigmoid(g)) · W_o     gate g optional
 
-One fused projection computes query, key, value and output gate. Its outputs are ordered by key-value head: the
-query heads of its group, its key, its value, then the gates of those query heads, so that a tp shard of the
-heads is one contiguous slice.
+The scale is 1 / √D by default. One fused projection computes query, key, value and output gate. Its outputs are
+ordered by key-value head: the query heads of its group, its key, its value, then the gates of those query
+heads, so that a tp shard of the heads is one contiguous slice.
 
 Parallelism: tp ranks split the heads with sequence parallelism between layers, cp ranks split the heads of
 their tp rank (Ulysses); see `head_partition`. A group is a key-value head with its query heads.
@@ -80,7 +80,8 @@ class Attention(Recomputing):
         self.parts = (*self.qkv_parts, Part("gate", dim)) if shape.gate else self.qkv_parts
         outputs = (self.partition.groups, sum(self.partition.sizes(self.parts)))
         self.qkv = Linear(hidden, outputs, bias=shape.bias, device=device, dtype=dtype)
-        self.o = RowLinear(self.partition.heads * dim, hidden, tp, bias=shape.bias, device=device, dtype=dtype)
+        heads_dim, o_bias = self.partition.heads * dim, shape.has_o_bias
+        self.o = RowLinear(heads_dim, hidden, tp, bias=o_bias, device=device, dtype=dtype)
         normed = partial(RmsNorm, dim, eps, normalize=normalize, copies=tp, device=device, dtype=dtype)
         self.q_norm = normed() if shape.qk_norm else None
         self.k_norm = normed() if shape.qk_norm else None
@@ -118,12 +119,14 @@ class Attention(Recomputing):
         self, q_BTqD: Tensor, k_BTkD: Tensor, v_BTkD: Tensor, spans: Spans, cache: AttentionCache | None
     ) -> Tensor:
         sinks_q = None if self.sinks is None else own_slice(self.sinks, self.groups.cp, 0)
+        attend = partial(self.attend, scale=self.shape.score_scale, sinks_Q=sinks_q)
         if cache is None:
-            return self.attend(q_BTqD, k_BTkD, v_BTkD, spans, sinks_Q=sinks_q)
+            return attend(q_BTqD, k_BTkD, v_BTkD, spans)
         k_BZkD, v_BZkD = cache.keys.append(k_BTkD), cache.values.append(v_BTkD)
         if k_BZkD.shape[1] == k_BTkD.shape[1]:
-            return self.attend(q_BTqD, k_BTkD, v_BTkD, spans, sinks_Q=sinks_q)
-        return attend_cached(q_BTqD, k_BZkD, v_BZkD, window=self.shape.window, sinks_Q=sinks_q)
+            return attend(q_BTqD, k_BTkD, v_BTkD, spans)
+        window, scale = self.shape.window, self.shape.score_scale
+        return attend_cached(q_BTqD, k_BZkD, v_BZkD, window=window, scale=scale, sinks_Q=sinks_q)
 
     def new_cache(self, batch: int, device: torch.device, dtype: torch.dtype) -> AttentionCache:
         """An empty cache for `batch` rows."""

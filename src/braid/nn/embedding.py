@@ -120,21 +120,28 @@ class _VocabParallel(nn.Module):
 
 
 class Embedding(_VocabParallel):
-    """Token embedding. Ids must be valid; `check_ids` checks them once per micro-batch. A tied head uses
-    `logits`."""
+    """Token embedding, times a factor. Ids must be valid; `check_ids` checks them once per micro-batch. A tied
+    head uses `logits`, without the factor."""
+
+    def __init__(self, vocab: int, hidden: int, *, scale: float = 1.0, **on: Any) -> None:
+        super().__init__(vocab, hidden, **on)
+        self.scale = scale
 
     def forward(self, ids_BT: Tensor) -> Tensor:
         """Embeddings of this rank's tokens, from the ids of all tokens; reduce-scattered over tp."""
         ids_BT = own_slice(ids_BT, self.groups.cp, dim=1)
-        return reduce_scatter(_Lookup.apply(self.weight, self.vocabulary.local(ids_BT)), self.groups.tp, dim=1)
+        x_BTC = _Lookup.apply(self.weight, self.vocabulary.local(ids_BT))
+        x_BtC = reduce_scatter(x_BTC, self.groups.tp, dim=1)
+        return x_BtC if self.scale == 1 else x_BtC * self.scale
 
     def cost(self, workload: Workload) -> Cost:
-        """Saves the row indices; backward sums in a wide dtype."""
+        """Saves the row indices; backward sums in a wide dtype, and scales a copy of the gradient."""
         tp, own = self.groups.tp, workload.local_tokens(self.groups.cp)
         rows, hidden = self.weight.shape
+        scaled = 0 if self.scale == 1 else workload.local_tokens(self.groups.tp_cp) * hidden * workload.narrow
         return Cost(
             kept=(own if tp.size > 1 else workload.local_tokens()) * INDEX_BYTES,
-            passing=(rows + own) * hidden * workload.wide,
+            passing=(rows + own) * hidden * workload.wide + scaled,
             calls=reduce_scatter_calls(tp, own * hidden * workload.narrow, "embeddings"),
         )
 

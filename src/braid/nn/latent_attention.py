@@ -82,6 +82,7 @@ class LatentAttention(Recomputing):
         self.down = Linear(
             hidden, q_rank + shape.kv_rank + shape.rope_dim, copies=tp, device=device, dtype=dtype
         )
+        eps = eps if shape.norm_eps is None else shape.norm_eps
         normed = partial(RmsNorm, eps=eps, normalize=normalize, copies=tp, device=device, dtype=dtype)
         self.q_norm = normed(q_rank) if q_rank else None
         self.kv_norm = normed(shape.kv_rank)

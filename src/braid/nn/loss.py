@@ -1,9 +1,9 @@
 """Vocab-parallel cross-entropy, returned as (sum, token count); the step knows the denominator.
 
-    loss = Σ_tokens logsumexp(logits) - logits[label]
+    loss = Σ_tokens logsumexp(logits / scale) - logits[label] / scale
 
 With tensor parallelism each rank has the logits of its part of the vocabulary for the same tokens; all ranks
-get the same sum. Logits are upcast in chunks of tokens, so that no float32 copy of all of them exists.
+get the same sum. Logits are upcast and scaled in chunks of tokens, so that no other copy of all of them exists.
 
 Shapes: N tokens, n tokens of one chunk, V ids of this rank, R >= V rows with padding.
 """
@@ -25,19 +25,23 @@ CHUNK = 2048
 
 
 def cross_entropy(
-    logits_NR: Tensor, labels_N: Tensor, mask_N: Tensor, vocabulary: Vocabulary | None = None
+    logits_NR: Tensor,
+    labels_N: Tensor,
+    mask_N: Tensor,
+    vocabulary: Vocabulary | None = None,
+    scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """The sum of the losses of the tokens where the mask is True, and their number.
+    """The sum of the losses of the tokens where the mask is True, and their number. `scale` divides the logits.
 
     Computed in at least float32. Masked tokens contribute exactly zero to sum and gradient, whatever their
     logits and labels are, inf and nan included.
     """
     vocabulary = Vocabulary(logits_NR.shape[1]) if vocabulary is None else vocabulary
     row_N = vocabulary.local(labels_N.where(mask_N, 0))
-    return _CrossEntropy.apply(logits_NR, row_N, mask_N, vocabulary), mask_N.sum()
+    return _CrossEntropy.apply(logits_NR, row_N, mask_N, vocabulary, scale), mask_N.sum()
 
 
-def cross_entropy_cost(workload: Workload, tokens: int, vocabulary: Vocabulary) -> Cost:
+def cross_entropy_cost(workload: Workload, tokens: int, vocabulary: Vocabulary, scale: float = 1.0) -> Cost:
     """Saves the logits, and label, mask and logsumexp of each token; the gradient of the logits is
     transient."""
     logits, chunk = (
@@ -49,7 +53,8 @@ def cross_entropy_cost(workload: Workload, tokens: int, vocabulary: Vocabulary) 
         calls += no_grad_call("all_reduce", vocabulary.group, 2 * size * workload.wide, "sums of logits", times)
     kept = logits + tokens * (INDEX_BYTES + 1 + workload.wide)
     upcast = chunk if workload.mixed else 0
-    summing = chunk * (2 if vocabulary.group.size > 1 else 1)
+    # Forward scales a copy of a chunk, which is the upcast one if there is one; backward scales in place.
+    summing = chunk * (2 if vocabulary.group.size > 1 else 1) + (chunk - upcast if scale != 1 else 0)
     passing = upcast + max(logits, summing)
     return Cost(kept=kept, passing=passing, calls=calls)
 
@@ -58,21 +63,25 @@ class _CrossEntropy(torch.autograd.Function):
     """Saves the logsumexp of each token; backward recomputes the probabilities."""
 
     @staticmethod
-    def forward(ctx: Any, logits_NR: Tensor, row_N: Tensor, mask_N: Tensor, vocabulary: Vocabulary) -> Tensor:
+    def forward(
+        ctx: Any, logits_NR: Tensor, row_N: Tensor, mask_N: Tensor, vocabulary: Vocabulary, scale: float
+    ) -> Tensor:
         wide = torch.promote_types(logits_NR.dtype, torch.float32)
         total = torch.zeros((), dtype=wide, device=logits_NR.device)
         logsumexps = []
         for logits_nR, row_n, mask_n in _chunks(logits_NR, row_N, mask_N):
             wide_nV = logits_nR[:, : vocabulary.held].to(wide)
+            if scale != 1:
+                wide_nV = wide_nV / scale if wide == logits_nR.dtype else wide_nV.div_(scale)
             logsumexp_n, label_n = _logsumexp_and_label(wide_nV, row_n, vocabulary)
             logsumexps.append(logsumexp_n)
             total += (logsumexp_n - label_n).where(mask_n, 0).sum()
-        ctx.held = vocabulary.held
+        ctx.held, ctx.scale = vocabulary.held, scale
         ctx.save_for_backward(logits_NR, row_N, mask_N, *logsumexps)
         return total
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         logits_NR, row_N, mask_N, *logsumexps = ctx.saved_tensors
         grad_NR = torch.empty_like(logits_NR)
         chunks = _chunks(logits_NR, row_N, mask_N, grad_NR)
@@ -80,14 +89,16 @@ class _CrossEntropy(torch.autograd.Function):
             # The logits are not overwritten: they may have other users, or backward may run again.
             in_place = grad_nR.dtype == logsumexp_n.dtype
             wide_nR = grad_nR.copy_(logits_nR) if in_place else logits_nR.to(logsumexp_n.dtype)
+            if ctx.scale != 1:
+                wide_nR.div_(ctx.scale)
             wide_nR[:, : ctx.held].sub_(logsumexp_n[:, None]).exp_()
             here_n1 = (row_n < ctx.held)[:, None].to(wide_nR.dtype)
             wide_nR.scatter_add_(-1, row_n.clamp(max=wide_nR.shape[1] - 1)[:, None], -here_n1)
-            wide_nR.mul_(grads[0]).masked_fill_(~mask_n[:, None], 0.0)
+            wide_nR.mul_(grads[0] / ctx.scale).masked_fill_(~mask_n[:, None], 0.0)
             if not in_place:
                 grad_nR.copy_(wide_nR)
             grad_nR[:, ctx.held :] = 0.0
-        return grad_NR, None, None, None
+        return grad_NR, None, None, None, None
 
 
 def _chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:

@@ -143,6 +143,63 @@ def gpt_oss_20b() -> Run:
     return _pretraining(model, sequence_tokens=4096, peak_lr=4e-4)
 
 
+def granite_4_h_350m() -> Run:
+    """Granite 4.0 H 350M: Mamba-2 and MLP, four NoPE attention layers, scaled residuals."""
+    mixers = "M" * 10 + "*MM*MMM*" + "M" * 9 + "*MMMM"
+    model = Model(
+        pattern="".join(f"[{mixer}-]" for mixer in mixers),
+        hidden=768,
+        vocab=100_352,
+        embedding_scale=12.0,
+        residual_scale=0.246,
+        logits_scale=3.0,
+        attention=Attention(heads=12, kv_heads=4, head_dim=64, positions="none", scale=1 / 64),
+        mamba2=Mamba2(heads=48, head_dim=32, state=128, norm_per_group=False),
+        mlp=Mlp(ffn=2048),
+    )
+    return _pretraining(model, sequence_tokens=4096, peak_lr=1e-3)
+
+
+def qwen2_5_7b() -> Run:
+    """Qwen2.5 7B: GQA with biases on queries, keys and values."""
+    model = Model(
+        pattern="[*-]" * 28,
+        hidden=3584,
+        vocab=152_064,
+        tied=False,
+        norm_eps=1e-6,
+        attention=Attention(heads=28, kv_heads=4, head_dim=128, rope_base=1e6, bias=True, o_bias=False),
+        mlp=Mlp(ffn=18_944),
+    )
+    return _pretraining(model, sequence_tokens=4096, peak_lr=3e-4)
+
+
+def glm_4_5_air() -> Run:
+    """GLM-4.5-Air 106B-A12B: GQA with partial RoPE, 128 experts, one MTP depth."""
+    model = Model(
+        pattern="[*-]" + "[*E]" * 45 + "/*E",
+        hidden=4096,
+        vocab=151_552,
+        tied=False,
+        mtp_loss=0.3,
+        attention=Attention(
+            heads=96, kv_heads=8, head_dim=128, rope_base=1e6, rope_fraction=0.5, bias=True, o_bias=False
+        ),
+        mlp=Mlp(ffn=10_944),
+        moe=Moe(
+            experts=128,
+            top_k=8,
+            ffn=1408,
+            shared_ffn=1408,
+            score="sigmoid",
+            selection_bias=True,
+            aux_loss=0.0,
+            sequence_aux_loss=1e-4,
+        ),
+    )
+    return _pretraining(model, sequence_tokens=4096, peak_lr=2.5e-4)
+
+
 def deepseek_v3() -> Run:
     """DeepSeek-V3 671B-A37B: MLA, 256 experts, one MTP depth."""
     model = Model(

@@ -65,8 +65,8 @@ def test_norms(workload: Workload, kind: Any) -> None:
     "more",
     [
         {},
-        {"qk_norm": True, "gate": True, "bias": True},
-        {"positions": "none"},
+        {"qk_norm": True, "gate": True, "bias": True, "o_bias": False},
+        {"positions": "none", "scale": 0.1},
         {"rope_fraction": 0.5},
         {"sinks": True},
     ],
@@ -187,7 +187,8 @@ def test_experts(moe: Moe, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("text", ["[M-][*E][G-][ME]/*-", "[+-][+E]/+E/+E"])
 def test_whole_models(text: str, tied: bool, dtype: torch.dtype) -> None:
-    check_model(model_of(text, MOES[0], dtype, tied=tied, dropout=0.1 if tied else 0.0))
+    scales = {"embedding_scale": 3.0, "residual_scale": 0.5, "logits_scale": 2.0} if tied else {}
+    check_model(model_of(text, MOES[0], dtype, tied=tied, dropout=0.1 if tied else 0.0, **scales))
 
 
 def test_more_tokens_than_the_loss_takes_at_a_time() -> None:

@@ -40,10 +40,11 @@ def run_of(text: str, dtype: Any, **more: Any) -> Run:
     return Run(model=replace(model, **more), data=data, train=train)
 
 
+SCALES = {"embedding_scale": 3.0, "residual_scale": 0.5, "logits_scale": 2.0}
 CASES = [
     ("[*-]" * 2, "bf16", {}),
     ("[*-]" * 2, "fp32", {"vocab": 1000, "tied": True}),
-    ("[*E]" * 2, "bf16", {}),
+    ("[*E]" * 2, "bf16", SCALES),
     ("[+E]+", "fp32", {}),
     ("[M-][G-]", "bf16", {}),
     ("M", "fp32", {}),
