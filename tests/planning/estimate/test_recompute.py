@@ -125,7 +125,9 @@ def check(module: Any, workload: Workload, *given: Any, shared: Sequence[Tensor]
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2])
-@pytest.mark.parametrize("more", [{}, {"qk_norm": True, "gate": True, "bias": True}, {"positions": "none"}])
+@pytest.mark.parametrize(
+    "more", [{}, {"qk_norm": True, "gate": True, "bias": True, "sinks": True}, {"positions": "none"}]
+)
 def test_attention(workload: Workload, kv_heads: int, more: dict[str, Any]) -> None:
     shape = Attention(heads=4, kv_heads=kv_heads, head_dim=8, **more)
     places_BT = torch.arange(workload.tokens).expand(workload.rows, -1)
