@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Self
 
@@ -25,10 +25,12 @@ from tests.ranks import warm_server, without_main
 class Command:
     """A command that runs, as `subprocess.Popen` shows one."""
 
-    def __init__(self, words: Sequence[str]) -> None:
+    def __init__(self, words: Sequence[str], environment: Mapping[str, str]) -> None:
         receive, send = warm_server().Pipe(duplex=False)
         self._errors = tempfile.NamedTemporaryFile()  # noqa: SIM115 (closed with the command)
-        self._process = warm_server().Process(target=_run, args=([*words], send, self._errors.name))
+        self._process = warm_server().Process(
+            target=_run, args=([*words], environment, send, self._errors.name)
+        )
         with without_main():
             self._process.start()
         send.close()
@@ -60,11 +62,13 @@ class Command:
         self._errors.close()
 
 
-def start(words: Sequence[str]) -> Command:
-    return Command(words)
+def start(words: Sequence[str], **environment: str) -> Command:
+    """With variables of the environment besides those of this process."""
+    return Command(words, environment)
 
 
-def _run(words: list[str], out: Connection, errors: str) -> None:
+def _run(words: list[str], environment: Mapping[str, str], out: Connection, errors: str) -> None:
+    os.environ.update(environment)
     os.dup2(out.fileno(), 1)
     out.close()
     with open(errors, "w") as file:

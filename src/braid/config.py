@@ -240,24 +240,33 @@ def _hints(kind: type) -> Mapping[str, Any]:
 
 
 def _type_problems(kind: Any, value: Any, at: str) -> Iterator[Problem]:
-    if dataclasses.is_dataclass(kind) and isinstance(value, typing.cast(type, kind)):
-        for name, hint in _hints(typing.cast(type, kind)).items():
+    arms, part = _arms(kind)
+    if part is not None and isinstance(value, part):
+        for name, hint in _hints(part).items():
             yield from _type_problems(hint, getattr(value, name), f"{at}.{name}" if at else name)
-        return
-    arms = typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
-    inner = next((arm for arm in arms if dataclasses.is_dataclass(arm)), None)
-    if inner is not None and isinstance(value, typing.cast(type, inner)):
-        yield from _type_problems(inner, value, at)
     elif not any(_fits(arm, value) for arm in arms):
         expected = " or ".join(_type_name(arm) for arm in arms)
         yield Problem(field=at, value=value, rule=f"must be {expected}", remedy=expected)
 
 
+@functools.cache
+def _arms(kind: Any) -> tuple[tuple[Any, ...], type | None]:
+    """The alternatives of a field type, and the one among them that is a dataclass."""
+    arms = typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
+    part = next((arm for arm in arms if dataclasses.is_dataclass(arm)), None)
+    return arms, typing.cast(type | None, part)
+
+
+@functools.cache
+def _origin(kind: Any) -> tuple[Any, tuple[Any, ...]]:
+    return typing.get_origin(kind), typing.get_args(kind)
+
+
 def _fits(kind: Any, value: Any) -> bool:
-    if typing.get_origin(kind) is Literal:
-        return isinstance(value, str) and value in typing.get_args(kind)
-    if typing.get_origin(kind) is tuple:
-        arms = typing.get_args(kind)
+    origin, arms = _origin(kind)
+    if origin is Literal:
+        return isinstance(value, str) and value in arms
+    if origin is tuple:
         if not isinstance(value, tuple):
             return False
         kinds = [arms[0]] * len(value) if arms[-1] is Ellipsis else arms

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
+from math import sqrt
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -68,6 +69,11 @@ BODIES = MappingProxyType(
     }
 )
 """Patterns by what they are there for. Bars count where there is a pipeline."""
+
+WEIGHTS = MappingProxyType(
+    {"experts": 2, "mixers": 6, "latent attention": 2.5, "nothing in some": 2, "single layers": 4}
+)
+"""What they cost beside one another."""
 
 CHOICES = MappingProxyType(
     {
@@ -149,13 +155,16 @@ def legal(point: Point) -> bool:
 
 
 def cost_of(point: Point) -> float:
-    return RANKS[point.ranks].get("world", 1) * (1 + point.micro_batches) * point.steps
+    """Blocks that are run. The root of it: where cost decides too much, a cover needs more points."""
+    runs = RANKS[point.ranks].get("world", 1) * (1 + point.micro_batches) * point.steps
+    return sqrt(runs * (1 + WEIGHTS[point.body] + 1.3 * point.mtp) * (1.5 if point.streams else 1.0))
 
 
 LEFT_TO_OTHERS = MappingProxyType(
     {
         "ranks": {"pp2 ep2"},
         "body": {"single layers"},
+        "mtp": {1},
         "streams": {1},
         "recompute": {("norm",), ("block",)},
         "micro_batches": {4},

@@ -128,7 +128,11 @@ def folded_and_not(rank: int, world: int, case: Dual, plain: Case) -> tuple[Trai
 
 
 @pytest.mark.parametrize(
-    ("tied", "mtp", "apart"), [(False, "", set()), (True, "/*E", {"embedding.weight"})], ids=["apart", "tied"]
+    ("tied", "mtp", "apart"),
+    [
+        pytest.param(False, "", set(), marks=pytest.mark.long, id="apart"),
+        pytest.param(True, "/*E", {"embedding.weight"}, id="tied"),
+    ],
 )
 def test_what_one_segment_uses_has_the_bits_of_1f1b(tied, mtp, apart):
     """One process uses the embedding twice; 1F1B sums copies, which is another order."""
@@ -164,7 +168,7 @@ def with_mesh(run: Run, segments: int, **mesh: object) -> Run:
     ],
 )
 def test_gradients_are_those_of_1f1b(model, world, pp, mesh, corpus):
-    run = run_of(model, corpus, samples=16, micro_batches=4)
+    run = run_of(model, corpus, samples=16, micro_batches=4, steps=1)
     common = {name: value for name, value in mesh.items() if name != "overlap"}
     tasks = [
         Task(run=with_mesh(run, pp, pp=pp, **common)),
@@ -193,7 +197,7 @@ def test_gradients_are_those_of_1f1b(model, world, pp, mesh, corpus):
     ],
 )
 def test_what_is_made_again_changes_no_bit(model, world, mesh, recompute, corpus):
-    run = with_mesh(run_of(model, corpus, micro_batches=4), 4, pp=2, schedule="dual_pipe_v", **mesh)
+    run = with_mesh(run_of(model, corpus, micro_batches=4, steps=1), 4, pp=2, schedule="dual_pipe_v", **mesh)
     again = replace(run, train=replace(run.train, recompute=recompute))
     ops = [op for ops in plan(again, world).schedule.ops for op in ops]
     assert any(op.act is Act.RECOMPUTE for op in ops)
@@ -230,7 +234,7 @@ def executed(rank: int, world: int, run: Run, out: str) -> tuple[str, ...]:
             return tuple(str(span.op) for span in state.log)
 
 
-@pytest.mark.parametrize(("pp", "micro_batches"), [(2, 4), (2, 3), (4, 8)])
+@pytest.mark.parametrize(("pp", "micro_batches"), [(2, 4), (2, 3), pytest.param(4, 8, marks=pytest.mark.long)])
 def test_the_executed_log_has_the_bubble_of_the_plan(pp, micro_batches, corpus, tmp_path):
     run = run_of("tied", corpus, samples=2 * micro_batches, micro_batches=micro_batches)
     pattern = "|".join(["-"] * (2 * pp))

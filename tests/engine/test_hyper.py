@@ -21,7 +21,7 @@ from braid.planning.plan import Plan, plan
 from braid.train import step as steps
 from tests.engine import oracle
 from tests.engine.driven import Case as Sharded
-from tests.engine.driven import Driven, Hooked, Ranks, differing
+from tests.engine.driven import Driven, Grain, Hooked, Ranks, differing
 from tests.engine.overlap_cases import Case, assert_same_bits, make_state, micro_batches, train_both
 from tests.engine.recomputed import Overlapped
 from tests.engine.test_dual import Dual
@@ -79,10 +79,11 @@ def test_whole_blocks_make_streams_again_with_the_same_bits(case: Again) -> None
 SHARED = Sharded(block="[*E]", streams=2, between="", dtype="bf16")
 
 
-def test_ops_and_hooks_have_the_same_bits() -> None:
+@pytest.mark.parametrize("grain", ["late", pytest.param("blocks", marks=pytest.mark.long)])
+def test_ops_and_hooks_have_the_same_bits(grain: Grain) -> None:
     """Streams of a span are made again when the weights before it are released already."""
     case = replace(SHARED, mesh=Mesh(ep=2), blocks=2, micro_batches=2, recompute=("hyper",))
-    compare(2, [case], ["all"], ["blocks", "late"])
+    compare(2, [case], ["all"], [grain])
 
 
 def test_weights_of_one_dtype_are_there_when_streams_are_made_again() -> None:

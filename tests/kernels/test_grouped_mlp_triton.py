@@ -133,7 +133,9 @@ def test_outputs_and_gradients(activation: Activation, glu: Glu, biases: bool) -
     assert_near(actual, expected)
     probe = torch.randn_like(actual)
     grads = torch.autograd.grad(actual, tensors, probe, retain_graph=True)
-    again = torch.autograd.grad(actual, tensors, probe)
+    # The interpreter does one thing after the other: there once is enough.
+    repeated = GPU or (activation, glu) == CASES[0]
+    again = torch.autograd.grad(actual, tensors, probe) if repeated else grads
     wanted = torch.autograd.grad(expected, reals, probe.double())
     for grad, same, want, tensor in zip(grads, again, wanted, tensors, strict=True):
         assert grad.dtype == tensor.dtype
@@ -203,11 +205,11 @@ def test_rows_past_the_last_expert_reach_no_result(biases: bool) -> None:
 def test_gradients_are_written_then_added_in_float32(kernel: WgradKernel) -> None:
     """The first micro-batch overwrites whatever a buffer holds; the second adds."""
     config = config_of(experts(kernel))
-    tensors = inputs(COUNTS, "swiglu", DTYPE)
+    tensors = inputs(FEW, "swiglu", DTYPE)
     parameters = [t.detach() for t in tensors[2:]]
     buffers = [torch.full(p.shape, float("nan"), device=DEVICE) for p in parameters]
     sums = [torch.zeros(p.shape, dtype=torch.float64, device=DEVICE) for p in parameters]
-    for number, counts in enumerate((COUNTS, COUNTS[::-1])):
+    for number, counts in enumerate((FEW, FEW[::-1])):
         x, probs = (t.detach() for t in inputs(counts, "swiglu", DTYPE)[:2])
         weights = fused.ExpertWeights(*parameters)
         y, saved = fused.forward(config, torch.tensor(counts, device=DEVICE), x, probs, weights)

@@ -72,8 +72,8 @@ CASES = (
     [(*size, dtype) for size in LARGE for dtype in DTYPES]
     if GPU
     else [
-        *(pytest.param(*size, torch.float32, marks=pytest.mark.long) for size in SMALL[:2]),
-        *((*size, torch.float32) for size in SMALL[2:]),
+        *(pytest.param(*size, torch.float32, marks=pytest.mark.long) for size in SMALL if size != (3, 3, 17)),
+        (3, 3, 17, torch.float32),
         (2, 4, 24, torch.float16),
     ]
 )
@@ -197,14 +197,15 @@ def test_the_usual_variants(streams: int, dtype: torch.dtype) -> None:
 def test_streams_may_begin_anywhere() -> None:
     """Also after others that began where memory is aligned, for which kernels have been compiled."""
     leaves, fused = Leaves(3, 2, 16, torch.float32), copy.deepcopy(TILES)
-    leaves.both_ways(fused)
+    if GPU:
+        leaves.both_ways(fused)
     x = leaves.given[0]
     leaves.given[0] = torch.cat([x.new_zeros(1), x.flatten()])[1:].view_as(x)
     assert_near(leaves.both_ways(fused), leaves.expected(), ROUNDING[torch.float32])
 
 
 @needs_kernels
-@pytest.mark.parametrize("steps", [1, 2, 20])
+@pytest.mark.parametrize("steps", [1, pytest.param(2, marks=SLOW), 20])
 def test_few_and_many_sinkhorn_steps(steps: int) -> None:
     """Few from other constants than the usual ones."""
     leaves = Leaves(3, 3, 16, torch.float32)
@@ -255,13 +256,18 @@ def test_no_tokens_at_all() -> None:
 
 
 @needs_kernels
-def test_the_same_comes_every_time_to_the_last_bit() -> None:
+@pytest.mark.parametrize("trials", [pytest.param(2, marks=SLOW)])
+def test_the_same_comes_every_time_to_the_last_bit(trials: int) -> None:
+    """The interpreter repeats itself in any case; gradients that wait have the same bits in the test below."""
     leaves = Leaves(5, 2, 24 if GPU else 9, DTYPES[-1])
-    for one, other in zip(*(leaves.both_ways(TILES) for _ in range(2)), strict=True):
+    for one, other in zip(*(leaves.both_ways(TILES) for _ in range(trials)), strict=True):
         assert torch.equal(one, other)
 
 
-WAITING = [(17 if GPU else 5, 1, 9, torch.float32), (2, 2, 17, torch.bfloat16)]
+WAITING = [
+    pytest.param(17 if GPU else 5, 1, 9, torch.float32, marks=SLOW),
+    (2, 2, 17 if GPU else 9, torch.bfloat16),
+]
 """Wrong bfloat16 is as good as any other, where bits are compared."""
 
 

@@ -16,6 +16,7 @@ import pytest
 from braid.cli import main
 from braid.errors import ConfigError, ExitCode
 from braid.launch.worker_pool import WorkerExit, check_gpus, deciding_exit, launch, nearest_worlds
+from tests import commands
 
 pytestmark = pytest.mark.costly("launchers start processes from nothing: each takes seconds to load torch")
 
@@ -48,8 +49,12 @@ def words(tmp_path, corpus):
 
 def launched(action: str, *, restarts: int = 0) -> int:
     """The payload on two ranks, by a launcher in this process."""
+    return launched_as(["-m", PAYLOAD, action], restarts=restarts)
+
+
+def launched_as(words: list[str], *, restarts: int = 0) -> int:
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    command = [sys.executable, "-m", PAYLOAD, action]
+    command = [sys.executable, *words]
     return launch(command, world=2, restarts=restarts, environment={**environment, "PYTHONPATH": _path()})
 
 
@@ -212,8 +217,23 @@ def test_ranks_meet_at_once(capfd):
     assert "[rank 1] rank 1 met [0, 1] in attempt 0 with 1 threads\n" in report.err
 
 
-def test_a_failure_that_would_repeat_is_not_repeated_and_its_exit_code_is_kept(capfd):
-    assert launched("find_bad_data", restarts=3) == ExitCode.DATA
+BAD_DATA = f"""
+import os, signal, sys
+if os.environ["RANK"] == "0":
+    signal.pause()
+print("payload: a shard is damaged", file=sys.stderr)
+sys.exit({int(ExitCode.DATA)})
+"""
+"""What `find_bad_data` comes to, without torch."""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["-c", BAD_DATA], pytest.param(["-m", PAYLOAD, "find_bad_data"], marks=pytest.mark.long)],
+    ids=["plain", "torch"],
+)
+def test_a_failure_that_would_repeat_is_not_repeated_and_its_exit_code_is_kept(words, capfd):
+    assert launched_as(words, restarts=3) == ExitCode.DATA
     report = capfd.readouterr().err
     assert "[rank 1] payload: a shard is damaged\n" in report
     assert "braid: rank 1 ended with exit code 3; all were stopped\n" in report
@@ -252,7 +272,7 @@ def test_ranks_with_different_settings_are_refused(words):
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     seats = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
     given = [[], ["--optim.lr", "0.001", "--train.steps", "50"]]
-    ranks = [start(braid(*words, *more), **seat) for more, seat in zip(given, seats, strict=True)]
+    ranks = [commands.start([*words, *more], **seat) for more, seat in zip(given, seats, strict=True)]
     report = [rank.communicate()[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [ExitCode.CONFIG] * 2
     assert (

@@ -61,7 +61,7 @@ def compare(
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("batch", batches(QUICK, most=4), ids=str)
+@pytest.mark.parametrize("batch", batches(QUICK, most=6), ids=str)
 def test_the_topology_does_not_change_the_answer(batch: Batch, reference, corpus, tmp_path, request):
     compare(batch.points, reference, corpus, tmp_path, request.node)
 

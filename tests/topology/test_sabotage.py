@@ -17,7 +17,7 @@ from tests.topology.sabotages import SABOTAGES
 
 pytestmark = pytest.mark.costly("every sabotage is a training of its own")
 
-AT_A_TIME = 10
+AT_A_TIME = 15
 
 STEP = {"samples": 4, "micro_batches": 1}
 """The smallest step that shows them all."""

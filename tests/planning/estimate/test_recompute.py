@@ -246,9 +246,11 @@ def on_a_rank(rank: int, world: int, run: Run) -> tuple[int, Calls]:
 EACH = ("norm", "activation", "core", "experts")
 SHARED = [
     ("[*E][M-][G-]/*E", Mesh(tp=2, ep=2), "fp32", ("full",)),
-    ("[*E][M-][G-]", Mesh(tp=2, cp=2, ep=4), "bf16", EACH),
-    ("[+E][+-]/+E/+E", Mesh(tp=2, cp=2, ep=4), "bf16", EACH),
+    ("[*E][M-][G-]", Mesh(cp=2, ep=2), "bf16", EACH),
+    ("[+E][+-]/+E", Mesh(tp=2, cp=2, ep=4), "bf16", EACH),
     ("[*E]-", Mesh(tp=4, etp=2, dispatcher="all_gather"), "fp32", ("block",)),
+    pytest.param("[*E][M-][G-]", Mesh(tp=2, cp=2, ep=4), "bf16", EACH, marks=pytest.mark.long),
+    pytest.param("[+E][+-]/+E/+E", Mesh(tp=2, cp=2, ep=4), "bf16", EACH, marks=pytest.mark.long),
     pytest.param("[*E][M-][G-]", Mesh(cp=2), "fp32", EACH, marks=pytest.mark.long),
     pytest.param("[*E][M-][G-]", Mesh(cp=2), "bf16", ("full",), marks=pytest.mark.long),
     pytest.param("[+E][+-]/+E/+E", Mesh(tp=2, ep=2), "fp32", ("norm",), marks=pytest.mark.long),
