@@ -62,12 +62,14 @@ def to_hf(
     form: str = "hub",
     dtype: torch.dtype | None = None,
     settings: Mapping[str, Any] | None = None,
+    updates: int | None = None,
 ) -> None:
     """Write a model as a folder of the hub. `dtype` is that of its files, but for what is wide in every file;
     None leaves tensors as they are. `settings` adds what a shape does not know, such as
-    `max_position_embeddings` and `eos_token_id`."""
+    `max_position_embeddings` and `eos_token_id`. With `updates` the optimizer's state, which has made so many,
+    is among the tensors and is written beside them."""
     given: dict[str, Any] = {"model_type": model_type, "form": form, "dtype": dtype, "settings": settings}
-    write_folder(hub_folder(shape, tensors, folder, **given))
+    write_folder(hub_folder(shape, tensors, folder, updates=updates, **given))
 
 
 def hub_folder(
