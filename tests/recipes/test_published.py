@@ -27,6 +27,7 @@ PUBLISHED = {
     "nemotron-nano-30b-a3b": Published(31.6, 3.2, False, 0.01),
     "qwen3-30b-a3b": Published(30.5, 3.3, True, 0.02),
     "qwen3-next-80b-a3b": Published(80.0, 3.0, False, 0.2),
+    "qwen3-5-35b-a3b": Published(35.0, 3.0, False, 0.2),
     "deepseek-v3": Published(671.0, 37.0, False, 0.0125),
 }
 

@@ -74,7 +74,7 @@ def to_hf(
     `ignored` the settings that the import left unread. With `updates` the optimizer's state, which has made so
     many, is among the tensors and is written beside them."""
     family, shards = family_of(model_type), source.shards if source else MappingProxyType[str, str]({})
-    if source is not None and source.config.get("model_type") != model_type:
+    if source is not None and source.config.get("model_type") not in (family.model_type, family.text_type):
         source, shards = None, MappingProxyType({})
     adapter = adapter_for(model_type, _stored_form(model_type, form, shape, shards))
     config = config_of(family, shape) if source is None else _merged(family, shape, source.config, ignored)
@@ -166,7 +166,8 @@ def _cast(
 def config_of(family: ModelFamily, shape: Model) -> dict[str, Any]:
     """The config.json of a model. What the family has no place for is an error that lists every field."""
     check_fit(family.hub, shape)
-    config = {"architectures": [family.architecture], "model_type": family.model_type, **family.write(shape)}
+    model_type = family.text_type or family.model_type
+    config = {"architectures": [family.architecture], "model_type": model_type, **family.write(shape)}
     back = shape_of(family, config, mtp_depths=len(parse(shape.pattern).mtp))
     ours, theirs = _fields(without_unused(shape)), _fields(back)
     lost = [
@@ -197,8 +198,8 @@ def _merged(
     family: ModelFamily, shape: Model, original: Mapping[str, Any], ignored: Collection[str]
 ) -> dict[str, Any]:
     """The config.json that a model came with, changed only where its shape has. Weights that were quantised
-    have been widened."""
-    fresh = config_of(family, shape)
+    have been widened, and of a model with vision there is the language model alone."""
+    fresh, original = config_of(family, shape), family.language_config(original)
     kept = {name: value for name, value in original.items() if name != "quantization_config"}
     if _says(kept, shape, ignored):
         return kept
