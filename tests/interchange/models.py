@@ -24,6 +24,12 @@ from tests.model.cases import batch, canonical_grads
 
 TINY: Mapping[str, Any] = {"vocab_size": 17, "hidden_size": 30, "initializer_range": 0.2}
 HEADS: Mapping[str, Any] = {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 10}
+LINEAR_HEADS: Mapping[str, Any] = {
+    "linear_num_key_heads": 3,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 5,
+    "linear_value_head_dim": 7,
+}
 STATE: Mapping[str, Any] = {"n_groups": 3, "chunk_size": 8}
 MULTIPLIED: Mapping[str, Any] = {
     "embedding_multiplier": 3,
@@ -249,13 +255,39 @@ CONFIGS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "shared_expert_intermediate_size": 9,
             "num_experts": 5,
             "num_experts_per_tok": 2,
-            "linear_num_key_heads": 3,
-            "linear_num_value_heads": 6,
-            "linear_key_head_dim": 5,
-            "linear_value_head_dim": 7,
+            **LINEAR_HEADS,
             "num_hidden_layers": 3,
             "layer_types": ["linear_attention", "full_attention", "linear_attention"],
             "mlp_only_layers": [2],
+        },
+    ),
+    "qwen3_5": (
+        "Qwen3_5",
+        {
+            **TINY,
+            **HEADS,
+            **LINEAR_HEADS,
+            "head_dim": 16,
+            "intermediate_size": 41,
+            "num_hidden_layers": 2,
+            "layer_types": ["linear_attention", "full_attention"],
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3_5_moe": (
+        "Qwen3_5Moe",
+        {
+            **TINY,
+            **HEADS,
+            **LINEAR_HEADS,
+            "head_dim": 16,
+            "moe_intermediate_size": 11,
+            "shared_expert_intermediate_size": 9,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "num_hidden_layers": 2,
+            "layer_types": ["full_attention", "linear_attention"],
         },
     ),
     "deepseek_v3": (
@@ -435,11 +467,12 @@ def their_model(case: str, dtype: torch.dtype) -> nn.Module:
     name, settings = CONFIGS[case]
     with widened(dtype), torch.random.fork_rng():
         torch.manual_seed(3)
-        config = getattr(transformers, f"{name}Config")(**settings)
+        kind = getattr(transformers, f"{name}ForCausalLM")
+        config = kind.config_class(**settings)
         # Other implementations of attention and experts round to float32, or take nothing wider.
         config._attn_implementation = "eager" if name in EAGER else "sdpa"
         config._experts_implementation = "eager"
-        model = getattr(transformers, f"{name}ForCausalLM")(config).to(dtype).eval()
+        model = kind(config).to(dtype).eval()
     generator = torch.Generator().manual_seed(5)
     for tensor in [*model.parameters(), *_routing_biases(model)]:
         noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)

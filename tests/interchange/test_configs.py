@@ -175,6 +175,7 @@ def test_qwen3_next_has_full_attention_in_every_fourth_layer() -> None:
         ("nemotron-h-8b", "nemotron_h"),
         ("nemotron-nano-30b-a3b", "nemotron_h"),
         ("qwen3-next-80b-a3b", "qwen3_next"),
+        ("qwen3-5-35b-a3b", "qwen3_5_moe"),
         ("qwen3-30b-a3b", "qwen3_moe"),
         ("deepseek-v3", "deepseek_v3"),
         ("granite-4-h-350m", "granitemoehybrid"),

@@ -31,6 +31,7 @@ PUBLISHED = {
     "granite-4-h-350m": Published(0.340, 0.340, True, 0.01),
     "qwen2-5-7b": Published(7.61, 7.61, True, 0.01),
     "glm-4-5-air": Published(106.0, 12.0, False, 0.07),
+    "qwen3-5-35b-a3b": Published(35.0, 3.0, False, 0.2),
     "deepseek-v3": Published(671.0, 37.0, False, 0.0125),
 }
 

@@ -16,8 +16,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="masked-tokens-have-gradients",
         file="nn/loss.py",
-        old="wide_nR.mul_(grads[0]).masked_fill_(~mask_n[:, None], 0.0)",
-        new="wide_nR.mul_(grads[0])",
+        old="wide_nR.mul_(grads[0] / ctx.scale).masked_fill_(~mask_n[:, None], 0.0)",
+        new="wide_nR.mul_(grads[0] / ctx.scale)",
         kind="ignored mask",
         why="prompts and padding are learnt",
     ),
@@ -48,8 +48,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="generation-without-a-window",
         file="nn/attention.py",
-        old="return attend_cached(q_BTqD, k_BZkD, v_BZkD, window=self.shape.window)",
-        new="return attend_cached(q_BTqD, k_BZkD, v_BZkD)",
+        old="return attend_cached(q_BTqD, k_BZkD, v_BZkD, window=window, scale=scale, sinks_Q=sinks_q)",
+        new="return attend_cached(q_BTqD, k_BZkD, v_BZkD, scale=scale, sinks_Q=sinks_q)",
         kind="ignored mask",
         why="a model with sliding windows generates as if it had none",
     ),
@@ -136,8 +136,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="yarn-ramp-ends-one-channel-early",
         file="nn/rotary.py",
-        old="slow = min(math.ceil(",
-        new="slow = min(math.floor(",
+        old="fast, slow = math.floor(fast), math.ceil(slow)",
+        new="fast, slow = math.floor(fast), math.floor(slow)",
         kind="off by one",
         why="one pair of channels turns at the wrong speed",
     ),

@@ -194,9 +194,9 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         name="contradicting-updates-accepted",
-        file="cli/convert.py",
-        old="if given is not None and found.updates not in (None, given):",
-        new="if given is not None and given < 0:",
+        file="train/importing.py",
+        old="if settings.updates is not None and found.updates not in (None, settings.updates):",
+        new="if settings.updates is not None and settings.updates < 0:",
         kind="accepted input",
         why="bias correction of an imported optimizer is wrong",
     ),

@@ -89,7 +89,7 @@ def hub_folder(
     the optimizer's state, which has made so many, is among the tensors and is written beside them. `outlines`
     are the tensors without numbers."""
     family = family_of(model_type)
-    if source is not None and source.config.get("model_type") != model_type:
+    if source is not None and source.config.get("model_type") not in (family.model_type, family.text_type):
         source = None
     shards = MappingProxyType[str, str]({}) if source is None else source.shards
     adapter = adapter_for(model_type, _stored_form(model_type, form, shape, shards))
@@ -164,7 +164,8 @@ def _cast(
 def config_of(family: ModelFamily, shape: Model) -> dict[str, Any]:
     """The config.json of a model. What the family has no place for is an error that lists every field."""
     check_fit(family.hub, shape)
-    config = {"architectures": [family.architecture], "model_type": family.model_type, **family.write(shape)}
+    model_type = family.text_type or family.model_type
+    config = {"architectures": [family.architecture], "model_type": model_type, **family.write(shape)}
     back = shape_of(family, config, mtp_depths=len(parse(shape.pattern).mtp))
     ours, theirs = _fields(without_unused(shape)), _fields(back)
     lost = [
@@ -198,9 +199,9 @@ def _fields(shape: Model) -> dict[str, Any]:
 
 def _merged(family: ModelFamily, shape: Model, source: Source) -> dict[str, Any]:
     """The config.json that a model came with, changed only where its shape has. Weights that were quantised
-    have been widened."""
-    fresh = config_of(family, shape)
-    kept = {name: value for name, value in source.config.items() if name != "quantization_config"}
+    have been widened, and of a model with vision there is the language model alone."""
+    fresh, original = config_of(family, shape), family.language_config(source.config)
+    kept = {name: value for name, value in original.items() if name != "quantization_config"}
     if _says(kept, shape, source.ignored):
         return kept
     merged = {name: value for name, value in kept.items() if name not in OLDER_ROPE} | fresh

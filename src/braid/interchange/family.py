@@ -8,8 +8,11 @@ from typing import Any, TypeVar
 
 from braid.architecture import Model
 from braid.errors import ConfigError
-from braid.interchange.settings import Settings
+from braid.interchange.settings import HARMLESS, Settings
 from braid.interchange.tables import Adapter, Copy, Shape, TableRow, rows
+
+TEXT_CONFIG = "text_config"
+"""Where a model with vision has the settings of its language model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,6 +20,11 @@ class ModelFamily:
     """One `model_type`."""
 
     model_type: str
+    text_type: str = ""
+    """The `model_type` of the language model alone, where the family's own is that of a model with vision. An
+    import takes both, an export writes this one."""
+    vision: tuple[str, ...] = ()
+    """Settings beside `text_config` that describe vision."""
     architecture: str
     """The class of transformers that config.json names."""
     also: tuple[str, ...] = ()
@@ -30,6 +38,22 @@ class ModelFamily:
     """Settings of a model; what they have no place for is found by reading them back."""
     depth: str = ""
     """The layers of an MTP depth of this family, as a pattern; empty where it has none."""
+    depths_setting: str = "num_nextn_predict_layers"
+    """The setting that counts MTP depths."""
+
+    def language_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The config.json of the language model alone. A model with vision has most of it in `text_config`."""
+        if not self.text_type or TEXT_CONFIG not in config:
+            return dict(config)
+        outer = {name: value for name, value in config.items() if name not in (TEXT_CONFIG, *self.vision)}
+        inner = config[TEXT_CONFIG]
+        if not isinstance(inner, dict):
+            raise ConfigError(f"{TEXT_CONFIG} = {inner!r}: must be an object")
+        twice = sorted(name for name in outer.keys() & inner.keys() - HARMLESS if outer[name] != inner[name])
+        if twice:
+            told = [f"{n} = {outer[n]!r}: contradicts {TEXT_CONFIG}.{n} = {inner[n]!r}" for n in twice]
+            raise ConfigError("\n  ".join([f"this {self.model_type} config.json contradicts itself", *told]))
+        return outer | inner | {"model_type": self.text_type, "architectures": [self.architecture]}
 
 
 Part = TypeVar("Part")

@@ -21,6 +21,7 @@ from braid.interchange import (
     llama,
     mamba,
     megatron,
+    qwen3_5,
     qwen3_next,
 )
 from braid.interchange.family import ModelFamily
@@ -36,6 +37,7 @@ FAMILIES = (
     *mamba.FAMILIES,
     *bamba.FAMILIES,
     *qwen3_next.FAMILIES,
+    *qwen3_5.FAMILIES,
     *deepseek.FAMILIES,
     *deepseek_v4.FAMILIES,
     *gpt_oss.FAMILIES,
@@ -47,9 +49,10 @@ FAMILIES = (
 def family_of(model_type: str) -> ModelFamily:
     """The family with this `model_type`."""
     families = {family.model_type: family for family in FAMILIES}
-    if model_type not in families:
+    named = families | {family.text_type: family for family in FAMILIES if family.text_type}
+    if model_type not in named:
         raise ConfigError(f"braid has no adapter for model_type {model_type!r}\n  known  {', '.join(families)}")
-    return families[model_type]
+    return named[model_type]
 
 
 def adapter_for(
@@ -72,7 +75,7 @@ def adapter_for(
 
 def reader_of(family: ModelFamily) -> Adapter:
     """The table for files of a family in any form: somebody may have saved a state_dict."""
-    return replace(family.hub, others=(family.memory, folded(family.memory)))
+    return replace(family.hub, others=(family.memory, folded(family.memory), *family.hub.others))
 
 
 # ------------------------------------------------------------------------------------------------- in
@@ -116,14 +119,17 @@ def shape_of(family: ModelFamily, config: Mapping[str, Any], *, mtp_depths: int 
 
 def read_config(config: Mapping[str, Any], *, mtp_depths: int = 0, ignore: Collection[str] = ()) -> HubConfig:
     family = family_of(str(config.get("model_type")))
-    settings = Settings(config, ignore=ignore)
+    given = family.language_config(config)
+    settings = Settings(given, ignore=ignore)
+    if any(name in config for name in family.vision):
+        settings.note("the language model alone is imported: vision is left out")
     shape = family.read(settings)
     _check_architecture(settings, family, config.get("architectures"))
     read = [read_quantization(each) for each in settings.scopes()]
     quantization = next((found for found in read if found is not None), None)
-    if (held := config.get("num_nextn_predict_layers")) and not mtp_depths:
+    if (held := given.get(family.depths_setting)) and not mtp_depths:
         remedy = f"--mtp-depths {held} keeps it" if family.depth else "braid has no names for it here"
-        settings.note(f"num_nextn_predict_layers = {held}: multi-token prediction is left out; {remedy}")
+        settings.note(f"{family.depths_setting} = {held}: multi-token prediction is left out; {remedy}")
     if mtp_depths and not family.depth:
         settings.refuse("mtp_depths", mtp_depths, f"{family.model_type} has none")
     settings.close(family.model_type)

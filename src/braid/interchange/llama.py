@@ -94,13 +94,14 @@ def read_attention(
     head_dim: int | None,
     base: float = 1e4,
     fraction: float | None = None,
+    inert: tuple[str, ...] = (),
     **fields: Any,
 ) -> Attention:
     """The family's defaults apply to what a file does not set: without `kv_heads` there are as many as heads,
     without `head_dim` the hidden channels are divided by heads. `fraction` is the share of channels that RoPE
-    rotates; None is for families that rotate all."""
+    rotates; None is for families that rotate all. `inert` are entries of rope_parameters without effect."""
     heads, hidden = settings.integer("num_attention_heads", heads), settings.integer("hidden_size")
-    rope = read_rope(settings, base=base, fraction=1.0 if fraction is None else fraction)
+    rope = read_rope(settings, base=base, fraction=1.0 if fraction is None else fraction, inert=inert)
     if fraction is None and rope.fraction != 1:
         settings.refuse("partial_rotary_factor", rope.fraction, "all channels turn in this family")
     settings.only("attention_dropout", 0.0, 0, None, default=0.0)

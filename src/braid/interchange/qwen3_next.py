@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from braid.architecture import DeltaNet, Model, Moe
+from braid.architecture import Attention, DeltaNet, Model, Moe
 from braid.interchange.family import ModelFamily, ends, head_copy, read_model, write_model
 from braid.interchange.llama import (
     EMBEDDING,
@@ -26,7 +25,7 @@ from braid.pattern import Kind, parse
 # ---------------------------------------------------------------------------------------------- tables
 
 
-def _from_one(shape: Shape) -> Move:
+def from_one(shape: Shape) -> Move:
     return FromOne()
 
 
@@ -48,14 +47,14 @@ def _ba(shape: Shape) -> Move:
     return PerHead(net.key_heads, (served, served))
 
 
-def _convolved(shape: Shape) -> Move:
+def convolved(shape: Shape) -> Move:
     net = shape.delta_net
     keys = net.key_heads * net.key_dim
     return Channelwise((keys, keys, net.value_heads * net.value_dim))
 
 
 ATTENTION: tuple[TableRow, ...] = (
-    *rows("input_layernorm.weight", "attention.norm.weight", move=_from_one),
+    *rows("input_layernorm.weight", "attention.norm.weight", move=from_one),
     TableRow(
         theirs="self_attn.q_proj.weight",
         ours=named("attention.{}.weight", "q gate"),
@@ -70,10 +69,10 @@ ATTENTION: tuple[TableRow, ...] = (
     *rows("self_attn.{}_proj.weight", "attention.{}.weight", "k v o"),
     *rows("self_attn.{}_proj.bias", "attention.{}.bias", "k v", when=lambda m: m.attention.bias),
     *rows("self_attn.o_proj.bias", "attention.o.bias", when=lambda m: m.attention.has_o_bias),
-    *rows("self_attn.{}.weight", "attention.{}.weight", "q_norm k_norm", move=_from_one),
+    *rows("self_attn.{}.weight", "attention.{}.weight", "q_norm k_norm", move=from_one),
 )
 DELTA_NET: tuple[TableRow, ...] = (
-    *rows("input_layernorm.weight", "delta_net.norm.weight", move=_from_one),
+    *rows("input_layernorm.weight", "delta_net.norm.weight", move=from_one),
     TableRow(
         theirs="linear_attn.in_proj_qkvz.weight",
         ours=named("delta_net.{}.weight", "q k v z"),
@@ -83,18 +82,18 @@ DELTA_NET: tuple[TableRow, ...] = (
     TableRow(
         theirs="linear_attn.conv1d.weight",
         ours=named("delta_net.conv.{}.weight", "q k v"),
-        move=_convolved,
+        move=convolved,
     ),
     *rows("linear_attn.{}", "delta_net.{}", "A_log dt_bias"),
     *rows("linear_attn.norm.weight", "delta_net.gate_norm.weight"),
     *rows("linear_attn.out_proj.weight", "delta_net.o.weight"),
 )
 MLP: tuple[TableRow, ...] = (
-    *rows("post_attention_layernorm.weight", "mlp.norm.weight", move=_from_one),
+    *rows("post_attention_layernorm.weight", "mlp.norm.weight", move=from_one),
     *rows("mlp.{}_proj.weight", "mlp.{}.weight", "gate up down"),
 )
 ROUTER: tuple[TableRow, ...] = (
-    *rows("post_attention_layernorm.weight", "moe.norm.weight", move=_from_one),
+    *rows("post_attention_layernorm.weight", "moe.norm.weight", move=from_one),
     *rows("mlp.gate.weight", "moe.router.weight"),
     *rows("mlp.shared_expert.{}_proj.weight", "moe.shared.{}.weight", "gate up down"),
     *rows("mlp.shared_expert_gate.weight", "moe.shared_gate.weight"),
@@ -103,6 +102,7 @@ MOE_HUB: tuple[TableRow, ...] = (
     *ROUTER,
     *rows("mlp.experts.{expert}.{}_proj.weight", "moe.experts.{expert}.{}.weight", "gate up down"),
 )
+MOE_MEMORY = (*ROUTER, *STACKED_EXPERTS)
 DEPTHS = Depths(
     prefix="mtp.layers.{depth}.",
     rows=(
@@ -110,7 +110,7 @@ DEPTHS = Depths(
             "mtp.{}.weight",
             "{}.weight",
             "pre_fc_norm_embedding:embedding_norm pre_fc_norm_hidden:hidden_norm norm:final_norm",
-            move=_from_one,
+            move=from_one,
         ),
         *rows("mtp.fc.weight", "projection.weight"),
     ),
@@ -118,22 +118,21 @@ DEPTHS = Depths(
 )
 
 
-def _adapter(moe: tuple[TableRow, ...]) -> Adapter:
-    layers: Mapping[Kind, tuple[TableRow, ...]] = {
-        Kind.ATTENTION: ATTENTION,
-        Kind.DELTA_NET: DELTA_NET,
-        Kind.MLP: MLP,
-        Kind.MOE: moe,
-    }
+def adapter(name: str, **layers: tuple[TableRow, ...]) -> Adapter:
+    """A table over the skeleton that Qwen3-Next and Qwen3.5 share."""
     return Adapter(
-        name="qwen3_next",
+        name=name,
         counting="pair",
         prefix="model.layers.{layer}.",
-        ends=ends(EMBEDDING, rows("model.norm.weight", "final_norm.weight", move=_from_one)),
-        layers=MappingProxyType(layers),
+        ends=ends(EMBEDDING, rows("model.norm.weight", "final_norm.weight", move=from_one)),
+        layers=MappingProxyType({Kind[kind]: table for kind, table in layers.items()}),
         depths=DEPTHS,
         copies=head_copy(EMBEDDING),
     )
+
+
+def _qwen3_next(moe: tuple[TableRow, ...]) -> Adapter:
+    return adapter("qwen3_next", ATTENTION=ATTENTION, DELTA_NET=DELTA_NET, MLP=MLP, MOE=moe)
 
 
 # -------------------------------------------------------------------------------------------- settings
@@ -148,27 +147,11 @@ def _read(settings: Settings) -> Model:
     settings.neutral("use_sliding_window", False)
     if "use_sliding_window" in settings:
         settings.unused("sliding_window", "max_window_layers")
-    pattern = sparse_pattern(settings, _read_mixers(settings))
-    attention = read_attention(
-        settings,
-        heads=16,
-        kv_heads=2,
-        head_dim=256,
-        fraction=0.25,
-        qk_norm=True,
-        gate=True,
-        bias=settings.flag("attention_bias", False),
-    )
+    pattern = sparse_pattern(settings, read_mixers(settings))
     return Model(
         pattern=pattern,
-        attention=attention,
-        delta_net=DeltaNet(
-            key_heads=settings.integer("linear_num_key_heads", 16),
-            value_heads=settings.integer("linear_num_value_heads", 32),
-            key_dim=settings.integer("linear_key_head_dim", 128),
-            value_dim=settings.integer("linear_value_head_dim", 128),
-            conv=settings.integer("linear_conv_kernel_dim", 4),
-        ),
+        attention=read_gated_attention(settings, kv_heads=2),
+        delta_net=read_delta_net(settings),
         mlp=read_mlp(settings, pattern),
         moe=Moe(
             experts=settings.integer("num_experts", 512),
@@ -183,7 +166,32 @@ def _read(settings: Settings) -> Model:
     )
 
 
-def _read_mixers(settings: Settings) -> str:
+def read_gated_attention(settings: Settings, *, kv_heads: int, inert: tuple[str, ...] = ()) -> Attention:
+    """`inert` are entries of rope_parameters without effect."""
+    return read_attention(
+        settings,
+        heads=16,
+        kv_heads=kv_heads,
+        head_dim=256,
+        fraction=0.25,
+        inert=inert,
+        qk_norm=True,
+        gate=True,
+        bias=settings.flag("attention_bias", False),
+    )
+
+
+def read_delta_net(settings: Settings) -> DeltaNet:
+    return DeltaNet(
+        key_heads=settings.integer("linear_num_key_heads", 16),
+        value_heads=settings.integer("linear_num_value_heads", 32),
+        key_dim=settings.integer("linear_key_head_dim", 128),
+        value_dim=settings.integer("linear_value_head_dim", 128),
+        conv=settings.integer("linear_conv_kernel_dim", 4),
+    )
+
+
+def read_mixers(settings: Settings) -> str:
     layers, interval = settings.integer("num_hidden_layers"), settings.integer("full_attention_interval", 4)
     words = settings.names("layer_types")
     if words is None:
@@ -195,11 +203,16 @@ def _read_mixers(settings: Settings) -> str:
 
 
 def _write(shape: Model) -> dict[str, Any]:
-    """What the pattern does not use is left to the family's defaults."""
+    settings = {**write_model(shape), **write_sparse(shape), **write_mixers(shape)}
+    if shape.moe is not None:
+        settings["shared_expert_intermediate_size"] = shape.moe.shared_ffn
+    return settings
+
+
+def write_mixers(shape: Model) -> dict[str, Any]:
+    """Layers, attention and delta nets; what the pattern does not use is left to the family's defaults."""
     mixers = [layer.kind for layer in parse(shape.pattern).layers if layer.kind.is_mixer]
-    settings = {
-        **write_model(shape),
-        **write_sparse(shape),
+    settings: dict[str, Any] = {
         "hidden_act": "silu",
         "num_hidden_layers": len(mixers),
         "layer_types": [WORDS[kind] for kind in mixers],
@@ -219,8 +232,6 @@ def _write(shape: Model) -> dict[str, Any]:
             "linear_value_head_dim": net.value_dim,
             "linear_conv_kernel_dim": net.conv,
         }
-    if shape.moe is not None:
-        settings["shared_expert_intermediate_size"] = shape.moe.shared_ffn
     return settings
 
 
@@ -228,8 +239,8 @@ FAMILIES = (
     ModelFamily(
         model_type="qwen3_next",
         architecture="Qwen3NextForCausalLM",
-        hub=_adapter(MOE_HUB),
-        memory=_adapter((*ROUTER, *STACKED_EXPERTS)),
+        hub=_qwen3_next(MOE_HUB),
+        memory=_qwen3_next(MOE_MEMORY),
         read=_read,
         write=_write,
         depth="*E",

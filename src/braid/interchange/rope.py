@@ -27,14 +27,16 @@ class Rope:
     scaling: Yarn | None
 
 
-def read_rope(settings: Settings, *, base: float = 10_000.0, fraction: float = 1.0) -> Rope:
-    """`base` and `fraction` are the family's defaults."""
+def read_rope(
+    settings: Settings, *, base: float = 10_000.0, fraction: float = 1.0, inert: tuple[str, ...] = ()
+) -> Rope:
+    """`base` and `fraction` are the family's defaults; `inert` are entries without effect in this family."""
     older = settings.table("rope_scaling")
     outside = {"rope_theta": settings.number("rope_theta", base)}
     outside["partial_rotary_factor"] = settings.number("partial_rotary_factor", fraction)
     given = {**outside, **settings.table("rope_parameters"), **older}
     kind = given.get("rope_type", given.get("type", "default"))
-    known = {*KNOWN, *{"yarn": YARN, "llama3": LLAMA3}.get(kind, ())}
+    known = {*KNOWN, *inert, *{"yarn": YARN, "llama3": LLAMA3}.get(kind, ())}
     for name in sorted(given.keys() - known):
         settings.refuse(f"rope_parameters.{name}", given[name], f"unknown where rope_type is {kind!r}")
     scaling = None

@@ -96,6 +96,29 @@ def qwen3_next_80b_a3b() -> Run:
     return _pretraining(model, sequence_tokens=4096, peak_lr=4e-4)
 
 
+def qwen3_5_35b_a3b() -> Run:
+    """Qwen3.5 35B-A3B without vision: three gated delta nets per gated attention, 256 experts, MTP."""
+    model = Model(
+        pattern="[GE][GE][GE][*E]" * 10 + "/*E",
+        hidden=2048,
+        vocab=248_320,
+        tied=False,
+        norm_eps=1e-6,
+        attention=Attention(
+            heads=16,
+            kv_heads=2,
+            head_dim=256,
+            rope_base=1e7,
+            rope_fraction=0.25,
+            qk_norm=True,
+            gate=True,
+        ),
+        delta_net=DeltaNet(key_heads=16, value_heads=32, key_dim=128, value_dim=128),
+        moe=Moe(experts=256, top_k=8, ffn=512, shared_ffn=512, shared_gate=True, aux_loss=1e-3),
+    )
+    return _pretraining(model, sequence_tokens=4096, peak_lr=4e-4)
+
+
 def qwen3_30b_a3b() -> Run:
     """Qwen3 30B-A3B: GQA, 128 experts in every block."""
     model = Model(
