@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from braid.architecture import Model
 from braid.errors import ConfigError
-from braid.interchange import from_hf, reader_of, to_hf, to_ours
-from braid.interchange.files import SafetensorsFolder
+from braid.interchange import from_hf, hub_folder, reader_of, to_hf, to_ours
+from braid.interchange.files import SafetensorsFolder, write_folder
 from braid.interchange.hub import family_of, read_config
 from braid.interchange.side_files import Source
 from tests.interchange.models import CONFIGS, our_model
@@ -79,8 +79,8 @@ def test_the_language_model_comes_out_of_a_model_with_vision(case: str, tmp_path
 
     files = SafetensorsFolder(tmp_path / "theirs")
     given = json.loads((tmp_path / "theirs" / "config.json").read_text())
-    source = Source(given, dict.fromkeys(files, "model.safetensors"))
-    to_hf(shape, ours, tmp_path / "ours", model_type=case, source=source)
+    source = Source(given, dict.fromkeys(files, "model.safetensors"), (), ())
+    write_folder(hub_folder(shape, ours, tmp_path / "ours", model_type=case, source=source))
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", experts_implementation="eager")
     assert type(again).__name__ == f"{CONFIGS[case][0]}ForCausalLM"
     with torch.no_grad():

@@ -210,9 +210,11 @@ def padding_counts() -> AbstractContextManager[Any]:
     """The padding of the vocabulary has a probability."""
     whole = loss.cross_entropy
 
-    def with_padding(logits: Tensor, labels: Tensor, mask: Tensor, held: embedding.Vocabulary) -> Any:
+    def with_padding(
+        logits: Tensor, labels: Tensor, mask: Tensor, held: embedding.Vocabulary, scale: float
+    ) -> Any:
         held.held = held.rows
-        return whole(logits, labels, mask, held)
+        return whole(logits, labels, mask, held, scale)
 
     return patch.object(language, "cross_entropy", with_padding)
 
