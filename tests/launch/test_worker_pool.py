@@ -271,14 +271,16 @@ def test_workers_end_with_their_launcher_even_by_kill_9():
 def test_ranks_with_different_settings_are_refused(words):
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     seats = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
-    given = [[], ["--optim.lr", "0.001", "--train.steps", "50"]]
+    given = [[], ["--optim.lr", "0.001", "--train.steps", "50", "--trace", "one.json"]]
     ranks = [commands.start([*words, *more], **seat) for more, seat in zip(given, seats, strict=True)]
     report = [rank.communicate()[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [ExitCode.CONFIG] * 2
-    assert (
-        "  optim.lr: 0.0003 on rank 0, 0.001 on rank 1\n  train.steps: 40 on rank 0, 50 on rank 1\n"
-        in report[0]
-    )
+    for line in (
+        "  optim.lr: 0.0003 on rank 0, 0.001 on rank 1\n",
+        '  trace: "none" on rank 0, "one.json, steps 2 to 4" on rank 1\n',
+        "  train.steps: 40 on rank 0, 50 on rank 1\n",
+    ):
+        assert line in report[0]
     assert "optim.lr" not in report[1]
 
 

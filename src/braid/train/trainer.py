@@ -98,6 +98,9 @@ class Trainer:
         `environment` holds the launcher's variables (RANK, ...)."""
         self.plan, self.run_dir = plan, RunDir(out=Path(out))
         self._quiet, self._watch = quiet, watch
+        self._trace = (
+            "none" if trace is None else f"{trace}, steps {trace_steps.start} to {trace_steps.stop - 1}"
+        )
         self.listeners = list(listeners)
         """More may be added before the first step."""
         self._init, self._init_options = None if init is None else Path(init), init_options
@@ -155,7 +158,8 @@ class Trainer:
     def _settings(self, device: str) -> dict[str, object]:
         """Settings that must be the same on every rank, by name."""
         named = {"out": str(self.run_dir.out), "init": str(self._init), "device": device}
-        named |= {"init rules": str(self._init_options)}
+        # Opening a tracer is a collective: ranks that disagree about it would wait for each other for ever.
+        named |= {"init rules": str(self._init_options), "trace": self._trace}
         versions = {"braid": braid.__version__, "torch": torch.__version__}
         return {**versions, **named, **flatten(self.plan.run)}
 
