@@ -105,11 +105,13 @@ class Watched(AdamW):
     first: dict[str, Tensor] | None = None
     sgd = False
 
-    def update(self, rate: float) -> None:
+    def update(self, rate: float, *, scale: Tensor | None = None, apply: Tensor | None = None) -> None:
+        if scale is not None:
+            torch._foreach_mul_(list(self.gradients().values()), scale)
         if self.first is None:
             self.first = {name: gradient.clone() for name, gradient in self.gradients().items()}
         if not self.sgd:
-            return super().update(rate)
+            return super().update(rate, apply=apply)
         with torch.no_grad():
             for name, gradient in self.gradients().items():
                 self.main[name].sub_(gradient, alpha=rate)

@@ -74,8 +74,8 @@ def length_of(**wrong: Any) -> Break:
     """The gradient's length is taken without knowing what several ranks hold."""
     whole = gradients.total_norm
 
-    def counted_twice(found: Any, copies: Any, repeated: Any, world: Group) -> Tensor:
-        return whole(found, **{"copies": copies, "repeated": repeated, "world": world, **wrong})
+    def counted_twice(found: Any, copies: Any, repeated: Any, world: Group, **known: Any) -> Tensor:
+        return whole(found, **{"copies": copies, "repeated": repeated, "world": world, **known, **wrong})
 
     return lambda: patch.object(gradients, "total_norm", counted_twice)
 

@@ -38,10 +38,10 @@ def test_a_run_trains_with_its_model_left_out_of_the_search(corpus, tmp_path, mo
 
     def step(*args, **kwargs):
         seen.append(any(each is state.model for each in gc.get_objects()))
-        return train_step(*args, **kwargs)
+        return begin_step(*args, **kwargs)
 
-    train_step = loop.train_step
-    monkeypatch.setattr(loop, "train_step", step)
+    begin_step = loop.begin_step
+    monkeypatch.setattr(loop, "begin_step", step)
     train_to_end(plan(run, 1), places, choose_device("cpu"), feed, state)
     assert seen == [False, False]
     assert any(each is state.model for each in gc.get_objects())

@@ -104,6 +104,22 @@ FAULTS: tuple[Fault, ...] = (
         why="a run ends that should have gone on",
     ),
     Fault(
+        name="skipped-steps-move-selection-biases",
+        file="train/expert_load.py",
+        old="torch.where(apply, moved_E, bias_E)",
+        new="moved_E",
+        kind="ignored mask",
+        why="a step that was skipped still changes the routing of the next one",
+    ),
+    Fault(
+        name="skipped-steps-update-weights",
+        file="train/step.py",
+        old="scale=gradients.clip_scale(norm, run.optim.clip), apply=finite)",
+        new="scale=gradients.clip_scale(norm, run.optim.clip))",
+        kind="ignored mask",
+        why="a gradient that is not finite reaches the weights",
+    ),
+    Fault(
         name="metrics-lose-a-line-on-resume",
         file="train/metrics.py",
         old="if _step_of(line) <= step]",

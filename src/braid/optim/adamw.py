@@ -70,11 +70,17 @@ class AdamW:
                 tensor.grad = torch.zeros_like(tensor)
         return {name: tensor.grad for name, tensor in self.main.items() if tensor.grad is not None}
 
-    def update(self, rate: float) -> None:
-        """Apply an optimizer step, update the model's parameters and clear the gradients."""
+    def update(self, rate: float, *, scale: Tensor | None = None, apply: Tensor | None = None) -> None:
+        """Apply an optimizer step, update the model's parameters and clear the gradients. Gradients are
+        multiplied by `scale` first. If `apply` is false, weights, moments and step counts stay as they are.
+        Both are 0-D tensors on the device, which decides without the host."""
         for group in self._adamw.param_groups:
             group["lr"] = rate
-        self.gradients()
+        gradients = self.gradients()
+        if scale is not None and (scale.is_cuda or bool(scale != 1)):
+            torch._foreach_mul_(list(gradients.values()), scale)
+        # torch's name for it: GradScaler sets this attribute when scaled gradients overflow.
+        vars(self._adamw)["found_inf"] = None if apply is None else (~apply).float()
         self._adamw.step()
         self.copy_to_model()
         self.zero_grad()

@@ -1,4 +1,4 @@
-"""Gradients over all ranks: all-reduce of replicated parameters, global norm, clipping, non-finite checks.
+"""Gradients over all ranks: all-reduce of replicated parameters, global norm, clipping.
 
 All functions take the main gradients of this rank's shards by parameter name, already reduced over
 data-parallel ranks.
@@ -69,36 +69,37 @@ def _gradient_of(gradients: Mapping[str, Tensor], part: ReplicatedPart) -> Tenso
     return gradient if part.place is None else part.place.read(gradient)
 
 
+def squares(gradients: Mapping[str, Tensor]) -> Tensor:
+    """The squared norm of each gradient, in float64, in one tensor."""
+    if not gradients:
+        return torch.zeros(0, dtype=torch.float64)
+    norms = torch._foreach_norm(list(gradients.values()))
+    return torch.stack([norm.double() for norm in norms]).square()
+
+
 def total_norm(
     gradients: Mapping[str, Tensor],
     copies: Sequence[ReplicatedPart] = (),
     repeated: frozenset[str] = frozenset(),
     world: Group = ALONE,
+    *,
+    squares_P: Tensor | None = None,
 ) -> Tensor:
     """The global gradient norm over all ranks, a 0-D tensor, identical everywhere; 0 without gradients.
     Replicated parts count once. `repeated` are parameters whose shard an earlier data-parallel rank holds too
-    (HSDP)."""
-    squares = [_square(gradient) for name, gradient in gradients.items() if name not in repeated]
-    for part in copies:
-        # Every rank of the group has added the part; all but the first take it back.
-        if part.group.rank and part.parameter not in repeated:
-            squares.append(-_square(_gradient_of(gradients, part)))
-    device = next((gradient.device for gradient in gradients.values()), torch.device("cpu"))
-    square = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=device)
+    (HSDP). `squares_P` are the `squares`, if known."""
+    squares_P = squares(gradients) if squares_P is None else squares_P
+    counted = [place for place, name in enumerate(gradients) if name not in repeated]
+    square = squares_P.sum() if len(counted) == len(gradients) else squares_P[counted].sum()
+    # Every rank of the group has added its copy of the part; all but the first take it back.
+    twice = [part for part in copies if part.group.rank and part.parameter not in repeated]
+    if twice:
+        square = square - squares({str(n): _gradient_of(gradients, part) for n, part in enumerate(twice)}).sum()
     return all_reduce_no_grad(square, world).sqrt()
 
 
-def _square(gradient: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(gradient).double().square()
-
-
-def not_finite(gradients: Mapping[str, Tensor]) -> list[str]:
-    """Names of gradients with an inf or nan."""
-    return [name for name, gradient in gradients.items() if not bool(torch.isfinite(gradient).all())]
-
-
-def clip_(gradients: Mapping[str, Tensor], norm: float, max_norm: float) -> None:
-    """Scale gradients of global norm `norm` down to `max_norm`; 0 disables clipping."""
-    if 0 < max_norm < norm:
-        for gradient in gradients.values():
-            gradient.mul_(max_norm / norm)
+def clip_scale(norm: Tensor, max_norm: float) -> Tensor:
+    """The factor that scales gradients of global norm `norm` down to `max_norm`; 0 disables clipping. A 0-D
+    tensor on the device of `norm`."""
+    one = torch.ones_like(norm)
+    return one if max_norm == 0 else torch.where(norm > max_norm, max_norm / norm, one)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from braid.distributed.collectives import Group, all_reduce_no_grad
 from braid.model.language import LanguageModel
-from braid.nn.moe.balance import Balance, Load, load, updated_bias
+from braid.nn.moe.balance import Balance, Load, updated_bias
 from braid.pattern import Layer
 
 Counts = Mapping[Layer, Tensor]
@@ -53,8 +53,9 @@ class ExpertLoad:
             raw_counts_E=self.raw_counts_E,
         )
 
-    def layers(self) -> list[Load]:
-        return [load(counts_E, self.kept_E[layer]) for layer, counts_E in self.counts_E.items()]
+    def pairs(self) -> list[Tensor]:
+        """`counts_E` and `kept_E` of every layer, stacked."""
+        return [torch.stack([counts_E, self.kept_E[layer]]) for layer, counts_E in self.counts_E.items()]
 
 
 def load_metrics(layers: Sequence[Load]) -> dict[str, float]:
@@ -75,9 +76,10 @@ def _plus(sums: Counts, more: Counts) -> Counts:
 
 
 @torch.no_grad()
-def update_selection_biases(model: LanguageModel, loads: ExpertLoad) -> None:
-    """Move every selection bias towards balanced load, once per step."""
+def update_selection_biases(model: LanguageModel, loads: ExpertLoad, apply: Tensor) -> None:
+    """Move every selection bias towards balanced load, once per step, if `apply` is true."""
     for layer, moe in model.moe_layers():
         bias_E = moe.router.bias
         if bias_E is not None:
-            bias_E.copy_(updated_bias(bias_E, loads.counts_E[layer], moe.shape.selection_bias_rate))
+            moved_E = updated_bias(bias_E, loads.counts_E[layer], moe.shape.selection_bias_rate)
+            bias_E.copy_(torch.where(apply, moved_E, bias_E))

@@ -6,6 +6,7 @@ import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from braid import checkpoint
 from braid.config import Run
@@ -23,7 +24,7 @@ from braid.train.metrics import Metrics, NullMetrics, Value
 from braid.train.run_dir import RunDir
 from braid.train.signals import StopRequest
 from braid.train.state import State
-from braid.train.step import StepResult, evaluate, train_step
+from braid.train.step import PendingStep, StepResult, begin_step, evaluate
 from braid.train.tracing import Tracer
 
 
@@ -37,6 +38,17 @@ class Outcome:
     """Loss of the last step; None if the run was already finished."""
     val_loss: float | None
     """Loss of the last evaluation."""
+
+
+class _IssuedStep(NamedTuple):
+    """A step that may still run on the device, and what it is reported with."""
+
+    pending: PendingStep
+    step: int
+    tokens: int
+    """Tokens of the run so far, this step included."""
+    rate: float
+    started: float
 
 
 class Loop:
@@ -73,20 +85,28 @@ class Loop:
         self.step_seconds: list[float] = []
         self.val_loss: float | None = None
         self.warned_all_masked = False
+        self.looks_late = device.torch.type == "cuda"
+        """Whether to issue the next step before looking at the result of this one."""
+        self.issued: _IssuedStep | None = None
+        """The step whose result was not looked at yet."""
+        self.ended = 0.0
+        """When the last step was seen to end, by `time.perf_counter`."""
 
     def run_to_end(self) -> Outcome:
         """Train to the last step of the run and return the outcome."""
         steps, saved = self.run.train.steps, None
         last: StepResult | None = None
         while self.state.step < steps:
-            last = self.step()
+            results = self._next_results()
+            last = results[-1] if results else last
             done = self.state.step == steps
             if done or self._due(self.run.train.save_every):
                 saved = self.save(must=done)
             # Ranks must stop at the same step: the request is all-reduced with the next step's metrics. A
             # single process stops at once.
-            stop = last.stop or (self.plan.world == 1 and self._signal is not None)
+            stop = any(each.stop for each in results) or (self.plan.world == 1 and self._signal is not None)
             if stop and not done:
+                self.finish()
                 self.save(must=True)
                 signalled = "" if self._signal is None else f" by {self._signal.name}"
                 raise everywhere(
@@ -106,49 +126,80 @@ class Loop:
             val_loss=self.val_loss,
         )
 
+    def _next_results(self) -> list[StepResult]:
+        """Issue one more step and return the results that are due: on a GPU that of the step before, which the
+        device finishes while the host issues this one, unless this step needs its own result now."""
+        before, self.issued = self.issued, self._begin()
+        results = [] if before is None else [self._end(before)]
+        return results + self.finish() if self._settles() else results
+
+    def _settles(self) -> bool:
+        """Whether the step that was issued last must end before anything else happens."""
+        train, traced = self.run.train, self.tracer is not None
+        last = self.state.step == train.steps
+        due = self._due(train.save_every) or self._due(train.eval_every)
+        return not self.looks_late or last or due or traced
+
+    def finish(self) -> list[StepResult]:
+        """Wait for the step that was issued and not looked at yet; its result, if there is one."""
+        issued, self.issued = self.issued, None
+        return [] if issued is None else [self._end(issued)]
+
     @property
     def _signal(self) -> signal.Signals | None:
         return None if self.stop_request is None else self.stop_request.signal
 
     def step(self) -> StepResult:
         """Run one training step; log its metrics and evaluate if due."""
+        self.finish()
+        return self._end(self._begin())
+
+    def _begin(self) -> _IssuedStep:
         if self.tracer is not None:
             self.tracer.begin(self.state.step + 1)
         started = time.perf_counter()
         self.state.progress.begin(self.state.step + 1)
         rate = self.schedule.rate(self.state.step + 1)
         stop = self._signal is not None
-        result = train_step(self.state, self.run, self.data.train, rate, stop=stop)
-        self.device.synchronize()
-        seconds = time.perf_counter() - started
+        pending = begin_step(self.state, self.run, self.data.train, rate, stop=stop)
+        return _IssuedStep(pending, self.state.step, self.state.tokens, rate, started)
+
+    def _end(self, issued: _IssuedStep) -> StepResult:
+        """Wait for a step and report it."""
+        result, step = issued.pending.result(), issued.step
+        # A step that was issued while the one before it ran has the time between their ends.
+        ended, began = time.perf_counter(), max(issued.started, self.ended)
+        seconds, self.ended = ended - began, ended
         if self.tracer is not None:
-            self.tracer.end(self.state.step)
+            self.tracer.end(step)
         self.step_seconds = [*self.step_seconds[-99:], seconds]
         if result.not_finite:
-            self._report_skipped(result)
+            self._report_skipped(step, result)
         if result.tokens == 0 and not self.warned_all_masked:
             self.warned_all_masked = True
-            self._warn(f"step {self.state.step}: no token counts in the loss, because all labels are masked")
-        evaluated = self._evaluate_if_due()
-        self.metrics.log(self.state.step, self._metrics(result, rate, seconds, evaluated))
-        if self._due(self.run.train.log_every) or self.state.step in (1, self.run.train.steps):
-            self._say(str(self._line(result, rate)))
+            self._warn(f"step {step}: no token counts in the loss, because all labels are masked")
+        evaluated = self._evaluate_if_due() if step == self.state.step else None
+        self.metrics.log(step, self._metrics(issued, result, seconds, evaluated))
+        if _divides(self.run.train.log_every, step) or step in (1, self.run.train.steps):
+            self._say(str(self._line(issued, result)))
         if evaluated is not None:
-            self._say(f"step {self.state.step}/{self.run.train.steps}  validation loss {evaluated:.3f}")
+            self._say(f"step {step}/{self.run.train.steps}  validation loss {evaluated:.3f}")
         return result
 
     def _due(self, every: int) -> bool:
-        return every > 0 and self.state.step % every == 0
+        return _divides(every, self.state.step)
 
-    def _metrics(self, result: StepResult, rate: float, seconds: float, val: float | None) -> dict[str, Value]:
+    def _metrics(
+        self, issued: _IssuedStep, result: StepResult, seconds: float, val: float | None
+    ) -> dict[str, Value]:
         tokens = self.plan.step_tokens
         return {
             **result.metrics,
             **({"val_loss": val} if val is not None else {}),
             "grad_norm": result.grad_norm,
-            "lr": rate,
+            "lr": issued.rate,
             "tokens_per_s": tokens / seconds,
-            "tokens": self.state.tokens,
+            "tokens": issued.tokens,
             "mfu": self.device.mfu(self.step_flops, seconds, self.run.train.dtype),
             "memory_bytes": self.device.memory_bytes(),
             "skipped": int(bool(result.not_finite)),
@@ -162,22 +213,22 @@ class Loop:
         rank, factor = self.watchdog.slow[0] if self.watchdog.slow else (None, None)
         return {"straggler": rank, "straggler_factor": factor}
 
-    def _line(self, result: StepResult, rate: float) -> Line:
+    def _line(self, issued: _IssuedStep, result: StepResult) -> Line:
         """The progress line: throughput averaged since the last line, without the process's first step, which
         includes warm-up."""
         recent = self.step_seconds[-self.run.train.log_every :]
         measured = recent[1:] if len(self.step_seconds) == len(recent) > 1 else recent
         seconds = sum(measured) / len(measured)
         return Line(
-            step=self.state.step,
+            step=issued.step,
             steps=self.run.train.steps,
             loss=result.loss,
             grad_norm=result.grad_norm,
-            lr=rate,
+            lr=issued.rate,
             tokens_per_s=self.plan.step_tokens / seconds,
             mfu=self.device.mfu(self.step_flops, seconds, self.run.train.dtype),
             memory_bytes=self.device.memory_bytes(),
-            seconds_left=seconds * (self.run.train.steps - self.state.step),
+            seconds_left=seconds * (self.run.train.steps - issued.step),
         )
 
     def _evaluate_if_due(self) -> float | None:
@@ -196,6 +247,7 @@ class Loop:
     def save(self, *, must: bool) -> Path | None:
         """Save a checkpoint and prune old ones. With `must`, a failure to save is an error; otherwise training
         continues with the previous checkpoint."""
+        self.finish()
         root = self.run_dir.checkpoints
         self.state.progress.enter("a checkpoint")
         try:
@@ -220,19 +272,24 @@ class Loop:
         if self.is_rank_zero:
             warn(text)
 
-    def _report_skipped(self, result: StepResult) -> None:
+    def _report_skipped(self, step: int, result: StepResult) -> None:
         """Warn about a skipped step; raise if too many were skipped in a row."""
         names = ", ".join(result.not_finite[:3]) + (", ..." if len(result.not_finite) > 3 else "")
-        self._warn(f"step {self.state.step} skipped: not finite: {names}")
+        self._warn(f"step {step} skipped: not finite: {names}")
         limit = self.run.train.max_skipped
         if self.state.skipped_in_a_row > limit:
+            late = "" if step == self.state.step else f"; step {self.state.step} had been issued by then"
             raise everywhere(
                 NumericsError(
                     f"{self.state.skipped_in_a_row} steps in a row were not finite (train.max_skipped = "
                     f"{limit}), in {names}: lower optim.lr, or inspect that parameter; the weights are those "
-                    "of the last finite step"
+                    f"of the last finite step{late}"
                 )
             )
+
+
+def _divides(every: int, step: int) -> bool:
+    return every > 0 and step % every == 0
 
 
 def lr_schedule(run: Run) -> LearningRate:

@@ -23,13 +23,14 @@ from braid.distributed.collectives import ALONE, Group, Groups, all_reduce_max_n
 from braid.engine.executor import execute
 from braid.engine.node import PhaseFn, StepWork, Watch
 from braid.errors import DataError
+from braid.kernels.host import AsyncHostCopy
 from braid.launch.process import all_gather_json, fail_together
 from braid.model import nodes
 from braid.model.context import Context, MicroBatch, MicroBatchTotals
 from braid.model.language import LanguageModel, Losses, StepFraction
 from braid.model.mtp import targets
 from braid.nn.delayed_wgrad import DelayedWgrad, set_wgrad_store
-from braid.nn.moe.balance import Load
+from braid.nn.moe.balance import Load, load
 from braid.nn.recompute import Hold, Replays
 from braid.optim import gradients
 from braid.planning.plan import span_of
@@ -59,6 +60,48 @@ class StepResult:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PendingStep:
+    """A step that was issued and may still run on the device.
+
+    Shapes: P parameters.
+    """
+
+    state: State
+    tokens: int
+    parameters: tuple[str, ...]
+    metrics: tuple[str, ...]
+    """Names of `numbers` after the first."""
+    numbers: AsyncHostCopy
+    """The gradient norm and the metrics, over all ranks."""
+    squares_P: AsyncHostCopy
+    """Squared gradient norms of this rank's parameters, to tell which are not finite."""
+    loads: tuple[AsyncHostCopy, ...]
+    """Tokens routed to each expert of every MoE layer, and those within its capacity."""
+
+    def result(self) -> StepResult:
+        """Wait for the step. Call it once for every step, in order, on all ranks."""
+        groups = self.state.model.groups
+        norm, *values = self.numbers.wait().tolist()
+        metrics = dict(zip(self.metrics, values, strict=True))
+        stop = metrics.pop(STOP) > 0
+        not_finite: tuple[str, ...] = ()
+        if not (math.isfinite(metrics["loss"]) and math.isfinite(norm)):
+            not_finite = self._not_finite(metrics["loss"], groups.world)
+        self.state.skipped_in_a_row = self.state.skipped_in_a_row + 1 if not_finite else 0
+        mine = [list(load(*pair.wait())) for pair in self.loads]
+        stages = all_gather_json(mine, groups.pp)
+        metrics |= load_metrics([Load(*layer) for stage in stages for layer in stage])
+        return StepResult(metrics=metrics, tokens=self.tokens, grad_norm=norm, not_finite=not_finite, stop=stop)
+
+    def _not_finite(self, loss: float, world: Group) -> tuple[str, ...]:
+        """Names of what is not finite, on any rank."""
+        finite_P = self.squares_P.wait().isfinite().tolist()
+        mine = [name for name, finite in zip(self.parameters, finite_P, strict=True) if not finite]
+        names = dict.fromkeys(name for names in all_gather_json(mine, world) for name in names)
+        return (*(() if math.isfinite(loss) else ("loss",)), *names) or ("grad_norm",)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Counts:
     """Token counts of a step, over all ranks."""
 
@@ -73,13 +116,19 @@ class Counts:
 
 
 def train_step(state: State, run: Run, loader: Loader, rate: float, *, stop: bool = False) -> StepResult:
-    """Run step `state.step + 1` at learning rate `rate`. If the loss or the gradient norm is not finite, the
-    update is skipped. `stop` says whether this rank received a stop signal."""
+    """Run step `state.step + 1` at learning rate `rate` and wait for its result."""
+    return begin_step(state, run, loader, rate, stop=stop).result()
+
+
+def begin_step(state: State, run: Run, loader: Loader, rate: float, *, stop: bool = False) -> PendingStep:
+    """Issue step `state.step + 1` at learning rate `rate`. If the loss or the gradient norm is not finite, the
+    update is skipped; the device decides that, so the host need not wait for it. `stop` says whether this rank
+    received a stop signal."""
     groups = state.model.groups
     batches = micro_batches(run, loader, state.step + 1, state.samples, groups.dp)
     counts = count(state.model, batches)
     parts, loads = backward(state, run, batches, counts)
-    stop, metrics = _reduce_metrics(parts, stop, groups)
+    metrics = _reduce_metrics(parts, stop, groups)
     state.step += 1
     state.samples += run.train.batch_samples
     state.tokens += run.train.batch_samples * run.data.sequence_tokens
@@ -87,20 +136,19 @@ def train_step(state: State, run: Run, loader: Loader, rate: float, *, stop: boo
     # Copies shared by the first and last pipeline stage (embeddings) were summed by an op of the schedule.
     gradients.sum_copies_(grads, [each for each in state.copies if each.group is not groups.ends])
     repeated = frozenset(name for name in grads if not state.kept[name].first)
-    norm = float(gradients.total_norm(grads, state.copies, repeated, groups.world))
-    not_finite = _not_finite(metrics["loss"], norm, grads, groups.world)
-    if not_finite:
-        state.optimizer.zero_grad()
-        state.skipped_in_a_row += 1
-    else:
-        gradients.clip_(grads, norm, run.optim.clip)
-        state.optimizer.update(rate)
-        update_selection_biases(state.model, loads)
-        state.skipped_in_a_row = 0
-    stages = all_gather_json([list(layer) for layer in loads.layers()], groups.pp)
-    metrics |= load_metrics([Load(*layer) for stage in stages for layer in stage])
-    return StepResult(
-        metrics=metrics, tokens=counts.tokens, grad_norm=norm, not_finite=tuple(not_finite), stop=stop
+    squares_P = gradients.squares(grads)
+    norm = gradients.total_norm(grads, state.copies, repeated, groups.world, squares_P=squares_P)
+    finite = metrics["loss"].isfinite() & norm.isfinite()
+    state.optimizer.update(rate, scale=gradients.clip_scale(norm, run.optim.clip), apply=finite)
+    update_selection_biases(state.model, loads, apply=finite)
+    return PendingStep(
+        state=state,
+        tokens=counts.tokens,
+        parameters=tuple(grads),
+        metrics=tuple(metrics),
+        numbers=AsyncHostCopy(torch.stack([norm, *metrics.values()])),
+        squares_P=AsyncHostCopy(squares_P),
+        loads=tuple(AsyncHostCopy(counts_2E) for counts_2E in loads.pairs()),
     )
 
 
@@ -126,8 +174,9 @@ def count(model: LanguageModel, batches: Sequence[MicroBatch]) -> Counts:
         ]
         for batch in batches
     ]
-    # The error flag rides along with the counts, so that checking ids costs no collective of its own.
-    counts_MK = all_reduce_no_grad(torch.tensor(rows, device=model.device), groups.dp).tolist()
+    # On the host: a device tensor would wait for the step before. The error flag rides along with the counts,
+    # so that checking ids costs no collective of its own.
+    counts_MK = all_reduce_no_grad(torch.tensor(rows), groups.dp).tolist()
     if any(row[0] for row in counts_MK):
         with fail_together(groups.world):
             if problem is not None:
@@ -158,6 +207,8 @@ def backward(
 
 DEVIATION = "hyper_deviation"
 """The only metric that is a maximum over layers, micro-batches and ranks; all others are sums."""
+STOP = "stop"
+"""How many ranks received a stop signal; travels with the metrics."""
 
 
 class _Step(StepWork):
@@ -271,17 +322,19 @@ def _layer_bucket(bucket: str) -> str:
     return bucket.rpartition(".")[2]
 
 
-def _reduce_metrics(metrics: Mapping[str, Tensor], stop: bool, groups: Groups) -> tuple[bool, dict[str, float]]:
-    """Whether any rank received a stop signal, and metrics reduced over all ranks, in one all-reduce."""
+def _reduce_metrics(metrics: Mapping[str, Tensor], stop: bool, groups: Groups) -> dict[str, Tensor]:
+    """Metrics over all ranks as 0-D tensors, in one all-reduce, and `STOP`: how many ranks received a stop
+    signal."""
     names = sorted({name for stage in all_gather_json(sorted(metrics), groups.pp) for name in stage})
     zero = torch.zeros((), dtype=torch.float64, device=next(iter(metrics.values())).device)
     parts = {name: metrics[name].double() if name in metrics else zero for name in names}
     deviation = parts.pop(DEVIATION, None)
-    stops, *sums = all_reduce_no_grad(torch.stack([zero + stop, *parts.values()]), groups.world).tolist()
-    reduced = dict(zip(parts, sums, strict=True))
+    parts[STOP] = zero + stop
+    sums = all_reduce_no_grad(torch.stack([*parts.values()]), groups.world)
+    reduced = dict(zip(parts, sums.unbind(), strict=True))
     if deviation is not None:
-        reduced[DEVIATION] = float(all_reduce_max_no_grad(deviation, groups.world))
-    return stops > 0, reduced
+        reduced[DEVIATION] = all_reduce_max_no_grad(deviation, groups.world)
+    return reduced
 
 
 def micro_batches(run: Run, loader: Loader, step: int, first: int, dp: Group = ALONE) -> list[MicroBatch]:
@@ -293,15 +346,6 @@ def micro_batches(run: Run, loader: Loader, step: int, first: int, dp: Group = A
     return [
         replace(loader.batch(range(start, start + each)), step=step, seed=run.train.seed) for start in starts
     ]
-
-
-def _not_finite(loss: float, norm: float, grads: Mapping[str, Tensor], world: Group) -> list[str]:
-    """Names of what is not finite, on any rank."""
-    if math.isfinite(loss) and math.isfinite(norm):
-        return []
-    by_rank = all_gather_json(gradients.not_finite(grads), world)
-    names = dict.fromkeys(name for names in by_rank for name in names)
-    return [*(["loss"] if not math.isfinite(loss) else []), *names] or ["grad_norm"]
 
 
 @torch.no_grad()
