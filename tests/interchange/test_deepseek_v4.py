@@ -189,7 +189,9 @@ def test_what_is_wide_in_a_narrow_model_is_so_in_its_files(form: str, tmp_path: 
     assert {less[name].dtype for name in hyper(less)} == {FP32}
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "form", [FORMS[0], *(pytest.param(form, marks=pytest.mark.long) for form in FORMS[1:])]
+)
 def test_the_state_of_the_optimizer_comes_along(form: str, tmp_path: Path) -> None:
     ours, family = weights(SHAPE, FP32), family_of("deepseek_v4")
     moments = optimized(ours, [name for name in ours if not name.endswith("router.bias")])

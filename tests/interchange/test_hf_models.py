@@ -15,6 +15,8 @@ from braid.interchange.files import SafetensorsFolder
 from braid.interchange.tables import copies
 from tests.interchange.models import CONFIGS, DOCUMENTS, compare, model_type, our_shape, their_model
 
+pytestmark = pytest.mark.costly("every family is built by transformers and compared, gradients too")
+
 pytest.importorskip("transformers")
 
 BOUNDS = {torch.float64: 1e-11, torch.float32: 1e-3}
