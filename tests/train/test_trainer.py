@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from braid.config import Run
+from braid.config import Mesh, Run
 from braid.errors import ConfigError
 from braid.planning.estimate import estimate
 from braid.planning.plan import plan
@@ -63,6 +63,18 @@ def several(rank: int, world: int, out: str) -> list[list[float]]:
 def test_several_sharded_runs_follow_one_another_in_one_process(tmp_path: Path) -> None:
     for losses in run_ranks(2, several, str(tmp_path)):
         assert losses[0] == losses[1] == losses[2]
+
+
+def several_of_one_mesh(rank: int, world: int, out: str) -> list[list[float]]:
+    """Its axes of one rank have groups of their own, which close with a trainer: the next mesh is equal to that
+    of the trainer before it, and DTensor takes them for one another."""
+    run = replace(short(), mesh=Mesh(pp=2))
+    return [trained(Path(out) / str(number), run, world) for number in range(2)]
+
+
+def test_several_runs_of_one_mesh_follow_one_another_in_one_process(tmp_path: Path) -> None:
+    for losses in run_ranks(2, several_of_one_mesh, str(tmp_path)):
+        assert losses[0] == losses[1]
 
 
 def test_a_plan_for_other_ranks_is_refused(tmp_path: Path) -> None:
