@@ -1,17 +1,17 @@
-# Each target makes or refreshes .venv by itself; nothing needs to be installed first but Python 3.11+.
+# Each target creates or refreshes .venv by itself; nothing but Python 3.11+ needs to be installed first.
 PYTHON ?= python3
 BIN := .venv/bin
 
 .PHONY: help train venv test test-long test-exhaustive mutants lint format bench clean
 
 help: ## Show the commands
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
 
 train: ## Set everything up and train the recipe `tiny` (two to eight minutes on 2 cores)
 	@$(PYTHON) scripts/setup_venv.py
 	$(BIN)/braid train tiny
 
-venv: ## Make or refresh .venv (a torch >= 2.11 that is already here is used, not replaced)
+venv: ## Create or refresh .venv (a torch >= 2.11 that is already installed is used, not replaced)
 	@$(PYTHON) scripts/setup_venv.py dev hf
 
 test: venv ## Run the tests: every pair of choices (7 to 9 minutes on 2 cores)
@@ -20,10 +20,10 @@ test: venv ## Run the tests: every pair of choices (7 to 9 minutes on 2 cores)
 test-long: venv ## Run the long tests: larger covers, and cases drawn from the commit
 	$(BIN)/python -m pytest -n 2 -m long
 
-test-exhaustive: venv ## Run whole products of cases of which the other tests hold samples (hours)
+test-exhaustive: venv ## Run every case that the other targets only sample (hours)
 	$(BIN)/python -m pytest -n 2 -m exhaustive
 
-mutants: venv ## Plant faults in a copy of src and see which ones the tests miss (hours on 2 cores)
+mutants: venv ## Mutation testing: plant faults in a copy of src, list those that no test catches (an hour or more)
 	$(BIN)/python -m scripts.mutants
 
 lint: venv ## Check style and types
@@ -31,7 +31,7 @@ lint: venv ## Check style and types
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
 
-format: venv ## Rewrite the code in the house style
+format: venv ## Format the code and apply automatic fixes
 	$(BIN)/python -m ruff check --fix .
 	$(BIN)/python -m ruff format .
 

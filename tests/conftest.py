@@ -4,6 +4,7 @@ commit, and at the end what the tests cost."""
 from __future__ import annotations
 
 import os
+import sys
 import zlib
 from collections.abc import Iterator
 from typing import Any
@@ -90,7 +91,9 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[pytest.TestReport]:
         made.user_properties.append(costs.property_of(item, costs.now() - item.stash[STARTED]))
     if made.failed:
         draw = f" --draw {item.config.stash[DRAW]}" if item.get_closest_marker("drawn") else ""
-        made.sections.append(("repeat it", f"python -m pytest '{item.nodeid}'{draw}"))
+        seed = f" --seed {given}" if (given := item.config.getoption("--seed")) else ""
+        python = os.path.relpath(sys.executable)
+        made.sections.append(("repeat it", f"{python} -m pytest '{item.nodeid}'{draw}{seed}"))
     return made
 
 

@@ -218,6 +218,6 @@ def test_what_was_found_is_found_again(repository, tmp_path):
     assert share_missed(found) == 0.25
     text = "\n".join(lines(found, [], repository, seed=1, seconds=3.0))
     assert first.place in text
-    assert "1 of 4 mutants missed: 25.0%, too many" in text
+    assert "1 of 4 mutants missed: 25.0%, above the limit of 5%" in text
     retried = open_record(record.file, resume=True, retry_missed=True)
     assert [mutant for mutant, _ in known(mutants, retried, repository)] == mutants[1:]

@@ -1,11 +1,11 @@
 """Mutation testing: faults are planted in a copy of the sources, one at a time, to see whether tests notice.
 
-    make mutants                                        the whole campaign, hours on 2 cores
-    python -m scripts.mutants --only optim --jobs 1     some of it
-    python -m scripts.mutants --check                   do the faults written by hand still fit the sources?
+    make mutants                                        everything, an hour or more on 2 cores
+    python -m scripts.mutants --only optim --jobs 1     one package
+    python -m scripts.mutants --check                   whether the faults written by hand apply to the sources
 
-`by_hand` has faults that somebody thought of, `drawing` draws others from a seed by `operators`. `selection`
-says which tests a mutant has to face, `running` runs them in copies of the repository, `report` tells what was
-missed. A mutant that a test fails on is caught (killed, in the literature); one that survives all is missed.
-docs/testing.md says how to read a report, and what to do about a missed one.
+`by_hand` has faults written by hand, `drawing` draws others from a seed with mutation operators (`operators`).
+`selection` chooses the tests of a mutant, `running` runs them in copies of the repository, `report` summarizes.
+A mutant is caught (killed, in the literature) if a test fails, and missed if it survives all of them.
+docs/testing.md explains how to read a report, and what to do about a missed one.
 """

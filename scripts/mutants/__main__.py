@@ -1,4 +1,4 @@
-"""`python -m scripts.mutants`: plant faults, run tests, report what was missed."""
+"""Mutation testing: plant faults in a copy of the sources, run tests, report which faults survive."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def main(words: Sequence[str] | None = None) -> int:
     except StaleFaultError:
         return _tell_stale()
     if chosen.check:
-        print(f"{len(by_hand)} faults written by hand fit the sources")
+        print(f"{len(by_hand)} faults written by hand apply to the sources")
         return 0
     drawn = draw(ROOT, chosen.seed, chosen.drawn) if chosen.drawn else Drawn([], [])
     placed = [replace(each, function=function_at(ROOT, each.file, each.line)) for each in by_hand]
@@ -61,20 +61,25 @@ def _options(words: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--jobs", type=int, default=2, help="mutants at a time, each on one core (default 2)")
     add("--only", action="append", help="a package, or part of a mutant's name; may be repeated")
-    add("--seed", type=int, default=SEED, help=f"what mutants are drawn from (default {SEED})")
-    add("--drawn", type=int, default=DRAWN, help=f"how many are drawn (default {DRAWN})")
-    add("--out", type=Path, default=OUT, help=f"what is found, as JSON lines (default {OUT})")
-    add("--resume", action="store_true", help="go on where the file of --out stops")
-    add("--retry-missed", action="store_true", help="--resume, and try those again that were missed")
-    add("--suite", type=Path, default=ROOT, help="a checkout whose tests are run, on the sources of this one")
-    add("--no-baseline", action="store_true", help="do not look first whether tests pass without a fault")
-    add("--no-confirm", action="store_true", help="believe a test that fails once")
-    add("--own", action="store_true", help="a quick look: the tests of a mutant's package alone")
-    add("--elsewhere", action="store_true", help="let all other tests have a look at those that are missed")
-    add("--timeout", type=float, default=Limits.unknown_s, help="seconds of a stage nobody has timed")
-    add("--check", action="store_true", help="do the faults written by hand fit the sources? then stop")
-    add("--list", action="store_true", help="show the mutants, and stop")
-    add("--report", action="store_true", help="show what the file of --out holds, and stop")
+    add("--seed", type=int, default=SEED, help=f"seed of the random mutants (default {SEED})")
+    add("--drawn", type=int, default=DRAWN, help=f"number of random mutants (default {DRAWN})")
+    add("--out", type=Path, default=OUT, help=f"file for the results, as JSON lines (default {OUT})")
+    add("--resume", action="store_true", help="continue an interrupted run: skip mutants that are in --out")
+    add("--retry-missed", action="store_true", help="like --resume, but run the missed ones again")
+    add("--suite", type=Path, default=ROOT, help="checkout whose tests run on the sources of this one")
+    add("--no-baseline", action="store_true", help="skip the run of the tests on the unmodified sources")
+    add("--no-confirm", action="store_true", help="do not repeat a failing test to confirm the failure")
+    add("--own", action="store_true", help="quick look: run only the tests of the mutant's package")
+    add("--elsewhere", action="store_true", help="also run all other tests on missed mutants")
+    add(
+        "--timeout",
+        type=float,
+        default=Limits.unknown_s,
+        help="seconds of a stage that has no baseline",
+    )
+    add("--check", action="store_true", help="only check that the faults written by hand apply to the sources")
+    add("--list", action="store_true", help="list the mutants without running anything")
+    add("--report", action="store_true", help="print the results in --out again")
     return parser.parse_args(words)
 
 

@@ -52,11 +52,12 @@ def lines(
         yield f"    {known.why}"
     unsteady = Counter(test for _, finding in found for test in finding.unsteady)
     if unsteady:
-        yield "\ntests that failed once and passed when asked again:"
+        yield "\nflaky tests, which failed once and passed when repeated:"
     yield from (f"  {count:>3} times  {test}" for test, count in unsteady.most_common())
     yield ""
-    share, verdict = share_missed(found), "enough" if share_missed(found) <= MOST_MISSED else "too many"
-    yield f"{len(missed)} of {len(found)} mutants missed: {share:.1%}, {verdict} (at most {MOST_MISSED:.0%})"
+    share = share_missed(found)
+    verdict = "within" if share <= MOST_MISSED else "above"
+    yield f"{len(missed)} of {len(found)} mutants missed: {share:.1%}, {verdict} the limit of {MOST_MISSED:.0%}"
     yield f"seed {seed}; {spoken(seconds)}"
 
 

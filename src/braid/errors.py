@@ -65,7 +65,7 @@ class ConfigError(BraidError, ValueError):
             super().__init__(problems)
         else:
             count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-            super().__init__("\n".join([f"the run cannot start: {count}", *map(str, problems)]))
+            super().__init__("\n".join([f"invalid settings: {count}", *map(str, problems)]))
 
 
 class ScheduleError(BraidError, RuntimeError):

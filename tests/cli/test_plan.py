@@ -23,7 +23,7 @@ def as_json(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
 
 def test_a_table_of_memory_and_one_of_what_is_sent(capsys: pytest.CaptureFixture[str]) -> None:
     text = told(capsys, "qwen3-30b-a3b", "--world", "16", "--mesh.tp", "2", "--mesh.ep", "8")
-    for words in ("16 ranks = pp 1 x dp 8 x cp 1 x tp 2", "optimizer", "activations", "rows to experts"):
+    for words in ("16 ranks = pp 1 x dp 8 x cp 1 x tp 2", "optimizer", "activations", "dispatch of rows"):
         assert words in text
 
 

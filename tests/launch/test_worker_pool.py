@@ -205,7 +205,7 @@ def test_after_kill_9_all_start_again_meet_and_rank_0_alone_has_the_terminal(cap
     report = capfd.readouterr()
     assert report.out.splitlines()[1:] == ["rank 0 met [0, 1] in attempt 1 with 1 threads"]
     assert "[rank 1] rank 1 met [0, 1] in attempt 1 with 1 threads\n" in report.err
-    assert "2 workers with one thread each" in report.err
+    assert "each worker uses one thread" in report.err
     assert "braid: rank 1 was killed by SIGKILL; restarting all, 1 of 1 restarts\n" in report.err
 
 

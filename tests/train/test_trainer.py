@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from braid.config import Run
+from braid.config import Mesh, Run
 from braid.errors import ConfigError
+from braid.planning.estimate import estimate
 from braid.planning.plan import plan
 from braid.train.trainer import Trainer
 from tests.ranks import run_ranks
@@ -64,6 +65,18 @@ def test_several_sharded_runs_follow_one_another_in_one_process(tmp_path: Path) 
         assert losses[0] == losses[1] == losses[2]
 
 
+def several_of_one_mesh(rank: int, world: int, out: str) -> list[list[float]]:
+    """Its axes of one rank have groups of their own, which close with a trainer: the next mesh is equal to that
+    of the trainer before it, and DTensor takes them for one another."""
+    run = replace(short(), mesh=Mesh(pp=2))
+    return [trained(Path(out) / str(number), run, world) for number in range(2)]
+
+
+def test_several_runs_of_one_mesh_follow_one_another_in_one_process(tmp_path: Path) -> None:
+    for losses in run_ranks(2, several_of_one_mesh, str(tmp_path)):
+        assert losses[0] == losses[1]
+
+
 def test_a_plan_for_other_ranks_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="plan is for 2 ranks, but this process is alone: plan for 1, or"):
         Trainer(plan(short(), 2), out=tmp_path, device="cpu")
@@ -72,9 +85,37 @@ def test_a_plan_for_other_ranks_is_refused(tmp_path: Path) -> None:
 
 def test_a_trainer_gives_its_folder_back(tmp_path: Path) -> None:
     with Trainer(plan(short(), 1), out=tmp_path, device="cpu", quiet=True):
-        with pytest.raises(ConfigError, match="is training into"):
+        with pytest.raises(ConfigError, match="this process is training into"):
             Trainer(plan(short(), 1), out=tmp_path, device="cpu")
     Trainer(plan(short(), 1), out=tmp_path, device="cpu").close()
+
+
+def test_a_closed_trainer_refuses(tmp_path: Path) -> None:
+    """Its lock is gone: another trainer may be writing into the folder."""
+    with Trainer(plan(short(), 1), out=tmp_path, device="cpu", quiet=True) as trainer:
+        trainer.step()
+    for use in (trainer.step, trainer.train, trainer.evaluate, trainer.save, lambda: trainer.generate("def ")):
+        with pytest.raises(ConfigError, match="this trainer is closed"):
+            use()
+    assert trainer.step_number == 1
+    assert not list(tmp_path.glob("checkpoints/*"))
+
+
+def test_no_step_follows_the_last_one(tmp_path: Path) -> None:
+    with Trainer(plan(short(), 1), out=tmp_path, device="cpu", quiet=True) as trainer:
+        trainer.step(), trainer.step()
+        with pytest.raises(ConfigError, match="the run is complete: step 2 of 2 is done"):
+            trainer.step()
+        assert trainer.train().checkpoint.name == "step-00000002"  # saved now: `step` saves nothing
+    with Trainer(plan(short(), 1), out=tmp_path, device="cpu", quiet=True) as trainer:
+        assert trainer.train().checkpoint == trainer.resumed
+
+
+def test_an_unknown_device_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="device tpu: must be one of auto, cpu, cuda"):
+        Trainer(plan(short(), 1), out=tmp_path, device="tpu")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="device tpu: must be cpu or cuda"):
+        estimate(plan(short(), 1), "tpu")
 
 
 def test_a_quiet_trainer_prints_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

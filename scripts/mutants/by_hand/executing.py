@@ -25,8 +25,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="every-copy-is-the-first",
         file="optim/shards.py",
-        old="first = all(mesh.get_local_rank(axis) == 0 for axis in range(shard_axis))",
-        new="first = True",
+        old="first=not any(replica))",
+        new="first=True)",
         kind="wrong group",
         why="the gradient's length counts copies, and two ranks write the same part of a checkpoint",
     ),

@@ -24,6 +24,7 @@ class GridOptions:
 
     The first axis varies fastest: tp ranks are adjacent, pipeline stages are farthest apart. Expert layers
     factorize the ranks of a pipeline stage differently: tp x cp x dp = etp x ep x edp, where edp is derived.
+    The family `slab` holds all ranks of a pipeline stage.
     """
 
     tp: int = 1

@@ -210,7 +210,7 @@ def _header(result: Estimate) -> str:
     )
 
 
-MEMORY_COLUMNS = ("parameters", "gathered", "gradients", "optimizer", "activations", "passing", "peak")
+MEMORY_COLUMNS = ("parameters", "gathered", "gradients", "optimizer", "activations", "temporary", "peak")
 """Fields of `Memory` shown in the table."""
 
 

@@ -101,7 +101,7 @@ def launch(
     reports that workers write to `failures`."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     if "OMP_NUM_THREADS" not in environment:
-        warn(f"starting {world} workers with one thread each; set OMP_NUM_THREADS for more")
+        warn("each worker uses one thread; set OMP_NUM_THREADS for more")
     with _WorkerPool(command, world, environment, store) as pool:
         for attempt in range(restarts + 1):
             before = _report_folders(failures)

@@ -209,6 +209,7 @@ class LanguageModel(Recomputing):
         }
 
     def forward(self, batch: MicroBatch) -> Losses:
+        """The losses of a micro-batch; `logits` returns logits."""
         return self.losses(self.prepare(batch))
 
     def losses(self, context: Context) -> Losses:
@@ -303,6 +304,7 @@ class LanguageModel(Recomputing):
         return self.embedding.logits(hidden_BsC)
 
     def logits(self, context: Context) -> Tensor:
+        """The logits of every token, for a model that is not pipelined: `prepare` makes the context."""
         return self.head_logits(self.hidden(context))
 
     def recompute(self, replays: Replays | None, span: int = 1) -> None:
@@ -422,7 +424,7 @@ class LanguageModel(Recomputing):
 
     def _head_loss_cost(self, workload: Workload) -> Cost:
         tp, cp, hidden = self.groups.tp, self.groups.cp, self.shape.hidden * workload.narrow
-        calls = all_gather_calls(tp, workload.local_tokens(tp, cp) * hidden, "tokens to the head")
+        calls = all_gather_calls(tp, workload.local_tokens(tp, cp) * hidden, "head tokens")
         seen = Cost(kept=workload.local_tokens(cp) * hidden, calls=calls)
         vocabulary, scale = Vocabulary(self.shape.vocab, tp), self.shape.logits_scale
         return seen + cross_entropy_cost(workload, workload.local_tokens(cp), vocabulary, scale)

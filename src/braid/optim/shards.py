@@ -27,15 +27,18 @@ def local_shard(parameter: Tensor) -> LocalShard:
         return LocalShard(None, first=True)
     mesh, (*_, placement) = parameter.device_mesh, parameter.placements
     assert isinstance(placement, ShardPlacement)
-    shard_axis = mesh.ndim - 1
-    size, rank = mesh.size(shard_axis), mesh.get_local_rank(shard_axis)
+    # Not `get_local_rank`, which asks the process group. Meshes of the same ranks are equal, and DTensor caches
+    # ops by mesh: the mesh of a parameter may be an earlier trainer's, whose groups are closed.
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    *replica, rank = coordinate
+    size = mesh.size(mesh.ndim - 1)
     entries = parameter.shape[placement.dim]
     # DTensor chunks unevenly like torch.chunk: the last ranks may have less, or nothing.
     chunk = -(-entries // size)
     start, stop = min(rank * chunk, entries), min((rank + 1) * chunk, entries)
     assert parameter.to_local().shape[placement.dim] == stop - start, "torch shards differently"
-    first = all(mesh.get_local_rank(axis) == 0 for axis in range(shard_axis))
-    return LocalShard(Shard(placement.dim, start, stop), first=first)
+    return LocalShard(Shard(placement.dim, start, stop), first=not any(replica))
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -300,7 +300,7 @@ def _legend(timeline: Timeline, y: float, numbers: Mapping[Stream | None, _Numbe
     if timeline.schedule.delayed:
         entries.append(([f"w{stage}" for stage in stages], "weight gradients"))
     if _boxed(timeline, Act.SUM_COPIES):
-        entries.append((["sum"], "sum of copies"))
+        entries.append((["sum"], "all-reduce of copies"))
     x = _LEFT
     for looks, label in entries:
         for look in looks:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from braid import checkpoint
 from braid.config import Run
 from braid.console import Line, say, warn
-from braid.errors import CheckpointError, NumericsError, PreemptedError
+from braid.errors import CheckpointError, ConfigError, NumericsError, PreemptedError
 from braid.launch.process import everywhere
 from braid.launch.watchdog import Watchdog
 from braid.model.language import LanguageModel
@@ -117,11 +117,14 @@ class Loop:
                 )
         if last is None:
             self.val_loss = self.evaluate()
-        path = saved or checkpoint.latest(self.run_dir.checkpoints).path
-        assert path is not None, "the last step is always saved"
+            newest = checkpoint.latest(self.run_dir.checkpoints).path
+            resumed = newest == checkpoint.step_path(self.run_dir.checkpoints, self.state.step)
+            # `Trainer.step` may have run the last step, without saving it.
+            saved = newest if resumed else self.save(must=True)
+        assert saved is not None, "the last step is always saved"
         return Outcome(
             model=self.state.model,
-            checkpoint=path,
+            checkpoint=saved,
             loss=None if last is None else last.loss,
             val_loss=self.val_loss,
         )
@@ -152,6 +155,13 @@ class Loop:
     def step(self) -> StepResult:
         """Run one training step; log its metrics and evaluate if due."""
         self.finish()
+        if self.state.step >= self.run.train.steps:
+            raise everywhere(
+                ConfigError(
+                    f"the run is complete: step {self.state.step} of {self.run.train.steps} is done; "
+                    "set train.steps higher to continue"
+                )
+            )
         return self._end(self._begin())
 
     def _begin(self) -> _IssuedStep:

@@ -46,6 +46,10 @@ class RunDir:
             except OSError:
                 lock.seek(0)
                 owner = lock.read().strip() or "another one"
+                if owner == str(os.getpid()):
+                    raise ConfigError(
+                        f"this process is training into {self.out}: close that Trainer, or set another out"
+                    ) from None
                 raise ConfigError(
                     f"process {owner} is training into {self.out}: wait for it, or set another --out"
                 ) from None

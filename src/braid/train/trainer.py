@@ -106,6 +106,7 @@ class Trainer:
         self._init, self._init_options = None if init is None else Path(init), init_options
         self._resources = ExitStack()
         self._loop: Loop | None = None
+        self._closed = False
         try:
             with translate_peer_errors():
                 self._open(device, environment, build_progress)
@@ -176,7 +177,8 @@ class Trainer:
         return self.state.step
 
     def step(self) -> StepResult:
-        """Train one step, log its metrics, and evaluate if due. Call `save` to write a checkpoint."""
+        """Train one step, log its metrics, and evaluate if due. Call `save` to write a checkpoint. Raises
+        `ConfigError` after the last step of the run."""
         return self._get_loop().step()
 
     def train(self) -> Outcome:
@@ -213,6 +215,7 @@ class Trainer:
     def generate(self, prompt: str, *, tokens: int = 200, temperature: float = 0.8, seed: int = 0) -> str:
         """The prompt and its continuation. With several ranks there is no KV cache, so every token costs a full
         forward."""
+        self._check_open()
         tokenizer, run = self.data.tokenizer, self.plan.run
         if self.plan.world == 1:
             return generate_text(
@@ -222,7 +225,16 @@ class Trainer:
             self.state, run, tokenizer, prompt, tokens=tokens, temperature=temperature, seed=seed
         )
 
+    def _check_open(self) -> None:
+        """Without its lock, a trainer must not write into its folder; its communicators are gone as well."""
+        if self._closed:
+            raise ConfigError(
+                f"this trainer is closed: create another Trainer with out={str(self.run_dir.out)!r}, "
+                "which resumes from the newest checkpoint"
+            )
+
     def _get_loop(self) -> Loop:
+        self._check_open()
         if self._loop is None:
             metrics: Metrics | NullMetrics = NullMetrics()
             if self.process.rank == 0:
@@ -241,6 +253,7 @@ class Trainer:
 
     def close(self) -> None:
         """Release everything that was opened: files, communicators, the lock on the folder."""
+        self._closed = True
         self._resources.close()
 
     def __enter__(self) -> Trainer:

@@ -51,10 +51,10 @@ from braid.nn.moe.token_dispatcher import choose
 from braid.nn.moe.token_ids import Tokens
 
 NOT_REPEATED = (
-    "rows to expect",
-    "choices of experts",
-    "rows back",
-    "tokens back",
+    "dispatch of row counts",
+    "dispatch of expert ids",
+    "combine of rows",
+    "combine of tokens",
     "expert counts",
     "expert counts of rows",
 )
@@ -249,18 +249,18 @@ class Moe(nn.Module):
         )
         if isinstance(self.dispatcher, AllGather):
             calls = (
-                no_grad_call("all_gather", group, slots * INDEX_BYTES, "choices of experts")
-                + all_gather_calls(group, tokens * channels, "tokens to experts")
-                + all_gather_calls(group, slots * wide, "probabilities")
-                + reduce_scatter_calls(group, group.size * tokens * channels, "tokens back")
+                no_grad_call("all_gather", group, slots * INDEX_BYTES, "dispatch of expert ids")
+                + all_gather_calls(group, tokens * channels, "dispatch of tokens")
+                + all_gather_calls(group, slots * wide, "dispatch of probabilities")
+                + reduce_scatter_calls(group, group.size * tokens * channels, "combine of tokens")
             )
             return total + Cost(calls=calls)
         counts = 0 if shape.pad_to_capacity else group.size * local_experts * INDEX_BYTES
         calls = (
-            no_grad_call("all_to_all", group, counts, "rows to expect", times=int(counts > 0))
-            + all_to_all_v_calls(group, rows * channels, "rows to experts")
-            + all_to_all_v_calls(group, rows * wide, "probabilities")
-            + all_to_all_v_calls(group, rows * channels, "rows back")
+            no_grad_call("all_to_all", group, counts, "dispatch of row counts", times=int(counts > 0))
+            + all_to_all_v_calls(group, rows * channels, "dispatch of rows")
+            + all_to_all_v_calls(group, rows * wide, "dispatch of probabilities")
+            + all_to_all_v_calls(group, rows * channels, "combine of rows")
         )
         return total + Cost(calls=calls)
 

@@ -32,7 +32,7 @@ class Memory:
     """Adam moments, and main parameters if they are separate from the weights."""
     activations: int
     """Activations saved for backward by all live micro-batches."""
-    passing: int
+    temporary: int
     """Temporary tensors of backward, at most at a time."""
     peak: int
     """Maximum of the total."""
@@ -77,7 +77,7 @@ def memory_of(units: list[HeldUnit], costs: Mapping[str, Cost], step: Step) -> M
         updated=updated,
         optimizer=optimizer,
         activations=step.activations.kept,
-        passing=max(cost.passing for cost in costs.values()),
+        temporary=max(cost.passing for cost in costs.values()),
         peak=peak,
         peak_at=peak_at,
     )

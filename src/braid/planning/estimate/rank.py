@@ -9,6 +9,7 @@ import torch
 
 from braid.choices import recomputed
 from braid.distributed.collectives import ALONE, Group, Groups
+from braid.errors import ConfigError
 from braid.model.language import LanguageModel
 from braid.nn.cost import Workload
 from braid.nn.dtypes import DTYPES
@@ -55,7 +56,8 @@ def model_of(plan: Plan, groups: Groups, device: str) -> LanguageModel:
 
 def workload_of(plan: Plan, device: str) -> Workload:
     """The input of a rank in one micro-batch, and what it recomputes."""
-    assert device in ("cpu", "cuda")
+    if device not in ("cpu", "cuda"):
+        raise ConfigError(f"device {device}: must be cpu or cuda")
     workload = Workload(
         rows=plan.micro_batch_samples // plan.axes.dp,
         tokens=plan.run.data.sequence_tokens,

@@ -146,13 +146,13 @@ def sharding_calls(units: list[HeldUnit], ops: Ops) -> Iterator[Call]:
     for unit in units:
         family = "edp" if unit.mesh == "expert" else "dp_cp"
         gathers, sums = times[unit.name, Act.UNSHARD], times[unit.name, Act.REDUCE_GRAD]
-        what = "experts" if unit.mesh == "expert" else "dense"
+        what = "expert" if unit.mesh == "expert" else "dense"
         if unit.shards > 1:
             weights, grads = unit.kept * unit.computed, unit.gathered * unit.stored
             yield Call("all_gather", family, unit.shards, f"{what} weights", weights, gathers)
             yield Call("reduce_scatter", family, unit.shards, f"{what} gradients", grads, sums)
         if unit.copies > 1:
-            yield Call("all_reduce", family, unit.copies, f"{what} gradients of copies", unit.kept_bytes, sums)
+            yield Call("all_reduce", family, unit.copies, f"{what} gradients, HSDP", unit.kept_bytes, sums)
 
 
 def copy_calls(model: LanguageModel, plan: Plan) -> Iterator[Call]:
@@ -168,7 +168,7 @@ def copy_calls(model: LanguageModel, plan: Plan) -> Iterator[Call]:
         key = (each.group.name, each.group.size, dtypes[each.parameter])
         totals[key] = totals.get(key, 0) + elements * dtypes[each.parameter].itemsize
     for (family, ranks, _), payload in totals.items():
-        yield Call("all_reduce", family, ranks, "gradients of copies", payload)
+        yield Call("all_reduce", family, ranks, "gradients of replicated weights", payload)
 
 
 def _first_shard(name: str, parameter: nn.Parameter, plan: Plan) -> Shard:
