@@ -77,6 +77,30 @@ def test_a_trainer_gives_its_folder_back(tmp_path: Path) -> None:
     Trainer(plan(short(), 1), out=tmp_path, device="cpu").close()
 
 
+def test_a_closed_trainer_does_nothing_more(tmp_path: Path) -> None:
+    """Its folder may be another one's by now."""
+    with Trainer(plan(short(), 1), out=tmp_path, device="cpu", quiet=True) as trainer:
+        pass
+    for use in (trainer.step, trainer.train, trainer.evaluate, trainer.save, lambda: trainer.generate("def ")):
+        with pytest.raises(ConfigError, match=r"trainer is closed and no longer holds .*: create another"):
+            use()
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_there_is_no_step_after_the_last(tmp_path: Path) -> None:
+    """The plan could not resume from it."""
+    with Trainer(plan(short(), 1), out=tmp_path, device="cpu", quiet=True) as trainer:
+        trainer.train()
+        with pytest.raises(ConfigError, match=r"all 2 steps are done: .* train.steps above 2"):
+            trainer.step()
+        assert trainer.step_number == 2
+
+
+def test_an_unknown_device_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="device 'gpu' is not one of auto, cpu, cuda"):
+        Trainer(plan(short(), 1), out=tmp_path, device="gpu")  # type: ignore[arg-type]
+
+
 def test_a_quiet_trainer_prints_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trained(tmp_path, short())
     assert capsys.readouterr().out == ""

@@ -7,7 +7,7 @@ import platform
 import resource
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
@@ -58,6 +58,8 @@ class Device:
 
 def choose_device(requested: DeviceName) -> Device:
     """The requested device; `auto` selects a GPU if there is one."""
+    if requested not in get_args(DeviceName):
+        raise ConfigError(f"device {requested!r} is not one of {', '.join(get_args(DeviceName))}")
     if requested == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device cuda: torch sees no GPU here; set --device cpu or auto")
     if requested == "cpu" or not torch.cuda.is_available():

@@ -106,6 +106,7 @@ class Trainer:
         self._init, self._init_options = None if init is None else Path(init), init_options
         self._resources = ExitStack()
         self._loop: Loop | None = None
+        self._closed = False
         try:
             with translate_peer_errors():
                 self._open(device, environment, build_progress)
@@ -177,7 +178,12 @@ class Trainer:
 
     def step(self) -> StepResult:
         """Train one step, log its metrics, and evaluate if due. Call `save` to write a checkpoint."""
-        return self._get_loop().step()
+        loop, steps = self._get_loop(), self.plan.run.train.steps
+        if self.state.step >= steps:
+            raise ConfigError(
+                f"all {self.state.step} steps are done: to continue, plan a run with train.steps above {steps}"
+            )
+        return loop.step()
 
     def train(self) -> Outcome:
         """Train to the last step of the run, evaluating and saving as configured and at the end. On SIGTERM or
@@ -185,19 +191,21 @@ class Trainer:
         loop = self._get_loop()
         timeout_s = self.plan.run.train.stall_timeout_s if self._watch else 0.0
         failures = self.run_dir.out / FAILURES
-        with (
-            translate_peer_errors(),
-            watched(self.process, failures, self.state.progress, timeout_s) as loop.watchdog,
-            StopRequest() as loop.stop_request,
-            frozen_gc(),
-        ):
-            outcome = loop.run_to_end()
-            if self._tracer is not None:
-                self._tracer.close()
-            self.state.progress.enter("the end")
-            with fail_together(self.process.world_group):
-                pass  # a barrier: no rank may destroy a communicator that another still uses
-        loop.stop_request = loop.watchdog = None
+        try:
+            with (
+                translate_peer_errors(),
+                watched(self.process, failures, self.state.progress, timeout_s) as loop.watchdog,
+                StopRequest() as loop.stop_request,
+                frozen_gc(),
+            ):
+                outcome = loop.run_to_end()
+                if self._tracer is not None:
+                    self._tracer.close()
+                self.state.progress.enter("the end")
+                with fail_together(self.process.world_group):
+                    pass  # a barrier: no rank may destroy a communicator that another still uses
+        finally:
+            loop.stop_request = loop.watchdog = None
         return outcome
 
     def evaluate(self) -> float | None:
@@ -213,6 +221,7 @@ class Trainer:
     def generate(self, prompt: str, *, tokens: int = 200, temperature: float = 0.8, seed: int = 0) -> str:
         """The prompt and its continuation. With several ranks there is no KV cache, so every token costs a full
         forward."""
+        self._require_open()
         tokenizer, run = self.data.tokenizer, self.plan.run
         if self.plan.world == 1:
             return generate_text(
@@ -222,7 +231,14 @@ class Trainer:
             self.state, run, tokenizer, prompt, tokens=tokens, temperature=temperature, seed=seed
         )
 
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ConfigError(
+                f"this trainer is closed and no longer holds {self.run_dir.out}: create another one"
+            )
+
     def _get_loop(self) -> Loop:
+        self._require_open()
         if self._loop is None:
             metrics: Metrics | NullMetrics = NullMetrics()
             if self.process.rank == 0:
@@ -240,7 +256,9 @@ class Trainer:
         return self._tracer.file if self._tracer is not None and self._tracer.written else None
 
     def close(self) -> None:
-        """Release everything that was opened: files, communicators, the lock on the folder."""
+        """Release everything that was opened: files, communicators, the lock on the folder. The trainer can no
+        longer be used; its model can."""
+        self._closed = True
         self._resources.close()
 
     def __enter__(self) -> Trainer:
