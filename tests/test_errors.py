@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 from pathlib import Path
 
-from braid.errors import CHECKOUT, MAX_LISTED, BraidError, ExitCode, ScheduleError, first_of, how_to_install
+from braid.errors import (
+    CHECKOUT,
+    MAX_LISTED,
+    BraidError,
+    ConfigError,
+    ExitCode,
+    Problem,
+    ScheduleError,
+    first_of,
+    how_to_install,
+)
+from braid.pattern import PatternError
 
 
 def test_the_first_faults_are_told_and_the_others_counted():
@@ -26,6 +38,13 @@ def test_a_schedule_that_breaks_its_rules_is_a_bug_told_without_a_traceback():
     assert "report it" in first
     assert listed == [*(f"fault {number}" for number in range(MAX_LISTED)), "... and 3 more of these"]
     assert "has 1 fault;" in str(ScheduleError(["fault"]))
+
+
+def test_errors_come_back_whole_from_another_process():
+    wrong = [Problem(field="optim.lr", value=-1, rule="must be above 0", remedy="a number above 0")]
+    for error in (ConfigError(wrong), ScheduleError(["one", "other"]), PatternError("] is missing", "[*", 1)):
+        same = pickle.loads(pickle.dumps(error))
+        assert (type(same), str(same), vars(same)) == (type(error), str(error), vars(error))
 
 
 SPELLED = re.compile(r"(pip install|install) '?braid\b")

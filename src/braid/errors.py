@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 MAX_LISTED = 6
 """Faults of one kind that an error message lists; further ones are only counted."""
@@ -81,6 +81,9 @@ class ScheduleError(BraidError, RuntimeError):
             f"the schedule of this run has {count}; nothing was started. This is a bug in braid: please report "
             f"it with the command and this message\n{listed}"
         )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.faults,)
 
 
 class DataError(BraidError, ValueError):

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import NewType
+from typing import Any, NewType
 
 from braid.errors import ConfigError
 
@@ -66,6 +66,9 @@ class PatternError(ConfigError):
         # Characters that may not be one column wide would shift the caret: show a dot instead.
         printable = "".join(c if " " <= c <= "~" else "·" for c in text)
         super().__init__(f"{rule}\n  {printable}\n  {' ' * position}^")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.rule, self.text, self.position)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -96,6 +96,11 @@ def test_all_problems_come_at_once_with_value_rule_and_remedy():
     assert all(problem.rule and problem.remedy for problem in error.problems)
 
 
+@pytest.mark.parametrize("world", ["2", 2.0, None, True])
+def test_a_world_that_is_no_whole_number_is_refused(world):
+    assert problems(world)["world"].rule == "must be int"
+
+
 def test_sparse_attention_parses_but_is_refused_by_name():
     problem = problems(model__pattern="D-")["model.pattern"]
     assert "D (sparse attention)" in problem.rule

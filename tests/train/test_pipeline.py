@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from braid.config import Run
 from braid.data import ByteTokenizer
 from braid.distributed.groups import opened_groups
+from braid.errors import ConfigError
 from braid.planning import divisibility
 from braid.planning.plan import plan
 from braid.schedule import simulate
@@ -70,7 +72,13 @@ def test_the_executed_log_has_the_bubble_of_the_plan(corpus, tmp_path, pattern, 
 def written(rank: int, world: int, run: Run, out: str) -> tuple[torch.Tensor, str]:
     with begun(rank, world, run, out) as (state, _):
         rows = torch.arange(7).repeat(2, 1) + 90
-        text = generate_distributed(state, run, ByteTokenizer(), "to be", tokens=5, temperature=0.9, seed=3)
+        generate = partial(generate_distributed, state, run, ByteTokenizer(), temperature=0.9, seed=3)
+        with pytest.raises(ConfigError, match=r"2 problems\nprompt = ''(.|\n)*tokens = -1"):
+            generate("", tokens=-1)
+        if world > 1:
+            with pytest.raises(ConfigError, match=r'different texts.*\n  prompt: "to" on rank 0, '):
+                generate("to" + rank * "!", tokens=1)
+        text = generate("to be", tokens=5)
         return next_logits(state, run, rows), text
 
 

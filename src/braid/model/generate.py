@@ -79,17 +79,7 @@ def generate_text(
     model: LanguageModel, tokenizer: TextTokenizer, prompt: str, *, tokens: int, temperature: float, seed: int
 ) -> str:
     """The prompt and its continuation, up to the end of the document; deterministic for a given seed."""
-    ids = list(tokenizer.encode(prompt))
-    problems: list[Problem] = []
-    if not ids:
-        problems.append(
-            Problem(field="prompt", value=prompt, rule="must have at least one token", remedy="some text")
-        )
-    problems += validators.at_least("temperature", temperature, 0)
-    problems += validators.at_least("tokens", tokens, 0)
-    problems += validators.seed("seed", seed)
-    if problems:
-        raise ConfigError(problems)
+    ids = prompt_ids(tokenizer, prompt, tokens=tokens, temperature=temperature, seed=seed)
     generator = torch.Generator().manual_seed(seed)
     rows = generate(
         model,
@@ -101,3 +91,21 @@ def generate_text(
         vocab=tokenizer.vocab,
     )
     return tokenizer.decode(rows[0].tolist())
+
+
+def prompt_ids(
+    tokenizer: TextTokenizer, prompt: str, *, tokens: int, temperature: float, seed: int
+) -> list[int]:
+    """The ids of a prompt. Raises a `ConfigError` with every problem of the prompt and of the options."""
+    ids = list(tokenizer.encode(prompt))
+    problems: list[Problem] = []
+    if not ids:
+        problems.append(
+            Problem(field="prompt", value=prompt, rule="must have at least one token", remedy="some text")
+        )
+    problems += validators.at_least("temperature", temperature, 0)
+    problems += validators.at_least("tokens", tokens, 0)
+    problems += validators.seed("seed", seed)
+    if problems:
+        raise ConfigError(problems)
+    return ids

@@ -200,6 +200,8 @@ def phase_flops(plan: Plan) -> list[dict[str, int]]:
 def check(run: Run, world: int) -> list[Problem]:
     """Every problem of the run, in the order of its fields."""
     wrong_types = list(type_problems(run))
+    if type(world) is not int:
+        wrong_types.append(Problem(field="world", value=world, rule="must be int", remedy="int"))
     if wrong_types:
         return wrong_types  # the rules below compare values, which need the right types
     rules = (_layers(run.model, run.mesh), _vocab(run), _ranks(run, world), _steps(run), _recompute(run))

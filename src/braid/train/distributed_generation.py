@@ -20,9 +20,10 @@ from braid.data import Tokenizer
 from braid.distributed.collectives import all_gather_no_grad, all_reduce_no_grad
 from braid.engine.executor import execute
 from braid.engine.node import PhaseFn, StepWork
+from braid.launch.process import check_agreement
 from braid.model import nodes
 from braid.model.context import MicroBatch
-from braid.model.generate import sample
+from braid.model.generate import prompt_ids, sample
 from braid.schedule import Phase, Turn
 from braid.train.state import State
 
@@ -32,7 +33,11 @@ def generate_distributed(
     state: State, run: Run, tokenizer: Tokenizer, prompt: str, *, tokens: int, temperature: float, seed: int
 ) -> str:
     """The prompt and its continuation, the same on every rank. Collective over all ranks."""
-    ids = list(tokenizer.encode(prompt))
+    # Ranks with prompts of different lengths would exchange messages of different sizes.
+    asked = {"prompt": prompt, "tokens": tokens, "temperature": temperature, "seed": seed}
+    rule = "the ranks were asked for different texts: generate is called with the same arguments on all of them"
+    check_agreement(asked, state.model.groups.world, rule)
+    ids = prompt_ids(tokenizer, prompt, tokens=tokens, temperature=temperature, seed=seed)
     generator = torch.Generator().manual_seed(seed)
     for _ in range(tokens):
         logits_BV = next_logits(state, run, torch.tensor([ids]))[:, : tokenizer.vocab]
