@@ -14,7 +14,7 @@ from typing import Literal
 
 from braid import validators
 from braid.errors import Problem
-from braid.pattern import Kind
+from braid.pattern import Kind, Layer, parse
 
 Activation = Literal["swiglu", "relu2", "gelu"]
 """swiglu has gate and up projections; relu2 (squared ReLU) and gelu have only an up projection."""
@@ -113,7 +113,9 @@ class Attention:
     window: int | None = None
     """Sliding window: a token attends to itself and the window - 1 tokens before it. None: full attention."""
     qk_norm: bool = False
-    """RMSNorm on the queries and keys of each head, before RoPE."""
+    """RMSNorm on queries and keys, before RoPE."""
+    qk_norm_over: Literal["head", "all"] = "head"
+    """Channels that qk_norm normalizes together: those of each head, or those of all heads (OLMo)."""
     bias: bool = False
     """Biases on all projections."""
     gate: bool = False
@@ -145,6 +147,13 @@ class Attention:
             yield from self.rope_scaling.problems(f"{at}.rope_scaling")
         if self.window is not None:
             yield from validators.at_least(f"{at}.window", self.window, 1)
+        if self.qk_norm_over == "all" and not self.qk_norm:
+            yield Problem(
+                field=f"{at}.qk_norm_over",
+                value=self.qk_norm_over,
+                rule=f"there is no norm: {at}.qk_norm is False",
+                remedy=f"head, or {at}.qk_norm to True",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,8 +244,14 @@ class DeltaNet:
     """Channels of a value head."""
     conv: int = 4
     """Kernel size of the causal convolution."""
+    negative_eigenvalues: bool = False
+    """Step size beta in (0, 2) instead of (0, 1), so that state transitions may have negative eigenvalues."""
+    gate_norm_eps: float | None = None
+    """Epsilon of the norm before the output gate; None for that of the model."""
 
     def problems(self, at: str) -> Iterator[Problem]:
+        if self.gate_norm_eps is not None:
+            yield from validators.above(f"{at}.gate_norm_eps", self.gate_norm_eps, 0)
         for name in ("key_heads", "value_heads", "key_dim", "value_dim", "conv"):
             yield from validators.at_least(f"{at}.{name}", getattr(self, name), 1)
         yield from validators.divides(f"{at}.key_heads", self.key_heads, self.value_heads, f"{at}.value_heads")
@@ -477,7 +492,9 @@ class Model:
     tied: bool = True
     """Tie the weights of the head and the embedding."""
     norm: Literal["rms", "layer"] = "rms"
-    """Norm before every layer and before the head."""
+    """Norm of every layer, and before the head."""
+    norm_position: Literal["pre", "post", "attention_post"] = "pre"
+    """Norm a layer's input, its output, or outputs for attention and the MLP or MoE after it (OLMo Hybrid)."""
     norm_eps: float = 1e-5
     """Epsilon of every norm, added to the variance."""
     dropout: float = 0.0
@@ -506,7 +523,24 @@ class Model:
         """Shape of a token's residual stream: (hidden,), or (streams, hidden)."""
         return (self.hidden,) if self.hyper is None else (self.hyper.streams, self.hidden)
 
+    def has_post_norm(self, layer: Layer) -> bool:
+        """Whether the norm of a layer stands after it. An MLP or MoE belongs to the nearest mixer before it,
+        however the pattern groups them."""
+        if self.norm_position != "attention_post":
+            return self.norm_position == "post"
+        layout = parse(self.pattern)
+        layers = layout.layers if layer.depth is None else layout.mtp[layer.depth].layers
+        mixers = [each.kind for each in layers if each.kind.is_mixer and each.number <= layer.number]
+        return bool(mixers) and mixers[-1] in (Kind.ATTENTION, Kind.LATENT_ATTENTION)
+
     def problems(self, at: str) -> Iterator[Problem]:
+        if self.norm_position != "pre" and self.hyper is not None:
+            yield Problem(
+                field=f"{at}.norm_position",
+                value=self.norm_position,
+                rule="hyper-connections are defined around layers that norm their input",
+                remedy=f"pre, or {at}.hyper to None",
+            )
         yield from validators.at_least(f"{at}.hidden", self.hidden, 1)
         yield from validators.at_least(f"{at}.vocab", self.vocab, 2)
         yield from validators.above(f"{at}.norm_eps", self.norm_eps, 0)

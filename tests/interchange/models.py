@@ -198,6 +198,41 @@ CONFIGS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "layer_types": ["full_attention", "linear_attention"],
         },
     ),
+    # transformers 5.22 cuts the convolution of its files into three equal parts, whatever queries, keys and
+    # values have: here they have as many channels.
+    "olmo_hybrid": (
+        "OlmoHybrid",
+        {
+            **TINY,
+            **LINEAR_HEADS,
+            "linear_key_head_dim": 14,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 3,
+            "intermediate_size": 41,
+            "num_hidden_layers": 3,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "attention_bias": True,
+            "pad_token_id": None,
+            "rope_parameters": {"rope_theta": None, "rope_type": "default"},
+        },
+    ),
+    "olmo_hybrid, rope": (
+        "OlmoHybrid",
+        {
+            **TINY,
+            **LINEAR_HEADS,
+            "linear_key_head_dim": 14,
+            "linear_allow_neg_eigval": False,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 5,
+            "intermediate_size": 41,
+            "num_hidden_layers": 2,
+            "layer_types": ["linear_attention", "full_attention"],
+            "tie_word_embeddings": True,
+            "pad_token_id": None,
+            "rope_parameters": {"rope_theta": 100.0, "rope_type": "default"},
+        },
+    ),
     "deepseek_v3": (
         "DeepseekV3",
         {

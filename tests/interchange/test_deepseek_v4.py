@@ -279,6 +279,7 @@ PATTERNS = {
     **dict.fromkeys(("deepseek_v3", "kimi_k2"), "[+E]"),
     "mamba2": "MM",
     "nemotron_h": "M*E",
+    "olmo_hybrid": "[*-]",
     "qwen3_5": "[*-]",
 }
 """A pattern of each family; the others have attention and experts."""

@@ -11,7 +11,17 @@ from torch import Tensor
 
 from braid.architecture import SHAPE_OF, Model
 from braid.errors import ConfigError
-from braid.interchange import bamba, deepseek, deepseek_v4, llama, mamba, megatron, qwen3_5, qwen3_next
+from braid.interchange import (
+    bamba,
+    deepseek,
+    deepseek_v4,
+    llama,
+    mamba,
+    megatron,
+    olmo_hybrid,
+    qwen3_5,
+    qwen3_next,
+)
 from braid.interchange.family import ModelFamily
 from braid.interchange.files import CONFIG, SafetensorsFolder, read_json
 from braid.interchange.quantized import Dequantized, Quantization, read_quantization
@@ -26,6 +36,7 @@ FAMILIES = (
     *bamba.FAMILIES,
     *qwen3_next.FAMILIES,
     *qwen3_5.FAMILIES,
+    *olmo_hybrid.FAMILIES,
     *deepseek.FAMILIES,
     *deepseek_v4.FAMILIES,
 )
