@@ -179,6 +179,7 @@ def test_qwen3_next_has_full_attention_in_every_fourth_layer() -> None:
         ("qwen3-30b-a3b", "qwen3_moe"),
         ("deepseek-v3", "deepseek_v3"),
         ("granite-4-h-350m", "granitemoehybrid"),
+        ("olmo-hybrid-7b", "olmo_hybrid"),
         ("qwen2-5-7b", "qwen2"),
         ("glm-4-5-air", "glm4_moe"),
     ],

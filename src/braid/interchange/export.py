@@ -192,6 +192,8 @@ def _fields(shape: Model) -> dict[str, Any]:
         flat |= {"attention.o_bias": attention.has_o_bias, "attention.scale": attention.score_scale}
     if (latent := shape.latent_attention) is not None and latent.norm_eps is None:
         flat["latent_attention.norm_eps"] = shape.norm_eps
+    if (net := shape.delta_net) is not None and net.gate_norm_eps is None:
+        flat["delta_net.gate_norm_eps"] = shape.norm_eps
     layout = parse(shape.pattern)
     main = "".join(layer.kind.value for layer in layout.layers)
     return flat | {"pattern": "/".join([main, *(str(depth) for depth in layout.mtp)])}
