@@ -14,7 +14,7 @@ from typing import Literal
 
 from braid import validators
 from braid.errors import Problem
-from braid.pattern import Kind
+from braid.pattern import Kind, Layer, parse
 
 Activation = Literal["swiglu", "relu2", "gelu"]
 """swiglu has gate and up projections; relu2 (squared ReLU) and gelu have only an up projection."""
@@ -119,7 +119,9 @@ class Attention:
     sinks: bool = False
     """Attention sinks: a learned logit per query head in the denominator of the softmax (GPT-OSS)."""
     qk_norm: bool = False
-    """RMSNorm on the queries and keys of each head, before RoPE."""
+    """RMSNorm on queries and keys, before RoPE."""
+    qk_norm_over: Literal["head", "all"] = "head"
+    """Channels that qk_norm normalizes together: those of each head, or those of all heads (OLMo)."""
     bias: bool = False
     """Biases on all projections; `o_bias` may make an exception of the output projection."""
     o_bias: bool | None = None
@@ -186,6 +188,10 @@ class Attention:
             )
         if self.scale is not None:
             yield from validators.above(f"{at}.scale", self.scale, 0)
+        if not self.qk_norm:
+            rule, otherwise = f"there is no norm: {at}.qk_norm is False", f"{at}.qk_norm to True"
+            over = f"{at}.qk_norm_over"
+            yield from validators.must_be(over, self.qk_norm_over, "head", rule=rule, otherwise=otherwise)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,8 +286,14 @@ class DeltaNet:
     """Channels of a value head."""
     conv: int = 4
     """Kernel size of the causal convolution."""
+    negative_eigenvalues: bool = False
+    """Step size beta in (0, 2) instead of (0, 1), so that state transitions may have negative eigenvalues."""
+    gate_norm_eps: float | None = None
+    """Epsilon of the norm before the output gate; None for that of the model."""
 
     def problems(self, at: str) -> Iterator[Problem]:
+        if self.gate_norm_eps is not None:
+            yield from validators.above(f"{at}.gate_norm_eps", self.gate_norm_eps, 0)
         for name in ("key_heads", "value_heads", "key_dim", "value_dim", "conv"):
             yield from validators.at_least(f"{at}.{name}", getattr(self, name), 1)
         yield from validators.divides(f"{at}.key_heads", self.key_heads, self.value_heads, f"{at}.value_heads")
@@ -374,13 +386,10 @@ class Moe:
         yield from validators.above(f"{at}.scale", self.scale, 0)
         yield from validators.fraction(f"{at}.jitter", self.jitter)
         yield from self.glu.problems(f"{at}.glu", self.activation)
-        if self.shared_gate and not self.shared_ffn:
-            yield Problem(
-                field=f"{at}.shared_gate",
-                value=True,
-                rule="there is no shared expert to gate",
-                remedy=f"False, or {at}.shared_ffn above 0",
-            )
+        if not self.shared_ffn:
+            rule, otherwise = "there is no shared expert to gate", f"{at}.shared_ffn above 0"
+            gate = f"{at}.shared_gate"
+            yield from validators.must_be(gate, self.shared_gate, False, rule=rule, otherwise=otherwise)
         yield from self._choice_problems(at)
         yield from self._score_problems(at)
         yield from self._routing_problems(at)
@@ -456,25 +465,18 @@ class Moe:
         if self.routing == "sinkhorn":
             unused += tuple((name, getattr(self, name), 0.0) for name in BALANCE_LOSSES)
             unused += (("capacity_factor", self.capacity_factor, None),)
+        rule = f"cannot be combined with {at}.routing {self.routing}, which balances tokens itself"
+        otherwise = f"{at}.routing to top_k"
         for name, value, off in unused:
-            if value != off:
-                yield Problem(
-                    field=f"{at}.{name}",
-                    value=value,
-                    rule=f"cannot be combined with {at}.routing {self.routing}, which balances tokens itself",
-                    remedy=f"{off}, or {at}.routing to top_k",
-                )
+            yield from validators.must_be(f"{at}.{name}", value, off, rule=rule, otherwise=otherwise)
 
     def _capacity_problems(self, at: str) -> Iterator[Problem]:
         if self.capacity_factor is not None:
             yield from validators.above(f"{at}.capacity_factor", self.capacity_factor, 0)
-        elif self.pad_to_capacity:
-            yield Problem(
-                field=f"{at}.pad_to_capacity",
-                value=True,
-                rule=f"there is no capacity: {at}.capacity_factor is None",
-                remedy=f"False, or {at}.capacity_factor to 1.0 or more",
-            )
+        else:
+            rule = f"there is no capacity: {at}.capacity_factor is None"
+            otherwise, padded = f"{at}.capacity_factor to 1.0 or more", f"{at}.pad_to_capacity"
+            yield from validators.must_be(padded, self.pad_to_capacity, False, rule=rule, otherwise=otherwise)
 
 
 BALANCE_LOSSES = ("aux_loss", "sequence_aux_loss", "global_aux_loss")
@@ -524,7 +526,9 @@ class Model:
     tied: bool = True
     """Tie the weights of the head and the embedding."""
     norm: Literal["rms", "layer"] = "rms"
-    """Norm before every layer and before the head."""
+    """Norm of every layer, and before the head."""
+    norm_position: Literal["pre", "post", "attention_post"] = "pre"
+    """Norm a layer's input, its output, or outputs for attention and the MLP or MoE after it (OLMo Hybrid)."""
     norm_eps: float = 1e-5
     """Epsilon of every norm, added to the variance."""
     embedding_scale: float = 1.0
@@ -559,6 +563,16 @@ class Model:
         """Shape of a token's residual stream: (hidden,), or (streams, hidden)."""
         return (self.hidden,) if self.hyper is None else (self.hyper.streams, self.hidden)
 
+    def has_post_norm(self, layer: Layer) -> bool:
+        """Whether the norm of a layer stands after it. An MLP or MoE belongs to the nearest mixer before it,
+        however the pattern groups them."""
+        if self.norm_position != "attention_post":
+            return self.norm_position == "post"
+        layout = parse(self.pattern)
+        layers = layout.layers if layer.depth is None else layout.mtp[layer.depth].layers
+        mixers = [each.kind for each in layers if each.kind.is_mixer and each.number <= layer.number]
+        return bool(mixers) and mixers[-1] in (Kind.ATTENTION, Kind.LATENT_ATTENTION)
+
     def problems(self, at: str) -> Iterator[Problem]:
         yield from validators.at_least(f"{at}.hidden", self.hidden, 1)
         yield from validators.at_least(f"{at}.vocab", self.vocab, 2)
@@ -573,10 +587,8 @@ class Model:
                 yield from layer.problems(f"{at}.{name}")
         if self.hyper is not None:
             yield from self.hyper.problems(f"{at}.hyper")
-            if self.residual_scale != 1:
-                yield Problem(
-                    field=f"{at}.residual_scale",
-                    value=self.residual_scale,
-                    rule="hyper-connections weight the output of each layer themselves",
-                    remedy=f"1, or {at}.hyper to None",
-                )
+            scale, position, otherwise = f"{at}.residual_scale", f"{at}.norm_position", f"{at}.hyper to None"
+            rule = "hyper-connections weight the output of each layer themselves"
+            yield from validators.must_be(scale, self.residual_scale, 1, rule=rule, otherwise=otherwise)
+            rule = "hyper-connections are defined around layers that norm their input"
+            yield from validators.must_be(position, self.norm_position, "pre", rule=rule, otherwise=otherwise)

@@ -44,6 +44,12 @@ def seed(field: str, value: int) -> Iterator[Problem]:
         yield Problem(field=field, value=value, rule="must be from 0 to 2^63 - 1", remedy="a smaller number")
 
 
+def must_be(field: str, value: object, only: object, *, rule: str, otherwise: str) -> Iterator[Problem]:
+    """`value` must be `only`, because another setting rules out the rest; `otherwise` changes that setting."""
+    if value != only:
+        yield Problem(field=field, value=value, rule=rule, remedy=f"{only}, or {otherwise}")
+
+
 def multiple_of(field: str, value: int, unit: int, unit_name: str | None = None) -> Iterator[Problem]:
     """`value` must be a multiple of `unit`, a constant or the value of the setting `unit_name`."""
     if unit > 0 and value > 0 and value % unit:

@@ -1,25 +1,24 @@
 """Tiny random models of transformers, and what they and braid compute from the same weights.
 
-transformers computes norms, rotary tables, routers and scans in float32 whatever the model's dtype. `widened`
-lets it mean float64 by that, so that a comparison in float64 is one.
+transformers computes norms, rotary tables, routers and scans in float32 whatever the model's dtype; `widened`
+makes a comparison in float64 one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from braid import architecture, kernels, pattern
 from braid.interchange import adapter_for, convert, family_of, shape_of
 from braid.interchange.moves import FromOne, Same
 from braid.interchange.tables import Adapter, TableRow
 from braid.model.language import LanguageModel
+from tests.interchange.widened import widened
 from tests.model.cases import batch, canonical_grads
 
 TINY: Mapping[str, Any] = {"vocab_size": 17, "hidden_size": 30, "initializer_range": 0.2}
@@ -290,6 +289,41 @@ CONFIGS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "layer_types": ["full_attention", "linear_attention"],
         },
     ),
+    # transformers 5.22 cuts the convolution of its files into three equal parts, whatever queries, keys and
+    # values have: here they have as many channels.
+    "olmo_hybrid": (
+        "OlmoHybrid",
+        {
+            **TINY,
+            **LINEAR_HEADS,
+            "linear_key_head_dim": 14,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 3,
+            "intermediate_size": 41,
+            "num_hidden_layers": 3,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "attention_bias": True,
+            "pad_token_id": None,
+            "rope_parameters": {"rope_theta": None, "rope_type": "default"},
+        },
+    ),
+    "olmo_hybrid, rope": (
+        "OlmoHybrid",
+        {
+            **TINY,
+            **LINEAR_HEADS,
+            "linear_key_head_dim": 14,
+            "linear_allow_neg_eigval": False,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 5,
+            "intermediate_size": 41,
+            "num_hidden_layers": 2,
+            "layer_types": ["linear_attention", "full_attention"],
+            "tie_word_embeddings": True,
+            "pad_token_id": None,
+            "rope_parameters": {"rope_theta": 100.0, "rope_type": "default"},
+        },
+    ),
     "deepseek_v3": (
         "DeepseekV3",
         {
@@ -427,37 +461,6 @@ DOCUMENTS: Mapping[str, Sequence[Sequence[int]]] = {
 
 
 # ---------------------------------------------------------------------------------------- their side
-
-
-class _Widened(TorchFunctionMode):
-    """Lets every mention of float32 mean float64."""
-
-    def __torch_function__(
-        self, function: Callable[..., Any], kinds: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if function is Tensor.float:
-            function = Tensor.double
-        wide = [_wide(value) for value in args]
-        return function(*wide, **{name: _wide(value) for name, value in (kwargs or {}).items()})
-
-
-def _wide(value: Any) -> Any:
-    return torch.float64 if value is torch.float32 else value
-
-
-@contextmanager
-def widened(dtype: torch.dtype) -> Iterator[None]:
-    """For float64, a world in which transformers' float32 is float64."""
-    if dtype != torch.float64:
-        yield
-        return
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        with _Widened():
-            yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def their_model(case: str, dtype: torch.dtype) -> nn.Module:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +12,12 @@ import torch
 
 from braid.architecture import Attention, Mlp, Model, Yarn
 from braid.errors import ConfigError
-from braid.interchange import FAMILIES, config_of, family_of, shape_of
+from braid.interchange import FAMILIES, config_of, family_of, hub_folder, shape_of
+from braid.interchange.hub import read_config
+from braid.interchange.side_files import Source
 from braid.recipes import load
+from tests.interchange.models import CONFIGS
+from tests.model.cases import build
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -179,6 +184,7 @@ def test_qwen3_next_has_full_attention_in_every_fourth_layer() -> None:
         ("qwen3-30b-a3b", "qwen3_moe"),
         ("deepseek-v3", "deepseek_v3"),
         ("granite-4-h-350m", "granitemoehybrid"),
+        ("olmo-hybrid-7b", "olmo_hybrid"),
         ("qwen2-5-7b", "qwen2"),
         ("glm-4-5-air", "glm4_moe"),
     ],
@@ -215,3 +221,18 @@ def test_a_model_of_another_kind_is_refused_with_every_field() -> None:
 def test_a_model_without_the_familys_parts_is_refused(family: Any) -> None:
     with pytest.raises(ConfigError):
         config_of(family, replace(llama(), pattern="MMM", norm="layer"))
+
+
+@pytest.mark.parametrize("case", ["deepseek_v3", "glm4_moe", "nemotron_h", "qwen3_5"])
+def test_a_config_counts_the_mtp_depths_that_are_exported(case: str, tmp_path: Path) -> None:
+    family = family_of(case)
+    setting = family.depths_setting
+    given = {"model_type": case, **CONFIGS[case][1], setting: 1, "eos_token_id": 5}
+    source = Source(given, {}, (), ())
+    for depths in (0, 1):
+        shape = read_config(given, mtp_depths=depths).shape
+        model = build(shape.pattern, shape, torch.bfloat16)
+        held = model.tensors()
+        tensors = {name: place.read(held[place.parameter]) for name, place in model.canonical().items()}
+        config = hub_folder(shape, tensors, tmp_path, model_type=case, source=source).config
+        assert (config[setting], config["eos_token_id"]) == (depths, 5)

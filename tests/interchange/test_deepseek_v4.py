@@ -43,7 +43,8 @@ from braid.recipes import load
 from braid.train.state import load_weights
 from tests.interchange.layouts import optimized
 from tests.interchange.layouts import same as assert_same
-from tests.interchange.models import our_model, widened
+from tests.interchange.models import our_model
+from tests.interchange.widened import widened
 from tests.model.cases import assert_near, batch, build, canonical_grads
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
@@ -281,6 +282,7 @@ PATTERNS = {
     **dict.fromkeys(("deepseek_v3", "kimi_k2", "kimi_k25"), "[+E]"),
     "mamba2": "MM",
     "nemotron_h": "M*E",
+    "olmo_hybrid": "[*-]",
     "qwen3_5": "[*-]",
 }
 """A pattern of each family; the others have attention and experts."""

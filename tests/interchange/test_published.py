@@ -40,6 +40,12 @@ def test_the_recipe_of_gpt_oss_is_the_published_shape() -> None:
     assert read_config(config("gpt_oss/gpt-oss-20b")).shape == untrained
 
 
+def test_the_recipe_of_olmo_hybrid_is_the_shape_that_transformers_describes() -> None:
+    given = {"rope_parameters": {"rope_theta": None, "rope_type": "default"}}
+    described = {"model_type": "olmo_hybrid", "hidden_size": 3840, "vocab_size": 100_352, **given}
+    assert read_config(described).shape == load("olmo-hybrid-7b").model
+
+
 def test_the_page_lists_every_verdict() -> None:
     assert block() in PAGE.read_text(), "run: python -m tests.interchange.published_table"
 

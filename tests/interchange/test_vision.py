@@ -89,6 +89,7 @@ def test_the_language_model_comes_out_of_a_model_with_vision(case: str, tmp_path
     assert written["model_type"] == f"{case}_text"
     assert written["rope_parameters"] == ROPE
     assert written["eos_token_id"] == 5
+    assert written["mtp_num_hidden_layers"] == 0
     assert not {"text_config", "vision_config", "image_token_id"} & written.keys()
 
 

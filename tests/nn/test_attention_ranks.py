@@ -68,14 +68,15 @@ LATENT = architecture.LatentAttention(
 )
 YARN = architecture.Yarn(factor=5.0, original_tokens=7, beta_fast=3.0, beta_slow=0.2, mscale_all_dim=1.3)
 EVERYTHING = replace(PLAIN, gate=True, qk_norm=True, bias=True)
+OVER_ALL = replace(EVERYTHING, qk_norm_over="all")
 CASES: Mapping[str, Case] = MappingProxyType(
     {
         "as many kv heads": Case(PLAIN),
         "4 kv heads, no positions": Case(replace(PLAIN, kv_heads=4, positions="none", gate=True)),
         "2 kv heads, everything": Case(replace(EVERYTHING, kv_heads=2, rope_fraction=0.5), PACKED),
         "2 kv heads, windowed": Case(replace(PLAIN, kv_heads=2, window=3, bias=True, sinks=True)),
-        "1 kv head, everything": Case(replace(EVERYTHING, kv_heads=1, window=4, sinks=True), PACKED),
-        "6 kv heads of 12": Case(replace(EVERYTHING, heads=12, kv_heads=6)),
+        "1 kv head, everything": Case(replace(OVER_ALL, kv_heads=1, window=4, sinks=True), PACKED),
+        "6 kv heads of 12": Case(replace(OVER_ALL, heads=12, kv_heads=6)),
         "latent": Case(LATENT, PACKED),
         "latent, plain queries": Case(replace(LATENT, q_rank=None, rope_scaling=YARN)),
     }

@@ -54,9 +54,18 @@ def plain_attention(shape: architecture.Attention, w: dict[str, Tensor], x: Tens
         y = x @ w[f"{name}.weight"][rows].T
         return y + w[f"{name}.bias"][rows] if shape.bias else y
 
-    def placed(y: Tensor, name: str) -> Tensor:
+    def normed(y: Tensor, name: str, head: int) -> Tensor:
+        if shape.qk_norm_over == "head":
+            return y / (y.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * w[f"{name}_norm.weight"]
+        heads = shape.heads if name == "q" else shape.kv_heads
+        every = torch.cat([projected(name, each) for each in range(heads)], -1)
+        weight = w[f"{name}_norm.weight"].unflatten(0, (heads, -1))[head]
+        return y / (every.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * weight
+
+    def placed(name: str, head: int) -> Tensor:
+        y = projected(name, head)
         if shape.qk_norm:
-            y = y / (y.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * w[f"{name}_norm.weight"]
+            y = normed(y, name, head)
         if shape.positions == "none":
             return y
         half = shape.head_dim // 2
@@ -71,7 +80,7 @@ def plain_attention(shape: architecture.Attention, w: dict[str, Tensor], x: Tens
     outputs = []
     for head in range(shape.heads):
         kv_head = head // (shape.heads // shape.kv_heads)
-        q, k = placed(projected("q", head), "q"), placed(projected("k", kv_head), "k")
+        q, k = placed("q", head), placed("k", kv_head)
         scores = (q @ k.transpose(-1, -2) / math.sqrt(shape.head_dim)).masked_fill(hidden, float("-inf"))
         outputs.append(scores.softmax(-1) @ projected("v", kv_head))
     y = torch.cat(outputs, -1) @ w["o.weight"].T
@@ -84,8 +93,11 @@ def plain_attention(shape: architecture.Attention, w: dict[str, Tensor], x: Tens
         architecture.Attention(heads=3, kv_heads=3, head_dim=10, rope_base=64.0),
         architecture.Attention(heads=6, kv_heads=3, head_dim=10, rope_base=64.0, qk_norm=True, bias=True),
         architecture.Attention(heads=3, kv_heads=1, head_dim=10, positions="none", window=5, bias=True),
+        architecture.Attention(
+            heads=6, kv_heads=3, head_dim=10, rope_base=64.0, qk_norm=True, qk_norm_over="all", bias=True
+        ),
     ],
-    ids=["plain", "grouped, normed, biased", "one key, no positions, window"],
+    ids=["plain", "grouped, normed, biased", "one key, no positions, window", "normed over all heads"],
 )
 @pytest.mark.parametrize("kernel", ["sdpa", "reference"])
 def test_attention_is_its_formula(shape: architecture.Attention, kernel: str) -> None:

@@ -1,15 +1,16 @@
 """The models that every topology is compared on, and the data that they are trained on.
 
-    hybrid    every mixer but latent attention, MLP, experts, MTP; few key-value heads, one group, two key
-              heads; scaled scores and residual branches
+    hybrid    every mixer but latent attention, MLP, experts, MTP; few key-value heads with norms over all of
+              them, one group, two key heads and negative eigenvalues; scaled scores and residual branches
     latent    latent attention, experts behind a latent, group-limited routing; more experts than ranks
-    tied      one weight for embedding and head, dropout, whole documents with padding, MTP, no experts; a
-              sliding window in every second attention layer, attention sinks; scaled embeddings, residual
-              branches and logits
-    capacity  experts that drop tokens and are padded to capacity, noise on the router, padding
+    tied      one weight for embedding and head, dropout, whole documents with padding, MTP, no experts; norms
+              after attention and its MLP, before Mamba-2 and its MLP; a sliding window in every second
+              attention layer, attention sinks; scaled embeddings, residual branches and logits
+    capacity  experts that drop tokens and are padded to capacity, noise on the router, padding; norms after all
+              layers
     sinkhorn  scores evened out over whole sequences, one expert for each token, one key head
-    hyper     three residual streams with hyper-connections around every mixer, MLP and experts; MTP; windows,
-              sinks, a bias on the router
+    hyper     three residual streams with hyper-connections around every mixer, MLP and experts; MTP; norms of
+              each head, windows, sinks, a bias on the router
 
 Sizes are the smallest that all ranks can share: up to 4 of tp, 8 of tp · cp, and 3 of dp.
 """
@@ -48,10 +49,26 @@ HYBRID = Model(
     mtp_loss=0.3,
     residual_scale=0.7,
     attention=Attention(
-        heads=8, kv_heads=2, head_dim=4, qk_norm=True, bias=True, o_bias=False, scale=0.3, gate=True
+        heads=8,
+        kv_heads=2,
+        head_dim=4,
+        qk_norm=True,
+        qk_norm_over="all",
+        bias=True,
+        o_bias=False,
+        scale=0.3,
+        gate=True,
     ),
     mamba2=Mamba2(heads=8, head_dim=2, state=3, groups=1, conv=3, norm_per_group=False, bias=True),
-    delta_net=DeltaNet(key_heads=2, value_heads=8, key_dim=3, value_dim=2, conv=3),
+    delta_net=DeltaNet(
+        key_heads=2,
+        value_heads=8,
+        key_dim=3,
+        value_dim=2,
+        conv=3,
+        negative_eigenvalues=True,
+        gate_norm_eps=1e-3,
+    ),
     mlp=Mlp(ffn=24, bias=True),
     moe=Moe(
         experts=4,
@@ -102,6 +119,7 @@ TIED = Model(
     vocab=VOCAB,
     tied=True,
     norm="layer",
+    norm_position="attention_post",
     dropout=0.2,
     init_std=0.2,
     embedding_scale=3.0,
@@ -118,6 +136,7 @@ CAPACITY = Model(
     pattern="[*E]M[E]",
     hidden=16,
     vocab=VOCAB,
+    norm_position="post",
     init_std=0.2,
     dropout=0.1,
     attention=Attention(heads=8, kv_heads=4, head_dim=2, positions="none", bias=True),
@@ -162,7 +181,9 @@ HYPER = Model(
     init_std=0.2,
     mtp_loss=0.3,
     dropout=0.1,
-    attention=Attention(heads=8, kv_heads=2, head_dim=4, window=3, window_pattern="SL", sinks=True),
+    attention=Attention(
+        heads=8, kv_heads=2, head_dim=4, window=3, window_pattern="SL", sinks=True, qk_norm=True
+    ),
     mamba2=Mamba2(heads=8, head_dim=2, state=3, groups=1, conv=3),
     delta_net=DeltaNet(key_heads=2, value_heads=8, key_dim=3, value_dim=2, conv=3),
     mlp=Mlp(ffn=24),

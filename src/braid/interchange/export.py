@@ -192,14 +192,24 @@ def _fields(shape: Model) -> dict[str, Any]:
         flat |= {"attention.o_bias": attention.has_o_bias, "attention.scale": attention.score_scale}
     if (latent := shape.latent_attention) is not None and latent.norm_eps is None:
         flat["latent_attention.norm_eps"] = shape.norm_eps
+    if (net := shape.delta_net) is not None and net.gate_norm_eps is None:
+        flat["delta_net.gate_norm_eps"] = shape.norm_eps
     layout = parse(shape.pattern)
     main = "".join(layer.kind.value for layer in layout.layers)
     return flat | {"pattern": "/".join([main, *(str(depth) for depth in layout.mtp)])}
 
 
 def _merged(family: ModelFamily, shape: Model, source: Source) -> dict[str, Any]:
-    """The config.json that a model came with, changed only where its shape has. Weights that were quantised
-    have been widened, and of a model with vision there is the language model alone."""
+    """The config.json that a model came with, changed only where its shape has. It counts the MTP depths that
+    are exported: an import may have left out those of the source."""
+    config, depths = _described(family, shape, source), len(parse(shape.pattern).mtp)
+    stated = config.get(family.depths_setting) or 0
+    return config if stated == depths else {**config, family.depths_setting: depths}
+
+
+def _described(family: ModelFamily, shape: Model, source: Source) -> dict[str, Any]:
+    """The source's settings for a shape. Weights that were quantised have been widened, and of a model with
+    vision there is the language model alone."""
     fresh, original = config_of(family, shape), family.language_config(source.config)
     kept = {name: value for name, value in original.items() if name != "quantization_config"}
     if _says(kept, shape, source.ignored):

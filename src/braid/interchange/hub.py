@@ -21,6 +21,7 @@ from braid.interchange import (
     llama,
     mamba,
     megatron,
+    olmo_hybrid,
     qwen3_5,
     qwen3_next,
 )
@@ -38,6 +39,7 @@ FAMILIES = (
     *bamba.FAMILIES,
     *qwen3_next.FAMILIES,
     *qwen3_5.FAMILIES,
+    *olmo_hybrid.FAMILIES,
     *deepseek.FAMILIES,
     *deepseek_v4.FAMILIES,
     *gpt_oss.FAMILIES,

@@ -41,6 +41,8 @@ class TableRow:
     """How ours lie in theirs, for a model of this shape."""
     when: Callable[[Shape], bool] = always
     """Which models have this row."""
+    after: Kind | None = None
+    """Which layers have this row: those after a mixer of this kind, within a pair; None for all."""
     folded: bool = False
     """Whether the experts that one of their tensors holds are rows of it, one below the other, and no dim."""
 
@@ -115,11 +117,18 @@ def rows(
     *,
     move: Callable[[Shape], Move] = same,
     when: Callable[[Shape], bool] = always,
+    after: Kind | None = None,
 ) -> tuple[TableRow, ...]:
     """Rows that differ in one word: `{}` stands for each of `parts`, where `a:b` is theirs and ours."""
     pairs = [part.split(":") if ":" in part else (part, part) for part in parts.split()] or [("", "")]
     return tuple(
-        TableRow(theirs=theirs.replace("{}", one), ours=(ours.replace("{}", other),), move=move, when=when)
+        TableRow(
+            theirs=theirs.replace("{}", one),
+            ours=(ours.replace("{}", other),),
+            move=move,
+            when=when,
+            after=after,
+        )
         for one, other in pairs
     )
 
@@ -238,12 +247,18 @@ def _after(numbered: Numbered) -> int:
 
 
 def _layers(adapter: Adapter, numbered: Numbered, ours: str, prefix: str, shape: Shape) -> Iterator[NameLink]:
+    mixers = {index: layer.kind for index, layer in numbered if layer.kind.is_mixer}
     for kind, table in adapter.layers.items():
-        found = [(index, layer) for index, layer in numbered if layer.kind is kind]
-        places = [{"layer": index, "block": layer.block} for index, layer in found]
-        if places:
-            stacked = "{layer}" not in prefix
-            yield from _written(table, prefix, ours, places, shape, stacked=stacked)
+        for row in table:
+            found = [
+                (index, layer)
+                for index, layer in numbered
+                if layer.kind is kind and row.after in (None, mixers.get(index))
+            ]
+            places = [{"layer": index, "block": layer.block} for index, layer in found]
+            if places:
+                stacked = "{layer}" not in prefix
+                yield from _written([row], prefix, ours, places, shape, stacked=stacked)
 
 
 def _depth_layers(

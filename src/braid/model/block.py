@@ -1,6 +1,6 @@
-"""A block: pre-norm residual layers, run in phases that a schedule can overlap.
+"""A block: residual layers with their norms, run in phases that a schedule can overlap.
 
-    x ← x + residual_scale · layer(norm(x))     for every layer of the block
+    x ← x + residual_scale · layer(norm(x))     for every layer of the block; with post-norm, norm(layer(x))
 
     mix ──► dispatch ──► experts ──► combine ──► post
 
@@ -71,15 +71,22 @@ class Flow(NamedTuple):
 
 
 class PreNorm(nn.Module):
-    """A layer with its pre-norm, and its hyper-connection if there are several residual streams."""
+    """A layer with its norm, which stands before it or after it (`post`), and its hyper-connection if there are
+    several residual streams."""
 
     def __init__(
-        self, norm: RmsNorm | LayerNorm, inner: Inner, connection: HyperConnection | None = None
+        self,
+        norm: RmsNorm | LayerNorm,
+        inner: Inner,
+        connection: HyperConnection | None = None,
+        *,
+        post: bool = False,
     ) -> None:
         super().__init__()
         self.norm = norm
         self.inner = inner
         self.connection = connection
+        self.post = post
 
 
 class Block(Recomputing):
@@ -111,7 +118,8 @@ class Block(Recomputing):
             pre_norm = norm(shape.norm, shape.hidden, shape.norm_eps, normalize, copies=groups.tp, **on)
             inner = _build_layer(layer, shape, kernels, dispatcher, {"groups": groups, **on})
             connection = build_connection(shape, kernels, {"groups": groups, **on})
-            self.layers[LAYER_NAMES[layer.kind]] = PreNorm(pre_norm, inner, connection)
+            post = shape.has_post_norm(layer)
+            self.layers[LAYER_NAMES[layer.kind]] = PreNorm(pre_norm, inner, connection, post=post)
 
     def forward(self, stream: Tensor, context: Context) -> Tensor:
         flow = self.mix(stream, context)
@@ -182,10 +190,16 @@ class Block(Recomputing):
         it there and need not exchange row counts again."""
         for layer in self.block.layers:
             branch_BtC, flow = self._branch_input(stream, layer, context)
-            normed_BtC = self.recomputed("norm", self._pre_norm(layer).norm, branch_BtC)
+            pre_norm, normed_BtC = self._pre_norm(layer), branch_BtC
+            if not pre_norm.post:
+                normed_BtC = self.recomputed("norm", pre_norm.norm, branch_BtC)
+            elif layer.kind is Kind.MOE:
+                # Outputs of a reduce-scatter make the stream strided by tokens: router and shared expert would
+                # each save a copy of it.
+                normed_BtC = branch_BtC.contiguous()
             if layer.kind is Kind.MOE:
                 return self._route(context, dispatch_plans, flow, normed_BtC)
-            y_BtC = _run_mixer_or_mlp(self._pre_norm(layer).inner, normed_BtC, layer, context)
+            y_BtC = _run_mixer_or_mlp(pre_norm.inner, normed_BtC, layer, context)
             stream = self._add_to_stream(flow, y_BtC, layer, context)
         return Flow(stream), None
 
@@ -213,7 +227,10 @@ class Block(Recomputing):
         return branch_BtC, Flow(streams_NSC.view_as(stream), post_NS=post_NS, res_NSS=res_NSS)
 
     def _add_to_stream(self, flow: Flow, y_BtC: Tensor, layer: Layer, context: Context) -> Tensor:
-        """Add a layer's output to the residual stream, after dropout and scaling."""
+        """Add a layer's output to the residual stream, after its norm (if post), dropout and scaling."""
+        if self._pre_norm(layer).post:
+            # No region: nothing saves the output of this norm, so a replay would save no memory.
+            y_BtC = self._pre_norm(layer).norm(y_BtC)
         if self.dropout and context.batch.training:
             # A region of its own: the mask can be recomputed without the layer.
             scale = partial(self._dropout_scale, layer, context, y_BtC.shape[-1])
@@ -251,6 +268,11 @@ class Block(Recomputing):
         last = self.block.layers[-1]
         return (last, self._moe(last)) if last.kind is Kind.MOE else None
 
+    def post_norm_weights(self, layer: Layer) -> Iterator[Tensor]:
+        """The weights of a layer's norm if it stands after the layer."""
+        if self._pre_norm(layer).post:
+            yield from self._pre_norm(layer).norm.parameters()
+
     def canonical(self) -> dict[str, Canonical]:
         tensors: dict[str, Canonical] = {}
         for name, module in self.layers.items():
@@ -286,6 +308,8 @@ class Block(Recomputing):
 
     def _layer_cost(self, layer: Layer, workload: Workload) -> Cost:
         pre_norm, tokens = self._pre_norm(layer), workload.local_tokens(self.groups.tp_cp)
+        if pre_norm.post:  # The layer reads the residual stream itself, which no norm can recompute.
+            workload = replace(workload, recompute=workload.recompute - {"norm"})
         stream = tokens * pre_norm.norm.channels * workload.narrow
         norm, dropped = pre_norm.norm.cost(workload, tokens), Cost(kept=stream if self.dropout else 0)
         norm = replace(norm, kept=stream) if workload.recomputes("norm") else norm
@@ -303,6 +327,8 @@ class Block(Recomputing):
         need are saved; with hyper-connections also the experts' result."""
         found = self.moe()
         kept = stream if found is None else stream + found[1].block_cost(workload).kept
+        if found is not None and (closing := self._pre_norm(found[0])).post:
+            kept += closing.norm.cost(workload, workload.local_tokens(self.groups.tp_cp)).kept
         if found is not None and self.hyper:
             kept += result
         return replace(full, kept=kept, calls=full.calls + recomputed_calls(full.calls, *NOT_REPEATED))

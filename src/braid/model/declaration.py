@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from braid import architecture
-from braid.pattern import Block, Kind, Layer, Layout
+from braid.pattern import Block, Kind, Layer, Layout, parse
 from braid.schedule.phases import IN, OUT, Chain, Link, Phase, Stream, Unit, phase_name
 
 LAYER_NAMES = MappingProxyType(
@@ -50,6 +50,8 @@ class Form:
     dropout: bool = False
     hyper: bool = False
     """Whether layers have hyper-connections, which make several residual streams."""
+    post_normed: frozenset[int] = frozenset()
+    """`Layer.stream` of the MoE layers whose norm is on their output."""
     learned_exit: bool = False
     """Whether learned weights merge the streams at the end."""
     narrow: bool = False
@@ -76,10 +78,17 @@ def form_of(model: architecture.Model, dtype: str, **choices: bool) -> Form:
         latent=bool(moe and moe.latent),
         dropout=bool(model.dropout),
         hyper=hyper is not None,
+        post_normed=_post_normed(model),
         learned_exit=hyper is not None and hyper.exit == "learned",
         narrow=dtype == "bf16",
         **choices,
     )
+
+
+def _post_normed(model: architecture.Model) -> frozenset[int]:
+    layout = parse(model.pattern)
+    layers = [*layout.layers, *(layer for depth in layout.mtp for layer in depth.layers)]
+    return frozenset(layer.stream for layer in layers if layer.kind is Kind.MOE and model.has_post_norm(layer))
 
 
 # ----------------------------------------------------------------------------------------------- units
@@ -197,6 +206,8 @@ class _BlockUnits:
         self.own = (at,)
         """The block's own unit: parameters that are in no inner unit."""
         self.connections = tuple(_connection_path(at, layer) for layer in block.layers) if form.hyper else ()
+        self.post = self.own if form.latent or block.layers[-1].stream in form.post_normed else ()
+        """What an MoE needs after its experts: the up-projection of latent experts, a norm on its output."""
         self.form, self.kinds = form, frozenset(layer.kind for layer in block.layers)
 
     def mix_regions(self, block_region: tuple[str, ...]) -> tuple[tuple[str, tuple[str, ...]], ...]:
@@ -329,8 +340,9 @@ class _ChainBuilder:
         self, uses: _BlockUnits, where: dict[str, Any], computed: str, more_reads: tuple[str, ...]
     ) -> tuple[Phase, Phase | None]:
         """Combine, which returns rows from experts, and post, which adds them to the residual stream: one phase
-        or two. With latent experts, post has the up-projection, whose weight gradients can be delayed."""
-        latent, units = self.form.latent, uses.own if self.form.latent else ()
+        or two. With latent experts, post has the up-projection, whose weight gradients can be delayed; it has
+        the norm of an MoE with post-norm."""
+        latent, units = self.form.latent, uses.post
         regions: tuple[tuple[str, tuple[str, ...]], ...] = (("hyper", ()), ("block", units))
         if not self.form.hyper:
             regions = (("block", units),) if self.form.dropout else ()

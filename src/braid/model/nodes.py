@@ -44,12 +44,15 @@ def run(
     return dict(zip(phase.writes, outputs, strict=True)), losses
 
 
-def latent_up_weights(model: LanguageModel, phase: Phase) -> list[Tensor]:
-    """The weights used after combine: the up-projection of latent experts, if any."""
-    found = _block(model, phase).moe() if phase.joins else None
-    if found is None or found[1].latent is None:
+def weights_after_combine(model: LanguageModel, phase: Phase) -> list[Tensor]:
+    """The weights used after combine, if any: the up-projection of latent experts, and a post-norm."""
+    block = _block(model, phase) if phase.joins else None
+    found = None if block is None else block.moe()
+    if block is None or found is None:
         return []
-    return list(found[1].latent.up.parameters())
+    layer, moe = found
+    up = [] if moe.latent is None else list(moe.latent.up.parameters())
+    return up + list(block.post_norm_weights(layer))
 
 
 def detach_losses(losses: Losses) -> Losses:

@@ -1,6 +1,6 @@
 """Grouped-query attention (GQA, Ainslie et al., arXiv 2305.13245), the layer `*`.
 
-    q, k, v, g = x · W_qkvg          optional: RMSNorm of q and k per head (QK-norm), RoPE
+    q, k, v, g = x · W_qkvg          optional: RMSNorm of q and k, per head or over all heads (QK-norm), RoPE
     y = softmax(q · kᵀ · scale) · v  causal, within a document, optionally within a sliding window and with
                                      attention sinks: learned logits in the denominators, one per query head
     out = (y · sigmoid(g)) · W_o     gate g optional
@@ -42,6 +42,7 @@ from braid.nn.head_partition import HeadPartition, Part
 from braid.nn.kv_cache import TokenBuffer
 from braid.nn.linear import Linear, RowLinear
 from braid.nn.norm import RmsNorm
+from braid.nn.qk_norm import QkNormOverHeads
 from braid.nn.recompute import Recomputing
 from braid.nn.rotary import Rotary, rotate
 
@@ -83,8 +84,12 @@ class Attention(Recomputing):
         heads_dim, o_bias = self.partition.heads * dim, shape.has_o_bias
         self.o = RowLinear(heads_dim, hidden, tp, bias=o_bias, device=device, dtype=dtype)
         normed = partial(RmsNorm, dim, eps, normalize=normalize, copies=tp, device=device, dtype=dtype)
-        self.q_norm = normed() if shape.qk_norm else None
-        self.k_norm = normed() if shape.qk_norm else None
+        per_head = shape.qk_norm and shape.qk_norm_over == "head"
+        self.q_norm = normed() if per_head else None
+        self.k_norm = normed() if per_head else None
+        self.qk_norm: QkNormOverHeads | None = None
+        if shape.qk_norm and not per_head:
+            self.qk_norm = QkNormOverHeads(self.partition, self.qkv_parts, eps, device=device, dtype=dtype)
         sinks_Q = torch.empty(self.partition.heads, device=device, dtype=dtype) if shape.sinks else None
         self.sinks = None if sinks_Q is None else nn.Parameter(sinks_Q)
 
@@ -96,6 +101,8 @@ class Attention(Recomputing):
         assert cache is None or self.groups.tp.size == self.groups.cp.size == 1
         outputs_BSKF = self.qkv(all_gather(x_BtC, self.groups.tp, dim=1)).unflatten(-1, self.qkv.dims)
         qkv_BSKF, gate_BSKF = outputs_BSKF.tensor_split([sum(self.partition.sizes(self.qkv_parts))], -1)
+        if self.qk_norm is not None:
+            qkv_BSKF = self.qk_norm(qkv_BSKF)
         core = partial(self._core, spans, rotary, cache)
         y_BTqD = self.recomputed("core", core, self.partition.gather_sequence(qkv_BSKF, self.qkv_parts))
         y_BSQD = self.partition.scatter_sequence(y_BTqD)
@@ -106,7 +113,7 @@ class Attention(Recomputing):
     def _core(
         self, spans: Spans, rotary: Rotary | None, cache: AttentionCache | None, qkv_BTkF: Tensor
     ) -> Tensor:
-        """QK-norm, RoPE and attention for the heads of this rank over the whole sequence."""
+        """QK-norm per head, RoPE and attention for the heads of this rank over the whole sequence."""
         q_BTkF, k_BTkD, v_BTkD = qkv_BTkF.split(self.partition.core_sizes(self.qkv_parts), -1)
         q_BTkgD = q_BTkF.unflatten(-1, (-1, self.shape.head_dim))
         if self.q_norm is not None and self.k_norm is not None:
@@ -146,6 +153,8 @@ class Attention(Recomputing):
         if self.q_norm is not None and self.k_norm is not None:
             tensors |= under("q_norm", "q_norm", self.q_norm.canonical())
             tensors |= under("k_norm", "k_norm", self.k_norm.canonical())
+        if self.qk_norm is not None:
+            tensors |= under("", "qk_norm", self.qk_norm.canonical())
         if self.sinks is not None:
             heads, first = partition.heads, self.groups.tp.rank * partition.heads
             tensors["sinks"] = Canonical(
@@ -165,8 +174,11 @@ class Attention(Recomputing):
         normed_input = workload.norm_output(cp_tokens * hidden * n, tp.size > 1)
         projected = cp_tokens * self.qkv.channels_out * n
         kept = normed_input + (qkv if cp.size > 1 else projected)
+        if self.qk_norm is not None:
+            kept = normed_input + self._qk_norm_kept(workload, qkv, projected)
         if workload.recomputes("core"):
-            kept += (y_local + (projected if self.shape.gate else 0)) if cp.size > 1 else 0
+            gates = projected if self.shape.gate and self.qk_norm is None else 0
+            kept += y_local + gates if cp.size > 1 else 0
             return replace(self._cost(workload, qkv, q), kept=kept)
         if self.q_norm is not None and self.k_norm is not None:
             norms = self.q_norm.cost(workload, all_tokens * partition.core_heads)
@@ -181,14 +193,25 @@ class Attention(Recomputing):
         kept += (y_local if cp.size > 1 else 0) + (2 * y_local if self.shape.gate else 0)
         return replace(self._cost(workload, qkv, q), kept=kept)
 
+    def _qk_norm_kept(self, workload: Workload, qkv: int, projected: int) -> int:
+        """Bytes saved up to attention if QK-norm is over all heads: its output, which values are a view of, and
+        the projection, which it reads in place unless it upcasts."""
+        assert self.qk_norm is not None
+        kept = self.qk_norm.cost(workload).kept
+        if workload.recomputes("core"):
+            return kept + projected + (qkv if self.groups.cp.size > 1 else 0)
+        return kept + qkv + (0 if workload.mixed else projected)
+
     def _cost(self, workload: Workload, qkv: int, q: int) -> Cost:
         """Transient bytes and collectives."""
+        norms = () if self.qk_norm is None else self.qk_norm.cost(workload).calls
         tp, cp, hidden, n = self.groups.tp, self.groups.cp, self.qkv.channels_in, workload.narrow
         cp_tokens, sp_tokens = workload.local_tokens(cp), workload.local_tokens(tp, cp)
         return Cost(
             # On a GPU the gradient of q is accumulated in float32, and those of k and v exist per query head.
             passing=(5 if workload.device == "cuda" else 1) * q,
             calls=all_gather_calls(tp, sp_tokens * hidden * n, "attention tokens")
+            + norms
             + all_to_all_calls(cp, qkv, "attention heads")
             + all_to_all_calls(cp, q, "attention outputs")
             + reduce_scatter_calls(tp, cp_tokens * hidden * n, "attention sums"),

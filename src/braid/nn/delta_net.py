@@ -1,6 +1,7 @@
 """Gated delta net (Yang et al., arXiv 2412.06464), the layer `G`: linear attention with a gated delta rule.
 
-    q, k, v, b, a, z = x · W                 q, k, v ← SiLU(causal conv)      β = sigmoid(b)
+    q, k, v, b, a, z = x · W                 q, k, v ← SiLU(causal conv)
+    β = sigmoid(b), or 2 · sigmoid(b)        with negative eigenvalues (Grazzi et al., arXiv 2411.12537)
     q ← q / (|q| · √K), k ← k / |k|          in the kernel
     α_t = exp(-exp(A_log) · softplus(a_t + dt_bias))                          decay, per value head
     S_t = α_t · (S_{t-1} - β_t · k_t ⊗ (k_tᵀ · S_{t-1})) + β_t · k_t ⊗ v_t
@@ -99,8 +100,9 @@ class DeltaNet(Recomputing):
         self.scalars = HeadScalars(
             self.partition, {"A_log": "decay_log", "dt_bias": "time_step"}, device=device, dtype=dtype
         )
+        gate_eps = eps if shape.gate_norm_eps is None else shape.gate_norm_eps
         self.gate_norm = RmsNorm(
-            shape.value_dim, eps, normalize=normalize, copies=groups.tp, device=device, dtype=dtype
+            shape.value_dim, gate_eps, normalize=normalize, copies=groups.tp, device=device, dtype=dtype
         )
         inner = self.partition.heads * shape.value_dim
         self.o = RowLinear(inner, hidden, groups.tp, device=device, dtype=dtype)
@@ -149,12 +151,13 @@ class DeltaNet(Recomputing):
         qkv_BTgJ, b_BTgr, a_BTgr = qkvba_BTgF.split([sum(convolved), b_size, a_size], -1)
         qkv_BTgJ = self.conv(qkv_BTgJ, documents_BT, None if cache is None else cache.conv_BEQ)
         q_BTgK, k_BTgK, v_BTgI = qkv_BTgJ.split(convolved, -1)
+        beta_BTh = b_BTgr.flatten(2).sigmoid()
         return DeltaRuleInputs(
             q_BTgK=q_BTgK,
             k_BTgK=k_BTgK,
             v_BThV=v_BTgI.flatten(2).unflatten(2, (-1, self.shape.value_dim)),
             log_decay_BTh=self._log_decay(a_BTgr.flatten(2), *scalars),
-            beta_BTh=b_BTgr.flatten(2).sigmoid(),
+            beta_BTh=2 * beta_BTh if self.shape.negative_eigenvalues else beta_BTh,
         )
 
     def _log_decay(self, a_BTh: Tensor, a_log_h: Tensor, dt_bias_h: Tensor) -> Tensor:

@@ -183,6 +183,31 @@ def granite_4_h_350m() -> Run:
     return _pretraining(model, sequence_tokens=4096, peak_lr=1e-3)
 
 
+def olmo_hybrid_7b() -> Run:
+    """OLMo Hybrid 7B: three gated delta nets per NoPE attention, which has post-norm and wide QK-norms."""
+    model = Model(
+        pattern="[G-][G-][G-][*-]" * 8,
+        hidden=3840,
+        vocab=100_352,
+        tied=False,
+        norm_position="attention_post",
+        norm_eps=1e-6,
+        attention=Attention(
+            heads=30, kv_heads=30, head_dim=128, positions="none", qk_norm=True, qk_norm_over="all"
+        ),
+        delta_net=DeltaNet(
+            key_heads=30,
+            value_heads=30,
+            key_dim=96,
+            value_dim=192,
+            negative_eigenvalues=True,
+            gate_norm_eps=1e-5,
+        ),
+        mlp=Mlp(ffn=11_008),
+    )
+    return _pretraining(model, sequence_tokens=8192, peak_lr=3e-4)
+
+
 def qwen2_5_7b() -> Run:
     """Qwen2.5 7B: GQA with biases on queries, keys and values."""
     model = Model(

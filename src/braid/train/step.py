@@ -278,7 +278,7 @@ class _Step(StepWork):
         return self.model.get_parameter(name)
 
     def weights_of(self, phase: Phase) -> Sequence[Tensor]:
-        return nodes.latent_up_weights(self.model, phase)
+        return nodes.weights_after_combine(self.model, phase)
 
     def delay_wgrad(self, turn: Turn, phase: Phase) -> AbstractContextManager[None]:
         assert self.wgrad_store is not None

@@ -66,6 +66,7 @@ def test_norms(workload: Workload, kind: Any) -> None:
     [
         {},
         {"qk_norm": True, "gate": True, "bias": True, "o_bias": False},
+        {"qk_norm": True, "qk_norm_over": "all"},
         {"positions": "none", "scale": 0.1},
         {"rope_fraction": 0.5},
         {"sinks": True},
@@ -128,18 +129,14 @@ def test_mlp(workload: Workload, shape: Mlp) -> None:
 
 
 def model_of(text: str, moe: Moe, dtype: torch.dtype, **more: Any) -> LanguageModel:
-    shape = Model(
-        pattern=text,
-        hidden=HIDDEN,
-        vocab=17,
-        attention=Attention(heads=4, kv_heads=2, head_dim=8, qk_norm=True),
-        latent_attention=LatentAttention(heads=4, q_rank=16, kv_rank=12, nope_dim=6, rope_dim=8, v_dim=10),
-        mamba2=Mamba2(heads=4, head_dim=6, state=20, groups=2),
-        delta_net=DeltaNet(key_heads=2, value_heads=4, key_dim=8, value_dim=12),
-        mlp=Mlp(ffn=20),
-        moe=moe,
-        **more,
-    )
+    parts: dict[str, Any] = {
+        "attention": Attention(heads=4, kv_heads=2, head_dim=8, qk_norm=True),
+        "latent_attention": LatentAttention(heads=4, q_rank=16, kv_rank=12, nope_dim=6, rope_dim=8, v_dim=10),
+        "mamba2": Mamba2(heads=4, head_dim=6, state=20, groups=2),
+        "delta_net": DeltaNet(key_heads=2, value_heads=4, key_dim=8, value_dim=12),
+        "mlp": Mlp(ffn=20),
+    }
+    shape = Model(pattern=text, hidden=HIDDEN, vocab=17, moe=moe, **{**parts, **more})
     layout = pattern.parse(text)
     model = LanguageModel(shape, layout, kernels.choose(shape, layout.kinds(), CPU, dtype), dtype=dtype)
     model.initialize(1)
@@ -153,6 +150,16 @@ def check_model(model: LanguageModel, rows: int = 2, tokens: int = 130) -> None:
     costs = model.costs(Workload(rows=rows, tokens=tokens, dtype=model.dtype, device="cpu"))
     assert sum(cost.kept for cost in costs.values()) == real
 
+
+VARIED: dict[str, Any] = {
+    "dropout": 0.1,
+    "norm_position": "attention_post",
+    "embedding_scale": 3.0,
+    "residual_scale": 0.5,
+    "logits_scale": 2.0,
+    "delta_net": DeltaNet(key_heads=2, value_heads=4, key_dim=8, value_dim=12, negative_eigenvalues=True),
+}
+"""Settings that half of the whole models have."""
 
 MOES = (
     Moe(experts=16, top_k=2, ffn=24, aux_loss=0.0),
@@ -187,8 +194,7 @@ def test_experts(moe: Moe, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("text", ["[M-][*E][G-][ME]/*-", "[+-][+E]/+E/+E"])
 def test_whole_models(text: str, tied: bool, dtype: torch.dtype) -> None:
-    scales = {"embedding_scale": 3.0, "residual_scale": 0.5, "logits_scale": 2.0} if tied else {}
-    check_model(model_of(text, MOES[0], dtype, tied=tied, dropout=0.1 if tied else 0.0, **scales))
+    check_model(model_of(text, MOES[0], dtype, tied=tied, **(VARIED if tied else {})))
 
 
 def test_more_tokens_than_the_loss_takes_at_a_time() -> None:

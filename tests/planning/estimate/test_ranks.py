@@ -85,11 +85,15 @@ def measured(rank: int, world: int, run: Run) -> tuple[int, Calls]:
 
 NO_GATE = {"moe": replace(MOE, latent=6, shared_gate=False)}
 PER_GROUP = {"mamba2": Mamba2(heads=8, head_dim=6, state=5, groups=2)}
+OLMO: dict[str, Any] = {
+    "norm_position": "attention_post",
+    "attention": Attention(heads=8, kv_heads=2, head_dim=4, qk_norm=True, qk_norm_over="all", gate=True),
+}
 long = pytest.mark.long
 CASES = [
     ("[*E][M-][G-]/*E", Mesh(tp=2, ep=2), "fp32", {}),
-    ("[*E][M-][G-]", Mesh(tp=2, cp=2, ep=4), "bf16", {}),
-    ("[*E]-", Mesh(tp=4, etp=2, dispatcher="all_gather"), "fp32", {}),
+    ("[*E][M-][G-]", Mesh(tp=2, cp=2, ep=4), "bf16", OLMO),
+    ("[*E]-", Mesh(tp=4, etp=2, dispatcher="all_gather"), "fp32", OLMO),
     ("[+E][+-]", Mesh(tp=2, cp=2, ep=4), "bf16", {}),
     pytest.param("[*E][M-][G-]", Mesh(tp=2, ep=2), "bf16", {}, marks=long),
     pytest.param("[*E][M-][G-]", Mesh(cp=2), "fp32", {}, marks=long),

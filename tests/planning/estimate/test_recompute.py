@@ -38,10 +38,10 @@ from braid.train.device import choose_device
 from tests.covers import cover
 from tests.model.cases import batch
 from tests.planning.estimate.reality import OPS, Calls, recorded
-from tests.planning.estimate.test_kept import CPU, DTYPES, HIDDEN, MOES, model_of
+from tests.planning.estimate.test_kept import CPU, DTYPES, HIDDEN, MOES, VARIED, model_of
 from tests.planning.estimate.test_peak import peak_of
 from tests.planning.estimate.test_peak import run_of as peak_run_of
-from tests.planning.estimate.test_ranks import run_of
+from tests.planning.estimate.test_ranks import OLMO, run_of
 from tests.planning.estimate.test_sharding import measured as sharded_step
 from tests.planning.estimate.test_sharding import run_on
 from tests.ranks import run_ranks
@@ -126,7 +126,14 @@ def check(module: Any, workload: Workload, *given: Any, shared: Sequence[Tensor]
 
 @pytest.mark.parametrize("kv_heads", [1, 2])
 @pytest.mark.parametrize(
-    "more", [{}, {"qk_norm": True, "gate": True, "bias": True, "sinks": True}, {"positions": "none"}]
+    "more",
+    [
+        {},
+        {"qk_norm": True, "gate": True, "bias": True, "sinks": True},
+        {"qk_norm": True, "qk_norm_over": "all", "gate": True},
+        {"positions": "none"},
+    ],
+    ids=str,
 )
 def test_attention(workload: Workload, kv_heads: int, more: dict[str, Any]) -> None:
     shape = Attention(heads=4, kv_heads=kv_heads, head_dim=8, **more)
@@ -214,7 +221,7 @@ PAIRS = cover(WHOLE, lambda point: dict(zip(("text", "dtype", "names"), point, s
 )
 def test_whole_models(text: str, dtype: torch.dtype, names: Sequence[str]) -> None:
     tied = dtype is torch.float32
-    check_model(model_of(text, MOES[0], dtype, tied=tied, dropout=0.1 if tied else 0.0), names)
+    check_model(model_of(text, MOES[0], dtype, tied=tied, **(VARIED if tied else {})), names)
 
 
 # ------------------------------------------------------------------------------------- shared by ranks
@@ -245,24 +252,24 @@ def on_a_rank(rank: int, world: int, run: Run) -> tuple[int, Calls]:
 
 EACH = ("norm", "activation", "core", "experts")
 SHARED = [
-    ("[*E][M-][G-]/*E", Mesh(tp=2, ep=2), "fp32", ("full",)),
-    ("[*E][M-][G-]", Mesh(cp=2, ep=2), "bf16", EACH),
-    ("[+E][+-]/+E", Mesh(tp=2, cp=2, ep=4), "bf16", EACH),
-    ("[*E]-", Mesh(tp=4, etp=2, dispatcher="all_gather"), "fp32", ("block",)),
-    pytest.param("[*E][M-][G-]", Mesh(tp=2, cp=2, ep=4), "bf16", EACH, marks=pytest.mark.long),
-    pytest.param("[+E][+-]/+E/+E", Mesh(tp=2, cp=2, ep=4), "bf16", EACH, marks=pytest.mark.long),
-    pytest.param("[*E][M-][G-]", Mesh(cp=2), "fp32", EACH, marks=pytest.mark.long),
-    pytest.param("[*E][M-][G-]", Mesh(cp=2), "bf16", ("full",), marks=pytest.mark.long),
-    pytest.param("[+E][+-]/+E/+E", Mesh(tp=2, ep=2), "fp32", ("norm",), marks=pytest.mark.long),
-    pytest.param("[*E]-", Mesh(tp=4, ep=2, etp=2), "fp32", ("full",), marks=pytest.mark.long),
+    ("[*E][M-][G-]/*E", Mesh(tp=2, ep=2), "fp32", ("full",), {}),
+    ("[*E][M-][G-]", Mesh(cp=2, ep=2), "bf16", EACH, OLMO),
+    ("[+E][+-]/+E", Mesh(tp=2, cp=2, ep=4), "bf16", EACH, {}),
+    ("[*E]-", Mesh(tp=4, etp=2, dispatcher="all_gather"), "fp32", ("block",), OLMO),
+    pytest.param("[*E][M-][G-]", Mesh(tp=2, cp=2, ep=4), "bf16", EACH, OLMO, marks=pytest.mark.long),
+    pytest.param("[+E][+-]/+E/+E", Mesh(tp=2, cp=2, ep=4), "bf16", EACH, {}, marks=pytest.mark.long),
+    pytest.param("[*E][M-][G-]", Mesh(cp=2), "fp32", EACH, {}, marks=pytest.mark.long),
+    pytest.param("[*E][M-][G-]", Mesh(cp=2), "bf16", ("full",), OLMO, marks=pytest.mark.long),
+    pytest.param("[+E][+-]/+E/+E", Mesh(tp=2, ep=2), "fp32", ("norm",), {}, marks=pytest.mark.long),
+    pytest.param("[*E]-", Mesh(tp=4, ep=2, etp=2), "fp32", ("full",), {}, marks=pytest.mark.long),
 ]
 
 
-@pytest.mark.parametrize(("text", "mesh", "dtype", "names"), SHARED, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(("text", "mesh", "dtype", "names", "more"), SHARED, ids=lambda value: str(value)[:40])
 def test_a_rank_keeps_and_sends_what_its_modules_say(
-    text: str, mesh: Mesh, dtype: str, names: tuple[str, ...]
+    text: str, mesh: Mesh, dtype: str, names: tuple[str, ...], more: dict[str, Any]
 ) -> None:
-    run, world = run_of(text, mesh, dtype), mesh.tp * mesh.cp
+    run, world = run_of(text, mesh, dtype, **more), mesh.tp * mesh.cp
     run = replace(run, train=replace(run.train, recompute=names))
     size, calls = run_ranks(world, on_a_rank, run)[0]
     worked_out = plan(run, world)
