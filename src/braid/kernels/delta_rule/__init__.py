@@ -15,11 +15,16 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from braid.kernels.choice import KernelChoice
+from braid.kernels.choice import KernelChoice, why_not_fused
 from braid.kernels.delta_rule import reference
 from braid.kernels.delta_rule.recurrent import step
 
-__all__ = ["REFERENCE", "DeltaRule", "choose", "step"]
+__all__ = ["REFERENCE", "DeltaRule", "choose", "fuses", "step"]
+
+FUSED = (torch.bfloat16,)
+"""Dtypes that the Triton kernels support."""
+MAX_CHANNELS = 256
+"""Maximum head dim of the Triton kernels, which hold a state in registers."""
 
 
 class DeltaRule(Protocol):
@@ -37,14 +42,22 @@ class DeltaRule(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
 
-def _choice(reason: str) -> KernelChoice[DeltaRule]:
-    return KernelChoice(op="delta_rule", name="reference", function=reference.delta_rule, reason=reason)
+def _choice(name: str, function: DeltaRule, reason: str) -> KernelChoice[DeltaRule]:
+    return KernelChoice(op="delta_rule", name=name, function=function, reason=reason)
 
 
-REFERENCE = _choice("it was requested")
+REFERENCE = _choice("reference", reference.delta_rule, "it was requested")
+
+
+def fuses(device: str, dtype: torch.dtype, *head_dims: int) -> bool:
+    """Whether the Triton kernels support these heads, assuming that Triton is installed."""
+    return device == "cuda" and dtype in FUSED and max(head_dims) <= MAX_CHANNELS
 
 
 def choose(device: torch.device, dtype: torch.dtype) -> KernelChoice[DeltaRule]:
-    """The chunked form in PyTorch, which supports every device and dtype."""
-    tensor_type = f"{str(dtype).removeprefix('torch.')} on {device.type}"
-    return _choice(f"there is no other implementation for {tensor_type}")
+    """`fused` on a GPU with Triton, otherwise `reference`, to which `fused` falls back for large heads."""
+    if (reason := why_not_fused(device, dtype, FUSED)) is not None:
+        return _choice("reference", reference.delta_rule, reason)
+    from braid.kernels.delta_rule.fused import FusedDeltaRule
+
+    return _choice("fused", FusedDeltaRule(), "it holds states in registers and multiplies on tensor cores")

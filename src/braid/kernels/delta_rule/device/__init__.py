@@ -1,0 +1,1 @@
+"""Triton kernels of the gated delta rule. Importing this package requires Triton."""

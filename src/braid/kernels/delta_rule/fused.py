@@ -1,0 +1,115 @@
+"""Chunkwise gated delta rule in Triton: operands of products in the dtype of the inputs, sums in float32.
+
+Forward computes the token pairs of all chunks in parallel (`device.pairs`), then states and outputs chunk by
+chunk (`device.scan`). Saved for backward: the inputs and the inverse of every chunk, L entries per token and
+value head. Backward computes scores, states and deltas again, then the gradients of states from the last chunk
+to the first, then all others in parallel (`device.gradients`).
+
+No sum depends on the order in which programs run, so results are deterministic.
+
+Shapes: B rows, T tokens, G key heads, H value heads, K key channels, V value channels, N chunks of L tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from braid.kernels.delta_rule import MAX_CHANNELS, reference
+from braid.kernels.delta_rule.device.gradients import GradientVariant, input_gradients
+from braid.kernels.delta_rule.device.pairs import PairsVariant, token_pairs
+from braid.kernels.delta_rule.device.scan import ScanVariant, outputs, state_gradients, states
+from braid.kernels.launch import Launcher
+
+
+@dataclass(frozen=True, kw_only=True)
+class FusedDeltaRule:
+    """`DeltaRule` with Triton kernels, and the tile sizes of each."""
+
+    inverse: PairsVariant = PairsVariant()
+    scores: PairsVariant = PairsVariant()
+    outputs: ScanVariant = ScanVariant()
+    states: ScanVariant = ScanVariant()
+    state_gradients: ScanVariant = ScanVariant()
+    gradients: GradientVariant = GradientVariant()
+    launch: Launcher = field(default_factory=Launcher, compare=False, repr=False)
+
+    def __call__(
+        self,
+        q_BTGK: Tensor,
+        k_BTGK: Tensor,
+        v_BTHV: Tensor,
+        log_decay_BTH: Tensor,
+        beta_BTH: Tensor,
+        documents_BT: Tensor | None = None,
+        initial_state_BHKV: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Same as `reference.delta_rule`."""
+        inputs = (q_BTGK, k_BTGK, v_BTHV, log_decay_BTH, beta_BTH, documents_BT, initial_state_BHKV)
+        if max(k_BTGK.shape[3], v_BTHV.shape[3]) > MAX_CHANNELS or not v_BTHV.numel() or not k_BTGK.numel():
+            return reference.delta_rule(*inputs)
+        result: tuple[Tensor, Tensor] = _DeltaRule.apply(self, *inputs)
+        return result
+
+
+class _DeltaRule(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        fused: FusedDeltaRule,
+        q_BTGK: Tensor,
+        k_BTGK: Tensor,
+        v_BTHV: Tensor,
+        log_decay_BTH: Tensor,
+        beta_BTH: Tensor,
+        documents_BT: Tensor | None,
+        initial_BHKV: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        q_BTGK, k_BTGK, v_BTHV = (_dense_heads(x) for x in (q_BTGK, k_BTGK, v_BTHV))
+        scalars = (log_decay_BTH.contiguous(), beta_BTH.contiguous(), _contiguous(documents_BT))
+        initial_BHKV = _contiguous(initial_BHKV)
+        launch = fused.launch
+        pairs = token_pairs(launch, q_BTGK, k_BTGK, *scalars, fused.inverse, inverse=True)
+        y_BTHV, final_BHKV = outputs(launch, q_BTGK, k_BTGK, v_BTHV, pairs, initial_BHKV, fused.outputs)
+        ctx.save_for_backward(q_BTGK, k_BTGK, v_BTHV, *scalars, initial_BHKV, pairs.inverse_BHNLS)
+        ctx.fused = fused
+        ctx.set_materialize_grads(False)
+        return y_BTHV, final_BHKV
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_BTHV: Tensor | None, d_final_BHKV: Tensor | None) -> tuple[Tensor | None, ...]:
+        q_BTGK, k_BTGK, v_BTHV, log_decay_BTH, beta_BTH, documents_BT, initial_BHKV, inverse = ctx.saved_tensors
+        if dy_BTHV is None and d_final_BHKV is None:
+            return (None,) * 8
+        fused: FusedDeltaRule = ctx.fused
+        launch = fused.launch
+        dy_BTHV = v_BTHV.new_zeros(v_BTHV.shape) if dy_BTHV is None else dy_BTHV.contiguous()
+        scalars = (log_decay_BTH, beta_BTH, documents_BT)
+        pairs = token_pairs(launch, q_BTGK, k_BTGK, *scalars, fused.scores, inverse=False)
+        pairs = pairs._replace(inverse_BHNLS=inverse)
+        backward, d_initial_BHKV = state_gradients(
+            launch, q_BTGK, k_BTGK, dy_BTHV, pairs, _contiguous(d_final_BHKV), fused.state_gradients,
+            initial=initial_BHKV is not None,
+        )  # fmt: skip
+        forward = states(launch, q_BTGK, k_BTGK, v_BTHV, pairs, initial_BHKV, fused.states)
+        grads = input_gradients(
+            launch, q_BTGK, k_BTGK, v_BTHV, *scalars, dy_BTHV, pairs, forward, backward, fused.gradients
+        )
+        if d_initial_BHKV is not None:
+            d_initial_BHKV = d_initial_BHKV.to(initial_BHKV.dtype)
+        return None, *grads, None, d_initial_BHKV
+
+
+def _dense_heads(x_BTHD: Tensor) -> Tensor:
+    """A tensor whose tokens are equally far apart, rows included, with contiguous channels; a copy if needed."""
+    dense = x_BTHD.stride(3) == 1 and x_BTHD.stride(0) == x_BTHD.shape[1] * x_BTHD.stride(1)
+    return x_BTHD if dense else x_BTHD.contiguous()
+
+
+def _contiguous(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
