@@ -30,12 +30,12 @@ from braid.kernels.launch import Launcher
 class FusedDeltaRule:
     """`DeltaRule` with Triton kernels, and the tile sizes of each."""
 
-    inverse: PairsVariant = PairsVariant()
-    scores: PairsVariant = PairsVariant()
-    outputs: ScanVariant = ScanVariant()
-    states: ScanVariant = ScanVariant()
-    state_gradients: ScanVariant = ScanVariant()
-    gradients: GradientVariant = GradientVariant()
+    inverse: PairsVariant = field(default_factory=PairsVariant)
+    scores: PairsVariant = field(default_factory=PairsVariant)
+    outputs: ScanVariant = field(default_factory=ScanVariant)
+    states: ScanVariant = field(default_factory=ScanVariant)
+    state_gradients: ScanVariant = field(default_factory=ScanVariant)
+    gradients: GradientVariant = field(default_factory=GradientVariant)
     launch: Launcher = field(default_factory=Launcher, compare=False, repr=False)
 
     def __call__(
@@ -106,7 +106,7 @@ class _DeltaRule(torch.autograd.Function):
 
 
 def _dense_heads(x_BTHD: Tensor) -> Tensor:
-    """A tensor whose tokens are equally far apart, rows included, with contiguous channels; a copy if needed."""
+    """A tensor whose tokens are equally far apart, rows included, with contiguous channels."""
     dense = x_BTHD.stride(3) == 1 and x_BTHD.stride(0) == x_BTHD.shape[1] * x_BTHD.stride(1)
     return x_BTHD if dense else x_BTHD.contiguous()
 

@@ -16,12 +16,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from braid.kernels.delta_rule.device.pairs import LENGTH, Pairs, _place
+from braid.kernels.delta_rule.device.pairs import LENGTH, Pairs, place
 from braid.kernels.delta_rule.device.scan import States
 from braid.kernels.delta_rule.device.tiles import (
     decay_between,
@@ -104,27 +103,29 @@ def _input_gradients(
     """One program per chunk and key head."""
     H: tl.constexpr = G * R
     SCALE: tl.constexpr = 1.0 / K**0.5
-    key_head, row, chunk = _place(tl.program_id(0), chunks, G)
+    key_head, row, chunk = place(tl.program_id(0), chunks, G)
     i, n = tl.arange(0, LENGTH), tl.arange(0, KP)
-    t = chunk * LENGTH + i
-    q_LK = load_tile(q + key_head * q_head, row, q_stride, t, tokens, n, K)
-    k_LK = load_tile(k + key_head * k_head, row, k_stride, t, tokens, n, K)
+    token, here = row.to(tl.int64) * tokens + chunk * LENGTH, tokens - chunk * LENGTH
+    q_LK = load_tile(q + token * q_stride + key_head * q_head, q_stride, here, n, K, LENGTH)
+    k_LK = load_tile(k + token * k_stride + key_head * k_head, k_stride, here, n, K, LENGTH)
     q_norm_L, k_norm_L = inverse_norm(q_LK), inverse_norm(k_LK)
-    run_L = document_runs(documents, row, t, tokens)
+    run_L = document_runs(documents, chunk, token, here, LENGTH)
     # Gradients of the unit vectors, and of q kᵀ and k kᵀ with their decays.
     d_q_LK, d_k_LK = tl.zeros((LENGTH, KP), tl.float32), tl.zeros((LENGTH, KP), tl.float32)
     d_qk_LS, d_kk_LS = tl.zeros((LENGTH, LENGTH), tl.float32), tl.zeros((LENGTH, LENGTH), tl.float32)
     for repeat in range(0, R):
         head = key_head * R + repeat
         which = (row * H + head).to(tl.int64) * chunks + chunk
+        values = (token * H + head) * V
         total_L = tl.load(factors + which * LENGTH + i)
         beta_L = tl.load(factors + plane + which * LENGTH + i)
         decay_LS = decay_between(total_L, run_L, LENGTH)
         since_L, to_end_L = decay_since_state(total_L, run_L), decay_to_end(total_L, run_L, LENGTH)
 
         d_scores_LS, d_lower_LS, d_beta_L = _pair_gradients(
-            v + head * v_head, v_stride, dy, deltas, d_x, d_v, beta_L, row, head, t, tokens, H, V, BV, LENGTH
-        )
+            v + token * v_stride + head * v_head, v_stride, dy + values, deltas + values, d_x + values,
+            d_v + values, beta_L, here, H, V, BV, LENGTH,
+        )  # fmt: skip
         d_scores_LS *= decay_LS
         d_lower_LS = tl.where(i[:, None] > i[None, :], d_lower_LS * decay_LS, 0.0)
         kk_LS = tl.dot(k_LK, tl.trans(k_LK)) * k_norm_L[:, None] * k_norm_L[None, :]
@@ -139,10 +140,10 @@ def _input_gradients(
         read_LK, erased_LK = tl.zeros((LENGTH, KP), tl.float32), tl.zeros((LENGTH, KP), tl.float32)
         for first in range(0, V, BV):
             c = first + tl.arange(0, BV)
-            state_VK = load_matrix(states, which * V * K, c, n, V, K)
-            dy_LV = load_tile(dy + head * V, row, H * V, t, tokens, c, V)
+            state_VK = load_matrix(states + which * V * K, c, n, V, K)
+            dy_LV = load_tile(dy + values, H * V, here, c, V, LENGTH)
             read_LK = tl.dot(dy_LV, state_VK, acc=read_LK)
-            d_x_LV = load_tile(d_x + head * V, row, H * V, t, tokens, c, V)
+            d_x_LV = load_tile(d_x + values, H * V, here, c, V, LENGTH)
             erased_LK = tl.dot(d_x_LV, state_VK, acc=erased_LK)
         d_q_LK += (since_L * SCALE)[:, None] * read_LK
         d_k_LK -= (since_L * beta_L)[:, None] * erased_LK
@@ -154,34 +155,35 @@ def _input_gradients(
         written_LK, kept = tl.zeros((LENGTH, KP), tl.float32), 0.0
         for first in range(0, V, BV):
             c = first + tl.arange(0, BV)
-            d_state_VK = load_matrix(d_states, which * V * K, c, n, V, K)
-            delta_LV = load_tile(deltas + head * V, row, H * V, t, tokens, c, V)
+            d_state_VK = load_matrix(d_states + which * V * K, c, n, V, K)
+            delta_LV = load_tile(deltas + values, H * V, here, c, V, LENGTH)
             written_LK = tl.dot(delta_LV, d_state_VK, acc=written_LK)
-            state_VK = load_matrix(states, which * V * K, c, n, V, K)
+            state_VK = load_matrix(states + which * V * K, c, n, V, K)
             kept += tl.sum(tl.sum(state_VK.to(tl.float32) * d_state_VK.to(tl.float32), 1), 0)
         d_k_LK += to_end_L[:, None] * written_LK
         written_L = tl.sum(written_LK * k_LK.to(tl.float32), 1) * k_norm_L * to_end_L
         at_end = tl.sum(written_L, 0) + kept * tl.load(keep + which)
         d_total_L += tl.where(i == LENGTH - 1, at_end, 0.0) - written_L
 
-        place = (row * tokens + t).to(tl.int64) * H + head
+        scalar = token * H + head + i * H
         # The log decay of a token is part of the sums of all tokens after it.
         d_log_decay_L = tl.cumsum(d_total_L, 0, reverse=True)
-        tl.store(d_log_decay + place, d_log_decay_L.to(d_log_decay.dtype.element_ty), mask=t < tokens)
-        tl.store(d_beta + place, d_beta_L.to(d_beta.dtype.element_ty), mask=t < tokens)
+        tl.store(d_log_decay + scalar, d_log_decay_L.to(d_log_decay.dtype.element_ty), mask=i < here)
+        tl.store(d_beta + scalar, d_beta_L.to(d_beta.dtype.element_ty), mask=i < here)
 
     dtype = k_LK.dtype
     d_q_LK += tl.dot((d_qk_LS * (k_norm_L * SCALE)[None, :]).to(dtype), k_LK)
     d_k_LK += tl.dot(tl.trans((d_qk_LS * (q_norm_L * SCALE)[:, None]).to(dtype)), q_LK)
     d_k_LK += tl.dot((d_kk_LS * k_norm_L[None, :]).to(dtype), k_LK)
     d_k_LK += tl.dot(tl.trans((d_kk_LS * k_norm_L[:, None]).to(dtype)), k_LK)
-    _store_unnormalized(d_q + key_head * K, row, G * K, t, tokens, n, K, q_LK, q_norm_L, d_q_LK)
-    _store_unnormalized(d_k + key_head * K, row, G * K, t, tokens, n, K, k_LK, k_norm_L, d_k_LK)
+    keys = (token * G + key_head) * K
+    _store_unnormalized(d_q + keys, G * K, here, n, K, q_LK, q_norm_L, d_q_LK, LENGTH)
+    _store_unnormalized(d_k + keys, G * K, here, n, K, k_LK, k_norm_L, d_k_LK, LENGTH)
 
 
 @triton.jit
 def _pair_gradients(
-    v, v_stride, dy, deltas, d_x, d_v, beta_L, row, head, t, tokens,
+    v, v_stride, dy, deltas, d_x, d_v, beta_L, here,
     H: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, LENGTH: tl.constexpr,
 ):  # fmt: skip
     """Gradients of scores and of M, and dX · v, the part of dβ from values. Stores the gradient of values."""
@@ -189,20 +191,23 @@ def _pair_gradients(
     along_L = tl.zeros((LENGTH,), tl.float32)
     for first in range(0, V, BV):
         c = first + tl.arange(0, BV)
-        delta_LV = load_tile(deltas + head * V, row, H * V, t, tokens, c, V)
-        dy_LV = load_tile(dy + head * V, row, H * V, t, tokens, c, V)
+        delta_LV = load_tile(deltas, H * V, here, c, V, LENGTH)
+        dy_LV = load_tile(dy, H * V, here, c, V, LENGTH)
         d_scores_LS = tl.dot(dy_LV, tl.trans(delta_LV), acc=d_scores_LS)
-        d_x_LV = load_tile(d_x + head * V, row, H * V, t, tokens, c, V)
+        d_x_LV = load_tile(d_x, H * V, here, c, V, LENGTH)
         d_lower_LS = tl.dot(d_x_LV, tl.trans(delta_LV), acc=d_lower_LS)
         wide_LV = d_x_LV.to(tl.float32)
-        along_L += tl.sum(wide_LV * load_tile(v, row, v_stride, t, tokens, c, V).to(tl.float32), 1)
-        store_tile(d_v + head * V, row, H * V, t, tokens, c, V, wide_LV * beta_L[:, None])
+        along_L += tl.sum(wide_LV * load_tile(v, v_stride, here, c, V, LENGTH).to(tl.float32), 1)
+        store_tile(d_v, H * V, here, c, V, wide_LV * beta_L[:, None], LENGTH)
     return d_scores_LS, -d_lower_LS, along_L
 
 
 @triton.jit
-def _store_unnormalized(to, row, stride, t, tokens, n, N: tl.constexpr, x_LK, norm_L, d_unit_LK):
+def _store_unnormalized(
+    to, stride, here, n, N: tl.constexpr, x_LK, norm_L, d_unit_LK, LENGTH: tl.constexpr
+):  # fmt: skip
     """Store the gradient of x from that of u = x / |x|: (du - u (u · du)) / |x|."""
     unit_LK = x_LK.to(tl.float32) * norm_L[:, None]
     along_L = tl.sum(unit_LK * d_unit_LK, 1)
-    store_tile(to, row, stride, t, tokens, n, N, (d_unit_LK - unit_LK * along_L[:, None]) * norm_L[:, None])
+    d_LK = (d_unit_LK - unit_LK * along_L[:, None]) * norm_L[:, None]
+    store_tile(to, stride, here, n, N, d_LK, LENGTH)

@@ -32,6 +32,7 @@ from braid.kernels.delta_rule.device.tiles import (
     inverse_norm,
     last_of,
     load_tile,
+    store_matrix,
 )
 from braid.kernels.launch import Launcher, parts_of, power_of_two
 
@@ -78,13 +79,11 @@ def token_pairs(
     shape = (rows, heads, chunks, LENGTH, LENGTH)
     inverse_BHNLS = q_BTGK.new_empty(shape) if inverse else None
     scores_BHNLS = q_BTGK.new_empty(shape)
-    factors_FBHT = torch.empty(
-        FACTORS, rows, heads, chunks * LENGTH, dtype=torch.float32, device=q_BTGK.device
-    )
+    factors_FBHT = torch.empty(FACTORS, rows, heads, chunks * LENGTH, dtype=torch.float32, device=q_BTGK.device)
     keep_BHN = torch.empty(rows, heads, chunks, dtype=torch.float32, device=q_BTGK.device)
     launch(
         _token_pairs,
-        (rows * chunks * key_heads, 1),
+        (rows * chunks * heads, 1),
         (
             q_BTGK, k_BTGK, log_decay_BTH, beta_BTH, documents_BT,
             inverse_BHNLS, scores_BHNLS, factors_FBHT, keep_BHN,
@@ -107,66 +106,84 @@ def _token_pairs(
     G: tl.constexpr, R: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
     LENGTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program per chunk and key head."""
-    key_head, row, chunk = _place(tl.program_id(0), chunks, G)
-    i = tl.arange(0, LENGTH)
-    t = chunk * LENGTH + i
-    n = tl.arange(0, KP)
-    q_LK = load_tile(q + key_head * q_head, row, q_stride, t, tokens, n, K)
-    k_LK = load_tile(k + key_head * k_head, row, k_stride, t, tokens, n, K)
-    q_norm_L, k_norm_L = inverse_norm(q_LK) * (1.0 / K**0.5), inverse_norm(k_LK)
-    qk_LS = tl.dot(q_LK, tl.trans(k_LK)) * q_norm_L[:, None] * k_norm_L[None, :]
+    """One program per chunk and value head."""
+    head, row, chunk = place(tl.program_id(0), chunks, G * R)
+    key_head = head // R
+    token, here = row.to(tl.int64) * tokens + chunk * LENGTH, tokens - chunk * LENGTH
+    i, n = tl.arange(0, LENGTH), tl.arange(0, KP)
+    run_L = document_runs(documents, chunk, token, here, LENGTH)
+    scalar = token * (G * R) + head + i * (G * R)
+    beta_L = tl.load(beta + scalar, mask=i < here, other=0.0).to(tl.float32)
+    total_L = tl.cumsum(tl.load(log_decay + scalar, mask=i < here, other=0.0).to(tl.float32), 0)
+    decay_LS = decay_between(total_L, run_L, LENGTH)
+    k_LK = load_tile(k + token * k_stride + key_head * k_head, k_stride, here, n, K, LENGTH)
+    k_norm_L = inverse_norm(k_LK)
+    q_LK = load_tile(q + token * q_stride + key_head * q_head, q_stride, here, n, K, LENGTH)
+    q_norm_L = inverse_norm(q_LK) * (1.0 / K**0.5)
+
+    since_L, to_end_L = decay_since_state(total_L, run_L), decay_to_end(total_L, run_L, LENGTH)
+    which = (row * (G * R) + head).to(tl.int64) * chunks + chunk
+    factor = factors + which * LENGTH + i
+    tl.store(factor, total_L)
+    tl.store(factor + plane, beta_L)
+    tl.store(factor + 2 * plane, since_L * q_norm_L)
+    tl.store(factor + 3 * plane, beta_L * since_L * k_norm_L)
+    tl.store(factor + 4 * plane, to_end_L * k_norm_L)
+    tl.store(keep + which, last_of(since_L, LENGTH))
+
+    square = which * LENGTH * LENGTH
+    scores_LS = tl.dot(q_LK, tl.trans(k_LK)) * decay_LS * q_norm_L[:, None] * k_norm_L[None, :]
+    store_matrix(scores + square, i, i, LENGTH, LENGTH, scores_LS)
     if inverse is not None:
-        kk_LS = tl.dot(k_LK, tl.trans(k_LK)) * k_norm_L[:, None] * k_norm_L[None, :]
-    run_L = document_runs(documents, row, t, tokens)
-    for repeat in range(0, R):
-        head = key_head * R + repeat
-        place = (row * tokens + t).to(tl.int64) * (G * R) + head
-        beta_L = tl.load(beta + place, mask=t < tokens, other=0.0).to(tl.float32)
-        total_L = tl.cumsum(tl.load(log_decay + place, mask=t < tokens, other=0.0).to(tl.float32), 0)
-        since_L, to_end_L = decay_since_state(total_L, run_L), decay_to_end(total_L, run_L, LENGTH)
-        which = (row * (G * R) + head).to(tl.int64) * chunks + chunk
-        to = factors + which * LENGTH + i
-        tl.store(to, total_L)
-        tl.store(to + plane, beta_L)
-        tl.store(to + 2 * plane, since_L * q_norm_L)
-        tl.store(to + 3 * plane, beta_L * since_L * k_norm_L)
-        tl.store(to + 4 * plane, to_end_L * k_norm_L)
-        tl.store(keep + which, last_of(since_L, LENGTH))
-        decay_LS = decay_between(total_L, run_L, LENGTH)
-        square = which * LENGTH * LENGTH + i[:, None] * LENGTH + i[None, :]
-        tl.store(scores + square, (qk_LS * decay_LS).to(scores.dtype.element_ty))
-        if inverse is not None:
-            lower_LS = tl.where(i[:, None] > i[None, :], kk_LS * decay_LS * beta_L[:, None], 0.0)
-            found_LS = _inverse(lower_LS, LENGTH, PRECISION)
-            tl.store(inverse + square, found_LS.to(inverse.dtype.element_ty))
+        lower_LS = tl.dot(k_LK, tl.trans(k_LK)) * decay_LS * (beta_L * k_norm_L)[:, None] * k_norm_L[None, :]
+        lower_LS = tl.where(i[:, None] > i[None, :], lower_LS, 0.0)
+        store_matrix(inverse + square, i, i, LENGTH, LENGTH, _inverse(lower_LS, LENGTH, PRECISION))
 
 
 @triton.jit
-def _place(program, chunks, G: tl.constexpr):
-    """Key head, row and chunk of a program: neighbours share the lines of their tokens."""
-    return program % G, program // G // chunks, program // G % chunks
+def place(program, chunks, HEADS: tl.constexpr):
+    """Head, row and chunk of a program: neighbours share the lines of their tokens."""
+    return program % HEADS, program // HEADS // chunks, program // HEADS % chunks
 
 
 @triton.jit
 def _inverse(lower_LS, LENGTH: tl.constexpr, PRECISION: tl.constexpr):
     """(I + lower_LS)⁻¹ of a strictly lower triangular matrix."""
-    SMALL: tl.constexpr = 16
-    BLOCKS: tl.constexpr = LENGTH // SMALL
+    SMALL: tl.constexpr = LENGTH // 4
+    found_XIJ = _substitute(_diagonal_blocks(lower_LS, SMALL, LENGTH), SMALL)
+    found_XIJ = _merge(_diagonal_blocks(lower_LS, 2 * SMALL, LENGTH), found_XIJ, SMALL, 2, PRECISION)
+    found_XIJ = _merge(tl.reshape(lower_LS, (1, LENGTH, LENGTH)), found_XIJ, 2 * SMALL, 1, PRECISION)
+    return tl.reshape(found_XIJ, (LENGTH, LENGTH))
+
+
+@triton.jit
+def _diagonal_blocks(lower_LS, SIZE: tl.constexpr, LENGTH: tl.constexpr):
+    """The blocks of `SIZE` tokens on the diagonal."""
+    BLOCKS: tl.constexpr = LENGTH // SIZE
     block = tl.arange(0, BLOCKS)
     diagonal = block[:, None, None, None] == block[None, None, :, None]
-    lower_XIXJ = tl.reshape(lower_LS, (BLOCKS, SMALL, BLOCKS, SMALL))
-    found_XIJ = _substitute(tl.sum(tl.where(diagonal, lower_XIXJ, 0.0), 2), SMALL)
-    found_LS = tl.reshape(tl.where(diagonal, found_XIJ[:, :, None, :], 0.0), (LENGTH, LENGTH))
-    i = tl.arange(0, LENGTH)
-    for level in tl.static_range(0, 2):
-        size: tl.constexpr = SMALL << level
-        same = (i // size)[:, None] == (i // size)[None, :]
-        paired = (i // (2 * size))[:, None] == (i // (2 * size))[None, :]
-        below_LS = tl.where(paired & ~same, lower_LS, 0.0)
-        half_LS = tl.dot(found_LS, below_LS, input_precision=PRECISION)
-        found_LS -= tl.dot(half_LS, found_LS, input_precision=PRECISION)
-    return found_LS
+    lower_XIYJ = tl.reshape(lower_LS, (BLOCKS, SIZE, BLOCKS, SIZE))
+    return tl.sum(tl.where(diagonal, lower_XIYJ, 0.0), 2)
+
+
+@triton.jit
+def _merge(lower_XIJ, found_XIJ, SIZE: tl.constexpr, COUNT: tl.constexpr, PRECISION: tl.constexpr):
+    """Inverses of `COUNT` blocks, from those of the two blocks of `SIZE` tokens on the diagonal of each."""
+    quadrants_XIJ22 = tl.permute(tl.reshape(lower_XIJ, (COUNT, 2, SIZE, 2, SIZE)), (0, 2, 4, 1, 3))
+    left_XIJ2, _ = tl.split(quadrants_XIJ22)
+    _, below_XIJ = tl.split(left_XIJ2)
+    first_XIJ, second_XIJ = tl.split(tl.permute(tl.reshape(found_XIJ, (COUNT, 2, SIZE, SIZE)), (0, 2, 3, 1)))
+    if COUNT == 1:
+        below_IJ = tl.reshape(below_XIJ, (SIZE, SIZE))
+        first_IJ, second_IJ = tl.reshape(first_XIJ, (SIZE, SIZE)), tl.reshape(second_XIJ, (SIZE, SIZE))
+        half_IJ = tl.dot(second_IJ, below_IJ, input_precision=PRECISION)
+        below_XIJ = tl.reshape(tl.dot(half_IJ, first_IJ, input_precision=PRECISION), (1, SIZE, SIZE))
+    else:
+        half_XIJ = tl.dot(second_XIJ, below_XIJ, input_precision=PRECISION)
+        below_XIJ = tl.dot(half_XIJ, first_XIJ, input_precision=PRECISION)
+    left_XIJ2, right_XIJ2 = tl.join(first_XIJ, -below_XIJ), tl.join(tl.zeros_like(first_XIJ), second_XIJ)
+    quadrants_XIJ22 = tl.join(left_XIJ2, right_XIJ2)
+    return tl.reshape(tl.permute(quadrants_XIJ22, (0, 3, 1, 4, 2)), (COUNT, 2 * SIZE, 2 * SIZE))
 
 
 @triton.jit

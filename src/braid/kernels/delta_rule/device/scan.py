@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from braid.kernels.delta_rule.device.pairs import LENGTH, Pairs
-from braid.kernels.delta_rule.device.tiles import load_matrix, load_tile, store_matrix, store_tile
+from braid.kernels.delta_rule.device.tiles import load_square, load_tile, store_matrix, store_tile
 from braid.kernels.launch import Launcher, parts_of, power_of_two
 
 
@@ -148,13 +148,6 @@ def _launch(
 
 
 @triton.jit
-def _load_square(entries, which, LENGTH: tl.constexpr):
-    """A matrix of token pairs of one chunk."""
-    i = tl.arange(0, LENGTH)
-    return tl.load(entries + which * LENGTH * LENGTH + i[:, None] * LENGTH + i[None, :])
-
-
-@triton.jit
 def _place(V: tl.constexpr, BV: tl.constexpr, H: tl.constexpr, R: tl.constexpr):
     """Row, head, key head and first value channel of a program; neighbours share keys."""
     PARTS: tl.constexpr = (V + BV - 1) // BV
@@ -181,27 +174,28 @@ def _scan(
     else:
         state_VK = tl.zeros((BV, KP), dtype=tl.float32)
     for chunk in range(0, chunks):
-        t, which = chunk * LENGTH + i, state * chunks + chunk
-        k_LK = load_tile(k + key_head * k_head, row, k_stride, t, tokens, n, K)
-        v_LV = load_tile(v + head * v_head, row, v_stride, t, tokens, c, V)
-        inverse_LS = _load_square(inverse, which, LENGTH)
+        which, here = state * chunks + chunk, tokens - chunk * LENGTH
+        token = row.to(tl.int64) * tokens + chunk * LENGTH
+        k_LK = load_tile(k + token * k_stride + key_head * k_head, k_stride, here, n, K, LENGTH)
+        v_LV = load_tile(v + token * v_stride + head * v_head, v_stride, here, c, V, LENGTH)
+        inverse_LS = load_square(inverse + which * LENGTH * LENGTH, LENGTH)
         factor = factors + which * LENGTH + i
         beta_L, read_L = tl.load(factor + plane), tl.load(factor + 2 * plane)
         erase_L, write_L = tl.load(factor + 3 * plane), tl.load(factor + 4 * plane)
         narrow_VK = state_VK.to(k_LK.dtype)
         if states is not None:
-            store_matrix(states, which * V * K, c, n, V, K, narrow_VK)
+            store_matrix(states + which * V * K, c, n, V, K, narrow_VK)
         stored_VL = tl.dot(narrow_VK, tl.trans(k_LK))
         x_VL = tl.trans(v_LV).to(tl.float32) * beta_L[None, :] - stored_VL * erase_L[None, :]
         delta_VL = tl.dot(x_VL.to(k_LK.dtype), tl.trans(inverse_LS))
         if deltas is not None:
-            store_tile(deltas + head * V, row, H * V, t, tokens, c, V, tl.trans(delta_VL))
+            store_tile(deltas + (token * H + head) * V, H * V, here, c, V, tl.trans(delta_VL), LENGTH)
         if y is not None:
-            q_LK = load_tile(q + key_head * q_head, row, q_stride, t, tokens, n, K)
+            q_LK = load_tile(q + token * q_stride + key_head * q_head, q_stride, here, n, K, LENGTH)
             y_VL = tl.dot(narrow_VK, tl.trans(q_LK)) * read_L[None, :]
-            scores_LS = _load_square(scores, which, LENGTH)
+            scores_LS = load_square(scores + which * LENGTH * LENGTH, LENGTH)
             y_VL = tl.dot(delta_VL.to(k_LK.dtype), tl.trans(scores_LS), acc=y_VL)
-            store_tile(y + head * V, row, H * V, t, tokens, c, V, tl.trans(y_VL))
+            store_tile(y + (token * H + head) * V, H * V, here, c, V, tl.trans(y_VL), LENGTH)
         state_VK *= tl.load(keep + which)
         state_VK = tl.dot((delta_VL * write_L[None, :]).to(k_LK.dtype), k_LK, acc=state_VK)
     if final is not None:
@@ -226,22 +220,26 @@ def _scan_backward(
         d_state_VK = tl.zeros((BV, KP), dtype=tl.float32)
     for step in range(0, chunks):
         chunk = chunks - 1 - step
-        t, which = chunk * LENGTH + i, state * chunks + chunk
-        k_LK = load_tile(k + key_head * k_head, row, k_stride, t, tokens, n, K)
-        q_LK = load_tile(q + key_head * q_head, row, q_stride, t, tokens, n, K)
-        dy_LV = load_tile(dy + head * V, row, H * V, t, tokens, c, V)
-        inverse_LS, scores_LS = _load_square(inverse, which, LENGTH), _load_square(scores, which, LENGTH)
+        which, here = state * chunks + chunk, tokens - chunk * LENGTH
+        token = row.to(tl.int64) * tokens + chunk * LENGTH
+        k_LK = load_tile(k + token * k_stride + key_head * k_head, k_stride, here, n, K, LENGTH)
+        q_LK = load_tile(q + token * q_stride + key_head * q_head, q_stride, here, n, K, LENGTH)
+        dy_LV = load_tile(dy + (token * H + head) * V, H * V, here, c, V, LENGTH)
+        inverse_LS, scores_LS = (
+            load_square(inverse + which * LENGTH * LENGTH, LENGTH),
+            load_square(scores + which * LENGTH * LENGTH, LENGTH),
+        )
         factor = factors + which * LENGTH + i
         read_L, erase_L, write_L = (
             tl.load(factor + 2 * plane), tl.load(factor + 3 * plane), tl.load(factor + 4 * plane)
         )  # fmt: skip
         narrow_VK = d_state_VK.to(k_LK.dtype)
-        store_matrix(d_states, which * V * K, c, n, V, K, narrow_VK)
+        store_matrix(d_states + which * V * K, c, n, V, K, narrow_VK)
         dy_VL = tl.trans(dy_LV)
         d_delta_VL = tl.dot(narrow_VK, tl.trans(k_LK)) * write_L[None, :]
         d_delta_VL = tl.dot(dy_VL, scores_LS, acc=d_delta_VL)
         d_x_VL = tl.dot(d_delta_VL.to(k_LK.dtype), inverse_LS)
-        store_tile(d_x + head * V, row, H * V, t, tokens, c, V, tl.trans(d_x_VL))
+        store_tile(d_x + (token * H + head) * V, H * V, here, c, V, tl.trans(d_x_VL), LENGTH)
         d_state_VK *= tl.load(keep + which)
         d_state_VK = tl.dot((dy_VL.to(tl.float32) * read_L[None, :]).to(k_LK.dtype), q_LK, acc=d_state_VK)
         d_state_VK = tl.dot((d_x_VL * -erase_L[None, :]).to(k_LK.dtype), k_LK, acc=d_state_VK)

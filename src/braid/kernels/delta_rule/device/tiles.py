@@ -13,32 +13,39 @@ L2_EPS: tl.constexpr = tl.constexpr(1e-6)
 
 
 @triton.jit
-def load_tile(entries, row, stride, t, tokens, n, N: tl.constexpr):
-    """Channels n of the tokens t of a row, `stride` elements apart; zero beyond the last token or channel."""
-    inside = (t < tokens)[:, None] & (n < N)[None, :]
-    place = (row * tokens + t).to(tl.int64)[:, None] * stride + n[None, :]
-    return tl.load(entries + place, mask=inside, other=0.0)
+def load_tile(first, stride, here, n, N: tl.constexpr, LENGTH: tl.constexpr):
+    """Channels n of a chunk that has `here` tokens, `stride` elements apart; zero beyond them. Offsets from the
+    first token are 32 bits wide, so that they take half the registers."""
+    i = tl.arange(0, LENGTH)
+    inside = (i < here)[:, None] & (n < N)[None, :]
+    return tl.load(first + (i[:, None] * stride + n[None, :]), mask=inside, other=0.0)
 
 
 @triton.jit
-def store_tile(entries, row, stride, t, tokens, n, N: tl.constexpr, tile_LN):
-    inside = (t < tokens)[:, None] & (n < N)[None, :]
-    place = (row * tokens + t).to(tl.int64)[:, None] * stride + n[None, :]
-    tl.store(entries + place, tile_LN.to(entries.dtype.element_ty), mask=inside)
+def store_tile(first, stride, here, n, N: tl.constexpr, tile_LN, LENGTH: tl.constexpr):
+    i = tl.arange(0, LENGTH)
+    inside = (i < here)[:, None] & (n < N)[None, :]
+    tl.store(first + (i[:, None] * stride + n[None, :]), tile_LN.to(first.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def load_matrix(entries, begin, v, k, V: tl.constexpr, K: tl.constexpr):
+def load_matrix(entries, v, k, V: tl.constexpr, K: tl.constexpr):
     """Rows v and columns k of a contiguous (V, K) matrix, zero outside it."""
     inside = (v < V)[:, None] & (k < K)[None, :]
-    return tl.load(entries + begin + v[:, None] * K + k[None, :], mask=inside, other=0.0)
+    return tl.load(entries + (v[:, None] * K + k[None, :]), mask=inside, other=0.0)
 
 
 @triton.jit
-def store_matrix(entries, begin, v, k, V: tl.constexpr, K: tl.constexpr, tile_VK):
+def store_matrix(entries, v, k, V: tl.constexpr, K: tl.constexpr, tile_VK):
     inside = (v < V)[:, None] & (k < K)[None, :]
-    place = entries + begin + v[:, None] * K + k[None, :]
-    tl.store(place, tile_VK.to(entries.dtype.element_ty), mask=inside)
+    tl.store(entries + (v[:, None] * K + k[None, :]), tile_VK.to(entries.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def load_square(entries, LENGTH: tl.constexpr):
+    """A matrix of the token pairs of a chunk."""
+    i = tl.arange(0, LENGTH)
+    return tl.load(entries + (i[:, None] * LENGTH + i[None, :]))
 
 
 @triton.jit
@@ -49,14 +56,15 @@ def inverse_norm(x_LK):
 
 
 @triton.jit
-def document_runs(documents, row, t, tokens):
-    """Document of each token of a chunk, counted from 0, the one that the state enters the chunk with. Tokens
-    beyond the last continue its document."""
+def document_runs(documents, chunk, token, here, LENGTH: tl.constexpr):
+    """Document of each token of a chunk, counted from 0, the one that the state enters the chunk with. `token`
+    is the first of the chunk among those of all rows. Tokens beyond the last continue its document."""
+    i = tl.arange(0, LENGTH)
     if documents is None:
-        return tl.zeros_like(t)
-    here = (t > 0) & (t < tokens)
-    place = documents + row.to(tl.int64) * tokens + t
-    this, before = tl.load(place, mask=here, other=0), tl.load(place - 1, mask=here, other=0)
+        return tl.zeros_like(i)
+    inside = (i < here) & ((chunk > 0) | (i > 0))
+    place = documents + token + i
+    this, before = tl.load(place, mask=inside, other=0), tl.load(place - 1, mask=inside, other=0)
     return tl.cumsum((this != before).to(tl.int32), 0)
 
 
