@@ -190,6 +190,8 @@ def check(fused: FusedDeltaRule, log: dict[str, Any]) -> Iterator[str]:
         except Exception as failure:
             return told(failure)
 
+    # torch loads its linear algebra at the first use, which threads must not share.
+    torch.linalg.solve_triangular(*torch.ones(2, 1, 1, device=DEVICE, dtype=torch.float64), upper=False)
     with ThreadPoolExecutor(THREADS) as pool:
         for shape, errors in zip(CHECKS, pool.map(attempt, CHECKS), strict=True):
             log[f"errors {shape}"] = errors

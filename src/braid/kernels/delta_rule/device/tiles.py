@@ -60,12 +60,13 @@ def document_runs(documents, chunk, token, here, LENGTH: tl.constexpr):
     """Document of each token of a chunk, counted from 0, the one that the state enters the chunk with. `token`
     is the first of the chunk among those of all rows. Tokens beyond the last continue its document."""
     i = tl.arange(0, LENGTH)
-    if documents is None:
-        return tl.zeros_like(i)
-    inside = (i < here) & ((chunk > 0) | (i > 0))
-    place = documents + token + i
-    this, before = tl.load(place, mask=inside, other=0), tl.load(place - 1, mask=inside, other=0)
-    return tl.cumsum((this != before).to(tl.int32), 0)
+    starts_L = tl.zeros_like(i)
+    if documents is not None:
+        inside = (i < here) & ((chunk > 0) | (i > 0))
+        place = documents + token + i
+        this, before = tl.load(place, mask=inside, other=0), tl.load(place - 1, mask=inside, other=0)
+        starts_L = (this != before).to(tl.int32)
+    return tl.cumsum(starts_L, 0)
 
 
 @triton.jit
