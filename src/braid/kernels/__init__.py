@@ -14,6 +14,7 @@ from braid import architecture
 from braid.kernels import (
     attention,
     delta_rule,
+    glu,
     grouped_mlp,
     hyper_connection,
     permute,
@@ -32,6 +33,7 @@ class Kernels:
     attention: KernelChoice[attention.Attend] | None
     ssd: KernelChoice[ssd.Ssd] | None
     delta_rule: KernelChoice[delta_rule.DeltaRule] | None
+    glu: KernelChoice[glu.MlpActivation] | None
     grouped_mlp: KernelChoice[grouped_mlp.GroupedMlp] | None
     permute: KernelChoice[permute.Permute] | None
     hyper_connection: KernelChoice[hyper_connection.HyperConnect] | None
@@ -42,7 +44,8 @@ class Kernels:
     def choices(self) -> tuple[KernelChoice, ...]:
         """All selected implementations, for the log."""
         mixers = (self.attention, self.ssd, self.delta_rule)
-        ops = (*mixers, self.rotary, self.rms_norm, self.grouped_mlp, self.permute, self.hyper_connection)
+        mlps = (self.glu, self.grouped_mlp, self.permute)
+        ops = (*mixers, self.rotary, self.rms_norm, *mlps, self.hyper_connection)
         return tuple(choice for choice in ops if choice is not None)
 
 
@@ -59,6 +62,7 @@ def choose(
         attention=attention.choose(device, dtype, sink_head_dim=sink_head_dim) if attends else None,
         ssd=ssd.choose(device, dtype) if Kind.MAMBA2 in kinds else None,
         delta_rule=delta_rule.choose(device, dtype) if Kind.DELTA_NET in kinds else None,
+        glu=None if {Kind.MLP, Kind.MOE}.isdisjoint(kinds) else glu.choose(device, dtype),
         grouped_mlp=None
         if moe is None
         else grouped_mlp.choose(
@@ -79,6 +83,7 @@ def references() -> Kernels:
         attention=attention.REFERENCE,
         ssd=ssd.REFERENCE,
         delta_rule=delta_rule.REFERENCE,
+        glu=glu.REFERENCE,
         grouped_mlp=grouped_mlp.REFERENCE,
         permute=permute.REFERENCE,
         hyper_connection=hyper_connection.REFERENCE,

@@ -394,10 +394,10 @@ def _build_layer(
         case Kind.DELTA_NET if shape.delta_net and kernels.delta_rule:
             rule = kernels.delta_rule.function
             return DeltaNet(shape.delta_net, hidden, eps, rule, normalize=normalize, **on)
-        case Kind.MLP if shape.mlp:
-            return Mlp(shape.mlp, hidden, **on)
-        case Kind.MOE if shape.moe and kernels.grouped_mlp and kernels.permute:
-            fast = (kernels.grouped_mlp.function, dispatcher, kernels.permute.function)
+        case Kind.MLP if shape.mlp and kernels.glu:
+            return Mlp(shape.mlp, hidden, kernels.glu.function, **on)
+        case Kind.MOE if shape.moe and kernels.grouped_mlp and kernels.permute and kernels.glu:
+            fast = (kernels.grouped_mlp.function, dispatcher, kernels.permute.function, kernels.glu.function)
             return Moe(shape.moe, hidden, *fast, **on)
         case Kind.SPARSE_ATTENTION:
             raise ValueError(f"layer {layer.number} is 'D': sparse attention is not implemented")

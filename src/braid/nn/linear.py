@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +21,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from braid.distributed.collectives import ALONE, Group, reduce_scatter
-from braid.kernels.grouped_mlp.product import put_wgrad
+from braid.kernels.grouped_mlp.product import Gradient, empty_like, put_wgrad
+from braid.kernels.wgrad import write_product
 from braid.nn.canonical import Canonical, Fill, Index, RowSpan
 from braid.nn.delayed_wgrad import DelayedWgrad, Delaying
 
@@ -190,10 +190,10 @@ class _LinearFunction(torch.autograd.Function):
         )
         return (
             None,
-            put_wgrad(ctx.wgrad_store, ctx.weight, partial(_weight_grad, grads_NO, detached_NI))
+            put_wgrad(ctx.wgrad_store, ctx.weight, _weight_grad(ctx.weight, grads_NO, detached_NI))
             if weight_needs
             else None,
-            put_wgrad(ctx.wgrad_store, ctx.bias, partial(_bias_grad, grads_NO)) if bias_needs else None,
+            put_wgrad(ctx.wgrad_store, ctx.bias, _bias_grad(ctx.bias, grads_NO)) if bias_needs else None,
             *(grad_NO.mm(weight_OI) if needs else None for needs, grad_NO, weight_OI in last_first),
         )
 
@@ -202,17 +202,23 @@ def _deinterleave(tensor: Tensor, parts: int) -> tuple[Tensor, ...]:
     return tensor.unflatten(0, (-1, parts)).unbind(1)
 
 
-def _weight_grad(grads_NO: Sequence[Tensor], xs_NI: Sequence[Tensor]) -> Tensor:
-    return _interleave([grad_NO.t().mm(x_NI) for grad_NO, x_NI in zip(grads_NO, xs_NI, strict=True)])
+def _weight_grad(weight: Tensor, grads_NO: Sequence[Tensor], xs_NI: Sequence[Tensor]) -> Gradient:
+    def write(gradient: Tensor, accumulate: bool) -> None:
+        outs_OI = _deinterleave(gradient, len(xs_NI)) if len(xs_NI) > 1 else (gradient,)
+        for out_OI, grad_NO, x_NI in zip(outs_OI, grads_NO, xs_NI, strict=True):
+            write_product(out_OI, grad_NO, x_NI, accumulate=accumulate)
+
+    return Gradient(write, empty_like(weight))
 
 
-def _bias_grad(grads_NO: Sequence[Tensor]) -> Tensor:
-    return _interleave([grad_NO.sum(0) for grad_NO in grads_NO])
+def _bias_grad(bias: Tensor, grads_NO: Sequence[Tensor]) -> Gradient:
+    def write(gradient: Tensor, accumulate: bool) -> None:
+        outs_O = _deinterleave(gradient, len(grads_NO))
+        for out_O, grad_NO in zip(outs_O, grads_NO, strict=True):
+            sum_O = grad_NO.sum(0, dtype=gradient.dtype)
+            out_O.add_(sum_O) if accumulate else out_O.copy_(sum_O)
 
-
-def _interleave(parts: Sequence[Tensor]) -> Tensor:
-    """The inverse of `_deinterleave`."""
-    return parts[0] if len(parts) == 1 else torch.stack(tuple(parts), 1).flatten(0, 1)
+    return Gradient(write, empty_like(bias))
 
 
 class _AddBias(torch.autograd.Function):
@@ -226,7 +232,7 @@ class _AddBias(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_BtC: Tensor) -> tuple[None, Tensor | None, Tensor]:
-        product = partial(grad_BtC.sum_to_size, ctx.bias.shape)
+        product = _bias_grad(ctx.bias, [grad_BtC.flatten(0, -2)])
         return (
             None,
             put_wgrad(ctx.wgrad_store, ctx.bias, product) if ctx.needs_input_grad[1] else None,

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from braid import architecture
 from braid.distributed.collectives import Groups, all_gather
-from braid.kernels.activation import activate, projections
+from braid.kernels.activation import projections
 from braid.kernels.activation_bytes import saved_ffn_tensors
+from braid.kernels.glu import PLAIN, MlpActivation
 from braid.nn.canonical import Canonical, RowSpan, under
 from braid.nn.cost import Cost, Workload, all_gather_calls, reduce_scatter_calls
 from braid.nn.linear import Linear, RowLinear
@@ -34,13 +35,14 @@ class Mlp(Recomputing):
         self,
         shape: architecture.Mlp,
         hidden: int,
+        activation: MlpActivation = PLAIN,
         *,
         groups: Groups = Groups(),
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.shape, self.groups = shape, groups
+        self.shape, self.groups, self.activation = shape, groups, activation
         self.projections = projections(shape.activation)
         self.ffn = shape.ffn // groups.tp.size
         """ffn channels of this rank."""
@@ -50,8 +52,9 @@ class Mlp(Recomputing):
         self.down = RowLinear(self.ffn, hidden, groups.tp, bias=shape.bias, device=device, dtype=dtype)
 
     def forward(self, x_BtC: Tensor) -> Tensor:
-        projected = self.into.split_forward(all_gather(x_BtC, self.groups.tp, dim=1))
-        activation = partial(activate, self.shape.activation, glu=self.shape.glu)
+        x_BTC = all_gather(x_BtC, self.groups.tp, dim=1)
+        projected = [self.into(x_BTC)] if self.activation.joined else self.into.split_forward(x_BTC)
+        activation = partial(self.activation, self.shape.activation, glu=self.shape.glu)
         return self.down(self.recomputed("activation", activation, *projected))
 
     def canonical(self) -> dict[str, Canonical]:
@@ -64,16 +67,19 @@ class Mlp(Recomputing):
     def cost(self, workload: Workload) -> Cost:
         tp, cp, hidden = self.groups.tp, self.groups.cp, self.into.channels_in
         cp_tokens, sp_tokens = workload.local_tokens(cp), workload.local_tokens(tp, cp)
-        ffn = cp_tokens * self.ffn * workload.narrow
+        ffn, joined = cp_tokens * self.ffn * workload.narrow, self.activation.joined
         tokens = cp_tokens * hidden * workload.narrow
         # With several rows the gathered tokens are not contiguous, and each projection saves a copy of its own.
-        copies = len(self.projections) if tp.size > 1 and workload.rows > 1 else 1
+        copies = len(self.projections) if tp.size > 1 and workload.rows > 1 and not joined else 1
         ffn_tensors = saved_ffn_tensors(self.shape.activation, self.shape.glu, joined=False)
+        if joined:
+            ffn_tensors = len(self.projections) + 1
         if workload.recomputes("activation"):
             ffn_tensors = len(self.projections)
         return Cost(
             kept=workload.norm_output(copies * tokens, tp.size > 1) + ffn_tensors * ffn,
-            passing=ffn,
+            # The fused backward holds the gradients of the activation and of all projections at once.
+            passing=(len(self.projections) + 1) * ffn if joined else ffn,
             calls=all_gather_calls(tp, sp_tokens * hidden * workload.narrow, "mlp tokens")
             + reduce_scatter_calls(tp, tokens, "mlp sums"),
         )

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from braid import architecture
 from braid.distributed.collectives import ALONE, Group, Groups
+from braid.kernels import glu
 from braid.kernels.grouped_mlp import GroupedMlp
 from braid.kernels.permute import PLAIN, Permute
 from braid.nn.canonical import Canonical, under
@@ -95,6 +96,7 @@ class Moe(nn.Module):
         grouped_mlp: GroupedMlp,
         dispatcher: Dispatcher | None = None,
         permute: Permute = PLAIN,
+        activation: glu.MlpActivation = glu.PLAIN,
         *,
         groups: Groups = Groups(),
         device: torch.device | None = None,
@@ -113,7 +115,7 @@ class Moe(nn.Module):
         self.experts = Experts(shape, channels, grouped_mlp, groups=groups, device=device, dtype=dtype)
         if shape.shared_ffn:
             shared = architecture.Mlp(ffn=shape.shared_ffn, activation=shape.activation, glu=shape.glu)
-            self.shared = Mlp(shared, hidden, groups=groups, device=device, dtype=dtype)
+            self.shared = Mlp(shared, hidden, activation, groups=groups, device=device, dtype=dtype)
         if shape.shared_gate:
             self.shared_gate = Linear(hidden, 1, copies=tp, device=device, dtype=dtype)
 

@@ -45,11 +45,10 @@ def activate(
     if KIND == "swiglu":
         gate, up = h.to(tl.float32).reshape(ROWS, COLS, 2).split()
         if LIMIT is not None:
-            gate = tl.minimum(gate, LIMIT)
-            up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+            gate, up = _limited(gate, up, LIMIT)
         value = gate * tl.sigmoid(ALPHA * gate) * (up + OFFSET)
     elif KIND == "relu2":
-        positive = tl.maximum(h.to(tl.float32), 0.0)
+        positive = tl.maximum(h.to(tl.float32), 0.0, propagate_nan=tl.PropagateNan.ALL)
         value = positive * positive
     else:
         up = h.to(tl.float32)
@@ -73,21 +72,20 @@ def activate_backward(
     if KIND == "swiglu":
         gate, up = h.to(tl.float32).reshape(ROWS, COLS, 2).split()
         if LIMIT is not None:
-            gate_open = gate <= LIMIT
-            up_open = tl.abs(up) <= LIMIT
-            gate = tl.minimum(gate, LIMIT)
-            up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+            gate_shut = gate > LIMIT
+            up_shut = tl.abs(up) > LIMIT
+            gate, up = _limited(gate, up, LIMIT)
         sigmoid = tl.sigmoid(ALPHA * gate)
         opened = gate * sigmoid
         value = opened * (up + OFFSET)
         d_gate = da * (up + OFFSET) * (sigmoid + ALPHA * opened * (1.0 - sigmoid))
         d_up = da * opened
         if LIMIT is not None:
-            d_gate = tl.where(gate_open, d_gate, 0.0)
-            d_up = tl.where(up_open, d_up, 0.0)
+            d_gate = tl.where(gate_shut, 0.0, d_gate)
+            d_up = tl.where(up_shut, 0.0, d_up)
         dh = tl.join(d_gate, d_up).reshape(ROWS, 2 * COLS)
     elif KIND == "relu2":
-        positive = tl.maximum(h.to(tl.float32), 0.0)
+        positive = tl.maximum(h.to(tl.float32), 0.0, propagate_nan=tl.PropagateNan.ALL)
         value = positive * positive
         dh = 2.0 * da * positive
     else:
@@ -96,6 +94,15 @@ def activate_backward(
         value = up * normal
         dh = da * (normal + up * 0.3989422804014327 * tl.exp(-0.5 * up * up))
     return value, dh
+
+
+@triton.jit
+def _limited(gate, up, LIMIT: tl.constexpr):
+    """Clamped projections. The GPU's plain minimum and maximum would turn a NaN into the limit."""
+    gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    up = tl.maximum(up, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    up = tl.minimum(up, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    return gate, up
 
 
 @triton.jit

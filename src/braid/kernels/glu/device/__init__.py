@@ -1,0 +1,1 @@
+"""Triton kernels of MLP activations. Importing this package requires Triton."""
