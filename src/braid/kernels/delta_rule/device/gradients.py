@@ -1,6 +1,6 @@
 """Gradients of all inputs from the states, deltas and their gradients, for all chunks in parallel.
 
-    dP = dy dᵀ        dM = - dX dᵀ        dv = β · dX                        pairs (dM by A = (I + M)⁻¹, d = A X)
+    dP = dy dᵀ        dM = - dX dᵀ        dv = β · dX                       pairs (dM by A = (I + M)⁻¹, d = A X)
     dq = read · (dy Sᵀ) + dP k        dk = write · (d dS'ᵀ) - erase · (dX Sᵀ) + dPᵀ q + (dM + dMᵀ) k
 
 A factor exp(c) with a cumulative log decay c has the derivative of its product with respect to c, so that
