@@ -1,4 +1,4 @@
-"""Enumerated options shared by several packages: recompute, sharding strategies, token dispatchers, dtypes."""
+"""Enumerated options shared by several packages: recompute, sharding, token dispatchers, dtypes, kernels."""
 
 from __future__ import annotations
 
@@ -49,3 +49,26 @@ MeshName = Literal["dense", "expert"]
 
 BYTE_VOCAB = 257
 """Vocabulary of the byte tokenizer: 256 bytes and the end-of-document token."""
+
+KernelMode = Literal["auto", "reference", "fused"]
+"""Which implementation of an op a run uses: the fastest that is available, the plain PyTorch reference, or a
+fast one, whose absence is an error."""
+
+KERNEL_OPS = (
+    "attention", "ssd", "delta_rule", "glu", "grouped_mlp", "permute", "hyper_connection", "rms_norm", "rotary",
+)  # fmt: skip
+"""Ops that have several implementations."""
+
+
+def kernel_modes(settings: Iterable[str]) -> dict[str, KernelMode]:
+    """The mode of every op. A setting is a mode for all ops, or `op=mode`; later ones win. Raises `ValueError`
+    with what is wrong about a setting."""
+    modes: dict[str, KernelMode] = {op: "auto" for op in KERNEL_OPS}  # noqa: C420
+    for setting in settings:
+        op, equals, name = setting.partition("=")
+        mode = next((each for each in typing.get_args(KernelMode) if each == (name if equals else op)), None)
+        if mode is None or (equals and op not in modes):
+            ops, names = ", ".join(KERNEL_OPS), ", ".join(typing.get_args(KernelMode))
+            raise ValueError(f"must be {names}, or op=mode for an op of {ops}")
+        modes.update({op: mode} if equals else dict.fromkeys(modes, mode))
+    return modes

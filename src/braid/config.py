@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from braid import validators
 from braid.architecture import Model
-from braid.choices import DispatcherName, Dtype, Recompute, Strategy
+from braid.choices import DispatcherName, Dtype, Recompute, Strategy, kernel_modes
 from braid.errors import ConfigError, Problem
 
 
@@ -116,6 +116,9 @@ class Train:
     """Activation checkpointing: regions to recompute in backward. Does not change results."""
     recompute_span: int = 0
     """Recompute of hyper-connections: blocks between saved residual streams; 0 minimizes memory."""
+    kernels: tuple[str, ...] = ("auto",)
+    """Kernels: `auto`, `reference` (plain PyTorch) or `fused` (an error if there is none), for all ops or one:
+    `auto ssd=reference`."""
     deterministic: bool = False
     """Use only deterministic kernels. CPU runs are always deterministic."""
     eval_every: int = 0
@@ -140,6 +143,11 @@ class Train:
         for low, names in ((1, positive), (0, non_negative)):
             for name in names:
                 yield from validators.at_least(f"{at}.{name}", typing.cast(float, getattr(self, name)), low)
+        for setting in self.kernels:
+            try:
+                kernel_modes([setting])
+            except ValueError as error:
+                yield Problem(field=f"{at}.kernels", value=setting, rule=str(error), remedy="auto")
         if self.stall_timeout_s != 0 and not 1 <= self.stall_timeout_s <= MAX_STALL_TIMEOUT_S:
             yield Problem(
                 field=f"{at}.stall_timeout_s",

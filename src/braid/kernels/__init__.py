@@ -1,16 +1,19 @@
 """Kernels: ops with several implementations, a PyTorch reference in every package and faster ones beside it.
 
-`choose` selects implementations once per run, by device and dtype; modules get the functions as arguments.
+`choose` selects implementations once per run, by device, dtype and `train.kernels`; modules get the functions
+as arguments.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, fields
 
 import torch
 
 from braid import architecture
+from braid.choices import kernel_modes
+from braid.errors import ConfigError
 from braid.kernels import (
     attention,
     delta_rule,
@@ -50,9 +53,37 @@ class Kernels:
 
 
 def choose(
+    model: architecture.Model,
+    kinds: Collection[Kind],
+    device: torch.device,
+    dtype: torch.dtype,
+    settings: Sequence[str] = ("auto",),
+) -> Kernels:
+    """The implementations for these kinds of layers: by default the fastest that support the device and dtype,
+    otherwise as `settings` (`train.kernels`) say."""
+    fastest, modes, plain = _fastest(model, kinds, device, dtype), kernel_modes(settings), references()
+    chosen: dict[str, KernelChoice | None] = {
+        each.name: getattr(fastest, each.name) for each in fields(Kernels)
+    }
+    slow = []
+    for op, choice in chosen.items():
+        if choice is not None and modes[op] == "reference":
+            chosen[op] = getattr(plain, op)
+        elif choice is not None and modes[op] == "fused" and choice.name == "reference":
+            slow.append(f"  {op}: {choice.reason}")
+    if slow:
+        given = " ".join(settings)
+        raise ConfigError(
+            "\n".join(
+                [f"train.kernels = {given}: there is no fast kernel of", *slow, "set   auto for these ops"]
+            )
+        )
+    return Kernels(**chosen)  # type: ignore[arg-type]
+
+
+def _fastest(
     model: architecture.Model, kinds: Collection[Kind], device: torch.device, dtype: torch.dtype
 ) -> Kernels:
-    """The fastest implementations for these kinds of layers that support the device and dtype."""
     attends = not {Kind.ATTENTION, Kind.LATENT_ATTENTION}.isdisjoint(kinds)
     moe = model.moe if Kind.MOE in kinds else None
     hyper = model.hyper

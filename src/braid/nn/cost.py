@@ -39,6 +39,8 @@ class Workload:
     """Dtype of the activations."""
     device: Literal["cpu", "cuda"] = "cuda"
     """Some ops save more on a CPU, where they are composed of smaller ops."""
+    references: frozenset[str] = frozenset()
+    """Ops that run as their PyTorch reference although there may be a fused kernel (`train.kernels`)."""
     recompute: frozenset[str] = frozenset()
     """Kinds of regions that backward recomputes: see `nn.recompute`."""
     span: int = 1
@@ -60,6 +62,10 @@ class Workload:
     def mixed(self) -> bool:
         """Whether the two differ, so that upcasting makes a copy."""
         return self.narrow != self.wide
+
+    def may_fuse(self, op: str) -> bool:
+        """Whether an op may run as a fused kernel, if there is one for this device and dtype."""
+        return op not in self.references
 
     def recomputes(self, name: str) -> bool:
         return name in self.recompute

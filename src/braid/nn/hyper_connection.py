@@ -117,7 +117,7 @@ class HyperConnection(_ProjectionWeights):
         """Includes the layer's output, which `post` saves."""
         tokens, streams = workload.local_tokens(self.groups.tp_cp), self.shape.streams
         sizes = {"narrow": workload.narrow, "wide": workload.wide}
-        if fuses(workload.device, workload.dtype):
+        if _fuses(workload):
             saved = activation_bytes.fused(tokens, streams, self.hidden, **sizes)
         else:
             saved = activation_bytes.plain(tokens, streams, self.hidden, self.shape.sinkhorn_steps, **sizes)
@@ -154,7 +154,7 @@ class HyperExit(_ProjectionWeights):
 
     def cost(self, workload: Workload) -> Cost:
         tokens, streams = workload.local_tokens(self.groups.tp_cp), self.shape.streams
-        fused = fuses(workload.device, workload.dtype)
+        fused = _fuses(workload)
         count = activation_bytes.fused_exit if fused else activation_bytes.plain_exit
         saved = count(tokens, streams, self.hidden, narrow=workload.narrow, wide=workload.wide)
         return Cost(kept=saved, passing=tokens * streams * self.hidden * workload.narrow)
@@ -195,3 +195,7 @@ def deviation(res_NSS: Tensor) -> Tensor:
     """The largest deviation of a row or column sum of `res` from 1; 0 without tokens."""
     sums = torch.cat([res_NSS.sum(1), res_NSS.sum(2)])
     return (sums - 1).abs().amax() if len(sums) else sums.new_zeros(())
+
+
+def _fuses(workload: Workload) -> bool:
+    return fuses(workload.device, workload.dtype) and workload.may_fuse("hyper_connection")

@@ -45,12 +45,16 @@ class RmsNorm(nn.Module):
 
     def upcasts(self, workload: Workload) -> bool:
         """Whether it saves an upcast copy of its input instead of the input itself."""
-        return workload.mixed and not rms_norm.fuses(workload.device, workload.dtype, self.channels)
+        return workload.mixed and not self._fuses(workload)
+
+    def _fuses(self, workload: Workload) -> bool:
+        available = rms_norm.fuses(workload.device, workload.dtype, self.channels)
+        return available and workload.may_fuse("rms_norm")
 
     def cost(self, workload: Workload, vectors: int, *, wide: bool = False) -> Cost:
         """The cost for `vectors` inputs, of the activation dtype or `wide`. The fused kernel saves the input as
         it is; on a CPU the normalized input is saved too."""
-        if rms_norm.fuses(workload.device, workload.dtype, self.channels):
+        if self._fuses(workload):
             saved_input = vectors * self.channels * (workload.wide if wide else workload.narrow)
             return Cost(kept=saved_input + vectors * workload.wide, passing=saved_input)
         entries = vectors * (self.channels * (2 if workload.device == "cpu" else 1) + 1)

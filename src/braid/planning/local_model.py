@@ -18,11 +18,9 @@ from braid.planning.plan import Plan
 
 
 def choose_kernels(plan: Plan, device: torch.device) -> kernels.Kernels:
-    """The fastest kernels on a device for the layers of a plan, given the local shape of experts."""
-    run = plan.run
-    return kernels.choose(
-        local_shape(run.model, plan.axes), plan.layout.kinds(), device, DTYPES[run.train.dtype]
-    )
+    """The kernels on a device for the layers of a plan, given the local shape of experts."""
+    run, shape = plan.run, local_shape(plan.run.model, plan.axes)
+    return kernels.choose(shape, plan.layout.kinds(), device, DTYPES[run.train.dtype], run.train.kernels)
 
 
 def build_local_model(

@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 import torch
 
-from braid.choices import recomputed
+from braid.choices import kernel_modes, recomputed
 from braid.distributed.collectives import ALONE, Group, Groups
 from braid.errors import ConfigError
 from braid.model.language import LanguageModel
@@ -64,6 +64,9 @@ def workload_of(plan: Plan, device: str) -> Workload:
         dtype=DTYPES[plan.run.train.dtype],
         recompute=recomputed(plan.run.train.recompute),
         span=span_of(plan.run, plan.layout),
+        references=frozenset(
+            op for op, mode in kernel_modes(plan.run.train.kernels).items() if mode == "reference"
+        ),
         fine=any(phase.kind == "experts" for phases in plan.schedule.phases for phase in phases),
     )
     return workload if device == "cuda" else replace(workload, device="cpu")

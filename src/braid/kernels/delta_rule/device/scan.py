@@ -8,8 +8,8 @@ and in reverse, from the gradient dS' of the state after a chunk,
 
 Solving with A after reading from the state saves the two products of A with keys and values of the WY form.
 Everything is computed transposed, with tokens as columns: what one product gives is then the left operand of
-the next, and tensor cores read left operands from registers. A program has the state of one head, or of some of its
-value channels, which are independent.
+the next, and tensor cores read left operands from registers. A program has the state of one head, or of some
+of its value channels, which are independent.
 
 Shapes: B rows, T tokens, N chunks of L tokens, G key heads, H value heads, K key channels, V value channels.
 """
