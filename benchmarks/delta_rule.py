@@ -23,7 +23,12 @@ from triton.testing import do_bench
 
 from benchmarks import machine
 from braid.kernels.delta_rule import reference
-from braid.kernels.delta_rule.device.gradients import GradientVariant, input_gradients
+from braid.kernels.delta_rule.device.gradients import (
+    GradientVariant,
+    key_gradients,
+    pair_gradients,
+    query_gradients,
+)
 from braid.kernels.delta_rule.device.pairs import PairsVariant, token_pairs
 from braid.kernels.delta_rule.device.scan import ScanVariant, outputs, state_gradients, states
 from braid.kernels.delta_rule.fused import FusedDeltaRule
@@ -214,36 +219,68 @@ class Work:
         self.case, self.launch = Case(shape), fused.launch
         q, k, v, g, beta = self.case.leaves[:5]
         self.pairs = token_pairs(self.launch, q, k, g, beta, None, fused.inverse, inverse=True)
-        self.forward = states(self.launch, q, k, v, self.pairs, None, fused.states)
         self.backward, _ = state_gradients(
             self.launch, q, k, self.case.dy, self.pairs, None, fused.state_gradients, initial=False
         )
+        self.forward, self.kept = states(
+            self.launch, q, k, v, self.pairs, None, self.backward.states_BHNVK, fused.states
+        )
+        self.from_pairs, _ = self.kernel("pair_gradients", fused.pair_gradients)()
 
     def kernel(self, name: str, variant: Any) -> Callable[[], Any]:
         q, k, v, g, beta = self.case.leaves[:5]
         launch, pairs, dy = self.launch, self.pairs, self.case.dy
+        forward, backward = self.forward, self.backward
         match name:
             case "inverse" | "scores":
                 return lambda: token_pairs(launch, q, k, g, beta, None, variant, inverse=name == "inverse")
             case "outputs":
                 return lambda: outputs(launch, q, k, v, pairs, None, variant)
             case "states":
-                return lambda: states(launch, q, k, v, pairs, None, variant)
+                return lambda: states(launch, q, k, v, pairs, None, backward.states_BHNVK, variant)
             case "state_gradients":
                 return lambda: state_gradients(launch, q, k, dy, pairs, None, variant, initial=False)[0]
-        return lambda: input_gradients(
-            launch, q, k, v, g, beta, None, dy, pairs, self.forward, self.backward, variant
+            case "pair_gradients":
+                deltas = (forward.deltas_BTHV, backward.deltas_BTHV)
+                return lambda: pair_gradients(launch, q, k, v, None, dy, pairs, *deltas, variant)
+            case "query_gradients":
+                found = self.from_pairs
+                return lambda: query_gradients(
+                    launch, q, k, None, dy, pairs, forward.states_BHNVK, found, variant
+                )
+        assert name == "key_gradients"
+        return lambda: key_gradients(
+            launch, q, k, g, beta, None, pairs, forward, backward, self.kept, self.from_pairs, variant
         )
 
 
 P, S, G = PairsVariant, ScanVariant, GradientVariant
+GRADIENTS = (
+    G(),
+    G(registers=128),
+    G(registers=168),
+    G(channels=64, registers=128),
+    G(channels=64, stages=2, registers=128),
+    G(warps=4),
+    G(warps=4, channels=64),
+    G(warps=4, channels=64, stages=2),
+)
 CANDIDATES: dict[str, tuple[Any, ...]] = {
-    "inverse": (P(), P(precision="ieee"), P(precision="bf16x3"), P(warps=2), P(warps=8)),
-    "scores": (P(), P(warps=8)),
-    "outputs": (S(), S(stages=1), S(stages=3), S(channels=128, warps=8), S(channels=128, warps=8, stages=3)),
-    "states": (S(), S(stages=3), S(stages=4), S(channels=128, warps=8, stages=3)),
-    "state_gradients": (S(), S(stages=1), S(channels=128, warps=8), S(channels=128, warps=8, stages=3)),
-    "gradients": (G(), G(channels=64), G(channels=64, stages=2), G(channels=64, warps=4)),
+    "inverse": (
+        P(),
+        P(precision="ieee"),
+        P(precision="bf16x3"),
+        P(registers=128),
+        P(precision="ieee", registers=128),
+        P(precision="bf16x3", registers=128),
+    ),
+    "scores": (P(), P(registers=80), P(registers=96)),
+    "outputs": (S(), S(channels=128, warps=8)),
+    "states": (S(), S(stages=1), S(stages=3), S(channels=128, warps=8), S(channels=128, warps=8, stages=3)),
+    "state_gradients": (S(), S(channels=128, warps=8), S(channels=128, warps=8, stages=3)),
+    "pair_gradients": GRADIENTS,
+    "query_gradients": GRADIENTS,
+    "key_gradients": GRADIENTS,
 }
 
 

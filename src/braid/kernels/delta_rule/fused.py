@@ -20,7 +20,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from braid.kernels.delta_rule import MAX_CHANNELS, reference
-from braid.kernels.delta_rule.device.gradients import GradientVariant, input_gradients
+from braid.kernels.delta_rule.device.gradients import (
+    GradientVariant,
+    key_gradients,
+    pair_gradients,
+    query_gradients,
+)
 from braid.kernels.delta_rule.device.pairs import PairsVariant, token_pairs
 from braid.kernels.delta_rule.device.scan import ScanVariant, outputs, state_gradients, states
 from braid.kernels.launch import Launcher
@@ -35,7 +40,9 @@ class FusedDeltaRule:
     outputs: ScanVariant = field(default_factory=ScanVariant)
     states: ScanVariant = field(default_factory=ScanVariant)
     state_gradients: ScanVariant = field(default_factory=ScanVariant)
-    gradients: GradientVariant = field(default_factory=GradientVariant)
+    pair_gradients: GradientVariant = field(default_factory=GradientVariant)
+    query_gradients: GradientVariant = field(default_factory=GradientVariant)
+    key_gradients: GradientVariant = field(default_factory=GradientVariant)
     launch: Launcher = field(default_factory=Launcher, compare=False, repr=False)
 
     def __call__(
@@ -96,13 +103,24 @@ class _DeltaRule(torch.autograd.Function):
             launch, q_BTGK, k_BTGK, dy_BTHV, pairs, _contiguous(d_final_BHKV), fused.state_gradients,
             initial=initial_BHKV is not None,
         )  # fmt: skip
-        forward = states(launch, q_BTGK, k_BTGK, v_BTHV, pairs, initial_BHKV, fused.states)
-        grads = input_gradients(
-            launch, q_BTGK, k_BTGK, v_BTHV, *scalars, dy_BTHV, pairs, forward, backward, fused.gradients
+        forward, kept_BHNP = states(
+            launch, q_BTGK, k_BTGK, v_BTHV, pairs, initial_BHKV, backward.states_BHNVK, fused.states
         )
+        from_pairs, d_v_BTHV = pair_gradients(
+            launch, q_BTGK, k_BTGK, v_BTHV, documents_BT, dy_BTHV, pairs,
+            forward.deltas_BTHV, backward.deltas_BTHV, fused.pair_gradients,
+        )  # fmt: skip
+        d_q_BTGK = query_gradients(
+            launch, q_BTGK, k_BTGK, documents_BT, dy_BTHV, pairs, forward.states_BHNVK, from_pairs,
+            fused.query_gradients,
+        )  # fmt: skip
+        d_k_BTGK, *d_scalars = key_gradients(
+            launch, q_BTGK, k_BTGK, *scalars, pairs, forward, backward, kept_BHNP, from_pairs,
+            fused.key_gradients,
+        )  # fmt: skip
         if d_initial_BHKV is not None:
             d_initial_BHKV = d_initial_BHKV.to(initial_BHKV.dtype)
-        return None, *grads, None, d_initial_BHKV
+        return None, d_q_BTGK, d_k_BTGK, d_v_BTHV, *d_scalars, None, d_initial_BHKV
 
 
 def _dense_heads(x_BTHD: Tensor) -> Tensor:

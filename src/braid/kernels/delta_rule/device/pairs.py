@@ -48,6 +48,7 @@ class PairsVariant:
     stages: int = 1
     precision: str = "tf32x3"
     """Of products in the inverse."""
+    registers: int | None = None
 
 
 class Pairs(NamedTuple):
@@ -95,6 +96,7 @@ def token_pairs(
         },
         warps=variant.warps,
         stages=variant.stages,
+        registers=variant.registers,
     )  # fmt: skip
     return Pairs(inverse_BHNLS, scores_BHNLS, factors_FBHT, keep_BHN)
 
@@ -188,11 +190,11 @@ def _merge(lower_XIJ, found_XIJ, SIZE: tl.constexpr, COUNT: tl.constexpr, PRECIS
 
 @triton.jit
 def _substitute(lower_XIJ, SIZE: tl.constexpr):
-    """Inverses of I + lower for a batch of small blocks, row by row."""
+    """Inverses of I + lower for a batch of small blocks, row by row: until its turn, a row is that of -lower."""
     i = tl.arange(0, SIZE)
-    found_XIJ = tl.zeros_like(lower_XIJ) + tl.where(i[:, None] == i[None, :], 1.0, 0.0)[None, :, :]
-    for which in range(1, SIZE):
+    found_XIJ = -lower_XIJ
+    for which in range(2, SIZE):
         this = (i == which)[None, :, None]
-        row_XJ = tl.sum(tl.where(this, lower_XIJ, 0.0), 1)
-        found_XIJ -= tl.where(this, tl.sum(row_XJ[:, :, None] * found_XIJ, 1)[:, None, :], 0.0)
-    return found_XIJ
+        row_XJ = tl.sum(tl.where(this, found_XIJ, 0.0), 1)
+        found_XIJ += tl.where(this, tl.sum(row_XJ[:, :, None] * found_XIJ, 1)[:, None, :], 0.0)
+    return found_XIJ + tl.where(i[:, None] == i[None, :], 1.0, 0.0)[None, :, :]

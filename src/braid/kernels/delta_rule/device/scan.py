@@ -8,8 +8,8 @@ and in reverse, from the gradient dS' of the state after a chunk,
 
 Solving with A after reading from the state saves the two products of A with keys and values of the WY form.
 Everything is computed transposed, with tokens as columns: what one product gives is then the left operand of
-the next, and tensor cores read left operands from registers. A program has the state of one head, or of some
-of its value channels, which are independent.
+the next, and tensor cores read left operands from registers. A program has the state of one head, or of some of
+its value channels, which are independent.
 
 Shapes: B rows, T tokens, N chunks of L tokens, G key heads, H value heads, K key channels, V value channels.
 """
@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from braid.kernels.delta_rule.device.pairs import LENGTH, Pairs
-from braid.kernels.delta_rule.device.tiles import load_square, load_tile, store_matrix, store_tile
+from braid.kernels.delta_rule.device.tiles import load_matrix, load_square, load_tile, store_matrix, store_tile
 from braid.kernels.launch import Launcher, parts_of, power_of_two
 
 
@@ -35,6 +35,9 @@ class ScanVariant:
     """Value channels of a program: at least 64, the rows of a tensor core's product."""
     warps: int = 4
     stages: int = 2
+
+    def channels_of(self, value_dim: int) -> int:
+        return min(self.channels, max(power_of_two(value_dim), 16))
 
 
 class States(NamedTuple):
@@ -59,7 +62,7 @@ def outputs(
     y_BTHV = v_BTHV.new_empty(v_BTHV.shape)
     shape = (rows, heads, k_BTGK.shape[3], value_dim)
     final_BHKV = torch.empty(shape, dtype=torch.float32, device=v_BTHV.device)
-    written = (y_BTHV, final_BHKV, None, None)
+    written = (y_BTHV, final_BHKV, None, None, None, None)
     _forward(launch, q_BTGK, k_BTGK, v_BTHV, pairs, initial_BHKV, written, variant)
     return y_BTHV, final_BHKV
 
@@ -71,15 +74,19 @@ def states(
     v_BTHV: Tensor,
     pairs: Pairs,
     initial_BHKV: Tensor | None,
+    d_states_BHNVK: Tensor,
     variant: ScanVariant,
-) -> States:
-    """The states and deltas of the forward pass once more."""
+) -> tuple[States, Tensor]:
+    """The states and deltas of the forward pass once more, and ⟨S, dS'⟩ · keep of each chunk and part of the
+    value channels: the gradient of what a chunk keeps, while S is there in float32."""
     rows, tokens, heads, value_dim = v_BTHV.shape
-    states_BHNVK = v_BTHV.new_empty(rows, heads, parts_of(tokens, LENGTH), value_dim, k_BTGK.shape[3])
+    states_BHNVK = torch.empty_like(d_states_BHNVK)
     deltas_BTHV = v_BTHV.new_empty(v_BTHV.shape)
-    written = (None, None, states_BHNVK, deltas_BTHV)
+    parts = parts_of(value_dim, variant.channels_of(value_dim))
+    kept_BHNP = torch.empty((*states_BHNVK.shape[:3], parts), dtype=torch.float32, device=v_BTHV.device)
+    written = (None, None, states_BHNVK, deltas_BTHV, d_states_BHNVK, kept_BHNP)
     _forward(launch, q_BTGK, k_BTGK, v_BTHV, pairs, initial_BHKV, written, variant)
-    return States(states_BHNVK, deltas_BTHV)
+    return States(states_BHNVK, deltas_BTHV), kept_BHNP
 
 
 def _forward(
@@ -132,7 +139,7 @@ def _launch(
 ) -> None:
     rows, tokens, heads, value_dim = v_BTHV.shape
     key_heads, key_dim = k_BTGK.shape[2:]
-    chunks, channels = parts_of(tokens, LENGTH), min(variant.channels, max(power_of_two(value_dim), 16))
+    chunks, channels = parts_of(tokens, LENGTH), variant.channels_of(value_dim)
     launch(
         kernel,
         (rows * heads * parts_of(value_dim, channels), 1),
@@ -158,7 +165,7 @@ def _place(V: tl.constexpr, BV: tl.constexpr, H: tl.constexpr, R: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tokens", "chunks"])
 def _scan(
-    q, k, v, inverse, scores, factors, keep, initial, y, final, states, deltas,
+    q, k, v, inverse, scores, factors, keep, initial, y, final, states, deltas, d_states, kept,
     tokens, chunks, plane, q_stride, q_head, k_stride, k_head, v_stride, v_head,
     H: tl.constexpr, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     KP: tl.constexpr, BV: tl.constexpr, LENGTH: tl.constexpr,
@@ -182,9 +189,14 @@ def _scan(
         factor = factors + which * LENGTH + i
         beta_L, read_L = tl.load(factor + plane), tl.load(factor + 2 * plane)
         erase_L, write_L = tl.load(factor + 3 * plane), tl.load(factor + 4 * plane)
+        keeps = tl.load(keep + which)
         narrow_VK = state_VK.to(k_LK.dtype)
         if states is not None:
             store_matrix(states + which * V * K, c, n, V, K, narrow_VK)
+            d_state_VK = load_matrix(d_states + which * V * K, c, n, V, K).to(tl.float32)
+            PARTS: tl.constexpr = (V + BV - 1) // BV
+            kept_here = tl.sum(tl.sum(state_VK * d_state_VK, 1), 0) * keeps
+            tl.store(kept + which * PARTS + first // BV, kept_here)
         stored_VL = tl.dot(narrow_VK, tl.trans(k_LK))
         x_VL = tl.trans(v_LV).to(tl.float32) * beta_L[None, :] - stored_VL * erase_L[None, :]
         delta_VL = tl.dot(x_VL.to(k_LK.dtype), tl.trans(inverse_LS))
@@ -196,7 +208,7 @@ def _scan(
             scores_LS = load_square(scores + which * LENGTH * LENGTH, LENGTH)
             y_VL = tl.dot(delta_VL.to(k_LK.dtype), tl.trans(scores_LS), acc=y_VL)
             store_tile(y + (token * H + head) * V, H * V, here, c, V, tl.trans(y_VL), LENGTH)
-        state_VK *= tl.load(keep + which)
+        state_VK *= keeps
         state_VK = tl.dot((delta_VL * write_L[None, :]).to(k_LK.dtype), k_LK, acc=state_VK)
     if final is not None:
         tl.store(final + state * K * V + turned_VK, state_VK, mask=inside_VK)
