@@ -52,6 +52,16 @@ def ssd_bytes(
     return inputs + 3 * x + pairs + decays + states + scan
 
 
+def fused_ssd_bytes(
+    rows: int, tokens: int, heads: int, head_dim: int, groups: int, state: int, *, narrow: int, wide: int
+) -> int:
+    """`ssd.fused` with its inputs x, B and C, which are slices of one tensor (x is copied if there are several
+    groups), dt, and two scalars per head."""
+    x, b = heads * head_dim, groups * state
+    per_token = ((2 if groups > 1 else 1) * x + 2 * b) * narrow + heads * wide
+    return rows * tokens * per_token + 2 * heads * wide
+
+
 def _state_scan_bytes(rows: int, chunks: int, heads: int, entries: int, wide: int) -> int:
     """The scan over chunk states, which combines `ssd.SCAN_CHUNKS` of them per product."""
     total = 0

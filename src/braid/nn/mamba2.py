@@ -35,8 +35,8 @@ from torch.nn import functional as F
 
 from braid import architecture
 from braid.distributed.collectives import ALONE, Group, Groups, all_gather, all_reduce
-from braid.kernels.activation_bytes import CHUNK, padded_to_chunks, ssd_bytes
-from braid.kernels.ssd import Ssd, step
+from braid.kernels.activation_bytes import CHUNK, fused_ssd_bytes, padded_to_chunks, ssd_bytes
+from braid.kernels.ssd import Ssd, fuses, step
 from braid.nn.canonical import Canonical, under
 from braid.nn.cost import (
     Cost,
@@ -228,7 +228,9 @@ class Mamba2(Recomputing):
         exchanged = all_tokens * partition.core_groups * sum(partition.core_sizes(self.parts[:-1])) * n
         normed_input = workload.norm_output(cp_tokens * hidden * n, tp.size > 1)
         kept = normed_input + self.conv.cost(workload).kept
-        kept += (2 * all_tokens + 1) * heads * w + ssd_bytes(*scan, narrow=n, wide=w)
+        fused = fuses(workload.device, workload.dtype, shape.head_dim, shape.state)
+        kept += (2 * all_tokens + 1) * heads * w
+        kept += (fused_ssd_bytes if fused else ssd_bytes)(*scan, narrow=n, wide=w)
         norm = self.gate_norm.cost(workload, cp_tokens)
         kept += norm.kept + cp_tokens * inner * n
         if not workload.mixed and partition.groups == 1:

@@ -1,0 +1,1 @@
+"""Triton kernels of the SSD scan. Importing this package requires Triton."""
