@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from braid import recipes
+from braid import data, recipes
+from braid.config import Data
 from braid.errors import CheckpointError, ConfigError, DataError
 from braid.model.language import StepFraction
 from braid.nn.moe.balance import Balance, load
@@ -26,6 +27,7 @@ from braid.train.run_dir import RunDir
 from braid.train.step import backward, evaluate, micro_batches, train_step
 from braid.train.step import count as count_tokens
 from tests.model.cases import SHAPE, build
+from tests.runs import small_run
 from tests.train.helpers import run_on, started, train_to_end
 
 
@@ -197,6 +199,16 @@ def test_fewer_steps_than_are_done_is_refused(corpus, tmp_path):
     fewer = replace(run, train=replace(run.train, steps=2))
     with pytest.raises(ConfigError, match=r"is at step 3, train\.steps is 2"):
         started(fewer, tmp_path)
+
+
+def test_the_prompt_of_the_sample_is_the_beginning_of_a_document_without_its_padding(tmp_path):
+    rows = [{"prompt": "Capital of France? ", "response": "Paris."}, {"prompt": "Hi", "response": "!"}]
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows * 4))
+    data.build(tmp_path / "rows.jsonl", tmp_path / "rows", data.ByteTokenizer())
+    run = small_run()
+    run = replace(run, data=Data(sources=(str(tmp_path / "rows"),), sequence_tokens=50, packing="documents"))
+    run = replace(run, train=replace(run.train, eval_samples=0))
+    assert open_data_pipeline(run, tmp_path / "data").prompt in ("Capital ", "Hi!")
 
 
 def test_masked_prompts_change_no_weight_of_a_mean_over_tokens(corpus, tmp_path):

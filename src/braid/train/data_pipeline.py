@@ -119,10 +119,10 @@ def _validation_loader(run: Run, sources: tuple[data.Source, ...]) -> data.Loade
 
 
 def _prompt(loader: data.Loader, tokenizer: data.Tokenizer) -> str:
-    """The first tokens of a training document."""
+    """The first tokens of a training document: the last one of its sample, because the first may be cut."""
     batch = loader.batch([0])
-    first = int((batch.positions_BT[0] == 0).nonzero()[-1])
-    return tokenizer.decode(batch.tokens_BT[0, first : first + PROMPT_TOKENS].tolist()) or " "
+    tokens = batch.tokens_BT[0, batch.documents_BT[0] == batch.documents_BT[0].max()]  # padding is -1
+    return tokenizer.decode(tokens[:PROMPT_TOKENS].tolist()) or " "
 
 
 def _warn_about_truncation(loader: data.Loader) -> None:
