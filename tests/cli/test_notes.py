@@ -182,7 +182,7 @@ def test_the_span_that_a_plan_chooses_is_named(pattern: str, pp: int, longest: i
 
 def test_a_plan_without_spans_names_none() -> None:
     run = run_of("[*-][*-]", hyper=True, recompute=("full",))
-    assert schedule_summary(plan(run, 1)) == "recompute of full"
+    assert schedule_summary(plan(run, 1)) == "full recompute"
 
 
 def test_help_tells_how_long_phases_are(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,10 @@ def schedule_summary(plan: Plan) -> str:
     parts += [f"{'late ' if mesh.late_weights else ''}delayed weight gradients"] if schedule.delayed else []
     parts += ["paired ends"] if mesh.paired_ends else []
     parts += ["early release"] if mesh.early_release else []
-    parts += [f"recompute of {' and '.join(_recomputed(plan))}"] if run.train.recompute else []
+    if "full" in run.train.recompute:
+        parts += ["full recompute"]
+    elif run.train.recompute:
+        parts += [f"recompute of {' and '.join(_recomputed(plan))}"]
     return ", ".join(parts)
 
 

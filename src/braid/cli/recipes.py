@@ -79,7 +79,7 @@ def expand_recipe_help(args: list[str]) -> list[str]:
         return args
     names = f"RECIPE is one of {', '.join(recipes.bundled())}, or your own: path/to/file.py:function."
     print(textwrap.fill(names, 80, break_on_hyphens=False))
-    print("It can also be the folder of a run, a checkpoint or an imported model: its settings are taken,")
-    print("and `braid train` begins from its weights.")
+    print("It can also be the folder of a run, a checkpoint or an imported model: its settings are used,")
+    print("and `braid train` starts from its weights.")
     print("Any field of the run can be overridden. The defaults below are those of the recipe tiny.\n")
     return ["tiny", *args]
