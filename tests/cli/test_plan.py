@@ -98,3 +98,30 @@ def test_sixteen_thousand_ranks(capsys: pytest.CaptureFixture[str]) -> None:
 )
 def test_the_memory_of_a_device_in_any_unit(text: str, size: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert as_json(capsys, "tiny", "--device-memory", text)["device_memory"] == size
+
+
+@pytest.mark.parametrize(
+    ("mesh", "gather", "reduce"),
+    [
+        (("--mesh.shard", "all"), "over dp and cp (4 ranks)", "start the reduce-scatter of gradients"),
+        (
+            ("--mesh.shard", "none"),
+            "over dp and cp (1 rank: nothing is sent)",
+            "start the all-reduce of gradients",
+        ),
+        (("--mesh.replicate", "2"), "over dp and cp (2 ranks)", "start the reduce-scatter and all-reduce"),
+    ],
+)
+def test_ops_say_what_is_sent_and_over_how_many_ranks(
+    capsys: pytest.CaptureFixture[str], mesh: tuple[str, ...], gather: str, reduce: str
+) -> None:
+    lines = told(capsys, "tiny", "--world", "4", *mesh, "--ops", "0").splitlines()
+    assert next(line for line in lines if "UNSHARD" in line).endswith(gather)
+    found = next(line for line in lines if "REDUCE_GRAD" in line)
+    assert reduce in found
+    assert found.endswith("over dp and cp (4 ranks)")
+
+
+def test_ops_of_a_rank_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "tiny", "--ops", "1"]) == ExitCode.CONFIG
+    assert "must be a rank of the run, counted from 0" in capsys.readouterr().err

@@ -35,14 +35,16 @@ DESCRIPTIONS = MappingProxyType(
 def format_ops(plan: Plan, rank: int, *, as_json: bool) -> str:
     """The op list of a rank, annotated or as JSON."""
     if not 0 <= rank < plan.world:
-        rule = f"there are {plan.world} ranks, counted from 0"
-        raise ConfigError([Problem(field="ops", value=rank, rule=rule, remedy=f"0 to {plan.world - 1}")])
+        rule, remedy = "must be a rank of the run, counted from 0", "0"
+        if plan.world > 1:
+            remedy = f"0 to {plan.world - 1}"
+        raise ConfigError([Problem(field="ops", value=rank, rule=rule, remedy=remedy)])
     pp_group = next(group for group in plan.grid.groups("pp") if rank in group)
     stage = pp_group.index(rank)
     ops = plan.schedule.ops[stage]
     if as_json:
         return json.dumps({"rank": rank, "stage": stage, "ops": [str(op) for op in ops]}, indent=2)
-    return "\n".join([_header(plan, rank, stage), *_lines(ops, pp_group, single=plan.world == 1)])
+    return "\n".join([_header(plan, rank, stage), *_lines(ops, pp_group, plan)])
 
 
 def _header(plan: Plan, rank: int, stage: int) -> str:
@@ -52,20 +54,32 @@ def _header(plan: Plan, rank: int, stage: int) -> str:
     return f"rank {rank} of {plan.world}{where}: {count:,} ops per step{same}\n"
 
 
-def _lines(ops: tuple[Op, ...], pp_group: tuple[int, ...], *, single: bool) -> Iterator[str]:
+def _lines(ops: tuple[Op, ...], pp_group: tuple[int, ...], plan: Plan) -> Iterator[str]:
     index_width = len(str(max(len(ops) - 1, 0)))
     texts = [str(replace(op, collectives=())) for op in ops]
     width = max((len(text) for text in texts), default=0)
     for index, (op, text) in enumerate(zip(ops, texts, strict=True)):
-        yield f"{index:{index_width}}  {text:{width}}  {_description(op, pp_group, single=single)}"
+        yield f"{index:{index_width}}  {text:{width}}  {_description(op, pp_group, plan)}"
 
 
-def _description(op: Op, pp_group: tuple[int, ...], *, single: bool) -> str:
-    if single and op.act in (Act.ACCUM, Act.REDUCE_GRAD):
+def _description(op: Op, pp_group: tuple[int, ...], plan: Plan) -> str:
+    if plan.world == 1 and op.act in (Act.ACCUM, Act.REDUCE_GRAD):
         return "accumulate the gradients of this micro-batch, in the optimizer's dtype"
     text = DESCRIPTIONS[op.act]
     if op.peer is not None:
-        text += f" rank {pp_group[op.peer]}"
-    meshes = {collective.communicator.partition(".")[0] for collective in op.collectives}
-    over = {"dense": "over dp and cp", "expert": "over edp"}
-    return " ".join([text, *(over[mesh] for mesh in sorted(meshes & over.keys()))])
+        return f"{text} rank {pp_group[op.peer]}"
+    axes = plan.axes
+    meshes = {
+        "dense": ("dp and cp", axes.dp * axes.cp, axes.dense_copies),
+        "expert": ("edp", axes.edp, axes.expert_copies),
+    }
+    used = {collective.communicator.partition(".")[0] for collective in op.collectives}
+    for names, ranks, replicas in (meshes[mesh] for mesh in sorted(used & meshes.keys())):
+        if op.act is not Act.REDUCE_GRAD:
+            ranks //= replicas
+        elif replicas > 1:
+            text = text.replace(
+                "reduce-scatter", "all-reduce" if ranks == replicas else "reduce-scatter and all-reduce"
+            )
+        text += f" over {names} ({ranks} {'rank: nothing is sent' if ranks == 1 else 'ranks'})"
+    return text

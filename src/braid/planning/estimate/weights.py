@@ -152,7 +152,7 @@ def sharding_calls(units: list[HeldUnit], ops: Ops) -> Iterator[Call]:
             yield Call("all_gather", family, unit.shards, f"{what} weights", weights, gathers)
             yield Call("reduce_scatter", family, unit.shards, f"{what} gradients", grads, sums)
         if unit.copies > 1:
-            yield Call("all_reduce", family, unit.copies, f"{what} gradients, HSDP", unit.kept_bytes, sums)
+            yield Call("all_reduce", family, unit.copies, f"{what} gradients, replicas", unit.kept_bytes, sums)
 
 
 def copy_calls(model: LanguageModel, plan: Plan) -> Iterator[Call]:
