@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from braid import recipes
+    from braid import errors, recipes
     from braid.architecture import Model
     from braid.config import Data, Mesh, Optim, Run, Train
     from braid.planning.estimate import estimate
@@ -44,6 +44,7 @@ __all__ = [
     "Run",
     "Train",
     "Trainer",
+    "errors",
     "estimate",
     "load_model",
     "plan",
@@ -52,8 +53,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "recipes":
-        return import_module("braid.recipes")
+    if name in ("errors", "recipes"):
+        return import_module(f"braid.{name}")
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'braid' has no attribute {name!r}: it has {', '.join(__all__)}")
     return getattr(import_module(_MODULE_OF[name]), name)
