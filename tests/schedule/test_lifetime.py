@@ -196,7 +196,7 @@ def test_a_replay_needs_no_more_units_than_it_runs() -> None:
 
 
 def made(policy: Policy = POLICIES["all"]) -> Schedule:
-    text = "[*-]|[*E]"
+    text = "[*-]|[*E]/-"
     built = with_sums(in_phases(one_f_one_b(2, 3), coarse(text, 2)), {"embedding": (0, 1)})
     return lowered(built, meshes(text, 2), policy)
 

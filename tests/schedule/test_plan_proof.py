@@ -152,6 +152,17 @@ FAULTS = (
         op="B0.0:0.block",
         run=run_with(train={"recompute": ("block",)}),
     ),
+    *(
+        Planted(
+            rule=Rule.AFTER_INPUT,
+            by="dual_pipe_v",
+            edit=moved(1, early, before=late),
+            rank=1,
+            op=early,
+            run=run_with("*|[*E]|[*E]|*", schedule="dual_pipe_v"),
+        )
+        for early, late in (("F0.2:2.mix", "F0.1:1.combine"), ("B0.1:1.combine", "B0.2:2.mix"))
+    ),
     Planted(
         rule=Rule.PHASE_ORDER,
         by="in_phases",
@@ -232,6 +243,14 @@ FAULTS = (
         edit=moved(0, "SUM_COPIES", before="FINISH"),
         rank=0,
         op="SUM_COPIES",
+    ),
+    *(
+        Planted(rule=Rule.SUMMED, by="with_sums", edit=both(edit(0), edit(1)), rank=1, op="SUM_COPIES")
+        for edit in (
+            lambda rank: without(rank, "SUM_COPIES"),
+            lambda rank: added(rank, *summing("embedding")),
+            lambda rank: both(without(rank, "SUM_COPIES"), added(rank, Op(act=Act.SUM_COPIES))),
+        )
     ),
 )
 

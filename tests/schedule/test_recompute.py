@@ -23,6 +23,7 @@ from braid.schedule import (
     live_peaks,
     overlapped,
     simulate,
+    with_sums,
 )
 from braid.schedule.lifetime import UnitStats, uses_of
 from braid.schedule.lowering import POLICIES, lowered
@@ -205,6 +206,7 @@ def test_spans_of_streams_and_whole_blocks_are_sound_as_well(
     built = in_phases(interleaved(pp, len(found) // pp, micro_batches), found)
     if not whole:
         built = overlapped(found, pp=pp, micro_batches=micro_batches)
+    built = with_sums(built, {"embedding": (0, pp - 1)} if "/" in text else {})
     dropped = dropped_tensors(cut_for(text, pp), built.phases, names, span, hyper=hyper)
     made = with_replays(built, names, dropped)
     assert check(made).faults == ()

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from braid.schedule.event_simulator import Wait, simulate_lists
 from braid.schedule.faults import Fault, Rule
-from braid.schedule.lifetime import lifetime_faults
+from braid.schedule.lifetime import lifetime_faults, sum_faults
 from braid.schedule.ops import Act, Channel, Message, Op, Ops, Schedule, channel_of, message_of
 from braid.schedule.order import collective_faults
 from braid.schedule.recompute import replay_faults
@@ -48,7 +48,7 @@ def check(schedule: Schedule) -> CheckReport:
     shown_faults = [replace(fault, place=places[fault.rank][fault.place]) for fault in faults]
     shown_faults += replay_faults(schedule)
     if schedule.weights != "unplaced":
-        shown_faults += lifetime_faults(schedule)
+        shown_faults += [*lifetime_faults(schedule), *sum_faults(schedule)]
     return CheckReport(faults=tuple(shown_faults), live=_live_peaks(plain))
 
 
@@ -124,12 +124,13 @@ def _own_faults(schedule: Schedule) -> Iterator[Fault]:
         if act.direction == "F" or (act.direction == "B" and schedule.backward)
         for segment in range(schedule.segments)
     }
+    every = range(schedule.micro_batches)
     for rank, ops in enumerate(schedule.ops):
         done: set[tuple[Act, int, int]] = set()
         for place, op in enumerate(ops):
             if op.micro_batch is None or op.segment is None:
                 continue
-            known = expected.get((op.act, op.segment)) if op.micro_batch < schedule.micro_batches else None
+            known = expected.get((op.act, op.segment)) if op.micro_batch in every else None
             if known:
                 for rule, why in _op_faults(op, rank, known, op.micro_batch, done):
                     yield Fault(rank=rank, place=place, op=op, rule=rule, why=why)

@@ -32,6 +32,7 @@ class Rule(Enum):
     ACCUMULATED = "a micro-batch's gradient is accumulated or reduced before another micro-batch adds to it"
     REDUCED = "every gradient that ops have added to is reduced before FINISH, and no other"
     FINISHED = "a list has one FINISH, after all ops on units; copies are summed after it"
+    SUMMED = "the gradient of a unit that several ranks hold is summed over them, once per step; no other is"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -192,6 +192,28 @@ def lifetime_faults(schedule: Schedule) -> Iterator[Fault]:
             yield Fault(rank=rank, place=place, op=op, rule=error.rule, why=str(error))
 
 
+def sum_faults(schedule: Schedule) -> Iterator[Fault]:
+    """Units that several ranks use without summing their gradients once, and other sums."""
+    holders: dict[str, list[int]] = {}
+    for rank in range(schedule.pp) if schedule.backward else ():
+        for unit in schedule.units(rank):
+            holders.setdefault(unit, []).append(rank)
+    for rank, ops in enumerate(schedule.ops):
+        needed = [unit for unit, ranks in holders.items() if rank in ranks and len(ranks) > 1]
+        for place, op in enumerate(ops):
+            if op.act is not Act.SUM_COPIES:
+                continue
+            summed = [(each.communicator, list(each.members)) for each in op.collectives]
+            if [name for name in needed if summed == [(name, holders[name])]]:
+                needed.remove(op.collectives[0].communicator)
+            else:
+                why = "it is not a unit of these ranks, or has been summed before"
+                yield Fault(rank=rank, place=place, op=op, rule=Rule.SUMMED, why=why)
+        for unit in needed:
+            op, why = Op(act=Act.SUM_COPIES), f"ranks {holders[unit]} hold {unit}, and do not sum its gradients"
+            yield Fault(rank=rank, place=len(ops), op=op, rule=Rule.SUMMED, why=why)
+
+
 def follow(lifetime: Lifetime, op: Op, use: Use, finished: bool) -> bool:
     """Apply one op of a list, and return whether FINISH has come."""
     if finished and (op.act.shards or use):

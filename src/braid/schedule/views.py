@@ -3,7 +3,7 @@
 `check` knows rules about segments. They hold for phases if they hold for two views of the schedule: in the wide
 view the `F` of a segment stands at its first phase and its `B` at its last one, in the narrow view the other
 way round. A receive before the wide `F` and a send after the narrow `F` are correct whichever phases read and
-write the message.
+write the message. A tensor that a rank hands over to itself is not in the views: `phase_faults` has that rule.
 """
 
 from __future__ import annotations
@@ -100,12 +100,17 @@ def stream_of(schedule: Schedule) -> Callable[[Op], Stream | None]:
 # ------------------------------------------------------------------------------------ rules of phases
 
 
+_Passed = dict[tuple[Act, int, int], list[tuple[int, Op]]]
+"""By act, micro-batch and segment: the ops of a rank, with their places."""
+
+
 def phase_faults(schedule: Schedule) -> Iterator[Fault]:
-    """Each micro-batch passes the phases of a segment in order, and backward in reverse. Each weight gradient
-    is computed once, after the backward that delayed it, and in each bucket in the order of backwards."""
+    """Each micro-batch passes the phases of a segment in order, and backward in reverse; it enters a segment
+    after it has left the one before, if the rank holds both. Each weight gradient is computed once, after the
+    backward that delayed it, and in each bucket in the order of backwards."""
     yield from _unnamed(schedule)
     for rank, ops in enumerate(schedule.ops):
-        passed: dict[tuple[Act, int, int], list[tuple[int, Op]]] = defaultdict(list)
+        passed: _Passed = defaultdict(list)
         for place, op in enumerate(ops):
             if op.phase is not None and op.micro_batch is not None and op.segment is not None:
                 passed[op.act, op.micro_batch, op.segment].append((place, op))
@@ -113,6 +118,7 @@ def phase_faults(schedule: Schedule) -> Iterator[Fault]:
             if act is not Act.W and segment < len(schedule.phases):
                 phases = schedule.phases[segment]
                 yield from _order_faults(rank, len(ops), actual, phases if act is Act.F else phases[::-1])
+        yield from _handover_faults(rank, passed)
         yield from _turn_faults(rank, ops)
         yield from _weight_faults(schedule, rank)
 
@@ -135,6 +141,18 @@ def _order_faults(
             why = f"expected {phase.name} here" if phase else "all phases have run"
             yield Fault(rank=rank, place=place, op=op, rule=Rule.PHASE_ORDER, why=why)
             return
+
+
+def _handover_faults(rank: int, passed: _Passed) -> Iterator[Fault]:
+    """Micro-batches that enter a segment before they have left the neighbour that this rank holds as well."""
+    for (act, micro_batch, segment), ((place, op), *_) in list(passed.items()):
+        source = segment - 1 if act is Act.F else segment + 1
+        if act is Act.W or (act, micro_batch, source) not in passed:
+            continue
+        last, produced = passed[act, micro_batch, source][-1]
+        if last > place:
+            why = f"{produced} has not run"
+            yield Fault(rank=rank, place=place, op=op, rule=Rule.AFTER_INPUT, why=why)
 
 
 def _turn_faults(rank: int, ops: Sequence[Op]) -> Iterator[Fault]:
