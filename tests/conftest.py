@@ -4,6 +4,7 @@ commit, and at the end what the tests cost."""
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import zlib
 from collections.abc import Iterator
@@ -90,11 +91,20 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[pytest.TestReport]:
     if made.when == "teardown" and STARTED in item.stash:
         made.user_properties.append(costs.property_of(item, costs.now() - item.stash[STARTED]))
     if made.failed:
-        draw = f" --draw {item.config.stash[DRAW]}" if item.get_closest_marker("drawn") else ""
-        seed = f" --seed {given}" if (given := item.config.getoption("--seed")) else ""
-        python = os.path.relpath(sys.executable)
-        made.sections.append(("repeat it", f"{python} -m pytest '{item.nodeid}'{draw}{seed}"))
+        made.sections.append(("repeat it", repeating(item)))
     return made
+
+
+def repeating(item: pytest.Item) -> str:
+    """The command that runs this test again, on the same cases."""
+    words = ["python", "-m", "pytest", item.nodeid]
+    if item.get_closest_marker("exhaustive"):
+        words += ["-m", "exhaustive"]  # without it, there are no such cases
+    elif item.get_closest_marker("drawn"):
+        words += ["--draw", item.config.stash[DRAW]]
+    if seed := item.config.getoption("--seed"):
+        words += ["--seed", seed]
+    return shlex.join(words)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

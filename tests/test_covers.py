@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 from itertools import combinations, product
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.conftest import DRAW, repeating
 from tests.covers import cover, sample
 
 
@@ -51,3 +54,14 @@ def test_a_sample_is_its_seed() -> None:
     assert sample(points, 7, "a") == sample(points, 7, "a") != sample(points, 7, "b")
     assert len(sample(points, 7, "a", legal=lambda point: point % 2 == 0)) == 7
     assert sample(points[:5], 7, "a") == points[:5]
+
+
+def test_the_command_that_repeats_a_case_draws_it_again(request: pytest.FixtureRequest) -> None:
+    node, seed = request.node, request.config.getoption("--seed")
+    again = ["python", "-m", "pytest", node.nodeid]
+    seeded = ["--seed", seed] if seed else []
+    assert shlex.split(repeating(node)) == again + seeded
+    node.add_marker(pytest.mark.drawn("point", list, 3))
+    assert shlex.split(repeating(node)) == [*again, "--draw", request.config.stash[DRAW], *seeded]
+    node.add_marker(pytest.mark.exhaustive)
+    assert shlex.split(repeating(node)) == [*again, "-m", "exhaustive", *seeded]
