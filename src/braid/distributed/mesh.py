@@ -90,9 +90,11 @@ def _mesh(
     handles = handles_of(groups) | created
     mine = [_group_of(rank, split) for split in splits.values()]
     ranks = torch.tensor(_group_of(rank, family)).reshape([len(members) for members in mine])
-    return DeviceMesh.from_group(
-        [handles[members] for members in mine], device_type, ranks, mesh_dim_names=tuple(splits)
-    )
+    own = [handles[members] for members in mine]
+    # torch caches tensor specs by mesh, and meshes with the same ranks and names are equal. Without names of
+    # its own communicators, a mesh would be taken for an earlier one, whose communicators are closed.
+    names = tuple(f"{split}@{handle.group_name}" for split, handle in zip(splits, own, strict=True))
+    return DeviceMesh.from_group(own, device_type, ranks, mesh_dim_names=names)
 
 
 def _group_of(rank: int, axis: MeshAxis) -> Members:
