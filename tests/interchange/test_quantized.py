@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -12,8 +15,12 @@ from torch import Tensor
 
 from braid.errors import CheckpointError
 from braid.interchange import adapter_for, convert, from_hf
-from braid.interchange.files import SafetensorsFolder
+from braid.interchange.convert import apart
+from braid.interchange.files import FileTensor, SafetensorsFolder
+from braid.interchange.moves import PerHead, Same, Stacked, Transposed
 from braid.interchange.quantized import Dequantized, Fp8Blocks, Mxfp4
+from braid.interchange.sliced import Index
+from braid.interchange.tables import NameLink
 
 
 def fp8(rows: int, columns: int, block: tuple[int, int], seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -111,3 +118,75 @@ def test_what_is_not_quantised_passes_through(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     read = Dequantized(SafetensorsFolder(tmp_path), Fp8Blocks((128, 128)))
     assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
+
+
+class Counting(SafetensorsFolder):
+    """A folder that counts the bytes that are read of each tensor."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.read: Counter[str] = Counter()
+        self.largest = 0
+
+    def count(self, name: str, tensor: Tensor) -> Tensor:
+        self.read[name] += tensor.nbytes
+        self.largest = max(self.largest, tensor.nbytes)
+        return tensor
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.count(name, super().__getitem__(name))
+
+    def opened(self, name: str) -> FileTensor:
+        return CountingTensor(self._files[name], name, self)
+
+
+@dataclass(frozen=True)
+class CountingTensor(FileTensor):
+    counts: Counting
+
+    def __getitem__(self, index: Index) -> Tensor:
+        return self.counts.count(self.name, super().__getitem__(index))
+
+
+EXPERTS, OUTPUTS, GROUPS = 5, 8, 2
+
+
+def test_an_expert_of_a_stack_is_read_and_widened_by_itself(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(2)
+    blocks = torch.randint(0, 256, (EXPERTS, OUTPUTS, GROUPS, 16), dtype=torch.uint8, generator=generator)
+    scales = torch.randint(120, 130, (EXPERTS, OUTPUTS, GROUPS), dtype=torch.uint8, generator=generator)
+    save_file({"w_blocks": blocks, "w_scales": scales}, tmp_path / "model.safetensors")
+    whole = Dequantized(SafetensorsFolder(tmp_path), Mxfp4())["w"]
+    files = Counting(tmp_path)
+    move = Stacked((EXPERTS,), Transposed(PerHead(OUTPUTS // 2, (1, 1))))
+    names = tuple(f"{expert}.{part}" for expert in range(EXPERTS) for part in ("gate", "up"))
+    ours = apart(Dequantized(files, Mxfp4()), [NameLink(theirs="w", ours=names, move=move)])
+    for name, expected in zip(names, move.to_ours(whole), strict=True):
+        assert torch.equal(ours[name], expected)
+    assert files.read == {"w_blocks": blocks.nbytes, "w_scales": scales.nbytes}
+    assert files.largest == blocks[0].nbytes
+
+
+@pytest.mark.parametrize("folded", [False, True])
+@pytest.mark.parametrize("dims", [(5,), (2, 5)])
+def test_an_entry_of_a_plain_stack_is_read_by_itself(
+    dims: tuple[int, ...], folded: bool, tmp_path: Path
+) -> None:
+    entries = torch.randn(*dims, 3, 7)
+    stored = entries.flatten(-3, -2) if folded else entries
+    save_file({"w": stored.contiguous()}, tmp_path / "model.safetensors")
+    files, move = Counting(tmp_path), Stacked(dims, Same(), folded)
+    names = tuple(map(str, range(prod(dims))))
+    ours = apart(files, [NameLink(theirs="w", ours=names, move=move)])
+    for name, expected in zip(names, entries.view(-1, 3, 7), strict=True):
+        assert torch.equal(ours[name], expected)
+    assert files.read == {"w": entries.nbytes}
+    assert files.largest == entries.nbytes // len(names)
+
+
+def test_rows_of_a_quantised_matrix_are_those_of_the_whole(tmp_path: Path) -> None:
+    values, scales, weight = fp8(6, 7, (2, 3))
+    save_file({"w": values, "w_scale_inv": scales}, tmp_path / "model.safetensors")
+    read = Dequantized(SafetensorsFolder(tmp_path), Fp8Blocks((2, 3)))
+    part = read.opened("w")[slice(1, 4), slice(2, 3)]
+    assert torch.equal(part, weight[1:4, 2:3].float().bfloat16())

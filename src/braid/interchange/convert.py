@@ -18,6 +18,7 @@ from torch import Tensor
 from braid.architecture import Model
 from braid.errors import CheckpointError
 from braid.interchange.moves import FromOne, Stacked
+from braid.interchange.sliced import opened
 from braid.interchange.spelling import spelled
 from braid.interchange.tables import Adapter, NameLink, copies, ignored, links
 
@@ -73,12 +74,11 @@ def check(what: str, faults: Sequence[str]) -> None:
 
 
 def _ours(tensors: Mapping[str, Tensor], link: NameLink, place: int) -> Tensor:
-    theirs = tensors[link.theirs]
     try:
         if isinstance(link.move, Stacked):  # of hundreds of experts, only the one that is wanted
             entry, place = divmod(place, len(link.ours) // prod(link.move.dims))
-            return link.move.inner.to_ours(link.move.entry(theirs, entry))[place]
-        return link.move.to_ours(theirs)[place]
+            return link.move.inner.to_ours(link.move.entry(opened(tensors, link.theirs), entry))[place]
+        return link.move.to_ours(tensors[link.theirs])[place]
     except CheckpointError as error:
         raise CheckpointError(f"{link.theirs} {error}") from error
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from braid.checkpoint.parts import CODES, lay_out, raw_bytes
 from braid.errors import CheckpointError, ConfigError
+from braid.interchange.sliced import Index, SlicedTensors
 
 CONFIG = "config.json"
 MODEL, OPTIMIZER = "model", "optimizer"
@@ -31,7 +33,35 @@ SHARD_BYTES = 5 * 10**9
 """Bytes of one file at most, unless one tensor alone is larger."""
 
 
-class SafetensorsFolder(Mapping[str, Tensor]):
+@dataclass(frozen=True)
+class FileTensor:
+    """A tensor in a safetensors file, of which an index reads a part."""
+
+    file: Path
+    name: str
+
+    @property
+    def shape(self) -> torch.Size:
+        with self._stored() as stored:
+            return torch.Size(stored.get_shape())
+
+    def __getitem__(self, index: Index) -> Tensor:
+        with self._stored() as stored:
+            part: Tensor = stored[index]
+            return part
+
+    @contextmanager
+    def _stored(self) -> Iterator[Any]:
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(self.file, framework="pt") as handle:
+                yield handle.get_slice(self.name)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{self.file}: {self.name} cannot be read: {error}") from error
+
+
+class SafetensorsFolder(SlicedTensors):
     """The tensors of a folder, by name, read one at a time."""
 
     def __init__(self, folder: Path) -> None:
@@ -55,6 +85,9 @@ class SafetensorsFolder(Mapping[str, Tensor]):
                 return tensor
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{file}: {name} cannot be read: {error}") from error
+
+    def opened(self, name: str) -> FileTensor:
+        return FileTensor(self._files[name], name)
 
     def outlines(self) -> dict[str, Tensor]:
         """Shape and dtype of every tensor, as a tensor without memory: reads headers alone. Dtypes that braid

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from braid.errors import CheckpointError
+from braid.interchange.sliced import Sliceable
 
 WIDER = MappingProxyType(
     {torch.bfloat16: torch.float64, torch.float16: torch.float64, torch.float32: torch.float64}
@@ -170,20 +171,23 @@ class Stacked:
         entries = range(prod(self.dims))
         return [tensor for place in entries for tensor in self.inner.to_ours(self.entry(theirs, place))]
 
-    def entry(self, theirs: Tensor, place: int) -> Tensor:
-        """What their tensor holds for one place of the leading dims, counted through."""
-        last = len(self.dims) - 1
+    def entry(self, theirs: Sliceable, place: int) -> Tensor:
+        """What their tensor holds for one place of the leading dims, counted through; no more of it is read."""
+        shape, last = tuple(theirs.shape), len(self.dims) - 1
+        rows = 1
         if self.folded:
-            if theirs.dim() > last and theirs.shape[last] % self.dims[last] == 0:
-                theirs = theirs.unflatten(last, (self.dims[last], theirs.shape[last] // self.dims[last]))
-            else:
+            if len(shape) <= last or shape[last] % self.dims[last]:
                 rule = f"wanted {self.dims[last]} times as many rows as one entry has"
-                raise CheckpointError(f"has the shape {list(theirs.shape)}, {rule}")
-        if theirs.shape[: len(self.dims)] != self.dims:
-            raise CheckpointError(
-                f"has the shape {list(theirs.shape)}, wanted {list(self.dims)} as its first dims"
-            )
-        return theirs.flatten(0, last)[place]
+                raise CheckpointError(f"has the shape {list(shape)}, {rule}")
+            rows = shape[last] // self.dims[last]
+        if shape[: last + 1] != (*self.dims[:last], self.dims[last] * rows):
+            raise CheckpointError(f"has the shape {list(shape)}, wanted {list(self.dims)} as its first dims")
+        index: list[slice] = []
+        for size, wide in zip(reversed(self.dims), (rows, *[1] * last), strict=True):
+            place, at = divmod(place, size)
+            index.insert(0, slice(at * wide, (at + 1) * wide))
+        part = theirs[tuple(index)].flatten(0, last)
+        return part if self.folded else part[0]
 
     def to_theirs(self, ours: Sequence[Tensor]) -> Tensor:
         each = len(ours) // prod(self.dims)

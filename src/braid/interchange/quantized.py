@@ -1,4 +1,4 @@
-"""Quantised checkpoints: fp8 with block scales, or MXFP4, widened to bfloat16 one tensor at a time.
+"""Quantised checkpoints: fp8 with block scales, or MXFP4, widened to bfloat16 one tensor or expert at a time.
 
     fp8      w[i, j] = q[i, j] · s[i / a, j / b], with q in e4m3, `NAME_scale_inv` for s and blocks of a × b
              (DeepSeek-V3, R1, Kimi-K2 and Qwen3-FP8: 128 × 128)
@@ -12,8 +12,9 @@ import the result.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -21,10 +22,9 @@ from torch import Tensor
 
 from braid.errors import CheckpointError
 from braid.interchange.settings import Settings
+from braid.interchange.sliced import Index, Sliceable, SlicedTensors
 
 WIDENED = torch.bfloat16
-RECENT = 2
-"""Widened tensors that are kept: experts are read one by one, out of two tensors that hold all of a layer."""
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """The value of each e2m1 code."""
 
@@ -33,7 +33,7 @@ class Outlined(Protocol):
     """Tensors by name, of which shapes and dtypes are known without reading them: `files.SafetensorsFolder`."""
 
     def __getitem__(self, name: str, /) -> Tensor: ...
-    def __iter__(self) -> Iterator[str]: ...
+    def opened(self, name: str) -> Sliceable: ...
     def outlines(self) -> Mapping[str, Tensor]: ...
 
 
@@ -45,6 +45,9 @@ class Quantization(Protocol):
 
     def outline(self, parts: tuple[Tensor, ...]) -> tuple[int, ...]:
         """The shape of a weight, from shapes."""
+
+    def stacked(self, parts: tuple[Tensor, ...]) -> int:
+        """The number of leading dims, from shapes, at whose places a weight and all its parts lie alike."""
 
     def widen(self, parts: tuple[Tensor, ...]) -> Tensor: ...
 
@@ -69,6 +72,9 @@ class Fp8Blocks:
             )
         return tuple(weight.shape)
 
+    def stacked(self, parts: tuple[Tensor, ...]) -> int:
+        return 0
+
     def widen(self, parts: tuple[Tensor, ...]) -> Tensor:
         weight, scale = parts
         rows, columns = self.outline(parts)
@@ -91,6 +97,9 @@ class Mxfp4:
             raise CheckpointError(f"has blocks {list(blocks.shape)} with scales {list(scales.shape)}")
         *outer, outputs, groups, packed = blocks.shape
         return (*outer, groups * packed * 2, outputs)
+
+    def stacked(self, parts: tuple[Tensor, ...]) -> int:
+        return parts[0].dim() - 3
 
     def widen(self, parts: tuple[Tensor, ...]) -> Tensor:
         blocks, scales = parts
@@ -127,33 +136,59 @@ def _block(sides: Any) -> tuple[int, int] | None:
     return (sides[0], sides[1]) if whole else None
 
 
-class Dequantized(Mapping[str, Tensor]):
+@dataclass(frozen=True)
+class _Quantised:
+    """A quantised weight, to be read in part."""
+
+    shape: torch.Size
+    read: Callable[[Index], Tensor]
+
+    def __getitem__(self, index: Index) -> Tensor:
+        return self.read(index)
+
+
+class Dequantized(SlicedTensors):
     """The weights of a quantised checkpoint under their own names, each widened when it is read."""
 
     def __init__(self, stored: Outlined, quantization: Quantization) -> None:
         self._stored, self._quantization = stored, quantization
         outlines = stored.outlines()
         self._parts = quantization.parts(outlines)
-        self._recent: dict[str, Tensor] = {}
+        self._recent: dict[tuple[object, ...], Tensor] = {}
         used = {part for parts in self._parts.values() for part in parts}
         self._names = [*(name for name in outlines if name not in used), *self._parts]
         self._outlines = {name: outlines[name] for name in self._names if name not in self._parts}
+        self._stacked: dict[str, int] = {}
         for name, parts in self._parts.items():
+            of_parts = tuple(outlines[part] for part in parts)
             try:
-                shape = quantization.outline(tuple(outlines[part] for part in parts))
+                shape = quantization.outline(of_parts)
             except CheckpointError as error:
                 raise CheckpointError(f"{name} {error}") from error
             self._outlines[name] = torch.empty(shape, dtype=WIDENED, device="meta")
+            self._stacked[name] = quantization.stacked(of_parts)
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._parts:
             return self._stored[name]
-        if name not in self._recent:
-            for oldest in list(self._recent)[: len(self._recent) + 1 - RECENT]:
-                del self._recent[oldest]
-            widened = self._quantization.widen(tuple(self._stored[part] for part in self._parts[name]))
-            self._recent[name] = widened
-        return self._recent[name]
+        return self._quantization.widen(tuple(self._stored[part] for part in self._parts[name]))
+
+    def opened(self, name: str) -> Sliceable:
+        if name not in self._parts:
+            return self._stored.opened(name)
+        return _Quantised(self._outlines[name].shape, partial(self._widened, name))
+
+    def _widened(self, name: str, index: Index) -> Tensor:
+        """A part of a weight. Of a stack, only the wanted entries are read and widened. They are kept until
+        others are wanted, because gate and up of an expert lie in one."""
+        stacked = self._stacked[name]
+        outer, inner = index[:stacked], index[stacked:]
+        key = (name, *((each.start, each.stop) for each in outer))
+        if key not in self._recent:
+            self._recent.clear()
+            parts = (self._stored.opened(part) for part in self._parts[name])
+            self._recent[key] = self._quantization.widen(tuple(part[outer] for part in parts))
+        return self._recent[key][(*[slice(None)] * len(outer), *inner)]
 
     def outlines(self) -> dict[str, Tensor]:
         return dict(self._outlines)

@@ -25,6 +25,7 @@ from braid.checkpoint.parts import CODES
 from braid.errors import CheckpointError
 from braid.interchange.convert import Lazy, apart, check, copy_faults, name_faults, together
 from braid.interchange.moves import of_moments
+from braid.interchange.sliced import Renamed
 from braid.interchange.spelling import spelled
 from braid.interchange.tables import Adapter, NameLink, links
 from braid.kernels import references
@@ -107,8 +108,8 @@ def to_ours(
     sets, faults = _sets(tensors.keys(), adapter.wrapper)
     parts = {}
     for kind in (WEIGHT, MAIN) if dtype is None else (WEIGHT, MAIN, FIRST, SECOND):
-        held = _named(tensors, sets[kind])
-        seen = held if outlines is None else _named(outlines, sets[kind])
+        held = Renamed(tensors, sets[kind])
+        seen = held if outlines is None else Renamed(outlines, sets[kind])
         parts[kind] = _part(kind, held, seen, adapter, shape, wanted)
         faults += [*parts[kind].faults, *_dtype_faults(kind, parts[kind], wanted)]
     faults += [] if dtype is None else _narrow_faults(parts[WEIGHT], parts[MAIN], wanted)
@@ -137,11 +138,6 @@ def _sets(names: Collection[str], wrapper: str) -> tuple[dict[str, dict[str, str
             faults.append(f"twice    {kind}{name}: as {sets[kind][name]} and as {full}")
         sets[kind][name] = full
     return sets, faults
-
-
-def _named(tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> Mapping[str, Tensor]:
-    """Some tensors under other names."""
-    return Lazy({name: partial(tensors.__getitem__, full) for name, full in names.items()})
 
 
 def _part(
@@ -252,7 +248,7 @@ def to_theirs(
     check("the checkpoint does not hold the optimizer's state", lost)
     makers: dict[str, Callable[[], Tensor]] = {}
     for kind in (MAIN, *MOMENTS):
-        ours = _named(tensors, {name: MOMENTS.get(kind, "") + name for name in updated})
+        ours = Renamed(tensors, {name: MOMENTS.get(kind, "") + name for name in updated})
         theirs = together(ours, table if kind == MAIN else of_the_optimizer(table, wanted))
         makers |= {kind + name: partial(theirs.__getitem__, name) for name in theirs}
     return Lazy({**makers, UPDATES: partial(torch.tensor, updates)})
