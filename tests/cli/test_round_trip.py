@@ -128,6 +128,26 @@ def test_an_ignored_setting_is_recorded_and_comes_back(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "back" / "config.json").read_text())["house_style"] == "baroque"
 
 
+@pytest.mark.parametrize(("stated", "rule"), [(None, "has no model_type"), ("my_qwen", "model_type 'my_qwen'")])
+def test_a_config_without_a_known_model_type_is_read_as_the_one_that_is_given(
+    stated: str | None, rule: str, tmp_path: Path
+) -> None:
+    folder = make_folder(tmp_path / "hub")
+    before = json.loads((folder / "config.json").read_text())
+    own = {"model_type": stated, "architectures": ["MyQwenForCausalLM"]}
+    (folder / "config.json").write_text(json.dumps(before | own))
+    words = [str(folder), "--out", str(tmp_path / "run")]
+    with pytest.raises(ConfigError, match=f"{rule}[^$]*set   braid import --model-type"):
+        import_(words)
+    with pytest.raises(ConfigError, match=r"architectures = .*MyQwenForCausalLM"):
+        import_([*words, "--model-type", "qwen3"])
+    import_([*words, "--model-type", "qwen3", "--ignore", "architectures"])
+    export([str(tmp_path / "run"), "--out", str(tmp_path / "back")])
+    after = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert after == {**before, "architectures": ["MyQwenForCausalLM"]}
+    assert stored(tmp_path / "back").keys() == stored(folder).keys()
+
+
 def test_files_without_tensors_are_an_error(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "hub", shard="1GB")
     save_file({}, folder / "model.safetensors")

@@ -7,17 +7,24 @@ without it `braid import` takes the model from a recipe.
 
 from __future__ import annotations
 
+import inspect
 import shlex
 import sys
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 from braid.cli.args import optional, parse_options, split_positional, wants_help
 from braid.cli.generate import CHECKPOINT_HELP
 from braid.cli.next_steps import program
 from braid.cli.progress import bar
 from braid.errors import ConfigError, ExitCode
+
+FOLDER_HELP = """\
+FOLDER contains .safetensors files, a config.json in Hugging Face format, and optionally a
+tokenizer.json. For Megatron parameter names, --recipe describes the model instead.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,10 +33,12 @@ class ImportOptions:
 
     out: Path
     """Run directory to create; `braid generate` and `braid train` accept it."""
+    model_type: Annotated[str | None, optional("TYPE", "that of config.json")] = None
+    """Read config.json as this model_type, if it states none or an unknown one; megatron: by --recipe."""
     mtp_depths: int = 0
     """Number of MTP (multi-token prediction) depths to import from the files."""
     recipe: Annotated[str | None, optional("RECIPE", "none")] = None
-    """Recipe that describes the model, for Megatron files without a config.json."""
+    """Recipe that describes the model, for Megatron files."""
     interleave: int = 0
     """Block size in rows in which Megatron experts interleave gate and up; 0 if not interleaved."""
     optimizer: bool = True
@@ -38,35 +47,24 @@ class ImportOptions:
     """Number of optimizer updates so far, for Adam's bias correction."""
     samples: Annotated[int | None, optional("INT", "the position in the export, or 0")] = None
     """Samples of the data that the run has read, where training continues."""
-    ignore: tuple[str, ...] = ()
-    """Settings of config.json to leave unread; recorded in the checkpoint."""
+    ignore: Annotated[tuple[str, ...], optional("NAME", "none")] = ()
+    """Settings of config.json to leave unread, at your own risk; the run records them."""
     world: int = 1
     """Number of processes that convert in parallel."""
 
 
+Settings = TypeVar("Settings")
+Options = TypeVar("Options", "ImportOptions", "ExportOptions")
+
+
 def import_(args: list[str]) -> int:
-    if wants_help(args):
-        print("FOLDER contains .safetensors files, a config.json in Hugging Face format, and optionally a")
-        print("tokenizer.json. For Megatron parameter names, --recipe describes the model instead.\n")
-        args = ["FOLDER", "--help"]
-    name, rest = split_positional(args, "import", "FOLDER")
-    opts = parse_options(ImportOptions, rest, f"braid import {name}")
-    _check_world(opts.world)
+    name, opts = _parse(ImportOptions, args, "import", "FOLDER", FOLDER_HELP)
     from braid.train.importing import ImportSettings, import_folder
 
-    settings = ImportSettings(
-        mtp_depths=opts.mtp_depths,
-        recipe=opts.recipe,
-        interleave=opts.interleave,
-        optimizer=opts.optimizer,
-        updates=opts.updates,
-        samples=opts.samples,
-        ignore=opts.ignore,
-    )
     with bar("importing") as progress:
+        settings = _chosen(ImportSettings, opts)
         made = import_folder(Path(name), opts.out, settings, world=opts.world, report=progress)
-    for note in made.notes:
-        print(f"braid: {note}", file=sys.stderr)
+    _print_notes(made.notes)
     print(f"{made.tensors} tensors of {made.run.model.pattern}\ncheckpoint  {made.path}")
     print(f"tokenizer   {made.run.data.tokenizer}")
     if made.step:
@@ -98,32 +96,36 @@ class ExportOptions:
 
 
 def export(args: list[str]) -> int:
-    if wants_help(args):
-        print(CHECKPOINT_HELP)
-        args = ["CHECKPOINT", "--help"]
-    name, rest = split_positional(args, "export", "CHECKPOINT")
-    opts = parse_options(ExportOptions, rest, f"braid export {name}")
-    _check_world(opts.world)
+    name, opts = _parse(ExportOptions, args, "export", "CHECKPOINT", CHECKPOINT_HELP)
     from braid.train.exporting import ExportSettings, export_checkpoint
     from braid.train.state import resolve_checkpoint
 
-    settings = ExportSettings(
-        model_type=opts.model_type,
-        dtype=opts.dtype,
-        optimizer=opts.optimizer,
-        experts=opts.experts,
-        form=opts.form,
-        interleave=opts.interleave,
-    )
     with bar("exporting") as progress:
-        path = resolve_checkpoint(Path(name))
+        path, settings = resolve_checkpoint(Path(name)), _chosen(ExportSettings, opts)
         made = export_checkpoint(path, opts.out, settings, world=opts.world, report=progress)
-    for note in made.notes:
-        print(f"braid: {note}", file=sys.stderr)
+    _print_notes(made.notes)
     print(f"{made.model_type}  {opts.out}")
     return ExitCode.OK
 
 
-def _check_world(world: int) -> None:
-    if world < 1:
-        raise ConfigError(f"--world {world}: must be 1 or more")
+def _parse(kind: type[Options], args: list[str], command: str, metavar: str, about: str) -> tuple[str, Options]:
+    """The positional argument of a conversion, and its options."""
+    if wants_help(args):
+        print(about)
+        args = [metavar, "--help"]
+    name, rest = split_positional(args, command, metavar)
+    opts = parse_options(kind, rest, f"braid {command} {name}")
+    if opts.world < 1:
+        raise ConfigError(f"--world {opts.world}: must be 1 or more")
+    return name, opts
+
+
+def _chosen(kind: Callable[..., Settings], opts: ImportOptions | ExportOptions) -> Settings:
+    """The options that a conversion takes as its settings: those with the names of its fields."""
+    names = inspect.signature(kind).parameters
+    return kind(**{name: value for name, value in vars(opts).items() if name in names})
+
+
+def _print_notes(notes: Iterable[str]) -> None:
+    for note in notes:
+        print(f"braid: {note}", file=sys.stderr)

@@ -108,9 +108,13 @@ class HubConfig(NamedTuple):
         return files if self.quantization is None else Dequantized(files, self.quantization)
 
 
-def described(folder: Path, *, mtp_depths: int = 0, ignore: Collection[str] = ()) -> HubConfig:
-    """What the config.json of a folder describes. `ignore` names settings to leave unread."""
+def described(
+    folder: Path, *, model_type: str | None = None, mtp_depths: int = 0, ignore: Collection[str] = ()
+) -> HubConfig:
+    """What the config.json of a folder describes. `model_type` takes the place of its own; `ignore` names
+    settings to leave unread."""
     config = read_json(folder / CONFIG, ConfigError)
+    config |= {} if model_type is None else {"model_type": model_type}
     return read_config(config, mtp_depths=mtp_depths, ignore=ignore)
 
 
@@ -120,13 +124,14 @@ def shape_of(family: ModelFamily, config: Mapping[str, Any], *, mtp_depths: int 
 
 
 def read_config(config: Mapping[str, Any], *, mtp_depths: int = 0, ignore: Collection[str] = ()) -> HubConfig:
-    family = family_of(str(config.get("model_type")))
+    family = _family_in(config)
     given = family.language_config(config)
     settings = Settings(given, ignore=ignore)
     if any(name in config for name in family.vision):
         settings.note("the language model alone is imported: vision is left out")
     shape = family.read(settings)
-    _check_architecture(settings, family, config.get("architectures"))
+    if "architectures" not in ignore:
+        _check_architecture(settings, family, config.get("architectures"))
     read = [read_quantization(each) for each in settings.scopes()]
     quantization = next((found for found in read if found is not None), None)
     if (held := given.get(family.depths_setting)) and not mtp_depths:
@@ -140,6 +145,18 @@ def read_config(config: Mapping[str, Any], *, mtp_depths: int = 0, ignore: Colle
     if problems:
         raise ConfigError(problems)
     return HubConfig(family, shape, quantization, tuple(settings.notes))
+
+
+def _family_in(config: Mapping[str, Any]) -> ModelFamily:
+    """The family that a config.json names."""
+    remedy = "  set   braid import --model-type TYPE, if it is a known one under another name or none"
+    if (model_type := config.get("model_type")) is None:
+        known = ", ".join(family.model_type for family in FAMILIES)
+        raise ConfigError(f"this config.json has no model_type\n  known  {known}\n{remedy}")
+    try:
+        return family_of(str(model_type))
+    except ConfigError as error:
+        raise ConfigError(f"{error}\n{remedy}") from error
 
 
 def _check_architecture(settings: Settings, family: ModelFamily, named: Any) -> None:

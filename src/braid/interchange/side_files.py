@@ -34,6 +34,7 @@ class Source(NamedTuple):
     """The folder that a model was imported from."""
 
     config: Mapping[str, Any]
+    """Its config.json, with the `model_type` that the import read it as."""
     shards: Mapping[str, str]
     """The file that held each tensor."""
     ignored: Sequence[str]
@@ -77,13 +78,21 @@ def _reason(file: Path) -> str:
     return ""
 
 
-def carry(folder: Path, run: Path, weight_map: Mapping[str, str], ignored: Sequence[str]) -> SideFiles:
-    """Copy what travels from a folder of the hub to a run's folder, and note which file held each tensor, and
-    what was left unread."""
+def carry(
+    folder: Path,
+    run: Path,
+    weight_map: Mapping[str, str],
+    *,
+    ignored: Sequence[str] = (),
+    model_type: str | None = None,
+) -> SideFiles:
+    """Copy what travels from a folder of the hub to a run's folder, and note which file held each tensor, what
+    was left unread, and the `model_type` that config.json was read as, if not its own."""
     found = survey(folder)
     _copy(folder, run / FOLDER, found.kept)
     (run / FOLDER).mkdir(parents=True, exist_ok=True)
-    record = {"ignored": list(ignored), "left_out": list(found.left_out)}
+    record: dict[str, Any] = {"ignored": list(ignored), "left_out": list(found.left_out)}
+    record |= {} if model_type is None else {"model_type": model_type}
     for name, data in ((INDEX, {"weight_map": dict(sorted(weight_map.items()))}), (RECORD, record)):
         (run / FOLDER / name).write_text(json.dumps(data, indent=2) + "\n")
     return found
@@ -96,6 +105,7 @@ def source_of(run: Path) -> Source | None:
     config, index, record = (
         read_json(run / FOLDER / name, CheckpointError) for name in (CONFIG, INDEX, RECORD)
     )
+    config |= {name: record[name] for name in ("model_type",) if name in record}
     return Source(config, index.get("weight_map", {}), record.get("ignored", ()), record.get("left_out", ()))
 
 

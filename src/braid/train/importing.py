@@ -50,6 +50,7 @@ Report = Callable[[int, int], None]
 class ImportSettings:
     """What an import may choose; see `braid import --help`."""
 
+    model_type: str | None = None
     mtp_depths: int = 0
     recipe: str | None = None
     interleave: int = 0
@@ -108,7 +109,8 @@ def import_folder(
     out.mkdir(parents=True, exist_ok=True)
     if (free := shutil.disk_usage(out).free) < total:
         raise CheckpointError(f"{out} needs {total / 2**30:.1f} GiB, the disk has {free / 2**30:.1f} GiB")
-    carried = side_files.carry(folder, out, source.weight_map, settings.ignore)
+    read_as: dict[str, Any] = {"ignored": settings.ignore, "model_type": settings.model_type}
+    carried = side_files.carry(folder, out, source.weight_map, **read_as)
     if (folder / TOKENIZER).is_file():
         shutil.copyfile(folder / TOKENIZER, out / TOKENIZER)
     extra = _extra(run, tokenizer, step, position)
@@ -134,6 +136,7 @@ def open_source(folder: Path, settings: ImportSettings) -> ImportSource:
     config = (
         read_json(folder / CONFIG, ConfigError) if (folder / CONFIG).is_file() else {"model_type": MEGATRON}
     )
+    config |= {} if settings.model_type is None else {"model_type": settings.model_type}
     notes: tuple[str, ...] = ()
     files: SafetensorsFolder | Dequantized
     if config.get("model_type") == MEGATRON:
@@ -145,7 +148,8 @@ def open_source(folder: Path, settings: ImportSettings) -> ImportSource:
             raise ConfigError(
                 f"{folder / CONFIG} describes the model: --recipe and --interleave are for {MEGATRON} folders"
             )
-        read = described(folder, mtp_depths=settings.mtp_depths, ignore=settings.ignore)
+        chosen: dict[str, Any] = {"model_type": settings.model_type, "mtp_depths": settings.mtp_depths}
+        read = described(folder, ignore=settings.ignore, **chosen)
         adapter, notes = reader_of(read.family), read.notes
         stored = SafetensorsFolder(folder)
         files = stored if read.quantization is None else Dequantized(stored, read.quantization)
