@@ -6,10 +6,9 @@ from types import MappingProxyType
 from typing import Any
 
 from braid.architecture import Mamba2, Mlp, Model
-from braid.errors import ConfigError
 from braid.interchange.family import ModelFamily, ends, head_copy, needed, read_model, write_model
 from braid.interchange.llama import ATTENTION, EMBEDDING, read_attention, write_attention
-from braid.interchange.mamba import mamba2_rows, read_limits, written_limit
+from braid.interchange.mamba import MixerSettings, mamba2_rows, read_mixer, write_mixer
 from braid.interchange.rope import write_rope
 from braid.interchange.settings import Settings
 from braid.interchange.tables import Adapter, TableRow, rows
@@ -30,6 +29,14 @@ ADAPTER = Adapter(
     copies=head_copy(EMBEDDING),
 )
 ROPE_FRACTION = 0.5
+MIXER_SETTINGS = MixerSettings(
+    expand="mamba_expand",
+    heads="mamba_n_heads",
+    head_dim="mamba_d_head",
+    numbers={"state": ("mamba_d_state", 256), "groups": ("mamba_n_groups", 1), "conv": ("mamba_d_conv", 4)},
+    flags={"bias": ("mamba_proj_bias", False), "conv_bias": ("mamba_conv_bias", True)},
+)
+"""Those of Bamba and of Granite 4."""
 
 
 def read_mamba2(settings: Settings) -> Mamba2:
@@ -45,39 +52,7 @@ def read_mamba2(settings: Settings) -> Mamba2:
     if heads * head_dim != inner:
         rule = f"mamba_n_heads x mamba_d_head must be mamba_expand x hidden_size, here {inner}"
         settings.refuse("mamba_d_head", head_dim, rule)
-    low, high = read_limits(settings)
-    return Mamba2(
-        heads=heads,
-        head_dim=head_dim,
-        state=settings.integer("mamba_d_state", 256),
-        groups=settings.integer("mamba_n_groups", 1),
-        conv=settings.integer("mamba_d_conv", 4),
-        dt_min=low,
-        dt_max=high,
-        norm_per_group=False,
-        bias=settings.flag("mamba_proj_bias", False),
-        conv_bias=settings.flag("mamba_conv_bias", True),
-    )
-
-
-def write_mamba2(shape: Model) -> dict[str, Any]:
-    mamba2 = needed(shape.mamba2, "mamba2")
-    if mamba2.heads * mamba2.head_dim % shape.hidden:
-        raise ConfigError(
-            f"mamba2 has {mamba2.heads} x {mamba2.head_dim} inner channels\n"
-            f"  rule  this family has a whole multiple of model.hidden ({shape.hidden})"
-        )
-    return {
-        "mamba_n_heads": mamba2.heads,
-        "mamba_d_head": mamba2.head_dim,
-        "mamba_expand": mamba2.heads * mamba2.head_dim // shape.hidden,
-        "mamba_d_state": mamba2.state,
-        "mamba_n_groups": mamba2.groups,
-        "mamba_d_conv": mamba2.conv,
-        "mamba_proj_bias": mamba2.bias,
-        "mamba_conv_bias": mamba2.conv_bias,
-        "time_step_limit": [mamba2.dt_min, written_limit(mamba2.dt_max)],
-    }
+    return read_mixer(settings, MIXER_SETTINGS, heads, head_dim)
 
 
 def _read(settings: Settings) -> Model:
@@ -121,7 +96,7 @@ def _write(shape: Model) -> dict[str, Any]:
         settings["attention_bias"] = attention.bias
         fraction = {"partial_rotary_factor": attention.rope_fraction}
         settings["rope_parameters"] = {**write_rope(attention), **fraction}
-    return settings if shape.mamba2 is None else {**settings, **write_mamba2(shape)}
+    return settings if shape.mamba2 is None else {**settings, **write_mixer(shape, MIXER_SETTINGS)}
 
 
 FAMILIES = (

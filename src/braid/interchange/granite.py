@@ -14,9 +14,10 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from braid.architecture import Attention, Mlp, Model, Moe
-from braid.interchange.bamba import MAMBA2, read_mamba2, write_mamba2
+from braid.interchange.bamba import MAMBA2, MIXER_SETTINGS, read_mamba2
 from braid.interchange.family import ModelFamily, head_copy, read_model, write_model
 from braid.interchange.llama import ATTENTION, EMBEDDING, ENDS, gate_and_up, read_attention, write_attention
+from braid.interchange.mamba import write_mixer
 from braid.interchange.moves import joined
 from braid.interchange.settings import Settings
 from braid.interchange.tables import Adapter, Shape, TableRow, rows
@@ -137,7 +138,7 @@ def _write(shape: Model) -> dict[str, Any]:
             "attention_multiplier": attention.score_scale,
         }
     if shape.mamba2 is not None:
-        settings |= write_mamba2(shape)
+        settings |= write_mixer(shape, MIXER_SETTINGS)
     if shape.mlp is not None:
         settings |= {"intermediate_size": shape.mlp.ffn, "shared_intermediate_size": shape.mlp.ffn}
     if (moe := shape.moe) is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from braid.architecture import Attention, Mamba2, Mlp, Model, Moe
 from braid.errors import ConfigError
@@ -164,6 +164,50 @@ def _limit(value: object) -> float | None:
     return None if value == float("inf") else float(value)
 
 
+class MixerSettings(NamedTuple):
+    """The settings of a Mamba-2 mixer in families whose inner channels are `expand` times the hidden ones."""
+
+    expand: str
+    heads: str
+    head_dim: str
+    numbers: Mapping[str, tuple[str, int]]
+    """Fields of `Mamba2`, each with the setting and its default."""
+    flags: Mapping[str, tuple[str, bool]]
+
+
+MAMBA2_SETTINGS = MixerSettings(
+    expand="expand",
+    heads="num_heads",
+    head_dim="head_dim",
+    numbers={"state": ("state_size", 128), "groups": ("n_groups", 8), "conv": ("conv_kernel", 4)},
+    flags={"bias": ("use_bias", False), "conv_bias": ("use_conv_bias", True)},
+)
+
+
+def read_mixer(settings: Settings, names: MixerSettings, heads: int, head_dim: int) -> Mamba2:
+    low, high = read_limits(settings)
+    fields: dict[str, Any] = {field: settings.integer(*each) for field, each in names.numbers.items()}
+    fields |= {field: settings.flag(*each) for field, each in names.flags.items()}
+    return Mamba2(heads=heads, head_dim=head_dim, dt_min=low, dt_max=high, norm_per_group=False, **fields)
+
+
+def write_mixer(shape: Model, names: MixerSettings) -> dict[str, Any]:
+    mamba2 = needed(shape.mamba2, "mamba2")
+    inner = mamba2.heads * mamba2.head_dim
+    if inner % shape.hidden:
+        raise ConfigError(
+            f"mamba2 has {mamba2.heads} x {mamba2.head_dim} inner channels\n"
+            f"  rule  this family has a whole multiple of model.hidden ({shape.hidden})"
+        )
+    sizes = {names.heads: mamba2.heads, names.head_dim: mamba2.head_dim, names.expand: inner // shape.hidden}
+    fields = vars(mamba2)
+    return {
+        **sizes,
+        **{name: fields[field] for field, (name, _) in {**names.numbers, **names.flags}.items()},
+        "time_step_limit": [mamba2.dt_min, written_limit(mamba2.dt_max)],
+    }
+
+
 def _read_mamba2(settings: Settings) -> Model:
     settings.only("hidden_act", "silu", default="silu")
     settings.unused(*TRAINING_ONLY, "time_step_min", "time_step_init_scheme", "time_step_scale")
@@ -176,21 +220,9 @@ def _read_mamba2(settings: Settings) -> Model:
     if hidden * expand != heads * head_dim:
         settings.refuse("expand", expand, "hidden_size x expand must be num_heads x head_dim")
     settings.repeats("intermediate_size", heads * head_dim, "num_heads x head_dim")
-    low, high = read_limits(settings)
     return Model(
         pattern="M" * settings.integer("num_hidden_layers"),
-        mamba2=Mamba2(
-            heads=heads,
-            head_dim=head_dim,
-            state=settings.integer("state_size", 128),
-            groups=settings.integer("n_groups", 8),
-            conv=settings.integer("conv_kernel", 4),
-            dt_min=low,
-            dt_max=high,
-            norm_per_group=False,
-            bias=settings.flag("use_bias", False),
-            conv_bias=settings.flag("use_conv_bias", True),
-        ),
+        mamba2=read_mixer(settings, MAMBA2_SETTINGS, heads, head_dim),
         **read_model(settings, eps="layer_norm_epsilon", default_eps=1e-5),
     )
 
@@ -206,25 +238,11 @@ def read_limits(settings: Settings) -> tuple[float, float | None]:
 
 
 def _write_mamba2(shape: Model) -> dict[str, Any]:
-    mamba2 = needed(shape.mamba2, "mamba2")
-    if mamba2.heads * mamba2.head_dim % shape.hidden:
-        raise ConfigError(
-            f"mamba2 has {mamba2.heads} x {mamba2.head_dim} inner channels\n"
-            f"  rule  the family mamba2 has a whole multiple of model.hidden ({shape.hidden})"
-        )
     return {
         **write_model(shape, eps="layer_norm_epsilon"),
+        **write_mixer(shape, MAMBA2_SETTINGS),
         "hidden_act": "silu",
         "num_hidden_layers": len(parse(shape.pattern).layers),
-        "num_heads": mamba2.heads,
-        "head_dim": mamba2.head_dim,
-        "expand": mamba2.heads * mamba2.head_dim // shape.hidden,
-        "state_size": mamba2.state,
-        "n_groups": mamba2.groups,
-        "conv_kernel": mamba2.conv,
-        "time_step_limit": [mamba2.dt_min, written_limit(mamba2.dt_max)],
-        "use_bias": mamba2.bias,
-        "use_conv_bias": mamba2.conv_bias,
     }
 
 

@@ -154,31 +154,22 @@ def _write_moe(shape: Model) -> dict[str, Any]:
     }
 
 
+def _family(model_type: str, architecture: str, hub: Adapter, memory: Adapter, **own: Any) -> ModelFamily:
+    """A family under the `model_type` of the model with vision; `architecture` is that of its classes."""
+    return ModelFamily(
+        model_type=model_type,
+        text_type=f"{model_type}_text",
+        vision=VISION,
+        architecture=f"{architecture}ForCausalLM",
+        also=(f"{architecture}ForConditionalGeneration",),
+        hub=_with_others(hub, memory),
+        memory=memory,
+        depths_setting="mtp_num_hidden_layers",
+        **own,
+    )
+
+
 FAMILIES = (
-    ModelFamily(
-        model_type="qwen3_5",
-        text_type="qwen3_5_text",
-        vision=VISION,
-        architecture="Qwen3_5ForCausalLM",
-        also=("Qwen3_5ForConditionalGeneration",),
-        hub=_with_others(_DENSE, _DENSE),
-        memory=_DENSE,
-        read=_read_dense,
-        write=_write_dense,
-        depth="*-",
-        depths_setting="mtp_num_hidden_layers",
-    ),
-    ModelFamily(
-        model_type="qwen3_5_moe",
-        text_type="qwen3_5_moe_text",
-        vision=VISION,
-        architecture="Qwen3_5MoeForCausalLM",
-        also=("Qwen3_5MoeForConditionalGeneration",),
-        hub=_with_others(_MOE_HUB, _MOE_MEMORY),
-        memory=_MOE_MEMORY,
-        read=_read_moe,
-        write=_write_moe,
-        depth="*E",
-        depths_setting="mtp_num_hidden_layers",
-    ),
+    _family("qwen3_5", "Qwen3_5", _DENSE, _DENSE, read=_read_dense, write=_write_dense, depth="*-"),
+    _family("qwen3_5_moe", "Qwen3_5Moe", _MOE_HUB, _MOE_MEMORY, read=_read_moe, write=_write_moe, depth="*E"),
 )

@@ -73,12 +73,12 @@ def nemotron_nano_30b_a3b() -> Run:
     return _pretraining(model, sequence_tokens=8192, peak_lr=1e-3)
 
 
-def qwen3_next_80b_a3b() -> Run:
-    """Qwen3-Next 80B-A3B: three gated delta nets per gated attention, 512 experts."""
+def _qwen_hybrid(pattern: str, *, vocab: int, experts: int, top_k: int) -> Run:
+    """Gated delta nets and gated attention with the shapes that Qwen3-Next and Qwen3.5 35B-A3B share."""
     model = Model(
-        pattern="[GE][GE][GE][*E]" * 12,
+        pattern=pattern,
         hidden=2048,
-        vocab=151_936,
+        vocab=vocab,
         tied=False,
         norm_eps=1e-6,
         attention=Attention(
@@ -91,32 +91,19 @@ def qwen3_next_80b_a3b() -> Run:
             gate=True,
         ),
         delta_net=DeltaNet(key_heads=16, value_heads=32, key_dim=128, value_dim=128),
-        moe=Moe(experts=512, top_k=10, ffn=512, shared_ffn=512, shared_gate=True, aux_loss=1e-3),
+        moe=Moe(experts=experts, top_k=top_k, ffn=512, shared_ffn=512, shared_gate=True, aux_loss=1e-3),
     )
     return _pretraining(model, sequence_tokens=4096, peak_lr=4e-4)
+
+
+def qwen3_next_80b_a3b() -> Run:
+    """Qwen3-Next 80B-A3B: three gated delta nets per gated attention, 512 experts."""
+    return _qwen_hybrid("[GE][GE][GE][*E]" * 12, vocab=151_936, experts=512, top_k=10)
 
 
 def qwen3_5_35b_a3b() -> Run:
     """Qwen3.5 35B-A3B without vision: three gated delta nets per gated attention, 256 experts, MTP."""
-    model = Model(
-        pattern="[GE][GE][GE][*E]" * 10 + "/*E",
-        hidden=2048,
-        vocab=248_320,
-        tied=False,
-        norm_eps=1e-6,
-        attention=Attention(
-            heads=16,
-            kv_heads=2,
-            head_dim=256,
-            rope_base=1e7,
-            rope_fraction=0.25,
-            qk_norm=True,
-            gate=True,
-        ),
-        delta_net=DeltaNet(key_heads=16, value_heads=32, key_dim=128, value_dim=128),
-        moe=Moe(experts=256, top_k=8, ffn=512, shared_ffn=512, shared_gate=True, aux_loss=1e-3),
-    )
-    return _pretraining(model, sequence_tokens=4096, peak_lr=4e-4)
+    return _qwen_hybrid("[GE][GE][GE][*E]" * 10 + "/*E", vocab=248_320, experts=256, top_k=8)
 
 
 def qwen3_30b_a3b() -> Run:
