@@ -6,6 +6,8 @@ import pickle
 import re
 from pathlib import Path
 
+import pytest
+
 from braid.errors import (
     CHECKOUT,
     MAX_LISTED,
@@ -50,10 +52,24 @@ def test_errors_come_back_whole_from_another_process():
 SPELLED = re.compile(r"(pip install|install) '?braid\b")
 
 
-def test_a_checkout_has_make_and_a_wheel_has_pip(tmp_path: Path) -> None:
-    assert how_to_install("tokenizers", "transformers") == "make venv"
-    assert how_to_install("tokenizers", checkout=tmp_path) == "pip install tokenizers"
-    assert how_to_install("wandb") == "pip install wandb"
+def test_a_checkout_has_make_and_a_wheel_has_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkout, elsewhere = tmp_path / "a checkout", tmp_path / "env" / "bin"
+    script, pip = checkout / "scripts" / "setup_venv.py", elsewhere / "pip"
+    for file in (script, pip):
+        file.parent.mkdir(parents=True)
+        file.touch(0o755)
+    made = {"checkout": checkout, "python": checkout / ".venv" / "bin" / "python"}
+    monkeypatch.chdir(checkout)
+    assert how_to_install("tokenizers", "transformers", **made) == "make venv"
+    monkeypatch.chdir(tmp_path)
+    assert how_to_install("triton", **made) == f"make -C '{checkout}' venv"
+    assert how_to_install("wandb", **made) == f"'{made['python']}' -m pip install wandb"
+    # A Python that `make venv` did not make is not helped by it, and the shell's pip may not be its own.
+    installed = {"checkout": checkout, "python": elsewhere / "python"}
+    monkeypatch.setenv("PATH", "/usr/bin")
+    assert how_to_install("triton", **installed) == f"{elsewhere / 'python'} -m pip install triton"
+    monkeypatch.setenv("PATH", f"{elsewhere}:/usr/bin")
+    assert how_to_install("triton", "wandb", **installed) == "pip install triton wandb"
 
 
 def test_no_message_or_page_installs_braid_by_name() -> None:

@@ -6,6 +6,9 @@ braid itself exits with 1 and a traceback; a `ScheduleError`, found before anyth
 
 from __future__ import annotations
 
+import shlex
+import shutil
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -135,9 +138,15 @@ MADE_BY_VENV = frozenset({"tokenizers", "transformers", "triton", "cuda-bindings
 """What `make venv` installs."""
 
 
-def how_to_install(*packages: str, checkout: Path = CHECKOUT) -> str:
-    """The command that installs packages that a feature needs. Never by braid's own name: an index may have
-    another project under it."""
-    if (checkout / "scripts" / "setup_venv.py").is_file() and MADE_BY_VENV.issuperset(packages):
-        return "make venv"
-    return f"pip install {' '.join(packages)}"
+def how_to_install(*packages: str, checkout: Path = CHECKOUT, python: Path = Path(sys.executable)) -> str:
+    """The command that installs packages for this Python, as the shell that runs it can run that. Never by
+    braid's own name: an index may have another project under it."""
+    bin_folder = python.parent
+    of_make = (checkout / "scripts" / "setup_venv.py").is_file() and (
+        bin_folder.parent.resolve() == (checkout / ".venv").resolve()
+    )
+    if of_make and MADE_BY_VENV.issuperset(packages):
+        return "make venv" if Path.cwd() == checkout else f"make -C {shlex.quote(str(checkout))} venv"
+    # Unless its environment is activated, the shell's pip belongs to another Python.
+    activated = Path(shutil.which("pip") or "").parent == bin_folder
+    return shlex.join([*(["pip"] if activated else [str(python), "-m", "pip"]), "install", *packages])

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from braid.cli.args import parse_options, wants_help
+from braid.cli.next_steps import program
 from braid.cli.progress import bar
 from braid.errors import ConfigError, ExitCode
 from braid.validators import nearest
@@ -83,7 +84,7 @@ def _build(args: list[str]) -> int:
         flags += ["--data.tokenizer", opts.tokenizer, "--model.vocab", str(tokenizer.vocab)]
     if any(shard.loss_mask is not None for shard in open_splits(built.output).train.shards):
         flags += ["--data.packing", "documents"]
-    print(f"train on it: braid train RECIPE {shlex.join(flags)}")
+    print(f"train on it: {shlex.join([*program(), 'train', 'RECIPE', *flags])}")
     return ExitCode.OK
 
 

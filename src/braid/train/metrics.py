@@ -109,7 +109,7 @@ class TensorBoard:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             missing = how_to_install("tensorboard")
-            raise ConfigError(f"--tensorboard needs the package tensorboard: {missing}") from error
+            raise ConfigError(f"--tensorboard needs the package tensorboard: run `{missing}`") from error
         self._writer: Any = SummaryWriter(str(folder))
 
     def log(self, step: int, metrics: Mapping[str, Value]) -> None:
@@ -128,7 +128,8 @@ class Wandb:
         try:
             import wandb
         except ImportError as error:
-            raise ConfigError(f"--wandb needs the package wandb: {how_to_install('wandb')}") from error
+            missing = how_to_install("wandb")
+            raise ConfigError(f"--wandb needs the package wandb: run `{missing}`") from error
         self._run: Any = wandb.init(
             project=project, dir=str(folder), name=folder.name, config=dict(run), resume="allow"
         )
