@@ -75,6 +75,25 @@ def test_the_tokenizer_travels_along(folder: Path, tmp_path: Path) -> None:
     assert after == before | {"dtype": "float32"}
 
 
+def test_a_moved_import_trains_with_its_own_tokenizer(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its end of a document is no common one, and paths were relative to another directory."""
+    with_tokenizer(folder)
+    monkeypatch.chdir(tmp_path)
+    import_(["hub", "--out", "run"])
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "run").rename(tmp_path / "elsewhere" / "moved")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    words = ["moved", "--out", "tuned", "--train.steps", "1", "--data.sequence-tokens", "8"]
+    words += ["--data.sources", "shards", "--train.eval-samples", "0", "--device", "cpu"]
+    Path("a.jsonl").write_text('{"text": "a"}\n' * 20)
+    built = ["data", "build", "--input", "a.jsonl", "--output", "shards", "--validation", "0"]
+    assert main([*built, "--tokenizer", "moved/tokenizer.json"]) == 0
+    assert main(["train", *words]) == 0
+    assert describe(resolve_checkpoint(Path("tuned"))).tokenizer["end_of_document"] == "<end>"
+
+
 def test_a_run_is_not_overwritten(folder: Path, tmp_path: Path) -> None:
     import_([str(folder), "--out", str(tmp_path / "run")])
     with pytest.raises(CheckpointError, match="already exists"):

@@ -57,6 +57,23 @@ def test_hugging_face_file(words_json: str, tmp_path: Path) -> None:
     assert tokenizer.decode([1, 2, 5]) == "to be"
 
 
+def test_the_end_of_a_document_is_a_common_token_or_that_of_the_folder(words_json: str, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(words_json)
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "not"}')
+    assert HfTokenizer.from_file(tmp_path).end_of_document == 5
+    (tmp_path / "tokenizer.json").write_text(words_json.replace("<|endoftext|>", "<|something|>"))
+    for end in ('"not"', '{"content": "not"}'):
+        (tmp_path / "tokenizer_config.json").write_text(f'{{"eos_token": {end}}}')
+        assert HfTokenizer.from_file(tmp_path / "tokenizer.json").end_of_document == 4
+    for unknown in ('{"eos_token": "stop"}', "{}", "[]"):
+        (tmp_path / "tokenizer_config.json").write_text(unknown)
+        with pytest.raises(DataError, match=r"in a tokenizer_config\.json beside"):
+            HfTokenizer.from_file(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(DataError, match=r"cannot read .*tokenizer_config\.json"):
+        HfTokenizer.from_file(tmp_path)
+
+
 def test_descriptions_survive_json(words_json: str) -> None:
     for tokenizer in (ByteTokenizer(), HfTokenizer(words_json)):
         again = tokenizer_from(json.loads(json.dumps(tokenizer.description)))

@@ -3,6 +3,7 @@ model."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,7 +32,18 @@ def load_source(name: str) -> RunSource:
 
     newest = resolve_checkpoint(path)
     trained = len(weight_names(newest, moments=True)) > len(weight_names(newest))
-    return RunSource(describe(newest).run, newest, path if trained and newest != path else None)
+    run = _with_tokenizer(describe(newest).run, newest)
+    return RunSource(run, newest, path if trained and newest != path else None)
+
+
+def _with_tokenizer(run: Run, newest: Path) -> Run:
+    """The run with the tokenizer that lies beside its checkpoints, if the folder has moved since the import."""
+    from braid.train.exporting import run_of
+
+    here = run_of(newest) / Path(run.data.tokenizer).name
+    if Path(run.data.tokenizer).is_file() or not here.is_file():
+        return run
+    return replace(run, data=replace(run.data, tokenizer=str(here)))
 
 
 def output_folder(name: str, source: RunSource, out: Path | None) -> Path:

@@ -15,7 +15,7 @@ from braid.data.mixture import Mixture
 from braid.data.opening import Splits, open_source, open_splits
 from braid.data.packing import Packed, Packing
 from braid.data.source import Source, unigram_entropy, verify
-from braid.data.tokenizer import ByteTokenizer, HfTokenizer, Tokenizer, tokenizer_from
+from braid.data.tokenizer import ByteTokenizer, HfTokenizer, Tokenizer, eos_token_of, tokenizer_from
 
 __all__ = [
     "BuildResult",
@@ -29,6 +29,7 @@ __all__ = [
     "Splits",
     "Tokenizer",
     "build",
+    "eos_token_of",
     "open_source",
     "open_splits",
     "standard_library_files",

@@ -7,6 +7,7 @@ checkpoints store it, so data and weights always come with their tokenizer.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ from braid.errors import DataError, how_to_install
 
 Ids = npt.NDArray[np.int64]
 Description = Mapping[str, Any]
+
+CONFIG = "tokenizer_config.json"
 
 COMMON_EOD_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 """Common names of the end-of-document token."""
@@ -86,15 +89,17 @@ class HfTokenizer:
     Special tokens spelled out in a text are recognised, so that chat templates work.
     """
 
-    def __init__(self, definition: str, end_of_document: str | None = None) -> None:
+    def __init__(
+        self, definition: str, end_of_document: str | None = None, eos_token: str | None = None
+    ) -> None:
         """`definition` is the content of a tokenizer.json. By default the end-of-document token is the first of
-        COMMON_EOD_TOKENS that it has."""
+        COMMON_EOD_TOKENS that it has, else `eos_token`."""
         try:
             from tokenizers import Tokenizer as Backend
         except ImportError:
             raise DataError(
-                "a tokenizer.json needs the package `tokenizers`, which is missing: "
-                f"{how_to_install('tokenizers')}, or use the byte tokenizer"
+                "a tokenizer.json needs the package tokenizers, which is missing: "
+                f"run `{how_to_install('tokenizers')}`, or use the byte tokenizer"
             ) from None
         try:
             self._backend = Backend.from_str(definition)
@@ -105,20 +110,21 @@ class HfTokenizer:
         self._backend.no_padding()
         ids = self._backend.get_vocab(with_added_tokens=True)
         self._definition = definition
-        self._end = _eod_token(ids, end_of_document)
+        self._end = _eod_token(ids, end_of_document, eos_token)
         self._vocab = max(ids.values()) + 1
         self._end_id: int = ids[self._end]
         self._fingerprint = sha256_of_json(self.description)
 
     @classmethod
     def from_file(cls, path: Path | str, end_of_document: str | None = None) -> HfTokenizer:
-        """Load a `tokenizer.json`, or the one in a folder."""
+        """Load a `tokenizer.json`, or the one in a folder, with the `eos_token` of the tokenizer_config.json
+        beside it."""
         file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
         try:
             definition = file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"cannot read the tokenizer {file}: {error}") from None
-        return cls(definition, end_of_document)
+        return cls(definition, end_of_document, eos_token_of(file.parent))
 
     @property
     def vocab(self) -> int:
@@ -157,14 +163,28 @@ def tokenizer_from(description: Description) -> Tokenizer:
     )
 
 
-def _eod_token(ids: Mapping[str, int], name: str | None) -> str:
+def eos_token_of(folder: Path) -> str | None:
+    """The `eos_token` of a folder's tokenizer_config.json, which is a string or a dict with `content`."""
+    file = folder / CONFIG
+    if not file.is_file():
+        return None
+    try:
+        given = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot read {file}: {error}") from None
+    end = given.get("eos_token") if isinstance(given, dict) else None
+    end = end.get("content") if isinstance(end, dict) else end
+    return end if isinstance(end, str) else None
+
+
+def _eod_token(ids: Mapping[str, int], name: str | None, eos_token: str | None) -> str:
     if name is not None and name not in ids:
         raise DataError(f"the tokenizer has no token {name!r}: set end_of_document to one of its tokens")
-    token = name or next((each for each in COMMON_EOD_TOKENS if each in ids), None)
+    token = name or next((each for each in (*COMMON_EOD_TOKENS, eos_token) if each in ids), None)
     if token is None:
         raise DataError(
             f"the tokenizer has none of the common end-of-document tokens ({', '.join(COMMON_EOD_TOKENS)}): "
-            "set end_of_document to the token that ends a document"
+            f'give the token that ends a document as {{"eos_token": "..."}} in a {CONFIG} beside tokenizer.json'
         )
     return token
 

@@ -24,7 +24,7 @@ import braid
 from braid import checkpoint, recipes
 from braid.choices import BYTE_VOCAB
 from braid.config import Data, Mesh, Run, Train, from_json, to_json
-from braid.data import HfTokenizer, Tokenizer
+from braid.data import HfTokenizer, Tokenizer, eos_token_of
 from braid.errors import CheckpointError, ConfigError
 from braid.interchange import Adapter, Trained, described, has_moments, reader_of, side_files, to_ours
 from braid.interchange.files import CONFIG, SafetensorsFolder, read_json
@@ -36,7 +36,7 @@ from braid.planning.plan import plan
 from braid.train.data_pipeline import load_tokenizer
 from braid.train.state import NAMES_VERSION, NO_DATA, RNG
 
-TOKENIZER = "tokenizer.json"
+TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 MEGATRON = "megatron"
 """The model_type of folders with Megatron's parameter names."""
 PART_BYTES = 512 * 2**20
@@ -111,8 +111,9 @@ def import_folder(
         raise CheckpointError(f"{out} needs {total / 2**30:.1f} GiB, the disk has {free / 2**30:.1f} GiB")
     read_as: dict[str, Any] = {"ignored": settings.ignore, "model_type": settings.model_type}
     carried = side_files.carry(folder, out, source.weight_map, **read_as)
-    if (folder / TOKENIZER).is_file():
-        shutil.copyfile(folder / TOKENIZER, out / TOKENIZER)
+    for name in (TOKENIZER, TOKENIZER_CONFIG):  # the second says which token ends a document
+        if (folder / name).is_file():
+            shutil.copyfile(folder / name, out / name)
     extra = _extra(run, tokenizer, step, position)
     parts = list(_parts(outlines))
     checkpoint.begin(root, step)
@@ -209,16 +210,8 @@ def _tokenizer_of(folder: Path, out: Path, run: Run) -> tuple[Tokenizer, Run]:
     """The folder's tokenizer, and the run that names the copy of it in `out`; by default the run's own."""
     if not (folder / TOKENIZER).is_file():
         return load_tokenizer(run.data.tokenizer), run
-    tokenizer = HfTokenizer.from_file(folder / TOKENIZER, _end_of_document(folder))
-    return tokenizer, replace(run, data=replace(run.data, tokenizer=str(out / TOKENIZER)))
-
-
-def _end_of_document(folder: Path) -> str | None:
-    """The `eos_token` of tokenizer_config.json, which is a string or a dict with `content`."""
-    file = folder / "tokenizer_config.json"
-    end = read_json(file, CheckpointError).get("eos_token") if file.is_file() else None
-    end = end.get("content") if isinstance(end, dict) else end
-    return end if isinstance(end, str) else None
+    tokenizer = HfTokenizer.from_file(folder / TOKENIZER, eos_token_of(folder))
+    return tokenizer, replace(run, data=replace(run.data, tokenizer=str(out.resolve() / TOKENIZER)))
 
 
 def _tokenizer_notes(folder: Path, run: Run) -> Iterator[str]:
