@@ -97,7 +97,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[pytest.TestReport]:
 
 def repeating(item: pytest.Item) -> str:
     """The command that runs this test again, on the same cases."""
-    words = ["python", "-m", "pytest", item.nodeid]
+    words = [os.path.relpath(sys.executable), "-m", "pytest", item.nodeid]
     if item.get_closest_marker("exhaustive"):
         words += ["-m", "exhaustive"]  # without it, there are no such cases
     elif item.get_closest_marker("drawn"):
