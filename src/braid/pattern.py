@@ -415,7 +415,7 @@ def cut(layout: Layout, pp: int) -> Layout:
     if segments == 1 and pp > 1:
         return _cut_equally(layout, pp)
     if segments % pp:
-        fitting = " or ".join(str(n) for n in range(1, segments + 1) if segments % n == 0)
+        fitting = _one_of([n for n in range(1, segments + 1) if segments % n == 0])
         raise _at_end(
             layout,
             f"{segments} segments cannot be divided over {pp} pipeline ranks: "
@@ -424,15 +424,19 @@ def cut(layout: Layout, pp: int) -> Layout:
     return layout
 
 
+def _one_of(numbers: list[int]) -> str:
+    """`1, 2 or 4`."""
+    *others, last = map(str, numbers)
+    return f"{', '.join(others)} or {last}" if others else last
+
+
 def _cut_equally(layout: Layout, pp: int) -> Layout:
     total = len(layout.layers)
     if total % pp:
-        fitting = " or ".join(
-            str(n) for n in range(1, total + 1) if total % n == 0 and not _splits_group(layout, n)
-        )
+        fitting = _one_of([n for n in range(1, total + 1) if total % n == 0 and not _splits_group(layout, n)])
         raise _at_end(
             layout,
-            f"{total} layers cannot be split equally over {pp} pipeline ranks: "
+            f"{total} {'layer' if total == 1 else 'layers'} cannot be split equally over {pp} pipeline ranks: "
             f"insert | by hand, or set pp to {fitting}",
         )
     items: list[list[tuple[list[Kind], bool]]] = [[] for _ in range(pp)]
