@@ -31,7 +31,7 @@ from braid.kernels.delta_rule.device.gradients import (
 )
 from braid.kernels.delta_rule.device.pairs import PairsVariant, token_pairs
 from braid.kernels.delta_rule.device.scan import ScanVariant, outputs, state_gradients, states
-from braid.kernels.delta_rule.fused import FusedDeltaRule
+from braid.kernels.delta_rule.fused import USUAL, FusedDeltaRule
 from braid.kernels.delta_rule.recurrent import query, unit
 from braid.kernels.launch import Launcher
 
@@ -218,14 +218,14 @@ class Work:
     def __init__(self, shape: Shape, fused: FusedDeltaRule) -> None:
         self.case, self.launch = Case(shape), fused.launch
         q, k, v, g, beta = self.case.leaves[:5]
-        self.pairs = token_pairs(self.launch, q, k, g, beta, None, fused.inverse, inverse=True)
+        self.pairs = token_pairs(self.launch, q, k, g, beta, None, USUAL.inverse, inverse=True)
         self.backward, _ = state_gradients(
-            self.launch, q, k, self.case.dy, self.pairs, None, fused.state_gradients, initial=False
+            self.launch, q, k, self.case.dy, self.pairs, None, USUAL.state_gradients, initial=False
         )
         self.forward, self.kept = states(
-            self.launch, q, k, v, self.pairs, None, self.backward.states_BHNVK, fused.states
+            self.launch, q, k, v, self.pairs, None, self.backward.states_BHNVK, USUAL.states
         )
-        self.from_pairs, _ = self.kernel("pair_gradients", fused.pair_gradients)()
+        self.from_pairs, _ = self.kernel("pair_gradients", USUAL.pair_gradients)()
 
     def kernel(self, name: str, variant: Any) -> Callable[[], Any]:
         q, k, v, g, beta = self.case.leaves[:5]

@@ -159,4 +159,4 @@ def test_lower_precisions_stay_near_float64(dtype: torch.dtype) -> None:
 def test_the_choice_says_why() -> None:
     choice = room.choose(CPU, torch.float64)
     assert str(choice).startswith("delta_rule: reference, because ")
-    assert "float64 on cpu" in choice.reason
+    assert "needs a GPU, not cpu" in choice.reason

@@ -91,3 +91,27 @@ def delta_rule_bytes(
     states = rows * heads * key_dim * (steps + (2 * chunks - 1) * value_dim)
     entries = 4 * keys + 4 * values + 4 * scalars + pairs + key_heads + states + normalized + key_dim * key_dim
     return entries * wide + chunk * chunk
+
+
+def fused_delta_rule_bytes(
+    rows: int, tokens: int, heads: int, groups: int, key_dim: int, value_dim: int, *, narrow: int, wide: int
+) -> int:
+    """`delta_rule.fused`: the tensor that q, k and v are slices of, a copy of v if there are several groups,
+    log decays, and the inverse of each chunk. β is counted by its sigmoid."""
+    values = heads * value_dim * (2 if groups > 1 else 1)
+    inverses = rows * fused_chunks(tokens) * CHUNK * CHUNK * heads * narrow
+    return rows * tokens * ((2 * groups * key_dim + values) * narrow + heads * wide) + inverses
+
+
+def fused_delta_rule_workspace(
+    rows: int, tokens: int, heads: int, key_dim: int, value_dim: int, *, narrow: int
+) -> int:
+    """Bytes that the backward of `delta_rule.fused` allocates besides gradients of its inputs: states and their
+    gradients, deltas and theirs, and four matrices of token pairs."""
+    chunks = rows * heads * fused_chunks(tokens)
+    return chunks * narrow * (2 * key_dim * value_dim + 2 * CHUNK * value_dim + 4 * CHUNK * CHUNK)
+
+
+def fused_chunks(tokens: int) -> int:
+    """Chunks of a row; fused kernels do not shorten them for short rows."""
+    return -(-tokens // CHUNK)

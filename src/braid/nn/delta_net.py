@@ -38,8 +38,14 @@ from torch.nn import functional as F
 from braid import architecture
 from braid.distributed.collectives import Groups, all_gather
 from braid.kernels import rms_norm
-from braid.kernels.activation_bytes import CHUNK, delta_rule_bytes, padded_to_chunks
-from braid.kernels.delta_rule import DeltaRule, step
+from braid.kernels.activation_bytes import (
+    CHUNK,
+    delta_rule_bytes,
+    fused_delta_rule_bytes,
+    fused_delta_rule_workspace,
+    padded_to_chunks,
+)
+from braid.kernels.delta_rule import DeltaRule, fuses, step
 from braid.kernels.rms_norm import Normalize
 from braid.nn.canonical import Canonical, under
 from braid.nn.cost import Cost, Workload, all_gather_calls, all_to_all_calls, reduce_scatter_calls
@@ -208,7 +214,7 @@ class DeltaNet(Recomputing):
         return tensors | under("o", "o", self.o.canonical())
 
     def cost(self, workload: Workload) -> Cost:
-        """The cost with the reference rule, dominated by the token pairs within chunks."""
+        """The cost with the reference rule is dominated by the token pairs within chunks."""
         partition, shape, n, w = self.partition, self.shape, workload.narrow, workload.wide
         tp, cp, hidden = self.groups.tp, self.groups.cp, self.qkvbaz.channels_in
         all_tokens, cp_tokens = workload.local_tokens(), workload.local_tokens(cp)
@@ -217,8 +223,14 @@ class DeltaNet(Recomputing):
         rule = (workload.rows, workload.tokens, heads, partition.core_groups, shape.key_dim, shape.value_dim)
         exchanged = all_tokens * partition.core_groups * sum(partition.core_sizes(self.parts[:-1])) * n
         normed_input = workload.norm_output(cp_tokens * hidden * n, tp.size > 1)
+        fused = fuses(workload.device, workload.dtype, shape.key_dim, shape.value_dim)
+        rule_bytes = fused_delta_rule_bytes if fused else delta_rule_bytes
+        passing = all_tokens * heads * CHUNK * 4  # pairwise decays within chunks
+        if fused:
+            sizes = (workload.rows, workload.tokens, heads, shape.key_dim, shape.value_dim)
+            passing = fused_delta_rule_workspace(*sizes, narrow=n)
         kept = normed_input + self.conv.cost(workload).kept
-        kept += all_tokens * heads * (2 * w + n) + 2 * heads * w + delta_rule_bytes(*rule, narrow=n, wide=w)
+        kept += all_tokens * heads * (2 * w + n) + 2 * heads * w + rule_bytes(*rule, narrow=n, wide=w)
         kept += self.gate_norm.cost(workload, cp_tokens * partition.heads, wide=True).kept
         kept += cp_tokens * inner * (3 * w + n)
         if not workload.mixed and partition.groups == 1:
@@ -231,7 +243,7 @@ class DeltaNet(Recomputing):
             kept += exchanged + cp_tokens * inner * n if cp.size > 1 else 0
         return Cost(
             kept=kept,
-            passing=all_tokens * heads * CHUNK * 4,  # pairwise decays within chunks
+            passing=passing,
             calls=all_gather_calls(tp, sp_tokens * hidden * n, "delta net tokens")
             + all_to_all_calls(cp, exchanged, "delta net heads")
             + all_to_all_calls(cp, all_tokens * heads * shape.value_dim * n, "delta net outputs")

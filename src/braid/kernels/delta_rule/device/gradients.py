@@ -73,17 +73,14 @@ def pair_gradients(
     variant: GradientVariant,
 ) -> tuple[PairGradients, Tensor]:
     """Gradients of pairs, and of values."""
-    rows, _, heads, _ = v_BTHV.shape
     d_v_BTHV = v_BTHV.new_empty(v_BTHV.shape)
-    found = PairGradients(
-        *(torch.empty_like(pairs.scores_BHNLS) for _ in range(3)),
-        torch.empty_like(pairs.factors_FBHT[:2]),
-    )
+    qk, kq, kk = (torch.empty_like(pairs.scores_BHNLS) for _ in range(3))
+    found = PairGradients(qk, kq, kk, torch.empty_like(pairs.factors_FBHT[:2]))
     tensors = (
         q_BTGK, k_BTGK, v_BTHV, documents_BT, dy_BTHV,
         pairs.factors_FBHT, deltas_BTHV, d_x_BTHV, *found, d_v_BTHV,
     )  # fmt: skip
-    _launch(launch, _pair_gradients, heads, tensors, q_BTGK, k_BTGK, v_BTHV, variant)
+    _launch(launch, _pair_gradients, v_BTHV.shape[2], tensors, q_BTGK, k_BTGK, v_BTHV, variant)
     return found, d_v_BTHV
 
 
@@ -123,15 +120,15 @@ def key_gradients(
     variant: GradientVariant,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of keys, log decays and β."""
-    grads = tuple(x.new_empty(x.shape) for x in (k_BTGK, log_decay_BTH, beta_BTH))
+    d_k, d_log_decay, d_beta = (x.new_empty(x.shape) for x in (k_BTGK, log_decay_BTH, beta_BTH))
     tensors = (
         q_BTGK, k_BTGK, documents_BT, pairs.factors_FBHT,
-        *forward, *backward, kept_BHNP, *from_pairs[1:], *grads,
+        *forward, *backward, kept_BHNP, *from_pairs[1:], d_k, d_log_decay, d_beta,
     )  # fmt: skip
     parts = {"PARTS": kept_BHNP.shape[-1]}
     v_BTHV = forward.deltas_BTHV
     _launch(launch, _key_gradients, q_BTGK.shape[2], tensors, q_BTGK, k_BTGK, v_BTHV, variant, parts)
-    return grads
+    return d_k, d_log_decay, d_beta
 
 
 def _launch(

@@ -2,16 +2,17 @@
 
     M = strictly lower part of β · (k kᵀ) · decay        A = (I + M)⁻¹        P = (q kᵀ) · decay
 
-Queries and keys enter the products as they are; their norms are factors per token. The inverse is float32 (its
-products in `precision`): blocks of 16 tokens by forward substitution, then twice as large blocks in two steps,
+Queries and keys enter the products as they are; their norms are factors per token. The inverse is float32:
+blocks of 16 tokens by forward substitution, then pairs of blocks, of 16 and of 32 tokens, by
 
-    (D + E)⁻¹ = D⁻¹ - D⁻¹ E D⁻¹        for block diagonal D, and E the blocks below pairs of its blocks,
+    [ A  0 ]⁻¹   [      A⁻¹        0  ]
+    [ C  B ]   = [ -B⁻¹ C A⁻¹     B⁻¹ ]
 
-which are products of whole chunks. Powers of M are avoided: for tokens with equal keys they are binomial
+with products of `precision`. Powers of M are avoided: for tokens with equal keys they are binomial
 coefficients, which cancel.
 
 Shapes: B rows, T tokens, N chunks of L tokens (S as the earlier of a pair), G key heads, R value heads per key
-head, H = G · R value heads, K key channels, F factors.
+head, H = G · R value heads, K key channels, F factors; X blocks of I or J tokens.
 """
 
 from __future__ import annotations
@@ -190,7 +191,8 @@ def _merge(lower_XIJ, found_XIJ, SIZE: tl.constexpr, COUNT: tl.constexpr, PRECIS
 
 @triton.jit
 def _substitute(lower_XIJ, SIZE: tl.constexpr):
-    """Inverses of I + lower for a batch of small blocks, row by row: until its turn, a row is that of -lower."""
+    """Inverses of I + lower for a batch of small blocks, row by row. Until its turn, a row is that of -lower.
+    A warp has a block, so that no step waits for other warps."""
     i = tl.arange(0, SIZE)
     found_XIJ = -lower_XIJ
     for which in range(2, SIZE):

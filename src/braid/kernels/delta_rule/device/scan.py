@@ -79,7 +79,7 @@ def states(
 ) -> tuple[States, Tensor]:
     """The states and deltas of the forward pass once more, and ⟨S, dS'⟩ · keep of each chunk and part of the
     value channels: the gradient of what a chunk keeps, while S is there in float32."""
-    rows, tokens, heads, value_dim = v_BTHV.shape
+    value_dim = v_BTHV.shape[3]
     states_BHNVK = torch.empty_like(d_states_BHNVK)
     deltas_BTHV = v_BTHV.new_empty(v_BTHV.shape)
     parts = parts_of(value_dim, variant.channels_of(value_dim))
