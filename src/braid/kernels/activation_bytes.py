@@ -107,9 +107,9 @@ def fused_delta_rule_workspace(
     rows: int, tokens: int, heads: int, key_dim: int, value_dim: int, *, narrow: int
 ) -> int:
     """Bytes that the backward of `delta_rule.fused` allocates besides gradients of its inputs: states and their
-    gradients, deltas and theirs, and four matrices of token pairs."""
+    gradients, deltas and theirs, and three matrices of token pairs."""
     chunks = rows * heads * fused_chunks(tokens)
-    return chunks * narrow * (2 * key_dim * value_dim + 2 * CHUNK * value_dim + 4 * CHUNK * CHUNK)
+    return chunks * narrow * (2 * key_dim * value_dim + 2 * CHUNK * value_dim + 3 * CHUNK * CHUNK)
 
 
 def fused_chunks(tokens: int) -> int:

@@ -136,7 +136,7 @@ class _DeltaRule(torch.autograd.Function):
             launch, q_BTGK, k_BTGK, dy_BTHV, pairs, _contiguous(d_final_BHKV), tiles.state_gradients,
             initial=initial_BHKV is not None,
         )  # fmt: skip
-        forward, kept_BHNP = states(
+        forward, kept_BHNV = states(
             launch, q_BTGK, k_BTGK, v_BTHV, pairs, initial_BHKV, backward.states_BHNVK, tiles.states
         )
         from_pairs, d_v_BTHV = pair_gradients(
@@ -148,7 +148,7 @@ class _DeltaRule(torch.autograd.Function):
             tiles.query_gradients,
         )  # fmt: skip
         d_k_BTGK, *d_scalars = key_gradients(
-            launch, q_BTGK, k_BTGK, *scalars, pairs, forward, backward, kept_BHNP, from_pairs,
+            launch, q_BTGK, k_BTGK, *scalars, pairs, forward, backward, kept_BHNV, from_pairs,
             tiles.key_gradients,
         )  # fmt: skip
         if d_initial_BHKV is not None:

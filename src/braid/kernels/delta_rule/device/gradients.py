@@ -52,8 +52,6 @@ class PairGradients(NamedTuple):
     """Gradients of the products of raw queries and keys, and the parts of others that come from pairs."""
 
     qk_BHNLS: Tensor
-    kq_BHNLS: Tensor
-    """The same transposed."""
     kk_BHNLS: Tensor
     """Of k kᵀ, symmetric."""
     scalars_FBHT: Tensor
@@ -74,8 +72,8 @@ def pair_gradients(
 ) -> tuple[PairGradients, Tensor]:
     """Gradients of pairs, and of values."""
     d_v_BTHV = v_BTHV.new_empty(v_BTHV.shape)
-    qk, kq, kk = (torch.empty_like(pairs.scores_BHNLS) for _ in range(3))
-    found = PairGradients(qk, kq, kk, torch.empty_like(pairs.factors_FBHT[:2]))
+    qk, kk = (torch.empty_like(pairs.scores_BHNLS) for _ in range(2))
+    found = PairGradients(qk, kk, torch.empty_like(pairs.factors_FBHT[:2]))
     tensors = (
         q_BTGK, k_BTGK, v_BTHV, documents_BT, dy_BTHV,
         pairs.factors_FBHT, deltas_BTHV, d_x_BTHV, *found, d_v_BTHV,
@@ -115,7 +113,7 @@ def key_gradients(
     pairs: Pairs,
     forward: States,
     backward: States,
-    kept_BHNP: Tensor,
+    kept_BHNV: Tensor,
     from_pairs: PairGradients,
     variant: GradientVariant,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -123,11 +121,9 @@ def key_gradients(
     d_k, d_log_decay, d_beta = (x.new_empty(x.shape) for x in (k_BTGK, log_decay_BTH, beta_BTH))
     tensors = (
         q_BTGK, k_BTGK, documents_BT, pairs.factors_FBHT,
-        *forward, *backward, kept_BHNP, *from_pairs[1:], d_k, d_log_decay, d_beta,
+        *forward, *backward, kept_BHNV, *from_pairs, d_k, d_log_decay, d_beta,
     )  # fmt: skip
-    parts = {"PARTS": kept_BHNP.shape[-1]}
-    v_BTHV = forward.deltas_BTHV
-    _launch(launch, _key_gradients, q_BTGK.shape[2], tensors, q_BTGK, k_BTGK, v_BTHV, variant, parts)
+    _launch(launch, _key_gradients, q_BTGK.shape[2], tensors, q_BTGK, k_BTGK, forward.deltas_BTHV, variant)
     return d_k, d_log_decay, d_beta
 
 
@@ -140,7 +136,6 @@ def _launch(
     k_BTGK: Tensor,
     v_BTHV: Tensor,
     variant: GradientVariant,
-    more: dict[str, int] | None = None,
 ) -> None:
     """Launch one program for each chunk and each of `heads` heads."""
     rows, tokens, value_heads, value_dim = v_BTHV.shape
@@ -155,7 +150,7 @@ def _launch(
         {
             "G": key_heads, "R": value_heads // key_heads, "K": key_dim, "V": value_dim,
             "KP": max(power_of_two(key_dim), 16), "BV": min(variant.channels, max(power_of_two(value_dim), 16)),
-            "LENGTH": LENGTH, **(more or {}),
+            "LENGTH": LENGTH,
         },
         warps=variant.warps,
         stages=variant.stages,
@@ -165,7 +160,7 @@ def _launch(
 
 @triton.jit(do_not_specialize=["tokens", "chunks"])
 def _pair_gradients(
-    q, k, v, documents, dy, factors, deltas, d_x, d_qk, d_kq, d_kk, d_scalars, d_v,
+    q, k, v, documents, dy, factors, deltas, d_x, d_qk, d_kk, d_scalars, d_v,
     tokens, chunks, plane, q_stride, q_head, k_stride, k_head, v_stride, v_head,
     G: tl.constexpr, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     KP: tl.constexpr, BV: tl.constexpr, LENGTH: tl.constexpr,
@@ -177,36 +172,35 @@ def _pair_gradients(
     token, here = row.to(tl.int64) * tokens + chunk * LENGTH, tokens - chunk * LENGTH
     which = (row * H + head).to(tl.int64) * chunks + chunk
     values, factor, square = (token * H + head) * V, which * LENGTH + i, which * LENGTH * LENGTH
-    beta_L = tl.load(factors + plane + factor)
+    # Loads come before products: none moves across the barriers between warps.
+    total_L, beta_L = tl.load(factors + factor), tl.load(factors + plane + factor)
+    k_LK = load_tile(k + token * k_stride + head // R * k_head, k_stride, here, n, K, LENGTH)
+    q_LK = load_tile(q + token * q_stride + head // R * q_head, q_stride, here, n, K, LENGTH)
+    run_L = document_runs(documents, chunk, token, here, LENGTH)
     d_scores_LS, d_lower_LS = tl.zeros((LENGTH, LENGTH), tl.float32), tl.zeros((LENGTH, LENGTH), tl.float32)
     d_beta_L = tl.zeros((LENGTH,), tl.float32)
     for first in range(0, V, BV):
         c = first + tl.arange(0, BV)
         delta_LV = load_tile(deltas + values, H * V, here, c, V, LENGTH)
         dy_LV = load_tile(dy + values, H * V, here, c, V, LENGTH)
-        d_scores_LS = tl.dot(dy_LV, tl.trans(delta_LV), acc=d_scores_LS)
         d_x_LV = load_tile(d_x + values, H * V, here, c, V, LENGTH)
+        v_LV = load_tile(v + token * v_stride + head * v_head, v_stride, here, c, V, LENGTH)
+        d_scores_LS = tl.dot(dy_LV, tl.trans(delta_LV), acc=d_scores_LS)
         d_lower_LS = tl.dot(d_x_LV, tl.trans(delta_LV), acc=d_lower_LS)
         wide_LV = d_x_LV.to(tl.float32)
-        v_LV = load_tile(v + token * v_stride + (head * v_head).to(tl.int64), v_stride, here, c, V, LENGTH)
         d_beta_L += tl.sum(wide_LV * v_LV.to(tl.float32), 1)
         store_tile(d_v + values, H * V, here, c, V, wide_LV * beta_L[:, None], LENGTH)
 
-    total_L = tl.load(factors + factor)
-    decay_LS = decay_between(total_L, document_runs(documents, chunk, token, here, LENGTH), LENGTH)
-    k_LK = load_tile(k + token * k_stride + head // R * k_head, k_stride, here, n, K, LENGTH)
     k_norm_L = inverse_norm(k_LK)
-    decay_LS *= k_norm_L[None, :]
+    decay_LS = decay_between(total_L, run_L, LENGTH) * k_norm_L[None, :]
     d_lower_LS = tl.where(i[:, None] > i[None, :], d_lower_LS * decay_LS, 0.0) * -k_norm_L[:, None]
     kk_LS = tl.dot(k_LK, tl.trans(k_LK))
     d_beta_L += tl.sum(d_lower_LS * kk_LS, 1)
     d_lower_LS *= beta_L[:, None]
     along_LS = d_lower_LS * kk_LS
     store_matrix(d_kk + square, i, i, LENGTH, LENGTH, d_lower_LS + tl.trans(d_lower_LS))
-    q_LK = load_tile(q + token * q_stride + head // R * q_head, q_stride, here, n, K, LENGTH)
     d_scores_LS *= decay_LS * (inverse_norm(q_LK) * (1.0 / K**0.5))[:, None]
     store_matrix(d_qk + square, i, i, LENGTH, LENGTH, d_scores_LS)
-    store_matrix(d_kq + square, i, i, LENGTH, LENGTH, tl.trans(d_scores_LS))
     along_LS += d_scores_LS * tl.dot(q_LK, tl.trans(k_LK))
     tl.store(d_scalars + factor, tl.sum(along_LS, 1) - tl.sum(along_LS, 0))
     tl.store(d_scalars + plane + factor, d_beta_L)
@@ -233,9 +227,10 @@ def _query_gradients(
         head = key_head * R + repeat
         which = (row * H + head).to(tl.int64) * chunks + chunk
         values, factor = (token * H + head) * V, which * LENGTH + i
-        d_q_LK = tl.dot(load_square(d_qk + which * LENGTH * LENGTH, LENGTH), k_LK, acc=d_q_LK)
-        read_LK = _times_state(dy + values, states + which * V * K, here, H, K, V, KP, BV, LENGTH)
         since_L = decay_since_state(tl.load(factors + factor), run_L)
+        d_qk_LS = load_square(d_qk + which * LENGTH * LENGTH, LENGTH)
+        read_LK = _times_state(dy + values, states + which * V * K, here, H, K, V, KP, BV, LENGTH)
+        d_q_LK = tl.dot(d_qk_LS, k_LK, acc=d_q_LK)
         read_LK *= (since_L * norm_L * (1.0 / K**0.5))[:, None]
         d_q_LK += read_LK
         d_total_L = tl.load(d_scalars + factor) + tl.sum(read_LK * q_LK.to(tl.float32), 1)
@@ -246,11 +241,11 @@ def _query_gradients(
 
 @triton.jit(do_not_specialize=["tokens", "chunks"])
 def _key_gradients(
-    q, k, documents, factors, states, deltas, d_states, d_x, kept, d_kq, d_kk, d_scalars,
+    q, k, documents, factors, states, deltas, d_states, d_x, kept, d_qk, d_kk, d_scalars,
     d_k, d_log_decay, d_beta,
     tokens, chunks, plane, q_stride, q_head, k_stride, k_head, v_stride, v_head,
     G: tl.constexpr, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    KP: tl.constexpr, BV: tl.constexpr, LENGTH: tl.constexpr, PARTS: tl.constexpr,
+    KP: tl.constexpr, BV: tl.constexpr, LENGTH: tl.constexpr,
 ):  # fmt: skip
     """One program per chunk and key head. Until the end, norms of keys are constants."""
     H: tl.constexpr = G * R
@@ -265,8 +260,8 @@ def _key_gradients(
     d_k_LK = tl.zeros((LENGTH, KP), tl.float32)
     square = (row * H + key_head * R).to(tl.int64) * chunks + chunk
     for repeat in range(0, R):
-        d_kq_LS = load_square(d_kq + (square + repeat * chunks) * LENGTH * LENGTH, LENGTH)
-        d_k_LK = tl.dot(d_kq_LS, q_LK, acc=d_k_LK)
+        d_qk_LS = load_square(d_qk + (square + repeat * chunks) * LENGTH * LENGTH, LENGTH)
+        d_k_LK = tl.dot(tl.trans(d_qk_LS), q_LK, acc=d_k_LK)
     for repeat in range(0, R):
         d_kk_LS = load_square(d_kk + (square + repeat * chunks) * LENGTH * LENGTH, LENGTH)
         d_k_LK = tl.dot(d_kk_LS, k_LK, acc=d_k_LK)
@@ -288,8 +283,9 @@ def _key_gradients(
         d_k_LK += written_LK
         written_L = tl.sum(written_LK * k_LK.to(tl.float32), 1)
         at_end = tl.sum(written_L, 0)
-        for part in tl.static_range(0, PARTS):
-            at_end += tl.load(kept + which * PARTS + part)
+        for first in range(0, V, BV):
+            c = first + tl.arange(0, BV)
+            at_end += tl.sum(tl.load(kept + which * V + c, mask=c < V, other=0.0), 0)
         d_total_L += tl.where(i == LENGTH - 1, at_end, 0.0) - written_L
 
         scalar = token * H + head + i * H

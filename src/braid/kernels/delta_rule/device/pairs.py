@@ -114,15 +114,16 @@ def _token_pairs(
     key_head = head // R
     token, here = row.to(tl.int64) * tokens + chunk * LENGTH, tokens - chunk * LENGTH
     i, n = tl.arange(0, LENGTH), tl.arange(0, KP)
-    run_L = document_runs(documents, chunk, token, here, LENGTH)
+    # All loads come first: none moves across the barriers between warps.
     scalar = token * (G * R) + head + i * (G * R)
     beta_L = tl.load(beta + scalar, mask=i < here, other=0.0).to(tl.float32)
-    total_L = tl.cumsum(tl.load(log_decay + scalar, mask=i < here, other=0.0).to(tl.float32), 0)
-    decay_LS = decay_between(total_L, run_L, LENGTH)
+    log_decay_L = tl.load(log_decay + scalar, mask=i < here, other=0.0).to(tl.float32)
     k_LK = load_tile(k + token * k_stride + key_head * k_head, k_stride, here, n, K, LENGTH)
-    k_norm_L = inverse_norm(k_LK)
     q_LK = load_tile(q + token * q_stride + key_head * q_head, q_stride, here, n, K, LENGTH)
-    q_norm_L = inverse_norm(q_LK) * (1.0 / K**0.5)
+    run_L = document_runs(documents, chunk, token, here, LENGTH)
+    total_L = tl.cumsum(log_decay_L, 0)
+    decay_LS = decay_between(total_L, run_L, LENGTH)
+    q_norm_L, k_norm_L = inverse_norm(q_LK) * (1.0 / K**0.5), inverse_norm(k_LK)
 
     since_L, to_end_L = decay_since_state(total_L, run_L), decay_to_end(total_L, run_L, LENGTH)
     which = (row * (G * R) + head).to(tl.int64) * chunks + chunk

@@ -36,9 +36,6 @@ class ScanVariant:
     warps: int = 4
     stages: int = 2
 
-    def channels_of(self, value_dim: int) -> int:
-        return min(self.channels, max(power_of_two(value_dim), 16))
-
 
 class States(NamedTuple):
     """What the gradients need of all chunks."""
@@ -77,16 +74,14 @@ def states(
     d_states_BHNVK: Tensor,
     variant: ScanVariant,
 ) -> tuple[States, Tensor]:
-    """The states and deltas of the forward pass once more, and ⟨S, dS'⟩ · keep of each chunk and part of the
-    value channels: the gradient of what a chunk keeps, while S is there in float32."""
-    value_dim = v_BTHV.shape[3]
+    """The states and deltas of the forward pass once more, and ⟨S, dS'⟩ · keep of each chunk, by value
+    channels: the gradient of what a chunk keeps, computed where S is float32."""
     states_BHNVK = torch.empty_like(d_states_BHNVK)
     deltas_BTHV = v_BTHV.new_empty(v_BTHV.shape)
-    parts = parts_of(value_dim, variant.channels_of(value_dim))
-    kept_BHNP = torch.empty((*states_BHNVK.shape[:3], parts), dtype=torch.float32, device=v_BTHV.device)
-    written = (None, None, states_BHNVK, deltas_BTHV, d_states_BHNVK, kept_BHNP)
+    kept_BHNV = torch.empty(states_BHNVK.shape[:4], dtype=torch.float32, device=v_BTHV.device)
+    written = (None, None, states_BHNVK, deltas_BTHV, d_states_BHNVK, kept_BHNV)
     _forward(launch, q_BTGK, k_BTGK, v_BTHV, pairs, initial_BHKV, written, variant)
-    return States(states_BHNVK, deltas_BTHV), kept_BHNP
+    return States(states_BHNVK, deltas_BTHV), kept_BHNV
 
 
 def _forward(
@@ -139,7 +134,7 @@ def _launch(
 ) -> None:
     rows, tokens, heads, value_dim = v_BTHV.shape
     key_heads, key_dim = k_BTGK.shape[2:]
-    chunks, channels = parts_of(tokens, LENGTH), variant.channels_of(value_dim)
+    chunks, channels = parts_of(tokens, LENGTH), min(variant.channels, max(power_of_two(value_dim), 16))
     launch(
         kernel,
         (rows * heads * parts_of(value_dim, channels), 1),
@@ -194,9 +189,7 @@ def _scan(
         if states is not None:
             store_matrix(states + which * V * K, c, n, V, K, narrow_VK)
             d_state_VK = load_matrix(d_states + which * V * K, c, n, V, K).to(tl.float32)
-            PARTS: tl.constexpr = (V + BV - 1) // BV
-            kept_here = tl.sum(tl.sum(state_VK * d_state_VK, 1), 0) * keeps
-            tl.store(kept + which * PARTS + first // BV, kept_here)
+            tl.store(kept + which * V + c, tl.sum(state_VK * d_state_VK, 1) * keeps, mask=c < V)
         stored_VL = tl.dot(narrow_VK, tl.trans(k_LK))
         x_VL = tl.trans(v_LV).to(tl.float32) * beta_L[None, :] - stored_VL * erase_L[None, :]
         delta_VL = tl.dot(x_VL.to(k_LK.dtype), tl.trans(inverse_LS))
