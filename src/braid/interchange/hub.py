@@ -149,7 +149,7 @@ def read_config(config: Mapping[str, Any], *, mtp_depths: int = 0, ignore: Colle
 
 def _family_in(config: Mapping[str, Any]) -> ModelFamily:
     """The family that a config.json names."""
-    remedy = "  set   braid import --model-type TYPE, if it is a known one under another name or none"
+    remedy = "  set   braid import --model-type TYPE, if it is one of these under another name"
     if (model_type := config.get("model_type")) is None:
         known = ", ".join(family.model_type for family in FAMILIES)
         raise ConfigError(f"this config.json has no model_type\n  known  {known}\n{remedy}")
