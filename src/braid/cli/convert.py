@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import shlex
 import sys
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,11 +62,13 @@ def import_(args: list[str]) -> int:
     name, opts = _parse(ImportOptions, args, "import", "FOLDER", FOLDER_HELP)
     from braid.train.importing import ImportSettings, import_folder
 
+    began = time.monotonic()
     with bar("importing") as progress:
         settings = _chosen(ImportSettings, opts)
         made = import_folder(Path(name), opts.out, settings, world=opts.world, report=progress)
     _print_notes(made.notes)
     print(f"{made.tensors} tensors of {made.run.model.pattern}\ncheckpoint  {made.path}")
+    print(f"size        {_rate(made.bytes, time.monotonic() - began)}")
     print(f"tokenizer   {made.run.data.tokenizer}")
     if made.step:
         print(f"position    step {made.step}, sample {made.samples}")
@@ -100,11 +103,12 @@ def export(args: list[str]) -> int:
     from braid.train.exporting import ExportSettings, export_checkpoint
     from braid.train.state import resolve_checkpoint
 
+    began = time.monotonic()
     with bar("exporting") as progress:
         path, settings = resolve_checkpoint(Path(name)), _chosen(ExportSettings, opts)
         made = export_checkpoint(path, opts.out, settings, world=opts.world, report=progress)
     _print_notes(made.notes)
-    print(f"{made.model_type}  {opts.out}")
+    print(f"{made.model_type}  {opts.out}\nsize  {_rate(made.bytes, time.monotonic() - began)}")
     return ExitCode.OK
 
 
@@ -129,3 +133,8 @@ def _chosen(kind: Callable[..., Settings], opts: ImportOptions | ExportOptions) 
 def _print_notes(notes: Iterable[str]) -> None:
     for note in notes:
         print(f"braid: {note}", file=sys.stderr)
+
+
+def _rate(size: int, seconds: float) -> str:
+    """Bytes that were converted, and how fast: the bar shows it only on a terminal."""
+    return f"{size / 1e9:.3g} GB in {seconds:.0f} s, {size / 1e6 / max(seconds, 1e-3):.3g} MB/s"

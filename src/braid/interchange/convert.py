@@ -34,6 +34,9 @@ class Lazy(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         return self._makers[name]()
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._makers  # a Mapping would make the tensor to find out, and differences of names ask
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._makers)
 
@@ -109,7 +112,12 @@ def name_faults(
 
 def _differences(held: Set[str], wanted: Set[str]) -> list[str]:
     missing = [f"missing  {name}" for name in sorted(wanted - held)]
-    return missing + [f"extra    {name}" for name in sorted(held - wanted)]
+    return missing + [f"extra    {_legible(name)}" for name in sorted(held - wanted)]
+
+
+def _legible(name: str) -> str:
+    """A name of a file's tensor as a message shows it: quoted where it is empty, or has spaces or controls."""
+    return name if name.isprintable() and len(name.split()) == 1 else repr(name)
 
 
 def copy_faults(tensors: Mapping[str, Tensor], adapter: Adapter, shape: Model) -> list[str]:

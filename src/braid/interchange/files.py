@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,6 +125,10 @@ def _names_of(stem: str) -> tuple[str, str]:
 def _files_of(folder: Path, stem: str) -> dict[str, Path]:
     """The file of every tensor. An index must name exactly what its files hold."""
     single, index = (folder / name for name in _names_of(stem))
+    if index.is_file() and single.is_file():
+        raise CheckpointError(
+            f"{folder} holds both {single.name} and {index.name}, which is ambiguous: remove one of them"
+        )
     if not index.is_file():
         if not single.is_file():
             raise CheckpointError(f"{folder} holds neither {single.name} nor {index.name}")
@@ -132,9 +136,9 @@ def _files_of(folder: Path, stem: str) -> dict[str, Path]:
     indexed = read_json(index, CheckpointError).get("weight_map")
     if not isinstance(indexed, dict) or not all(isinstance(file, str) for file in indexed.values()):
         raise CheckpointError(f"{index} has no weight_map of names to files")
-    outside = sorted({file for file in indexed.values() if Path(file).name != file})
+    outside = sorted({file for file in indexed.values() if Path(file).name != file or file in ("", "..")})
     if outside:
-        raise CheckpointError(f"{index} names files outside of its folder: {', '.join(outside)}")
+        raise CheckpointError(f"{index} names files outside of its folder: {', '.join(map(repr, outside))}")
     held = {name: file for file in sorted(set(indexed.values())) for name in _names_in(folder / file)}
     wrong = [f"missing  {name}: not in {indexed[name]}" for name in sorted(indexed.keys() - held.keys())]
     wrong += [
@@ -164,7 +168,7 @@ def read_json(file: Path, kind: type[CheckpointError] | type[ConfigError]) -> di
     """The object in a JSON file, or an error of this kind."""
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise kind(f"{file} cannot be read: {error}") from error
     if not isinstance(data, dict):
         raise kind(f"{file} must hold a JSON object")
@@ -205,7 +209,8 @@ class FolderPlan:
             sizes = f"needs {needed / 2**30:.1f} GiB, the disk has {free / 2**30:.1f} GiB"
             raise CheckpointError(f"{self.folder} {sizes}")
 
-    def write_file(self, file: str) -> None:
+    def write_file(self, file: str, report: Callable[[int], None] = lambda _: None) -> None:
+        """Write one of `sizes`. `report` hears the bytes of every tensor that is written."""
         stem = next(stem for stem, files in self.files.items() if file in files)
         tensors, outlines = self.tensors[stem], self.outlines[stem]
         layout = lay_out({name: outlines[name] for name in self.files[stem][file]}, metadata={"format": "pt"})
@@ -216,6 +221,7 @@ class FolderPlan:
                 if (tensor.shape, tensor.dtype) != (outlines[name].shape, outlines[name].dtype):
                     raise CheckpointError(f"{name} is {tensor.dtype} {list(tensor.shape)}, not as announced")
                 stream.write(raw_bytes(tensor))
+                report(tensor.nbytes)
 
     def finish(self) -> None:
         """Write the indexes, where there are several files, and the config."""

@@ -94,7 +94,7 @@ def _read_attention(settings: Settings, layers: int) -> Attention:
         base=150_000.0,
         bias=settings.flag("attention_bias", True),
         sinks=True,
-        **read_windows(settings, kinds, settings.maybe_integer("sliding_window", 128)),
+        **read_windows(settings, kinds, settings.maybe_integer("sliding_window", 128), layers),
     )
     if "rope_parameters" in settings or "rope_scaling" in settings:
         return attention

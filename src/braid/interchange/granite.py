@@ -113,7 +113,8 @@ def _read_attention(settings: Settings) -> Attention:
     bias = settings.flag("attention_bias", False)
     attention = read_attention(settings, heads=32, head_dim=None, positions=positions, bias=bias)
     scale = settings.number("attention_multiplier", 1.0)
-    return attention if scale == attention.score_scale else replace(attention, scale=scale)
+    usual = attention.head_dim > 0 and scale == attention.score_scale
+    return attention if usual else replace(attention, scale=scale)
 
 
 def _write(shape: Model) -> dict[str, Any]:

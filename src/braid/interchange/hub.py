@@ -161,7 +161,9 @@ def _family_in(config: Mapping[str, Any]) -> ModelFamily:
 
 def _check_architecture(settings: Settings, family: ModelFamily, named: Any) -> None:
     """Refuse a model that has no language-model head: a reward model or a classifier of the same family."""
-    if named is None or family.architecture in named or any(name in named for name in family.also):
+    if named is None or (
+        isinstance(named, list) and any(name in named for name in (family.architecture, *family.also))
+    ):
         return
     settings.refuse("architectures", named, f"braid reads language models, here {family.architecture}")
 

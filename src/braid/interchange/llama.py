@@ -206,7 +206,7 @@ def _qwen_windows(settings: Settings, layers: int) -> dict[str, Any]:
     kinds = settings.names("layer_types")
     if kinds is None:
         kinds = ["sliding_attention" if used and n >= first else "full_attention" for n in range(layers)]
-    return read_windows(settings, kinds, window if used else None)
+    return read_windows(settings, kinds, window if used else None, layers)
 
 
 def _write_qwen3(shape: Model) -> dict[str, Any]:

@@ -34,8 +34,11 @@ def read_rope(
     older = settings.table("rope_scaling")
     outside = {"rope_theta": settings.number("rope_theta", base)}
     outside["partial_rotary_factor"] = settings.number("partial_rotary_factor", fraction)
-    given = {**outside, **settings.table("rope_parameters"), **older}
-    kind = given.get("rope_type", given.get("type", "default"))
+    newer = settings.table("rope_parameters")
+    for name in outside.keys() & newer.keys():
+        settings.repeats(name, newer[name], f"rope_parameters.{name}")
+    given = {**outside, **newer, **older}
+    kind = str(given.get("rope_type", given.get("type", "default")))
     known = {*KNOWN, *inert, *{"yarn": YARN, "llama3": LLAMA3}.get(kind, ())}
     for name in sorted(given.keys() - known):
         settings.refuse(f"rope_parameters.{name}", given[name], f"unknown where rope_type is {kind!r}")
@@ -57,7 +60,7 @@ def read_rope(
 
 
 def _yarn(settings: Settings, given: Mapping[str, Any]) -> Yarn:
-    mscale, all_dim = given.get("mscale") or 0.0, given.get("mscale_all_dim") or 0.0
+    mscale, all_dim = (_number(settings, given, name, 0.0) for name in ("mscale", "mscale_all_dim"))
     if all_dim and not mscale:
         settings.refuse("rope_parameters.mscale_all_dim", all_dim, "needs mscale beside it")
     if given.get("attention_factor") is not None:
@@ -69,10 +72,10 @@ def _yarn(settings: Settings, given: Mapping[str, Any]) -> Yarn:
     return Yarn(
         factor=_number(settings, given, "factor"),
         original_tokens=_original(settings, given),
-        beta_fast=float(given.get("beta_fast") or 32.0),
-        beta_slow=float(given.get("beta_slow") or 1.0),
-        mscale=float(mscale) if both else 1.0,
-        mscale_all_dim=float(all_dim) if both else 0.0,
+        beta_fast=_number(settings, given, "beta_fast", 32.0),
+        beta_slow=_number(settings, given, "beta_slow", 1.0),
+        mscale=mscale if both else 1.0,
+        mscale_all_dim=all_dim if both else 0.0,
         truncate=truncate is True,
     )
 
@@ -88,17 +91,26 @@ def _llama3(settings: Settings, given: Mapping[str, Any]) -> Yarn:
     )
 
 
-def _number(settings: Settings, given: Mapping[str, Any], name: str) -> float:
+def _number(settings: Settings, given: Mapping[str, Any], name: str, default: float | None = None) -> float:
+    """A number; the default, if there is one, stands for null and, as in transformers, for 0."""
     value = given.get(name)
-    if isinstance(value, int | float):
+    if default is not None and value in (None, 0):
+        return default
+    if type(value) in (int, float):
         return float(value)
     settings.refuse(f"rope_parameters.{name}", value, "must be a number")
     return 1.0
 
 
 def _original(settings: Settings, given: Mapping[str, Any]) -> int:
-    value = given.get("original_max_position_embeddings")
-    return value if type(value) is int else settings.integer("max_position_embeddings")
+    name = "original_max_position_embeddings"
+    if given.get(name) is None:
+        return settings.integer("max_position_embeddings")
+    value = _number(settings, given, name)
+    if not value.is_integer():
+        settings.refuse(f"rope_parameters.{name}", value, "must be a whole number")
+        return 1
+    return int(value)
 
 
 def write_rope(shape: Attention | LatentAttention) -> dict[str, Any]:

@@ -102,6 +102,11 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
 OFF = (False, None, 0, 0.0)
 """Values that say that a feature is not used."""
 
+LARGEST = 2**31 - 1
+"""The largest whole number that a setting may have: sizes of tensors overflow beyond."""
+MOST_LAYERS = 10_000
+"""A file with more would fill the memory with its own pattern."""
+
 SHOWN = 120
 """Characters of a value that a message quotes."""
 
@@ -135,6 +140,10 @@ class Settings:
 
     def integer(self, name: str, default: int | Missing = MISSING) -> int:
         value = self._take(name, default, int)
+        most = MOST_LAYERS if name == "num_hidden_layers" else LARGEST
+        if type(value) is int and abs(value) > most:
+            self.refuse(name, value, f"must be {most} or less")
+            return 1
         return value if type(value) is int else 1
 
     def number(self, name: str, default: float | Missing = MISSING) -> float:
@@ -218,7 +227,9 @@ class Settings:
             yield from inner.scopes()
 
     def refuse(self, name: str, value: Any, rule: str) -> None:
-        self._reasons.append(f"{name} = {_quoted(value)}: {rule}")
+        reason = f"{name} = {_quoted(value)}: {rule}"
+        if reason not in self._reasons:  # a setting may be read twice
+            self._reasons.append(reason)
 
     def note(self, text: str) -> None:
         self.notes.append(text)

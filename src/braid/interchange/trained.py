@@ -166,8 +166,8 @@ def of_the_optimizer(table: Sequence[NameLink], wanted: Mapping[str, Target]) ->
 
 def _placed(line: str, kind: str) -> str:
     """What is said of a name, with what stands before the names of its set."""
-    word, name = line.split()
-    return f"{word:<8} {kind}{name}"
+    word, _, name = line.partition(" ")
+    return f"{word:<8} {kind}{name.strip()}"
 
 
 def _shape_faults(kind: str, ours: Mapping[str, Tensor], wanted: Mapping[str, Target]) -> list[str]:

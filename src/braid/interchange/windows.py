@@ -12,8 +12,10 @@ from braid.interchange.settings import Settings
 LAYER_TYPES = MappingProxyType({"sliding_attention": "S", "full_attention": "L"})
 
 
-def read_windows(settings: Settings, kinds: Sequence[str], window: int | None) -> dict[str, Any]:
+def read_windows(settings: Settings, kinds: Sequence[str], window: int | None, layers: int) -> dict[str, Any]:
     """The fields `window` and `window_pattern` of an attention shape, from the kind of every layer."""
+    if len(kinds) != layers:
+        settings.refuse("layer_types", kinds, f"has {len(kinds)} entries, num_hidden_layers is {layers}")
     unknown = sorted(set(kinds) - LAYER_TYPES.keys())
     if unknown:
         settings.refuse(

@@ -47,6 +47,8 @@ class Exported(NamedTuple):
     """What an export has made."""
 
     model_type: str
+    bytes: int
+    """Of tensors."""
     restored: tuple[str, ...]
     """Side files that were written back."""
     notes: tuple[str, ...]
@@ -65,7 +67,7 @@ def export_checkpoint(
         restored, notes = _write_side_files(path, out, saved, settings)
     except OSError as error:
         raise CheckpointError(f"cannot write {out}: {error.strerror}; choose another --out") from error
-    return Exported(str(plan.config["model_type"]), restored, notes)
+    return Exported(str(plan.config["model_type"]), sum(plan.sizes.values()), restored, notes)
 
 
 def run_of(path: Path) -> Path:
@@ -116,19 +118,22 @@ def _write_files(
     path: Path, out: Path, settings: ExportSettings, plan: FolderPlan, world: int, report: Report
 ) -> None:
     done, total = 0, sum(plan.sizes.values())
-    report(done, total)
+
+    def advance(size: int) -> None:
+        nonlocal done
+        done += size
+        report(done, total)
+
+    advance(0)
     if world == 1:
-        for file, size in plan.sizes.items():
-            plan.write_file(file)
-            done += size
-            report(done, total)
+        for file in plan.sizes:
+            plan.write_file(file, advance)
         return
     with ProcessPoolExecutor(world, mp_context=get_context("spawn")) as pool:
         running = {pool.submit(write_one, path, out, settings, file): n for file, n in plan.sizes.items()}
         for future in as_completed(running):
             future.result()
-            done += running[future]
-            report(done, total)
+            advance(running[future])
 
 
 _planned: Callable[[Path, Path, ExportSettings], FolderPlan] = lru_cache(maxsize=1)(folder_of)

@@ -88,6 +88,8 @@ class Imported(NamedTuple):
     run: Run
     path: Path
     tensors: int
+    bytes: int
+    """Of tensors."""
     step: int
     samples: int
     notes: tuple[str, ...]
@@ -129,7 +131,7 @@ def import_folder(
         checkpoint.abandon(root, step)
         raise
     notes = (*source.notes, *(f"left out: {name}" for name in carried.left_out), *_tokenizer_notes(folder, run))
-    return Imported(run, path, len(outlines), step, extra["samples"], notes)
+    return Imported(run, path, len(outlines), total, step, extra["samples"], notes)
 
 
 def open_source(folder: Path, settings: ImportSettings) -> ImportSource:

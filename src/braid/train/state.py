@@ -22,6 +22,7 @@ import braid
 from braid import checkpoint, kernels
 from braid.architecture import Model
 from braid.config import Mesh, Run, from_json, model_from_json, to_json
+from braid.console import warn
 from braid.data import Loader, Tokenizer, tokenizer_from
 from braid.distributed.collectives import Group
 from braid.engine.executor import PipelineLinks, Program
@@ -398,6 +399,8 @@ def resolve_checkpoint(path: Path) -> Path:
     if newest.path is None:
         reasons = "".join(f"\n  {damaged.reason}" for damaged in newest.damaged)
         raise CheckpointError(f"{roots[0]} has no valid checkpoint{reasons}")
+    for damaged in newest.damaged:
+        warn(f"skipping a damaged checkpoint: {damaged.reason}")
     return newest.path
 
 
