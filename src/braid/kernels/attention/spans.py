@@ -9,10 +9,12 @@ Shapes: B rows, T tokens, L tokens of one piece.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from braid.kernels.attention.tiles import Tiles, tiles_of
 from braid.kernels.host import to_device
 
 SHORT = 128
@@ -34,34 +36,42 @@ class SpanPiece:
 
 @dataclass(frozen=True, kw_only=True)
 class Spans:
-    """The documents of a micro-batch, as attention needs them."""
+    """The documents of a micro-batch, as attention needs them: tables for `fused`, pieces for `sdpa`. Each is
+    computed when it is first needed, and placed on `device`."""
 
     runs_BT: Tensor
     """Document index of each token, from 0 over all rows; on the host."""
     window: int | None
-    rows: SpanPiece | None
-    """The piece of every row if each row is a single document, otherwise None."""
-    pieces: tuple[SpanPiece, ...]
-    """The flattened rows, split at document boundaries. Their lengths sum to B * T."""
+    device: torch.device
+
+    @cached_property
+    def tiles(self) -> Tiles:
+        """The tables of packed attention."""
+        return tiles_of(self.runs_BT.flatten(), self.window, self.device)
+
+    @cached_property
+    def rows(self) -> SpanPiece | None:
+        """The piece of every row if each row is a single document, otherwise None."""
+        rows, tokens = self.runs_BT.shape
+        unpacked = not tokens or bool((self.runs_BT[:, 0] == self.runs_BT[:, -1]).all())
+        return _piece([tokens], self.window, self.device) if rows and unpacked else None
+
+    @cached_property
+    def pieces(self) -> tuple[SpanPiece, ...]:
+        """The flattened rows, split at document boundaries. Their lengths sum to B * T."""
+        if self.rows is not None:
+            return (self.rows,) * len(self.runs_BT)
+        lengths = torch.bincount(self.runs_BT.flatten()).tolist()
+        return tuple(_piece(group, self.window, self.device) for group in _merge_short(lengths))
 
 
 def spans_of(documents_BT: Tensor, window: int | None, device: torch.device) -> Spans:
-    """Split a micro-batch at its document boundaries; masks are placed on `device`."""
+    """The documents of a micro-batch; a document is a run of equal ids within a row."""
     documents_BT = documents_BT.cpu()
-    rows, tokens = documents_BT.shape
     starts_BT = torch.ones_like(documents_BT, dtype=torch.bool)
     starts_BT[:, 1:] = documents_BT[:, 1:] != documents_BT[:, :-1]
-    runs_N = starts_BT.flatten().cumsum(0) - 1
-    lengths = torch.bincount(runs_N).tolist()
-    unpacked = len(lengths) == rows  # every row is one document, so one piece describes them all
-    groups = [[length] for length in lengths] if unpacked else _merge_short(lengths)
-    pieces = [_piece(group, window, device) for group in groups[: 1 if unpacked else None]]
-    return Spans(
-        runs_BT=runs_N.view(rows, tokens),
-        window=window,
-        rows=pieces[0] if unpacked else None,
-        pieces=tuple(pieces * rows if unpacked else pieces),
-    )
+    runs_BT = (starts_BT.flatten().cumsum(0) - 1).view(documents_BT.shape)
+    return Spans(runs_BT=runs_BT, window=window, device=device)
 
 
 def visible(runs_T: Tensor, window: int | None) -> Tensor:

@@ -1,0 +1,1 @@
+"""Kernels of packed attention. Importing this package requires Triton."""

@@ -1,0 +1,225 @@
+"""Gradient of the queries of packed attention on Hopper, and delta; `plain` has the formulas.
+
+A warp group multiplies the scores of the next keys and their gradients while it sums those of these.
+
+Shapes: M = 64 queries of a warp group, N keys of a step, D and D1 channels of a query or key head, V of a value
+head; on the host, Q query heads.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from braid.kernels.attention.device.hopper import (
+    LOG2E,
+    ROWS,
+    WARPS,
+    allocate_barriers,
+    allocate_tiles,
+    key_steps,
+    left_layout,
+    load_tile,
+    multiply_transposed,
+    second_sums,
+    split_channels,
+    store_rows,
+    sums_layout,
+    tile_at,
+    tiles_of_heads,
+)
+from braid.kernels.attention.packed import Gradients, Packed
+from braid.kernels.launch import Launcher
+
+
+def launch_dq(
+    launch: Launcher,
+    given: Packed,
+    y_NQV: Tensor,
+    lse_QN: Tensor,
+    dy_NQV: Tensor,
+    made: Gradients,
+    **tuned: int,
+) -> None:
+    """dQ and delta, into `made`."""
+    heads, dim = given.q_NQD.shape[1:]
+    compiled_for = {**constants(heads, given.repeats, dim, given.v_NKV.shape[2], given.scale), **tuned}
+    tensors = (
+        *tiles_of_heads(given.q_NQD, ROWS),
+        *tiles_of_heads(given.k_NKD, compiled_for["N"]),
+        tiles_of_heads(given.v_NKV, compiled_for["N"])[0],
+        tiles_of_heads(dy_NQV, ROWS)[0],
+        y_NQV,
+        lse_QN,
+        made.delta_QN,
+        made.dq_NQD,
+        given.tiles.first_N,
+        given.tiles.queries_P2,
+    )
+    grid = (len(given.tiles.queries_P2), heads)
+    launch(attention_dq, grid, tensors, (lse_QN.shape[1],), compiled_for, warps=WARPS)
+
+
+def constants(heads: int, repeats: int, qk_dim: int, v_dim: int, scale: float) -> dict[str, Any]:
+    """What the kernel is compiled for. Wide heads leave shared memory for fewer keys."""
+    d, d1 = split_channels(qk_dim)
+    return {
+        "SCALE": scale, "HEADS": heads, "REPEATS": repeats, "N": 64 if qk_dim <= 192 else 32, "D": d, "D1": d1,
+        "V": v_dim, "STAGES": 3, "num_warps": WARPS,
+    }  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------------- kernels
+
+
+@gluon.jit
+def _load_warp(
+    q_desc, q1_desc, k_desc, k1_desc, v_desc, dy_desc, qs, qs1, dys, ks, ks1, vs, q_full, full, empty, first, begin,
+    end, head, kv_head, N: gl.constexpr, D: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    start, steps, _, _ = key_steps(first, begin, end, N)
+    mbarrier.expect(q_full.index(0), 2 * 64 * (D + V) * 2)
+    for half in gl.static_range(2):
+        load_tile(q_desc, q1_desc, qs, qs1, half, begin + half * 64, head, q_full.index(0))
+        load_tile(dy_desc, None, dys, None, half, begin + half * 64, head, q_full.index(0))
+    for step in range(0, steps):
+        stage = step % STAGES
+        at = start + step * N
+        mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
+        mbarrier.expect(full.index(stage), N * (D + V) * 2)
+        load_tile(k_desc, k1_desc, ks, ks1, stage, at, kv_head, full.index(stage))
+        load_tile(v_desc, None, vs, None, stage, at, kv_head, full.index(stage))
+
+
+@gluon.jit
+def _dq_steps(
+    begin, end, ds, sums, sums1, q, q1, dy, ks, ks1, vs, full, empty, start, m, first_m, lse_m, delta_m,
+    SCALE: gl.constexpr, N: gl.constexpr, D: gl.constexpr, D1: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr,
+    MASKED: gl.constexpr,
+):  # fmt: skip
+    """Each step multiplies the gradients of the scores of the one before it."""
+    SUMS: gl.constexpr = 2 if D1 > 0 else 1
+    n = gl.arange(0, N, gl.SliceLayout(0, sums_layout(N)))
+    zeros = gl.zeros([64, N], gl.float32, sums_layout(N))
+    for step in range(begin, end):
+        stage = step % STAGES
+        # Before the first step there is nothing to multiply: zeros, with the keys of this one.
+        before = gl.where(step > 0, (step + STAGES - 1) % STAGES, stage)
+        mbarrier.wait(full.index(stage), (step // STAGES) & 1)
+        s = multiply_transposed(q, q1, ks, ks1, stage, zeros, N, D, D1)
+        dp = multiply_transposed(dy, None, vs, None, stage, zeros, N, V, 0)
+        sums = warpgroup_mma(ds, tile_at(ks, before, N, D), sums, is_async=True)
+        if D1 > 0:
+            sums1 = warpgroup_mma(ds, tile_at(ks1, before, N, D1), sums1, is_async=True)
+        s, dp, sums = warpgroup_mma_wait(num_outstanding=1 + SUMS, deps=(s, dp, sums))
+        p = gl.exp2(s * (SCALE * LOG2E) - lse_m[:, None])
+        if MASKED:
+            at = start + step * N + n
+            p = gl.where((at[None, :] <= m[:, None]) & (at[None, :] >= first_m[:, None]), p, 0.0)
+        dp, sums = warpgroup_mma_wait(num_outstanding=SUMS, deps=(dp, sums))
+        grads = (p * (dp - delta_m[:, None])).to(ks.dtype)
+        if D1 > 0:
+            sums, sums1 = warpgroup_mma_wait(num_outstanding=0, deps=(sums, sums1))
+        else:
+            sums = warpgroup_mma_wait(num_outstanding=0, deps=(sums,))
+        mbarrier.arrive(empty.index(before), count=1, pred=step > 0)
+        ds = gl.convert_layout(grads, left_layout(D), assert_trivial=True)
+    return ds, sums, sums1
+
+
+@gluon.jit
+def _delta(y, dy, begin, end, head, HEADS: gl.constexpr, V: gl.constexpr):
+    """rowsum(dY ∘ y) of 64 queries."""
+    m = begin + gl.arange(0, 64, gl.SliceLayout(1, sums_layout(V)))
+    c = gl.arange(0, V, gl.SliceLayout(0, sums_layout(V)))
+    rows = y + (m.to(gl.int64) * HEADS + head)[:, None] * V
+    outputs = gl.load(rows + c[None, :], mask=(m < end)[:, None], other=0.0)
+    return gl.sum(outputs.to(gl.float32) * dy.load(sums_layout(V)).to(gl.float32), 1)
+
+
+@gluon.jit
+def _dq_warps(
+    HALF: gl.constexpr, qs, qs1, dys, ks, ks1, vs, q_full, full, empty, y, lse, delta, dq, first, begin, end, head,
+    tokens, SCALE: gl.constexpr, HEADS: gl.constexpr, N: gl.constexpr, D: gl.constexpr, D1: gl.constexpr,
+    V: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    of_rows: gl.constexpr = gl.SliceLayout(1, sums_layout(N))
+    start, steps, whole, diagonal = key_steps(first, begin, end, N)
+    m = begin + HALF * 64 + gl.arange(0, 64, of_rows)
+    first_m = gl.load(first + m, mask=m < end, other=0)
+    lse_m = gl.load(lse + head.to(gl.int64) * tokens + m, mask=m < end, other=0.0)
+    dy = tile_at(dys, HALF, 64, V)
+    mbarrier.wait(q_full.index(0), 0)
+    delta_m = gl.convert_layout(
+        _delta(y, dy, begin + HALF * 64, end, head, HEADS, V), of_rows, assert_trivial=True
+    )
+    gl.store(delta + head.to(gl.int64) * tokens + m, delta_m, mask=m < end)
+
+    q = tile_at(qs, HALF, 64, D)
+    ds = gl.zeros([64, N], ks.dtype, left_layout(D))
+    sums = gl.zeros([64, D], gl.float32, sums_layout(D))
+    sums1 = second_sums(D1)
+    q1 = qs1
+    if D1 > 0:
+        q1 = tile_at(qs1, HALF, 64, D1)
+    ds, sums, sums1 = _dq_steps(
+        0, whole, ds, sums, sums1, q, q1, dy, ks, ks1, vs, full, empty, start, m, first_m, lse_m, delta_m, SCALE, N,
+        D, D1, V, STAGES, True,
+    )  # fmt: skip
+    ds, sums, sums1 = _dq_steps(
+        whole, diagonal, ds, sums, sums1, q, q1, dy, ks, ks1, vs, full, empty, start, m, first_m, lse_m, delta_m,
+        SCALE, N, D, D1, V, STAGES, False,
+    )  # fmt: skip
+    ds, sums, sums1 = _dq_steps(
+        diagonal, steps, ds, sums, sums1, q, q1, dy, ks, ks1, vs, full, empty, start, m, first_m, lse_m, delta_m,
+        SCALE, N, D, D1, V, STAGES, True,
+    )  # fmt: skip
+    stage = (steps - 1) % STAGES
+    sums = warpgroup_mma(ds, tile_at(ks, stage, N, D), sums, is_async=True)
+    sums = warpgroup_mma_wait(num_outstanding=0, deps=(sums,))
+    store_rows(dq, begin + HALF * 64, end, head, sums * SCALE, q, HEADS, D + D1, D)
+    if D1 > 0:
+        sums1 = warpgroup_mma(ds, tile_at(ks1, stage, N, D1), sums1, is_async=True)
+        sums1 = warpgroup_mma_wait(num_outstanding=0, deps=(sums1,))
+        store_rows(dq + D, begin + HALF * 64, end, head, sums1 * SCALE, q1, HEADS, D + D1, D1)
+
+
+@gluon.jit(do_not_specialize=["tokens"])
+def attention_dq(
+    q_desc, q1_desc, k_desc, k1_desc, v_desc, dy_desc, y, lse, delta, dq, first, tiles, tokens,
+    SCALE: gl.constexpr, HEADS: gl.constexpr, REPEATS: gl.constexpr, N: gl.constexpr, D: gl.constexpr,
+    D1: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    begin = gl.load(tiles + 2 * gl.program_id(0))
+    end = gl.load(tiles + 2 * gl.program_id(0) + 1)
+    head = gl.program_id(1)
+    qs = allocate_tiles(q_desc, 2, 64, D)
+    dys = allocate_tiles(dy_desc, 2, 64, V)
+    ks = allocate_tiles(k_desc, STAGES, N, D)
+    qs1, ks1 = q1_desc, k1_desc  # None
+    if D1 > 0:
+        qs1 = allocate_tiles(q1_desc, 2, 64, D1)
+        ks1 = allocate_tiles(k1_desc, STAGES, N, D1)
+    vs = allocate_tiles(v_desc, STAGES, N, V)
+    q_full = allocate_barriers(1, 1)
+    full = allocate_barriers(STAGES, 1)
+    empty = allocate_barriers(STAGES, 2)
+    fence_async_shared()
+    gl.warp_specialize(
+        [(_dq_warps, (0, qs, qs1, dys, ks, ks1, vs, q_full, full, empty, y, lse, delta, dq, first, begin, end, head,
+                      tokens, SCALE, HEADS, N, D, D1, V, STAGES)),
+         (_dq_warps, (1, qs, qs1, dys, ks, ks1, vs, q_full, full, empty, y, lse, delta, dq, first, begin, end, head,
+                      tokens, SCALE, HEADS, N, D, D1, V, STAGES)),
+         (_load_warp, (q_desc, q1_desc, k_desc, k1_desc, v_desc, dy_desc, qs, qs1, dys, ks, ks1, vs, q_full, full,
+                       empty, first, begin, end, head, head // REPEATS, N, D + D1, V, STAGES))],
+        [4, 1], [240, 24],
+    )  # fmt: skip

@@ -1,0 +1,103 @@
+"""Packed attention with kernels of its own: one launch forward, two backward, whatever the documents.
+
+Saved for backward: q, k, v, the output and the logsumexp of each query. Every sum has a fixed order, so results
+are deterministic. On Hopper, heads of usual sizes have warp-specialised kernels; all others have plain ones.
+
+Shapes: B rows, T tokens, N = B · T, Q query heads, K key-value heads, D channels of a query or key head, V of a
+value head.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from braid.kernels.attention import sdpa
+from braid.kernels.attention.device import hopper, plain
+from braid.kernels.attention.device import hopper_dk_dv, hopper_dk_dv_wide, hopper_dq, hopper_forward
+from braid.kernels.attention.packed import Gradients, Packed
+from braid.kernels.attention.spans import Spans
+from braid.kernels.launch import Launcher
+
+MAX_HEAD_DIM = 256
+"""Wider heads do not fit into shared memory."""
+
+WIDE = 192
+"""For wider heads, registers of a warp group hold the sums of either keys or values."""
+
+
+class FusedAttention:
+    """`Attend` with Triton and Gluon kernels."""
+
+    def __init__(self, *, hopper: bool) -> None:
+        self.launch = Launcher()
+        self.hopper = hopper
+
+    def __call__(
+        self,
+        q_BTQD: Tensor,
+        k_BTKD: Tensor,
+        v_BTKV: Tensor,
+        spans: Spans,
+        scale: float | None = None,
+        sinks_Q: Tensor | None = None,
+    ) -> Tensor:
+        """Same as `reference.attend`."""
+        if not q_BTQD.numel() or max(q_BTQD.shape[3], v_BTKV.shape[3]) > MAX_HEAD_DIM:
+            return sdpa.attend(q_BTQD, k_BTKD, v_BTKV, spans, scale, sinks_Q)
+        scale = q_BTQD.shape[-1] ** -0.5 if scale is None else scale
+        y_NQV: Tensor = _Attention.apply(
+            self, spans, scale, *(x.flatten(0, 1) for x in (q_BTQD, k_BTKD, v_BTKV)), sinks_Q
+        )
+        return y_NQV.view(*q_BTQD.shape[:3], v_BTKV.shape[3])
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        fused: FusedAttention,
+        spans: Spans,
+        scale: float,
+        q_NQD: Tensor,
+        k_NKD: Tensor,
+        v_NKV: Tensor,
+        sinks_Q: Tensor | None,
+    ) -> Tensor:
+        given = Packed(q_NQD=q_NQD, k_NKD=k_NKD, v_NKV=v_NKV, tiles=spans.tiles, scale=scale)
+        on_hopper = fused.hopper and hopper.supports(given)
+        forward = hopper_forward.forward if on_hopper else plain.forward
+        y_NQV, lse_QN = forward(fused.launch, given, sinks_Q)
+        ctx.save_for_backward(q_NQD, k_NKD, v_NKV, sinks_Q, y_NQV, lse_QN)
+        ctx.launch, ctx.on_hopper, ctx.tiles, ctx.scale = fused.launch, on_hopper, spans.tiles, scale
+        return y_NQV
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q_NQD, k_NKD, v_NKV, sinks_Q, y_NQV, lse_QN = ctx.saved_tensors
+        given = Packed(q_NQD=q_NQD, k_NKD=k_NKD, v_NKV=v_NKV, tiles=ctx.tiles, scale=ctx.scale)
+        dy_NQV = grads[0].contiguous()
+        backward = _backward_on_hopper if ctx.on_hopper else plain.backward
+        dq, dk, dv, delta_QN = backward(ctx.launch, given, y_NQV, lse_QN, dy_NQV)
+        dsinks_Q = None
+        if sinks_Q is not None:
+            # A sink is a key without a value: its score's gradient is its share of the softmax times -delta.
+            share_QN = torch.exp2(sinks_Q.float()[:, None] * math.log2(math.e) - lse_QN)
+            dsinks_Q = -(share_QN * delta_QN)[:, : len(q_NQD)].sum(1).to(sinks_Q.dtype)
+        return None, None, None, dq, dk, dv, dsinks_Q
+
+
+def _backward_on_hopper(
+    launch: Launcher, given: Packed, y_NQV: Tensor, lse_QN: Tensor, dy_NQV: Tensor
+) -> Gradients:
+    """As `plain.backward`. dK and dV need delta, which the launch of dQ computes."""
+    made = given.new_gradients()
+    hopper_dq.launch_dq(launch, given, y_NQV, lse_QN, dy_NQV, made)
+    of_keys = hopper_dk_dv_wide if given.q_NQD.shape[2] > WIDE else hopper_dk_dv
+    of_keys.launch_dk_dv(launch, given, lse_QN, dy_NQV, made)
+    return made

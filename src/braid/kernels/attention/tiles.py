@@ -1,0 +1,86 @@
+"""Tiles of packed attention: which queries meet which keys, as tables on the device.
+
+A micro-batch is one sequence of N = B · T tokens: the end of a row is the end of a document like any other. In
+it, a query sees a range of keys and a key is seen by a range of queries, and both ranges only move forward:
+
+    query n sees the keys first[n] … n            key n is seen by the queries n … last[n] - 1
+
+Tiles of `TILE` tokens begin at the beginning of a long document, so that its tiles hold no other, and cover the
+short documents between long ones together, which costs less than a tile for each. Tiles with most work come
+first: a GPU starts them in order, and none of the last ones is long.
+
+The tables are computed on the host with a fixed number of NumPy calls, and copied at once.
+
+Shapes: N tokens, M documents, P tiles.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from braid.kernels.host import to_device
+
+TILE = 128
+"""Tokens of a tile, of queries or of keys."""
+LONG = 2 * TILE
+"""Documents of at least this many tokens have tiles of their own."""
+
+_Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiles:
+    """Tables of a micro-batch in int32, on the device."""
+
+    first_N: Tensor
+    """The first key that each query sees."""
+    last_N: Tensor
+    """One past the last query that sees each key."""
+    queries_P2: Tensor
+    """Begin and end of every tile as queries, those that see most keys first."""
+    keys_P2: Tensor
+    """Begin and end of every tile as keys, those that most queries see first."""
+
+
+def tiles_of(runs_N: Tensor, window: int | None, device: torch.device) -> Tiles:
+    """The tables of the documents `runs_N`, which count from 0 and are on the host."""
+    lengths_M = np.bincount(runs_N.numpy())
+    ends_M = lengths_M.cumsum()
+    places_N = np.arange(len(runs_N))
+    first_N = np.repeat(ends_M - lengths_M, lengths_M)
+    last_N = np.repeat(ends_M, lengths_M)
+    if window is not None:
+        first_N = np.maximum(first_N, places_N - (window - 1))
+        last_N = np.minimum(last_N, places_N + window)
+    begin_P, end_P = _cut(ends_M - lengths_M, ends_M)
+    keys_P = end_P - first_N[begin_P]
+    queries_P = last_N[end_P - 1] - begin_P
+    tables = (first_N, last_N, *(_ordered(begin_P, end_P, work_P) for work_P in (keys_P, queries_P)))
+    joined = torch.from_numpy(np.concatenate([table.ravel() for table in tables]).astype(np.int32))
+    parts = to_device(joined, device).split([table.size for table in tables])
+    return Tiles(
+        first_N=parts[0], last_N=parts[1], queries_P2=parts[2].view(-1, 2), keys_P2=parts[3].view(-1, 2)
+    )
+
+
+def _cut(starts_M: _Ints, ends_M: _Ints) -> tuple[_Ints, _Ints]:
+    """Begin and end of every tile, in order."""
+    tokens = int(ends_M[-1]) if len(ends_M) else 0
+    long_M = ends_M - starts_M >= LONG
+    cuts = np.unique(np.concatenate([starts_M[long_M], ends_M[long_M], [0, tokens]]))
+    starts, ends = cuts[:-1], cuts[1:]
+    counts = -((starts - ends) // TILE)
+    nth_P = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
+    begin_P = np.repeat(starts, counts) + TILE * nth_P
+    return begin_P, np.minimum(begin_P + TILE, np.repeat(ends, counts))
+
+
+def _ordered(begin_P: _Ints, end_P: _Ints, work_P: _Ints) -> _Ints:
+    """Tiles with most work first; a stable sort, so that the order is the same on every machine."""
+    order_P = np.argsort(-work_P, kind="stable")
+    return np.stack([begin_P[order_P], end_P[order_P]], 1)
