@@ -56,6 +56,7 @@ fast one, whose absence is an error."""
 
 KERNEL_OPS = (
     "attention", "ssd", "delta_rule", "glu", "grouped_mlp", "permute", "hyper_connection", "rms_norm", "rotary",
+    "linear_cross_entropy", "optimizer",
 )  # fmt: skip
 """Ops that have several implementations."""
 

@@ -124,7 +124,7 @@ def repeating(trained: Driven) -> Iterator[None]:
 def idling(trained: Driven) -> Iterator[None]:
     """The optimizer leaves weights as they are."""
     update = trained.state.optimizer.update
-    trained.state.optimizer.update = lambda rate: update(0.0)  # type: ignore[method-assign]
+    trained.state.optimizer.update = lambda *_: update(0.0)  # type: ignore[method-assign]
     yield
     del trained.state.optimizer.update
 

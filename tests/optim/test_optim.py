@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from braid.distributed.collectives import Group
+from braid.kernels.optimizer import PLAIN
 from braid.optim.adamw import MOMENTS, AdamW
-from braid.optim.gradients import ReplicatedPart, clip_scale, squares, total_norm
+from braid.optim.gradients import ReplicatedPart, clip_scale, total_norm
 from braid.optim.schedule import LearningRate
 
 
@@ -45,14 +46,35 @@ def test_rates_stay_between_zero_and_the_peak_and_only_fall_after_the_rise(kind,
 
 def test_the_norm_is_over_all_gradients_together():
     gradients = {"a": torch.tensor([3.0, 0.0]), "b": torch.tensor([[4.0]])}
-    assert squares(gradients).tolist() == [9.0, 16.0]
-    assert float(total_norm(gradients)) == 5.0
+    norm = total_norm(gradients)
+    assert float(norm) == 5.0
+    assert float(clip_scale(norm, 1.0)) == 0.2
+    assert clip_scale(norm, 0.0) is None
     assert float(total_norm({})) == 0.0
+    assert float(clip_scale(norm, 6.0)) == 1.0, "short ones stay as they are"
+    assert float(clip_scale(total_norm({}), 1.0)) == 1.0
 
 
-@pytest.mark.parametrize(("norm", "most", "scale"), [(5.0, 1.0, 0.2), (5.0, 0.0, 1.0), (1.0, 3.0, 1.0)])
-def test_only_long_gradients_are_clipped(norm, most, scale):
-    assert float(clip_scale(torch.tensor(norm, dtype=torch.float64), most)) == scale
+def test_a_step_with_a_scale_is_one_with_scaled_gradients_and_a_skipped_one_is_none():
+    weights, steps = torch.randn(5), [torch.randn(5) for _ in range(3)]
+    scale = torch.tensor(0.3, dtype=torch.float64)
+
+    def trained(given, scale=None, skipped=()):
+        parameter = nn.Parameter(weights.clone())
+        optimizer = AdamW({"w": parameter}, decaying={"w"}, betas=(0.8, 0.9), eps=1e-3, weight_decay=0.2)
+        for number, gradient in enumerate(given):
+            parameter.grad = gradient.clone()
+            skip = torch.tensor(number in skipped) if skipped else None
+            optimizer.update(0.05, scale=scale, skip=skip)
+        return parameter.data, optimizer.updates
+
+    scaled, _ = trained(steps, scale=scale)
+    wanted, _ = trained([0.3 * step for step in steps])
+    torch.testing.assert_close(scaled, wanted)
+    skipping, count = trained(steps, skipped=(1,))
+    wanted, _ = trained([steps[0], steps[2]])
+    assert torch.equal(skipping, wanted)
+    assert count == 2
 
 
 @pytest.mark.parametrize(("rank", "repeated", "norm"), [(0, (), 5.0), (1, (), 3.0), (1, ("b",), 3.0)])
@@ -65,7 +87,7 @@ def test_what_other_ranks_hold_as_well_counts_once(rank, repeated, norm):
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 def test_squares_tell_which_gradient_is_not_finite(bad):
     gradients = {"good": torch.ones(3), "bad": torch.tensor([1.0, bad])}
-    assert squares(gradients).isfinite().tolist() == [True, False]
+    assert PLAIN.squares(list(gradients.values())).isfinite().tolist() == [True, False]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -76,22 +98,11 @@ def test_a_step_that_is_not_applied_changes_nothing(dtype):
         parameter.grad = torch.full((3,), gradient, dtype=dtype)
         optimizer.accumulate_grads()
         kept = [parameter.detach().clone(), *(optimizer.moment(kind, "w").clone() for kind in MOMENTS)]
-        optimizer.update(0.1, apply=torch.tensor(apply))
+        optimizer.update(0.1, skip=torch.tensor(not apply))
         now = [parameter.detach(), *(optimizer.moment(kind, "w") for kind in MOMENTS)]
         assert [torch.equal(*pair) for pair in zip(kept, now, strict=True)] == [not apply] * 3
     assert optimizer.updates == 1
     assert optimizer.main["w"].grad is None
-
-
-def test_gradients_are_scaled_before_the_update():
-    ends = []
-    for gradient, scale in ((2.0, 0.25), (0.5, 1.0)):
-        parameter = nn.Parameter(torch.ones(3, dtype=torch.float64))
-        optimizer = AdamW({"w": parameter}, decaying=(), betas=(0.9, 0.95), eps=1.0, weight_decay=0.0)
-        parameter.grad = torch.full((3,), gradient, dtype=torch.float64)
-        optimizer.update(0.1, scale=torch.tensor(scale, dtype=torch.float64))
-        ends.append(parameter.detach())
-    assert torch.equal(*ends)
 
 
 def plain_adamw(weight, gradients, *, rate, betas, eps, decay):

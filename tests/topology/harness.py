@@ -105,13 +105,14 @@ class Watched(AdamW):
     first: dict[str, Tensor] | None = None
     sgd = False
 
-    def update(self, rate: float, *, scale: Tensor | None = None, apply: Tensor | None = None) -> None:
+    def update(self, rate: float, scale: Tensor | None = None, skip: Tensor | None = None) -> None:
         if scale is not None:
-            torch._foreach_mul_(list(self.gradients().values()), scale)
+            for gradient in self.gradients().values():
+                gradient.mul_(scale)
         if self.first is None:
             self.first = {name: gradient.clone() for name, gradient in self.gradients().items()}
         if not self.sgd:
-            return super().update(rate, apply=apply)
+            return super().update(rate, skip=skip)
         with torch.no_grad():
             for name, gradient in self.gradients().items():
                 self.main[name].sub_(gradient, alpha=rate)

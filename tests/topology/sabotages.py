@@ -22,9 +22,10 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from braid.distributed import collectives
 from braid.distributed.collectives import Group, all_reduce_no_grad, own_slice
 from braid.engine import executor
+from braid.kernels.linear_cross_entropy import reference as loss
 from braid.model import language
 from braid.model.context import Context, MicroBatch
-from braid.nn import embedding, loss
+from braid.nn import embedding
 from braid.nn.moe import balance, router
 from braid.optim import gradients
 from braid.schedule import Act
@@ -208,15 +209,14 @@ def same_samples() -> AbstractContextManager[Any]:
 
 def padding_counts() -> AbstractContextManager[Any]:
     """The padding of the vocabulary has a probability."""
-    whole = loss.cross_entropy
+    whole = language.linear_cross_entropy
 
-    def with_padding(
-        logits: Tensor, labels: Tensor, mask: Tensor, held: embedding.Vocabulary, scale: float
-    ) -> Any:
+    def with_padding(*given: Any) -> Any:
+        held = next(each for each in given if isinstance(each, embedding.Vocabulary))
         held.held = held.rows
-        return whole(logits, labels, mask, held, scale)
+        return whole(*given)
 
-    return patch.object(language, "cross_entropy", with_padding)
+    return patch.object(language, "linear_cross_entropy", with_padding)
 
 
 # ------------------------------------------------------------------------------------------ all of them

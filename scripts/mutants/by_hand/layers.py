@@ -7,7 +7,7 @@ from scripts.mutants.mutant import Fault
 FAULTS: tuple[Fault, ...] = (
     Fault(
         name="loss-of-masked-tokens-counts",
-        file="nn/loss.py",
+        file="kernels/linear_cross_entropy/reference.py",
         old="total += (logsumexp_n - label_n).where(mask_n, 0).sum()",
         new="total += (logsumexp_n - label_n).sum()",
         kind="ignored mask",
@@ -15,7 +15,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         name="masked-tokens-have-gradients",
-        file="nn/loss.py",
+        file="kernels/linear_cross_entropy/reference.py",
         old="wide_nR.mul_(grads[0] / ctx.scale).masked_fill_(~mask_n[:, None], 0.0)",
         new="wide_nR.mul_(grads[0] / ctx.scale)",
         kind="ignored mask",

@@ -82,8 +82,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="index-leads-out-of-its-folder",
         file="interchange/files.py",
-        old="if Path(file).name != file})",
-        new="if Path(file).is_absolute()})",
+        old="if Path(file).name != file or file in",
+        new="if Path(file).is_absolute() or file in",
         kind="accepted input",
         why="a folder from the hub reads files of whoever imports it",
     ),

@@ -114,7 +114,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="skipped-steps-update-weights",
         file="train/step.py",
-        old="scale=gradients.clip_scale(norm, run.optim.clip), apply=finite)",
+        old="scale=gradients.clip_scale(norm, run.optim.clip), skip=~finite)",
         new="scale=gradients.clip_scale(norm, run.optim.clip))",
         kind="ignored mask",
         why="a gradient that is not finite reaches the weights",

@@ -96,7 +96,7 @@ def _number(settings: Settings, given: Mapping[str, Any], name: str, default: fl
     value = given.get(name)
     if default is not None and value in (None, 0):
         return default
-    if type(value) in (int, float):
+    if isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
     settings.refuse(f"rope_parameters.{name}", value, "must be a number")
     return 1.0

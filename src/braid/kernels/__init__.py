@@ -20,6 +20,8 @@ from braid.kernels import (
     glu,
     grouped_mlp,
     hyper_connection,
+    linear_cross_entropy,
+    optimizer,
     permute,
     rms_norm,
     rotary,
@@ -42,13 +44,16 @@ class Kernels:
     hyper_connection: KernelChoice[hyper_connection.HyperConnect] | None
     rms_norm: KernelChoice[rms_norm.Normalize]
     rotary: KernelChoice[rotary.Rotate] | None
+    linear_cross_entropy: KernelChoice[linear_cross_entropy.LinearCrossEntropy]
+    optimizer: KernelChoice[optimizer.OptimizerKernels]
 
     @property
     def choices(self) -> tuple[KernelChoice, ...]:
         """All selected implementations, for the log."""
         mixers = (self.attention, self.ssd, self.delta_rule)
         mlps = (self.glu, self.grouped_mlp, self.permute)
-        ops = (*mixers, self.rotary, self.rms_norm, *mlps, self.hyper_connection)
+        ends = (self.linear_cross_entropy, self.optimizer)
+        ops = (*mixers, self.rotary, self.rms_norm, *mlps, self.hyper_connection, *ends)
         return tuple(choice for choice in ops if choice is not None)
 
 
@@ -105,6 +110,8 @@ def _fastest(
         else hyper_connection.choose(device, dtype, streams=hyper.streams),
         rms_norm=rms_norm.choose(device, dtype),
         rotary=rotary.choose(device, dtype) if attends else None,
+        linear_cross_entropy=linear_cross_entropy.choose(device, dtype),
+        optimizer=optimizer.choose(device, dtype),
     )
 
 
@@ -120,4 +127,6 @@ def references() -> Kernels:
         hyper_connection=hyper_connection.REFERENCE,
         rms_norm=rms_norm.REFERENCE,
         rotary=rotary.REFERENCE,
+        linear_cross_entropy=linear_cross_entropy.REFERENCE,
+        optimizer=optimizer.REFERENCE,
     )

@@ -43,7 +43,7 @@ class Launcher:
         kernel: Any,
         grid: tuple[int, int],
         tensors: tuple[Tensor | Descriptor | None, ...],
-        numbers: tuple[int, ...],
+        numbers: tuple[int | float, ...],
         constants: Mapping[str, object],
         *,
         warps: int,
@@ -105,7 +105,7 @@ def _tensor_of(tensor: Tensor | Descriptor | None) -> Tensor:
     return tensor if isinstance(tensor, Tensor) else tensor.base
 
 
-def _specialization(number: int) -> tuple[bool, bool, bool]:
+def _specialization(number: int | float) -> tuple[bool, bool, bool]:
     """The properties of an integer argument that Triton may specialize a kernel on."""
     return number == 1, number % ALIGNED == 0, number > INT32_MAX
 

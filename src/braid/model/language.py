@@ -33,7 +33,7 @@ from braid.nn.cost import Cost, Workload, all_gather_calls
 from braid.nn.embedding import Embedding, Head, Vocabulary, check_ids
 from braid.nn.hyper_connection import expand
 from braid.nn.init import initialize
-from braid.nn.loss import cross_entropy, cross_entropy_cost
+from braid.nn.loss import linear_cross_entropy, linear_cross_entropy_cost, saves_hidden
 from braid.nn.moe.balance import Balance
 from braid.nn.moe.dispatch_plan import Dispatcher
 from braid.nn.moe.layer import Moe
@@ -280,9 +280,18 @@ class LanguageModel(Recomputing):
     def head_loss(self, hidden_BtC: Tensor, labels_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
         """Loss sum and token count of the head's predictions; identical on all tp ranks."""
         labels_Bs, mask_Bs = (own_slice(each, self.groups.cp, dim=1) for each in (labels_BT, mask_BT))
-        logits_BsV, vocabulary = self._unscaled_logits(hidden_BtC), Vocabulary(self.shape.vocab, self.groups.tp)
-        scale, flat = self.shape.logits_scale, (labels_Bs.flatten(), mask_Bs.flatten())
-        return cross_entropy(logits_BsV.flatten(0, 1), *flat, vocabulary, scale)
+        hidden_BsC = all_gather(hidden_BtC, self.groups.tp, dim=1)
+        head = self._head()
+        return linear_cross_entropy(
+            self.kernels.linear_cross_entropy.function,
+            hidden_BsC.flatten(0, 1),
+            head.weight,
+            labels_Bs.flatten(),
+            mask_Bs.flatten(),
+            Vocabulary(self.shape.vocab, self.groups.tp),
+            self.shape.logits_scale,
+            head.wgrad_store,
+        )
 
     def hidden(self, context: Context) -> Tensor:
         """The final hidden state of this rank's tokens, for a model that is not pipelined."""
@@ -291,17 +300,15 @@ class LanguageModel(Recomputing):
     def head_logits(self, hidden_BtC: Tensor) -> Tensor:
         """The vocab-parallel head: logits of this rank's part of the vocabulary, for the tokens of all tp
         ranks."""
-        logits_BsV, scale = self._unscaled_logits(hidden_BtC), self.shape.logits_scale
-        return logits_BsV if scale == 1 else logits_BsV / scale
+        logits_BsV = self._head().logits(all_gather(hidden_BtC, self.groups.tp, dim=1))
+        return logits_BsV if self.shape.logits_scale == 1 else logits_BsV / self.shape.logits_scale
 
-    def _unscaled_logits(self, hidden_BtC: Tensor) -> Tensor:
-        """The head's product; the loss divides it by `logits_scale` chunk by chunk."""
-        hidden_BsC = all_gather(hidden_BtC, self.groups.tp, dim=1)
+    def _head(self) -> Head | Embedding:
+        """The head, or the embedding that it is tied to."""
         if self.head is not None:
-            logits_BsV: Tensor = self.head(hidden_BsC)
-            return logits_BsV
+            return self.head
         assert self.embedding is not None
-        return self.embedding.logits(hidden_BsC)
+        return self.embedding
 
     def logits(self, context: Context) -> Tensor:
         """The logits of every token, for a model that is not pipelined: `prepare` makes the context."""
@@ -418,16 +425,27 @@ class LanguageModel(Recomputing):
         if not workload.recomputes("norm"):
             return full
         tokens, stream = workload.local_tokens(self.groups.tp_cp), self.shape.hidden * workload.narrow
-        seen = workload.local_tokens(self.groups.cp) * stream
+        seen = self._saved_hidden(workload)
         kept = full.kept - self.final_norm.cost(workload, tokens).kept + tokens * stream
         return replace(full, kept=kept - seen + workload.norm_output(seen, self.groups.tp.size > 1))
+
+    def _saved_hidden(self, workload: Workload) -> int:
+        """Bytes of hidden states that the head saves."""
+        tokens, hidden = workload.local_tokens(self.groups.cp), self.shape.hidden
+        saved = saves_hidden(self.kernels.linear_cross_entropy.function, tokens, hidden)
+        return tokens * hidden * workload.narrow if saved else 0
 
     def _head_loss_cost(self, workload: Workload) -> Cost:
         tp, cp, hidden = self.groups.tp, self.groups.cp, self.shape.hidden * workload.narrow
         calls = all_gather_calls(tp, workload.local_tokens(tp, cp) * hidden, "head tokens")
-        seen = Cost(kept=workload.local_tokens(cp) * hidden, calls=calls)
-        vocabulary, scale = Vocabulary(self.shape.vocab, tp), self.shape.logits_scale
-        return seen + cross_entropy_cost(workload, workload.local_tokens(cp), vocabulary, scale)
+        return Cost(kept=self._saved_hidden(workload), calls=calls) + linear_cross_entropy_cost(
+            self.kernels.linear_cross_entropy.function,
+            workload,
+            workload.local_tokens(cp),
+            self.shape.hidden,
+            Vocabulary(self.shape.vocab, tp),
+            self.shape.logits_scale,
+        )
 
     def _positions_cost(self, workload: Workload) -> Cost:
         channels, kinds = 0, self.layout.kinds()

@@ -18,6 +18,7 @@ from braid.distributed.collectives import ALONE, Group, Groups, own_slice, reduc
 from braid.errors import DataError
 from braid.nn.canonical import Canonical
 from braid.nn.cost import INDEX_BYTES, Cost, Workload, reduce_scatter_calls
+from braid.nn.delayed_wgrad import Delaying
 
 
 def check_ids(ids_BT: Tensor, vocab: int) -> None:
@@ -82,8 +83,9 @@ class _Lookup(torch.autograd.Function):
         return total[:-1].to(grad_NC.dtype), None
 
 
-class _VocabParallel(nn.Module):
-    """A weight with a row for every id of this rank."""
+class _VocabParallel(Delaying):
+    """A weight with a row for every id of this rank. Its gradient is never delayed, but as the head's weight it
+    may be written to the main gradient."""
 
     def __init__(
         self,

@@ -3,7 +3,7 @@
 A float32 or float64 parameter is its own main copy. A bfloat16 parameter has a separate float32 main copy:
 gradients accumulate there after every micro-batch, unless wgrad kernels have written them there directly, and
 weights are cast back after every update. For a parameter sharded by FSDP2, the main copy is this rank's shard,
-in the same memory.
+in the same memory. `kernels.optimizer` computes the update.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from braid.kernels.optimizer import PLAIN, Hyper, Moments, OptimizerKernels
 from braid.optim.shards import local
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""The optimizer state of a parameter, besides its step count."""
+"""The optimizer state of a parameter, besides the step count of all of them."""
 
 
 class AdamW:
-    """torch's fused AdamW on main parameters; weight decay applies to those in `decaying`."""
+    """AdamW on main parameters; weight decay applies to those in `decaying`."""
 
     def __init__(
         self,
@@ -31,18 +32,21 @@ class AdamW:
         betas: tuple[float, float],
         eps: float,
         weight_decay: float,
+        kernels: OptimizerKernels = PLAIN,
     ) -> None:
+        self.kernels = kernels
         self._parameters = dict(parameters)
         self.main: dict[str, Tensor] = {name: _main_copy(p) for name, p in parameters.items()}
         """Main parameters by name."""
-        groups = [
-            {"params": [t for name, t in self.main.items() if name in decaying], "weight_decay": weight_decay},
-            {"params": [t for name, t in self.main.items() if name not in decaying], "weight_decay": 0.0},
-        ]
-        self._adamw = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, fused=True)
-        for tensor in self.main.values():
-            moments = {moment: torch.zeros_like(tensor, requires_grad=False) for moment in MOMENTS}
-            self._adamw.state[tensor] = {"step": torch.zeros((), device=tensor.device), **moments}
+        self._hyper = Hyper(betas, eps)
+        self._decay = {name: weight_decay if name in decaying else 0.0 for name in parameters}
+        self._moments = {
+            name: {moment: torch.zeros_like(tensor, requires_grad=False) for moment in MOMENTS}
+            for name, tensor in self.main.items()
+        }
+        device = next((tensor.device for tensor in self.main.values()), None)
+        self._step = torch.zeros((), device=device)
+        """Steps taken so far, for Adam's bias correction. On the device, which may skip a step."""
 
     def main_copies(self) -> dict[Tensor, Tensor]:
         """Separate main copies by model parameter; a wgrad store accumulates into their gradients."""
@@ -70,20 +74,31 @@ class AdamW:
                 tensor.grad = torch.zeros_like(tensor)
         return {name: tensor.grad for name, tensor in self.main.items() if tensor.grad is not None}
 
-    def update(self, rate: float, *, scale: Tensor | None = None, apply: Tensor | None = None) -> None:
-        """Apply an optimizer step, update the model's parameters and clear the gradients. Gradients are
-        multiplied by `scale` first. If `apply` is false, weights, moments and step counts stay as they are.
-        Both are 0-D tensors on the device, which decides without the host."""
-        for group in self._adamw.param_groups:
-            group["lr"] = rate
+    @torch.no_grad()
+    def update(self, rate: float, scale: Tensor | None = None, skip: Tensor | None = None) -> None:
+        """Apply an optimizer step, update the model's parameters and clear the gradients. `scale`, a 0-D tensor
+        on the device, multiplies all gradients: see `gradients.clip_scale`. If `skip`, a 0-D bool, is set, all
+        stays as it is but for the gradients."""
         gradients = self.gradients()
-        if scale is not None and (scale.is_cuda or bool(scale != 1)):
-            torch._foreach_mul_(list(gradients.values()), scale)
-        # torch's name for it: GradScaler sets this attribute when scaled gradients overflow.
-        vars(self._adamw)["found_inf"] = None if apply is None else (~apply).float()
-        self._adamw.step()
-        self.copy_to_model()
+        parameters = [
+            Moments(
+                main=main.detach(),
+                exp_avg=self._moments[name]["exp_avg"],
+                exp_avg_sq=self._moments[name]["exp_avg_sq"],
+                narrow=self._narrow_copy(name),
+                weight_decay=self._decay[name],
+            )
+            for name, main in self.main.items()
+        ]
+        given = (parameters, [gradients[name] for name in self.main], self._hyper, rate, self._step)
+        self.kernels.adamw(*given, scale=scale, skip=skip)
         self.zero_grad()
+
+    def _narrow_copy(self, name: str) -> Tensor | None:
+        """The model's parameter, if its main copy is separate."""
+        parameter = self._parameters[name]
+        separate = self.main[name] is not parameter and not isinstance(parameter, DTensor)
+        return parameter.detach() if separate else None
 
     def zero_grad(self) -> None:
         for tensor in self.main.values():
@@ -92,24 +107,23 @@ class AdamW:
     @torch.no_grad()
     def copy_to_model(self) -> None:
         """Cast separate main copies into the model's parameters."""
-        for name, parameter in self._parameters.items():
-            if self.main[name] is not parameter and not isinstance(parameter, DTensor):
-                parameter.copy_(self.main[name])
+        for name, main in self.main.items():
+            narrow = self._narrow_copy(name)
+            if narrow is not None:
+                narrow.copy_(main)
 
     def moment(self, kind: str, name: str) -> Tensor:
         """One of `MOMENTS` of a parameter, by reference: checkpoints read it and write to it."""
-        state: Tensor = self._adamw.state[self.main[name]][kind]
-        return state
+        return self._moments[name][kind]
 
     @property
     def updates(self) -> int:
         """Steps taken so far, for Adam's bias correction."""
-        return next((int(state["step"]) for state in self._adamw.state.values()), 0)
+        return int(self._step)
 
     @updates.setter
     def updates(self, count: int) -> None:
-        for state in self._adamw.state.values():
-            state["step"].fill_(count)
+        self._step.fill_(count)
 
 
 def _main_copy(parameter: nn.Parameter) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from braid.distributed.collectives import ALONE, Group, all_reduce_no_grad
+from braid.kernels.optimizer import PLAIN, OptimizerKernels
 from braid.nn.canonical import Canonical, Held, Shard
 
 
@@ -69,14 +70,6 @@ def _gradient_of(gradients: Mapping[str, Tensor], part: ReplicatedPart) -> Tenso
     return gradient if part.place is None else part.place.read(gradient)
 
 
-def squares(gradients: Mapping[str, Tensor]) -> Tensor:
-    """The squared norm of each gradient, in float64, in one tensor."""
-    if not gradients:
-        return torch.zeros(0, dtype=torch.float64)
-    norms = torch._foreach_norm(list(gradients.values()))
-    return torch.stack([norm.double() for norm in norms]).square()
-
-
 def total_norm(
     gradients: Mapping[str, Tensor],
     copies: Sequence[ReplicatedPart] = (),
@@ -84,22 +77,24 @@ def total_norm(
     world: Group = ALONE,
     *,
     squares_P: Tensor | None = None,
+    kernels: OptimizerKernels = PLAIN,
 ) -> Tensor:
-    """The global gradient norm over all ranks, a 0-D tensor, identical everywhere; 0 without gradients.
+    """The global gradient norm over all ranks, a 0-D float64 tensor, identical everywhere; 0 without gradients.
     Replicated parts count once. `repeated` are parameters whose shard an earlier data-parallel rank holds too
-    (HSDP). `squares_P` are the `squares`, if known."""
-    squares_P = squares(gradients) if squares_P is None else squares_P
+    (HSDP). `squares_P` are the squared norms of all gradients, if known."""
+    squares_P = kernels.squares(list(gradients.values())) if squares_P is None else squares_P
     counted = [place for place, name in enumerate(gradients) if name not in repeated]
     square = squares_P.sum() if len(counted) == len(gradients) else squares_P[counted].sum()
     # Every rank of the group has added its copy of the part; all but the first take it back.
-    twice = [part for part in copies if part.group.rank and part.parameter not in repeated]
-    if twice:
-        square = square - squares({str(n): _gradient_of(gradients, part) for n, part in enumerate(twice)}).sum()
+    taken_back = [
+        _gradient_of(gradients, part) for part in copies if part.group.rank and part.parameter not in repeated
+    ]
+    if taken_back:
+        square = square - kernels.squares(taken_back).sum()
     return all_reduce_no_grad(square, world).sqrt()
 
 
-def clip_scale(norm: Tensor, max_norm: float) -> Tensor:
-    """The factor that scales gradients of global norm `norm` down to `max_norm`; 0 disables clipping. A 0-D
-    tensor on the device of `norm`."""
-    one = torch.ones_like(norm)
-    return one if max_norm == 0 else torch.where(norm > max_norm, max_norm / norm, one)
+def clip_scale(norm: Tensor, max_norm: float) -> Tensor | None:
+    """The factor that brings gradients of global norm `norm` to a norm of at most `max_norm`, a 0-D tensor on
+    the same device. None if `max_norm` is 0, which disables clipping."""
+    return (max_norm / norm).clamp(max=1.0) if max_norm > 0 else None

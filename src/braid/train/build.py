@@ -64,6 +64,7 @@ def make_state(
         betas=run.optim.betas,
         eps=run.optim.eps,
         weight_decay=run.optim.weight_decay,
+        kernels=model.kernels.optimizer.function,
     )
     units = [unit.path for unit in model.units()]
     single = groups.world.size == 1

@@ -136,10 +136,13 @@ def begin_step(state: State, run: Run, loader: Loader, rate: float, *, stop: boo
     # Copies shared by the first and last pipeline stage (embeddings) were summed by an op of the schedule.
     gradients.sum_copies_(grads, [each for each in state.copies if each.group is not groups.ends])
     repeated = frozenset(name for name in grads if not state.kept[name].first)
-    squares_P = gradients.squares(grads)
-    norm = gradients.total_norm(grads, state.copies, repeated, groups.world, squares_P=squares_P)
+    kernels = state.optimizer.kernels
+    squares_P = kernels.squares(list(grads.values()))
+    norm = gradients.total_norm(
+        grads, state.copies, repeated, groups.world, squares_P=squares_P, kernels=kernels
+    )
     finite = metrics["loss"].isfinite() & norm.isfinite()
-    state.optimizer.update(rate, scale=gradients.clip_scale(norm, run.optim.clip), apply=finite)
+    state.optimizer.update(rate, scale=gradients.clip_scale(norm, run.optim.clip), skip=~finite)
     update_selection_biases(state.model, loads, apply=finite)
     return PendingStep(
         state=state,

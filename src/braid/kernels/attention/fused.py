@@ -17,8 +17,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from braid.kernels.attention import sdpa
-from braid.kernels.attention.device import hopper, plain
-from braid.kernels.attention.device import hopper_dk_dv, hopper_dk_dv_wide, hopper_dq, hopper_forward
+from braid.kernels.attention.device import (
+    hopper,
+    hopper_dk_dv,
+    hopper_dk_dv_wide,
+    hopper_dq,
+    hopper_forward,
+    plain,
+)
 from braid.kernels.attention.packed import Gradients, Packed
 from braid.kernels.attention.spans import Spans
 from braid.kernels.launch import Launcher

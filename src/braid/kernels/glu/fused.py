@@ -20,7 +20,7 @@ from braid.kernels.glu.device import kernels
 from braid.kernels.grouped_mlp.device.activation import FusedActivation
 from braid.kernels.launch import Launcher, parts_of
 
-BLOCK = 2048
+BLOCK = 1024
 """ffn channels per program."""
 WARPS = 4
 

@@ -17,6 +17,8 @@ from braid.model.declaration import chains, form_of
 from braid.model.language import LanguageModel
 from braid.nn.canonical import Shard
 from braid.nn.cost import Call
+from braid.nn.embedding import Head
+from braid.nn.linear import Linear, RowLinear
 from braid.nn.moe.experts import SHARD_DIMS, Experts
 from braid.optim.gradients import replicated_parts
 from braid.planning.divisibility import AxisSizes
@@ -47,7 +49,7 @@ class HeldUnit:
     computed: int
     """Bytes per element in the compute dtype."""
     in_place: bool
-    """Whether kernels accumulate its gradients in place, in the optimizer's dtype."""
+    """Whether products accumulate its gradients, but for small ones, in place, in the optimizer's dtype."""
 
     @property
     def kept_bytes(self) -> int:
@@ -97,7 +99,7 @@ def _held(
     dims = shard_dims(module)
     sizes = [_shard_size(p, dims.get(name.rpartition(".")[2], 0), shards) for name, p in weights]
     stored = weights[0][1].dtype
-    in_place = isinstance(module, Experts) and isinstance(module.grouped_mlp, WritesInPlace)
+    in_place = sum(p.numel() for name, p in weights if _written_in_place(model, name))
     return HeldUnit(
         name=unit.path,
         part=part,
@@ -108,8 +110,22 @@ def _held(
         kept=sum(sizes),
         stored=stored.itemsize,
         computed=stored.itemsize if unit.wide else min(stored.itemsize, model.dtype.itemsize),
-        in_place=in_place and model.dtype.itemsize < torch.float32.itemsize,
+        in_place=2 * in_place > sum(p.numel() for _, p in weights)
+        and model.dtype.itemsize < torch.float32.itemsize,
     )
+
+
+def _written_in_place(model: LanguageModel, name: str) -> bool:
+    """Whether the gradient of a parameter is written to its main gradient."""
+    match model.get_submodule(name.rpartition(".")[0]):
+        case Linear() | RowLinear():
+            return True
+        case Experts(grouped_mlp=grouped_mlp):
+            return isinstance(grouped_mlp, WritesInPlace)
+        case Head():
+            return isinstance(model.kernels.linear_cross_entropy.function, WritesInPlace)
+        case _:
+            return False
 
 
 def _sharing(mesh: str, axes: AxisSizes) -> tuple[int, int]:

@@ -120,7 +120,9 @@ def multiply_transposed(
     a, a1, tiles, tiles1, number, zeros, TOKENS: gl.constexpr, D: gl.constexpr, D1: gl.constexpr,
 ):  # fmt: skip
     """a · tileᵀ over the channels of both tensors of a head: one or two wgmma that run on."""
-    product = warpgroup_mma(a, tile_at(tiles, number, TOKENS, D).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    product = warpgroup_mma(
+        a, tile_at(tiles, number, TOKENS, D).permute((1, 0)), zeros, use_acc=False, is_async=True
+    )
     if D1 > 0:
         product = warpgroup_mma(a1, tile_at(tiles1, number, TOKENS, D1).permute((1, 0)), product, is_async=True)
     return product
@@ -153,7 +155,9 @@ def query_steps(last, begin, end, M: gl.constexpr):
 
 
 @gluon.jit
-def store_rows(out, begin, end, head, value, staging, HEADS: gl.constexpr, WIDTH: gl.constexpr, C: gl.constexpr):
+def store_rows(
+    out, begin, end, head, value, staging, HEADS: gl.constexpr, WIDTH: gl.constexpr, C: gl.constexpr
+):
     """Write 64 rows of C channels of heads that are WIDTH wide, 16 bytes a thread. They pass through shared memory
     that this warp group needs no more."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C, C // 8], [4, 1], [1, 0])

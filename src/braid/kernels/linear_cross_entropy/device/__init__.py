@@ -1,0 +1,1 @@
+"""Triton kernels of cross-entropy. Importing this package requires Triton."""

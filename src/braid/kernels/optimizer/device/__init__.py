@@ -1,0 +1,1 @@
+"""Triton kernels over lists of tensors. Importing this package requires Triton."""
