@@ -66,6 +66,7 @@ CHECKS = (
     Shape(rows=2, tokens=1, key_heads=1, heads=2, initial=True),
     Shape(rows=2, tokens=200, key_heads=2, heads=2, key_dim=64, value_dim=64, documents=60),
     Shape(rows=1, tokens=333, key_heads=1, heads=4, key_dim=96, value_dim=192, documents=5, initial=True),
+    Shape(rows=2, tokens=100, key_heads=2, heads=4, key_dim=32, value_dim=48, documents=3),
     Shape(rows=1, tokens=500, key_heads=2, heads=4, key_dim=256, value_dim=256, documents=3, initial=True),
 )
 
@@ -255,32 +256,38 @@ class Work:
 
 
 P, S, G = PairsVariant, ScanVariant, GradientVariant
-GRADIENTS = (
-    G(),
-    G(registers=128),
-    G(registers=168),
-    G(channels=64, registers=128),
-    G(channels=64, stages=2, registers=128),
-    G(warps=4),
-    G(warps=4, channels=64),
-    G(warps=4, channels=64, stages=2),
-)
 CANDIDATES: dict[str, tuple[Any, ...]] = {
     "inverse": (
-        P(),
-        P(precision="ieee"),
-        P(precision="bf16x3"),
         P(registers=128),
+        P(registers=112),
+        P(registers=96),
         P(precision="ieee", registers=128),
         P(precision="bf16x3", registers=128),
+        P(precision="bf16x3", registers=104),
     ),
-    "scores": (P(), P(registers=80), P(registers=96)),
+    "scores": (P(), P(registers=96), P(registers=80)),
     "outputs": (S(), S(channels=128, warps=8)),
-    "states": (S(), S(stages=1), S(stages=3), S(channels=128, warps=8), S(channels=128, warps=8, stages=3)),
+    "states": (S(), S(stages=3), S(channels=128, warps=8, stages=3)),
     "state_gradients": (S(), S(channels=128, warps=8), S(channels=128, warps=8, stages=3)),
-    "pair_gradients": GRADIENTS,
-    "query_gradients": GRADIENTS,
-    "key_gradients": GRADIENTS,
+    "pair_gradients": (G(), G(registers=128), G(registers=96), G(warps=4), G(warps=4, registers=168)),
+    "query_gradients": (
+        G(stages=2),
+        G(stages=3),
+        G(registers=128),
+        G(stages=2, registers=128),
+        G(warps=4),
+        G(warps=4, registers=168),
+        G(warps=4, channels=64, stages=2),
+    ),
+    "key_gradients": (
+        G(),
+        G(stages=2),
+        G(registers=168),
+        G(registers=128),
+        G(warps=4, stages=2),
+        G(warps=4, channels=64, stages=2),
+        G(channels=64, stages=3),
+    ),
 }
 
 

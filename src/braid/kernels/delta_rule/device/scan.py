@@ -169,10 +169,8 @@ def _scan(
     row, head, key_head, first = _place(V, BV, H, R)
     i, n, c = tl.arange(0, LENGTH), tl.arange(0, KP), first + tl.arange(0, BV)
     state = (row * H + head).to(tl.int64)
-    turned_VK = c[:, None] + n[None, :] * V  # states come and go as (K, V)
-    inside_VK = (c < V)[:, None] & (n < K)[None, :]
     if initial is not None:
-        state_VK = tl.load(initial + state * K * V + turned_VK, mask=inside_VK, other=0.0).to(tl.float32)
+        state_VK = tl.trans(load_matrix(initial + state * K * V, n, c, K, V)).to(tl.float32)
     else:
         state_VK = tl.zeros((BV, KP), dtype=tl.float32)
     for chunk in range(0, chunks):
@@ -204,7 +202,7 @@ def _scan(
         state_VK *= keeps
         state_VK = tl.dot((delta_VL * write_L[None, :]).to(k_LK.dtype), k_LK, acc=state_VK)
     if final is not None:
-        tl.store(final + state * K * V + turned_VK, state_VK, mask=inside_VK)
+        store_matrix(final + state * K * V, n, c, K, V, tl.trans(state_VK))
 
 
 @triton.jit(do_not_specialize=["tokens", "chunks"])
@@ -217,10 +215,8 @@ def _scan_backward(
     row, head, key_head, first = _place(V, BV, H, R)
     i, n, c = tl.arange(0, LENGTH), tl.arange(0, KP), first + tl.arange(0, BV)
     state = (row * H + head).to(tl.int64)
-    turned_VK = c[:, None] + n[None, :] * V
-    inside_VK = (c < V)[:, None] & (n < K)[None, :]
     if d_final is not None:
-        d_state_VK = tl.load(d_final + state * K * V + turned_VK, mask=inside_VK, other=0.0).to(tl.float32)
+        d_state_VK = tl.trans(load_matrix(d_final + state * K * V, n, c, K, V)).to(tl.float32)
     else:
         d_state_VK = tl.zeros((BV, KP), dtype=tl.float32)
     for step in range(0, chunks):
@@ -249,4 +245,4 @@ def _scan_backward(
         d_state_VK = tl.dot((dy_VL.to(tl.float32) * read_L[None, :]).to(k_LK.dtype), q_LK, acc=d_state_VK)
         d_state_VK = tl.dot((d_x_VL * -erase_L[None, :]).to(k_LK.dtype), k_LK, acc=d_state_VK)
     if d_initial is not None:
-        tl.store(d_initial + state * K * V + turned_VK, d_state_VK, mask=inside_VK)
+        store_matrix(d_initial + state * K * V, n, c, K, V, tl.trans(d_state_VK))
