@@ -6,20 +6,23 @@ from pathlib import Path
 
 import torch
 
-from tests.interchange.models import CONFIGS, DOCUMENTS, compare
+from tests.interchange.models import BOUNDS, CONFIGS, DOCUMENTS, FLOOR, compare, model_type
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "parity.md"
 HEAD = """# Parity with transformers
 
-Imported models compute what transformers computes: in float64, logits and the gradient of every parameter
-agree to 1e-12 for the eight families below. `deepseek_v4` is not compared as a whole, because braid does not
-have its attention.
+Imported models compute what transformers computes: logits and the gradient of every parameter agree
+{promise}, listed below. `kimi_k2` is compared with transformers' DeepSeek-V3;
+`deepseek_v4` is not compared as a whole, because braid does not have its attention. transformers ignores
+Nemotron-H's `time_step_limit`, which braid honours where a file has it: these models have none.
 
 Tiny random models of transformers {version} are imported through `braid.interchange`; both sides compute
 logits and gradients from the same tokens. Rows have 37 tokens, 1 or 3 at a time, or hold packed documents of
-lengths {packed}, which transformers sees one by one. Each figure is the worst ‖difference‖ / ‖transformers‖
-over these inputs, and for gradients over all parameters. In float64, transformers' own roundings to float32
-(norms, rotary tables, routers, scans) are removed; see `tests/interchange/models.py`.
+lengths {packed}, which transformers sees one by one. Each figure is the worst
+‖difference‖ / ‖transformers‖ over these inputs, and for gradients over all parameters; one that is shorter
+than {floor} of the longest, such as that of a key bias without positions, counts as so long. In float64,
+transformers' own roundings to float32 (norms, rotary tables, routers, scans) are removed
+(`tests/interchange/widened.py`).
 `python -m tests.interchange.parity` generates this page.
 
 | model | logits, fp64 | gradients, fp64 | logits, fp32 | gradients, fp32 |
@@ -33,6 +36,12 @@ def worst(case: str, dtype: torch.dtype) -> tuple[float, float]:
     return max(parity.logits for parity in found), max(parity.gradients for parity in found)
 
 
+def promise() -> str:
+    """What the docs say of the model types that are compared."""
+    count = len({model_type(case) for case in CONFIGS})
+    return f"to {BOUNDS[torch.float64]:.0e} in float64 for {count} model types"
+
+
 def main() -> None:
     import transformers
 
@@ -43,7 +52,8 @@ def main() -> None:
         lines.append(f"| {case} | {' | '.join(figures)} |")
         print(lines[-1])
     packed = "; ".join(" + ".join(map(str, row)) for row in DOCUMENTS["packed"])
-    PAGE.write_text(HEAD.format(version=transformers.__version__, packed=packed) + "\n".join(lines) + "\n")
+    head = HEAD.format(promise=promise(), version=transformers.__version__, packed=packed, floor=f"{FLOOR:.0e}")
+    PAGE.write_text(head + "\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ from braid.recipes import load
 from braid.train.state import load_weights
 from tests.interchange.layouts import optimized
 from tests.interchange.layouts import same as assert_same
-from tests.interchange.models import our_model
+from tests.interchange.models import BOUNDS, our_model
 from tests.interchange.widened import widened
 from tests.model.cases import assert_near, batch, build, canonical_grads
 
@@ -451,7 +451,7 @@ def test_a_layer_gives_what_transformers_gives() -> None:
     assert_near(
         {"out": out_BtSC.detach(), "given": given_BtSC.grad, **{name: told[name] for name in wanted}},
         {"out": expected_BtSC.detach(), "given": same_BtSC.grad, **wanted},
-        1e-11,
+        BOUNDS[FP64],
     )
 
 
@@ -479,7 +479,7 @@ def test_a_model_with_a_depth_gives_what_transformers_gives() -> None:
     assert_near(
         {"logits": logits_BtV, **{name: told[name] for name in wanted}},
         {"logits": expected_BtV.detach(), **wanted},
-        1e-11,
+        BOUNDS[FP64],
     )
 
 

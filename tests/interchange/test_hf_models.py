@@ -13,15 +13,12 @@ import torch
 from braid.interchange import adapter_for, convert, from_hf, to_hf
 from braid.interchange.files import SafetensorsFolder
 from braid.interchange.tables import copies
-from tests.interchange.models import CONFIGS, DOCUMENTS, compare, model_type, our_shape, their_model
+from tests.interchange import parity
+from tests.interchange.models import BOUNDS, CONFIGS, DOCUMENTS, compare, model_type, our_shape, their_model
 
 pytestmark = pytest.mark.costly("every family is built by transformers and compared, gradients too")
 
 pytest.importorskip("transformers")
-
-BOUNDS = {torch.float64: 1e-11, torch.float32: 1e-3}
-"""Worst relative error of logits and gradients. The bound of float32 is wide because gradients of random models
-cancel; float64 is what tells a difference of meaning from one of rounding."""
 
 
 @pytest.mark.parametrize("documents", DOCUMENTS)
@@ -36,9 +33,19 @@ def test_logits_and_every_gradient_in_float32(case: str) -> None:
 
 
 def assert_near(case: str, documents: str, dtype: torch.dtype) -> None:
-    parity = compare(case, documents, dtype)
-    assert parity.logits < BOUNDS[dtype]
-    assert parity.gradients < BOUNDS[dtype], parity.worst
+    found = compare(case, documents, dtype)
+    assert found.logits < BOUNDS[dtype]
+    assert found.gradients < BOUNDS[dtype], found.worst
+
+
+def test_the_docs_promise_the_bound_that_the_tests_hold() -> None:
+    page, readme = parity.PAGE.read_text(), (parity.PAGE.parents[1] / "README.md").read_text()
+    for text in (page, readme):
+        assert parity.promise() in " ".join(text.split())
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("|")][2:]
+    assert [row[0] for row in rows] == list(CONFIGS), "run: python -m tests.interchange.parity"
+    bounds = [BOUNDS[dtype] for dtype in (torch.float64, torch.float64, torch.float32, torch.float32)]
+    assert all(float(error) < bound for row in rows for error, bound in zip(row[1:], bounds, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
