@@ -363,7 +363,7 @@ def time_pass(vocab: int, block: int, warps: int, tokens: int = 2048) -> Row:
 def losses(tune: bool) -> list[Row]:
     rows, usual = [tried("check loss", check_loss)], (loss.BLOCK, loss.WARPS)
     for vocab in (32000, 131_072):
-        for block, warps in ((2048, 4), (4096, 4), (4096, 8), (8192, 8), (8192, 16)) if tune else (usual,):
+        for block, warps in ((4096, 8), (8192, 8), (8192, 16), (8192, 32), (16384, 32)) if tune else (usual,):
             rows.append(tried(f"pass {vocab} {block}/{warps}", partial(time_pass, vocab, block, warps)))
         rows += time_loss(vocab, tune)
     return rows

@@ -102,18 +102,20 @@ class AccumulatedGrads:
 
     def __init__(self, root: nn.Module) -> None:
         self.root = root
-        self._by_parameter: dict[Tensor, _AccumulatedGrad] = {}
+        self._by_parameter: dict[Tensor, _AccumulatedGrad | None] = {}
 
     def get(self, parameter: Tensor) -> _AccumulatedGrad | None:
-        # FSDP2 creates the unsharded parameter when it is first gathered, so look again on a miss.
+        # FSDP2 creates the unsharded parameter when it is first gathered, so look again on a miss; but only
+        # once for one that is not narrower.
         if parameter not in self._by_parameter:
             params = (param for module in fsdp_modules(self.root) for param in _fsdp_params(module))
-            self._by_parameter = {
+            found = {
                 param._unsharded_param: _AccumulatedGrad(param)
                 for param in params
                 if param.reduce_dtype not in (None, param._unsharded_param.dtype)
             }
-        return self._by_parameter.get(parameter)
+            self._by_parameter = {parameter: None, **self._by_parameter, **found}
+        return self._by_parameter[parameter]
 
 
 class _AccumulatedGrad:
