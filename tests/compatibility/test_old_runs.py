@@ -9,7 +9,9 @@ Both runs have 4 steps and checkpoints of steps 2 and 4.
 from __future__ import annotations
 
 import json
+import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,7 @@ from braid.cli import main
 from braid.planning.plan import plan
 from braid.train.state import describe
 from braid.train.trainer import Trainer
+from tests.ranks import run_ranks
 
 WRITTEN = Path(__file__).resolve().parent / "written"
 
@@ -71,6 +74,30 @@ def test_a_run_goes_on_to_the_bit(name: str, bound: float, folder: Path) -> None
             torch.testing.assert_close(found[key], tensor, rtol=bound, atol=bound)
     before = losses(WRITTEN / "runs" / name)
     assert losses(out) == (before if same_arithmetic() else pytest.approx(before, rel=bound))
+
+
+def gone_on(rank: int, world: int, folder: Path) -> str:
+    """The run `tiny` from step 2 to its end in a pipeline, on as many ranks as it has segments."""
+    os.chdir(folder)
+    out = folder / "runs" / "tiny"
+    run = describe(out / "checkpoints" / "step-00000002").run
+    run = replace(run, mesh=replace(run.mesh, pp=world))
+    with Trainer(plan(run, world), out=out, device="cpu", quiet=True) as trainer:
+        trainer.train()
+        return trainer.generate("to be", tokens=3, temperature=0)
+
+
+def test_a_run_goes_on_on_other_ranks(folder: Path) -> None:
+    shutil.rmtree(folder / "runs" / "tiny" / "checkpoints" / "step-00000004")
+    texts = run_ranks(2, gone_on, folder)
+    found, wanted = (
+        tensors(root / "runs" / "tiny" / "checkpoints" / "step-00000004") for root in (folder, WRITTEN)
+    )
+    assert found.keys() == wanted.keys()
+    for key, tensor in wanted.items():
+        torch.testing.assert_close(found[key], tensor, rtol=1e-10, atol=1e-10)
+    assert [text[:5] for text in texts] == ["to be"] * 2
+    assert (folder / "texts" / "tiny.txt").read_text().startswith(texts[0])
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny-mhc", "imported"])
