@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ from braid.interchange.hub import read_config
 from braid.interchange.side_files import Source
 from braid.recipes import load
 from tests.interchange.models import CONFIGS
+from tests.interchange.published_table import FOLDER as PUBLISHED
 from tests.model.cases import build
 
 LLAMA: dict[str, Any] = {
@@ -144,6 +148,58 @@ def test_gpt_oss_without_rotary_settings_has_the_yarn_of_its_family() -> None:
     assert shape.attention is not None
     assert shape.attention.rope_scaling == Yarn(factor=32, original_tokens=4096, truncate=False)
     assert (shape.attention.rope_base, shape.attention.window_pattern) == (150_000, "SL")
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers = 1000000000: must be 10000 or less"),
+        ({"hidden_size": 10**30}, "must be 2147483647 or less"),
+        ({"architectures": "LlamaForCausalLM"}, "braid reads language models"),
+        ({"architectures": 3}, "braid reads language models"),
+        ({"rope_parameters": {"rope_theta": 5.0}, "rope_theta": 7.0}, "contradicts rope_parameters.rope_theta"),
+        ({"rope_parameters": {"rope_theta": True}}, "must be a number"),
+        ({"rope_parameters": {"rope_type": ["yarn"]}}, "braid has 'default', 'llama3' and 'yarn'"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2, "beta_fast": "x"}},
+            "beta_fast = 'x': must be a number",
+        ),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2, "original_max_position_embeddings": "8192"}},
+            "original_max_position_embeddings = '8192': must be a number",
+        ),
+    ],
+)
+def test_values_of_no_sense_are_refused(settings: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(reason)) as error:
+        llama(**settings)
+    assert len(set(str(error.value).splitlines())) == len(str(error.value).splitlines())
+
+
+def test_layer_types_are_as_many_as_layers() -> None:
+    for model_type in ("qwen3", "gpt_oss"):
+        with pytest.raises(ConfigError, match="has 1 entries, num_hidden_layers is 2"):
+            shape_of(family_of(model_type), LLAMA | {"layer_types": ["full_attention"]})
+
+
+def test_values_of_any_type_are_read_or_refused() -> None:
+    """Never a traceback: in published files every setting, also of objects within, is null or odd."""
+
+    def places(config: dict[str, Any], at: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+        for name, value in config.items():
+            yield (*at, name)
+            yield from places(value, (*at, name)) if isinstance(value, dict) else ()
+
+    def changed(config: dict[str, Any], place: tuple[str, ...], value: Any) -> dict[str, Any]:
+        first, *rest = place
+        return {**config, first: changed(config[first], tuple(rest), value) if rest else value}
+
+    for folder in sorted(PUBLISHED.iterdir()):
+        config = json.loads(min(folder.glob("*.json")).read_text())
+        for place in places(config):
+            for value in (None, {"a": "x"}, [float("nan")]):
+                with suppress(ConfigError):
+                    read_config(changed(config, place, value))
 
 
 def test_settings_that_make_no_model_are_refused() -> None:

@@ -87,6 +87,8 @@ def test_tensors_of_another_size_than_the_config_says_are_all_listed(tmp_path: P
         ({"a": "one.safetensors"}, "extra    b"),
         ({"a": "../one.safetensors"}, "outside of its folder"),
         ({"a": "absent.safetensors"}, "cannot be read"),
+        ({"a": ""}, "outside of its folder"),
+        ({"a": ".."}, "outside of its folder"),
         ("all", "no weight_map"),
     ],
 )
@@ -95,6 +97,30 @@ def test_an_index_that_lies_is_refused(tmp_path: Path, weight_map: object, reaso
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
     with pytest.raises(CheckpointError, match=reason):
         SafetensorsFolder(tmp_path)
+
+
+def test_a_second_set_of_weights_is_refused(tmp_path: Path) -> None:
+    """transformers would read the single file."""
+    write_folder(plan_folder(tmp_path / "m", {}, TENSORS, shard_bytes=40))
+    save_file(TENSORS, tmp_path / "m" / "model.safetensors")
+    with pytest.raises(CheckpointError, match="holds both"):
+        SafetensorsFolder(tmp_path / "m")
+
+
+def test_names_of_any_kind_are_listed(tmp_path: Path) -> None:
+    shape, ours = shape_and_weights()
+    to_hf(shape, ours, tmp_path / "m", model_type="llama")
+    file = tmp_path / "m" / "model.safetensors"
+    save_file(load_file(file) | {"": torch.ones(1), "ein Schnee\nmann": torch.ones(1)}, file)
+    with pytest.raises(CheckpointError) as error:
+        from_hf(tmp_path / "m")
+    assert str(error.value).splitlines()[1:] == ["  extra    ''", "  extra    'ein Schnee\\nmann'"]
+
+
+def test_json_without_end_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        from_hf(tmp_path)
 
 
 def test_a_folder_that_is_none_says_what_is_missing(tmp_path: Path) -> None:

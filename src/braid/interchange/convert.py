@@ -45,11 +45,17 @@ class Lazy(Mapping[str, Tensor]):
 
 
 def convert(
-    tensors: Mapping[str, Tensor], adapter: Adapter, shape: Model, direction: Direction
+    tensors: Mapping[str, Tensor],
+    adapter: Adapter,
+    shape: Model,
+    direction: Direction,
+    *,
+    narrowed: bool = True,
 ) -> Mapping[str, Tensor]:
-    """The tensors of a model of this shape under the other side's names. Every name must have its place."""
+    """The tensors of a model of this shape under the other side's names. Every name must have its place.
+    `narrowed` gives theirs that were widened on their way in the dtype of the rest."""
     if direction == "to_theirs":
-        return together(tensors, list(links(adapter, shape)))
+        return together(tensors, list(links(adapter, shape)), narrowed=narrowed)
     table = [link for told in spelled(adapter, shape, tensors) for link in told]
     check(f"{adapter.name} tensors do not fit the model's shape", name_faults(tensors, table, adapter, shape))
     check("these tensors contradict their config.json", copy_faults(tensors, adapter, shape))
@@ -63,11 +69,13 @@ def apart(tensors: Mapping[str, Tensor], table: Sequence[NameLink]) -> Mapping[s
     )
 
 
-def together(tensors: Mapping[str, Tensor], table: Sequence[NameLink]) -> Mapping[str, Tensor]:
+def together(
+    tensors: Mapping[str, Tensor], table: Sequence[NameLink], *, narrowed: bool = True
+) -> Mapping[str, Tensor]:
     """Their tensors, each put together from those of ours that lie in it; there may be no others of ours."""
     faults = _differences(tensors.keys(), {name for link in table for name in link.ours})
     check("the model's tensors do not fit the model's shape", faults)
-    return Lazy({link.theirs: partial(_theirs, tensors, link) for link in table})
+    return Lazy({link.theirs: partial(_theirs, tensors, link, narrowed) for link in table})
 
 
 def check(what: str, faults: Sequence[str]) -> None:
@@ -86,7 +94,7 @@ def _ours(tensors: Mapping[str, Tensor], link: NameLink, place: int) -> Tensor:
         raise CheckpointError(f"{link.theirs} {error}") from error
 
 
-def _theirs(tensors: Mapping[str, Tensor], link: NameLink) -> Tensor:
+def _theirs(tensors: Mapping[str, Tensor], link: NameLink, narrowed: bool) -> Tensor:
     ours = [tensors[name] for name in link.ours]
     try:
         theirs = link.move.to_theirs(ours)
@@ -94,7 +102,7 @@ def _theirs(tensors: Mapping[str, Tensor], link: NameLink) -> Tensor:
         shapes = ", ".join(f"{name} {list(t.shape)}" for name, t in zip(link.ours[:6], ours, strict=False))
         raise CheckpointError(f"{link.theirs} cannot be put together from {shapes}: {error}") from error
     # What was widened on its way in is as narrow as the rest on its way out.
-    return theirs.to(tensors["embedding.weight"].dtype) if link.move == FromOne() else theirs
+    return theirs.to(tensors["embedding.weight"].dtype) if narrowed and link.move == FromOne() else theirs
 
 
 def name_faults(

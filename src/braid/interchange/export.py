@@ -84,10 +84,11 @@ def hub_folder(
     source: Source | None = None,
     updates: int | None = None,
     outlines: Mapping[str, Tensor] | None = None,
+    as_stored: bool = False,
 ) -> FolderPlan:
     """The folder that `to_hf` writes. `source` is the folder that the model was imported from. With `updates`
     the optimizer's state, which has made so many, is among the tensors and is written beside them. `outlines`
-    are the tensors without numbers."""
+    are the tensors without numbers. `as_stored` gives each tensor the dtype that it had in the source."""
     family = family_of(model_type)
     if source is not None and source.config.get("model_type") not in (family.model_type, family.text_type):
         source = None
@@ -95,9 +96,12 @@ def hub_folder(
     adapter = adapter_for(model_type, _stored_form(model_type, form, shape, shards))
     seen = outlined(tensors) if outlines is None else outlines
     config = config_of(family, shape) if source is None else _merged(family, shape, source)
-    config |= _dtype_setting(config, seen["embedding.weight"].dtype if dtype is None else dtype)
+    dtypes = source.dtypes if source is not None and as_stored else {}
+    if not dtypes:  # else config.json says of its dtype what it said
+        config |= _dtype_setting(config, seen["embedding.weight"].dtype if dtype is None else dtype)
     config |= (settings or {}) if source is None else {}
     kept: dict[str, Any] = {"dtype": dtype, "updates": updates, "outlines": seen, "shards": shards}
+    kept["dtypes"] = dtypes
     return plan_trained(folder, config, tensors, adapter, shape, **kept)
 
 
@@ -112,16 +116,18 @@ def plan_trained(
     updates: int | None,
     outlines: Mapping[str, Tensor] | None = None,
     shards: Mapping[str, str] = MappingProxyType({}),
+    dtypes: Mapping[str, torch.dtype] = MappingProxyType({}),
 ) -> FolderPlan:
-    """A model, and with `updates` the state of its optimizer, under the names of any table."""
+    """A model, and with `updates` the state of its optimizer, under the names of any table. `dtypes` are those
+    of single tensors, in place of `dtype`."""
     seen = outlined(tensors) if outlines is None else outlines
     repeated = {copy: name for copy, name in copies(adapter, shape).items() if copy in shards}
 
     def weights(given: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Their tensors, from ours or from outlines of ours."""
         kept = {n: partial(given.__getitem__, n) for n in given if not n.startswith("optimizer.")}
-        theirs = convert(Lazy(kept), adapter, shape, "to_theirs")
-        cast = theirs if dtype is None else _cast(theirs, dtype, adapter, shape)
+        theirs = convert(Lazy(kept), adapter, shape, "to_theirs", narrowed=dtype is None)
+        cast = theirs if dtype is None else _cast(theirs, dtype, dtypes, adapter, shape)
         both = {n: partial(cast.__getitem__, n) for n in cast}
         return Lazy(both | {copy: partial(cast.__getitem__, name) for copy, name in repeated.items()})
 
@@ -144,7 +150,11 @@ def _stored_form(model_type: str, form: str, shape: Model, shards: Mapping[str, 
 
 
 def _cast(
-    tensors: Mapping[str, Tensor], dtype: torch.dtype, adapter: Adapter, shape: Model
+    tensors: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    dtypes: Mapping[str, torch.dtype],
+    adapter: Adapter,
+    shape: Model,
 ) -> Mapping[str, Tensor]:
     """Their tensors in a dtype, or in float32 where the table says that they are wide. What no optimizer
     updates, selection biases, stays as it is: the choice of experts hangs on small differences, and
@@ -156,7 +166,8 @@ def _cast(
     def cast(name: str) -> Tensor:
         if ours[name] not in updated:
             return tensors[name]
-        return tensors[name].to(wide if re.fullmatch(adapter.wide, ours[name]) else dtype)
+        usual = wide if re.fullmatch(adapter.wide, ours[name]) else dtype
+        return tensors[name].to(dtypes.get(name, usual))
 
     return Lazy({name: partial(cast, name) for name in tensors})
 

@@ -10,10 +10,14 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import torch
+
+from braid.checkpoint.parts import CODES
 from braid.errors import CheckpointError
-from braid.interchange.files import CONFIG, INDEX, OPTIMIZER, read_json
+from braid.interchange.files import CONFIG, DTYPES, INDEX, OPTIMIZER, read_json
 
 FOLDER = "hub"
 """Where a run keeps them."""
@@ -41,6 +45,8 @@ class Source(NamedTuple):
     """Settings of its config.json that the import left unread."""
     left_out: Sequence[str]
     """Files that the import left behind, each with the reason."""
+    dtypes: Mapping[str, torch.dtype] = MappingProxyType({})
+    """The dtype of each tensor; empty in runs that were imported before it was recorded."""
 
 
 class SideFiles(NamedTuple):
@@ -82,16 +88,18 @@ def carry(
     folder: Path,
     run: Path,
     weight_map: Mapping[str, str],
+    dtypes: Mapping[str, torch.dtype],
     *,
     ignored: Sequence[str] = (),
     model_type: str | None = None,
 ) -> SideFiles:
-    """Copy what travels from a folder of the hub to a run's folder, and note which file held each tensor, what
-    was left unread, and the `model_type` that config.json was read as, if not its own."""
+    """Copy what travels from a folder of the hub to a run's folder, and note which file held each tensor, in
+    which dtype, what was left unread, and the `model_type` that config.json was read as, if not its own."""
     found = survey(folder)
     _copy(folder, run / FOLDER, found.kept)
     (run / FOLDER).mkdir(parents=True, exist_ok=True)
-    record: dict[str, Any] = {"ignored": list(ignored), "left_out": list(found.left_out)}
+    codes = {name: CODES[dtype] for name, dtype in sorted(dtypes.items())}
+    record: dict[str, Any] = {"ignored": list(ignored), "left_out": list(found.left_out), "dtypes": codes}
     record |= {} if model_type is None else {"model_type": model_type}
     for name, data in ((INDEX, {"weight_map": dict(sorted(weight_map.items()))}), (RECORD, record)):
         (run / FOLDER / name).write_text(json.dumps(data, indent=2) + "\n")
@@ -106,7 +114,9 @@ def source_of(run: Path) -> Source | None:
         read_json(run / FOLDER / name, CheckpointError) for name in (CONFIG, INDEX, RECORD)
     )
     config |= {name: record[name] for name in ("model_type",) if name in record}
-    return Source(config, index.get("weight_map", {}), record.get("ignored", ()), record.get("left_out", ()))
+    dtypes = {name: DTYPES[code] for name, code in record.get("dtypes", {}).items() if code in DTYPES}
+    noted = (record.get("ignored", ()), record.get("left_out", ()), dtypes)
+    return Source(config, index.get("weight_map", {}), *noted)
 
 
 def hand_on(source: Path, run: Path) -> None:

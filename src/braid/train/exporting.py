@@ -7,6 +7,7 @@ the checkpoint to their files one at a time, by one process or by several that w
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -17,14 +18,14 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from braid.checkpoint import LazyCheckpoint
-from braid.config import to_json
+from braid.config import Run, to_json
 from braid.data import tokenizer_from
 from braid.errors import CheckpointError, ConfigError
 from braid.interchange import FAMILIES, hub_folder, plan_trained, side_files
 from braid.interchange.files import FolderPlan
 from braid.interchange.megatron import Form, adapter
 from braid.nn.dtypes import DTYPES
-from braid.train.importing import MEGATRON, TOKENIZER, Report
+from braid.train.importing import MEGATRON, TOKENIZER, Report, dtype_of_training
 from braid.train.state import CheckpointInfo, describe, weight_names
 
 HUB_FORMS = MappingProxyType({"usual": "hub", "each": "hub", "stacked": "memory", "packed": "packed"})
@@ -98,8 +99,15 @@ def folder_of(path: Path, out: Path, settings: ExportSettings) -> FolderPlan:
         config = {"model_type": MEGATRON, "interleave": settings.interleave, "run": to_json(run), **extra}
         return plan_trained(out, config, tensors, table, run.model, **given)
     hub: dict[str, Any] = {"settings": extra, "source": source}
+    hub["as_stored"] = settings.dtype == "run" and source is not None and _trains_as_stored(source, run)
     form = _hub_form(model_type, settings)
     return hub_folder(run.model, tensors, out, model_type=model_type, form=form, **hub, **given)
+
+
+def _trains_as_stored(source: side_files.Source, run: Run) -> bool:
+    """Whether a run has the dtype that the import chose for it."""
+    common = Counter(source.dtypes.values()).most_common(1)
+    return bool(common) and dtype_of_training(common[0][0]) == run.train.dtype
 
 
 def _hub_form(model_type: str, settings: ExportSettings) -> str:

@@ -67,6 +67,8 @@ class ImportSource(NamedTuple):
     adapter: Adapter
     files: SafetensorsFolder | Dequantized
     weight_map: Mapping[str, str]
+    dtypes: Mapping[str, torch.dtype]
+    """Of the weights, by their names."""
     dtype: torch.dtype | None
     """The dtype of the run whose optimizer state is imported; None to import weights alone."""
     notes: tuple[str, ...]
@@ -112,7 +114,7 @@ def import_folder(
     if (free := shutil.disk_usage(out).free) < total:
         raise CheckpointError(f"{out} needs {total / 2**30:.1f} GiB, the disk has {free / 2**30:.1f} GiB")
     read_as: dict[str, Any] = {"ignored": settings.ignore, "model_type": settings.model_type}
-    carried = side_files.carry(folder, out, source.weight_map, **read_as)
+    carried = side_files.carry(folder, out, source.weight_map, source.dtypes, **read_as)
     for name in (TOKENIZER, TOKENIZER_CONFIG):  # the second says which token ends a document
         if (folder / name).is_file():
             shutil.copyfile(folder / name, out / name)
@@ -163,7 +165,9 @@ def open_source(folder: Path, settings: ImportSettings) -> ImportSource:
     plan(replace(run, mesh=Mesh(), data=replace(run.data, tokenizer=TOKENIZER)), world=1)
     with_moments = settings.optimizer and has_moments(files.outlines())
     dtype = DTYPES[run.train.dtype] if with_moments else None
-    return ImportSource(run, adapter, files, stored.weight_map(), dtype, notes)
+    seen = files.outlines()
+    dtypes = {name: seen[name].dtype for name in stored.weight_map() if name in seen}
+    return ImportSource(run, adapter, files, stored.weight_map(), dtypes, dtype, notes)
 
 
 def _megatron_run(folder: Path, config: Mapping[str, Any], settings: ImportSettings) -> tuple[Run, int]:
@@ -192,9 +196,13 @@ def _megatron_run(folder: Path, config: Mapping[str, Any], settings: ImportSetti
 
 def _run_of(shape: Any, dtype: torch.dtype) -> Run:
     """A run with this model and defaults for everything else."""
-    names = {value: name for name, value in DTYPES.items()}
-    train: Mapping[str, Any] = {"dtype": names.get(dtype, "fp32")}
+    train: Mapping[str, Any] = {"dtype": dtype_of_training(dtype)}
     return Run(model=shape, data=Data(), train=Train(steps=1, batch_samples=1, **train))
+
+
+def dtype_of_training(dtype: torch.dtype) -> str:
+    """The dtype in which a run trains weights of this one: float32 where braid does not train in it."""
+    return {value: name for name, value in DTYPES.items()}.get(dtype, "fp32")
 
 
 def _dtype_of(outlines: Mapping[str, Tensor], folder: Path) -> torch.dtype:
