@@ -128,17 +128,15 @@ def test_an_ignored_setting_is_recorded_and_comes_back(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "back" / "config.json").read_text())["house_style"] == "baroque"
 
 
-@pytest.mark.parametrize(("stated", "rule"), [(None, "has no model_type"), ("my_qwen", "model_type 'my_qwen'")])
-def test_a_config_without_a_known_model_type_is_read_as_the_one_that_is_given(
-    stated: str | None, rule: str, tmp_path: Path
-) -> None:
+def test_a_config_without_a_known_model_type_is_read_as_the_one_that_is_given(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "hub")
     before = json.loads((folder / "config.json").read_text())
-    own = {"model_type": stated, "architectures": ["MyQwenForCausalLM"]}
-    (folder / "config.json").write_text(json.dumps(before | own))
     words = [str(folder), "--out", str(tmp_path / "run")]
-    with pytest.raises(ConfigError, match=f"{rule}[^$]*set   braid import --model-type"):
-        import_(words)
+    for stated, rule in ((None, "has no model_type"), ("my_qwen", "model_type 'my_qwen'")):
+        own = {"model_type": stated, "architectures": ["MyQwenForCausalLM"]}
+        (folder / "config.json").write_text(json.dumps(before | own))
+        with pytest.raises(ConfigError, match=f"{rule}[^$]*set   braid import --model-type"):
+            import_(words)
     with pytest.raises(ConfigError, match=r"architectures = .*MyQwenForCausalLM"):
         import_([*words, "--model-type", "qwen3"])
     import_([*words, "--model-type", "qwen3", "--ignore", "architectures"])
