@@ -16,7 +16,9 @@ from braid.choices import kernel_modes
 from braid.errors import ConfigError
 from braid.kernels import (
     attention,
+    causal_conv,
     delta_rule,
+    gated_norm,
     glu,
     grouped_mlp,
     hyper_connection,
@@ -38,6 +40,8 @@ class Kernels:
     attention: KernelChoice[attention.Attend] | None
     ssd: KernelChoice[ssd.Ssd] | None
     delta_rule: KernelChoice[delta_rule.DeltaRule] | None
+    causal_conv: KernelChoice[causal_conv.CausalConv] | None
+    gated_norm: KernelChoice[gated_norm.GatedNorm] | None
     glu: KernelChoice[glu.MlpActivation] | None
     grouped_mlp: KernelChoice[grouped_mlp.GroupedMlp] | None
     permute: KernelChoice[permute.Permute] | None
@@ -50,7 +54,7 @@ class Kernels:
     @property
     def choices(self) -> tuple[KernelChoice, ...]:
         """All selected implementations, for the log."""
-        mixers = (self.attention, self.ssd, self.delta_rule)
+        mixers = (self.attention, self.ssd, self.delta_rule, self.causal_conv, self.gated_norm)
         mlps = (self.glu, self.grouped_mlp, self.permute)
         ends = (self.linear_cross_entropy, self.optimizer)
         ops = (*mixers, self.rotary, self.rms_norm, *mlps, self.hyper_connection, *ends)
@@ -90,6 +94,7 @@ def _fastest(
     model: architecture.Model, kinds: Collection[Kind], device: torch.device, dtype: torch.dtype
 ) -> Kernels:
     attends = not {Kind.ATTENTION, Kind.LATENT_ATTENTION}.isdisjoint(kinds)
+    recurs = not {Kind.MAMBA2, Kind.DELTA_NET}.isdisjoint(kinds)
     moe = model.moe if Kind.MOE in kinds else None
     hyper = model.hyper
     heads = model.attention if Kind.ATTENTION in kinds else None
@@ -98,6 +103,8 @@ def _fastest(
         attention=attention.choose(device, dtype, sink_head_dim=sink_head_dim) if attends else None,
         ssd=ssd.choose(device, dtype) if Kind.MAMBA2 in kinds else None,
         delta_rule=delta_rule.choose(device, dtype) if Kind.DELTA_NET in kinds else None,
+        causal_conv=causal_conv.choose(device, dtype) if recurs else None,
+        gated_norm=gated_norm.choose(device, dtype) if recurs else None,
         glu=None if {Kind.MLP, Kind.MOE}.isdisjoint(kinds) else glu.choose(device, dtype),
         grouped_mlp=None
         if moe is None
@@ -121,6 +128,8 @@ def references() -> Kernels:
         attention=attention.REFERENCE,
         ssd=ssd.REFERENCE,
         delta_rule=delta_rule.REFERENCE,
+        causal_conv=causal_conv.REFERENCE,
+        gated_norm=gated_norm.REFERENCE,
         glu=glu.REFERENCE,
         grouped_mlp=grouped_mlp.REFERENCE,
         permute=permute.REFERENCE,

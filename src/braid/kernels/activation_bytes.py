@@ -53,12 +53,22 @@ def ssd_bytes(
 
 
 def fused_ssd_bytes(
-    rows: int, tokens: int, heads: int, head_dim: int, groups: int, state: int, *, narrow: int, wide: int
+    rows: int,
+    tokens: int,
+    heads: int,
+    head_dim: int,
+    groups: int,
+    state: int,
+    *,
+    contiguous: bool,
+    narrow: int,
+    wide: int,
 ) -> int:
-    """`ssd.fused` with its inputs x, B and C, which are slices of one tensor (x is copied if there are several
-    groups), dt, and two scalars per head."""
+    """`ssd.fused` with its inputs: x, B and C, dt, and two scalars per head. Unless they are `contiguous`, x, B
+    and C are slices of one tensor, and x is copied if there are several groups."""
     x, b = heads * head_dim, groups * state
-    per_token = ((2 if groups > 1 else 1) * x + 2 * b) * narrow + heads * wide
+    copies = 1 if contiguous or groups == 1 else 2
+    per_token = (copies * x + 2 * b) * narrow + heads * wide
     return rows * tokens * per_token + 2 * heads * wide
 
 

@@ -389,11 +389,16 @@ def _build_layer(
             attend, turn = kernels.attention.function, kernels.rotary.function
             latent = shape.latent_attention
             return LatentAttention(latent, hidden, eps, attend, normalize=normalize, turn=turn, **on)
-        case Kind.MAMBA2 if shape.mamba2 and kernels.ssd:
-            return Mamba2(shape.mamba2, hidden, eps, kernels.ssd.function, **on)
-        case Kind.DELTA_NET if shape.delta_net and kernels.delta_rule:
-            rule = kernels.delta_rule.function
-            return DeltaNet(shape.delta_net, hidden, eps, rule, normalize=normalize, **on)
+        case Kind.MAMBA2 if shape.mamba2 and kernels.ssd and kernels.causal_conv and kernels.gated_norm:
+            conv, gate = kernels.causal_conv.function, kernels.gated_norm.function
+            return Mamba2(shape.mamba2, hidden, eps, kernels.ssd.function, conv=conv, gate=gate, **on)
+        case Kind.DELTA_NET if (
+            shape.delta_net and kernels.delta_rule and kernels.causal_conv and kernels.gated_norm
+        ):
+            conv, gate = kernels.causal_conv.function, kernels.gated_norm.function
+            return DeltaNet(
+                shape.delta_net, hidden, eps, kernels.delta_rule.function, conv=conv, gate=gate, **on
+            )
         case Kind.MLP if shape.mlp and kernels.glu:
             return Mlp(shape.mlp, hidden, kernels.glu.function, **on)
         case Kind.MOE if shape.moe and kernels.grouped_mlp and kernels.permute and kernels.glu:

@@ -37,7 +37,7 @@ from torch.nn import functional as F
 
 from braid import architecture
 from braid.distributed.collectives import Groups, all_gather
-from braid.kernels import rms_norm
+from braid.kernels import causal_conv, gated_norm
 from braid.kernels.activation_bytes import (
     CHUNK,
     delta_rule_bytes,
@@ -45,15 +45,16 @@ from braid.kernels.activation_bytes import (
     fused_delta_rule_workspace,
     padded_to_chunks,
 )
+from braid.kernels.causal_conv import CausalConv
 from braid.kernels.delta_rule import DeltaRule, fuses, step
-from braid.kernels.rms_norm import Normalize
+from braid.kernels.gated_norm import GatedNorm
 from braid.nn.canonical import Canonical, under
 from braid.nn.cost import Cost, Workload, all_gather_calls, all_to_all_calls, reduce_scatter_calls
+from braid.nn.gated_norm import NormThenGate
 from braid.nn.grouped_conv import GroupedConv
 from braid.nn.head_partition import HeadPartition, Part
 from braid.nn.head_scalars import HeadScalars
 from braid.nn.linear import Linear, RowLinear
-from braid.nn.norm import RmsNorm
 from braid.nn.recompute import Recomputing
 
 
@@ -87,7 +88,8 @@ class DeltaNet(Recomputing):
         eps: float,
         delta_rule: DeltaRule,
         *,
-        normalize: Normalize = rms_norm.PLAIN,
+        conv: CausalConv = causal_conv.PLAIN,
+        gate: GatedNorm = gated_norm.PLAIN,
         groups: Groups = Groups(),
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
@@ -102,13 +104,13 @@ class DeltaNet(Recomputing):
         """The outputs of the fused projection for every key head. All but the gate are exchanged over cp."""
         outputs = (self.partition.groups, sum(self.partition.sizes(self.parts)))
         self.qkvbaz = Linear(hidden, outputs, device=device, dtype=dtype)
-        self.conv = GroupedConv(self.partition, (q, k, v), shape.conv, device=device, dtype=dtype)
+        self.conv = GroupedConv(self.partition, (q, k, v), shape.conv, conv=conv, device=device, dtype=dtype)
         self.scalars = HeadScalars(
             self.partition, {"A_log": "decay_log", "dt_bias": "time_step"}, device=device, dtype=dtype
         )
         gate_eps = eps if shape.gate_norm_eps is None else shape.gate_norm_eps
-        self.gate_norm = RmsNorm(
-            shape.value_dim, gate_eps, normalize=normalize, copies=groups.tp, device=device, dtype=dtype
+        self.gate_norm = NormThenGate(
+            shape.value_dim, gate_eps, gated_norm=gate, copies=groups.tp, device=device, dtype=dtype
         )
         inner = self.partition.heads * shape.value_dim
         self.o = RowLinear(inner, hidden, groups.tp, device=device, dtype=dtype)
@@ -155,8 +157,7 @@ class DeltaNet(Recomputing):
         """Convolution, decay and β for the heads of this rank over the whole sequence."""
         *convolved, b_size, a_size = self.partition.core_sizes(self.parts[:-1])
         qkv_BTgJ, b_BTgr, a_BTgr = qkvba_BTgF.split([sum(convolved), b_size, a_size], -1)
-        qkv_BTgJ = self.conv(qkv_BTgJ, documents_BT, None if cache is None else cache.conv_BEQ)
-        q_BTgK, k_BTgK, v_BTgI = qkv_BTgJ.split(convolved, -1)
+        q_BTgK, k_BTgK, v_BTgI = self.conv(qkv_BTgJ, documents_BT, None if cache is None else cache.conv_BEQ)
         beta_BTh = b_BTgr.flatten(2).sigmoid()
         return DeltaRuleInputs(
             q_BTgK=q_BTgK,
@@ -183,10 +184,10 @@ class DeltaNet(Recomputing):
         return y_BThV
 
     def _norm_and_gate(self, y_BSHV: Tensor, z_BSGI: Tensor) -> Tensor:
-        """RMSNorm(y) · SiLU(z) per head, in float32 or better; returns heads concatenated."""
-        z_BSHV, wide = z_BSGI.flatten(2).view_as(y_BSHV), torch.promote_types(y_BSHV.dtype, torch.float32)
-        gated_BSHV = self.gate_norm(y_BSHV.to(wide)) * F.silu(z_BSHV.to(wide))
-        return gated_BSHV.to(y_BSHV.dtype).flatten(2)
+        """RMSNorm(y) · SiLU(z) per head; returns heads concatenated."""
+        repeats = y_BSHV.shape[2] // z_BSGI.shape[2]
+        y_BSGrV, z_BSGrV = y_BSHV.unflatten(2, (-1, repeats)), z_BSGI.unflatten(-1, (repeats, -1))
+        return self.gate_norm(y_BSGrV, z_BSGrV).flatten(2)
 
     # --------------------------------------------------------------------- introspection and cost
 
@@ -231,12 +232,16 @@ class DeltaNet(Recomputing):
             passing = fused_delta_rule_workspace(*sizes, narrow=n)
         kept = normed_input + self.conv.cost(workload).kept
         kept += all_tokens * heads * (2 * w + n) + 2 * heads * w + rule_bytes(*rule, narrow=n, wide=w)
-        kept += self.gate_norm.cost(workload, cp_tokens * partition.heads, wide=True).kept
-        kept += cp_tokens * inner * (3 * w + n)
-        if not workload.mixed and partition.groups == 1:
-            # The gate is a view of the projection's output and keeps all of it alive.
-            kept += cp_tokens * (self.qkvbaz.channels_out - inner) * n
-        if not workload.mixed and cp.size == 1:
+        kept += self.gate_norm.cost(workload, cp_tokens * partition.heads).kept + cp_tokens * inner * n
+        conv, gate = self.conv.fuses(workload), self.gate_norm.fuses(workload)
+        if gate or not workload.mixed or (conv and cp.size == 1):
+            # The gate and the input of a fused convolution are slices of the projection's output.
+            kept += cp_tokens * self.qkvbaz.channels_out * n
+        if not gate and not workload.mixed:
+            kept -= cp_tokens * inner * n  # the norm counts the gate
+        if conv and cp.size > 1:
+            kept += exchanged
+        if (gate or not workload.mixed) and cp.size == 1:
             kept += (padded_to_chunks(workload.tokens) - workload.tokens) * workload.rows * inner * n
         if workload.recomputes("core"):
             kept = normed_input + cp_tokens * self.qkvbaz.channels_out * n + 2 * heads * w

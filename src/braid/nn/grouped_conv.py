@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from braid.kernels.causal_conv import causal_conv
+from braid.kernels import causal_conv as op
+from braid.kernels.causal_conv import CausalConv, causal_conv
 from braid.nn.canonical import Canonical
 from braid.nn.cost import Cost, Workload
 from braid.nn.head_partition import HeadPartition, Part
@@ -30,11 +31,13 @@ class GroupedConv(nn.Module):
         taps: int,
         *,
         bias: bool = False,
+        conv: CausalConv = op.PLAIN,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.partition, self.parts, self.taps = partition, tuple(parts), taps
+        self.conv = conv
         self.dims = (partition.groups, sum(partition.sizes(parts)))
         channels = self.dims[0] * self.dims[1]
         self.weight = nn.Parameter(torch.empty(channels, taps, device=device, dtype=dtype))
@@ -42,18 +45,17 @@ class GroupedConv(nn.Module):
 
     def forward(
         self, x_BTgV: Tensor, documents_BT: Tensor | None = None, state_BEP: Tensor | None = None
-    ) -> Tensor:
-        """`state_BEP` holds the last inputs of the rows so far, for generation; updated in place."""
-        y_BTE, after_BEP = causal_conv(
-            x_BTgV.flatten(2),
-            self._own(self.weight),
-            None if self.bias is None else self._own(self.bias),
-            documents_BT,
-            state_BEP,
-        )
-        if state_BEP is not None and after_BEP is not None:
-            state_BEP.copy_(after_BEP.detach())
-        return F.silu(y_BTE).view_as(x_BTgV)
+    ) -> tuple[Tensor, ...]:
+        """One tensor y_BTgI for each part. `state_BEP` holds the last inputs of the rows so far, for
+        generation; updated in place."""
+        weight, bias = self._own(self.weight), None if self.bias is None else self._own(self.bias)
+        sizes = self.partition.core_sizes(self.parts)
+        if state_BEP is None:
+            return self.conv(x_BTgV, weight, bias, documents_BT, sizes)
+        y_BTE, after_BEP = causal_conv(x_BTgV.flatten(2), weight, bias, documents_BT, state_BEP)
+        assert after_BEP is not None
+        state_BEP.copy_(after_BEP.detach())
+        return F.silu(y_BTE).view_as(x_BTgV).split(sizes, -1)
 
     def _own(self, parameter: Tensor) -> Tensor:
         """The part of a parameter for the channels that this rank convolves."""
@@ -96,13 +98,20 @@ class GroupedConv(nn.Module):
                 )
         return tensors
 
+    def fuses(self, workload: Workload) -> bool:
+        """Whether it saves its input as it is, and returns contiguous parts."""
+        return op.fuses(workload.device, workload.dtype, self.taps)
+
     def cost(self, workload: Workload) -> Cost:
         """Saves the upcast and zero-padded input and the input of SiLU. Split groups save the weights of all cp
-        ranks, of which each takes a slice."""
+        ranks, of which each takes a slice. The fused kernel saves its input, which the mixer counts."""
         weight_copies = self.partition.ranks.cp.size if self.partition.group_splits > 1 else 0
+        every = self.channels * workload.local_tokens()
+        if self.fuses(workload):
+            weights = self.channels * (self.taps + (self.bias is not None)) * weight_copies
+            return Cost(kept=weights * workload.narrow, passing=every * workload.narrow)
         weights = self.taps * (1 if workload.mixed else weight_copies)
         wide = workload.rows * (workload.tokens + self.taps - 1) + weights
-        every = self.channels * workload.local_tokens()
         kept = self.channels * wide * workload.wide + every * workload.narrow
         return Cost(kept=kept, passing=every * workload.wide)
 

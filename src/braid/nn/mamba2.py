@@ -30,23 +30,26 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from braid import architecture
-from braid.distributed.collectives import ALONE, Group, Groups, all_gather, all_reduce
+from braid.distributed.collectives import Groups, all_gather
+from braid.kernels import causal_conv, gated_norm, ssd
 from braid.kernels.activation_bytes import CHUNK, fused_ssd_bytes, padded_to_chunks, ssd_bytes
-from braid.kernels.ssd import Ssd, fuses, step
+from braid.kernels.causal_conv import CausalConv
+from braid.kernels.gated_norm import GatedNorm
+from braid.kernels.ssd import Ssd, step
 from braid.nn.canonical import Canonical, under
 from braid.nn.cost import (
     Cost,
     Workload,
     all_gather_calls,
-    all_reduce_calls,
     all_to_all_calls,
     recomputed_calls,
     reduce_scatter_calls,
 )
+from braid.nn.gated_norm import GateThenNorm
 from braid.nn.grouped_conv import GroupedConv
 from braid.nn.head_partition import HeadPartition, Part
 from braid.nn.head_scalars import HeadScalars
@@ -83,15 +86,17 @@ class Mamba2(Recomputing):
         shape: architecture.Mamba2,
         hidden: int,
         eps: float,
-        ssd: Ssd,
+        scan: Ssd,
         *,
+        conv: CausalConv = causal_conv.PLAIN,
+        gate: GatedNorm = gated_norm.PLAIN,
         groups: Groups = Groups(),
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.shape, self.groups = shape, groups
-        self.ssd = ssd
+        self.ssd = scan
         self.partition = HeadPartition(all_groups=shape.groups, all_heads=shape.heads, ranks=groups)
         x, z, dt = Part("x", shape.head_dim), Part("z", shape.head_dim), Part("dt", 1)
         b, c = Part("B", shape.state, shared=True), Part("C", shape.state, shared=True)
@@ -101,7 +106,7 @@ class Mamba2(Recomputing):
         inner = self.partition.heads * shape.head_dim
         self.xbcdtz = Linear(hidden, outputs, bias=shape.bias, device=device, dtype=dtype)
         self.conv = GroupedConv(
-            self.partition, (x, b, c), shape.conv, bias=shape.conv_bias, device=device, dtype=dtype
+            self.partition, (x, b, c), shape.conv, bias=shape.conv_bias, conv=conv, device=device, dtype=dtype
         )
         self.scalars = HeadScalars(
             self.partition,
@@ -112,8 +117,8 @@ class Mamba2(Recomputing):
         parts, sharers = (
             (self.partition.groups, self.partition.holders) if shape.norm_per_group else (1, groups.tp)
         )
-        self.gate_norm = GatedRmsNorm(
-            inner, parts, eps, tp=groups.tp, sharers=sharers, device=device, dtype=dtype
+        self.gate_norm = GateThenNorm(
+            inner, parts, eps, gated_norm=gate, tp=groups.tp, sharers=sharers, device=device, dtype=dtype
         )
         self.o = RowLinear(inner, hidden, groups.tp, bias=shape.bias, device=device, dtype=dtype)
 
@@ -158,7 +163,7 @@ class Mamba2(Recomputing):
         return self.ssd(*heads, documents_BT)[0] if cache is None else self._continue_from_cache(heads, cache)
 
     def _gate_and_norm(self, y_BSHD: Tensor, z_BSGI: Tensor) -> Tensor:
-        return self.gate_norm(y_BSHD.flatten(2), z_BSGI.flatten(2))
+        return self.gate_norm(y_BSHD.flatten(2), z_BSGI)
 
     def _scan_inputs(
         self,
@@ -170,8 +175,7 @@ class Mamba2(Recomputing):
         """Convolution, time step and decay for the heads of this rank over the whole sequence."""
         inner, state, _, steps = self.partition.core_sizes(self.parts[:-1])
         xbc_BTgV, dt_BTgr = xbcdt_BTgF.split([inner + 2 * state, steps], -1)
-        xbc_BTgV = self.conv(xbc_BTgV, documents_BT, None if cache is None else cache.conv_BEP)
-        x_BTgI, b_BTgN, c_BTgN = xbc_BTgV.split([inner, state, state], -1)
+        x_BTgI, b_BTgN, c_BTgN = self.conv(xbc_BTgV, documents_BT, None if cache is None else cache.conv_BEP)
         a_log_h, skip_h, dt_bias_h = scalars
         dt_BTh = self._time_step(dt_BTgr.flatten(2), dt_bias_h)
         return ScanInputs(
@@ -218,35 +222,32 @@ class Mamba2(Recomputing):
         return tensors | under("o", "o", self.o.canonical())
 
     def cost(self, workload: Workload) -> Cost:
-        """The cost with the reference scan, dominated by the token pairs within chunks."""
+        """The cost of the projections, the scan and what lies between them. That of the reference scan is
+        dominated by the token pairs within chunks."""
         partition, shape, n, w = self.partition, self.shape, workload.narrow, workload.wide
         tp, cp, hidden = self.groups.tp, self.groups.cp, self.xbcdtz.channels_in
         all_tokens, cp_tokens = workload.local_tokens(), workload.local_tokens(cp)
         sp_tokens = workload.local_tokens(tp, cp)
         heads, inner = partition.core_heads, partition.heads * shape.head_dim
-        scan = (workload.rows, workload.tokens, heads, shape.head_dim, partition.core_groups, shape.state)
         exchanged = all_tokens * partition.core_groups * sum(partition.core_sizes(self.parts[:-1])) * n
         normed_input = workload.norm_output(cp_tokens * hidden * n, tp.size > 1)
-        kept = normed_input + self.conv.cost(workload).kept
-        fused = fuses(workload.device, workload.dtype, shape.head_dim, shape.state)
-        kept += (2 * all_tokens + 1) * heads * w
-        kept += (fused_ssd_bytes if fused else ssd_bytes)(*scan, narrow=n, wide=w)
         norm = self.gate_norm.cost(workload, cp_tokens)
+        kept = normed_input + self._saved_projection(workload, exchanged) + self.conv.cost(workload).kept
+        kept += (2 * all_tokens + 1) * heads * w + self._saved_by_scan(workload)
         kept += norm.kept + cp_tokens * inner * n
-        if not workload.mixed and partition.groups == 1:
-            # The gate is a view of the projection's output and keeps all of it alive.
-            kept += cp_tokens * (self.xbcdtz.channels_out - inner) * n
-        if not workload.mixed and cp.size == 1:
-            kept += (padded_to_chunks(workload.tokens) - workload.tokens) * workload.rows * inner * n
         calls = norm.calls
         if workload.recomputes("core"):
             calls += recomputed_calls(norm.calls)
             kept = normed_input + cp_tokens * self.xbcdtz.channels_out * n + 3 * heads * w
             kept += exchanged + cp_tokens * inner * n if cp.size > 1 else 0
+        # Pairwise decays within chunks, which forward briefly holds in float64; or the states of all chunks and
+        # their gradients.
+        passing = all_tokens * heads * CHUNK * (4 if workload.mixed else 8)
+        if self._fuses_scan(workload):
+            passing = 2 * all_tokens * heads * shape.head_dim * shape.state // CHUNK * n
         return Cost(
             kept=kept,
-            # Pairwise decays within chunks, which forward briefly holds in float64.
-            passing=all_tokens * heads * CHUNK * (4 if workload.mixed else 8),
+            passing=passing,
             calls=all_gather_calls(tp, sp_tokens * hidden * n, "mamba2 tokens")
             + all_to_all_calls(cp, exchanged, "mamba2 heads")
             + all_to_all_calls(cp, all_tokens * heads * shape.head_dim * n, "mamba2 outputs")
@@ -254,63 +255,45 @@ class Mamba2(Recomputing):
             + reduce_scatter_calls(tp, cp_tokens * hidden * n, "mamba2 sums"),
         )
 
+    def _fuses_scan(self, workload: Workload) -> bool:
+        return ssd.fuses(workload.device, workload.dtype, self.shape.head_dim, self.shape.state)
+
+    def _saved_projection(self, workload: Workload, exchanged: int) -> int:
+        """Bytes of the projection's output that its slices keep alive: the gate, and the input of a fused
+        convolution. A gate that the norm upcasts, or that was copied for it, is counted there."""
+        cp, cp_tokens, n = self.groups.cp, workload.local_tokens(self.groups.cp), workload.narrow
+        inner, conv, gate = self.partition.heads * self.shape.head_dim, *self._fused_around(workload)
+        sliced = self.partition.groups == 1 or self.shape.norm_per_group
+        whole = cp_tokens * self.xbcdtz.channels_out * n
+        saved = exchanged if conv and cp.size > 1 else 0
+        if gate or not workload.mixed:
+            saved += whole if sliced or (conv and cp.size == 1) else 0
+            saved += cp_tokens * inner * n * (gate - sliced)
+        elif conv and cp.size == 1:
+            saved += whole
+        return saved
+
+    def _fused_around(self, workload: Workload) -> tuple[bool, bool]:
+        return self.conv.fuses(workload), self.gate_norm.fuses(workload)
+
+    def _saved_by_scan(self, workload: Workload) -> int:
+        """Bytes that the scan saves, inputs included."""
+        shape, partition, n, w = self.shape, self.partition, workload.narrow, workload.wide
+        heads, groups = partition.core_heads, partition.core_groups
+        sizes = (workload.rows, workload.tokens, heads, shape.head_dim, groups, shape.state)
+        conv, gate = self._fused_around(workload)
+        if self._fuses_scan(workload):
+            return fused_ssd_bytes(*sizes, contiguous=conv, narrow=n, wide=w)
+        saved = ssd_bytes(*sizes, narrow=n, wide=w)
+        if (gate or not workload.mixed) and self.groups.cp.size == 1:
+            # The gated norm saves the outputs, a slice of whole chunks.
+            padding = padded_to_chunks(workload.tokens) - workload.tokens
+            saved += padding * workload.rows * partition.heads * shape.head_dim * n
+        return saved
+
     def flops(self, tokens: int) -> int:
         """FLOPs of this rank for a row. The recurrence updates and reads the state once per token, with 2 FLOPs
         per entry each."""
         own = tokens // self.groups.cp.size
         states = self.partition.core_heads * self.shape.head_dim * self.shape.state
         return self.xbcdtz.flops(own) + self.conv.flops(tokens) + 4 * tokens * states + self.o.flops(own)
-
-
-class GatedRmsNorm(nn.Module):
-    """RMSNorm(y · SiLU(z)) over all channels or over equal groups of them. A group may span tp ranks."""
-
-    def __init__(
-        self,
-        channels: int,
-        parts: int,
-        eps: float,
-        *,
-        tp: Group = ALONE,
-        sharers: Group = ALONE,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        """`channels` and `parts` (norm groups) are those of this tp rank. If a norm group is larger, `sharers`
-        are the ranks that hold the rest of it."""
-        super().__init__()
-        self.channels, self.parts = channels, parts
-        self.eps = eps
-        self.tp, self.sharers = tp, sharers
-        self.weight = nn.Parameter(torch.empty(channels, device=device, dtype=dtype))
-
-    def forward(self, y_I: Tensor, z_I: Tensor) -> Tensor:
-        wide = torch.promote_types(y_I.dtype, torch.float32)
-        gated = (y_I.to(wide) * F.silu(z_I.to(wide))).unflatten(-1, (self.parts, -1))
-        return (self._normed(gated).flatten(-2) * self.weight.to(wide)).to(y_I.dtype)
-
-    def _normed(self, gated: Tensor) -> Tensor:
-        """Normalize each group over its channels on all `sharers`, with an all-reduce of the squares."""
-        if self.sharers.size == 1:
-            return F.rms_norm(gated, gated.shape[-1:], None, self.eps)
-        squares = all_reduce(gated.square().sum(-1, keepdim=True), self.sharers)
-        return gated * torch.rsqrt(squares / (self.sharers.size * gated.shape[-1]) + self.eps)
-
-    def canonical(self) -> dict[str, Canonical]:
-        weight = Canonical(
-            parameter="weight",
-            shape=(self.tp.size * self.channels,),
-            fill="ones",
-            part=(self.channels,),
-            offset=(self.tp.rank * self.channels,),
-        )
-        return {"weight": weight}
-
-    def cost(self, workload: Workload, vectors: int) -> Cost:
-        """The cost of `vectors` tokens: both inputs upcast, SiLU(z), the product, and its norm."""
-        entries = vectors * (5 * self.channels + self.parts) + (self.channels if workload.mixed else 0)
-        return Cost(
-            kept=entries * workload.wide,
-            passing=vectors * self.channels * workload.wide,
-            calls=all_reduce_calls(self.sharers, vectors * self.parts * workload.wide, "mamba2 norm"),
-        )

@@ -1,15 +1,30 @@
 """Depthwise causal convolution as one shifted product per tap. Any dtype, any sizes.
 
-Shapes: B rows, T tokens, C channels, K taps, P = K - 1 tokens before the first, S = P + T.
+Shapes: B rows, T tokens, C channels, K taps, P = K - 1 tokens before the first, S = P + T, G groups, V channels
+of a group, I those of a part.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from braid.kernels.documents import runs_of
+
+
+def conv_parts(
+    x_BTGV: Tensor,
+    weight_CK: Tensor,
+    bias_C: Tensor | None,
+    documents_BT: Tensor | None,
+    sizes: Sequence[int],
+) -> tuple[Tensor, ...]:
+    """SiLU of the convolution without a state, one tensor y_BTGI for each part of the channels of a group."""
+    y_BTC, _ = causal_conv(x_BTGV.flatten(2), weight_CK, bias_C, documents_BT)
+    return F.silu(y_BTC).view(x_BTGV.shape).split(list(sizes), -1)
 
 
 def causal_conv(

@@ -95,7 +95,7 @@ class FusedSsd:
             states=StateVariant(
                 head_dim=columns, state=min(depth, 64 if narrow_state else 128), stages=2 if wide else 3
             ),
-            gradients=GradientVariant(parts=parts, warps=8 if wide else 4, stages=1 if wide else 2),
+            gradients=GradientVariant(parts=parts, warps=8 if wide else 4, stages=1 if chunk < 64 else 2),
         )
 
 

@@ -37,7 +37,6 @@ class GradientVariant(NamedTuple):
     """Programs that share the heads of a group."""
     warps: int = 4
     stages: int = 2
-    """Of the kernels for b and c. That for x has no registers to spare for a pipeline."""
 
 
 class ChunkGradients(NamedTuple):
@@ -81,7 +80,7 @@ def chunk_gradients(
     constants = {
         "EXACT": decays.exact, "G": groups, "R": heads // groups, "PARTS": variant.parts,
         "D": head_dim, "N": state, "Q": chunk, "BD": max(triton.next_power_of_2(head_dim), 16),
-        "BN": max(triton.next_power_of_2(state), 16), "PRECISION": "tf32x3",
+        "BN": max(triton.next_power_of_2(state), 16), "PRECISION": "tf32x3", "STAGES": variant.stages,
     }  # fmt: skip
     launch(
         _value_gradients,
@@ -91,7 +90,7 @@ def chunk_gradients(
             dx_BTHD, d_scores, d_skip_LH, d_total, d_step,
         ),
         (*numbers, *x_strides, *b_strides, *c_strides, *y_strides),
-        {**constants, "STAGES": 1},
+        constants,
         warps=variant.warps,
     )  # fmt: skip
     launch(
@@ -99,7 +98,7 @@ def chunk_gradients(
         grid,
         (x_BTHD, c_BTGN, *decays.tensors, d_states_BHLDN, d_scores, db),
         (*numbers, *x_strides, *c_strides),
-        {**constants, "STAGES": variant.stages},
+        constants,
         warps=variant.warps,
     )
     launch(
@@ -107,7 +106,7 @@ def chunk_gradients(
         grid,
         (b_BTGN, c_BTGN, dy_BTHD, decays.high_BHLQ, states_BHLDN, d_states_BHLDN, d_scores, dc, d_total),
         (*numbers, *b_strides, *c_strides, *y_strides),
-        {**constants, "STAGES": variant.stages},
+        constants,
         warps=variant.warps,
     )
     db_BTGN, dc_BTGN = (part[0] if whole else part.sum(0).to(x_BTHD.dtype) for part in (db, dc))

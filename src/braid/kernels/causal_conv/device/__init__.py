@@ -1,0 +1,1 @@
+"""Triton kernels of the causal convolution. Importing this package requires Triton."""

@@ -1,0 +1,1 @@
+"""Triton kernels of the gated RMSNorm. Importing this package requires Triton."""
