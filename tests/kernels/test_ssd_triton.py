@@ -12,10 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from braid.kernels import ssd
+from braid import architecture
+from braid.kernels import causal_conv, gated_norm, ssd
 from braid.kernels.ssd import reference
+from braid.nn.cost import Workload
+from braid.nn.mamba2 import Mamba2
 from tests.kernels.interpreting import DEVICE, GPU, INTERPRETED, needs_kernels
 from tests.kernels.test_ssd import documents
+from tests.planning.estimate.reality import kept
 
 pytest.importorskip("triton")
 pytestmark = needs_kernels
@@ -79,8 +83,8 @@ def assert_near_float64(inputs: list[Tensor], documents_BT: Tensor | None) -> No
 @pytest.mark.parametrize(
     ("case", "lengths"),
     [
-        (Case(2, 33, 1, 2, 3, 2), [[33], [5, 27, 1]]),
-        (Case(1, 40, 2, 2, 20, 24), [[1, 1, 1, 30, 7]]),
+        (Case(2, 9, 1, 2, 3, 2), [[9], [3, 5, 1]]),
+        (Case(1, 34, 2, 1, 20, 24), [[1, 1, 1, 30, 1]]),
         (Case(1, 140, 1, 1, 16, 16), [[50, 90]]),
     ],
     ids=str,
@@ -95,7 +99,7 @@ def test_16_bits_and_whole_rows() -> None:
 
 def test_nothing_crosses_a_boundary() -> None:
     """However large: not a bit of the next document changes, nor of any gradient."""
-    inputs, boundary = draw(Case(1, 40, 1, 1, 16, 16), torch.float32)[:6], documents([[7, 33]]).to(DEVICE)
+    inputs, boundary = draw(Case(1, 20, 1, 1, 16, 16), torch.float32)[:6], documents([[7, 13]]).to(DEVICE)
     poisoned = [tensor.clone() for tensor in inputs]
     for index in (0, 3, 4):
         poisoned[index][:, :7] = 1e18
@@ -140,6 +144,20 @@ def test_published_sizes_twice_with_the_same_bits(case: Case, dtype: torch.dtype
     assert_near_float64(inputs, boundary)
     first, second = (both_ways(FusedSsd(), inputs, boundary) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("norm_per_group", [True, False])
+def test_a_fused_layer_keeps_what_it_says(groups: int, norm_per_group: bool) -> None:
+    """To the byte: convolution, scan and gated norm save no more than their inputs and a few scalars."""
+    shape = architecture.Mamba2(heads=2, head_dim=4, state=4, groups=groups, norm_per_group=norm_per_group)
+    conv, gate = (op.choose(torch.device("cuda"), NARROW).function for op in (causal_conv, gated_norm))
+    layer = Mamba2(shape, 12, 1e-5, FusedSsd(), conv=conv, gate=gate, device=DEVICE, dtype=NARROW)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    x_BTC = torch.randn(1, 5, 12).to(NARROW).to(DEVICE).requires_grad_()
+    cost = layer.cost(Workload(rows=1, tokens=5, dtype=NARROW, device="cuda"))
+    assert cost.kept == kept(lambda: layer(x_BTC), layer.parameters())
 
 
 def test_the_choice_says_why() -> None:
