@@ -114,12 +114,13 @@ def fused_delta_rule_bytes(
 
 
 def fused_delta_rule_workspace(
-    rows: int, tokens: int, heads: int, key_dim: int, value_dim: int, *, narrow: int
+    rows: int, tokens: int, heads: int, groups: int, key_dim: int, value_dim: int, *, narrow: int
 ) -> int:
-    """Bytes that the backward of `delta_rule.fused` allocates besides gradients of its inputs: states and their
-    gradients, deltas and theirs, and three matrices of token pairs."""
+    """Bytes that the backward of `delta_rule.fused` allocates: states and their gradients, deltas and theirs,
+    three matrices of token pairs, and the gradients of q, k and v."""
     chunks = rows * heads * fused_chunks(tokens)
-    return chunks * narrow * (2 * key_dim * value_dim + 2 * CHUNK * value_dim + 3 * CHUNK * CHUNK)
+    entries = chunks * (2 * key_dim * value_dim + 2 * CHUNK * value_dim + 3 * CHUNK * CHUNK)
+    return narrow * (entries + rows * tokens * (2 * groups * key_dim + heads * value_dim))
 
 
 def fused_chunks(tokens: int) -> int:

@@ -226,10 +226,8 @@ class DeltaNet(Recomputing):
         normed_input = workload.norm_output(cp_tokens * hidden * n, tp.size > 1)
         fused = fuses(workload.device, workload.dtype, shape.key_dim, shape.value_dim)
         rule_bytes = fused_delta_rule_bytes if fused else delta_rule_bytes
-        passing = all_tokens * heads * CHUNK * 4  # pairwise decays within chunks
-        if fused:
-            sizes = (workload.rows, workload.tokens, heads, shape.key_dim, shape.value_dim)
-            passing = fused_delta_rule_workspace(*sizes, narrow=n)
+        pairwise_decays = all_tokens * heads * CHUNK * 4
+        passing = fused_delta_rule_workspace(*rule, narrow=n) if fused else pairwise_decays
         kept = normed_input + self.conv.cost(workload).kept
         kept += all_tokens * heads * (2 * w + n) + 2 * heads * w + rule_bytes(*rule, narrow=n, wide=w)
         kept += self.gate_norm.cost(workload, cp_tokens * partition.heads).kept + cp_tokens * inner * n
