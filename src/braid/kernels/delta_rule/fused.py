@@ -3,8 +3,8 @@
 Forward computes the token pairs of all chunks in parallel (`device.pairs`), then states and outputs chunk by
 chunk (`device.scan`). Saved for backward: the inputs and the inverse of every chunk, L entries per token and
 value head. Backward computes the scores again, the gradients of states from the last chunk to the first, states
-and deltas again, then all other gradients in parallel (`device.gradients`). On an H200, states and deltas take a
-seventh of the whole; saved, they would be 1.5 times the inputs.
+and deltas again, then all other gradients in parallel (`device.gradients`). On an H200, states and deltas take
+a seventh of the whole; saved, they would be 1.5 times the inputs.
 
 No sum depends on the order in which programs run, so results are deterministic.
 
