@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from braid.kernels import attention, choose
 from braid.kernels.attention import attend_cached, reference, sdpa, spans_of
 from braid.kernels.attention.spans import SpanPiece
+from braid.kernels.attention.tiles import LONG, TILE
 from braid.pattern import Kind
 from tests.runs import small_run
 
@@ -195,6 +196,40 @@ def test_pieces_cover_every_token_once_and_never_share_a_document(rows: list[lis
         assert (piece.mask_LL is None) == (part[0] == part[-1])
 
 
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(1, 700), min_size=1, max_size=8), min_size=1, max_size=3),
+    st.one_of(st.none(), st.integers(1, 300)),
+)
+def test_tiles_cover_every_token_once_and_long_documents_share_none(
+    rows: list[list[int]], window: int | None
+) -> None:
+    tokens = max(sum(row) for row in rows)
+    documents = torch.full((len(rows), tokens), -1)
+    for b, row in enumerate(rows):
+        ids = torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row))
+        documents[b, : len(ids)] = ids
+    spans = spans_of(documents, window, CPU)
+    runs, tiles = spans.runs_BT.flatten(), spans.tiles
+    places = torch.arange(len(runs))
+    near = places[:, None] - places if window else torch.zeros(len(runs), len(runs), dtype=torch.int64)
+    sees = (runs[:, None] == runs) & (places[:, None] >= places) & (near < (window or 1))
+    assert torch.equal(tiles.first_N, sees.int().argmax(1).int())
+    assert torch.equal(tiles.last_N, (places + sees.sum(0)).int())
+    work = {"queries": tiles.first_N, "keys": tiles.last_N}
+    for table, of in ((tiles.queries_P2, "queries"), (tiles.keys_P2, "keys")):
+        begin, end = table.sort(0).values.long().unbind(1)
+        assert [begin[0], end[-1]] == [0, len(runs)]
+        assert torch.equal(begin[1:], end[:-1])
+        assert int((end - begin).max()) <= TILE
+        pieces = [runs[a:b].bincount().count_nonzero() for a, b in zip(begin, end, strict=True)]
+        long = [int((runs == runs[a]).sum()) >= LONG for a in begin]
+        assert all(count == 1 for count, is_long in zip(pieces, long, strict=True) if is_long)
+        begin, end = table.long().unbind(1)
+        sizes = end - work[of][begin] if of == "queries" else work[of][end - 1] - begin
+        assert bool((sizes.diff() <= 0).all())
+
+
 def test_a_document_that_returns_in_the_same_row_is_another_document() -> None:
     documents = torch.tensor([[0, 1, 0]])
     assert spans_of(documents, None, CPU).runs_BT.tolist() == [[0, 1, 2]]
@@ -210,6 +245,7 @@ def test_on_a_gpu_packed_rows_never_meet_cudnn(documents: Tensor, cudnn: set[boo
         return q
 
     spans = spans_of(documents, None, CPU)
+    assert spans.pieces  # computed before tensors lose their data
     with FakeTensorMode(), mock.patch.object(F, "scaled_dot_product_attention", asked):
         q, k, v = (torch.empty(2, 300, heads, 8, device="cuda") for heads in (4, 2, 2))
         assert sdpa.attend(q, k, v, spans).shape == q.shape
@@ -220,13 +256,21 @@ def test_the_choice_says_why() -> None:
     choice = attention.choose(CPU, torch.float64)
     assert str(choice).startswith("attention: sdpa, because ")
     assert "float64 on cpu" in choice.reason
+    choice = attention.choose(torch.device("cuda"), torch.float32)
+    assert str(choice).startswith("attention: sdpa, because fused does not support float32")
+
+
+def test_a_gpu_attends_with_fused_kernels() -> None:
+    pytest.importorskip("triton")
+    for head_dim in (None, 64):
+        choice = attention.choose(torch.device("cuda"), torch.bfloat16, sink_head_dim=head_dim)
+        assert str(choice).startswith("attention: fused, because one launch covers all documents")
 
 
 @pytest.mark.parametrize(
     ("device", "dtype", "head_dim", "reason"),
     [
         ("cpu", torch.float64, 5, None),
-        ("cuda", torch.bfloat16, 64, None),
         ("cuda", torch.float32, 4, None),
         ("cuda", torch.float64, 64, "do not support float64"),
         ("cuda", torch.bfloat16, 20, "do not support 20 channels of a head"),

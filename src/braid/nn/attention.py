@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from braid import architecture
 from braid.distributed.collectives import Groups, all_gather, own_slice
 from braid.kernels import rms_norm, rotary
-from braid.kernels.attention import Attend, Spans, attend_cached, pairs_seen
+from braid.kernels.attention import Attend, Spans, attend_cached, fuses, pairs_seen
 from braid.kernels.rms_norm import Normalize
 from braid.kernels.rotary import Rotate
 from braid.nn.canonical import Canonical, under
@@ -163,8 +163,8 @@ class Attention(Recomputing):
         return tensors
 
     def cost(self, workload: Workload) -> Cost:
-        """The cost with SDPA, with or without sinks. Values are a view of the projection's (or all-to-all's)
-        output and keep all of it alive."""
+        """The cost with fused kernels or SDPA, with or without sinks. Values are a view of the projection's
+        (or all-to-all's) output and keep all of it alive."""
         partition, n, dim = self.partition, workload.narrow, self.shape.head_dim
         tp, cp, hidden = self.groups.tp, self.groups.cp, self.qkv.channels_in
         all_tokens, cp_tokens = workload.local_tokens(), workload.local_tokens(cp)
@@ -207,9 +207,13 @@ class Attention(Recomputing):
         norms = () if self.qk_norm is None else self.qk_norm.cost(workload).calls
         tp, cp, hidden, n = self.groups.tp, self.groups.cp, self.qkv.channels_in, workload.narrow
         cp_tokens, sp_tokens = workload.local_tokens(cp), workload.local_tokens(tp, cp)
+        gradients = q
+        if fuses(workload.device, workload.dtype):
+            gradients = qkv + workload.local_tokens() * self.partition.core_heads * workload.wide
+        elif workload.device == "cuda":
+            gradients = 5 * q  # SDPA accumulates that of q in float32, and has those of k and v per query head
         return Cost(
-            # On a GPU the gradient of q is accumulated in float32, and those of k and v exist per query head.
-            passing=(5 if workload.device == "cuda" else 1) * q,
+            passing=gradients,
             calls=all_gather_calls(tp, sp_tokens * hidden * n, "attention tokens")
             + norms
             + all_to_all_calls(cp, qkv, "attention heads")

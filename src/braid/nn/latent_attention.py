@@ -36,7 +36,7 @@ from torch import Tensor
 from braid import architecture
 from braid.distributed.collectives import Groups, all_gather, all_to_all
 from braid.kernels import rms_norm, rotary
-from braid.kernels.attention import Attend, Spans, attend_cached, pairs_seen
+from braid.kernels.attention import Attend, Spans, attend_cached, fuses, pairs_seen
 from braid.kernels.rms_norm import Normalize
 from braid.kernels.rotary import Rotate
 from braid.nn.canonical import Canonical, RowSpan, under
@@ -210,9 +210,11 @@ class LatentAttention(Recomputing):
         else:
             kept += logsumexp + 2 * q + kv + y + exchanged
         down = (q_rank or hidden) + shape.kv_rank + shape.rope_dim
+        # Gradients of q, k and v in their own dtype, or that of q in float32 as well; then that of kv.
+        gradients = 2 * q + y + logsumexp if fuses(workload.device, workload.dtype) else 3 * q
         return Cost(
             kept=kept,
-            passing=(3 if workload.device == "cuda" else 1) * q + kv,
+            passing=(q if workload.device == "cpu" else gradients) + kv,
             calls=all_gather_calls(tp, sp_tokens * down * n, "latents")
             + all_gather_calls(cp, cp_tokens * shape.rope_dim * n, "latent attention, shared keys")
             + all_to_all_calls(cp, q, "latent attention, queries")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from braid.kernels.attention import sdpa
+from braid.kernels.attention import reference, sdpa
 from braid.kernels.attention.device import (
     hopper,
     hopper_dk_dv,
@@ -26,11 +26,9 @@ from braid.kernels.attention.device import (
     plain,
 )
 from braid.kernels.attention.packed import Gradients, Packed
+from braid.kernels.attention.sizes import supports
 from braid.kernels.attention.spans import Spans
 from braid.kernels.launch import Launcher
-
-MAX_HEAD_DIM = 256
-"""Wider heads do not fit into shared memory."""
 
 WIDE = 192
 """For wider heads, registers of a warp group hold the sums of either keys or values."""
@@ -53,7 +51,9 @@ class FusedAttention:
         sinks_Q: Tensor | None = None,
     ) -> Tensor:
         """Same as `reference.attend`."""
-        if not q_BTQD.numel() or max(q_BTQD.shape[3], v_BTKV.shape[3]) > MAX_HEAD_DIM:
+        if not q_BTQD.numel():
+            return reference.attend(q_BTQD, k_BTKD, v_BTKV, spans, scale, sinks_Q)
+        if not all(supports(x.shape[3]) for x in (q_BTQD, v_BTKV)):
             return sdpa.attend(q_BTQD, k_BTKD, v_BTKV, spans, scale, sinks_Q)
         scale = q_BTQD.shape[-1] ** -0.5 if scale is None else scale
         y_NQV: Tensor = _Attention.apply(

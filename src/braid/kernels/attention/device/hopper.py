@@ -1,10 +1,11 @@
 """What the warp-specialised kernels of packed attention share: Gluon for Hopper (TMA, mbarriers, wgmma).
 
-The warps of a program have two roles: one warp loads tiles by TMA, two warp groups multiply them. Each warp group
-has 64 rows of the program's tile; the other one keeps the tensor cores busy while it computes exponentials.
+The warps of a program have two roles: one warp loads tiles by TMA, two warp groups multiply them. Each warp
+group has 64 rows of the program's tile; the other one keeps the tensor cores busy while it computes
+exponentials.
 
-Heads of 192 channels are two tensors, of 128 and 64 channels: tiles in registers and shared memory have powers of
-two. The second one's names end in 1, and it is None for other heads.
+Heads of 192 channels are two tensors, of 128 and 64 channels: tiles in registers and shared memory have powers
+of two. The second one's names end in 1, and it is None for other heads.
 
 Shapes: N tokens, H heads, C channels.
 """
@@ -28,7 +29,8 @@ ROWS = 64
 WARPS = 4
 """Warps of a warp group."""
 HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
-"""Channels of a query or key head and of a value head that there are kernels for."""
+"""Channels of a query or key head and of a value head that there are kernels for. Other heads are padded: TMA
+reads zeros past their last channel."""
 ALIGNMENT = 16
 """TMA reads rows that begin at multiples of so many bytes."""
 
@@ -36,9 +38,8 @@ ALIGNMENT = 16
 def supports(given: Packed) -> bool:
     """Whether these kernels run on such heads."""
     tensors = (given.q_NQD, given.k_NKD, given.v_NKV)
-    dims = (given.q_NQD.shape[2], given.v_NKV.shape[2])
-    half = given.q_NQD.dtype in (torch.bfloat16, torch.float16)
-    return half and dims in HEAD_DIMS and all(_aligned(x) for x in tensors)
+    widest = max(given.q_NQD.shape[2], given.v_NKV.shape[2]) <= HEAD_DIMS[-1][0]
+    return widest and given.q_NQD.dtype in (torch.bfloat16, torch.float16) and all(map(_aligned, tensors))
 
 
 def _aligned(x_NHC: Tensor) -> bool:
@@ -47,21 +48,31 @@ def _aligned(x_NHC: Tensor) -> bool:
     return adjacent == 1 and not any(place % ALIGNMENT for place in places)
 
 
-def tiles_of_heads(x_NHC: Tensor, tokens: int) -> tuple[TensorDescriptor, TensorDescriptor | None]:
-    """Descriptors of tiles of so many tokens of one head: all of its channels, or 128 and the other 64."""
-    if x_NHC.shape[2] != 192:
-        return _descriptor(x_NHC, tokens), None
-    return _descriptor(x_NHC[..., :128], tokens), _descriptor(x_NHC[..., 128:], tokens)
+def padded_dims(qk_dim: int, v_dim: int) -> dict[str, int]:
+    """Channels of heads, and of their tiles: D and D1 of a query or key head, V of a value head."""
+    dim, v = next((d, v) for d, v in HEAD_DIMS if qk_dim <= d and v_dim <= v)
+    d, d1 = (128, 64) if dim == 192 else (dim, 0)
+    return {"QK_DIM": qk_dim, "V_DIM": v_dim, "D": d, "D1": d1, "V": v}
 
 
-def split_channels(channels: int) -> tuple[int, int]:
-    """Channels of the two tensors of a head."""
-    return (128, 64) if channels == 192 else (channels, 0)
+def tiles_of_heads(
+    x_NHC: Tensor, tokens: int, channels: int, channels1: int = 0
+) -> tuple[TensorDescriptor, TensorDescriptor | None]:
+    """Descriptors of tiles of so many tokens of one head, and of so many channels."""
+    if not channels1:
+        return _descriptor(x_NHC, tokens, channels), None
+    parts = (x_NHC[..., :channels], channels), (x_NHC[..., channels:], channels1)
+    first, second = (_descriptor(part, tokens, width) for part, width in parts)
+    return first, second
 
 
-def _descriptor(x_NHC: Tensor, tokens: int) -> TensorDescriptor:
-    block = [tokens, 1, x_NHC.shape[2]]
-    return TensorDescriptor(x_NHC, list(x_NHC.shape), list(x_NHC.stride()), block, _layout())
+def _descriptor(x_NHC: Tensor, tokens: int, channels: int) -> TensorDescriptor:
+    return TensorDescriptor(x_NHC, list(x_NHC.shape), list(x_NHC.stride()), [tokens, 1, channels], _layout())
+
+
+def heads_at_once(heads: int, most: int) -> int:
+    """The largest divisor of the number of heads that is at most `most`."""
+    return next(number for number in range(min(heads, most), 0, -1) if heads % number == 0)
 
 
 @cache
@@ -130,9 +141,24 @@ def multiply_transposed(
 
 @gluon.jit
 def second_sums(D1: gl.constexpr):
-    """Sums for the channels of a head's second tensor. Where there is none they are unused, and not compiled."""
+    """Sums for the channels of a head's second tensor; where there is none, unused and not compiled."""
     COLUMNS: gl.constexpr = D1 if D1 > 0 else 16
     return gl.zeros([64, COLUMNS], gl.float32, sums_layout(COLUMNS))
+
+
+@gluon.jit
+def item_at(item, tiles, count, HEADS: gl.constexpr, GROUP: gl.constexpr):
+    """Begin, end and head of the tile that is the item of a program. Some heads come first, and of these, tiles
+    with most work, so that programs share keys and values in L2 and none of the last is long. Programs with
+    several items take them forth and back, which gives all of them as much work."""
+    programs = gl.num_programs(0)
+    turn = item // programs
+    place = item % programs
+    back = (turn % 2 == 1) & ((turn + 1) * programs <= count * HEADS)
+    item = turn * programs + gl.where(back, programs - 1 - place, place)
+    tile = item % (count * GROUP) // GROUP
+    head = item // (count * GROUP) * GROUP + item % (count * GROUP) % GROUP
+    return gl.load(tiles + 2 * tile), gl.load(tiles + 2 * tile + 1), head
 
 
 @gluon.jit
@@ -156,13 +182,17 @@ def query_steps(last, begin, end, M: gl.constexpr):
 
 @gluon.jit
 def store_rows(
-    out, begin, end, head, value, staging, HEADS: gl.constexpr, WIDTH: gl.constexpr, C: gl.constexpr
-):
-    """Write 64 rows of C channels of heads that are WIDTH wide, 16 bytes a thread. They pass through shared memory
-    that this warp group needs no more."""
+    out, begin, end, head, value, staging, HEADS: gl.constexpr, WIDTH: gl.constexpr,
+    FIRST: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """Write 64 rows of C channels, from channel FIRST, of heads that are WIDTH wide, 16 bytes a thread. They
+    pass through shared memory that this warp group needs no more."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C, C // 8], [4, 1], [1, 0])
     staging.store(value.to(out.dtype.element_ty))
     m = begin + gl.arange(0, 64, gl.SliceLayout(1, layout))
-    c = gl.arange(0, C, gl.SliceLayout(0, layout))
+    c = FIRST + gl.arange(0, C, gl.SliceLayout(0, layout))
+    inside = (m < end)[:, None]
+    if FIRST + C > WIDTH:
+        inside = inside & (c < WIDTH)[None, :]
     rows = out + (m.to(gl.int64) * HEADS + head)[:, None] * WIDTH
-    gl.store(rows + c[None, :], staging.load(layout), mask=(m < end)[:, None])
+    gl.store(rows + c[None, :], staging.load(layout), mask=inside)

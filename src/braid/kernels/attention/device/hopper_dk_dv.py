@@ -1,8 +1,8 @@
 """Gradients of the keys and values of packed attention on Hopper; `plain` has the formulas.
 
-Scores and their gradients are computed transposed, one row for each key, as the left operands of the products that
-follow: they stay in registers, from one product to the next. A program sums over the query heads that share its
-keys, in order.
+Scores and their gradients are computed transposed, one row for each key, as the left operands of the products
+that follow: they stay in registers, from one product to the next. A program sums over the query heads that
+share its keys, in order.
 
 Shapes: M queries of a step, N = 64 keys of a warp group, D and D1 channels of a query or key head, V of a value
 head; on the host, K key-value heads.
@@ -28,12 +28,14 @@ from braid.kernels.attention.device.hopper import (
     WARPS,
     allocate_barriers,
     allocate_tiles,
+    heads_at_once,
+    item_at,
     left_layout,
     load_tile,
     multiply_transposed,
+    padded_dims,
     query_steps,
     second_sums,
-    split_channels,
     store_rows,
     sums_layout,
     tile_at,
@@ -42,35 +44,42 @@ from braid.kernels.attention.device.hopper import (
 from braid.kernels.attention.packed import Gradients, Packed
 from braid.kernels.launch import Launcher
 
+GROUP = 4
+"""Key-value heads at a time."""
+
 
 def launch_dk_dv(
     launch: Launcher, given: Packed, lse_QN: Tensor, dy_NQV: Tensor, made: Gradients, **tuned: int
 ) -> None:
     """dK and dV, into `made`, which has delta already."""
-    kv_heads, dim = given.k_NKD.shape[1:]
-    compiled_for = {**constants(kv_heads, given.repeats, dim, given.v_NKV.shape[2], given.scale), **tuned}
+    kv_heads, tiles = given.k_NKD.shape[1], given.tiles
+    compiled_for = {**constants(given), **tuned}
+    d, d1, v, step = (compiled_for[name] for name in ("D", "D1", "V", "M"))
     tensors = (
-        *tiles_of_heads(given.q_NQD, compiled_for["M"]),
-        *tiles_of_heads(given.k_NKD, ROWS),
-        tiles_of_heads(given.v_NKV, ROWS)[0],
-        tiles_of_heads(dy_NQV, compiled_for["M"])[0],
+        *tiles_of_heads(given.q_NQD, step, d, d1),
+        *tiles_of_heads(given.k_NKD, ROWS, d, d1),
+        tiles_of_heads(given.v_NKV, ROWS, v)[0],
+        tiles_of_heads(dy_NQV, step, v)[0],
         lse_QN,
         made.delta_QN,
         made.dk_NKD,
         made.dv_NKV,
-        given.tiles.last_N,
-        given.tiles.keys_P2,
+        tiles.last_N,
+        tiles.keys_P2,
     )
-    grid = (len(given.tiles.keys_P2), kv_heads)
-    launch(attention_dk_dv, grid, tensors, (lse_QN.shape[1],), compiled_for, warps=WARPS)
+    numbers = (lse_QN.shape[1], len(tiles.keys_P2))
+    grid = (len(tiles.keys_P2) * kv_heads, 1)
+    launch(attention_dk_dv, grid, tensors, numbers, compiled_for, warps=WARPS)
 
 
-def constants(kv_heads: int, repeats: int, qk_dim: int, v_dim: int, scale: float) -> dict[str, Any]:
+def constants(given: Packed) -> dict[str, Any]:
     """What the kernel is compiled for. Sums of wide heads leave registers for fewer scores."""
-    d, d1 = split_channels(qk_dim)
+    kv_heads, qk_dim, v_dim = given.k_NKD.shape[1], given.q_NQD.shape[2], given.v_NKV.shape[2]
+    dims = padded_dims(qk_dim, v_dim)
+    steps = {64: (128, 2), 128: (64, 3), 192: (32, 3)}[dims["D"] + dims["D1"]]
     return {
-        "SCALE": scale, "KV_HEADS": kv_heads, "REPEATS": repeats, "M": 64 if qk_dim <= 128 else 32, "D": d,
-        "D1": d1, "V": v_dim, "STAGES": 3, "num_warps": WARPS,
+        "SCALE": given.scale, "HEADS": kv_heads, "REPEATS": given.repeats, "GROUP": heads_at_once(kv_heads,
+        GROUP), "M": steps[0], **dims, "STAGES": steps[1], "num_warps": WARPS,
     }  # fmt: skip
 
 
@@ -79,8 +88,8 @@ def constants(kv_heads: int, repeats: int, qk_dim: int, v_dim: int, scale: float
 
 @gluon.jit
 def load_queries(
-    q_desc, q1_desc, dy_desc, lse, delta, qs, qs1, dys, lses, deltas, full, empty, last, begin, end, kv_head, tokens,
-    REPEATS: gl.constexpr, M: gl.constexpr, D: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr,
+    q_desc, q1_desc, dy_desc, lse, delta, qs, qs1, dys, lses, deltas, full, empty, last, begin, end, kv_head,
+    tokens, REPEATS: gl.constexpr, M: gl.constexpr, D: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """What the load warp loads at every step: the queries that see a tile of keys, head by head."""
     steps, _, _ = query_steps(last, begin, end, M)
@@ -103,8 +112,8 @@ def load_queries(
 
 @gluon.jit
 def _load_warp(
-    q_desc, q1_desc, k_desc, k1_desc, v_desc, dy_desc, lse, delta, ks, ks1, vs, qs, qs1, dys, lses, deltas, k_full,
-    full, empty, last, begin, end, kv_head, tokens,
+    q_desc, q1_desc, k_desc, k1_desc, v_desc, dy_desc, lse, delta, ks, ks1, vs, qs, qs1, dys, lses, deltas,
+    k_full, full, empty, last, begin, end, kv_head, tokens,
     REPEATS: gl.constexpr, M: gl.constexpr, D: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     mbarrier.expect(k_full.index(0), 2 * 64 * (D + V) * 2)
@@ -112,8 +121,8 @@ def _load_warp(
         load_tile(k_desc, k1_desc, ks, ks1, half, begin + half * 64, kv_head, k_full.index(0))
         load_tile(v_desc, None, vs, None, half, begin + half * 64, kv_head, k_full.index(0))
     load_queries(
-        q_desc, q1_desc, dy_desc, lse, delta, qs, qs1, dys, lses, deltas, full, empty, last, begin, end, kv_head,
-        tokens, REPEATS, M, D, V, STAGES,
+        q_desc, q1_desc, dy_desc, lse, delta, qs, qs1, dys, lses, deltas, full, empty, last, begin, end,
+        kv_head, tokens, REPEATS, M, D, V, STAGES,
     )  # fmt: skip
 
 
@@ -130,8 +139,8 @@ def probabilities(s, lses, stage, at, n, last_n, SCALE: gl.constexpr, M: gl.cons
 @gluon.jit
 def _dk_dv_steps(
     begin, end, turn, dk, dk1, dv, k, k1, v, qs, qs1, dys, lses, deltas, full, empty, start, n, last_n,
-    SCALE: gl.constexpr, M: gl.constexpr, D: gl.constexpr, D1: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr,
-    MASKED: gl.constexpr,
+    SCALE: gl.constexpr, M: gl.constexpr, D: gl.constexpr, D1: gl.constexpr, V: gl.constexpr, STAGES:
+    gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Steps of one query head; `turn` counts those of all heads."""
     zeros = gl.zeros([64, M], gl.float32, sums_layout(M))
@@ -159,9 +168,10 @@ def _dk_dv_steps(
 
 @gluon.jit
 def _dk_dv_warps(
-    HALF: gl.constexpr, ks, ks1, vs, qs, qs1, dys, lses, deltas, k_full, full, empty, dk_out, dv_out, last, begin, end,
-    kv_head, SCALE: gl.constexpr, KV_HEADS: gl.constexpr, REPEATS: gl.constexpr, M: gl.constexpr, D: gl.constexpr,
-    D1: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr,
+    HALF: gl.constexpr, ks, ks1, vs, qs, qs1, dys, lses, deltas, k_full, full, empty, dk_out, dv_out, last,
+    begin, end, kv_head, SCALE: gl.constexpr, HEADS: gl.constexpr, REPEATS: gl.constexpr, M: gl.constexpr,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, D: gl.constexpr, D1: gl.constexpr, V: gl.constexpr, STAGES:
+    gl.constexpr,
 ):  # fmt: skip
     steps, whole, edge = query_steps(last, begin, end, M)
     n = begin + HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, sums_layout(M)))
@@ -178,8 +188,8 @@ def _dk_dv_warps(
     for repeat in range(0, REPEATS):
         turn = repeat * steps
         dk, dk1, dv = _dk_dv_steps(
-            0, whole, turn, dk, dk1, dv, k, k1, v, qs, qs1, dys, lses, deltas, full, empty, begin, n, last_n, SCALE,
-            M, D, D1, V, STAGES, True,
+            0, whole, turn, dk, dk1, dv, k, k1, v, qs, qs1, dys, lses, deltas, full, empty, begin, n, last_n,
+            SCALE, M, D, D1, V, STAGES, True,
         )  # fmt: skip
         dk, dk1, dv = _dk_dv_steps(
             whole, edge, turn, dk, dk1, dv, k, k1, v, qs, qs1, dys, lses, deltas, full, empty, begin, n, last_n,
@@ -189,21 +199,20 @@ def _dk_dv_warps(
             edge, steps, turn, dk, dk1, dv, k, k1, v, qs, qs1, dys, lses, deltas, full, empty, begin, n, last_n,
             SCALE, M, D, D1, V, STAGES, True,
         )  # fmt: skip
-    store_rows(dv_out, begin + HALF * 64, end, kv_head, dv, v, KV_HEADS, V, V)
-    store_rows(dk_out, begin + HALF * 64, end, kv_head, dk * SCALE, k, KV_HEADS, D + D1, D)
+    store_rows(dv_out, begin + HALF * 64, end, kv_head, dv, v, HEADS, V_DIM, 0, V)
+    store_rows(dk_out, begin + HALF * 64, end, kv_head, dk * SCALE, k, HEADS, QK_DIM, 0, D)
     if D1 > 0:
-        store_rows(dk_out + D, begin + HALF * 64, end, kv_head, dk1 * SCALE, k1, KV_HEADS, D + D1, D1)
+        store_rows(dk_out, begin + HALF * 64, end, kv_head, dk1 * SCALE, k1, HEADS, QK_DIM, D, D1)
 
 
-@gluon.jit(do_not_specialize=["tokens"])
+@gluon.jit(do_not_specialize=["tokens", "count"])
 def attention_dk_dv(
-    q_desc, q1_desc, k_desc, k1_desc, v_desc, dy_desc, lse, delta, dk, dv, last, tiles, tokens,
-    SCALE: gl.constexpr, KV_HEADS: gl.constexpr, REPEATS: gl.constexpr, M: gl.constexpr, D: gl.constexpr,
-    D1: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
+    q_desc, q1_desc, k_desc, k1_desc, v_desc, dy_desc, lse, delta, dk, dv, last, tiles, tokens, count,
+    SCALE: gl.constexpr, HEADS: gl.constexpr, REPEATS: gl.constexpr, GROUP: gl.constexpr, M: gl.constexpr,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, D: gl.constexpr, D1: gl.constexpr, V: gl.constexpr,
+    STAGES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    begin = gl.load(tiles + 2 * gl.program_id(0))
-    end = gl.load(tiles + 2 * gl.program_id(0) + 1)
-    kv_head = gl.program_id(1)
+    begin, end, kv_head = item_at(gl.program_id(0), tiles, count, HEADS, GROUP)
     of_rows: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     ks = allocate_tiles(k_desc, 2, 64, D)
     vs = allocate_tiles(v_desc, 2, 64, V)
@@ -220,12 +229,12 @@ def attention_dk_dv(
     empty = allocate_barriers(STAGES, 2)
     fence_async_shared()
     gl.warp_specialize(
-        [(_dk_dv_warps, (0, ks, ks1, vs, qs, qs1, dys, lses, deltas, k_full, full, empty, dk, dv, last, begin, end,
-                         kv_head, SCALE, KV_HEADS, REPEATS, M, D, D1, V, STAGES)),
-         (_dk_dv_warps, (1, ks, ks1, vs, qs, qs1, dys, lses, deltas, k_full, full, empty, dk, dv, last, begin, end,
-                         kv_head, SCALE, KV_HEADS, REPEATS, M, D, D1, V, STAGES)),
-         (_load_warp, (q_desc, q1_desc, k_desc, k1_desc, v_desc, dy_desc, lse, delta, ks, ks1, vs, qs, qs1, dys, lses,
-                       deltas, k_full, full, empty, last, begin, end, kv_head, tokens, REPEATS, M, D + D1, V,
-                       STAGES))],
+        [(_dk_dv_warps, (0, ks, ks1, vs, qs, qs1, dys, lses, deltas, k_full, full, empty, dk, dv, last, begin,
+                         end, kv_head, SCALE, HEADS, REPEATS, M, QK_DIM, V_DIM, D, D1, V, STAGES)),
+         (_dk_dv_warps, (1, ks, ks1, vs, qs, qs1, dys, lses, deltas, k_full, full, empty, dk, dv, last, begin,
+                         end, kv_head, SCALE, HEADS, REPEATS, M, QK_DIM, V_DIM, D, D1, V, STAGES)),
+         (_load_warp, (q_desc, q1_desc, k_desc, k1_desc, v_desc, dy_desc, lse, delta, ks, ks1, vs, qs, qs1, dys,
+                       lses, deltas, k_full, full, empty, last, begin, end, kv_head, tokens, REPEATS, M, D + D1,
+                       V, STAGES))],
         [4, 1], [240, 24],
     )  # fmt: skip

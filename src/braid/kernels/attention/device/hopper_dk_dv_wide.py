@@ -1,10 +1,11 @@
-"""Gradients of the keys and values of packed attention on Hopper for heads of 256 channels; `plain` has the formulas.
+"""Gradients of the keys and values of packed attention on Hopper for heads of 256 channels; `plain` has the
+formulas.
 
-A warp group has registers for the sums of one of the two, so one warp group sums dV and the other dK, both of the
-same 64 keys. Both compute the scores: five products instead of four.
+A warp group has registers for the sums of one of the two, so one warp group sums dV and the other dK, both of
+the same 64 keys. Both compute the scores: five products instead of four.
 
-Shapes: M queries of a step, N = 64 keys of a program, D channels of a query or key head, V of a value head; on the
-host, K key-value heads.
+Shapes: M queries of a step, N = 64 keys of a program, D channels of a query or key head, V of a value head; on
+the host, K key-value heads.
 """
 
 from __future__ import annotations
@@ -26,16 +27,19 @@ from braid.kernels.attention.device.hopper import (
     WARPS,
     allocate_barriers,
     allocate_tiles,
+    heads_at_once,
+    item_at,
     left_layout,
     load_tile,
     multiply_transposed,
+    padded_dims,
     query_steps,
     store_rows,
     sums_layout,
     tile_at,
     tiles_of_heads,
 )
-from braid.kernels.attention.device.hopper_dk_dv import load_queries, probabilities
+from braid.kernels.attention.device.hopper_dk_dv import GROUP, load_queries, probabilities
 from braid.kernels.attention.packed import Gradients, Packed
 from braid.kernels.attention.tiles import TILE
 from braid.kernels.launch import Launcher
@@ -45,29 +49,34 @@ def launch_dk_dv(
     launch: Launcher, given: Packed, lse_QN: Tensor, dy_NQV: Tensor, made: Gradients, **tuned: int
 ) -> None:
     """dK and dV, into `made`, which has delta already."""
-    kv_heads, dim = given.k_NKD.shape[1:]
-    compiled_for = {**constants(kv_heads, given.repeats, dim, given.v_NKV.shape[2], given.scale), **tuned}
+    kv_heads, tiles = given.k_NKD.shape[1], given.tiles
+    compiled_for = {**constants(given), **tuned}
+    d, v, step = (compiled_for[name] for name in ("D", "V", "M"))
     tensors = (
-        tiles_of_heads(given.q_NQD, compiled_for["M"])[0],
-        tiles_of_heads(given.k_NKD, ROWS)[0],
-        tiles_of_heads(given.v_NKV, ROWS)[0],
-        tiles_of_heads(dy_NQV, compiled_for["M"])[0],
+        tiles_of_heads(given.q_NQD, step, d)[0],
+        tiles_of_heads(given.k_NKD, ROWS, d)[0],
+        tiles_of_heads(given.v_NKV, ROWS, v)[0],
+        tiles_of_heads(dy_NQV, step, v)[0],
         lse_QN,
         made.delta_QN,
         made.dk_NKD,
         made.dv_NKV,
-        given.tiles.last_N,
-        given.tiles.keys_P2,
+        tiles.last_N,
+        tiles.keys_P2,
     )
-    grid = (len(given.tiles.keys_P2) * (TILE // ROWS), kv_heads)
-    launch(attention_dk_dv, grid, tensors, (lse_QN.shape[1],), compiled_for, warps=WARPS)
+    numbers = (lse_QN.shape[1], len(tiles.keys_P2))
+    grid = (len(tiles.keys_P2) * kv_heads * (TILE // ROWS), 1)
+    launch(attention_dk_dv, grid, tensors, numbers, compiled_for, warps=WARPS)
 
 
-def constants(kv_heads: int, repeats: int, qk_dim: int, v_dim: int, scale: float) -> dict[str, Any]:
+def constants(given: Packed) -> dict[str, Any]:
     """What the kernel is compiled for."""
+    kv_heads, qk_dim, v_dim = given.k_NKD.shape[1], given.q_NQD.shape[2], given.v_NKV.shape[2]
+    dims = padded_dims(qk_dim, v_dim)
+    del dims["D1"]
     return {
-        "SCALE": scale, "KV_HEADS": kv_heads, "REPEATS": repeats, "M": 64, "D": qk_dim, "V": v_dim, "STAGES": 2,
-        "num_warps": WARPS,
+        "SCALE": given.scale, "HEADS": kv_heads, "REPEATS": given.repeats, "GROUP": heads_at_once(kv_heads,
+        GROUP), "M": 64, **dims, "STAGES": 2, "num_warps": WARPS,
     }  # fmt: skip
 
 
@@ -76,15 +85,16 @@ def constants(kv_heads: int, repeats: int, qk_dim: int, v_dim: int, scale: float
 
 @gluon.jit
 def _load_warp(
-    q_desc, k_desc, v_desc, dy_desc, lse, delta, ks, vs, qs, dys, lses, deltas, k_full, full, empty, last, begin, end,
-    kv_head, tokens, REPEATS: gl.constexpr, M: gl.constexpr, D: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr,
+    q_desc, k_desc, v_desc, dy_desc, lse, delta, ks, vs, qs, dys, lses, deltas, k_full, full, empty, last,
+    begin, end, kv_head, tokens, REPEATS: gl.constexpr, M: gl.constexpr, D: gl.constexpr, V: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     mbarrier.expect(k_full.index(0), 64 * (D + V) * 2)
     load_tile(k_desc, None, ks, None, 0, begin, kv_head, k_full.index(0))
     load_tile(v_desc, None, vs, None, 0, begin, kv_head, k_full.index(0))
     load_queries(
-        q_desc, None, dy_desc, lse, delta, qs, None, dys, lses, deltas, full, empty, last, begin, end, kv_head, tokens,
-        REPEATS, M, D, V, STAGES,
+        q_desc, None, dy_desc, lse, delta, qs, None, dys, lses, deltas, full, empty, last, begin, end, kv_head,
+        tokens, REPEATS, M, D, V, STAGES,
     )  # fmt: skip
 
 
@@ -120,9 +130,9 @@ def _steps(
 
 @gluon.jit
 def _warps(
-    OF_KEYS: gl.constexpr, ks, vs, qs, dys, lses, deltas, k_full, full, empty, done, dk, dv, last, begin, end, kv_head,
-    SCALE: gl.constexpr, KV_HEADS: gl.constexpr, REPEATS: gl.constexpr, M: gl.constexpr, D: gl.constexpr,
-    V: gl.constexpr, STAGES: gl.constexpr,
+    OF_KEYS: gl.constexpr, ks, vs, qs, dys, lses, deltas, k_full, full, empty, done, dk, dv, last, begin, end,
+    kv_head, SCALE: gl.constexpr, HEADS: gl.constexpr, REPEATS: gl.constexpr, M: gl.constexpr, QK_DIM:
+    gl.constexpr, V_DIM: gl.constexpr, D: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     COLUMNS: gl.constexpr = D if OF_KEYS else V
     steps, whole, edge = query_steps(last, begin, end, M)
@@ -135,37 +145,37 @@ def _warps(
     for repeat in range(0, REPEATS):
         turn = repeat * steps
         sums = _steps(
-            0, whole, turn, sums, k, v, qs, dys, lses, deltas, full, empty, begin, n, last_n, OF_KEYS, SCALE, M, D, V,
-            STAGES, True,
+            0, whole, turn, sums, k, v, qs, dys, lses, deltas, full, empty, begin, n, last_n, OF_KEYS, SCALE, M,
+            D, V, STAGES, True,
         )  # fmt: skip
         sums = _steps(
-            whole, edge, turn, sums, k, v, qs, dys, lses, deltas, full, empty, begin, n, last_n, OF_KEYS, SCALE, M, D,
-            V, STAGES, False,
+            whole, edge, turn, sums, k, v, qs, dys, lses, deltas, full, empty, begin, n, last_n, OF_KEYS, SCALE,
+            M, D, V, STAGES, False,
         )  # fmt: skip
         sums = _steps(
-            edge, steps, turn, sums, k, v, qs, dys, lses, deltas, full, empty, begin, n, last_n, OF_KEYS, SCALE, M, D,
-            V, STAGES, True,
+            edge, steps, turn, sums, k, v, qs, dys, lses, deltas, full, empty, begin, n, last_n, OF_KEYS, SCALE,
+            M, D, V, STAGES, True,
         )  # fmt: skip
     # Rows pass through the shared memory of keys and values, when both warp groups need those no more.
     mbarrier.arrive(done.index(0), count=1)
     mbarrier.wait(done.index(0), 0)
     if OF_KEYS:
-        store_rows(dk, begin, end, kv_head, sums * SCALE, k, KV_HEADS, D, D)
+        store_rows(dk, begin, end, kv_head, sums * SCALE, k, HEADS, QK_DIM, 0, D)
     else:
-        store_rows(dv, begin, end, kv_head, sums, v, KV_HEADS, V, V)
+        store_rows(dv, begin, end, kv_head, sums, v, HEADS, V_DIM, 0, V)
 
 
-@gluon.jit(do_not_specialize=["tokens"])
+@gluon.jit(do_not_specialize=["tokens", "count"])
 def attention_dk_dv(
-    q_desc, k_desc, v_desc, dy_desc, lse, delta, dk, dv, last, tiles, tokens,
-    SCALE: gl.constexpr, KV_HEADS: gl.constexpr, REPEATS: gl.constexpr, M: gl.constexpr, D: gl.constexpr,
-    V: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
+    q_desc, k_desc, v_desc, dy_desc, lse, delta, dk, dv, last, tiles, tokens, count,
+    SCALE: gl.constexpr, HEADS: gl.constexpr, REPEATS: gl.constexpr, GROUP: gl.constexpr, M: gl.constexpr,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, D: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
-    tile = gl.program_id(0) // 2
-    begin = gl.load(tiles + 2 * tile) + gl.program_id(0) % 2 * 64
-    end = gl.minimum(gl.load(tiles + 2 * tile + 1), begin + 64)
+    begin, end, kv_head = item_at(gl.program_id(0) // 2, tiles, count, HEADS, GROUP)
+    begin += gl.program_id(0) % 2 * 64
+    end = gl.minimum(end, begin + 64)
     if begin < end:
-        kv_head = gl.program_id(1)
         of_rows: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
         ks = allocate_tiles(k_desc, 1, 64, D)
         vs = allocate_tiles(v_desc, 1, 64, V)
@@ -180,10 +190,10 @@ def attention_dk_dv(
         fence_async_shared()
         gl.warp_specialize(
             [(_warps, (True, ks, vs, qs, dys, lses, deltas, k_full, full, empty, done, dk, dv, last, begin, end,
-                       kv_head, SCALE, KV_HEADS, REPEATS, M, D, V, STAGES)),
-             (_warps, (False, ks, vs, qs, dys, lses, deltas, k_full, full, empty, done, dk, dv, last, begin, end,
-                       kv_head, SCALE, KV_HEADS, REPEATS, M, D, V, STAGES)),
-             (_load_warp, (q_desc, k_desc, v_desc, dy_desc, lse, delta, ks, vs, qs, dys, lses, deltas, k_full, full,
-                           empty, last, begin, end, kv_head, tokens, REPEATS, M, D, V, STAGES))],
+                       kv_head, SCALE, HEADS, REPEATS, M, QK_DIM, V_DIM, D, V, STAGES)),
+             (_warps, (False, ks, vs, qs, dys, lses, deltas, k_full, full, empty, done, dk, dv, last, begin,
+                       end, kv_head, SCALE, HEADS, REPEATS, M, QK_DIM, V_DIM, D, V, STAGES)),
+             (_load_warp, (q_desc, k_desc, v_desc, dy_desc, lse, delta, ks, vs, qs, dys, lses, deltas, k_full,
+                           full, empty, last, begin, end, kv_head, tokens, REPEATS, M, D, V, STAGES))],
             [4, 1], [240, 24],
         )  # fmt: skip
