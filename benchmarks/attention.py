@@ -22,12 +22,11 @@ from torch import Tensor
 from triton.testing import do_bench
 
 from benchmarks import machine
-from braid.kernels.attention import reference, sdpa, spans_of
+from braid.kernels.attention import Attend, reference, sdpa, spans_of
 from braid.kernels.attention.device import hopper_dk_dv, hopper_dk_dv_wide, hopper_dq, hopper_forward
 from braid.kernels.attention.fused import WIDE, FusedAttention
 from braid.kernels.attention.packed import Packed
 from braid.kernels.attention.spans import Spans
-from braid.kernels.launch import Launcher
 
 ROWS, TOKENS = 4, 4096
 CUDA = torch.device("cuda")
@@ -47,19 +46,6 @@ CHECKS = tuple(
     for heads in (*SHAPES, Heads(4, 2, 80, 80), Heads(4, 4, 160, 96), Heads(4, 2, 24, 40))
     for cuts, window, sinks in ((CUTS, None, False), (CUTS, 100, True), ((), None, False))
 )
-
-
-class OneTileEach(Launcher):
-    """A program for every tile, instead of programs that take several."""
-
-    def multiprocessors(self, device: torch.device) -> int:
-        return 1 << 30
-
-
-def fused_attention(one_tile_each: bool) -> FusedAttention:
-    fused = FusedAttention(hopper=True)
-    fused.launch = OneTileEach() if one_tile_each else fused.launch
-    return fused
 
 
 def documents(seed: int) -> Tensor:
@@ -88,6 +74,12 @@ def inputs(heads: Heads, rows: int, tokens: int, dtype: torch.dtype = torch.bflo
     return [q, kv[..., : heads.qk_dim], kv[..., heads.qk_dim :], dy]
 
 
+def _attend(attend: Attend, given: list[Tensor], spans: Spans) -> Tensor:
+    """Of q, k and v, and of sinks if there are any."""
+    q, k, v, *sinks = given
+    return attend(q, k, v, spans, None, *sinks)
+
+
 # ------------------------------------------------------------------------------------------------ errors
 
 
@@ -101,14 +93,14 @@ def errors(fused: FusedAttention, heads: Heads, cuts: tuple[int, ...], window: i
     *given, dy = inputs(heads, rows, tokens)
     given += [torch.randn(heads.heads, device=CUDA, dtype=dy.dtype)] if sinks else []
     wide = [x.double().requires_grad_() for x in given]
-    y = reference.attend(*wide[:3], spans, None, *wide[3:])
+    y = _attend(reference.attend, wide, spans)
     expected = (y, *torch.autograd.grad(y, wide, dy.double()))
     runs = []
     for _ in range(2):
         here = [x.detach().requires_grad_() for x in given]
-        y = fused(*here[:3], spans, None, *here[3:])
+        y = _attend(fused, here, spans)
         runs.append((y, *torch.autograd.grad(y, here, dy)))
-    worst = max(float((a.double() - b).norm() / b.norm()) for a, b in zip(runs[0], expected, strict=True))
+    worst = max(((a.double() - b).norm() / b.norm()).item() for a, b in zip(runs[0], expected, strict=True))
     return {"worst": worst, "same_bits": all(torch.equal(a, b) for a, b in zip(*runs, strict=True))}
 
 
@@ -152,11 +144,11 @@ def launches(fused: FusedAttention, heads: Heads, spans: Spans, tuned: dict[str,
     return {**times, "sum": sum(times.values())}
 
 
-def both(attend: Callable[..., Tensor], heads: Heads, spans: Spans) -> float:
+def both(attend: Attend, heads: Heads, spans: Spans) -> float:
     """Milliseconds of forward and backward under autograd."""
     *given, dy = inputs(heads, *spans.runs_BT.shape)
     here = [x.detach().requires_grad_() for x in given]
-    return median(lambda: torch.autograd.grad(attend(*here, spans), here, dy))
+    return median(lambda: torch.autograd.grad(_attend(attend, here, spans), here, dy))
 
 
 def host_milliseconds(fused: FusedAttention, heads: Heads) -> float:
@@ -168,7 +160,7 @@ def host_milliseconds(fused: FusedAttention, heads: Heads) -> float:
         ids = documents(seed)
         torch.cuda.synchronize()
         started = time.perf_counter()
-        torch.autograd.grad(fused(*here, spans_of(ids, None, CUDA)), here, dy)
+        torch.autograd.grad(_attend(fused, here, spans_of(ids, None, CUDA)), here, dy)
         taken.append(time.perf_counter() - started)
     return sorted(taken)[4] * 1e3
 
@@ -197,9 +189,9 @@ def measure(fused: FusedAttention, log: dict[str, Any]) -> Iterator[str]:
 
 
 CANDIDATES: dict[str, tuple[dict[str, int], ...]] = {
-    "forward": ({"GROUP": 1}, {"GROUP": 2}, {"GROUP": 8}, {"GROUP": 16}),
-    "dq": ({"GROUP": 1}, {"GROUP": 2}, {"GROUP": 8}, {"GROUP": 16}),
-    "dk_dv": ({"GROUP": 1}, {"GROUP": 4}, {"GROUP": 8}, {"STAGES": 3}, {"STAGES": 2}),
+    "forward": ({"GROUP": 1}, {"GROUP": 8}, {"GROUP": 16}, {"GROUP": 8, "programs": 132}),
+    "dq": ({"GROUP": 1}, {"GROUP": 8}, {"GROUP": 16}, {"GROUP": 8, "programs": 132}),
+    "dk_dv": ({"GROUP": 1}, {"GROUP": 2}, {"GROUP": 8}, {"STAGES": 2}, {"STAGES": 4}),
 }
 
 
@@ -217,17 +209,15 @@ def tune(fused: FusedAttention, log: dict[str, Any]) -> Iterator[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tune", action="store_true", help="time other tile sizes and orders")
-    parser.add_argument("--one-tile-each", action="store_true", help="a program for every tile")
     asked = parser.parse_args()
     machine.needs_gpu()
     origin, log, started = machine.describe(), dict[str, Any](), time.perf_counter()
-    fused = fused_attention(asked.one_tile_each)
+    fused = FusedAttention(hopper=True)
     steps = (tune,) if asked.tune else (check, measure)
     for step in steps:
         for line in step(fused, log):
             print(f"[{time.perf_counter() - started:4.0f}] {line}", flush=True)
-    name = "attention" + ("_tune" if asked.tune else "") + ("_one_tile_each" if asked.one_tile_each else "")
-    print("written to", machine.write(name, log, origin))
+    print("written to", machine.write("attention_tune" if asked.tune else "attention", log, origin))
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ from braid.kernels.attention.packed import Gradients, Packed
 from braid.kernels.launch import Launcher
 
 GROUP = 4
-"""Key-value heads at a time."""
+"""Key-value heads at a time, as in `hopper_forward`."""
 
 
 def launch_dk_dv(
@@ -139,8 +139,8 @@ def probabilities(s, lses, stage, at, n, last_n, SCALE: gl.constexpr, M: gl.cons
 @gluon.jit
 def _dk_dv_steps(
     begin, end, turn, dk, dk1, dv, k, k1, v, qs, qs1, dys, lses, deltas, full, empty, start, n, last_n,
-    SCALE: gl.constexpr, M: gl.constexpr, D: gl.constexpr, D1: gl.constexpr, V: gl.constexpr, STAGES:
-    gl.constexpr, MASKED: gl.constexpr,
+    SCALE: gl.constexpr, M: gl.constexpr, D: gl.constexpr, D1: gl.constexpr, V: gl.constexpr,
+    STAGES: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Steps of one query head; `turn` counts those of all heads."""
     zeros = gl.zeros([64, M], gl.float32, sums_layout(M))
@@ -170,8 +170,8 @@ def _dk_dv_steps(
 def _dk_dv_warps(
     HALF: gl.constexpr, ks, ks1, vs, qs, qs1, dys, lses, deltas, k_full, full, empty, dk_out, dv_out, last,
     begin, end, kv_head, SCALE: gl.constexpr, HEADS: gl.constexpr, REPEATS: gl.constexpr, M: gl.constexpr,
-    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, D: gl.constexpr, D1: gl.constexpr, V: gl.constexpr, STAGES:
-    gl.constexpr,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, D: gl.constexpr, D1: gl.constexpr, V: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     steps, whole, edge = query_steps(last, begin, end, M)
     n = begin + HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, sums_layout(M)))

@@ -131,8 +131,8 @@ def _steps(
 @gluon.jit
 def _warps(
     OF_KEYS: gl.constexpr, ks, vs, qs, dys, lses, deltas, k_full, full, empty, done, dk, dv, last, begin, end,
-    kv_head, SCALE: gl.constexpr, HEADS: gl.constexpr, REPEATS: gl.constexpr, M: gl.constexpr, QK_DIM:
-    gl.constexpr, V_DIM: gl.constexpr, D: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr,
+    kv_head, SCALE: gl.constexpr, HEADS: gl.constexpr, REPEATS: gl.constexpr, M: gl.constexpr,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, D: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     COLUMNS: gl.constexpr = D if OF_KEYS else V
     steps, whole, edge = query_steps(last, begin, end, M)

@@ -43,7 +43,7 @@ from braid.kernels.attention.packed import Gradients, Packed
 from braid.kernels.launch import Launcher
 
 GROUP = 4
-"""Query heads at a time."""
+"""Query heads at a time: programs that run together share keys and values in L2."""
 
 
 def launch_dq(
@@ -56,7 +56,7 @@ def launch_dq(
     programs: int | None = None,
     **tuned: int,
 ) -> None:
-    """dQ and delta, into `made`."""
+    """dQ and delta, into `made`; `programs` as in `hopper_forward.forward`."""
     heads, tiles = given.q_NQD.shape[1], given.tiles
     compiled_for = {**constants(given), **tuned}
     d, d1, v, step = (compiled_for[name] for name in ("D", "D1", "V", "N"))
@@ -94,8 +94,8 @@ def constants(given: Packed) -> dict[str, Any]:
 @gluon.jit
 def _load_warp(
     q_desc, q1_desc, k_desc, k1_desc, v_desc, dy_desc, qs, qs1, dys, ks, ks1, vs, q_full, q_empty, full, empty,
-    first, tiles, count, HEADS: gl.constexpr, GROUP: gl.constexpr, REPEATS: gl.constexpr, N: gl.constexpr, D:
-    gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr,
+    first, tiles, count, HEADS: gl.constexpr, GROUP: gl.constexpr, REPEATS: gl.constexpr, N: gl.constexpr,
+    D: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     loaded = 0
     for item in range(gl.program_id(0), count * HEADS, gl.num_programs(0)):
@@ -120,8 +120,8 @@ def _load_warp(
 @gluon.jit
 def _dq_steps(
     begin, end, done, ds, sums, sums1, q, q1, dy, ks, ks1, vs, full, empty, start, m, first_m, lse_m, delta_m,
-    SCALE: gl.constexpr, N: gl.constexpr, D: gl.constexpr, D1: gl.constexpr, V: gl.constexpr, STAGES:
-    gl.constexpr, MASKED: gl.constexpr,
+    SCALE: gl.constexpr, N: gl.constexpr, D: gl.constexpr, D1: gl.constexpr, V: gl.constexpr,
+    STAGES: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Each step multiplies the gradients of the scores of the one before it; `done` counts those of earlier
     tiles."""
@@ -170,8 +170,9 @@ def _delta(y, dy, begin, end, head, HEADS: gl.constexpr, V_DIM: gl.constexpr, V:
 @gluon.jit
 def _dq_tile(
     HALF: gl.constexpr, turn, done, qs, qs1, dys, ks, ks1, vs, dqs, q_full, q_empty, full, empty, y, lse, delta,
-    dq, first, begin, end, head, tokens, SCALE: gl.constexpr, HEADS: gl.constexpr, N: gl.constexpr, QK_DIM:
-    gl.constexpr, V_DIM: gl.constexpr, D: gl.constexpr, D1: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr,
+    dq, first, begin, end, head, tokens, SCALE: gl.constexpr, HEADS: gl.constexpr, N: gl.constexpr,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, D: gl.constexpr, D1: gl.constexpr, V: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """The gradient of 64 queries; the number of steps."""
     APART: gl.constexpr = D + D1 <= 128

@@ -45,13 +45,14 @@ from braid.kernels.attention.packed import Packed
 from braid.kernels.launch import Launcher
 
 GROUP = 4
-"""Query heads at a time."""
+"""Query heads at a time: programs that run together share keys and values in L2."""
 
 
 def forward(
     launch: Launcher, given: Packed, sinks_Q: Tensor | None, programs: int | None = None, **tuned: int
 ) -> tuple[Tensor, Tensor]:
-    """As `plain.forward`."""
+    """As `plain.forward`. There is a program for every tile by default; with fewer, each takes several in turn
+    and loads the next while it writes one, which is faster for short documents and slower for long ones."""
     y_NQV, lse_QN = given.new_output(), given.new_rows()
     heads, tiles = given.q_NQD.shape[1], given.tiles
     compiled_for = {**constants(given), **tuned}
@@ -89,8 +90,8 @@ def constants(given: Packed) -> dict[str, Any]:
 @gluon.jit
 def _load_warp(
     q_desc, q1_desc, k_desc, k1_desc, v_desc, qs, qs1, ks, ks1, vs, q_full, q_empty, k_full, k_empty, v_full,
-    v_empty, first, tiles, count, HEADS: gl.constexpr, GROUP: gl.constexpr, REPEATS: gl.constexpr, N:
-    gl.constexpr, D: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr,
+    v_empty, first, tiles, count, HEADS: gl.constexpr, GROUP: gl.constexpr, REPEATS: gl.constexpr,
+    N: gl.constexpr, D: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     loaded = 0
     for item in range(gl.program_id(0), count * HEADS, gl.num_programs(0)):
@@ -130,8 +131,8 @@ def _softmax(s, m, n, first_m, highest, total, SCALE: gl.constexpr, MASKED: gl.c
 @gluon.jit
 def _attend_steps(
     begin, end, done, p, sums, highest, total, q, q1, ks, ks1, vs, k_full, k_empty, v_full, v_empty, start, m,
-    first_m, SCALE: gl.constexpr, N: gl.constexpr, D: gl.constexpr, D1: gl.constexpr, V: gl.constexpr, STAGES:
-    gl.constexpr, MASKED: gl.constexpr,
+    first_m, SCALE: gl.constexpr, N: gl.constexpr, D: gl.constexpr, D1: gl.constexpr, V: gl.constexpr,
+    STAGES: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Each step sums the values of the one before it; `done` counts those of earlier tiles."""
     n = gl.arange(0, N, gl.SliceLayout(0, sums_layout(N)))
@@ -158,8 +159,9 @@ def _attend_steps(
 @gluon.jit
 def _attend_tile(
     HALF: gl.constexpr, turn, done, qs, qs1, ks, ks1, vs, ys, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-    sinks, y, lse, first, begin, end, head, tokens, SCALE: gl.constexpr, HEADS: gl.constexpr, V_DIM:
-    gl.constexpr, N: gl.constexpr, D: gl.constexpr, D1: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr,
+    sinks, y, lse, first, begin, end, head, tokens, SCALE: gl.constexpr, HEADS: gl.constexpr,
+    V_DIM: gl.constexpr, N: gl.constexpr, D: gl.constexpr, D1: gl.constexpr, V: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """Attention of 64 queries; the number of steps."""
     APART: gl.constexpr = D + D1 <= 128
@@ -221,8 +223,9 @@ def _attend_tile(
 @gluon.jit
 def _attend_warps(
     HALF: gl.constexpr, qs, qs1, ks, ks1, vs, ys, q_full, q_empty, k_full, k_empty, v_full, v_empty, sinks, y,
-    lse, first, tiles, count, tokens, SCALE: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, V_DIM:
-    gl.constexpr, N: gl.constexpr, D: gl.constexpr, D1: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr,
+    lse, first, tiles, count, tokens, SCALE: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr,
+    V_DIM: gl.constexpr, N: gl.constexpr, D: gl.constexpr, D1: gl.constexpr, V: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     done = 0
     for item in range(gl.program_id(0), count * HEADS, gl.num_programs(0)):
