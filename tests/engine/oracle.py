@@ -10,7 +10,7 @@ backward needs is kept.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from braid.engine.weights import ResidentWeights
 from braid.model.context import Context, MicroBatch
 from braid.model.language import Losses
 from braid.nn.delayed_wgrad import DelayedWgrad, Mains, set_wgrad_store
+from braid.nn.moe.experts import Experts
 from braid.optim import gradients
 from braid.optim.adamw import AdamW
 from braid.planning.plan import Plan
@@ -95,7 +96,17 @@ class Hooks:
     """What keeps the weights of a model that runs by FSDP2's hooks: nothing of ours."""
 
     def __init__(self, root: nn.Module) -> None:
-        self.mains: Mains = fsdp2.AccumulatedGrads(root)
+        self.mains: Mains = _OfExperts(root)
+
+
+class _OfExperts(fsdp2.AccumulatedGrads):
+    """Main gradients of experts alone. Hooks reduce the gradients of a unit as they find them, and want one
+    dtype: with those of a norm beside them, those of linear layers have to go by way of `.grad`."""
+
+    def get(self, parameter: Tensor) -> Any:
+        main = super().get(parameter)
+        of_experts = main is not None and isinstance(main._param._module_info.module, Experts)
+        return main if of_experts else None
 
 
 def hooked_state(planned: Plan, groups: Groups, meshes: Mapping[str, DeviceMesh]) -> State:
@@ -106,8 +117,10 @@ def hooked_state(planned: Plan, groups: Groups, meshes: Mapping[str, DeviceMesh]
     assert isinstance(model, FSDPModule)
     for method in ("run", "logits"):
         register_fsdp_forward_method(model, method)
-    if model.embedding is not None:
-        register_fsdp_forward_method(model.embedding, "logits")
+    for ends in (model.embedding, model.head):
+        if ends is not None:
+            register_fsdp_forward_method(ends, "logits")
+            register_fsdp_forward_method(ends, "loss")
     fsdp2.init_root(model)
     optim = planned.run.optim
     return State(

@@ -18,8 +18,8 @@ from braid.kernels.linear_cross_entropy import VocabShard, reference
 from braid.kernels.linear_cross_entropy.chunked import ChunkedLinearCrossEntropy, Passes, PlainPasses
 from braid.nn.cost import Workload
 from braid.nn.delayed_wgrad import DelayedWgrad
-from braid.nn.embedding import Vocabulary
 from braid.nn.loss import linear_cross_entropy_cost, saves_hidden
+from braid.nn.vocabulary import Vocabulary
 from tests.kernels.interpreting import DEVICE, GPU, needs_kernels
 from tests.nn.moe_ranks import Layout, groups_of
 from tests.planning.estimate.reality import kept

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
+from copy import copy
 from dataclasses import dataclass, replace
 from types import MappingProxyType, ModuleType, SimpleNamespace
 from typing import Any
@@ -23,7 +24,6 @@ from braid.distributed import collectives
 from braid.distributed.collectives import Group, all_reduce_no_grad, own_slice
 from braid.engine import executor
 from braid.kernels.linear_cross_entropy import reference as loss
-from braid.model import language
 from braid.model.context import Context, MicroBatch
 from braid.nn import embedding
 from braid.nn.moe import balance, router
@@ -209,14 +209,15 @@ def same_samples() -> AbstractContextManager[Any]:
 
 def padding_counts() -> AbstractContextManager[Any]:
     """The padding of the vocabulary has a probability."""
-    whole = language.linear_cross_entropy
+    whole = embedding.linear_cross_entropy
 
     def with_padding(*given: Any) -> Any:
-        held = next(each for each in given if isinstance(each, embedding.Vocabulary))
-        held.held = held.rows
-        return whole(*given)
+        *before, vocabulary, scale, wgrad_store = given
+        counted = copy(vocabulary)
+        counted.held = counted.rows
+        return whole(*before, counted, scale, wgrad_store)
 
-    return patch.object(language, "linear_cross_entropy", with_padding)
+    return patch.object(embedding, "linear_cross_entropy", with_padding)
 
 
 # ------------------------------------------------------------------------------------------ all of them

@@ -30,15 +30,16 @@ from braid.model.stack import Stack
 from braid.model.streams import Exit, build_exit
 from braid.nn.canonical import Canonical, Shard, under
 from braid.nn.cost import Cost, Workload, all_gather_calls
-from braid.nn.embedding import Embedding, Head, Vocabulary, check_ids
+from braid.nn.embedding import Embedding, Head, check_ids
 from braid.nn.hyper_connection import expand
 from braid.nn.init import initialize
-from braid.nn.loss import linear_cross_entropy, linear_cross_entropy_cost, saves_hidden
+from braid.nn.loss import linear_cross_entropy_cost, saves_hidden
 from braid.nn.moe.balance import Balance
 from braid.nn.moe.dispatch_plan import Dispatcher
 from braid.nn.moe.layer import Moe
 from braid.nn.norm import LayerNorm, RmsNorm, norm
 from braid.nn.recompute import Recomputing, Replays, set_replays
+from braid.nn.vocabulary import Vocabulary
 from braid.pattern import Kind, Layer, Layout
 from braid.schedule.phases import Phase, Unit
 from braid.schedule.recompute import span_ends, span_starts
@@ -281,17 +282,8 @@ class LanguageModel(Recomputing):
         """Loss sum and token count of the head's predictions; identical on all tp ranks."""
         labels_Bs, mask_Bs = (own_slice(each, self.groups.cp, dim=1) for each in (labels_BT, mask_BT))
         hidden_BsC = all_gather(hidden_BtC, self.groups.tp, dim=1)
-        head = self._head()
-        return linear_cross_entropy(
-            self.kernels.linear_cross_entropy.function,
-            hidden_BsC.flatten(0, 1),
-            head.weight,
-            labels_Bs.flatten(),
-            mask_Bs.flatten(),
-            Vocabulary(self.shape.vocab, self.groups.tp),
-            self.shape.logits_scale,
-            head.wgrad_store,
-        )
+        function, scale = self.kernels.linear_cross_entropy.function, self.shape.logits_scale
+        return self._head().loss(function, hidden_BsC, labels_Bs, mask_Bs, scale)
 
     def hidden(self, context: Context) -> Tensor:
         """The final hidden state of this rank's tokens, for a model that is not pipelined."""

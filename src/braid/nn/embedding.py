@@ -16,9 +16,12 @@ from torch.nn import functional as F
 
 from braid.distributed.collectives import ALONE, Group, Groups, own_slice, reduce_scatter
 from braid.errors import DataError
+from braid.kernels.linear_cross_entropy import LinearCrossEntropy
 from braid.nn.canonical import Canonical
 from braid.nn.cost import INDEX_BYTES, Cost, Workload, reduce_scatter_calls
 from braid.nn.delayed_wgrad import Delaying
+from braid.nn.loss import linear_cross_entropy
+from braid.nn.vocabulary import Vocabulary
 
 
 def check_ids(ids_BT: Tensor, vocab: int) -> None:
@@ -33,27 +36,6 @@ def check_ids(ids_BT: Tensor, vocab: int) -> None:
             f"token id {int(ids_BT[row, token])} in row {row} at token {token} is outside the vocabulary: "
             f"ids run from 0 to {vocab - 1}; use the tokenizer of the model, or set model.vocab to match it"
         )
-
-
-class Vocabulary:
-    """The partition of a vocabulary over the ranks of a group."""
-
-    def __init__(self, ids: int, group: Group = ALONE) -> None:
-        self.ids = ids
-        """Vocabulary size, without padding."""
-        self.group = group
-        self.rows = -(-ids // group.size)
-        """Rows per rank, with padding."""
-        self.first = group.rank * self.rows
-        self.held = min(max(ids - self.first, 0), self.rows)
-        """Rows of this rank without padding. Only the last ranks have padding."""
-
-    def local(self, ids: Tensor) -> Tensor:
-        """The local row of each id; `rows` if another rank holds it."""
-        if self.group.size == 1:
-            return ids
-        rows = ids - self.first
-        return rows.where((rows >= 0) & (rows < self.rows), self.rows)
 
 
 class _Lookup(torch.autograd.Function):
@@ -106,6 +88,20 @@ class _VocabParallel(Delaying):
     def logits(self, hidden_BTC: Tensor) -> Tensor:
         """Logits of this rank's ids, for the tokens of all tp ranks."""
         return F.linear(hidden_BTC, self.weight)
+
+    def loss(
+        self,
+        implementation: LinearCrossEntropy,
+        hidden_BTC: Tensor,
+        labels_BT: Tensor,
+        mask_BT: Tensor,
+        scale: float,
+    ) -> tuple[Tensor, Tensor]:
+        """Sum and count of the loss of logits / scale, for the tokens of all tp ranks."""
+        tokens = (hidden_BTC.flatten(0, 1), labels_BT.flatten(), mask_BT.flatten())
+        return linear_cross_entropy(
+            implementation, self.weight, *tokens, self.vocabulary, scale, self.wgrad_store
+        )
 
     def canonical(self) -> dict[str, Canonical]:
         ids, (_, hidden) = self.vocabulary, self.weight.shape

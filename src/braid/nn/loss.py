@@ -21,13 +21,13 @@ from braid.kernels.linear_cross_entropy import (
 from braid.kernels.linear_cross_entropy.chunked import gradients_in_forward
 from braid.nn.cost import INDEX_BYTES, Call, Cost, Workload, no_grad_call
 from braid.nn.delayed_wgrad import DelayedWgrad
-from braid.nn.embedding import Vocabulary
+from braid.nn.vocabulary import Vocabulary
 
 
 def linear_cross_entropy(
     implementation: LinearCrossEntropy,
-    x_NC: Tensor,
     weight_RC: Tensor,
+    x_NC: Tensor,
     labels_N: Tensor,
     mask_N: Tensor,
     vocabulary: Vocabulary,

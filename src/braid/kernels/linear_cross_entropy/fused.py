@@ -18,7 +18,7 @@ from braid.kernels.linear_cross_entropy.device import kernels
 
 BLOCK = 8192
 """Logits per step of a program."""
-WARPS = 16
+WARPS = 8
 SCALED_BLOCK = 2048
 
 
