@@ -19,9 +19,9 @@ A node may have several buckets that are drained one by one. Its layers assign p
 (`assign_buckets`).
 
 A store may know the main gradients of parameters: buffers in at least float32 that accumulate over the
-micro-batches of a step. A wgrad kernel that can write in place (`Gradient`) then accumulates into the buffer,
-at once or when it is drained: the first write of a step overwrites, the others add, and the parameter's own
-`.grad` stays None.
+micro-batches of a step. A product that can write in place (`Gradient`), as those of linear layers and of fused
+experts, then accumulates into the buffer, at once or when it is drained: the first write of a step overwrites,
+the others add, and the parameter's own `.grad` stays None.
 """
 
 from __future__ import annotations
