@@ -100,6 +100,83 @@ def test_a_run_is_not_overwritten(folder: Path, tmp_path: Path) -> None:
         import_([str(folder), "--out", str(tmp_path / "run")])
 
 
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["absent", "--out", "x"], "absent is not a folder"),
+        (["tiny", "--out", "x"], "braid downloads nothing"),
+        (["hub/config.json", "--out", "x"], "is not a folder"),
+        (["run", "--out", "x"], "is a run already"),
+        (["hub", "--out", "hub"], "is the folder to import"),
+        (["hub", "--out", "hub/config.json"], "cannot write"),
+        (["hub", "--out", "hub/config.json/x"], "cannot write"),
+        (["hub", "--out", "x", "--samples", "-4"], "--samples -4: must be 0 or more"),
+        (["hub", "--out", "x", "--mtp-depths", "-1"], "--mtp-depths -1: must be 0 or more"),
+        (["hub", "--out", "x", "--updates", "5"], "are for files with the state of an optimizer"),
+    ],
+)
+def test_what_cannot_be_imported_is_said(
+    words: list[str], reason: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    with_tokenizer(folder)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises((CheckpointError, ConfigError), match=reason):
+        import_(words)
+    assert not (tmp_path / "x").exists()
+
+
+def test_an_import_that_was_killed_begins_again(folder: Path, tmp_path: Path) -> None:
+    left = tmp_path / "run" / "checkpoints" / "step-00000000.partial"
+    left.mkdir(parents=True)
+    (left / "part-00000.safetensors").write_bytes(b"half")
+    assert import_([str(folder), "--out", str(tmp_path / "run")]) == 0
+    assert len(weights_of(tmp_path / "run")) == 24
+    assert not left.exists()
+
+
+def test_an_import_from_a_cache_of_links_knows_its_config(folder: Path, tmp_path: Path) -> None:
+    """The Hugging Face cache holds nothing but links to files elsewhere."""
+    (tmp_path / "cache").mkdir()
+    for file in folder.iterdir():
+        (tmp_path / "cache" / file.name).symlink_to(file)
+    import_([str(tmp_path / "cache"), "--out", str(tmp_path / "run")])
+    assert not (tmp_path / "run" / "hub" / "config.json").is_symlink()
+    export([str(tmp_path / "run"), "--out", str(tmp_path / "back")])
+    before, after = (json.loads((path / "config.json").read_text()) for path in (folder, tmp_path / "back"))
+    assert after == before
+
+
+def test_an_ignored_entry_of_an_object_is_left_unread(folder: Path, tmp_path: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["rope_parameters"] |= {"rope_theta": 7.0, "house_style": "baroque"}
+    (folder / "config.json").write_text(json.dumps(config))
+    words = ["--ignore", "rope_parameters.rope_theta", "rope_parameters.house_style"]
+    import_([str(folder), "--out", str(tmp_path / "run"), *words])
+    attention = describe(resolve_checkpoint(tmp_path / "run")).run.model.attention
+    assert attention is not None
+    assert attention.rope_base == 10_000.0
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "reason"),
+    [
+        ("model.safetensors.index.json", {"weight_map": {"a": "../evil.safetensors"}}, "outside of its folder"),
+        ("model.safetensors.index.json", {"weight_map": ["a"]}, "is damaged"),
+        ("braid_import.json", {"dtypes": {"a": "F7"}}, "is damaged"),
+        ("braid_import.json", {"dtypes": ["F32"]}, "is damaged"),
+    ],
+)
+def test_what_a_run_says_of_its_source_is_not_trusted(
+    name: str, data: dict[str, object], reason: str, folder: Path, tmp_path: Path
+) -> None:
+    import_([str(folder), "--out", str(tmp_path / "run")])
+    (tmp_path / "run" / "hub" / name).write_text(json.dumps(data))
+    with pytest.raises(CheckpointError, match=reason):
+        export([str(tmp_path / "run"), "--out", str(tmp_path / "back")])
+    assert not any(tmp_path.rglob("evil*"))
+
+
 def test_a_model_goes_out_as_what_it_is(folder: Path, tmp_path: Path) -> None:
     import_([str(folder), "--out", str(tmp_path / "run")])
     with pytest.raises(ConfigError, match=r"this model is no llama: 1 field\n.*qk_norm"):

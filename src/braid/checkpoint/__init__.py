@@ -16,7 +16,7 @@ from braid.checkpoint.choosing import Damaged, Latest, latest, prune
 from braid.checkpoint.loading import LazyCheckpoint, ReadRequest, read, read_manifest, verify
 from braid.checkpoint.manifest import Manifest, StoredTensor
 from braid.checkpoint.saving import CHUNK_BYTES, Piece, Record, abandon, begin, commit, save, write_part
-from braid.checkpoint.steps import step_path
+from braid.checkpoint.steps import complete_steps, step_path
 
 __all__ = [
     "CHUNK_BYTES",
@@ -32,6 +32,7 @@ __all__ = [
     "abandon",
     "begin",
     "commit",
+    "complete_steps",
     "latest",
     "overlap",
     "prune",

@@ -60,6 +60,10 @@ Options = TypeVar("Options", "ImportOptions", "ExportOptions")
 
 def import_(args: list[str]) -> int:
     name, opts = _parse(ImportOptions, args, "import", "FOLDER", FOLDER_HELP)
+    counts = {"mtp-depths": opts.mtp_depths, "updates": opts.updates, "samples": opts.samples}
+    for option, value in counts.items():
+        if value is not None and value < 0:
+            raise ConfigError(f"--{option} {value}: must be 0 or more")
     from braid.train.importing import ImportSettings, import_folder
 
     began = time.monotonic()
@@ -137,4 +141,5 @@ def _print_notes(notes: Iterable[str]) -> None:
 
 def _rate(size: int, seconds: float) -> str:
     """Bytes that were converted, and how fast: the bar shows it only on a terminal."""
-    return f"{size / 1e9:.3g} GB in {seconds:.0f} s, {size / 1e6 / max(seconds, 1e-3):.3g} MB/s"
+    mib = size / 2**20
+    return f"{mib:.1f} MiB in {seconds:.1f} s, {mib / max(seconds, 1e-3):.1f} MiB/s"

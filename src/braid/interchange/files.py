@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,9 +136,7 @@ def _files_of(folder: Path, stem: str) -> dict[str, Path]:
     indexed = read_json(index, CheckpointError).get("weight_map")
     if not isinstance(indexed, dict) or not all(isinstance(file, str) for file in indexed.values()):
         raise CheckpointError(f"{index} has no weight_map of names to files")
-    outside = sorted({file for file in indexed.values() if Path(file).name != file or file in ("", "..")})
-    if outside:
-        raise CheckpointError(f"{index} names files outside of its folder: {', '.join(map(repr, outside))}")
+    check_inside(index, indexed.values())
     held = {name: file for file in sorted(set(indexed.values())) for name in _names_in(folder / file)}
     wrong = [f"missing  {name}: not in {indexed[name]}" for name in sorted(indexed.keys() - held.keys())]
     wrong += [
@@ -152,6 +150,13 @@ def _files_of(folder: Path, stem: str) -> dict[str, Path]:
     if wrong:
         raise CheckpointError("\n  ".join([f"{index} does not fit its files", *wrong]))
     return {name: folder / file for name, file in indexed.items()}
+
+
+def check_inside(index: Path, files: Iterable[str]) -> None:
+    """Refuse an index that names files outside of its folder, by accident or to have them overwritten."""
+    outside = sorted({file for file in files if Path(file).name != file or file in ("", "..")})
+    if outside:
+        raise CheckpointError(f"{index} names files outside of its folder: {', '.join(map(repr, outside))}")
 
 
 def _names_in(file: Path) -> list[str]:

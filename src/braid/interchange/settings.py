@@ -160,7 +160,8 @@ class Settings:
     def table(self, name: str) -> Mapping[str, Any]:
         """An object; empty where it is absent or null."""
         value = self._take(name, None, dict, type(None))
-        return value if isinstance(value, dict) else {}
+        held = value if isinstance(value, dict) else {}
+        return {inner: each for inner, each in held.items() if f"{name}.{inner}" not in self._ignore}
 
     def names(self, name: str) -> list[str] | None:
         """A list of words, or None where it is absent or null."""

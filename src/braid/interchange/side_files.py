@@ -17,7 +17,7 @@ import torch
 
 from braid.checkpoint.parts import CODES
 from braid.errors import CheckpointError
-from braid.interchange.files import CONFIG, DTYPES, INDEX, OPTIMIZER, read_json
+from braid.interchange.files import CONFIG, DTYPES, INDEX, OPTIMIZER, check_inside, read_json
 
 FOLDER = "hub"
 """Where a run keeps them."""
@@ -63,6 +63,8 @@ def survey(folder: Path) -> SideFiles:
     for file in sorted(folder.iterdir()):
         if file.name == POSITION or (file.name.endswith(WEIGHTS) and file.name != INDEX):
             continue
+        if file.name == CONFIG and file.is_symlink():
+            continue
         reason = _reason(file)
         if reason:
             left_out.append(f"{file.name} ({reason})")
@@ -98,6 +100,8 @@ def carry(
     found = survey(folder)
     _copy(folder, run / FOLDER, found.kept)
     (run / FOLDER).mkdir(parents=True, exist_ok=True)
+    if (folder / CONFIG).is_file():  # has been read, and so travels, even where it is a link
+        shutil.copyfile(folder / CONFIG, run / FOLDER / CONFIG)
     codes = {name: CODES[dtype] for name, dtype in sorted(dtypes.items())}
     record: dict[str, Any] = {"ignored": list(ignored), "left_out": list(found.left_out), "dtypes": codes}
     record |= {} if model_type is None else {"model_type": model_type}
@@ -114,9 +118,12 @@ def source_of(run: Path) -> Source | None:
         read_json(run / FOLDER / name, CheckpointError) for name in (CONFIG, INDEX, RECORD)
     )
     config |= {name: record[name] for name in ("model_type",) if name in record}
-    dtypes = {name: DTYPES[code] for name, code in record.get("dtypes", {}).items() if code in DTYPES}
-    noted = (record.get("ignored", ()), record.get("left_out", ()), dtypes)
-    return Source(config, index.get("weight_map", {}), *noted)
+    shards, codes = index.get("weight_map", {}), record.get("dtypes", {})
+    ignored, left_out = record.get("ignored", []), record.get("left_out", [])
+    if not (isinstance(shards, dict) and isinstance(codes, dict) and set(codes.values()) <= DTYPES.keys()):
+        raise CheckpointError(f"{run / FOLDER} is damaged: {INDEX} or {RECORD} is not as an import writes it")
+    check_inside(run / FOLDER / INDEX, shards.values())
+    return Source(config, shards, ignored, left_out, {name: DTYPES[code] for name, code in codes.items()})
 
 
 def hand_on(source: Path, run: Path) -> None:

@@ -22,7 +22,7 @@ from braid.config import Run, to_json
 from braid.data import tokenizer_from
 from braid.errors import CheckpointError, ConfigError
 from braid.interchange import FAMILIES, hub_folder, plan_trained, side_files
-from braid.interchange.files import FolderPlan
+from braid.interchange.files import FolderPlan, check_inside
 from braid.interchange.megatron import Form, adapter
 from braid.nn.dtypes import DTYPES
 from braid.train.importing import MEGATRON, TOKENIZER, Report, dtype_of_training
@@ -158,6 +158,7 @@ def _write_side_files(
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """What the imported folder held besides weights, the tokenizer, and how far the run has read its data."""
     restored, notes = side_files.restore(run_of(path), out), []
+    check_inside(path, saved.hub.get("files", {}))
     for name, text in saved.hub.get("files", {}).items():  # checkpoints of older versions hold their text
         (out / name).write_text(text, encoding="utf-8")
     if saved.tokenizer.get("kind") == "hf":

@@ -102,10 +102,39 @@ def import_folder(
 ) -> Imported:
     """Convert a folder into the run directory `out`, with `world` processes."""
     root = out / "checkpoints"
-    if root.exists():
+    _check_folders(folder, out, root)
+    try:
+        return _import_folder(folder, out, root, settings, world, report)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {out}: {error.strerror}; choose another --out") from error
+
+
+def _check_folders(folder: Path, out: Path, root: Path) -> None:
+    if not folder.is_dir():
+        raise ConfigError(
+            f"{folder} is not a folder\n"
+            "  rule  braid downloads nothing: it reads config.json and .safetensors files from a folder\n"
+            "  set   the folder that has them"
+        )
+    if (folder / "checkpoints").is_dir() and not (folder / CONFIG).is_file():
+        raise ConfigError(f"{folder} is a run already: `braid train` and `braid generate` take it as it is")
+    if out.resolve() == folder.resolve():
+        raise ConfigError(f"--out {out} is the folder to import: choose another --out")
+    # What an import that was killed has left is no checkpoint, and goes away.
+    if checkpoint.complete_steps(root):
         raise CheckpointError(f"{root} already exists: choose another --out")
+
+
+def _import_folder(
+    folder: Path, out: Path, root: Path, settings: ImportSettings, world: int, report: Report
+) -> Imported:
     source = open_source(folder, settings)
     found, outlines = source.convert(), source.outlines()
+    if source.dtype is None and (settings.updates is not None or settings.samples is not None):
+        raise ConfigError(
+            "--updates and --samples are for files with the state of an optimizer, which is not imported here: "
+            "leave them out"
+        )
     step = _step(found, settings) if source.dtype is not None else 0
     position = _position(folder, settings) if source.dtype is not None else {}
     tokenizer, run = _tokenizer_of(folder, out, source.run)
