@@ -87,7 +87,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         name="gated-norm-over-ranks-without-their-number",
-        file="nn/mamba2.py",
+        file="nn/gated_norm.py",
         old="squares / (self.sharers.size * gated.shape[-1])",
         new="squares / gated.shape[-1]",
         kind="missing scale",
