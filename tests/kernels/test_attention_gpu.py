@@ -1,13 +1,15 @@
-"""Attention on a GPU: every dtype near what the CPU gives in float64, whichever kernel torch takes."""
+"""Attention on a GPU: every dtype near what the CPU gives in float64, whichever kernel is taken."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import pytest
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from braid.kernels.attention import attend_cached, choose, reference, spans_of
+from braid.kernels.attention import attend_cached, choose, reference, sdpa, spans_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -90,10 +92,23 @@ def test_packed_rows_run_kernels_that_take_any_length(window: int | None) -> Non
         documents[1, start:] += 1
     there = [x.to(GPU).requires_grad_() for x in heads(6, 3, 301, (64, 64), torch.bfloat16)]
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
-        choose(GPU, torch.bfloat16).function(*there, spans_of(documents, window, GPU)).sum().backward()
+        sdpa.attend(*there, spans_of(documents, window, GPU)).sum().backward()
     names = {event.name for event in seen.events()}
     assert any("flash" in name or "fmha" in name for name in names)
     assert not [name for name in names if "cudnn" in name or "SoftMax" in name]
+
+
+@pytest.mark.parametrize("starts", [(), (20, 25, 140), range(1, 301)], ids=["whole", "packed", "single tokens"])
+def test_documents_make_no_difference_to_fused_launches(starts: Iterable[int]) -> None:
+    documents = torch.zeros(2, 301, dtype=torch.int64)
+    for start in starts:
+        documents[1, start:] += 1
+    there = [x.to(GPU).requires_grad_() for x in heads(6, 3, 301, (64, 64), torch.bfloat16)]
+    attend = choose(GPU, torch.bfloat16).function
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        attend(*there, spans_of(documents, 50, GPU)).sum().backward()
+    names = [event.name for event in seen.events() if event.name.startswith("attention_")]
+    assert sorted(names) == ["attention_dk_dv", "attention_dq", "attention_forward"]
 
 
 @pytest.mark.parametrize(("dtype", "bound"), BOUNDS)

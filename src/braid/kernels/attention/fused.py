@@ -1,7 +1,7 @@
 """Packed attention with kernels of its own: one launch forward, two backward, whatever the documents.
 
 Saved for backward: q, k, v, the output and the logsumexp of each query. Every sum has a fixed order, so results
-are deterministic. On Hopper, heads of usual sizes have warp-specialised kernels; all others have plain ones.
+are deterministic. On Hopper, tensors that TMA can read have warp-specialised kernels; others have plain ones.
 
 Shapes: B rows, T tokens, N = B · T, Q query heads, K key-value heads, D channels of a query or key head, V of a
 value head.
@@ -30,9 +30,6 @@ from braid.kernels.attention.sizes import supports
 from braid.kernels.attention.spans import Spans
 from braid.kernels.launch import Launcher
 
-WIDE = 192
-"""For wider heads, registers of a warp group hold the sums of either keys or values."""
-
 
 class FusedAttention:
     """`Attend` with Triton and Gluon kernels."""
@@ -56,10 +53,15 @@ class FusedAttention:
         if not all(supports(x.shape[3]) for x in (q_BTQD, v_BTKV)):
             return sdpa.attend(q_BTQD, k_BTKD, v_BTKV, spans, scale, sinks_Q)
         scale = q_BTQD.shape[-1] ** -0.5 if scale is None else scale
-        y_NQV: Tensor = _Attention.apply(
-            self, spans, scale, *(x.flatten(0, 1) for x in (q_BTQD, k_BTKD, v_BTKV)), sinks_Q
-        )
+        packed = (_packed(x) for x in (q_BTQD, k_BTKD, v_BTKV))
+        y_NQV: Tensor = _Attention.apply(self, spans, scale, *packed, sinks_Q)
         return y_NQV.view(*q_BTQD.shape[:3], v_BTKV.shape[3])
+
+
+def _packed(x_BTHC: Tensor) -> Tensor:
+    """All rows as one sequence, without a copy where strides allow it. Kernels want adjacent channels."""
+    x_NHC = x_BTHC.flatten(0, 1)
+    return x_NHC if x_NHC.stride(2) == 1 else x_NHC.contiguous()
 
 
 class _Attention(torch.autograd.Function):
@@ -104,6 +106,6 @@ def _backward_on_hopper(
     """As `plain.backward`. dK and dV need delta, which the launch of dQ computes."""
     made = given.new_gradients()
     hopper_dq.launch_dq(launch, given, y_NQV, lse_QN, dy_NQV, made)
-    of_keys = hopper_dk_dv_wide if given.q_NQD.shape[2] > WIDE else hopper_dk_dv
+    of_keys = hopper_dk_dv_wide if hopper.is_wide(given) else hopper_dk_dv
     of_keys.launch_dk_dv(launch, given, lse_QN, dy_NQV, made)
     return made

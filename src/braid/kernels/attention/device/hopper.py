@@ -55,6 +55,11 @@ def padded_dims(qk_dim: int, v_dim: int) -> dict[str, int]:
     return {"QK_DIM": qk_dim, "V_DIM": v_dim, "D": d, "D1": d1, "V": v}
 
 
+def is_wide(given: Packed) -> bool:
+    """Whether registers of a warp group hold the sums of either keys or values, but not of both."""
+    return padded_dims(given.q_NQD.shape[2], given.v_NKV.shape[2])["V"] > 128
+
+
 def tiles_of_heads(
     x_NHC: Tensor, tokens: int, channels: int, channels1: int = 0
 ) -> tuple[TensorDescriptor, TensorDescriptor | None]:
