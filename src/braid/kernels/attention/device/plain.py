@@ -209,8 +209,8 @@ def backward(launch: Launcher, given: Packed, y_NQV: Tensor, lse_QN: Tensor, dy_
 
 WARPS = 8
 LEAST = 32
-"""Channels of the narrowest tiles. Values of 13 channels in tiles of 16 gave wrong outputs on an H200 with Triton
-3.6; why is not known."""
+"""Channels of the narrowest tiles. Values of 13 channels in tiles of 16 gave wrong outputs on an H200 with
+Triton 3.6; why is not known."""
 
 
 def _constants(given: Packed, *, backward: bool) -> dict[str, Any]:
