@@ -1,10 +1,12 @@
 """Peak memory of `braid import` and `braid export`: it must not depend on the depth of the model.
 
-    python -m benchmarks.convert_memory --work FOLDER [--layers 6 12] [--worlds 1 2]
+    python -m benchmarks.convert_memory --work FOLDER [--layers 6 12] [--worlds 1 2] [--sparse]
 
 Writes Qwen3-30B-A3B's layout, cut to some numbers of layers, as random bfloat16 in safetensors files of 4 GB,
 then imports and exports it, each in a process of its own. FOLDER needs twice the size of the model as free disk
-(2 × 15 GiB for 12 layers) and is emptied. Measures, all in bytes:
+(2 × 15 GiB for 12 layers) and is emptied. With --sparse weights are zeros, in files with holes, which are there at
+once: peaks are the same. Exports read the checkpoint itself, not the run, whose checkpoints would be verified
+first. Measures, all in bytes:
 
     rss     the largest resident set of any process (`ru_maxrss`), with pages of files that are mapped
     tree    the largest sum of resident sets over all processes of the command, sampled; what processes share
@@ -32,9 +34,10 @@ import torch
 from torch import Tensor
 
 from benchmarks import machine
+from braid.checkpoint.parts import lay_out
 from braid.interchange.convert import Lazy
 from braid.interchange.export import hub_folder
-from braid.interchange.files import MODEL, plan_folder, write_folder
+from braid.interchange.files import MODEL, FolderPlan, plan_folder, write_folder
 from braid.interchange.hub import read_config
 from braid.interchange.trained import targets
 
@@ -56,7 +59,7 @@ class Measured:
     """Bytes of tensors per second."""
 
 
-def write_model(folder: Path, layers: int) -> int:
+def write_model(folder: Path, layers: int, *, sparse: bool = False) -> int:
     """A folder of the hub with random weights, written one tensor at a time; returns bytes of tensors."""
     config = json.loads(CONFIG.read_text()) | {"num_hidden_layers": layers}
     shape = read_config(config).shape
@@ -70,8 +73,23 @@ def write_model(folder: Path, layers: int) -> int:
     tensors = Lazy({name: partial(_random, pool, place, each) for place, (name, each) in numbered})
     plan = hub_folder(shape, tensors, folder, model_type="qwen3_moe", outlines=outlines)
     parts: dict[str, Any] = {"outlines": plan.outlines[MODEL], "shard_bytes": SHARD_BYTES}
-    write_folder(plan_folder(folder, config, plan.tensors[MODEL], **parts))
+    planned = plan_folder(folder, config, plan.tensors[MODEL], **parts)
+    if sparse:
+        _write_holes(planned)
+    else:
+        write_folder(planned)
     return sum(plan.sizes.values())
+
+
+def _write_holes(plan: FolderPlan) -> None:
+    """The same files, with headers alone."""
+    plan.begin()
+    for file, names in plan.files[MODEL].items():
+        layout = lay_out({name: plan.outlines[MODEL][name] for name in names})
+        with open(plan.folder / file, "xb") as stream:
+            stream.write(layout.header)
+            stream.truncate(layout.size)
+    plan.finish()
 
 
 def _random(pool: Tensor, place: int, outline: Tensor) -> Tensor:
@@ -123,10 +141,10 @@ def _memory(pid: int) -> tuple[int, int]:
     return int(fields.get("VmRSS", 0)) * 1024, int(fields.get("RssAnon", 0)) * 1024
 
 
-def measure_layers(work: Path, layers: int, worlds: Sequence[int]) -> dict[str, Any]:
+def measure_layers(work: Path, layers: int, worlds: Sequence[int], *, sparse: bool) -> dict[str, Any]:
     """Import and export a model with this many layers, in each number of processes."""
     folder, run, out = work / "folder", work / "run", work / "out"
-    size = write_model(folder, layers)
+    size = write_model(folder, layers, sparse=sparse)
     figures: dict[str, Any] = {"bytes": size}
     for world in worlds:
         shutil.rmtree(run, ignore_errors=True)
@@ -134,7 +152,7 @@ def measure_layers(work: Path, layers: int, worlds: Sequence[int]) -> dict[str, 
         figures[f"import, world {world}"] = asdict(measure(words, size))
     shutil.rmtree(folder)
     for world in worlds:
-        words = ["export", str(run), "--out", str(out), "--world", str(world)]
+        words = ["export", str(run / "checkpoints" / "step-00000000"), "--out", str(out), "--world", str(world)]
         figures[f"export, world {world}"] = asdict(measure(words, size))
         shutil.rmtree(out)
     shutil.rmtree(run)
@@ -158,18 +176,23 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--layers", type=int, nargs="+", default=[6, 12])
     parser.add_argument("--worlds", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--sparse", action="store_true")
     args = parser.parse_args()
     origin = machine.describe() | {"safetensors": safetensors.__version__}
     args.work.mkdir(parents=True, exist_ok=True)
     figures = {}
     for layers in args.layers:
-        figures[layers] = measure_layers(args.work, layers, args.worlds)
+        figures[layers] = measure_layers(args.work, layers, args.worlds, sparse=args.sparse)
         for name, measured in figures[layers].items():
             if name != "bytes":
                 peaks = "  ".join(f"{kind} {measured[kind] / GIB:.2f}" for kind in ("rss", "tree", "anon"))
                 print(f"{layers} layers  {name}  {peaks} GiB  {measured['rate'] / GIB:.2f} GiB/s", flush=True)
     print(json.dumps(spread(figures), indent=2))
-    result = {"layers": {str(layers): each for layers, each in figures.items()}, "spread": spread(figures)}
+    result = {
+        "weights": "zeros" if args.sparse else "random",
+        "layers": {str(layers): each for layers, each in figures.items()},
+        "spread": spread(figures),
+    }
     print(machine.write("convert_memory", result, origin))
 
 

@@ -17,7 +17,7 @@ from braid.cli.convert import export, import_
 from braid.cli.generate import generate
 from braid.config import to_json
 from braid.errors import CheckpointError, ConfigError, ExitCode
-from braid.interchange import to_hf
+from braid.interchange import files, to_hf
 from braid.train.state import describe, resolve_checkpoint, weight_names
 from tests.model.cases import build
 
@@ -124,6 +124,42 @@ def test_what_cannot_be_imported_is_said(
     with pytest.raises((CheckpointError, ConfigError), match=reason):
         import_(words)
     assert not (tmp_path / "x").exists()
+
+
+def test_an_export_that_fails_can_be_repeated(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import_([str(folder), "--out", str(tmp_path / "run")])
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            files, "raw_bytes", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+        )
+        with pytest.raises(CheckpointError, match="No space left on device"):
+            export([str(tmp_path / "run"), "--out", str(tmp_path / "back")])
+    assert export([str(tmp_path / "run"), "--out", str(tmp_path / "back")]) == 0
+
+
+def test_a_folder_of_the_hub_is_no_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("train", "show", "generate", "export"):
+        words = (
+            []
+            if command in ("train", "show")
+            else ["--prompt", "a"]
+            if command == "generate"
+            else ["--out", "x"]
+        )
+        assert main([command, str(folder), *words]) == ExitCode.CHECKPOINT
+        assert f"convert it first, with `braid import {folder} --out runs/imported`" in capsys.readouterr().err
+
+
+def test_a_damaged_checkpoint_is_passed_over_aloud(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import_([str(folder), "--out", str(tmp_path / "run")])
+    steps = tmp_path / "run" / "checkpoints"
+    shutil.copytree(steps / "step-00000000", steps / "step-00000007")
+    assert resolve_checkpoint(tmp_path / "run").name == "step-00000000"
+    assert "skipping a damaged checkpoint" in capsys.readouterr().err
 
 
 def test_an_import_that_was_killed_begins_again(folder: Path, tmp_path: Path) -> None:

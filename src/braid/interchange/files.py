@@ -228,6 +228,11 @@ class FolderPlan:
                 stream.write(raw_bytes(tensor))
                 report(tensor.nbytes)
 
+    def abandon(self) -> None:
+        """Delete the files of an export that failed, so that it can be repeated."""
+        for file in self.sizes:
+            (self.folder / file).unlink(missing_ok=True)
+
     def finish(self) -> None:
         """Write the indexes, where there are several files, and the config."""
         for stem, files in self.files.items():

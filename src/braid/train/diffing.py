@@ -89,8 +89,10 @@ def _compare(name: str, a: Tensor, b: Tensor, one: DiffSide, other: DiffSide) ->
     wide = torch.promote_types(first.dtype, second.dtype)
     if not torch.equal(first.to(wide), second.to(wide)):
         gap = (first.double() - second.double()).abs()
-        share = float(gap.norm() / second.double().norm().clamp(min=torch.finfo(torch.float64).tiny))
-        parts.append(f"largest difference {float(gap.max()):.3g}, relative {share:.3g}")
+        gap[(first == second) | (first.isnan() & second.isnan())] = 0.0  # two infinities, or no numbers
+        if gap.any():
+            norm = second.double().norm().clamp(min=torch.finfo(torch.float64).tiny)
+            parts.append(f"largest difference {float(gap.max()):.3g}, relative {float(gap.norm() / norm):.3g}")
     return "; ".join(parts)
 
 

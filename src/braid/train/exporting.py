@@ -63,7 +63,11 @@ def export_checkpoint(
     try:
         plan = folder_of(path, out, settings)
         plan.begin()
-        _write_files(path, out, settings, plan, world, report)
+        try:
+            _write_files(path, out, settings, plan, world, report)
+        except BaseException:
+            plan.abandon()
+            raise
         plan.finish()
         restored, notes = _write_side_files(path, out, saved, settings)
     except OSError as error:

@@ -9,6 +9,7 @@ replica, and reads the boxes it needs, whichever topology wrote them (resharding
 from __future__ import annotations
 
 import functools
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -394,6 +395,11 @@ def resolve_checkpoint(path: Path) -> Path:
         raise CheckpointError(f"{path} does not exist: give the folder of a checkpoint or of a run")
     roots = [root for root in (path / "checkpoints", path) if any(root.glob("step-*"))]
     if not roots:
+        if (path / "config.json").is_file() and any(path.glob("*.safetensors")):
+            command = shlex.join(["braid", "import", str(path), "--out", "runs/imported"])
+            raise CheckpointError(
+                f"{path} is a folder of the Hugging Face hub: convert it first, with `{command}`"
+            )
         return path
     newest = checkpoint.latest(roots[0])
     if newest.path is None:
