@@ -4,9 +4,9 @@
 
 Writes Qwen3-30B-A3B's layout, cut to some numbers of layers, as random bfloat16 in safetensors files of 4 GB,
 then imports and exports it, each in a process of its own. FOLDER needs twice the size of the model as free disk
-(2 × 15 GiB for 12 layers) and is emptied. With --sparse weights are zeros, in files with holes, which are there at
-once: peaks are the same. Exports read the checkpoint itself, not the run, whose checkpoints would be verified
-first. Measures, all in bytes:
+(2 × 15 GiB for 12 layers) and is emptied. With --sparse, weights are zeros in files with holes, which are there
+at once: peaks are the same. Exports read the checkpoint itself, because those of a run are verified first.
+Measures, all in bytes:
 
     rss     the largest resident set of any process (`ru_maxrss`), with pages of files that are mapped
     tree    the largest sum of resident sets over all processes of the command, sampled; what processes share
@@ -188,11 +188,8 @@ def main() -> None:
                 peaks = "  ".join(f"{kind} {measured[kind] / GIB:.2f}" for kind in ("rss", "tree", "anon"))
                 print(f"{layers} layers  {name}  {peaks} GiB  {measured['rate'] / GIB:.2f} GiB/s", flush=True)
     print(json.dumps(spread(figures), indent=2))
-    result = {
-        "weights": "zeros" if args.sparse else "random",
-        "layers": {str(layers): each for layers, each in figures.items()},
-        "spread": spread(figures),
-    }
+    named = {str(layers): each for layers, each in figures.items()}
+    result = {"weights": "zeros" if args.sparse else "random", "layers": named, "spread": spread(figures)}
     print(machine.write("convert_memory", result, origin))
 
 
