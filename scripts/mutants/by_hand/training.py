@@ -106,7 +106,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="skipped-steps-move-selection-biases",
         file="train/expert_load.py",
-        old="torch.where(apply, moved_E, bias_E)",
+        old="moved_E if apply is None else torch.where(apply, moved_E, bias_E)",
         new="moved_E",
         kind="ignored mask",
         why="a step that was skipped still changes the routing of the next one",

@@ -76,10 +76,11 @@ def _plus(sums: Counts, more: Counts) -> Counts:
 
 
 @torch.no_grad()
-def update_selection_biases(model: LanguageModel, loads: ExpertLoad, apply: Tensor) -> None:
-    """Move every selection bias towards balanced load, once per step, if `apply` is true."""
+def update_selection_biases(model: LanguageModel, loads: ExpertLoad, apply: Tensor | None = None) -> None:
+    """Move every selection bias towards balanced load, once per step; with `apply`, a 0-D bool on the device,
+    only if it is true."""
     for layer, moe in model.moe_layers():
         bias_E = moe.router.bias
         if bias_E is not None:
             moved_E = updated_bias(bias_E, loads.counts_E[layer], moe.shape.selection_bias_rate)
-            bias_E.copy_(torch.where(apply, moved_E, bias_E))
+            bias_E.copy_(moved_E if apply is None else torch.where(apply, moved_E, bias_E))
