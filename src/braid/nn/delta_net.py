@@ -239,7 +239,7 @@ class DeltaNet(Recomputing):
             kept -= cp_tokens * inner * n  # the norm counts the gate
         if conv and cp.size > 1:
             kept += exchanged
-        if (gate or not workload.mixed) and cp.size == 1:
+        if not workload.mixed and cp.size == 1:
             kept += (padded_to_chunks(workload.tokens) - workload.tokens) * workload.rows * inner * n
         if workload.recomputes("core"):
             kept = normed_input + cp_tokens * self.qkvbaz.channels_out * n + 2 * heads * w
