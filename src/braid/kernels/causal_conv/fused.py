@@ -12,6 +12,7 @@ programs over tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import gcd
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from braid.kernels.causal_conv import MAX_TAPS, reference
 from braid.kernels.causal_conv.device import kernels
-from braid.kernels.launch import Launcher, parts_of, power_of_two
+from braid.kernels.launch import ALIGNED, Launcher, parts_of, power_of_two
 
 BLOCK_TOKENS = 8
 """Tokens that a program unrolls."""
@@ -73,14 +74,8 @@ class _CausalConv(torch.autograd.Function):
             constants, columns, warps = _constants(x, *others, first=first, size=size)
             y_BTGI = x.new_empty(rows, tokens, groups, size)
             tensors = (x, *others, y_BTGI)
-            launch(
-                kernels.conv_forward,
-                (blocks, columns),
-                tensors,
-                (tokens, *x.stride()[:3]),
-                constants,
-                warps=warps,
-            )
+            numbers = (tokens, *_strides(x, constants["UNIT"]))
+            launch(kernels.conv_forward, (blocks, columns), tensors, numbers, constants, warps=warps)
             parts.append(y_BTGI)
             first += size
         return tuple(parts)
@@ -89,22 +84,22 @@ class _CausalConv(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *d_parts: Tensor) -> tuple[Any, ...]:
         x, *others = _readable(*ctx.saved_tensors)
-        weight_CK, bias_C, _ = others
+        weight_KC, bias_C, _ = others
         rows, tokens, groups, channels = x.shape
         steps = min(STEPS, parts_of(tokens, BLOCK_TOKENS))
         programs = rows * parts_of(tokens, BLOCK_TOKENS * steps)
         dx_BTGV = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        taps = weight_CK.shape[1]
+        taps = len(weight_KC)
         sums_PKC = x.new_empty(programs, taps + 1, groups * channels, dtype=torch.float32)
         first = 0
         for size, dy_BTGI in zip(ctx.sizes, d_parts, strict=True):
             constants, columns, warps = _constants(x, *others, first=first, size=size)
             tensors = (x, *others, dy_BTGI.contiguous(), dx_BTGV, sums_PKC)
-            numbers = (tokens, steps, *x.stride()[:3])
+            numbers = (tokens, steps, *_strides(x, constants["UNIT"]))
             ctx.launch(kernels.conv_backward, (programs, columns), tensors, numbers, constants, warps=warps)
             first += size
         sums_KC = sums_PKC.sum(0)
-        d_weight_CK = sums_KC[:taps].t().to(weight_CK.dtype)
+        d_weight_CK = sums_KC[:taps].t().to(weight_KC.dtype)
         d_bias_C = None if bias_C is None else sums_KC[taps].to(bias_C.dtype)
         return None, None, dx_BTGV, d_weight_CK, d_bias_C, None
 
@@ -112,14 +107,23 @@ class _CausalConv(torch.autograd.Function):
 def _readable(
     x_BTGV: Tensor, weight_CK: Tensor, bias_C: Tensor | None, documents_BT: Tensor | None
 ) -> tuple[Any, ...]:
-    """The tensors as kernels read them: contiguous, but for the outer strides of x."""
+    """The tensors as kernels read them: contiguous, but for the outer strides of x; taps as weight_KC."""
     x = x_BTGV if x_BTGV.stride(-1) == 1 else x_BTGV.contiguous()
-    return x, weight_CK.contiguous(), *(None if t is None else t.contiguous() for t in (bias_C, documents_BT))
+    return (
+        x,
+        weight_CK.t().contiguous(),
+        *(None if t is None else t.contiguous() for t in (bias_C, documents_BT)),
+    )
+
+
+def _strides(x_BTGV: Tensor, unit: int) -> tuple[int, ...]:
+    """The outer strides of x, in units."""
+    return tuple(stride // unit for stride in x_BTGV.stride()[:3])
 
 
 def _constants(
     x_BTGV: Tensor,
-    weight_CK: Tensor,
+    weight_KC: Tensor,
     bias_C: Tensor | None,
     documents_BT: Tensor | None,
     *,
@@ -131,6 +135,7 @@ def _constants(
     block = min(power_of_two(size), 512)
     constants = {
         "DOCUMENTS": documents_BT is not None, "BIAS": bias_C is not None, "G": groups, "V": channels,
-        "FIRST": first, "SIZE": size, "K": weight_CK.shape[1], "BT": BLOCK_TOKENS, "BC": block,
+        "FIRST": first, "SIZE": size, "UNIT": gcd(*x_BTGV.stride()[:3], ALIGNED), "K": len(weight_KC),
+        "BT": BLOCK_TOKENS, "BC": block,
     }  # fmt: skip
     return constants, groups * parts_of(size, block), max(block // (32 * CHANNELS_PER_THREAD), 1)

@@ -6,7 +6,8 @@ store, and every token would wait for memory. Backward recomputes the convolutio
 tokens beyond its block.
 
 Names: K taps, BT tokens of a block, BC channels of a block, V channels of a group, SIZE those of the part that
-is computed, FIRST its offset in the group.
+is computed, FIRST its offset in the group, UNIT a divisor of all strides of x, which are given in this unit:
+Triton asks of an argument only whether it is a multiple of 16, and a multiple of 8 allows wide loads too.
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ import triton.language as tl
 def conv_forward(
     x, weight, bias, documents, y, tokens, x_row, x_token, x_group,
     DOCUMENTS: tl.constexpr, BIAS: tl.constexpr, G: tl.constexpr, V: tl.constexpr, FIRST: tl.constexpr,
-    SIZE: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
+    SIZE: tl.constexpr, UNIT: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(tokens, BT)
     row, start = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks * BT
     group = tl.program_id(1) // tl.cdiv(SIZE, BC)
     c = tl.program_id(1) % tl.cdiv(SIZE, BC) * BC + tl.arange(0, BC)
     here = c < SIZE
-    x += row * x_row + group * x_group + FIRST
+    x += (row * x_row + group * x_group) * UNIT + FIRST
     if DOCUMENTS:
         documents += row * tokens
     y += (row * tokens * G + group) * SIZE
-    taps, shift = _weights(weight, bias, group * V + FIRST + c, here, BIAS, K, BC)
-    inputs = _load(x, x_token, start - K + 1, tokens, c, here, BT + K - 1)
+    taps, shift = _weights(weight, bias, group * V + FIRST + c, here, G * V, BIAS, K, BC)
+    inputs = _load(x, x_token * UNIT, start - K + 1, tokens, c, here, BT + K - 1)
     reaches = _reaches(documents, start - K + 1, tokens, DOCUMENTS, BT + K - 1)
     for i in tl.static_range(BT):
         t = start + i
@@ -44,7 +45,7 @@ def conv_forward(
 def conv_backward(
     x, weight, bias, documents, dy, dx, sums, tokens, steps, x_row, x_token, x_group,
     DOCUMENTS: tl.constexpr, BIAS: tl.constexpr, G: tl.constexpr, V: tl.constexpr, FIRST: tl.constexpr,
-    SIZE: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
+    SIZE: tl.constexpr, UNIT: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Writes the gradients of x, and to `sums` the program's part of those of the K taps and the bias."""
     spans = tl.cdiv(tokens, BT * steps)
@@ -52,18 +53,18 @@ def conv_backward(
     group = tl.program_id(1) // tl.cdiv(SIZE, BC)
     c = tl.program_id(1) % tl.cdiv(SIZE, BC) * BC + tl.arange(0, BC)
     here, channel = c < SIZE, group * V + FIRST + c
-    x += row * x_row + group * x_group + FIRST
+    x += (row * x_row + group * x_group) * UNIT + FIRST
     if DOCUMENTS:
         documents += row * tokens
     dy += (row * tokens * G + group) * SIZE
     dx += row * tokens * G * V
-    taps, shift = _weights(weight, bias, channel, here, BIAS, K, BC)
+    taps, shift = _weights(weight, bias, channel, here, G * V, BIAS, K, BC)
     totals = ()
     for _ in tl.static_range(K + 1):
         totals += (tl.zeros((BC,), dtype=tl.float32),)
     for step in range(0, steps):
         start = first + step * BT
-        inputs = _load(x, x_token, start - K + 1, tokens, c, here, BT + 2 * (K - 1))
+        inputs = _load(x, x_token * UNIT, start - K + 1, tokens, c, here, BT + 2 * (K - 1))
         out_grads = _load(dy, G * SIZE, start, tokens, c, here, BT + K - 1)
         reaches = _reaches(documents, start - K + 1, tokens, DOCUMENTS, BT + 2 * (K - 1))
         grads = ()
@@ -84,11 +85,13 @@ def conv_backward(
 
 
 @triton.jit
-def _weights(weight, bias, channel, here, BIAS: tl.constexpr, K: tl.constexpr, BC: tl.constexpr):
-    """The K taps and the bias of the channels."""
+def _weights(
+    weight, bias, channel, here, C: tl.constexpr, BIAS: tl.constexpr, K: tl.constexpr, BC: tl.constexpr
+):
+    """The K taps and the bias of the channels; taps are stored as weight_KC."""
     taps = ()
     for k in tl.static_range(K):
-        taps += (tl.load(weight + channel * K + k, mask=here, other=0.0).to(tl.float32),)
+        taps += (tl.load(weight + k * C + channel, mask=here, other=0.0).to(tl.float32),)
     if BIAS:
         shift = tl.load(bias + channel, mask=here, other=0.0).to(tl.float32)
     else:
