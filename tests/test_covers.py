@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import sys
 from itertools import combinations, product
 
 import pytest
@@ -58,7 +60,7 @@ def test_a_sample_is_its_seed() -> None:
 
 def test_the_command_that_repeats_a_case_draws_it_again(request: pytest.FixtureRequest) -> None:
     node, seed = request.node, request.config.getoption("--seed")
-    again = ["python", "-m", "pytest", node.nodeid]
+    again = [os.path.relpath(sys.executable), "-m", "pytest", node.nodeid]
     seeded = ["--seed", seed] if seed else []
     assert shlex.split(repeating(node)) == again + seeded
     node.add_marker(pytest.mark.drawn("point", list, 3))

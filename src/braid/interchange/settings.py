@@ -217,8 +217,7 @@ class Settings:
 
     def within(self, name: str) -> Settings:
         """The settings of an object, which are checked together with these."""
-        inner = [each.removeprefix(f"{name}.") for each in self._ignore if each.startswith(f"{name}.")]
-        self._within[name] = Settings(self.table(name), ignore=inner)
+        self._within[name] = Settings(self.table(name))
         return self._within[name]
 
     def scopes(self) -> Iterator[Settings]:
