@@ -22,6 +22,8 @@ from tests.model.cases import build
 
 pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.costly("whole folders go through import, training and export, on ranks too")
+
 TEXT = {
     "tokenizer_config.json": '{"eos_token": "</s>",   "chat_template": "{{ messages }}"}',
     "special_tokens_map.json": '{"eos_token": "</s>"}',
