@@ -39,14 +39,14 @@ def be_slow() -> None:
 
 def with_mishap(mishap: Callable[[], None]) -> None:
     """Have it happen in every forward from the third step on."""
-    real = loop.train_step
+    real = loop.begin_step
 
-    def train_step(state: Any, *arguments: Any, **options: Any) -> Any:
+    def begin_step(state: Any, *arguments: Any, **options: Any) -> Any:
         if state.step == 2 and state.model.groups.world.rank == 0:
             state.model.embedding.register_forward_pre_hook(lambda *_: mishap())
         return real(state, *arguments, **options)
 
-    loop.train_step = train_step
+    loop.begin_step = begin_step
 
 
 if __name__ == "__main__":
