@@ -28,7 +28,7 @@ from braid.kernels.grouped_mlp.product import Gradient
 from braid.kernels.linear_cross_entropy import LinearCrossEntropy
 from braid.kernels.linear_cross_entropy import fused as loss
 from braid.kernels.linear_cross_entropy import reference as plain_loss
-from braid.kernels.linear_cross_entropy.chunked import Chunk, ChunkedLinearCrossEntropy, Sums
+from braid.kernels.linear_cross_entropy.chunked import ChunkedLinearCrossEntropy, LogitChunk, Sums
 from braid.kernels.linear_cross_entropy.reference import VocabShard
 from braid.kernels.optimizer import PLAIN, Hyper, Moments, OptimizerKernels
 from braid.kernels.optimizer import fused as optimizer
@@ -353,7 +353,7 @@ def time_pass(vocab: int, block: int, warps: int, tokens: int = 2048) -> Row:
     """One pass over a chunk; logits are overwritten by small gradients, which take as long."""
     logits = draw(tokens, vocab)
     labels = torch.randint(0, vocab, (tokens,), device="cuda")
-    chunk = Chunk(logits, labels, torch.ones(tokens, dtype=torch.bool, device="cuda"), vocab, 1.0)
+    chunk = LogitChunk(logits, labels, torch.ones(tokens, dtype=torch.bool, device="cuda"), vocab, 1.0)
     sums = Sums(*torch.empty(3, tokens, device="cuda").unbind())
     passes = loss.FusedPasses()
     with patch.object(loss, "BLOCK", block), patch.object(loss, "WARPS", warps):

@@ -25,7 +25,7 @@ from benchmarks import machine
 from braid.kernels.attention import Attend, reference, sdpa, spans_of
 from braid.kernels.attention.device import hopper, hopper_dk_dv, hopper_dk_dv_wide, hopper_dq, hopper_forward
 from braid.kernels.attention.fused import FusedAttention
-from braid.kernels.attention.packed import Packed
+from braid.kernels.attention.packed import PackedInputs
 from braid.kernels.attention.spans import Spans
 
 ROWS, TOKENS = 4, 4096
@@ -129,7 +129,7 @@ def median(run: Callable[[], Any]) -> float:
 def launches(fused: FusedAttention, heads: Heads, spans: Spans, tuned: dict[str, dict[str, int]]) -> Any:
     """Milliseconds of each launch."""
     q, k, v, dy = (x.flatten(0, 1) for x in inputs(heads, *spans.runs_BT.shape))
-    given = Packed(q_NQD=q, k_NKD=k, v_NKV=v, tiles=spans.tiles, scale=heads.qk_dim**-0.5)
+    given = PackedInputs(q_NQD=q, k_NKD=k, v_NKV=v, tiles=spans.tiles, scale=heads.qk_dim**-0.5)
     of_keys, launch = hopper_dk_dv_wide if hopper.is_wide(given) else hopper_dk_dv, fused.launch
     y, lse = hopper_forward.forward(launch, given, None)
     made = given.new_gradients()

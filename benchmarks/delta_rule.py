@@ -25,7 +25,7 @@ from triton.testing import do_bench
 from benchmarks import machine
 from braid.kernels.delta_rule import reference
 from braid.kernels.delta_rule.device.gradients import (
-    GradientVariant,
+    DeltaRuleGradientVariant,
     key_gradients,
     pair_gradients,
     query_gradients,
@@ -256,7 +256,7 @@ class Work:
         )
 
 
-P, S, G = PairsVariant, ScanVariant, GradientVariant
+P, S, G = PairsVariant, ScanVariant, DeltaRuleGradientVariant
 CANDIDATES: dict[str, tuple[Any, ...]] = {
     "inverse": (
         P(registers=128),

@@ -165,12 +165,12 @@ def hopper_kernel(kernel: str, qk_dim: int, v_dim: int) -> tuple[Any, dict[str, 
         hopper_dq,
         hopper_forward,
     )
-    from braid.kernels.attention.packed import Packed
+    from braid.kernels.attention.packed import PackedInputs
     from braid.kernels.attention.tiles import tiles_of
 
     q, k, v = (torch.empty(8, heads, dim) for heads, dim in ((4, qk_dim), (2, qk_dim), (2, v_dim)))
     tiles = tiles_of(torch.zeros(8, dtype=torch.int64), None, torch.device("cpu"))
-    packed = Packed(q_NQD=q, k_NKD=k, v_NKV=v, tiles=tiles, scale=0.1)
+    packed = PackedInputs(q_NQD=q, k_NKD=k, v_NKV=v, tiles=tiles, scale=0.1)
     of_keys = hopper_dk_dv_wide if hopper.is_wide(packed) else hopper_dk_dv
     module = {"forward": hopper_forward, "dq": hopper_dq, "dk_dv": of_keys}[kernel]
     constants = module.constants(packed)

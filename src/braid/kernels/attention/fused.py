@@ -25,7 +25,7 @@ from braid.kernels.attention.device import (
     hopper_forward,
     plain,
 )
-from braid.kernels.attention.packed import Gradients, Packed
+from braid.kernels.attention.packed import AttentionGradients, PackedInputs
 from braid.kernels.attention.sizes import supports
 from braid.kernels.attention.spans import Spans
 from braid.kernels.launch import Launcher
@@ -76,7 +76,7 @@ class _Attention(torch.autograd.Function):
         v_NKV: Tensor,
         sinks_Q: Tensor | None,
     ) -> Tensor:
-        given = Packed(q_NQD=q_NQD, k_NKD=k_NKD, v_NKV=v_NKV, tiles=spans.tiles, scale=scale)
+        given = PackedInputs(q_NQD=q_NQD, k_NKD=k_NKD, v_NKV=v_NKV, tiles=spans.tiles, scale=scale)
         on_hopper = fused.hopper and hopper.supports(given)
         forward = hopper_forward.forward if on_hopper else plain.forward
         y_NQV, lse_QN = forward(fused.launch, given, sinks_Q)
@@ -88,7 +88,7 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q_NQD, k_NKD, v_NKV, sinks_Q, y_NQV, lse_QN = ctx.saved_tensors
-        given = Packed(q_NQD=q_NQD, k_NKD=k_NKD, v_NKV=v_NKV, tiles=ctx.tiles, scale=ctx.scale)
+        given = PackedInputs(q_NQD=q_NQD, k_NKD=k_NKD, v_NKV=v_NKV, tiles=ctx.tiles, scale=ctx.scale)
         dy_NQV = grads[0].contiguous()
         backward = _backward_on_hopper if ctx.on_hopper else plain.backward
         dq, dk, dv, delta_QN = backward(ctx.launch, given, y_NQV, lse_QN, dy_NQV)
@@ -101,8 +101,8 @@ class _Attention(torch.autograd.Function):
 
 
 def _backward_on_hopper(
-    launch: Launcher, given: Packed, y_NQV: Tensor, lse_QN: Tensor, dy_NQV: Tensor
-) -> Gradients:
+    launch: Launcher, given: PackedInputs, y_NQV: Tensor, lse_QN: Tensor, dy_NQV: Tensor
+) -> AttentionGradients:
     """As `plain.backward`. dK and dV need delta, which the launch of dQ computes."""
     made = given.new_gradients()
     hopper_dq.launch_dq(launch, given, y_NQV, lse_QN, dy_NQV, made)

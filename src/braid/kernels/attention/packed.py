@@ -11,20 +11,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from braid.kernels.attention.tiles import Tiles
+from braid.kernels.attention.tiles import AttentionTiles
 
 ROW_TOKENS = 4
 """Rows of one number per token have a multiple of this many: TMA wants rows of whole 16 bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Packed:
+class PackedInputs:
     """Queries, keys and values of a micro-batch, whose channels are adjacent, and its documents."""
 
     q_NQD: Tensor
     k_NKD: Tensor
     v_NKV: Tensor
-    tiles: Tiles
+    tiles: AttentionTiles
     scale: float
 
     @property
@@ -43,13 +43,13 @@ class Packed:
         padded = -(-tokens // ROW_TOKENS) * ROW_TOKENS
         return self.q_NQD.new_empty(heads, padded, dtype=torch.float32)
 
-    def new_gradients(self) -> Gradients:
+    def new_gradients(self) -> AttentionGradients:
         given = (self.q_NQD, self.k_NKD, self.v_NKV)
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in given)
-        return Gradients(dq, dk, dv, self.new_rows())
+        return AttentionGradients(dq, dk, dv, self.new_rows())
 
 
-class Gradients(NamedTuple):
+class AttentionGradients(NamedTuple):
     """Those of the inputs, and delta = rowsum(dY ∘ y), from which that of the sinks follows."""
 
     dq_NQD: Tensor

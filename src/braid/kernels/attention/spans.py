@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from braid.kernels.attention.tiles import Tiles, tiles_of
+from braid.kernels.attention.tiles import AttentionTiles, tiles_of
 from braid.kernels.host import to_device
 
 SHORT = 128
@@ -45,7 +45,7 @@ class Spans:
     device: torch.device
 
     @cached_property
-    def tiles(self) -> Tiles:
+    def tiles(self) -> AttentionTiles:
         """The tables of packed attention."""
         return tiles_of(self.runs_BT.flatten(), self.window, self.device)
 

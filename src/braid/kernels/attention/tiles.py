@@ -34,7 +34,7 @@ _Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tiles:
+class AttentionTiles:
     """Tables of a micro-batch in int32, on the device."""
 
     first_N: Tensor
@@ -47,7 +47,7 @@ class Tiles:
     """Begin and end of every tile as keys, those that most queries see first."""
 
 
-def tiles_of(runs_N: Tensor, window: int | None, device: torch.device) -> Tiles:
+def tiles_of(runs_N: Tensor, window: int | None, device: torch.device) -> AttentionTiles:
     """The tables of the documents `runs_N`, which count from 0 and are on the host."""
     lengths_M = np.bincount(runs_N.numpy())
     ends_M = lengths_M.cumsum()
@@ -63,7 +63,7 @@ def tiles_of(runs_N: Tensor, window: int | None, device: torch.device) -> Tiles:
     tables = (first_N, last_N, *(_ordered(begin_P, end_P, work_P) for work_P in (keys_P, queries_P)))
     joined = torch.from_numpy(np.concatenate([table.ravel() for table in tables]).astype(np.int32))
     parts = to_device(joined, device).split([table.size for table in tables])
-    return Tiles(
+    return AttentionTiles(
         first_N=parts[0], last_N=parts[1], queries_P2=parts[2].view(-1, 2), keys_P2=parts[3].view(-1, 2)
     )
 

@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from braid.kernels.delta_rule import MAX_CHANNELS, reference
 from braid.kernels.delta_rule.device.gradients import (
-    GradientVariant,
+    DeltaRuleGradientVariant,
     key_gradients,
     pair_gradients,
     query_gradients,
@@ -33,7 +33,7 @@ from braid.kernels.launch import Launcher
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tiles:
+class DeltaRuleTiles:
     """Tile sizes of each kernel."""
 
     inverse: PairsVariant
@@ -41,32 +41,32 @@ class Tiles:
     outputs: ScanVariant
     states: ScanVariant
     state_gradients: ScanVariant
-    pair_gradients: GradientVariant
-    query_gradients: GradientVariant
-    key_gradients: GradientVariant
+    pair_gradients: DeltaRuleGradientVariant
+    query_gradients: DeltaRuleGradientVariant
+    key_gradients: DeltaRuleGradientVariant
 
 
-ANY = Tiles(
+ANY = DeltaRuleTiles(
     inverse=PairsVariant(registers=128),
     scores=PairsVariant(),
     outputs=ScanVariant(),
     states=ScanVariant(),
     state_gradients=ScanVariant(),
-    pair_gradients=GradientVariant(registers=128),
-    query_gradients=GradientVariant(),
-    key_gradients=GradientVariant(),
+    pair_gradients=DeltaRuleGradientVariant(registers=128),
+    query_gradients=DeltaRuleGradientVariant(),
+    key_gradients=DeltaRuleGradientVariant(),
 )
 """Tile sizes that fit for all heads."""
 USUAL = replace(
     ANY,
     state_gradients=ScanVariant(channels=128, warps=8, stages=3),
-    query_gradients=GradientVariant(stages=2),
-    key_gradients=GradientVariant(stages=2),
+    query_gradients=DeltaRuleGradientVariant(stages=2),
+    key_gradients=DeltaRuleGradientVariant(stages=2),
 )
 """The fastest on an H200 for heads of 128 channels."""
 
 
-def tiles_for(key_dim: int, value_dim: int) -> Tiles:
+def tiles_for(key_dim: int, value_dim: int) -> DeltaRuleTiles:
     return USUAL if key_dim <= 128 and value_dim > 64 else ANY
 
 
@@ -74,7 +74,7 @@ def tiles_for(key_dim: int, value_dim: int) -> Tiles:
 class FusedDeltaRule:
     """`DeltaRule` with Triton kernels."""
 
-    tiles: Tiles | None = None
+    tiles: DeltaRuleTiles | None = None
     """By default, those for the heads at hand."""
     launch: Launcher = field(default_factory=Launcher, compare=False, repr=False)
 
@@ -103,7 +103,7 @@ class _DeltaRule(torch.autograd.Function):
     def forward(
         ctx: Any,
         launch: Launcher,
-        tiles: Tiles,
+        tiles: DeltaRuleTiles,
         q_BTGK: Tensor,
         k_BTGK: Tensor,
         v_BTHV: Tensor,

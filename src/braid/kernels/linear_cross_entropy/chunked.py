@@ -62,7 +62,7 @@ class Sums(NamedTuple):
                 old.copy_(new)
 
 
-class Chunk(NamedTuple):
+class LogitChunk(NamedTuple):
     """The tokens of one chunk."""
 
     logits_nR: Tensor
@@ -77,12 +77,12 @@ class Passes(Protocol):
     """Passes over the logits of a chunk. Masked tokens have a top of 0, a total of 1, a chosen logit of 0 and a
     gradient of 0."""
 
-    def sums(self, chunk: Chunk, sums: Sums, *, gradient: bool) -> None:
+    def sums(self, chunk: LogitChunk, sums: Sums, *, gradient: bool) -> None:
         """Write the sums over this rank's ids; with `gradient`, overwrite the logits with the gradient of a
         loss over these ids."""
         ...
 
-    def gradient(self, chunk: Chunk, logsumexp_n: Tensor, upstream: Tensor | None) -> None:
+    def gradient(self, chunk: LogitChunk, logsumexp_n: Tensor, upstream: Tensor | None) -> None:
         """Overwrite the logits with their gradient, times `upstream` if given."""
         ...
 
@@ -94,7 +94,7 @@ class Passes(Protocol):
 class PlainPasses:
     """`Passes` in PyTorch."""
 
-    def sums(self, chunk: Chunk, sums: Sums, *, gradient: bool) -> None:
+    def sums(self, chunk: LogitChunk, sums: Sums, *, gradient: bool) -> None:
         wide_nV = chunk.logits_nR[:, : chunk.held].to(sums.top_N.dtype) / chunk.scale
         padded_nV = torch.nn.functional.pad(wide_nV, (0, 1), value=-torch.inf)
         top_n = padded_nV.amax(-1)
@@ -106,7 +106,7 @@ class PlainPasses:
         if gradient:
             self.gradient(chunk, sums.logsumexp(), None)
 
-    def gradient(self, chunk: Chunk, logsumexp_n: Tensor, upstream: Tensor | None) -> None:
+    def gradient(self, chunk: LogitChunk, logsumexp_n: Tensor, upstream: Tensor | None) -> None:
         logits_nR, row_n, mask_n, held, scale = chunk
         wide_nV = (logits_nR[:, :held].to(logsumexp_n.dtype) / scale - logsumexp_n[:, None]).exp()
         wide_nV -= (torch.arange(held, device=row_n.device) == row_n[:, None]).to(wide_nV.dtype)
@@ -159,7 +159,7 @@ class _Head(NamedTuple):
 
     def chunks(
         self, x_NC: Tensor, weight_RC: Tensor, row_N: Tensor, mask_N: Tensor
-    ) -> Iterator[tuple[slice, Chunk]]:
+    ) -> Iterator[tuple[slice, LogitChunk]]:
         """Chunks with their logits, which share one buffer."""
         tokens, rows = len(x_NC), len(weight_RC)
         step = self.config.chunk_tokens(tokens, rows, x_NC.element_size())
@@ -168,7 +168,7 @@ class _Head(NamedTuple):
         for first in range(0, max(tokens, 1), step):  # one empty chunk writes the zeros of no tokens
             part = slice(first, min(first + step, tokens))
             logits_nR = torch.mm(x_NC[part], weight_RC.t(), out=buffer_nR[: part.stop - first])
-            yield part, Chunk(logits_nR, row_N[part], mask_N[part], self.shard.held, self.scale)
+            yield part, LogitChunk(logits_nR, row_N[part], mask_N[part], self.shard.held, self.scale)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

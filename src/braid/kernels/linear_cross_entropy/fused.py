@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from braid.kernels.launch import Launcher, parts_of, power_of_two
-from braid.kernels.linear_cross_entropy.chunked import Chunk, Sums
+from braid.kernels.linear_cross_entropy.chunked import LogitChunk, Sums
 from braid.kernels.linear_cross_entropy.device import kernels
 
 BLOCK = 8192
@@ -28,11 +28,11 @@ class FusedPasses:
     def __init__(self) -> None:
         self.launch = Launcher()
 
-    def sums(self, chunk: Chunk, sums: Sums, *, gradient: bool) -> None:
+    def sums(self, chunk: LogitChunk, sums: Sums, *, gradient: bool) -> None:
         """Same as `PlainPasses.sums`."""
         self._launch(chunk, (*sums, None, None), SUMS=True, GRADIENT=gradient)
 
-    def gradient(self, chunk: Chunk, logsumexp_n: Tensor, upstream: Tensor | None) -> None:
+    def gradient(self, chunk: LogitChunk, logsumexp_n: Tensor, upstream: Tensor | None) -> None:
         """Same as `PlainPasses.gradient`."""
         self._launch(chunk, (None, None, None, logsumexp_n, upstream), SUMS=False, GRADIENT=True)
 
@@ -45,7 +45,7 @@ class FusedPasses:
             self.launch(kernels.scaled, grid, (x, factor, y), (x.numel(),), constants, warps=4)
         return y
 
-    def _launch(self, chunk: Chunk, tensors: tuple[Tensor | None, ...], **passes: Any) -> None:
+    def _launch(self, chunk: LogitChunk, tensors: tuple[Tensor | None, ...], **passes: Any) -> None:
         logits_nR, row_n, mask_n, held, scale = chunk
         tokens, width = logits_nR.shape
         if tokens:

@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from braid.kernels.launch import Launcher, parts_of, power_of_two
 from braid.kernels.ssd import reference, why_not_these_sizes
 from braid.kernels.ssd.device.decays import accumulate_decays, time_step_gradients
-from braid.kernels.ssd.device.gradients import GradientVariant, chunk_gradients
+from braid.kernels.ssd.device.gradients import SsdGradientVariant, chunk_gradients
 from braid.kernels.ssd.device.outputs import OutputVariant, scan_outputs
 from braid.kernels.ssd.device.states import StateGradient, StateVariant, scan_states
 
@@ -33,7 +33,7 @@ SMALLEST_TILE = 16
 """Smallest operand of a tensor-core product."""
 
 
-class Tiles(NamedTuple):
+class SsdTiles(NamedTuple):
     """Chunk length and tile sizes of every kernel."""
 
     chunk: int
@@ -43,7 +43,7 @@ class Tiles(NamedTuple):
     """Chunks that one program of `outputs` walks over."""
     outputs: OutputVariant
     states: StateVariant
-    gradients: GradientVariant
+    gradients: SsdGradientVariant
 
 
 class FusedSsd:
@@ -71,7 +71,7 @@ class FusedSsd:
         y_BTHD, final_BHDN = _Ssd.apply(self, *inputs, documents_BT, initial_state_BHDN)
         return y_BTHD, final_BHDN
 
-    def tiles(self, x_BTHD: Tensor, groups: int, state: int) -> Tiles:
+    def tiles(self, x_BTHD: Tensor, groups: int, state: int) -> SsdTiles:
         """Tile sizes of a problem. A few large programs per SM are enough; where rows and heads are too few for
         that, rows are cut into segments, states into tiles and the heads of a group into parts."""
         rows, tokens, heads, head_dim = x_BTHD.shape
@@ -87,7 +87,7 @@ class FusedSsd:
         parts = next(
             (n for n in range(1, repeats) if repeats % n == 0 and rows * chunks * groups * n >= enough), repeats
         )
-        return Tiles(
+        return SsdTiles(
             chunk=chunk,
             exact=wide,
             segment=segment,
@@ -95,7 +95,7 @@ class FusedSsd:
             states=StateVariant(
                 head_dim=columns, state=min(depth, 64 if narrow_state else 128), stages=2 if wide else 3
             ),
-            gradients=GradientVariant(parts=parts, warps=8 if wide else 4, stages=1 if chunk < 64 else 2),
+            gradients=SsdGradientVariant(parts=parts, warps=8 if wide else 4, stages=1 if chunk < 64 else 2),
         )
 
 

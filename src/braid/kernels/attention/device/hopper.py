@@ -21,7 +21,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from braid.kernels.attention.packed import Packed
+from braid.kernels.attention.packed import PackedInputs
 
 LOG2E = gl.constexpr(1.4426950408889634)
 ROWS = 64
@@ -35,7 +35,7 @@ ALIGNMENT = 16
 """TMA reads rows that begin at multiples of so many bytes."""
 
 
-def supports(given: Packed) -> bool:
+def supports(given: PackedInputs) -> bool:
     """Whether these kernels run on such heads."""
     tensors = (given.q_NQD, given.k_NKD, given.v_NKV)
     widest = max(given.q_NQD.shape[2], given.v_NKV.shape[2]) <= HEAD_DIMS[-1][0]
@@ -55,7 +55,7 @@ def padded_dims(qk_dim: int, v_dim: int) -> dict[str, int]:
     return {"QK_DIM": qk_dim, "V_DIM": v_dim, "D": d, "D1": d1, "V": v}
 
 
-def is_wide(given: Packed) -> bool:
+def is_wide(given: PackedInputs) -> bool:
     """Whether registers of a warp group hold the sums of either keys or values, but not of both."""
     return padded_dims(given.q_NQD.shape[2], given.v_NKV.shape[2])["V"] > 128
 

@@ -41,7 +41,7 @@ from braid.kernels.attention.device.hopper import (
     tile_at,
     tiles_of_heads,
 )
-from braid.kernels.attention.packed import Gradients, Packed
+from braid.kernels.attention.packed import AttentionGradients, PackedInputs
 from braid.kernels.launch import Launcher
 
 GROUP = 4
@@ -49,7 +49,12 @@ GROUP = 4
 
 
 def launch_dk_dv(
-    launch: Launcher, given: Packed, lse_QN: Tensor, dy_NQV: Tensor, made: Gradients, **tuned: int
+    launch: Launcher,
+    given: PackedInputs,
+    lse_QN: Tensor,
+    dy_NQV: Tensor,
+    made: AttentionGradients,
+    **tuned: int,
 ) -> None:
     """dK and dV, into `made`, which has delta already."""
     kv_heads, tiles = given.k_NKD.shape[1], given.tiles
@@ -72,7 +77,7 @@ def launch_dk_dv(
     launch(attention_dk_dv, grid, tensors, numbers, compiled_for, warps=WARPS)
 
 
-def constants(given: Packed) -> dict[str, Any]:
+def constants(given: PackedInputs) -> dict[str, Any]:
     """What the kernel is compiled for. Sums of wide heads leave registers for fewer scores."""
     kv_heads, qk_dim, v_dim = given.k_NKD.shape[1], given.q_NQD.shape[2], given.v_NKV.shape[2]
     dims = padded_dims(qk_dim, v_dim)

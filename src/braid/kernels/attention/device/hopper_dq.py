@@ -39,7 +39,7 @@ from braid.kernels.attention.device.hopper import (
     tile_at,
     tiles_of_heads,
 )
-from braid.kernels.attention.packed import Gradients, Packed
+from braid.kernels.attention.packed import AttentionGradients, PackedInputs
 from braid.kernels.launch import Launcher
 
 GROUP = 4
@@ -48,11 +48,11 @@ GROUP = 4
 
 def launch_dq(
     launch: Launcher,
-    given: Packed,
+    given: PackedInputs,
     y_NQV: Tensor,
     lse_QN: Tensor,
     dy_NQV: Tensor,
-    made: Gradients,
+    made: AttentionGradients,
     programs: int | None = None,
     **tuned: int,
 ) -> None:
@@ -78,7 +78,7 @@ def launch_dq(
     launch(attention_dq, grid, tensors, numbers, compiled_for, warps=WARPS)
 
 
-def constants(given: Packed) -> dict[str, Any]:
+def constants(given: PackedInputs) -> dict[str, Any]:
     """What the kernel is compiled for. Wide heads leave shared memory for fewer keys."""
     heads, qk_dim, v_dim = given.q_NQD.shape[1], given.q_NQD.shape[2], given.v_NKV.shape[2]
     dims = padded_dims(qk_dim, v_dim)

@@ -41,7 +41,7 @@ from braid.kernels.attention.device.hopper import (
     tile_at,
     tiles_of_heads,
 )
-from braid.kernels.attention.packed import Packed
+from braid.kernels.attention.packed import PackedInputs
 from braid.kernels.launch import Launcher
 
 GROUP = 4
@@ -49,7 +49,7 @@ GROUP = 4
 
 
 def forward(
-    launch: Launcher, given: Packed, sinks_Q: Tensor | None, programs: int | None = None, **tuned: int
+    launch: Launcher, given: PackedInputs, sinks_Q: Tensor | None, programs: int | None = None, **tuned: int
 ) -> tuple[Tensor, Tensor]:
     """As `plain.forward`. There is a program for every tile by default; with fewer, each takes several in turn
     and loads the next while it writes one, which is faster for short documents and slower for long ones."""
@@ -74,7 +74,7 @@ def forward(
     return y_NQV, lse_QN
 
 
-def constants(given: Packed) -> dict[str, Any]:
+def constants(given: PackedInputs) -> dict[str, Any]:
     """What the kernel is compiled for. Sums of wide heads leave registers for fewer scores."""
     heads, qk_dim, v_dim = given.q_NQD.shape[1], given.q_NQD.shape[2], given.v_NKV.shape[2]
     dims = padded_dims(qk_dim, v_dim)

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from braid.kernels.attention.packed import Gradients, Packed
+from braid.kernels.attention.packed import AttentionGradients, PackedInputs
 from braid.kernels.attention.tiles import TILE
 from braid.kernels.launch import Launcher, power_of_two
 
@@ -183,7 +183,7 @@ def attention_dk_dv(
 # ------------------------------------------------------------------------------------------------- host
 
 
-def forward(launch: Launcher, given: Packed, sinks_Q: Tensor | None) -> tuple[Tensor, Tensor]:
+def forward(launch: Launcher, given: PackedInputs, sinks_Q: Tensor | None) -> tuple[Tensor, Tensor]:
     """y_NQV and lse₂_QN."""
     y_NQV, lse_QN = given.new_output(), given.new_rows()
     constants = _constants(given, backward=False)
@@ -194,7 +194,9 @@ def forward(launch: Launcher, given: Packed, sinks_Q: Tensor | None) -> tuple[Te
     return y_NQV, lse_QN
 
 
-def backward(launch: Launcher, given: Packed, y_NQV: Tensor, lse_QN: Tensor, dy_NQV: Tensor) -> Gradients:
+def backward(
+    launch: Launcher, given: PackedInputs, y_NQV: Tensor, lse_QN: Tensor, dy_NQV: Tensor
+) -> AttentionGradients:
     """All gradients; `y_NQV` and `dy_NQV` are contiguous."""
     made, tiles, constants = given.new_gradients(), given.tiles, _constants(given, backward=True)
     inputs, row = (given.q_NQD, given.k_NKD, given.v_NKV), (lse_QN.shape[1],)
@@ -213,7 +215,7 @@ LEAST = 32
 Triton 3.6; why is not known."""
 
 
-def _constants(given: Packed, *, backward: bool) -> dict[str, Any]:
+def _constants(given: PackedInputs, *, backward: bool) -> dict[str, Any]:
     """Strides and sizes. Wide heads have smaller tiles, which fit into shared memory."""
     (q_token, q_head, _), (k_token, k_head, _) = given.q_NQD.stride(), given.k_NKD.stride()
     v_token, v_head, _ = given.v_NKV.stride()

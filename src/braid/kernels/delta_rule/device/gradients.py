@@ -40,7 +40,7 @@ from braid.kernels.launch import Launcher, parts_of, power_of_two
 
 
 @dataclass(frozen=True, kw_only=True)
-class GradientVariant:
+class DeltaRuleGradientVariant:
     channels: int = 128
     """Value channels per step."""
     warps: int = 8
@@ -68,7 +68,7 @@ def pair_gradients(
     pairs: Pairs,
     deltas_BTHV: Tensor,
     d_x_BTHV: Tensor,
-    variant: GradientVariant,
+    variant: DeltaRuleGradientVariant,
 ) -> tuple[PairGradients, Tensor]:
     """Gradients of pairs, and of values."""
     d_v_BTHV = v_BTHV.new_empty(v_BTHV.shape)
@@ -91,7 +91,7 @@ def query_gradients(
     pairs: Pairs,
     states_BHNVK: Tensor,
     from_pairs: PairGradients,
-    variant: GradientVariant,
+    variant: DeltaRuleGradientVariant,
 ) -> Tensor:
     """Gradient of queries. Adds that of the decays with which they read from states to `from_pairs`."""
     d_q_BTGK = q_BTGK.new_empty(q_BTGK.shape)
@@ -115,7 +115,7 @@ def key_gradients(
     backward: States,
     kept_BHNV: Tensor,
     from_pairs: PairGradients,
-    variant: GradientVariant,
+    variant: DeltaRuleGradientVariant,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of keys, log decays and β."""
     d_k, d_log_decay, d_beta = (x.new_empty(x.shape) for x in (k_BTGK, log_decay_BTH, beta_BTH))
@@ -135,7 +135,7 @@ def _launch(
     q_BTGK: Tensor,
     k_BTGK: Tensor,
     v_BTHV: Tensor,
-    variant: GradientVariant,
+    variant: DeltaRuleGradientVariant,
 ) -> None:
     """Launch one program for each chunk and each of `heads` heads."""
     rows, tokens, value_heads, value_dim = v_BTHV.shape

@@ -27,7 +27,7 @@ NOTHING = -160.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decays:
+class ChunkDecays:
     """Vectors of every chunk. Padding has dt = 0: the state neither decays nor changes."""
 
     high_BHLQ: Tensor
@@ -47,7 +47,7 @@ class Decays:
 
 def accumulate_decays(
     launch: Launcher, dt_BTH: Tensor, a_H: Tensor, documents_BT: Tensor | None, chunk: int, *, exact: bool
-) -> Decays:
+) -> ChunkDecays:
     """The decays of all chunks of `chunk` tokens."""
     rows, tokens, heads = dt_BTH.shape
     chunks = parts_of(tokens, chunk)
@@ -61,7 +61,7 @@ def accumulate_decays(
         {"DOCUMENTS": documents_BT is not None, "EXACT": exact, "NOTHING": NOTHING, "Q": chunk, "BH": HEADS},
         warps=4,
     )
-    return Decays(high_BHLQ=high, low_BHLQ=low, dt_BHLQ=dt)
+    return ChunkDecays(high_BHLQ=high, low_BHLQ=low, dt_BHLQ=dt)
 
 
 def time_step_gradients(

@@ -26,11 +26,11 @@ import triton.language as tl
 from torch import Tensor
 
 from braid.kernels.launch import Launcher
-from braid.kernels.ssd.device.decays import Decays
+from braid.kernels.ssd.device.decays import ChunkDecays
 from braid.kernels.ssd.device.tiles import between, load_state, load_tokens, store_state, store_tokens
 
 
-class GradientVariant(NamedTuple):
+class SsdGradientVariant(NamedTuple):
     """Tile sizes; a program holds all channels of a head and of its state."""
 
     parts: int = 1
@@ -59,10 +59,10 @@ def chunk_gradients(
     c_BTGN: Tensor,
     skip_H: Tensor,
     dy_BTHD: Tensor,
-    decays: Decays,
+    decays: ChunkDecays,
     states_BHLDN: Tensor,
     d_states_BHLDN: Tensor,
-    variant: GradientVariant,
+    variant: SsdGradientVariant,
 ) -> ChunkGradients:
     """Gradients from the states at the start, and their gradients at the end, of every chunk."""
     rows, tokens, heads, head_dim = x_BTHD.shape

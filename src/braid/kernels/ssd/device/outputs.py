@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from braid.kernels.launch import Launcher, parts_of
-from braid.kernels.ssd.device.decays import Decays
+from braid.kernels.ssd.device.decays import ChunkDecays
 from braid.kernels.ssd.device.tiles import between, load_state, load_tokens, store_state, store_tokens
 
 
@@ -38,7 +38,7 @@ def scan_outputs(
     b_BTGN: Tensor,
     c_BTGN: Tensor,
     skip_H: Tensor,
-    decays: Decays,
+    decays: ChunkDecays,
     entering_BHZDN: Tensor | None,
     variant: OutputVariant,
     *,

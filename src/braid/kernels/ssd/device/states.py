@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from braid.kernels.launch import Launcher, parts_of
-from braid.kernels.ssd.device.decays import Decays
+from braid.kernels.ssd.device.decays import ChunkDecays
 from braid.kernels.ssd.device.tiles import between, load_state, load_tokens, store_state
 
 
@@ -45,7 +45,7 @@ def scan_states(
     launch: Launcher,
     x_BTHD: Tensor,
     b_BTGN: Tensor,
-    decays: Decays,
+    decays: ChunkDecays,
     initial_BHDN: Tensor | None,
     variant: StateVariant,
     *,
