@@ -55,8 +55,8 @@ KernelMode = Literal["auto", "reference", "fused"]
 fast one, whose absence is an error."""
 
 KERNEL_OPS = (
-    "attention", "ssd", "delta_rule", "causal_conv", "gated_norm", "glu", "grouped_mlp", "permute",
-    "hyper_connection", "rms_norm", "rotary", "linear_cross_entropy", "optimizer",
+    "attention", "ssd", "delta_rule", "causal_conv", "gated_norm", "glu", "grouped_mlp", "router",
+    "permute", "hyper_connection", "rms_norm", "rotary", "linear_cross_entropy", "optimizer",
 )  # fmt: skip
 """Ops that have several implementations."""
 

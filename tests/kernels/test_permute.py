@@ -43,7 +43,7 @@ def test_rows_are_their_tokens_and_tokens_the_sums_of_their_rows(
     tokens, slots, channels = size
     token_M, row_NS = places(tokens, slots, gaps)
     x = torch.randn(tokens, channels).to(DEVICE, dtype)
-    permuted = way.permute(x, token_M, gaps=gaps)
+    permuted = way.permute(x, token_M, row_NS, gaps=gaps)
     nobody = x.new_zeros(channels)
     assert permuted.dtype == dtype
     for row, token in enumerate(token_M.tolist()):

@@ -27,6 +27,7 @@ from braid.kernels import (
     permute,
     rms_norm,
     rotary,
+    router,
     ssd,
 )
 from braid.kernels.choice import KernelChoice
@@ -44,6 +45,7 @@ class Kernels:
     gated_norm: KernelChoice[gated_norm.GatedNorm] | None
     glu: KernelChoice[glu.MlpActivation] | None
     grouped_mlp: KernelChoice[grouped_mlp.GroupedMlp] | None
+    router: KernelChoice[router.RouterKernels] | None
     permute: KernelChoice[permute.Permute] | None
     hyper_connection: KernelChoice[hyper_connection.HyperConnect] | None
     rms_norm: KernelChoice[rms_norm.Normalize]
@@ -55,7 +57,7 @@ class Kernels:
     def choices(self) -> tuple[KernelChoice, ...]:
         """All selected implementations, for the log."""
         mixers = (self.attention, self.ssd, self.delta_rule, self.causal_conv, self.gated_norm)
-        mlps = (self.glu, self.grouped_mlp, self.permute)
+        mlps = (self.glu, self.grouped_mlp, self.router, self.permute)
         ends = (self.linear_cross_entropy, self.optimizer)
         ops = (*mixers, self.rotary, self.rms_norm, *mlps, self.hyper_connection, *ends)
         return tuple(choice for choice in ops if choice is not None)
@@ -111,6 +113,7 @@ def _fastest(
         else grouped_mlp.choose(
             device, dtype, hidden=moe.latent or model.hidden, ffn=moe.ffn, experts=moe.experts
         ),
+        router=None if moe is None else router.choose(device, dtype),
         permute=None if moe is None else permute.choose(device),
         hyper_connection=None
         if hyper is None
@@ -132,6 +135,7 @@ def references() -> Kernels:
         gated_norm=gated_norm.REFERENCE,
         glu=glu.REFERENCE,
         grouped_mlp=grouped_mlp.REFERENCE,
+        router=router.REFERENCE,
         permute=permute.REFERENCE,
         hyper_connection=hyper_connection.REFERENCE,
         rms_norm=rms_norm.REFERENCE,

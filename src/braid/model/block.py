@@ -401,9 +401,11 @@ def _build_layer(
             )
         case Kind.MLP if shape.mlp and kernels.glu:
             return Mlp(shape.mlp, hidden, kernels.glu.function, **on)
-        case Kind.MOE if shape.moe and kernels.grouped_mlp and kernels.permute and kernels.glu:
-            fast = (kernels.grouped_mlp.function, dispatcher, kernels.permute.function, kernels.glu.function)
-            return Moe(shape.moe, hidden, *fast, **on)
+        case Kind.MOE if (
+            shape.moe and kernels.grouped_mlp and kernels.permute and kernels.glu and kernels.router
+        ):
+            fast = (kernels.grouped_mlp.function, dispatcher, kernels.permute.function)
+            return Moe(shape.moe, hidden, *fast, kernels.glu.function, kernels.router.function, **on)
         case Kind.SPARSE_ATTENTION:
             raise ValueError(f"layer {layer.number} is 'D': sparse attention is not implemented")
         case kind:

@@ -100,15 +100,23 @@ class Attention(Recomputing):
         With a cache, each row continues its cached document; caches require tp = cp = 1."""
         assert cache is None or self.groups.tp.size == self.groups.cp.size == 1
         outputs_BSKF = self.qkv(all_gather(x_BtC, self.groups.tp, dim=1)).unflatten(-1, self.qkv.dims)
-        qkv_BSKF, gate_BSKF = outputs_BSKF.tensor_split([sum(self.partition.sizes(self.qkv_parts))], -1)
+        qkv_BSKF, gate_BSKF = self._split_gate(outputs_BSKF)
         if self.qk_norm is not None:
             qkv_BSKF = self.qk_norm(qkv_BSKF)
         core = partial(self._core, spans, rotary, cache)
         y_BTqD = self.recomputed("core", core, self.partition.gather_sequence(qkv_BSKF, self.qkv_parts))
         y_BSQD = self.partition.scatter_sequence(y_BTqD)
-        if self.shape.gate:
+        if gate_BSKF is not None:
             y_BSQD = self.recomputed("core", _gated, y_BSQD, gate_BSKF)
         return self.o(y_BSQD.flatten(2))
+
+    def _split_gate(self, outputs_BSKF: Tensor) -> tuple[Tensor, Tensor | None]:
+        # Without a gate it must not be a slice, whose backward would fill and copy a tensor of the same size.
+        if not self.shape.gate:
+            return outputs_BSKF, None
+        qkv = sum(self.partition.sizes(self.qkv_parts))
+        qkv_BSKF, gate_BSKF = outputs_BSKF.split([qkv, outputs_BSKF.shape[-1] - qkv], -1)
+        return qkv_BSKF, gate_BSKF
 
     def _core(
         self, spans: Spans, rotary: Rotary | None, cache: AttentionCache | None, qkv_BTkF: Tensor

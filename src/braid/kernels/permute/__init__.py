@@ -22,9 +22,12 @@ if TYPE_CHECKING:
 
 
 class Permute(Protocol):
-    """Interface of all implementations; see `reference`. Autograd is up to the caller."""
+    """Interface of all implementations; see `reference`. Autograd is up to the caller.
 
-    def permute(self, x_NC: Tensor, token_M: Tensor, *, gaps: bool) -> Tensor: ...
+    `token_M` and `row_NS` describe the same permutation, from the rows and from the slots: an implementation
+    reads the one that suits it."""
+
+    def permute(self, x_NC: Tensor, token_M: Tensor, row_NS: Tensor, *, gaps: bool) -> Tensor: ...
 
     def unpermute(self, y_MC: Tensor, row_NS: Tensor, *, gaps: bool) -> Tensor: ...
 
@@ -33,7 +36,7 @@ class Permute(Protocol):
 class Plain:
     """The PyTorch reference."""
 
-    def permute(self, x_NC: Tensor, token_M: Tensor, *, gaps: bool) -> Tensor:
+    def permute(self, x_NC: Tensor, token_M: Tensor, row_NS: Tensor, *, gaps: bool) -> Tensor:
         return reference.permute(x_NC, token_M, gaps=gaps)
 
     def unpermute(self, y_MC: Tensor, row_NS: Tensor, *, gaps: bool) -> Tensor:
@@ -53,10 +56,10 @@ class FusedPermute:
 
         return Launcher()
 
-    def permute(self, x_NC: Tensor, token_M: Tensor, *, gaps: bool) -> Tensor:
+    def permute(self, x_NC: Tensor, token_M: Tensor, row_NS: Tensor, *, gaps: bool) -> Tensor:
         from braid.kernels.permute import fused
 
-        return fused.permute(self.launch, x_NC, token_M, gaps=gaps)
+        return fused.permute(self.launch, x_NC, token_M, row_NS, gaps=gaps)
 
     def unpermute(self, y_MC: Tensor, row_NS: Tensor, *, gaps: bool) -> Tensor:
         from braid.kernels.permute import fused

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from braid import architecture
 from braid.distributed.collectives import ALONE, Group, Groups
-from braid.kernels import glu
+from braid.kernels import glu, router
 from braid.kernels.grouped_mlp import GroupedMlp
 from braid.kernels.permute import PLAIN, Permute
 from braid.nn.canonical import Canonical, under
@@ -46,7 +46,7 @@ from braid.nn.moe.capacity import capacity
 from braid.nn.moe.dispatch_plan import CapacityPadding, Dispatcher, DispatchPlan, Slots, record_stream
 from braid.nn.moe.experts import Experts
 from braid.nn.moe.permute import combine, dispatch
-from braid.nn.moe.router import Router, logit_dtype, probability_dtype
+from braid.nn.moe.router import Router, logit_dtype, probability_dtype, saves_input
 from braid.nn.moe.routing import Routing
 from braid.nn.moe.token_dispatcher import choose
 from braid.nn.moe.token_ids import Tokens
@@ -97,6 +97,7 @@ class Moe(nn.Module):
         dispatcher: Dispatcher | None = None,
         permute: Permute = PLAIN,
         activation: glu.MlpActivation = glu.PLAIN,
+        router_kernels: router.RouterKernels = router.PLAIN,
         *,
         groups: Groups = Groups(),
         device: torch.device | None = None,
@@ -107,7 +108,7 @@ class Moe(nn.Module):
         self.shape, self.groups, self.permute = shape, groups, permute
         self.dispatcher = choose(shape, hidden, groups).function if dispatcher is None else dispatcher
         tp = groups.tp
-        self.router = Router(shape, hidden, groups=groups, device=device, dtype=dtype)
+        self.router = Router(shape, hidden, router_kernels, groups=groups, device=device, dtype=dtype)
         self.latent = self.shared = self.shared_gate = None
         if shape.latent:
             self.latent = Latent(hidden, shape.latent, copies=tp, device=device, dtype=dtype)
@@ -187,7 +188,7 @@ class Moe(nn.Module):
         shape, n = self.shape, workload.narrow
         tokens, hidden = workload.local_tokens(self.groups.tp_cp), self.router.weight.shape[1]
         normed, wide = tokens * hidden * n, probability_dtype(shape, workload.dtype).itemsize
-        savers = int(logit_dtype(shape, workload.dtype) == workload.dtype and not shape.jitter)
+        savers = int(saves_input(shape, workload))
         total = self.router.cost(workload) + balance_cost(shape, workload, wide, self.groups)
         total += self._dispatch_cost(workload, wide)
         if self.latent is not None:

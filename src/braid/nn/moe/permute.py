@@ -98,7 +98,7 @@ class _Dispatch(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(row_NS)
         ctx.permute, ctx.gaps = permute, gaps
-        return permute.permute(x_NC, token_M, gaps=gaps)
+        return permute.permute(x_NC, token_M, row_NS, gaps=gaps)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None, None, None]:
@@ -113,11 +113,11 @@ class _Combine(torch.autograd.Function):
     def forward(
         ctx: Any, permute: Permute, y_MC: Tensor, token_M: Tensor, row_NS: Tensor, gaps: bool
     ) -> Tensor:
-        ctx.save_for_backward(token_M)
+        ctx.save_for_backward(token_M, row_NS)
         ctx.permute, ctx.gaps = permute, gaps
         return permute.unpermute(y_MC, row_NS, gaps=gaps)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None, None, None]:
-        (token_M,) = ctx.saved_tensors
-        return None, ctx.permute.permute(grads[0], token_M, gaps=ctx.gaps), None, None, None
+        token_M, row_NS = ctx.saved_tensors
+        return None, ctx.permute.permute(grads[0], token_M, row_NS, gaps=ctx.gaps), None, None, None

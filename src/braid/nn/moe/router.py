@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from braid import architecture
 from braid.distributed.collectives import ALONE, Group, Groups
+from braid.kernels.router import PLAIN, RouterKernels, splits
 from braid.nn.canonical import Canonical
 from braid.nn.cost import INDEX_BYTES, Cost, Workload
 from braid.nn.moe.capacity import within_capacity
@@ -23,7 +23,7 @@ from braid.nn.moe.routing import ExpertChoice, Routing
 from braid.nn.moe.score_function import probabilities, scores, shares
 from braid.nn.moe.sinkhorn import sinkhorn
 from braid.nn.moe.token_ids import Tokens, own_part, whole_rows
-from braid.nn.moe.top_k import group_limited_top_k, round_robin, stable_top_k
+from braid.nn.moe.top_k import round_robin, top_k_experts
 
 
 class Router(nn.Module):
@@ -33,13 +33,14 @@ class Router(nn.Module):
         self,
         shape: architecture.Moe,
         hidden: int,
+        kernels: RouterKernels = PLAIN,
         *,
         groups: Groups = Groups(),
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.shape, self.groups = shape, groups
+        self.shape, self.groups, self.kernels = shape, groups, kernels
         wide = torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)
         self.weight = nn.Parameter(torch.empty(shape.experts, hidden, device=device, dtype=wide))
         self.bias: Tensor | None
@@ -55,15 +56,15 @@ class Router(nn.Module):
     ) -> Routing:
         """`tokens` defaults to one row without padding, not in training."""
         tokens = Tokens.one_row(len(x_NC), x_NC.device) if tokens is None else tokens
-        return route(self.logits(x_NC, tokens), self.shape, tokens, self.bias, replayed, self.groups.tp_cp)
+        logits_NE = self.logits(x_NC, tokens)
+        return route(logits_NE, self.shape, tokens, self.bias, replayed, self.groups.tp_cp, self.kernels)
 
     def logits(self, x_NC: Tensor, tokens: Tokens) -> Tensor:
         dtype = logit_dtype(self.shape, x_NC.dtype)
-        x_NC = x_NC.to(dtype)
         if self.shape.jitter and tokens.training:
-            x_NC = x_NC * jitter(self.shape.jitter, tokens, x_NC.shape[-1], dtype)
-        bias_E = None if self.logit_bias is None else self.logit_bias.to(dtype)
-        return F.linear(x_NC, self.weight.to(dtype), bias_E)
+            x_NC = x_NC.to(dtype) * jitter(self.shape.jitter, tokens, x_NC.shape[-1], dtype)
+        logits_NE = self.kernels.logits(x_NC, self.weight, dtype)
+        return logits_NE if self.logit_bias is None else logits_NE + self.logit_bias.to(dtype)
 
     def canonical(self) -> dict[str, Canonical]:
         shape = tuple(self.weight.shape)
@@ -81,7 +82,8 @@ class Router(nn.Module):
         shape, tokens = self.shape, workload.local_tokens(self.groups.tp_cp)
         narrow = logit_dtype(shape, workload.dtype)
         wide = probability_dtype(shape, workload.dtype).itemsize
-        kept = tokens * self.weight.shape[1] * narrow.itemsize * (2 if shape.jitter else 1)
+        saved = workload.dtype if saves_input(shape, workload) else narrow
+        kept = tokens * self.weight.shape[1] * saved.itemsize * (2 if shape.jitter else 1)
         if narrow != self.weight.dtype:
             kept += self.weight.numel() * narrow.itemsize
         score_tensors = 3 if shape.score == "sqrt_softplus" else 1
@@ -91,6 +93,13 @@ class Router(nn.Module):
 
     def flops(self, tokens: int) -> int:
         return 2 * tokens * self.weight.numel()
+
+
+def saves_input(shape: architecture.Moe, workload: Workload) -> bool:
+    """Whether the router saves its input as it is, not an upcast or jittered copy."""
+    narrow = logit_dtype(shape, workload.dtype)
+    split = splits(workload.device, workload.dtype, narrow) and workload.may_fuse("router")
+    return not shape.jitter and (split or narrow == workload.dtype)
 
 
 def logit_dtype(shape: architecture.Moe, dtype: torch.dtype) -> torch.dtype:
@@ -111,6 +120,7 @@ def route(
     bias_E: Tensor | None = None,
     replayed: ExpertChoice | None = None,
     row_group: Group = ALONE,
+    kernels: RouterKernels = PLAIN,
 ) -> Routing:
     """Route tokens by their logits, or repeat the decisions of `replayed` with this run's probabilities.
     `row_group` are the ranks that split rows, each with an equal slice of the tokens."""
@@ -120,9 +130,9 @@ def route(
     if replayed is not None:
         probs_NS = probabilities(scores_NE, replayed.experts_NS, shape)
         return Routing(replayed, probs_NS, shares_NE, logits_NE)
-    experts_NS = _choose(logits_NE, scores_NE, shape, tokens, bias_E, row_group)
+    experts_NS = _choose(logits_NE, scores_NE, shape, tokens, bias_E, row_group, kernels)
     probs_NS = probabilities(scores_NE, experts_NS, shape)
-    raw_top_k_NS = stable_top_k(scores_NE, shape.top_k) if _needs_raw_top_k(shape) else experts_NS
+    raw_top_k_NS = kernels.top_k(scores_NE, shape.top_k) if _needs_raw_top_k(shape) else experts_NS
     kept_NS = _kept(experts_NS, probs_NS, shape, tokens, row_group)
     return Routing(ExpertChoice(experts_NS, raw_top_k_NS, kept_NS), probs_NS, shares_NE, logits_NE)
 
@@ -134,22 +144,25 @@ def _choose(
     tokens: Tokens,
     bias_E: Tensor | None,
     row_group: Group,
+    kernels: RouterKernels,
 ) -> Tensor:
     if shape.routing == "round_robin":
         return round_robin(tokens.sample_B, tokens.position_T, top_k=shape.top_k, experts=shape.experts)
     if shape.routing == "sinkhorn" and tokens.training:
-        return _sinkhorn_top_k(logits_NE, shape, tokens, row_group)
+        return _sinkhorn_top_k(logits_NE, shape, tokens, row_group, kernels)
     if bias_E is not None:
         scores_NE = scores_NE + bias_E
-    return stable_top_k(scores_NE, shape.top_k) if shape.groups == 1 else group_limited_top_k(scores_NE, shape)
+    return top_k_experts(scores_NE, shape, kernels)
 
 
-def _sinkhorn_top_k(logits_NE: Tensor, shape: architecture.Moe, tokens: Tokens, row_group: Group) -> Tensor:
+def _sinkhorn_top_k(
+    logits_NE: Tensor, shape: architecture.Moe, tokens: Tokens, row_group: Group, kernels: RouterKernels
+) -> Tensor:
     rows, wide = tokens.rows, torch.promote_types(logits_NE.dtype, torch.float32)
     logits_BTE = whole_rows(logits_NE.to(wide), rows, row_group).unflatten(0, (rows, -1))
     valid_BT = whole_rows(tokens.valid_N(), rows, row_group).view(rows, -1)
     scores_NE = own_part(sinkhorn(logits_BTE, valid_BT).flatten(0, 1), rows, row_group)
-    return stable_top_k(scores_NE, shape.top_k)
+    return kernels.top_k(scores_NE, shape.top_k)
 
 
 def _needs_raw_top_k(shape: architecture.Moe) -> bool:

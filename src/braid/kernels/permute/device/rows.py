@@ -6,8 +6,30 @@ import triton
 import triton.language as tl
 
 
+@triton.jit(do_not_specialize=["tokens"])
+def permute_tokens(
+    x,
+    row_of,
+    out,
+    tokens,
+    SLOTS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    """Each program copies some tokens to all their rows."""
+    token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    n = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    in_tokens = token < tokens
+    inside = in_tokens[:, None] & (n < CHANNELS)[None, :]
+    copied = tl.load(x + token[:, None] * CHANNELS + n[None, :], mask=inside)
+    for slot in tl.static_range(SLOTS):
+        row = tl.load(row_of + token * SLOTS + slot, mask=in_tokens, other=0)
+        tl.store(out + row[:, None] * CHANNELS + n[None, :], copied, mask=inside)
+
+
 @triton.jit(do_not_specialize=["rows", "tokens"])
-def permute(
+def permute_rows(
     x,
     token_of,
     out,
@@ -16,14 +38,14 @@ def permute(
     CHANNELS: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
-    GAPS: tl.constexpr,
 ):
+    """Each program fills some rows; a token index past the end gives zeros."""
     m = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     n = tl.program_id(1) * COLS + tl.arange(0, COLS)
     in_rows = m < rows
     token = tl.load(token_of + m, mask=in_rows, other=0)
     inside = in_rows[:, None] & (n < CHANNELS)[None, :]
-    valid = inside & (token < tokens)[:, None] if GAPS else inside
+    valid = inside & (token < tokens)[:, None]
     copied = tl.load(x + token[:, None] * CHANNELS + n[None, :], mask=valid, other=0.0)
     tl.store(out + m[:, None] * CHANNELS + n[None, :], copied, mask=inside)
 

@@ -1,0 +1,1 @@
+"""Triton kernel of the router. Importing this package requires Triton."""
