@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from braid.kernels.attention import reference, spans_of
+from braid.kernels.attention.sizes import supports
 from tests.kernels.interpreting import DEVICE, GPU, INTERPRETED, needs_kernels
 
-DTYPE, BOUND = (torch.bfloat16, 8e-3) if GPU else (torch.float32, 2e-6)
+DTYPE, BOUND = (torch.bfloat16, 9e-3) if GPU else (torch.float32, 2e-6)
 WIDTHS = [(64, 64), (128, 128), (192, 128), (256, 256), (80, 80), (160, 96), (64, 160), (24, 40), (21, 13)]
 """Channels of keys and of values: those that kernels for Hopper have, those that they pad, two for SDPA."""
 MOST_SHARED = 232448
@@ -119,6 +120,8 @@ def test_nan_and_inf_pass_through(value: float, which: int) -> None:
 def test_every_head_size_on_a_gpu(
     widths: tuple[int, int], window: int | None, starts: tuple[int, ...], kv_heads: int, sinks: bool
 ) -> None:
+    # With sinks, `attention.choose` selects these kernels only for head sizes that they have.
+    sinks = sinks and all(map(supports, widths))
     check(documents(2, 700, *starts), window, 4, kv_heads, widths, sinks=sinks)
 
 

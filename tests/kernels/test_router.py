@@ -77,7 +77,8 @@ def test_top_k_is_a_stable_sort(size: tuple[int, int], kind: str) -> None:
     for top_k in {1, min(3, experts), min(22, experts)}:
         found = fused().top_k(scores, top_k)
         assert found.dtype == torch.int64
-        assert torch.equal(found, PLAIN.top_k(scores, top_k))
+        # As on a CPU: a GPU sorts a NaN with its sign bit set below all numbers.
+        assert torch.equal(found.cpu(), PLAIN.top_k(scores.cpu(), top_k))
 
 
 @needs_kernels

@@ -70,7 +70,7 @@ def test_bfloat16_uses_the_fastest_experts_and_stays_near_float64() -> None:
     chosen = kernels.choose(SHAPE, {pattern.Kind.MOE}, torch.device("cuda"), torch.bfloat16)
     hopper = torch.cuda.get_device_capability()[0] == 9
     names = {choice.op: choice.name for choice in chosen.choices}
-    ops = ("rms_norm", "glu", "permute", "linear_cross_entropy", "optimizer")
+    ops = ("rms_norm", "glu", "router", "permute", "linear_cross_entropy", "optimizer")
     assert names == {**dict.fromkeys(ops, "fused"), "grouped_mlp": "fused" if hopper else "grouped"}
     losses = [build(shape, "cuda", d)(batch([[64]] * 2)).loss_sum for d in (torch.float64, torch.bfloat16)]
     assert abs(losses[1].item() / losses[0].item() - 1) < 0.01
