@@ -7,9 +7,9 @@
     python -m benchmarks.convergence --steps 20 --device cpu
 
 `fast` is what a run chooses by itself, `plain` the references alone. Both see the same samples and start from
-the same weights for each seed. results/convergence.json (convergence_hybrid.json) is written after each training:
-validation losses on the way, the mean training loss of the last tenth of all steps, and of the last validation
-losses their means over seeds, how far these are apart, and how far seeds are from one another.
+the same weights for each seed. results/convergence.json (convergence_hybrid.json) is written after each
+training: validation losses on the way, the mean training loss of the last tenth of all steps, and of the last
+validation losses their means over seeds, how far these are apart, and how far seeds are from one another.
 """
 
 from __future__ import annotations

@@ -64,6 +64,7 @@ def braid_child(name: str) -> dict[str, Any]:
     from braid.train.build import make_state
     from braid.train.data_pipeline import open_data_pipeline
     from braid.train.device import choose_device, set_arithmetic
+    from braid.train.gc_freeze import frozen_gc
 
     run, device = run_of(name), choose_device("cuda")
     set_arithmetic(deterministic=run.train.deterministic)
@@ -75,7 +76,9 @@ def braid_child(name: str) -> dict[str, Any]:
         torch.cuda.reset_peak_memory_stats()
         with tempfile.TemporaryDirectory() as folder:
             data = open_data_pipeline(whole_rows(run, Path(folder)) if rows == "whole" else run, Path(folder))
-            answer[rows] = _timed(state, run, data.train, WARM_UP + steps) | {
+            with frozen_gc():
+                timed = _timed(state, run, data.train, WARM_UP + steps)
+            answer[rows] = timed | {
                 "tokens": planned.step_tokens,
                 "memory": torch.cuda.max_memory_allocated(),
                 "planned": estimate(planned, device="cuda").peak,
@@ -159,7 +162,8 @@ def peer_child(name: str, compiled: bool) -> dict[str, Any]:
     return {"ms": milliseconds[WARM_UP:], "memory": torch.cuda.max_memory_allocated()}
 
 
-def measure(names: tuple[str, ...], peers: bool) -> dict[str, Any]:
+def measure(names: tuple[str, ...], peers: bool, origin: dict[str, Any]) -> dict[str, Any]:
+    """Results are written after each shape."""
     figures: dict[str, Any] = {}
     for name in names:
         answer = _child("braid", name, "")
@@ -168,6 +172,7 @@ def measure(names: tuple[str, ...], peers: bool) -> dict[str, Any]:
         for mode in ("eager", "compiled") if peers and name in PEERS else ():
             figures[name][f"transformers {mode}"] = _summary(_child("peer", name, mode))
         print(name, json.dumps(figures[name]), flush=True)
+        machine.write("whole_step", figures, origin)
     return figures
 
 
@@ -230,9 +235,8 @@ def main() -> None:
     if unknown := set(arguments.shapes) - set(SHAPES):
         parser.error(f"no such shape: {', '.join(sorted(unknown))}; there are {', '.join(SHAPES)}")
     origin = machine.describe()
-    figures = measure(tuple(arguments.shapes) or SHAPES, not arguments.no_peers)
+    figures = measure(tuple(arguments.shapes) or SHAPES, not arguments.no_peers, origin)
     print(table(figures))
-    machine.write("whole_step", figures, origin)
 
 
 if __name__ == "__main__":
