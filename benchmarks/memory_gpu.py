@@ -96,7 +96,7 @@ def measure(run: Run) -> dict[str, Row]:
         if step == 1:
             torch.cuda.reset_peak_memory_stats()
         batches = random_batches(run, step)
-        counts = count(state.model, batches)
+        counts = count(state, batches)
         if step == 0:
             real["activations"] = _activations(state, batches[0])
         backward(state, run, batches, counts)

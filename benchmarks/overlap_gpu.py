@@ -194,7 +194,7 @@ class Bench:
     ) -> Callable[[], dict[str, Tensor]]:
         """Forward and backward of every micro-batch, or of the first few: planned, and to be run."""
         used = self.batches[tokens][:batches]
-        run, counts = run_of(MESHES[name], len(used), tokens), count(self.state.model, used)
+        run, counts = run_of(MESHES[name], len(used), tokens), count(self.state, used)
         worked_out = plan(run, 1)
         program = Program(worked_out.schedule, 0)
 

@@ -74,7 +74,7 @@ def measure(run: Run, state: State) -> dict[str, float]:
         if step == 1:
             torch.cuda.reset_peak_memory_stats()
         batches = random_batches(run, step)
-        counts = count(state.model, batches)
+        counts = count(state, batches)
         torch.cuda.synchronize()
         start = time.perf_counter()
         backward(state, run, batches, counts)

@@ -162,7 +162,7 @@ class Train:
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """Parallel layout. dp is the world size divided by tp x cp x pp. The layout does not change results."""
+    """Parallel layout. dp is the number of ranks / (tp x cp x pp). The layout does not change results."""
 
     tp: int = 1
     """Tensor-parallel size, with sequence parallelism between layers."""
@@ -194,10 +194,16 @@ class Mesh:
     """With overlap, pp 1: pair the first two forwards and last two backwards; one more micro-batch live."""
     early_release: bool = False
     """With overlap: run mixer backwards before expert forwards; frees memory earlier, hides less."""
+    ranks: tuple[int, int] | None = None
+    """The ranks of the job that hold the model: the first, and how many. None: all of them."""
 
     def problems(self, at: str) -> Iterator[Problem]:
         for name in ("tp", "cp", "pp", "ep", "etp", "replicate"):
             yield from validators.at_least(f"{at}.{name}", typing.cast(int, getattr(self, name)), 1)
+        if self.ranks is not None:
+            first, count = self.ranks
+            yield from validators.at_least(f"{at}.ranks[0]", first, 0)
+            yield from validators.at_least(f"{at}.ranks[1]", count, 1)
         dual_pipe_v = self.schedule == "dual_pipe_v"
         for name, wrong in (
             ("delay_weights", self.delay_weights and not (self.overlap or dual_pipe_v)),

@@ -151,6 +151,8 @@ def sharded_state(worked_out: Plan) -> State:
             weight_decay=optim.weight_decay,
         ),
         plan=worked_out,
+        job=model.groups.world,
+        device=model.device,
         keeper=FsdpWeights(model, [unit.path for unit in model.units()]),
         names=frozenset(model.canonical()),
     )
@@ -169,7 +171,7 @@ def test_sharded_units_on_nccl_give_the_gradients_of_the_plain_model(one_rank, d
     found = []
     for state in (plain, sharded):
         initialize(state, run)
-        backward(state, run, batches, count(state.model, batches))
+        backward(state, run, batches, count(state, batches))
         found.append(state.optimizer.gradients())
     wanted, ours = found
     acts = {op.act for op, _ in sharded.program.ops}

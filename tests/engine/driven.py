@@ -218,7 +218,7 @@ class Hooked(Trained):
         return oracle.hooked_state(planned, self.groups, meshes)
 
     def _backward(self, batches: list[MicroBatch]) -> None:
-        oracle.backward(self.state, self.run, batches, steps.count(self.model, batches))
+        oracle.backward(self.state, self.run, batches, steps.count(self.state, batches))
 
     def _totals(self, batches: list[MicroBatch]) -> Tensor:
         return oracle.evaluate(self.state, batches)
@@ -243,7 +243,7 @@ class Driven(Trained):
         return self.keeper.stats
 
     def _backward(self, batches: list[MicroBatch]) -> None:
-        doing = self.work(self.state, self.run, batches, steps.count(self.model, batches))
+        doing = self.work(self.state, self.run, batches, steps.count(self.state, batches))
         links = self.state.links(ROWS, self.run)
         self.state.log = execute(self.state.program, doing, self.keeper, links)
         doing.end()

@@ -133,6 +133,8 @@ def hooked_state(planned: Plan, groups: Groups, meshes: Mapping[str, DeviceMesh]
             weight_decay=optim.weight_decay,
         ),
         plan=planned,
+        job=groups.world,
+        device=device.torch,
         keeper=Hooks(model),  # type: ignore[arg-type]
         names=frozenset(),
         channels=open_channels(planned.grid, groups.world.rank, in_segments(planned).channels()),

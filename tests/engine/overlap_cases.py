@@ -178,7 +178,7 @@ def train(rank: int, case: Case, *, overlap: bool, watched: bool = True) -> Trai
     told = Trained()
     for number in range(case.steps):
         batches = micro_batches(case, groups, number)
-        counts = steps.count(state.model, batches)
+        counts = steps.count(state, batches)
         watch = Watch() if overlap and watched else None
         if overlap:
             parts, loads = steps.backward(state, run, batches, counts, watch)
@@ -225,6 +225,8 @@ def make_state(worked_out: Plan, groups: Groups) -> State:
         model=model,
         optimizer=optimizer,
         plan=worked_out,
+        job=groups.world,
+        device=model.device,
         keeper=ResidentWeights(model, [unit.path for unit in model.units()], optimizer),
         names=frozenset(),
         channels=open_channels(worked_out.grid, groups.world.rank, worked_out.schedule.channels()),

@@ -69,7 +69,7 @@ def train(rank: int, case: Dual, *, nodes: bool) -> Trained:
     state, told = make_state(worked_out, groups), Trained()
     for number in range(case.steps):
         batches = micro_batches(case, groups, number)
-        watch, counts = Watch() if nodes else None, steps.count(state.model, batches)
+        watch, counts = Watch() if nodes else None, steps.count(state, batches)
         if nodes:
             parts, loads = steps.backward(state, run, batches, counts, watch)
         else:

@@ -138,7 +138,7 @@ def one_step(rank: int, case: Case, worked_out: Plan, engine: ModuleType = steps
     groups = open_groups(worked_out.grid, rank) if case.world > 1 else Groups()
     state, batches = make_state(worked_out, groups), micro_batches(case, groups, 0)
     with noting(state.model) as wgrad_stores:
-        engine.backward(state, worked_out.run, batches, steps.count(state.model, batches))
+        engine.backward(state, worked_out.run, batches, steps.count(state, batches))
     return Left(wgrad_stores[0].left if wgrad_stores else {}, state.optimizer.gradients())
 
 

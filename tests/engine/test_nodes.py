@@ -25,7 +25,7 @@ def one_step(case: Case, watch: Watch | None = None) -> steps._Step:
     run = case.run(overlap=True)
     state = make_state(plan(run, 1), Groups())
     batches = micro_batches(case, Groups(), 0)
-    work = steps._Step(state, run, batches, steps.count(state.model, batches))
+    work = steps._Step(state, run, batches, steps.count(state, batches))
     steps.execute(state.program, work, state.keeper, state.links(2, run), watch)
     work.end()
     return work
@@ -173,7 +173,7 @@ def test_a_step_that_fails_leaves_no_gradient_to_the_next(blocks):
     run = case.run(overlap=True)
     state, fresh = (make_state(plan(run, 1), Groups()) for _ in range(2))
     batches = micro_batches(case, Groups(), 0)
-    counts = steps.count(state.model, batches)
+    counts = steps.count(state, batches)
     failing, links = Failing(state, run, batches, counts), state.links(2, run)
     with pytest.raises(ArithmeticError):
         steps.execute(state.program, failing, state.keeper, links)

@@ -63,7 +63,7 @@ def train(case: Case, *, overlap: bool) -> tuple[Trained, Watch]:
     told, watch = Trained(), Watch()
     for number in range(case.steps):
         batches = micro_batches(case, state.model.groups, number)
-        counts = steps.count(state.model, batches)
+        counts = steps.count(state, batches)
         watch = Watch()
         if overlap:
             parts, _ = steps.backward(state, run, batches, counts, watch)
@@ -88,7 +88,7 @@ def test_a_step_never_waits_for_the_device(paired_ends):
     initialize(state, run)
     assert all(moe.experts.grouped_mlp is not reference.grouped_mlp for _, moe in state.model.moe_layers())
     batches = micro_batches(case, state.model.groups, 0)
-    counts = steps.count(state.model, batches)
+    counts = steps.count(state, batches)
     steps.backward(state, run, batches, counts)
     state.optimizer.zero_grad()
     torch.cuda.set_sync_debug_mode("error")

@@ -86,7 +86,7 @@ def test_a_drawer_is_emptied_once_and_after_its_backward_or_the_step_fails(bucke
     state = make_state(replace(worked_out, schedule=broken), Groups())
     batches = micro_batches(LATE, Groups(), 0)
     with pytest.raises(AssertionError, match=message):
-        steps.backward(state, worked_out.run, batches, steps.count(state.model, batches))
+        steps.backward(state, worked_out.run, batches, steps.count(state, batches))
 
 
 @pytest.mark.parametrize("late", [False, True])

@@ -40,7 +40,7 @@ def both(rank: int, world: int, case: Case, shard: str) -> list[str]:
         seen: dict[str, Tensor] = {}
         for number in range(case.steps):
             batches = micro_batches(case, groups, number)
-            counts = steps.count(state.model, batches)
+            counts = steps.count(state, batches)
             if overlap:
                 parts, loads = steps.backward(state, run, batches, counts, Watch())
             else:

@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from braid import checkpoint
 from braid.config import Run
+from braid.distributed.collectives import Group
 from braid.distributed.groups import open_groups
 from braid.model.context import Context
 from braid.nn.moe.replay import Recording
@@ -26,10 +28,10 @@ from braid.optim.adamw import AdamW
 from braid.planning import divisibility
 from braid.planning.plan import plan
 from braid.train import state as states
-from braid.train.build import make_state
+from braid.train.build import make_outside_state, make_state
 from braid.train.data_pipeline import DataPipeline, open_data_pipeline
 from braid.train.device import choose_device
-from braid.train.state import State
+from braid.train.state import JobState, State
 from braid.train.step import evaluate, train_step
 from tests.topology.cases import LEARNING_RATE
 
@@ -137,42 +139,51 @@ def train(rank: int, world: int, task: Task) -> Told:
         raise
 
 
-def started(rank: int, world: int, run: Run) -> tuple[State, DataPipeline]:
+def started(rank: int, world: int, run: Run) -> tuple[JobState, DataPipeline]:
     """This rank's state at the beginning of the run, and the run's data."""
-    worked_out = plan(run, world)
+    worked_out, device = plan(run, world), choose_device("cpu")
+    handle = dist.group.WORLD if world > 1 else None
+    job = Group(name="job", size=world, rank=rank, handle=handle)
     runs = divisibility.tp_runs(run.model, worked_out.layout.kinds(), worked_out.axes.tp)
     # Groups stay open until the rank ends: torch remembers meshes, and meets one of an earlier run again.
     groups = open_groups(worked_out.grid, rank, tp_runs=runs)
-    state = make_state(worked_out, choose_device("cpu"), groups)
-    state.optimizer = Watched(
-        dict(state.model.named_parameters()),
-        decaying=state.model.decaying(),
-        betas=run.optim.betas,
-        eps=run.optim.eps,
-        weight_decay=run.optim.weight_decay,
-    )
+    state: JobState
+    if rank in worked_out.grid.ranks:
+        state = make_state(worked_out, device, groups, job=job)
+        state.optimizer = Watched(
+            dict(state.model.named_parameters()),
+            decaying=state.model.decaying(),
+            betas=run.optim.betas,
+            eps=run.optim.eps,
+            weight_decay=run.optim.weight_decay,
+        )
+    else:
+        state = make_outside_state(worked_out, device, job)
     states.initialize(state, run)
     return state, open_data_pipeline(run, Path(run.data.sources[0]).parent)
 
 
-def trained(state: State, feed: DataPipeline, task: Task) -> Told:
+def trained(state: JobState, feed: DataPipeline, task: Task) -> Told:
     """All steps, an evaluation, and a checkpoint where one is wanted."""
-    optimizer, run, routes = state.optimizer, task.run, Routes()
-    assert isinstance(optimizer, Watched)
-    optimizer.sgd = task.sgd
-    watch_routing(state, record=routes if task.record else None, replay=task.replay)
+    run, routes = task.run, Routes()
+    if isinstance(state, State):
+        assert isinstance(state.optimizer, Watched)
+        state.optimizer.sgd = task.sgd
+        watch_routing(state, record=routes if task.record else None, replay=task.replay)
     told = Told(routes=routes if task.record else None)
     for _ in range(run.train.steps):
         result = train_step(state, run, feed.train, LEARNING_RATE)
         told.figures.append({**result.metrics, "gradient norm": result.grad_norm})
     assert feed.validation is not None
     told.val_loss = evaluate(state, run, feed.validation)
-    told.gradients = parts(state, optimizer.first or {})
-    longest = run.optim.clip
-    clipped = max(1.0, told.figures[0]["gradient norm"] / longest) if longest else 1.0  # 0 does not clip
-    for _, gradient in told.gradients.values():
-        gradient.mul_(clipped)
-    told.weights = parts(state, state.weights())
+    if isinstance(state, State):
+        assert isinstance(state.optimizer, Watched)
+        told.gradients = parts(state, state.optimizer.first or {})
+        longest = run.optim.clip
+        clipped = max(1.0, told.figures[0]["gradient norm"] / longest) if longest else 1.0  # 0 does not clip
+        for _, gradient in told.gradients.values():
+            gradient.mul_(clipped)
+        told.weights = parts(state, state.weights())
     if task.checkpoints is not None:
         states.save(task.checkpoints, state, run, feed.train, feed.tokenizer)
     return told

@@ -3,7 +3,8 @@
 A topology is written in words: axes with their sizes, and, where it is not the default, how many segments each
 pipeline rank holds (`v2`), what data-parallel ranks share (`none`, `optimizer`, `gradients`, `all`), the
 dispatcher (`all_to_all`, `all_gather`), the schedule (`dual` for DualPipeV, which holds two segments per rank)
-and whether it overlaps (`overlap`). What the other axes leave over is data parallel: `tp2 ep4 none` on 4
+and whether it overlaps (`overlap`), and the ranks of the job that hold the model, by the first and how many
+(`at2+4`). What the other axes leave over is data parallel: `tp2 ep4 none` on 4
 ranks is tp 2 · dp 2, with all ranks sharing experts.
 """
 
@@ -81,6 +82,8 @@ def _setting(word: str) -> tuple[str, Any]:
         return "schedule", "dual_pipe_v"
     if word == "overlap":
         return "overlap", True
+    if spanned := re.fullmatch(r"at(\d+)\+(\d+)", word):
+        return "ranks", (int(spanned[1]), int(spanned[2]))
     matched = re.fullmatch(r"(tp|cp|pp|v|ep|etp|replicate)(\d+)", word)
     assert matched, f"{word!r} is no word for a topology"
     return matched[1], int(matched[2])

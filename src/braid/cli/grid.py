@@ -39,6 +39,8 @@ class GridOptions:
     """Expert-parallel size."""
     etp: int = 1
     """Expert-tensor-parallel size."""
+    first: int = 0
+    """First rank of the grid: the ranks before it belong to the job, but not to this layout."""
     rank: Annotated[int | None, optional("RANK", "all ranks")] = None
     """Print the coordinates of this rank and the groups it belongs to."""
     json: bool = False
@@ -47,7 +49,7 @@ class GridOptions:
 
 def show_grid(args: list[str]) -> int:
     opts = parse_options(GridOptions, args, "braid grid")
-    grid = standard(tp=opts.tp, cp=opts.cp, dp=opts.dp, pp=opts.pp, etp=opts.etp, ep=opts.ep)
+    grid = standard(tp=opts.tp, cp=opts.cp, dp=opts.dp, pp=opts.pp, etp=opts.etp, ep=opts.ep, offset=opts.first)
     if opts.json:
         print(json.dumps(grid_json(grid) if opts.rank is None else rank_json(grid, opts.rank)))
         return ExitCode.OK
@@ -77,6 +79,7 @@ def rank_json(grid: Grid, rank: int) -> dict[str, object]:
 
 def _title(grid: Grid) -> str:
     count = "1 rank" if grid.size == 1 else f"{grid.size:,} ranks"
+    count += f", {grid.ranks[0]} to {grid.ranks[-1]}" if grid.ranks[0] else ""
     return f"{count}\n  {grid.dense}\n  {grid.view(EXPERT)}  for experts\n"
 
 

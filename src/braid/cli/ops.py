@@ -39,6 +39,10 @@ def format_ops(plan: Plan, rank: int, *, as_json: bool) -> str:
         if plan.world > 1:
             remedy = f"0 to {plan.world - 1}"
         raise ConfigError([Problem(field="ops", value=rank, rule=rule, remedy=remedy)])
+    if rank not in plan.grid.ranks:
+        ranks = f"{plan.grid.ranks[0]} to {plan.grid.ranks[-1]}"
+        rule = f"mesh.ranks puts the model on the ranks {ranks}; the others execute no ops"
+        raise ConfigError([Problem(field="ops", value=rank, rule=rule, remedy=ranks)])
     pp_group = next(group for group in plan.grid.groups("pp") if rank in group)
     stage = pp_group.index(rank)
     ops = plan.schedule.ops[stage]
@@ -63,7 +67,7 @@ def _lines(ops: tuple[Op, ...], pp_group: tuple[int, ...], plan: Plan) -> Iterat
 
 
 def _description(op: Op, pp_group: tuple[int, ...], plan: Plan) -> str:
-    if plan.world == 1 and op.act in (Act.ACCUM, Act.REDUCE_GRAD):
+    if plan.grid.size == 1 and op.act in (Act.ACCUM, Act.REDUCE_GRAD):
         return "accumulate the gradients of this micro-batch, in the optimizer's dtype"
     text = DESCRIPTIONS[op.act]
     if op.peer is not None:

@@ -202,9 +202,12 @@ def _header(result: Estimate) -> str:
     axes, rows = plan.axes, plan.micro_batch_samples // plan.axes.dp
     dense = f"pp {axes.pp} x dp {axes.dp} x cp {axes.cp} x tp {axes.tp}"
     experts = f"edp {axes.edp} x ep {axes.ep} x etp {axes.etp}"
+    count = f"{plan.world} {'rank' if plan.world == 1 else 'ranks'}"
+    if run.mesh.ranks is not None:
+        count = f"ranks {plan.grid.ranks[0]} to {plan.grid.ranks[-1]} of {plan.world}"
     batches = "micro-batch" if run.train.micro_batches == 1 else "micro-batches"
     return (
-        f"{plan.world} {'rank' if plan.world == 1 else 'ranks'} = {dense}; experts {experts} per stage\n"
+        f"{count} = {dense}; experts {experts} per stage\n"
         f"{rows} x {run.data.sequence_tokens:,} tokens per dp rank and micro-batch, {run.train.micro_batches} "
         f"{batches} per step, {run.train.dtype} on {result.device}; sharded: {run.mesh.shard}"
     )
@@ -271,6 +274,7 @@ def _mib(size: int) -> str:
 def _as_json(result: Estimate, limit: int | None, advice: list[Advice]) -> dict[str, Any]:
     return {
         "world": result.plan.world,
+        "ranks": [result.plan.grid.ranks[0], result.plan.grid.size],
         "axes": asdict(result.plan.axes),
         "device": result.device,
         "schedule": schedule_summary(result.plan),

@@ -42,6 +42,12 @@ def _uses_spans(plan: Plan) -> bool:
 def ineffective_options(plan: Plan) -> Iterator[str]:
     """Options that have no effect in this run, each with what to set instead."""
     run = plan.run
+    if idle := plan.world - plan.grid.size:
+        hold = "rank holds" if idle == 1 else "ranks hold"
+        yield (
+            f"{idle} {hold} no part of the model, only taking part in the job's collectives: "
+            f"leave mesh.ranks out to use all {plan.world} ranks"
+        )
     if run.mesh.overlap and run.train.micro_batches == 1:
         still = ", and only delayed weight gradients hide transfers" if plan.schedule.delayed else ""
         yield (

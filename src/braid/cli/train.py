@@ -267,6 +267,7 @@ def _metric_listeners(opts: TrainOptions, out: Path) -> list[Listener]:
 
 def _header(trainer: Trainer, init: Path | None) -> Sequence[tuple[str, str]]:
     from braid.console import magnitude
+    from braid.planning.local_model import choose_kernels
 
     plan, state, data = trainer.plan, trainer.state, trainer.data
     run = plan.run
@@ -278,7 +279,7 @@ def _header(trainer: Trainer, init: Path | None) -> Sequence[tuple[str, str]]:
         status += f" from the weights of {init}"
     if state.step == run.train.steps:
         status = f"already finished at step {state.step}: nothing to do"
-    kernels = [str(choice) for choice in state.model.kernels.choices]
+    kernels = [str(choice) for choice in choose_kernels(plan, trainer.device.torch).choices]
     ranks = f"{plan.world}: {describe_mesh(run.mesh, plan.axes)}"
     return [
         ("model", f"{run.model.pattern}, {weights}"),

@@ -47,6 +47,8 @@ class Progress:
         self.at = Position(0, 0, "the beginning", None, time.monotonic())
         self.on_gpu = False
         """Whether ops run asynchronously, on a GPU."""
+        self.idle = False
+        """Whether this rank only attends the job's collectives, because it holds no part of the model."""
         self.watched = False
         """Whether to record an event behind each op, so that `behind` knows how far the GPU has come."""
         self.times: list[tuple[Op, list[JobTime]]] | None = None
@@ -70,6 +72,10 @@ class Progress:
             self._streams.job_times = []
             if isinstance(self._streams, CudaStreams):
                 self._op_begin = self._streams.record_timed_event(Stream.COMPUTE)
+
+    def skip(self, ops: int) -> None:
+        """Count ops that other ranks execute and this one does not: it is not behind them."""
+        self.at = self.at._replace(place=self.at.place + ops)
 
     def leave(self, op: Op) -> None:
         """All work of an op is issued."""

@@ -76,6 +76,8 @@ class Heartbeat:
     """Samples at which the rank was working, not waiting."""
     samples: int = 0
     """Samples of the working thread, since the process started."""
+    idle: bool = False
+    """Whether the rank holds no part of the model, and is compared with nobody."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -231,6 +233,7 @@ class Straggler(NamedTuple):
 def stragglers(then: Mapping[int, Heartbeat], now: Mapping[int, Heartbeat]) -> list[Straggler] | None:
     """The ranks that worked much longer than the others between two sets of heartbeats, slowest first; None if
     there are too few samples. A step takes equally long on all ranks: the fast ones spend the rest waiting."""
+    then, now = ({rank: beat for rank, beat in beats.items() if not beat.idle} for beats in (then, now))
     if len(now) < 2 or then.keys() != now.keys():
         return None
     shares: dict[int, float] = {}

@@ -259,6 +259,7 @@ class Watchdog:
             finished=finished,
             working=self._working,
             samples=self._samples,
+            idle=self.progress.idle,
         )
 
     def _published_diagnosis(self) -> Diagnosis | None:

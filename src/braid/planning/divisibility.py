@@ -1,7 +1,7 @@
 """Divisibility rules: heads, channels, experts, tokens and samples must divide evenly over the parallel axes.
 
-Pure functions of a run and its axis sizes. The caller has already checked that the world size is a multiple of
-tp · cp · pp.
+Pure functions of a run and its axis sizes. The caller has already checked that the number of ranks of the mesh
+is a multiple of tp · cp · pp.
 """
 
 from __future__ import annotations
@@ -40,9 +40,15 @@ class AxisSizes:
         return self.tp * self.cp * self.dp
 
 
+def ranks_of(mesh: Mesh, world: int) -> range:
+    """The ranks of a mesh, in a job of `world` ranks."""
+    first, count = (0, world) if mesh.ranks is None else mesh.ranks
+    return range(first, first + count)
+
+
 def axis_sizes(mesh: Mesh, world: int) -> AxisSizes:
-    """Sizes of all axes, for a mesh that fits the world size."""
-    dp = world // (mesh.tp * mesh.cp * mesh.pp)
+    """Sizes of all axes, for a mesh that fits its ranks of a job of `world`."""
+    dp = len(ranks_of(mesh, world)) // (mesh.tp * mesh.cp * mesh.pp)
     edp = mesh.tp * mesh.cp * dp // (mesh.ep * mesh.etp)
     unsharded = mesh.shard == "none"
     return AxisSizes(
@@ -71,6 +77,8 @@ def tp_runs(model: Model, kinds: frozenset[Kind], tp: int) -> frozenset[int]:
 
 def smallest_world(mesh: Mesh) -> int:
     """The smallest world size that fits the mesh."""
+    if mesh.ranks is not None:
+        return sum(mesh.ranks)
     dense, expert = mesh.tp * mesh.cp, mesh.ep * mesh.etp
     return mesh.pp * math.lcm(dense, expert)
 
@@ -89,7 +97,8 @@ def describe_mesh(mesh: Mesh, axes: AxisSizes) -> str:
             "gradients": ", sharded optimizer state and gradients",
             "all": ", sharded optimizer state, gradients and weights",
         }[mesh.shard]
-    return text + (f", {mesh.replicate} replicas" if mesh.replicate > 1 else "")
+    text += f", {mesh.replicate} replicas" if mesh.replicate > 1 else ""
+    return text if mesh.ranks is None else f"{text}, on ranks {mesh.ranks[0]} to {sum(mesh.ranks) - 1}"
 
 
 def local_shape(model: Model, axes: AxisSizes) -> Model:

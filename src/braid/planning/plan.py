@@ -37,11 +37,11 @@ class Plan:
 
     run: Run
     world: int
-    """World size: the number of ranks."""
+    """World size: the number of ranks of the job, those outside the grid included."""
     axes: AxisSizes
     """Size of each parallel axis."""
     grid: Grid
-    """Rank layout: the groups along each axis."""
+    """Rank layout: the ranks that hold the model, and the groups along each axis."""
     layout: Layout
     """The layers of the model, in the segments (virtual pipeline stages) of the pipeline ranks."""
     stages: tuple[Stage, ...]
@@ -63,19 +63,28 @@ def plan(run: Run, world: int) -> Plan:
     if problems:
         raise ConfigError(problems)
     axes, layout = divisibility.axis_sizes(run.mesh, world), _layout(run)
-    schedule = _lowered(_schedule(run, world, layout), run, world, layout, _form(run, world))
+    ranks = len(divisibility.ranks_of(run.mesh, world))
+    schedule = _lowered(_schedule(run, ranks, layout), run, ranks, layout, _form(run, ranks))
     segments_of_rank = (schedule.segments_of(rank) for rank in range(schedule.pp))
     return Plan(
         run=run,
         world=world,
         axes=axes,
-        grid=standard(tp=axes.tp, cp=axes.cp, dp=axes.dp, pp=axes.pp, etp=axes.etp, ep=axes.ep),
+        grid=standard(
+            tp=axes.tp,
+            cp=axes.cp,
+            dp=axes.dp,
+            pp=axes.pp,
+            etp=axes.etp,
+            ep=axes.ep,
+            offset=divisibility.ranks_of(run.mesh, world).start,
+        ),
         layout=layout,
         stages=tuple(
             Stage(rank=rank, segments=tuple(layout.segments[index] for index in indices))
             for rank, indices in enumerate(segments_of_rank)
         ),
-        units=declaration.units(layout, _form(run, world)),
+        units=declaration.units(layout, _form(run, ranks)),
         schedule=schedule,
         micro_batch_samples=run.train.batch_samples // run.train.micro_batches,
         step_tokens=run.train.batch_samples * run.data.sequence_tokens,
@@ -84,10 +93,11 @@ def plan(run: Run, world: int) -> Plan:
 
 def evaluation_schedule(plan: Plan, micro_batches: int) -> Schedule:
     """The forward-only schedule of an evaluation of `micro_batches`, without MTP."""
-    form = replace(_form(plan.run, plan.world), whole=plan.world == 1, fine=False, training=False)
+    ranks = plan.grid.size
+    form = replace(_form(plan.run, ranks), whole=ranks == 1, fine=False, training=False)
     built = schedules.evaluation(plan.schedule.holder, micro_batches)
     built = schedules.in_phases(built, declaration.chains(plan.layout, form))
-    return _lowered(built, plan.run, plan.world, plan.layout, form)
+    return _lowered(built, plan.run, ranks, plan.layout, form)
 
 
 def _layout(run: Run) -> Layout:
@@ -101,7 +111,7 @@ def _default_segments(mesh: Mesh) -> int:
     return 2 * mesh.pp if mesh.schedule == schedules.DUAL_PIPE_V and mesh.pp > 1 else mesh.pp
 
 
-def _form(run: Run, world: int) -> Form:
+def _form(run: Run, ranks: int) -> Form:
     """How blocks are split into phases: as coarsely as possible, because every phase costs host time. With a
     pipeline, expert outputs are summed in `combine`, on the communication stream, instead of a `post` phase on
     the compute stream, where the sum would delay ranks that wait for one another."""
@@ -110,14 +120,14 @@ def _form(run: Run, world: int) -> Form:
     return form_of(
         run.model,
         run.train.dtype,
-        whole=world == 1 and not fine and not run.train.recompute,
+        whole=ranks == 1 and not fine and not run.train.recompute,
         fine=fine,
         posts=mesh.pp == 1,
         late_weights=mesh.late_weights,
     )
 
 
-def _schedule(run: Run, world: int, layout: Layout) -> Schedule:
+def _schedule(run: Run, ranks: int, layout: Layout) -> Schedule:
     """1F1B, or interleaved 1F1B if a rank has several segments, the overlapped form of either, or DualPipeV;
     with recompute ops, and an all-reduce of the gradient of an embedding that two stages hold."""
     mesh, micro_batches = run.mesh, run.train.micro_batches
@@ -126,7 +136,7 @@ def _schedule(run: Run, world: int, layout: Layout) -> Schedule:
         early_release=mesh.early_release,
         paired_ends=mesh.paired_ends,
     )
-    chains = declaration.chains(layout, _form(run, world))
+    chains = declaration.chains(layout, _form(run, ranks))
     if mesh.schedule == schedules.DUAL_PIPE_V:
         built = schedules.dual_pipe_v(
             chains, pp=mesh.pp, micro_batches=micro_batches, overlap=mesh.overlap, options=options
@@ -145,9 +155,9 @@ def _schedule(run: Run, world: int, layout: Layout) -> Schedule:
     return schedules.with_sums(built, {"embedding": (built.holder[0], built.holder[-1])} if shared else {})
 
 
-def _lowered(schedule: Schedule, run: Run, world: int, layout: Layout, form: Form) -> Schedule:
+def _lowered(schedule: Schedule, run: Run, ranks: int, layout: Layout, form: Form) -> Schedule:
     """The schedule with its weight ops (unshard, reshard, gradient reduction), verified."""
-    policy = RESIDENT if world == 1 else POLICIES[run.mesh.shard]
+    policy = RESIDENT if ranks == 1 else POLICIES[run.mesh.shard]
     meshes = {unit.path: unit.mesh for unit in declaration.units(layout, form)}
     complete = lowered(schedule, meshes, policy)
     if faults := schedules.check(complete).faults:
@@ -300,15 +310,26 @@ def _vocab(run: Run) -> Iterator[Problem]:
 
 
 def _ranks(run: Run, world: int) -> Iterator[Problem]:
-    """The mesh must fit the world size, and the run must divide evenly over it."""
+    """The mesh must fit its ranks, these must be in the job, and the run must divide evenly over them."""
     bad_world = list(validators.at_least("world", world, 1))
     yield from bad_world
     if bad_world or any(run.mesh.problems("mesh")):  # the mesh's own problems come from `run.problems()`
         return
     mesh = run.mesh
+    ranks = divisibility.ranks_of(mesh, world)
+    if ranks.stop > world:
+        yield Problem(
+            field="mesh.ranks",
+            value=mesh.ranks,
+            rule=f"ends with rank {ranks[-1]}, but the last rank of the job is {world - 1}",
+            remedy=f"a first rank and a count that add up to {world} or less, or world to {ranks.stop}",
+        )
+        return
     model_parallel = mesh.tp * mesh.cp * mesh.pp
-    if world % model_parallel:
-        yield from validators.multiple_of("world", world, model_parallel, "mesh.tp times mesh.cp times mesh.pp")
+    if len(ranks) % model_parallel:
+        field = "world" if mesh.ranks is None else "mesh.ranks[1]"
+        rule = "mesh.tp times mesh.cp times mesh.pp"
+        yield from validators.multiple_of(field, len(ranks), model_parallel, rule)
         return
     axes = divisibility.axis_sizes(mesh, world)
     bad_grid = list(

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from braid import kernels
-from braid.distributed.collectives import Groups
+from braid.distributed.collectives import Group, Groups
 from braid.distributed.links import close_channels, open_channels
 from braid.distributed.mesh import close_mesh, dense_mesh, expert_mesh
 from braid.engine.fsdp import shard_units
@@ -28,18 +28,25 @@ from braid.optim.shards import local
 from braid.planning.local_model import build_local_model, choose_kernels
 from braid.planning.plan import Plan, size, whole_model
 from braid.train.device import Device
-from braid.train.state import State
+from braid.train.state import JobState, State
 
 
 @contextmanager
-def state_context(plan: Plan, device: Device, groups: Groups) -> Iterator[State]:
-    """`make_state`, with its communicators destroyed on exit."""
+def state_context(plan: Plan, device: Device, groups: Groups, job: Group | None = None) -> Iterator[JobState]:
+    """`make_state`, or `make_outside_state` on a rank outside the grid, with its communicators destroyed on
+    exit. `job` are all ranks, by default those of the grid."""
+    job = groups.world if job is None else job
     meshes = open_meshes(plan, device, groups)
-    state = make_state(plan, device, groups, meshes)
+    inside = job.rank in plan.grid.ranks
+    state = (
+        make_state(plan, device, groups, meshes, job=job)
+        if inside
+        else make_outside_state(plan, device, job, meshes)
+    )
     try:
         yield state
     finally:
-        close_channels(state.channels)
+        close_channels(state.channels if isinstance(state, State) else {})
         for mesh in meshes.values():
             close_mesh(mesh, groups)
 
@@ -50,10 +57,14 @@ def make_state(
     groups: Groups = Groups(),
     meshes: Mapping[str, DeviceMesh] | None = None,
     chosen: kernels.Kernels | None = None,
+    job: Group | None = None,
 ) -> State:
-    """A model with uninitialised weights and its optimizer. Collective over all ranks. `meshes` defaults to
-    new device meshes, `chosen` to the fastest available kernels."""
-    run = plan.run
+    """A model with uninitialised weights and its optimizer, on a rank of the grid. Collective over the job,
+    whose other ranks call `make_outside_state`. `meshes` defaults to new device meshes, `chosen` to the fastest
+    available kernels, `job` to the ranks of the grid."""
+    run, job = plan.run, groups.world if job is None else job
+    # Outside the grid all groups are those of a process alone, which would hold the whole model.
+    assert job.rank in plan.grid.ranks, f"rank {job.rank} is outside the grid"
     _check_memory(plan, device)
     model = make_model(plan, device, groups, chosen)
     if groups.world.size > 1:
@@ -72,15 +83,31 @@ def make_state(
         model=model,
         optimizer=optimizer,
         plan=plan,
+        job=job,
+        device=device.torch,
         keeper=ResidentWeights(model, units, optimizer) if single else FsdpWeights(model, units),
         names=frozenset(whole_model(plan).canonical()),
-        channels=open_channels(plan.grid, groups.world.rank, plan.schedule.channels()),
+        channels=open_channels(plan.grid, job.rank, plan.schedule.channels()),
     )
 
 
+def make_outside_state(
+    plan: Plan, device: Device, job: Group, meshes: Mapping[str, DeviceMesh] | None = None
+) -> JobState:
+    """The state of a rank that is not in the grid: no part of the model. Collective over the job."""
+    if meshes is None:
+        open_meshes(plan, device, Groups())  # communicators are created by all ranks of the job together
+    open_channels(plan.grid, job.rank, plan.schedule.channels())
+    names = frozenset(whole_model(plan).canonical())
+    state = JobState(plan=plan, job=job, device=device.torch, names=names)
+    state.progress.idle = True
+    return state
+
+
 def open_meshes(plan: Plan, device: Device, groups: Groups) -> dict[str, DeviceMesh]:
-    """The device meshes that dense and expert weights are sharded over; empty for a single process."""
-    if groups.world.size == 1:
+    """The device meshes that dense and expert weights are sharded over; empty for a grid of one rank.
+    Collective over the job: a rank outside the grid gets meshes of itself."""
+    if plan.grid.size == 1:
         return {}
     kind, axes = device.torch.type, plan.axes
     return {
@@ -121,7 +148,7 @@ def _check_memory(plan: Plan, device: Device) -> None:
     main = max(dtype.itemsize, 4)
     # Main parameter, its gradient and two moments; a narrower model adds its own copy and that one's gradient.
     narrow = 0 if dtype.itemsize == main else 2 * dtype.itemsize
-    needed, available = size(plan).total * (4 * main + narrow) / plan.world, device.memory_total()
+    needed, available = size(plan).total * (4 * main + narrow) / plan.grid.size, device.memory_total()
     if needed > available:
         raise ConfigError(
             f"weights, gradients and moments take {needed / 2**30:,.0f} GiB on each rank, {device.name} has "

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from braid.config import Run
 from braid.data import Tokenizer
-from braid.distributed.collectives import all_gather_no_grad, all_reduce_no_grad
+from braid.distributed.collectives import all_gather_no_grad, all_reduce_max_no_grad, all_reduce_no_grad
 from braid.engine.executor import execute
 from braid.engine.node import PhaseFn, StepWork
 from braid.launch.process import check_agreement
@@ -25,23 +25,27 @@ from braid.model import nodes
 from braid.model.context import MicroBatch
 from braid.model.generate import prompt_ids, sample
 from braid.schedule import Phase, Turn
-from braid.train.state import State
+from braid.train.state import JobState, State
 
 
 @torch.no_grad()
 def generate_distributed(
-    state: State, run: Run, tokenizer: Tokenizer, prompt: str, *, tokens: int, temperature: float, seed: int
+    state: JobState, run: Run, tokenizer: Tokenizer, prompt: str, *, tokens: int, temperature: float, seed: int
 ) -> str:
-    """The prompt and its continuation, the same on every rank. Collective over all ranks."""
+    """The prompt and its continuation, the same on every rank. Collective over the job."""
     # Ranks with prompts of different lengths would exchange messages of different sizes.
     asked = {"prompt": prompt, "tokens": tokens, "temperature": temperature, "seed": seed}
     rule = "the ranks were asked for different texts: generate is called with the same arguments on all of them"
-    check_agreement(asked, state.model.groups.world, rule)
+    check_agreement(asked, state.job, rule)
     ids = prompt_ids(tokenizer, prompt, tokens=tokens, temperature=temperature, seed=seed)
     generator = torch.Generator().manual_seed(seed)
     for _ in range(tokens):
-        logits_BV = next_logits(state, run, torch.tensor([ids]))[:, : tokenizer.vocab]
-        (token,) = sample(logits_BV, temperature=temperature, top_k=None, generator=generator).tolist()
+        token = 0
+        if isinstance(state, State):
+            logits_BV = next_logits(state, run, torch.tensor([ids]))[:, : tokenizer.vocab]
+            (token,) = sample(logits_BV, temperature=temperature, top_k=None, generator=generator).tolist()
+        if not state.everyone_trains:  # ranks outside the grid take the token from those within
+            token = int(all_reduce_max_no_grad(torch.tensor(token), state.job))
         ids.append(token)
         if token == tokenizer.end_of_document:
             break

@@ -23,7 +23,7 @@ from braid.train.device import Device, set_arithmetic
 from braid.train.metrics import Metrics, NullMetrics, Value
 from braid.train.run_dir import RunDir
 from braid.train.signals import StopRequest
-from braid.train.state import State
+from braid.train.state import JobState, State
 from braid.train.step import PendingStep, StepResult, begin_step, evaluate
 from braid.train.tracing import Tracer
 
@@ -32,7 +32,8 @@ from braid.train.tracing import Tracer
 class Outcome:
     """The result of a finished run."""
 
-    model: LanguageModel
+    model: LanguageModel | None
+    """This rank's part of the model; None on a rank outside the model's grid."""
     checkpoint: Path
     loss: float | None
     """Loss of the last step; None if the run was already finished."""
@@ -60,7 +61,7 @@ class Loop:
         run_dir: RunDir,
         device: Device,
         data: DataPipeline,
-        state: State,
+        state: JobState,
         metrics: Metrics | NullMetrics,
         *,
         quiet: bool = False,
@@ -76,7 +77,7 @@ class Loop:
         self.quiet, self.tracer = quiet, tracer
         self.run_dir, self.device, self.data = run_dir, device, data
         self.state, self.metrics = state, metrics
-        self.is_rank_zero = state.model.groups.world.rank == 0
+        self.is_rank_zero = state.job.rank == 0
         self.schedule = lr_schedule(plan.run)
         # The backward costs two forwards. Recomputation does not count as model FLOPs.
         samples = plan.run.train.batch_samples
@@ -123,7 +124,7 @@ class Loop:
             saved = newest if resumed else self.save(must=True)
         assert saved is not None, "the last step is always saved"
         return Outcome(
-            model=self.state.model,
+            model=self.state.model if isinstance(self.state, State) else None,
             checkpoint=saved,
             loss=None if last is None else last.loss,
             val_loss=self.val_loss,

@@ -16,14 +16,14 @@ from braid.train import state as states
 from braid.train.data_pipeline import DataPipeline
 from braid.train.init_from import SAME_MODEL, InitOptions, start_from
 from braid.train.run_dir import RunDir
-from braid.train.state import State
+from braid.train.state import JobState
 
 MAX_ERROR_LINES = 6
 """Lines quoted of the error of a checkpoint that does not match the model."""
 
 
 def initialize_or_resume(
-    state: State,
+    state: JobState,
     run: Run,
     data: DataPipeline,
     run_dir: RunDir,
@@ -33,21 +33,21 @@ def initialize_or_resume(
     """Resume from the newest valid checkpoint of the run and return its path. Without one, initialise from the
     run's seed, or load the weights of the checkpoint `init` if given, by the rules of `options`. Succeeds or
     fails on all ranks alike."""
-    world = state.model.groups.world
-    with fail_together(world):
+    job = state.job
+    with fail_together(job):
         newest = _newest(run_dir)
         weights = states.resolve_checkpoint(init) if newest.path is None and init is not None else None
     # Every rank has looked for itself: with a filesystem that is not shared, or not readable on one node, ranks
     # would resume from different steps.
     check_agreement(
         {"newest valid checkpoint": str(newest.path or weights)},
-        world,
+        job,
         "the ranks find different checkpoints: set --out and --init to folders that all of them share",
         CheckpointError,
     )
-    for damaged in newest.damaged if world.rank == 0 else ():
+    for damaged in newest.damaged if job.rank == 0 else ():
         warn(f"skipping a damaged checkpoint: {damaged.reason}")
-    with fail_together(world):
+    with fail_together(job):
         if newest.path is None:
             _initialize(state, run, weights, options)
         else:
@@ -75,12 +75,12 @@ def _newest(run_dir: RunDir) -> checkpoint.Latest:
     )
 
 
-def _initialize(state: State, run: Run, weights: Path | None, options: InitOptions) -> None:
+def _initialize(state: JobState, run: Run, weights: Path | None, options: InitOptions) -> None:
     started = None if weights is None else start_from(weights, state.plan, options)
     states.initialize(state, run)
     if weights is None or started is None:
         return
-    if state.model.groups.world.rank == 0:
+    if state.job.rank == 0:
         for note in started.plan.notes:
             warn(note)
     states.load_state_weights(weights, state, started.plan)
@@ -92,10 +92,10 @@ def _only_regrouped(before: Model, now: Model) -> bool:
     return symbols(parse(before.pattern)) == symbols(parse(now.pattern))
 
 
-def _resume(state: State, run: Run, data: DataPipeline, run_dir: RunDir, path: Path) -> None:
+def _resume(state: JobState, run: Run, data: DataPipeline, run_dir: RunDir, path: Path) -> None:
     saved = states.describe(path)
     changed = difference(saved.run, run)
-    if changed and state.model.groups.world.rank == 0:
+    if changed and state.job.rank == 0:
         warn(f"the run differs from the one that saved {path}:")
         for name, (before, now) in changed.items():
             warn(f"  {name}: {before} -> {now}")

@@ -57,21 +57,17 @@ RNG = "rng.cpu"
 
 
 @dataclass(kw_only=True)
-class State:
-    """The state of a run on this rank: model, optimizer, counters, and the schedule it executes."""
+class JobState:
+    """The state of a run on any rank of the job: its plan and its counters. A rank outside the model's grid has
+    nothing else; it takes part in the job's collectives only."""
 
-    model: LanguageModel
-    optimizer: AdamW
     plan: Plan
     """Holds the schedule that steps execute."""
-    keeper: Weights
-    """Unshards, reshards and reduces the units of the model while ops run."""
+    job: Group
+    """All ranks of the job. Those of the model's grid are `State.model.groups.world`."""
+    device: torch.device
     names: frozenset[str]
     """Canonical names of the whole model, over all ranks."""
-    channels: Mapping[Channel, Group] = field(default_factory=dict)
-    """Point-to-point groups with the neighbouring pipeline stages."""
-    log: Sequence[OpSpan] = ()
-    """When each op of the last step ran."""
     progress: Progress = field(default_factory=Progress)
     """What this rank is doing, for the watchdog."""
     step: int = 0
@@ -85,6 +81,25 @@ class State:
     init: Mapping[str, Any] = field(default_factory=lambda: {"version": INIT_VERSION})
     """How the run began, for the record: the version of its initial weights; `from`, `rules` and `allowed` if
     it started from another checkpoint."""
+
+    @property
+    def everyone_trains(self) -> bool:
+        """Whether every rank of the job is in the model's grid."""
+        return self.plan.grid.size == self.job.size
+
+
+@dataclass(kw_only=True)
+class State(JobState):
+    """The state of a run on a rank of the model's grid: also model, optimizer, and the ops it executes."""
+
+    model: LanguageModel
+    optimizer: AdamW
+    keeper: Weights
+    """Unshards, reshards and reduces the units of the model while ops run."""
+    channels: Mapping[Channel, Group] = field(default_factory=dict)
+    """Point-to-point groups with the neighbouring pipeline stages."""
+    log: Sequence[OpSpan] = ()
+    """When each op of the last step ran."""
     _evaluations: dict[int, Program] = field(default_factory=dict)
 
     def weights(self) -> dict[str, Tensor]:
@@ -150,46 +165,50 @@ class CheckpointInfo:
     """How the run began, see `State.init`."""
 
 
-def initialize(state: State, run: Run) -> None:
+def initialize(state: JobState, run: Run) -> None:
     """Initialise the main parameters and torch's generator from the run's seed."""
     torch.manual_seed(run.train.seed)
+    if not isinstance(state, State):
+        return
     shards = {name: kept.shard for name, kept in state.kept.items() if kept.shard is not None}
     state.model.initialize(run.train.seed, into=state.weights(), shards=shards)
     state.optimizer.copy_to_model()
 
 
-def save(root: Path, state: State, run: Run, loader: Loader, tokenizer: Tokenizer) -> Path:
-    """Write a checkpoint and return its folder. Collective: a failure on one rank is raised on all, and leaves
-    no partial checkpoint."""
-    world = state.model.groups.world
+def save(root: Path, state: JobState, run: Run, loader: Loader, tokenizer: Tokenizer) -> Path:
+    """Write a checkpoint and return its folder. Collective over the job: a failure on one rank is raised on
+    all, and leaves no partial checkpoint."""
+    job = state.job
     counters = {
         "samples": state.samples,
         "tokens": state.tokens,
-        "updates": state.optimizer.updates,
         "skipped_in_a_row": state.skipped_in_a_row,
         "data": {"fingerprint": loader.fingerprint, **loader.identity},
         "init": dict(state.init),
     }
     try:
-        with fail_together(world):
-            if world.rank == 0:
+        with fail_together(job):
+            if job.rank == 0:
                 checkpoint.begin(root, state.step)
-        with fail_together(world):
-            record = checkpoint.write_part(root, state.step, world.rank, _pieces(state))
-        records = all_gather_json(record, world)
-        with fail_together(world):
-            if world.rank == 0:
+        with fail_together(job):
+            record = checkpoint.write_part(root, state.step, job.rank, _pieces(state))
+        # Rank 0 writes the manifest, and may have no optimizer of its own to ask.
+        updates = state.optimizer.updates if isinstance(state, State) else None
+        records, counts = zip(*all_gather_json([record, updates], job), strict=True)
+        counters["updates"] = next(count for count in counts if count is not None)
+        with fail_together(job):
+            if job.rank == 0:
                 checkpoint.commit(root, state.step, records, extra=_extra(run, tokenizer) | counters)
     except BaseException:
-        if world.rank == 0:
+        if job.rank == 0:
             checkpoint.abandon(root, state.step)
         raise
     return checkpoint.step_path(root, state.step)
 
 
-def _pieces(state: State) -> Iterator[checkpoint.Piece]:
+def _pieces(state: JobState) -> Iterator[checkpoint.Piece]:
     """What this rank writes: the boxes of which it holds the first replica."""
-    for entry in _entries(state):
+    for entry in _entries(state) if isinstance(state, State) else ():
         if entry.first and not entry.held.empty:
             yield checkpoint.Piece(
                 name=entry.name,
@@ -197,7 +216,7 @@ def _pieces(state: State) -> Iterator[checkpoint.Piece]:
                 offset=entry.held.offset,
                 tensor=entry.held.read(entry.storage.detach()),
             )
-    if state.model.groups.world.rank == 0:
+    if state.job.rank == 0:
         yield checkpoint.Piece.whole(RNG, torch.get_rng_state())
 
 
@@ -265,24 +284,26 @@ def _read_manifest(path: Path) -> checkpoint.Manifest:
     return manifest
 
 
-def load(path: Path, state: State) -> None:
+def load(path: Path, state: JobState) -> None:
     """Load a checkpoint into the state. Its tensors must be exactly those of the state, over all ranks; the
     brackets of its pattern may stand elsewhere."""
-    with fail_together(state.model.groups.world):
+    with fail_together(state.job):
         saved, model = describe(path), saved_model(path)
-        layers = None if model is None else regrouped_names(state.model.layout, parse(model.pattern))
-    entries = [entry for entry in _entries(state, layers or {}) if not entry.held.empty]
+        layers = None if model is None else regrouped_names(state.plan.layout, parse(model.pattern))
+    held = _entries(state, layers or {}) if isinstance(state, State) else ()
+    entries = [entry for entry in held if not entry.held.empty]
     requests: dict[str, checkpoint.ReadRequest | Tensor] = {RNG: torch.get_rng_state()}
     requests |= {entry.name: entry.request(entry.storage.dtype) for entry in entries}
     names = {renamed(name, layers or {}) for name in state.names}
     moments = {f"optimizer.{moment}.{name}" for moment in MOMENTS for name in names}
     unread = (moments | names) - requests.keys()  # read by other ranks
-    with fail_together(state.model.groups.world):
+    with fail_together(state.job):
         tensors = checkpoint.read(path, requests, unread=unread)
     for entry in entries:
         entry.held.write(entry.storage, tensors[entry.name])
-    state.optimizer.copy_to_model()
-    state.optimizer.updates = saved.updates
+    if isinstance(state, State):
+        state.optimizer.copy_to_model()
+        state.optimizer.updates = saved.updates
     state.step, state.skipped_in_a_row = saved.step, saved.skipped_in_a_row
     state.samples, state.tokens = saved.samples, saved.tokens
     state.init = saved.init
@@ -312,18 +333,20 @@ def load_weights(path: Path, model: LanguageModel, into: Mapping[str, Tensor]) -
     _load_entries(path, entries, planned, stored)
 
 
-def load_state_weights(path: Path, state: State, planned: InitPlan | None = None) -> None:
+def load_state_weights(path: Path, state: JobState, planned: InitPlan | None = None) -> None:
     """Load only weights into a state, from their origins in a checkpoint; by default those of their own names.
-    Collective. What a plan leaves fresh stays as it is."""
-    entries = [entry for entry in _entries(state) if _is_weight(entry.name)]
-    with fail_together(state.model.groups.world):
+    Collective over the job. What a plan leaves fresh stays as it is."""
+    held = _entries(state) if isinstance(state, State) else ()
+    entries = [entry for entry in held if _is_weight(entry.name)]
+    with fail_together(state.job):
         stored = stored_weights(path)
         if planned is None:
             wanted = {name: tensor.shape for name, tensor in whole_model(state.plan).canonical().items()}
             planned = plan_by_name(wanted)
             check_plan(str(path), planned, shapes_of(stored), wanted)
         _load_entries(path, entries, planned, stored)
-    state.optimizer.copy_to_model()
+    if isinstance(state, State):
+        state.optimizer.copy_to_model()
 
 
 def stored_weights(path: Path) -> dict[str, checkpoint.StoredTensor]:

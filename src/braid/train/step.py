@@ -13,13 +13,14 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from braid.config import Run
 from braid.data import Loader
-from braid.distributed.collectives import ALONE, Group, Groups, all_reduce_max_no_grad, all_reduce_no_grad
+from braid.distributed.collectives import ALONE, Group, all_reduce_max_no_grad, all_reduce_no_grad
 from braid.engine.executor import execute
 from braid.engine.node import PhaseFn, StepWork, Watch
 from braid.errors import DataError
@@ -27,7 +28,7 @@ from braid.kernels.host import AsyncHostCopy
 from braid.launch.process import all_gather_json, fail_together
 from braid.model import nodes
 from braid.model.context import Context, MicroBatch, MicroBatchTotals
-from braid.model.language import LanguageModel, Losses, StepFraction
+from braid.model.language import Losses, StepFraction
 from braid.model.mtp import targets
 from braid.nn.delayed_wgrad import DelayedWgrad, set_wgrad_store
 from braid.nn.moe.balance import Load, load
@@ -36,7 +37,7 @@ from braid.optim import gradients
 from braid.planning.plan import span_of
 from braid.schedule import Op, Phase, Turn
 from braid.train.expert_load import ExpertLoad, load_metrics, update_selection_biases
-from braid.train.state import State
+from braid.train.state import JobState, State
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +67,7 @@ class PendingStep:
     Shapes: P parameters.
     """
 
-    state: State
+    state: JobState
     tokens: int
     parameters: tuple[str, ...]
     metrics: tuple[str, ...]
@@ -80,24 +81,23 @@ class PendingStep:
 
     def result(self) -> StepResult:
         """Wait for the step. Call it once for every step, in order, on all ranks."""
-        groups = self.state.model.groups
         norm, *values = self.numbers.wait().tolist()
         metrics = dict(zip(self.metrics, values, strict=True))
         stop = metrics.pop(STOP) > 0
         not_finite: tuple[str, ...] = ()
         if not (math.isfinite(metrics["loss"]) and math.isfinite(norm)):
-            not_finite = self._not_finite(metrics["loss"], groups.world)
+            not_finite = self._not_finite(metrics["loss"], self.state.job)
         self.state.skipped_in_a_row = self.state.skipped_in_a_row + 1 if not_finite else 0
         mine = [list(load(*pair.wait())) for pair in self.loads]
-        stages = all_gather_json(mine, groups.pp)
+        stages = _tell(self.state, mine, [])
         metrics |= load_metrics([Load(*layer) for stage in stages for layer in stage])
         return StepResult(metrics=metrics, tokens=self.tokens, grad_norm=norm, not_finite=not_finite, stop=stop)
 
-    def _not_finite(self, loss: float, world: Group) -> tuple[str, ...]:
+    def _not_finite(self, loss: float, job: Group) -> tuple[str, ...]:
         """Names of what is not finite, on any rank."""
         finite_P = self.squares_P.wait().isfinite().tolist()
         mine = [name for name, finite in zip(self.parameters, finite_P, strict=True) if not finite]
-        names = dict.fromkeys(name for names in all_gather_json(mine, world) for name in names)
+        names = dict.fromkeys(name for names in all_gather_json(mine, job) for name in names)
         return (*(() if math.isfinite(loss) else ("loss",)), *names) or ("grad_norm",)
 
 
@@ -115,32 +115,30 @@ class Counts:
     """Each micro-batch's fraction of the step."""
 
 
-def train_step(state: State, run: Run, loader: Loader, rate: float, *, stop: bool = False) -> StepResult:
+def train_step(state: JobState, run: Run, loader: Loader, rate: float, *, stop: bool = False) -> StepResult:
     """Run step `state.step + 1` at learning rate `rate` and wait for its result."""
     return begin_step(state, run, loader, rate, stop=stop).result()
 
 
-def begin_step(state: State, run: Run, loader: Loader, rate: float, *, stop: bool = False) -> PendingStep:
+def begin_step(state: JobState, run: Run, loader: Loader, rate: float, *, stop: bool = False) -> PendingStep:
     """Issue step `state.step + 1` at learning rate `rate`. If the loss or the gradient norm is not finite, the
     update is skipped; the device decides that, so the host need not wait for it. `stop` says whether this rank
     received a stop signal."""
+    if not isinstance(state, State):
+        return _attend_step(state, run, stop)
     groups = state.model.groups
     batches = micro_batches(run, loader, state.step + 1, state.samples, groups.dp)
-    counts = count(state.model, batches)
+    counts = count(state, batches)
     parts, loads = backward(state, run, batches, counts)
-    metrics = _reduce_metrics(parts, stop, groups)
-    state.step += 1
-    state.samples += run.train.batch_samples
-    state.tokens += run.train.batch_samples * run.data.sequence_tokens
+    metrics = _reduce_metrics(state, parts, stop)
+    _advance(state, run)
     grads = state.optimizer.gradients()
     # Copies shared by the first and last pipeline stage (embeddings) were summed by an op of the schedule.
     gradients.sum_copies_(grads, [each for each in state.copies if each.group is not groups.ends])
     repeated = frozenset(name for name in grads if not state.kept[name].first)
     kernels = state.optimizer.kernels
     squares_P = kernels.squares(list(grads.values()))
-    norm = gradients.total_norm(
-        grads, state.copies, repeated, groups.world, squares_P=squares_P, kernels=kernels
-    )
+    norm = gradients.total_norm(grads, state.copies, repeated, state.job, squares_P=squares_P, kernels=kernels)
     finite = metrics["loss"].isfinite() & norm.isfinite()
     state.optimizer.update(rate, scale=gradients.clip_scale(norm, run.optim.clip), skip=~finite)
     update_selection_biases(state.model, loads, apply=finite)
@@ -155,10 +153,48 @@ def begin_step(state: State, run: Run, loader: Loader, rate: float, *, stop: boo
     )
 
 
-def count(model: LanguageModel, batches: Sequence[MicroBatch]) -> Counts:
+def _attend_step(state: JobState, run: Run, stop: bool) -> PendingStep:
+    """The part of a rank outside the model's grid in a step: the job's collectives, in the order of
+    `begin_step`."""
+    depths = len(state.plan.layout.mtp)
+    counts = _sum_counts(state, torch.zeros(run.train.micro_batches, COUNTS + depths, dtype=torch.int64))
+    state.progress.skip(max(len(ops) for ops in state.plan.schedule.ops))
+    metrics = _reduce_metrics(state, {}, stop)
+    _advance(state, run)
+    norm = gradients.total_norm({}, world=state.job, squares_P=torch.zeros(0, device=state.device).double())
+    return PendingStep(
+        state=state,
+        tokens=counts.tokens,
+        parameters=(),
+        metrics=tuple(metrics),
+        numbers=AsyncHostCopy(torch.stack([norm, *metrics.values()])),
+        squares_P=AsyncHostCopy(torch.zeros(0)),
+        loads=(),
+    )
+
+
+def _advance(state: JobState, run: Run) -> None:
+    state.step += 1
+    state.samples += run.train.batch_samples
+    state.tokens += run.train.batch_samples * run.data.sequence_tokens
+
+
+def _tell(state: JobState, mine: Any, nothing: Any) -> list[Any]:
+    """What each pipeline stage has to say, for every rank of the job: `mine`, on all ranks of a stage alike."""
+    if isinstance(state, State) and state.everyone_trains:
+        return all_gather_json(mine, state.model.groups.pp)
+    speaks = isinstance(state, State) and state.model.groups.slab.rank == 0
+    return all_gather_json(mine if speaks else nothing, state.job)
+
+
+COUNTS = 5
+"""Counts of a micro-batch, besides one for each MTP depth."""
+
+
+def count(state: State, batches: Sequence[MicroBatch]) -> Counts:
     """Count the tokens of the step's micro-batches over all ranks. Token ids outside the vocabulary are an
     error, raised on every rank."""
-    groups = model.groups
+    model = state.model
     problem: DataError | None = None
     try:
         for batch in batches:
@@ -177,14 +213,25 @@ def count(model: LanguageModel, batches: Sequence[MicroBatch]) -> Counts:
         ]
         for batch in batches
     ]
+    return _sum_counts(state, torch.tensor(rows), problem)
+
+
+def _sum_counts(state: JobState, mine_MK: Tensor, problem: DataError | None = None) -> Counts:
+    """The counts over all ranks, from those of each rank's own rows. Collective over the job."""
     # On the host: a device tensor would wait for the step before. The error flag rides along with the counts,
     # so that checking ids costs no collective of its own.
-    counts_MK = all_reduce_no_grad(torch.tensor(rows), groups.dp).tolist()
+    if isinstance(state, State) and state.everyone_trains:
+        table_MK = all_reduce_no_grad(mine_MK, state.model.groups.dp)
+    else:
+        # Ranks outside the grid need the counts too. One rank of each data-parallel lane fills in its rows.
+        fills = isinstance(state, State) and state.model.groups.tp_cp.rank == state.model.groups.pp.rank == 0
+        table_MK = all_reduce_no_grad(mine_MK if fills else torch.zeros_like(mine_MK), state.job)
+    counts_MK = table_MK.tolist()
     if any(row[0] for row in counts_MK):
-        with fail_together(groups.world):
+        with fail_together(state.job):
             if problem is not None:
                 raise problem
-    _, _, valid, filled, *counted = ([row[k] for row in counts_MK] for k in range(len(rows[0])))
+    _, _, valid, filled, *counted = ([row[k] for row in counts_MK] for k in range(mine_MK.shape[1]))
     return Counts(
         tokens=sum(counted[0]),
         mtp_tokens=[sum(depth) for depth in counted[1:]],
@@ -325,18 +372,18 @@ def _layer_bucket(bucket: str) -> str:
     return bucket.rpartition(".")[2]
 
 
-def _reduce_metrics(metrics: Mapping[str, Tensor], stop: bool, groups: Groups) -> dict[str, Tensor]:
+def _reduce_metrics(state: JobState, metrics: Mapping[str, Tensor], stop: bool) -> dict[str, Tensor]:
     """Metrics over all ranks as 0-D tensors, in one all-reduce, and `STOP`: how many ranks received a stop
-    signal."""
-    names = sorted({name for stage in all_gather_json(sorted(metrics), groups.pp) for name in stage})
-    zero = torch.zeros((), dtype=torch.float64, device=next(iter(metrics.values())).device)
+    signal. Collective over the job."""
+    names = sorted({name for stage in _tell(state, sorted(metrics), []) for name in stage})
+    zero = torch.zeros((), dtype=torch.float64, device=state.device)
     parts = {name: metrics[name].double() if name in metrics else zero for name in names}
     deviation = parts.pop(DEVIATION, None)
     parts[STOP] = zero + stop
-    sums = all_reduce_no_grad(torch.stack([*parts.values()]), groups.world)
+    sums = all_reduce_no_grad(torch.stack([*parts.values()]), state.job)
     reduced = dict(zip(parts, sums.unbind(), strict=True))
     if deviation is not None:
-        reduced[DEVIATION] = all_reduce_max_no_grad(deviation, groups.world)
+        reduced[DEVIATION] = all_reduce_max_no_grad(deviation, state.job)
     return reduced
 
 
@@ -352,19 +399,30 @@ def micro_batches(run: Run, loader: Loader, step: int, first: int, dp: Group = A
 
 
 @torch.no_grad()
-def evaluate(state: State, run: Run, loader: Loader) -> float:
-    """Mean cross-entropy over the first `eval_samples` samples, in nats per token."""
+def evaluate(state: JobState, run: Run, loader: Loader) -> float:
+    """Mean cross-entropy over the first `eval_samples` samples, in nats per token. Collective over the job."""
+    mine = torch.zeros(2, dtype=torch.float64, device=state.device)
+    if isinstance(state, State):
+        mine = _evaluate(state, run, loader)
+    else:
+        with fail_together(state.job):
+            pass
+    total, tokens = all_reduce_no_grad(mine, state.job).tolist()
+    return float(total / max(1, tokens))
+
+
+def _evaluate(state: State, run: Run, loader: Loader) -> Tensor:
+    """This rank's share of the sum of losses, and of the number of tokens that they are of."""
     groups = state.model.groups
     samples = min(run.train.eval_samples, loader.samples_per_epoch)
     each = run.train.batch_samples // run.train.micro_batches // groups.dp.size
     starts = range(groups.dp.rank * each, samples + groups.dp.rank * each, each * groups.dp.size)
     work = _Evaluation(state, [_evaluation_batch(run, loader, start, each, samples) for start in starts])
-    with fail_together(groups.world):
+    with fail_together(state.job):
         for batch in work.batches:
             state.model.check(batch)
     execute(state.evaluation(len(work.batches)), work, state.keeper, state.links(each, run))
-    total, tokens = all_reduce_no_grad(work.totals, groups.world).tolist()
-    return float(total / max(1, tokens))
+    return work.totals
 
 
 def _evaluation_batch(run: Run, loader: Loader, start: int, each: int, samples: int) -> MicroBatch:

@@ -17,13 +17,14 @@ from typing import Any
 import torch
 
 from braid.console import warn
+from braid.distributed.collectives import Groups
 from braid.engine.streams import JobTime
 from braid.errors import ConfigError
 from braid.launch.process import all_gather_json, fail_together
 from braid.schedule import Op, OpSpan, parse_op
 from braid.schedule.trace import RankStep, chrome_trace
 from braid.schedule.views import stream_of
-from braid.train.state import State
+from braid.train.state import JobState, State
 
 MAX_RANKS = 64
 """With more ranks than this, only the first rank of each pipeline stage is traced."""
@@ -32,20 +33,21 @@ MAX_RANKS = 64
 class Tracer:
     """Traces steps of a run and rewrites the file after each of them."""
 
-    def __init__(self, file: Path, steps: range, state: State) -> None:
+    def __init__(self, file: Path, steps: range, state: JobState) -> None:
         """`steps` are step numbers of the run, counted from 1. Collective over all ranks; rank 0 writes."""
         self.file, self.steps, self.state = file, steps, state
         self.rank_steps: list[RankStep] = []
         self.written = False
         """Whether the file is up to date; set on rank 0 only."""
-        groups = state.model.groups
-        self._world, self._stage, self._pipeline = groups.world, groups.pp.rank, groups.slab.rank
-        self._traced = groups.world.size <= MAX_RANKS or groups.slab.rank == 0
+        self._job = state.job
+        groups = state.model.groups if isinstance(state, State) else Groups()
+        self._stage, self._pipeline = groups.pp.rank, groups.slab.rank
+        self._traced = isinstance(state, State) and (groups.world.size <= MAX_RANKS or groups.slab.rank == 0)
         self._zero: float | None = None
         self._begun = 0.0
         self._origin: torch.cuda.Event | None = None
-        with fail_together(groups.world):
-            if groups.world.rank == 0:
+        with fail_together(state.job):
+            if state.job.rank == 0:
                 self._write()  # a path that cannot be written fails now, not after the traced steps
 
     def begin(self, step: int) -> None:
@@ -75,8 +77,8 @@ class Tracer:
             "times": [self._begun - zero, ended - zero],
             "spans": [[str(span.op), span.start - zero, span.end - zero] for span in spans],
         }
-        records = all_gather_json(record if self._traced else None, self._world)
-        if self._world.rank != 0:
+        records = all_gather_json(record if self._traced else None, self._job)
+        if self._job.rank != 0:
             return
         self.rank_steps += [
             _rank_step(rank, step, each) for rank, each in enumerate(records) if each is not None
@@ -90,8 +92,8 @@ class Tracer:
 
     def _common_zero(self) -> float:
         """The time of a barrier, by this machine's clock; all ranks of a machine use their first rank's."""
-        all_gather_json(None, self._world)
-        zeros = all_gather_json([socket.gethostname(), time.perf_counter()], self._world)
+        all_gather_json(None, self._job)
+        zeros = all_gather_json([socket.gethostname(), time.perf_counter()], self._job)
         return next(zero for host, zero in zeros if host == socket.gethostname())
 
     def _spans(self, times: Sequence[tuple[Op, Sequence[JobTime]]]) -> Iterator[OpSpan]:
@@ -99,7 +101,7 @@ class Tracer:
         are in issue order."""
         measured = iter(times)
         op, jobs = next(measured, (None, ()))
-        for span in self.state.log:
+        for span in self.state.log if isinstance(self.state, State) else ():
             if span.op != op:
                 yield span
                 continue
@@ -115,7 +117,7 @@ class Tracer:
 
     def close(self) -> None:
         """Warn if the run ended without any of the steps to trace."""
-        if self._world.rank == 0 and not self.rank_steps:
+        if self._job.rank == 0 and not self.rank_steps:
             steps = f"{self.steps.start} to {self.steps.stop - 1}"
             warn(f"the trace {self.file} is empty: the run had none of the steps {steps}")
 

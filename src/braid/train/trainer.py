@@ -50,7 +50,7 @@ from braid.train.metrics import Listener, Metrics, NullMetrics
 from braid.train.resume import initialize_or_resume
 from braid.train.run_dir import RunDir
 from braid.train.signals import StopRequest
-from braid.train.state import State
+from braid.train.state import JobState, State
 from braid.train.step import StepResult
 from braid.train.tracing import Tracer
 
@@ -68,7 +68,8 @@ class Trainer:
     """Trains one rank of a plan."""
 
     plan: Plan
-    state: State
+    state: JobState
+    """On a rank of the model's grid, a `State`."""
     data: DataPipeline
     resumed: Path | None
     """The checkpoint that training resumed from; None for a new run."""
@@ -138,7 +139,9 @@ class Trainer:
         runs = divisibility.tp_runs(run.model, plan.layout.kinds(), plan.axes.tp)
         opened = opened_groups(plan.grid, self.process.rank, tp_runs=runs, timeout=timeout)
         groups = self._resources.enter_context(opened)
-        self.state = self._resources.enter_context(state_context(plan, self.device, groups))
+        self.state = self._resources.enter_context(
+            state_context(plan, self.device, groups, self.process.world_group)
+        )
         start = (self._init, self._init_options)
         self.resumed = initialize_or_resume(self.state, run, self.data, self.run_dir, *start)
 
@@ -168,7 +171,13 @@ class Trainer:
 
     @property
     def model(self) -> LanguageModel:
-        """This rank's part of the model."""
+        """This rank's part of the model. A rank outside the model's grid has none."""
+        if not isinstance(self.state, State):
+            ranks = self.plan.grid.ranks
+            raise ConfigError(
+                f"rank {self.process.rank} holds no part of the model: mesh.ranks puts it on the ranks "
+                f"{ranks[0]} to {ranks[-1]}, ask one of these"
+            )
         return self.state.model
 
     @property

@@ -81,7 +81,7 @@ def peak_of(worked_out: Plan) -> int:
     state = make_state(worked_out, choose_device("cpu"))
     states.initialize(state, run)
     batches = [batch([[TOKENS]], vocab=run.model.vocab, seed=seed) for seed in range(run.train.micro_batches)]
-    counts, optimizer = count(state.model, batches), state.optimizer
+    counts, optimizer = count(state, batches), state.optimizer
     moments = [optimizer.moment(kind, name) for name in optimizer.main for kind in MOMENTS]
     held = {id(tensor): tensor for tensor in (*state.model.parameters(), *optimizer.main.values(), *moments)}
     inputs = [tensor for each in batches for tensor in (each.tokens_BT, each.labels_BT, each.documents_BT)]

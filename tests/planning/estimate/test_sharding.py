@@ -77,7 +77,7 @@ def measured(rank: int, world: int, run: Run, folder: str) -> Real:
         states.initialize(state, run)
         feed = open_data_pipeline(run, Path(folder))
         batches = micro_batches(run, feed.train, 1, 0, groups.dp)
-        counts = count(state.model, batches)
+        counts = count(state, batches)
         with sharding_calls() as calls:
             backward(state, run, batches, counts)
         optimizer = state.optimizer

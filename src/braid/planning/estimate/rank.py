@@ -40,7 +40,7 @@ def first_rank(plan: Plan, stage: int) -> Groups:
         etp=group("etp", axes.etp),
         ep_etp=group("ep_etp", axes.ep * axes.etp),
         edp=group("edp", axes.edp),
-        world=group("world", plan.world),
+        world=group("world", plan.grid.size),
         tp_runs=MappingProxyType({length: group(f"tp_run_{length}", length) for length in runs}),
     )
 

@@ -69,7 +69,7 @@ def _stage(plan: Plan, stage: int, live: int, workload: Workload, device: str) -
     costs, units, ops = model.costs(workload), held_units(model, plan, stage), plan.schedule.ops[stage]
     micro_batches, segments = run.train.micro_batches, plan.stages[stage].segments
     step = Step(
-        single=plan.world == 1,
+        single=plan.grid.size == 1,
         strategy=run.mesh.shard,
         micro_batches=micro_batches,
         activations=activations(plan, stage, costs),
@@ -77,7 +77,7 @@ def _stage(plan: Plan, stage: int, live: int, workload: Workload, device: str) -
         whole=any(phase.kind == "segment" for phases in plan.schedule.phases for phase in phases),
     )
     calls = [call for cost in costs.values() for call in cost.times(micro_batches).calls]
-    if plan.world > 1:
+    if plan.grid.size > 1:
         calls += sharding_calls(units, ops)
         calls += copy_calls(model, plan)
     return StageEstimate(
