@@ -70,6 +70,25 @@ def test_a_run_that_was_written_before_a_field_came_reads_with_its_default():
     assert set(difference(from_json(data), other)) == {"mesh.late_weights", "optim.clip"}
 
 
+def test_mappings_keep_their_order_and_are_named_by_key():
+    """The first glob that matches counts, so order has a meaning."""
+    run = replace(small_run(), lr_share={"head.*": 2.0, "*": 0.5}, trained=("blocks.*", "head.*"))
+    again = from_json(json.loads(json.dumps(to_json(run))))
+    assert again == run
+    assert list(again.lr_share) == ["head.*", "*"]
+    assert flatten(run)["lr_share[head.*]"] == 2.0
+    assert difference(small_run(), run) == {
+        "trained": (("*",), ("blocks.*", "head.*")),
+        "lr_share[head.*]": (None, 2.0),
+        "lr_share[*]": (None, 0.5),
+    }
+    data = to_json(run)
+    with pytest.raises(ConfigError, match=r"run\.lr_share\[\*\] = 'x': must be of type float"):
+        from_json({**data, "lr_share": {"*": "x"}})
+    with pytest.raises(ConfigError, match=r"run\.lr_share = \[\]: must be an object"):
+        from_json({**data, "lr_share": []})
+
+
 def test_flatten_names_fields_as_on_the_command_line():
     flat = flatten(small_run())
     assert flat["model.attention.kv_heads"] == 2

@@ -235,11 +235,17 @@ class Run:
     data: Data = Data()
     optim: Optim = Optim()
     mesh: Mesh = Mesh()
+    trained: tuple[str, ...] = ("*",)
+    """What is trained: globs over canonical tensor names, such as `blocks.3.* head.*`. The rest is frozen."""
+    lr_share: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
+    """Learning rates as shares of optim.lr, by the first glob that matches a tensor; 1 for all others."""
 
     def problems(self) -> Iterator[Problem]:
         """Problems of each part by itself. Assumes that every value has the type of its field."""
-        for field in dataclasses.fields(self):
-            yield from getattr(self, field.name).problems(field.name)
+        for name in ("model", "train", "data", "optim", "mesh"):
+            yield from getattr(self, name).problems(name)
+        for glob, share in self.lr_share.items():
+            yield from validators.above(f"lr_share[{glob}]", share, 0)
 
 
 def type_problems(run: Run) -> Iterator[Problem]:
@@ -258,6 +264,10 @@ def _type_problems(kind: Any, value: Any, at: str) -> Iterator[Problem]:
     if part is not None and isinstance(value, part):
         for name, hint in _hints(part).items():
             yield from _type_problems(hint, getattr(value, name), f"{at}.{name}" if at else name)
+    elif (origin := _origin(kind))[0] is Mapping and isinstance(value, Mapping):
+        for name, each in value.items():
+            yield from _type_problems(str, name, f"{at} key")
+            yield from _type_problems(origin[1][1], each, f"{at}[{name}]")
     elif not any(_fits(arm, value) for arm in arms):
         expected = " or ".join(_type_name(arm) for arm in arms)
         yield Problem(field=at, value=value, rule=f"must be {expected}", remedy=expected)
@@ -300,6 +310,8 @@ def _type_name(kind: Any) -> str:
         count = "" if arms[-1] is Ellipsis else f"{len(arms)} "
         plurals = {int: "integers", float: "numbers", str: "strings"}
         return f"a tuple of {count}{plurals[arms[0]]}"
+    if typing.get_origin(kind) is Mapping:
+        return f"a mapping of names to {_type_name(arms[1]).partition(' ')[2]}s"
     names = {int: "an integer", float: "a number", str: "a string", bool: "True or False"}
     return "None" if kind is types.NoneType else names.get(kind, getattr(kind, "__name__", str(kind)))
 
@@ -308,7 +320,11 @@ def _type_name(kind: Any) -> str:
 
 
 def flatten(value: Any, at: str = "") -> dict[str, Any]:
-    """Every field of a run by its dotted name."""
+    """Every field of a run by its dotted name, every entry of a mapping by its key in brackets."""
+    if isinstance(value, Mapping):
+        return {
+            name: each for key, part in value.items() for name, each in flatten(part, f"{at}[{key}]").items()
+        }
     if not dataclasses.is_dataclass(value):
         return {at: value}
     flat: dict[str, Any] = {}
@@ -335,7 +351,7 @@ def difference(before: Run, after: Run) -> dict[str, tuple[Any, Any]]:
 
 def to_json(run: Run) -> dict[str, Any]:
     """The run as plain JSON values."""
-    return dataclasses.asdict(run)
+    return {**dataclasses.asdict(run), "lr_share": dict(run.lr_share)}
 
 
 def from_json(data: Any) -> Run:
@@ -363,6 +379,10 @@ def _read(kind: Any, data: Any, at: str) -> Any:
         return _read_dataclass(kind, data, at)
     if origin is tuple:
         return _read_tuple(typing.get_args(kind), data, at)
+    if origin is Mapping:
+        if not isinstance(data, dict):
+            raise ConfigError(f"{at} = {data!r}: must be an object")
+        return {name: _read(typing.get_args(kind)[1], each, f"{at}[{name}]") for name, each in data.items()}
     if origin is Literal:
         if data not in typing.get_args(kind):
             raise ConfigError(f"{at} = {data!r}: must be one of {', '.join(typing.get_args(kind))}")

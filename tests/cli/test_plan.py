@@ -37,9 +37,11 @@ def test_json_has_the_keys_that_programs_rely_on(capsys: pytest.CaptureFixture[s
     )
     told_of_all = {
         "world",
+        "ranks",
         "axes",
         "device",
         "schedule",
+        "trained",
         "device_memory",
         "peak",
         "fits",

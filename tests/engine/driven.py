@@ -159,7 +159,7 @@ class Trained:
                 weight.copy_(self._first[name])
             for moment, name in product(MOMENTS, optimizer.main):
                 optimizer.moment(moment, name).zero_()
-        optimizer.updates = 0
+        optimizer.set_updates(0)
         optimizer.copy_to_model()
         planned = self._planned(case, grain, policy)
         self.case, self.run, self.state.plan = case, planned.run, planned

@@ -55,6 +55,36 @@ def test_the_norm_is_over_all_gradients_together():
     assert float(clip_scale(total_norm({}), 1.0)) == 1.0
 
 
+def test_parameters_have_rates_and_counts_of_their_own():
+    """As if each had an optimizer of its own, however often others were updated before."""
+
+    def made(names, shares):
+        parameters = {name: nn.Parameter(torch.full((3,), 1.0 + place)) for place, name in enumerate("abc")}
+        chosen = {name: parameters[name] for name in names}
+        given = {"betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
+        return AdamW(chosen, decaying={"a", "b"}, lr_shares=shares, **given)
+
+    def step(optimizer, rate, skip=None):
+        for place, tensor in enumerate(optimizer.main.values()):
+            tensor.grad = torch.tensor([0.5, -1.0, 2.0]) / (1 + place)
+        optimizer.update(rate, skip=skip)
+
+    together = made("abc", {"b": 0.25, "c": 2.0})
+    together.set_updates(5, {"b": 0})
+    step(together, 0.1)
+    step(together, 0.1, skip=torch.tensor(True))
+    assert (together.updates, together.own_updates()) == (6, {"b": 1})
+    for place, (name, rate, count) in enumerate([("a", 0.1, 5), ("b", 0.025, 0), ("c", 0.2, 5)]):
+        alone = made(name, {})
+        alone.set_updates(count)
+        alone.main[name].grad = torch.tensor([0.5, -1.0, 2.0]) / (1 + place)
+        alone.update(rate)
+        assert torch.equal(alone.main[name], together.main[name])
+    nothing = made("", {})
+    step(nothing, 0.1)
+    assert nothing.updates == 1, "a rank without a trained parameter counts too"
+
+
 def test_a_step_with_a_scale_is_one_with_scaled_gradients_and_a_skipped_one_is_none():
     weights, steps = torch.randn(5), [torch.randn(5) for _ in range(3)]
     scale = torch.tensor(0.3, dtype=torch.float64)

@@ -28,7 +28,7 @@ from braid.optim.adamw import AdamW
 from braid.planning import divisibility
 from braid.planning.plan import plan
 from braid.train import state as states
-from braid.train.build import make_outside_state, make_state
+from braid.train.build import make_optimizer, make_outside_state, make_state
 from braid.train.data_pipeline import DataPipeline, open_data_pipeline
 from braid.train.device import choose_device
 from braid.train.state import JobState, State
@@ -150,13 +150,7 @@ def started(rank: int, world: int, run: Run) -> tuple[JobState, DataPipeline]:
     state: JobState
     if rank in worked_out.grid.ranks:
         state = make_state(worked_out, device, groups, job=job)
-        state.optimizer = Watched(
-            dict(state.model.named_parameters()),
-            decaying=state.model.decaying(),
-            betas=run.optim.betas,
-            eps=run.optim.eps,
-            weight_decay=run.optim.weight_decay,
-        )
+        state.optimizer = make_optimizer(worked_out, state.model, Watched)
     else:
         state = make_outside_state(worked_out, device, job)
     states.initialize(state, run)

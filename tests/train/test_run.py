@@ -222,7 +222,7 @@ def test_masked_prompts_change_no_weight_of_a_mean_over_tokens(corpus, tmp_path)
         batches = micro_batches(each, feed.train, 1, 0)
         for batch in batches:  # the first rows of the step are all prompt but for one token
             batch.loss_mask_BT[batch.sample_B < 2, 1:] = False
-        metrics, _ = backward(state, each, batches, count_tokens(state.model, batches))
+        metrics, _ = backward(state, each, batches, count_tokens(state, batches))
         norm = float(total_norm(state.optimizer.gradients()))
         figures.append([float(metrics["aux_router_z"]), float(metrics["aux_sequence_balance"]), norm])
     assert figures[1] == pytest.approx(figures[0], rel=1e-12)

@@ -82,8 +82,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="resumed-optimizer-counts-from-zero",
         file="train/state.py",
-        old="state.optimizer.updates = saved.updates",
-        new="state.optimizer.updates = 0",
+        old="state.optimizer.set_updates(saved.updates, own)",
+        new="state.optimizer.set_updates(0, own)",
         kind="stale cache",
         why="a resumed run makes large steps at first, and is not what it would have been",
     ),

@@ -16,7 +16,7 @@ import tyro
 
 from braid.cli.args import optional, parse_options, perfetto_hint, print_table, split_positional
 from braid.cli.ops import format_ops
-from braid.cli.plan_notes import estimate_gaps, ineffective_options, schedule_summary
+from braid.cli.plan_notes import estimate_gaps, ineffective_options, schedule_summary, trained_summary
 from braid.cli.recipes import RunFields, expand_recipe_help
 from braid.cli.sources import load_source
 from braid.errors import ConfigError, ExitCode, Problem
@@ -174,6 +174,8 @@ def _print(result: Estimate, limit: int | None, advice: list[Advice]) -> None:
     console.print(_header(result))
     if summary := schedule_summary(result.plan):
         console.print(f"schedule: {summary}")
+    if summary := trained_summary(result.plan):
+        console.print(f"trained: {summary}")
     for note in ineffective_options(result.plan):
         console.print(f"note: {note}")
     console.print()
@@ -278,6 +280,7 @@ def _as_json(result: Estimate, limit: int | None, advice: list[Advice]) -> dict[
         "axes": asdict(result.plan.axes),
         "device": result.device,
         "schedule": schedule_summary(result.plan),
+        "trained": trained_summary(result.plan),
         "device_memory": limit,
         "peak": result.peak,
         "fits": None if limit is None else result.peak <= limit,

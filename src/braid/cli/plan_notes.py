@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from braid.planning.plan import Plan, span_of
+from braid.planning.plan import Plan, span_of, whole_model
 
 
 def schedule_summary(plan: Plan) -> str:
@@ -21,6 +21,22 @@ def schedule_summary(plan: Plan) -> str:
     elif run.train.recompute:
         parts += [f"recompute of {' and '.join(_recomputed(plan))}"]
     return ", ".join(parts)
+
+
+def trained_summary(plan: Plan) -> str:
+    """What is trained, and where backward ends, in one line; empty if everything is trained."""
+    if plan.selection is None:
+        return ""
+    from braid.planning.estimate.weights import part_of, phases_of  # imports torch
+
+    model = whole_model(plan)
+    counts = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    learned, every = sum(counts[name] for name in plan.trained(model) & counts.keys()), sum(counts.values())
+    phases = [phase for segment in range(plan.schedule.segments) for phase in phases_of(plan, segment)]
+    first = next(phase for phase in phases if phase.backward)
+    saved = "" if first is phases[0] else f"; no backward before {part_of(first)}"
+    rates = f"; {len(plan.selection.shares)} tensors at rates of their own" if plan.selection.shares else ""
+    return f"{learned:,} of {every:,} parameters{saved}{rates}"
 
 
 def _recomputed(plan: Plan) -> Iterator[str]:

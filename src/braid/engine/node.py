@@ -167,7 +167,9 @@ class SegmentRun:
         self._recomputed: dict[str, NodeTensor] = {}
         """Recomputed tensors: only their producers and events, the tensors are in the `StepWork`."""
         self._pending_forward = set(self.phases)
-        self._pending_backward = set(self.phases) if schedule.backward else set[str]()
+        self._pending_backward = {phase.name for phase in phases if schedule.backward and phase.backward}
+        self._backwards = len(self._pending_backward)
+        self._input_has_grad = turn[1] == 0 or schedule.has_backward(turn[1] - 1)
         self._named, self._delayed = named(phases), delayed
         self._pending_wgrad = {bucket for phase in phases for bucket in phase.buckets if delayed}
         """Buckets whose weight gradients have not been computed."""
@@ -178,7 +180,9 @@ class SegmentRun:
     # ------------------------------------------------------------------------- inputs and outputs
 
     def set_input(self, tensor: Tensor) -> None:
-        self._tensors[IN] = NodeTensor(name=IN, tensors=[tensor])
+        # With a graph that has no edge to it, a tensor gets no gradient.
+        graph = None if self._input_has_grad else _Graph()
+        self._tensors[IN] = NodeTensor(name=IN, tensors=[tensor], graph=graph)
 
     def set_output_grad(self, gradient: Tensor) -> None:
         self._gradients[OUT] = [NodeTensor(name=OUT, tensors=[gradient])]
@@ -206,7 +210,7 @@ class SegmentRun:
 
     @property
     def backward_begun(self) -> bool:
-        return len(self._pending_backward) < len(self.phases)
+        return len(self._pending_backward) < self._backwards
 
     @property
     def done(self) -> bool:
@@ -230,7 +234,8 @@ class SegmentRun:
         def job() -> None:
             detached = {name: self._detach(name, x, graph, phase.stream) for name, x in inputs.items()}
             inputs.clear()  # the last references of inputs that have no other reader
-            written, cost = function(detached)
+            with nullcontext() if phase.backward else torch.no_grad():
+                written, cost = function(detached)
             assert written.keys() == outputs.keys(), (
                 f"phase {phase.name} wrote {list(written)}, but declares {list(outputs)}"
             )

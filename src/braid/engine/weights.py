@@ -50,7 +50,11 @@ class ResidentWeights:
     def __init__(self, root: nn.Module, units: Iterable[str], optimizer: AdamW) -> None:
         named = parameters_of_units(root, units)
         self._root, self._optimizer = root, optimizer
-        self._narrow = {unit: optimizer.with_main_copy(names) for unit, names in named.items()}
+        trained = optimizer.main
+        self._narrow = {
+            unit: optimizer.with_main_copy(name for name in names if name in trained)
+            for unit, names in named.items()
+        }
         """Per unit, the parameters with a separate main copy; the others accumulate into `.grad` directly."""
         self.mains: Mains = optimizer.main_copies()
 

@@ -9,6 +9,8 @@ in the same memory. `kernels.optimizer` computes the update.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +21,16 @@ from braid.optim.shards import local
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """The optimizer state of a parameter, besides the step count of all of them."""
+
+
+class _Group(NamedTuple):
+    """Parameters of one learning rate and number of steps."""
+
+    names: list[str]
+    share: float
+    """Factor on the learning rate."""
+    step: Tensor
+    """Steps taken so far, 0-D. On the device, which may skip a step."""
 
 
 class AdamW:
@@ -33,7 +45,11 @@ class AdamW:
         eps: float,
         weight_decay: float,
         kernels: OptimizerKernels = PLAIN,
+        lr_shares: Mapping[str, float] = MappingProxyType({}),
+        device: torch.device | None = None,
     ) -> None:
+        """`lr_shares` are factors on the learning rate, 1 for parameters that are not listed. `device` is that
+        of the parameters, in case that there are none."""
         self.kernels = kernels
         self._parameters = dict(parameters)
         self.main: dict[str, Tensor] = {name: _main_copy(p) for name, p in parameters.items()}
@@ -44,9 +60,22 @@ class AdamW:
             name: {moment: torch.zeros_like(tensor, requires_grad=False) for moment in MOMENTS}
             for name, tensor in self.main.items()
         }
-        device = next((tensor.device for tensor in self.main.values()), None)
-        self._step = torch.zeros((), device=device)
-        """Steps taken so far, for Adam's bias correction. On the device, which may skip a step."""
+        self._device = next((tensor.device for tensor in self.main.values()), device)
+        self._shares = {name: lr_shares.get(name, 1.0) for name in self.main}
+        self._groups: list[_Group] = []
+        self.set_updates(0)
+
+    def set_updates(self, updates: int, own: Mapping[str, int] = MappingProxyType({})) -> None:
+        """Set the number of steps taken so far, for Adam's bias correction. `own` are those of parameters that
+        joined later."""
+        base = (1.0, updates)
+        names: dict[tuple[float, int], list[str]] = {base: []}
+        for name in self.main:
+            names.setdefault((self._shares[name], own.get(name, updates)), []).append(name)
+        self._groups = [
+            _Group(each, share, torch.full((), float(count), device=self._device))
+            for (share, count), each in names.items()
+        ]
 
     def main_copies(self) -> dict[Tensor, Tensor]:
         """Separate main copies by model parameter; a wgrad store accumulates into their gradients."""
@@ -80,18 +109,22 @@ class AdamW:
         on the device, multiplies all gradients: see `gradients.clip_scale`. If `skip`, a 0-D bool, is set, all
         stays as it is but for the gradients."""
         gradients = self.gradients()
-        parameters = [
-            Moments(
-                main=main.detach(),
-                exp_avg=self._moments[name]["exp_avg"],
-                exp_avg_sq=self._moments[name]["exp_avg_sq"],
-                narrow=self._narrow_copy(name),
-                weight_decay=self._decay[name],
-            )
-            for name, main in self.main.items()
-        ]
-        given = (parameters, [gradients[name] for name in self.main], self._hyper, rate, self._step)
-        self.kernels.adamw(*given, scale=scale, skip=skip)
+        for names, share, step in self._groups:
+            parameters = [
+                Moments(
+                    main=self.main[name].detach(),
+                    exp_avg=self._moments[name]["exp_avg"],
+                    exp_avg_sq=self._moments[name]["exp_avg_sq"],
+                    narrow=self._narrow_copy(name),
+                    weight_decay=self._decay[name],
+                )
+                for name in names
+            ]
+            given = (parameters, [gradients[name] for name in names], self._hyper, share * rate, step)
+            if names:
+                self.kernels.adamw(*given, scale=scale, skip=skip)
+            else:
+                step += 1 if skip is None else ~skip
         self.zero_grad()
 
     def _narrow_copy(self, name: str) -> Tensor | None:
@@ -119,11 +152,12 @@ class AdamW:
     @property
     def updates(self) -> int:
         """Steps taken so far, for Adam's bias correction."""
-        return int(self._step)
+        return int(self._groups[0].step)
 
-    @updates.setter
-    def updates(self, count: int) -> None:
-        self._step.fill_(count)
+    def own_updates(self) -> dict[str, int]:
+        """The number of steps of each parameter that has taken another number of them."""
+        counts = [(group.names, int(group.step)) for group in self._groups]
+        return {name: count for names, count in counts for name in names if count != counts[0][1]}
 
 
 def _main_copy(parameter: nn.Parameter) -> Tensor:

@@ -19,9 +19,11 @@ from braid.errors import ConfigError, Problem, ScheduleError
 from braid.model import declaration
 from braid.model.declaration import Form, form_of
 from braid.pattern import Kind, Layout, PatternError, Stage, cut, joined, parse
-from braid.planning import divisibility
+from braid.planning import divisibility, trained
 from braid.planning.divisibility import AxisSizes
+from braid.planning.trained import Selection
 from braid.schedule import Schedule
+from braid.schedule.freezing import freeze_phases
 from braid.schedule.lowering import POLICIES, RESIDENT, lowered
 from braid.schedule.phases import Unit
 from braid.schedule.recompute import dropped_tensors, with_replays
@@ -54,6 +56,19 @@ class Plan:
     """Samples in one micro-batch, over all data-parallel ranks."""
     step_tokens: int
     """Tokens in one step, over all ranks."""
+    selection: Selection | None = None
+    """What is trained, and at which learning rates; None for everything at one rate."""
+
+    def trained(self, model: LanguageModel) -> frozenset[str]:
+        """Names of the trained parameters of a rank's part of the model."""
+        if self.selection is None:
+            return frozenset(name for name, _ in model.named_parameters())
+        return self.selection.parameters(model)
+
+    def trained_buffers(self, model: LanguageModel) -> frozenset[str]:
+        """Names of the buffers of a rank's part of the model that steps may change."""
+        every = frozenset(name for name, _ in model.named_buffers())
+        return every if self.selection is None else every & self.selection.parameters(model)
 
 
 def plan(run: Run, world: int) -> Plan:
@@ -64,7 +79,9 @@ def plan(run: Run, world: int) -> Plan:
         raise ConfigError(problems)
     axes, layout = divisibility.axis_sizes(run.mesh, world), _layout(run)
     ranks = len(divisibility.ranks_of(run.mesh, world))
-    schedule = _lowered(_schedule(run, ranks, layout), run, ranks, layout, _form(run, ranks))
+    selection = trained.select(run, layout)
+    built = _schedule(run, ranks, layout, frozenset() if selection is None else selection.frozen_units)
+    schedule = _lowered(built, run, ranks, layout, _form(run, ranks))
     segments_of_rank = (schedule.segments_of(rank) for rank in range(schedule.pp))
     return Plan(
         run=run,
@@ -88,6 +105,7 @@ def plan(run: Run, world: int) -> Plan:
         schedule=schedule,
         micro_batch_samples=run.train.batch_samples // run.train.micro_batches,
         step_tokens=run.train.batch_samples * run.data.sequence_tokens,
+        selection=selection,
     )
 
 
@@ -127,9 +145,10 @@ def _form(run: Run, ranks: int) -> Form:
     )
 
 
-def _schedule(run: Run, ranks: int, layout: Layout) -> Schedule:
+def _schedule(run: Run, ranks: int, layout: Layout, frozen: frozenset[str]) -> Schedule:
     """1F1B, or interleaved 1F1B if a rank has several segments, the overlapped form of either, or DualPipeV;
-    with recompute ops, and an all-reduce of the gradient of an embedding that two stages hold."""
+    without the backwards of what is frozen, with recompute ops, and an all-reduce of the gradient of an
+    embedding that two stages hold."""
     mesh, micro_batches = run.mesh, run.train.micro_batches
     options = schedules.Options(
         delayed=mesh.delay_weights,
@@ -148,10 +167,11 @@ def _schedule(run: Run, ranks: int, layout: Layout) -> Schedule:
         name = "1f1b" if virtual == 1 else "interleaved"
         built = schedules.build(name, pp=mesh.pp, virtual=virtual, micro_batches=micro_batches)
         built = schedules.in_phases(built, chains)
+    built = schedules.freeze(built, frozen)
     span, hyper = span_of(run, layout), run.model.hyper is not None
     dropped = dropped_tensors(layout, built.phases, run.train.recompute, span, hyper=hyper)
     built = with_replays(built, run.train.recompute, dropped)
-    shared = run.model.tied or bool(layout.mtp)
+    shared = (run.model.tied or bool(layout.mtp)) and declaration.EMBEDDING not in frozen
     return schedules.with_sums(built, {"embedding": (built.holder[0], built.holder[-1])} if shared else {})
 
 
@@ -207,6 +227,21 @@ def phase_flops(plan: Plan) -> list[dict[str, int]]:
     ]
 
 
+def training_flops(plan: Plan) -> int:
+    """FLOPs of one sequence in a step: its forward, as much again for the gradients of inputs where something
+    before is trained, and for those of weights where a block has trained ones. Recomputation does not count."""
+    model, tokens = whole_model(plan), plan.run.data.sequence_tokens
+    if plan.selection is None:
+        return 3 * model.flops(tokens)
+    run = plan.run
+    segments = [chain.phases for chain in declaration.chains(plan.layout, form_of(run.model, run.train.dtype))]
+    passes, total = False, 0
+    for phase in (each for phases in freeze_phases(segments, plan.selection.frozen_units) for each in phases):
+        total += model.phase_flops(phase, tokens) * (1 + passes + bool(phase.grad_units))
+        passes = passes or phase.backward
+    return total
+
+
 def check(run: Run, world: int) -> list[Problem]:
     """Every problem of the run, in the order of its fields."""
     wrong_types = list(type_problems(run))
@@ -215,7 +250,8 @@ def check(run: Run, world: int) -> list[Problem]:
     if wrong_types:
         return wrong_types  # the rules below compare values, which need the right types
     rules = (_layers(run.model, run.mesh), _vocab(run), _ranks(run, world), _steps(run), _recompute(run))
-    return [*run.problems(), *(problem for rule in rules for problem in rule)]
+    found = [*run.problems(), *(problem for rule in rules for problem in rule)]
+    return found or [*trained.problems(run, _layout(run))]  # names are those of a model that can be built
 
 
 def _recompute(run: Run) -> Iterator[Problem]:

@@ -1,10 +1,11 @@
 """Pipeline schedules as data: built, checked, simulated and drawn without starting a process.
 
 ops.py defines the ops and their semantics, phases.py the parts of a segment. builders.py builds 1F1B and
-interleaved schedules, overlapped.py and dual.py those that overlap expert communication. recompute.py inserts
-activation recomputation, lowering.py the FSDP ops on sharded weights. check.py proves a schedule (faults.py
-lists the rules; order.py checks collectives, lifetime.py sharded weights), simulate.py times it, draw.py and
-trace.py render it. event_simulator.py is the model of execution behind check.py and simulate.py.
+interleaved schedules, overlapped.py and dual.py those that overlap expert communication. freezing.py removes
+backwards that frozen weights make needless, recompute.py inserts activation recomputation, lowering.py the FSDP
+ops on sharded weights. check.py proves a schedule (faults.py lists the rules; order.py checks collectives,
+lifetime.py sharded weights), simulate.py times it, draw.py and trace.py render it. event_simulator.py is the
+model of execution behind check.py and simulate.py.
 """
 
 from braid.schedule.builders import (
@@ -25,6 +26,7 @@ from braid.schedule.draw import draw
 from braid.schedule.dual import DUAL_PIPE_V, dual_pipe_v
 from braid.schedule.event_simulator import OpSpan
 from braid.schedule.faults import Fault, Rule
+from braid.schedule.freezing import freeze
 from braid.schedule.ops import (
     Act,
     Channel,
@@ -74,6 +76,7 @@ __all__ = [
     "dual_pipe_v",
     "evaluation",
     "forward_only",
+    "freeze",
     "in_phases",
     "interleaved",
     "live_peaks",

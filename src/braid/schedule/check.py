@@ -72,7 +72,7 @@ def live_peaks(schedule: Schedule, sizes: Sequence[int] | None = None) -> tuple[
 def _live_peaks(schedule: Schedule, sizes: Sequence[int] | None = None) -> tuple[int, ...]:
     if schedule.phases:
         schedule = wide(schedule).schedule
-    return tuple(_peak(ops, sizes)[0] if schedule.backward else 0 for ops in schedule.ops)
+    return tuple(_peak(schedule, ops, sizes)[0] for ops in schedule.ops)
 
 
 # -------------------------------------------------------------------------------------- the ops of one rank
@@ -104,7 +104,7 @@ def _expected(schedule: Schedule, act: Act, segment: int) -> _Expected:
     onward = 1 if act.direction == "F" else -1
     source, target = segment - onward, segment + onward
     other = target if act.sends else source
-    exists = 0 <= other < schedule.segments
+    exists = 0 <= other < schedule.segments and (act.direction == "F" or schedule.has_backward(other))
     local = exists and holder[other] == holder[segment]
     reads: tuple[Act, int] | None = None
     if act.sends:
@@ -121,8 +121,8 @@ def _own_faults(schedule: Schedule) -> Iterator[Fault]:
     expected = {
         (act, segment): _expected(schedule, act, segment)
         for act in Act
-        if act.direction == "F" or (act.direction == "B" and schedule.backward)
         for segment in range(schedule.segments)
+        if act.direction == "F" or (act.direction == "B" and schedule.has_backward(segment))
     }
     every = range(schedule.micro_batches)
     for rank, ops in enumerate(schedule.ops):
@@ -136,7 +136,7 @@ def _own_faults(schedule: Schedule) -> Iterator[Fault]:
                     yield Fault(rank=rank, place=place, op=op, rule=rule, why=why)
             else:
                 counts = f"{schedule.micro_batches} micro-batches and {schedule.segments} segments"
-                why = f"there are {counts}{'' if schedule.backward else ', and no backward'}"
+                why = f"there are {counts}{_backward_note(schedule, op.segment)}"
                 yield Fault(rank=rank, place=place, op=op, rule=Rule.EXISTS, why=why)
             done.add((op.act, op.micro_batch, op.segment))
 
@@ -169,18 +169,26 @@ def _once_faults(schedule: Schedule) -> Iterator[Fault]:
             seen.add(key)
     for segment, rank in enumerate(schedule.holder):
         for micro_batch in range(schedule.micro_batches):
-            for act in (Act.F, Act.B) if schedule.backward else (Act.F,):
+            for act in (Act.F, Act.B) if schedule.has_backward(segment) else (Act.F,):
                 if (act, micro_batch, segment) not in seen:
                     op = Op(act=act, micro_batch=micro_batch, segment=segment)
                     place = len(schedule.ops[rank])
                     yield Fault(rank=rank, place=place, op=op, rule=Rule.ONCE, why="it is missing")
 
 
-def _peak(ops: Ops, sizes: Sequence[int] | None = None) -> tuple[int, int]:
-    """The peak number of live forwards, and the first place where it is reached."""
+def _backward_note(schedule: Schedule, segment: int) -> str:
+    if not schedule.backward:
+        return ", and no backward"
+    frozen = 0 <= segment < schedule.segments and not schedule.has_backward(segment)
+    return ", and nothing up to this segment is trained" if frozen else ""
+
+
+def _peak(schedule: Schedule, ops: Ops, sizes: Sequence[int] | None = None) -> tuple[int, int]:
+    """The peak number of live forwards of a rank, and the first place where it is reached. A forward without a
+    backward keeps nothing."""
     live = peak = where = 0
     for place, op in enumerate(ops):
-        if op.act.computes:
+        if op.act.computes and (op.segment is None or schedule.has_backward(op.segment)):
             size = 1 if sizes is None or op.segment is None else sizes[op.segment]
             live += size if op.act is Act.F else -size
             if live > peak:
@@ -192,7 +200,7 @@ def _live_faults(schedule: Schedule) -> Iterator[Fault]:
     if not schedule.backward:
         return
     for rank, (ops, bound) in enumerate(zip(schedule.ops, schedule.live_bound, strict=True)):
-        peak, place = _peak(ops)
+        peak, place = _peak(schedule, ops)
         if peak > bound:
             why = f"{peak} forwards are alive, at most {bound} may be"
             yield Fault(rank=rank, place=place, op=ops[place], rule=Rule.LIVE, why=why)

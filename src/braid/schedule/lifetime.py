@@ -162,10 +162,11 @@ def uses_of(schedule: Schedule) -> Uses:
         for phase in phases:
             units, name = phase.units, phase.name
             by_op[Act.F, segment, name] = Use(reads=units)
-            by_op[Act.B, segment, name] = Use(reads=units if phase.backward_reads else (), grads=units)
+            reads = units if phase.backward_reads else ()
+            by_op[Act.B, segment, name] = Use(reads=reads, grads=phase.grad_units)
             by_op[Act.RECOMPUTE, segment, name] = Use(reads=phase.replayed_units(recompute) or ())
             for bucket in phase.buckets:
-                by_op[Act.W, segment, bucket] = Use(grads=units)
+                by_op[Act.W, segment, bucket] = Use(grads=phase.grad_units)
 
     def uses(op: Op) -> Use:
         if op.phase is None or op.segment is None:
@@ -196,7 +197,7 @@ def sum_faults(schedule: Schedule) -> Iterator[Fault]:
     """Units that several ranks use without summing their gradients once, and other sums."""
     holders: dict[str, list[int]] = {}
     for rank in range(schedule.pp) if schedule.backward else ():
-        for unit in schedule.units(rank):
+        for unit in schedule.grad_units(rank):
             holders.setdefault(unit, []).append(rank)
     for rank, ops in enumerate(schedule.ops):
         needed = [unit for unit, ranks in holders.items() if rank in ranks and len(ranks) > 1]

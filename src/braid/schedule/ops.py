@@ -167,6 +167,8 @@ class Schedule:
     """Whether weight gradients are delayed to `W` ops, for phases that have buckets."""
     recompute: tuple[str, ...] = ()
     """What is recomputed, by the names of `train.recompute`: phases with any such region have a `RECOMPUTE`."""
+    trains: tuple[bool, ...] = ()
+    """For each segment, whether it has a backward: it, or a segment before it, is trained. Empty: all have."""
     dropped: tuple[tuple[str, ...], ...] = ()
     """For each segment, the residual streams that are recomputed rather than saved."""
     weights: Literal["unplaced", "resident", "sharded"] = "unplaced"
@@ -191,9 +193,15 @@ class Schedule:
         """For each segment, the phases that are recomputed."""
         names = frozenset(self.recompute)
         return tuple(
-            frozenset(phase.name for phase in phases if phase.replayed_units(names) is not None)
+            frozenset(
+                phase.name for phase in phases if phase.backward and phase.replayed_units(names) is not None
+            )
             for phases in self.phases
         )
+
+    def has_backward(self, segment: int) -> bool:
+        """Whether gradients reach a segment."""
+        return self.backward and (not self.trains or self.trains[segment])
 
     def segments_of(self, rank: int) -> tuple[int, ...]:
         return segments_of(self.holder, rank)
@@ -202,6 +210,11 @@ class Schedule:
         """The units that the phases of a rank use, in the order of first use."""
         phases = (phase for segment in self.segments_of(rank) for phase in self.phases[segment])
         return tuple(dict.fromkeys(unit for phase in phases for unit in phase.units))
+
+    def grad_units(self, rank: int) -> tuple[str, ...]:
+        """Those of them that get a gradient."""
+        phases = (phase for segment in self.segments_of(rank) for phase in self.phases[segment])
+        return tuple(dict.fromkeys(unit for phase in phases for unit in phase.grad_units))
 
     def channels(self) -> tuple[Channel, ...]:
         """All channels in use, in the same order on all ranks."""

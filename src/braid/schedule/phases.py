@@ -70,7 +70,11 @@ class Phase:
     """Parameters that other phases of the segment may use as well. Their gradient is summed over the phases of
     a micro-batch before it is added to that of earlier micro-batches."""
     units: tuple[str, ...] = ()
-    """Units that its forward reads, and whose gradients its backward adds to."""
+    """Units that its forward reads, and whose gradients its backward adds to unless they are frozen."""
+    frozen: tuple[str, ...] = ()
+    """Those of its units of which nothing is trained."""
+    backward: bool = True
+    """Whether it has a backward: it, or something before it, is trained."""
     backward_reads: bool = True
     """Whether its backward reads the weights too; that of an embedding does not."""
     regions: tuple[tuple[str, tuple[str, ...]], ...] = ()
@@ -87,6 +91,11 @@ class Phase:
         """The units that recomputing these regions needs; None if the phase has none of them."""
         chosen = [units for name, units in self.regions if name in recompute]
         return tuple(dict.fromkeys(unit for units in chosen for unit in units)) if chosen else None
+
+    @property
+    def grad_units(self) -> tuple[str, ...]:
+        """The units whose gradients its backward adds to."""
+        return tuple(unit for unit in self.units if unit not in self.frozen)
 
     @property
     def joins(self) -> bool:

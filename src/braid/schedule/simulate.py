@@ -6,7 +6,6 @@ behave alike, so only the pp lists are simulated, for any number of ranks.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -14,7 +13,7 @@ from types import MappingProxyType
 from braid.schedule.event_simulator import OpSpan, simulate_lists
 from braid.schedule.ops import Act, Op, Schedule
 from braid.schedule.phases import Stream
-from braid.schedule.views import stream_of
+from braid.schedule.views import phase_of, stream_of
 
 PHASES = MappingProxyType({"block": 1.0, "mix": 1.0, "dispatch": 0.5, "experts": 1.0, "combine": 0.5})
 """Default costs: communication takes half as long as compute."""
@@ -41,20 +40,20 @@ class Costs:
     recompute: float = 1.0
     """The share of a phase's forward that its `RECOMPUTE` takes."""
 
-    def of(self, op: Op, *, delayed: bool = False) -> float:
+    def of(self, op: Op, *, delayed: bool = False, frozen: bool = False) -> float:
         """The duration of an op on its rank, or on one stream of it. `delayed`: weight gradients have `W`
-        ops."""
+        ops. `frozen`: its weights have no gradients."""
         if op.act is Act.SUM_COPIES:
             return self.sum_copies
         if not op.act.computes:
             return 0.0
         if op.phase is not None:
-            return self._of_phase(op, op.phase, delayed=delayed)
+            return self._of_phase(op, op.phase, delayed=delayed, frozen=frozen)
         seconds = self.forward if op.act is Act.F else self.backward
         assert op.segment is not None
         return seconds[op.segment] if isinstance(seconds, tuple) else seconds
 
-    def _of_phase(self, op: Op, name: str, *, delayed: bool) -> float:
+    def _of_phase(self, op: Op, name: str, *, delayed: bool, frozen: bool) -> float:
         *prefix, kind = name.split(".")
         share = BUCKETS.get(kind, 1.0)
         kind = prefix[-1] if kind in BUCKETS else kind
@@ -64,7 +63,7 @@ class Costs:
             return seconds * computes * share
         if op.act is Act.RECOMPUTE:
             return seconds * self.recompute
-        once = kind == "post" or (delayed and kind in ("mix", "experts", "enter"))
+        once = frozen or kind == "post" or (delayed and kind in ("mix", "experts", "enter"))
         twice = op.act is Act.B and computes and not once
         return seconds * (2 if twice else 1)
 
@@ -119,7 +118,13 @@ class Timeline:
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     """Simulate a schedule that `check` accepts. A schedule that deadlocks is a `ValueError`."""
     costs = costs or Costs()
-    seconds = functools.partial(costs.of, delayed=schedule.delayed)
+    phase_for = phase_of(schedule)
+
+    def seconds(op: Op) -> float:
+        phase = phase_for(op)
+        frozen = phase is not None and bool(phase.units) and not phase.grad_units
+        return costs.of(op, delayed=schedule.delayed, frozen=frozen)
+
     outcome = simulate_lists(schedule.ops, seconds, costs.message, stream_of(schedule))
     if outcome.waits:
         wait = outcome.waits[0]

@@ -117,7 +117,8 @@ def phase_faults(schedule: Schedule) -> Iterator[Fault]:
         for (act, _, segment), actual in passed.items():
             if act is not Act.W and segment < len(schedule.phases):
                 phases = schedule.phases[segment]
-                yield from _order_faults(rank, len(ops), actual, phases if act is Act.F else phases[::-1])
+                back = tuple(phase for phase in phases[::-1] if phase.backward)
+                yield from _order_faults(rank, len(ops), actual, phases if act is Act.F else back)
         yield from _handover_faults(rank, passed)
         yield from _turn_faults(rank, ops)
         yield from _weight_faults(schedule, rank)

@@ -26,7 +26,7 @@ from braid.nn.dtypes import DTYPES
 from braid.optim.adamw import AdamW
 from braid.optim.shards import local
 from braid.planning.local_model import build_local_model, choose_kernels
-from braid.planning.plan import Plan, size, whole_model
+from braid.planning.plan import Plan, whole_model
 from braid.train.device import Device
 from braid.train.state import JobState, State
 
@@ -62,21 +62,17 @@ def make_state(
     """A model with uninitialised weights and its optimizer, on a rank of the grid. Collective over the job,
     whose other ranks call `make_outside_state`. `meshes` defaults to new device meshes, `chosen` to the fastest
     available kernels, `job` to the ranks of the grid."""
-    run, job = plan.run, groups.world if job is None else job
+    job = groups.world if job is None else job
     # Outside the grid all groups are those of a process alone, which would hold the whole model.
     assert job.rank in plan.grid.ranks, f"rank {job.rank} is outside the grid"
     _check_memory(plan, device)
     model = make_model(plan, device, groups, chosen)
+    trained = plan.trained(model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in trained)
     if groups.world.size > 1:
         _shard(model, plan, device, open_meshes(plan, device, groups) if meshes is None else meshes)
-    optimizer = AdamW(
-        dict(model.named_parameters()),
-        decaying=model.decaying(),
-        betas=run.optim.betas,
-        eps=run.optim.eps,
-        weight_decay=run.optim.weight_decay,
-        kernels=model.kernels.optimizer.function,
-    )
+    optimizer = make_optimizer(plan, model)
     units = [unit.path for unit in model.units()]
     single = groups.world.size == 1
     return State(
@@ -88,6 +84,21 @@ def make_state(
         keeper=ResidentWeights(model, units, optimizer) if single else FsdpWeights(model, units),
         names=frozenset(whole_model(plan).canonical()),
         channels=open_channels(plan.grid, job.rank, plan.schedule.channels()),
+    )
+
+
+def make_optimizer(plan: Plan, model: LanguageModel, kind: type[AdamW] = AdamW) -> AdamW:
+    """AdamW on the trained parameters of a rank's part of the model."""
+    optim = plan.run.optim
+    return kind(
+        {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad},
+        decaying=model.decaying(),
+        betas=optim.betas,
+        eps=optim.eps,
+        weight_decay=optim.weight_decay,
+        kernels=model.kernels.optimizer.function,
+        lr_shares={} if plan.selection is None else plan.selection.shares_of(model),
+        device=model.device,
     )
 
 
@@ -145,10 +156,14 @@ def _shard(model: LanguageModel, plan: Plan, device: Device, meshes: Mapping[str
 def _check_memory(plan: Plan, device: Device) -> None:
     """Reject a model whose weights, gradients and Adam moments cannot fit on the device, however sharded."""
     dtype = DTYPES[plan.run.train.dtype]
-    main = max(dtype.itemsize, 4)
+    main, model = max(dtype.itemsize, 4), whole_model(plan)
+    trained = plan.trained(model)
+    learned = sum(parameter.numel() for name, parameter in model.named_parameters() if name in trained)
     # Main parameter, its gradient and two moments; a narrower model adds its own copy and that one's gradient.
     narrow = 0 if dtype.itemsize == main else 2 * dtype.itemsize
-    needed, available = size(plan).total * (4 * main + narrow) / plan.grid.size, device.memory_total()
+    frozen = (model.size().total - learned) * dtype.itemsize
+    needed = (learned * (4 * main + narrow) + frozen) / plan.grid.size
+    available = device.memory_total()
     if needed > available:
         raise ConfigError(
             f"weights, gradients and moments take {needed / 2**30:,.0f} GiB on each rank, {device.name} has "

@@ -7,7 +7,7 @@ Shapes: E experts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -76,11 +76,17 @@ def _plus(sums: Counts, more: Counts) -> Counts:
 
 
 @torch.no_grad()
-def update_selection_biases(model: LanguageModel, loads: ExpertLoad, apply: Tensor | None = None) -> None:
-    """Move every selection bias towards balanced load, once per step; with `apply`, a 0-D bool on the device,
-    only if it is true."""
+def update_selection_biases(
+    model: LanguageModel,
+    loads: ExpertLoad,
+    apply: Tensor | None = None,
+    frozen: Collection[str] = frozenset(),
+) -> None:
+    """Move every selection bias towards balanced load, once per step, but those of the names in `frozen`; with
+    `apply`, a 0-D bool on the device, only if it is true."""
+    held = {id(buffer) for name, buffer in model.named_buffers() if name in frozen}
     for layer, moe in model.moe_layers():
         bias_E = moe.router.bias
-        if bias_E is not None:
+        if bias_E is not None and id(bias_E) not in held:
             moved_E = updated_bias(bias_E, loads.counts_E[layer], moe.shape.selection_bias_rate)
             bias_E.copy_(moved_E if apply is None else torch.where(apply, moved_E, bias_E))

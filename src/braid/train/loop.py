@@ -16,7 +16,7 @@ from braid.launch.process import everywhere
 from braid.launch.watchdog import Watchdog
 from braid.model.language import LanguageModel
 from braid.optim.schedule import LearningRate
-from braid.planning.plan import Plan, whole_model
+from braid.planning.plan import Plan, training_flops
 from braid.train import state as states
 from braid.train.data_pipeline import DataPipeline
 from braid.train.device import Device, set_arithmetic
@@ -79,10 +79,7 @@ class Loop:
         self.state, self.metrics = state, metrics
         self.is_rank_zero = state.job.rank == 0
         self.schedule = lr_schedule(plan.run)
-        # The backward costs two forwards. Recomputation does not count as model FLOPs.
-        samples = plan.run.train.batch_samples
-        flops = whole_model(plan).flops(plan.run.data.sequence_tokens)
-        self.step_flops = 3 * samples * flops / plan.world
+        self.step_flops = plan.run.train.batch_samples * training_flops(plan) / plan.world
         self.step_seconds: list[float] = []
         self.val_loss: float | None = None
         self.warned_all_masked = False

@@ -39,8 +39,9 @@ from braid.nn.dtypes import DTYPES
 from braid.nn.init import VERSION as INIT_VERSION
 from braid.optim.adamw import MOMENTS, AdamW
 from braid.optim.gradients import ReplicatedPart, replicated_parts
-from braid.optim.shards import LocalShard, local_shard
+from braid.optim.shards import LocalShard, local, local_shard
 from braid.pattern import parse
+from braid.planning import trained as trained_tensors
 from braid.planning.plan import Plan, evaluation_schedule, plan, whole_model
 from braid.schedule import Channel, OpSpan
 from braid.train.device import Device, DeviceName, choose_device
@@ -103,8 +104,9 @@ class State(JobState):
     _evaluations: dict[int, Program] = field(default_factory=dict)
 
     def weights(self) -> dict[str, Tensor]:
-        """By parameter name: the main copy of what the optimizer updates, the model's tensor for the rest."""
-        return {**self.model.tensors(), **self.optimizer.main}
+        """By parameter name: the main copy of what the optimizer updates, the model's tensor (or this rank's
+        shard of it) for the rest."""
+        return {**{name: local(each) for name, each in self.model.tensors().items()}, **self.optimizer.main}
 
     def links(self, rows: int, run: Run) -> PipelineLinks:
         """Pipeline channels, and an allocator of receive buffers for micro-batches of `rows` rows."""
@@ -140,6 +142,12 @@ class State(JobState):
         return {name: local_shard(parameter) for name, parameter in self.model.named_parameters()} | buffers
 
     @functools.cached_property
+    def frozen_buffers(self) -> frozenset[str]:
+        """Buffers that the run does not train: selection biases that stay as they are."""
+        trained = self.plan.trained_buffers(self.model)
+        return frozenset(name for name, _ in self.model.named_buffers() if name not in trained)
+
+    @functools.cached_property
     def copies(self) -> list[ReplicatedPart]:
         """The parts of parameters that are replicated on other ranks."""
         shards = {name: self.kept[name].shard for name in self.optimizer.main}
@@ -155,6 +163,8 @@ class CheckpointInfo:
     samples: int
     tokens: int
     updates: int
+    own_updates: Mapping[str, int]
+    """Updates of the tensors that joined later, by canonical name."""
     skipped_in_a_row: int
     data_fingerprint: str
     tokenizer: Mapping[str, Any]
@@ -193,9 +203,10 @@ def save(root: Path, state: JobState, run: Run, loader: Loader, tokenizer: Token
         with fail_together(job):
             record = checkpoint.write_part(root, state.step, job.rank, _pieces(state))
         # Rank 0 writes the manifest, and may have no optimizer of its own to ask.
-        updates = state.optimizer.updates if isinstance(state, State) else None
-        records, counts = zip(*all_gather_json([record, updates], job), strict=True)
-        counters["updates"] = next(count for count in counts if count is not None)
+        records, told = zip(*all_gather_json([record, _updates(state)], job), strict=True)
+        counters["updates"] = next(count for count, _ in told if count is not None)
+        if own := {name: count for _, mine in told for name, count in mine.items()}:
+            counters["own_updates"] = own
         with fail_together(job):
             if job.rank == 0:
                 checkpoint.commit(root, state.step, records, extra=_extra(run, tokenizer) | counters)
@@ -204,6 +215,15 @@ def save(root: Path, state: JobState, run: Run, loader: Loader, tokenizer: Token
             checkpoint.abandon(root, state.step)
         raise
     return checkpoint.step_path(root, state.step)
+
+
+def _updates(state: JobState) -> tuple[int | None, dict[str, int]]:
+    """Updates of this rank's optimizer, and those of tensors that have another number of them."""
+    if not isinstance(state, State):
+        return None, {}
+    own = state.optimizer.own_updates()
+    tensors = state.model.canonical().items()
+    return state.optimizer.updates, {name: own[t.parameter] for name, t in tensors if t.parameter in own}
 
 
 def _pieces(state: JobState) -> Iterator[checkpoint.Piece]:
@@ -246,6 +266,7 @@ def describe(path: Path) -> CheckpointInfo:
             samples=int(extra["samples"]),
             tokens=int(extra["tokens"]),
             updates=int(extra["updates"]),
+            own_updates={name: int(count) for name, count in extra.get("own_updates", {}).items()},
             skipped_in_a_row=int(extra["skipped_in_a_row"]),
             data_fingerprint=str(extra["data"]["fingerprint"]),
             tokenizer=dict(extra["tokenizer"]),
@@ -290,10 +311,16 @@ def load(path: Path, state: JobState) -> None:
     with fail_together(state.job):
         saved, model = describe(path), saved_model(path)
         layers = None if model is None else regrouped_names(state.plan.layout, parse(model.pattern))
-    held = _entries(state, layers or {}) if isinstance(state, State) else ()
-    entries = [entry for entry in held if not entry.held.empty]
+        stored, fresh = checkpoint.read_manifest(path).tensors, _without_moments(path, state, layers or {})
+    held = [*_entries(state, layers or {})] if isinstance(state, State) else []
+    zeroed = {f"optimizer.{moment}.{name}" for moment in MOMENTS for name in fresh}
+    entries = [entry for entry in held if not entry.held.empty and entry.name not in zeroed]
     requests: dict[str, checkpoint.ReadRequest | Tensor] = {RNG: torch.get_rng_state()}
-    requests |= {entry.name: entry.request(entry.storage.dtype) for entry in entries}
+    for entry in entries:
+        # A frozen weight is stored as precisely as those who froze it held it.
+        castable = entry.name in stored and (entry.frozen or entry.name in fresh)
+        dtype = stored[entry.name].dtype if castable else entry.storage.dtype
+        requests[entry.name] = entry.request(dtype)
     names = {renamed(name, layers or {}) for name in state.names}
     moments = {f"optimizer.{moment}.{name}" for moment in MOMENTS for name in names}
     unread = (moments | names) - requests.keys()  # read by other ranks
@@ -301,13 +328,47 @@ def load(path: Path, state: JobState) -> None:
         tensors = checkpoint.read(path, requests, unread=unread)
     for entry in entries:
         entry.held.write(entry.storage, tensors[entry.name])
+    for entry in held:
+        if entry.name in zeroed:
+            entry.storage.zero_()
+    if fresh and state.job.rank == 0:
+        listed = ", ".join(sorted(fresh)[:3]) + (", ..." if len(fresh) > 3 else "")
+        warn(f"{path} has no optimizer state of {len(fresh)} tensors, which start with none: {listed}")
     if isinstance(state, State):
         state.optimizer.copy_to_model()
-        state.optimizer.updates = saved.updates
+        counts = {**saved.own_updates, **dict.fromkeys(fresh, 0)}
+        renaming = ((renamed(name, layers or {}), t.parameter) for name, t in state.model.canonical().items())
+        own = {parameter: counts[name] for name, parameter in renaming if name in counts}
+        state.optimizer.set_updates(saved.updates, own)
     state.step, state.skipped_in_a_row = saved.step, saved.skipped_in_a_row
     state.samples, state.tokens = saved.samples, saved.tokens
     state.init = saved.init
     torch.set_rng_state(tensors[RNG])
+
+
+def _without_moments(path: Path, state: JobState, layers: Mapping[str, str]) -> frozenset[str]:
+    """Trained tensors whose moments are not in a checkpoint, because the run that saved it had frozen them; by
+    their names there."""
+    stored, model = checkpoint.read_manifest(path).tensors, whole_model(state.plan)
+    trained, learned = state.plan.trained(model), dict(model.named_parameters())
+    names = (
+        renamed(name, layers)
+        for name, tensor in model.canonical().items()
+        if tensor.parameter in trained and tensor.parameter in learned
+    )
+    frozen = frozenset(_frozen_by(path))
+    return frozenset(
+        name
+        for name in names
+        if name in frozen and not any(f"optimizer.{each}.{name}" in stored for each in MOMENTS)
+    )
+
+
+def _frozen_by(path: Path) -> Iterator[str]:
+    """The weights of a checkpoint that its run did not train."""
+    extra = checkpoint.read_manifest(path).extra
+    globs = extra.get("run", {}).get("trained", trained_tensors.EVERYTHING)
+    return (name for name in stored_weights(path) if not trained_tensors.matches(name, globs))
 
 
 def weight_names(path: Path, *, moments: bool = False) -> frozenset[str]:
@@ -443,6 +504,8 @@ class _Entry(NamedTuple):
     held: Held
     first: bool
     """Whether this rank holds the first replica of the part, and therefore writes it."""
+    frozen: bool = False
+    """Whether it is a weight that is not trained, and has no main copy."""
 
     @property
     def box(self) -> checkpoint.Box:
@@ -468,7 +531,8 @@ def _entries(state: State, layers: Mapping[str, str] = MappingProxyType({})) -> 
     for own_name, tensor in state.model.canonical().items():
         name, kept = renamed(own_name, layers), state.kept[tensor.parameter]
         held, first = tensor.within(kept.shard), kept.first and tensor.copies.rank == 0
-        yield _Entry(name, tensor, weights[tensor.parameter], held, first)
+        frozen = tensor.parameter not in optimizer.main
+        yield _Entry(name, tensor, weights[tensor.parameter], held, first, frozen)
         for moment in MOMENTS if tensor.parameter in optimizer.main else ():
             storage = optimizer.moment(moment, tensor.parameter)
             yield _Entry(f"optimizer.{moment}.{name}", tensor, storage, held, first)

@@ -137,11 +137,11 @@ def begin_step(state: JobState, run: Run, loader: Loader, rate: float, *, stop: 
     gradients.sum_copies_(grads, [each for each in state.copies if each.group is not groups.ends])
     repeated = frozenset(name for name in grads if not state.kept[name].first)
     kernels = state.optimizer.kernels
-    squares_P = kernels.squares(list(grads.values()))
+    squares_P = kernels.squares(list(grads.values())).to(state.device)  # of none, they would be on the host
     norm = gradients.total_norm(grads, state.copies, repeated, state.job, squares_P=squares_P, kernels=kernels)
     finite = metrics["loss"].isfinite() & norm.isfinite()
     state.optimizer.update(rate, scale=gradients.clip_scale(norm, run.optim.clip), skip=~finite)
-    update_selection_biases(state.model, loads, apply=finite)
+    update_selection_biases(state.model, loads, apply=finite, frozen=state.frozen_buffers)
     return PendingStep(
         state=state,
         tokens=counts.tokens,
@@ -275,6 +275,9 @@ class _Step(StepWork):
         names = run.train.recompute
         self.replays = Replays(names, planned=True) if names else None
         self.model.recompute(self.replays, span_of(run, self.model.layout))
+        backwards = [each for each in self.model.segments if state.plan.schedule.has_backward(each)]
+        self.last_segment = min(backwards, default=max(self.model.segments))
+        """Backwards come in reverse order; a segment without one is done after its forward."""
         mains = state.keeper.mains
         self.wgrad_store = DelayedWgrad(mains) if mains or state.plan.schedule.delayed else None
         set_wgrad_store(self.model, self.wgrad_store)
@@ -344,9 +347,9 @@ class _Step(StepWork):
         self.replays.replay((*turn, phase.name), hold)
 
     def after_turn(self, turn: Turn) -> None:
-        """Free the context of a micro-batch after its last backward on this rank."""
+        """Free the context of a micro-batch after its last op on this rank."""
         micro_batch, segment = turn
-        if segment == self.model.segments[0]:
+        if segment == self.last_segment:
             for deviation in (self.contexts.pop(micro_batch).deviations or {}).values():
                 self.metrics[DEVIATION] = torch.maximum(self.metrics.get(DEVIATION, deviation), deviation)
 

@@ -57,6 +57,28 @@ def test_the_peak_of_a_step_is_within_a_tenth(text: str, dtype: str, more: dict[
     assert estimate(worked_out, "cpu").peak == pytest.approx(peak_of(worked_out), rel=0.1)
 
 
+FROZEN = [
+    ("[*-]" * 4, "bf16", ("blocks.3.*", "head.*"), Mesh(), 0.1),
+    ("[*-]" * 4, "fp32", ("blocks.0.*",), Mesh(), 0.1),
+    ("[M-][G-]" * 2, "fp32", ("blocks.2.*",), Mesh(), 0.1),
+    ("[*E]" * 4, "fp32", ("blocks.[23].*",), Mesh(overlap=True), 0.1),
+    # A block that only runs forward has temporary tensors alone, which nothing is known about.
+    ("[*-]" * 4, "fp32", ("head.*",), Mesh(), 0.2),
+]
+
+
+@pytest.mark.parametrize(
+    ("text", "dtype", "trained", "mesh", "within"), FROZEN, ids=lambda value: str(value)[:20]
+)
+def test_frozen_weights_take_as_little_as_is_said(text, dtype, trained, mesh, within) -> None:
+    """No gradients, no moments, no main copies; no activations where nothing before is trained."""
+    whole = replace(run_of(text, dtype), mesh=mesh)
+    worked_out = plan(replace(whole, trained=trained), 1)
+    estimated = estimate(worked_out, "cpu").peak
+    assert estimated == pytest.approx(peak_of(worked_out), rel=within)
+    assert estimated < estimate(plan(whole, 1), "cpu").peak
+
+
 SIDE_BY_SIDE = [
     (Mesh(overlap=True), ()),
     (Mesh(overlap=True, delay_weights=True, paired_ends=True), ()),

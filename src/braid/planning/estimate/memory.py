@@ -37,7 +37,7 @@ class Memory:
     peak: int
     """Maximum of the total."""
     peak_at: str
-    """When the total peaks: `backward of blocks.3`, `update`."""
+    """When the total peaks: `backward of blocks.3`, `update`; `forward of blocks.3` if that is frozen."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ def memory_of(units: list[HeldUnit], costs: Mapping[str, Cost], step: Step) -> M
     """Memory of a rank with these units; `costs` are those of each part of the model for one micro-batch."""
     parameters = sum(unit.kept_bytes for unit in units)
     optimizer = sum(_optimizer_bytes(unit, step) for unit in units)
-    updated = sum(unit.kept * _main_itemsize(unit) for unit in units)
+    updated = sum(unit.kept_learned * _main_itemsize(unit) for unit in units)
     steady = parameters + optimizer
     peak, peak_at = steady + updated, "update"
     parts = list(costs)
@@ -70,6 +70,10 @@ def memory_of(units: list[HeldUnit], costs: Mapping[str, Cost], step: Step) -> M
         total = steady + step.gathered + step.activations.during[part] + grads
         if total > peak:
             peak, peak_at = total, f"backward of {part}"
+    for part, held in step.activations.forward.items():
+        total = steady + step.gathered + held + (updated if step.micro_batches > 1 else 0)
+        if total > peak:
+            peak, peak_at = total, f"forward of {part}"
     return Memory(
         parameters=parameters,
         gathered=step.gathered,
@@ -91,7 +95,7 @@ def _main_itemsize(unit: HeldUnit) -> int:
 def _optimizer_bytes(unit: HeldUnit, step: Step) -> int:
     """Two moments, and a main parameter if the model's own weight is narrower."""
     copies = 3 if step.single and unit.stored < _main_itemsize(unit) else 2
-    return copies * unit.kept * _main_itemsize(unit)
+    return copies * unit.kept_learned * _main_itemsize(unit)
 
 
 def _gradients(units: list[HeldUnit], parts: list[str], part: str, step: Step) -> int:
@@ -104,18 +108,20 @@ def _gradients(units: list[HeldUnit], parts: list[str], part: str, step: Step) -
         narrow = [unit for unit in units if unit.stored < _main_itemsize(unit) and not unit.in_place]
         pending = [unit for unit in narrow if (unit in done if step.whole else unit.part == part)]
         main = units if accumulating else [unit for unit in done if not step.whole or unit not in narrow]
-        return sum(unit.kept * _main_itemsize(unit) for unit in main) + sum(unit.kept_bytes for unit in pending)
+        return sum(unit.kept_learned * _main_itemsize(unit) for unit in main) + sum(
+            unit.kept_learned * unit.stored for unit in pending
+        )
     # Up to ZeRO-1, gradients accumulate unsharded until the last micro-batch; from ZeRO-2 on, they are
     # reduce-scattered after every micro-batch.
     unsharded = accumulating and step.strategy in ("none", "optimizer")
     reducing = max((_reduction_bytes(unit, unsharded) for unit in units if unit.part == part), default=0)
     if unsharded:
-        return sum(unit.gathered * unit.stored for unit in units) + reducing
-    return sum(unit.kept_bytes for unit in (units if accumulating else done)) + reducing
+        return sum(unit.gathered_learned * unit.stored for unit in units) + reducing
+    return sum(unit.kept_learned * unit.stored for unit in (units if accumulating else done)) + reducing
 
 
 def _reduction_bytes(unit: HeldUnit, unsharded: bool) -> int:
     """A unit's own gradients and its reduction buffer. In-place gradients are written to the accumulated
     unsharded ones, if there are any, and then take no memory of their own."""
     own = unit.computed if not unit.in_place else 0 if unsharded else unit.stored
-    return unit.gathered * (own + unit.stored)
+    return unit.gathered_learned * (own + unit.stored)

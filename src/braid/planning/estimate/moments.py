@@ -31,20 +31,26 @@ class Activations(NamedTuple):
     """Maximum saved by all live micro-batches."""
     during: dict[str, int]
     """Maximum of saved and temporary tensors during the backward of each part."""
+    forward: dict[str, int]
+    """The same during the forward of each part that has no backward. What one of its layers would keep for a
+    backward stands for its temporary tensors."""
 
 
 def activations(plan: Plan, stage: int, costs: Mapping[str, Cost]) -> Activations:
     """Activations of a stage. `costs` are those of its parts for one micro-batch, in forward order."""
     live, backward = defaultdict[_Key, list[int]](list), defaultdict[_Key, list[int]](list)
-    parts = _parts(plan)
+    parts, frozen = _parts(plan), list[tuple[int, str]]()
     ops = [
-        (op.act, op.micro_batch, part)
+        (op.act, op.micro_batch, *part)
         for op in plan.schedule.ops[stage]
         if op.act in (Act.F, Act.B)
         for part in parts[op.segment, op.phase][:: 1 if op.act is Act.F else -1]
-        if part in costs
+        if part[0] in costs
     ]
-    for index, (act, micro_batch, part) in enumerate(ops):
+    for index, (act, micro_batch, part, trains) in enumerate(ops):
+        if not trains:
+            frozen.append((index, part))
+            continue
         live[micro_batch, part].append(index)
         live[micro_batch, POSITIONS].append(index)
         if act is Act.B:
@@ -55,14 +61,20 @@ def activations(plan: Plan, stage: int, costs: Mapping[str, Cost]) -> Activation
     for (_, part), indices in backward.items():
         peak = max(kept[index] + passing[index] for index in range(indices[0], indices[-1] + 1))
         during[part] = max(during[part], peak)
-    return Activations(max(kept, default=0), during)
+    forward, layers = dict[str, int](), {f"blocks.{b.index}": len(b.layers) for b in plan.layout.blocks}
+    for index, part in frozen:
+        passing_now = costs[part].kept // layers.get(part, 1)
+        forward[part] = max(forward.get(part, 0), kept[index] + passing_now)
+    return Activations(max(kept, default=0), during, forward)
 
 
-def _parts(plan: Plan) -> dict[tuple[int | None, str | None], tuple[str, ...]]:
-    """The parts that each phase of each segment runs, in order: all of them if the segment is a single
-    phase."""
+def _parts(plan: Plan) -> dict[tuple[int | None, str | None], tuple[tuple[str, bool], ...]]:
+    """The parts that each phase of each segment runs, in order, and whether they have a backward: all parts if
+    the segment is a single phase."""
     return {
-        (segment, phase.name): tuple(map(part_of, inner if phase.kind == "segment" else [phase]))
+        (segment, phase.name): tuple(
+            (part_of(each), each.backward) for each in (inner if phase.kind == "segment" else [phase])
+        )
         for segment, phases in enumerate(plan.schedule.phases)
         for inner in [phases_of(plan, segment)]
         for phase in phases

@@ -24,6 +24,7 @@ from braid.optim.gradients import replicated_parts
 from braid.planning.divisibility import AxisSizes
 from braid.planning.plan import Plan
 from braid.schedule import Act, Ops, Phase
+from braid.schedule.freezing import freeze_phases
 from braid.schedule.phases import Unit
 
 
@@ -44,12 +45,24 @@ class HeldUnit:
     """Elements after the all-gather, including the padding of uneven shards."""
     kept: int
     """Elements of the rank's shard."""
+    learned: float
+    """The share of its elements that are trained; only these have gradients and moments."""
     stored: int
     """Bytes per element of the shard."""
     computed: int
     """Bytes per element in the compute dtype."""
     in_place: bool
     """Whether products accumulate its gradients, but for small ones, in place, in the optimizer's dtype."""
+
+    @property
+    def kept_learned(self) -> int:
+        """Trained elements of the rank's shard."""
+        return round(self.kept * self.learned)
+
+    @property
+    def gathered_learned(self) -> int:
+        """Trained elements after the all-gather."""
+        return round(self.gathered * self.learned)
 
     @property
     def kept_bytes(self) -> int:
@@ -67,8 +80,11 @@ def held_units(model: LanguageModel, plan: Plan, stage: int) -> list[HeldUnit]:
     parts = {unit: part_of(phase) for phase in phases for unit in phase.units}
     units, names = model.units(), dict(model.named_parameters())
     held = parameters_of_units(model, [unit.path for unit in units])
+    trained = plan.trained(model)
     return [
-        _held(unit, parts[unit.path], [(name, names[name]) for name in held[unit.path]], model, plan.axes)
+        _held(
+            unit, parts[unit.path], [(name, names[name]) for name in held[unit.path]], model, plan.axes, trained
+        )
         for unit in units
         if held[unit.path]
     ]
@@ -79,7 +95,9 @@ def phases_of(plan: Plan, segment: int) -> tuple[Phase, ...]:
     phases = plan.schedule.phases[segment]
     if [phase.kind for phase in phases] != ["segment"]:
         return phases
-    return chains(plan.layout, form_of(plan.run.model, plan.run.train.dtype))[segment].phases
+    every = [chain.phases for chain in chains(plan.layout, form_of(plan.run.model, plan.run.train.dtype))]
+    frozen = frozenset() if plan.selection is None else plan.selection.frozen_units
+    return freeze_phases(every, frozen)[segment]
 
 
 def part_of(phase: Phase) -> str:
@@ -92,7 +110,12 @@ def part_of(phase: Phase) -> str:
 
 
 def _held(
-    unit: Unit, part: str, weights: list[tuple[str, nn.Parameter]], model: LanguageModel, axes: AxisSizes
+    unit: Unit,
+    part: str,
+    weights: list[tuple[str, nn.Parameter]],
+    model: LanguageModel,
+    axes: AxisSizes,
+    trained: frozenset[str],
 ) -> HeldUnit:
     shards, copies = _sharing(unit.mesh, axes)
     module = model.get_submodule(unit.path)
@@ -108,6 +131,8 @@ def _held(
         copies=copies,
         gathered=shards * sum(sizes),
         kept=sum(sizes),
+        learned=sum(size for size, (name, _) in zip(sizes, weights, strict=True) if name in trained)
+        / max(sum(sizes), 1),
         stored=stored.itemsize,
         computed=stored.itemsize if unit.wide else min(stored.itemsize, model.dtype.itemsize),
         in_place=2 * in_place > sum(p.numel() for _, p in weights)
@@ -164,16 +189,19 @@ def sharding_calls(units: list[HeldUnit], ops: Ops) -> Iterator[Call]:
         gathers, sums = times[unit.name, Act.UNSHARD], times[unit.name, Act.REDUCE_GRAD]
         what = "expert" if unit.mesh == "expert" else "dense"
         if unit.shards > 1:
-            weights, grads = unit.kept * unit.computed, unit.gathered * unit.stored
+            weights, grads = unit.kept * unit.computed, unit.gathered_learned * unit.stored
             yield Call("all_gather", family, unit.shards, f"{what} weights", weights, gathers)
-            yield Call("reduce_scatter", family, unit.shards, f"{what} gradients", grads, sums)
-        if unit.copies > 1:
-            yield Call("all_reduce", family, unit.copies, f"{what} gradients, replicas", unit.kept_bytes, sums)
+            if sums:
+                yield Call("reduce_scatter", family, unit.shards, f"{what} gradients", grads, sums)
+        if unit.copies > 1 and sums:
+            grads = unit.kept_learned * unit.stored
+            yield Call("all_reduce", family, unit.copies, f"{what} gradients, replicas", grads, sums)
 
 
 def copy_calls(model: LanguageModel, plan: Plan) -> Iterator[Call]:
     """All-reduces of the gradients of weights replicated over tp or pp: one per group and dtype in a step."""
-    shards = {name: _first_shard(name, p, plan) for name, p in model.named_parameters()}
+    trained = plan.trained(model)
+    shards = {name: _first_shard(name, p, plan) for name, p in model.named_parameters() if name in trained}
     dtypes = {name: torch.promote_types(p.dtype, torch.float32) for name, p in model.named_parameters()}
     shapes = {name: p.shape for name, p in model.named_parameters()}
     totals: dict[tuple[str, int, torch.dtype], int] = {}
