@@ -51,8 +51,11 @@ def test_a_fast_kernel_that_is_not_there_is_an_error_with_its_reason():
         chosen("rms_norm=fused")
 
 
-def test_the_estimate_counts_what_references_keep():
+@pytest.mark.parametrize(
+    "op", ["attention", "ssd", "delta_rule", "causal_conv", "gated_norm", "router", "rms_norm", "glu"]
+)
+def test_the_estimate_counts_what_references_keep(op):
     run = load("hybrid-300m")
     run = replace(run, train=replace(run.train, dtype="bf16"))
-    plain = replace(run, train=replace(run.train, kernels=("auto", "rms_norm=reference")))
+    plain = replace(run, train=replace(run.train, kernels=("auto", f"{op}=reference")))
     assert estimate(plan(plain, 1)).peak > estimate(plan(run, 1)).peak

@@ -18,6 +18,15 @@ CHUNK = ssd.CHUNK
 assert CHUNK == delta_rule.CHUNK
 
 
+def reference_attention_bytes(
+    rows: int, tokens: int, heads: int, *, inputs: int, narrow: int, wide: int
+) -> int:
+    """What reference attention saves that fused kernels do not: probabilities, once more in the order of the
+    product with v, the mask, and upcast copies of its `inputs`, the numbers in q, k and v."""
+    pairs = rows * tokens**2
+    return 2 * pairs * heads * wide + pairs + (inputs * wide if wide != narrow else 0)
+
+
 def saved_ffn_tensors(activation: Activation, glu: Glu, *, joined: bool) -> int:
     """Number of tensors with ffn channels saved by an activation, including its inputs and output. `joined`:
     gate and up are slices of one tensor."""

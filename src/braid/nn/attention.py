@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from braid import architecture
 from braid.distributed.collectives import Groups, all_gather, own_slice
 from braid.kernels import rms_norm, rotary
+from braid.kernels.activation_bytes import reference_attention_bytes
 from braid.kernels.attention import Attend, Spans, attend_cached, fuses, pairs_seen
 from braid.kernels.rms_norm import Normalize
 from braid.kernels.rotary import Rotate
@@ -197,8 +198,17 @@ class Attention(Recomputing):
             kept += q + k
         elif partition.core_groups > 1:
             kept += q
-        kept += q + all_tokens * partition.core_heads * workload.wide  # output, and logsumexp of each query
+        kept += q + all_tokens * partition.core_heads * workload.wide  # output and logsumexp
         kept += (y_local if cp.size > 1 else 0) + (2 * y_local if self.shape.gate else 0)
+        if not workload.may_fuse("attention"):
+            kept += reference_attention_bytes(
+                workload.rows,
+                workload.tokens,
+                partition.core_heads,
+                inputs=(q + 2 * k) // n,
+                narrow=n,
+                wide=workload.wide,
+            )
         return replace(self._cost(workload, qkv, q), kept=kept)
 
     def _qk_norm_kept(self, workload: Workload, qkv: int, projected: int) -> int:

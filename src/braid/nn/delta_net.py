@@ -224,7 +224,9 @@ class DeltaNet(Recomputing):
         rule = (workload.rows, workload.tokens, heads, partition.core_groups, shape.key_dim, shape.value_dim)
         exchanged = all_tokens * partition.core_groups * sum(partition.core_sizes(self.parts[:-1])) * n
         normed_input = workload.norm_output(cp_tokens * hidden * n, tp.size > 1)
-        fused = fuses(workload.device, workload.dtype, shape.key_dim, shape.value_dim)
+        fused = workload.may_fuse("delta_rule") and fuses(
+            workload.device, workload.dtype, shape.key_dim, shape.value_dim
+        )
         rule_bytes = fused_delta_rule_bytes if fused else delta_rule_bytes
         pairwise_decays = all_tokens * heads * CHUNK * 4
         passing = fused_delta_rule_workspace(*rule, narrow=n) if fused else pairwise_decays

@@ -71,7 +71,8 @@ class GateThenNorm(nn.Module):
     def fuses(self, workload: Workload) -> bool:
         """Whether it saves its inputs as they are and one scalar per norm group."""
         channels = self.channels // self.parts
-        return self.sharers.size == 1 and op.fuses(workload.device, workload.dtype, channels)
+        available = self.sharers.size == 1 and op.fuses(workload.device, workload.dtype, channels)
+        return available and workload.may_fuse("gated_norm")
 
     def cost(self, workload: Workload, vectors: int) -> Cost:
         """The cost of `vectors` tokens: both inputs upcast, SiLU(z), the product, and its norm. The fused
@@ -117,7 +118,7 @@ class NormThenGate(nn.Module):
 
     def fuses(self, workload: Workload) -> bool:
         """Whether it saves its inputs as they are and one scalar per head."""
-        return op.fuses(workload.device, workload.dtype, self.channels)
+        return workload.may_fuse("gated_norm") and op.fuses(workload.device, workload.dtype, self.channels)
 
     def cost(self, workload: Workload, vectors: int) -> Cost:
         """The cost of `vectors` heads: both inputs upcast, SiLU(z) and the norm, on a CPU also before its

@@ -100,7 +100,7 @@ class GroupedConv(nn.Module):
 
     def fuses(self, workload: Workload) -> bool:
         """Whether it saves its input as it is, and returns contiguous parts."""
-        return op.fuses(workload.device, workload.dtype, self.taps)
+        return workload.may_fuse("causal_conv") and op.fuses(workload.device, workload.dtype, self.taps)
 
     def cost(self, workload: Workload) -> Cost:
         """Saves the upcast and zero-padded input and the input of SiLU. Split groups save the weights of all cp

@@ -36,6 +36,7 @@ from torch import Tensor
 from braid import architecture
 from braid.distributed.collectives import Groups, all_gather, all_to_all
 from braid.kernels import rms_norm, rotary
+from braid.kernels.activation_bytes import reference_attention_bytes
 from braid.kernels.attention import Attend, Spans, attend_cached, fuses, pairs_seen
 from braid.kernels.rms_norm import Normalize
 from braid.kernels.rotary import Rotate
@@ -209,6 +210,10 @@ class LatentAttention(Recomputing):
             kept += q + y_local if q_dim > shape.v_dim else kv + exchanged
         else:
             kept += logsumexp + 2 * q + kv + y + exchanged
+        if not workload.may_fuse("attention") and not workload.recomputes("core"):
+            kept += reference_attention_bytes(
+                workload.rows, workload.tokens, heads, inputs=(2 * q + y) // n, narrow=n, wide=workload.wide
+            )
         down = (q_rank or hidden) + shape.kv_rank + shape.rope_dim
         # Gradients of q, k and v in their own dtype, or that of q in float32 as well; then that of kv.
         gradients = 2 * q + y + logsumexp if fuses(workload.device, workload.dtype) else 3 * q

@@ -256,7 +256,8 @@ class Mamba2(Recomputing):
         )
 
     def _fuses_scan(self, workload: Workload) -> bool:
-        return ssd.fuses(workload.device, workload.dtype, self.shape.head_dim, self.shape.state)
+        available = ssd.fuses(workload.device, workload.dtype, self.shape.head_dim, self.shape.state)
+        return available and workload.may_fuse("ssd")
 
     def _saved_projection(self, workload: Workload, exchanged: int) -> int:
         """Bytes of the projection's output that its slices keep alive: the gate, and the input of a fused

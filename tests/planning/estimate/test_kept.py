@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import nn
 
 from braid import kernels, pattern
 from braid.architecture import Attention, DeltaNet, Glu, LatentAttention, Mamba2, Mlp, Model, Moe
-from braid.kernels.attention import spans_of
+from braid.kernels.attention import reference, spans_of
 from braid.model.language import LanguageModel
 from braid.nn import attention, delta_net, latent_attention, mamba2, mlp
 from braid.nn.cost import Workload
@@ -82,6 +83,20 @@ def test_attention(workload: Workload, kv_heads: int, more: dict[str, Any]) -> N
     attend = kernels.attention.choose(CPU, workload.dtype).function
     module = attention.Attention(shape, HIDDEN, 1e-5, attend, dtype=workload.dtype)
     check(module, workload, spans_of(torch.zeros_like(places_BT), None, CPU), rotary, shared=rotary or ())
+
+
+def test_reference_attention_keeps_its_scores(workload: Workload) -> None:
+    """Within a tenth at these sizes: which copies of q, k and v its products keep depends on the sizes."""
+    workload = replace(workload, references=frozenset({"attention"}))
+    module = attention.Attention(
+        Attention(heads=4, kv_heads=2, head_dim=8), HIDDEN, 1e-5, reference.attend, dtype=workload.dtype
+    )
+    places_BT = torch.arange(workload.tokens).expand(workload.rows, -1)
+    rotary = rotary_tables(places_BT, 8, 1e4, workload.dtype)
+    x_BTC = torch.randn(workload.rows, workload.tokens, HIDDEN).to(workload.dtype).requires_grad_()
+    spans = spans_of(torch.zeros_like(places_BT), None, CPU)
+    found = kept(lambda: module(x_BTC, spans, rotary), module.parameters(), rotary)
+    assert module.cost(workload).kept == pytest.approx(found, rel=0.1)
 
 
 @pytest.mark.parametrize(("q_rank", "v_dim"), [(16, 10), (None, 10), (16, 14), (16, 18)])
