@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from benchmarks import decoder_cpu, growth, machine, scans
+from benchmarks import decoder_cpu, growth, machine, scans, transfer_plan
 
 
 def main() -> None:
@@ -13,6 +13,10 @@ def main() -> None:
         (
             "scans",
             lambda: {scan.__name__: growth.measure(scan) for scan in (scans.ssd_scan, scans.delta_rule_scan)},
+        ),
+        (
+            "transfer_plan",
+            lambda: {name: transfer_plan.measure(case) for name, case in transfer_plan.CASES.items()},
         ),
         ("decoder_cpu", lambda: {dtype: decoder_cpu.measure(dtype) for dtype in ("fp32", "bf16")}),
     ):

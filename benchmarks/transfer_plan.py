@@ -3,8 +3,6 @@
 An encoder on a grid of its own feeds a language model: on all ranks, on others, or on some of the same. Each
 case plans a sample of the ranks in both directions. The table of a micro-batch is checked and decoded once,
 which takes time in proportion to its items; that is timed apart.
-
-    python -m benchmarks.transfer_plan
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-from benchmarks import machine
 from braid.topology import Grid, standard
 from braid.topology.items import ItemTable, SampleItems, TableShape, decode, encode, problems_of
 from braid.topology.transfer import Lanes, Tokens, held, transfer
@@ -125,16 +122,3 @@ def _seconds(work: Callable[[], object]) -> float:
     started = time.process_time()
     work()
     return time.process_time() - started
-
-
-def main() -> None:
-    origin = machine.describe()
-    figures = {}
-    for name, case in CASES.items():
-        figures[name] = measure(case)
-        print(name, figures[name], flush=True)
-    print(f"written to {machine.write('transfer_plan', figures, origin).relative_to(machine.ROOT)}")
-
-
-if __name__ == "__main__":
-    main()

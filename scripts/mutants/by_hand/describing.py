@@ -172,6 +172,22 @@ FAULTS: tuple[Fault, ...] = (
         kind="off by one",
         why="a grid that needs one rank more than there are hangs instead of being refused",
     ),
+    Fault(
+        name="lanes-cut-where-rows-are-even",
+        file="topology/items.py",
+        old="starts = self.patch_starts",
+        new="starts = self.item_starts",
+        kind="swapped",
+        why="one lane of an encoder has most of the work, and the others wait for it",
+    ),
+    Fault(
+        name="placeholders-sliced-with-tp-outside",
+        file="topology/transfer.py",
+        old="cp, tp = divmod(place, self._sizes[0])",
+        new="tp, cp = divmod(place, self._sizes[1])",
+        kind="wrong group",
+        why="rows of an item replace the tokens of another slice",
+    ),
     # schedule
     Fault(
         name="warm-up-one-forward-longer",

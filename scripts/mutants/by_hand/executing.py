@@ -46,6 +46,14 @@ FAULTS: tuple[Fault, ...] = (
         kind="deadlock",
         why="gradients of a pipeline are sent to the rank that sends them",
     ),
+    Fault(
+        name="rows-between-modules-in-another-order",
+        file="distributed/transfer.py",
+        old="return torch.cat(parts) if",
+        new="return torch.cat(parts[::-1]) if",
+        kind="swapped",
+        why="rows of one image replace the placeholders of another",
+    ),
     # model
     Fault(
         name="mtp-predicts-across-documents",
