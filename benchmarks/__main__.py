@@ -16,7 +16,7 @@ def main() -> None:
         ),
         (
             "transfer_plan",
-            lambda: {name: transfer_plan.measure(case) for name, case in transfer_plan.CASES.items()},
+            lambda: {grids: transfer_plan.measure(case) for grids, case in transfer_plan.CASES.items()},
         ),
         ("decoder_cpu", lambda: {dtype: decoder_cpu.measure(dtype) for dtype in ("fp32", "bf16")}),
     ):

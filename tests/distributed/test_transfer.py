@@ -11,11 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from braid.distributed.collectives import ALONE
+from braid.distributed.collectives import ALONE, Group, all_reduce_no_grad
 from braid.distributed.transfer import close_edges, open_edges, post
 from braid.errors import ConfigError
 from braid.topology import Grid, View, standard
-from braid.topology.items import SampleItems
+from braid.topology.items import Refusal, SampleItems, TableShape, encode, problems_of
 from braid.topology.transfer import Interval, Piece, Transfer, transfer
 from tests.ranks import run_ranks
 from tests.topology.transfer_cases import Pair, drawn_pair, drawn_samples
@@ -94,10 +94,14 @@ def at(x_RC, intervals):
     return torch.cat([x_RC[:0], *(x_RC[start:stop] for start, stop in intervals)])
 
 
+def both_ways(edges):
+    return {(way, edge): ranks for edge, ranks in edges.items() for way in "FB"}
+
+
 def check_pairs(rank, world, named, aheads):
-    edges = {name: {rank for side in pairs[0].sides() for rank in side} for name, pairs in named.items()}
-    groups = open_edges(edges, rank, CPU)
-    assert {edge for _, edge in groups} == {name for name, ranks in edges.items() if rank in ranks}
+    members = {name: {rank for side in pairs[0].sides() for rank in side} for name, pairs in named.items()}
+    groups = open_edges(both_ways(members), rank, CPU)
+    assert {edge for _, edge in groups} == {name for name, ranks in members.items() if rank in ranks}
     for name, ahead in product(named, aheads):
         pairs = named[name]
         alone = Alone(name, pairs)
@@ -179,13 +183,34 @@ def test_rows_that_the_plan_does_not_have_are_a_bug():
         post(torch.zeros(3, 2), Transfer(kept=(Interval(7, 11),)), ALONE, 0)
 
 
+# --------------------------------------------------------------------------------------- the table
+
+
+def problems_of_rank(rank, world):
+    """Ranks 0 and 2 read a sample each, and 1 and 3 none: they hold other slices of the same tokens."""
+    shape = TableShape(samples=2, items=2, slices=2)
+    own = {
+        0: SampleItems(rows=(4, Refusal.SIZE), patches=(16, 0), placeholders=(4, 0)),
+        2: SampleItems(rows=(5,), patches=(20,), placeholders=(1, 2)),
+    }
+    numbers = encode(shape, rank // 2, [own[rank]] if rank in own else ())
+    job = Group(name="job", size=world, rank=rank, handle=dist.group.WORLD)
+    return problems_of(shape, all_reduce_no_grad(torch.tensor(numbers), job).tolist(), 10, "vision")
+
+
+def test_every_rank_finds_the_same_problems_with_the_data():
+    told = run_ranks(4, problems_of_rank)
+    assert [problem.partition(":")[0] for problem in told[0]] == ["sample 10, item 1", "sample 11, item 0"]
+    assert told == [told[0]] * 4
+
+
 # ---------------------------------------------------------------------------------- communicators
 
 
 def check_communicators(rank, world):
     before = len(dist.distributed_c10d._world.pg_map)
     wait = timedelta(seconds=77)
-    groups = open_edges({"vision": (2, 0), "audio": {0, 2}, "alone": (1,)}, rank, CPU, timeout=wait)
+    groups = open_edges(both_ways({"vision": (2, 0), "audio": {0, 2}, "alone": (1,)}), rank, CPU, timeout=wait)
     opened = len(dist.distributed_c10d._world.pg_map) - before
     for group in groups.values():
         if group is not ALONE:
@@ -208,7 +233,7 @@ def test_each_edge_has_a_communicator_for_each_direction():
 
 def check_refusal(rank, world):
     with pytest.raises(ConfigError, match="gloo sends host tensors only") as caught:
-        open_edges({"vision": (0, 1)}, rank, torch.device("cuda"))
+        open_edges({("F", "vision"): (0, 1)}, rank, torch.device("cuda"))
     return caught.value.problems[0].remedy
 
 
@@ -226,12 +251,11 @@ def test_one_batch_of_sends_and_receives_on_nccl(tmp_path):
     store = dist.FileStore(str(tmp_path / "store"), 1)
     dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
     try:
-        group = dist.new_group([0])
+        group = Group(name="F-vision", size=1, rank=0, handle=dist.new_group([0]))
         x_NC = torch.randn(6, 4, device="cuda")
         pieces = (Piece(0, 0, 2), Piece(0, 3, 6))
-        link = type("Link", (), {"handle": group})
         planned = Transfer(sends=pieces, receives=pieces, kept=(Interval(2, 3),))
-        found = [post(x_NC + m, planned, link, m) for m in range(3)]
+        found = [post(x_NC + m, planned, group, m) for m in range(3)]
         assert [len(pending.receiving) + len(pending.sending) for pending in found] == [1, 1, 1]
         for m, pending in enumerate(found):
             assert torch.equal(pending.wait(), x_NC + m)

@@ -32,28 +32,27 @@ EdgeChannel = tuple[str, str]
 
 
 def open_edges(
-    edges: Mapping[str, Collection[int]],
+    channels: Mapping[EdgeChannel, Collection[int]],
     rank: int,
     device: torch.device,
     *,
     timeout: timedelta | None = None,
 ) -> dict[EdgeChannel, Group]:
-    """Create the communicators of all edges, given the ranks of both sides of each, and return those that this
-    rank is in. Every rank of the job calls this with the same edges."""
+    """Create the communicators of all channels, given the ranks of both sides of each, and return those that
+    this rank is in. Every rank of the job calls this with the same channels in the same order."""
     _require_backend(device)
     opened: dict[EdgeChannel, Group] = {}
-    for edge, ranks in edges.items():
+    for channel, ranks in channels.items():
         members: Members = tuple(sorted(set(ranks)))
-        for direction in ("F", "B"):
-            group = _open(f"{direction}-{edge}", members, rank, device, timeout)
-            if rank in members:
-                opened[direction, edge] = group
+        group = _open("-".join(channel), members, rank, device, timeout)
+        if rank in members:
+            opened[channel] = group
     return opened
 
 
-def close_edges(edges: Mapping[EdgeChannel, Group]) -> None:
+def close_edges(channels: Mapping[EdgeChannel, Group]) -> None:
     """Destroy the communicators."""
-    for group in edges.values():
+    for group in channels.values():
         if group.handle is not None and dist.is_initialized():
             dist.destroy_process_group(group.handle)
 

@@ -16,11 +16,13 @@ from __future__ import annotations
 from abc import abstractmethod
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from braid.topology.grid import Grid
 from braid.topology.items import ItemTable
+
+AXES = ("tp", "cp", "dp", "pp")
 
 
 class Interval(NamedTuple):
@@ -75,7 +77,7 @@ class HeldRows(Mapping[int, tuple[Interval, ...]]):
     """The rows of each rank of a pipeline stage, ascending; worked out when asked."""
 
     def __init__(self, grid: Grid, stage: int, table: ItemTable) -> None:
-        self.slab, self.table = Slab.of(grid, stage), table
+        self.slab, self.table = Slab(grid, stage), table
 
     def __getitem__(self, rank: int) -> tuple[Interval, ...]:
         lane, place = self.slab.coordinates(rank)
@@ -143,31 +145,16 @@ def local_rows(pieces: Iterable[Piece], kept: Iterable[Interval]) -> LocalRows:
 # --------------------------------------------------------------------------------------------- layouts
 
 
-@dataclass(frozen=True, kw_only=True)
 class Slab:
     """The ranks of one pipeline stage, by data-parallel lane and by slice: their place in tp x cp."""
 
-    grid: Grid
-    stage: int
-    lanes: int
-    slices: int
-    _sizes: tuple[int, ...] = field(repr=False)
-    """Of tp, cp, dp and pp, as are the strides."""
-    _strides: tuple[int, ...] = field(repr=False)
-
-    @classmethod
-    def of(cls, grid: Grid, stage: int) -> Slab:
-        view, names = grid.dense, ("tp", "cp", "dp", "pp")
-        sizes = tuple(view.size_of(name) for name in names)
-        assert 0 <= stage < sizes[3], f"the grid has {sizes[3]} pipeline stages, and no stage {stage}"
-        return cls(
-            grid=grid,
-            stage=stage,
-            lanes=sizes[2],
-            slices=sizes[0] * sizes[1],
-            _sizes=sizes,
-            _strides=tuple(view.stride_of(name) for name in names),
-        )
+    def __init__(self, grid: Grid, stage: int) -> None:
+        self.grid, self.stage = grid, stage
+        self._sizes = tuple(grid.dense.size_of(axis) for axis in AXES)
+        self._strides = tuple(grid.dense.stride_of(axis) for axis in AXES)
+        tp, cp, self.lanes, pp = self._sizes
+        self.slices = tp * cp
+        assert 0 <= stage < pp, f"the grid has {pp} pipeline stages, and no stage {stage}"
 
     def rank(self, lane: int, place: int) -> int:
         cp, tp = divmod(place, self._sizes[0])
