@@ -42,6 +42,27 @@ def test_every_op_reads_back_as_it_is_written(act, numbers, collectives):
     assert parse_op(str(op)) == op
 
 
+@settings(deadline=None)
+@given(
+    act=st.sampled_from([act for act in Act if act.sends or act.receives]),
+    numbers=st.tuples(NUMBERS, NUMBERS),
+    edge=st.none() | st.text(st.sampled_from("abcxyz_.0123456789"), min_size=1, max_size=8),
+    peers=st.sets(NUMBERS, min_size=1, max_size=4).map(sorted),
+)
+def test_every_message_between_modules_reads_back_as_it_is_written(act, numbers, edge, peers):
+    where = {"micro_batch": numbers[0], "segment": numbers[1], "edge": edge}
+    op = Op(act=act, **where, peer=peers[0], further=tuple(peers[1:]))
+    assert parse_op(str(op)) == op
+    assert op.peers == tuple(peers)
+
+
+def test_the_text_of_a_message_between_modules_names_its_edge_and_all_its_peers():
+    send = Op(act=Act.SEND_F, micro_batch=3, segment=5, edge="vision", peer=0, further=(1,))
+    receive = Op(act=Act.RECV_F, micro_batch=3, segment=0, edge="vision", peer=4)
+    assert (str(send), str(receive)) == ("SEND_F3.5{vision}>0,1", "RECV_F3.0{vision}<4")
+    assert message_of(send) == message_of(receive) == ("F", 3, "vision")
+
+
 def test_the_text_of_a_message_points_to_its_peer():
     send = Op(act=Act.SEND_F, micro_batch=0, segment=2, peer=3)
     receive = Op(act=Act.RECV_F, micro_batch=0, segment=3, peer=2)

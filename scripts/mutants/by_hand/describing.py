@@ -248,8 +248,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="bubble-of-one-rank",
         file="schedule/simulate.py",
-        old="return sum(self.idle) / total if total else 0.0",
-        new="return sum(self.idle) / self.makespan if total else 0.0",
+        old="return idle / total if total else 0.0",
+        new="return idle / self.makespan if total else 0.0",
         kind="wrong estimate",
         why="the bubble is reported as many times as large as it is",
     ),

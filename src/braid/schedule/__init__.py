@@ -1,9 +1,11 @@
 """Pipeline schedules as data: built, checked, simulated and drawn without starting a process.
 
-ops.py defines the ops and their semantics, phases.py the parts of a segment. builders.py builds 1F1B and
-interleaved schedules, overlapped.py and dual.py those that overlap expert communication. freezing.py removes
-backwards that frozen weights make needless, recompute.py inserts activation recomputation, lowering.py the FSDP
-ops on sharded weights. check.py proves a schedule (faults.py lists the rules; order.py checks collectives,
+ops.py defines the ops and their semantics, phases.py the parts of a segment, graph.py the modules and ranks
+that segments belong to. builders.py builds 1F1B and interleaved schedules, overlapped.py and dual.py those that
+overlap expert communication, multimodule.py those of a language model with encoders (clock.py orders their
+turns). freezing.py removes backwards that frozen weights make needless, recompute.py inserts activation
+recomputation, lowering.py the FSDP ops on sharded weights. check.py proves a schedule (faults.py lists the
+rules; order.py checks collectives, station_faults.py several modules,
 lifetime.py sharded weights), simulate.py times it, draw.py and trace.py render it. event_simulator.py is the
 model of execution behind check.py and simulate.py.
 """
@@ -21,12 +23,14 @@ from braid.schedule.builders import (
     v_shape,
     with_sums,
 )
-from braid.schedule.check import CheckReport, check, live_peaks
+from braid.schedule.check import CheckReport, check, live_peaks, segment_peaks
 from braid.schedule.draw import draw
 from braid.schedule.dual import DUAL_PIPE_V, dual_pipe_v
 from braid.schedule.event_simulator import OpSpan
 from braid.schedule.faults import Fault, Rule
 from braid.schedule.freezing import freeze
+from braid.schedule.graph import Edge, Graph, Segment
+from braid.schedule.multimodule import ahead_problems, multimodule
 from braid.schedule.ops import (
     Act,
     Channel,
@@ -55,7 +59,9 @@ __all__ = [
     "CheckReport",
     "Collective",
     "Costs",
+    "Edge",
     "Fault",
+    "Graph",
     "Link",
     "Message",
     "Op",
@@ -65,9 +71,11 @@ __all__ = [
     "Phase",
     "Rule",
     "Schedule",
+    "Segment",
     "Stream",
     "Timeline",
     "Turn",
+    "ahead_problems",
     "build",
     "channel_of",
     "check",
@@ -81,11 +89,13 @@ __all__ = [
     "interleaved",
     "live_peaks",
     "message_of",
+    "multimodule",
     "one_f_one_b",
     "overlapped",
     "parse_op",
     "round_robin",
     "schedule_problems",
+    "segment_peaks",
     "segments_of",
     "simulate",
     "v_shape",

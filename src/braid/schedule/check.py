@@ -10,14 +10,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import NamedTuple
 
 from braid.schedule.event_simulator import Wait, simulate_lists
 from braid.schedule.faults import Fault, Rule
 from braid.schedule.lifetime import lifetime_faults, sum_faults
-from braid.schedule.ops import Act, Channel, Message, Op, Ops, Schedule, channel_of, message_of
+from braid.schedule.ops import Act, Channel, Message, Op, Ops, Schedule, message_of
 from braid.schedule.order import collective_faults
 from braid.schedule.recompute import replay_faults
+from braid.schedule.station_faults import station_faults
 from braid.schedule.views import bare, narrow, phase_faults, wide
 
 
@@ -37,14 +39,20 @@ class CheckReport:
 def check(schedule: Schedule) -> CheckReport:
     """Check all rules. If ops are incomplete, only that is reported: the other rules cannot be checked."""
     if not schedule.phases:
-        return CheckReport(faults=_segment_faults(schedule), live=live_peaks(schedule))
+        all_faults = tuple(_incomplete(schedule)) or (*_segment_faults(schedule), *_joint_faults(schedule))
+        return CheckReport(faults=all_faults, live=live_peaks(schedule))
     plain, places = bare(schedule)
     faults = list(phase_faults(plain))
+    incomplete = False
     for view in (wide(plain), narrow(plain)):
-        for fault in _segment_faults(view.schedule):
+        missing = tuple(_incomplete(view.schedule))
+        incomplete = incomplete or bool(missing)
+        for fault in missing or _segment_faults(view.schedule):
             shown = replace(fault, place=view.places[fault.rank][fault.place])
             if shown not in faults:
                 faults.append(shown)
+    if not incomplete:
+        faults += _joint_faults(plain)
     shown_faults = [replace(fault, place=places[fault.rank][fault.place]) for fault in faults]
     shown_faults += replay_faults(schedule)
     if schedule.weights != "unplaced":
@@ -52,15 +60,19 @@ def check(schedule: Schedule) -> CheckReport:
     return CheckReport(faults=tuple(shown_faults), live=_live_peaks(plain))
 
 
-def _segment_faults(schedule: Schedule) -> tuple[Fault, ...]:
-    return tuple(_incomplete(schedule)) or (
-        *_own_faults(schedule),
-        *_once_faults(schedule),
-        *_message_faults(schedule),
-        *_live_faults(schedule),
-        *collective_faults(dict(enumerate(schedule.ops))),
-        *_deadlock_faults(schedule.ops),
-    )
+def _segment_faults(schedule: Schedule) -> Iterator[Fault]:
+    """The rules about whole segments and their messages."""
+    yield from _own_faults(schedule)
+    yield from _once_faults(schedule)
+    yield from _message_faults(schedule)
+    yield from _live_faults(schedule)
+
+
+def _joint_faults(schedule: Schedule) -> Iterator[Fault]:
+    """The rules about what ranks do together, which phases do not change."""
+    yield from station_faults(schedule)
+    yield from collective_faults(dict(enumerate(schedule.ops)))
+    yield from _deadlock_faults(schedule)
 
 
 def live_peaks(schedule: Schedule, sizes: Sequence[int] | None = None) -> tuple[int, ...]:
@@ -72,7 +84,17 @@ def live_peaks(schedule: Schedule, sizes: Sequence[int] | None = None) -> tuple[
 def _live_peaks(schedule: Schedule, sizes: Sequence[int] | None = None) -> tuple[int, ...]:
     if schedule.phases:
         schedule = wide(schedule).schedule
-    return tuple(_peak(schedule, ops, sizes)[0] for ops in schedule.ops)
+    return tuple(_peak(schedule, ops, sizes=sizes)[0] for ops in schedule.ops)
+
+
+def segment_peaks(schedule: Schedule) -> tuple[int, ...]:
+    """For each segment, the peak number of live forwards on any rank that holds it; 0 if it has no backward."""
+    plain = bare(schedule)[0]
+    whole = wide(plain).schedule if plain.phases else plain
+    return tuple(
+        max(_peak(whole, whole.ops[rank], only=segment)[0] for rank in stations)
+        for segment, stations in enumerate(whole.graph.stations)
+    )
 
 
 # -------------------------------------------------------------------------------------- the ops of one rank
@@ -88,108 +110,141 @@ def _incomplete(schedule: Schedule) -> Iterator[Fault]:
                 yield Fault(rank=rank, place=place, op=op, rule=Rule.COMPLETE, why=why)
 
 
+_Key = tuple[Act, int, str | None]
+"""(act, segment, edge): what an op does with every micro-batch."""
+
+
 class _Expected(NamedTuple):
-    """What must hold for an act on a segment, for every micro-batch."""
+    """What must hold for an act on a segment and edge, for every micro-batch."""
 
-    holder: int
-    reads: tuple[Act, int] | None
-    """The act and segment on the same rank that produce its input; None for the batch, the loss and a
-    receive."""
-    peer: int | None
-    """The peer of the message; None if there is no message."""
+    stations: tuple[int, ...]
+    """Those that hold the segment."""
+    reads: tuple[tuple[Rule, _Key], ...]
+    """What must have run on the same rank before, and the rule that says so."""
+    peers: tuple[int, ...]
+    """The peers of the message; empty if there is no message."""
 
 
-def _expected(schedule: Schedule, act: Act, segment: int) -> _Expected:
-    holder = schedule.holder
-    onward = 1 if act.direction == "F" else -1
-    source, target = segment - onward, segment + onward
+def _expected(schedule: Schedule, rank: int, key: _Key) -> _Expected:
+    act, segment, edge = key
+    graph, forward = schedule.graph, act.direction == "F"
+    stations = graph.stations[segment]
+    before, after = graph.previous(segment), graph.next(segment)
+    source, target = (before, after) if forward else (after, before)
+    if act.computes:
+        return _Expected(stations, tuple(_inputs(schedule, act, segment, source)), ())
+    reads = ((Rule.AFTER_INPUT, (Act(act.direction), segment, None)),) if act.sends else ()
+    outward = act.sends == forward
+    if edge is not None:
+        known = [each for each in (graph.outputs if outward else graph.inputs)(segment) if each.name == edge]
+        passes = known and (forward or schedule.backwards[known[0].source])
+        peers = graph.stations[known[0].target if outward else known[0].source] if passes else ()
+        return _Expected(stations, reads, peers)
     other = target if act.sends else source
-    exists = 0 <= other < schedule.segments and (act.direction == "F" or schedule.has_backward(other))
-    local = exists and holder[other] == holder[segment]
-    reads: tuple[Act, int] | None = None
-    if act.sends:
-        reads = (Act(act.direction), segment)
-    elif act.computes and exists:
-        reads = (act, source) if local else (Act.RECV_F if act is Act.F else Act.RECV_B, segment)
-    message = act.sends or act.receives
-    peer = holder[other] if message and exists and not local else None
-    return _Expected(holder=holder[segment], reads=reads, peer=peer)
+    exists = other is not None and (forward or schedule.backwards[min(segment, other)])
+    if other is None or not exists or graph.is_local(segment, other) or rank not in stations:
+        return _Expected(stations, reads, ())
+    return _Expected(stations, reads, graph.peers(rank, segment, other))
+
+
+def _inputs(schedule: Schedule, act: Act, segment: int, source: int | None) -> Iterator[tuple[Rule, _Key]]:
+    """What an `F` or `B` reads: from its module, and over edges."""
+    graph, receive = schedule.graph, Act.RECV_F if act is Act.F else Act.RECV_B
+    if source is not None:
+        local = graph.is_local(segment, source)
+        yield Rule.AFTER_INPUT, (act, source, None) if local else (receive, segment, None)
+    for edge in graph.inputs(segment) if act is Act.F else graph.outputs(segment):
+        yield Rule.INPUTS, (receive, segment, edge.name)
 
 
 def _own_faults(schedule: Schedule) -> Iterator[Fault]:
-    """Each op is valid, on its own rank, after its inputs, and has the right peer."""
-    expected = {
-        (act, segment): _expected(schedule, act, segment)
-        for act in Act
-        for segment in range(schedule.segments)
-        if act.direction == "F" or (act.direction == "B" and schedule.has_backward(segment))
-    }
-    every = range(schedule.micro_batches)
+    """Each op is valid, on its own rank, after its inputs, and has the right peers."""
     for rank, ops in enumerate(schedule.ops):
-        done: set[tuple[Act, int, int]] = set()
+        expected: dict[_Key, _Expected] = {}
+        done: set[tuple[int, _Key]] = set()
         for place, op in enumerate(ops):
             if op.micro_batch is None or op.segment is None:
                 continue
-            known = expected.get((op.act, op.segment)) if op.micro_batch in every else None
-            if known:
-                for rule, why in _op_faults(op, rank, known, op.micro_batch, done):
-                    yield Fault(rank=rank, place=place, op=op, rule=rule, why=why)
+            key = (op.act, op.segment, op.edge)
+            if missing := _missing(schedule, op.micro_batch, key):
+                rule, why = missing
+                yield Fault(rank=rank, place=place, op=op, rule=rule, why=why)
             else:
-                counts = f"{schedule.micro_batches} micro-batches and {schedule.segments} segments"
-                why = f"there are {counts}{_backward_note(schedule, op.segment)}"
-                yield Fault(rank=rank, place=place, op=op, rule=Rule.EXISTS, why=why)
-            done.add((op.act, op.micro_batch, op.segment))
+                if key not in expected:
+                    expected[key] = _expected(schedule, rank, key)
+                for rule, why in _op_faults(op, rank, expected[key], op.micro_batch, done):
+                    yield Fault(rank=rank, place=place, op=op, rule=rule, why=why)
+            done.add((op.micro_batch, key))
+
+
+def _missing(schedule: Schedule, micro_batch: int, key: _Key) -> tuple[Rule, str] | None:
+    """Why there is no such op in this schedule."""
+    act, segment, edge = key
+    backward = act.direction == "B"
+    exists = micro_batch in range(schedule.micro_batches) and segment in range(schedule.segments)
+    if not exists or act.direction not in ("F", "B") or (backward and not schedule.backward):
+        counts = f"{schedule.micro_batches} micro-batches and {schedule.segments} segments"
+        return Rule.EXISTS, f"there are {counts}{'' if schedule.backward else ', and no backward'}"
+    if edge is not None and schedule.graph.edge(edge) is None:
+        return Rule.EXISTS, f"there is no edge {edge}"
+    if backward and not schedule.backwards[segment]:
+        return Rule.TRAINS, f"segment {segment} has no backward: neither it nor what it reads is trained"
+    return None
 
 
 def _op_faults(
-    op: Op, rank: int, expected: _Expected, micro_batch: int, done: set[tuple[Act, int, int]]
+    op: Op, rank: int, expected: _Expected, micro_batch: int, done: set[tuple[int, _Key]]
 ) -> Iterator[tuple[Rule, str]]:
-    holder, reads, peer = expected
-    if holder != rank:
-        yield Rule.OWN_RANK, f"segment {op.segment} is held by rank {holder}"
-    if op.act is Act.B and (Act.F, micro_batch, op.segment) not in done:
+    stations, reads, peers = expected
+    if rank not in stations:
+        yield Rule.OWN_RANK, f"segment {op.segment} is held by {_ranks(stations)}"
+    if op.act is Act.B and op.segment is not None and (micro_batch, (Act.F, op.segment, None)) not in done:
         yield Rule.F_BEFORE_B, f"F{micro_batch}.{op.segment} has not run"
-    if reads and (reads[0], micro_batch, reads[1]) not in done:
-        yield Rule.AFTER_INPUT, f"{reads[0].value}{micro_batch}.{reads[1]} has not run"
-    if not op.act.computes and (peer is None or op.peer != peer):
-        why = "no message crosses ranks here" if peer is None else f"its peer is rank {peer}"
-        yield Rule.PEER, why
+    for rule, (act, segment, edge) in reads:
+        if (micro_batch, (act, segment, edge)) not in done:
+            missing = Op(act=act, micro_batch=micro_batch, segment=segment, edge=edge)
+            yield rule, f"{missing} has not run"
+    if not op.act.computes and (not peers or op.peers != peers):
+        why = f"its {'peer is' if len(peers) == 1 else 'peers are'} {_ranks(peers)}"
+        yield Rule.PEER, why if peers else "no message crosses ranks here"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
 
 
 def _once_faults(schedule: Schedule) -> Iterator[Fault]:
-    """No compute op is repeated or missing."""
-    seen: set[tuple[Act, int, int]] = set()
+    """No compute op is repeated or missing, on any station of its segment."""
+    stations = schedule.graph.stations
+    seen: set[tuple[Act, int, int, int]] = set()
     for rank, ops in enumerate(schedule.ops):
         for place, op in enumerate(ops):
             if not op.act.computes or op.micro_batch is None or op.segment is None:
                 continue
-            key = (op.act, op.micro_batch, op.segment)
+            own = stations[op.segment] if op.segment in range(schedule.segments) else (rank,)
+            key = (op.act, op.micro_batch, op.segment, rank if rank in own else own[0])
             if key in seen:
                 yield Fault(rank=rank, place=place, op=op, rule=Rule.ONCE, why="it has run before")
             seen.add(key)
-    for segment, rank in enumerate(schedule.holder):
-        for micro_batch in range(schedule.micro_batches):
-            for act in (Act.F, Act.B) if schedule.has_backward(segment) else (Act.F,):
-                if (act, micro_batch, segment) not in seen:
+    for segment, own in enumerate(stations):
+        for micro_batch, rank in product(range(schedule.micro_batches), own):
+            for act in (Act.F, Act.B) if schedule.backwards[segment] else (Act.F,):
+                if (act, micro_batch, segment, rank) not in seen:
                     op = Op(act=act, micro_batch=micro_batch, segment=segment)
                     place = len(schedule.ops[rank])
                     yield Fault(rank=rank, place=place, op=op, rule=Rule.ONCE, why="it is missing")
 
 
-def _backward_note(schedule: Schedule, segment: int) -> str:
-    if not schedule.backward:
-        return ", and no backward"
-    frozen = 0 <= segment < schedule.segments and not schedule.has_backward(segment)
-    return ", and nothing up to this segment is trained" if frozen else ""
-
-
-def _peak(schedule: Schedule, ops: Ops, sizes: Sequence[int] | None = None) -> tuple[int, int]:
-    """The peak number of live forwards of a rank, and the first place where it is reached. A forward without a
-    backward keeps nothing."""
+def _peak(
+    schedule: Schedule, ops: Ops, *, sizes: Sequence[int] | None = None, only: int | None = None
+) -> tuple[int, int]:
+    """The peak number of live forwards, of all segments that have a backward or of `only` one, and the first
+    place where it is reached."""
+    counted = {segment for segment, has in enumerate(schedule.backwards) if has and only in (None, segment)}
     live = peak = where = 0
     for place, op in enumerate(ops):
-        if op.act.computes and (op.segment is None or schedule.has_backward(op.segment)):
-            size = 1 if sizes is None or op.segment is None else sizes[op.segment]
+        if op.act.computes and op.segment in counted:
+            size = 1 if sizes is None else sizes[op.segment]
             live += size if op.act is Act.F else -size
             if live > peak:
                 peak, where = live, place
@@ -204,6 +259,12 @@ def _live_faults(schedule: Schedule) -> Iterator[Fault]:
         if peak > bound:
             why = f"{peak} forwards are alive, at most {bound} may be"
             yield Fault(rank=rank, place=place, op=ops[place], rule=Rule.LIVE, why=why)
+        for segment in schedule.segments_of(rank):
+            limit = schedule.graph.segments[segment].bound
+            peak, place = _peak(schedule, ops, only=segment) if limit is not None else (0, 0)
+            if limit is not None and peak > limit:
+                why = f"{peak} forwards of segment {segment} are alive, at most {limit} may be"
+                yield Fault(rank=rank, place=place, op=ops[place], rule=Rule.LIVE, why=why)
 
 
 # ---------------------------------------------------------------------------------- what ranks agree on
@@ -220,12 +281,13 @@ def _message_faults(schedule: Schedule) -> Iterator[Fault]:
         for place, op in enumerate(ops):
             if not (op.act.sends or op.act.receives):
                 continue
-            side = (sent if op.act.sends else received)[channel_of(rank, op)]
             message = message_of(op)
-            if message in side:
-                why = f"it is {'sent' if op.act.sends else 'received'} twice"
-                yield Fault(rank=rank, place=place, op=op, rule=Rule.MATCHED, why=why)
-            side.setdefault(message, (rank, place, op))
+            for channel in schedule.channels_of(rank, op):
+                side = (sent if op.act.sends else received)[channel]
+                if message in side:
+                    why = f"it is {'sent' if op.act.sends else 'received'} twice"
+                    yield Fault(rank=rank, place=place, op=op, rule=Rule.MATCHED, why=why)
+                side.setdefault(message, (rank, place, op))
     for channel in {**sent, **received}:
         yield from _channel_faults(channel, sent[channel], received[channel])
 
@@ -254,9 +316,9 @@ def _channel_faults(
 # ---------------------------------------------------------------------------------- all lists together
 
 
-def _deadlock_faults(lists: Sequence[Ops]) -> Iterator[Fault]:
+def _deadlock_faults(schedule: Schedule) -> Iterator[Fault]:
     """A fault for each cycle of waiting ranks, and for each rank that waits for one that has ended."""
-    waiting = {wait.rank: wait for wait in simulate_lists(lists, lambda op: 0.0, 0.0).waits}
+    waiting = {wait.rank: wait for wait in simulate_lists(schedule, lambda op: 0.0, 0.0).waits}
     visited: set[int] = set()
     for rank in waiting:
         path: list[int] = []

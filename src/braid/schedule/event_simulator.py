@@ -4,6 +4,10 @@
 `ops`: a send is asynchronous, a receive waits for the next message of its channel, a collective waits for all
 its members. The simulation ends when every rank has finished its list or waits.
 
+An edge between modules has a communicator per direction, simulated as strictly as NCCL may behave: its n-th
+batch is exchanged when all its members have posted it and the batch before is gone. A bounded send waits until
+an earlier message has been received.
+
 Phases run on the two streams of their rank: each starts after the previous op of its stream and after the
 previous phase of its micro-batch. A `W` depends on its stream only, where its backward has run. A message
 delays its micro-batch, not the rank. Ops on units run on the compute stream.
@@ -12,10 +16,10 @@ delays its micro-batch, not the rank. Ops on units run on the compute stream.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from braid.schedule.ops import Act, Channel, Collective, Op, channel_of
+from braid.schedule.ops import Act, Channel, Collective, Op, Schedule
 from braid.schedule.phases import Stream
 
 
@@ -51,18 +55,52 @@ class SimulationOutcome:
 
 
 def simulate_lists(
-    lists: Sequence[Sequence[Op]],
+    schedule: Schedule,
     seconds: Callable[[Op], float],
     message: float,
     stream: Callable[[Op], Stream | None] = lambda op: None,
 ) -> SimulationOutcome:
-    """Simulate all lists together. `seconds` is the duration of an op, `message` that of a message (the
-    messages of a channel are serialised), `stream` the stream of an op that runs a phase."""
-    simulation = _Simulation(lists, seconds, message, stream)
-    runnable = set(range(len(lists)))
+    """Simulate all lists of a schedule together. `seconds` is the duration of an op, `message` that of a
+    message (the messages of a channel are serialised), `stream` the stream of an op that runs a phase."""
+    simulation = _Simulation(schedule, seconds, message, stream)
+    runnable = set(range(len(schedule.ops)))
     while runnable:
         runnable |= simulation.advance(runnable.pop())
     return SimulationOutcome(spans=tuple(map(tuple, simulation.spans)), waits=tuple(simulation.waits()))
+
+
+class _EdgeBatches:
+    """The batches of one edge in one direction."""
+
+    def __init__(self) -> None:
+        self.posts: dict[int, list[float]] = {}
+        """For each member, when it has posted each of its batches."""
+        self.senders: set[int] = set()
+        """Members that post when they send; the others post when they receive."""
+        self.received: dict[int, int] = {}
+        self.exchanged: list[float] = []
+        """When each batch was exchanged."""
+
+    def join(self, rank: int, op: Op) -> None:
+        """A rank has this op in its list."""
+        self.posts.setdefault(rank, [])
+        self.received.setdefault(rank, 0)
+        if op.act.sends:
+            self.senders.add(rank)
+
+    def post(self, rank: int, when: float, message: float) -> set[int]:
+        """Post a rank's next batch, and return the members that may have waited for it."""
+        self.posts[rank].append(when)
+        number = len(self.exchanged)
+        if any(len(posts) <= number for posts in self.posts.values()):
+            return set()
+        posted = max(posts[number] for posts in self.posts.values())
+        self.exchanged.append(max([posted, *self.exchanged[-1:]]) + message)
+        return set(self.posts) - {rank}
+
+    def missing(self) -> tuple[int, ...]:
+        """The members that have not posted the next batch."""
+        return tuple(rank for rank, posts in self.posts.items() if len(posts) <= len(self.exchanged))
 
 
 class _Simulation:
@@ -70,12 +108,14 @@ class _Simulation:
 
     def __init__(
         self,
-        lists: Sequence[Sequence[Op]],
+        schedule: Schedule,
         seconds: Callable[[Op], float],
         message: float,
         stream: Callable[[Op], Stream | None],
     ) -> None:
-        self.lists, self.seconds, self.message, self.stream = lists, seconds, message, stream
+        lists = schedule.ops
+        self.schedule, self.lists = schedule, lists
+        self.seconds, self.message, self.stream = seconds, message, stream
         self.free = [dict.fromkeys(Stream, 0.0) for _ in lists]
         """For each rank, when each stream becomes idle."""
         self.ready: dict[tuple[str, int | None, int | None], float] = defaultdict(float)
@@ -86,7 +126,16 @@ class _Simulation:
         self.completed = [0] * len(lists)
         """For each rank, how many collectives of its current op have completed."""
         self.arrivals: dict[Channel, list[float]] = defaultdict(list)
-        self.received: dict[Channel, int] = defaultdict(int)
+        """For each channel, when each of its messages arrives."""
+        self.taken: dict[Channel, list[float]] = defaultdict(list)
+        """For each channel, when each of its messages was received."""
+        self.full: set[Channel] = set()
+        """Channels on which a bounded send waits."""
+        self.edges: dict[tuple[str, str], _EdgeBatches] = defaultdict(_EdgeBatches)
+        for rank, ops in enumerate(lists):
+            for op in ops:
+                if op.edge is not None:
+                    self.edges[op.act.direction, op.edge].join(rank, op)
         self.issued: dict[tuple[int, str], int] = defaultdict(int)
         """How many collectives a rank has completed on a communicator."""
         self.present: dict[tuple[str, int], dict[int, float]] = defaultdict(dict)
@@ -102,16 +151,11 @@ class _Simulation:
                 break
             start = self._start(rank, op)
             end = start + self.seconds(op)
-            if op.act.receives:
-                arrival = self._arrival(channel_of(rank, op))
-                if arrival is None:
+            if op.act.receives or op.act.sends:
+                done = (self._receive if op.act.receives else self._send)(rank, op, end, unblocked)
+                if done is None:
                     break
-                end = max(end, arrival)
-            elif op.act.sends:
-                channel = channel_of(rank, op)
-                sent = self.arrivals[channel]
-                sent.append(max(end, sent[-1] if sent else end) + self.message)
-                unblocked.add(channel[2])
+                end = done
             self.completed[rank] = 0
             self._end(rank, op, end)
             spans.append(OpSpan(op=op, start=start, end=end))
@@ -147,13 +191,52 @@ class _Simulation:
         if op.act is not Act.W:
             self.ready[op.act.direction, op.micro_batch, op.segment] = end
 
-    def _arrival(self, channel: Channel) -> float | None:
-        """Take the next message of a channel, and return when it arrives; None if it has not been sent."""
-        received, arrivals = self.received[channel], self.arrivals[channel]
-        if received == len(arrivals):
+    def _receive(self, rank: int, op: Op, begin: float, unblocked: set[int]) -> float | None:
+        """Take the next message, and return when it is there; None if it has not been sent."""
+        if op.edge is not None:
+            batches = self.edges[op.act.direction, op.edge]
+            number = batches.received[rank]
+            if rank not in batches.senders and len(batches.posts[rank]) == number:
+                unblocked |= batches.post(rank, begin, self.message)
+            if number == len(batches.exchanged):
+                return None
+            batches.received[rank] += 1
+            return max(begin, batches.exchanged[number])
+        channels = self.schedule.channels_of(rank, op)
+        if any(self._empty(channel) for channel in channels):
             return None
-        self.received[channel] += 1
-        return arrivals[received]
+        end = max(begin, *(self.arrivals[channel][len(self.taken[channel])] for channel in channels))
+        for channel in channels:
+            self.taken[channel].append(end)
+            if channel in self.full:
+                unblocked.add(channel[1])
+        return end
+
+    def _send(self, rank: int, op: Op, end: float, unblocked: set[int]) -> float | None:
+        """Send a message, and return when there was room for it; None if there is none."""
+        bound = self.schedule.send_bound(op)
+        if op.edge is not None:
+            batches = self.edges[op.act.direction, op.edge]
+            room = _room(len(batches.posts[rank]), batches.exchanged, bound)
+            if room is None:
+                return None
+            unblocked |= batches.post(rank, max(end, room), self.message)
+            return max(end, room)
+        channels = self.schedule.channels_of(rank, op)
+        for channel in channels:
+            room = _room(len(self.arrivals[channel]), self.taken[channel], bound)
+            if room is None:
+                self.full.add(channel)
+                return None
+            end = max(end, room)
+        for channel in channels:
+            sent = self.arrivals[channel]
+            sent.append(max(end, sent[-1] if sent else end) + self.message)
+            unblocked.add(channel[2])
+        return end
+
+    def _empty(self, channel: Channel) -> bool:
+        return len(self.taken[channel]) == len(self.arrivals[channel])
 
     def _complete_collectives(self, rank: int, op: Op, unblocked: set[int]) -> bool:
         """Advance through the collectives of an op, and return whether all of them have completed."""
@@ -187,6 +270,26 @@ class _Simulation:
                 present = self._present(rank, collective)
                 awaited = tuple(member for member in collective.members if member not in present)
             else:
-                awaited = (channel_of(rank, op)[1],)
+                awaited = tuple(self._awaited(rank, op))
             waits.append(Wait(rank=rank, place=place, op=op, awaited=awaited))
         return waits
+
+    def _awaited(self, rank: int, op: Op) -> Iterator[int]:
+        """The ranks that a message waits for: those that have not sent, received or posted."""
+        if op.edge is not None:
+            yield from self.edges[op.act.direction, op.edge].missing()
+            return
+        for channel in self.schedule.channels_of(rank, op):
+            if op.act.sends and channel in self.full:
+                yield channel[2]
+            elif op.act.receives and self._empty(channel):
+                yield channel[1]
+
+
+def _room(sent: int, left: Sequence[float], bound: int | None) -> float | None:
+    """From when on another message may be sent after `sent` others, at most `bound` of which may be on their
+    way; `left` is when each of them was received. None: not yet."""
+    number = -1 if bound is None else sent - bound
+    if number < 0:
+        return 0.0
+    return left[number] if number < len(left) else None

@@ -17,6 +17,11 @@ class Rule(Enum):
     ONCE = "every micro-batch passes every segment once forward, and once backward in training"
     F_BEFORE_B = "a backward comes after the forward of the same micro-batch and segment"
     AFTER_INPUT = "an op comes after the ops that produce its inputs"
+    INPUTS = (
+        "a forward comes after the receives of all its edges, a backward after the gradients of all readers"
+    )
+    TRAINS = "a segment has a backward if it, or anything that it reads, is trained, and W only if it is itself"
+    TOGETHER = "the first op of a turn is a collective of all stations of its stage, if there are several"
     PHASE_ORDER = "a micro-batch passes all phases of a segment in order, and backward in reverse"
     TURNS = "micro-batches pass each phase in order, forward and backward, so that gradient sums have one order"
     WEIGHTS = "weight gradients are computed once, after their backward, and in the order of backwards"
@@ -24,6 +29,7 @@ class Rule(Enum):
     MATCHED = "every message is sent once and received once"
     CHANNEL_ORDER = "the messages of a channel are received in the order in which they are sent"
     LIVE = "no more forwards are alive than the schedule states"
+    HELD = "no more messages are sent and not read than the schedule states"
     SAME_COLLECTIVES = "the members of a communicator issue the same collectives in the same order"
     COMMON_ORDER = "one total order of the collectives of all communicators is consistent with every rank"
     DEADLOCK = "no rank waits forever"

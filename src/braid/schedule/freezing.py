@@ -43,7 +43,7 @@ def freeze(schedule: Schedule, frozen: Collection[str]) -> Schedule:
     if not frozen:
         return schedule
     phases = freeze_phases(schedule.phases, frozen)
-    trains = tuple(any(phase.backward for phase in segment) for segment in phases)
+    reached = tuple(any(phase.backward for phase in segment) for segment in phases)
     kept = {
         (act, segment, name)
         for segment, own in enumerate(phases)
@@ -57,8 +57,8 @@ def freeze(schedule: Schedule, frozen: Collection[str]) -> Schedule:
             return (op.act, op.segment, op.phase) in kept
         if op.act in (Act.SEND_B, Act.RECV_B):
             assert op.segment is not None
-            return trains[op.segment - (op.act is Act.SEND_B)]
+            return reached[op.segment - (op.act is Act.SEND_B)]
         return True
 
     lists = tuple(tuple(op for op in ops if needed(op)) for ops in schedule.ops)
-    return replace(schedule, ops=lists, phases=phases, trains=trains)
+    return replace(schedule, ops=lists, phases=phases, reached=reached)

@@ -1,8 +1,9 @@
 """Schedule ops: the instruction set of a pipeline rank, as immutable data.
 
 A `Schedule` holds one list of ops per pipeline rank; all ranks of a stage (tp, cp, dp ...) run the list of
-their stage. Builders create schedules, `check` proves them, `simulate` times them, the engine executes them.
-Only builders and the passes `with_replays`, `with_sums` and `lowered` insert ops.
+their stage. With several modules it holds one per station (see `graph`), and "rank" below means station.
+Builders create schedules, `check` proves them, `simulate` times them, the engine executes them. Only builders
+and the passes `with_replays`, `with_sums` and `lowered` insert ops.
 
 **Semantics.** `F` and `B` are the forward and backward of one micro-batch on one segment (virtual stage).
 
@@ -31,10 +32,22 @@ Only builders and the passes `with_replays`, `with_sums` and `lowered` insert op
 - An op may declare the **collectives** that it issues, in order. Their members are pipeline ranks: a collective
   among the ranks of one stage has one member.
 
+**Several modules.** A message of an **edge** passes the output of one module to another. All stations of both
+sides take part in the n-th message of an edge and direction as one batch, which follows the batch before on all
+of them. A station on one side posts its part when it sends or receives. A station on both sides posts its sends
+and receives together, in the send; its receive only waits: two ranks that post sends first would wait for each
+other. A message without an edge stays within its module and its pipelines.
+
+- A segment has a `B` if it, or anything that it reads, is trained. If it has none, its sends are **bounded**:
+  before it sends micro-batch m, it waits until micro-batch m - bound has been received.
+- A turn of a stage that lies on several stations is a collective of these stations, declared by its first op:
+  they share the collectives inside the turn, and run different lists.
+
 **Syntax.** `F3.1` is the forward of micro-batch 3 on segment 1. `SEND_F3.1>2` sends its output to rank 2, which
 has `RECV_F3.2<1`: a message names the segment on its own rank. `B3.1:2.mix` is one phase of `B3.1`. Units are
-in parentheses, `UNSHARD(head)`, declared collectives in brackets, `SUM_COPIES[embedding:grad@0,3]`. `parse_op`
-reads what `str` writes.
+in parentheses, `UNSHARD(head)`, declared collectives in brackets, `SUM_COPIES[embedding:grad@0,3]`, edges in
+braces: `SEND_F3.5{vision}>0,1` sends the output of segment 5 to the stations 0 and 1, which have
+`RECV_F3.0{vision}<4`. `parse_op` reads what `str` writes.
 """
 
 from __future__ import annotations
@@ -46,6 +59,7 @@ from enum import Enum
 from functools import cached_property
 from typing import Literal
 
+from braid.schedule.graph import Graph, pipeline
 from braid.schedule.phases import Phase
 
 
@@ -104,26 +118,37 @@ class Op:
     """The segment on the op's own rank; None if it concerns no single segment."""
     phase: str | None = None
     """A phase of the segment, or a wgrad bucket for `W`; None for the whole segment."""
+    edge: str | None = None
+    """The edge of a message between modules; None within a module."""
     peer: int | None = None
-    """The other pipeline rank of a message."""
+    """The other pipeline rank of a message; the first of them if there are several."""
+    further: tuple[int, ...] = ()
+    """All peers but the first."""
     unit: str | None = None
     """The unit that is unsharded, resharded, accumulated or reduced."""
     collectives: tuple[Collective, ...] = ()
     """The collectives that the op issues, in order."""
 
+    @property
+    def peers(self) -> tuple[int, ...]:
+        """The stations on the other side of a message, ascending. Those of an edge may include its own."""
+        return () if self.peer is None else (self.peer, *self.further)
+
     def __str__(self) -> str:
         where = "" if self.micro_batch is None else f"{self.micro_batch}.{self.segment}"
         where += "" if self.phase is None else f":{self.phase}"
-        arrow = "" if self.peer is None else f"{'>' if self.act.sends else '<'}{self.peer}"
+        where += "" if self.edge is None else f"{{{self.edge}}}"
+        arrow = "" if self.peer is None else f"{'>' if self.act.sends else '<'}{','.join(map(str, self.peers))}"
         unit = "" if self.unit is None else f"({self.unit})"
         return f"{self.act.value}{where}{unit}{arrow}{''.join(map(str, self.collectives))}"
 
 
 Channel = tuple[str, int, int]
-"""(direction, sender, receiver)."""
+"""(direction, sender, receiver). With several modules the direction also names the module, `F.vision`, unless
+it is the first, or the edge, `F{vision}`."""
 
-Message = tuple[str, int, int]
-"""(direction, micro-batch, segment that reads it)."""
+Message = tuple[str, int, int | str]
+"""(direction, micro-batch, segment or edge that reads it)."""
 
 
 def channel_of(rank: int, op: Op) -> Channel:
@@ -136,6 +161,8 @@ def message_of(op: Op) -> Message:
     """The message that an op sends or receives: equal on both sides."""
     assert op.micro_batch is not None
     assert op.segment is not None
+    if op.edge is not None:
+        return op.act.direction, op.micro_batch, op.edge
     onward = (op.act is Act.SEND_F) - (op.act is Act.SEND_B)
     return op.act.direction, op.micro_batch, op.segment + onward
 
@@ -155,7 +182,7 @@ class Schedule:
     """Of the builder."""
     micro_batches: int
     holder: tuple[int, ...]
-    """The pipeline rank of each segment."""
+    """The pipeline rank of each segment; with several modules, the first of its stations."""
     backward: bool
     """False for an evaluation, which has no `B`."""
     live_bound: tuple[int, ...]
@@ -167,16 +194,35 @@ class Schedule:
     """Whether weight gradients are delayed to `W` ops, for phases that have buckets."""
     recompute: tuple[str, ...] = ()
     """What is recomputed, by the names of `train.recompute`: phases with any such region have a `RECOMPUTE`."""
-    trains: tuple[bool, ...] = ()
-    """For each segment, whether it has a backward: it, or a segment before it, is trained. Empty: all have."""
+    reached: tuple[bool, ...] = ()
+    """For each segment, whether gradients reach it: it, or a segment before it, is trained. Empty: as the graph
+    says."""
     dropped: tuple[tuple[str, ...], ...] = ()
     """For each segment, the residual streams that are recomputed rather than saved."""
     weights: Literal["unplaced", "resident", "sharded"] = "unplaced"
     """Which ops on units there are: none yet (not lowered); gradient accumulation only, for a rank that keeps
     all weights; or all of them."""
+    modules: Graph | None = None
+    """The segments of all modules and their edges; None for one module with a pipeline rank per stage."""
+
+    @cached_property
+    def graph(self) -> Graph:
+        """`modules`, or the graph of a plain pipeline."""
+        return self.modules or pipeline(self.holder)
+
+    @cached_property
+    def backwards(self) -> tuple[bool, ...]:
+        """For each segment, whether it has a `B`."""
+        return tuple(self.backward and each for each in self.reached or self.graph.backwards)
+
+    @property
+    def trains(self) -> tuple[bool, ...]:
+        """For each segment, whether any of its weights are trained."""
+        return tuple(self.backward and segment.trains for segment in self.graph.segments)
 
     @property
     def pp(self) -> int:
+        """The number of lists: pipeline ranks or, with several modules, stations."""
         return len(self.ops)
 
     @property
@@ -201,10 +247,10 @@ class Schedule:
 
     def has_backward(self, segment: int) -> bool:
         """Whether gradients reach a segment."""
-        return self.backward and (not self.trains or self.trains[segment])
+        return self.backwards[segment]
 
     def segments_of(self, rank: int) -> tuple[int, ...]:
-        return segments_of(self.holder, rank)
+        return segments_of(self.holder, rank) if self.modules is None else self.modules.held[rank]
 
     def units(self, rank: int) -> tuple[str, ...]:
         """The units that the phases of a rank use, in the order of first use."""
@@ -218,8 +264,28 @@ class Schedule:
 
     def channels(self) -> tuple[Channel, ...]:
         """All channels in use, in the same order on all ranks."""
-        used = {channel_of(rank, op) for rank, ops in enumerate(self.ops) for op in ops if op.peer is not None}
+        used = {
+            channel for rank, ops in enumerate(self.ops) for op in ops for channel in self.channels_of(rank, op)
+        }
         return tuple(sorted(used))
+
+    def channels_of(self, rank: int, op: Op) -> tuple[Channel, ...]:
+        """The channels that a rank sends or receives on with an op, one per peer."""
+        name = op.act.direction
+        if op.edge is not None:
+            name += f"{{{op.edge}}}"
+        elif self.modules is not None and op.segment is not None and op.segment < self.segments:
+            module = self.modules.segments[op.segment].module
+            name += "" if module == self.modules.modules[0] else f".{module}"
+        return tuple((name, rank, peer) if op.act.sends else (name, peer, rank) for peer in op.peers)
+
+    def send_bound(self, op: Op) -> int | None:
+        """How many messages like this one may be on their way: None for any number."""
+        if self.modules is None or op.act is not Act.SEND_F:
+            return None
+        if op.segment is None or op.segment >= self.segments:
+            return None
+        return None if self.backwards[op.segment] else self.modules.segments[op.segment].bound
 
     def __str__(self) -> str:
         return "\n".join(f"{rank}: {' '.join(map(str, ops))}" for rank, ops in enumerate(self.ops))
@@ -231,7 +297,8 @@ def segments_of(holder: Sequence[int], rank: int) -> tuple[int, ...]:
 
 
 _OP = re.compile(
-    r"([A-Z_]+)(?:(\d+)\.(\d+)(?::([a-z0-9_.]+))?)?(?:\(([^()\s]+)\))?(?:[<>](\d+))?((?:\[[^\]]*\])*)"
+    r"([A-Z_]+)(?:(\d+)\.(\d+)(?::([a-z0-9_.]+))?(?:\{([^{}\s]+)\})?)?"
+    r"(?:\(([^()\s]+)\))?(?:[<>](\d+(?:,\d+)*))?((?:\[[^\]]*\])*)"
 )
 _COLLECTIVE = re.compile(r"\[([^:\]]+):([^@\]]+)@(\d+(?:,\d+)*)\]")
 
@@ -239,16 +306,19 @@ _COLLECTIVE = re.compile(r"\[([^:\]]+):([^@\]]+)@(\d+(?:,\d+)*)\]")
 def parse_op(text: str) -> Op:
     """Read an op as `str` writes it; anything else is a `ValueError`."""
     if not (match := _OP.fullmatch(text)):
-        examples = "F3.1, B3.1:2.mix, SEND_F3.1>2 or SUM_COPIES[name:label@0,3]"
+        examples = "F3.1, B3.1:2.mix, SEND_F3.1>2, SEND_F3.1{vision}>0,2 or SUM_COPIES[name:label@0,3]"
         raise ValueError(f"{text!r} is not an op: write one like {examples}")
-    act, micro_batch, segment, phase, unit, peer, collectives = match.groups()
+    act, micro_batch, segment, phase, edge, unit, arrow, collectives = match.groups()
+    peers = [] if arrow is None else [int(peer) for peer in arrow.split(",")]
     op = Op(
         act=Act(act),
         micro_batch=None if micro_batch is None else int(micro_batch),
         segment=None if segment is None else int(segment),
         unit=unit,
         phase=phase,
-        peer=None if peer is None else int(peer),
+        edge=edge,
+        peer=peers[0] if peers else None,
+        further=tuple(peers[1:]),
         collectives=tuple(
             Collective(communicator=name, label=label, members=tuple(map(int, members.split(","))))
             for name, label, members in _COLLECTIVE.findall(collectives)

@@ -102,9 +102,11 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """The idle share of the total time, makespan times ranks."""
-        total = self.makespan * len(self.spans)
-        return sum(self.idle) / total if total else 0.0
+        """The idle share of the total time, makespan times ranks. A station counts as often as it has ranks."""
+        ranks = [len(each) for each in self.schedule.graph.ranks]
+        total = self.makespan * sum(ranks)
+        idle = sum(idle * count for idle, count in zip(self.idle, ranks, strict=True))
+        return idle / total if total else 0.0
 
     @property
     def begin(self) -> float:
@@ -125,7 +127,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
         frozen = phase is not None and bool(phase.units) and not phase.grad_units
         return costs.of(op, delayed=schedule.delayed, frozen=frozen)
 
-    outcome = simulate_lists(schedule.ops, seconds, costs.message, stream_of(schedule))
+    outcome = simulate_lists(schedule, seconds, costs.message, stream_of(schedule))
     if outcome.waits:
         wait = outcome.waits[0]
         raise ValueError(

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 from braid.schedule.faults import Fault, Rule
+from braid.schedule.graph import Graph
 from braid.schedule.ops import Act, Op, Schedule
 from braid.schedule.phases import Phase, Stream, named
 
@@ -119,7 +120,7 @@ def phase_faults(schedule: Schedule) -> Iterator[Fault]:
                 phases = schedule.phases[segment]
                 back = tuple(phase for phase in phases[::-1] if phase.backward)
                 yield from _order_faults(rank, len(ops), actual, phases if act is Act.F else back)
-        yield from _handover_faults(rank, passed)
+        yield from _handover_faults(schedule.graph, rank, passed)
         yield from _turn_faults(rank, ops)
         yield from _weight_faults(schedule, rank)
 
@@ -144,11 +145,13 @@ def _order_faults(
             return
 
 
-def _handover_faults(rank: int, passed: _Passed) -> Iterator[Fault]:
+def _handover_faults(graph: Graph, rank: int, passed: _Passed) -> Iterator[Fault]:
     """Micro-batches that enter a segment before they have left the neighbour that this rank holds as well."""
     for (act, micro_batch, segment), ((place, op), *_) in list(passed.items()):
-        source = segment - 1 if act is Act.F else segment + 1
-        if act is Act.W or (act, micro_batch, source) not in passed:
+        if act is Act.W or segment >= len(graph.segments):
+            continue
+        source = graph.previous(segment) if act is Act.F else graph.next(segment)
+        if source is None or (act, micro_batch, source) not in passed:
             continue
         last, produced = passed[act, micro_batch, source][-1]
         if last > place:
@@ -179,7 +182,7 @@ def _weight_faults(schedule: Schedule, rank: int) -> Iterator[Fault]:
             continue
         key = (op.micro_batch, op.segment, op.phase)
         phase = phase_for(op)
-        if op.act is Act.B and phase is not None and schedule.delayed:
+        if op.act is Act.B and phase is not None and schedule.delayed and schedule.trains[op.segment or 0]:
             delayed |= {(op.micro_batch, op.segment, bucket): place for bucket in phase.buckets}
         elif op.act is Act.W:
             computed[key] += 1
