@@ -18,18 +18,22 @@ from braid.schedule import (
     ahead_problems,
     check,
     evaluation,
+    in_phases,
     interleaved,
     multimodule,
     one_f_one_b,
     parse_op,
     segment_peaks,
     simulate,
+    with_sums,
 )
 from braid.schedule.clock import chunks_of, place
+from braid.schedule.lowering import POLICIES, RESIDENT, lowered
 from braid.schedule.multimodule import encoders_of, in_flight
+from braid.schedule.recompute import with_replays
 from braid.schedule.views import wide
 from tests.schedule import module_cases
-from tests.schedule.cases import parse_ops
+from tests.schedule.cases import coarse, parse_ops
 from tests.schedule.module_cases import Case, drawn, encoder_phases, language_schedule
 from tests.schedule.module_table import costs, medians
 from tests.schedule.rank_model import every_pair, some_pairs, stuck_ranks
@@ -508,3 +512,57 @@ def test_idle_time_counts_by_ranks():
     shares = [idle / timeline.makespan for idle in timeline.idle]
     assert timeline.bubble == pytest.approx((shares[0] + 4 * shares[1]) / 5)
     assert shares[0] > 2 * shares[1]
+
+
+# -------------------------------------------------------------------------------------- replays and weights
+
+
+@pytest.mark.parametrize("policy", [*POLICIES.values(), RESIDENT], ids=[*POLICIES, "alone"])
+@pytest.mark.parametrize("seed", [1, 2, 5, 8, 13, 20])
+def test_weights_of_a_stage_on_several_stations_are_gathered_in_one_order(seed, policy):
+    case = phased(seed)
+    schedule = with_replays(woven(case), ("full",))
+    complete = lowered(schedule, meshes_of(schedule), policy)
+    assert not check(complete).faults
+    assert [op for op in complete.ops[0] if not op.act.shards] == list(schedule.ops[0])
+    gathers = defaultdict(list)
+    for station, ops in enumerate(complete.ops):
+        for op in ops:
+            if op.act in (Act.UNSHARD, Act.REDUCE_GRAD) and op.collectives:
+                (collective,) = op.collectives
+                assert station in collective.members
+                gathers[collective.communicator, station].append(str(op))
+    for (communicator, station), ops in gathers.items():
+        assert all(other == ops for (name, _), other in gathers.items() if name == communicator), station
+
+
+def phased(seed):
+    """The first case from a seed on that has phases and a backward."""
+    return next(c for c in map(drawn, range(seed, seed + 99)) if c.language.phases and c.language.backward)
+
+
+def meshes_of(schedule):
+    return {unit: "dense" for phases in schedule.phases for phase in phases for unit in phase.units}
+
+
+def test_each_module_has_a_policy_and_a_frozen_one_no_gradients():
+    language = language_schedule("overlapped 1", 2, 4)
+    segments = (on(0), on(1), vision(0, 1, phases=encoder_phases(0), trains=False))
+    schedule = multimodule(language, segments, [EDGE])
+    policies = {"language": POLICIES["all"], "vision": POLICIES["optimizer"]}
+    complete = lowered(schedule, meshes_of(schedule), policies)
+    assert check(complete).sound
+    ops = [op for op in complete.ops[0] if op.unit == "e0"]
+    assert [str(replace(op, collectives=())) for op in ops] == ["UNSHARD(e0)", "WAIT(e0)", "RESHARD(e0)"]
+    assert ops[0].collectives[0].members == (0, 1)
+
+
+def test_a_weight_on_both_ends_is_summed_over_the_stations_of_both_stages():
+    chains = coarse("*|*", 2, tied=True)
+    language = in_phases(one_f_one_b(2, 2), chains)
+    segments = (on(0, 1), on(2, 3), vision(1, 2, phases=encoder_phases(0)))
+    schedule = multimodule(language, segments, [EDGE])
+    complete = lowered(with_sums(schedule, {"embedding": range(4)}), meshes_of(schedule), POLICIES["optimizer"])
+    assert check(complete).sound
+    missing = lowered(schedule, meshes_of(schedule), POLICIES["optimizer"])
+    assert {fault.rule for fault in check(missing).faults} == {Rule.SUMMED}

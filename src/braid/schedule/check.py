@@ -51,9 +51,12 @@ def check(schedule: Schedule) -> CheckReport:
             shown = replace(fault, place=view.places[fault.rank][fault.place])
             if shown not in faults:
                 faults.append(shown)
-    if not incomplete:
+    if not incomplete and schedule.modules is None:
         faults += _joint_faults(plain)
     shown_faults = [replace(fault, place=places[fault.rank][fault.place]) for fault in faults]
+    if not incomplete and schedule.modules is not None:
+        # The stations of a stage also share the collectives of its weights and replays.
+        shown_faults += _joint_faults(schedule)
     shown_faults += replay_faults(schedule)
     if schedule.weights != "unplaced":
         shown_faults += [*lifetime_faults(schedule), *sum_faults(schedule)]

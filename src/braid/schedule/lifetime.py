@@ -155,7 +155,8 @@ class Lifetime:
 
 
 def uses_of(schedule: Schedule) -> Uses:
-    """The units that each op of a schedule in phases uses. A `W` adds to gradients without reading weights."""
+    """The units that each op of a schedule in phases uses. A `W` adds to gradients without reading weights; a
+    frozen segment has no gradients to add to."""
     recompute = frozenset(schedule.recompute)
     by_op: dict[tuple[Act, int, str], Use] = {}
     for segment, phases in enumerate(schedule.phases):
@@ -163,10 +164,11 @@ def uses_of(schedule: Schedule) -> Uses:
             units, name = phase.units, phase.name
             by_op[Act.F, segment, name] = Use(reads=units)
             reads = units if phase.backward_reads else ()
-            by_op[Act.B, segment, name] = Use(reads=reads, grads=phase.grad_units)
+            grads = phase.grad_units if schedule.trains[segment] else ()
+            by_op[Act.B, segment, name] = Use(reads=reads, grads=grads)
             by_op[Act.RECOMPUTE, segment, name] = Use(reads=phase.replayed_units(recompute) or ())
             for bucket in phase.buckets:
-                by_op[Act.W, segment, bucket] = Use(grads=phase.grad_units)
+                by_op[Act.W, segment, bucket] = Use(grads=grads)
 
     def uses(op: Op) -> Use:
         if op.phase is None or op.segment is None:
@@ -194,13 +196,10 @@ def lifetime_faults(schedule: Schedule) -> Iterator[Fault]:
 
 
 def sum_faults(schedule: Schedule) -> Iterator[Fault]:
-    """Units that several ranks use without summing their gradients once, and other sums."""
-    holders: dict[str, list[int]] = {}
-    for rank in range(schedule.pp) if schedule.backward else ():
-        for unit in schedule.grad_units(rank):
-            holders.setdefault(unit, []).append(rank)
+    """Units that several stages use without summing their gradients once, and other sums."""
+    holders = _holders(schedule)
     for rank, ops in enumerate(schedule.ops):
-        needed = [unit for unit, ranks in holders.items() if rank in ranks and len(ranks) > 1]
+        needed = [unit for unit, ranks in holders.items() if rank in ranks]
         for place, op in enumerate(ops):
             if op.act is not Act.SUM_COPIES:
                 continue
@@ -213,6 +212,20 @@ def sum_faults(schedule: Schedule) -> Iterator[Fault]:
         for unit in needed:
             op, why = Op(act=Act.SUM_COPIES), f"ranks {holders[unit]} hold {unit}, and do not sum its gradients"
             yield Fault(rank=rank, place=len(ops), op=op, rule=Rule.SUMMED, why=why)
+
+
+def _holders(schedule: Schedule) -> dict[str, list[int]]:
+    """For each trained unit that several stages hold, the ranks of these stages."""
+    stages: dict[str, set[tuple[int, ...]]] = {}
+    for segment, stations in enumerate(schedule.graph.stations):
+        for phase in schedule.phases[segment] if schedule.trains[segment] else ():
+            for unit in phase.grad_units:
+                stages.setdefault(unit, set()).add(stations)
+    return {
+        unit: sorted(rank for stations in held_by for rank in stations)
+        for unit, held_by in stages.items()
+        if len(held_by) > 1
+    }
 
 
 def follow(lifetime: Lifetime, op: Op, use: Use, finished: bool) -> bool:

@@ -7,18 +7,23 @@ schedule.
 Compute ops and messages keep their order. Lowering depends only on the `Use` of units by each op, in training
 and evaluation alike. All ranks of a stage get the same list, so they issue the same collectives in the same
 order.
+
+With several modules, the stations of a stage have different lists, but the same ops of that stage. So each
+module of a station is lowered as if it were alone, and the results are merged: what is inserted depends on the
+ops of the stage only, and comes between the same ones on all its stations.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 from braid.choices import Strategy
+from braid.schedule.graph import Graph
 from braid.schedule.lifetime import Use, Uses, uses_of
 from braid.schedule.ops import Act, Collective, Op, Ops, Schedule
 
@@ -64,11 +69,19 @@ class Sharding:
     policy: Policy
 
 
-def lowered(schedule: Schedule, meshes: Mapping[str, str], policy: Policy) -> Schedule:
-    """Lower every rank's list of a schedule in phases. `meshes` maps each unit to its mesh."""
-    sharding = Sharding(units=meshes, uses=uses_of(schedule), policy=policy)
-    lists = (lower(ops, sharding, rank) for rank, ops in enumerate(schedule.ops))
-    weights: Literal["resident", "sharded"] = "sharded" if policy.gathers else "resident"
+def lowered(schedule: Schedule, meshes: Mapping[str, str], policy: Policy | Mapping[str, Policy]) -> Schedule:
+    """Lower every rank's list of a schedule in phases. `meshes` maps each unit to its mesh. Modules may have a
+    policy each; either all of them gather weights, or none."""
+    graph, uses = schedule.graph, uses_of(schedule)
+    policies = dict.fromkeys(graph.modules, policy) if isinstance(policy, Policy) else policy
+    by_module = {name: Sharding(units=meshes, uses=uses, policy=policies[name]) for name in graph.modules}
+    gathers = {each.policy.gathers for each in by_module.values()}
+    assert len(gathers) == 1, "some modules gather their weights, others keep them"
+    lists = (
+        tuple(_lower_modules(ops, schedule.segments_of(rank), graph, by_module))
+        for rank, ops in enumerate(schedule.ops)
+    )
+    weights: Literal["resident", "sharded"] = "sharded" if gathers.pop() else "resident"
     return replace(schedule, ops=tuple(lists), weights=weights)
 
 
@@ -78,7 +91,47 @@ def lower(ops: Ops, sharding: Sharding, rank: int = 0) -> Ops:
     Between two ops that use units the order is: sends, since a peer waits for them; reductions and reshards of
     the earlier op; all-gathers for the later ones; receives. So all-gathers overlap with receives.
     """
-    return tuple(_Lowering(ops, sharding, rank).run())
+    return tuple(_Lowering(ops, sharding, Stage(str(rank), (rank,))).run())
+
+
+class Stage(NamedTuple):
+    """The ranks that share the collectives of a list."""
+
+    name: str
+    members: tuple[int, ...]
+    """Pipeline ranks, or stations."""
+
+
+_FOLLOWS = (Act.ACCUM, Act.REDUCE_GRAD, Act.RESHARD)
+"""What is inserted behind the op that it belongs to."""
+
+
+def _lower_modules(
+    ops: Ops, held: Sequence[int], graph: Graph, by_module: Mapping[str, Sharding]
+) -> Iterator[Op]:
+    """Lower the ops of each module that a rank holds by themselves, and merge them in the order of its list."""
+    module_of = {segment: graph.segments[segment].module for segment in held}
+    first = module_of[held[0]]  # an op on the wrong rank goes with it, so that `check` can name it
+    streams: dict[str, deque[Op]] = {}
+    for segment, module in module_of.items():
+        if module not in streams:
+            own = tuple(
+                op for op in ops if op.segment is not None and module_of.get(op.segment, first) == module
+            )
+            stage = Stage(graph.stage_name(segment), graph.stations[segment])
+            *alone, _ = _Lowering(own, by_module[module], stage).run()  # without its FINISH
+            streams[module] = deque(alone)
+    for op in ops:
+        if op.segment is None:
+            continue
+        stream = streams[module_of.get(op.segment, first)]
+        while (each := stream.popleft()) is not op:
+            yield each
+        yield op
+        while stream and stream[0].act in _FOLLOWS:
+            yield stream.popleft()
+    yield Op(act=Act.FINISH)
+    yield from (op for op in ops if op.segment is None)
 
 
 class _Slot(NamedTuple):
@@ -94,8 +147,8 @@ class _Slot(NamedTuple):
 class _Lowering:
     """The state of lowering one list."""
 
-    def __init__(self, ops: Ops, sharding: Sharding, rank: int) -> None:
-        self.sharding, self.policy, self.rank = sharding, sharding.policy, rank
+    def __init__(self, ops: Ops, sharding: Sharding, stage: Stage) -> None:
+        self.sharding, self.policy, self.stage = sharding, sharding.policy, stage
         self.before, self.slots = _slots(ops, sharding.uses)
         self.reads: dict[str, list[int]] = defaultdict(list)
         """The slots that read each unit."""
@@ -167,9 +220,9 @@ class _Lowering:
                 yield Op(act=Act.RESHARD, unit=unit)
 
     def _collective(self, what: str, unit: str) -> Collective:
-        """A collective within this stage: its only member among the pipeline ranks is this one."""
-        communicator = f"{self.sharding.units[unit]}.{self.rank}"
-        return Collective(communicator=communicator, label=f"{what}({unit})", members=(self.rank,))
+        """A collective within this stage."""
+        communicator = f"{self.sharding.units[unit]}.{self.stage.name}"
+        return Collective(communicator=communicator, label=f"{what}({unit})", members=self.stage.members)
 
 
 def _slots(ops: Ops, uses: Uses) -> tuple[Ops, list[_Slot]]:

@@ -81,10 +81,10 @@ def with_replays(schedule: Schedule, names: Collection[str], dropped: Sequence[S
     named = replace(schedule, recompute=tuple(sorted(recomputed(names))), dropped=not_saved)
     if not any(named.replayed):
         return schedule
-    return replace(named, ops=tuple(_with_replays(named, rank, ops) for rank, ops in enumerate(schedule.ops)))
+    return replace(named, ops=tuple(_with_replays(named, ops) for ops in schedule.ops))
 
 
-def _with_replays(schedule: Schedule, rank: int, ops: Ops) -> Ops:
+def _with_replays(schedule: Schedule, ops: Ops) -> Ops:
     before: dict[int, list[Op]] = defaultdict(list)
     for (micro_batch, segment), places in _backward_places(ops).items():
         consumers = _Consumers(schedule.phases[segment], schedule.dropped[segment])
@@ -93,10 +93,10 @@ def _with_replays(schedule: Schedule, rank: int, ops: Ops) -> Ops:
             if phase.name in anchors:
                 op = Op(act=Act.RECOMPUTE, micro_batch=micro_batch, segment=segment, phase=phase.name)
                 if phase.kind == "dispatch":
-                    # An all-to-all within this stage: its only member among the pipeline ranks is this one.
-                    label = f"exchange({phase.name})"
-                    exchange = Collective(communicator=f"experts.{rank}", label=label, members=(rank,))
-                    op = replace(op, collectives=(exchange,))
+                    # An all-to-all within this stage: its members are the stations of the stage.
+                    graph, label = schedule.graph, f"exchange({phase.name})"
+                    name, members = f"experts.{graph.stage_name(segment)}", graph.stations[segment]
+                    op = replace(op, collectives=(Collective(communicator=name, label=label, members=members),))
                 before[anchors[phase.name]].append(op)
     return tuple(each for place, op in enumerate(ops) for each in (*before.get(place, ()), op))
 
