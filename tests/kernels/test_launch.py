@@ -47,6 +47,14 @@ def test_the_second_launch_goes_by_what_the_first_compiled(launch):
     assert kernel.ran == [wanted]
 
 
+@pytest.mark.parametrize("grid", [(0, 1), (3, 0)])
+def test_a_grid_without_programs_launches_nothing(launch, grid):
+    kernel, x = Kernel("x", "rows", "BLOCK"), torch.zeros(32)
+    launch(kernel, (1, 1), (x,), (7,), {"BLOCK": 4}, warps=4)
+    launch(kernel, grid, (x,), (7,), {"BLOCK": 4}, warps=4)
+    assert (len(kernel.compiled), kernel.ran) == (1, [])
+
+
 @pytest.mark.parametrize(
     ("first", "second", "alike"),
     [

@@ -346,6 +346,22 @@ FAULTS: tuple[Fault, ...] = (
         why="the two copies of the embedding drift apart in a pipeline with MTP",
     ),
     Fault(
+        name="no-gradient-through-frozen-layers",
+        file="schedule/freezing.py",
+        old="backward = trains or not differentiable.isdisjoint(phase.reads)",
+        new="backward = trains",
+        kind="dropped term",
+        why="what comes before a frozen layer is never trained",
+    ),
+    Fault(
+        name="frozen-weights-reduced",
+        file="schedule/lifetime.py",
+        old="Use(reads=reads, grads=phase.grad_units)",
+        new="Use(reads=reads, grads=units)",
+        kind="dropped term",
+        why="ranks reduce gradients that nobody has",
+    ),
+    Fault(
         name="warm-up-of-all-steps-refused",
         file="planning/plan.py",
         old="if used > run.train.steps >= 1:",

@@ -64,6 +64,22 @@ FAULTS: tuple[Fault, ...] = (
         why="steps read samples of the step before once more",
     ),
     Fault(
+        name="every-rank-of-a-lane-counts-its-rows",
+        file="train/step.py",
+        old="state.model.groups.tp_cp.rank == state.model.groups.pp.rank == 0",
+        new="state.model.groups.tp_cp.rank == 0",
+        kind="wrong group",
+        why="a model on some ranks of a job divides its loss by too many tokens",
+    ),
+    Fault(
+        name="unfrozen-weights-corrected-as-if-old",
+        file="train/state.py",
+        old="counts = {**saved.own_updates, **dict.fromkeys(fresh, 0)}",
+        new="counts = {**saved.own_updates}",
+        kind="stale cache",
+        why="the first updates of a weight that was frozen are far too small",
+    ),
+    Fault(
         name="filler-of-an-evaluation-counts",
         file="train/step.py",
         old="[sample < samples for sample in chosen]",

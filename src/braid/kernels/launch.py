@@ -52,7 +52,10 @@ class Launcher:
     ) -> None:
         """Launch a kernel whose parameters are tensors, numbers and constexprs, in this order. The first tensor
         must not be None and determines the device. Descriptors of a kernel with equal block shapes must have
-        equal layouts, because the cache key contains only the block shape."""
+        equal layouts, because the cache key contains only the block shape. A grid without programs, as of no
+        rows, launches nothing: CUDA refuses it."""
+        if not all(grid):
+            return
         arguments, signature, aligned = _tensor_arguments(tensors)
         values = constants.values()
         device = _tensor_of(tensors[0]).get_device()

@@ -171,7 +171,8 @@ def _schedule(run: Run, ranks: int, layout: Layout, frozen: frozenset[str]) -> S
     span, hyper = span_of(run, layout), run.model.hyper is not None
     dropped = dropped_tensors(layout, built.phases, run.train.recompute, span, hyper=hyper)
     built = with_replays(built, run.train.recompute, dropped)
-    shared = (run.model.tied or bool(layout.mtp)) and declaration.EMBEDDING not in frozen
+    shared = run.model.tied or bool(layout.mtp)
+    shared = shared and declaration.EMBEDDING not in frozen
     return schedules.with_sums(built, {"embedding": (built.holder[0], built.holder[-1])} if shared else {})
 
 

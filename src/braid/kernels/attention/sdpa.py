@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from braid.kernels.attention import sinks
+from braid.kernels.attention import reference, sinks
 from braid.kernels.attention.spans import SpanPiece, Spans
 
 ANY_LENGTH = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
@@ -37,6 +37,8 @@ def attend(
     sinks_Q: Tensor | None = None,
 ) -> Tensor:
     """Same as `reference.attend`."""
+    if not q_BTQD.numel():  # torch's ops for a CPU divide by the number of tokens
+        return reference.attend(q_BTQD, k_BTKD, v_BTKV, spans, scale, sinks_Q)
     scale = q_BTQD.shape[-1] ** -0.5 if scale is None else scale
     attend_one: _AttendPiece = _attend_piece
     if sinks_Q is not None:

@@ -46,7 +46,7 @@ def delta_rule(
     """
     wide = torch.promote_types(v_BTHV.dtype, torch.float32)
     tokens, key_heads = q_BTGK.shape[1:3]
-    chunk = min(CHUNK, tokens)
+    chunk = min(CHUNK, max(tokens, 1))
     by_key_head = (key_heads, v_BTHV.shape[2] // key_heads)
     q_XLK = _chunks(query(q_BTGK.to(wide)).unsqueeze(3), chunk)
     k_XLK = _chunks(unit(k_BTGK.to(wide)).unsqueeze(3), chunk)
@@ -117,18 +117,21 @@ def _states(step_XKK: Tensor, write_XKV: Tensor, initial_BHKV: Tensor | None) ->
     """The state at the start of each chunk, and after the last: S' = step · S + write."""
     _, rows, key_heads, repeats, _, _ = write_XKV.shape
     write_NMKV = write_XKV.flatten(1, 3)
-    state_MKV = torch.zeros_like(write_NMKV[0]) if initial_BHKV is None else initial_BHKV.flatten(0, 1)
+    state_MKV = write_NMKV.new_zeros(write_NMKV.shape[1:])
+    if initial_BHKV is not None:
+        state_MKV = initial_BHKV.flatten(0, 1)
     states = [state_MKV.to(write_XKV.dtype)]
     for step_MKK, write_MKV in zip(step_XKK.flatten(1, 3).unbind(0), write_NMKV.unbind(0), strict=True):
         states.append(torch.baddbmm(write_MKV, step_MKK, states[-1]))
     final_BHKV = states.pop().unflatten(0, (rows, key_heads * repeats))
-    return torch.stack(states).view_as(write_XKV), final_BHKV
+    # Without tokens there is no chunk, and the state stays what it was.
+    return torch.stack(states).view_as(write_XKV) if states else write_XKV, final_BHKV
 
 
 def _chunks(x_BTGRD: Tensor, chunk: int) -> Tensor:
     """Split into chunks, padded with zeros: a zero key, β and log decay do not change the state."""
     padded = F.pad(x_BTGRD, (0, 0, 0, 0, 0, 0, 0, -x_BTGRD.shape[1] % chunk))
-    return padded.unflatten(1, (-1, chunk)).permute(1, 0, 3, 4, 2, 5).contiguous()
+    return padded.unflatten(1, (padded.shape[1] // chunk, chunk)).permute(1, 0, 3, 4, 2, 5).contiguous()
 
 
 def _run_chunks(documents_BT: Tensor | None, chunk: int) -> Tensor | None:
@@ -137,4 +140,4 @@ def _run_chunks(documents_BT: Tensor | None, chunk: int) -> Tensor | None:
         return None
     padding = documents_BT[:, -1:].expand(-1, -documents_BT.shape[1] % chunk)
     runs_BT = runs_of(torch.cat([documents_BT, padding], 1))
-    return runs_BT.unflatten(1, (-1, chunk)).transpose(0, 1)
+    return runs_BT.unflatten(1, (runs_BT.shape[1] // chunk, chunk)).transpose(0, 1)

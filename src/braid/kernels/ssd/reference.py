@@ -43,9 +43,10 @@ def ssd(
     """
     narrow, wide = x_BTHD.dtype, torch.promote_types(x_BTHD.dtype, torch.float32)
     tokens, groups = b_BTGN.shape[1:3]
-    chunk = min(CHUNK, tokens)
-    x_BLQGRD = _chunks(x_BTHD, chunk).unflatten(3, (groups, -1))
-    dt_BLQGR = _chunks(dt_BTH.to(wide), chunk).unflatten(3, (groups, -1))
+    chunk = min(CHUNK, max(tokens, 1))
+    by_group = (groups, x_BTHD.shape[2] // groups)
+    x_BLQGRD = _chunks(x_BTHD, chunk).unflatten(3, by_group)
+    dt_BLQGR = _chunks(dt_BTH.to(wide), chunk).unflatten(3, by_group)
     b_BLQGN, c_BLQGN = _chunks(b_BTGN, chunk), _chunks(c_BTGN, chunk)
     decay = _decays(dt_BLQGR * a_H.to(wide).view(groups, -1), _run_chunks(documents_BT, chunk))
 
@@ -130,14 +131,16 @@ def _scan_states(added_BLGRDN: Tensor, decay: Decays, initial_BHDN: Tensor | Non
         )
         entering.append(states_BVGRDN[:, :-1])
         state_BGRDN = states_BVGRDN[:, -1]
-    return torch.cat(entering, 1), state_BGRDN.flatten(1, 2)
+    # Without tokens there is no chunk, and the state stays what it was.
+    entering_BLGRDN = torch.cat(entering, 1) if entering else added_BLGRDN
+    return entering_BLGRDN, state_BGRDN.flatten(1, 2)
 
 
 def _chunks(x_BT: Tensor, chunk: int) -> Tensor:
     """Split into chunks, padded with zeros: with dt = 0 the state neither decays nor changes."""
     padding = -x_BT.shape[1] % chunk
     padded = F.pad(x_BT, (0, 0) * (x_BT.dim() - 2) + (0, padding)) if padding else x_BT
-    return padded.unflatten(1, (-1, chunk))
+    return padded.unflatten(1, (padded.shape[1] // chunk, chunk))
 
 
 def _run_chunks(documents_BT: Tensor | None, chunk: int) -> Tensor | None:
@@ -146,4 +149,4 @@ def _run_chunks(documents_BT: Tensor | None, chunk: int) -> Tensor | None:
         return None
     padding = -documents_BT.shape[1] % chunk
     padded_BT = torch.cat([documents_BT, documents_BT[:, -1:].expand(-1, padding)], 1)
-    return runs_of(padded_BT).unflatten(1, (-1, chunk))
+    return runs_of(padded_BT).unflatten(1, (padded_BT.shape[1] // chunk, chunk))

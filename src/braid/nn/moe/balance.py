@@ -110,9 +110,9 @@ def sequence_balance(
     counts_BE = count(row_N1 * experts + raw_top_k_NS, valid_N, rows * experts).view(rows, experts)
     counts_BE = all_reduce_no_grad(counts_BE, row_group).to(shares_NE.dtype)
     slots_B1 = counts_BE.sum(1, keepdim=True).clamp(min=1)
-    sums_BE = (shares_NE * valid_N[:, None]).unflatten(0, (rows, -1)).sum(1)
+    sums_BE = (shares_NE * valid_N[:, None]).unflatten(0, (rows, tokens.row_tokens)).sum(1)
     top_k = raw_top_k_NS.shape[1]
-    return experts * top_k * (counts_BE / slots_B1 * sums_BE / slots_B1).sum() / tokens.total_rows
+    return experts * top_k * (counts_BE / slots_B1 * sums_BE / slots_B1).sum() / max(tokens.total_rows, 1)
 
 
 def z_loss(logits_NE: Tensor, valid_N: Tensor | None = None, total_tokens: int | None = None) -> Tensor:

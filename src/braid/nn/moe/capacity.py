@@ -38,7 +38,7 @@ def within_capacity(
         priority_M = torch.arange(tokens * slots, device=experts_NS.device)
     place_M = torch.empty_like(queue_M)
     place_M[priority_M] = places(queue_M[priority_M])
-    fits_NS = place_M.view(tokens, slots) < capacity(shape, tokens // rows)
+    fits_NS = place_M.view(tokens, slots) < capacity(shape, tokens // max(rows, 1))
     return fits_NS & valid_N[:, None]
 
 
@@ -46,8 +46,9 @@ def queues(experts_NS: Tensor, waiting: Tensor, *, rows: int, experts: int) -> T
     """The queue of each slot: one per (expert, sequence), expert-major, and a last one for slots that are
     masked out. `waiting` is a mask of tokens or slots."""
     tokens = len(experts_NS)
-    row_N1 = torch.arange(tokens, device=experts_NS.device)[:, None] // (tokens // rows)
-    return torch.where(waiting.view(tokens, -1), experts_NS * rows + row_N1, experts * rows)
+    row_N1 = torch.arange(tokens, device=experts_NS.device)[:, None] // max(tokens // max(rows, 1), 1)
+    waiting = waiting if waiting.ndim == 2 else waiting[:, None]
+    return torch.where(waiting, experts_NS * rows + row_N1, experts * rows)
 
 
 def places(queue_M: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from braid.errors import DataError
 from braid.nn.moe.routing import ExpertChoice
-from braid.nn.moe.token_ids import Tokens
+from braid.nn.moe.token_ids import Tokens, by_row
 
 
 class Recording:
@@ -27,7 +27,7 @@ class Recording:
     def write(self, tokens: Tokens, choice: ExpertChoice) -> None:
         """Record the choices of these tokens. They may be parts of rows; other ranks record the rest."""
         position_T = tokens.position_T.cpu()
-        parts = [None if part is None else part.unflatten(0, (tokens.rows, -1)).cpu() for part in choice]
+        parts = [None if part is None else by_row(part, tokens.rows).cpu() for part in choice]
         for row, sample in enumerate(tokens.sample_B.tolist()):
             experts_TS, raw_top_k_TS, kept_TS = (None if part is None else part[row] for part in parts)
             assert experts_TS is not None

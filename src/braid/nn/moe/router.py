@@ -22,7 +22,7 @@ from braid.nn.moe.jitter import jitter
 from braid.nn.moe.routing import ExpertChoice, Routing
 from braid.nn.moe.score_function import probabilities, scores, shares
 from braid.nn.moe.sinkhorn import sinkhorn
-from braid.nn.moe.token_ids import Tokens, own_part, whole_rows
+from braid.nn.moe.token_ids import Tokens, by_row, own_part, whole_rows
 from braid.nn.moe.top_k import round_robin, top_k_experts
 
 
@@ -159,8 +159,8 @@ def _sinkhorn_top_k(
     logits_NE: Tensor, shape: architecture.Moe, tokens: Tokens, row_group: Group, kernels: RouterKernels
 ) -> Tensor:
     rows, wide = tokens.rows, torch.promote_types(logits_NE.dtype, torch.float32)
-    logits_BTE = whole_rows(logits_NE.to(wide), rows, row_group).unflatten(0, (rows, -1))
-    valid_BT = whole_rows(tokens.valid_N(), rows, row_group).view(rows, -1)
+    logits_BTE = by_row(whole_rows(logits_NE.to(wide), rows, row_group), rows)
+    valid_BT = by_row(whole_rows(tokens.valid_N(), rows, row_group), rows)
     scores_NE = own_part(sinkhorn(logits_BTE, valid_BT).flatten(0, 1), rows, row_group)
     return kernels.top_k(scores_NE, shape.top_k)
 

@@ -24,8 +24,8 @@ def sinkhorn(logits_BTE: Tensor, valid_BT: Tensor) -> Tensor:
     cost_BTE = (logits_BTE - logits_BTE.amax(-1, keepdim=True)).exp() * valid_BT[..., None]
     tokens_B1 = valid_BT.sum(1, keepdim=True).clamp(min=1)
     experts = logits_BTE.shape[-1]
-    expert_factor_BE = torch.ones_like(cost_BTE[:, 0])
-    active_B = torch.ones_like(valid_BT[:, 0])
+    expert_factor_BE = cost_BTE.new_ones(len(cost_BTE), experts)
+    active_B = valid_BT.new_ones(len(cost_BTE))
     for _ in range(MAX_ITERATIONS):
         token_factor_BT = 1 / (tokens_B1 * ((cost_BTE * expert_factor_BE[:, None]).sum(-1) + EPS))
         load_BE = (cost_BTE * token_factor_BT[..., None]).sum(1)

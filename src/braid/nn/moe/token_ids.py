@@ -79,9 +79,14 @@ class Tokens:
 
 def whole_rows(x_N: Tensor, rows: int, group: Group) -> Tensor:
     """All-gather per-token values into full rows, without gradients."""
-    return all_gather_no_grad(x_N.detach().unflatten(0, (rows, -1)), group, dim=1).flatten(0, 1)
+    return all_gather_no_grad(by_row(x_N.detach(), rows), group, dim=1).flatten(0, 1)
 
 
 def own_part(x_N: Tensor, rows: int, group: Group) -> Tensor:
     """This rank's slice of per-token values of full rows."""
-    return own_slice(x_N.unflatten(0, (rows, -1)), group, dim=1).flatten(0, 1)
+    return own_slice(by_row(x_N, rows), group, dim=1).flatten(0, 1)
+
+
+def by_row(x_N: Tensor, rows: int) -> Tensor:
+    """Per-token values in rows, of which there may be none."""
+    return x_N.unflatten(0, (rows, len(x_N) // max(rows, 1)))
