@@ -1,11 +1,13 @@
 """Peak memory of `braid import` and `braid export`: it must not depend on the depth of the model.
 
-    python -m benchmarks.convert_memory --work FOLDER [--layers 6 12] [--worlds 1 2] [--sparse]
+    python -m benchmarks.convert_memory --work FOLDER [--layers 6 12] [--experts 128] [--worlds 1 2] [--sparse]
+                                        [--result convert_memory]
 
-Writes Qwen3-30B-A3B's layout, cut to some numbers of layers, as random bfloat16 in safetensors files of 4 GB,
-then imports and exports it, each in a process of its own. FOLDER needs twice the size of the model as free disk
-(2 × 15 GiB for 12 layers) and is emptied. With --sparse, weights are zeros in files with holes, which are there
-at once: peaks are the same. Exports read the checkpoint itself, because those of a run are verified first.
+Writes Qwen3-30B-A3B's layout, cut to some numbers of layers and experts, as random bfloat16 in safetensors files
+of 4 GB (1 GB for fewer experts, so that several processes have files to write), then imports and exports it,
+each in a process of its own. FOLDER needs twice the size of the model as free disk (2 × 15 GiB for 12 layers)
+and is emptied. With --sparse, weights are zeros in files with holes, which are there at once: peaks are the
+same. Exports read the checkpoint itself, because those of a run are verified first.
 Measures, all in bytes:
 
     rss     the largest resident set of any process (`ru_maxrss`), with pages of files that are mapped
@@ -42,6 +44,8 @@ from braid.interchange.hub import read_config
 from braid.interchange.trained import targets
 
 CONFIG = machine.ROOT / "tests" / "interchange" / "published" / "qwen3_moe" / "Qwen3-30B-A3B.json"
+EXPERTS = 128
+"""Of Qwen3-30B-A3B."""
 SHARD_BYTES = 4 * 10**9
 SAMPLE_SECONDS = 0.01
 GIB = 2**30
@@ -59,9 +63,9 @@ class Measured:
     """Bytes of tensors per second."""
 
 
-def write_model(folder: Path, layers: int, *, sparse: bool = False) -> int:
+def write_model(folder: Path, layers: int, experts: int = EXPERTS, *, sparse: bool = False) -> int:
     """A folder of the hub with random weights, written one tensor at a time; returns bytes of tensors."""
-    config = json.loads(CONFIG.read_text()) | {"num_hidden_layers": layers}
+    config = json.loads(CONFIG.read_text()) | {"num_hidden_layers": layers, "num_experts": experts}
     shape = read_config(config).shape
     seed = torch.Generator().manual_seed(0)
     pool = torch.empty(2**26, dtype=torch.bfloat16).normal_(std=0.02, generator=seed)
@@ -72,7 +76,10 @@ def write_model(folder: Path, layers: int, *, sparse: bool = False) -> int:
     numbered = enumerate(outlines.items())
     tensors = Lazy({name: partial(_random, pool, place, each) for place, (name, each) in numbered})
     plan = hub_folder(shape, tensors, folder, model_type="qwen3_moe", outlines=outlines)
-    parts: dict[str, Any] = {"outlines": plan.outlines[MODEL], "shard_bytes": SHARD_BYTES}
+    parts: dict[str, Any] = {
+        "outlines": plan.outlines[MODEL],
+        "shard_bytes": SHARD_BYTES if experts == EXPERTS else 10**9,
+    }
     planned = plan_folder(folder, config, plan.tensors[MODEL], **parts)
     if sparse:
         _write_holes(planned)
@@ -141,10 +148,12 @@ def _memory(pid: int) -> tuple[int, int]:
     return int(fields.get("VmRSS", 0)) * 1024, int(fields.get("RssAnon", 0)) * 1024
 
 
-def measure_layers(work: Path, layers: int, worlds: Sequence[int], *, sparse: bool) -> dict[str, Any]:
-    """Import and export a model with this many layers, in each number of processes."""
+def measure_layers(
+    work: Path, layers: int, experts: int, worlds: Sequence[int], *, sparse: bool
+) -> dict[str, Any]:
+    """Import and export a model with this many layers and experts, in each number of processes."""
     folder, run, out = work / "folder", work / "run", work / "out"
-    size = write_model(folder, layers, sparse=sparse)
+    size = write_model(folder, layers, experts, sparse=sparse)
     figures: dict[str, Any] = {"bytes": size}
     for world in worlds:
         shutil.rmtree(run, ignore_errors=True)
@@ -175,22 +184,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--layers", type=int, nargs="+", default=[6, 12])
+    parser.add_argument("--experts", type=int, default=EXPERTS)
     parser.add_argument("--worlds", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--sparse", action="store_true")
+    parser.add_argument("--result", default="convert_memory", help="name of the file in benchmarks/results")
     args = parser.parse_args()
     origin = machine.describe() | {"safetensors": safetensors.__version__}
     args.work.mkdir(parents=True, exist_ok=True)
     figures = {}
     for layers in args.layers:
-        figures[layers] = measure_layers(args.work, layers, args.worlds, sparse=args.sparse)
+        figures[layers] = measure_layers(args.work, layers, args.experts, args.worlds, sparse=args.sparse)
         for name, measured in figures[layers].items():
             if name != "bytes":
                 peaks = "  ".join(f"{kind} {measured[kind] / GIB:.2f}" for kind in ("rss", "tree", "anon"))
                 print(f"{layers} layers  {name}  {peaks} GiB  {measured['rate'] / GIB:.2f} GiB/s", flush=True)
     print(json.dumps(spread(figures), indent=2))
     named = {str(layers): each for layers, each in figures.items()}
-    result = {"weights": "zeros" if args.sparse else "random", "layers": named, "spread": spread(figures)}
-    print(machine.write("convert_memory", result, origin))
+    kind = {"weights": "zeros" if args.sparse else "random", "experts": args.experts}
+    print(machine.write(args.result, {**kind, "layers": named, "spread": spread(figures)}, origin))
 
 
 if __name__ == "__main__":
