@@ -3,11 +3,11 @@
     python -m benchmarks.convert_memory --work FOLDER [--layers 6 12] [--experts 128] [--worlds 1 2] [--sparse]
                                         [--result convert_memory]
 
-Writes Qwen3-30B-A3B's layout, cut to some numbers of layers and experts, as random bfloat16 in safetensors files
-of 4 GB (1 GB for fewer experts, so that several processes have files to write), then imports and exports it,
-each in a process of its own. FOLDER needs twice the size of the model as free disk (2 × 15 GiB for 12 layers)
-and is emptied. With --sparse, weights are zeros in files with holes, which are there at once: peaks are the
-same. Exports read the checkpoint itself, because those of a run are verified first.
+Writes Qwen3-30B-A3B's layout, cut to some numbers of layers and experts, as random bfloat16 in safetensors
+files of 4 GB (1 GB with fewer experts, so that several processes have files to write), then imports and exports
+it, each in a process of its own. FOLDER needs twice the size of the model as free disk (2 × 15 GiB for 12
+layers) and is emptied. With --sparse, weights are zeros in files with holes, which are there at once: peaks are
+the same. Exports read the checkpoint itself, because those of a run are verified first.
 Measures, all in bytes:
 
     rss     the largest resident set of any process (`ru_maxrss`), with pages of files that are mapped
@@ -76,10 +76,8 @@ def write_model(folder: Path, layers: int, experts: int = EXPERTS, *, sparse: bo
     numbered = enumerate(outlines.items())
     tensors = Lazy({name: partial(_random, pool, place, each) for place, (name, each) in numbered})
     plan = hub_folder(shape, tensors, folder, model_type="qwen3_moe", outlines=outlines)
-    parts: dict[str, Any] = {
-        "outlines": plan.outlines[MODEL],
-        "shard_bytes": SHARD_BYTES if experts == EXPERTS else 10**9,
-    }
+    shard_bytes = SHARD_BYTES if experts == EXPERTS else SHARD_BYTES // 4
+    parts: dict[str, Any] = {"outlines": plan.outlines[MODEL], "shard_bytes": shard_bytes}
     planned = plan_folder(folder, config, plan.tensors[MODEL], **parts)
     if sparse:
         _write_holes(planned)
