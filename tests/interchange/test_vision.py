@@ -90,6 +90,9 @@ def test_the_language_model_comes_out_of_a_model_with_vision(case: str, tmp_path
     assert written["rope_parameters"] == ROPE
     assert written["eos_token_id"] == 5
     assert written["mtp_num_hidden_layers"] == 0
+    before = {name.replace("model.language_model.", "model."): files[name].shape for name in files}
+    after = {name: tensor.shape for name, tensor in SafetensorsFolder(tmp_path / "ours").items()}
+    assert after.items() <= before.items(), "stacked as before"
     assert not {"text_config", "vision_config", "image_token_id"} & written.keys()
 
 

@@ -96,7 +96,8 @@ def _read_boxes(path: Path, manifest: Manifest, wanted: Mapping[str, ReadRequest
 
 
 class LazyCheckpoint(Mapping[str, Tensor]):
-    """The tensors of a checkpoint by name, each read and verified when it is asked for."""
+    """The tensors of a checkpoint by name, each read and verified when it is asked for. A tensor of one chunk
+    is a view of the mapped file: a copy would double what a conversion holds."""
 
     def __init__(self, path: Path, names: Collection[str] | None = None) -> None:
         """`names` are those to show; by default all."""
@@ -113,8 +114,19 @@ class LazyCheckpoint(Mapping[str, Tensor]):
         if name not in self._names:
             raise KeyError(name)
         stored = self._manifest.tensors[name]
+        if len(stored.chunks) == 1:
+            return self._mapped(name)
         request = ReadRequest(global_shape=stored.shape, box=Box.whole(stored.shape), dtype=stored.dtype)
         return _read_boxes(self._path, self._manifest, {name: request})[name]
+
+    def _mapped(self, name: str) -> Tensor:
+        stored = self._manifest.tensors[name]
+        (chunk,) = stored.chunks
+        try:
+            with parts.opened(self._path, chunk.file, self._manifest.parts[chunk.file]) as handle:
+                return parts.read_chunk(handle, name, chunk, stored.dtype)
+        except CheckpointError as error:
+            raise CheckpointError(f"{self._path} cannot be loaded\n  {error}") from error
 
     def __contains__(self, name: object) -> bool:
         return name in self._names

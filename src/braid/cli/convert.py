@@ -93,7 +93,8 @@ class ExportOptions:
     optimizer: bool = False
     """Also write the optimizer state, to optimizer.safetensors."""
     experts: Literal["usual", "each", "stacked", "packed", "grouped", "indexed", "sequential"] = "usual"
-    """Layout of expert weights. Hugging Face: each (usual), stacked, packed. megatron: any (usual: stacked)."""
+    """Layout of expert weights. Hugging Face: each, stacked, packed. megatron: any. usual: that of the imported
+    Hugging Face folder; else each, for megatron stacked."""
     form: Literal["indexed", "hybrid", "stacked"] = "indexed"
     """megatron: layers by index, by index with MTP by symbol, or stacked in the first dimension of tensors."""
     interleave: int = 0

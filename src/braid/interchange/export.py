@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -19,14 +19,15 @@ from torch import Tensor
 
 from braid.architecture import SHAPE_OF, Model
 from braid.errors import ConfigError
-from braid.interchange.convert import Lazy, convert
+from braid.interchange.convert import Lazy, together
 from braid.interchange.family import ModelFamily
 from braid.interchange.files import FolderPlan, outlined, plan_folder, write_folder
-from braid.interchange.hub import adapter_for, family_of, read_config, shape_of, without_unused
+from braid.interchange.hub import adapter_for, family_of, read_config, reader_of, shape_of, without_unused
 from braid.interchange.settings import HARMLESS
 from braid.interchange.side_files import Source
-from braid.interchange.tables import Adapter, check_fit, copies, links
-from braid.interchange.trained import targets, to_theirs
+from braid.interchange.spelling import spelled
+from braid.interchange.tables import Adapter, NameLink, check_fit, copies, links
+from braid.interchange.trained import optimizer_state, targets
 from braid.pattern import parse
 
 TRAINING_FIELDS = frozenset(
@@ -78,7 +79,7 @@ def hub_folder(
     folder: Path,
     *,
     model_type: str,
-    form: str = "hub",
+    form: str | None = None,
     dtype: torch.dtype | None = None,
     settings: Mapping[str, Any] | None = None,
     source: Source | None = None,
@@ -86,14 +87,15 @@ def hub_folder(
     outlines: Mapping[str, Tensor] | None = None,
     as_stored: bool = False,
 ) -> FolderPlan:
-    """The folder that `to_hf` writes. `source` is the folder that the model was imported from. With `updates`
-    the optimizer's state, which has made so many, is among the tensors and is written beside them. `outlines`
-    are the tensors without numbers. `as_stored` gives each tensor the dtype that it had in the source."""
+    """The folder that `to_hf` writes. `source` is the folder that the model was imported from; without a `form`
+    experts lie as they did there. With `updates` the optimizer's state, which has made so many, is among the
+    tensors and is written beside them. `outlines` are the tensors without numbers. `as_stored` gives each
+    tensor the dtype that it had in the source."""
     family = family_of(model_type)
     if source is not None and source.config.get("model_type") not in (family.model_type, family.text_type):
         source = None
     shards = MappingProxyType[str, str]({}) if source is None else source.shards
-    adapter = adapter_for(model_type, _stored_form(model_type, form, shape, shards))
+    adapter = reader_of(family) if form is None else adapter_for(model_type, form)
     seen = outlined(tensors) if outlines is None else outlines
     config = config_of(family, shape) if source is None else _merged(family, shape, source)
     dtypes = source.dtypes if source is not None and as_stored else {}
@@ -102,6 +104,8 @@ def hub_folder(
     config |= (settings or {}) if source is None else {}
     kept: dict[str, Any] = {"dtype": dtype, "updates": updates, "outlines": seen, "shards": shards}
     kept["dtypes"] = dtypes
+    if source is not None and form is None:
+        kept["table"] = stored_links(family, shape, source)
     return plan_trained(folder, config, tensors, adapter, shape, **kept)
 
 
@@ -117,56 +121,60 @@ def plan_trained(
     outlines: Mapping[str, Tensor] | None = None,
     shards: Mapping[str, str] = MappingProxyType({}),
     dtypes: Mapping[str, torch.dtype] = MappingProxyType({}),
+    table: Sequence[NameLink] | None = None,
 ) -> FolderPlan:
-    """A model, and with `updates` the state of its optimizer, under the names of any table. `dtypes` are those
-    of single tensors, in place of `dtype`."""
+    """A model, and with `updates` the state of its optimizer, under the names of any adapter. `dtypes` are
+    those of single tensors, in place of `dtype`; `table` are links in place of the adapter's."""
     seen = outlined(tensors) if outlines is None else outlines
-    repeated = {copy: name for copy, name in copies(adapter, shape).items() if copy in shards}
+    table = list(links(adapter, shape)) if table is None else table
+    names = {link.theirs for link in table}
+    repeatable = [pair for each in (adapter, *adapter.others) for pair in copies(each, shape).items()]
+    repeated = {copy: of for copy, of in repeatable if copy in shards and of in names}
 
     def weights(given: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Their tensors, from ours or from outlines of ours."""
         kept = {n: partial(given.__getitem__, n) for n in given if not n.startswith("optimizer.")}
-        theirs = convert(Lazy(kept), adapter, shape, "to_theirs", narrowed=dtype is None)
-        cast = theirs if dtype is None else _cast(theirs, dtype, dtypes, adapter, shape)
+        theirs = together(Lazy(kept), table, narrowed=dtype is None)
+        cast = theirs if dtype is None else _cast(theirs, table, dtype, dtypes, adapter.wide, shape)
         both = {n: partial(cast.__getitem__, n) for n in cast}
         return Lazy(both | {copy: partial(cast.__getitem__, name) for copy, name in repeated.items()})
 
-    state = {} if updates is None else to_theirs(tensors, adapter, shape, updates=updates)
+    state = {} if updates is None else optimizer_state(tensors, table, shape, updates=updates)
     shapes = weights(seen)
     drawn = {name: shapes[name] for name in shapes}
     return plan_folder(folder, config, weights(tensors), outlines=drawn, optimizer=state, shards=shards)
 
 
-def _stored_form(model_type: str, form: str, shape: Model, shards: Mapping[str, str]) -> str:
-    """The form in which the source held the same tensors, where the usual one is asked for."""
-    if form != FORMS[0]:
-        return form
-    for each in FORMS:
-        adapter = adapter_for(model_type, each)
-        names = {link.theirs for link in links(adapter, shape)}
-        if names <= shards.keys() <= names | copies(adapter, shape).keys():
-            return each
-    return form
+def stored_links(family: ModelFamily, shape: Model, source: Source) -> list[NameLink]:
+    """The links by which an import has read the source: every layer's experts lie as they did. A language model
+    that lay beside vision has the names that it has alone."""
+    held = {name: torch.empty((0,) * source.dims.get(name, 0), device="meta") for name in source.shards}
+    alone = [link for form in FORMS for link in links(adapter_for(family.model_type, form), shape)]
+    names = {link.theirs for link in alone}
+    renamed = {(link.ours, link.move): link for link in reversed(alone)}
+    read = [link for told in spelled(reader_of(family), shape, held) for link in told]
+    return [link if link.theirs in names else renamed[link.ours, link.move] for link in read]
 
 
 def _cast(
     tensors: Mapping[str, Tensor],
+    table: Sequence[NameLink],
     dtype: torch.dtype,
     dtypes: Mapping[str, torch.dtype],
-    adapter: Adapter,
+    always_wide: str,
     shape: Model,
 ) -> Mapping[str, Tensor]:
-    """Their tensors in a dtype, or in float32 where the table says that they are wide. What no optimizer
+    """Their tensors in a dtype, or in float32 where the adapter says that they are wide. What no optimizer
     updates, selection biases, stays as it is: the choice of experts hangs on small differences, and
     transformers keeps them in their own dtype too."""
     updated = {name for name, target in targets(shape, torch.float32).items() if target.updated}
-    ours = {link.theirs: link.ours[0] for link in links(adapter, shape)}
+    ours = {link.theirs: link.ours[0] for link in table}
     wide = torch.promote_types(dtype, torch.float32)
 
     def cast(name: str) -> Tensor:
         if ours[name] not in updated:
             return tensors[name]
-        usual = wide if re.fullmatch(adapter.wide, ours[name]) else dtype
+        usual = wide if re.fullmatch(always_wide, ours[name]) else dtype
         return tensors[name].to(dtypes.get(name, usual))
 
     return Lazy({name: partial(cast, name) for name in tensors})

@@ -227,6 +227,7 @@ class FolderPlan:
                     raise CheckpointError(f"{name} is {tensor.dtype} {list(tensor.shape)}, not as announced")
                 stream.write(raw_bytes(tensor))
                 report(tensor.nbytes)
+                del tensor  # before the next one is read
 
     def abandon(self) -> None:
         """Delete the files of an export that failed, so that it can be repeated."""
@@ -284,11 +285,13 @@ def outlined(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _files(
     stem: str, outlines: Mapping[str, Tensor], shard_bytes: int, shards: Mapping[str, str]
 ) -> dict[str, list[str]]:
-    """File names, and the tensors that go into each: as they were divided before, if all are the same."""
-    if shards.keys() == outlines.keys() and shards:
-        return {
-            file: [name for name in outlines if shards[name] == file] for file in sorted(set(shards.values()))
-        }
+    """File names, and the tensors that go into each: as they were divided before, if all were there. Then they
+    have the order in which safetensors writes them, so that the whole file is the one that it was."""
+    if outlines.keys() <= shards.keys():
+        held: dict[str, list[str]] = {}
+        for name in sorted(outlines):
+            held.setdefault(shards[name], []).append(name)
+        return dict(sorted(held.items()))
     groups: list[list[str]] = [[]]
     size = 0
     for name, tensor in outlines.items():

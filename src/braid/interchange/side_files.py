@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from braid.checkpoint.parts import CODES
 from braid.errors import CheckpointError
@@ -47,6 +48,8 @@ class Source(NamedTuple):
     """Files that the import left behind, each with the reason."""
     dtypes: Mapping[str, torch.dtype] = MappingProxyType({})
     """The dtype of each tensor; empty in runs that were imported before it was recorded."""
+    dims: Mapping[str, int] = MappingProxyType({})
+    """The number of dims of each tensor, which tells layouts of experts apart; empty in older runs."""
 
 
 class SideFiles(NamedTuple):
@@ -90,20 +93,23 @@ def carry(
     folder: Path,
     run: Path,
     weight_map: Mapping[str, str],
-    dtypes: Mapping[str, torch.dtype],
+    outlines: Mapping[str, Tensor],
     *,
     ignored: Sequence[str] = (),
     model_type: str | None = None,
 ) -> SideFiles:
     """Copy what travels from a folder of the hub to a run's folder, and note which file held each tensor, in
-    which dtype, what was left unread, and the `model_type` that config.json was read as, if not its own."""
+    which dtype and with how many dims, what was left unread, and the `model_type` that config.json was read as,
+    if not its own."""
     found = survey(folder)
     _copy(folder, run / FOLDER, found.kept)
     (run / FOLDER).mkdir(parents=True, exist_ok=True)
     if (folder / CONFIG).is_file():  # has been read, and so travels, even where it is a link
         shutil.copyfile(folder / CONFIG, run / FOLDER / CONFIG)
-    codes = {name: CODES[dtype] for name, dtype in sorted(dtypes.items())}
-    record: dict[str, Any] = {"ignored": list(ignored), "left_out": list(found.left_out), "dtypes": codes}
+    seen = sorted(outlines.items())
+    record: dict[str, Any] = {"ignored": list(ignored), "left_out": list(found.left_out)}
+    record["dtypes"] = {name: CODES[tensor.dtype] for name, tensor in seen}
+    record["dims"] = {name: tensor.dim() for name, tensor in seen}
     record |= {} if model_type is None else {"model_type": model_type}
     for name, data in ((INDEX, {"weight_map": dict(sorted(weight_map.items()))}), (RECORD, record)):
         (run / FOLDER / name).write_text(json.dumps(data, indent=2) + "\n")
@@ -118,12 +124,14 @@ def source_of(run: Path) -> Source | None:
         read_json(run / FOLDER / name, CheckpointError) for name in (CONFIG, INDEX, RECORD)
     )
     config |= {name: record[name] for name in ("model_type",) if name in record}
-    shards, codes = index.get("weight_map", {}), record.get("dtypes", {})
+    shards, codes, dims = index.get("weight_map", {}), record.get("dtypes", {}), record.get("dims", {})
     ignored, left_out = record.get("ignored", []), record.get("left_out", [])
-    if not (isinstance(shards, dict) and isinstance(codes, dict) and set(codes.values()) <= DTYPES.keys()):
+    known = all(isinstance(each, dict) for each in (shards, codes, dims))
+    if not (known and set(codes.values()) <= DTYPES.keys() and {type(n) for n in dims.values()} <= {int}):
         raise CheckpointError(f"{run / FOLDER} is damaged: {INDEX} or {RECORD} is not as an import writes it")
     check_inside(run / FOLDER / INDEX, shards.values())
-    return Source(config, shards, ignored, left_out, {name: DTYPES[code] for name, code in codes.items()})
+    dtypes = {name: DTYPES[code] for name, code in codes.items()}
+    return Source(config, shards, ignored, left_out, dtypes, dims)
 
 
 def hand_on(source: Path, run: Path) -> None:

@@ -39,10 +39,12 @@ def spelled(adapter: Adapter, shape: Model, held: Mapping[str, Tensor]) -> list[
     if not adapter.others:
         return [[link] for link in links(adapter, shape)]
     every = [list(links(each, shape)) for each in (adapter, *adapter.others) if _fits(each, shape)]
-    common = set.intersection(*({link.theirs for link in table} for table in every))
+    common = set.intersection(*({(link.theirs, link.move) for link in table} for table in every))
     # A spelling of which files hold nothing of its own would only make the sets larger.
     tables = [
-        table for table in every if any(link.theirs in held and link.theirs not in common for link in table)
+        table
+        for table in every
+        if any(link.theirs in held and (link.theirs, link.move) not in common for link in table)
     ] or every[:1]
     there = [sum(link.theirs in held for link in table) for table in tables]
     return [choices[_best(choices, held, usual=there)] for choices in _sets(tables)]

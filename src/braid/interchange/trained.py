@@ -237,10 +237,17 @@ def _updates(told: Tensor) -> int:
 def to_theirs(
     tensors: Mapping[str, Tensor], adapter: Adapter, shape: Model, *, updates: int
 ) -> Mapping[str, Tensor]:
+    """The optimizer's state of a run under the names of an adapter."""
+    return optimizer_state(tensors, list(links(adapter, shape)), shape, updates=updates)
+
+
+def optimizer_state(
+    tensors: Mapping[str, Tensor], every: Sequence[NameLink], shape: Model, *, updates: int
+) -> Mapping[str, Tensor]:
     """The optimizer's state of a run under their names: main parameters, both moments, how many updates. The
     dtype of a checkpoint does not matter here: what it holds are the main parameters."""
     wanted = targets(shape, torch.float32)
-    table = [link for link in links(adapter, shape) if wanted[link.ours[0]].updated]
+    table = [link for link in every if wanted[link.ours[0]].updated]
     updated = [name for name, target in wanted.items() if target.updated]
     lost = [
         f"missing  {ours}{n}" for ours in ("", *MOMENTS.values()) for n in updated if ours + n not in tensors

@@ -28,8 +28,8 @@ from braid.nn.dtypes import DTYPES
 from braid.train.importing import MEGATRON, TOKENIZER, Report, dtype_of_training
 from braid.train.state import CheckpointInfo, describe, weight_names
 
-HUB_FORMS = MappingProxyType({"usual": "hub", "each": "hub", "stacked": "memory", "packed": "packed"})
-"""What interchange calls each layout of experts that the hub has."""
+HUB_FORMS = MappingProxyType({"usual": None, "each": "hub", "stacked": "memory", "packed": "packed"})
+"""What interchange calls each layout of experts that the hub has; None is that of the imported folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +114,7 @@ def _trains_as_stored(source: side_files.Source, run: Run) -> bool:
     return bool(common) and dtype_of_training(common[0][0]) == run.train.dtype
 
 
-def _hub_form(model_type: str, settings: ExportSettings) -> str:
+def _hub_form(model_type: str, settings: ExportSettings) -> str | None:
     if settings.experts in HUB_FORMS and not settings.interleave and settings.form == "indexed":
         return HUB_FORMS[settings.experts]
     raise ConfigError(

@@ -67,8 +67,8 @@ class ImportSource(NamedTuple):
     adapter: Adapter
     files: SafetensorsFolder | Dequantized
     weight_map: Mapping[str, str]
-    dtypes: Mapping[str, torch.dtype]
-    """Of the weights, by their names."""
+    stored: Mapping[str, Tensor]
+    """The weights without numbers, by their names."""
     dtype: torch.dtype | None
     """The dtype of the run whose optimizer state is imported; None to import weights alone."""
     notes: tuple[str, ...]
@@ -143,7 +143,7 @@ def _import_folder(
     if (free := shutil.disk_usage(out).free) < total:
         raise CheckpointError(f"{out} needs {total / 2**30:.1f} GiB, the disk has {free / 2**30:.1f} GiB")
     read_as: dict[str, Any] = {"ignored": settings.ignore, "model_type": settings.model_type}
-    carried = side_files.carry(folder, out, source.weight_map, source.dtypes, **read_as)
+    carried = side_files.carry(folder, out, source.weight_map, source.stored, **read_as)
     for name in (TOKENIZER, TOKENIZER_CONFIG):  # the second says which token ends a document
         if (folder / name).is_file():
             shutil.copyfile(folder / name, out / name)
@@ -195,8 +195,8 @@ def open_source(folder: Path, settings: ImportSettings) -> ImportSource:
     with_moments = settings.optimizer and has_moments(files.outlines())
     dtype = DTYPES[run.train.dtype] if with_moments else None
     seen = files.outlines()
-    dtypes = {name: seen[name].dtype for name in stored.weight_map() if name in seen}
-    return ImportSource(run, adapter, files, stored.weight_map(), dtypes, dtype, notes)
+    held = {name: seen[name] for name in stored.weight_map() if name in seen}
+    return ImportSource(run, adapter, files, stored.weight_map(), held, dtype, notes)
 
 
 def _megatron_run(folder: Path, config: Mapping[str, Any], settings: ImportSettings) -> tuple[Run, int]:
