@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from braid.architecture import HyperConnections
 from braid.errors import CheckpointError, ConfigError
 from braid.interchange import adapter_for, convert
+from braid.interchange.megatron import reader
 from braid.interchange.tables import links
 from tests.interchange.test_names import SHAPE
 from tests.model.cases import build
@@ -110,6 +112,36 @@ def test_their_layers_do_not_care_how_ours_are_grouped(pattern: str) -> None:
 def test_patterns_without_a_place_are_refused(model_type: str, form: str, pattern: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         list(links(adapter_for(model_type, form), replace(SHAPE, pattern=pattern)))
+
+
+ALL_HEADS = replace(SHAPE.attention, qk_norm=True, qk_norm_over="all")
+NEGATIVE = replace(SHAPE.delta_net, negative_eigenvalues=True)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "changes", "reasons"),
+    [
+        ("[*-]", {"norm_position": "post"}, ["model.norm_position = 'post': its models have 'pre'"]),
+        ("[*-]", {"norm_position": "attention_post"}, ["model.norm_position = 'attention_post'"]),
+        (
+            "[ME]",
+            {"embedding_scale": 12.0, "residual_scale": 0.22, "logits_scale": 8.0},
+            ["3 settings", "embedding_scale = 12.0", "residual_scale = 0.22", "logits_scale = 8.0"],
+        ),
+        ("[*-]", {"attention": ALL_HEADS}, ["1 setting", "model.attention.qk_norm_over = 'all'"]),
+        ("[G-]", {"delta_net": NEGATIVE}, ["model.delta_net.negative_eigenvalues = True"]),
+        ("[*-]", {"hyper": HyperConnections()}, ["no names for hyper-connections"]),
+    ],
+    ids=str,
+)
+def test_what_megatrons_names_cannot_tell_is_refused_both_ways(pattern, changes, reasons) -> None:
+    shape = replace(SHAPE, pattern=pattern, **changes)
+    for adapter, direction in ((adapter_for("megatron", "indexed"), "to_theirs"), (reader(), "to_ours")):
+        with pytest.raises(ConfigError) as refused:
+            convert({}, adapter, shape, direction)
+        assert all(reason in str(refused.value) for reason in reasons)
+        assert "\n  set   the model type to " in str(refused.value)
+    list(links(adapter_for("megatron", "indexed"), replace(SHAPE, pattern="[M-]", attention=ALL_HEADS)))
 
 
 @pytest.mark.parametrize("name", ["lama", "gpt2"])

@@ -3,6 +3,8 @@ promised."""
 
 from __future__ import annotations
 
+import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -164,7 +166,7 @@ def test_fresh_and_dropped_tensors(plain, corpus, tmp_path):
     with pytest.raises(CheckpointError, match=r"--init-allow model\.attention\.qk_norm"):
         started_from(path, model, corpus, tmp_path)
     allow = ("model.attention.qk_norm",)
-    with pytest.raises(CheckpointError, match=r"(?s)missing .*q_norm.weight.*fresh:GLOB"):
+    with pytest.raises(CheckpointError, match=r"(?s)missing .*q_norm.weight.*'fresh:blocks"):
         started_from(path, model, corpus, tmp_path, allow=allow)
     state = started_from(path, model, corpus, tmp_path, "fresh:*[qk]_norm.weight", allow=allow)
     assert state.init["allowed"] == {"model.attention.qk_norm": ["False", "True"]}
@@ -212,6 +214,69 @@ def test_rules_that_match_nothing_and_settings_that_do_not_exist_are_refused(pla
 def test_a_refusal_suggests_the_rule_that_would_help(changes, rules, message, plain, corpus, tmp_path):
     with pytest.raises(CheckpointError, match=message):
         started_from(plain[1], replace(PLAIN, **changes), corpus, tmp_path, *rules)
+
+
+@pytest.mark.parametrize(
+    ("changes", "rules"),
+    [
+        ({"vocab": 258}, []),
+        ({"vocab": 258}, ["vocab"]),
+        ({"vocab": 258, "tied": False}, []),
+        ({"vocab": 300}, []),
+        ({"tied": False}, []),
+        ({"mlp": Mlp(ffn=20)}, []),
+        ({"mlp": Mlp(ffn=24, bias=True), "vocab": 300}, []),
+        ({"norm_eps": 1e-6}, []),
+        ({"pattern": "[*-]M[*-]", "attention": replace(PLAIN.attention, kv_heads=4)}, []),
+        ({"pattern": "*EM*E/*E", "moe": EXPERTS, "tied": False, "hyper": HyperConnections()}, []),
+        ({"norm": "layer"}, ["fresh:final_norm.*"]),
+    ],
+    ids=str,
+)
+def test_the_command_that_a_refusal_recommends_works(changes, rules, plain, corpus, tmp_path):
+    """Options as a person would copy them: every --init-allow, and the last list of rules, or each rule."""
+    model = replace(PLAIN, **changes)
+    with pytest.raises(CheckpointError) as refused:
+        started_from(plain[1], model, corpus, tmp_path, *rules)
+    told = str(refused.value)
+    allow = tuple(re.findall(r"--init-allow (\S+)", told))
+    lists = re.findall(r"--init-rules (.+)", told)
+    full = [each for each in lists if "fresh:" in each or "drop:" in each]
+    named = shlex.split(full[-1]) if full else [*rules, *lists]
+    started_from(plain[1], model, corpus, tmp_path, *named, allow=allow)
+
+
+def test_a_refusal_of_tensors_recommends_rules_that_work(plain, corpus, tmp_path):
+    _, path = plain
+    model, allow = replace(PLAIN, mlp=Mlp(ffn=20), norm="layer"), ("model.mlp.ffn", "model.norm")
+    with pytest.raises(CheckpointError, match="differ in 16 tensors") as refused:
+        started_from(path, model, corpus, tmp_path, "fresh:blocks.0.mlp.*", allow=allow)
+    rules = shlex.split(str(refused.value).rpartition("set   --init-rules ")[2])
+    assert rules[0] == "fresh:blocks.0.mlp.*"
+    started_from(path, model, corpus, tmp_path, *rules, allow=allow)
+
+
+@pytest.mark.parametrize("rule", ["untie", "vocab", "vocab:zeros", "mtp", "upcycle", "hyper"])
+def test_a_rule_that_changes_nothing_is_refused(rule, plain, corpus, tmp_path):
+    _, path = plain
+    with pytest.raises(ConfigError, match=rf"--init-rules {rule}: changes nothing: .*; leave it out"):
+        started_from(path, PLAIN, corpus, tmp_path, rule)
+
+
+@pytest.mark.parametrize("changes", [{"tied": False}, {"hyper": HyperConnections()}], ids=str)
+def test_what_is_done_already_is_not_done_again(changes, corpus, tmp_path):
+    """A checkpoint that has a head, or hyper-connections, of its own."""
+    model = replace(PLAIN, **changes)
+    _, path = saved_as(model, corpus, tmp_path / "first")
+    rule = "untie" if "tied" in changes else "hyper"
+    with pytest.raises(ConfigError, match=f"--init-rules {rule}: changes nothing"):
+        started_from(path, model, corpus, tmp_path / "second", rule)
+
+
+def test_a_rule_is_given_once():
+    with pytest.raises(ConfigError, match="--init-rules vocab: is given 2 times"):
+        parse_rules(["vocab", "vocab:zeros"])
+    assert len(parse_rules(["fresh:a", "fresh:b", "drop:a", "drop:b"])) == 4
 
 
 @pytest.mark.parametrize("text", ["fresh", "drop:", "blocks", "blocks:0,x", "vocab:mean", "untie:all", "grow"])

@@ -301,6 +301,18 @@ DEPTH_ROWS: tuple[TableRow, ...] = (
     *rows("mtp.layers.{depth}.eh_proj.weight", "projection.weight"),
     *_norm("mtp.layers.{depth}.final_layernorm.", "final_norm"),
 )
+FIXED = (
+    ("norm_position", "pre"),
+    ("embedding_scale", 1.0),
+    ("residual_scale", 1.0),
+    ("logits_scale", 1.0),
+    ("attention.qk_norm_over", "head"),
+    ("delta_net.negative_eigenvalues", False),
+)
+"""What Megatron's layers have no setting for: the norms of its names are fused with the next projection."""
+FIXED_RULE = """\
+rule  whoever loads these names builds Megatron's layers, with norms before projections and without factors
+set   the model type to a Hugging Face family that has them, such as granitemoehybrid or olmo_hybrid"""
 DEPTH_LAYERS: Mapping[Form, str] = MappingProxyType(
     {
         "indexed": "mtp.layers.{depth}.transformer_layer.",
@@ -337,6 +349,8 @@ def adapter(form: Form = "indexed", experts: Experts = "stacked", *, interleave:
         ends=ENDS,
         layers=MappingProxyType(layers),
         depths=Depths(prefix=DEPTH_LAYERS[form], rows=DEPTH_ROWS, unread=r"mtp\..*"),
+        fixed=FIXED,
+        fixed_rule=FIXED_RULE,
         ignored=(r".*\._extra_state\d*(/.*)?",),
         wrapper="module.",
     )

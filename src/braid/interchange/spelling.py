@@ -38,7 +38,10 @@ def spelled(adapter: Adapter, shape: Model, held: Mapping[str, Tensor]) -> list[
     not hold at all is told in the spelling that they usually have."""
     if not adapter.others:
         return [[link] for link in links(adapter, shape)]
-    every = [list(links(each, shape)) for each in (adapter, *adapter.others) if _fits(each, shape)]
+    fitting = [each for each in (adapter, *adapter.others) if _fits(each, shape)]
+    if not fitting:
+        check_fit(adapter, shape)  # raises, and says why
+    every = [list(links(each, shape)) for each in fitting]
     common = set.intersection(*({(link.theirs, link.move) for link in table} for table in every))
     # A spelling of which files hold nothing of its own would only make the sets larger.
     tables = [

@@ -90,6 +90,11 @@ class Adapter:
     depths: Depths | None = None
     hyper: bool = False
     """Whether its models have hyper-connections around every layer; the others have one residual stream."""
+    fixed: tuple[tuple[str, Any], ...] = ()
+    """Settings of a model, by dotted names, that names cannot tell, each with the value that its models have.
+    Families with a config.json need none: it is read back."""
+    fixed_rule: str = ""
+    """Why, and what to do instead: lines of an error."""
     wide: str = ""
     """Regular expression of our names of what is float32 or better in files, whatever the rest is."""
     copies: tuple[Copy, ...] = ()
@@ -185,6 +190,10 @@ def check_fit(adapter: Adapter, shape: Model) -> None:
             "  rule  its models have one residual stream, and what connects several would be lost\n"
             "  set   the model type to deepseek_v4, for latent attention and experts"
         )
+    if lost := list(_lost(adapter, shape)):
+        count = "1 setting" if len(lost) == 1 else f"{len(lost)} settings"
+        summary = f"{adapter.name} has no place for {count} of this model"
+        raise ConfigError("\n  ".join([summary, *lost, *adapter.fixed_rule.split("\n")]))
     if "{layer}" not in adapter.prefix and len({str(block) for block in layout.blocks}) > 1:
         raise ConfigError(f"{adapter.name} needs blocks that are all alike, the pattern is {str(layout)!r}")
     if layout.mtp and adapter.depths is None:
@@ -194,6 +203,20 @@ def check_fit(adapter: Adapter, shape: Model) -> None:
         if "{layer}" not in name and "{depth}" not in name:
             raise ConfigError(f"{adapter.name} has names for 1 MTP depth, the pattern has {len(layout.mtp)}")
     number(adapter.counting, layout.blocks, shape.pattern)
+
+
+def _lost(adapter: Adapter, shape: Model) -> Iterator[str]:
+    """Every setting that the adapter cannot tell, and that is another than its models have. Parts without a
+    layer in the pattern do not matter."""
+    kinds = parse(shape.pattern).kinds()
+    used = {name for kind, name in SHAPE_OF if kind in kinds}
+    for name, value in adapter.fixed:
+        part, _, field = name.rpartition(".")
+        if part and part not in used:
+            continue
+        given = getattr(getattr(shape, part) if part else shape, field)
+        if given != value:
+            yield f"model.{name} = {given!r}: its models have {value!r}"
 
 
 def copies(adapter: Adapter, shape: Model) -> dict[str, str]:

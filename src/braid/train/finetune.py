@@ -86,6 +86,18 @@ def setting_problems(
         yield Problem(field=name, value=new, rule=rule, remedy=f"{old!r}, or {other}")
 
 
+def suggested_rules(saved: Model, chosen: Model) -> list[str]:
+    """The rules that the remedies of `setting_problems` name, `blocks` apart: that one needs a choice."""
+    grown = [name for name, old, new in _used_differences(saved, chosen) if _grows(old, new)]
+    found = [RULES_OF_SETTINGS[name] for name in grown if name in RULES_OF_SETTINGS]
+    (before, *depths_before), (now, *depths_now) = symbols(parse(saved.pattern)), symbols(parse(chosen.pattern))
+    if before != now and _upcycled(before, now):
+        found.append("upcycle")
+    if len(depths_before) != len(depths_now) or not all(map(str.__eq__, depths_before, depths_now)):
+        found.append("mtp")
+    return found
+
+
 def _used_differences(saved: Model, chosen: Model) -> Iterator[tuple[str, Any, Any]]:
     """Differences that matter, without the pattern: settings of layer kinds that one of the models does not
     have do not affect weights that both have."""

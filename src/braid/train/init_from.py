@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,8 +18,19 @@ from braid.errors import CheckpointError
 from braid.nn.dtypes import DTYPES
 from braid.planning.plan import Plan, whole_model
 from braid.train import state as states
-from braid.train.finetune import check_settings
-from braid.train.surgery import InitPlan, Rule, Stored, Transfer, check_plan, plan_by_name, plan_init
+from braid.train.finetune import check_settings, pattern_problems, suggested_rules
+from braid.train.surgery import (
+    NO_EFFECT,
+    InitPlan,
+    Rule,
+    Stored,
+    Transfer,
+    accepting_rules,
+    check_plan,
+    parse_rules,
+    plan_by_name,
+    plan_init,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,10 +63,12 @@ def start_from(path: Path, plan: Plan, options: InitOptions) -> Start:
     wanted = {name: tensor.shape for name, tensor in whole_model(plan).canonical().items()}
     allowed: dict[str, tuple[Any, Any]] = {}
     if saved is not None:
-        allowed = check_settings(path, saved, chosen, options.rules, options.allow)
-        planned = plan_init(
-            Transfer(saved=saved, chosen=chosen, stored=shapes, wanted=wanted, rules=options.rules)
-        )
+        transfer = Transfer(saved=saved, chosen=chosen, stored=shapes, wanted=wanted, rules=options.rules)
+        try:
+            allowed = check_settings(path, saved, chosen, options.rules, options.allow)
+        except CheckpointError as error:
+            raise CheckpointError("\n".join([str(error), *_tensors_too(transfer)])) from error
+        planned = plan_init(transfer)
     elif options.rules or options.allow:
         raise CheckpointError(
             f"{path} has no model settings, which rules and allowed settings refer to: leave --init-rules and "
@@ -63,7 +77,9 @@ def start_from(path: Path, plan: Plan, options: InitOptions) -> Start:
     else:
         note = f"{path} has no model settings: only names and shapes of its tensors are checked"
         planned = replace(plan_by_name(wanted), notes=(note,))
-    check_plan(str(path), planned, shapes, wanted, suggest=True)
+    others = accepting_rules(planned, shapes, wanted)
+    hints = [] if saved is None else [f"set   {_command(options.rules, others)}"]
+    check_plan(str(path), planned, shapes, wanted, hints=hints)
     record = {
         "from": str(path),
         "rules": [str(rule) for rule in options.rules],
@@ -73,6 +89,23 @@ def start_from(path: Path, plan: Plan, options: InitOptions) -> Start:
         plan=planned,
         record=record | {"allowed": {name: [str(v) for v in pair] for name, pair in allowed.items()}},
     )
+
+
+def _tensors_too(transfer: Transfer) -> Iterator[str]:
+    """What a refusal of settings says of tensors that would be refused next, with the rules that it names."""
+    named = suggested_rules(transfer.saved, transfer.chosen)
+    useful = [rule for rule in transfer.rules if rule.name in named or rule.name not in NO_EFFECT]
+    rules = (*useful, *parse_rules([name for name in named if name not in {rule.name for rule in useful}]))
+    if any(pattern_problems(*transfer.layouts, rules)):
+        return
+    planned = plan_init(replace(transfer, rules=rules))
+    if others := accepting_rules(planned, transfer.stored, transfer.wanted):
+        yield f"tensors of other shapes or names need a rule, too\n  set   {_command(rules, others)}"
+
+
+def _command(rules: Sequence[Rule], others: Sequence[str]) -> str:
+    """The option with all rules, as a shell takes it."""
+    return shlex.join(["--init-rules", *map(str, rules), *others])
 
 
 def plan_lines(path: Path, plan: Plan, start: Start) -> Iterator[str]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import fnmatch
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Literal
@@ -144,7 +144,9 @@ def plan_init(transfer: Transfer) -> InitPlan:
     for name, apply in RULES.items():
         for rule in transfer.rules:
             if rule.name == name:
-                planned = apply(rule, transfer, planned)
+                before, planned = planned, apply(rule, transfer, planned)
+                if planned == before and name in NO_EFFECT:
+                    raise ConfigError(f"--init-rules {rule}: changes nothing: {NO_EFFECT[name]}; leave it out")
     return planned
 
 
@@ -154,10 +156,10 @@ def plan_by_name(wanted: Shapes) -> InitPlan:
 
 
 def check_plan(
-    source: str, planned: InitPlan, stored: Shapes, wanted: Shapes, *, suggest: bool = False
+    source: str, planned: InitPlan, stored: Shapes, wanted: Shapes, *, hints: Sequence[str] = ()
 ) -> None:
     """Raise one error with every tensor that the checkpoint lacks, or that the plan has no use for, or whose
-    shape differs: the first ones of each kind, and the number of further ones. May suggest rules."""
+    shape differs: the first ones of each kind, and the number of further ones. `hints` end the message."""
     used = {origin.name for origin in planned.origins.values() if isinstance(origin, Stored)}
     extra = [f"extra    {name}" for name in sorted(stored.keys() - used - planned.dropped)]
     missing, shapes = [], []
@@ -167,22 +169,49 @@ def check_plan(
         if origin.name not in stored or origin.name in planned.dropped:
             missing.append(f"missing  {name}" + ("" if origin.name == name else f", from {origin.name}"))
             continue
-        has, wants = stored[origin.name], wanted[name]
-        offset, shape = origin.box(stored)
-        fits = origin.shape is not None and len(has) == len(shape) == len(wants)
-        fits = fits and all(o + s <= h for o, s, h in zip(offset, shape, has, strict=True))
-        fits = fits and all(s <= w for s, w in zip(shape, wants, strict=True))
-        if not fits and has != wants:
+        if _differs(name, planned, stored, wanted):
+            has, wants = stored[origin.name], wanted[name]
             shapes.append(f"shape    {name}: has {list(has)}, wanted {list(wants)}")
     if count := len(missing) + len(extra) + len(shapes):
         lines = [line for kind in (missing, extra, shapes) for line in first_of(kind)]
         tensors = "1 tensor" if count == 1 else f"{count} tensors"
-        hints = []
-        if suggest and missing:
-            hints.append("--init-rules fresh:GLOB starts missing tensors from the seed")
-        if suggest and extra:
-            hints.append("--init-rules drop:GLOB leaves extra ones out")
         raise CheckpointError("\n  ".join([f"{source} and the model differ in {tensors}", *lines, *hints]))
+
+
+def _differs(name: str, planned: InitPlan, stored: Shapes, wanted: Shapes) -> bool:
+    """Whether a tensor of the new model comes from one that is missing, dropped, or of another shape."""
+    origin = planned.origins[name]
+    if not isinstance(origin, Stored):
+        return False
+    if origin.name not in stored or origin.name in planned.dropped:
+        return True
+    has, wants = stored[origin.name], wanted[name]
+    offset, shape = origin.box(stored)
+    fits = origin.shape is not None and len(has) == len(shape) == len(wants)
+    fits = fits and all(o + s <= h for o, s, h in zip(offset, shape, has, strict=True))
+    fits = fits and all(s <= w for s, w in zip(shape, wants, strict=True))
+    return not fits and has != wants
+
+
+def accepting_rules(planned: InitPlan, stored: Shapes, wanted: Shapes) -> list[str]:
+    """Rules that accept what `check_plan` rejects: missing tensors and those of another shape are fresh, extra
+    ones are dropped. Numbers of blocks and experts are a * where that matches nothing else."""
+    differing = {name for name in planned.origins if _differs(name, planned, stored, wanted)}
+    replaced = {o.name for name in differing if isinstance(o := planned.origins[name], Stored)}
+    used = {origin.name for origin in planned.origins.values() if isinstance(origin, Stored)}
+    extra = stored.keys() - used - planned.dropped - replaced
+    return [f"fresh:{glob}" for glob in _globs(differing, wanted)] + [
+        f"drop:{glob}" for glob in _globs(extra, stored)
+    ]
+
+
+def _globs(names: Set[str], every: Shapes) -> list[str]:
+    """Globs that match these names and no others."""
+    found: dict[str, None] = {}
+    for name in sorted(names):
+        glob = re.sub(r"\.\d+(?=\.)", ".*", name)
+        found[glob if set(fnmatch.filter(every, glob)) <= names else name] = None
+    return list(found)
 
 
 # ----------------------------------------------------------------------------------------------- rules
@@ -234,9 +263,9 @@ def _upcycle(rule: Rule, transfer: Transfer, planned: InitPlan) -> InitPlan:
         else:
             origins[name] = Values(numbers=(0.0,)) if part.startswith("shared.down.") else FRESH
     notes = []
-    if moe is not None and not (moe.normalize_top_k or moe.softmax_after_top_k):
+    if origins and moe is not None and not (moe.normalize_top_k or moe.softmax_after_top_k):
         notes.append("upcycle: model.moe.normalize_top_k is False, so the function of upcycled layers changes")
-    if moe is not None and moe.scale != 1.0:
+    if origins and moe is not None and moe.scale != 1.0:
         notes.append(f"upcycle: model.moe.scale is {moe.scale}, so the function of upcycled layers changes")
     return planned.with_origins(origins, notes=notes)
 
@@ -356,6 +385,18 @@ RULES: Mapping[str, Callable[[Rule, Transfer, InitPlan], InitPlan]] = MappingPro
 )
 """By name, in the order in which they are applied."""
 
+NO_EFFECT = MappingProxyType(
+    {
+        "mtp": "the run and the checkpoint have the same MTP depths",
+        "upcycle": "no layer of the run is E where the checkpoint has -",
+        "hyper": "it is for a run with model.hyper and a checkpoint without",
+        "untie": "it is for a run with model.tied False and a checkpoint without a head",
+        "vocab": "model.vocab of the run is not above that of the checkpoint",
+    }
+)
+"""Why a rule may change nothing, which then is an error. The other rules name what they change."""
+REPEATABLE = ("drop", "fresh")
+
 
 # --------------------------------------------------------------------------------------------- parsing
 
@@ -363,6 +404,9 @@ RULES: Mapping[str, Callable[[Rule, Transfer, InitPlan], InitPlan]] = MappingPro
 def parse_rules(texts: Sequence[str]) -> tuple[Rule, ...]:
     """Rules from their texts, or one error that lists everything wrong with them."""
     problems = [problem for text in texts for problem in _rule_problems(text)]
+    names = [text.partition(":")[0] for text in texts]
+    twice = sorted({name for name in names if names.count(name) > 1 and name not in REPEATABLE})
+    problems += [f"--init-rules {name}: is given {names.count(name)} times; keep one of them" for name in twice]
     if problems:
         raise ConfigError("\n".join(problems))
     return tuple(
