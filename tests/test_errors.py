@@ -63,11 +63,18 @@ def test_a_checkout_has_make_and_a_wheel_has_pip(tmp_path: Path, monkeypatch: py
     assert how_to_install("tokenizers", "transformers", **made) == "make venv"
     monkeypatch.chdir(tmp_path)
     assert how_to_install("triton", **made) == f"make -C '{checkout}' venv"
-    assert how_to_install("wandb", **made) == f"'{made['python']}' -m pip install wandb"
+    assert how_to_install("wandb", **made, has_pip=True) == f"'{made['python']}' -m pip install wandb"
     # A Python that `make venv` did not make is not helped by it, and the shell's pip may not be its own.
-    installed = {"checkout": checkout, "python": elsewhere / "python"}
+    installed = {"checkout": checkout, "python": elsewhere / "python", "has_pip": True}
     monkeypatch.setenv("PATH", "/usr/bin")
     assert how_to_install("triton", **installed) == f"{elsewhere / 'python'} -m pip install triton"
+    # uv makes environments without pip; other tools may leave it out, too.
+    alone, python = {**installed, "has_pip": False}, elsewhere / "python"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    expected = f"{python} -m ensurepip && {python} -m pip install triton"
+    assert how_to_install("triton", **alone) == expected
+    (tmp_path / "uv").touch(0o755)
+    assert how_to_install("triton", **alone) == f"uv pip install --python {python} triton"
     monkeypatch.setenv("PATH", f"{elsewhere}:/usr/bin")
     assert how_to_install("triton", "wandb", **installed) == "pip install triton wandb"
 

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -138,7 +139,12 @@ MADE_BY_VENV = frozenset({"tokenizers", "transformers", "triton", "cuda-bindings
 """What `make venv` installs."""
 
 
-def how_to_install(*packages: str, checkout: Path = CHECKOUT, python: Path = Path(sys.executable)) -> str:
+def how_to_install(
+    *packages: str,
+    checkout: Path = CHECKOUT,
+    python: Path = Path(sys.executable),
+    has_pip: bool = find_spec("pip") is not None,
+) -> str:
     """The command that installs packages for this Python, as the shell that runs it can run that. Never by
     braid's own name: an index may have another project under it."""
     bin_folder = python.parent
@@ -148,5 +154,11 @@ def how_to_install(*packages: str, checkout: Path = CHECKOUT, python: Path = Pat
     if of_make and MADE_BY_VENV.issuperset(packages):
         return "make venv" if Path.cwd() == checkout else f"make -C {shlex.quote(str(checkout))} venv"
     # Unless its environment is activated, the shell's pip belongs to another Python.
-    activated = Path(shutil.which("pip") or "").parent == bin_folder
-    return shlex.join([*(["pip"] if activated else [str(python), "-m", "pip"]), "install", *packages])
+    if Path(shutil.which("pip") or "").parent == bin_folder:
+        return shlex.join(["pip", "install", *packages])
+    if has_pip:
+        return shlex.join([str(python), "-m", "pip", "install", *packages])
+    if shutil.which("uv"):  # makes environments without pip
+        return shlex.join(["uv", "pip", "install", "--python", str(python), *packages])
+    first = shlex.join([str(python), "-m", "ensurepip"])
+    return f"{first} && {shlex.join([str(python), '-m', 'pip', 'install', *packages])}"

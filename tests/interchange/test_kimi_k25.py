@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -59,13 +60,25 @@ def test_names_of_a_state_dict_are_those_of_transformers() -> None:
 
 
 def test_the_published_file_is_refused_for_its_quantised_weights_alone() -> None:
-    with pytest.raises(ConfigError, match=r"1 reason\n  text_config\.quantization_config\.quant_method"):
+    with pytest.raises(
+        ConfigError, match=r"1 reason\n  text_config\.quantization_config\.quant_method"
+    ) as refused:
         read_config(PUBLISHED)
+    told = str(refused.value)
+    assert "CompressedTensorsConfig(dequantize=True), then save_pretrained; remove quantization_config" in told
+    with pytest.raises(ConfigError, match="in bfloat16, by the library that wrote it; remove"):
+        read_config({**without_quantization(), "quantization_config": {"quant_method": "awq"}})
     read = read_config(without_quantization())
     assert any("vision_tower" in note for note in read.notes)
     latent = read.shape.latent_attention
     assert latent is not None
     assert (read.shape.norm_eps, latent.norm_eps) == (1e-5, 1e-6)
+
+
+def test_the_class_that_the_refusal_names_takes_what_it_says() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.CompressedTensorsConfig
+    assert "dequantize" in inspect.signature(config.__init__).parameters
 
 
 def test_settings_within_are_refused_and_ignored_by_their_full_names() -> None:

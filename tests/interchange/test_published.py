@@ -98,7 +98,7 @@ def test_a_reward_model_is_no_language_model() -> None:
 
 @pytest.mark.parametrize("quantized", [{"quant_method": "gptq", "bits": 4}, {"quant_method": "fp8"}], ids=str)
 def test_other_quantised_weights_are_refused_with_what_to_do(quantized: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="dequantise this checkpoint"):
+    with pytest.raises(ConfigError, match="save the model in bfloat16, by the library that wrote it"):
         read_config({**config(LLAMA), "quantization_config": quantized})
 
 

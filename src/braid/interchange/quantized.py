@@ -6,8 +6,8 @@
              values to a byte, the low half first, `NAME_scales` the exponents plus 127 (gpt-oss). Rows are
              output channels; `NAME`, as transformers stores it unquantised, is [experts, inputs, outputs]
 
-Other methods are refused, MLX's among them: dequantise such a checkpoint with the library that wrote it, and
-import the result.
+Other methods are refused, MLX's among them: such a checkpoint has to be saved in bfloat16 first, by the library
+that wrote it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -27,6 +28,16 @@ from braid.interchange.sliced import Index, Sliceable, SlicedTensors
 WIDENED = torch.bfloat16
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """The value of each e2m1 code."""
+
+
+DEQUANTISE = MappingProxyType(
+    {
+        "compressed-tensors": "by transformers and compressed-tensors: load it with quantization_config="
+        "CompressedTensorsConfig(dequantize=True), then save_pretrained",
+        "bitsandbytes": "by transformers and bitsandbytes: model.dequantize(), then save_pretrained",
+    }
+)
+"""How checkpoints of a method that braid does not read are widened."""
 
 
 class Outlined(Protocol):
@@ -122,11 +133,12 @@ def read_quantization(settings: Settings) -> Quantization | None:
         return Mxfp4()
     if method == "fp8" and (sides := _block(block)) and given.get("fmt", "e4m3") == "e4m3":
         return Fp8Blocks(sides)
+    how = DEQUANTISE.get(str(method), "by the library that wrote it")
     settings.refuse(
         "quantization_config.quant_method",
         method,
-        "braid reads fp8 (e4m3 with weight_block_size) and mxfp4; dequantise this checkpoint with the library "
-        "that wrote it, and import the result",
+        f"braid reads fp8 (e4m3 with weight_block_size) and mxfp4; save the model in bfloat16, {how}; remove "
+        "quantization_config from the new config.json if it is still there, and import that folder",
     )
     return None
 
