@@ -113,18 +113,20 @@ class LazyCheckpoint(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._names:
             raise KeyError(name)
-        stored = self._manifest.tensors[name]
+        stored, whole = self._manifest.tensors[name], Box.whole(self._manifest.tensors[name].shape)
         if len(stored.chunks) == 1:
-            return self._mapped(name)
-        request = ReadRequest(global_shape=stored.shape, box=Box.whole(stored.shape), dtype=stored.dtype)
-        return _read_boxes(self._path, self._manifest, {name: request})[name]
+            return self._mapped(name, stored.chunks[0])
+        tensor = torch.empty(stored.shape, dtype=stored.dtype)
+        for (
+            chunk
+        ) in stored.chunks:  # each mapped by itself: pages that were read count as memory until unmapped
+            tensor[chunk.box.within(whole)] = self._mapped(name, chunk)
+        return tensor
 
-    def _mapped(self, name: str) -> Tensor:
-        stored = self._manifest.tensors[name]
-        (chunk,) = stored.chunks
+    def _mapped(self, name: str, chunk: Chunk) -> Tensor:
         try:
             with parts.opened(self._path, chunk.file, self._manifest.parts[chunk.file]) as handle:
-                return parts.read_chunk(handle, name, chunk, stored.dtype)
+                return parts.read_chunk(handle, name, chunk, self._manifest.tensors[name].dtype)
         except CheckpointError as error:
             raise CheckpointError(f"{self._path} cannot be loaded\n  {error}") from error
 
