@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import subprocess
@@ -66,24 +67,49 @@ class Shell:
         return told
 
 
+def printed(told: str, before: str) -> str:
+    """The command on the line of an output after these words."""
+    return told.partition(before)[2].splitlines()[0].strip()
+
+
 @pytest.mark.long
 def test_a_wheel_works_away_from_its_checkout(installed: Path, tmp_path: Path) -> None:
+    """Every command that an output prints is tried as it stands, but for options that make it short."""
     shell = Shell(tmp_path, installed)
     (tmp_path / "mine.py").write_text(RECIPE)
     (tmp_path / "text.jsonl").write_text('{"text": "to be or not to be"}\n' * 20)
     assert "tiny" in shell("braid recipes")
     built = shell("braid data build --input text.jsonl --output tokens --validation 0")
-    assert f"{installed}/bin/braid train RECIPE --data.sources tokens" in built
-    trained = shell("braid train mine.py:small --device cpu --out run")
-    generate, longer, _show = (line.strip() for line in trained.partition("try next\n")[2].splitlines()[:3])
+    train = f"{installed}/bin/braid train RECIPE --data.sources tokens"
+    assert train in built
+    trained = shell(f"{train.replace('RECIPE', 'mine.py:small')} --device cpu --out run")
+    generate, longer, show = (line.strip() for line in trained.partition("try next\n")[2].splitlines()[:3])
     assert longer.startswith(f"{installed}/bin/braid train ")
     assert "step 4/4" in shell(longer)
     shell(f"{generate} --tokens 2 --device cpu")
+    assert "qk_norm" in shell(show)
     shell("braid export run --model-type qwen3 --out hub")
     imported = shell("braid import hub --out imported")
-    assert "try next" in imported
+    shell(f"{printed(imported, 'try next')} --tokens 2 --device cpu")
     assert "0 of 13 tensors differ" in shell("braid diff hub imported")
     assert "1 rank" in shell("braid plan imported")
-    missing = shell("braid data build --input text.jsonl --output other --tokenizer hub/config.json", code=3)
-    command = missing.partition("run `")[2].partition("`")[0]
-    assert shlex.split(command) == [str(installed / "bin" / "python"), "-m", "pip", "install", "tokenizers"]
+
+
+@pytest.mark.long
+def test_commands_of_refusals_work_away_from_the_checkout(installed: Path, tmp_path: Path) -> None:
+    shell = Shell(tmp_path, installed)
+    (tmp_path / "mine.py").write_text(RECIPE)
+    (tmp_path / "text.jsonl").write_text('{"text": "to be or not to be"}\n' * 20)
+    shell("braid data build --input text.jsonl --output tokens --validation 0")
+    shell("braid train mine.py:small --device cpu --out run")
+    smaller = "braid train mine.py:small --device cpu --out other --init run --model.vocab 259"
+    refused = shell(smaller, code=4)
+    options = (
+        f"--init-allow {printed(refused, '--init-allow ')} --init-rules {printed(refused, '--init-rules ')}"
+    )
+    assert "embedding.weight" in shell(f"{smaller} {options} --init-plan")
+    definition = {"model": {"type": "WordLevel", "vocab": {"to": 0, "</s>": 1}, "unk_token": "to"}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], **definition}))
+    build = "braid data build --input text.jsonl --output words --tokenizer tokenizer.json --validation 0"
+    install = shell(build, code=3).partition("run `")[2].partition("`")[0]
+    assert shlex.split(install) == [str(installed / "bin" / "python"), "-m", "pip", "install", "tokenizers"]
