@@ -5,9 +5,9 @@ that segments belong to. builders.py builds 1F1B and interleaved schedules, over
 overlap expert communication, multimodule.py those of a language model with encoders (clock.py orders their
 turns). freezing.py removes backwards that frozen weights make needless, recompute.py inserts activation
 recomputation, lowering.py the FSDP ops on sharded weights. check.py proves a schedule (faults.py lists the
-rules; order.py checks collectives, station_faults.py several modules,
-lifetime.py sharded weights), simulate.py times it, draw.py and trace.py render it. event_simulator.py is the
-model of execution behind check.py and simulate.py.
+rules; order.py checks collectives, station_faults.py several modules, lifetime.py sharded weights), simulate.py
+times it, draw.py, draw_text.py and trace.py render it. event_simulator.py is the model of execution behind
+check.py and simulate.py.
 """
 
 from braid.schedule.builders import (
@@ -25,6 +25,7 @@ from braid.schedule.builders import (
 )
 from braid.schedule.check import CheckReport, check, live_peaks, segment_peaks
 from braid.schedule.draw import draw
+from braid.schedule.draw_text import draw_text
 from braid.schedule.dual import DUAL_PIPE_V, dual_pipe_v
 from braid.schedule.event_simulator import OpSpan
 from braid.schedule.faults import Fault, Rule
@@ -81,6 +82,7 @@ __all__ = [
     "check",
     "collective_faults",
     "draw",
+    "draw_text",
     "dual_pipe_v",
     "evaluation",
     "forward_only",

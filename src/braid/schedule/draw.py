@@ -7,10 +7,14 @@ segment's `F`.
 
 If phases communicate, each row has two lanes: compute above, communication below, phase by phase. Otherwise
 consecutive phases of a segment are drawn as one box.
+
+With several modules there is a row per station, labelled with its ranks, and each encoder has colours of its
+own. `draw_text` shows the same in characters, for a terminal.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import floor, log10
@@ -20,6 +24,7 @@ from xml.sax.saxutils import escape
 
 from braid.schedule.check import live_peaks
 from braid.schedule.event_simulator import OpSpan
+from braid.schedule.graph import Graph
 from braid.schedule.ops import Act, Op
 from braid.schedule.phases import Stream
 from braid.schedule.simulate import Timeline
@@ -45,6 +50,8 @@ _NARROWEST = 560.0
 _DIGITS = (("large", 6.8, 10.0, 4.0), ("small", 5.2, 8.0, 3.0))
 """Font sizes of the numbers in boxes: CSS class, width of a digit, minimum height of the box, and distance of
 the baseline below the middle."""
+_LABEL = 9
+"""The longest label of a row."""
 _LEGEND_STAGES = 8
 """With more virtual stages than this, the legend shows the first and the last."""
 _FORWARD = ((207, 225, 245), (26, 86, 158))
@@ -54,6 +61,13 @@ _RECOMPUTE = ((226, 214, 240), (104, 70, 150))
 """The lightest and the darkest shade."""
 _SHADES = (("f", _FORWARD), ("b", _BACKWARD), ("w", _WGRAD), ("recompute", _RECOMPUTE))
 """By the prefix of a box's CSS class."""
+_MODULES = (
+    ((160, 220, 205), (20, 130, 115)),
+    ((240, 185, 215), (170, 50, 120)),
+    ((225, 220, 140), (130, 120, 20)),
+    ((200, 190, 240), (95, 75, 180)),
+)
+"""Forward and backward of the modules after the first, in turn."""
 _STYLE = """
 text{font:11px system-ui,'Segoe UI',Helvetica,Arial,sans-serif;fill:#24292f}
 .title{font-size:15px;font-weight:600}.soft{fill:#57606a}.mid{text-anchor:middle}.end{text-anchor:end}
@@ -71,12 +85,13 @@ def draw(timeline: Timeline) -> str:
     scale = min(unit_width, widest / length) if length else unit_width
     numbers = _numbers(timeline, scale / unit)
     plot = max(_NARROWEST, length * scale)
-    width, height = _LEFT + plot + _RIGHT, _TOP + _ROW * len(timeline.spans) + _BOTTOM + 24
+    several = len(timeline.schedule.graph.modules) > 1
+    width, height = _LEFT + plot + _RIGHT, _TOP + _ROW * len(timeline.spans) + _BOTTOM + (44 if several else 24)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_n(width)} {_n(height)}" '
         f'width="{_n(width)}" height="{_n(height)}" role="img">',
         f"<title>{escape(_headline(timeline))}</title>",
-        f"<style>{_STYLE}{_shades(timeline.schedule.virtual)}</style>",
+        f"<style>{_STYLE}{_shades(_virtual(timeline))}{_module_colours(timeline)}</style>",
         '<defs><pattern id="idle" width="6" height="6" patternUnits="userSpaceOnUse" '
         'patternTransform="rotate(45)"><rect width="6" height="6" fill="#f0f2f4"/>'
         '<rect width="1.5" height="6" fill="#d8dde3"/></pattern></defs>',
@@ -86,7 +101,8 @@ def draw(timeline: Timeline) -> str:
         *_axis(timeline, length, scale),
         *_rows(timeline, unit, scale, numbers),
         *_columns(timeline, _LEFT + plot),
-        *_legend(timeline, height - 22, numbers),
+        *_legend(timeline, height - (42 if several else 22), numbers),
+        *(_module_legend(timeline, height - 22) if several else ()),
         "</svg>",
     ]
     return "\n".join(parts) + "\n"
@@ -94,9 +110,12 @@ def draw(timeline: Timeline) -> str:
 
 def _headline(timeline: Timeline) -> str:
     schedule = timeline.schedule
+    rows = [_count(schedule.pp, "pipeline rank")]
+    if schedule.modules is not None:
+        rows = [_count(len(schedule.modules.modules), "module"), _count(schedule.pp, "station")]
     parts = [
         schedule.name,
-        _count(schedule.pp, "pipeline rank"),
+        *rows,
         _count(schedule.segments, "segment"),
         _count(schedule.micro_batches, "micro-batch"),
     ]
@@ -116,9 +135,25 @@ def _count(number: int, thing: str) -> str:
 
 def _forward_seconds(timeline: Timeline) -> float:
     """The unit of time: the mean forward, or one second if none took any time."""
-    forwards = [s for spans in timeline.spans for s in spans if s.op.act is Act.F]
-    spent, turns = sum(s.end - s.start for s in forwards), {(s.op.micro_batch, s.op.segment) for s in forwards}
+    forwards = [(row, s) for row, spans in enumerate(timeline.spans) for s in spans if s.op.act is Act.F]
+    spent = sum(s.end - s.start for _, s in forwards)
+    turns = {(row, s.op.micro_batch, s.op.segment) for row, s in forwards}
     return spent / len(turns) if spent else 1.0
+
+
+def _virtual(timeline: Timeline) -> int:
+    """Virtual stages per rank of the first module."""
+    return max(_virtual_stages(timeline.schedule.graph)) + 1
+
+
+def _virtual_stages(graph: Graph) -> list[int]:
+    """For each segment, how many earlier ones of its module lie on the same ranks."""
+    earlier: Counter[tuple[str, int]] = Counter()
+    stages = []
+    for segment, stage in zip(graph.segments, graph.stages, strict=True):
+        stages.append(earlier[segment.module, stage])
+        earlier[segment.module, stage] += 1
+    return stages
 
 
 def _boxes_per_forward(timeline: Timeline) -> float:
@@ -190,17 +225,19 @@ def _rows(
 ) -> Iterator[str]:
     """For each rank its label, the idle background, and a box for each span that takes time."""
     begin, width = timeline.begin, _n(timeline.makespan / unit * scale)
-    stream = _lane_of(timeline)
+    stream, looks = _lane_of(timeline), _looks(timeline)
+    if timeline.schedule.modules is not None:
+        yield _text(_LEFT - 10, _TOP - 8, "ranks", "soft end")
     for rank, spans in enumerate(timeline.spans):
         y = _TOP + _ROW * rank
-        yield _text(_LEFT - 10, y + _BOX / 2 + 4, f"rank {rank}", "end")
+        yield _text(_LEFT - 10, y + _BOX / 2 + 4, _label(timeline, rank), "end")
         yield f'<rect x="{_n(_LEFT)}" y="{_n(y)}" width="{width}" height="{_n(_BOX)}" fill="url(#idle)"/>'
         for span in spans:
             if span.end > span.start and span.op.act in _DRAWN:
                 start, end = (span.start - begin) / unit, (span.end - begin) / unit
                 top, high = _LANES[stream(span.op)]
                 box = _Box(_LEFT + start * scale, y + top, (end - start) * scale, high)
-                shape = _shape(timeline, span.op, box, numbers.get(stream(span.op)))
+                shape = _shape(looks(span.op), span.op, box, numbers.get(stream(span.op)))
                 yield f"<g><title>{escape(_tooltip(span.op, start, end))}</title>{''.join(shape)}</g>"
 
 
@@ -211,13 +248,56 @@ class _Box(NamedTuple):
     high: float
 
 
-def _shape(timeline: Timeline, op: Op, box: _Box, numbers: _Numbers | None) -> Iterator[str]:
-    virtual, wide = timeline.schedule.virtual, box.wide - (0.6 if box.wide > 4 else 0.0)
-    stage = 0 if op.segment is None else op.segment // timeline.schedule.pp
-    look = f"{op.act.value.lower()}{stage}" if op.act.computes else "sum"
-    yield f'<rect class="{look}" x="{_n(box.x)}" y="{_n(box.y)}" width="{_n(wide)}" height="{_n(box.high)}"/>'
+def _label(timeline: Timeline, row: int) -> str:
+    """The ranks of a row, as far as they fit: 0-3,8."""
+    if timeline.schedule.modules is None:
+        return f"rank {row}"
+    text = format_ranks(timeline.schedule.modules.ranks[row])
+    return text if len(text) <= _LABEL else text[: _LABEL - 1] + "…"
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Ascending ranks, with runs written as first-last."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1] = [runs[-1][0], rank]
+        else:
+            runs.append([rank])
+    return ",".join("-".join(map(str, run)) for run in runs)
+
+
+class _Look(NamedTuple):
+    """How the box of an op looks."""
+
+    css: str
+    """Its CSS class."""
+    dark: bool
+    """Whether its number is light."""
+
+
+def _looks(timeline: Timeline) -> Callable[[Op], _Look]:
+    graph, virtual = timeline.schedule.graph, _virtual(timeline)
+    stages = _virtual_stages(graph)
+    modules = [graph.modules.index(segment.module) for segment in graph.segments]
+
+    def look(op: Op) -> _Look:
+        if not op.act.computes or op.segment is None:
+            return _Look("sum", _darkness(0, virtual) > 0.5)
+        name, stage = op.act.value.lower(), stages[op.segment]
+        if modules[op.segment]:
+            return _Look(f"m{modules[op.segment]}{'f' if op.act is Act.F else 'b'}", op.act is not Act.F)
+        return _Look(f"{name}{stage}", _darkness(stage, virtual) > 0.5)
+
+    return look
+
+
+def _shape(look: _Look, op: Op, box: _Box, numbers: _Numbers | None) -> Iterator[str]:
+    wide = box.wide - (0.6 if box.wide > 4 else 0.0)
+    size = f'width="{_n(wide)}" height="{_n(box.high)}"'
+    yield f'<rect class="{look.css}" x="{_n(box.x)}" y="{_n(box.y)}" {size}/>'
     if numbers is not None and numbers.fit(op, box.wide):
-        light = " light" if _darkness(stage, virtual) > 0.5 else ""
+        light = " light" if look.dark else ""
         foot = box.y + box.high / 2 + numbers.foot
         yield _text(box.x + wide / 2, foot, str(op.micro_batch), f"mid {numbers.look}{light}")
 
@@ -290,7 +370,7 @@ def _columns(timeline: Timeline, right: float) -> Iterator[str]:
 
 
 def _legend(timeline: Timeline, y: float, numbers: Mapping[Stream | None, _Numbers]) -> Iterator[str]:
-    virtual = timeline.schedule.virtual
+    virtual = _virtual(timeline)
     stages = range(virtual) if virtual <= _LEGEND_STAGES else (0, virtual - 1)
     entries = [([f"f{stage}" for stage in stages], "forward")]
     if timeline.schedule.backward:
@@ -315,7 +395,26 @@ def _legend(timeline: Timeline, y: float, numbers: Mapping[Stream | None, _Numbe
     yield _text(x + 52, y + 10, "; ".join(notes), "soft")
 
 
+def _module_legend(timeline: Timeline, y: float) -> Iterator[str]:
+    """The colours of the modules after the first."""
+    x = _LEFT
+    for number, name in enumerate(timeline.schedule.graph.modules[1:], 1):
+        for look in (f"m{number}f", f"m{number}b"):
+            yield f'<rect class="{look}" x="{_n(x)}" y="{_n(y)}" width="12" height="12"/>'
+            x += 13
+        yield _text(x + 4, y + 10, name)
+        x += 22 + 6.2 * len(name)
+
+
 # --------------------------------------------------------------------------------------------- formatting
+
+
+def _module_colours(timeline: Timeline) -> str:
+    rules = []
+    for number in range(1, len(timeline.schedule.graph.modules)):
+        for name, (red, green, blue) in zip("fb", _MODULES[(number - 1) % len(_MODULES)], strict=True):
+            rules.append(f".m{number}{name}{{fill:#{red:02x}{green:02x}{blue:02x}}}")
+    return "".join(rules)
 
 
 def _shades(virtual: int) -> str:

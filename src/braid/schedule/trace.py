@@ -127,8 +127,13 @@ def _message_id(rank_step: RankStep, op: Op) -> str:
 def _op_events(rank_step: RankStep, span: OpSpan, sent: Mapping[str, float]) -> Iterator[dict[str, Any]]:
     """The event of an op, and one end of a flow arrow if it sends or receives."""
     op = span.op
+    fields: dict[str, int | str | None]
     fields = {"step": rank_step.step, "micro_batch": op.micro_batch, "segment": op.segment, "phase": op.phase}
-    fields |= {"unit": op.unit, "peer": op.peer}
+    fields |= {
+        "unit": op.unit,
+        "edge": op.edge,
+        "peer": ",".join(map(str, op.peers)) if op.further else op.peer,
+    }
     args = {name: value for name, value in fields.items() if value is not None}
     yield {"name": str(op), "cat": op.act.value, "ph": "X", **_times(span.start, span.end), "args": args}
     if op.act.sends or op.act.receives:
