@@ -8,7 +8,7 @@ lists together). Faults are data; `check` never raises.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import NamedTuple
@@ -163,31 +163,38 @@ def _inputs(schedule: Schedule, act: Act, segment: int, source: int | None) -> I
 def _own_faults(schedule: Schedule) -> Iterator[Fault]:
     """Each op is valid, on its own rank, after its inputs, and has the right peers."""
     for rank, ops in enumerate(schedule.ops):
-        expected: dict[_Key, _Expected] = {}
+        known: dict[_Key, _Expected | tuple[Rule, str]] = {}
         done: set[tuple[int, _Key]] = set()
         for place, op in enumerate(ops):
             if op.micro_batch is None or op.segment is None:
                 continue
             key = (op.act, op.segment, op.edge)
-            if missing := _missing(schedule, op.micro_batch, key):
-                rule, why = missing
-                yield Fault(rank=rank, place=place, op=op, rule=rule, why=why)
+            if key not in known:
+                known[key] = _missing(schedule, key) or _expected(schedule, rank, key)
+            expected = known[key]
+            faults: Iterable[tuple[Rule, str]]
+            if op.micro_batch >= schedule.micro_batches:
+                faults = (_beyond(schedule),)
+            elif isinstance(expected, _Expected):
+                faults = _op_faults(op, rank, expected, op.micro_batch, done)
             else:
-                if key not in expected:
-                    expected[key] = _expected(schedule, rank, key)
-                for rule, why in _op_faults(op, rank, expected[key], op.micro_batch, done):
-                    yield Fault(rank=rank, place=place, op=op, rule=rule, why=why)
+                faults = (expected,)
+            for rule, why in faults:
+                yield Fault(rank=rank, place=place, op=op, rule=rule, why=why)
             done.add((op.micro_batch, key))
 
 
-def _missing(schedule: Schedule, micro_batch: int, key: _Key) -> tuple[Rule, str] | None:
+def _beyond(schedule: Schedule) -> tuple[Rule, str]:
+    counts = f"{schedule.micro_batches} micro-batches and {schedule.segments} segments"
+    return Rule.EXISTS, f"there are {counts}{'' if schedule.backward else ', and no backward'}"
+
+
+def _missing(schedule: Schedule, key: _Key) -> tuple[Rule, str] | None:
     """Why there is no such op in this schedule."""
     act, segment, edge = key
     backward = act.direction == "B"
-    exists = micro_batch in range(schedule.micro_batches) and segment in range(schedule.segments)
-    if not exists or act.direction not in ("F", "B") or (backward and not schedule.backward):
-        counts = f"{schedule.micro_batches} micro-batches and {schedule.segments} segments"
-        return Rule.EXISTS, f"there are {counts}{'' if schedule.backward else ', and no backward'}"
+    if segment >= schedule.segments or act.direction not in ("F", "B") or (backward and not schedule.backward):
+        return _beyond(schedule)
     if edge is not None and schedule.graph.edge(edge) is None:
         return Rule.EXISTS, f"there is no edge {edge}"
     if backward and not schedule.backwards[segment]:

@@ -215,7 +215,7 @@ class Schedule:
         """For each segment, whether it has a `B`."""
         return tuple(self.backward and each for each in self.reached or self.graph.backwards)
 
-    @property
+    @cached_property
     def trains(self) -> tuple[bool, ...]:
         """For each segment, whether any of its weights are trained."""
         return tuple(self.backward and segment.trains for segment in self.graph.segments)
@@ -231,7 +231,7 @@ class Schedule:
 
     @property
     def virtual(self) -> int:
-        """Virtual stages (segments) per rank."""
+        """Virtual stages (segments) per rank of a plain pipeline."""
         return self.segments // self.pp
 
     @cached_property
