@@ -396,8 +396,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="frozen-weights-reduced",
         file="schedule/lifetime.py",
-        old="Use(reads=reads, grads=phase.grad_units)",
-        new="Use(reads=reads, grads=units)",
+        old="grads = phase.grad_units if schedule.trains[segment]",
+        new="grads = units if schedule.trains[segment]",
         kind="dropped term",
         why="ranks reduce gradients that nobody has",
     ),

@@ -98,7 +98,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="routers-exported-in-bfloat16",
         file="interchange/export.py",
-        old="wide if re.fullmatch(adapter.wide, ours[name]) else dtype",
+        old="wide if re.fullmatch(always_wide, ours[name]) else dtype",
         new="dtype",
         kind="lost data",
         why="exported models choose other experts",
