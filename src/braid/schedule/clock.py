@@ -54,7 +54,7 @@ class Chunk(NamedTuple):
     """Which of several chunks or turns that can start at the same time goes first."""
 
 
-class Turn(NamedTuple):
+class EncoderTurn(NamedTuple):
     """A turn of an encoder."""
 
     act: Act
@@ -66,7 +66,7 @@ class Turn(NamedTuple):
 class Placement:
     """The result of the clock."""
 
-    lists: tuple[tuple[Chunk | Turn, ...], ...]
+    lists: tuple[tuple[Chunk | EncoderTurn, ...], ...]
     """For each station, what it runs, in order."""
     makespan: int
 
@@ -88,9 +88,8 @@ def place(
             clock.open_round()
         candidates = clock.candidates()
         if not candidates:
-            assert clock.open_round(), (
-                "no station can go on: an encoder may have too few micro-batches in flight"
-            )
+            opened = clock.open_round()
+            assert opened, "no station can go on: an encoder may have too few micro-batches in flight"
             continue
         clock.run(min(candidates, key=lambda each: (each.start, each.order)))
     return Placement(lists=tuple(map(tuple, clock.lists)), makespan=max(clock.free))
@@ -100,7 +99,7 @@ class _Candidate(NamedTuple):
     start: int
     order: tuple[int, int, int, int]
     stations: tuple[int, ...]
-    item: Chunk | Turn
+    item: Chunk | EncoderTurn
 
 
 class _Clock:
@@ -125,7 +124,7 @@ class _Clock:
         self.passed: Counter[tuple[Act, int]] = Counter()
         """How many micro-batches have passed each segment of an encoder, or that reads one, each way."""
         self.free = [0] * len(graph.held)
-        self.lists: list[list[Chunk | Turn]] = [[] for _ in graph.held]
+        self.lists: list[list[Chunk | EncoderTurn]] = [[] for _ in graph.held]
         turns = sum(1 + backwards[segment] for each in encoders for segment in each.segments)
         self.left = turns * micro_batches + sum(map(len, chunks.values()))
 
@@ -191,11 +190,11 @@ class _Clock:
                 forward, backward = self.passed[Act.F, segment], self.passed[Act.B, segment]
                 has_backward = self.backwards[segment]
                 if forward - (backward if has_backward else self._passed_by_readers(encoder, Act.F)) < cap:
-                    yield from self._turn(encoder, Turn(Act.F, forward, segment))
+                    yield from self._turn(encoder, EncoderTurn(Act.F, forward, segment))
                 if has_backward:
-                    yield from self._turn(encoder, Turn(Act.B, backward, segment))
+                    yield from self._turn(encoder, EncoderTurn(Act.B, backward, segment))
 
-    def _turn(self, encoder: Encoder, turn: Turn) -> Iterator[_Candidate]:
+    def _turn(self, encoder: Encoder, turn: EncoderTurn) -> Iterator[_Candidate]:
         act, micro_batch, segment = turn
         if micro_batch == self.micro_batches or self._outside_round(encoder, act, micro_batch):
             return
@@ -204,7 +203,7 @@ class _Clock:
         if start is not None:
             yield _Candidate(start, (int(act is Act.F), 1, micro_batch, segment), stations, turn)
 
-    def _needs(self, turn: Turn) -> Iterator[Event]:
+    def _needs(self, turn: EncoderTurn) -> Iterator[Event]:
         act, micro_batch, segment = turn
         if act is Act.B:
             yield Act.F, micro_batch, segment

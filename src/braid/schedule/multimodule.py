@@ -40,7 +40,7 @@ from types import MappingProxyType
 
 from braid.errors import Problem
 from braid.schedule.check import segment_peaks
-from braid.schedule.clock import Chunk, Encoder, Placement, Trigger, Turn, chunks_of, place
+from braid.schedule.clock import Chunk, Encoder, EncoderTurn, Placement, Trigger, chunks_of, place
 from braid.schedule.graph import Edge, Graph, Segment
 from braid.schedule.ops import Act, Op, Ops, Schedule
 from braid.schedule.station_faults import turn_collective
@@ -213,14 +213,14 @@ def _live_bound(language: Schedule, graph: Graph, held: Sequence[int]) -> int:
     return sum(language.live_bound[stage] for stage in stages) + sum(bounds) if language.backward else 0
 
 
-def _list(schedule: Schedule, station: int, items: Sequence[Chunk | Turn]) -> Iterator[Op]:
+def _list(schedule: Schedule, station: int, items: Sequence[Chunk | EncoderTurn]) -> Iterator[Op]:
     """The list of a station: its items with their messages, those of the language model to its stations."""
     left = Counter(
         (op.act, op.micro_batch, op.segment) for item in items if isinstance(item, Chunk) for op in item.ops
     )
     totals = Counter(left)
     for item in items:
-        if isinstance(item, Turn):
+        if isinstance(item, EncoderTurn):
             yield from _encoder_turn(schedule, station, item)
             continue
         for op in item.ops:
@@ -234,7 +234,7 @@ def _list(schedule: Schedule, station: int, items: Sequence[Chunk | Turn]) -> It
             yield from _edge_messages(schedule, op, before=False) if not left[turn] else ()
 
 
-def _encoder_turn(schedule: Schedule, station: int, turn: Turn) -> Iterator[Op]:
+def _encoder_turn(schedule: Schedule, station: int, turn: EncoderTurn) -> Iterator[Op]:
     act, micro_batch, segment = turn
     graph, forward = schedule.graph, act is Act.F
     op = Op(act=act, micro_batch=micro_batch, segment=segment)
