@@ -15,9 +15,11 @@ import torch
 
 from braid import checkpoint
 from braid.config import Run
+from braid.errors import ConfigError
 from braid.planning.plan import check, plan
 from braid.schedule import Act
 from braid.train import state as states
+from braid.train.exporting import ExportSettings, folder_of
 from braid.train.step import train_step
 from tests.ranks import run_ranks
 from tests.topology.cases import LEARNING_RATE, run_of
@@ -26,6 +28,9 @@ from tests.topology.harness import Task, alone, outcome, parts, started, train_e
 from tests.topology.matrix import Topology
 
 pytestmark = pytest.mark.costly("every point trains a model on ranks")
+
+
+SETTINGS = ExportSettings(model_type="megatron", optimizer=True)
 
 
 class Frozen(NamedTuple):
@@ -178,6 +183,8 @@ def test_a_weight_that_is_unfrozen_counts_its_own_updates(corpus, tmp_path, caps
     assert extra["own_updates"] == {
         f"blocks.1.mlp.{name}": 1 for name in ("norm.weight", "norm.bias", "up.weight", "down.weight")
     }
+    with pytest.raises(ConfigError, match="joined later"):
+        folder_of(states.resolve_checkpoint(tmp_path / "two"), tmp_path / "theirs", SETTINGS)
     again, _ = started(0, 1, free)
     states.load(states.resolve_checkpoint(tmp_path / "two"), again)
     assert not capsys.readouterr().err

@@ -53,17 +53,11 @@ def select(run: Run, layout: Layout) -> Selection | None:
     if run.trained == EVERYTHING and not run.lr_share:
         return None
     model = _whole_model(run, layout)
-    names = model.canonical()
-    tensors = frozenset(name for name in names if matches(name, run.trained))
-    chosen = Selection(
-        tensors=tensors,
-        shares={name: share for name in tensors if (share := _share(name, run.lr_share)) != 1},
-        frozen_units=frozenset(),
-    )
+    tensors = {name: each for name, each in model.canonical().items() if matches(name, run.trained)}
     return Selection(
-        tensors=chosen.tensors,
-        shares=chosen.shares,
-        frozen_units=_frozen_units(model, chosen.parameters(model)),
+        tensors=frozenset(tensors),
+        shares={name: share for name in tensors if (share := _share(name, run.lr_share)) != 1},
+        frozen_units=_frozen_units(model, {tensor.parameter for tensor in tensors.values()}),
     )
 
 
@@ -72,19 +66,20 @@ def problems(run: Run, layout: Layout) -> Iterator[Problem]:
     if run.trained == EVERYTHING and not run.lr_share:
         return
     model = _whole_model(run, layout)
-    tensors = model.canonical()
+    tensors, learned = model.canonical(), dict(model.named_parameters())
     yield from _unmatched("trained", run.trained, tensors)
     yield from _unmatched("lr_share", run.lr_share, tensors)
-    by_parameter: dict[str, list[str]] = {}
-    for name, tensor in tensors.items():
-        by_parameter.setdefault(tensor.parameter, []).append(name)
-    learned = {name for name, _ in model.named_parameters()}
     if not any(matches(name, run.trained) for name, tensor in tensors.items() if tensor.parameter in learned):
         rule = "no weight is trained, so there is nothing to do in a step"
         yield Problem(field="trained", value=run.trained, rule=rule, remedy="globs that match a weight")
-    for names in by_parameter.values():
-        yield from _together("trained", names, {name: matches(name, run.trained) for name in names})
-        yield from _together("lr_share", names, {name: _share(name, run.lr_share) for name in names})
+    by_parameter: dict[str, list[str]] = {}
+    for name, tensor in tensors.items():
+        by_parameter.setdefault(tensor.parameter, []).append(name)
+    stored_together = list(by_parameter.values())
+    trained = {name: matches(name, run.trained) for name in tensors}
+    shares = {name: _share(name, run.lr_share) for name in tensors}
+    yield from _divided("trained", run.trained, stored_together, trained)
+    yield from _divided("lr_share", run.lr_share, stored_together, shares)
 
 
 def _whole_model(run: Run, layout: Layout) -> LanguageModel:
@@ -98,7 +93,7 @@ def _whole_model(run: Run, layout: Layout) -> LanguageModel:
     return LanguageModel(run.model, layout, references(), device=torch.device("meta"), dtype=dtype)
 
 
-def _frozen_units(model: LanguageModel, trained: frozenset[str]) -> frozenset[str]:
+def _frozen_units(model: LanguageModel, trained: set[str]) -> frozenset[str]:
     from braid.engine.weights import parameters_of_units
 
     held = parameters_of_units(model, [unit.path for unit in model.units()])
@@ -123,16 +118,20 @@ def _unmatched(field: str, globs: Iterable[str], names: Iterable[str]) -> Iterat
             yield Problem(field=field, value=glob, rule=rule, remedy="a glob over canonical names: blocks.3.*")
 
 
-def _together(field: str, names: list[str], values: Mapping[str, float]) -> Iterator[Problem]:
-    """A parameter of several tensors has one value."""
-    other = next((name for name in names if values[name] != values[names[0]]), None)
-    if other is not None:
-        yield Problem(
-            field=field,
-            value=values[names[0]],
-            rule=f"{names[0]} and {other} are stored as one parameter, but only one of them is matched",
-            remedy=f"the same for all {len(names)} tensors of that parameter, as with {_common(names)}",
-        )
+def _divided(
+    field: str, given: object, stored_together: Iterable[list[str]], values: Mapping[str, float]
+) -> Iterator[Problem]:
+    """The first parameter whose tensors have different values."""
+    for first, *others in stored_together:
+        other = next((name for name in others if values[name] != values[first]), None)
+        if other is not None:
+            yield Problem(
+                field=field,
+                value=given,
+                rule=f"{first} and {other} are stored as one parameter, but only one of them is matched",
+                remedy=f"the same for all tensors of a parameter, as with {_common([first, *others])}",
+            )
+            return
 
 
 def _common(names: list[str]) -> str:

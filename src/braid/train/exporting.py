@@ -88,6 +88,11 @@ def folder_of(path: Path, out: Path, settings: ExportSettings) -> FolderPlan:
     if model_type is None:
         known = ", ".join([*(family.model_type for family in FAMILIES), MEGATRON])
         raise ConfigError(f"--model-type is missing: {path} was not imported\n  set   one of {known}")
+    if settings.optimizer and saved.own_updates:
+        raise ConfigError(
+            f"--optimizer: {len(saved.own_updates)} tensors of {path} joined later and have counted their own "
+            "updates, but a folder holds one number for all\n  set   the weights alone, without --optimizer"
+        )
     names = weight_names(path, moments=settings.optimizer)
     tensors = LazyCheckpoint(path, names)
     dtype = DTYPES[run.train.dtype if settings.dtype == "run" else settings.dtype]
