@@ -127,7 +127,9 @@ def fail_in(rank: int, world: int, corpus: Path, how: str) -> str | tuple[str, .
     return result.not_finite
 
 
-@pytest.mark.parametrize("how", ["vocabulary", "stop", "not finite"])
+@pytest.mark.parametrize(
+    "how", ["vocabulary", *(pytest.param(each, marks=pytest.mark.long) for each in ("stop", "not finite"))]
+)
 def test_what_happens_on_one_rank_is_known_to_all_of_the_job(how, corpus):
     said = run_ranks(4, fail_in, corpus, how)
     assert len(set(said)) == 1
