@@ -45,6 +45,7 @@ def check(
     widths: tuple[int, int],
     *,
     sinks: bool,
+    causal: bool = True,
     dtype: torch.dtype = DTYPE,
     bound: float = BOUND,
 ) -> None:
@@ -57,7 +58,8 @@ def check(
     )
     given = [q, *kv.split(widths, -1)]
     given += [torch.randn(heads, generator=generator).to(DEVICE, dtype)] if sinks else []
-    spans, wide = spans_of(ids, window, DEVICE), [x.double().requires_grad_() for x in given]
+    spans = spans_of(ids, window, DEVICE, causal=causal)
+    wide = [x.double().requires_grad_() for x in given]
     y = reference.attend(*wide[:3], spans, 0.3, *wide[3:])
     expected, runs = (y, *torch.autograd.grad(y, wide, dy.double())), []
     for _ in range(2 if GPU else 1):
@@ -78,6 +80,18 @@ def check(
 )
 def test_outputs_and_gradients(window: int | None, starts: tuple[int, ...], kv_heads: int, sinks: bool) -> None:
     check(documents(1, 70, *starts), window, 2, kv_heads, (24, 16), sinks=sinks)
+
+
+@needs_kernels
+def test_every_token_of_a_document_sees_all_of_it() -> None:
+    check(documents(1, 150, 5, 6, 20), None, 2, 1, (24, 16), sinks=True, causal=False)
+
+
+@needs_kernels
+@pytest.mark.long
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_long_documents_without_a_causal_mask(kv_heads: int) -> None:
+    check(documents(2, 290, 5, 6, 270), None, 2, kv_heads, (16, 32), sinks=False, causal=False)
 
 
 @needs_kernels
@@ -123,6 +137,16 @@ def test_every_head_size_on_a_gpu(
     # With sinks, `attention.choose` selects these kernels only for head sizes that they have.
     sinks = sinks and all(map(supports, widths))
     check(documents(2, 700, *starts), window, 4, kv_heads, widths, sinks=sinks)
+
+
+@on_gpu
+@pytest.mark.parametrize("widths", WIDTHS)
+@pytest.mark.parametrize("starts", [(), (5, 6, 20, 300, 301, 560)], ids=["whole", "packed"])
+def test_every_head_size_without_a_causal_mask_on_a_gpu(
+    widths: tuple[int, int], starts: tuple[int, ...]
+) -> None:
+    sinks = all(map(supports, widths))
+    check(documents(2, 700, *starts), None, 4, 2, widths, sinks=sinks, causal=False)
 
 
 @on_gpu

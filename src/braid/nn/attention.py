@@ -1,8 +1,9 @@
 """Grouped-query attention (GQA, Ainslie et al., arXiv 2305.13245), the layer `*`.
 
     q, k, v, g = x · W_qkvg          optional: RMSNorm of q and k, per head or over all heads (QK-norm), RoPE
-    y = softmax(q · kᵀ · scale) · v  causal, within a document, optionally within a sliding window and with
-                                     attention sinks: learned logits in the denominators, one per query head
+    y = softmax(q · kᵀ · scale) · v  within a document, causal (in encoders not), optionally within a sliding
+                                     window and with attention sinks: learned logits in the denominators, one
+                                     per query head
     out = (y · sigmoid(g)) · W_o     gate g optional
 
 The scale is 1 / √D by default. One fused projection computes query, key, value and output gate. Its outputs are
@@ -68,12 +69,13 @@ class Attention(Recomputing):
         *,
         normalize: Normalize = rms_norm.PLAIN,
         turn: Rotate = rotary.PLAIN,
+        causal: bool = True,
         groups: Groups = Groups(),
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.shape, self.groups = shape, groups
+        self.shape, self.groups, self.causal = shape, groups, causal
         self.attend, self.turn = attend, turn
         self.partition = HeadPartition(all_groups=shape.kv_heads, all_heads=shape.heads, ranks=groups)
         dim, tp = shape.head_dim, groups.tp
@@ -98,8 +100,8 @@ class Attention(Recomputing):
         self, x_BtC: Tensor, spans: Spans, rotary: Rotary | None, cache: AttentionCache | None = None
     ) -> Tensor:
         """`spans` and `rotary` cover all T tokens; `rotary` is None for attention without positions (NoPE).
-        With a cache, each row continues its cached document; caches require tp = cp = 1."""
-        assert cache is None or self.groups.tp.size == self.groups.cp.size == 1
+        With a cache, each row continues its cached document; caches require tp = cp = 1, and a causal mask."""
+        assert cache is None or (self.causal and self.groups.tp.size == self.groups.cp.size == 1)
         outputs_BSKF = self.qkv(all_gather(x_BtC, self.groups.tp, dim=1)).unflatten(-1, self.qkv.dims)
         qkv_BSKF, gate_BSKF = self._split_gate(outputs_BSKF)
         if self.qk_norm is not None:
@@ -243,7 +245,7 @@ class Attention(Recomputing):
         """FLOPs of this rank for a row: scores and weighted sums take 4 · heads · head_dim for each pair of
         query and key in the mask. Packed documents count as one document that fills the row."""
         own = tokens // self.groups.cp.size
-        pairs = pairs_seen(tokens, self.shape.window)
+        pairs = pairs_seen(tokens, self.shape.window, causal=self.causal)
         attention = 4 * self.partition.core_heads * self.shape.head_dim * pairs
         return self.qkv.flops(own) + attention + self.o.flops(own)
 

@@ -69,12 +69,13 @@ class LatentAttention(Recomputing):
         *,
         normalize: Normalize = rms_norm.PLAIN,
         turn: Rotate = rotary.PLAIN,
+        causal: bool = True,
         groups: Groups = Groups(),
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.shape, self.groups = shape, groups
+        self.shape, self.groups, self.causal = shape, groups, causal
         self.attend, self.turn = attend, turn
         tp, q_rank = groups.tp, shape.q_rank or 0
         self.heads = shape.heads // tp.size
@@ -94,9 +95,10 @@ class LatentAttention(Recomputing):
 
     def forward(self, x_BtC: Tensor, spans: Spans, rotary: Rotary, cache: LatentCache | None = None) -> Tensor:
         """`spans` and `rotary` (for rope_dim channels) cover all T tokens. With a cache, each row continues its
-        cached document: prefill uses the plain form, decoding the absorbed form. Caches require tp = cp = 1."""
+        cached document: prefill uses the plain form, decoding the absorbed form. Caches require tp = cp = 1,
+        and a causal mask."""
         cp = self.groups.cp
-        assert cache is None or self.groups.tp.size == cp.size == 1
+        assert cache is None or (self.causal and self.groups.tp.size == cp.size == 1)
         q_BSHD, latent_BSL, k_BSR = self._latents(x_BtC)
         q_BThD = all_to_all(q_BSHD, cp, split=2, join=1)
         k_BT1R = rotate(all_gather(k_BSR, cp, dim=1).unsqueeze(2), rotary, self.turn)
@@ -234,6 +236,6 @@ class LatentAttention(Recomputing):
         row."""
         shape, tp, cp = self.shape, self.groups.tp.size, self.groups.cp.size
         channels = shape.nope_dim + shape.rope_dim + shape.v_dim
-        attention = 2 * (self.heads // cp) * channels * pairs_seen(tokens, None)
+        attention = 2 * (self.heads // cp) * channels * pairs_seen(tokens, None, causal=self.causal)
         into_heads = sum(linear.flops(tokens // cp) for linear in (self.q, self.kv_up, self.o))
         return self.down.flops(tokens // (tp * cp)) + into_heads + attention

@@ -1,4 +1,5 @@
-"""Causal grouped-query attention (GQA) within documents: softmax(Q Kᵀ · scale) V, with an optional window."""
+"""Grouped-query attention (GQA) within documents: softmax(Q Kᵀ · scale) V, causal with an optional window, or
+of all tokens of a document."""
 
 from __future__ import annotations
 
@@ -48,16 +49,19 @@ def fuses(device: str, dtype: torch.dtype) -> bool:
 
 
 def choose(
-    device: torch.device, dtype: torch.dtype, *, sink_head_dim: int | None = None
+    device: torch.device, dtype: torch.dtype, *, sink_head_dim: int | None = None, causal: bool = True
 ) -> KernelChoice[Attend]:
     """`fused` on a GPU with Triton, to which document lengths make no difference and whose results are
     deterministic; otherwise SDPA, which supports every device and dtype. `sink_head_dim` are the channels of a
-    head where heads have sinks, which SDPA does not support for all."""
+    head where heads have sinks, which SDPA does not support for all. The kernels for Hopper are `causal`:
+    without that mask, the plain kernels of `fused` run."""
     missing = why_not_fused(device, dtype, FUSED)
     if missing is None and (sink_head_dim is None or supports(sink_head_dim)):
         from braid.kernels.attention.fused import FusedAttention
 
         why = "one launch covers all documents, and its sums have a fixed order"
+        if not causal:
+            why += "; those of the kernels that need no causal mask, which are not the fastest on Hopper"
         return _choice("fused", FusedAttention(hopper=_on_hopper(device)), why)
     tensor_type = f"{str(dtype).removeprefix('torch.')} on {device.type}"
     if sink_head_dim is not None:

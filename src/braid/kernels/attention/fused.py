@@ -1,7 +1,8 @@
 """Packed attention with kernels of its own: one launch forward, two backward, whatever the documents.
 
 Saved for backward: q, k, v, the output and the logsumexp of each query. Every sum has a fixed order, so results
-are deterministic. On Hopper, tensors that TMA can read have warp-specialised kernels; others have plain ones.
+are deterministic. On Hopper, tensors that TMA can read have warp-specialised kernels if the mask is causal; all
+others have plain ones.
 
 Shapes: B rows, T tokens, N = B · T, Q query heads, K key-value heads, D channels of a query or key head, V of a
 value head.

@@ -28,7 +28,7 @@ def attend(
     q_BTKRD = q_BTQD.unflatten(2, (kv_heads, heads // kv_heads)).to(dtype)
     scale = q_BTQD.shape[-1] ** -0.5 if scale is None else scale
     scores_BKRTS = torch.einsum("btkrd,bskd->bkrts", q_BTKRD, k_BTKD.to(dtype)) * scale
-    sees_BTS = visible(to_device(spans.runs_BT, q_BTQD.device), spans.window)
+    sees_BTS = visible(to_device(spans.runs_BT, q_BTQD.device), spans.window, causal=spans.causal)
     scores_BKRTS = scores_BKRTS.masked_fill(~sees_BTS[:, None, None], float("-inf"))
     probs_BKRTS = softmax_with_sinks(scores_BKRTS, sinks_Q)
     y_BTKRV = torch.einsum("bkrts,bskv->btkrv", probs_BKRTS, v_BTKV.to(dtype))

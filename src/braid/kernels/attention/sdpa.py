@@ -80,7 +80,7 @@ def _attend_piece(q_BLQD: Tensor, k_BLKD: Tensor, v_BLKV: Tensor, piece: SpanPie
         k_BKLW,
         v_BKLW,
         attn_mask=piece.mask_LL,
-        is_causal=piece.mask_LL is None,
+        is_causal=piece.mask_LL is None and piece.causal,
         scale=scale,
         enable_gqa=q_BLQD.shape[2] != k_BLKD.shape[2],
     )

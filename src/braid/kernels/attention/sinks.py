@@ -161,7 +161,7 @@ class _CpuFlash:
 
     def _mask(self, q: Tensor, piece: SpanPiece) -> dict[str, Any]:
         if piece.mask_LL is None:
-            return {"is_causal": True}
+            return {"is_causal": piece.causal}
         return {"is_causal": False, "attn_mask": _bias(piece.mask_LL, q)}
 
 
@@ -178,7 +178,7 @@ class _Flash:
             piece.length,
             piece.length,
             0.0,
-            True,
+            piece.causal,
             False,
             **self._window(piece),
             scale=scale,
@@ -198,7 +198,18 @@ class _Flash:
         out, lse, random = attended
         lengths = (None, None, piece.length, piece.length)
         grads: tuple[Tensor, Tensor, Tensor] = aten._flash_attention_backward(
-            grad_BLQD, q, k, v, out, lse, *lengths, 0.0, True, *random, **self._window(piece), scale=scale
+            grad_BLQD,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            *lengths,
+            0.0,
+            piece.causal,
+            *random,
+            **self._window(piece),
+            scale=scale,
         )
         return grads
 
@@ -214,7 +225,7 @@ class _Efficient:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, piece: SpanPiece, scale: float) -> _Attended:
         inputs_BQLD = _heads_first(q, *_repeated(q, k, v))
         out_BQLD, lse_BQP, *random = aten._scaled_dot_product_efficient_attention(
-            *inputs_BQLD, self._bias(q, piece), True, 0.0, piece.mask_LL is None, scale=scale
+            *inputs_BQLD, self._bias(q, piece), True, 0.0, self._is_causal(piece), scale=scale
         )
         return _Attended(out_BQLD.transpose(1, 2), lse_BQP, tuple(random))
 
@@ -237,12 +248,15 @@ class _Efficient:
             *random,
             0.0,
             [True, True, True, False],
-            piece.mask_LL is None,
+            self._is_causal(piece),
             scale=scale,
         )
         dq, dk, dv = _heads_first(dq, dk, dv)
         dk, dv = (grad.unflatten(2, (k.shape[2], -1)).sum(3) for grad in (dk, dv))
         return dq, dk, dv
+
+    def _is_causal(self, piece: SpanPiece) -> bool:
+        return piece.mask_LL is None and piece.causal
 
     def _bias(self, q: Tensor, piece: SpanPiece) -> Tensor | None:
         if piece.mask_LL is None:

@@ -1,7 +1,8 @@
 """Document spans of packed rows: the attention mask of a micro-batch, computed once on the host.
 
 A document is a run of equal ids within a row. A token attends to itself and the tokens before it in its
-document; with a window, only to the last `window` of these.
+document; with a window, only to the last `window` of these. Without a causal mask it attends to all tokens of
+its document, as encoders do.
 
 Shapes: B rows, T tokens, L tokens of one piece.
 """
@@ -28,7 +29,9 @@ class SpanPiece:
 
     length: int
     mask_LL: Tensor | None
-    """Attention mask, True where a query (first dim) attends to a key; None if plain causal."""
+    """Attention mask, True where a query (first dim) attends to a key; None for one document and no window."""
+    causal: bool = True
+    """Whether a query attends to no key after it; a mask has this already."""
     documents: int = 1
     window: int | None = None
     """The window, where it is shorter than the piece; a mask has it already."""
@@ -43,18 +46,20 @@ class Spans:
     """Document index of each token, from 0 over all rows; on the host."""
     window: int | None
     device: torch.device
+    causal: bool = True
+    """Whether a token attends to no token after it; else there is no window."""
 
     @cached_property
     def tiles(self) -> AttentionTiles:
         """The tables of packed attention."""
-        return tiles_of(self.runs_BT.flatten(), self.window, self.device)
+        return tiles_of(self.runs_BT.flatten(), self.window, self.device, causal=self.causal)
 
     @cached_property
     def rows(self) -> SpanPiece | None:
         """The piece of every row if each row is a single document, otherwise None."""
         rows, tokens = self.runs_BT.shape
         unpacked = not tokens or bool((self.runs_BT[:, 0] == self.runs_BT[:, -1]).all())
-        return _piece([tokens], self.window, self.device) if rows and unpacked else None
+        return self._piece([tokens]) if rows and unpacked else None
 
     @cached_property
     def pieces(self) -> tuple[SpanPiece, ...]:
@@ -62,23 +67,38 @@ class Spans:
         if self.rows is not None:
             return (self.rows,) * len(self.runs_BT)
         lengths = torch.bincount(self.runs_BT.flatten()).tolist()
-        return tuple(_piece(group, self.window, self.device) for group in _merge_short(lengths))
+        return tuple(self._piece(group) for group in _merge_short(lengths))
+
+    def _piece(self, lengths: list[int]) -> SpanPiece:
+        """The piece of adjacent documents of these lengths."""
+        total, window, causal = sum(lengths), self.window, self.causal
+        if len(lengths) == 1 and (window is None or total <= window):
+            return SpanPiece(length=total, mask_LL=None, causal=causal)
+        runs_L = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+        mask_LL = to_device(visible(runs_L, window, causal=causal), self.device)
+        return SpanPiece(length=total, mask_LL=mask_LL, causal=causal, documents=len(lengths), window=window)
 
 
-def spans_of(documents_BT: Tensor, window: int | None, device: torch.device) -> Spans:
+def spans_of(documents_BT: Tensor, window: int | None, device: torch.device, *, causal: bool = True) -> Spans:
     """The documents of a micro-batch; a document is a run of equal ids within a row."""
+    if window is not None and not causal:
+        raise ValueError(
+            f"a window of {window} tokens: a window ends at the query, so attention must be causal; "
+            "set the window to None"
+        )
     documents_BT = documents_BT.cpu()
     starts_BT = torch.ones_like(documents_BT, dtype=torch.bool)
     starts_BT[:, 1:] = documents_BT[:, 1:] != documents_BT[:, :-1]
     runs_BT = (starts_BT.flatten().cumsum(0) - 1).view(documents_BT.shape)
-    return Spans(runs_BT=runs_BT, window=window, device=device)
+    return Spans(runs_BT=runs_BT, window=window, device=device, causal=causal)
 
 
-def visible(runs_T: Tensor, window: int | None) -> Tensor:
-    """Attention mask: same document, causal, within the window. Leading dims are kept."""
+def visible(runs_T: Tensor, window: int | None, *, causal: bool = True) -> Tensor:
+    """Attention mask: same document and, if causal, not after the query and within the window. Leading dims are
+    kept."""
+    same_TT = runs_T[..., :, None] == runs_T[..., None, :]
     tokens = runs_T.shape[-1]
-    near_TT = reachable(tokens, tokens, window, runs_T.device)
-    return near_TT & (runs_T[..., :, None] == runs_T[..., None, :])
+    return reachable(tokens, tokens, window, runs_T.device) & same_TT if causal else same_TT
 
 
 def reachable(queries: int, tokens: int, window: int | None, device: torch.device) -> Tensor:
@@ -88,8 +108,10 @@ def reachable(queries: int, tokens: int, window: int | None, device: torch.devic
     return (distance_QT >= 0) if window is None else (distance_QT >= 0) & (distance_QT < window)
 
 
-def pairs_seen(tokens: int, window: int | None) -> int:
+def pairs_seen(tokens: int, window: int | None, *, causal: bool = True) -> int:
     """Approximate number of unmasked query-key pairs in one document, for FLOP counts."""
+    if not causal:
+        return tokens * tokens
     window = min(window or tokens, tokens)
     return tokens * window - window * window // 2
 
@@ -106,12 +128,3 @@ def _merge_short(lengths: list[int]) -> list[list[int]]:
             groups.append([length])
             total = length
     return groups
-
-
-def _piece(lengths: list[int], window: int | None, device: torch.device) -> SpanPiece:
-    total = sum(lengths)
-    if len(lengths) == 1 and (window is None or total <= window):
-        return SpanPiece(length=total, mask_LL=None)
-    runs_L = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    mask_LL = to_device(visible(runs_L, window), device)
-    return SpanPiece(length=total, mask_LL=mask_LL, documents=len(lengths), window=window)

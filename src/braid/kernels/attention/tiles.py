@@ -5,6 +5,8 @@ it, a query sees a range of keys and a key is seen by a range of queries, and bo
 
     query n sees the keys first[n] … n            key n is seen by the queries n … last[n] - 1
 
+Without a causal mask both ranges are the document, first[n] … last[n] - 1.
+
 Tiles of `TILE` tokens begin at the beginning of a long document, so that its tiles hold no other, and cover the
 short documents between long ones together, which costs less than a tile for each. Tiles with most work come
 first: a GPU starts them in order, and none of the last ones is long.
@@ -45,9 +47,13 @@ class AttentionTiles:
     """Begin and end of every tile as queries, those that see most keys first."""
     keys_P2: Tensor
     """Begin and end of every tile as keys, those that most queries see first."""
+    causal: bool = True
+    """Whether a query sees no key after it."""
 
 
-def tiles_of(runs_N: Tensor, window: int | None, device: torch.device) -> AttentionTiles:
+def tiles_of(
+    runs_N: Tensor, window: int | None, device: torch.device, *, causal: bool = True
+) -> AttentionTiles:
     """The tables of the documents `runs_N`, which count from 0 and are on the host."""
     lengths_M = np.bincount(runs_N.numpy())
     ends_M = lengths_M.cumsum()
@@ -58,13 +64,17 @@ def tiles_of(runs_N: Tensor, window: int | None, device: torch.device) -> Attent
         first_N = np.maximum(first_N, places_N - (window - 1))
         last_N = np.minimum(last_N, places_N + window)
     begin_P, end_P = _cut(ends_M - lengths_M, ends_M)
-    keys_P = end_P - first_N[begin_P]
-    queries_P = last_N[end_P - 1] - begin_P
+    keys_P = (end_P if causal else last_N[end_P - 1]) - first_N[begin_P]
+    queries_P = last_N[end_P - 1] - (begin_P if causal else first_N[begin_P])
     tables = (first_N, last_N, *(_ordered(begin_P, end_P, work_P) for work_P in (keys_P, queries_P)))
     joined = torch.from_numpy(np.concatenate([table.ravel() for table in tables]).astype(np.int32))
     parts = to_device(joined, device).split([table.size for table in tables])
     return AttentionTiles(
-        first_N=parts[0], last_N=parts[1], queries_P2=parts[2].view(-1, 2), keys_P2=parts[3].view(-1, 2)
+        first_N=parts[0],
+        last_N=parts[1],
+        queries_P2=parts[2].view(-1, 2),
+        keys_P2=parts[3].view(-1, 2),
+        causal=causal,
     )
 
 

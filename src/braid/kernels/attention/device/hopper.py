@@ -36,7 +36,9 @@ ALIGNMENT = 16
 
 
 def supports(given: PackedInputs) -> bool:
-    """Whether these kernels run on such heads."""
+    """Whether these kernels run on such heads: their tiles of keys end with the query, so masks are causal."""
+    if not given.tiles.causal:
+        return False
     tensors = (given.q_NQD, given.k_NKD, given.v_NKV)
     widest = max(given.q_NQD.shape[2], given.v_NKV.shape[2]) <= HEAD_DIMS[-1][0]
     return widest and given.q_NQD.dtype in (torch.bfloat16, torch.float16) and all(map(_aligned, tensors))

@@ -51,19 +51,29 @@ def _place(tiles, BLOCK: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def _scores(queries, keys, m, n, first, SCALE: tl.constexpr):
+def _keys(first, last, m, begin, end, CAUSAL: tl.constexpr):
+    """The first key and one past the last that a tile of queries sees, and the same of each query."""
+    stop, stop_m = end, m + 1
+    if not CAUSAL:
+        stop = tl.load(last + end - 1)
+        stop_m = tl.load(last + m, mask=m < end, other=0)
+    return tl.load(first + begin), stop, tl.load(first + m, mask=m < end, other=0), stop_m
+
+
+@triton.jit
+def _scores(queries, keys, n, first, stop, SCALE: tl.constexpr):
     """Scores in base 2, -inf where a query does not see a key."""
     s = tl.dot(queries, tl.trans(keys), input_precision="ieee") * (SCALE * LOG2E)
-    return tl.where((n[None, :] <= m[:, None]) & (n[None, :] >= first[:, None]), s, float("-inf"))
+    return tl.where((n[None, :] < stop[:, None]) & (n[None, :] >= first[:, None]), s, float("-inf"))
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def attention_forward(
-    q, k, v, sinks, y, lse, first, tiles, tokens,
+    q, k, v, sinks, y, lse, first, last, tiles, tokens,
     Q_TOKEN: tl.constexpr, Q_HEAD: tl.constexpr, K_TOKEN: tl.constexpr, K_HEAD: tl.constexpr,
     V_TOKEN: tl.constexpr, V_HEAD: tl.constexpr, SCALE: tl.constexpr, REPEATS: tl.constexpr,
     QK_DIM: tl.constexpr, V_DIM: tl.constexpr, TILE: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    D: tl.constexpr, V: tl.constexpr,
+    D: tl.constexpr, V: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     begin, end = _place(tiles, M, TILE)
     if begin >= end:
@@ -73,21 +83,21 @@ def attention_forward(
     m = begin + tl.arange(0, M)
     d, c = tl.arange(0, D), tl.arange(0, V)
     queries = _rows(q + head.to(tl.int64) * Q_HEAD, m, m < end, Q_TOKEN, d, QK_DIM)
-    first_m = tl.load(first + m, mask=m < end, other=0)
+    key_begin, key_end, first_m, stop_m = _keys(first, last, m, begin, end, CAUSAL)
     highest = tl.full((M,), float("-inf"), tl.float32)
     total = tl.zeros((M,), tl.float32)
     sums = tl.zeros((M, V), tl.float32)
-    for start in range(tl.load(first + begin), end, N):
+    for start in range(key_begin, key_end, N):
         n = start + tl.arange(0, N)
-        keys = _rows(k + kv_head.to(tl.int64) * K_HEAD, n, n < end, K_TOKEN, d, QK_DIM)
-        s = _scores(queries, keys, m, n, first_m, SCALE)
+        keys = _rows(k + kv_head.to(tl.int64) * K_HEAD, n, n < key_end, K_TOKEN, d, QK_DIM)
+        s = _scores(queries, keys, n, first_m, stop_m, SCALE)
         # The maximum ignores NaN on a GPU; the exponentials do not.
         higher = tl.maximum(highest, tl.max(s, 1))
         base = tl.where(higher == float("-inf"), 0.0, higher)
         p = tl.exp2(s - base[:, None])
         fade = tl.exp2(highest - base)
         total = total * fade + tl.sum(p, 1)
-        values = _rows(v + kv_head.to(tl.int64) * V_HEAD, n, n < end, V_TOKEN, c, V_DIM)
+        values = _rows(v + kv_head.to(tl.int64) * V_HEAD, n, n < key_end, V_TOKEN, c, V_DIM)
         sums = tl.dot(p.to(values.dtype), values, sums * fade[:, None], input_precision="ieee")
         highest = higher
     base = tl.where(highest == float("-inf"), 0.0, highest)
@@ -101,11 +111,11 @@ def attention_forward(
 
 @triton.jit(do_not_specialize=["tokens"])
 def attention_dq(
-    q, k, v, y, dy, lse, delta, dq, first, tiles, tokens,
+    q, k, v, y, dy, lse, delta, dq, first, last, tiles, tokens,
     Q_TOKEN: tl.constexpr, Q_HEAD: tl.constexpr, K_TOKEN: tl.constexpr, K_HEAD: tl.constexpr,
     V_TOKEN: tl.constexpr, V_HEAD: tl.constexpr, SCALE: tl.constexpr, REPEATS: tl.constexpr,
     QK_DIM: tl.constexpr, V_DIM: tl.constexpr, TILE: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    D: tl.constexpr, V: tl.constexpr,
+    D: tl.constexpr, V: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     begin, end = _place(tiles, M, TILE)
     if begin >= end:
@@ -120,13 +130,13 @@ def attention_dq(
     delta_m = tl.sum(grads.to(tl.float32) * outputs.to(tl.float32), 1)
     tl.store(delta + head.to(tl.int64) * tokens + m, delta_m, mask=m < end)
     lse_m = tl.load(lse + head.to(tl.int64) * tokens + m, mask=m < end, other=0.0)
-    first_m = tl.load(first + m, mask=m < end, other=0)
+    key_begin, key_end, first_m, stop_m = _keys(first, last, m, begin, end, CAUSAL)
     sums = tl.zeros((M, D), tl.float32)
-    for start in range(tl.load(first + begin), end, N):
+    for start in range(key_begin, key_end, N):
         n = start + tl.arange(0, N)
-        keys = _rows(k + kv_head.to(tl.int64) * K_HEAD, n, n < end, K_TOKEN, d, QK_DIM)
-        values = _rows(v + kv_head.to(tl.int64) * V_HEAD, n, n < end, V_TOKEN, c, V_DIM)
-        p = tl.exp2(_scores(queries, keys, m, n, first_m, SCALE) - lse_m[:, None])
+        keys = _rows(k + kv_head.to(tl.int64) * K_HEAD, n, n < key_end, K_TOKEN, d, QK_DIM)
+        values = _rows(v + kv_head.to(tl.int64) * V_HEAD, n, n < key_end, V_TOKEN, c, V_DIM)
+        p = tl.exp2(_scores(queries, keys, n, first_m, stop_m, SCALE) - lse_m[:, None])
         dp = tl.dot(grads, tl.trans(values), input_precision="ieee")
         ds = p * (dp - delta_m[:, None])
         sums = tl.dot(ds.to(keys.dtype), keys, sums, input_precision="ieee")
@@ -137,11 +147,11 @@ def attention_dq(
 
 @triton.jit(do_not_specialize=["tokens"])
 def attention_dk_dv(
-    q, k, v, dy, lse, delta, dk, dv, last, tiles, tokens,
+    q, k, v, dy, lse, delta, dk, dv, first, last, tiles, tokens,
     Q_TOKEN: tl.constexpr, Q_HEAD: tl.constexpr, K_TOKEN: tl.constexpr, K_HEAD: tl.constexpr,
     V_TOKEN: tl.constexpr, V_HEAD: tl.constexpr, SCALE: tl.constexpr, REPEATS: tl.constexpr,
     QK_DIM: tl.constexpr, V_DIM: tl.constexpr, TILE: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    D: tl.constexpr, V: tl.constexpr,
+    D: tl.constexpr, V: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     begin, end = _place(tiles, N, TILE)
     if begin >= end:
@@ -151,20 +161,24 @@ def attention_dk_dv(
     d, c = tl.arange(0, D), tl.arange(0, V)
     keys = _rows(k + kv_head.to(tl.int64) * K_HEAD, n, n < end, K_TOKEN, d, QK_DIM)
     values = _rows(v + kv_head.to(tl.int64) * V_HEAD, n, n < end, V_TOKEN, c, V_DIM)
+    first_n, query_begin = n, begin
+    if not CAUSAL:
+        first_n = tl.load(first + n, mask=n < end, other=0)
+        query_begin = tl.load(first + begin)
     last_n = tl.load(last + n, mask=n < end, other=0)
     stop = tl.load(last + end - 1)
     dk_sums = tl.zeros((N, D), tl.float32)
     dv_sums = tl.zeros((N, V), tl.float32)
     for repeat in range(0, REPEATS):
         head, heads = kv_head * REPEATS + repeat, kv_heads * REPEATS
-        for start in range(begin, stop, M):
+        for start in range(query_begin, stop, M):
             m = start + tl.arange(0, M)
             queries = _rows(q + head.to(tl.int64) * Q_HEAD, m, m < stop, Q_TOKEN, d, QK_DIM)
             grads = _rows(dy + head * V_DIM, m, m < stop, heads * V_DIM, c, V_DIM)
             lse_m = tl.load(lse + head.to(tl.int64) * tokens + m, mask=m < stop, other=0.0)
             delta_m = tl.load(delta + head.to(tl.int64) * tokens + m, mask=m < stop, other=0.0)
             s = tl.dot(keys, tl.trans(queries), input_precision="ieee") * (SCALE * LOG2E)
-            seen = (m[None, :] >= n[:, None]) & (m[None, :] < last_n[:, None])
+            seen = (m[None, :] >= first_n[:, None]) & (m[None, :] < last_n[:, None])
             p = tl.where(seen, tl.exp2(s - lse_m[None, :]), 0.0)
             dv_sums = tl.dot(p.to(grads.dtype), grads, dv_sums, input_precision="ieee")
             dp = tl.dot(values, tl.trans(grads), input_precision="ieee")
@@ -188,7 +202,7 @@ def forward(launch: Launcher, given: PackedInputs, sinks_Q: Tensor | None) -> tu
     y_NQV, lse_QN = given.new_output(), given.new_rows()
     constants = _constants(given, backward=False)
     grid = (len(given.tiles.queries_P2) * (TILE // constants["M"]), given.q_NQD.shape[1])
-    tables = (given.tiles.first_N, given.tiles.queries_P2)
+    tables = (given.tiles.first_N, given.tiles.last_N, given.tiles.queries_P2)
     tensors = (given.q_NQD, given.k_NKD, given.v_NKV, sinks_Q, y_NQV, lse_QN, *tables)
     launch(attention_forward, grid, tensors, (lse_QN.shape[1],), constants, warps=WARPS, stages=2)
     return y_NQV, lse_QN
@@ -201,10 +215,10 @@ def backward(
     made, tiles, constants = given.new_gradients(), given.tiles, _constants(given, backward=True)
     inputs, row = (given.q_NQD, given.k_NKD, given.v_NKV), (lse_QN.shape[1],)
     grid = (len(tiles.queries_P2) * (TILE // constants["M"]), given.q_NQD.shape[1])
-    outputs = (lse_QN, made.delta_QN, made.dq_NQD, tiles.first_N, tiles.queries_P2)
+    outputs = (lse_QN, made.delta_QN, made.dq_NQD, tiles.first_N, tiles.last_N, tiles.queries_P2)
     launch(attention_dq, grid, (*inputs, y_NQV, dy_NQV, *outputs), row, constants, warps=WARPS, stages=2)
     grid = (len(tiles.keys_P2) * (TILE // constants["N"]), given.k_NKD.shape[1])
-    outputs = (lse_QN, made.delta_QN, made.dk_NKD, made.dv_NKV, tiles.last_N, tiles.keys_P2)
+    outputs = (lse_QN, made.delta_QN, made.dk_NKD, made.dv_NKV, tiles.first_N, tiles.last_N, tiles.keys_P2)
     launch(attention_dk_dv, grid, (*inputs, dy_NQV, *outputs), row, constants, warps=WARPS, stages=2)
     return made
 
@@ -227,4 +241,5 @@ def _constants(given: PackedInputs, *, backward: bool) -> dict[str, Any]:
         "QK_DIM": qk_dim, "V_DIM": v_dim, "TILE": TILE,
         "M": 64 if wide or backward else 128, "N": 32 if wide and backward else 64,
         "D": max(power_of_two(qk_dim), LEAST), "V": max(power_of_two(v_dim), LEAST),
+        "CAUSAL": given.tiles.causal,
     }  # fmt: skip
