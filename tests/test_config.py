@@ -3,11 +3,12 @@
 import dataclasses
 import inspect
 import json
+import re
 from dataclasses import FrozenInstanceError, replace
 
 import pytest
 
-from braid import architecture, config
+from braid import architecture, config, encoders, yarn
 from braid.choices import RECOMPUTE, recomputed
 from braid.config import Run, difference, flatten, from_json, to_json
 from braid.errors import ConfigError
@@ -15,7 +16,7 @@ from tests.runs import small_run
 
 PARTS = [
     kind
-    for module in (config, architecture)
+    for module in (config, architecture, encoders, yarn)
     for kind in vars(module).values()
     if dataclasses.is_dataclass(kind) and kind.__module__ == module.__name__
 ]
@@ -29,10 +30,12 @@ def test_a_run_cannot_be_changed():
 @pytest.mark.parametrize("kind", [kind for kind in PARTS if kind is not Run], ids=lambda kind: kind.__name__)
 def test_every_field_of_every_part_has_a_docstring(kind):
     source = inspect.getsource(inspect.getmodule(kind))
-    body = source.partition(f"class {kind.__name__}:")[2].partition("\n\n    def ")[0].partition("\n\n\n")[0]
-    for field in dataclasses.fields(kind):
-        after = body.partition(f"\n    {field.name}: ")[2].splitlines()
-        assert after[1].startswith('    """'), f"{kind.__name__}.{field.name} has no docstring under it"
+    body = (
+        re.split(rf"class {kind.__name__}\b.*:", source)[1].partition("\n\n    def ")[0].partition("\n\n\n")[0]
+    )
+    for field in kind.__annotations__:  # its own ones: those that it inherits are its parent's
+        after = body.partition(f"\n    {field}: ")[2].splitlines()
+        assert after[1].startswith('    """'), f"{kind.__name__}.{field} has no docstring under it"
 
 
 def test_json_and_back_is_the_identity():

@@ -27,6 +27,7 @@ OWN: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "architecture": ("tests/test_arch*.py", "tests/planning/test_plan.py"),
         "choices": ("tests/test_config.py", "tests/planning/test_plan.py"),
         "config": ("tests/test_config.py", "tests/planning/test_plan.py"),
+        "encoders": ("tests/model/test_encoder.py",),
         "errors": (
             "tests/test_errors.py",
             "tests/planning/test_plan.py",
@@ -41,6 +42,7 @@ OWN: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "tests/planning/test_divisibility.py",
             "tests/test_arch*.py",
         ),
+        "yarn": ("tests/test_arch*.py", "tests/nn/test_latent_attention.py"),
     }
 )
 """The tests of packages that have none under their own name, and of those whose `problems` are looked at by way

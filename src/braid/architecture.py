@@ -1,4 +1,4 @@
-"""Model architecture as data: one frozen dataclass per layer kind, and `Model`, which contains them.
+"""Model architecture as data: one frozen dataclass per layer kind, and `Trunk` and `Model`, which contain them.
 
 Does not import torch. `braid.nn` builds modules from these dataclasses, `braid.planning.plan` validates them.
 Fields are independent settings; derived values are properties. `problems` checks a dataclass by itself; rules
@@ -7,7 +7,6 @@ between several of them are in the plan. Field docstrings are the help texts of 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -15,6 +14,7 @@ from typing import Literal
 from braid import validators
 from braid.errors import Problem
 from braid.pattern import Kind, Layer, parse
+from braid.yarn import Yarn as Yarn
 
 Activation = Literal["swiglu", "relu2", "gelu"]
 """swiglu has gate and up projections; relu2 (squared ReLU) and gelu have only an up projection."""
@@ -46,52 +46,6 @@ class Glu:
                 rule=f"applies to gated activations, but {activation} has no gate",
                 remedy="alpha 1, no limit and offset 0, or set the activation to swiglu",
             )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Yarn:
-    """YaRN context extension (Peng et al., 2023): high rotary frequencies are kept, low ones are divided by
-    `factor`, with a linear ramp in between."""
-
-    factor: float
-    """Context extension factor."""
-    original_tokens: int
-    """Context length before the extension."""
-    beta_fast: float = 32.0
-    """Channels with more rotations than this over the original context keep their frequency."""
-    beta_slow: float = 1.0
-    """Channels with fewer rotations than this over the original context are divided by the full factor."""
-    ramp: Literal["channels", "rotations"] = "channels"
-    """Ramp linear in the channel index, or in the number of rotations (Llama 3, with mscale 0)."""
-    mscale: float = 1.0
-    """Scales rotated queries and keys by 1 + 0.1 · mscale · ln(factor)."""
-    mscale_all_dim: float = 0.0
-    """Divides that scale by the same expression; latent attention applies it to all channels instead."""
-    truncate: bool = True
-    """Round the ends of the ramp over channels outwards to whole channels; GPT-OSS does not."""
-
-    @property
-    def rotary_scale(self) -> float:
-        """Factor on rotated queries and keys."""
-        return self._attention_scale(self.mscale) / self._attention_scale(self.mscale_all_dim)
-
-    @property
-    def score_scale(self) -> float:
-        """Factor on the attention scores of latent attention."""
-        return self._attention_scale(self.mscale_all_dim) ** 2
-
-    def _attention_scale(self, mscale: float) -> float:
-        return 0.1 * mscale * math.log(self.factor) + 1
-
-    def problems(self, at: str) -> Iterator[Problem]:
-        yield from validators.at_least(f"{at}.factor", self.factor, 1)
-        yield from validators.at_least(f"{at}.original_tokens", self.original_tokens, 1)
-        yield from validators.above(f"{at}.beta_slow", self.beta_slow, 0)
-        # Over rotations the ramp divides by the difference; over channels the ramp may be empty (Kimi-K2).
-        higher = validators.above if self.ramp == "rotations" else validators.at_least
-        yield from higher(f"{at}.beta_fast", self.beta_fast, self.beta_slow)
-        yield from validators.at_least(f"{at}.mscale", self.mscale, 0)
-        yield from validators.at_least(f"{at}.mscale_all_dim", self.mscale_all_dim, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -510,39 +464,29 @@ SHAPE_OF = (
     (Kind.MLP, "mlp"),
     (Kind.MOE, "moe"),
 )
-"""The field of `Model` with the shape of each kind of layer; kinds that are not listed are not implemented."""
+"""The field of `Trunk` with the shape of each kind of layer; kinds that are not listed are not implemented."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Model:
-    """A decoder-only language model: embedding, a pattern of layers, head."""
+class Trunk:
+    """A pattern of layers around a residual stream: what language models and encoders have in common."""
 
     pattern: str
     """Layer pattern, for example [M-][*E]; see `braid pattern --help`."""
     hidden: int
     """Hidden size: channels of the residual stream."""
-    vocab: int
-    """Vocabulary size."""
-    tied: bool = True
-    """Tie the weights of the head and the embedding."""
     norm: Literal["rms", "layer"] = "rms"
     """Norm of every layer, and before the head."""
     norm_position: Literal["pre", "post", "attention_post"] = "pre"
     """Norm a layer's input, its output, or outputs for attention and the MLP or MoE after it (OLMo Hybrid)."""
     norm_eps: float = 1e-5
     """Epsilon of every norm, added to the variance."""
-    embedding_scale: float = 1.0
-    """Factor on token embeddings, those that MTP depths read included."""
     residual_scale: float = 1.0
     """Factor on the output of each layer, before it is added to the residual stream."""
-    logits_scale: float = 1.0
-    """Divisor of the logits."""
     dropout: float = 0.0
     """Dropout on the output of each layer, before it is added to the residual stream."""
     init_std: float = 0.02
     """Standard deviation of initial weights; init_std / sqrt(layers) for projections into the residual."""
-    mtp_loss: float = 0.1
-    """Coefficient of the multi-token-prediction loss, averaged over the MTP depths."""
     attention: Attention | None = None
     """Required if the pattern has `*`."""
     latent_attention: LatentAttention | None = None
@@ -557,6 +501,11 @@ class Model:
     """Required if the pattern has `E`."""
     hyper: HyperConnections | None = None
     """Hyper-connections; None for a plain residual stream."""
+
+    @property
+    def causal(self) -> bool:
+        """Whether attention sees no token after its query."""
+        return True
 
     @property
     def stream(self) -> tuple[int, ...]:
@@ -575,12 +524,10 @@ class Model:
 
     def problems(self, at: str) -> Iterator[Problem]:
         yield from validators.at_least(f"{at}.hidden", self.hidden, 1)
-        yield from validators.at_least(f"{at}.vocab", self.vocab, 2)
         yield from validators.above(f"{at}.norm_eps", self.norm_eps, 0)
-        for name in ("embedding_scale", "residual_scale", "logits_scale", "init_std"):
+        for name in ("residual_scale", "init_std"):
             yield from validators.above(f"{at}.{name}", getattr(self, name), 0)
         yield from validators.fraction(f"{at}.dropout", self.dropout)
-        yield from validators.at_least(f"{at}.mtp_loss", self.mtp_loss, 0)
         for _, name in SHAPE_OF:
             layer = getattr(self, name)
             if layer is not None:
@@ -592,3 +539,26 @@ class Model:
             yield from validators.must_be(scale, self.residual_scale, 1, rule=rule, otherwise=otherwise)
             rule = "hyper-connections are defined around layers that norm their input"
             yield from validators.must_be(position, self.norm_position, "pre", rule=rule, otherwise=otherwise)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model(Trunk):
+    """A decoder-only language model: embedding, a pattern of layers, head."""
+
+    vocab: int
+    """Vocabulary size."""
+    tied: bool = True
+    """Tie the weights of the head and the embedding."""
+    embedding_scale: float = 1.0
+    """Factor on token embeddings, those that MTP depths read included."""
+    logits_scale: float = 1.0
+    """Divisor of the logits."""
+    mtp_loss: float = 0.1
+    """Coefficient of the multi-token-prediction loss, averaged over the MTP depths."""
+
+    def problems(self, at: str) -> Iterator[Problem]:
+        yield from super().problems(at)
+        yield from validators.at_least(f"{at}.vocab", self.vocab, 2)
+        for name in ("embedding_scale", "logits_scale"):
+            yield from validators.above(f"{at}.{name}", getattr(self, name), 0)
+        yield from validators.at_least(f"{at}.mtp_loss", self.mtp_loss, 0)

@@ -116,8 +116,32 @@ FAULTS: tuple[Fault, ...] = (
     ),
     # architecture
     Fault(
+        name="yarn-scale-of-all-channels-once",
+        file="yarn.py",
+        old="return self._attention_scale(self.mscale_all_dim) ** 2",
+        new="return self._attention_scale(self.mscale_all_dim)",
+        kind="missing scale",
+        why="queries and keys of latent attention are both scaled, scores once",
+    ),
+    Fault(
+        name="causal-encoders",
+        file="encoders.py",
+        old="return False",
+        new="return True",
+        kind="swapped",
+        why="a patch sees only the patches before it",
+    ),
+    Fault(
+        name="an-encoder-with-mtp",
+        file="encoders.py",
+        old='if "/" in self.pattern:',
+        new='if "//" in self.pattern:',
+        kind="accepted input",
+        why="an encoder has no tokens to predict",
+    ),
+    Fault(
         name="yarn-ignores-mscale",
-        file="architecture.py",
+        file="yarn.py",
         old="return 0.1 * mscale * math.log(self.factor) + 1",
         new="return 0.1 * math.log(self.factor) + 1",
         kind="dropped term",

@@ -64,7 +64,7 @@ class Kernels:
 
 
 def choose(
-    model: architecture.Model,
+    model: architecture.Trunk,
     kinds: Collection[Kind],
     device: torch.device,
     dtype: torch.dtype,
@@ -93,7 +93,7 @@ def choose(
 
 
 def _fastest(
-    model: architecture.Model, kinds: Collection[Kind], device: torch.device, dtype: torch.dtype
+    model: architecture.Trunk, kinds: Collection[Kind], device: torch.device, dtype: torch.dtype
 ) -> Kernels:
     attends = not {Kind.ATTENTION, Kind.LATENT_ATTENTION}.isdisjoint(kinds)
     recurs = not {Kind.MAMBA2, Kind.DELTA_NET}.isdisjoint(kinds)
@@ -102,7 +102,9 @@ def _fastest(
     heads = model.attention if Kind.ATTENTION in kinds else None
     sink_head_dim = heads.head_dim if heads is not None and heads.sinks else None
     return Kernels(
-        attention=attention.choose(device, dtype, sink_head_dim=sink_head_dim) if attends else None,
+        attention=attention.choose(device, dtype, sink_head_dim=sink_head_dim, causal=model.causal)
+        if attends
+        else None,
         ssd=ssd.choose(device, dtype) if Kind.MAMBA2 in kinds else None,
         delta_rule=delta_rule.choose(device, dtype) if Kind.DELTA_NET in kinds else None,
         causal_conv=causal_conv.choose(device, dtype) if recurs else None,

@@ -30,7 +30,7 @@ from braid import architecture, pattern
 from braid.distributed.collectives import Groups
 from braid.kernels import Kernels
 from braid.kernels.hyper_connection import PostInputs
-from braid.model.context import Context
+from braid.model.context import StackContext
 from braid.model.declaration import LAYER_NAMES
 from braid.model.streams import build_connection
 from braid.nn.attention import Attention
@@ -95,7 +95,7 @@ class Block(Recomputing):
     def __init__(
         self,
         block: pattern.Block,
-        shape: architecture.Model,
+        shape: architecture.Trunk,
         kernels: Kernels,
         dispatcher: Dispatcher | None = None,
         *,
@@ -121,7 +121,7 @@ class Block(Recomputing):
             post = shape.has_post_norm(layer)
             self.layers[LAYER_NAMES[layer.kind]] = PreNorm(pre_norm, inner, connection, post=post)
 
-    def forward(self, stream: Tensor, context: Context) -> Tensor:
+    def forward(self, stream: Tensor, context: StackContext) -> Tensor:
         flow = self.mix(stream, context)
         flow = self.dispatch(flow, context)
         flow = self.experts(flow, context)
@@ -130,7 +130,7 @@ class Block(Recomputing):
 
     # ------------------------------------------------------------------------------------- phases
 
-    def mix(self, stream: Tensor, context: Context) -> Flow:
+    def mix(self, stream: Tensor, context: StackContext) -> Flow:
         dispatch_plans: list[DispatchPlan] = []
         flow, routing = self.recomputed("block", partial(self._mix_region, context, dispatch_plans), stream)
         if routing is None and self.saves_stream:
@@ -145,7 +145,7 @@ class Block(Recomputing):
             context.balances[layer] = measure_balance(routing, moe.shape, tokens, earlier_E, self.groups)
         return flow
 
-    def dispatch(self, flow: Flow, context: Context) -> Flow:
+    def dispatch(self, flow: Flow, context: StackContext) -> Flow:
         if flow.rows is None or flow.probs is None:
             return flow
         layer = self.block.layers[-1]
@@ -155,20 +155,20 @@ class Block(Recomputing):
         context.dispatch_plans[layer] = dispatch_plans[-1]
         return flow._replace(rows=rows, probs=probs)
 
-    def experts(self, flow: Flow, context: Context) -> Flow:
+    def experts(self, flow: Flow, context: StackContext) -> Flow:
         if flow.rows is None or flow.probs is None:
             return flow
         layer = self.block.layers[-1]
         run_experts = partial(self._moe(layer).run_experts, dispatch_plan=context.dispatch_plans[layer])
         return flow._replace(rows=self.recomputed("block", run_experts, flow.rows, flow.probs), probs=None)
 
-    def combine(self, flow: Flow, context: Context) -> Flow:
+    def combine(self, flow: Flow, context: StackContext) -> Flow:
         if flow.rows is None:
             return flow
         layer = self.block.layers[-1]
         return flow._replace(rows=self._moe(layer).dispatcher.combine(flow.rows, context.dispatch_plans[layer]))
 
-    def post(self, flow: Flow, context: Context) -> Tensor:
+    def post(self, flow: Flow, context: StackContext) -> Tensor:
         if flow.rows is None:
             return flow.stream
         layer = self.block.layers[-1]
@@ -184,7 +184,7 @@ class Block(Recomputing):
     # -------------------------------------------------------------------------------------- parts
 
     def _mix_region(
-        self, context: Context, dispatch_plans: list[DispatchPlan], stream: Tensor
+        self, context: StackContext, dispatch_plans: list[DispatchPlan], stream: Tensor
     ) -> tuple[Flow, Routing | None]:
         """The recomputable part of `mix`. The first run appends the dispatch plan to the list; a replay finds
         it there and need not exchange row counts again."""
@@ -204,7 +204,7 @@ class Block(Recomputing):
         return Flow(stream), None
 
     def _route(
-        self, context: Context, dispatch_plans: list[DispatchPlan], flow: Flow, normed_BtC: Tensor
+        self, context: StackContext, dispatch_plans: list[DispatchPlan], flow: Flow, normed_BtC: Tensor
     ) -> tuple[Flow, Routing]:
         layer, normed_NC = self.block.layers[-1], normed_BtC.flatten(0, 1)
         moe, tokens = self._moe(layer), context.tokens(layer)
@@ -215,7 +215,7 @@ class Block(Recomputing):
         rows, probs = moe.pack(normed_NC, routing.probs_NS, dispatch_plans[0])
         return flow._replace(rows=rows, probs=probs, shared_BtC=moe.shared_output(normed_BtC)), routing
 
-    def _branch_input(self, stream: Tensor, layer: Layer, context: Context) -> tuple[Tensor, Flow]:
+    def _branch_input(self, stream: Tensor, layer: Layer, context: StackContext) -> tuple[Tensor, Flow]:
         """The input of a layer's branch, and the residual that its output will be added to."""
         connection = self._pre_norm(layer).connection
         if connection is None:
@@ -226,7 +226,7 @@ class Block(Recomputing):
         streams_NSC, post_NS, res_NSS = post_inputs
         return branch_BtC, Flow(streams_NSC.view_as(stream), post_NS=post_NS, res_NSS=res_NSS)
 
-    def _add_to_stream(self, flow: Flow, y_BtC: Tensor, layer: Layer, context: Context) -> Tensor:
+    def _add_to_stream(self, flow: Flow, y_BtC: Tensor, layer: Layer, context: StackContext) -> Tensor:
         """Add a layer's output to the residual stream, after its norm (if post), dropout and scaling."""
         if self._pre_norm(layer).post:
             # No region: nothing saves the output of this norm, so a replay would save no memory.
@@ -243,7 +243,7 @@ class Block(Recomputing):
         post = partial(self.recomputed, "hyper", partial(_hyper_post, connection))
         return self.recomputed("block", post, flow.stream, flow.post_NS, flow.res_NSS, y_BtC)
 
-    def _dropout_scale(self, layer: Layer, context: Context, channels: int) -> Tensor:
+    def _dropout_scale(self, layer: Layer, context: StackContext, channels: int) -> Tensor:
         """The dropout mask as factors 0 and 1 / (1 - rate)."""
         keep_BtC = context.keep_mask(layer, self.dropout, channels)
         return dropout(torch.ones_like(keep_BtC, dtype=context.dtype), keep_BtC, self.dropout)
@@ -354,17 +354,17 @@ def _dispatch_rows(
     return rows, probs
 
 
-def _run_mixer_or_mlp(inner: Inner, normed_BtC: Tensor, layer: Layer, context: Context) -> Tensor:
+def _run_mixer_or_mlp(inner: Inner, normed_BtC: Tensor, layer: Layer, context: StackContext) -> Tensor:
     cache = context.caches.get(layer)
     match inner:
         case Attention(shape=shape):
             rotary = None
             if shape.positions == "rope":
                 rotary = context.rotary(shape.rope_dim, shape.rope_base, shape.rope_scaling)
-            return inner(normed_BtC, context.spans(shape.window), rotary, cache)
+            return inner(normed_BtC, context.spans(shape.window, causal=inner.causal), rotary, cache)
         case LatentAttention(shape=shape):
             rotary = context.rotary(shape.rope_dim, shape.rope_base, shape.rope_scaling)
-            return inner(normed_BtC, context.spans(None), rotary, cache)
+            return inner(normed_BtC, context.spans(None, causal=inner.causal), rotary, cache)
         case Mamba2() | DeltaNet():
             return inner(normed_BtC, context.documents(), cache)
         case _:
@@ -373,7 +373,7 @@ def _run_mixer_or_mlp(inner: Inner, normed_BtC: Tensor, layer: Layer, context: C
 
 def _build_layer(
     layer: Layer,
-    shape: architecture.Model,
+    shape: architecture.Trunk,
     kernels: Kernels,
     dispatcher: Dispatcher | None,
     on: dict[str, Any],
@@ -384,11 +384,13 @@ def _build_layer(
         case Kind.ATTENTION if shape.attention and kernels.attention and kernels.rotary:
             attend, turn = kernels.attention.function, kernels.rotary.function
             own = shape.attention.of_layer(layer.nth)
-            return Attention(own, hidden, eps, attend, normalize=normalize, turn=turn, **on)
+            more = {"normalize": normalize, "turn": turn, "causal": shape.causal, **on}
+            return Attention(own, hidden, eps, attend, **more)
         case Kind.LATENT_ATTENTION if shape.latent_attention and kernels.attention and kernels.rotary:
             attend, turn = kernels.attention.function, kernels.rotary.function
             latent = shape.latent_attention
-            return LatentAttention(latent, hidden, eps, attend, normalize=normalize, turn=turn, **on)
+            more = {"normalize": normalize, "turn": turn, "causal": shape.causal, **on}
+            return LatentAttention(latent, hidden, eps, attend, **more)
         case Kind.MAMBA2 if shape.mamba2 and kernels.ssd and kernels.causal_conv and kernels.gated_norm:
             conv, gate = kernels.causal_conv.function, kernels.gated_norm.function
             return Mamba2(shape.mamba2, hidden, eps, kernels.ssd.function, conv=conv, gate=gate, **on)

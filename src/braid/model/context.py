@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,14 +42,9 @@ Cache = AttentionCache | LatentCache | Mamba2Cache | DeltaNetCache
 
 
 @dataclass(frozen=True, kw_only=True)
-class MicroBatch:
-    """The input of a model: rows of packed documents."""
+class PackedRows:
+    """Rows of packed documents, whatever their tokens are."""
 
-    tokens_BT: Tensor
-    labels_BT: Tensor
-    """The next token of each token; arbitrary where the loss is masked."""
-    loss_mask_BT: Tensor
-    """True where a prediction contributes to the loss."""
     positions_BT: Tensor
     """Position of a token in its document, from 0."""
     documents_BT: Tensor
@@ -59,6 +56,17 @@ class MicroBatch:
     seed: int = 0
     training: bool = True
     """Whether dropout, jitter and expert capacity apply."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch(PackedRows):
+    """The input of a language model."""
+
+    tokens_BT: Tensor
+    labels_BT: Tensor
+    """The next token of each token; arbitrary where the loss is masked."""
+    loss_mask_BT: Tensor
+    """True where a prediction contributes to the loss."""
 
     @staticmethod
     def of_tokens(tokens_BT: Tensor, start: int = 0) -> MicroBatch:
@@ -100,8 +108,8 @@ class MicroBatchTotals:
         return MicroBatchTotals(tokens=int((documents_BT >= 0).sum()), rows=len(documents_BT))
 
 
-class Context:
-    """The state of one micro-batch in one model; see `LanguageModel.prepare`.
+class StackContext:
+    """The state of one micro-batch in a stack of blocks, whatever its tokens are.
 
     Not a dataclass: FSDP2 copies dataclasses among a module's arguments, and writes to a copy would be lost.
     """
@@ -109,7 +117,7 @@ class Context:
     def __init__(
         self,
         *,
-        batch: MicroBatch,
+        batch: PackedRows,
         groups: Groups,
         totals: MicroBatchTotals,
         host_documents_BT: Tensor,
@@ -139,7 +147,7 @@ class Context:
         self.replay: Recording | None = None
         """If not None, routers replay these decisions."""
         self._rotary: dict[tuple[int, float, Yarn | None], Rotary] = {}
-        self._spans: dict[int | None, Spans] = {}
+        self._spans: dict[tuple[int | None, bool], Spans] = {}
 
     def rotary(self, rope_dim: int, base: float, scaling: Yarn | None) -> Rotary:
         """The rotary tables; computed on first use and shared by layers."""
@@ -148,12 +156,13 @@ class Context:
             self._rotary[key] = rotary_tables(self.batch.positions_BT, rope_dim, base, self.dtype, scaling)
         return self._rotary[key]
 
-    def spans(self, window: int | None) -> Spans:
+    def spans(self, window: int | None, *, causal: bool = True) -> Spans:
         """The document spans for attention; computed on first use and shared by layers."""
-        if window not in self._spans:
-            device = self.batch.tokens_BT.device
-            self._spans[window] = spans_of(self.host_documents_BT, window, device)
-        return self._spans[window]
+        key = (window, causal)
+        if key not in self._spans:
+            device = self.batch.positions_BT.device
+            self._spans[key] = spans_of(self.host_documents_BT, window, device, causal=causal)
+        return self._spans[key]
 
     def documents(self) -> Tensor | None:
         """The document ids; None if every row is a single document, for which mixers have a fast path."""
@@ -189,7 +198,8 @@ class Context:
         """Positions of this rank's tokens in their rows. With caches, rows continue where the caches end."""
         if self.caches:
             return self.batch.positions_BT[0]
-        position_T = torch.arange(self.batch.tokens_BT.shape[1], device=self.batch.tokens_BT.device)
+        tokens, device = self.batch.positions_BT.shape[1], self.batch.positions_BT.device
+        position_T = torch.arange(tokens, device=device)
         return own_slice(position_T, self.groups.tp_cp, dim=0)
 
     def keep_mask(self, layer: Layer, rate: float, channels: int) -> Tensor:
@@ -204,3 +214,14 @@ class Context:
             position_T=self._positions_T,
             channels=channels,
         )
+
+
+class Context(StackContext):
+    """The state of one micro-batch in a language model; see `LanguageModel.prepare`."""
+
+    batch: MicroBatch
+
+    def __init__(self, *, placeholders: Mapping[str, Tensor] = MappingProxyType({}), **held: Any) -> None:
+        super().__init__(**held)
+        self.placeholders = placeholders
+        """For every module, the indices of its placeholders among this rank's tokens."""

@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from braid import architecture
+from braid.encoders import Encoder
 from braid.pattern import Block, Kind, Layer, Layout, parse
 from braid.schedule.phases import IN, OUT, Chain, Link, Phase, Stream, Unit, phase_name
 
@@ -34,13 +35,18 @@ kinds of attention."""
 MIXERS = frozenset({Kind.ATTENTION, Kind.LATENT_ATTENTION, Kind.MAMBA2, Kind.DELTA_NET})
 
 EMBEDDING, HEAD, EXIT, FINAL_NORM = "embedding", "head", "exit", "final_norm"
-"""Units outside the blocks."""
+PATCHES, PROJECTOR = "patches", "projector"
+"""Units outside the blocks. An encoder has the last two in place of embedding and head."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
     """Everything besides the layout that units and phases depend on."""
 
+    encoder: bool = False
+    """Whether patches are projected in place of an embedding, and rows in place of a head and its loss."""
+    modules: tuple[str, ...] = ()
+    """The modules whose rows are merged into the embeddings: tensors that the first segment reads."""
     tied: bool = False
     """Whether the head is tied to the embedding."""
     shared_experts: bool = False
@@ -69,11 +75,12 @@ class Form:
     """Whether MTP depths run; evaluation leaves them out."""
 
 
-def form_of(model: architecture.Model, dtype: str, **choices: bool) -> Form:
+def form_of(model: architecture.Trunk, dtype: str, **choices: Any) -> Form:
     """The form of a model with a compute dtype; `choices` are the fields that the model does not determine."""
     moe, hyper = model.moe, model.hyper
     return Form(
-        tied=model.tied,
+        encoder=isinstance(model, Encoder),
+        tied=isinstance(model, architecture.Model) and model.tied,
         shared_experts=bool(moe and moe.shared_ffn),
         latent=bool(moe and moe.latent),
         dropout=bool(model.dropout),
@@ -85,7 +92,7 @@ def form_of(model: architecture.Model, dtype: str, **choices: bool) -> Form:
     )
 
 
-def _post_normed(model: architecture.Model) -> frozenset[int]:
+def _post_normed(model: architecture.Trunk) -> frozenset[int]:
     layout = parse(model.pattern)
     layers = [*layout.layers, *(layer for depth in layout.mtp for layer in depth.layers)]
     return frozenset(layer.stream for layer in layers if layer.kind is Kind.MOE and model.has_post_norm(layer))
@@ -103,7 +110,7 @@ def units(layout: Layout, form: Form, segments: Sequence[int] | None = None) -> 
     depths = layout.mtp if last else ()
     result: list[Unit] = []
     if first or (last and (form.tied or depths)):
-        result.append(Unit(path=EMBEDDING))
+        result.append(Unit(path=PATCHES if form.encoder else EMBEDDING))
     for segment in held:
         for block in layout.segments[segment].blocks:
             result += block_units(block, f"stack.blocks.{block.index}", form)
@@ -114,7 +121,7 @@ def units(layout: Layout, form: Form, segments: Sequence[int] | None = None) -> 
         result.append(Unit(path=f"mtp.{depth.depth}"))
     if last:
         result += [*_exit_units(EXIT, form), Unit(path=FINAL_NORM)]
-        result += [] if form.tied else [Unit(path=HEAD)]
+        result += [] if form.tied else [Unit(path=PROJECTOR if form.encoder else HEAD)]
     return tuple(result)
 
 
@@ -155,15 +162,18 @@ def _chain(layout: Layout, index: int, form: Form) -> Chain:
     first, last = index == 0, index == len(layout.segments) - 1
     if form.whole:
         held = tuple(unit.path for unit in units(layout, form, [index]))
-        phase = Phase(kind="segment", reads=() if first else (IN,), writes=() if last else (OUT,), units=held)
+        writes = () if last and not form.encoder else (OUT,)
+        phase = Phase(kind="segment", reads=form.modules if first else (IN,), writes=writes, units=held)
         return Chain(first=(phase,))
     builder = _ChainBuilder(form, final=None if last else _last_phase(blocks, first, form))
-    head = [builder.embed()] if first else []
+    head = []
+    if first:
+        head = [builder.embed_patches() if form.encoder else builder.embed()]
     links = [builder.link(block, None) for block in blocks]
     if not last:
         tail = [builder.phase("pass")] if not head and not links else []
         return Chain(first=tuple(head), links=tuple(links), last=tuple(tail))
-    tail = builder.head(None)
+    tail = builder.project() if form.encoder else builder.head(None)
     for depth in layout.mtp if form.training else ():
         # The head before an MTP depth runs between two blocks.
         if links:
@@ -251,7 +261,17 @@ class _ChainBuilder:
     def embed(self) -> Phase:
         shared, units = (f"{EMBEDDING}.weight",), (EMBEDDING,)
         phase = self.phase("embed", shared=shared, units=units, backward_reads=False)
-        return replace(phase, reads=())
+        return replace(phase, reads=self.form.modules)
+
+    def embed_patches(self) -> Phase:
+        """The input of an encoder."""
+        return replace(self.phase("embed", units=(PATCHES,)), reads=())
+
+    def project(self) -> list[Phase]:
+        """The final norm of an encoder, and its projector, which writes the rows."""
+        exits = tuple(unit.path for unit in _exit_units(EXIT, self.form))
+        norm = self.phase("final_norm", units=(*exits, FINAL_NORM), regions=(("norm", (FINAL_NORM,)),))
+        return [norm, Phase(kind="head", reads=(self.stream,), writes=(OUT,), units=(PROJECTOR,))]
 
     def enter(self, depth: int) -> Phase:
         """The input projection of an MTP depth."""

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from math import prod
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -21,28 +21,24 @@ from torch import Tensor, nn
 from braid import architecture
 from braid.distributed.collectives import ALONE, Groups, all_gather, own_slice
 from braid.kernels import Kernels
-from braid.model import declaration
+from braid.kernels.host import to_device
 from braid.model.block import Block
 from braid.model.context import Cache, Context, MicroBatch, MicroBatchTotals
 from braid.model.mtp import Mtp, targets
-from braid.model.names import renamed, ungrouped_names
+from braid.model.multimodal import NO_ROWS, Rows, merge, placeholders
 from braid.model.stack import Stack
-from braid.model.streams import Exit, build_exit
-from braid.nn.canonical import Canonical, Shard, under
+from braid.model.stacked import StackedModel
+from braid.nn.canonical import Canonical, under
 from braid.nn.cost import Cost, Workload, all_gather_calls
 from braid.nn.embedding import Embedding, Head, check_ids
 from braid.nn.hyper_connection import expand
-from braid.nn.init import initialize
 from braid.nn.loss import linear_cross_entropy_cost, saves_hidden
 from braid.nn.moe.balance import Balance
 from braid.nn.moe.dispatch_plan import Dispatcher
-from braid.nn.moe.layer import Moe
-from braid.nn.norm import LayerNorm, RmsNorm, norm
-from braid.nn.recompute import Recomputing, Replays, set_replays
 from braid.nn.vocabulary import Vocabulary
-from braid.pattern import Kind, Layer, Layout
-from braid.schedule.phases import Phase, Unit
-from braid.schedule.recompute import span_ends, span_starts
+from braid.pattern import Layer, Layout
+from braid.schedule.phases import Phase
+from braid.schedule.recompute import span_starts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,8 +115,10 @@ class Size:
     """Parameters of the MTP depths."""
 
 
-class LanguageModel(Recomputing):
+class LanguageModel(StackedModel):
     """A causal language model. Weights are uninitialized until `initialize` or a checkpoint fills them."""
+
+    shape: architecture.Model
 
     def __init__(
         self,
@@ -138,18 +136,11 @@ class LanguageModel(Recomputing):
         """`dtype` is the compute dtype. Weights have it too, unless they are `stored` in another one and FSDP2
         casts them when it unshards. `dispatcher` is required with expert parallelism. `segments` are the
         virtual pipeline stages of this rank, by default all."""
-        super().__init__()
-        self.shape = shape
-        self.layout = layout
-        self.kernels = kernels
-        self.groups = groups
-        self.dtype = torch.get_default_dtype() if dtype is None else dtype
-        self.segments = tuple(range(len(layout.segments)) if segments is None else segments)
+        held_on: dict[str, Any] = {"groups": groups, "segments": segments, "device": device, "dtype": dtype}
+        super().__init__(shape, layout, kernels, **held_on)
         first, last = 0 in self.segments, len(layout.segments) - 1 in self.segments
         on: dict[str, Any] = {"device": device, "dtype": self.dtype if stored is None else stored}
         self.embedding: Embedding | None = None
-        self.exit: Exit | None = None
-        self.final_norm: RmsNorm | LayerNorm | None = None
         self.head: Head | None = None
         depths = layout.mtp if last else ()
         if first or (last and (shape.tied or depths)):
@@ -160,15 +151,11 @@ class LanguageModel(Recomputing):
             self.embedding = Embedding(shape.vocab, shape.hidden, **held)
         self.stack = Stack(layout, self.segments, shape, kernels, dispatcher, groups=groups, **on)
         if last:
-            self.exit = build_exit(shape, kernels, {"groups": groups, **on})
-            normalize = kernels.rms_norm.function
-            self.final_norm = norm(shape.norm, shape.hidden, shape.norm_eps, normalize, copies=groups.tp, **on)
+            self._build_final_norm(on)
             self.head = None if shape.tied else Head(shape.vocab, shape.hidden, groups=groups, **on)
         self.mtp = nn.ModuleDict(
             {str(d.depth): Mtp(d, shape, kernels, dispatcher, groups=groups, **on) for d in depths}
         )
-        self.device = torch.get_default_device() if device is None else device
-        """Where micro-batches are moved; code that moves the weights updates it."""
 
     # ------------------------------------------------------------------------------------ forward
 
@@ -177,12 +164,15 @@ class LanguageModel(Recomputing):
         batch: MicroBatch,
         caches: Mapping[Layer, Cache] | None = None,
         totals: MicroBatchTotals | None = None,
+        modules: Mapping[str, int] = MappingProxyType({}),
     ) -> Context:
         """Validate a micro-batch and create its context. The batch should still be on the host, where checking
         ids does not synchronize with the device. With caches, rows continue where the caches end. `totals` are
-        the sizes over all ranks; by default the batch is on this rank only."""
+        the sizes over all ranks; by default the batch is on this rank only. `modules` are the placeholder ids
+        of the modules whose rows are merged."""
         self.check(batch)
         documents_BT = batch.documents_BT.cpu()
+        indices = placeholders(batch.tokens_BT, modules, self.groups.tp_cp)
         return Context(
             batch=batch.to(self.device),
             groups=self.groups,
@@ -190,6 +180,7 @@ class LanguageModel(Recomputing):
             host_documents_BT=documents_BT,
             dtype=self.dtype,
             caches={} if caches is None else caches,
+            placeholders={name: to_device(index_R, self.device) for name, index_R in indices.items()},
         )
 
     def check(self, batch: MicroBatch) -> None:
@@ -213,22 +204,23 @@ class LanguageModel(Recomputing):
         """The losses of a micro-batch; `logits` returns logits."""
         return self.losses(self.prepare(batch))
 
-    def losses(self, context: Context) -> Losses:
-        return self.run(self.segments, None, context)[1]
+    def losses(self, context: Context, rows: Rows = NO_ROWS) -> Losses:
+        return self.run(self.segments, None, context, rows)[1]
 
     def run(
-        self, segments: Sequence[int], stream: Tensor | None, context: Context
+        self, segments: Sequence[int], stream: Tensor | None, context: Context, rows: Rows = NO_ROWS
     ) -> tuple[Tensor | None, Losses]:
         """Run consecutive segments. `stream` is the output of the segment before them, None for the model's
-        first. Returns the output stream, None after the last segment, and the losses of these segments."""
+        first, which merges the `rows` of modules. Returns the output stream, None after the last segment, and
+        the losses of these segments."""
         with self.save_hooks():
-            return self._run(segments, stream, context)
+            return self._run(segments, stream, context, rows)
 
     def _run(
-        self, segments: Sequence[int], stream: Tensor | None, context: Context
+        self, segments: Sequence[int], stream: Tensor | None, context: Context, rows: Rows
     ) -> tuple[Tensor | None, Losses]:
         earlier = set(context.balances)
-        stream = self._forward_segments(segments, stream, context)
+        stream = self._forward_segments(segments, stream, context, rows)
         (loss_sum, count), mtp = self.zero_loss(), tuple[tuple[Tensor, Tensor], ...]()
         last = segments[-1] == len(self.layout.segments) - 1
         if last:
@@ -246,30 +238,20 @@ class LanguageModel(Recomputing):
             mtp_weight=self.shape.mtp_loss,
         )
 
-    def _forward_segments(self, segments: Sequence[int], stream: Tensor | None, context: Context) -> Tensor:
+    def _forward_segments(
+        self, segments: Sequence[int], stream: Tensor | None, context: Context, rows: Rows = NO_ROWS
+    ) -> Tensor:
         if segments[0] == 0:
-            stream = self.embed(context)
+            stream = self.embed(context, rows)
         assert stream is not None
         after: Tensor = self.stack(stream, segments, context)
         return after
 
-    def embed(self, context: Context) -> Tensor:
-        """Embed the tokens: the initial residual stream."""
+    def embed(self, context: Context, rows: Rows = NO_ROWS) -> Tensor:
+        """Embed the tokens and merge the rows of modules: the initial residual stream."""
         assert self.embedding is not None
-        x_BtC: Tensor = self.embedding(context.batch.tokens_BT)
+        x_BtC: Tensor = merge(self.embedding(context.batch.tokens_BT), context.placeholders, rows)
         return x_BtC if self.shape.hyper is None else expand(x_BtC, self.shape.hyper.streams)
-
-    def apply_final_norm(self, stream: Tensor) -> Tensor:
-        """Merge the streams, if there are several, and apply the final norm."""
-        assert self.final_norm is not None
-        x_BtC = stream if self.exit is None else self.exit(stream)
-        hidden_BtC: Tensor = self.recomputed("norm", self.final_norm, x_BtC)
-        return hidden_BtC
-
-    def zero_loss(self) -> tuple[Tensor, Tensor]:
-        """Loss sum and token count of segments without a head."""
-        wide = torch.promote_types(self.dtype, torch.float32)
-        return torch.zeros((), dtype=wide, device=self.device), torch.zeros((), device=self.device).long()
 
     def _mtp_losses(self, before: Tensor, context: Context) -> Iterator[tuple[Tensor, Tensor]]:
         for depth, module in enumerate(self.mtp.values()):
@@ -306,72 +288,25 @@ class LanguageModel(Recomputing):
         """The logits of every token, for a model that is not pipelined: `prepare` makes the context."""
         return self.head_logits(self.hidden(context))
 
-    def recompute(self, replays: Replays | None, span: int = 1) -> None:
-        """Turn recompute on, or off with None. If hyper-connections are recomputed, streams are saved once
-        every `span` blocks."""
-        set_replays(self, replays)
-        every_block = replays is None or "block" in replays.names
-        ends = span_ends(self.layout, 1 if every_block else span)
-        for depth, blocks in ((None, self.stack.blocks), *((d.depth, d.blocks) for d in self._depths())):
-            for index, block in blocks.items():
-                cast(Block, block).saves_stream = (depth, int(index)) in ends
-
-    def _depths(self) -> Iterator[Mtp]:
-        return (cast(Mtp, depth) for depth in self.mtp.values())
+    def block_stacks(self) -> Iterator[tuple[int | None, nn.ModuleDict]]:
+        """Blocks by index: those of the stack, and those of each MTP depth."""
+        yield from super().block_stacks()
+        for depth in self.mtp.values():
+            yield cast(Mtp, depth).depth, cast(Mtp, depth).blocks
 
     # --------------------------------------------------------------------- introspection and cost
-
-    def units(self) -> tuple[Unit, ...]:
-        """The FSDP units of this rank, inner ones first."""
-        dtype = "bf16" if self.dtype.itemsize < torch.float32.itemsize else "fp32"
-        return declaration.units(self.layout, declaration.form_of(self.shape, dtype), self.segments)
 
     def canonical(self) -> dict[str, Canonical]:
         """Every checkpoint tensor of this rank by canonical name, and where it is stored."""
         tensors: dict[str, Canonical] = {}
         if self.embedding is not None:
             tensors |= under("embedding", "embedding", self.embedding.canonical())
-        tensors |= under("", "stack", self.stack.canonical())
-        if self.exit is not None:
-            tensors |= under("exit", "exit", self.exit.canonical())
-        if self.final_norm is not None:
-            tensors |= under("final_norm", "final_norm", self.final_norm.canonical())
+        tensors |= self.stack_canonical()
         if self.head is not None:
             tensors |= under("head", "head", self.head.canonical())
         for depth, module in self.mtp.items():
             tensors |= under(f"mtp.{depth}", f"mtp.{depth}", cast(Mtp, module).canonical())
         return tensors
-
-    def moe_layers(self) -> Iterator[tuple[Layer, Moe]]:
-        """All MoE layers, MTP depths included."""
-        stacks = (self.stack.blocks, *(cast(Mtp, depth).blocks for depth in self.mtp.values()))
-        for blocks in stacks:
-            for block in blocks.values():
-                found = cast(Block, block).moe()
-                if found is not None:
-                    yield found
-
-    def tensors(self) -> dict[str, Tensor]:
-        """The tensors that `canonical` refers to: parameters, and selection biases, which are buffers."""
-        return {**dict(self.named_parameters()), **dict(self.named_buffers())}
-
-    def initialize(
-        self,
-        seed: int,
-        into: Mapping[str, Tensor] | None = None,
-        shards: Mapping[str, Shard] | None = None,
-    ) -> None:
-        """Initialize all weights from a seed; or the tensors of `into`, by parameter name: main copies in a
-        wider dtype, or `shards` of them."""
-        initialize(
-            self.tensors() if into is None else into,
-            self.canonical(),
-            seed=seed,
-            std=self.shape.init_std,
-            layers=len(self.layout.layers),
-            shards=shards,
-            drawn_as=partial(renamed, layers=ungrouped_names(self.layout)),
-        )
 
     def size(self) -> Size:
         """Parameter counts, for a model that is not sharded."""
@@ -382,30 +317,22 @@ class LanguageModel(Recomputing):
         idle = 0 if self.shape.moe is None else routed * (1 - self.shape.moe.top_k / self.shape.moe.experts)
         return Size(total=main + mtp, active=round(main - idle), mtp=mtp)
 
-    def decaying(self) -> frozenset[str]:
-        """Names of the parameters with weight decay: the matrices."""
-        return frozenset(tensor.parameter for tensor in self.canonical().values() if tensor.decays)
-
     def costs(self, workload: Workload) -> dict[str, Cost]:
         """The cost of each part of this rank by canonical name, in forward order. `head` includes the final
         norm and the loss, an MTP depth its embedding and loss; `positions` are the shared rotary tables."""
-        parts = {"positions": self._positions_cost(workload)}
+        parts = {"positions": self.positions_cost(workload)}
         embedding = Cost() if self.embedding is None else self.embedding.cost(workload)
         if 0 in self.segments:
             parts["embedding"] = embedding
-        starts = span_starts(self.layout, workload.span)
-        for segment in self.segments:
-            held = self.layout.segments[segment].blocks
-            within = replace(workload, span=min(workload.span, max(len(held), 1)))
-            for block in held:
-                built = cast(Block, self.stack.blocks[str(block.index)])
-                parts[f"blocks.{block.index}"] = built.cost(within, input_saved=(None, block.index) in starts)
+        parts |= self.block_costs(workload)
         if self.final_norm is not None:
             head_loss, tokens = self._head_loss_cost(workload), workload.local_tokens(self.groups.tp_cp)
             head = self._head_cost(workload, self.final_norm.cost(workload, tokens) + head_loss)
             parts["head"] = head if self.exit is None else self.exit.cost(workload) + head
             for number, (depth, module) in enumerate(self.mtp.items()):
-                own_starts = {index for at, index in starts if at == int(depth)}
+                own_starts = {
+                    index for at, index in span_starts(self.layout, workload.span) if at == int(depth)
+                }
                 own = cast(Mtp, module).cost(workload, self.groups, first=number == 0, starts=own_starts)
                 parts[f"mtp.{depth}"] = embedding + own + head_loss
         return parts
@@ -438,15 +365,6 @@ class LanguageModel(Recomputing):
             Vocabulary(self.shape.vocab, tp),
             self.shape.logits_scale,
         )
-
-    def _positions_cost(self, workload: Workload) -> Cost:
-        channels, kinds = 0, self.layout.kinds()
-        plain, latent = self.shape.attention, self.shape.latent_attention
-        if Kind.ATTENTION in kinds and plain is not None and plain.positions == "rope":
-            channels = plain.rope_dim
-        elif Kind.LATENT_ATTENTION in kinds and latent is not None:
-            channels = latent.rope_dim
-        return Cost(kept=2 * workload.local_tokens() * channels * workload.wide)
 
     def flops(self, tokens: int) -> int:
         """Forward FLOPs of one row; a training step takes three times as many."""

@@ -1,6 +1,6 @@
 """Node-level forward: the computation of each phase of a pipeline schedule.
 
-`run` executes one phase, as `LanguageModel.run` executes one segment: with the same modules in the same order.
+`run` executes one phase, as the `run` of a model executes one segment: with the same modules in the same order.
 `model.declaration` declares phases and names the tensors they read and write. All other state of a micro-batch
 is in its context, without autograd graphs, so that each phase has a graph of its own.
 
@@ -18,23 +18,26 @@ import torch
 from torch import Tensor
 
 from braid.model.block import Block, Flow
-from braid.model.context import Context
+from braid.model.context import Context, StackContext
+from braid.model.encoder import EncoderContext, EncoderModel
 from braid.model.language import LanguageModel, Losses, sum_losses
 from braid.model.mtp import Mtp, targets
 from braid.schedule import Phase
+from braid.schedule.phases import IN
 
 Tensors = Mapping[str, Tensor]
+AnyModel = LanguageModel | EncoderModel
 
 
 def run(
-    model: LanguageModel, phase: Phase, context: Context, tensors: Tensors
+    model: AnyModel, phase: Phase, context: StackContext, tensors: Tensors
 ) -> tuple[dict[str, Tensor], Losses | None]:
     """Run a phase on the tensors it reads. Returns the tensors it writes, and its losses if it has any."""
     inputs = tuple(tensors[name] for name in phase.reads)
     losses: Losses | None
     if phase.kind == "segment":
         assert len(model.segments) == 1, "a phase of kind `segment` does not say which segment it is"
-        y, losses = model.run(model.segments, inputs[0] if inputs else None, context)
+        y, losses = _run_segments(model, context, tensors)
         return {} if y is None else dict.fromkeys(phase.writes, y), losses
     with model.save_hooks():
         if phase.block is not None:
@@ -44,7 +47,17 @@ def run(
     return dict(zip(phase.writes, outputs, strict=True)), losses
 
 
-def weights_after_combine(model: LanguageModel, phase: Phase) -> list[Tensor]:
+def _run_segments(model: AnyModel, context: StackContext, tensors: Tensors) -> tuple[Tensor | None, Losses]:
+    """All segments of a model. The first one of a language model reads the rows of modules."""
+    if isinstance(model, EncoderModel):
+        assert isinstance(context, EncoderContext)
+        return model.run(model.segments, tensors.get(IN), context)
+    assert isinstance(context, Context)
+    rows = {name: tensor for name, tensor in tensors.items() if name != IN}
+    return model.run(model.segments, tensors.get(IN), context, rows)
+
+
+def weights_after_combine(model: AnyModel, phase: Phase) -> list[Tensor]:
     """The weights used after combine, if any: the up-projection of latent experts, and a post-norm."""
     block = _block(model, phase) if phase.joins else None
     found = None if block is None else block.moe()
@@ -65,8 +78,8 @@ def detach_losses(losses: Losses) -> Losses:
     )
 
 
-def merge_losses(model: LanguageModel, pieces: Sequence[Losses]) -> Losses:
-    """Merge the losses of all phases of a segment into those that `LanguageModel.run` returns."""
+def merge_losses(model: AnyModel, pieces: Sequence[Losses]) -> Losses:
+    """Merge the losses of all phases of a segment into those that `run` returns."""
     if len(pieces) == 1:
         return pieces[0]
     loss_sum, count = model.zero_loss()
@@ -79,7 +92,7 @@ def merge_losses(model: LanguageModel, pieces: Sequence[Losses]) -> Losses:
         aux=sum_losses([balance.losses for piece in pieces for balance in piece.balances.values()]),
         balances={layer: balance for piece in pieces for layer, balance in piece.balances.items()},
         mtp=tuple(each for piece in pieces for each in piece.mtp),
-        mtp_weight=model.shape.mtp_loss,
+        mtp_weight=model.shape.mtp_loss if isinstance(model, LanguageModel) else 0.0,
     )
 
 
@@ -87,7 +100,7 @@ def merge_losses(model: LanguageModel, pieces: Sequence[Losses]) -> Losses:
 
 
 def _run_block_phase(
-    model: LanguageModel, phase: Phase, context: Context, inputs: tuple[Tensor, ...]
+    model: AnyModel, phase: Phase, context: StackContext, inputs: tuple[Tensor, ...]
 ) -> tuple[tuple[Tensor, ...], Losses | None]:
     block = _block(model, phase)
     match phase.kind:
@@ -125,7 +138,7 @@ def _run_block_phase(
             return (stream,), None
 
 
-def _post_inputs(model: LanguageModel, inputs: tuple[Tensor, ...]) -> Flow:
+def _post_inputs(model: AnyModel, inputs: tuple[Tensor, ...]) -> Flow:
     """The inputs of a phase that adds expert outputs to the residual stream: the stream, the rows, the shared
     expert's output if any, and with hyper-connections their mappings."""
     if model.shape.hyper is None:
@@ -139,7 +152,7 @@ _NO_STREAM = torch.empty(0)
 """Placeholder for the residual stream in phases that do not read it."""
 
 
-def _balance_losses(model: LanguageModel, block: Block, context: Context) -> Losses | None:
+def _balance_losses(model: AnyModel, block: Block, context: StackContext) -> Losses | None:
     """The auxiliary losses of a block's router, if any. The context keeps them without a graph."""
     if block.moe() is None:
         return None
@@ -156,13 +169,17 @@ def _balance_losses(model: LanguageModel, block: Block, context: Context) -> Los
 
 
 def _run_outer_phase(
-    model: LanguageModel, phase: Phase, context: Context, inputs: tuple[Tensor, ...]
+    model: AnyModel, phase: Phase, context: StackContext, inputs: tuple[Tensor, ...]
 ) -> tuple[tuple[Tensor, ...], Losses | None]:
+    if phase.kind == "pass":
+        return inputs, None
+    if isinstance(model, EncoderModel):
+        assert isinstance(context, EncoderContext)
+        return (_run_encoder_phase(model, phase, context, inputs),), None
+    assert isinstance(context, Context)
     match phase.kind:
         case "embed":
-            return (model.embed(context),), None
-        case "pass":
-            return inputs, None
+            return (model.embed(context, dict(zip(phase.reads, inputs, strict=True))),), None
         case "enter":
             assert model.embedding is not None
             assert phase.depth is not None
@@ -177,6 +194,21 @@ def _run_outer_phase(
             raise ValueError(f"unknown phase {kind!r}")
 
 
+def _run_encoder_phase(
+    model: EncoderModel, phase: Phase, context: EncoderContext, inputs: tuple[Tensor, ...]
+) -> Tensor:
+    match phase.kind:
+        case "embed":
+            return model.embed(context)
+        case "final_norm":
+            return model.apply_final_norm(*inputs)
+        case "head":
+            (hidden_1tC,) = inputs
+            return model.project(hidden_1tC, context)
+        case kind:
+            raise ValueError(f"unknown phase {kind!r} of an encoder")
+
+
 def _head_losses(model: LanguageModel, phase: Phase, context: Context, hidden_BtC: Tensor) -> Losses:
     batch = context.batch
     if phase.depth is None:
@@ -189,9 +221,10 @@ def _head_losses(model: LanguageModel, phase: Phase, context: Context, hidden_Bt
     return Losses(loss_sum=loss_sum, token_count=count, aux={}, balances={}, mtp=(mtp,), mtp_weight=weight)
 
 
-def _block(model: LanguageModel, phase: Phase) -> Block:
-    blocks = model.stack.blocks if phase.depth is None else _mtp(model, phase).blocks
-    return cast(Block, blocks[str(phase.block)])
+def _block(model: AnyModel, phase: Phase) -> Block:
+    if isinstance(model, EncoderModel) or phase.depth is None:
+        return cast(Block, model.stack.blocks[str(phase.block)])
+    return cast(Block, _mtp(model, phase).blocks[str(phase.block)])
 
 
 def _mtp(model: LanguageModel, phase: Phase) -> Mtp:

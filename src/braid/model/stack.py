@@ -12,7 +12,7 @@ from braid import architecture
 from braid.distributed.collectives import Groups
 from braid.kernels import Kernels
 from braid.model.block import Block
-from braid.model.context import Context
+from braid.model.context import StackContext
 from braid.nn.canonical import Canonical, under
 from braid.nn.moe.dispatch_plan import Dispatcher
 from braid.pattern import Layout
@@ -25,7 +25,7 @@ class Stack(nn.Module):
         self,
         layout: Layout,
         segments: Sequence[int],
-        shape: architecture.Model,
+        shape: architecture.Trunk,
         kernels: Kernels,
         dispatcher: Dispatcher | None = None,
         *,
@@ -42,7 +42,7 @@ class Stack(nn.Module):
             {str(block.index): Block(block, shape, kernels, dispatcher, **on) for block in held}
         )
 
-    def forward(self, stream: Tensor, segments: Sequence[int], context: Context) -> Tensor:
+    def forward(self, stream: Tensor, segments: Sequence[int], context: StackContext) -> Tensor:
         for segment in segments:
             for block in self.layout.segments[segment].blocks:
                 stream = self.blocks[str(block.index)](stream, context)

@@ -14,7 +14,7 @@ from braid.nn.hyper_connection import HyperConnection, HyperExit, HyperMean
 Exit = HyperExit | HyperMean
 
 
-def build_connection(shape: architecture.Model, kernels: Kernels, on: dict[str, Any]) -> HyperConnection | None:
+def build_connection(shape: architecture.Trunk, kernels: Kernels, on: dict[str, Any]) -> HyperConnection | None:
     """The hyper-connection of one layer; `on` has groups, device and dtype."""
     if shape.hyper is None or kernels.hyper_connection is None:
         return None
@@ -22,7 +22,7 @@ def build_connection(shape: architecture.Model, kernels: Kernels, on: dict[str, 
     return HyperConnection(shape.hyper, shape.hidden, shape.norm_eps, function, **on)
 
 
-def build_exit(shape: architecture.Model, kernels: Kernels, on: dict[str, Any]) -> Exit | None:
+def build_exit(shape: architecture.Trunk, kernels: Kernels, on: dict[str, Any]) -> Exit | None:
     """The module that merges the streams before a final norm."""
     if shape.hyper is None or kernels.hyper_connection is None:
         return None

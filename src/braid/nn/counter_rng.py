@@ -19,9 +19,10 @@ def random_words(
     *, seed: int, step: int, layer: int, sample_B: Tensor, position_T: Tensor, channels: int
 ) -> Tensor:
     """Uniform integers from 0 to 2³² - 1. `position_T` is the position in the sample, across packed
-    documents."""
+    documents. Tokens of one row may be of several samples: both are then BT."""
     run = _fold(_fold(_fold(_word(seed, sample_B), seed >> 32), step), layer)
-    row_BT = _fold(_fold(_fold(run, sample_B), sample_B >> 32)[:, None], position_T[None, :])
+    sample_BT = sample_B if sample_B.ndim == 2 else sample_B[:, None]
+    row_BT = _fold(_fold(_fold(run, sample_BT), sample_BT >> 32), torch.atleast_2d(position_T))
     other_BT = _mix(row_BT ^ _GOLDEN)
     channel_C = torch.arange(channels, device=sample_B.device)
     return _mix(_mix(row_BT[..., None] + channel_C) ^ other_BT[..., None])

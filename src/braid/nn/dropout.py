@@ -16,7 +16,7 @@ def keep_mask(
     rate: float, *, seed: int, step: int, layer: int, sample_B: Tensor, position_T: Tensor, channels: int
 ) -> Tensor:
     """The mask: True (kept) with probability 1 - rate, independently. `position_T` is the position in the
-    sample, across packed documents."""
+    sample, across packed documents. Tokens of one row may be of several samples: both are then BT."""
     words_BTC = random_words(
         seed=seed, step=step, layer=layer, sample_B=sample_B, position_T=position_T, channels=channels
     )

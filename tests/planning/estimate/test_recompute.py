@@ -20,7 +20,7 @@ from braid.choices import recomputed
 from braid.config import Mesh, Run
 from braid.distributed.groups import opened_groups
 from braid.kernels.attention import spans_of
-from braid.model.context import Context
+from braid.model.context import StackContext
 from braid.model.language import LanguageModel
 from braid.nn import attention, delta_net, latent_attention, mamba2, mlp
 from braid.nn.cost import Workload
@@ -177,7 +177,7 @@ def test_mlp(workload: Workload, activation: Any) -> None:
 # --------------------------------------------------------------------------------------- whole models
 
 
-def beside(context: Context, names: Sequence[str]) -> list[Tensor]:
+def beside(context: StackContext, names: Sequence[str]) -> list[Tensor]:
     """What replays use that nobody saved: tables of positions, and where rows of whole blocks go."""
     tables = [table for rotary in context._rotary.values() for table in rotary]
     if recomputed(names).isdisjoint(["block"]):

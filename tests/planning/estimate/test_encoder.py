@@ -1,0 +1,52 @@
+"""What an encoder says that autograd keeps is what autograd keeps, to the byte."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from braid.choices import recomputed
+from braid.encoders import Encoder, Projector
+from braid.nn.cost import Workload
+from tests.model.encoder_cases import ENCODER, HYPER, build, items
+from tests.planning.estimate.test_recompute import Measured, beside
+
+PATCHES = 130
+PROJECTORS = (
+    Projector(width=20),
+    Projector(width=20, ffn=9),
+    Projector(width=20, ffn=9, norm=True, activation="swiglu"),
+)
+
+
+def check(text: str, shape: Encoder, dtype: torch.dtype, recompute: tuple[str, ...] = ()) -> None:
+    model, replays = build(text, shape, dtype=dtype), Measured(recompute)
+    context = model.prepare(items((PATCHES,), dtype=dtype))
+    model.recompute(replays)
+    rows, losses = model.run(model.segments, None, context)
+    real = replays.kept(list(model.parameters()), beside(context, recompute))
+    names = recomputed(recompute)
+    workload = Workload(rows=1, tokens=PATCHES, dtype=dtype, device="cpu", recompute=names)
+    assert sum(cost.kept for cost in model.costs(workload).values()) == real
+    (rows.sum() + sum(losses.aux.values(), torch.zeros(()))).backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("projector", PROJECTORS, ids=["affine", "mlp", "gated, normed"])
+@pytest.mark.parametrize("group", [1, 2])
+def test_projectors(projector: Projector, group: int, dtype: torch.dtype) -> None:
+    check("-", replace(ENCODER, projector=projector, group=group), dtype)
+
+
+@pytest.mark.parametrize("shape", [ENCODER, HYPER], ids=["plain", "hyper"])
+@pytest.mark.parametrize("text", ["[*-][ME]", "[+-][GE]"])
+def test_whole_encoders(text: str, shape: Encoder) -> None:
+    check(text, shape, torch.bfloat16)
+
+
+@pytest.mark.parametrize("recompute", [("norm",), ("core", "activation", "experts"), ("block",)], ids=str)
+@pytest.mark.parametrize("projector", PROJECTORS, ids=["affine", "mlp", "gated, normed"])
+def test_recompute(projector: Projector, recompute: tuple[str, ...]) -> None:
+    check("[*-][*E]", replace(ENCODER, projector=projector), torch.float32, recompute)
