@@ -171,7 +171,7 @@ class Trained:
         if policy is None:
             return planned
         meshes = {unit.path: unit.mesh for unit in planned.units}
-        built = plans._schedule(planned.run, self.world, planned.layout)
+        built = plans._schedule(planned.run, self.world, planned.layout, frozen=frozenset())
         return replace(planned, schedule=lowered(built, meshes, policy))
 
     def _made(self, planned: Plan, meshes: dict[str, DeviceMesh]) -> State:

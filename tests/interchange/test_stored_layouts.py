@@ -38,6 +38,9 @@ CASES = (
     "kimi_k2, beta_fast = beta_slow, eps of its own",
 )
 FORMS = ("hub", "memory", "packed")
+QUICK = ("qwen3_moe", "deepseek_v4", "gpt_oss")
+"""Families that `make test` tries: usual names, names of their own, and packed experts on the hub."""
+LONG = ((), (pytest.mark.long,))
 
 
 def shape_with_depth(case: str) -> Model:
@@ -94,7 +97,11 @@ def stored(folder: Path) -> dict[str, tuple[str, Tensor]]:
 
 @pytest.mark.parametrize(
     ("case", "form"),
-    [*((case, form) for case in CASES for form in FORMS), ("qwen3_moe", "mixed"), ("glm4_moe", "mixed")],
+    [
+        *(pytest.param(case, form, marks=LONG[case not in QUICK]) for case in CASES for form in FORMS),
+        ("qwen3_moe", "mixed"),
+        ("glm4_moe", "mixed"),
+    ],
 )
 def test_the_layout_that_came_in_goes_out(case: str, form: str, tmp_path: Path) -> None:
     """Also where multi-token prediction is left out, and a file lacks what it held of that."""

@@ -143,7 +143,7 @@ def started(rank: int, world: int, run: Run) -> tuple[JobState, DataPipeline]:
     """This rank's state at the beginning of the run, and the run's data."""
     worked_out, device = plan(run, world), choose_device("cpu")
     handle = dist.group.WORLD if world > 1 else None
-    job = Group(name="job", size=world, rank=rank, handle=handle)
+    job = Group(name="everyone", size=world, rank=rank, handle=handle)
     runs = divisibility.tp_runs(run.model, worked_out.layout.kinds(), worked_out.axes.tp)
     # Groups stay open until the rank ends: torch remembers meshes, and meets one of an earlier run again.
     groups = open_groups(worked_out.grid, rank, tp_runs=runs)

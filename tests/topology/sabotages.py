@@ -304,14 +304,14 @@ SABOTAGES: Mapping[str, Sabotage] = MappingProxyType(
             2, "tp2", "hybrid", not_summed(balance, "tp_cp"), "other figures"
         ),
         "token counts of a step over dp": _on(2, "", "hybrid", not_summed(step, "dp"), "first loss"),
-        "metrics of a step over all ranks": _on(2, "", "hybrid", not_summed(step, "world"), "first loss"),
+        "metrics of a step over all ranks": _on(2, "", "hybrid", not_summed(step, "everyone"), "first loss"),
         "sums of an evaluation over all ranks": _on(
-            2, "", "hybrid", not_summed(step, "world", entries=2), "validation loss"
+            2, "", "hybrid", not_summed(step, "everyone", entries=2), "validation loss"
         ),
         "expert counts for selection biases": _on(
             2, "", "hybrid", not_summed(expert_load, "slab"), "selection biases", steps=3
         ),
-        "gradient norm over all ranks": _on(2, "", "tied", not_summed(gradients, "world"), "gradient norm"),
+        "gradient norm over all ranks": _on(2, "", "tied", not_summed(gradients, "everyone"), "gradient norm"),
         "gradient norm counts copies of data-parallel ranks": _on(
             2, "none", "tied", length_of(repeated=frozenset()), "gradient norm"
         ),
