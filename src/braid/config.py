@@ -19,6 +19,7 @@ from typing import Any, Literal
 from braid import validators
 from braid.architecture import Model
 from braid.choices import DispatcherName, Dtype, Recompute, Strategy, kernel_modes
+from braid.encoders import Encoder
 from braid.errors import ConfigError, Problem
 
 
@@ -227,6 +228,36 @@ class Mesh:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Module:
+    """An encoder on a grid of its own, whose rows take the places of placeholder tokens in the text."""
+
+    model: Encoder
+    """Its layers and projector."""
+    token: int
+    """The id of its placeholders. A text has one for every row of an item."""
+    most_items: int = 1
+    """Most items in a sample. A sample with more is an error."""
+    most_patches: int
+    """Most patches in a sample, over all its items: what memory is planned for."""
+    mesh: Mesh = Mesh()
+    """Parallel layout; `ranks` may be those of the language model, others, or some of them."""
+    trained: tuple[str, ...] = ("*",)
+    """What is trained: globs over the canonical tensor names of the module, such as `projector.*`."""
+    lr_share: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
+    """Learning rates as shares of optim.lr, by the first glob that matches a tensor; 1 for all others."""
+    ahead: int = 0
+    """Most micro-batches ahead of the language model on shared ranks; 0: twice as many as are in flight."""
+
+    def problems(self, at: str) -> Iterator[Problem]:
+        yield from self.model.problems(f"{at}.model")
+        yield from self.mesh.problems(f"{at}.mesh")
+        for name, low in (("token", 0), ("most_items", 1), ("most_patches", 1), ("ahead", 0)):
+            yield from validators.at_least(f"{at}.{name}", typing.cast(int, getattr(self, name)), low)
+        for glob, share in self.lr_share.items():
+            yield from validators.above(f"{at}.lr_share[{glob}]", share, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Run:
     """The complete configuration of a training run."""
 
@@ -239,6 +270,8 @@ class Run:
     """What is trained: globs over canonical tensor names, such as `blocks.3.* head.*`. The rest is frozen."""
     lr_share: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
     """Learning rates as shares of optim.lr, by the first glob that matches a tensor; 1 for all others."""
+    modules: Mapping[str, Module] = dataclasses.field(default_factory=dict, hash=False)
+    """Encoders by name. `model` and `mesh` are those of the language model, which reads them."""
 
     def problems(self) -> Iterator[Problem]:
         """Problems of each part by itself. Assumes that every value has the type of its field."""
@@ -246,6 +279,8 @@ class Run:
             yield from getattr(self, name).problems(name)
         for glob, share in self.lr_share.items():
             yield from validators.above(f"lr_share[{glob}]", share, 0)
+        for name, module in self.modules.items():
+            yield from module.problems(f"modules.{name}")
 
 
 def type_problems(run: Run) -> Iterator[Problem]:
@@ -267,7 +302,7 @@ def _type_problems(kind: Any, value: Any, at: str) -> Iterator[Problem]:
     elif (origin := _origin(kind))[0] is Mapping and isinstance(value, Mapping):
         for name, each in value.items():
             yield from _type_problems(str, name, f"{at} key")
-            yield from _type_problems(origin[1][1], each, f"{at}[{name}]")
+            yield from _type_problems(origin[1][1], each, _entry(at, name, each))
     elif not any(_fits(arm, value) for arm in arms):
         expected = " or ".join(_type_name(arm) for arm in arms)
         yield Problem(field=at, value=value, rule=f"must be {expected}", remedy=expected)
@@ -320,10 +355,12 @@ def _type_name(kind: Any) -> str:
 
 
 def flatten(value: Any, at: str = "") -> dict[str, Any]:
-    """Every field of a run by its dotted name, every entry of a mapping by its key in brackets."""
+    """Every field of a run by its dotted name, every number in a mapping by its key in brackets."""
     if isinstance(value, Mapping):
         return {
-            name: each for key, part in value.items() for name, each in flatten(part, f"{at}[{key}]").items()
+            name: each
+            for key, part in value.items()
+            for name, each in flatten(part, _entry(at, key, part)).items()
         }
     if not dataclasses.is_dataclass(value):
         return {at: value}
@@ -331,6 +368,12 @@ def flatten(value: Any, at: str = "") -> dict[str, Any]:
     for field in dataclasses.fields(value):
         flat |= flatten(getattr(value, field.name), f"{at}.{field.name}" if at else field.name)
     return flat
+
+
+def _entry(at: str, key: str, value: Any) -> str:
+    """The name of an entry of a mapping: of a part with fields as on the command line, else in brackets, as its
+    key may have dots."""
+    return f"{at}.{key}" if dataclasses.is_dataclass(value) else f"{at}[{key}]"
 
 
 def difference(before: Run, after: Run) -> dict[str, tuple[Any, Any]]:

@@ -7,14 +7,16 @@ is a multiple of tp · cp · pp.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, replace
 
 from braid import validators
-from braid.architecture import Model
+from braid.architecture import SHAPE_OF, Model, Trunk
+from braid.choices import Dtype
 from braid.config import Mesh, Run
 from braid.errors import Problem
 from braid.pattern import Kind
+from braid.topology import standard_problems
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,12 +111,64 @@ def local_shape(model: Model, axes: AxisSizes) -> Model:
     return replace(model, moe=moe)
 
 
+def fits(mesh: Mesh, world: int) -> Generator[Problem, None, AxisSizes | None]:
+    """What keeps a mesh from its ranks of a job; returns the sizes of its axes if nothing does."""
+    ranks = ranks_of(mesh, world)
+    if ranks.stop > world:
+        yield Problem(
+            field="mesh.ranks",
+            value=mesh.ranks,
+            rule=f"ends with rank {ranks[-1]}, but the last rank of the job is {world - 1}",
+            remedy=f"a first rank and a count that add up to {world} or less, or world to {ranks.stop}",
+        )
+        return None
+    model_parallel = mesh.tp * mesh.cp * mesh.pp
+    if len(ranks) % model_parallel:
+        field = "world" if mesh.ranks is None else "mesh.ranks[1]"
+        rule = "mesh.tp times mesh.cp times mesh.pp"
+        yield from validators.multiple_of(field, len(ranks), model_parallel, rule)
+        return None
+    axes = axis_sizes(mesh, world)
+    sizes = {"tp": mesh.tp, "cp": mesh.cp, "dp": axes.dp, "pp": mesh.pp, "etp": mesh.etp, "ep": mesh.ep}
+    wrong = list(standard_problems(**sizes, prefix="mesh."))
+    yield from wrong
+    return None if wrong else axes
+
+
+def shapes(model: Trunk, kinds: frozenset[Kind]) -> Iterator[Problem]:
+    """Kinds of layers in a pattern that have no shape, or that are not implemented."""
+    shape_of = dict(SHAPE_OF)
+    for kind in sorted(kinds, key=lambda kind: kind.value):
+        if kind not in shape_of:
+            name = kind.name.lower().replace("_", " ")
+            yield Problem(
+                field="model.pattern",
+                value=model.pattern,
+                rule=f"{kind.value} ({name}) can be parsed but is not built by this version",
+                remedy="a pattern of " + " ".join(k.value for k in shape_of),
+            )
+        elif getattr(model, shape_of[kind]) is None:
+            yield Problem(
+                field=f"model.{shape_of[kind]}",
+                value=None,
+                rule=f"the pattern {model.pattern!r} contains {kind.value}, which needs a shape",
+                remedy=f"{shape_of[kind]}={shape_of[kind].title().replace('_', '')}(...) in the recipe",
+            )
+
+
 def problems(run: Run, kinds: frozenset[Kind], axes: AxisSizes) -> Iterator[Problem]:
-    """Every violated divisibility rule."""
+    """Every divisibility rule that a language model violates."""
     yield from _samples(run, axes)
-    yield from _experts(run, kinds, axes)
-    yield from _copies(run.mesh, axes)
-    yield from _overlap(run, kinds)
+    yield from layers(run.model, run.mesh, run.train.dtype, kinds, axes)
+
+
+def layers(
+    model: Trunk, mesh: Mesh, dtype: Dtype, kinds: frozenset[Kind], axes: AxisSizes
+) -> Iterator[Problem]:
+    """Every rule that layers violate, by the field names `model` and `mesh`."""
+    yield from _experts(model, mesh, dtype, kinds, axes)
+    yield from _copies(mesh, axes)
+    yield from _overlap(model, mesh, kinds)
     for kind, rule in (
         (Kind.ATTENTION, _attention),
         (Kind.LATENT_ATTENTION, _latent_attention),
@@ -123,7 +177,7 @@ def problems(run: Run, kinds: frozenset[Kind], axes: AxisSizes) -> Iterator[Prob
         (Kind.MLP, _mlp),
     ):
         if kind in kinds:
-            yield from rule(run.model, axes)
+            yield from rule(model, axes)
 
 
 def _samples(run: Run, axes: AxisSizes) -> Iterator[Problem]:
@@ -139,17 +193,19 @@ def _samples(run: Run, axes: AxisSizes) -> Iterator[Problem]:
     )
 
 
-def _experts(run: Run, kinds: frozenset[Kind], axes: AxisSizes) -> Iterator[Problem]:
-    moe = run.model.moe
+def _experts(
+    model: Trunk, mesh: Mesh, dtype: Dtype, kinds: frozenset[Kind], axes: AxisSizes
+) -> Iterator[Problem]:
+    moe = model.moe
     if Kind.MOE not in kinds or moe is None:
         for name, size in (("ep", axes.ep), ("etp", axes.etp)):
             if size > 1:
-                rule = f"the pattern {run.model.pattern!r} has no experts to distribute"
+                rule = f"the pattern {model.pattern!r} has no experts to distribute"
                 yield Problem(field=f"mesh.{name}", value=size, rule=rule, remedy="1")
         return
-    if run.mesh.dispatcher == "deep_ep":
+    if mesh.dispatcher == "deep_ep":
         for wrong, rule in (
-            (run.train.dtype != "bf16", f"DeepEP supports only bf16, train.dtype is {run.train.dtype}"),
+            (dtype != "bf16", f"DeepEP supports only bf16, train.dtype is {dtype}"),
             (moe.pad_to_capacity, "DeepEP does not support model.moe.pad_to_capacity"),
         ):
             if wrong:
@@ -165,12 +221,12 @@ def _experts(run: Run, kinds: frozenset[Kind], axes: AxisSizes) -> Iterator[Prob
     yield from validators.multiple_of("model.moe.ffn", moe.ffn, axes.etp * shards, f"mesh.etp times {of_each}")
     if moe.bias:
         field = "model.moe.latent" if moe.latent else "model.hidden"
-        yield from validators.multiple_of(field, moe.latent or run.model.hidden, shards, of_each)
+        yield from validators.multiple_of(field, moe.latent or model.hidden, shards, of_each)
 
 
-def _overlap(run: Run, kinds: frozenset[Kind]) -> Iterator[Problem]:
-    if run.mesh.overlap and kinds and Kind.MOE not in kinds:
-        rule = f"the pattern {run.model.pattern!r} has no experts, so there is no all-to-all to overlap"
+def _overlap(model: Trunk, mesh: Mesh, kinds: frozenset[Kind]) -> Iterator[Problem]:
+    if mesh.overlap and kinds and Kind.MOE not in kinds:
+        rule = f"the pattern {model.pattern!r} has no experts, so there is no all-to-all to overlap"
         yield Problem(field="mesh.overlap", value=True, rule=rule, remedy="False")
 
 
@@ -205,29 +261,29 @@ def _heads(field: str, heads: int, axes: AxisSizes) -> Iterator[Problem]:
     yield from validators.divides("mesh.tp times mesh.cp", axes.tp * axes.cp, heads, field)
 
 
-def _attention(model: Model, axes: AxisSizes) -> Iterator[Problem]:
+def _attention(model: Trunk, axes: AxisSizes) -> Iterator[Problem]:
     if model.attention is not None:
         yield from _heads("model.attention.heads", model.attention.heads, axes)
         yield from _shared_heads("model.attention.kv_heads", model.attention.kv_heads, axes.tp)
 
 
-def _latent_attention(model: Model, axes: AxisSizes) -> Iterator[Problem]:
+def _latent_attention(model: Trunk, axes: AxisSizes) -> Iterator[Problem]:
     if model.latent_attention is not None:
         yield from _heads("model.latent_attention.heads", model.latent_attention.heads, axes)
 
 
-def _mamba2(model: Model, axes: AxisSizes) -> Iterator[Problem]:
+def _mamba2(model: Trunk, axes: AxisSizes) -> Iterator[Problem]:
     if model.mamba2 is not None:
         yield from _heads("model.mamba2.heads", model.mamba2.heads, axes)
         yield from _shared_heads("model.mamba2.groups", model.mamba2.groups, axes.tp)
 
 
-def _delta_net(model: Model, axes: AxisSizes) -> Iterator[Problem]:
+def _delta_net(model: Trunk, axes: AxisSizes) -> Iterator[Problem]:
     if model.delta_net is not None:
         yield from _heads("model.delta_net.value_heads", model.delta_net.value_heads, axes)
         yield from _shared_heads("model.delta_net.key_heads", model.delta_net.key_heads, axes.tp)
 
 
-def _mlp(model: Model, axes: AxisSizes) -> Iterator[Problem]:
+def _mlp(model: Trunk, axes: AxisSizes) -> Iterator[Problem]:
     if model.mlp is not None:
         yield from validators.divides("mesh.tp", axes.tp, model.mlp.ffn, "model.mlp.ffn")

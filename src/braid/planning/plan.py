@@ -6,28 +6,30 @@ with all problems.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from braid import schedule as schedules
 from braid import validators
-from braid.architecture import SHAPE_OF, Model
+from braid.architecture import Model
 from braid.choices import BYTE_VOCAB, BYTES, MAIN_BYTES
 from braid.config import Mesh, Run, type_problems
 from braid.errors import ConfigError, Problem, ScheduleError
 from braid.model import declaration
 from braid.model.declaration import Form, form_of
-from braid.pattern import Kind, Layout, PatternError, Stage, cut, joined, parse
-from braid.planning import divisibility, trained
+from braid.pattern import Layout, PatternError, Stage, cut, joined, parse
+from braid.planning import divisibility, modules, trained
 from braid.planning.divisibility import AxisSizes
+from braid.planning.modules import ModulePlan
 from braid.planning.trained import Selection
 from braid.schedule import Schedule
 from braid.schedule.freezing import freeze_phases
+from braid.schedule.graph import LANGUAGE
 from braid.schedule.lowering import POLICIES, RESIDENT, lowered
 from braid.schedule.phases import Unit
 from braid.schedule.recompute import dropped_tensors, with_replays
-from braid.topology import Grid, standard, standard_problems
+from braid.topology import Grid
 
 if TYPE_CHECKING:
     from braid.model.language import LanguageModel, Size
@@ -58,6 +60,8 @@ class Plan:
     """Tokens in one step, over all ranks."""
     selection: Selection | None = None
     """What is trained, and at which learning rates; None for everything at one rate."""
+    encoders: Mapping[str, ModulePlan] = field(default_factory=dict)
+    """The modules besides the language model, in the order of their segments."""
 
     def trained(self, model: LanguageModel) -> frozenset[str]:
         """Names of the trained parameters of a rank's part of the model."""
@@ -80,29 +84,24 @@ def plan(run: Run, world: int) -> Plan:
     axes, layout = divisibility.axis_sizes(run.mesh, world), _layout(run)
     ranks = len(divisibility.ranks_of(run.mesh, world))
     selection = trained.select(run, layout)
-    built = _schedule(run, ranks, layout, frozenset() if selection is None else selection.frozen_units)
-    schedule = _lowered(built, run, ranks, layout, _form(run, ranks))
-    segments_of_rank = (schedule.segments_of(rank) for rank in range(schedule.pp))
+    grid, encoders = modules.grid_of(run.mesh, world), modules.plan_modules(run, world, len(layout.segments))
+    language = _language_schedule(run, ranks, layout)
+    frozen = frozenset() if selection is None else selection.frozen_units
+    built = _with_modules(language, run, world, grid, layout, encoders)
+    built = _complete(built, run, layout, encoders, frozen)
     return Plan(
         run=run,
         world=world,
         axes=axes,
-        grid=standard(
-            tp=axes.tp,
-            cp=axes.cp,
-            dp=axes.dp,
-            pp=axes.pp,
-            etp=axes.etp,
-            ep=axes.ep,
-            offset=divisibility.ranks_of(run.mesh, world).start,
-        ),
+        grid=grid,
         layout=layout,
         stages=tuple(
-            Stage(rank=rank, segments=tuple(layout.segments[index] for index in indices))
-            for rank, indices in enumerate(segments_of_rank)
+            Stage(rank=rank, segments=tuple(layout.segments[index] for index in language.segments_of(rank)))
+            for rank in range(language.pp)
         ),
         units=declaration.units(layout, _form(run, ranks)),
-        schedule=schedule,
+        schedule=_lowered(built, run, world, layout, encoders, _form(run, ranks)),
+        encoders=encoders,
         micro_batch_samples=run.train.batch_samples // run.train.micro_batches,
         step_tokens=run.train.batch_samples * run.data.sequence_tokens,
         selection=selection,
@@ -111,11 +110,14 @@ def plan(run: Run, world: int) -> Plan:
 
 def evaluation_schedule(plan: Plan, micro_batches: int) -> Schedule:
     """The forward-only schedule of an evaluation of `micro_batches`, without MTP."""
-    ranks = plan.grid.size
-    form = replace(_form(plan.run, ranks), whole=ranks == 1, fine=False, training=False)
-    built = schedules.evaluation(plan.schedule.holder, micro_batches)
-    built = schedules.in_phases(built, declaration.chains(plan.layout, form))
-    return _lowered(built, plan.run, ranks, plan.layout, form)
+    run, ranks, layout = plan.run, plan.grid.size, plan.layout
+    whole = plan.world == 1 if plan.encoders else ranks == 1
+    form = replace(_form(run, ranks), whole=whole, fine=False, training=False)
+    held = {segment.index: stage.rank for stage in plan.stages for segment in stage.segments}
+    holder = [held[index] for index in range(len(layout.segments))]
+    built = schedules.in_phases(schedules.evaluation(holder, micro_batches), declaration.chains(layout, form))
+    built = _with_modules(built, run, plan.world, plan.grid, layout, plan.encoders)
+    return _lowered(built, run, plan.world, layout, plan.encoders, form)
 
 
 def _layout(run: Run) -> Layout:
@@ -142,13 +144,13 @@ def _form(run: Run, ranks: int) -> Form:
         fine=fine,
         posts=mesh.pp == 1,
         late_weights=mesh.late_weights,
+        modules=tuple(run.modules),
     )
 
 
-def _schedule(run: Run, ranks: int, layout: Layout, frozen: frozenset[str]) -> Schedule:
-    """1F1B, or interleaved 1F1B if a rank has several segments, the overlapped form of either, or DualPipeV;
-    without the backwards of what is frozen, with recompute ops, and an all-reduce of the gradient of an
-    embedding that two stages hold."""
+def _language_schedule(run: Run, ranks: int, layout: Layout) -> Schedule:
+    """The lists of the language model alone: 1F1B, or interleaved 1F1B if a rank has several segments, the
+    overlapped form of either, or DualPipeV."""
     mesh, micro_batches = run.mesh, run.train.micro_batches
     options = schedules.Options(
         delayed=mesh.delay_weights,
@@ -157,30 +159,109 @@ def _schedule(run: Run, ranks: int, layout: Layout, frozen: frozenset[str]) -> S
     )
     chains = declaration.chains(layout, _form(run, ranks))
     if mesh.schedule == schedules.DUAL_PIPE_V:
-        built = schedules.dual_pipe_v(
+        return schedules.dual_pipe_v(
             chains, pp=mesh.pp, micro_batches=micro_batches, overlap=mesh.overlap, options=options
         )
-    elif mesh.overlap:
-        built = schedules.overlapped(chains, pp=mesh.pp, micro_batches=micro_batches, options=options)
-    else:
-        virtual = len(layout.segments) // mesh.pp
-        name = "1f1b" if virtual == 1 else "interleaved"
-        built = schedules.build(name, pp=mesh.pp, virtual=virtual, micro_batches=micro_batches)
-        built = schedules.in_phases(built, chains)
+    if mesh.overlap:
+        return schedules.overlapped(chains, pp=mesh.pp, micro_batches=micro_batches, options=options)
+    virtual = len(layout.segments) // mesh.pp
+    name = "1f1b" if virtual == 1 else "interleaved"
+    built = schedules.build(name, pp=mesh.pp, virtual=virtual, micro_batches=micro_batches)
+    return schedules.in_phases(built, chains)
+
+
+def _with_modules(
+    language: Schedule,
+    run: Run,
+    world: int,
+    grid: Grid,
+    layout: Layout,
+    encoders: Mapping[str, ModulePlan],
+) -> Schedule:
+    """The schedule of all modules, around the lists of the language model."""
+    if not encoders:
+        return language
+    segments, edges = _graph(language, run, world, grid, layout, encoders)
+    ahead = {name: each.module.ahead for name, each in encoders.items()}
+    return schedules.multimodule(language, segments, edges, ahead=ahead)
+
+
+def _graph(
+    language: Schedule,
+    run: Run,
+    world: int,
+    grid: Grid,
+    layout: Layout,
+    encoders: Mapping[str, ModulePlan],
+) -> tuple[list[schedules.Segment], list[schedules.Edge]]:
+    """The segments of all modules on their ranks, with FLOPs per rank, and what the language model reads."""
+    lines, samples = grid.groups("pp"), run.train.batch_samples // run.train.micro_batches
+    flops = _segment_flops(run, layout)
+    segments = []
+    for number, holder in enumerate(language.holder):
+        ranks = tuple(line[holder] for line in lines)
+        forward = max(1, flops[number] * samples // len(ranks))
+        segments.append(
+            schedules.Segment(
+                module=LANGUAGE,
+                ranks=ranks,
+                forward=forward,
+                backward=2 * forward,
+                phases=language.phases[number],
+            )
+        )
+    for each in encoders.values():
+        segments += modules.segments(run, each, world)
+    edges = [schedules.Edge(name=each.edge, source=each.segments[-1], target=0) for each in encoders.values()]
+    return segments, edges
+
+
+def _segment_flops(run: Run, layout: Layout) -> list[int]:
+    """The forward FLOPs of one sequence in each segment of the language model."""
+    model, tokens = _whole_model(run, layout), run.data.sequence_tokens
+    chains = declaration.chains(layout, form_of(run.model, run.train.dtype))
+    return [sum(model.phase_flops(phase, tokens) for phase in chain.phases) for chain in chains]
+
+
+def _complete(
+    built: Schedule, run: Run, layout: Layout, encoders: Mapping[str, ModulePlan], frozen: frozenset[str]
+) -> Schedule:
+    """The schedule without the backwards of what is frozen, with recompute ops, and an all-reduce of the
+    gradient of an embedding that two stages hold."""
     built = schedules.freeze(built, frozen)
-    span, hyper = span_of(run, layout), run.model.hyper is not None
-    dropped = dropped_tensors(layout, built.phases, run.train.recompute, span, hyper=hyper)
+    own = len(layout.segments)
+    dropped = dropped_tensors(
+        layout,
+        built.phases[:own],
+        run.train.recompute,
+        span_of(run, layout),
+        hyper=run.model.hyper is not None,
+    )
+    for each in encoders.values():
+        phases = built.phases[each.segments[0] : each.segments[-1] + 1]
+        dropped += modules.dropped(run, each, phases)
     built = with_replays(built, run.train.recompute, dropped)
-    shared = run.model.tied or bool(layout.mtp)
-    shared = shared and declaration.EMBEDDING not in frozen
-    return schedules.with_sums(built, {"embedding": (built.holder[0], built.holder[-1])} if shared else {})
+    shared = (run.model.tied or bool(layout.mtp)) and declaration.EMBEDDING not in frozen
+    stations = built.graph.stations
+    return schedules.with_sums(built, {"embedding": (*stations[0], *stations[own - 1])} if shared else {})
 
 
-def _lowered(schedule: Schedule, run: Run, ranks: int, layout: Layout, form: Form) -> Schedule:
+def _lowered(
+    schedule: Schedule,
+    run: Run,
+    world: int,
+    layout: Layout,
+    encoders: Mapping[str, ModulePlan],
+    form: Form,
+) -> Schedule:
     """The schedule with its weight ops (unshard, reshard, gradient reduction), verified."""
-    policy = RESIDENT if ranks == 1 else POLICIES[run.mesh.shard]
+    alone = world == 1 if encoders else len(divisibility.ranks_of(run.mesh, world)) == 1
+    policies = {LANGUAGE: POLICIES[run.mesh.shard]}
+    policies |= {name: POLICIES[each.module.mesh.shard] for name, each in encoders.items()}
     meshes = {unit.path: unit.mesh for unit in declaration.units(layout, form)}
-    complete = lowered(schedule, meshes, policy)
+    for name, each in encoders.items():
+        meshes |= {modules.unit_name(name, unit.path): unit.mesh for unit in each.units}
+    complete = lowered(schedule, meshes, RESIDENT if alone else policies)
     if faults := schedules.check(complete).faults:
         raise ScheduleError(faults)
     return complete
@@ -210,12 +291,16 @@ def size(plan: Plan) -> Size:
 
 def whole_model(plan: Plan) -> LanguageModel:
     """The unsharded model on the meta device, for parameter counts, FLOPs and canonical names."""
+    return _whole_model(plan.run, plan.layout)
+
+
+def _whole_model(run: Run, layout: Layout) -> LanguageModel:
     import torch
 
     from braid.kernels import references
     from braid.model.language import LanguageModel
 
-    return LanguageModel(plan.run.model, plan.layout, references(), device=torch.device("meta"))
+    return LanguageModel(run.model, layout, references(), device=torch.device("meta"))
 
 
 def phase_flops(plan: Plan) -> list[dict[str, int]]:
@@ -251,8 +336,21 @@ def check(run: Run, world: int) -> list[Problem]:
     if wrong_types:
         return wrong_types  # the rules below compare values, which need the right types
     rules = (_layers(run.model, run.mesh), _vocab(run), _ranks(run, world), _steps(run), _recompute(run))
-    found = [*run.problems(), *(problem for rule in rules for problem in rule)]
-    return found or [*trained.problems(run, _layout(run))]  # names are those of a model that can be built
+    others = () if world < 1 else modules.problems(run, world)
+    found = [*run.problems(), *(problem for rule in rules for problem in rule), *others]
+    # Names are those of a model that can be built, and the schedule that of one that fits its ranks.
+    return found or [*trained.problems(run, _layout(run)), *_ahead(run, world)]
+
+
+def _ahead(run: Run, world: int) -> Iterator[Problem]:
+    """Modules that may not be as far ahead as the language model needs them to be."""
+    ahead = {name: module.ahead for name, module in run.modules.items() if module.ahead}
+    if ahead:
+        layout, grid = _layout(run), modules.grid_of(run.mesh, world)
+        language = _language_schedule(run, grid.size, layout)
+        encoders = modules.plan_modules(run, world, len(layout.segments))
+        segments, edges = _graph(language, run, world, grid, layout, encoders)
+        yield from schedules.ahead_problems(language, segments, edges, ahead)
 
 
 def _recompute(run: Run) -> Iterator[Problem]:
@@ -291,7 +389,7 @@ def _layers(model: Model, mesh: Mesh) -> Iterator[Problem]:
     if not layout.kinds():
         rule = "a model needs at least one layer"
         yield Problem(field="model.pattern", value=model.pattern, rule=rule, remedy="a pattern such as [*-]")
-    yield from _shapes(model, layout.kinds())
+    yield from divisibility.shapes(model, layout.kinds())
 
 
 def _dual_pipe_v_segments(model: Model, layout: Layout, mesh: Mesh) -> Iterator[Problem]:
@@ -316,26 +414,6 @@ def _dual_pipe_v_segments(model: Model, layout: Layout, mesh: Mesh) -> Iterator[
     )
 
 
-def _shapes(model: Model, kinds: frozenset[Kind]) -> Iterator[Problem]:
-    shape_of = dict(SHAPE_OF)
-    for kind in sorted(kinds, key=lambda kind: kind.value):
-        if kind not in shape_of:
-            name = kind.name.lower().replace("_", " ")
-            yield Problem(
-                field="model.pattern",
-                value=model.pattern,
-                rule=f"{kind.value} ({name}) can be parsed but is not built by this version",
-                remedy="a pattern of " + " ".join(k.value for k in shape_of),
-            )
-        elif getattr(model, shape_of[kind]) is None:
-            yield Problem(
-                field=f"model.{shape_of[kind]}",
-                value=None,
-                rule=f"the pattern {model.pattern!r} contains {kind.value}, which needs a shape",
-                remedy=f"{shape_of[kind]}={shape_of[kind].title().replace('_', '')}(...) in the recipe",
-            )
-
-
 def _vocab(run: Run) -> Iterator[Problem]:
     if run.data.tokenizer == "bytes" and run.model.vocab < BYTE_VOCAB:
         yield Problem(
@@ -352,30 +430,8 @@ def _ranks(run: Run, world: int) -> Iterator[Problem]:
     yield from bad_world
     if bad_world or any(run.mesh.problems("mesh")):  # the mesh's own problems come from `run.problems()`
         return
-    mesh = run.mesh
-    ranks = divisibility.ranks_of(mesh, world)
-    if ranks.stop > world:
-        yield Problem(
-            field="mesh.ranks",
-            value=mesh.ranks,
-            rule=f"ends with rank {ranks[-1]}, but the last rank of the job is {world - 1}",
-            remedy=f"a first rank and a count that add up to {world} or less, or world to {ranks.stop}",
-        )
-        return
-    model_parallel = mesh.tp * mesh.cp * mesh.pp
-    if len(ranks) % model_parallel:
-        field = "world" if mesh.ranks is None else "mesh.ranks[1]"
-        rule = "mesh.tp times mesh.cp times mesh.pp"
-        yield from validators.multiple_of(field, len(ranks), model_parallel, rule)
-        return
-    axes = divisibility.axis_sizes(mesh, world)
-    bad_grid = list(
-        standard_problems(
-            tp=mesh.tp, cp=mesh.cp, dp=axes.dp, pp=mesh.pp, etp=mesh.etp, ep=mesh.ep, prefix="mesh."
-        )
-    )
-    yield from bad_grid
-    if not bad_grid:
+    axes = yield from divisibility.fits(run.mesh, world)
+    if axes is not None:
         try:
             kinds = parse(run.model.pattern).kinds()
         except PatternError:  # reported by `_layers`

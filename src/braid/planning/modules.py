@@ -1,0 +1,243 @@
+"""Modules of a plan: encoders beside the language model, each on a grid of its own.
+
+A module's grid spans the ranks that its mesh names: those of the language model (colocated), others, or some of
+the same. `problems` checks a module like a model of its own, and what it shares with the language model;
+`plan_module` derives its plan, `segments` what the schedule of all modules needs of it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from braid.config import Mesh, Module, Run
+from braid.errors import Problem
+from braid.model import declaration
+from braid.model.declaration import Form, form_of
+from braid.pattern import Layout, PatternError, Stage, cut, joined, parse
+from braid.planning import divisibility
+from braid.planning.divisibility import AxisSizes
+from braid.schedule.graph import LANGUAGE, Segment
+from braid.schedule.phases import Phase, Unit
+from braid.schedule.recompute import dropped_tensors
+from braid.topology import Grid, standard
+
+if TYPE_CHECKING:
+    from braid.model.encoder import EncoderModel
+
+NAME = re.compile(r"[a-z][a-z0-9_]*")
+"""Names of modules: they are parts of tensor names and of command-line options."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModulePlan:
+    """A module on the ranks of its grid."""
+
+    name: str
+    module: Module
+    axes: AxisSizes
+    grid: Grid
+    layout: Layout
+    """Its layers, in one segment for each pipeline stage."""
+    stages: tuple[Stage, ...]
+    units: tuple[Unit, ...]
+    """FSDP units, by the paths that they have within the module."""
+    first_segment: int
+    """The number of its first segment in the schedule; the others follow."""
+
+    @property
+    def segments(self) -> range:
+        """Their numbers in the schedule."""
+        return range(self.first_segment, self.first_segment + len(self.layout.segments))
+
+    @property
+    def edge(self) -> str:
+        """The edge over which the language model reads it: modules have one each."""
+        return self.name
+
+
+def plan_modules(run: Run, world: int, first_segment: int) -> dict[str, ModulePlan]:
+    """The plans of all modules but the language model, whose segments come before `first_segment`."""
+    plans: dict[str, ModulePlan] = {}
+    for name in run.modules:
+        plans[name] = plan_module(run, name, world, first_segment)
+        first_segment = plans[name].segments.stop
+    return plans
+
+
+def plan_module(run: Run, name: str, world: int, first_segment: int) -> ModulePlan:
+    """The plan of a module of a run without problems."""
+    module = run.modules[name]
+    axes, layout = divisibility.axis_sizes(module.mesh, world), layout_of(module)
+    return ModulePlan(
+        name=name,
+        module=module,
+        axes=axes,
+        grid=grid_of(module.mesh, world),
+        layout=layout,
+        stages=tuple(Stage(rank=each.index, segments=(each,)) for each in layout.segments),
+        units=declaration.units(layout, form_of_module(run, name, world)),
+        first_segment=first_segment,
+    )
+
+
+def grid_of(mesh: Mesh, world: int) -> Grid:
+    """The grid of a mesh on its ranks of a job."""
+    axes, ranks = divisibility.axis_sizes(mesh, world), divisibility.ranks_of(mesh, world)
+    sizes = {"tp": axes.tp, "cp": axes.cp, "dp": axes.dp, "pp": axes.pp, "etp": axes.etp, "ep": axes.ep}
+    return standard(**sizes, offset=ranks.start)
+
+
+def layout_of(module: Module) -> Layout:
+    """The layers of a module, in a segment for each of its pipeline stages."""
+    parsed = parse(module.model.pattern)
+    return joined(parsed) if module.mesh.pp == 1 else cut(parsed, module.mesh.pp)
+
+
+def form_of_module(run: Run, name: str, world: int) -> Form:
+    """How its blocks are split into phases: as coarsely as possible, as encoder turns overlap with nothing."""
+    whole = world == 1 and not run.train.recompute
+    return form_of(run.modules[name].model, run.train.dtype, whole=whole, posts=True)
+
+
+def segments(run: Run, plan: ModulePlan, world: int) -> Iterator[Segment]:
+    """Its segments, for the schedule of all modules. Units have the module's name, as those of several modules
+    may lie on one rank."""
+    chains = declaration.chains(plan.layout, form_of_module(run, plan.name, world))
+    lines = plan.grid.groups("pp")
+    model = whole_encoder(plan)
+    for stage, chain in enumerate(chains):
+        ranks = tuple(line[stage] for line in lines)
+        forward = max(1, _flops(plan.module, model, chain.phases) * _samples(run) // len(ranks))
+        phases = tuple(in_module(plan.name, phase) for phase in chain.phases)
+        yield Segment(module=plan.name, ranks=ranks, forward=forward, backward=2 * forward, phases=phases)
+
+
+def dropped(run: Run, plan: ModulePlan, phases: Sequence[Sequence[Phase]]) -> tuple[tuple[str, ...], ...]:
+    """For each of its segments, the residual streams that are recomputed rather than saved."""
+    hyper, span = plan.module.model.hyper is not None, max(run.train.recompute_span, 1)
+    return dropped_tensors(plan.layout, phases, run.train.recompute, span, hyper=hyper)
+
+
+def _samples(run: Run) -> int:
+    return run.train.batch_samples // run.train.micro_batches
+
+
+def _flops(module: Module, model: EncoderModel, phases: Sequence[Phase]) -> int:
+    """Of a sample with as many items and patches as it may have."""
+    patches = -(-module.most_patches // module.most_items)
+    return module.most_items * sum(model.phase_flops(phase, patches) for phase in phases)
+
+
+def whole_encoder(plan: ModulePlan) -> EncoderModel:
+    """The unsharded module on the meta device, for parameter counts, FLOPs and canonical names."""
+    import torch
+
+    from braid.kernels import references
+    from braid.model.encoder import EncoderModel
+
+    return EncoderModel(plan.module.model, plan.layout, references(), device=torch.device("meta"))
+
+
+def in_module(name: str, phase: Phase) -> Phase:
+    """A phase whose units carry the name of their module: `vision/stack.blocks.3`."""
+
+    def named(units: Sequence[str]) -> tuple[str, ...]:
+        return tuple(unit_name(name, unit) for unit in units)
+
+    regions = tuple((region, named(units)) for region, units in phase.regions)
+    return replace(phase, units=named(phase.units), regions=regions)
+
+
+def unit_name(module: str, unit: str) -> str:
+    return unit if module == LANGUAGE else f"{module}/{unit}"
+
+
+# ---------------------------------------------------------------------------------------------- problems
+
+
+def problems(run: Run, world: int) -> Iterator[Problem]:
+    """What is wrong with the modules of a run, besides what a module knows of itself."""
+    tokens: dict[int, str] = {}
+    for name, module in run.modules.items():
+        at = f"modules.{name}"
+        yield from _name(name)
+        yield from _shared(run, module, at)
+        if module.token in tokens:
+            rule = f"modules.{tokens[module.token]}.token is the same: an id names the items of one module"
+            yield Problem(field=f"{at}.token", value=module.token, rule=rule, remedy="an id of its own")
+        tokens.setdefault(module.token, name)
+        yield from (_of_module(problem, at) for problem in _own(run, module, world))
+    yield from _uncovered(run, world)
+
+
+def _name(name: str) -> Iterator[Problem]:
+    if not NAME.fullmatch(name) or name == LANGUAGE:
+        rule = "a name has small letters, digits and _, begins with a letter, and is not language"
+        yield Problem(field="modules", value=name, rule=rule, remedy="a name such as vision")
+
+
+def _shared(run: Run, module: Module, at: str) -> Iterator[Problem]:
+    """What a module must have in common with the language model."""
+    if module.token >= run.model.vocab:
+        rule = f"placeholders are tokens, and model.vocab is {run.model.vocab}"
+        remedy = f"an id below {run.model.vocab} that no text has, or model.vocab to {module.token + 1}"
+        yield Problem(field=f"{at}.token", value=module.token, rule=rule, remedy=remedy)
+    width = module.model.projector.width
+    if width != run.model.hidden:
+        rule = f"rows take the places of embeddings, and model.hidden is {run.model.hidden}"
+        field = f"{at}.model.projector.width"
+        yield Problem(field=field, value=width, rule=rule, remedy=str(run.model.hidden))
+    if module.most_patches % module.model.group:
+        rule = f"items are whole groups of {module.model.group} patches"
+        below = module.most_patches - module.most_patches % module.model.group
+        yield Problem(field=f"{at}.most_patches", value=module.most_patches, rule=rule, remedy=f"{below}")
+
+
+def _own(run: Run, module: Module, world: int) -> Iterator[Problem]:
+    """Rules of a model on its ranks, in the fields of the module."""
+    mesh, shape = module.mesh, module.model
+    for name, value, only in (
+        ("schedule", mesh.schedule, "auto"),
+        ("overlap", mesh.overlap, False),
+    ):
+        if value != only:
+            rule = "an encoder runs whole turns, between those of the language model"
+            yield Problem(field=f"mesh.{name}", value=value, rule=rule, remedy=str(only))
+    try:
+        layout = layout_of(module)
+    except PatternError as error:
+        caret = f"{error.text}\n{' ' * error.position}^".replace("\n", "\n        ")
+        rule = f"{error.rule}\n        {caret}"
+        remedy = "a pattern that `braid pattern` accepts"
+        yield Problem(field="model.pattern", value=shape.pattern, rule=rule, remedy=remedy)
+        return
+    if any(mesh.problems("mesh")) or any(shape.problems("model")):
+        return
+    yield from divisibility.shapes(shape, layout.kinds())
+    if axes := (yield from divisibility.fits(mesh, world)):
+        yield from divisibility.layers(shape, mesh, run.train.dtype, layout.kinds(), axes)
+
+
+def _of_module(problem: Problem, at: str) -> Problem:
+    """A problem of a module's model or mesh, under the names that its fields have in the run."""
+
+    def named(text: str) -> str:
+        return re.sub(r"\b(mesh|model)\.", rf"{at}.\1.", text)
+
+    field = problem.field if problem.field == "world" else named(problem.field)
+    return replace(problem, field=field, rule=named(problem.rule), remedy=named(problem.remedy))
+
+
+def _uncovered(run: Run, world: int) -> Iterator[Problem]:
+    """Ranks of the job that no module uses: an oversight, where modules are placed by hand."""
+    if not run.modules:
+        return
+    meshes = {"mesh": run.mesh, **{f"modules.{name}.mesh": each.mesh for name, each in run.modules.items()}}
+    used = {rank for mesh in meshes.values() for rank in divisibility.ranks_of(mesh, world)}
+    if left := sorted(set(range(world)) - used):
+        spans = ", ".join(f"{name}.ranks {mesh.ranks}" for name, mesh in meshes.items())
+        rule = f"ranks {left[0]} to {left[-1]} hold no module: {spans}"
+        yield Problem(field="world", value=world, rule=rule, remedy="fewer ranks, or modules on all of them")
