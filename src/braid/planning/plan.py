@@ -113,7 +113,7 @@ def evaluation_schedule(plan: Plan, micro_batches: int) -> Schedule:
     run, ranks, layout = plan.run, plan.grid.size, plan.layout
     whole = plan.world == 1 if plan.encoders else ranks == 1
     form = replace(_form(run, ranks), whole=whole, fine=False, training=False)
-    held = {segment.index: stage.rank for stage in plan.stages for segment in stage.segments}
+    held = {int(segment.index): stage.rank for stage in plan.stages for segment in stage.segments}
     holder = [held[index] for index in range(len(layout.segments))]
     built = schedules.in_phases(schedules.evaluation(holder, micro_batches), declaration.chains(layout, form))
     built = _with_modules(built, run, plan.world, plan.grid, layout, plan.encoders)

@@ -1,0 +1,103 @@
+"""Modules on grids of their own: one plan, whose schedule is proven, and every problem told at once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from braid.config import Mesh, from_json, to_json
+from braid.errors import ConfigError
+from braid.planning.plan import check, evaluation_schedule, plan
+from braid.schedule import check as proven
+from tests.planning.modules import TOKEN, encoder, run_with
+
+PLACEMENTS = {
+    "one rank": (1, Mesh(), {"vision": Mesh()}, [(0,)], [(0, 1)]),
+    "colocated": (2, Mesh(), {"vision": Mesh(tp=2)}, [(0, 1)], [(0, 1)]),
+    "disjoint": (
+        4,
+        Mesh(pp=2, ranks=(0, 2)),
+        {"vision": Mesh(ranks=(2, 2))},
+        [(0,), (1,), (2, 3)],
+        [(0,), (1,), (2,)],
+    ),
+    "one encoder on all ranks, one on the last": (
+        4,
+        Mesh(pp=2),
+        {"vision": Mesh(tp=2), "audio": Mesh(ranks=(3, 1))},
+        [(0, 1), (2,), (3,)],
+        [(0, 2), (1, 2), (1, 2, 3)],
+    ),
+    "partly": (
+        6,
+        Mesh(tp=2, pp=2, ranks=(0, 4)),
+        {"vision": Mesh(ranks=(2, 4), pp=2)},
+        [(0, 1), (2, 3), (4, 5)],
+        [(0,), (1, 2), (3,)],
+    ),
+}
+"""World, mesh of the language model, those of encoders; ranks and segments of each station."""
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_stations_hold_the_stages_of_their_ranks_and_run_a_proven_schedule(placement: str) -> None:
+    world, mesh, meshes, ranks, held = PLACEMENTS[placement]
+    made = plan(run_with(meshes, mesh), world)
+    for schedule in (made.schedule, evaluation_schedule(made, 3)):
+        assert not proven(schedule).faults
+        assert list(schedule.graph.ranks) == ranks
+        assert list(schedule.graph.held) == held
+        assert [edge.name for edge in schedule.graph.edges] == list(meshes)
+        assert [edge.target for edge in schedule.graph.edges] == [0] * len(meshes)
+    assert list(made.encoders) == list(meshes)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(pp=2), Mesh(pp=2, schedule="dual_pipe_v")], ids=["1f1b", "dual"])
+@pytest.mark.parametrize("recompute", [(), ("norm", "activation"), ("full",)], ids=str)
+def test_recompute_and_pipelines_of_phases(mesh: Mesh, recompute: tuple[str, ...]) -> None:
+    run = run_with({"vision": Mesh(tp=2, shard="optimizer")}, mesh)
+    run = replace(run, train=replace(run.train, recompute=recompute))
+    assert not proven(plan(run, 4).schedule).faults
+
+
+def test_a_run_with_modules_is_read_as_it_was_written() -> None:
+    run = run_with({"vision": Mesh(tp=2)}, trained=("projector.*",), lr_share={"projector.*": 0.5})
+    assert from_json(to_json(run)) == run
+
+
+def test_units_of_several_modules_on_a_rank_have_names_of_their_own() -> None:
+    made = plan(run_with({"vision": Mesh(), "audio": Mesh()}), 2)
+    units = made.schedule.units(0)
+    assert len(set(units)) == len(units)
+    assert {unit.partition("/")[0] for unit in units if "/" in unit} == {"vision", "audio"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "rule"),
+    [
+        ({"token": 300}, "modules.vision.token", "model.vocab is 300"),
+        ({"model": encoder(24)}, "modules.vision.model.projector.width", "model.hidden is"),
+        ({"mesh": Mesh(ranks=(2, 3))}, "modules.vision.mesh.ranks", "last rank of the job is 3"),
+        (
+            {"mesh": Mesh(tp=3, ranks=(0, 3))},
+            "modules.vision.mesh.tp times",
+            "must divide modules.vision.model",
+        ),
+        ({"mesh": Mesh(overlap=True)}, "modules.vision.mesh.overlap", "whole turns"),
+        ({"most_patches": 15}, "modules.vision.most_patches", "whole groups of 2"),
+        ({"ahead": 1, "mesh": Mesh()}, "modules.vision.ahead", "micro-batches in flight"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_each_problem_names_its_field_and_rule(changes: dict[str, object], field: str, rule: str) -> None:
+    found = check(run_with({"vision": Mesh()}, Mesh(pp=2), **changes), 4)
+    assert any(problem.field.startswith(field) and rule in problem.rule for problem in found), found
+
+
+def test_modules_share_no_placeholder_and_leave_no_rank_out() -> None:
+    run = run_with({"vision": Mesh(ranks=(0, 1)), "audio": Mesh(ranks=(1, 1))}, Mesh(ranks=(0, 2)), token=TOKEN)
+    with pytest.raises(ConfigError, match=r"modules\.audio\.token(.|\n)*modules\.vision\.token is the same"):
+        plan(run, 2)
+    with pytest.raises(ConfigError, match="ranks 2 to 3 hold no module"):
+        plan(run, 4)
