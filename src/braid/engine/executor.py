@@ -9,6 +9,7 @@ REDUCE_GRAD ...) go to `Weights`, compute ops to `StepWork`, messages to the poi
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -18,10 +19,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from braid.distributed.collectives import Group
+from braid.engine.edges import EdgeLinks
 from braid.engine.node import SegmentRun, StepWork, Watch
 from braid.engine.progress import Progress
 from braid.engine.weights import Weights
-from braid.schedule import Act, Channel, Op, OpSpan, Schedule, Turn, channel_of
+from braid.schedule import Act, Channel, Op, OpSpan, Schedule, Turn
 from braid.schedule.lifetime import Use, uses_of
 from braid.schedule.views import stream_of
 
@@ -31,12 +33,14 @@ SENDING = "outstanding sends"
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineLinks:
-    """Point-to-point communication with the neighbouring pipeline stages, and progress reporting."""
+    """Point-to-point communication with neighbouring stages and other modules, and progress reporting."""
 
     channels: Mapping[Channel, Group]
-    """A two-rank communicator per channel, ranks ascending. Empty without a pipeline."""
-    message: Callable[[], Tensor]
-    """Allocates a receive buffer."""
+    """A two-rank communicator per pipe (`Schedule.pipe_of`), ranks ascending. Empty without a pipeline."""
+    message: Callable[[Turn], Tensor]
+    """Allocates a buffer for the input of a turn, or for the gradient of its output."""
+    edges: EdgeLinks | None = None
+    """Rows that pass between modules; None for a language model alone."""
     progress: Progress = field(default_factory=Progress)
     """Read by the watchdog."""
 
@@ -80,6 +84,10 @@ class _Execution:
         """The input of each segment that has not started."""
         self.gradients: dict[Turn, Tensor] = {}
         """The output gradient of each segment whose backward has not started."""
+        self.rows: dict[tuple[int, str], Tensor] = {}
+        """By micro-batch and edge: rows that have not been sent, or read."""
+        self.row_gradients: dict[tuple[int, str], Tensor] = {}
+        """The same, of the gradients of rows."""
         self.outgoing: list[tuple[dist.Work, Tensor]] = []
         """Sends that may be in flight. Holding the tensor keeps its buffer from being reused."""
         self.segment_runs: dict[Turn, SegmentRun] = {}
@@ -96,8 +104,10 @@ class _Execution:
         progress.enter(SENDING)
         for send, _ in self.outgoing:
             send.wait()
+        if self.links.edges is not None:
+            self.links.edges.finish()
         self.work.streams.join()
-        unused = [*self.inputs, *self.gradients, *self.segment_runs]
+        unused = [*self.inputs, *self.gradients, *self.rows, *self.row_gradients, *self.segment_runs]
         assert not unused, f"the schedule ended with unused tensors or unfinished segments: {unused}"
         progress.detach()
         progress.enter("after the last op")
@@ -127,15 +137,14 @@ class _Execution:
             case Act.F:
                 segment_run.forward(op)
                 if (y := segment_run.take_output()) is not None:
-                    self.inputs[_next(turn)] = y
+                    self._pass_on(turn, y)
                 if segment_run.forward_done:
                     self.work.after_forward(turn)
             case Act.B:
-                if not segment_run.backward_begun and turn in self.gradients:
-                    segment_run.set_output_grad(self.gradients.pop(turn))
+                if not segment_run.backward_begun and (gradient := self._output_gradient(turn)) is not None:
+                    segment_run.set_output_grad(gradient)
                 segment_run.backward(op)
-                if (gradient := segment_run.take_input_grad()) is not None:
-                    self.gradients[_previous(turn)] = gradient
+                self._pass_back(turn, segment_run)
             case Act.RECOMPUTE:
                 segment_run.recompute(op)
             case _:
@@ -148,40 +157,85 @@ class _Execution:
         segment_run = SegmentRun(turn, self.schedule, self.work, watch=self.watch)
         if turn in self.inputs:
             segment_run.set_input(self.inputs.pop(turn))
+        for edge in self.schedule.graph.inputs(turn[1]):
+            has_grad = self.schedule.has_backward(edge.source)
+            segment_run.give(edge.name, self.rows.pop((turn[0], edge.name)), has_grad=has_grad)
         self.segment_runs[turn] = segment_run
         return segment_run
+
+    def _pass_on(self, turn: Turn, y: Tensor) -> None:
+        """The output of a segment, to the next one of its module or to the edges that leave it."""
+        micro_batch, segment = turn
+        graph = self.schedule.graph
+        if (following := graph.next(segment)) is not None:
+            self.inputs[micro_batch, following] = y
+        for edge in graph.outputs(segment):
+            self.rows[micro_batch, edge.name] = y
+
+    def _output_gradient(self, turn: Turn) -> Tensor | None:
+        """From the next segment of its module, or the sum over the edges that leave it, in their order."""
+        micro_batch, segment = turn
+        if turn in self.gradients:
+            return self.gradients.pop(turn)
+        edges = self.schedule.graph.outputs(segment)
+        terms = [self.row_gradients.pop((micro_batch, edge.name)) for edge in edges]
+        return None if not terms else functools.reduce(torch.add, terms)
+
+    def _pass_back(self, turn: Turn, segment_run: SegmentRun) -> None:
+        """The gradients of a segment's inputs, once they are complete."""
+        micro_batch, segment = turn
+        graph = self.schedule.graph
+        if (gradient := segment_run.take_input_grad()) is not None:
+            before = graph.previous(segment)
+            assert before is not None
+            self.gradients[micro_batch, before] = gradient
+        for edge in graph.inputs(segment):
+            if (gradient := segment_run.take_input_grad(edge.name)) is not None:
+                self.row_gradients[micro_batch, edge.name] = gradient
 
     # ------------------------------------------------------------------------------------- messages
 
     def _transfer(self, turn: Turn, op: Op) -> None:
+        if op.edge is not None:
+            self._transfer_rows(turn[0], op, op.edge)
+            return
+        graph = self.schedule.graph
         match op.act:
             case Act.SEND_F:
-                self._send(op, self.inputs.pop(_next(turn)))
+                self._send(op, self.inputs.pop((turn[0], graph.next(turn[1]) or 0)))
             case Act.SEND_B:
-                self._send(op, self.gradients.pop(_previous(turn)))
+                self._send(op, self.gradients.pop((turn[0], graph.previous(turn[1]) or 0)))
             case Act.RECV_F:
-                self.inputs[turn] = self._receive(op)
+                self.inputs[turn] = self._receive(op, turn)
             case _:
-                self.gradients[turn] = self._receive(op)
+                self.gradients[turn] = self._receive(op, turn)
+
+    def _transfer_rows(self, micro_batch: int, op: Op, edge: str) -> None:
+        """A message between modules. Rows that stay on this rank pass through it too."""
+        links = self.links.edges
+        assert links is not None, f"{op} without links between modules"
+        match op.act:
+            case Act.SEND_F:
+                links.send(
+                    "F", edge, micro_batch, self.rows.pop((micro_batch, edge)), self.schedule.send_bound(op)
+                )
+            case Act.SEND_B:
+                links.send("B", edge, micro_batch, self.row_gradients.pop((micro_batch, edge)), None)
+            case Act.RECV_F:
+                self.rows[micro_batch, edge] = links.receive("F", edge, micro_batch)
+            case _:
+                self.row_gradients[micro_batch, edge] = links.receive("B", edge, micro_batch)
 
     def _send(self, op: Op, message: Tensor) -> None:
-        group = self.links.channels[channel_of(self.program.rank, op)]
+        group = self.links.channels[self.schedule.pipe_of(op)]
         message = message.contiguous()
         send = dist.isend(message, group=group.handle, group_dst=1 - group.rank)
         assert send is not None
         self.outgoing = [(work, buffer) for work, buffer in self.outgoing if not work.is_completed()]
         self.outgoing.append((send, message))
 
-    def _receive(self, op: Op) -> Tensor:
-        group = self.links.channels[channel_of(self.program.rank, op)]
-        message = self.links.message()
+    def _receive(self, op: Op, turn: Turn) -> Tensor:
+        group = self.links.channels[self.schedule.pipe_of(op)]
+        message = self.links.message(turn)
         dist.recv(message, group=group.handle, group_src=1 - group.rank)
         return message
-
-
-def _next(turn: Turn) -> Turn:
-    return turn[0], turn[1] + 1
-
-
-def _previous(turn: Turn) -> Turn:
-    return turn[0], turn[1] - 1

@@ -159,7 +159,7 @@ class SegmentRun:
         read_by = readers(phases)
         self._readers_left = {name: len(names) for name, names in read_by.items()}
         """How many nodes have yet to read each tensor."""
-        self._input_readers = read_by.get(IN, ())
+        self._read_by = read_by
         self._gradients: dict[str, list[NodeTensor]] = {}
         self._graphs: dict[str, _Graph] = {}
         self._users = dict(shared_by(phases)) if schedule.backward else {}
@@ -169,7 +169,8 @@ class SegmentRun:
         self._pending_forward = set(self.phases)
         self._pending_backward = {phase.name for phase in phases if schedule.backward and phase.backward}
         self._backwards = len(self._pending_backward)
-        self._input_has_grad = turn[1] == 0 or schedule.has_backward(turn[1] - 1)
+        before = schedule.graph.previous(turn[1])
+        self._input_has_grad = before is None or schedule.has_backward(before)
         self._named, self._delayed = named(phases), delayed
         self._pending_wgrad = {bucket for phase in phases for bucket in phase.buckets if delayed}
         """Buckets whose weight gradients have not been computed."""
@@ -180,9 +181,13 @@ class SegmentRun:
     # ------------------------------------------------------------------------- inputs and outputs
 
     def set_input(self, tensor: Tensor) -> None:
+        self.give(IN, tensor, has_grad=self._input_has_grad)
+
+    def give(self, name: str, tensor: Tensor, *, has_grad: bool) -> None:
+        """A tensor that a phase reads and none of the segment writes: its input, or the rows of an edge."""
         # With a graph that has no edge to it, a tensor gets no gradient.
-        graph = None if self._input_has_grad else _Graph()
-        self._tensors[IN] = NodeTensor(name=IN, tensors=[tensor], graph=graph)
+        graph = None if has_grad else _Graph()
+        self._tensors[name] = NodeTensor(name=name, tensors=[tensor], graph=graph)
 
     def set_output_grad(self, gradient: Tensor) -> None:
         self._gradients[OUT] = [NodeTensor(name=OUT, tensors=[gradient])]
@@ -191,11 +196,11 @@ class SegmentRun:
         """The output of the segment; None until it is there."""
         return self._on_compute_stream(self._tensors.pop(OUT)) if OUT in self._tensors else None
 
-    def take_input_grad(self) -> Tensor | None:
-        """The gradient of the segment's input; None until all its readers have run backward."""
-        if IN not in self._gradients or not self._pending_backward.isdisjoint(self._input_readers):
+    def take_input_grad(self, name: str = IN) -> Tensor | None:
+        """The gradient of a tensor that was given; None until all its readers have run backward."""
+        if name not in self._gradients or not self._pending_backward.isdisjoint(self._read_by.get(name, ())):
             return None
-        return _sum([self._on_compute_stream(term) for term in self._gradients.pop(IN)])
+        return _sum([self._on_compute_stream(term) for term in self._gradients.pop(name)])
 
     def _on_compute_stream(self, tensor: NodeTensor) -> Tensor:
         """Pipeline messages are sent from the compute stream."""

@@ -279,6 +279,23 @@ class Schedule:
             name += "" if module == self.modules.modules[0] else f".{module}"
         return tuple((name, rank, peer) if op.act.sends else (name, peer, rank) for peer in op.peers)
 
+    def pipe_of(self, op: Op) -> Channel:
+        """The communicator of a message within a module: it connects two stages along every pipeline."""
+        assert op.segment is not None
+        graph, onward = self.graph, op.act in (Act.SEND_F, Act.RECV_B)
+        other = graph.next(op.segment) if onward else graph.previous(op.segment)
+        assert other is not None, f"{op} leaves its module without an edge"
+        sender, receiver = (op.segment, other) if op.act.sends else (other, op.segment)
+        module = graph.segments[op.segment].module
+        name = op.act.direction + ("" if module == graph.modules[0] else f".{module}")
+        return name, graph.stages[sender], graph.stages[receiver]
+
+    def pipes(self, module: str) -> tuple[Channel, ...]:
+        """The communicators of a module's pipelines, in the same order on all ranks."""
+        messages = (op for ops in self.ops for op in ops if (op.act.sends or op.act.receives) and not op.edge)
+        own = (op for op in messages if self.graph.segments[op.segment or 0].module == module)
+        return tuple(sorted({self.pipe_of(op) for op in own}))
+
     def send_bound(self, op: Op) -> int | None:
         """How many messages like this one may be on their way: None for any number."""
         if self.modules is None or op.act is not Act.SEND_F:
