@@ -172,6 +172,12 @@ class _Execution:
         for edge in graph.outputs(segment):
             self.rows[micro_batch, edge.name] = y
 
+    def _neighbour(self, turn: Turn, way: Callable[[int], int | None]) -> Turn:
+        """The same micro-batch in the segment before or after it in its module."""
+        segment = way(turn[1])
+        assert segment is not None, f"segment {turn[1]} is at an end of its module"
+        return turn[0], segment
+
     def _output_gradient(self, turn: Turn) -> Tensor | None:
         """From the next segment of its module, or the sum over the edges that leave it, in their order."""
         micro_batch, segment = turn
@@ -186,9 +192,7 @@ class _Execution:
         micro_batch, segment = turn
         graph = self.schedule.graph
         if (gradient := segment_run.take_input_grad()) is not None:
-            before = graph.previous(segment)
-            assert before is not None
-            self.gradients[micro_batch, before] = gradient
+            self.gradients[self._neighbour(turn, graph.previous)] = gradient
         for edge in graph.inputs(segment):
             if (gradient := segment_run.take_input_grad(edge.name)) is not None:
                 self.row_gradients[micro_batch, edge.name] = gradient
@@ -199,12 +203,11 @@ class _Execution:
         if op.edge is not None:
             self._transfer_rows(turn[0], op, op.edge)
             return
-        graph = self.schedule.graph
         match op.act:
             case Act.SEND_F:
-                self._send(op, self.inputs.pop((turn[0], graph.next(turn[1]) or 0)))
+                self._send(op, self.inputs.pop(self._neighbour(turn, self.schedule.graph.next)))
             case Act.SEND_B:
-                self._send(op, self.gradients.pop((turn[0], graph.previous(turn[1]) or 0)))
+                self._send(op, self.gradients.pop(self._neighbour(turn, self.schedule.graph.previous)))
             case Act.RECV_F:
                 self.inputs[turn] = self._receive(op, turn)
             case _:
@@ -216,9 +219,8 @@ class _Execution:
         assert links is not None, f"{op} without links between modules"
         match op.act:
             case Act.SEND_F:
-                links.send(
-                    "F", edge, micro_batch, self.rows.pop((micro_batch, edge)), self.schedule.send_bound(op)
-                )
+                rows_NC, bound = self.rows.pop((micro_batch, edge)), self.schedule.send_bound(op)
+                links.send("F", edge, micro_batch, rows_NC, bound)
             case Act.SEND_B:
                 links.send("B", edge, micro_batch, self.row_gradients.pop((micro_batch, edge)), None)
             case Act.RECV_F:

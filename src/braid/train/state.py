@@ -43,7 +43,7 @@ from braid.optim.shards import LocalShard, local, local_shard
 from braid.pattern import parse
 from braid.planning import trained as trained_tensors
 from braid.planning.plan import Plan, evaluation_schedule, plan, whole_model
-from braid.schedule import Channel, OpSpan
+from braid.schedule import Channel, OpSpan, Turn
 from braid.train.device import Device, DeviceName, choose_device
 from braid.train.surgery import Fresh, InitPlan, Stored, Values, check_plan, plan_by_name
 
@@ -113,7 +113,10 @@ class State(JobState):
         model, groups = self.model, self.model.groups
         tokens = run.data.sequence_tokens // groups.tp_cp.size
         size = (rows, tokens, *model.shape.stream)
-        message = functools.partial(torch.empty, size, dtype=model.dtype, device=model.device)
+
+        def message(_: Turn) -> Tensor:
+            return torch.empty(size, dtype=model.dtype, device=model.device)
+
         return PipelineLinks(channels=self.channels, message=message, progress=self.progress)
 
     @functools.cached_property
