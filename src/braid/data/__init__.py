@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from braid.data.build import BuildResult, build
 from braid.data.corpus import standard_library_files
+from braid.data.items import ItemLimits, ItemSource, SyntheticItems
 from braid.data.loader import Loader
 from braid.data.mixture import Mixture
 from braid.data.opening import Splits, open_source, open_splits
@@ -21,12 +22,15 @@ __all__ = [
     "BuildResult",
     "ByteTokenizer",
     "HfTokenizer",
+    "ItemLimits",
+    "ItemSource",
     "Loader",
     "Mixture",
     "Packed",
     "Packing",
     "Source",
     "Splits",
+    "SyntheticItems",
     "Tokenizer",
     "build",
     "eos_token_of",
