@@ -239,6 +239,8 @@ class Module:
     """Most items in a sample. A sample with more is an error."""
     most_patches: int
     """Most patches in a sample, over all its items: what memory is planned for."""
+    items: str = ""
+    """Where items come from: `synthetic` makes them up from the text. Empty: samples have none."""
     mesh: Mesh = Mesh()
     """Parallel layout; `ranks` may be those of the language model, others, or some of them."""
     trained: tuple[str, ...] = ("*",)
@@ -255,6 +257,9 @@ class Module:
             yield from validators.at_least(f"{at}.{name}", typing.cast(int, getattr(self, name)), low)
         for glob, share in self.lr_share.items():
             yield from validators.above(f"{at}.lr_share[{glob}]", share, 0)
+        if self.items not in ("", "synthetic"):
+            rule = "there are no items but those made up from the text"
+            yield Problem(field=f"{at}.items", value=self.items, rule=rule, remedy="synthetic, or nothing")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -86,6 +86,7 @@ def test_units_of_several_modules_on_a_rank_have_names_of_their_own() -> None:
         ),
         ({"mesh": Mesh(overlap=True)}, "modules.vision.mesh.overlap", "whole turns"),
         ({"most_patches": 15}, "modules.vision.most_patches", "whole groups of 2"),
+        ({"items": "files"}, "modules.vision.items", "made up from the text"),
         ({"ahead": 1, "mesh": Mesh()}, "modules.vision.ahead", "micro-batches in flight"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

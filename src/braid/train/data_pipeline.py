@@ -9,6 +9,7 @@ from pathlib import Path
 from braid import data
 from braid.config import Run
 from braid.console import warn
+from braid.data.batch import collate
 from braid.errors import DataError
 
 VERIFIED_BYTES = 1 << 30
@@ -48,6 +49,7 @@ def open_data_pipeline(run: Run, folder: Path, progress: Progress | None = None)
             f"tokenizer {run.data.tokenizer!r} has {tokenizer.vocab} ids, model.vocab is {run.model.vocab}: "
             f"set model.vocab to {tokenizer.vocab} or more"
         )
+    _check_placeholders(run, tokenizer)
     paths = run.data.sources or (str(_default_corpus(folder, tokenizer, progress)),)
     splits = [data.open_splits(path, vocab=run.model.vocab) for path in paths]
     sources = tuple(split.train for split in splits)
@@ -100,6 +102,17 @@ def _check_tokenizer(source: data.Source, tokenizer: data.Tokenizer) -> None:
         )
 
 
+def _check_placeholders(run: Run, tokenizer: data.Tokenizer) -> None:
+    """Text cannot contain the placeholders of items that are put into it."""
+    for name, module in run.modules.items():
+        if module.items and module.token < tokenizer.vocab:
+            raise DataError(
+                f"modules.{name}.token is {module.token}, which text may have: ids of tokenizer "
+                f"{run.data.tokenizer!r} are 0 to {tokenizer.vocab - 1}; set modules.{name}.token to "
+                f"{tokenizer.vocab} or more"
+            )
+
+
 def _verify_if_small(source: data.Source) -> None:
     """Verify a small source; for a large one the user runs `braid data verify`."""
     if sum(shard.ids.nbytes for shard in source.shards) <= VERIFIED_BYTES:
@@ -120,7 +133,7 @@ def _validation_loader(run: Run, sources: tuple[data.Source, ...]) -> data.Loade
 
 def _prompt(loader: data.Loader, tokenizer: data.Tokenizer) -> str:
     """The first tokens of a training document: the last one of its sample, because the first may be cut."""
-    batch = loader.batch([0])
+    batch = collate(loader.read_text([0]), [0], loader.length)
     tokens = batch.tokens_BT[0, batch.documents_BT[0] == batch.documents_BT[0].max()]  # padding is -1
     return tokenizer.decode(tokens[:PROMPT_TOKENS].tolist()) or " "
 
@@ -136,4 +149,14 @@ def _warn_about_truncation(loader: data.Loader) -> None:
 
 def _loader(run: Run, sources: tuple[data.Source, ...], weights: Sequence[float]) -> data.Loader:
     mixture = data.Mixture(sources=sources, weights=tuple(weights))
-    return data.Loader(mixture, run.data.sequence_tokens, run.train.seed, run.data.packing)
+    synthetic = {
+        name: data.ItemLimits(
+            encoder=module.model,
+            token=module.token,
+            most_items=module.most_items,
+            most_patches=module.most_patches,
+        )
+        for name, module in run.modules.items()
+        if module.items
+    }
+    return data.Loader(mixture, run.data.sequence_tokens, run.train.seed, run.data.packing, synthetic)
