@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from braid.architecture import Attention, DeltaNet, HyperConnections, Mamba2, Mlp, Model, Moe
-from braid.config import Data, Optim, Run, Train
+from braid.config import Data, Module, Optim, Run, Train
+from braid.encoders import Encoder, Projector
 
 
 def tiny() -> Run:
@@ -31,3 +32,19 @@ def tiny_mhc() -> Run:
     """tiny with manifold-constrained hyper-connections (mHC) and four residual streams; four minutes."""
     run = tiny()
     return replace(run, model=replace(run.model, hyper=HyperConnections()))
+
+
+def tiny_multimodal() -> Run:
+    """tiny with a small encoder of items that are made up: each shows the text that follows it."""
+    run = tiny()
+    encoder = Encoder(
+        pattern="[*-][*-]",
+        hidden=64,
+        input=48,
+        group=2,
+        attention=Attention(heads=4, kv_heads=4, head_dim=16),
+        mlp=Mlp(ffn=192, activation="gelu"),
+        projector=Projector(width=run.model.hidden),
+    )
+    vision = Module(model=encoder, token=257, most_items=4, most_patches=64, items="synthetic")
+    return replace(run, model=replace(run.model, vocab=258), modules={"vision": vision})
