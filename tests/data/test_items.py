@@ -90,7 +90,7 @@ def check_sample(loader: Loader, sample: int, row: Row) -> None:
             patches_NI = source.read([(sample, number)])
             assert patches_NI.shape == (size, source.input)
             assert patches_NI.dtype == torch.float32
-            assert shown(patches_NI) == row.tokens[run.stop : run.stop + size]
+            assert shown(patches_NI.flip(0)) == row.tokens[run.stop : run.stop + size]
             assert ((patches_NI.abs() - 1).abs() <= NOISE + 1e-6).all()
             assert run.start > 0
             assert len(set(row.documents[run.start - 1 : run.stop + size])) == 1

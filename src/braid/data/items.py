@@ -8,7 +8,8 @@ in the text (`braid.encoders`). A run asks an `ItemSource` for the sizes and pat
 any rank may ask for any of them, and gets the same.
 
 `SyntheticItems` need no files: an item shows the tokens that follow it, one in each patch. So what it says is
-worth knowing, and cannot be known without its encoder. Placeholders take the places of tokens, and move none.
+worth knowing, and can only be guessed without its encoder. Placeholders take the places of tokens, and move
+none.
 
 Shapes: S tokens of a sample, N patches, I numbers of a patch, B samples, K random words of a sample.
 """
@@ -194,8 +195,10 @@ def _free_windows(taken_S: Bools, width: int) -> npt.NDArray[np.int64]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SyntheticItems:
-    """Made-up items of one module. Patch j shows the j-th token behind the item: the bits of its id as -1 and
-    1, lowest first, repeated or cut to I numbers, with a little noise."""
+    """Made-up items of one module. A patch shows a token: the bits of its id as -1 and 1, lowest first,
+    repeated or cut to I numbers, with a little noise. The last patch shows the first token behind the item, the
+    one before it the second, and so on: then the distance from a token to its patch does not depend on the size
+    of the item, which makes items easier to learn from."""
 
     name: str
     samples: SyntheticText
@@ -230,7 +233,7 @@ class SyntheticItems:
         ids, positions, lengths = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], []
         for sample, number in wanted:
             item = placed[sample].items[self.name][number]
-            positions.append(np.arange(item.stop, item.stop + item.patches))
+            positions.append(np.arange(item.stop, item.stop + item.patches)[::-1])
             ids.append(placed[sample].text.ids_S[positions[-1]])
             lengths.append(item.patches)
         id_N, position_N = (torch.from_numpy(np.concatenate(parts)) for parts in (ids, positions))

@@ -46,5 +46,5 @@ def tiny_multimodal() -> Run:
         mlp=Mlp(ffn=192, activation="gelu"),
         projector=Projector(width=run.model.hidden),
     )
-    vision = Module(model=encoder, token=257, most_items=4, most_patches=64, items="synthetic")
+    vision = Module(model=encoder, token=257, most_items=4, most_patches=32, items="synthetic")
     return replace(run, model=replace(run.model, vocab=258), modules={"vision": vision})
