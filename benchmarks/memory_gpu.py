@@ -27,9 +27,10 @@ from braid.model.context import MicroBatch
 from braid.planning.estimate import estimate
 from braid.planning.plan import plan
 from braid.train.build import make_state
+from braid.train.counts import count
 from braid.train.device import choose_device
 from braid.train.state import State
-from braid.train.step import backward, count
+from braid.train.step import backward
 
 STEPS = 3
 GIB = 2**30

@@ -54,9 +54,10 @@ from braid.nn.moe.layer import Moe as MoeLayer
 from braid.planning.plan import plan
 from braid.schedule import Stream
 from braid.train.build import make_state
+from braid.train.counts import count
 from braid.train.device import choose_device
 from braid.train.gc_freeze import frozen_gc
-from braid.train.step import backward, count
+from braid.train.step import backward
 
 BLOCKS, TOKENS, ROWS, EXPERTS, TOP_K, HIDDEN = 8, 4096, 4, 64, 8, 2048
 MICRO_BATCHES = 20
@@ -204,7 +205,7 @@ class Bench:
                 if isinstance(module, MoeLayer):
                     module.dispatcher = dispatcher
             parts, _ = backward(self.state, run, used, counts)
-            return parts
+            return parts["language"]
 
         return step
 

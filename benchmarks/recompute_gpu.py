@@ -30,9 +30,10 @@ from braid.nn.recompute import Replays, set_replays
 from braid.planning.estimate import estimate
 from braid.planning.plan import plan
 from braid.train.build import make_state
+from braid.train.counts import count
 from braid.train.device import choose_device
 from braid.train.state import State
-from braid.train.step import backward, count
+from braid.train.step import backward
 
 RECIPES = ("experts-4-layers", "hybrid-4-layers")
 CHOICES: tuple[tuple[Recompute, ...], ...] = (

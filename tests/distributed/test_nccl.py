@@ -32,6 +32,7 @@ from braid.train.device import choose_device
 from braid.train.state import State, initialize
 from braid.train.step import backward, count
 from tests.model.cases import batch
+from tests.states import language_state
 
 CUDA = torch.device("cuda")
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -141,21 +142,15 @@ def sharded_state(worked_out: Plan) -> State:
         compute=model.dtype,
     )
     optim = worked_out.run.optim
-    return State(
-        model=model,
-        optimizer=AdamW(
-            dict(model.named_parameters()),
-            decaying=model.decaying(),
-            betas=optim.betas,
-            eps=optim.eps,
-            weight_decay=optim.weight_decay,
-        ),
-        plan=worked_out,
-        job=model.groups.world,
-        device=model.device,
-        keeper=FsdpWeights(model, [unit.path for unit in model.units()]),
-        names=frozenset(model.canonical()),
+    optimizer = AdamW(
+        dict(model.named_parameters()),
+        decaying=model.decaying(),
+        betas=optim.betas,
+        eps=optim.eps,
+        weight_decay=optim.weight_decay,
     )
+    keeper = FsdpWeights(model, [unit.path for unit in model.units()])
+    return language_state(worked_out, model, optimizer, keeper, model.device)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

@@ -171,7 +171,8 @@ class Trained:
         if policy is None:
             return planned
         meshes = {unit.path: unit.mesh for unit in planned.units}
-        built = plans._schedule(planned.run, self.world, planned.layout, frozen=frozenset())
+        language = plans._language_schedule(planned.run, self.world, planned.layout)
+        built = plans._complete(language, planned.run, planned.layout, {}, frozenset())
         return replace(planned, schedule=lowered(built, meshes, policy))
 
     def _made(self, planned: Plan, meshes: dict[str, DeviceMesh]) -> State:
@@ -227,7 +228,7 @@ class Hooked(Trained):
 class Driven(Trained):
     """By the ops of a plan."""
 
-    work: type[steps._Step] = steps._Step
+    work: type[steps.LanguageStep] = steps.LanguageStep
 
     def _made(self, planned: Plan, meshes: dict[str, DeviceMesh]) -> State:
         return make_state(planned, choose_device("cpu"), self.groups, meshes)
@@ -250,7 +251,7 @@ class Driven(Trained):
 
     @torch.no_grad()
     def _totals(self, batches: list[MicroBatch]) -> Tensor:
-        work = steps._Evaluation(self.state, batches)
+        work = steps.LanguageEvaluation(self.state, batches)
         execute(self.state.evaluation(len(batches)), work, self.keeper, self.state.links(ROWS, self.run))
         return work.totals
 

@@ -10,7 +10,7 @@ backward needs is kept.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from braid.distributed.collectives import Groups
 from braid.distributed.links import open_channels
 from braid.engine import fsdp2
 from braid.engine.executor import PipelineLinks
-from braid.engine.weights import ResidentWeights
+from braid.engine.weights import ModelWeights, ResidentWeights
 from braid.model.context import Context, MicroBatch
 from braid.model.language import Losses
 from braid.nn.delayed_wgrad import DelayedWgrad, Mains, set_wgrad_store
@@ -50,6 +50,7 @@ from braid.train.device import choose_device
 from braid.train.expert_load import ExpertLoad
 from braid.train.state import State
 from braid.train.step import DEVIATION, Counts
+from tests.states import language_state
 
 # ------------------------------------------------------------------------------------------- schedules
 
@@ -113,7 +114,7 @@ def hooked_state(planned: Plan, groups: Groups, meshes: Mapping[str, DeviceMesh]
     """As `make_state` makes it, with hooks."""
     device = choose_device("cpu")
     model = make_model(planned, device, groups)
-    _shard(model, planned, device, meshes)
+    _shard(model, planned.run.mesh.shard, device, meshes)
     assert isinstance(model, FSDPModule)
     for method in ("run", "logits"):
         register_fsdp_forward_method(model, method)
@@ -123,22 +124,16 @@ def hooked_state(planned: Plan, groups: Groups, meshes: Mapping[str, DeviceMesh]
             register_fsdp_forward_method(ends, "loss")
     fsdp2.init_root(model)
     optim = planned.run.optim
-    return State(
-        model=model,
-        optimizer=AdamW(
-            dict(model.named_parameters()),
-            decaying=model.decaying(),
-            betas=optim.betas,
-            eps=optim.eps,
-            weight_decay=optim.weight_decay,
-        ),
-        plan=planned,
-        job=groups.world,
-        device=device.torch,
-        keeper=Hooks(model),  # type: ignore[arg-type]
-        names=frozenset(),
-        channels=open_channels(planned.grid, groups.world.rank, in_segments(planned).channels()),
+    optimizer = AdamW(
+        dict(model.named_parameters()),
+        decaying=model.decaying(),
+        betas=optim.betas,
+        eps=optim.eps,
+        weight_decay=optim.weight_decay,
     )
+    channels = open_channels(planned.grid, groups.world.rank, in_segments(planned).channels())
+    keeper = cast(ModelWeights, Hooks(model))
+    return language_state(planned, model, optimizer, keeper, device.torch, channels)
 
 
 def switch(modules: Iterable[nn.Module], strategy: str, *, last: bool) -> None:
@@ -199,7 +194,8 @@ class Step:
         self.contexts: dict[int, Context] = {}
         self.metrics: dict[str, Tensor] = {}
         self.loads = ExpertLoad()
-        self.wgrad_store = DelayedWgrad(state.keeper.mains) if state.keeper.mains else None
+        mains = state.language.keeper.mains
+        self.wgrad_store = DelayedWgrad(mains) if mains else None
         set_wgrad_store(self.model, self.wgrad_store)
         once = run.mesh.shard in ("none", "optimizer")
         self.late = [each for each in self._reused() if once and isinstance(each, FSDPModule)]
@@ -279,7 +275,7 @@ class Step:
                 self.metrics[DEVIATION] = torch.maximum(self.metrics.get(DEVIATION, found), found)
 
     def sum_copies(self) -> None:
-        ends = [each for each in self.state.copies if each.group is self.model.groups.ends]
+        ends = [each for each in self.state.language.copies if each.group is self.model.groups.ends]
         gradients.sum_copies_(self.state.optimizer.gradients(), ends)
 
     def end(self) -> None:
@@ -365,6 +361,6 @@ class Interpreter:
 
     def _receive(self, op: Op) -> Tensor:
         group = self.links.channels[channel_of(self.rank, op)]
-        message = self.links.message()
+        message = self.links.message((op.micro_batch or 0, op.segment or 0))
         dist.recv(message, group=group.handle, group_src=1 - group.rank)
         return message

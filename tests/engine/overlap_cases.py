@@ -33,6 +33,7 @@ from braid.train import step as steps
 from braid.train.state import State
 from tests.engine import oracle
 from tests.model.cases import batch
+from tests.states import backward, language_state
 
 VOCAB, TOKENS, RATE = 257, 8, 1e-2
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -181,7 +182,7 @@ def train(rank: int, case: Case, *, overlap: bool, watched: bool = True) -> Trai
         counts = steps.count(state, batches)
         watch = Watch() if overlap and watched else None
         if overlap:
-            parts, loads = steps.backward(state, run, batches, counts, watch)
+            parts, loads = backward(state, run, batches, counts, watch)
         else:
             parts, loads = oracle.backward(state, run, batches, counts)
         told.metrics.append(parts)
@@ -221,16 +222,9 @@ def make_state(worked_out: Plan, groups: Groups) -> State:
     optimizer = AdamW(
         dict(model.named_parameters()), decaying=model.decaying(), betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1
     )
-    return State(
-        model=model,
-        optimizer=optimizer,
-        plan=worked_out,
-        job=groups.world,
-        device=model.device,
-        keeper=ResidentWeights(model, [unit.path for unit in model.units()], optimizer),
-        names=frozenset(),
-        channels=open_channels(worked_out.grid, groups.world.rank, worked_out.schedule.channels()),
-    )
+    keeper = ResidentWeights(model, [unit.path for unit in model.units()], optimizer)
+    channels = open_channels(worked_out.grid, groups.world.rank, worked_out.schedule.channels())
+    return language_state(worked_out, model, optimizer, keeper, model.device, channels)
 
 
 def micro_batches(case: Case, groups: Groups, step: int) -> list[MicroBatch]:

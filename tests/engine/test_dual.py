@@ -26,6 +26,7 @@ from tests.engine.overlap_cases import RATE, Case, Trained, assert_same_bits, ma
 from tests.engine.overlap_cases import train as train_plainly
 from tests.engine.stream_log import communication_order, stream_faults
 from tests.ranks import run_ranks
+from tests.states import backward
 from tests.topology.cases import make_corpus, run_of
 from tests.topology.harness import Task, outcome, started, train_each
 from tests.topology.matrix import segmented
@@ -71,7 +72,7 @@ def train(rank: int, case: Dual, *, nodes: bool) -> Trained:
         batches = micro_batches(case, groups, number)
         watch, counts = Watch() if nodes else None, steps.count(state, batches)
         if nodes:
-            parts, loads = steps.backward(state, run, batches, counts, watch)
+            parts, loads = backward(state, run, batches, counts, watch)
         else:
             parts, loads = oracle.backward(state, run, batches, counts)
         told.metrics.append(parts)

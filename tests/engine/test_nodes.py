@@ -20,12 +20,12 @@ from braid.train import step as steps
 from tests.engine.overlap_cases import Case, assert_same_bits, make_state, micro_batches, train, train_both
 
 
-def one_step(case: Case, watch: Watch | None = None) -> steps._Step:
+def one_step(case: Case, watch: Watch | None = None) -> steps.LanguageStep:
     """The work of one overlapped step in this process, done."""
     run = case.run(overlap=True)
     state = make_state(plan(run, 1), Groups())
     batches = micro_batches(case, Groups(), 0)
-    work = steps._Step(state, run, batches, steps.count(state, batches))
+    work = steps.LanguageStep(state, run, batches, steps.count(state, batches))
     steps.execute(state.program, work, state.keeper, state.links(2, run), watch)
     work.end()
     return work
@@ -158,7 +158,7 @@ def test_a_loss_lets_go_of_its_input_after_the_backward(monkeypatch):
     assert not work.pieces
 
 
-class Failing(steps._Step):
+class Failing(steps.LanguageStep):
     """Fails when the first micro-batch has left its gradients, and another one is under way."""
 
     def after_turn(self, turn):

@@ -17,6 +17,7 @@ from braid.train.state import initialize
 from tests.engine import oracle
 from tests.engine.overlap_cases import RATE, Case, Trained, assert_same_bits, micro_batches
 from tests.engine.stream_log import stream_faults
+from tests.states import backward
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -66,7 +67,7 @@ def train(case: Case, *, overlap: bool) -> tuple[Trained, Watch]:
         counts = steps.count(state, batches)
         watch = Watch()
         if overlap:
-            parts, _ = steps.backward(state, run, batches, counts, watch)
+            parts, _ = backward(state, run, batches, counts, watch)
         else:
             parts, _ = oracle.backward(state, run, batches, counts)
         told.metrics.append(parts)

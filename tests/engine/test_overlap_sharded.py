@@ -20,6 +20,7 @@ from braid.train.device import choose_device
 from tests.engine import oracle
 from tests.engine.overlap_cases import RATE, Case, micro_batches
 from tests.ranks import run_ranks
+from tests.states import backward
 
 LATE = Case(ep=2, dtype="bf16", delayed=True, late_weights=True)
 
@@ -42,7 +43,7 @@ def both(rank: int, world: int, case: Case, shard: str) -> list[str]:
             batches = micro_batches(case, groups, number)
             counts = steps.count(state, batches)
             if overlap:
-                parts, loads = steps.backward(state, run, batches, counts, Watch())
+                parts, loads = backward(state, run, batches, counts, Watch())
             else:
                 parts, loads = oracle.backward(state, run, batches, counts)
             for name, figure in {**parts, **state.optimizer.gradients()}.items():

@@ -136,7 +136,7 @@ def test_every_strategy_may_be_evaluated_between_steps(shard: str, dtype: str) -
 # --------------------------------------------------------------------------------------------- abort
 
 
-class Failing(steps._Step):
+class Failing(steps.LanguageStep):
     """A step that fails on all ranks after the second backward."""
 
     def after_turn(self, turn: Turn) -> None:
@@ -157,7 +157,7 @@ def failed(rank: int, world: int, shard: str, dtype: str) -> list[str]:
         for name, parameter in one.model.named_parameters():
             assert isinstance(parameter, DTensor), f"{name} is still gathered"
             assert parameter.grad is None, f"{name} still has a gradient"
-        one.work = steps._Step
+        one.work = steps.LanguageStep
         wrong += differing(one.step(number), other.step(number))
     return wrong
 

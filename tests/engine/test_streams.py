@@ -62,7 +62,7 @@ def executed(streams=None) -> tuple[Watch, tuple]:
     run = CASE.run(overlap=True)
     state = make_state(plan(run, 1), Groups())
     batches, watch = micro_batches(CASE, Groups(), 0), Watch()
-    work = steps._Step(state, run, batches, steps.count(state, batches))
+    work = steps.LanguageStep(state, run, batches, steps.count(state, batches))
     work.streams = streams or work.streams
     steps.execute(state.program, work, state.keeper, state.links(2, run), watch)
     work.end()

@@ -122,7 +122,7 @@ def _carry(rank: int, world: int, runs: Sequence[Run], ours: Mapping[str, Tensor
 
 def _look(state: State, holders: Mapping[str, Tensor], prefix: str, ours: Mapping[str, Tensor]) -> None:
     """Every part that this rank holds is that of the whole tensor."""
-    held = parts(state, holders)
+    held = parts(state.language, holders)
     assert held
     for name, (offset, value) in held.items():
         box = tuple(slice(start, start + size) for start, size in zip(offset, value.shape, strict=True))
@@ -140,7 +140,7 @@ def _look_at_experts(
         pairs = [[ours[f"{stem}.{n}.{part}.weight"] for part in ("gate", "up")] for n in module.expert_ids]
         whole_EFGC = torch.stack([torch.stack(pair, 1) for pair in pairs])
         mine_EFGC = whole_EFGC.chunk(module.etp.size, 1)[module.etp.rank]
-        shard = state.kept[f"{name}.w_in_EFGC"].shard
+        shard = state.language.kept[f"{name}.w_in_EFGC"].shard
         if shard is not None:
             mine_EFGC = mine_EFGC.narrow(shard.dim, shard.start, shard.stop - shard.start)
         assert torch.equal(holders[f"{name}.w_in_EFGC"], mine_EFGC)

@@ -66,7 +66,7 @@ def test_a_stage_waits_for_as_much_as_the_stage_before_it_sends(streams: int, dt
     # One process holds the segments of four ranks.
     every = replace(worked_out, layout=layout, stages=(Stage(rank=0, segments=layout.segments),))
     state = make_state(every, Groups())
-    message = state.links(2, worked_out.run).message()
+    message = state.links(2, worked_out.run).message((0, 0))
     model, given, stream = state.model, batch([[TOKENS]] * 2, VOCAB), None
     context = model.prepare(given)
     for segment in range(3):

@@ -31,6 +31,7 @@ from braid.train import state as states
 from braid.train.build import make_optimizer, make_outside_state, make_state
 from braid.train.data_pipeline import DataPipeline, open_data_pipeline
 from braid.train.device import choose_device
+from braid.train.module_state import ModuleState
 from braid.train.state import JobState, State
 from braid.train.step import evaluate, train_step
 from tests.topology.cases import LEARNING_RATE
@@ -150,9 +151,10 @@ def started(rank: int, world: int, run: Run) -> tuple[JobState, DataPipeline]:
     state: JobState
     if rank in worked_out.grid.ranks:
         state = make_state(worked_out, device, groups, job=job)
-        state.optimizer = make_optimizer(worked_out, state.model, Watched)
     else:
         state = make_outside_state(worked_out, device, job)
+    for name, module in state.modules.items():
+        module.optimizer = make_optimizer(worked_out, module.model, Watched, name)
     states.initialize(state, run)
     return state, open_data_pipeline(run, Path(run.data.sources[0]).parent)
 
@@ -160,9 +162,10 @@ def started(rank: int, world: int, run: Run) -> tuple[JobState, DataPipeline]:
 def trained(state: JobState, feed: DataPipeline, task: Task) -> Told:
     """All steps, an evaluation, and a checkpoint where one is wanted."""
     run, routes = task.run, Routes()
+    for module in state.modules.values():
+        assert isinstance(module.optimizer, Watched)
+        module.optimizer.sgd = task.sgd
     if isinstance(state, State):
-        assert isinstance(state.optimizer, Watched)
-        state.optimizer.sgd = task.sgd
         watch_routing(state, record=routes if task.record else None, replay=task.replay)
     told = Told(routes=routes if task.record else None)
     for _ in range(run.train.steps):
@@ -170,14 +173,14 @@ def trained(state: JobState, feed: DataPipeline, task: Task) -> Told:
         told.figures.append({**result.metrics, "gradient norm": result.grad_norm})
     assert feed.validation is not None
     told.val_loss = evaluate(state, run, feed.validation)
-    if isinstance(state, State):
-        assert isinstance(state.optimizer, Watched)
-        told.gradients = parts(state, state.optimizer.first or {})
-        longest = run.optim.clip
-        clipped = max(1.0, told.figures[0]["gradient norm"] / longest) if longest else 1.0  # 0 does not clip
-        for _, gradient in told.gradients.values():
-            gradient.mul_(clipped)
-        told.weights = parts(state, state.weights())
+    for module in state.modules.values():
+        assert isinstance(module.optimizer, Watched)
+        told.gradients |= parts(module, module.optimizer.first or {})
+        told.weights |= parts(module, module.weights())
+    longest = run.optim.clip
+    clipped = max(1.0, told.figures[0]["gradient norm"] / longest) if longest else 1.0  # 0 does not clip
+    for _, gradient in told.gradients.values():
+        gradient.mul_(clipped)
     if task.checkpoints is not None:
         states.save(task.checkpoints, state, run, feed.train, feed.tokenizer)
     return told
@@ -197,14 +200,17 @@ def watch_routing(state: State, *, record: Routes | None, replay: Routes | None)
         state.model.prepare = prepared
 
 
-def parts(state: State, holders: Mapping[str, Tensor]) -> Parts:
-    """This rank's part of every canonical tensor that has a holder."""
+def parts(module: ModuleState, holders: Mapping[str, Tensor]) -> Parts:
+    """This rank's part of every canonical tensor of a module that has a holder."""
     told: Parts = {}
-    for name, tensor in state.model.canonical().items():
+    for name, tensor in module.model.canonical().items():
         if tensor.parameter in holders:
-            held = tensor.within(state.kept[tensor.parameter].shard)
+            held = tensor.within(module.kept[tensor.parameter].shard)
             if not held.empty:
-                told[name] = (held.offset, held.read(holders[tensor.parameter].detach()).clone())
+                told[module.prefix + name] = (
+                    held.offset,
+                    held.read(holders[tensor.parameter].detach()).clone(),
+                )
     return told
 
 

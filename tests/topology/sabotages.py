@@ -73,12 +73,12 @@ def copies_not_summed(families: Collection[str]) -> Break:
 
 def length_of(**wrong: Any) -> Break:
     """The gradient's length is taken without knowing what several ranks hold."""
-    whole = gradients.total_norm
+    whole = gradients.own_square
 
-    def counted_twice(found: Any, copies: Any, repeated: Any, world: Group, **known: Any) -> Tensor:
-        return whole(found, **{"copies": copies, "repeated": repeated, "world": world, **known, **wrong})
+    def counted_twice(found: Any, copies: Any, repeated: Any, **known: Any) -> Tensor:
+        return whole(found, **{"copies": copies, "repeated": repeated, **known, **wrong})
 
-    return lambda: patch.object(gradients, "total_norm", counted_twice)
+    return lambda: patch.object(gradients, "own_square", counted_twice)
 
 
 # -------------------------------------------------------------------------------------- collectives

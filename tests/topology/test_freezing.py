@@ -109,7 +109,7 @@ def test_what_is_trained_has_the_gradients_of_the_whole_model(frozen, reference,
     for name, gradient in found.gradients.items():
         torch.testing.assert_close(gradient, whole.gradients[name], rtol=FP64_BOUND, atol=1e-12)
     state, _ = started(0, 1, run)
-    begun = parts(state, state.weights())
+    begun = parts(state.language, state.weights())
     moved = {name for name, value in found.weights.items() if not torch.equal(value, begun[name][1])}
     idle = {name for name, gradient in found.gradients.items() if not gradient.any()}
     assert names - idle - biases <= moved <= names

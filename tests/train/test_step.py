@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from braid.engine.executor import execute
-from braid.train.step import _Evaluation, evaluate, micro_batches, train_step
+from braid.train.step import LanguageEvaluation, evaluate, micro_batches, train_step
 from tests.train.helpers import run_on, started
 
 
@@ -87,7 +87,7 @@ def test_evaluation_does_not_depend_on_how_much_is_done_at_once(fp64, tmp_path):
 def test_evaluation_keeps_nothing_of_what_it_has_read(fp64, tmp_path):
     run = replace(fp64, model=replace(fp64.model, pattern="[*-]|[*E]"))
     feed, state, _ = started(run, tmp_path)
-    work = _Evaluation(state, micro_batches(run, feed.train, 1, 0))
+    work = LanguageEvaluation(state, micro_batches(run, feed.train, 1, 0))
     rows, count = len(work.batches[0].sample_B), len(work.batches)
     with torch.no_grad():
         execute(state.evaluation(count), work, state.keeper, state.links(rows, run))

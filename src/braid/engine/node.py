@@ -45,11 +45,11 @@ class StepWork:
     def after_turn(self, turn: Turn) -> None:
         """Called when a micro-batch has no ops left in a segment."""
 
-    def parameter(self, name: str) -> nn.Parameter:
+    def parameter(self, turn: Turn, name: str) -> nn.Parameter:
         """A parameter that a phase declares as shared."""
         raise NotImplementedError
 
-    def weights_of(self, phase: Phase) -> Sequence[Tensor]:
+    def weights_of(self, turn: Turn, phase: Phase) -> Sequence[Tensor]:
         """The weights that a phase uses on the communication stream."""
         return ()
 
@@ -232,7 +232,7 @@ class SegmentRun:
         for name in phase.shared:
             if name in self._users and name not in self._shared:
                 users = len(self._users[name])
-                self._shared[name] = _SharedGrad(parameter=self.work.parameter(name), users=users)
+                self._shared[name] = _SharedGrad(parameter=self.work.parameter(self.turn, name), users=users)
         self._wait_for_inputs(op, phase.stream, inputs.items())
         outputs: dict[str, list[Tensor]] = {name: [] for name in phase.writes}
 
@@ -366,7 +366,7 @@ class SegmentRun:
                 self.streams.record_stream(tensor, stream)
         if stream is Stream.COMMUNICATION:
             # Weights are gathered and freed on the compute stream.
-            weights = self.work.weights_of(self._phase(op))
+            weights = self.work.weights_of(self.turn, self._phase(op))
             if weights:
                 self.streams.wait(Stream.COMMUNICATION, self.streams.record_event(Stream.COMPUTE))
             for weight in weights:
@@ -377,7 +377,7 @@ class SegmentRun:
 
     def _issue(self, phase: Phase, job: Callable[[], None]) -> Any:
         event = self.streams.issue(phase.stream, job)
-        if phase.stream is Stream.COMMUNICATION and self.work.weights_of(phase):
+        if phase.stream is Stream.COMMUNICATION and self.work.weights_of(self.turn, phase):
             self.streams.finish_using_weights(event)  # the next op may be a RESHARD
         return event
 

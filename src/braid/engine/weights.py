@@ -1,12 +1,13 @@
 """Weight management during a step: the protocol behind UNSHARD, RESHARD, ACCUM, REDUCE_GRAD and FINISH.
 
 `FsdpWeights` (`fsdp_weights.py`) shards parameters over ranks with FSDP2. `ResidentWeights` keeps all of them
-on a single rank, where only gradients have to be accumulated.
+on a single rank, where only gradients have to be accumulated. `ModuleWeights` joins those of several modules.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -14,17 +15,12 @@ from torch import Tensor, nn
 from braid.nn.delayed_wgrad import Mains
 from braid.optim.adamw import AdamW
 from braid.schedule import Act, Op
+from braid.schedule.graph import LANGUAGE, module_and_unit
 from braid.schedule.lifetime import Use
 
 
 class Weights(Protocol):
     """What the executor needs. Between `begin` and FINISH or `abort`, only ops may touch the weights."""
-
-    @property
-    def mains(self) -> Mains:
-        """Main gradients, accumulated over the micro-batches of a step. Wgrad GEMMs may add to them
-        directly."""
-        ...
 
     def begin(self) -> None:
         """Begin a training step or an evaluation."""
@@ -40,6 +36,16 @@ class Weights(Protocol):
 
     def abort(self) -> None:
         """Abandon the step: drop gathered weights and gradients."""
+        ...
+
+
+class ModelWeights(Weights, Protocol):
+    """Those of one model."""
+
+    @property
+    def mains(self) -> Mains:
+        """Main gradients, accumulated over the micro-batches of a step. Wgrad GEMMs may add to them
+        directly."""
         ...
 
 
@@ -73,6 +79,39 @@ class ResidentWeights:
         self._optimizer.zero_grad()
         for parameter in self._root.parameters():
             parameter.grad = None
+
+
+class ModuleWeights:
+    """The weights of all modules of a rank, each managed by its own. Units carry the names of modules."""
+
+    def __init__(self, by_module: Mapping[str, Weights]) -> None:
+        self.by_module = by_module
+
+    def begin(self) -> None:
+        for weights in self.by_module.values():
+            weights.begin()
+
+    def run(self, op: Op) -> None:
+        if op.act is Act.FINISH:
+            for weights in self.by_module.values():
+                weights.run(op)
+            return
+        assert op.unit is not None, f"{op} names no unit"
+        module, unit = module_and_unit(op.unit)
+        self.by_module[module].run(op if unit == op.unit else replace(op, unit=unit))
+
+    def use(self, use: Use, micro_batch: int | None) -> None:
+        # An op computes one segment, so its units are those of one module.
+        module, _ = module_and_unit((*use.reads, *use.grads)[0])
+        if module != LANGUAGE:
+            own = ((module_and_unit(unit)[1] for unit in units) for units in (use.reads, use.grads))
+            reads, grads = map(tuple, own)
+            use = Use(reads=reads, grads=grads)
+        self.by_module[module].use(use, micro_batch)
+
+    def abort(self) -> None:
+        for weights in self.by_module.values():
+            weights.abort()
 
 
 def parameters_of_units(root: nn.Module, units: Iterable[str]) -> Mapping[str, tuple[str, ...]]:

@@ -45,6 +45,8 @@ class Form:
 
     encoder: bool = False
     """Whether patches are projected in place of an embedding, and rows in place of a head and its loss."""
+    activated: bool = False
+    """Whether the projector of an encoder has an activation: whether it is an MLP."""
     modules: tuple[str, ...] = ()
     """The modules whose rows are merged into the embeddings: tensors that the first segment reads."""
     tied: bool = False
@@ -80,6 +82,7 @@ def form_of(model: architecture.Trunk, dtype: str, **choices: Any) -> Form:
     moe, hyper = model.moe, model.hyper
     return Form(
         encoder=isinstance(model, Encoder),
+        activated=isinstance(model, Encoder) and bool(model.projector.ffn),
         tied=isinstance(model, architecture.Model) and model.tied,
         shared_experts=bool(moe and moe.shared_ffn),
         latent=bool(moe and moe.latent),
@@ -271,7 +274,9 @@ class _ChainBuilder:
         """The final norm of an encoder, and its projector, which writes the rows."""
         exits = tuple(unit.path for unit in _exit_units(EXIT, self.form))
         norm = self.phase("final_norm", units=(*exits, FINAL_NORM), regions=(("norm", (FINAL_NORM,)),))
-        return [norm, Phase(kind="head", reads=(self.stream,), writes=(OUT,), units=(PROJECTOR,))]
+        own = (PROJECTOR,)
+        regions = (("activation", own),) if self.form.activated else ()
+        return [norm, Phase(kind="head", reads=(self.stream,), writes=(OUT,), units=own, regions=regions)]
 
     def enter(self, depth: int) -> Phase:
         """The input projection of an MTP depth."""

@@ -70,17 +70,16 @@ def _gradient_of(gradients: Mapping[str, Tensor], part: ReplicatedPart) -> Tenso
     return gradient if part.place is None else part.place.read(gradient)
 
 
-def total_norm(
+def own_square(
     gradients: Mapping[str, Tensor],
     copies: Sequence[ReplicatedPart] = (),
     repeated: frozenset[str] = frozenset(),
-    world: Group = ALONE,
     *,
     squares_P: Tensor | None = None,
     kernels: OptimizerKernels = PLAIN,
 ) -> Tensor:
-    """The global gradient norm over all ranks, a 0-D float64 tensor, identical everywhere; 0 without gradients.
-    Replicated parts count once. `repeated` are parameters whose shard an earlier data-parallel rank holds too
+    """This rank's share of the squared gradient norm, a 0-D float64 tensor. Replicated parts count once, on the
+    first rank that holds them. `repeated` are parameters whose shard an earlier data-parallel rank holds too
     (HSDP). `squares_P` are the squared norms of all gradients, if known."""
     squares_P = kernels.squares(list(gradients.values())) if squares_P is None else squares_P
     counted = [place for place, name in enumerate(gradients) if name not in repeated]
@@ -89,9 +88,12 @@ def total_norm(
     taken_back = [
         _gradient_of(gradients, part) for part in copies if part.group.rank and part.parameter not in repeated
     ]
-    if taken_back:
-        square = square - kernels.squares(taken_back).sum()
-    return all_reduce_no_grad(square, world).sqrt()
+    return square - kernels.squares(taken_back).sum() if taken_back else square
+
+
+def total_norm(square: Tensor, everyone: Group = ALONE) -> Tensor:
+    """The global gradient norm over all ranks, identical everywhere, from the squares of each."""
+    return all_reduce_no_grad(square, everyone).sqrt()
 
 
 def clip_scale(norm: Tensor, max_norm: float) -> Tensor | None:

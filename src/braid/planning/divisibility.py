@@ -11,7 +11,7 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass, replace
 
 from braid import validators
-from braid.architecture import SHAPE_OF, Model, Trunk
+from braid.architecture import SHAPE_OF, Trunk
 from braid.choices import Dtype
 from braid.config import Mesh, Run
 from braid.errors import Problem
@@ -66,7 +66,7 @@ def axis_sizes(mesh: Mesh, world: int) -> AxisSizes:
     )
 
 
-def tp_runs(model: Model, kinds: frozenset[Kind], tp: int) -> frozenset[int]:
+def tp_runs(model: Trunk, kinds: frozenset[Kind], tp: int) -> frozenset[int]:
     """Sizes of the tp subgroups that replicate weights because tp exceeds their number: adjacent ranks
     share a KV head, a group of B and C (Mamba-2), or a key head (gated delta net)."""
     counts = {
@@ -103,7 +103,7 @@ def describe_mesh(mesh: Mesh, axes: AxisSizes) -> str:
     return text if mesh.ranks is None else f"{text}, on ranks {mesh.ranks[0]} to {sum(mesh.ranks) - 1}"
 
 
-def local_shape(model: Model, axes: AxisSizes) -> Model:
+def local_shape(model: Trunk, axes: AxisSizes) -> Trunk:
     """The model with the expert count and ffn size of one rank, from which expert kernels are chosen."""
     if model.moe is None:
         return model

@@ -12,14 +12,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from braid.choices import Dtype
 from braid.config import Mesh, Module, Run
 from braid.errors import Problem
 from braid.model import declaration
 from braid.model.declaration import Form, form_of
 from braid.pattern import Layout, PatternError, Stage, cut, joined, parse
-from braid.planning import divisibility
+from braid.planning import divisibility, trained
 from braid.planning.divisibility import AxisSizes
-from braid.schedule.graph import LANGUAGE, Segment
+from braid.planning.trained import Selection
+from braid.schedule.graph import LANGUAGE, Segment, unit_name
 from braid.schedule.phases import Phase, Unit
 from braid.schedule.recompute import dropped_tensors
 from braid.topology import Grid, standard
@@ -46,11 +48,24 @@ class ModulePlan:
     """FSDP units, by the paths that they have within the module."""
     first_segment: int
     """The number of its first segment in the schedule; the others follow."""
+    selection: Selection | None = None
+    """What of it is trained, and at which learning rates; None for everything at one rate."""
 
     @property
     def segments(self) -> range:
         """Their numbers in the schedule."""
         return range(self.first_segment, self.first_segment + len(self.layout.segments))
+
+    @property
+    def prefix(self) -> str:
+        """What its canonical names begin with in checkpoints."""
+        return f"modules.{self.name}."
+
+    @property
+    def frozen_units(self) -> frozenset[str]:
+        """FSDP units of which nothing is trained, by their names in the schedule."""
+        frozen = frozenset() if self.selection is None else self.selection.frozen_units
+        return frozenset(unit_name(self.name, unit) for unit in frozen)
 
     @property
     def edge(self) -> str:
@@ -80,6 +95,9 @@ def plan_module(run: Run, name: str, world: int, first_segment: int) -> ModulePl
         stages=tuple(Stage(rank=each.index, segments=(each,)) for each in layout.segments),
         units=declaration.units(layout, form_of_module(run, name, world)),
         first_segment=first_segment,
+        selection=trained.select(
+            lambda: on_meta(module, layout, run.train.dtype), module.trained, module.lr_share
+        ),
     )
 
 
@@ -107,12 +125,24 @@ def segments(run: Run, plan: ModulePlan, world: int) -> Iterator[Segment]:
     may lie on one rank."""
     chains = declaration.chains(plan.layout, form_of_module(run, plan.name, world))
     lines = plan.grid.groups("pp")
-    model = whole_encoder(plan)
+    model, frozen = whole_encoder(plan), plan.frozen_units
     for stage, chain in enumerate(chains):
         ranks = tuple(line[stage] for line in lines)
         forward = max(1, _flops(plan.module, model, chain.phases) * _samples(run) // len(ranks))
         phases = tuple(in_module(plan.name, phase) for phase in chain.phases)
-        yield Segment(module=plan.name, ranks=ranks, forward=forward, backward=2 * forward, phases=phases)
+        yield Segment(
+            module=plan.name,
+            ranks=ranks,
+            trains=trains(phases, frozen),
+            forward=forward,
+            backward=2 * forward,
+            phases=phases,
+        )
+
+
+def trains(phases: Sequence[Phase], frozen: frozenset[str]) -> bool:
+    """Whether any weight of these phases is trained."""
+    return any(unit not in frozen for phase in phases for unit in phase.units)
 
 
 def dropped(run: Run, plan: ModulePlan, phases: Sequence[Sequence[Phase]]) -> tuple[tuple[str, ...], ...]:
@@ -133,12 +163,17 @@ def _flops(module: Module, model: EncoderModel, phases: Sequence[Phase]) -> int:
 
 def whole_encoder(plan: ModulePlan) -> EncoderModel:
     """The unsharded module on the meta device, for parameter counts, FLOPs and canonical names."""
+    return on_meta(plan.module, plan.layout)
+
+
+def on_meta(module: Module, layout: Layout, dtype: Dtype = "fp32") -> EncoderModel:
     import torch
 
     from braid.kernels import references
     from braid.model.encoder import EncoderModel
 
-    return EncoderModel(plan.module.model, plan.layout, references(), device=torch.device("meta"))
+    compute = torch.bfloat16 if dtype == "bf16" else torch.float32
+    return EncoderModel(module.model, layout, references(), device=torch.device("meta"), dtype=compute)
 
 
 def in_module(name: str, phase: Phase) -> Phase:
@@ -151,11 +186,14 @@ def in_module(name: str, phase: Phase) -> Phase:
     return replace(phase, units=named(phase.units), regions=regions)
 
 
-def unit_name(module: str, unit: str) -> str:
-    return unit if module == LANGUAGE else f"{module}/{unit}"
-
-
 # ---------------------------------------------------------------------------------------------- problems
+
+
+def trained_problems(run: Run) -> Iterator[Problem]:
+    """What is wrong with `trained` and `lr_share` of modules, for a run that has no other problems."""
+    for name, module in run.modules.items():
+        model = on_meta(module, layout_of(module), run.train.dtype)
+        yield from trained.problems(model, module.trained, module.lr_share, at=f"modules.{name}.")
 
 
 def problems(run: Run, world: int) -> Iterator[Problem]:

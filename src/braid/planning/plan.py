@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from braid import schedule as schedules
 from braid import validators
 from braid.architecture import Model
-from braid.choices import BYTE_VOCAB, BYTES, MAIN_BYTES
+from braid.choices import BYTE_VOCAB, BYTES, MAIN_BYTES, Dtype
 from braid.config import Mesh, Run, type_problems
 from braid.errors import ConfigError, Problem, ScheduleError
 from braid.model import declaration
@@ -25,7 +25,7 @@ from braid.planning.modules import ModulePlan
 from braid.planning.trained import Selection
 from braid.schedule import Schedule
 from braid.schedule.freezing import freeze_phases
-from braid.schedule.graph import LANGUAGE
+from braid.schedule.graph import LANGUAGE, unit_name
 from braid.schedule.lowering import POLICIES, RESIDENT, lowered
 from braid.schedule.phases import Unit
 from braid.schedule.recompute import dropped_tensors, with_replays
@@ -33,6 +33,7 @@ from braid.topology import Grid
 
 if TYPE_CHECKING:
     from braid.model.language import LanguageModel, Size
+    from braid.model.stacked import StackedModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,16 +64,23 @@ class Plan:
     encoders: Mapping[str, ModulePlan] = field(default_factory=dict)
     """The modules besides the language model, in the order of their segments."""
 
-    def trained(self, model: LanguageModel) -> frozenset[str]:
-        """Names of the trained parameters of a rank's part of the model."""
-        if self.selection is None:
-            return frozenset(name for name, _ in model.named_parameters())
-        return self.selection.parameters(model)
+    def station(self, rank: int) -> int | None:
+        """The list of the schedule that a rank of the job executes; None for a rank without a module."""
+        if self.encoders:
+            return next((n for n, ranks in enumerate(self.schedule.graph.ranks) if rank in ranks), None)
+        return self.grid.coordinates(rank)["pp"] if rank in self.grid.ranks else None
 
-    def trained_buffers(self, model: LanguageModel) -> frozenset[str]:
-        """Names of the buffers of a rank's part of the model that steps may change."""
-        every = frozenset(name for name, _ in model.named_buffers())
-        return every if self.selection is None else every & self.selection.parameters(model)
+    def trained(self, model: LanguageModel) -> frozenset[str]:
+        """Names of the trained parameters of a rank's part of the language model."""
+        return trained.parameters_of(model, self.selection)
+
+    def selection_of(self, module: str) -> Selection | None:
+        """What of a module is trained; None for everything at one rate."""
+        return self.selection if module == LANGUAGE else self.encoders[module].selection
+
+    def prefix_of(self, module: str) -> str:
+        """What the canonical names of a module begin with in checkpoints."""
+        return "" if module == LANGUAGE else self.encoders[module].prefix
 
 
 def plan(run: Run, world: int) -> Plan:
@@ -83,11 +91,12 @@ def plan(run: Run, world: int) -> Plan:
         raise ConfigError(problems)
     axes, layout = divisibility.axis_sizes(run.mesh, world), _layout(run)
     ranks = len(divisibility.ranks_of(run.mesh, world))
-    selection = trained.select(run, layout)
+    selection = trained.select(lambda: _whole_model(run, layout, run.train.dtype), run.trained, run.lr_share)
     grid, encoders = modules.grid_of(run.mesh, world), modules.plan_modules(run, world, len(layout.segments))
     language = _language_schedule(run, ranks, layout)
     frozen = frozenset() if selection is None else selection.frozen_units
-    built = _with_modules(language, run, world, grid, layout, encoders)
+    frozen = frozen.union(*(each.frozen_units for each in encoders.values()))
+    built = _with_modules(language, run, world, grid, layout, encoders, frozen)
     built = _complete(built, run, layout, encoders, frozen)
     return Plan(
         run=run,
@@ -113,8 +122,10 @@ def evaluation_schedule(plan: Plan, micro_batches: int) -> Schedule:
     run, ranks, layout = plan.run, plan.grid.size, plan.layout
     whole = plan.world == 1 if plan.encoders else ranks == 1
     form = replace(_form(run, ranks), whole=whole, fine=False, training=False)
-    held = {int(segment.index): stage.rank for stage in plan.stages for segment in stage.segments}
-    holder = [held[index] for index in range(len(layout.segments))]
+    holder = plan.schedule.holder
+    if plan.encoders:  # their schedule has stations in place of pipeline ranks
+        held = {int(segment.index): stage.rank for stage in plan.stages for segment in stage.segments}
+        holder = tuple(held[index] for index in range(len(layout.segments)))
     built = schedules.in_phases(schedules.evaluation(holder, micro_batches), declaration.chains(layout, form))
     built = _with_modules(built, run, plan.world, plan.grid, layout, plan.encoders)
     return _lowered(built, run, plan.world, layout, plan.encoders, form)
@@ -177,11 +188,12 @@ def _with_modules(
     grid: Grid,
     layout: Layout,
     encoders: Mapping[str, ModulePlan],
+    frozen: frozenset[str] = frozenset(),
 ) -> Schedule:
     """The schedule of all modules, around the lists of the language model."""
     if not encoders:
         return language
-    segments, edges = _graph(language, run, world, grid, layout, encoders)
+    segments, edges = _graph(language, run, world, grid, layout, encoders, frozen)
     ahead = {name: each.module.ahead for name, each in encoders.items()}
     return schedules.multimodule(language, segments, edges, ahead=ahead)
 
@@ -193,6 +205,7 @@ def _graph(
     grid: Grid,
     layout: Layout,
     encoders: Mapping[str, ModulePlan],
+    frozen: frozenset[str],
 ) -> tuple[list[schedules.Segment], list[schedules.Edge]]:
     """The segments of all modules on their ranks, with FLOPs per rank, and what the language model reads."""
     lines, samples = grid.groups("pp"), run.train.batch_samples // run.train.micro_batches
@@ -205,6 +218,7 @@ def _graph(
             schedules.Segment(
                 module=LANGUAGE,
                 ranks=ranks,
+                trains=modules.trains(language.phases[number], frozen),
                 forward=forward,
                 backward=2 * forward,
                 phases=language.phases[number],
@@ -243,7 +257,8 @@ def _complete(
     built = with_replays(built, run.train.recompute, dropped)
     shared = (run.model.tied or bool(layout.mtp)) and declaration.EMBEDDING not in frozen
     stations = built.graph.stations
-    return schedules.with_sums(built, {"embedding": (*stations[0], *stations[own - 1])} if shared else {})
+    apart = shared and not built.graph.is_local(0, own - 1)
+    return schedules.with_sums(built, {"embedding": (*stations[0], *stations[own - 1])} if apart else {})
 
 
 def _lowered(
@@ -260,7 +275,7 @@ def _lowered(
     policies |= {name: POLICIES[each.module.mesh.shard] for name, each in encoders.items()}
     meshes = {unit.path: unit.mesh for unit in declaration.units(layout, form)}
     for name, each in encoders.items():
-        meshes |= {modules.unit_name(name, unit.path): unit.mesh for unit in each.units}
+        meshes |= {unit_name(name, unit.path): unit.mesh for unit in each.units}
     complete = lowered(schedule, meshes, RESIDENT if alone else policies)
     if faults := schedules.check(complete).faults:
         raise ScheduleError(faults)
@@ -294,13 +309,29 @@ def whole_model(plan: Plan) -> LanguageModel:
     return _whole_model(plan.run, plan.layout)
 
 
-def _whole_model(run: Run, layout: Layout) -> LanguageModel:
+def whole_models(plan: Plan) -> dict[str, StackedModel]:
+    """The same of every module, by name."""
+    encoders = {name: modules.whole_encoder(each) for name, each in plan.encoders.items()}
+    return {LANGUAGE: whole_model(plan), **encoders}
+
+
+def canonical_names(plan: Plan) -> dict[str, tuple[int, ...]]:
+    """The shapes of all checkpoint tensors of a run, by their names."""
+    return {
+        plan.prefix_of(module) + name: tensor.shape
+        for module, model in whole_models(plan).items()
+        for name, tensor in model.canonical().items()
+    }
+
+
+def _whole_model(run: Run, layout: Layout, dtype: Dtype = "fp32") -> LanguageModel:
     import torch
 
     from braid.kernels import references
     from braid.model.language import LanguageModel
 
-    return LanguageModel(run.model, layout, references(), device=torch.device("meta"))
+    compute = torch.bfloat16 if dtype == "bf16" else torch.float32
+    return LanguageModel(run.model, layout, references(), device=torch.device("meta"), dtype=compute)
 
 
 def phase_flops(plan: Plan) -> list[dict[str, int]]:
@@ -339,7 +370,18 @@ def check(run: Run, world: int) -> list[Problem]:
     others = () if world < 1 else modules.problems(run, world)
     found = [*run.problems(), *(problem for rule in rules for problem in rule), *others]
     # Names are those of a model that can be built, and the schedule that of one that fits its ranks.
-    return found or [*trained.problems(run, _layout(run)), *_ahead(run, world)]
+    return found or [*_trained(run), *_ahead(run, world)]
+
+
+def _trained(run: Run) -> Iterator[Problem]:
+    """What is wrong with freezing and learning rates."""
+    if run.trained == trained.EVERYTHING and not run.lr_share and not run.modules:
+        return  # the case of most runs, and models take time to build
+    model = _whole_model(run, _layout(run), run.train.dtype)
+    yield from trained.problems(model, run.trained, run.lr_share)
+    yield from modules.trained_problems(run)
+    encoders = ((modules.on_meta(each, modules.layout_of(each)), each.trained) for each in run.modules.values())
+    yield from trained.nothing_trained([(model, run.trained), *encoders])
 
 
 def _ahead(run: Run, world: int) -> Iterator[Problem]:
@@ -349,7 +391,7 @@ def _ahead(run: Run, world: int) -> Iterator[Problem]:
         layout, grid = _layout(run), modules.grid_of(run.mesh, world)
         language = _language_schedule(run, grid.size, layout)
         encoders = modules.plan_modules(run, world, len(layout.segments))
-        segments, edges = _graph(language, run, world, grid, layout, encoders)
+        segments, edges = _graph(language, run, world, grid, layout, encoders, frozenset())
         yield from schedules.ahead_problems(language, segments, edges, ahead)
 
 

@@ -1,26 +1,26 @@
-"""Freezing and learning rates: which tensors `run.trained` names, and at what share of `optim.lr` they learn.
+"""Freezing and learning rates: which tensors `trained` names, and at what share of `optim.lr` they learn.
 
-Both are globs over canonical names. Several tensors may be stored as one parameter (query, key and value; the
-experts of a layer); they are trained together, or not at all.
+The language model and every module have both, as globs over their own canonical names. Several tensors may be
+stored as one parameter (query, key and value; the experts of a layer); they are trained together, or not at
+all.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
-from braid.config import Run
 from braid.errors import Problem
-from braid.pattern import Layout
 
 if TYPE_CHECKING:
-    from braid.model.language import LanguageModel
+    from braid.model.stacked import StackedModel
 
-EVERYTHING = ("*",)
-"""The default of `run.trained`."""
+Globs = tuple[str, ...]
+EVERYTHING: Globs = ("*",)
+"""The default of `trained`."""
 
 NEAREST = 3
 """Names that are listed where a glob matches none."""
@@ -37,63 +37,75 @@ class Selection:
     frozen_units: frozenset[str]
     """FSDP units of which nothing is trained."""
 
-    def parameters(self, model: LanguageModel) -> frozenset[str]:
+    def parameters(self, model: StackedModel) -> frozenset[str]:
         """Names of the trained parameters of a rank's part of the model."""
         tensors = model.canonical().items()
         return frozenset(tensor.parameter for name, tensor in tensors if name in self.tensors)
 
-    def shares_of(self, model: LanguageModel) -> dict[str, float]:
+    def shares_of(self, model: StackedModel) -> dict[str, float]:
         """`shares`, by the parameters of a rank's part of the model."""
         tensors = model.canonical().items()
         return {tensor.parameter: self.shares[name] for name, tensor in tensors if name in self.shares}
 
 
-def select(run: Run, layout: Layout) -> Selection | None:
-    """What a run without problems trains; None for everything, at one rate."""
-    if run.trained == EVERYTHING and not run.lr_share:
+def parameters_of(model: StackedModel, selection: Selection | None) -> frozenset[str]:
+    """Names of the trained parameters of a rank's part of a model."""
+    every = frozenset(name for name, _ in model.named_parameters())
+    return every if selection is None else selection.parameters(model)
+
+
+def buffers_of(model: StackedModel, selection: Selection | None) -> frozenset[str]:
+    """Names of the buffers of a rank's part of a model that steps may change."""
+    every = frozenset(name for name, _ in model.named_buffers())
+    return every if selection is None else every & selection.parameters(model)
+
+
+def select(build: Callable[[], StackedModel], globs: Globs, shares: Mapping[str, float]) -> Selection | None:
+    """What is trained of a model without problems; None for everything, at one rate. `build` makes the
+    unsharded model, in the compute dtype, which decides which parameters have units of their own."""
+    if globs == EVERYTHING and not shares:
         return None
-    model = _whole_model(run, layout)
-    tensors = {name: each for name, each in model.canonical().items() if matches(name, run.trained)}
+    model = build()
+    tensors = {name: each for name, each in model.canonical().items() if matches(name, globs)}
     return Selection(
         tensors=frozenset(tensors),
-        shares={name: share for name in tensors if (share := _share(name, run.lr_share)) != 1},
+        shares={name: share for name in tensors if (share := _share(name, shares)) != 1},
         frozen_units=_frozen_units(model, {tensor.parameter for tensor in tensors.values()}),
     )
 
 
-def problems(run: Run, layout: Layout) -> Iterator[Problem]:
-    """What is wrong with `trained` and `lr_share`, for a run that has no other problems."""
-    if run.trained == EVERYTHING and not run.lr_share:
+def problems(model: StackedModel, globs: Globs, shares: Mapping[str, float], at: str = "") -> Iterator[Problem]:
+    """What is wrong with `trained` and `lr_share`, whose names begin with `at`."""
+    if globs == EVERYTHING and not shares:
         return
-    model = _whole_model(run, layout)
-    tensors, learned = model.canonical(), dict(model.named_parameters())
-    yield from _unmatched("trained", run.trained, tensors)
-    yield from _unmatched("lr_share", run.lr_share, tensors)
-    if not any(matches(name, run.trained) for name, tensor in tensors.items() if tensor.parameter in learned):
-        rule = "no weight is trained, so there is nothing to do in a step"
-        yield Problem(field="trained", value=run.trained, rule=rule, remedy="globs that match a weight")
+    tensors = model.canonical()
+    yield from _unmatched(f"{at}trained", globs, tensors)
+    yield from _unmatched(f"{at}lr_share", shares, tensors)
     by_parameter: dict[str, list[str]] = {}
     for name, tensor in tensors.items():
         by_parameter.setdefault(tensor.parameter, []).append(name)
     stored_together = list(by_parameter.values())
-    trained = {name: matches(name, run.trained) for name in tensors}
-    shares = {name: _share(name, run.lr_share) for name in tensors}
-    yield from _divided("trained", run.trained, stored_together, trained)
-    yield from _divided("lr_share", run.lr_share, stored_together, shares)
+    trained = {name: matches(name, globs) for name in tensors}
+    learns = {name: _share(name, shares) for name in tensors}
+    yield from _divided(f"{at}trained", globs, stored_together, trained)
+    yield from _divided(f"{at}lr_share", shares, stored_together, learns)
 
 
-def _whole_model(run: Run, layout: Layout) -> LanguageModel:
-    import torch
-
-    from braid.kernels import references
-    from braid.model.language import LanguageModel
-
-    # The dtype decides which parameters have units of their own.
-    dtype = torch.bfloat16 if run.train.dtype == "bf16" else torch.float32
-    return LanguageModel(run.model, layout, references(), device=torch.device("meta"), dtype=dtype)
+def nothing_trained(models: Iterable[tuple[StackedModel, Globs]]) -> Iterator[Problem]:
+    """The problem of a run that trains no weight of any of its models, the language model first."""
+    pairs = list(models)
+    if not any(_trains(model, globs) for model, globs in pairs):
+        rule = "no weight is trained, so there is nothing to do in a step"
+        yield Problem(field="trained", value=pairs[0][1], rule=rule, remedy="globs that match a weight")
 
 
-def _frozen_units(model: LanguageModel, trained: set[str]) -> frozenset[str]:
+def _trains(model: StackedModel, globs: Globs) -> bool:
+    learned = dict(model.named_parameters())
+    tensors = model.canonical().items()
+    return any(matches(name, globs) for name, tensor in tensors if tensor.parameter in learned)
+
+
+def _frozen_units(model: StackedModel, trained: set[str]) -> frozenset[str]:
     from braid.engine.weights import parameters_of_units
 
     held = parameters_of_units(model, [unit.path for unit in model.units()])

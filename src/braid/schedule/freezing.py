@@ -11,30 +11,38 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
+from braid.schedule.graph import Graph, pipeline
 from braid.schedule.ops import Act, Op, Schedule
 from braid.schedule.phases import IN, OUT, Phase
 
 Segments = tuple[tuple[Phase, ...], ...]
 
 
-def freeze_phases(segments: Sequence[Sequence[Phase]], frozen: Collection[str]) -> Segments:
-    """The phases of all segments, with the units that are frozen and whether each has a backward."""
-    marked: list[tuple[Phase, ...]] = []
-    passes = False
-    """Whether the input of the segment has a gradient."""
-    for phases in segments:
-        differentiable = {IN} if passes else set[str]()
+def freeze_phases(
+    segments: Sequence[Sequence[Phase]], frozen: Collection[str], graph: Graph | None = None
+) -> Segments:
+    """The phases of all segments, with the units that are frozen and whether each has a backward. Without a
+    graph, segments follow one another."""
+    graph = pipeline(range(len(segments))) if graph is None else graph
+    marked: dict[int, tuple[Phase, ...]] = {}
+    passes: dict[int, bool] = {}
+    """Whether the output of a segment has a gradient."""
+    for number in graph.in_order:
+        differentiable = {edge.name for edge in graph.inputs(number) if passes[edge.source]}
+        before = graph.previous(number)
+        if before is not None and passes[before]:
+            differentiable.add(IN)
         own = []
-        for phase in phases:
+        for phase in segments[number]:
             held = tuple(unit for unit in phase.units if unit in frozen)
             trains = len(held) < len(phase.units)
             backward = trains or not differentiable.isdisjoint(phase.reads)
             if backward:
                 differentiable |= set(phase.writes)
             own.append(replace(phase, frozen=held, backward=backward, buckets=phase.buckets if trains else ()))
-        passes = OUT in differentiable
-        marked.append(tuple(own))
-    return tuple(marked)
+        passes[number] = OUT in differentiable
+        marked[number] = tuple(own)
+    return tuple(marked[number] for number in range(len(segments)))
 
 
 def freeze(schedule: Schedule, frozen: Collection[str]) -> Schedule:
@@ -42,7 +50,7 @@ def freeze(schedule: Schedule, frozen: Collection[str]) -> Schedule:
     other ops keep their order."""
     if not frozen:
         return schedule
-    phases = freeze_phases(schedule.phases, frozen)
+    phases = freeze_phases(schedule.phases, frozen, schedule.graph)
     reached = tuple(any(phase.backward for phase in segment) for segment in phases)
     kept = {
         (act, segment, name)
@@ -57,7 +65,8 @@ def freeze(schedule: Schedule, frozen: Collection[str]) -> Schedule:
             return (op.act, op.segment, op.phase) in kept
         if op.act in (Act.SEND_B, Act.RECV_B):
             assert op.segment is not None
-            return reached[op.segment - (op.act is Act.SEND_B)]
+            edge = schedule.graph.edge(op.edge) if op.edge is not None else None
+            return reached[op.segment - (op.act is Act.SEND_B) if edge is None else edge.source]
         return True
 
     lists = tuple(tuple(op for op in ops if needed(op)) for ops in schedule.ops)

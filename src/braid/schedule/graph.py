@@ -23,6 +23,18 @@ LANGUAGE = "language"
 """The module of the segments of a plain pipeline."""
 
 
+def unit_name(module: str, unit: str) -> str:
+    """The name of an FSDP unit in a schedule: `vision/stack.blocks.3`, without the module for the language
+    model's. Units of several modules may lie on one rank."""
+    return unit if module == LANGUAGE else f"{module}/{unit}"
+
+
+def module_and_unit(name: str) -> tuple[str, str]:
+    """The module of a unit in a schedule, and the unit's path within it."""
+    module, _, unit = name.rpartition("/")
+    return module or LANGUAGE, unit
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Segment:
     """One segment of a module, on its ranks."""
@@ -110,12 +122,17 @@ class Graph:
     @cached_property
     def backwards(self) -> tuple[bool, ...]:
         """For each segment, whether it has a backward: whether it, or anything that it reads, is trained."""
-        sources = {number: self._sources(number) for number in range(len(self.segments))}
         backwards: dict[int, bool] = {}
-        for number in TopologicalSorter(sources).static_order():
+        for number in self.in_order:
             trained = self.segments[number].trains
-            backwards[number] = trained or any(backwards[source] for source in sources[number])
+            backwards[number] = trained or any(backwards[source] for source in self._sources(number))
         return tuple(backwards[number] for number in range(len(self.segments)))
+
+    @cached_property
+    def in_order(self) -> tuple[int, ...]:
+        """All segments, each behind those that it reads."""
+        sources = {number: self._sources(number) for number in range(len(self.segments))}
+        return tuple(TopologicalSorter(sources).static_order())
 
     def _sources(self, segment: int) -> tuple[int, ...]:
         before = self.previous(segment)

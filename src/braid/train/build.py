@@ -1,4 +1,4 @@
-"""Builds a rank's training state from a plan: model chunk on the meta device, FSDP2 sharding, optimizer.
+"""Builds a rank's training state from a plan: its parts of modules, their FSDP2 sharding, their optimizers.
 
 A single process allocates the model on its device in the compute dtype, and AdamW keeps fp32 main parameters.
 With several ranks the model is created on the meta device, sharded, and only the shards get memory; these are
@@ -7,48 +7,78 @@ fp32 already, and FSDP2 casts them to the compute dtype when it all-gathers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from braid import kernels
+from braid.choices import Strategy
 from braid.distributed.collectives import Group, Groups
+from braid.distributed.groups import close_groups, open_groups
 from braid.distributed.links import close_channels, open_channels
 from braid.distributed.mesh import close_mesh, dense_mesh, expert_mesh
+from braid.distributed.transfer import EdgeChannel, close_edges, open_edges
 from braid.engine.fsdp import shard_units
 from braid.engine.fsdp_weights import FsdpWeights
 from braid.engine.weights import ResidentWeights
 from braid.errors import ConfigError
+from braid.model.encoder import EncoderModel
 from braid.model.language import LanguageModel
+from braid.model.stacked import StackedModel
 from braid.nn.dtypes import DTYPES
 from braid.optim.adamw import AdamW
 from braid.optim.shards import local
-from braid.planning.local_model import build_local_model, choose_kernels
-from braid.planning.plan import Plan, whole_model
+from braid.planning import divisibility, trained
+from braid.planning.local_model import (
+    build_local_encoder,
+    build_local_model,
+    choose_encoder_kernels,
+    choose_kernels,
+)
+from braid.planning.plan import Plan, canonical_names, whole_model
+from braid.schedule import Channel
+from braid.schedule.graph import LANGUAGE
 from braid.train.device import Device
+from braid.train.module_state import ModuleState
 from braid.train.state import JobState, State
 
 
 @contextmanager
 def state_context(plan: Plan, device: Device, groups: Groups, job: Group | None = None) -> Iterator[JobState]:
-    """`make_state`, or `make_outside_state` on a rank outside the grid, with its communicators destroyed on
-    exit. `job` are all ranks, by default those of the grid."""
+    """`make_state`, or `make_outside_state` on a rank outside the language model's grid, with all communicators
+    destroyed on exit but `groups`, those of the language model. `job` are all ranks, by default those of the
+    grid."""
     job = groups.world if job is None else job
+    opened: list[tuple[Groups, dict[str, DeviceMesh]]] = []
+
+    def open_module(name: str) -> tuple[Groups, dict[str, DeviceMesh]]:
+        opened.append(open_module_groups(plan, name, job, device))
+        return opened[-1]
+
     meshes = open_meshes(plan, device, groups)
     inside = job.rank in plan.grid.ranks
     state = (
-        make_state(plan, device, groups, meshes, job=job)
+        make_state(plan, device, groups, meshes, job=job, open_module=open_module)
         if inside
-        else make_outside_state(plan, device, job, meshes)
+        else make_outside_state(plan, device, job, meshes, open_module=open_module)
     )
     try:
         yield state
     finally:
-        close_channels(state.channels if isinstance(state, State) else {})
+        close_channels(state.channels)
+        close_edges(state.edges)
         for mesh in meshes.values():
             close_mesh(mesh, groups)
+        for own, own_meshes in opened:
+            for mesh in own_meshes.values():
+                close_mesh(mesh, own)
+            close_groups(own)
+
+
+OpenModule = Callable[[str], tuple[Groups, dict[str, DeviceMesh]]]
+"""Opens the groups and meshes of a module besides the language model. Collective over the job."""
 
 
 def make_state(
@@ -58,38 +88,131 @@ def make_state(
     meshes: Mapping[str, DeviceMesh] | None = None,
     chosen: kernels.Kernels | None = None,
     job: Group | None = None,
+    open_module: OpenModule | None = None,
 ) -> State:
-    """A model with uninitialised weights and its optimizer, on a rank of the grid. Collective over the job,
-    whose other ranks call `make_outside_state`. `meshes` defaults to new device meshes, `chosen` to the fastest
-    available kernels, `job` to the ranks of the grid."""
+    """The modules of a rank of the language model's grid, with uninitialised weights, and their optimizers.
+    Collective over the job, whose other ranks call `make_outside_state`. `meshes` defaults to new device meshes
+    of the language model, `chosen` to its fastest available kernels, `job` to the ranks of the grid."""
     job = groups.world if job is None else job
     # Outside the grid all groups are those of a process alone, which would hold the whole model.
     assert job.rank in plan.grid.ranks, f"rank {job.rank} is outside the grid"
     _check_memory(plan, device)
     model = make_model(plan, device, groups, chosen)
-    trained = plan.trained(model)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name in trained)
-    if groups.world.size > 1:
-        _shard(model, plan, device, open_meshes(plan, device, groups) if meshes is None else meshes)
-    optimizer = make_optimizer(plan, model)
-    units = [unit.path for unit in model.units()]
-    single = groups.world.size == 1
+    if is_sharded(plan) and meshes is None:
+        meshes = open_meshes(plan, device, groups)
+    language = _module(plan, LANGUAGE, model, device, meshes or {})
     return State(
-        model=model,
-        optimizer=optimizer,
         plan=plan,
         job=job,
         device=device.torch,
-        keeper=ResidentWeights(model, units, optimizer) if single else FsdpWeights(model, units),
-        names=frozenset(whole_model(plan).canonical()),
-        channels=open_channels(plan.grid, job.rank, plan.schedule.channels()),
+        names=frozenset(canonical_names(plan)),
+        modules={LANGUAGE: language, **_encoders(plan, device, job, open_module)},
+        channels=_open_pipes(plan, job),
+        edges=_open_edges(plan, device, job),
     )
 
 
-def make_optimizer(plan: Plan, model: LanguageModel, kind: type[AdamW] = AdamW) -> AdamW:
-    """AdamW on the trained parameters of a rank's part of the model."""
-    optim = plan.run.optim
+def make_outside_state(
+    plan: Plan,
+    device: Device,
+    job: Group,
+    meshes: Mapping[str, DeviceMesh] | None = None,
+    open_module: OpenModule | None = None,
+) -> JobState:
+    """The state of a rank that is not in the language model's grid: encoders, or nothing. Collective over the
+    job."""
+    if meshes is None:  # communicators are created by all ranks of the job together
+        open_meshes(plan, device, Groups())
+    state = JobState(
+        plan=plan,
+        job=job,
+        device=device.torch,
+        names=frozenset(canonical_names(plan)),
+        modules=_encoders(plan, device, job, open_module),
+        channels=_open_pipes(plan, job),
+        edges=_open_edges(plan, device, job),
+    )
+    state.progress.idle = not state.modules
+    return state
+
+
+def is_sharded(plan: Plan) -> bool:
+    """Whether weights are managed by FSDP2. In a job of several modules all are, even one on a single rank:
+    its schedule has the same ops."""
+    return plan.world > 1 if plan.encoders else plan.grid.size > 1
+
+
+def open_module_groups(
+    plan: Plan, name: str, job: Group, device: Device
+) -> tuple[Groups, dict[str, DeviceMesh]]:
+    """The groups and meshes of a module besides the language model. Collective over the job."""
+    each = plan.encoders[name]
+    runs = divisibility.tp_runs(each.module.model, each.layout.kinds(), each.axes.tp)
+    groups = open_groups(each.grid, job.rank, tp_runs=runs)
+    return groups, open_meshes(plan, device, groups, name)
+
+
+def open_meshes(plan: Plan, device: Device, groups: Groups, module: str = LANGUAGE) -> dict[str, DeviceMesh]:
+    """The device meshes that dense and expert weights of a module are sharded over; empty where weights stay
+    whole. Collective over the job: a rank outside the grid gets meshes of itself."""
+    if not is_sharded(plan):
+        return {}
+    own = plan if module == LANGUAGE else plan.encoders[module]
+    grid, axes = own.grid, own.axes
+    kind = device.torch.type
+    return {
+        "dense": dense_mesh(groups, grid, device_type=kind, replicate=axes.dense_copies),
+        "expert": expert_mesh(groups, grid, device_type=kind, replicate=axes.expert_copies),
+    }
+
+
+def _encoders(plan: Plan, device: Device, job: Group, open_module: OpenModule | None) -> dict[str, ModuleState]:
+    """The encoders of this rank. All ranks open the communicators of all of them, in the order of the plan."""
+    held: dict[str, ModuleState] = {}
+    for name, each in plan.encoders.items():
+        groups, meshes = (
+            open_module_groups(plan, name, job, device) if open_module is None else open_module(name)
+        )
+        if job.rank in each.grid.ranks:
+            chosen = choose_encoder_kernels(plan, each, device.torch)
+            place = torch.device("meta") if is_sharded(plan) else device.torch
+            model = build_local_encoder(plan, each, groups, chosen, device=place)
+            held[name] = _module(plan, name, model, device, meshes)
+    return held
+
+
+def _module(
+    plan: Plan,
+    name: str,
+    model: LanguageModel | EncoderModel,
+    device: Device,
+    meshes: Mapping[str, DeviceMesh],
+) -> ModuleState:
+    """A module with its optimizer, sharded over the meshes if the plan says so."""
+    selection = plan.selection_of(name)
+    learns = trained.parameters_of(model, selection)
+    for parameter_name, parameter in model.named_parameters():
+        parameter.requires_grad_(parameter_name in learns)
+    sharded = is_sharded(plan)
+    if sharded:
+        mesh = plan.run.mesh if name == LANGUAGE else plan.encoders[name].module.mesh
+        _shard(model, mesh.shard, device, meshes)
+    optimizer = make_optimizer(plan, model, module=name)
+    units = [unit.path for unit in model.units()]
+    return ModuleState(
+        name=name,
+        model=model,
+        optimizer=optimizer,
+        keeper=FsdpWeights(model, units) if sharded else ResidentWeights(model, units, optimizer),
+        trained_buffers=trained.buffers_of(model, selection),
+        prefix=plan.prefix_of(name),
+        first_segment=0 if name == LANGUAGE else plan.encoders[name].first_segment,
+    )
+
+
+def make_optimizer(plan: Plan, model: StackedModel, kind: type[AdamW] = AdamW, module: str = LANGUAGE) -> AdamW:
+    """AdamW on the trained parameters of a rank's part of a module."""
+    optim, selection = plan.run.optim, plan.selection_of(module)
     return kind(
         {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad},
         decaying=model.decaying(),
@@ -97,55 +220,46 @@ def make_optimizer(plan: Plan, model: LanguageModel, kind: type[AdamW] = AdamW) 
         eps=optim.eps,
         weight_decay=optim.weight_decay,
         kernels=model.kernels.optimizer.function,
-        lr_shares={} if plan.selection is None else plan.selection.shares_of(model),
+        lr_shares={} if selection is None else selection.shares_of(model),
         device=model.device,
     )
 
 
-def make_outside_state(
-    plan: Plan, device: Device, job: Group, meshes: Mapping[str, DeviceMesh] | None = None
-) -> JobState:
-    """The state of a rank that is not in the grid: no part of the model. Collective over the job."""
-    if meshes is None:
-        open_meshes(plan, device, Groups())  # communicators are created by all ranks of the job together
-    open_channels(plan.grid, job.rank, plan.schedule.channels())
-    names = frozenset(whole_model(plan).canonical())
-    state = JobState(plan=plan, job=job, device=device.torch, names=names)
-    state.progress.idle = True
-    return state
+def _open_pipes(plan: Plan, job: Group) -> dict[Channel, Group]:
+    """The channels of this rank within the pipelines of its modules. Collective over the job."""
+    grids = {LANGUAGE: plan.grid, **{name: each.grid for name, each in plan.encoders.items()}}
+    opened: dict[Channel, Group] = {}
+    for name, grid in grids.items():
+        opened |= open_channels(grid, job.rank, plan.schedule.pipes(name))
+    return opened
 
 
-def open_meshes(plan: Plan, device: Device, groups: Groups) -> dict[str, DeviceMesh]:
-    """The device meshes that dense and expert weights are sharded over; empty for a grid of one rank.
-    Collective over the job: a rank outside the grid gets meshes of itself."""
-    if plan.grid.size == 1:
-        return {}
-    kind, axes = device.torch.type, plan.axes
-    return {
-        "dense": dense_mesh(groups, plan.grid, device_type=kind, replicate=axes.dense_copies),
-        "expert": expert_mesh(groups, plan.grid, device_type=kind, replicate=axes.expert_copies),
+def _open_edges(plan: Plan, device: Device, job: Group) -> dict[EdgeChannel, Group]:
+    """The communicators of rows and of their gradients, over the ranks of both sides. Collective over the
+    job."""
+    graph = plan.schedule.graph
+    sides = {
+        edge.name: (*graph.segments[edge.source].ranks, *graph.segments[edge.target].ranks)
+        for edge in graph.edges
     }
+    channels = {(direction, name): ranks for name, ranks in sides.items() for direction in ("F", "B")}
+    return open_edges(channels, job.rank, device.torch) if channels else {}
 
 
 def make_model(
     plan: Plan, device: Device, groups: Groups, chosen: kernels.Kernels | None = None
 ) -> LanguageModel:
-    """This rank's part of the model, on the meta device unless the process is the only one."""
+    """This rank's part of the language model, on the meta device unless weights stay where they are."""
     if chosen is None:
         chosen = choose_kernels(plan, device.torch)
-    single = groups.world.size == 1
-    return build_local_model(plan, groups, chosen, device=device.torch if single else torch.device("meta"))
-
-
-def _shard(model: LanguageModel, plan: Plan, device: Device, meshes: Mapping[str, DeviceMesh]) -> None:
-    """Shard the model with FSDP2 and allocate the shards."""
-    shard_units(
-        model,
-        model.units(),
-        meshes=meshes,
-        strategy=plan.run.mesh.shard,
-        compute=model.dtype,
+    return build_local_model(
+        plan, groups, chosen, device=torch.device("meta") if is_sharded(plan) else device.torch
     )
+
+
+def _shard(model: StackedModel, strategy: Strategy, device: Device, meshes: Mapping[str, DeviceMesh]) -> None:
+    """Shard a model with FSDP2 and allocate the shards."""
+    shard_units(model, model.units(), meshes=meshes, strategy=strategy, compute=model.dtype)
     model.to_empty(device=device.torch)
     model.device = device.torch
     # Vocabulary padding is in no checkpoint, so nothing else would ever initialise it.
@@ -157,8 +271,8 @@ def _check_memory(plan: Plan, device: Device) -> None:
     """Reject a model whose weights, gradients and Adam moments cannot fit on the device, however sharded."""
     dtype = DTYPES[plan.run.train.dtype]
     main, model = max(dtype.itemsize, 4), whole_model(plan)
-    trained = plan.trained(model)
-    learned = sum(parameter.numel() for name, parameter in model.named_parameters() if name in trained)
+    learns = plan.trained(model)
+    learned = sum(parameter.numel() for name, parameter in model.named_parameters() if name in learns)
     # Main parameter, its gradient and two moments; a narrower model adds its own copy and that one's gradient.
     narrow = 0 if dtype.itemsize == main else 2 * dtype.itemsize
     frozen = (model.size().total - learned) * dtype.itemsize

@@ -18,14 +18,17 @@ from torch.nn import functional as F
 from braid.config import Run
 from braid.data import Tokenizer
 from braid.distributed.collectives import all_gather_no_grad, all_reduce_max_no_grad, all_reduce_no_grad
-from braid.engine.executor import execute
 from braid.engine.node import PhaseFn, StepWork
 from braid.launch.process import check_agreement
 from braid.model import nodes
 from braid.model.context import MicroBatch
 from braid.model.generate import prompt_ids, sample
 from braid.schedule import Phase, Turn
+from braid.schedule.graph import LANGUAGE
+from braid.train.items import no_items, read_items
 from braid.train.state import JobState, State
+from braid.train.step import run_schedule
+from braid.train.step_work import EncoderEvaluation
 
 
 @torch.no_grad()
@@ -41,10 +44,11 @@ def generate_distributed(
     generator = torch.Generator().manual_seed(seed)
     for _ in range(tokens):
         token = 0
-        if isinstance(state, State):
-            logits_BV = next_logits(state, run, torch.tensor([ids]))[:, : tokenizer.vocab]
+        logits_BV = next_logits(state, run, torch.tensor([ids])) if state.modules else None
+        if logits_BV is not None:
+            logits_BV = logits_BV[:, : tokenizer.vocab]
             (token,) = sample(logits_BV, temperature=temperature, top_k=None, generator=generator).tolist()
-        if not state.everyone_trains:  # ranks outside the grid take the token from those within
+        if state.plan.grid.size < state.job.size:  # ranks outside the grid take the token from those within
             token = int(all_reduce_max_no_grad(torch.tensor(token), state.job))
         ids.append(token)
         if token == tokenizer.end_of_document:
@@ -53,13 +57,24 @@ def generate_distributed(
 
 
 @torch.no_grad()
-def next_logits(state: State, run: Run, tokens_BT: Tensor) -> Tensor:
-    """Next-token logits of each row, on the host, the same on every rank. Every rank passes the same rows."""
-    groups, rows = state.model.groups, len(tokens_BT)
-    forward = _Forward(state, tokens_BT)
-    links = state.links(rows, replace(run, data=replace(run.data, sequence_tokens=forward.padded)))
-    execute(state.evaluation(1), forward, state.keeper, links)
+def next_logits(state: JobState, run: Run, tokens_BT: Tensor) -> Tensor | None:
+    """Next-token logits of each row, on the host, the same on every rank of the language model; None on others,
+    which hold encoders. Every rank passes the same rows, of text alone."""
+    works: dict[str, StepWork] = {}
+    forward = _Forward(state, tokens_BT) if isinstance(state, State) else None
+    if forward is not None:
+        works[LANGUAGE] = forward
+    tables = no_items(state.plan, micro_batches=1)
+    nothing = read_items(state, tables, {}, [[]], step=0, training=False) if state.plan.encoders else {}
+    for name, module in state.encoders.items():
+        works[name] = EncoderEvaluation(state, module, nothing[name], tables[name])
+    padded = 0 if forward is None else forward.padded
+    padded_run = replace(run, data=replace(run.data, sequence_tokens=padded))
+    run_schedule(state, padded_run, state.evaluation(1), works, tables, rows=len(tokens_BT))
+    if forward is None or not isinstance(state, State):
+        return None
     # Zero everywhere but on the last stage's cp rank that holds the last token: the sums broadcast its logits.
+    groups = state.model.groups
     logits_BV = all_reduce_no_grad(all_reduce_no_grad(forward.logits_BV, groups.cp), groups.pp)
     return all_gather_no_grad(logits_BV, groups.tp, dim=1).float().cpu()[:, : state.model.shape.vocab]
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from braid.distributed.collectives import Group, all_reduce_no_grad
-from braid.model.language import LanguageModel
+from braid.model.stacked import StackedModel
 from braid.nn.moe.balance import Balance, Load, updated_bias
 from braid.pattern import Layer
 
@@ -77,7 +77,7 @@ def _plus(sums: Counts, more: Counts) -> Counts:
 
 @torch.no_grad()
 def update_selection_biases(
-    model: LanguageModel,
+    model: StackedModel,
     loads: ExpertLoad,
     apply: Tensor | None = None,
     frozen: Collection[str] = frozenset(),

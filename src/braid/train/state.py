@@ -26,10 +26,11 @@ from braid.config import Mesh, Run, from_json, model_from_json, to_json
 from braid.console import warn
 from braid.data import Loader, Tokenizer, tokenizer_from
 from braid.distributed.collectives import Group
+from braid.distributed.transfer import EdgeChannel
 from braid.engine.executor import PipelineLinks, Program
 from braid.engine.progress import Progress
 from braid.engine.streams import Streams, streams_for
-from braid.engine.weights import Weights
+from braid.engine.weights import ModuleWeights, Weights
 from braid.errors import CheckpointError
 from braid.launch.process import all_gather_json, fail_together
 from braid.model.language import LanguageModel
@@ -38,17 +39,20 @@ from braid.nn.canonical import Canonical, Held
 from braid.nn.dtypes import DTYPES
 from braid.nn.init import VERSION as INIT_VERSION
 from braid.optim.adamw import MOMENTS, AdamW
-from braid.optim.gradients import ReplicatedPart, replicated_parts
-from braid.optim.shards import LocalShard, local, local_shard
 from braid.pattern import parse
 from braid.planning import trained as trained_tensors
-from braid.planning.plan import Plan, evaluation_schedule, plan, whole_model
-from braid.schedule import Channel, OpSpan, Turn
+from braid.planning.plan import Plan, canonical_names, evaluation_schedule, plan, whole_models
+from braid.schedule import Channel, OpSpan
+from braid.schedule.graph import LANGUAGE
 from braid.train.device import Device, DeviceName, choose_device
+from braid.train.module_state import ModuleState
 from braid.train.surgery import Fresh, InitPlan, Stored, Values, check_plan, plan_by_name
 
 NAMES_VERSION = 1
 """Version of the canonical names, see docs/checkpoint-format.md."""
+
+MODULES = "modules."
+"""What the names of tensors of modules begin with; those of the language model do not."""
 
 NO_DATA = "none"
 """Data fingerprint of a model that was imported, not trained."""
@@ -59,18 +63,26 @@ RNG = "rng.cpu"
 
 @dataclass(kw_only=True)
 class JobState:
-    """The state of a run on any rank of the job: its plan and its counters. A rank outside the model's grid has
-    nothing else; it takes part in the job's collectives only."""
+    """The state of a run on any rank of the job: its plan, its counters, and the modules that it holds. A rank
+    without modules takes part in the job's collectives only."""
 
     plan: Plan
     """Holds the schedule that steps execute."""
     job: Group
-    """All ranks of the job. Those of the model's grid are `State.model.groups.world`."""
+    """All ranks of the job. Those of the language model's grid are `State.model.groups.world`."""
     device: torch.device
     names: frozenset[str]
-    """Canonical names of the whole model, over all ranks."""
+    """Canonical names of all modules, over all ranks."""
+    modules: Mapping[str, ModuleState] = field(default_factory=dict)
+    """The modules of which this rank holds a part, in the order of the plan."""
+    channels: Mapping[Channel, Group] = field(default_factory=dict)
+    """Point-to-point groups with the neighbouring pipeline stages of each module."""
+    edges: Mapping[EdgeChannel, Group] = field(default_factory=dict)
+    """The communicators of the edges between modules."""
     progress: Progress = field(default_factory=Progress)
     """What this rank is doing, for the watchdog."""
+    log: Sequence[OpSpan] = ()
+    """When each op of the last step ran."""
     step: int = 0
     """Steps done, including skipped ones."""
     samples: int = 0
@@ -82,79 +94,84 @@ class JobState:
     init: Mapping[str, Any] = field(default_factory=lambda: {"version": INIT_VERSION})
     """How the run began, for the record: the version of its initial weights; `from`, `rules` and `allowed` if
     it started from another checkpoint."""
+    _evaluations: dict[int, Program] = field(default_factory=dict)
 
     @property
     def everyone_trains(self) -> bool:
-        """Whether every rank of the job is in the model's grid."""
-        return self.plan.grid.size == self.job.size
+        """Whether the language model is the only module, and on every rank of the job."""
+        return self.plan.grid.size == self.job.size and not self.plan.encoders
 
+    @property
+    def encoders(self) -> dict[str, ModuleState]:
+        """The modules of this rank besides the language model."""
+        return {name: each for name, each in self.modules.items() if name != LANGUAGE}
 
-@dataclass(kw_only=True)
-class State(JobState):
-    """The state of a run on a rank of the model's grid: also model, optimizer, and the ops it executes."""
+    @functools.cached_property
+    def keeper(self) -> Weights:
+        """Unshards, reshards and reduces the units of all modules of this rank."""
+        if not self.plan.encoders:
+            return self.modules[LANGUAGE].keeper
+        return ModuleWeights({name: each.keeper for name, each in self.modules.items()})
 
-    model: LanguageModel
-    optimizer: AdamW
-    keeper: Weights
-    """Unshards, reshards and reduces the units of the model while ops run."""
-    channels: Mapping[Channel, Group] = field(default_factory=dict)
-    """Point-to-point groups with the neighbouring pipeline stages."""
-    log: Sequence[OpSpan] = ()
-    """When each op of the last step ran."""
-    _evaluations: dict[int, Program] = field(default_factory=dict)
-
-    def weights(self) -> dict[str, Tensor]:
-        """By parameter name: the main copy of what the optimizer updates, the model's tensor (or this rank's
-        shard of it) for the rest."""
-        return {**{name: local(each) for name, each in self.model.tensors().items()}, **self.optimizer.main}
+    def language_message(self, rows: int, run: Run) -> Tensor:
+        """A receive buffer of the language model's pipeline, for a micro-batch of `rows` rows."""
+        model = self.modules[LANGUAGE].model
+        tokens = run.data.sequence_tokens // model.groups.tp_cp.size
+        return torch.empty(rows, tokens, *model.shape.stream, dtype=model.dtype, device=model.device)
 
     def links(self, rows: int, run: Run) -> PipelineLinks:
-        """Pipeline channels, and an allocator of receive buffers for micro-batches of `rows` rows."""
-        model, groups = self.model, self.model.groups
-        tokens = run.data.sequence_tokens // groups.tp_cp.size
-        size = (rows, tokens, *model.shape.stream)
-
-        def message(_: Turn) -> Tensor:
-            return torch.empty(size, dtype=model.dtype, device=model.device)
-
-        return PipelineLinks(channels=self.channels, message=message, progress=self.progress)
+        """Pipeline channels of a language model alone, for micro-batches of `rows` rows."""
+        message = functools.partial(self.language_message, rows, run)
+        return PipelineLinks(channels=self.channels, message=lambda _: message(), progress=self.progress)
 
     @functools.cached_property
     def program(self) -> Program:
         """The ops of a training step on this rank."""
-        return Program(self.plan.schedule, self.model.groups.pp.rank)
+        return Program(self.plan.schedule, self._station)
 
     def evaluation(self, micro_batches: int) -> Program:
         """The ops of an evaluation of that many micro-batches on this rank."""
         if micro_batches not in self._evaluations:
             schedule = evaluation_schedule(self.plan, micro_batches)
-            self._evaluations[micro_batches] = Program(schedule, self.model.groups.pp.rank)
+            self._evaluations[micro_batches] = Program(schedule, self._station)
         return self._evaluations[micro_batches]
+
+    @property
+    def _station(self) -> int:
+        station = self.plan.station(self.job.rank)
+        assert station is not None, f"rank {self.job.rank} holds no module"
+        return station
 
     @functools.cached_property
     def streams(self) -> Streams:
         """The streams of all steps. They are created once, because the caching allocator keeps a separate pool
         for each stream."""
-        return streams_for(self.model.device)
+        return streams_for(self.device)
 
-    @functools.cached_property
-    def kept(self) -> dict[str, LocalShard]:
-        """The shard of every parameter on this rank. Buffers are replicated on all ranks."""
-        first = self.model.groups.slab.rank == 0
-        buffers = {name: LocalShard(None, first=first) for name, _ in self.model.named_buffers()}
-        return {name: local_shard(parameter) for name, parameter in self.model.named_parameters()} | buffers
 
-    @functools.cached_property
-    def frozen_buffers(self) -> frozenset[str]:
-        """Buffers that the run does not train: selection biases that stay as they are."""
-        trained = self.plan.trained_buffers(self.model)
-        return frozenset(name for name, _ in self.model.named_buffers() if name not in trained)
+@dataclass(kw_only=True)
+class State(JobState):
+    """The state of a run on a rank of the language model's grid."""
 
-    @functools.cached_property
-    def copies(self) -> list[ReplicatedPart]:
-        """The parts of parameters that are replicated on other ranks."""
-        shards = {name: self.kept[name].shard for name in self.optimizer.main}
-        return replicated_parts(self.model.canonical().values(), shards)
+    @property
+    def language(self) -> ModuleState:
+        return self.modules[LANGUAGE]
+
+    @property
+    def model(self) -> LanguageModel:
+        """This rank's part of the language model."""
+        model = self.language.model
+        assert isinstance(model, LanguageModel)
+        return model
+
+    @property
+    def optimizer(self) -> AdamW:
+        """That of the language model."""
+        return self.language.optimizer
+
+    def weights(self) -> dict[str, Tensor]:
+        """Those of the language model, see `ModuleState.weights`."""
+        return self.language.weights()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,6 +183,8 @@ class CheckpointInfo:
     samples: int
     tokens: int
     updates: int
+    module_updates: Mapping[str, int]
+    """Updates of each module besides the language model."""
     own_updates: Mapping[str, int]
     """Updates of the tensors that joined later, by canonical name."""
     skipped_in_a_row: int
@@ -181,11 +200,8 @@ class CheckpointInfo:
 def initialize(state: JobState, run: Run) -> None:
     """Initialise the main parameters and torch's generator from the run's seed."""
     torch.manual_seed(run.train.seed)
-    if not isinstance(state, State):
-        return
-    shards = {name: kept.shard for name, kept in state.kept.items() if kept.shard is not None}
-    state.model.initialize(run.train.seed, into=state.weights(), shards=shards)
-    state.optimizer.copy_to_model()
+    for module in state.modules.values():
+        module.initialize(run.train.seed)
 
 
 def save(root: Path, state: JobState, run: Run, loader: Loader, tokenizer: Tokenizer) -> Path:
@@ -207,7 +223,10 @@ def save(root: Path, state: JobState, run: Run, loader: Loader, tokenizer: Token
             record = checkpoint.write_part(root, state.step, job.rank, _pieces(state))
         # Rank 0 writes the manifest, and may have no optimizer of its own to ask.
         records, told = zip(*all_gather_json([record, _updates(state)], job), strict=True)
-        counters["updates"] = next(count for count, _ in told if count is not None)
+        updates = {module: count for counts, _ in told for module, count in counts.items()}
+        counters["updates"] = updates.pop(LANGUAGE)
+        if updates:
+            counters["module_updates"] = updates
         if own := {name: count for _, mine in told for name, count in mine.items()}:
             counters["own_updates"] = own
         with fail_together(job):
@@ -220,18 +239,16 @@ def save(root: Path, state: JobState, run: Run, loader: Loader, tokenizer: Token
     return checkpoint.step_path(root, state.step)
 
 
-def _updates(state: JobState) -> tuple[int | None, dict[str, int]]:
-    """Updates of this rank's optimizer, and those of tensors that have another number of them."""
-    if not isinstance(state, State):
-        return None, {}
-    own = state.optimizer.own_updates()
-    tensors = state.model.canonical().items()
-    return state.optimizer.updates, {name: own[t.parameter] for name, t in tensors if t.parameter in own}
+def _updates(state: JobState) -> tuple[dict[str, int], dict[str, int]]:
+    """Updates of the optimizer of each module of this rank, and those of tensors that have another number."""
+    counts = {name: module.optimizer.updates for name, module in state.modules.items()}
+    own = {name: n for module in state.modules.values() for name, n in module.own_updates().items()}
+    return counts, own
 
 
 def _pieces(state: JobState) -> Iterator[checkpoint.Piece]:
     """What this rank writes: the boxes of which it holds the first replica."""
-    for entry in _entries(state) if isinstance(state, State) else ():
+    for entry in _entries(state):
         if entry.first and not entry.held.empty:
             yield checkpoint.Piece(
                 name=entry.name,
@@ -269,6 +286,7 @@ def describe(path: Path) -> CheckpointInfo:
             samples=int(extra["samples"]),
             tokens=int(extra["tokens"]),
             updates=int(extra["updates"]),
+            module_updates={name: int(count) for name, count in extra.get("module_updates", {}).items()},
             own_updates={name: int(count) for name, count in extra.get("own_updates", {}).items()},
             skipped_in_a_row=int(extra["skipped_in_a_row"]),
             data_fingerprint=str(extra["data"]["fingerprint"]),
@@ -310,12 +328,11 @@ def _read_manifest(path: Path) -> checkpoint.Manifest:
 
 def load(path: Path, state: JobState) -> None:
     """Load a checkpoint into the state. Its tensors must be exactly those of the state, over all ranks; the
-    brackets of its pattern may stand elsewhere."""
+    brackets of its patterns may stand elsewhere."""
     with fail_together(state.job):
-        saved, model = describe(path), saved_model(path)
-        layers = None if model is None else regrouped_names(state.plan.layout, parse(model.pattern))
-        stored, fresh = checkpoint.read_manifest(path).tensors, _without_moments(path, state, layers or {})
-    held = [*_entries(state, layers or {})] if isinstance(state, State) else []
+        saved, renames = describe(path), _renames(path, state.plan)
+        stored, fresh = checkpoint.read_manifest(path).tensors, _without_moments(path, state, renames)
+    held = [*_entries(state, renames)]
     zeroed = {f"optimizer.{moment}.{name}" for moment in MOMENTS for name in fresh}
     entries = [entry for entry in held if not entry.held.empty and entry.name not in zeroed]
     requests: dict[str, checkpoint.ReadRequest | Tensor] = {RNG: torch.get_rng_state()}
@@ -324,7 +341,7 @@ def load(path: Path, state: JobState) -> None:
         castable = entry.name in stored and (entry.frozen or entry.name in fresh)
         dtype = stored[entry.name].dtype if castable else entry.storage.dtype
         requests[entry.name] = entry.request(dtype)
-    names = {renamed(name, layers or {}) for name in state.names}
+    names = {_stored_name(name, state.plan, renames) for name in state.names}
     moments = {f"optimizer.{moment}.{name}" for moment in MOMENTS for name in names}
     unread = (moments | names) - requests.keys()  # read by other ranks
     with fail_together(state.job):
@@ -337,41 +354,75 @@ def load(path: Path, state: JobState) -> None:
     if fresh and state.job.rank == 0:
         listed = ", ".join(sorted(fresh)[:3]) + (", ..." if len(fresh) > 3 else "")
         warn(f"{path} has no optimizer state of {len(fresh)} tensors, which start with none: {listed}")
-    if isinstance(state, State):
-        state.optimizer.copy_to_model()
-        counts = {**saved.own_updates, **dict.fromkeys(fresh, 0)}
-        renaming = ((renamed(name, layers or {}), t.parameter) for name, t in state.model.canonical().items())
-        own = {parameter: counts[name] for name, parameter in renaming if name in counts}
-        state.optimizer.set_updates(saved.updates, own)
+    counts = {**saved.own_updates, **dict.fromkeys(fresh, 0)}
+    for name, module in state.modules.items():
+        module.optimizer.copy_to_model()
+        tensors_of = ((_stored(each, module, renames), t) for each, t in module.model.canonical().items())
+        own = {t.parameter: counts[each] for each, t in tensors_of if each in counts}
+        updates = saved.updates if name == LANGUAGE else saved.module_updates.get(name, 0)
+        module.optimizer.set_updates(updates, own)
     state.step, state.skipped_in_a_row = saved.step, saved.skipped_in_a_row
     state.samples, state.tokens = saved.samples, saved.tokens
     state.init = saved.init
     torch.set_rng_state(tensors[RNG])
 
 
-def _without_moments(path: Path, state: JobState, layers: Mapping[str, str]) -> frozenset[str]:
+Renames = Mapping[str, Mapping[str, str]]
+"""For each module, the names that its layers have in a checkpoint of a pattern with other brackets."""
+
+
+def _renames(path: Path, plan: Plan) -> Renames:
+    run = _read_manifest(path).extra.get("run", {})
+    renames: dict[str, Mapping[str, str]] = {}
+    if (model := saved_model(path)) is not None:
+        renames[LANGUAGE] = regrouped_names(plan.layout, parse(model.pattern)) or {}
+    for name, each in plan.encoders.items():
+        if name in run.get("modules", {}):
+            pattern = parse(run["modules"][name]["model"]["pattern"])
+            renames[name] = regrouped_names(each.layout, pattern) or {}
+    return renames
+
+
+def _stored(name: str, module: ModuleState, renames: Renames) -> str:
+    """The name in a checkpoint of a tensor of a module."""
+    return module.prefix + renamed(name, renames.get(module.name, {}))
+
+
+def _stored_name(name: str, plan: Plan, renames: Renames) -> str:
+    """The same of a tensor by its full name."""
+    module, prefix = next(
+        ((module, each.prefix) for module, each in plan.encoders.items() if name.startswith(each.prefix)),
+        (LANGUAGE, ""),
+    )
+    return prefix + renamed(name[len(prefix) :], renames.get(module, {}))
+
+
+def _without_moments(path: Path, state: JobState, renames: Renames) -> frozenset[str]:
     """Trained tensors whose moments are not in a checkpoint, because the run that saved it had frozen them; by
     their names there."""
-    stored, model = checkpoint.read_manifest(path).tensors, whole_model(state.plan)
-    trained, learned = state.plan.trained(model), dict(model.named_parameters())
-    names = (
-        renamed(name, layers)
-        for name, tensor in model.canonical().items()
-        if tensor.parameter in trained and tensor.parameter in learned
-    )
-    frozen = frozenset(_frozen_by(path))
+    stored, frozen = checkpoint.read_manifest(path).tensors, frozenset(_frozen_by(path))
+    found = set()
+    for module, model in whole_models(state.plan).items():
+        learned, selection = dict(model.named_parameters()), state.plan.selection_of(module)
+        trained, prefix = trained_tensors.parameters_of(model, selection), state.plan.prefix_of(module)
+        for own, tensor in model.canonical().items():
+            name = prefix + renamed(own, renames.get(module, {}))
+            if tensor.parameter in trained and tensor.parameter in learned and name in frozen:
+                found.add(name)
     return frozenset(
-        name
-        for name in names
-        if name in frozen and not any(f"optimizer.{each}.{name}" in stored for each in MOMENTS)
+        name for name in found if not any(f"optimizer.{each}.{name}" in stored for each in MOMENTS)
     )
 
 
 def _frozen_by(path: Path) -> Iterator[str]:
     """The weights of a checkpoint that its run did not train."""
-    extra = checkpoint.read_manifest(path).extra
-    globs = extra.get("run", {}).get("trained", trained_tensors.EVERYTHING)
-    return (name for name in stored_weights(path) if not trained_tensors.matches(name, globs))
+    run = checkpoint.read_manifest(path).extra.get("run", {})
+    globs = {f"modules.{name}.": each["trained"] for name, each in run.get("modules", {}).items()}
+    for name in stored_weights(path):
+        prefix = next((each for each in globs if name.startswith(each)), "")
+        trained = globs.get(prefix) or (() if prefix else run.get("trained", trained_tensors.EVERYTHING))
+        if not trained_tensors.matches(name[len(prefix) :], trained):
+            yield name
 
 
 def weight_names(path: Path, *, moments: bool = False) -> frozenset[str]:
@@ -385,14 +436,15 @@ def _is_weight(name: str) -> bool:
 
 
 def load_weights(path: Path, model: LanguageModel, into: Mapping[str, Tensor]) -> None:
-    """Load the weights of a checkpoint into tensors given by parameter name. Names and shapes must be exactly
-    those of the model."""
+    """Load the weights of a language model from a checkpoint into tensors given by parameter name. Names and
+    shapes must be exactly those of the model."""
     entries = [
         _Entry(name, tensor, into[tensor.parameter], tensor.held, first=True)
         for name, tensor in model.canonical().items()
     ]
     wanted = {name: tensor.shape for name, tensor in model.canonical().items()}
-    planned, stored = plan_by_name(wanted), stored_weights(path)
+    stored = {name: each for name, each in stored_weights(path).items() if not name.startswith(MODULES)}
+    planned = plan_by_name(wanted)
     check_plan(str(path), planned, shapes_of(stored), wanted)
     _load_entries(path, entries, planned, stored)
 
@@ -400,17 +452,16 @@ def load_weights(path: Path, model: LanguageModel, into: Mapping[str, Tensor]) -
 def load_state_weights(path: Path, state: JobState, planned: InitPlan | None = None) -> None:
     """Load only weights into a state, from their origins in a checkpoint; by default those of their own names.
     Collective over the job. What a plan leaves fresh stays as it is."""
-    held = _entries(state) if isinstance(state, State) else ()
-    entries = [entry for entry in held if _is_weight(entry.name)]
+    entries = [entry for entry in _entries(state) if _is_weight(entry.name)]
     with fail_together(state.job):
         stored = stored_weights(path)
         if planned is None:
-            wanted = {name: tensor.shape for name, tensor in whole_model(state.plan).canonical().items()}
+            wanted = canonical_names(state.plan)
             planned = plan_by_name(wanted)
             check_plan(str(path), planned, shapes_of(stored), wanted)
         _load_entries(path, entries, planned, stored)
-    if isinstance(state, State):
-        state.optimizer.copy_to_model()
+    for module in state.modules.values():
+        module.optimizer.copy_to_model()
 
 
 def stored_weights(path: Path) -> dict[str, checkpoint.StoredTensor]:
@@ -463,13 +514,13 @@ def _load_entries(
 
 
 def load_model(path: Path | str, device: Device | DeviceName = "auto") -> tuple[LanguageModel, Tokenizer]:
-    """The model and the tokenizer of a checkpoint, or of the newest checkpoint in a run's folder."""
+    """The language model and the tokenizer of a checkpoint, or of the newest checkpoint in a run's folder."""
     path = resolve_checkpoint(Path(path))
     if not isinstance(device, Device):
         device = choose_device(device)
     saved = describe(path)
     dtype = DTYPES[saved.run.train.dtype]
-    layout = plan(replace(saved.run, mesh=Mesh()), world=1).layout
+    layout = plan(replace(saved.run, mesh=Mesh(), modules={}), world=1).layout
     chosen = kernels.choose(saved.run.model, layout.kinds(), device.torch, dtype)
     model = LanguageModel(saved.run.model, layout, chosen, device=device.torch, dtype=dtype)
     load_weights(path, model, model.tensors())
@@ -527,15 +578,15 @@ class _Entry(NamedTuple):
         self.held.write(self.storage, value)
 
 
-def _entries(state: State, layers: Mapping[str, str] = MappingProxyType({})) -> Iterator[_Entry]:
-    """Every tensor of the checkpoint of which this rank holds a part. `layers` renames layers, for a checkpoint
-    of a pattern with other brackets."""
-    optimizer, weights = state.optimizer, state.weights()
-    for own_name, tensor in state.model.canonical().items():
-        name, kept = renamed(own_name, layers), state.kept[tensor.parameter]
-        held, first = tensor.within(kept.shard), kept.first and tensor.copies.rank == 0
-        frozen = tensor.parameter not in optimizer.main
-        yield _Entry(name, tensor, weights[tensor.parameter], held, first, frozen)
-        for moment in MOMENTS if tensor.parameter in optimizer.main else ():
-            storage = optimizer.moment(moment, tensor.parameter)
-            yield _Entry(f"optimizer.{moment}.{name}", tensor, storage, held, first)
+def _entries(state: JobState, renames: Renames = MappingProxyType({})) -> Iterator[_Entry]:
+    """Every tensor of the checkpoint of which this rank holds a part."""
+    for module in state.modules.values():
+        optimizer, weights = module.optimizer, module.weights()
+        for own_name, tensor in module.model.canonical().items():
+            name, kept = _stored(own_name, module, renames), module.kept[tensor.parameter]
+            held, first = tensor.within(kept.shard), kept.first and tensor.copies.rank == 0
+            frozen = tensor.parameter not in optimizer.main
+            yield _Entry(name, tensor, weights[tensor.parameter], held, first, frozen)
+            for moment in MOMENTS if tensor.parameter in optimizer.main else ():
+                storage = optimizer.moment(moment, tensor.parameter)
+                yield _Entry(f"optimizer.{moment}.{name}", tensor, storage, held, first)

@@ -2,42 +2,51 @@
 
 The number of loss tokens of the whole step is all-reduced before the first forward. Every loss is divided by it
 before its backward, so all reductions of losses and gradients are plain sums, and the result does not depend on
-how samples are split into micro-batches and ranks.
-
-Shapes: M micro-batches of the step, K counts of each.
+how samples are split into micro-batches and ranks. Encoders train in the same step: the gradients of their rows
+come back scaled, so theirs are plain sums too, and one norm over all modules clips them all.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from braid.config import Run
 from braid.data import Loader
 from braid.distributed.collectives import ALONE, Group, all_reduce_max_no_grad, all_reduce_no_grad
-from braid.engine.executor import execute
-from braid.engine.node import PhaseFn, StepWork, Watch
-from braid.errors import DataError
+from braid.engine.executor import PipelineLinks, Program, execute
+from braid.engine.node import StepWork, Watch
 from braid.kernels.host import AsyncHostCopy
 from braid.launch.process import all_gather_json, fail_together
-from braid.model import nodes
-from braid.model.context import Context, MicroBatch, MicroBatchTotals
-from braid.model.language import Losses, StepFraction
-from braid.model.mtp import targets
-from braid.nn.delayed_wgrad import DelayedWgrad, set_wgrad_store
+from braid.model.context import MicroBatch
+from braid.model.encoder import Items
+from braid.model.multimodal import mask_placeholders
 from braid.nn.moe.balance import Load, load
-from braid.nn.recompute import Hold, Replays
 from braid.optim import gradients
-from braid.planning.plan import span_of
-from braid.schedule import Op, Phase, Turn
+from braid.schedule import OpSpan, Turn
+from braid.schedule.graph import LANGUAGE
+from braid.train.counts import Counts, await_counts, count
 from braid.train.expert_load import ExpertLoad, load_metrics, update_selection_biases
+from braid.train.items import Tables, edge_links, read_items
 from braid.train.state import JobState, State
+from braid.train.step_work import (
+    DEVIATION,
+    EncoderEvaluation,
+    EncoderStep,
+    LanguageEvaluation,
+    LanguageStep,
+    ModuleStep,
+    ModulesWork,
+)
+
+STOP = "stop"
+"""How many ranks received a stop signal; travels with the metrics."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,8 +85,8 @@ class PendingStep:
     """The gradient norm and the metrics, over all ranks."""
     squares_P: AsyncHostCopy
     """Squared gradient norms of this rank's parameters, to tell which are not finite."""
-    loads: tuple[AsyncHostCopy, ...]
-    """Tokens routed to each expert of every MoE layer, and those within its capacity."""
+    loads: Mapping[str, tuple[AsyncHostCopy, ...]]
+    """By module: tokens routed to each expert of every MoE layer, and those within its capacity."""
 
     def result(self) -> StepResult:
         """Wait for the step. Call it once for every step, in order, on all ranks."""
@@ -88,9 +97,12 @@ class PendingStep:
         if not (math.isfinite(metrics["loss"]) and math.isfinite(norm)):
             not_finite = self._not_finite(metrics["loss"], self.state.job)
         self.state.skipped_in_a_row = self.state.skipped_in_a_row + 1 if not_finite else 0
-        mine = [list(load(*pair.wait())) for pair in self.loads]
-        stages = _tell(self.state, mine, [])
-        metrics |= load_metrics([Load(*layer) for stage in stages for layer in stage])
+        mine = {name: [[name, *load(*pair.wait())] for pair in pairs] for name, pairs in self.loads.items()}
+        told = _tell(self.state, mine)
+        for module in dict.fromkeys(name for name, *_ in told):
+            figures = load_metrics([Load(*layer) for name, *layer in told if name == module])
+            prefix = "" if module == LANGUAGE else f"{module}."
+            metrics |= {prefix + name: value for name, value in figures.items()}
         return StepResult(metrics=metrics, tokens=self.tokens, grad_norm=norm, not_finite=not_finite, stop=stop)
 
     def _not_finite(self, loss: float, job: Group) -> tuple[str, ...]:
@@ -99,20 +111,6 @@ class PendingStep:
         mine = [name for name, finite in zip(self.parameters, finite_P, strict=True) if not finite]
         names = dict.fromkeys(name for names in all_gather_json(mine, job) for name in names)
         return (*(() if math.isfinite(loss) else ("loss",)), *names) or ("grad_norm",)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Counts:
-    """Token counts of a step, over all ranks."""
-
-    tokens: int
-    """Tokens that count in the loss."""
-    mtp_tokens: list[int]
-    """Tokens that count in each MTP depth."""
-    totals: list[MicroBatchTotals]
-    """Size of every micro-batch, over all ranks that share it."""
-    fractions: list[StepFraction]
-    """Each micro-batch's fraction of the step."""
 
 
 def train_step(state: JobState, run: Run, loader: Loader, rate: float, *, stop: bool = False) -> StepResult:
@@ -124,44 +122,66 @@ def begin_step(state: JobState, run: Run, loader: Loader, rate: float, *, stop: 
     """Issue step `state.step + 1` at learning rate `rate`. If the loss or the gradient norm is not finite, the
     update is skipped; the device decides that, so the host need not wait for it. `stop` says whether this rank
     received a stop signal."""
-    if not isinstance(state, State):
+    if not state.modules:
         return _attend_step(state, run, stop)
-    groups = state.model.groups
-    batches = micro_batches(run, loader, state.step + 1, state.samples, groups.dp)
-    counts = count(state, batches)
-    parts, loads = backward(state, run, batches, counts)
+    step, first = state.step + 1, state.samples
+    batches: list[MicroBatch] = []
+    if isinstance(state, State):
+        batches = micro_batches(run, loader, step, first, state.model.groups.dp)
+        counts = count(state, batches, loader.items, first)
+    else:
+        counts = await_counts(state, run.train.micro_batches, first)
+    items: dict[str, list[Items]] = {}
+    if state.plan.encoders:
+        size = state.plan.micro_batch_samples
+        samples = [range(start, start + size) for start in range(first, first + run.train.batch_samples, size)]
+        items = read_items(state, counts.tables, loader.items, samples, step=step)
+    parts, loads = backward(state, run, batches, counts, items=items)
     metrics = _reduce_metrics(state, parts, stop)
     _advance(state, run)
-    grads = state.optimizer.gradients()
-    # Copies shared by the first and last pipeline stage (embeddings) were summed by an op of the schedule.
-    gradients.sum_copies_(grads, [each for each in state.copies if each.group is not groups.ends])
-    repeated = frozenset(name for name in grads if not state.kept[name].first)
-    kernels = state.optimizer.kernels
-    squares_P = kernels.squares(list(grads.values())).to(state.device)  # of none, they would be on the host
-    norm = gradients.total_norm(grads, state.copies, repeated, state.job, squares_P=squares_P, kernels=kernels)
+    norm, squares_P, parameters = _gradient_norm(state)
     finite = metrics["loss"].isfinite() & norm.isfinite()
-    state.optimizer.update(rate, scale=gradients.clip_scale(norm, run.optim.clip), skip=~finite)
-    update_selection_biases(state.model, loads, apply=finite, frozen=state.frozen_buffers)
+    for name, module in state.modules.items():
+        module.optimizer.update(rate, scale=gradients.clip_scale(norm, run.optim.clip), skip=~finite)
+        update_selection_biases(module.model, loads[name], apply=finite, frozen=module.frozen_buffers)
     return PendingStep(
         state=state,
         tokens=counts.tokens,
-        parameters=tuple(grads),
+        parameters=parameters,
         metrics=tuple(metrics),
         numbers=AsyncHostCopy(torch.stack([norm, *metrics.values()])),
         squares_P=AsyncHostCopy(squares_P),
-        loads=tuple(AsyncHostCopy(counts_2E) for counts_2E in loads.pairs()),
+        loads={name: tuple(map(AsyncHostCopy, load.pairs())) for name, load in loads.items()},
     )
 
 
+def _gradient_norm(state: JobState) -> tuple[Tensor, Tensor, tuple[str, ...]]:
+    """The norm over all modules and ranks, the squared norms of this rank's gradients, and whose they are."""
+    names: list[str] = []
+    squares: list[Tensor] = []
+    square = torch.zeros((), dtype=torch.float64, device=state.device)
+    for module in state.modules.values():
+        grads, kernels = module.optimizer.gradients(), module.optimizer.kernels
+        # Copies shared by the first and last pipeline stage (embeddings) were summed by an op of the schedule.
+        ends = module.model.groups.ends
+        gradients.sum_copies_(grads, [each for each in module.copies if each.group is not ends])
+        repeated = frozenset(name for name in grads if not module.kept[name].first)
+        squares_P = kernels.squares(list(grads.values())).to(state.device)  # of none, they would be on the host
+        square = square + gradients.own_square(
+            grads, module.copies, repeated, squares_P=squares_P, kernels=kernels
+        )
+        names += [module.prefix + name for name in grads]
+        squares.append(squares_P)
+    return gradients.total_norm(square, state.job), torch.cat(squares), tuple(names)
+
+
 def _attend_step(state: JobState, run: Run, stop: bool) -> PendingStep:
-    """The part of a rank outside the model's grid in a step: the job's collectives, in the order of
-    `begin_step`."""
-    depths = len(state.plan.layout.mtp)
-    counts = _sum_counts(state, torch.zeros(run.train.micro_batches, COUNTS + depths, dtype=torch.int64))
+    """The part of a rank without modules in a step: the job's collectives, in the order of `begin_step`."""
+    counts = await_counts(state, run.train.micro_batches, state.samples)
     state.progress.skip(max(len(ops) for ops in state.plan.schedule.ops))
     metrics = _reduce_metrics(state, {}, stop)
     _advance(state, run)
-    norm = gradients.total_norm({}, world=state.job, squares_P=torch.zeros(0, device=state.device).double())
+    norm = gradients.total_norm(torch.zeros((), dtype=torch.float64, device=state.device), state.job)
     return PendingStep(
         state=state,
         tokens=counts.tokens,
@@ -169,7 +189,7 @@ def _attend_step(state: JobState, run: Run, stop: bool) -> PendingStep:
         metrics=tuple(metrics),
         numbers=AsyncHostCopy(torch.stack([norm, *metrics.values()])),
         squares_P=AsyncHostCopy(torch.zeros(0)),
-        loads=(),
+        loads={},
     )
 
 
@@ -179,206 +199,76 @@ def _advance(state: JobState, run: Run) -> None:
     state.tokens += run.train.batch_samples * run.data.sequence_tokens
 
 
-def _tell(state: JobState, mine: Any, nothing: Any) -> list[Any]:
-    """What each pipeline stage has to say, for every rank of the job: `mine`, on all ranks of a stage alike."""
+def _tell(state: JobState, mine: Mapping[str, Sequence[Any]]) -> list[Any]:
+    """What the stages of all modules have to say, for every rank of the job: `mine`, by module, on all ranks of
+    a stage alike."""
     if isinstance(state, State) and state.everyone_trains:
-        return all_gather_json(mine, state.model.groups.pp)
-    speaks = isinstance(state, State) and state.model.groups.slab.rank == 0
-    return all_gather_json(mine if speaks else nothing, state.job)
-
-
-COUNTS = 5
-"""Counts of a micro-batch, besides one for each MTP depth."""
-
-
-def count(state: State, batches: Sequence[MicroBatch]) -> Counts:
-    """Count the tokens of the step's micro-batches over all ranks. Token ids outside the vocabulary are an
-    error, raised on every rank."""
-    model = state.model
-    problem: DataError | None = None
-    try:
-        for batch in batches:
-            model.check(batch)
-    except DataError as error:
-        problem = error
-    depths = range(len(model.layout.mtp))
-    rows = [
-        [
-            int(problem is not None),
-            len(batch.documents_BT),
-            int((batch.documents_BT >= 0).sum()),
-            int((batch.documents_BT >= 0).any(1).sum()),
-            int(batch.loss_mask_BT.sum()),
-            *(int(targets(batch, depth).loss_mask_BT.sum()) for depth in depths),
-        ]
-        for batch in batches
-    ]
-    return _sum_counts(state, torch.tensor(rows), problem)
-
-
-def _sum_counts(state: JobState, mine_MK: Tensor, problem: DataError | None = None) -> Counts:
-    """The counts over all ranks, from those of each rank's own rows. Collective over the job."""
-    # On the host: a device tensor would wait for the step before. The error flag rides along with the counts,
-    # so that checking ids costs no collective of its own.
-    if isinstance(state, State) and state.everyone_trains:
-        table_MK = all_reduce_no_grad(mine_MK, state.model.groups.dp)
+        told = all_gather_json(list(mine[LANGUAGE]), state.model.groups.pp)
     else:
-        # Ranks outside the grid need the counts too. One rank of each data-parallel lane fills in its rows.
-        fills = isinstance(state, State) and state.model.groups.tp_cp.rank == state.model.groups.pp.rank == 0
-        table_MK = all_reduce_no_grad(mine_MK if fills else torch.zeros_like(mine_MK), state.job)
-    counts_MK = table_MK.tolist()
-    if any(row[0] for row in counts_MK):
-        with fail_together(state.job):
-            if problem is not None:
-                raise problem
-    _, _, valid, filled, *counted = ([row[k] for row in counts_MK] for k in range(mine_MK.shape[1]))
-    return Counts(
-        tokens=sum(counted[0]),
-        mtp_tokens=[sum(depth) for depth in counted[1:]],
-        totals=[MicroBatchTotals(tokens=row[2], rows=row[1]) for row in counts_MK],
-        fractions=[
-            StepFraction(tokens=t / max(1, sum(valid)), rows=r / max(1, sum(filled)))
-            for t, r in zip(valid, filled, strict=True)
-        ],
-    )
+        spoken = (said for name, said in mine.items() if state.modules[name].model.groups.slab.rank == 0)
+        told = all_gather_json([each for said in spoken for each in said], state.job)
+    return [each for said in told for each in said]
 
 
 def backward(
-    state: State, run: Run, batches: Sequence[MicroBatch], counts: Counts, watch: Watch | None = None
-) -> tuple[dict[str, Tensor], ExpertLoad]:
-    """Run the schedule of the step, which leaves the gradients in the optimizer. Returns this rank's share of
-    the metrics, and the expert load over all ranks. `watch` observes nodes as they run."""
-    step = _Step(state, run, batches, counts)
-    links = state.links(len(batches[0].sample_B), run)
-    state.log = execute(state.program, step, state.keeper, links, watch)
-    step.end()
-    return step.metrics, step.loads.all_reduce(state.model.groups.slab)
+    state: JobState,
+    run: Run,
+    batches: Sequence[MicroBatch],
+    counts: Counts,
+    watch: Watch | None = None,
+    items: Mapping[str, Sequence[Items]] = MappingProxyType({}),
+) -> tuple[dict[str, dict[str, Tensor]], dict[str, ExpertLoad]]:
+    """Run the schedule of the step, which leaves the gradients in the optimizers. `batches` are those of the
+    language model, `items` those of this rank's encoders. Returns by module this rank's share of the metrics,
+    and the expert load over all ranks. `watch` observes nodes as they run."""
+    steps: dict[str, ModuleStep] = {}
+    if isinstance(state, State):
+        steps[LANGUAGE] = LanguageStep(state, run, batches, counts)
+    for name, module in state.encoders.items():
+        steps[name] = EncoderStep(state, module, items[name], counts)
+    rows = len(batches[0].sample_B) if batches else 0
+    state.log = run_schedule(state, run, state.program, steps, counts.tables, rows=rows, watch=watch)
+    for step in steps.values():
+        step.end()
+    loads = {name: step.loads.all_reduce(step.model.groups.slab) for name, step in steps.items()}
+    return {name: step.metrics for name, step in steps.items()}, loads
 
 
-DEVIATION = "hyper_deviation"
-"""The only metric that is a maximum over layers, micro-batches and ranks; all others are sums."""
-STOP = "stop"
-"""How many ranks received a stop signal; travels with the metrics."""
+def run_schedule(
+    state: JobState,
+    run: Run,
+    program: Program,
+    works: Mapping[str, StepWork],
+    tables: Tables,
+    *,
+    rows: int,
+    watch: Watch | None = None,
+) -> Sequence[OpSpan]:
+    """Execute the ops of this rank, with the work of each of its modules, on micro-batches of `rows` rows of
+    text and the items of the tables. Returns when each op ran."""
+    if not state.plan.encoders:
+        return execute(program, works[LANGUAGE], state.keeper, state.links(rows, run), watch)
+    module_of = [segment.module for segment in state.plan.schedule.graph.segments]
+
+    def message(turn: Turn) -> Tensor:
+        work = works[module_of[turn[1]]]
+        if isinstance(work, EncoderStep | EncoderEvaluation):
+            return work.message(turn[0])
+        return state.language_message(rows, run)
+
+    links = PipelineLinks(
+        channels=state.channels, message=message, edges=edge_links(state, tables), progress=state.progress
+    )
+    return execute(program, ModulesWork(state, works), state.keeper, links, watch)
 
 
-class _Step(StepWork):
-    """What the executor calls for each op of a training step."""
-
-    def __init__(self, state: State, run: Run, batches: Sequence[MicroBatch], counts: Counts) -> None:
-        self.state, self.run, self.model, self.streams = state, run, state.model, state.streams
-        self.batches, self.counts = batches, counts
-        self.contexts: dict[int, Context] = {}
-        self.metrics: dict[str, Tensor] = {}
-        self.loads = ExpertLoad()
-        self.pieces: dict[Turn, list[Losses]] = {}
-        """Losses of the phases of each segment that have run so far."""
-        names = run.train.recompute
-        self.replays = Replays(names, planned=True) if names else None
-        self.model.recompute(self.replays, span_of(run, self.model.layout))
-        backwards = [each for each in self.model.segments if state.plan.schedule.has_backward(each)]
-        self.last_segment = min(backwards, default=max(self.model.segments))
-        """Backwards come in reverse order; a segment without one is done after its forward."""
-        mains = state.keeper.mains
-        self.wgrad_store = DelayedWgrad(mains) if mains or state.plan.schedule.delayed else None
-        set_wgrad_store(self.model, self.wgrad_store)
-
-    # ------------------------------------------------------------------------------------- forward
-
-    def function(self, turn: Turn, phase: Phase) -> PhaseFn:
-        micro_batch, _ = turn
-        context = self._context(micro_batch)
-        self.pieces.setdefault(turn, [])
-        # Overlapped schedules interleave two micro-batches, but each layer sees them in order: these are the
-        # counts of all earlier ones.
-        context.earlier_E = self.loads.raw_counts_E
-        if phase.kind == "experts" and micro_batch + 1 < len(self.batches):
-            self._context(micro_batch + 1)  # prefetch: starts the copy to the device
-
-        def run(tensors: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], Tensor | None]:
-            with nullcontext() if self.replays is None else self.replays.node((*turn, phase.name)):
-                written, losses = nodes.run(self.model, phase, context, tensors)
-            if losses is None:
-                return written, None
-            tokens = self.counts.mtp_tokens if losses.mtp else []
-            if phase.depth is not None:
-                tokens = tokens[phase.depth : phase.depth + 1]
-            cost = losses.share(self.counts.tokens, tokens, self.counts.fractions[micro_batch])
-            self.pieces[turn].append(nodes.detach_losses(losses))
-            self.loads = self.loads.plus(losses.balances)
-            return written, cost if cost.requires_grad else None
-
-        return run
-
-    def _context(self, micro_batch: int) -> Context:
-        if micro_batch not in self.contexts:
-            totals = self.counts.totals[micro_batch]
-            context = self.model.prepare(self.batches[micro_batch], totals=totals)
-            context.deviations = None if self.model.shape.hyper is None else {}
-            self.contexts[micro_batch] = context
-        return self.contexts[micro_batch]
-
-    def after_forward(self, turn: Turn) -> None:
-        losses = nodes.merge_losses(self.model, self.pieces.pop(turn))
-        tokens = self.counts.mtp_tokens if losses.mtp else ()
-        for name, value in losses.metrics(self.counts.tokens, tokens, self.counts.fractions[turn[0]]).items():
-            # All tp ranks compute the same head losses: only one of them may contribute to the sum over ranks.
-            part = value if name.startswith("aux_") or self.model.groups.tp.rank == 0 else 0 * value
-            self.metrics[name] = self.metrics[name] + part if name in self.metrics else part
-
-    # ------------------------------------------------------------------------------------ backward
-
-    def parameter(self, name: str) -> nn.Parameter:
-        return self.model.get_parameter(name)
-
-    def weights_of(self, phase: Phase) -> Sequence[Tensor]:
-        return nodes.weights_after_combine(self.model, phase)
-
-    def delay_wgrad(self, turn: Turn, phase: Phase) -> AbstractContextManager[None]:
-        assert self.wgrad_store is not None
-        buckets = tuple(_layer_bucket(bucket) for bucket in phase.buckets)
-        return self.wgrad_store.node((*turn, phase.name), buckets)
-
-    def run_wgrad(self, turn: Turn, phase: Phase, bucket: str) -> None:
-        assert self.wgrad_store is not None
-        self.wgrad_store.drain((*turn, phase.name), _layer_bucket(bucket))
-
-    def replay(self, turn: Turn, phase: Phase, hold: Hold) -> None:
-        assert self.replays is not None
-        self.replays.replay((*turn, phase.name), hold)
-
-    def after_turn(self, turn: Turn) -> None:
-        """Free the context of a micro-batch after its last op on this rank."""
-        micro_batch, segment = turn
-        if segment == self.last_segment:
-            for deviation in (self.contexts.pop(micro_batch).deviations or {}).values():
-                self.metrics[DEVIATION] = torch.maximum(self.metrics.get(DEVIATION, deviation), deviation)
-
-    def sum_copies(self, op: Op) -> None:
-        """All-reduce gradients that the first and last stage share; `train_step` sums copies within a stage."""
-        self.state.optimizer.accumulate_grads()
-        ends = [each for each in self.state.copies if each.group is self.model.groups.ends]
-        gradients.sum_copies_(self.state.optimizer.gradients(), ends)
-
-    def end(self) -> None:
-        """Clean up after the last op."""
-        self.model.recompute(None)
-        set_wgrad_store(self.model, None)
-        if self.wgrad_store is not None:
-            self.wgrad_store.finish()
-        if self.replays is not None:
-            self.replays.finish()
-        self.state.optimizer.accumulate_grads()
-
-
-def _layer_bucket(bucket: str) -> str:
-    """The layer's own name for a wgrad bucket of a phase."""
-    return bucket.rpartition(".")[2]
-
-
-def _reduce_metrics(state: JobState, metrics: Mapping[str, Tensor], stop: bool) -> dict[str, Tensor]:
+def _reduce_metrics(
+    state: JobState, by_module: Mapping[str, Mapping[str, Tensor]], stop: bool
+) -> dict[str, Tensor]:
     """Metrics over all ranks as 0-D tensors, in one all-reduce, and `STOP`: how many ranks received a stop
     signal. Collective over the job."""
-    names = sorted({name for stage in _tell(state, sorted(metrics), []) for name in stage})
+    names = sorted(set(_tell(state, {module: sorted(each) for module, each in by_module.items()})))
+    metrics = _joined(by_module.values())
     zero = torch.zeros((), dtype=torch.float64, device=state.device)
     parts = {name: metrics[name].double() if name in metrics else zero for name in names}
     deviation = parts.pop(DEVIATION, None)
@@ -390,78 +280,88 @@ def _reduce_metrics(state: JobState, metrics: Mapping[str, Tensor], stop: bool) 
     return reduced
 
 
+def _joined(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """The metrics of all modules of a rank: only `DEVIATION` may be in several."""
+    joined: dict[str, Tensor] = {}
+    for part in parts:
+        for name, value in part.items():
+            joined[name] = torch.maximum(joined[name], value) if name in joined else value
+    return joined
+
+
 def micro_batches(run: Run, loader: Loader, step: int, first: int, dp: Group = ALONE) -> list[MicroBatch]:
     """This rank's rows of the micro-batches of a step, from sample `first` on. Which global samples form a
     micro-batch does not depend on the topology; data-parallel ranks split it evenly."""
     samples = run.train.batch_samples // run.train.micro_batches
     each = samples // dp.size
     starts = range(first + dp.rank * each, first + run.train.batch_samples, samples)
-    return [
-        replace(loader.batch(range(start, start + each)), step=step, seed=run.train.seed) for start in starts
-    ]
+    batches = (loader.batch(range(start, start + each)) for start in starts)
+    return [replace(_masked(run, batch), step=step, seed=run.train.seed) for batch in batches]
+
+
+def _masked(run: Run, batch: MicroBatch) -> MicroBatch:
+    """Without loss where the target is a placeholder."""
+    return mask_placeholders(batch, {name: module.token for name, module in run.modules.items()})
 
 
 @torch.no_grad()
 def evaluate(state: JobState, run: Run, loader: Loader) -> float:
     """Mean cross-entropy over the first `eval_samples` samples, in nats per token. Collective over the job."""
+    samples = min(run.train.eval_samples, loader.samples_per_epoch)
     mine = torch.zeros(2, dtype=torch.float64, device=state.device)
+    batches: list[MicroBatch] = []
     if isinstance(state, State):
-        mine = _evaluate(state, run, loader)
-    else:
-        with fail_together(state.job):
-            pass
+        batches = _evaluation_batches(state, run, loader, samples)
+    with fail_together(state.job):
+        if isinstance(state, State):
+            for batch in batches:
+                state.model.check(batch)
+    if state.modules:
+        mine = _evaluate(state, run, loader, batches, samples)
     total, tokens = all_reduce_no_grad(mine, state.job).tolist()
     return float(total / max(1, tokens))
 
 
-def _evaluate(state: State, run: Run, loader: Loader) -> Tensor:
+def _evaluate(state: JobState, run: Run, loader: Loader, batches: Sequence[MicroBatch], samples: int) -> Tensor:
     """This rank's share of the sum of losses, and of the number of tokens that they are of."""
-    groups = state.model.groups
-    samples = min(run.train.eval_samples, loader.samples_per_epoch)
-    each = run.train.batch_samples // run.train.micro_batches // groups.dp.size
-    starts = range(groups.dp.rank * each, samples + groups.dp.rank * each, each * groups.dp.size)
-    work = _Evaluation(state, [_evaluation_batch(run, loader, start, each, samples) for start in starts])
-    with fail_together(state.job):
-        for batch in work.batches:
-            state.model.check(batch)
-    execute(state.evaluation(len(work.batches)), work, state.keeper, state.links(each, run))
-    return work.totals
+    size = state.plan.micro_batch_samples
+    chosen = [
+        [min(sample, samples - 1) for sample in range(start, start + size)] for start in range(0, samples, size)
+    ]
+    works: dict[str, StepWork] = {}
+    tables: Tables = {}
+    if isinstance(state, State):
+        works[LANGUAGE] = LanguageEvaluation(state, batches)
+    if state.plan.encoders:
+        counts = (
+            count(state, batches, loader.items)
+            if isinstance(state, State)
+            else await_counts(state, len(chosen))
+        )
+        tables = counts.tables
+        items = read_items(state, tables, loader.items, chosen, step=0, training=False)
+        for name, module in state.encoders.items():
+            works[name] = EncoderEvaluation(state, module, items[name], tables[name])
+    rows = len(batches[0].sample_B) if batches else 0
+    run_schedule(state, run, state.evaluation(len(chosen)), works, tables, rows=rows)
+    language = works.get(LANGUAGE)
+    nothing = torch.zeros(2, dtype=torch.float64, device=state.device)
+    return language.totals if isinstance(language, LanguageEvaluation) else nothing
+
+
+def _evaluation_batches(state: State, run: Run, loader: Loader, samples: int) -> list[MicroBatch]:
+    """This rank's rows of the micro-batches of an evaluation."""
+    dp = state.model.groups.dp
+    each = run.train.batch_samples // run.train.micro_batches // dp.size
+    starts = range(dp.rank * each, samples + dp.rank * each, each * dp.size)
+    return [_evaluation_batch(run, loader, start, each, samples) for start in starts]
 
 
 def _evaluation_batch(run: Run, loader: Loader, start: int, each: int, samples: int) -> MicroBatch:
     """`each` samples from `start` on. All ranks need batches of the same shape for their collectives: beyond
     the last sample, it is repeated with its loss masked."""
     chosen = range(start, start + each)
-    batch = loader.batch([min(sample, samples - 1) for sample in chosen])
+    batch = _masked(run, loader.batch([min(sample, samples - 1) for sample in chosen]))
     counts_B1 = torch.tensor([sample < samples for sample in chosen])[:, None]
     loss_mask_BT = batch.loss_mask_BT & counts_B1
     return replace(batch, loss_mask_BT=loss_mask_BT, step=0, seed=run.train.seed, training=False)
-
-
-class _Evaluation(StepWork):
-    """What the executor calls in an evaluation: forwards only, accumulating the loss."""
-
-    def __init__(self, state: State, batches: Sequence[MicroBatch]) -> None:
-        self.model, self.streams, self.batches = state.model, state.streams, batches
-        self.contexts: dict[int, Context] = {}
-        self.totals = torch.zeros(2, dtype=torch.float64, device=self.model.device)
-        """Loss sum and token count; zero on all but one of the tp ranks."""
-
-    def function(self, turn: Turn, phase: Phase) -> PhaseFn:
-        micro_batch, _ = turn
-        if micro_batch not in self.contexts:
-            self.contexts[micro_batch] = self.model.prepare(self.batches[micro_batch])
-        context = self.contexts[micro_batch]
-
-        def run(tensors: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], None]:
-            written, losses = nodes.run(self.model, phase, context, tensors)
-            if losses is not None and self.model.groups.tp.rank == 0:  # all tp ranks have the same losses
-                self.totals += torch.stack([losses.loss_sum.double(), losses.token_count.double()])
-            return written, None
-
-        return run
-
-    def after_turn(self, turn: Turn) -> None:
-        micro_batch, segment = turn
-        if segment == self.model.segments[-1]:
-            del self.contexts[micro_batch]

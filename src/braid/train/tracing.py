@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from braid.console import warn
-from braid.distributed.collectives import Groups
 from braid.engine.streams import JobTime
 from braid.errors import ConfigError
 from braid.launch.process import all_gather_json, fail_together
@@ -40,9 +39,8 @@ class Tracer:
         self.written = False
         """Whether the file is up to date; set on rank 0 only."""
         self._job = state.job
-        groups = state.model.groups if isinstance(state, State) else Groups()
-        self._stage, self._pipeline = groups.pp.rank, groups.slab.rank
-        self._traced = isinstance(state, State) and (groups.world.size <= MAX_RANKS or groups.slab.rank == 0)
+        self._stage, self._pipeline = _place(state)
+        self._traced = bool(state.modules) and (state.job.size <= MAX_RANKS or self._pipeline == 0)
         self._zero: float | None = None
         self._begun = 0.0
         self._origin: torch.cuda.Event | None = None
@@ -101,7 +99,7 @@ class Tracer:
         are in issue order."""
         measured = iter(times)
         op, jobs = next(measured, (None, ()))
-        for span in self.state.log if isinstance(self.state, State) else ():
+        for span in self.state.log:
             if span.op != op:
                 yield span
                 continue
@@ -130,6 +128,16 @@ class Tracer:
             raise ConfigError(
                 f"--trace {self.file} cannot be written: {error.strerror}; set another file"
             ) from error
+
+
+def _place(state: JobState) -> tuple[int, int]:
+    """The list of the schedule that a rank executes, and its place among the ranks that do."""
+    station = state.plan.station(state.job.rank)
+    if station is None:
+        return 0, 0
+    if isinstance(state, State) and not state.plan.encoders:
+        return station, state.model.groups.slab.rank
+    return station, state.plan.schedule.graph.ranks[station].index(state.job.rank)
 
 
 def _rank_step(rank: int, step: int, record: Mapping[str, Any]) -> RankStep:

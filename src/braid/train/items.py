@@ -1,0 +1,113 @@
+"""The items of a step: which of them this rank encodes, and where their rows go.
+
+Lanes follow from the tables of a step (`train/counts.py`), so items are read after these are known, and before
+the first op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from braid.distributed.collectives import Group
+from braid.engine.edges import EdgeLinks
+from braid.launch.process import fail_together
+from braid.model.encoder import EncoderModel, Items, module_seed
+from braid.nn.dtypes import DTYPES
+from braid.planning.plan import Plan
+from braid.topology.items import ItemTable, decode
+from braid.topology.transfer import Lanes, Tokens, Transfer, held, transfer
+from braid.train.counts import ItemSources, table_shape
+from braid.train.module_state import ModuleState
+from braid.train.state import JobState
+
+Tables = Mapping[str, Sequence[ItemTable]]
+
+
+def read_items(
+    state: JobState,
+    tables: Tables,
+    sources: ItemSources,
+    samples: Sequence[Sequence[int]],
+    *,
+    step: int,
+    training: bool = True,
+) -> dict[str, list[Items]]:
+    """For each encoder of this rank, the items of its lane in every micro-batch; `samples` are the global
+    indices of those of each micro-batch. Collective over the job: what cannot be read fails on all ranks."""
+    seed = state.plan.run.train.seed
+    with fail_together(state.job):
+        return {
+            name: [
+                _items(module, table, sources, own, step=step, seed=module_seed(seed, name), training=training)
+                for table, own in zip(tables[name], samples, strict=True)
+            ]
+            for name, module in state.encoders.items()
+        }
+
+
+def _items(
+    module: ModuleState,
+    table: ItemTable,
+    sources: ItemSources,
+    samples: Sequence[int],
+    *,
+    step: int,
+    seed: int,
+    training: bool,
+) -> Items:
+    assert isinstance(module.model, EncoderModel)
+    groups, width = module.model.groups, module.model.shape.input
+    mine = table.items_of_lane(groups.dp.rank, groups.dp.size)
+    places = [(place, item) for place, count in enumerate(table.counts) for item in range(count)]
+    wanted = [(samples[place], item) for place, item in places[mine.start : mine.stop]]
+    lengths = table.patches[mine.start : mine.stop]
+    # Later stages need to know of the patches, not to have them.
+    reads = 0 in module.model.segments and wanted
+    patches_NI = sources[module.name].read(wanted) if reads else torch.zeros(sum(lengths), width)
+    return Items(
+        patches_NI=patches_NI,
+        lengths=lengths,
+        samples=[sample for sample, _ in wanted],
+        numbers=[number for _, number in wanted],
+        step=step,
+        seed=seed,
+        training=training,
+    )
+
+
+def no_items(plan: Plan, micro_batches: int) -> dict[str, list[ItemTable]]:
+    """The tables of text alone."""
+    shapes = {name: table_shape(plan, each) for name, each in plan.encoders.items()}
+    return {name: [decode(shape, [0] * shape.size)] * micro_batches for name, shape in shapes.items()}
+
+
+def edge_links(state: JobState, tables: Tables) -> EdgeLinks | None:
+    """The transfers of a step; None for a language model alone."""
+    plan = state.plan
+    if not plan.encoders:
+        return None
+    dtype, width = DTYPES[plan.run.train.dtype], plan.run.model.hidden
+    return EdgeLinks(
+        groups=state.edges,
+        transfers=transfers(plan, state.job, tables),
+        no_rows=partial(_no_rows, width, dtype, state.device),
+    )
+
+
+def transfers(plan: Plan, job: Group, tables: Tables) -> dict[tuple[str, int], Transfer]:
+    """What this rank sends and receives forward, by edge and micro-batch."""
+    planned: dict[tuple[str, int], Transfer] = {}
+    for name, each in plan.encoders.items():
+        for micro_batch, table in enumerate(tables[name]):
+            source = held(Lanes(stage=each.axes.pp - 1), each.grid, table)
+            target = held(Tokens(stage=0), plan.grid, table)
+            planned[each.edge, micro_batch] = transfer(source, target, job.rank)
+    return planned
+
+
+def _no_rows(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(0, width, dtype=dtype, device=device)

@@ -1,0 +1,338 @@
+"""What the executor calls for the ops of a step or an evaluation: the computation of each module's phases.
+
+`LanguageStep` and `EncoderStep` train a module, `LanguageEvaluation` and `EncoderEvaluation` only run forward.
+`ModulesWork` gives every op to the work of its module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from braid.config import Run
+from braid.engine.node import PhaseFn, StepWork
+from braid.model import nodes
+from braid.model.context import Context, MicroBatch, MicroBatchTotals, StackContext
+from braid.model.encoder import EncoderContext, EncoderModel, Items
+from braid.model.language import LanguageModel, Losses, StepFraction
+from braid.nn.delayed_wgrad import DelayedWgrad, set_wgrad_store
+from braid.nn.recompute import Hold, Replays
+from braid.optim import gradients
+from braid.planning.plan import Plan, span_of
+from braid.schedule import Op, Phase, Turn
+from braid.schedule.graph import LANGUAGE
+from braid.topology.items import ItemTable
+from braid.train.counts import Counts
+from braid.train.expert_load import ExpertLoad
+from braid.train.module_state import ModuleState
+from braid.train.state import JobState, State
+
+DEVIATION = "hyper_deviation"
+"""The only metric that is a maximum over layers, micro-batches and ranks; all others are sums."""
+
+
+class ModuleStep(StepWork):
+    """A training step of one module."""
+
+    model: LanguageModel | EncoderModel
+
+    def __init__(self, state: JobState, module: ModuleState, counts: Counts, micro_batches: int) -> None:
+        run, plan = state.plan.run, state.plan
+        self.state, self.module, self.streams = state, module, state.streams
+        self.model = module.model
+        self.counts, self.micro_batches = counts, micro_batches
+        self.contexts: dict[int, StackContext] = {}
+        self.metrics: dict[str, Tensor] = {}
+        self.loads = ExpertLoad()
+        self.pieces: dict[Turn, list[Losses]] = {}
+        """Losses of the phases of each segment that have run so far."""
+        names = run.train.recompute
+        self.replays = Replays(names, planned=True) if names else None
+        self.model.recompute(self.replays, self.span())
+        segments = [module.first_segment + each for each in self.model.segments]
+        backwards = [each for each in segments if plan.schedule.has_backward(each)]
+        self.last_segment = min(backwards, default=max(segments))
+        """Backwards come in reverse order; a segment without one is done after its forward."""
+        mains = module.keeper.mains
+        self.wgrad_store = DelayedWgrad(mains) if mains or plan.schedule.delayed else None
+        set_wgrad_store(self.model, self.wgrad_store)
+
+    def span(self) -> int:
+        """Blocks per recompute span of hyper-connections."""
+        raise NotImplementedError
+
+    def prepare(self, micro_batch: int) -> StackContext:
+        """The context of a micro-batch."""
+        raise NotImplementedError
+
+    def fraction(self, micro_batch: int) -> StepFraction:
+        """A micro-batch's fraction of the step, for auxiliary losses."""
+        raise NotImplementedError
+
+    # ------------------------------------------------------------------------------------- forward
+
+    def function(self, turn: Turn, phase: Phase) -> PhaseFn:
+        micro_batch, _ = turn
+        context = self.context(micro_batch)
+        self.pieces.setdefault(turn, [])
+        # Overlapped schedules interleave two micro-batches, but each layer sees them in order: these are the
+        # counts of all earlier ones.
+        context.earlier_E = self.loads.raw_counts_E
+        if phase.kind == "experts" and micro_batch + 1 < self.micro_batches:
+            self.context(micro_batch + 1)  # prefetch: starts the copy to the device
+
+        def run(tensors: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], Tensor | None]:
+            with nullcontext() if self.replays is None else self.replays.node((*turn, phase.name)):
+                written, losses = nodes.run(self.model, phase, context, tensors)
+            if losses is None:
+                return written, None
+            tokens = self.counts.mtp_tokens if losses.mtp else []
+            if phase.depth is not None:
+                tokens = tokens[phase.depth : phase.depth + 1]
+            cost = losses.share(self.counts.tokens, tokens, self.fraction(micro_batch))
+            self.pieces[turn].append(nodes.detach_losses(losses))
+            self.loads = self.loads.plus(losses.balances)
+            return written, cost if cost.requires_grad else None
+
+        return run
+
+    def context(self, micro_batch: int) -> StackContext:
+        if micro_batch not in self.contexts:
+            context = self.prepare(micro_batch)
+            context.deviations = None if self.model.shape.hyper is None else {}
+            self.contexts[micro_batch] = context
+        return self.contexts[micro_batch]
+
+    def after_forward(self, turn: Turn) -> None:
+        losses = nodes.merge_losses(self.model, self.pieces.pop(turn))
+        tokens = self.counts.mtp_tokens if losses.mtp else ()
+        for name, value in losses.metrics(self.counts.tokens, tokens, self.fraction(turn[0])).items():
+            # All tp ranks compute the same head losses: only one of them may contribute to the sum over ranks.
+            part = value if name.startswith("aux_") or self.model.groups.tp.rank == 0 else 0 * value
+            self.add_metric(name, part)
+
+    def add_metric(self, name: str, value: Tensor) -> None:
+        self.metrics[name] = self.metrics[name] + value if name in self.metrics else value
+
+    # ------------------------------------------------------------------------------------ backward
+
+    def parameter(self, turn: Turn, name: str) -> nn.Parameter:
+        return self.model.get_parameter(name)
+
+    def weights_of(self, turn: Turn, phase: Phase) -> Sequence[Tensor]:
+        return nodes.weights_after_combine(self.model, phase)
+
+    def delay_wgrad(self, turn: Turn, phase: Phase) -> AbstractContextManager[None]:
+        assert self.wgrad_store is not None
+        buckets = tuple(_layer_bucket(bucket) for bucket in phase.buckets)
+        return self.wgrad_store.node((*turn, phase.name), buckets)
+
+    def run_wgrad(self, turn: Turn, phase: Phase, bucket: str) -> None:
+        assert self.wgrad_store is not None
+        self.wgrad_store.drain((*turn, phase.name), _layer_bucket(bucket))
+
+    def replay(self, turn: Turn, phase: Phase, hold: Hold) -> None:
+        assert self.replays is not None
+        self.replays.replay((*turn, phase.name), hold)
+
+    def after_turn(self, turn: Turn) -> None:
+        """Free the context of a micro-batch after its last op on this rank."""
+        micro_batch, segment = turn
+        if segment == self.last_segment:
+            for deviation in (self.contexts.pop(micro_batch).deviations or {}).values():
+                self.metrics[DEVIATION] = torch.maximum(self.metrics.get(DEVIATION, deviation), deviation)
+
+    def end(self) -> None:
+        """Clean up after the last op."""
+        self.model.recompute(None)
+        set_wgrad_store(self.model, None)
+        if self.wgrad_store is not None:
+            self.wgrad_store.finish()
+        if self.replays is not None:
+            self.replays.finish()
+        self.module.optimizer.accumulate_grads()
+
+
+def _layer_bucket(bucket: str) -> str:
+    """The layer's own name for a wgrad bucket of a phase."""
+    return bucket.rpartition(".")[2]
+
+
+class LanguageStep(ModuleStep):
+    """A training step of the language model."""
+
+    model: LanguageModel
+
+    def __init__(self, state: State, run: Run, batches: Sequence[MicroBatch], counts: Counts) -> None:
+        self.run, self.batches = run, batches
+        super().__init__(state, state.language, counts, len(batches))
+
+    def span(self) -> int:
+        return span_of(self.run, self.model.layout)
+
+    def prepare(self, micro_batch: int) -> Context:
+        totals, tokens = self.counts.totals[micro_batch], placeholder_ids(self.state.plan)
+        return self.model.prepare(self.batches[micro_batch], totals=totals, modules=tokens)
+
+    def fraction(self, micro_batch: int) -> StepFraction:
+        return self.counts.fractions[micro_batch]
+
+    def sum_copies(self, op: Op) -> None:
+        """All-reduce gradients that the first and last stage share; `train_step` sums copies within a stage."""
+        self.module.optimizer.accumulate_grads()
+        ends = [each for each in self.module.copies if each.group is self.model.groups.ends]
+        gradients.sum_copies_(self.module.optimizer.gradients(), ends)
+
+
+class EncoderStep(ModuleStep):
+    """A training step of an encoder."""
+
+    model: EncoderModel
+
+    def __init__(self, state: JobState, module: ModuleState, items: Sequence[Items], counts: Counts) -> None:
+        self.items, self.tables = items, counts.tables[module.name]
+        self.patches = [sum(table.patches) for table in self.tables]
+        super().__init__(state, module, counts, len(items))
+
+    def span(self) -> int:
+        return max(self.state.plan.run.train.recompute_span, 1)
+
+    def prepare(self, micro_batch: int) -> EncoderContext:
+        return self.model.prepare(
+            self.items[micro_batch], totals=encoder_totals(self.model, self.tables[micro_batch])
+        )
+
+    def message(self, micro_batch: int) -> Tensor:
+        """A receive buffer for this rank's slice of a pack."""
+        return pack_message(self.model, self.context(micro_batch))
+
+    def fraction(self, micro_batch: int) -> StepFraction:
+        tokens = self.patches[micro_batch] / max(1, sum(self.patches))
+        return StepFraction(tokens=tokens, rows=tokens)
+
+    def add_metric(self, name: str, value: Tensor) -> None:
+        if name.startswith("aux_"):  # an encoder predicts nothing, so it has no other loss
+            super().add_metric(f"{self.module.name}.{name}", value)
+
+
+def encoder_totals(model: EncoderModel, table: ItemTable) -> MicroBatchTotals:
+    """The size of a micro-batch over all lanes, each of which has one row."""
+    return MicroBatchTotals(tokens=sum(table.patches), rows=model.groups.dp.size)
+
+
+def pack_message(model: EncoderModel, context: StackContext) -> Tensor:
+    """An empty residual stream of a lane's pack, in the slice of this rank."""
+    patches = context.batch.documents_BT.shape[1] // model.groups.tp_cp.size
+    return torch.empty(1, patches, *model.shape.stream, dtype=model.dtype, device=model.device)
+
+
+def placeholder_ids(plan: Plan) -> dict[str, int]:
+    return {name: each.module.token for name, each in plan.encoders.items()}
+
+
+class LanguageEvaluation(StepWork):
+    """An evaluation of the language model: forwards only, accumulating the loss."""
+
+    def __init__(self, state: State, batches: Sequence[MicroBatch]) -> None:
+        self.model, self.streams, self.batches = state.model, state.streams, batches
+        self.tokens = placeholder_ids(state.plan)
+        self.contexts: dict[int, Context] = {}
+        self.totals = torch.zeros(2, dtype=torch.float64, device=self.model.device)
+        """Loss sum and token count; zero on all but one of the tp ranks."""
+
+    def function(self, turn: Turn, phase: Phase) -> PhaseFn:
+        micro_batch, _ = turn
+        if micro_batch not in self.contexts:
+            self.contexts[micro_batch] = self.model.prepare(self.batches[micro_batch], modules=self.tokens)
+        context = self.contexts[micro_batch]
+
+        def run(tensors: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], None]:
+            written, losses = nodes.run(self.model, phase, context, tensors)
+            if losses is not None and self.model.groups.tp.rank == 0:  # all tp ranks have the same losses
+                self.totals += torch.stack([losses.loss_sum.double(), losses.token_count.double()])
+            return written, None
+
+        return run
+
+    def after_turn(self, turn: Turn) -> None:
+        micro_batch, segment = turn
+        if segment == self.model.segments[-1]:
+            del self.contexts[micro_batch]
+
+
+class EncoderEvaluation(StepWork):
+    """The forwards of an encoder in an evaluation."""
+
+    def __init__(
+        self, state: JobState, module: ModuleState, items: Sequence[Items], tables: Sequence[ItemTable]
+    ) -> None:
+        assert isinstance(module.model, EncoderModel)
+        self.module, self.model, self.streams = module, module.model, state.streams
+        self.items, self.tables = items, tables
+        self.contexts: dict[int, EncoderContext] = {}
+
+    def context(self, micro_batch: int) -> EncoderContext:
+        if micro_batch not in self.contexts:
+            totals = encoder_totals(self.model, self.tables[micro_batch])
+            self.contexts[micro_batch] = self.model.prepare(self.items[micro_batch], totals=totals)
+        return self.contexts[micro_batch]
+
+    def message(self, micro_batch: int) -> Tensor:
+        """A receive buffer for this rank's slice of a pack."""
+        return pack_message(self.model, self.context(micro_batch))
+
+    def function(self, turn: Turn, phase: Phase) -> PhaseFn:
+        context = self.context(turn[0])
+
+        def run(tensors: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], None]:
+            return nodes.run(self.model, phase, context, tensors)[0], None
+
+        return run
+
+    def after_turn(self, turn: Turn) -> None:
+        micro_batch, segment = turn
+        if segment == self.module.first_segment + self.model.segments[-1]:
+            del self.contexts[micro_batch]
+
+
+class ModulesWork(StepWork):
+    """The work of all modules of a rank."""
+
+    def __init__(self, state: JobState, works: Mapping[str, StepWork]) -> None:
+        self.works, self.streams = works, state.streams
+        self._modules = [segment.module for segment in state.plan.schedule.graph.segments]
+
+    def of(self, turn: Turn) -> StepWork:
+        """The work of the module that a turn is of."""
+        return self.works[self._modules[turn[1]]]
+
+    def function(self, turn: Turn, phase: Phase) -> PhaseFn:
+        return self.of(turn).function(turn, phase)
+
+    def after_forward(self, turn: Turn) -> None:
+        self.of(turn).after_forward(turn)
+
+    def after_turn(self, turn: Turn) -> None:
+        self.of(turn).after_turn(turn)
+
+    def parameter(self, turn: Turn, name: str) -> nn.Parameter:
+        return self.of(turn).parameter(turn, name)
+
+    def weights_of(self, turn: Turn, phase: Phase) -> Sequence[Tensor]:
+        return self.of(turn).weights_of(turn, phase)
+
+    def delay_wgrad(self, turn: Turn, phase: Phase) -> AbstractContextManager[Any]:
+        return self.of(turn).delay_wgrad(turn, phase)
+
+    def run_wgrad(self, turn: Turn, phase: Phase, bucket: str) -> None:
+        self.of(turn).run_wgrad(turn, phase, bucket)
+
+    def replay(self, turn: Turn, phase: Phase, hold: Callable[[Tensor], None]) -> None:
+        self.of(turn).replay(turn, phase, hold)
+
+    def sum_copies(self, op: Op) -> None:
+        self.works[LANGUAGE].sum_copies(op)  # only a language model has weights at both ends of its pipeline
