@@ -404,7 +404,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="embedding-of-mtp-not-summed",
         file="planning/plan.py",
-        old="shared = run.model.tied or bool(layout.mtp)",
+        old="shared = (run.model.tied or bool(layout.mtp))",
         new="shared = run.model.tied",
         kind="wrong group",
         why="the two copies of the embedding drift apart in a pipeline with MTP",

@@ -65,7 +65,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         name="every-rank-of-a-lane-counts-its-rows",
-        file="train/step.py",
+        file="train/counts.py",
         old="state.model.groups.tp_cp.rank == state.model.groups.pp.rank == 0",
         new="state.model.groups.tp_cp.rank == 0",
         kind="wrong group",
@@ -89,7 +89,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         name="losses-told-by-every-tp-rank",
-        file="train/step.py",
+        file="train/step_work.py",
         old='part = value if name.startswith("aux_") or self.model.groups.tp.rank == 0 else 0 * value',
         new="part = value",
         kind="missing scale",
@@ -98,8 +98,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="resumed-optimizer-counts-from-zero",
         file="train/state.py",
-        old="state.optimizer.set_updates(saved.updates, own)",
-        new="state.optimizer.set_updates(0, own)",
+        old="module.optimizer.set_updates(updates, own)",
+        new="module.optimizer.set_updates(0, own)",
         kind="stale cache",
         why="a resumed run makes large steps at first, and is not what it would have been",
     ),

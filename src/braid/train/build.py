@@ -7,8 +7,10 @@ fp32 already, and FSDP2 casts them to the compute dtype when it all-gathers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -45,40 +47,70 @@ from braid.train.module_state import ModuleState
 from braid.train.state import JobState, State
 
 
+@dataclass(frozen=True, kw_only=True)
+class Communicators:
+    """What the ranks of a job open besides the groups of the language model."""
+
+    meshes: Mapping[str, DeviceMesh]
+    """Those over which the language model is sharded."""
+    encoders: Mapping[str, tuple[Groups, Mapping[str, DeviceMesh]]]
+    """The groups and meshes of every other module."""
+    channels: Mapping[Channel, Group]
+    edges: Mapping[EdgeChannel, Group]
+
+
+def open_job(
+    plan: Plan,
+    device: Device,
+    groups: Groups,
+    job: Group,
+    meshes: Mapping[str, DeviceMesh] | None = None,
+    timeout: timedelta | None = None,
+) -> Communicators:
+    """Open all of them, with the `timeout` of a collective. Collective over the job. `groups` are those of the
+    language model; `meshes` too, if they are open."""
+    if meshes is None:
+        meshes = open_meshes(plan, device, groups, timeout=timeout)
+    encoders = {name: open_module(plan, name, device, job, timeout) for name in plan.encoders}
+    channels = _open_pipes(plan, job, timeout)
+    edges = _open_edges(plan, device, job, timeout)
+    return Communicators(meshes=meshes, encoders=encoders, channels=channels, edges=edges)
+
+
+def close_job(opened: Communicators, groups: Groups) -> None:
+    """Destroy them, but not `groups`."""
+    close_channels(opened.channels)
+    close_edges(opened.edges)
+    for mesh in opened.meshes.values():
+        close_mesh(mesh, groups)
+    for own, meshes in opened.encoders.values():
+        for mesh in meshes.values():
+            close_mesh(mesh, own)
+        close_groups(own)
+
+
 @contextmanager
-def state_context(plan: Plan, device: Device, groups: Groups, job: Group | None = None) -> Iterator[JobState]:
+def state_context(
+    plan: Plan,
+    device: Device,
+    groups: Groups,
+    job: Group | None = None,
+    timeout: timedelta | None = None,
+) -> Iterator[JobState]:
     """`make_state`, or `make_outside_state` on a rank outside the language model's grid, with all communicators
     destroyed on exit but `groups`, those of the language model. `job` are all ranks, by default those of the
-    grid."""
+    grid. `timeout` is that of a collective."""
     job = groups.world if job is None else job
-    opened: list[tuple[Groups, dict[str, DeviceMesh]]] = []
-
-    def open_module(name: str) -> tuple[Groups, dict[str, DeviceMesh]]:
-        opened.append(open_module_groups(plan, name, job, device))
-        return opened[-1]
-
-    meshes = open_meshes(plan, device, groups)
+    opened = open_job(plan, device, groups, job, timeout=timeout)
     inside = job.rank in plan.grid.ranks
-    state = (
-        make_state(plan, device, groups, meshes, job=job, open_module=open_module)
-        if inside
-        else make_outside_state(plan, device, job, meshes, open_module=open_module)
-    )
     try:
-        yield state
+        yield (
+            make_state(plan, device, groups, job=job, opened=opened)
+            if inside
+            else make_outside_state(plan, device, job, opened)
+        )
     finally:
-        close_channels(state.channels)
-        close_edges(state.edges)
-        for mesh in meshes.values():
-            close_mesh(mesh, groups)
-        for own, own_meshes in opened:
-            for mesh in own_meshes.values():
-                close_mesh(mesh, own)
-            close_groups(own)
-
-
-OpenModule = Callable[[str], tuple[Groups, dict[str, DeviceMesh]]]
-"""Opens the groups and meshes of a module besides the language model. Collective over the job."""
+        close_job(opened, groups)
 
 
 def make_state(
@@ -88,49 +120,42 @@ def make_state(
     meshes: Mapping[str, DeviceMesh] | None = None,
     chosen: kernels.Kernels | None = None,
     job: Group | None = None,
-    open_module: OpenModule | None = None,
+    opened: Communicators | None = None,
 ) -> State:
     """The modules of a rank of the language model's grid, with uninitialised weights, and their optimizers.
-    Collective over the job, whose other ranks call `make_outside_state`. `meshes` defaults to new device meshes
-    of the language model, `chosen` to its fastest available kernels, `job` to the ranks of the grid."""
+    Collective over the job, whose other ranks call `make_outside_state`. `opened` defaults to new
+    communicators, with `meshes` if given; `chosen` to the fastest kernels for the language model, `job` to the
+    ranks of the grid."""
     job = groups.world if job is None else job
     # Outside the grid all groups are those of a process alone, which would hold the whole model.
     assert job.rank in plan.grid.ranks, f"rank {job.rank} is outside the grid"
     _check_memory(plan, device)
+    opened = open_job(plan, device, groups, job, meshes) if opened is None else opened
     model = make_model(plan, device, groups, chosen)
-    if is_sharded(plan) and meshes is None:
-        meshes = open_meshes(plan, device, groups)
-    language = _module(plan, LANGUAGE, model, device, meshes or {})
+    language = _module(plan, LANGUAGE, model, device, opened.meshes)
     return State(
         plan=plan,
         job=job,
         device=device.torch,
         names=frozenset(canonical_names(plan)),
-        modules={LANGUAGE: language, **_encoders(plan, device, job, open_module)},
-        channels=_open_pipes(plan, job),
-        edges=_open_edges(plan, device, job),
+        modules={LANGUAGE: language, **_encoders(plan, device, job, opened)},
+        channels=opened.channels,
+        edges=opened.edges,
     )
 
 
-def make_outside_state(
-    plan: Plan,
-    device: Device,
-    job: Group,
-    meshes: Mapping[str, DeviceMesh] | None = None,
-    open_module: OpenModule | None = None,
-) -> JobState:
+def make_outside_state(plan: Plan, device: Device, job: Group, opened: Communicators | None = None) -> JobState:
     """The state of a rank that is not in the language model's grid: encoders, or nothing. Collective over the
     job."""
-    if meshes is None:  # communicators are created by all ranks of the job together
-        open_meshes(plan, device, Groups())
+    opened = open_job(plan, device, Groups(), job) if opened is None else opened
     state = JobState(
         plan=plan,
         job=job,
         device=device.torch,
         names=frozenset(canonical_names(plan)),
-        modules=_encoders(plan, device, job, open_module),
-        channels=_open_pipes(plan, job),
-        edges=_open_edges(plan, device, job),
+        modules=_encoders(plan, device, job, opened),
+        channels=opened.channels,
+        edges=opened.edges,
     )
     state.progress.idle = not state.modules
     return state
@@ -142,37 +167,36 @@ def is_sharded(plan: Plan) -> bool:
     return plan.world > 1 if plan.encoders else plan.grid.size > 1
 
 
-def open_module_groups(
-    plan: Plan, name: str, job: Group, device: Device
+def open_module(
+    plan: Plan, name: str, device: Device, job: Group, timeout: timedelta | None = None
 ) -> tuple[Groups, dict[str, DeviceMesh]]:
     """The groups and meshes of a module besides the language model. Collective over the job."""
     each = plan.encoders[name]
     runs = divisibility.tp_runs(each.module.model, each.layout.kinds(), each.axes.tp)
-    groups = open_groups(each.grid, job.rank, tp_runs=runs)
-    return groups, open_meshes(plan, device, groups, name)
+    groups = open_groups(each.grid, job.rank, tp_runs=runs, timeout=timeout)
+    return groups, open_meshes(plan, device, groups, name, timeout)
 
 
-def open_meshes(plan: Plan, device: Device, groups: Groups, module: str = LANGUAGE) -> dict[str, DeviceMesh]:
+def open_meshes(
+    plan: Plan, device: Device, groups: Groups, module: str = LANGUAGE, timeout: timedelta | None = None
+) -> dict[str, DeviceMesh]:
     """The device meshes that dense and expert weights of a module are sharded over; empty where weights stay
     whole. Collective over the job: a rank outside the grid gets meshes of itself."""
     if not is_sharded(plan):
         return {}
     own = plan if module == LANGUAGE else plan.encoders[module]
-    grid, axes = own.grid, own.axes
-    kind = device.torch.type
+    grid, axes, kind = own.grid, own.axes, device.torch.type
     return {
-        "dense": dense_mesh(groups, grid, device_type=kind, replicate=axes.dense_copies),
-        "expert": expert_mesh(groups, grid, device_type=kind, replicate=axes.expert_copies),
+        "dense": dense_mesh(groups, grid, device_type=kind, replicate=axes.dense_copies, timeout=timeout),
+        "expert": expert_mesh(groups, grid, device_type=kind, replicate=axes.expert_copies, timeout=timeout),
     }
 
 
-def _encoders(plan: Plan, device: Device, job: Group, open_module: OpenModule | None) -> dict[str, ModuleState]:
-    """The encoders of this rank. All ranks open the communicators of all of them, in the order of the plan."""
+def _encoders(plan: Plan, device: Device, job: Group, opened: Communicators) -> dict[str, ModuleState]:
+    """The encoders of this rank."""
     held: dict[str, ModuleState] = {}
     for name, each in plan.encoders.items():
-        groups, meshes = (
-            open_module_groups(plan, name, job, device) if open_module is None else open_module(name)
-        )
+        groups, meshes = opened.encoders[name]
         if job.rank in each.grid.ranks:
             chosen = choose_encoder_kernels(plan, each, device.torch)
             place = torch.device("meta") if is_sharded(plan) else device.torch
@@ -225,16 +249,16 @@ def make_optimizer(plan: Plan, model: StackedModel, kind: type[AdamW] = AdamW, m
     )
 
 
-def _open_pipes(plan: Plan, job: Group) -> dict[Channel, Group]:
+def _open_pipes(plan: Plan, job: Group, timeout: timedelta | None) -> dict[Channel, Group]:
     """The channels of this rank within the pipelines of its modules. Collective over the job."""
     grids = {LANGUAGE: plan.grid, **{name: each.grid for name, each in plan.encoders.items()}}
     opened: dict[Channel, Group] = {}
     for name, grid in grids.items():
-        opened |= open_channels(grid, job.rank, plan.schedule.pipes(name))
+        opened |= open_channels(grid, job.rank, plan.schedule.pipes(name), timeout=timeout)
     return opened
 
 
-def _open_edges(plan: Plan, device: Device, job: Group) -> dict[EdgeChannel, Group]:
+def _open_edges(plan: Plan, device: Device, job: Group, timeout: timedelta | None) -> dict[EdgeChannel, Group]:
     """The communicators of rows and of their gradients, over the ranks of both sides. Collective over the
     job."""
     graph = plan.schedule.graph
@@ -243,7 +267,7 @@ def _open_edges(plan: Plan, device: Device, job: Group) -> dict[EdgeChannel, Gro
         for edge in graph.edges
     }
     channels = {(direction, name): ranks for name, ranks in sides.items() for direction in ("F", "B")}
-    return open_edges(channels, job.rank, device.torch) if channels else {}
+    return open_edges(channels, job.rank, device.torch, timeout=timeout) if channels else {}
 
 
 def make_model(

@@ -140,7 +140,7 @@ class Trainer:
         opened = opened_groups(plan.grid, self.process.rank, tp_runs=runs, timeout=timeout)
         groups = self._resources.enter_context(opened)
         self.state = self._resources.enter_context(
-            state_context(plan, self.device, groups, self.process.world_group)
+            state_context(plan, self.device, groups, self.process.world_group, timeout)
         )
         start = (self._init, self._init_options)
         self.resumed = initialize_or_resume(self.state, run, self.data, self.run_dir, *start)
