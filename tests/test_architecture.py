@@ -19,6 +19,18 @@ def test_yarn_sharpens_rotated_channels_by_mscale():
     assert less.rotary_scale == pytest.approx(0.0707 * math.log(40.0) + 1)
 
 
+def test_yarn_keeps_frequencies_above_those_that_it_divides():
+    def refused(fast, slow, ramp):
+        scaling = Yarn(factor=4.0, original_tokens=8, beta_fast=fast, beta_slow=slow, ramp=ramp)
+        return [problem.field for problem in scaling.problems("yarn")]
+
+    for ramp in ("channels", "rotations"):
+        assert refused(2.0, 1.0, ramp) == []
+        assert refused(1.0, 2.0, ramp) == ["yarn.beta_fast"]
+    assert refused(1.0, 1.0, "channels") == []
+    assert refused(1.0, 1.0, "rotations") == ["yarn.beta_fast"], "the ramp would divide by zero"
+
+
 def test_yarn_of_deepseek_sharpens_all_channels_instead():
     both = Yarn(factor=40.0, original_tokens=8, mscale=0.707, mscale_all_dim=0.707)
     assert both.rotary_scale == 1.0

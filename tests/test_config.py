@@ -10,7 +10,7 @@ import pytest
 
 from braid import architecture, config, encoders, yarn
 from braid.choices import RECOMPUTE, recomputed
-from braid.config import Run, difference, flatten, from_json, to_json
+from braid.config import Run, difference, flatten, from_json, to_json, type_problems
 from braid.errors import ConfigError
 from tests.runs import small_run
 
@@ -106,6 +106,14 @@ def test_difference_names_fields_and_both_values():
     assert changed["model.moe.experts"] == (4, None)
     assert difference(run, run) == {}
     assert difference(other, run)["model.moe.experts"] == (None, 4)
+
+
+def test_a_value_of_another_type_is_refused_with_what_may_stand_there():
+    run = small_run()
+    run = replace(run, train=replace(run.train, recompute=("norms",)), optim=replace(run.optim, betas=(1,)))
+    rules = {problem.field: problem.rule for problem in type_problems(run)}
+    assert rules["train.recompute"].startswith("must be a tuple of any of 'norm', 'activation', ")
+    assert rules["optim.betas"] == "must be a tuple of 2 numbers"
 
 
 def test_full_recompute_means_every_kind():

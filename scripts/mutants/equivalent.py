@@ -74,4 +74,18 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         new="torch.full((rows + 1,), slots, device=experts_NS.device)",
         why="torch fills with a whole number as int64 anyway",
     ),
+    Equivalent(
+        file="optim/adamw.py",
+        function="AdamW.__init__",
+        old="torch.zeros_like(tensor, requires_grad=False)",
+        new="torch.zeros_like(tensor)",
+        why="zeros like a parameter require no gradient anyway",
+    ),
+    Equivalent(
+        file="pattern.py",
+        function="cut",
+        old="pp > 1",
+        new="(pp >= 1)",
+        why="a layout of one segment, cut into one, stays the same",
+    ),
 )

@@ -24,8 +24,13 @@ SHARED = ("tests/topology", "tests/engine")
 """What every mutant faces after the tests of its package."""
 OWN: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
+        "__init__": ("tests/test_api.py",),
         "architecture": ("tests/test_arch*.py", "tests/planning/test_plan.py"),
-        "choices": ("tests/test_config.py", "tests/planning/test_plan.py"),
+        "choices": (
+            "tests/test_config.py",
+            "tests/planning/test_plan.py",
+            "tests/kernels/test_kernel_settings.py",
+        ),
         "config": ("tests/test_config.py", "tests/planning/test_plan.py"),
         "encoders": ("tests/model/test_encoder.py",),
         "errors": (
@@ -68,6 +73,8 @@ ALSO: tuple[Also, ...] = (
     Also("kernels/activation_bytes.py", "tests/planning/estimate/test_*.py", "the same"),
     Also("kernels/*/activation_bytes.py", "tests/planning/estimate/test_*.py", "the same"),
     Also("cli/convert.py", "tests/interchange/test_*.py", "conversions are tested by way of the commands"),
+    Also("train/*porting.py", "tests/interchange/test_*.py", "the same"),
+    Also("planning/plan.py", "tests/schedule/test_plan*.py", "schedules of whole runs are looked at there"),
     Also("cli/train.py", "tests/launch/test_worker_pool.py", "so are launchers and their workers"),
 )
 

@@ -81,6 +81,8 @@ EDITS = {
         chunk(d).update(shape=[2**40, 4]),
         d["parts"][PART].update(size=2**44 + d["parts"][PART]["header_size"]),
     ),
+    "chunk outside": lambda d: chunk(d).update(offset=[100, 0]),
+    "chunk of other dims": lambda d: chunk(d).update(offset=[0], shape=[8]),
     "many dims": lambda d: tensor(d).update(shape=[1] * 64),
     "negative offset": lambda d: chunk(d).update(offset=[-1, 0]),
     "negative shape": lambda d: tensor(d).update(shape=[-4, -4]),

@@ -112,6 +112,10 @@ def test_processes_started_again_form_a_new_round_on_a_store_that_dead_ones_wrot
     assert len({names[0] for names in rounds}) == 5
 
 
+def test_a_process_alone_has_nobody_to_wait_for():
+    assert next_rendezvous(HashStore(), 0, 1, SECOND * 30)
+
+
 def test_an_aborted_rendezvous_does_not_disturb_the_next():
     store = HashStore()
     joined_rounds(store, 3, range(0, 2))

@@ -8,9 +8,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 from torch.nn import functional as F
 
+from braid.model import nodes
 from braid.model.context import MicroBatch
+from braid.model.declaration import chains, form_of
 from braid.model.mtp import targets
 from tests.model.cases import SHAPE, assert_near, batch, build, canonical_grads, part
 
@@ -72,6 +75,26 @@ def test_every_depth_equals_its_definition_in_plain_torch(depths: int) -> None:
     share = losses.share(11, [5 + depth for depth in range(depths)])
     torch.testing.assert_close(share, total, rtol=1e-12, atol=1e-12)
     assert set(losses.metrics(11, [5] * depths)) == {"loss", *(f"mtp_{d}_loss" for d in range(depths))}
+
+
+def test_phases_add_up_to_the_losses_of_the_model_and_keep_nothing() -> None:
+    model = build("[*E]/*E/*E", replace(SHAPE, mtp_loss=0.6))
+    whole, tokens = batch([[7, 6], [13]]), [5, 6]
+    expected = model.losses(model.prepare(whole))
+    (chain,) = chains(model.layout, form_of(model.shape, "fp32", fine=True))
+    context, tensors, pieces, total = model.prepare(whole), dict[str, Tensor](), [], torch.zeros(())
+    for phase in chain.phases:
+        written, losses = nodes.run(model, phase, context, tensors)
+        tensors |= written
+        if losses is not None:
+            depth = slice(None) if phase.depth is None else slice(phase.depth, phase.depth + 1)
+            total = total + losses.share(11, tokens[depth] if losses.mtp else [])
+            pieces.append(nodes.detach_losses(losses))
+    torch.testing.assert_close(total, expected.share(11, tokens), rtol=1e-12, atol=1e-12)
+    assert context.dispatch_plans == {}, "those of later micro-batches need the memory"
+    merged = nodes.merge_losses(model, pieces)
+    torch.testing.assert_close(merged.share(11, tokens), total.detach(), rtol=1e-12, atol=1e-12)
+    assert not merged.share(11, tokens).requires_grad, "it would hold the graph"
 
 
 def test_packed_documents_equal_documents_one_by_one() -> None:

@@ -7,6 +7,7 @@ import cmath
 import pytest
 import torch
 
+from braid.distributed.collectives import Group, Groups
 from braid.errors import DataError
 from braid.nn.embedding import Embedding, check_ids
 from braid.nn.linear import Linear
@@ -83,6 +84,27 @@ def test_embedding_looks_up_rows() -> None:
     embedding.weight.data = values(5, 3)
     ids = torch.tensor([[4, 0]])
     assert torch.equal(embedding(ids)[0], embedding.weight[[4, 0]])
+
+
+def test_embeddings_of_tp_ranks_add_up_to_those_of_one_process() -> None:
+    """The rank that holds a token's row looks it up, and all others add zeros."""
+    table, ids = values(10, 4), torch.tensor([[0, 9, 4, 3], [5, 2, 7, 8]])
+    total = torch.zeros(*ids.shape, 4, dtype=torch.float64)
+    for rank in range(3):  # without a communicator, a rank returns what it would add
+        tp = Group(name="tp", size=3, rank=rank, handle=None)
+        embedding = Embedding(10, 4, groups=Groups(tp=tp), dtype=torch.float64)
+        place = embedding.canonical()["weight"]
+        place.write(embedding.weight, place.held.of(table))
+        total += embedding(ids).detach()
+    assert torch.equal(total, table[ids])
+
+
+@pytest.mark.parametrize("kind", [RmsNorm, LayerNorm])
+def test_gradients_of_a_norm_are_summed_over_ranks_with_copies(kind: type[RmsNorm] | type[LayerNorm]) -> None:
+    tp = Group(name="tp", size=2, rank=0, handle=None)
+    norm = kind(8, 1e-5, copies=tp)
+    told = {tensor.parameter: tensor.copies for tensor in norm.canonical().values()}
+    assert told == dict.fromkeys(dict(norm.named_parameters()), tp)
 
 
 def test_linear_parts_are_places_in_one_weight() -> None:

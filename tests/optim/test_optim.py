@@ -7,12 +7,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from braid.distributed.collectives import Group
 from braid.kernels.optimizer import PLAIN
 from braid.optim.adamw import MOMENTS, AdamW
 from braid.optim.gradients import ReplicatedPart, clip_scale, own_square, total_norm
 from braid.optim.schedule import LearningRate
+from braid.optim.shards import local_shard
+from tests.ranks import run_ranks
 
 
 def schedule(kind, steps=100, warmup=10, decay=20, final=0.1):
@@ -177,6 +181,32 @@ def test_a_bf16_model_has_fp32_main_parameters_and_sums_its_gradients_there():
     assert optimizer.main["w"][0].item() == pytest.approx(1 - 1e-4)
     assert torch.equal(parameter.data, optimizer.main["w"].bfloat16())
     assert parameter.grad is None
+
+
+def test_main_parameters_that_were_written_are_cast_into_the_model():
+    """As a resume does, after it has read them from a checkpoint."""
+    narrow, wide = (nn.Parameter(torch.ones(2, dtype=dtype)) for dtype in (torch.bfloat16, torch.float32))
+    given = {"betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
+    optimizer = AdamW({"narrow": narrow, "wide": wide}, decaying=(), **given)
+    for tensor in optimizer.main.values():
+        tensor.data.fill_(3.0)
+    assert narrow.tolist() == [1.0, 1.0]
+    optimizer.copy_to_model()
+    assert narrow.tolist() == wide.tolist() == [3.0, 3.0]
+
+
+def check_shards(rank, world):
+    """Rows of a weight of two replicas, each on two ranks."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    weight = distribute_tensor(torch.arange(3.0)[:, None], mesh, [Replicate(), Shard(0)])
+    held = local_shard(weight)
+    return held.shard.start, held.shard.stop, held.first
+
+
+def test_of_replicated_shards_one_is_the_first():
+    """It alone counts in the length of the gradient and is written to checkpoints."""
+    assert run_ranks(4, check_shards) == [(0, 2, True), (2, 3, True), (0, 2, False), (2, 3, False)]
+    assert local_shard(torch.ones(3)) == (None, True)
 
 
 def test_parameters_that_nothing_used_have_zero_gradients_and_still_decay():

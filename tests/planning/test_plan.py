@@ -39,6 +39,18 @@ def test_a_sound_run_is_worked_out():
     assert [str(stage.segments[0]) for stage in worked_out.stages] == ["[*-]", "[*E]"]
 
 
+def test_what_reorders_phases_needs_a_schedule_that_has_them():
+    for name in ("delay_weights", "early_release", "paired_ends"):
+        assert problems(**{f"mesh__{name}": True})[f"mesh.{name}"].remedy == "mesh.overlap as well"
+        assert problems(**{f"mesh__{name}": True, "mesh__overlap": True, "model__pattern": "[*E][*E]"}) == {}
+    folded = {"mesh__schedule": "dual_pipe_v", "mesh__pp": 2, "model__pattern": "[*-]|*|-|[*E]"}
+    assert problems(2, **folded, mesh__delay_weights=True) == {}
+
+
+def test_a_size_of_zero_is_a_problem_and_nothing_is_divided_by_it():
+    assert list(problems(train__micro_batches=0)) == ["train.micro_batches"]
+
+
 def test_the_layout_is_cut_for_the_pipeline():
     assert str(plan(changed(mesh__pp=2), world=2).layout) == "[*-]|[*E]"
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from braid.config import Mesh, Run
 from braid.errors import ConfigError
 from braid.planning.estimate import estimate
 from braid.planning.plan import plan
-from braid.train.trainer import Trainer
+from braid.train.trainer import MARGIN, Trainer
 from tests.ranks import run_ranks
 from tests.runs import small_run
 
@@ -78,6 +81,24 @@ def several_of_one_mesh(rank: int, world: int, out: str) -> list[list[float]]:
 def test_several_runs_of_one_mesh_follow_one_another_in_one_process(tmp_path: Path) -> None:
     for losses in run_ranks(2, several_of_one_mesh, str(tmp_path)):
         assert losses[0] == losses[1]
+
+
+def timeouts(rank: int, world: int, out: str) -> set[timedelta]:
+    """Those of all communicators that trainers open: of groups, pipelines and replicas."""
+    found, opened = set(), dist.distributed_c10d._world.pg_map
+    for number, mesh in enumerate((Mesh(pp=2), Mesh(replicate=2))):
+        before, run = set(opened), replace(short(), mesh=mesh)
+        run = replace(run, train=replace(run.train, stall_timeout_s=5000.0))
+        with Trainer(plan(run, world), out=Path(out) / str(number), device="cpu", quiet=True):
+            handles = set(opened) - before
+            assert handles
+            found |= {each._get_backend(torch.device("cpu")).options._timeout for each in handles}
+    return found
+
+
+def test_every_communicator_waits_longer_than_the_watchdog(tmp_path: Path) -> None:
+    for found in run_ranks(2, timeouts, str(tmp_path)):
+        assert found == {timedelta(seconds=5000) + MARGIN}
 
 
 def test_a_plan_for_other_ranks_is_refused(tmp_path: Path) -> None:
