@@ -83,6 +83,7 @@ EDITS = {
     ),
     "chunk outside": lambda d: chunk(d).update(offset=[100, 0]),
     "chunk of other dims": lambda d: chunk(d).update(offset=[0], shape=[8]),
+    "chunk with an offset of other dims": lambda d: chunk(d).update(shape=[8]),
     "many dims": lambda d: tensor(d).update(shape=[1] * 64),
     "negative offset": lambda d: chunk(d).update(offset=[-1, 0]),
     "negative shape": lambda d: tensor(d).update(shape=[-4, -4]),

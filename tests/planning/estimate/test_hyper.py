@@ -82,3 +82,16 @@ def test_longer_spans_hold_less() -> None:
         return held(model_of("*-" * 4, MOES[0], torch.bfloat16, hyper=HYPER), names, span)[1]
 
     assert kept("hyper", span=4) < kept("hyper", span=2) < kept("hyper") < kept()
+
+
+def test_backward_holds_all_blocks_of_a_span_that_it_makes_again() -> None:
+    model = model_of("*-" * 4, MOES[0], torch.float32, hyper=HYPER)
+
+    def passing(span: int) -> int:
+        again = recomputed(["hyper"])
+        workload = Workload(rows=2, tokens=130, dtype=model.dtype, device="cpu", recompute=again, span=span)
+        return model.costs(workload)["blocks.0"].passing
+
+    one, two, three = map(passing, (1, 2, 3))
+    stream = 2 * 130 * HYPER.streams * model.shape.hidden * model.dtype.itemsize
+    assert three - two == two - one > stream
