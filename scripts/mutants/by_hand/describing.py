@@ -404,13 +404,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="embedding-of-mtp-not-summed",
         file="planning/plan.py",
-<<<<<<< HEAD
         old="shared = (run.model.tied or bool(layout.mtp))",
         new="shared = run.model.tied",
-=======
-        old="shared = (run.model.tied or bool(layout.mtp)) and",
-        new="shared = run.model.tied and",
->>>>>>> 36770c0 (Tests of what faults showed to be untested; communicators of pipelines and replicas wait as long as the run says)
         kind="wrong group",
         why="the two copies of the embedding drift apart in a pipeline with MTP",
     ),
