@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from braid import validators
 from braid.architecture import SHAPE_OF, Trunk
@@ -17,6 +18,8 @@ from braid.config import Mesh, Run
 from braid.errors import Problem
 from braid.pattern import Kind
 from braid.topology import standard_problems
+
+Shape = TypeVar("Shape", bound=Trunk)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +106,7 @@ def describe_mesh(mesh: Mesh, axes: AxisSizes) -> str:
     return text if mesh.ranks is None else f"{text}, on ranks {mesh.ranks[0]} to {sum(mesh.ranks) - 1}"
 
 
-def local_shape(model: Trunk, axes: AxisSizes) -> Trunk:
+def local_shape(model: Shape, axes: AxisSizes) -> Shape:
     """The model with the expert count and ffn size of one rank, from which expert kernels are chosen."""
     if model.moe is None:
         return model

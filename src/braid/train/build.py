@@ -38,6 +38,7 @@ from braid.planning.local_model import (
     build_local_model,
     choose_encoder_kernels,
     choose_kernels,
+    is_alone,
 )
 from braid.planning.plan import Plan, canonical_names, whole_model
 from braid.schedule import Channel
@@ -161,12 +162,6 @@ def make_outside_state(plan: Plan, device: Device, job: Group, opened: Communica
     return state
 
 
-def is_sharded(plan: Plan) -> bool:
-    """Whether weights are managed by FSDP2. In a job of several modules all are, even one on a single rank:
-    its schedule has the same ops."""
-    return plan.world > 1 if plan.encoders else plan.grid.size > 1
-
-
 def open_module(
     plan: Plan, name: str, device: Device, job: Group, timeout: timedelta | None = None
 ) -> tuple[Groups, dict[str, DeviceMesh]]:
@@ -182,7 +177,7 @@ def open_meshes(
 ) -> dict[str, DeviceMesh]:
     """The device meshes that dense and expert weights of a module are sharded over; empty where weights stay
     whole. Collective over the job: a rank outside the grid gets meshes of itself."""
-    if not is_sharded(plan):
+    if is_alone(plan):
         return {}
     own = plan if module == LANGUAGE else plan.encoders[module]
     grid, axes, kind = own.grid, own.axes, device.torch.type
@@ -198,9 +193,9 @@ def _encoders(plan: Plan, device: Device, job: Group, opened: Communicators) -> 
     for name, each in plan.encoders.items():
         groups, meshes = opened.encoders[name]
         if job.rank in each.grid.ranks:
-            chosen = choose_encoder_kernels(plan, each, device.torch)
-            place = torch.device("meta") if is_sharded(plan) else device.torch
-            model = build_local_encoder(plan, each, groups, chosen, device=place)
+            chosen = choose_encoder_kernels(plan, name, device.torch)
+            place = device.torch if is_alone(plan) else torch.device("meta")
+            model = build_local_encoder(plan, name, groups, chosen, device=place)
             held[name] = _module(plan, name, model, device, meshes)
     return held
 
@@ -217,7 +212,7 @@ def _module(
     learns = trained.parameters_of(model, selection)
     for parameter_name, parameter in model.named_parameters():
         parameter.requires_grad_(parameter_name in learns)
-    sharded = is_sharded(plan)
+    sharded = not is_alone(plan)
     if sharded:
         mesh = plan.run.mesh if name == LANGUAGE else plan.encoders[name].module.mesh
         _shard(model, mesh.shard, device, meshes)
@@ -277,7 +272,7 @@ def make_model(
     if chosen is None:
         chosen = choose_kernels(plan, device.torch)
     return build_local_model(
-        plan, groups, chosen, device=torch.device("meta") if is_sharded(plan) else device.torch
+        plan, groups, chosen, device=device.torch if is_alone(plan) else torch.device("meta")
     )
 
 

@@ -19,7 +19,7 @@ from braid.optim.adamw import MOMENTS
 from braid.optim.shards import local
 from braid.planning import divisibility
 from braid.planning.estimate import estimate
-from braid.planning.estimate.rank import first_rank, model_of
+from braid.planning.estimate.rank import held_modules
 from braid.planning.estimate.weights import held_units
 from braid.planning.plan import plan
 from braid.train import state as states
@@ -156,8 +156,8 @@ def gathered(run: Run) -> tuple[int, dict[str, int]]:
     """The most that is gathered at a time, and the gathered size of each unit."""
     worked_out = plan(run, 2)
     (stage,) = estimate(worked_out, "cpu").stages
-    model = model_of(worked_out, first_rank(worked_out, 0), "cpu")
-    return stage.memory.gathered, {unit.name: unit.gathered_bytes for unit in held_units(model, worked_out, 0)}
+    (held,) = held_modules(worked_out, 0, "cpu")
+    return stage.memory.gathered, {unit.name: unit.gathered_bytes for unit in held_units(held, worked_out)}
 
 
 def test_of_sharded_weights_those_of_an_op_and_of_the_next_one_are_gathered_at_a_time() -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from braid.choices import Strategy
 from braid.nn.cost import Cost
 from braid.planning.estimate.moments import Activations
 from braid.planning.estimate.weights import HeldUnit
@@ -47,7 +46,6 @@ class Step:
     single: bool
     """Whether this is the only rank: nothing is sharded, and weights narrower than fp32 have main
     parameters."""
-    strategy: Strategy
     micro_batches: int
     activations: Activations
     gathered: int
@@ -113,11 +111,12 @@ def _gradients(units: list[HeldUnit], parts: list[str], part: str, step: Step) -
         )
     # Up to ZeRO-1, gradients accumulate unsharded until the last micro-batch; from ZeRO-2 on, they are
     # reduce-scattered after every micro-batch.
-    unsharded = accumulating and step.strategy in ("none", "optimizer")
-    reducing = max((_reduction_bytes(unit, unsharded) for unit in units if unit.part == part), default=0)
-    if unsharded:
-        return sum(unit.gathered_learned * unit.stored for unit in units) + reducing
-    return sum(unit.kept_learned * unit.stored for unit in (units if accumulating else done)) + reducing
+    unsharded = {unit.name: accumulating and unit.strategy in ("none", "optimizer") for unit in units}
+    reducing = (_reduction_bytes(unit, unsharded[unit.name]) for unit in units if unit.part == part)
+    return max(reducing, default=0) + sum(
+        (unit.gathered_learned if unsharded[unit.name] else unit.kept_learned) * unit.stored
+        for unit in (units if accumulating else done)
+    )
 
 
 def _reduction_bytes(unit: HeldUnit, unsharded: bool) -> int:

@@ -1,20 +1,23 @@
 """Live activations over a step: tensors saved for backward, and temporaries, during the backward of each part.
 
 A part of the model (embedding, a block, head) is live from its first forward phase to its last backward phase
-of a micro-batch; the schedule's op list determines which of these intervals overlap.
+of a micro-batch; the schedule's op list determines which of these intervals overlap. With several modules, the
+list is that of a station, and parts carry the name of their module. Rows on edges are live beside them.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, product
 from typing import NamedTuple
 
 from braid.nn.cost import Cost
+from braid.planning.estimate.edges import EdgeEstimate
 from braid.planning.estimate.weights import part_of, phases_of
 from braid.planning.plan import Plan
-from braid.schedule import Act
+from braid.schedule import Act, Op
+from braid.schedule.graph import LANGUAGE, unit_name
 
 POSITIONS = "positions"
 """The part that is live from the first forward of a micro-batch to its last backward."""
@@ -34,51 +37,123 @@ class Activations(NamedTuple):
     forward: dict[str, int]
     """The same during the forward of each part that has no backward. What one of its layers would keep for a
     backward stands for its temporary tensors."""
+    features: int
+    """Maximum of the rows of edges, and of their gradients, that wait to be read or to leave. They count in
+    `during` and `forward`, not in `kept`."""
 
 
-def activations(plan: Plan, stage: int, costs: Mapping[str, Cost]) -> Activations:
-    """Activations of a stage. `costs` are those of its parts for one micro-batch, in forward order."""
+def activations(
+    plan: Plan, station: int, costs: Mapping[str, Cost], edges: Sequence[EdgeEstimate] = ()
+) -> Activations:
+    """Activations of a station; without modules, of a pipeline stage. `costs` are those of its parts for one
+    micro-batch, in forward order; parts and edges that are not given do not count."""
     live, backward = defaultdict[_Key, list[int]](list), defaultdict[_Key, list[int]](list)
-    parts, frozen = _parts(plan), list[tuple[int, str]]()
-    ops = [
-        (op.act, op.micro_batch, *part)
-        for op in plan.schedule.ops[stage]
-        if op.act in (Act.F, Act.B)
-        for part in parts[op.segment, op.phase][:: 1 if op.act is Act.F else -1]
-        if part[0] in costs
+    parts, frozen, modules = _parts(plan), list[tuple[int, str]](), plan.schedule.graph.segments
+    events = [
+        (op, part)
+        for op in plan.schedule.ops[station]
+        for part in _events(op, parts)
+        if part is None or part[0] in costs
     ]
-    for index, (act, micro_batch, part, trains) in enumerate(ops):
+    for index, (op, event) in enumerate(events):
+        if event is None:
+            continue
+        part, trains = event
         if not trains:
             frozen.append((index, part))
             continue
-        live[micro_batch, part].append(index)
-        live[micro_batch, POSITIONS].append(index)
-        if act is Act.B:
-            backward[micro_batch, part].append(index)
-    kept = _sums(len(ops), [(indices, costs[part].kept) for (_, part), indices in live.items()])
-    passing = _sums(len(ops), [(indices, costs[part].passing) for (_, part), indices in backward.items()])
+        assert op.segment is not None
+        live[op.micro_batch, part].append(index)
+        live[op.micro_batch, unit_name(modules[op.segment].module, POSITIONS)].append(index)
+        if op.act is Act.B:
+            backward[op.micro_batch, part].append(index)
+    count, waiting = len(events), _waiting(plan, station, [op for op, _ in events], edges)
+    kept = _sums(count, [(indices, costs[part].kept) for (_, part), indices in live.items()])
+    passing = _sums(count, [(indices, costs[part].passing) for (_, part), indices in backward.items()])
+    features = _sums(count, waiting)
+    held = [sum(each) for each in zip(kept, features, strict=True)]
     during = dict.fromkeys(costs, 0)
     for (_, part), indices in backward.items():
-        peak = max(kept[index] + passing[index] for index in range(indices[0], indices[-1] + 1))
+        peak = max(held[index] + passing[index] for index in range(indices[0], indices[-1] + 1))
         during[part] = max(during[part], peak)
-    forward, layers = dict[str, int](), {f"blocks.{b.index}": len(b.layers) for b in plan.layout.blocks}
+    forward, layers = dict[str, int](), _layers(plan)
     for index, part in frozen:
         passing_now = costs[part].kept // layers.get(part, 1)
-        forward[part] = max(forward.get(part, 0), kept[index] + passing_now)
-    return Activations(max(kept, default=0), during, forward)
+        forward[part] = max(forward.get(part, 0), held[index] + passing_now)
+    return Activations(max(kept, default=0), during, forward, max(features, default=0))
 
 
-def _parts(plan: Plan) -> dict[tuple[int | None, str | None], tuple[tuple[str, bool], ...]]:
+_Part = tuple[str, bool]
+"""A part of a model, and whether it has a backward."""
+
+
+def _events(op: Op, parts: Mapping[tuple[int | None, str | None], tuple[_Part, ...]]) -> Sequence[_Part | None]:
+    """The parts that an op runs, in order; a single None for a message of an edge."""
+    if op.edge is not None:
+        return [None]
+    if op.act not in (Act.F, Act.B):
+        return []
+    return parts[op.segment, op.phase][:: 1 if op.act is Act.F else -1]
+
+
+def _parts(plan: Plan) -> dict[tuple[int | None, str | None], tuple[_Part, ...]]:
     """The parts that each phase of each segment runs, in order, and whether they have a backward: all parts if
     the segment is a single phase."""
+    modules = plan.schedule.graph.segments
     return {
         (segment, phase.name): tuple(
-            (part_of(each), each.backward) for each in (inner if phase.kind == "segment" else [phase])
+            (unit_name(modules[segment].module, part_of(each)), each.backward)
+            for each in (inner if phase.kind == "segment" else [phase])
         )
         for segment, phases in enumerate(plan.schedule.phases)
         for inner in [phases_of(plan, segment)]
         for phase in phases
     }
+
+
+def _layers(plan: Plan) -> dict[str, int]:
+    """The number of layers of each block."""
+    layouts = {LANGUAGE: plan.layout} | {name: each.layout for name, each in plan.encoders.items()}
+    return {
+        unit_name(name, f"blocks.{block.index}"): len(block.layers)
+        for name, layout in layouts.items()
+        for block in layout.blocks
+    }
+
+
+def _waiting(
+    plan: Plan, station: int, ops: Sequence[Op], edges: Iterable[EdgeEstimate]
+) -> Iterator[tuple[Sequence[int], int]]:
+    """From when to when rows of edges and their gradients wait on a rank, by the indices of ops, and their
+    bytes. On both sides of an edge, a send also posts the receives, so what arrives waits from then on until
+    its turn. On one side, it is received right before its turn; what was sent may wait for its reader until the
+    gradients are back or, if none come back, until the channel is full."""
+    graph, places = plan.schedule.graph, _places(ops)
+    for each, number in product(edges, range(plan.schedule.micro_batches)):
+        edge = graph.edge(each.name)
+        assert edge is not None
+        makes, reads = station in graph.stations[edge.source], station in graph.stations[edge.target]
+        backward = plan.schedule.backwards[edge.source]
+        if reads:
+            arrives = places[Act.SEND_F if makes else Act.RECV_F, number, each.name]
+            yield (arrives, places[Act.F, number, edge.target]), each.target_bytes
+        if makes and backward:
+            arrives = places[Act.SEND_B if reads else Act.RECV_B, number, each.name]
+            yield (arrives, places[Act.B, number, edge.source]), each.source_bytes
+        if reads and backward and not makes:
+            yield (places[Act.SEND_B, number, each.name],), each.target_bytes
+        if makes and not reads:
+            full = places.get((Act.SEND_F, number + each.in_flight, each.name), len(ops) - 1)
+            gone = places[Act.RECV_B, number, each.name] if backward else full
+            yield (places[Act.SEND_F, number, each.name], gone), each.source_bytes
+
+
+def _places(ops: Sequence[Op]) -> dict[tuple[Act, int | None, int | str | None], int]:
+    """Where each turn begins, by its segment, and where each message stands, by its edge."""
+    places: dict[tuple[Act, int | None, int | str | None], int] = {}
+    for index, op in enumerate(ops):
+        places.setdefault((op.act, op.micro_batch, op.segment if op.edge is None else op.edge), index)
+    return places
 
 
 def _sums(count: int, intervals: Iterable[tuple[Sequence[int], int]]) -> list[int]:

@@ -1,32 +1,146 @@
-"""One rank of a pipeline stage without processes: groups without communicators, a model on the meta device."""
+"""One rank of a pipeline stage without processes: groups without communicators, a model on the meta device.
+
+A rank of a station may hold stages of several modules: `held_modules` has each of them, with its own grid.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
 from types import MappingProxyType
 
 import torch
 
-from braid.choices import kernel_modes, recomputed
+from braid.architecture import Trunk
+from braid.choices import DispatcherName, Strategy, kernel_modes, recomputed
+from braid.config import Mesh
 from braid.distributed.collectives import ALONE, Group, Groups
 from braid.errors import ConfigError
+from braid.model.encoder import EncoderModel
 from braid.model.language import LanguageModel
-from braid.nn.cost import Workload
+from braid.nn.cost import Cost, Workload
 from braid.nn.dtypes import DTYPES
+from braid.pattern import Layout
 from braid.planning import divisibility
-from braid.planning.local_model import build_local_model, choose_kernels
+from braid.planning.divisibility import AxisSizes
+from braid.planning.local_model import (
+    build_local_encoder,
+    build_local_model,
+    choose_encoder_kernels,
+    choose_kernels,
+)
+from braid.planning.modules import ModulePlan
 from braid.planning.plan import Plan, span_of
+from braid.planning.trained import matches
+from braid.schedule.graph import LANGUAGE, unit_name
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldModule:
+    """A pipeline stage of one module, on the rank of it with the largest shards."""
+
+    name: str
+    """Of the module: `language`, `vision`."""
+    stage: int
+    """Pipeline stage of the module."""
+    segments: tuple[int, ...]
+    """Its segments, by their numbers in the schedule."""
+    layout: Layout
+    model: LanguageModel | EncoderModel
+    axes: AxisSizes
+    strategy: Strategy
+    workload: Workload
+    """Its fullest micro-batch."""
+    trained: frozenset[str]
+    """Names of its trained parameters."""
+
+    def name_of(self, part: str) -> str:
+        """A part or unit of the module, by its name among those of all modules: `vision/blocks.3`."""
+        return unit_name(self.name, part)
+
+    @property
+    def layers(self) -> str:
+        """The pattern of its layers."""
+        return "|".join(str(self.layout.segments[segment]) for segment in self.model.segments)
+
+    @property
+    def weights(self) -> int:
+        """Parameters of the rank before FSDP sharding."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    @cached_property
+    def costs(self) -> dict[str, Cost]:
+        """The cost of each part for one micro-batch, in forward order."""
+        return {self.name_of(part): cost for part, cost in self.model.costs(self.workload).items()}
+
+
+def held_modules(plan: Plan, station: int, device: str) -> tuple[HeldModule, ...]:
+    """What the ranks of a station hold: encoders, then the language model, which reads them."""
+    graph = plan.schedule.graph
+    modules: dict[str, list[int]] = {}
+    for segment in plan.schedule.segments_of(station):
+        modules.setdefault(graph.segments[segment].module, []).append(segment)
+    encoders = [
+        _held_encoder(plan, plan.encoders[name], segments, device)
+        for name, segments in modules.items()
+        if name != LANGUAGE
+    ]
+    language = [_held_language(plan, segments, device) for segments in [modules.get(LANGUAGE)] if segments]
+    return (*encoders, *language)
+
+
+def _held_language(plan: Plan, segments: list[int], device: str) -> HeldModule:
+    stage = next(each.rank for each in plan.stages if segments[0] in [int(s.index) for s in each.segments])
+    model = model_of(plan, first_rank(plan, stage), device)
+    return HeldModule(
+        name=LANGUAGE,
+        stage=stage,
+        segments=tuple(segments),
+        layout=plan.layout,
+        model=model,
+        axes=plan.axes,
+        strategy=plan.run.mesh.shard,
+        workload=workload_of(plan, device),
+        trained=plan.trained(model),
+    )
+
+
+def _held_encoder(plan: Plan, encoder: ModulePlan, segments: list[int], device: str) -> HeldModule:
+    stage, mesh = segments[0] - encoder.first_segment, encoder.module.mesh
+    groups = _groups(encoder.module.model, encoder.layout, encoder.axes, stage)
+    chosen = choose_encoder_kernels(plan, encoder.name, torch.device(device))
+    model = build_local_encoder(
+        plan, encoder.name, groups, chosen, device=torch.device("meta"), dispatcher=_countable(mesh)
+    )
+    tensors = model.canonical().items()
+    return HeldModule(
+        name=encoder.name,
+        stage=stage,
+        segments=tuple(segments),
+        layout=encoder.layout,
+        model=model,
+        axes=encoder.axes,
+        strategy=mesh.shard,
+        workload=encoder_workload(plan, encoder, device),
+        trained=frozenset(each.parameter for name, each in tensors if matches(name, encoder.module.trained)),
+    )
+
+
+# -------------------------------------------------------------------------------------- groups and models
 
 
 def first_rank(plan: Plan, stage: int) -> Groups:
     """The groups of the first rank of a stage: uneven shards are largest on the first rank."""
-    axes = plan.axes
+    return _groups(plan.run.model, plan.layout, plan.axes, stage)
 
+
+def _groups(shape: Trunk, layout: Layout, axes: AxisSizes, stage: int) -> Groups:
     def group(name: str, size: int, rank: int = 0) -> Group:
         return ALONE if size == 1 else Group(name=name, size=size, rank=rank, handle=None)
 
     ends = stage in (0, axes.pp - 1)
-    runs = divisibility.tp_runs(plan.run.model, plan.layout.kinds(), axes.tp)
+    runs = divisibility.tp_runs(shape, layout.kinds(), axes.tp)
     return Groups(
         tp=group("tp", axes.tp),
         cp=group("cp", axes.cp),
@@ -40,7 +154,7 @@ def first_rank(plan: Plan, stage: int) -> Groups:
         etp=group("etp", axes.etp),
         ep_etp=group("ep_etp", axes.ep * axes.etp),
         edp=group("edp", axes.edp),
-        world=group("world", plan.grid.size),
+        world=group("world", axes.slab * axes.pp),
         tp_runs=MappingProxyType({length: group(f"tp_run_{length}", length) for length in runs}),
     )
 
@@ -48,25 +162,59 @@ def first_rank(plan: Plan, stage: int) -> Groups:
 def model_of(plan: Plan, groups: Groups, device: str) -> LanguageModel:
     """The model of the rank with these groups, on the meta device, with the kernels it would use on
     `device`."""
-    # DeepEP may not be installed here. It sends at most as much as an all-to-all, so count that instead.
-    dispatcher = "all_to_all" if plan.run.mesh.dispatcher == "deep_ep" else plan.run.mesh.dispatcher
     chosen = choose_kernels(plan, torch.device(device))
-    return build_local_model(plan, groups, chosen, device=torch.device("meta"), dispatcher=dispatcher)
+    return build_local_model(
+        plan, groups, chosen, device=torch.device("meta"), dispatcher=_countable(plan.run.mesh)
+    )
+
+
+def _countable(mesh: Mesh) -> DispatcherName:
+    """DeepEP may not be installed here. It sends at most as much as an all-to-all, so count that instead."""
+    return "all_to_all" if mesh.dispatcher == "deep_ep" else mesh.dispatcher
+
+
+# ---------------------------------------------------------------------------------------------- workloads
 
 
 def workload_of(plan: Plan, device: str) -> Workload:
-    """The input of a rank in one micro-batch, and what it recomputes."""
+    """The input of a rank of the language model in one micro-batch, and what it recomputes."""
+    rows, segments = plan.micro_batch_samples // plan.axes.dp, range(len(plan.layout.segments))
+    span = span_of(plan.run, plan.layout)
+    return _workload(plan, segments, device, rows=rows, tokens=plan.run.data.sequence_tokens, span=span)
+
+
+def encoder_workload(plan: Plan, encoder: ModulePlan, device: str) -> Workload:
+    """The pack of a lane of an encoder in the fullest micro-batch, padded as the encoder pads it."""
+    ranks, group = encoder.axes.tp * encoder.axes.cp, encoder.module.model.group
+    rows = lane_patches(plan, encoder) // group
+    tokens = group * ranks * max(1, -(-rows // ranks))
+    span = max(plan.run.train.recompute_span, 1)
+    return _workload(plan, encoder.segments, device, rows=1, tokens=tokens, span=span)
+
+
+def lane_patches(plan: Plan, encoder: ModulePlan) -> int:
+    """Patches of a dp lane if all samples of a micro-batch have as many items and patches as they may have.
+    Items are equal, and lanes are as even as whole items allow."""
+    module, samples = encoder.module, plan.micro_batch_samples
+    group = module.model.group
+    item = group * -(-module.most_patches // (module.most_items * group))
+    items = -(-samples * module.most_items // encoder.axes.dp)
+    return min(items * item, samples * module.most_patches)
+
+
+def _workload(
+    plan: Plan, segments: Iterable[int], device: str, *, rows: int, tokens: int, span: int
+) -> Workload:
     if device not in ("cpu", "cuda"):
         raise ConfigError(f"device {device}: must be cpu or cuda")
+    train = plan.run.train
     workload = Workload(
-        rows=plan.micro_batch_samples // plan.axes.dp,
-        tokens=plan.run.data.sequence_tokens,
-        dtype=DTYPES[plan.run.train.dtype],
-        recompute=recomputed(plan.run.train.recompute),
-        span=span_of(plan.run, plan.layout),
-        references=frozenset(
-            op for op, mode in kernel_modes(plan.run.train.kernels).items() if mode == "reference"
-        ),
-        fine=any(phase.kind == "experts" for phases in plan.schedule.phases for phase in phases),
+        rows=rows,
+        tokens=tokens,
+        dtype=DTYPES[train.dtype],
+        recompute=recomputed(train.recompute),
+        span=span,
+        references=frozenset(op for op, mode in kernel_modes(train.kernels).items() if mode == "reference"),
+        fine=any(phase.kind == "experts" for segment in segments for phase in plan.schedule.phases[segment]),
     )
     return workload if device == "cuda" else replace(workload, device="cpu")

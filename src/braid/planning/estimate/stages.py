@@ -1,19 +1,22 @@
-"""estimate(plan) -> Estimate: peak memory and collective traffic of every pipeline stage."""
+"""estimate(plan) -> Estimate: peak memory and collective traffic of every pipeline stage, or station."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
-from braid.model.language import LanguageModel
-from braid.nn.cost import Call, Workload
+from braid.nn.cost import Call, Cost
+from braid.planning.estimate.edges import EdgeEstimate, edges_of
 from braid.planning.estimate.memory import Memory, Step, memory_of
 from braid.planning.estimate.moments import activations
-from braid.planning.estimate.rank import first_rank, model_of, workload_of
-from braid.planning.estimate.weights import copy_calls, held_units, peak_gathered, sharding_calls
+from braid.planning.estimate.rank import HeldModule, held_modules
+from braid.planning.estimate.weights import HeldUnit, copy_calls, held_units, peak_gathered, sharding_calls
+from braid.planning.local_model import is_alone
 from braid.planning.plan import Plan
-from braid.schedule import Act, live_peaks
+from braid.schedule import Act, live_peaks, segment_peaks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,53 +46,124 @@ class StageEstimate:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StationEstimate:
+    """Estimate for a rank of a station. Memory kinds are sums over its modules, but for those that peak at
+    different times: gathered weights, activations and temporaries."""
+
+    ranks: tuple[int, ...]
+    modules: dict[str, StageEstimate]
+    """Its modules by name, each as if it were alone on the rank."""
+    memory: Memory
+    features: int
+    """Most bytes of rows of edges, and of their gradients, that wait to be read or to leave."""
+    edge_sends: dict[str, int]
+    """Bytes of rows and gradients that the rank sends over each edge in one step, if none of them stay."""
+
+    @property
+    def sent(self) -> int:
+        """Bytes sent by the rank in one step."""
+        return sum(sum(each.sent.values()) for each in self.modules.values()) + sum(self.edge_sends.values())
+
+
+@dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """Estimates of all stages of a plan."""
+    """Estimates of all stages of a plan, or of all stations if it has several modules."""
 
     plan: Plan
     device: str
     """`cuda` or `cpu`."""
-    stages: tuple[StageEstimate, ...]
+    stages: tuple[StageEstimate, ...] = ()
+    """The pipeline stages of a plan without modules."""
+    stations: tuple[StationEstimate, ...] = ()
+    """The stations of a plan with modules, in the order of the schedule's lists."""
+    edges: tuple[EdgeEstimate, ...] = ()
 
     @property
     def peak(self) -> int:
-        """Peak memory in bytes, over all stages."""
-        return max(stage.memory.peak for stage in self.stages)
+        """Peak memory in bytes, over all ranks."""
+        memories = [stage.memory for stage in self.stages] + [station.memory for station in self.stations]
+        return max(memory.peak for memory in memories)
 
 
 def estimate(plan: Plan, device: str = "cuda") -> Estimate:
     """Memory and communication of every stage of a plan on a `device` (`cuda` or `cpu`)."""
-    live, workload = live_peaks(plan.schedule), workload_of(plan, device)
-    stages = (_stage(plan, stage, live[stage], workload, device) for stage in range(plan.axes.pp))
+    if plan.encoders:
+        edges = tuple(edges_of(plan))
+        stations = (_station(plan, station, edges, device) for station in range(plan.schedule.pp))
+        return Estimate(plan=plan, device=device, stations=tuple(stations), edges=edges)
+    # `live_peaks` counts forwards of segments; a micro-batch has one for each segment of the rank.
+    live = [-(-each // plan.schedule.virtual) for each in live_peaks(plan.schedule)]
+    stages = (
+        _stage(plan, stage, live[stage], module)
+        for stage in range(plan.axes.pp)
+        for module in _counted(plan, stage, device)
+    )
     return Estimate(plan=plan, device=device, stages=tuple(stages))
 
 
-def _stage(plan: Plan, stage: int, live: int, workload: Workload, device: str) -> StageEstimate:
-    run, model = plan.run, model_of(plan, first_rank(plan, stage), device)
-    costs, units, ops = model.costs(workload), held_units(model, plan, stage), plan.schedule.ops[stage]
-    micro_batches, segments = run.train.micro_batches, plan.stages[stage].segments
+class _Counted(NamedTuple):
+    """A module of a rank, with its FSDP units."""
+
+    held: HeldModule
+    units: list[HeldUnit]
+
+
+def _counted(plan: Plan, station: int, device: str) -> list[_Counted]:
+    return [_Counted(module, held_units(module, plan)) for module in held_modules(plan, station, device)]
+
+
+def _station(plan: Plan, station: int, edges: Sequence[EdgeEstimate], device: str) -> StationEstimate:
+    modules, live = _counted(plan, station, device), segment_peaks(plan.schedule)
+    memory, features = _memory(plan, station, modules, edges)
+    return StationEstimate(
+        ranks=plan.schedule.graph.ranks[station],
+        modules={
+            module.held.name: _stage(
+                plan, station, max(live[segment] for segment in module.held.segments), module
+            )
+            for module in modules
+        },
+        memory=memory,
+        features=features,
+        edge_sends=dict(_edge_sends(plan, station, edges)),
+    )
+
+
+def _stage(plan: Plan, station: int, live: int, module: _Counted) -> StageEstimate:
+    """Estimate for one module of a station. Without modules, stations are pipeline stages."""
+    held, micro_batches = module.held, plan.run.train.micro_batches
+    calls = [call for cost in held.costs.values() for call in cost.times(micro_batches).calls]
+    if not is_alone(plan):
+        calls += sharding_calls(module.units, plan.schedule.ops[station])
+        calls += copy_calls(held)
+    return StageEstimate(
+        stage=held.stage,
+        layers=held.layers,
+        weights=held.weights,
+        live=live,
+        memory=_memory(plan, station, [module])[0],
+        calls=tuple(_merge(calls)),
+        sends=_sends(plan, station, held),
+    )
+
+
+def _memory(
+    plan: Plan, station: int, modules: Sequence[_Counted], edges: Sequence[EdgeEstimate] = ()
+) -> tuple[Memory, int]:
+    """Memory of a rank with these modules, and how much of it rows of edges take."""
+    ops, costs = plan.schedule.ops[station], dict[str, Cost]()
+    for module in modules:
+        costs |= module.held.costs
+    units = [unit for module in modules for unit in module.units]
+    live = activations(plan, station, costs, edges)
     step = Step(
-        single=plan.grid.size == 1,
-        strategy=run.mesh.shard,
-        micro_batches=micro_batches,
-        activations=activations(plan, stage, costs),
+        single=is_alone(plan),
+        micro_batches=plan.run.train.micro_batches,
+        activations=live,
         gathered=peak_gathered(units, ops),
         whole=any(phase.kind == "segment" for phases in plan.schedule.phases for phase in phases),
     )
-    calls = [call for cost in costs.values() for call in cost.times(micro_batches).calls]
-    if plan.grid.size > 1:
-        calls += sharding_calls(units, ops)
-        calls += copy_calls(model, plan)
-    return StageEstimate(
-        stage=stage,
-        layers="|".join(str(segment) for segment in segments),
-        weights=sum(parameter.numel() for parameter in model.parameters()),
-        # `live_peaks` counts forwards of segments; a micro-batch has one for each segment of the rank.
-        live=-(-live // plan.schedule.virtual),
-        memory=memory_of(units, costs, step),
-        calls=tuple(_merge(calls)),
-        sends=_sends(plan, stage, workload, model),
-    )
+    return memory_of(units, costs, step), live.features
 
 
 def _merge(calls: Iterable[Call]) -> Iterable[Call]:
@@ -101,7 +175,18 @@ def _merge(calls: Iterable[Call]) -> Iterable[Call]:
     return (kind._replace(times=times) for kind, times in totals.items())
 
 
-def _sends(plan: Plan, stage: int, workload: Workload, model: LanguageModel) -> int:
-    """Bytes of activations and their gradients that the schedule sends to other stages."""
-    count = sum(op.act in (Act.SEND_F, Act.SEND_B) for op in plan.schedule.ops[stage])
-    return count * workload.local_tokens(model.groups.tp_cp) * prod(model.shape.stream) * workload.narrow
+def _sends(plan: Plan, station: int, module: HeldModule) -> int:
+    """Bytes of activations and their gradients that the schedule sends to other stages of the module."""
+    own = (op for op in plan.schedule.ops[station] if op.edge is None and op.segment in module.segments)
+    count = sum(op.act in (Act.SEND_F, Act.SEND_B) for op in own)
+    tokens = module.workload.local_tokens(module.model.groups.tp_cp)
+    return count * tokens * prod(module.model.shape.stream) * module.workload.narrow
+
+
+def _edge_sends(plan: Plan, station: int, edges: Iterable[EdgeEstimate]) -> Iterator[tuple[str, int]]:
+    """Bytes that a rank of a station sends over each edge that it is on."""
+    acts = Counter((op.edge, op.act) for op in plan.schedule.ops[station] if op.edge is not None)
+    for edge in edges:
+        rows, gradients = acts[edge.name, Act.SEND_F], acts[edge.name, Act.SEND_B]
+        if (rows or gradients) and not edge.is_local:
+            yield edge.name, rows * edge.source_bytes + gradients * edge.target_bytes

@@ -10,11 +10,12 @@ from math import prod
 import torch
 from torch import nn
 
+from braid.choices import Strategy
 from braid.engine.fsdp import shard_dims
 from braid.engine.weights import parameters_of_units
 from braid.kernels.grouped_mlp.product import WritesInPlace
 from braid.model.declaration import chains, form_of
-from braid.model.language import LanguageModel
+from braid.model.stacked import StackedModel
 from braid.nn.canonical import Shard
 from braid.nn.cost import Call
 from braid.nn.embedding import Head
@@ -22,6 +23,8 @@ from braid.nn.linear import Linear, RowLinear
 from braid.nn.moe.experts import SHARD_DIMS, Experts
 from braid.optim.gradients import replicated_parts
 from braid.planning.divisibility import AxisSizes
+from braid.planning.estimate.rank import HeldModule
+from braid.planning.modules import in_module
 from braid.planning.plan import Plan
 from braid.schedule import Act, Ops, Phase
 from braid.schedule.freezing import freeze_phases
@@ -33,10 +36,11 @@ class HeldUnit:
     """One FSDP unit, on the rank with its largest shard."""
 
     name: str
-    """Module path."""
+    """Module path, behind the name of its module: `vision/stack.blocks.3`."""
     part: str
-    """Part of the model, as named by `LanguageModel.costs`."""
+    """Part of the model, as named by `HeldModule.costs`."""
     mesh: str
+    strategy: Strategy
     shards: int
     """Ranks that the unit is sharded over."""
     copies: int
@@ -73,18 +77,15 @@ class HeldUnit:
         return self.gathered * self.computed
 
 
-def held_units(model: LanguageModel, plan: Plan, stage: int) -> list[HeldUnit]:
-    """The units of a stage, in forward order."""
-    phases = [phase for segment in plan.schedule.segments_of(stage) for phase in phases_of(plan, segment)]
+def held_units(module: HeldModule, plan: Plan) -> list[HeldUnit]:
+    """The units of a stage of a module, in forward order."""
+    phases = [phase for segment in module.segments for phase in phases_of(plan, segment)]
     # A unit used by several phases gets its gradient in the last of them, which backward runs first.
     parts = {unit: part_of(phase) for phase in phases for unit in phase.units}
-    units, names = model.units(), dict(model.named_parameters())
-    held = parameters_of_units(model, [unit.path for unit in units])
-    trained = plan.trained(model)
+    units, names = module.model.units(), dict(module.model.named_parameters())
+    held = parameters_of_units(module.model, [unit.path for unit in units])
     return [
-        _held(
-            unit, parts[unit.path], [(name, names[name]) for name in held[unit.path]], model, plan.axes, trained
-        )
+        _held(unit, parts[module.name_of(unit.path)], [(name, names[name]) for name in held[unit.path]], module)
         for unit in units
         if held[unit.path]
     ]
@@ -95,13 +96,19 @@ def phases_of(plan: Plan, segment: int) -> tuple[Phase, ...]:
     phases = plan.schedule.phases[segment]
     if [phase.kind for phase in phases] != ["segment"]:
         return phases
-    every = [chain.phases for chain in chains(plan.layout, form_of(plan.run.model, plan.run.train.dtype))]
-    frozen = frozenset() if plan.selection is None else plan.selection.frozen_units
-    return freeze_phases(every, frozen)[segment]
+    name, dtype = plan.schedule.graph.segments[segment].module, plan.run.train.dtype
+    frozen = {unit for each in plan.schedule.phases for phase in each for unit in phase.frozen}
+    if name not in plan.encoders:
+        every = [chain.phases for chain in chains(plan.layout, form_of(plan.run.model, dtype))]
+        return freeze_phases(every, frozen)[segment]
+    encoder = plan.encoders[name]
+    own = chains(encoder.layout, form_of(encoder.module.model, dtype))
+    named = [[in_module(name, phase) for phase in chain.phases] for chain in own]
+    return freeze_phases(named, frozen)[segment - encoder.first_segment]
 
 
 def part_of(phase: Phase) -> str:
-    """The part of the model that a phase runs, as named by `LanguageModel.costs`; a "pass" phase runs none."""
+    """The part of its model that a phase runs, as `StackedModel.costs` names it; a "pass" phase runs none."""
     if phase.depth is not None:
         return f"mtp.{phase.depth}"
     if phase.block is not None:
@@ -113,25 +120,23 @@ def _held(
     unit: Unit,
     part: str,
     weights: list[tuple[str, nn.Parameter]],
-    model: LanguageModel,
-    axes: AxisSizes,
-    trained: frozenset[str],
+    module: HeldModule,
 ) -> HeldUnit:
-    shards, copies = _sharing(unit.mesh, axes)
-    module = model.get_submodule(unit.path)
-    dims = shard_dims(module)
+    model, (shards, copies) = module.model, _sharing(unit.mesh, module.axes)
+    dims = shard_dims(model.get_submodule(unit.path))
     sizes = [_shard_size(p, dims.get(name.rpartition(".")[2], 0), shards) for name, p in weights]
     stored = weights[0][1].dtype
     in_place = sum(p.numel() for name, p in weights if _written_in_place(model, name))
     return HeldUnit(
-        name=unit.path,
-        part=part,
+        name=module.name_of(unit.path),
+        part=module.name_of(part),
         mesh=unit.mesh,
+        strategy=module.strategy,
         shards=shards,
         copies=copies,
         gathered=shards * sum(sizes),
         kept=sum(sizes),
-        learned=sum(size for size, (name, _) in zip(sizes, weights, strict=True) if name in trained)
+        learned=sum(size for size, (name, _) in zip(sizes, weights, strict=True) if name in module.trained)
         / max(sum(sizes), 1),
         stored=stored.itemsize,
         computed=stored.itemsize if unit.wide else min(stored.itemsize, model.dtype.itemsize),
@@ -140,7 +145,7 @@ def _held(
     )
 
 
-def _written_in_place(model: LanguageModel, name: str) -> bool:
+def _written_in_place(model: StackedModel, name: str) -> bool:
     """Whether the gradient of a parameter is written to its main gradient."""
     match model.get_submodule(name.rpartition(".")[0]):
         case Linear() | RowLinear():
@@ -198,10 +203,14 @@ def sharding_calls(units: list[HeldUnit], ops: Ops) -> Iterator[Call]:
             yield Call("all_reduce", family, unit.copies, f"{what} gradients, replicas", grads, sums)
 
 
-def copy_calls(model: LanguageModel, plan: Plan) -> Iterator[Call]:
+def copy_calls(module: HeldModule) -> Iterator[Call]:
     """All-reduces of the gradients of weights replicated over tp or pp: one per group and dtype in a step."""
-    trained = plan.trained(model)
-    shards = {name: _first_shard(name, p, plan) for name, p in model.named_parameters() if name in trained}
+    model = module.model
+    shards = {
+        name: _first_shard(name, p, module.axes)
+        for name, p in model.named_parameters()
+        if name in module.trained
+    }
     dtypes = {name: torch.promote_types(p.dtype, torch.float32) for name, p in model.named_parameters()}
     shapes = {name: p.shape for name, p in model.named_parameters()}
     totals: dict[tuple[str, int, torch.dtype], int] = {}
@@ -215,8 +224,8 @@ def copy_calls(model: LanguageModel, plan: Plan) -> Iterator[Call]:
         yield Call("all_reduce", family, ranks, "gradients of replicated weights", payload)
 
 
-def _first_shard(name: str, parameter: nn.Parameter, plan: Plan) -> Shard:
+def _first_shard(name: str, parameter: nn.Parameter, axes: AxisSizes) -> Shard:
     last = name.rpartition(".")[2]
     mesh = "expert" if last in SHARD_DIMS else "dense"
-    dim, (shards, _) = SHARD_DIMS.get(last, 0), _sharing(mesh, plan.axes)
+    dim, (shards, _) = SHARD_DIMS.get(last, 0), _sharing(mesh, axes)
     return Shard(dim, 0, -(-parameter.shape[dim] // shards))
