@@ -5,6 +5,7 @@ from itertools import combinations
 import pytest
 
 from braid.schedule import Act, Costs, Edge, Segment, draw, draw_text, interleaved, multimodule, simulate
+from braid.schedule.draw import held_stages, module_letters
 from tests.schedule.module_cases import drawn
 from tests.schedule.test_draw import boxes, elements, extent, number, picture
 
@@ -42,7 +43,9 @@ def test_a_row_for_each_station_and_a_colour_for_each_module(timeline):
     texts = [text.text for text in elements(root, "text")]
     assert f"{len(graph.modules)} modules" in texts[0]
     assert f"{timeline.schedule.pp} station" in texts[0]
-    assert set(graph.modules[1:]) <= set(texts)
+    letters = module_letters(graph.modules)
+    assert {f"{letters[name]} {name}" for name in graph.modules[1:]} <= set(texts)
+    assert {held_stages(graph, station) for station in range(timeline.schedule.pp)} <= set(texts)
     fill, module_of = fills(root), {}
     for group in elements(root, "g"):
         (rect,), title = elements(group, "rect"), elements(group, "title")[0].text
@@ -76,8 +79,10 @@ def test_nothing_overlaps_and_everything_lies_inside(timeline):
             assert right <= other_left + 0.5 or other_right <= left + 0.5
 
 
-def test_rows_are_labelled_with_ranks():
+def test_rows_are_labelled_with_stages_and_ranks():
     texts = [text.text for text in elements(picture(example()), "text")]
+    assert {"language 0 + vision 0", "language 1 + vision 0", "language 1", "audio 0", "audio 1"} <= set(texts)
+    assert {"V0", "A7", "3"} <= set(texts), "micro-batches of encoders have their letter"
     assert [each for each in texts if each in ("0-3", "4-5", "6-7", "8", "9", "ranks")].count("ranks") == 1
     assert {"0-3", "4-5", "6-7"} <= set(texts)
     scattered = Segment(module="language", ranks=tuple(range(0, 40, 2)))

@@ -16,7 +16,15 @@ import tyro
 
 from braid.cli.args import optional, parse_options, perfetto_hint, print_table, split_positional
 from braid.cli.ops import format_ops
-from braid.cli.plan_notes import estimate_gaps, ineffective_options, schedule_summary, trained_summary
+from braid.cli.plan_modules import module_header, modules_json, print_edges_and_ahead, station_table
+from braid.cli.plan_notes import (
+    estimate_gaps,
+    ineffective_options,
+    module_notes,
+    schedule_summary,
+    trained_summary,
+)
+from braid.cli.plan_tables import MEMORY_COLUMNS, layers_cell, stage_json, traffic_table
 from braid.cli.recipes import RunFields, expand_recipe_help
 from braid.cli.sources import load_source
 from braid.errors import ConfigError, ExitCode, Problem
@@ -25,16 +33,13 @@ from braid.planning.plan import plan as make_plan
 from braid.validators import nearest
 
 if TYPE_CHECKING:
-    from braid.planning.estimate import Advice, Estimate, StageEstimate
-    from braid.schedule import Timeline
+    from braid.planning.estimate import Advice, Estimate
 
 GIB = 2**30
 MILLISECOND = 1e-3
 DEVICES = MappingProxyType({"a100": 79, "h100": 79, "h200": 139, "b200": 178})
 """GiB available to a process on each device (A100 and H100: the 80 GB versions)."""
 UNITS = MappingProxyType({"gib": GIB, "gb": 10**9, "mib": 2**20, "mb": 10**6})
-MAX_LAYERS = 24
-"""Symbols shown of a stage's pattern."""
 WIDTH = 240
 """Table width if stdout is not a terminal."""
 
@@ -100,23 +105,29 @@ def show_plan(args: list[str]) -> int:
     limit = None if opts.device_memory is None else _parse_bytes(opts.device_memory)
     advice = advise(result, limit) if limit is not None and result.peak > limit else []
     if opts.json:
-        print(json.dumps(_as_json(result, limit, advice), indent=2))
+        form = modules_json if plan.encoders else _as_json
+        print(
+            json.dumps({**_facts(result, limit), **form(result), "advice": list(map(asdict, advice))}, indent=2)
+        )
     else:
         _print(result, limit, advice)
     return ExitCode.OK
 
 
 def _write_svg(plan: Plan, file: Path) -> None:
+    from braid.planning.timeline import simulated_timeline
     from braid.schedule import draw
 
-    _write("svg", file, draw(_timeline(plan)))
+    _write("svg", file, draw(simulated_timeline(plan)))
 
 
 def _write_trace(plan: Plan, file: Path) -> None:
+    from braid.planning.timeline import simulated_timeline
     from braid.schedule.trace import predicted_trace
 
-    first_ranks = [ranks[0] for ranks in zip(*plan.grid.groups("pp"), strict=True)]
-    trace = predicted_trace(_timeline(plan), first_ranks, second=MILLISECOND)
+    rows = plan.schedule.graph.ranks if plan.encoders else zip(*plan.grid.groups("pp"), strict=True)
+    first_ranks = [ranks[0] for ranks in rows]
+    trace = predicted_trace(simulated_timeline(plan), first_ranks, second=MILLISECOND)
     _write("trace", file, json.dumps(trace))
 
 
@@ -126,21 +137,6 @@ def _write(option: str, file: Path, text: str) -> None:
         file.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write --{option} {file}: {error.strerror}; choose another file") from error
-
-
-def _timeline(plan: Plan) -> Timeline:
-    """Simulated timeline of a step. Costs are FLOPs; the unit of time is the shortest forward of a segment."""
-    from braid.planning.plan import phase_flops
-    from braid.schedule import Costs, simulate
-
-    run = plan.run
-    if run.mesh.overlap or run.mesh.schedule != "auto":
-        # FLOPs are known per block, not per phase: use the simulator's fixed costs.
-        return simulate(plan.schedule)
-    flops = phase_flops(plan)
-    unit = min((sum(segment.values()) for segment in flops if segment), default=1)
-    costs = {phase: count / unit for segment in flops for phase, count in segment.items()}
-    return simulate(plan.schedule, Costs(phases=costs))
 
 
 # ------------------------------------------------------------------------------------- device memory
@@ -171,16 +167,17 @@ def _print(result: Estimate, limit: int | None, advice: list[Advice]) -> None:
     console = rich.console.Console(highlight=False)
     if not console.is_terminal:
         console = rich.console.Console(highlight=False, width=WIDTH)
-    console.print(_header(result))
+    several, (unit, size) = bool(result.plan.encoders), _unit(result.peak)
+    console.print(module_header(result) if several else _header(result))
     if summary := schedule_summary(result.plan):
         console.print(f"schedule: {summary}")
     if summary := trained_summary(result.plan):
         console.print(f"trained: {summary}")
-    for note in ineffective_options(result.plan):
+    for note in (*ineffective_options(result.plan), *module_notes(result.plan)):
         console.print(f"note: {note}")
     console.print()
-    console.print(f"memory of one rank per stage, {_unit(result.peak)[0]}", style="bold")
-    print_table(*_memory_table(result), console)
+    console.print(f"memory of one rank per {'station' if several else 'stage'}, {unit}", style="bold")
+    print_table(*(station_table(result, size) if several else _memory_table(result)), console)
     for note in estimate_gaps(result.plan):
         console.print(f"not counted: {note}")
     if limit is not None:
@@ -190,13 +187,16 @@ def _print(result: Estimate, limit: int | None, advice: list[Advice]) -> None:
             fits = "fits" if change.peak <= limit else "still too much"
             console.print(f"  --{change.field} {change.value} would need {_gib(change.peak)} GiB: {fits}")
     console.print()
+    if several:
+        print_edges_and_ahead(result, (unit, size), console)
+        return
     busiest = max(result.stages, key=lambda stage: sum(stage.sent.values()))
     if not busiest.sent:
         console.print("no communication: there is one rank")
         return
     of_stage = f" of stage {busiest.stage}, the busiest," if len(result.stages) > 1 else ""
     console.print(f"sent by one rank{of_stage} per step, MiB", style="bold")
-    print_table(*_traffic_table(busiest), console)
+    print_table(*traffic_table(busiest), console)
 
 
 def _header(result: Estimate) -> str:
@@ -215,10 +215,6 @@ def _header(result: Estimate) -> str:
     )
 
 
-MEMORY_COLUMNS = ("parameters", "gathered", "gradients", "optimizer", "activations", "temporary", "peak")
-"""Fields of `Memory` shown in the table."""
-
-
 def _memory_table(result: Estimate) -> tuple[list[str], list[list[str]]]:
     columns, (_, unit) = ["stage", "live", *MEMORY_COLUMNS, "peak at", "layers"], _unit(result.peak)
     rows = [
@@ -227,7 +223,7 @@ def _memory_table(result: Estimate) -> tuple[list[str], list[list[str]]]:
             str(stage.live),
             *(f"{getattr(stage.memory, name) / unit:,.2f}" for name in MEMORY_COLUMNS),
             stage.memory.peak_at,
-            stage.layers if len(stage.layers) <= MAX_LAYERS else stage.layers[: MAX_LAYERS - 3] + "...",
+            layers_cell(stage),
         ]
         for stage in result.stages
     ]
@@ -241,22 +237,6 @@ def _verdict(result: Estimate, limit: int) -> str:
     return f"does not fit into {_gib(limit)} GiB: {_gib(-spare)} GiB too much"
 
 
-def _traffic_table(stage: StageEstimate) -> tuple[list[str], list[list[str]]]:
-    merged: dict[tuple[str, str, str, str], tuple[int, int]] = {}
-    for call in stage.calls:
-        key = (call.family, str(call.ranks), call.op, call.purpose)
-        times, sent = merged.get(key, (0, 0))
-        merged[key] = (times + call.times, sent + call.sent)
-    rows = [
-        [*key, f"{times:,}", _mib(sent)]
-        for key, (times, sent) in sorted(merged.items(), key=lambda item: (item[0][0], -item[1][1]))
-    ]
-    if stage.sends:
-        rows.append(["pp", "", "send", "activations and their gradients", "", _mib(stage.sends)])
-    totals = [[family, "", "", "total", "", _mib(sent)] for family, sent in stage.sent.items()]
-    return ["family", "ranks", "op", "for", "calls", "sent"], rows + totals
-
-
 def _unit(peak: int) -> tuple[str, int]:
     """GiB, or MiB for a peak below 1 GiB."""
     return ("GiB", GIB) if peak >= GIB else ("MiB", 2**20)
@@ -266,14 +246,11 @@ def _gib(size: int) -> str:
     return f"{size / GIB:,.2f}"
 
 
-def _mib(size: int) -> str:
-    return f"{size / 2**20:,.1f}"
-
-
 # ---------------------------------------------------------------------------------------------- JSON
 
 
-def _as_json(result: Estimate, limit: int | None, advice: list[Advice]) -> dict[str, Any]:
+def _facts(result: Estimate, limit: int | None) -> dict[str, Any]:
+    """What plans with and without modules have in common."""
     return {
         "world": result.plan.world,
         "ranks": [result.plan.grid.ranks[0], result.plan.grid.size],
@@ -284,19 +261,10 @@ def _as_json(result: Estimate, limit: int | None, advice: list[Advice]) -> dict[
         "device_memory": limit,
         "peak": result.peak,
         "fits": None if limit is None else result.peak <= limit,
-        "notes": list(ineffective_options(result.plan)),
+        "notes": [*ineffective_options(result.plan), *module_notes(result.plan)],
         "not_counted": list(estimate_gaps(result.plan)),
-        "stages": [
-            {
-                "stage": stage.stage,
-                "layers": stage.layers,
-                "weights": stage.weights,
-                "live_micro_batches": stage.live,
-                "memory": asdict(stage.memory),
-                "calls": [{**call._asdict(), "sent": call.sent} for call in stage.calls],
-                "sent": stage.sent,
-            }
-            for stage in result.stages
-        ],
-        "advice": [asdict(change) for change in advice],
     }
+
+
+def _as_json(result: Estimate) -> dict[str, Any]:
+    return {"stages": [stage_json(stage) for stage in result.stages]}

@@ -32,11 +32,12 @@ def trained_summary(plan: Plan) -> str:
     model = whole_model(plan)
     counts = {name: parameter.numel() for name, parameter in model.named_parameters()}
     learned, every = sum(counts[name] for name in plan.trained(model) & counts.keys()), sum(counts.values())
-    phases = [phase for segment in range(plan.schedule.segments) for phase in phases_of(plan, segment)]
+    phases = [phase for segment in range(len(plan.layout.segments)) for phase in phases_of(plan, segment)]
     first = next(phase for phase in phases if phase.backward)
     saved = "" if first is phases[0] else f"; no backward before {part_of(first)}"
     rates = f"; {len(plan.selection.shares)} tensors at rates of their own" if plan.selection.shares else ""
-    return f"{learned:,} of {every:,} parameters{saved}{rates}"
+    of_model = " of the language model" if plan.encoders else ""
+    return f"{learned:,} of {every:,} parameters{of_model}{saved}{rates}"
 
 
 def _recomputed(plan: Plan) -> Iterator[str]:
@@ -58,7 +59,7 @@ def _uses_spans(plan: Plan) -> bool:
 def ineffective_options(plan: Plan) -> Iterator[str]:
     """Options that have no effect in this run, each with what to set instead."""
     run = plan.run
-    if idle := plan.world - plan.grid.size:
+    if not plan.encoders and (idle := plan.world - plan.grid.size):
         hold = "rank holds" if idle == 1 else "ranks hold"
         yield (
             f"{idle} {hold} no part of the model, only taking part in the job's collectives: "
@@ -81,6 +82,12 @@ def ineffective_options(plan: Plan) -> Iterator[str]:
         else:
             why, remedy = "recompute of whole blocks saves the streams before every block", "leave it out"
         yield f"train.recompute_span {run.train.recompute_span} changes nothing, {why}: {remedy}"
+
+
+def module_notes(plan: Plan) -> Iterator[str]:
+    """What modules do that is easily overlooked."""
+    if plan.encoders and plan.layout.mtp:
+        yield "MTP depths embed placeholders as plain ids: rows of modules are read before the first layer only"
 
 
 def estimate_gaps(plan: Plan) -> Iterator[str]:

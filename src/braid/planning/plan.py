@@ -335,12 +335,13 @@ def _whole_model(run: Run, layout: Layout, dtype: Dtype = "fp32") -> LanguageMod
 
 
 def phase_flops(plan: Plan) -> list[dict[str, int]]:
-    """For each segment, the forward FLOPs of one sequence in each of its compute phases. FLOPs are counted per
-    block, so the phases that a block with experts is split into for overlap are not included."""
+    """For each segment of the language model, the forward FLOPs of one sequence in each of its compute phases.
+    FLOPs are counted per block, so the phases that a block with experts is split into for overlap are not
+    included."""
     model, tokens = whole_model(plan), plan.run.data.sequence_tokens
     return [
         {phase.name: flops for phase in phases if (flops := model.phase_flops(phase, tokens))}
-        for phases in plan.schedule.phases
+        for phases in plan.schedule.phases[: len(plan.layout.segments)]
     ]
 
 

@@ -8,8 +8,9 @@ segment's `F`.
 If phases communicate, each row has two lanes: compute above, communication below, phase by phase. Otherwise
 consecutive phases of a segment are drawn as one box.
 
-With several modules there is a row per station, labelled with its ranks, and each encoder has colours of its
-own. `draw_text` shows the same in characters, for a terminal.
+With several modules there is a row per station, labelled with the stages that it holds and its ranks. Each
+encoder has colours of its own, and its letter before the number of the micro-batch. `draw_text` shows the same
+in characters, for a terminal.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import floor, log10
+from string import ascii_uppercase
 from types import MappingProxyType
 from typing import NamedTuple
 from xml.sax.saxutils import escape
@@ -34,7 +36,9 @@ _COMPUTING = tuple(act for act in Act if act.computes)
 _DRAWN = (*_COMPUTING, Act.SUM_COPIES)
 """Acts that are drawn as boxes."""
 _LEFT, _RIGHT, _TOP, _BOTTOM = 68.0, 108.0, 74.0, 40.0
-"""Margins around the rows."""
+"""Margins around the rows; on the left, what stations hold takes more."""
+_CHARACTER = 6.4
+"""The width of a character of a label."""
 _ROW, _BOX = 30.0, 24.0
 """The height of a row, and of the boxes in it."""
 _LANES = MappingProxyType(
@@ -86,7 +90,8 @@ def draw(timeline: Timeline) -> str:
     numbers = _numbers(timeline, scale / unit)
     plot = max(_NARROWEST, length * scale)
     several = len(timeline.schedule.graph.modules) > 1
-    width, height = _LEFT + plot + _RIGHT, _TOP + _ROW * len(timeline.spans) + _BOTTOM + (44 if several else 24)
+    left = _left(timeline)
+    width, height = left + plot + _RIGHT, _TOP + _ROW * len(timeline.spans) + _BOTTOM + (44 if several else 24)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_n(width)} {_n(height)}" '
         f'width="{_n(width)}" height="{_n(height)}" role="img">',
@@ -100,7 +105,7 @@ def draw(timeline: Timeline) -> str:
         _text(16, 48, _summary(timeline, length), "soft"),
         *_axis(timeline, length, scale),
         *_rows(timeline, unit, scale, numbers),
-        *_columns(timeline, _LEFT + plot),
+        *_columns(timeline, left + plot),
         *_legend(timeline, height - (42 if several else 22), numbers),
         *(_module_legend(timeline, height - 22) if several else ()),
         "</svg>",
@@ -225,18 +230,21 @@ def _rows(
 ) -> Iterator[str]:
     """For each rank its label, the idle background, and a box for each span that takes time."""
     begin, width = timeline.begin, _n(timeline.makespan / unit * scale)
-    stream, looks = _lane_of(timeline), _looks(timeline)
+    stream, looks, left = _lane_of(timeline), _looks(timeline), _left(timeline)
     if timeline.schedule.modules is not None:
-        yield _text(_LEFT - 10, _TOP - 8, "ranks", "soft end")
+        yield _text(left - 10, _TOP - 8, "ranks", "soft end")
+        yield _text(left - _LEFT - 4, _TOP - 8, "stages", "soft end")
     for rank, spans in enumerate(timeline.spans):
         y = _TOP + _ROW * rank
-        yield _text(_LEFT - 10, y + _BOX / 2 + 4, _label(timeline, rank), "end")
-        yield f'<rect x="{_n(_LEFT)}" y="{_n(y)}" width="{width}" height="{_n(_BOX)}" fill="url(#idle)"/>'
+        yield _text(left - 10, y + _BOX / 2 + 4, _label(timeline, rank), "end")
+        if timeline.schedule.modules is not None:
+            yield _text(left - _LEFT - 4, y + _BOX / 2 + 4, held_stages(timeline.schedule.modules, rank), "end")
+        yield f'<rect x="{_n(left)}" y="{_n(y)}" width="{width}" height="{_n(_BOX)}" fill="url(#idle)"/>'
         for span in spans:
             if span.end > span.start and span.op.act in _DRAWN:
                 start, end = (span.start - begin) / unit, (span.end - begin) / unit
                 top, high = _LANES[stream(span.op)]
-                box = _Box(_LEFT + start * scale, y + top, (end - start) * scale, high)
+                box = _Box(left + start * scale, y + top, (end - start) * scale, high)
                 shape = _shape(looks(span.op), span.op, box, numbers.get(stream(span.op)))
                 yield f"<g><title>{escape(_tooltip(span.op, start, end))}</title>{''.join(shape)}</g>"
 
@@ -254,6 +262,29 @@ def _label(timeline: Timeline, row: int) -> str:
         return f"rank {row}"
     text = format_ranks(timeline.schedule.modules.ranks[row])
     return text if len(text) <= _LABEL else text[: _LABEL - 1] + "…"
+
+
+def _left(timeline: Timeline) -> float:
+    """The left margin."""
+    graph = timeline.schedule.modules
+    if graph is None:
+        return _LEFT
+    return _LEFT + 20 + _CHARACTER * max(len(held_stages(graph, row)) for row in range(len(graph.held)))
+
+
+def held_stages(graph: Graph, station: int) -> str:
+    """The stages that a station holds: `language 0 + vision 1`."""
+    held = [(graph.segments[segment].module, graph.stages[segment]) for segment in graph.held[station]]
+    return " + ".join(f"{module} {stage}" for module, stage in dict.fromkeys(held))
+
+
+def module_letters(modules: Sequence[str]) -> dict[str, str]:
+    """A letter for each module: the first of its name that is not taken, or else of the alphabet."""
+    letters: dict[str, str] = {}
+    for name in modules:
+        own = (each for each in (*name.upper(), *ascii_uppercase) if each in ascii_uppercase)
+        letters[name] = next((each for each in own if each not in letters.values()), "?")
+    return letters
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
@@ -274,19 +305,23 @@ class _Look(NamedTuple):
     """Its CSS class."""
     dark: bool
     """Whether its number is light."""
+    letter: str = ""
+    """The letter of its module before its number, unless that is the first."""
 
 
 def _looks(timeline: Timeline) -> Callable[[Op], _Look]:
     graph, virtual = timeline.schedule.graph, _virtual(timeline)
     stages = _virtual_stages(graph)
     modules = [graph.modules.index(segment.module) for segment in graph.segments]
+    letters = [*module_letters(graph.modules).values()]
 
     def look(op: Op) -> _Look:
         if not op.act.computes or op.segment is None:
             return _Look("sum", _darkness(0, virtual) > 0.5)
         name, stage = op.act.value.lower(), stages[op.segment]
-        if modules[op.segment]:
-            return _Look(f"m{modules[op.segment]}{'f' if op.act is Act.F else 'b'}", op.act is not Act.F)
+        if module := modules[op.segment]:
+            css = f"m{module}{'f' if op.act is Act.F else 'b'}"
+            return _Look(css, op.act is not Act.F, letters[module])
         return _Look(f"{name}{stage}", _darkness(stage, virtual) > 0.5)
 
     return look
@@ -296,10 +331,11 @@ def _shape(look: _Look, op: Op, box: _Box, numbers: _Numbers | None) -> Iterator
     wide = box.wide - (0.6 if box.wide > 4 else 0.0)
     size = f'width="{_n(wide)}" height="{_n(box.high)}"'
     yield f'<rect class="{look.css}" x="{_n(box.x)}" y="{_n(box.y)}" {size}/>'
-    if numbers is not None and numbers.fit(op, box.wide):
+    text = f"{look.letter}{op.micro_batch}"
+    if numbers is not None and op.micro_batch is not None and numbers.fit(text, box.wide):
         light = " light" if look.dark else ""
         foot = box.y + box.high / 2 + numbers.foot
-        yield _text(box.x + wide / 2, foot, str(op.micro_batch), f"mid {numbers.look}{light}")
+        yield _text(box.x + wide / 2, foot, text, f"mid {numbers.look}{light}")
 
 
 def _tooltip(op: Op, start: float, end: float) -> str:
@@ -318,17 +354,18 @@ class _Numbers(NamedTuple):
     foot: float
     """The distance of the baseline below the middle of a box."""
 
-    def fit(self, op: Op, wide: float) -> bool:
+    def fit(self, text: str, wide: float) -> bool:
         """Whether a box of this width has room for the number."""
-        return op.micro_batch is not None and wide >= self.digit * len(str(op.micro_batch)) + 1.5
+        return wide >= self.digit * len(text) + 1.5
 
 
 def _numbers(timeline: Timeline, pixels: float) -> dict[Stream | None, _Numbers]:
     """For each lane, the largest font in which all numbers fit, else the smallest; none if no number fits."""
-    stream = _lane_of(timeline)
-    lanes: dict[Stream | None, list[tuple[Op, float]]] = {}
+    stream, looks = _lane_of(timeline), _looks(timeline)
+    lanes: dict[Stream | None, list[tuple[str, float]]] = {}
     for span in _boxed(timeline, *_COMPUTING):
-        lanes.setdefault(stream(span.op), []).append((span.op, (span.end - span.start) * pixels))
+        text = f"{looks(span.op).letter}{span.op.micro_batch}"
+        lanes.setdefault(stream(span.op), []).append((text, (span.end - span.start) * pixels))
     by_lane = {}
     for lane, boxes in lanes.items():
         sizes = [_Numbers(look, digit, foot) for look, digit, high, foot in _DIGITS if high <= _LANES[lane][1]]
@@ -340,13 +377,13 @@ def _numbers(timeline: Timeline, pixels: float) -> dict[Stream | None, _Numbers]
 
 
 def _axis(timeline: Timeline, length: float, scale: float) -> Iterator[str]:
-    bottom = _TOP + _ROW * len(timeline.spans)
+    bottom, left = _TOP + _ROW * len(timeline.spans), _left(timeline)
     step = _tick(length * scale, length)
     for number in range(int(length / step + 1e-9) + 1):
-        x = _n(_LEFT + number * step * scale)
+        x = _n(left + number * step * scale)
         yield f'<line class="grid" x1="{x}" y1="{_n(_TOP - 4)}" x2="{x}" y2="{_n(bottom)}"/>'
         yield _text(float(x), bottom + 12, f"{number * step:g}", "soft mid")
-    yield _text(_LEFT - 10, bottom + 12, "forwards", "soft end")
+    yield _text(left - 10, bottom + 12, "forwards", "soft end")
 
 
 def _tick(width: float, length: float) -> float:
@@ -381,7 +418,7 @@ def _legend(timeline: Timeline, y: float, numbers: Mapping[Stream | None, _Numbe
         entries.append(([f"w{stage}" for stage in stages], "weight gradients"))
     if _boxed(timeline, Act.SUM_COPIES):
         entries.append((["sum"], "all-reduce of copies"))
-    x = _LEFT
+    x = _left(timeline)
     for looks, label in entries:
         for look in looks:
             yield f'<rect class="{look}" x="{_n(x)}" y="{_n(y)}" width="12" height="12"/>'
@@ -396,9 +433,10 @@ def _legend(timeline: Timeline, y: float, numbers: Mapping[Stream | None, _Numbe
 
 
 def _module_legend(timeline: Timeline, y: float) -> Iterator[str]:
-    """The colours of the modules after the first."""
-    x = _LEFT
-    for number, name in enumerate(timeline.schedule.graph.modules[1:], 1):
+    """The colours and letters of the modules after the first."""
+    x = _left(timeline)
+    letters = module_letters(timeline.schedule.graph.modules)
+    for number, name in enumerate([f"{letter} {name}" for name, letter in letters.items()][1:], 1):
         for look in (f"m{number}f", f"m{number}b"):
             yield f'<rect class="{look}" x="{_n(x)}" y="{_n(y)}" width="12" height="12"/>'
             x += 13

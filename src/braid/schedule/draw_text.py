@@ -11,9 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from math import ceil
-from string import ascii_uppercase
 
-from braid.schedule.draw import format_ranks
+from braid.schedule.draw import format_ranks, module_letters
 from braid.schedule.event_simulator import OpSpan
 from braid.schedule.ops import Act
 from braid.schedule.phases import Stream
@@ -27,7 +26,7 @@ COLOURS = (34, 36, 35, 33, 32, 31)
 
 def draw_text(timeline: Timeline, *, width: int = 100, colour: bool = False) -> str:
     """The diagram in `width` columns, with a legend. `colour` adds ANSI codes, a colour per module."""
-    graph, letters = timeline.schedule.graph, _letters(timeline.schedule.graph.modules)
+    graph, letters = timeline.schedule.graph, module_letters(timeline.schedule.graph.modules)
     labels = [format_ranks(ranks) for ranks in graph.ranks]
     margin = max(map(len, labels))
     lines = []
@@ -40,15 +39,6 @@ def draw_text(timeline: Timeline, *, width: int = 100, colour: bool = False) -> 
         for number, (name, letter) in enumerate(letters.items())
     ]
     return "\n".join([*lines, f"{'':<{margin}}  {', '.join(names)}; lower case: backward; {IDLE} idle"])
-
-
-def _letters(modules: Sequence[str]) -> dict[str, str]:
-    """A letter for each module: the first of its name that is not taken, or else of the alphabet."""
-    letters: dict[str, str] = {}
-    for name in modules:
-        own = (each for each in (*name.upper(), *ascii_uppercase) if each in ascii_uppercase)
-        letters[name] = next((each for each in own if each not in letters.values()), "?")
-    return letters
 
 
 def _busiest(timeline: Timeline, spans: Sequence[OpSpan], width: int) -> Iterator[OpSpan | None]:

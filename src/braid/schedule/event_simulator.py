@@ -118,8 +118,8 @@ class _Simulation:
         self.seconds, self.message, self.stream = seconds, message, stream
         self.free = [dict.fromkeys(Stream, 0.0) for _ in lists]
         """For each rank, when each stream becomes idle."""
-        self.ready: dict[tuple[str, int | None, int | None], float] = defaultdict(float)
-        """By direction, micro-batch and segment: when its last phase so far ends."""
+        self.ready: dict[tuple[int, str, int | None, int | None], float] = defaultdict(float)
+        """By rank, direction, micro-batch and segment: when its last phase so far ends."""
         self.phased = {(op.micro_batch, op.segment) for ops in lists for op in ops if op.phase is not None}
         """The turns that are simulated phase by phase."""
         self.spans: list[list[OpSpan]] = [[] for _ in lists]
@@ -169,14 +169,14 @@ class _Simulation:
             return self.free[rank][Stream.COMPUTE]
         if op.phase is None:
             if self._is_phased(op):
-                return self.ready[op.act.direction, op.micro_batch, op.segment]
+                return self.ready[rank, op.act.direction, op.micro_batch, op.segment]
             return max(self.free[rank].values())
         free = self.free[rank][self.stream(op) or Stream.COMPUTE]
         if op.act is Act.W:
             return free
-        ready = self.ready[op.act.direction, op.micro_batch, op.segment]
+        ready = self.ready[rank, op.act.direction, op.micro_batch, op.segment]
         if op.act is Act.B:
-            ready = max(ready, self.ready["F", op.micro_batch, op.segment])
+            ready = max(ready, self.ready[rank, "F", op.micro_batch, op.segment])
         return max(free, ready)
 
     def _end(self, rank: int, op: Op, end: float) -> None:
@@ -189,7 +189,7 @@ class _Simulation:
         if op.phase is not None:
             self.free[rank][self.stream(op) or Stream.COMPUTE] = end
         if op.act is not Act.W:
-            self.ready[op.act.direction, op.micro_batch, op.segment] = end
+            self.ready[rank, op.act.direction, op.micro_batch, op.segment] = end
 
     def _receive(self, rank: int, op: Op, begin: float, unblocked: set[int]) -> float | None:
         """Take the next message, and return when it is there; None if it has not been sent."""

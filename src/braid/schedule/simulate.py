@@ -33,10 +33,11 @@ class Costs:
     """The time from a send to its arrival; the messages of a channel are serialised."""
     sum_copies: float = 0.0
     """The duration of a `SUM_COPIES`, once all its members have arrived."""
-    phases: Mapping[str, float] = field(default_factory=lambda: PHASES)
+    phases: Mapping[str, float] | tuple[Mapping[str, float], ...] = field(default_factory=lambda: PHASES)
     """The duration of the forward of each phase, by name or by kind; 0 for others. Backward takes twice as long
     for a phase that computes, half of that for weight gradients, and as long as forward for one that
-    communicates and for `post`, which only adds. Two wgrad buckets together take as long as one."""
+    communicates and for `post`, which only adds. Two wgrad buckets together take as long as one. One mapping
+    for all segments, or one per segment: phases of different modules may have the same name."""
     recompute: float = 1.0
     """The share of a phase's forward that its `RECOMPUTE` takes."""
 
@@ -57,7 +58,9 @@ class Costs:
         *prefix, kind = name.split(".")
         share = BUCKETS.get(kind, 1.0)
         kind = prefix[-1] if kind in BUCKETS else kind
-        seconds = self.phases.get(name, self.phases.get(kind, 0.0))
+        assert op.segment is not None
+        phases = self.phases[op.segment] if isinstance(self.phases, tuple) else self.phases
+        seconds = phases.get(name, phases.get(kind, 0.0))
         computes = kind not in ("dispatch", "combine")
         if op.act is Act.W:
             return seconds * computes * share

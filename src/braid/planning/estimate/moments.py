@@ -121,6 +121,12 @@ def _layers(plan: Plan) -> dict[str, int]:
     }
 
 
+def waiting_bytes(plan: Plan, station: int, edge: EdgeEstimate) -> int:
+    """Most bytes of one edge that wait on a rank of a station."""
+    ops = [op for op in plan.schedule.ops[station] if op.edge is not None or op.act in (Act.F, Act.B)]
+    return max(_sums(len(ops), _waiting(plan, station, ops, [edge])))
+
+
 def _waiting(
     plan: Plan, station: int, ops: Sequence[Op], edges: Iterable[EdgeEstimate]
 ) -> Iterator[tuple[Sequence[int], int]]:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from braid.nn.cost import Call, Cost
 from braid.planning.estimate.edges import EdgeEstimate, edges_of
 from braid.planning.estimate.memory import Memory, Step, memory_of
-from braid.planning.estimate.moments import activations
+from braid.planning.estimate.moments import activations, waiting_bytes
 from braid.planning.estimate.rank import HeldModule, held_modules
 from braid.planning.estimate.weights import HeldUnit, copy_calls, held_units, peak_gathered, sharding_calls
 from braid.planning.local_model import is_alone
@@ -52,10 +52,12 @@ class StationEstimate:
 
     ranks: tuple[int, ...]
     modules: dict[str, StageEstimate]
-    """Its modules by name, each as if it were alone on the rank."""
+    """Its modules by name, the language model first, each as if it were alone on the rank."""
     memory: Memory
     features: int
     """Most bytes of rows of edges, and of their gradients, that wait to be read or to leave."""
+    waiting: dict[str, int]
+    """The same for each edge by itself."""
     edge_sends: dict[str, int]
     """Bytes of rows and gradients that the rank sends over each edge in one step, if none of them stay."""
 
@@ -121,10 +123,11 @@ def _station(plan: Plan, station: int, edges: Sequence[EdgeEstimate], device: st
             module.held.name: _stage(
                 plan, station, max(live[segment] for segment in module.held.segments), module
             )
-            for module in modules
+            for module in sorted(modules, key=lambda each: each.held.segments)
         },
         memory=memory,
         features=features,
+        waiting={edge.name: waiting_bytes(plan, station, edge) for edge in edges},
         edge_sends=dict(_edge_sends(plan, station, edges)),
     )
 

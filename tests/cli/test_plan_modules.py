@@ -1,0 +1,143 @@
+"""`braid plan` of runs with modules: stations, edges and choices of `ahead`, for a person and for a program."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from braid.cli import main
+from braid.errors import ExitCode
+
+RECIPES = """
+from dataclasses import replace
+
+from braid.config import Mesh, Run
+from tests.planning.modules import run_with
+
+
+def colocated() -> Run:
+    return run_with({"vision": Mesh(tp=2)}, Mesh(pp=2, tp=2))
+
+
+def disjoint() -> Run:
+    return run_with({"vision": Mesh(ranks=(2, 2))}, Mesh(pp=2, ranks=(0, 2)))
+
+
+def without_mtp() -> Run:
+    run = disjoint()
+    return replace(run, model=replace(run.model, pattern="[M-][*-]"))
+
+
+def wrong() -> Run:
+    return run_with({"vision": Mesh(ranks=(2, 3))}, Mesh(pp=2, ranks=(0, 2)), token=999, most_patches=15)
+"""
+
+
+@pytest.fixture(scope="module")
+def recipes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("recipes") / "modules.py"
+    file.write_text(RECIPES)
+    return file
+
+
+def told(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(["plan", *words, "--device", "cpu"]) == ExitCode.OK
+    return capsys.readouterr().out
+
+
+def rows(text: str, title: str) -> list[dict[str, str]]:
+    """The rows of the table under a title, by the places of its columns."""
+    lines = text.splitlines()
+    start = next(place for place, line in enumerate(lines) if line.startswith(title)) + 1
+    header, found = lines[start], []
+    names = [name for name in header.split("  ") if name]
+    places = [header.index(name.strip()) for name in names]
+    for line in lines[start + 1 :]:
+        if not line.strip():
+            break
+        cells = [line[a:b].strip() for a, b in zip(places, [*places[1:], None], strict=True)]
+        found.append(dict(zip((name.strip() for name in names), cells, strict=True)))
+    return found
+
+
+def test_a_colocated_plan(recipes: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = told(capsys, f"{recipes}:colocated", "--world", "4")
+    assert "4 ranks, 2 stations, 4 micro-batches of 4 samples per step" in text
+    assert "language: ranks 0 to 3 = pp 2 x dp 1 x cp 1 x tp 2; experts edp 2 x ep 1 x etp 1" in text
+    assert "vision: ranks 0 to 3 = pp 1 x dp 2 x cp 1 x tp 2; experts edp 4" in text
+    assert "at most 32 patches per dp rank" in text
+    memory = rows(text, "memory of one rank per station")
+    assert [row["ranks"] for row in memory if row["ranks"]] == ["0-1", "2-3"]
+    assert [row["holds"] for row in memory[:3]] == ["language 0 + vision 0", "language 0", "vision 0"]
+    for kind in ("parameters", "optimizer"):
+        station, *modules = (float(row[kind]) for row in memory[:3])
+        assert station == pytest.approx(sum(modules), abs=0.02)
+    (edge,) = rows(text, "edges")
+    assert (edge["from ranks"], edge["to ranks"], edge["width"], edge["rows"]) == ("0-3", "0-1", "128", "32")
+    assert (edge["micro-batch"], edge["step"]) == ("16.0 KiB", "128.0 KiB")
+    choices = rows(text, "simulated step")
+    assert [row["vision"] for row in choices] == ["2", "4"], "the lead, and all micro-batches"
+    assert "planned" in text
+    assert "L language, V vision; lower case: backward" in text
+    assert "rows and their gradients" in text
+
+
+def test_a_disjoint_plan(recipes: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = told(capsys, f"{recipes}:disjoint", "--world", "4")
+    memory = rows(text, "memory of one rank per station")
+    assert [(row["ranks"], row["holds"]) for row in memory] == [
+        ("0", "language 0"),
+        ("1", "language 1"),
+        ("2-3", "vision 0"),
+    ]
+    assert [row["vision"] for row in rows(text, "simulated step")] == ["4"]
+    assert "no part of the model" not in text, "no rank is idle"
+
+
+def test_mtp_depths_are_noted_where_there_are_some(recipes: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    note = "note: MTP depths embed placeholders as plain ids"
+    assert note in told(capsys, f"{recipes}:disjoint", "--world", "4")
+    assert note not in told(capsys, f"{recipes}:without_mtp", "--world", "4")
+    assert note not in told(capsys, "tiny")
+
+
+def test_json(recipes: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = (f"{recipes}:colocated", "--world", "4", "--device-memory", "1MiB", "--json")
+    found: dict[str, Any] = json.loads(told(capsys, *words))
+    assert "stages" not in found
+    assert {name: module["ranks"] for name, module in found["modules"].items()} == {
+        "language": [0, 4],
+        "vision": [0, 4],
+    }
+    assert [station["ranks"] for station in found["stations"]] == [[0, 1], [2, 3]]
+    for station in found["stations"]:
+        parts = [module["memory"]["parameters"] for module in station["modules"].values()]
+        assert station["memory"]["parameters"] == sum(parts)
+        assert station["memory"]["peak"] <= found["peak"]
+    (edge,) = found["edges"]
+    assert edge["step_bytes"] == 8 * edge["bytes"] == 8 * 32 * 128 * 4
+    assert [choice["chosen"] for choice in found["ahead"]] == [False, True]
+    assert found["fits"] is False
+    assert found["advice"], "what would need less"
+
+
+def test_the_timeline_has_a_row_for_each_station(
+    recipes: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    svg, trace = tmp_path / "plan.svg", tmp_path / "plan.json"
+    told(capsys, f"{recipes}:disjoint", "--world", "4", "--svg", str(svg), "--trace", str(trace))
+    text = svg.read_text()
+    for label in ("language 0", "language 1", "vision 0"):
+        assert f">{label}</text>" in text
+    assert json.loads(trace.read_text())["traceEvents"]
+
+
+def test_every_problem_is_listed_at_once(recipes: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", f"{recipes}:wrong", "--world", "4", "--device-memory", "lots"]) == ExitCode.CONFIG
+    text = capsys.readouterr().err
+    for field in ("modules.vision.token", "modules.vision.mesh.ranks", "modules.vision.most_patches"):
+        assert field in text
+    assert "device-memory = 'lots'" in text
