@@ -141,3 +141,72 @@ def test_every_problem_is_listed_at_once(recipes: Path, capsys: pytest.CaptureFi
     for field in ("modules.vision.token", "modules.vision.mesh.ranks", "modules.vision.most_patches"):
         assert field in text
     assert "device-memory = 'lots'" in text
+
+
+def test_ops_of_a_rank_name_its_stages_peers_and_edges(
+    recipes: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    header, _, *lines = told(capsys, f"{recipes}:disjoint", "--world", "4", "--ops", "0").splitlines()
+    assert header.startswith("rank 0 of 4, language 0: ")
+    found = {line.split("  ")[-1].strip() for line in lines}
+    assert {
+        "receive rows of vision from ranks 2-3",
+        "send gradients of rows of vision to ranks 2-3",
+        "send activations to rank 1",
+        "receive gradients from rank 1",
+    } <= found
+    header, _, *lines = told(capsys, f"{recipes}:disjoint", "--world", "4", "--ops", "3").splitlines()
+    assert header.startswith("rank 3 of 4, vision 0: ")
+    assert header.endswith("the same on ranks 2-3")
+    assert any(line.endswith("start the all-gather of weights over dp and cp (2 ranks)") for line in lines)
+    assert any(line.endswith("send rows of vision to rank 0") for line in lines)
+    found = json.loads(told(capsys, f"{recipes}:disjoint", "--world", "4", "--ops", "3", "--json"))
+    assert (found["rank"], found["station"]) == (3, 2)
+
+
+# ------------------------------------------------------------------------------------------------ grid
+
+
+def test_grid_shows_what_each_rank_holds(recipes: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["grid", f"{recipes}:disjoint", "--world", "4"]) == ExitCode.OK
+    text = capsys.readouterr().out
+    assert "vision: ranks 2-3, tp 1 x cp 1 x dp 2 x pp 1" in text
+    held = [line.split("  ", 1)[1].strip() for line in text.splitlines()[-4:]]
+    assert [line.startswith("stage 0: tp 0  cp 0  dp 0") for line in held] == [True, False, False, False]
+    assert held[1].startswith("stage 1: ")
+    assert [line.startswith("-") for line in held] == [False, False, True, True]
+    assert held[3].endswith("stage 0: tp 0  cp 0  dp 1")
+
+
+def test_grid_of_one_rank_has_the_groups_of_each_module(
+    recipes: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["grid", f"{recipes}:colocated", "--world", "4", "--rank", "3", "--json"]) == ExitCode.OK
+    found = json.loads(capsys.readouterr().out)
+    assert found["modules"]["language"]["coordinates"]["dense"] == {"tp": 1, "cp": 0, "dp": 0, "pp": 1}
+    assert found["modules"]["vision"]["coordinates"]["dense"] == {"tp": 1, "cp": 0, "dp": 1, "pp": 0}
+    assert found["modules"]["vision"]["families"]["dp"] == [1, 3]
+    assert main(["grid", f"{recipes}:colocated", "--world", "4", "--rank", "3"]) == ExitCode.OK
+    text = capsys.readouterr().out
+    assert text.index("\nlanguage\n") < text.index("\nvision\n")
+    assert main(["grid", f"{recipes}:colocated", "--world", "4", "--json"]) == ExitCode.OK
+    ranks = json.loads(capsys.readouterr().out)["ranks"]
+    assert [rank["language"]["dense"]["pp"] for rank in ranks] == [0, 0, 1, 1]
+    assert main(["grid", f"{recipes}:colocated", "--world", "4", "--rank", "4"]) == ExitCode.CONFIG
+    assert "0 to 3" in capsys.readouterr().err
+
+
+def test_grid_of_a_run_without_modules(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--world", "4", "--mesh.ranks", "2", "2", "--mesh.pp", "2")
+    assert main(["grid", "tiny", *words]) == ExitCode.OK
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ", 1)[1].strip()[:7] for line in lines[-4:]] == ["-", "-", "stage 0", "stage 1"]
+    assert main(["grid", "tiny", *words, "--rank", "0"]) == ExitCode.OK
+    assert "rank 0 of 4 holds no module" in capsys.readouterr().out
+
+
+def test_grid_lists_every_problem(recipes: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["grid", f"{recipes}:wrong", "--world", "4"]) == ExitCode.CONFIG
+    text = capsys.readouterr().err
+    assert "modules.vision.token" in text
+    assert "modules.vision.mesh.ranks" in text

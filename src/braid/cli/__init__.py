@@ -85,7 +85,7 @@ COMMANDS = (
     Command("recipes", "", "list the bundled recipes", list_recipes),
     Command("show", "RECIPE", "print the full configuration of a run, with overrides applied", show),
     Command("plan", "RECIPE", "estimate memory and communication per rank; starts nothing", show_plan),
-    Command("grid", "", "print the process groups of a parallel layout", show_grid),
+    Command("grid", "[RECIPE]", "print the process groups of a parallel layout, or what ranks hold", show_grid),
     Command("pattern", "'PATTERN'", "parse a layer pattern and show its layers and pipeline stages", explain),
 )
 """All subcommands, in the order of the help text."""

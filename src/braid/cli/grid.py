@@ -1,9 +1,9 @@
-"""`braid grid`: the process groups of a parallel layout (tp, cp, dp, pp, ep, etp)."""
+"""`braid grid`: the process groups of a parallel layout (tp, cp, dp, pp, ep, etp), or of a run's modules."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -11,9 +11,14 @@ import rich.console
 import rich.text
 
 from braid.cli.args import optional, parse_options, print_table
-from braid.errors import ExitCode
+from braid.cli.recipes import RunFields
+from braid.cli.sources import load_source
+from braid.errors import ConfigError, ExitCode, Problem
+from braid.planning.plan import plan as make_plan
+from braid.schedule.graph import LANGUAGE
 from braid.topology import DENSE, EXPERT, FAMILIES, Grid, Members, standard
 
+RANK_COLUMNS = ("family", "index", "size", "ranks of its group")
 MAX_LISTED = 6
 """Members shown of a group whose ranks are not contiguous."""
 
@@ -24,7 +29,8 @@ class GridOptions:
 
     The first axis varies fastest: tp ranks are adjacent, pipeline stages are farthest apart. Expert layers
     factorize the ranks of a pipeline stage differently: tp x cp x dp = etp x ep x edp, where edp is derived.
-    The family `slab` holds all ranks of a pipeline stage.
+    The family `slab` holds all ranks of a pipeline stage. `braid grid RECIPE --world N` shows what the ranks of
+    a run hold.
     """
 
     tp: int = 1
@@ -48,6 +54,8 @@ class GridOptions:
 
 
 def show_grid(args: list[str]) -> int:
+    if args and not args[0].startswith("-"):
+        return show_run_grid(args)
     opts = parse_options(GridOptions, args, "braid grid")
     grid = standard(tp=opts.tp, cp=opts.cp, dp=opts.dp, pp=opts.pp, etp=opts.etp, ep=opts.ep, offset=opts.first)
     if opts.json:
@@ -60,8 +68,91 @@ def show_grid(args: list[str]) -> int:
     else:
         rows = _rank_rows(grid, opts.rank)
         console.print(rich.text.Text(f"rank {opts.rank} of {grid.size}\n{_coordinates(grid, opts.rank)}\n"))
-        print_table(("family", "index", "size", "ranks of its group"), rows, console)
+        print_table(RANK_COLUMNS, rows, console)
     return ExitCode.OK
+
+
+# ------------------------------------------------------------------------------------------------ a run
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunGridOptions:
+    """Print what each rank of a run holds: modules, pipeline stages, and coordinates in their grids."""
+
+    run: RunFields
+    world: int = 1
+    """Number of ranks."""
+    rank: Annotated[int | None, optional("RANK", "all ranks")] = None
+    """Print the coordinates of this rank and its groups, in the grid of each of its modules."""
+    json: bool = False
+    """Print JSON instead of tables."""
+
+
+def show_run_grid(args: list[str]) -> int:
+    """`braid grid RECIPE`: the grids of all modules of a run."""
+    name, rest = args[0], args[1:]
+    default = RunGridOptions(run=load_source(name).run)
+    opts = parse_options(RunGridOptions, rest, f"braid grid {name}", default)
+    plan = make_plan(opts.run, opts.world)
+    grids = {LANGUAGE: plan.grid} | {name: each.grid for name, each in plan.encoders.items()}
+    if opts.rank is not None and not 0 <= opts.rank < plan.world:
+        rule, remedy = f"the run has {plan.world} ranks, counted from 0", f"0 to {plan.world - 1}"
+        raise ConfigError([Problem(field="rank", value=opts.rank, rule=rule, remedy=remedy)])
+    if opts.json:
+        print(json.dumps(run_grid_json(grids, plan.world, opts.rank)))
+        return ExitCode.OK
+    console = rich.console.Console(highlight=False, soft_wrap=True)
+    if opts.rank is None:
+        console.print(rich.text.Text("\n".join(_run_title(grids, plan.world))))
+        print_table(("rank", *grids), _held_rows(grids, plan.world), console)
+        return ExitCode.OK
+    held = {name: grid for name, grid in grids.items() if opts.rank in grid.ranks}
+    console.print(rich.text.Text(f"rank {opts.rank} of {plan.world}{'' if held else ' holds no module'}"))
+    for name, grid in held.items():
+        console.print(rich.text.Text(f"\n{name}\n{_coordinates(grid, opts.rank)}\n"))
+        print_table(RANK_COLUMNS, _rank_rows(grid, opts.rank), console)
+    return ExitCode.OK
+
+
+def run_grid_json(grids: Mapping[str, Grid], world: int, rank: int | None) -> dict[str, object]:
+    """Output of `braid grid RECIPE --json`: the coordinates of each rank in the grid of each module that it
+    holds; for one rank, its groups too."""
+    if rank is not None:
+        own = {name: rank_json(grid, rank) for name, grid in grids.items() if rank in grid.ranks}
+        return {"world": world, "rank": rank, "modules": own}
+    coordinates = [
+        {
+            name: {view: grid.coordinates(each, view) for view in (DENSE, EXPERT)}
+            for name, grid in grids.items()
+            if each in grid.ranks
+        }
+        for each in range(world)
+    ]
+    return {"world": world, "ranks": coordinates}
+
+
+def _run_title(grids: Mapping[str, Grid], world: int) -> Iterator[str]:
+    yield "1 rank" if world == 1 else f"{world:,} ranks"
+    for name, grid in grids.items():
+        ranks = _format_group(tuple(grid.ranks))
+        yield f"  {name}: ranks {ranks}, {grid.dense}; {grid.view(EXPERT)}  for experts"
+    yield ""
+
+
+def _held_rows(grids: Mapping[str, Grid], world: int) -> list[tuple[str, ...]]:
+    """For each rank, its pipeline stage and its other coordinates in each grid."""
+    return [
+        (str(rank), *(_stage(grid, rank) if rank in grid.ranks else "-" for grid in grids.values()))
+        for rank in range(world)
+    ]
+
+
+def _stage(grid: Grid, rank: int) -> str:
+    *others, (_, stage) = grid.coordinates(rank).items()
+    return f"stage {stage}: " + "  ".join(f"{axis} {index}" for axis, index in others)
+
+
+# ------------------------------------------------------------------------------------------- one layout
 
 
 def grid_json(grid: Grid) -> dict[str, object]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import MappingProxyType
 
 from braid.errors import ConfigError, Problem
+from braid.planning.divisibility import AxisSizes
 from braid.planning.plan import Plan
 from braid.schedule import Act, Op
+from braid.schedule.draw import format_ranks, held_stages
 
 DESCRIPTIONS = MappingProxyType(
     {
@@ -39,40 +41,81 @@ def format_ops(plan: Plan, rank: int, *, as_json: bool) -> str:
         if plan.world > 1:
             remedy = f"0 to {plan.world - 1}"
         raise ConfigError([Problem(field="ops", value=rank, rule=rule, remedy=remedy)])
-    if rank not in plan.grid.ranks:
+    station = _station(plan, rank)
+    if station is None:
         ranks = f"{plan.grid.ranks[0]} to {plan.grid.ranks[-1]}"
         rule = f"mesh.ranks puts the model on the ranks {ranks}; the others execute no ops"
         raise ConfigError([Problem(field="ops", value=rank, rule=rule, remedy=ranks)])
-    pp_group = next(group for group in plan.grid.groups("pp") if rank in group)
-    stage = pp_group.index(rank)
-    ops = plan.schedule.ops[stage]
+    ops = plan.schedule.ops[station]
     if as_json:
-        return json.dumps({"rank": rank, "stage": stage, "ops": [str(op) for op in ops]}, indent=2)
-    return "\n".join([_header(plan, rank, stage), *_lines(ops, pp_group, plan)])
+        row = "station" if plan.encoders else "stage"
+        return json.dumps({"rank": rank, row: station, "ops": [str(op) for op in ops]}, indent=2)
+    peers = _station_peers(plan, rank) if plan.encoders else _pipeline_peers(plan, rank)
+    return "\n".join([_header(plan, rank, station), *_lines(ops, peers, plan)])
 
 
-def _header(plan: Plan, rank: int, stage: int) -> str:
-    count = len(plan.schedule.ops[stage])
+_Peers = Callable[[Op], str]
+"""The ranks on the other side of a message."""
+
+
+def _station(plan: Plan, rank: int) -> int | None:
+    """The list that a rank executes; None for a rank that holds no module."""
+    if plan.encoders:
+        return next((row for row, ranks in enumerate(plan.schedule.graph.ranks) if rank in ranks), None)
+    return plan.grid.coordinates(rank)["pp"] if rank in plan.grid.ranks else None
+
+
+def _pipeline_peers(plan: Plan, rank: int) -> _Peers:
+    pp_group = next(group for group in plan.grid.groups("pp") if rank in group)
+    return lambda op: f"rank {pp_group[op.peers[0]]}"
+
+
+def _station_peers(plan: Plan, rank: int) -> _Peers:
+    """Within a module, the rank of the same pipeline; over an edge, all on the other side, as it depends on the
+    data who of them takes part."""
+    graph = plan.schedule.graph
+
+    def peers(op: Op) -> str:
+        assert op.segment is not None
+        if op.edge is None:
+            neighbour = op.segment + (1 if op.act in (Act.SEND_F, Act.RECV_B) else -1)
+            own, other = graph.segments[op.segment].ranks, graph.segments[neighbour].ranks
+            return f"rank {other[own.index(rank)]}"
+        ranks = sorted(each for station in op.peers for each in graph.ranks[station])
+        return f"{'rank' if len(ranks) == 1 else 'ranks'} {format_ranks(ranks)}"
+
+    return peers
+
+
+def _header(plan: Plan, rank: int, station: int) -> str:
+    count = len(plan.schedule.ops[station])
+    if plan.encoders:
+        graph, ranks = plan.schedule.graph, plan.schedule.graph.ranks[station]
+        same = "" if len(ranks) == 1 else f", the same on ranks {format_ranks(ranks)}"
+        return f"rank {rank} of {plan.world}, {held_stages(graph, station)}: {count:,} ops per step{same}\n"
     same = "" if plan.axes.slab == 1 else ", the same on every rank of the stage"
-    where = "" if plan.axes.pp == 1 else f", stage {stage} of {plan.axes.pp}"
+    where = "" if plan.axes.pp == 1 else f", stage {station} of {plan.axes.pp}"
     return f"rank {rank} of {plan.world}{where}: {count:,} ops per step{same}\n"
 
 
-def _lines(ops: tuple[Op, ...], pp_group: tuple[int, ...], plan: Plan) -> Iterator[str]:
+def _lines(ops: tuple[Op, ...], peers: _Peers, plan: Plan) -> Iterator[str]:
     index_width = len(str(max(len(ops) - 1, 0)))
     texts = [str(replace(op, collectives=())) for op in ops]
     width = max((len(text) for text in texts), default=0)
     for index, (op, text) in enumerate(zip(ops, texts, strict=True)):
-        yield f"{index:{index_width}}  {text:{width}}  {_description(op, pp_group, plan)}"
+        yield f"{index:{index_width}}  {text:{width}}  {_description(op, peers, plan)}"
 
 
-def _description(op: Op, pp_group: tuple[int, ...], plan: Plan) -> str:
-    if plan.grid.size == 1 and op.act in (Act.ACCUM, Act.REDUCE_GRAD):
+def _description(op: Op, peers: _Peers, plan: Plan) -> str:
+    if plan.schedule.weights == "resident" and op.act in (Act.ACCUM, Act.REDUCE_GRAD):
         return "accumulate the gradients of this micro-batch, in the optimizer's dtype"
     text = DESCRIPTIONS[op.act]
+    if op.edge is not None:
+        rows = "gradients" if op.act.direction == "B" else "activations"
+        text = text.replace(rows, f"{'gradients of ' if op.act.direction == 'B' else ''}rows of {op.edge}")
     if op.peer is not None:
-        return f"{text} rank {pp_group[op.peer]}"
-    axes = plan.axes
+        return f"{text} {peers(op)}"
+    axes = _axes(op, plan)
     meshes = {
         "dense": ("dp and cp", axes.dp * axes.cp, axes.dense_copies),
         "expert": ("edp", axes.edp, axes.expert_copies),
@@ -87,3 +130,9 @@ def _description(op: Op, pp_group: tuple[int, ...], plan: Plan) -> str:
             )
         text += f" over {names} ({ranks} {'rank: nothing is sent' if ranks == 1 else 'ranks'})"
     return text
+
+
+def _axes(op: Op, plan: Plan) -> AxisSizes:
+    """The grid of the module whose unit an op is about."""
+    module, slash, _ = (op.unit or "").partition("/")
+    return plan.encoders[module].axes if slash else plan.axes
