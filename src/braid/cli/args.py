@@ -39,7 +39,7 @@ def split_positional(args: list[str], command: str, metavar: str) -> tuple[str, 
     if not args or (args[0][:2] == "--" and args[0][2:3].islower()):
         got = f", got {args[0]!r}" if args else ""
         raise ConfigError(
-            f"`braid {command}` needs {metavar} as its first argument{got}: braid {command} {metavar} [OPTIONS]"
+            f"`braid {command}` needs {metavar} before its options{got}: braid {command} {metavar} [OPTIONS]"
         )
     return args[0], args[1:]
 

@@ -22,8 +22,10 @@ def diff(args: list[str]) -> int:
     if wants_help(args):
         print("A and B are runs, checkpoints or Hugging Face folders, in any combination.\n")
         args = ["A", "B", "--help"]
-    one, rest = split_positional(args, "diff", "A")
-    other, rest = split_positional(rest, "diff", "A B")
+    one, rest = split_positional(args, "diff", "A B")
+    if not rest or rest[0].startswith("--"):
+        raise ConfigError(f"`braid diff` compares two models, got {one!r} alone: braid diff A B [OPTIONS]")
+    other, *rest = rest
     opts = parse_options(DiffOptions, rest, f"braid diff {one} {other}")
     if opts.limit < 0:
         raise ConfigError(f"--limit {opts.limit}: must be 0 or more")

@@ -124,7 +124,10 @@ class HfTokenizer:
             definition = file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"cannot read the tokenizer {file}: {error}") from None
-        return cls(definition, end_of_document, eos_token_of(file.parent))
+        try:
+            return cls(definition, end_of_document, eos_token_of(file.parent))
+        except DataError as error:
+            raise DataError(f"{file}: {error}") from None
 
     @property
     def vocab(self) -> int:
@@ -179,7 +182,10 @@ def eos_token_of(folder: Path) -> str | None:
 
 def _eod_token(ids: Mapping[str, int], name: str | None, eos_token: str | None) -> str:
     if name is not None and name not in ids:
-        raise DataError(f"the tokenizer has no token {name!r}: set end_of_document to one of its tokens")
+        raise DataError(
+            f"the tokenizer has no token {name!r} to end documents with: set eos_token in {CONFIG}, or "
+            "end_of_document from Python, to one of its tokens"
+        )
     token = name or next((each for each in (*COMMON_EOD_TOKENS, eos_token) if each in ids), None)
     if token is None:
         raise DataError(

@@ -7,6 +7,7 @@ name: those that are missing, those that are too many, and copies that differ fr
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from math import prod
@@ -23,6 +24,8 @@ from braid.interchange.spelling import spelled
 from braid.interchange.tables import Adapter, NameLink, copies, ignored, links
 
 Direction = Literal["to_ours", "to_theirs"]
+MOST_LISTED = 20
+"""Names of one kind that a message lists: large models have tens of thousands."""
 
 
 class Lazy(Mapping[str, Tensor]):
@@ -57,7 +60,8 @@ def convert(
     if direction == "to_theirs":
         return together(tensors, list(links(adapter, shape)), narrowed=narrowed)
     table = [link for told in spelled(adapter, shape, tensors) for link in told]
-    check(f"{adapter.name} tensors do not fit the model's shape", name_faults(tensors, table, adapter, shape))
+    faults = name_faults(tensors, table, adapter, shape)
+    check(f"{adapter.name} tensors do not fit the model's shape", faults)
     check("these tensors contradict their config.json", copy_faults(tensors, adapter, shape))
     return apart(tensors, table)
 
@@ -78,10 +82,21 @@ def together(
     return Lazy({link.theirs: partial(_theirs, tensors, link, narrowed) for link in table})
 
 
-def check(what: str, faults: Sequence[str]) -> None:
-    """Raise one error that lists everything that was found, if anything was."""
-    if faults:
-        raise CheckpointError("\n  ".join([f"{what}: {len(faults)} names", *faults]))
+def check(what: str, faults: Sequence[str], remedy: str = "") -> None:
+    """Raise one error with all that was found, if anything was: of each kind, its first word, the first
+    `MOST_LISTED`."""
+    if not faults:
+        return
+    count = "1 name" if len(faults) == 1 else f"{len(faults)} names"
+    seen: Counter[str] = Counter()
+    lines = []
+    for fault in faults:
+        kind = fault.split()[0]
+        seen[kind] += 1
+        if seen[kind] <= MOST_LISTED:
+            lines.append(fault)
+    lines += [f"... and {n - MOST_LISTED} more {kind}" for kind, n in seen.items() if n > MOST_LISTED]
+    raise CheckpointError("\n  ".join([f"{what}: {count}", *lines, *([f"set   {remedy}"] if remedy else [])]))
 
 
 def _ours(tensors: Mapping[str, Tensor], link: NameLink, place: int) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from braid.checkpoint.parts import CODES, lay_out, raw_bytes
-from braid.errors import CheckpointError, ConfigError
+from braid.errors import CheckpointError, ConfigError, first_of
 from braid.interchange.sliced import Index, SlicedTensors
 
 CONFIG = "config.json"
@@ -29,6 +29,9 @@ MODEL, OPTIMIZER = "model", "optimizer"
 INDEX = f"{MODEL}.safetensors.index.json"
 SINGLE = f"{MODEL}.safetensors"
 DTYPES = MappingProxyType({code: dtype for dtype, code in CODES.items()})
+LFS_POINTER = b"version https://git-lfs"
+"""How the files begin that Git puts in the place of large ones."""
+PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 SHARD_BYTES = 5 * 10**9
 """Bytes of one file at most, unless one tensor alone is larger."""
 
@@ -58,7 +61,7 @@ class FileTensor:
             with safe_open(self.file, framework="pt") as handle:
                 yield handle.get_slice(self.name)
         except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{self.file}: {self.name} cannot be read: {error}") from error
+            raise _unreadable(self.file, error, f"{self.file}: {self.name}") from error
 
 
 class SafetensorsFolder(SlicedTensors):
@@ -84,7 +87,7 @@ class SafetensorsFolder(SlicedTensors):
                 tensor: Tensor = handle.get_tensor(name)
                 return tensor
         except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{file}: {name} cannot be read: {error}") from error
+            raise _unreadable(file, error, f"{file}: {name}") from error
 
     def opened(self, name: str) -> FileTensor:
         return FileTensor(self._files[name], name)
@@ -131,12 +134,21 @@ def _files_of(folder: Path, stem: str) -> dict[str, Path]:
         )
     if not index.is_file():
         if not single.is_file():
-            raise CheckpointError(f"{folder} holds neither {single.name} nor {index.name}")
+            raise _no_weights(folder, stem)
         return dict.fromkeys(_names_in(single), single)
     indexed = read_json(index, CheckpointError).get("weight_map")
     if not isinstance(indexed, dict) or not all(isinstance(file, str) for file in indexed.values()):
-        raise CheckpointError(f"{index} has no weight_map of names to files")
+        raise CheckpointError(
+            f"{index} has no weight_map\n"
+            "  rule  an index holds the file of each tensor: "
+            '{"weight_map": {"TENSOR": "FILE.safetensors"}}\n'
+            "  set   the index that came with these files"
+        )
     check_inside(index, indexed.values())
+    absent = sorted({file for file in indexed.values() if not (folder / file).is_file()})
+    if absent:
+        told = [f"{index} names files that are not there", *first_of(absent, lambda file: f"missing  {file}")]
+        raise CheckpointError("\n  ".join([*told, "set   all files: copy or download them again"]))
     held = {name: file for file in sorted(set(indexed.values())) for name in _names_in(folder / file)}
     wrong = [f"missing  {name}: not in {indexed[name]}" for name in sorted(indexed.keys() - held.keys())]
     wrong += [
@@ -166,17 +178,48 @@ def _names_in(file: Path) -> list[str]:
         with safe_open(file, framework="pt") as handle:
             return list(handle.keys())
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from error
+        raise _unreadable(file, error, str(file)) from error
+
+
+def _unreadable(file: Path, error: Exception, what: str) -> CheckpointError:
+    """The error for a file that safetensors does not read, or a tensor of it."""
+    with suppress(OSError), open(file, "rb") as stream:
+        if stream.read(len(LFS_POINTER)) == LFS_POINTER:
+            return CheckpointError(
+                f"{file} is a pointer of Git LFS, not the file itself: run `git lfs pull` in {file.parent}"
+            )
+    why = error.strerror if isinstance(error, OSError) and error.strerror else error
+    return CheckpointError(f"{what} cannot be read: {why}\n  set   a whole file: copy or download it again")
+
+
+def _no_weights(folder: Path, stem: str) -> CheckpointError:
+    """The error for a folder without files that braid would read."""
+    single, index = _names_of(stem)
+    others = sorted(file.name for file in folder.glob("*.safetensors"))
+    pickled = sorted(file.name for pattern in PICKLED for file in folder.glob(pattern))
+    remedy = "the folder that has them"
+    if others:
+        remedy = f"{single} as the name of a single file, or add {index}, which says what is in {others[0]}"
+    elif pickled:
+        remedy = f"the folder of safetensors files that {pickled[0]} is converted to: braid unpickles nothing"
+    return CheckpointError(
+        f"{folder} holds neither {single} nor {index}\n"
+        f"  rule  weights are in {single}, or in the files that {index} names\n  set   {remedy}"
+    )
 
 
 def read_json(file: Path, kind: type[CheckpointError] | type[ConfigError]) -> dict[str, Any]:
     """The object in a JSON file, or an error of this kind."""
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise kind(f"{file} cannot be read: {error}") from error
+    except OSError as error:
+        raise kind(f"{file} cannot be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise kind(
+            f"{file} cannot be read as JSON: {error}\n  set   a whole file: copy or download it again"
+        ) from error
     if not isinstance(data, dict):
-        raise kind(f"{file} must hold a JSON object")
+        raise kind(f"{file} must hold a JSON object, {{...}}, not a {type(data).__name__}")
     return data
 
 
@@ -208,11 +251,13 @@ class FolderPlan:
         self.folder.mkdir(parents=True, exist_ok=True)
         held = sorted(file.name for file in self.folder.iterdir())
         if held:
-            raise CheckpointError(f"{self.folder} is not empty: it holds {', '.join(held[:5])}; choose another")
+            raise CheckpointError(
+                f"{self.folder} is not empty: it holds {', '.join(held[:5])}; choose another --out"
+            )
         needed, free = sum(self.sizes.values()), shutil.disk_usage(self.folder).free
         if needed > free:
             sizes = f"needs {needed / 2**30:.1f} GiB, the disk has {free / 2**30:.1f} GiB"
-            raise CheckpointError(f"{self.folder} {sizes}")
+            raise CheckpointError(f"{self.folder} {sizes}: free some of it, or choose another --out")
 
     def write_file(self, file: str, report: Callable[[int], None] = lambda _: None) -> None:
         """Write one of `sizes`. `report` hears the bytes of every tensor that is written."""

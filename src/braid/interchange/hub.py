@@ -138,7 +138,7 @@ def read_config(config: Mapping[str, Any], *, mtp_depths: int = 0, ignore: Colle
         remedy = f"--mtp-depths {held} keeps it" if family.depth else "braid has no names for it here"
         settings.note(f"{family.depths_setting} = {held}: multi-token prediction is left out; {remedy}")
     if mtp_depths and not family.depth:
-        settings.refuse("mtp_depths", mtp_depths, f"{family.model_type} has none")
+        raise ConfigError(f"--mtp-depths {mtp_depths}: {family.model_type} has no such depths, leave it out")
     settings.close(family.model_type)
     shape = without_unused(replace(shape, pattern=shape.pattern + f"/{family.depth}" * mtp_depths))
     problems = list(shape.problems("model"))
@@ -165,7 +165,8 @@ def _check_architecture(settings: Settings, family: ModelFamily, named: Any) -> 
         isinstance(named, list) and any(name in named for name in (family.architecture, *family.also))
     ):
         return
-    settings.refuse("architectures", named, f"braid reads language models, here {family.architecture}")
+    rule = f"braid reads language models, here {family.architecture}"
+    settings.refuse("architectures", named, f"{rule}; --ignore architectures if it is one by another name")
 
 
 def without_unused(shape: Model) -> Model:

@@ -124,7 +124,7 @@ class Settings:
     def __init__(self, values: Mapping[str, Any], *, ignore: Collection[str] = ()) -> None:
         unknown = sorted(name for name in ignore if not _held(values, name))
         if unknown:
-            raise ConfigError(f"--ignore {' '.join(unknown)}: config.json has no such setting")
+            raise ConfigError(f"--ignore {' '.join(unknown)}: config.json has no such setting, leave it out")
         self._ignore = ignore
         self._values = {name: value for name, value in values.items() if name not in ignore}
         self._taken = set(HARMLESS)
@@ -227,7 +227,9 @@ class Settings:
             yield from inner.scopes()
 
     def refuse(self, name: str, value: Any, rule: str) -> None:
-        reason = f"{name} = {_quoted(value)}: {rule}"
+        self._add(f"{name} = {_quoted(value)}: {rule}")
+
+    def _add(self, reason: str) -> None:
         if reason not in self._reasons:  # a setting may be read twice
             self._reasons.append(reason)
 
@@ -245,7 +247,8 @@ class Settings:
             count = "1 reason" if len(reasons) == 1 else f"{len(reasons)} reasons"
             lines = [f"this {family} config.json cannot be expressed: {count}", *reasons]
             if unknown:
-                lines.append(f"set   --ignore {' '.join(left)} if they change nothing in this model")
+                they = "it changes" if len(left) == 1 else "they change"
+                lines.append(f"set   --ignore {' '.join(left)} if {they} nothing in this model")
             raise ConfigError("\n  ".join(lines))
 
     def _refusals(self) -> list[str]:
@@ -263,7 +266,7 @@ class Settings:
         self._taken.add(name)
         value = self._values.get(name, default)
         if isinstance(value, Missing):
-            self.refuse(name, None, "must be given")
+            self._add(f"{name} is missing: a model of this type has it")
         elif type(value) not in kinds:
             wanted = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
             self.refuse(name, value, f"must be of type {wanted}")

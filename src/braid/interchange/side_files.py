@@ -31,6 +31,7 @@ POSITION = "braid_position.json"
 """How far a run has read its data, in braid's own exports with an optimizer's state."""
 RECORD = "braid_import.json"
 """What an import has left unread and left out, in a run's folder."""
+DAMAGED = "  set   a run that is imported again; or remove {folder}, and give --model-type"
 WEIGHTS = (".safetensors", ".safetensors.index.json")
 """Endings of files that are imported, not copied."""
 
@@ -120,15 +121,23 @@ def source_of(run: Path) -> Source | None:
     """What the folder said that a run was imported from; None where it was not."""
     if not (run / FOLDER / CONFIG).is_file():
         return None
-    config, index, record = (
-        read_json(run / FOLDER / name, CheckpointError) for name in (CONFIG, INDEX, RECORD)
-    )
+    try:
+        config, index, record = (
+            read_json(run / FOLDER / name, CheckpointError) for name in (CONFIG, INDEX, RECORD)
+        )
+    except CheckpointError as error:
+        told = str(error).partition("\n")[0]
+        raise CheckpointError(f"{told}\n{DAMAGED.format(folder=run / FOLDER)}") from error
     config |= {name: record[name] for name in ("model_type",) if name in record}
     shards, codes, dims = index.get("weight_map", {}), record.get("dtypes", {}), record.get("dims", {})
     ignored, left_out = record.get("ignored", []), record.get("left_out", [])
     known = all(isinstance(each, dict) for each in (shards, codes, dims))
+    known = known and all(isinstance(each, list) for each in (ignored, left_out))
     if not (known and set(codes.values()) <= DTYPES.keys() and {type(n) for n in dims.values()} <= {int}):
-        raise CheckpointError(f"{run / FOLDER} is damaged: {INDEX} or {RECORD} is not as an import writes it")
+        raise CheckpointError(
+            f"{run / FOLDER} is damaged: {INDEX} or {RECORD} is not as an import writes it\n"
+            f"{DAMAGED.format(folder=run / FOLDER)}"
+        )
     check_inside(run / FOLDER / INDEX, shards.values())
     dtypes = {name: DTYPES[code] for name, code in codes.items()}
     return Source(config, shards, ignored, left_out, dtypes, dims)

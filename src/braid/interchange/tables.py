@@ -177,7 +177,8 @@ def check_fit(adapter: Adapter, shape: Model) -> None:
     if foreign:
         known = " ".join(sorted(kind.value for kind in adapter.layers))
         raise ConfigError(
-            f"{adapter.name} has no layers of the kind {' '.join(foreign)}\n  rule  its layers are {known}"
+            f"{adapter.name} has no layers of the kind {' '.join(foreign)}\n  rule  its layers are {known}\n"
+            "  set   a model type that has them: docs/interchange.md lists all"
         )
     for kind, name in SHAPE_OF:
         if kind in layout.kinds() and getattr(shape, name) is None:

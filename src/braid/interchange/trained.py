@@ -252,7 +252,7 @@ def optimizer_state(
     lost = [
         f"missing  {ours}{n}" for ours in ("", *MOMENTS.values()) for n in updated if ours + n not in tensors
     ]
-    check("the checkpoint does not hold the optimizer's state", lost)
+    check("the checkpoint does not hold the optimizer's state", lost, "the weights alone, without --optimizer")
     makers: dict[str, Callable[[], Tensor]] = {}
     for kind in (MAIN, *MOMENTS):
         ours = Renamed(tensors, {name: MOMENTS.get(kind, "") + name for name in updated})

@@ -40,7 +40,8 @@ class TensorDiff(NamedTuple):
 def open_side(path: Path) -> DiffSide:
     """Open a run, a checkpoint or a folder of the hub."""
     if not path.is_dir():
-        raise CheckpointError(f"{path} does not exist: give a run, a checkpoint or a Hugging Face folder")
+        what = "is not a folder" if path.exists() else "does not exist"
+        raise CheckpointError(f"{path} {what}: give a run, a checkpoint or a Hugging Face folder")
     if (path / CONFIG).is_file():
         source = open_source(path, ImportSettings(optimizer=False))
         return DiffSide(flatten(source.run.model, "model"), source.convert().tensors, source.outlines())

@@ -9,10 +9,9 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from dataclasses import dataclass
 from functools import lru_cache
-from multiprocessing import get_context
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -25,8 +24,9 @@ from braid.interchange import FAMILIES, hub_folder, plan_trained, side_files
 from braid.interchange.files import FolderPlan, check_inside
 from braid.interchange.megatron import Form, adapter
 from braid.nn.dtypes import DTYPES
-from braid.train.importing import MEGATRON, TOKENIZER, Report, dtype_of_training
+from braid.train.importing import MEGATRON, TOKENIZER, Report, dtype_of_training, processes
 from braid.train.state import CheckpointInfo, describe, weight_names
+from braid.validators import nearest
 
 HUB_FORMS = MappingProxyType({"usual": None, "each": "hub", "stacked": "memory", "packed": "packed"})
 """What interchange calls each layout of experts that the hub has; None is that of the imported folder."""
@@ -71,7 +71,7 @@ def export_checkpoint(
         plan.finish()
         restored, notes = _write_side_files(path, out, saved, settings)
     except OSError as error:
-        raise CheckpointError(f"cannot write {out}: {error.strerror}; choose another --out") from error
+        raise CheckpointError(f"cannot write {out}: {error.strerror or error}; choose another --out") from error
     return Exported(str(plan.config["model_type"]), sum(plan.sizes.values()), restored, notes)
 
 
@@ -85,9 +85,16 @@ def folder_of(path: Path, out: Path, settings: ExportSettings) -> FolderPlan:
     saved = describe(path)
     source, run = side_files.source_of(run_of(path)), saved.run
     model_type = settings.model_type or (source.config.get("model_type") if source else None)
+    known = [*(family.model_type for family in FAMILIES), MEGATRON]
     if model_type is None:
-        known = ", ".join([*(family.model_type for family in FAMILIES), MEGATRON])
-        raise ConfigError(f"--model-type is missing: {path} was not imported\n  set   one of {known}")
+        raise ConfigError(
+            f"--model-type is missing: {path} was not imported\n  set   one of {', '.join(known)}"
+        )
+    if settings.model_type is not None and model_type not in [*known, *(each.text_type for each in FAMILIES)]:
+        raise ConfigError(
+            f"--model-type {model_type}: braid does not write such models{nearest(model_type, known)}\n"
+            f"  set   one of {', '.join(known)}"
+        )
     if settings.optimizer and saved.own_updates:
         raise ConfigError(
             f"--optimizer: {len(saved.own_updates)} tensors of {path} joined later and have counted their own "
@@ -146,7 +153,7 @@ def _write_files(
         for file in plan.sizes:
             plan.write_file(file, advance)
         return
-    with ProcessPoolExecutor(world, mp_context=get_context("spawn")) as pool:
+    with processes(world) as pool:
         running = {pool.submit(write_one, path, out, settings, file): n for file, n in plan.sizes.items()}
         for future in as_completed(running):
             future.result()

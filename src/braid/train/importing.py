@@ -11,6 +11,8 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from multiprocessing import get_context
@@ -22,6 +24,7 @@ from torch import Tensor
 
 import braid
 from braid import checkpoint, recipes
+from braid.checkpoint.manifest import MANIFEST_NAME
 from braid.choices import BYTE_VOCAB
 from braid.config import Data, Mesh, Run, Train, from_json, to_json
 from braid.data import HfTokenizer, Tokenizer, eos_token_of
@@ -106,7 +109,7 @@ def import_folder(
     try:
         return _import_folder(folder, out, root, settings, world, report)
     except OSError as error:
-        raise CheckpointError(f"cannot write {out}: {error.strerror}; choose another --out") from error
+        raise CheckpointError(f"cannot write {out}: {error.strerror or error}; choose another --out") from error
 
 
 def _check_folders(folder: Path, out: Path, root: Path) -> None:
@@ -114,10 +117,15 @@ def _check_folders(folder: Path, out: Path, root: Path) -> None:
         raise ConfigError(
             f"{folder} is not a folder\n"
             "  rule  braid downloads nothing: it reads config.json and .safetensors files from a folder\n"
-            "  set   the folder that has them"
+            "  set   a folder on this machine, such as `hf download NAME --local-dir FOLDER` makes"
         )
-    if (folder / "checkpoints").is_dir() and not (folder / CONFIG).is_file():
-        raise ConfigError(f"{folder} is a run already: `braid train` and `braid generate` take it as it is")
+    if not (folder / CONFIG).is_file():
+        for name, what in (("checkpoints", "run"), (MANIFEST_NAME, "checkpoint")):
+            if (folder / name).exists():
+                raise ConfigError(
+                    f"{folder} is a {what} of braid already: `braid train` and `braid generate` take it "
+                    "as it is"
+                )
     if out.resolve() == folder.resolve():
         raise ConfigError(f"--out {out} is the folder to import: choose another --out")
     # What an import that was killed has left is no checkpoint, and goes away.
@@ -141,7 +149,10 @@ def _import_folder(
     total = sum(tensor.nbytes for tensor in outlines.values())
     out.mkdir(parents=True, exist_ok=True)
     if (free := shutil.disk_usage(out).free) < total:
-        raise CheckpointError(f"{out} needs {total / 2**30:.1f} GiB, the disk has {free / 2**30:.1f} GiB")
+        raise CheckpointError(
+            f"{out} needs {total / 2**30:.1f} GiB, the disk has {free / 2**30:.1f} GiB: free some of it, or "
+            "choose another --out"
+        )
     read_as: dict[str, Any] = {"ignored": settings.ignore, "model_type": settings.model_type}
     carried = side_files.carry(folder, out, source.weight_map, source.stored, **read_as)
     for name in (TOKENIZER, TOKENIZER_CONFIG):  # the second says which token ends a document
@@ -180,7 +191,8 @@ def open_source(folder: Path, settings: ImportSettings) -> ImportSource:
     else:
         if settings.recipe is not None or settings.interleave:
             raise ConfigError(
-                f"{folder / CONFIG} describes the model: --recipe and --interleave are for {MEGATRON} folders"
+                f"{folder / CONFIG} describes the model: --recipe and --interleave are for {MEGATRON} folders, "
+                "leave them out"
             )
         chosen: dict[str, Any] = {"model_type": settings.model_type, "mtp_depths": settings.mtp_depths}
         read = described(folder, ignore=settings.ignore, **chosen)
@@ -215,12 +227,18 @@ def _megatron_run(folder: Path, config: Mapping[str, Any], settings: ImportSetti
     if settings.recipe is not None:
         return recipes.load(settings.recipe), interleave
     if "run" not in config:
+        held = (folder / CONFIG).is_file()
         raise ConfigError(
-            f"{folder} does not describe its model\n"
-            "  rule  either its config.json or a recipe must\n"
-            "  set   --recipe NAME, or --recipe path/to/file.py:function"
+            f"{f'{folder / CONFIG} describes no Megatron model' if held else f'{folder} has no {CONFIG}'}\n"
+            "  rule  config.json describes the model, or a recipe if files have Megatron's names\n"
+            "  set   --recipe NAME, or --recipe path/to/file.py:function, or a folder with a config.json"
         )
-    return from_json(config["run"]), interleave
+    try:
+        return from_json(config["run"]), interleave
+    except ConfigError as error:
+        raise ConfigError(
+            f"{folder / CONFIG} holds no run of this version: {error}\n  set   --recipe, to describe the model"
+        ) from error
 
 
 def _run_of(shape: Any, dtype: torch.dtype) -> Run:
@@ -286,7 +304,15 @@ def _position(folder: Path, settings: ImportSettings) -> dict[str, Any]:
     if settings.samples is not None:
         return {"samples": settings.samples}
     file = folder / side_files.POSITION
-    return read_json(file, CheckpointError) if file.is_file() else {}
+    position = read_json(file, CheckpointError) if file.is_file() else {}
+    for name in ("samples", "tokens"):
+        count = position.get(name, 0)
+        if type(count) is not int or count < 0:
+            raise CheckpointError(
+                f"{file}: {name} = {count!r} must be a whole number, 0 or more\n"
+                "  set   --samples N, to continue there, or remove the file to begin with the first sample"
+            )
+    return position
 
 
 def _extra(run: Run, tokenizer: Tokenizer, step: int, position: Mapping[str, Any]) -> dict[str, Any]:
@@ -341,12 +367,25 @@ def _write_parts(
             done += size
             report(done, total)
         return
-    with ProcessPoolExecutor(world, mp_context=get_context("spawn")) as pool:
+    with processes(world) as pool:
         running = {pool.submit(write_one, *job): size for job, size in zip(jobs, sizes, strict=True)}
         for future in as_completed(running):
             yield future.result()
             done += running[future]
             report(done, total)
+
+
+@contextmanager
+def processes(world: int) -> Iterator[ProcessPoolExecutor]:
+    """A pool of processes that convert. If one of them is killed, all end with an error that says so."""
+    try:
+        with ProcessPoolExecutor(world, mp_context=get_context("spawn")) as pool:
+            yield pool
+    except BrokenProcessPool as error:
+        raise CheckpointError(
+            f"--world {world}: one of the processes was killed, as happens when memory runs out\n"
+            "  set   a smaller --world, or have more memory free, and repeat the command"
+        ) from error
 
 
 @lru_cache(maxsize=1)

@@ -22,6 +22,7 @@ from torch import Tensor
 import braid
 from braid import checkpoint, kernels
 from braid.architecture import Model
+from braid.checkpoint.manifest import MANIFEST_NAME
 from braid.config import Mesh, Run, from_json, model_from_json, to_json
 from braid.console import warn
 from braid.data import Loader, Tokenizer, tokenizer_from
@@ -530,13 +531,19 @@ def load_model(path: Path | str, device: Device | DeviceName = "auto") -> tuple[
 def resolve_checkpoint(path: Path) -> Path:
     """The newest valid checkpoint of a run's folder, or of its `checkpoints` folder; a checkpoint as it is."""
     if not path.is_dir():
-        raise CheckpointError(f"{path} does not exist: give the folder of a checkpoint or of a run")
+        what = "is not a folder" if path.exists() else "does not exist"
+        raise CheckpointError(f"{path} {what}: give the folder of a checkpoint or of a run")
     roots = [root for root in (path / "checkpoints", path) if any(root.glob("step-*"))]
     if not roots:
         if (path / "config.json").is_file() and any(path.glob("*.safetensors")):
             command = shlex.join(["braid", "import", str(path), "--out", "runs/imported"])
             raise CheckpointError(
                 f"{path} is a folder of the Hugging Face hub: convert it first, with `{command}`"
+            )
+        if not path.name.startswith("step-") and not (path / MANIFEST_NAME).exists():
+            raise CheckpointError(
+                f"{path} is neither a run nor a checkpoint: it holds no step-* folder and no {MANIFEST_NAME}; "
+                "give the folder of a checkpoint or of a run"
             )
         return path
     newest = checkpoint.latest(roots[0])
