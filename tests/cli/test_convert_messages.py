@@ -86,7 +86,7 @@ def test_a_folder_without_a_config(refused: Callable[..., str], tmp_path: Path) 
 def test_what_braid_has_written_needs_no_import(refused: Callable[..., str], run: Path, tmp_path: Path) -> None:
     for path, what in ((run, "run"), (run / "checkpoints" / "step-00000000", "checkpoint")):
         told = refused(2, "import", path, "--out", tmp_path / "other")
-        assert f"{path} is a {what} of braid already: `braid train`" in told
+        assert f"{path} is a {what} already: `braid train`" in told
 
 
 def test_a_folder_without_weights_that_braid_reads(

@@ -194,8 +194,7 @@ def config_of(family: ModelFamily, shape: Model) -> dict[str, Any]:
     ]
     if lost:
         count = "1 field" if len(lost) == 1 else f"{len(lost)} fields"
-        remedy = "set   a model type that has them, or megatron"
-        raise ConfigError("\n  ".join([f"this model is no {family.model_type}: {count}", *lost, remedy]))
+        raise ConfigError("\n  ".join([f"this model is no {family.model_type}: {count}", *lost]))
     return config
 
 

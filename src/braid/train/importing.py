@@ -123,8 +123,7 @@ def _check_folders(folder: Path, out: Path, root: Path) -> None:
         for name, what in (("checkpoints", "run"), (MANIFEST_NAME, "checkpoint")):
             if (folder / name).exists():
                 raise ConfigError(
-                    f"{folder} is a {what} of braid already: `braid train` and `braid generate` take it "
-                    "as it is"
+                    f"{folder} is a {what} already: `braid train` and `braid generate` take it as it is"
                 )
     if out.resolve() == folder.resolve():
         raise ConfigError(f"--out {out} is the folder to import: choose another --out")
