@@ -90,8 +90,8 @@ class Estimate:
 def estimate(plan: Plan, device: str = "cuda") -> Estimate:
     """Memory and communication of every stage of a plan on a `device` (`cuda` or `cpu`)."""
     if plan.encoders:
-        edges = tuple(edges_of(plan))
-        stations = (_station(plan, station, edges, device) for station in range(plan.schedule.pp))
+        edges, peaks = tuple(edges_of(plan)), segment_peaks(plan.schedule)
+        stations = (_station(plan, station, edges, peaks, device) for station in range(plan.schedule.pp))
         return Estimate(plan=plan, device=device, stations=tuple(stations), edges=edges)
     # `live_peaks` counts forwards of segments; a micro-batch has one for each segment of the rank.
     live = [-(-each // plan.schedule.virtual) for each in live_peaks(plan.schedule)]
@@ -114,8 +114,11 @@ def _counted(plan: Plan, station: int, device: str) -> list[_Counted]:
     return [_Counted(module, held_units(module, plan)) for module in held_modules(plan, station, device)]
 
 
-def _station(plan: Plan, station: int, edges: Sequence[EdgeEstimate], device: str) -> StationEstimate:
-    modules, live = _counted(plan, station, device), segment_peaks(plan.schedule)
+def _station(
+    plan: Plan, station: int, edges: Sequence[EdgeEstimate], live: Sequence[int], device: str
+) -> StationEstimate:
+    """Estimate for a station; `live` are the live micro-batches of each segment."""
+    modules = _counted(plan, station, device)
     memory, features = _memory(plan, station, modules, edges)
     return StationEstimate(
         ranks=plan.schedule.graph.ranks[station],
