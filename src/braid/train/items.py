@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from braid.distributed.collectives import Group
-from braid.engine.edges import EdgeLinks
+from braid.engine.edges import Direction, EdgeLinks
 from braid.launch.process import fail_together
 from braid.model.encoder import EncoderModel, Items, module_seed
 from braid.nn.dtypes import DTYPES
@@ -94,6 +94,7 @@ def edge_links(state: JobState, tables: Tables) -> EdgeLinks | None:
     return EdgeLinks(
         groups=state.edges,
         transfers=transfers(plan, state.job, tables),
+        reads=_reads(plan, state.job),
         no_rows=partial(_no_rows, width, dtype, state.device),
     )
 
@@ -107,6 +108,15 @@ def transfers(plan: Plan, job: Group, tables: Tables) -> dict[tuple[str, int], T
             target = held(Tokens(stage=0), plan.grid, table)
             planned[each.edge, micro_batch] = transfer(source, target, job.rank)
     return planned
+
+
+def _reads(plan: Plan, job: Group) -> frozenset[tuple[Direction, str]]:
+    """Rows are read by the target of an edge, their gradients by its source."""
+    graph = plan.schedule.graph
+    sides: list[tuple[Direction, str, int]] = []
+    for edge in graph.edges:
+        sides += [("F", edge.name, edge.target), ("B", edge.name, edge.source)]
+    return frozenset((way, name) for way, name, segment in sides if job.rank in graph.segments[segment].ranks)
 
 
 def _no_rows(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
