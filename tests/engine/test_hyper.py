@@ -19,6 +19,7 @@ from braid.nn.delayed_wgrad import DelayedWgrad, Mains
 from braid.nn.hyper_connection import HyperConnection, HyperExit
 from braid.planning.plan import Plan, plan
 from braid.train import step as steps
+from braid.train import step_work
 from tests.engine import oracle
 from tests.engine.driven import Case as Sharded
 from tests.engine.driven import Driven, Grain, Hooked, Ranks, differing
@@ -121,7 +122,7 @@ def noting(model: nn.Module) -> Iterator[list[Noting]]:
         return wgrad_stores[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(steps, "DelayedWgrad", note)
+        patch.setattr(step_work, "DelayedWgrad", note)
         patch.setattr(oracle, "DelayedWgrad", note)
         yield wgrad_stores
 

@@ -116,7 +116,7 @@ def test_no_more_micro_batches_live_than_the_schedule_states(monkeypatch):
         live.append(sum(each() is not None for each in segment_runs))
         return run(*given)
 
-    monkeypatch.setattr("braid.train.step.nodes.run", counting)
+    monkeypatch.setattr("braid.train.step_work.nodes.run", counting)
     one_step(Case(micro_batches=5))
     assert max(live) == 2
 
@@ -135,7 +135,7 @@ def test_what_was_sent_to_experts_is_free_once_it_has_left(monkeypatch):
             assert gone == ["0.computed", "0.returned"]
         return run(model, phase, context, tensors)
 
-    monkeypatch.setattr("braid.train.step.nodes.run", keeping)
+    monkeypatch.setattr("braid.train.step_work.nodes.run", keeping)
     one_step(Case(pattern="[*E]", latent=4, micro_batches=2))
     assert left
 
@@ -150,7 +150,7 @@ def test_a_loss_lets_go_of_its_input_after_the_backward(monkeypatch):
             inputs.extend(weakref.ref(tensor) for tensor in tensors.values())
         return run(model, phase, context, tensors)
 
-    monkeypatch.setattr("braid.train.step.nodes.run", keeping)
+    monkeypatch.setattr("braid.train.step_work.nodes.run", keeping)
     work = one_step(Case())
     assert len(inputs) == 3
     assert not [each for each in inputs if each() is not None]

@@ -324,7 +324,7 @@ def evaluate(state: JobState, run: Run, loader: Loader) -> float:
 
 def _evaluate(state: JobState, run: Run, loader: Loader, batches: Sequence[MicroBatch], samples: int) -> Tensor:
     """This rank's share of the sum of losses, and of the number of tokens that they are of."""
-    size = state.plan.micro_batch_samples
+    size = run.train.batch_samples // run.train.micro_batches
     chosen = [
         [min(sample, samples - 1) for sample in range(start, start + size)] for start in range(0, samples, size)
     ]

@@ -16,7 +16,6 @@ from braid.architecture import Trunk
 from braid.choices import DispatcherName, Strategy, kernel_modes, recomputed
 from braid.config import Mesh
 from braid.distributed.collectives import ALONE, Group, Groups
-from braid.errors import ConfigError
 from braid.model.encoder import EncoderModel
 from braid.model.language import LanguageModel
 from braid.nn.cost import Cost, Workload
@@ -205,8 +204,6 @@ def lane_patches(plan: Plan, encoder: ModulePlan) -> int:
 def _workload(
     plan: Plan, segments: Iterable[int], device: str, *, rows: int, tokens: int, span: int
 ) -> Workload:
-    if device not in ("cpu", "cuda"):
-        raise ConfigError(f"device {device}: must be cpu or cuda")
     train = plan.run.train
     workload = Workload(
         rows=rows,

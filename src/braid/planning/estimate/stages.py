@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
+from braid.errors import ConfigError
 from braid.nn.cost import Call, Cost
 from braid.planning.estimate.edges import EdgeEstimate, edges_of
 from braid.planning.estimate.memory import Memory, Step, memory_of
@@ -89,6 +90,8 @@ class Estimate:
 
 def estimate(plan: Plan, device: str = "cuda") -> Estimate:
     """Memory and communication of every stage of a plan on a `device` (`cuda` or `cpu`)."""
+    if device not in ("cpu", "cuda"):
+        raise ConfigError(f"device {device}: must be cpu or cuda")
     if plan.encoders:
         edges, peaks = tuple(edges_of(plan)), segment_peaks(plan.schedule)
         stations = (_station(plan, station, edges, peaks, device) for station in range(plan.schedule.pp))
