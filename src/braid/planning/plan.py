@@ -6,7 +6,7 @@ with all problems.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -32,6 +32,7 @@ from braid.schedule.recompute import dropped_tensors, with_replays
 from braid.topology import Grid
 
 if TYPE_CHECKING:
+    from braid.model.encoder import EncoderModel
     from braid.model.language import LanguageModel, Size
     from braid.model.stacked import StackedModel
 
@@ -349,12 +350,25 @@ def training_flops(plan: Plan) -> int:
     """FLOPs of one sequence in a step: its forward, as much again for the gradients of inputs where something
     before is trained, and for those of weights where a block has trained ones. Recomputation does not count."""
     model, tokens = whole_model(plan), plan.run.data.sequence_tokens
-    if plan.selection is None:
+    form = form_of(plan.run.model, plan.run.train.dtype)
+    return _training_flops(model, plan.layout, form, plan.selection, tokens)
+
+
+def item_flops(plan: Plan, module: str) -> Callable[[int], int]:
+    """The same of one item of an encoder, by its patches."""
+    each = plan.encoders[module]
+    model, form = modules.whole_encoder(each), form_of(each.module.model, plan.run.train.dtype)
+    return lambda patches: _training_flops(model, each.layout, form, each.selection, patches)
+
+
+def _training_flops(
+    model: LanguageModel | EncoderModel, layout: Layout, form: Form, selection: Selection | None, tokens: int
+) -> int:
+    if selection is None:
         return 3 * model.flops(tokens)
-    run = plan.run
-    segments = [chain.phases for chain in declaration.chains(plan.layout, form_of(run.model, run.train.dtype))]
+    segments = [chain.phases for chain in declaration.chains(layout, form)]
     passes, total = False, 0
-    for phase in (each for phases in freeze_phases(segments, plan.selection.frozen_units) for each in phases):
+    for phase in (each for phases in freeze_phases(segments, selection.frozen_units) for each in phases):
         total += model.phase_flops(phase, tokens) * (1 + passes + bool(phase.grad_units))
         passes = passes or phase.backward
     return total

@@ -99,6 +99,24 @@ def edge_links(state: JobState, tables: Tables) -> EdgeLinks | None:
     )
 
 
+def item_metrics(plan: Plan, tables: Tables) -> dict[str, float]:
+    """Of every module: the rows of a step, and how many times the mean the lane with most patches has, in the
+    worst micro-batch."""
+    metrics: dict[str, float] = {}
+    for name, each in plan.encoders.items():
+        fullest = max((_fullest(table, each.axes.dp) for table in tables[name]), default=1.0)
+        rows = sum(sum(table.rows) for table in tables[name])
+        metrics |= {f"{name}.rows": float(rows), f"{name}.fullest_lane": fullest}
+    return metrics
+
+
+def _fullest(table: ItemTable, lanes: int) -> float:
+    starts = table.patch_starts
+    held = (table.items_of_lane(lane, lanes) for lane in range(lanes))
+    most = max(starts[items.stop] - starts[items.start] for items in held)
+    return most * lanes / max(1, starts[-1])
+
+
 def transfers(plan: Plan, job: Group, tables: Tables) -> dict[tuple[str, int], Transfer]:
     """What this rank sends and receives forward, by edge and micro-batch."""
     planned: dict[tuple[str, int], Transfer] = {}

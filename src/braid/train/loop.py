@@ -16,7 +16,7 @@ from braid.launch.process import everywhere
 from braid.launch.watchdog import Watchdog
 from braid.model.language import LanguageModel
 from braid.optim.schedule import LearningRate
-from braid.planning.plan import Plan, training_flops
+from braid.planning.plan import Plan, item_flops, training_flops
 from braid.train import state as states
 from braid.train.data_pipeline import DataPipeline
 from braid.train.device import Device, set_arithmetic
@@ -80,6 +80,8 @@ class Loop:
         self.is_rank_zero = state.job.rank == 0
         self.schedule = lr_schedule(plan.run)
         self.step_flops = plan.run.train.batch_samples * training_flops(plan) / plan.world
+        self.item_flops = {name: item_flops(plan, name) for name in plan.encoders}
+        """By module, the FLOPs of an item of so many patches."""
         self.step_seconds: list[float] = []
         self.val_loss: float | None = None
         self.warned_all_masked = False
@@ -208,11 +210,16 @@ class Loop:
             "lr": issued.rate,
             "tokens_per_s": tokens / seconds,
             "tokens": issued.tokens,
-            "mfu": self.device.mfu(self.step_flops, seconds, self.run.train.dtype),
+            "mfu": self.device.mfu(self._flops(result), seconds, self.run.train.dtype),
             "memory_bytes": self.device.memory_bytes(),
             "skipped": int(bool(result.not_finite)),
             **self._slowest(),
         }
+
+    def _flops(self, result: StepResult) -> float:
+        """Those of a step on each rank, on average."""
+        items = (self.item_flops[name](each) for name, lengths in result.patches.items() for each in lengths)
+        return self.step_flops + sum(items) / self.plan.world
 
     def _slowest(self) -> dict[str, Value]:
         """The worst straggler and its slowdown; empty for a single process or without a watchdog."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -33,7 +33,7 @@ from braid.schedule import OpSpan, Turn
 from braid.schedule.graph import LANGUAGE
 from braid.train.counts import Counts, await_counts, count
 from braid.train.expert_load import ExpertLoad, load_metrics, update_selection_biases
-from braid.train.items import Tables, edge_links, read_items
+from braid.train.items import Tables, edge_links, item_metrics, read_items
 from braid.train.state import JobState, State
 from braid.train.step_work import (
     DEVIATION,
@@ -63,6 +63,8 @@ class StepResult:
     """The loss or parameters that were not finite; if any, the step was skipped."""
     stop: bool = False
     """Whether any rank received a stop signal."""
+    patches: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Patches of every item that encoders read, by module."""
 
     @property
     def loss(self) -> float:
@@ -85,13 +87,17 @@ class PendingStep:
     """The gradient norm and the metrics, over all ranks."""
     squares_P: AsyncHostCopy
     """Squared gradient norms of this rank's parameters, to tell which are not finite."""
+    items: Mapping[str, float]
+    """Metrics of the items of modules."""
+    patches: Mapping[str, tuple[int, ...]]
+    """Patches of every item, by module."""
     loads: Mapping[str, tuple[AsyncHostCopy, ...]]
     """By module: tokens routed to each expert of every MoE layer, and those within its capacity."""
 
     def result(self) -> StepResult:
         """Wait for the step. Call it once for every step, in order, on all ranks."""
         norm, *values = self.numbers.wait().tolist()
-        metrics = dict(zip(self.metrics, values, strict=True))
+        metrics = dict(zip(self.metrics, values, strict=True)) | dict(self.items)
         stop = metrics.pop(STOP) > 0
         not_finite: tuple[str, ...] = ()
         if not (math.isfinite(metrics["loss"]) and math.isfinite(norm)):
@@ -103,7 +109,14 @@ class PendingStep:
             figures = load_metrics([Load(*layer) for name, *layer in told if name == module])
             prefix = "" if module == LANGUAGE else f"{module}."
             metrics |= {prefix + name: value for name, value in figures.items()}
-        return StepResult(metrics=metrics, tokens=self.tokens, grad_norm=norm, not_finite=not_finite, stop=stop)
+        return StepResult(
+            metrics=metrics,
+            tokens=self.tokens,
+            grad_norm=norm,
+            not_finite=not_finite,
+            stop=stop,
+            patches=self.patches,
+        )
 
     def _not_finite(self, loss: float, job: Group) -> tuple[str, ...]:
         """Names of what is not finite, on any rank."""
@@ -151,6 +164,11 @@ def begin_step(state: JobState, run: Run, loader: Loader, rate: float, *, stop: 
         metrics=tuple(metrics),
         numbers=AsyncHostCopy(torch.stack([norm, *metrics.values()])),
         squares_P=AsyncHostCopy(squares_P),
+        items=item_metrics(state.plan, counts.tables),
+        patches={
+            name: tuple(each for table in tables for each in table.patches)
+            for name, tables in counts.tables.items()
+        },
         loads={name: tuple(map(AsyncHostCopy, load.pairs())) for name, load in loads.items()},
     )
 
@@ -189,6 +207,8 @@ def _attend_step(state: JobState, run: Run, stop: bool) -> PendingStep:
         metrics=tuple(metrics),
         numbers=AsyncHostCopy(torch.stack([norm, *metrics.values()])),
         squares_P=AsyncHostCopy(torch.zeros(0)),
+        items={},
+        patches={},
         loads={},
     )
 
