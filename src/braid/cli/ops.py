@@ -41,7 +41,7 @@ def format_ops(plan: Plan, rank: int, *, as_json: bool) -> str:
         if plan.world > 1:
             remedy = f"0 to {plan.world - 1}"
         raise ConfigError([Problem(field="ops", value=rank, rule=rule, remedy=remedy)])
-    station = _station(plan, rank)
+    station = plan.station(rank)
     if station is None:
         ranks = f"{plan.grid.ranks[0]} to {plan.grid.ranks[-1]}"
         rule = f"mesh.ranks puts the model on the ranks {ranks}; the others execute no ops"
@@ -56,13 +56,6 @@ def format_ops(plan: Plan, rank: int, *, as_json: bool) -> str:
 
 _Peers = Callable[[Op], str]
 """The ranks on the other side of a message."""
-
-
-def _station(plan: Plan, rank: int) -> int | None:
-    """The list that a rank executes; None for a rank that holds no module."""
-    if plan.encoders:
-        return next((row for row, ranks in enumerate(plan.schedule.graph.ranks) if rank in ranks), None)
-    return plan.grid.coordinates(rank)["pp"] if rank in plan.grid.ranks else None
 
 
 def _pipeline_peers(plan: Plan, rank: int) -> _Peers:

@@ -31,7 +31,7 @@ from braid.planning.local_model import (
 )
 from braid.planning.modules import ModulePlan
 from braid.planning.plan import Plan, span_of
-from braid.planning.trained import matches
+from braid.planning.trained import parameters_of
 from braid.schedule.graph import LANGUAGE, unit_name
 
 
@@ -112,7 +112,6 @@ def _held_encoder(plan: Plan, encoder: ModulePlan, segments: list[int], device: 
     model = build_local_encoder(
         plan, encoder.name, groups, chosen, device=torch.device("meta"), dispatcher=_countable(mesh)
     )
-    tensors = model.canonical().items()
     return HeldModule(
         name=encoder.name,
         stage=stage,
@@ -122,7 +121,7 @@ def _held_encoder(plan: Plan, encoder: ModulePlan, segments: list[int], device: 
         axes=encoder.axes,
         strategy=mesh.shard,
         workload=encoder_workload(plan, encoder, device),
-        trained=frozenset(each.parameter for name, each in tensors if matches(name, encoder.module.trained)),
+        trained=parameters_of(model, encoder.selection),
     )
 
 

@@ -96,15 +96,19 @@ def phases_of(plan: Plan, segment: int) -> tuple[Phase, ...]:
     phases = plan.schedule.phases[segment]
     if [phase.kind for phase in phases] != ["segment"]:
         return phases
-    name, dtype = plan.schedule.graph.segments[segment].module, plan.run.train.dtype
     frozen = {unit for each in plan.schedule.phases for phase in each for unit in phase.frozen}
-    if name not in plan.encoders:
-        every = [chain.phases for chain in chains(plan.layout, form_of(plan.run.model, dtype))]
-        return freeze_phases(every, frozen)[segment]
-    encoder = plan.encoders[name]
-    own = chains(encoder.layout, form_of(encoder.module.model, dtype))
-    named = [[in_module(name, phase) for phase in chain.phases] for chain in own]
-    return freeze_phases(named, frozen)[segment - encoder.first_segment]
+    return freeze_phases(_inner_phases(plan), frozen, plan.schedule.graph)[segment]
+
+
+def _inner_phases(plan: Plan) -> list[tuple[Phase, ...]]:
+    """The phases of every segment of the schedule, as if none were a single phase."""
+    dtype = plan.run.train.dtype
+    reads = tuple(encoder.edge for encoder in plan.encoders.values())
+    every = [chain.phases for chain in chains(plan.layout, form_of(plan.run.model, dtype, modules=reads))]
+    for encoder in plan.encoders.values():  # their segments follow those of the language model
+        own = chains(encoder.layout, form_of(encoder.module.model, dtype))
+        every += [tuple(in_module(encoder.name, phase) for phase in chain.phases) for chain in own]
+    return every
 
 
 def part_of(phase: Phase) -> str:
