@@ -81,28 +81,31 @@ OPS = {"all_to_all_v": "all_to_all"}
 
 
 class Allocations(TorchDispatchMode):
-    """Bytes of all storages that ops make and that somebody still holds, and the most of them at a time."""
+    """Bytes of all storages that ops make and that somebody still holds, and the most of them at a time. FSDP2
+    keeps its gathered storages and resizes them, without an op that could be seen: sizes are read anew at every
+    op."""
 
     def __init__(self, known: Iterable[Tensor]) -> None:
         """`known` are there already and do not count."""
         super().__init__()
-        self.now = self.peak = 0
-        self._sizes = {tensor.untyped_storage()._cdata: 0 for tensor in known}
+        self.peak = 0
+        self._known = {tensor.untyped_storage()._cdata for tensor in known}
+        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def __torch_dispatch__(self, op: Any, _: Any, arguments: Any = (), options: Any = None) -> Any:
         result = op(*arguments, **(options or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
                 self._see(tensor.untyped_storage())
+        self.peak = max(self.peak, self.now)
         return result
+
+    @property
+    def now(self) -> int:
+        storages = (reference() for reference in list(self._storages.values()))
+        return sum(storage.nbytes() for storage in storages if storage is not None)
 
     def _see(self, storage: torch.UntypedStorage) -> None:
         place = storage._cdata
-        if place not in self._sizes:
-            self._sizes[place] = storage.nbytes()
-            self.now += storage.nbytes()
-            self.peak = max(self.peak, self.now)
-            weakref.finalize(storage, self._gone, place)
-
-    def _gone(self, place: int) -> None:
-        self.now -= self._sizes.pop(place)
+        if place not in self._storages and place not in self._known:
+            self._storages[place] = weakref.ref(storage, lambda _: self._storages.pop(place))
