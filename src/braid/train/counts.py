@@ -67,9 +67,13 @@ def count(state: State, batches: Sequence[MicroBatch], items: ItemSources = NO_I
         problem = error
     for batch in batches:
         numbers = _token_counts(batch, len(model.layout.mtp))
-        numbers[0] = int(problem is not None)
         for name, each in encoders.items():
-            numbers += _table(state, each, batch, items.get(name))
+            try:
+                numbers += _table(state, each, batch, items.get(name))
+            except DataError as error:
+                problem = problem or error
+                numbers += [0] * table_shape(state.plan, each).size
+        numbers[0] = int(problem is not None)
         rows.append(numbers)
     return _summed(state, torch.tensor(rows), problem, first)
 
