@@ -64,6 +64,7 @@ class PendingTransfer:
 
     rows_NC: Tensor
     """What this rank will have when the transfer has arrived."""
+    group: Group
     receiving: list[dist.Work]
     """What has not been waited for. A backend that runs a batch as one operation has a single one for it."""
     sending: list[dist.Work]
@@ -73,7 +74,7 @@ class PendingTransfer:
 
     def wait(self) -> Tensor:
         """Wait for the rows of other ranks, and return all rows that this rank holds now."""
-        _wait_once(self.receiving)
+        wait_for_transfer(self.receiving, self.group)
         while self.incoming:
             buffer_NC, places = self.incoming.pop()
             for (start, stop), part_NC in zip(places, buffer_NC.split(_lengths(places)), strict=True):
@@ -87,7 +88,7 @@ class PendingTransfer:
     def finish(self) -> None:
         """Wait until everything has left and arrived."""
         self.wait()
-        _wait_once(self.sending)
+        wait_for_transfer(self.sending, self.group)
         self.outgoing.clear()
 
 
@@ -101,7 +102,9 @@ def post(rows_NC: Tensor, planned: Transfer, group: Group, micro_batch: int) -> 
     source, target = (local_rows(pieces, planned.kept) for pieces in (planned.sends, planned.receives))
     assert len(rows_NC) == source.count, f"{len(rows_NC)} rows, and the plan has {source.count}"
     if planned.local:
-        return PendingTransfer(rows_NC=rows_NC.detach(), receiving=[], sending=[], incoming=[], outgoing=[])
+        return PendingTransfer(
+            rows_NC=rows_NC.detach(), group=group, receiving=[], sending=[], incoming=[], outgoing=[]
+        )
     received_NC = rows_NC.new_empty(target.count, *rows_NC.shape[1:])
     for (start, stop), (to, end) in zip(source.kept, target.kept, strict=True):
         received_NC[to:end] = rows_NC[start:stop]
@@ -121,6 +124,7 @@ def post(rows_NC: Tensor, planned: Transfer, group: Group, micro_batch: int) -> 
     )
     return PendingTransfer(
         rows_NC=received_NC,
+        group=group,
         receiving=works[: len(incoming)],
         sending=works[len(incoming) :],
         incoming=[(incoming[peer], places) for peer, places in target.by_peer.items() if len(places) > 1],
@@ -128,8 +132,9 @@ def post(rows_NC: Tensor, planned: Transfer, group: Group, micro_batch: int) -> 
     )
 
 
-def _wait_once(works: list[dist.Work]) -> None:
-    """Gloo would wait for the next message if the work of one were waited for again."""
+def wait_for_transfer(works: list[dist.Work], group: Group) -> None:
+    """Wait for each once: gloo would wait for the next message if the work of one were waited for again. The
+    watchdog's stack probe reads `group`, to tell whose rows are missing."""
     while works:
         works.pop().wait()
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from braid.distributed import collectives
+from braid.distributed import collectives, transfer
 from braid.distributed.collectives import Group
 from braid.engine import executor, streams
 
@@ -24,7 +24,7 @@ MAX_FRAMES = 16
 """How many frames, from the innermost, are searched for the group."""
 
 _DISTRIBUTED = str(Path(dist.__file__).parent)
-_COMMUNICATION = frozenset({collectives.__file__, streams.__file__})
+_COMMUNICATION = frozenset({collectives.__file__, streams.__file__, transfer.__file__})
 _TORCH = str(Path(torch.__file__).parent)
 _THREADING = threading.__file__
 _FUTURES = str(Path(threading.__file__).parent / "concurrent" / "futures")
