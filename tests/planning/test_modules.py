@@ -8,7 +8,7 @@ import pytest
 
 from braid.config import Mesh, from_json, to_json
 from braid.errors import ConfigError
-from braid.planning.plan import check, evaluation_schedule, plan
+from braid.planning.plan import check, evaluation_schedule, item_flops, plan, training_flops
 from braid.schedule import check as proven
 from tests.planning.modules import TOKEN, encoder, run_with
 
@@ -102,3 +102,24 @@ def test_modules_share_no_placeholder_and_leave_no_rank_out() -> None:
         plan(run, 2)
     with pytest.raises(ConfigError, match="ranks 2 to 3 hold no module"):
         plan(run, 4)
+
+
+def test_an_encoder_has_one_segment_per_pipeline_rank() -> None:
+    run = run_with({"vision": Mesh(pp=2)})
+    module = run.modules["vision"]
+    four = replace(module, model=replace(module.model, pattern="*-|*-|*-|*-"))
+    (problem,) = check(replace(run, modules={"vision": four}), 4)
+    assert problem.field == "modules.vision.model.pattern"
+    assert "4 segments" in problem.rule
+
+
+def test_flops_of_items_leave_out_what_is_frozen() -> None:
+    """A frozen trunk runs forward only; a frozen language model passes gradients on to a trained encoder."""
+    whole = item_flops(plan(run_with({"vision": Mesh()}), 1), "vision")(8)
+    frozen = item_flops(plan(run_with({"vision": Mesh()}, trained=()), 1), "vision")(8)
+    projector = item_flops(plan(run_with({"vision": Mesh()}, trained=("projector.*",)), 1), "vision")(8)
+    assert 3 * frozen == whole
+    assert frozen < projector < whole
+    run = run_with({"vision": Mesh()})
+    everything, passing = (training_flops(plan(replace(run, trained=each), 1)) for each in (("*",), ()))
+    assert everything / 3 < passing < everything

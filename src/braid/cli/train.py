@@ -283,6 +283,7 @@ def _header(trainer: Trainer, init: Path | None) -> Sequence[tuple[str, str]]:
     ranks = f"{plan.world}: {describe_mesh(run.mesh, plan.axes)}"
     return [
         ("model", f"{run.model.pattern}, {weights}"),
+        *((name, _encoder(plan, name)) for name in plan.encoders),
         ("data", f"{data.name}, {magnitude(data.tokens)} tokens"),
         ("step", f"{plan.step_tokens:,} tokens = {run.train.batch_samples} x {run.data.sequence_tokens}"),
         ("device", f"{trainer.device.name}, {run.train.dtype}"),
@@ -292,6 +293,17 @@ def _header(trainer: Trainer, init: Path | None) -> Sequence[tuple[str, str]]:
         *(("kernels" if i == 0 else "", text) for i, text in enumerate(kernels)),
         ("out", f"{trainer.run_dir.out}, {status}"),
     ]
+
+
+def _encoder(plan: Plan, name: str) -> str:
+    """A module besides the language model, in one line."""
+    from braid.console import magnitude
+    from braid.planning.modules import whole_encoder
+
+    each = plan.encoders[name]
+    parameters = sum(parameter.numel() for parameter in whole_encoder(each).parameters())
+    text = f"{each.module.model.pattern}, {magnitude(parameters)} parameters"
+    return text if plan.world == 1 else f"{text}, {describe_mesh(each.module.mesh, each.axes)}"
 
 
 def _sample(trainer: Trainer) -> Sequence[tuple[str, str]]:

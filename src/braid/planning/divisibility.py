@@ -103,7 +103,10 @@ def describe_mesh(mesh: Mesh, axes: AxisSizes) -> str:
             "all": ", sharded optimizer state, gradients and weights",
         }[mesh.shard]
     text += f", {mesh.replicate} replicas" if mesh.replicate > 1 else ""
-    return text if mesh.ranks is None else f"{text}, on ranks {mesh.ranks[0]} to {sum(mesh.ranks) - 1}"
+    if mesh.ranks is None:
+        return text
+    first, count = mesh.ranks
+    return f"{text}, on rank {first}" if count == 1 else f"{text}, on ranks {first} to {first + count - 1}"
 
 
 def local_shape(model: Shape, axes: AxisSizes) -> Shape:

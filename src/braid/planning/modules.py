@@ -254,6 +254,12 @@ def _own(run: Run, module: Module, world: int) -> Iterator[Problem]:
         return
     if any(mesh.problems("mesh")) or any(shape.problems("model")):
         return
+    if len(layout.segments) > mesh.pp:
+        rule = (
+            f"{len(layout.segments)} segments, and mesh.pp is {mesh.pp}: an encoder has one per pipeline rank"
+        )
+        remedy = f"{mesh.pp - 1} | in the pattern, or mesh.pp {len(layout.segments)}"
+        yield Problem(field="model.pattern", value=shape.pattern, rule=rule, remedy=remedy)
     yield from divisibility.shapes(shape, layout.kinds())
     if axes := (yield from divisibility.fits(mesh, world)):
         yield from divisibility.layers(shape, mesh, run.train.dtype, layout.kinds(), axes)
@@ -277,5 +283,6 @@ def _uncovered(run: Run, world: int) -> Iterator[Problem]:
     used = {rank for mesh in meshes.values() for rank in divisibility.ranks_of(mesh, world)}
     if left := sorted(set(range(world)) - used):
         spans = ", ".join(f"{name}.ranks {mesh.ranks}" for name, mesh in meshes.items())
-        rule = f"ranks {left[0]} to {left[-1]} hold no module: {spans}"
+        which = f"rank {left[0]} holds" if len(left) == 1 else f"ranks {left[0]} to {left[-1]} hold"
+        rule = f"{which} no module: {spans}"
         yield Problem(field="world", value=world, rule=rule, remedy="fewer ranks, or modules on all of them")

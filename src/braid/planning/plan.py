@@ -6,7 +6,7 @@ with all problems.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -27,7 +27,7 @@ from braid.schedule import Schedule
 from braid.schedule.freezing import freeze_phases
 from braid.schedule.graph import LANGUAGE, unit_name
 from braid.schedule.lowering import POLICIES, RESIDENT, lowered
-from braid.schedule.phases import Unit
+from braid.schedule.phases import Phase, Unit
 from braid.schedule.recompute import dropped_tensors, with_replays
 from braid.topology import Grid
 
@@ -346,29 +346,42 @@ def phase_flops(plan: Plan) -> list[dict[str, int]]:
     ]
 
 
+def inner_phases(plan: Plan) -> tuple[tuple[Phase, ...], ...]:
+    """The phases of every segment of the schedule, as if none were a single phase."""
+    dtype, encoders = plan.run.train.dtype, plan.encoders.values()
+    form = form_of(plan.run.model, dtype, modules=tuple(each.edge for each in encoders))
+    phases = [chain.phases for chain in declaration.chains(plan.layout, form)]
+    for each in encoders:  # their segments follow those of the language model
+        own = declaration.chains(each.layout, form_of(each.module.model, dtype))
+        phases += [tuple(modules.in_module(each.name, phase) for phase in chain.phases) for chain in own]
+    frozen = {unit for segment in plan.schedule.phases for phase in segment for unit in phase.frozen}
+    return freeze_phases(phases, frozen, plan.schedule.graph)
+
+
 def training_flops(plan: Plan) -> int:
     """FLOPs of one sequence in a step: its forward, as much again for the gradients of inputs where something
     before is trained, and for those of weights where a block has trained ones. Recomputation does not count."""
     model, tokens = whole_model(plan), plan.run.data.sequence_tokens
-    form = form_of(plan.run.model, plan.run.train.dtype)
-    return _training_flops(model, plan.layout, form, plan.selection, tokens)
+    if plan.selection is None:
+        return 3 * model.flops(tokens)
+    return _training_flops(model, inner_phases(plan)[: len(plan.layout.segments)], tokens)
 
 
 def item_flops(plan: Plan, module: str) -> Callable[[int], int]:
     """The same of one item of an encoder, by its patches."""
     each = plan.encoders[module]
-    model, form = modules.whole_encoder(each), form_of(each.module.model, plan.run.train.dtype)
-    return lambda patches: _training_flops(model, each.layout, form, each.selection, patches)
+    model = modules.whole_encoder(each)
+    if each.selection is None:
+        return lambda patches: 3 * model.flops(patches)
+    phases = inner_phases(plan)[each.segments.start : each.segments.stop]
+    return lambda patches: _training_flops(model, phases, patches)
 
 
 def _training_flops(
-    model: LanguageModel | EncoderModel, layout: Layout, form: Form, selection: Selection | None, tokens: int
+    model: LanguageModel | EncoderModel, segments: Sequence[Sequence[Phase]], tokens: int
 ) -> int:
-    if selection is None:
-        return 3 * model.flops(tokens)
-    segments = [chain.phases for chain in declaration.chains(layout, form)]
     passes, total = False, 0
-    for phase in (each for phases in freeze_phases(segments, selection.frozen_units) for each in phases):
+    for phase in (each for phases in segments for each in phases):
         total += model.phase_flops(phase, tokens) * (1 + passes + bool(phase.grad_units))
         passes = passes or phase.backward
     return total

@@ -14,7 +14,6 @@ from braid.choices import Strategy
 from braid.engine.fsdp import shard_dims
 from braid.engine.weights import parameters_of_units
 from braid.kernels.grouped_mlp.product import WritesInPlace
-from braid.model.declaration import chains, form_of
 from braid.model.stacked import StackedModel
 from braid.nn.canonical import Shard
 from braid.nn.cost import Call
@@ -24,10 +23,8 @@ from braid.nn.moe.experts import SHARD_DIMS, Experts
 from braid.optim.gradients import replicated_parts
 from braid.planning.divisibility import AxisSizes
 from braid.planning.estimate.rank import HeldModule
-from braid.planning.modules import in_module
-from braid.planning.plan import Plan
+from braid.planning.plan import Plan, inner_phases
 from braid.schedule import Act, Ops, Phase
-from braid.schedule.freezing import freeze_phases
 from braid.schedule.phases import Unit
 
 
@@ -96,19 +93,7 @@ def phases_of(plan: Plan, segment: int) -> tuple[Phase, ...]:
     phases = plan.schedule.phases[segment]
     if [phase.kind for phase in phases] != ["segment"]:
         return phases
-    frozen = {unit for each in plan.schedule.phases for phase in each for unit in phase.frozen}
-    return freeze_phases(_inner_phases(plan), frozen, plan.schedule.graph)[segment]
-
-
-def _inner_phases(plan: Plan) -> list[tuple[Phase, ...]]:
-    """The phases of every segment of the schedule, as if none were a single phase."""
-    dtype = plan.run.train.dtype
-    reads = tuple(encoder.edge for encoder in plan.encoders.values())
-    every = [chain.phases for chain in chains(plan.layout, form_of(plan.run.model, dtype, modules=reads))]
-    for encoder in plan.encoders.values():  # their segments follow those of the language model
-        own = chains(encoder.layout, form_of(encoder.module.model, dtype))
-        every += [tuple(in_module(encoder.name, phase) for phase in chain.phases) for chain in own]
-    return every
+    return inner_phases(plan)[segment]
 
 
 def part_of(phase: Phase) -> str:
