@@ -75,8 +75,7 @@ def test_text_alone(placement, corpus):
 
 @pytest.mark.parametrize("placement", PLACES, ids=str)
 def test_few_items_leave_lanes_empty(placement, corpus):
-    """At most one item of two patches in a sample, two samples in a micro-batch: half of all lanes and
-    micro-batches have none."""
+    """A sample has one item of a single row, or none, and a micro-batch two samples: lanes go without."""
     run = multimodal("tied", corpus, {"vision": VISION}, samples=8, micro_batches=4)
     few = replace(run.modules["vision"], most_items=1, most_patches=2)
     assert not differs(replace(run, modules={"vision": few}), placement)
