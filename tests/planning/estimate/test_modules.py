@@ -225,3 +225,14 @@ def test_an_edge_has_a_size_in_bytes() -> None:
     )
     assert (edge.bytes, edge.step_bytes, edge.source_bytes, edge.target_bytes) == (160, 960, 80, 64)
     assert not edge.is_local
+
+
+def test_gradients_pass_through_a_frozen_language_model_to_an_encoder_that_learns() -> None:
+    """In one process, where a segment is a single phase."""
+
+    def backwards(trained: tuple[str, ...]) -> set[bool]:
+        run = replace(run_with({"vision": Mesh()}, trained=trained), trained=("final_norm.*",))
+        return {phase.backward for phase in phases_of(plan(run, 1), 0)[:2]}
+
+    assert backwards(("*",)) == {True}
+    assert backwards(()) == {False}
