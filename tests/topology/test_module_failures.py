@@ -81,6 +81,13 @@ class UnreadableItems(Items):
         raise DataError(f"item {wanted[0][1]} of sample {wanted[0][0]}: its file is gone")
 
 
+class LostItems(Items):
+    """Their file is gone, and the source has not thought of that."""
+
+    def read(self, wanted: Sequence[tuple[int, int]]) -> Tensor:
+        raise FileNotFoundError("no file photo.png")
+
+
 class UnsizedItems(Items):
     def sizes(self, samples: Sequence[int]) -> list[tuple[int, ...]]:
         raise DataError(f"the items of sample {samples[0]} are not listed")
@@ -89,6 +96,7 @@ class UnsizedItems(Items):
 SPOILED: Sequence[tuple[type[Items], int | None]] = (
     (LargerItems, None),
     (UnreadableItems, 1),
+    (LostItems, 1),
     (UnsizedItems, 0),
 )
 """What is wrong, and the rank that sees it; None for all."""
@@ -122,7 +130,10 @@ def test_items_that_do_not_fit_or_cannot_be_read_are_refused_on_all_ranks_alike(
     for unreadable in first[2:4]:
         assert unreadable.startswith("rank 1: item ")
         assert unreadable.endswith("its file is gone")
-    for unsized in first[4:]:
+    for lost in first[4:6]:
+        assert lost.startswith("rank 1: items of 'vision' in samples ")
+        assert lost.endswith("cannot be read: no file photo.png")
+    for unsized in first[6:]:
         assert unsized == "rank 0: the items of sample 0 are not listed"
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from braid.distributed.collectives import Group
 from braid.engine.edges import Direction, EdgeLinks
+from braid.errors import DataError
 from braid.launch.process import fail_together
 from braid.model.encoder import EncoderModel, Items, module_seed
 from braid.nn.dtypes import DTYPES
@@ -67,7 +68,7 @@ def _items(
     lengths = table.patches[mine.start : mine.stop]
     # Later stages need to know of the patches, not to have them.
     reads = 0 in module.model.segments and wanted
-    patches_NI = sources[module.name].read(wanted) if reads else torch.zeros(sum(lengths), width)
+    patches_NI = _read(sources, module.name, wanted) if reads else torch.zeros(sum(lengths), width)
     return Items(
         patches_NI=patches_NI,
         lengths=lengths,
@@ -77,6 +78,15 @@ def _items(
         seed=seed,
         training=training,
     )
+
+
+def _read(sources: ItemSources, module: str, wanted: Sequence[tuple[int, int]]) -> Tensor:
+    """A file that is gone is an error of the data, which all ranks raise."""
+    try:
+        return sources[module].read(wanted)
+    except OSError as error:
+        samples = f"samples {wanted[0][0]} to {wanted[-1][0]}"
+        raise DataError(f"items of {module!r} in {samples} cannot be read: {error}") from error
 
 
 def no_items(plan: Plan, micro_batches: int) -> dict[str, list[ItemTable]]:
