@@ -170,7 +170,9 @@ def trained(state: JobState, feed: DataPipeline, task: Task) -> Told:
     told = Told(routes=routes if task.record else None)
     for _ in range(run.train.steps):
         result = train_step(state, run, feed.train, LEARNING_RATE)
-        told.figures.append({**result.metrics, "gradient norm": result.grad_norm})
+        # How full lanes are is about the topology, and the only figure that is.
+        figures = {name: value for name, value in result.metrics.items() if not name.endswith(".fullest_lane")}
+        told.figures.append({**figures, "gradient norm": result.grad_norm})
     assert feed.validation is not None
     told.val_loss = evaluate(state, run, feed.validation)
     for module in state.modules.values():
