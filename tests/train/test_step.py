@@ -5,8 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from braid.config import Mesh
 from braid.engine.executor import execute
 from braid.train.step import LanguageEvaluation, evaluate, micro_batches, train_step
+from tests.planning.modules import run_with
 from tests.train.helpers import run_on, started
 
 
@@ -93,3 +95,16 @@ def test_evaluation_keeps_nothing_of_what_it_has_read(fp64, tmp_path):
         execute(state.evaluation(count), work, state.keeper, state.links(rows, run))
     assert work.contexts == {}
     assert float(work.totals[1]) > 0
+
+
+def test_predictions_of_placeholders_have_no_loss(fp64, tmp_path):
+    """Texts may bring placeholders along: here every `e` is one."""
+    token = ord("e")
+    vision = replace(run_with({"vision": Mesh()}).modules["vision"], token=token)
+    with_module = replace(fp64, modules={"vision": vision})
+    feed, _, _ = started(fp64, tmp_path)
+    plain, masked = (micro_batches(run, feed.train, 1, 0) for run in (fp64, with_module))
+    for before, after in zip(plain, masked, strict=True):
+        is_target_BT = before.labels_BT == token
+        assert (before.loss_mask_BT & is_target_BT).any()
+        assert torch.equal(after.loss_mask_BT, before.loss_mask_BT & ~is_target_BT)

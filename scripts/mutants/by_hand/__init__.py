@@ -3,7 +3,7 @@ number, lost data, a hang, bad input that is accepted. None is in code that need
 
 from __future__ import annotations
 
-from scripts.mutants.by_hand import describing, executing, layers, numerics, storing, training
+from scripts.mutants.by_hand import describing, executing, layers, modules, numerics, storing, training
 from scripts.mutants.mutant import Fault
 
 FAULTS: tuple[Fault, ...] = (
@@ -13,4 +13,5 @@ FAULTS: tuple[Fault, ...] = (
     *executing.FAULTS,
     *storing.FAULTS,
     *training.FAULTS,
+    *modules.FAULTS,
 )
