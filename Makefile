@@ -12,7 +12,7 @@ train: ## Set everything up and train the recipe `tiny` (two to eight minutes on
 	$(BIN)/braid train tiny
 
 venv: ## Create or refresh .venv (a torch >= 2.11 that is already installed is used, not replaced)
-	@$(PYTHON) scripts/setup_venv.py dev hf
+	@$(PYTHON) scripts/setup_venv.py dev hf images digits
 
 test: venv ## Run the tests: every pair of choices (7 to 9 minutes on 2 cores)
 	$(BIN)/python -m pytest -n 2 -m "not long and not exhaustive"
