@@ -15,8 +15,9 @@ from scripts.mutants.mutant import SOURCES, Fault, StaleFaultError, package_of, 
 from scripts.mutants.operators import OPERATORS
 from scripts.mutants.record import Finding, Record, key_of, known, open_record
 from scripts.mutants.report import lines, share_missed
+from scripts.mutants.running import CannotRunError, Job, run_jobs
 from scripts.mutants.scratch import copy_of, planted_in
-from scripts.mutants.selection import MARKERS, own_files, stages
+from scripts.mutants.selection import MARKERS, Stage, own_files, stages
 from scripts.mutants.sites import candidates, read_sources
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -204,6 +205,17 @@ def test_a_copy_has_the_fault_and_loses_it_again(repository, tmp_path):
         stale.touch()
     assert (copy / SOURCES / "one.py").read_bytes() == CODE == (repository / SOURCES / "one.py").read_bytes()
     assert not stale.exists()
+
+
+def test_a_run_without_pytest_catches_nothing(repository, tmp_path, monkeypatch):
+    def no_pytest(*_, **__):
+        raise ModuleNotFoundError("No module named '_pytest._argcomplete'")
+
+    monkeypatch.setattr(pytest, "main", no_pytest)
+    job = Job(name="as they are", mutant=None, stages=(Stage(name="own", files=("tests/test_one.py",)),))
+    copy = copy_of(repository, repository, tmp_path / "copy")
+    with pytest.raises(CannotRunError, match=r"_argcomplete.*as they are"):
+        list(run_jobs(iter([job]), [copy], lambda _: 60.0, confirms=True))
 
 
 def test_what_was_found_is_found_again(repository, tmp_path):

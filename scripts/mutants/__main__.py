@@ -17,7 +17,7 @@ from scripts.mutants.drawing import Drawn, draw
 from scripts.mutants.mutant import Mutant, StaleFaultError, package_of, planted
 from scripts.mutants.record import Record, finding_of, key_of, known, open_record
 from scripts.mutants.report import MOST_MISSED, described, lines, share_missed, spoken
-from scripts.mutants.running import Job, Limits, Result, run_jobs
+from scripts.mutants.running import CannotRunError, Job, Limits, Result, run_jobs
 from scripts.mutants.scratch import copy_of
 from scripts.mutants.selection import Stage, elsewhere, function_at, stages
 
@@ -48,7 +48,11 @@ def main(words: Sequence[str] | None = None) -> int:
     resume = chosen.resume or chosen.retry_missed or chosen.report
     record = open_record(chosen.out, resume=resume, retry_missed=chosen.retry_missed)
     began = time.monotonic()
-    if not chosen.report and not _campaign(chosen, mutants, record):
+    try:
+        if not chosen.report and not _campaign(chosen, mutants, record):
+            return 2
+    except CannotRunError as error:
+        print(f"tests cannot be run: {error}; --resume continues from here", file=sys.stderr)
         return 2
     found = known(mutants, record, ROOT)
     for line in lines(found, drawn.equivalent, ROOT, seed=chosen.seed, seconds=time.monotonic() - began):

@@ -42,6 +42,9 @@ WARM = (
 SEED = 0
 """Of examples that tests draw: a mutant that was caught is caught again."""
 
+CANNOT_RUN = 70
+"""Exit code of a child in which pytest itself fails: that says nothing about the mutant."""
+
 PR_SET_PDEATHSIG = 1
 """prctl(2): the signal that a process gets when its parent ends."""
 
@@ -114,7 +117,7 @@ def start(copy: Path, tests: Sequence[str], *, deselected: Sequence[str], log: P
 
 
 def _be_child(copy: Path, tests: Sequence[str], deselected: Sequence[str], log: Path, note: Path) -> NoReturn:
-    code = 3
+    code = CANNOT_RUN
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         _die_with_parent()

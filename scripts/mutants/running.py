@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from scripts.mutants.child import Note, end_session, exit_of, read_note, start
+from scripts.mutants.child import CANNOT_RUN, Note, end_session, exit_of, read_note, start
 from scripts.mutants.mutant import Mutant
 from scripts.mutants.scratch import planted_in
 from scripts.mutants.selection import Stage
@@ -23,6 +23,10 @@ MOST_LINES = 60
 """Of output that are kept."""
 
 Verdict = Literal["caught", "hangs", "missed"]
+
+
+class CannotRunError(Exception):
+    """Tests cannot be run at all, for example because packages are being replaced."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +113,8 @@ class _Slot:
 
     def _judge(self, code: int, note: Note) -> Result | None:
         assert self.job is not None
+        if code == CANNOT_RUN:
+            raise CannotRunError(f"{self._last_line()} (while tests of {self.job.name} ran)")
         doubted, self._doubted = self._doubted, ""
         passed = code in (PASSED, NO_TESTS)
         if doubted and passed:
