@@ -6,7 +6,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -162,7 +162,8 @@ class _Slot:
         """Leave nothing behind."""
         if self.job is not None:
             end_session(self._pid)
-            os.waitpid(self._pid, 0)
+            with suppress(ChildProcessError):  # it has ended, and nothing came of it
+                os.waitpid(self._pid, 0)
             self._planted.close()
 
 
