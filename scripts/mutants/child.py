@@ -133,7 +133,7 @@ def _be_child(copy: Path, tests: Sequence[str], deselected: Sequence[str], log: 
         temporary = f"--basetemp={copy.parent / (copy.name + '-tmp')}"
         code = int(pytest.main([*plain, temporary, *more, *tests], plugins=[_Notes(note)]))
     except BaseException:
-        traceback.print_exc()
+        traceback.print_exc(file=sys.__stderr__)
     finally:
         with suppress(Exception):
             sys.stdout.flush()
