@@ -32,13 +32,14 @@ def error(found: Tensor, exact: Tensor) -> float:
 @needs_kernels
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_logits_and_gradients_are_as_precise_as_float32(size: tuple[int, int, int]) -> None:
+    from braid.kernels.launch import Launcher
     from braid.kernels.router.fused import SplitLinear
 
     tokens, experts, channels = size
     x = torch.randn(tokens, channels).to(DEVICE, torch.bfloat16).requires_grad_()
     weight = torch.randn(experts, channels, device=DEVICE, requires_grad=True)
     grad = torch.randn(tokens, experts, device=DEVICE)
-    found = SplitLinear.apply(x, weight)
+    found = SplitLinear.apply(Launcher(), x, weight)
     dx, dweight = torch.autograd.grad(found, (x, weight), grad)
     exact = x.double() @ weight.double().t()
     assert found.dtype == dweight.dtype == torch.float32
@@ -52,11 +53,12 @@ def test_logits_and_gradients_are_as_precise_as_float32(size: tuple[int, int, in
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("where", ["x", "weight"])
 def test_what_is_not_finite_stays_visible(where: str, bad: float) -> None:
+    from braid.kernels.launch import Launcher
     from braid.kernels.router.fused import SplitLinear
 
     x, weight = torch.randn(3, 8).to(DEVICE, torch.bfloat16), torch.randn(2, 8, device=DEVICE)
     (x if where == "x" else weight)[1, 2] = bad
-    finite = SplitLinear.apply(x, weight).isfinite()
+    finite = SplitLinear.apply(Launcher(), x, weight).isfinite()
     expected = torch.ones_like(finite)
     expected[(slice(None), 1) if where == "weight" else (1, slice(None))] = False
     assert torch.equal(finite, expected)

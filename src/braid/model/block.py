@@ -366,7 +366,7 @@ def _run_mixer_or_mlp(inner: Inner, normed_BtC: Tensor, layer: Layer, context: S
             rotary = context.rotary(shape.rope_dim, shape.rope_base, shape.rope_scaling)
             return inner(normed_BtC, context.spans(None, causal=inner.causal), rotary, cache)
         case Mamba2() | DeltaNet():
-            return inner(normed_BtC, context.documents(), cache)
+            return inner(normed_BtC, context.documents, cache)
         case _:
             return inner(normed_BtC)
 

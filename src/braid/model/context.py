@@ -164,6 +164,7 @@ class StackContext:
             self._spans[key] = spans_of(self.host_documents_BT, window, device, causal=causal)
         return self._spans[key]
 
+    @cached_property
     def documents(self) -> Tensor | None:
         """The document ids; None if every row is a single document, for which mixers have a fast path."""
         host_BT = self.host_documents_BT

@@ -87,6 +87,8 @@ class StackedModel(Recomputing):
     def recompute(self, replays: Replays | None, span: int = 1) -> None:
         """Turn recompute on, or off with None. If hyper-connections are recomputed, streams are saved once
         every `span` blocks."""
+        if replays is None and self.replays is None:
+            return
         set_replays(self, replays)
         every_block = replays is None or "block" in replays.names
         ends = span_ends(self.layout, 1 if every_block else span)

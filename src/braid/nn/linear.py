@@ -57,7 +57,7 @@ class Linear(Delaying):
         (y,) = _linear(x, self.weight, self.bias, 1, self.wgrad_store)
         return y
 
-    def split_forward(self, x: Tensor) -> list[Tensor]:
+    def split_forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """One output tensor per entry of the last output dim. Each GEMM reads its strided rows of the weight in
         place, which on a CPU is much faster than splitting the output of one GEMM."""
         return _linear(x, self.weight, self.bias, self.dims[-1], self.wgrad_store)
@@ -155,33 +155,37 @@ class RowLinear(Delaying):
 
 def _linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, parts: int, wgrad_store: DelayedWgrad | None
-) -> list[Tensor]:
+) -> tuple[Tensor, ...]:
     """One product per residue p < parts: x times the rows p, p + parts, p + 2 · parts, ... of the weight."""
     # Each product gets its own view of x, in reverse order: autograd then sums the gradients of x in the same
     # order as for separate linear layers, which keeps results bit-identical to those.
-    xs_NI = [x.flatten(0, -2) for _ in range(parts)]
-    ys_NO = _LinearFunction.apply(wgrad_store, weight, bias, *reversed(xs_NI))
-    return [y_NO.unflatten(0, x.shape[:-1]) for y_NO in ys_NO]
+    xs = (x,) if parts == 1 else tuple(x.view_as(x) for _ in range(parts))
+    ys: tuple[Tensor, ...] = _LinearFunction.apply(wgrad_store, weight, bias, *reversed(xs))
+    return ys
 
 
 class _LinearFunction(torch.autograd.Function):
-    """Several GEMMs with interleaved parts of one weight. Gradients use the same expressions as `F.linear`."""
+    """Several GEMMs with interleaved parts of one weight. Gradients use the same expressions as `F.linear`.
+    Rows are flattened within, which costs the host less than views that autograd knows of."""
 
     @staticmethod
     def forward(
-        ctx: Any, wgrad_store: DelayedWgrad | None, weight: Tensor, bias: Tensor | None, *xs_NI: Tensor
+        ctx: Any, wgrad_store: DelayedWgrad | None, weight: Tensor, bias: Tensor | None, *xs: Tensor
     ) -> tuple[Tensor, ...]:
         """The inputs come in the reverse order of the parts."""
+        xs_NI = [x.flatten(0, -2) for x in xs]
         ctx.save_for_backward(weight, *xs_NI)
-        ctx.wgrad_store, ctx.weight, ctx.bias = wgrad_store, weight, bias
+        ctx.wgrad_store, ctx.weight, ctx.bias, ctx.dims = wgrad_store, weight, bias, xs[0].shape[:-1]
         weights = _deinterleave(weight, len(xs_NI))
         biases = [None] * len(xs_NI) if bias is None else _deinterleave(bias, len(xs_NI))
-        return tuple(F.linear(*args) for args in zip(reversed(xs_NI), weights, biases, strict=True))
+        ys_NO = (F.linear(*args) for args in zip(reversed(xs_NI), weights, biases, strict=True))
+        return tuple(y_NO.view(*ctx.dims, y_NO.shape[1]) for y_NO in ys_NO)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads_NO: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         weight, *xs_NI = ctx.saved_tensors
+        grads_NO = [grad.flatten(0, -2) for grad in grads]
         _, weight_needs, bias_needs, *x_needs = ctx.needs_input_grad
         # A delayed product that held on to x would keep its graph, and gradients in flight, alive.
         detached_NI = [x_NI.detach() for x_NI in reversed(xs_NI)]
@@ -194,18 +198,20 @@ class _LinearFunction(torch.autograd.Function):
             if weight_needs
             else None,
             put_wgrad(ctx.wgrad_store, ctx.bias, _bias_grad(ctx.bias, grads_NO)) if bias_needs else None,
-            *(grad_NO.mm(weight_OI) if needs else None for needs, grad_NO, weight_OI in last_first),
+            *(
+                grad_NO.mm(weight_OI).view(*ctx.dims, weight_OI.shape[1]) if needs else None
+                for needs, grad_NO, weight_OI in last_first
+            ),
         )
 
 
 def _deinterleave(tensor: Tensor, parts: int) -> tuple[Tensor, ...]:
-    return tensor.unflatten(0, (-1, parts)).unbind(1)
+    return (tensor,) if parts == 1 else tensor.unflatten(0, (-1, parts)).unbind(1)
 
 
 def _weight_grad(weight: Tensor, grads_NO: Sequence[Tensor], xs_NI: Sequence[Tensor]) -> Gradient:
     def write(gradient: Tensor, accumulate: bool) -> None:
-        outs_OI = _deinterleave(gradient, len(xs_NI)) if len(xs_NI) > 1 else (gradient,)
-        for out_OI, grad_NO, x_NI in zip(outs_OI, grads_NO, xs_NI, strict=True):
+        for out_OI, grad_NO, x_NI in zip(_deinterleave(gradient, len(xs_NI)), grads_NO, xs_NI, strict=True):
             write_product(out_OI, grad_NO, x_NI, accumulate=accumulate)
 
     return Gradient(write, empty_like(weight))

@@ -53,7 +53,7 @@ class Mlp(Recomputing):
 
     def forward(self, x_BtC: Tensor) -> Tensor:
         x_BTC = all_gather(x_BtC, self.groups.tp, dim=1)
-        projected = [self.into(x_BTC)] if self.activation.joined else self.into.split_forward(x_BTC)
+        projected = (self.into(x_BTC),) if self.activation.joined else self.into.split_forward(x_BTC)
         activation = partial(self.activation, self.shape.activation, glu=self.shape.glu)
         return self.down(self.recomputed("activation", activation, *projected))
 

@@ -60,7 +60,7 @@ class Projector(Recomputing):
         if self.into is None:
             y_RW: Tensor = self.out(x_RJ)
             return y_RW
-        projected = [self.into(x_RJ)] if self.activation.joined else self.into.split_forward(x_RJ)
+        projected = (self.into(x_RJ),) if self.activation.joined else self.into.split_forward(x_RJ)
         activation = partial(self.activation, self.shape.activation, glu=SWIGLU)
         y_RW = self.out(self.recomputed("activation", activation, *projected))
         return y_RW

@@ -93,11 +93,12 @@ def table_shape(plan: Plan, module: ModulePlan) -> TableShape:
 
 def _token_counts(batch: MicroBatch, depths: int) -> list[int]:
     """The first is for problems."""
+    tokens_B = (batch.documents_BT >= 0).sum(1)
     return [
         0,
         len(batch.documents_BT),
-        int((batch.documents_BT >= 0).sum()),
-        int((batch.documents_BT >= 0).any(1).sum()),
+        int(tokens_B.sum()),
+        int((tokens_B > 0).sum()),
         int(batch.loss_mask_BT.sum()),
         *(int(targets(batch, depth).loss_mask_BT.sum()) for depth in range(depths)),
     ]

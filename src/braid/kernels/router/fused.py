@@ -11,7 +11,7 @@ float32, and into two for x, whose gradient is rounded to bfloat16 anyway:
 
     dW = dL₀ᵀ x + dL₁ᵀ x + dL₂ᵀ x        dx = dL₀ W₀ + dL₀ W₁ + dL₁ W₀
 
-Shapes: N tokens, C channels, E experts, S = top_k slots of a token, X parts.
+Shapes: N tokens, C channels, E experts, S = top_k slots of a token, K = 4 · E.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from braid.kernels.router.reference import PlainRouter
 
 ENTRIES = 2048
 """Scores per program."""
+BLOCK = 1024
+"""Numbers per program that are split."""
 
 
 class FusedRouter:
@@ -41,7 +43,7 @@ class FusedRouter:
         """Same as `PlainRouter.logits`."""
         if not splits(x_NC.device.type, x_NC.dtype, dtype):
             return self._plain.logits(x_NC, weight_EC, dtype)
-        logits_NE: Tensor = SplitLinear.apply(x_NC, weight_EC)
+        logits_NE: Tensor = SplitLinear.apply(self.launch, x_NC, weight_EC)
         return logits_NE
 
     def top_k(self, scores_NE: Tensor, top_k: int) -> Tensor:
@@ -64,34 +66,46 @@ class SplitLinear(torch.autograd.Function):
     """x · Wᵀ for bfloat16 x and float32 W."""
 
     @staticmethod
-    def forward(ctx: Any, x_NC: Tensor, weight_EC: Tensor) -> Tensor:
+    def forward(ctx: Any, launch: Launcher, x_NC: Tensor, weight_EC: Tensor) -> Tensor:
         ctx.save_for_backward(x_NC, weight_EC)
-        weight_XEC = split(weight_EC, 3)
-        return _summed(_product(x_NC, weight_XEC.flatten(0, 1).t()).unflatten(1, (3, -1)), 1)
+        ctx.launch = launch
+        experts = len(weight_EC)
+        third, first, second = _product(x_NC, slots(launch, weight_EC, 0)[: 3 * experts].t()).split(experts, 1)
+        return first + (second + third)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor | None, Tensor | None]:
         x_NC, weight_EC = ctx.saved_tensors
-        grad_XNE = split(grads[0], 3)
+        experts = len(weight_EC)
+        grads_NK = slots(ctx.launch, grads[0], 1)
         dx_NC = dweight_EC = None
-        if ctx.needs_input_grad[0]:
-            first_EC, second_EC = split(weight_EC, 2)
-            grads_NK = torch.cat([grad_XNE[0], grad_XNE[0], grad_XNE[1]], 1)
-            dx_NC = grads_NK @ torch.cat([first_EC, second_EC, first_EC])
         if ctx.needs_input_grad[1]:
-            parts_KN = grad_XNE.transpose(0, 1).flatten(1).t()
-            dweight_EC = _summed(_product(parts_KN, x_NC).unflatten(0, (3, -1)), 0)
-        return dx_NC, dweight_EC
+            dx_NC = grads_NK[:, experts:] @ slots(ctx.launch, weight_EC, 0)[experts:]
+        if ctx.needs_input_grad[2]:
+            third, second, first = _product(grads_NK[:, : 3 * experts].t(), x_NC).split(experts)
+            dweight_EC = first + (second + third)
+        return None, dx_NC, dweight_EC
 
 
-def split(x: Tensor, parts: int) -> Tensor:
-    """bfloat16 numbers whose sum is x, largest first, along a new first dimension. A NaN or infinity
-    makes the other parts NaN, so that no sum of them looks finite."""
-    rest, found = x, []
-    for _ in range(parts):
-        found.append(rest.to(torch.bfloat16))
-        rest = rest - found[-1]
-    return torch.stack(found)
+def slots(launch: Launcher, numbers: Tensor, dim: int) -> Tensor:
+    """The three bfloat16 parts of a matrix, side by side in four slots along a dimension:
+
+        weight, along 0    W₂  W₀  W₁  W₀        gradient of the logits, along 1    dL₂  dL₁  dL₀  dL₀
+
+    so that neighbouring slots are the factors of each product: the first three those of the logits and of dW,
+    the last three those of dx. A NaN or infinity makes the other parts NaN, so that no sum of them looks
+    finite."""
+    numbers = numbers.contiguous()
+    rows, width = numbers.shape
+    parts = numbers.new_empty((4 * rows, width) if dim == 0 else (rows, 4 * width), dtype=torch.bfloat16)
+    row_stride, slot_stride = (width, rows * width) if dim == 0 else (4 * width, width)
+    constants = {
+        "WIDTH": width, "ROW_STRIDE": row_stride, "SLOT_STRIDE": slot_stride,
+        "SECOND_FIRST": dim == 1, "BLOCK": BLOCK,
+    }  # fmt: skip
+    grid = (parts_of(numbers.numel(), BLOCK), 1)
+    launch(kernels.split_into_slots, grid, (numbers, parts), (numbers.numel(),), constants, warps=4)
+    return parts
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
@@ -99,9 +113,3 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     if a.is_cuda:
         return torch.mm(a, b, out_dtype=torch.float32)
     return a.float() @ b.float()
-
-
-def _summed(parts: Tensor, dim: int) -> Tensor:
-    """The sum of three parts, the smallest first."""
-    first, second, third = parts.unbind(dim)
-    return first + (second + third)

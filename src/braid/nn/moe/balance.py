@@ -95,9 +95,11 @@ def load_balance(
     step so far. `total_tokens` are those of all ranks without padding, by default those given here; `valid_N`
     is False for padding, by default there is none."""
     valid_NE = shares_NE if valid_N is None else shares_NE * valid_N[:, None]
-    mean_E = valid_NE.sum(0) / _token_count(len(shares_NE), valid_N, total_tokens)
-    assigned_E = counts_E.to(shares_NE.dtype) / counts_E.sum().clamp(min=1)
-    return len(counts_E) * (assigned_E * mean_E).sum()
+    # Few ops: they are tiny, and a device waits for the host that issues them.
+    counts_E = counts_E.to(shares_NE.dtype)
+    assigned_E = counts_E / counts_E.sum().clamp(min=1)
+    scale = len(counts_E) / _token_count(len(shares_NE), valid_N, total_tokens)
+    return scale * torch.dot(assigned_E, valid_NE.sum(0))
 
 
 def sequence_balance(

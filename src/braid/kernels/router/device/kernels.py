@@ -1,7 +1,7 @@
-"""Triton kernel: the best experts of each token.
+"""Triton kernels of the router: the best experts of each token, and float32 numbers as sums of narrow ones.
 
-A score and its expert become one 64-bit integer, whose order is that of a stable sort: by score, then by lower
-index. The largest is taken `SLOTS` times.
+`top_k`: a score and its expert become one 64-bit integer, whose order is that of a stable sort: by score, then
+by lower index. The largest is taken `SLOTS` times.
 """
 
 from __future__ import annotations
@@ -44,3 +44,29 @@ def _key(score, rank):
     ordered = tl.where(score == 0.0, 0, ordered)
     ordered = tl.where(score != score, NAN_KEY, ordered)
     return (ordered.to(tl.int64) << 32) | rank.to(tl.int64)
+
+
+@triton.jit(do_not_specialize=["entries"])
+def split_into_slots(
+    numbers,
+    parts,
+    entries,
+    WIDTH: tl.constexpr,
+    ROW_STRIDE: tl.constexpr,
+    SLOT_STRIDE: tl.constexpr,
+    SECOND_FIRST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """See `router.fused.slots`: writes the parts 2, 0, 1, 0 of each number, or 2, 1, 0, 0."""
+    entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = entry < entries
+    rest = tl.load(numbers + entry, mask=inside, other=0.0)
+    first = rest.to(tl.bfloat16)
+    rest = rest - first.to(tl.float32)
+    second = rest.to(tl.bfloat16)
+    third = (rest - second.to(tl.float32)).to(tl.bfloat16)
+    at = parts + (entry // WIDTH) * ROW_STRIDE + entry % WIDTH
+    tl.store(at, third, mask=inside)
+    tl.store(at + SLOT_STRIDE, second if SECOND_FIRST else first, mask=inside)
+    tl.store(at + 2 * SLOT_STRIDE, first if SECOND_FIRST else second, mask=inside)
+    tl.store(at + 3 * SLOT_STRIDE, first, mask=inside)
