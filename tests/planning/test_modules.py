@@ -85,6 +85,7 @@ def test_units_of_several_modules_on_a_rank_have_names_of_their_own() -> None:
             "must divide modules.vision.model",
         ),
         ({"mesh": Mesh(overlap=True)}, "modules.vision.mesh.overlap", "whole turns"),
+        ({"mesh": Mesh(dispatcher="all_gather")}, "modules.vision.mesh.dispatcher", "hold different items"),
         ({"most_patches": 15}, "modules.vision.most_patches", "whole groups of 2"),
         ({"items": "files"}, "modules.vision.items", "made up from the text"),
         ({"ahead": 1, "mesh": Mesh()}, "modules.vision.ahead", "micro-batches in flight"),

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import pytest
 import torch
@@ -82,10 +83,10 @@ class UnreadableItems(Items):
 
 
 class LostItems(Items):
-    """Their file is gone, and the source has not thought of that."""
+    """Their archive is damaged, and the source has not thought of that."""
 
     def read(self, wanted: Sequence[tuple[int, int]]) -> Tensor:
-        raise FileNotFoundError("no file photo.png")
+        raise BadZipFile("no photo.png")
 
 
 class UnsizedItems(Items):
@@ -93,11 +94,19 @@ class UnsizedItems(Items):
         raise DataError(f"the items of sample {samples[0]} are not listed")
 
 
+class UnlistedItems(Items):
+    """Nor has it thought of that."""
+
+    def sizes(self, samples: Sequence[int]) -> list[tuple[int, ...]]:
+        raise FileNotFoundError("no file list.json")
+
+
 SPOILED: Sequence[tuple[type[Items], int | None]] = (
     (LargerItems, None),
     (UnreadableItems, 1),
     (LostItems, 1),
     (UnsizedItems, 0),
+    (UnlistedItems, 0),
 )
 """What is wrong, and the rank that sees it; None for all."""
 
@@ -132,9 +141,14 @@ def test_items_that_do_not_fit_or_cannot_be_read_are_refused_on_all_ranks_alike(
         assert unreadable.endswith("its file is gone")
     for lost in first[4:6]:
         assert lost.startswith("rank 1: items of 'vision' in samples ")
-        assert lost.endswith("cannot be read: no file photo.png")
-    for unsized in first[6:]:
+        assert lost.endswith("cannot be read: BadZipFile: no photo.png")
+    for unsized in first[6:8]:
         assert unsized == "rank 0: the items of sample 0 are not listed"
+    for unlisted in first[8:]:
+        assert re.fullmatch(
+            r"rank 0: items of 'vision' in samples 0 to \d+ cannot be read: FileNotFoundError: no file list.json",
+            unlisted,
+        )
 
 
 def infinite(rank: int, world: int, run: Run) -> tuple[tuple[str, ...], int, bool, bool]:

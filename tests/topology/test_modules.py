@@ -67,6 +67,8 @@ def test_the_placement_of_a_module_never_changes_the_answer(model, placement, co
     [
         Placement(world=4, language="at0+2 pp2", modules={"vision": "at2+2", "experts": "at2+2 ep2"}),
         Placement(world=4, language="tp2", modules={"vision": "at1+3", "experts": "ep2 tp2"}),
+        # Lanes hold different items, so experts whose shards lie on several of them cannot gather tokens.
+        Placement(world=4, language="tp2", modules={"vision": "at1+3", "experts": "etp2"}),
         Placement(world=8, language="at0+4 tp2 ep2 pp2", modules={"vision": "pp2 at4+4", "experts": "cp2 ep4"}),
     ],
     ids=str,

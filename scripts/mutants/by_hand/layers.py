@@ -40,8 +40,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="parts-of-a-projection-one-below-the-other",
         file="nn/linear.py",
-        old="return tensor.unflatten(0, (-1, parts)).unbind(1)",
-        new="return tensor.unflatten(0, (parts, -1)).unbind(0)",
+        old="tensor.unflatten(0, (-1, parts)).unbind(1)",
+        new="tensor.unflatten(0, (parts, -1)).unbind(0)",
         kind="wrong axis",
         why="gate and up are mixed up",
     ),

@@ -69,12 +69,14 @@ def build_local_encoder(
     """The same for an encoder; `groups` are those of its grid."""
     encoder = plan.encoders[name]
     shape, mesh = encoder.module.model, encoder.module.mesh
+    asked = mesh.dispatcher if dispatcher is None else dispatcher
     return EncoderModel(
         shape,
         encoder.layout,
         chosen,
         groups=groups,
-        dispatcher=_dispatcher(shape, groups, mesh.dispatcher if dispatcher is None else dispatcher),
+        # Not all_gather: its ranks must have equally many tokens, and lanes of items differ.
+        dispatcher=_dispatcher(shape, groups, "all_to_all" if asked == "auto" else asked),
         segments=[segment.index for segment in encoder.stages[groups.pp.rank].segments],
         device=device,
         dtype=DTYPES[plan.run.train.dtype],

@@ -244,6 +244,9 @@ def _own(run: Run, module: Module, world: int) -> Iterator[Problem]:
         if value != only:
             rule = "an encoder runs whole turns, between those of the language model"
             yield Problem(field=f"mesh.{name}", value=value, rule=rule, remedy=str(only))
+    if mesh.dispatcher == "all_gather":
+        rule = "all_gather needs as many tokens on every rank, and an encoder's ranks hold different items"
+        yield Problem(field="mesh.dispatcher", value=mesh.dispatcher, rule=rule, remedy="all_to_all")
     try:
         layout = layout_of(module)
     except PatternError as error:

@@ -8,17 +8,19 @@ Shapes: M micro-batches of the step, K numbers of each; B rows, T tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from braid.data.items import ItemSource
 from braid.distributed.collectives import all_reduce_no_grad
-from braid.errors import DataError
+from braid.errors import BraidError, DataError
 from braid.launch.process import fail_together
 from braid.model.context import MicroBatch, MicroBatchTotals
 from braid.model.language import StepFraction
@@ -109,7 +111,10 @@ def _table(state: State, module: ModulePlan, batch: MicroBatch, source: ItemSour
     shape, samples = table_shape(state.plan, module), batch.sample_B.tolist()
     found_BT = batch.tokens_BT == module.module.token
     found_BS = found_BT.reshape(len(samples), shape.slices, -1).sum(2).tolist()
-    sizes: Sequence[Sequence[int]] = [()] * len(samples) if source is None else source.sizes(samples)
+    sizes: Sequence[Sequence[int]] = [()] * len(samples)
+    if source is not None:
+        with item_errors(module.name, samples):
+            sizes = source.sizes(samples)
     first = state.model.groups.dp.rank * len(samples)
     held = [
         SampleItems(
@@ -120,6 +125,19 @@ def _table(state: State, module: ModulePlan, batch: MicroBatch, source: ItemSour
         for of_sample, placeholders in zip(sizes, found_BS, strict=True)
     ]
     return encode(shape, first, held)
+
+
+@contextmanager
+def item_errors(module: str, samples: Sequence[int]) -> Iterator[None]:
+    """Whatever a source of items raises is an error of the data, which all ranks can raise together."""
+    try:
+        yield
+    except BraidError:
+        raise
+    except Exception as error:
+        told = f"{type(error).__name__}: {error}"
+        which = f"samples {samples[0]} to {samples[-1]}"
+        raise DataError(f"items of {module!r} in {which} cannot be read: {told}") from error
 
 
 def _rows(module: ModulePlan, patches: int) -> int:
@@ -137,9 +155,11 @@ def _summed(state: JobState, mine_MK: Tensor, problem: DataError | None, first: 
     if isinstance(state, State) and state.everyone_trains:
         table_MK = all_reduce_no_grad(mine_MK, state.model.groups.dp)
     else:
-        # Ranks outside the grid need the counts too. One rank of each data-parallel lane fills in its rows.
-        fills = isinstance(state, State) and state.model.groups.tp_cp.rank == state.model.groups.pp.rank == 0
-        table_MK = all_reduce_no_grad(mine_MK if fills else torch.zeros_like(mine_MK), state.job)
+        # Ranks outside the grid need the counts too. One rank of each data-parallel lane fills in its rows; any
+        # rank may have found something wrong.
+        if not isinstance(state, State) or state.model.groups.tp_cp.rank or state.model.groups.pp.rank:
+            mine_MK = F.pad(mine_MK[:, :1], (0, mine_MK.shape[1] - 1))
+        table_MK = all_reduce_no_grad(mine_MK, state.job)
     numbers_MK = table_MK.tolist()
     if any(row[0] for row in numbers_MK):
         with fail_together(state.job):

@@ -14,14 +14,13 @@ from torch import Tensor
 
 from braid.distributed.collectives import Group
 from braid.engine.edges import Direction, EdgeLinks
-from braid.errors import DataError
 from braid.launch.process import fail_together
 from braid.model.encoder import EncoderModel, Items, module_seed
 from braid.nn.dtypes import DTYPES
 from braid.planning.plan import Plan
 from braid.topology.items import ItemTable, decode
 from braid.topology.transfer import Lanes, Tokens, Transfer, held, transfer
-from braid.train.counts import ItemSources, table_shape
+from braid.train.counts import ItemSources, item_errors, table_shape
 from braid.train.module_state import ModuleState
 from braid.train.state import JobState
 
@@ -68,7 +67,10 @@ def _items(
     lengths = table.patches[mine.start : mine.stop]
     # Later stages need to know of the patches, not to have them.
     reads = 0 in module.model.segments and wanted
-    patches_NI = _read(sources, module.name, wanted) if reads else torch.zeros(sum(lengths), width)
+    patches_NI = torch.zeros(sum(lengths), width)
+    if reads:
+        with item_errors(module.name, [sample for sample, _ in wanted]):
+            patches_NI = sources[module.name].read(wanted)
     return Items(
         patches_NI=patches_NI,
         lengths=lengths,
@@ -78,15 +80,6 @@ def _items(
         seed=seed,
         training=training,
     )
-
-
-def _read(sources: ItemSources, module: str, wanted: Sequence[tuple[int, int]]) -> Tensor:
-    """A file that is gone is an error of the data, which all ranks raise."""
-    try:
-        return sources[module].read(wanted)
-    except OSError as error:
-        samples = f"samples {wanted[0][0]} to {wanted[-1][0]}"
-        raise DataError(f"items of {module!r} in {samples} cannot be read: {error}") from error
 
 
 def no_items(plan: Plan, micro_batches: int) -> dict[str, list[ItemTable]]:
