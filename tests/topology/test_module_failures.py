@@ -145,10 +145,8 @@ def test_items_that_do_not_fit_or_cannot_be_read_are_refused_on_all_ranks_alike(
     for unsized in first[6:8]:
         assert unsized == "rank 0: the items of sample 0 are not listed"
     for unlisted in first[8:]:
-        assert re.fullmatch(
-            r"rank 0: items of 'vision' in samples 0 to \d+ cannot be read: FileNotFoundError: no file list.json",
-            unlisted,
-        )
+        assert unlisted.startswith("rank 0: items of 'vision' in samples 0 to ")
+        assert unlisted.endswith("cannot be read: FileNotFoundError: no file list.json")
 
 
 def infinite(rank: int, world: int, run: Run) -> tuple[tuple[str, ...], int, bool, bool]:
