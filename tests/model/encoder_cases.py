@@ -19,7 +19,7 @@ ENCODER = Encoder(
     hidden=12,
     input=7,
     group=2,
-    projector=Projector(width=20, ffn=9, norm=True),
+    projector=Projector(width=20, ffn=9, norm="rms"),
     init_std=0.3,
     attention=architecture.Attention(heads=4, kv_heads=4, head_dim=6),
     latent_attention=architecture.LatentAttention(
@@ -49,7 +49,12 @@ def build(
     return model
 
 
-def items(lengths: Sequence[int] = LENGTHS, numbers: int = 7, dtype: torch.dtype = torch.float64) -> Items:
+def items(
+    lengths: Sequence[int] = LENGTHS,
+    numbers: int = 7,
+    dtype: torch.dtype = torch.float64,
+    grids: Sequence[tuple[int, int]] | None = None,
+) -> Items:
     """Items whose patches depend on their sample alone; samples have two each."""
     samples = [5 + place // 2 for place in range(len(lengths))]
     chosen = [
@@ -60,6 +65,7 @@ def items(lengths: Sequence[int] = LENGTHS, numbers: int = 7, dtype: torch.dtype
     return Items(
         patches_NI=patches,
         lengths=tuple(lengths),
+        grids=[(1, length) for length in lengths] if grids is None else grids,
         samples=samples,
         numbers=[place % 2 for place in range(len(lengths))],
         step=3,

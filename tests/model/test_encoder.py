@@ -113,6 +113,7 @@ def test_items_of_a_pack_do_not_see_one_another(text: str, shape: Encoder) -> No
             given,
             patches_NI=patches,
             lengths=LENGTHS[place : place + 1],
+            grids=given.grids[place : place + 1],
             samples=given.samples[place : place + 1],
             numbers=given.numbers[place : place + 1],
         )

@@ -30,7 +30,7 @@ VISION = Encoder(
     init_std=0.2,
     attention=Attention(heads=4, kv_heads=4, head_dim=4),
     mlp=Mlp(ffn=16, activation="gelu"),
-    projector=Projector(width=24, ffn=12, norm=True),
+    projector=Projector(width=24, ffn=12, norm="rms"),
 )
 EXPERTS = replace(
     VISION,

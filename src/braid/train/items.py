@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from braid.data.items import Patches
 from braid.distributed.collectives import Group
 from braid.engine.edges import Direction, EdgeLinks
 from braid.errors import DataError
@@ -67,20 +68,24 @@ def _items(
     wanted = [(samples[place], item) for place, item in places[mine.start : mine.stop]]
     lengths = table.patches[mine.start : mine.stop]
     # Later stages need to know of the patches, not to have them.
-    reads = 0 in module.model.segments and wanted
-    patches_NI = _read(sources, module.name, wanted) if reads else torch.zeros(sum(lengths), width)
-    return Items(
-        patches_NI=patches_NI,
+    patches = Patches(torch.zeros(sum(lengths), width), [(1, length) for length in lengths])
+    if 0 in module.model.segments and wanted:
+        patches = _read(sources, module.name, wanted)
+    items = Items(
+        patches_NI=patches.patches_NI,
         lengths=lengths,
+        grids=patches.grids,
         samples=[sample for sample, _ in wanted],
         numbers=[number for _, number in wanted],
         step=step,
         seed=seed,
         training=training,
     )
+    module.model.check(items)
+    return items
 
 
-def _read(sources: ItemSources, module: str, wanted: Sequence[tuple[int, int]]) -> Tensor:
+def _read(sources: ItemSources, module: str, wanted: Sequence[tuple[int, int]]) -> Patches:
     """A file that is gone is an error of the data, which all ranks raise."""
     try:
         return sources[module].read(wanted)

@@ -17,7 +17,7 @@ PATCHES = 130
 PROJECTORS = (
     Projector(width=20),
     Projector(width=20, ffn=9),
-    Projector(width=20, ffn=9, norm=True, activation="swiglu"),
+    Projector(width=20, ffn=9, norm="rms", activation="swiglu"),
 )
 
 

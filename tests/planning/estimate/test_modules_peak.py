@@ -13,6 +13,7 @@ from torch import Tensor
 
 from braid.architecture import Attention, Mlp, Model
 from braid.config import Data, Mesh, Module, Run, Train
+from braid.data.items import Patches
 from braid.distributed.collectives import Group
 from braid.distributed.groups import opened_groups
 from braid.encoders import Encoder, Projector
@@ -79,8 +80,9 @@ class FullItems:
     def sizes(self, samples: Sequence[int]) -> list[tuple[int, ...]]:
         return [(PATCHES // ITEMS,) * ITEMS] * len(samples)
 
-    def read(self, wanted: Sequence[tuple[int, int]]) -> Tensor:
-        return torch.randn(len(wanted) * PATCHES // ITEMS, self.input)
+    def read(self, wanted: Sequence[tuple[int, int]]) -> Patches:
+        each = PATCHES // ITEMS
+        return Patches(torch.randn(len(wanted) * each, self.input), [(1, each)] * len(wanted))
 
 
 def text(run: Run, rows: int, seed: int) -> MicroBatch:
