@@ -10,7 +10,7 @@ from torch import Tensor
 
 from braid import architecture, kernels, pattern
 from braid.distributed.collectives import Groups
-from braid.encoders import Encoder, Projector
+from braid.encoders import Encoder, PositionTable, Projector
 from braid.model.encoder import EncoderModel, Items
 from braid.nn.moe import token_dispatcher
 
@@ -32,7 +32,22 @@ ENCODER = Encoder(
 )
 """Heads and channels split over four ranks."""
 HYPER = replace(ENCODER, hyper=architecture.HyperConnections(streams=2, sinkhorn_steps=3))
+IMAGES = replace(
+    ENCODER,
+    norm="layer",
+    attention=architecture.Attention(heads=4, kv_heads=4, head_dim=6, positions="none", bias=True),
+    mlp=architecture.Mlp(ffn=8, activation="gelu_tanh", bias=True),
+    positions=PositionTable(rows=5, columns=3, jitter=True),
+    prefix=3,
+    layer_scale=0.6,
+    final_norm=False,
+    group=4,
+    projector=Projector(width=20, ffn=9, activation="relu2", bias=False, norm="layer"),
+)
+"""2 x 2 patches in a row."""
 LENGTHS = (4, 2, 10, 6)
+GRIDS = ((2, 2), (4, 6), (2, 4), (6, 2))
+"""Items of two dimensions."""
 
 
 def build(
@@ -71,6 +86,11 @@ def items(
         step=3,
         seed=4,
     )
+
+
+def pictures(grids: Sequence[tuple[int, int]] = GRIDS, dtype: torch.dtype = torch.float64) -> Items:
+    """Items of two dimensions."""
+    return items([rows * columns for rows, columns in grids], dtype=dtype, grids=grids)
 
 
 def probe(rows: int, width: int) -> Tensor:

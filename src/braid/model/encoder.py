@@ -167,7 +167,7 @@ class EncoderModel(StackedModel):
             patches_1tI=self._own(_spread(items.patches_NI.to(self.dtype), patch_N, len(positions_T)))[None],
             item_1T=to_device(torch.tensor([*number, 0]).repeat_interleave(lengths)[None], self.device),
             rows=shape.rows(patches),
-            taps=self._taps(items, torch.tensor(number), patch_N, len(positions_T)),
+            taps=self._taps(items, number, patch_N, len(positions_T)),
             prefix=self._prefix(positions_T, documents_1T[0]),
             joined_N=self._joined(patch_N),
             positions_BT=to_device(positions_T[None], self.device),
@@ -190,7 +190,7 @@ class EncoderModel(StackedModel):
         """This rank's slice of what all tokens of the pack have, on its device."""
         return to_device(own_slice(x_T, self.groups.tp_cp, dim=0), self.device)
 
-    def _taps(self, items: Items, number_N: Tensor, patch_N: Tensor, tokens: int) -> Taps | None:
+    def _taps(self, items: Items, numbers: Sequence[int], patch_N: Tensor, tokens: int) -> Taps | None:
         """Where the tokens of this rank read the table of positions. Frozen positions have no jitter: nothing
         could learn from it."""
         table = self.shape.positions
@@ -198,7 +198,7 @@ class EncoderModel(StackedModel):
             return None
         windows: Sequence[Window | None] = [None] * len(items.grids)
         if table.jitter and items.training and self.patches.positions.requires_grad:
-            windows = random_windows(items.seed, items.step, number_N)
+            windows = random_windows(items.seed, items.step, numbers)
         taps = [
             item_taps(table, grid, self.shape.block, window)
             for grid, window in zip(items.grids, windows, strict=True)

@@ -17,6 +17,7 @@ Shapes: N patches, t tokens of a rank, R entries of the table, C channels.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import exp, log, sqrt
 from typing import Any, NamedTuple
 
@@ -83,13 +84,17 @@ def jittered_taps(table: PositionTable, grid: tuple[int, int], block: int, windo
     return _taps(table, point_y, points(x_N, columns, window.x, window.width, table.columns))
 
 
-def random_windows(seed: int, step: int, item_N: Tensor) -> list[Window]:
+def random_windows(seed: int, step: int, items: Sequence[int]) -> list[Window]:
     """A window for each item, by its global number."""
-    one = torch.zeros(1, dtype=torch.int64)
-    words_N14 = random_words(
-        seed=seed, step=step, layer=JITTER_STREAM, sample_B=item_N, position_T=one, channels=4
+    words = random_words(
+        seed=seed,
+        step=step,
+        layer=JITTER_STREAM,
+        sample_B=torch.tensor(items, dtype=torch.int64),
+        position_T=torch.zeros(1, dtype=torch.int64),
+        channels=4,
     )
-    return [_window(*uniform) for uniform in ((words_N14[:, 0].double() + 0.5) / 2**32).tolist()]
+    return [_window(*uniform) for uniform in ((words[:, 0].double() + 0.5) / 2**32).tolist()]
 
 
 def _window(scale: float, aspect: float, offset_y: float, offset_x: float) -> Window:
