@@ -35,7 +35,7 @@ HYPER = replace(ENCODER, hyper=architecture.HyperConnections(streams=2, sinkhorn
 IMAGES = replace(
     ENCODER,
     norm="layer",
-    attention=architecture.Attention(heads=4, kv_heads=4, head_dim=6, positions="none", bias=True),
+    attention=architecture.Attention(heads=4, kv_heads=4, head_dim=6, positions="none"),
     mlp=architecture.Mlp(ffn=8, activation="gelu_tanh", bias=True),
     positions=PositionTable(rows=5, columns=3, jitter=True),
     prefix=3,
