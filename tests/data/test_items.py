@@ -17,7 +17,7 @@ from torch import Tensor
 
 from braid.data import ItemLimits, Loader, Packing
 from braid.data.items import NOISE
-from braid.encoders import Encoder, Projector
+from braid.encoders import Encoder, PositionTable, Projector
 from braid.errors import DataError
 from braid.model.multimodal import mask_placeholders
 from tests.data.helpers import write_source
@@ -284,3 +284,26 @@ def test_text_with_a_placeholder_is_refused(tmp_path: Path) -> None:
         read([without])
         with pytest.raises(DataError, match=message):
             read([with_it])
+
+
+@pytest.mark.parametrize("group", [1, 4])
+def test_items_of_an_encoder_of_images_have_two_dimensions(tmp_path: Path, group: int) -> None:
+    """Every shape of whole squares occurs; sizes, places and what is shown are those of other items."""
+    flat = limits(items=3, patches=24, group=group)
+    table = PositionTable(rows=6, columns=6)
+    images = replace(flat, encoder=replace(flat.encoder, positions=table))
+    plain_loader, loader = (
+        one_document(tmp_path / name, 9001, 80, synthetic={"vision": each})
+        for name, each in (("flat", flat), ("images", images))
+    )
+    wanted = wanted_of(loader, "vision", range(800))
+    assert wanted == wanted_of(plain_loader, "vision", range(800))
+    patches_NI, grids = loader.items["vision"].read(wanted)
+    assert torch.equal(patches_NI, plain_loader.items["vision"].read(wanted).patches_NI)
+    sizes = loader.items["vision"].sizes(range(800))
+    assert [rows * columns for rows, columns in grids] == [size for each in sizes for size in each]
+    side = images.encoder.block
+    assert all(rows % side == columns % side == 0 for rows, columns in grids)
+    shapes = {(rows // side, columns // side) for rows, columns in grids}
+    assert {(1, 1), (1, 2), (2, 1), (2, 2), (1, 6), (2, 3), (3, 2), (6, 1)} <= shapes
+    assert loader.fingerprint != plain_loader.fingerprint

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,10 @@ from braid.encoders import Encoder, PositionTable, Projector
 from braid.model.encoder import Items
 from braid.nn.cost import Workload
 from tests.model.encoder_cases import ENCODER, HYPER, IMAGES, build, items, pictures
+from tests.nn.moe_ranks import Layout, groups_of
+from tests.planning.estimate.reality import OPS, Calls, recorded
 from tests.planning.estimate.test_recompute import Measured, beside
+from tests.ranks import run_ranks
 
 PATCHES = 130
 PROJECTORS = (
@@ -78,3 +82,24 @@ def test_images(change: dict[str, Any], recompute: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("position", ["pre", "post"])
 def test_several_images_and_norms_on_outputs(position: Any) -> None:
     check("-E", replace(IMAGES, norm_position=position), torch.float32, given=pictures(dtype=torch.float32))
+
+
+def calls_of(rank: int, world: int, layout: Layout, shape: Encoder) -> tuple[Calls, Calls]:
+    """The calls that the parts of an encoder on several ranks say, and those that they make."""
+    model = build("[*-][*-]", shape, groups_of(layout))
+    given = pictures([(4, 6), (2, 4)])
+    with recorded() as calls:
+        model(given).sum().backward()
+    tokens = shape.pack_tokens(sum(given.lengths), 2, model.groups.tp_cp.size)
+    workload = Workload(rows=1, tokens=tokens, items=2, dtype=torch.float64, device="cpu")
+    told: Calls = Counter()
+    for call in (call for cost in model.costs(workload).values() for call in cost.calls):
+        told[OPS.get(call.op, call.op), call.ranks, call.payload] += call.times
+    return told, calls
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2), pytest.param(Layout(cp=2), marks=pytest.mark.long)], ids=str)
+def test_ranks_send_what_parts_say(layout: Layout) -> None:
+    """With prefix tokens, features are gathered."""
+    for told, calls in run_ranks(2, calls_of, layout, IMAGES):
+        assert told == calls
