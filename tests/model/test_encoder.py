@@ -264,6 +264,22 @@ def test_images_of_a_pack_do_not_see_one_another() -> None:
     assert_near(gradients(together), gradients(apart), 1e-10)
 
 
+def test_prefix_tokens_stand_before_the_patches_of_every_item() -> None:
+    """They are as they were learned, without the bias of patches and without positions."""
+    shape = replace(IMAGES, positions=None, pixels=Pixels(patch=1), input=3)
+    model, grids = build("-", shape), ((2, 2), (2, 4))
+    given = items([4, 8], 3, grids=grids)
+    weights = {name: weight.detach() for name, weight in model.named_parameters()}
+    bias = torch.randn(12, dtype=torch.float64)
+    model.get_parameter("patches.projection.bias").data.copy_(bias)
+    projected = given.patches_NI @ weights["patches.projection.weight"].T + bias
+    first, second = projected.split([4, 8])
+    prefix = weights["patches.prefix"]
+    with torch.no_grad():
+        found = model.embed(model.prepare(given))
+    torch.testing.assert_close(found[0], torch.cat([prefix, first, prefix, second]), rtol=1e-12, atol=1e-12)
+
+
 def test_a_lane_without_images_has_no_rows_and_zero_gradients() -> None:
     model = build("[*-]", IMAGES)
     rows, loss = loss_of(model, pictures(()))
