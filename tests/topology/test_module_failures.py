@@ -88,6 +88,14 @@ class LostItems(Items):
         raise FileNotFoundError("no file photo.png")
 
 
+class TurnedItems(Items):
+    """Their patches do not lie as there are of them."""
+
+    def read(self, wanted: Sequence[tuple[int, int]]) -> Patches:
+        patches_NI, grids = self.source.read(wanted)
+        return Patches(patches_NI, [(rows + 1, columns) for rows, columns in grids])
+
+
 class UnsizedItems(Items):
     def sizes(self, samples: Sequence[int]) -> list[tuple[int, ...]]:
         raise DataError(f"the items of sample {samples[0]} are not listed")
@@ -97,6 +105,7 @@ SPOILED: Sequence[tuple[type[Items], int | None]] = (
     (LargerItems, None),
     (UnreadableItems, 1),
     (LostItems, 1),
+    (TurnedItems, 1),
     (UnsizedItems, 0),
 )
 """What is wrong, and the rank that sees it; None for all."""
@@ -133,7 +142,9 @@ def test_items_that_do_not_fit_or_cannot_be_read_are_refused_on_all_ranks_alike(
     for lost in first[4:6]:
         assert lost.startswith("rank 1: items of 'vision' in samples ")
         assert lost.endswith("cannot be read: no file photo.png")
-    for unsized in first[6:]:
+    for turned in first[6:8]:
+        assert re.search(r"rank 1: item \d of sample \d+ has (\d) patches, but is said to be 2 x \1", turned)
+    for unsized in first[8:]:
         assert unsized == "rank 0: the items of sample 0 are not listed"
 
 
