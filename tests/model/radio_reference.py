@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import RadioConfig, RadioModel
 
 from braid import kernels, pattern
 from braid.architecture import Attention, Mlp
 from braid.encoders import Encoder, Pixels, PositionTable, Projector
 from braid.model.encoder import EncoderModel, Items
 from braid.patch_grid import patch_places
+
+if TYPE_CHECKING:
+    from transformers import RadioConfig, RadioModel
 
 SMALL: dict[str, Any] = {
     "hidden_size": 12,
@@ -47,6 +49,8 @@ LAYER = {
 
 def radio(**changes: Any) -> RadioModel:
     """A small model with random weights everywhere."""
+    from transformers import RadioConfig, RadioModel  # takes seconds to load
+
     model = RadioModel(RadioConfig(**SMALL | changes)).double().eval()
     generator = torch.Generator().manual_seed(1)
     for weight in model.parameters():

@@ -8,12 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers.models.nemotron_h_omni.modeling_nemotron_h_omni import (
-    NemotronH_Omni_Reasoning_V3 as Omni,
-)
-from transformers.models.nemotron_h_omni.modeling_nemotron_h_omni import (
-    NemotronH_Omni_Reasoning_V3MultiModalProjector as OmniProjector,
-)
 
 from braid.encoders import Encoder, Projector
 from tests.interchange.widened import widened
@@ -83,17 +77,24 @@ def test_a_batch_of_whole_images_is_a_pack_of_them(grid: tuple[int, int]) -> Non
 # ------------------------------------------------------------------------------ pixel shuffle, projector
 
 
+def nemotron_omni() -> Any:
+    from transformers.models.nemotron_h_omni import modeling_nemotron_h_omni
+
+    return modeling_nemotron_h_omni
+
+
 SHUFFLED = [(2, 4), (6, 2), (4, 4)]
 
 
-def omni_rows(theirs: Any, projector: OmniProjector, pictures: list[Tensor]) -> Tensor:
+def omni_rows(theirs: Any, projector: Any, pictures: list[Tensor]) -> Tensor:
     """Rows as Nemotron-H-Omni makes them of features, one image after the other."""
+    omni = nemotron_omni().NemotronH_Omni_Reasoning_V3
     grids = [(image.shape[1] // 2, image.shape[2] // 2) for image in pictures]
     packed = torch.cat([row_by_row(image) for image in pictures])
     features = theirs(packed, image_grid_hw=torch.tensor(grids)).features
     parts = features.split([rows * columns for rows, columns in grids])
     shuffled = [
-        Omni.pixel_shuffle(None, part.view(1, *grid, -1)).flatten(0, 2)
+        omni.pixel_shuffle(None, part.view(1, *grid, -1)).flatten(0, 2)
         for part, grid in zip(parts, grids, strict=True)
     ]
     return projector(torch.cat(shuffled))  # type: ignore[no-any-return]
@@ -103,7 +104,7 @@ def test_pixel_shuffle_and_projector_are_those_of_nemotron_omni() -> None:
     theirs, pictures = radio(), images(SHUFFLED)
     shape = Projector(width=7, ffn=11, activation="relu2", bias=False, norm="rms")
     ours = beside(theirs, encoder_of(theirs.config, group=4, projector=shape))
-    projector = OmniProjector(48, 11, 7).double()
+    projector = nemotron_omni().NemotronH_Omni_Reasoning_V3MultiModalProjector(48, 11, 7).double()
     places, tensors = ours.canonical(), ours.tensors()
     names = {"norm": "layer_norm", "up": "linear_1", "out": "linear_2"}
     for name, module in names.items():
