@@ -327,4 +327,20 @@ FAULTS: tuple[Fault, ...] = (
         kind="missing scale",
         why="class and register tokens have the bias of patches",
     ),
+    Fault(
+        name="patches-row-by-row",
+        file="patch_grid.py",
+        old="block_y, block_x, y, x = np.indices(shape).reshape(4, -1)",
+        new="block_y, y, block_x, x = np.indices([shape[i] for i in (0, 2, 1, 3)]).reshape(4, -1)",
+        kind="swapped",
+        why="pixel shuffle joins patches that are no square of the image",
+    ),
+    Fault(
+        name="patches-of-a-block-column-by-column",
+        file="patch_grid.py",
+        old="return block_y * block + y, block_x * block + x",
+        new="return block_y * block + x, block_x * block + y",
+        kind="swapped",
+        why="the channels of a joined row are in another order than those that the projector learned",
+    ),
 )
