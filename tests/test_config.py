@@ -12,6 +12,8 @@ from braid import architecture, config, encoders, yarn
 from braid.choices import RECOMPUTE, recomputed
 from braid.config import Run, difference, flatten, from_json, to_json, type_problems
 from braid.errors import ConfigError
+from braid.recipes import load
+from braid.recipes.vision import radio_h
 from tests.runs import small_run
 
 PARTS = [
@@ -122,3 +124,30 @@ def test_full_recompute_means_every_kind():
     assert recomputed([]) == frozenset()
     with pytest.raises(AssertionError, match="everything"):
         recomputed(["everything"])
+
+
+@pytest.mark.parametrize(
+    ("normed", "encoder", "expected"),
+    [
+        (False, {}, ("none", 1e-5)),
+        (True, {}, ("rms", 1e-5)),
+        (True, {"norm": "layer", "norm_eps": 1e-6}, ("layer", 1e-6)),
+    ],
+)
+def test_projectors_of_earlier_runs_have_the_norm_of_their_encoder(normed, encoder, expected):
+    """Their norm was on or off, and of the kind that the layers have."""
+    data = json.loads(json.dumps(to_json(load("tiny-multimodal"))))
+    model = data["modules"]["vision"]["model"]
+    for name in ("norm", "norm_eps"):
+        del model["projector"][name]
+    model |= {**encoder, "projector": {**model["projector"], "norm": normed}}
+    projector = from_json(data).modules["vision"].model.projector
+    assert (projector.norm, projector.norm_eps) == expected
+
+
+def test_a_run_with_an_encoder_of_images_goes_through_json_and_back():
+    run = load("tiny-multimodal")
+    vision = replace(run.modules["vision"], model=replace(radio_h(width=128), layer_scale=0.5))
+    run = replace(run, modules={"vision": vision})
+    assert not list(type_problems(run))
+    assert from_json(json.loads(json.dumps(to_json(run)))) == run

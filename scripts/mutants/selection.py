@@ -33,6 +33,7 @@ OWN: Mapping[str, tuple[str, ...]] = MappingProxyType(
         ),
         "config": ("tests/test_config.py", "tests/planning/test_plan.py"),
         "encoders": ("tests/model/test_encoder.py",),
+        "patch_grid": ("tests/model/test_radio.py", "tests/nn/test_position_table.py"),
         "errors": (
             "tests/test_errors.py",
             "tests/planning/test_plan.py",

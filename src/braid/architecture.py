@@ -16,8 +16,9 @@ from braid.errors import Problem
 from braid.pattern import Kind, Layer, parse
 from braid.yarn import Yarn as Yarn
 
-Activation = Literal["swiglu", "relu2", "gelu"]
-"""swiglu has gate and up projections; relu2 (squared ReLU) and gelu have only an up projection."""
+Activation = Literal["swiglu", "relu2", "gelu", "gelu_tanh"]
+"""swiglu has gate and up projections; relu2 (squared ReLU), gelu (with erf) and gelu_tanh (its approximation)
+have only an up projection."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -506,6 +507,16 @@ class Trunk:
     def causal(self) -> bool:
         """Whether attention sees no token after its query."""
         return True
+
+    @property
+    def final_norm(self) -> bool:
+        """Whether there is a norm behind the last layer."""
+        return True
+
+    @property
+    def layer_scale(self) -> float | None:
+        """LayerScale: initial value of a learned factor per channel on the output of each layer; None: none."""
+        return None
 
     @property
     def stream(self) -> tuple[int, ...]:

@@ -406,9 +406,28 @@ def from_json(data: Any) -> Run:
     """The inverse of `to_json`, also for files of earlier versions: fields added since get their defaults,
     which preserve the old behaviour. Raises a `ConfigError` for an unknown field, a wrong type, or a missing
     required field."""
-    run = _read(Run, data, "run")
+    run = _read(Run, _with_named_norms(data), "run")
     assert isinstance(run, Run)
     return run
+
+
+def _with_named_norms(data: Any) -> Any:
+    """The norm of a projector was once True or False: the norm of its encoder, or none."""
+    match data:
+        case {"modules": {} as modules}:
+            return {**data, "modules": {name: _named_norm(module) for name, module in modules.items()}}
+        case _:
+            return data
+
+
+def _named_norm(module: Any) -> Any:
+    match module:
+        case {"model": {"projector": {"norm": bool() as normed} as projector} as model}:
+            named = {"norm": model.get("norm", "rms"), "norm_eps": model.get("norm_eps", 1e-5)}
+            projector = projector | (named if normed else {"norm": "none"})
+            return {**module, "model": {**model, "projector": projector}}
+        case _:
+            return module
 
 
 def model_from_json(data: Any) -> Model:

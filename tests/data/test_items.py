@@ -17,7 +17,7 @@ from torch import Tensor
 
 from braid.data import ItemLimits, Loader, Packing
 from braid.data.items import NOISE
-from braid.encoders import Encoder, Projector
+from braid.encoders import Encoder, PositionTable, Projector
 from braid.errors import DataError
 from braid.model.multimodal import mask_placeholders
 from tests.data.helpers import write_source
@@ -87,7 +87,8 @@ def check_sample(loader: Loader, sample: int, row: Row) -> None:
         found = runs(row.tokens, allowed.token)
         assert [len(run) for run in found] == [allowed.encoder.rows(size) for size in sizes]
         for number, (size, run) in enumerate(zip(sizes, found, strict=True)):
-            patches_NI = source.read([(sample, number)])
+            patches_NI, grids = source.read([(sample, number)])
+            assert grids == [(1, size)]
             assert patches_NI.shape == (size, source.input)
             assert patches_NI.dtype == torch.float32
             assert shown(patches_NI.flip(0)) == row.tokens[run.stop : run.stop + size]
@@ -190,18 +191,21 @@ def test_whoever_asks_gets_the_same(tmp_path: Path, ranks: int) -> None:
         lanes = [
             wanted[len(wanted) * lane // ranks : len(wanted) * (lane + 1) // ranks] for lane in range(ranks)
         ]
-        patches_NI = source.read(wanted)
+        patches_NI, grids = source.read(wanted)
         assert patches_NI.shape == (sum(map(sum, sizes)), source.input)
-        assert torch.equal(torch.cat([source.read(lane) for lane in lanes]), patches_NI)
+        assert torch.equal(torch.cat([source.read(lane).patches_NI for lane in lanes]), patches_NI)
         lengths = [sizes[sample - samples.start][number] for sample, number in wanted]
         backwards = torch.cat(list(reversed(patches_NI.split(lengths))))
-        assert torch.equal(source.read(list(reversed(wanted))), backwards)
+        assert torch.equal(source.read(list(reversed(wanted))).patches_NI, backwards)
+        assert source.read(list(reversed(wanted))).grids == list(reversed(grids))
 
 
 def test_a_lane_without_items(tmp_path: Path) -> None:
     source = one_document(tmp_path, 400, 40).items["vision"]
-    assert source.read([]).shape == (0, 12)
-    assert source.read([]).dtype == torch.float32
+    patches_NI, grids = source.read([])
+    assert patches_NI.shape == (0, 12)
+    assert patches_NI.dtype == torch.float32
+    assert grids == []
     assert source.sizes([]) == []
 
 
@@ -213,7 +217,7 @@ def test_few_numbers_in_a_patch_are_the_lowest_bits(tmp_path: Path) -> None:
     )
     wanted = wanted_of(few, "vision", range(9))
     assert wanted == wanted_of(many, "vision", range(9))
-    few_NI, many_NI = few.items["vision"].read(wanted), many.items["vision"].read(wanted)
+    few_NI, many_NI = (each.items["vision"].read(wanted).patches_NI for each in (few, many))
     for start, stop in ((0, 5), (10, 15), (20, 25)):
         assert torch.equal(many_NI[:, start:stop] > 0, few_NI > 0)
 
@@ -246,9 +250,10 @@ def test_resuming_on_other_ranks_sees_the_same_items(tmp_path: Path) -> None:
         for _ in range(steps):
             for rank in range(ranks):
                 own = range(consumed + rank, consumed + rank + 1)
-                read.append(loader.items["vision"].read(wanted_of(loader, "vision", own)))
+                read.append(loader.items["vision"].read(wanted_of(loader, "vision", own)).patches_NI)
             consumed += ranks
-    assert torch.equal(torch.cat(read), loader.items["vision"].read(wanted_of(loader, "vision", range(24))))
+    whole = loader.items["vision"].read(wanted_of(loader, "vision", range(24)))
+    assert torch.equal(torch.cat(read), whole.patches_NI)
 
 
 def test_the_fingerprint_covers_items_and_is_as_before_without_them(tmp_path: Path) -> None:
@@ -279,3 +284,26 @@ def test_text_with_a_placeholder_is_refused(tmp_path: Path) -> None:
         read([without])
         with pytest.raises(DataError, match=message):
             read([with_it])
+
+
+@pytest.mark.parametrize("group", [1, 4])
+def test_items_of_an_encoder_of_images_have_two_dimensions(tmp_path: Path, group: int) -> None:
+    """Every shape of whole squares occurs; sizes, places and what is shown are those of other items."""
+    flat = limits(items=3, patches=24, group=group)
+    table = PositionTable(rows=6, columns=6)
+    images = replace(flat, encoder=replace(flat.encoder, positions=table))
+    plain_loader, loader = (
+        one_document(tmp_path / name, 9001, 80, synthetic={"vision": each})
+        for name, each in (("flat", flat), ("images", images))
+    )
+    wanted = wanted_of(loader, "vision", range(800))
+    assert wanted == wanted_of(plain_loader, "vision", range(800))
+    patches_NI, grids = loader.items["vision"].read(wanted)
+    assert torch.equal(patches_NI, plain_loader.items["vision"].read(wanted).patches_NI)
+    sizes = loader.items["vision"].sizes(range(800))
+    assert [rows * columns for rows, columns in grids] == [size for each in sizes for size in each]
+    side = images.encoder.block
+    assert all(rows % side == columns % side == 0 for rows, columns in grids)
+    shapes = {(rows // side, columns // side) for rows, columns in grids}
+    assert {(1, 1), (1, 2), (2, 1), (2, 2), (1, 6), (2, 3), (3, 2), (6, 1)} <= shapes
+    assert loader.fingerprint != plain_loader.fingerprint

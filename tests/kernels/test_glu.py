@@ -23,6 +23,7 @@ FORMS: dict[str, tuple[Activation, Glu]] = {
     "limited": ("swiglu", Glu(alpha=1.7, limit=1.0, offset=1.0)),
     "relu2": ("relu2", Glu()),
     "gelu": ("gelu", Glu()),
+    "gelu_tanh": ("gelu_tanh", Glu()),
 }
 BOUND = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 6e-3}
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if GPU else [])]

@@ -53,6 +53,7 @@ CASES: tuple[tuple[Activation, Glu], ...] = (
     *(("swiglu", glu) for glu in GLUS),
     ("relu2", Glu()),
     ("gelu", Glu()),
+    ("gelu_tanh", Glu()),
 )
 
 BIASES = (True, False)

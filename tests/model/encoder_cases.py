@@ -10,7 +10,7 @@ from torch import Tensor
 
 from braid import architecture, kernels, pattern
 from braid.distributed.collectives import Groups
-from braid.encoders import Encoder, Projector
+from braid.encoders import Encoder, PositionTable, Projector
 from braid.model.encoder import EncoderModel, Items
 from braid.nn.moe import token_dispatcher
 
@@ -19,7 +19,7 @@ ENCODER = Encoder(
     hidden=12,
     input=7,
     group=2,
-    projector=Projector(width=20, ffn=9, norm=True),
+    projector=Projector(width=20, ffn=9, norm="rms"),
     init_std=0.3,
     attention=architecture.Attention(heads=4, kv_heads=4, head_dim=6),
     latent_attention=architecture.LatentAttention(
@@ -32,7 +32,22 @@ ENCODER = Encoder(
 )
 """Heads and channels split over four ranks."""
 HYPER = replace(ENCODER, hyper=architecture.HyperConnections(streams=2, sinkhorn_steps=3))
+IMAGES = replace(
+    ENCODER,
+    norm="layer",
+    attention=architecture.Attention(heads=4, kv_heads=4, head_dim=6, positions="none"),
+    mlp=architecture.Mlp(ffn=8, activation="gelu_tanh", bias=True),
+    positions=PositionTable(rows=5, columns=3, jitter=True),
+    prefix=3,
+    layer_scale=0.6,
+    final_norm=False,
+    group=4,
+    projector=Projector(width=20, ffn=9, activation="relu2", bias=False, norm="layer"),
+)
+"""2 x 2 patches in a row."""
 LENGTHS = (4, 2, 10, 6)
+GRIDS = ((2, 2), (4, 6), (2, 4), (6, 2))
+"""Items of two dimensions."""
 
 
 def build(
@@ -49,7 +64,12 @@ def build(
     return model
 
 
-def items(lengths: Sequence[int] = LENGTHS, numbers: int = 7, dtype: torch.dtype = torch.float64) -> Items:
+def items(
+    lengths: Sequence[int] = LENGTHS,
+    numbers: int = 7,
+    dtype: torch.dtype = torch.float64,
+    grids: Sequence[tuple[int, int]] | None = None,
+) -> Items:
     """Items whose patches depend on their sample alone; samples have two each."""
     samples = [5 + place // 2 for place in range(len(lengths))]
     chosen = [
@@ -60,11 +80,17 @@ def items(lengths: Sequence[int] = LENGTHS, numbers: int = 7, dtype: torch.dtype
     return Items(
         patches_NI=patches,
         lengths=tuple(lengths),
+        grids=[(1, length) for length in lengths] if grids is None else grids,
         samples=samples,
         numbers=[place % 2 for place in range(len(lengths))],
         step=3,
         seed=4,
     )
+
+
+def pictures(grids: Sequence[tuple[int, int]] = GRIDS, dtype: torch.dtype = torch.float64) -> Items:
+    """Items of two dimensions."""
+    return items([rows * columns for rows, columns in grids], dtype=dtype, grids=grids)
 
 
 def probe(rows: int, width: int) -> Tensor:

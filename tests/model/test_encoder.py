@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from braid.architecture import Attention, Moe
-from braid.encoders import Encoder, Projector
+from braid.encoders import Encoder, Pixels, PositionTable, Projector
 from braid.errors import DataError
 from braid.model import declaration, nodes
 from braid.model.encoder import EncoderModel, Items, module_seed, own_rows
@@ -19,7 +19,17 @@ from braid.nn.recompute import Replays
 from braid.pattern import parse
 from braid.schedule.phases import IN
 from tests.model.cases import assert_near
-from tests.model.encoder_cases import ENCODER, HYPER, LENGTHS, build, gradients, items, probe
+from tests.model.encoder_cases import (
+    ENCODER,
+    HYPER,
+    IMAGES,
+    LENGTHS,
+    build,
+    gradients,
+    items,
+    pictures,
+    probe,
+)
 
 PATTERNS = ["[*-]", "[+E]", "[M-]", "[GE]", "-"]
 
@@ -113,6 +123,7 @@ def test_items_of_a_pack_do_not_see_one_another(text: str, shape: Encoder) -> No
             given,
             patches_NI=patches,
             lengths=LENGTHS[place : place + 1],
+            grids=given.grids[place : place + 1],
             samples=given.samples[place : place + 1],
             numbers=given.numbers[place : place + 1],
         )
@@ -170,15 +181,20 @@ def test_items_that_do_not_fit_are_named(change: dict[str, Any], message: str) -
 
 @pytest.mark.parametrize("recomputed", [[], ["norm", "core", "activation", "experts"], ["block"], ["hyper"]])
 @pytest.mark.parametrize("fine", [False, True])
-def test_phases_and_recompute_change_no_bit(recomputed: list[str], fine: bool) -> None:
+@pytest.mark.parametrize("images", [False, True])
+def test_phases_and_recompute_change_no_bit(recomputed: list[str], fine: bool, images: bool) -> None:
     shape = replace(HYPER if "hyper" in recomputed else ENCODER, dropout=0.1)
+    if images:
+        scale = None if "hyper" in recomputed else 0.6
+        shape = replace(IMAGES, dropout=0.1, hyper=shape.hyper, layer_scale=scale)
     whole, phased = (build("[*-][ME]", shape) for _ in range(2))
-    rows, loss = loss_of(whole, items())
+    given = pictures() if images else items()
+    rows, loss = loss_of(whole, given)
     loss.backward()
     phased.recompute(Replays(recomputed) if recomputed else None)
     form = declaration.form_of(phased.shape, "fp32", fine=fine)
     (chain,) = declaration.chains(phased.layout, form)
-    context, tensors, losses = phased.prepare(items()), dict[str, Tensor](), []
+    context, tensors, losses = phased.prepare(given), dict[str, Tensor](), []
     for phase in chain.phases:
         written, found = nodes.run(phased, phase, context, tensors)
         tensors |= written
@@ -194,10 +210,13 @@ def test_phases_and_recompute_change_no_bit(recomputed: list[str], fine: bool) -
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("shape", [HYPER, IMAGES], ids=["hyper", "images"])
 @pytest.mark.parametrize("text", ["[*-]|[ME]", "[*-]||-"])
-def test_declared_units_hold_every_parameter_and_phases_use_every_unit(text: str, dtype: str) -> None:
-    model = build(text.replace("|", ""), HYPER)
-    form = declaration.form_of(HYPER, dtype)
+def test_declared_units_hold_every_parameter_and_phases_use_every_unit(
+    text: str, shape: Encoder, dtype: str
+) -> None:
+    model = build(text.replace("|", ""), shape)
+    form = declaration.form_of(shape, dtype)
     layout = parse(text)
     units = declaration.units(layout, form)
     for name, _ in model.named_parameters():
@@ -209,10 +228,103 @@ def test_declared_units_hold_every_parameter_and_phases_use_every_unit(text: str
     assert all(chain.phases[-1].writes == ("out",) for chain in chains)
 
 
-def test_flops_of_phases_add_up() -> None:
-    model = build("[*-][M-]", HYPER)
-    (chain,) = declaration.chains(model.layout, declaration.form_of(HYPER, "fp32"))
+@pytest.mark.parametrize("shape", [HYPER, IMAGES], ids=["hyper", "images"])
+def test_flops_of_phases_add_up(shape: Encoder) -> None:
+    model = build("[*-][M-]", shape)
+    (chain,) = declaration.chains(model.layout, declaration.form_of(shape, "fp32"))
     assert sum(model.phase_flops(phase, 8) for phase in chain.phases) == model.flops(8)
+
+
+def test_prefix_tokens_take_part_in_all_but_the_projector() -> None:
+    with_prefix, without = (build("[*-]", replace(IMAGES, prefix=prefix)) for prefix in (3, 0))
+    assert with_prefix.projector is not None
+    head = with_prefix.projector.flops(2)
+    assert with_prefix.flops(8) - head == without.flops(11) - without.projector.flops(2)  # type: ignore[union-attr]
+
+
+# ------------------------------------------------------------------------------------------------ images
+
+
+def test_images_of_a_pack_do_not_see_one_another() -> None:
+    """Each has its own prefix tokens, positions and window."""
+    together, apart, given = build("[*-][*-]", IMAGES), build("[*-][*-]", IMAGES), pictures()
+    rows, loss = loss_of(together, given)
+    loss.backward()
+    parts = zip(given.patches_NI.split(given.lengths), given.grids, given.samples, given.numbers, strict=True)
+    alone = [
+        apart(
+            replace(
+                given, patches_NI=each, lengths=[len(each)], grids=[grid], samples=[sample], numbers=[number]
+            )
+        )
+        for each, grid, sample, number in parts
+    ]
+    (torch.cat(alone) * probe(*rows.shape)).sum().backward()
+    assert_near({"rows": rows.detach()}, {"rows": torch.cat(alone).detach()}, 1e-11)
+    assert_near(gradients(together), gradients(apart), 1e-10)
+
+
+def test_prefix_tokens_stand_before_the_patches_of_every_item() -> None:
+    """They are as they were learned, without the bias of patches and without positions."""
+    shape = replace(IMAGES, positions=None, pixels=Pixels(patch=1), input=3)
+    model, grids = build("-", shape), ((2, 2), (2, 4))
+    given = items([4, 8], 3, grids=grids)
+    weights = {name: weight.detach() for name, weight in model.named_parameters()}
+    bias = torch.randn(12, dtype=torch.float64)
+    model.get_parameter("patches.projection.bias").data.copy_(bias)
+    projected = given.patches_NI @ weights["patches.projection.weight"].T + bias
+    first, second = projected.split([4, 8])
+    prefix = weights["patches.prefix"]
+    with torch.no_grad():
+        found = model.embed(model.prepare(given))
+    torch.testing.assert_close(found[0], torch.cat([prefix, first, prefix, second]), rtol=1e-12, atol=1e-12)
+
+
+def test_a_lane_without_images_has_no_rows_and_zero_gradients() -> None:
+    model = build("[*-]", IMAGES)
+    rows, loss = loss_of(model, pictures(()))
+    assert rows.shape == (0, 20)
+    loss.backward()
+    for name, gradient in gradients(model).items():
+        assert not gradient.count_nonzero(), name
+
+
+def test_jitter_depends_on_seed_step_and_item_and_is_off_in_evaluation() -> None:
+    model, given = build("[*-]", IMAGES), pictures()
+    plain = build("[*-]", replace(IMAGES, positions=replace(IMAGES.positions, jitter=False)))
+    jittered = model(given)
+    assert torch.equal(model(given), jittered)
+    for change in ({"seed": 5}, {"step": 4}, {"samples": [1, 2, 3, 4]}, {"numbers": [1, 0, 1, 0]}):
+        assert not torch.allclose(model(replace(given, **change)), jittered)  # type: ignore[arg-type]
+    evaluated = plain(given)
+    assert not torch.allclose(evaluated, jittered)
+    assert torch.equal(model(replace(given, training=False)), evaluated)
+    model.get_parameter("patches.positions").requires_grad_(False)
+    assert torch.equal(model(given), evaluated), "frozen positions are read as in evaluation"
+
+
+def test_initial_factors_positions_and_tokens() -> None:
+    model = build("[*-]", replace(IMAGES, hidden=64, prefix=50, positions=PositionTable(rows=30, columns=30)))
+    tensors = {name: weight.detach() for name, weight in model.named_parameters()}
+    assert float(tensors["patches.positions"].std()) == pytest.approx(1 / 8, rel=0.02)
+    assert float(tensors["patches.prefix"].std()) == pytest.approx(1 / 8, rel=0.05)
+    scale = model.canonical()["blocks.0.attention.scale.weight"]
+    assert scale.read(tensors[scale.parameter]).tolist() == pytest.approx([0.6] * 64)
+    assert not scale.decays
+
+
+@pytest.mark.parametrize(
+    ("grid", "message"),
+    [
+        ((1, 24), r"item 1 of sample 5 is 1 x 24 patches: the encoder joins 2 x 2 of them .* multiples of 2"),
+        ((8, 3), r"item 1 of sample 5 is 8 x 3 patches"),
+        ((4, 4), r"item 1 of sample 5 has 24 patches, but is said to be 4 x 4 of them"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_named(grid: tuple[int, int], message: str) -> None:
+    given = pictures()
+    with pytest.raises(DataError, match=message):
+        build("-", IMAGES).prepare(replace(given, grids=[given.grids[0], grid, *given.grids[2:]]))
 
 
 # ------------------------------------------------------------------------------------------------ config
@@ -230,6 +342,21 @@ def test_a_sound_encoder_has_no_problems() -> None:
         ({"pattern": "*-/*"}, "model.pattern"),
         ({"projector": Projector(width=0)}, "model.projector.width"),
         ({"projector": Projector(width=1, ffn=-1)}, "model.projector.ffn"),
+        ({"projector": Projector(width=1, norm_eps=0.0)}, "model.projector.norm_eps"),
+        ({"prefix": -1}, "model.prefix"),
+        ({"layer_scale": float("nan")}, "model.layer_scale"),
+        ({"layer_scale": 1.0, "hyper": HYPER.hyper}, "model.layer_scale"),
+        ({"positions": PositionTable(rows=0), "group": 1}, "model.positions.rows"),
+        ({"positions": PositionTable(columns=0), "group": 4}, "model.positions.columns"),
+        ({"positions": PositionTable()}, "model.group"),
+        ({"pixels": Pixels(patch=2), "group": 1}, "model.input"),
+        ({"pixels": Pixels(patch=0), "group": 1, "input": 0}, "model.pixels.patch model.input"),
+        (
+            {"pixels": Pixels(patch=2, frames=2, channels=1), "group": 1, "input": 8},
+            "model.pixels.mean model.pixels.std",
+        ),
+        ({"pixels": Pixels(patch=2, channels=2), "group": 1, "input": 8}, "model.pixels.channels"),
+        ({"pixels": Pixels(patch=2, std=(1.0, 0.0, 1.0)), "group": 1, "input": 12}, "model.pixels.std[1]"),
         ({"attention": Attention(heads=2, kv_heads=2, head_dim=4, window=5)}, "model.attention.window"),
         ({"moe": Moe(experts=4, top_k=2, ffn=2, capacity_factor=1.0)}, "model.moe.capacity_factor"),
         ({"moe": Moe(experts=4, top_k=2, ffn=2, sequence_aux_loss=1.0)}, "model.moe.sequence_aux_loss"),
@@ -238,4 +365,5 @@ def test_a_sound_encoder_has_no_problems() -> None:
     ],
 )
 def test_problems_name_the_field(change: dict[str, Any], field: str) -> None:
-    assert [problem.field for problem in replace(ENCODER, **change).problems("model")] == [field]
+    found = {problem.field for problem in replace(ENCODER, **change).problems("model")}
+    assert found == set(field.split())

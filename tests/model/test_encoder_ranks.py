@@ -11,12 +11,22 @@ from torch import Tensor
 from braid.distributed.collectives import Groups, all_gather, all_reduce_no_grad
 from braid.encoders import Encoder
 from braid.model.context import MicroBatchTotals
-from braid.model.encoder import EncoderModel, own_rows
+from braid.model.encoder import EncoderModel, Items, own_rows
 from braid.model.multimodal import mask_placeholders
 from tests.model.cases import SHAPE
 from tests.model.cases import batch as text_batch
 from tests.model.cases import build as build_language
-from tests.model.encoder_cases import ENCODER, HYPER, LENGTHS, build, items, probe
+from tests.model.encoder_cases import (
+    ENCODER,
+    GRIDS,
+    HYPER,
+    IMAGES,
+    LENGTHS,
+    build,
+    items,
+    pictures,
+    probe,
+)
 from tests.nn.moe_ranks import Layout, groups_of
 from tests.ranks import run_ranks
 
@@ -26,16 +36,15 @@ CASES = {
     "attention": ("[*-][*E]", replace(ENCODER, dropout=0.1)),
     "recurrent": ("[ME][G-]", ENCODER),
     "hyper": ("[+-][+E]", HYPER),
+    "images": ("[*-][*E]", IMAGES),
 }
 
 
-def ran(
-    text: str, shape: Encoder, lengths: tuple[int, ...], groups: Groups = Groups()
-) -> tuple[EncoderModel, Tensor]:
+def ran(text: str, shape: Encoder, given: Items, groups: Groups = Groups()) -> tuple[EncoderModel, Tensor]:
     """The model with its gradients, and this rank's rows."""
     model = build(text, shape, groups)
-    totals = MicroBatchTotals(tokens=sum(lengths), rows=1)
-    context = model.prepare(items(lengths), totals)
+    totals = MicroBatchTotals(tokens=sum(map(shape.tokens, given.lengths)), rows=1)
+    context = model.prepare(given, totals)
     rows_rW, losses = model.run(model.segments, None, context)
     held = own_rows(context.batch.rows, groups.tp_cp.rank, groups.tp_cp.size)
     probe_RW = probe(context.batch.rows, shape.projector.width)
@@ -55,9 +64,12 @@ def compared(rank: int, world: int, layouts: tuple[Layout, ...], text: str, shap
 
     for layout in layouts:
         groups = groups_of(layout)
-        for lengths in (LENGTHS, (2,), ()):
-            model, rows = ran(text, shape, lengths, groups)
-            alone, whole = ran(text, shape, lengths)
+        packs = [pictures(GRIDS[:count]) for count in (4, 1, 0)]
+        if not shape.has_squares:
+            packs = [items(lengths) for lengths in (LENGTHS, (2,), ())]
+        for given in packs:
+            model, rows = ran(text, shape, given, groups)
+            alone, whole = ran(text, shape, given)
             held = own_rows(len(whole), groups.tp_cp.rank, groups.tp_cp.size)
             compare("rows", rows, whole[held.start : held.stop])
             wholes, tensors, whole_tensors = alone.canonical(), model.tensors(), alone.tensors()
@@ -83,7 +95,8 @@ def _grad(parameter: Tensor) -> Tensor:
 def test_ranks_find_what_one_process_finds(case: str, layouts: tuple[Layout, ...]) -> None:
     text, shape = CASES[case]
     for worst in run_ranks(layouts[0].world, compared, layouts, text, shape):
-        assert {"rows", "patches.weight", "projector.up.weight", "projector.out.bias"} < worst.keys()
+        assert {"rows", "patches.weight", "projector.up.weight", "projector.out.weight"} < worst.keys()
+        assert ("patches.positions" in worst) == ("patches.prefix" in worst) == (case == "images")
         assert max(worst.values()) < 1e-10, worst
 
 

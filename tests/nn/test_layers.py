@@ -113,7 +113,7 @@ def test_attention_is_its_formula(shape: architecture.Attention, kernel: str) ->
     assert_same(module, weights, actual, plain_attention(shape, weights, x))
 
 
-@pytest.mark.parametrize("activation", ["swiglu", "relu2", "gelu"])
+@pytest.mark.parametrize("activation", ["swiglu", "relu2", "gelu", "gelu_tanh"])
 @pytest.mark.parametrize("bias", [False, True])
 def test_mlp_is_its_formula(activation: architecture.Activation, bias: bool) -> None:
     module = Mlp(architecture.Mlp(ffn=7, activation=activation, bias=bias), HIDDEN, dtype=torch.float64)
@@ -127,6 +127,9 @@ def test_mlp_is_its_formula(activation: architecture.Activation, bias: bool) -> 
     if activation == "swiglu":
         gate = projected("gate", x)
         inner = gate * gate.sigmoid() * up
+    elif activation == "relu2":
+        inner = up.clamp(min=0) ** 2
     else:
-        inner = up.clamp(min=0) ** 2 if activation == "relu2" else up * (1 + torch.erf(up / 2**0.5)) / 2
+        tanh = torch.tanh((2 / torch.pi) ** 0.5 * (up + 0.044715 * up**3))
+        inner = up * (1 + (tanh if activation == "gelu_tanh" else torch.erf(up / 2**0.5))) / 2
     assert_same(module, weights, module(x), projected("down", inner))

@@ -2,6 +2,7 @@
 
     vision    attention and MLPs, two patches in a row, items of up to 16 patches
     experts   attention and experts, with auxiliary losses and a selection bias; every patch makes a row
+    radio     a ViT: a table of positions with jitter, prefix tokens, LayerScale, 2 x 2 patches in a row
 
 A placement is written like a topology (`matrix.py`), for the language model and for every module.
 """
@@ -15,7 +16,7 @@ from typing import Any
 
 from braid.architecture import Attention, HyperConnections, Mlp, Moe
 from braid.config import Mesh, Module, Run
-from braid.encoders import Encoder, Projector
+from braid.encoders import Encoder, Pixels, PositionTable, Projector
 from tests.topology.cases import VOCAB, run_of
 from tests.topology.matrix import Topology, segmented
 
@@ -30,7 +31,7 @@ VISION = Encoder(
     init_std=0.2,
     attention=Attention(heads=4, kv_heads=4, head_dim=4),
     mlp=Mlp(ffn=16, activation="gelu"),
-    projector=Projector(width=24, ffn=12, norm=True),
+    projector=Projector(width=24, ffn=12, norm="rms"),
 )
 EXPERTS = replace(
     VISION,
@@ -49,10 +50,30 @@ EXPERTS = replace(
     ),
     projector=Projector(width=24),
 )
+RADIO = Encoder(
+    pattern="[*-][*-]",
+    hidden=16,
+    norm="layer",
+    norm_eps=1e-6,
+    init_std=0.2,
+    input=12,
+    input_bias=False,
+    pixels=Pixels(patch=2),
+    positions=PositionTable(rows=6, columns=6, jitter=True),
+    prefix=3,
+    layer_scale=0.6,
+    final_norm=False,
+    group=4,
+    attention=Attention(heads=4, kv_heads=4, head_dim=4, positions="none", bias=True),
+    mlp=Mlp(ffn=16, activation="gelu_tanh", bias=True),
+    projector=Projector(width=24, ffn=12, activation="relu2", bias=False, norm="rms"),
+)
 
 
-def multimodal(model: str, corpus: Path | str, encoders: Mapping[str, Encoder], **step: Any) -> Run:
-    """A model of the matrix with made-up items for every encoder."""
+def multimodal(
+    model: str, corpus: Path | str, encoders: Mapping[str, Encoder], *, patches: int = 8, **step: Any
+) -> Run:
+    """A model of the matrix with made-up items for every encoder, of so many patches in a sample."""
     run = run_of(model, corpus, **step)
     width = run.model.hidden
     modules = {
@@ -60,7 +81,7 @@ def multimodal(model: str, corpus: Path | str, encoders: Mapping[str, Encoder], 
             model=replace(each, projector=replace(each.projector, width=width)),
             token=TOKEN + number,
             most_items=2,
-            most_patches=8,
+            most_patches=patches,
             items="synthetic",
         )
         for number, (name, each) in enumerate(encoders.items())

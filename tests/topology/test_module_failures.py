@@ -17,7 +17,7 @@ from torch import Tensor
 
 from braid.config import Run
 from braid.data import Loader
-from braid.data.items import ItemSource
+from braid.data.items import ItemSource, Patches
 from braid.errors import DataError
 from braid.planning.plan import plan
 from braid.train.step import evaluate, train_step
@@ -60,7 +60,7 @@ class Items:
     def sizes(self, samples: Sequence[int]) -> list[tuple[int, ...]]:
         return self.source.sizes(samples)
 
-    def read(self, wanted: Sequence[tuple[int, int]]) -> Tensor:
+    def read(self, wanted: Sequence[tuple[int, int]]) -> Patches:
         return self.source.read(wanted)
 
 
@@ -78,15 +78,23 @@ class LargerItems(Items):
 class UnreadableItems(Items):
     """Where they lie, nothing can be read."""
 
-    def read(self, wanted: Sequence[tuple[int, int]]) -> Tensor:
+    def read(self, wanted: Sequence[tuple[int, int]]) -> Patches:
         raise DataError(f"item {wanted[0][1]} of sample {wanted[0][0]}: its file is gone")
 
 
 class LostItems(Items):
     """Their archive is damaged, and the source has not thought of that."""
 
-    def read(self, wanted: Sequence[tuple[int, int]]) -> Tensor:
+    def read(self, wanted: Sequence[tuple[int, int]]) -> Patches:
         raise BadZipFile("no photo.png")
+
+
+class TurnedItems(Items):
+    """Their patches do not lie as there are of them."""
+
+    def read(self, wanted: Sequence[tuple[int, int]]) -> Patches:
+        patches_NI, grids = self.source.read(wanted)
+        return Patches(patches_NI, [(rows + 1, columns) for rows, columns in grids])
 
 
 class UnsizedItems(Items):
@@ -105,6 +113,7 @@ SPOILED: Sequence[tuple[type[Items], int | None]] = (
     (LargerItems, None),
     (UnreadableItems, 1),
     (LostItems, 1),
+    (TurnedItems, 1),
     (UnsizedItems, 0),
     (UnlistedItems, 0),
 )
@@ -142,9 +151,11 @@ def test_items_that_do_not_fit_or_cannot_be_read_are_refused_on_all_ranks_alike(
     for lost in first[4:6]:
         assert lost.startswith("rank 1: items of 'vision' in samples ")
         assert lost.endswith("cannot be read: BadZipFile: no photo.png")
-    for unsized in first[6:8]:
+    for turned in first[6:8]:
+        assert re.search(r"rank 1: item \d of sample \d+ has (\d) patches, but is said to be 2 x \1", turned)
+    for unsized in first[8:10]:
         assert unsized == "rank 0: the items of sample 0 are not listed"
-    for unlisted in first[8:]:
+    for unlisted in first[10:]:
         assert unlisted.startswith("rank 0: items of 'vision' in samples 0 to ")
         assert unlisted.endswith("cannot be read: FileNotFoundError: no file list.json")
 

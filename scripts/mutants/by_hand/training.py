@@ -66,8 +66,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="every-rank-of-a-lane-counts-its-rows",
         file="train/counts.py",
-        old="state.model.groups.tp_cp.rank == state.model.groups.pp.rank == 0",
-        new="state.model.groups.tp_cp.rank == 0",
+        old="or state.model.groups.tp_cp.rank or state.model.groups.pp.rank:",
+        new="or state.model.groups.pp.rank:",
         kind="wrong group",
         why="a model on some ranks of a job divides its loss by too many tokens",
     ),

@@ -40,6 +40,15 @@ PLACES_STREAM, NOISE_STREAM = 0, 1
 """Random words of a module: where its items are, and the noise on them."""
 
 
+class Patches(NamedTuple):
+    """Items as an encoder reads them."""
+
+    patches_NI: Tensor
+    """In float32, those of one item after the other; those of an image in the order of `braid.patch_grid`."""
+    grids: Sequence[tuple[int, int]]
+    """Rows and columns of patches of each item; 1 x n for what has no second dimension."""
+
+
 class ItemSource(Protocol):
     """Where the items of one module come from."""
 
@@ -54,8 +63,8 @@ class ItemSource(Protocol):
     def sizes(self, samples: Sequence[int]) -> list[tuple[int, ...]]:
         """Patches of every item of each global sample, in the order of their placeholders. Cheap."""
 
-    def read(self, wanted: Sequence[tuple[int, int]]) -> Tensor:
-        """patches_NI, in float32, of items given as (global sample, number within it), one after the other."""
+    def read(self, wanted: Sequence[tuple[int, int]]) -> Patches:
+        """The patches of items, which are given as (global sample, number within it)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +86,8 @@ class PlacedItem(NamedTuple):
     start: int
     stop: int
     patches: int
+    grid: tuple[int, int]
+    """Rows and columns of its patches."""
 
 
 class SyntheticSample(NamedTuple):
@@ -184,8 +195,19 @@ def _place(limits: ItemLimits, words_K: Sequence[int], taken_S: Bools) -> list[P
         if len(free):
             start = int(free[place_word % len(free)])
             taken_S[start : start + rows + patches] = True
-            items.append(PlacedItem(start, start + rows, patches))
+            grid = _grid(limits.encoder, patches, size_word // (groups // count))
+            items.append(PlacedItem(start, start + rows, patches, grid))
     return sorted(items)
+
+
+def _grid(encoder: Encoder, patches: int, word: int) -> tuple[int, int]:
+    """One of the shapes that an item of so many patches may have."""
+    if not encoder.has_squares:
+        return 1, patches
+    squares = encoder.rows(patches)
+    heights = [height for height in range(1, squares + 1) if squares % height == 0]
+    height = heights[word % len(heights)]
+    return encoder.block * height, encoder.block * (squares // height)
 
 
 def _free_windows(taken_S: Bools, width: int) -> npt.NDArray[np.int64]:
@@ -200,7 +222,7 @@ class SyntheticItems:
     """Made-up items of one module. A patch shows a token: the bits of its id as -1 and 1, lowest first,
     repeated or cut to I numbers, with a little noise. The last patch shows the first token behind the item, the
     one before it the second, and so on: then the distance from a token to its patch does not depend on the size
-    of the item, which makes items easier to learn from."""
+    of the item, which makes items easier to learn from. Items of an encoder of images have two dimensions."""
 
     name: str
     samples: SyntheticText
@@ -215,7 +237,7 @@ class SyntheticItems:
 
     @property
     def identity(self) -> dict[str, Any]:
-        return {
+        identity = {
             "kind": "synthetic",
             "token": self.limits.token,
             "input": self.input,
@@ -224,23 +246,25 @@ class SyntheticItems:
             "most_items": self.limits.most_items,
             "most_patches": self.limits.most_patches,
         }
+        return identity | ({"block": self.limits.encoder.block} if self.limits.encoder.has_squares else {})
 
     def sizes(self, samples: Sequence[int]) -> list[tuple[int, ...]]:
         placed = self.samples.place(samples)
         return [tuple(item.patches for item in sample.items[self.name]) for sample in placed]
 
-    def read(self, wanted: Sequence[tuple[int, int]]) -> Tensor:
+    def read(self, wanted: Sequence[tuple[int, int]]) -> Patches:
         indices = sorted({sample for sample, _ in wanted})
         placed = dict(zip(indices, self.samples.place(indices), strict=True))
-        ids, positions, lengths = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], []
+        ids, positions, lengths, grids = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], [], []
         for sample, number in wanted:
             item = placed[sample].items[self.name][number]
             positions.append(np.arange(item.stop, item.stop + item.patches)[::-1])
             ids.append(placed[sample].text.ids_S[positions[-1]])
             lengths.append(item.patches)
+            grids.append(item.grid)
         id_N, position_N = (torch.from_numpy(np.concatenate(parts)) for parts in (ids, positions))
         sample_N = torch.tensor([sample for sample, _ in wanted], dtype=torch.int64)
         sample_N = sample_N.repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
         bit_I = torch.arange(self.input) % self.samples.bits
         shown_NI = 2.0 * (id_N[:, None] >> bit_I & 1) - 1
-        return (shown_NI + self.samples.noise(self.name, sample_N, position_N)).float()
+        return Patches((shown_NI + self.samples.noise(self.name, sample_N, position_N)).float(), grids)

@@ -2,7 +2,7 @@
 
     swiglu  gate · sigmoid(alpha · gate) · (up + offset), with optional clamping (Shazeer, 2020; GPT-OSS)
     relu2   relu(up)² (So et al., 2021)
-    gelu    exact GELU of up, with erf
+    gelu    exact GELU of up, with erf; gelu_tanh: its approximation with tanh (Hendrycks and Gimpel, 2016)
 
 Shapes: F ffn channels, `_` any leading dims.
 """
@@ -40,3 +40,6 @@ def activate(activation: Activation, *projected__F: Tensor, glu: Glu = SWIGLU) -
         case "gelu":
             (up__F,) = projected__F
             return F.gelu(up__F)
+        case "gelu_tanh":
+            (up__F,) = projected__F
+            return F.gelu(up__F, approximate="tanh")

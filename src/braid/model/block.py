@@ -1,6 +1,7 @@
 """A block: residual layers with their norms, run in phases that a schedule can overlap.
 
-    x ← x + residual_scale · layer(norm(x))     for every layer of the block; with post-norm, norm(layer(x))
+    x ← x + residual_scale · layer(norm(x))     for every layer of the block; with post-norm, norm(layer(x));
+                                                with LayerScale (arXiv 2103.17239), its output · factors
 
     mix ──► dispatch ──► experts ──► combine ──► post
 
@@ -40,6 +41,7 @@ from braid.nn.delta_net import DeltaNet
 from braid.nn.dropout import dropout
 from braid.nn.hyper_connection import HyperConnection, deviation
 from braid.nn.latent_attention import LatentAttention
+from braid.nn.layer_scale import LayerScale
 from braid.nn.mamba2 import Mamba2
 from braid.nn.mlp import Mlp
 from braid.nn.moe.balance import measure_balance
@@ -71,8 +73,8 @@ class Flow(NamedTuple):
 
 
 class PreNorm(nn.Module):
-    """A layer with its norm, which stands before it or after it (`post`), and its hyper-connection if there are
-    several residual streams."""
+    """A layer with its norm, which stands before it or after it (`post`), factors on its output if there is
+    LayerScale, and its hyper-connection if there are several residual streams."""
 
     def __init__(
         self,
@@ -81,12 +83,14 @@ class PreNorm(nn.Module):
         connection: HyperConnection | None = None,
         *,
         post: bool = False,
+        scale: LayerScale | None = None,
     ) -> None:
         super().__init__()
         self.norm = norm
         self.inner = inner
         self.connection = connection
         self.post = post
+        self.scale = scale
 
 
 class Block(Recomputing):
@@ -118,8 +122,11 @@ class Block(Recomputing):
             pre_norm = norm(shape.norm, shape.hidden, shape.norm_eps, normalize, copies=groups.tp, **on)
             inner = _build_layer(layer, shape, kernels, dispatcher, {"groups": groups, **on})
             connection = build_connection(shape, kernels, {"groups": groups, **on})
+            scale = None
+            if shape.layer_scale is not None:
+                scale = LayerScale(shape.hidden, shape.layer_scale, copies=groups.tp, **on)
             post = shape.has_post_norm(layer)
-            self.layers[LAYER_NAMES[layer.kind]] = PreNorm(pre_norm, inner, connection, post=post)
+            self.layers[LAYER_NAMES[layer.kind]] = PreNorm(pre_norm, inner, connection, post=post, scale=scale)
 
     def forward(self, stream: Tensor, context: StackContext) -> Tensor:
         flow = self.mix(stream, context)
@@ -228,14 +235,17 @@ class Block(Recomputing):
 
     def _add_to_stream(self, flow: Flow, y_BtC: Tensor, layer: Layer, context: StackContext) -> Tensor:
         """Add a layer's output to the residual stream, after its norm (if post), dropout and scaling."""
-        if self._pre_norm(layer).post:
+        pre_norm = self._pre_norm(layer)
+        if pre_norm.post:
             # No region: nothing saves the output of this norm, so a replay would save no memory.
-            y_BtC = self._pre_norm(layer).norm(y_BtC)
+            y_BtC = pre_norm.norm(y_BtC)
+        if pre_norm.scale is not None:
+            y_BtC = pre_norm.scale(y_BtC)
         if self.dropout and context.batch.training:
             # A region of its own: the mask can be recomputed without the layer.
             scale = partial(self._dropout_scale, layer, context, y_BtC.shape[-1])
             y_BtC = y_BtC * self.recomputed("block", scale)
-        connection = self._pre_norm(layer).connection
+        connection = pre_norm.connection
         if connection is None:
             return torch.add(flow.stream, y_BtC, alpha=self.residual_scale)
         assert flow.post_NS is not None
@@ -268,10 +278,14 @@ class Block(Recomputing):
         last = self.block.layers[-1]
         return (last, self._moe(last)) if last.kind is Kind.MOE else None
 
-    def post_norm_weights(self, layer: Layer) -> Iterator[Tensor]:
-        """The weights of a layer's norm if it stands after the layer."""
-        if self._pre_norm(layer).post:
-            yield from self._pre_norm(layer).norm.parameters()
+    def output_weights(self, layer: Layer) -> Iterator[Tensor]:
+        """The weights that a layer's output meets: those of its norm, if it stands after the layer, and its
+        LayerScale."""
+        pre_norm = self._pre_norm(layer)
+        if pre_norm.post:
+            yield from pre_norm.norm.parameters()
+        if pre_norm.scale is not None:
+            yield from pre_norm.scale.parameters()
 
     def canonical(self) -> dict[str, Canonical]:
         tensors: dict[str, Canonical] = {}
@@ -279,6 +293,8 @@ class Block(Recomputing):
             pre_norm = cast(PreNorm, module)
             tensors |= under(f"{name}.norm", f"layers.{name}.norm", pre_norm.norm.canonical())
             tensors |= under(name, f"layers.{name}.inner", pre_norm.inner.canonical())
+            if pre_norm.scale is not None:
+                tensors |= under(f"{name}.scale", f"layers.{name}.scale", pre_norm.scale.canonical())
             if pre_norm.connection is not None:
                 at = f"layers.{name}.connection"
                 tensors |= under(f"{name}.connection", at, pre_norm.connection.canonical())
@@ -314,6 +330,8 @@ class Block(Recomputing):
         norm, dropped = pre_norm.norm.cost(workload, tokens), Cost(kept=stream if self.dropout else 0)
         norm = replace(norm, kept=stream) if workload.recomputes("norm") else norm
         cost = pre_norm.inner.cost(workload) + dropped
+        if pre_norm.scale is not None:
+            cost += pre_norm.scale.cost(workload, tokens)
         if pre_norm.connection is None:
             return norm + cost
         if not workload.recomputes("hyper"):
@@ -324,11 +342,13 @@ class Block(Recomputing):
 
     def _recomputed_cost(self, workload: Workload, full: Cost, stream: int, result: int) -> Cost:
         """The cost if the whole block is recomputed: its input, the dispatch plan and what the balance losses
-        need are saved; with hyper-connections also the experts' result."""
+        need are saved; with hyper-connections or LayerScale also the experts' result."""
         found = self.moe()
         kept = stream if found is None else stream + found[1].block_cost(workload).kept
         if found is not None and (closing := self._pre_norm(found[0])).post:
             kept += closing.norm.cost(workload, workload.local_tokens(self.groups.tp_cp)).kept
+        if found is not None and (scale := self._pre_norm(found[0]).scale) is not None:
+            kept += scale.cost(workload, workload.local_tokens(self.groups.tp_cp)).kept
         if found is not None and self.hyper:
             kept += result
         return replace(full, kept=kept, calls=full.calls + recomputed_calls(full.calls, *NOT_REPEATED))

@@ -45,6 +45,8 @@ class Form:
 
     encoder: bool = False
     """Whether patches are projected in place of an embedding, and rows in place of a head and its loss."""
+    final_norm: bool = True
+    """Whether there is a norm behind the last layer."""
     activated: bool = False
     """Whether the projector of an encoder has an activation: whether it is an MLP."""
     modules: tuple[str, ...] = ()
@@ -60,6 +62,8 @@ class Form:
     """Whether layers have hyper-connections, which make several residual streams."""
     post_normed: frozenset[int] = frozenset()
     """`Layer.stream` of the MoE layers whose norm is on their output."""
+    layer_scale: bool = False
+    """Whether learned factors scale the output of each layer."""
     learned_exit: bool = False
     """Whether learned weights merge the streams at the end."""
     narrow: bool = False
@@ -82,6 +86,7 @@ def form_of(model: architecture.Trunk, dtype: str, **choices: Any) -> Form:
     moe, hyper = model.moe, model.hyper
     return Form(
         encoder=isinstance(model, Encoder),
+        final_norm=model.final_norm,
         activated=isinstance(model, Encoder) and bool(model.projector.ffn),
         tied=isinstance(model, architecture.Model) and model.tied,
         shared_experts=bool(moe and moe.shared_ffn),
@@ -89,6 +94,7 @@ def form_of(model: architecture.Trunk, dtype: str, **choices: Any) -> Form:
         dropout=bool(model.dropout),
         hyper=hyper is not None,
         post_normed=_post_normed(model),
+        layer_scale=model.layer_scale is not None,
         learned_exit=hyper is not None and hyper.exit == "learned",
         narrow=dtype == "bf16",
         **choices,
@@ -123,7 +129,7 @@ def units(layout: Layout, form: Form, segments: Sequence[int] | None = None) -> 
         result += _exit_units(f"mtp.{depth.depth}.{EXIT}", form)
         result.append(Unit(path=f"mtp.{depth.depth}"))
     if last:
-        result += [*_exit_units(EXIT, form), Unit(path=FINAL_NORM)]
+        result += [*_exit_units(EXIT, form), *([Unit(path=FINAL_NORM)] if form.final_norm else [])]
         result += [] if form.tied else [Unit(path=PROJECTOR if form.encoder else HEAD)]
     return tuple(result)
 
@@ -219,8 +225,10 @@ class _BlockUnits:
         self.own = (at,)
         """The block's own unit: parameters that are in no inner unit."""
         self.connections = tuple(_connection_path(at, layer) for layer in block.layers) if form.hyper else ()
-        self.post = self.own if form.latent or block.layers[-1].stream in form.post_normed else ()
-        """What an MoE needs after its experts: the up-projection of latent experts, a norm on its output."""
+        post_normed = block.layers[-1].stream in form.post_normed
+        self.post = self.own if form.latent or form.layer_scale or post_normed else ()
+        """What an MoE needs after its experts: the up-projection of latent experts, a norm and factors on its
+        output."""
         self.form, self.kinds = form, frozenset(layer.kind for layer in block.layers)
 
     def mix_regions(self, block_region: tuple[str, ...]) -> tuple[tuple[str, tuple[str, ...]], ...]:
@@ -271,12 +279,16 @@ class _ChainBuilder:
         return replace(self.phase("embed", units=(PATCHES,)), reads=())
 
     def project(self) -> list[Phase]:
-        """The final norm of an encoder, and its projector, which writes the rows."""
+        """The final norm of an encoder, if it has one, and its projector, which writes the rows."""
         exits = tuple(unit.path for unit in _exit_units(EXIT, self.form))
-        norm = self.phase("final_norm", units=(*exits, FINAL_NORM), regions=(("norm", (FINAL_NORM,)),))
+        norms = (FINAL_NORM,) if self.form.final_norm else ()
+        regions = (("norm", norms),) if norms else ()
+        before = []
+        if norms or self.form.hyper:
+            before = [self.phase("final_norm", units=(*exits, *norms), regions=regions)]
         own = (PROJECTOR,)
         regions = (("activation", own),) if self.form.activated else ()
-        return [norm, Phase(kind="head", reads=(self.stream,), writes=(OUT,), units=own, regions=regions)]
+        return [*before, Phase(kind="head", reads=(self.stream,), writes=(OUT,), units=own, regions=regions)]
 
     def enter(self, depth: int) -> Phase:
         """The input projection of an MTP depth."""

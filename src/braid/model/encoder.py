@@ -1,17 +1,20 @@
 """The encoder: patches of packed items, a stack of blocks, final norm, row groups, projector.
 
-    rows = projector(join(norm(blocks(patches · W + b))))        `group` neighbouring rows of an item joined
+    rows = projector(join(norm(blocks(patches · W + b + positions))))    `group` neighbours of an item joined
 
-A lane packs its items one after the other into a single row of patches, filled up with padding; an item is a
-document. Layers are those of the language model, split over tp, cp, ep and pp in the same way. Each of the
-P = tp · cp ranks of a lane holds a slice of the patches between layers. The pack is padded to a multiple of
-P · `group` patches, so the slices of patches are those of whole rows: rank i returns slice i of ceil(R / P) of
-the R rows, and joining rows needs no other rank. A pack without items is padding alone, so that every lane
-issues the same collectives.
+A lane packs its items one after the other into a single row of tokens, filled up with padding; an item is a
+document: its prefix tokens, then its patches. Layers are those of the language model, split over tp, cp, ep and
+pp in the same way. Each of the P = tp · cp ranks of a lane holds a slice of the tokens between layers, and
+returns slice i of ceil(R / P) of the R rows. Without prefix tokens the pack is padded to a multiple of
+P · `group` patches, so the slices of patches are those of whole rows, and joining rows needs no other rank.
+With them, ranks gather all tokens first. A pack without items is padding alone, so that every lane issues the
+same collectives.
 
-Shapes: N patches of all items of a lane, T = N with padding, t patches of this rank, I numbers of a patch, C
-hidden channels, R rows of a lane, r rows of this rank, J = `group` · C joined channels, W output channels.
-`stream` is the residual stream: 1tC, or 1tSC with hyper-connections.
+Patches of images come in the order of `braid.patch_grid`, so that joining neighbours is pixel shuffle.
+
+Shapes: N patches of all items of a lane, T tokens, those of prefixes and padding included, t tokens of this
+rank, I numbers of a patch, C hidden channels, R rows of a lane, r rows of this rank, J = `group` · C joined
+channels, W output channels. `stream` is the residual stream: 1tC, or 1tSC with hyper-connections.
 """
 
 from __future__ import annotations
@@ -23,9 +26,8 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from braid.distributed.collectives import Groups, own_slice
+from braid.distributed.collectives import Groups, all_gather, own_slice
 from braid.encoders import Encoder
 from braid.errors import DataError
 from braid.kernels import Kernels
@@ -36,11 +38,12 @@ from braid.model.language import Losses, sum_losses
 from braid.model.stack import Stack
 from braid.model.stacked import StackedModel
 from braid.nn.canonical import Canonical, under
-from braid.nn.cost import Cost, Workload
+from braid.nn.cost import INDEX_BYTES, Cost, Workload, all_gather_calls
 from braid.nn.dropout import keep_mask
 from braid.nn.hyper_connection import expand
-from braid.nn.linear import Linear
 from braid.nn.moe.dispatch_plan import Dispatcher
+from braid.nn.patch_embedding import PatchEmbedding, PrefixPlaces
+from braid.nn.position_table import TAPS, Taps, Window, item_taps, random_windows
 from braid.nn.projector import Projector
 from braid.pattern import Layer, Layout
 from braid.schedule.phases import Phase
@@ -57,6 +60,8 @@ class Items:
     """The patches of all items, one after the other; none if the lane has no items."""
     lengths: Sequence[int]
     """Patches of each item."""
+    grids: Sequence[tuple[int, int]]
+    """Rows and columns of patches of each item; 1 x n for what has no second dimension."""
     samples: Sequence[int]
     """Global index of each item's sample."""
     numbers: Sequence[int]
@@ -77,6 +82,12 @@ class PatchRows(PackedRows):
     """Global number of each patch's item, which random masks are seeded with in place of the pack's row."""
     rows: int
     """Output rows of the lane."""
+    taps: Taps | None
+    """Where this rank's tokens read the table of positions; None without one, and on later stages."""
+    prefix: PrefixPlaces | None
+    """This rank's prefix tokens; None if the encoder has none."""
+    joined_N: Tensor | None
+    """The tokens of all ranks that this rank's rows are made of; None if they are its own."""
 
 
 class EncoderContext(StackContext):
@@ -127,11 +138,10 @@ class EncoderModel(StackedModel):
         super().__init__(shape, layout, kernels, **held_on)
         first, last = 0 in self.segments, len(layout.segments) - 1 in self.segments
         on: dict[str, Any] = {"device": device, "dtype": self.dtype if stored is None else stored}
-        self.patches: Linear | None = None
+        self.patches: PatchEmbedding | None = None
         self.projector: Projector | None = None
         if first:
-            # Every tp rank projects patches of its own, with copies of one weight.
-            self.patches = Linear(shape.input, shape.hidden, bias=shape.input_bias, copies=groups.tp, **on)
+            self.patches = PatchEmbedding(shape, groups=groups, **on)
         self.stack = Stack(layout, self.segments, shape, kernels, dispatcher, groups=groups, **on)
         if last:
             self._build_final_norm(on)
@@ -143,19 +153,23 @@ class EncoderModel(StackedModel):
         """Validate items, pack them and create their context. `totals` are the patches and lanes over all
         ranks; by default the items are on this rank only."""
         self.check(items)
-        ranks, group = self.groups.tp_cp, self.shape.group
-        rows = sum(self.shape.rows(length) for length in items.lengths)
-        padding = group * ranks.size * max(1, -(-rows // ranks.size)) - group * rows
-        lengths = torch.tensor([*items.lengths, padding])
+        shape, ranks = self.shape, self.groups.tp_cp
+        patches = sum(items.lengths)
+        tokens = [shape.tokens(length) for length in items.lengths]
+        padding = shape.pack_tokens(patches, len(tokens), ranks.size) - sum(tokens)
+        lengths = torch.tensor([*tokens, padding])
         starts = lengths.cumsum(0) - lengths
         positions_T = torch.arange(int(lengths.sum())) - starts.repeat_interleave(lengths)
         number = [sample << ITEM_BITS | item for sample, item in zip(items.samples, items.numbers, strict=True)]
         documents_1T = torch.tensor([*range(len(items.lengths)), -1]).repeat_interleave(lengths)[None]
-        patches_1TI = F.pad(items.patches_NI.to(self.dtype), (0, 0, 0, padding))[None]
+        patch_N = ((positions_T >= shape.prefix) & (documents_1T[0] >= 0)).nonzero().flatten()
         batch = PatchRows(
-            patches_1tI=to_device(own_slice(patches_1TI, ranks, dim=1), self.device),
+            patches_1tI=self._own(_spread(items.patches_NI.to(self.dtype), patch_N, len(positions_T)))[None],
             item_1T=to_device(torch.tensor([*number, 0]).repeat_interleave(lengths)[None], self.device),
-            rows=rows,
+            rows=shape.rows(patches),
+            taps=self._taps(items, number, patch_N, len(positions_T)),
+            prefix=self._prefix(positions_T, documents_1T[0]),
+            joined_N=self._joined(patch_N),
             positions_BT=to_device(positions_T[None], self.device),
             documents_BT=to_device(documents_1T, self.device),
             sample_B=to_device(torch.zeros(1, dtype=torch.int64), self.device),
@@ -172,20 +186,65 @@ class EncoderModel(StackedModel):
             caches={},
         )
 
+    def _own(self, x_T: Tensor) -> Tensor:
+        """This rank's slice of what all tokens of the pack have, on its device."""
+        return to_device(own_slice(x_T, self.groups.tp_cp, dim=0), self.device)
+
+    def _taps(self, items: Items, numbers: Sequence[int], patch_N: Tensor, tokens: int) -> Taps | None:
+        """Where the tokens of this rank read the table of positions. Frozen positions have no jitter: nothing
+        could learn from it."""
+        table = self.shape.positions
+        if table is None or self.patches is None or self.patches.positions is None:
+            return None
+        windows: Sequence[Window | None] = [None] * len(items.grids)
+        if table.jitter and items.training and self.patches.positions.requires_grad:
+            windows = random_windows(items.seed, items.step, numbers)
+        taps = [
+            item_taps(table, grid, self.shape.block, window)
+            for grid, window in zip(items.grids, windows, strict=True)
+        ]
+        wide = torch.promote_types(self.dtype, torch.float32)
+        row_N4 = torch.cat([torch.zeros(0, TAPS, dtype=torch.int64), *(each.row_N4 for each in taps)])
+        weight_N4 = torch.cat([torch.zeros(0, TAPS), *(each.weight_N4 for each in taps)]).to(wide)
+        return Taps(*(self._own(_spread(each, patch_N, tokens)) for each in (row_N4, weight_N4)))
+
+    def _prefix(self, position_T: Tensor, document_T: Tensor) -> PrefixPlaces | None:
+        """The prefix tokens among those of this rank."""
+        if not self.shape.prefix:
+            return None
+        position_t, document_t = (own_slice(x, self.groups.tp_cp, dim=0) for x in (position_T, document_T))
+        token_n = ((position_t < self.shape.prefix) & (document_t >= 0)).nonzero().flatten()
+        return PrefixPlaces(to_device(token_n, self.device), to_device(position_t[token_n], self.device))
+
+    def _joined(self, patch_N: Tensor) -> Tensor | None:
+        """The patches of this rank's rows among the tokens of all ranks."""
+        if not self.shape.prefix:
+            return None
+        ranks, group = self.groups.tp_cp, self.shape.group
+        held = own_rows(self.shape.rows(len(patch_N)), ranks.rank, ranks.size)
+        return to_device(patch_N[held.start * group : held.stop * group], self.device)
+
     def check(self, items: Items) -> None:
-        """Raise a DataError if an item is empty or not made of whole groups, or patches do not fit."""
+        """Raise a DataError if an item is empty, not made of whole groups, or of a shape that the encoder does
+        not take, or if patches do not fit."""
         group, given = self.shape.group, tuple(items.patches_NI.shape)
-        for length, sample, number in zip(items.lengths, items.samples, items.numbers, strict=True):
+        names = [
+            f"item {number} of sample {sample}"
+            for sample, number in zip(items.samples, items.numbers, strict=True)
+        ]
+        for name, length in zip(names, items.lengths, strict=True):
             if length < 1 or length % group:
                 raise DataError(
-                    f"item {number} of sample {sample} has {length} patches: an item has at least one, and a "
-                    f"multiple of group ({group})"
+                    f"{name} has {length} patches: an item has at least one, and a multiple of group ({group})"
                 )
         if given != (sum(items.lengths), self.shape.input):
             raise DataError(
                 f"patches are {' x '.join(map(str, given))}, but items of {sum(items.lengths)} patches with "
                 f"{self.shape.input} numbers each were announced"
             )
+        if self.patches is not None:  # later stages know how many patches there are, not how they lie
+            for name, length, grid in zip(names, items.lengths, items.grids, strict=True):
+                _check_grid(name, length, grid, self.shape.block)
 
     def forward(self, items: Items) -> Tensor:
         """The rows of items, for a model that is not pipelined; `run` returns auxiliary losses too."""
@@ -211,16 +270,21 @@ class EncoderModel(StackedModel):
         return stream, Losses(loss_sum=loss_sum, token_count=count, aux=aux, balances=balances)
 
     def embed(self, context: EncoderContext) -> Tensor:
-        """Project the patches: the initial residual stream."""
+        """Project the patches, and add positions and prefix tokens: the initial residual stream."""
         assert self.patches is not None
-        x_1tC: Tensor = self.patches(context.batch.patches_1tI)
+        batch = context.batch
+        x_1tC: Tensor = self.patches(batch.patches_1tI, batch.taps, batch.prefix)
         return x_1tC if self.shape.hyper is None else expand(x_1tC, self.shape.hyper.streams)
 
     def project(self, hidden_1tC: Tensor, context: EncoderContext) -> Tensor:
         """Join the rows of every group, and project those of this rank that are not padding."""
         assert self.projector is not None
+        batch, ranks = context.batch, self.groups.tp_cp
+        if batch.joined_N is not None:
+            # A patch is in a row of one rank only: the sum over ranks in backward has one term.
+            hidden_1tC = all_gather(hidden_1tC, ranks, dim=1).index_select(1, batch.joined_N)
         joined_rJ = hidden_1tC.reshape(-1, self.shape.group * self.shape.hidden)
-        held = own_rows(context.batch.rows, self.groups.tp_cp.rank, self.groups.tp_cp.size)
+        held = own_rows(batch.rows, ranks.rank, ranks.size)
         rows_rW: Tensor = self.projector(joined_rJ[: len(held)])
         return rows_rW
 
@@ -239,44 +303,86 @@ class EncoderModel(StackedModel):
     def costs(self, workload: Workload) -> dict[str, Cost]:
         """The cost of each part of this rank by canonical name, in forward order, for a pack of one row.
         `head` is the final norm and the projector; `positions` are the shared rotary tables."""
-        tokens, stream = workload.local_tokens(self.groups.tp_cp), self.shape.hidden * workload.narrow
         parts = {"positions": self.positions_cost(workload)}
         if self.patches is not None:
-            parts["embedding"] = Cost(kept=tokens * self.shape.input * workload.narrow)
+            parts["embedding"] = self.patches.cost(workload)
         parts |= self.block_costs(workload)
-        if self.final_norm is not None and self.projector is not None:
-            norm = self.final_norm.cost(workload, tokens)
-            if workload.recomputes("norm"):
-                norm = replace(norm, kept=tokens * stream)
-            joined = workload.norm_output(tokens * stream, False)
-            head = norm + self.projector.cost(workload, tokens // self.shape.group, joined)
+        if self.projector is not None:
+            head = self._head_cost(workload, self.projector)
             parts["head"] = head if self.exit is None else self.exit.cost(workload) + head
         return parts
 
+    def _head_cost(self, workload: Workload, projector: Projector) -> Cost:
+        """The final norm, the exchange of tokens, and the projector."""
+        ranks, group = self.groups.tp_cp, self.shape.group
+        tokens, stream = workload.local_tokens(ranks), self.shape.hidden * workload.narrow
+        head, joined = Cost(), tokens * stream
+        if self.final_norm is not None:
+            head = self.final_norm.cost(workload, tokens)
+            if workload.recomputes("norm"):
+                head = replace(head, kept=tokens * stream)
+            joined = workload.norm_output(joined, bool(self.shape.prefix))
+        if not self.shape.prefix:
+            return head + projector.cost(workload, tokens // group, joined)
+        patches = workload.tokens - workload.items * self.shape.prefix
+        rows = -(-(patches // group) // ranks.size)
+        # Backward has the gradient of all tokens, and that of this rank's.
+        gathered = Cost(
+            kept=rows * group * INDEX_BYTES,
+            passing=(workload.local_tokens() + tokens) * stream,
+            calls=all_gather_calls(ranks, tokens * stream, "features"),
+        )
+        return head + gathered + projector.cost(workload, rows, rows * group * stream)
+
     def flops(self, tokens: int) -> int:
         """Forward FLOPs of one item of `tokens` patches; those of a pack are the sum over its items."""
-        own = tokens // self.groups.tp_cp.size
-        embed = 0 if self.patches is None else self.patches.flops(own)
-        leave = 0 if self.exit is None else self.exit.flops(tokens)
-        head = 0 if self.projector is None else self.projector.flops(own // self.shape.group)
-        return embed + self.stack.flops(tokens) + leave + head
+        leave = 0 if self.exit is None else self.exit.flops(self.shape.tokens(tokens))
+        layers = self.stack.flops(self.shape.tokens(tokens))
+        return self._embed_flops(tokens) + layers + leave + self._head_flops(tokens)
 
     def phase_flops(self, phase: Phase, tokens: int) -> int:
         """The share of `flops` in a phase; phases of a split MoE block are not counted."""
-        own = tokens // self.groups.tp_cp.size
         match phase.kind:
             case "segment":
                 return self.flops(tokens)
-            case "embed" if self.patches is not None:
-                return self.patches.flops(own)
+            case "embed":
+                return self._embed_flops(tokens)
             case "block":
-                return cast(Block, self.stack.blocks[str(phase.block)]).flops(tokens)
+                block = cast(Block, self.stack.blocks[str(phase.block)])
+                return block.flops(self.shape.tokens(tokens))
             case "final_norm":
-                return 0 if self.exit is None else self.exit.flops(tokens)
-            case "head" if self.projector is not None:
-                return self.projector.flops(own // self.shape.group)
+                return 0 if self.exit is None else self.exit.flops(self.shape.tokens(tokens))
+            case "head":
+                return self._head_flops(tokens)
             case _:
                 return 0
+
+    def _embed_flops(self, patches: int) -> int:
+        """Zeros are projected in the places of prefix tokens."""
+        own = self.shape.tokens(patches) // self.groups.tp_cp.size
+        return 0 if self.patches is None else self.patches.flops(own)
+
+    def _head_flops(self, patches: int) -> int:
+        own = patches // self.groups.tp_cp.size
+        return 0 if self.projector is None else self.projector.flops(own // self.shape.group)
+
+
+def _check_grid(item: str, patches: int, grid: tuple[int, int], block: int) -> None:
+    rows, columns = grid
+    if rows * columns != patches:
+        raise DataError(f"{item} has {patches} patches, but is said to be {rows} x {columns} of them")
+    if rows % block or columns % block:
+        raise DataError(
+            f"{item} is {rows} x {columns} patches: the encoder joins {block} x {block} of them into a row, so "
+            f"both sides must be multiples of {block}"
+        )
+
+
+def _spread(x_N: Tensor, token_N: Tensor, tokens: int) -> Tensor:
+    """What patches have, in the places of their tokens; zero for all other tokens."""
+    x_T = x_N.new_zeros(tokens, *x_N.shape[1:])
+    x_T[token_N] = x_N
+    return x_T
 
 
 def own_rows(rows: int, rank: int, ranks: int) -> range:

@@ -58,14 +58,14 @@ def _run_segments(model: AnyModel, context: StackContext, tensors: Tensors) -> t
 
 
 def weights_after_combine(model: AnyModel, phase: Phase) -> list[Tensor]:
-    """The weights used after combine, if any: the up-projection of latent experts, and a post-norm."""
+    """The weights used after combine, if any: the up-projection of latent experts, a post-norm, LayerScale."""
     block = _block(model, phase) if phase.joins else None
     found = None if block is None else block.moe()
     if block is None or found is None:
         return []
     layer, moe = found
     up = [] if moe.latent is None else list(moe.latent.up.parameters())
-    return up + list(block.post_norm_weights(layer))
+    return up + list(block.output_weights(layer))
 
 
 def detach_losses(losses: Losses) -> Losses:

@@ -64,18 +64,20 @@ class StackedModel(Recomputing):
         """Where micro-batches are moved; code that moves the weights updates it."""
 
     def _build_final_norm(self, on: dict[str, Any]) -> None:
-        """The exit of hyper-connections, if any, and the final norm; `on` has device and dtype."""
+        """The exit of hyper-connections and the final norm, if any; `on` has device and dtype."""
         shape, kernels, groups = self.shape, self.kernels, self.groups
         self.exit = build_exit(shape, kernels, {"groups": groups, **on})
-        normalize = kernels.rms_norm.function
-        self.final_norm = norm(shape.norm, shape.hidden, shape.norm_eps, normalize, copies=groups.tp, **on)
+        if shape.final_norm:
+            normalize = kernels.rms_norm.function
+            self.final_norm = norm(shape.norm, shape.hidden, shape.norm_eps, normalize, copies=groups.tp, **on)
 
     # ------------------------------------------------------------------------------------ forward
 
     def apply_final_norm(self, stream: Tensor) -> Tensor:
-        """Merge the streams, if there are several, and apply the final norm."""
-        assert self.final_norm is not None
+        """Merge the streams, if there are several, and apply the final norm, if there is one."""
         x_BtC = stream if self.exit is None else self.exit(stream)
+        if self.final_norm is None:
+            return x_BtC
         hidden_BtC: Tensor = self.recomputed("norm", self.final_norm, x_BtC)
         return hidden_BtC
 

@@ -198,8 +198,8 @@ class Attention(Recomputing):
             kept += norms.kept - in_place + q + k
         elif self.shape.positions == "rope":
             kept += q + k
-        elif partition.core_groups > 1:
-            kept += q
+        elif 1 < partition.core_groups < partition.core_heads:
+            kept += q  # queries of a group are neighbours in the projection: those of all heads are a copy
         kept += q + all_tokens * partition.core_heads * workload.wide  # output and logsumexp
         kept += (y_local if cp.size > 1 else 0) + (2 * y_local if self.shape.gate else 0)
         if not workload.may_fuse("attention"):

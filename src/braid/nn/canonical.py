@@ -18,9 +18,22 @@ from torch import Tensor
 
 from braid.distributed.collectives import ALONE, Group
 
-Fill = Literal["normal", "residual", "xavier", "ones", "hundredths", "zeros", "taps", "decay_log", "time_step"]
-"""Initialization: normal, normal scaled down for projections into the residual stream, Xavier uniform, ones,
-0.01, zeros, convolution taps, log of a decay rate, time-step bias before softplus (see `init`)."""
+Fill = Literal[
+    "normal",
+    "residual",
+    "table",
+    "xavier",
+    "ones",
+    "hundredths",
+    "zeros",
+    "constant",
+    "taps",
+    "decay_log",
+    "time_step",
+]
+"""Initialization: normal, normal scaled down for projections into the residual stream, normal with the variance
+1 / channels for learned tokens and positions, Xavier uniform, ones, 0.01, zeros, `Canonical.value`, convolution
+taps, log of a decay rate, time-step bias before softplus (see `init`)."""
 
 Shape = tuple[int, ...]
 Index = tuple[int | slice, ...]
@@ -50,6 +63,8 @@ class Canonical:
     shape: Shape
     """Global shape."""
     fill: Fill
+    value: float = 0.0
+    """What a constant is filled with."""
     view: Shape = ()
     """Unflattening of the parameter's first dim before `index` applies; empty for none."""
     index: Index = ()

@@ -37,6 +37,8 @@ class Workload:
     """Sequence length, before tp and cp ranks split it."""
     dtype: torch.dtype
     """Dtype of the activations."""
+    items: int = 0
+    """Items that the rows of an encoder are packed of; each has prefix tokens, if the encoder has any."""
     device: Literal["cpu", "cuda"] = "cuda"
     """Some ops save more on a CPU, where they are composed of smaller ops."""
     references: frozenset[str] = frozenset()

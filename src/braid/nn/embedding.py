@@ -55,14 +55,22 @@ class _Lookup(torch.autograd.Function):
         grad_NC = grads[0].flatten(0, 1)
         wide = torch.promote_types(grad_NC.dtype, torch.float32)
         rows = ctx.rows + 1  # the last one collects the gradients of ids of other ranks
-        # On CUDA index_add_ is nondeterministic (atomics); the backward of F.embedding sorts ids first.
-        if grad_NC.is_cuda:
-            row_N, grad = row_BT.flatten(), grad_NC.to(wide)
-            total = torch.ops.aten.embedding_dense_backward(grad, row_N, rows, -1, False)
-        else:
-            total = torch.zeros(rows, grad_NC.shape[1], dtype=wide)
-            total.index_add_(0, row_BT.flatten(), grad_NC.to(wide))
-        return total[:-1].to(grad_NC.dtype), None
+        return sum_by_row(grad_NC.to(wide), row_BT.flatten(), rows)[:-1].to(grad_NC.dtype), None
+
+
+def lookup(weight_VC: Tensor, row_BT: Tensor) -> Tensor:
+    """Rows of a weight."""
+    x_BTC: Tensor = _Lookup.apply(weight_VC, row_BT)
+    return x_BTC
+
+
+def sum_by_row(x_NC: Tensor, row_N: Tensor, rows: int) -> Tensor:
+    """The sum of the vectors of each row, in a fixed order."""
+    # On CUDA index_add_ is nondeterministic (atomics); the backward of F.embedding sorts rows first.
+    if x_NC.is_cuda:
+        total: Tensor = torch.ops.aten.embedding_dense_backward(x_NC, row_N, rows, -1, False)
+        return total
+    return torch.zeros(rows, x_NC.shape[1], dtype=x_NC.dtype).index_add_(0, row_N, x_NC)
 
 
 class _VocabParallel(Delaying):
@@ -128,7 +136,7 @@ class Embedding(_VocabParallel):
     def forward(self, ids_BT: Tensor) -> Tensor:
         """Embeddings of this rank's tokens, from the ids of all tokens; reduce-scattered over tp."""
         ids_BT = own_slice(ids_BT, self.groups.cp, dim=1)
-        x_BTC = _Lookup.apply(self.weight, self.vocabulary.local(ids_BT))
+        x_BTC = lookup(self.weight, self.vocabulary.local(ids_BT))
         x_BtC = reduce_scatter(x_BTC, self.groups.tp, dim=1)
         return x_BtC if self.scale == 1 else x_BtC * self.scale
 

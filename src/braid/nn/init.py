@@ -59,6 +59,10 @@ def initial(name: str, tensor: Canonical, *, seed: int, std: float) -> Tensor:
             return value.fill_(0.01)
         case "zeros":
             return value.zero_()
+        case "constant":
+            return value.fill_(tensor.value)
+        case "table":
+            return value.normal_(0.0, tensor.shape[-1] ** -0.5, generator=generator)
         case "xavier":
             bound = (6 / sum(tensor.shape)) ** 0.5
             return value.uniform_(-bound, bound, generator=generator)

@@ -46,8 +46,8 @@ class Projector(Recomputing):
         shape = self.shape
         on: dict[str, Any] = {"copies": groups.tp, "device": device, "dtype": dtype}
         self.norm: RmsNorm | LayerNorm | None = None
-        if shape.norm:
-            self.norm = norm(encoder.norm, joined, encoder.norm_eps, kernels.rms_norm.function, **on)
+        if shape.norm != "none":
+            self.norm = norm(shape.norm, joined, shape.norm_eps, kernels.rms_norm.function, **on)
         linear: Any = partial(Linear, bias=shape.bias, **on)
         self.activation = PLAIN if kernels.glu is None else kernels.glu.function
         self.projections = projections(shape.activation)

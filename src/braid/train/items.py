@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from braid.data.items import Patches
 from braid.distributed.collectives import Group
 from braid.engine.edges import Direction, EdgeLinks
 from braid.launch.process import fail_together
@@ -66,20 +67,22 @@ def _items(
     wanted = [(samples[place], item) for place, item in places[mine.start : mine.stop]]
     lengths = table.patches[mine.start : mine.stop]
     # Later stages need to know of the patches, not to have them.
-    reads = 0 in module.model.segments and wanted
-    patches_NI = torch.zeros(sum(lengths), width)
-    if reads:
+    patches = Patches(torch.zeros(sum(lengths), width), [(1, length) for length in lengths])
+    if 0 in module.model.segments and wanted:
         with item_errors(module.name, [sample for sample, _ in wanted]):
-            patches_NI = sources[module.name].read(wanted)
-    return Items(
-        patches_NI=patches_NI,
+            patches = sources[module.name].read(wanted)
+    items = Items(
+        patches_NI=patches.patches_NI,
         lengths=lengths,
+        grids=patches.grids,
         samples=[sample for sample, _ in wanted],
         numbers=[number for _, number in wanted],
         step=step,
         seed=seed,
         training=training,
     )
+    module.model.check(items)
+    return items
 
 
 def no_items(plan: Plan, micro_batches: int) -> dict[str, list[ItemTable]]:

@@ -194,8 +194,9 @@ class EncoderStep(ModuleStep):
     model: EncoderModel
 
     def __init__(self, state: JobState, module: ModuleState, items: Sequence[Items], counts: Counts) -> None:
+        assert isinstance(module.model, EncoderModel)
         self.items, self.tables = items, counts.tables[module.name]
-        self.patches = [sum(table.patches) for table in self.tables]
+        self.tokens = [encoder_totals(module.model, table).tokens for table in self.tables]
         super().__init__(state, module, counts, len(items))
 
     def span(self) -> int:
@@ -211,7 +212,7 @@ class EncoderStep(ModuleStep):
         return pack_message(self.model, self.context(micro_batch))
 
     def fraction(self, micro_batch: int) -> StepFraction:
-        tokens = self.patches[micro_batch] / max(1, sum(self.patches))
+        tokens = self.tokens[micro_batch] / max(1, sum(self.tokens))
         return StepFraction(tokens=tokens, rows=tokens)
 
     def add_metric(self, name: str, value: Tensor) -> None:
@@ -221,7 +222,8 @@ class EncoderStep(ModuleStep):
 
 def encoder_totals(model: EncoderModel, table: ItemTable) -> MicroBatchTotals:
     """The size of a micro-batch over all lanes, each of which has one row."""
-    return MicroBatchTotals(tokens=sum(table.patches), rows=model.groups.dp.size)
+    tokens = sum(model.shape.tokens(patches) for patches in table.patches)
+    return MicroBatchTotals(tokens=tokens, rows=model.groups.dp.size)
 
 
 def pack_message(model: EncoderModel, context: StackContext) -> Tensor:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import pytest
@@ -13,9 +14,10 @@ from torch import Tensor
 
 from braid.architecture import Attention, Mlp, Model
 from braid.config import Data, Mesh, Module, Run, Train
+from braid.data.items import Patches
 from braid.distributed.collectives import Group
 from braid.distributed.groups import opened_groups
-from braid.encoders import Encoder, Projector
+from braid.encoders import Encoder, PositionTable, Projector
 from braid.model.context import MicroBatch
 from braid.optim.adamw import MOMENTS
 from braid.optim.shards import local
@@ -38,7 +40,29 @@ ITEMS, PATCHES = 2, 256
 """Most items and most patches of a sample: all samples have that many."""
 
 
-def run_of(language: Mesh, vision: Mesh, dtype: Any) -> Run:
+ENCODER = Encoder(
+    pattern="[*-]" * 2,
+    hidden=64,
+    input=48,
+    group=2,
+    attention=Attention(heads=4, kv_heads=4, head_dim=16),
+    mlp=Mlp(ffn=192, activation="gelu"),
+    projector=Projector(width=64, ffn=96),
+)
+IMAGES = replace(
+    ENCODER,
+    norm="layer",
+    positions=PositionTable(rows=20, columns=20, jitter=True),
+    prefix=6,
+    layer_scale=0.5,
+    final_norm=False,
+    group=4,
+    attention=Attention(heads=4, kv_heads=4, head_dim=16, positions="none", bias=True),
+    projector=Projector(width=64, ffn=96, norm="rms"),
+)
+
+
+def run_of(language: Mesh, vision: Mesh, dtype: Any, encoder: Encoder = ENCODER) -> Run:
     model = Model(
         pattern="[*-]" * 4,
         hidden=64,
@@ -46,15 +70,6 @@ def run_of(language: Mesh, vision: Mesh, dtype: Any) -> Run:
         tied=False,
         attention=Attention(heads=8, kv_heads=2, head_dim=16, qk_norm=True),
         mlp=Mlp(ffn=256),
-    )
-    encoder = Encoder(
-        pattern="[*-]" * 2,
-        hidden=64,
-        input=48,
-        group=2,
-        attention=Attention(heads=4, kv_heads=4, head_dim=16),
-        mlp=Mlp(ffn=192, activation="gelu"),
-        projector=Projector(width=64, ffn=96),
     )
     module = Module(model=encoder, token=TOKEN, most_items=ITEMS, most_patches=PATCHES, mesh=vision)
     return Run(
@@ -79,8 +94,9 @@ class FullItems:
     def sizes(self, samples: Sequence[int]) -> list[tuple[int, ...]]:
         return [(PATCHES // ITEMS,) * ITEMS] * len(samples)
 
-    def read(self, wanted: Sequence[tuple[int, int]]) -> Tensor:
-        return torch.randn(len(wanted) * PATCHES // ITEMS, self.input)
+    def read(self, wanted: Sequence[tuple[int, int]]) -> Patches:
+        grid = (8, PATCHES // ITEMS // 8)
+        return Patches(torch.randn(len(wanted) * prod(grid), self.input), [grid] * len(wanted))
 
 
 def text(run: Run, rows: int, seed: int) -> MicroBatch:
@@ -142,9 +158,25 @@ PLACEMENTS = [
 ]
 
 
+IMAGE_PLACEMENTS = [
+    pytest.param(2, Mesh(), Mesh(tp=2), "fp32", id="colocated, tp"),
+    pytest.param(3, Mesh(ranks=(0, 2), pp=2), Mesh(ranks=(2, 1)), "fp32", id="disjoint", marks=long),
+    pytest.param(2, Mesh(), Mesh(cp=2), "bf16", id="colocated, cp", marks=long),
+    pytest.param(2, Mesh(), Mesh(pp=2), "fp32", id="colocated, pp", marks=long),
+]
+
+
 @pytest.mark.parametrize(("world", "language", "vision", "dtype"), PLACEMENTS)
 def test_the_peak_of_every_rank_is_within_a_tenth(world: int, language: Mesh, vision: Mesh, dtype: str) -> None:
-    run = run_of(language, vision, dtype)
+    check(world, run_of(language, vision, dtype))
+
+
+@pytest.mark.parametrize(("world", "language", "vision", "dtype"), IMAGE_PLACEMENTS)
+def test_with_positions_and_prefix_tokens(world: int, language: Mesh, vision: Mesh, dtype: str) -> None:
+    check(world, run_of(language, vision, dtype, IMAGES))
+
+
+def check(world: int, run: Run) -> None:
     measured = dict(enumerate(run_ranks(world, peak_of, run)))
     stations = estimate(plan(run, world), "cpu").stations
     assert {rank: each.memory.peak for each in stations for rank in each.ranks} == pytest.approx(

@@ -169,7 +169,7 @@ def test_delta_net(workload: Workload, key_heads: int) -> None:
     check(delta_net.DeltaNet(shape, HIDDEN, 1e-5, rule, dtype=workload.dtype), workload)
 
 
-@pytest.mark.parametrize("activation", ["swiglu", "relu2", "gelu"])
+@pytest.mark.parametrize("activation", ["swiglu", "relu2", "gelu", "gelu_tanh"])
 def test_mlp(workload: Workload, activation: Any) -> None:
     check(mlp.Mlp(Mlp(ffn=40, activation=activation), HIDDEN, dtype=workload.dtype), workload)
 

@@ -183,11 +183,11 @@ def workload_of(plan: Plan, device: str) -> Workload:
 
 def encoder_workload(plan: Plan, encoder: ModulePlan, device: str) -> Workload:
     """The pack of a lane of an encoder in the fullest micro-batch, padded as the encoder pads it."""
-    ranks, group = encoder.axes.tp * encoder.axes.cp, encoder.module.model.group
-    rows = lane_patches(plan, encoder) // group
-    tokens = group * ranks * max(1, -(-rows // ranks))
+    ranks, items = encoder.axes.tp * encoder.axes.cp, _lane_items(plan, encoder)
+    tokens = encoder.module.model.pack_tokens(lane_patches(plan, encoder), items, ranks)
     span = max(plan.run.train.recompute_span, 1)
-    return _workload(plan, encoder.segments, device, rows=1, tokens=tokens, span=span)
+    workload = _workload(plan, encoder.segments, device, rows=1, tokens=tokens, span=span)
+    return replace(workload, items=items)
 
 
 def lane_patches(plan: Plan, encoder: ModulePlan) -> int:
@@ -196,8 +196,11 @@ def lane_patches(plan: Plan, encoder: ModulePlan) -> int:
     module, samples = encoder.module, plan.micro_batch_samples
     group = module.model.group
     item = group * -(-module.most_patches // (module.most_items * group))
-    items = -(-samples * module.most_items // encoder.axes.dp)
-    return min(items * item, samples * module.most_patches)
+    return min(_lane_items(plan, encoder) * item, samples * module.most_patches)
+
+
+def _lane_items(plan: Plan, encoder: ModulePlan) -> int:
+    return -(-plan.micro_batch_samples * encoder.module.most_items // encoder.axes.dp)
 
 
 def _workload(

@@ -50,6 +50,9 @@ def activate(
     elif KIND == "relu2":
         positive = tl.maximum(h.to(tl.float32), 0.0, propagate_nan=tl.PropagateNan.ALL)
         value = positive * positive
+    elif KIND == "gelu_tanh":
+        up = h.to(tl.float32)
+        value = up * tl.sigmoid(_tanh_argument(up))
     else:
         up = h.to(tl.float32)
         value = 0.5 * up * (1.0 + tl.erf(up * 0.7071067811865476))
@@ -88,12 +91,24 @@ def activate_backward(
         positive = tl.maximum(h.to(tl.float32), 0.0, propagate_nan=tl.PropagateNan.ALL)
         value = positive * positive
         dh = 2.0 * da * positive
+    elif KIND == "gelu_tanh":
+        up = h.to(tl.float32)
+        sigmoid = tl.sigmoid(_tanh_argument(up))
+        value = up * sigmoid
+        slope = 1.5957691216057308 * (1.0 + 3.0 * 0.044715 * up * up)
+        dh = da * (sigmoid + value * (1.0 - sigmoid) * slope)
     else:
         up = h.to(tl.float32)
         normal = 0.5 * (1.0 + tl.erf(up * 0.7071067811865476))
         value = up * normal
         dh = da * (normal + up * 0.3989422804014327 * tl.exp(-0.5 * up * up))
     return value, dh
+
+
+@triton.jit
+def _tanh_argument(up):
+    """Twice the argument of tanh in approximate GELU: (1 + tanh(z)) / 2 is the sigmoid of 2z."""
+    return 1.5957691216057308 * (up + 0.044715 * up * up * up)
 
 
 @triton.jit
