@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import isqrt
 
 from braid import validators
 from braid.architecture import Activation, Trunk
@@ -40,6 +41,44 @@ class Projector:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Pixels:
+    """How an image becomes patches: squares of values / 255, minus mean, over std, in (frame, channel, y, x)
+    order."""
+
+    patch: int = 16
+    """Side of a patch, in pixels."""
+    channels: int = 3
+    """Channels: 3 for RGB, 1 for grey."""
+    frames: int = 1
+    """Frames of a patch: groups of this many frames of a video are one item, an image is repeated."""
+    mean: tuple[float, ...] = (0.48145466, 0.4578275, 0.40821073)
+    """Mean of each channel."""
+    std: tuple[float, ...] = (0.26862954, 0.26130258, 0.27577711)
+    """Standard deviation of each channel."""
+
+    @property
+    def numbers(self) -> int:
+        """Numbers of a patch."""
+        return self.frames * self.channels * self.patch**2
+
+    def problems(self, at: str) -> Iterator[Problem]:
+        for name in ("patch", "frames"):
+            yield from validators.at_least(f"{at}.{name}", getattr(self, name), 1)
+        if self.channels not in (1, 3):
+            rule = "images are grey (1) or RGB (3)"
+            yield Problem(field=f"{at}.channels", value=self.channels, rule=rule, remedy="1 or 3")
+        for name, values in (("mean", self.mean), ("std", self.std)):
+            if len(values) != self.channels:
+                rule = f"must have a number for each of the {self.channels} channels"
+                remedy = f"{self.channels} numbers"
+                yield Problem(field=f"{at}.{name}", value=values, rule=rule, remedy=remedy)
+        for place, mean in enumerate(self.mean):
+            yield from validators.finite(f"{at}.mean[{place}]", mean)
+        for place, std in enumerate(self.std):
+            yield from validators.above(f"{at}.std[{place}]", std, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Encoder(Trunk):
     """An encoder of packed items."""
 
@@ -51,10 +90,17 @@ class Encoder(Trunk):
     """Neighbouring rows of an item that are joined into one output row; 1 joins none."""
     projector: Projector
     """The projection into the language model."""
+    pixels: Pixels | None = None
+    """How an image becomes patches; None if patches are something else."""
 
     @property
     def causal(self) -> bool:
         return False
+
+    @property
+    def block(self) -> int:
+        """Side of the square of patches that become a row, for an encoder with `pixels`."""
+        return isqrt(self.group)
 
     def rows(self, patches: int) -> int:
         """Output rows of an item: placeholders that it takes in a text. Patches are whole groups."""
@@ -66,12 +112,25 @@ class Encoder(Trunk):
         for name in ("input", "group"):
             yield from validators.at_least(f"{at}.{name}", getattr(self, name), 1)
         yield from self.projector.problems(f"{at}.projector")
+        yield from self._pixel_problems(at)
         yield from self._pattern_problems(at)
         if self.attention is not None:
             window, rule = f"{at}.attention.window", "a window ends at its query, but encoders are not causal"
             otherwise = "layers that are causal by themselves, such as M and G, in place of attention"
             yield from validators.must_be(window, self.attention.window, None, rule=rule, otherwise=otherwise)
         yield from self._routing_problems(at)
+
+    def _pixel_problems(self, at: str) -> Iterator[Problem]:
+        if self.pixels is None:
+            return
+        yield from self.pixels.problems(f"{at}.pixels")
+        if self.group > 0 and self.block**2 != self.group:
+            rule = "a square of patches of an image becomes a row"
+            remedy = f"{self.block**2} or {(self.block + 1) ** 2}"
+            yield Problem(field=f"{at}.group", value=self.group, rule=rule, remedy=remedy)
+        rule = "a patch has frames x channels x patch x patch numbers"
+        only, otherwise = self.pixels.numbers, f"another {at}.pixels"
+        yield from validators.must_be(f"{at}.input", self.input, only, rule=rule, otherwise=otherwise)
 
     def _pattern_problems(self, at: str) -> Iterator[Problem]:
         if "/" in self.pattern:

@@ -87,7 +87,8 @@ def check_sample(loader: Loader, sample: int, row: Row) -> None:
         found = runs(row.tokens, allowed.token)
         assert [len(run) for run in found] == [allowed.encoder.rows(size) for size in sizes]
         for number, (size, run) in enumerate(zip(sizes, found, strict=True)):
-            patches_NI = source.read([(sample, number)])
+            patches_NI, grids = source.read([(sample, number)])
+            assert list(grids) == [(1, size)]
             assert patches_NI.shape == (size, source.input)
             assert patches_NI.dtype == torch.float32
             assert shown(patches_NI.flip(0)) == row.tokens[run.stop : run.stop + size]
@@ -190,18 +191,18 @@ def test_whoever_asks_gets_the_same(tmp_path: Path, ranks: int) -> None:
         lanes = [
             wanted[len(wanted) * lane // ranks : len(wanted) * (lane + 1) // ranks] for lane in range(ranks)
         ]
-        patches_NI = source.read(wanted)
+        patches_NI = source.read(wanted).patches_NI
         assert patches_NI.shape == (sum(map(sum, sizes)), source.input)
-        assert torch.equal(torch.cat([source.read(lane) for lane in lanes]), patches_NI)
+        assert torch.equal(torch.cat([source.read(lane).patches_NI for lane in lanes]), patches_NI)
         lengths = [sizes[sample - samples.start][number] for sample, number in wanted]
         backwards = torch.cat(list(reversed(patches_NI.split(lengths))))
-        assert torch.equal(source.read(list(reversed(wanted))), backwards)
+        assert torch.equal(source.read(list(reversed(wanted))).patches_NI, backwards)
 
 
 def test_a_lane_without_items(tmp_path: Path) -> None:
     source = one_document(tmp_path, 400, 40).items["vision"]
-    assert source.read([]).shape == (0, 12)
-    assert source.read([]).dtype == torch.float32
+    assert source.read([]).patches_NI.shape == (0, 12)
+    assert source.read([]).patches_NI.dtype == torch.float32
     assert source.sizes([]) == []
 
 
@@ -213,7 +214,7 @@ def test_few_numbers_in_a_patch_are_the_lowest_bits(tmp_path: Path) -> None:
     )
     wanted = wanted_of(few, "vision", range(9))
     assert wanted == wanted_of(many, "vision", range(9))
-    few_NI, many_NI = few.items["vision"].read(wanted), many.items["vision"].read(wanted)
+    few_NI, many_NI = (each.items["vision"].read(wanted).patches_NI for each in (few, many))
     for start, stop in ((0, 5), (10, 15), (20, 25)):
         assert torch.equal(many_NI[:, start:stop] > 0, few_NI > 0)
 
@@ -246,9 +247,10 @@ def test_resuming_on_other_ranks_sees_the_same_items(tmp_path: Path) -> None:
         for _ in range(steps):
             for rank in range(ranks):
                 own = range(consumed + rank, consumed + rank + 1)
-                read.append(loader.items["vision"].read(wanted_of(loader, "vision", own)))
+                read.append(loader.items["vision"].read(wanted_of(loader, "vision", own)).patches_NI)
             consumed += ranks
-    assert torch.equal(torch.cat(read), loader.items["vision"].read(wanted_of(loader, "vision", range(24))))
+    expected = loader.items["vision"].read(wanted_of(loader, "vision", range(24)))
+    assert torch.equal(torch.cat(read), expected.patches_NI)
 
 
 def test_the_fingerprint_covers_items_and_is_as_before_without_them(tmp_path: Path) -> None:

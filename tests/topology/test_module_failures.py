@@ -16,7 +16,7 @@ from torch import Tensor
 
 from braid.config import Run
 from braid.data import Loader
-from braid.data.items import ItemSource
+from braid.data.items import ItemSource, Patches
 from braid.errors import DataError
 from braid.planning.plan import plan
 from braid.train.step import evaluate, train_step
@@ -59,7 +59,7 @@ class Items:
     def sizes(self, samples: Sequence[int]) -> list[tuple[int, ...]]:
         return self.source.sizes(samples)
 
-    def read(self, wanted: Sequence[tuple[int, int]]) -> Tensor:
+    def read(self, wanted: Sequence[tuple[int, int]]) -> Patches:
         return self.source.read(wanted)
 
 
@@ -77,14 +77,14 @@ class LargerItems(Items):
 class UnreadableItems(Items):
     """Where they lie, nothing can be read."""
 
-    def read(self, wanted: Sequence[tuple[int, int]]) -> Tensor:
+    def read(self, wanted: Sequence[tuple[int, int]]) -> Patches:
         raise DataError(f"item {wanted[0][1]} of sample {wanted[0][0]}: its file is gone")
 
 
 class LostItems(Items):
     """Their file is gone, and the source has not thought of that."""
 
-    def read(self, wanted: Sequence[tuple[int, int]]) -> Tensor:
+    def read(self, wanted: Sequence[tuple[int, int]]) -> Patches:
         raise FileNotFoundError("no file photo.png")
 
 

@@ -33,7 +33,10 @@ def test_modules_have_items_in_training_and_validation(corpus: Path, tmp_path: P
             assert (tokens_BT == module.token).sum(1).tolist() == rows
             assert sum(rows) > 0
             first = next(sample for sample, each in enumerate(sizes) if each)
-            assert loader.items[name].read([(first, 0)]).shape == (sizes[first][0], module.model.input)
+            assert loader.items[name].read([(first, 0)]).patches_NI.shape == (
+                sizes[first][0],
+                module.model.input,
+            )
     plain = open_data_pipeline(run_on(corpus), tmp_path)
     assert pipeline.prompt == plain.prompt, "the prompt is text"
     assert pipeline.train.fingerprint != plain.train.fingerprint

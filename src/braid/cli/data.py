@@ -1,10 +1,12 @@
-"""`braid data build`, `braid data verify`: tokenize text into token shards, and check them."""
+"""`braid data build`, `braid data verify`: tokenize text into token shards, with its images, and check them."""
 
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from braid.cli.args import parse_options, wants_help
 from braid.cli.next_steps import program
@@ -12,11 +14,14 @@ from braid.cli.progress import bar
 from braid.errors import ConfigError, ExitCode
 from braid.validators import nearest
 
+if TYPE_CHECKING:
+    from braid.data.media import Kind
+
 HELP = """usage: braid data build --input DIR_OR_FILE --output DIR [OPTIONS]
        braid data verify --source DIR
 
   build   tokenize text or JSONL into token shards, for --data.sources of `braid train`
-  verify  check the checksum and every token id of a folder of token shards
+  verify  check the checksums, every token id and the images of a folder of token shards
 
 Run `braid data build --help` or `braid data verify --help` for the options."""
 
@@ -26,7 +31,7 @@ class BuildOptions:
     """Tokenize text into token shards, for `--data.sources` of `braid train`."""
 
     input: Path
-    """Folder of text files, a text file, or JSONL with `text`, or with `prompt` (no loss) and `response`."""
+    """Folder of text files, a text file, or JSONL: `text`, `content` (images), `prompt` and `response`."""
     output: Path
     """Output folder; must not exist."""
     tokenizer: str = "bytes"
@@ -41,7 +46,7 @@ class BuildOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyOptions:
-    """Check the checksum and every token id of a folder of token shards."""
+    """Check the checksums, every token id and the images of a folder of token shards."""
 
     source: Path
     """Folder written by `braid data build`."""
@@ -77,6 +82,8 @@ def _build(args: list[str]) -> int:
         )
     held_out = f"; held out: {built.validation_documents:,}" if opts.validation else ""
     print(f"documents: {built.documents:,}{held_out}; tokens: {built.tokens:,} from {built.bytes:,} bytes")
+    if held := _media({"image": built.images, "video": built.videos}):
+        print(f"with {held}")
     if built.skipped:
         print(f"skipped files that are not UTF-8: {built.skipped:,}")
     flags = ["--data.sources", str(built.output)]
@@ -84,6 +91,8 @@ def _build(args: list[str]) -> int:
         flags += ["--data.tokenizer", opts.tokenizer, "--model.vocab", str(tokenizer.vocab)]
     if any(shard.loss_mask is not None for shard in open_splits(built.output).train.shards):
         flags += ["--data.packing", "documents"]
+    if built.images or built.videos:
+        flags += ["--modules.NAME.items", "image"]
     print(f"train on it: {shlex.join([*program(), 'train', 'RECIPE', *flags])}")
     return ExitCode.OK
 
@@ -97,5 +106,13 @@ def _verify(args: list[str]) -> int:
         if split is not None:
             with bar("verifying") as progress:
                 verify(split, progress)
-            print(f"{split.path}: {split.documents:,} documents, {split.tokens:,} tokens, all valid")
+            held = _media(split.media)
+            counts = f"{split.documents:,} documents, {split.tokens:,} tokens{held and f', {held}'}"
+            print(f"{split.path}: {counts}, all valid")
     return ExitCode.OK
+
+
+def _media(counts: Mapping[Kind, int]) -> str:
+    """The images and videos of a source, in words; nothing without any."""
+    held = [f"{count:,} {kind}{'s' if count > 1 else ''}" for kind, count in counts.items() if count]
+    return " and ".join(held)

@@ -40,6 +40,15 @@ PLACES_STREAM, NOISE_STREAM = 0, 1
 """Random words of a module: where its items are, and the noise on them."""
 
 
+class Patches(NamedTuple):
+    """The patches of some items."""
+
+    patches_NI: Tensor
+    """In float32, of all items, one after the other."""
+    grids: Sequence[tuple[int, int]]
+    """Rows and columns of patches of each item; one row for what has no second dimension."""
+
+
 class ItemSource(Protocol):
     """Where the items of one module come from."""
 
@@ -54,8 +63,8 @@ class ItemSource(Protocol):
     def sizes(self, samples: Sequence[int]) -> list[tuple[int, ...]]:
         """Patches of every item of each global sample, in the order of their placeholders. Cheap."""
 
-    def read(self, wanted: Sequence[tuple[int, int]]) -> Tensor:
-        """patches_NI, in float32, of items given as (global sample, number within it), one after the other."""
+    def read(self, wanted: Sequence[tuple[int, int]]) -> Patches:
+        """The patches of items given as (global sample, number within it)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +110,8 @@ class SyntheticText:
     seed: int
     bits: int
     """Of a token id."""
+    stored: frozenset[int] = frozenset()
+    """Placeholders that the text has already, of items that are not made up."""
 
     def read(self, samples: Sequence[int]) -> list[DocumentSpan]:
         """The text of samples with placeholders, which count in no loss."""
@@ -150,14 +161,14 @@ class SyntheticText:
         return module_seed(self.seed, f"{name}.items")
 
     def _taken(self, sample: int, span: DocumentSpan) -> Bools:
-        """The tokens that no item may take or show: first ones of documents, and padding."""
+        """The tokens that no item may take or show: first ones of documents, padding, and placeholders."""
         for name, limits in self.modules.items():
             if len(found := np.flatnonzero(span.ids_S == limits.token)):
                 raise DataError(
                     f"sample {sample}: token {found[0]} of its text is {limits.token}, the placeholder of "
                     f"modules.{name}: set modules.{name}.token to an id that no text has"
                 )
-        taken_S = span.starts_S.copy()
+        taken_S = span.starts_S | np.isin(span.ids_S, list(self.stored))
         taken_S[0] = True
         taken_S[len(taken_S) - span.padding :] = True
         return taken_S
@@ -229,7 +240,7 @@ class SyntheticItems:
         placed = self.samples.place(samples)
         return [tuple(item.patches for item in sample.items[self.name]) for sample in placed]
 
-    def read(self, wanted: Sequence[tuple[int, int]]) -> Tensor:
+    def read(self, wanted: Sequence[tuple[int, int]]) -> Patches:
         indices = sorted({sample for sample, _ in wanted})
         placed = dict(zip(indices, self.samples.place(indices), strict=True))
         ids, positions, lengths = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], []
@@ -243,4 +254,5 @@ class SyntheticItems:
         sample_N = sample_N.repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
         bit_I = torch.arange(self.input) % self.samples.bits
         shown_NI = 2.0 * (id_N[:, None] >> bit_I & 1) - 1
-        return (shown_NI + self.samples.noise(self.name, sample_N, position_N)).float()
+        patches_NI = (shown_NI + self.samples.noise(self.name, sample_N, position_N)).float()
+        return Patches(patches_NI, [(1, length) for length in lengths])

@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from braid.data.items import Patches
 from braid.distributed.collectives import Group
 from braid.engine.edges import Direction, EdgeLinks
 from braid.errors import DataError
@@ -68,7 +69,9 @@ def _items(
     lengths = table.patches[mine.start : mine.stop]
     # Later stages need to know of the patches, not to have them.
     reads = 0 in module.model.segments and wanted
-    patches_NI = _read(sources, module.name, wanted) if reads else torch.zeros(sum(lengths), width)
+    patches_NI = torch.zeros(sum(lengths), width)
+    if reads:
+        patches_NI, _ = _read(sources, module.name, wanted)
     return Items(
         patches_NI=patches_NI,
         lengths=lengths,
@@ -80,7 +83,7 @@ def _items(
     )
 
 
-def _read(sources: ItemSources, module: str, wanted: Sequence[tuple[int, int]]) -> Tensor:
+def _read(sources: ItemSources, module: str, wanted: Sequence[tuple[int, int]]) -> Patches:
     """A file that is gone is an error of the data, which all ranks raise."""
     try:
         return sources[module].read(wanted)
