@@ -187,8 +187,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="first-token-of-a-response-not-learnt",
         file="data/build.py",
-        old="np.arange(len(ids)) >= len(prompt_ids)",
-        new="np.arange(len(ids)) > len(prompt_ids)",
+        old="np.arange(len(ids)) >= prompt",
+        new="np.arange(len(ids)) > prompt",
         kind="off by one",
         why="fine-tuned models do not know how to begin",
     ),

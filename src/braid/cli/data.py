@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from braid.cli.args import parse_options, wants_help
 from braid.cli.next_steps import program
 from braid.cli.progress import bar
 from braid.errors import ConfigError, ExitCode
 from braid.validators import nearest
-
-if TYPE_CHECKING:
-    from braid.data.media import Kind
 
 HELP = """usage: braid data build --input DIR_OR_FILE --output DIR [OPTIONS]
        braid data verify --source DIR
@@ -67,6 +62,7 @@ def data(args: list[str]) -> int:
 def _build(args: list[str]) -> int:
     opts = parse_options(BuildOptions, args, "braid data build")
     from braid.data import build, open_splits
+    from braid.data.media import in_words
     from braid.train.data_pipeline import load_tokenizer
 
     tokenizer = load_tokenizer(opts.tokenizer)
@@ -82,7 +78,7 @@ def _build(args: list[str]) -> int:
         )
     held_out = f"; held out: {built.validation_documents:,}" if opts.validation else ""
     print(f"documents: {built.documents:,}{held_out}; tokens: {built.tokens:,} from {built.bytes:,} bytes")
-    if held := _media({"image": built.images, "video": built.videos}):
+    if held := in_words({"image": built.images, "video": built.videos}):
         print(f"with {held}")
     if built.skipped:
         print(f"skipped files that are not UTF-8: {built.skipped:,}")
@@ -100,19 +96,14 @@ def _build(args: list[str]) -> int:
 def _verify(args: list[str]) -> int:
     opts = parse_options(VerifyOptions, args, "braid data verify")
     from braid.data import open_splits, verify
+    from braid.data.media import in_words
 
     splits = open_splits(opts.source)
     for split in (splits.train, splits.validation):
         if split is not None:
             with bar("verifying") as progress:
                 verify(split, progress)
-            held = _media(split.media)
+            held = in_words(split.media)
             counts = f"{split.documents:,} documents, {split.tokens:,} tokens{held and f', {held}'}"
             print(f"{split.path}: {counts}, all valid")
     return ExitCode.OK
-
-
-def _media(counts: Mapping[Kind, int]) -> str:
-    """The images and videos of a source, in words; nothing without any."""
-    held = [f"{count:,} {kind}{'s' if count > 1 else ''}" for kind, count in counts.items() if count]
-    return " and ".join(held)

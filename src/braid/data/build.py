@@ -144,7 +144,7 @@ def _tokenise(row: Row, tokenizer: Tokenizer) -> tuple[Ids, npt.NDArray[np.bool_
             pieces.append(tokenizer.encode(part))
     ids = np.concatenate([*pieces, np.asarray([tokenizer.end_of_document], np.int64)])
     prompt = sum(map(len, pieces[: len(row.prompt)]))
-    return ids, np.arange(len(ids)) >= prompt if row.prompt else None, media
+    return ids, np.arange(len(ids)) >= prompt if prompt else None, media
 
 
 def _medium(files: MediaFiles, position: int) -> Medium:

@@ -72,19 +72,20 @@ Grid = tuple[int, int]
 def image_grid(height: int, width: int, encoder: Encoder, most_patches: int) -> Grid:
     """Rows and columns of patches of an image: whole blocks, near its own size, and at most `most_patches`.
 
-    Each side is rounded to the nearest block. If these are too many patches, both sides are scaled alike to
-    exactly as many as may be, and rounded down. So a side is less than a block away from where its aspect ratio
-    would have it, unless that is less than one block. In whole numbers: the same on every machine.
+    Each side is rounded to the nearest block. If these are too many patches, an image that has more is scaled
+    down to exactly as many as may be, and both sides are rounded down. So a side is less than a block away from
+    where the aspect ratio would have it, unless that is less than one block. In whole numbers: the same on
+    every machine.
     """
     assert encoder.pixels is not None
     block = encoder.block
     side, most = block * encoder.pixels.patch, most_patches // block**2
     assert min(height, width, most) > 0
     rows, columns = (max(1, (2 * each + side) // (2 * side)) for each in (height, width))
-    if rows * columns > most:
-        rows = max(1, isqrt(most * height // width))
-        columns = min(most, max(1, isqrt(most * width // height)))
-        rows = min(rows, most // columns)
+    if max(rows * columns * side**2, height * width) > most * side**2:
+        rows = max(1, min(height // side, isqrt(most * height // width)))
+        columns = max(1, min(width // side, isqrt(most * width // height)))
+        rows, columns = min(rows, most), min(columns, most)
     return block * rows, block * columns
 
 

@@ -18,6 +18,7 @@ from braid.data.files import sha256_of_json
 from braid.data.image_items import ImageItems, StreamItem
 from braid.data.item_stream import ItemStream
 from braid.data.items import ItemLimits, ItemSource, SyntheticItems, SyntheticText
+from braid.data.media import in_words
 from braid.data.mixture import Interleave, Mixture, interleave
 from braid.data.order import shuffled
 from braid.data.packing import Concatenated, ConcatenatedItems, Packed, Packing, Stream, cut_samples
@@ -150,9 +151,8 @@ def open_stream(source: Source, images: Mapping[str, ItemLimits]) -> Stream:
     for name, limits in images.items():
         return ItemStream(source=source, module=name, limits=limits)
     if source.media:
-        held = " and ".join(f"{count:,} {kind}s" for kind, count in source.media.items())
         raise DataError(
-            f"{source.path} has {held}, and no module reads them: set modules.NAME.items of an encoder to "
-            "image, or use a source of text alone"
+            f"{source.path} has {in_words(source.media)}, and no module reads them: set modules.NAME.items of "
+            "an encoder to image, or use a source of text alone"
         )
     return source

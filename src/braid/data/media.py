@@ -13,7 +13,7 @@ Shapes: P files (pictures), M markers (media) of a shard or a source.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -44,6 +44,11 @@ RECORD = np.dtype(
 """One picture."""
 
 Ints = npt.NDArray[np.int64]
+
+
+def in_words(counts: Mapping[Kind, int]) -> str:
+    """So many images and videos; empty without any."""
+    return " and ".join(f"{count:,} {kind}{'s' * (count > 1)}" for kind, count in counts.items() if count)
 
 
 @dataclass(frozen=True, kw_only=True)

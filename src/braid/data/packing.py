@@ -157,13 +157,20 @@ class Packed:
     def of(cls, source: Stream, length: int) -> Packed:
         offsets = source.document_offsets()
         whole = np.diff(offsets)
-        sizes, cut_items = np.minimum(whole, length + 1), 0
+        sizes = np.minimum(whole, length + 1)
+        cut_items = 0
         if with_items(source):
             sizes = truncated(source, offsets, length + 1)
             items, patches = source.held(offsets[:-1], offsets[:-1] + sizes)
             cut_items = source.item_count - int(items.sum())
         filled = np.flatnonzero(sizes)
         if len(filled) == 0:
+            if with_items(source):
+                raise DataError(
+                    f"no document of {source.path} fits into a sample, which has {length} tokens and "
+                    f"{source.limits.most_items} items: set a larger data.sequence_tokens, or more "
+                    f"modules.{source.module}.most_items"
+                )
             raise DataError(
                 f"{source.path} holds {source.documents} documents and 0 tokens: a sample needs at least 1"
             )
