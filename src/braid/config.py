@@ -227,6 +227,10 @@ class Mesh:
             yield Problem(field=f"{at}.late_weights", value=True, rule=rule, remedy=f"{needed} as well")
 
 
+ITEMS = ("image", "synthetic")
+"""Where the items of a module may come from."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Module:
     """An encoder on a grid of its own, whose rows take the places of placeholder tokens in the text."""
@@ -240,7 +244,7 @@ class Module:
     most_patches: int
     """Most patches in a sample, over all its items: what memory is planned for."""
     items: str = ""
-    """Where items come from: `synthetic` makes them up from the text. Empty: samples have none."""
+    """Where items come from: `image` for those of the data, `synthetic` for made-up ones. Empty: none."""
     mesh: Mesh = Mesh()
     """Parallel layout; `ranks` may be those of the language model, others, or some of them."""
     trained: tuple[str, ...] = ("*",)
@@ -257,9 +261,12 @@ class Module:
             yield from validators.at_least(f"{at}.{name}", typing.cast(int, getattr(self, name)), low)
         for glob, share in self.lr_share.items():
             yield from validators.above(f"{at}.lr_share[{glob}]", share, 0)
-        if self.items not in ("", "synthetic"):
-            rule = "there are no items but those made up from the text"
-            yield Problem(field=f"{at}.items", value=self.items, rule=rule, remedy="synthetic, or nothing")
+        if self.items not in ("", *ITEMS):
+            rule = "items are images of the data, or made up from the text"
+            yield Problem(field=f"{at}.items", value=self.items, rule=rule, remedy=" or ".join(ITEMS))
+        if self.items == "image" and self.model.pixels is None:
+            rule = f"{at}.model.pixels says how images become patches, and there are none"
+            yield Problem(field=f"{at}.items", value=self.items, rule=rule, remedy=f"{at}.model.pixels as well")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,6 +293,9 @@ class Run:
             yield from validators.above(f"lr_share[{glob}]", share, 0)
         for name, module in self.modules.items():
             yield from module.problems(f"modules.{name}")
+        for name in [name for name, module in self.modules.items() if module.items == "image"][1:]:
+            rule = "the images of the data are those of one module, and another has them already"
+            yield Problem(field=f"modules.{name}.items", value="image", rule=rule, remedy="nothing")
 
 
 def type_problems(run: Run) -> Iterator[Problem]:

@@ -135,7 +135,7 @@ def first_of(faults: Sequence[str], render: Callable[[str], str] = str) -> list[
 # ------------------------------------------------------------------------------------ missing packages
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-MADE_BY_VENV = frozenset({"tokenizers", "transformers", "triton", "cuda-bindings"})
+MADE_BY_VENV = frozenset({"tokenizers", "transformers", "triton", "cuda-bindings", "pillow"})
 """What `make venv` installs."""
 
 

@@ -20,6 +20,7 @@ from braid.cli.next_steps import next_commands, program
 from braid.errors import ExitCode
 from braid.planning.plan import plan
 from tests.commands import start
+from tests.data.pictures import png, write_rows
 from tests.runs import small_run
 
 RECIPE = """
@@ -52,6 +53,19 @@ def folder(tmp_path_factory):
     words = ["data", "build", "--input", str(folder / "texts"), "--output", str(folder / "corpus")]
     assert main([*words, "--validation", "0.2"]) == 0
     return folder
+
+
+def test_data_commands_tell_of_images(tmp_path, capsys):
+    rows = [{"content": [{"image": "0.png"}, {"video": ["0.png"] * 2}, {"text": "x"}]}, {"text": "y"}]
+    file = write_rows(tmp_path, {"0.png": png(4, 4)}, rows)
+    build = ["data", "build", "--input", str(file), "--output", str(tmp_path / "out"), "--validation", "0"]
+    assert main(build) == 0
+    said = capsys.readouterr().out
+    assert "documents: 2; tokens: 6 from" in said
+    assert "with 1 image and 1 video" in said
+    assert said.rstrip().endswith("--modules.NAME.items image")
+    assert main(["data", "verify", "--source", str(tmp_path / "out")]) == 0
+    assert capsys.readouterr().out.endswith("2 documents, 6 tokens, 1 image and 1 video, all valid\n")
 
 
 def words_for(folder, out, *more):

@@ -132,7 +132,7 @@ def test_an_index_cannot_lead_outside_its_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"version": 2}, "version 2"),
+        ({"version": 3}, "version 3"),
         ({"format": "other"}, "format 'other'"),
         ({"dtype": "object"}, "dtype 'object'"),
         ({"shards": [{}]}, "not a valid index"),

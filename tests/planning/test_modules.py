@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from braid.config import Mesh, from_json, to_json
+from braid.encoders import Encoder, Pixels
 from braid.errors import ConfigError
 from braid.planning.plan import check, evaluation_schedule, item_flops, plan, training_flops
 from braid.schedule import check as proven
@@ -73,6 +75,11 @@ def test_units_of_several_modules_on_a_rank_have_names_of_their_own() -> None:
     assert {unit.partition("/")[0] for unit in units if "/" in unit} == {"vision", "audio"}
 
 
+def seeing(*, input: int = 12, group: int = 4, **pixels: Any) -> Encoder:
+    """An encoder of images."""
+    return encoder(128, input=input, group=group, pixels=Pixels(**{"patch": 2, **pixels}))
+
+
 @pytest.mark.parametrize(
     ("changes", "field", "rule"),
     [
@@ -88,6 +95,17 @@ def test_units_of_several_modules_on_a_rank_have_names_of_their_own() -> None:
         ({"mesh": Mesh(dispatcher="all_gather")}, "modules.vision.mesh.dispatcher", "hold different items"),
         ({"most_patches": 15}, "modules.vision.most_patches", "whole groups of 2"),
         ({"items": "files"}, "modules.vision.items", "made up from the text"),
+        (
+            {"items": "image"},
+            "modules.vision.items",
+            "says how images become patches",
+        ),
+        ({"model": seeing(input=13)}, "modules.vision.model.input", "frames x channels x patch²"),
+        ({"model": seeing(group=2)}, "modules.vision.model.group", "a square of patches"),
+        ({"model": seeing(std=(1.0,))}, "modules.vision.model.pixels.std", "one for each channel"),
+        ({"model": seeing(std=(1.0, 0.0, 1.0))}, "modules.vision.model.pixels.std[1]", "above 0"),
+        ({"model": seeing(channels=2)}, "modules.vision.model.pixels.channels", "colours or are grey"),
+        ({"model": seeing(patch=0)}, "modules.vision.model.pixels.patch", "at least 1"),
         ({"ahead": 1, "mesh": Mesh()}, "modules.vision.ahead", "micro-batches in flight"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -95,6 +113,14 @@ def test_units_of_several_modules_on_a_rank_have_names_of_their_own() -> None:
 def test_each_problem_names_its_field_and_rule(changes: dict[str, object], field: str, rule: str) -> None:
     found = check(run_with({"vision": Mesh()}, Mesh(pp=2), **changes), 4)
     assert any(problem.field.startswith(field) and rule in problem.rule for problem in found), found
+
+
+def test_the_images_of_the_data_are_those_of_one_module() -> None:
+    run = run_with({"vision": Mesh(), "sight": Mesh()}, model=seeing(), items="image")
+    (found,) = check(run, 1)
+    assert found.field == "modules.sight.items"
+    assert "one module" in found.rule
+    assert not check(run_with({"vision": Mesh()}, model=seeing(), items="image"), 1)
 
 
 def test_modules_share_no_placeholder_and_leave_no_rank_out() -> None:

@@ -1,4 +1,4 @@
-"""Items in the data of a run: for its modules, in training and validation."""
+"""Items in the data of a run: made up or stored, for its modules, in training and validation."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ import pytest
 import torch
 
 from braid.config import Mesh, Run
+from braid.data import ByteTokenizer, build
+from braid.encoders import Pixels
 from braid.errors import DataError
 from braid.train.data_pipeline import open_data_pipeline
-from tests.planning.modules import TOKEN, run_with
+from tests.data.pictures import png, write_rows
+from tests.planning.modules import TOKEN, encoder, run_with
 
 
 def run_on(corpus: Path, **changes: object) -> Run:
@@ -64,3 +67,94 @@ def test_only_modules_with_items_have_them(corpus: Path, tmp_path: Path) -> None
 def test_a_placeholder_that_text_may_have_is_refused(corpus: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"modules\.vision\.token is 256.*set modules\.vision\.token to 257"):
         open_data_pipeline(run_on(corpus, items="synthetic", token=256), tmp_path)
+
+
+# --------------------------------------------------------------------------------------------- images
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    """Documents with an image each, some held out; in the first, it comes first."""
+    files = {f"{number}.png": png(8, 4 + number % 9, seed=number) for number in range(40)}
+    rows = [{"content": [{"image": name}, {"text": f"is {name}"}]} for name in files]
+    build(write_rows(tmp_path / "in", files, rows), tmp_path / "pictures", ByteTokenizer(), validation=0.2)
+    return tmp_path / "pictures"
+
+
+def seeing(*sources: Path, packing: str = "concatenate", **changes: object) -> Run:
+    """`vision` reads images: patches of 2 x 2 pixels, four in a row; `audio` has made-up items."""
+    run = run_with({"vision": Mesh(), "audio": Mesh()}, items="synthetic")
+    shape = encoder(run.model.hidden, input=12, group=4, pixels=Pixels(patch=2))
+    vision = replace(run.modules["vision"], **{"model": shape, "items": "image", **changes})  # type: ignore[arg-type]
+    data = replace(run.data, sources=tuple(map(str, sources)), sequence_tokens=64, packing=packing)  # type: ignore[arg-type]
+    return replace(run, modules={**run.modules, "vision": vision}, data=data)
+
+
+@pytest.mark.parametrize("packing", ["concatenate", "documents"])
+def test_images_text_and_made_up_items_in_one_run(
+    pictures: Path, corpus: Path, tmp_path: Path, packing: str
+) -> None:
+    run = seeing(pictures, corpus, packing=packing)
+    pipeline = open_data_pipeline(run, tmp_path)
+    assert pipeline.validation is not None
+    for loader in (pipeline.train, pipeline.validation):
+        tokens_BT, found = loader.batch(range(40)).tokens_BT, {}
+        for name, module in run.modules.items():
+            sizes = loader.items[name].sizes(range(40))
+            found[name] = [sum(map(module.model.rows, each)) for each in sizes]
+            assert (tokens_BT == module.token).sum(1).tolist() == found[name]
+            assert max(map(len, sizes)) <= module.most_items
+            assert max(map(sum, sizes)) <= module.most_patches
+        assert 0 < sum(rows > 0 for rows in found["vision"]) < 40, "the other source has none"
+        assert sum(found["audio"]) > 0
+
+
+def test_sources_count_by_their_tokens_with_rows(pictures: Path, corpus: Path, tmp_path: Path) -> None:
+    """As many samples of each as it has tokens, if no weights are given."""
+    loader = open_data_pipeline(seeing(pictures, corpus), tmp_path).train
+    images, text = loader.samples
+    shares = loader.identity["shares"]
+    assert shares[0] / shares[1] == pytest.approx(images.source.tokens / text.source.tokens, rel=1e-3)
+    assert images.source.tokens > images.source.source.tokens  # type: ignore[union-attr]
+
+
+def test_the_prompt_is_the_text_of_a_document(pictures: Path, tmp_path: Path) -> None:
+    assert "is " in open_data_pipeline(seeing(pictures), tmp_path).prompt
+
+
+def test_images_without_a_module_and_a_module_without_images_are_refused(
+    pictures: Path, corpus: Path, tmp_path: Path
+) -> None:
+    run = seeing(pictures)
+    for modules in ({}, {"audio": run.modules["audio"]}):
+        with pytest.raises(DataError, match=r"pictures/train has \d+ images, and no module reads them"):
+            open_data_pipeline(replace(run, modules=modules), tmp_path)
+    with pytest.raises(DataError, match=r"modules\.vision\.items is image, and no source has images or videos"):
+        open_data_pipeline(seeing(corpus), tmp_path)
+
+
+def test_what_does_not_fit_into_samples_is_said(
+    pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(DataError, match=r"most_patches is 400, so an image may have 100 rows"):
+        open_data_pipeline(seeing(pictures, most_patches=400), tmp_path)
+    rows = [{"content": [*[{"text": "a"}, {"image": "0.png"}] * 5, {"text": "b"}]}] * 2 + [{"text": "c"}]
+    build(write_rows(tmp_path / "many", {"0.png": png(4, 4)}, rows), tmp_path / "out", ByteTokenizer())
+    open_data_pipeline(seeing(tmp_path / "out", packing="documents"), tmp_path)
+    warning = " ".join(capsys.readouterr().err.split())
+    assert "2 documents of" in warning
+    assert "or have more items than a sample may have: their last" in warning
+    assert "tokens and 6 images or groups of frames are dropped" in warning
+
+
+def test_a_placeholder_of_images_that_text_may_have_is_refused(pictures: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"modules\.vision\.token is 97, which text may have"):
+        open_data_pipeline(seeing(pictures, token=97), tmp_path)
+
+
+def test_a_run_continues_only_with_the_same_images(pictures: Path, tmp_path: Path) -> None:
+    prints = {
+        open_data_pipeline(seeing(pictures, **change), tmp_path).train.fingerprint
+        for change in ({}, {}, {"most_patches": 12}, {"most_items": 1}, {"token": 299})
+    }
+    assert len(prints) == 4

@@ -1,4 +1,4 @@
-"""`braid data build`, `braid data verify`: tokenize text into token shards, and check them."""
+"""`braid data build`, `braid data verify`: tokenize text into token shards, with its images, and check them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HELP = """usage: braid data build --input DIR_OR_FILE --output DIR [OPTIONS]
        braid data verify --source DIR
 
   build   tokenize text or JSONL into token shards, for --data.sources of `braid train`
-  verify  check the checksum and every token id of a folder of token shards
+  verify  check the checksums, every token id and the images of a folder of token shards
 
 Run `braid data build --help` or `braid data verify --help` for the options."""
 
@@ -26,7 +26,7 @@ class BuildOptions:
     """Tokenize text into token shards, for `--data.sources` of `braid train`."""
 
     input: Path
-    """Folder of text files, a text file, or JSONL with `text`, or with `prompt` (no loss) and `response`."""
+    """Folder of text files, a text file, or JSONL: `text`, `content` (images), `prompt` and `response`."""
     output: Path
     """Output folder; must not exist."""
     tokenizer: str = "bytes"
@@ -41,7 +41,7 @@ class BuildOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyOptions:
-    """Check the checksum and every token id of a folder of token shards."""
+    """Check the checksums, every token id and the images of a folder of token shards."""
 
     source: Path
     """Folder written by `braid data build`."""
@@ -62,6 +62,7 @@ def data(args: list[str]) -> int:
 def _build(args: list[str]) -> int:
     opts = parse_options(BuildOptions, args, "braid data build")
     from braid.data import build, open_splits
+    from braid.data.media import in_words
     from braid.train.data_pipeline import load_tokenizer
 
     tokenizer = load_tokenizer(opts.tokenizer)
@@ -77,6 +78,8 @@ def _build(args: list[str]) -> int:
         )
     held_out = f"; held out: {built.validation_documents:,}" if opts.validation else ""
     print(f"documents: {built.documents:,}{held_out}; tokens: {built.tokens:,} from {built.bytes:,} bytes")
+    if held := in_words({"image": built.images, "video": built.videos}):
+        print(f"with {held}")
     if built.skipped:
         print(f"skipped files that are not UTF-8: {built.skipped:,}")
     flags = ["--data.sources", str(built.output)]
@@ -84,6 +87,8 @@ def _build(args: list[str]) -> int:
         flags += ["--data.tokenizer", opts.tokenizer, "--model.vocab", str(tokenizer.vocab)]
     if any(shard.loss_mask is not None for shard in open_splits(built.output).train.shards):
         flags += ["--data.packing", "documents"]
+    if built.images or built.videos:
+        flags += ["--modules.NAME.items", "image"]
     print(f"train on it: {shlex.join([*program(), 'train', 'RECIPE', *flags])}")
     return ExitCode.OK
 
@@ -91,11 +96,14 @@ def _build(args: list[str]) -> int:
 def _verify(args: list[str]) -> int:
     opts = parse_options(VerifyOptions, args, "braid data verify")
     from braid.data import open_splits, verify
+    from braid.data.media import in_words
 
     splits = open_splits(opts.source)
     for split in (splits.train, splits.validation):
         if split is not None:
             with bar("verifying") as progress:
                 verify(split, progress)
-            print(f"{split.path}: {split.documents:,} documents, {split.tokens:,} tokens, all valid")
+            held = in_words(split.media)
+            counts = f"{split.documents:,} documents, {split.tokens:,} tokens{held and f', {held}'}"
+            print(f"{split.path}: {counts}, all valid")
     return ExitCode.OK

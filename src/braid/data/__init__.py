@@ -1,4 +1,4 @@
-"""Data: tokenise text into shards, pack shards into samples, load samples as micro-batches.
+"""Data: tokenise text into shards, with its images, pack shards into samples, load samples as micro-batches.
 
     build -> open_source / open_splits -> Loader(source, length, seed).batch(indices) -> MicroBatch
 
@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from braid.data.build import BuildResult, build
 from braid.data.corpus import standard_library_files
-from braid.data.items import ItemLimits, ItemSource, SyntheticItems
-from braid.data.loader import Loader
+from braid.data.image_items import ImageItems
+from braid.data.items import ItemLimits, ItemSource, Patches, SyntheticItems
+from braid.data.loader import Loader, open_stream
 from braid.data.mixture import Mixture
 from braid.data.opening import Splits, open_source, open_splits
 from braid.data.packing import Packed, Packing
@@ -22,12 +23,14 @@ __all__ = [
     "BuildResult",
     "ByteTokenizer",
     "HfTokenizer",
+    "ImageItems",
     "ItemLimits",
     "ItemSource",
     "Loader",
     "Mixture",
     "Packed",
     "Packing",
+    "Patches",
     "Source",
     "Splits",
     "SyntheticItems",
@@ -36,6 +39,7 @@ __all__ = [
     "eos_token_of",
     "open_source",
     "open_splits",
+    "open_stream",
     "standard_library_files",
     "tokenizer_from",
     "unigram_entropy",

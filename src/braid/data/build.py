@@ -1,4 +1,5 @@
-"""Tokenisation: builds token shards from text files and JSONL (`braid data build`).
+"""Tokenisation: builds token shards from text files and JSONL, with the images and videos that rows name
+(`braid data build`).
 
 The build is atomic: everything is written to a temporary folder next to the output, which is renamed at the
 end.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import secrets
 import shutil
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -17,10 +19,12 @@ import numpy as np
 import numpy.typing as npt
 
 from braid.data.files import Progress, sync_folder
+from braid.data.images import checked_size
+from braid.data.media import Medium, Picture
 from braid.data.opening import TRAIN, VALIDATION
 from braid.data.order import in_random_share
-from braid.data.rows import NotText, Row, input_files, rows_of
-from braid.data.shards import ShardWriter
+from braid.data.rows import MediaFiles, NotText, Row, input_files, rows_of
+from braid.data.shards import ShardWriter, marker_of
 from braid.data.tokenizer import Ids, Tokenizer
 from braid.errors import DataError
 
@@ -34,13 +38,17 @@ class BuildResult:
     documents: int
     """All documents, including validation."""
     tokens: int
-    """All tokens, including validation and end-of-document tokens."""
+    """All tokens, including validation and end-of-document tokens; one for each image and each video."""
     bytes: int
     """Bytes of text read."""
     skipped: int
     """Files skipped because they are not UTF-8 text."""
     validation_documents: int
     validation_tokens: int
+    images: int = 0
+    """All images, including validation."""
+    videos: int = 0
+    """All videos, including validation."""
 
 
 def build(
@@ -54,7 +62,7 @@ def build(
     shard_tokens: int = 1 << 28,
     progress: Progress | None = None,
 ) -> BuildResult:
-    """Tokenise text into a new folder.
+    """Tokenise text into a new folder; images and videos are stored beside it, as they came.
 
     `input` is a folder (each row of a .jsonl file is a document, any other text file is one document), one such
     file, or a list of files. With `validation`, that fraction of documents, chosen by `seed`, is held out, and
@@ -75,7 +83,7 @@ def build(
     try:
         with ExitStack() as stack:
             writers = [stack.enter_context(ShardWriter(folder, tokenizer, shard_tokens)) for folder in folders]
-            size, skipped = _write(files, writers, tokenizer, held_out, progress)
+            size, skipped, kinds = _write(files, writers, tokenizer, held_out, progress)
             _check_filled(writers, files, skipped, validation)
         sync_folder(partial)
         partial.rename(output)
@@ -92,6 +100,8 @@ def build(
         skipped=skipped,
         validation_documents=sum(writer.documents for writer in writers[1:]),
         validation_tokens=sum(writer.tokens for writer in writers[1:]),
+        images=kinds["image"],
+        videos=kinds["video"],
     )
 
 
@@ -101,31 +111,58 @@ def _write(
     tokenizer: Tokenizer,
     held_out: Callable[[int], bool],
     progress: Progress | None,
-) -> tuple[int, int]:
-    """Write every document to its split. Returns the bytes read and the number of files skipped."""
+) -> tuple[int, int, Counter[str]]:
+    """Write every document to its split. Returns the bytes read, the number of files skipped, and how many
+    images and videos there are."""
     total = sum(file.stat().st_size for file in files)
     done = skipped = documents = 0
+    kinds: Counter[str] = Counter()
     for row in (row for file in files for row in rows_of(file)):
         done += row.bytes
         if isinstance(row, NotText):
             skipped += 1
         else:
-            writers[held_out(documents)].add(*_tokenise(row, tokenizer), row.origin)
+            ids, loss_mask, media = _tokenise(row, tokenizer)
+            writers[held_out(documents)].add(ids, loss_mask, row.origin, media)
+            kinds.update(medium.kind for medium in media)
             documents += 1
         if progress is not None:
             progress(done, total)
-    return done, skipped
+    return done, skipped, kinds
 
 
-def _tokenise(row: Row, tokenizer: Tokenizer) -> tuple[Ids, npt.NDArray[np.bool_] | None]:
-    """Token ids of a document with its end-of-document token, and the loss mask; None if all tokens count."""
-    text_ids = tokenizer.encode(row.text)
-    end = np.asarray([tokenizer.end_of_document], np.int64)
-    if not row.prompt:
-        return np.concatenate([text_ids, end]), None
-    prompt_ids = tokenizer.encode(row.prompt)
-    ids = np.concatenate([prompt_ids, text_ids, end])
-    return ids, np.arange(len(ids)) >= len(prompt_ids)
+def _tokenise(row: Row, tokenizer: Tokenizer) -> tuple[Ids, npt.NDArray[np.bool_] | None, list[Medium]]:
+    """Token ids of a document with its end-of-document token, the loss mask (None if all tokens count), and its
+    images and videos, each with a marker among the ids."""
+    pieces: list[Ids] = []
+    media: list[Medium] = []
+    for part in (*row.prompt, *row.content):
+        if isinstance(part, MediaFiles):
+            media.append(_medium(part, position=sum(map(len, pieces))))
+            pieces.append(np.asarray([marker_of(tokenizer.vocab)], np.int64))
+        else:
+            pieces.append(tokenizer.encode(part))
+    ids = np.concatenate([*pieces, np.asarray([tokenizer.end_of_document], np.int64)])
+    prompt = sum(map(len, pieces[: len(row.prompt)]))
+    return ids, np.arange(len(ids)) >= prompt if prompt else None, media
+
+
+def _medium(files: MediaFiles, position: int) -> Medium:
+    """An image or a video, every file of which decodes."""
+    pictures: list[Picture] = []
+    for origin, data in files.read():
+        try:
+            height, width = checked_size(data)
+        except DataError as error:
+            raise DataError(f"{origin}: {error}") from None
+        pictures.append(Picture(data=data, height=height, width=width))
+        first = pictures[0]
+        if (height, width) != (first.height, first.width):
+            raise DataError(
+                f"{origin}: is {height} x {width} pixels, and the first frame {first.height} x {first.width}: "
+                "frames of a video have one size"
+            )
+    return Medium(kind=files.kind, position=position, pictures=tuple(pictures))
 
 
 def _check_filled(

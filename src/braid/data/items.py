@@ -112,6 +112,8 @@ class SyntheticText:
     seed: int
     bits: int
     """Of a token id."""
+    stored: frozenset[int] = frozenset()
+    """Placeholders that the text has already, of items that are not made up."""
 
     def read(self, samples: Sequence[int]) -> list[DocumentSpan]:
         """The text of samples with placeholders, which count in no loss."""
@@ -161,14 +163,14 @@ class SyntheticText:
         return module_seed(self.seed, f"{name}.items")
 
     def _taken(self, sample: int, span: DocumentSpan) -> Bools:
-        """The tokens that no item may take or show: first ones of documents, and padding."""
+        """The tokens that no item may take or show: first ones of documents, padding, and placeholders."""
         for name, limits in self.modules.items():
             if len(found := np.flatnonzero(span.ids_S == limits.token)):
                 raise DataError(
                     f"sample {sample}: token {found[0]} of its text is {limits.token}, the placeholder of "
                     f"modules.{name}: set modules.{name}.token to an id that no text has"
                 )
-        taken_S = span.starts_S.copy()
+        taken_S = span.starts_S | np.isin(span.ids_S, list(self.stored))
         taken_S[0] = True
         taken_S[len(taken_S) - span.padding :] = True
         return taken_S

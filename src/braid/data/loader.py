@@ -15,11 +15,15 @@ import numpy as np
 
 from braid.data.batch import collate
 from braid.data.files import sha256_of_json
+from braid.data.image_items import ImageItems, StreamItem
+from braid.data.item_stream import ItemStream
 from braid.data.items import ItemLimits, ItemSource, SyntheticItems, SyntheticText
+from braid.data.media import in_words
 from braid.data.mixture import Interleave, Mixture, interleave
 from braid.data.order import shuffled
-from braid.data.packing import Concatenated, Packed, Packing, cut_samples
+from braid.data.packing import Concatenated, ConcatenatedItems, Packed, Packing, Stream, cut_samples
 from braid.data.source import DocumentSpan, Source
+from braid.errors import DataError
 from braid.model.context import MicroBatch
 
 
@@ -36,14 +40,18 @@ class Loader:
     """How documents become samples: `concatenate` for pretraining, `documents` for supervised fine-tuning."""
     synthetic: Mapping[str, ItemLimits] = field(default_factory=dict)
     """The modules whose items are made up from the text, by name."""
+    images: Mapping[str, ItemLimits] = field(default_factory=dict)
+    """The module whose items are the images and videos of the data, by name; none or one."""
 
     def __post_init__(self) -> None:
+        assert len(self.images) <= 1
         _ = self.samples, self._interleave  # both check their arguments
 
     @cached_property
-    def samples(self) -> tuple[Concatenated | Packed, ...]:
+    def samples(self) -> tuple[Concatenated | ConcatenatedItems | Packed, ...]:
         """The samples of each source."""
-        return tuple(cut_samples(source, self.length, self.packing) for source in self._mixture.sources)
+        streams = [open_stream(source, self.images) for source in self._mixture.sources]
+        return tuple(cut_samples(stream, self.length, self.packing) for stream in streams)
 
     @property
     def samples_per_epoch(self) -> int:
@@ -53,7 +61,10 @@ class Loader:
     @cached_property
     def items(self) -> Mapping[str, ItemSource]:
         """Where the items of each module come from, by its name."""
-        return {name: SyntheticItems(name=name, samples=self._text_with_items) for name in self.synthetic}
+        made_up = {name: SyntheticItems(name=name, samples=self._text_with_items) for name in self.synthetic}
+        return made_up | {
+            name: ImageItems(limits=limits, place=self._place_images) for name, limits in self.images.items()
+        }
 
     @cached_property
     def identity(self) -> dict[str, Any]:
@@ -82,7 +93,19 @@ class Loader:
         return collate(self._text_with_items.read(samples), samples, self.length)
 
     def read_text(self, samples: Sequence[int]) -> list[DocumentSpan]:
-        """The text of these samples, without placeholders of made-up items."""
+        """The text of these samples, with placeholders of images, and without those of made-up items."""
+        return [self._read(index, *each) for index, each in zip(samples, self._locate(samples), strict=True)]
+
+    def _read(self, index: int, source: int, sample: int) -> DocumentSpan:
+        try:
+            return self.samples[source].read(sample)
+        except DataError as error:
+            if not self.images:
+                raise
+            raise DataError(f"sample {index}: {error}") from None
+
+    def _locate(self, samples: Sequence[int]) -> list[tuple[int, int]]:
+        """The source of each sample, and the sample of that source."""
         indices = np.asarray(samples, np.int64)
         assert indices.ndim == 1
         assert (indices >= 0).all()
@@ -91,15 +114,28 @@ class Loader:
         for stream, packed in enumerate(self.samples):
             here = from_source == stream
             visited[here] = shuffled(nth[here], packed.count, seed=self.seed, stream=stream)
-        return [
-            self.samples[source].read(sample)
-            for source, sample in zip(from_source.tolist(), visited.tolist(), strict=True)
-        ]
+        return list(zip(from_source.tolist(), visited.tolist(), strict=True))
+
+    def _place_images(self, samples: Sequence[int]) -> list[list[StreamItem]]:
+        """The images of each sample, in the order of their placeholders."""
+        placed: list[list[StreamItem]] = []
+        for source, sample in self._locate(samples):
+            held, stream = self.samples[source], self.samples[source].source
+            assert isinstance(stream, ItemStream), "a loader with images has no other streams"
+            items = (item for each in held.ranges(sample) for item in stream.items(*each))
+            placed.append([StreamItem(stream, item) for item in items])
+        return placed
 
     @cached_property
     def _text_with_items(self) -> SyntheticText:
         bits = max(source.vocab - 1 for source in self._mixture.sources).bit_length()
-        return SyntheticText(text=self.read_text, modules=self.synthetic, seed=self.seed, bits=bits)
+        return SyntheticText(
+            text=self.read_text,
+            modules=self.synthetic,
+            seed=self.seed,
+            bits=bits,
+            stored=frozenset(limits.token for limits in self.images.values()),
+        )
 
     @cached_property
     def _mixture(self) -> Mixture:
@@ -108,3 +144,15 @@ class Loader:
     @cached_property
     def _interleave(self) -> Interleave:
         return interleave(self._mixture.weights)
+
+
+def open_stream(source: Source, images: Mapping[str, ItemLimits]) -> Stream:
+    """A source as the module that reads images sees it; as it is stored if there is none."""
+    for name, limits in images.items():
+        return ItemStream(source=source, module=name, limits=limits)
+    if source.media:
+        raise DataError(
+            f"{source.path} has {in_words(source.media)}, and no module reads them: set modules.NAME.items of "
+            "an encoder to image, or use a source of text alone"
+        )
+    return source

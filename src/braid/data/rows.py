@@ -1,7 +1,11 @@
-"""Reads text documents: plain-text files, and rows of JSONL files.
+"""Reads documents: plain-text files, and rows of JSONL files.
 
 {"text": "..."}                          every token counts in the loss
 {"prompt": "...", "response": "..."}     only the response counts
+{"content": [part, ...]}                 text with images and videos; every token of text counts
+
+A part is {"text": "..."}, {"image": "photo.png"} or {"video": ["frame0.png", ...]}. A prompt and a response may
+be lists of parts too. Files lie in the folder of the JSONL, or below it.
 """
 
 from __future__ import annotations
@@ -10,17 +14,43 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from braid.data.images import MOST_BYTES
+from braid.data.media import Kind
 from braid.errors import DataError
+
+
+@dataclass(frozen=True, kw_only=True)
+class MediaFiles:
+    """An image or a video in a row: its files, which have not been read."""
+
+    kind: Kind
+    paths: tuple[str, ...]
+    """As written in the row."""
+    folder: Path
+    """Where the row's own file is."""
+    origin: str
+    """File, line and part, for error messages."""
+
+    def read(self) -> Iterator[tuple[str, bytes]]:
+        """Every file: its origin and its bytes."""
+        for place, path in enumerate(self.paths):
+            of_video = f"[{place}]" if self.kind == "video" else ""
+            origin = f"{self.origin}{of_video}: {path}"
+            yield origin, _read_file(self.folder, path, origin)
+
+
+Part = str | MediaFiles
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """One document."""
 
-    prompt: str
+    prompt: tuple[Part, ...] = ()
     """Masked in the loss; may be empty."""
-    text: str
+    content: tuple[Part, ...]
     """Counts in the loss."""
     origin: str
     """File and line, for error messages."""
@@ -60,7 +90,7 @@ def rows_of(file: Path) -> Iterator[Row | NotText]:
     try:
         if b"\0" in content:
             raise ValueError("binary")
-        yield Row(prompt="", text=content.decode(), origin=str(file), bytes=len(content))
+        yield Row(content=(content.decode(),), origin=str(file), bytes=len(content))
     except ValueError:  # includes UnicodeDecodeError
         yield NotText(bytes=len(content))
 
@@ -80,30 +110,78 @@ def _jsonl_rows(file: Path) -> Iterator[Row]:
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
-                yield _row(line, f"{file}, line {number}")
+                yield _row(line, file.parent, f"{file}, line {number}")
 
 
-def _row(line: bytes, origin: str) -> Row:
+def _row(line: bytes, folder: Path, origin: str) -> Row:
     try:
-        content = json.loads(line)
+        given = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{origin}: not a JSON object in UTF-8: {error}") from None
-    match content:
-        case {"text": str(text)} if "prompt" not in content and "response" not in content:
-            prompt = ""
-        case {"prompt": str(prompt), "response": str(text)} if "text" not in content:
-            pass
+    fields = [
+        name for name in ("text", "content", "prompt", "response") if isinstance(given, dict) and name in given
+    ]
+    prompt: tuple[Part, ...] = ()
+    match fields, given:
+        case ["text"], {"text": str(text)}:
+            content = _parts(text, "text", folder, origin)
+        case ["content"], {"content": list(parts)}:
+            content = _parts(parts, "content", folder, origin)
+        case ["prompt", "response"], {"prompt": str() | list() as first, "response": str() | list() as second}:
+            prompt = _parts(first, "prompt", folder, origin) if first else ()
+            content = _parts(second, "response", folder, origin)
         case _:
             actual = (
-                f"the fields {', '.join(map(repr, content))}"
-                if isinstance(content, dict)
-                else type(content).__name__
+                f"the fields {', '.join(map(repr, given))}" if isinstance(given, dict) else type(given).__name__
             )
             raise DataError(
-                f'{origin}: has {actual}; a row is {{"text": …}} or {{"prompt": …, "response": …}}, all strings'
+                f'{origin}: has {actual}; a row is {{"text": …}}, {{"content": [parts]}} or {{"prompt": …, '
+                '"response": …}, which are strings or lists of parts'
             )
+    return Row(prompt=prompt, content=content, origin=origin, bytes=len(line))
+
+
+def _parts(given: str | list[Any], field: str, folder: Path, origin: str) -> tuple[Part, ...]:
+    """The parts of a field of a row; a string is a single one."""
+    if isinstance(given, str):
+        return (_text(given, origin),)
+    return tuple(_part(each, folder, f"{origin}, {field}[{place}]") for place, each in enumerate(given))
+
+
+def _part(given: Any, folder: Path, origin: str) -> Part:
+    match given:
+        case {"text": str(text), **more} if not more:
+            return _text(text, origin)
+        case {"image": str(path), **more} if not more:
+            return MediaFiles(kind="image", paths=(path,), folder=folder, origin=f"{origin}.image")
+        case {"video": [str(), *_] as frames, **more} if not more and all(isinstance(f, str) for f in frames):
+            return MediaFiles(kind="video", paths=tuple(frames), folder=folder, origin=f"{origin}.video")
+    raise DataError(
+        f'{origin}: is {json.dumps(given)[:100]}; a part is {{"text": "…"}}, {{"image": "file.png"}} or '
+        '{"video": ["frame.png", …]} with at least one frame'
+    )
+
+
+def _text(text: str, origin: str) -> str:
     try:
-        (prompt + text).encode()
+        text.encode()
     except UnicodeEncodeError as error:
         raise DataError(f"{origin}: has an unpaired surrogate, which is not valid text: {error}") from None
-    return Row(prompt=prompt, text=text, origin=origin, bytes=len(line))
+    return text
+
+
+def _read_file(folder: Path, path: str, origin: str) -> bytes:
+    """A file below a folder. What leads elsewhere is refused, also by links: data from others must not put
+    other files of this machine into a dataset."""
+    try:
+        base = folder.resolve()
+        file = (base / path).resolve()
+        if Path(path).is_absolute() or not file.is_relative_to(base):
+            raise DataError(f"{origin}: leads out of {folder}: paths are relative to the folder of the rows")
+        if not file.is_file():
+            raise DataError(f"{origin}: is not a file" if file.exists() else f"{origin}: does not exist")
+        if (size := file.stat().st_size) > MOST_BYTES:
+            raise DataError(f"{origin}: has {size:,} bytes, and may have {MOST_BYTES:,}")
+        return file.read_bytes()
+    except (OSError, ValueError, RuntimeError) as error:  # no permission, a zero byte, a circle of links
+        raise DataError(f"{origin}: cannot be read: {error}") from None

@@ -1,7 +1,8 @@
 """A data source: tokenised documents on disk, addressed by position in the stream of all their tokens.
 
 Both formats, braid's token shards and Megatron-LM's .bin/.idx, open as a `Source`. Reads are stateless and
-random-access, and check token ids against the vocabulary.
+random-access, and check token ids against the vocabulary. A marker of an image or a video is a token of the
+stream; `item_stream.py` reads it as the placeholders of an encoder.
 
 Shapes: S tokens of a span.
 """
@@ -17,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from braid.data.files import CHUNK_BYTES, FileRecord, Progress, check_size, sha256_of_file
+from braid.data.media import KINDS, Kind, ShardMedia
 from braid.data.tokenizer import Description, Tokenizer, tokenizer_from
 from braid.errors import DataError
 
@@ -48,6 +50,8 @@ class TokenShard:
     """1 for tokens that count in the loss; None if all do."""
     records: tuple[FileRecord, ...]
     """Checksums of the shard's files; empty for Megatron data, which has none."""
+    media: ShardMedia | None = None
+    """Its images and videos; None if it has none."""
 
     @property
     def documents(self) -> int:
@@ -67,11 +71,19 @@ class TokenShard:
         )
 
     def check_ids(self, start: int, stop: int, vocab: int) -> None:
-        """Raise if an id is outside the vocabulary, naming file, document and offset of the first one."""
+        """Raise if an id is outside the vocabulary, naming file, document and offset of the first one. Markers
+        of media are, and must be where these say."""
         ids = self.ids[start:stop]
-        if len(ids) == 0 or (ids.min() >= 0 and ids.max() < vocab):
-            return
-        position = start + int(np.argmax((ids < 0) | (ids >= vocab)))
+        if self.media is None:
+            if len(ids) == 0 or (ids.min() >= 0 and ids.max() < vocab):
+                return
+            outside = (ids < 0) | (ids >= vocab)
+        else:
+            self.media.check_markers(ids, start, self.file)
+            outside = ((ids < 0) | (ids >= vocab)) & (ids != self.media.marker)
+            if not outside.any():
+                return
+        position = start + int(np.argmax(outside))
         document = int(np.searchsorted(self.offsets, position, side="right")) - 1
         raise DataError(
             f"{self.file}: document {document}, offset {position - int(self.offsets[document])}: token id "
@@ -126,6 +138,21 @@ class Source:
     @property
     def documents(self) -> int:
         return sum(shard.documents for shard in self.shards)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of tokens and media."""
+        media = sum(
+            int(shard.media.records_P["bytes"].sum()) for shard in self.shards if shard.media is not None
+        )
+        return sum(shard.ids.nbytes for shard in self.shards) + media
+
+    @cached_property
+    def media(self) -> dict[Kind, int]:
+        """How many images and videos it has; empty without any."""
+        held = [shard.media for shard in self.shards if shard.media is not None]
+        counts: dict[Kind, int] = {kind: sum(media.count(kind) for media in held) for kind in KINDS}
+        return {kind: count for kind, count in counts.items() if count}
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer that the data was built with."""
@@ -187,8 +214,8 @@ def unigram_entropy(source: Source) -> float:
     counts = np.zeros(source.vocab, np.int64)
     for shard in source.shards:
         for ids in shard.checked_chunks(source.vocab):
-            counts += np.bincount(ids, minlength=source.vocab)
-    shares = counts[counts > 0] / source.tokens
+            counts += np.bincount(ids[ids < source.vocab], minlength=source.vocab)  # without markers
+    shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())
 
 

@@ -58,7 +58,8 @@ class Counts:
 def count(state: State, batches: Sequence[MicroBatch], items: ItemSources = NO_ITEMS, first: int = 0) -> Counts:
     """Count the tokens and items of the step's micro-batches over all ranks; `first` is the step's first
     sample. Token ids outside the vocabulary are an error, raised on every rank, as is an item that does not fit
-    its placeholders. Collective over the job, whose other ranks call `await_counts`."""
+    its placeholders. Collective over the job, whose other ranks call `await_counts`, or `fail_to_count` if they
+    cannot read their batches."""
     model, encoders = state.model, state.plan.encoders
     problem: DataError | None = None
     rows: list[list[int]] = []
@@ -82,9 +83,20 @@ def count(state: State, batches: Sequence[MicroBatch], items: ItemSources = NO_I
 
 def await_counts(state: JobState, micro_batches: int, first: int = 0) -> Counts:
     """`count` on a rank outside the language model's grid, which reads no tokens."""
+    return _summed(state, _no_counts(state, micro_batches), None, first)
+
+
+def fail_to_count(state: State, micro_batches: int, problem: DataError) -> Counts:
+    """`count` on a rank that cannot read its batches. All ranks raise the error."""
+    mine_MK = _no_counts(state, micro_batches)
+    mine_MK[:, 0] = 1
+    return _summed(state, mine_MK, problem, 0)
+
+
+def _no_counts(state: JobState, micro_batches: int) -> Tensor:
     size = TOKEN_COUNTS + len(state.plan.layout.mtp)
     size += sum(table_shape(state.plan, each).size for each in state.plan.encoders.values())
-    return _summed(state, torch.zeros(micro_batches, size, dtype=torch.int64), None, first)
+    return torch.zeros(micro_batches, size, dtype=torch.int64)
 
 
 def table_shape(plan: Plan, module: ModulePlan) -> TableShape:

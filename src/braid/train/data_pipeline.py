@@ -57,7 +57,8 @@ def open_data_pipeline(run: Run, folder: Path, progress: Progress | None = None)
     for source in (*sources, *validation):
         _check_tokenizer(source, tokenizer)
         _verify_if_small(source)
-    weights = run.data.weights or tuple(float(source.tokens) for source in sources)
+    _check_images(run, sources)
+    weights = run.data.weights or _tokens_of_each(run, sources)
     loader = _loader(run, sources, weights)
     _warn_about_truncation(loader)
     return DataPipeline(
@@ -113,9 +114,25 @@ def _check_placeholders(run: Run, tokenizer: data.Tokenizer) -> None:
             )
 
 
+def _check_images(run: Run, sources: Sequence[data.Source]) -> None:
+    """A module that waits for images has some. (That images have a module is checked by every loader.)"""
+    for name, module in run.modules.items():
+        if module.items == "image" and not any(source.media for source in sources):
+            given = ", ".join(str(source.path) for source in sources)
+            raise DataError(
+                f"modules.{name}.items is image, and no source has images or videos ({given}): build one with "
+                f"`braid data build` from rows with images, or leave modules.{name}.items empty"
+            )
+
+
+def _tokens_of_each(run: Run, sources: Sequence[data.Source]) -> tuple[float, ...]:
+    """Tokens of every source, rows of images included."""
+    return tuple(float(data.open_stream(source, _limits(run, "image")).tokens) for source in sources)
+
+
 def _verify_if_small(source: data.Source) -> None:
     """Verify a small source; for a large one the user runs `braid data verify`."""
-    if sum(shard.ids.nbytes for shard in source.shards) <= VERIFIED_BYTES:
+    if source.bytes <= VERIFIED_BYTES:
         data.verify(source)
 
 
@@ -123,7 +140,7 @@ def _validation_loader(run: Run, sources: tuple[data.Source, ...]) -> data.Loade
     if not sources:
         return None
     try:
-        return _loader(run, sources, [float(source.tokens) for source in sources])
+        return _loader(run, sources, _tokens_of_each(run, sources))
     except DataError as error:
         if run.data.validation:
             raise
@@ -135,21 +152,37 @@ def _prompt(loader: data.Loader, tokenizer: data.Tokenizer) -> str:
     """The first tokens of a training document: the last one of its sample, because the first may be cut."""
     batch = collate(loader.read_text([0]), [0], loader.length)
     tokens = batch.tokens_BT[0, batch.documents_BT[0] == batch.documents_BT[0].max()]  # padding is -1
+    tokens = tokens[tokens < tokenizer.vocab]  # without placeholders
     return tokenizer.decode(tokens[:PROMPT_TOKENS].tolist()) or " "
 
 
 def _warn_about_truncation(loader: data.Loader) -> None:
     for samples in loader.samples:
         if isinstance(samples, data.Packed) and samples.cut_documents:
+            items = f" and {samples.cut_items:,} images or groups of frames" if samples.cut_items else ""
+            limits = ", or have more items than a sample may have" if loader.images else ""
             warn(
                 f"{samples.cut_documents:,} documents of {samples.source.path} are longer than "
-                f"data.sequence_tokens ({loader.length}): their last {samples.cut_tokens:,} tokens are dropped"
+                f"data.sequence_tokens ({loader.length}){limits}: their last {samples.cut_tokens:,} tokens"
+                f"{items} are dropped"
             )
 
 
 def _loader(run: Run, sources: tuple[data.Source, ...], weights: Sequence[float]) -> data.Loader:
     mixture = data.Mixture(sources=sources, weights=tuple(weights))
-    synthetic = {
+    return data.Loader(
+        mixture,
+        run.data.sequence_tokens,
+        run.train.seed,
+        run.data.packing,
+        synthetic=_limits(run, "synthetic"),
+        images=_limits(run, "image"),
+    )
+
+
+def _limits(run: Run, items: str) -> dict[str, data.ItemLimits]:
+    """The modules whose items are of a kind."""
+    return {
         name: data.ItemLimits(
             encoder=module.model,
             token=module.token,
@@ -157,6 +190,5 @@ def _loader(run: Run, sources: tuple[data.Source, ...], weights: Sequence[float]
             most_patches=module.most_patches,
         )
         for name, module in run.modules.items()
-        if module.items
+        if module.items == items
     }
-    return data.Loader(mixture, run.data.sequence_tokens, run.train.seed, run.data.packing, synthetic)

@@ -22,6 +22,7 @@ from braid.data import Loader
 from braid.distributed.collectives import ALONE, Group, all_reduce_max_no_grad, all_reduce_no_grad
 from braid.engine.executor import PipelineLinks, Program, execute
 from braid.engine.node import StepWork, Watch
+from braid.errors import DataError
 from braid.kernels.host import AsyncHostCopy
 from braid.launch.process import all_gather_json, fail_together
 from braid.model.context import MicroBatch
@@ -31,7 +32,7 @@ from braid.nn.moe.balance import Load, load
 from braid.optim import gradients
 from braid.schedule import OpSpan, Turn
 from braid.schedule.graph import LANGUAGE
-from braid.train.counts import Counts, await_counts, count
+from braid.train.counts import Counts, await_counts, count, fail_to_count
 from braid.train.expert_load import ExpertLoad, load_metrics, update_selection_biases
 from braid.train.items import Tables, edge_links, item_metrics, read_items
 from braid.train.state import JobState, State
@@ -140,8 +141,12 @@ def begin_step(state: JobState, run: Run, loader: Loader, rate: float, *, stop: 
     step, first = state.step + 1, state.samples
     batches: list[MicroBatch] = []
     if isinstance(state, State):
-        batches = micro_batches(run, loader, step, first, state.model.groups.dp)
-        counts = count(state, batches, loader.items, first)
+        try:
+            batches = micro_batches(run, loader, step, first, state.model.groups.dp)
+        except DataError as problem:
+            counts = fail_to_count(state, run.train.micro_batches, problem)
+        else:
+            counts = count(state, batches, loader.items, first)
     else:
         counts = await_counts(state, run.train.micro_batches, first)
     items: dict[str, list[Items]] = {}
@@ -330,10 +335,9 @@ def evaluate(state: JobState, run: Run, loader: Loader) -> float:
     samples = min(run.train.eval_samples, loader.samples_per_epoch)
     mine = torch.zeros(2, dtype=torch.float64, device=state.device)
     batches: list[MicroBatch] = []
-    if isinstance(state, State):
-        batches = _evaluation_batches(state, run, loader, samples)
     with fail_together(state.job):
         if isinstance(state, State):
+            batches = _evaluation_batches(state, run, loader, samples)
             for batch in batches:
                 state.model.check(batch)
     if state.modules:
