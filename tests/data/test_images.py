@@ -68,22 +68,6 @@ def test_grids(size: tuple[int, int], most: int, grid: tuple[int, int]) -> None:
 # --------------------------------------------------------------------------------------------- patches
 
 
-@settings(deadline=None, max_examples=60)
-@given(blocks=st.tuples(st.integers(1, 5), st.integers(1, 5)), block=st.integers(1, 3))
-def test_places_follow_blocks_row_by_row(blocks: tuple[int, int], block: int) -> None:
-    rows, columns = blocks[0] * block, blocks[1] * block
-    y_N, x_N = patch_places(rows, columns, block)
-    assert y_N.dtype == x_N.dtype == np.int64
-    expected = [
-        (by * block + y, bx * block + x)
-        for by in range(blocks[0])
-        for bx in range(blocks[1])
-        for y in range(block)
-        for x in range(block)
-    ]
-    assert list(zip(y_N.tolist(), x_N.tolist(), strict=True)) == expected
-
-
 @pytest.mark.parametrize(("block", "channels", "frames"), [(1, 3, 1), (2, 3, 1), (2, 1, 3), (3, 3, 2)])
 def test_patches_are_the_normalised_pixels(block: int, channels: int, frames: int) -> None:
     """Not resized: every number of every patch, by its own index. (frame, channel, y, x), in block order."""
