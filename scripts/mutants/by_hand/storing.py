@@ -256,20 +256,4 @@ FAULTS: tuple[Fault, ...] = (
         kind="deadlock",
         why="ranks go on without the one that cannot read its samples",
     ),
-    Fault(
-        name="patches-in-rows-not-blocks",
-        file="patch_grid.py",
-        old="order.transpose(0, 2, 1, 3)",
-        new="order",
-        kind="wrong axis",
-        why="rows are made of patches that are not a square",
-    ),
-    Fault(
-        name="patches-counted-down-the-columns",
-        file="patch_grid.py",
-        old="reshape(-1), columns)",
-        new="reshape(-1), rows)",
-        kind="swapped",
-        why="images that are not square are scrambled",
-    ),
 )
