@@ -36,6 +36,10 @@ def shares() -> Run:
     return replace(run, lr_share={"blocks.*": 0.5})
 
 
+def two() -> Run:
+    return run_with({"vision": Mesh(ranks=(0, 3)), "audio": Mesh(ranks=(3, 1))}, Mesh(pp=2))
+
+
 def pairs() -> Run:
     return replace(shares(), lr_share=(("blocks.*", 0.5),))
 
@@ -270,6 +274,20 @@ def test_grid_of_a_run_without_modules(capsys: pytest.CaptureFixture[str]) -> No
     assert [line.split("  ", 1)[1].strip()[:7] for line in lines[-4:]] == ["-", "-", "stage 0", "stage 1"]
     assert main(["grid", "tiny", *words, "--rank", "0"]) == ExitCode.OK
     assert "rank 0 of 4 holds no module" in capsys.readouterr().out
+
+
+def test_grid_is_printed_whole(recipes: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["grid", f"{recipes}:two", "--world", "4"]) == ExitCode.OK
+    text = capsys.readouterr().out
+    assert "audio: rank 3, tp 1" in text
+    assert "vision: ranks 0-2, tp 1" in text
+    assert " ".join(text.splitlines()[-1].split()) == "3 stage 1: tp 0 cp 0 dp 1 - stage 0: tp 0 cp 0 dp 0"
+
+
+def test_help_of_grid_begins_with_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["grid", "--help"])
+    assert capsys.readouterr().out.startswith("braid grid RECIPE --world N")
 
 
 def test_grid_lists_every_problem(recipes: Path, capsys: pytest.CaptureFixture[str]) -> None:
