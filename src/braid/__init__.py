@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from braid import errors, recipes
     from braid.architecture import Model
-    from braid.config import Data, Mesh, Optim, Run, Train
+    from braid.config import Data, Mesh, Module, Optim, Run, Train
+    from braid.encoders import Encoder
     from braid.planning.estimate import estimate
     from braid.planning.plan import Plan, plan
     from braid.train.state import load_model
@@ -21,8 +22,10 @@ __version__ = "0.1.0"
 _MODULE_OF = MappingProxyType(
     {
         "Data": "braid.config",
+        "Encoder": "braid.encoders",
         "Mesh": "braid.config",
         "Model": "braid.architecture",
+        "Module": "braid.config",
         "Optim": "braid.config",
         "Plan": "braid.planning.plan",
         "Run": "braid.config",
@@ -37,8 +40,10 @@ _MODULE_OF = MappingProxyType(
 
 __all__ = [
     "Data",
+    "Encoder",
     "Mesh",
     "Model",
+    "Module",
     "Optim",
     "Plan",
     "Run",

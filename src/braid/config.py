@@ -361,7 +361,8 @@ def _type_name(kind: Any) -> str:
         plurals = {int: "integers", float: "numbers", str: "strings"}
         return f"a tuple of {count}{plurals[arms[0]]}"
     if typing.get_origin(kind) is Mapping:
-        return f"a mapping of names to {_type_name(arms[1]).partition(' ')[2]}s"
+        values = {float: "numbers"}.get(arms[1], _type_name(arms[1]))
+        return f"a mapping of names to {values}"
     names = {int: "an integer", float: "a number", str: "a string", bool: "True or False"}
     return "None" if kind is types.NoneType else names.get(kind, getattr(kind, "__name__", str(kind)))
 

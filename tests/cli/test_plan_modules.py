@@ -31,6 +31,19 @@ def without_mtp() -> Run:
     return replace(run, model=replace(run.model, pattern="[M-][*-]"))
 
 
+def shares() -> Run:
+    run = run_with({"vision": Mesh()}, lr_share={"projector.*": 0.1})
+    return replace(run, lr_share={"blocks.*": 0.5})
+
+
+def two() -> Run:
+    return run_with({"vision": Mesh(ranks=(0, 3)), "audio": Mesh(ranks=(3, 1))}, Mesh(pp=2))
+
+
+def pairs() -> Run:
+    return replace(shares(), lr_share=(("blocks.*", 0.5),))
+
+
 def wrong() -> Run:
     return run_with({"vision": Mesh(ranks=(2, 3))}, Mesh(pp=2, ranks=(0, 2)), token=999, most_patches=15)
 """
@@ -124,6 +137,64 @@ def test_json(recipes: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert found["advice"], "what would need less"
 
 
+def test_shares_of_the_command_line_replace_those_of_the_recipe(
+    recipes: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def shown(*words: str) -> dict[str, Any]:
+        assert main(["show", f"{recipes}:shares", *words, "--json"]) == ExitCode.OK
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return {"": found["lr_share"], "vision": found["modules"]["vision"]["lr_share"]}
+
+    assert shown() == {"": {"blocks.*": 0.5}, "vision": {"projector.*": 0.1}}
+    words = ("--lr-share", "blocks.0.*", "0.3", "final_norm.*", "2", "--modules.vision.lr-share")
+    assert shown(*words) == {"": {"blocks.0.*": 0.3, "final_norm.*": 2.0}, "vision": {}}
+
+
+@pytest.mark.parametrize("words", [["0.5"], ["*", "fast"]], ids=str)
+def test_shares_are_pairs_of_a_glob_and_a_number(words: list[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["plan", "tiny", "--lr-share", *words])
+    assert stopped.value.code == ExitCode.CONFIG
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("command", [["plan"], ["train", "--help"]], ids=" ".join)
+def test_a_wrong_type_in_a_recipe_is_one_error(
+    recipes: Path, capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    assert main([command[0], f"{recipes}:pairs", *command[1:]]) == ExitCode.CONFIG
+    said = capsys.readouterr()
+    assert (said.out, said.err.splitlines()[0]) == ("", "braid: invalid settings: 1 problem")
+    assert "must be a mapping of names to numbers" in said.err
+
+
+def test_what_is_trained_is_told_of_every_module(recipes: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = (f"{recipes}:shares", "--modules.vision.trained", "blocks.1.*", "--trained", "final_norm.*")
+    text, found = told(capsys, *words), json.loads(told(capsys, *words, "--json"))
+    for name, module in found["modules"].items():
+        owner = "the language model" if name == "language" else name
+        assert f"\ntrained: {module['trained']}\n" in text
+        assert f" parameters of {owner}" in module["trained"]
+    assert found["modules"]["vision"]["trained"].endswith("of vision; no backward before blocks.1")
+    notes = [note for note in found["notes"] if "lr_share" in note]
+    assert [note.partition(" ")[0] for note in notes] == [
+        "lr_share[blocks.*]",
+        "modules.vision.lr_share[projector.*]",
+    ]
+    assert all(f"\nnote: {note}\n" in text for note in notes)
+    assert "language alone: trained as here" in text
+
+
+def test_a_frozen_module_and_one_that_is_all_trained(recipes: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = told(capsys, f"{recipes}:disjoint", "--world", "4", "--modules.vision.trained")
+    (line,) = (line for line in text.splitlines() if line.startswith("trained: "))
+    assert line.startswith("trained: 0 of ")
+    assert line.endswith(" parameters of vision; no backward")
+    assert "lr_share" not in told(capsys, f"{recipes}:shares"), "shares of what is trained have an effect"
+    frozen = told(capsys, f"{recipes}:disjoint", "--world", "4", "--trained")
+    assert "language alone: all of it trained" in frozen
+
+
 def test_the_timeline_has_a_row_for_each_station(
     recipes: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -203,6 +274,20 @@ def test_grid_of_a_run_without_modules(capsys: pytest.CaptureFixture[str]) -> No
     assert [line.split("  ", 1)[1].strip()[:7] for line in lines[-4:]] == ["-", "-", "stage 0", "stage 1"]
     assert main(["grid", "tiny", *words, "--rank", "0"]) == ExitCode.OK
     assert "rank 0 of 4 holds no module" in capsys.readouterr().out
+
+
+def test_grid_is_printed_whole(recipes: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["grid", f"{recipes}:two", "--world", "4"]) == ExitCode.OK
+    text = capsys.readouterr().out
+    assert "audio: rank 3, tp 1" in text
+    assert "vision: ranks 0-2, tp 1" in text
+    assert " ".join(text.splitlines()[-1].split()) == "3 stage 1: tp 0 cp 0 dp 1 - stage 0: tp 0 cp 0 dp 0"
+
+
+def test_help_of_grid_begins_with_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["grid", "--help"])
+    assert capsys.readouterr().out.startswith("braid grid RECIPE --world N")
 
 
 def test_grid_lists_every_problem(recipes: Path, capsys: pytest.CaptureFixture[str]) -> None:

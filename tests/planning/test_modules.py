@@ -94,6 +94,8 @@ def seeing(*, input: int = 12, group: int = 4, **pixels: Any) -> Encoder:
         ({"mesh": Mesh(overlap=True)}, "modules.vision.mesh.overlap", "whole turns"),
         ({"mesh": Mesh(dispatcher="all_gather")}, "modules.vision.mesh.dispatcher", "hold different items"),
         ({"most_patches": 15}, "modules.vision.most_patches", "whole groups of 2"),
+        ({"most_patches": 1026}, "modules.vision.most_patches", "513 rows of 2 patches, and a sample has 256"),
+        ({"most_items": 9}, "modules.vision.most_items", "an item has a row of 2 patches or more"),
         ({"items": "files"}, "modules.vision.items", "made up from the text"),
         (
             {"items": "image"},
@@ -121,6 +123,42 @@ def test_the_images_of_the_data_are_those_of_one_module() -> None:
     assert found.field == "modules.sight.items"
     assert "one module" in found.rule
     assert not check(run_with({"vision": Mesh()}, model=seeing(), items="image"), 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "remedy"),
+    [
+        ({"model": encoder(128, group=64), "most_patches": 32}, "64"),
+        ({"model": encoder(128, group=64), "most_patches": 130}, "128"),
+        ({"most_patches": 1026}, "at most 512, or data.sequence_tokens to 513 or more"),
+        ({"most_items": 9}, "at most 8, or modules.vision.most_patches to 18 or more"),
+        ({"token": 2**63}, "an id below 300 that no text has, or a larger model.vocab"),
+        ({"trained": ("blocks.7.*",)}, "a glob over canonical names: blocks.1.*"),
+        ({"trained": ("modules.vision.projector.*",)}, "projector.*"),
+    ],
+    ids=str,
+)
+def test_remedies_of_modules_can_be_set(changes: dict[str, object], remedy: str) -> None:
+    problem, *_ = check(run_with({"vision": Mesh()}, **changes), 1)
+    assert problem.remedy == remedy
+    assert "of the model" not in problem.rule
+
+
+def test_limits_that_a_sample_can_just_hold_are_no_problem() -> None:
+    assert not check(run_with({"vision": Mesh()}, most_patches=512, most_items=256), 1)
+
+
+def test_globs_of_another_module_name_its_option() -> None:
+    run = replace(run_with({"eyes": Mesh()}), trained=("modules.eyes.projector.*",))
+    assert check(run, 1)[0].remedy == "--modules.eyes.trained 'projector.*'"
+    run = replace(run, trained=("*",), lr_share={"modules.eyes.*": 0.5})
+    assert check(run, 1)[0].remedy == "--modules.eyes.lr-share '*'"
+    assert "blocks." in check(replace(run, modules={}), 1)[0].remedy, "there is no such module"
+
+
+def test_modules_are_a_mapping() -> None:
+    (problem,) = check(replace(run_with({}), modules=None), 1)  # type: ignore[arg-type]
+    assert problem.rule == "must be a mapping of names to Module"
 
 
 def test_modules_share_no_placeholder_and_leave_no_rank_out() -> None:

@@ -40,6 +40,21 @@ def test_an_encoder_takes_the_flops_of_its_items() -> None:
     )
 
 
+def passes(globs: tuple[str, ...], world: int) -> float:
+    """Backwards of the encoder, in units of its forward."""
+    timeline = simulated_timeline(plan(run_with({"vision": Mesh()}, trained=globs), world))
+    spans = [span for span in timeline.spans[0] if span.op.segment == 1]
+    spent = {act: sum(span.end - span.start for span in spans if span.op.act is act) for act in (Act.F, Act.B)}
+    return spent[Act.B] / spent[Act.F]
+
+
+@pytest.mark.parametrize("globs", [("*",), ("blocks.1.*", "projector.*"), ("projector.*",), ("patches.*",), ()])
+def test_a_partly_frozen_encoder_takes_the_same_share_on_one_rank_as_on_several(globs: tuple[str, ...]) -> None:
+    assert passes(globs, 1) == pytest.approx(passes(globs, 2))
+    assert passes(globs, 1) <= passes(("*",), 1) == pytest.approx(2)
+    assert passes(("projector.*",), 1) < 1
+
+
 def test_stations_of_a_stage_run_side_by_side() -> None:
     """Ranks 2 and 3 hold the last stage of the language model, and run different lists."""
     world, mesh, meshes, *_ = PLACEMENTS["one encoder on all ranks, one on the last"]

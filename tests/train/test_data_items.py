@@ -11,8 +11,10 @@ import torch
 from braid.config import Mesh, Run
 from braid.data import ByteTokenizer, build
 from braid.encoders import Pixels
-from braid.errors import DataError
+from braid.errors import ConfigError, DataError
+from braid.planning.plan import plan
 from braid.train.data_pipeline import open_data_pipeline
+from braid.train.trainer import Trainer
 from tests.data.pictures import png, write_rows
 from tests.planning.modules import TOKEN, encoder, run_with
 
@@ -64,9 +66,27 @@ def test_only_modules_with_items_have_them(corpus: Path, tmp_path: Path) -> None
     assert not (loader.batch(range(12)).tokens_BT == TOKEN).any()
 
 
-def test_a_placeholder_that_text_may_have_is_refused(corpus: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("items", ["synthetic", ""])
+def test_a_placeholder_that_text_may_have_is_refused(corpus: Path, tmp_path: Path, items: str) -> None:
     with pytest.raises(DataError, match=r"modules\.vision\.token is 256.*set modules\.vision\.token to 257"):
-        open_data_pipeline(run_on(corpus, items="synthetic", token=256), tmp_path)
+        open_data_pipeline(run_on(corpus, items=items, token=256), tmp_path)
+
+
+def test_a_run_with_a_module_more_or_less_says_which(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = run_on(corpus)
+    run = replace(run, train=replace(run.train, steps=20, eval_samples=0))
+    fewer = replace(run, modules={"vision": run.modules["vision"]})
+    with Trainer(plan(fewer, 1), out=tmp_path, device="cpu", quiet=True) as trainer:
+        trainer.save()
+    capsys.readouterr()
+    with pytest.raises(ConfigError, match=r"modules\.audio was added since"):
+        Trainer(plan(run, 1), out=tmp_path, device="cpu", quiet=True)
+    said = [line for line in capsys.readouterr().err.splitlines() if "modules." in line]
+    assert said == ["braid:   modules.audio: added"]
+    with pytest.raises(ConfigError, match=r"modules\.vision was removed since"):
+        Trainer(plan(replace(run, modules={}), 1), out=tmp_path, device="cpu", quiet=True)
 
 
 # --------------------------------------------------------------------------------------------- images

@@ -77,6 +77,15 @@ def test_a_step_that_is_not_finite_leaves_the_weights_and_names_the_parameter(fp
     assert state.skipped_in_a_row == 0
 
 
+def test_what_is_not_finite_has_the_names_of_checkpoints(fp64, tmp_path):
+    feed, state, _ = started(fp64, tmp_path)
+    with torch.no_grad():
+        state.model.get_parameter("final_norm.weight").fill_(float("nan"))
+    named = {name.removesuffix(" ...") for name in train_step(state, fp64, feed.train, 1e-2).not_finite}
+    assert len(named) > 2
+    assert named - {"loss"} <= state.model.canonical().keys()
+
+
 def test_evaluation_does_not_depend_on_how_much_is_done_at_once(fp64, tmp_path):
     feed, state, _ = started(fp64, tmp_path)
     losses = [

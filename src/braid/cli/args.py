@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,6 +11,7 @@ import rich.console
 import rich.table
 import rich.text
 import tyro
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from braid.errors import ConfigError
 
@@ -51,7 +52,31 @@ def optional(metavar: str, default: str) -> Any:
 
 def parse_options(kind: type[Options], args: list[str], prog: str, default: Any = None) -> Options:
     """Parse options into a dataclass with tyro. An invalid option exits the process with code 2."""
-    return tyro.cli(kind, args=args, prog=prog, default=default, config=(tyro.conf.AvoidSubcommands,))
+    registry = ConstructorRegistry()
+    registry.primitive_rule(_shares_option)
+    return tyro.cli(
+        kind, args=args, prog=prog, default=default, config=(tyro.conf.AvoidSubcommands,), registry=registry
+    )
+
+
+def _shares_option(field: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Mapping[str, float]] | None:
+    """Numbers by glob are one option that replaces all of them: `--lr-share 'blocks.*' 0.5`. tyro's own rule
+    makes an option of every glob that the default has, and then there is no other way to name one."""
+    if field.type != Mapping[str, float]:
+        return None
+    return PrimitiveConstructorSpec(
+        nargs="*",
+        metavar="[GLOB FLOAT [GLOB FLOAT ...]]",
+        instance_from_str=_parse_shares,
+        is_instance=lambda value: isinstance(value, Mapping),
+        str_from_instance=lambda shares: [word for pair in shares.items() for word in map(str, pair)],
+    )
+
+
+def _parse_shares(words: list[str]) -> dict[str, float]:
+    if len(words) % 2:
+        raise ValueError(f"{words[-1]!r} has no number: give pairs of a glob and a number")
+    return {glob: float(share) for glob, share in zip(words[::2], words[1::2], strict=True)}
 
 
 def perfetto_hint(trace: Path) -> str:

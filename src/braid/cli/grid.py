@@ -10,7 +10,7 @@ from typing import Annotated
 import rich.console
 import rich.text
 
-from braid.cli.args import optional, parse_options, print_table
+from braid.cli.args import optional, parse_options, print_table, wants_help
 from braid.cli.recipes import RunFields
 from braid.cli.sources import load_source
 from braid.errors import ConfigError, ExitCode, Problem
@@ -19,8 +19,18 @@ from braid.schedule.graph import LANGUAGE
 from braid.topology import DENSE, EXPERT, FAMILIES, Grid, Members, standard
 
 RANK_COLUMNS = ("family", "index", "size", "ranks of its group")
+WIDTH = 80
+"""Columns for each module if stdout is not a terminal."""
 MAX_LISTED = 6
 """Members shown of a group whose ranks are not contiguous."""
+
+USAGE = """\
+braid grid RECIPE --world N [OPTIONS]   what each rank of a run holds: its modules, stages and coordinates
+braid grid [OPTIONS]                    the process groups of one layout, by the options below
+
+RECIPE and its fields are those of `braid plan`; --rank and --json apply to both.
+"""
+"""What comes before the options of one layout."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +66,8 @@ class GridOptions:
 def show_grid(args: list[str]) -> int:
     if args and not args[0].startswith("-"):
         return show_run_grid(args)
+    if wants_help(args):
+        print(USAGE)
     opts = parse_options(GridOptions, args, "braid grid")
     grid = standard(tp=opts.tp, cp=opts.cp, dp=opts.dp, pp=opts.pp, etp=opts.etp, ep=opts.ep, offset=opts.first)
     if opts.json:
@@ -102,6 +114,8 @@ def show_run_grid(args: list[str]) -> int:
         print(json.dumps(run_grid_json(grids, plan.world, opts.rank)))
         return ExitCode.OK
     console = rich.console.Console(highlight=False, soft_wrap=True)
+    if not console.is_terminal:
+        console = rich.console.Console(highlight=False, soft_wrap=True, width=_width(len(grids)))
     if opts.rank is None:
         console.print(rich.text.Text("\n".join(_run_title(grids, plan.world))))
         print_table(("rank", *grids), _held_rows(grids, plan.world), console)
@@ -112,6 +126,11 @@ def show_run_grid(args: list[str]) -> int:
         console.print(rich.text.Text(f"\n{name}\n{_coordinates(grid, opts.rank)}\n"))
         print_table(RANK_COLUMNS, _rank_rows(grid, opts.rank), console)
     return ExitCode.OK
+
+
+def _width(grids: int) -> int:
+    """Columns for a table of any number of modules: one that is cut says nothing in a file."""
+    return WIDTH * (1 + grids)
 
 
 def run_grid_json(grids: Mapping[str, Grid], world: int, rank: int | None) -> dict[str, object]:
@@ -134,8 +153,8 @@ def run_grid_json(grids: Mapping[str, Grid], world: int, rank: int | None) -> di
 def _run_title(grids: Mapping[str, Grid], world: int) -> Iterator[str]:
     yield "1 rank" if world == 1 else f"{world:,} ranks"
     for name, grid in grids.items():
-        ranks = _format_group(tuple(grid.ranks))
-        yield f"  {name}: ranks {ranks}, {grid.dense}; {grid.view(EXPERT)}  for experts"
+        ranks = f"{'rank' if grid.size == 1 else 'ranks'} {_format_group(tuple(grid.ranks))}"
+        yield f"  {name}: {ranks}, {grid.dense}; {grid.view(EXPERT)}  for experts"
     yield ""
 
 

@@ -22,6 +22,7 @@ from braid.cli.plan_notes import (
     ineffective_options,
     module_notes,
     schedule_summary,
+    trained_summaries,
     trained_summary,
 )
 from braid.cli.plan_tables import MEMORY_COLUMNS, layers_cell, stage_json, traffic_table
@@ -171,10 +172,10 @@ def _print(result: Estimate, limit: int | None, advice: list[Advice]) -> None:
     console.print(module_header(result) if several else _header(result))
     if summary := schedule_summary(result.plan):
         console.print(f"schedule: {summary}")
-    if summary := trained_summary(result.plan):
+    for summary in trained_summaries(result.plan):
         console.print(f"trained: {summary}")
     for note in (*ineffective_options(result.plan), *module_notes(result.plan)):
-        console.print(f"note: {note}")
+        console.print(f"note: {note}", markup=False)  # globs of notes are in square brackets
     console.print()
     console.print(f"memory of one rank per {'station' if several else 'stage'}, {unit}", style="bold")
     print_table(*(station_table(result, size) if several else _memory_table(result)), console)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import rich.console
 
 from braid.cli.args import print_table
+from braid.cli.plan_notes import trained_summary
 from braid.cli.plan_tables import MEMORY_COLUMNS, layers_cell, mib, stage_json, traffic_table
 from braid.planning.divisibility import AxisSizes
 from braid.schedule.draw import format_ranks
@@ -123,7 +124,10 @@ def print_edges_and_ahead(result: Estimate, unit: tuple[str, int], console: rich
     console.print("edges, for micro-batches as full as they may be", style="bold")
     print_table(*_edge_table(result), console)
     console.print()
-    console.print("simulated step, by how many micro-batches each module may be ahead", style="bold")
+    # `ahead_choices` compares with a trained language model where nothing of it is trained.
+    alone = "trained as here" if result.plan.run.trained else "all of it trained"
+    title = f"simulated step, by how many micro-batches each module may be ahead (language alone: {alone})"
+    console.print(title, style="bold")
     print_table(*_ahead_table(list(ahead_choices(result)), unit), console)
     console.print()
     console.print(draw_text(simulated_timeline(result.plan), width=TIMELINE_WIDTH), markup=False)
@@ -198,7 +202,11 @@ def modules_json(result: Estimate) -> dict[str, Any]:
 
     return {
         "modules": {
-            name: {"ranks": [grid.ranks[0], grid.size], "axes": asdict(axes)}
+            name: {
+                "ranks": [grid.ranks[0], grid.size],
+                "axes": asdict(axes),
+                "trained": trained_summary(result.plan, name),
+            }
             for name, (grid, axes) in _grids(result.plan).items()
         },
         "stations": [_station_json(station) for station in result.stations],

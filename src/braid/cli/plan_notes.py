@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from braid.planning.plan import Plan, span_of, whole_model
+from braid.planning.plan import Plan, span_of, whole_models
+from braid.planning.trained import governed
+from braid.schedule.graph import LANGUAGE
+from braid.schedule.phases import Phase
 
 
 def schedule_summary(plan: Plan) -> str:
@@ -23,21 +26,39 @@ def schedule_summary(plan: Plan) -> str:
     return ", ".join(parts)
 
 
-def trained_summary(plan: Plan) -> str:
-    """What is trained, and where backward ends, in one line; empty if everything is trained."""
-    if plan.selection is None:
-        return ""
-    from braid.planning.estimate.weights import part_of, phases_of  # imports torch
+def trained_summaries(plan: Plan) -> list[str]:
+    """What is trained of each module, the language model first; those of which everything is are left out."""
+    return [text for name in (LANGUAGE, *plan.encoders) if (text := trained_summary(plan, name))]
 
-    model = whole_model(plan)
+
+def trained_summary(plan: Plan, module: str = LANGUAGE) -> str:
+    """What is trained of a module, and where its backward ends, in one line; empty if everything is trained."""
+    selection = plan.selection_of(module)
+    if selection is None:
+        return ""
+    from braid.planning.estimate.weights import phases_of  # imports torch
+
+    model = whole_models(plan)[module]
     counts = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    learned, every = sum(counts[name] for name in plan.trained(model) & counts.keys()), sum(counts.values())
-    phases = [phase for segment in range(len(plan.layout.segments)) for phase in phases_of(plan, segment)]
-    first = next(phase for phase in phases if phase.backward)
-    saved = "" if first is phases[0] else f"; no backward before {part_of(first)}"
-    rates = f"; {len(plan.selection.shares)} tensors at rates of their own" if plan.selection.shares else ""
-    of_model = " of the language model" if plan.encoders else ""
-    return f"{learned:,} of {every:,} parameters{of_model}{saved}{rates}"
+    learned = sum(counts[name] for name in selection.parameters(model) & counts.keys())
+    segments = range(len(plan.layout.segments)) if module == LANGUAGE else plan.encoders[module].segments
+    phases = [phase for segment in segments for phase in phases_of(plan, segment)]
+    first = next((phase for phase in phases if phase.backward), None)
+    saved = "" if first is phases[0] else "; no backward"
+    saved += "" if first is phases[0] or first is None else f" before {_begins(first, module)}"
+    rates = f"; {len(selection.shares)} tensors at rates of their own" if selection.shares else ""
+    of_model = " of the language model" if module == LANGUAGE else f" of {module}"
+    return (
+        f"{learned:,} of {sum(counts.values()):,} parameters{of_model if plan.encoders else ''}{saved}{rates}"
+    )
+
+
+def _begins(phase: Phase, module: str) -> str:
+    """The part of a module that a phase runs, by its canonical name."""
+    from braid.planning.estimate.weights import part_of  # imports torch
+
+    of_encoder = {"head": "projector", "final_norm": "final_norm"}
+    return part_of(phase) if module == LANGUAGE else of_encoder.get(phase.kind, part_of(phase))
 
 
 def _recomputed(plan: Plan) -> Iterator[str]:
@@ -82,6 +103,23 @@ def ineffective_options(plan: Plan) -> Iterator[str]:
         else:
             why, remedy = "recompute of whole blocks saves the streams before every block", "leave it out"
         yield f"train.recompute_span {run.train.recompute_span} changes nothing, {why}: {remedy}"
+    yield from _frozen_shares(plan)
+
+
+def _frozen_shares(plan: Plan) -> Iterator[str]:
+    """Learning rates of tensors that are not trained."""
+    shares = {LANGUAGE: plan.run.lr_share} | {name: each.lr_share for name, each in plan.run.modules.items()}
+    for module, globs in shares.items():
+        selection = plan.selection_of(module)
+        if not globs or selection is None:
+            continue
+        at = plan.prefix_of(module)
+        for glob, tensors in governed(whole_models(plan)[module].canonical(), globs).items():
+            if tensors and selection.tensors.isdisjoint(tensors):
+                yield (
+                    f"{at}lr_share[{glob}] changes nothing, as the tensors that it matches are frozen: "
+                    f"leave it out, or add them to {at}trained"
+                )
 
 
 def module_notes(plan: Plan) -> Iterator[str]:

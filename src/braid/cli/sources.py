@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from braid import recipes
-from braid.config import Run
+from braid.config import Run, type_problems
 from braid.errors import ConfigError
 
 
@@ -27,7 +27,10 @@ def load_source(name: str) -> RunSource:
     """The run of a recipe, or of a folder."""
     path = Path(name)
     if ".py" in name or not path.is_dir():
-        return RunSource(recipes.load(name))
+        run = recipes.load(name)
+        if wrong_types := list(type_problems(run)):
+            raise ConfigError(wrong_types)  # options are made of the values, and need the right types
+        return RunSource(run)
     from braid.train.state import describe, resolve_checkpoint, weight_names
 
     newest = resolve_checkpoint(path)

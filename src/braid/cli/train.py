@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from braid import validators
 from braid.cli.args import optional, parse_options, perfetto_hint, split_positional
 from braid.cli.next_steps import next_commands, program
-from braid.cli.plan_notes import ineffective_options, schedule_summary, trained_summary
+from braid.cli.plan_notes import ineffective_options, schedule_summary, trained_summaries
 from braid.cli.progress import bar
 from braid.cli.recipes import RunFields, expand_recipe_help
 from braid.cli.sources import load_source, output_folder
@@ -288,7 +288,7 @@ def _header(trainer: Trainer, init: Path | None) -> Sequence[tuple[str, str]]:
         ("step", f"{plan.step_tokens:,} tokens = {run.train.batch_samples} x {run.data.sequence_tokens}"),
         ("device", f"{trainer.device.name}, {run.train.dtype}"),
         *([] if plan.world == 1 else [("ranks", ranks)]),
-        *([("trained", text)] if (text := trained_summary(plan)) else []),
+        *(("trained" if i == 0 else "", text) for i, text in enumerate(trained_summaries(plan))),
         *([("schedule", text)] if (text := schedule_summary(plan)) else []),
         *(("kernels" if i == 0 else "", text) for i, text in enumerate(kernels)),
         ("out", f"{trainer.run_dir.out}, {status}"),

@@ -193,7 +193,14 @@ def trained_problems(run: Run) -> Iterator[Problem]:
     """What is wrong with `trained` and `lr_share` of modules, for a run that has no other problems."""
     for name, module in run.modules.items():
         model = on_meta(module, layout_of(module), run.train.dtype)
-        yield from trained.problems(model, module.trained, module.lr_share, at=f"modules.{name}.")
+        yield from trained.problems(
+            model, module.trained, module.lr_share, at=f"modules.{name}.", modules=prefixes(run)
+        )
+
+
+def prefixes(run: Run) -> list[str]:
+    """What names of tensors and fields of the modules begin with."""
+    return [f"modules.{name}." for name in run.modules]
 
 
 def problems(run: Run, world: int) -> Iterator[Problem]:
@@ -221,17 +228,33 @@ def _shared(run: Run, module: Module, at: str) -> Iterator[Problem]:
     """What a module must have in common with the language model."""
     if module.token >= run.model.vocab:
         rule = f"placeholders are tokens, and model.vocab is {run.model.vocab}"
-        remedy = f"an id below {run.model.vocab} that no text has, or model.vocab to {module.token + 1}"
+        remedy = f"an id below {run.model.vocab} that no text has, or a larger model.vocab"
         yield Problem(field=f"{at}.token", value=module.token, rule=rule, remedy=remedy)
     width = module.model.projector.width
     if width != run.model.hidden:
         rule = f"rows take the places of embeddings, and model.hidden is {run.model.hidden}"
         field = f"{at}.model.projector.width"
         yield Problem(field=field, value=width, rule=rule, remedy=str(run.model.hidden))
-    if module.most_patches % module.model.group:
-        rule = f"items are whole groups of {module.model.group} patches"
-        below = module.most_patches - module.most_patches % module.model.group
-        yield Problem(field=f"{at}.most_patches", value=module.most_patches, rule=rule, remedy=f"{below}")
+    yield from _limits(run, module, at)
+
+
+def _limits(run: Run, module: Module, at: str) -> Iterator[Problem]:
+    """Items are whole groups of patches, and their rows take the places of a sample's tokens."""
+    patches, group, tokens = module.most_patches, module.model.group, run.data.sequence_tokens
+    if min(patches, group, tokens, module.most_items) < 1:
+        return  # told by `Run.problems`
+    field = f"{at}.most_patches"
+    if patches % group:
+        rule = f"items are whole groups of {group} patches"
+        yield Problem(field=field, value=patches, rule=rule, remedy=f"{max(patches // group, 1) * group}")
+    elif (rows := patches // group) > tokens:
+        rule = f"{rows} rows of {group} patches, and a sample has {tokens} tokens (data.sequence_tokens)"
+        remedy = f"at most {tokens * group}, or data.sequence_tokens to {rows} or more"
+        yield Problem(field=field, value=patches, rule=rule, remedy=remedy)
+    elif module.most_items > rows:
+        rule = f"an item has a row of {group} patches or more, and {at}.most_patches is {patches}"
+        remedy = f"at most {rows}, or {at}.most_patches to {module.most_items * group} or more"
+        yield Problem(field=f"{at}.most_items", value=module.most_items, rule=rule, remedy=remedy)
 
 
 def _own(run: Run, module: Module, world: int) -> Iterator[Problem]:

@@ -406,7 +406,7 @@ def _trained(run: Run) -> Iterator[Problem]:
     if run.trained == trained.EVERYTHING and not run.lr_share and not run.modules:
         return  # the case of most runs, and models take time to build
     model = _whole_model(run, _layout(run), run.train.dtype)
-    yield from trained.problems(model, run.trained, run.lr_share)
+    yield from trained.problems(model, run.trained, run.lr_share, modules=modules.prefixes(run))
     yield from modules.trained_problems(run)
     encoders = ((modules.on_meta(each, modules.layout_of(each)), each.trained) for each in run.modules.values())
     yield from trained.nothing_trained([(model, run.trained), *encoders])

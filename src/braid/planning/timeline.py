@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from braid.planning.modules import ModulePlan, whole_encoder
-from braid.planning.plan import Plan, phase_flops
+from braid.planning.plan import Plan, inner_phases, phase_flops, whole_model
 from braid.schedule import Act, Costs, Op, Timeline, simulate
+from braid.schedule.graph import LANGUAGE
 from braid.schedule.simulate import PHASES
 
 PhaseCosts = Mapping[str, float]
@@ -21,13 +22,12 @@ def simulated_timeline(plan: Plan) -> Timeline:
     """When each op of a step runs. A backward takes twice as long as its forward, a message no time."""
     costs = _language_costs(plan)
     if not plan.encoders:
-        return simulate(
-            plan.schedule, Costs(phases={name: each for own in costs for name, each in own.items()})
-        )
+        phases = {name: each for own in costs for name, each in own.items()}
+        return simulate(plan.schedule, Costs(phases=phases, partly_frozen=_partly_frozen(plan, costs)))
     unit = _flops_per_unit(plan, costs)
     for encoder in plan.encoders.values():
         costs += _encoder_costs(plan, encoder, unit)
-    return simulate(plan.schedule, Costs(phases=tuple(costs)))
+    return simulate(plan.schedule, Costs(phases=tuple(costs), partly_frozen=_partly_frozen(plan, costs)))
 
 
 def _language_costs(plan: Plan) -> list[PhaseCosts]:
@@ -38,6 +38,26 @@ def _language_costs(plan: Plan) -> list[PhaseCosts]:
     flops = phase_flops(plan)
     unit = min((sum(segment.values()) for segment in flops if segment), default=1)
     return [{phase: count / unit for phase, count in segment.items()} for segment in flops]
+
+
+def _partly_frozen(plan: Plan, costs: Sequence[PhaseCosts]) -> dict[int, float]:
+    """The backward of each segment that is a single phase with frozen units: as long as the backwards of the
+    phases that it combines."""
+    owners = [LANGUAGE] * len(plan.layout.segments)
+    owners += [name for name, each in plan.encoders.items() for _ in each.segments]
+    tokens = {LANGUAGE: plan.run.data.sequence_tokens}
+    tokens |= {name: each.module.most_patches for name, each in plan.encoders.items()}
+    found: dict[int, float] = {}
+    for segment, (phases, owner) in enumerate(zip(plan.schedule.phases, owners, strict=True)):
+        if [phase.kind for phase in phases] != ["segment"] or not phases[0].frozen:
+            continue
+        model = whole_model(plan) if owner == LANGUAGE else whole_encoder(plan.encoders[owner])
+        own = inner_phases(plan)[segment]
+        flops = [model.phase_flops(phase, tokens[owner]) for phase in own]
+        passes = [phase.backward * (2 if phase.grad_units else 1) for phase in own]
+        backward = sum(count * times for count, times in zip(flops, passes, strict=True))
+        found[segment] = costs[segment]["segment"] * backward / max(sum(flops), 1)
+    return found
 
 
 def _flops_per_unit(plan: Plan, costs: Sequence[PhaseCosts]) -> float:

@@ -74,13 +74,22 @@ def select(build: Callable[[], StackedModel], globs: Globs, shares: Mapping[str,
     )
 
 
-def problems(model: StackedModel, globs: Globs, shares: Mapping[str, float], at: str = "") -> Iterator[Problem]:
-    """What is wrong with `trained` and `lr_share`, whose names begin with `at`."""
+def problems(
+    model: StackedModel,
+    globs: Globs,
+    shares: Mapping[str, float],
+    at: str = "",
+    modules: Iterable[str] = (),
+) -> Iterator[Problem]:
+    """What is wrong with `trained` and `lr_share`, whose names begin with `at`; those of modules begin with any
+    of `modules`."""
     if globs == EVERYTHING and not shares:
         return
     tensors = model.canonical()
-    yield from _unmatched(f"{at}trained", globs, tensors)
-    yield from _unmatched(f"{at}lr_share", shares, tensors)
+    for field, given in (("trained", globs), ("lr_share", shares)):
+        for glob in given:
+            if not any(fnmatchcase(name, glob) for name in tensors):
+                yield _unmatched(at, field, glob, list(tensors), modules)
     by_parameter: dict[str, list[str]] = {}
     for name, tensor in tensors.items():
         by_parameter.setdefault(tensor.parameter, []).append(name)
@@ -117,17 +126,32 @@ def matches(name: str, globs: Iterable[str]) -> bool:
     return any(fnmatchcase(name, glob) for glob in globs)
 
 
+def governed(names: Iterable[str], shares: Mapping[str, float]) -> dict[str, list[str]]:
+    """The tensors whose share each glob gives: those that it is the first to match."""
+    first = {name: next((glob for glob in shares if fnmatchcase(name, glob)), None) for name in names}
+    return {glob: [name for name, own in first.items() if own == glob] for glob in shares}
+
+
 def _share(name: str, shares: Mapping[str, float]) -> float:
     return next((share for glob, share in shares.items() if fnmatchcase(name, glob)), 1.0)
 
 
-def _unmatched(field: str, globs: Iterable[str], names: Iterable[str]) -> Iterator[Problem]:
-    known = list(names)
-    for glob in globs:
-        if not any(fnmatchcase(name, glob) for name in known):
-            near = difflib.get_close_matches(glob, known, n=NEAREST, cutoff=0)
-            rule = f"matches no tensor of the model; the nearest are {', '.join(near)}"
-            yield Problem(field=field, value=glob, rule=rule, remedy="a glob over canonical names: blocks.3.*")
+def _unmatched(at: str, field: str, glob: str, names: list[str], modules: Iterable[str]) -> Problem:
+    """A glob that matches no tensor. One with the name that a module's tensors have in checkpoints belongs to
+    that module, without the prefix."""
+    near = difflib.get_close_matches(glob, names, n=NEAREST, cutoff=0)
+    rule = f"matches no tensor of {at.rstrip('.') or 'the model'}; the nearest are {', '.join(near)}"
+    remedy = f"a glob over canonical names: {_example(names)}"
+    if (module := next((each for each in modules if glob.startswith(each)), None)) is not None:
+        own = glob.removeprefix(module)
+        remedy = own if module == at else f"--{module}{field.replace('_', '-')} '{own}'"
+    return Problem(field=f"{at}{field}", value=glob, rule=rule, remedy=remedy)
+
+
+def _example(names: list[str]) -> str:
+    """A glob for a block that the model has."""
+    blocks = [int(name.split(".")[1]) for name in names if name.startswith("blocks.")]
+    return f"blocks.{min(3, max(blocks))}.*" if blocks else names[0]
 
 
 def _divided(

@@ -38,6 +38,8 @@ class Costs:
     for a phase that computes, half of that for weight gradients, and as long as forward for one that
     communicates and for `post`, which only adds. Two wgrad buckets together take as long as one. One mapping
     for all segments, or one per segment: phases of different modules may have the same name."""
+    partly_frozen: Mapping[int, float] = field(default_factory=dict)
+    """The duration of the `B` of segments that are a single phase, of which some parts are frozen."""
     recompute: float = 1.0
     """The share of a phase's forward that its `RECOMPUTE` takes."""
 
@@ -60,6 +62,8 @@ class Costs:
         kind = prefix[-1] if kind in BUCKETS else kind
         assert op.segment is not None
         phases = self.phases[op.segment] if isinstance(self.phases, tuple) else self.phases
+        if op.act is Act.B and op.segment in self.partly_frozen:
+            return self.partly_frozen[op.segment]
         seconds = phases.get(name, phases.get(kind, 0.0))
         computes = kind not in ("dispatch", "combine")
         if op.act is Act.W:

@@ -104,9 +104,9 @@ def _check_tokenizer(source: data.Source, tokenizer: data.Tokenizer) -> None:
 
 
 def _check_placeholders(run: Run, tokenizer: data.Tokenizer) -> None:
-    """Text cannot contain the placeholders of items that are put into it."""
+    """Text cannot contain the placeholders of items, whether a module has any or none."""
     for name, module in run.modules.items():
-        if module.items and module.token < tokenizer.vocab:
+        if module.token < tokenizer.vocab:
             raise DataError(
                 f"modules.{name}.token is {module.token}, which text may have: ids of tokenizer "
                 f"{run.data.tokenizer!r} are 0 to {tokenizer.vocab - 1}; set modules.{name}.token to "

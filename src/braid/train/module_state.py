@@ -49,6 +49,17 @@ class ModuleState:
         return frozenset(name for name, _ in self.model.named_buffers() if name not in self.trained_buffers)
 
     @functools.cached_property
+    def names(self) -> dict[str, str]:
+        """By parameter, the canonical names of its tensors, as a person reads them: with ` ...` for the others
+        if there are several."""
+        tensors: dict[str, list[str]] = {}
+        for name, tensor in self.model.canonical().items():
+            tensors.setdefault(tensor.parameter, []).append(name)
+        return {
+            parameter: first if not more else f"{first} ..." for parameter, (first, *more) in tensors.items()
+        }
+
+    @functools.cached_property
     def copies(self) -> list[ReplicatedPart]:
         """The parts of parameters that are replicated on other ranks."""
         shards = {name: self.kept[name].shard for name in self.optimizer.main}

@@ -94,11 +94,20 @@ def _only_regrouped(before: Model, now: Model) -> bool:
 
 def _resume(state: JobState, run: Run, data: DataPipeline, run_dir: RunDir, path: Path) -> None:
     saved = states.describe(path)
-    changed = difference(saved.run, run)
-    if changed and state.job.rank == 0:
+    before, now = saved.run.modules, run.modules
+    moved = {name: "added" for name in now if name not in before}
+    moved |= {name: "removed" for name in before if name not in now}
+    changed = {
+        field: values
+        for field, values in difference(saved.run, run).items()
+        if not any(field.startswith(f"modules.{name}.") for name in moved)
+    }
+    if (changed or moved) and state.job.rank == 0:
         warn(f"the run differs from the one that saved {path}:")
-        for name, (before, now) in changed.items():
-            warn(f"  {name}: {before} -> {now}")
+        for field, (old, new) in changed.items():
+            warn(f"  {field}: {old} -> {new}")
+        for name, how in moved.items():
+            warn(f"  modules.{name}: {how}")
         if "model.pattern" in changed and _only_regrouped(saved.run.model, run.model):
             warn("  the layers are the same: their weights and optimizer state are taken over layer by layer")
     if saved.step > run.train.steps:
@@ -110,6 +119,12 @@ def _resume(state: JobState, run: Run, data: DataPipeline, run_dir: RunDir, path
         raise ConfigError(
             f"{run_dir.out} holds imported weights, not a run to resume: "
             f"train from them with --init {run_dir.out} and another --out"
+        )
+    if moved:
+        which = " and ".join(f"modules.{name} was {how}" for name, how in moved.items())
+        raise ConfigError(
+            f"{which} since {path} was saved, and a run resumes with the modules that it has: "
+            "restore the modules, or set another --out"
         )
     if saved.data_fingerprint not in (states.NO_DATA, data.train.fingerprint):
         raise DataError(

@@ -193,7 +193,7 @@ def _gradient_norm(state: JobState) -> tuple[Tensor, Tensor, tuple[str, ...]]:
         square = square + gradients.own_square(
             grads, module.copies, repeated, squares_P=squares_P, kernels=kernels
         )
-        names += [module.prefix + name for name in grads]
+        names += [module.prefix + module.names[name] for name in grads]
         squares.append(squares_P)
     return gradients.total_norm(square, state.job), torch.cat(squares), tuple(names)
 
