@@ -448,6 +448,13 @@ def model_from_json(data: Any) -> Model:
     return model
 
 
+def encoder_from_json(data: Any, name: str) -> Encoder:
+    """The same of a module."""
+    encoder = _read(Encoder, data, f"run.modules[{name}].model")
+    assert isinstance(encoder, Encoder)
+    return encoder
+
+
 def _read(kind: Any, data: Any, at: str) -> Any:
     origin = typing.get_origin(kind)
     if origin in (typing.Union, types.UnionType):

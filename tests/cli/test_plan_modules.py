@@ -295,3 +295,13 @@ def test_grid_lists_every_problem(recipes: Path, capsys: pytest.CaptureFixture[s
     text = capsys.readouterr().err
     assert "modules.vision.token" in text
     assert "modules.vision.mesh.ranks" in text
+
+
+def test_show_counts_the_parameters_of_each_module(recipes: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", f"{recipes}:colocated", "--world", "4"]) == ExitCode.OK
+    lines = [line.split("  ", 1) for line in capsys.readouterr().out.splitlines() if line.startswith("param")]
+    counts = {name: int(text.strip().partition(", ")[0].replace(",", "")) for name, text in lines}
+    total, *modules = counts.values()
+    assert [*counts] == ["parameters", "parameters of the language model", "parameters of modules.vision"]
+    assert total == sum(modules)
+    assert all(modules)

@@ -193,14 +193,19 @@ PROGRAM = ("/opt/bin/braid",)
 def test_as_many_ranks_are_started_again_whoever_started_them(given, environment, again):
     run = small_run()
     run = replace(run, mesh=replace(run.mesh, tp=2))
-    words = ["my recipe.py:small", "--mesh.tp", "2", "--train.steps=8", "--trace", "x.json", *given]
+    globs = ["--trained", "blocks.*", "--lr-share", "blocks.0.*", "0.5"]
+    words = ["my recipe.py:small", "--mesh.tp", "2", "--train.steps=8", *globs, "--trace", "x.json", *given]
     generate, train, show = next_commands(words, Path("out"), plan(run, 2), PROGRAM, environment)
-    told = ["train", "my recipe.py:small", "--mesh.tp", "2", "--trace", "x.json"]
+    told = ["train", "my recipe.py:small", "--mesh.tp", "2", *globs, "--trace", "x.json"]
     assert shlex.split(train, comments=True) == [*PROGRAM, *told, *(again or []), "--train.steps", "16"]
     assert train.endswith("# under the launcher that started this run") == (again is None)
     assert shlex.split(generate) == [*PROGRAM, "generate", "out", "--prompt", "class "]
-    fields = ["--mesh.tp", "2", "--train.steps=8"]
+    fields = ["--mesh.tp", "2", "--train.steps=8", *globs]
     assert shlex.split(show) == [*PROGRAM, "show", "my recipe.py:small", *fields, "--world", "2"]
+
+
+def test_ranks_name_the_program_that_started_them():
+    assert program({"BRAID_PROGRAM": "'/opt/my programs/braid'"}) == ["/opt/my programs/braid"]
 
 
 @pytest.mark.parametrize("path", ["/opt/bin/braid", ".venv/bin/braid"])

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
+from braid.config import Run
 from braid.planning.plan import Plan
 
+PROGRAM = "BRAID_PROGRAM"
+"""The environment variable by which braid tells the ranks that it starts how it was called itself."""
 
-def program() -> Sequence[str]:
-    """The command prefix of this process: the `braid` script, or `python -m braid` (as in worker processes)."""
+
+def program(environment: Mapping[str, str] = MappingProxyType({})) -> Sequence[str]:
+    """The command prefix: the `braid` script, or `python -m braid`; in the worker processes of `braid train`,
+    that of the process that started them."""
+    if PROGRAM in environment:
+        return shlex.split(environment[PROGRAM])
     return [sys.argv[0]] if Path(sys.argv[0]).name == "braid" else [sys.executable, "-m", "braid"]
 
 
@@ -56,12 +65,15 @@ def _without(args: list[str], option: str) -> list[str]:
 
 
 def _run_overrides(args: list[str]) -> list[str]:
-    """The options that set fields of the run (their names contain a dot), with their values."""
+    """The options that set fields of the run, with their values: names with a dot, and fields without parts,
+    such as `--trained`."""
+    fields = {field.name for field in dataclasses.fields(Run)}
     kept: list[str] = []
     is_field = False
     for arg in args:
         if arg.startswith("--"):
-            is_field = "." in arg.partition("=")[0]
+            name = arg.removeprefix("--").partition("=")[0]
+            is_field = "." in name or name.replace("-", "_") in fields
         if is_field:
             kept.append(arg)
     return kept

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import textwrap
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -15,8 +16,9 @@ from braid.cli.sources import load_source
 from braid.config import Run, flatten, to_json
 from braid.errors import ConfigError, ExitCode
 from braid.planning.divisibility import describe_mesh, smallest_world
+from braid.planning.modules import encoder_size
+from braid.planning.plan import Plan, size
 from braid.planning.plan import plan as make_plan
-from braid.planning.plan import size
 
 
 def list_recipes(args: list[str]) -> int:
@@ -56,7 +58,6 @@ def show(args: list[str]) -> int:
     if opts.json:
         print(json.dumps(to_json(opts.run), indent=2))
         return ExitCode.OK
-    weights = size(plan)
     fields = flatten(opts.run)
     width = max(len(field) for field in fields)
     for field, value in fields.items():
@@ -65,12 +66,26 @@ def show(args: list[str]) -> int:
     for field, value in (
         ("world", f"{plan.world}: {describe_mesh(plan.run.mesh, plan.axes)}"),
         ("layers", f"{len(plan.layout.layers)} in {len(plan.layout.blocks)} blocks"),
-        ("parameters", f"{weights.total:,}, {weights.active:,} active per token"),
+        *_parameters(plan),
         ("step", f"{plan.step_tokens:,} tokens"),
         ("micro-batch", f"{plan.micro_batch_samples} samples"),
     ):
         print(f"{field:<{width}}  {value}")
     return ExitCode.OK
+
+
+def _parameters(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Rows with the number of parameters; of each module and of all where there are several."""
+    weights = size(plan)
+    language = f"{weights.total:,}, {weights.active:,} active per token"
+    if not plan.encoders:
+        yield "parameters", language
+        return
+    counts = {name: encoder_size(each) for name, each in plan.encoders.items()}
+    yield "parameters", f"{weights.total + sum(counts.values()):,}"
+    yield "parameters of the language model", language
+    for name, count in counts.items():
+        yield f"parameters of modules.{name}", f"{count:,}"
 
 
 def expand_recipe_help(args: list[str]) -> list[str]:

@@ -7,6 +7,7 @@ the environment. Invalid options and runs are rejected before torch is imported 
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, redirect_stdout
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from braid import validators
 from braid.cli.args import optional, parse_options, perfetto_hint, split_positional
-from braid.cli.next_steps import next_commands, program
+from braid.cli.next_steps import PROGRAM, next_commands, program
 from braid.cli.plan_notes import ineffective_options, schedule_summary, trained_summaries
 from braid.cli.progress import bar
 from braid.cli.recipes import RunFields, expand_recipe_help
@@ -24,6 +25,7 @@ from braid.cli.sources import load_source, output_folder
 from braid.config import to_json
 from braid.errors import BraidError, ConfigError, ExitCode, Problem
 from braid.planning.divisibility import describe_mesh
+from braid.planning.modules import encoder_size
 from braid.planning.plan import Plan, check
 from braid.planning.plan import plan as make_plan
 from braid.planning.plan import size as size_of
@@ -99,7 +101,7 @@ def train(args: list[str]) -> int:
         command,
         world=plan.world,
         restarts=opts.restarts,
-        environment=os.environ,
+        environment={**os.environ, PROGRAM: shlex.join(program())},
         failures=out / FAILURES,
     )
 
@@ -238,7 +240,7 @@ def _train(plan: Plan, out: Path, args: list[str], opts: TrainOptions) -> int:
     say("")
     say(table([*sample, ("", ""), *_summary(outcome, trainer)]))
     say("\ntry next")
-    for command in next_commands(args, out, plan, program(), os.environ):
+    for command in next_commands(args, out, plan, program(os.environ), os.environ):
         say(f"  {command}")
     return ExitCode.OK
 
@@ -298,11 +300,9 @@ def _header(trainer: Trainer, init: Path | None) -> Sequence[tuple[str, str]]:
 def _encoder(plan: Plan, name: str) -> str:
     """A module besides the language model, in one line."""
     from braid.console import magnitude
-    from braid.planning.modules import whole_encoder
 
     each = plan.encoders[name]
-    parameters = sum(parameter.numel() for parameter in whole_encoder(each).parameters())
-    text = f"{each.module.model.pattern}, {magnitude(parameters)} parameters"
+    text = f"{each.module.model.pattern}, {magnitude(encoder_size(each))} parameters"
     return text if plan.world == 1 else f"{text}, {describe_mesh(each.module.mesh, each.axes)}"
 
 

@@ -10,12 +10,30 @@ module needs torch.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from braid.model.declaration import LAYER_NAMES
 from braid.pattern import Layer, Layout
 
+MODULES = "modules."
+"""What the names of tensors of modules begin with; those of the language model do not."""
+
+_OF_MODULE = re.compile(rf"(?:optimizer\.[a-z_]+\.)?{re.escape(MODULES)}")
 _LAYER_TENSOR = re.compile(r"((?:mtp\.\d+\.)?blocks\.\d+\.[a-z0-9_]+)\.(.+)")
+
+
+def split_module(name: str) -> tuple[str, str]:
+    """A tensor's name in a checkpoint as the prefix of its module and the name within: `modules.vision.` and
+    `patches.weight`. The first is empty for the language model."""
+    if not name.startswith(MODULES):
+        return "", name
+    module, _, rest = name.removeprefix(MODULES).partition(".")
+    return f"{MODULES}{module}.", rest
+
+
+def language_names(names: Iterable[str]) -> frozenset[str]:
+    """Of the names of a checkpoint, those of tensors of the language model and of their moments."""
+    return frozenset(name for name in names if not _OF_MODULE.match(name))
 
 
 def split_layer(name: str) -> tuple[str, str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import TYPE_CHECKING
 
 from braid.choices import Dtype
@@ -159,6 +160,11 @@ def _flops(module: Module, model: EncoderModel, phases: Sequence[Phase]) -> int:
     """Of a sample with as many items and patches as it may have."""
     patches = -(-module.most_patches // module.most_items)
     return module.most_items * sum(model.phase_flops(phase, patches) for phase in phases)
+
+
+def encoder_size(plan: ModulePlan) -> int:
+    """The number of its parameters."""
+    return sum(prod(tensor.shape) for tensor in whole_encoder(plan).canonical().values())
 
 
 def whole_encoder(plan: ModulePlan) -> EncoderModel:

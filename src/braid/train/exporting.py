@@ -1,7 +1,8 @@
 """Export: a checkpoint becomes a folder of the Hugging Face hub, or one under Megatron's names.
 
-A model that was imported gets back what its folder held besides weights (`RUN/hub`). Tensors are streamed from
-the checkpoint to their files one at a time, by one process or by several that write whole files each.
+The language model is exported; encoders beside it stay behind. A model that was imported gets back what its
+folder held besides weights (`RUN/hub`). Tensors are streamed from the checkpoint to their files one at a time,
+by one process or by several that write whole files each.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
@@ -23,6 +24,7 @@ from braid.errors import CheckpointError, ConfigError
 from braid.interchange import FAMILIES, hub_folder, plan_trained, side_files
 from braid.interchange.files import FolderPlan, check_inside
 from braid.interchange.megatron import Form, adapter
+from braid.model.names import language_names
 from braid.nn.dtypes import DTYPES
 from braid.train.importing import MEGATRON, TOKENIZER, Report, dtype_of_training, processes
 from braid.train.state import CheckpointInfo, describe, weight_names
@@ -81,9 +83,9 @@ def run_of(path: Path) -> Path:
 
 
 def folder_of(path: Path, out: Path, settings: ExportSettings) -> FolderPlan:
-    """What goes into the folder."""
+    """What goes into the folder: the language model, and the run as it is without its modules."""
     saved = describe(path)
-    source, run = side_files.source_of(run_of(path)), saved.run
+    source, run = side_files.source_of(run_of(path)), replace(saved.run, modules={})
     model_type = settings.model_type or (source.config.get("model_type") if source else None)
     known = [*(family.model_type for family in FAMILIES), MEGATRON]
     if model_type is None:
@@ -95,12 +97,12 @@ def folder_of(path: Path, out: Path, settings: ExportSettings) -> FolderPlan:
             f"--model-type {model_type}: braid does not write such models{nearest(model_type, known)}\n"
             f"  set   one of {', '.join(known)}"
         )
-    if settings.optimizer and saved.own_updates:
+    if settings.optimizer and (later := language_names(saved.own_updates)):
         raise ConfigError(
-            f"--optimizer: {len(saved.own_updates)} tensors of {path} joined later and have counted their own "
+            f"--optimizer: {len(later)} tensors of {path} joined later and have counted their own "
             "updates, but a folder holds one number for all\n  set   the weights alone, without --optimizer"
         )
-    names = weight_names(path, moments=settings.optimizer)
+    names = language_names(weight_names(path, moments=settings.optimizer))
     tensors = LazyCheckpoint(path, names)
     dtype = DTYPES[run.train.dtype if settings.dtype == "run" else settings.dtype]
     updates = saved.updates if settings.optimizer else None
@@ -188,4 +190,7 @@ def _write_side_files(
     source = side_files.source_of(run_of(path))
     left_out = () if source is None else source.left_out
     notes += [f"not in the export, because the import left it out: {name}" for name in left_out]
+    notes += [
+        f"not in the export, which has the language model alone: modules.{name}" for name in saved.run.modules
+    ]
     return restored, tuple(notes)

@@ -7,15 +7,15 @@ window or top-k the same weights compute another function, and training silently
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from braid.architecture import SHAPE_OF, Model
+from braid.architecture import SHAPE_OF, Model, Trunk
 from braid.config import flatten
 from braid.errors import CheckpointError, ConfigError, Problem
-from braid.model.names import symbols
+from braid.model.names import MODULES, symbols
 from braid.pattern import Kind, Layout, parse
 from braid.train.surgery import Rule, block_sources
 
@@ -40,31 +40,43 @@ FREE_SETTINGS = (
 )
 """Model settings that a fine-tuning run may change, because they do not affect what trained weights compute.
 All others must match the checkpoint, unless a rule of `surgery` changes them or they are allowed by name.
-`model.moe.routing` must match too: sinkhorn applies in training only, but round_robin applies always."""
+`model.moe.routing` must match too: sinkhorn applies in training only, but round_robin applies always. For a
+module they are the same: `modules.vision.model.init_std`."""
 
 RULES_OF_SETTINGS = MappingProxyType({"model.tied": "untie", "model.hyper": "hyper", "model.vocab": "vocab"})
 """The rule of `surgery` that changes a setting, in one direction each."""
 
 
 def check_settings(
-    path: Path, saved: Model, chosen: Model, rules: Sequence[Rule] = (), allow: Collection[str] = ()
+    path: Path,
+    saved: Model,
+    chosen: Model,
+    rules: Sequence[Rule] = (),
+    allow: Collection[str] = (),
+    modules: Mapping[str, tuple[Trunk, Trunk]] = MappingProxyType({}),
 ) -> dict[str, tuple[Any, Any]]:
     """Reject a model that would compute another function with the weights of the checkpoint at `path`, unless
-    a rule or a setting's name in `allow` permits it. Returns the settings that `allow` let pass, with the
-    values of checkpoint and run."""
-    unknown = sorted(set(allow) - set(flatten(chosen, "model")) - set(flatten(saved, "model")))
-    if unknown or "model.pattern" in allow:
-        names = ", ".join([*unknown, *(["model.pattern"] if "model.pattern" in allow else [])])
+    a rule or a setting's name in `allow` permits it; likewise each of `modules`, of checkpoint and run. Returns
+    the settings that `allow` let pass, with the values of checkpoint and run."""
+    pairs: dict[str, tuple[Trunk, Trunk]] = {"model": (saved, chosen)}
+    pairs |= {f"modules.{name}.model": models for name, models in modules.items()}
+    known = {name for at, models in pairs.items() for model in models for name in flatten(model, at)}
+    patterns = [f"{at}.pattern" for at in pairs if f"{at}.pattern" in allow]
+    if unknown := [*sorted(set(allow) - known), *patterns]:
+        names = ", ".join(unknown)
         raise ConfigError(
             f"--init-allow {names}: names of settings such as model.attention.rope_base are allowed; "
             "another pattern needs a rule, see --init-rules"
         )
     problems = list(setting_problems(saved, chosen, rules, allow))
+    for name, models in modules.items():
+        problems += module_problems(name, *models, allow)
     if problems:
         count = "1 setting" if len(problems) == 1 else f"{len(problems)} settings"
         summary = f"the model in {path} and that of the run differ in {count}"
         raise CheckpointError("\n".join([summary, *(str(problem) for problem in problems)]))
-    return {name: (old, new) for name, old, new in _used_differences(saved, chosen) if name in allow}
+    differences = (each for at, models in pairs.items() for each in _used_differences(*models, at))
+    return {name: (old, new) for name, old, new in differences if name in allow}
 
 
 def setting_problems(
@@ -81,9 +93,38 @@ def setting_problems(
         helpful = RULES_OF_SETTINGS.get(name) if _grows(old, new) else None
         if name in allow or helpful in given:
             continue
-        rule = f"the weights of the checkpoint are those of a model with {old!r}"
         other = f"--init-allow {name}" if helpful is None else f"--init-rules {helpful}"
-        yield Problem(field=name, value=new, rule=rule, remedy=f"{old!r}, or {other}")
+        yield _other_setting(name, old, new, other)
+
+
+def module_problems(name: str, saved: Trunk, chosen: Trunk, allow: Collection[str] = ()) -> Iterator[Problem]:
+    """Every setting in which a module of a run differs from that of the checkpoint. Rules that map layers are
+    for the language model: a module of other layers starts afresh."""
+    at = f"modules.{name}.model"
+    if other_layers(saved, chosen):
+        rule = f"the checkpoint has the layers of {saved.pattern!r}"
+        remedy = (
+            f"{saved.pattern!r}; | and brackets may stand elsewhere. Or --init-rules {fresh_module(name)!r}"
+        )
+        yield Problem(field=f"{at}.pattern", value=chosen.pattern, rule=rule, remedy=remedy)
+    for setting, old, new in _used_differences(saved, chosen, at):
+        if setting not in allow:
+            yield _other_setting(setting, old, new, f"--init-allow {setting}")
+
+
+def other_layers(saved: Trunk, chosen: Trunk) -> bool:
+    """Whether two patterns differ in more than brackets and segments."""
+    return symbols(parse(saved.pattern)) != symbols(parse(chosen.pattern))
+
+
+def fresh_module(name: str) -> str:
+    """The rule that starts a module afresh."""
+    return f"fresh:{MODULES}{name}.*"
+
+
+def _other_setting(name: str, old: Any, new: Any, otherwise: str) -> Problem:
+    rule = f"the weights of the checkpoint are those of a model with {old!r}"
+    return Problem(field=name, value=new, rule=rule, remedy=f"{old!r}, or {otherwise}")
 
 
 def suggested_rules(saved: Model, chosen: Model) -> list[str]:
@@ -98,12 +139,13 @@ def suggested_rules(saved: Model, chosen: Model) -> list[str]:
     return found
 
 
-def _used_differences(saved: Model, chosen: Model) -> Iterator[tuple[str, Any, Any]]:
+def _used_differences(saved: Trunk, chosen: Trunk, at: str = "model") -> Iterator[tuple[str, Any, Any]]:
     """Differences that matter, without the pattern: settings of layer kinds that one of the models does not
-    have do not affect weights that both have."""
+    have do not affect weights that both have. `at` is the name of the models in a run."""
     used = parse(saved.pattern).kinds() & parse(chosen.pattern).kinds()
-    unused = [f"model.{name}" for kind, name in SHAPE_OF if kind not in used]
-    return _differences(saved, chosen, "model", {"model.pattern", *unused, *FREE_SETTINGS})
+    unused = [f"{at}.{name}" for kind, name in SHAPE_OF if kind not in used]
+    free = [at + name.removeprefix("model") for name in FREE_SETTINGS]
+    return _differences(saved, chosen, at, {f"{at}.pattern", *unused, *free})
 
 
 def _grows(old: Any, new: Any) -> bool:

@@ -14,15 +14,25 @@ from typing import Any
 
 import torch
 
+from braid.architecture import Model
 from braid.errors import CheckpointError
+from braid.model.names import split_module
 from braid.nn.dtypes import DTYPES
-from braid.planning.plan import Plan, whole_model
+from braid.planning.plan import Plan, canonical_names
+from braid.schedule.graph import LANGUAGE
 from braid.train import state as states
-from braid.train.finetune import check_settings, pattern_problems, suggested_rules
+from braid.train.finetune import (
+    check_settings,
+    fresh_module,
+    other_layers,
+    pattern_problems,
+    suggested_rules,
+)
 from braid.train.surgery import (
     NO_EFFECT,
     InitPlan,
     Rule,
+    Shapes,
     Stored,
     Transfer,
     accepting_rules,
@@ -30,6 +40,7 @@ from braid.train.surgery import (
     parse_rules,
     plan_by_name,
     plan_init,
+    with_fresh_modules,
 )
 
 
@@ -58,14 +69,12 @@ class Start:
 
 def start_from(path: Path, plan: Plan, options: InitOptions) -> Start:
     """Where the tensors of a planned run come from, or an error with everything that does not match."""
-    stored, saved, chosen = states.stored_weights(path), states.saved_model(path), plan.run.model
-    shapes = states.shapes_of(stored)
-    wanted = {name: tensor.shape for name, tensor in whole_model(plan).canonical().items()}
+    shapes, wanted = states.shapes_of(states.stored_weights(path)), canonical_names(plan)
     allowed: dict[str, tuple[Any, Any]] = {}
-    if saved is not None:
-        transfer = Transfer(saved=saved, chosen=chosen, stored=shapes, wanted=wanted, rules=options.rules)
+    if transfer := _transfer(path, plan, shapes, wanted, options.rules):
+        models = transfer.saved, transfer.chosen
         try:
-            allowed = check_settings(path, saved, chosen, options.rules, options.allow)
+            allowed = check_settings(path, *models, options.rules, options.allow, transfer.loaded)
         except CheckpointError as error:
             raise CheckpointError("\n".join([str(error), *_tensors_too(transfer)])) from error
         planned = plan_init(transfer)
@@ -76,9 +85,9 @@ def start_from(path: Path, plan: Plan, options: InitOptions) -> Start:
         )
     else:
         note = f"{path} has no model settings: only names and shapes of its tensors are checked"
-        planned = replace(plan_by_name(wanted), notes=(note,))
+        planned = with_fresh_modules(replace(plan_by_name(wanted), notes=(note,)), shapes)
     others = accepting_rules(planned, shapes, wanted)
-    hints = [] if saved is None else [f"set   {_command(options.rules, others)}"]
+    hints = [] if transfer is None else [f"set   {_command(options.rules, others)}"]
     check_plan(str(path), planned, shapes, wanted, hints=hints)
     record = {
         "from": str(path),
@@ -91,6 +100,24 @@ def start_from(path: Path, plan: Plan, options: InitOptions) -> Start:
     )
 
 
+def _transfer(path: Path, plan: Plan, stored: Shapes, wanted: Shapes, rules: Sequence[Rule]) -> Transfer | None:
+    """The models of a checkpoint and of a run; None for a checkpoint without settings."""
+    saved = states.saved_models(path)
+    language = saved.get(LANGUAGE)
+    if not isinstance(language, Model):
+        return None
+    held = {split_module(name)[0] for name in stored}
+    both = [name for name, each in plan.encoders.items() if name in saved and each.prefix in held]
+    return Transfer(
+        saved=language,
+        chosen=plan.run.model,
+        stored=stored,
+        wanted=wanted,
+        rules=rules,
+        modules={name: (saved[name], plan.run.modules[name].model) for name in both},
+    )
+
+
 def _tensors_too(transfer: Transfer) -> Iterator[str]:
     """What a refusal of settings says of tensors that would be refused next, with the rules that it names."""
     named = suggested_rules(transfer.saved, transfer.chosen)
@@ -98,9 +125,11 @@ def _tensors_too(transfer: Transfer) -> Iterator[str]:
     rules = (*useful, *parse_rules([name for name in named if name not in {rule.name for rule in useful}]))
     if any(pattern_problems(*transfer.layouts, rules)):
         return
+    others = [name for name, models in transfer.loaded.items() if other_layers(*models)]
+    rules += parse_rules([fresh_module(name) for name in others])
     planned = plan_init(replace(transfer, rules=rules))
-    if others := accepting_rules(planned, transfer.stored, transfer.wanted):
-        yield f"tensors of other shapes or names need a rule, too\n  set   {_command(rules, others)}"
+    if accepting := accepting_rules(planned, transfer.stored, transfer.wanted):
+        yield f"tensors of other shapes or names need a rule, too\n  set   {_command(rules, accepting)}"
 
 
 def _command(rules: Sequence[Rule], others: Sequence[str]) -> str:
@@ -110,14 +139,14 @@ def _command(rules: Sequence[Rule], others: Sequence[str]) -> str:
 
 def plan_lines(path: Path, plan: Plan, start: Start) -> Iterator[str]:
     """The plan as text: every tensor and its origin, with changes of dtype; then what is left out."""
-    stored, wanted = states.stored_weights(path), whole_model(plan).canonical()
+    stored, wanted = states.stored_weights(path), canonical_names(plan)
     main = torch.promote_types(DTYPES[plan.run.train.dtype], torch.float32)
     width = max(map(len, wanted))
     for name, origin in start.plan.origins.items():
         change = ""
         if isinstance(origin, Stored) and stored[origin.name].dtype != main:
             change = f", {_dtype(stored[origin.name].dtype)} -> {_dtype(main)}"
-        yield f"{name:<{width}}  {list(wanted[name].shape)!s:<14} <- {origin}{change}"
+        yield f"{name:<{width}}  {list(wanted[name])!s:<14} <- {origin}{change}"
     used = {origin.name for origin in start.plan.origins.values() if isinstance(origin, Stored)}
     for name in sorted(stored.keys() - used):
         yield f"{'(none)':<{width}}  {'':<14} <- {name}, left out"

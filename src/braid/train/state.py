@@ -21,9 +21,9 @@ from torch import Tensor
 
 import braid
 from braid import checkpoint, kernels
-from braid.architecture import Model
+from braid.architecture import Trunk
 from braid.checkpoint.manifest import MANIFEST_NAME
-from braid.config import Mesh, Run, from_json, model_from_json, to_json
+from braid.config import Mesh, Run, encoder_from_json, from_json, model_from_json, to_json
 from braid.console import warn
 from braid.data import Loader, Tokenizer, tokenizer_from
 from braid.distributed.collectives import Group
@@ -35,7 +35,7 @@ from braid.engine.weights import ModuleWeights, Weights
 from braid.errors import CheckpointError
 from braid.launch.process import all_gather_json, fail_together
 from braid.model.language import LanguageModel
-from braid.model.names import regrouped_names, renamed
+from braid.model.names import language_names, regrouped_names, renamed
 from braid.nn.canonical import Canonical, Held
 from braid.nn.dtypes import DTYPES
 from braid.nn.init import VERSION as INIT_VERSION
@@ -51,9 +51,6 @@ from braid.train.surgery import Fresh, InitPlan, Stored, Values, check_plan, pla
 
 NAMES_VERSION = 1
 """Version of the canonical names, see docs/checkpoint-format.md."""
-
-MODULES = "modules."
-"""What the names of tensors of modules begin with; those of the language model do not."""
 
 NO_DATA = "none"
 """Data fingerprint of a model that was imported, not trained."""
@@ -299,20 +296,24 @@ def describe(path: Path) -> CheckpointInfo:
         raise CheckpointError(f"{path} does not describe a run of this version: {error}") from error
 
 
-def saved_model(path: Path) -> Model | None:
-    """The model settings of a checkpoint; settings newer than the checkpoint get their defaults. None if the
-    manifest has no run, as a writer other than braid may leave it out."""
+def saved_models(path: Path) -> dict[str, Trunk]:
+    """The model settings of a checkpoint, by module; settings newer than the checkpoint get their defaults.
+    Empty if the manifest has no run, as a writer other than braid may leave it out."""
     run = _read_manifest(path).extra.get("run")
     if run is None:
-        return None
+        return {}
     try:
-        model = model_from_json(run["model"])
-        parse(model.pattern)
+        models: dict[str, Trunk] = {LANGUAGE: model_from_json(run["model"])}
+        models |= {
+            name: encoder_from_json(each["model"], name) for name, each in run.get("modules", {}).items()
+        }
+        for model in models.values():
+            parse(model.pattern)
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{path} has model settings that this braid cannot read: {error}; use the braid that wrote it"
         ) from error
-    return model
+    return models
 
 
 def _read_manifest(path: Path) -> checkpoint.Manifest:
@@ -373,15 +374,13 @@ Renames = Mapping[str, Mapping[str, str]]
 
 
 def _renames(path: Path, plan: Plan) -> Renames:
-    run = _read_manifest(path).extra.get("run", {})
-    renames: dict[str, Mapping[str, str]] = {}
-    if (model := saved_model(path)) is not None:
-        renames[LANGUAGE] = regrouped_names(plan.layout, parse(model.pattern)) or {}
-    for name, each in plan.encoders.items():
-        if name in run.get("modules", {}):
-            pattern = parse(run["modules"][name]["model"]["pattern"])
-            renames[name] = regrouped_names(each.layout, pattern) or {}
-    return renames
+    saved = saved_models(path)
+    layouts = {LANGUAGE: plan.layout, **{name: each.layout for name, each in plan.encoders.items()}}
+    return {
+        name: regrouped_names(layout, parse(saved[name].pattern)) or {}
+        for name, layout in layouts.items()
+        if name in saved
+    }
 
 
 def _stored(name: str, module: ModuleState, renames: Renames) -> str:
@@ -444,7 +443,8 @@ def load_weights(path: Path, model: LanguageModel, into: Mapping[str, Tensor]) -
         for name, tensor in model.canonical().items()
     ]
     wanted = {name: tensor.shape for name, tensor in model.canonical().items()}
-    stored = {name: each for name, each in stored_weights(path).items() if not name.startswith(MODULES)}
+    every = stored_weights(path)
+    stored = {name: every[name] for name in language_names(every)}
     planned = plan_by_name(wanted)
     check_plan(str(path), planned, shapes_of(stored), wanted)
     _load_entries(path, entries, planned, stored)

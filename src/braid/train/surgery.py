@@ -16,9 +16,9 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Literal
 
-from braid.architecture import HyperConnections, Model
+from braid.architecture import HyperConnections, Model, Trunk
 from braid.errors import CheckpointError, ConfigError, first_of
-from braid.model.names import layer_name, layers_by_name, renamed, split_layer
+from braid.model.names import MODULES, layer_name, layers_by_name, renamed, split_layer, split_module
 from braid.pattern import Layer, Layout, parse
 
 Shape = tuple[int, ...]
@@ -115,17 +115,28 @@ class InitPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """The model of a checkpoint and the one that starts from it."""
+    """The model of a checkpoint and the one that starts from it. Tensors are those of all modules; `saved` and
+    `chosen` are the language models."""
 
     saved: Model
     chosen: Model
     stored: Shapes
     wanted: Shapes
     rules: Sequence[Rule] = field(default=())
+    modules: Mapping[str, tuple[Trunk, Trunk]] = field(default_factory=dict)
+    """Modules that both have, with the settings of the checkpoint and those of the run."""
 
     @property
     def layouts(self) -> tuple[Layout, Layout]:
         return parse(self.saved.pattern), parse(self.chosen.pattern)
+
+    @property
+    def loaded(self) -> dict[str, tuple[Trunk, Trunk]]:
+        """The same without modules that rules start afresh as a whole."""
+        globs = [rule.argument for rule in self.rules if rule.name == "fresh"]
+        afresh = {name for glob in globs for name in fnmatch.filter(self.wanted, glob)}
+        kept = {split_module(name)[0] for name in self.wanted.keys() - afresh}
+        return {name: models for name, models in self.modules.items() if f"{MODULES}{name}." in kept}
 
     def has(self, name: str) -> bool:
         return any(rule.name == name for rule in self.rules)
@@ -133,14 +144,15 @@ class Transfer:
 
 def plan_init(transfer: Transfer) -> InitPlan:
     """The origin of every tensor of the new model, by layer: brackets of the two patterns may differ."""
-    saved, chosen = ({_place(layer): layer for layer in _layers(layout)} for layout in transfer.layouts)
-    sources = {
-        # The name that the new layer would have in the old block: a kind that is not there shows as missing.
-        layer_name(layer): layer_name(replace(layer, block=saved[place].block))
-        for place, layer in chosen.items()
-        if place in saved
-    }
-    planned = InitPlan(origins={name: Stored(name=renamed(name, sources)) for name in transfer.wanted})
+    sources = {"": _layer_sources(*transfer.layouts)}
+    for module, models in transfer.modules.items():
+        saved, chosen = (parse(model.pattern) for model in models)
+        sources[f"{MODULES}{module}."] = _layer_sources(saved, chosen)
+    origins = {}
+    for name in transfer.wanted:
+        prefix, own = split_module(name)
+        origins[name] = Stored(name=prefix + renamed(own, sources.get(prefix, {})))
+    planned = with_fresh_modules(InitPlan(origins=origins), transfer.stored)
     for name, apply in RULES.items():
         for rule in transfer.rules:
             if rule.name == name:
@@ -148,6 +160,26 @@ def plan_init(transfer: Transfer) -> InitPlan:
                 if planned == before and name in NO_EFFECT:
                     raise ConfigError(f"--init-rules {rule}: changes nothing: {NO_EFFECT[name]}; leave it out")
     return planned
+
+
+def _layer_sources(saved: Layout, chosen: Layout) -> dict[str, str]:
+    """For every layer of a new model, its name in the old one."""
+    before = {_place(layer): layer for layer in _layers(saved)}
+    return {
+        # The name that the new layer would have in the old block: a kind that is not there shows as missing.
+        layer_name(layer): layer_name(replace(layer, block=before[_place(layer)].block))
+        for layer in _layers(chosen)
+        if _place(layer) in before
+    }
+
+
+def with_fresh_modules(planned: InitPlan, stored: Shapes) -> InitPlan:
+    """The plan, but modules of which nothing is stored are drawn from the seed; a note names each."""
+    held = {"", *(split_module(name)[0] for name in stored)}
+    modules = {name: split_module(name)[0] for name in planned.origins}
+    absent = sorted(set(modules.values()) - held)
+    notes = [f"{each.removesuffix('.')} starts fresh: the checkpoint has no such module" for each in absent]
+    return planned.with_origins({name: FRESH for name, each in modules.items() if each in absent}, notes=notes)
 
 
 def plan_by_name(wanted: Shapes) -> InitPlan:
@@ -195,7 +227,8 @@ def _differs(name: str, planned: InitPlan, stored: Shapes, wanted: Shapes) -> bo
 
 def accepting_rules(planned: InitPlan, stored: Shapes, wanted: Shapes) -> list[str]:
     """Rules that accept what `check_plan` rejects: missing tensors and those of another shape are fresh, extra
-    ones are dropped. Numbers of blocks and experts are a * where that matches nothing else."""
+    ones are dropped. Numbers of blocks and experts are a * where that matches nothing else, and so is all of a
+    module."""
     differing = {name for name in planned.origins if _differs(name, planned, stored, wanted)}
     replaced = {o.name for name in differing if isinstance(o := planned.origins[name], Stored)}
     used = {origin.name for origin in planned.origins.values() if isinstance(origin, Stored)}
@@ -209,8 +242,10 @@ def _globs(names: Set[str], every: Shapes) -> list[str]:
     """Globs that match these names and no others."""
     found: dict[str, None] = {}
     for name in sorted(names):
-        glob = re.sub(r"\.\d+(?=\.)", ".*", name)
-        found[glob if set(fnmatch.filter(every, glob)) <= names else name] = None
+        module, _ = split_module(name)
+        wider = [f"{module}*"] if module else []
+        wider.append(re.sub(r"\.\d+(?=\.)", ".*", name))
+        found[next((glob for glob in wider if set(fnmatch.filter(every, glob)) <= names), name)] = None
     return list(found)
 
 
@@ -278,6 +313,8 @@ def _hyper(rule: Rule, transfer: Transfer, planned: InitPlan) -> InitPlan:
     layers, origins = layers_by_name(layout), dict[str, Origin]()
     for name in transfer.wanted:
         layer, part = split_layer(name)
+        if name.startswith(MODULES):
+            continue
         if part.endswith(("connection.alpha", "exit.alpha")):
             origins[name] = Values(numbers=(0.0,))
         elif part == "connection.bias":
@@ -360,7 +397,7 @@ def _drop(rule: Rule, transfer: Transfer, planned: InitPlan) -> InitPlan:
 
 
 def _fresh(rule: Rule, transfer: Transfer, planned: InitPlan) -> InitPlan:
-    """Tensors that are drawn from the seed."""
+    """Tensors that are drawn from the seed. Of a module that is wholly so, nothing stored is used."""
     names = _matching(rule, transfer.wanted, "of the model")
     replaced = {origin.name for name in names if isinstance(origin := planned.origins[name], Stored)}
     kept = {
@@ -368,7 +405,11 @@ def _fresh(rule: Rule, transfer: Transfer, planned: InitPlan) -> InitPlan:
         for name, origin in planned.origins.items()
         if isinstance(origin, Stored) and name not in names
     }
-    return planned.with_origins(dict.fromkeys(names, FRESH), frozenset(replaced - kept))
+    begun = planned.with_origins(dict.fromkeys(names, FRESH), frozenset(replaced - kept))
+    loaded = {split_module(name)[0] for name, origin in begun.origins.items() if origin != FRESH}
+    afresh = {module for name in names if (module := split_module(name)[0]) and module not in loaded}
+    unused = frozenset(name for name in transfer.stored if split_module(name)[0] in afresh)
+    return begun.with_origins({}, unused)
 
 
 RULES: Mapping[str, Callable[[Rule, Transfer, InitPlan], InitPlan]] = MappingProxyType(
