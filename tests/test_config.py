@@ -10,7 +10,7 @@ import pytest
 
 from braid import architecture, config, encoders, yarn
 from braid.choices import RECOMPUTE, recomputed
-from braid.config import Run, difference, flatten, from_json, to_json, type_problems
+from braid.config import Mesh, Run, difference, flatten, from_json, to_json, type_problems
 from braid.errors import ConfigError
 from braid.recipes import load
 from braid.recipes.vision import radio_h
@@ -116,6 +116,14 @@ def test_a_value_of_another_type_is_refused_with_what_may_stand_there():
     rules = {problem.field: problem.rule for problem in type_problems(run)}
     assert rules["train.recompute"].startswith("must be a tuple of any of 'norm', 'activation', ")
     assert rules["optim.betas"] == "must be a tuple of 2 numbers"
+
+
+def test_ranks_begin_at_0_and_are_some():
+    assert [problem.field for problem in Mesh(ranks=(-1, 0)).problems("mesh")] == [
+        "mesh.ranks[0]",
+        "mesh.ranks[1]",
+    ]
+    assert not [*Mesh(ranks=(0, 1)).problems("mesh")]
 
 
 def test_full_recompute_means_every_kind():

