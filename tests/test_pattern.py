@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from braid.pattern import Kind, PatternError, cut, parse, stages
+from braid.pattern import Kind, PatternError, compact, cut, parse, stages
 
 LEGAL = {
     # text: (physical, logical, segments as lists of blocks, MTP depths, MTP layers)
@@ -287,3 +287,46 @@ def test_every_text_parses_or_gets_a_positioned_error_at_length(text):
 @given(patterns())
 def test_print_and_parse_again_is_the_identity_at_length(text):
     check_round_trip(text)
+
+
+# --------------------------------------------------------------------------------------------- repeats
+
+
+@pytest.mark.parametrize(
+    ("pattern", "written_out"),
+    [
+        ("Mx3", "MMM"),
+        ("[*-]x2|[*E]x3*", "[*-][*-]|[*E][*E][*E]*"),
+        ("Mx1*", "M*"),
+        ("[+-]x3[+E]x58/+E", "[+-]" * 3 + "[+E]" * 58 + "/+E"),
+    ],
+)
+def test_x_repeats_the_layer_or_group_before_it(pattern: str, written_out: str) -> None:
+    assert parse(pattern) == parse(written_out)
+
+
+@given(patterns())
+def test_a_compact_pattern_means_the_same(text: str) -> None:
+    layout = parse(text)
+    assert parse(compact(layout)) == layout
+    assert len(compact(layout)) <= len(str(layout))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "rule", "position"),
+    [
+        ("x3", "'x' is not a symbol", 0),
+        ("M|x3", "'x' is not a symbol", 2),
+        ("Mx", "write a number from 1 to 10,000 behind it", 1),
+        ("Mx0", "write a number from 1 to 10,000 behind it", 1),
+        ("Mx10001", "write a number from 1 to 10,000 behind it", 1),
+        ("Mx" + "9" * 5000, "write a number from 1 to 10,000 behind it", 1),
+        ("Mx2x3", "repeated already", 3),
+        ("[Mx2*]", "a group is repeated as a whole", 2),
+        ("M/*x2", "'x' is not a symbol", 3),
+    ],
+)
+def test_wrong_repeats(pattern: str, rule: str, position: int) -> None:
+    with pytest.raises(PatternError, match=rule) as raised:
+        parse(pattern)
+    assert raised.value.position == position

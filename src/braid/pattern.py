@@ -1,15 +1,17 @@
 """The layer-pattern language: text -> Layout.
 
     pattern = main { "/" depth }        main  = segment { "|" segment }     segment = { item }
-    item    = symbol | group            group = "[" symbol { symbol } "]"   depth   = { symbol }
+    item    = part [ "x" count ]        part  = symbol | group              depth   = { symbol }
+    group   = "[" symbol { symbol } "]"
 
 One symbol is one layer: `M` Mamba-2, `G` gated delta net, `*` attention, `+` latent attention (MLA),
 `D` sparse latent attention, `-` dense MLP, `E` mixture of experts. `|` cuts the stack into segments, one per
-virtual pipeline stage; `[...]` makes several layers one block; `/` begins one depth of multi-token prediction.
+virtual pipeline stage; `[...]` makes several layers one block; `x58` repeats the symbol or group before it, 58
+times in all; `/` begins one depth of multi-token prediction.
 
 `parse` is the only place that reads the text. A `Layout` is an immutable tree (segments > blocks > layers);
-every layer knows its number, block, segment and MTP depth. `cut` and `stages` assign segments to pipeline
-ranks.
+every layer knows its number, block, segment and MTP depth. `cut`, `cut_into` and `stages` assign segments to
+pipeline ranks.
 
 A pattern that breaks a rule raises a `PatternError`, which marks the position with a caret.
 """
@@ -20,6 +22,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import groupby
 from typing import Any, NewType
 
 from braid.errors import ConfigError
@@ -53,7 +56,9 @@ class Kind(Enum):
 
 _MLA_FAMILY = frozenset({Kind.LATENT_ATTENTION, Kind.SPARSE_ATTENTION})
 _SYMBOLS = frozenset(kind.value for kind in Kind)
-_LEGEND = "M G * + D - E, [ ] around a block, | between segments, / before an MTP depth"
+_LEGEND = "M G * + D - E, [ ] around a block, x58 to repeat, | between segments, / before an MTP depth"
+MOST_REPEATS = 10_000
+"""How often an item may be repeated."""
 
 
 class PatternError(ConfigError):
@@ -171,6 +176,22 @@ class Layout:
         return "/".join([main, *(str(depth) for depth in self.mtp)])
 
 
+def compact(layout: Layout) -> str:
+    """The pattern of a layout, with repeated blocks written once: `[+-]x3[+E]x58/+E`."""
+    main = "|".join(
+        "".join(text if count == 1 else f"{text}x{count}" for text, count in _runs(segment))
+        for segment in layout.segments
+    )
+    return "/".join([main, *(str(depth) for depth in layout.mtp)])
+
+
+def _runs(segment: Segment) -> list[tuple[str, int]]:
+    """Equal blocks in a row, and their number. Two layers are shorter than a layer and `x2`."""
+    runs = [(text, len(list(same))) for text, same in groupby(map(str, segment.blocks))]
+    long = {run: len(f"x{run[1]}") < len(run[0]) * (run[1] - 1) for run in runs}
+    return [each for run in runs for each in ([run] if long[run] else [(run[0], 1)] * run[1])]
+
+
 # ---------------------------------------------------------------------------------------------- parse
 
 
@@ -219,11 +240,12 @@ def _split(text: str, separator: str, start: int = 0, end: int | None = None) ->
 
 
 def _read_items(text: str, start: int, end: int) -> list[_Item]:
-    """The symbols and groups of one segment."""
+    """The symbols and groups of one segment, each as often as it is repeated."""
     items: list[_Item] = []
     opened: int | None = None
     group: list[_Symbol] = []
-    for position in range(start, end):
+    position = start
+    while position < end:
         character = text[position]
         if character == "[":
             if opened is not None:
@@ -235,13 +257,34 @@ def _read_items(text: str, start: int, end: int) -> list[_Item]:
             _check_group(text, opened, group)
             items.append(_Item(tuple(group), grouped=True))
             opened = None
+        elif character == "x" and (items or opened is not None):
+            if opened is not None:
+                raise PatternError("a group is repeated as a whole: put x behind its ]", text, position)
+            count, position = _read_count(text, position, end)
+            items += items[-1:] * (count - 1)
+            continue
         elif opened is None:
             items.append(_Item((_read_symbol(text, position),), grouped=False))
         else:
             group.append(_read_symbol(text, position))
+        position += 1
     if opened is not None:
         raise PatternError("the bracket is never closed: put ] after the group's last layer", text, opened)
     return items
+
+
+def _read_count(text: str, position: int, end: int) -> tuple[int, int]:
+    """How often the item before an `x` is repeated, and the position behind the number."""
+    behind = position + 1
+    while behind < end and text[behind] in "0123456789":
+        behind += 1
+    digits = text[position + 1 : behind]
+    if not digits or len(digits) > len(str(MOST_REPEATS)) or not 1 <= int(digits) <= MOST_REPEATS:
+        rule = f"x repeats the layer or group before it: write a number from 1 to {MOST_REPEATS:,} behind it"
+        raise PatternError(rule, text, position)
+    if text[behind : behind + 1] == "x":
+        raise PatternError("this is repeated already: write one number", text, behind)
+    return int(digits), behind
 
 
 def _read_symbol(text: str, position: int) -> _Symbol:
@@ -422,6 +465,18 @@ def cut(layout: Layout, pp: int) -> Layout:
             f"make their number a multiple of {pp}, or set pp to {fitting}",
         )
     return layout
+
+
+def cut_into(layout: Layout, sizes: Sequence[int]) -> Layout:
+    """The layout with segments of these numbers of blocks."""
+    blocks = layout.blocks
+    assert sum(sizes) == len(blocks), f"{sizes} are not {len(blocks)} blocks"
+    items: list[_Items] = []
+    for size in sizes:
+        own, blocks = blocks[:size], blocks[size:]
+        items.append([([layer.kind for layer in block.layers], block.grouped) for block in own])
+    depth = [layer.kind for layer in layout.mtp[0].layers] if layout.mtp else []
+    return _layout(items, depth, len(layout.mtp))
 
 
 def _one_of(numbers: list[int]) -> str:

@@ -41,6 +41,7 @@ def test_json_has_the_keys_that_programs_rely_on(capsys: pytest.CaptureFixture[s
         "axes",
         "device",
         "schedule",
+        "pattern",
         "trained",
         "device_memory",
         "peak",

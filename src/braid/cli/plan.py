@@ -22,6 +22,7 @@ from braid.cli.plan_notes import (
     ineffective_options,
     module_notes,
     schedule_summary,
+    split_summary,
     trained_summaries,
     trained_summary,
 )
@@ -172,6 +173,8 @@ def _print(result: Estimate, limit: int | None, advice: list[Advice]) -> None:
     console.print(module_header(result) if several else _header(result))
     if summary := schedule_summary(result.plan):
         console.print(f"schedule: {summary}")
+    if summary := split_summary(result.plan):
+        console.print(f"pattern: {summary}", markup=False)
     for summary in trained_summaries(result.plan):
         console.print(f"trained: {summary}")
     for note in (*ineffective_options(result.plan), *module_notes(result.plan)):
@@ -258,6 +261,7 @@ def _facts(result: Estimate, limit: int | None) -> dict[str, Any]:
         "axes": asdict(result.plan.axes),
         "device": result.device,
         "schedule": schedule_summary(result.plan),
+        "pattern": str(result.plan.layout),
         "trained": trained_summary(result.plan),
         "device_memory": limit,
         "peak": result.peak,

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from braid.pattern import compact, parse
+from braid.planning.layouts import is_split_by_work
 from braid.planning.plan import Plan, span_of, whole_models
 from braid.planning.trained import governed
+from braid.schedule import DUAL_PIPE_V
 from braid.schedule.graph import LANGUAGE
 from braid.schedule.phases import Phase
 
@@ -24,6 +27,14 @@ def schedule_summary(plan: Plan) -> str:
     elif run.train.recompute:
         parts += [f"recompute of {' and '.join(_recomputed(plan))}"]
     return ", ".join(parts)
+
+
+def split_summary(plan: Plan) -> str:
+    """The pattern with the `|` that plan has placed by the FLOPs of blocks; empty if it has placed none."""
+    folded = plan.run.mesh.schedule == DUAL_PIPE_V
+    if not is_split_by_work(parse(plan.run.model.pattern), plan.axes.pp, folded=folded):
+        return ""
+    return f"{compact(plan.layout)}, cut by the FLOPs of its blocks: no equal cut for pp {plan.axes.pp}"
 
 
 def trained_summaries(plan: Plan) -> list[str]:

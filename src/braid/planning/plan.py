@@ -18,10 +18,11 @@ from braid.config import Mesh, Run, type_problems
 from braid.errors import ConfigError, Problem, ScheduleError
 from braid.model import declaration
 from braid.model.declaration import Form, form_of
-from braid.pattern import Layout, PatternError, Stage, cut, joined, parse
-from braid.planning import divisibility, modules, trained
+from braid.pattern import Layout, PatternError, Stage, cut, parse
+from braid.planning import divisibility, layouts, modules, trained
 from braid.planning.divisibility import AxisSizes
 from braid.planning.modules import ModulePlan
+from braid.planning.split import Costs
 from braid.planning.trained import Selection
 from braid.schedule import Schedule
 from braid.schedule.freezing import freeze_phases
@@ -133,14 +134,33 @@ def evaluation_schedule(plan: Plan, micro_batches: int) -> Schedule:
 
 
 def _layout(run: Run) -> Layout:
-    """The layers of a run, split into segments. Without a pipeline, the `|` of the pattern are ignored."""
-    parsed = parse(run.model.pattern)
-    return joined(parsed) if run.mesh.pp == 1 else cut(parsed, _default_segments(run.mesh))
+    """The layers of a run, split into segments."""
+    return layouts.layout_of(
+        run.model.pattern, run.mesh.pp, folded=_is_folded(run.mesh), costs=lambda layout: _costs(run, layout)
+    )
+
+
+def _is_folded(mesh: Mesh) -> bool:
+    return mesh.schedule == schedules.DUAL_PIPE_V and mesh.pp > 1
+
+
+def _costs(run: Run, layout: Layout) -> Costs:
+    """The forward FLOPs of one sequence in each block, and in what comes before and behind them."""
+    model, tokens = _whole_model(run, layout), run.data.sequence_tokens
+    (chain,) = declaration.chains(layout, form_of(run.model, run.train.dtype))
+    blocks, last = [0] * len(layout.blocks), 0
+    for phase in chain.phases:
+        flops = model.phase_flops(phase, tokens)
+        if phase.depth is None and phase.block is not None:
+            blocks[phase.block] += flops
+        else:
+            last += flops  # the embedding has none
+    return Costs(blocks=tuple(blocks), last=last)
 
 
 def _default_segments(mesh: Mesh) -> int:
     """Number of segments that a pattern without `|` is split into."""
-    return 2 * mesh.pp if mesh.schedule == schedules.DUAL_PIPE_V and mesh.pp > 1 else mesh.pp
+    return 2 * mesh.pp if _is_folded(mesh) else mesh.pp
 
 
 def _form(run: Run, ranks: int) -> Form:
@@ -443,7 +463,9 @@ def _layers(model: Model, mesh: Mesh) -> Iterator[Problem]:
     """The pattern must parse, split over the pipeline, and have a shape for every kind of layer in it."""
     try:
         layout = parse(model.pattern)
-        if _default_segments(mesh) > mesh.pp:
+        if layouts.is_split_by_work(layout, mesh.pp, folded=_is_folded(mesh)):
+            pass
+        elif _default_segments(mesh) > mesh.pp:
             yield from _dual_pipe_v_segments(model, layout, mesh)
         elif mesh.pp >= 1:
             cut(layout, mesh.pp)

@@ -328,7 +328,8 @@ def _channel_faults(
 
 def _deadlock_faults(schedule: Schedule) -> Iterator[Fault]:
     """A fault for each cycle of waiting ranks, and for each rank that waits for one that has ended."""
-    waiting = {wait.rank: wait for wait in simulate_lists(schedule, lambda op: 0.0, 0.0).waits}
+    outcome = simulate_lists(schedule, lambda rank, op: 0.0, lambda rank, op: 0.0)
+    waiting = {wait.rank: wait for wait in outcome.waits}
     visited: set[int] = set()
     for rank in waiting:
         path: list[int] = []

@@ -10,7 +10,11 @@ an earlier message has been received.
 
 Phases run on the two streams of their rank: each starts after the previous op of its stream and after the
 previous phase of its micro-batch. A `W` depends on its stream only, where its backward has run. A message
-delays its micro-batch, not the rank. Ops on units run on the compute stream.
+delays its micro-batch, not the rank.
+
+Collectives on units run on a third stream, one after another: an all-gather may start with the op before it in
+the list, a reduction when the gradients are there. `WAIT` and `FINISH` hold the compute stream until they are
+done; the other ops on units take no time.
 """
 
 from __future__ import annotations
@@ -25,7 +29,8 @@ from braid.schedule.phases import Stream
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpSpan:
-    """When an op ran, in seconds. A receive lasts from the start of the wait to the arrival of the message."""
+    """When an op ran, in seconds. A receive lasts from the start of the wait to the arrival of the message, a
+    `WAIT` or `FINISH` as long as the compute stream waits."""
 
     op: Op
     start: float
@@ -54,19 +59,36 @@ class SimulationOutcome:
     """The deadlocked ranks; empty for a sound schedule."""
 
 
+Lengths = Callable[[int, Op], float]
+"""A duration by rank and op."""
+
+
 def simulate_lists(
     schedule: Schedule,
-    seconds: Callable[[Op], float],
-    message: float,
+    seconds: Lengths,
+    message: Lengths,
     stream: Callable[[Op], Stream | None] = lambda op: None,
 ) -> SimulationOutcome:
-    """Simulate all lists of a schedule together. `seconds` is the duration of an op, `message` that of a
-    message (the messages of a channel are serialised), `stream` the stream of an op that runs a phase."""
+    """Simulate all lists of a schedule together. `seconds` is the duration of an op, `message` that of the
+    message of a send (the messages of a channel are serialised), `stream` the stream of an op that runs a
+    phase."""
     simulation = _Simulation(schedule, seconds, message, stream)
     runnable = set(range(len(schedule.ops)))
     while runnable:
         runnable |= simulation.advance(runnable.pop())
     return SimulationOutcome(spans=tuple(map(tuple, simulation.spans)), waits=tuple(simulation.waits()))
+
+
+class _WeightStream:
+    """The stream of a rank's all-gathers and reductions of units."""
+
+    def __init__(self) -> None:
+        self.free = 0.0
+        """When it becomes idle."""
+        self.latest = 0.0
+        """When the latest op on another stream started."""
+        self.gathered: dict[str | None, float] = {}
+        """When the all-gather of each unit is done."""
 
 
 class _EdgeBatches:
@@ -78,6 +100,8 @@ class _EdgeBatches:
         self.senders: set[int] = set()
         """Members that post when they send; the others post when they receive."""
         self.received: dict[int, int] = {}
+        self.longest: list[float] = []
+        """The longest message of each batch."""
         self.exchanged: list[float] = []
         """When each batch was exchanged."""
 
@@ -91,11 +115,13 @@ class _EdgeBatches:
     def post(self, rank: int, when: float, message: float) -> set[int]:
         """Post a rank's next batch, and return the members that may have waited for it."""
         self.posts[rank].append(when)
-        number = len(self.exchanged)
+        place, number = len(self.posts[rank]) - 1, len(self.exchanged)
+        self.longest += [0.0] * (place + 1 - len(self.longest))
+        self.longest[place] = max(self.longest[place], message)
         if any(len(posts) <= number for posts in self.posts.values()):
             return set()
         posted = max(posts[number] for posts in self.posts.values())
-        self.exchanged.append(max([posted, *self.exchanged[-1:]]) + message)
+        self.exchanged.append(max([posted, *self.exchanged[-1:]]) + self.longest[number])
         return set(self.posts) - {rank}
 
     def missing(self) -> tuple[int, ...]:
@@ -109,8 +135,8 @@ class _Simulation:
     def __init__(
         self,
         schedule: Schedule,
-        seconds: Callable[[Op], float],
-        message: float,
+        seconds: Lengths,
+        message: Lengths,
         stream: Callable[[Op], Stream | None],
     ) -> None:
         lists = schedule.ops
@@ -118,6 +144,7 @@ class _Simulation:
         self.seconds, self.message, self.stream = seconds, message, stream
         self.free = [dict.fromkeys(Stream, 0.0) for _ in lists]
         """For each rank, when each stream becomes idle."""
+        self.weights = [_WeightStream() for _ in lists]
         self.ready: dict[tuple[int, str, int | None, int | None], float] = defaultdict(float)
         """By rank, direction, micro-batch and segment: when its last phase so far ends."""
         self.phased = {(op.micro_batch, op.segment) for ops in lists for op in ops if op.phase is not None}
@@ -149,8 +176,12 @@ class _Simulation:
             op = ops[len(spans)]
             if op.collectives and not self._complete_collectives(rank, op, unblocked):
                 break
+            if op.act.shards:
+                spans.append(self._on_weights(rank, op))
+                self.completed[rank] = 0
+                continue
             start = self._start(rank, op)
-            end = start + self.seconds(op)
+            end = start + self.seconds(rank, op)
             if op.act.receives or op.act.sends:
                 done = (self._receive if op.act.receives else self._send)(rank, op, end, unblocked)
                 if done is None:
@@ -158,15 +189,34 @@ class _Simulation:
                 end = done
             self.completed[rank] = 0
             self._end(rank, op, end)
+            if op.act.computes:
+                self.weights[rank].latest = start
             spans.append(OpSpan(op=op, start=start, end=end))
         return {other for other in unblocked if 0 <= other < len(self.lists)}
 
     def _is_phased(self, op: Op) -> bool:
         return op.phase is not None or (op.micro_batch, op.segment) in self.phased
 
+    def _on_weights(self, rank: int, op: Op) -> OpSpan:
+        """Run an op on units."""
+        weights, free = self.weights[rank], self.free[rank]
+        start = end = free[Stream.COMPUTE]
+        match op.act:
+            case Act.UNSHARD:
+                start = max(weights.free, weights.latest)
+                end = weights.free = weights.gathered[op.unit] = start + self.seconds(rank, op)
+            case Act.REDUCE_GRAD:
+                start = max(weights.free, free[Stream.COMPUTE])
+                end = weights.free = start + self.seconds(rank, op)
+            case Act.WAIT:
+                end = free[Stream.COMPUTE] = max(start, weights.gathered.get(op.unit, start))
+            case Act.FINISH:
+                start = max(free.values())
+                end = max(start, weights.free)
+                self.free[rank] = dict.fromkeys(Stream, end)
+        return OpSpan(op=op, start=start, end=end)
+
     def _start(self, rank: int, op: Op) -> float:
-        if op.act.shards:
-            return self.free[rank][Stream.COMPUTE]
         if op.phase is None:
             if self._is_phased(op):
                 return self.ready[rank, op.act.direction, op.micro_batch, op.segment]
@@ -180,9 +230,6 @@ class _Simulation:
         return max(free, ready)
 
     def _end(self, rank: int, op: Op, end: float) -> None:
-        if op.act.shards:
-            self.free[rank][Stream.COMPUTE] = end
-            return
         if not self._is_phased(op):
             self.free[rank] = dict.fromkeys(Stream, end)
             return
@@ -197,7 +244,7 @@ class _Simulation:
             batches = self.edges[op.act.direction, op.edge]
             number = batches.received[rank]
             if rank not in batches.senders and len(batches.posts[rank]) == number:
-                unblocked |= batches.post(rank, begin, self.message)
+                unblocked |= batches.post(rank, begin, 0.0)
             if number == len(batches.exchanged):
                 return None
             batches.received[rank] += 1
@@ -220,7 +267,7 @@ class _Simulation:
             room = _room(len(batches.posts[rank]), batches.exchanged, bound)
             if room is None:
                 return None
-            unblocked |= batches.post(rank, max(end, room), self.message)
+            unblocked |= batches.post(rank, max(end, room), self.message(rank, op))
             return max(end, room)
         channels = self.schedule.channels_of(rank, op)
         for channel in channels:
@@ -231,7 +278,7 @@ class _Simulation:
             end = max(end, room)
         for channel in channels:
             sent = self.arrivals[channel]
-            sent.append(max(end, sent[-1] if sent else end) + self.message)
+            sent.append(max(end, sent[-1] if sent else end) + self.message(rank, op))
             unblocked.add(channel[2])
         return end
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from braid.schedule.event_simulator import OpSpan, simulate_lists
+from braid.schedule.event_simulator import Lengths, OpSpan, simulate_lists
 from braid.schedule.ops import Act, Op, Schedule
 from braid.schedule.phases import Stream
 from braid.schedule.views import phase_of, stream_of
@@ -129,12 +129,17 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     costs = costs or Costs()
     phase_for = phase_of(schedule)
 
-    def seconds(op: Op) -> float:
+    def seconds(rank: int, op: Op) -> float:
         phase = phase_for(op)
         frozen = phase is not None and bool(phase.units) and not phase.grad_units
         return costs.of(op, delayed=schedule.delayed, frozen=frozen)
 
-    outcome = simulate_lists(schedule, seconds, costs.message, stream_of(schedule))
+    return timeline_of(schedule, seconds, lambda rank, op: costs.message)
+
+
+def timeline_of(schedule: Schedule, seconds: Lengths, message: Lengths) -> Timeline:
+    """The same with durations by rank and op; `message` is that of the message of a send."""
+    outcome = simulate_lists(schedule, seconds, message, stream_of(schedule))
     if outcome.waits:
         wait = outcome.waits[0]
         raise ValueError(

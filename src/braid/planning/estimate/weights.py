@@ -179,17 +179,23 @@ def sharding_calls(units: list[HeldUnit], ops: Ops) -> Iterator[Call]:
     """Collectives of FSDP in a step: all-gathers of weights, reductions of gradients."""
     times = Counter((op.unit, op.act) for op in ops if op.act.shards)
     for unit in units:
-        family = "edp" if unit.mesh == "expert" else "dp_cp"
-        gathers, sums = times[unit.name, Act.UNSHARD], times[unit.name, Act.REDUCE_GRAD]
-        what = "expert" if unit.mesh == "expert" else "dense"
-        if unit.shards > 1:
-            weights, grads = unit.kept * unit.computed, unit.gathered_learned * unit.stored
-            yield Call("all_gather", family, unit.shards, f"{what} weights", weights, gathers)
-            if sums:
-                yield Call("reduce_scatter", family, unit.shards, f"{what} gradients", grads, sums)
-        if unit.copies > 1 and sums:
-            grads = unit.kept_learned * unit.stored
-            yield Call("all_reduce", family, unit.copies, f"{what} gradients, replicas", grads, sums)
+        for call in unit_calls(unit):
+            act = Act.UNSHARD if call.op == "all_gather" else Act.REDUCE_GRAD
+            if act is Act.UNSHARD or times[unit.name, act]:
+                yield call._replace(times=times[unit.name, act])
+
+
+def unit_calls(unit: HeldUnit) -> Iterator[Call]:
+    """The all-gather of a unit, and the reduction of its gradients."""
+    family = "edp" if unit.mesh == "expert" else "dp_cp"
+    what = "expert" if unit.mesh == "expert" else "dense"
+    if unit.shards > 1:
+        weights, grads = unit.kept * unit.computed, unit.gathered_learned * unit.stored
+        yield Call("all_gather", family, unit.shards, f"{what} weights", weights)
+        yield Call("reduce_scatter", family, unit.shards, f"{what} gradients", grads)
+    if unit.copies > 1:
+        grads = unit.kept_learned * unit.stored
+        yield Call("all_reduce", family, unit.copies, f"{what} gradients, replicas", grads)
 
 
 def copy_calls(module: HeldModule) -> Iterator[Call]:
