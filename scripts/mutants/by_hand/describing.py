@@ -264,8 +264,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="messages-overtake-one-another",
         file="schedule/event_simulator.py",
-        old="sent.append(max(end, sent[-1] if sent else end) + self.message)",
-        new="sent.append(end + self.message)",
+        old="sent.append(max(end, sent[-1] if sent else end) + self.message(rank, op))",
+        new="sent.append(end + self.message(rank, op))",
         kind="wrong estimate",
         why="a slow link looks faster in the simulation than it is",
     ),

@@ -33,8 +33,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="weights-gathered-for-forward-alone",
         file="planning/estimate/weights.py",
-        old="gathers, sums = times[unit.name, Act.UNSHARD], times",
-        new="gathers, sums = times[unit.name, Act.UNSHARD] // 2, times",
+        old="yield call._replace(times=times[unit.name, act])",
+        new="yield call._replace(times=times[unit.name, act] // 2)",
         kind="wrong estimate",
         why="half of what sharded weights send is not counted",
     ),
