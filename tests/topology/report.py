@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from tests.topology.module_cases import Placement
 
 COMPARED, MODULES, NARROW, SABOTAGED = "invariance", "modules", "bfloat16", "sabotage"
-"""The user properties of a compared topology, of a compared placement of modules, of a topology in bfloat16, and
-of a sabotage."""
+"""The user properties of a compared topology, of a compared placement of modules, of a topology in bfloat16,
+and of a sabotage."""
 
 TITLES = MappingProxyType(
     {
@@ -58,7 +58,7 @@ def add_topology(
 def add_placement(
     node: pytest.Item, models: str, placement: Placement, checks: Mapping[str, Deviation], what: str = ""
 ) -> None:
-    """One placement of a language model and its encoders, in float64, and what else is special about the run."""
+    """One placement of a language model and its encoders, in float64, and what is special about the run."""
     _, _, where = str(placement).partition(": ")
     row: Row = {"ranks": placement.world, "placement": where, "models": models, "run": what or "-"}
     node.user_properties.append((MODULES, row | _columns(checks)))

@@ -1,5 +1,5 @@
-"""Vision-language models on ranks are what they are in one process: colocated, apart and partly overlapping, with
-images in every sample, on one lane or in none, and whatever is frozen."""
+"""Vision-language models on ranks are what they are in one process: colocated, apart and partly overlapping,
+with images in every sample, on one lane or in none, and whatever is frozen."""
 
 from __future__ import annotations
 
@@ -36,10 +36,9 @@ Reference = Callable[[Point], Outcome]
 NAMED = (
     # Encoder and language model on the same eight ranks: dp 8, ep 4, edp 2.
     Point("together 8", "gpt", "plain", 1, "all", "nothing"),
-    Point("together 8", "nemotron", "plain", 1, "all", "nothing"),
+    Point("together 8", "nemotron", "tiles", 4, "few", "nothing"),
     Point("together 8", "mamba", "plain", 1, "all", "nothing"),
     Point("together 8", "mamba", "radio", 1, "all", "nothing"),
-    Point("together 8", "nemotron", "tiles", 4, "few", "nothing"),
     # Encoder on ranks 0 to 3, language model on 4 to 7 with dp 4, ep 2, edp 2; and the same on half of them.
     Point("apart 4+4", "mamba", "plain", 1, "all", "nothing"),
     Point("apart 4+4", "mamba", "plain", 4, "few", "nothing"),
@@ -48,11 +47,10 @@ NAMED = (
     Point("apart 2+2", "mamba", "radio", 1, "all", "nothing"),
     Point("apart 2+2", "mamba", "radio", 4, "few", "nothing"),
     Point("overlap 8", "nemotron", "tiles", 4, "all", "nothing"),
-    # tp 2, dp 4 and tp 4, dp 2 on either side; images of one size and of several.
+    # tp 2, dp 4 and tp 4, dp 2 on either side, images of one size; those of several are in
+    # test_module_placements.py.
     Point("fan out", "gpt", "radio", 4, "all", "nothing"),
-    Point("fan out", "gpt", "tiles", 1, "few", "nothing"),
     Point("fan in", "gpt", "radio", 1, "all", "nothing"),
-    Point("fan in", "gpt", "tiles", 4, "few", "nothing"),
 )
 """What every release must be able to do, by name."""
 
@@ -147,7 +145,7 @@ def test_the_placements_that_are_asked_for_by_name(points, images, reference, tm
 
 
 @pytest.mark.long
-@pytest.mark.drawn("point", larger, 6, legal=legal)
+@pytest.mark.drawn("point", larger, 4, legal=legal)
 def test_some_of_the_product(point, images, reference, tmp_path, request):
     compare((point,), images, tmp_path, reference, request.node)
 
@@ -182,4 +180,5 @@ def test_samples_have_the_images_that_a_point_says(encoder, images):
 @pytest.mark.long
 def test_the_product_is_legal():
     """Points are left out of covers and samples without a word if they are not."""
-    assert not [str(point) for point in (*larger(), *NAMED) if not legal(point)]
+    points = [point for point in larger() if point.images == "all" and point.frozen in ("nothing", "language")]
+    assert not [str(point) for point in (*points, *NAMED) if not legal(point)]

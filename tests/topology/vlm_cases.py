@@ -157,11 +157,11 @@ PLACES: Mapping[str, Placement] = MappingProxyType(
 )
 
 SAMPLES = MappingProxyType({"together 8": 8, "overlap 8": 8, "apart 4+4": 4, "fan out": 4, "fan in": 4})
-"""Of a micro-batch, where the language model has more than two lanes, or one lane has several; elsewhere two."""
+"""Of a micro-batch, where the language model has more than two lanes or a lane several; elsewhere two."""
 
 Images = Literal["all", "few", "none"]
-"""Which samples have images: all of them; every eighth, so that one lane has images and whole micro-batches have
-none; none that is read."""
+"""Which samples have images: all of them; every eighth, so that one lane has images and whole micro-batches
+have none; none that is read."""
 
 Frozen = Literal["nothing", "encoder", "language", "all but projector"]
 
@@ -198,8 +198,8 @@ SMALL, LARGER = tuple(PLACES)[:3], tuple(PLACES)[3:6]
 
 
 def every(places: tuple[str, ...] = SMALL) -> list[Point]:
-    """All points of some places. Their order has no meaning, so that covers take choices in turn; this one makes
-    for a small cover."""
+    """All points of some places. Their order has no meaning, so that covers take choices in turn; this one
+    makes for a small cover."""
     images: tuple[Images, ...] = ("all", "few", "none")
     frozen: tuple[Frozen, ...] = ("nothing", "encoder", "language", "all but projector")
     points = sorted(Point(*each) for each in product(places, LANGUAGES, ENCODERS, (1, 4), images, frozen))
