@@ -65,7 +65,7 @@ def wanted_by(source: Numbers, samples: Sequence[int], lane: int, lanes: int) ->
         slices=2,
         placeholders=(1,) * 2 * len(sizes),
     )
-    return list(lane_items(table, samples, lane, lanes))
+    return list(lane_items(table, samples, table.items_of_lane(lane, lanes)))
 
 
 def begun(prefetch: ItemPrefetch, source: Numbers, lane: int, lanes: int) -> None:

@@ -30,9 +30,8 @@ class Lane(NamedTuple):
     lanes: int
 
 
-def lane_items(table: ItemTable, samples: Sequence[int], lane: int, lanes: int) -> Wanted:
-    """The items of a lane in a micro-batch of these samples."""
-    mine = table.items_of_lane(lane, lanes)
+def lane_items(table: ItemTable, samples: Sequence[int], mine: range) -> Wanted:
+    """The items of a lane, which are numbered through a micro-batch of these samples."""
     places = [(place, item) for place, count in enumerate(table.counts) for item in range(count)]
     return [(samples[place], item) for place, item in places[mine.start : mine.stop]]
 
@@ -94,6 +93,6 @@ def _read(lane: Lane, samples: Sequence[int]) -> _Read:
         slices=1,
         placeholders=(),
     )
-    wanted = lane_items(table, samples, lane.number, lane.lanes)
+    wanted = lane_items(table, samples, table.items_of_lane(lane.number, lane.lanes))
     patches = lane.source.read(wanted) if wanted else Patches(torch.zeros(0, lane.source.input), [])
     return _Read(lane.source, wanted, patches)

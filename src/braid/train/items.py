@@ -76,7 +76,7 @@ def _items(
     assert isinstance(module.model, EncoderModel)
     groups, width = module.model.groups, module.model.shape.input
     mine = table.items_of_lane(groups.dp.rank, groups.dp.size)
-    wanted = lane_items(table, samples, groups.dp.rank, groups.dp.size)
+    wanted = lane_items(table, samples, mine)
     lengths = table.patches[mine.start : mine.stop]
     # Later stages need to know of the patches, not to have them.
     patches = Patches(torch.zeros(sum(lengths), width), [(1, length) for length in lengths])
