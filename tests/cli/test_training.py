@@ -21,6 +21,7 @@ from braid.errors import ExitCode
 from braid.planning.plan import plan
 from tests.commands import start
 from tests.data.pictures import png, write_rows
+from tests.data.test_images import bomb
 from tests.runs import small_run
 
 RECIPE = """
@@ -66,6 +67,24 @@ def test_data_commands_tell_of_images(tmp_path, capsys):
     assert said.rstrip().endswith("--modules.NAME.items image")
     assert main(["data", "verify", "--source", str(tmp_path / "out")]) == 0
     assert capsys.readouterr().out.endswith("2 documents, 6 tokens, 1 image and 1 video, all valid\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("cut.png", png(9, 9)[:-30], "is truncated"),
+        ("huge.png", bomb(60_000, 60_000), "is 60,000 x 60,000 pixels"),
+        ("../away.png", png(4, 4), "leads out of"),
+    ],
+)
+def test_data_build_names_the_image_that_it_refuses(name, content, reason, tmp_path, capsys):
+    rows = [{"text": "y"}, {"content": [{"text": "x"}, {"image": name}]}]
+    file = write_rows(tmp_path / "in", {name: content}, rows)
+    build = ["data", "build", "--input", str(file), "--output", str(tmp_path / "out"), "--validation", "0"]
+    assert main(build) == ExitCode.DATA
+    said = " ".join(capsys.readouterr().err.split())
+    assert re.search(rf"rows\.jsonl, line 2, content\[1\]\.image: {re.escape(name)}: {reason}", said)
+    assert not (tmp_path / "out").exists()
 
 
 def words_for(folder, out, *more):

@@ -16,13 +16,16 @@ if TYPE_CHECKING:
 
     from tests.topology.compare import Deviation
     from tests.topology.matrix import Topology
+    from tests.topology.module_cases import Placement
 
-COMPARED, NARROW, SABOTAGED = "invariance", "bfloat16", "sabotage"
-"""The user properties of a compared topology, of one in bfloat16, and of a sabotage."""
+COMPARED, MODULES, NARROW, SABOTAGED = "invariance", "modules", "bfloat16", "sabotage"
+"""The user properties of a compared topology, of a compared placement of modules, of a topology in bfloat16,
+and of a sabotage."""
 
 TITLES = MappingProxyType(
     {
         COMPARED: "topologies compared to one process",
+        MODULES: "placements of modules compared to one process",
         NARROW: "topologies in bfloat16",
         SABOTAGED: "injected faults, all of which must be detected",
     }
@@ -49,9 +52,23 @@ def add_topology(
 ) -> None:
     """One topology, with the worst deviation of each column; none where nothing was looked at."""
     row: Row = {"ranks": topology.world, "topology": str(topology), "model": model, "dtype": dtype}
-    for column, names in COLUMNS.items():
-        row[column] = max((checks[name].value for name in names if name in checks), default=None)
-    node.user_properties.append((COMPARED, row))
+    node.user_properties.append((COMPARED, row | _columns(checks)))
+
+
+def add_placement(
+    node: pytest.Item, models: str, placement: Placement, checks: Mapping[str, Deviation], what: str = ""
+) -> None:
+    """One placement of a language model and its encoders, in float64, and what is special about the run."""
+    _, _, where = str(placement).partition(": ")
+    row: Row = {"ranks": placement.world, "placement": where, "models": models, "run": what or "-"}
+    node.user_properties.append((MODULES, row | _columns(checks)))
+
+
+def _columns(checks: Mapping[str, Deviation]) -> Row:
+    return {
+        column: max((checks[name].value for name in names if name in checks), default=None)
+        for column, names in COLUMNS.items()
+    }
 
 
 def add_narrow(

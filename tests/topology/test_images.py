@@ -6,21 +6,28 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import pytest
 import torch.distributed as dist
+from PIL import Image
 
 from braid.config import Run
 from braid.data import ByteTokenizer, build
+from braid.data.order import shuffled
 from braid.encoders import Pixels
 from braid.errors import DataError
-from braid.train.step import evaluate, train_step
-from tests.data.pictures import png, write_rows
+from braid.train.data_pipeline import open_data_pipeline
+from braid.train.item_prefetch import ItemPrefetch
+from braid.train.step import begin_step, evaluate, train_step
+from tests.data.pictures import encoded, noise, png, write_rows
+from tests.data.test_images import bomb, jpeg_of_size
 from tests.oracles import remembered, shared_folder
 from tests.ranks import run_ranks
 from tests.topology.cases import LEARNING_RATE
@@ -160,6 +167,73 @@ def test_damaged_files_are_an_error_of_all_ranks_alike(placement, pictures, tmp_
     assert all(other == first for other in others)
     for place, message in enumerate(first):
         assert re.search(DAMAGE[place // 2][1], message), message
+
+
+# ------------------------------------------------------------------------------- files that are no images
+
+UNUSABLE: Mapping[str, tuple[Callable[[], bytes], str]] = MappingProxyType(
+    {
+        "cut.jpg": (lambda: encoded(noise(20, 20), "JPEG")[:-60], "cannot be decoded: .*truncated"),
+        "cut.png": (lambda: png(20, 20)[:-30], "is truncated: its last chunk is missing"),
+        "none.png": (lambda: bomb(0, 0), "is 0 x 0 pixels: an image has at least one"),
+        "huge.png": (
+            lambda: bomb(60_000, 60_000),
+            "is 60,000 x 60,000 pixels: an image may have 67,108,864 in all",
+        ),
+        "huge.jpg": (lambda: jpeg_of_size(60_000, 60_000), "is 60,000 x 60,000 pixels"),
+        "print.jpg": (lambda: encoded(Image.new("CMYK", (8, 8)), "JPEG"), "has CMYK pixels"),
+        "text.png": (lambda: b"not an image", "is neither PNG nor JPEG"),
+    }
+)
+"""`braid data build` refuses them (tests/data/test_media.py); a source that something else wrote may have
+them."""
+
+BAD = 5
+"""The sample that has one, in the second step."""
+
+
+def unusable_source(folder: Path, file: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A source with such a file, all of whose checksums are right."""
+    monkeypatch.setattr(import_module("braid.data.build"), "checked_size", lambda _: (8, 8))
+    visits = shuffled(np.arange(12), 12, seed=0).tolist()
+    rows: list[dict[str, object]] = [{} for _ in visits]
+    for sample, place in enumerate(visits):
+        image = file if sample == BAD else "good.png"
+        rows[place] = {"content": [{"image": image}, {"text": "long enough text"}]}
+    files = {"good.png": png(8, 8), file: UNUSABLE[file][0]()}
+    build(write_rows(folder / "in", files, rows), folder / "out", ByteTokenizer())
+    return folder / "out"
+
+
+def stopped(rank: int, world: int, runs: Sequence[Run]) -> list[tuple[str, int]]:
+    """What a step says about the sources of these runs, of which the step before it has read the items ahead;
+    and how many samples are consumed."""
+    state, _ = started(rank, world, runs[0])
+    said = []
+    for run in runs:
+        feed = open_data_pipeline(run, Path(run.data.sources[0]).parent)
+        state.step, state.samples = 0, 0
+        with ItemPrefetch() as prefetch:
+            step = partial(begin_step, state, run, feed.train, LEARNING_RATE, prefetch=prefetch)
+            assert step().result().not_finite == ()
+            with pytest.raises(DataError) as caught:
+                step()
+            said.append((str(caught.value), state.samples))
+    return said
+
+
+@pytest.mark.parametrize("placement", [BESIDE, pytest.param(PARTLY, marks=pytest.mark.long)], ids=str)
+def test_files_that_are_no_images_are_an_error_of_all_ranks_alike(placement, tmp_path, monkeypatch):
+    runs = []
+    for file in UNUSABLE:
+        run = seeing("tied", unusable_source(tmp_path / file, file, monkeypatch))
+        runs.append(placement.of(replace(run, train=replace(run.train, eval_samples=0, steps=3))))
+    first, *others = run_ranks(placement.world, stopped, runs, timeout_s=120)
+    assert all(other == first for other in others)
+    for (said, samples), (_, reason) in zip(first, UNUSABLE.values(), strict=True):
+        where = rf"sample {BAD}, item 0 \(pictures \d+ to \d+ of .*00000\.media\)"
+        assert re.fullmatch(rf"rank \d+: {where}: {reason}.*", said), said
+        assert samples == STEP["samples"], "the step before it is whole"
 
 
 def open_only(rank: int, world: int, run: Run) -> str:

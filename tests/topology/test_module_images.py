@@ -3,6 +3,7 @@ what they learn in one process."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from tests.ranks import run_ranks
 from tests.topology.compare import FP64_BOUND, deviations, red, told
 from tests.topology.harness import Outcome, Task, alone, outcome, train_each
 from tests.topology.module_cases import EXPERTS, RADIO, Placement, multimodal
+from tests.topology.report import add_placement
 
 pytestmark = pytest.mark.costly("every point trains modules on several grids")
 
@@ -39,15 +41,25 @@ def on_ranks(run: Run, placement: Placement, shapes: dict[str, torch.Size]) -> O
     return outcome([each for (each,) in ranks], shapes, task)
 
 
-def differs(run: Run, placement: Placement, sound: Outcome) -> str:
+@pytest.fixture
+def differs(request: pytest.FixtureRequest) -> Callable[[Run, Placement, Outcome], str]:
     """What ranks make of a run that one process does not."""
-    return told(red(deviations(on_ranks(run, placement, sound.shapes), sound), FP64_BOUND))
+
+    def found(run: Run, placement: Placement, sound: Outcome) -> str:
+        checks = deviations(on_ranks(run, placement, sound.shapes), sound)
+        module = run.modules["vision"]
+        parts = "" if module.trained == ("*",) else f", trained: {', '.join(module.trained)}"
+        models = "hybrid, experts" if module.model.moe else "hybrid, radio"
+        add_placement(request.node, models, placement, checks, f"2 micro-batches{parts}")
+        return told(red(checks, FP64_BOUND))
+
+    return found
 
 
 @pytest.mark.parametrize(
     "placement", [*QUICK, *(pytest.param(each, marks=pytest.mark.long) for each in LONG)], ids=str
 )
-def test_the_placement_of_an_encoder_of_images_never_changes_the_answer(placement, corpus):
+def test_the_placement_of_an_encoder_of_images_never_changes_the_answer(placement, corpus, differs):
     run = multimodal("hybrid", corpus, {"vision": RADIO}, **STEP)
     sound = alone(Task(run=run))
     of_encoder = {name: grad for name, grad in sound.gradients.items() if name.startswith("modules.vision.")}
@@ -68,7 +80,7 @@ def test_the_placement_of_an_encoder_of_images_never_changes_the_answer(placemen
     ],
     ids=str,
 )
-def test_prefix_tokens_and_layer_scale_of_experts(placement, corpus):
+def test_prefix_tokens_and_layer_scale_of_experts(placement, corpus, differs):
     """Auxiliary losses count prefix tokens too."""
     vision = replace(EXPERTS, hyper=None, prefix=3, layer_scale=0.5, norm_position="post")
     run = multimodal("hybrid", corpus, {"vision": vision}, **STEP)
@@ -79,7 +91,7 @@ def test_prefix_tokens_and_layer_scale_of_experts(placement, corpus):
 @pytest.mark.parametrize(
     "trained", [("projector.*",), ("patches.positions",), ("*.scale.weight", "patches.prefix")], ids=str
 )
-def test_parts_learn_alike_everywhere(trained, corpus):
+def test_parts_learn_alike_everywhere(trained, corpus, differs):
     run = multimodal("hybrid", corpus, {"vision": RADIO}, **STEP)
     run = replace(run, modules={"vision": replace(run.modules["vision"], trained=trained)})
     sound = alone(Task(run=run))

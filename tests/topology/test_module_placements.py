@@ -3,30 +3,43 @@ each is what one process makes of it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
 from braid.config import Run
 from tests.ranks import run_ranks
+from tests.topology.cases import MODELS
 from tests.topology.compare import FP64_BOUND, deviations, red, told
 from tests.topology.harness import Task, alone, outcome, train_each
 from tests.topology.module_cases import EXPERTS, VISION, Placement, multimodal
+from tests.topology.report import add_placement
 
 pytestmark = [pytest.mark.long, pytest.mark.costly("every point trains modules on several grids")]
 
 
-def differs(run: Run, placement: Placement) -> str:
+@pytest.fixture
+def differs(request: pytest.FixtureRequest) -> Callable[[Run, Placement], str]:
     """What ranks make of a run that one process does not."""
-    task = Task(run=placement.of(run))
-    sound = alone(Task(run=run))
-    ranks = run_ranks(placement.world, train_each, [task], timeout_s=240)
-    return told(red(deviations(outcome([each for (each,) in ranks], sound.shapes, task), sound), FP64_BOUND))
+
+    def found(run: Run, placement: Placement) -> str:
+        task = Task(run=placement.of(run))
+        sound = alone(Task(run=run))
+        ranks = run_ranks(placement.world, train_each, [task], timeout_s=240)
+        checks = deviations(outcome([each for (each,) in ranks], sound.shapes, task), sound)
+        (model,) = (name for name, each in MODELS.items() if each.pattern == run.model.pattern)
+        items = "" if all(module.items for module in run.modules.values()) else ", no items"
+        what = f"{run.train.micro_batches} micro-batches{items}"
+        add_placement(request.node, ", ".join((model, *run.modules)), placement, checks, what)
+        return told(red(checks, FP64_BOUND))
+
+    return found
 
 
 @pytest.mark.parametrize("micro_batches", [1, 4])
 @pytest.mark.parametrize(("language", "vision"), [("tp2", "tp4"), ("tp4", "tp2")])
-def test_lanes_fan_out_and_in(language, vision, micro_batches, corpus):
+def test_lanes_fan_out_and_in(language, vision, micro_batches, corpus, differs):
     run = multimodal("tied", corpus, {"vision": VISION}, samples=4 * micro_batches, micro_batches=micro_batches)
     placement = Placement(world=8, language=language, modules={"vision": vision})
     assert not differs(run, placement)
@@ -42,7 +55,7 @@ def test_lanes_fan_out_and_in(language, vision, micro_batches, corpus):
     ],
     ids=str,
 )
-def test_lanes_need_not_divide(placement, corpus):
+def test_lanes_need_not_divide(placement, corpus, differs):
     run = multimodal("tied", corpus, {"vision": VISION}, samples=8, micro_batches=2)
     assert not differs(run, placement)
 
@@ -56,7 +69,7 @@ def test_lanes_need_not_divide(placement, corpus):
     ],
     ids=str,
 )
-def test_branches_of_unequal_depth(placement, corpus):
+def test_branches_of_unequal_depth(placement, corpus, differs):
     run = multimodal("hybrid", corpus, {"vision": VISION, "experts": EXPERTS}, samples=8, micro_batches=4)
     assert not differs(run, placement)
 
@@ -68,13 +81,13 @@ PLACES = [
 
 
 @pytest.mark.parametrize("placement", PLACES, ids=str)
-def test_text_alone(placement, corpus):
+def test_text_alone(placement, corpus, differs):
     run = multimodal("tied", corpus, {"vision": VISION}, samples=4, micro_batches=2)
     assert not differs(replace(run, modules={"vision": replace(run.modules["vision"], items="")}), placement)
 
 
 @pytest.mark.parametrize("placement", PLACES, ids=str)
-def test_few_items_leave_lanes_empty(placement, corpus):
+def test_few_items_leave_lanes_empty(placement, corpus, differs):
     """A sample has one item of a single row, or none, and a micro-batch two samples: lanes go without."""
     run = multimodal("tied", corpus, {"vision": VISION}, samples=8, micro_batches=4)
     few = replace(run.modules["vision"], most_items=1, most_patches=2)

@@ -18,6 +18,7 @@ from tests.topology.cases import LEARNING_RATE
 from tests.topology.compare import FP64_BOUND, deviations, red, told
 from tests.topology.harness import Outcome, Task, alone, outcome, started, train_each
 from tests.topology.module_cases import EXPERTS, VISION, Placement, multimodal
+from tests.topology.report import add_placement
 
 pytestmark = pytest.mark.costly("every point trains modules on several grids")
 
@@ -52,12 +53,13 @@ def on_ranks(placement: Placement, task: Task, shapes: dict[str, torch.Size]) ->
     [*QUICK, *(pytest.param(*each, marks=pytest.mark.long) for each in LONG)],
     ids=lambda each: str(each),
 )
-def test_the_placement_of_a_module_never_changes_the_answer(model, placement, corpus, tmp_path):
+def test_the_placement_of_a_module_never_changes_the_answer(model, placement, corpus, tmp_path, request):
     run = multimodal(model, corpus, {"vision": VISION}, **STEP)
     sound = alone(Task(run=run, checkpoints=tmp_path / "one"))
     assert any(float(gradient.norm()) > 0 for name, gradient in sound.gradients.items() if "modules." in name)
     task = Task(run=placement.of(run), checkpoints=tmp_path / "ranks")
     checks = deviations(on_ranks(placement, task, sound.shapes), sound)
+    add_placement(request.node, f"{model}, vision", placement, checks, "4 micro-batches")
     assert not red(checks, FP64_BOUND), told(red(checks, FP64_BOUND))
 
 
@@ -73,12 +75,13 @@ def test_the_placement_of_a_module_never_changes_the_answer(model, placement, co
     ],
     ids=str,
 )
-def test_two_encoders_one_of_them_with_experts(placement, corpus, tmp_path):
+def test_two_encoders_one_of_them_with_experts(placement, corpus, tmp_path, request):
     run = multimodal("hybrid", corpus, {"vision": VISION, "experts": EXPERTS}, **STEP)
     sound = alone(Task(run=run, checkpoints=tmp_path / "one"))
     assert any(name.startswith("experts.aux_") for name in sound.figures[0])
     task = Task(run=placement.of(run), checkpoints=tmp_path / "ranks")
     checks = deviations(on_ranks(placement, task, sound.shapes), sound)
+    add_placement(request.node, "hybrid, vision, experts", placement, checks, "4 micro-batches")
     assert not red(checks, FP64_BOUND), told(red(checks, FP64_BOUND))
 
 
@@ -93,7 +96,7 @@ def test_two_encoders_one_of_them_with_experts(placement, corpus, tmp_path):
     ],
     ids=str,
 )
-def test_frozen_parts_stay_and_the_rest_learns_alike_everywhere(frozen, placement, corpus, tmp_path):
+def test_frozen_parts_stay_and_the_rest_learns_alike_everywhere(frozen, placement, corpus, tmp_path, request):
     run = multimodal("hybrid", corpus, {"vision": VISION}, **STEP)
     module = replace(
         run.modules["vision"],
@@ -107,6 +110,8 @@ def test_frozen_parts_stay_and_the_rest_learns_alike_everywhere(frozen, placemen
     assert learned == {"trunk": {"projector"}, "encoder": set()}.get(frozen, learned)
     task = Task(run=placement.of(run), checkpoints=tmp_path / "ranks")
     checks = deviations(on_ranks(placement, task, sound.shapes), sound)
+    what = f"4 micro-batches, {frozen} frozen"
+    add_placement(request.node, "hybrid, vision", placement, checks, what)
     assert not red(checks, FP64_BOUND), told(red(checks, FP64_BOUND))
 
 

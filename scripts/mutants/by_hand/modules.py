@@ -61,4 +61,20 @@ FAULTS: tuple[Fault, ...] = (
         kind="lost data",
         why="the blocks of an encoder overwrite those of the language model",
     ),
+    Fault(
+        name="items-read-ahead-are-not-those-of-the-step",
+        file="train/item_prefetch.py",
+        old="if read.source is source and read.wanted == wanted:",
+        new="if read.source is source:",
+        kind="stale cache",
+        why="an encoder gets other images than the text has placeholders for",
+    ),
+    Fault(
+        name="items-of-this-step-are-read-ahead",
+        file="train/step.py",
+        old="after = _samples_of_step(state, run, first + run.train.batch_samples)",
+        new="after = _samples_of_step(state, run, first)",
+        kind="stale cache",
+        why="every image is decoded twice, and no step finds its images ready",
+    ),
 )

@@ -22,6 +22,7 @@ from braid.planning.plan import Plan
 from braid.topology.items import ItemTable, decode
 from braid.topology.transfer import Lanes, Tokens, Transfer, held, transfer
 from braid.train.counts import ItemSources, item_errors, table_shape
+from braid.train.item_prefetch import ItemPrefetch, Lane, lane_items
 from braid.train.module_state import ModuleState
 from braid.train.state import JobState
 
@@ -36,14 +37,25 @@ def read_items(
     *,
     step: int,
     training: bool = True,
+    prefetch: ItemPrefetch | None = None,
 ) -> dict[str, list[Items]]:
     """For each encoder of this rank, the items of its lane in every micro-batch; `samples` are the global
-    indices of those of each micro-batch. Collective over the job: what cannot be read fails on all ranks."""
+    indices of those of each micro-batch. Collective over the job: what cannot be read fails on all ranks.
+    `prefetch` may have read them already."""
     seed = state.plan.run.train.seed
     with fail_together(state.job):
         return {
             name: [
-                _items(module, table, sources, own, step=step, seed=module_seed(seed, name), training=training)
+                _items(
+                    module,
+                    table,
+                    sources,
+                    own,
+                    step=step,
+                    seed=module_seed(seed, name),
+                    training=training,
+                    prefetch=prefetch,
+                )
                 for table, own in zip(tables[name], samples, strict=True)
             ]
             for name, module in state.encoders.items()
@@ -59,18 +71,21 @@ def _items(
     step: int,
     seed: int,
     training: bool,
+    prefetch: ItemPrefetch | None,
 ) -> Items:
     assert isinstance(module.model, EncoderModel)
     groups, width = module.model.groups, module.model.shape.input
     mine = table.items_of_lane(groups.dp.rank, groups.dp.size)
-    places = [(place, item) for place, count in enumerate(table.counts) for item in range(count)]
-    wanted = [(samples[place], item) for place, item in places[mine.start : mine.stop]]
+    wanted = lane_items(table, samples, mine)
     lengths = table.patches[mine.start : mine.stop]
     # Later stages need to know of the patches, not to have them.
     patches = Patches(torch.zeros(sum(lengths), width), [(1, length) for length in lengths])
     if 0 in module.model.segments and wanted:
         with item_errors(module.name, [sample for sample, _ in wanted]):
-            patches = sources[module.name].read(wanted)
+            source = sources[module.name]
+            patches = (
+                source.read(wanted) if prefetch is None else prefetch.take(module.name, source, samples, wanted)
+            )
     items = Items(
         patches_NI=patches.patches_NI,
         lengths=lengths,
@@ -83,6 +98,19 @@ def _items(
     )
     module.model.check(items)
     return items
+
+
+def prefetch_items(
+    state: JobState, sources: ItemSources, samples: Sequence[Sequence[int]], prefetch: ItemPrefetch
+) -> None:
+    """Begin to read the items of a later step, whose micro-batches have these global samples. Made-up items are
+    left out: the sizes of all of them take longer than the patches of a lane."""
+    lanes = {
+        name: Lane(sources[name], module.model.groups.dp.rank, module.model.groups.dp.size)
+        for name, module in state.encoders.items()
+        if name in sources and 0 in module.model.segments and state.plan.run.modules[name].items != "synthetic"
+    }
+    prefetch.begin(lanes, samples)
 
 
 def no_items(plan: Plan, micro_batches: int) -> dict[str, list[ItemTable]]:

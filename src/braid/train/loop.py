@@ -20,6 +20,7 @@ from braid.planning.plan import Plan, item_flops, training_flops
 from braid.train import state as states
 from braid.train.data_pipeline import DataPipeline
 from braid.train.device import Device, set_arithmetic
+from braid.train.item_prefetch import ItemPrefetch
 from braid.train.metrics import Metrics, NullMetrics, Value
 from braid.train.run_dir import RunDir
 from braid.train.signals import StopRequest
@@ -66,15 +67,17 @@ class Loop:
         *,
         quiet: bool = False,
         tracer: Tracer | None = None,
+        prefetch: ItemPrefetch | None = None,
     ) -> None:
-        """With `quiet`, no progress is printed. The tracer records when ops ran."""
+        """With `quiet`, no progress is printed. The tracer records when ops ran. `prefetch` reads the items of
+        encoders ahead."""
         set_arithmetic(deterministic=plan.run.train.deterministic)
         state.progress.on_gpu = device.torch.type == "cuda"
         self.plan, self.run = plan, plan.run
         self.watchdog: Watchdog | None = None
         """Reports stragglers."""
         self.stop_request: StopRequest | None = None
-        self.quiet, self.tracer = quiet, tracer
+        self.quiet, self.tracer, self.prefetch = quiet, tracer, prefetch
         self.run_dir, self.device, self.data = run_dir, device, data
         self.state, self.metrics = state, metrics
         self.is_rank_zero = state.job.rank == 0
@@ -171,7 +174,7 @@ class Loop:
         self.state.progress.begin(self.state.step + 1)
         rate = self.schedule.rate(self.state.step + 1)
         stop = self._signal is not None
-        pending = begin_step(self.state, self.run, self.data.train, rate, stop=stop)
+        pending = begin_step(self.state, self.run, self.data.train, rate, stop=stop, prefetch=self.prefetch)
         return _IssuedStep(pending, self.state.step, self.state.tokens, rate, started)
 
     def _end(self, issued: _IssuedStep) -> StepResult:

@@ -34,7 +34,8 @@ from braid.schedule import OpSpan, Turn
 from braid.schedule.graph import LANGUAGE
 from braid.train.counts import Counts, await_counts, count, fail_to_count
 from braid.train.expert_load import ExpertLoad, load_metrics, update_selection_biases
-from braid.train.items import Tables, edge_links, item_metrics, read_items
+from braid.train.item_prefetch import ItemPrefetch
+from braid.train.items import Tables, edge_links, item_metrics, prefetch_items, read_items
 from braid.train.state import JobState, State
 from braid.train.step_work import (
     DEVIATION,
@@ -132,10 +133,18 @@ def train_step(state: JobState, run: Run, loader: Loader, rate: float, *, stop: 
     return begin_step(state, run, loader, rate, stop=stop).result()
 
 
-def begin_step(state: JobState, run: Run, loader: Loader, rate: float, *, stop: bool = False) -> PendingStep:
+def begin_step(
+    state: JobState,
+    run: Run,
+    loader: Loader,
+    rate: float,
+    *,
+    stop: bool = False,
+    prefetch: ItemPrefetch | None = None,
+) -> PendingStep:
     """Issue step `state.step + 1` at learning rate `rate`. If the loss or the gradient norm is not finite, the
     update is skipped; the device decides that, so the host need not wait for it. `stop` says whether this rank
-    received a stop signal."""
+    received a stop signal. `prefetch` reads the items of the step after it meanwhile."""
     if not state.modules:
         return _attend_step(state, run, stop)
     step, first = state.step + 1, state.samples
@@ -151,9 +160,11 @@ def begin_step(state: JobState, run: Run, loader: Loader, rate: float, *, stop: 
         counts = await_counts(state, run.train.micro_batches, first)
     items: dict[str, list[Items]] = {}
     if state.plan.encoders:
-        size = state.plan.micro_batch_samples
-        samples = [range(start, start + size) for start in range(first, first + run.train.batch_samples, size)]
-        items = read_items(state, counts.tables, loader.items, samples, step=step)
+        samples = _samples_of_step(state, run, first)
+        items = read_items(state, counts.tables, loader.items, samples, step=step, prefetch=prefetch)
+        if prefetch is not None and step < run.train.steps:
+            after = _samples_of_step(state, run, first + run.train.batch_samples)
+            prefetch_items(state, loader.items, after, prefetch)
     parts, loads = backward(state, run, batches, counts, items=items)
     metrics = _reduce_metrics(state, parts, stop)
     _advance(state, run)
@@ -176,6 +187,12 @@ def begin_step(state: JobState, run: Run, loader: Loader, rate: float, *, stop: 
         },
         loads={name: tuple(map(AsyncHostCopy, load.pairs())) for name, load in loads.items()},
     )
+
+
+def _samples_of_step(state: JobState, run: Run, first: int) -> list[range]:
+    """The global samples of each micro-batch of a step, from sample `first` on."""
+    size = state.plan.micro_batch_samples
+    return [range(start, start + size) for start in range(first, first + run.train.batch_samples, size)]
 
 
 def _gradient_norm(state: JobState) -> tuple[Tensor, Tensor, tuple[str, ...]]:

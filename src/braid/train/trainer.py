@@ -45,6 +45,7 @@ from braid.train.device import DeviceName, choose_device
 from braid.train.distributed_generation import generate_distributed
 from braid.train.gc_freeze import frozen_gc
 from braid.train.init_from import SAME_MODEL, InitOptions
+from braid.train.item_prefetch import ItemPrefetch
 from braid.train.loop import Loop, Outcome
 from braid.train.metrics import Listener, Metrics, NullMetrics
 from braid.train.resume import initialize_or_resume
@@ -250,7 +251,8 @@ class Trainer:
                 file = Metrics(self.run_dir.metrics, after_step=self.state.step, listeners=self.listeners)
                 metrics = self._resources.enter_context(file)
             parts = (self.plan, self.run_dir, self.device, self.data, self.state, metrics)
-            self._loop = Loop(*parts, quiet=self._quiet, tracer=self._tracer)
+            prefetch = self._resources.enter_context(ItemPrefetch())
+            self._loop = Loop(*parts, quiet=self._quiet, tracer=self._tracer, prefetch=prefetch)
         return self._loop
 
     # ----------------------------------------------------------------------------------------- ending
