@@ -14,6 +14,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ from braid.data import ByteTokenizer, build
 from braid.encoders import Encoder, Pixels, Projector
 from braid.planning.plan import plan
 from braid.recipes import load
-from braid.train import step as steps
+from braid.train.items import read_items
 from braid.train.trainer import Trainer
 
 STEPS = 12
@@ -79,7 +80,6 @@ def run_on(source: Path) -> Run:
 def measure() -> dict[str, Any]:
     """Medians of steps 2 to 12, in ms."""
     waits: list[float] = []
-    read_items = steps.read_items
 
     def timed(*given: Any, **named: Any) -> Any:
         started = time.perf_counter()
@@ -87,11 +87,10 @@ def measure() -> dict[str, Any]:
         waits.append(time.perf_counter() - started)
         return items
 
-    steps.read_items = timed  # type: ignore[assignment]
     figures: dict[str, dict[str, list[float]]] = {
         way: {"waits": [], "steps": []} for way in ("without", "with")
     }
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, patch("braid.train.step.read_items", timed):
         run = run_on(photos(Path(folder) / "photos"))
         trainers = {
             way: Trainer(plan(run, 1), out=Path(folder) / way, device="cpu", quiet=True) for way in figures

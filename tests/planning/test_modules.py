@@ -188,3 +188,30 @@ def test_flops_of_items_leave_out_what_is_frozen() -> None:
     run = run_with({"vision": Mesh()})
     everything, passing = (training_flops(plan(replace(run, trained=each), 1)) for each in (("*",), ()))
     assert everything / 3 < passing < everything
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_backwards_in_the_order_of_turns_leave_out_what_is_frozen(pp: int) -> None:
+    """The schedule places turns by what they cost."""
+
+    def shares(language: tuple[str, ...], vision: tuple[str, ...]) -> tuple[list[float], list[float]]:
+        """Backwards by forwards, of the language model's segments and of the encoder's."""
+        run = replace(run_with({"vision": Mesh(pp=pp)}, trained=vision), trained=language)
+        made = plan(run, 2)
+        of_all = [each.backward / each.forward for each in made.schedule.graph.segments]
+        first = made.encoders["vision"].first_segment
+        return of_all[:first], of_all[first:]
+
+    everything, nothing, projector = ("*",), (), ("projector.*",)
+    assert shares(everything, everything) == ([2.0], [2.0] * pp)
+    language, vision = shares(nothing, everything)
+    assert language == pytest.approx([1], rel=1e-3), "it passes gradients on"
+    assert vision == [2.0] * pp
+    language, vision = shares(nothing, projector)
+    assert language == pytest.approx([1], rel=1e-3)
+    assert 0 < vision[-1] < 0.8, "its blocks have no backward"
+    assert vision[:-1] == pytest.approx([0] * (pp - 1), abs=1e-3)
+    language, vision = shares(everything, ("blocks.0.*",))
+    assert language == [2.0]
+    assert 1 < vision[0] < 2, "patches have no backward" if pp > 1 else "and what follows passes gradients on"
+    assert vision[1:] == pytest.approx([1] * (pp - 1), rel=1e-3)

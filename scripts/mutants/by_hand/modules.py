@@ -77,4 +77,12 @@ FAULTS: tuple[Fault, ...] = (
         kind="stale cache",
         why="every image is decoded twice, and no step finds its images ready",
     ),
+    Fault(
+        name="frozen-parts-cost-a-whole-backward",
+        file="planning/plan.py",
+        old="segments = _with_frozen_costs(segments, edges, run, layout, encoders, frozen)",
+        new="segments = list(segments)",
+        kind="dropped term",
+        why="turns are placed as if a frozen encoder took a backward, and ranks idle",
+    ),
 )

@@ -158,8 +158,13 @@ def _samples(run: Run) -> int:
 
 def _flops(module: Module, model: EncoderModel, phases: Sequence[Phase]) -> int:
     """Of a sample with as many items and patches as it may have."""
-    patches = -(-module.most_patches // module.most_items)
+    patches = patches_of_item(module)
     return module.most_items * sum(model.phase_flops(phase, patches) for phase in phases)
+
+
+def patches_of_item(module: Module) -> int:
+    """Of each of as many items as a sample may have, where it has as many patches as it may have."""
+    return -(-module.most_patches // module.most_items)
 
 
 def encoder_size(plan: ModulePlan) -> int:

@@ -26,7 +26,7 @@ from braid.planning.split import Costs
 from braid.planning.trained import Selection
 from braid.schedule import Schedule
 from braid.schedule.freezing import freeze_phases
-from braid.schedule.graph import LANGUAGE, unit_name
+from braid.schedule.graph import LANGUAGE, Graph, unit_name
 from braid.schedule.lowering import POLICIES, RESIDENT, lowered
 from braid.schedule.phases import Phase, Unit
 from braid.schedule.recompute import dropped_tensors, with_replays
@@ -215,6 +215,8 @@ def _with_modules(
     if not encoders:
         return language
     segments, edges = _graph(language, run, world, grid, layout, encoders, frozen)
+    if frozen:
+        segments = _with_frozen_costs(segments, edges, run, layout, encoders, frozen)
     ahead = {name: each.module.ahead for name, each in encoders.items()}
     return schedules.multimodule(language, segments, edges, ahead=ahead)
 
@@ -249,6 +251,31 @@ def _graph(
         segments += modules.segments(run, each, world)
     edges = [schedules.Edge(name=each.edge, source=each.segments[-1], target=0) for each in encoders.values()]
     return segments, edges
+
+
+def _with_frozen_costs(
+    segments: Sequence[schedules.Segment],
+    edges: Sequence[schedules.Edge],
+    run: Run,
+    layout: Layout,
+    encoders: Mapping[str, ModulePlan],
+    frozen: frozenset[str],
+) -> list[schedules.Segment]:
+    """The segments with backwards that take as long as what is trained makes them."""
+    graph = Graph(segments=tuple(segments), edges=tuple(edges))
+    inner = _inner_phases(run, layout, encoders, frozen, graph)
+    models: dict[str, tuple[LanguageModel | EncoderModel, int]] = {
+        name: (modules.whole_encoder(each), modules.patches_of_item(each.module))
+        for name, each in encoders.items()
+    }
+    models[LANGUAGE] = _whole_model(run, layout), run.data.sequence_tokens
+    costed = []
+    for segment, phases in zip(segments, inner, strict=True):
+        model, tokens = models[segment.module]
+        forward = max(1, sum(model.phase_flops(phase, tokens) for phase in phases))
+        backward = segment.forward * backward_flops(model, phases, tokens) // forward
+        costed.append(replace(segment, backward=max(1, backward)))
+    return costed
 
 
 def _segment_flops(run: Run, layout: Layout) -> list[int]:
@@ -368,14 +395,27 @@ def phase_flops(plan: Plan) -> list[dict[str, int]]:
 
 def inner_phases(plan: Plan) -> tuple[tuple[Phase, ...], ...]:
     """The phases of every segment of the schedule, as if none were a single phase."""
-    dtype, encoders = plan.run.train.dtype, plan.encoders.values()
-    form = form_of(plan.run.model, dtype, modules=tuple(each.edge for each in encoders))
-    phases = [chain.phases for chain in declaration.chains(plan.layout, form)]
-    for each in encoders:  # their segments follow those of the language model
+    frozen = frozenset(unit for segment in plan.schedule.phases for phase in segment for unit in phase.frozen)
+    return _inner_phases(plan.run, plan.layout, plan.encoders, frozen, plan.schedule.graph)
+
+
+def _inner_phases(
+    run: Run, layout: Layout, encoders: Mapping[str, ModulePlan], frozen: frozenset[str], graph: Graph
+) -> tuple[tuple[Phase, ...], ...]:
+    dtype = run.train.dtype
+    form = form_of(run.model, dtype, modules=tuple(each.edge for each in encoders.values()))
+    phases = [chain.phases for chain in declaration.chains(layout, form)]
+    for each in encoders.values():  # their segments follow those of the language model
         own = declaration.chains(each.layout, form_of(each.module.model, dtype))
         phases += [tuple(modules.in_module(each.name, phase) for phase in chain.phases) for chain in own]
-    frozen = {unit for segment in plan.schedule.phases for phase in segment for unit in phase.frozen}
-    return freeze_phases(phases, frozen, plan.schedule.graph)
+    return freeze_phases(phases, frozen, graph)
+
+
+def backward_flops(model: LanguageModel | EncoderModel, phases: Sequence[Phase], tokens: int) -> int:
+    """FLOPs of the backward of a sequence or an item: as many as forward for the gradients of inputs, and for
+    those of weights, where there are any."""
+    passes = (phase.backward * (2 if phase.grad_units else 1) for phase in phases)
+    return sum(model.phase_flops(phase, tokens) * times for phase, times in zip(phases, passes, strict=True))
 
 
 def training_flops(plan: Plan) -> int:

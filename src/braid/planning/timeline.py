@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from braid.planning.modules import ModulePlan, whole_encoder
-from braid.planning.plan import Plan, inner_phases, phase_flops, whole_model
+from braid.planning.plan import Plan, backward_flops, inner_phases, phase_flops, whole_model
 from braid.schedule import Act, Costs, Op, Timeline, simulate
 from braid.schedule.graph import LANGUAGE
 from braid.schedule.simulate import PHASES
@@ -53,10 +53,9 @@ def _partly_frozen(plan: Plan, costs: Sequence[PhaseCosts]) -> dict[int, float]:
             continue
         model = whole_model(plan) if owner == LANGUAGE else whole_encoder(plan.encoders[owner])
         own = inner_phases(plan)[segment]
-        flops = [model.phase_flops(phase, tokens[owner]) for phase in own]
-        passes = [phase.backward * (2 if phase.grad_units else 1) for phase in own]
-        backward = sum(count * times for count, times in zip(flops, passes, strict=True))
-        found[segment] = costs[segment]["segment"] * backward / max(sum(flops), 1)
+        forward = max(1, sum(model.phase_flops(phase, tokens[owner]) for phase in own))
+        backward = backward_flops(model, own, tokens[owner])
+        found[segment] = costs[segment]["segment"] * backward / forward
     return found
 
 
