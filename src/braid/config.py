@@ -263,7 +263,8 @@ class Module:
             yield from validators.above(f"{at}.lr_share[{glob}]", share, 0)
         if self.items not in ("", *ITEMS):
             rule = "items are images of the data, or made up from the text"
-            yield Problem(field=f"{at}.items", value=self.items, rule=rule, remedy=", ".join(ITEMS))
+            remedy = f"{', '.join(ITEMS[:-1])} or {ITEMS[-1]}"
+            yield Problem(field=f"{at}.items", value=self.items, rule=rule, remedy=remedy)
         if self.items == "image" and self.model.pixels is None:
             rule = f"{at}.model.pixels says how images become patches, and there are none"
             yield Problem(field=f"{at}.items", value=self.items, rule=rule, remedy=f"{at}.model.pixels as well")
