@@ -1,4 +1,4 @@
-"""Enumerated options shared by several packages: recompute, sharding, token dispatchers, dtypes, kernels."""
+"""Options that packages share: recompute, sharding, token dispatchers, dtypes, kernels, made-up items."""
 
 from __future__ import annotations
 
@@ -73,3 +73,13 @@ def kernel_modes(settings: Iterable[str]) -> dict[str, KernelMode]:
             raise ValueError(f"must be {names}, or op=mode for an op of {ops}")
         modes.update({op: mode} if equals else dict.fromkeys(modes, mode))
     return modes
+
+
+MADE_UP: Mapping[str, str] = MappingProxyType(
+    {
+        "synthetic": "braid.data.items:SyntheticItems",
+        "tones": "braid.data.audio:Tones",
+    }
+)
+"""Items that are made up from the text, as `modules.NAME.items` names them, and the class that makes them: a
+`MadeUpItems`. By name, because settings do not load torch."""

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from braid import validators
 from braid.architecture import Model
-from braid.choices import DispatcherName, Dtype, Recompute, Strategy, kernel_modes
+from braid.choices import MADE_UP, DispatcherName, Dtype, Recompute, Strategy, kernel_modes
 from braid.encoders import Encoder
 from braid.errors import ConfigError, Problem
 
@@ -227,7 +227,7 @@ class Mesh:
             yield Problem(field=f"{at}.late_weights", value=True, rule=rule, remedy=f"{needed} as well")
 
 
-ITEMS = ("image", "synthetic")
+ITEMS = ("image", *MADE_UP)
 """Where the items of a module may come from."""
 
 
@@ -244,7 +244,7 @@ class Module:
     most_patches: int
     """Most patches in a sample, over all its items: what memory is planned for."""
     items: str = ""
-    """Where items come from: `image` for those of the data, `synthetic` for made-up ones. Empty: none."""
+    """Where items come from: `image` of the data; `synthetic` or `tones`, which are made up. Empty: none."""
     mesh: Mesh = Mesh()
     """Parallel layout; `ranks` may be those of the language model, others, or some of them."""
     trained: tuple[str, ...] = ("*",)
@@ -263,7 +263,8 @@ class Module:
             yield from validators.above(f"{at}.lr_share[{glob}]", share, 0)
         if self.items not in ("", *ITEMS):
             rule = "items are images of the data, or made up from the text"
-            yield Problem(field=f"{at}.items", value=self.items, rule=rule, remedy=" or ".join(ITEMS))
+            remedy = f"{', '.join(ITEMS[:-1])} or {ITEMS[-1]}"
+            yield Problem(field=f"{at}.items", value=self.items, rule=rule, remedy=remedy)
         if self.items == "image" and self.model.pixels is None:
             rule = f"{at}.model.pixels says how images become patches, and there are none"
             yield Problem(field=f"{at}.items", value=self.items, rule=rule, remedy=f"{at}.model.pixels as well")

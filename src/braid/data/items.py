@@ -78,6 +78,8 @@ class ItemLimits:
     """Most items in a sample."""
     most_patches: int
     """Most patches in a sample, over all its items."""
+    items: str = "synthetic"
+    """What makes them up, of `braid.choices.MADE_UP`; `image` for those of the data."""
 
 
 class PlacedItem(NamedTuple):
@@ -88,6 +90,19 @@ class PlacedItem(NamedTuple):
     patches: int
     grid: tuple[int, int]
     """Rows and columns of its patches."""
+
+
+class Shown(NamedTuple):
+    """What the patches of several items show."""
+
+    id_N: Tensor
+    """The token of each patch: the last patch of an item has the first token behind it."""
+    sample_N: Tensor
+    position_N: Tensor
+    """Where that token is: its sample, and its place within it."""
+    lengths: list[int]
+    """Patches of each item."""
+    grids: list[tuple[int, int]]
 
 
 class SyntheticSample(NamedTuple):
@@ -134,17 +149,32 @@ class SyntheticText:
             placed.append(SyntheticSample(span, items))
         return placed
 
-    def noise(self, name: str, sample_N: Tensor, position_N: Tensor) -> Tensor:
-        """Noise on the tokens at these positions of samples."""
-        words_1NI = random_words(
+    def shown(self, name: str, wanted: Sequence[tuple[int, int]]) -> Shown:
+        """The tokens that items of a module show, one for each of their patches."""
+        indices = sorted({sample for sample, _ in wanted})
+        placed = dict(zip(indices, self.place(indices), strict=True))
+        ids, positions, lengths, grids = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], [], []
+        for sample, number in wanted:
+            item = placed[sample].items[name][number]
+            positions.append(np.arange(item.stop, item.stop + item.patches)[::-1])
+            ids.append(placed[sample].text.ids_S[positions[-1]])
+            lengths.append(item.patches)
+            grids.append(item.grid)
+        id_N, position_N = (torch.from_numpy(np.concatenate(parts)) for parts in (ids, positions))
+        sample_N = torch.tensor([sample for sample, _ in wanted], dtype=torch.int64)
+        sample_N = sample_N.repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
+        return Shown(id_N, sample_N, position_N, lengths, grids)
+
+    def words(self, name: str, sample_N: Tensor, position_N: Tensor, channels: int) -> Tensor:
+        """N x channels: random words for the tokens at these positions of samples, from 0 to 2³² - 1."""
+        return random_words(
             seed=self._seed(name),
             step=0,
             layer=NOISE_STREAM,
             sample_B=sample_N[None],
             position_T=position_N[None],
-            channels=self.modules[name].encoder.input,
-        )
-        return NOISE * (words_1NI[0] / 2.0**31 - 1)
+            channels=channels,
+        )[0]
 
     def _draw(self, name: str, samples: Sequence[int]) -> list[list[int]]:
         """Random words of each sample: one for the number of items, then two for each."""
@@ -220,11 +250,9 @@ def _free_windows(taken_S: Bools, width: int) -> npt.NDArray[np.int64]:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class SyntheticItems:
-    """Made-up items of one module. A patch shows a token: the bits of its id as -1 and 1, lowest first,
-    repeated or cut to I numbers, with a little noise. The last patch shows the first token behind the item, the
-    one before it the second, and so on: then the distance from a token to its patch does not depend on the size
-    of the item, which makes items easier to learn from. Items of an encoder of images have two dimensions."""
+class MadeUpItems:
+    """Items of one module that are made up from the text. A subclass reads them; `braid.choices.MADE_UP` lists
+    those that `modules.NAME.items` may name."""
 
     name: str
     samples: SyntheticText
@@ -255,18 +283,19 @@ class SyntheticItems:
         return [tuple(item.patches for item in sample.items[self.name]) for sample in placed]
 
     def read(self, wanted: Sequence[tuple[int, int]]) -> Patches:
-        indices = sorted({sample for sample, _ in wanted})
-        placed = dict(zip(indices, self.samples.place(indices), strict=True))
-        ids, positions, lengths, grids = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], [], []
-        for sample, number in wanted:
-            item = placed[sample].items[self.name][number]
-            positions.append(np.arange(item.stop, item.stop + item.patches)[::-1])
-            ids.append(placed[sample].text.ids_S[positions[-1]])
-            lengths.append(item.patches)
-            grids.append(item.grid)
-        id_N, position_N = (torch.from_numpy(np.concatenate(parts)) for parts in (ids, positions))
-        sample_N = torch.tensor([sample for sample, _ in wanted], dtype=torch.int64)
-        sample_N = sample_N.repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SyntheticItems(MadeUpItems):
+    """A patch shows a token: the bits of its id as -1 and 1, lowest first, repeated or cut to I numbers, with a
+    little noise. The last patch shows the first token behind the item, the one before it the second, and so on:
+    then the distance from a token to its patch does not depend on the size of the item, which makes items
+    easier to learn from. Items of an encoder of images have two dimensions."""
+
+    def read(self, wanted: Sequence[tuple[int, int]]) -> Patches:
+        shown = self.samples.shown(self.name, wanted)
         bit_I = torch.arange(self.input) % self.samples.bits
-        shown_NI = 2.0 * (id_N[:, None] >> bit_I & 1) - 1
-        return Patches((shown_NI + self.samples.noise(self.name, sample_N, position_N)).float(), grids)
+        shown_NI = 2.0 * (shown.id_N[:, None] >> bit_I & 1) - 1
+        words_NI = self.samples.words(self.name, shown.sample_N, shown.position_N, self.input)
+        return Patches((shown_NI + NOISE * (words_NI / 2.0**31 - 1)).float(), shown.grids)

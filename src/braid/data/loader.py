@@ -9,15 +9,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pkgutil import resolve_name
 from typing import Any
 
 import numpy as np
 
+from braid.choices import MADE_UP
 from braid.data.batch import collate
 from braid.data.files import sha256_of_json
 from braid.data.image_items import ImageItems, StreamItem
 from braid.data.item_stream import ItemStream
-from braid.data.items import ItemLimits, ItemSource, SyntheticItems, SyntheticText
+from braid.data.items import ItemLimits, ItemSource, SyntheticText
 from braid.data.media import in_words
 from braid.data.mixture import Interleave, Mixture, interleave
 from braid.data.order import shuffled
@@ -45,7 +47,7 @@ class Loader:
 
     def __post_init__(self) -> None:
         assert len(self.images) <= 1
-        _ = self.samples, self._interleave  # both check their arguments
+        _ = self.samples, self._interleave, self.items  # all check their arguments
 
     @cached_property
     def samples(self) -> tuple[Concatenated | ConcatenatedItems | Packed, ...]:
@@ -61,7 +63,10 @@ class Loader:
     @cached_property
     def items(self) -> Mapping[str, ItemSource]:
         """Where the items of each module come from, by its name."""
-        made_up = {name: SyntheticItems(name=name, samples=self._text_with_items) for name in self.synthetic}
+        made_up: dict[str, ItemSource] = {
+            name: resolve_name(MADE_UP[limits.items])(name=name, samples=self._text_with_items)
+            for name, limits in self.synthetic.items()
+        }
         return made_up | {
             name: ImageItems(limits=limits, place=self._place_images) for name, limits in self.images.items()
         }

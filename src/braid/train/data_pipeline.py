@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from braid import data
+from braid.choices import MADE_UP
 from braid.config import Run
 from braid.console import warn
 from braid.data.batch import collate
@@ -175,20 +176,21 @@ def _loader(run: Run, sources: tuple[data.Source, ...], weights: Sequence[float]
         run.data.sequence_tokens,
         run.train.seed,
         run.data.packing,
-        synthetic=_limits(run, "synthetic"),
+        synthetic=_limits(run, *MADE_UP),
         images=_limits(run, "image"),
     )
 
 
-def _limits(run: Run, items: str) -> dict[str, data.ItemLimits]:
-    """The modules whose items are of a kind."""
+def _limits(run: Run, *kinds: str) -> dict[str, data.ItemLimits]:
+    """The modules whose items are of these kinds."""
     return {
         name: data.ItemLimits(
             encoder=module.model,
             token=module.token,
             most_items=module.most_items,
             most_patches=module.most_patches,
+            items=module.items,
         )
         for name, module in run.modules.items()
-        if module.items == items
+        if module.items in kinds
     }
