@@ -267,8 +267,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="mel-filters-without-their-falling-side",
         file="data/audio.py",
-        old="return np.maximum(0.0, np.minimum(rising_KM, falling_KM))",
-        new="return np.maximum(0.0, np.where(falling_KM < 0, 0.0, rising_KM))",
+        old="np.maximum(0.0, np.minimum(rising_KM, falling_KM))",
+        new="np.maximum(0.0, np.where(falling_KM < 0, 0.0, rising_KM))",
         kind="dropped term",
         why="spectrograms are not those that other programs compute",
     ),

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -84,14 +84,18 @@ def mel_to_hz(mel: npt.ArrayLike) -> Floats:
     return 700.0 * (10.0 ** (np.asarray(mel, np.float64) / 2595.0) - 1.0)
 
 
+@cache
 def mel_filters(mel: Mel) -> Floats:
-    """K x M: each filter rises from the centre of the one before it to 1 at its own, and falls to the next."""
+    """K x M, read-only: a filter rises from the centre of the one before it to 1 at its own, then falls to the
+    next."""
     frequency_K = np.fft.rfftfreq(mel.window, 1 / mel.sample_rate)
     edges = mel_to_hz(np.linspace(0.0, hz_to_mel(mel.sample_rate / 2), mel.bins + 2))
     low_M, centre_M, high_M = edges[:-2], edges[1:-1], edges[2:]
     rising_KM = (frequency_K[:, None] - low_M) / (centre_M - low_M)
     falling_KM = (high_M - frequency_K[:, None]) / (high_M - centre_M)
-    return np.maximum(0.0, np.minimum(rising_KM, falling_KM))
+    filters_KM: Floats = np.maximum(0.0, np.minimum(rising_KM, falling_KM))
+    filters_KM.flags.writeable = False
+    return filters_KM
 
 
 def log_mel(sound_T: npt.ArrayLike, mel: Mel) -> Floats:

@@ -8,7 +8,7 @@ from braid.encoders import Encoder, Projector
 
 
 def tiny_audio() -> Run:
-    """Small transformer that listens: made-up chords spell the text behind them; a minute on 2 CPU cores."""
+    """Small transformer that listens: made-up chords spell the text behind them; two minutes on 2 CPU cores."""
     hidden = 128
     encoder = Encoder(
         pattern="[*-][*-]",
