@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from braid.choices import MADE_UP
 from braid.data.items import Patches
 from braid.distributed.collectives import Group
 from braid.engine.edges import Direction, EdgeLinks
@@ -108,7 +109,7 @@ def prefetch_items(
     lanes = {
         name: Lane(sources[name], module.model.groups.dp.rank, module.model.groups.dp.size)
         for name, module in state.encoders.items()
-        if name in sources and 0 in module.model.segments and state.plan.run.modules[name].items != "synthetic"
+        if name in sources and 0 in module.model.segments and state.plan.run.modules[name].items not in MADE_UP
     }
     prefetch.begin(lanes, samples)
 
