@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from braid.encoders import Encoder
     from braid.planning.estimate import estimate
     from braid.planning.plan import Plan, plan
-    from braid.train.state import load_model
+    from braid.train.load_model import load_model
     from braid.train.trainer import Trainer
 
 __version__ = "0.1.0"
@@ -32,7 +32,7 @@ _MODULE_OF = MappingProxyType(
         "Train": "braid.config",
         "Trainer": "braid.train.trainer",
         "estimate": "braid.planning.estimate",
-        "load_model": "braid.train.state",
+        "load_model": "braid.train.load_model",
         "plan": "braid.planning.plan",
     }
 )

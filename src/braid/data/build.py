@@ -10,8 +10,8 @@ from __future__ import annotations
 import secrets
 import shutil
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +27,9 @@ from braid.data.rows import MediaFiles, NotText, Row, input_files, rows_of
 from braid.data.shards import ShardWriter, marker_of
 from braid.data.tokenizer import Ids, Tokenizer
 from braid.errors import DataError
+
+SHARD_TOKENS = 1 << 28
+"""Most tokens of a shard, unless told otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +62,7 @@ def build(
     glob: str = "*",
     validation: float = 0.0,
     seed: int = 0,
-    shard_tokens: int = 1 << 28,
+    shard_tokens: int = SHARD_TOKENS,
     progress: Progress | None = None,
 ) -> BuildResult:
     """Tokenise text into a new folder; images and videos are stored beside it, as they came.
@@ -74,24 +77,14 @@ def build(
     if output.exists():
         raise DataError(f"{output} exists already: remove it or set another output")
     files = input_files(input, glob)
-    partial = output.with_name(f".{output.name}.{secrets.token_hex(4)}.partial")
-    folders = (partial / TRAIN, partial / VALIDATION) if validation else (partial,)
+    splits = (TRAIN, VALIDATION) if validation else ("",)
 
     def held_out(ordinal: int) -> bool:
         return in_random_share(ordinal, validation, seed=seed)
 
-    try:
-        with ExitStack() as stack:
-            writers = [stack.enter_context(ShardWriter(folder, tokenizer, shard_tokens)) for folder in folders]
-            size, skipped, kinds = _write(files, writers, tokenizer, held_out, progress)
-            _check_filled(writers, files, skipped, validation)
-        sync_folder(partial)
-        partial.rename(output)
-        sync_folder(output.parent)
-    except OSError as error:
-        raise DataError(f"building {output} failed and left nothing behind: {error}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    with new_splits(output, splits, tokenizer, shard_tokens) as writers:
+        size, skipped, kinds = _write(files, writers, tokenizer, held_out, progress)
+        _check_filled(writers, files, skipped, validation)
     return BuildResult(
         output=output,
         documents=sum(writer.documents for writer in writers),
@@ -103,6 +96,25 @@ def build(
         images=kinds["image"],
         videos=kinds["video"],
     )
+
+
+@contextmanager
+def new_splits(
+    output: Path, splits: Sequence[str], tokenizer: Tokenizer, shard_tokens: int = SHARD_TOKENS
+) -> Iterator[list[ShardWriter]]:
+    """Writers of the splits of a new source, by the names of their folders in `output`. All of it is written
+    next to that, and renamed at the end."""
+    partial = output.with_name(f".{output.name}.{secrets.token_hex(4)}.partial")
+    try:
+        with ExitStack() as stack:
+            yield [stack.enter_context(ShardWriter(partial / name, tokenizer, shard_tokens)) for name in splits]
+        sync_folder(partial)
+        partial.rename(output)
+        sync_folder(output.parent)
+    except OSError as error:
+        raise DataError(f"building {output} failed and left nothing behind: {error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _write(

@@ -124,12 +124,12 @@ def _row(line: bytes, folder: Path, origin: str) -> Row:
     prompt: tuple[Part, ...] = ()
     match fields, given:
         case ["text"], {"text": str(text)}:
-            content = _parts(text, "text", folder, origin)
+            content = parts_of(text, "text", folder, origin)
         case ["content"], {"content": list(parts)}:
-            content = _parts(parts, "content", folder, origin)
+            content = parts_of(parts, "content", folder, origin)
         case ["prompt", "response"], {"prompt": str() | list() as first, "response": str() | list() as second}:
-            prompt = _parts(first, "prompt", folder, origin) if first else ()
-            content = _parts(second, "response", folder, origin)
+            prompt = parts_of(first, "prompt", folder, origin) if first else ()
+            content = parts_of(second, "response", folder, origin)
         case _:
             actual = (
                 f"the fields {', '.join(map(repr, given))}" if isinstance(given, dict) else type(given).__name__
@@ -141,8 +141,8 @@ def _row(line: bytes, folder: Path, origin: str) -> Row:
     return Row(prompt=prompt, content=content, origin=origin, bytes=len(line))
 
 
-def _parts(given: str | list[Any], field: str, folder: Path, origin: str) -> tuple[Part, ...]:
-    """The parts of a field of a row; a string is a single one."""
+def parts_of(given: str | list[Any], field: str, folder: Path, origin: str) -> tuple[Part, ...]:
+    """The parts of a field of a row, or of a prompt; a string is a single one."""
     if isinstance(given, str):
         return (_text(given, origin),)
     return tuple(_part(each, folder, f"{origin}, {field}[{place}]") for place, each in enumerate(given))

@@ -1,11 +1,13 @@
-"""Autoregressive generation with caches: prefill of the prompt, then one token at a time.
+"""Autoregressive generation with caches: prefill of the prompt, then one token at a time. The rows of modules,
+those of a prompt's images, are merged in the prefill, and in the caches from then on.
 
 Shapes: B rows, T tokens, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
@@ -15,6 +17,9 @@ from braid import validators
 from braid.errors import ConfigError, Problem
 from braid.model.context import MicroBatch
 from braid.model.language import LanguageModel
+from braid.model.multimodal import NO_ROWS, Rows
+
+NO_PLACEHOLDERS: Mapping[str, int] = MappingProxyType({})
 
 
 class TextTokenizer(Protocol):
@@ -42,17 +47,22 @@ def generate(
     generator: torch.Generator | None = None,
     end: int | None = None,
     vocab: int | None = None,
+    rows: Rows = NO_ROWS,
+    modules: Mapping[str, int] = NO_PLACEHOLDERS,
 ) -> Tensor:
     """Append up to `count` tokens to each row; stops early once every row has generated `end`. Returns the rows
-    on the host. Temperature 0 is greedy decoding. Ids from `vocab` on only pad the head and are never
-    sampled."""
+    on the host. Temperature 0 is greedy decoding. Ids from `vocab` on, which pad the head or are placeholders,
+    are never sampled. `rows` of modules take the places of their placeholders, whose ids `modules` has."""
     tokens_BT = tokens_BT.cpu()
     caches = model.new_caches(len(tokens_BT))
     prompt, seen = tokens_BT.shape[1], 0
     for _ in range(count):
         unseen = MicroBatch.of_tokens(tokens_BT[:, seen:], start=seen)
+        # The prompt has all placeholders: later tokens are sampled below `vocab`.
+        context = model.prepare(unseen, caches, modules=modules if seen == 0 else NO_PLACEHOLDERS)
+        hidden_BtC = model.hidden(context, rows if seen == 0 else NO_ROWS)
         seen = tokens_BT.shape[1]
-        logits_BV = model.head_logits(model.hidden(model.prepare(unseen, caches))[:, -1])[:, :vocab]
+        logits_BV = model.head_logits(hidden_BtC[:, -1])[:, :vocab]
         next_B = sample(logits_BV.cpu(), temperature=temperature, top_k=top_k, generator=generator)
         tokens_BT = torch.cat([tokens_BT, next_B[:, None]], 1)
         if end is not None and bool((tokens_BT[:, prompt:] == end).any(1).all()):
@@ -76,12 +86,21 @@ def sample(
 
 
 def generate_text(
-    model: LanguageModel, tokenizer: TextTokenizer, prompt: str, *, tokens: int, temperature: float, seed: int
+    model: LanguageModel,
+    tokenizer: TextTokenizer,
+    prompt: str | Sequence[int],
+    *,
+    tokens: int,
+    temperature: float,
+    seed: int,
+    rows: Rows = NO_ROWS,
+    modules: Mapping[str, int] = NO_PLACEHOLDERS,
 ) -> str:
-    """The prompt and its continuation, up to the end of the document; deterministic for a given seed."""
+    """The prompt and its continuation, up to the end of the document; deterministic for a given seed. A prompt
+    of ids may have the placeholders of `modules`, which the text leaves out."""
     ids = prompt_ids(tokenizer, prompt, tokens=tokens, temperature=temperature, seed=seed)
     generator = torch.Generator().manual_seed(seed)
-    rows = generate(
+    (row_T,) = generate(
         model,
         torch.tensor([ids]),
         tokens,
@@ -89,19 +108,27 @@ def generate_text(
         generator=generator,
         end=tokenizer.end_of_document,
         vocab=tokenizer.vocab,
+        rows=rows,
+        modules=modules,
     )
-    return tokenizer.decode(rows[0].tolist())
+    return decode_text(tokenizer, row_T.tolist(), modules)
+
+
+def decode_text(tokenizer: TextTokenizer, ids: Iterable[int], modules: Mapping[str, int]) -> str:
+    """The text of tokens, without placeholders."""
+    held = frozenset(modules.values())
+    return tokenizer.decode([token for token in ids if token not in held])
 
 
 def prompt_ids(
-    tokenizer: TextTokenizer, prompt: str, *, tokens: int, temperature: float, seed: int
+    tokenizer: TextTokenizer, prompt: str | Sequence[int], *, tokens: int, temperature: float, seed: int
 ) -> list[int]:
     """The ids of a prompt. Raises a `ConfigError` with every problem of the prompt and of the options."""
-    ids = list(tokenizer.encode(prompt))
+    ids = list(tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
     problems: list[Problem] = []
     if not ids:
         problems.append(
-            Problem(field="prompt", value=prompt, rule="must have at least one token", remedy="some text")
+            Problem(field="prompt", value="", rule="must have at least one token", remedy="some text")
         )
     problems += validators.at_least("temperature", temperature, 0)
     problems += validators.at_least("tokens", tokens, 0)

@@ -267,9 +267,9 @@ class LanguageModel(StackedModel):
         function, scale = self.kernels.linear_cross_entropy.function, self.shape.logits_scale
         return self._head().loss(function, hidden_BsC, labels_Bs, mask_Bs, scale)
 
-    def hidden(self, context: Context) -> Tensor:
+    def hidden(self, context: Context, rows: Rows = NO_ROWS) -> Tensor:
         """The final hidden state of this rank's tokens, for a model that is not pipelined."""
-        return self.apply_final_norm(self._forward_segments(self.segments, None, context))
+        return self.apply_final_norm(self._forward_segments(self.segments, None, context, rows))
 
     def head_logits(self, hidden_BtC: Tensor) -> Tensor:
         """The vocab-parallel head: logits of this rank's part of the vocabulary, for the tokens of all tp
@@ -284,9 +284,9 @@ class LanguageModel(StackedModel):
         assert self.embedding is not None
         return self.embedding
 
-    def logits(self, context: Context) -> Tensor:
+    def logits(self, context: Context, rows: Rows = NO_ROWS) -> Tensor:
         """The logits of every token, for a model that is not pipelined: `prepare` makes the context."""
-        return self.head_logits(self.hidden(context))
+        return self.head_logits(self.hidden(context, rows))
 
     def block_stacks(self) -> Iterator[tuple[int | None, nn.ModuleDict]]:
         """Blocks by index: those of the stack, and those of each MTP depth."""

@@ -20,9 +20,9 @@ from braid.launch.process import fail_together
 from braid.model.encoder import EncoderModel, Items, module_seed
 from braid.nn.dtypes import DTYPES
 from braid.planning.plan import Plan
-from braid.topology.items import ItemTable, decode
+from braid.topology.items import ItemTable
 from braid.topology.transfer import Lanes, Tokens, Transfer, held, transfer
-from braid.train.counts import ItemSources, item_errors, table_shape
+from braid.train.counts import ItemSources, item_errors
 from braid.train.item_prefetch import ItemPrefetch, Lane, lane_items
 from braid.train.module_state import ModuleState
 from braid.train.state import JobState
@@ -112,12 +112,6 @@ def prefetch_items(
         if name in sources and 0 in module.model.segments and state.plan.run.modules[name].items not in MADE_UP
     }
     prefetch.begin(lanes, samples)
-
-
-def no_items(plan: Plan, micro_batches: int) -> dict[str, list[ItemTable]]:
-    """The tables of text alone."""
-    shapes = {name: table_shape(plan, each) for name, each in plan.encoders.items()}
-    return {name: [decode(shape, [0] * shape.size)] * micro_batches for name, shape in shapes.items()}
 
 
 def edge_links(state: JobState, tables: Tables) -> EdgeLinks | None:

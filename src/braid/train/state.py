@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 import braid
-from braid import checkpoint, kernels
+from braid import checkpoint
 from braid.architecture import Trunk
 from braid.checkpoint.manifest import MANIFEST_NAME
-from braid.config import Mesh, Run, encoder_from_json, from_json, model_from_json, to_json
+from braid.config import Run, encoder_from_json, from_json, model_from_json, to_json
 from braid.console import warn
-from braid.data import Loader, Tokenizer, tokenizer_from
+from braid.data import Loader, Tokenizer
 from braid.distributed.collectives import Group
 from braid.distributed.transfer import EdgeChannel
 from braid.engine.executor import PipelineLinks, Program
@@ -34,18 +34,17 @@ from braid.engine.streams import Streams, streams_for
 from braid.engine.weights import ModuleWeights, Weights
 from braid.errors import CheckpointError
 from braid.launch.process import all_gather_json, fail_together
+from braid.model.encoder import EncoderModel
 from braid.model.language import LanguageModel
 from braid.model.names import language_names, regrouped_names, renamed
 from braid.nn.canonical import Canonical, Held
-from braid.nn.dtypes import DTYPES
 from braid.nn.init import VERSION as INIT_VERSION
 from braid.optim.adamw import MOMENTS, AdamW
 from braid.pattern import parse
 from braid.planning import trained as trained_tensors
-from braid.planning.plan import Plan, canonical_names, evaluation_schedule, plan, whole_models
+from braid.planning.plan import Plan, canonical_names, evaluation_schedule, whole_models
 from braid.schedule import Channel, OpSpan
 from braid.schedule.graph import LANGUAGE
-from braid.train.device import Device, DeviceName, choose_device
 from braid.train.module_state import ModuleState
 from braid.train.surgery import Fresh, InitPlan, Stored, Values, check_plan, plan_by_name
 
@@ -435,16 +434,19 @@ def _is_weight(name: str) -> bool:
     return name != RNG and not name.startswith("optimizer.")
 
 
-def load_weights(path: Path, model: LanguageModel, into: Mapping[str, Tensor]) -> None:
-    """Load the weights of a language model from a checkpoint into tensors given by parameter name. Names and
-    shapes must be exactly those of the model."""
+def load_weights(
+    path: Path, model: LanguageModel | EncoderModel, into: Mapping[str, Tensor], prefix: str = ""
+) -> None:
+    """Load the weights of a language model, or of an encoder whose names have a prefix, from a checkpoint into
+    tensors given by parameter name. Names and shapes must be exactly those of the model."""
     entries = [
-        _Entry(name, tensor, into[tensor.parameter], tensor.held, first=True)
+        _Entry(prefix + name, tensor, into[tensor.parameter], tensor.held, first=True)
         for name, tensor in model.canonical().items()
     ]
-    wanted = {name: tensor.shape for name, tensor in model.canonical().items()}
+    wanted = {entry.name: entry.canonical.shape for entry in entries}
     every = stored_weights(path)
-    stored = {name: every[name] for name in language_names(every)}
+    own = [name for name in every if name.startswith(prefix)] if prefix else language_names(every)
+    stored = {name: every[name] for name in own}
     planned = plan_by_name(wanted)
     check_plan(str(path), planned, shapes_of(stored), wanted)
     _load_entries(path, entries, planned, stored)
@@ -512,20 +514,6 @@ def _load_entries(
         for entry, origin, filled, box in sources:
             if boxes.get(origin.name) == box:
                 entry.fill(filled, values[origin.name], origin.rest)
-
-
-def load_model(path: Path | str, device: Device | DeviceName = "auto") -> tuple[LanguageModel, Tokenizer]:
-    """The language model and the tokenizer of a checkpoint, or of the newest checkpoint in a run's folder."""
-    path = resolve_checkpoint(Path(path))
-    if not isinstance(device, Device):
-        device = choose_device(device)
-    saved = describe(path)
-    dtype = DTYPES[saved.run.train.dtype]
-    layout = plan(replace(saved.run, mesh=Mesh(), modules={}), world=1).layout
-    chosen = kernels.choose(saved.run.model, layout.kinds(), device.torch, dtype)
-    model = LanguageModel(saved.run.model, layout, chosen, device=device.torch, dtype=dtype)
-    load_weights(path, model, model.tensors())
-    return model, tokenizer_from(saved.tokenizer)
 
 
 def resolve_checkpoint(path: Path) -> Path:

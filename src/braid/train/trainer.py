@@ -18,11 +18,13 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
+from typing import cast
 
 import torch
 
 import braid
 from braid.config import flatten
+from braid.data.prompts import encode_prompt, parts_with_images
 from braid.distributed.groups import opened_groups
 from braid.errors import ConfigError
 from braid.launch.process import (
@@ -35,6 +37,7 @@ from braid.launch.process import (
     translate_peer_errors,
 )
 from braid.launch.watchdog import watched
+from braid.model.encoder import EncoderModel
 from braid.model.generate import generate_text
 from braid.model.language import LanguageModel
 from braid.planning import divisibility
@@ -46,6 +49,7 @@ from braid.train.distributed_generation import generate_distributed
 from braid.train.gc_freeze import frozen_gc
 from braid.train.init_from import SAME_MODEL, InitOptions
 from braid.train.item_prefetch import ItemPrefetch
+from braid.train.load_model import encode, image_limits
 from braid.train.loop import Loop, Outcome
 from braid.train.metrics import Listener, Metrics, NullMetrics
 from braid.train.resume import initialize_or_resume
@@ -222,17 +226,36 @@ class Trainer:
         assert path is not None
         return path
 
-    def generate(self, prompt: str, *, tokens: int = 200, temperature: float = 0.8, seed: int = 0) -> str:
-        """The prompt and its continuation. With several ranks there is no KV cache, so every token costs a full
-        forward."""
+    def generate(
+        self,
+        prompt: str,
+        *,
+        images: Sequence[Path | str] = (),
+        tokens: int = 200,
+        temperature: float = 0.8,
+        seed: int = 0,
+    ) -> str:
+        """The prompt and its continuation; `images` are files, which come before the prompt. With several ranks
+        there is no KV cache, so every token costs a full forward."""
         self._check_open()
         tokenizer, run = self.data.tokenizer, self.plan.run
-        if self.plan.world == 1:
-            return generate_text(
-                self.model, tokenizer, prompt, tokens=tokens, temperature=temperature, seed=seed
+        with fail_together(self.process.world_group):
+            parts = parts_with_images(images, prompt)
+            asked = encode_prompt(parts, tokenizer, image_limits(run), "the run")
+        if self.plan.world > 1:
+            return generate_distributed(
+                self.state, run, tokenizer, asked, tokens=tokens, temperature=temperature, seed=seed
             )
-        return generate_distributed(
-            self.state, run, tokenizer, prompt, tokens=tokens, temperature=temperature, seed=seed
+        models = {name: self.state.encoders[name].model for name in asked.items}
+        return generate_text(
+            self.model,
+            tokenizer,
+            asked.ids,
+            tokens=tokens,
+            temperature=temperature,
+            seed=seed,
+            rows=encode({name: cast(EncoderModel, model) for name, model in models.items()}, asked.items),
+            modules={name: run.modules[name].token for name in asked.items},
         )
 
     def _check_open(self) -> None:
