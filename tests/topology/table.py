@@ -111,7 +111,6 @@ per pipeline rank, `replicate2` two replicas of the shards. Each column shows th
 group.
 
 {compared}
-
 """
 
 SECTION = """\
@@ -121,7 +120,8 @@ A language model and its encoders lie on ranks of their own choice ([multimodal]
 compute is compared with what one process computes in the same way, in float64; gradients are those of all
 modules.
 
-**{summary}** {faults} injected faults between modules, all detected.
+**{summary}
+{faults} injected faults between modules, all detected.**
 
 Last run on {where}.
 
@@ -172,7 +172,7 @@ def main() -> int:
             chosen.rows.write_text(json.dumps(rows))
     written = datetime.now() if chosen.rows is None else datetime.fromtimestamp(chosen.rows.stat().st_mtime)
     before = PAGE.read_text().partition(SECTION[:12])[0] if chosen.modules else page(rows, written)
-    PAGE.write_text(before + section(rows, written))
+    PAGE.write_text(before.rstrip() + "\n\n" + section(rows, written))
     return 0
 
 

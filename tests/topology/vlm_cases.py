@@ -142,13 +142,13 @@ query, and softmax does not see it."""
 
 PLACES: Mapping[str, Placement] = MappingProxyType(
     {
-        "together 2": Placement(world=2, language="ep2"),
+        "together 2": Placement(world=2, language="ep2", modules={"vision": ""}),
         "apart 1+1": Placement(world=2, language="at1+1", modules={"vision": "at0+1"}),
         "overlap 3": Placement(world=3, language="at0+2 ep2", modules={"vision": "at1+2"}),
         "together 4": Placement(world=4, language="tp2 ep2", modules={"vision": "cp2"}),
         "apart 2+2": Placement(world=4, language="at2+2 ep2", modules={"vision": "at0+2"}),
         "overlap 4": Placement(world=4, language="at0+3 pp3", modules={"vision": "at2+2 tp2"}),
-        "together 8": Placement(world=8, language="ep4"),
+        "together 8": Placement(world=8, language="ep4", modules={"vision": ""}),
         "apart 4+4": Placement(world=8, language="at4+4 ep2", modules={"vision": "at0+4"}),
         "overlap 8": Placement(world=8, language="at4+4 ep4", modules={"vision": "at0+6"}),
         "fan out": Placement(world=8, language="tp2 ep2", modules={"vision": "tp4"}),
