@@ -17,7 +17,8 @@ from braid.architecture import Model
 from braid.interchange import adapter_for, config_of, convert, family_of, shape_of
 from braid.interchange.files import CONFIG, INDEX
 from braid.interchange.trained import targets
-from braid.train.exporting import ExportSettings, export_checkpoint
+from braid.train.export_settings import ExportSettings
+from braid.train.exporting import export_checkpoint
 from braid.train.importing import ImportSettings, import_folder
 from tests.interchange.models import CONFIGS, model_type
 from tests.interchange.test_deepseek_v4 import SHAPE as DEEPSEEK_V4

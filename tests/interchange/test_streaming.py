@@ -18,7 +18,8 @@ from braid.errors import CheckpointError
 from braid.interchange import to_hf
 from braid.interchange.files import SafetensorsFolder
 from braid.train import exporting, importing
-from braid.train.exporting import ExportSettings, export_checkpoint
+from braid.train.export_settings import ExportSettings
+from braid.train.exporting import export_checkpoint
 from braid.train.importing import ImportSettings, import_folder
 from tests.model.cases import build
 

@@ -19,7 +19,8 @@ from braid.errors import ConfigError
 from braid.planning.plan import check, plan
 from braid.schedule import Act
 from braid.train import state as states
-from braid.train.exporting import ExportSettings, folder_of
+from braid.train.export_settings import ExportSettings
+from braid.train.exporting import folder_of
 from braid.train.step import train_step
 from tests.ranks import run_ranks
 from tests.topology.cases import LEARNING_RATE, run_of

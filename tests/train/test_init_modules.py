@@ -18,7 +18,8 @@ from braid.encoders import Encoder
 from braid.errors import CheckpointError, ConfigError
 from braid.planning.plan import canonical_names, plan
 from braid.train import state as states
-from braid.train.exporting import ExportSettings, export_checkpoint
+from braid.train.export_settings import ExportSettings
+from braid.train.exporting import export_checkpoint
 from braid.train.init_from import InitOptions, Start, plan_lines, start_from
 from braid.train.resume import initialize_or_resume
 from braid.train.run_dir import RunDir

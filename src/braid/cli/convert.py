@@ -71,13 +71,23 @@ def import_(args: list[str]) -> int:
         settings = _chosen(ImportSettings, opts)
         made = import_folder(Path(name), opts.out, settings, world=opts.world, report=progress)
     _print_notes(made.notes)
-    print(f"{made.tensors} tensors of {made.run.model.pattern}\ncheckpoint  {made.path}")
+    held = ", ".join(f"{at.removesuffix('.')} {each}".strip() for at, each in made.patterns.items())
+    print(f"{made.tensors} tensors of {held}\ncheckpoint  {made.path}")
     print(f"size        {_rate(made.bytes, time.monotonic() - began)}")
-    print(f"tokenizer   {made.run.data.tokenizer}")
+    if made.run is not None:
+        print(f"tokenizer   {made.run.data.tokenizer}")
     if made.step:
         print(f"position    step {made.step}, sample {made.samples}")
-    print(f"try next    {shlex.join([*program(), 'generate', str(opts.out), '--prompt', 'The '])}")
+    print(f"try next    {_next_step(made.run is None, opts.out)}")
     return ExitCode.OK
+
+
+def _next_step(encoder: bool, out: Path) -> str:
+    """What an imported model is for."""
+    if not encoder:
+        return shlex.join([*program(), "generate", str(out), "--prompt", "The "])
+    named = shlex.join([*program(), "train", "RECIPE", "--init", "LANGUAGE", "--init-modules", f"vision={out}"])
+    return f"{named}  # RECIPE has this encoder as the module vision"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +98,10 @@ class ExportOptions:
     """Output folder; must be empty or not exist."""
     model_type: Annotated[str | None, optional("TYPE", "that of the imported folder")] = None
     """A model_type of transformers, such as llama or nemotron_h (see docs/interchange.md), or megatron."""
+    module: Annotated[
+        str | None, optional("NAME", "the language model, with its encoder if the type has one")
+    ] = None
+    """Export this encoder by itself, as radio."""
     dtype: Literal["run", "bf16", "fp32", "fp64"] = "run"
     """Dtype of the weights; run: the dtype of training."""
     optimizer: bool = False
@@ -105,7 +119,8 @@ class ExportOptions:
 
 def export(args: list[str]) -> int:
     name, opts = _parse(ExportOptions, args, "export", "CHECKPOINT", CHECKPOINT_HELP)
-    from braid.train.exporting import ExportSettings, export_checkpoint
+    from braid.train.export_settings import ExportSettings
+    from braid.train.exporting import export_checkpoint
     from braid.train.state import resolve_checkpoint
 
     began = time.monotonic()

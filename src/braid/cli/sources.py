@@ -41,7 +41,7 @@ def load_source(name: str) -> RunSource:
 
 def _with_tokenizer(run: Run, newest: Path) -> Run:
     """The run with the tokenizer that lies beside its checkpoints, if the folder has moved since the import."""
-    from braid.train.exporting import run_of
+    from braid.train.export_settings import run_of
 
     here = run_of(newest) / Path(run.data.tokenizer).name
     if Path(run.data.tokenizer).is_file() or not here.is_file():

@@ -58,6 +58,8 @@ class TrainOptions:
     fresh:GLOB, drop:GLOB (docs/init.md)."""
     init_allow: Annotated[tuple[str, ...], optional("NAME [NAME ...]", "none")] = ()
     """With --init, settings that may differ although that changes the model: model.attention.rope_base."""
+    init_modules: Annotated[tuple[str, ...], optional("NAME=PATH [NAME=PATH ...]", "those of --init")] = ()
+    """With --init, checkpoints or runs that modules start from: vision=runs/radio."""
     init_plan: bool = False
     """With --init, print where every tensor comes from, and exit."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -123,9 +125,11 @@ def _checked_plan(opts: TrainOptions, world: int) -> Plan:
     problems += _trace_problems(opts.trace_steps)
     if problems:
         raise ConfigError(problems)
-    if opts.init is None and (opts.init_rules or opts.init_allow or opts.init_plan):
-        raise ConfigError("--init-rules, --init-allow and --init-plan need a checkpoint: set --init PATH")
+    if opts.init is None and (opts.init_rules or opts.init_allow or opts.init_modules or opts.init_plan):
+        options = "--init-rules, --init-allow, --init-modules and --init-plan"
+        raise ConfigError(f"{options} need a checkpoint: set --init PATH")
     parse_rules(opts.init_rules)
+    _parse_modules(opts.init_modules)
     return make_plan(opts.run, world)
 
 
@@ -143,7 +147,19 @@ def _print_init_plan(plan: Plan, opts: TrainOptions) -> int:
 def _init_options(opts: TrainOptions) -> InitOptions:
     from braid.train.init_from import InitOptions
 
-    return InitOptions(rules=parse_rules(opts.init_rules), allow=opts.init_allow)
+    modules = _parse_modules(opts.init_modules)
+    return InitOptions(rules=parse_rules(opts.init_rules), allow=opts.init_allow, modules=modules)
+
+
+def _parse_modules(texts: Sequence[str]) -> dict[str, Path]:
+    """Modules and their checkpoints, from `NAME=PATH`."""
+    pairs = [(text, *text.split("=", 1)) for text in texts]
+    if wrong := [text for text, *parts in pairs if len(parts) != 2 or not all(parts)]:
+        raise ConfigError(f"--init-modules {wrong[0]}: must be NAME=PATH, for example vision=runs/radio")
+    named = {name: Path(path) for _, name, path in pairs}
+    if len(named) < len(pairs):
+        raise ConfigError("--init-modules: a module is given twice; keep one of them")
+    return named
 
 
 def _parse_trace_steps(text: str) -> range | None:
@@ -207,7 +223,7 @@ def _run_rank(plan: Plan, out: Path, args: list[str], opts: TrainOptions) -> int
 def _train(plan: Plan, out: Path, args: list[str], opts: TrainOptions) -> int:
     from braid.console import say, table, warn
     from braid.interchange.side_files import hand_on
-    from braid.train.exporting import run_of
+    from braid.train.export_settings import run_of
     from braid.train.state import resolve_checkpoint
     from braid.train.trainer import Trainer
 

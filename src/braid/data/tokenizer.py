@@ -47,6 +47,10 @@ class Tokenizer(Protocol):
     def fingerprint(self) -> str:
         """sha256 of the description."""
 
+    @property
+    def special(self) -> Mapping[int, str]:
+        """Tokens that only their own spelling makes, such as `<image>`: id and spelling."""
+
     def encode(self, text: str) -> Ids:
         """Token ids of a text, without end-of-document token."""
 
@@ -73,6 +77,10 @@ class ByteTokenizer:
     @property
     def fingerprint(self) -> str:
         return sha256_of_json(self.description)
+
+    @property
+    def special(self) -> Mapping[int, str]:
+        return {}
 
     def encode(self, text: str) -> Ids:
         return np.frombuffer(text.encode(errors="surrogateescape"), np.uint8).astype(np.int64)
@@ -113,6 +121,8 @@ class HfTokenizer:
         self._end = _eod_token(ids, end_of_document, eos_token)
         self._vocab = max(ids.values()) + 1
         self._end_id: int = ids[self._end]
+        added = self._backend.get_added_tokens_decoder()
+        self._special = {number: token.content for number, token in added.items() if token.special}
         self._fingerprint = sha256_of_json(self.description)
 
     @classmethod
@@ -144,6 +154,10 @@ class HfTokenizer:
     @property
     def fingerprint(self) -> str:
         return self._fingerprint
+
+    @property
+    def special(self) -> Mapping[int, str]:
+        return self._special
 
     def encode(self, text: str) -> Ids:
         return np.asarray(self._backend.encode(text, add_special_tokens=False).ids, np.int64)

@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from braid.architecture import Model
+from braid.architecture import Trunk
 from braid.errors import CheckpointError
 from braid.interchange.moves import FromOne, Stacked
 from braid.interchange.sliced import opened
@@ -26,6 +26,11 @@ from braid.interchange.tables import Adapter, NameLink, copies, ignored, links
 Direction = Literal["to_ours", "to_theirs"]
 MOST_LISTED = 20
 """Names of one kind that a message lists: large models have tens of thousands."""
+
+OTHER_TENSORS = (
+    "a config.json (for megatron, a --recipe) that describes these files, or all the files that it describes"
+)
+"""What to do where files and settings are those of two models."""
 
 
 class Lazy(Mapping[str, Tensor]):
@@ -50,7 +55,7 @@ class Lazy(Mapping[str, Tensor]):
 def convert(
     tensors: Mapping[str, Tensor],
     adapter: Adapter,
-    shape: Model,
+    shape: Trunk,
     direction: Direction,
     *,
     narrowed: bool = True,
@@ -61,7 +66,7 @@ def convert(
         return together(tensors, list(links(adapter, shape)), narrowed=narrowed)
     table = [link for told in spelled(adapter, shape, tensors) for link in told]
     faults = name_faults(tensors, table, adapter, shape)
-    check(f"{adapter.name} tensors do not fit the model's shape", faults)
+    check(f"{adapter.name} tensors do not fit the model's shape", faults, OTHER_TENSORS)
     check("these tensors contradict their config.json", copy_faults(tensors, adapter, shape))
     return apart(tensors, table)
 
@@ -78,7 +83,7 @@ def together(
 ) -> Mapping[str, Tensor]:
     """Their tensors, each put together from those of ours that lie in it; there may be no others of ours."""
     faults = _differences(tensors.keys(), {name for link in table for name in link.ours})
-    check("the model's tensors do not fit the model's shape", faults)
+    check("the model's tensors do not fit the model's shape", faults, "a checkpoint of this very model")
     return Lazy({link.theirs: partial(_theirs, tensors, link, narrowed) for link in table})
 
 
@@ -121,7 +126,7 @@ def _theirs(tensors: Mapping[str, Tensor], link: NameLink, narrowed: bool) -> Te
 
 
 def name_faults(
-    tensors: Mapping[str, Tensor], table: Sequence[NameLink], adapter: Adapter, shape: Model
+    tensors: Mapping[str, Tensor], table: Sequence[NameLink], adapter: Adapter, shape: Trunk
 ) -> list[str]:
     """Every name of the table that is missing, and every one besides that has no place. transformers saves
     modules of width 0, such as no shared experts, as tensors without entries: these need no place."""
@@ -143,7 +148,7 @@ def _legible(name: str) -> str:
     return name if name.isprintable() and len(name.split()) == 1 else repr(name)
 
 
-def copy_faults(tensors: Mapping[str, Tensor], adapter: Adapter, shape: Model) -> list[str]:
+def copy_faults(tensors: Mapping[str, Tensor], adapter: Adapter, shape: Trunk) -> list[str]:
     """Every tensor that differs from the one that it repeats."""
     repeated = {pair for each in _spellings(adapter) for pair in copies(each, shape).items()}
     return [

@@ -12,12 +12,12 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from braid.architecture import SHAPE_OF, Model
+from braid.architecture import SHAPE_OF, Model, Trunk
 from braid.errors import ConfigError
 from braid.interchange.convert import Lazy, together
 from braid.interchange.family import ModelFamily
@@ -48,6 +48,9 @@ TRAINING_FIELDS = frozenset(
     }
 )
 """Fields of `Model` that do not change what a trained model computes, and so need no place in a config.json."""
+
+OTHER_TYPE = "a --model-type whose models have these values (docs/interchange.md), or these values in the run"
+"""What to do where a family has no place for a model."""
 
 FORMS = ("hub", "memory", "packed")
 OLDER_ROPE = ("rope_theta", "rope_scaling", "partial_rotary_factor", "rope_parameters")
@@ -100,7 +103,7 @@ def hub_folder(
     config = config_of(family, shape) if source is None else _merged(family, shape, source)
     dtypes = source.dtypes if source is not None and as_stored else {}
     if not dtypes:  # else config.json says of its dtype what it said
-        config |= _dtype_setting(config, seen["embedding.weight"].dtype if dtype is None else dtype)
+        config |= dtype_setting(config, seen["embedding.weight"].dtype if dtype is None else dtype)
     config |= (settings or {}) if source is None else {}
     kept: dict[str, Any] = {"dtype": dtype, "updates": updates, "outlines": seen, "shards": shards}
     kept["dtypes"] = dtypes
@@ -127,22 +130,50 @@ def plan_trained(
     those of single tensors, in place of `dtype`; `table` are links in place of the adapter's."""
     seen = outlined(tensors) if outlines is None else outlines
     table = list(links(adapter, shape)) if table is None else table
+    files = FileForm(dtype=dtype, dtypes=dtypes, shards=shards)
+    weights, drawn = as_written(tensors, seen, table, adapter, shape, files)
+    state = {} if updates is None else optimizer_state(tensors, table, shape, updates=updates)
+    return plan_folder(folder, config, weights, outlines=drawn, optimizer=state, shards=shards)
+
+
+class FileForm(NamedTuple):
+    """How tensors lie in files."""
+
+    dtype: torch.dtype | None
+    """None leaves them as they are."""
+    dtypes: Mapping[str, torch.dtype]
+    """Of single tensors, in place of `dtype`."""
+    shards: Mapping[str, str]
+    """The file of each tensor, if they come from a folder."""
+
+
+def as_written(
+    tensors: Mapping[str, Tensor],
+    outlines: Mapping[str, Tensor],
+    table: Sequence[NameLink],
+    adapter: Adapter,
+    shape: Trunk,
+    files: FileForm,
+) -> tuple[Mapping[str, Tensor], dict[str, Tensor]]:
+    """The tensors of a model as files hold them, and their outlines."""
     names = {link.theirs for link in table}
     repeatable = [pair for each in (adapter, *adapter.others) for pair in copies(each, shape).items()]
-    repeated = {copy: of for copy, of in repeatable if copy in shards and of in names}
+    repeated = {copy: of for copy, of in repeatable if copy in files.shards and of in names}
 
     def weights(given: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Their tensors, from ours or from outlines of ours."""
         kept = {n: partial(given.__getitem__, n) for n in given if not n.startswith("optimizer.")}
-        theirs = together(Lazy(kept), table, narrowed=dtype is None)
-        cast = theirs if dtype is None else _cast(theirs, table, dtype, dtypes, adapter.wide, shape)
+        theirs = together(Lazy(kept), table, narrowed=files.dtype is None)
+        cast = (
+            theirs
+            if files.dtype is None
+            else _cast(theirs, table, files.dtype, files.dtypes, adapter.wide, shape)
+        )
         both = {n: partial(cast.__getitem__, n) for n in cast}
         return Lazy(both | {copy: partial(cast.__getitem__, name) for copy, name in repeated.items()})
 
-    state = {} if updates is None else optimizer_state(tensors, table, shape, updates=updates)
-    shapes = weights(seen)
-    drawn = {name: shapes[name] for name in shapes}
-    return plan_folder(folder, config, weights(tensors), outlines=drawn, optimizer=state, shards=shards)
+    shapes = weights(outlines)
+    return weights(tensors), {name: shapes[name] for name in shapes}
 
 
 def stored_links(family: ModelFamily, shape: Model, source: Source) -> list[NameLink]:
@@ -162,7 +193,7 @@ def _cast(
     dtype: torch.dtype,
     dtypes: Mapping[str, torch.dtype],
     always_wide: str,
-    shape: Model,
+    shape: Trunk,
 ) -> Mapping[str, Tensor]:
     """Their tensors in a dtype, or in float32 where the adapter says that they are wide. What no optimizer
     updates, selection biases, stays as it is: the choice of experts hangs on small differences, and
@@ -186,24 +217,34 @@ def config_of(family: ModelFamily, shape: Model) -> dict[str, Any]:
     model_type = family.text_type or family.model_type
     config = {"architectures": [family.architecture], "model_type": model_type, **family.write(shape)}
     back = shape_of(family, config, mtp_depths=len(parse(shape.pattern).mtp))
-    ours, theirs = _fields(without_unused(shape)), _fields(back)
+    ours, theirs = model_fields(without_unused(shape)), model_fields(back)
     lost = [
         f"model.{name} = {ours.get(name)!r}: a {family.model_type} has {theirs.get(name)!r}"
         for name in sorted({**ours, **theirs})
         if name not in TRAINING_FIELDS and ours.get(name) != theirs.get(name)
     ]
-    if lost:
-        count = "1 field" if len(lost) == 1 else f"{len(lost)} fields"
-        raise ConfigError("\n  ".join([f"this model is no {family.model_type}: {count}", *lost]))
+    check_nothing_lost(family.model_type, lost)
     return config
 
 
-def _fields(shape: Model) -> dict[str, Any]:
+def check_nothing_lost(model_type: str, lost: Sequence[str]) -> None:
+    """Raise if a family has no place for these fields."""
+    if lost:
+        count = "1 field" if len(lost) == 1 else f"{len(lost)} fields"
+        told = [f"this model is no {model_type}: {count}", *lost, f"set   {OTHER_TYPE}"]
+        raise ConfigError("\n  ".join(told))
+
+
+NESTED = (*dict(SHAPE_OF).values(), "hyper", "pixels", "positions", "projector")
+"""Fields of a model that have fields of their own."""
+
+
+def model_fields(shape: Trunk) -> dict[str, Any]:
     """Every field by its dotted name; the pattern as its layers alone, however they are grouped; fields with
     a default of None as what they mean."""
     flat: dict[str, Any] = {}
     for name, value in dataclasses.asdict(shape).items():
-        if name in (*dict(SHAPE_OF).values(), "hyper") and value is not None:
+        if name in NESTED and value is not None:
             flat |= {f"{name}.{inner}": entry for inner, entry in value.items()}
         else:
             flat[name] = value
@@ -246,10 +287,10 @@ def _says(config: Mapping[str, Any], shape: Model, ignored: Collection[str]) -> 
         found = read_config(config, mtp_depths=len(parse(shape.pattern).mtp), ignore=named).shape
     except ConfigError:
         return False
-    ours, theirs = _fields(without_unused(shape)), _fields(found)
+    ours, theirs = model_fields(without_unused(shape)), model_fields(found)
     return all(ours.get(name) == theirs.get(name) for name in {*ours, *theirs} - TRAINING_FIELDS)
 
 
-def _dtype_setting(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, str]:
+def dtype_setting(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, str]:
     """The dtype of the files, under the key that config.json has for it."""
     return {next((key for key in DTYPE_KEYS if key in config), "dtype"): str(dtype).removeprefix("torch.")}

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from braid.architecture import SHAPE_OF, Model
+from braid.architecture import SHAPE_OF, Model, Trunk
 from braid.errors import ConfigError
 from braid.interchange import (
     bamba,
@@ -131,7 +131,8 @@ def read_config(config: Mapping[str, Any], *, mtp_depths: int = 0, ignore: Colle
         settings.note("the language model alone is imported: vision is left out")
     shape = family.read(settings)
     if "architectures" not in ignore:
-        _check_architecture(settings, family, config.get("architectures"))
+        classes = (family.architecture, *family.also)
+        check_architecture(settings, classes, config.get("architectures"), "language models")
     read = [read_quantization(each) for each in settings.scopes()]
     quantization = next((found for found in read if found is not None), None)
     if (held := given.get(family.depths_setting)) and not mtp_depths:
@@ -159,17 +160,19 @@ def _family_in(config: Mapping[str, Any]) -> ModelFamily:
         raise ConfigError(f"{error}\n{remedy}") from error
 
 
-def _check_architecture(settings: Settings, family: ModelFamily, named: Any) -> None:
-    """Refuse a model that has no language-model head: a reward model or a classifier of the same family."""
-    if named is None or (
-        isinstance(named, list) and any(name in named for name in (family.architecture, *family.also))
-    ):
+def check_architecture(settings: Settings, classes: Sequence[str], named: Any, what: str) -> None:
+    """Refuse a class of transformers that is none of these: a reward model or a classifier of the same family,
+    say, which has no language-model head."""
+    if named is None or (isinstance(named, list) and any(name in named for name in classes)):
         return
-    rule = f"braid reads language models, here {family.architecture}"
+    rule = f"braid reads {what}, here {classes[0]}"
     settings.refuse("architectures", named, f"{rule}; --ignore architectures if it is one by another name")
 
 
-def without_unused(shape: Model) -> Model:
+AnyTrunk = TypeVar("AnyTrunk", bound=Trunk)
+
+
+def without_unused(shape: AnyTrunk) -> AnyTrunk:
     """The shape without those of layers that its pattern does not have."""
     kinds = parse(shape.pattern).kinds()
     unused: dict[str, Any] = {name: None for kind, name in SHAPE_OF if kind not in kinds}

@@ -13,7 +13,7 @@ to refuse the file, and all reasons are reported at once. Three groups of settin
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -173,6 +173,14 @@ class Settings:
         value = self._take(name, None, list, type(None))
         return [number for number in value if type(number) is int] if isinstance(value, list) else []
 
+    def numbers(self, name: str, default: Sequence[float]) -> list[float]:
+        """A list of numbers, whole or not."""
+        value = self._take(name, list(default), list)
+        if isinstance(value, list) and any(type(each) not in (int, float) for each in value):
+            self.refuse(name, value, "must be a list of numbers")
+            return list(default)
+        return [float(each) for each in value] if isinstance(value, list) else list(default)
+
     def pair(self, name: str, default: tuple[float, float]) -> list[Any]:
         """A list of two values."""
         value = self._take(name, list(default), list)
@@ -210,6 +218,12 @@ class Settings:
         self._taken.add(name)
         if name in self._values and self._values[name] != value:
             self.refuse(name, self._values[name], f"contradicts {sibling} = {_quoted(value)}")
+
+    def only_type(self, model_type: str) -> None:
+        """Refuse settings that say that they are those of another family."""
+        given = self._values.get("model_type", model_type)
+        if given != model_type:
+            self.refuse("model_type", given, f"braid has {model_type!r} here")
 
     def unused(self, *names: str) -> None:
         """Settings that say nothing about this model."""

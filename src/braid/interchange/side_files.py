@@ -18,10 +18,22 @@ from torch import Tensor
 
 from braid.checkpoint.parts import CODES
 from braid.errors import CheckpointError
-from braid.interchange.files import CONFIG, DTYPES, INDEX, OPTIMIZER, check_inside, read_json
+from braid.interchange.files import (
+    CONFIG,
+    DTYPES,
+    INDEX,
+    OPTIMIZER,
+    SafetensorsFolder,
+    check_inside,
+    plan_folder,
+    read_json,
+    write_folder,
+)
 
 FOLDER = "hub"
 """Where a run keeps them."""
+KEPT = "kept"
+"""In there, the folder of tensors that are no part of a model that braid trains."""
 KINDS = (".json", ".jinja", ".txt", ".md", ".model", ".tiktoken", ".jsonl")
 """Endings of the files that travel; `.model` is a sentencepiece model."""
 PLAIN = ("LICENSE", "NOTICE", "USE_POLICY")
@@ -117,6 +129,20 @@ def carry(
     return found
 
 
+def keep(run: Path, tensors: Mapping[str, Tensor], outlines: Mapping[str, Tensor]) -> None:
+    """Store tensors that braid does not train in a run's folder."""
+    folder = run / FOLDER / KEPT
+    shutil.rmtree(folder, ignore_errors=True)  # what an import that was killed has left
+    if tensors:
+        write_folder(plan_folder(folder, {}, tensors, outlines=outlines))
+
+
+def kept_of(run: Path) -> Mapping[str, Tensor]:
+    """The tensors that `keep` has stored, read when asked for."""
+    folder = run / FOLDER / KEPT
+    return SafetensorsFolder(folder) if folder.is_dir() else {}
+
+
 def source_of(run: Path) -> Source | None:
     """What the folder said that a run was imported from; None where it was not."""
     if not (run / FOLDER / CONFIG).is_file():
@@ -147,6 +173,8 @@ def hand_on(source: Path, run: Path) -> None:
     """Copy the side files of one run to another that begins from its weights."""
     if (source / FOLDER).is_dir() and not (run / FOLDER).exists():
         _copy(source / FOLDER, run / FOLDER, survey(source / FOLDER).kept)
+        if (source / FOLDER / KEPT).is_dir():
+            shutil.copytree(source / FOLDER / KEPT, run / FOLDER / KEPT)
 
 
 def restore(run: Path, folder: Path) -> tuple[str, ...]:

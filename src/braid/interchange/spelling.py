@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from braid.architecture import Model
+from braid.architecture import Trunk
 from braid.errors import ConfigError
 from braid.interchange.moves import Stacked
 from braid.interchange.tables import Adapter, NameLink, check_fit, links
@@ -33,7 +33,7 @@ class Fit(NamedTuple):
     """Whether those that are there have as many dims as it says."""
 
 
-def spelled(adapter: Adapter, shape: Model, held: Mapping[str, Tensor]) -> list[Sequence[NameLink]]:
+def spelled(adapter: Adapter, shape: Trunk, held: Mapping[str, Tensor]) -> list[Sequence[NameLink]]:
     """The links of a model of this shape, set by set, each in the spelling in which files hold it. What they do
     not hold at all is told in the spelling that they usually have."""
     if not adapter.others:
@@ -53,7 +53,7 @@ def spelled(adapter: Adapter, shape: Model, held: Mapping[str, Tensor]) -> list[
     return [choices[_best(choices, held, usual=there)] for choices in _sets(tables)]
 
 
-def _fits(adapter: Adapter, shape: Model) -> bool:
+def _fits(adapter: Adapter, shape: Trunk) -> bool:
     try:
         check_fit(adapter, shape)
     except ConfigError:

@@ -7,18 +7,20 @@ by experts or blocks, these are leading dims of their tensor. `links` writes a t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
-from braid.architecture import SHAPE_OF, Model
+from braid.architecture import SHAPE_OF, Trunk
 from braid.errors import ConfigError
 from braid.interchange.moves import Move, Same, Stacked
 from braid.pattern import Block, Kind, Layer, MtpDepth, parse
 
 Shape = Any
-"""An `architecture.Model`; tables reach into the parts of it that their own layers need, which then exist."""
+"""A `Trunk`, a language model or an encoder; tables reach into the parts of it that their own layers need, and
+these exist then."""
 
 
 def always(shape: Shape) -> bool:
@@ -148,6 +150,35 @@ def folded(adapter: Adapter) -> Adapter:
     return replace(adapter, layers=MappingProxyType(layers))
 
 
+def beneath(adapter: Adapter, at: str) -> Adapter:
+    """The same where every name begins with `at`, beside the tensors of other models."""
+
+    def moved(table: Sequence[TableRow]) -> tuple[TableRow, ...]:
+        return tuple(replace(row, theirs=at + row.theirs) for row in table)
+
+    def moved_copies(given: Sequence[Copy]) -> tuple[Copy, ...]:
+        return tuple(replace(copy, theirs=at + copy.theirs, of=at + copy.of) for copy in given)
+
+    depths = adapter.depths
+    if depths is not None:
+        depths = replace(
+            depths,
+            prefix=at + depths.prefix,
+            rows=moved(depths.rows),
+            copies=moved_copies(depths.copies),
+            unread=re.escape(at) + depths.unread,
+        )
+    return replace(
+        adapter,
+        prefix=at + adapter.prefix,
+        ends=moved(adapter.ends),
+        depths=depths,
+        copies=moved_copies(adapter.copies),
+        ignored=tuple(re.escape(at) + pattern for pattern in adapter.ignored),
+        others=tuple(beneath(other, at) for other in adapter.others),
+    )
+
+
 def named(text: str, parts: str) -> tuple[str, ...]:
     """Names that differ in one word: `{}` stands for each of `parts`."""
     return tuple(text.replace("{}", part) for part in parts.split())
@@ -156,7 +187,7 @@ def named(text: str, parts: str) -> tuple[str, ...]:
 # ----------------------------------------------------------------------------------- tables written out
 
 
-def links(adapter: Adapter, shape: Model) -> Iterator[NameLink]:
+def links(adapter: Adapter, shape: Trunk) -> Iterator[NameLink]:
     """Every tensor of a model of this shape."""
     check_fit(adapter, shape)
     layout = parse(shape.pattern)
@@ -170,7 +201,7 @@ def links(adapter: Adapter, shape: Model) -> Iterator[NameLink]:
         yield from _depth_layers(adapter, adapter.depths.prefix, depth, place, shape)
 
 
-def check_fit(adapter: Adapter, shape: Model) -> None:
+def check_fit(adapter: Adapter, shape: Trunk) -> None:
     """Raise where the family has no names for something in the pattern."""
     layout = parse(shape.pattern)
     foreign = sorted(kind.value for kind in layout.kinds() - adapter.layers.keys())
@@ -206,7 +237,7 @@ def check_fit(adapter: Adapter, shape: Model) -> None:
     number(adapter.counting, layout.blocks, shape.pattern)
 
 
-def _lost(adapter: Adapter, shape: Model) -> Iterator[str]:
+def _lost(adapter: Adapter, shape: Trunk) -> Iterator[str]:
     """Every setting that the adapter cannot tell, and that is another than its models have. Parts without a
     layer in the pattern do not matter."""
     kinds = parse(shape.pattern).kinds()
@@ -220,7 +251,7 @@ def _lost(adapter: Adapter, shape: Model) -> Iterator[str]:
             yield f"model.{name} = {given!r}: its models have {value!r}"
 
 
-def copies(adapter: Adapter, shape: Model) -> dict[str, str]:
+def copies(adapter: Adapter, shape: Trunk) -> dict[str, str]:
     """Names that files of such a model may repeat, and of which name each is a copy."""
     layout = parse(shape.pattern)
     found = {copy.theirs: copy.of for copy in adapter.copies if copy.when(shape)}
@@ -232,7 +263,7 @@ def copies(adapter: Adapter, shape: Model) -> dict[str, str]:
     return found
 
 
-def ignored(adapter: Adapter, shape: Model, names: Collection[str]) -> tuple[str, ...]:
+def ignored(adapter: Adapter, shape: Trunk, names: Collection[str]) -> tuple[str, ...]:
     """Regular expressions of the names that files of such a model may hold and that are left unread. What looks
     like an MTP depth is one only if it has what no other layer has."""
     layout = parse(shape.pattern)

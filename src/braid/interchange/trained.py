@@ -15,22 +15,25 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from braid.architecture import Model
+from braid.architecture import Model, Trunk
 from braid.checkpoint.parts import CODES
+from braid.encoders import Encoder
 from braid.errors import CheckpointError
-from braid.interchange.convert import Lazy, apart, check, copy_faults, name_faults, together
+from braid.interchange.convert import OTHER_TENSORS, Lazy, apart, check, copy_faults, name_faults, together
 from braid.interchange.moves import of_moments
 from braid.interchange.sliced import Renamed
 from braid.interchange.spelling import spelled
 from braid.interchange.tables import Adapter, NameLink, links
 from braid.kernels import references
+from braid.model.encoder import EncoderModel
 from braid.model.language import LanguageModel
-from braid.pattern import parse
+from braid.model.stacked import StackedModel
+from braid.pattern import joined, parse
 
 STATE = "optimizer.state."
 WEIGHT, MAIN, FIRST, SECOND = "", f"{STATE}fp32_param.", f"{STATE}exp_avg.", f"{STATE}exp_avg_sq."
@@ -61,10 +64,15 @@ class Target(NamedTuple):
     """Whether the optimizer updates it, and so has moments of it."""
 
 
-def targets(shape: Model, dtype: torch.dtype) -> dict[str, Target]:
-    """What a run of this dtype saves of a model, by canonical name."""
-    meta = torch.device("meta")
-    model = LanguageModel(shape, parse(shape.pattern), references(), device=meta, dtype=dtype)
+def targets(shape: Trunk, dtype: torch.dtype) -> dict[str, Target]:
+    """What a run of this dtype saves of a language model or an encoder, by canonical name."""
+    on: dict[str, Any] = {"device": torch.device("meta"), "dtype": dtype}
+    model: StackedModel
+    if isinstance(shape, Encoder):
+        model = EncoderModel(shape, joined(parse(shape.pattern)), references(), **on)
+    else:
+        assert isinstance(shape, Model)
+        model = LanguageModel(shape, parse(shape.pattern), references(), **on)
     parameters, tensors = dict(model.named_parameters()), model.tensors()
     found = {}
     for name, tensor in model.canonical().items():
@@ -96,7 +104,7 @@ class TrainedPart(NamedTuple):
 def to_ours(
     tensors: Mapping[str, Tensor],
     adapter: Adapter,
-    shape: Model,
+    shape: Trunk,
     *,
     dtype: torch.dtype | None = None,
     outlines: Mapping[str, Tensor] | None = None,
@@ -104,6 +112,40 @@ def to_ours(
     """Read a model of this shape. With a dtype the optimizer's state is read too, and all is as a run of that
     dtype saves it; without one, weights have the dtype that they have in the files. `outlines` are the same
     tensors without numbers, for those who would rather not read a file twice."""
+    found = examine(tensors, adapter, shape, dtype=dtype, outlines=outlines)
+    check(f"{adapter.name} tensors do not fit the model's shape", found.faults, OTHER_TENSORS)
+    check("these tensors contradict their config.json", found.contradictions(adapter, shape))
+    return Trained(
+        tensors=found.tensors(cast=dtype is not None),
+        updates=_updates(tensors[UPDATES]) if dtype is not None and UPDATES in tensors else None,
+    )
+
+
+class Examined(NamedTuple):
+    """Files of a model, sorted into sets, with everything that does not fit."""
+
+    parts: Mapping[str, TrainedPart]
+    wanted: Mapping[str, Target]
+    faults: Sequence[str]
+
+    def contradictions(self, adapter: Adapter, shape: Trunk) -> list[str]:
+        """Tensors that differ from what they should be a copy of."""
+        return copy_faults(self.parts[WEIGHT].held, adapter, shape)
+
+    def tensors(self, *, cast: bool) -> Mapping[str, Tensor]:
+        """All sets as one, by canonical names; `cast` gives them the dtypes of a run."""
+        return _joined(self.parts, self.wanted, cast=cast)
+
+
+def examine(
+    tensors: Mapping[str, Tensor],
+    adapter: Adapter,
+    shape: Trunk,
+    *,
+    dtype: torch.dtype | None = None,
+    outlines: Mapping[str, Tensor] | None = None,
+) -> Examined:
+    """What `to_ours` reads, before anybody is told what does not fit."""
     wanted = targets(shape, torch.float32 if dtype is None else dtype)
     sets, faults = _sets(tensors.keys(), adapter.wrapper)
     parts = {}
@@ -113,12 +155,7 @@ def to_ours(
         parts[kind] = _part(kind, held, seen, adapter, shape, wanted)
         faults += [*parts[kind].faults, *_dtype_faults(kind, parts[kind], wanted)]
     faults += [] if dtype is None else _narrow_faults(parts[WEIGHT], parts[MAIN], wanted)
-    check(f"{adapter.name} tensors do not fit the model's shape", faults)
-    check("these tensors contradict their config.json", copy_faults(parts[WEIGHT].held, adapter, shape))
-    return Trained(
-        tensors=_joined(parts, wanted, cast=dtype is not None),
-        updates=_updates(tensors[UPDATES]) if dtype is not None and UPDATES in tensors else None,
-    )
+    return Examined(parts, wanted, faults)
 
 
 def _sets(names: Collection[str], wrapper: str) -> tuple[dict[str, dict[str, str]], list[str]]:
@@ -145,7 +182,7 @@ def _part(
     held: Mapping[str, Tensor],
     seen: Mapping[str, Tensor],
     adapter: Adapter,
-    shape: Model,
+    shape: Trunk,
     wanted: Mapping[str, Target],
 ) -> TrainedPart:
     told = spelled(adapter, shape, seen)
@@ -235,14 +272,14 @@ def _updates(told: Tensor) -> int:
 
 
 def to_theirs(
-    tensors: Mapping[str, Tensor], adapter: Adapter, shape: Model, *, updates: int
+    tensors: Mapping[str, Tensor], adapter: Adapter, shape: Trunk, *, updates: int
 ) -> Mapping[str, Tensor]:
     """The optimizer's state of a run under the names of an adapter."""
     return optimizer_state(tensors, list(links(adapter, shape)), shape, updates=updates)
 
 
 def optimizer_state(
-    tensors: Mapping[str, Tensor], every: Sequence[NameLink], shape: Model, *, updates: int
+    tensors: Mapping[str, Tensor], every: Sequence[NameLink], shape: Trunk, *, updates: int
 ) -> Mapping[str, Tensor]:
     """The optimizer's state of a run under their names: main parameters, both moments, how many updates. The
     dtype of a checkpoint does not matter here: what it holds are the main parameters."""

@@ -20,6 +20,8 @@ VALIDATION_SHARE = 0.05
 """Fraction of the default corpus held out for validation."""
 
 PROMPT_TOKENS = 8
+SHOWN = 8
+"""Special tokens that a message lists."""
 
 Progress = Callable[[int, int], None]
 
@@ -105,14 +107,18 @@ def _check_tokenizer(source: data.Source, tokenizer: data.Tokenizer) -> None:
 
 
 def _check_placeholders(run: Run, tokenizer: data.Tokenizer) -> None:
-    """Text cannot contain the placeholders of items, whether a module has any or none."""
+    """Text has no placeholders of items, whether a module has any or none. An id above the tokenizer's is safe;
+    a special token of it, such as `<image>`, is one that only its own spelling makes, and text that has it is
+    refused when it is read."""
     for name, module in run.modules.items():
-        if module.token < tokenizer.vocab:
-            raise DataError(
-                f"modules.{name}.token is {module.token}, which text may have: ids of tokenizer "
-                f"{run.data.tokenizer!r} are 0 to {tokenizer.vocab - 1}; set modules.{name}.token to "
-                f"{tokenizer.vocab} or more"
-            )
+        if module.token >= tokenizer.vocab or module.token in tokenizer.special:
+            continue
+        special = ", ".join(f"{number} {text}" for number, text in sorted(tokenizer.special.items())[:SHOWN])
+        raise DataError(
+            f"modules.{name}.token is {module.token}, which text may have: ids of tokenizer "
+            f"{run.data.tokenizer!r} are 0 to {tokenizer.vocab - 1}; set modules.{name}.token to "
+            f"{tokenizer.vocab} or more" + (f", or to a special token of it: {special}" if special else "")
+        )
 
 
 def _check_images(run: Run, sources: Sequence[data.Source]) -> None:

@@ -6,6 +6,7 @@ Tensors are compared one at a time, so that memory holds two.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,8 +18,12 @@ from braid.checkpoint import LazyCheckpoint
 from braid.config import flatten
 from braid.errors import CheckpointError
 from braid.interchange.files import CONFIG
+from braid.train.encoder_checkpoint import is_encoder, saved_encoders
 from braid.train.importing import ImportSettings, open_source
 from braid.train.state import describe, resolve_checkpoint, weight_names
+
+OF_MODEL = re.compile(r"(modules\.[^.]+\.)?model\.")
+"""Settings of a model, not of its training."""
 
 
 class DiffSide(NamedTuple):
@@ -44,9 +49,13 @@ def open_side(path: Path) -> DiffSide:
         raise CheckpointError(f"{path} {what}: give a run, a checkpoint or a Hugging Face folder")
     if (path / CONFIG).is_file():
         source = open_source(path, ImportSettings(optimizer=False))
-        return DiffSide(flatten(source.run.model, "model"), source.convert().tensors, source.outlines())
+        return DiffSide(source.settings(), source.convert().tensors, source.outlines())
     checkpoint = resolve_checkpoint(path)
     tensors = LazyCheckpoint(checkpoint, weight_names(checkpoint))
+    if is_encoder(checkpoint):
+        encoders = {f"modules.{name}.model": each for name, each in saved_encoders(checkpoint).items()}
+        settings = {n: value for at, each in encoders.items() for n, value in flatten(each, at).items()}
+        return DiffSide(settings, tensors, tensors.outlines())
     return DiffSide(flatten(describe(checkpoint).run), tensors, tensors.outlines())
 
 
@@ -55,7 +64,7 @@ def setting_diffs(one: DiffSide, other: DiffSide) -> Iterator[tuple[str, Any, An
     there."""
     model_only = not all("train.steps" in side.settings for side in (one, other))
     for name in sorted({*one.settings, *other.settings}):
-        if model_only and not name.startswith("model."):
+        if model_only and not OF_MODEL.match(name):
             continue
         values = one.settings.get(name), other.settings.get(name)
         if values[0] != values[1]:

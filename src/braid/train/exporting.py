@@ -1,6 +1,7 @@
 """Export: a checkpoint becomes a folder of the Hugging Face hub, or one under Megatron's names.
 
-The language model is exported; encoders beside it stay behind. A model that was imported gets back what its
+The language model is exported, and the encoder beside it where the type has one; others stay behind. An encoder
+by itself is exported as such (`--module`, exporting_encoder.py). A model that was imported gets back what its
 folder held besides weights (`RUN/hub`). Tensors are streamed from the checkpoint to their files one at a time,
 by one process or by several that write whole files each.
 """
@@ -8,42 +9,39 @@ by one process or by several that write whole files each.
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import as_completed
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from braid.checkpoint import LazyCheckpoint
-from braid.config import Run, to_json
+from braid.config import to_json
 from braid.data import tokenizer_from
 from braid.errors import CheckpointError, ConfigError
 from braid.interchange import FAMILIES, hub_folder, plan_trained, side_files
+from braid.interchange.composite import OMNI
+from braid.interchange.composite import TYPES as COMPOSITES
 from braid.interchange.files import FolderPlan, check_inside
-from braid.interchange.megatron import Form, adapter
+from braid.interchange.megatron import adapter
 from braid.model.names import language_names
 from braid.nn.dtypes import DTYPES
-from braid.train.importing import MEGATRON, TOKENIZER, Report, dtype_of_training, processes
+from braid.train.export_settings import ExportSettings, run_of, trains_as_stored
+from braid.train.exporting_encoder import (
+    encoder_folder,
+    of_encoder,
+    omni_folder,
+    omni_notes,
+    write_encoder_files,
+)
+from braid.train.importing import MEGATRON, TOKENIZER, Report, processes
 from braid.train.state import CheckpointInfo, describe, weight_names
 from braid.validators import nearest
 
 HUB_FORMS = MappingProxyType({"usual": None, "each": "hub", "stacked": "memory", "packed": "packed"})
 """What interchange calls each layout of experts that the hub has; None is that of the imported folder."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExportSettings:
-    """What an export may choose; see `braid export --help`."""
-
-    model_type: str | None = None
-    dtype: str = "run"
-    optimizer: bool = False
-    experts: str = "usual"
-    form: Form = "indexed"
-    interleave: int = 0
 
 
 class Exported(NamedTuple):
@@ -61,7 +59,6 @@ def export_checkpoint(
     path: Path, out: Path, settings: ExportSettings, *, world: int = 1, report: Report = lambda *_: None
 ) -> Exported:
     """Write the checkpoint at `path` to the folder `out`, with `world` processes."""
-    saved = describe(path)
     try:
         plan = folder_of(path, out, settings)
         plan.begin()
@@ -71,23 +68,24 @@ def export_checkpoint(
             plan.abandon()
             raise
         plan.finish()
-        restored, notes = _write_side_files(path, out, saved, settings)
+        if of_encoder(path, settings):
+            restored, notes = write_encoder_files(path, out, settings)
+        else:
+            restored, notes = _write_side_files(path, out, describe(path), settings, plan)
     except OSError as error:
         raise CheckpointError(f"cannot write {out}: {error.strerror or error}; choose another --out") from error
     return Exported(str(plan.config["model_type"]), sum(plan.sizes.values()), restored, notes)
 
 
-def run_of(path: Path) -> Path:
-    """The run directory of a checkpoint."""
-    return path.parent.parent if path.parent.name == "checkpoints" else path
-
-
 def folder_of(path: Path, out: Path, settings: ExportSettings) -> FolderPlan:
-    """What goes into the folder: the language model, and the run as it is without its modules."""
+    """What goes into the folder: an encoder; or the language model, with the encoder beside it if the type has
+    one, else as the run is without its modules."""
+    if of_encoder(path, settings):
+        return encoder_folder(path, out, settings)
     saved = describe(path)
     source, run = side_files.source_of(run_of(path)), replace(saved.run, modules={})
     model_type = settings.model_type or (source.config.get("model_type") if source else None)
-    known = [*(family.model_type for family in FAMILIES), MEGATRON]
+    known = [*(family.model_type for family in FAMILIES), *COMPOSITES, MEGATRON]
     if model_type is None:
         raise ConfigError(
             f"--model-type is missing: {path} was not imported\n  set   one of {', '.join(known)}"
@@ -117,15 +115,11 @@ def folder_of(path: Path, out: Path, settings: ExportSettings) -> FolderPlan:
         config = {"model_type": MEGATRON, "interleave": settings.interleave, "run": to_json(run), **extra}
         return plan_trained(out, config, tensors, table, run.model, **given)
     hub: dict[str, Any] = {"settings": extra, "source": source}
-    hub["as_stored"] = settings.dtype == "run" and source is not None and _trains_as_stored(source, run)
+    hub["as_stored"] = settings.dtype == "run" and source is not None and trains_as_stored(source, run)
     form = _hub_form(model_type, settings)
+    if model_type == OMNI:
+        return omni_folder(path, out, saved.run, optimizer=settings.optimizer, form=form, dtype=dtype, **hub)
     return hub_folder(run.model, tensors, out, model_type=model_type, form=form, **hub, **given)
-
-
-def _trains_as_stored(source: side_files.Source, run: Run) -> bool:
-    """Whether a run has the dtype that the import chose for it."""
-    common = Counter(source.dtypes.values()).most_common(1)
-    return bool(common) and dtype_of_training(common[0][0]) == run.train.dtype
 
 
 def _hub_form(model_type: str, settings: ExportSettings) -> str | None:
@@ -172,7 +166,7 @@ def write_one(path: Path, out: Path, settings: ExportSettings, file: str) -> Non
 
 
 def _write_side_files(
-    path: Path, out: Path, saved: CheckpointInfo, settings: ExportSettings
+    path: Path, out: Path, saved: CheckpointInfo, settings: ExportSettings, plan: FolderPlan
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """What the imported folder held besides weights, the tokenizer, and how far the run has read its data."""
     restored, notes = side_files.restore(run_of(path), out), []
@@ -190,6 +184,8 @@ def _write_side_files(
     source = side_files.source_of(run_of(path))
     left_out = () if source is None else source.left_out
     notes += [f"not in the export, because the import left it out: {name}" for name in left_out]
+    if plan.config["model_type"] == OMNI:
+        return restored, (*notes, *omni_notes(run_of(path)))
     notes += [
         f"not in the export, which has the language model alone: modules.{name}" for name in saved.run.modules
     ]

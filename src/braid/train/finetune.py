@@ -43,6 +43,9 @@ All others must match the checkpoint, unless a rule of `surgery` changes them or
 `model.moe.routing` must match too: sinkhorn applies in training only, but round_robin applies always. For a
 module they are the same: `modules.vision.model.init_std`."""
 
+FREE_OF_ENCODERS = ("model.positions.jitter",)
+"""The same of an encoder: noise, which applies in training only."""
+
 RULES_OF_SETTINGS = MappingProxyType({"model.tied": "untie", "model.hyper": "hyper", "model.vocab": "vocab"})
 """The rule of `surgery` that changes a setting, in one direction each."""
 
@@ -144,7 +147,7 @@ def _used_differences(saved: Trunk, chosen: Trunk, at: str = "model") -> Iterato
     have do not affect weights that both have. `at` is the name of the models in a run."""
     used = parse(saved.pattern).kinds() & parse(chosen.pattern).kinds()
     unused = [f"{at}.{name}" for kind, name in SHAPE_OF if kind not in used]
-    free = [at + name.removeprefix("model") for name in FREE_SETTINGS]
+    free = [at + name.removeprefix("model") for name in (*FREE_SETTINGS, *FREE_OF_ENCODERS)]
     return _differences(saved, chosen, at, {f"{at}.pattern", *unused, *free})
 
 

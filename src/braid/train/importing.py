@@ -26,22 +26,31 @@ import braid
 from braid import checkpoint, recipes
 from braid.checkpoint.manifest import MANIFEST_NAME
 from braid.choices import BYTE_VOCAB
-from braid.config import Data, Mesh, Run, Train, from_json, to_json
+from braid.config import Data, Mesh, Module, Run, Train, flatten, from_json, to_json
 from braid.data import HfTokenizer, Tokenizer, eos_token_of
 from braid.errors import CheckpointError, ConfigError
 from braid.interchange import Adapter, Trained, described, has_moments, reader_of, side_files, to_ours
+from braid.interchange.composite import MODULE, Composite, is_kept, kept_notes, language_of
+from braid.interchange.composite import TYPES as COMPOSITES
+from braid.interchange.composite import described as described_parts
+from braid.interchange.composite import to_ours as parts_to_ours
 from braid.interchange.files import CONFIG, SafetensorsFolder, read_json
+from braid.interchange.hub import HubConfig
 from braid.interchange.megatron import reader
 from braid.interchange.quantized import Dequantized
+from braid.interchange.sliced import Renamed
 from braid.interchange.trained import UPDATES
 from braid.nn.dtypes import DTYPES
 from braid.planning.plan import plan
 from braid.train.data_pipeline import load_tokenizer
+from braid.train.encoder_checkpoint import encoder_extra
 from braid.train.state import NAMES_VERSION, NO_DATA, RNG
 
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 MEGATRON = "megatron"
 """The model_type of folders with Megatron's parameter names."""
+MOST_ITEMS = 4
+"""Images of a sample in an imported run, which may take half of its tokens; options change both."""
 PART_BYTES = 512 * 2**20
 """Size of the parts of an imported checkpoint: what a process holds in memory."""
 
@@ -66,8 +75,10 @@ class ImportSettings:
 class ImportSource(NamedTuple):
     """A folder that is to be imported, before its tensors are converted."""
 
-    run: Run
-    adapter: Adapter
+    run: Run | None
+    """None where the folder holds an encoder alone."""
+    model: Adapter | Composite
+    """How its tensors are read: the table of a language model, or the parts of a model with an encoder."""
     files: SafetensorsFolder | Dequantized
     weight_map: Mapping[str, str]
     stored: Mapping[str, Tensor]
@@ -76,21 +87,50 @@ class ImportSource(NamedTuple):
     """The dtype of the run whose optimizer state is imported; None to import weights alone."""
     notes: tuple[str, ...]
 
+    @property
+    def patterns(self) -> dict[str, str]:
+        """The pattern of each model, by the prefix of its canonical names."""
+        if isinstance(self.model, Composite):
+            return {part.prefix: part.shape.pattern for part in self.model.parts}
+        assert self.run is not None
+        return {"": self.run.model.pattern}
+
+    def settings(self) -> dict[str, Any]:
+        """Those of its models, by dotted names."""
+        if not isinstance(self.model, Composite):
+            assert self.run is not None
+            return flatten(self.run.model, "model")
+        shapes = {part.prefix + "model": part.shape for part in self.model.parts}
+        return {name: value for at, shape in shapes.items() for name, value in flatten(shape, at).items()}
+
+    @property
+    def kept(self) -> list[str]:
+        """Tensors of the files that braid does not train, and keeps for an export."""
+        return [name for name in self.stored if isinstance(self.model, Composite) and is_kept(name)]
+
     def convert(self) -> Trained:
-        outlines = self.files.outlines()
-        return to_ours(self.files, self.adapter, self.run.model, dtype=self.dtype, outlines=outlines)
+        return self._converted(self.files, self.files.outlines())
 
     def outlines(self) -> dict[str, Tensor]:
         """Shapes and dtypes of the converted tensors."""
         seen = {name: tensor for name, tensor in self.files.outlines().items() if name != UPDATES}
-        found = to_ours(seen, self.adapter, self.run.model, dtype=self.dtype, outlines=seen).tensors
+        found = self._converted(seen, seen).tensors
         return {name: found[name] for name in found}
+
+    def _converted(self, tensors: Mapping[str, Tensor], outlines: Mapping[str, Tensor]) -> Trained:
+        if isinstance(self.model, Composite):
+            return Trained(tensors=parts_to_ours(tensors, outlines, self.model), updates=None)
+        assert self.run is not None
+        return to_ours(tensors, self.model, self.run.model, dtype=self.dtype, outlines=outlines)
 
 
 class Imported(NamedTuple):
     """What an import has made."""
 
-    run: Run
+    run: Run | None
+    """None for an encoder alone."""
+    patterns: Mapping[str, str]
+    """By the prefix of the canonical names: empty for the language model."""
     path: Path
     tensors: int
     bytes: int
@@ -144,7 +184,7 @@ def _import_folder(
         )
     step = _step(found, settings) if source.dtype is not None else 0
     position = _position(folder, settings) if source.dtype is not None else {}
-    tokenizer, run = _tokenizer_of(folder, out, source.run)
+    tokenizer, run = (None, None) if source.run is None else _tokenizer_of(folder, out, source.run)
     total = sum(tensor.nbytes for tensor in outlines.values())
     out.mkdir(parents=True, exist_ok=True)
     if (free := shutil.disk_usage(out).free) < total:
@@ -154,15 +194,22 @@ def _import_folder(
         )
     read_as: dict[str, Any] = {"ignored": settings.ignore, "model_type": settings.model_type}
     carried = side_files.carry(folder, out, source.weight_map, source.stored, **read_as)
+    kept = source.kept
+    own = Renamed(source.files, dict(zip(kept, kept, strict=True)))
+    side_files.keep(out, own, {name: source.stored[name] for name in kept})
     for name in (TOKENIZER, TOKENIZER_CONFIG):  # the second says which token ends a document
         if (folder / name).is_file():
             shutil.copyfile(folder / name, out / name)
-    extra = _extra(run, tokenizer, step, position)
+    if run is None or tokenizer is None:
+        assert isinstance(source.model, Composite)
+        extra = encoder_extra({MODULE: source.model.shape})
+    else:
+        extra = _extra(run, tokenizer, step, position)
     parts = list(_parts(outlines))
     checkpoint.begin(root, step)
     try:
         records = list(_write_parts(folder, settings, root, step, parts, outlines, world, report))
-        if source.dtype is not None:
+        if source.dtype is not None and run is not None:
             generator = torch.Generator().manual_seed(run.train.seed).get_state()
             records.append(
                 checkpoint.write_part(root, step, len(parts), [checkpoint.Piece.whole(RNG, generator)])
@@ -171,8 +218,10 @@ def _import_folder(
     except BaseException:
         checkpoint.abandon(root, step)
         raise
-    notes = (*source.notes, *(f"left out: {name}" for name in carried.left_out), *_tokenizer_notes(folder, run))
-    return Imported(run, path, len(outlines), total, step, extra["samples"], notes)
+    notes = (*source.notes, *(f"left out: {name}" for name in carried.left_out))
+    notes += () if run is None else tuple(_tokenizer_notes(folder, run))
+    samples = 0 if run is None else extra["samples"]
+    return Imported(run, source.patterns, path, len(outlines), total, step, samples, notes)
 
 
 def open_source(folder: Path, settings: ImportSettings) -> ImportSource:
@@ -183,9 +232,11 @@ def open_source(folder: Path, settings: ImportSettings) -> ImportSource:
     config |= {} if settings.model_type is None else {"model_type": settings.model_type}
     notes: tuple[str, ...] = ()
     files: SafetensorsFolder | Dequantized
+    model: Adapter | Composite
+    run: Run | None
     if config.get("model_type") == MEGATRON:
         run, interleave = _megatron_run(folder, config, settings)
-        adapter = reader(interleave=interleave)
+        model = reader(interleave=interleave)
         stored = files = SafetensorsFolder(folder)
     else:
         if settings.recipe is not None or settings.interleave:
@@ -194,20 +245,27 @@ def open_source(folder: Path, settings: ImportSettings) -> ImportSource:
                 "leave them out"
             )
         chosen: dict[str, Any] = {"model_type": settings.model_type, "mtp_depths": settings.mtp_depths}
-        read = described(folder, ignore=settings.ignore, **chosen)
-        adapter, notes = reader_of(read.family), read.notes
-        stored = SafetensorsFolder(folder)
+        chosen["ignore"] = settings.ignore
+        read: HubConfig | Composite
+        if config.get("model_type") in COMPOSITES:
+            stored = SafetensorsFolder(folder)
+            read = model = described_parts(folder, stored.weight_map(), **chosen)
+            notes = (*read.notes, *kept_notes(stored.weight_map()))
+        else:
+            read = described(folder, **chosen)
+            model, notes = reader_of(read.family), read.notes
+            stored = SafetensorsFolder(folder)
         files = stored if read.quantization is None else Dequantized(stored, read.quantization)
         if read.quantization is not None:
             notes += ("quantised weights are widened to bfloat16",)
-        run = _run_of(read.shape, _dtype_of(files.outlines(), folder))
-    # A tokenizer may be missing: whoever needs one is told then.
-    plan(replace(run, mesh=Mesh(), data=replace(run.data, tokenizer=TOKENIZER)), world=1)
-    with_moments = settings.optimizer and has_moments(files.outlines())
-    dtype = DTYPES[run.train.dtype] if with_moments else None
+        run = _run_of(read, _dtype_of(files.outlines(), folder))
+    if run is not None:  # A tokenizer may be missing: whoever needs one is told then.
+        plan(replace(run, mesh=Mesh(), data=replace(run.data, tokenizer=TOKENIZER)), world=1)
+    with_moments = settings.optimizer and not isinstance(model, Composite) and has_moments(files.outlines())
+    dtype = DTYPES[run.train.dtype] if with_moments and run is not None else None
     seen = files.outlines()
     held = {name: seen[name] for name in stored.weight_map() if name in seen}
-    return ImportSource(run, adapter, files, stored.weight_map(), held, dtype, notes)
+    return ImportSource(run, model, files, stored.weight_map(), held, dtype, notes)
 
 
 def _megatron_run(folder: Path, config: Mapping[str, Any], settings: ImportSettings) -> tuple[Run, int]:
@@ -240,10 +298,19 @@ def _megatron_run(folder: Path, config: Mapping[str, Any], settings: ImportSetti
         ) from error
 
 
-def _run_of(shape: Any, dtype: torch.dtype) -> Run:
-    """A run with this model and defaults for everything else."""
-    train: Mapping[str, Any] = {"dtype": dtype_of_training(dtype)}
-    return Run(model=shape, data=Data(), train=Train(steps=1, batch_samples=1, **train))
+def _run_of(read: HubConfig | Composite, dtype: torch.dtype) -> Run | None:
+    """A run with this model and defaults for everything else; None for an encoder alone."""
+    named: Mapping[str, Any] = {"dtype": dtype_of_training(dtype)}
+    train = Train(steps=1, batch_samples=1, **named)
+    if isinstance(read, HubConfig):
+        return Run(model=read.shape, data=Data(), train=train)
+    if read.language is None:
+        return None
+    patches = read.shape.group * (Data().sequence_tokens // 2)
+    vision = Module(
+        model=read.shape, token=read.token, most_items=MOST_ITEMS, most_patches=patches, items="image"
+    )
+    return Run(model=language_of(read), data=Data(), train=train, modules={MODULE: vision})
 
 
 def dtype_of_training(dtype: torch.dtype) -> str:

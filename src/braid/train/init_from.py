@@ -7,20 +7,22 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from braid.architecture import Model
-from braid.errors import CheckpointError
-from braid.model.names import split_module
+from braid.checkpoint import StoredTensor
+from braid.errors import CheckpointError, ConfigError
+from braid.model.names import MODULES, split_module
 from braid.nn.dtypes import DTYPES
 from braid.planning.plan import Plan, canonical_names
 from braid.schedule.graph import LANGUAGE
 from braid.train import state as states
+from braid.train.encoder_checkpoint import saved_encoders
 from braid.train.finetune import (
     check_settings,
     fresh_module,
@@ -29,6 +31,7 @@ from braid.train.finetune import (
     suggested_rules,
 )
 from braid.train.surgery import (
+    FRESH,
     NO_EFFECT,
     InitPlan,
     Rule,
@@ -52,6 +55,8 @@ class InitOptions:
     """What maps tensors that differ."""
     allow: Sequence[str] = ()
     """Names of model settings that may differ, although that changes what the weights compute."""
+    modules: Mapping[str, Path] = field(default_factory=dict)
+    """Encoders that start from checkpoints of their own, by the name of the module in both."""
 
 
 SAME_MODEL = InitOptions()
@@ -64,14 +69,29 @@ class Start:
 
     plan: InitPlan
     record: dict[str, Any]
-    """For the manifest: `from`, `rules`, and the `allowed` settings with both values."""
+    """For the manifest: `from`, `rules`, `modules`, and the `allowed` settings with both values."""
+    modules: Mapping[str, Path] = field(default_factory=dict)
+    """Checkpoints of modules that do not start from that of the language model."""
+
+    def loads(self, path: Path) -> Iterator[tuple[Path, InitPlan]]:
+        """Each checkpoint with the plan of what is read from it; `path` is that of the language model. To a
+        load, what comes from elsewhere is fresh: it stays as it is."""
+        owner = {f"{MODULES}{name}.": own for name, own in self.modules.items()}
+        for source in (path, *self.modules.values()):
+            origins = {
+                name: origin if owner.get(split_module(name)[0], path) == source else FRESH
+                for name, origin in self.plan.origins.items()
+            }
+            yield source, replace(self.plan, origins=origins)
 
 
 def start_from(path: Path, plan: Plan, options: InitOptions) -> Start:
     """Where the tensors of a planned run come from, or an error with everything that does not match."""
-    shapes, wanted = states.shapes_of(states.stored_weights(path)), canonical_names(plan)
+    modules = _module_checkpoints(plan, options)
+    stored, wanted = stored_in(path, modules), canonical_names(plan)
+    shapes = states.shapes_of(stored)
     allowed: dict[str, tuple[Any, Any]] = {}
-    if transfer := _transfer(path, plan, shapes, wanted, options.rules):
+    if transfer := _transfer(path, plan, shapes, wanted, options.rules, modules):
         models = transfer.saved, transfer.chosen
         try:
             allowed = check_settings(path, *models, options.rules, options.allow, transfer.loaded)
@@ -89,20 +109,60 @@ def start_from(path: Path, plan: Plan, options: InitOptions) -> Start:
     others = accepting_rules(planned, shapes, wanted)
     hints = [] if transfer is None else [f"set   {_command(options.rules, others)}"]
     check_plan(str(path), planned, shapes, wanted, hints=hints)
-    record = {
+    record: dict[str, Any] = {
         "from": str(path),
         "rules": [str(rule) for rule in options.rules],
         "allowed": {name: [str(value) for value in values] for name, values in allowed.items()},
     }
-    return Start(
-        plan=planned,
-        record=record | {"allowed": {name: [str(v) for v in pair] for name, pair in allowed.items()}},
-    )
+    record |= {"modules": {name: str(each) for name, each in modules.items()}} if modules else {}
+    return Start(plan=planned, record=record, modules=modules)
 
 
-def _transfer(path: Path, plan: Plan, stored: Shapes, wanted: Shapes, rules: Sequence[Rule]) -> Transfer | None:
+def _module_checkpoints(plan: Plan, options: InitOptions) -> dict[str, Path]:
+    """The checkpoints of `--init-modules`, each with the module that it is to be for."""
+    found = {}
+    for name, given in options.modules.items():
+        path = states.resolve_checkpoint(given)
+        if name not in plan.encoders:
+            held = ", ".join(plan.encoders) or "none"
+            raise ConfigError(f"--init-modules {name}={given}: the modules of the run are: {held}")
+        if name not in (encoders := saved_encoders(path)):
+            held = ", ".join(encoders) or "none"
+            raise CheckpointError(
+                f"--init-modules {name}={given}: the modules of this checkpoint are: {held}\n"
+                f"  set   a checkpoint with a module {name}, or the same name for the module of the run"
+            )
+        found[name] = path
+    return found
+
+
+def stored_in(path: Path, modules: Mapping[str, Path]) -> dict[str, StoredTensor]:
+    """The weights of a checkpoint, those of some modules from checkpoints of their own."""
+    prefixes = tuple(f"{MODULES}{name}." for name in modules)
+    found = {name: each for name, each in states.stored_weights(path).items() if not name.startswith(prefixes)}
+    for name, own in modules.items():
+        every = states.stored_weights(own)
+        found |= {each: every[each] for each in every if each.startswith(f"{MODULES}{name}.")}
+    return found
+
+
+def _transfer(
+    path: Path,
+    plan: Plan,
+    stored: Shapes,
+    wanted: Shapes,
+    rules: Sequence[Rule],
+    modules: Mapping[str, Path],
+) -> Transfer | None:
     """The models of a checkpoint and of a run; None for a checkpoint without settings."""
     saved = states.saved_models(path)
+    for name, own in modules.items():
+        encoder = saved_encoders(own)[name]
+        if not any(each.startswith(f"{MODULES}{name}.projector.") for each in stored):
+            # An encoder by itself says nothing of how its features are joined and projected.
+            chosen = plan.run.modules[name].model
+            encoder = replace(encoder, group=chosen.group, projector=chosen.projector)
+        saved[name] = encoder
     language = saved.get(LANGUAGE)
     if not isinstance(language, Model):
         return None
@@ -139,7 +199,7 @@ def _command(rules: Sequence[Rule], others: Sequence[str]) -> str:
 
 def plan_lines(path: Path, plan: Plan, start: Start) -> Iterator[str]:
     """The plan as text: every tensor and its origin, with changes of dtype; then what is left out."""
-    stored, wanted = states.stored_weights(path), canonical_names(plan)
+    stored, wanted = stored_in(path, start.modules), canonical_names(plan)
     main = torch.promote_types(DTYPES[plan.run.train.dtype], torch.float32)
     width = max(map(len, wanted))
     for name, origin in start.plan.origins.items():

@@ -83,7 +83,8 @@ def _initialize(state: JobState, run: Run, weights: Path | None, options: InitOp
     if state.job.rank == 0:
         for note in started.plan.notes:
             warn(note)
-    states.load_state_weights(weights, state, started.plan)
+    for source, planned in started.loads(weights):
+        states.load_state_weights(source, state, planned)
     state.init = {**state.init, **started.record}
 
 

@@ -274,8 +274,7 @@ def _extra(run: Run, tokenizer: Tokenizer) -> dict[str, Any]:
 
 def describe(path: Path) -> CheckpointInfo:
     """Read the metadata of a checkpoint."""
-    manifest = _read_manifest(path)
-    extra = manifest.extra
+    extra = (manifest := _read_manifest(path)).extra
     try:
         return CheckpointInfo(
             run=from_json(extra["run"]),
@@ -292,7 +291,8 @@ def describe(path: Path) -> CheckpointInfo:
             init=dict(extra.get("init", {"version": 1})),
         )
     except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path} does not describe a run of this version: {error}") from error
+        told = "it is an encoder alone, for --init-modules" if "encoders" in extra else error
+        raise CheckpointError(f"{path} does not describe a run of this version: {told}") from error
 
 
 def saved_models(path: Path) -> dict[str, Trunk]:
