@@ -29,6 +29,10 @@ class NumberTokenizer:
     def fingerprint(self) -> str:
         return sha256_of_json(self.description)
 
+    @property
+    def special(self) -> dict[int, str]:
+        return {}
+
     def encode(self, text: str) -> np.ndarray:
         return np.asarray([int(word) for word in text.split()], np.int64)
 

@@ -559,14 +559,14 @@ def compare(case: str, documents: str, dtype: torch.dtype) -> Parity:
         labels = given.labels_BT.where(given.loss_mask_BT, -100)
         nn.functional.cross_entropy(expected.flatten(0, 1), labels.flatten()).backward()
     grads = convert(canonical_grads(ours), linear(adapter), shape, "to_theirs")
-    wanted = {name: _gradient(parameter) for name, parameter in theirs.named_parameters()}
+    wanted = {name: gradient(parameter) for name, parameter in theirs.named_parameters()}
     biases = {name for name, _ in theirs.named_buffers()}
     assert grads.keys() - biases == wanted.keys()
     # A key bias without positions has a gradient of zero, of which both sides compute the rounding.
     floor = FLOOR * max(float(gradient.norm()) for gradient in wanted.values())
-    errors = {name: _error(grads[name], gradient, floor) for name, gradient in wanted.items()}
+    errors = {name: error(grads[name], gradient, floor) for name, gradient in wanted.items()}
     worst = max(errors, key=errors.__getitem__)
-    return Parity(logits=_error(logits, expected), gradients=errors[worst], worst=worst)
+    return Parity(logits=error(logits, expected), gradients=errors[worst], worst=worst)
 
 
 def _their_row(model: nn.Module, lengths: Sequence[int], tokens_T: Tensor) -> Tensor:
@@ -575,10 +575,10 @@ def _their_row(model: nn.Module, lengths: Sequence[int], tokens_T: Tensor) -> Te
     return torch.cat([model(document[None], use_cache=False).logits[0] for document in documents])
 
 
-def _gradient(parameter: Tensor) -> Tensor:
+def gradient(parameter: Tensor) -> Tensor:
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
-def _error(actual: Tensor, expected: Tensor, floor: float = 1e-6) -> float:
+def error(actual: Tensor, expected: Tensor, floor: float = 1e-6) -> float:
     actual, expected = actual.detach(), expected.detach()
     return float((actual - expected).norm() / expected.norm().clamp(min=floor))

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import torch
 
-from tests.interchange.models import BOUNDS, CONFIGS, DOCUMENTS, FLOOR, compare, model_type
+from tests.interchange.models import BOUNDS, CONFIGS, DOCUMENTS, FLOOR, Parity, compare, model_type
+from tests.interchange.omni import IMAGES, OMNI, RADIO, compare_omni, compare_radio
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "parity.md"
 HEAD = """# Parity with transformers
@@ -28,17 +29,43 @@ transformers' own roundings to float32 (norms, rotary tables, routers, scans) ar
 | model | logits, fp64 | gradients, fp64 | logits, fp32 | gradients, fp32 |
 |---|---|---|---|---|
 """
+IMAGES_HEAD = """
+## Models with images
+
+Of `nemotron_h_omni` the path of images is compared, with all that it reads: rows of 37 tokens with one image; three
+rows with several images of all sizes (the table of positions is 5 x 5, the largest image 4 x 10 patches), one of
+them text alone; text alone. Gradients are those of the tower, the projector and the language model. Of `radio`,
+features stand in the place of logits: three images of one size as a batch, and five of many sizes, 1 x 6 to 9 x 11
+patches, as a pack. transformers resizes the table of positions in float32, which is removed with its other
+roundings.
+
+| model | logits or features, fp64 | gradients, fp64 | logits or features, fp32 | gradients, fp32 |
+|---|---|---|---|---|
+"""
+
+
+def compared(case: str, dtype: torch.dtype) -> list[Parity]:
+    """A case with each of its inputs."""
+    if case in RADIO:
+        return [compare_radio(RADIO[case], dtype)]
+    if case in OMNI:
+        return [compare_omni(case, grids, dtype) for grids in IMAGES.values()]
+    return [compare(case, documents, dtype) for documents in DOCUMENTS]
 
 
 def worst(case: str, dtype: torch.dtype) -> tuple[float, float]:
-    """The largest error of logits and of gradients, over all document layouts."""
-    found = [compare(case, documents, dtype) for documents in DOCUMENTS]
+    """The largest error of logits and of gradients, over all inputs."""
+    found = compared(case, dtype)
     return max(parity.logits for parity in found), max(parity.gradients for parity in found)
+
+
+CASES = (*CONFIGS, *OMNI, *RADIO)
+"""The rows of the page."""
 
 
 def promise() -> str:
     """What the docs say of the model types that are compared."""
-    count = len({model_type(case) for case in CONFIGS})
+    count = len({model_type(case) for case in CASES})
     return f"to {BOUNDS[torch.float64]:.0e} in float64 for {count} model types"
 
 
@@ -46,14 +73,15 @@ def main() -> None:
     import transformers
 
     torch.set_num_threads(1)
-    lines = []
-    for case in CONFIGS:
+    lines = {}
+    for case in CASES:
         figures = [f"{error:.1e}" for dtype in (torch.float64, torch.float32) for error in worst(case, dtype)]
-        lines.append(f"| {case} | {' | '.join(figures)} |")
-        print(lines[-1])
+        lines[case] = f"| {case} | {' | '.join(figures)} |\n"
+        print(lines[case], end="")
     packed = "; ".join(" + ".join(map(str, row)) for row in DOCUMENTS["packed"])
     head = HEAD.format(promise=promise(), version=transformers.__version__, packed=packed, floor=f"{FLOOR:.0e}")
-    PAGE.write_text(head + "\n".join(lines) + "\n")
+    texts, others = ("".join(lines[case] for case in cases) for cases in (CONFIGS, (*OMNI, *RADIO)))
+    PAGE.write_text(head + texts + IMAGES_HEAD + others)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,9 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from braid.cli.args import parse_options, wants_help
+from braid.cli.args import optional, parse_options, wants_help
 from braid.cli.next_steps import program
 from braid.cli.progress import bar
 from braid.errors import ConfigError, ExitCode
@@ -37,6 +38,8 @@ class BuildOptions:
     """Which files of the input folder to read."""
     seed: int = 0
     """Seed of the train/validation split."""
+    reserved: Annotated[tuple[str, ...], optional("TOKEN [TOKEN ...]", "none")] = ()
+    """Special tokens that no text may spell, such as the placeholder of a model with images: '<image>'."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +77,7 @@ def _build(args: list[str]) -> int:
             glob=opts.glob,
             validation=opts.validation,
             seed=opts.seed,
+            reserved=opts.reserved,
             progress=progress,
         )
     held_out = f"; held out: {built.validation_documents:,}" if opts.validation else ""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import secrets
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,6 +63,7 @@ def build(
     validation: float = 0.0,
     seed: int = 0,
     shard_tokens: int = SHARD_TOKENS,
+    reserved: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> BuildResult:
     """Tokenise text into a new folder; images and videos are stored beside it, as they came.
@@ -70,12 +71,14 @@ def build(
     `input` is a folder (each row of a .jsonl file is a document, any other text file is one document), one such
     file, or a list of files. With `validation`, that fraction of documents, chosen by `seed`, is held out, and
     the output contains the two sources `train` and `validation`; otherwise the output is itself a source.
+    `reserved` are special tokens of the tokenizer that no text may spell, such as the `<image>` of a model.
     """
     output = Path(output)
     if not 0 <= validation < 1:
         raise DataError(f"validation = {validation}: set a fraction of the documents, at least 0 and below 1")
     if output.exists():
         raise DataError(f"{output} exists already: remove it or set another output")
+    refused = _reserved_ids(tokenizer, reserved)
     files = input_files(input, glob)
     splits = (TRAIN, VALIDATION) if validation else ("",)
 
@@ -83,7 +86,7 @@ def build(
         return in_random_share(ordinal, validation, seed=seed)
 
     with new_splits(output, splits, tokenizer, shard_tokens) as writers:
-        size, skipped, kinds = _write(files, writers, tokenizer, held_out, progress)
+        size, skipped, kinds = _write(files, writers, tokenizer, held_out, refused, progress)
         _check_filled(writers, files, skipped, validation)
     return BuildResult(
         output=output,
@@ -122,6 +125,7 @@ def _write(
     writers: Sequence[ShardWriter],
     tokenizer: Tokenizer,
     held_out: Callable[[int], bool],
+    reserved: Mapping[int, str],
     progress: Progress | None,
 ) -> tuple[int, int, Counter[str]]:
     """Write every document to its split. Returns the bytes read, the number of files skipped, and how many
@@ -134,7 +138,7 @@ def _write(
         if isinstance(row, NotText):
             skipped += 1
         else:
-            ids, loss_mask, media = _tokenise(row, tokenizer)
+            ids, loss_mask, media = _tokenise(row, tokenizer, reserved)
             writers[held_out(documents)].add(ids, loss_mask, row.origin, media)
             kinds.update(medium.kind for medium in media)
             documents += 1
@@ -143,7 +147,19 @@ def _write(
     return done, skipped, kinds
 
 
-def _tokenise(row: Row, tokenizer: Tokenizer) -> tuple[Ids, npt.NDArray[np.bool_] | None, list[Medium]]:
+def _reserved_ids(tokenizer: Tokenizer, reserved: Sequence[str]) -> dict[int, str]:
+    ids = {text: number for number, text in tokenizer.special.items()}
+    if unknown := [text for text in reserved if text not in ids]:
+        held = ", ".join(ids) or "none"
+        raise DataError(
+            f"reserved {', '.join(unknown)}: no special token of the tokenizer; its special tokens are: {held}"
+        )
+    return {ids[text]: text for text in reserved}
+
+
+def _tokenise(
+    row: Row, tokenizer: Tokenizer, reserved: Mapping[int, str]
+) -> tuple[Ids, npt.NDArray[np.bool_] | None, list[Medium]]:
     """Token ids of a document with its end-of-document token, the loss mask (None if all tokens count), and its
     images and videos, each with a marker among the ids."""
     pieces: list[Ids] = []
@@ -154,6 +170,11 @@ def _tokenise(row: Row, tokenizer: Tokenizer) -> tuple[Ids, npt.NDArray[np.bool_
             pieces.append(np.asarray([marker_of(tokenizer.vocab)], np.int64))
         else:
             pieces.append(tokenizer.encode(part))
+            if found := [text for number, text in reserved.items() if number in pieces[-1]]:
+                raise DataError(
+                    f"{row.origin}: its text spells {found[0]}, which is reserved: it stands for rows of an image, "
+                    'which are {"image": "file.png"} parts of a row'
+                )
     ids = np.concatenate([*pieces, np.asarray([tokenizer.end_of_document], np.int64)])
     prompt = sum(map(len, pieces[: len(row.prompt)]))
     return ids, np.arange(len(ids)) >= prompt if prompt else None, media

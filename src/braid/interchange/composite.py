@@ -139,6 +139,8 @@ LEGACY = {
     "vit_hidden_size": "vision_hidden_size",
 }
 """Names of older config.json files."""
+SIDE = 2
+"""Pixel shuffle: 2 x 2 patches make a row."""
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 """Where a folder says how images are prepared."""
 
@@ -219,7 +221,8 @@ def _read_omni(
     language = without_unused(replace(language, pattern=language.pattern + f"/{NEMOTRON_H.depth}" * mtp_depths))
     trunk = radio.read_trunk(vision, tensors)
     trunk["pixels"] = _normed(settings, trunk["pixels"], processor)
-    side = _shuffled(settings)
+    # transformers counts rows of 2 x 2 patches, whatever the setting says.
+    settings.only("downsample_ratio", 1 / SIDE, default=1 / SIDE)
     settings.repeats("vision_hidden_size", trunk["hidden"], "vision_config.hidden_size")
     frames = settings.integer("video_temporal_patch_size", 2)
     vision.repeats("video_temporal_patch_size", frames, "video_temporal_patch_size of the whole model")
@@ -230,7 +233,7 @@ def _read_omni(
         **trunk,
         # Megatron gave all of its models a final norm where the language model has MTP depths.
         final_norm=depths > 0,
-        group=side**2,
+        group=SIDE**2,
         projector=Projector(
             width=language.hidden,
             ffn=settings.integer("projector_hidden_size", 4096),
@@ -271,16 +274,6 @@ OMNI_CLASSES = ("NemotronH_Omni_Reasoning_V3", "NemotronH_Nano_Omni_Reasoning_V3
 
 def _quantization(settings: Settings) -> Quantization | None:
     return next((found for each in settings.scopes() if (found := read_quantization(each))), None)
-
-
-def _shuffled(settings: Settings) -> int:
-    """The side of the square of patches that makes a row."""
-    ratio = settings.number("downsample_ratio", 0.5)
-    side = int(1 / ratio) if ratio > 0 else 0
-    if side < 1 or abs(side * ratio - 1) > 1e-9:
-        settings.refuse("downsample_ratio", ratio, "must be 1 / n for a whole number n")
-        return 1
-    return side
 
 
 def processor_of(folder: Path) -> Mapping[str, Any]:

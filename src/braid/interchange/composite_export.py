@@ -28,6 +28,7 @@ from braid.interchange.composite import (
     OMNI_CLASSES,
     OMNI_HUB,
     OMNI_MEMORY,
+    SIDE,
     VISION_MODEL,
     Composite,
     Part,
@@ -206,14 +207,13 @@ def _fresh(model: CompositeModel, settings: Mapping[str, Any]) -> dict[str, Any]
         return {"architectures": [radio.ARCHITECTURE], **tower}
     text = {**config_of(NEMOTRON_H, model.language), **settings}
     text[NEMOTRON_H.depths_setting] = model.stated_depths
-    side = round(model.encoder.group**0.5)
     return {
         "architectures": [OMNI_CLASSES[0]],
         "model_type": OMNI,
         TEXT_CONFIG: text,
         "vision_config": tower | {"video_temporal_patch_size": FRAMES},
         "audio_config": None,
-        "downsample_ratio": 1 / side,
+        "downsample_ratio": 1 / SIDE,
         "projector_hidden_size": model.encoder.projector.ffn,
         "vision_hidden_size": model.encoder.hidden,
         "video_temporal_patch_size": FRAMES,

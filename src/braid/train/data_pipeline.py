@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
 
 from braid import data
 from braid.choices import MADE_UP
@@ -20,6 +23,8 @@ VALIDATION_SHARE = 0.05
 """Fraction of the default corpus held out for validation."""
 
 PROMPT_TOKENS = 8
+CHUNK = 1 << 22
+"""Tokens that are looked at together."""
 SHOWN = 8
 """Special tokens that a message lists."""
 
@@ -60,6 +65,7 @@ def open_data_pipeline(run: Run, folder: Path, progress: Progress | None = None)
     for source in (*sources, *validation):
         _check_tokenizer(source, tokenizer)
         _verify_if_small(source)
+        _check_text(run, source, tokenizer)
     _check_images(run, sources)
     weights = run.data.weights or _tokens_of_each(run, sources)
     loader = _loader(run, sources, weights)
@@ -119,6 +125,23 @@ def _check_placeholders(run: Run, tokenizer: data.Tokenizer) -> None:
             f"{run.data.tokenizer!r} are 0 to {tokenizer.vocab - 1}; set modules.{name}.token to "
             f"{tokenizer.vocab} or more" + (f", or to a special token of it: {special}" if special else "")
         )
+
+
+def _check_text(run: Run, source: data.Source, tokenizer: data.Tokenizer) -> None:
+    """A small source spells no special token that is a placeholder; reading finds it in a large one."""
+    tokens = {module.token: name for name, module in run.modules.items() if module.token < tokenizer.vocab}
+    if not tokens or source.bytes > VERIFIED_BYTES:
+        return
+    for start in range(0, source.tokens, CHUNK):
+        ids = source.read(start, min(start + CHUNK, source.tokens)).ids_S
+        if len(found := np.flatnonzero(np.isin(ids, list(tokens)))):
+            token, place, offsets = int(ids[found[0]]), start + int(found[0]), source.document_offsets()
+            document = int(np.searchsorted(offsets, place, side="right")) - 1
+            raise DataError(
+                f"{source.path}: document {document}, offset {place - int(offsets[document])}: its text spells "
+                f"{tokenizer.special[token]}, the placeholder of modules.{tokens[token]}; `braid data build "
+                f"--reserved {shlex.quote(tokenizer.special[token])}` names file and line: remove it there"
+            )
 
 
 def _check_images(run: Run, sources: Sequence[data.Source]) -> None:
