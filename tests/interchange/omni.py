@@ -56,8 +56,8 @@ IMAGES: Mapping[str, Grids] = {
     "several of all sizes, and a row of text": [[(2, 4), (6, 2), (2, 2)], [], [(4, 10)]],
     "text alone": [[], []],
 }
-"""For every row of text, the rows and columns of patches of its images. The table of positions has 5 x 5 entries:
-some are larger."""
+"""For every row of text, the rows and columns of patches of its images. The table of positions has 5 x 5
+entries: some are larger."""
 RADIO: Mapping[str, Sequence[tuple[int, int]]] = {
     "radio, images of one size": [(4, 3), (4, 3), (4, 3)],
     "radio, images of many sizes": [(3, 2), (7, 5), (1, 6), (5, 5), (9, 11)],

@@ -32,12 +32,12 @@ transformers' own roundings to float32 (norms, rotary tables, routers, scans) ar
 IMAGES_HEAD = """
 ## Models with images
 
-Of `nemotron_h_omni` the path of images is compared, with all that it reads: rows of 37 tokens with one image; three
-rows with several images of all sizes (the table of positions is 5 x 5, the largest image 4 x 10 patches), one of
-them text alone; text alone. Gradients are those of the tower, the projector and the language model. Of `radio`,
-features stand in the place of logits: three images of one size as a batch, and five of many sizes, 1 x 6 to 9 x 11
-patches, as a pack. transformers resizes the table of positions in float32, which is removed with its other
-roundings.
+Of `nemotron_h_omni` the path of images is compared, with all that it reads: rows of 37 tokens with one image;
+three rows with several images of all sizes (the table of positions is 5 x 5, the largest image 4 x 10 patches),
+one of them text alone; text alone. Gradients are those of the tower, the projector and the language model. Of
+`radio`, features stand in the place of logits: three images of one size as a batch, and five of many sizes,
+1 x 6 to 9 x 11 patches, as a pack. transformers resizes the table of positions in float32, which is removed
+with its other roundings.
 
 | model | logits or features, fp64 | gradients, fp64 | logits or features, fp32 | gradients, fp32 |
 |---|---|---|---|---|

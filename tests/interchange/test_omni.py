@@ -1,4 +1,5 @@
-"""Models with images, and encoders of images: the same as in transformers, and the same folder after a round trip."""
+"""Models with images, and encoders of images: what transformers computes, and the same folder after a round
+trip."""
 
 from __future__ import annotations
 
@@ -304,7 +305,7 @@ def test_a_norming_that_contradicts_the_config_is_refused(tmp_path: Path) -> Non
     their_radio(torch.float32).save_pretrained(tmp_path / "radio")
     config = config_in(tmp_path / "radio") | {"norm_mean": [0.5, 0.5, 0.5]}
     (tmp_path / "radio" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match="norm_mean is .*, and config.json says"):
+    with pytest.raises(CheckpointError, match=r"norm_mean is .*, and config\.json says"):
         imported(tmp_path / "radio", tmp_path / "run")
 
 

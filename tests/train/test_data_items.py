@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from braid.config import Mesh, Run
-from braid.data import ByteTokenizer, build
+from braid.data import ByteTokenizer, HfTokenizer, build
 from braid.encoders import Pixels
 from braid.errors import ConfigError, DataError
 from braid.planning.plan import plan
@@ -170,6 +170,50 @@ def test_what_does_not_fit_into_samples_is_said(
 def test_a_placeholder_of_images_that_text_may_have_is_refused(pictures: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"modules\.vision\.token is 97, which text may have"):
         open_data_pipeline(seeing(pictures, token=97), tmp_path)
+
+
+def special_tokenizer(folder: Path) -> HfTokenizer:
+    """Letters, and special tokens, 4 of which stands for images."""
+    tokenizers = pytest.importorskip("tokenizers")
+    from tokenizers.models import WordLevel
+
+    words = {"?": 0, "a": 1, "b": 2, "</s>": 3, "<image>": 4}
+    made = tokenizers.Tokenizer(WordLevel(words, unk_token="?"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    made.add_special_tokens(["</s>", "<image>"])
+    folder.mkdir(exist_ok=True)
+    made.save(str(folder / "tokenizer.json"))
+    return HfTokenizer.from_file(folder)
+
+
+def test_a_special_token_of_the_tokenizer_may_be_the_placeholder(tmp_path: Path) -> None:
+    """As in imported models. Text that spells it is refused, by the build with file and line."""
+    tokenizer = special_tokenizer(tmp_path / "words")
+    rows = [{"content": [{"text": "ab"}, {"image": "0.png"}, {"text": "ba" * 40}]}] * 4
+    file = write_rows(tmp_path / "rows", {"0.png": png(4, 4)}, rows)
+    build(file, tmp_path / "good", tokenizer, reserved=["<image>"])
+    run = seeing(tmp_path / "good", token=4)
+    named = replace(run.data, tokenizer=str(tmp_path / "words" / "tokenizer.json"))
+    run = replace(run, data=named)
+    opened = open_data_pipeline(run, tmp_path)
+    ids = opened.train.batch(range(8)).tokens_BT
+    assert int((ids == 4).sum()) > 0
+    assert "<image>" not in opened.prompt
+    for token, rule in ((1, "which text may have.*or to a special token of it: 4 <image>"), (3, "may have")):
+        other = replace(run.modules["vision"], token=token)
+        with pytest.raises(DataError, match=rule):
+            open_data_pipeline(replace(run, modules={**run.modules, "vision": other}), tmp_path)
+
+    spelled = write_rows(tmp_path / "spelled", {"0.png": png(4, 4)}, [*rows, {"text": "ab<image>b" + "a" * 80}])
+    with pytest.raises(DataError, match=r"rows\.jsonl, line 5: its text spells <image>, which is reserved"):
+        build(spelled, tmp_path / "refused", tokenizer, reserved=["<image>"])
+    assert not (tmp_path / "refused").exists()
+    with pytest.raises(DataError, match=r"reserved <video>: no special token of the tokenizer; .*<image>"):
+        build(spelled, tmp_path / "refused", tokenizer, reserved=["<video>"])
+    build(spelled, tmp_path / "bad", tokenizer)
+    bad = replace(run, data=replace(named, sources=(str(tmp_path / "bad"),)))
+    with pytest.raises(DataError, match="document 4, offset 2: its text spells <image>, the placeholder of"):
+        open_data_pipeline(bad, tmp_path)
 
 
 def test_a_run_continues_only_with_the_same_images(pictures: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -14,10 +15,11 @@ from torch import Tensor
 from braid import checkpoint
 from braid.checkpoint import LazyCheckpoint
 from braid.config import Run
-from braid.encoders import Encoder
+from braid.encoders import Encoder, Projector
 from braid.errors import CheckpointError, ConfigError
 from braid.planning.plan import canonical_names, plan
 from braid.train import state as states
+from braid.train.encoder_checkpoint import encoder_extra
 from braid.train.export_settings import ExportSettings
 from braid.train.exporting import export_checkpoint
 from braid.train.init_from import InitOptions, Start, plan_lines, start_from
@@ -65,22 +67,35 @@ def weights(path: Path) -> dict[str, Tensor]:
     return dict(LazyCheckpoint(path, states.weight_names(path)))
 
 
-def begin(rank: int, world: int, run: Run, path: Path, out: Path, rules: tuple[str, ...]) -> None:
+def begin(
+    rank: int,
+    world: int,
+    run: Run,
+    path: Path,
+    out: Path,
+    rules: tuple[str, ...],
+    modules: Mapping[str, Path] = MappingProxyType({}),
+) -> None:
     """What a rank of `braid train --init` does before the first step; then its weights are saved."""
     state, feed = harness.started(rank, world, run)
-    options = InitOptions(rules=parse_rules(rules))
+    options = InitOptions(rules=parse_rules(rules), modules=dict(modules))
     initialize_or_resume(state, run, feed, RunDir(out=out / "run"), init=path, options=options)
     states.save(out / "told", state, run, feed.train, feed.tokenizer)
 
 
 def begun(
-    run: Run, path: Path, out: Path, *rules: str, placement: Placement | None = None
+    run: Run,
+    path: Path,
+    out: Path,
+    *rules: str,
+    placement: Placement | None = None,
+    modules: Mapping[str, Path] = MappingProxyType({}),
 ) -> dict[str, Tensor]:
     """The weights with which a run begins."""
     if placement is None:
-        begin(0, 1, run, path, out, rules)
+        begin(0, 1, run, path, out, rules, modules)
     else:
-        run_ranks(placement.world, begin, placement.of(run), path, out, rules)
+        run_ranks(placement.world, begin, placement.of(run), path, out, rules, dict(modules))
     newest = checkpoint.latest(out / "told").path
     assert newest is not None
     return weights(newest)
@@ -157,6 +172,57 @@ def test_a_vocabulary_grows_by_the_placeholder(fresh, corpus, tmp_path):
 @pytest.mark.parametrize("placement", [COLOCATED, pytest.param(APART, marks=pytest.mark.long)], ids=str)
 def test_all_modules_of_both_are_loaded(placement, both, corpus, tmp_path):
     assert equal(begun(vision_run(corpus), both, tmp_path, placement=placement), weights(both))
+
+
+def encoder_alone(both: Path, root: Path, run: Run) -> Path:
+    """A checkpoint of the trunk of an encoder by itself, as an import of one makes it."""
+    trunk = {name: each for name, each in of_vision(weights(both)).items() if ".projector." not in name}
+    shape = run.modules["vision"].model
+    alone = replace(shape, group=1, projector=Projector(width=shape.hidden, bias=False))
+    checkpoint.begin(root, 0)
+    pieces = [checkpoint.Piece.whole(name, each) for name, each in trunk.items()]
+    record = checkpoint.write_part(root, 0, 0, pieces)
+    return checkpoint.commit(root, 0, [record], extra=encoder_extra({"vision": alone}))
+
+
+AFRESH = "fresh:modules.vision.projector.*"
+
+
+@pytest.mark.parametrize("placement", [None, pytest.param(APART, marks=pytest.mark.long)], ids=str)
+def test_an_encoder_starts_from_a_checkpoint_of_its_own(placement, text, both, fresh, corpus, tmp_path):
+    run = vision_run(corpus)
+    own = {"vision": encoder_alone(both, tmp_path / "encoder", run)}
+    found = begun(run, text, tmp_path, AFRESH, placement=placement, modules=own)
+    assert equal(of_vision(found, inside=False), weights(text))
+    for name, tensor in of_vision(found).items():
+        assert torch.equal(tensor, (fresh if ".projector." in name else weights(both))[name]), name
+    # Also from a run with a language model, which stays behind; then the projector is there too.
+    loaded = begun(run, text, tmp_path / "other", modules={"vision": both})
+    assert equal(of_vision(loaded), of_vision(weights(both)))
+    assert equal(of_vision(loaded, inside=False), weights(text))
+
+
+def test_checkpoints_of_encoders_are_checked(text, both, corpus, tmp_path):
+    run = vision_run(corpus)
+    path = encoder_alone(both, tmp_path / "encoder", run)
+
+    def start(run: Run, *rules: str, **modules: Path) -> Start:
+        return start_from(text, plan(run, 1), InitOptions(rules=parse_rules(rules), modules=modules))
+
+    with pytest.raises(CheckpointError) as refused:
+        start(run, vision=path)
+    assert f"set   --init-rules '{AFRESH}'" in str(refused.value)
+    with pytest.raises(CheckpointError, match=r"modules\.vision\.model\.norm_eps"):
+        start(other_encoder(run, norm_eps=0.5), AFRESH, vision=path)
+    with pytest.raises(ConfigError, match="the modules of the run are: vision"):
+        start(run, AFRESH, audio=path)
+    with pytest.raises(CheckpointError, match="the modules of this checkpoint are: none"):
+        start(run, AFRESH, vision=text)
+    started = start(run, AFRESH, vision=path)
+    assert started.record["modules"] == {"vision": str(path)}
+    assert any("modules.vision.patches" in line for line in plan_lines(text, plan(run, 1), started))
+    with pytest.raises(CheckpointError, match="it is an encoder alone, for --init-modules"):
+        states.describe(path)
 
 
 def test_brackets_of_an_encoder_do_not_matter(both, corpus, tmp_path):

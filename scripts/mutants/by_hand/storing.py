@@ -5,6 +5,31 @@ from __future__ import annotations
 from scripts.mutants.mutant import Fault
 
 FAULTS: tuple[Fault, ...] = (
+    # models with images
+    Fault(
+        name="radio-queries-and-keys-swapped",
+        file="interchange/radio.py",
+        old='ours=named("attention.{}.weight", "q k v")',
+        new='ours=named("attention.{}.weight", "k q v")',
+        kind="wrong order",
+        why="an imported encoder attends by its keys",
+    ),
+    Fault(
+        name="sound-not-kept",
+        file="interchange/side_files.py",
+        old="    if tensors:\n        write_folder(",
+        new="    if not tensors:\n        write_folder(",
+        kind="lost data",
+        why="an exported model has lost what braid does not train",
+    ),
+    Fault(
+        name="end-of-documents-as-placeholder",
+        file="train/data_pipeline.py",
+        old="if n != tokenizer.end_of_document}",
+        new="if n >= 0}",
+        kind="accepted input",
+        why="every document ends with an image",
+    ),
     # checkpoint
     Fault(
         name="boxes-that-stick-out-fit",

@@ -172,8 +172,8 @@ def _tokenise(
             pieces.append(tokenizer.encode(part))
             if found := [text for number, text in reserved.items() if number in pieces[-1]]:
                 raise DataError(
-                    f"{row.origin}: its text spells {found[0]}, which is reserved: it stands for rows of an image, "
-                    'which are {"image": "file.png"} parts of a row'
+                    f"{row.origin}: its text spells {found[0]}, which is reserved for images: these are parts "
+                    'of a row, {"image": "file.png"}'
                 )
     ids = np.concatenate([*pieces, np.asarray([tokenizer.end_of_document], np.int64)])
     prompt = sum(map(len, pieces[: len(row.prompt)]))

@@ -9,6 +9,7 @@ has a norm behind its last layer; RADIO as published has none: `replace(radio_h(
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 from braid.architecture import Attention, Mlp
 from braid.encoders import Encoder, Pixels, PositionTable, Projector
@@ -28,13 +29,23 @@ def radio_g(*, width: int) -> Encoder:
     return replace(_radio(width, layers=40, hidden=1536, heads=24, mlp=mlp), norm_position="post")
 
 
+def radio_from(folder: Path | str, *, width: int) -> Encoder:
+    """The encoder of a Hugging Face folder of type `radio`, by its config.json: for a run whose module starts
+    from it (`--init-modules`)."""
+    from braid.interchange.composite import described  # loads torch
+    from braid.interchange.files import SafetensorsFolder
+
+    found = described(Path(folder), SafetensorsFolder(Path(folder)).weight_map()).shape
+    return replace(found, group=GROUP, projector=_projector(width, found.hidden))
+
+
 def radio_g_gelu(*, width: int) -> Encoder:
     """RADIO-g with plain MLPs: 40 layers of width 1,536."""
     return _radio(width, layers=40, hidden=1536, heads=24, mlp=Mlp(ffn=6144, activation="gelu_tanh", bias=True))
 
 
 def _radio(width: int, *, layers: int, hidden: int, heads: int, mlp: Mlp) -> Encoder:
-    pixels, joined = Pixels(), GROUP * hidden
+    pixels = Pixels()
     head_dim = hidden // heads
     return Encoder(
         pattern="[*-]" * layers,
@@ -49,5 +60,9 @@ def _radio(width: int, *, layers: int, hidden: int, heads: int, mlp: Mlp) -> Enc
         group=GROUP,
         attention=Attention(heads=heads, kv_heads=heads, head_dim=head_dim, positions="none", bias=True),
         mlp=mlp,
-        projector=Projector(width=width, ffn=4 * joined, activation="relu2", bias=False, norm="rms"),
+        projector=_projector(width, hidden),
     )
+
+
+def _projector(width: int, hidden: int) -> Projector:
+    return Projector(width=width, ffn=4 * GROUP * hidden, activation="relu2", bias=False, norm="rms")

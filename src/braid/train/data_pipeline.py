@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from braid import data
 from braid.choices import MADE_UP
@@ -74,7 +75,7 @@ def open_data_pipeline(run: Run, folder: Path, progress: Progress | None = None)
         train=loader,
         validation=_validation_loader(run, validation),
         tokenizer=tokenizer,
-        prompt=_prompt(loader, tokenizer) if run.data.sources else "def ",
+        prompt=_prompt(run, loader, tokenizer) if run.data.sources else "def ",
         name=", ".join(run.data.sources) or "the source of Python's standard library",
         tokens=sum(source.tokens for source in sources),
         unigram_entropy=data.unigram_entropy(validation[0] if validation else sources[0]),
@@ -117,9 +118,10 @@ def _check_placeholders(run: Run, tokenizer: data.Tokenizer) -> None:
     a special token of it, such as `<image>`, is one that only its own spelling makes, and text that has it is
     refused when it is read."""
     for name, module in run.modules.items():
-        if module.token >= tokenizer.vocab or module.token in tokenizer.special:
+        free = {n: text for n, text in tokenizer.special.items() if n != tokenizer.end_of_document}
+        if module.token >= tokenizer.vocab or module.token in free:
             continue
-        special = ", ".join(f"{number} {text}" for number, text in sorted(tokenizer.special.items())[:SHOWN])
+        special = ", ".join(f"{number} {text}" for number, text in sorted(free.items())[:SHOWN])
         raise DataError(
             f"modules.{name}.token is {module.token}, which text may have: ids of tokenizer "
             f"{run.data.tokenizer!r} are 0 to {tokenizer.vocab - 1}; set modules.{name}.token to "
@@ -178,11 +180,12 @@ def _validation_loader(run: Run, sources: tuple[data.Source, ...]) -> data.Loade
         return None
 
 
-def _prompt(loader: data.Loader, tokenizer: data.Tokenizer) -> str:
+def _prompt(run: Run, loader: data.Loader, tokenizer: data.Tokenizer) -> str:
     """The first tokens of a training document: the last one of its sample, because the first may be cut."""
     batch = collate(loader.read_text([0]), [0], loader.length)
     tokens = batch.tokens_BT[0, batch.documents_BT[0] == batch.documents_BT[0].max()]  # padding is -1
-    tokens = tokens[tokens < tokenizer.vocab]  # without placeholders
+    placeholders = torch.tensor([module.token for module in run.modules.values()], dtype=tokens.dtype)
+    tokens = tokens[~torch.isin(tokens, placeholders)]
     return tokenizer.decode(tokens[:PROMPT_TOKENS].tolist()) or " "
 
 

@@ -242,8 +242,8 @@ def _globs(names: Set[str], every: Shapes) -> list[str]:
     """Globs that match these names and no others."""
     found: dict[str, None] = {}
     for name in sorted(names):
-        module, _ = split_module(name)
-        wider = [f"{module}*"] if module else []
+        module, own = split_module(name)
+        wider = [f"{module}*", f"{module}{own.partition('.')[0]}.*"] if module else []
         wider.append(re.sub(r"\.\d+(?=\.)", ".*", name))
         found[next((glob for glob in wider if set(fnmatch.filter(every, glob)) <= names), name)] = None
     return list(found)
