@@ -21,6 +21,7 @@ from braid.nn.canonical import Canonical
 from braid.nn.cost import Cost, Workload, all_reduce_calls
 from braid.nn.head_partition import HeadPartition, Part
 from braid.nn.recompute import Recomputing
+from braid.nn.work import Work, moved
 
 
 class QkNormOverHeads(Recomputing):
@@ -98,3 +99,14 @@ class QkNormOverHeads(Recomputing):
             # Each upcast makes a copy of its own: one for the squares, one for the norm.
             kept = copies + (tokens * channels * wide if workload.mixed else 0) + sums
         return Cost(kept=kept, calls=all_reduce_calls(tp, sums, "attention norms"))
+
+    def work(self, workload: Workload) -> Work:
+        """Ops of torch, in float32: cast, square and sum; cast, two factors and a cast back; then q, k and v
+        become one tensor."""
+        tokens, n, w = workload.local_tokens(self.partition.ranks.cp), workload.narrow, workload.wide
+        entries = tokens * (self.q_weight.numel() + self.k_weight.numel())
+        joined = 2 * tokens * self.partition.groups * sum(self.partition.sizes(self.parts)) * n
+        squares = (entries * (n + 4 * w), entries * (n + 7 * w) + joined + joined * 3 // 2)
+        normed = (entries * (2 * n + 6 * w) + joined, entries * (2 * n + 14 * w) + joined)
+        work = moved(*squares, launches=(9, 16), region="core")
+        return work + moved(*normed, launches=(16, 24), region="core")

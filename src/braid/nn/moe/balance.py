@@ -34,6 +34,7 @@ from braid.distributed.collectives import ALONE, Group, Groups, all_reduce_no_gr
 from braid.nn.cost import INDEX_BYTES, Call, Cost, Workload, no_grad_call
 from braid.nn.moe.routing import Routing
 from braid.nn.moe.token_ids import Tokens
+from braid.nn.work import Work, moved
 
 
 class Balance(NamedTuple):
@@ -161,6 +162,24 @@ def balance_cost(shape: architecture.Moe, workload: Workload, wide: int, groups:
         logits_kept = shape.softmax_after_top_k or shape.score == "sqrt_softplus"
         kept += tokens * wide * (1 if logits_kept else 1 + experts)
     return Cost(kept=kept, calls=calls)
+
+
+def balance_work(shape: architecture.Moe, workload: Workload, wide: int, groups: Groups) -> Work:
+    """The work of `measure_balance`: slots are counted, and losses read all scores or logits; their gradients
+    are added to those of the probabilities, those of shares after another normalization."""
+    tokens = workload.local_tokens(groups.tp_cp)
+    scores, slots = tokens * shape.experts * wide, tokens * shape.top_k * INDEX_BYTES
+    batch = moved(scores, 3 * shape.experts * wide, launches=(8, 3))
+    work = moved(4 * slots, launches=3) + batch.times(bool(shape.aux_loss) + bool(shape.global_aux_loss))
+    if shape.sequence_aux_loss:
+        work += moved(4 * slots, launches=3) + moved(3 * scores + 6 * slots, 3 * scores, launches=(20, 7))
+    if shape.z_loss:
+        work += moved(2 * scores, 10 * scores, launches=(5, 9))
+    if shape.aux_loss or shape.global_aux_loss or shape.sequence_aux_loss:
+        work += moved(backward=3 * scores)
+        if shape.score != "softmax":
+            work += moved(backward=14 * scores, launches=7)
+    return work
 
 
 # ---------------------------------------------------------------------------------------- after a step

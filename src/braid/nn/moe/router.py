@@ -24,6 +24,7 @@ from braid.nn.moe.score_function import probabilities, scores, shares
 from braid.nn.moe.sinkhorn import sinkhorn
 from braid.nn.moe.token_ids import Tokens, by_row, own_part, whole_rows
 from braid.nn.moe.top_k import round_robin, top_k_experts
+from braid.nn.work import Piece, Product, Work, moved
 
 
 class Router(nn.Module):
@@ -93,6 +94,43 @@ class Router(nn.Module):
 
     def flops(self, tokens: int) -> int:
         return 2 * tokens * self.weight.numel()
+
+    def work(self, workload: Workload) -> Work:
+        """Logits by one product with the three narrow parts of the weight, where it splits; else in float32,
+        from an upcast input. Then scores, their top-k and probabilities."""
+        shape, (experts, channels) = self.shape, self.weight.shape
+        tokens = workload.local_tokens(self.groups.tp_cp)
+        split = splits("cuda", workload.dtype, logit_dtype(shape, workload.dtype)) and not shape.jitter
+        wide = probability_dtype(shape, workload.dtype).itemsize
+        counted, parts = self.flops(tokens), 3 if split else 1
+        logits = Work(
+            (Piece(Product(tokens, parts * experts, channels, counted=counted)),),
+            (
+                Piece(Product(tokens, channels, parts * experts, counted=counted)),
+                Piece(Product(parts * experts, channels, tokens, counted=counted), counts_as="wgrad"),
+            ),
+        )
+        weights, scores = self.weight.numel() * wide, tokens * experts * wide
+        if split:  # parts of the weight, sums of products with them; in backward those of the gradient too
+            logits += moved(3 * weights + 6 * scores, 6 * weights + 3 * scores, launches=(3, 4))
+        elif workload.mixed:
+            upcast = tokens * channels * (workload.narrow + wide)
+            logits += moved(upcast * (2 if shape.jitter else 1), upcast)
+        return logits + self._choice_work(scores, tokens * shape.top_k * wide)
+
+    def _choice_work(self, scores: int, chosen: int) -> Work:
+        """Of scores and their top-k, by passes over bytes of all scores: the score function, the shares of
+        experts, the selection bias, the best groups; then the probabilities of chosen experts."""
+        shape, normalized, grouped = self.shape, self.shape.score != "softmax", self.shape.groups > 1
+        functions, biased = 3 if shape.score == "sqrt_softplus" else 1, bool(shape.selection_bias)
+        top_k, adds_up = 1 + _needs_raw_top_k(shape), shape.normalize_top_k
+        passes = 2 * functions + 3 * normalized + 2 * biased + 8 * grouped + top_k
+        kernels = functions + 3 * normalized + biased + 6 * grouped + top_k
+        return moved(
+            passes * scores + (12 if adds_up else 6) * chosen,
+            3 * (1 + functions) * scores + (12 if adds_up else 3) * chosen,
+            launches=(kernels + (5 if adds_up else 2), functions + (10 if adds_up else 3)),
+        )
 
 
 def saves_input(shape: architecture.Moe, workload: Workload) -> bool:
