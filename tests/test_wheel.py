@@ -79,6 +79,8 @@ def test_a_wheel_works_away_from_its_checkout(installed: Path, tmp_path: Path) -
     (tmp_path / "mine.py").write_text(RECIPE)
     (tmp_path / "text.jsonl").write_text('{"text": "to be or not to be"}\n' * 20)
     assert "tiny" in shell("braid recipes")
+    loads = "from braid.timing import calibration as c, links as l; print(c.load('h200').name, l.clusters())"
+    assert "gb200-nvl72" in shell(f'python -c "{loads}"')
     built = shell("braid data build --input text.jsonl --output tokens --validation 0")
     train = f"{installed}/bin/braid train RECIPE --data.sources tokens"
     assert train in built

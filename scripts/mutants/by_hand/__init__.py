@@ -3,7 +3,7 @@ number, lost data, a hang, bad input that is accepted. None is in code that need
 
 from __future__ import annotations
 
-from scripts.mutants.by_hand import describing, executing, layers, modules, numerics, storing, training
+from scripts.mutants.by_hand import describing, executing, layers, modules, numerics, storing, timing, training
 from scripts.mutants.mutant import Fault
 
 FAULTS: tuple[Fault, ...] = (
@@ -14,4 +14,5 @@ FAULTS: tuple[Fault, ...] = (
     *storing.FAULTS,
     *training.FAULTS,
     *modules.FAULTS,
+    *timing.FAULTS,
 )

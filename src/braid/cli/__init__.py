@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import braid
 from braid.cli.args import Command
+from braid.cli.calibrate import calibrate
 from braid.cli.convert import export, import_
 from braid.cli.data import data
 from braid.cli.diff import diff
@@ -85,6 +86,7 @@ COMMANDS = (
     Command("recipes", "", "list the bundled recipes", list_recipes),
     Command("show", "RECIPE", "print the full configuration of a run, with overrides applied", show),
     Command("plan", "RECIPE", "estimate memory and communication per rank; starts nothing", show_plan),
+    Command("calibrate", "", "measure this GPU, for step times of plans", calibrate),
     Command("grid", "[RECIPE]", "print the process groups of a parallel layout, or what ranks hold", show_grid),
     Command("pattern", "'PATTERN'", "parse a layer pattern and show its layers and pipeline stages", explain),
 )

@@ -6,20 +6,15 @@ import os
 import platform
 import resource
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Literal, get_args
 
 import torch
 
 from braid.errors import ConfigError
+from braid.timing.peaks import PEAK_BF16_FLOPS, known_word
 
 DeviceName = Literal["auto", "cpu", "cuda"]
 """`auto` selects a GPU if there is one."""
-
-PEAK_BF16_FLOPS = MappingProxyType(
-    {"H100": 989e12, "H200": 989e12, "H20": 148e12, "A100": 312e12, "B200": 2250e12, "GB200": 2500e12}
-)
-"""Dense bf16 peak from the vendor's data sheet, by a word of the device name. MFU needs an entry here."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +62,8 @@ def choose_device(requested: DeviceName) -> Device:
         name = f"cpu, {threads} {'thread' if threads == 1 else 'threads'}"
         return Device(torch=torch.device("cpu"), name=name, peak_bf16_flops=None)
     name = torch.cuda.get_device_name()
-    words = name.replace("-", " ").split()
-    peak = next((flops for word, flops in PEAK_BF16_FLOPS.items() if word in words), None)
+    word = known_word(name)
+    peak = None if word is None else PEAK_BF16_FLOPS[word]
     return Device(torch=torch.device("cuda", torch.cuda.current_device()), name=name, peak_bf16_flops=peak)
 
 
