@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import rich.console
 import tyro
 
+from braid import validators
 from braid.cli.args import optional, parse_options, perfetto_hint, print_table, split_positional
 from braid.cli.ops import format_ops
 from braid.cli.plan_modules import module_header, modules_json, print_edges_and_ahead, station_table
@@ -27,6 +28,7 @@ from braid.cli.plan_notes import (
     trained_summary,
 )
 from braid.cli.plan_tables import MEMORY_COLUMNS, layers_cell, stage_json, traffic_table
+from braid.cli.plan_time import predicted, print_time, time_json
 from braid.cli.recipes import RunFields, expand_recipe_help
 from braid.cli.sources import load_source
 from braid.errors import ConfigError, ExitCode, Problem
@@ -36,6 +38,7 @@ from braid.validators import nearest
 
 if TYPE_CHECKING:
     from braid.planning.estimate import Advice, Estimate
+    from braid.timing.predict import Prediction
 
 GIB = 2**30
 MILLISECOND = 1e-3
@@ -58,6 +61,14 @@ class PlanOptions:
     """Device of the ranks; its kernels determine which activations are saved for backward."""
     device_memory: Annotated[str | None, optional("SIZE", "no limit")] = None
     """Check that the peak fits into this memory: `141GiB`, `80GB`, or a100, h100, h200, b200."""
+    time: bool = False
+    """Predict how long a step takes on a cluster, and where the time goes; needs `--cluster`."""
+    cluster: Annotated[str | None, optional("NAME", "none")] = None
+    """The cluster: a name such as h100-ib, or a file; docs/step-time.md describes both."""
+    calibration: Annotated[str | None, optional("FILE", "that of the cluster's device")] = None
+    """A calibration of the device, written by `braid calibrate`."""
+    load: float = 1.0
+    """How many times its share of tokens the slowest rank of the experts has."""
     svg: Annotated[
         Path | None,
         tyro.conf.arg(
@@ -88,7 +99,11 @@ class PlanOptions:
 def show_plan(args: list[str]) -> int:
     name, rest = split_positional(expand_recipe_help(args), "plan", "RECIPE")
     opts = parse_options(PlanOptions, rest, f"braid plan {name}", PlanOptions(run=load_source(name, rest).run))
-    problems = [*check(opts.run, opts.world), *_memory_problems(opts.device_memory)]
+    problems = [
+        *check(opts.run, opts.world),
+        *_memory_problems(opts.device_memory),
+        *validators.at_least("load", opts.load, 1),
+    ]
     if problems:
         raise ConfigError(problems)
     plan = make_plan(opts.run, opts.world)
@@ -104,15 +119,18 @@ def show_plan(args: list[str]) -> int:
     from braid.planning.estimate import advise, estimate  # imports torch
 
     result = estimate(plan, opts.device)
+    prediction = None
+    if opts.time or opts.cluster is not None:
+        prediction = predicted(plan, opts.cluster, opts.calibration, opts.load)
     limit = None if opts.device_memory is None else _parse_bytes(opts.device_memory)
     advice = advise(result, limit) if limit is not None and result.peak > limit else []
     if opts.json:
         form = modules_json if plan.encoders else _as_json
-        print(
-            json.dumps({**_facts(result, limit), **form(result), "advice": list(map(asdict, advice))}, indent=2)
-        )
+        told = {**_facts(result, limit), **form(result), "advice": list(map(asdict, advice))}
+        told |= {} if prediction is None else {"time": time_json(prediction)}
+        print(json.dumps(told, indent=2))
     else:
-        _print(result, limit, advice)
+        _print(result, limit, advice, prediction)
     return ExitCode.OK
 
 
@@ -165,7 +183,7 @@ def _memory_problems(text: str | None) -> Iterator[Problem]:
 # --------------------------------------------------------------------------------------------- print
 
 
-def _print(result: Estimate, limit: int | None, advice: list[Advice]) -> None:
+def _print(result: Estimate, limit: int | None, advice: list[Advice], prediction: Prediction | None) -> None:
     console = rich.console.Console(highlight=False)
     if not console.is_terminal:
         console = rich.console.Console(highlight=False, width=WIDTH)
@@ -191,6 +209,9 @@ def _print(result: Estimate, limit: int | None, advice: list[Advice]) -> None:
             fits = "fits" if change.peak <= limit else "still too much"
             console.print(f"  --{change.field} {change.value} would need {_gib(change.peak)} GiB: {fits}")
     console.print()
+    if prediction is not None:
+        print_time(prediction, console)
+        console.print()
     if several:
         print_edges_and_ahead(result, (unit, size), console)
         return

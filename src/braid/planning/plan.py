@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 from braid import schedule as schedules
 from braid import validators
 from braid.architecture import Model
-from braid.choices import BYTE_VOCAB, BYTES, MAIN_BYTES, Dtype
+from braid.choices import BYTES, MAIN_BYTES, Dtype
 from braid.config import Mesh, Run, type_problems
 from braid.errors import ConfigError, Problem, ScheduleError
 from braid.model import declaration
 from braid.model.declaration import Form, form_of
 from braid.pattern import Layout, PatternError, Stage, cut, parse
-from braid.planning import divisibility, layouts, modules, trained
+from braid.planning import divisibility, layouts, modules, rules, trained
 from braid.planning.divisibility import AxisSizes
 from braid.planning.modules import ModulePlan
 from braid.planning.split import Costs
@@ -96,10 +96,10 @@ def plan(run: Run, world: int) -> Plan:
     selection = trained.select(lambda: _whole_model(run, layout, run.train.dtype), run.trained, run.lr_share)
     grid, encoders = modules.grid_of(run.mesh, world), modules.plan_modules(run, world, len(layout.segments))
     language = _language_schedule(run, ranks, layout)
-    frozen = frozenset() if selection is None else selection.frozen_units
-    frozen = frozen.union(*(each.frozen_units for each in encoders.values()))
-    built = _with_modules(language, run, world, grid, layout, encoders, frozen)
-    built = _complete(built, run, layout, encoders, frozen)
+    built = _complete(language, run, world, grid, layout, encoders, selection)
+    schedule = _lowered(built, run, world, layout, encoders, _form(run, ranks))
+    if faults := schedules.check(schedule).faults:
+        raise ScheduleError(faults)
     return Plan(
         run=run,
         world=world,
@@ -111,11 +111,27 @@ def plan(run: Run, world: int) -> Plan:
             for rank in range(language.pp)
         ),
         units=declaration.units(layout, _form(run, ranks)),
-        schedule=_lowered(built, run, world, layout, encoders, _form(run, ranks)),
+        schedule=schedule,
         encoders=encoders,
         micro_batch_samples=run.train.batch_samples // run.train.micro_batches,
         step_tokens=run.train.batch_samples * run.data.sequence_tokens,
         selection=selection,
+    )
+
+
+def with_micro_batches(plan: Plan, count: int) -> Plan:
+    """A plan of the same run with another number of equal micro-batches. For predictions only: its schedule is
+    not verified again."""
+    train = replace(plan.run.train, micro_batches=count, batch_samples=count * plan.micro_batch_samples)
+    run = replace(plan.run, train=train)
+    language = _language_schedule(run, plan.grid.size, plan.layout)
+    built = _complete(language, run, plan.world, plan.grid, plan.layout, plan.encoders, plan.selection)
+    form = _form(run, plan.grid.size)
+    return replace(
+        plan,
+        run=run,
+        schedule=_lowered(built, run, plan.world, plan.layout, plan.encoders, form),
+        step_tokens=train.batch_samples * run.data.sequence_tokens,
     )
 
 
@@ -130,7 +146,10 @@ def evaluation_schedule(plan: Plan, micro_batches: int) -> Schedule:
         holder = tuple(held[index] for index in range(len(layout.segments)))
     built = schedules.in_phases(schedules.evaluation(holder, micro_batches), declaration.chains(layout, form))
     built = _with_modules(built, run, plan.world, plan.grid, layout, plan.encoders)
-    return _lowered(built, run, plan.world, layout, plan.encoders, form)
+    schedule = _lowered(built, run, plan.world, layout, plan.encoders, form)
+    if faults := schedules.check(schedule).faults:
+        raise ScheduleError(faults)
+    return schedule
 
 
 def _layout(run: Run) -> Layout:
@@ -286,10 +305,19 @@ def _segment_flops(run: Run, layout: Layout) -> list[int]:
 
 
 def _complete(
-    built: Schedule, run: Run, layout: Layout, encoders: Mapping[str, ModulePlan], frozen: frozenset[str]
+    language: Schedule,
+    run: Run,
+    world: int,
+    grid: Grid,
+    layout: Layout,
+    encoders: Mapping[str, ModulePlan],
+    selection: Selection | None,
 ) -> Schedule:
-    """The schedule without the backwards of what is frozen, with recompute ops, and an all-reduce of the
-    gradient of an embedding that two stages hold."""
+    """The schedule of all modules, without the backwards of what is frozen, with recompute ops, and an
+    all-reduce of the gradient of an embedding that two stages hold."""
+    frozen = frozenset() if selection is None else selection.frozen_units
+    frozen = frozen.union(*(each.frozen_units for each in encoders.values()))
+    built = _with_modules(language, run, world, grid, layout, encoders, frozen)
     built = schedules.freeze(built, frozen)
     own = len(layout.segments)
     dropped = dropped_tensors(
@@ -317,17 +345,14 @@ def _lowered(
     encoders: Mapping[str, ModulePlan],
     form: Form,
 ) -> Schedule:
-    """The schedule with its weight ops (unshard, reshard, gradient reduction), verified."""
+    """The schedule with its weight ops: unshard, reshard, gradient reduction."""
     alone = world == 1 if encoders else len(divisibility.ranks_of(run.mesh, world)) == 1
     policies = {LANGUAGE: POLICIES[run.mesh.shard]}
     policies |= {name: POLICIES[each.module.mesh.shard] for name, each in encoders.items()}
     meshes = {unit.path: unit.mesh for unit in declaration.units(layout, form)}
     for name, each in encoders.items():
         meshes |= {unit_name(name, unit.path): unit.mesh for unit in each.units}
-    complete = lowered(schedule, meshes, RESIDENT if alone else policies)
-    if faults := schedules.check(complete).faults:
-        raise ScheduleError(faults)
-    return complete
+    return lowered(schedule, meshes, RESIDENT if alone else policies)
 
 
 def span_of(run: Run, layout: Layout) -> int:
@@ -454,7 +479,13 @@ def check(run: Run, world: int) -> list[Problem]:
         wrong_types.append(Problem(field="world", value=world, rule="must be int", remedy="int"))
     if wrong_types:
         return wrong_types  # the rules below compare values, which need the right types
-    rules = (_layers(run.model, run.mesh), _vocab(run), _ranks(run, world), _steps(run), _recompute(run))
+    rules = (
+        _layers(run.model, run.mesh),
+        rules.vocab(run),
+        _ranks(run, world),
+        rules.steps(run),
+        rules.recompute(run),
+    )
     others = () if world < 1 else modules.problems(run, world)
     found = [*run.problems(), *(problem for rule in rules for problem in rule), *others]
     # Names are those of a model that can be built, and the schedule that of one that fits its ranks.
@@ -481,22 +512,6 @@ def _ahead(run: Run, world: int) -> Iterator[Problem]:
         encoders = modules.plan_modules(run, world, len(layout.segments))
         segments, edges = _graph(language, run, world, grid, layout, encoders, frozenset())
         yield from schedules.ahead_problems(language, segments, edges, ahead)
-
-
-def _recompute(run: Run) -> Iterator[Problem]:
-    # DeepEP does not order received tokens deterministically, so a second dispatch may not match the first.
-    block_level = {"block", "full"} & set(run.train.recompute)
-    if block_level and run.mesh.dispatcher == "deep_ep" and run.mesh.ep * run.mesh.etp > 1:
-        rule = "DeepEP may receive tokens in another order when they are dispatched again for a recompute"
-        remedy = (
-            f"train.recompute without {' and '.join(sorted(block_level))}, or mesh.dispatcher to all_to_all"
-        )
-        yield Problem(field="train.recompute", value=run.train.recompute, rule=rule, remedy=remedy)
-    if "hyper" in run.train.recompute and run.model.hyper is None:
-        rule = "the model has no hyper-connections to recompute: model.hyper is None"
-        others = " ".join(name for name in run.train.recompute if name != "hyper") or "()"
-        remedy = f"{others}, or set model.hyper in the recipe"
-        yield Problem(field="train.recompute", value=run.train.recompute, rule=rule, remedy=remedy)
 
 
 def _layers(model: Model, mesh: Mesh) -> Iterator[Problem]:
@@ -546,16 +561,6 @@ def _dual_pipe_v_segments(model: Model, layout: Layout, mesh: Mesh) -> Iterator[
     )
 
 
-def _vocab(run: Run) -> Iterator[Problem]:
-    if run.data.tokenizer == "bytes" and run.model.vocab < BYTE_VOCAB:
-        yield Problem(
-            field="model.vocab",
-            value=run.model.vocab,
-            rule=f"the tokenizer `bytes` has {BYTE_VOCAB} ids: 256 bytes and the end-of-document token",
-            remedy=f"{BYTE_VOCAB} or more",
-        )
-
-
 def _ranks(run: Run, world: int) -> Iterator[Problem]:
     """The mesh must fit its ranks, these must be in the job, and the run must divide evenly over them."""
     bad_world = list(validators.at_least("world", world, 1))
@@ -569,15 +574,3 @@ def _ranks(run: Run, world: int) -> Iterator[Problem]:
         except PatternError:  # reported by `_layers`
             kinds = frozenset()
         yield from divisibility.problems(run, kinds, axes)
-
-
-def _steps(run: Run) -> Iterator[Problem]:
-    decay = run.optim.decay_steps if run.optim.schedule == "wsd" else 0
-    used = run.optim.warmup_steps + decay
-    if used > run.train.steps >= 1:
-        yield Problem(
-            field="optim.warmup_steps",
-            value=run.optim.warmup_steps,
-            rule=f"warm-up and decay take {used} steps, more than train.steps ({run.train.steps})",
-            remedy=f"at most {max(0, run.train.steps - decay)}, or train.steps to {used} or more",
-        )

@@ -1,0 +1,47 @@
+"""Rules between the parts of a run that need neither its ranks nor its model: each yields what it finds wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from braid.choices import BYTE_VOCAB
+from braid.config import Run
+from braid.errors import Problem
+
+
+def vocab(run: Run) -> Iterator[Problem]:
+    if run.data.tokenizer == "bytes" and run.model.vocab < BYTE_VOCAB:
+        yield Problem(
+            field="model.vocab",
+            value=run.model.vocab,
+            rule=f"the tokenizer `bytes` has {BYTE_VOCAB} ids: 256 bytes and the end-of-document token",
+            remedy=f"{BYTE_VOCAB} or more",
+        )
+
+
+def steps(run: Run) -> Iterator[Problem]:
+    decay = run.optim.decay_steps if run.optim.schedule == "wsd" else 0
+    used = run.optim.warmup_steps + decay
+    if used > run.train.steps >= 1:
+        yield Problem(
+            field="optim.warmup_steps",
+            value=run.optim.warmup_steps,
+            rule=f"warm-up and decay take {used} steps, more than train.steps ({run.train.steps})",
+            remedy=f"at most {max(0, run.train.steps - decay)}, or train.steps to {used} or more",
+        )
+
+
+def recompute(run: Run) -> Iterator[Problem]:
+    # DeepEP does not order received tokens deterministically, so a second dispatch may not match the first.
+    block_level = {"block", "full"} & set(run.train.recompute)
+    if block_level and run.mesh.dispatcher == "deep_ep" and run.mesh.ep * run.mesh.etp > 1:
+        rule = "DeepEP may receive tokens in another order when they are dispatched again for a recompute"
+        remedy = (
+            f"train.recompute without {' and '.join(sorted(block_level))}, or mesh.dispatcher to all_to_all"
+        )
+        yield Problem(field="train.recompute", value=run.train.recompute, rule=rule, remedy=remedy)
+    if "hyper" in run.train.recompute and run.model.hyper is None:
+        rule = "the model has no hyper-connections to recompute: model.hyper is None"
+        others = " ".join(name for name in run.train.recompute if name != "hyper") or "()"
+        remedy = f"{others}, or set model.hyper in the recipe"
+        yield Problem(field="train.recompute", value=run.train.recompute, rule=rule, remedy=remedy)

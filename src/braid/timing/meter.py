@@ -1,0 +1,99 @@
+"""The meter of a plan: a device's calibration and a cluster's links, which turn work and calls into seconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from braid.nn.cost import Call
+from braid.nn.work import Pass, Piece
+from braid.planning.plan import Plan
+from braid.schedule.graph import LANGUAGE
+from braid.timing.calibration import Calibration, component, seconds, spread_class
+from braid.timing.links import Cluster, Span, call_seconds, link_spread, message_seconds, same_node, span
+from braid.topology import Grid
+
+_EXCHANGES = ("all_to_all", "all_to_all_v")
+SHIPPED_SPREAD, MEASURED_SPREAD = 0.10, 0.03
+"""The relative spread of the sustained factor, from a shipped file and from one measured on the device."""
+
+
+@dataclass(frozen=True)
+class ClusterMeter:
+    """Seconds on the devices and links of a cluster."""
+
+    plan: Plan
+    cluster: Cluster
+    calibration: Calibration
+    side: float = 0.0
+    """Where in the range of each figure: 0 is likely, 1 the slow end, -1 the fast end."""
+    only: str | None = None
+    """The class whose range is meant; all, if None."""
+    known: dict[tuple[object, Pass], tuple[str, str, float]] = field(default_factory=dict, compare=False)
+    """Pieces that were looked up: what they count as, the class of their spread, likely seconds."""
+
+    @cached_property
+    def _grids(self) -> dict[str, Grid]:
+        return {LANGUAGE: self.plan.grid} | {name: each.grid for name, each in self.plan.encoders.items()}
+
+    @cached_property
+    def _spans(self) -> dict[tuple[str, str], Span]:
+        return {}
+
+    @property
+    def launch(self) -> float:
+        return self.calibration.launch_seconds
+
+    @property
+    def optimizer(self) -> float:
+        return self.calibration.optimizer / (self.calibration.sustained * self._factor("sustained"))
+
+    def piece(self, piece: Piece, direction: Pass) -> tuple[str, float]:
+        key = (piece.what, direction)
+        if key not in self.known:
+            each = seconds(piece, direction, self.calibration) * self.calibration.sustained
+            self.known[key] = (component(piece), spread_class(piece), each)
+        what, spread, each = self.known[key]
+        return what, each * self._factor(spread) * self._factor("sustained")
+
+    def call(self, call: Call, module: str) -> float:
+        own = self._span(call, module)
+        top_k = None
+        if call.op in _EXCHANGES and self.plan.run.mesh.dispatcher == "deep_ep" and self.plan.run.model.moe:
+            top_k = self.plan.run.model.moe.top_k
+        seconds = call_seconds(call, own, self.cluster, self.calibration, top_k=top_k)
+        return seconds * self._factor(own.link)
+
+    def message(self, size: int, module: str, stages: tuple[int, int]) -> float:
+        line = self._grids[module].group_of(self._grids[module].ranks[0], "pp")
+        near = same_node(line[stages[0]], line[stages[1]], self.cluster)
+        return message_seconds(size, near, self.cluster) * self._factor("node" if near else "network")
+
+    def spread(self, name: str) -> float:
+        """The relative spread of a class: a kind of piece, a class of links, the sustained factor."""
+        match name:
+            case "node" | "network":
+                return link_spread(name, self.cluster, self.calibration)
+            case "sustained":
+                return SHIPPED_SPREAD if self.calibration.source == "shipped" else MEASURED_SPREAD
+            case _:
+                return self.calibration.spread.get(name, SHIPPED_SPREAD)
+
+    def _factor(self, name: str) -> float:
+        if not self.side or self.only not in (None, name):
+            return 1.0
+        spread = self.spread(name)
+        return 1 + spread if self.side > 0 else 1 / (1 + spread)
+
+    def _span(self, call: Call, module: str) -> Span:
+        key = (module, call.family)
+        if key not in self._spans:
+            self._spans[key] = span(self._grids[module], call.family, self.cluster.domain)
+        whole = self._spans[key]
+        if call.ranks == whole.members:
+            return whole
+        # Part of a family (HSDP): shards are neighbours, replicas lie as far apart as there are shards.
+        per_node = min(whole.per_node, call.ranks)
+        if call.op == "all_reduce":
+            per_node = max(1, whole.per_node * call.ranks // whole.members)
+        return Span(call.ranks, per_node, -(-call.ranks // per_node))

@@ -1,0 +1,198 @@
+"""Where the time of a step goes: the op lists of a plan are run with the seconds of their ops.
+
+For each station, the step is the sum of its parts: what its compute stream is busy with, what it waits for
+(collectives of weights, exchanges with experts, messages of other stages: each as far as nothing hides it), the
+rest of its idle time, which is the bubble, and what follows the last op.
+
+A long step is not run as a whole. Once a pipeline is full, each further round of micro-batches adds the same
+time, so two short steps give that of a long one (`_shortened`).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from braid.planning.plan import Plan, with_micro_batches
+from braid.schedule import Act, OpSpan, Timeline
+from braid.schedule.phases import Stream
+from braid.schedule.simulate import timeline_of
+from braid.schedule.views import stream_of
+from braid.timing.seconds import Meter, OpTimes, Station
+
+BUBBLE, MESSAGES, EXPERTS = "bubble", "pp", "ep_etp"
+_Interval = tuple[float, float]
+_LONG = 4
+"""Rounds of micro-batches from which on a step is derived from shorter ones."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """The time of a step."""
+
+    seconds: float
+    stations: tuple[Mapping[str, float], ...]
+    """For each station, what the step is spent on; each adds up to `seconds`."""
+    timeline: Timeline
+    """That of a shorter step with the same rounds, if the step is long."""
+
+    @property
+    def limiting(self) -> int:
+        """The station that computes longest: the others wait for it."""
+        return min(range(len(self.stations)), key=lambda station: self.stations[station].get(BUBBLE, 0.0))
+
+
+class Stepper:
+    """Times the steps of a plan, by one meter after another."""
+
+    def __init__(self, plan: Plan, *, device: str = "cuda", load: float = 1.0) -> None:
+        """`load`: how many times its share the slowest rank of the experts has."""
+        self.micro_batches = plan.run.train.micro_batches
+        self.held = [Station(plan, station, device, load) for station in range(plan.schedule.pp)]
+        self.plans = _shortened(plan) or (plan,)
+
+    def seconds(self, meter: Meter) -> float:
+        """The time of a step."""
+        return self._extended([self._run(plan, meter)[0] for plan in self.plans])
+
+    def ratio(self, meter: Meter, other: Meter) -> float:
+        """How many times longer a step takes by another meter; of a long step, the shorter plan tells."""
+        return self._run(self.plans[0], other).seconds / self._run(self.plans[0], meter).seconds
+
+    def step(self, meter: Meter) -> StepTime:
+        """The time of a step, and what it is spent on."""
+        runs = [self._run(plan, meter) for plan in self.plans]
+        spent = [_spent(*run) for run in runs]
+        stations = tuple(
+            {name: self._extended([parts.get(name, 0.0) for parts in each]) for name in _names(each)}
+            for each in zip(*spent, strict=True)
+        )
+        seconds = self._extended([seconds for seconds, *_ in runs])
+        return StepTime(seconds=seconds, stations=stations, timeline=runs[-1][1])
+
+    def _run(self, plan: Plan, meter: Meter) -> _Run:
+        times = OpTimes(plan, meter, self.held)
+        timeline = timeline_of(plan.schedule, times.seconds, times.message)
+        updates = (sum(times.update(station).values()) for station in range(plan.schedule.pp))
+        return _Run(timeline.makespan + max(updates), timeline, times)
+
+    def _extended(self, figures: Sequence[float]) -> float:
+        """The figure of the whole step, from that of each plan."""
+        if len(figures) == 1:
+            return figures[0]
+        few, more = (plan.run.train.micro_batches for plan in self.plans)
+        rounds = (self.micro_batches - few) / (more - few)
+        return figures[0] + rounds * (figures[1] - figures[0])
+
+
+class _Run(NamedTuple):
+    seconds: float
+    timeline: Timeline
+    times: OpTimes
+
+
+def _names(parts: Sequence[Mapping[str, float]]) -> dict[str, None]:
+    return {name: None for each in parts for name in each}
+
+
+def _shortened(plan: Plan) -> tuple[Plan, Plan] | None:
+    """The same plan with fewer micro-batches, one round apart, which leave the same rest; None if it is short
+    enough. A round is one micro-batch for each pipeline rank."""
+    count, around = plan.run.train.micro_batches, plan.axes.pp
+    few = 2 * around + count % around
+    if count <= max(_LONG * around, few + around) or plan.encoders:
+        return None
+    return with_micro_batches(plan, few), with_micro_batches(plan, few + around)
+
+
+def _spent(seconds: float, timeline: Timeline, times: OpTimes) -> list[dict[str, float]]:
+    """What each station spends a step on."""
+    begin = timeline.begin
+    whole, stations = (begin, begin + timeline.makespan), []
+    for station in range(timeline.schedule.pp):
+        parts = _parts(timeline, times, station, whole)
+        for name, more in times.update(station).items():
+            parts[name] += more
+        parts[BUBBLE] += seconds - sum(parts.values())
+        stations.append(dict(parts))
+    return stations
+
+
+def _parts(timeline: Timeline, times: OpTimes, station: int, whole: _Interval) -> dict[str, float]:
+    """What the compute stream of a station is busy with, and what it waits for."""
+    parts: dict[str, float] = defaultdict(float)
+    spans, stream = timeline.spans[station], stream_of(timeline.schedule)
+    computing = []
+    for span in spans:
+        if span.op.act is Act.SUM_COPIES or (
+            span.op.act.computes and stream(span.op) is not Stream.COMMUNICATION
+        ):
+            computing.append(span)
+            for name, seconds in times.parts(station, span.op).items():
+                parts[name] += seconds
+    gaps = list(_gaps(computing, *whole))
+    hidden = [span for span in spans if span.op.act.computes and stream(span.op) is Stream.COMMUNICATION]
+    waits = [*_weight_waits(times, station, spans), (EXPERTS, hidden)]
+    for name, causes in (*waits, (MESSAGES, list(_messages(timeline, times, station)))):
+        inside = list(_overlaps(gaps, sorted(causes, key=lambda span: span.start)))
+        parts[name] += sum(end - start for start, end in inside)
+        gaps = list(_without(gaps, inside))
+    return parts
+
+
+def _weight_waits(times: OpTimes, station: int, spans: Sequence[OpSpan]) -> Iterator[tuple[str, list[OpSpan]]]:
+    """When the collectives of weights ran, by the family of their ranks."""
+    by_family: dict[str, list[OpSpan]] = defaultdict(list)
+    for span in spans:
+        if span.op.act in (Act.UNSHARD, Act.REDUCE_GRAD) and span.end > span.start:
+            family = max(times.parts(station, span.op).items(), key=lambda item: item[1])[0]
+            by_family[family].append(span)
+    yield from by_family.items()
+
+
+def _messages(timeline: Timeline, times: OpTimes, station: int) -> Iterator[OpSpan]:
+    """The last part of each receive, as long as its message takes."""
+    for span in timeline.spans[station]:
+        if span.op.act.receives and span.end > span.start and span.op.edge is None:
+            seconds = min(times.message(station, span.op), span.end - span.start)
+            yield replace(span, start=span.end - seconds)
+
+
+def _gaps(busy: Sequence[OpSpan], begin: float, end: float) -> Iterator[_Interval]:
+    """When a stream is idle between two times."""
+    for span in sorted(busy, key=lambda span: span.start):
+        if span.start > begin:
+            yield begin, span.start
+        begin = max(begin, span.end)
+    if end > begin:
+        yield begin, end
+
+
+def _overlaps(gaps: Sequence[_Interval], spans: Sequence[OpSpan]) -> Iterator[_Interval]:
+    """The parts of gaps in which one of the spans ran; both are disjoint and ascend."""
+    first = 0
+    for start, end in gaps:
+        while first < len(spans) and spans[first].end <= start:
+            first += 1
+        for place in range(first, len(spans)):
+            if spans[place].start >= end:
+                break
+            low, high = max(start, spans[place].start), min(end, spans[place].end)
+            if high > low:
+                yield low, high
+
+
+def _without(gaps: Sequence[_Interval], inside: Sequence[_Interval]) -> Iterator[_Interval]:
+    """What is left of gaps without these parts of them."""
+    left = list(inside)[::-1]
+    for gap in gaps:
+        start, end = gap
+        while left and left[-1][0] < end:
+            low, high = left.pop()
+            if low > start:
+                yield start, low
+            start = high
+        if end > start:
+            yield start, end
