@@ -11,7 +11,7 @@ FAULTS: tuple[Fault, ...] = (
         file="interchange/radio.py",
         old='ours=named("attention.{}.weight", "q k v")',
         new='ours=named("attention.{}.weight", "k q v")',
-        kind="wrong order",
+        kind="swapped",
         why="an imported encoder attends by its keys",
     ),
     Fault(
