@@ -36,7 +36,7 @@ def test_missing_and_extra_names_are_all_listed() -> None:
     theirs |= {"model.layers.2.mlp.up_proj.weight": torch.zeros(1), "score.weight": torch.zeros(1)}
     with pytest.raises(CheckpointError) as error:
         convert(theirs, LLAMA, shape, "to_ours")
-    assert str(error.value).split("\n  ")[1:] == [
+    assert str(error.value).split("\n  ")[1:-1] == [
         "missing  model.layers.1.mlp.up_proj.weight",
         "missing  model.norm.weight",
         "extra    model.layers.2.mlp.up_proj.weight",

@@ -121,10 +121,11 @@ def test_an_optimizer_does_not_go_on_from_narrow_weights() -> None:
         del theirs[f"optimizer.state.fp32_param.{name}"]
     with pytest.raises(CheckpointError) as caught:
         to_ours(theirs, reader(), shape, dtype=BF16)
-    assert str(caught.value).split("\n  ")[1:] == [
+    assert str(caught.value).split("\n  ")[1:-1] == [
         f"narrow   {name}: has the dtype torch.bfloat16, and optimizer.state.fp32_param.{name} is not there"
         for name in lost
     ]
+    assert str(caught.value).splitlines()[-1] == "  set   --no-optimizer, to import the weights alone"
     assert to_ours(theirs, reader(), shape).tensors["blocks.1.moe.experts.0.down.weight"].dtype == BF16
 
 
@@ -150,8 +151,9 @@ def test_all_that_does_not_fit_is_told_at_once() -> None:
     theirs["decoder.layers.0.mlp.experts.linear_fc2.bias"] = torch.zeros(EXPERTS + 1, 12)
     with pytest.raises(CheckpointError) as caught:
         to_ours(theirs, reader(), shape, dtype=BF16)
-    first, *faults = str(caught.value).split("\n  ")
+    first, *faults, remedy = str(caught.value).split("\n  ")
     assert first == "megatron tensors do not fit the model's shape: 6 names"
+    assert remedy.startswith("set   a config.json (for megatron, a --recipe) that describes these files")
     assert faults == [
         f"missing  {layer}.linear_fc1.weight1",
         f"extra    {layer}.linear_fc1.weight{EXPERTS}",

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -117,27 +118,28 @@ def _projected(adapter: Adapter, projector: str) -> Adapter:
 
 
 OMNI_HUB = _projected(radio.HUB, "mlp1.0:norm mlp1.1:up mlp1.3:out")
-PROJECTOR = {"norm": "layer_norm", "up": "linear_1", "out": "linear_2"}
+PROJECTOR = MappingProxyType({"norm": "layer_norm", "up": "linear_1", "out": "linear_2"})
 OMNI_MEMORY = _projected(
     radio.MEMORY, " ".join(f"multi_modal_projector.{theirs}:{ours}" for ours, theirs in PROJECTOR.items())
 )
-FINAL_NORM: Mapping[str, Callable[..., Tensor]] = {
-    "vision_final_layernorm.weight": torch.ones,
-    "vision_final_layernorm.bias": torch.zeros,
-}
+FINAL_NORM: Mapping[str, Callable[..., Tensor]] = MappingProxyType(
+    {"vision_final_layernorm.weight": torch.ones, "vision_final_layernorm.bias": torch.zeros}
+)
 """Published files leave it out, and transformers fills in the identity."""
 NEMOTRON_H = next(family for family in mamba.FAMILIES if family.model_type == "nemotron_h")
 
 # --------------------------------------------------------------------------------------------- settings
 
-LEGACY = {
-    "img_context_token_id": "image_token_id",
-    "video_context_token_id": "video_token_id",
-    "sound_context_token_id": "audio_token_id",
-    "llm_config": TEXT_CONFIG,
-    "sound_config": "audio_config",
-    "vit_hidden_size": "vision_hidden_size",
-}
+LEGACY = MappingProxyType(
+    {
+        "img_context_token_id": "image_token_id",
+        "video_context_token_id": "video_token_id",
+        "sound_context_token_id": "audio_token_id",
+        "llm_config": TEXT_CONFIG,
+        "sound_config": "audio_config",
+        "vit_hidden_size": "vision_hidden_size",
+    }
+)
 """Names of older config.json files."""
 SIDE = 2
 """Pixel shuffle: 2 x 2 patches make a row."""

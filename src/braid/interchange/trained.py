@@ -113,7 +113,9 @@ def to_ours(
     dtype saves it; without one, weights have the dtype that they have in the files. `outlines` are the same
     tensors without numbers, for those who would rather not read a file twice."""
     found = examine(tensors, adapter, shape, dtype=dtype, outlines=outlines)
-    check(f"{adapter.name} tensors do not fit the model's shape", found.faults, OTHER_TENSORS)
+    only_narrow = all(fault.startswith("narrow ") for fault in found.faults)
+    remedy = "--no-optimizer, to import the weights alone" if only_narrow else OTHER_TENSORS
+    check(f"{adapter.name} tensors do not fit the model's shape", found.faults, remedy)
     check("these tensors contradict their config.json", found.contradictions(adapter, shape))
     return Trained(
         tensors=found.tensors(cast=dtype is not None),
