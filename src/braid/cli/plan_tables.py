@@ -22,7 +22,7 @@ def layers_cell(stage: StageEstimate) -> str:
 def traffic_table(stage: StageEstimate) -> tuple[list[str], list[list[str]]]:
     merged: dict[tuple[str, str, str, str], tuple[int, int]] = {}
     for call in stage.calls:
-        key = (call.family, str(call.ranks), call.op, call.purpose)
+        key = (call.family, str(call.ranks), call.op, call.label)
         times, sent = merged.get(key, (0, 0))
         merged[key] = (times + call.times, sent + call.sent)
     rows = [

@@ -50,6 +50,7 @@ from braid.nn.moe.layer import NOT_REPEATED, Moe
 from braid.nn.moe.routing import Routing
 from braid.nn.norm import LayerNorm, RmsNorm, norm
 from braid.nn.recompute import Recomputing
+from braid.nn.work import Work, moved
 from braid.pattern import Kind, Layer
 
 Mixer = Attention | LatentAttention | Mamba2 | DeltaNet
@@ -278,6 +279,12 @@ class Block(Recomputing):
         last = self.block.layers[-1]
         return (last, self._moe(last)) if last.kind is Kind.MOE else None
 
+    @property
+    def form(self) -> tuple[object, ...]:
+        """What the work of a block depends on, besides what all blocks of a model share."""
+        layers = (self._pre_norm(layer) for layer in self.block.layers)
+        return tuple((type(each.inner), each.inner.shape, each.post) for each in layers)
+
     def output_weights(self, layer: Layer) -> Iterator[Tensor]:
         """The weights that a layer's output meets: those of its norm, if it stands after the layer, and its
         LayerScale."""
@@ -357,6 +364,37 @@ class Block(Recomputing):
         layers = [self._pre_norm(layer) for layer in self.block.layers]
         connections = (each.connection.flops(tokens) for each in layers if each.connection is not None)
         return sum(each.inner.flops(tokens) for each in layers) + sum(connections)
+
+    def work(self, workload: Workload, load: float = 1.0) -> dict[str, Work]:
+        """The work of each kind of phase; a block without MoE has only `mix`. The slowest rank of experts has
+        `load` times the rows of balanced ones."""
+        mix, tokens = Work(), workload.local_tokens(self.groups.tp_cp)
+        for layer in self.block.layers:
+            pre_norm = self._pre_norm(layer)
+            if pre_norm.connection is not None:
+                mix += pre_norm.connection.pre_work(workload)
+            if not pre_norm.post:
+                mix += pre_norm.norm.work(workload, tokens, "norm")
+            added = self._add_work(pre_norm, workload, tokens)
+            if isinstance(pre_norm.inner, Moe):
+                phases = pre_norm.inner.work(workload, load)
+                return {**phases, "mix": mix + phases["mix"], "post": phases["post"] + added}
+            mix += pre_norm.inner.work(workload) + added
+        return {"mix": mix}
+
+    def _add_work(self, pre_norm: PreNorm, workload: Workload, tokens: int) -> Work:
+        """Of `_add_to_stream`. Autograd adds the gradients of the residual stream and of the branch."""
+        one, work = tokens * pre_norm.norm.channels * workload.narrow, Work()
+        if pre_norm.post:
+            work += pre_norm.norm.work(workload, tokens)
+        if pre_norm.scale is not None:
+            work += pre_norm.scale.work(workload, tokens)
+        if self.dropout:
+            work += moved(3 * one, 3 * one)
+        if pre_norm.connection is not None:
+            return work + pre_norm.connection.post_work(workload)
+        scaled = 2 * one if self.residual_scale != 1 else 0
+        return work + moved(3 * one, 3 * one + scaled, launches=(1, 2 if scaled else 1))
 
 
 def _hyper_post(

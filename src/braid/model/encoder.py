@@ -38,13 +38,14 @@ from braid.model.language import Losses, sum_losses
 from braid.model.stack import Stack
 from braid.model.stacked import StackedModel
 from braid.nn.canonical import Canonical, under
-from braid.nn.cost import INDEX_BYTES, Cost, Workload, all_gather_calls
+from braid.nn.cost import INDEX_BYTES, Cost, Workload, all_gather_calls, in_phase
 from braid.nn.dropout import keep_mask
 from braid.nn.hyper_connection import expand
 from braid.nn.moe.dispatch_plan import Dispatcher
 from braid.nn.patch_embedding import PatchEmbedding, PrefixPlaces
 from braid.nn.position_table import TAPS, Taps, Window, item_taps, random_windows
 from braid.nn.projector import Projector
+from braid.nn.work import Work, moved
 from braid.pattern import Layer, Layout
 from braid.schedule.phases import Phase
 
@@ -330,9 +331,33 @@ class EncoderModel(StackedModel):
         gathered = Cost(
             kept=rows * group * INDEX_BYTES,
             passing=(workload.local_tokens() + tokens) * stream,
-            calls=all_gather_calls(ranks, tokens * stream, "features"),
+            calls=in_phase(all_gather_calls(ranks, tokens * stream, "features"), "head"),
         )
         return head + gathered + projector.cost(workload, rows, rows * group * stream)
+
+    def works(self, workload: Workload, load: float = 1.0) -> dict[str, dict[str, Work]]:
+        """The work of each part of this rank by kind of phase, in forward order, for a pack of equal items; see
+        `LanguageModel.works`."""
+        parts: dict[str, dict[str, Work]] = {}
+        if self.patches is not None:
+            parts["embedding"] = {"embed": self.patches.work(workload) + self.expand_work(workload)}
+        parts |= dict(self.block_works(workload, load))
+        if self.projector is not None:
+            ends = {"final_norm": self.final_norm_work(workload), "head": self._head_work(workload)}
+            parts["head"] = {kind: work for kind, work in ends.items() if work != Work()}
+        return parts
+
+    def _head_work(self, workload: Workload) -> Work:
+        """The projector; with prefix tokens, patches are picked from the tokens of all ranks first."""
+        assert self.projector is not None
+        ranks, group, work = self.groups.tp_cp, self.shape.group, Work()
+        tokens, stream = workload.local_tokens(ranks), self.shape.hidden * workload.narrow
+        rows = tokens // group
+        if self.shape.prefix:
+            rows = -(-((workload.tokens - workload.items * self.shape.prefix) // group) // ranks.size)
+            picked = 2 * rows * group * stream
+            work = moved(picked, picked + workload.local_tokens() * stream, launches=(1, 2))
+        return work + self.projector.work(workload, rows)
 
     def flops(self, tokens: int) -> int:
         """Forward FLOPs of one item of `tokens` patches; those of a pack are the sum over its items."""

@@ -29,13 +29,14 @@ from braid.model.multimodal import NO_ROWS, Rows, merge, placeholders
 from braid.model.stack import Stack
 from braid.model.stacked import StackedModel
 from braid.nn.canonical import Canonical, under
-from braid.nn.cost import Cost, Workload, all_gather_calls
+from braid.nn.cost import Cost, Workload, all_gather_calls, in_phase
 from braid.nn.embedding import Embedding, Head, check_ids
 from braid.nn.hyper_connection import expand
-from braid.nn.loss import linear_cross_entropy_cost, saves_hidden
+from braid.nn.loss import linear_cross_entropy_cost, linear_cross_entropy_work, saves_hidden
 from braid.nn.moe.balance import Balance
 from braid.nn.moe.dispatch_plan import Dispatcher
 from braid.nn.vocabulary import Vocabulary
+from braid.nn.work import Work, gather_copies
 from braid.pattern import Layer, Layout
 from braid.schedule.phases import Phase
 from braid.schedule.recompute import span_starts
@@ -334,7 +335,8 @@ class LanguageModel(StackedModel):
                     index for at, index in span_starts(self.layout, workload.span) if at == int(depth)
                 }
                 own = cast(Mtp, module).cost(workload, self.groups, first=number == 0, starts=own_starts)
-                parts[f"mtp.{depth}"] = embedding + own + head_loss
+                entered = replace(embedding, calls=in_phase(embedding.calls, "enter"))
+                parts[f"mtp.{depth}"] = entered + own + head_loss
         return parts
 
     def _head_cost(self, workload: Workload, full: Cost) -> Cost:
@@ -356,7 +358,7 @@ class LanguageModel(StackedModel):
 
     def _head_loss_cost(self, workload: Workload) -> Cost:
         tp, cp, hidden = self.groups.tp, self.groups.cp, self.shape.hidden * workload.narrow
-        calls = all_gather_calls(tp, workload.local_tokens(tp, cp) * hidden, "head tokens")
+        calls = in_phase(all_gather_calls(tp, workload.local_tokens(tp, cp) * hidden, "head tokens"), "head")
         return Cost(kept=self._saved_hidden(workload), calls=calls) + linear_cross_entropy_cost(
             self.kernels.linear_cross_entropy.function,
             workload,
@@ -366,12 +368,44 @@ class LanguageModel(StackedModel):
             self.shape.logits_scale,
         )
 
+    def works(self, workload: Workload, load: float = 1.0) -> dict[str, dict[str, Work]]:
+        """The work of each part of this rank by kind of phase, in forward order. Parts are those of `costs`
+        without `positions`; blocks of MTP depths have their own, `mtp.0.blocks.1`. The slowest rank of experts
+        has `load` times the rows of balanced ones."""
+        parts, blocks = dict[str, dict[str, Work]](), dict(self.block_works(workload, load))
+        embedding = Work() if self.embedding is None else self.embedding.work(workload)
+        if 0 in self.segments:
+            parts["embedding"] = {"embed": embedding + self.expand_work(workload)}
+        parts |= {name: work for name, work in blocks.items() if not name.startswith("mtp.")}
+        if self.final_norm is not None:
+            head = self._head_work(workload)
+            parts["head"] = {"final_norm": self.final_norm_work(workload), "head": head}
+            for depth, module in self.mtp.items():
+                mtp = cast(Mtp, module)
+                entered = embedding + mtp.enter_work(workload)
+                ends = {"enter": entered, "final_norm": mtp.final_norm_work(workload), "head": head}
+                parts[f"mtp.{depth}"] = ends
+                parts |= {name: work for name, work in blocks.items() if name.startswith(f"mtp.{depth}.")}
+        return parts
+
+    def _head_work(self, workload: Workload) -> Work:
+        tp, cp, hidden = self.groups.tp, self.groups.cp, self.shape.hidden
+        own = workload.local_tokens(tp, cp) * hidden * workload.narrow
+        function, vocabulary = self.kernels.linear_cross_entropy.function, Vocabulary(self.shape.vocab, tp)
+        loss = linear_cross_entropy_work(function, workload, workload.local_tokens(cp), hidden, vocabulary)
+        return gather_copies(workload, tp, own) + loss
+
     def flops(self, tokens: int) -> int:
-        """Forward FLOPs of one row; a training step takes three times as many."""
-        head = 2 * tokens * self.shape.hidden * self.shape.vocab
+        """Forward FLOPs of this rank for one row; a training step takes three times as many."""
+        head = self._head_flops(tokens) if len(self.layout.segments) - 1 in self.segments else 0
         depths = sum(cast(Mtp, module).flops(tokens) + head for module in self.mtp.values())
         leave = 0 if self.exit is None else self.exit.flops(tokens)
         return self.stack.flops(tokens) + leave + head + depths
+
+    def _head_flops(self, tokens: int) -> int:
+        """Those of this rank's part of the vocabulary, for the tokens of all tp ranks."""
+        held = Vocabulary(self.shape.vocab, self.groups.tp).held
+        return 2 * (tokens // self.groups.cp.size) * self.shape.hidden * held
 
     def phase_flops(self, phase: Phase, tokens: int) -> int:
         """The share of `flops` in a phase; phases of a split MoE block are not counted."""
@@ -389,7 +423,7 @@ class LanguageModel(StackedModel):
             case "final_norm":
                 return 0 if leave is None else leave.flops(tokens)
             case "head":
-                return 2 * tokens * self.shape.hidden * self.shape.vocab
+                return self._head_flops(tokens)
             case _:
                 return 0
 

@@ -35,6 +35,7 @@ from braid.nn.linear import Linear
 from braid.nn.moe.dispatch_plan import Dispatcher
 from braid.nn.norm import LayerNorm, RmsNorm, norm
 from braid.nn.recompute import Recomputing
+from braid.nn.work import Work, moved
 
 
 class Targets(NamedTuple):
@@ -79,7 +80,7 @@ class Mtp(Recomputing):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.depth = depth.depth
+        self.depth, self.groups = depth.depth, groups
         on: dict[str, Any] = {"device": device, "dtype": dtype}
         self.streams = 1 if shape.hyper is None else shape.hyper.streams
         hidden, copied = shape.hidden, {"copies": groups.tp, **on}
@@ -176,9 +177,29 @@ class Mtp(Recomputing):
         return self.enter_flops(tokens) + blocks + leave
 
     def enter_flops(self, tokens: int) -> int:
-        """The input projections."""
+        """The input projections, of this rank's tokens."""
+        own = tokens // self.groups.tp_cp.size
         if self.projection is not None:
-            return self.projection.flops(tokens)
+            return self.projection.flops(own)
         assert self.embedding_projection is not None
         assert self.hidden_projection is not None
-        return self.embedding_projection.flops(tokens) + self.hidden_projection.flops(tokens * self.streams)
+        return self.embedding_projection.flops(own) + self.hidden_projection.flops(own * self.streams)
+
+    def enter_work(self, workload: Workload) -> Work:
+        """The norms and projections of both inputs, which become one tensor before the product, or after it."""
+        tokens = workload.local_tokens(self.groups.tp_cp)
+        one = tokens * self.hidden_norm.channels * workload.narrow
+        work = self.embedding_norm.work(workload, tokens, "norm")
+        work += self.hidden_norm.work(workload, tokens * self.streams, "norm")
+        if self.projection is not None:
+            joined = moved(4 * one, 4 * one, launches=(1, 2), region="norm")
+            return work + joined + self.projection.work(workload, tokens)
+        assert self.embedding_projection is not None
+        assert self.hidden_projection is not None
+        work += self.embedding_projection.work(workload, tokens)
+        work += self.hidden_projection.work(workload, tokens * self.streams)
+        return work + moved((2 * self.streams + 1) * one, (self.streams + 1) * one)
+
+    def final_norm_work(self, workload: Workload) -> Work:
+        norm = self.final_norm.work(workload, workload.local_tokens(self.groups.tp_cp))
+        return norm if self.exit is None else self.exit.work(workload) + norm

@@ -26,10 +26,12 @@ from braid.model.stack import Stack
 from braid.model.streams import Exit, build_exit
 from braid.nn.canonical import Canonical, Shard, under
 from braid.nn.cost import Cost, Workload
+from braid.nn.hyper_connection import expand_work
 from braid.nn.init import initialize
 from braid.nn.moe.layer import Moe
 from braid.nn.norm import LayerNorm, RmsNorm, norm
 from braid.nn.recompute import Recomputing, Replays, set_replays
+from braid.nn.work import Work
 from braid.pattern import Kind, Layer, Layout
 from braid.schedule.phases import Unit
 from braid.schedule.recompute import span_ends, span_starts
@@ -170,6 +172,30 @@ class StackedModel(Recomputing):
                 built = cast(Block, self.stack.blocks[str(block.index)])
                 parts[f"blocks.{block.index}"] = built.cost(within, input_saved=(None, block.index) in starts)
         return parts
+
+    def block_works(self, workload: Workload, load: float) -> Iterator[tuple[str, dict[str, Work]]]:
+        """The work of each block by kind of phase, MTP depths included; equal blocks are counted once."""
+        known: dict[object, dict[str, Work]] = {}
+        for depth, blocks in self.block_stacks():
+            at = "" if depth is None else f"mtp.{depth}."
+            for index, module in blocks.items():
+                block = cast(Block, module)
+                if block.form not in known:
+                    known[block.form] = block.work(workload, load)
+                yield f"{at}blocks.{index}", known[block.form]
+
+    def expand_work(self, workload: Workload) -> Work:
+        """The streams of hyper-connections, as copies of the embedding."""
+        if self.shape.hyper is None:
+            return Work()
+        tokens = workload.local_tokens(self.groups.tp_cp)
+        return expand_work(workload, tokens, self.shape.hidden, self.shape.hyper.streams)
+
+    def final_norm_work(self, workload: Workload) -> Work:
+        """The exit of hyper-connections and the final norm, if there are any."""
+        tokens = workload.local_tokens(self.groups.tp_cp)
+        work = Work() if self.exit is None else self.exit.work(workload)
+        return work if self.final_norm is None else work + self.final_norm.work(workload, tokens, "norm")
 
     def positions_cost(self, workload: Workload) -> Cost:
         """The rotary tables, which layers share."""

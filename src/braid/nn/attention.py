@@ -47,6 +47,7 @@ from braid.nn.norm import RmsNorm
 from braid.nn.qk_norm import QkNormOverHeads
 from braid.nn.recompute import Recomputing
 from braid.nn.rotary import Rotary, rotate
+from braid.nn.work import Work, attention_work, exchange_copies, gather_copies, moved
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,6 +249,37 @@ class Attention(Recomputing):
         pairs = pairs_seen(tokens, self.shape.window, causal=self.causal)
         attention = 4 * self.partition.core_heads * self.shape.head_dim * pairs
         return self.qkv.flops(own) + attention + self.o.flops(own)
+
+    def work(self, workload: Workload) -> Work:
+        partition, n, dim = self.partition, workload.narrow, self.shape.head_dim
+        tp, cp, tokens = self.groups.tp, self.groups.cp, workload.local_tokens(self.groups.cp)
+        own = workload.local_tokens(tp, cp) * self.qkv.channels_in * n
+        work = gather_copies(workload, tp, own) + self.qkv.work(workload, tokens)
+        if self.qk_norm is not None:
+            work += self.qk_norm.work(workload)
+        y_local = tokens * partition.heads * dim * n
+        work += self._core_work(workload) + exchange_copies(cp, y_local)
+        if self.shape.gate:
+            # A strided gate is copied; backward puts its gradient and those of q, k and v into one tensor.
+            work += moved(7 * y_local, 9 * y_local, launches=(3, 5), region="core")
+            work += moved(backward=2 * tokens * self.qkv.channels_out * n)
+        return work + self.o.work(workload, tokens)
+
+    def _core_work(self, workload: Workload) -> Work:
+        """From the projection's output to that of attention. The gradients of q, k and v become one tensor."""
+        partition, n, dim = self.partition, workload.narrow, self.shape.head_dim
+        tokens, heads, kv_heads = workload.local_tokens(), partition.core_heads, partition.core_groups
+        qkv = tokens * kv_heads * sum(partition.core_sizes(self.qkv_parts)) * n
+        queries_keys = tokens * (heads + kv_heads) * dim * n
+        work = exchange_copies(self.groups.cp, qkv) + moved(backward=2 * qkv)
+        if self.q_norm is not None and self.k_norm is not None:
+            work += self.q_norm.work(workload, tokens * heads, "core")
+            work += self.k_norm.work(workload, tokens * kv_heads, "core")
+        if self.shape.positions == "rope":
+            work += moved(2 * queries_keys, 2 * queries_keys, launches=2, region="core")
+        return work + attention_work(
+            workload, heads, kv_heads, (dim, dim), window=self.shape.window, causal=self.causal
+        )
 
 
 def _gated(y_BSQD: Tensor, gate_BSKF: Tensor) -> Tensor:

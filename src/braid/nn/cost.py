@@ -22,6 +22,7 @@ import torch
 from braid.distributed.collectives import Group
 
 Op = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "all_to_all_v"]
+Direction = Literal["forward", "backward", "recompute"]
 
 INDEX_BYTES = 8
 """Bytes of an index or a count (int64)."""
@@ -94,10 +95,18 @@ class Call(NamedTuple):
     ranks: int
     """Size of the process group."""
     purpose: str
-    """What is sent, and in which pass."""
+    """What is sent."""
     payload: int
     """Input bytes of one call on this rank."""
     times: int = 1
+    phase: str = "mix"
+    """The kind of phase that issues it: see `schedule.phases`. Those of FSDP have the name of their op."""
+    direction: Direction = "forward"
+
+    @property
+    def label(self) -> str:
+        """What is sent, and in which pass."""
+        return self.purpose if self.direction == "forward" else f"{self.purpose}, {self.direction}"
 
     @property
     def sent(self) -> int:
@@ -140,14 +149,17 @@ class Cost:
 
 # ------------------------------------------------------------------------------------------ calls
 
-_BACKWARD = ", backward"
-
 
 def recomputed_calls(calls: tuple[Call, ...], *not_repeated: str) -> tuple[Call, ...]:
     """The forward collectives among `calls` that a recomputation repeats; `not_repeated` are purposes of calls
     whose results are saved."""
-    forward = (c for c in calls if not c.purpose.endswith(_BACKWARD) and c.purpose not in not_repeated)
-    return tuple(call._replace(purpose=f"{call.purpose}, recompute") for call in forward)
+    forward = (c for c in calls if c.direction == "forward" and c.purpose not in not_repeated)
+    return tuple(call._replace(direction="recompute") for call in forward)
+
+
+def in_phase(calls: tuple[Call, ...], phase: str) -> tuple[Call, ...]:
+    """The calls of a module that runs in another phase than `mix`."""
+    return tuple(call._replace(phase=phase) for call in calls)
 
 
 def all_gather_calls(group: Group, part: int, purpose: str) -> tuple[Call, ...]:
@@ -183,5 +195,7 @@ def no_grad_call(op: Op, group: Group, payload: int, purpose: str, times: int = 
 def _forward_backward(
     op: Op, payload: int, backward_op: Op, backward_payload: int, group: Group, purpose: str
 ) -> tuple[Call, ...]:
-    backward = no_grad_call(backward_op, group, backward_payload, f"{purpose}{_BACKWARD}")
-    return no_grad_call(op, group, payload, purpose) + backward
+    backward = no_grad_call(backward_op, group, backward_payload, purpose)
+    return no_grad_call(op, group, payload, purpose) + tuple(
+        call._replace(direction="backward") for call in backward
+    )

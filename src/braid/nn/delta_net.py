@@ -56,6 +56,7 @@ from braid.nn.head_partition import HeadPartition, Part
 from braid.nn.head_scalars import HeadScalars
 from braid.nn.linear import Linear, RowLinear
 from braid.nn.recompute import Recomputing
+from braid.nn.work import Work, exchange_copies, gather_copies, kernel_work, moved
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,3 +262,38 @@ class DeltaNet(Recomputing):
         own = tokens // self.groups.cp.size
         rule = 6 * tokens * self.partition.core_heads * self.shape.key_dim * self.shape.value_dim
         return self.qkvbaz.flops(own) + self.conv.flops(tokens) + rule + self.o.flops(own)
+
+    def work(self, workload: Workload) -> Work:
+        partition, n, tp, cp = self.partition, workload.narrow, self.groups.tp, self.groups.cp
+        tokens, all_tokens = workload.local_tokens(cp), workload.local_tokens()
+        own = workload.local_tokens(tp, cp) * self.qkvbaz.channels_in * n
+        exchanged = all_tokens * partition.core_groups * sum(partition.core_sizes(self.parts[:-1])) * n
+        outputs, inner = (
+            tokens * self.qkvbaz.channels_out * n,
+            tokens * partition.heads * self.shape.value_dim * n,
+        )
+        work = gather_copies(workload, tp, own) + self.qkvbaz.work(workload, tokens)
+        # Gradients of the gate and of all else become one tensor, as do those of the parts of the latter.
+        work += moved(backward=2 * (outputs + exchanged), launches=4)
+        work += exchange_copies(cp, exchanged) + self.conv.work(workload) + self._rule_work(workload)
+        work += exchange_copies(cp, inner) + self.gate_norm.work(workload, tokens * partition.heads)
+        return work + self.o.work(workload, tokens)
+
+    def _rule_work(self, workload: Workload) -> Work:
+        """The rule, and before it ops of torch on two numbers per head. Forward writes the inverse of each
+        chunk; backward reads it, and writes and reads states, deltas and token pairs."""
+        shape, partition, n, w = self.shape, self.partition, workload.narrow, workload.wide
+        tokens, heads, groups = workload.local_tokens(), partition.core_heads, partition.core_groups
+        rule = (workload.rows, workload.tokens, heads, groups, shape.key_dim, shape.value_dim)
+        qk, v = 2 * tokens * groups * shape.key_dim * n, tokens * heads * shape.value_dim * n
+        inverses = workload.rows * -(-workload.tokens // CHUNK) * CHUNK * CHUNK * heads * n
+        flops, scalars = 6 * tokens * heads * shape.key_dim * shape.value_dim, tokens * heads * w
+        workspace = 2 * fused_delta_rule_workspace(*rule, narrow=n)
+        return moved(9 * scalars, 15 * scalars, launches=(11, 12), region="core") + kernel_work(
+            "delta_rule",
+            {"key_dim": shape.key_dim, "value_dim": shape.value_dim},
+            flops=(flops, 2 * flops),
+            moves=(2 * (qk + v + inverses) + 2 * scalars, 4 * (qk + v) + inverses + workspace + 4 * scalars),
+            launches=(2, 6),
+            region="core",
+        )

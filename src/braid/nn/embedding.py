@@ -18,10 +18,11 @@ from braid.distributed.collectives import ALONE, Group, Groups, own_slice, reduc
 from braid.errors import DataError
 from braid.kernels.linear_cross_entropy import LinearCrossEntropy
 from braid.nn.canonical import Canonical
-from braid.nn.cost import INDEX_BYTES, Cost, Workload, reduce_scatter_calls
+from braid.nn.cost import INDEX_BYTES, Cost, Workload, in_phase, reduce_scatter_calls
 from braid.nn.delayed_wgrad import Delaying
 from braid.nn.loss import linear_cross_entropy
 from braid.nn.vocabulary import Vocabulary
+from braid.nn.work import Work, moved, scatter_copies
 
 
 def check_ids(ids_BT: Tensor, vocab: int) -> None:
@@ -148,8 +149,19 @@ class Embedding(_VocabParallel):
         return Cost(
             kept=(own if tp.size > 1 else workload.local_tokens()) * INDEX_BYTES,
             passing=(rows + own) * hidden * workload.wide + scaled,
-            calls=reduce_scatter_calls(tp, own * hidden * workload.narrow, "embeddings"),
+            calls=in_phase(reduce_scatter_calls(tp, own * hidden * workload.narrow, "embeddings"), "embed"),
         )
+
+    def work(self, workload: Workload) -> Work:
+        """The lookup, zeros for ids of other ranks, and the sum of the gradients of each id in float32, by
+        kernels that sort the ids. The gradient is as large as the weight."""
+        tp, tokens, (rows, hidden) = self.groups.tp, workload.local_tokens(self.groups.cp), self.weight.shape
+        n, w, entries = workload.narrow, workload.wide, tokens * hidden
+        cast = (n + w) if workload.mixed else 0
+        backward = entries * (w + cast) + rows * hidden * (w + cast)
+        work = moved(4 * entries * n, backward, launches=(4 if tp.size == 1 else 9, 12))
+        work += scatter_copies(workload, tp, entries // tp.size * n)
+        return work if self.scale == 1 else work + moved(*(2 * entries // tp.size * n,) * 2)
 
 
 class Head(_VocabParallel):

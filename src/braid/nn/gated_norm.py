@@ -15,6 +15,7 @@ from braid.kernels import gated_norm as op
 from braid.kernels.gated_norm import GatedNorm
 from braid.nn.canonical import Canonical
 from braid.nn.cost import Cost, Workload, all_reduce_calls
+from braid.nn.work import Work, moved
 
 
 class GateThenNorm(nn.Module):
@@ -88,6 +89,13 @@ class GateThenNorm(nn.Module):
             calls=all_reduce_calls(self.sharers, vectors * self.parts * workload.wide, "mamba2 norm"),
         )
 
+    def work(self, workload: Workload, vectors: int) -> Work:
+        """A group that spans ranks is normed by ops of torch, in float32."""
+        entries, n, w = vectors * self.channels, workload.narrow, workload.wide
+        if self.sharers.size == 1 and op.fuses("cuda", workload.dtype, self.channels // self.parts):
+            return _fused_work(workload, entries)
+        return moved(entries * (3 * n + 15 * w), entries * (3 * n + 30 * w), launches=(10, 18), region="core")
+
 
 class NormThenGate(nn.Module):
     """RMSNorm(y) · SiLU(z) of every head."""
@@ -129,3 +137,12 @@ class NormThenGate(nn.Module):
         entries = vectors * (self.channels * (5 if workload.device == "cpu" else 4) + 1)
         weight = self.channels if workload.mixed else 0
         return Cost(kept=(entries + weight) * workload.wide, passing=passing)
+
+    def work(self, workload: Workload, vectors: int) -> Work:
+        return _fused_work(workload, vectors * self.channels)
+
+
+def _fused_work(workload: Workload, entries: int) -> Work:
+    """Both inputs are read, the output is written; backward reads three tensors and writes two."""
+    size = entries * workload.narrow
+    return moved(3 * size, 5 * size, launches=(1, 3), region="core")

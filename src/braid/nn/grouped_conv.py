@@ -19,6 +19,7 @@ from braid.kernels.causal_conv import CausalConv, causal_conv
 from braid.nn.canonical import Canonical
 from braid.nn.cost import Cost, Workload
 from braid.nn.head_partition import HeadPartition, Part
+from braid.nn.work import Work, kernel_work
 
 
 class GroupedConv(nn.Module):
@@ -117,3 +118,18 @@ class GroupedConv(nn.Module):
 
     def flops(self, tokens: int) -> int:
         return 2 * tokens * self.channels * self.taps
+
+    def work(self, workload: Workload) -> Work:
+        """One kernel for each part, after the taps are transposed; others sum the gradients of the taps."""
+        flops, size = (
+            self.flops(workload.local_tokens()),
+            self.channels * workload.local_tokens() * workload.narrow,
+        )
+        return kernel_work(
+            "causal_conv",
+            {"taps": self.taps},
+            flops=(flops, 2 * flops),
+            moves=(2 * size, 3 * size),
+            launches=(len(self.parts) + 1, len(self.parts) + 4),
+            region="core",
+        )

@@ -16,6 +16,9 @@ Shapes: B rows, t tokens of this rank, S streams, C channels, N = B · t.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Literal
+
 import torch
 from torch import Tensor, nn
 
@@ -32,6 +35,7 @@ from braid.kernels.hyper_connection import (
 from braid.nn.canonical import Canonical
 from braid.nn.cost import Cost, Workload
 from braid.nn.delayed_wgrad import Delaying
+from braid.nn.work import Kernel, Piece, Work, kernel_work, moved
 
 
 class _ProjectionWeights(Delaying):
@@ -75,6 +79,26 @@ class _ProjectionWeights(Delaying):
     def _own(self, tokens: int) -> int:
         """The tokens of a row that this rank processes."""
         return tokens // self.groups.tp_cp.size
+
+    def _projection_work(self, workload: Workload, part: Literal["pre", "exit"]) -> Work:
+        """Projection, mappings and the weighted sum of the streams. Forward reads the streams twice; backward
+        too, with the gradient of the sum, and writes that of the streams."""
+        tokens, streams = workload.local_tokens(self.groups.tp_cp), self.shape.streams
+        one = tokens * self.hidden * workload.narrow
+        every, scalars = streams * one, 2 * tokens * len(self.weight) * workload.wide
+        product, sums = 2 * tokens * self.weight.numel(), 2 * tokens * streams * self.hidden
+        key = {"part": part, "streams": streams}
+        read = 2 * every + 2 * one + (every if part == "pre" else 0)
+        work = kernel_work(
+            "hyper_connection",
+            key,
+            flops=(product + sums, product + 2 * sums),
+            moves=(2 * every + one + scalars, read + every + 2 * scalars),
+            launches=(3, 3),
+            region="hyper",
+        )
+        wgrad = Kernel("hyper_connection", tuple(sorted(key.items())), product, every + scalars)
+        return replace(work, wgrad=(Piece(wgrad, launches=2),))
 
 
 class HyperConnection(_ProjectionWeights):
@@ -128,6 +152,27 @@ class HyperConnection(_ProjectionWeights):
         own, streams = self._own(tokens), self.shape.streams
         return 2 * own * (self.weight.numel() + streams * (streams + 2) * self.hidden)
 
+    def pre_work(self, workload: Workload) -> Work:
+        """Projection, mappings and the layer's input. Backward also reads the gradient of the streams after the
+        layer, to apply H_res to it."""
+        return self._projection_work(workload, "pre")
+
+    def post_work(self, workload: Workload) -> Work:
+        """The streams after the layer."""
+        tokens, streams = workload.local_tokens(self.groups.tp_cp), self.shape.streams
+        one = tokens * self.hidden * workload.narrow
+        flops = 2 * tokens * streams * (streams + 1) * self.hidden
+        return kernel_work(
+            "hyper_connection",
+            {"part": "post", "streams": streams},
+            flops=(flops, flops),
+            moves=((2 * streams + 1) * one, (2 * streams + 2) * one),
+            region="hyper",
+        )
+
+    def work(self, workload: Workload) -> Work:
+        return self.pre_work(workload) + self.post_work(workload)
+
 
 class HyperExit(_ProjectionWeights):
     """The learned exit: merges the streams with weights computed per token."""
@@ -162,6 +207,9 @@ class HyperExit(_ProjectionWeights):
     def flops(self, tokens: int) -> int:
         return 2 * self._own(tokens) * (self.weight.numel() + self.shape.streams * self.hidden)
 
+    def work(self, workload: Workload) -> Work:
+        return self._projection_work(workload, "exit")
+
 
 class HyperMean(nn.Module):
     """The exit without weights: the mean of the streams."""
@@ -183,6 +231,18 @@ class HyperMean(nn.Module):
 
     def flops(self, tokens: int) -> int:
         return self.shape.streams * self.hidden * tokens // self.groups.tp_cp.size
+
+    def work(self, workload: Workload) -> Work:
+        entries = workload.local_tokens(self.groups.tp_cp) * self.hidden
+        flops = self.shape.streams * entries
+        size = (self.shape.streams + 1) * entries * workload.narrow
+        return moved(size, size, launches=2, flops=(flops, flops))
+
+
+def expand_work(workload: Workload, tokens: int, hidden: int, streams: int) -> Work:
+    """Of `expand`; backward sums the gradients of all copies."""
+    size = tokens * hidden * (streams + 1) * workload.narrow
+    return moved(size, size)
 
 
 def expand(x_BtC: Tensor, streams: int) -> Tensor:

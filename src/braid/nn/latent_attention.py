@@ -47,6 +47,7 @@ from braid.nn.linear import Linear, RowLinear
 from braid.nn.norm import RmsNorm
 from braid.nn.recompute import Recomputing
 from braid.nn.rotary import Rotary, rotate
+from braid.nn.work import Work, attention_work, exchange_copies, gather_copies, moved
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,3 +240,33 @@ class LatentAttention(Recomputing):
         attention = 2 * (self.heads // cp) * channels * pairs_seen(tokens, None, causal=self.causal)
         into_heads = sum(linear.flops(tokens // cp) for linear in (self.q, self.kv_up, self.o))
         return self.down.flops(tokens // (tp * cp)) + into_heads + attention
+
+    def work(self, workload: Workload) -> Work:
+        shape, n, tp, cp = self.shape, workload.narrow, self.groups.tp, self.groups.cp
+        own, tokens = workload.local_tokens(tp, cp), workload.local_tokens(cp)
+        latents = (shape.q_rank or self.down.channels_in) + shape.kv_rank + shape.rope_dim
+        work = self.down.work(workload, own) + self.kv_norm.work(workload, own)
+        # The gradients of both latents and of the shared key become one tensor.
+        work += moved(backward=2 * own * self.down.channels_out * n)
+        if self.q_norm is not None:
+            work += self.q_norm.work(workload, own)
+        if tp.size > 1:  # they are concatenated, and their gradients too
+            work += moved(2 * own * latents * n, 2 * tokens * latents * n)
+            work += gather_copies(workload, tp, own * latents * n)
+        work += self.q.work(workload, tokens) + self.kv_up.work(workload, tokens)
+        return work + self._core_work(workload) + self.o.work(workload, tokens)
+
+    def _core_work(self, workload: Workload) -> Work:
+        """RoPE of queries and the shared key, keys of both parts, attention. Queries and keys are put together
+        after RoPE, and the gradients of their parts after attention."""
+        shape, n, cp = self.shape, workload.narrow, self.groups.cp
+        tokens, heads = workload.local_tokens(), self.heads // cp.size
+        q_dim, kv_dim = shape.nope_dim + shape.rope_dim, shape.nope_dim + shape.v_dim
+        q, kv, y = (tokens * heads * channels * n for channels in (q_dim, kv_dim, shape.v_dim))
+        rotated = tokens * (heads + 1) * shape.rope_dim * n
+        work = exchange_copies(cp, q) + exchange_copies(cp, kv)
+        work += moved(2 * rotated, 2 * rotated, launches=2, region="core")
+        work += moved(4 * q, 4 * q + 2 * kv, launches=(2, 4), region="core")
+        dims = (q_dim, shape.v_dim)
+        work += attention_work(workload, heads, heads, dims, window=None, causal=self.causal)
+        return work + exchange_copies(cp, y)

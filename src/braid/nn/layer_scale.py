@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from braid.distributed.collectives import ALONE, Group
 from braid.nn.canonical import Canonical
 from braid.nn.cost import Cost, Workload
+from braid.nn.work import Work, moved
 
 
 class LayerScale(nn.Module):
@@ -44,3 +45,7 @@ class LayerScale(nn.Module):
         """Saves its input; backward multiplies it with the gradient, to sum over vectors."""
         entries = vectors * self.channels * workload.narrow
         return Cost(kept=entries, passing=entries)
+
+    def work(self, workload: Workload, vectors: int) -> Work:
+        entries = vectors * self.channels * workload.narrow
+        return moved(2 * entries, 6 * entries, launches=(1, 3))

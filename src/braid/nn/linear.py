@@ -24,7 +24,9 @@ from braid.distributed.collectives import ALONE, Group, reduce_scatter
 from braid.kernels.grouped_mlp.product import Gradient, empty_like, put_wgrad
 from braid.kernels.wgrad import write_product
 from braid.nn.canonical import Canonical, Fill, Index, RowSpan
+from braid.nn.cost import Workload
 from braid.nn.delayed_wgrad import DelayedWgrad, Delaying
+from braid.nn.work import Work, linear_work, moved, scatter_copies
 
 
 class Linear(Delaying):
@@ -101,6 +103,10 @@ class Linear(Delaying):
     def flops(self, tokens: int) -> int:
         return 2 * tokens * self.channels_in * self.channels_out
 
+    def work(self, workload: Workload, tokens: int) -> Work:
+        bias = 0 if self.bias is None else tokens * self.channels_out * workload.narrow
+        return linear_work(tokens, self.channels_out, self.channels_in, bias_bytes=bias)
+
 
 class RowLinear(Delaying):
     """Row-parallel y = x · weightᵀ + bias: every rank has some channels of x, and partial sums are
@@ -148,6 +154,14 @@ class RowLinear(Delaying):
 
     def flops(self, tokens: int) -> int:
         return 2 * tokens * self.channels_in * self.channels_out
+
+    def work(self, workload: Workload, tokens: int) -> Work:
+        """The product, the copies of the reduce-scatter, and the bias after it."""
+        own = tokens // self.group.size * self.channels_out * workload.narrow
+        bias = 0 if self.bias is None else own
+        product = linear_work(tokens, self.channels_out, self.channels_in, bias_bytes=bias)
+        adds = moved(2 * bias) if self.group.size > 1 else Work()
+        return product + scatter_copies(workload, self.group, own) + adds
 
 
 # ------------------------------------------------------------------------------------------ products

@@ -18,10 +18,11 @@ from braid.kernels.linear_cross_entropy import (
     VocabShard,
     reference,
 )
-from braid.kernels.linear_cross_entropy.chunked import gradients_in_forward
-from braid.nn.cost import INDEX_BYTES, Call, Cost, Workload, no_grad_call
+from braid.kernels.linear_cross_entropy.chunked import PlainPasses, gradients_in_forward
+from braid.nn.cost import INDEX_BYTES, Call, Cost, Workload, in_phase, no_grad_call
 from braid.nn.delayed_wgrad import DelayedWgrad
 from braid.nn.vocabulary import Vocabulary
+from braid.nn.work import Moved, Piece, Product, Work, moved
 
 
 def linear_cross_entropy(
@@ -112,10 +113,46 @@ def _reference_cost(workload: Workload, tokens: int, vocabulary: Vocabulary, sca
     return Cost(kept=kept, passing=passing, calls=_sum_calls(workload, tokens, reference.CHUNK, vocabulary))
 
 
+def linear_cross_entropy_work(
+    implementation: LinearCrossEntropy, workload: Workload, tokens: int, channels: int, vocabulary: Vocabulary
+) -> Work:
+    """The work of head and loss in chunks of tokens. With at least as many tokens as channels, forward computes
+    all gradients, and backward scales them; else backward computes the logits again."""
+    chunked = implementation if isinstance(implementation, ChunkedLinearCrossEntropy) else None
+    config = chunked or ChunkedLinearCrossEntropy(PlainPasses())
+    size = config.chunk_tokens(tokens, vocabulary.rows, workload.narrow)
+    now, work = gradients_in_forward(tokens, channels), Work()
+    for chunk, times in ((size, tokens // size), (tokens % size, int(tokens % size > 0))):
+        work += _chunk_work(workload, chunk, channels, vocabulary, now=now).times(times)
+    weight = vocabulary.rows * channels * workload.wide
+    if not now:
+        return work
+    return work + moved(backward=2 * tokens * channels * workload.narrow) + moved(backward=3 * weight)
+
+
+def _chunk_work(workload: Workload, tokens: int, channels: int, vocabulary: Vocabulary, *, now: bool) -> Work:
+    """One chunk: logits, a pass over them that overwrites them with their gradient (two passes if ranks share
+    the vocabulary, or if backward writes it), and the products with that gradient. Padding does not count."""
+    rows, counted = vocabulary.rows, 2 * tokens * vocabulary.held * channels
+    logits = Piece(Product(tokens, rows, channels, counted=counted))
+    dx, dweight = (
+        Product(tokens, channels, rows, counted=counted),
+        Product(rows, channels, tokens, counted=counted),
+    )
+    size, shared = tokens * rows * workload.narrow, vocabulary.group.size > 1
+    reads, writes = Piece(Moved(size), launches=8 if shared else 1), Piece(Moved(2 * size))
+    if now:
+        passes = (reads, writes) if shared else (writes,)
+        gradients = (Piece(dx, counts_as="backward"), Piece(dweight, counts_as="wgrad"))
+        return Work((logits, *passes, *gradients))
+    again = Piece(Product(tokens, rows, channels, counted=0))
+    return Work((logits, reads), (again, writes, Piece(dx), Piece(dweight, counts_as="wgrad")))
+
+
 def _sum_calls(workload: Workload, tokens: int, chunk: int, vocabulary: Vocabulary) -> tuple[Call, ...]:
     """Collectives of the sums over a vocabulary, for chunks of tokens."""
     calls = tuple[Call, ...]()
     for size, times in ((chunk, tokens // chunk), (tokens % chunk, int(tokens % chunk > 0))):
         calls += no_grad_call("all_reduce", vocabulary.group, size * workload.wide, "maxima of logits", times)
         calls += no_grad_call("all_reduce", vocabulary.group, 2 * size * workload.wide, "sums of logits", times)
-    return calls
+    return in_phase(calls, "head")

@@ -55,6 +55,7 @@ from braid.nn.head_partition import HeadPartition, Part
 from braid.nn.head_scalars import HeadScalars
 from braid.nn.linear import Linear, RowLinear
 from braid.nn.recompute import Recomputing
+from braid.nn.work import Work, exchange_copies, gather_copies, kernel_work, moved
 
 
 @dataclass(kw_only=True)
@@ -298,3 +299,33 @@ class Mamba2(Recomputing):
         own = tokens // self.groups.cp.size
         states = self.partition.core_heads * self.shape.head_dim * self.shape.state
         return self.xbcdtz.flops(own) + self.conv.flops(tokens) + 4 * tokens * states + self.o.flops(own)
+
+    def work(self, workload: Workload) -> Work:
+        partition, n, tp, cp = self.partition, workload.narrow, self.groups.tp, self.groups.cp
+        tokens, all_tokens = workload.local_tokens(cp), workload.local_tokens()
+        own = workload.local_tokens(tp, cp) * self.xbcdtz.channels_in * n
+        exchanged = all_tokens * partition.core_groups * sum(partition.core_sizes(self.parts[:-1])) * n
+        outputs = tokens * self.xbcdtz.channels_out * n
+        work = gather_copies(workload, tp, own) + self.xbcdtz.work(workload, tokens)
+        # Gradients of the gate and of all else become one tensor, as do those of the parts of the latter.
+        work += moved(backward=2 * (outputs + exchanged), launches=3)
+        work += exchange_copies(cp, exchanged) + self.conv.work(workload) + self._scan_work(workload)
+        work += exchange_copies(cp, tokens * partition.heads * self.shape.head_dim * n)
+        return work + self.gate_norm.work(workload, tokens) + self.o.work(workload, tokens)
+
+    def _scan_work(self, workload: Workload) -> Work:
+        """The scan, and before it ops of torch on one float32 number per head. Backward writes the states of
+        all chunks and their gradients, and reads both again."""
+        shape, partition, n, w = self.shape, self.partition, workload.narrow, workload.wide
+        tokens, heads = workload.local_tokens(), partition.core_heads
+        x, bc = tokens * heads * shape.head_dim * n, 2 * tokens * partition.core_groups * shape.state * n
+        states = -(-workload.tokens // CHUNK) * workload.rows * heads * shape.head_dim * shape.state
+        flops, steps = 4 * tokens * heads * shape.head_dim * shape.state, tokens * heads * w
+        return moved(8 * steps, 12 * steps, launches=(9, 10), region="core") + kernel_work(
+            "ssd",
+            {"head_dim": shape.head_dim, "state": shape.state},
+            flops=(flops, 2 * flops),
+            moves=(2 * x + bc + 3 * steps, 5 * x + 3 * bc + 4 * states * n + 6 * steps),
+            launches=(3, 6),
+            region="core",
+        )

@@ -26,6 +26,7 @@ from braid.nn.canonical import Canonical, RowSpan, under
 from braid.nn.cost import Cost, Workload, all_gather_calls, reduce_scatter_calls
 from braid.nn.linear import Linear, RowLinear
 from braid.nn.recompute import Recomputing
+from braid.nn.work import Work, activation_work, gather_copies
 
 
 class Mlp(Recomputing):
@@ -88,3 +89,10 @@ class Mlp(Recomputing):
         """FLOPs of this rank for a row."""
         gathered = tokens // self.groups.cp.size
         return self.into.flops(gathered) + self.down.flops(gathered)
+
+    def work(self, workload: Workload) -> Work:
+        tp, cp, narrow = self.groups.tp, self.groups.cp, workload.narrow
+        tokens, own = workload.local_tokens(cp), workload.local_tokens(tp, cp)
+        activation = activation_work(workload, tokens * self.ffn, len(self.projections))
+        copies = gather_copies(workload, tp, own * self.into.channels_in * narrow)
+        return copies + self.into.work(workload, tokens) + activation + self.down.work(workload, tokens)

@@ -13,6 +13,7 @@ from braid.kernels import rms_norm
 from braid.kernels.rms_norm import Normalize
 from braid.nn.canonical import Canonical
 from braid.nn.cost import Cost, Workload
+from braid.nn.work import Work, moved
 
 
 class RmsNorm(nn.Module):
@@ -62,6 +63,13 @@ class RmsNorm(nn.Module):
         passing = vectors * self.channels * (2 * workload.wide + workload.narrow)
         return Cost(kept=(entries + weight) * workload.wide, passing=passing)
 
+    def work(self, workload: Workload, vectors: int, region: str = "") -> Work:
+        """One kernel in each direction; another sums what programs found of the weight's gradient."""
+        if not rms_norm.fuses("cuda", workload.dtype, self.channels):
+            return _upcast_work(workload, vectors * self.channels, region)
+        entries, factors = vectors * self.channels * workload.narrow, vectors * workload.wide
+        return moved(2 * entries + factors, 3 * entries + factors, launches=(1, 3), region=region)
+
 
 class LayerNorm(nn.Module):
     """(x - mean(x)) / sqrt(variance(x) + eps) · weight + bias."""
@@ -101,6 +109,17 @@ class LayerNorm(nn.Module):
         weights = 2 * self.channels if workload.mixed else 0
         passing = vectors * self.channels * (2 * workload.wide + workload.narrow)
         return Cost(kept=(vectors * (self.channels + 2) + weights) * workload.wide, passing=passing)
+
+    def work(self, workload: Workload, vectors: int, region: str = "") -> Work:
+        return _upcast_work(workload, vectors * self.channels, region)
+
+
+def _upcast_work(workload: Workload, entries: int, region: str) -> Work:
+    """A norm of torch: casts of input, weights and output, and in backward another pass for the weights."""
+    cast = (workload.narrow + workload.wide) if workload.mixed else 0
+    forward, backward = 2 * (workload.wide + cast), 5 * workload.wide + 2 * cast
+    launches = (5, 7) if workload.mixed else (1, 3)
+    return moved(entries * forward, entries * backward, launches=launches, region=region)
 
 
 def norm(

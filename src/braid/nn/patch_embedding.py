@@ -10,6 +10,7 @@ Shapes: t tokens of this rank, n prefix tokens among them, I numbers of a patch,
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from braid.nn.cost import INDEX_BYTES, Cost, Workload
 from braid.nn.embedding import lookup
 from braid.nn.linear import Linear
 from braid.nn.position_table import TAPS, Taps, tap_sum
+from braid.nn.work import Work, moved
 
 
 class PrefixPlaces(NamedTuple):
@@ -91,3 +93,17 @@ class PatchEmbedding(nn.Module):
 
     def flops(self, tokens: int) -> int:
         return self.projection.flops(tokens)
+
+    def work(self, workload: Workload) -> Work:
+        """The product, whose input needs no gradient; positions, one tap after another in float32; and prefix
+        tokens in their places."""
+        tokens, n, w = workload.local_tokens(self.tokens), workload.narrow, workload.wide
+        entries = tokens * self.projection.channels_out
+        work = replace(self.projection.work(workload, tokens), backward=())
+        if self.positions is not None:
+            table = len(self.positions) * self.projection.channels_out * w
+            taps = moved(entries * (2 * n + 6 * w), entries * (n + 3 * w) + 4 * table, launches=(6, 14))
+            work += taps.times(TAPS) + moved(entries * (4 * n + 2 * w), launches=3)
+        if self.prefix is not None:
+            work += moved(2 * entries * n, 3 * entries * n, launches=(6, 14))
+        return work

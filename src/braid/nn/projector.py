@@ -27,6 +27,7 @@ from braid.nn.cost import Cost, Workload
 from braid.nn.linear import Linear
 from braid.nn.norm import LayerNorm, RmsNorm, norm
 from braid.nn.recompute import Recomputing
+from braid.nn.work import Work, activation_work
 
 
 class Projector(Recomputing):
@@ -91,3 +92,10 @@ class Projector(Recomputing):
 
     def flops(self, rows: int) -> int:
         return self.out.flops(rows) + (0 if self.into is None else self.into.flops(rows))
+
+    def work(self, workload: Workload, rows: int) -> Work:
+        work = Work() if self.norm is None else self.norm.work(workload, rows)
+        if self.into is not None:
+            work += self.into.work(workload, rows)
+            work += activation_work(workload, rows * self.shape.ffn, len(self.projections))
+        return work + self.out.work(workload, rows)

@@ -21,6 +21,7 @@ from braid.nn.canonical import Canonical
 from braid.nn.cost import Cost, Workload, all_reduce_calls
 from braid.nn.head_partition import HeadPartition, Part
 from braid.nn.recompute import Recomputing
+from braid.nn.work import Work, moved
 
 
 class QkNormOverHeads(Recomputing):
@@ -98,3 +99,18 @@ class QkNormOverHeads(Recomputing):
             # Each upcast makes a copy of its own: one for the squares, one for the norm.
             kept = copies + (tokens * channels * wide if workload.mixed else 0) + sums
         return Cost(kept=kept, calls=all_reduce_calls(tp, sums, "attention norms"))
+
+    def work(self, workload: Workload) -> Work:
+        """Ops of torch, in float32: cast, square and sum; cast, two factors and a cast back; then q, k and v
+        become one tensor."""
+        tokens, n, w = workload.local_tokens(self.partition.ranks.cp), workload.narrow, workload.wide
+        entries = tokens * (self.q_weight.numel() + self.k_weight.numel())
+        joined = 2 * tokens * self.partition.groups * sum(self.partition.sizes(self.parts)) * n
+        squares = moved(entries * (n + 4 * w), entries * 5 * w, launches=(8, 6), region="core")
+        normed = moved(
+            entries * (2 * n + 6 * w) + joined,
+            entries * (2 * n + 14 * w) + joined,
+            launches=(13, 18),
+            region="core",
+        )
+        return squares + normed

@@ -34,6 +34,7 @@ from braid.distributed.collectives import ALONE, Group, Groups, all_reduce_no_gr
 from braid.nn.cost import INDEX_BYTES, Call, Cost, Workload, no_grad_call
 from braid.nn.moe.routing import Routing
 from braid.nn.moe.token_ids import Tokens
+from braid.nn.work import Work, moved
 
 
 class Balance(NamedTuple):
@@ -161,6 +162,16 @@ def balance_cost(shape: architecture.Moe, workload: Workload, wide: int, groups:
         logits_kept = shape.softmax_after_top_k or shape.score == "sqrt_softplus"
         kept += tokens * wide * (1 if logits_kept else 1 + experts)
     return Cost(kept=kept, calls=calls)
+
+
+def balance_work(shape: architecture.Moe, workload: Workload, wide: int, groups: Groups) -> Work:
+    """The work of `measure_balance`: slots are counted, and every loss reads all scores or logits, and writes
+    their gradient."""
+    tokens = workload.local_tokens(groups.tp_cp)
+    scores, slots = tokens * shape.experts * wide, tokens * shape.top_k * INDEX_BYTES
+    losses = sum(map(bool, (shape.aux_loss, shape.global_aux_loss, shape.sequence_aux_loss, shape.z_loss)))
+    counts = moved(3 * slots, launches=4)
+    return counts + moved(scores, 2 * scores, launches=(10, 6)).times(losses)
 
 
 # ---------------------------------------------------------------------------------------- after a step

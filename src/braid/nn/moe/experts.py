@@ -25,6 +25,7 @@ from braid.nn.canonical import Canonical
 from braid.nn.cost import Cost, Workload
 from braid.nn.delayed_wgrad import DelayedWgrad, Delaying
 from braid.nn.recompute import Recomputing
+from braid.nn.work import Work, activation_work, linear_work, moved
 
 SHARD_DIMS = MappingProxyType({"w_in_EFGC": 1, "w_down_ECF": 2, "b_in_EFG": 1, "b_down_EC": 1})
 """The dim of each weight that FSDP shards. Never the expert dim: a rank may hold fewer experts than there are
@@ -158,6 +159,22 @@ class Experts(Delaying, Recomputing):
         """Average FLOPs of this rank, if every rank has `tokens` tokens."""
         matrices = len(self.projections) + 1
         return 2 * tokens * self.shape.top_k * matrices * self.channels * self.shape.ffn
+
+    def work(self, workload: Workload, rows: int) -> Work:
+        """The grouped products of `rows` rows, as many for every expert. Fused kernels apply activation and
+        probabilities where they write the products."""
+        experts, projected = len(self.expert_ids), self.ffn * len(self.projections)
+        each, narrow = -(-rows // experts), workload.narrow
+        bias = (projected, self.channels) if self.shape.bias else (0, 0)
+        grouped = partial(linear_work, groups=experts, rows=rows)
+        into = grouped(each, projected, self.channels, bias_bytes=rows * bias[0] * narrow)
+        down = grouped(each, self.channels, self.ffn, bias_bytes=rows * bias[1] * narrow)
+        work = into + down
+        if not isinstance(self.grouped_mlp, FusedGroupedMlp):
+            scaled = rows * self.channels * narrow
+            work += activation_work(workload, rows * self.ffn, len(self.projections))
+            work += moved(2 * scaled, 5 * scaled, launches=(2, 3))
+        return (work + moved(2 * rows * workload.wide, 2 * rows * workload.wide)).in_region("experts")
 
 
 class _ZeroBiasGrad(torch.autograd.Function):

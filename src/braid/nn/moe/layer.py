@@ -35,21 +35,23 @@ from braid.nn.cost import (
     Workload,
     all_gather_calls,
     all_to_all_v_calls,
+    in_phase,
     no_grad_call,
     reduce_scatter_calls,
 )
 from braid.nn.linear import Linear
 from braid.nn.mlp import Mlp
 from braid.nn.moe.all_gather import AllGather
-from braid.nn.moe.balance import balance_cost
+from braid.nn.moe.balance import balance_cost, balance_work
 from braid.nn.moe.capacity import capacity
 from braid.nn.moe.dispatch_plan import CapacityPadding, Dispatcher, DispatchPlan, Slots, record_stream
 from braid.nn.moe.experts import Experts
-from braid.nn.moe.permute import combine, dispatch
+from braid.nn.moe.permute import combine, dispatch, permute_work, unpermute_work
 from braid.nn.moe.router import Router, logit_dtype, probability_dtype, saves_input
 from braid.nn.moe.routing import Routing
 from braid.nn.moe.token_dispatcher import choose
 from braid.nn.moe.token_ids import Tokens
+from braid.nn.work import Work, gradient_sums, moved
 
 NOT_REPEATED = (
     "dispatch of row counts",
@@ -253,17 +255,19 @@ class Moe(nn.Module):
         if isinstance(self.dispatcher, AllGather):
             calls = (
                 no_grad_call("all_gather", group, slots * INDEX_BYTES, "dispatch of expert ids")
-                + all_gather_calls(group, tokens * channels, "dispatch of tokens")
-                + all_gather_calls(group, slots * wide, "dispatch of probabilities")
-                + reduce_scatter_calls(group, group.size * tokens * channels, "combine of tokens")
+                + in_phase(all_gather_calls(group, tokens * channels, "dispatch of tokens"), "dispatch")
+                + in_phase(all_gather_calls(group, slots * wide, "dispatch of probabilities"), "dispatch")
+                + in_phase(
+                    reduce_scatter_calls(group, group.size * tokens * channels, "combine of tokens"), "combine"
+                )
             )
             return total + Cost(calls=calls)
         counts = 0 if shape.pad_to_capacity else group.size * local_experts * INDEX_BYTES
         calls = (
             no_grad_call("all_to_all", group, counts, "dispatch of row counts", times=int(counts > 0))
-            + all_to_all_v_calls(group, rows * channels, "dispatch of rows")
-            + all_to_all_v_calls(group, rows * wide, "dispatch of probabilities")
-            + all_to_all_v_calls(group, rows * channels, "combine of rows")
+            + in_phase(all_to_all_v_calls(group, rows * channels, "dispatch of rows"), "dispatch")
+            + in_phase(all_to_all_v_calls(group, rows * wide, "dispatch of probabilities"), "dispatch")
+            + in_phase(all_to_all_v_calls(group, rows * channels, "combine of rows"), "combine")
         )
         return total + Cost(calls=calls)
 
@@ -273,3 +277,77 @@ class Moe(nn.Module):
         parts = (self.router, self.experts, self.latent, self.shared_gate)
         shared = 0 if self.shared is None else self.shared.flops(tokens)
         return shared + sum(part.flops(own) for part in parts if part is not None)
+
+    def work(self, workload: Workload, load: float = 1.0) -> dict[str, Work]:
+        """The work of each phase; dispatch and combine only send. The slowest rank of experts has `load` times
+        the rows of balanced ones."""
+        rows = round(load * self._rows(workload))
+        experts = self.experts.work(workload, rows)
+        if self._permutes_received():
+            experts = self._receive_work(workload, rows) + experts
+        return {
+            "mix": self._mix_work(workload),
+            "dispatch": Work(),
+            "experts": experts,
+            "combine": Work(),
+            "post": self._post_work(workload),
+        }
+
+    def _mix_work(self, workload: Workload) -> Work:
+        """Router, dispatch plan, permutation and shared expert, which all read the same input."""
+        shape, n, hidden = self.shape, workload.narrow, self.router.weight.shape[1]
+        tokens, wide = (
+            workload.local_tokens(self.groups.tp_cp),
+            probability_dtype(self.shape, workload.dtype).itemsize,
+        )
+        work = self.router.work(workload) + balance_work(shape, workload, wide, self.groups)
+        work += self._plan_work(workload)
+        if self.latent is not None:
+            work += self.latent.down.work(workload, tokens)
+        if self._permutes_sent():
+            work += permute_work(workload, tokens, self._rows(workload), self.experts.channels, wide)
+        users = 2
+        if self.shared is not None:
+            users += 1
+            work += self.shared.work(workload)
+        if self.shared_gate is not None:
+            users += 1
+            gated = tokens * hidden * n
+            work += self.shared_gate.work(workload, tokens) + moved(2 * gated, 4 * gated, launches=(2, 4))
+        return work + gradient_sums(users, tokens * hidden * n)
+
+    def _plan_work(self, workload: Workload) -> Work:
+        """Integers that sort slots by expert, and received rows by expert and rank: many small kernels."""
+        slots = workload.local_tokens(self.groups.tp_cp) * self.shape.top_k * INDEX_BYTES
+        if isinstance(self.dispatcher, AllGather):
+            return moved(12 * self.groups.ep_etp.size * slots, launches=24)
+        received = moved(12 * slots, launches=24) if self._permutes_received() else Work()
+        return moved(12 * slots * self.groups.etp.size, launches=16) + received
+
+    def _permutes_sent(self) -> bool:
+        return not isinstance(self.dispatcher, AllGather)
+
+    def _permutes_received(self) -> bool:
+        """Whether rows do not arrive sorted by expert."""
+        many = self.groups.ep_etp.size > 1 and len(self.experts.expert_ids) > 1
+        return many or isinstance(self.dispatcher, AllGather)
+
+    def _receive_work(self, workload: Workload, rows: int) -> Work:
+        """Received rows, or the tokens of all ranks, to rows sorted by expert and back."""
+        wide, tokens = probability_dtype(self.shape, workload.dtype).itemsize, rows
+        if isinstance(self.dispatcher, AllGather):
+            tokens = workload.local_tokens(self.groups.tp_cp) * self.groups.ep_etp.size
+        channels = self.experts.channels
+        there = permute_work(workload, tokens, rows, channels, wide)
+        return there + unpermute_work(workload, tokens, rows, channels)
+
+    def _post_work(self, workload: Workload) -> Work:
+        """The rows of each token are summed, and the shared expert is added."""
+        tokens, work = workload.local_tokens(self.groups.tp_cp), Work()
+        if self._permutes_sent():
+            work = unpermute_work(workload, tokens, self._rows(workload), self.experts.channels)
+        if self.latent is not None:
+            work += self.latent.up.work(workload, tokens)
+        if self.shared is not None:
+            work += moved(3 * tokens * self.router.weight.shape[1] * workload.narrow)
+        return work

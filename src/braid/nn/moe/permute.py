@@ -19,8 +19,10 @@ from torch import Tensor
 
 from braid.kernels.permute import PLAIN, Permute
 from braid.kernels.permute.reference import read
+from braid.nn.cost import INDEX_BYTES, Workload
 from braid.nn.moe.balance import count
 from braid.nn.moe.capacity import places, queues
+from braid.nn.work import Work, moved
 
 
 class Order(NamedTuple):
@@ -87,6 +89,20 @@ def dispatch(x_NC: Tensor, probs_NS: Tensor, order: Order, permute: Permute = PL
 def combine(y_MC: Tensor, order: Order, permute: Permute = PLAIN) -> Tensor:
     """Unpermute: sum the rows of each token. Dropped slots add nothing."""
     return _Combine.apply(permute, y_MC, order.token_M, order.row_NS, order.gaps)
+
+
+def permute_work(workload: Workload, tokens: int, rows: int, channels: int, wide: int) -> Work:
+    """Of `dispatch`: each token is read once and each row written once, with its index and probability;
+    backward is the reverse."""
+    moves = (tokens + rows) * channels * workload.narrow
+    indices = 3 * rows * INDEX_BYTES
+    return moved(moves + indices + 2 * rows * wide, moves + indices + 3 * rows * wide, launches=3)
+
+
+def unpermute_work(workload: Workload, tokens: int, rows: int, channels: int) -> Work:
+    """Of `combine`."""
+    moves = (tokens + rows) * channels * workload.narrow + rows * INDEX_BYTES
+    return moved(moves, moves, launches=(2, 1))
 
 
 class _Dispatch(torch.autograd.Function):

@@ -24,6 +24,7 @@ from braid.nn.moe.score_function import probabilities, scores, shares
 from braid.nn.moe.sinkhorn import sinkhorn
 from braid.nn.moe.token_ids import Tokens, by_row, own_part, whole_rows
 from braid.nn.moe.top_k import round_robin, top_k_experts
+from braid.nn.work import Piece, Product, Work, moved
 
 
 class Router(nn.Module):
@@ -93,6 +94,38 @@ class Router(nn.Module):
 
     def flops(self, tokens: int) -> int:
         return 2 * tokens * self.weight.numel()
+
+    def work(self, workload: Workload) -> Work:
+        """Logits by one product with the three narrow parts of the weight, where it splits; else in float32,
+        from an upcast input. Then scores, their top-k and probabilities."""
+        shape, (experts, channels) = self.shape, self.weight.shape
+        tokens = workload.local_tokens(self.groups.tp_cp)
+        split = splits("cuda", workload.dtype, logit_dtype(shape, workload.dtype)) and not shape.jitter
+        wide = probability_dtype(shape, workload.dtype).itemsize
+        counted, parts = self.flops(tokens), 3 if split else 1
+        logits = Work(
+            (Piece(Product(tokens, parts * experts, channels, counted=counted)),),
+            (
+                Piece(Product(tokens, channels, parts * experts, counted=counted)),
+                Piece(Product(parts * experts, channels, tokens, counted=counted), counts_as="wgrad"),
+            ),
+        )
+        weights, scores, chosen = (
+            n * wide for n in (self.weight.numel(), tokens * experts, 4 * tokens * shape.top_k)
+        )
+        if split:  # parts of the weight, sums of products with them; in backward those of the gradient too
+            logits += moved(3 * weights + 6 * scores, 6 * weights + 3 * scores, launches=(3, 4))
+        else:
+            upcast = tokens * channels * (workload.narrow + wide) if workload.mixed else 0
+            logits += moved(upcast * (2 if shape.jitter else 1), upcast)
+        # Score function, bias, shares of experts, top-k, twice if losses count other experts than are chosen.
+        passes = 3 + bool(shape.selection_bias) + _needs_raw_top_k(shape)
+        passes += 3 * (shape.score != "softmax") + 4 * (shape.groups > 1)
+        return logits + moved(
+            2 * passes * scores + chosen,
+            8 * scores + chosen,
+            launches=(passes + 6, 12 if shape.normalize_top_k else 6),
+        )
 
 
 def saves_input(shape: architecture.Moe, workload: Workload) -> bool:

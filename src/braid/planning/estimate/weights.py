@@ -191,11 +191,12 @@ def unit_calls(unit: HeldUnit) -> Iterator[Call]:
     what = "expert" if unit.mesh == "expert" else "dense"
     if unit.shards > 1:
         weights, grads = unit.kept * unit.computed, unit.gathered_learned * unit.stored
-        yield Call("all_gather", family, unit.shards, f"{what} weights", weights)
-        yield Call("reduce_scatter", family, unit.shards, f"{what} gradients", grads)
+        yield Call("all_gather", family, unit.shards, f"{what} weights", weights, phase="unshard")
+        yield Call("reduce_scatter", family, unit.shards, f"{what} gradients", grads, phase="reduce_grad")
     if unit.copies > 1:
         grads = unit.kept_learned * unit.stored
-        yield Call("all_reduce", family, unit.copies, f"{what} gradients, replicas", grads)
+        purpose = f"{what} gradients, replicas"
+        yield Call("all_reduce", family, unit.copies, purpose, grads, phase="reduce_grad")
 
 
 def copy_calls(module: HeldModule) -> Iterator[Call]:
@@ -216,7 +217,7 @@ def copy_calls(module: HeldModule) -> Iterator[Call]:
         key = (each.group.name, each.group.size, dtypes[each.parameter])
         totals[key] = totals.get(key, 0) + elements * dtypes[each.parameter].itemsize
     for (family, ranks, _), payload in totals.items():
-        yield Call("all_reduce", family, ranks, "gradients of replicated weights", payload)
+        yield Call("all_reduce", family, ranks, "gradients of replicated weights", payload, phase="sum_copies")
 
 
 def _first_shard(name: str, parameter: nn.Parameter, axes: AxisSizes) -> Shard:
