@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from braid import encoders, kernels, pattern
 from braid.architecture import Attention, DeltaNet, HyperConnections, LatentAttention, Mamba2, Mlp, Model, Moe
@@ -16,9 +18,18 @@ from braid.distributed.collectives import ALONE, Group, Groups
 from braid.model.encoder import EncoderModel
 from braid.model.language import LanguageModel
 from braid.nn.cost import Workload
+from braid.nn.gated_norm import GateThenNorm
+from braid.nn.head_partition import HeadPartition, Part
+from braid.nn.hyper_connection import HyperMean, expand, expand_work
+from braid.nn.layer_scale import LayerScale
 from braid.nn.moe import token_dispatcher
+from braid.nn.moe.balance import balance_work, measure_balance
+from braid.nn.moe.router import Router, route
+from braid.nn.moe.token_ids import Tokens
+from braid.nn.qk_norm import QkNormOverHeads
 from braid.nn.work import Kernel, Moved, Pass, Piece, Product, Work
 from tests.model.encoder_cases import HYPER, IMAGES
+from tests.nn.op_counts import Counts, forward_and_backward
 
 ROWS, TOKENS = 2, 64
 WORKLOAD = Workload(rows=ROWS, tokens=TOKENS, dtype=torch.bfloat16)
@@ -230,6 +241,95 @@ def test_a_pack_has_the_operations_of_its_items(shape: encoders.Encoder, tp: int
     works = model.works(workload)
     assert total(works).flops("forward") == 3 * model.flops(16)
     assert set(works["head"]) == {"head"} | ({"final_norm"} if shape.final_norm or shape.hyper else set())
+
+
+# ------------------------------------------------------------------------------- modules made of torch ops
+
+
+def leaf(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(*sizes, dtype=dtype).requires_grad_()
+
+
+def filled(module: nn.Module) -> Any:
+    for parameter in module.parameters():
+        nn.init.ones_(parameter)
+    return module
+
+
+def both_passes(work: Work) -> list[Counts]:
+    return [
+        Counts(sum(piece.launches for piece in pieces), sum(_bytes(piece) for piece in pieces))
+        for pieces in (work.forward, work.backward)
+    ]
+
+
+def _bytes(piece: Piece) -> int:
+    assert isinstance(piece.what, Moved)
+    return piece.what.bytes
+
+
+def _total(losses: dict[str, Tensor]) -> Tensor:
+    first, *others = losses.values()
+    return sum(others, first)
+
+
+ROW = Workload(rows=2, tokens=256, dtype=torch.bfloat16)
+PARTS = (Part("q", 32), Part("k", 32, shared=True), Part("v", 32, shared=True))
+
+
+def composed() -> dict[str, tuple[Work, Any, tuple[Tensor, ...]]]:
+    """Modules that a GPU runs as the same ops of torch as a CPU."""
+    tp, partition = imagined(2).tp, HeadPartition(all_groups=4, all_heads=8, ranks=Groups())
+    scale = filled(LayerScale(128, 0.1, dtype=torch.bfloat16))
+    norms = filled(QkNormOverHeads(partition, PARTS, 1e-5, dtype=torch.bfloat16))
+    gated = filled(GateThenNorm(128, 1, 1e-5, tp=tp, sharers=tp, dtype=torch.bfloat16))
+    mean = HyperMean(HyperConnections(streams=4, exit="mean"), 128)
+    return {
+        "LayerScale": (scale.work(ROW, 512), scale, (leaf(2, 256, 128),)),
+        "QK-norm over heads": (norms.work(ROW), norms, (leaf(2, 256, 4, 128),)),
+        "gated norm over ranks": (gated.work(ROW, 512), gated, (leaf(2, 256, 128), leaf(2, 256, 1, 128))),
+        "mean of streams": (mean.work(ROW), mean, (leaf(2, 256, 4, 128),)),
+        "streams": (expand_work(ROW, 512, 128, 4), partial(expand, streams=4), (leaf(2, 256, 128),)),
+    }
+
+
+@pytest.mark.parametrize("name", composed())
+def test_ops_of_torch_are_counted_one_by_one(name: str) -> None:
+    """Launches are those that run, and bytes what these ops read and write."""
+    work, module, inputs = composed()[name]
+    for said, real in zip(both_passes(work), forward_and_backward(module, *inputs), strict=True):
+        assert said.launches == real.launches
+        assert said.bytes == pytest.approx(real.bytes, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Moe(experts=64, top_k=6, ffn=24, aux_loss=0.1),
+        Moe(experts=64, top_k=6, ffn=24, aux_loss=0.1, z_loss=0.1, normalize_top_k=False),
+        Moe(experts=64, top_k=6, ffn=24, score="sigmoid", selection_bias=True, sequence_aux_loss=0.1),
+    ],
+    ids=lambda shape: shape.score,
+)
+def test_the_choice_of_experts_is_counted_op_by_op(shape: Moe) -> None:
+    """But for top-k, which one kernel computes on a GPU: here it sorts, and copies what it takes."""
+    router = Router(shape, 8, dtype=torch.bfloat16)
+    tokens = Tokens(sample_B=torch.arange(2), position_T=torch.arange(256), training=True)
+    logits_NE, bias_E = leaf(512, 64, dtype=torch.float32), torch.zeros(64) if shape.selection_bias else None
+
+    def choose(logits_NE: Tensor) -> tuple[Tensor, Tensor]:
+        routing = route(logits_NE, shape, tokens, bias_E)
+        return routing.probs_NS, _total(measure_balance(routing, shape, tokens).losses)
+
+    scores = 512 * 64 * 4
+    work = router._choice_work(scores, 512 * 6 * 4) + balance_work(shape, ROW, 4, Groups())
+    said = both_passes(work)
+    real = forward_and_backward(choose, logits_NE, without=("aten.sort", "aten.clone", "aten.stack"))
+    top_k = 1 + (shape.score == "sigmoid")
+    assert said[0].launches == pytest.approx(real[0].launches + top_k, abs=3)
+    assert said[1].launches == pytest.approx(real[1].launches, abs=4)
+    assert said[0].bytes == pytest.approx(real[0].bytes + top_k * scores, rel=0.2)
+    assert said[1].bytes == pytest.approx(real[1].bytes, rel=0.2)
 
 
 # ----------------------------------------------------------------------------------------- closed forms

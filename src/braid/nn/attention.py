@@ -261,7 +261,7 @@ class Attention(Recomputing):
         work += self._core_work(workload) + exchange_copies(cp, y_local)
         if self.shape.gate:
             # A strided gate is copied; backward puts its gradient and those of q, k and v into one tensor.
-            work += moved(7 * y_local, 9 * y_local, launches=(3, 5), region="core")
+            work += moved(7 * y_local, 9 * y_local, launches=3, region="core")
             work += moved(backward=2 * tokens * self.qkv.channels_out * n)
         return work + self.o.work(workload, tokens)
 

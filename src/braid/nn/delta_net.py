@@ -274,7 +274,7 @@ class DeltaNet(Recomputing):
         )
         work = gather_copies(workload, tp, own) + self.qkvbaz.work(workload, tokens)
         # Gradients of the gate and of all else become one tensor, as do those of the parts of the latter.
-        work += moved(backward=2 * (outputs + exchanged), launches=4)
+        work += moved(backward=2 * (outputs + exchanged), launches=2)
         work += exchange_copies(cp, exchanged) + self.conv.work(workload) + self._rule_work(workload)
         work += exchange_copies(cp, inner) + self.gate_norm.work(workload, tokens * partition.heads)
         return work + self.o.work(workload, tokens)
@@ -289,7 +289,7 @@ class DeltaNet(Recomputing):
         inverses = workload.rows * -(-workload.tokens // CHUNK) * CHUNK * CHUNK * heads * n
         flops, scalars = 6 * tokens * heads * shape.key_dim * shape.value_dim, tokens * heads * w
         workspace = 2 * fused_delta_rule_workspace(*rule, narrow=n)
-        return moved(9 * scalars, 15 * scalars, launches=(11, 12), region="core") + kernel_work(
+        return moved(10 * scalars, 13 * scalars, launches=9, region="core") + kernel_work(
             "delta_rule",
             {"key_dim": shape.key_dim, "value_dim": shape.value_dim},
             flops=(flops, 2 * flops),

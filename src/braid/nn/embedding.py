@@ -158,7 +158,7 @@ class Embedding(_VocabParallel):
         tp, tokens, (rows, hidden) = self.groups.tp, workload.local_tokens(self.groups.cp), self.weight.shape
         n, w, entries = workload.narrow, workload.wide, tokens * hidden
         cast = (n + w) if workload.mixed else 0
-        backward = entries * (w + cast) + rows * hidden * (w + cast)
+        backward = entries * (w + cast) + rows * hidden * (2 * w + cast)
         work = moved(4 * entries * n, backward, launches=(4 if tp.size == 1 else 9, 12))
         work += scatter_copies(workload, tp, entries // tp.size * n)
         return work if self.scale == 1 else work + moved(*(2 * entries // tp.size * n,) * 2)

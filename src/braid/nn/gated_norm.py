@@ -94,7 +94,7 @@ class GateThenNorm(nn.Module):
         entries, n, w = vectors * self.channels, workload.narrow, workload.wide
         if self.sharers.size == 1 and op.fuses("cuda", workload.dtype, self.channels // self.parts):
             return _fused_work(workload, entries)
-        return moved(entries * (3 * n + 15 * w), entries * (3 * n + 30 * w), launches=(10, 18), region="core")
+        return moved(entries * (3 * n + 15 * w), entries * (3 * n + 33 * w), launches=(13, 21), region="core")
 
 
 class NormThenGate(nn.Module):

@@ -233,10 +233,12 @@ class HyperMean(nn.Module):
         return self.shape.streams * self.hidden * tokens // self.groups.tp_cp.size
 
     def work(self, workload: Workload) -> Work:
-        entries = workload.local_tokens(self.groups.tp_cp) * self.hidden
-        flops = self.shape.streams * entries
-        size = (self.shape.streams + 1) * entries * workload.narrow
-        return moved(size, size, launches=2, flops=(flops, flops))
+        """Ops of torch, in float32: a mean and a cast; backward casts the gradients of all streams."""
+        entries, streams = workload.local_tokens(self.groups.tp_cp) * self.hidden, self.shape.streams
+        n, w, cast = workload.narrow, workload.wide, workload.narrow + workload.wide if workload.mixed else 0
+        forward, backward = streams * n + w + cast, (streams + 1) * (w + cast)
+        flops = streams * entries
+        return moved(entries * forward, entries * backward, launches=(2, 3), flops=(flops, flops))
 
 
 def expand_work(workload: Workload, tokens: int, hidden: int, streams: int) -> Work:

@@ -266,7 +266,7 @@ class LatentAttention(Recomputing):
         rotated = tokens * (heads + 1) * shape.rope_dim * n
         work = exchange_copies(cp, q) + exchange_copies(cp, kv)
         work += moved(2 * rotated, 2 * rotated, launches=2, region="core")
-        work += moved(4 * q, 4 * q + 2 * kv, launches=(2, 4), region="core")
+        work += moved(4 * q, 2 * q + 2 * kv + rotated, launches=(2, 3), region="core")
         dims = (q_dim, shape.v_dim)
         work += attention_work(workload, heads, heads, dims, window=None, causal=self.causal)
         return work + exchange_copies(cp, y)

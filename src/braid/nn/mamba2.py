@@ -308,7 +308,7 @@ class Mamba2(Recomputing):
         outputs = tokens * self.xbcdtz.channels_out * n
         work = gather_copies(workload, tp, own) + self.xbcdtz.work(workload, tokens)
         # Gradients of the gate and of all else become one tensor, as do those of the parts of the latter.
-        work += moved(backward=2 * (outputs + exchanged), launches=3)
+        work += moved(backward=2 * (outputs + exchanged), launches=2)
         work += exchange_copies(cp, exchanged) + self.conv.work(workload) + self._scan_work(workload)
         work += exchange_copies(cp, tokens * partition.heads * self.shape.head_dim * n)
         return work + self.gate_norm.work(workload, tokens) + self.o.work(workload, tokens)
@@ -321,7 +321,7 @@ class Mamba2(Recomputing):
         x, bc = tokens * heads * shape.head_dim * n, 2 * tokens * partition.core_groups * shape.state * n
         states = -(-workload.tokens // CHUNK) * workload.rows * heads * shape.head_dim * shape.state
         flops, steps = 4 * tokens * heads * shape.head_dim * shape.state, tokens * heads * w
-        return moved(8 * steps, 12 * steps, launches=(9, 10), region="core") + kernel_work(
+        return moved(9 * steps, 9 * steps, launches=(7, 8), region="core") + kernel_work(
             "ssd",
             {"head_dim": shape.head_dim, "state": shape.state},
             flops=(flops, 2 * flops),

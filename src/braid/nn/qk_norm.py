@@ -106,11 +106,7 @@ class QkNormOverHeads(Recomputing):
         tokens, n, w = workload.local_tokens(self.partition.ranks.cp), workload.narrow, workload.wide
         entries = tokens * (self.q_weight.numel() + self.k_weight.numel())
         joined = 2 * tokens * self.partition.groups * sum(self.partition.sizes(self.parts)) * n
-        squares = moved(entries * (n + 4 * w), entries * 5 * w, launches=(8, 6), region="core")
-        normed = moved(
-            entries * (2 * n + 6 * w) + joined,
-            entries * (2 * n + 14 * w) + joined,
-            launches=(13, 18),
-            region="core",
-        )
-        return squares + normed
+        squares = (entries * (n + 4 * w), entries * (n + 7 * w) + joined + joined * 3 // 2)
+        normed = (entries * (2 * n + 6 * w) + joined, entries * (2 * n + 14 * w) + joined)
+        work = moved(*squares, launches=(9, 16), region="core")
+        return work + moved(*normed, launches=(16, 24), region="core")

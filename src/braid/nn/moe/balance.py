@@ -165,13 +165,21 @@ def balance_cost(shape: architecture.Moe, workload: Workload, wide: int, groups:
 
 
 def balance_work(shape: architecture.Moe, workload: Workload, wide: int, groups: Groups) -> Work:
-    """The work of `measure_balance`: slots are counted, and every loss reads all scores or logits, and writes
-    their gradient."""
+    """The work of `measure_balance`: slots are counted, and losses read all scores or logits; their gradients
+    are added to those of the probabilities, those of shares after another normalization."""
     tokens = workload.local_tokens(groups.tp_cp)
     scores, slots = tokens * shape.experts * wide, tokens * shape.top_k * INDEX_BYTES
-    losses = sum(map(bool, (shape.aux_loss, shape.global_aux_loss, shape.sequence_aux_loss, shape.z_loss)))
-    counts = moved(3 * slots, launches=4)
-    return counts + moved(scores, 2 * scores, launches=(10, 6)).times(losses)
+    batch = moved(scores, 3 * shape.experts * wide, launches=(8, 3))
+    work = moved(4 * slots, launches=3) + batch.times(bool(shape.aux_loss) + bool(shape.global_aux_loss))
+    if shape.sequence_aux_loss:
+        work += moved(4 * slots, launches=3) + moved(3 * scores + 6 * slots, 3 * scores, launches=(20, 7))
+    if shape.z_loss:
+        work += moved(2 * scores, 10 * scores, launches=(5, 9))
+    if shape.aux_loss or shape.global_aux_loss or shape.sequence_aux_loss:
+        work += moved(backward=3 * scores)
+        if shape.score != "softmax":
+            work += moved(backward=14 * scores, launches=7)
+    return work
 
 
 # ---------------------------------------------------------------------------------------- after a step

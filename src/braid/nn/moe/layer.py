@@ -321,8 +321,8 @@ class Moe(nn.Module):
         slots = workload.local_tokens(self.groups.tp_cp) * self.shape.top_k * INDEX_BYTES
         if isinstance(self.dispatcher, AllGather):
             return moved(12 * self.groups.ep_etp.size * slots, launches=24)
-        received = moved(12 * slots, launches=24) if self._permutes_received() else Work()
-        return moved(12 * slots * self.groups.etp.size, launches=16) + received
+        received = moved(14 * slots, launches=24) if self._permutes_received() else Work()
+        return moved(12 * slots * self.groups.etp.size, launches=12) + received
 
     def _permutes_sent(self) -> bool:
         return not isinstance(self.dispatcher, AllGather)

@@ -95,14 +95,14 @@ def permute_work(workload: Workload, tokens: int, rows: int, channels: int, wide
     """Of `dispatch`: each token is read once and each row written once, with its index and probability;
     backward is the reverse."""
     moves = (tokens + rows) * channels * workload.narrow
-    indices = 3 * rows * INDEX_BYTES
-    return moved(moves + indices + 2 * rows * wide, moves + indices + 3 * rows * wide, launches=3)
+    forward, backward = rows * (4 * INDEX_BYTES + 2 * wide), rows * (2 * INDEX_BYTES + 3 * wide)
+    return moved(moves + forward, moves + backward, launches=3)
 
 
 def unpermute_work(workload: Workload, tokens: int, rows: int, channels: int) -> Work:
     """Of `combine`."""
     moves = (tokens + rows) * channels * workload.narrow + rows * INDEX_BYTES
-    return moved(moves, moves, launches=(2, 1))
+    return moved(moves + 2 * rows * INDEX_BYTES, moves, launches=(2, 1))
 
 
 class _Dispatch(torch.autograd.Function):

@@ -110,21 +110,26 @@ class Router(nn.Module):
                 Piece(Product(parts * experts, channels, tokens, counted=counted), counts_as="wgrad"),
             ),
         )
-        weights, scores, chosen = (
-            n * wide for n in (self.weight.numel(), tokens * experts, 4 * tokens * shape.top_k)
-        )
+        weights, scores = self.weight.numel() * wide, tokens * experts * wide
         if split:  # parts of the weight, sums of products with them; in backward those of the gradient too
             logits += moved(3 * weights + 6 * scores, 6 * weights + 3 * scores, launches=(3, 4))
-        else:
-            upcast = tokens * channels * (workload.narrow + wide) if workload.mixed else 0
+        elif workload.mixed:
+            upcast = tokens * channels * (workload.narrow + wide)
             logits += moved(upcast * (2 if shape.jitter else 1), upcast)
-        # Score function, bias, shares of experts, top-k, twice if losses count other experts than are chosen.
-        passes = 3 + bool(shape.selection_bias) + _needs_raw_top_k(shape)
-        passes += 3 * (shape.score != "softmax") + 4 * (shape.groups > 1)
-        return logits + moved(
-            2 * passes * scores + chosen,
-            8 * scores + chosen,
-            launches=(passes + 6, 12 if shape.normalize_top_k else 6),
+        return logits + self._choice_work(scores, tokens * shape.top_k * wide)
+
+    def _choice_work(self, scores: int, chosen: int) -> Work:
+        """Of scores and their top-k, by passes over bytes of all scores: the score function, the shares of
+        experts, the selection bias, the best groups; then the probabilities of chosen experts."""
+        shape, normalized, grouped = self.shape, self.shape.score != "softmax", self.shape.groups > 1
+        functions, biased = 3 if shape.score == "sqrt_softplus" else 1, bool(shape.selection_bias)
+        top_k, adds_up = 1 + _needs_raw_top_k(shape), shape.normalize_top_k
+        passes = 2 * functions + 3 * normalized + 2 * biased + 8 * grouped + top_k
+        kernels = functions + 3 * normalized + biased + 6 * grouped + top_k
+        return moved(
+            passes * scores + (12 if adds_up else 6) * chosen,
+            3 * (1 + functions) * scores + (12 if adds_up else 3) * chosen,
+            launches=(kernels + (5 if adds_up else 2), functions + (10 if adds_up else 3)),
         )
 
 
