@@ -193,6 +193,26 @@ def test_parts_and_phases_are_those_of_a_schedule() -> None:
     }
 
 
+def test_calls_have_the_phase_and_direction_that_they_run_in() -> None:
+    """What a block sends again has the phase of its first time."""
+    model = build(replace(MODEL, pattern="*E/*-"), imagined(2, 2, 4, 1))
+    workload = replace(WORKLOAD, recompute=frozenset({"block"}))
+    phases: dict[str, set[str]] = {}
+    directions: dict[str, set[str]] = {}
+    for cost in model.costs(workload).values():
+        for call in cost.calls:
+            phases.setdefault(call.purpose, set()).add(call.phase)
+            directions.setdefault(call.purpose, set()).add(call.direction)
+    assert phases["dispatch of rows"] == phases["dispatch of probabilities"] == {"dispatch"}
+    assert phases["combine of rows"] == {"combine"}
+    assert phases["dispatch of row counts"] == phases["attention tokens"] == {"mix"}
+    assert phases["embeddings"] == {"embed", "enter"}
+    assert phases["head tokens"] == phases["sums of logits"] == {"head"}
+    assert directions["dispatch of rows"] == {"forward", "backward", "recompute"}
+    assert directions["combine of rows"] == {"forward", "backward"}
+    assert directions["dispatch of row counts"] == {"forward"}
+
+
 def test_what_regions_replay() -> None:
     block = build(replace(MODEL, pattern="[*-]")).works(WORKLOAD)["blocks.0"]["mix"]
     norms = block.replayed({"norm"})

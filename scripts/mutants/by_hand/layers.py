@@ -343,4 +343,29 @@ FAULTS: tuple[Fault, ...] = (
         kind="swapped",
         why="the channels of a joined row are in another order than those that the projector learned",
     ),
+    # work
+    Fault(
+        name="the-head-of-all-ranks-on-each",
+        file="model/language.py",
+        old="held = Vocabulary(self.shape.vocab, self.groups.tp).held",
+        new="held = self.shape.vocab",
+        kind="dropped term",
+        why="with tp, operations of ranks add up to more than the model has",
+    ),
+    Fault(
+        name="experts-in-the-phase-of-the-router",
+        file="nn/moe/layer.py",
+        old='"dispatch of rows"), "dispatch")',
+        new='"dispatch of rows"), "mix")',
+        kind="swapped",
+        why="a plan hides the way to the experts behind nothing",
+    ),
+    Fault(
+        name="scores-are-not-computed-again",
+        file="nn/work.py",
+        old="2 * heads * (4 * qk + 3 * v) * pairs",
+        new="4 * heads * (qk + v) * pairs",
+        kind="dropped term",
+        why="the backward of attention is thought to be twice the forward",
+    ),
 )
