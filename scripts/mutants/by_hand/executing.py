@@ -162,7 +162,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="head-is-free",
         file="model/language.py",
-        old="return 2 * tokens * self.shape.hidden * self.shape.vocab\n            case _:",
+        old="return self._head_flops(tokens)\n            case _:",
         new="return 0\n            case _:",
         kind="wrong estimate",
         why="the timeline of a plan shows the last stage too short",
