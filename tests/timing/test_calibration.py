@@ -10,8 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from braid import recipes
 from braid.errors import ConfigError, DataError
 from braid.nn.work import Kernel, Moved, Piece, Product, Work
+from braid.planning.estimate.rank import held_modules
+from braid.planning.plan import plan
 from braid.timing import calibration as module
 from braid.timing.calibration import component, from_json, load, missing, seconds, shipped, to_json
 from braid.timing.interpolation import along, between, never_falling, never_falling_grid, within
@@ -248,6 +251,15 @@ def test_shipped_devices_say_where_their_tables_come_from(name):
     assert {"products", "memory", "attention", "sustained", "node", "network"} <= set(found.spread)
     for piece in (Piece(Product(4096, 4096, 4096)), Piece(Product(512, 2048, 2048, 16)), Piece(Moved(10**8))):
         assert 0 < seconds(piece, "forward", found) < 0.01
+
+
+@pytest.mark.parametrize(
+    "recipe", ["deepseek-v3", "deepseek-v4-like", "nemotron-nano-30b-a3b", "qwen3-next-80b-a3b"]
+)
+def test_published_models_are_made_of_what_was_measured(recipe):
+    (held,) = held_modules(plan(recipes.load(recipe), 1), 0, "cuda")
+    works = held.model.works(held.workload).values()
+    assert missing(sum((each for part in works for each in part.values()), Work()), load("h200")) == []
 
 
 @pytest.mark.parametrize("name", shipped())

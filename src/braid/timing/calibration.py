@@ -201,17 +201,21 @@ def _missing(what: Product | Kernel | Moved, pass_: Pass, calibration: Calibrati
     device = calibration.device
     if isinstance(what, Product):
         kind = "grouped products" if what.groups > 1 else "products"
-        known = calibration.product_tables(what, pass_)
-        return None if known else f"{device}: no calibration for {kind}, {pass_}"
+        found = calibration.product_tables(what, pass_)
+        return None if found else f"{device}: no calibration for {kind}, {pass_}"
     if isinstance(what, Moved):
         return None if calibration.bandwidth else f"{device}: no calibration for memory traffic"
     if calibration.kernel_tables(what, pass_):
         return None
-    key = " ".join(f"{name} {value}" for name, value in what.key)
     tables = [table for table in calibration.kernels if table.name == what.name and table.pass_ == pass_]
-    all_known = "; ".join(" ".join(f"{name} {value}" for name, value in table.key) for table in tables)
-    measured = f", only for {all_known}" if all_known else ""
-    return f"{device}: no calibration for kernel {what.name} ({key}), {pass_}{measured}"
+    known = "; ".join(dict.fromkeys(_text(table.key) for table in tables))
+    measured = f", only for {known}" if known else ""
+    return f"{device}: no calibration for kernel {what.name} ({_text(what.key)}), {pass_}{measured}"
+
+
+def _text(key: Key) -> str:
+    """A key without lengths of sequences, of which any will do."""
+    return " ".join(f"{name} {value}" for name, value in key if name != TOKENS)
 
 
 def _distance(wanted: Key, measured: Key) -> float | None:
