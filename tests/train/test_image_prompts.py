@@ -166,10 +166,28 @@ def test_the_command(checkpoint, images, capsys):
     assert main([*words, "--image", *map(str, images[:2]), "--prompt", "abc"]) == 0
     assert capsys.readouterr().out.startswith("abc")
     assert main([*words, "--image", str(images[0])]) == 0, "an image is a prompt"
+    assert main([*words, "--image"]) == 2
+    assert "--image has no file" in capsys.readouterr().err
     assert main([*words, "--prompt", ""]) == 2
     assert "prompt = ''" in capsys.readouterr().err
     assert main([*words, "--prompt", "a", "--prompt-parts", "x.json"]) == 2
     assert "leave --prompt and --image out" in capsys.readouterr().err
+
+
+def test_image_may_be_given_once_or_several_times(checkpoint, images, capsys):
+    """Four are one too many, however they are given: none is left out."""
+    words, files = ["generate", str(checkpoint), "--device", "cpu", "--tokens", "2"], [*images, images[0]]
+    each = [word for file in files for word in ("--image", str(file))]
+    for given in (["--image", *map(str, files)], each, ["--image", *map(str, files[:3]), *each[-2:]]):
+        assert main([*words, *given]) == 3
+        assert "the prompt has 4 images" in capsys.readouterr().err
+
+
+def test_links_in_a_circle_are_named(corpus, tmp_path):
+    file = tmp_path / "circle.png"
+    file.symlink_to(file)
+    with pytest.raises(DataError, match=r"image .*circle\.png: .*cannot be read"):
+        prompt_of(seeing(corpus), [file], "a")
 
 
 @pytest.mark.parametrize(

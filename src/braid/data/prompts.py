@@ -80,12 +80,20 @@ class Prompt:
 
 def parts_with_images(images: Sequence[Path | str], text: str) -> tuple[Part, ...]:
     """The parts of a prompt that has images before its text."""
-    files = [(given, Path(given).resolve()) for given in images]  # a link to an image may lead anywhere
+    files = [(given, _resolved(given)) for given in images]
     media = (
         MediaFiles(kind="image", paths=(file.name,), folder=file.parent, origin=f"image {given}")
         for given, file in files
     )
     return (*media, *([text] if text else []))
+
+
+def _resolved(given: Path | str) -> Path:
+    """Where an image is: a link to one may lead anywhere."""
+    try:
+        return Path(given).resolve()
+    except (OSError, ValueError, RuntimeError) as error:  # a zero byte, a circle of links
+        raise DataError(f"image {given}: cannot be read: {error}") from None
 
 
 def read_parts(file: Path) -> tuple[Part, ...]:
