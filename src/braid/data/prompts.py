@@ -121,6 +121,7 @@ def encode_prompt(
     """Tokens and items of a prompt. `images` has the module that reads images, or none; `where` says whose
     module that is, for error messages."""
     media = [part for part in parts if isinstance(part, MediaFiles)]
+    _check_text(parts, tokenizer, images)
     if not media:
         return text_prompt("".join(part for part in parts if isinstance(part, str)), tokenizer)
     if not images:
@@ -149,6 +150,17 @@ def encode_prompt(
             ids += [limits.token] * limits.encoder.rows(grid[0] * grid[1])
     read = Patches(torch.from_numpy(np.concatenate(patches_NI)), grids)
     return Prompt(ids=tuple(ids), items={module: PromptItems(patches=read)})
+
+
+def _check_text(parts: Sequence[Part], tokenizer: Tokenizer, images: Mapping[str, ItemLimits]) -> None:
+    """Raise if text has a placeholder, which a special token of the tokenizer may be."""
+    for module, limits in images.items():
+        if any(isinstance(part, str) and limits.token in tokenizer.encode(part) for part in parts):
+            spelling = tokenizer.special.get(limits.token, "")
+            raise DataError(
+                f"the text of the prompt has {spelling!r}, the placeholder of modules.{module} (token "
+                f"{limits.token}): leave it out, and give the image itself as a part of the prompt"
+            )
 
 
 def _items_of(part: MediaFiles, limits: ItemLimits) -> Iterator[tuple[str, list[bytes], tuple[int, int]]]:

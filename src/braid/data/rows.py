@@ -177,7 +177,7 @@ def _read_file(folder: Path, path: str, origin: str) -> bytes:
         base = folder.resolve()
         file = (base / path).resolve()
         if Path(path).is_absolute() or not file.is_relative_to(base):
-            raise DataError(f"{origin}: leads out of {folder}: files lie in it or below, and paths are relative to it")
+            raise DataError(f"{origin}: leads out of {folder}: paths are relative to it, and stay inside")
         if not file.is_file():
             raise DataError(f"{origin}: is not a file" if file.exists() else f"{origin}: does not exist")
         if (size := file.stat().st_size) > MOST_BYTES:
