@@ -235,7 +235,7 @@ def test_a_progressive_jpeg_is_accepted_and_refused_if_truncated() -> None:
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        (b"", "is neither PNG nor JPEG: its first bytes are b''"),
+        (b"", "is empty: it has no bytes"),
         (b"plain text", "is neither PNG nor JPEG: its first bytes are b'plain te'"),
         (encoded(noise(4, 4), "GIF"), "is neither PNG nor JPEG: its first bytes are b'GIF8"),
         (b"\xff\xd8\xff\xe0\0\0", "is damaged: its header does not say its size"),

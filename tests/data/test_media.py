@@ -182,7 +182,7 @@ def cut_jpeg() -> bytes:
         ("huge.jpg", jpeg_of_size(60_000, 60_000), "is 60,000 x 60,000 pixels"),
         ("print.jpg", None, "has CMYK pixels"),
         ("text.png", b"not an image", "is neither PNG nor JPEG"),
-        ("none.png", b"", "is neither PNG nor JPEG"),
+        ("none.png", b"", "is empty"),
     ],
 )
 def test_a_bad_image_is_named_and_nothing_is_left(
@@ -249,8 +249,10 @@ def test_a_path_that_leads_elsewhere_is_refused(
     file = write_rows(tmp_path / "in", FILES, [])
     (tmp_path / "scan.png").write_bytes(SCAN)
     file.write_text(json.dumps({"content": [{"video": ["f0.png", made(tmp_path)]}]}))
-    with pytest.raises(DataError, match=rf"rows\.jsonl, line 1, content\[0\]\.video\[1\]: (?s:.*): ({reason})"):
+    told = rf"rows\.jsonl, line 1, content\[0\]\.video\[1\]: (?s:.*): ({reason})"
+    with pytest.raises(DataError, match=told) as refused:
         build(file, tmp_path / "out", ByteTokenizer())
+    assert str(refused.value).count("rows.jsonl") == 1, "said once"
     assert not (tmp_path / "out").exists()
 
 

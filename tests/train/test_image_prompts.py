@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from braid.data import ByteTokenizer
 from braid.data.prompts import Prompt, encode_prompt, parts_with_images, read_parts, text_prompt
 from braid.errors import ConfigError, DataError
 from braid.model.context import MicroBatch
+from braid.model.generate import without
 from braid.planning.plan import plan
 from braid.train.distributed_generation import generate_distributed
 from braid.train.load_model import LoadedModel, encode, image_limits, load_models
@@ -158,6 +160,28 @@ def test_a_trainer_generates_from_images(corpus, images, tmp_path):
     assert text == loaded.generate(prompt_of(loaded.run, images, "abc"), **GREEDY)
 
 
+@dataclass(frozen=True)
+class Spelled(ByteTokenizer):
+    """Bytes, of which z is the placeholder, as a special token of a tokenizer may be."""
+
+    special = MappingProxyType({ord("z"): "z"})
+
+
+def test_placeholders_among_the_ids_of_text_are_neither_sampled_nor_spelled(checkpoint, images, monkeypatch):
+    loaded = load_models(checkpoint, "cpu")
+    vision = replace(loaded.run.modules["vision"], token=ord("z"))
+    loaded = replace(loaded, run=replace(loaded.run, modules={"vision": vision}), tokenizer=Spelled())
+    head = torch.full((1, 257), -1.0)
+    head[0, ord("z")] = 9.0
+    assert int(without(head, [ord("z"), 300]).argmax()) != ord("z")
+    monkeypatch.setattr(loaded.language, "head_logits", lambda hidden_BC: head)  # it is always likeliest
+    for shown in (images[:1], []):
+        prompt = encode_prompt(parts_with_images(shown, "ab"), Spelled(), image_limits(loaded.run), "the run")
+        assert len(loaded.generate(prompt, **GREEDY)) == len("ab") + GREEDY["tokens"], "none is left out"
+        with pytest.raises(DataError, match=r"has 'z', the placeholder of modules\.vision \(token 122\)"):
+            encode_prompt(parts_with_images(shown, "abz"), Spelled(), image_limits(loaded.run), "the run")
+
+
 # --------------------------------------------------------------------------------------------- errors
 
 
@@ -166,10 +190,28 @@ def test_the_command(checkpoint, images, capsys):
     assert main([*words, "--image", *map(str, images[:2]), "--prompt", "abc"]) == 0
     assert capsys.readouterr().out.startswith("abc")
     assert main([*words, "--image", str(images[0])]) == 0, "an image is a prompt"
+    assert main([*words, "--image"]) == 2
+    assert "--image has no file" in capsys.readouterr().err
     assert main([*words, "--prompt", ""]) == 2
     assert "prompt = ''" in capsys.readouterr().err
     assert main([*words, "--prompt", "a", "--prompt-parts", "x.json"]) == 2
     assert "leave --prompt and --image out" in capsys.readouterr().err
+
+
+def test_image_may_be_given_once_or_several_times(checkpoint, images, capsys):
+    """Four are one too many, however they are given: none is left out."""
+    words, files = ["generate", str(checkpoint), "--device", "cpu", "--tokens", "2"], [*images, images[0]]
+    each = [word for file in files for word in ("--image", str(file))]
+    for given in (["--image", *map(str, files)], each, ["--image", *map(str, files[:3]), *each[-2:]]):
+        assert main([*words, *given]) == 3
+        assert "the prompt has 4 images" in capsys.readouterr().err
+
+
+def test_links_in_a_circle_are_named(corpus, tmp_path):
+    file = tmp_path / "circle.png"
+    file.symlink_to(file)
+    with pytest.raises(DataError, match=r"image .*circle\.png: .*cannot be read"):
+        prompt_of(seeing(corpus), [file], "a")
 
 
 @pytest.mark.parametrize(

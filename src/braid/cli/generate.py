@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
+import tyro
+
 from braid.cli.args import optional, parse_options, split_positional, wants_help
 from braid.errors import ConfigError, ExitCode
 
@@ -22,7 +24,9 @@ class GenerateOptions:
 
     prompt: Annotated[str | None, optional("TEXT", "'def ', or none behind images")] = None
     """Text to continue."""
-    image: tuple[Path, ...] = ()
+    image: Annotated[
+        tuple[tuple[Path, ...], ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="FILE [FILE ...]")
+    ] = ()
     """Images before the prompt: PNG or JPEG files, in order."""
     prompt_parts: Annotated[Path | None, optional("FILE", "none")] = None
     """In place of both: a JSON file with a list of {"text": ...}, {"image": ...} and {"video": [...]}."""
@@ -44,6 +48,9 @@ def generate(args: list[str]) -> int:
     opts = parse_options(GenerateOptions, rest, f"braid generate {checkpoint}")
     if opts.prompt_parts is not None and (opts.prompt is not None or opts.image):
         raise ConfigError("--prompt-parts has the whole prompt: leave --prompt and --image out")
+    if () in opts.image:
+        raise ConfigError("--image has no file: give one or several, or leave it out")
+    images = tuple(file for files in opts.image for file in files)
     # Imports torch, which takes seconds: only after the arguments are validated.
     from braid.data.prompts import encode_prompt, parts_with_images, read_parts
     from braid.train.device import choose_device
@@ -53,8 +60,8 @@ def generate(args: list[str]) -> int:
     if opts.prompt_parts is not None:
         parts = read_parts(opts.prompt_parts)
     else:
-        default = "" if opts.image else PROMPT
-        parts = parts_with_images(opts.image, default if opts.prompt is None else opts.prompt)
+        default = "" if images else PROMPT
+        parts = parts_with_images(images, default if opts.prompt is None else opts.prompt)
     loaded = load_models(Path(checkpoint), device)
     prompt = encode_prompt(parts, loaded.tokenizer, image_limits(loaded.run), str(loaded.path))
     text = loaded.generate(prompt, tokens=opts.tokens, temperature=opts.temperature, seed=opts.seed)

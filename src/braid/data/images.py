@@ -96,6 +96,8 @@ def header_size(data: bytes) -> tuple[int, int]:
         size = None if size is None else size[::-1]
     elif data.startswith(JPEG):
         size = _jpeg_size(data)
+    elif not data:
+        raise DataError("is empty: it has no bytes")
     else:
         raise DataError(f"is neither PNG nor JPEG: its first bytes are {data[:8]!r}")
     if size is None:

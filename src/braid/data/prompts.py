@@ -80,12 +80,20 @@ class Prompt:
 
 def parts_with_images(images: Sequence[Path | str], text: str) -> tuple[Part, ...]:
     """The parts of a prompt that has images before its text."""
-    files = [(given, Path(given).resolve()) for given in images]  # a link to an image may lead anywhere
+    files = [(given, _resolved(given)) for given in images]
     media = (
         MediaFiles(kind="image", paths=(file.name,), folder=file.parent, origin=f"image {given}")
         for given, file in files
     )
     return (*media, *([text] if text else []))
+
+
+def _resolved(given: Path | str) -> Path:
+    """Where an image is: a link to one may lead anywhere."""
+    try:
+        return Path(given).resolve()
+    except (OSError, ValueError, RuntimeError) as error:  # a zero byte, a circle of links
+        raise DataError(f"image {given}: cannot be read: {error}") from None
 
 
 def read_parts(file: Path) -> tuple[Part, ...]:
@@ -113,6 +121,7 @@ def encode_prompt(
     """Tokens and items of a prompt. `images` has the module that reads images, or none; `where` says whose
     module that is, for error messages."""
     media = [part for part in parts if isinstance(part, MediaFiles)]
+    _check_text(parts, tokenizer, images)
     if not media:
         return text_prompt("".join(part for part in parts if isinstance(part, str)), tokenizer)
     if not images:
@@ -141,6 +150,17 @@ def encode_prompt(
             ids += [limits.token] * limits.encoder.rows(grid[0] * grid[1])
     read = Patches(torch.from_numpy(np.concatenate(patches_NI)), grids)
     return Prompt(ids=tuple(ids), items={module: PromptItems(patches=read)})
+
+
+def _check_text(parts: Sequence[Part], tokenizer: Tokenizer, images: Mapping[str, ItemLimits]) -> None:
+    """Raise if text has a placeholder, which a special token of the tokenizer may be."""
+    for module, limits in images.items():
+        if any(isinstance(part, str) and limits.token in tokenizer.encode(part) for part in parts):
+            spelling = tokenizer.special.get(limits.token, "")
+            raise DataError(
+                f"the text of the prompt has {spelling!r}, the placeholder of modules.{module} (token "
+                f"{limits.token}): leave it out, and give the image itself as a part of the prompt"
+            )
 
 
 def _items_of(part: MediaFiles, limits: ItemLimits) -> Iterator[tuple[str, list[bytes], tuple[int, int]]]:

@@ -177,11 +177,13 @@ def _read_file(folder: Path, path: str, origin: str) -> bytes:
         base = folder.resolve()
         file = (base / path).resolve()
         if Path(path).is_absolute() or not file.is_relative_to(base):
-            raise DataError(f"{origin}: leads out of {folder}: paths are relative to the folder of the rows")
+            raise DataError(f"{origin}: leads out of {folder}: paths are relative to it, and stay inside")
         if not file.is_file():
             raise DataError(f"{origin}: is not a file" if file.exists() else f"{origin}: does not exist")
         if (size := file.stat().st_size) > MOST_BYTES:
             raise DataError(f"{origin}: has {size:,} bytes, and may have {MOST_BYTES:,}")
         return file.read_bytes()
+    except DataError:  # a ValueError, which says enough
+        raise
     except (OSError, ValueError, RuntimeError) as error:  # no permission, a zero byte, a circle of links
         raise DataError(f"{origin}: cannot be read: {error}") from None

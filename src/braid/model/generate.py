@@ -6,7 +6,7 @@ Shapes: B rows, T tokens, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol
 
@@ -49,25 +49,34 @@ def generate(
     vocab: int | None = None,
     rows: Rows = NO_ROWS,
     modules: Mapping[str, int] = NO_PLACEHOLDERS,
+    never: Collection[int] = (),
 ) -> Tensor:
     """Append up to `count` tokens to each row; stops early once every row has generated `end`. Returns the rows
-    on the host. Temperature 0 is greedy decoding. Ids from `vocab` on, which pad the head or are placeholders,
-    are never sampled. `rows` of modules take the places of their placeholders, whose ids `modules` has."""
+    on the host. Temperature 0 is greedy decoding. Ids from `vocab` on, which pad the head, and those of
+    `never`, which are placeholders, are not sampled. `rows` of modules take the places of their placeholders,
+    whose ids `modules` has."""
     tokens_BT = tokens_BT.cpu()
     caches = model.new_caches(len(tokens_BT))
     prompt, seen = tokens_BT.shape[1], 0
     for _ in range(count):
         unseen = MicroBatch.of_tokens(tokens_BT[:, seen:], start=seen)
-        # The prompt has all placeholders: later tokens are sampled below `vocab`.
+        # The prompt has all placeholders: they are not sampled.
         context = model.prepare(unseen, caches, modules=modules if seen == 0 else NO_PLACEHOLDERS)
         hidden_BtC = model.hidden(context, rows if seen == 0 else NO_ROWS)
         seen = tokens_BT.shape[1]
-        logits_BV = model.head_logits(hidden_BtC[:, -1])[:, :vocab]
-        next_B = sample(logits_BV.cpu(), temperature=temperature, top_k=top_k, generator=generator)
+        logits_BV = without(model.head_logits(hidden_BtC[:, -1])[:, :vocab].cpu(), never)
+        next_B = sample(logits_BV, temperature=temperature, top_k=top_k, generator=generator)
         tokens_BT = torch.cat([tokens_BT, next_B[:, None]], 1)
         if end is not None and bool((tokens_BT[:, prompt:] == end).any(1).all()):
             break
     return tokens_BT
+
+
+def without(logits_BV: Tensor, never: Collection[int]) -> Tensor:
+    """Logits with which these ids are not sampled. A placeholder may be a special token of the tokenizer: then
+    its id is among those of text."""
+    ids = torch.tensor([each for each in never if each < logits_BV.shape[-1]], dtype=torch.long)
+    return logits_BV.index_fill(-1, ids, float("-inf"))
 
 
 def sample(
@@ -95,6 +104,7 @@ def generate_text(
     seed: int,
     rows: Rows = NO_ROWS,
     modules: Mapping[str, int] = NO_PLACEHOLDERS,
+    never: Collection[int] = (),
 ) -> str:
     """The prompt and its continuation, up to the end of the document; deterministic for a given seed. A prompt
     of ids may have the placeholders of `modules`, which the text leaves out."""
@@ -110,6 +120,7 @@ def generate_text(
         vocab=tokenizer.vocab,
         rows=rows,
         modules=modules,
+        never=never,
     )
     return decode_text(tokenizer, row_T.tolist(), modules)
 

@@ -24,7 +24,7 @@ from braid.engine.node import PhaseFn, StepWork
 from braid.launch.process import check_agreement
 from braid.model import nodes
 from braid.model.context import MicroBatch
-from braid.model.generate import decode_text, prompt_ids, sample
+from braid.model.generate import decode_text, prompt_ids, sample, without
 from braid.planning.plan import Plan
 from braid.schedule import Phase, Turn
 from braid.schedule.graph import LANGUAGE
@@ -65,7 +65,7 @@ def generate_distributed(
         token = 0
         logits_BV = next_logits(state, run, torch.tensor([ids]), prompt.items) if state.modules else None
         if logits_BV is not None:
-            logits_BV = logits_BV[:, : tokenizer.vocab]
+            logits_BV = without(logits_BV[:, : tokenizer.vocab], placeholders.values())
             (token,) = sample(logits_BV, temperature=temperature, top_k=None, generator=generator).tolist()
         if state.plan.grid.size < state.job.size:  # ranks outside the grid take the token from those within
             token = int(all_reduce_max_no_grad(torch.tensor(token), state.job))

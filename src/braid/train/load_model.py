@@ -48,6 +48,7 @@ class LoadedModel:
             seed=seed,
             rows=encode(used, prompt.items),
             modules={name: self.run.modules[name].token for name in used},
+            never=[module.token for module in self.run.modules.values()],
         )
 
 

@@ -256,6 +256,7 @@ class Trainer:
             seed=seed,
             rows=encode({name: cast(EncoderModel, model) for name, model in models.items()}, asked.items),
             modules={name: run.modules[name].token for name in asked.items},
+            never=[module.token for module in run.modules.values()],
         )
 
     def _check_open(self) -> None:
