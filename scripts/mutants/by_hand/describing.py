@@ -427,7 +427,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         name="warm-up-of-all-steps-refused",
-        file="planning/plan.py",
+        file="planning/rules.py",
         old="if used > run.train.steps >= 1:",
         new="if used >= run.train.steps >= 1:",
         kind="comparison",

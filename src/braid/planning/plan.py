@@ -479,15 +479,10 @@ def check(run: Run, world: int) -> list[Problem]:
         wrong_types.append(Problem(field="world", value=world, rule="must be int", remedy="int"))
     if wrong_types:
         return wrong_types  # the rules below compare values, which need the right types
-    rules = (
-        _layers(run.model, run.mesh),
-        rules.vocab(run),
-        _ranks(run, world),
-        rules.steps(run),
-        rules.recompute(run),
-    )
+    own = (_layers(run.model, run.mesh), rules.vocab(run), _ranks(run, world))
+    between = (*own, rules.steps(run), rules.recompute(run))
     others = () if world < 1 else modules.problems(run, world)
-    found = [*run.problems(), *(problem for rule in rules for problem in rule), *others]
+    found = [*run.problems(), *(problem for rule in between for problem in rule), *others]
     # Names are those of a model that can be built, and the schedule that of one that fits its ranks.
     return found or [*_trained(run), *_ahead(run, world)]
 

@@ -1,4 +1,4 @@
-"""Rules between the parts of a run that need neither its ranks nor its model: each yields what it finds wrong."""
+"""Rules between the parts of a run that need neither ranks nor a model: each yields what it finds wrong."""
 
 from __future__ import annotations
 
