@@ -28,7 +28,9 @@ class Data:
     """Training and validation data."""
 
     sources: tuple[str, ...] = ()
-    """Folders from `braid data build`, or Megatron .bin/.idx prefixes. Empty: Python's standard library."""
+    """Folders from `braid data build`, or Megatron .bin/.idx prefixes. Empty: the corpus below."""
+    corpus: Literal["python", "digits"] = "python"
+    """Without sources: Python's standard library, or strips of handwritten digits (scikit-learn, Pillow)."""
     weights: tuple[float, ...] = ()
     """Sampling weight of each source. Empty: proportional to tokens."""
     validation: tuple[str, ...] = ()
@@ -126,6 +128,8 @@ class Train:
     """Steps between evaluations; 0 evaluates only at the end."""
     eval_samples: int = 64
     """Samples per evaluation; 0 disables evaluation."""
+    exact_match: bool = False
+    """Report how many answers of validation documents greedy decoding gets exactly right (fine-tuning)."""
     log_every: int = 10
     """Steps between progress lines. metrics.jsonl records every step."""
     save_every: int = 0
@@ -293,6 +297,9 @@ class Run:
             yield from validators.above(f"lr_share[{glob}]", share, 0)
         for name, module in self.modules.items():
             yield from module.problems(f"modules.{name}")
+        if self.train.exact_match and self.data.packing != "documents":
+            rule = "answers are those of whole documents, and data.packing is concatenate"
+            yield Problem(field="train.exact_match", value=True, rule=rule, remedy="data.packing to documents")
         for name in [name for name, module in self.modules.items() if module.items == "image"][1:]:
             rule = "the images of the data are those of one module, and another has them already"
             yield Problem(field=f"modules.{name}.items", value="image", rule=rule, remedy="nothing")

@@ -154,8 +154,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="padding-of-the-vocabulary-is-generated",
         file="model/generate.py",
-        old="model.head_logits(model.hidden(model.prepare(unseen, caches))[:, -1])[:, :vocab]",
-        new="model.head_logits(model.hidden(model.prepare(unseen, caches))[:, -1])",
+        old="model.head_logits(hidden_BtC[:, -1])[:, :vocab]",
+        new="model.head_logits(hidden_BtC[:, -1])",
         kind="ignored mask",
         why="generation ends in an id that no text has",
     ),

@@ -103,7 +103,7 @@ class RunGridOptions:
 def show_run_grid(args: list[str]) -> int:
     """`braid grid RECIPE`: the grids of all modules of a run."""
     name, rest = args[0], args[1:]
-    default = RunGridOptions(run=load_source(name).run)
+    default = RunGridOptions(run=load_source(name, rest).run)
     opts = parse_options(RunGridOptions, rest, f"braid grid {name}", default)
     plan = make_plan(opts.run, opts.world)
     grids = {LANGUAGE: plan.grid} | {name: each.grid for name, each in plan.encoders.items()}

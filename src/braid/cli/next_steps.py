@@ -8,12 +8,29 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
+from typing import NamedTuple
 
 from braid.config import Run
 from braid.planning.plan import Plan
 
 PROGRAM = "BRAID_PROGRAM"
 """The environment variable by which braid tells the ranks that it starts how it was called itself."""
+
+
+class Prompt(NamedTuple):
+    """What to generate from."""
+
+    text: str = "class "
+    images: Sequence[Path] = ()
+
+    @property
+    def options(self) -> list[str]:
+        images = ["--image", *map(str, self.images)] if self.images else []
+        return [*images, "--prompt", self.text]
+
+
+TEXT = Prompt()
+"""A prompt for any model of code."""
 
 
 def program(environment: Mapping[str, str] = MappingProxyType({})) -> Sequence[str]:
@@ -25,14 +42,19 @@ def program(environment: Mapping[str, str] = MappingProxyType({})) -> Sequence[s
 
 
 def next_commands(
-    args: list[str], out: Path, plan: Plan, program: Sequence[str], environment: Mapping[str, str]
+    args: list[str],
+    out: Path,
+    plan: Plan,
+    program: Sequence[str],
+    environment: Mapping[str, str],
+    prompt: Prompt = TEXT,
 ) -> Sequence[str]:
     """Generate, train for longer, show: three commands with the options (`args`) and world size of this run."""
     world = ["--world", str(plan.world)] if plan.world > 1 else []
     train_args, comment = _relaunch_args(args, world, environment)
     longer = [*_without(train_args, "--train.steps"), "--train.steps", str(2 * plan.run.train.steps)]
     return [
-        shlex.join([*program, "generate", str(out), "--prompt", "class "]),
+        shlex.join([*program, "generate", str(out), *prompt.options]),
         shlex.join([*program, "train", *longer]) + comment,
         shlex.join([*program, "show", args[0], *_run_overrides(args[1:]), *world]),
     ]

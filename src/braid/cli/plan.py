@@ -86,7 +86,7 @@ class PlanOptions:
 
 def show_plan(args: list[str]) -> int:
     name, rest = split_positional(expand_recipe_help(args), "plan", "RECIPE")
-    opts = parse_options(PlanOptions, rest, f"braid plan {name}", PlanOptions(run=load_source(name).run))
+    opts = parse_options(PlanOptions, rest, f"braid plan {name}", PlanOptions(run=load_source(name, rest).run))
     problems = [*check(opts.run, opts.world), *_memory_problems(opts.device_memory)]
     if problems:
         raise ConfigError(problems)

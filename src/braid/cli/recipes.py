@@ -53,7 +53,7 @@ class ShowOptions:
 
 def show(args: list[str]) -> int:
     name, rest = split_positional(expand_recipe_help(args), "show", "RECIPE")
-    opts = parse_options(ShowOptions, rest, f"braid show {name}", ShowOptions(run=load_source(name).run))
+    opts = parse_options(ShowOptions, rest, f"braid show {name}", ShowOptions(run=load_source(name, rest).run))
     plan = make_plan(opts.run, smallest_world(opts.run.mesh) if opts.world is None else opts.world)
     if opts.json:
         print(json.dumps(to_json(opts.run), indent=2))

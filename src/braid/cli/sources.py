@@ -3,13 +3,19 @@ model."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 from braid import recipes
 from braid.config import Run, type_problems
 from braid.errors import ConfigError
+
+WORLD_SIZE = "WORLD_SIZE"
+"""The variable of launchers."""
 
 
 class RunSource(NamedTuple):
@@ -23,11 +29,14 @@ class RunSource(NamedTuple):
     checkpoint, or an imported model without the state of an optimizer."""
 
 
-def load_source(name: str) -> RunSource:
-    """The run of a recipe, or of a folder."""
+def load_source(
+    name: str, options: Sequence[str] = (), environment: Mapping[str, str] = os.environ
+) -> RunSource:
+    """The run of a recipe, or of a folder. A recipe may depend on `--world` among the options, or on the world
+    of a launcher."""
     path = Path(name)
     if ".py" in name or not path.is_dir():
-        run = recipes.load(name)
+        run = recipes.load(name, _world(options, environment))
         if wrong_types := list(type_problems(run)):
             raise ConfigError(wrong_types)  # options are made of the values, and need the right types
         return RunSource(run)
@@ -37,6 +46,15 @@ def load_source(name: str) -> RunSource:
     trained = len(weight_names(newest, moments=True)) > len(weight_names(newest))
     run = _with_tokenizer(describe(newest).run, newest)
     return RunSource(run, newest, path if trained and newest != path else None)
+
+
+def _world(options: Sequence[str], environment: Mapping[str, str]) -> int:
+    """The number of ranks, before options are parsed: these have the fields of the recipe. What is no number is
+    refused when they are."""
+    asked = [after for option, after in pairwise([*options, ""]) if option == "--world"]
+    asked += [option.removeprefix("--world=") for option in options if option.startswith("--world=")]
+    asked += [environment[WORLD_SIZE]] if WORLD_SIZE in environment else []
+    return int(asked[0]) if asked and asked[0].isdecimal() and int(asked[0]) > 0 else 1
 
 
 def _with_tokenizer(run: Run, newest: Path) -> Run:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from braid import validators
 from braid.cli.args import optional, parse_options, perfetto_hint, split_positional
-from braid.cli.next_steps import PROGRAM, next_commands, program
+from braid.cli.next_steps import PROGRAM, Prompt, next_commands, program
 from braid.cli.plan_notes import ineffective_options, schedule_summary, trained_summaries
 from braid.cli.progress import bar
 from braid.cli.recipes import RunFields, expand_recipe_help
@@ -79,7 +79,7 @@ class TrainOptions:
 def train(args: list[str]) -> int:
     """Launch the ranks of the run, or run as one of them."""
     name, rest = split_positional(expand_recipe_help(args), "train", "RECIPE")
-    source = load_source(name)
+    source = load_source(name, rest)
     opts = parse_options(TrainOptions, rest, f"braid train {name}", TrainOptions(run=source.run))
     out = output_folder(name, source, opts.out)
     if opts.init is None and not opts.fresh_weights and out != source.folder:
@@ -240,7 +240,9 @@ def _train(plan: Plan, out: Path, args: list[str], opts: TrainOptions) -> int:
     say("")
     say(table([*sample, ("", ""), *_summary(outcome, trainer)]))
     say("\ntry next")
-    for command in next_commands(args, out, plan, program(os.environ), os.environ):
+    images = trainer.data.images
+    prompt = Prompt(trainer.data.prompt, images) if images else Prompt()
+    for command in next_commands(args, out, plan, program(os.environ), os.environ, prompt):
         say(f"  {command}")
     return ExitCode.OK
 
@@ -310,10 +312,12 @@ def _sample(trainer: Trainer) -> Sequence[tuple[str, str]]:
     """A short generated text. The run has succeeded by now, so a failure here is only reported in its place."""
     tokens = SAMPLE_TOKENS if trainer.plan.world == 1 else DISTRIBUTED_SAMPLE_TOKENS
     try:
-        text = trainer.generate(trainer.data.prompt, tokens=tokens, seed=trainer.plan.run.train.seed)
+        data, seed = trainer.data, trainer.plan.run.train.seed
+        text = trainer.generate(data.prompt, images=data.images, tokens=tokens, seed=seed)
     except BraidError as error:
         text = f"(none: {error})"
-    lines = (_printable(line) for line in text.splitlines() or [""])
+    shown = "".join(f"[{image.name}] " for image in trainer.data.images)
+    lines = (_printable(line) for line in (shown + text).splitlines() or [""])
     return [("sample" if i == 0 else "", line) for i, line in enumerate(lines)]
 
 
@@ -322,10 +326,17 @@ def _printable(line: str) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in line)
 
 
+def _exact_match(share: float, trainer: Trainer) -> str:
+    """The share of exact answers, and what was trained for it if that is not everything."""
+    trained = "; ".join(trained_summaries(trainer.plan))
+    return f"{share:.1%} of the validation answers" + (f"; trained: {trained}" if trained else "")
+
+
 def _summary(outcome: Outcome, trainer: Trainer) -> Sequence[tuple[str, str]]:
     validation = "n/a" if outcome.val_loss is None else f"{outcome.val_loss:.3f} nats per token"
     return [
         ("validation", f"{validation}; unigram entropy of the data: {trainer.data.unigram_entropy:.3f}"),
+        *([] if outcome.exact_match is None else [("exact match", _exact_match(outcome.exact_match, trainer))]),
         ("checkpoint", str(outcome.checkpoint)),
         ("metrics", str(trainer.run_dir.metrics)),
         *([] if trainer.traced is None else [("trace", perfetto_hint(trainer.traced))]),

@@ -1,4 +1,5 @@
-"""Recipes: functions without arguments that return a `Run`.
+"""Recipes: functions that return a `Run`. One may have a parameter `world: int = 1`, the number of ranks
+that are asked for, to place modules.
 
 Bundled recipes are named after their function, with `-` for `_`; user recipes are `path/to/file.py:function`.
 There is no registry: every public function annotated `-> Run` is a recipe.
@@ -21,7 +22,7 @@ from braid.config import Run
 from braid.errors import ConfigError
 from braid.validators import nearest
 
-Recipe = Callable[[], Run]
+Recipe = Callable[..., Run]
 
 
 def bundled() -> dict[str, Recipe]:
@@ -33,17 +34,17 @@ def bundled() -> dict[str, Recipe]:
     return dict(sorted(found.items()))
 
 
-def load(name: str) -> Run:
-    """The run of a bundled recipe, or of `path/to/file.py:function`."""
+def load(name: str, world: int = 1) -> Run:
+    """The run of a bundled recipe, or of `path/to/file.py:function`, for so many ranks."""
     if ".py" in name:
-        return _call(_from_file(name), name)
+        return _call(_from_file(name), name, world)
     recipes = bundled()
     if name not in recipes:
         raise ConfigError(
             f"there is no recipe {name!r}{nearest(name, recipes)}\n"
             f"bundled: {', '.join(recipes)}; your own: path/to/file.py:function"
         )
-    return _call(recipes[name], name)
+    return _call(recipes[name], name, world)
 
 
 def summary(recipe: Recipe) -> str:
@@ -86,9 +87,9 @@ def _from_file(name: str) -> Recipe:
     )
 
 
-def _call(recipe: Recipe, name: str) -> Run:
+def _call(recipe: Recipe, name: str, world: int) -> Run:
     try:
-        run = recipe()
+        run = recipe(world=world) if "world" in inspect.signature(recipe).parameters else recipe()
     except (Exception, SystemExit) as error:
         raise ConfigError(f"recipe {name} failed: {_explain(error)}") from error
     if not isinstance(run, Run):

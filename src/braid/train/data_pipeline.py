@@ -10,6 +10,8 @@ from braid import data
 from braid.config import Run
 from braid.console import warn
 from braid.data.batch import collate
+from braid.data.digit_strips import PROMPT as STRIP_PROMPT
+from braid.data.digit_strips import build_strips, example_strips
 from braid.errors import DataError
 
 VERIFIED_BYTES = 1 << 30
@@ -19,6 +21,11 @@ VALIDATION_SHARE = 0.05
 """Fraction of the default corpus held out for validation."""
 
 PROMPT_TOKENS = 8
+
+PYTHON, DIGITS = "the source of Python's standard library", "strips of handwritten digits of scikit-learn"
+"""What runs without sources train on."""
+EXAMPLES = "example-strips"
+"""Folder of strips to generate from."""
 
 Progress = Callable[[int, int], None]
 
@@ -37,6 +44,8 @@ class DataPipeline:
     """Number of training tokens."""
     prompt: str
     """Prompt for text generated after training."""
+    images: tuple[Path, ...] = ()
+    """Images before that prompt."""
     unigram_entropy: float
     """Loss of the unigram model (token frequencies alone), in nats per token: a baseline for the run's loss."""
 
@@ -50,7 +59,8 @@ def open_data_pipeline(run: Run, folder: Path, progress: Progress | None = None)
             f"set model.vocab to {tokenizer.vocab} or more"
         )
     _check_placeholders(run, tokenizer)
-    paths = run.data.sources or (str(_default_corpus(folder, tokenizer, progress)),)
+    paths = run.data.sources or (str(_default_corpus(run, folder, tokenizer, progress)),)
+    corpus = _corpus_name(run)
     splits = [data.open_splits(path, vocab=run.model.vocab) for path in paths]
     sources = tuple(split.train for split in splits)
     validation = _validation(run, splits)
@@ -65,8 +75,9 @@ def open_data_pipeline(run: Run, folder: Path, progress: Progress | None = None)
         train=loader,
         validation=_validation_loader(run, validation),
         tokenizer=tokenizer,
-        prompt=_prompt(loader, tokenizer) if run.data.sources else "def ",
-        name=", ".join(run.data.sources) or "the source of Python's standard library",
+        prompt={PYTHON: "def ", DIGITS: STRIP_PROMPT}.get(corpus) or _prompt(loader, tokenizer),
+        images=tuple(example_strips(folder / EXAMPLES)[:1]) if corpus == DIGITS else (),
+        name=corpus or ", ".join(run.data.sources),
         tokens=sum(source.tokens for source in sources),
         unigram_entropy=data.unigram_entropy(validation[0] if validation else sources[0]),
     )
@@ -77,13 +88,23 @@ def load_tokenizer(name: str) -> data.Tokenizer:
     return data.ByteTokenizer() if name == "bytes" else data.HfTokenizer.from_file(name)
 
 
-def _default_corpus(folder: Path, tokenizer: data.Tokenizer, progress: Progress | None) -> Path:
-    corpus = folder / f"standard-library-{tokenizer.fingerprint[:8]}"
-    if not corpus.exists():
-        folder.mkdir(parents=True, exist_ok=True)
+def _default_corpus(run: Run, folder: Path, tokenizer: data.Tokenizer, progress: Progress | None) -> Path:
+    name = {"python": "standard-library", "digits": "digit-strips"}[run.data.corpus]
+    corpus = folder / f"{name}-{tokenizer.fingerprint[:8]}"
+    if corpus.exists():
+        return corpus
+    folder.mkdir(parents=True, exist_ok=True)
+    if run.data.corpus == "digits":
+        build_strips(corpus, tokenizer, progress)
+    else:
         files = data.standard_library_files()
         data.build(files, corpus, tokenizer, validation=VALIDATION_SHARE, progress=progress)
     return corpus
+
+
+def _corpus_name(run: Run) -> str:
+    """What a run without sources trains on; empty for one that has some."""
+    return "" if run.data.sources else {"python": PYTHON, "digits": DIGITS}[run.data.corpus]
 
 
 def _validation(run: Run, splits: Sequence[data.Splits]) -> tuple[data.Source, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -20,6 +21,7 @@ from braid.planning.plan import Plan, item_flops, training_flops
 from braid.train import state as states
 from braid.train.data_pipeline import DataPipeline
 from braid.train.device import Device, set_arithmetic
+from braid.train.exact_match import exact_match
 from braid.train.metrics import Metrics, NullMetrics, Value
 from braid.train.run_dir import RunDir
 from braid.train.signals import StopRequest
@@ -39,6 +41,8 @@ class Outcome:
     """Loss of the last step; None if the run was already finished."""
     val_loss: float | None
     """Loss of the last evaluation."""
+    exact_match: float | None = None
+    """Share of exact answers in the last evaluation; None without `train.exact_match`."""
 
 
 class _IssuedStep(NamedTuple):
@@ -84,6 +88,7 @@ class Loop:
         """By module, the FLOPs of an item of so many patches."""
         self.step_seconds: list[float] = []
         self.val_loss: float | None = None
+        self.exact_match: float | None = None
         self.warned_all_masked = False
         self.looks_late = device.torch.type == "cuda"
         """Whether to issue the next step before looking at the result of this one."""
@@ -116,7 +121,7 @@ class Loop:
                     )
                 )
         if last is None:
-            self.val_loss = self.evaluate()
+            self._evaluate()
             newest = checkpoint.latest(self.run_dir.checkpoints).path
             resumed = newest == checkpoint.step_path(self.run_dir.checkpoints, self.state.step)
             # `Trainer.step` may have run the last step, without saving it.
@@ -127,6 +132,7 @@ class Loop:
             checkpoint=saved,
             loss=None if last is None else last.loss,
             val_loss=self.val_loss,
+            exact_match=self.exact_match,
         )
 
     def _next_results(self) -> list[StepResult]:
@@ -188,24 +194,25 @@ class Loop:
         if result.tokens == 0 and not self.warned_all_masked:
             self.warned_all_masked = True
             self._warn(f"step {step}: no token counts in the loss, because all labels are masked")
-        evaluated = self._evaluate_if_due() if step == self.state.step else None
+        evaluated = self._evaluate_if_due() if step == self.state.step else {}
         self.metrics.log(step, self._metrics(issued, result, seconds, evaluated))
         if _divides(self.run.train.log_every, step) or step in (1, self.run.train.steps):
             self._say(str(self._line(issued, result)))
-        if evaluated is not None:
-            self._say(f"step {step}/{self.run.train.steps}  validation loss {evaluated:.3f}")
+        if evaluated:
+            exact = f"  exact match {self.exact_match:.1%}" if self.exact_match is not None else ""
+            self._say(f"step {step}/{self.run.train.steps}  validation loss {evaluated['val_loss']:.3f}{exact}")
         return result
 
     def _due(self, every: int) -> bool:
         return _divides(every, self.state.step)
 
     def _metrics(
-        self, issued: _IssuedStep, result: StepResult, seconds: float, val: float | None
+        self, issued: _IssuedStep, result: StepResult, seconds: float, evaluated: Mapping[str, float]
     ) -> dict[str, Value]:
         tokens = self.plan.step_tokens
         return {
             **result.metrics,
-            **({"val_loss": val} if val is not None else {}),
+            **evaluated,
             "grad_norm": result.grad_norm,
             "lr": issued.rate,
             "tokens_per_s": tokens / seconds,
@@ -246,11 +253,19 @@ class Loop:
             seconds_left=seconds * (self.run.train.steps - issued.step),
         )
 
-    def _evaluate_if_due(self) -> float | None:
+    def _evaluate_if_due(self) -> dict[str, float]:
+        """The metrics of an evaluation; none if none is due."""
         if self._due(self.run.train.eval_every) or self.state.step == self.run.train.steps:
-            self.val_loss = self.evaluate()
-            return self.val_loss
-        return None
+            return self._evaluate()
+        return {}
+
+    def _evaluate(self) -> dict[str, float]:
+        """Evaluate, and keep the results for the outcome of the run."""
+        self.val_loss, loader = self.evaluate(), self.data.validation
+        if self.run.train.exact_match and loader is not None:
+            self.exact_match = exact_match(self.state, self.run, loader, self.data.tokenizer.vocab)
+        found = {"val_loss": self.val_loss, "exact_match": self.exact_match}
+        return {name: value for name, value in found.items() if value is not None}
 
     def evaluate(self) -> float | None:
         """The validation loss of the current weights; None without validation data."""

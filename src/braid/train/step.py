@@ -9,7 +9,7 @@ come back scaled, so theirs are plain sums too, and one norm over all modules cl
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -40,6 +40,7 @@ from braid.train.step_work import (
     DEVIATION,
     EncoderEvaluation,
     EncoderStep,
+    EvaluationWork,
     LanguageEvaluation,
     LanguageStep,
     ModuleStep,
@@ -329,9 +330,21 @@ def _masked(run: Run, batch: MicroBatch) -> MicroBatch:
     return mask_placeholders(batch, {name: module.token for name, module in run.modules.items()})
 
 
-@torch.no_grad()
 def evaluate(state: JobState, run: Run, loader: Loader) -> float:
     """Mean cross-entropy over the first `eval_samples` samples, in nats per token. Collective over the job."""
+    total, tokens = evaluation_sums(state, run, loader, LanguageEvaluation)
+    return total / max(1, tokens)
+
+
+@torch.no_grad()
+def evaluation_sums(
+    state: JobState,
+    run: Run,
+    loader: Loader,
+    work: Callable[[State, Sequence[MicroBatch]], EvaluationWork],
+) -> tuple[float, float]:
+    """What the work of the language model adds up over the first `eval_samples` samples and all ranks.
+    Collective over the job."""
     samples = min(run.train.eval_samples, loader.samples_per_epoch)
     mine = torch.zeros(2, dtype=torch.float64, device=state.device)
     batches: list[MicroBatch] = []
@@ -341,21 +354,28 @@ def evaluate(state: JobState, run: Run, loader: Loader) -> float:
             for batch in batches:
                 state.model.check(batch)
     if state.modules:
-        mine = _evaluate(state, run, loader, batches, samples)
-    total, tokens = all_reduce_no_grad(mine, state.job).tolist()
-    return float(total / max(1, tokens))
+        language = work(state, batches) if isinstance(state, State) else None
+        _evaluate(state, run, loader, batches, samples, language)
+        mine = mine if language is None else language.totals
+    first, second = all_reduce_no_grad(mine, state.job).tolist()
+    return first, second
 
 
-def _evaluate(state: JobState, run: Run, loader: Loader, batches: Sequence[MicroBatch], samples: int) -> Tensor:
-    """This rank's share of the sum of losses, and of the number of tokens that they are of."""
+def _evaluate(
+    state: JobState,
+    run: Run,
+    loader: Loader,
+    batches: Sequence[MicroBatch],
+    samples: int,
+    language: StepWork | None,
+) -> None:
+    """Run the forwards of this rank's modules."""
     size = run.train.batch_samples // run.train.micro_batches
     chosen = [
         [min(sample, samples - 1) for sample in range(start, start + size)] for start in range(0, samples, size)
     ]
-    works: dict[str, StepWork] = {}
+    works: dict[str, StepWork] = {} if language is None else {LANGUAGE: language}
     tables: Tables = {}
-    if isinstance(state, State):
-        works[LANGUAGE] = LanguageEvaluation(state, batches)
     if state.plan.encoders:
         counts = (
             count(state, batches, loader.items)
@@ -368,9 +388,6 @@ def _evaluate(state: JobState, run: Run, loader: Loader, batches: Sequence[Micro
             works[name] = EncoderEvaluation(state, module, items[name], tables[name])
     rows = len(batches[0].sample_B) if batches else 0
     run_schedule(state, run, state.evaluation(len(chosen)), works, tables, rows=rows)
-    language = works.get(LANGUAGE)
-    nothing = torch.zeros(2, dtype=torch.float64, device=state.device)
-    return language.totals if isinstance(language, LanguageEvaluation) else nothing
 
 
 def _evaluation_batches(state: State, run: Run, loader: Loader, samples: int) -> list[MicroBatch]:

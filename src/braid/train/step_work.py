@@ -236,21 +236,32 @@ def placeholder_ids(plan: Plan) -> dict[str, int]:
     return {name: each.module.token for name, each in plan.encoders.items()}
 
 
-class LanguageEvaluation(StepWork):
-    """An evaluation of the language model: forwards only, accumulating the loss."""
+class EvaluationWork(StepWork):
+    """Forwards of the language model that add up two numbers over the micro-batches of an evaluation."""
 
     def __init__(self, state: State, batches: Sequence[MicroBatch]) -> None:
         self.model, self.streams, self.batches = state.model, state.streams, batches
         self.tokens = placeholder_ids(state.plan)
         self.contexts: dict[int, Context] = {}
         self.totals = torch.zeros(2, dtype=torch.float64, device=self.model.device)
-        """Loss sum and token count; zero on all but one of the tp ranks."""
+        """To be summed over all ranks."""
 
-    def function(self, turn: Turn, phase: Phase) -> PhaseFn:
-        micro_batch, _ = turn
+    def context(self, micro_batch: int) -> Context:
         if micro_batch not in self.contexts:
             self.contexts[micro_batch] = self.model.prepare(self.batches[micro_batch], modules=self.tokens)
-        context = self.contexts[micro_batch]
+        return self.contexts[micro_batch]
+
+    def after_turn(self, turn: Turn) -> None:
+        micro_batch, segment = turn
+        if segment == self.model.segments[-1]:
+            del self.contexts[micro_batch]
+
+
+class LanguageEvaluation(EvaluationWork):
+    """The loss of an evaluation: `totals` are its sum and the token count, zero on all but one tp rank."""
+
+    def function(self, turn: Turn, phase: Phase) -> PhaseFn:
+        context = self.context(turn[0])
 
         def run(tensors: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], None]:
             written, losses = nodes.run(self.model, phase, context, tensors)
@@ -259,11 +270,6 @@ class LanguageEvaluation(StepWork):
             return written, None
 
         return run
-
-    def after_turn(self, turn: Turn) -> None:
-        micro_batch, segment = turn
-        if segment == self.model.segments[-1]:
-            del self.contexts[micro_batch]
 
 
 class EncoderEvaluation(StepWork):
