@@ -85,4 +85,28 @@ FAULTS: tuple[Fault, ...] = (
         kind="dropped term",
         why="turns are placed as if a frozen encoder took a backward, and ranks idle",
     ),
+    Fault(
+        name="every-image-of-a-prompt-takes-all-patches",
+        file="data/prompts.py",
+        old="share = patches_of_each(count, limits)",
+        new="share = patches_of_each(1, limits)",
+        kind="missing scale",
+        why="images of a prompt are larger than those of a document, and too many for a sample",
+    ),
+    Fault(
+        name="an-answer-with-one-wrong-token-is-exact",
+        file="train/exact_match.py",
+        old="(answers_BD & (wrong_BD == 0)).sum()",
+        new="(answers_BD & (wrong_BD <= 1)).sum()",
+        kind="comparison",
+        why="exact match is too good",
+    ),
+    Fault(
+        name="held-out-digits-are-trained-on",
+        file="data/digit_strips.py",
+        old='number_D = np.flatnonzero([each == (split == "validation") for each in held_out])',
+        new="number_D = np.flatnonzero([True for _ in held_out])",
+        kind="lost data",
+        why="validation strips show digits that the model has seen",
+    ),
 )

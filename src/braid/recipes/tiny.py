@@ -65,7 +65,7 @@ def tiny_vlm(world: int = 1) -> Run:
         input=pixels.input,
         pixels=pixels,
         positions=PositionTable(rows=8, columns=8),
-        attention=Attention(heads=4, kv_heads=4, head_dim=24, positions="none"),
+        attention=Attention(heads=4, kv_heads=4, head_dim=24, positions="none", qk_norm=True),
         mlp=Mlp(ffn=192, activation="relu2"),
         projector=Projector(width=hidden),
     )
@@ -82,13 +82,13 @@ def tiny_vlm(world: int = 1) -> Run:
             hidden=hidden,
             vocab=258,
             init_std=0.1,
-            attention=Attention(heads=4, kv_heads=4, head_dim=16),
+            attention=Attention(heads=4, kv_heads=4, head_dim=16, qk_norm=True),
             mlp=Mlp(ffn=128, activation="relu2"),
         ),
         data=Data(corpus="digits", sequence_tokens=24, packing="documents"),
-        optim=Optim(lr=3e-3, warmup_steps=50),
+        optim=Optim(lr=2e-3, warmup_steps=50),
         train=Train(
-            steps=1400, batch_samples=48, eval_every=200, eval_samples=500, log_every=50, exact_match=True
+            steps=1200, batch_samples=48, eval_every=200, eval_samples=500, log_every=50, exact_match=True
         ),
         mesh=Mesh(ranks=(0, language) if apart else None),
         modules={"vision": vision},
