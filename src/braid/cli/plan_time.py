@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import rich.console
@@ -13,23 +14,25 @@ if TYPE_CHECKING:
     from braid.planning.plan import Plan
     from braid.timing.predict import Prediction
 
-LABELS = {
-    "products": "matrix products",
-    "attention": "attention",
-    "scans": "scans of Mamba-2 and delta nets",
-    "memory": "memory traffic: norms, activations, permutations",
-    "host": "the host, which starts kernels more slowly than they run",
-    "optimizer": "gradient norm and optimizer",
-    "bubble": "bubble: waiting for other stages",
-    "tp": "tensor parallelism",
-    "cp": "context parallelism",
-    "pp": "messages between stages",
-    "ep": "tokens to experts and back",
-    "ep_etp": "tokens to experts and back",
-    "dp_cp": "weights and gradients",
-    "edp": "weights and gradients of experts",
-    "ends": "gradients of an embedding on both ends",
-}
+LABELS = MappingProxyType(
+    {
+        "products": "matrix products",
+        "attention": "attention",
+        "scans": "scans of Mamba-2 and delta nets",
+        "memory": "memory traffic: norms, activations, permutations",
+        "host": "the host, which starts kernels more slowly than they run",
+        "optimizer": "gradient norm and optimizer",
+        "bubble": "bubble: waiting for other stages",
+        "tp": "tensor parallelism",
+        "cp": "context parallelism",
+        "pp": "messages between stages",
+        "ep": "tokens to experts and back",
+        "ep_etp": "tokens to experts and back",
+        "dp_cp": "weights and gradients",
+        "edp": "weights and gradients of experts",
+        "ends": "gradients of an embedding on both ends",
+    }
+)
 """What the parts of a step mean; other families go by their names."""
 
 

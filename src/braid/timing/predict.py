@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from braid.errors import ConfigError
 from braid.planning.plan import Plan, training_flops
@@ -17,11 +18,13 @@ from braid.timing.meter import ClusterMeter
 from braid.timing.seconds import Station
 from braid.timing.step import BUBBLE, Stepper, StepTime
 
-_ADVICE = {
-    "network": "measure the network: `braid calibrate` under a launcher on 2 nodes",
-    "node": "measure collectives: `braid calibrate` under a launcher on the GPUs of a node",
-    "sustained": "measure the device: `braid calibrate` on one of them",
-}
+_ADVICE = MappingProxyType(
+    {
+        "network": "measure the network: `braid calibrate` under a launcher on 2 nodes",
+        "node": "measure collectives: `braid calibrate` under a launcher on the GPUs of a node",
+        "sustained": "measure the device: `braid calibrate` on one of them",
+    }
+)
 
 
 @dataclass(frozen=True, kw_only=True)
