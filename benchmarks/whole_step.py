@@ -55,6 +55,11 @@ def run_of(name: str) -> Any:
 
 def braid_child(name: str) -> dict[str, Any]:
     """Steps of one shape on packed rows, then on whole ones."""
+    return steps_of(run_of(name), packed=PACKED_STEPS, whole=STEPS)
+
+
+def steps_of(run: Any, *, packed: int, whole: int) -> dict[str, Any]:
+    """So many steps of a run on packed rows, then on whole ones."""
     import torch
 
     from braid.distributed.collectives import Groups
@@ -66,13 +71,13 @@ def braid_child(name: str) -> dict[str, Any]:
     from braid.train.device import choose_device, set_arithmetic
     from braid.train.gc_freeze import frozen_gc
 
-    run, device = run_of(name), choose_device("cuda")
+    device = choose_device("cuda")
     set_arithmetic(deterministic=run.train.deterministic)
     planned = plan(run, 1)
     state = make_state(planned, device, Groups())
     states.initialize(state, run)
     answer: dict[str, Any] = {}
-    for rows, steps in (("packed", PACKED_STEPS), ("whole", STEPS)):
+    for rows, steps in (("packed", packed), ("whole", whole)):
         torch.cuda.reset_peak_memory_stats()
         with tempfile.TemporaryDirectory() as folder:
             data = open_data_pipeline(whole_rows(run, Path(folder)) if rows == "whole" else run, Path(folder))

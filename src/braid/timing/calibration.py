@@ -95,6 +95,10 @@ class Calibration:
     """Bytes read and written by an elementwise kernel, and its seconds."""
     launch_seconds: float
     """What the host takes to start a kernel."""
+    op_seconds: float = 3e-4
+    """What the host takes for an op of a schedule besides its kernels, measured beside an H200."""
+    step_seconds: float = 0.02
+    """What the host takes for a step besides its ops: data, gradient norm, optimizer."""
     optimizer: float
     """Bytes per second of gradient norm and AdamW: 34 bytes of a parameter with a narrow copy, else 32."""
     sustained: float
@@ -329,7 +333,10 @@ def _read(name: str, value: Any) -> Any:
                 op: {int(ranks): _points(points) for ranks, points in tables.items()}
                 for op, tables in value.items()
             }
-        case "peak_flops" | "peak_bandwidth" | "launch_seconds" | "optimizer" | "sustained":
+        case (
+            "peak_flops" | "peak_bandwidth" | "launch_seconds" | "op_seconds" | "step_seconds" | "optimizer"
+            | "sustained"
+        ):  # fmt: skip
             return float(value)
         case "memory_bytes":
             return int(value)

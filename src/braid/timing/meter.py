@@ -40,9 +40,9 @@ class ClusterMeter:
     def _spans(self) -> dict[tuple[str, str], Span]:
         return {}
 
-    @property
-    def launch(self) -> float:
-        return self.calibration.launch_seconds
+    def host(self, ops: int, launches: int) -> float:
+        known = self.calibration
+        return known.step_seconds + ops * known.op_seconds + launches * known.launch_seconds
 
     @property
     def optimizer(self) -> float:

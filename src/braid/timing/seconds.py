@@ -9,7 +9,7 @@ All ranks of a station are alike, and so are all micro-batches: an op is timed o
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -46,9 +46,8 @@ class Meter(Protocol):
         """The seconds of a message of `size` bytes between two stages of a module."""
         ...
 
-    @property
-    def launch(self) -> float:
-        """The seconds that the host takes to start a kernel."""
+    def host(self, ops: int, launches: int) -> float:
+        """The seconds that the host takes for a step with so many ops, which start so many kernels."""
         ...
 
     @property
@@ -102,6 +101,18 @@ class OpTimes:
         _, sender, receiver = self.plan.schedule.pipe_of(op)
         return self.meter.message(held.stream_bytes(module), module.name, (sender, receiver))
 
+    def host(self, station: int) -> float:
+        """What the host takes for the ops of a station. It runs ahead of the device, so a step is as long as
+        the slower of the two."""
+        ops = Counter(
+            (op.act, op.segment, op.phase) for op in self.plan.schedule.ops[station] if op.act.computes
+        )
+        launches = 0
+        for (act, segment, phase), times in ops.items():
+            pieces = self.stations[station].timed(Op(act=act, segment=segment, phase=phase)).pieces
+            launches += times * sum(piece.launches for piece, _ in pieces)
+        return self.meter.host(ops.total(), launches)
+
     def update(self, station: int) -> Parts:
         """What follows the last op of a step: the norm of the gradients, the optimizer."""
         held, moved = self.stations[station], 0
@@ -131,12 +142,8 @@ class OpTimes:
         return call.times * self.meter.call(call, module)
 
     def _add_up(self, timed: _Timed, module: str) -> Parts:
-        """The seconds of an op: those of the device, unless the host takes longer to start its kernels."""
+        """The seconds of an op on the device."""
         parts = _summed(self.meter.piece(piece, direction) for piece, direction in timed.pieces)
-        device = sum(parts.values())
-        host = self.meter.launch * sum(piece.launches for piece, _ in timed.pieces)
-        if host > device:
-            parts["host"] = parts.get("host", 0.0) + host - device
         for call in timed.calls:
             parts[call.family] = parts.get(call.family, 0.0) + self._call(call, module)
         return parts

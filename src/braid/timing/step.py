@@ -2,7 +2,8 @@
 
 For each station, the step is the sum of its parts: what its compute stream is busy with, what it waits for
 (collectives of weights, exchanges with experts, messages of other stages: each as far as nothing hides it), the
-rest of its idle time, which is the bubble, and what follows the last op.
+rest of its idle time, which is the bubble, and what follows the last op. The host runs ahead of the device; if
+it takes longer, so does the step.
 
 A long step is not run as a whole. Once a pipeline is full, each further round of micro-batches adds the same
 time, so two short steps give that of a long one (`_shortened`).
@@ -22,7 +23,7 @@ from braid.schedule.simulate import timeline_of
 from braid.schedule.views import stream_of
 from braid.timing.seconds import Meter, OpTimes, Station
 
-BUBBLE, MESSAGES, EXPERTS = "bubble", "pp", "ep_etp"
+BUBBLE, MESSAGES, EXPERTS, HOST = "bubble", "pp", "ep_etp", "host"
 _Interval = tuple[float, float]
 _LONG = 4
 """Rounds of micro-batches from which on a step is derived from shorter ones."""
@@ -75,8 +76,10 @@ class Stepper:
     def _run(self, plan: Plan, meter: Meter) -> _Run:
         times = OpTimes(plan, meter, self.held)
         timeline = timeline_of(plan.schedule, times.seconds, times.message)
-        updates = (sum(times.update(station).values()) for station in range(plan.schedule.pp))
-        return _Run(timeline.makespan + max(updates), timeline, times)
+        device, stations = timeline.makespan, range(plan.schedule.pp)
+        update = max(sum(times.update(station).values()) for station in stations)
+        host = max(times.host(station) for station in stations)
+        return _Run(max(device + update, host), timeline, times, max(host - device - update, 0.0))
 
     def _extended(self, figures: Sequence[float]) -> float:
         """The figure of the whole step, from that of each plan."""
@@ -91,6 +94,8 @@ class _Run(NamedTuple):
     seconds: float
     timeline: Timeline
     times: OpTimes
+    host: float
+    """How much longer the host takes than the device."""
 
 
 def _names(parts: Sequence[Mapping[str, float]]) -> dict[str, None]:
@@ -107,7 +112,7 @@ def _shortened(plan: Plan) -> tuple[Plan, Plan] | None:
     return with_micro_batches(plan, few), with_micro_batches(plan, few + around)
 
 
-def _spent(seconds: float, timeline: Timeline, times: OpTimes) -> list[dict[str, float]]:
+def _spent(seconds: float, timeline: Timeline, times: OpTimes, host: float) -> list[dict[str, float]]:
     """What each station spends a step on."""
     begin = timeline.begin
     whole, stations = (begin, begin + timeline.makespan), []
@@ -115,6 +120,7 @@ def _spent(seconds: float, timeline: Timeline, times: OpTimes) -> list[dict[str,
         parts = _parts(timeline, times, station, whole)
         for name, more in times.update(station).items():
             parts[name] += more
+        parts[HOST] += host
         parts[BUBBLE] += seconds - sum(parts.values())
         stations.append(dict(parts))
     return stations
