@@ -172,7 +172,9 @@ class Trained:
             return planned
         meshes = {unit.path: unit.mesh for unit in planned.units}
         language = plans._language_schedule(planned.run, self.world, planned.layout)
-        built = plans._complete(language, planned.run, planned.layout, {}, frozenset())
+        built = plans._complete(
+            language, planned.run, self.world, planned.grid, planned.layout, {}, planned.selection
+        )
         return replace(planned, schedule=lowered(built, meshes, policy))
 
     def _made(self, planned: Plan, meshes: dict[str, DeviceMesh]) -> State:

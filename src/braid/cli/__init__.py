@@ -13,7 +13,6 @@ from collections.abc import Sequence
 
 import braid
 from braid.cli.args import Command
-from braid.cli.calibrate import calibrate
 from braid.cli.convert import export, import_
 from braid.cli.data import data
 from braid.cli.diff import diff
@@ -25,6 +24,12 @@ from braid.cli.recipes import list_recipes, show
 from braid.cli.train import train
 from braid.errors import BraidError, ConfigError, ExitCode
 from braid.validators import nearest
+
+
+def _calibrate(args: list[str]) -> int:
+    from braid.cli.calibrate import calibrate  # imports torch, which most commands do without
+
+    return calibrate(args)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -86,7 +91,7 @@ COMMANDS = (
     Command("recipes", "", "list the bundled recipes", list_recipes),
     Command("show", "RECIPE", "print the full configuration of a run, with overrides applied", show),
     Command("plan", "RECIPE", "estimate memory and communication per rank; starts nothing", show_plan),
-    Command("calibrate", "", "measure this GPU, for step times of plans", calibrate),
+    Command("calibrate", "", "measure this GPU, for step times of plans", _calibrate),
     Command("grid", "[RECIPE]", "print the process groups of a parallel layout, or what ranks hold", show_grid),
     Command("pattern", "'PATTERN'", "parse a layer pattern and show its layers and pipeline stages", explain),
 )

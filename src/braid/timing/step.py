@@ -56,22 +56,26 @@ class Stepper:
 
     def seconds(self, meter: Meter) -> float:
         """The time of a step."""
-        return self._extended([self._run(plan, meter)[0] for plan in self.plans])
+        runs = [self._run(plan, meter) for plan in self.plans]
+        return max(self._extended([run.device for run in runs]), self._extended([run.host for run in runs]))
 
     def ratio(self, meter: Meter, other: Meter) -> float:
         """How many times longer a step takes by another meter; of a long step, the shorter plan tells."""
-        return self._run(self.plans[0], other).seconds / self._run(self.plans[0], meter).seconds
+        likely, changed = (self._run(self.plans[0], each) for each in (meter, other))
+        return max(changed.device, changed.host) / max(likely.device, likely.host)
 
     def step(self, meter: Meter) -> StepTime:
         """The time of a step, and what it is spent on."""
         runs = [self._run(plan, meter) for plan in self.plans]
-        spent = [_spent(*run) for run in runs]
+        device = self._extended([run.device for run in runs])
+        host = self._extended([run.host for run in runs])
+        spent = [_spent(run) for run in runs]
         stations = tuple(
             {name: self._extended([parts.get(name, 0.0) for parts in each]) for name in _names(each)}
+            | {HOST: max(host - device, 0.0)}
             for each in zip(*spent, strict=True)
         )
-        seconds = self._extended([seconds for seconds, *_ in runs])
-        return StepTime(seconds=seconds, stations=stations, timeline=runs[-1][1])
+        return StepTime(seconds=max(device, host), stations=stations, timeline=runs[-1].timeline)
 
     def _run(self, plan: Plan, meter: Meter) -> _Run:
         times = OpTimes(plan, meter, self.held)
@@ -79,7 +83,7 @@ class Stepper:
         device, stations = timeline.makespan, range(plan.schedule.pp)
         update = max(sum(times.update(station).values()) for station in stations)
         host = max(times.host(station) for station in stations)
-        return _Run(max(device + update, host), timeline, times, max(host - device - update, 0.0))
+        return _Run(device + update, host, timeline, times)
 
     def _extended(self, figures: Sequence[float]) -> float:
         """The figure of the whole step, from that of each plan."""
@@ -91,11 +95,14 @@ class Stepper:
 
 
 class _Run(NamedTuple):
-    seconds: float
+    """A simulated step."""
+
+    device: float
+    """Its seconds on the device."""
+    host: float
+    """What the host takes for it."""
     timeline: Timeline
     times: OpTimes
-    host: float
-    """How much longer the host takes than the device."""
 
 
 def _names(parts: Sequence[Mapping[str, float]]) -> dict[str, None]:
@@ -112,15 +119,15 @@ def _shortened(plan: Plan) -> tuple[Plan, Plan] | None:
     return with_micro_batches(plan, few), with_micro_batches(plan, few + around)
 
 
-def _spent(seconds: float, timeline: Timeline, times: OpTimes, host: float) -> list[dict[str, float]]:
-    """What each station spends a step on."""
+def _spent(run: _Run) -> list[dict[str, float]]:
+    """What each station spends a step on the device on."""
+    seconds, _, timeline, times = run
     begin = timeline.begin
     whole, stations = (begin, begin + timeline.makespan), []
     for station in range(timeline.schedule.pp):
         parts = _parts(timeline, times, station, whole)
         for name, more in times.update(station).items():
             parts[name] += more
-        parts[HOST] += host
         parts[BUBBLE] += seconds - sum(parts.values())
         stations.append(dict(parts))
     return stations
