@@ -177,7 +177,8 @@ def test_with_positions_and_prefix_tokens(world: int, language: Mesh, vision: Me
 
 
 def check(world: int, run: Run) -> None:
-    measured = dict(enumerate(run_ranks(world, peak_of, run)))
+    # Every op passes a dispatch mode that counts bytes, which is slow beside other work.
+    measured = dict(enumerate(run_ranks(world, peak_of, run, timeout_s=240.0)))
     stations = estimate(plan(run, world), "cpu").stations
     assert {rank: each.memory.peak for each in stations for rank in each.ranks} == pytest.approx(
         measured, rel=0.1
