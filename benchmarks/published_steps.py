@@ -17,7 +17,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from braid import recipes
 from braid.architecture import Attention, LatentAttention, Mlp, Model, Moe
@@ -60,7 +60,7 @@ def model_of(facts: Mapping[str, Any]) -> Model:
     """The shape of a model in the file."""
     if "braid_recipe" in facts:
         return recipes.load(facts["braid_recipe"]).model
-    activation = "swiglu" if facts["glu"] else "gelu"
+    activation: Literal["swiglu", "gelu"] = "swiglu" if facts["glu"] else "gelu"
     moe = None
     if "experts" in facts:
         moe = Moe(
@@ -81,10 +81,9 @@ def model_of(facts: Mapping[str, Any]) -> Model:
             v_dim=mla["v"],
         )
     else:
-        window = {"window": 128, "window_pattern": "SL"} if "window" in facts else {}
-        attention = Attention(
-            heads=facts["heads"], kv_heads=facts["kv_heads"], head_dim=facts["head_dim"], **window
-        )
+        attention = Attention(heads=facts["heads"], kv_heads=facts["kv_heads"], head_dim=facts["head_dim"])
+        if "window" in facts:
+            attention = replace(attention, window=128, window_pattern="SL")
     return Model(
         pattern=_pattern(facts),
         hidden=facts["hidden"],
