@@ -14,7 +14,7 @@ train: ## Set everything up and train the recipe `tiny` (two to eight minutes on
 venv: ## Create or refresh .venv (a torch >= 2.11 that is already installed is used, not replaced)
 	@$(PYTHON) scripts/setup_venv.py dev hf images digits
 
-test: venv ## Run the tests: every pair of choices (7 to 9 minutes on 2 cores)
+test: venv ## Run the tests: every pair of choices (about 13 minutes on 2 cores)
 	$(BIN)/python -m pytest -n 2 -m "not long and not exhaustive"
 
 test-long: venv ## Run the long tests: larger covers, and cases drawn from the commit
