@@ -29,7 +29,7 @@ from braid.timing.tables import calibration_of, with_shipped_links
 from braid.train.step_timing import steps
 
 MEASURED = f"""\
-what is measured (one GPU, a minute or two)
+what is measured (one GPU, two to three minutes)
   products          x Wᵀ, dy W and dyᵀ x in bfloat16 over a grid of sizes, and held-out sizes between them
   grouped products  those of experts, through the kernels that a run would choose
   kernels           {", ".join(measure_kernels.NAMES)}: forward and backward
@@ -50,7 +50,7 @@ MOST_PROCESSES = 16
 class CalibrateOptions:
     """Measure the GPU at hand, and write a calibration, from which `braid plan --time` predicts seconds.
 
-    Takes a minute or two; `--list` says what is measured. Start it under a launcher (`torchrun`) on all GPUs of
+    Takes two to three minutes; `--list` says what is measured. Start it under a launcher (`torchrun`) on all GPUs of
     a node, or of several nodes, to measure collectives too."""
 
     out: Annotated[Path | None, optional("FILE", "the device's name, such as h200.json")] = None
