@@ -50,8 +50,8 @@ MOST_PROCESSES = 16
 class CalibrateOptions:
     """Measure the GPU at hand, and write a calibration, from which `braid plan --time` predicts seconds.
 
-    Takes two to three minutes; `--list` says what is measured. Start it under a launcher (`torchrun`) on all GPUs of
-    a node, or of several nodes, to measure collectives too."""
+    Takes two to three minutes; `--list` says what is measured. Start it under a launcher (`torchrun`) on all
+    GPUs of a node, or of several nodes, to measure collectives too."""
 
     out: Annotated[Path | None, optional("FILE", "the device's name, such as h200.json")] = None
     """Where to write the calibration."""
