@@ -18,7 +18,8 @@ from braid.cli.generate import generate
 from braid.config import to_json
 from braid.errors import CheckpointError, ConfigError, ExitCode
 from braid.interchange import files, to_hf
-from braid.train.state import describe, resolve_checkpoint, weight_names
+from braid.train.state import resolve_checkpoint, weight_names
+from braid.train.stored_run import describe
 from tests.model.cases import build
 
 SHAPE = Model(

@@ -26,12 +26,16 @@ def test_every_step_is_one_json_object_a_line(tmp_path):
     ]
 
 
-def test_continuing_drops_later_lines_and_a_line_that_was_cut_off(tmp_path):
+def test_continuing_moves_later_lines_away_and_a_line_that_was_cut_off(tmp_path):
     file = tmp_path / "metrics.jsonl"
     file.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4, "lo')
     with Metrics(file, after_step=2) as metrics:
         metrics.log(3, {})
     assert steps_in(file) == [1, 2, 3]
+    assert (tmp_path / "metrics-cut.jsonl").read_text() == '{"step": 3}\n{"step": 4, "lo\n'
+    with Metrics(file, after_step=1):
+        pass
+    assert (tmp_path / "metrics-cut.jsonl").read_text().splitlines()[2:] == ['{"step": 2}', '{"step": 3}']
 
 
 def test_listeners_hear_every_step_and_are_closed(tmp_path):

@@ -42,10 +42,18 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="last-whole-checkpoint-deleted",
         file="checkpoint/choosing.py",
-        old="if path != newest_valid:",
-        new="if path is not None:",
+        old="if path != newest_valid and",
+        new="if path is not None and",
         kind="lost data",
         why="where the newest checkpoints are damaged, nothing is left to go back to",
+    ),
+    Fault(
+        name="damaged-ones-pruned",
+        file="checkpoint/choosing.py",
+        old="if path != newest_valid and _is_plausible(step, path):",
+        new="if path != newest_valid:",
+        kind="lost data",
+        why="what could be recovered of a damaged checkpoint is deleted",
     ),
     Fault(
         name="tensors-of-another-dtype-are-read",

@@ -106,7 +106,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="other-data-goes-on",
         file="train/resume.py",
-        old="if saved.data_fingerprint not in (states.NO_DATA, data.train.fingerprint):",
+        old="if saved.data_fingerprint not in (stored_run.NO_DATA, data.train.fingerprint):",
         new="if not data.train.fingerprint:",
         kind="accepted input",
         why="a run is continued on other data, and reads samples that it has seen",

@@ -44,7 +44,8 @@ from braid.nn.dtypes import DTYPES
 from braid.planning.plan import plan
 from braid.train.data_pipeline import load_tokenizer
 from braid.train.encoder_checkpoint import encoder_extra
-from braid.train.state import NAMES_VERSION, NO_DATA, RNG
+from braid.train.state import RNG
+from braid.train.stored_run import NAMES_VERSION, NO_DATA
 
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 MEGATRON = "megatron"

@@ -22,7 +22,8 @@ from braid.nn.dtypes import DTYPES
 from braid.planning.local_model import build_local_encoder, choose_encoder_kernels
 from braid.planning.plan import Plan, plan
 from braid.train.device import Device, DeviceName, choose_device
-from braid.train.state import describe, load_weights, resolve_checkpoint
+from braid.train.state import load_weights, resolve_checkpoint
+from braid.train.stored_run import describe
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -73,8 +74,8 @@ def encode(encoders: Mapping[str, EncoderModel], items: Mapping[str, PromptItems
 
 def load_models(path: Path | str, device: Device | DeviceName = "auto") -> LoadedModel:
     """Everything in a checkpoint, or in the newest checkpoint of a run's folder."""
-    language, tokenizer = load_model(path, device)
     path = resolve_checkpoint(Path(path))
+    language, tokenizer = load_model(path, device)
     run = on_one_process(describe(path).run)
     planned = plan(run, world=1)
     encoders = {name: _load_encoder(path, planned, name, language.device) for name in run.modules}

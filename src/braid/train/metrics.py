@@ -1,7 +1,7 @@
 """Metric logging: metrics.jsonl always, TensorBoard, Weights & Biases and other listeners if configured.
 
-Each step is one JSON object on a line of its own. A run that resumes from an earlier step first truncates the
-file to that step, so that every step appears once.
+Each step is one JSON object on a line of its own. A run that resumes from an earlier step first moves the lines
+of later steps to metrics-cut.jsonl, so that every step appears once and nothing is lost.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Metrics:
     """Writes metrics.jsonl and forwards metrics to the listeners."""
 
     def __init__(self, file: Path, *, after_step: int, listeners: Sequence[Listener] = ()) -> None:
-        """Append to the file, after dropping the lines beyond `after_step`."""
+        """Append to the file, after moving the lines beyond `after_step` to metrics-cut.jsonl."""
         file.parent.mkdir(parents=True, exist_ok=True)
-        _drop_lines_after(file, after_step)
+        _cut_lines_after(file, after_step)
         self._lines = file.open("ab", buffering=0)
         self._lost = 0
         self._listeners = tuple(listeners)
@@ -83,18 +83,24 @@ def _finite(value: Value) -> Value:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _drop_lines_after(file: Path, step: int) -> None:
+def _cut_lines_after(file: Path, step: int) -> None:
     if not file.exists():
         return
-    text = file.read_text(encoding="utf-8", errors="replace")
-    kept = [line for line in text.splitlines() if _step_of(line) <= step]
+    lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+    kept = [line for line in lines if _step_of(line) <= step]
+    cut = [line for line in lines if _step_of(line) > step]
+    if not cut:
+        return
+    # The copy first: a process that is killed in between leaves lines twice rather than nowhere.
+    with file.with_name(f"{file.stem}-cut{file.suffix}").open("a", encoding="utf-8") as copy:
+        copy.write("".join(line + "\n" for line in cut))
     fresh = file.with_suffix(".jsonl.new")
     fresh.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
     os.replace(fresh, file)
 
 
 def _step_of(line: str) -> float:
-    """The step of a line; infinity for a line that was only partly written, so that it is dropped."""
+    """The step of a line; infinity for a line that was only partly written, so that it is cut."""
     try:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):

@@ -1,0 +1,99 @@
+"""The run that a checkpoint describes: settings, counters, tokenizer. Read from the manifest alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from braid import checkpoint
+from braid.architecture import Trunk
+from braid.config import Run, encoder_from_json, from_json, model_from_json
+from braid.errors import CheckpointError
+from braid.pattern import parse
+from braid.schedule.graph import LANGUAGE
+
+NAMES_VERSION = 1
+"""Version of the canonical names, see docs/checkpoint-format.md."""
+
+NO_DATA = "none"
+"""Data fingerprint of a model that was imported, not trained."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointInfo:
+    """The metadata of a checkpoint: its run, counters and tokenizer."""
+
+    run: Run
+    step: int
+    samples: int
+    tokens: int
+    updates: int
+    module_updates: Mapping[str, int]
+    """Updates of each module besides the language model."""
+    own_updates: Mapping[str, int]
+    """Updates of the tensors that joined later, by canonical name."""
+    skipped_in_a_row: int
+    data_fingerprint: str
+    tokenizer: Mapping[str, Any]
+    """The tokenizer's description."""
+    hub: Mapping[str, Any]
+    """`settings` and `files` of an imported folder, in checkpoints of older versions; see `RUN/hub` today."""
+    init: Mapping[str, Any]
+    """How the run began, see `State.init`."""
+
+
+def describe(path: Path) -> CheckpointInfo:
+    """Read the metadata of a checkpoint."""
+    extra = (manifest := read_run_manifest(path)).extra
+    try:
+        return CheckpointInfo(
+            run=from_json(extra["run"]),
+            step=manifest.step,
+            samples=int(extra["samples"]),
+            tokens=int(extra["tokens"]),
+            updates=int(extra["updates"]),
+            module_updates={name: int(count) for name, count in extra.get("module_updates", {}).items()},
+            own_updates={name: int(count) for name, count in extra.get("own_updates", {}).items()},
+            skipped_in_a_row=int(extra["skipped_in_a_row"]),
+            data_fingerprint=str(extra["data"]["fingerprint"]),
+            tokenizer=dict(extra["tokenizer"]),
+            hub=dict(extra.get("hub", {})),
+            init=dict(extra.get("init", {"version": 1})),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        told = "it is an encoder alone, for --init-modules" if "encoders" in extra else error
+        raise CheckpointError(f"{path} does not describe a run of this version: {told}") from error
+
+
+def saved_models(path: Path) -> dict[str, Trunk]:
+    """The model settings of a checkpoint, by module; settings newer than the checkpoint get their defaults.
+    Empty if the manifest has no run, as a writer other than braid may leave it out."""
+    run = read_run_manifest(path).extra.get("run")
+    if run is None:
+        return {}
+    try:
+        models: dict[str, Trunk] = {LANGUAGE: model_from_json(run["model"])}
+        models |= {
+            name: encoder_from_json(each["model"], name) for name, each in run.get("modules", {}).items()
+        }
+        for model in models.values():
+            parse(model.pattern)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} has model settings that this braid cannot read: {error}; use the braid that wrote it"
+        ) from error
+    return models
+
+
+def read_run_manifest(path: Path) -> checkpoint.Manifest:
+    """The manifest of a checkpoint whose canonical names this version understands."""
+    manifest = checkpoint.read_manifest(path)
+    names = manifest.extra.get("names", NAMES_VERSION)
+    if names != NAMES_VERSION:
+        raise CheckpointError(
+            f"{path} has names of version {names}, this braid reads version {NAMES_VERSION}: "
+            "use the braid that wrote it"
+        )
+    return manifest
