@@ -1,14 +1,18 @@
 """The state of a run in a checkpoint and back."""
 
+import json
+import math
+import shutil
 from dataclasses import replace
 
 import pytest
 import torch
 
 from braid import checkpoint
+from braid.checkpoint.manifest import encode
 from braid.distributed.collectives import Groups
 from braid.distributed.groups import open_groups
-from braid.errors import CheckpointError, DataError
+from braid.errors import CheckpointError, DataError, NumericsError
 from braid.planning.plan import plan
 from braid.train import state as states
 from braid.train import stored_run
@@ -194,6 +198,52 @@ def test_names_in_a_checkpoint_are_canonical(corpus, tmp_path):
         f"optimizer.{moment}.{name}" for moment in ("exp_avg", "exp_avg_sq") for name in weights
     }
     assert stored_run.describe(path).run == run
+
+
+@pytest.mark.parametrize(
+    ("counter", "value", "rule"),
+    [
+        ("updates", -1, "from 0 to the step, 1"),
+        ("updates", 2, "from 0 to the step, 1"),
+        ("samples", -5, "from 0 to 2**63 - 1"),
+        ("tokens", 10**30, "from 0 to 2**63 - 1"),
+        ("samples", 1.5, "from 0 to 2**63 - 1"),
+        ("skipped_in_a_row", True, "from 0 to the step, 1"),
+        ("own_updates", {"head.weight": -3}, "own_updates[head.weight] = -3"),
+    ],
+)
+def test_a_manifest_with_counters_that_no_run_has_is_refused(counter, value, rule, saved, tmp_path):
+    manifest = checkpoint.read_manifest(saved)
+    copy = shutil.copytree(saved, tmp_path / saved.name)
+    document = json.loads((copy / "manifest.json").read_bytes())
+    stored = {name: document[name] for name in ("parts", "tensors")}
+    data = encode(step=manifest.step, extra={**manifest.extra, counter: value}, **stored)
+    (copy / "manifest.json").write_bytes(data)
+    with pytest.raises(CheckpointError, match="is of no possible run") as error:
+        stored_run.describe(copy)
+    assert rule in str(error.value)
+
+
+@pytest.fixture(scope="module")
+def saved(corpus, tmp_path_factory):
+    """A checkpoint of step 1."""
+    out = tmp_path_factory.mktemp("saved")
+    return two_checkpoints(run_on(corpus), out)[1]
+
+
+@pytest.mark.parametrize("of", ["weight", "moment"])
+def test_a_state_that_is_not_finite_is_not_saved(of, corpus, tmp_path):
+    run = run_on(corpus)
+    feed, state, places = started(run, tmp_path)
+    states.save(places.checkpoints, state, run, feed.train, feed.tokenizer)
+    train_step(state, run, feed.train, 1e-2)
+    name = "final_norm.weight"
+    tensor = state.weights()[name] if of == "weight" else state.optimizer.moment("exp_avg_sq", name)
+    with torch.no_grad():
+        tensor[3] = math.inf
+    with pytest.raises(NumericsError, match=r"step 1 is not saved: 1 tensors are not finite: .*final_norm"):
+        states.save(places.checkpoints, state, run, feed.train, feed.tokenizer)
+    assert [path.name for path in places.checkpoints.iterdir()] == ["step-00000000"]
 
 
 def test_names_of_another_version_are_refused(corpus, tmp_path, monkeypatch):

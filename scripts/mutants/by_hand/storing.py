@@ -48,6 +48,22 @@ FAULTS: tuple[Fault, ...] = (
         why="where the newest checkpoints are damaged, nothing is left to go back to",
     ),
     Fault(
+        name="more-updates-than-steps",
+        file="train/stored_run.py",
+        old="if type(value) is not int or not 0 <= value <= most",
+        new="if type(value) is not int or not value <= most",
+        kind="accepted input",
+        why="a manifest with -1 updates makes every weight NaN at the next step",
+    ),
+    Fault(
+        name="moments-that-are-not-finite-saved",
+        file="train/state.py",
+        old="if entry.storage.is_floating_point() and not entry.held.empty:",
+        new="if _is_weight(entry.name) and not entry.held.empty:",
+        kind="accepted input",
+        why="a checkpoint whose moments are infinite replaces the last good one",
+    ),
+    Fault(
         name="damaged-ones-pruned",
         file="checkpoint/choosing.py",
         old="if path != newest_valid and _is_plausible(step, path):",

@@ -45,7 +45,7 @@ from braid.planning.plan import plan
 from braid.train.data_pipeline import load_tokenizer
 from braid.train.encoder_checkpoint import encoder_extra
 from braid.train.state import RNG
-from braid.train.stored_run import NAMES_VERSION, NO_DATA
+from braid.train.stored_run import MOST, NAMES_VERSION, NO_DATA
 
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 MEGATRON = "megatron"
@@ -374,9 +374,9 @@ def _position(folder: Path, settings: ImportSettings) -> dict[str, Any]:
     position = read_json(file, CheckpointError) if file.is_file() else {}
     for name in ("samples", "tokens"):
         count = position.get(name, 0)
-        if type(count) is not int or count < 0:
+        if type(count) is not int or not 0 <= count <= MOST:
             raise CheckpointError(
-                f"{file}: {name} = {count!r} must be a whole number, 0 or more\n"
+                f"{file}: {name} = {count!r} must be a whole number from 0 to 2**63 - 1\n"
                 "  set   --samples N, to continue there, or remove the file to begin with the first sample"
             )
     return position

@@ -62,8 +62,8 @@ def initialize_or_resume(
 
 
 def _newest(run_dir: RunDir, start_over: bool) -> checkpoint.Latest:
-    """The newest valid checkpoint of a run, if it has any checkpoints. Raises if all of them are damaged, unless
-    the user has said what to do about it: `start_over`."""
+    """The newest valid checkpoint of a run, if it has any checkpoints. Raises if all of them are damaged,
+    unless the user has said what to do about it: `start_over`."""
     newest = checkpoint.latest(run_dir.checkpoints)
     if newest.path is not None or not newest.damaged or start_over:
         return newest

@@ -31,7 +31,7 @@ from braid.engine.executor import PipelineLinks, Program
 from braid.engine.progress import Progress
 from braid.engine.streams import Streams, streams_for
 from braid.engine.weights import ModuleWeights, Weights
-from braid.errors import CheckpointError
+from braid.errors import CheckpointError, NumericsError
 from braid.launch.process import all_gather_json, fail_together
 from braid.model.encoder import EncoderModel
 from braid.model.language import LanguageModel
@@ -183,6 +183,8 @@ def save(root: Path, state: JobState, run: Run, loader: Loader, tokenizer: Token
         "data": {"fingerprint": loader.fingerprint, **loader.identity},
         "init": dict(state.init),
     }
+    with fail_together(job):
+        _check_finite(root, state)
     try:
         with fail_together(job):
             if job.rank == 0:
@@ -205,6 +207,26 @@ def save(root: Path, state: JobState, run: Run, loader: Loader, tokenizer: Token
             checkpoint.abandon(root, state.step)
         raise
     return checkpoint.step_path(root, state.step)
+
+
+def _check_finite(root: Path, state: JobState) -> None:
+    """Refuse to save what no run can continue from: such a checkpoint would replace an older, good one."""
+    tensors: dict[int, Tensor] = {}
+    named: dict[int, list[str]] = {}
+    for entry in _entries(state):
+        if entry.storage.is_floating_point() and not entry.held.empty:
+            tensors[id(entry.storage)] = entry.storage.detach()
+            named.setdefault(id(entry.storage), []).append(entry.name)
+    finite = [tensor.isfinite().all() for tensor in tensors.values()]
+    verdicts = torch.stack(finite).tolist() if finite else []
+    wrong = [name for key, good in zip(tensors, verdicts, strict=True) if not good for name in named[key]]
+    if wrong:
+        listed = ", ".join(wrong[:3]) + (", ..." if len(wrong) > 3 else "")
+        raise NumericsError(
+            f"step {state.step} is not saved: {len(wrong)} tensors are not finite: {listed}\n"
+            f"  rule  a checkpoint holds a state that training can continue from; those in {root} stay\n"
+            "  set   a lower optim.lr, and run again from the checkpoint before"
+        )
 
 
 def _updates(state: JobState) -> tuple[dict[str, int], dict[str, int]]:
@@ -433,8 +455,8 @@ def _load_entries(
 
 
 def resolve_checkpoint(path: Path, *, quiet: bool = False) -> Path:
-    """The newest valid checkpoint of a run's folder, or of its `checkpoints` folder; a checkpoint as it is. Warns
-    if that is not the newest of all, unless `quiet`: the same was resolved before, or on another rank."""
+    """The newest valid checkpoint of a run's folder, or of its `checkpoints` folder; a checkpoint as it is.
+    Warns if that is not the newest of all, unless `quiet`: the same was resolved before, or on another rank."""
     if not path.is_dir():
         what = "is not a folder" if path.exists() else "does not exist"
         raise CheckpointError(f"{path} {what}: give the folder of a checkpoint or of a run")

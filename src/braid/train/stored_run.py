@@ -10,7 +10,7 @@ from typing import Any
 from braid import checkpoint
 from braid.architecture import Trunk
 from braid.config import Run, encoder_from_json, from_json, model_from_json
-from braid.errors import CheckpointError
+from braid.errors import CheckpointError, first_of
 from braid.pattern import parse
 from braid.schedule.graph import LANGUAGE
 
@@ -47,6 +47,7 @@ class CheckpointInfo:
 def describe(path: Path) -> CheckpointInfo:
     """Read the metadata of a checkpoint."""
     extra = (manifest := read_run_manifest(path)).extra
+    _check_counters(path, manifest)
     try:
         return CheckpointInfo(
             run=from_json(extra["run"]),
@@ -65,6 +66,28 @@ def describe(path: Path) -> CheckpointInfo:
     except (KeyError, TypeError, ValueError) as error:
         told = "it is an encoder alone, for --init-modules" if "encoders" in extra else error
         raise CheckpointError(f"{path} does not describe a run of this version: {told}") from error
+
+
+MOST = 2**63 - 1
+"""The largest value of a counter, as of a step."""
+
+
+def _check_counters(path: Path, manifest: checkpoint.Manifest) -> None:
+    """Refuse counters that no run can have: a run that went on with them would compute nonsense."""
+    extra, step = manifest.extra, manifest.step
+    limits = {"samples": MOST, "tokens": MOST, "updates": step, "skipped_in_a_row": step}
+    counters = [(name, extra[name], most) for name, most in limits.items() if name in extra]
+    for of in ("module_updates", "own_updates"):
+        by_name = extra.get(of, {})
+        counters += [(f"{of}[{each}]", by_name[each], step) for each in by_name]
+    ends = {MOST: "2**63 - 1", step: f"the step, {step}"}
+    wrong = [
+        f"{name} = {value!r}: must be a whole number from 0 to {ends[most]}"
+        for name, value, most in counters
+        if type(value) is not int or not 0 <= value <= most
+    ]
+    if wrong:
+        raise CheckpointError("\n  ".join([f"{path} is of no possible run", *first_of(wrong)]))
 
 
 def saved_models(path: Path) -> dict[str, Trunk]:

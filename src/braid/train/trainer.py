@@ -97,9 +97,9 @@ class Trainer:
         environment: Mapping[str, str] = os.environ,
     ) -> None:
         """`out` is the run's folder: checkpoints, metrics.jsonl, built data. If it holds checkpoints, training
-        resumes from the newest; if all are damaged, `start_over` keeps them under other names and begins at step
-        0. `init` is a checkpoint or run whose weights a new run starts from, by the rules of `init_options` if
-        their models differ. `listeners` receive the metrics of every step, in addition to
+        resumes from the newest; if all are damaged, `start_over` keeps them under other names and begins at
+        step 0. `init` is a checkpoint or run whose weights a new run starts from, by the rules of
+        `init_options` if their models differ. `listeners` receive the metrics of every step, in addition to
         metrics.jsonl. `trace` is a file for op times of the steps `trace_steps`, counted from where this
         trainer starts. With `watch`, a watchdog ends the process when a rank stalls or fails, with a report in
         `out`. `build_progress` is called with (bytes done, bytes in all) while the default corpus is built.
@@ -173,7 +173,8 @@ class Trainer:
         """Settings that must be the same on every rank, by name."""
         named = {"out": str(self.run_dir.out), "init": str(self._init), "device": device}
         # Opening a tracer is a collective: ranks that disagree about it would wait for each other for ever.
-        named |= {"init rules": str(self._init_options), "trace": self._trace, "start over": self._start_over}
+        named |= {"init rules": str(self._init_options), "trace": self._trace}
+        named |= {"start over": str(self._start_over)}
         versions = {"braid": braid.__version__, "torch": torch.__version__}
         return {**versions, **named, **flatten(self.plan.run)}
 
