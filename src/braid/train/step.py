@@ -20,7 +20,7 @@ from torch import Tensor
 from braid.config import Run
 from braid.data import Loader
 from braid.distributed.collectives import ALONE, Group, all_reduce_max_no_grad, all_reduce_no_grad
-from braid.engine.executor import PipelineLinks, Program, execute
+from braid.engine.executor import AfterOp, PipelineLinks, Program, execute
 from braid.engine.node import StepWork, Watch
 from braid.errors import DataError
 from braid.kernels.host import AsyncHostCopy
@@ -82,6 +82,9 @@ class PendingStep:
     """
 
     state: JobState
+    step: int
+    first: int
+    """Its first sample."""
     tokens: int
     parameters: tuple[str, ...]
     metrics: tuple[str, ...]
@@ -149,24 +152,9 @@ def begin_step(
     if not state.modules:
         return _attend_step(state, run, stop)
     step, first = state.step + 1, state.samples
-    batches: list[MicroBatch] = []
-    if isinstance(state, State):
-        try:
-            batches = micro_batches(run, loader, step, first, state.model.groups.dp)
-        except DataError as problem:
-            counts = fail_to_count(state, run.train.micro_batches, problem)
-        else:
-            counts = count(state, batches, loader.items, first)
-    else:
-        counts = await_counts(state, run.train.micro_batches, first)
-    items: dict[str, list[Items]] = {}
-    if state.plan.encoders:
-        samples = _samples_of_step(state, run, first)
-        items = read_items(state, counts.tables, loader.items, samples, step=step, prefetch=prefetch)
-        if prefetch is not None and step < run.train.steps:
-            after = _samples_of_step(state, run, first + run.train.batch_samples)
-            prefetch_items(state, loader.items, after, prefetch)
-    parts, loads = backward(state, run, batches, counts, items=items)
+    inputs = read_step(state, run, loader, step, first, prefetch)
+    counts = inputs.counts
+    parts, loads = backward(state, run, inputs.batches, counts, items=inputs.items)
     metrics = _reduce_metrics(state, parts, stop)
     _advance(state, run)
     norm, squares_P, parameters = _gradient_norm(state)
@@ -176,6 +164,8 @@ def begin_step(
         update_selection_biases(module.model, loads[name], apply=finite, frozen=module.frozen_buffers)
     return PendingStep(
         state=state,
+        step=step,
+        first=first,
         tokens=counts.tokens,
         parameters=parameters,
         metrics=tuple(metrics),
@@ -188,6 +178,41 @@ def begin_step(
         },
         loads={name: tuple(map(AsyncHostCopy, load.pairs())) for name, load in loads.items()},
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepInputs:
+    """What a rank reads of a step."""
+
+    batches: Sequence[MicroBatch]
+    """Those of the language model, on its ranks."""
+    counts: Counts
+    items: Mapping[str, Sequence[Items]]
+    """Those of this rank's encoders."""
+
+
+def read_step(
+    state: JobState, run: Run, loader: Loader, step: int, first: int, prefetch: ItemPrefetch | None = None
+) -> StepInputs:
+    """Read the samples of a step, from sample `first` on, and count them. Collective over the job."""
+    batches: list[MicroBatch] = []
+    if isinstance(state, State):
+        try:
+            batches = micro_batches(run, loader, step, first, state.model.groups.dp)
+        except DataError as problem:
+            counts = fail_to_count(state, run.train.micro_batches, problem)
+        else:
+            counts = count(state, batches, loader.items, first)
+    else:
+        counts = await_counts(state, run.train.micro_batches, first)
+    items: dict[str, list[Items]] = {}
+    if state.modules and state.plan.encoders:
+        samples = _samples_of_step(state, run, first)
+        items = read_items(state, counts.tables, loader.items, samples, step=step, prefetch=prefetch)
+        if prefetch is not None and step < run.train.steps:
+            after = _samples_of_step(state, run, first + run.train.batch_samples)
+            prefetch_items(state, loader.items, after, prefetch)
+    return StepInputs(batches=batches, counts=counts, items=items)
 
 
 def _samples_of_step(state: JobState, run: Run, first: int) -> list[range]:
@@ -218,13 +243,16 @@ def _gradient_norm(state: JobState) -> tuple[Tensor, Tensor, tuple[str, ...]]:
 
 def _attend_step(state: JobState, run: Run, stop: bool) -> PendingStep:
     """The part of a rank without modules in a step: the job's collectives, in the order of `begin_step`."""
-    counts = await_counts(state, run.train.micro_batches, state.samples)
+    first = state.samples
+    counts = await_counts(state, run.train.micro_batches, first)
     state.progress.skip(max(len(ops) for ops in state.plan.schedule.ops))
     metrics = _reduce_metrics(state, {}, stop)
     _advance(state, run)
     norm = gradients.total_norm(torch.zeros((), dtype=torch.float64, device=state.device), state.job)
     return PendingStep(
         state=state,
+        step=state.step,
+        first=first,
         tokens=counts.tokens,
         parameters=(),
         metrics=tuple(metrics),
@@ -260,17 +288,21 @@ def backward(
     counts: Counts,
     watch: Watch | None = None,
     items: Mapping[str, Sequence[Items]] = MappingProxyType({}),
+    after_op: AfterOp | None = None,
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, ExpertLoad]]:
     """Run the schedule of the step, which leaves the gradients in the optimizers. `batches` are those of the
     language model, `items` those of this rank's encoders. Returns by module this rank's share of the metrics,
-    and the expert load over all ranks. `watch` observes nodes as they run."""
+    and the expert load over all ranks. `watch` observes nodes as they run, `after_op` is called after each
+    op."""
     steps: dict[str, ModuleStep] = {}
     if isinstance(state, State):
         steps[LANGUAGE] = LanguageStep(state, run, batches, counts)
     for name, module in state.encoders.items():
         steps[name] = EncoderStep(state, module, items[name], counts)
     rows = len(batches[0].sample_B) if batches else 0
-    state.log = run_schedule(state, run, state.program, steps, counts.tables, rows=rows, watch=watch)
+    state.log = run_schedule(
+        state, run, state.program, steps, counts.tables, rows=rows, watch=watch, after_op=after_op
+    )
     for step in steps.values():
         step.end()
     loads = {name: step.loads.all_reduce(step.model.groups.slab) for name, step in steps.items()}
@@ -286,11 +318,12 @@ def run_schedule(
     *,
     rows: int,
     watch: Watch | None = None,
+    after_op: AfterOp | None = None,
 ) -> Sequence[OpSpan]:
     """Execute the ops of this rank, with the work of each of its modules, on micro-batches of `rows` rows of
     text and the items of the tables. Returns when each op ran."""
     if not state.plan.encoders:
-        return execute(program, works[LANGUAGE], state.keeper, state.links(rows, run), watch)
+        return execute(program, works[LANGUAGE], state.keeper, state.links(rows, run), watch, after_op)
     module_of = [segment.module for segment in state.plan.schedule.graph.segments]
 
     def message(turn: Turn) -> Tensor:
@@ -302,7 +335,7 @@ def run_schedule(
     links = PipelineLinks(
         channels=state.channels, message=message, edges=edge_links(state, tables), progress=state.progress
     )
-    return execute(program, ModulesWork(state, works), state.keeper, links, watch)
+    return execute(program, ModulesWork(state, works), state.keeper, links, watch, after_op)
 
 
 def _reduce_metrics(
