@@ -128,6 +128,22 @@ FAULTS: tuple[Fault, ...] = (
         why="the step after a skipped one adds to gradients that are not finite",
     ),
     Fault(
+        name="window-read-from-the-wrong-end",
+        file="optim/spikes.py",
+        old="holds_N = self._places_N <= self._held",
+        new="holds_N = self._places_N.flip(0) <= self._held",
+        kind="wrong axis",
+        why="spikes are judged by zeros until the window is full",
+    ),
+    Fault(
+        name="window-not-restored",
+        file="train/state.py",
+        old="    state.spikes.restore(saved.spikes)\n",
+        new="    state.spikes.restore(saved.spikes._replace(values=((), ())))\n",
+        kind="stale cache",
+        why="a run that resumes applies a spike that an uninterrupted one skips",
+    ),
+    Fault(
         name="one-skipped-step-fewer",
         file="train/loop.py",
         old="if not result.not_finite or self.state.skipped_in_a_row <= limit:",

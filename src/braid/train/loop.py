@@ -198,6 +198,8 @@ class Loop:
         if result.tokens == 0 and not self.warned_all_masked:
             self.warned_all_masked = True
             self._warn(f"step {step}: no token counts in the loss, because all labels are masked")
+        if result.spikes:
+            self._report_spike(step, result)
         failed = self._skipped_too_many(step, result)
         evaluated = self._evaluate_if_due() if step == self.state.step and failed is None else {}
         self.metrics.log(step, self._metrics(issued, result, seconds, evaluated))
@@ -226,7 +228,8 @@ class Loop:
             "tokens": issued.tokens,
             "mfu": self.device.mfu(self._flops(result), seconds, self.run.train.dtype),
             "memory_bytes": self.device.memory_bytes(),
-            "skipped": int(bool(result.not_finite)),
+            "skipped": int(result.skipped),
+            "spike": int(bool(result.spikes)),
             **self._slowest(),
         }
 
@@ -316,6 +319,19 @@ class Loop:
             origins = find_origins(self.state, self.run, self.data.train, pending.step, pending.first)
             found = f"\n  {describe_origins(origins)}"
         self._warn(f"step {pending.step} skipped: not finite: {_listed(result.not_finite)}{found}")
+
+    def _report_spike(self, step: int, result: StepResult) -> None:
+        train = self.run.train
+        found = " and ".join(
+            f"{name} {value:.4g}, above {limit:.4g}" for name, (value, limit) in result.spikes.items()
+        )
+        end = ""
+        if not result.skipped and train.spikes == "skip":
+            end = f"; applied, as {train.max_skipped} in a row were skipped (train.max_skipped)"
+        self._warn(
+            f"step {step}{' skipped' if result.skipped else ''}: a spike of {train.spike_sigma:g} standard "
+            f"deviations: {found}{end}"
+        )
 
     def _skipped_too_many(self, step: int, result: StepResult) -> NumericsError | None:
         """The error if more steps in a row were not finite than the run allows."""

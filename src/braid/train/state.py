@@ -39,6 +39,7 @@ from braid.model.names import language_names, regrouped_names, renamed
 from braid.nn.canonical import Canonical, Held
 from braid.nn.init import VERSION as INIT_VERSION
 from braid.optim.adamw import MOMENTS, AdamW
+from braid.optim.spikes import SpikeWindow
 from braid.pattern import parse
 from braid.planning import trained as trained_tensors
 from braid.planning.plan import Plan, canonical_names, evaluation_schedule, whole_models
@@ -127,6 +128,11 @@ class JobState:
             self._evaluations[micro_batches] = Program(schedule, self._station)
         return self._evaluations[micro_batches]
 
+    @functools.cached_property
+    def spikes(self) -> SpikeWindow:
+        """The gradient norms and losses of the last steps. The same on all ranks of the job."""
+        return SpikeWindow(self.plan.run.train.spike_window, self.device)
+
     @property
     def _station(self) -> int:
         station = self.plan.station(self.job.rank)
@@ -182,6 +188,7 @@ def save(root: Path, state: JobState, run: Run, loader: Loader, tokenizer: Token
         "skipped_in_a_row": state.skipped_in_a_row,
         "data": {"fingerprint": loader.fingerprint, **loader.identity},
         "init": dict(state.init),
+        "spikes": state.spikes.record().to_json(),
     }
     with fail_together(job):
         _check_finite(root, state)
@@ -303,6 +310,7 @@ def load(path: Path, state: JobState) -> None:
     state.step, state.skipped_in_a_row = saved.step, saved.skipped_in_a_row
     state.samples, state.tokens = saved.samples, saved.tokens
     state.init = saved.init
+    state.spikes.restore(saved.spikes)
     torch.set_rng_state(tensors[RNG])
 
 

@@ -30,6 +30,7 @@ from braid.model.encoder import Items
 from braid.model.multimodal import mask_placeholders
 from braid.nn.moe.balance import Load, load
 from braid.optim import gradients
+from braid.optim.spikes import MEASURES, Judged
 from braid.schedule import OpSpan, Turn
 from braid.schedule.graph import LANGUAGE
 from braid.train.counts import Counts, await_counts, count, fail_to_count
@@ -64,6 +65,10 @@ class StepResult:
     """Before clipping."""
     not_finite: tuple[str, ...] = ()
     """The loss or parameters that were not finite; if any, the step was skipped."""
+    limits: Mapping[str, float] = field(default_factory=dict)
+    """Above these, the gradient norm and the loss are spikes."""
+    skipped: bool = False
+    """Whether the update was not applied."""
     stop: bool = False
     """Whether any rank received a stop signal."""
     patches: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
@@ -72,6 +77,12 @@ class StepResult:
     @property
     def loss(self) -> float:
         return self.metrics["loss"]
+
+    @property
+    def spikes(self) -> dict[str, tuple[float, float]]:
+        """What is above its limit, with both numbers."""
+        values = {"grad_norm": self.grad_norm, "loss": self.loss}
+        return {name: (values[name], limit) for name, limit in self.limits.items() if values[name] > limit}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,9 +99,9 @@ class PendingStep:
     tokens: int
     parameters: tuple[str, ...]
     metrics: tuple[str, ...]
-    """Names of `numbers` after the first."""
+    """Names of the last ones of `numbers`."""
     numbers: AsyncHostCopy
-    """The gradient norm and the metrics, over all ranks."""
+    """The gradient norm, what was judged by it, and the metrics, over all ranks."""
     squares_P: AsyncHostCopy
     """Squared gradient norms of this rank's parameters, to tell which are not finite."""
     items: Mapping[str, float]
@@ -102,7 +113,8 @@ class PendingStep:
 
     def result(self) -> StepResult:
         """Wait for the step. Call it once for every step, in order, on all ranks."""
-        norm, *values = self.numbers.wait().tolist()
+        norm, *judged = self.numbers.wait().tolist()
+        limits, skipped, values = judged[: len(MEASURES)], judged[len(MEASURES)], judged[len(MEASURES) + 1 :]
         metrics = dict(zip(self.metrics, values, strict=True)) | dict(self.items)
         stop = metrics.pop(STOP) > 0
         not_finite: tuple[str, ...] = ()
@@ -120,6 +132,8 @@ class PendingStep:
             tokens=self.tokens,
             grad_norm=norm,
             not_finite=not_finite,
+            limits=dict(zip(MEASURES, limits, strict=True)),
+            skipped=bool(not_finite) or skipped > 0,
             stop=stop,
             patches=self.patches,
         )
@@ -146,9 +160,10 @@ def begin_step(
     stop: bool = False,
     prefetch: ItemPrefetch | None = None,
 ) -> PendingStep:
-    """Issue step `state.step + 1` at learning rate `rate`. If the loss or the gradient norm is not finite, the
-    update is skipped; the device decides that, so the host need not wait for it. `stop` says whether this rank
-    received a stop signal. `prefetch` reads the items of the step after it meanwhile."""
+    """Issue step `state.step + 1` at learning rate `rate`. If the loss or the gradient norm is not finite, or
+    a spike that is to be skipped, nothing is updated; the device decides that, so the host need not wait for
+    it. `stop` says whether this rank received a stop signal. `prefetch` reads the items of the step after it
+    meanwhile."""
     if not state.modules:
         return _attend_step(state, run, stop)
     step, first = state.step + 1, state.samples
@@ -158,10 +173,10 @@ def begin_step(
     metrics = _reduce_metrics(state, parts, stop)
     _advance(state, run)
     norm, squares_P, parameters = _gradient_norm(state)
-    finite = metrics["loss"].isfinite() & norm.isfinite()
+    judged = _judge(state, run, norm, metrics)
     for name, module in state.modules.items():
-        module.optimizer.update(rate, scale=gradients.clip_scale(norm, run.optim.clip), skip=~finite)
-        update_selection_biases(module.model, loads[name], apply=finite, frozen=module.frozen_buffers)
+        module.optimizer.update(rate, scale=gradients.clip_scale(norm, run.optim.clip), skip=~judged.apply)
+        update_selection_biases(module.model, loads[name], apply=judged.apply, frozen=module.frozen_buffers)
     return PendingStep(
         state=state,
         step=step,
@@ -169,7 +184,7 @@ def begin_step(
         tokens=counts.tokens,
         parameters=parameters,
         metrics=tuple(metrics),
-        numbers=AsyncHostCopy(torch.stack([norm, *metrics.values()])),
+        numbers=AsyncHostCopy(torch.stack([norm, *judged.numbers, *metrics.values()])),
         squares_P=AsyncHostCopy(squares_P),
         items=item_metrics(state.plan, counts.tables),
         patches={
@@ -221,6 +236,18 @@ def _samples_of_step(state: JobState, run: Run, first: int) -> list[range]:
     return [range(start, start + size) for start in range(first, first + run.train.batch_samples, size)]
 
 
+def _judge(state: JobState, run: Run, norm: Tensor, metrics: Mapping[str, Tensor]) -> Judged:
+    """Whether the update is applied: on every rank alike, with or without modules."""
+    train = run.train
+    return state.spikes.judge(
+        norm,
+        metrics["loss"],
+        policy=train.spikes,
+        sigma=train.spike_sigma,
+        most_skipped=train.max_skipped,
+    )
+
+
 def _gradient_norm(state: JobState) -> tuple[Tensor, Tensor, tuple[str, ...]]:
     """The norm over all modules and ranks, the squared norms of this rank's gradients, and whose they are."""
     names: list[str] = []
@@ -249,6 +276,7 @@ def _attend_step(state: JobState, run: Run, stop: bool) -> PendingStep:
     metrics = _reduce_metrics(state, {}, stop)
     _advance(state, run)
     norm = gradients.total_norm(torch.zeros((), dtype=torch.float64, device=state.device), state.job)
+    judged = _judge(state, run, norm, metrics)
     return PendingStep(
         state=state,
         step=state.step,
@@ -256,7 +284,7 @@ def _attend_step(state: JobState, run: Run, stop: bool) -> PendingStep:
         tokens=counts.tokens,
         parameters=(),
         metrics=tuple(metrics),
-        numbers=AsyncHostCopy(torch.stack([norm, *metrics.values()])),
+        numbers=AsyncHostCopy(torch.stack([norm, *judged.numbers, *metrics.values()])),
         squares_P=AsyncHostCopy(torch.zeros(0)),
         items={},
         patches={},

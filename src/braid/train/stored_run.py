@@ -11,6 +11,7 @@ from braid import checkpoint
 from braid.architecture import Trunk
 from braid.config import Run, encoder_from_json, from_json, model_from_json
 from braid.errors import CheckpointError, first_of
+from braid.optim.spikes import SpikeRecord
 from braid.pattern import parse
 from braid.schedule.graph import LANGUAGE
 
@@ -35,6 +36,8 @@ class CheckpointInfo:
     own_updates: Mapping[str, int]
     """Updates of the tensors that joined later, by canonical name."""
     skipped_in_a_row: int
+    spikes: SpikeRecord
+    """Gradient norms and losses of the last steps; none in checkpoints of older versions."""
     data_fingerprint: str
     tokenizer: Mapping[str, Any]
     """The tokenizer's description."""
@@ -58,6 +61,7 @@ def describe(path: Path) -> CheckpointInfo:
             module_updates={name: int(count) for name, count in extra.get("module_updates", {}).items()},
             own_updates={name: int(count) for name, count in extra.get("own_updates", {}).items()},
             skipped_in_a_row=int(extra["skipped_in_a_row"]),
+            spikes=SpikeRecord.from_json(extra["spikes"]) if "spikes" in extra else SpikeRecord(),
             data_fingerprint=str(extra["data"]["fingerprint"]),
             tokenizer=dict(extra["tokenizer"]),
             hub=dict(extra.get("hub", {})),
