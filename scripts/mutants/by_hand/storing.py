@@ -64,6 +64,14 @@ FAULTS: tuple[Fault, ...] = (
         why="a checkpoint whose moments are infinite replaces the last good one",
     ),
     Fault(
+        name="weights-that-are-not-finite-imported",
+        file="train/importing.py",
+        old="if tensor.is_floating_point() and not bool(tensor.isfinite().all()):",
+        new="if tensor.is_floating_point() and not bool(tensor.isfinite().any()):",
+        kind="accepted input",
+        why="a model that computes NaN is imported without a word",
+    ),
+    Fault(
         name="damaged-ones-pruned",
         file="checkpoint/choosing.py",
         old="if path != newest_valid and _is_plausible(step, path):",

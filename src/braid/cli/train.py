@@ -23,7 +23,7 @@ from braid.cli.progress import bar
 from braid.cli.recipes import RunFields, expand_recipe_help
 from braid.cli.sources import load_source, output_folder
 from braid.config import to_json
-from braid.errors import BraidError, ConfigError, ExitCode, Problem
+from braid.errors import BraidError, ConfigError, ExitCode, PreemptedError, Problem
 from braid.planning.divisibility import describe_mesh
 from braid.planning.modules import encoder_size
 from braid.planning.plan import Plan, check
@@ -255,7 +255,12 @@ def _train(plan: Plan, out: Path, args: list[str], opts: TrainOptions) -> int:
                 warn(note)
             trainer.listeners += _metric_listeners(opts, out)
         outcome = trainer.train()
-        sample = _sample(trainer)
+        try:
+            sample = _sample(trainer)
+        except SystemExit as end:  # SIGTERM
+            raise PreemptedError(
+                f"stopped after the last step, which is saved in {outcome.checkpoint}"
+            ) from end
     say("")
     say(table([*sample, ("", ""), *_summary(outcome, trainer)]))
     say("\ntry next")

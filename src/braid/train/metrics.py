@@ -33,9 +33,16 @@ class Metrics:
 
     def __init__(self, file: Path, *, after_step: int, listeners: Sequence[Listener] = ()) -> None:
         """Append to the file, after moving the lines beyond `after_step` to metrics-cut.jsonl."""
-        file.parent.mkdir(parents=True, exist_ok=True)
-        _cut_lines_after(file, after_step)
-        self._lines = file.open("ab", buffering=0)
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            _cut_lines_after(file, after_step)
+            self._lines = file.open("ab", buffering=0)
+        except OSError as error:
+            raise ConfigError(
+                f"{file} cannot be written: {error.strerror or error}\n"
+                "  set   another --out, or move away what is in the way; a full disk needs space"
+            ) from error
+        self._file = file
         self._lost = 0
         self._listeners = tuple(listeners)
 
@@ -49,11 +56,20 @@ class Metrics:
     def _write(self, line: str) -> None:
         """Write a line, or drop it if the disk is full: metrics are not worth the run. Warns once."""
         try:
+            if os.fstat(self._lines.fileno()).st_nlink == 0:
+                self._reopen()
             self._lines.write(line.encode())
         except OSError as error:
             if not self._lost:
                 warn(f"cannot write {self._lines.name}: {error.strerror}; training continues without it")
             self._lost += 1
+
+    def _reopen(self) -> None:
+        """Begin a new file, as the old one was deleted under the run, perhaps with its folder."""
+        warn(f"{self._file} was deleted while the run writes to it: what was in it is lost, a new one begins")
+        self._lines.close()
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        self._lines = self._file.open("ab", buffering=0)
 
     def __enter__(self) -> Metrics:
         return self

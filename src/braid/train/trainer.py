@@ -277,9 +277,10 @@ class Trainer:
         self._check_open()
         if self._loop is None:
             metrics: Metrics | NullMetrics = NullMetrics()
-            if self.process.rank == 0:
-                file = Metrics(self.run_dir.metrics, after_step=self.state.step, listeners=self.listeners)
-                metrics = self._resources.enter_context(file)
+            with fail_together(self.process.world_group):
+                if self.process.rank == 0:
+                    file = Metrics(self.run_dir.metrics, after_step=self.state.step, listeners=self.listeners)
+                    metrics = self._resources.enter_context(file)
             parts = (self.plan, self.run_dir, self.device, self.data, self.state, metrics)
             prefetch = self._resources.enter_context(ItemPrefetch())
             self._loop = Loop(*parts, quiet=self._quiet, tracer=self._tracer, prefetch=prefetch)
