@@ -140,6 +140,8 @@ class Train:
     """Number of checkpoints to keep."""
     max_skipped: int = 5
     """Consecutive steps that may be skipped for a non-finite loss or gradient before the run fails."""
+    check_copies_every: int = 100
+    """Steps between checks that ranks which hold the same weights agree on them to the bit; 0 disables."""
     spikes: SpikePolicy = "warn"
     """Steps whose gradient norm or loss is spike_sigma above those before: ignore, warn, or skip the update."""
     spike_sigma: float = 6.0
@@ -152,7 +154,8 @@ class Train:
     def problems(self, at: str) -> Iterator[Problem]:
         yield from validators.seed(f"{at}.seed", self.seed)
         positive = ("steps", "batch_samples", "micro_batches", "log_every", "keep")
-        non_negative = ("recompute_span", "eval_every", "eval_samples", "save_every", "max_skipped")
+        every = ("eval_every", "save_every", "check_copies_every")
+        non_negative = ("recompute_span", "eval_samples", "max_skipped", *every)
         for low, names in ((1, positive), (0, non_negative)):
             for name in names:
                 yield from validators.at_least(f"{at}.{name}", typing.cast(float, getattr(self, name)), low)

@@ -116,7 +116,7 @@ FAULTS: tuple[Fault, ...] = (
         file="engine/fsdp2.py",
         old="for gradient in (param._unsharded_param.grad, param.unsharded_accumulated_grad)",
         new="for gradient in (param.sharded_param.grad,)",
-        kind="wrong tensor",
+        kind="swapped",
         why="gradients that are not finite are named after their reduction, on all ranks",
     ),
     Fault(
@@ -144,6 +144,22 @@ FAULTS: tuple[Fault, ...] = (
         why="a run that resumes applies a spike that an uninterrupted one skips",
     ),
     Fault(
+        name="half-is-a-majority",
+        file="train/copies.py",
+        old="if 2 * count > len(holders) else",
+        new="if 2 * count >= len(holders) else",
+        kind="off by one",
+        why="of two copies that differ, a rank is blamed that may be right",
+    ),
+    Fault(
+        name="moments-not-compared",
+        file="train/copies.py",
+        old="for moment in MOMENTS if name in optimizer.main else ():\n            yield f",
+        new="for moment in ():\n            yield f",
+        kind="dropped term",
+        why="a moment that differs is found only once it has spoiled a weight",
+    ),
+    Fault(
         name="one-skipped-step-fewer",
         file="train/loop.py",
         old="if not result.not_finite or self.state.skipped_in_a_row <= limit:",
@@ -162,7 +178,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="skipped-steps-update-weights",
         file="train/step.py",
-        old="scale=gradients.clip_scale(norm, run.optim.clip), skip=~finite)",
+        old="scale=gradients.clip_scale(norm, run.optim.clip), skip=~judged.apply)",
         new="scale=gradients.clip_scale(norm, run.optim.clip))",
         kind="ignored mask",
         why="a gradient that is not finite reaches the weights",

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from braid import checkpoint
 from braid.config import Run
 from braid.console import Line, say, warn
-from braid.errors import CheckpointError, ConfigError, NumericsError, PreemptedError
+from braid.errors import CheckpointError, ConfigError, NumericsError, PreemptedError, first_of
 from braid.launch.process import everywhere
 from braid.launch.watchdog import Watchdog
 from braid.model.language import LanguageModel
@@ -205,6 +205,8 @@ class Loop:
         self.metrics.log(step, self._metrics(issued, result, seconds, evaluated))
         if failed is not None:
             raise everywhere(failed)
+        if result.diverged:
+            raise everywhere(self._diverged(step, result))
         if _divides(self.run.train.log_every, step) or step in (1, self.run.train.steps):
             self._say(str(self._line(issued, result)))
         if evaluated:
@@ -331,6 +333,15 @@ class Loop:
         self._warn(
             f"step {step}{' skipped' if result.skipped else ''}: a spike of {train.spike_sigma:g} standard "
             f"deviations: {found}{end}"
+        )
+
+    def _diverged(self, step: int, result: StepResult) -> NumericsError:
+        listed = "\n  ".join(first_of(result.diverged))
+        return NumericsError(
+            f"copies of weights or moments differ before step {step}\n  {listed}\n"
+            "  rule  ranks that hold the same weights agree on them to the bit\n"
+            "  set   another machine for these ranks, if it happens again; nothing was saved since the newest "
+            f"checkpoint in {self.run_dir.checkpoints}, which the same command resumes"
         )
 
     def _skipped_too_many(self, step: int, result: StepResult) -> NumericsError | None:

@@ -45,6 +45,7 @@ from braid.planning import trained as trained_tensors
 from braid.planning.plan import Plan, canonical_names, evaluation_schedule, whole_models
 from braid.schedule import Channel, OpSpan
 from braid.schedule.graph import LANGUAGE
+from braid.train.copies import CopyCheck
 from braid.train.module_state import ModuleState
 from braid.train.stored_run import NAMES_VERSION, NO_DATA, describe, read_run_manifest, saved_models
 from braid.train.surgery import Fresh, InitPlan, Stored, Values, check_plan, plan_by_name
@@ -132,6 +133,11 @@ class JobState:
     def spikes(self) -> SpikeWindow:
         """The gradient norms and losses of the last steps. The same on all ranks of the job."""
         return SpikeWindow(self.plan.run.train.spike_window, self.device)
+
+    @functools.cached_property
+    def copies(self) -> CopyCheck:
+        """Compares what this rank holds with the copies of other ranks."""
+        return CopyCheck(self.modules, self.device)
 
     @property
     def _station(self) -> int:

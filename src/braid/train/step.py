@@ -33,6 +33,7 @@ from braid.optim import gradients
 from braid.optim.spikes import MEASURES, Judged
 from braid.schedule import OpSpan, Turn
 from braid.schedule.graph import LANGUAGE
+from braid.train.copies import ComparedCopies
 from braid.train.counts import Counts, await_counts, count, fail_to_count
 from braid.train.expert_load import ExpertLoad, load_metrics, update_selection_biases
 from braid.train.item_prefetch import ItemPrefetch
@@ -48,6 +49,9 @@ from braid.train.step_work import (
     ModuleStep,
     ModulesWork,
 )
+
+COPIES = "copies"
+"""How many copies of weights differ; travels with the metrics of steps that compare them."""
 
 STOP = "stop"
 """How many ranks received a stop signal; travels with the metrics."""
@@ -65,6 +69,8 @@ class StepResult:
     """Before clipping."""
     not_finite: tuple[str, ...] = ()
     """The loss or parameters that were not finite; if any, the step was skipped."""
+    diverged: tuple[str, ...] = ()
+    """Which ranks hold copies of weights that differ from those of others, and of which, in words."""
     limits: Mapping[str, float] = field(default_factory=dict)
     """Above these, the gradient norm and the loss are spikes."""
     skipped: bool = False
@@ -108,6 +114,8 @@ class PendingStep:
     """Metrics of the items of modules."""
     patches: Mapping[str, tuple[int, ...]]
     """Patches of every item, by module."""
+    copies: ComparedCopies | None = None
+    """The comparison of copies with other ranks, in steps that have one."""
     loads: Mapping[str, tuple[AsyncHostCopy, ...]]
     """By module: tokens routed to each expert of every MoE layer, and those within its capacity."""
 
@@ -116,7 +124,7 @@ class PendingStep:
         norm, *judged = self.numbers.wait().tolist()
         limits, skipped, values = judged[: len(MEASURES)], judged[len(MEASURES)], judged[len(MEASURES) + 1 :]
         metrics = dict(zip(self.metrics, values, strict=True)) | dict(self.items)
-        stop = metrics.pop(STOP) > 0
+        stop, diverged = metrics.pop(STOP) > 0, metrics.pop(COPIES, 0.0) > 0
         not_finite: tuple[str, ...] = ()
         if not (math.isfinite(metrics["loss"]) and math.isfinite(norm)):
             not_finite = self._not_finite(metrics["loss"], self.state.job)
@@ -132,11 +140,17 @@ class PendingStep:
             tokens=self.tokens,
             grad_norm=norm,
             not_finite=not_finite,
+            diverged=self._divergences() if diverged else (),
             limits=dict(zip(MEASURES, limits, strict=True)),
             skipped=bool(not_finite) or skipped > 0,
             stop=stop,
             patches=self.patches,
         )
+
+    def _divergences(self) -> tuple[str, ...]:
+        """Those that any rank sees, each once."""
+        mine = [] if self.copies is None else [str(each) for each in self.copies.divergences()]
+        return tuple(dict.fromkeys(text for texts in all_gather_json(mine, self.state.job) for text in texts))
 
     def _not_finite(self, loss: float, job: Group) -> tuple[str, ...]:
         """Names of what is not finite, on any rank."""
@@ -170,7 +184,8 @@ def begin_step(
     inputs = read_step(state, run, loader, step, first, prefetch)
     counts = inputs.counts
     parts, loads = backward(state, run, inputs.batches, counts, items=inputs.items)
-    metrics = _reduce_metrics(state, parts, stop)
+    copies = state.copies.compare() if _compares_copies(state, run) else None
+    metrics = _reduce_metrics(state, run, parts, stop, copies)
     _advance(state, run)
     norm, squares_P, parameters = _gradient_norm(state)
     judged = _judge(state, run, norm, metrics)
@@ -191,6 +206,7 @@ def begin_step(
             name: tuple(each for table in tables for each in table.patches)
             for name, tables in counts.tables.items()
         },
+        copies=copies,
         loads={name: tuple(map(AsyncHostCopy, load.pairs())) for name, load in loads.items()},
     )
 
@@ -273,7 +289,7 @@ def _attend_step(state: JobState, run: Run, stop: bool) -> PendingStep:
     first = state.samples
     counts = await_counts(state, run.train.micro_batches, first)
     state.progress.skip(max(len(ops) for ops in state.plan.schedule.ops))
-    metrics = _reduce_metrics(state, {}, stop)
+    metrics = _reduce_metrics(state, run, {}, stop)
     _advance(state, run)
     norm = gradients.total_norm(torch.zeros((), dtype=torch.float64, device=state.device), state.job)
     judged = _judge(state, run, norm, metrics)
@@ -366,17 +382,29 @@ def run_schedule(
     return execute(program, ModulesWork(state, works), state.keeper, links, watch, after_op)
 
 
+def _compares_copies(state: JobState, run: Run) -> bool:
+    """Whether the next step compares copies of weights."""
+    every = run.train.check_copies_every
+    return every > 0 and state.job.size > 1 and (state.step + 1) % every == 0
+
+
 def _reduce_metrics(
-    state: JobState, by_module: Mapping[str, Mapping[str, Tensor]], stop: bool
+    state: JobState,
+    run: Run,
+    by_module: Mapping[str, Mapping[str, Tensor]],
+    stop: bool,
+    copies: ComparedCopies | None = None,
 ) -> dict[str, Tensor]:
-    """Metrics over all ranks as 0-D tensors, in one all-reduce, and `STOP`: how many ranks received a stop
-    signal. Collective over the job."""
+    """Metrics over all ranks as 0-D tensors, in one all-reduce, with `STOP`: how many ranks received a stop
+    signal, and `COPIES`. Collective over the job."""
     names = sorted(set(_tell(state, {module: sorted(each) for module, each in by_module.items()})))
     metrics = _joined(by_module.values())
     zero = torch.zeros((), dtype=torch.float64, device=state.device)
     parts = {name: metrics[name].double() if name in metrics else zero for name in names}
     deviation = parts.pop(DEVIATION, None)
     parts[STOP] = zero + stop
+    if _compares_copies(state, run):
+        parts[COPIES] = zero if copies is None else copies.differs
     sums = all_reduce_no_grad(torch.stack([*parts.values()]), state.job)
     reduced = dict(zip(parts, sums.unbind(), strict=True))
     if deviation is not None:
