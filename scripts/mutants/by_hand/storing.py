@@ -72,6 +72,14 @@ FAULTS: tuple[Fault, ...] = (
         why="a model that computes NaN is imported without a word",
     ),
     Fault(
+        name="segments-counted-one-by-one",
+        file="pattern.py",
+        old="most=MOST_LAYERS - held",
+        new="most=MOST_LAYERS",
+        kind="accepted input",
+        why="a pattern of many segments takes all memory",
+    ),
+    Fault(
         name="damaged-ones-pruned",
         file="checkpoint/choosing.py",
         old="if path != newest_valid and _is_plausible(step, path):",
