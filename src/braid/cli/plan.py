@@ -28,7 +28,7 @@ from braid.cli.plan_notes import (
     trained_summary,
 )
 from braid.cli.plan_tables import MEMORY_COLUMNS, layers_cell, stage_json, traffic_table
-from braid.cli.plan_time import predicted, print_time, time_json
+from braid.cli.plan_time import predicted, print_time, time_json, time_problems
 from braid.cli.recipes import RunFields, expand_recipe_help
 from braid.cli.sources import load_source
 from braid.errors import ConfigError, ExitCode, Problem
@@ -103,6 +103,7 @@ def show_plan(args: list[str]) -> int:
         *check(opts.run, opts.world),
         *_memory_problems(opts.device_memory),
         *validators.at_least("load", opts.load, 1),
+        *time_problems(opts.cluster, opts.calibration),
     ]
     if problems:
         raise ConfigError(problems)

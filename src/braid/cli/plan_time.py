@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import rich.console
 
 from braid.cli.args import print_table
-from braid.errors import ConfigError
+from braid.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from braid.planning.plan import Plan
@@ -34,6 +35,16 @@ LABELS = MappingProxyType(
     }
 )
 """What the parts of a step mean; other families go by their names."""
+
+
+def time_problems(cluster: str | None, calibration: str | None) -> Iterator[Problem]:
+    if calibration is not None and cluster is None:
+        yield Problem(
+            field="calibration",
+            value=calibration,
+            rule="--calibration needs --cluster, for the links between devices",
+            remedy="--cluster NAME, or no calibration",
+        )
 
 
 def predicted(plan: Plan, cluster: str | None, calibration: str | None, load: float) -> Prediction:

@@ -6,14 +6,14 @@ ranges move together. What a calibration does not know is listed, and then there
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from braid.errors import ConfigError
+from braid.errors import ConfigError, Problem
 from braid.planning.plan import Plan, training_flops
 from braid.timing.calibration import Calibration, load, missing
-from braid.timing.links import Cluster, missing_calls, span
+from braid.timing.links import Cluster, filled, missing_calls, span
 from braid.timing.meter import ClusterMeter
 from braid.timing.seconds import Station
 from braid.timing.step import BUBBLE, Stepper, StepTime
@@ -78,12 +78,17 @@ class Prediction:
 
 
 def predict(
-    plan: Plan, cluster: Cluster, calibration: Calibration | None = None, *, load_factor: float = 1.0
+    plan: Plan,
+    cluster: Cluster,
+    calibration: Calibration | None = None,
+    *,
+    load_factor: float = 1.0,
+    metered: Callable[[Plan, Cluster, Calibration], ClusterMeter] = ClusterMeter,
 ) -> Prediction:
     """The time of a step. `calibration` defaults to that of the cluster's device; `load_factor` is how many
-    times its share the slowest rank of the experts has."""
-    known = load(cluster.device) if calibration is None else calibration
-    likely, stepper = ClusterMeter(plan, cluster, known), Stepper(plan, load=load_factor)
+    times its share the slowest rank of the experts has; `metered` makes the meter."""
+    known, cluster = calibration_for(cluster, calibration), filled(cluster, plan.world)
+    likely, stepper = metered(plan, cluster, known), Stepper(plan, load=load_factor)
     if unknown := unmeasured(plan, likely, stepper.held):
         raise ConfigError("\n".join(["no time can be given:", *unknown]))
     step = stepper.step(likely)
@@ -95,6 +100,24 @@ def predict(
         low=stepper.seconds(replace(likely, side=-1.0)),
         high=stepper.seconds(replace(likely, side=1.0)),
         wider={name: stepper.ratio(likely, replace(likely, side=1.0, only=name)) - 1 for name in _ADVICE},
+    )
+
+
+def calibration_for(cluster: Cluster, given: Calibration | None) -> Calibration:
+    """That of the cluster's device. One that is given must be of the same device: another device's seconds are
+    no measurements of this one."""
+    own = load(cluster.device)
+    if given is None or given.device == own.device:
+        return own if given is None else given
+    raise ConfigError(
+        [
+            Problem(
+                field="calibration",
+                value=given.device,
+                rule=f"must be of the device of the cluster {cluster.name}, {own.device}",
+                remedy=f"a calibration of {own.device}, or a cluster file whose device is {given.device}",
+            )
+        ]
     )
 
 
