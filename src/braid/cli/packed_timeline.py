@@ -1,9 +1,10 @@
 """A timeline as small data for the page: 100,000 ops in about a megabyte of text.
 
-Every row is a rank; its ops that take time lie on the lanes of a trace, each lane sorted by start. An op is
-four numbers: its kind, its micro-batch plus one (0: none), ticks since the start of the op before it, ticks that
-it lasts. Each number is a varint (seven bits in a byte, the lowest first, the eighth says that more follow), and
-a lane is base64 of them. A kind is what ops with the same name up to the micro-batch share.
+Every row is a rank; its ops that take time lie on the lanes of a trace, but for messages, whose waits show as
+gaps. The ops of a lane are sorted by start. An op is four numbers: its kind, its micro-batch plus one (0:
+none), ticks since the start of the op before it, ticks that it lasts. Each number is a varint (seven bits in a
+byte, the lowest first; the eighth says that more follow), and a lane is base64 of them. A kind is what ops with
+the same name up to the micro-batch share.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from braid.schedule.views import stream_of
 
 TICKS = 2**22
 """Ticks in a step."""
+LANES = (Lane.COMPUTE, Lane.COMMUNICATION, Lane.WEIGHTS)
 
 
 def packed(found: PlanTimeline, names: Sequence[str]) -> dict[str, Any]:
@@ -29,10 +31,11 @@ def packed(found: PlanTimeline, names: Sequence[str]) -> dict[str, Any]:
     tick = length / TICKS if length else 1.0
     stream, rows = stream_of(timeline.schedule), []
     for name, rank, spans in zip(names, found.ranks, timeline.spans, strict=True):
-        lanes: dict[Lane, list[OpSpan]] = {lane: [] for lane in Lane if lane is not Lane.STEP}
+        lanes: dict[Lane, list[OpSpan]] = {lane: [] for lane in LANES}
         for span in spans:
-            if span.end > span.start:
-                lanes[lane_of(span.op, stream(span.op))].append(span)
+            lane = lane_of(span.op, stream(span.op))
+            if span.end > span.start and lane in lanes:
+                lanes[lane].append(span)
         data = {lane.value: _lane(each, timeline.begin, tick, kinds) for lane, each in lanes.items() if each}
         rows.append({"name": name, "rank": rank, "lanes": data})
     return {

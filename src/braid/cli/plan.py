@@ -80,11 +80,11 @@ class PlanOptions:
         tyro.conf.arg(
             metavar="FILE",
             help_behavior_hint="(default: off)",
-            help="Draw the simulated pipeline timeline, in predicted seconds with `--cluster`. Without, segments "
-            "take time in proportion to the FLOPs of their layers, a backward twice as long as its forward; "
-            "schedules of phases (overlap, dual_pipe_v) use fixed costs, independent of the model: mix and "
-            "experts take 1 forward and 2 backward with their weight gradients, dispatch and combine 0.5 each "
-            "way, all others nothing.",
+            help="Draw the simulated pipeline timeline, in predicted seconds with `--cluster`. Without, "
+            "segments take time in proportion to the FLOPs of their layers, a backward twice as long as its "
+            "forward; schedules of phases (overlap, dual_pipe_v) use fixed costs, independent of the model: "
+            "mix and experts take 1 forward and 2 backward with their weight gradients, dispatch and combine "
+            "0.5 each way, all others nothing.",
         ),
     ] = None
     trace: Annotated[
@@ -93,8 +93,8 @@ class PlanOptions:
             metavar="FILE",
             help_behavior_hint="(default: off)",
             help="Write the simulated timeline as a trace, for Perfetto or chrome://tracing, to compare with "
-            "that of `braid train --trace`: in predicted seconds with `--cluster`; without, the shortest forward "
-            "of a segment (or a `mix` phase) takes one millisecond.",
+            "that of `braid train --trace`: in predicted seconds with `--cluster`; without, the shortest "
+            "forward of a segment (or a `mix` phase) takes one millisecond.",
         ),
     ] = None
     ops: Annotated[int | None, optional("RANK", "off")] = None

@@ -6,6 +6,7 @@ Tables are HTML and need no script. The timeline is drawn by `page/plan.js` on a
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -41,7 +42,6 @@ _LEGEND = (
 )
 _LANES = (
     ("communication", "communication"),
-    ("messages", "messages between stages"),
     ("weights", "weights: gathered and reduced"),
 )
 
@@ -51,9 +51,12 @@ class RankedMeshes:
     """A table of meshes, the best first."""
 
     columns: tuple[str, ...]
+    """The first has the step time, which gets a bar."""
+    numbers: tuple[str, ...]
+    """The columns that hold numbers."""
     rows: tuple[tuple[str, ...], ...]
     seconds: tuple[float, ...]
-    """The step time of each row, for its bar."""
+    """The step time of each row."""
     notes: tuple[str, ...] = ()
     """What was searched, and where this plan stands."""
 
@@ -116,7 +119,7 @@ def _figures(facts: PageFacts) -> str:
     peak, limit = facts.estimate.peak, facts.limit
     shown.append(("memory of the fullest rank", size_text(peak), "" if limit is None else _fit(peak, limit)))
     items = (
-        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd>{f'<dd>{escape(more)}</dd>' if more else ''}</div>"
+        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd><dd>{escape(more)}</dd></div>"
         for name, value, more in shown
     )
     return f'<dl class="figures">{"".join(items)}</dl>'
@@ -133,13 +136,14 @@ def _time(facts: PageFacts) -> Iterator[str]:
     yield _title(where_title(found).capitalize())
     columns, rows = time_table(found)
     shares = [seconds / found.seconds for seconds in found.parts.values() if seconds > SHOWN * found.seconds]
-    yield _table(columns, rows, numbers=("time", "share"), bars=shares)
+    yield _table(columns, rows, numbers=("time", "share"), bars=("share", shares))
     yield from (_note(line) for line in time_lines(found)[1:])
     if len(found.step.stations) > 1:
         yield f"<details><summary>All stages</summary>{_stages(found)}</details>"
     if facts.faster is not None:
         yield _title("Changes that would save most time")
-        items = "".join(f"<li>{escape(line)}</li>" for line in advice_lines(facts.faster, found))
+        lines = (_with_code(line) for line in advice_lines(facts.faster, found))
+        items = "".join(f"<li>{line}</li>" for line in lines)
         yield f'<ul class="advice">{items}</ul>'
 
 
@@ -169,7 +173,7 @@ def _meshes(meshes: RankedMeshes | None) -> Iterator[str]:
     yield _title("The best meshes")
     longest = max(meshes.seconds, default=1.0)
     bars = [seconds / longest for seconds in meshes.seconds]
-    yield _table(meshes.columns, meshes.rows, numbers=meshes.columns[:3], bars=bars)
+    yield _table(meshes.columns, meshes.rows, numbers=meshes.numbers, bars=(meshes.columns[0], bars))
     yield from map(_note, meshes.notes)
 
 
@@ -181,7 +185,7 @@ def _memory(facts: PageFacts) -> Iterator[str]:
     columns, rows = station_table(result, size) if several else memory_table(result)
     peaks = [0.0 if several else stage.memory.peak for stage in result.stages]
     most = max([*peaks, facts.limit or 0, 1])
-    bars = None if several else [peak / most for peak in peaks]
+    bars = None if several else ("peak", [peak / most for peak in peaks])
     words = ("ranks", "holds", "stage", "peak at", "layers")
     yield _table(columns, rows, numbers=tuple(set(columns) - set(words)), bars=bars)
     if facts.limit is not None:
@@ -202,7 +206,7 @@ def _timeline(facts: PageFacts) -> Iterator[str]:
     items += [f'<li><i style="background:var(--{lane})">&nbsp;</i>{words}</li>' for lane, words in _LANES]
     yield f'<ul class="legend">{"".join(items)}</ul>'
     yield (
-        '<div id="timeline"><canvas tabindex="0" role="img" aria-label="timeline of the ops of a step"></canvas>'
+        '<div id="timeline"><canvas tabindex="0" role="img" aria-label="the ops of a step"></canvas>'
         '<div id="tip"></div></div>'
         '<div class="bar-line"><span>wheel or <kbd>+</kbd> <kbd>-</kbd> zooms, dragging or <kbd>&larr;</kbd> '
         "<kbd>&rarr;</kbd> moves, <kbd>0</kbd> shows all; numbers are micro-batches</span>"
@@ -225,6 +229,11 @@ def _traffic(facts: PageFacts) -> Iterator[str]:
 # ---------------------------------------------------------------------------------------------- elements
 
 
+def _with_code(line: str) -> str:
+    """A sentence in which options look like options."""
+    return re.sub(r"(--[a-z].*?)(?= saves )", r"<code>\1</code>", escape(line), count=1)
+
+
 def _title(text: str) -> str:
     return f"<h2>{escape(text)}</h2>"
 
@@ -238,19 +247,22 @@ def _table(
     rows: Iterable[Sequence[str]],
     *,
     numbers: Sequence[str] = (),
-    bars: Sequence[float] | None = None,
+    bars: tuple[str, Sequence[float]] | None = None,
     total: str = "",
 ) -> str:
-    """A table. `numbers` are the columns on the right; `bars` has a share of the whole for each row; rows with
-    the word `total` stand out."""
+    """A table. `numbers` are the columns to align on the right; `bars` has a column, behind which there
+    is a bar for each row, and their shares of the width; rows with the word `total` stand out."""
     look = [' class="n"' if column in numbers else "" for column in columns]
-    head = "".join(f"<th{each}>{escape(column)}</th>" for each, column in zip(look, columns, strict=True))
+    behind, shares = bars or ("", ())
+    head = [f"<th{each}>{escape(column)}</th>" for each, column in zip(look, columns, strict=True)]
     lines = []
     for place, row in enumerate(rows):
-        cells = "".join(f"<td{each}>{escape(cell)}</td>" for each, cell in zip(look, row, strict=True))
+        cells = [f"<td{each}>{escape(cell)}</td>" for each, cell in zip(look, row, strict=True)]
         if bars is not None:
-            cells += f'<td class="bar"><span style="width:{100 * bars[place]:.1f}%"></span></td>'
-        lines.append(f"<tr{' class=total' if total and total in row else ''}>{cells}</tr>")
-    head += "<th></th>" if bars is not None else ""
-    body = "\n".join(lines)
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table></div>'
+            bar = f'<span style="width:{100 * shares[place]:.1f}%"></span>'
+            cells.insert(columns.index(behind) + 1, f'<td class="bar">{bar}</td>')
+        lines.append(f"<tr{' class=total' if total and total in row else ''}>{''.join(cells)}</tr>")
+    if bars is not None:
+        head.insert(columns.index(behind) + 1, "<th></th>")
+    top, body = f"<thead><tr>{''.join(head)}</tr></thead>", "\n".join(lines)
+    return f'<div class="scroll"><table>{top}<tbody>\n{body}\n</tbody></table></div>'

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 LABELS = MappingProxyType(
     {
         "products": "matrix products",
-        "attention": "attention",
+        "attention": "softmax attention",
         "scans": "scans of Mamba-2 and delta nets",
-        "memory": "memory traffic: norms, activations, permutations",
-        "host": "the host, which starts kernels more slowly than they run",
+        "memory": "norms, activations, permutations: memory traffic",
+        "host": "starting kernels, as far as that is slower than they run",
         "optimizer": "gradient norm and optimizer",
-        "bubble": "bubble: waiting for other stages",
+        "bubble": "waiting for other stages",
         "tp": "tensor parallelism",
         "cp": "context parallelism",
         "pp": "messages between stages",
@@ -33,6 +33,7 @@ LABELS = MappingProxyType(
         "ep_etp": "tokens to experts and back",
         "dp_cp": "weights and gradients",
         "edp": "weights and gradients of experts",
+        "slab": "numbers of tokens per expert",
         "ends": "gradients of an embedding on both ends",
     }
 )
@@ -116,22 +117,23 @@ def advice_lines(faster: FasterPlans, prediction: Prediction) -> list[str]:
 
     if not faster.changes:
         return [f"none that was tried saves {LEAST_GAIN:.1%} of the step or more"]
-    return [_sentence(each, prediction, faster.limit) for each in faster.changes]
+    lines = [_sentence(each, prediction, faster.limit) for each in faster.changes]
+    now = faster.changes[0].peak - faster.changes[0].cost
+    if faster.limit is not None and now > faster.limit:
+        lines.append(f"as planned it needs {size_text(now)}, which does not fit into {size_text(faster.limit)}")
+    return lines
 
 
 def _sentence(each: TimeAdvice, prediction: Prediction, limit: int | None) -> str:
     share = each.gain / prediction.seconds
     saves = f"{each.options} saves {span_text(each.gain)} of the step ({share:.1%})"
-    needs = f"{size_text(each.peak)} on the fullest rank"
-    if each.cost > 0:
-        needs = f"{size_text(each.cost)} more memory, {needs}"
-    elif each.cost < 0:
-        needs = f"{size_text(-each.cost)} less memory, {needs}"
-    else:
-        needs = f"the same memory, {needs}"
+    needs = "as much memory as now"
+    if each.cost:
+        more = "more" if each.cost > 0 else "less"
+        needs = f"{size_text(abs(each.cost))} {more} memory, {size_text(each.peak)} on the fullest rank"
     if each.fits is False and limit is not None:
-        return f"{saves}, but does not fit into {size_text(limit)}: it needs {needs}"
-    return f"{saves}, with {needs}"
+        return f"{saves}, but does not fit into {size_text(limit)}: {needs}"
+    return f"{saves}: {needs}"
 
 
 def span_text(seconds: float) -> str:

@@ -71,11 +71,9 @@ def advise(prediction: Prediction, *, device: str = "cuda", limit: int | None = 
     """The changes that save most time: up to three that fit into `limit` bytes, and those that would save more
     but do not fit."""
     world, least = prediction.plan.world, LEAST_GAIN * prediction.seconds
-    likely = sorted(_candidates(prediction), key=lambda each: -each.bound)
     tried = [
         (seconds, short, each.changes)
-        for each in likely[:MOST_TRIED]
-        if each.bound > least
+        for each in _promising(prediction)
         for short in [_Short(each.run, world)]
         if (seconds := short.seconds(prediction)) is not None and seconds < prediction.seconds - least
     ]
@@ -129,6 +127,12 @@ class _Short:
 
 
 # -------------------------------------------------------------------------------------------- candidates
+
+
+def _promising(prediction: Prediction) -> list[_Candidate]:
+    """The candidates that could save most, if that is enough to tell of."""
+    likely = sorted(_candidates(prediction), key=lambda each: -each.bound)[:MOST_TRIED]
+    return [each for each in likely if each.bound > LEAST_GAIN * prediction.seconds]
 
 
 def _candidates(prediction: Prediction) -> Iterator[_Candidate]:

@@ -6,10 +6,9 @@
   if (!data || !canvas) return;
   const tip = document.getElementById("tip"), status = document.getElementById("view");
   const LEFT = 76, TOP = 24, GAP = 6, LEAST = data.ticks / 20000;
-  const HEIGHTS = { compute: 16, communication: 8, messages: 4, weights: 5 };
+  const HEIGHTS = { compute: 17, communication: 8, weights: 5 };
   const WORDS = {
-    F: "forward", B: "backward", W: "weight gradients", RECOMPUTE: "recompute", SEND_F: "send to the next stage",
-    RECV_F: "wait for the stage before", SEND_B: "send to the stage before", RECV_B: "wait for the next stage",
+    F: "forward", B: "backward", W: "weight gradients", RECOMPUTE: "recompute",
     SUM_COPIES: "all-reduce of replicated weights", UNSHARD: "all-gather of weights", WAIT: "wait for weights",
     REDUCE_GRAD: "reduction of gradients", FINISH: "wait for the reductions", RESHARD: "free weights",
     ACCUM: "accumulate gradients",
@@ -40,7 +39,7 @@
   }
 
   const shown = Object.keys(HEIGHTS).filter((lane) => data.rows.some((row) => lane in row.lanes));
-  const shrink = Math.max(0.35, Math.min(1, 22 / data.rows.length + 0.2));
+  const shrink = Math.max(0.4, Math.min(1.5, 20 / data.rows.length));
   let below = TOP;
   const rows = data.rows.map((row) => {
     const top = below;
@@ -74,12 +73,13 @@
 
   function timeText(ticks, digits = 3) {
     const amount = (ticks / data.ticks) * data.seconds;
+    if (ticks === 0) return data.real ? "0 s" : "0 units";
     if (!data.real) return Number((amount * 1e3).toPrecision(digits)).toLocaleString("en") + " units";
     const [size, unit] = amount >= 1 ? [1, "s"] : amount >= 1e-3 ? [1e-3, "ms"] : [1e-6, "µs"];
     return Number((amount / size).toPrecision(digits)) + " " + unit;
   }
 
-  const colourOf = (lane, act) => colours[lane.name === "compute" && act in colours ? act : lane.name] || colours.messages;
+  const colourOf = (lane, act) => colours[lane.name === "compute" ? act : lane.name];
   const letterOf = (act) => ({ RECOMPUTE: "R" })[act] || act;
 
   function paint() {
@@ -88,7 +88,7 @@
     width = canvas.clientWidth;
     canvas.width = Math.round(width * scale);
     canvas.height = Math.round(HEIGHT * scale);
-    for (const name of ["F", "B", "W", "RECOMPUTE", "communication", "weights", "messages", "on", "idle", "soft", "line", "text"])
+    for (const name of ["F", "B", "W", "RECOMPUTE", "communication", "weights", "on", "idle", "soft", "line", "text"])
       colours[name] = style.getPropertyValue("--" + name).trim();
     context.setTransform(scale, 0, 0, scale, 0, 0);
     context.clearRect(0, 0, width, HEIGHT);
@@ -126,6 +126,17 @@
     for (const lane of row.lanes) paintLane(lane);
   }
 
+  // Ops of one micro-batch that follow one another and are too narrow for a name are one box: up to which op.
+  function boxFrom(lane, i) {
+    const act = data.kinds[lane.kind[i]][0], pixel = (to - from) / (width - LEFT);
+    let last = i;
+    while (
+      last + 1 < lane.count && lane.batch[last + 1] === lane.batch[i] && data.kinds[lane.kind[last + 1]][0] === act &&
+      lane.start[last + 1] - lane.end[last] < pixel && lane.end[last + 1] - lane.start[last + 1] < 28 * pixel
+    ) last++;
+    return last;
+  }
+
   function paintLane(lane) {
     if (!lane.count) return;
     const font = Math.min(11, lane.height - 4);
@@ -133,16 +144,16 @@
     context.textAlign = "left";
     let drawn = -1;
     for (let i = first(lane.until, lane.count, from); i < lane.count && lane.start[i] < to; i++) {
-      const left = Math.max(LEFT, xOf(lane.start[i])), right = Math.min(width, xOf(lane.end[i]));
+      const last = boxFrom(lane, i), left = Math.max(LEFT, xOf(lane.start[i])), right = Math.min(width, xOf(lane.end[last]));
+      const batch = lane.batch[i], [act, before, after] = data.kinds[lane.kind[i]], wide = right - left;
+      const name = batch < 0 ? before : letterOf(act) + batch;
+      const names = last === i ? [name + after, name] : [name];
+      i = last;
       if (right - drawn < 0.4) continue; // of several in one pixel, one is seen
       drawn = right;
-      const [act, before, after] = data.kinds[lane.kind[i]], wide = right - left;
       context.fillStyle = colourOf(lane, act);
       context.fillRect(left, lane.top, Math.max(wide - (wide > 3 ? 0.7 : 0), 0.4), lane.height);
-      if (font < 7 || wide < 14) continue;
-      const label = lane.batch[i] < 0 ? before : letterOf(act) + lane.batch[i];
-      const long = lane.batch[i] < 0 ? before : letterOf(act) + lane.batch[i] + after;
-      const text = [long, label].find((each) => context.measureText(each).width < wide - 5);
+      const text = font < 7 || wide < 12 ? null : names.find((each) => context.measureText(each).width < wide - 5);
       if (text) {
         context.fillStyle = colours.on;
         context.fillText(text, left + 3, lane.top + lane.height / 2 + font * 0.36);
