@@ -1,4 +1,4 @@
-"""A real browser without a window, to look at pages that braid writes: Debian's chromium, driven by selenium."""
+"""A real browser without a window, for the pages that braid writes: Debian's chromium, driven by selenium."""
 
 from __future__ import annotations
 

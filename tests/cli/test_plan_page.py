@@ -246,10 +246,10 @@ CANVAS = "#timeline canvas"
 @pytest.mark.long
 @pytest.mark.parametrize("dark", [False, True])
 def test_a_browser_draws_the_timeline_and_zooms(written: Written, dark: bool) -> None:
-    from selenium.webdriver.common.action_chains import ActionChains
-    from selenium.webdriver.common.actions.wheel_input import ScrollOrigin
-
     with chromium(dark=dark) as browser:
+        from selenium.webdriver.common.action_chains import ActionChains
+        from selenium.webdriver.common.actions.wheel_input import ScrollOrigin
+
         browser.get(written.file.as_uri())
         canvas = browser.find_element("css selector", CANVAS)
         data = data_of(written.page)

@@ -29,7 +29,6 @@ def changed(run: Run, changes: Mapping[str, object]) -> Run:
 RUNS = {
     "a long pipeline": qwen(micro_batches=24, pp=4, ep=4, shard="optimizer"),
     "recompute": qwen(micro_batches=2, ep=8, recompute=("full",)),
-    "tensor parallel": qwen(micro_batches=2, tp=8, shard="none"),
 }
 
 
@@ -54,6 +53,7 @@ def test_a_change_saves_what_it_says_and_needs_what_it_says(name: str) -> None:
         assert each.fits is None
 
 
+@pytest.mark.long
 def test_the_parts_of_the_step_tell_which_changes_to_try() -> None:
     """Trying every change finds nothing better."""
     found = predict(plan(RUNS["a long pipeline"], 16), CLUSTER)
