@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from types import MappingProxyType
 
 from braid.errors import ConfigError, Problem
 from braid.planning.plan import Plan, training_flops
+from braid.schedule import Timeline
 from braid.timing.calibration import Calibration, load, missing
 from braid.timing.links import Cluster, filled, missing_calls, span
 from braid.timing.meter import ClusterMeter
@@ -40,6 +42,10 @@ class Prediction:
     """Seconds of the step at the ends of the range."""
     wider: Mapping[str, float]
     """By which share each class that could be measured lengthens the step, if it is at its slow end."""
+    stepper: Stepper
+    meter: ClusterMeter
+    """What the step was timed with."""
+    load_factor: float
 
     @property
     def seconds(self) -> float:
@@ -64,6 +70,11 @@ class Prediction:
         """What the step is spent on, on a rank of the station that computes longest; the largest first."""
         found = self.step.stations[self.step.limiting]
         return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """When each op of the step runs on one rank of each station, in seconds."""
+        return self.stepper.timeline(self.meter)
 
     @property
     def limited_by(self) -> str:
@@ -100,6 +111,9 @@ def predict(
         low=stepper.seconds(replace(likely, side=-1.0)),
         high=stepper.seconds(replace(likely, side=1.0)),
         wider={name: stepper.ratio(likely, replace(likely, side=1.0, only=name)) - 1 for name in _ADVICE},
+        stepper=stepper,
+        meter=likely,
+        load_factor=load_factor,
     )
 
 

@@ -48,11 +48,14 @@ class StepTime:
 class Stepper:
     """Times the steps of a plan, by one meter after another."""
 
-    def __init__(self, plan: Plan, *, device: str = "cuda", load: float = 1.0) -> None:
-        """`load`: how many times its share the slowest rank of the experts has."""
-        self.micro_batches = plan.run.train.micro_batches
+    def __init__(
+        self, plan: Plan, *, device: str = "cuda", load: float = 1.0, micro_batches: int | None = None
+    ) -> None:
+        """`load`: how many times its share the slowest rank of the experts has. `micro_batches`: those of the
+        step, if `plan` is a shorter one (`shorter`)."""
+        self.plan, self.micro_batches = plan, micro_batches or plan.run.train.micro_batches
         self.held = [Station(plan, station, device, load) for station in range(plan.schedule.pp)]
-        self.plans = _shortened(plan) or (plan,)
+        self.plans = _shortened(plan, self.micro_batches) or (plan,)
 
     def seconds(self, meter: Meter) -> float:
         """The time of a step."""
@@ -76,6 +79,11 @@ class Stepper:
             for each in zip(*spent, strict=True)
         )
         return StepTime(seconds=max(device, host), stations=stations, timeline=runs[-1].timeline)
+
+    def timeline(self, meter: Meter) -> Timeline:
+        """When each op of the plan runs, however many there are."""
+        times = OpTimes(self.plan, meter, self.held)
+        return timeline_of(self.plan.schedule, times.seconds, times.message)
 
     def _run(self, plan: Plan, meter: Meter) -> _Run:
         times = OpTimes(plan, meter, self.held)
@@ -109,14 +117,20 @@ def _names(parts: Sequence[Mapping[str, float]]) -> dict[str, None]:
     return {name: None for each in parts for name in each}
 
 
-def _shortened(plan: Plan) -> tuple[Plan, Plan] | None:
-    """The same plan with fewer micro-batches, one round apart, which leave the same rest; None if it is short
+def shorter(pp: int, micro_batches: int) -> int | None:
+    """How many micro-batches are enough to follow a step, which leave the same rest; None if it is short
     enough. A round is one micro-batch for each pipeline rank."""
-    count, around = plan.run.train.micro_batches, plan.axes.pp
-    few = 2 * around + count % around
-    if count <= max(_LONG * around, few + around) or plan.encoders:
+    few = 2 * pp + micro_batches % pp
+    return None if micro_batches <= max(_LONG * pp, few + pp) else few
+
+
+def _shortened(plan: Plan, micro_batches: int) -> tuple[Plan, Plan] | None:
+    """The same plan with fewer micro-batches, one round apart; None if it is short enough."""
+    few = None if plan.encoders else shorter(plan.axes.pp, micro_batches)
+    if few is None:
         return None
-    return with_micro_batches(plan, few), with_micro_batches(plan, few + around)
+    short = plan if plan.run.train.micro_batches == few else with_micro_batches(plan, few)
+    return short, with_micro_batches(plan, few + plan.axes.pp)
 
 
 def _spent(run: _Run) -> list[dict[str, float]]:

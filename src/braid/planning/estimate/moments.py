@@ -27,19 +27,32 @@ _Key = tuple[int | None, str]
 """Micro-batch and part of the model."""
 
 
+class Live(NamedTuple):
+    """Bytes of one rank at one moment."""
+
+    saved: int
+    """For backward, by all live micro-batches."""
+    temporary: int
+    features: int
+    """Rows of edges, and their gradients, that wait to be read or to leave."""
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+
 class Activations(NamedTuple):
     """Bytes of one rank."""
 
     kept: int
     """Maximum saved by all live micro-batches."""
-    during: dict[str, int]
-    """Maximum of saved and temporary tensors during the backward of each part."""
-    forward: dict[str, int]
+    during: dict[str, Live]
+    """The moment with the most live bytes during the backward of each part."""
+    forward: dict[str, Live]
     """The same during the forward of each part that has no backward. What one of its layers would keep for a
     backward stands for its temporary tensors."""
     features: int
-    """Maximum of the rows of edges, and of their gradients, that wait to be read or to leave. They count in
-    `during` and `forward`, not in `kept`."""
+    """Maximum of the rows of edges, and of their gradients, that wait to be read or to leave."""
 
 
 def activations(
@@ -71,16 +84,20 @@ def activations(
     kept = _sums(count, [(indices, costs[part].kept) for (_, part), indices in live.items()])
     passing = _sums(count, [(indices, costs[part].passing) for (_, part), indices in backward.items()])
     features = _sums(count, waiting)
-    held = [sum(each) for each in zip(kept, features, strict=True)]
-    during = dict.fromkeys(costs, 0)
+    during = dict.fromkeys(costs, Live(0, 0, 0))
     for (_, part), indices in backward.items():
-        peak = max(held[index] + passing[index] for index in range(indices[0], indices[-1] + 1))
-        during[part] = max(during[part], peak)
-    forward, layers = dict[str, int](), _layers(plan)
+        moments = zip(*(each[indices[0] : indices[-1] + 1] for each in (kept, passing, features)), strict=True)
+        peak = Live(*max(moments, key=sum))
+        during[part] = max(during[part], peak, key=_total)
+    forward, layers = dict[str, Live](), _layers(plan)
     for index, part in frozen:
-        passing_now = costs[part].kept // layers.get(part, 1)
-        forward[part] = max(forward.get(part, 0), held[index] + passing_now)
+        now = Live(kept[index], costs[part].kept // layers.get(part, 1), features[index])
+        forward[part] = max(forward.get(part, now), now, key=_total)
     return Activations(max(kept, default=0), during, forward, max(features, default=0))
+
+
+def _total(live: Live) -> int:
+    return live.total
 
 
 _Part = tuple[str, bool]
