@@ -364,7 +364,9 @@ class _Simulation:
             if not present.keys() >= set(collective.members):
                 return False
             others = self.moments.latest(when for member, when in present.items() if member != rank)
-            self.free[rank] = {stream: self.moments.later(when, others) for stream, when in self.free[rank].items()}
+            self.free[rank] = {
+                stream: self.moments.later(when, others) for stream, when in self.free[rank].items()
+            }
             self.issued[rank, collective.communicator] += 1
             self.completed[rank] += 1
         return True
