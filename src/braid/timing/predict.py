@@ -102,7 +102,7 @@ def predict(
     likely, stepper = metered(plan, cluster, known), Stepper(plan, load=load_factor)
     if unknown := unmeasured(plan, likely, stepper.held):
         raise ConfigError("\n".join(["no time can be given:", *unknown]))
-    step = stepper.step(likely)
+    step, short = stepper.step(likely), stepper.short_seconds(likely)
     return Prediction(
         plan=plan,
         cluster=cluster,
@@ -110,7 +110,9 @@ def predict(
         step=step,
         low=stepper.seconds(replace(likely, side=-1.0)),
         high=stepper.seconds(replace(likely, side=1.0)),
-        wider={name: stepper.ratio(likely, replace(likely, side=1.0, only=name)) - 1 for name in _ADVICE},
+        wider={
+            name: stepper.short_seconds(replace(likely, side=1.0, only=name)) / short - 1 for name in _ADVICE
+        },
         stepper=stepper,
         meter=likely,
         load_factor=load_factor,
