@@ -194,8 +194,8 @@ def _own_text(found: Found) -> str:
     fits = f", and {missing / GIB:,.1f} GiB too large" if missing > 0 else ""
     times = own.seconds / found.best[0].seconds if found.best else 1.0
     return (
-        f"yours: rank {found.own_rank}, {span_text(own.seconds)}, {times:.2f} times as long as the first{fits}: "
-        f"{_label(part)} {share:.0%} of the step"
+        f"yours: rank {found.own_rank}, {span_text(own.seconds)}, {times:.2f} times the first{fits}; "
+        f"limited by {_label(part)} {share:.0%}"
     )
 
 

@@ -9,7 +9,8 @@ Everything here comes from the same functions that `estimate` and `predict` use.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from math import prod
@@ -21,8 +22,8 @@ from braid.choices import Recompute, Strategy, recomputed
 from braid.config import Mesh, Run
 from braid.model import declaration
 from braid.model.declaration import Form, form_of
-from braid.nn.cost import Call, Cost, Workload
-from braid.nn.work import Pass, Piece, Work
+from braid.nn.cost import Cost, Workload
+from braid.nn.work import Work
 from braid.pattern import Layout, Stage, cut_into
 from braid.planning import modules
 from braid.planning.divisibility import AxisSizes, axis_sizes
@@ -31,6 +32,7 @@ from braid.planning.estimate.weights import HeldUnit, held_units, part_of, unit_
 from braid.planning.plan import Plan
 from braid.schedule import Phase, Schedule, Stream
 from braid.schedule.graph import LANGUAGE
+from braid.timing.links import Span, span
 from braid.timing.meter import ClusterMeter
 from braid.timing.search.choices import MeshSizes
 from braid.topology import Grid
@@ -148,7 +150,10 @@ class Bricks:
         )  # fmt: skip
         self.last_part = f"mtp.{len(layout.mtp) - 1}" if layout.mtp else "head"
         self._form = form_of(run.model, run.train.dtype)
-        self._works: dict[int, dict[str, dict[str, Work]]] = {}
+        self._work: dict[int, dict[str, dict[str, _Work]]] = {}
+        self._calls: dict[
+            tuple[int, tuple[Recompute, ...], tuple[Span, ...]], dict[tuple[str, str, str], float]
+        ] = {}
         self._costs: dict[tuple[int, tuple[Recompute, ...], bool], dict[str, Cost]] = {}
         self._usage: dict[tuple[int, tuple[Recompute, ...], bool], Usage] = {}
         self._phases: dict[Form, list[tuple[int, Phase]]] = {}
@@ -161,25 +166,29 @@ class Bricks:
     ) -> Times:
         """The times of all bricks; `form` says how blocks are split into phases."""
         table, names = np.zeros((self.count + 1, len(AT))), recomputed(recompute)
-        works, calls = self._works_of(rows), self._calls_of(rows, recompute, form.fine)
+        work, calls = self._seconds_of(rows, meter), self._calls_of(rows, recompute, meter)
         for brick, phase in self.phases(form):
-            own = part_of(phase)
+            own, row = part_of(phase), table[brick]
             inner = own if phase.depth is None or phase.block is None else f"{own}.blocks.{phase.block}"
-            kinds = _kinds(phase, works[inner])
-            parts = _Parts([works[inner][kind] for kind in kinds], names, phase, delayed=delayed)
-            row, other = table[brick], phase.stream is Stream.COMMUNICATION
-            at = (AT.exchange_forward, AT.exchange_backward, AT.exchange_backward, AT.exchange_replay)
-            columns = at if other else (AT.forward, AT.backward, AT.wgrad, AT.replay)
-            directions = ("forward", "backward", "", "recompute")
-            for column, pieces, direction in zip(columns, parts, directions, strict=True):
-                if pieces is None:
-                    continue
-                row[column] += sum(meter.piece(piece, which)[1] for piece, which in pieces)
-                row[AT.launches] += sum(piece.launches for piece, _ in pieces)
-                row[AT.ops] += 1
-                for kind in kinds:
-                    for call in calls.get((own, kind, direction), ()):
-                        row[column] += call.times * meter.call(call, LANGUAGE)
+            kinds = _kinds(phase, work[inner])
+            other = phase.stream is Stream.COMMUNICATION
+            forward = AT.exchange_forward if other else AT.forward
+            backward = AT.exchange_backward if other else AT.backward
+            replay = AT.exchange_replay if other else AT.replay
+            later = delayed and bool(phase.buckets)
+            wgrad = AT.wgrad if later and not other else backward
+            again = phase.replayed_units(names) is not None
+            row[AT.ops] += 2 + later + again
+            for kind in kinds:
+                each = work[inner][kind]
+                row[forward] += each.forward[0] + calls.get((own, kind, "forward"), 0.0)
+                row[backward] += each.backward[0] + calls.get((own, kind, "backward"), 0.0)
+                row[wgrad] += each.wgrad[0]
+                row[AT.launches] += each.forward[1] + each.backward[1] + each.wgrad[1]
+                if again:
+                    seconds, launches = each.replayed(names)
+                    row[replay] += seconds + calls.get((own, kind, "recompute"), 0.0)
+                    row[AT.launches] += launches
         return Times(table=table, message=self._message(rows, meter))
 
     def form(self, *, fine: bool, posts: bool) -> Form:
@@ -221,10 +230,15 @@ class Bricks:
     def _workload(self, rows: int) -> Workload:
         return replace(self.module.workload, rows=rows)
 
-    def _works_of(self, rows: int) -> dict[str, dict[str, Work]]:
-        if rows not in self._works:
-            self._works[rows] = self.model.works(self._workload(rows), self.load)
-        return self._works[rows]
+    def _seconds_of(self, rows: int, meter: ClusterMeter) -> dict[str, dict[str, _Work]]:
+        """The work of each part by kind of phase; the same for all meshes."""
+        if rows not in self._work:
+            works = self.model.works(self._workload(rows), self.load)
+            self._work[rows] = {
+                part: {kind: _Work(work, meter) for kind, work in kinds.items()}
+                for part, kinds in works.items()
+            }
+        return self._work[rows]
 
     def costs(self, rows: int, recompute: tuple[Recompute, ...], fine: bool) -> dict[str, Cost]:
         key = (rows, recompute, fine)
@@ -234,13 +248,22 @@ class Bricks:
         return self._costs[key]
 
     def _calls_of(
-        self, rows: int, recompute: tuple[Recompute, ...], fine: bool
-    ) -> dict[tuple[str, str, str], list[Call]]:
-        found: dict[tuple[str, str, str], list[Call]] = {}
-        for part, cost in self.costs(rows, recompute, fine).items():
-            for call in cost.calls:
-                found.setdefault((part, call.phase, call.direction), []).append(call)
-        return found
+        self, rows: int, recompute: tuple[Recompute, ...], meter: ClusterMeter
+    ) -> dict[tuple[str, str, str], float]:
+        """Seconds of the collectives of each part, by kind of phase and direction. Meshes share them if their
+        groups lie on nodes alike."""
+        calls = [
+            (part, call) for part, cost in self.costs(rows, recompute, False).items() for call in cost.calls
+        ]
+        families = dict.fromkeys(call.family for _, call in calls)
+        spans = tuple(span(meter.plan.grid, family, meter.cluster.domain) for family in families)
+        key = (rows, recompute, spans)
+        if key not in self._calls:
+            found: dict[tuple[str, str, str], float] = defaultdict(float)
+            for part, call in calls:
+                found[part, call.phase, call.direction] += call.times * meter.call(call, LANGUAGE)
+            self._calls[key] = dict(found)
+        return self._calls[key]
 
     # --------------------------------------------------------------------------------------- memory
 
@@ -325,29 +348,37 @@ class Bricks:
                 yield self.count - 1, unit
 
 
-class _Parts:
-    """The pieces of an op of each kind; None for an op that a phase does not have."""
+class _Work:
+    """The seconds of a piece of work, and the kernels that the host starts for it."""
 
-    def __init__(self, works: Sequence[Work], names: frozenset[str], phase: Phase, *, delayed: bool) -> None:
-        def of(direction: Pass, pieces: Iterator[Piece]) -> list[tuple[Piece, Pass]]:
-            return [(piece, direction) for piece in pieces]
+    def __init__(self, work: Work, meter: ClusterMeter) -> None:
+        self.forward, self.backward, self.wgrad = (0.0, 0), (0.0, 0), (0.0, 0)
+        self.regions: dict[str, tuple[float, int]] = {}
+        """Those of forward, by the region that replays them."""
+        for piece in work.forward:
+            added = meter.piece(piece, "forward")[1], piece.launches
+            self.forward = _sum(self.forward, added)
+            self.regions[piece.region] = _sum(self.regions.get(piece.region, (0.0, 0)), added)
+        for piece in work.backward:
+            self.backward = _sum(self.backward, (meter.piece(piece, "backward")[1], piece.launches))
+        for piece in work.wgrad:
+            self.wgrad = _sum(self.wgrad, (meter.piece(piece, "wgrad")[1], piece.launches))
 
-        self.forward = of("forward", (piece for work in works for piece in work.forward))
-        self.backward = of("backward", (piece for work in works for piece in work.backward))
-        wgrad = of("wgrad", (piece for work in works for piece in work.wgrad))
-        later = delayed and bool(phase.buckets)
-        self.wgrad = wgrad if later else None
-        self.backward += wgrad if phase.grad_units and not later else []
-        self.replay: list[tuple[Piece, Pass]] | None = None
-        if phase.replayed_units(names) is not None:
-            again = (work.forward if "block" in names else work.replayed(names) for work in works)
-            self.replay = of("forward", (piece for each in again for piece in each))
-
-    def __iter__(self) -> Iterator[list[tuple[Piece, Pass]] | None]:
-        return iter((self.forward, self.backward, self.wgrad, self.replay))
+    def replayed(self, names: frozenset[str]) -> tuple[float, int]:
+        """What runs again if these regions are recomputed."""
+        if "block" in names:
+            return self.forward
+        total = (0.0, 0)
+        for name in names & self.regions.keys():
+            total = _sum(total, self.regions[name])
+        return total
 
 
-def _kinds(phase: Phase, known: dict[str, Work]) -> list[str]:
+def _sum(first: tuple[float, int], second: tuple[float, int]) -> tuple[float, int]:
+    return first[0] + second[0], first[1] + second[1]
+
+
+def _kinds(phase: Phase, known: Mapping[str, _Work]) -> list[str]:
     """The kinds of phases that a phase runs, as the work of its part is given."""
     if phase.kind == "block":
         return [kind for kind in ("mix", "dispatch", "experts", "combine", "post") if kind in known]
