@@ -139,7 +139,9 @@ class MeshBounds:
         if choice.shard == "all":
             resident += ((stages.ranks > 0) * own.largest).max(axis=1)
         else:
-            resident += stages.ranks @ own.gathered
+            # An embedding is not read again after the last forward.
+            gathered = own.gathered * (np.arange(len(own.gathered)) != FIRST) if not several else own.gathered
+            resident += stages.ranks @ gathered
         usage = self.bricks.usage(self.rows(choice.micro_batches), choice.recompute, choice.shape.fine)
         extra = usage.passing + (own.reducing_whole if unsharded and several else own.reducing)
         # At the begin of a backward all is alive; later, when a brick is at its peak, what follows it is not.
