@@ -12,9 +12,10 @@ from braid.cli.plan_search import parse_fixed
 from braid.errors import ConfigError
 
 WORDS = [
-    "plan", "qwen3-30b-a3b", "--world", "8", "--model.pattern", "[*E]x4", "--train.batch-samples", "16", "--train.micro-batches", "2",
-    "--search", "--top", "2", "--fix", "mesh.cp=1", "--fix", "mesh.etp=1", "--fix", "train.recompute=",
-]  # fmt: skip
+    *("plan", "qwen3-30b-a3b", "--world", "8", "--model.pattern", "[*E]x4", "--train.batch-samples", "16"),
+    *("--train.micro-batches", "2", "--search", "--top", "2", "--fix", "mesh.cp=1", "--fix", "mesh.etp=1"),
+    *("--fix", "train.recompute="),
+]
 CLUSTER = ["--cluster", "h100-ib"]
 
 
