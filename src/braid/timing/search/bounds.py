@@ -219,9 +219,9 @@ class MeshBounds:
         table = self.times(choice.micro_batches, choice.recompute, choice.shape).table
         stages = self.stages(choice.shape, choice.micro_batches)
         whole = self.bricks.alone and not choice.recompute and not choice.shape.fine
-        launches = float((stages.ranks @ table[:, AT.launches]).max())
-        ops = 0.0 if whole else float((stages.ranks @ table[:, AT.ops]).max())
-        return self.meter.host(round(choice.micro_batches * ops), round(choice.micro_batches * launches))
+        ops = choice.micro_batches * (stages.ranks @ table[:, AT.ops]) * (not whole)
+        launches = choice.micro_batches * (stages.ranks @ table[:, AT.launches])
+        return max(self.meter.host(round(a), round(b)) for a, b in zip(ops, launches, strict=True))
 
     # ---------------------------------------------------------------------------------- closed form
 
