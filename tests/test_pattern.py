@@ -330,3 +330,17 @@ def test_wrong_repeats(pattern: str, rule: str, position: int) -> None:
     with pytest.raises(PatternError, match=rule) as raised:
         parse(pattern)
     assert raised.value.position == position
+
+
+TOO_LONG = ("*-" * 10_001, "[*-]x10000M", "M|[*-]x5000|[*-]x5000", "*x10000" * 2000, "M" * 300_000)
+
+
+@pytest.mark.parametrize("text", TOO_LONG, ids=range(len(TOO_LONG)))
+def test_a_pattern_that_no_memory_holds_is_refused(text):
+    with pytest.raises(PatternError, match=r"more than 20,000 layers|at most 100,000") as error:
+        parse(text)
+    assert len(str(error.value)) < 400
+
+
+def test_a_pattern_may_have_as_many_layers_as_that():
+    assert len(parse("[*-]x10000").layers) == 20_000

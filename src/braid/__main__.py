@@ -1,7 +1,38 @@
-"""Entry point of `python -m braid`."""
+"""Entry point of `braid` and `python -m braid`.
 
+SIGTERM counts from here on, before anything else is loaded, which takes seconds: it ends the command like
+Ctrl-C, with everything cleaned up on the way, and an exit code of its own. The training loop handles it by
+itself.
+"""
+
+import os
+import signal
 import sys
+from types import FrameType
 
-from braid.cli import main
+TERMINATED = 143
+"""`ExitCode.TERMINATED`: what a shell reports for a process that SIGTERM has ended."""
 
-sys.exit(main())
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(TERMINATED)
+
+
+def run() -> int:
+    """Run the command line."""
+    try:
+        from braid.cli import main
+
+        return main()
+    except SystemExit as end:
+        if end.code != TERMINATED:
+            raise
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(TERMINATED)  # the interpreter may not shut down cleanly when it is stopped half-way
+
+
+signal.signal(signal.SIGTERM, _terminate)
+
+if __name__ == "__main__":
+    sys.exit(run())

@@ -35,6 +35,10 @@ Strategy = Literal["none", "optimizer", "gradients", "all"]
 DispatcherName = Literal["auto", "all_to_all", "all_gather", "deep_ep"]
 """MoE token dispatcher: the collective that sends tokens to experts on other ranks."""
 
+SpikePolicy = Literal["off", "warn", "skip"]
+"""What happens to a step whose gradient norm or loss is far above those before: nothing, a warning, or no
+update."""
+
 Dtype = Literal["bf16", "fp32", "fp64"]
 """Compute dtype of a model."""
 

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from braid import validators
 from braid.architecture import Model
-from braid.choices import MADE_UP, DispatcherName, Dtype, Recompute, Strategy, kernel_modes
+from braid.choices import MADE_UP, DispatcherName, Dtype, Recompute, SpikePolicy, Strategy, kernel_modes
 from braid.encoders import Encoder
 from braid.errors import ConfigError, Problem
 
@@ -97,6 +97,8 @@ class Optim:
             )
 
 
+MAX_SPIKE_WINDOW = 10_000
+
 MAX_STALL_TIMEOUT_S = 1_000_000
 """Eleven days. A larger value is a mistake: 0 turns the watchdog off."""
 
@@ -138,16 +140,33 @@ class Train:
     """Number of checkpoints to keep."""
     max_skipped: int = 5
     """Consecutive steps that may be skipped for a non-finite loss or gradient before the run fails."""
+    check_copies_every: int = 100
+    """Steps between checks that ranks which hold the same weights agree on them to the bit; 0 disables."""
+    spikes: SpikePolicy = "warn"
+    """Steps whose gradient norm or loss is spike_sigma above those before: ignore, warn, or skip the update."""
+    spike_sigma: float = 6.0
+    """Standard deviations above the mean of the last spike_window steps that make a spike."""
+    spike_window: int = 128
+    """Steps that a spike is compared with. There are no spikes before half of them are done."""
     stall_timeout_s: float = 600.0
     """Watchdog: abort the run if a rank makes no progress for this many seconds; 0 disables."""
 
     def problems(self, at: str) -> Iterator[Problem]:
         yield from validators.seed(f"{at}.seed", self.seed)
         positive = ("steps", "batch_samples", "micro_batches", "log_every", "keep")
-        non_negative = ("recompute_span", "eval_every", "eval_samples", "save_every", "max_skipped")
+        every = ("eval_every", "save_every", "check_copies_every")
+        non_negative = ("recompute_span", "eval_samples", "max_skipped", *every)
         for low, names in ((1, positive), (0, non_negative)):
             for name in names:
                 yield from validators.at_least(f"{at}.{name}", typing.cast(float, getattr(self, name)), low)
+        yield from validators.above(f"{at}.spike_sigma", self.spike_sigma, 0)
+        if not 2 <= self.spike_window <= MAX_SPIKE_WINDOW:
+            yield Problem(
+                field=f"{at}.spike_window",
+                value=self.spike_window,
+                rule=f"must be from 2 to {MAX_SPIKE_WINDOW:,} steps, all of which a checkpoint stores",
+                remedy="128, or train.spikes off",
+            )
         for setting in self.kernels:
             try:
                 kernel_modes([setting])

@@ -33,6 +33,7 @@ class ExitCode(IntEnum):
     NUMERICS = 7
     PREEMPTED = 8
     INTERRUPTED = 130
+    TERMINATED = 143
 
 
 class BraidError(Exception):

@@ -59,6 +59,10 @@ _SYMBOLS = frozenset(kind.value for kind in Kind)
 _LEGEND = "M G * + D - E, [ ] around a block, x58 to repeat, | between segments, / before an MTP depth"
 MOST_REPEATS = 10_000
 """How often an item may be repeated."""
+MOST_LAYERS = 20_000
+"""Layers of a pattern. A pattern may come from a file of unknown origin, and memory goes by its layers."""
+MOST_CHARACTERS = 100_000
+"""Of the text of a pattern."""
 
 
 class PatternError(ConfigError):
@@ -210,8 +214,18 @@ class _Item:
 def parse(text: str | None) -> Layout:
     """Parse a pattern. None and the empty string are a stack without layers."""
     text = "" if text is None else text
+    if len(text) > MOST_CHARACTERS:
+        raise PatternError(
+            f"the pattern has {len(text):,} characters: write at most {MOST_CHARACTERS:,}, with x58 to repeat",
+            text[:20] + "...",
+            20,
+        )
     main, *depths = _split(text, "/")
-    segments = [_read_items(text, *span) for span in _split(text, "|", *main)]
+    segments: list[list[_Item]] = []
+    held = 0
+    for span in _split(text, "|", *main):
+        segments.append(_read_items(text, *span, most=MOST_LAYERS - held))
+        held += sum(len(item.symbols) for item in segments[-1])
     depth = _read_depths(text, depths)
     main_symbols = (symbol for items in segments for item in items for symbol in item.symbols)
     _check_one_attention_family(text, [*main_symbols, *depth])
@@ -239,9 +253,10 @@ def _split(text: str, separator: str, start: int = 0, end: int | None = None) ->
     return [*spans, (start, end)]
 
 
-def _read_items(text: str, start: int, end: int) -> list[_Item]:
-    """The symbols and groups of one segment, each as often as it is repeated."""
+def _read_items(text: str, start: int, end: int, *, most: int) -> list[_Item]:
+    """The symbols and groups of one segment, each as often as it is repeated: at most so many layers."""
     items: list[_Item] = []
+    layers = 0
     opened: int | None = None
     group: list[_Symbol] = []
     position = start
@@ -256,21 +271,34 @@ def _read_items(text: str, start: int, end: int) -> list[_Item]:
                 raise PatternError("] closes a group that was never opened: put [ before it", text, position)
             _check_group(text, opened, group)
             items.append(_Item(tuple(group), grouped=True))
-            opened = None
+            opened, layers = None, layers + len(group)
         elif character == "x" and (items or opened is not None):
             if opened is not None:
                 raise PatternError("a group is repeated as a whole: put x behind its ]", text, position)
-            count, position = _read_count(text, position, end)
+            count, behind = _read_count(text, position, end)
+            layers += (count - 1) * len(items[-1].symbols)
+            _check_layers(text, position, layers, most)
             items += items[-1:] * (count - 1)
+            position = behind
             continue
         elif opened is None:
             items.append(_Item((_read_symbol(text, position),), grouped=False))
+            layers += 1
         else:
             group.append(_read_symbol(text, position))
+        _check_layers(text, position, layers, most)
         position += 1
     if opened is not None:
         raise PatternError("the bracket is never closed: put ] after the group's last layer", text, opened)
     return items
+
+
+def _check_layers(text: str, position: int, layers: int, most: int) -> None:
+    if layers > most:
+        start = max(0, position - 20)
+        cut = "..." if start else ""
+        rule = f"the pattern has more than {MOST_LAYERS:,} layers: write fewer"
+        raise PatternError(rule, cut + text[start : position + 20], len(cut) + position - start)
 
 
 def _read_count(text: str, position: int, end: int) -> tuple[int, int]:

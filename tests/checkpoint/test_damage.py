@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 
-from braid.checkpoint import Piece, begin, commit, latest, prune, read, save, verify, write_part
+from braid.checkpoint import Piece, begin, commit, latest, prune, read, save, set_aside, verify, write_part
 from braid.errors import CheckpointError
 from tests.checkpoint.helpers import all_same, flip_bit, mixed_tensors, whole
 
@@ -175,6 +175,24 @@ def test_prune_never_deletes_the_last_whole_one(tmp_path):
     spoil(paths[3])
     assert prune(tmp_path, keep=2) == [paths[0]]
     assert latest(tmp_path).path == paths[1]
+
+
+def test_prune_never_deletes_what_is_plainly_damaged(tmp_path):
+    paths = saved_steps(tmp_path, 1, 2, 3, 4)
+    (paths[0] / "manifest.json").unlink()
+    (paths[1] / "part-00000.safetensors").unlink()
+    assert prune(tmp_path, keep=1) == [paths[2]]
+    assert sorted(tmp_path.iterdir()) == [paths[0], paths[1], paths[3]]
+
+
+def test_what_is_set_aside_is_not_seen_any_more(tmp_path):
+    first, second = saved_steps(tmp_path, 1, 2)
+    assert set_aside(second).name == "step-00000002.damaged"
+    saved_steps(tmp_path, 2)
+    assert set_aside(second).name == "step-00000002.damaged-2"
+    assert latest(tmp_path).path == first
+    assert prune(tmp_path, keep=1) == []
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 def test_prune_must_keep_something(tmp_path):

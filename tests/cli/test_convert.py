@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from braid.architecture import Attention, Mlp, Model
 from braid.checkpoint import LazyCheckpoint
@@ -18,7 +18,8 @@ from braid.cli.generate import generate
 from braid.config import to_json
 from braid.errors import CheckpointError, ConfigError, ExitCode
 from braid.interchange import files, to_hf
-from braid.train.state import describe, resolve_checkpoint, weight_names
+from braid.train.state import resolve_checkpoint, weight_names
+from braid.train.stored_run import describe
 from tests.model.cases import build
 
 SHAPE = Model(
@@ -172,15 +173,36 @@ def test_an_import_that_was_killed_begins_again(folder: Path, tmp_path: Path) ->
 
 
 def test_an_import_from_a_cache_of_links_knows_its_config(folder: Path, tmp_path: Path) -> None:
-    """The Hugging Face cache holds nothing but links to files elsewhere."""
-    (tmp_path / "cache").mkdir()
+    """The Hugging Face cache holds nothing but links to files in a folder of its own."""
+    snapshot = tmp_path / "models--x" / "snapshots" / "main"
+    snapshot.mkdir(parents=True)
+    shutil.copytree(folder, tmp_path / "models--x" / "blobs")
     for file in folder.iterdir():
-        (tmp_path / "cache" / file.name).symlink_to(file)
-    import_([str(tmp_path / "cache"), "--out", str(tmp_path / "run")])
+        (snapshot / file.name).symlink_to(Path("../../blobs") / file.name)
+    import_([str(snapshot), "--out", str(tmp_path / "run")])
     assert not (tmp_path / "run" / "hub" / "config.json").is_symlink()
     export([str(tmp_path / "run"), "--out", str(tmp_path / "back")])
     before, after = (json.loads((path / "config.json").read_text()) for path in (folder, tmp_path / "back"))
     assert after == before
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "model.safetensors"])
+def test_a_link_that_leads_out_of_the_folder_is_not_followed(name: str, folder: Path, tmp_path: Path) -> None:
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to("/etc/hostname")
+    with pytest.raises(CheckpointError, match=rf"{name} -> /etc/hostname"):
+        import_([str(folder), "--out", str(tmp_path / "run")])
+    assert not (tmp_path / "run").exists()
+
+
+def test_weights_that_are_not_finite_are_not_imported(folder: Path, tmp_path: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    name = sorted(tensors)[3]
+    tensors[name].view(-1)[2] = float("nan")
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"is not finite: .* has 1 of "):
+        import_([str(folder), "--out", str(tmp_path / "run")])
+    assert not list((tmp_path / "run" / "checkpoints").iterdir())
 
 
 def test_an_ignored_entry_of_an_object_is_left_unread(folder: Path, tmp_path: Path) -> None:

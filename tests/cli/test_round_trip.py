@@ -15,7 +15,8 @@ from braid.cli.train import train
 from braid.errors import CheckpointError, ConfigError
 from braid.interchange import to_hf
 from braid.interchange.side_files import LARGEST
-from braid.train.state import describe, resolve_checkpoint
+from braid.train.state import resolve_checkpoint
+from braid.train.stored_run import describe
 from tests.cli.test_convert import SHAPE
 from tests.interchange.models import their_model
 from tests.model.cases import build

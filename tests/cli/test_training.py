@@ -272,8 +272,16 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_left_as_it_is(folder, whole,
     assert main(words_for(folder, out)) == ExitCode.CHECKPOINT
     text = capsys.readouterr().err
     assert all(f"{path} is damaged" in text for path in checkpoints)
-    assert f"move or delete {out}" in text
+    assert "--start-over" in text
     assert contents(out) == before
+    assert main(words_for(folder, out, "--start-over", "--train.steps", "1")) == 0
+    after = contents(out)
+    assert {path.name for path in (out / "checkpoints").iterdir()} == {
+        "step-00000001",
+        *(f"{path.name}.damaged" for path in checkpoints),
+    }
+    assert after["metrics-cut.jsonl"] == before["metrics.jsonl"]
+    assert len(after["metrics.jsonl"].splitlines()) == 1
 
 
 def contents(out):

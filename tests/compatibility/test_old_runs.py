@@ -22,7 +22,7 @@ from torch import Tensor
 from braid import checkpoint
 from braid.cli import main
 from braid.planning.plan import plan
-from braid.train.state import describe
+from braid.train.stored_run import describe
 from braid.train.trainer import Trainer
 from tests.ranks import run_ranks
 

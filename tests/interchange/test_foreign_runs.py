@@ -24,6 +24,7 @@ from braid.interchange.convert import convert
 from braid.interchange.trained import targets
 from braid.nn.moe.experts import Experts
 from braid.train import state as states
+from braid.train import stored_run
 from braid.train.state import State
 from tests.interchange.layouts import MOMENTS, optimized, same
 from tests.model.cases import build
@@ -209,7 +210,7 @@ def test_an_export_tells_its_shape_and_its_layout(corpus: Path, tmp_path: Path) 
     assert import_([str(tmp_path / "back"), "--out", str(tmp_path / "two")]) == 0
     newest = states.resolve_checkpoint(tmp_path / "two")
     same(read_all(newest), ours)
-    saved = states.describe(newest)
+    saved = stored_run.describe(newest)
     assert (saved.step, saved.updates, saved.run.model) == (UPDATES, UPDATES, MODEL)
 
 
@@ -220,7 +221,7 @@ def test_without_the_optimizer_its_main_parameters_remain(corpus: Path, tmp_path
     assert import_([str(tmp_path / "theirs"), "--out", str(tmp_path / "run"), *words]) == 0
     newest = states.resolve_checkpoint(tmp_path / "run")
     same(dict(LazyCheckpoint(newest, states.weight_names(newest))), weights_of(ours))
-    assert states.describe(newest).updates == 0
+    assert stored_run.describe(newest).updates == 0
     words = ["--model-type", "megatron", "--optimizer"]
     with pytest.raises(CheckpointError, match="does not hold the optimizer's state"):
         export([str(tmp_path / "run"), "--out", str(tmp_path / "back"), *words])
@@ -237,7 +238,7 @@ def test_updates_are_told_by_the_files_or_by_whoever_imports(corpus: Path, tmp_p
     with pytest.raises(ConfigError, match="set   --updates N"):
         import_([str(tmp_path / "theirs"), *words])
     assert import_([str(tmp_path / "theirs"), *words, "--updates", "12"]) == 0
-    assert states.describe(states.resolve_checkpoint(tmp_path / "run")).updates == 12
+    assert stored_run.describe(states.resolve_checkpoint(tmp_path / "run")).updates == 12
 
 
 def test_files_without_a_shape_need_a_recipe(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from braid.config import Run
 from braid.train import state as states
+from braid.train import stored_run
 from braid.train.distributed_generation import generate_distributed
 from braid.train.step import evaluate, train_step
 from tests.ranks import run_ranks
@@ -163,7 +164,7 @@ def test_a_run_moves_between_placements_and_back(corpus, tmp_path):
         found.append(told_by_all)
         before, earlier = alone_at, ranks_at
     assert found == [pytest.approx(each, rel=FP64_BOUND) for each in expected]
-    one, other = (states.describe(states.resolve_checkpoint(each)) for each in (before, earlier))
+    one, other = (stored_run.describe(states.resolve_checkpoint(each)) for each in (before, earlier))
     assert one.module_updates == other.module_updates == {"vision": 3}
 
 

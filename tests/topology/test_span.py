@@ -13,6 +13,7 @@ import torch
 from braid.errors import ConfigError, DataError
 from braid.planning.plan import check, plan
 from braid.train import state as states
+from braid.train import stored_run
 from braid.train.state import State
 from braid.train.step import begin_step, evaluate, train_step
 from braid.train.trainer import Trainer
@@ -69,7 +70,7 @@ def test_checkpoints_go_from_some_ranks_to_others_and_to_one_process(corpus, tmp
     (first,) = set(run_ranks(3, go_on, "at1+2 tp2", corpus, tmp_path / "none", places[2]))
     (second,) = set(run_ranks(4, go_on, "at0+2", corpus, places[2], places[3]))
     assert [first, second] == [pytest.approx(each, rel=FP64_BOUND) for each in expected]
-    manifests = [states.describe(states.resolve_checkpoint(place)) for place in (places[1], places[3])]
+    manifests = [stored_run.describe(states.resolve_checkpoint(place)) for place in (places[1], places[3])]
     assert manifests[0].updates == manifests[1].updates == 2
     assert manifests[0].samples == manifests[1].samples
     assert go_on(0, 1, "", corpus, places[3], places[4])[0] < first[0]

@@ -19,6 +19,7 @@ from braid.encoders import Encoder, Projector
 from braid.errors import CheckpointError, ConfigError
 from braid.planning.plan import canonical_names, plan
 from braid.train import state as states
+from braid.train import stored_run
 from braid.train.encoder_checkpoint import encoder_extra
 from braid.train.export_settings import ExportSettings
 from braid.train.exporting import export_checkpoint
@@ -222,7 +223,7 @@ def test_checkpoints_of_encoders_are_checked(text, both, corpus, tmp_path):
     assert started.record["modules"] == {"vision": str(path)}
     assert any("modules.vision.patches" in line for line in plan_lines(text, plan(run, 1), started))
     with pytest.raises(CheckpointError, match="it is an encoder alone, for --init-modules"):
-        states.describe(path)
+        stored_run.describe(path)
 
 
 def test_brackets_of_an_encoder_do_not_matter(both, corpus, tmp_path):

@@ -124,7 +124,11 @@ def test_too_many_steps_that_are_not_finite_end_the_run(corpus, tmp_path, capsys
     parameter.register_hook(lambda gradient: gradient * float("inf"))
     with pytest.raises(NumericsError, match=r"3 steps in a row.*final_norm\.weight"):
         train_to_end(plan(run, 1), places, choose_device("cpu"), feed, state)
-    assert capsys.readouterr().err.count("skipped: not finite") == 3
+    said = capsys.readouterr().err
+    assert said.count("skipped: not finite") == 3
+    assert said.count("before any reduction: final_norm.weight in micro-batch 0 on rank 0") == 1
+    told = lines(places)
+    assert [(line["step"], line["skipped"]) for line in told] == [(1, 1), (2, 1), (3, 1)]
 
 
 @pytest.fixture

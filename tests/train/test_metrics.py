@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import sys
 import types
 
@@ -26,12 +27,33 @@ def test_every_step_is_one_json_object_a_line(tmp_path):
     ]
 
 
-def test_continuing_drops_later_lines_and_a_line_that_was_cut_off(tmp_path):
+def test_continuing_moves_later_lines_away_and_a_line_that_was_cut_off(tmp_path):
     file = tmp_path / "metrics.jsonl"
     file.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4, "lo')
     with Metrics(file, after_step=2) as metrics:
         metrics.log(3, {})
     assert steps_in(file) == [1, 2, 3]
+    assert (tmp_path / "metrics-cut.jsonl").read_text() == '{"step": 3}\n{"step": 4, "lo\n'
+    with Metrics(file, after_step=1):
+        pass
+    assert (tmp_path / "metrics-cut.jsonl").read_text().splitlines()[2:] == ['{"step": 2}', '{"step": 3}']
+
+
+def test_a_file_that_cannot_be_written_is_a_setting_to_change(tmp_path):
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl cannot be written: Is a directory"):
+        Metrics(tmp_path / "metrics.jsonl", after_step=0)
+
+
+def test_a_folder_that_is_deleted_under_the_run_is_made_again(tmp_path, capsys):
+    file = tmp_path / "run" / "metrics.jsonl"
+    with Metrics(file, after_step=0) as metrics:
+        metrics.log(1, {})
+        shutil.rmtree(tmp_path / "run")
+        metrics.log(2, {})
+        metrics.log(3, {})
+    assert steps_in(file) == [2, 3]
+    assert capsys.readouterr().err.count("was deleted while the run writes to it") == 1
 
 
 def test_listeners_hear_every_step_and_are_closed(tmp_path):

@@ -169,6 +169,11 @@ def test_a_folder_takes_one_run_at_a_time(tmp_path):
                 pass
     with RunDir(out=tmp_path / "run").lock():
         pass
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "lock").symlink_to("/dev/full")
+    with pytest.raises(ConfigError, match="full cannot be used"):
+        with RunDir(out=tmp_path / "full").lock():
+            pass
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be used"):
         with RunDir(out=tmp_path / "file").lock():

@@ -1,16 +1,21 @@
 """The state of a run in a checkpoint and back."""
 
+import json
+import math
+import shutil
 from dataclasses import replace
 
 import pytest
 import torch
 
 from braid import checkpoint
+from braid.checkpoint.manifest import encode
 from braid.distributed.collectives import Groups
 from braid.distributed.groups import open_groups
-from braid.errors import CheckpointError, DataError
+from braid.errors import CheckpointError, DataError, NumericsError
 from braid.planning.plan import plan
 from braid.train import state as states
+from braid.train import stored_run
 from braid.train.build import make_state
 from braid.train.data_pipeline import open_data_pipeline
 from braid.train.device import choose_device
@@ -18,7 +23,7 @@ from braid.train.resume import initialize_or_resume
 from braid.train.run_dir import RunDir
 from braid.train.step import train_step
 from tests.ranks import run_ranks
-from tests.train.helpers import run_on, started
+from tests.train.helpers import run_on, started, train_to_end
 
 
 def tensors(state):
@@ -120,11 +125,17 @@ def damage(checkpoint):
 
 def test_a_damaged_checkpoint_is_named_and_the_previous_one_used(corpus, tmp_path, capsys):
     run = run_on(corpus)
-    newest, _ = two_checkpoints(run, tmp_path)
+    newest, older = two_checkpoints(run, tmp_path)
     damage(newest)
-    _, again, _ = started(run, tmp_path)
+    assert states.resolve_checkpoint(tmp_path) == older
+    assert f"using {older} instead" in capsys.readouterr().err
+    feed, again, places = started(run, tmp_path)
     assert again.step == 1
-    assert str(newest) in capsys.readouterr().err
+    assert f"{newest} is damaged" in (said := capsys.readouterr().err)
+    assert "resuming from step-00000001; it is kept as step-00000002.damaged" in said
+    keeping = plan(replace(run, train=replace(run.train, keep=1)), 1)
+    train_to_end(keeping, places, choose_device("cpu"), feed, again)
+    assert {"step-00000002.damaged", "step-00000008"} == {path.name for path in places.checkpoints.iterdir()}
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(corpus, tmp_path):
@@ -138,7 +149,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(corpus, tmp
         text = str(error.value)
         assert f"{newest} is damaged\n" in text
         assert f"{older} is not a complete checkpoint: it has no manifest.json\n" in text
-        assert f"move or delete {tmp_path}" in text
+        assert "or --start-over, which keeps them" in text
     older.rename(older.with_suffix(".partial"))
     newest.rename(newest.with_suffix(".removed"))
     assert started(run, tmp_path)[1].step == 0, "what was never complete does not count"
@@ -186,14 +197,61 @@ def test_names_in_a_checkpoint_are_canonical(corpus, tmp_path):
     assert names - weights - {"rng.cpu"} == {
         f"optimizer.{moment}.{name}" for moment in ("exp_avg", "exp_avg_sq") for name in weights
     }
-    assert states.describe(path).run == run
+    assert stored_run.describe(path).run == run
+
+
+@pytest.mark.parametrize(
+    ("counter", "value", "rule"),
+    [
+        ("updates", -1, "from 0 to the step, 1"),
+        ("updates", 2, "from 0 to the step, 1"),
+        ("samples", -5, "from 0 to 2**63 - 1"),
+        ("tokens", 10**30, "from 0 to 2**63 - 1"),
+        ("samples", 1.5, "from 0 to 2**63 - 1"),
+        ("skipped_in_a_row", True, "from 0 to the step, 1"),
+        ("own_updates", {"head.weight": -3}, "own_updates[head.weight] = -3"),
+    ],
+)
+def test_a_manifest_with_counters_that_no_run_has_is_refused(counter, value, rule, saved, tmp_path):
+    manifest = checkpoint.read_manifest(saved)
+    copy = shutil.copytree(saved, tmp_path / saved.name)
+    document = json.loads((copy / "manifest.json").read_bytes())
+    stored = {name: document[name] for name in ("parts", "tensors")}
+    data = encode(step=manifest.step, extra={**manifest.extra, counter: value}, **stored)
+    (copy / "manifest.json").write_bytes(data)
+    with pytest.raises(CheckpointError, match="is of no possible run") as error:
+        stored_run.describe(copy)
+    assert rule in str(error.value)
+
+
+@pytest.fixture(scope="module")
+def saved(corpus, tmp_path_factory):
+    """A checkpoint of step 1."""
+    out = tmp_path_factory.mktemp("saved")
+    return two_checkpoints(run_on(corpus), out)[1]
+
+
+@pytest.mark.parametrize("of", ["weight", "moment"])
+def test_a_state_that_is_not_finite_is_not_saved(of, corpus, tmp_path):
+    run = run_on(corpus)
+    feed, state, places = started(run, tmp_path)
+    states.save(places.checkpoints, state, run, feed.train, feed.tokenizer)
+    train_step(state, run, feed.train, 1e-2)
+    name = "final_norm.weight"
+    tensor = state.weights()[name] if of == "weight" else state.optimizer.moment("exp_avg_sq", name)
+    with torch.no_grad():
+        tensor[3] = math.inf
+    with pytest.raises(NumericsError, match=r"step 1 is not saved: 1 tensors are not finite: .*final_norm"):
+        states.save(places.checkpoints, state, run, feed.train, feed.tokenizer)
+    assert [path.name for path in places.checkpoints.iterdir()] == ["step-00000000"]
 
 
 def test_names_of_another_version_are_refused(corpus, tmp_path, monkeypatch):
     run = run_on(corpus)
     feed, state, places = started(run, tmp_path)
+    monkeypatch.setattr(stored_run, "NAMES_VERSION", 2)
     monkeypatch.setattr(states, "NAMES_VERSION", 2)
     path = states.save(places.checkpoints, state, run, feed.train, feed.tokenizer)
     monkeypatch.undo()
     with pytest.raises(CheckpointError, match="names of version 2, this braid reads version 1"):
-        states.describe(path)
+        stored_run.describe(path)

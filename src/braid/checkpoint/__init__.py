@@ -16,7 +16,7 @@ from braid.checkpoint.choosing import Damaged, Latest, latest, prune
 from braid.checkpoint.loading import LazyCheckpoint, ReadRequest, read, read_manifest, verify
 from braid.checkpoint.manifest import Manifest, StoredTensor
 from braid.checkpoint.saving import CHUNK_BYTES, Piece, Record, abandon, begin, commit, save, write_part
-from braid.checkpoint.steps import complete_steps, step_path
+from braid.checkpoint.steps import complete_steps, set_aside, step_path
 
 __all__ = [
     "CHUNK_BYTES",
@@ -39,6 +39,7 @@ __all__ = [
     "read",
     "read_manifest",
     "save",
+    "set_aside",
     "step_path",
     "verify",
     "write_part",

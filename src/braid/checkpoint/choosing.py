@@ -6,7 +6,8 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from braid.checkpoint.loading import verify
+from braid.checkpoint import parts
+from braid.checkpoint.loading import read_manifest, verify
 from braid.checkpoint.steps import complete_steps, removed_path
 from braid.errors import CheckpointError
 
@@ -49,11 +50,23 @@ def _damage(step: int, path: Path) -> str | None:
     return None if stored == step else f"{path} contains step {stored}"
 
 
+def _is_plausible(step: int, path: Path) -> bool:
+    """Whether a checkpoint has a valid manifest and all files in full. Their bytes are not read."""
+    try:
+        manifest = read_manifest(path)
+        for file, part in manifest.parts.items():
+            parts.check_size(path, file, part)
+    except CheckpointError:
+        return False
+    return manifest.step == step
+
+
 def prune(root: Path, *, keep: int) -> list[Path]:
     """Delete all but the newest `keep` checkpoints, and return the deleted ones.
 
     If all of those are damaged, the newest valid older one is kept too: the last state to resume from is never
-    deleted.
+    deleted. Nor is one that is plainly damaged, by its manifest and the sizes of its files: somebody may want
+    to know why, or what is left of it.
     """
     if keep < 1:
         raise CheckpointError(f"cannot keep {keep} checkpoints\n  rule  keep at least one\n  set   keep >= 1")
@@ -64,7 +77,7 @@ def prune(root: Path, *, keep: int) -> list[Path]:
     newest_valid = latest(root).path
     removed = []
     for step, path in older.items():
-        if path != newest_valid:
+        if path != newest_valid and _is_plausible(step, path):
             trash = removed_path(root, step)
             try:
                 path.rename(trash)

@@ -4,6 +4,7 @@
     step-00000020.partial    being written, or left by a killed writer: never loaded
     step-00000020.old        the previous version of a step, while a new one takes its place
     step-00000020.removed    being deleted: never loaded
+    step-00000020.damaged    found damaged by a run that went on without it: never loaded, never deleted
 
 The next save cleans up after killed processes.
 """
@@ -37,6 +38,20 @@ def old_path(root: Path, step: int) -> Path:
 def removed_path(root: Path, step: int) -> Path:
     """The directory that a checkpoint is renamed to before it is deleted."""
     return root / f"step-{step:08d}.removed"
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a damaged checkpoint, so that it is neither loaded nor deleted nor replaced: it may be all that is
+    left of its step. Returns its new path."""
+    taken = (
+        path.with_name(f"{path.name}.damaged{again}") for again in ("", *(f"-{n}" for n in range(2, 1000)))
+    )
+    target = next(each for each in taken if not each.exists())
+    try:
+        path.rename(target)
+    except OSError as error:
+        raise CheckpointError(f"{path} is damaged and cannot be renamed: {error.strerror}") from error
+    return target
 
 
 def complete_steps(root: Path) -> dict[int, Path]:

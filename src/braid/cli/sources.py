@@ -40,9 +40,10 @@ def load_source(
         if wrong_types := list(type_problems(run)):
             raise ConfigError(wrong_types)  # options are made of the values, and need the right types
         return RunSource(run)
-    from braid.train.state import describe, resolve_checkpoint, weight_names
+    from braid.train.state import resolve_checkpoint, weight_names
+    from braid.train.stored_run import describe
 
-    newest = resolve_checkpoint(path)
+    newest = resolve_checkpoint(path, quiet=environment.get("RANK", "0") != "0")
     trained = len(weight_names(newest, moments=True)) > len(weight_names(newest))
     run = _with_tokenizer(describe(newest).run, newest)
     return RunSource(run, newest, path if trained and newest != path else None)

@@ -23,7 +23,7 @@ from braid.cli.progress import bar
 from braid.cli.recipes import RunFields, expand_recipe_help
 from braid.cli.sources import load_source, output_folder
 from braid.config import to_json
-from braid.errors import BraidError, ConfigError, ExitCode, Problem
+from braid.errors import BraidError, ConfigError, ExitCode, PreemptedError, Problem
 from braid.planning.divisibility import describe_mesh
 from braid.planning.modules import encoder_size
 from braid.planning.plan import Plan, check
@@ -53,6 +53,8 @@ class TrainOptions:
     """Initialize a new run from this checkpoint or run of the same model; the optimizer starts from scratch."""
     fresh_weights: bool = False
     """Take only the settings of a folder given as RECIPE, and draw new weights."""
+    start_over: bool = False
+    """If all checkpoints of the run are damaged, keep them under other names and train from step 0."""
     init_rules: Annotated[tuple[str, ...], optional("RULE [RULE ...]", "the models are the same")] = ()
     """With --init, how a model that differs starts: untie, vocab, mtp, hyper, upcycle, blocks:0,1,-,2,
     fresh:GLOB, drop:GLOB (docs/init.md)."""
@@ -235,6 +237,7 @@ def _train(plan: Plan, out: Path, args: list[str], opts: TrainOptions) -> int:
             out=out,
             init=opts.init,
             init_options=_init_options(opts),
+            start_over=opts.start_over,
             device=opts.device,
             trace=opts.trace,
             trace_steps=trace_steps,
@@ -244,7 +247,7 @@ def _train(plan: Plan, out: Path, args: list[str], opts: TrainOptions) -> int:
     with trainer:
         say(_first_line(args[0], trainer, opts.init))
         if opts.init is not None and trainer.process.rank == 0:
-            hand_on(run_of(resolve_checkpoint(opts.init)), out)
+            hand_on(run_of(resolve_checkpoint(opts.init, quiet=True)), out)
         say(table(_header(trainer, opts.init)))
         say("")
         if trainer.process.rank == 0:
@@ -252,7 +255,12 @@ def _train(plan: Plan, out: Path, args: list[str], opts: TrainOptions) -> int:
                 warn(note)
             trainer.listeners += _metric_listeners(opts, out)
         outcome = trainer.train()
-        sample, prompt = _sample(trainer)
+        try:
+            sample, prompt = _sample(trainer)
+        except SystemExit as end:  # SIGTERM
+            raise PreemptedError(
+                f"stopped after the last step, which is saved in {outcome.checkpoint}"
+            ) from end
     say("")
     say(table([*sample, ("", ""), *_summary(outcome, trainer)]))
     say("\ntry next")

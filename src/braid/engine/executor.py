@@ -27,6 +27,8 @@ from braid.schedule import Act, Channel, Op, OpSpan, Schedule, Turn
 from braid.schedule.lifetime import Use, uses_of
 from braid.schedule.views import stream_of
 
+AfterOp = Callable[[Op], None]
+
 SENDING = "outstanding sends"
 """The activity reported while a rank that has run all its ops waits for its sends."""
 
@@ -57,16 +59,21 @@ class Program:
 
 
 def execute(
-    program: Program, work: StepWork, weights: Weights, links: PipelineLinks, watch: Watch | None = None
+    program: Program,
+    work: StepWork,
+    weights: Weights,
+    links: PipelineLinks,
+    watch: Watch | None = None,
+    after_op: AfterOp | None = None,
 ) -> tuple[OpSpan, ...]:
-    """Run one step and return when each op ran, by `time.perf_counter`. A step that raises leaves no gathered
-    weights and no gradients behind."""
+    """Run one step and return when each op ran, by `time.perf_counter`. `after_op` is called after each. A step
+    that raises leaves no gathered weights and no gradients behind."""
     weights.begin()
     try:
         # By default autograd runs CUDA backwards in a thread per device. A step calls backward once per node,
         # and handing each over to that thread costs the host more than many nodes take.
         with torch.autograd.set_multithreading_enabled(False):
-            return _Execution(program, work, weights, links, watch).run()
+            return _Execution(program, work, weights, links, watch, after_op).run()
     except BaseException:
         weights.abort()
         raise
@@ -76,10 +83,17 @@ class _Execution:
     """The state of one execution of a program."""
 
     def __init__(
-        self, program: Program, work: StepWork, weights: Weights, links: PipelineLinks, watch: Watch | None
+        self,
+        program: Program,
+        work: StepWork,
+        weights: Weights,
+        links: PipelineLinks,
+        watch: Watch | None,
+        after_op: AfterOp | None,
     ) -> None:
         self.program, self.schedule = program, program.schedule
-        self.work, self.weights, self.links, self.watch = work, weights, links, watch
+        self.work, self.weights, self.links = work, weights, links
+        self.watch, self.after_op = watch, after_op
         self.inputs: dict[Turn, Tensor] = {}
         """The input of each segment that has not started."""
         self.gradients: dict[Turn, Tensor] = {}
@@ -101,6 +115,8 @@ class _Execution:
             self._run(op, use)
             log.append(OpSpan(op=op, start=start, end=time.perf_counter()))
             progress.leave(op)
+            if self.after_op is not None:
+                self.after_op(op)
         progress.enter(SENDING)
         for send, _ in self.outgoing:
             send.wait()

@@ -90,6 +90,19 @@ def has_unreduced_grads(module: FSDPModule) -> bool:
     )
 
 
+def unreduced_grads(module: FSDPModule) -> dict[str, list[Tensor]]:
+    """The gradients of a unit that are not reduced yet, of this micro-batch and accumulated, by the parameter's
+    name from the root."""
+    return {
+        param._param_fqn: [
+            gradient
+            for gradient in (param._unsharded_param.grad, param.unsharded_accumulated_grad)
+            if gradient is not None
+        ]
+        for param in _fsdp_params(module)
+    }
+
+
 def clear_grads(module: FSDPModule) -> None:
     """Drop all gradients of a unit: unsharded, accumulated, and reduced."""
     for param in _fsdp_params(module):

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, UnshardHandle
 
 from braid.engine import fsdp2
@@ -46,6 +46,14 @@ class FsdpWeights:
         """All-gathers that have not been waited for, by unit."""
         self.stats = UnitStats(0, 0, 0)
         """Of the last step that ended."""
+
+    def unreduced(self) -> dict[str, list[Tensor]]:
+        """The gradients that this rank has not reduced yet, by parameter."""
+        return {
+            name: gradients
+            for module in self.modules.values()
+            for name, gradients in fsdp2.unreduced_grads(module).items()
+        }
 
     # ------------------------------------------------------------------------------- step boundaries
 

@@ -6,7 +6,7 @@ on a single rank, where only gradients have to be accumulated. `ModuleWeights` j
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -48,6 +48,10 @@ class ModelWeights(Weights, Protocol):
         directly."""
         ...
 
+    def unreduced(self) -> Mapping[str, Sequence[Tensor]]:
+        """The gradients that this rank holds by itself at this point of a step, by parameter."""
+        ...
+
 
 class ResidentWeights:
     """All weights stay on this rank. The gradients of a micro-batch are added to those of the step, in the
@@ -63,6 +67,12 @@ class ResidentWeights:
         }
         """Per unit, the parameters with a separate main copy; the others accumulate into `.grad` directly."""
         self.mains: Mains = optimizer.main_copies()
+
+    def unreduced(self) -> Mapping[str, Sequence[Tensor]]:
+        return {
+            name: [each.grad for each in {parameter, main} if each.grad is not None]
+            for name, parameter, main in self._optimizer.pairs()
+        }
 
     def begin(self) -> None:
         return None

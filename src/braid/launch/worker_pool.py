@@ -47,6 +47,7 @@ FINAL = frozenset(
         ExitCode.NUMERICS,
         ExitCode.PREEMPTED,
         ExitCode.INTERRUPTED,
+        ExitCode.TERMINATED,
     }
 )
 """Exit codes after which there is no restart: it would fail the same way, or the user stopped the run."""
@@ -75,7 +76,8 @@ class WorkerExit:
     @property
     def exit_code(self) -> int:
         if self.stopped:
-            return ExitCode.INTERRUPTED
+            by_sigterm = self.status in (-signal.SIGTERM, ExitCode.TERMINATED)
+            return ExitCode.TERMINATED if by_sigterm else ExitCode.INTERRUPTED
         return ExitCode.PEER_LOST if self.status < 0 else self.status
 
     @property
@@ -235,11 +237,15 @@ class _WorkerPool:
     def _new_exits(self, known: Mapping[int, WorkerExit]) -> list[WorkerExit]:
         """Workers that have exited since, killed ones first: others may have failed because of them."""
         exits = [
-            WorkerExit(rank=rank, status=status, stopped=-status in self._sent)
+            WorkerExit(rank=rank, status=status, stopped=self._was_stopped(status))
             for rank, worker in enumerate(self._workers)
             if rank not in known and (status := worker.poll()) is not None
         ]
         return sorted(exits, key=lambda each: each.status >= 0)
+
+    def _was_stopped(self, status: int) -> bool:
+        """Whether a worker that ended so did as it was told."""
+        return -status in self._sent or (status == ExitCode.TERMINATED and signal.SIGTERM in self._sent)
 
     def _send(self, number: signal.Signals) -> None:
         self._sent |= {number}

@@ -20,6 +20,8 @@ from braid.model.language import LanguageModel
 from braid.model.multimodal import NO_ROWS, Rows
 
 NO_PLACEHOLDERS: Mapping[str, int] = MappingProxyType({})
+MOST_TOKENS = 131_072
+"""Of a prompt and its continuation."""
 
 
 class TextTokenizer(Protocol):
@@ -140,6 +142,15 @@ def prompt_ids(
     if not ids:
         problems.append(
             Problem(field="prompt", value="", rule="must have at least one token", remedy="some text")
+        )
+    if len(ids) + tokens > MOST_TOKENS:
+        problems.append(
+            Problem(
+                field="prompt",
+                value=f"{len(ids):,} tokens, and {tokens:,} to generate",
+                rule=f"must be at most {MOST_TOKENS:,} together, all of which the caches hold",
+                remedy="a shorter prompt, or fewer tokens",
+            )
         )
     problems += validators.at_least("temperature", temperature, 0)
     problems += validators.at_least("tokens", tokens, 0)

@@ -8,7 +8,7 @@ in the same memory. `kernels.optimizer` computes the update.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -81,6 +81,10 @@ class AdamW:
         """Separate main copies by model parameter; a wgrad store accumulates into their gradients."""
         pairs = ((parameter, self.main[name]) for name, parameter in self._parameters.items())
         return {p: main for p, main in pairs if main is not p and not isinstance(p, DTensor)}
+
+    def pairs(self) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Every parameter with its main copy, which may be the parameter itself."""
+        return ((name, parameter, self.main[name]) for name, parameter in self._parameters.items())
 
     def with_main_copy(self, names: Iterable[str]) -> tuple[str, ...]:
         """Those of these parameters that have a separate main copy."""

@@ -20,7 +20,8 @@ from braid.errors import CheckpointError
 from braid.interchange.files import CONFIG
 from braid.train.encoder_checkpoint import is_encoder, saved_encoders
 from braid.train.importing import ImportSettings, open_source
-from braid.train.state import describe, resolve_checkpoint, weight_names
+from braid.train.state import resolve_checkpoint, weight_names
+from braid.train.stored_run import describe
 
 OF_MODEL = re.compile(r"(modules\.[^.]+\.)?model\.")
 """Settings of a model, not of its training."""

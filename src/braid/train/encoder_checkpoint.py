@@ -16,7 +16,7 @@ from braid import checkpoint
 from braid.config import encoder_from_json
 from braid.encoders import Encoder
 from braid.errors import CheckpointError, ConfigError
-from braid.train.state import NAMES_VERSION, saved_models
+from braid.train.stored_run import NAMES_VERSION, saved_models
 
 ENCODERS = "encoders"
 """The entry of a manifest that has their settings."""

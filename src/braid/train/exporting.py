@@ -37,7 +37,8 @@ from braid.train.exporting_encoder import (
     write_encoder_files,
 )
 from braid.train.importing import MEGATRON, TOKENIZER, Report, processes
-from braid.train.state import CheckpointInfo, describe, weight_names
+from braid.train.state import weight_names
+from braid.train.stored_run import CheckpointInfo, describe
 from braid.validators import nearest
 
 HUB_FORMS = MappingProxyType({"usual": None, "each": "hub", "stacked": "memory", "packed": "packed"})

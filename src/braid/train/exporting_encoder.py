@@ -21,7 +21,8 @@ from braid.interchange.radio import MODEL_TYPE as RADIO
 from braid.nn.dtypes import DTYPES
 from braid.train.encoder_checkpoint import is_encoder, saved_encoders
 from braid.train.export_settings import ExportSettings, run_of, trains_as_stored
-from braid.train.state import describe, weight_names
+from braid.train.state import weight_names
+from braid.train.stored_run import describe
 
 NO_VIDEO = (
     "config.json has a video path, as every model of this type, and the files have no weights of it: whoever "

@@ -7,6 +7,7 @@ memory holds one part per process whatever the size of the model. What the folde
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +29,7 @@ from braid.checkpoint.manifest import MANIFEST_NAME
 from braid.choices import BYTE_VOCAB
 from braid.config import Data, Mesh, Module, Run, Train, flatten, from_json, to_json
 from braid.data import HfTokenizer, Tokenizer, eos_token_of
-from braid.errors import CheckpointError, ConfigError
+from braid.errors import CheckpointError, ConfigError, first_of
 from braid.interchange import Adapter, Trained, described, has_moments, reader_of, side_files, to_ours
 from braid.interchange.composite import MODULE, Composite, is_kept, kept_notes, language_of
 from braid.interchange.composite import TYPES as COMPOSITES
@@ -44,7 +45,8 @@ from braid.nn.dtypes import DTYPES
 from braid.planning.plan import plan
 from braid.train.data_pipeline import load_tokenizer
 from braid.train.encoder_checkpoint import encoder_extra
-from braid.train.state import NAMES_VERSION, NO_DATA, RNG
+from braid.train.state import RNG
+from braid.train.stored_run import MOST, NAMES_VERSION, NO_DATA
 
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 MEGATRON = "megatron"
@@ -152,6 +154,22 @@ def import_folder(
         raise CheckpointError(f"cannot write {out}: {error.strerror or error}; choose another --out") from error
 
 
+def _check_links(folder: Path) -> None:
+    """Refuse files to be read that are links out of the folder: the import would copy what they lead to. Links
+    into the hub's own cache, SNAPSHOT/FILE -> ../../blobs/HASH, are how it stores folders."""
+    allowed = (folder.resolve(), folder.resolve().parent.parent / "blobs")
+    leading_out = [
+        f"{file.name} -> {os.readlink(file)}"
+        for file in sorted(folder.iterdir())
+        if file.is_symlink() and file.suffix in (".json", ".safetensors")
+        if not any(file.resolve().is_relative_to(place) for place in allowed)
+    ]
+    if leading_out:
+        rule = "rule  files are in the folder, or in `blobs` of the hub's cache that the folder is in"
+        told = [f"{folder} has links that lead out of it", *first_of(leading_out), rule]
+        raise CheckpointError("\n  ".join([*told, "set   a folder that holds the files themselves"]))
+
+
 def _check_folders(folder: Path, out: Path, root: Path) -> None:
     if not folder.is_dir():
         raise ConfigError(
@@ -159,6 +177,7 @@ def _check_folders(folder: Path, out: Path, root: Path) -> None:
             "  rule  braid downloads nothing: it reads config.json and .safetensors files from a folder\n"
             "  set   a folder on this machine, such as `hf download NAME --local-dir FOLDER` makes"
         )
+    _check_links(folder)
     if not (folder / CONFIG).is_file():
         for name, what in (("checkpoints", "run"), (MANIFEST_NAME, "checkpoint")):
             if (folder / name).exists():
@@ -373,9 +392,9 @@ def _position(folder: Path, settings: ImportSettings) -> dict[str, Any]:
     position = read_json(file, CheckpointError) if file.is_file() else {}
     for name in ("samples", "tokens"):
         count = position.get(name, 0)
-        if type(count) is not int or count < 0:
+        if type(count) is not int or not 0 <= count <= MOST:
             raise CheckpointError(
-                f"{file}: {name} = {count!r} must be a whole number, 0 or more\n"
+                f"{file}: {name} = {count!r} must be a whole number from 0 to 2**63 - 1\n"
                 "  set   --samples N, to continue there, or remove the file to begin with the first sample"
             )
     return position
@@ -466,5 +485,16 @@ def write_one(
 ) -> checkpoint.Record:
     """Convert some tensors and write them as one part."""
     tensors = _converted(folder, settings)
-    pieces = (checkpoint.Piece.whole(name, tensors[name]) for name in names)
+    pieces = (checkpoint.Piece.whole(name, _finite(folder, name, tensors[name])) for name in names)
     return checkpoint.write_part(root, step, number, pieces)
+
+
+def _finite(folder: Path, name: str, tensor: Tensor) -> Tensor:
+    """The tensor, unless it holds NaN or infinity: no model computes anything with those."""
+    if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+        wrong = int((~tensor.isfinite()).sum())
+        raise CheckpointError(
+            f"{folder} holds a model that is not finite: {name} has {wrong:,} of {tensor.numel():,} numbers "
+            "NaN or infinite\n  set   whole files: copy or download them again, or another checkpoint"
+        )
+    return tensor

@@ -22,6 +22,7 @@ from braid.nn.dtypes import DTYPES
 from braid.planning.plan import Plan, canonical_names
 from braid.schedule.graph import LANGUAGE
 from braid.train import state as states
+from braid.train import stored_run
 from braid.train.encoder_checkpoint import saved_encoders
 from braid.train.finetune import (
     check_settings,
@@ -155,7 +156,7 @@ def _transfer(
     modules: Mapping[str, Path],
 ) -> Transfer | None:
     """The models of a checkpoint and of a run; None for a checkpoint without settings."""
-    saved = states.saved_models(path)
+    saved = stored_run.saved_models(path)
     for name, own in modules.items():
         encoder = saved_encoders(own)[name]
         if not any(each.startswith(f"{MODULES}{name}.projector.") for each in stored):

@@ -13,16 +13,20 @@ from braid.config import Mesh, Run
 from braid.data import ItemLimits, Tokenizer, tokenizer_from
 from braid.data.prompts import Prompt, PromptItems
 from braid.distributed.collectives import Groups
-from braid.errors import ConfigError
+from braid.errors import CheckpointError, ConfigError
 from braid.model.encoder import EncoderModel, Items
 from braid.model.generate import generate_text
 from braid.model.language import LanguageModel
 from braid.model.multimodal import Rows
+from braid.model.names import language_names
 from braid.nn.dtypes import DTYPES
+from braid.pattern import parse
 from braid.planning.local_model import build_local_encoder, choose_encoder_kernels
-from braid.planning.plan import Plan, plan
+from braid.planning.plan import Plan, canonical_names, plan
 from braid.train.device import Device, DeviceName, choose_device
-from braid.train.state import describe, load_weights, resolve_checkpoint
+from braid.train.state import load_weights, resolve_checkpoint, shapes_of, stored_weights
+from braid.train.stored_run import describe
+from braid.train.surgery import check_plan, plan_by_name
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -73,8 +77,8 @@ def encode(encoders: Mapping[str, EncoderModel], items: Mapping[str, PromptItems
 
 def load_models(path: Path | str, device: Device | DeviceName = "auto") -> LoadedModel:
     """Everything in a checkpoint, or in the newest checkpoint of a run's folder."""
-    language, tokenizer = load_model(path, device)
     path = resolve_checkpoint(Path(path))
+    language, tokenizer = load_model(path, device)
     run = on_one_process(describe(path).run)
     planned = plan(run, world=1)
     encoders = {name: _load_encoder(path, planned, name, language.device) for name in run.modules}
@@ -87,12 +91,32 @@ def load_model(path: Path | str, device: Device | DeviceName = "auto") -> tuple[
     if not isinstance(device, Device):
         device = choose_device(device)
     saved = describe(path)
+    _check_layers(path, saved.run)
     dtype = DTYPES[saved.run.train.dtype]
-    layout = plan(replace(saved.run, mesh=Mesh(), modules={}), world=1).layout
+    alone = plan(replace(saved.run, mesh=Mesh(), modules={}), world=1)
+    layout, wanted = alone.layout, canonical_names(alone)
+    # By shapes alone, before a model of that size is built: the file may claim any.
+    every = stored_weights(path)
+    stored = shapes_of({name: every[name] for name in language_names(every)})
+    check_plan(str(path), plan_by_name(wanted), stored, wanted)
     chosen = kernels.choose(saved.run.model, layout.kinds(), device.torch, dtype)
     model = LanguageModel(saved.run.model, layout, chosen, device=device.torch, dtype=dtype)
     load_weights(path, model, model.tensors())
     return model, tokenizer_from(saved.tokenizer)
+
+
+def _check_layers(path: Path, run: Run) -> None:
+    """Refuse settings with more layers than the checkpoint has tensors: each layer has at least one."""
+    stored = len(stored_weights(path))
+    for name, pattern in [("", run.model.pattern), *((n, m.model.pattern) for n, m in run.modules.items())]:
+        layout = parse(pattern)
+        layers = len(layout.layers) + sum(len(depth.layers) for depth in layout.mtp)
+        if layers > stored:
+            at = f"modules.{name}.model.pattern" if name else "model.pattern"
+            raise CheckpointError(
+                f"{path} does not hold the model that it describes: {at} has {layers:,} layers, and there are "
+                f"{stored:,} tensors\n  set   the checkpoint as it was saved"
+            )
 
 
 def on_one_process(run: Run) -> Run:

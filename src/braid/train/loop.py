@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from typing import NamedTuple
 from braid import checkpoint
 from braid.config import Run
 from braid.console import Line, say, warn
-from braid.errors import CheckpointError, ConfigError, NumericsError, PreemptedError
+from braid.errors import CheckpointError, ConfigError, NumericsError, PreemptedError, first_of
 from braid.launch.process import everywhere
 from braid.launch.watchdog import Watchdog
 from braid.model.language import LanguageModel
@@ -24,6 +24,7 @@ from braid.train.device import Device, set_arithmetic
 from braid.train.exact_match import exact_match
 from braid.train.item_prefetch import ItemPrefetch
 from braid.train.metrics import Metrics, NullMetrics, Value
+from braid.train.nonfinite import describe_origins, find_origins
 from braid.train.run_dir import RunDir
 from braid.train.signals import StopRequest
 from braid.train.state import JobState, State
@@ -193,12 +194,19 @@ class Loop:
             self.tracer.end(step)
         self.step_seconds = [*self.step_seconds[-99:], seconds]
         if result.not_finite:
-            self._report_skipped(step, result)
+            self._report_skipped(issued.pending, result)
         if result.tokens == 0 and not self.warned_all_masked:
             self.warned_all_masked = True
             self._warn(f"step {step}: no token counts in the loss, because all labels are masked")
-        evaluated = self._evaluate_if_due() if step == self.state.step else {}
+        if result.spikes:
+            self._report_spike(step, result)
+        failed = self._skipped_too_many(step, result)
+        evaluated = self._evaluate_if_due() if step == self.state.step and failed is None else {}
         self.metrics.log(step, self._metrics(issued, result, seconds, evaluated))
+        if failed is not None:
+            raise everywhere(failed)
+        if result.diverged:
+            raise everywhere(self._diverged(step, result))
         if _divides(self.run.train.log_every, step) or step in (1, self.run.train.steps):
             self._say(str(self._line(issued, result)))
         if evaluated:
@@ -222,7 +230,8 @@ class Loop:
             "tokens": issued.tokens,
             "mfu": self.device.mfu(self._flops(result), seconds, self.run.train.dtype),
             "memory_bytes": self.device.memory_bytes(),
-            "skipped": int(bool(result.not_finite)),
+            "skipped": int(result.skipped),
+            "spike": int(bool(result.spikes)),
             **self._slowest(),
         }
 
@@ -305,20 +314,51 @@ class Loop:
         if self.is_rank_zero:
             warn(text)
 
-    def _report_skipped(self, step: int, result: StepResult) -> None:
-        """Warn about a skipped step; raise if too many were skipped in a row."""
-        names = ", ".join(result.not_finite[:3]) + (", ..." if len(result.not_finite) > 3 else "")
-        self._warn(f"step {step} skipped: not finite: {names}")
+    def _report_skipped(self, pending: PendingStep, result: StepResult) -> None:
+        """Warn about a skipped step. The first in a row runs again, to find out where it begins."""
+        found = ""
+        if self.state.skipped_in_a_row == 1:
+            origins = find_origins(self.state, self.run, self.data.train, pending.step, pending.first)
+            found = f"\n  {describe_origins(origins)}"
+        self._warn(f"step {pending.step} skipped: not finite: {_listed(result.not_finite)}{found}")
+
+    def _report_spike(self, step: int, result: StepResult) -> None:
+        train = self.run.train
+        found = " and ".join(
+            f"{name} {value:.4g}, above {limit:.4g}" for name, (value, limit) in result.spikes.items()
+        )
+        end = ""
+        if not result.skipped and train.spikes == "skip":
+            end = f"; applied, as {train.max_skipped} in a row were skipped (train.max_skipped)"
+        self._warn(
+            f"step {step}{' skipped' if result.skipped else ''}: a spike of {train.spike_sigma:g} standard "
+            f"deviations: {found}{end}"
+        )
+
+    def _diverged(self, step: int, result: StepResult) -> NumericsError:
+        listed = "\n  ".join(first_of(result.diverged))
+        return NumericsError(
+            f"copies of weights or moments differ before step {step}\n  {listed}\n"
+            "  rule  ranks that hold the same weights agree on them to the bit\n"
+            "  set   another machine for these ranks, if it happens again; nothing was saved since the newest "
+            f"checkpoint in {self.run_dir.checkpoints}, which the same command resumes"
+        )
+
+    def _skipped_too_many(self, step: int, result: StepResult) -> NumericsError | None:
+        """The error if more steps in a row were not finite than the run allows."""
         limit = self.run.train.max_skipped
-        if self.state.skipped_in_a_row > limit:
-            late = "" if step == self.state.step else f"; step {self.state.step} had been issued by then"
-            raise everywhere(
-                NumericsError(
-                    f"{self.state.skipped_in_a_row} steps in a row were not finite (train.max_skipped = "
-                    f"{limit}), in {names}: lower optim.lr, or inspect that parameter; the weights are those "
-                    f"of the last finite step{late}"
-                )
-            )
+        if not result.not_finite or self.state.skipped_in_a_row <= limit:
+            return None
+        late = "" if step == self.state.step else f"; step {self.state.step} had been issued by then"
+        return NumericsError(
+            f"{self.state.skipped_in_a_row} steps in a row were not finite (train.max_skipped = {limit}), in "
+            f"{_listed(result.not_finite)}: lower optim.lr, or inspect that parameter; the weights are those "
+            f"of the last finite step{late}"
+        )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 def _divides(every: int, step: int) -> bool:

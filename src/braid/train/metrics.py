@@ -1,7 +1,7 @@
 """Metric logging: metrics.jsonl always, TensorBoard, Weights & Biases and other listeners if configured.
 
-Each step is one JSON object on a line of its own. A run that resumes from an earlier step first truncates the
-file to that step, so that every step appears once.
+Each step is one JSON object on a line of its own. A run that resumes from an earlier step first moves the lines
+of later steps to metrics-cut.jsonl, so that every step appears once and nothing is lost.
 """
 
 from __future__ import annotations
@@ -32,10 +32,17 @@ class Metrics:
     """Writes metrics.jsonl and forwards metrics to the listeners."""
 
     def __init__(self, file: Path, *, after_step: int, listeners: Sequence[Listener] = ()) -> None:
-        """Append to the file, after dropping the lines beyond `after_step`."""
-        file.parent.mkdir(parents=True, exist_ok=True)
-        _drop_lines_after(file, after_step)
-        self._lines = file.open("ab", buffering=0)
+        """Append to the file, after moving the lines beyond `after_step` to metrics-cut.jsonl."""
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            _cut_lines_after(file, after_step)
+            self._lines = file.open("ab", buffering=0)
+        except OSError as error:
+            raise ConfigError(
+                f"{file} cannot be written: {error.strerror or error}\n"
+                "  set   another --out, or move away what is in the way; a full disk needs space"
+            ) from error
+        self._file = file
         self._lost = 0
         self._listeners = tuple(listeners)
 
@@ -49,11 +56,20 @@ class Metrics:
     def _write(self, line: str) -> None:
         """Write a line, or drop it if the disk is full: metrics are not worth the run. Warns once."""
         try:
+            if os.fstat(self._lines.fileno()).st_nlink == 0:
+                self._reopen()
             self._lines.write(line.encode())
         except OSError as error:
             if not self._lost:
                 warn(f"cannot write {self._lines.name}: {error.strerror}; training continues without it")
             self._lost += 1
+
+    def _reopen(self) -> None:
+        """Begin a new file, as the old one was deleted under the run, perhaps with its folder."""
+        warn(f"{self._file} was deleted while the run writes to it: what was in it is lost, a new one begins")
+        self._lines.close()
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        self._lines = self._file.open("ab", buffering=0)
 
     def __enter__(self) -> Metrics:
         return self
@@ -83,18 +99,24 @@ def _finite(value: Value) -> Value:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _drop_lines_after(file: Path, step: int) -> None:
+def _cut_lines_after(file: Path, step: int) -> None:
     if not file.exists():
         return
-    text = file.read_text(encoding="utf-8", errors="replace")
-    kept = [line for line in text.splitlines() if _step_of(line) <= step]
+    lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+    kept = [line for line in lines if _step_of(line) <= step]
+    cut = [line for line in lines if _step_of(line) > step]
+    if not cut:
+        return
+    # The copy first: a process that is killed in between leaves lines twice rather than nowhere.
+    with file.with_name(f"{file.stem}-cut{file.suffix}").open("a", encoding="utf-8") as copy:
+        copy.write("".join(line + "\n" for line in cut))
     fresh = file.with_suffix(".jsonl.new")
     fresh.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
     os.replace(fresh, file)
 
 
 def _step_of(line: str) -> float:
-    """The step of a line; infinity for a line that was only partly written, so that it is dropped."""
+    """The step of a line; infinity for a line that was only partly written, so that it is cut."""
     try:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):

@@ -13,6 +13,7 @@ from braid.launch.process import check_agreement, fail_together
 from braid.model.names import symbols
 from braid.pattern import parse
 from braid.train import state as states
+from braid.train import stored_run
 from braid.train.data_pipeline import DataPipeline
 from braid.train.init_from import SAME_MODEL, InitOptions, start_from
 from braid.train.run_dir import RunDir
@@ -29,14 +30,18 @@ def initialize_or_resume(
     run_dir: RunDir,
     init: Path | None = None,
     options: InitOptions = SAME_MODEL,
+    *,
+    start_over: bool = False,
 ) -> Path | None:
     """Resume from the newest valid checkpoint of the run and return its path. Without one, initialise from the
-    run's seed, or load the weights of the checkpoint `init` if given, by the rules of `options`. Succeeds or
-    fails on all ranks alike."""
+    run's seed, or load the weights of the checkpoint `init` if given, by the rules of `options`. If all
+    checkpoints are damaged, that needs `start_over`. Succeeds or fails on all ranks alike."""
     job = state.job
     with fail_together(job):
-        newest = _newest(run_dir)
-        weights = states.resolve_checkpoint(init) if newest.path is None and init is not None else None
+        newest = _newest(run_dir, start_over)
+        weights = None
+        if newest.path is None and init is not None:
+            weights = states.resolve_checkpoint(init, quiet=job.rank != 0)
     # Every rank has looked for itself: with a filesystem that is not shared, or not readable on one node, ranks
     # would resume from different steps.
     check_agreement(
@@ -45,8 +50,9 @@ def initialize_or_resume(
         "the ranks find different checkpoints: set --out and --init to folders that all of them share",
         CheckpointError,
     )
-    for damaged in newest.damaged if job.rank == 0 else ():
-        warn(f"skipping a damaged checkpoint: {damaged.reason}")
+    with fail_together(job):
+        if job.rank == 0:
+            _set_aside(newest)
     with fail_together(job):
         if newest.path is None:
             _initialize(state, run, weights, options)
@@ -55,11 +61,11 @@ def initialize_or_resume(
     return newest.path
 
 
-def _newest(run_dir: RunDir) -> checkpoint.Latest:
-    """The newest valid checkpoint of a run, if it has any checkpoints. Raises if all of them are damaged:
-    starting over would truncate the metrics and delete what could still be recovered."""
+def _newest(run_dir: RunDir, start_over: bool) -> checkpoint.Latest:
+    """The newest valid checkpoint of a run, if it has any checkpoints. Raises if all of them are damaged,
+    unless the user has said what to do about it: `start_over`."""
     newest = checkpoint.latest(run_dir.checkpoints)
-    if newest.path is not None or not newest.damaged:
+    if newest.path is not None or not newest.damaged or start_over:
         return newest
     reasons = [line for damaged in newest.damaged for line in first_of(damaged.reason.splitlines())]
     raise CheckpointError(
@@ -68,11 +74,22 @@ def _newest(run_dir: RunDir) -> checkpoint.Latest:
                 f"all checkpoints in {run_dir.checkpoints} are damaged: the run is left unchanged",
                 *reasons,
                 "rule  a run resumes from its newest valid checkpoint, and starts over only if it has none",
-                f"set   an intact copy in place of one of them; to start over, move or delete {run_dir.out}, "
-                "or set another --out",
+                "set   an intact copy in place of one of them; or --start-over, which keeps them under another "
+                "name and trains from step 0; or another --out",
             ]
         )
     )
+
+
+def _set_aside(newest: checkpoint.Latest) -> None:
+    """Rename damaged checkpoints, which the run would otherwise replace once it gets to their steps, and say
+    what is used instead."""
+    instead = "training starts over" if newest.path is None else f"resuming from {newest.path.name}"
+    for damaged in newest.damaged:
+        warn(
+            f"skipping a damaged checkpoint: {damaged.reason}\n"
+            f"  {instead}; it is kept as {checkpoint.set_aside(damaged.path).name}"
+        )
 
 
 def _initialize(state: JobState, run: Run, weights: Path | None, options: InitOptions) -> None:
@@ -94,7 +111,7 @@ def _only_regrouped(before: Model, now: Model) -> bool:
 
 
 def _resume(state: JobState, run: Run, data: DataPipeline, run_dir: RunDir, path: Path) -> None:
-    saved = states.describe(path)
+    saved = stored_run.describe(path)
     before, now = saved.run.modules, run.modules
     moved = {name: "added" for name in now if name not in before}
     moved |= {name: "removed" for name in before if name not in now}
@@ -116,7 +133,7 @@ def _resume(state: JobState, run: Run, data: DataPipeline, run_dir: RunDir, path
             f"{run_dir.out} is at step {saved.step}, train.steps is {run.train.steps}: "
             f"set train.steps to {saved.step} or more, or another --out"
         )
-    if saved.data_fingerprint == states.NO_DATA and not saved.updates:
+    if saved.data_fingerprint == stored_run.NO_DATA and not saved.updates:
         raise ConfigError(
             f"{run_dir.out} holds imported weights, not a run to resume: "
             f"train from them with --init {run_dir.out} and another --out"
@@ -127,7 +144,7 @@ def _resume(state: JobState, run: Run, data: DataPipeline, run_dir: RunDir, path
             f"{which} since {path} was saved, and a run resumes with the modules that it has: "
             "restore the modules, or set another --out"
         )
-    if saved.data_fingerprint not in (states.NO_DATA, data.train.fingerprint):
+    if saved.data_fingerprint not in (stored_run.NO_DATA, data.train.fingerprint):
         raise DataError(
             f"{path} was trained on other data or in another order, so it is unknown which samples it has "
             "consumed: restore the data and the data fields of the run, or set another --out"

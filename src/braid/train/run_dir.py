@@ -35,11 +35,9 @@ class RunDir:
         """Create the folder and hold an exclusive lock on it. The lock ends with the process."""
         try:
             self.out.mkdir(parents=True, exist_ok=True)
-            lock = (self.out / "lock").open("a+")
+            lock = os.fdopen(os.open(self.out / "lock", os.O_RDWR | os.O_CREAT, 0o666), "r+")
         except OSError as error:
-            raise ConfigError(
-                f"--out {self.out} cannot be used: {error.strerror}; set another folder"
-            ) from error
+            raise self._unusable(error) from error
         with lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -53,7 +51,13 @@ class RunDir:
                 raise ConfigError(
                     f"process {owner} is training into {self.out}: wait for it, or set another --out"
                 ) from None
-            lock.truncate(0)
-            lock.write(str(os.getpid()))
-            lock.flush()
+            try:
+                # Unbuffered: what does not fit on a full disk would fail again when the file is closed.
+                os.ftruncate(lock.fileno(), 0)
+                os.pwrite(lock.fileno(), str(os.getpid()).encode(), 0)
+            except OSError as error:
+                raise self._unusable(error) from error
             yield
+
+    def _unusable(self, error: OSError) -> ConfigError:
+        return ConfigError(f"--out {self.out} cannot be used: {error.strerror}; set another folder")

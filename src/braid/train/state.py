@@ -21,9 +21,8 @@ from torch import Tensor
 
 import braid
 from braid import checkpoint
-from braid.architecture import Trunk
 from braid.checkpoint.manifest import MANIFEST_NAME
-from braid.config import Run, encoder_from_json, from_json, model_from_json, to_json
+from braid.config import Run, to_json
 from braid.console import warn
 from braid.data import Loader, Tokenizer
 from braid.distributed.collectives import Group
@@ -32,7 +31,7 @@ from braid.engine.executor import PipelineLinks, Program
 from braid.engine.progress import Progress
 from braid.engine.streams import Streams, streams_for
 from braid.engine.weights import ModuleWeights, Weights
-from braid.errors import CheckpointError
+from braid.errors import CheckpointError, NumericsError
 from braid.launch.process import all_gather_json, fail_together
 from braid.model.encoder import EncoderModel
 from braid.model.language import LanguageModel
@@ -40,19 +39,16 @@ from braid.model.names import language_names, regrouped_names, renamed
 from braid.nn.canonical import Canonical, Held
 from braid.nn.init import VERSION as INIT_VERSION
 from braid.optim.adamw import MOMENTS, AdamW
+from braid.optim.spikes import SpikeWindow
 from braid.pattern import parse
 from braid.planning import trained as trained_tensors
 from braid.planning.plan import Plan, canonical_names, evaluation_schedule, whole_models
 from braid.schedule import Channel, OpSpan
 from braid.schedule.graph import LANGUAGE
+from braid.train.copies import CopyCheck
 from braid.train.module_state import ModuleState
+from braid.train.stored_run import NAMES_VERSION, NO_DATA, describe, read_run_manifest, saved_models
 from braid.train.surgery import Fresh, InitPlan, Stored, Values, check_plan, plan_by_name
-
-NAMES_VERSION = 1
-"""Version of the canonical names, see docs/checkpoint-format.md."""
-
-NO_DATA = "none"
-"""Data fingerprint of a model that was imported, not trained."""
 
 RNG = "rng.cpu"
 """Torch's global generator. braid does not draw from it, but a third-party module might."""
@@ -133,6 +129,16 @@ class JobState:
             self._evaluations[micro_batches] = Program(schedule, self._station)
         return self._evaluations[micro_batches]
 
+    @functools.cached_property
+    def spikes(self) -> SpikeWindow:
+        """The gradient norms and losses of the last steps. The same on all ranks of the job."""
+        return SpikeWindow(self.plan.run.train.spike_window, self.device)
+
+    @functools.cached_property
+    def copies(self) -> CopyCheck:
+        """Compares what this rank holds with the copies of other ranks."""
+        return CopyCheck(self.modules, self.device)
+
     @property
     def _station(self) -> int:
         station = self.plan.station(self.job.rank)
@@ -171,29 +177,6 @@ class State(JobState):
         return self.language.weights()
 
 
-@dataclass(frozen=True, kw_only=True)
-class CheckpointInfo:
-    """The metadata of a checkpoint: its run, counters and tokenizer."""
-
-    run: Run
-    step: int
-    samples: int
-    tokens: int
-    updates: int
-    module_updates: Mapping[str, int]
-    """Updates of each module besides the language model."""
-    own_updates: Mapping[str, int]
-    """Updates of the tensors that joined later, by canonical name."""
-    skipped_in_a_row: int
-    data_fingerprint: str
-    tokenizer: Mapping[str, Any]
-    """The tokenizer's description."""
-    hub: Mapping[str, Any]
-    """`settings` and `files` of an imported folder, in checkpoints of older versions; see `RUN/hub` today."""
-    init: Mapping[str, Any]
-    """How the run began, see `State.init`."""
-
-
 def initialize(state: JobState, run: Run) -> None:
     """Initialise the main parameters and torch's generator from the run's seed."""
     torch.manual_seed(run.train.seed)
@@ -211,7 +194,10 @@ def save(root: Path, state: JobState, run: Run, loader: Loader, tokenizer: Token
         "skipped_in_a_row": state.skipped_in_a_row,
         "data": {"fingerprint": loader.fingerprint, **loader.identity},
         "init": dict(state.init),
+        "spikes": state.spikes.record().to_json(),
     }
+    with fail_together(job):
+        _check_finite(root, state)
     try:
         with fail_together(job):
             if job.rank == 0:
@@ -234,6 +220,26 @@ def save(root: Path, state: JobState, run: Run, loader: Loader, tokenizer: Token
             checkpoint.abandon(root, state.step)
         raise
     return checkpoint.step_path(root, state.step)
+
+
+def _check_finite(root: Path, state: JobState) -> None:
+    """Refuse to save what no run can continue from: such a checkpoint would replace an older, good one."""
+    tensors: dict[int, Tensor] = {}
+    named: dict[int, list[str]] = {}
+    for entry in _entries(state):
+        if entry.storage.is_floating_point() and not entry.held.empty:
+            tensors[id(entry.storage)] = entry.storage.detach()
+            named.setdefault(id(entry.storage), []).append(entry.name)
+    finite = [tensor.isfinite().all() for tensor in tensors.values()]
+    verdicts = torch.stack(finite).tolist() if finite else []
+    wrong = [name for key, good in zip(tensors, verdicts, strict=True) if not good for name in named[key]]
+    if wrong:
+        listed = ", ".join(wrong[:3]) + (", ..." if len(wrong) > 3 else "")
+        raise NumericsError(
+            f"step {state.step} is not saved: {len(wrong)} tensors are not finite: {listed}\n"
+            f"  rule  a checkpoint holds a state that training can continue from; those in {root} stay\n"
+            "  set   a lower optim.lr, and run again from the checkpoint before"
+        )
 
 
 def _updates(state: JobState) -> tuple[dict[str, int], dict[str, int]]:
@@ -270,61 +276,6 @@ def _extra(run: Run, tokenizer: Tokenizer) -> dict[str, Any]:
         "skipped_in_a_row": 0,
         "data": {"fingerprint": NO_DATA},
     }
-
-
-def describe(path: Path) -> CheckpointInfo:
-    """Read the metadata of a checkpoint."""
-    extra = (manifest := _read_manifest(path)).extra
-    try:
-        return CheckpointInfo(
-            run=from_json(extra["run"]),
-            step=manifest.step,
-            samples=int(extra["samples"]),
-            tokens=int(extra["tokens"]),
-            updates=int(extra["updates"]),
-            module_updates={name: int(count) for name, count in extra.get("module_updates", {}).items()},
-            own_updates={name: int(count) for name, count in extra.get("own_updates", {}).items()},
-            skipped_in_a_row=int(extra["skipped_in_a_row"]),
-            data_fingerprint=str(extra["data"]["fingerprint"]),
-            tokenizer=dict(extra["tokenizer"]),
-            hub=dict(extra.get("hub", {})),
-            init=dict(extra.get("init", {"version": 1})),
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        told = "it is an encoder alone, for --init-modules" if "encoders" in extra else error
-        raise CheckpointError(f"{path} does not describe a run of this version: {told}") from error
-
-
-def saved_models(path: Path) -> dict[str, Trunk]:
-    """The model settings of a checkpoint, by module; settings newer than the checkpoint get their defaults.
-    Empty if the manifest has no run, as a writer other than braid may leave it out."""
-    run = _read_manifest(path).extra.get("run")
-    if run is None:
-        return {}
-    try:
-        models: dict[str, Trunk] = {LANGUAGE: model_from_json(run["model"])}
-        models |= {
-            name: encoder_from_json(each["model"], name) for name, each in run.get("modules", {}).items()
-        }
-        for model in models.values():
-            parse(model.pattern)
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"{path} has model settings that this braid cannot read: {error}; use the braid that wrote it"
-        ) from error
-    return models
-
-
-def _read_manifest(path: Path) -> checkpoint.Manifest:
-    """The manifest of a checkpoint whose canonical names this version understands."""
-    manifest = checkpoint.read_manifest(path)
-    names = manifest.extra.get("names", NAMES_VERSION)
-    if names != NAMES_VERSION:
-        raise CheckpointError(
-            f"{path} has names of version {names}, this braid reads version {NAMES_VERSION}: "
-            "use the braid that wrote it"
-        )
-    return manifest
 
 
 def load(path: Path, state: JobState) -> None:
@@ -365,6 +316,7 @@ def load(path: Path, state: JobState) -> None:
     state.step, state.skipped_in_a_row = saved.step, saved.skipped_in_a_row
     state.samples, state.tokens = saved.samples, saved.tokens
     state.init = saved.init
+    state.spikes.restore(saved.spikes)
     torch.set_rng_state(tensors[RNG])
 
 
@@ -469,7 +421,7 @@ def load_state_weights(path: Path, state: JobState, planned: InitPlan | None = N
 
 def stored_weights(path: Path) -> dict[str, checkpoint.StoredTensor]:
     """The weights of a checkpoint by name, with shape and dtype, without optimizer and generator state."""
-    return {name: stored for name, stored in _read_manifest(path).tensors.items() if _is_weight(name)}
+    return {name: stored for name, stored in read_run_manifest(path).tensors.items() if _is_weight(name)}
 
 
 def shapes_of(stored: Mapping[str, checkpoint.StoredTensor]) -> dict[str, tuple[int, ...]]:
@@ -516,8 +468,9 @@ def _load_entries(
                 entry.fill(filled, values[origin.name], origin.rest)
 
 
-def resolve_checkpoint(path: Path) -> Path:
-    """The newest valid checkpoint of a run's folder, or of its `checkpoints` folder; a checkpoint as it is."""
+def resolve_checkpoint(path: Path, *, quiet: bool = False) -> Path:
+    """The newest valid checkpoint of a run's folder, or of its `checkpoints` folder; a checkpoint as it is.
+    Warns if that is not the newest of all, unless `quiet`: the same was resolved before, or on another rank."""
     if not path.is_dir():
         what = "is not a folder" if path.exists() else "does not exist"
         raise CheckpointError(f"{path} {what}: give the folder of a checkpoint or of a run")
@@ -538,8 +491,8 @@ def resolve_checkpoint(path: Path) -> Path:
     if newest.path is None:
         reasons = "".join(f"\n  {damaged.reason}" for damaged in newest.damaged)
         raise CheckpointError(f"{roots[0]} has no valid checkpoint{reasons}")
-    for damaged in newest.damaged:
-        warn(f"skipping a damaged checkpoint: {damaged.reason}")
+    for damaged in () if quiet else newest.damaged:
+        warn(f"skipping a damaged checkpoint: {damaged.reason}\n  using {newest.path} instead, which is older")
     return newest.path
 
 

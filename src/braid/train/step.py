@@ -20,7 +20,7 @@ from torch import Tensor
 from braid.config import Run
 from braid.data import Loader
 from braid.distributed.collectives import ALONE, Group, all_reduce_max_no_grad, all_reduce_no_grad
-from braid.engine.executor import PipelineLinks, Program, execute
+from braid.engine.executor import AfterOp, PipelineLinks, Program, execute
 from braid.engine.node import StepWork, Watch
 from braid.errors import DataError
 from braid.kernels.host import AsyncHostCopy
@@ -30,8 +30,10 @@ from braid.model.encoder import Items
 from braid.model.multimodal import mask_placeholders
 from braid.nn.moe.balance import Load, load
 from braid.optim import gradients
+from braid.optim.spikes import MEASURES, Judged
 from braid.schedule import OpSpan, Turn
 from braid.schedule.graph import LANGUAGE
+from braid.train.copies import ComparedCopies
 from braid.train.counts import Counts, await_counts, count, fail_to_count
 from braid.train.expert_load import ExpertLoad, load_metrics, update_selection_biases
 from braid.train.item_prefetch import ItemPrefetch
@@ -47,6 +49,9 @@ from braid.train.step_work import (
     ModuleStep,
     ModulesWork,
 )
+
+COPIES = "copies"
+"""How many copies of weights differ; travels with the metrics of steps that compare them."""
 
 STOP = "stop"
 """How many ranks received a stop signal; travels with the metrics."""
@@ -64,6 +69,12 @@ class StepResult:
     """Before clipping."""
     not_finite: tuple[str, ...] = ()
     """The loss or parameters that were not finite; if any, the step was skipped."""
+    diverged: tuple[str, ...] = ()
+    """Which ranks hold copies of weights that differ from those of others, and of which, in words."""
+    limits: Mapping[str, float] = field(default_factory=dict)
+    """Above these, the gradient norm and the loss are spikes."""
+    skipped: bool = False
+    """Whether the update was not applied."""
     stop: bool = False
     """Whether any rank received a stop signal."""
     patches: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
@@ -72,6 +83,12 @@ class StepResult:
     @property
     def loss(self) -> float:
         return self.metrics["loss"]
+
+    @property
+    def spikes(self) -> dict[str, tuple[float, float]]:
+        """What is above its limit, with both numbers."""
+        values = {"grad_norm": self.grad_norm, "loss": self.loss}
+        return {name: (values[name], limit) for name, limit in self.limits.items() if values[name] > limit}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,26 +99,32 @@ class PendingStep:
     """
 
     state: JobState
+    step: int
+    first: int
+    """Its first sample."""
     tokens: int
     parameters: tuple[str, ...]
     metrics: tuple[str, ...]
-    """Names of `numbers` after the first."""
+    """Names of the last ones of `numbers`."""
     numbers: AsyncHostCopy
-    """The gradient norm and the metrics, over all ranks."""
+    """The gradient norm, what was judged by it, and the metrics, over all ranks."""
     squares_P: AsyncHostCopy
     """Squared gradient norms of this rank's parameters, to tell which are not finite."""
     items: Mapping[str, float]
     """Metrics of the items of modules."""
     patches: Mapping[str, tuple[int, ...]]
     """Patches of every item, by module."""
+    copies: ComparedCopies | None = None
+    """The comparison of copies with other ranks, in steps that have one."""
     loads: Mapping[str, tuple[AsyncHostCopy, ...]]
     """By module: tokens routed to each expert of every MoE layer, and those within its capacity."""
 
     def result(self) -> StepResult:
         """Wait for the step. Call it once for every step, in order, on all ranks."""
-        norm, *values = self.numbers.wait().tolist()
+        norm, *judged = self.numbers.wait().tolist()
+        limits, skipped, values = judged[: len(MEASURES)], judged[len(MEASURES)], judged[len(MEASURES) + 1 :]
         metrics = dict(zip(self.metrics, values, strict=True)) | dict(self.items)
-        stop = metrics.pop(STOP) > 0
+        stop, diverged = metrics.pop(STOP) > 0, metrics.pop(COPIES, 0.0) > 0
         not_finite: tuple[str, ...] = ()
         if not (math.isfinite(metrics["loss"]) and math.isfinite(norm)):
             not_finite = self._not_finite(metrics["loss"], self.state.job)
@@ -117,9 +140,17 @@ class PendingStep:
             tokens=self.tokens,
             grad_norm=norm,
             not_finite=not_finite,
+            diverged=self._divergences() if diverged else (),
+            limits=dict(zip(MEASURES, limits, strict=True)),
+            skipped=bool(not_finite) or skipped > 0,
             stop=stop,
             patches=self.patches,
         )
+
+    def _divergences(self) -> tuple[str, ...]:
+        """Those that any rank sees, each once."""
+        mine = [] if self.copies is None else [str(each) for each in self.copies.divergences()]
+        return tuple(dict.fromkeys(text for texts in all_gather_json(mine, self.state.job) for text in texts))
 
     def _not_finite(self, loss: float, job: Group) -> tuple[str, ...]:
         """Names of what is not finite, on any rank."""
@@ -143,12 +174,58 @@ def begin_step(
     stop: bool = False,
     prefetch: ItemPrefetch | None = None,
 ) -> PendingStep:
-    """Issue step `state.step + 1` at learning rate `rate`. If the loss or the gradient norm is not finite, the
-    update is skipped; the device decides that, so the host need not wait for it. `stop` says whether this rank
-    received a stop signal. `prefetch` reads the items of the step after it meanwhile."""
+    """Issue step `state.step + 1` at learning rate `rate`. If the loss or the gradient norm is not finite, or
+    a spike that is to be skipped, nothing is updated; the device decides that, so the host need not wait for
+    it. `stop` says whether this rank received a stop signal. `prefetch` reads the items of the step after it
+    meanwhile."""
     if not state.modules:
         return _attend_step(state, run, stop)
     step, first = state.step + 1, state.samples
+    inputs = read_step(state, run, loader, step, first, prefetch)
+    counts = inputs.counts
+    parts, loads = backward(state, run, inputs.batches, counts, items=inputs.items)
+    copies = state.copies.compare() if _compares_copies(state, run) else None
+    metrics = _reduce_metrics(state, run, parts, stop, copies)
+    _advance(state, run)
+    norm, squares_P, parameters = _gradient_norm(state)
+    judged = _judge(state, run, norm, metrics)
+    for name, module in state.modules.items():
+        module.optimizer.update(rate, scale=gradients.clip_scale(norm, run.optim.clip), skip=~judged.apply)
+        update_selection_biases(module.model, loads[name], apply=judged.apply, frozen=module.frozen_buffers)
+    return PendingStep(
+        state=state,
+        step=step,
+        first=first,
+        tokens=counts.tokens,
+        parameters=parameters,
+        metrics=tuple(metrics),
+        numbers=AsyncHostCopy(torch.stack([norm, *judged.numbers, *metrics.values()])),
+        squares_P=AsyncHostCopy(squares_P),
+        items=item_metrics(state.plan, counts.tables),
+        patches={
+            name: tuple(each for table in tables for each in table.patches)
+            for name, tables in counts.tables.items()
+        },
+        copies=copies,
+        loads={name: tuple(map(AsyncHostCopy, load.pairs())) for name, load in loads.items()},
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepInputs:
+    """What a rank reads of a step."""
+
+    batches: Sequence[MicroBatch]
+    """Those of the language model, on its ranks."""
+    counts: Counts
+    items: Mapping[str, Sequence[Items]]
+    """Those of this rank's encoders."""
+
+
+def read_step(
+    state: JobState, run: Run, loader: Loader, step: int, first: int, prefetch: ItemPrefetch | None = None
+) -> StepInputs:
+    """Read the samples of a step, from sample `first` on, and count them. Collective over the job."""
     batches: list[MicroBatch] = []
     if isinstance(state, State):
         try:
@@ -160,40 +237,31 @@ def begin_step(
     else:
         counts = await_counts(state, run.train.micro_batches, first)
     items: dict[str, list[Items]] = {}
-    if state.plan.encoders:
+    if state.modules and state.plan.encoders:
         samples = _samples_of_step(state, run, first)
         items = read_items(state, counts.tables, loader.items, samples, step=step, prefetch=prefetch)
         if prefetch is not None and step < run.train.steps:
             after = _samples_of_step(state, run, first + run.train.batch_samples)
             prefetch_items(state, loader.items, after, prefetch)
-    parts, loads = backward(state, run, batches, counts, items=items)
-    metrics = _reduce_metrics(state, parts, stop)
-    _advance(state, run)
-    norm, squares_P, parameters = _gradient_norm(state)
-    finite = metrics["loss"].isfinite() & norm.isfinite()
-    for name, module in state.modules.items():
-        module.optimizer.update(rate, scale=gradients.clip_scale(norm, run.optim.clip), skip=~finite)
-        update_selection_biases(module.model, loads[name], apply=finite, frozen=module.frozen_buffers)
-    return PendingStep(
-        state=state,
-        tokens=counts.tokens,
-        parameters=parameters,
-        metrics=tuple(metrics),
-        numbers=AsyncHostCopy(torch.stack([norm, *metrics.values()])),
-        squares_P=AsyncHostCopy(squares_P),
-        items=item_metrics(state.plan, counts.tables),
-        patches={
-            name: tuple(each for table in tables for each in table.patches)
-            for name, tables in counts.tables.items()
-        },
-        loads={name: tuple(map(AsyncHostCopy, load.pairs())) for name, load in loads.items()},
-    )
+    return StepInputs(batches=batches, counts=counts, items=items)
 
 
 def _samples_of_step(state: JobState, run: Run, first: int) -> list[range]:
     """The global samples of each micro-batch of a step, from sample `first` on."""
     size = state.plan.micro_batch_samples
     return [range(start, start + size) for start in range(first, first + run.train.batch_samples, size)]
+
+
+def _judge(state: JobState, run: Run, norm: Tensor, metrics: Mapping[str, Tensor]) -> Judged:
+    """Whether the update is applied: on every rank alike, with or without modules."""
+    train = run.train
+    return state.spikes.judge(
+        norm,
+        metrics["loss"],
+        policy=train.spikes,
+        sigma=train.spike_sigma,
+        most_skipped=train.max_skipped,
+    )
 
 
 def _gradient_norm(state: JobState) -> tuple[Tensor, Tensor, tuple[str, ...]]:
@@ -218,17 +286,21 @@ def _gradient_norm(state: JobState) -> tuple[Tensor, Tensor, tuple[str, ...]]:
 
 def _attend_step(state: JobState, run: Run, stop: bool) -> PendingStep:
     """The part of a rank without modules in a step: the job's collectives, in the order of `begin_step`."""
-    counts = await_counts(state, run.train.micro_batches, state.samples)
+    first = state.samples
+    counts = await_counts(state, run.train.micro_batches, first)
     state.progress.skip(max(len(ops) for ops in state.plan.schedule.ops))
-    metrics = _reduce_metrics(state, {}, stop)
+    metrics = _reduce_metrics(state, run, {}, stop)
     _advance(state, run)
     norm = gradients.total_norm(torch.zeros((), dtype=torch.float64, device=state.device), state.job)
+    judged = _judge(state, run, norm, metrics)
     return PendingStep(
         state=state,
+        step=state.step,
+        first=first,
         tokens=counts.tokens,
         parameters=(),
         metrics=tuple(metrics),
-        numbers=AsyncHostCopy(torch.stack([norm, *metrics.values()])),
+        numbers=AsyncHostCopy(torch.stack([norm, *judged.numbers, *metrics.values()])),
         squares_P=AsyncHostCopy(torch.zeros(0)),
         items={},
         patches={},
@@ -260,17 +332,21 @@ def backward(
     counts: Counts,
     watch: Watch | None = None,
     items: Mapping[str, Sequence[Items]] = MappingProxyType({}),
+    after_op: AfterOp | None = None,
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, ExpertLoad]]:
     """Run the schedule of the step, which leaves the gradients in the optimizers. `batches` are those of the
     language model, `items` those of this rank's encoders. Returns by module this rank's share of the metrics,
-    and the expert load over all ranks. `watch` observes nodes as they run."""
+    and the expert load over all ranks. `watch` observes nodes as they run, `after_op` is called after each
+    op."""
     steps: dict[str, ModuleStep] = {}
     if isinstance(state, State):
         steps[LANGUAGE] = LanguageStep(state, run, batches, counts)
     for name, module in state.encoders.items():
         steps[name] = EncoderStep(state, module, items[name], counts)
     rows = len(batches[0].sample_B) if batches else 0
-    state.log = run_schedule(state, run, state.program, steps, counts.tables, rows=rows, watch=watch)
+    state.log = run_schedule(
+        state, run, state.program, steps, counts.tables, rows=rows, watch=watch, after_op=after_op
+    )
     for step in steps.values():
         step.end()
     loads = {name: step.loads.all_reduce(step.model.groups.slab) for name, step in steps.items()}
@@ -286,11 +362,12 @@ def run_schedule(
     *,
     rows: int,
     watch: Watch | None = None,
+    after_op: AfterOp | None = None,
 ) -> Sequence[OpSpan]:
     """Execute the ops of this rank, with the work of each of its modules, on micro-batches of `rows` rows of
     text and the items of the tables. Returns when each op ran."""
     if not state.plan.encoders:
-        return execute(program, works[LANGUAGE], state.keeper, state.links(rows, run), watch)
+        return execute(program, works[LANGUAGE], state.keeper, state.links(rows, run), watch, after_op)
     module_of = [segment.module for segment in state.plan.schedule.graph.segments]
 
     def message(turn: Turn) -> Tensor:
@@ -302,20 +379,32 @@ def run_schedule(
     links = PipelineLinks(
         channels=state.channels, message=message, edges=edge_links(state, tables), progress=state.progress
     )
-    return execute(program, ModulesWork(state, works), state.keeper, links, watch)
+    return execute(program, ModulesWork(state, works), state.keeper, links, watch, after_op)
+
+
+def _compares_copies(state: JobState, run: Run) -> bool:
+    """Whether the next step compares copies of weights."""
+    every = run.train.check_copies_every
+    return every > 0 and state.job.size > 1 and (state.step + 1) % every == 0
 
 
 def _reduce_metrics(
-    state: JobState, by_module: Mapping[str, Mapping[str, Tensor]], stop: bool
+    state: JobState,
+    run: Run,
+    by_module: Mapping[str, Mapping[str, Tensor]],
+    stop: bool,
+    copies: ComparedCopies | None = None,
 ) -> dict[str, Tensor]:
-    """Metrics over all ranks as 0-D tensors, in one all-reduce, and `STOP`: how many ranks received a stop
-    signal. Collective over the job."""
+    """Metrics over all ranks as 0-D tensors, in one all-reduce, with `STOP`: how many ranks received a stop
+    signal, and `COPIES`. Collective over the job."""
     names = sorted(set(_tell(state, {module: sorted(each) for module, each in by_module.items()})))
     metrics = _joined(by_module.values())
     zero = torch.zeros((), dtype=torch.float64, device=state.device)
     parts = {name: metrics[name].double() if name in metrics else zero for name in names}
     deviation = parts.pop(DEVIATION, None)
     parts[STOP] = zero + stop
+    if _compares_copies(state, run):
+        parts[COPIES] = zero if copies is None else copies.differs
     sums = all_reduce_no_grad(torch.stack([*parts.values()]), state.job)
     reduced = dict(zip(parts, sums.unbind(), strict=True))
     if deviation is not None:

@@ -87,6 +87,7 @@ class Trainer:
         out: Path | str = "runs/default",
         init: Path | str | None = None,
         init_options: InitOptions = SAME_MODEL,
+        start_over: bool = False,
         device: DeviceName = "auto",
         listeners: Sequence[Listener] = (),
         quiet: bool = False,
@@ -97,8 +98,9 @@ class Trainer:
         environment: Mapping[str, str] = os.environ,
     ) -> None:
         """`out` is the run's folder: checkpoints, metrics.jsonl, built data. If it holds checkpoints, training
-        resumes from the newest. `init` is a checkpoint or run whose weights a new run starts from, by the rules
-        of `init_options` if their models differ. `listeners` receive the metrics of every step, in addition to
+        resumes from the newest; if all are damaged, `start_over` keeps them under other names and begins at
+        step 0. `init` is a checkpoint or run whose weights a new run starts from, by the rules of
+        `init_options` if their models differ. `listeners` receive the metrics of every step, in addition to
         metrics.jsonl. `trace` is a file for op times of the steps `trace_steps`, counted from where this
         trainer starts. With `watch`, a watchdog ends the process when a rank stalls or fails, with a report in
         `out`. `build_progress` is called with (bytes done, bytes in all) while the default corpus is built.
@@ -111,6 +113,7 @@ class Trainer:
         self.listeners = list(listeners)
         """More may be added before the first step."""
         self._init, self._init_options = None if init is None else Path(init), init_options
+        self._start_over = start_over
         self._resources = ExitStack()
         self._loop: Loop | None = None
         self._closed = False
@@ -152,7 +155,9 @@ class Trainer:
             state_context(plan, self.device, groups, self.process.world_group, timeout)
         )
         start = (self._init, self._init_options)
-        self.resumed = initialize_or_resume(self.state, run, self.data, self.run_dir, *start)
+        self.resumed = initialize_or_resume(
+            self.state, run, self.data, self.run_dir, *start, start_over=self._start_over
+        )
 
     def _join(self, environment: Mapping[str, str], device: torch.device, timeout: timedelta) -> ProcessContext:
         """Join the process group, which must have as many ranks as the plan."""
@@ -173,6 +178,7 @@ class Trainer:
         named = {"out": str(self.run_dir.out), "init": str(self._init), "device": device}
         # Opening a tracer is a collective: ranks that disagree about it would wait for each other for ever.
         named |= {"init rules": str(self._init_options), "trace": self._trace}
+        named |= {"start over": str(self._start_over)}
         versions = {"braid": braid.__version__, "torch": torch.__version__}
         return {**versions, **named, **flatten(self.plan.run)}
 
@@ -284,9 +290,10 @@ class Trainer:
         self._check_open()
         if self._loop is None:
             metrics: Metrics | NullMetrics = NullMetrics()
-            if self.process.rank == 0:
-                file = Metrics(self.run_dir.metrics, after_step=self.state.step, listeners=self.listeners)
-                metrics = self._resources.enter_context(file)
+            with fail_together(self.process.world_group):
+                if self.process.rank == 0:
+                    file = Metrics(self.run_dir.metrics, after_step=self.state.step, listeners=self.listeners)
+                    metrics = self._resources.enter_context(file)
             parts = (self.plan, self.run_dir, self.device, self.data, self.state, metrics)
             prefetch = self._resources.enter_context(ItemPrefetch())
             self._loop = Loop(*parts, quiet=self._quiet, tracer=self._tracer, prefetch=prefetch)
