@@ -34,6 +34,7 @@ from braid.cli.sources import load_source
 from braid.errors import ConfigError, ExitCode, Problem
 from braid.planning.plan import Plan, check
 from braid.planning.plan import plan as make_plan
+from braid.precision import described
 from braid.validators import nearest
 
 if TYPE_CHECKING:
@@ -195,6 +196,8 @@ def _print(result: Estimate, limit: int | None, advice: list[Advice], prediction
         console.print(f"pattern: {summary}", markup=False)
     for summary in trained_summaries(result.plan):
         console.print(f"trained: {summary}")
+    for summary in described(result.plan.run.train.precision):
+        console.print(f"precision: {summary}")
     for note in (*ineffective_options(result.plan), *module_notes(result.plan)):
         console.print(f"note: {note}", markup=False)  # globs of notes are in square brackets
     console.print()

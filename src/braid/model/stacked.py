@@ -33,6 +33,7 @@ from braid.nn.norm import LayerNorm, RmsNorm, norm
 from braid.nn.recompute import Recomputing, Replays, set_replays
 from braid.nn.work import Work
 from braid.pattern import Kind, Layer, Layout
+from braid.precision import Precision
 from braid.schedule.phases import Unit
 from braid.schedule.recompute import span_ends, span_starts
 
@@ -99,6 +100,12 @@ class StackedModel(Recomputing):
         for depth, blocks in self.block_stacks():
             for index, block in blocks.items():
                 cast(Block, block).saves_stream = (depth, int(index)) in ends
+
+    def set_precision(self, precision: Precision) -> None:
+        """Quantise the products of blocks of the stack, from the next forward on."""
+        for index, block in self.stack.blocks.items():
+            if precision.quantises(int(index), len(self.layout.blocks)):
+                cast(Block, block).set_precision(precision)
 
     # --------------------------------------------------------------------- introspection and cost
 

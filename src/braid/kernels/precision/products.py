@@ -14,14 +14,16 @@ a weight.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from braid.distributed.collectives import Group
 from braid.kernels.precision.formats import Format
-from braid.kernels.precision.quantize import Losses, Quantized, Slice, losses, quantize
+from braid.kernels.precision.quantize import Losses, Quantized, Slice, all_reduces, losses, quantize
 
 
 class Tally(Protocol):
@@ -115,6 +117,31 @@ class Products:
             for name, each in named
         )
         return grad.transpose(-1, -2).flatten(0, -2), x.transpose(-1, -2).flatten(0, -2)
+
+
+@dataclass(frozen=True)
+class AmaxReduce:
+    """An all-reduce of the largest magnitudes of blocks that several ranks share."""
+
+    tensor: str
+    group: Group
+    floats: int
+    backward: bool
+
+
+def amax_reduces(products: Products, tokens: int, weight: tuple[int, ...]) -> Iterator[AmaxReduce]:
+    """Those of one forward and backward of a layer, by the shape of its weight."""
+    *experts, outputs, inputs = weight
+    i, o = products.shards.inputs, products.shards.outputs
+    for backward, form, x, w in (
+        (False, products.forward, ("input", inputs, i), ((*experts, outputs, inputs), o, i)),
+        (True, products.input_grad, ("gradient", outputs, o), ((*experts, inputs, outputs), i, o)),
+    ):
+        if form is not None:
+            for group, floats in all_reduces((tokens, x[1]), form, columns=x[2]):
+                yield AmaxReduce(x[0], group, floats, backward)
+            for group, floats in all_reduces(w[0], form, weight=True, rows=w[1], columns=w[2]):
+                yield AmaxReduce("weight", group, floats, backward)
 
 
 def accumulated(dtype: torch.dtype) -> torch.dtype:

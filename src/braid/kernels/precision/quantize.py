@@ -12,6 +12,8 @@ Shapes: R rows, K elements that a product sums over, r and k blocks of them. Any
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -45,12 +47,20 @@ class Blocks(NamedTuple):
     skipped: int
     """Elements of the first block that earlier ranks hold."""
 
+    def count(self, held: int) -> int:
+        """Blocks of which this rank holds a part, if it holds so many elements."""
+        return -(-(self.skipped + held) // self.size)
+
+    def whole(self, held: int, part: Slice) -> int:
+        """Blocks of the whole axis."""
+        return -(-held * part.group.size // self.size)
+
     def reduced(self, x: Tensor, dim: int) -> Tensor:
         """The maximum of each block along a dim. Padding is zero, the smallest magnitude."""
         if self.size == 1:
             return x
         moved = x.movedim(dim, -1)
-        count = -(-(self.skipped + moved.shape[-1]) // self.size)
+        count = self.count(moved.shape[-1])
         after = count * self.size - self.skipped - moved.shape[-1]
         padded = F.pad(moved, (self.skipped, after))
         return padded.unflatten(-1, (count, self.size)).amax(-1).movedim(-1, dim)
@@ -108,6 +118,24 @@ def quantize(
     return Quantized(values=_rounded(x_RK, empty.scale_of_each()), scales=scales_rk, rows=across, columns=along)
 
 
+def all_reduces(
+    shape: tuple[int, ...],
+    form: Format,
+    *,
+    weight: bool = False,
+    rows: Slice | None = None,
+    columns: Slice | None = None,
+) -> Iterator[tuple[Group, int]]:
+    """The all-reduces of `quantize` for a tensor of this shape: the group, and how many floats."""
+    *leading, height, width = shape
+    across = _blocks(form.weight_rows if weight else 1, height, rows)
+    along = _blocks(form.block, width, columns)
+    sides = ((columns, along, width, across.count(height)), (rows, across, height, along.count(width)))
+    for part, blocks, held, others in sides:
+        if part is not None and part.cuts(held, blocks.size):
+            yield part.group, math.prod(leading) * others * blocks.whole(held, part)
+
+
 class Losses(NamedTuple):
     """What quantisation lost beyond rounding, as numbers of elements."""
 
@@ -138,10 +166,9 @@ def _highest(amax: Tensor, dim: int, blocks: Blocks, held: int, part: Slice | No
     """The largest magnitudes of blocks along a dim, over all ranks that share them."""
     if part is None or not part.cuts(held, blocks.size):
         return amax
-    whole = -(-held * part.group.size // blocks.size)
     first, count = part.start(held) // blocks.size, amax.shape[dim]
     shape = list(amax.shape)
-    shape[dim] = whole
+    shape[dim] = blocks.whole(held, part)
     every = amax.new_zeros(shape)
     every.narrow(dim, first, count).copy_(amax)
     return all_reduce_max_no_grad(every, part.group).narrow(dim, first, count)
