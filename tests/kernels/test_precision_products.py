@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from braid.kernels.grouped_mlp import reference
 from braid.kernels.grouped_mlp.product import Gradient
-from braid.kernels.precision import FORMATS, LowPrecisionGroupedMlp, Products, linear
+from braid.kernels.precision import FORMATS, Losses, LowPrecisionGroupedMlp, Products, linear
 from tests.kernels import fp8_oracle
 
 PLAIN = Products(forward=None, input_grad=None, weight_grad=None)
@@ -159,21 +159,36 @@ def test_experts_are_dense_layers_on_their_own_rows(name: str) -> None:
 
 @pytest.mark.parametrize("biased", [False, True])
 def test_experts_without_formats_are_the_reference(biased: bool) -> None:
-    none = Products(forward=None, input_grad=None, weight_grad=None, tally=lambda *_: None)
+    none = Products(forward=None, input_grad=None, weight_grad=None, copies=2)
     found, wanted = (experts(how, [3, 0, 4], biased=biased, dtype=torch.float64) for how in (none, PLAIN))
     for each, want in zip(found, wanted, strict=True):
         torch.testing.assert_close(each, want, rtol=1e-10, atol=1e-10)
 
 
+class Seen:
+    """A tally that remembers how many elements it was given."""
+
+    counting = True
+
+    def __init__(self) -> None:
+        self.of: dict[str, list[tuple[int, int]]] = {}
+
+    def add(self, tensor: str, lost: Losses, copies: int) -> None:
+        self.of.setdefault(tensor, []).append((lost.elements, copies))
+
+
 def test_losses_are_tallied_by_kind_of_tensor() -> None:
-    seen: list[str] = []
-    form = FORMATS["mxfp8"]
-    how = Products(
-        forward=form,
-        input_grad=form,
-        weight_grad=form,
-        tally=lambda tensor, lost: seen.append(f"{tensor} {lost.elements}"),
-    )
-    run(random(1, 4, 6), random(5, 6), random(5), how, random(1, 4, 5))
-    along = ["gradient along tokens 20", "input along tokens 24"]
-    assert sorted(seen) == sorted(["input 24", "weight 30", "gradient 20", "weight 30", *along])
+    form, seen = FORMATS["mxfp8"], Seen()
+    how = Products(forward=form, input_grad=form, weight_grad=form, tally=seen, copies=3)
+    given = random(1, 4, 6), random(5, 6), random(5), how, random(1, 4, 5)
+    run(*given)
+    once = {
+        "input": [(24, 1)],
+        "gradient": [(20, 1)],
+        "input_by_tokens": [(24, 1)],
+        "gradient_by_tokens": [(20, 1)],
+    }
+    assert seen.of == {**once, "weight": [(30, 3), (30, 3)]}
+    seen.counting = False
+    run(*given)
+    assert len(seen.of["weight"]) == 2

@@ -49,7 +49,7 @@ from braid.nn.moe.dispatch_plan import Dispatcher, DispatchPlan
 from braid.nn.moe.layer import NOT_REPEATED, Moe
 from braid.nn.moe.routing import Routing
 from braid.nn.norm import LayerNorm, RmsNorm, norm
-from braid.nn.precision import amax_calls, set_precision
+from braid.nn.precision import LossTally, amax_calls, set_precision
 from braid.nn.recompute import Recomputing
 from braid.nn.work import Work, moved
 from braid.pattern import Kind, Layer
@@ -267,10 +267,10 @@ class Block(Recomputing):
     def _moe(self, layer: Layer) -> Moe:
         return cast(Moe, self._pre_norm(layer).inner)
 
-    def set_precision(self, precision: Precision) -> None:
+    def set_precision(self, precision: Precision, tally: LossTally) -> None:
         """Quantise the products of all layers, from the next forward on."""
         for layer in self.block.layers:
-            set_precision(self._pre_norm(layer).inner, precision, self.groups)
+            set_precision(self._pre_norm(layer).inner, precision, self.groups, tally)
 
     # --------------------------------------------------------------------- introspection and cost
 

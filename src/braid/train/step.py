@@ -29,6 +29,7 @@ from braid.model.context import MicroBatch
 from braid.model.encoder import Items
 from braid.model.multimodal import mask_placeholders
 from braid.nn.moe.balance import Load, load
+from braid.nn.precision import loss_shares
 from braid.optim import gradients
 from braid.schedule import OpSpan, Turn
 from braid.schedule.graph import LANGUAGE
@@ -100,7 +101,7 @@ class PendingStep:
     def result(self) -> StepResult:
         """Wait for the step. Call it once for every step, in order, on all ranks."""
         norm, *values = self.numbers.wait().tolist()
-        metrics = dict(zip(self.metrics, values, strict=True)) | dict(self.items)
+        metrics = loss_shares(dict(zip(self.metrics, values, strict=True))) | dict(self.items)
         stop = metrics.pop(STOP) > 0
         not_finite: tuple[str, ...] = ()
         if not (math.isfinite(metrics["loss"]) and math.isfinite(norm)):

@@ -27,9 +27,12 @@ from braid.kernels.precision.quantize import Losses, Quantized, Slice, all_reduc
 
 
 class Tally(Protocol):
-    """Counts what quantisation loses, by the kind of tensor."""
+    """Counts what quantisation loses, by the kind of tensor. `counting` says whether it does."""
 
-    def __call__(self, tensor: str, lost: Losses, /) -> None: ...
+    counting: bool
+
+    def add(self, tensor: str, lost: Losses, copies: int) -> None:
+        """`copies` are the ranks that have the same tensor."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,8 @@ class Products:
     weight_grad: Format | None
     shards: Shards = WHOLE
     tally: Tally | None = None
+    copies: int = 1
+    """Ranks that have the same part of the weight."""
 
     def quantized_x(self, x_NI: Tensor, form: Format) -> Quantized:
         """The input of the forward."""
@@ -85,9 +90,16 @@ class Products:
         columns: Slice | None = None,
     ) -> Quantized:
         quantized = quantize(x_RK, form, weight=weight, rows=rows, columns=columns)
-        if self.tally is not None:
-            self.tally(tensor, losses(x_RK, quantized))
+        if self.tally is not None and self.tally.counting:
+            self.tally.add(tensor, losses(x_RK, quantized), self._holders(tensor))
         return quantized
+
+    def _holders(self, tensor: str) -> int:
+        """Ranks with the same tensor: the input of a column-parallel layer, the gradient of a row-parallel one."""
+        if tensor == "weight":
+            return self.copies
+        split = self.shards.outputs if tensor.startswith("input") else self.shards.inputs
+        return 1 if split is None else split.group.size
 
     def outputs_of(self, x_NI: Tensor, weight_OI: Tensor) -> tuple[Tensor, Tensor]:
         """The factors of the forward, which stand for x and for the weight."""
@@ -111,7 +123,7 @@ class Products:
         if self.weight_grad is None:
             return grad_BTO.flatten(0, -2), x_BTI.flatten(0, -2)
         wide = accumulated(x_BTI.dtype)
-        named = (("gradient along tokens", grad_BTO), ("input along tokens", x_BTI))
+        named = (("gradient_by_tokens", grad_BTO), ("input_by_tokens", x_BTI))
         grad, x = (
             self._quantized(name, each.transpose(-1, -2), self.weight_grad).dequantized(wide)
             for name, each in named
