@@ -55,8 +55,8 @@ LONG = (
 
 
 def compared(found: Outcome, sound: Outcome) -> dict[str, Deviation]:
-    """Without the shares of zeroed elements: in a later step a gradient may be zero on one topology and 1e-20 on
-    another, which quantises to zero and counts as zeroed."""
+    """Without the shares of zeroed elements: in a later step a gradient may be zero on one topology and 1e-20
+    on another, which quantises to zero and counts as zeroed."""
     without = (
         replace(
             each,

@@ -95,7 +95,7 @@ class Products:
         return quantized
 
     def _holders(self, tensor: str) -> int:
-        """Ranks with the same tensor: the input of a column-parallel layer, the gradient of a row-parallel one."""
+        """Ranks with the same tensor: inputs of a column-parallel layer, gradients of a row-parallel one."""
         if tensor == "weight":
             return self.copies
         split = self.shards.outputs if tensor.startswith("input") else self.shards.inputs
