@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from braid.cli import main
 from braid.config import Run, from_json, to_json
 from braid.kernels.precision import FORMATS
 from braid.precision import BLOCK_TOKENS, FORMAT_NAMES, Precision, ProductFormats, described, precision_of
@@ -65,7 +66,7 @@ def test_first_and_last_block_are_left_out():
 def test_what_a_run_does_is_said():
     assert described([]) == []
     assert described(["fp8"]) == [
-        "bf16, because no format is faster than bf16 on any machine yet: "
+        "not quantised, because no format is faster than bf16 on any machine yet: "
         "fp8_block, fp8_row and mxfp8 are emulated"
     ]
     dense, experts, where = described(["fp8_block"])
@@ -87,3 +88,14 @@ def test_a_run_keeps_its_precision_and_an_older_one_has_none():
     del stored["train"]["precision"]
     older: Run = from_json(stored)
     assert older.train.precision == ()
+
+
+def test_show_and_plan_say_what_is_quantised(capsys):
+    for command, said in (
+        ("show", "if fp8_saturated_* in metrics.jsonl is large"),
+        ("plan", "not counted: float32"),
+    ):
+        assert main([command, "tiny", "--train.precision", "mxfp8", "experts=bf16"]) == 0
+        out = capsys.readouterr().out
+        assert "dense: forward mxfp8, input_grad mxfp8, weight_grad mxfp8" in out
+        assert said in out

@@ -176,8 +176,9 @@ class Encoder(Trunk):
         if self.positions is not None:
             yield from self.positions.problems(f"{at}.positions")
         if self.pixels is not None:
-            yield from self.pixels.problems(f"{at}.pixels")
-            if self.input != self.pixels.input:
+            wrong = list(self.pixels.problems(f"{at}.pixels"))
+            yield from wrong
+            if not wrong and self.input != self.pixels.input:
                 rule = (
                     f"a patch has frames x channels x patch² numbers, and {at}.pixels says {self.pixels.input}"
                 )

@@ -116,7 +116,7 @@ def described(settings: Iterable[str]) -> list[str]:
         return []
     precision = precision_of(settings)
     if not precision.quantised:
-        return [f"bf16, because {NOTHING_PAYS}"] if FASTEST in settings else ["bf16"]
+        return [f"not quantised, because {NOTHING_PAYS}" if FASTEST in settings else "not quantised"]
     lines = []
     for name in ("dense", "experts"):
         formats: ProductFormats = getattr(precision, name)

@@ -52,9 +52,9 @@ def power_of_two_scale(amax: float) -> float:
     if not math.isfinite(amax):
         return math.nan
     if amax == 0:
-        return 2.0**-127
+        return 2.0**-126
     _, exponent = math.frexp(amax)
-    return 2.0 ** max(exponent - 1 - 8, -127)
+    return 2.0 ** max(exponent - 1 - 8, -126)
 
 
 def quantised(block: Sequence[float], *, power_of_two: bool) -> tuple[list[int], float]:

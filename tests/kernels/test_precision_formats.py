@@ -134,6 +134,23 @@ def test_zeros_stay_zero_and_keep_their_sign(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_where_subnormal_numbers_are_flushed_to_zero_nothing_becomes_nan(name: str) -> None:
+    """As runs do on a CPU. A scale that is subnormal would divide by zero."""
+    x = torch.zeros(3, 64)
+    x[1], x[2, 0] = 1e-37, 1e-44
+    assert torch.set_flush_denormal(True)
+    try:
+        quantized = quantize(x, FORMATS[name])
+        whole = quantized.dequantized()
+    finally:
+        torch.set_flush_denormal(False)
+    assert (quantized.scales.float() >= 2.0**-126).all()
+    assert whole.isfinite().all()
+    assert not whole[0].any()
+    torch.testing.assert_close(whole[1], x[1], rtol=0.07, atol=0)
+
+
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_other_dtypes_are_quantised_as_float32(name: str, dtype: torch.dtype) -> None:
     x = torch.randn(3, 200, generator=torch.Generator().manual_seed(1)).to(dtype)

@@ -178,7 +178,7 @@ def test_cluster_files_keep_everything():
         ({"ranks_per_node": 0}, "c.json: ranks_per_node: must be positive"),
         ({"domain": 12}, "c.json: domain: 12 must be a multiple of ranks_per_node, 8"),
         ({"nic_bandwidth": "fast"}, "c.json: nic_bandwidth: 'fast' is not of type float"),
-        ({"nic_share": 1.5}, "c.json: nic_share: must be at most 1"),
+        ({"nic_share": 1.5}, "c.json: nic_share: 1.5 is impossible; from 0.01 to 1 a share"),
         ({"device": "h999"}, "c.json: device: 'h999' is none of"),
     ],
 )

@@ -13,8 +13,15 @@ import torch
 
 from braid.cli import main
 from braid.config import Run
-from braid.data import ByteTokenizer
-from braid.data.prompts import Prompt, encode_prompt, parts_with_images, read_parts, text_prompt
+from braid.data import ByteTokenizer, Loader, build, open_source
+from braid.data.prompts import (
+    Prompt,
+    encode_prompt,
+    parts_with_images,
+    read_parts,
+    stored_prompt,
+    text_prompt,
+)
 from braid.errors import ConfigError, DataError
 from braid.model.context import MicroBatch
 from braid.model.generate import without
@@ -22,7 +29,7 @@ from braid.planning.plan import plan
 from braid.train.distributed_generation import generate_distributed
 from braid.train.load_model import LoadedModel, encode, image_limits, load_models
 from braid.train.trainer import Trainer
-from tests.data.pictures import encoded, png
+from tests.data.pictures import encoded, png, write_rows
 from tests.ranks import run_ranks
 from tests.topology.harness import started
 from tests.topology.module_cases import RADIO, VISION, Placement, multimodal
@@ -261,6 +268,58 @@ def test_models_that_read_no_images_say_so(corpus, images):
         image_limits(two)
     chosen = replace(two, modules={**two.modules, "other": replace(two.modules["other"], items="image")})
     assert list(image_limits(chosen)) == ["other"]
+
+
+# --------------------------------------------------------------------------------------- prompts of the data
+
+PLAIN = {"text": "no image"}
+ASKED = {
+    "prompt": [{"text": "see "}, {"image": "tall.png"}, {"text": " or "}, {"image": "wide.png"}],
+    "response": "it",
+}
+TOLD = {"content": [{"text": "a "}, {"image": "square.png"}, {"text": "b"}, {"image": "wide.png"}]}
+
+
+@pytest.mark.parametrize("packing", ["documents", "concatenate"])
+@pytest.mark.parametrize(
+    ("rows", "parts", "asked"),
+    [
+        ((PLAIN, ASKED, TOLD), ASKED["prompt"], 4),
+        # Behind its first image, text counts in the loss.
+        ((PLAIN, TOLD, ASKED), TOLD["content"], 2),
+    ],
+)
+def test_a_prompt_of_the_data_is_what_its_files_make(rows, parts, asked, packing, corpus, images, tmp_path):
+    """The first document with images, up to its answer: the tokens and patches of a prompt of these parts."""
+    limits = replace(image_limits(seeing(corpus))["vision"], most_items=4, most_patches=48)
+    build(write_rows(tmp_path, {}, rows), tmp_path / "out", ByteTokenizer())
+    found = stored_prompt(Loader(open_source(tmp_path / "out"), 100, 0, packing, images={"vision": limits}), 0)
+    assert found is not None
+    (tmp_path / "parts.json").write_text(json.dumps(parts))
+    whole = encode_prompt(read_parts(tmp_path / "parts.json"), ByteTokenizer(), {"vision": limits}, "it")
+    stored, expected = found.items["vision"].patches, whole.items["vision"].patches
+    assert stored.grids == expected.grids[: sum("image" in part for part in parts[:asked])]
+    assert torch.equal(stored.patches_NI, expected.patches_NI[: len(stored.patches_NI)])
+    assert found.ids == whole.ids[: len(found.ids)]
+    text = "".join(part.get("text", "") for part in parts[:asked])
+    assert len(found.ids) == len(text) + sum(limits.encoder.rows(a * b) for a, b in stored.grids)
+
+
+def test_data_without_images_have_no_prompt_with_any(corpus, tmp_path):
+    build(write_rows(tmp_path, {}, [PLAIN] * 9), tmp_path / "out", ByteTokenizer())
+    images = image_limits(seeing(corpus))
+    assert stored_prompt(Loader(open_source(tmp_path / "out"), 60, 0, images=images), 0) is None
+
+
+def test_a_run_ends_with_a_sample_of_its_own_images(images, tmp_path, capsys):
+    rows = [{"prompt": [{"image": "wide.png"}, {"text": "What? "}], "response": "Wide."}] * 9
+    build(write_rows(tmp_path, {}, rows), tmp_path / "data", ByteTokenizer())
+    few = ["--train.steps", "1", "--optim.warmup-steps", "0", "--train.batch-samples", "1"]
+    source = ["--data.sources", str(tmp_path / "data"), "--train.eval-samples", "0"]
+    main(["train", "tiny-vlm", *few, *source, "--device", "cpu", "--out", str(tmp_path / "run")])
+    said = capsys.readouterr().out
+    assert "sample      [image] What? " in said
+    assert f"generate {tmp_path / 'run'} --image FILE --prompt 'What? '" in said
 
 
 def test_parts_that_are_none_are_named(tmp_path):

@@ -58,7 +58,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="subnormal-exponents-below-e8m0",
         file="kernels/precision/formats.py",
-        old="exponents = (field - LARGEST_EXPONENT).clamp_min(0)",
+        old="exponents = (field - LARGEST_EXPONENT).clamp_min(SMALLEST_CODE)",
         new="exponents = field - LARGEST_EXPONENT",
         kind="flipped comparison",
         why="a block of tiny numbers gets a huge scale",

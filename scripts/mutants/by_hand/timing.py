@@ -29,4 +29,20 @@ FAULTS: tuple[Fault, ...] = (
         kind="missing scale",
         why="collectives over nodes look eight times slower, and meshes that are best are never proposed",
     ),
+    Fault(
+        name="advice-times-a-shorter-step",
+        file="timing/advice.py",
+        old="load=prediction.load_factor, micro_batches=self.run.train.micro_batches)",
+        new="load=prediction.load_factor)",
+        kind="dropped term",
+        why="every change of a long pipeline seems to save most of the step",
+    ),
+    Fault(
+        name="advice-leaves-rows-to-chance",
+        file="timing/advice.py",
+        old="count = run.train.micro_batches * new // old",
+        new="count = run.train.micro_batches * old // new",
+        kind="swapped terms",
+        why="a shorter pipeline is advised with micro-batches four times as large",
+    ),
 )

@@ -209,6 +209,22 @@ FAULTS: tuple[Fault, ...] = (
         why="a script that asks whether a run fits starts one that does not",
     ),
     Fault(
+        name="a-page-forgets-where-ops-start",
+        file="cli/packed_timeline.py",
+        old="(kind, micro_batch, start - before, max(end - start, 1))",
+        new="(kind, micro_batch, start, max(end - start, 1))",
+        kind="dropped term",
+        why="the timeline of a page is far longer than the step",
+    ),
+    Fault(
+        name="predicted-step-ends-with-its-last-op",
+        file="cli/plan_files.py",
+        old="real=True, step_seconds=prediction.seconds",
+        new="real=True, step_seconds=prediction.timeline.makespan",
+        kind="dropped term",
+        why="a predicted trace has no update, and looks shorter than a measured one",
+    ),
+    Fault(
         name="last-traced-step-missing",
         file="cli/train.py",
         old="return range(int(first), int(last) + 1)",

@@ -17,6 +17,8 @@ import tyro
 from braid import validators
 from braid.cli.args import optional, parse_options, perfetto_hint, print_table, split_positional
 from braid.cli.ops import format_ops
+from braid.cli.plan_files import RELATIVE, timeline_of, write, write_svg, write_trace
+from braid.cli.plan_html import PageFacts, page
 from braid.cli.plan_modules import module_header, modules_json, print_edges_and_ahead, station_table
 from braid.cli.plan_notes import (
     estimate_gaps,
@@ -27,12 +29,12 @@ from braid.cli.plan_notes import (
     trained_summaries,
     trained_summary,
 )
-from braid.cli.plan_tables import MEMORY_COLUMNS, layers_cell, stage_json, traffic_table
-from braid.cli.plan_time import predicted, print_time, time_json
+from braid.cli.plan_tables import memory_table, size_text, stage_json, table_unit, traffic_table, verdict
+from braid.cli.plan_time import FasterPlans, advice_lines, predicted, print_time, time_json, time_problems
 from braid.cli.recipes import RunFields, expand_recipe_help
 from braid.cli.sources import load_source
 from braid.errors import ConfigError, ExitCode, Problem
-from braid.planning.plan import Plan, check
+from braid.planning.plan import check
 from braid.planning.plan import plan as make_plan
 from braid.precision import described
 from braid.validators import nearest
@@ -42,7 +44,6 @@ if TYPE_CHECKING:
     from braid.timing.predict import Prediction
 
 GIB = 2**30
-MILLISECOND = 1e-3
 DEVICES = MappingProxyType({"a100": 79, "h100": 79, "h200": 139, "b200": 178})
 """GiB available to a process on each device (A100 and H100: the 80 GB versions)."""
 UNITS = MappingProxyType({"gib": GIB, "gb": 10**9, "mib": 2**20, "mb": 10**6})
@@ -70,15 +71,21 @@ class PlanOptions:
     """A calibration of the device, written by `braid calibrate`."""
     load: float = 1.0
     """How many times its share of tokens the slowest rank of the experts has."""
+    advise: bool = False
+    """Name the changes of one option that would save most time, each with its gain and its cost in memory;
+    needs `--cluster`. Plans about ten others, which takes seconds."""
+    html: Annotated[Path | None, optional("FILE", "off")] = None
+    """Write a page with these tables, the advice and the timeline of a step, to open in a browser."""
     svg: Annotated[
         Path | None,
         tyro.conf.arg(
             metavar="FILE",
             help_behavior_hint="(default: off)",
-            help="Draw the simulated pipeline timeline. Segments take time in proportion to the FLOPs of "
-            "their layers, a backward twice as long as its forward. Schedules of phases (overlap, dual_pipe_v) "
-            "use fixed costs, independent of the model: mix and experts take 1 forward and 2 backward with "
-            "their weight gradients, dispatch and combine 0.5 each way, all others nothing.",
+            help="Draw the simulated pipeline timeline, in predicted seconds with `--cluster`. Without, "
+            "segments take time in proportion to the FLOPs of their layers, a backward twice as long as its "
+            "forward; schedules of phases (overlap, dual_pipe_v) use fixed costs, independent of the model: "
+            "mix and experts take 1 forward and 2 backward with their weight gradients, dispatch and combine "
+            "0.5 each way, all others nothing.",
         ),
     ] = None
     trace: Annotated[
@@ -87,8 +94,8 @@ class PlanOptions:
             metavar="FILE",
             help_behavior_hint="(default: off)",
             help="Write the simulated timeline as a trace, for Perfetto or chrome://tracing, to compare with "
-            "that of `braid train --trace`. The shortest forward of a segment (or a `mix` phase) takes one "
-            "millisecond.",
+            "that of `braid train --trace`: in predicted seconds with `--cluster`; without, the shortest "
+            "forward of a segment (or a `mix` phase) takes one millisecond.",
         ),
     ] = None
     ops: Annotated[int | None, optional("RANK", "off")] = None
@@ -104,6 +111,7 @@ def show_plan(args: list[str]) -> int:
         *check(opts.run, opts.world),
         *_memory_problems(opts.device_memory),
         *validators.at_least("load", opts.load, 1),
+        *time_problems(opts.cluster, opts.calibration),
     ]
     if problems:
         raise ConfigError(problems)
@@ -111,53 +119,75 @@ def show_plan(args: list[str]) -> int:
     if opts.ops is not None:
         print(format_ops(plan, opts.ops, as_json=opts.json))
         return ExitCode.OK
-    if opts.svg is not None:
-        _write_svg(plan, opts.svg)
-        print(f"wrote the timeline to {opts.svg}", file=sys.stderr)
-    if opts.trace is not None:
-        _write_trace(plan, opts.trace)
-        print(f"wrote the timeline to {perfetto_hint(opts.trace)}", file=sys.stderr)
     from braid.planning.estimate import advise, estimate  # imports torch
 
-    result = estimate(plan, opts.device)
-    prediction = None
-    if opts.time or opts.cluster is not None:
-        prediction = predicted(plan, opts.cluster, opts.calibration, opts.load)
     limit = None if opts.device_memory is None else _parse_bytes(opts.device_memory)
-    advice = advise(result, limit) if limit is not None and result.peak > limit else []
+    result, prediction = estimate(plan, opts.device), None
+    if opts.time or opts.advise or opts.cluster is not None:
+        prediction = predicted(plan, opts.cluster, opts.calibration, opts.load)
+    facts = PlanFacts(
+        estimate=result,
+        limit=limit,
+        fixes=advise(result, limit) if limit is not None and result.peak > limit else [],
+        prediction=prediction,
+        faster=_faster(prediction, opts, limit),
+    )
+    _write_files(facts, name, opts)
     if opts.json:
-        form = modules_json if plan.encoders else _as_json
-        told = {**_facts(result, limit), **form(result), "advice": list(map(asdict, advice))}
-        told |= {} if prediction is None else {"time": time_json(prediction)}
-        print(json.dumps(told, indent=2))
+        print(json.dumps(_as_json(facts), indent=2))
     else:
-        _print(result, limit, advice, prediction)
+        _print(facts)
     return ExitCode.OK
 
 
-def _write_svg(plan: Plan, file: Path) -> None:
-    from braid.planning.timeline import simulated_timeline
-    from braid.schedule import draw
+@dataclass(frozen=True, kw_only=True)
+class PlanFacts:
+    """What `braid plan` found out."""
 
-    _write("svg", file, draw(simulated_timeline(plan)))
-
-
-def _write_trace(plan: Plan, file: Path) -> None:
-    from braid.planning.timeline import simulated_timeline
-    from braid.schedule.trace import predicted_trace
-
-    rows = plan.schedule.graph.ranks if plan.encoders else zip(*plan.grid.groups("pp"), strict=True)
-    first_ranks = [ranks[0] for ranks in rows]
-    trace = predicted_trace(simulated_timeline(plan), first_ranks, second=MILLISECOND)
-    _write("trace", file, json.dumps(trace))
+    estimate: Estimate
+    limit: int | None
+    """Bytes that a rank may use."""
+    fixes: list[Advice]
+    """Changes that need less memory, if it does not fit."""
+    prediction: Prediction | None
+    faster: FasterPlans | None
+    """Changes that save time, if they were asked for."""
 
 
-def _write(option: str, file: Path, text: str) -> None:
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write --{option} {file}: {error.strerror}; choose another file") from error
+def _faster(prediction: Prediction | None, opts: PlanOptions, limit: int | None) -> FasterPlans | None:
+    if prediction is None or not (opts.advise or opts.html is not None):
+        return None
+    from braid.timing.advice import advise  # imports torch
+
+    if limit is None and prediction.cluster.device in DEVICES:
+        limit = DEVICES[prediction.cluster.device] * GIB
+    return FasterPlans(limit=limit, changes=tuple(advise(prediction, device=opts.device, limit=limit)))
+
+
+def _write_files(facts: PlanFacts, name: str, opts: PlanOptions) -> None:
+    """The drawing, the trace and the page."""
+    if opts.svg is None and opts.trace is None and opts.html is None:
+        return
+    found = timeline_of(facts.estimate.plan, facts.prediction)
+    how = "" if found.real else f"; {RELATIVE}"
+    if opts.svg is not None:
+        write_svg(found, opts.svg)
+        print(f"wrote the timeline to {opts.svg}{how}", file=sys.stderr)
+    if opts.trace is not None:
+        write_trace(found, opts.trace)
+        print(f"wrote the timeline to {perfetto_hint(opts.trace)}{how}", file=sys.stderr)
+    if opts.html is not None:
+        page_facts = PageFacts(
+            name=name,
+            header=_header_lines(facts.estimate),
+            estimate=facts.estimate,
+            limit=facts.limit,
+            prediction=facts.prediction,
+            faster=facts.faster,
+            timeline=found,
+        )
+        write("html", opts.html, page(page_facts))
+        print(f"wrote the page to {opts.html}: open it in a browser{how}", file=sys.stderr)
 
 
 # ------------------------------------------------------------------------------------- device memory
@@ -184,37 +214,30 @@ def _memory_problems(text: str | None) -> Iterator[Problem]:
 # --------------------------------------------------------------------------------------------- print
 
 
-def _print(result: Estimate, limit: int | None, advice: list[Advice], prediction: Prediction | None) -> None:
+def _print(facts: PlanFacts) -> None:
     console = rich.console.Console(highlight=False)
     if not console.is_terminal:
         console = rich.console.Console(highlight=False, width=WIDTH)
-    several, (unit, size) = bool(result.plan.encoders), _unit(result.peak)
-    console.print(module_header(result) if several else _header(result))
-    if summary := schedule_summary(result.plan):
-        console.print(f"schedule: {summary}")
-    if summary := split_summary(result.plan):
-        console.print(f"pattern: {summary}", markup=False)
-    for summary in trained_summaries(result.plan):
-        console.print(f"trained: {summary}")
-    for summary in described(result.plan.run.train.precision):
-        console.print(f"precision: {summary}")
-    for note in (*ineffective_options(result.plan), *module_notes(result.plan)):
-        console.print(f"note: {note}", markup=False)  # globs of notes are in square brackets
+    result = facts.estimate
+    several, (unit, size) = bool(result.plan.encoders), table_unit(result.peak)
+    for line in _header_lines(result):
+        console.print(line, markup=False)  # patterns, and globs of notes, are in square brackets
     console.print()
-    console.print(f"memory of one rank per {'station' if several else 'stage'}, {unit}", style="bold")
-    print_table(*(station_table(result, size) if several else _memory_table(result)), console)
+    console.print(
+        f"memory of one rank per {'station' if several else 'stage'} at its peak, {unit}", style="bold"
+    )
+    print_table(*(station_table(result, size) if several else memory_table(result)), console)
     for note in estimate_gaps(result.plan):
         console.print(f"not counted: {note}")
-    if limit is not None:
+    if facts.limit is not None:
         console.print()
-        console.print(_verdict(result, limit))
-        for change in advice:
-            fits = "fits" if change.peak <= limit else "still too much"
-            console.print(f"  --{change.field} {change.value} would need {_gib(change.peak)} GiB: {fits}")
+        console.print(verdict(result, facts.limit))
+        for change in facts.fixes:
+            fits = "fits" if change.peak <= facts.limit else "still too much"
+            console.print(f"  --{change.field} {change.value} would need {size_text(change.peak)}: {fits}")
     console.print()
-    if prediction is not None:
-        print_time(prediction, console)
-        console.print()
+    if facts.prediction is not None:
+        _print_time(facts.prediction, facts.faster, console)
     if several:
         print_edges_and_ahead(result, (unit, size), console)
         return
@@ -223,8 +246,30 @@ def _print(result: Estimate, limit: int | None, advice: list[Advice], prediction
         console.print("no communication: there is one rank")
         return
     of_stage = f" of stage {busiest.stage}, the busiest," if len(result.stages) > 1 else ""
-    console.print(f"sent by one rank{of_stage} per step, MiB", style="bold")
+    console.print(f"sent by one rank{of_stage} per step", style="bold")
     print_table(*traffic_table(busiest), console)
+
+
+def _print_time(prediction: Prediction, faster: FasterPlans | None, console: rich.console.Console) -> None:
+    print_time(prediction, console)
+    console.print()
+    if faster is None:
+        return
+    console.print("changes that would save most time", style="bold")
+    for line in advice_lines(faster, prediction):
+        console.print(line, markup=False)
+    console.print()
+
+
+def _header_lines(result: Estimate) -> list[str]:
+    """The ranks, the schedule, what is trained; notes."""
+    plan = result.plan
+    lines = (module_header(result) if plan.encoders else _header(result)).splitlines()
+    lines += [f"schedule: {summary}" for summary in [schedule_summary(plan)] if summary]
+    lines += [f"pattern: {summary}" for summary in [split_summary(plan)] if summary]
+    lines += [f"trained: {summary}" for summary in trained_summaries(plan)]
+    lines += [f"precision: {summary}" for summary in described(plan.run.train.precision)]
+    return lines + [f"note: {note}" for note in (*ineffective_options(plan), *module_notes(plan))]
 
 
 def _header(result: Estimate) -> str:
@@ -243,41 +288,22 @@ def _header(result: Estimate) -> str:
     )
 
 
-def _memory_table(result: Estimate) -> tuple[list[str], list[list[str]]]:
-    columns, (_, unit) = ["stage", "live", *MEMORY_COLUMNS, "peak at", "layers"], _unit(result.peak)
-    rows = [
-        [
-            str(stage.stage),
-            str(stage.live),
-            *(f"{getattr(stage.memory, name) / unit:,.2f}" for name in MEMORY_COLUMNS),
-            stage.memory.peak_at,
-            layers_cell(stage),
-        ]
-        for stage in result.stages
-    ]
-    return columns, rows
-
-
-def _verdict(result: Estimate, limit: int) -> str:
-    spare = limit - result.peak
-    if spare >= 0:
-        return f"fits into {_gib(limit)} GiB: {_gib(spare)} GiB are left"
-    return f"does not fit into {_gib(limit)} GiB: {_gib(-spare)} GiB too much"
-
-
-def _unit(peak: int) -> tuple[str, int]:
-    """GiB, or MiB for a peak below 1 GiB."""
-    return ("GiB", GIB) if peak >= GIB else ("MiB", 2**20)
-
-
-def _gib(size: int) -> str:
-    return f"{size / GIB:,.2f}"
-
-
 # ---------------------------------------------------------------------------------------------- JSON
 
 
-def _facts(result: Estimate, limit: int | None) -> dict[str, Any]:
+def _as_json(facts: PlanFacts) -> dict[str, Any]:
+    result = facts.estimate
+    stages = {} if result.plan.encoders else {"stages": [stage_json(stage) for stage in result.stages]}
+    time = {} if facts.prediction is None else {"time": time_json(facts.prediction, facts.faster)}
+    return {
+        **_common(result, facts.limit),
+        **(stages or modules_json(result)),
+        "advice": list(map(asdict, facts.fixes)),
+        **time,
+    }
+
+
+def _common(result: Estimate, limit: int | None) -> dict[str, Any]:
     """What plans with and without modules have in common."""
     return {
         "world": result.plan.world,
@@ -293,7 +319,3 @@ def _facts(result: Estimate, limit: int | None) -> dict[str, Any]:
         "notes": [*ineffective_options(result.plan), *module_notes(result.plan)],
         "not_counted": list(estimate_gaps(result.plan)),
     }
-
-
-def _as_json(result: Estimate) -> dict[str, Any]:
-    return {"stages": [stage_json(stage) for stage in result.stages]}

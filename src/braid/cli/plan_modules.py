@@ -10,23 +10,28 @@ import rich.console
 
 from braid.cli.args import print_table
 from braid.cli.plan_notes import trained_summary
-from braid.cli.plan_tables import MEMORY_COLUMNS, layers_cell, mib, stage_json, traffic_table
+from braid.cli.plan_tables import (
+    HELD_COLUMNS,
+    Table,
+    held_cells,
+    layers_cell,
+    size_text,
+    stage_json,
+    traffic_table,
+)
 from braid.planning.divisibility import AxisSizes
 from braid.schedule.draw import format_ranks
 from braid.schedule.graph import LANGUAGE
 from braid.topology import Grid
 
 if TYPE_CHECKING:
-    from braid.planning.estimate import Estimate, Memory, StationEstimate
+    from braid.planning.estimate import Estimate, StationEstimate
     from braid.planning.estimate.ahead import AheadChoice
     from braid.planning.modules import ModulePlan
     from braid.planning.plan import Plan
 
 TIMELINE_WIDTH = 100
 """Columns of the timeline."""
-_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
-_Table = tuple[list[str], list[list[str]]]
-"""Columns and rows."""
 
 
 def module_header(result: Estimate) -> str:
@@ -77,27 +82,27 @@ def _count(number: int, thing: str) -> str:
 # -------------------------------------------------------------------------------------------- stations
 
 
-def station_table(result: Estimate, unit: int) -> _Table:
+def station_table(result: Estimate, unit: int) -> Table:
     """The memory of each station and, if it holds several modules, of each of them as if it were alone."""
-    columns = ["ranks", "holds", "live", *MEMORY_COLUMNS[:-1], "features", "peak", "peak at", "layers"]
+    columns = ["ranks", "holds", "live", *HELD_COLUMNS, "features", "peak", "peak at", "layers"]
     return columns, [row for station in result.stations for row in _station_rows(station, unit)]
 
 
 def _station_rows(station: StationEstimate, unit: int) -> Iterator[list[str]]:
     ranks, modules = format_ranks(station.ranks), [*station.modules.items()]
-    features = f"{station.features / unit:,.2f}"
+    features = f"{station.memory.at_peak.features / unit:,.2f}"
     if len(modules) == 1:
         ((name, stage),) = modules
-        kinds = _cells(station.memory, unit, features)
+        kinds = held_cells(station.memory, unit, features)
         yield [ranks, f"{name} {stage.stage}", str(stage.live), *kinds, layers_cell(stage)]
         return
-    yield [ranks, holds(station), "", *_cells(station.memory, unit, features), ""]
+    yield [ranks, holds(station), "", *held_cells(station.memory, unit, features), ""]
     for name, stage in modules:
         yield [
             "",
             f"  {name} {stage.stage}",
             str(stage.live),
-            *_cells(stage.memory, unit, ""),
+            *held_cells(stage.memory, unit, ""),
             layers_cell(stage),
         ]
 
@@ -105,11 +110,6 @@ def _station_rows(station: StationEstimate, unit: int) -> Iterator[list[str]]:
 def holds(station: StationEstimate) -> str:
     """The modules of a station with their stages: `language 1 + vision 0`."""
     return " + ".join(f"{name} {stage.stage}" for name, stage in station.modules.items())
-
-
-def _cells(memory: Memory, unit: int, features: str) -> list[str]:
-    *kinds, peak = (f"{getattr(memory, name) / unit:,.2f}" for name in MEMORY_COLUMNS)
-    return [*kinds, features, peak, memory.peak_at]
 
 
 # --------------------------------------------------------------------------- edges, ahead, timeline, traffic
@@ -136,12 +136,12 @@ def print_edges_and_ahead(result: Estimate, unit: tuple[str, int], console: rich
     if not busiest.sent:
         console.print("no communication: there is one rank")
         return
-    title = f"sent by one rank of {format_ranks(busiest.ranks)} ({holds(busiest)}), the busiest, per step, MiB"
+    title = f"sent by one rank of {format_ranks(busiest.ranks)} ({holds(busiest)}), the busiest, per step"
     console.print(title, style="bold")
     print_table(*_traffic_table(busiest), console)
 
 
-def _edge_table(result: Estimate) -> _Table:
+def _edge_table(result: Estimate) -> Table:
     columns = ["edge", "from ranks", "to ranks", "width", "rows", "micro-batch", "step", "made by a rank"]
     columns += ["read by a rank", "ahead", "waiting on a rank"]
     rows = [
@@ -151,22 +151,16 @@ def _edge_table(result: Estimate) -> _Table:
             format_ranks(sorted(edge.target_ranks)),
             f"{edge.width:,}",
             f"{edge.rows:,}",
-            *map(_size, (edge.bytes, edge.step_bytes, edge.source_bytes, edge.target_bytes)),
+            *map(size_text, (edge.bytes, edge.step_bytes, edge.source_bytes, edge.target_bytes)),
             str(edge.in_flight),
-            _size(max(station.waiting[edge.name] for station in result.stations)),
+            size_text(max(station.waiting[edge.name] for station in result.stations)),
         ]
         for edge in result.edges
     ]
     return columns, rows
 
 
-def _size(size: int) -> str:
-    """In the largest unit of which it has one or more; `24.0 KiB`."""
-    name, unit = next((each for each in _UNITS if size >= each[1]), _UNITS[-1])
-    return f"{size / unit:,.1f} {name}"
-
-
-def _ahead_table(choices: list[AheadChoice], unit: tuple[str, int]) -> _Table:
+def _ahead_table(choices: list[AheadChoice], unit: tuple[str, int]) -> Table:
     names, (in_units, size) = list(choices[0].ahead), unit
     columns = [*names, "x language alone", "x busiest ranks", "idle", f"peak {in_units}", ""]
     rows = [
@@ -183,13 +177,13 @@ def _ahead_table(choices: list[AheadChoice], unit: tuple[str, int]) -> _Table:
     return columns, rows
 
 
-def _traffic_table(station: StationEstimate) -> _Table:
+def _traffic_table(station: StationEstimate) -> Table:
     rows = []
     for name, stage in station.modules.items():
         columns, own = traffic_table(stage)
         rows += [[name, *row] for row in own]
     for name, sent in station.edge_sends.items():
-        rows.append([name, "edge", "", "send", "rows and their gradients", "", mib(sent)])
+        rows.append([name, "edge", "", "send", "rows and their gradients", "", size_text(sent)])
     return ["module", *columns], rows
 
 

@@ -6,12 +6,53 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from braid.planning.estimate import StageEstimate
+    from braid.planning.estimate import Estimate, Memory, StageEstimate
 
+Table = tuple[list[str], list[list[str]]]
+"""Columns and rows."""
 MAX_LAYERS = 24
 """Symbols shown of a stage's pattern."""
-MEMORY_COLUMNS = ("parameters", "gathered", "gradients", "optimizer", "activations", "temporary", "peak")
-"""Fields of `Memory` shown in the table."""
+HELD_COLUMNS = ("parameters", "gathered", "gradients", "optimizer", "activations", "temporary")
+"""What a rank holds when its memory peaks, fields of `HeldBytes`; they add up to the peak."""
+_UNITS = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+
+
+def size_text(size: float) -> str:
+    """Bytes in the largest unit of which there is one or more: `206.7 GiB`."""
+    for name, unit in _UNITS:
+        if size >= unit:
+            return f"{size / unit:,.1f} {name}" if size < 1000 * unit else f"{size / unit:,.0f} {name}"
+    return f"{size:.0f} B"
+
+
+def table_unit(peak: int) -> tuple[str, int]:
+    """The unit of a table of memory: GiB, or MiB for a peak below 1 GiB."""
+    return ("GiB", 2**30) if peak >= 2**30 else ("MiB", 2**20)
+
+
+def held_cells(memory: Memory, unit: int, *more: str) -> list[str]:
+    """What is held at the peak, further cells, then the peak and when it is."""
+    held = [f"{getattr(memory.at_peak, name) / unit:,.2f}" for name in HELD_COLUMNS]
+    return [*held, *more, f"{memory.peak / unit:,.2f}", memory.peak_at]
+
+
+def memory_table(result: Estimate) -> Table:
+    """What a rank of each stage holds when its memory peaks."""
+    _, unit = table_unit(result.peak)
+    columns = ["stage", "live", *HELD_COLUMNS, "peak", "peak at", "layers"]
+    rows = [
+        [str(stage.stage), str(stage.live), *held_cells(stage.memory, unit), layers_cell(stage)]
+        for stage in result.stages
+    ]
+    return columns, rows
+
+
+def verdict(result: Estimate, limit: int) -> str:
+    """Whether the peak fits into the memory of a device."""
+    spare = limit - result.peak
+    if spare >= 0:
+        return f"fits into {size_text(limit)}: {size_text(spare)} are left"
+    return f"does not fit into {size_text(limit)}: {size_text(-spare)} too much"
 
 
 def layers_cell(stage: StageEstimate) -> str:
@@ -19,19 +60,20 @@ def layers_cell(stage: StageEstimate) -> str:
     return stage.layers if len(stage.layers) <= MAX_LAYERS else stage.layers[: MAX_LAYERS - 3] + "..."
 
 
-def traffic_table(stage: StageEstimate) -> tuple[list[str], list[list[str]]]:
+def traffic_table(stage: StageEstimate) -> Table:
+    """What a rank of a stage sends in a step."""
     merged: dict[tuple[str, str, str, str], tuple[int, int]] = {}
     for call in stage.calls:
         key = (call.family, str(call.ranks), call.op, call.label)
         times, sent = merged.get(key, (0, 0))
         merged[key] = (times + call.times, sent + call.sent)
     rows = [
-        [*key, f"{times:,}", mib(sent)]
+        [*key, f"{times:,}", size_text(sent)]
         for key, (times, sent) in sorted(merged.items(), key=lambda item: (item[0][0], -item[1][1]))
     ]
     if stage.sends:
-        rows.append(["pp", "", "send", "activations and their gradients", "", mib(stage.sends)])
-    totals = [[family, "", "", "total", "", mib(sent)] for family, sent in stage.sent.items()]
+        rows.append(["pp", "", "send", "activations and their gradients", "", size_text(stage.sends)])
+    totals = [[family, "", "", "total", "", size_text(sent)] for family, sent in stage.sent.items()]
     return ["family", "ranks", "op", "for", "calls", "sent"], rows + totals
 
 
@@ -46,7 +88,3 @@ def stage_json(stage: StageEstimate) -> dict[str, Any]:
         "calls": [{**call._asdict(), "sent": call.sent} for call in stage.calls],
         "sent": stage.sent,
     }
-
-
-def mib(size: int) -> str:
-    return f"{size / 2**20:,.1f}"

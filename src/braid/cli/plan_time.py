@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import rich.console
 
 from braid.cli.args import print_table
-from braid.errors import ConfigError
+from braid.cli.plan_tables import Table, size_text
+from braid.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from braid.planning.plan import Plan
+    from braid.timing.advice import TimeAdvice
     from braid.timing.predict import Prediction
 
 LABELS = MappingProxyType(
     {
         "products": "matrix products",
-        "attention": "attention",
+        "attention": "softmax attention",
         "scans": "scans of Mamba-2 and delta nets",
-        "memory": "memory traffic: norms, activations, permutations",
-        "host": "the host, which starts kernels more slowly than they run",
+        "memory": "norms, activations, permutations: memory traffic",
+        "host": "starting kernels, as far as that is slower than they run",
         "optimizer": "gradient norm and optimizer",
-        "bubble": "bubble: waiting for other stages",
+        "bubble": "waiting for other stages",
         "tp": "tensor parallelism",
         "cp": "context parallelism",
         "pp": "messages between stages",
@@ -30,10 +34,25 @@ LABELS = MappingProxyType(
         "ep_etp": "tokens to experts and back",
         "dp_cp": "weights and gradients",
         "edp": "weights and gradients of experts",
+        "slab": "numbers of tokens per expert",
         "ends": "gradients of an embedding on both ends",
     }
 )
 """What the parts of a step mean; other families go by their names."""
+
+
+SHOWN = 0.0005
+"""Parts with a smaller share of the step are left out of the table."""
+
+
+def time_problems(cluster: str | None, calibration: str | None) -> Iterator[Problem]:
+    if calibration is not None and cluster is None:
+        yield Problem(
+            field="calibration",
+            value=calibration,
+            rule="--calibration needs --cluster, for the links between devices",
+            remedy="--cluster NAME, or no calibration",
+        )
 
 
 def predicted(plan: Plan, cluster: str | None, calibration: str | None, load: float) -> Prediction:
@@ -52,34 +71,80 @@ def predicted(plan: Plan, cluster: str | None, calibration: str | None, load: fl
 
 
 def print_time(prediction: Prediction, console: rich.console.Console) -> None:
+    headline, *lines = time_lines(prediction)
+    console.print(headline, style="bold")
+    for line in lines:
+        console.print(line)
+    console.print()
+    console.print(where_title(prediction), style="bold")
+    print_table(*time_table(prediction), console)
+
+
+def time_lines(prediction: Prediction) -> list[str]:
+    """The time of a step with its range, the cluster, what would narrow the range."""
     plan, cluster, calibration = prediction.plan, prediction.cluster, prediction.calibration
     spread = f"{span_text(prediction.low)} to {span_text(prediction.high)}"
-    console.print(
+    lines = [
         f"a step takes {span_text(prediction.seconds)} ({spread}): "
         f"{prediction.tokens_per_second:,.0f} tokens/s, MFU {prediction.mfu:.1%}",
-        style="bold",
-    )
-    console.print(
         f"{plan.world:,} x {calibration.name}, {cluster.domain} to a fast domain, "
-        f"{8e-9 * cluster.nic_bandwidth:,.0f} Gb/s each between them; calibration {calibration.source}"
-    )
-    if prediction.narrowed_by:
-        console.print(f"to narrow the range, {prediction.narrowed_by}")
-    console.print()
+        f"{8e-9 * cluster.nic_bandwidth:,.0f} Gb/s each between them; calibration {calibration.source}",
+    ]
+    return lines + [f"to narrow the range, {each}" for each in [prediction.narrowed_by] if each]
+
+
+def where_title(prediction: Prediction) -> str:
     several = len(prediction.step.stations) > 1
     where = f", on a rank of stage {prediction.step.limiting}, which computes longest" if several else ""
-    console.print(f"where the time goes{where}", style="bold")
+    return f"where the time goes{where}"
+
+
+def time_table(prediction: Prediction) -> Table:
+    """The parts of a step, the largest first; they add up to it."""
     rows = [
-        [
-            name,
-            LABELS.get(name, f"collectives over {name}"),
-            span_text(seconds),
-            f"{seconds / prediction.seconds:.1%}",
-        ]
+        [name, part_label(name), span_text(seconds), f"{seconds / prediction.seconds:.1%}"]
         for name, seconds in prediction.parts.items()
-        if seconds > 0.0005 * prediction.seconds
+        if seconds > SHOWN * prediction.seconds
     ]
-    print_table(["part", "", "time", "share"], rows, console)
+    return ["part", "", "time", "share"], rows
+
+
+def part_label(name: str) -> str:
+    return LABELS.get(name, f"collectives over {name}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FasterPlans:
+    """Changes that save time."""
+
+    limit: int | None
+    """Bytes that a rank may use."""
+    changes: tuple[TimeAdvice, ...]
+
+
+def advice_lines(faster: FasterPlans, prediction: Prediction) -> list[str]:
+    """A sentence for each change."""
+    from braid.timing.advice import LEAST_GAIN
+
+    if not faster.changes:
+        return [f"none that was tried saves {LEAST_GAIN:.1%} of the step or more"]
+    lines = [_sentence(each, prediction, faster.limit) for each in faster.changes]
+    now = faster.changes[0].peak - faster.changes[0].cost
+    if faster.limit is not None and now > faster.limit:
+        lines.append(f"as planned it needs {size_text(now)}, which does not fit into {size_text(faster.limit)}")
+    return lines
+
+
+def _sentence(each: TimeAdvice, prediction: Prediction, limit: int | None) -> str:
+    share = each.gain / prediction.seconds
+    saves = f"{each.options} saves {span_text(each.gain)} of the step ({share:.1%})"
+    needs = "as much memory as now"
+    if each.cost:
+        more = "more" if each.cost > 0 else "less"
+        needs = f"{size_text(abs(each.cost))} {more} memory, {size_text(each.peak)} on the fullest rank"
+    if each.fits is False and limit is not None:
+        return f"{saves}, but does not fit into {size_text(limit)}: {needs}"
+    return f"{saves}: {needs}"
 
 
 def span_text(seconds: float) -> str:
@@ -90,9 +155,9 @@ def span_text(seconds: float) -> str:
     return f"{seconds * 1e6:.3g} µs"
 
 
-def time_json(prediction: Prediction) -> dict[str, Any]:
-    """The same in seconds."""
-    return {
+def time_json(prediction: Prediction, faster: FasterPlans | None) -> dict[str, Any]:
+    """The same in seconds and bytes."""
+    found = {
         "cluster": prediction.cluster.name,
         "calibration": {"device": prediction.calibration.device, "source": prediction.calibration.source},
         "seconds": prediction.seconds,
@@ -104,3 +169,6 @@ def time_json(prediction: Prediction) -> dict[str, Any]:
         "stage": prediction.step.limiting,
         "stages": [dict(parts) for parts in prediction.step.stations],
     }
+    if faster is not None:
+        found["advice"] = [{"options": each.options, **asdict(each)} for each in faster.changes]
+    return found

@@ -253,12 +253,10 @@ def _train(plan: Plan, out: Path, args: list[str], opts: TrainOptions) -> int:
                 warn(note)
             trainer.listeners += _metric_listeners(opts, out)
         outcome = trainer.train()
-        sample = _sample(trainer)
+        sample, prompt = _sample(trainer)
     say("")
     say(table([*sample, ("", ""), *_summary(outcome, trainer)]))
     say("\ntry next")
-    images = trainer.data.images
-    prompt = Prompt(trainer.data.prompt, images) if images else Prompt()
     for command in next_commands(args, out, plan, program(os.environ), os.environ, prompt):
         say(f"  {command}")
     return ExitCode.OK
@@ -326,17 +324,26 @@ def _encoder(plan: Plan, name: str) -> str:
     return text if plan.world == 1 else f"{text}, {describe_mesh(each.module.mesh, each.axes)}"
 
 
-def _sample(trainer: Trainer) -> Sequence[tuple[str, str]]:
-    """A short generated text. The run has succeeded by now, so a failure here is only reported in its place."""
+def _sample(trainer: Trainer) -> tuple[Sequence[tuple[str, str]], Prompt]:
+    """A short generated text, and a prompt for another, with images if the data have any. The run has succeeded by
+    now, so a failure here is only reported in its place."""
+    from braid.model.generate import decode_text
+
     tokens = SAMPLE_TOKENS if trainer.plan.world == 1 else DISTRIBUTED_SAMPLE_TOKENS
+    data, run = trainer.data, trainer.plan.run
+    prompt, shown = (Prompt(data.prompt, data.images) if data.images else Prompt()), ""
     try:
-        data, seed = trainer.data, trainer.plan.run.train.seed
-        text = trainer.generate(data.prompt, images=data.images, tokens=tokens, seed=seed)
+        stored = None if data.images else trainer.stored_prompt()
+        text = trainer.generate(stored or data.prompt, images=data.images, tokens=tokens, seed=run.train.seed)
+        if stored is not None:
+            placeholders = {name: module.token for name, module in run.modules.items()}
+            prompt = Prompt(decode_text(data.tokenizer, stored.ids, placeholders), (Path("FILE"),))
+            shown = "".join("[image] " * len(items.lengths) for items in stored.items.values())
+        shown += "".join(f"[{image.name}] " for image in data.images)
     except BraidError as error:
         text = f"(none: {error})"
-    shown = "".join(f"[{image.name}] " for image in trainer.data.images)
     lines = (_printable(line) for line in (shown + text).splitlines() or [""])
-    return [("sample" if i == 0 else "", line) for i, line in enumerate(lines)]
+    return [("sample" if i == 0 else "", line) for i, line in enumerate(lines)], prompt
 
 
 def _printable(line: str) -> str:

@@ -99,7 +99,7 @@ def header_size(data: bytes) -> tuple[int, int]:
     elif not data:
         raise DataError("is empty: it has no bytes")
     else:
-        raise DataError(f"is neither PNG nor JPEG: its first bytes are {data[:8]!r}")
+        raise DataError(f"is neither PNG nor JPEG: its first bytes are {data[:8]!r}; convert it to one of them")
     if size is None:
         raise DataError("is damaged: its header does not say its size")
     height, width = size

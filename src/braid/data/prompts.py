@@ -15,6 +15,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from braid.data.files import sha256_of_json
 from braid.data.images import Grid, checked_size, image_grid, image_patches
 from braid.data.item_stream import patches_of_each
 from braid.data.items import ItemLimits, Patches
+from braid.data.loader import Loader
 from braid.data.media import in_words
 from braid.data.rows import MediaFiles, Part, parts_of
 from braid.data.tokenizer import Tokenizer
@@ -113,6 +115,29 @@ def read_parts(file: Path) -> tuple[Part, ...]:
 def text_prompt(text: str, tokenizer: Tokenizer) -> Prompt:
     """A prompt without items."""
     return Prompt(ids=tuple(map(int, tokenizer.encode(text))), items={})
+
+
+def stored_prompt(loader: Loader, sample: int) -> Prompt | None:
+    """What the first document with images in a sample has before its answer: all up to the first token behind
+    an image that counts in the loss. None if no document that begins in the sample has an image."""
+    ((module, limits),) = loader.images.items()
+    (span,) = loader.read_text([sample])
+    is_row_S = span.ids_S == limits.token
+    text = len(span.ids_S) - span.padding
+    starts = [int(start) for start in np.flatnonzero(span.starts_S) if start < text]
+    for start, stop in pairwise([*starts, text]):
+        if not is_row_S[start:stop].any():
+            continue
+        image = start + int(np.argmax(is_row_S[start:stop]))
+        counts = np.flatnonzero(span.loss_mask_S[image:stop])
+        end = image + int(counts[0]) if len(counts) else stop
+        source = loader.items[module]
+        (lengths,) = source.sizes([sample])
+        ends = accumulate(limits.encoder.rows(patches) for patches in lengths)
+        held = range(int(is_row_S[:start].sum()) + 1, int(is_row_S[:end].sum()) + 1)
+        patches = source.read([(sample, number) for number, rows in enumerate(ends) if rows in held])
+        return Prompt(ids=tuple(span.ids_S[start:end].tolist()), items={module: PromptItems(patches=patches)})
+    return None
 
 
 def encode_prompt(

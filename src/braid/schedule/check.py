@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import NamedTuple
 
-from braid.schedule.event_simulator import Wait, simulate_lists
+from braid.schedule.event_simulator import Wait, follow_lists
 from braid.schedule.faults import Fault, Rule
 from braid.schedule.lifetime import lifetime_faults, sum_faults
-from braid.schedule.ops import Act, Channel, Message, Op, Ops, Schedule, message_of
+from braid.schedule.ops import Act, Channel, Message, Op, Ops, Schedule, Turn, message_of
 from braid.schedule.order import collective_faults
 from braid.schedule.recompute import replay_faults
 from braid.schedule.station_faults import station_faults
@@ -60,7 +60,7 @@ def check(schedule: Schedule) -> CheckReport:
     shown_faults += replay_faults(schedule)
     if schedule.weights != "unplaced":
         shown_faults += [*lifetime_faults(schedule), *sum_faults(schedule)]
-    return CheckReport(faults=tuple(shown_faults), live=_live_peaks(plain))
+    return CheckReport(faults=tuple(shown_faults), live=live_peaks(plain))
 
 
 def _segment_faults(schedule: Schedule) -> Iterator[Fault]:
@@ -81,23 +81,30 @@ def _joint_faults(schedule: Schedule) -> Iterator[Fault]:
 def live_peaks(schedule: Schedule, sizes: Sequence[int] | None = None) -> tuple[int, ...]:
     """For each rank, the peak number of live forwards; 0 in an evaluation. With `sizes`, forwards are weighted
     by the size of their segment."""
-    return _live_peaks(bare(schedule)[0], sizes)
-
-
-def _live_peaks(schedule: Schedule, sizes: Sequence[int] | None = None) -> tuple[int, ...]:
-    if schedule.phases:
-        schedule = wide(schedule).schedule
-    return tuple(_peak(schedule, ops, sizes=sizes)[0] for ops in schedule.ops)
+    return tuple(_peak(schedule, _turns(schedule, ops), sizes=sizes)[0] for ops in schedule.ops)
 
 
 def segment_peaks(schedule: Schedule) -> tuple[int, ...]:
     """For each segment, the peak number of live forwards on any rank that holds it; 0 if it has no backward."""
-    plain = bare(schedule)[0]
-    whole = wide(plain).schedule if plain.phases else plain
+    turns = [_turns(schedule, ops) for ops in schedule.ops]
     return tuple(
-        max(_peak(whole, whole.ops[rank], only=segment)[0] for rank in stations)
-        for segment, stations in enumerate(whole.graph.stations)
+        max(_peak(schedule, turns[rank], only=segment)[0] for rank in stations)
+        for segment, stations in enumerate(schedule.graph.stations)
     )
+
+
+def _turns(schedule: Schedule, ops: Ops) -> Ops:
+    """The `F` and `B` of a list, each once: where the forward of a turn starts and where its backward ends."""
+    if not schedule.phases:
+        return tuple(op for op in ops if op.act in (Act.F, Act.B))
+    starts: dict[Turn, int] = {}
+    ends: dict[Turn, int] = {}
+    for place, op in enumerate(ops):
+        if op.act is Act.F:
+            starts.setdefault((op.micro_batch, op.segment), place)  # type: ignore[arg-type]
+        elif op.act is Act.B:
+            ends[op.micro_batch, op.segment] = place  # type: ignore[index]
+    return tuple(ops[place] for place in sorted((*starts.values(), *ends.values())))
 
 
 # -------------------------------------------------------------------------------------- the ops of one rank
@@ -328,8 +335,7 @@ def _channel_faults(
 
 def _deadlock_faults(schedule: Schedule) -> Iterator[Fault]:
     """A fault for each cycle of waiting ranks, and for each rank that waits for one that has ended."""
-    outcome = simulate_lists(schedule, lambda rank, op: 0.0, lambda rank, op: 0.0)
-    waiting = {wait.rank: wait for wait in outcome.waits}
+    waiting = {wait.rank: wait for wait in follow_lists(schedule).waits}
     visited: set[int] = set()
     for rank in waiting:
         path: list[int] = []

@@ -3,7 +3,7 @@
 Forward is blue, backward orange, each darker for later virtual stages; idle time is hatched. The number in a
 box is the micro-batch, omitted if the box is too narrow; the tooltip names the op and when it ran. The peak of
 live forwards and the idle share of each rank are on the right. The unit of time is the mean duration of a
-segment's `F`.
+segment's `F`, or a millisecond if the timeline has real seconds.
 
 If phases communicate, each row has two lanes: compute above, communication below, phase by phase. Otherwise
 consecutive phases of a segment are drawn as one box.
@@ -79,12 +79,21 @@ text{font:11px system-ui,'Segoe UI',Helvetica,Arial,sans-serif;fill:#24292f}
 """
 
 
-def draw(timeline: Timeline) -> str:
-    """The diagram, as the text of an SVG file."""
+class _Unit(NamedTuple):
+    """A unit of time."""
+
+    seconds: float
+    """In units of the timeline."""
+    name: str
+
+
+def draw(timeline: Timeline, *, seconds: bool = False) -> str:
+    """The diagram, as the text of an SVG file. `seconds`: the timeline has real seconds, shown as such."""
     timeline = _merge_phases(timeline)
-    unit = _forward_seconds(timeline)
-    length = timeline.makespan / unit
-    unit_width = _UNIT * _boxes_per_forward(timeline)
+    forward = _forward_seconds(timeline)
+    named = _Unit(1e-3, "ms") if seconds else _Unit(forward, "forwards")
+    unit, length = named.seconds, timeline.makespan / named.seconds
+    unit_width = _UNIT * _boxes_per_forward(timeline) * unit / forward
     widest = _WIDEST * (_WIDER if any(span.op.phase for span in _boxed(timeline, *_DRAWN)) else 1.0)
     scale = min(unit_width, widest / length) if length else unit_width
     numbers = _numbers(timeline, scale / unit)
@@ -102,9 +111,9 @@ def draw(timeline: Timeline) -> str:
         '<rect width="1.5" height="6" fill="#d8dde3"/></pattern></defs>',
         f'<rect width="{_n(width)}" height="{_n(height)}" fill="#fff"/>',
         _text(16, 28, _headline(timeline), "title"),
-        _text(16, 48, _summary(timeline, length), "soft"),
-        *_axis(timeline, length, scale),
-        *_rows(timeline, unit, scale, numbers),
+        _text(16, 48, _summary(timeline, named), "soft"),
+        *_axis(timeline, named, scale),
+        *_rows(timeline, named, scale, numbers),
         *_columns(timeline, left + plot),
         *_legend(timeline, height - (42 if several else 22), numbers),
         *(_module_legend(timeline, height - 22) if several else ()),
@@ -127,10 +136,11 @@ def _headline(timeline: Timeline) -> str:
     return " · ".join(parts)
 
 
-def _summary(timeline: Timeline, length: float) -> str:
+def _summary(timeline: Timeline, unit: _Unit) -> str:
     live = live_peaks(timeline.schedule)
     per_rank = f"{min(live)}" if min(live) == max(live) else f"{min(live)} to {max(live)}"
-    return f"{length:.4g} forwards long · bubble {timeline.bubble:.1%} · live forwards {per_rank} per rank"
+    length = f"{timeline.makespan / unit.seconds:.4g} {unit.name} long"
+    return f"{length} · bubble {timeline.bubble:.1%} · live forwards {per_rank} per rank"
 
 
 def _count(number: int, thing: str) -> str:
@@ -226,10 +236,10 @@ def _merge(timeline: Timeline, run: Sequence[OpSpan]) -> OpSpan:
 
 
 def _rows(
-    timeline: Timeline, unit: float, scale: float, numbers: Mapping[Stream | None, _Numbers]
+    timeline: Timeline, unit: _Unit, scale: float, numbers: Mapping[Stream | None, _Numbers]
 ) -> Iterator[str]:
     """For each rank its label, the idle background, and a box for each span that takes time."""
-    begin, width = timeline.begin, _n(timeline.makespan / unit * scale)
+    begin, width = timeline.begin, _n(timeline.makespan / unit.seconds * scale)
     stream, looks, left = _lane_of(timeline), _looks(timeline), _left(timeline)
     if timeline.schedule.modules is not None:
         yield _text(left - 10, _TOP - 8, "ranks", "soft end")
@@ -242,11 +252,11 @@ def _rows(
         yield f'<rect x="{_n(left)}" y="{_n(y)}" width="{width}" height="{_n(_BOX)}" fill="url(#idle)"/>'
         for span in spans:
             if span.end > span.start and span.op.act in _DRAWN:
-                start, end = (span.start - begin) / unit, (span.end - begin) / unit
+                start, end = (span.start - begin) / unit.seconds, (span.end - begin) / unit.seconds
                 top, high = _LANES[stream(span.op)]
                 box = _Box(left + start * scale, y + top, (end - start) * scale, high)
                 shape = _shape(looks(span.op), span.op, box, numbers.get(stream(span.op)))
-                yield f"<g><title>{escape(_tooltip(span.op, start, end))}</title>{''.join(shape)}</g>"
+                yield f"<g><title>{escape(_tooltip(span.op, start, end, unit))}</title>{''.join(shape)}</g>"
 
 
 class _Box(NamedTuple):
@@ -338,10 +348,10 @@ def _shape(look: _Look, op: Op, box: _Box, numbers: _Numbers | None) -> Iterator
         yield _text(box.x + wide / 2, foot, text, f"mid {numbers.look}{light}")
 
 
-def _tooltip(op: Op, start: float, end: float) -> str:
+def _tooltip(op: Op, start: float, end: float, unit: _Unit) -> str:
     fields = {"micro-batch": op.micro_batch, "segment": op.segment, "phase": op.phase}
     parts = [f"{name} {value}" for name, value in fields.items() if value is not None]
-    return " · ".join([str(op), *parts, f"{_n(start, 3)} to {_n(end, 3)} forwards"])
+    return " · ".join([str(op), *parts, f"{_n(start, 3)} to {_n(end, 3)} {unit.name}"])
 
 
 class _Numbers(NamedTuple):
@@ -376,14 +386,15 @@ def _numbers(timeline: Timeline, pixels: float) -> dict[Stream | None, _Numbers]
     return by_lane
 
 
-def _axis(timeline: Timeline, length: float, scale: float) -> Iterator[str]:
+def _axis(timeline: Timeline, unit: _Unit, scale: float) -> Iterator[str]:
+    length = timeline.makespan / unit.seconds
     bottom, left = _TOP + _ROW * len(timeline.spans), _left(timeline)
     step = _tick(length * scale, length)
     for number in range(int(length / step + 1e-9) + 1):
         x = _n(left + number * step * scale)
         yield f'<line class="grid" x1="{x}" y1="{_n(_TOP - 4)}" x2="{x}" y2="{_n(bottom)}"/>'
         yield _text(float(x), bottom + 12, f"{number * step:g}", "soft mid")
-    yield _text(left - 10, bottom + 12, "forwards", "soft end")
+    yield _text(left - 10, bottom + 12, unit.name, "soft end")
 
 
 def _tick(width: float, length: float) -> float:

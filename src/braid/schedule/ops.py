@@ -92,6 +92,8 @@ class Act(Enum):
         if not (self.computes or self.sends or self.receives):
             self.direction = ""
 
+    __hash__ = object.__hash__  # that of Enum runs in Python, and acts are in the key of almost every dict
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Collective:

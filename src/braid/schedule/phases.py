@@ -40,6 +40,8 @@ class Stream(Enum):
     COMPUTE = "compute"
     COMMUNICATION = "communication"
 
+    __hash__ = object.__hash__  # that of Enum runs in Python
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unit:

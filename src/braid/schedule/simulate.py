@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from braid.schedule.event_simulator import Lengths, OpSpan, simulate_lists
+from braid.schedule.event_simulator import Lengths, Moments, OpSpan, follow_lists
 from braid.schedule.ops import Act, Op, Schedule
 from braid.schedule.phases import Stream
 from braid.schedule.views import phase_of, stream_of
@@ -139,10 +139,16 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
 
 def timeline_of(schedule: Schedule, seconds: Lengths, message: Lengths) -> Timeline:
     """The same with durations by rank and op; `message` is that of the message of a send."""
-    outcome = simulate_lists(schedule, seconds, message, stream_of(schedule))
-    if outcome.waits:
-        wait = outcome.waits[0]
+    moments = moments_of(schedule)
+    return Timeline(schedule=schedule, spans=moments.op_spans(moments.times(seconds, message)))
+
+
+def moments_of(schedule: Schedule) -> Moments:
+    """When ops start and end, for any durations."""
+    followed = follow_lists(schedule, stream_of(schedule))
+    if followed.waits:
+        wait = followed.waits[0]
         raise ValueError(
             f"the schedule deadlocks: rank {wait.rank} waits in {wait.op}; run `check` for the cause"
         )
-    return Timeline(schedule=schedule, spans=outcome.spans)
+    return followed.moments

@@ -92,9 +92,12 @@ def chrome_trace(
     }
 
 
-def predicted_trace(timeline: Timeline, ranks: Sequence[int], *, second: float = 1.0) -> dict[str, Any]:
+def predicted_trace(
+    timeline: Timeline, ranks: Sequence[int], *, second: float = 1.0, step_seconds: float | None = None
+) -> dict[str, Any]:
     """The trace of a simulated timeline, with one rank per stage. `second` is the length of the timeline's
-    unit. Ops on weights that take no time are omitted: there are many of them."""
+    unit, `step_seconds` that of the step, if it goes on after the last op: with the update of the weights. Ops
+    on weights that take no time are omitted: there are many of them."""
     begin = timeline.begin
     rank_steps = [
         RankStep(
@@ -103,7 +106,7 @@ def predicted_trace(timeline: Timeline, ranks: Sequence[int], *, second: float =
             pipeline=0,
             step=1,
             begin=0.0,
-            end=timeline.makespan * second,
+            end=timeline.makespan * second if step_seconds is None else step_seconds,
             spans=tuple(
                 OpSpan(op=span.op, start=(span.start - begin) * second, end=(span.end - begin) * second)
                 for span in timeline.spans[stage]

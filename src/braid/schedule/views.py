@@ -65,10 +65,15 @@ def _view(
             if act is not Act.W
         }
         kept = [place for place, op in enumerate(ops) if op.phase is None or place in chosen]
-        lists.append(tuple(replace(ops[place], phase=None) for place in kept))
+        lists.append(tuple(_whole(ops[place]) for place in kept))
         places.append((*kept, len(ops)))
     view = replace(schedule, ops=tuple(lists), phases=(), delayed=False)
     return SegmentView(schedule=view, places=tuple(places))
+
+
+def _whole(op: Op) -> Op:
+    """The op without its phase."""
+    return op if op.phase is None else replace(op, phase=None)
 
 
 def phase_of(schedule: Schedule) -> Callable[[Op], Phase | None]:

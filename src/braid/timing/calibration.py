@@ -19,6 +19,7 @@ from typing import Any, Literal, get_args
 
 from braid.errors import ConfigError, DataError
 from braid.nn.work import Kernel, Moved, Pass, Piece, Product, Work
+from braid.timing.files import is_number, json_object, raise_problems, read_text, shown
 from braid.timing.interpolation import Point, along, between, within
 from braid.validators import nearest
 
@@ -35,6 +36,7 @@ TOKENS = "tokens"
 """The size in a key that is interpolated: the length of sequences, or their window."""
 SCANS = frozenset({"ssd", "delta_rule", "causal_conv"})
 FORMAT = 1
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,36 +278,62 @@ def _plain(value: Any) -> Any:
 
 def from_json(text: str, file: str = "calibration") -> Calibration:
     """The calibration that `to_json` wrote; `file` is its name in errors."""
-    try:
-        given = json.loads(text)
-    except ValueError as error:
-        raise DataError(f"{file}: not JSON: {error}") from error
-    if not isinstance(given, dict):
-        raise DataError(f"{file}: not an object with the fields of a calibration")
-    if given.pop("format", None) != FORMAT:
-        raise DataError(f"{file}: format: must be {FORMAT}; run `braid calibrate` again")
-    _check_fields(given, Calibration, file)
+    given = json_object(text, file, "a calibration")
+    _check_format(given.pop("format", None), file)
+    raise_problems([*_field_problems(given), *_number_problems(given)], file)
     read: dict[str, Any] = {}
+    unread = []
     for name, value in given.items():
         try:
             read[name] = _read(name, value)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise DataError(f"{file}: {name}: {error}") from error
+        except KeyError as error:
+            unread.append(f"{name}: {error}: missing")
+        except (ValueError, TypeError, AttributeError, OverflowError) as error:
+            unread.append(f"{name}: {error}")
+    raise_problems(unread, file)
     calibration = Calibration(**read)
-    if problems := list(_problems(calibration)):
-        raise DataError("\n".join(f"{file}: {problem}" for problem in problems))
+    raise_problems(_problems(calibration), file)
     return calibration
 
 
-def _check_fields(given: Mapping[str, Any], kind: type, file: str) -> None:
-    known = {each.name for each in fields(kind)}
+def _check_format(given: object, file: str) -> None:
+    if given == FORMAT and not isinstance(given, bool):
+        return
+    newer = is_number(given) and given > FORMAT  # type: ignore[operator]
+    remedy = "a newer braid wrote it: update braid" if newer else "run `braid calibrate` again"
+    raise DataError(f"{file}: format: must be {FORMAT}, not {shown(given)}; {remedy}")
+
+
+def _field_problems(given: Mapping[str, Any]) -> Iterable[str]:
+    known = {each.name for each in fields(Calibration)}
     required = {
-        each.name for each in fields(kind) if each.default is MISSING and each.default_factory is MISSING
+        each.name for each in fields(Calibration) if each.default is MISSING and each.default_factory is MISSING
     }
-    wrong = [f"{file}: {name}: unknown field{nearest(name, known)}" for name in given if name not in known]
-    wrong += [f"{file}: {name}: missing" for name in sorted(required - set(given))]
-    if wrong:
-        raise DataError("\n".join(wrong))
+    yield from (f"{name}: unknown field{nearest(name, known)}" for name in given if name not in known)
+    yield from (f"{name}: missing" for name in sorted(required - set(given)))
+
+
+_NUMBERS = (
+    "peak_flops", "peak_bandwidth", "memory_bytes", "launch_seconds", "op_seconds", "step_seconds", "optimizer",
+    "sustained",
+)  # fmt: skip
+_TEXTS = ("device", "name", "source", "when")
+
+
+def _number_problems(given: Mapping[str, Any]) -> Iterable[str]:
+    """Single values that are not of their type."""
+    for name, value in given.items():
+        if name in _NUMBERS and not is_number(value):
+            yield f"{name}: {shown(value)} is not a number"
+        elif name in _TEXTS and not (isinstance(value, str) and value):
+            yield f"{name}: {shown(value)} is not a name"
+        elif name in ("spread", "contention"):
+            if not isinstance(value, dict) or not all(map(is_number, value.values())):
+                yield f"{name}: must be an object of numbers"
+        elif name in ("versions", "sources", "skipped") and not (
+            isinstance(value, dict) and all(isinstance(each, str) for each in value.values())
+        ):
+            yield f"{name}: must be an object of texts"
 
 
 def _read(name: str, value: Any) -> Any:
@@ -313,15 +341,15 @@ def _read(name: str, value: Any) -> Any:
         case "products":
             return tuple(
                 ProductTable(
-                    pass_=each["pass"], groups=int(each["groups"]), m=_ints(each["m"]), n=_ints(each["n"]),
-                    k=_ints(each["k"]), seconds=tuple(map(float, each["seconds"])),
+                    pass_=each["pass"], groups=_whole(each["groups"]), m=_ints(each["m"]), n=_ints(each["n"]),
+                    k=_ints(each["k"]), seconds=tuple(map(_number, each["seconds"])),
                 )
                 for each in value
             )  # fmt: skip
         case "kernels":
             return tuple(
                 KernelTable(
-                    name=each["name"], key=tuple((name, size) for name, size in each["key"]),
+                    name=each["name"], key=tuple((name, _size(size)) for name, size in each["key"]),
                     pass_=each["pass"], by=each["by"], points=_points(each["points"]),
                 )
                 for each in value
@@ -333,35 +361,73 @@ def _read(name: str, value: Any) -> Any:
                 op: {int(ranks): _points(points) for ranks, points in tables.items()}
                 for op, tables in value.items()
             }
-        case (
-            "peak_flops" | "peak_bandwidth" | "launch_seconds" | "op_seconds" | "step_seconds" | "optimizer"
-            | "sustained"
-        ):  # fmt: skip
-            return float(value)
         case "memory_bytes":
             return int(value)
         case _:
-            return value
+            return float(value) if name in _NUMBERS else value
+
+
+def _number(value: Any) -> float:
+    if not is_number(value):
+        raise ValueError(f"{shown(value)} is not a number")
+    return float(value)
+
+
+def _whole(value: Any) -> int:
+    if not is_number(value) or value != int(value):
+        raise ValueError(f"{shown(value)} is not a whole number")
+    return int(value)
+
+
+def _size(value: Any) -> int | str:
+    return value if isinstance(value, str) else _whole(value)
 
 
 def _ints(values: Iterable[Any]) -> tuple[int, ...]:
-    return tuple(map(int, values))
+    return tuple(map(_whole, values))
 
 
 def _points(values: Iterable[Any]) -> tuple[Point, ...]:
-    return tuple((float(size), float(seconds)) for size, seconds in values)
+    return tuple((_number(size), _number(seconds)) for size, seconds in values)
 
 
 def _problems(calibration: Calibration) -> Iterable[str]:
     if calibration.source not in get_args(Source):
         yield f"source: {calibration.source!r} must be one of {', '.join(get_args(Source))}"
-    for name in ("peak_flops", "peak_bandwidth", "memory_bytes", "launch_seconds", "optimizer", "sustained"):
-        if not getattr(calibration, name) > 0:
-            yield f"{name}: must be positive, not {getattr(calibration, name)}"
-    for index, table in enumerate(calibration.products):
+    for name in _NUMBERS:
+        value, host = getattr(calibration, name), name in ("op_seconds", "step_seconds")
+        if not (value > 0 or (host and value == 0)):
+            yield f"{name}: must be positive, not {value}"
+    for name, value in calibration.spread.items():
+        if not 0 <= value < 10:
+            yield f"spread.{name}: must be a relative error, from 0 to below 10, not {value}"
+    for name, value in calibration.contention.items():
+        if not 1 <= value < 100:
+            yield f"contention.{name}: must be how many times longer it takes, from 1 to below 100, not {value}"
+    yield from _product_problems(calibration.products)
+    yield from _kernel_problems(calibration.kernels)
+    curves = {f"kernels[{index}].points": table.points for index, table in enumerate(calibration.kernels)}
+    if calibration.bandwidth:
+        curves["bandwidth"] = calibration.bandwidth
+    for op, tables in calibration.collectives.items():
+        if op not in COLLECTIVES:
+            yield f"collectives.{op}: must be one of {', '.join(COLLECTIVES)}"
+        for ranks, points in tables.items():
+            if ranks < 2:
+                yield f"collectives.{op}.{ranks}: must be of at least 2 ranks"
+            curves[f"collectives.{op}.{ranks}"] = points
+    for where, points in curves.items():
+        if not points or not _ascends([size for size, _ in points]) or min(s for _, s in points) <= 0:
+            yield f"{where}: sizes must be positive and ascend, with positive seconds"
+
+
+def _product_problems(tables: Iterable[ProductTable]) -> Iterable[str]:
+    for index, table in enumerate(tables):
         where = f"products[{index}]"
         if table.pass_ not in get_args(Pass):
             yield f"{where}.pass: {table.pass_!r} must be one of {', '.join(get_args(Pass))}"
+        if table.groups < 1:
+            yield f"{where}.groups: must be positive, not {table.groups}"
         if len(table.seconds) != len(table.m) * len(table.n) * len(table.k):
             yield f"{where}.seconds: {len(table.seconds)} of {len(table.m)} x {len(table.n)} x {len(table.k)}"
         for axis in ("m", "n", "k"):
@@ -369,15 +435,15 @@ def _problems(calibration: Calibration) -> Iterable[str]:
                 yield f"{where}.{axis}: sizes must be positive and ascend"
         if not table.seconds or min(table.seconds) <= 0:
             yield f"{where}.seconds: must be positive"
-    curves = {f"kernels[{index}].points": table.points for index, table in enumerate(calibration.kernels)}
-    curves |= {"bandwidth": calibration.bandwidth} | {
-        f"collectives.{op}.{ranks}": points
-        for op, tables in calibration.collectives.items()
-        for ranks, points in tables.items()
-    }
-    for where, points in curves.items():
-        if not points or not _ascends([size for size, _ in points]) or min(s for _, s in points) <= 0:
-            yield f"{where}: sizes must be positive and ascend, with positive seconds"
+
+
+def _kernel_problems(tables: Iterable[KernelTable]) -> Iterable[str]:
+    for index, table in enumerate(tables):
+        where = f"kernels[{index}]"
+        if table.pass_ not in get_args(Pass):
+            yield f"{where}.pass: {table.pass_!r} must be one of {', '.join(get_args(Pass))}"
+        if table.by not in ("flops", "bytes"):
+            yield f"{where}.by: {table.by!r} must be flops or bytes"
 
 
 def _ascends(sizes: Any) -> bool:
@@ -408,7 +474,4 @@ def load(name: str) -> Calibration:
 
 
 def load_file(path: Path) -> Calibration:
-    try:
-        return from_json(path.read_text(), str(path))
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror}") from error
+    return from_json(read_text(path), str(path))

@@ -13,16 +13,18 @@ calibration. Over nodes,
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from importlib.resources import files
 from math import log
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
-from braid.errors import ConfigError, DataError
+from braid.errors import ConfigError, Problem
 from braid.nn.cost import Call
 from braid.timing.calibration import Calibration, names_in, shipped
+from braid.timing.files import is_number, json_object, raise_problems, read_text, shown
 from braid.timing.interpolation import along
 from braid.topology import FAMILIES, Grid, Members
 from braid.topology.view import View
@@ -65,6 +67,31 @@ class Cluster:
     def network(self) -> float:
         """Bytes per second that reach another node from one rank."""
         return self.nic_bandwidth * self.nic_share
+
+
+def filled(cluster: Cluster, world: int) -> Cluster:
+    """The cluster as a job of `world` ranks uses it: domains of fast links that are filled alike, of whole
+    machines, as large as they can be. 256 ranks take 64 of each rack of 72."""
+    if world <= cluster.domain:
+        return replace(cluster, domain=world)
+    machine = cluster.ranks_per_node
+    sizes = range(cluster.domain, cluster.domain // 2, -machine)
+    size = next((size for size in sizes if world % size == 0), None)
+    if size is None:
+        near = sorted({max(world // machine * machine, machine), -(-world // machine) * machine})
+        values = " or ".join(map(str, near)) if world % machine else f"a multiple of {cluster.domain}"
+        raise ConfigError(
+            [
+                Problem(
+                    field="world",
+                    value=world,
+                    rule=f"must fill machines of {machine} GPUs, and domains of up to {cluster.domain} "
+                    f"alike, on the cluster {cluster.name}",
+                    remedy=values,
+                )
+            ]
+        )
+    return replace(cluster, domain=size)
 
 
 # -------------------------------------------------------------------------------------------- spans
@@ -251,11 +278,7 @@ def clusters() -> tuple[str, ...]:
 def load_cluster(name: str) -> Cluster:
     """A shipped cluster by its name, or one of a file."""
     if name.endswith(".json") or "/" in name:
-        path = Path(name)
-        try:
-            return cluster_from_json(path.read_text(), str(path))
-        except OSError as error:
-            raise DataError(f"{path}: {error.strerror}") from error
+        return cluster_from_json(read_text(Path(name)), name)
     if name not in clusters():
         raise ConfigError(
             f"no cluster {name!r}{nearest(name, clusters())}: shipped ones are {', '.join(clusters())}; a file "
@@ -270,36 +293,59 @@ def cluster_to_json(cluster: Cluster) -> str:
 
 def cluster_from_json(text: str, file: str = "cluster") -> Cluster:
     """The cluster of a file; `file` is its name in errors."""
-    try:
-        given = json.loads(text)
-    except ValueError as error:
-        raise DataError(f"{file}: not JSON: {error}") from error
-    if not isinstance(given, dict):
-        raise DataError(f"{file}: not an object with the fields of a cluster")
-    if problems := _cluster_problems(given):
-        raise DataError("\n".join(f"{file}: {problem}" for problem in problems))
+    given = json_object(text, file, "a cluster")
+    raise_problems(_cluster_problems(given), file)
     return Cluster(**given)
 
 
-def _cluster_problems(given: Mapping[str, Any]) -> list[str]:
+_LIMITS: Mapping[str, tuple[float, float, str]] = MappingProxyType(
+    {
+        "ranks_per_node": (1, 2**10, "GPUs"),
+        "domain": (1, 2**16, "GPUs"),
+        "node_bandwidth": (1e8, 1e14, "bytes per second (400 Gb/s are 50e9)"),
+        "nic_bandwidth": (1e8, 1e14, "bytes per second (400 Gb/s are 50e9)"),
+        "node_latency": (1e-9, 0.1, "seconds"),
+        "nic_latency": (1e-9, 0.1, "seconds"),
+        "nic_share": (0.01, 1, "a share of the peak"),
+    }
+)
+"""What numbers can be, and what they are: others are slips of the pen, such as Gb/s for bytes per second."""
+
+
+def _cluster_problems(given: Mapping[str, Any]) -> Iterator[str]:
     known = {each.name: each for each in fields(Cluster)}
-    problems = [f"{name}: unknown field{nearest(name, known)}" for name in given if name not in known]
-    problems += [
-        f"{name}: missing" for name, each in known.items() if each.default is MISSING and name not in given
-    ]
-    kinds = {"int": int, "float": (int, float), "str": str, "bool": bool}
+    for name in given:
+        if name not in known:
+            yield f"{name}: unknown field{nearest(name, known)}"
+    for name, each in known.items():
+        if each.default is MISSING and name not in given:
+            yield f"{name}: missing"
+    sound = [name for name, value in given.items() if name in known and _has_type(value, str(known[name].type))]
     for name, value in given.items():
-        if name in known and not isinstance(value, kinds[str(known[name].type)]):  # type: ignore[arg-type]
-            problems.append(f"{name}: {value!r} is not of type {known[name].type}")
-        elif name in known and known[name].type in ("int", "float") and not value > 0:
-            problems.append(f"{name}: must be positive, not {value!r}")
-    if not problems and given["domain"] % given["ranks_per_node"]:
-        problems.append(
-            f"domain: {given['domain']} must be a multiple of ranks_per_node, {given['ranks_per_node']}"
-        )
-    if not problems and given["device"] not in shipped() and not given["device"].endswith(".json"):
+        if name in known and name not in sound:
+            yield f"{name}: {shown(value)} is not of type {known[name].type}"
+        elif name in _LIMITS:
+            low, high, unit = _LIMITS[name]
+            if not value > 0:
+                yield f"{name}: must be positive, not {value!r}"
+            elif not low <= value <= high:
+                yield f"{name}: {value!r} is impossible; from {low:g} to {high:g} {unit}"
+    if "domain" in sound and "ranks_per_node" in sound:
+        domain, machine = given["domain"], given["ranks_per_node"]
+        if machine > 0 and domain > 0 and domain % machine:
+            yield f"domain: {domain} must be a multiple of ranks_per_node, {machine}"
+    if "device" in sound and given["device"] not in shipped() and not given["device"].endswith(".json"):
         names = ", ".join(shipped())
-        problems.append(f"device: {given['device']!r} is none of {names}, and no file of `braid calibrate`")
-    if not problems and given.get("nic_share", 1) > 1:
-        problems.append(f"nic_share: must be at most 1, not {given['nic_share']}")
-    return problems
+        yield f"device: {shown(given['device'])} is none of {names}, and no file of `braid calibrate`"
+
+
+def _has_type(value: object, kind: str) -> bool:
+    match kind:
+        case "int":
+            return is_number(value) and isinstance(value, int)
+        case "float":
+            return is_number(value)
+        case "bool":
+            return isinstance(value, bool)
+        case _:
+            return isinstance(value, str)

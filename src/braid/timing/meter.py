@@ -15,7 +15,7 @@ from braid.topology import Grid
 
 _EXCHANGES = ("all_to_all", "all_to_all_v")
 SHIPPED_SPREAD, MEASURED_SPREAD = 0.10, 0.03
-"""The relative spread of the sustained factor, from a shipped file and from one measured on the device."""
+"""The relative spread of the sustained factor: of a shipped file, at least, and of a measured one."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,9 @@ class ClusterMeter:
             case "node" | "network":
                 return link_spread(name, self.cluster, self.calibration)
             case "sustained":
-                return SHIPPED_SPREAD if self.calibration.source == "shipped" else MEASURED_SPREAD
+                if self.calibration.source == "measured":
+                    return MEASURED_SPREAD
+                return max(SHIPPED_SPREAD, self.calibration.spread.get(name, 0.0))
             case _:
                 return self.calibration.spread.get(name, SHIPPED_SPREAD)
 

@@ -6,14 +6,16 @@ ranges move together. What a calibration does not know is listed, and then there
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from types import MappingProxyType
 
-from braid.errors import ConfigError
+from braid.errors import ConfigError, Problem
 from braid.planning.plan import Plan, training_flops
+from braid.schedule import Timeline
 from braid.timing.calibration import Calibration, load, missing
-from braid.timing.links import Cluster, missing_calls, span
+from braid.timing.links import Cluster, filled, missing_calls, span
 from braid.timing.meter import ClusterMeter
 from braid.timing.seconds import Station
 from braid.timing.step import BUBBLE, Stepper, StepTime
@@ -40,6 +42,10 @@ class Prediction:
     """Seconds of the step at the ends of the range."""
     wider: Mapping[str, float]
     """By which share each class that could be measured lengthens the step, if it is at its slow end."""
+    stepper: Stepper
+    meter: ClusterMeter
+    """What the step was timed with."""
+    load_factor: float
 
     @property
     def seconds(self) -> float:
@@ -65,6 +71,11 @@ class Prediction:
         found = self.step.stations[self.step.limiting]
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
+    @cached_property
+    def timeline(self) -> Timeline:
+        """When each op of the step runs on one rank of each station, in seconds."""
+        return self.stepper.timeline(self.meter)
+
     @property
     def limited_by(self) -> str:
         """The largest part."""
@@ -78,15 +89,20 @@ class Prediction:
 
 
 def predict(
-    plan: Plan, cluster: Cluster, calibration: Calibration | None = None, *, load_factor: float = 1.0
+    plan: Plan,
+    cluster: Cluster,
+    calibration: Calibration | None = None,
+    *,
+    load_factor: float = 1.0,
+    metered: Callable[[Plan, Cluster, Calibration], ClusterMeter] = ClusterMeter,
 ) -> Prediction:
     """The time of a step. `calibration` defaults to that of the cluster's device; `load_factor` is how many
-    times its share the slowest rank of the experts has."""
-    known = load(cluster.device) if calibration is None else calibration
-    likely, stepper = ClusterMeter(plan, cluster, known), Stepper(plan, load=load_factor)
+    times its share the slowest rank of the experts has; `metered` makes the meter."""
+    known, cluster = calibration_for(cluster, calibration), filled(cluster, plan.world)
+    likely, stepper = metered(plan, cluster, known), Stepper(plan, load=load_factor)
     if unknown := unmeasured(plan, likely, stepper.held):
         raise ConfigError("\n".join(["no time can be given:", *unknown]))
-    step = stepper.step(likely)
+    step, short = stepper.step(likely), stepper.short_seconds(likely)
     return Prediction(
         plan=plan,
         cluster=cluster,
@@ -94,7 +110,30 @@ def predict(
         step=step,
         low=stepper.seconds(replace(likely, side=-1.0)),
         high=stepper.seconds(replace(likely, side=1.0)),
-        wider={name: stepper.ratio(likely, replace(likely, side=1.0, only=name)) - 1 for name in _ADVICE},
+        wider={
+            name: stepper.short_seconds(replace(likely, side=1.0, only=name)) / short - 1 for name in _ADVICE
+        },
+        stepper=stepper,
+        meter=likely,
+        load_factor=load_factor,
+    )
+
+
+def calibration_for(cluster: Cluster, given: Calibration | None) -> Calibration:
+    """That of the cluster's device. One that is given must be of the same device: another device's seconds are
+    no measurements of this one."""
+    own = load(cluster.device)
+    if given is None or given.device == own.device:
+        return own if given is None else given
+    raise ConfigError(
+        [
+            Problem(
+                field="calibration",
+                value=given.device,
+                rule=f"must be of the device of the cluster {cluster.name}, {own.device}",
+                remedy=f"a calibration of {own.device}, or a cluster file whose device is {given.device}",
+            )
+        ]
     )
 
 

@@ -24,7 +24,7 @@ from braid.planning.estimate.rank import HeldModule, held_modules
 from braid.planning.estimate.weights import HeldUnit, copy_calls, held_units, part_of, phases_of, unit_calls
 from braid.planning.local_model import is_alone
 from braid.planning.plan import Plan
-from braid.schedule import Act, Op, Phase
+from braid.schedule import Act, Op, Ops, Phase
 from braid.schedule.phases import named
 
 Parts = Mapping[str, float]
@@ -101,18 +101,6 @@ class OpTimes:
         _, sender, receiver = self.plan.schedule.pipe_of(op)
         return self.meter.message(held.stream_bytes(module), module.name, (sender, receiver))
 
-    def host(self, station: int) -> float:
-        """What the host takes for the ops of a station. It runs ahead of the device, so a step is as long as
-        the slower of the two."""
-        ops = Counter(
-            (op.act, op.segment, op.phase) for op in self.plan.schedule.ops[station] if op.act.computes
-        )
-        launches = 0
-        for (act, segment, phase), times in ops.items():
-            pieces = self.stations[station].timed(Op(act=act, segment=segment, phase=phase)).pieces
-            launches += times * sum(piece.launches for piece, _ in pieces)
-        return self.meter.host(ops.total(), launches)
-
     def update(self, station: int) -> Parts:
         """What follows the last op of a step: the norm of the gradients, the optimizer."""
         held, moved = self.stations[station], 0
@@ -158,6 +146,7 @@ class Station:
         self.modules = held_modules(plan, station, device)
         self.edges: tuple[EdgeEstimate, ...] = tuple(edges_of(plan)) if plan.encoders else ()
         self.by_segment = {segment: module for module in self.modules for segment in module.segments}
+        self._timed: dict[tuple[Act, int | None, str | None], _Timed] = {}
 
     def module_of(self, segment: int) -> HeldModule:
         return self.by_segment[segment]
@@ -225,8 +214,26 @@ class Station:
             for name, phase in named(self.plan.schedule.phases[segment]).items()
         }
 
+    def started(self, ops: Ops) -> tuple[int, int]:
+        """What the host starts for a list: ops, and the kernels of these. It runs ahead of the device, so a
+        step is as long as the slower of the two."""
+        computing = [op for op in ops if op.act.computes]
+        launches = Counter((op.act, op.segment, op.phase) for op in computing)
+        kernels = (
+            times
+            * sum(piece.launches for piece, _ in self.timed(Op(act=act, segment=segment, phase=phase)).pieces)
+            for (act, segment, phase), times in launches.items()
+        )
+        return len(computing), sum(kernels)
+
     def timed(self, op: Op) -> _Timed:
-        """The work and the collectives of an op."""
+        """The work and the collectives of an op; the same for all micro-batches."""
+        key = (op.act, op.segment, op.phase)
+        if key not in self._timed:
+            self._timed[key] = self._timed_op(op)
+        return self._timed[key]
+
+    def _timed_op(self, op: Op) -> _Timed:
         assert op.segment is not None
         assert op.phase is not None
         phase = self.phases[op.segment, op.phase]

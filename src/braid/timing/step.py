@@ -14,12 +14,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 from braid.planning.plan import Plan, with_micro_batches
 from braid.schedule import Act, OpSpan, Timeline
+from braid.schedule.event_simulator import Moments
 from braid.schedule.phases import Stream
-from braid.schedule.simulate import timeline_of
+from braid.schedule.simulate import moments_of, timeline_of
 from braid.schedule.views import stream_of
 from braid.timing.seconds import Meter, OpTimes, Station
 
@@ -48,42 +50,54 @@ class StepTime:
 class Stepper:
     """Times the steps of a plan, by one meter after another."""
 
-    def __init__(self, plan: Plan, *, device: str = "cuda", load: float = 1.0) -> None:
-        """`load`: how many times its share the slowest rank of the experts has."""
-        self.micro_batches = plan.run.train.micro_batches
+    def __init__(
+        self, plan: Plan, *, device: str = "cuda", load: float = 1.0, micro_batches: int | None = None
+    ) -> None:
+        """`load`: how many times its share the slowest rank of the experts has. `micro_batches`: those of the
+        step, if `plan` is a shorter one (`shorter`)."""
+        self.plan, self.micro_batches = plan, micro_batches or plan.run.train.micro_batches
         self.held = [Station(plan, station, device, load) for station in range(plan.schedule.pp)]
-        self.plans = _shortened(plan) or (plan,)
+        self.plans = _shortened(plan, self.micro_batches) or (plan,)
+
+    @cached_property
+    def _lists(self) -> tuple[_Lists, ...]:
+        return tuple(_Lists(plan, self.held) for plan in self.plans)
 
     def seconds(self, meter: Meter) -> float:
         """The time of a step."""
-        runs = [self._run(plan, meter) for plan in self.plans]
+        runs = [self._run(lists, meter) for lists in self._lists]
         return max(self._extended([run.device for run in runs]), self._extended([run.host for run in runs]))
 
-    def ratio(self, meter: Meter, other: Meter) -> float:
-        """How many times longer a step takes by another meter; of a long step, the shorter plan tells."""
-        likely, changed = (self._run(self.plans[0], each) for each in (meter, other))
-        return max(changed.device, changed.host) / max(likely.device, likely.host)
+    def short_seconds(self, meter: Meter) -> float:
+        """The time of a step of the shorter plan, if the step is long: enough to compare meters."""
+        run = self._run(self._lists[0], meter)
+        return max(run.device, run.host)
 
     def step(self, meter: Meter) -> StepTime:
         """The time of a step, and what it is spent on."""
-        runs = [self._run(plan, meter) for plan in self.plans]
+        runs = [self._run(lists, meter) for lists in self._lists]
         device = self._extended([run.device for run in runs])
         host = self._extended([run.host for run in runs])
-        spent = [_spent(run) for run in runs]
+        timelines = [run.timeline() for run in runs]
+        spent = [_spent(run, timeline) for run, timeline in zip(runs, timelines, strict=True)]
         stations = tuple(
             {name: self._extended([parts.get(name, 0.0) for parts in each]) for name in _names(each)}
             | {HOST: max(host - device, 0.0)}
             for each in zip(*spent, strict=True)
         )
-        return StepTime(seconds=max(device, host), stations=stations, timeline=runs[-1].timeline)
+        return StepTime(seconds=max(device, host), stations=stations, timeline=timelines[-1])
 
-    def _run(self, plan: Plan, meter: Meter) -> _Run:
-        times = OpTimes(plan, meter, self.held)
-        timeline = timeline_of(plan.schedule, times.seconds, times.message)
-        device, stations = timeline.makespan, range(plan.schedule.pp)
-        update = max(sum(times.update(station).values()) for station in stations)
-        host = max(times.host(station) for station in stations)
-        return _Run(device + update, host, timeline, times)
+    def timeline(self, meter: Meter) -> Timeline:
+        """When each op of the plan runs, however many there are."""
+        times = OpTimes(self.plan, meter, self.held)
+        return timeline_of(self.plan.schedule, times.seconds, times.message)
+
+    def _run(self, lists: _Lists, meter: Meter) -> _Run:
+        times = OpTimes(lists.plan, meter, self.held)
+        at = lists.moments.times(times.seconds, times.message)
+        update = max(sum(times.update(station).values()) for station in range(len(self.held)))
+        host = max(meter.host(*started) for started in lists.started)
+        return _Run(lists.moments.makespan(at) + update, host, lists.moments, at, times)
 
     def _extended(self, figures: Sequence[float]) -> float:
         """The figure of the whole step, from that of each plan."""
@@ -94,6 +108,16 @@ class Stepper:
         return figures[0] + rounds * (figures[1] - figures[0])
 
 
+class _Lists:
+    """The lists of a plan, followed once for all meters."""
+
+    def __init__(self, plan: Plan, held: Sequence[Station]) -> None:
+        self.plan = plan
+        self.moments = moments_of(plan.schedule)
+        self.started = [station.started(ops) for station, ops in zip(held, plan.schedule.ops, strict=True)]
+        """What the host of each station starts: ops and kernels."""
+
+
 class _Run(NamedTuple):
     """A simulated step."""
 
@@ -101,28 +125,38 @@ class _Run(NamedTuple):
     """Its seconds on the device."""
     host: float
     """What the host takes for it."""
-    timeline: Timeline
+    moments: Moments
+    at: Sequence[float]
+    """The time of each of them."""
     times: OpTimes
+
+    def timeline(self) -> Timeline:
+        return Timeline(schedule=self.times.plan.schedule, spans=self.moments.op_spans(self.at))
 
 
 def _names(parts: Sequence[Mapping[str, float]]) -> dict[str, None]:
     return {name: None for each in parts for name in each}
 
 
-def _shortened(plan: Plan) -> tuple[Plan, Plan] | None:
-    """The same plan with fewer micro-batches, one round apart, which leave the same rest; None if it is short
+def shorter(pp: int, micro_batches: int) -> int | None:
+    """How many micro-batches are enough to follow a step, which leave the same rest; None if it is short
     enough. A round is one micro-batch for each pipeline rank."""
-    count, around = plan.run.train.micro_batches, plan.axes.pp
-    few = 2 * around + count % around
-    if count <= max(_LONG * around, few + around) or plan.encoders:
+    few = 2 * pp + micro_batches % pp
+    return None if micro_batches <= max(_LONG * pp, few + pp) else few
+
+
+def _shortened(plan: Plan, micro_batches: int) -> tuple[Plan, Plan] | None:
+    """The same plan with fewer micro-batches, one round apart; None if it is short enough."""
+    few = None if plan.encoders else shorter(plan.axes.pp, micro_batches)
+    if few is None:
         return None
-    return with_micro_batches(plan, few), with_micro_batches(plan, few + around)
+    short = plan if plan.run.train.micro_batches == few else with_micro_batches(plan, few)
+    return short, with_micro_batches(plan, few + plan.axes.pp)
 
 
-def _spent(run: _Run) -> list[dict[str, float]]:
+def _spent(run: _Run, timeline: Timeline) -> list[dict[str, float]]:
     """What each station spends a step on the device on."""
-    seconds, _, timeline, times = run
-    begin = timeline.begin
+    seconds, times, begin = run.device, run.times, timeline.begin
     whole, stations = (begin, begin + timeline.makespan), []
     for station in range(timeline.schedule.pp):
         parts = _parts(timeline, times, station, whole)

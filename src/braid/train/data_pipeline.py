@@ -13,10 +13,10 @@ import torch
 from braid import data
 from braid.choices import MADE_UP
 from braid.config import Run
-from braid.console import warn
 from braid.data.batch import collate
 from braid.data.digit_strips import PROMPT as STRIP_PROMPT
 from braid.data.digit_strips import build_strips, example_strips
+from braid.data.prompts import Prompt, stored_prompt
 from braid.errors import DataError
 
 VERIFIED_BYTES = 1 << 30
@@ -26,6 +26,8 @@ VALIDATION_SHARE = 0.05
 """Fraction of the default corpus held out for validation."""
 
 PROMPT_TOKENS = 8
+PROMPT_SAMPLES = 16
+"""Samples that are looked through for a prompt with images."""
 CHUNK = 1 << 22
 """Tokens that are looked at together."""
 SHOWN = 8
@@ -57,6 +59,17 @@ class DataPipeline:
     """Images before that prompt."""
     unigram_entropy: float
     """Loss of the unigram model (token frequencies alone), in nats per token: a baseline for the run's loss."""
+    notes: tuple[str, ...] = ()
+    """What a user should know before training, such as what is dropped."""
+
+    def stored_prompt(self) -> Prompt | None:
+        """A prompt of the data with its images, held out if there are such; None if they have none."""
+        for loader in (self.validation, self.train):
+            if loader is not None and loader.images:
+                for sample in range(min(PROMPT_SAMPLES, loader.samples_per_epoch)):
+                    if (found := stored_prompt(loader, sample)) is not None:
+                        return found
+        return None
 
 
 def open_data_pipeline(run: Run, folder: Path, progress: Progress | None = None) -> DataPipeline:
@@ -80,16 +93,18 @@ def open_data_pipeline(run: Run, folder: Path, progress: Progress | None = None)
     _check_images(run, sources)
     weights = run.data.weights or _tokens_of_each(run, sources)
     loader = _loader(run, sources, weights)
-    _warn_about_truncation(loader)
+    notes = _truncations(loader)
+    held_out = _validation_loader(run, validation, notes)
     return DataPipeline(
         train=loader,
-        validation=_validation_loader(run, validation),
+        validation=held_out,
         tokenizer=tokenizer,
         prompt={PYTHON: "def ", DIGITS: STRIP_PROMPT}.get(corpus) or _prompt(run, loader, tokenizer),
         images=tuple(example_strips(folder / EXAMPLES)[:1]) if corpus == DIGITS else (),
         name=corpus or ", ".join(run.data.sources),
         tokens=sum(source.tokens for source in sources),
         unigram_entropy=data.unigram_entropy(validation[0] if validation else sources[0]),
+        notes=tuple(notes),
     )
 
 
@@ -189,7 +204,8 @@ def _verify_if_small(source: data.Source) -> None:
         data.verify(source)
 
 
-def _validation_loader(run: Run, sources: tuple[data.Source, ...]) -> data.Loader | None:
+def _validation_loader(run: Run, sources: tuple[data.Source, ...], notes: list[str]) -> data.Loader | None:
+    """The validation data; None, and a note, if what was held out of the sources is too little."""
     if not sources:
         return None
     try:
@@ -197,7 +213,7 @@ def _validation_loader(run: Run, sources: tuple[data.Source, ...]) -> data.Loade
     except DataError as error:
         if run.data.validation:
             raise
-        warn(f"no validation loss: {error} (data.sequence_tokens), or hold out more documents")
+        notes.append(f"no validation loss: {error} (data.sequence_tokens), or hold out more documents")
         return None
 
 
@@ -210,16 +226,22 @@ def _prompt(run: Run, loader: data.Loader, tokenizer: data.Tokenizer) -> str:
     return tokenizer.decode(tokens[:PROMPT_TOKENS].tolist()) or " "
 
 
-def _warn_about_truncation(loader: data.Loader) -> None:
+def _truncations(loader: data.Loader) -> list[str]:
+    """What the samples of a run leave out."""
+    notes = []
     for samples in loader.samples:
         if isinstance(samples, data.Packed) and samples.cut_documents:
             items = f" and {samples.cut_items:,} images or groups of frames" if samples.cut_items else ""
-            limits = ", or have more items than a sample may have" if loader.images else ""
-            warn(
+            limits = "".join(
+                f", or have more images or groups of frames than modules.{name}.most_items ({each.most_items})"
+                for name, each in loader.images.items()
+            )
+            notes.append(
                 f"{samples.cut_documents:,} documents of {samples.source.path} are longer than "
                 f"data.sequence_tokens ({loader.length}){limits}: their last {samples.cut_tokens:,} tokens"
                 f"{items} are dropped"
             )
+    return notes
 
 
 def _loader(run: Run, sources: tuple[data.Source, ...], weights: Sequence[float]) -> data.Loader:

@@ -24,7 +24,8 @@ import torch
 
 import braid
 from braid.config import flatten
-from braid.data.prompts import encode_prompt, parts_with_images
+from braid.console import warn
+from braid.data.prompts import Prompt, encode_prompt, parts_with_images
 from braid.distributed.groups import opened_groups
 from braid.errors import ConfigError
 from braid.launch.process import (
@@ -141,6 +142,9 @@ class Trainer:
         self.data = rank_zero_first(
             lambda: open_data_pipeline(run, self.run_dir.data, build_progress), self.process.world_group
         )
+        if self.process.rank == 0:
+            for note in self.data.notes:
+                warn(note)
         runs = divisibility.tp_runs(run.model, plan.layout.kinds(), plan.axes.tp)
         opened = opened_groups(plan.grid, self.process.rank, tp_runs=runs, timeout=timeout)
         groups = self._resources.enter_context(opened)
@@ -228,20 +232,23 @@ class Trainer:
 
     def generate(
         self,
-        prompt: str,
+        prompt: str | Prompt,
         *,
         images: Sequence[Path | str] = (),
         tokens: int = 200,
         temperature: float = 0.8,
         seed: int = 0,
     ) -> str:
-        """The prompt and its continuation; `images` are files, which come before the prompt. With several ranks
-        there is no KV cache, so every token costs a full forward."""
+        """The prompt and its continuation; `images` are files, which come before its text. A `Prompt` has its
+        images (`stored_prompt`). With several ranks there is no KV cache: every token costs a full forward."""
         self._check_open()
         tokenizer, run = self.data.tokenizer, self.plan.run
         with fail_together(self.process.world_group):
-            parts = parts_with_images(images, prompt)
-            asked = encode_prompt(parts, tokenizer, image_limits(run), "the run")
+            if isinstance(prompt, Prompt):
+                asked = prompt
+            else:
+                parts = parts_with_images(images, prompt)
+                asked = encode_prompt(parts, tokenizer, image_limits(run), "the run")
         if self.plan.world > 1:
             return generate_distributed(
                 self.state, run, tokenizer, asked, tokens=tokens, temperature=temperature, seed=seed
@@ -258,6 +265,12 @@ class Trainer:
             modules={name: run.modules[name].token for name in asked.items},
             never=[module.token for module in run.modules.values()],
         )
+
+    def stored_prompt(self) -> Prompt | None:
+        """What a document of the data has before its answer, with its images; None if the data have none.
+        Collective: what cannot be read is an error of all ranks."""
+        with fail_together(self.process.world_group):
+            return self.data.stored_prompt()
 
     def _check_open(self) -> None:
         """Without its lock, a trainer must not write into its folder; its communicators are gone as well."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -111,3 +111,31 @@ def peak_of(worked_out: Plan) -> int:
         backward(state, run, batches, counts)
         optimizer.update(1e-3)
     return tracked.peak + sum(tensor.nbytes for tensor in held.values())
+
+
+HELD = [
+    (Mesh(), 1, (), ("*",)),
+    (Mesh(shard="none"), 4, (), ("*",)),
+    (Mesh(shard="optimizer", pp=2), 4, ("norm",), ("*",)),
+    (Mesh(tp=2, ep=2, overlap=True), 4, (), ("head.*",)),
+    (Mesh(pp=2, schedule="dual_pipe_v", overlap=True), 2, ("full",), ("*",)),
+]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "world", "recompute", "trained"), HELD, ids=["alone", "none", "1f1b", "frozen", "dual_pipe_v"]
+)
+def test_what_is_held_at_the_peak_adds_up_to_it(mesh, world, recompute, trained) -> None:
+    run = replace(run_of("[*E]" * 4, "bf16"), mesh=mesh, trained=trained)
+    run = replace(run, train=replace(run.train, batch_samples=16, micro_batches=4, recompute=recompute))
+    for stage in estimate(plan(run, world), "cuda").stages:
+        memory, held = stage.memory, asdict(stage.memory.at_peak)
+        assert sum(held.values()) == memory.peak
+        assert held["parameters"] == memory.parameters
+        assert held["optimizer"] == memory.optimizer
+        assert held["features"] == 0
+        for kind in ("gathered", "activations"):
+            assert 0 <= held[kind] <= getattr(memory, kind)
+        if memory.peak_at.startswith("backward"):
+            assert held["activations"] > 0
+            assert 0 < held["temporary"] <= memory.temporary * stage.live

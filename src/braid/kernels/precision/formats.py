@@ -32,7 +32,10 @@ ROUNDS_TO_LARGEST = 464.0
 LARGEST_EXPONENT = 8
 """The exponent of the largest value."""
 SMALLEST_SCALE = 2.0**-126
-"""The smallest float32 scale: the smallest normal number, which no hardware flushes to zero."""
+"""The smallest scale of all formats: the smallest normal float32. Runs flush smaller numbers to zero, and a
+block of zeros would be divided by it."""
+SMALLEST_CODE = 1
+"""The same in E8M0, whose code 0 is never written."""
 NAN_CODE = 255
 """NaN as an E8M0 scale, whose other codes are exponents plus 127."""
 
@@ -55,7 +58,7 @@ class Format:
         if self.power_of_two:
             # The exponent field of a float32 is floor(log2) + 127, or 0 below 2^-126: no logarithm that rounds.
             field = amax.view(torch.int32) >> 23
-            exponents = (field - LARGEST_EXPONENT).clamp_min(0)
+            exponents = (field - LARGEST_EXPONENT).clamp_min(SMALLEST_CODE)
             codes = torch.where(amax.isinf(), NAN_CODE, exponents)
             return codes.to(torch.uint8).view(torch.float8_e8m0fnu)
         scales = (amax / LARGEST).clamp_min(SMALLEST_SCALE)

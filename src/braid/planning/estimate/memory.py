@@ -2,22 +2,40 @@
 
 The kinds do not peak at the same time (activations at the end of forward, gradients at the end of backward), so
 the peak is less than the sum of their maxima. It is evaluated during the backward of every part of the model,
-and in the optimizer step, where no activations are left.
+and in the optimizer step, where no activations are left. What is held at that moment adds up to it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from braid.nn.cost import Cost
-from braid.planning.estimate.moments import Activations
+from braid.planning.estimate.moments import Activations, Live
 from braid.planning.estimate.weights import HeldUnit
 
 
 @dataclass(frozen=True, kw_only=True)
+class HeldBytes:
+    """What a rank holds at one moment, in bytes, by kind."""
+
+    parameters: int
+    gathered: int
+    gradients: int
+    optimizer: int
+    activations: int
+    temporary: int
+    features: int
+    """Rows of edges, and their gradients, that wait to be read or to leave."""
+
+    @property
+    def total(self) -> int:
+        return sum(astuple(self))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes of one rank."""
+    """Bytes of one rank: the maximum of each kind, and what is held when their sum peaks."""
 
     parameters: int
     """Sharded weights, as held between steps."""
@@ -34,7 +52,9 @@ class Memory:
     temporary: int
     """Temporary tensors of backward, at most at a time."""
     peak: int
-    """Maximum of the total."""
+    """Maximum of the total: the sum of `at_peak`."""
+    at_peak: HeldBytes
+    """What is held at that moment."""
     peak_at: str
     """When the total peaks: `backward of blocks.3`, `update`; `forward of blocks.3` if that is frozen."""
 
@@ -60,18 +80,27 @@ def memory_of(units: list[HeldUnit], costs: Mapping[str, Cost], step: Step) -> M
     parameters = sum(unit.kept_bytes for unit in units)
     optimizer = sum(_optimizer_bytes(unit, step) for unit in units)
     updated = sum(unit.kept_learned * _main_itemsize(unit) for unit in units)
-    steady = parameters + optimizer
-    peak, peak_at = steady + updated, "update"
     parts = list(costs)
+
+    def held(gathered: int, gradients: int, live: Live) -> HeldBytes:
+        return HeldBytes(
+            parameters=parameters,
+            gathered=gathered,
+            gradients=gradients,
+            optimizer=optimizer,
+            activations=live.saved,
+            temporary=live.temporary,
+            features=live.features,
+        )
+
+    moments = {"update": held(0, updated, Live(0, 0, 0))}
     for part in reversed(parts):
-        grads = _gradients(units, parts, part, step)
-        total = steady + step.gathered + step.activations.during[part] + grads
-        if total > peak:
-            peak, peak_at = total, f"backward of {part}"
-    for part, held in step.activations.forward.items():
-        total = steady + step.gathered + held + (updated if step.micro_batches > 1 else 0)
-        if total > peak:
-            peak, peak_at = total, f"forward of {part}"
+        gradients = _gradients(units, parts, part, step)
+        moments[f"backward of {part}"] = held(step.gathered, gradients, step.activations.during[part])
+    for part, live in step.activations.forward.items():
+        accumulated = updated if step.micro_batches > 1 else 0
+        moments[f"forward of {part}"] = held(step.gathered, accumulated, live)
+    peak_at = max(moments, key=lambda moment: moments[moment].total)  # the first of equal ones
     return Memory(
         parameters=parameters,
         gathered=step.gathered,
@@ -80,7 +109,8 @@ def memory_of(units: list[HeldUnit], costs: Mapping[str, Cost], step: Step) -> M
         optimizer=optimizer,
         activations=step.activations.kept,
         temporary=max(cost.passing for cost in costs.values()),
-        peak=peak,
+        peak=moments[peak_at].total,
+        at_peak=moments[peak_at],
         peak_at=peak_at,
     )
 

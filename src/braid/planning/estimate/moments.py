@@ -27,19 +27,32 @@ _Key = tuple[int | None, str]
 """Micro-batch and part of the model."""
 
 
+class Live(NamedTuple):
+    """Bytes of one rank at one moment."""
+
+    saved: int
+    """For backward, by all live micro-batches."""
+    temporary: int
+    features: int
+    """Rows of edges, and their gradients, that wait to be read or to leave."""
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+
 class Activations(NamedTuple):
     """Bytes of one rank."""
 
     kept: int
     """Maximum saved by all live micro-batches."""
-    during: dict[str, int]
-    """Maximum of saved and temporary tensors during the backward of each part."""
-    forward: dict[str, int]
+    during: dict[str, Live]
+    """The moment with the most live bytes during the backward of each part."""
+    forward: dict[str, Live]
     """The same during the forward of each part that has no backward. What one of its layers would keep for a
     backward stands for its temporary tensors."""
     features: int
-    """Maximum of the rows of edges, and of their gradients, that wait to be read or to leave. They count in
-    `during` and `forward`, not in `kept`."""
+    """Maximum of the rows of edges, and of their gradients, that wait to be read or to leave."""
 
 
 def activations(
@@ -48,10 +61,11 @@ def activations(
     """Activations of a station; without modules, of a pipeline stage. `costs` are those of its parts for one
     micro-batch, in forward order; parts and edges that are not given do not count."""
     live, backward = defaultdict[_Key, list[int]](list), defaultdict[_Key, list[int]](list)
-    parts, frozen, modules = _parts(plan), list[tuple[int, str]](), plan.schedule.graph.segments
+    parts, frozen, modules = _parts(plan, station), list[tuple[int, str]](), plan.schedule.graph.segments
     events = [
         (op, part)
         for op in plan.schedule.ops[station]
+        if op.act is Act.F or op.act is Act.B or op.edge is not None
         for part in _events(op, parts)
         if part is None or part[0] in costs
     ]
@@ -71,16 +85,20 @@ def activations(
     kept = _sums(count, [(indices, costs[part].kept) for (_, part), indices in live.items()])
     passing = _sums(count, [(indices, costs[part].passing) for (_, part), indices in backward.items()])
     features = _sums(count, waiting)
-    held = [sum(each) for each in zip(kept, features, strict=True)]
-    during = dict.fromkeys(costs, 0)
+    during = dict.fromkeys(costs, Live(0, 0, 0))
     for (_, part), indices in backward.items():
-        peak = max(held[index] + passing[index] for index in range(indices[0], indices[-1] + 1))
-        during[part] = max(during[part], peak)
-    forward, layers = dict[str, int](), _layers(plan)
+        moments = zip(*(each[indices[0] : indices[-1] + 1] for each in (kept, passing, features)), strict=True)
+        peak = Live(*max(moments, key=sum))
+        during[part] = max(during[part], peak, key=_total)
+    forward, layers = dict[str, Live](), _layers(plan)
     for index, part in frozen:
-        passing_now = costs[part].kept // layers.get(part, 1)
-        forward[part] = max(forward.get(part, 0), held[index] + passing_now)
+        now = Live(kept[index], costs[part].kept // layers.get(part, 1), features[index])
+        forward[part] = max(forward.get(part, now), now, key=_total)
     return Activations(max(kept, default=0), during, forward, max(features, default=0))
+
+
+def _total(live: Live) -> int:
+    return live.total
 
 
 _Part = tuple[str, bool]
@@ -88,26 +106,24 @@ _Part = tuple[str, bool]
 
 
 def _events(op: Op, parts: Mapping[tuple[int | None, str | None], tuple[_Part, ...]]) -> Sequence[_Part | None]:
-    """The parts that an op runs, in order; a single None for a message of an edge."""
+    """The parts that an `F` or `B` runs, in order; a single None for a message of an edge."""
     if op.edge is not None:
         return [None]
-    if op.act not in (Act.F, Act.B):
-        return []
     return parts[op.segment, op.phase][:: 1 if op.act is Act.F else -1]
 
 
-def _parts(plan: Plan) -> dict[tuple[int | None, str | None], tuple[_Part, ...]]:
-    """The parts that each phase of each segment runs, in order, and whether they have a backward: all parts if
-    the segment is a single phase."""
+def _parts(plan: Plan, station: int) -> dict[tuple[int | None, str | None], tuple[_Part, ...]]:
+    """The parts that each phase of a station's segments runs, in order, and whether they have a backward: all
+    parts if the segment is a single phase."""
     modules = plan.schedule.graph.segments
     return {
         (segment, phase.name): tuple(
             (unit_name(modules[segment].module, part_of(each)), each.backward)
             for each in (inner if phase.kind == "segment" else [phase])
         )
-        for segment, phases in enumerate(plan.schedule.phases)
+        for segment in plan.schedule.segments_of(station)
         for inner in [phases_of(plan, segment)]
-        for phase in phases
+        for phase in plan.schedule.phases[segment]
     }
 
 
@@ -128,12 +144,14 @@ def waiting_bytes(plan: Plan, station: int, edge: EdgeEstimate) -> int:
 
 
 def _waiting(
-    plan: Plan, station: int, ops: Sequence[Op], edges: Iterable[EdgeEstimate]
+    plan: Plan, station: int, ops: Sequence[Op], edges: Sequence[EdgeEstimate]
 ) -> Iterator[tuple[Sequence[int], int]]:
     """From when to when rows of edges and their gradients wait on a rank, by the indices of ops, and their
     bytes. On both sides of an edge, a send also posts the receives, so what arrives waits from then on until
     its turn. On one side, it is received right before its turn; what was sent may wait for its reader until the
     gradients are back or, if none come back, until the channel is full."""
+    if not edges:
+        return
     graph, places = plan.schedule.graph, _places(ops)
     for each, number in product(edges, range(plan.schedule.micro_batches)):
         edge = graph.edge(each.name)
