@@ -79,6 +79,31 @@ FAULTS: tuple[Fault, ...] = (
         kind="wrong axis",
         why="what a sequence is quantised with depends on which other sequences its rank has",
     ),
+    # precision
+    Fault(
+        name="weight-gradients-of-experts-by-default",
+        file="precision.py",
+        old='weight_grad = None if kind == "experts" or found == "fp8_row" else found',
+        new='weight_grad = None if found == "fp8_row" else found',
+        kind="accepted input",
+        why="fp8 runs with experts are refused on several ranks, or depend on their number",
+    ),
+    Fault(
+        name="the-last-block-is-quantised",
+        file="precision.py",
+        old="0 < block < blocks - 1",
+        new="0 < block < blocks",
+        kind="off by one",
+        why="the block before the head loses precision that it was to keep",
+    ),
+    Fault(
+        name="slices-that-cut-blocks-of-tokens",
+        file="planning/precision.py",
+        old="elif tokens % (block * slices):",
+        new="elif tokens % block:",
+        kind="accepted input",
+        why="context parallelism changes the scales of weight gradients",
+    ),
     Fault(
         name="window-one-token-wider",
         file="kernels/attention/spans.py",
