@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from benchmarks import decoder_cpu, growth, machine, scans, transfer_plan
+from benchmarks import decoder_cpu, growth, machine, plan_speed, scans, transfer_plan
 
 
 def main() -> None:
@@ -18,6 +18,7 @@ def main() -> None:
             "transfer_plan",
             lambda: {grids: transfer_plan.measure(case) for grids, case in transfer_plan.CASES.items()},
         ),
+        ("plan_speed", plan_speed.figures),
         ("decoder_cpu", lambda: {dtype: decoder_cpu.measure(dtype) for dtype in ("fp32", "bf16")}),
     ):
         figures = measure()

@@ -94,7 +94,8 @@ def test_a_wheel_works_away_from_its_checkout(installed: Path, tmp_path: Path) -
     imported = shell("braid import hub --out imported")
     shell(f"{printed(imported, 'try next')} --tokens 2 --device cpu")
     assert "0 of 13 tensors differ" in shell("braid diff hub imported")
-    assert "1 rank" in shell("braid plan imported")
+    assert "1 rank" in shell("braid plan imported --html plan.html")
+    assert "<canvas" in (tmp_path / "plan.html").read_text()
 
 
 @pytest.mark.long

@@ -107,6 +107,25 @@ def test_phases_stand_on_the_thread_of_their_stream():
         assert names[box["tid"]] == ("communication" if communicates else "compute")
 
 
+def test_a_predicted_receive_lasts_as_long_as_nothing_is_computed():
+    """Rank 0 reaches the receive of a gradient long before it arrives, and computes in between."""
+    built = fine("[*E][*E]", 2)
+    timeline = simulate(overlapped(built, pp=2, micro_batches=6), Costs(message=0.3))
+    boxes = boxes_of(predicted_trace(timeline, [0, 1]))
+    waited = 0.0
+    for rank in boxes:
+        computing = [box for box in boxes[rank] if box["cat"] in "FB" and ":" in box["name"]]
+        computing = [box for box in computing if not box["name"].endswith(("dispatch", "combine"))]
+        for box in boxes[rank]:
+            if box["cat"].startswith("RECV") and box["dur"]:
+                waited += box["dur"]
+                within = (box["ts"], box["ts"] + box["dur"])
+                assert not any(
+                    c["ts"] < within[1] - 1 and c["ts"] + c["dur"] > within[0] + 1 for c in computing
+                )
+    assert waited > 0
+
+
 def test_every_act_has_its_lane():
     lanes = {
         "F0.0": Lane.COMPUTE,

@@ -40,7 +40,16 @@ MESHES = {
     "tensor": {"tp": 4},
     "experts": {"ep": 8},
     "overlap": {"ep": 8, "overlap": True, "delay_weights": True},
+    "context": {"cp": 4, "shard": "gradients"},
+    "late weights": {
+        "ep": 8,
+        "overlap": True,
+        "delay_weights": True,
+        "late_weights": True,
+        "shard": "gradients",
+    },
     "1f1b": {"pp": 4, "ep": 4, "shard": "optimizer"},
+    "1f1b overlap": {"pp": 2, "ep": 4, "overlap": True, "shard": "gradients"},
     "interleaved": {"pp": 2, "ep": 8, "shard": "none"},
     "dual_pipe_v": {"pp": 4, "ep": 4, "schedule": "dual_pipe_v", "overlap": True},
 }

@@ -264,10 +264,26 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="messages-overtake-one-another",
         file="schedule/event_simulator.py",
-        old="sent.append(max(end, sent[-1] if sent else end) + self.message(rank, op))",
-        new="sent.append(end + self.message(rank, op))",
+        old="sent.append(self.moments.after(end, sent[-1] if sent else end, length))",
+        new="sent.append(self.moments.after(end, end, length))",
         kind="wrong estimate",
         why="a slow link looks faster in the simulation than it is",
+    ),
+    Fault(
+        name="durations-of-one-rank-for-all",
+        file="schedule/event_simulator.py",
+        old="key = (rank, op.act, op.segment, op.phase, op.unit, op.edge, op.peer, message)",
+        new="key = (op.act, op.phase, op.unit, op.edge, op.peer, message)",
+        kind="wrong estimate",
+        why="a slow stage is taken to be as fast as the first",
+    ),
+    Fault(
+        name="moment-after-the-first-of-two",
+        file="schedule/event_simulator.py",
+        old="times.append((one if one > other else other) + lengths[length])",
+        new="times.append(one + lengths[length])",
+        kind="wrong estimate",
+        why="a step does not wait for its slower input",
     ),
     Fault(
         name="bubble-of-one-rank",

@@ -45,4 +45,28 @@ FAULTS: tuple[Fault, ...] = (
         kind="swapped terms",
         why="a shorter pipeline is advised with micro-batches four times as large",
     ),
+    Fault(
+        name="numbers-that-are-none",
+        file="timing/files.py",
+        old="return abs(value) < 2**63  # not so for nan either",
+        new="return True",
+        kind="accepted input",
+        why="a calibration with an overflown figure gives a time",
+    ),
+    Fault(
+        name="calibration-of-another-device",
+        file="timing/predict.py",
+        old="if given is None or given.device == own.device:",
+        new="if given is None or given.device:",
+        kind="accepted input",
+        why="a plan for H100 is timed by the kernels of another GPU",
+    ),
+    Fault(
+        name="racks-filled-unevenly",
+        file="timing/links.py",
+        old="size = next((size for size in sizes if world % size == 0), None)",
+        new="size = next(iter(sizes))",
+        kind="wrong group",
+        why="experts that fit a rack seem to lie on two, and their tokens to pass the network",
+    ),
 )

@@ -7,6 +7,7 @@ without a traceback; the exit code identifies the kind of failure (docs/exit-cod
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Sequence
@@ -24,6 +25,17 @@ from braid.cli.recipes import list_recipes, show
 from braid.cli.train import train
 from braid.errors import BraidError, ConfigError, ExitCode
 from braid.validators import nearest
+
+
+def _plan(args: list[str]) -> int:
+    """Without garbage collection: ops are many and hold no cycles, which a collector looks for."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return show_plan(args)
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _calibrate(args: list[str]) -> int:
@@ -90,7 +102,7 @@ COMMANDS = (
     Command("data", "build|verify", "tokenize text into token shards, or check existing ones", data),
     Command("recipes", "", "list the bundled recipes", list_recipes),
     Command("show", "RECIPE", "print the full configuration of a run, with overrides applied", show),
-    Command("plan", "RECIPE", "estimate memory and communication per rank; starts nothing", show_plan),
+    Command("plan", "RECIPE", "estimate memory and communication per rank; starts nothing", _plan),
     Command("calibrate", "", "measure this GPU, for step times of plans", _calibrate),
     Command("grid", "[RECIPE]", "print the process groups of a parallel layout, or what ranks hold", show_grid),
     Command("pattern", "'PATTERN'", "parse a layer pattern and show its layers and pipeline stages", explain),

@@ -29,6 +29,7 @@ from braid.cli.plan_notes import (
     trained_summaries,
     trained_summary,
 )
+from braid.cli.plan_search import show_search
 from braid.cli.plan_tables import memory_table, size_text, stage_json, table_unit, traffic_table, verdict
 from braid.cli.plan_time import FasterPlans, advice_lines, predicted, print_time, time_json, time_problems
 from braid.cli.recipes import RunFields, expand_recipe_help
@@ -76,6 +77,12 @@ class PlanOptions:
     needs `--cluster`. Plans about ten others, which takes seconds."""
     html: Annotated[Path | None, optional("FILE", "off")] = None
     """Write a page with these tables, the advice and the timeline of a step, to open in a browser."""
+    search: bool = False
+    """List the fastest meshes, schedules and micro-batches for these ranks; needs `--cluster`."""
+    top: int = 10
+    """With `--search`: how many meshes to list."""
+    fix: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, optional("NAME=VALUE", "none")] = ()
+    """With `--search`: a value that stays, such as `mesh.ep=64`; may be given several times."""
     svg: Annotated[
         Path | None,
         tyro.conf.arg(
@@ -106,15 +113,24 @@ class PlanOptions:
 
 def show_plan(args: list[str]) -> int:
     name, rest = split_positional(expand_recipe_help(args), "plan", "RECIPE")
-    opts = parse_options(PlanOptions, rest, f"braid plan {name}", PlanOptions(run=load_source(name, rest).run))
+    recipe = load_source(name, rest).run
+    opts = parse_options(PlanOptions, rest, f"braid plan {name}", PlanOptions(run=recipe))
     problems = [
-        *check(opts.run, opts.world),
+        *(() if opts.search else check(opts.run, opts.world)),  # a search finds a mesh that fits
         *_memory_problems(opts.device_memory),
         *validators.at_least("load", opts.load, 1),
         *time_problems(opts.cluster, opts.calibration),
+        *validators.at_least("top", opts.top, 1),
     ]
     if problems:
         raise ConfigError(problems)
+    if opts.search:
+        limit = None if opts.device_memory is None else _parse_bytes(opts.device_memory)
+        show_search(
+            name, recipe, opts.run, opts.world, cluster=opts.cluster, calibration=opts.calibration,
+            load=opts.load, limit=limit, fix=opts.fix, top=opts.top, as_json=opts.json,
+        )  # fmt: skip
+        return ExitCode.OK
     plan = make_plan(opts.run, opts.world)
     if opts.ops is not None:
         print(format_ops(plan, opts.ops, as_json=opts.json))

@@ -239,7 +239,8 @@ def _title(text: str) -> str:
 
 
 def _note(text: str) -> str:
-    return f'<p class="note">{escape(text)}</p>'
+    words = re.sub(r"`(.*?)`", r"<code>\1</code>", escape(text))
+    return f'<p class="note">{words}</p>'
 
 
 def _table(

@@ -325,8 +325,8 @@ def _encoder(plan: Plan, name: str) -> str:
 
 
 def _sample(trainer: Trainer) -> tuple[Sequence[tuple[str, str]], Prompt]:
-    """A short generated text, and a prompt for another, with images if the data have any. The run has succeeded by
-    now, so a failure here is only reported in its place."""
+    """A short generated text, and a prompt for another, with images if the data have any. The run has succeeded
+    by now, so a failure here is only reported in its place."""
     from braid.model.generate import decode_text
 
     tokens = SAMPLE_TOKENS if trainer.plan.world == 1 else DISTRIBUTED_SAMPLE_TOKENS

@@ -155,7 +155,10 @@ def evaluation_schedule(plan: Plan, micro_batches: int) -> Schedule:
 def _layout(run: Run) -> Layout:
     """The layers of a run, split into segments."""
     return layouts.layout_of(
-        run.model.pattern, run.mesh.pp, folded=_is_folded(run.mesh), costs=lambda layout: _costs(run, layout)
+        run.model.pattern,
+        run.mesh.pp,
+        folded=_is_folded(run.mesh),
+        costs=lambda layout: block_costs(run, layout),
     )
 
 
@@ -163,7 +166,7 @@ def _is_folded(mesh: Mesh) -> bool:
     return mesh.schedule == schedules.DUAL_PIPE_V and mesh.pp > 1
 
 
-def _costs(run: Run, layout: Layout) -> Costs:
+def block_costs(run: Run, layout: Layout) -> Costs:
     """The forward FLOPs of one sequence in each block, and in what comes before and behind them."""
     model, tokens = _whole_model(run, layout), run.data.sequence_tokens
     (chain,) = declaration.chains(layout, form_of(run.model, run.train.dtype))

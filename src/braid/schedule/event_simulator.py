@@ -371,7 +371,7 @@ class _Simulation:
             self.completed[rank] += 1
         return True
 
-    def _present(self, rank: int, collective: Collective) -> dict[int, float]:
+    def _present(self, rank: int, collective: Collective) -> dict[int, _Moment]:
         name = collective.communicator
         return self.present[name, self.issued[rank, name]]
 

@@ -7,8 +7,9 @@ predicted traces have the same form, so they can be compared side by side.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -97,8 +98,9 @@ def predicted_trace(
 ) -> dict[str, Any]:
     """The trace of a simulated timeline, with one rank per stage. `second` is the length of the timeline's
     unit, `step_seconds` that of the step, if it goes on after the last op: with the update of the weights. Ops
-    on weights that take no time are omitted: there are many of them."""
-    begin = timeline.begin
+    on weights that take no time are omitted: there are many of them. Receives last as long as they block the
+    compute stream, as in measured traces."""
+    begin, stream = timeline.begin, stream_of(timeline.schedule)
     rank_steps = [
         RankStep(
             rank=rank,
@@ -109,13 +111,26 @@ def predicted_trace(
             end=timeline.makespan * second if step_seconds is None else step_seconds,
             spans=tuple(
                 OpSpan(op=span.op, start=(span.start - begin) * second, end=(span.end - begin) * second)
-                for span in timeline.spans[stage]
+                for span in _blocking(timeline.spans[stage], stream)
                 if span.end > span.start or not span.op.act.shards
             ),
         )
         for stage, rank in enumerate(ranks)
     ]
-    return chrome_trace(rank_steps, stream_of(timeline.schedule), title="predicted ")
+    return chrome_trace(rank_steps, stream, title="predicted ")
+
+
+def _blocking(spans: Sequence[OpSpan], stream: Callable[[Op], Stream | None]) -> Iterator[OpSpan]:
+    """The spans of a rank, with receives from when the compute stream has nothing else to do. In a simulation,
+    a receive begins when the rank reaches it in its list, and other micro-batches go on."""
+    computing = [span for span in spans if lane_of(span.op, stream(span.op)) is Lane.COMPUTE]
+    starts = [span.start for span in computing]
+    for span in spans:
+        if span.op.act.receives and (before := bisect_left(starts, span.end)):
+            idle = min(computing[before - 1].end, span.end)
+            yield replace(span, start=max(span.start, idle))
+        else:
+            yield span
 
 
 def _times(start: float, end: float) -> dict[str, float]:

@@ -146,6 +146,7 @@ def unmeasured(plan: Plan, meter: ClusterMeter, stations: Iterable[Station]) -> 
                 found |= dict.fromkeys(missing(work, meter.calibration))
         for module, calls in station.calls_by_module.items():
             grid = plan.grid if module not in plan.encoders else plan.encoders[module].grid
-            spans = {call.family: span(grid, call.family, meter.cluster.domain) for call in calls}
+            families = dict.fromkeys(call.family for call in calls)
+            spans = {family: span(grid, family, meter.cluster.domain) for family in families}
             found |= dict.fromkeys(missing_calls(calls, spans, meter.calibration))
     return list(found)

@@ -215,16 +215,15 @@ class Station:
         }
 
     def started(self, ops: Ops) -> tuple[int, int]:
-        """What the host starts for a list: ops, and the kernels of these. It runs ahead of the device, so a
-        step is as long as the slower of the two."""
+        """What the host starts for a list: ops, and their kernels. It runs ahead of the device, so a step is as
+        long as the slower of the two."""
         computing = [op for op in ops if op.act.computes]
-        launches = Counter((op.act, op.segment, op.phase) for op in computing)
-        kernels = (
-            times
-            * sum(piece.launches for piece, _ in self.timed(Op(act=act, segment=segment, phase=phase)).pieces)
-            for (act, segment, phase), times in launches.items()
-        )
-        return len(computing), sum(kernels)
+        alike = Counter((op.act, op.segment, op.phase) for op in computing)
+        kernels = 0
+        for (act, segment, phase), times in alike.items():
+            pieces = self.timed(Op(act=act, segment=segment, phase=phase)).pieces
+            kernels += times * sum(piece.launches for piece, _ in pieces)
+        return len(computing), kernels
 
     def timed(self, op: Op) -> _Timed:
         """The work and the collectives of an op; the same for all micro-batches."""

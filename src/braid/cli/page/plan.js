@@ -152,7 +152,7 @@
       if (right - drawn < 0.4) continue; // of several in one pixel, one is seen
       drawn = right;
       context.fillStyle = colourOf(lane, act);
-      context.fillRect(left, lane.top, Math.max(wide - (wide > 3 ? 0.7 : 0), 0.4), lane.height);
+      context.fillRect(left, lane.top, Math.max(wide - (wide > 6 ? 0.7 : 0), 0.4), lane.height);
       const text = font < 7 || wide < 12 ? null : names.find((each) => context.measureText(each).width < wide - 5);
       if (text) {
         context.fillStyle = colours.on;

@@ -1,0 +1,350 @@
+"""search(run, world, cluster) -> Found: the fastest meshes of a run, simulated like a plan of its own.
+
+Candidates are bounded before they are ranked, and ranked before they are simulated. Meshes come by the least
+time that any candidate of theirs can take, so the closed form of early ones sets a mark that most of the later
+ones cannot reach: these are counted, but never made. The list has the best candidate of each mesh.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from math import inf
+from time import monotonic
+from typing import Any, NamedTuple
+
+from braid.config import Run
+from braid.errors import ConfigError
+from braid.planning.divisibility import AxisSizes
+from braid.planning.estimate import estimate
+from braid.planning.plan import Plan, check, plan, training_flops
+from braid.timing.calibration import Calibration, load
+from braid.timing.links import Cluster
+from braid.timing.meter import ClusterMeter
+from braid.timing.predict import unmeasured
+from braid.timing.search.bounds import MeshBounds, Pipelines
+from braid.timing.search.bricks import Bricks, kinds_of
+from braid.timing.search.choices import Choice, MeshSizes, Shape, Space
+from braid.timing.search.pipeline import counted
+from braid.timing.step import Stepper, StepTime
+
+HEADROOM = 0.05
+"""The share of a device's memory that is left free unless a limit is given: for what an estimate misses."""
+MARGIN = 0.05
+"""How far the closed form may be from the simulated time."""
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """What became of the candidates."""
+
+    candidates: int = 0
+    cannot_fit: int = 0
+    cannot_be_better: int = 0
+    ranked: int = 0
+    simulated: int = 0
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(
+            candidates=self.candidates + other.candidates,
+            cannot_fit=self.cannot_fit + other.cannot_fit,
+            cannot_be_better=self.cannot_be_better + other.cannot_be_better,
+            ranked=self.ranked + other.ranked,
+            simulated=self.simulated + other.simulated,
+        )
+
+
+class Ranked(NamedTuple):
+    """A candidate that may be one of the best."""
+
+    seconds: float
+    """By the closed form."""
+    bound: float
+    choice: Choice
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timed:
+    """A candidate that was simulated."""
+
+    choice: Choice
+    run: Run
+    plan: Plan
+    """Its op lists are those of a step with fewer micro-batches, if the step is long."""
+    step: StepTime
+    peak: int
+    """Bytes of memory."""
+    stepper: Stepper
+    meter: ClusterMeter
+
+    @property
+    def seconds(self) -> float:
+        return self.step.seconds
+
+    @property
+    def low(self) -> float:
+        return self.stepper.seconds(replace(self.meter, side=-1.0))
+
+    @property
+    def high(self) -> float:
+        return self.stepper.seconds(replace(self.meter, side=1.0))
+
+    @property
+    def mfu(self) -> float:
+        flops = training_flops(self.plan) * self.run.train.batch_samples
+        return flops / (self.seconds * self.plan.world * self.meter.calibration.peak_flops)
+
+    @property
+    def limited_by(self) -> tuple[str, float]:
+        """The largest part of the step, and its share."""
+        parts = self.step.stations[self.step.limiting]
+        name = max(parts, key=lambda each: parts[each])
+        return name, parts[name] / self.seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """The result of a search."""
+
+    best: tuple[Timed, ...]
+    """The fastest candidate of each of the fastest meshes."""
+    counts: Counts
+    limit: int
+    """Bytes that a rank may take."""
+    own: Timed | None
+    """The run as it is; None if it does not plan on these ranks."""
+    own_rank: int
+    """How many candidates are ranked before it, and one."""
+    seconds: float
+    """That the search took."""
+
+
+@dataclass(kw_only=True)
+class Search:
+    """A search, step by step: `rank`, then `simulate`."""
+
+    space: Space
+    cluster: Cluster
+    calibration: Calibration
+    limit: int
+    top: int = 10
+    simulations: int = 64
+    load: float = 1.0
+    prune: bool = True
+    """Whether candidates that cannot be better are left out; otherwise all that fit are ranked."""
+    report: Report = lambda text: None
+    _bricks: dict[tuple[int, ...], Bricks] = field(default_factory=dict)
+    _known: dict[Any, tuple[str, str, float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.kinds = kinds_of(self.space.run, self.space.layout)
+        self._pipelines = Pipelines(self.space, self.kinds)
+
+    # ---------------------------------------------------------------------------------------- ranking
+
+    def bounds(self, sizes: MeshSizes, axes: AxisSizes) -> MeshBounds:
+        key = (sizes.tp, sizes.cp, sizes.ep, sizes.etp)
+        if key not in self._bricks:
+            alone = axes.slab * axes.pp == 1
+            self._bricks[key] = Bricks(
+                self.space.run, self.space.layout, self.kinds, sizes, alone=alone, load=self.load
+            )
+        bricks = self._bricks[key]
+        base = ClusterMeter(bricks.plan, self.cluster, self.calibration, known=self._known)
+        return MeshBounds(self._pipelines, sizes, axes, bricks, base)
+
+    def rank(self, margin: float = MARGIN) -> tuple[list[Ranked], Counts, float]:
+        """The candidates that may be one of the best, what became of the others, and the mark that these do
+        not reach."""
+        counts, open_meshes = Counts(), []
+        meshes = list(self.space.meshes())
+        for number, (sizes, axes) in enumerate(meshes):
+            self._tell(f"bounds of mesh {number + 1:,} of {len(meshes):,}", number)
+            bounds = self.bounds(sizes, axes)
+            each = self._each(bounds)
+            rows = [
+                (shape, count) for shape in self.space.shapes(sizes) for count in self.space.micro_batches(axes)
+            ]
+            counts += Counts(candidates=each * len(rows))
+            if not rows:
+                continue
+            if bounds.least_weights() > self.limit:
+                counts += Counts(cannot_fit=each * len(rows))
+                continue
+            least = sorted((bounds.least_time(*row), row) for row in rows)
+            open_meshes.append((least[0][0], bounds, least))
+        open_meshes.sort(key=lambda found: found[0])
+        marks, ranked = _Marks(self.top, margin), list[Ranked]()
+        for number, (_, bounds, least) in enumerate(open_meshes):
+            self._tell(
+                f"ranking mesh {number + 1:,} of {len(open_meshes):,}: {len(ranked):,} candidates", number
+            )
+            counts += self._rank_mesh(bounds, least, marks, ranked)
+        return sorted(ranked), replace(counts, ranked=len(ranked)), marks.last
+
+    def _each(self, bounds: MeshBounds) -> int:
+        """Candidates with the same shape and micro-batches."""
+        return len(self.space.recomputes_of(bounds.sizes)) * len(self.space.shards(bounds.axes))
+
+    def _rank_mesh(
+        self,
+        bounds: MeshBounds,
+        least: list[tuple[float, tuple[Shape, int]]],
+        marks: _Marks,
+        ranked: list[Ranked],
+    ) -> Counts:
+        slow = large = 0
+        for place, (seconds, (shape, micro_batches)) in enumerate(least):
+            if self.prune and seconds > marks.of(bounds.sizes):
+                slow += self._each(bounds) * (len(least) - place)
+                break
+            for recompute in self.space.recomputes_of(bounds.sizes):
+                for shard in self.space.shards(bounds.axes):
+                    choice = Choice(bounds.sizes, shape, micro_batches, recompute, shard)
+                    if bounds.memory(choice) > self.limit:
+                        large += 1
+                        continue
+                    bound = bounds.time(choice)
+                    if self.prune and bound > marks.of(bounds.sizes):
+                        slow += 1
+                        continue
+                    found = Ranked(bounds.estimate(choice), bound, choice)
+                    marks.add(found)
+                    ranked.append(found)
+        return Counts(cannot_fit=large, cannot_be_better=slow)
+
+    # ------------------------------------------------------------------------------------- simulation
+
+    def simulate(self, ranked: list[Ranked]) -> tuple[list[Timed], int]:
+        """The best of each mesh, fastest first, and how many were simulated. Candidates that cannot be better
+        than what is found are left out."""
+        best: dict[MeshSizes, Timed] = {}
+        simulated = 0
+        for found in ranked:
+            times = sorted(each.seconds for each in best.values())
+            last = times[self.top - 1] if len(times) >= self.top else inf
+            own = best[found.choice.mesh].seconds if found.choice.mesh in best else inf
+            if simulated >= self.simulations or found.seconds > (1 + MARGIN) * last:
+                break
+            if found.bound > min(last, own):
+                continue
+            timed = self.timed(found.choice)
+            simulated += 1
+            self._tell(f"simulated {simulated}: {timed.seconds:.3g} s", 0)
+            if timed.peak <= self.limit and timed.seconds < own:
+                best[found.choice.mesh] = timed
+        return sorted(best.values(), key=lambda each: each.seconds)[: self.top], simulated
+
+    def timed(self, choice: Choice, run: Run | None = None) -> Timed:
+        """A candidate as planning, `estimate` and `predict` see it. Of a long step, the op lists of a shorter
+        one tell its time and its peak; `predict` derives it from them too."""
+        whole = self.space.run_of(choice) if run is None else run
+        few = counted(choice.micro_batches, choice.mesh.pp)
+        samples = whole.train.batch_samples // choice.micro_batches * few
+        train = replace(whole.train, micro_batches=few, batch_samples=samples)
+        short = plan(replace(whole, train=train), self.space.world)
+        tokens = whole.train.batch_samples * whole.data.sequence_tokens
+        made = replace(short, run=whole, step_tokens=tokens)
+        meter, stepper = ClusterMeter(made, self.cluster, self.calibration), Stepper(made, load=self.load)
+        if unknown := unmeasured(made, meter, stepper.held):
+            raise ConfigError("\n".join(["no time can be given:", *unknown]))
+        return Timed(
+            choice=choice, run=whole, plan=made, step=stepper.step(meter), peak=estimate(short).peak,
+            stepper=stepper, meter=meter,
+        )  # fmt: skip
+
+    def _tell(self, text: str, number: int) -> None:
+        if number % 10 == 0:
+            self.report(text)
+
+
+class _Marks:
+    """What a candidate has to reach: the best of its own mesh, and the last of the best meshes, by the closed
+    form and a margin."""
+
+    def __init__(self, top: int, margin: float) -> None:
+        self.top, self.margin = top, margin
+        self.best: dict[MeshSizes, float] = {}
+        self.last = inf
+
+    def of(self, sizes: MeshSizes) -> float:
+        return min(self.last, (1 + self.margin) * self.best.get(sizes, inf))
+
+    def add(self, found: Ranked) -> None:
+        if found.seconds < self.best.get(found.choice.mesh, inf):
+            self.best[found.choice.mesh] = found.seconds
+            if len(self.best) >= self.top:
+                self.last = (1 + self.margin) * heapq.nsmallest(self.top, self.best.values())[-1]
+
+
+def search(
+    run: Run,
+    world: int,
+    cluster: Cluster,
+    calibration: Calibration | None = None,
+    *,
+    fixed: Mapping[str, Any] | None = None,
+    limit: int | None = None,
+    top: int = 10,
+    simulations: int = 64,
+    load_factor: float = 1.0,
+    prune: bool = True,
+    report: Report = lambda text: None,
+) -> Found:
+    """The fastest meshes of a run on a number of ranks. `limit` are the bytes that a rank may take, by default
+    those of the device but for `HEADROOM`; `fixed` has values that are not searched, by option."""
+    began = monotonic()
+    known = load(cluster.device) if calibration is None else calibration
+    most = int((1 - HEADROOM) * known.memory_bytes) if limit is None else limit
+    space = Space(run=run, world=world, most_tp=cluster.domain, fixed=fixed or {})
+    _check(space)
+    work = Search(
+        space=space, cluster=cluster, calibration=known, limit=most, top=top, simulations=simulations,
+        load=load_factor, prune=prune, report=report,
+    )  # fmt: skip
+    margin = MARGIN
+    ranked, counts, mark = work.rank(margin)
+    best, simulated = work.simulate(ranked)
+    while len(best) == top and best[-1].seconds > mark:  # the closed form was too fast: candidates are missing
+        margin = 2 * margin + best[-1].seconds / mark - 1
+        ranked, counts, mark = work.rank(margin)
+        best, simulated = work.simulate(ranked)
+    own, place = _own(work, ranked)
+    return Found(
+        best=tuple(best),
+        counts=replace(counts, simulated=simulated),
+        limit=most,
+        own=own,
+        own_rank=place,
+        seconds=monotonic() - began,
+    )
+
+
+def _check(space: Space) -> None:
+    run = space.run
+    if run.modules:
+        names = ", ".join(run.modules)
+        raise ConfigError(
+            f"--search cannot choose meshes for runs with modules ({names}): search the language model alone, "
+            "and place the encoders by hand (docs/multimodal.md)"
+        )
+    if run.trained != ("*",):
+        raise ConfigError("--search times runs that train everything: leave `trained` out")
+    if not any(space.micro_batches(axes) and space.shapes(sizes) for sizes, axes in space.meshes()):
+        told = [f"no mesh of {space.world:,} ranks fits"]
+        told += [f"with {name} {value}" for name, value in space.fixed.items()]
+        problems = [problem for problem in check(run, space.world) if not problem.field.startswith("mesh.")]
+        told += [str(problem) for problem in problems]
+        raise ConfigError("\n".join(told))
+
+
+def _own(work: Search, ranked: list[Ranked]) -> tuple[Timed | None, int]:
+    """The run as it is, and its rank."""
+    run, world = work.space.run, work.space.world
+    if check(run, world):
+        return None, 0
+    timed = work.timed(work.space.own(), run)
+    return timed, 1 + sum(each.seconds < timed.seconds for each in ranked)
