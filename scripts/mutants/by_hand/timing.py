@@ -42,7 +42,7 @@ FAULTS: tuple[Fault, ...] = (
         file="timing/advice.py",
         old="count = run.train.micro_batches * new // old",
         new="count = run.train.micro_batches * old // new",
-        kind="swapped terms",
+        kind="swapped",
         why="a shorter pipeline is advised with micro-batches four times as large",
     ),
     Fault(
