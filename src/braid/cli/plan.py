@@ -74,7 +74,7 @@ class PlanOptions:
     """How many times its share of tokens the slowest rank of the experts has."""
     advise: bool = False
     """Name the changes of one option that would save most time, each with its gain and its cost in memory;
-    needs `--cluster`. Plans about ten others, which takes seconds."""
+    needs `--cluster`. Plans up to twelve others, which takes seconds."""
     html: Annotated[Path | None, optional("FILE", "off")] = None
     """Write a page with these tables, the advice and the timeline of a step, to open in a browser."""
     search: bool = False
