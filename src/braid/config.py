@@ -21,6 +21,7 @@ from braid.architecture import Model
 from braid.choices import MADE_UP, DispatcherName, Dtype, Recompute, SpikePolicy, Strategy, kernel_modes
 from braid.encoders import Encoder
 from braid.errors import ConfigError, Problem
+from braid.precision import precision_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +125,8 @@ class Train:
     kernels: tuple[str, ...] = ("auto",)
     """Kernels: `auto`, `reference` (plain PyTorch) or `fused` (an error if there is none), for all ops or one:
     `auto ssd=reference`."""
+    precision: tuple[str, ...] = ()
+    """fp8 products, emulated: `fp8_block`, `fp8_row` or `mxfp8`; also by kind (docs/precision.md)."""
     deterministic: bool = False
     """Use only deterministic kernels. CPU runs are always deterministic."""
     eval_every: int = 0
@@ -172,6 +175,11 @@ class Train:
                 kernel_modes([setting])
             except ValueError as error:
                 yield Problem(field=f"{at}.kernels", value=setting, rule=str(error), remedy="auto")
+        for setting in self.precision:
+            try:
+                precision_of([setting])
+            except ValueError as error:
+                yield Problem(field=f"{at}.precision", value=setting, rule=str(error), remedy="fp8_block")
         if self.stall_timeout_s != 0 and not 1 <= self.stall_timeout_s <= MAX_STALL_TIMEOUT_S:
             yield Problem(
                 field=f"{at}.stall_timeout_s",

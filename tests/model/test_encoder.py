@@ -351,6 +351,8 @@ def test_a_sound_encoder_has_no_problems() -> None:
         ({"positions": PositionTable()}, "model.group"),
         ({"pixels": Pixels(patch=2), "group": 1}, "model.input"),
         ({"pixels": Pixels(patch=0), "group": 1, "input": 0}, "model.pixels.patch model.input"),
+        # What a patch should have cannot be said yet.
+        ({"pixels": Pixels(patch=0), "group": 1, "input": 12}, "model.pixels.patch"),
         (
             {"pixels": Pixels(patch=2, frames=2, channels=1), "group": 1, "input": 8},
             "model.pixels.mean model.pixels.std",

@@ -218,6 +218,7 @@ def run_of(
     micro_batches: int = 2,
     dtype: Dtype = "fp64",
     steps: int = STEPS,
+    precision: tuple[str, ...] = (),
 ) -> Run:
     """The run of a model on one process. `samples` are those of a step."""
     return Run(
@@ -231,7 +232,12 @@ def run_of(
         # AdamW to make steps of.
         optim=Optim(lr=LEARNING_RATE, clip=0.5, eps=1e-3 if model == "hyper" else EPS),
         train=Train(
-            steps=steps, batch_samples=samples, micro_batches=micro_batches, eval_samples=5, dtype=dtype
+            steps=steps,
+            batch_samples=samples,
+            micro_batches=micro_batches,
+            eval_samples=5,
+            dtype=dtype,
+            precision=precision,
         ),
     )
 

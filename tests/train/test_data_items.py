@@ -153,18 +153,17 @@ def test_images_without_a_module_and_a_module_without_images_are_refused(
         open_data_pipeline(seeing(corpus), tmp_path)
 
 
-def test_what_does_not_fit_into_samples_is_said(
-    pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_does_not_fit_into_samples_is_said(pictures: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"most_patches is 400, so an image may have 100 rows"):
         open_data_pipeline(seeing(pictures, most_patches=400), tmp_path)
     rows = [{"content": [*[{"text": "a"}, {"image": "0.png"}] * 5, {"text": "b"}]}] * 2 + [{"text": "c"}]
     build(write_rows(tmp_path / "many", {"0.png": png(4, 4)}, rows), tmp_path / "out", ByteTokenizer())
-    open_data_pipeline(seeing(tmp_path / "out", packing="documents"), tmp_path)
-    warning = " ".join(capsys.readouterr().err.split())
-    assert "2 documents of" in warning
-    assert "or have more items than a sample may have: their last" in warning
-    assert "tokens and 6 images or groups of frames are dropped" in warning
+    run = seeing(tmp_path / "out", packing="documents")
+    (note,) = open_data_pipeline(run, tmp_path).notes
+    assert note.startswith("2 documents of")
+    most = run.modules["vision"].most_items
+    assert f"more images or groups of frames than modules.vision.most_items ({most}): their last" in note
+    assert note.endswith("tokens and 6 images or groups of frames are dropped")
 
 
 def test_a_placeholder_of_images_that_text_may_have_is_refused(pictures: Path, tmp_path: Path) -> None:

@@ -305,6 +305,21 @@ def test_a_prompt_of_the_data_is_what_its_files_make(rows, parts, asked, packing
     assert len(found.ids) == len(text) + sum(limits.encoder.rows(a * b) for a, b in stored.grids)
 
 
+def test_images_of_a_document_that_began_before_are_no_part_of_the_prompt(corpus, images, tmp_path):
+    limits = replace(image_limits(seeing(corpus))["vision"], most_items=2, most_patches=48)
+    first = {"content": [{"image": "wide.png"}, {"text": "a"}] * 3}
+    build(
+        write_rows(tmp_path, {}, [first, {"content": TOLD["content"][:3]}]), tmp_path / "out", ByteTokenizer()
+    )
+    loader = Loader(open_source(tmp_path / "out"), 60, 0, "concatenate", images={"vision": limits})
+    starts = loader.samples[0].starts.tolist()
+    (shown,) = [
+        found for n in range(len(starts) - 1) if (found := stored_prompt(loader, n)) and 97 in found.ids
+    ]
+    assert ByteTokenizer().decode([each for each in shown.ids if each < 256]) == "a "
+    assert shown.items["vision"].patches.grids == [(2, 2)]
+
+
 def test_data_without_images_have_no_prompt_with_any(corpus, tmp_path):
     build(write_rows(tmp_path, {}, [PLAIN] * 9), tmp_path / "out", ByteTokenizer())
     images = image_limits(seeing(corpus))

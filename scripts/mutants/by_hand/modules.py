@@ -94,6 +94,22 @@ FAULTS: tuple[Fault, ...] = (
         why="images of a prompt are larger than those of a document, and too many for a sample",
     ),
     Fault(
+        name="a-prompt-of-the-data-has-its-answer",
+        file="data/prompts.py",
+        old="end = image + int(counts[0]) if len(counts) else stop",
+        new="end = stop",
+        kind="ignored mask",
+        why="the sample at the end of a run shows what the data say, not what the model does",
+    ),
+    Fault(
+        name="a-prompt-of-the-data-has-images-of-the-answer",
+        file="data/prompts.py",
+        old="int(is_row_S[:end].sum()) + 1)",
+        new="int(is_row_S[:stop].sum()) + 1)",
+        kind="ignored mask",
+        why="a prompt has more images than placeholders, and the sample at the end of a run fails",
+    ),
+    Fault(
         name="an-answer-with-one-wrong-token-is-exact",
         file="train/exact_match.py",
         old="(answers_BD & (wrong_BD == 0)).sum()",

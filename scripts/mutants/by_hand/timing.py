@@ -42,7 +42,7 @@ FAULTS: tuple[Fault, ...] = (
         file="timing/advice.py",
         old="count = run.train.micro_batches * new // old",
         new="count = run.train.micro_batches * old // new",
-        kind="swapped terms",
+        kind="swapped",
         why="a shorter pipeline is advised with micro-batches four times as large",
     ),
     Fault(
@@ -68,5 +68,29 @@ FAULTS: tuple[Fault, ...] = (
         new="size = next(iter(sizes))",
         kind="wrong group",
         why="experts that fit a rack seem to lie on two, and their tokens to pass the network",
+    ),
+    Fault(
+        name="bounds-hold-twice-what-is-alive",
+        file="timing/search/bounds.py",
+        old="alive = stages.alive @ kept + usage.shared",
+        new="alive = 2 * stages.alive @ kept + usage.shared",
+        kind="missing scale",
+        why="meshes that fit are never proposed",
+    ),
+    Fault(
+        name="replays-wait-for-gradients-twice",
+        file="timing/search/pipeline.py",
+        old="done = max(max(b_in, started, before - each.trailing[number]) + chain, before + computed)",
+        new="done = max(b_in, started, before) + 1.2 * chain + computed",
+        kind="missing scale",
+        why="meshes with a pipeline look slower than they can be, and are dropped",
+    ),
+    Fault(
+        name="fixed-values-are-searched",
+        file="timing/search/choices.py",
+        old="return values if name not in self.fixed else",
+        new="return values if True else",
+        kind="accepted input",
+        why="--fix has no effect",
     ),
 )

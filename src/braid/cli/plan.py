@@ -37,6 +37,7 @@ from braid.cli.sources import load_source
 from braid.errors import ConfigError, ExitCode, Problem
 from braid.planning.plan import check
 from braid.planning.plan import plan as make_plan
+from braid.precision import described
 from braid.validators import nearest
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ class PlanOptions:
     """How many times its share of tokens the slowest rank of the experts has."""
     advise: bool = False
     """Name the changes of one option that would save most time, each with its gain and its cost in memory;
-    needs `--cluster`. Plans about ten others, which takes seconds."""
+    needs `--cluster`. Plans up to twelve others, which takes seconds."""
     html: Annotated[Path | None, optional("FILE", "off")] = None
     """Write a page with these tables, the advice and the timeline of a step, to open in a browser."""
     search: bool = False
@@ -283,6 +284,7 @@ def _header_lines(result: Estimate) -> list[str]:
     lines += [f"schedule: {summary}" for summary in [schedule_summary(plan)] if summary]
     lines += [f"pattern: {summary}" for summary in [split_summary(plan)] if summary]
     lines += [f"trained: {summary}" for summary in trained_summaries(plan)]
+    lines += [f"precision: {summary}" for summary in described(plan.run.train.precision)]
     return lines + [f"note: {note}" for note in (*ineffective_options(plan), *module_notes(plan))]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterator, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, get_args
 
 import rich.console
@@ -23,11 +24,13 @@ GIB = 2**30
 WIDTH = 240
 """Table width if stdout is not a terminal."""
 NUMBERS = ("mesh.tp", "mesh.cp", "mesh.pp", "mesh.ep", "mesh.etp", "train.micro_batches")
-WORDS = {
-    "mesh.shard": get_args(Strategy),
-    "mesh.schedule": ("auto", "dual_pipe_v"),
-    "mesh.overlap": ("True", "False"),
-}
+WORDS = MappingProxyType(
+    {
+        "mesh.shard": get_args(Strategy),
+        "mesh.schedule": ("auto", "dual_pipe_v"),
+        "mesh.overlap": ("True", "False"),
+    }
+)
 FIXABLE = (*NUMBERS, *WORDS, "train.recompute")
 """What `--fix` takes."""
 

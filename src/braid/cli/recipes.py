@@ -19,6 +19,7 @@ from braid.planning.divisibility import describe_mesh, smallest_world
 from braid.planning.modules import encoder_size
 from braid.planning.plan import Plan, size
 from braid.planning.plan import plan as make_plan
+from braid.precision import described, precision_of
 
 
 def list_recipes(args: list[str]) -> int:
@@ -69,9 +70,19 @@ def show(args: list[str]) -> int:
         *_parameters(plan),
         ("step", f"{plan.step_tokens:,} tokens"),
         ("micro-batch", f"{plan.micro_batch_samples} samples"),
+        *(("precision" if i == 0 else "", text) for i, text in enumerate(_precision(plan))),
     ):
         print(f"{field:<{width}}  {value}")
     return ExitCode.OK
+
+
+def _precision(plan: Plan) -> Iterator[str]:
+    """What is quantised, and what to do about the losses that metrics.jsonl reports."""
+    settings = plan.run.train.precision
+    yield from described(settings)
+    if precision_of(settings).quantised:
+        yield "if fp8_saturated_* in metrics.jsonl is large: try fp8_block, whose scales are not rounded down"
+        yield "if fp8_zeroed_* is large: try mxfp8, whose blocks are smaller, or dense=bf16 or experts=bf16"
 
 
 def _parameters(plan: Plan) -> Iterator[tuple[str, str]]:

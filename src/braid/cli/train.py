@@ -29,6 +29,7 @@ from braid.planning.modules import encoder_size
 from braid.planning.plan import Plan, check
 from braid.planning.plan import plan as make_plan
 from braid.planning.plan import size as size_of
+from braid.precision import described
 from braid.train.surgery import parse_rules
 
 if TYPE_CHECKING:
@@ -317,6 +318,7 @@ def _header(trainer: Trainer, init: Path | None) -> Sequence[tuple[str, str]]:
         *(("trained" if i == 0 else "", text) for i, text in enumerate(trained_summaries(plan))),
         *([("schedule", text)] if (text := schedule_summary(plan)) else []),
         *(("kernels" if i == 0 else "", text) for i, text in enumerate(kernels)),
+        *(("precision" if i == 0 else "", text) for i, text in enumerate(described(run.train.precision))),
         ("out", f"{trainer.run_dir.out}, {status}"),
     ]
 

@@ -49,9 +49,11 @@ from braid.nn.moe.dispatch_plan import Dispatcher, DispatchPlan
 from braid.nn.moe.layer import NOT_REPEATED, Moe
 from braid.nn.moe.routing import Routing
 from braid.nn.norm import LayerNorm, RmsNorm, norm
+from braid.nn.precision import LossTally, amax_calls, set_precision
 from braid.nn.recompute import Recomputing
 from braid.nn.work import Work, moved
 from braid.pattern import Kind, Layer
+from braid.precision import Precision
 
 Mixer = Attention | LatentAttention | Mamba2 | DeltaNet
 Inner = Mixer | Mlp | Moe
@@ -265,6 +267,11 @@ class Block(Recomputing):
     def _moe(self, layer: Layer) -> Moe:
         return cast(Moe, self._pre_norm(layer).inner)
 
+    def set_precision(self, precision: Precision, tally: LossTally) -> None:
+        """Quantise the products of all layers, from the next forward on."""
+        for layer in self.block.layers:
+            set_precision(self._pre_norm(layer).inner, precision, self.groups, tally)
+
     # --------------------------------------------------------------------- introspection and cost
 
     def mixers(self) -> Iterator[tuple[Layer, Mixer]]:
@@ -336,7 +343,7 @@ class Block(Recomputing):
         stream = tokens * pre_norm.norm.channels * workload.narrow
         norm, dropped = pre_norm.norm.cost(workload, tokens), Cost(kept=stream if self.dropout else 0)
         norm = replace(norm, kept=stream) if workload.recomputes("norm") else norm
-        cost = pre_norm.inner.cost(workload) + dropped
+        cost = pre_norm.inner.cost(workload) + dropped + self._amax_cost(pre_norm.inner, workload)
         if pre_norm.scale is not None:
             cost += pre_norm.scale.cost(workload, tokens)
         if pre_norm.connection is None:
@@ -346,6 +353,13 @@ class Block(Recomputing):
         # The pre-mapping saves nothing, the post-mapping saves the layer's output.
         branch = 0 if pre_norm.norm.upcasts(workload) and not workload.recomputes("norm") else stream
         return replace(norm, kept=norm.kept - branch) + cost + Cost(kept=stream)
+
+    def _amax_cost(self, inner: Inner, workload: Workload) -> Cost:
+        """Low precision: what ranks tell each other about blocks of scales that they share."""
+        tokens, rows = workload.local_tokens(self.groups.cp), 0
+        if isinstance(inner, Moe):
+            rows = inner.dispatched_rows(workload)
+        return Cost(calls=amax_calls(inner, tokens, rows, replayed=workload.recomputes("experts")))
 
     def _recomputed_cost(self, workload: Workload, full: Cost, stream: int, result: int) -> Cost:
         """The cost if the whole block is recomputed: its input, the dispatch plan and what the balance losses

@@ -30,9 +30,11 @@ from braid.nn.hyper_connection import expand_work
 from braid.nn.init import initialize
 from braid.nn.moe.layer import Moe
 from braid.nn.norm import LayerNorm, RmsNorm, norm
+from braid.nn.precision import LossTally
 from braid.nn.recompute import Recomputing, Replays, set_replays
 from braid.nn.work import Work
 from braid.pattern import Kind, Layer, Layout
+from braid.precision import Precision
 from braid.schedule.phases import Unit
 from braid.schedule.recompute import span_ends, span_starts
 
@@ -61,6 +63,8 @@ class StackedModel(Recomputing):
         self.dtype = torch.get_default_dtype() if dtype is None else dtype
         self.segments = tuple(range(len(layout.segments)) if segments is None else segments)
         self.exit: Exit | None = None
+        self.losses_of_precision: LossTally | None = None
+        """What quantisation loses in a step, if blocks of this rank are in low precision."""
         self.final_norm: RmsNorm | LayerNorm | None = None
         self.device = torch.get_default_device() if device is None else device
         """Where micro-batches are moved; code that moves the weights updates it."""
@@ -99,6 +103,13 @@ class StackedModel(Recomputing):
         for depth, blocks in self.block_stacks():
             for index, block in blocks.items():
                 cast(Block, block).saves_stream = (depth, int(index)) in ends
+
+    def set_precision(self, precision: Precision) -> None:
+        """Quantise the products of blocks of the stack, from the next forward on."""
+        for index, block in self.stack.blocks.items():
+            if precision.quantises(int(index), len(self.layout.blocks)):
+                self.losses_of_precision = self.losses_of_precision or LossTally()
+                cast(Block, block).set_precision(precision, self.losses_of_precision)
 
     # --------------------------------------------------------------------- introspection and cost
 

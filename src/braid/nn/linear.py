@@ -21,7 +21,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from braid.distributed.collectives import ALONE, Group, reduce_scatter
+from braid.kernels import precision
 from braid.kernels.grouped_mlp.product import Gradient, empty_like, put_wgrad
+from braid.kernels.precision import Products
 from braid.kernels.wgrad import write_product
 from braid.nn.canonical import Canonical, Fill, Index, RowSpan
 from braid.nn.cost import Workload
@@ -54,14 +56,21 @@ class Linear(Delaying):
         self.copies = copies
         self.weight = nn.Parameter(torch.empty(self.channels_out, channels_in, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(self.channels_out, device=device, dtype=dtype)) if bias else None
+        self.products: Products | None = None
+        """The formats of a layer in low precision."""
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.products is not None:
+            return precision.linear(x, self.weight, self.bias, self.products, self.wgrad_store)
         (y,) = _linear(x, self.weight, self.bias, 1, self.wgrad_store)
         return y
 
     def split_forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """One output tensor per entry of the last output dim. Each GEMM reads its strided rows of the weight in
-        place, which on a CPU is much faster than splitting the output of one GEMM."""
+        place, which on a CPU is much faster than splitting the output of one GEMM. In low precision there is
+        one GEMM: blocks of scales are those of the whole weight."""
+        if self.products is not None:
+            return self(x).unflatten(-1, (-1, self.dims[-1])).unbind(-1)
         return _linear(x, self.weight, self.bias, self.dims[-1], self.wgrad_store)
 
     def canonical_part(
@@ -130,14 +139,21 @@ class RowLinear(Delaying):
         self.fill = fill
         self.weight = nn.Parameter(torch.empty(channels_out, channels_in, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(channels_out, device=device, dtype=dtype)) if bias else None
+        self.products: Products | None = None
+        """The formats of a layer in low precision."""
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         if self.group.size == 1:
-            (y_BTC,) = _linear(x_BTC, self.weight, self.bias, 1, self.wgrad_store)
-            return y_BTC
-        (y_BTC,) = _linear(x_BTC, self.weight, None, 1, self.wgrad_store)
+            return self._product(x_BTC, self.bias)
+        y_BTC = self._product(x_BTC, None)
         y_BtC = reduce_scatter(y_BTC, self.group, dim=1)
         return y_BtC if self.bias is None else _AddBias.apply(self.wgrad_store, self.bias, y_BtC)
+
+    def _product(self, x_BTC: Tensor, bias_C: Tensor | None) -> Tensor:
+        if self.products is not None:
+            return precision.linear(x_BTC, self.weight, bias_C, self.products, self.wgrad_store)
+        (y_BTC,) = _linear(x_BTC, self.weight, bias_C, 1, self.wgrad_store)
+        return y_BTC
 
     def canonical(self) -> dict[str, Canonical]:
         weight = Canonical(

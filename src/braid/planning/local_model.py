@@ -18,6 +18,7 @@ from braid.nn.moe import token_dispatcher
 from braid.nn.moe.dispatch_plan import Dispatcher
 from braid.planning.divisibility import local_shape
 from braid.planning.plan import Plan
+from braid.precision import precision_of
 
 
 def choose_kernels(plan: Plan, device: torch.device) -> kernels.Kernels:
@@ -37,7 +38,7 @@ def build_local_model(
     """The model of the rank with these groups, on a device (possibly meta), with uninitialized weights.
     `dispatcher` overrides `mesh.dispatcher`."""
     run = plan.run
-    return LanguageModel(
+    model = LanguageModel(
         run.model,
         plan.layout,
         chosen,
@@ -48,6 +49,8 @@ def build_local_model(
         dtype=DTYPES[run.train.dtype],
         stored=_stored(plan),
     )
+    model.set_precision(precision_of(run.train.precision))
+    return model
 
 
 def choose_encoder_kernels(plan: Plan, name: str, device: torch.device) -> kernels.Kernels:

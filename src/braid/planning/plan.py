@@ -19,7 +19,7 @@ from braid.errors import ConfigError, Problem, ScheduleError
 from braid.model import declaration
 from braid.model.declaration import Form, form_of
 from braid.pattern import Layout, PatternError, Stage, cut, parse
-from braid.planning import divisibility, layouts, modules, rules, trained
+from braid.planning import divisibility, layouts, modules, precision, rules, trained
 from braid.planning.divisibility import AxisSizes
 from braid.planning.modules import ModulePlan
 from braid.planning.split import Costs
@@ -568,7 +568,9 @@ def _ranks(run: Run, world: int) -> Iterator[Problem]:
     axes = yield from divisibility.fits(run.mesh, world)
     if axes is not None:
         try:
-            kinds = parse(run.model.pattern).kinds()
+            layout = parse(run.model.pattern)
         except PatternError:  # reported by `_layers`
-            kinds = frozenset()
-        yield from divisibility.problems(run, kinds, axes)
+            yield from divisibility.problems(run, frozenset(), axes)
+            return
+        yield from divisibility.problems(run, layout.kinds(), axes)
+        yield from precision.problems(run, layout, axes)

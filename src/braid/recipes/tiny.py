@@ -51,7 +51,7 @@ def tiny_multimodal() -> Run:
 
 
 def tiny_vlm(world: int = 1) -> Run:
-    """Vision-language model that reads strips of handwritten digits; five minutes of CPU time.
+    """Vision-language model that reads strips of handwritten digits; four minutes of CPU time.
 
     On several ranks the encoder has the second half of them to itself.
     """

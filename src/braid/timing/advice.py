@@ -23,8 +23,8 @@ from braid.timing.meter import ClusterMeter
 from braid.timing.predict import Prediction, unmeasured
 from braid.timing.step import BUBBLE, HOST, Stepper, shorter
 
-MOST_TRIED = 10
-"""Candidates that are planned and predicted."""
+MOST_TRIED, LEAST_TRIED, MOST_OPS = 12, 6, 250_000
+"""Candidates that are planned and predicted: fewer for long lists, so that it takes seconds."""
 LEAST_GAIN = 0.005
 """Changes that save a smaller share of the step are left out."""
 MOST_ADVICE = 3
@@ -131,7 +131,9 @@ class _Short:
 
 def _promising(prediction: Prediction) -> list[_Candidate]:
     """The candidates that could save most, if that is enough to tell of."""
-    likely = sorted(_candidates(prediction), key=lambda each: -each.bound)[:MOST_TRIED]
+    ops = sum(map(len, prediction.stepper.plans[-1].schedule.ops))
+    count = min(MOST_TRIED, max(LEAST_TRIED, MOST_OPS // ops))
+    likely = sorted(_candidates(prediction), key=lambda each: -each.bound)[:count]
     return [each for each in likely if each.bound > LEAST_GAIN * prediction.seconds]
 
 

@@ -29,6 +29,7 @@ from braid.model.context import MicroBatch
 from braid.model.encoder import Items
 from braid.model.multimodal import mask_placeholders
 from braid.nn.moe.balance import Load, load
+from braid.nn.precision import loss_shares
 from braid.optim import gradients
 from braid.optim.spikes import MEASURES, Judged
 from braid.schedule import OpSpan, Turn
@@ -123,7 +124,7 @@ class PendingStep:
         """Wait for the step. Call it once for every step, in order, on all ranks."""
         norm, *judged = self.numbers.wait().tolist()
         limits, skipped, values = judged[: len(MEASURES)], judged[len(MEASURES)], judged[len(MEASURES) + 1 :]
-        metrics = dict(zip(self.metrics, values, strict=True)) | dict(self.items)
+        metrics = loss_shares(dict(zip(self.metrics, values, strict=True))) | dict(self.items)
         stop, diverged = metrics.pop(STOP) > 0, metrics.pop(COPIES, 0.0) > 0
         not_finite: tuple[str, ...] = ()
         if not (math.isfinite(metrics["loss"]) and math.isfinite(norm)):

@@ -57,6 +57,8 @@ class ModuleStep(StepWork):
         backwards = [each for each in segments if plan.schedule.has_backward(each)]
         self.last_segment = min(backwards, default=max(segments))
         """Backwards come in reverse order; a segment without one is done after its forward."""
+        if self.model.losses_of_precision is not None:
+            self.model.losses_of_precision.start()
         mains = module.keeper.mains
         self.wgrad_store = DelayedWgrad(mains) if mains or plan.schedule.delayed else None
         set_wgrad_store(self.model, self.wgrad_store)
@@ -137,7 +139,9 @@ class ModuleStep(StepWork):
 
     def replay(self, turn: Turn, phase: Phase, hold: Hold) -> None:
         assert self.replays is not None
-        self.replays.replay((*turn, phase.name), hold)
+        tally = self.model.losses_of_precision
+        with nullcontext() if tally is None else tally.paused():
+            self.replays.replay((*turn, phase.name), hold)
 
     def after_turn(self, turn: Turn) -> None:
         """Free the context of a micro-batch after its last op on this rank."""
@@ -154,6 +158,9 @@ class ModuleStep(StepWork):
             self.wgrad_store.finish()
         if self.replays is not None:
             self.replays.finish()
+        if self.model.losses_of_precision is not None:
+            for name, number in self.model.losses_of_precision.metrics().items():
+                self.add_metric(name, torch.tensor(number, dtype=torch.float64, device=self.model.device))
         self.module.optimizer.accumulate_grads()
 
 

@@ -110,6 +110,33 @@ def test_a_rank_keeps_and_sends_what_its_modules_say(
     text: str, mesh: Mesh, dtype: str, more: dict[str, Any]
 ) -> None:
     run, world = run_of(text, mesh, dtype, **more), mesh.tp * mesh.cp
+    told_bytes, told, size, calls = told_and_measured(run, world)
+    assert told == calls
+    assert told_bytes == size
+
+
+LOW_PRECISION = [
+    ("[*E][M-][*-]", Mesh(tp=2, etp=2), "fp32", ("fp8_block", "ends"), PER_GROUP),
+    pytest.param("[+E][G-]", Mesh(tp=2, ep=2), "bf16", ("mxfp8", "ends"), {}, marks=long),
+    pytest.param("[*E][*E][*-]", Mesh(tp=2, cp=2, etp=4), "bf16", ("fp8_row",), {}, marks=long),
+]
+
+
+@pytest.mark.parametrize(("text", "mesh", "dtype", "precision", "more"), LOW_PRECISION)
+def test_a_rank_sends_the_largest_magnitudes_of_blocks_that_others_share(
+    text: str, mesh: Mesh, dtype: str, precision: tuple[str, ...], more: dict[str, Any]
+) -> None:
+    """Beside what it sends without quantisation; nothing more is kept."""
+    run, world = run_of(text, mesh, dtype, **more), mesh.tp * mesh.cp
+    run = replace(run, train=replace(run.train, precision=precision))
+    told_bytes, told, size, calls = told_and_measured(run, world)
+    assert told == calls
+    assert size <= told_bytes
+    assert sum(times for (op, *_), times in calls.items() if op == "all_reduce") >= 8
+
+
+def told_and_measured(run: Run, world: int) -> tuple[int, Calls, int, Calls]:
+    """What is kept and sent, as modules say and in reality."""
     size, calls = run_ranks(world, measured, run)[0]
     worked_out = plan(run, world)
     costs = model_of(worked_out, first_rank(worked_out, 0), "cpu").costs(workload_of(worked_out, "cpu"))
@@ -117,5 +144,4 @@ def test_a_rank_keeps_and_sends_what_its_modules_say(
     for cost in costs.values():
         for call in cost.calls:
             told[OPS.get(call.op, call.op), call.ranks, call.payload] += call.times
-    assert told == calls
-    assert sum(cost.kept for cost in costs.values()) == size
+    return sum(cost.kept for cost in costs.values()), told, size, calls

@@ -222,7 +222,7 @@ class Moe(nn.Module):
             kept += tokens * self.experts.channels * workload.narrow
         return Cost(kept=kept)
 
-    def _rows(self, workload: Workload) -> int:
+    def dispatched_rows(self, workload: Workload) -> int:
         """Dispatched rows, for balanced experts."""
         shape, tokens = self.shape, workload.local_tokens(self.groups.tp_cp)
         if not shape.pad_to_capacity:
@@ -236,7 +236,7 @@ class Moe(nn.Module):
     def _order_bytes(self, workload: Workload, *, recomputed: bool) -> int:
         """Saved indices of the permutations. If experts are recomputed, the token of each received row is not
         saved."""
-        group, rows, tokens_saved = self.groups.ep_etp, self._rows(workload), not recomputed
+        group, rows, tokens_saved = self.groups.ep_etp, self.dispatched_rows(workload), not recomputed
         if isinstance(self.dispatcher, AllGather):
             slots = workload.local_tokens(self.groups.tp_cp) * self.shape.top_k
             return (2 * group.size * slots + rows * tokens_saved) * INDEX_BYTES
@@ -248,7 +248,7 @@ class Moe(nn.Module):
         shape, group, local_experts = self.shape, self.groups.ep_etp, len(self.experts.expert_ids)
         tokens = workload.local_tokens(self.groups.tp_cp)
         slots, channels = tokens * shape.top_k, self.experts.channels * workload.narrow
-        rows = self._rows(workload)
+        rows = self.dispatched_rows(workload)
         total = self.experts.cost(workload, rows, wide) + Cost(
             kept=self._order_bytes(workload, recomputed=False)
         )
@@ -281,7 +281,7 @@ class Moe(nn.Module):
     def work(self, workload: Workload, load: float = 1.0) -> dict[str, Work]:
         """The work of each phase; dispatch and combine only send. The slowest rank of experts has `load` times
         the rows of balanced ones."""
-        rows = round(load * self._rows(workload))
+        rows = round(load * self.dispatched_rows(workload))
         experts = self.experts.work(workload, rows)
         if self._permutes_received():
             experts = self._receive_work(workload, rows) + experts
@@ -305,7 +305,7 @@ class Moe(nn.Module):
         if self.latent is not None:
             work += self.latent.down.work(workload, tokens)
         if self._permutes_sent():
-            work += permute_work(workload, tokens, self._rows(workload), self.experts.channels, wide)
+            work += permute_work(workload, tokens, self.dispatched_rows(workload), self.experts.channels, wide)
         users = 2
         if self.shared is not None:
             users += 1
@@ -345,7 +345,7 @@ class Moe(nn.Module):
         """The rows of each token are summed, and the shared expert is added."""
         tokens, work = workload.local_tokens(self.groups.tp_cp), Work()
         if self._permutes_sent():
-            work = unpermute_work(workload, tokens, self._rows(workload), self.experts.channels)
+            work = unpermute_work(workload, tokens, self.dispatched_rows(workload), self.experts.channels)
         if self.latent is not None:
             work += self.latent.up.work(workload, tokens)
         if self.shared is not None:

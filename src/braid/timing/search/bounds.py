@@ -26,8 +26,7 @@ from braid.timing.search.pipeline import Segments, Turns, counted, replay, turns
 KEPT_GATHERED = 2
 """A segment of at most so many blocks may keep its weights from one turn to the next."""
 GROWTH = 0.99
-"""The share of a micro-batch's work by which a step with one more is at least longer. Two short steps tell how
-a long one grows (`step`), and they may grow a little less."""
+"""The share of the growth of short steps by which a long one grows at least."""
 PAIR_LOSS = 0.1
 """The share of the exchanges of a pair that is exposed, in the closed form."""
 
@@ -139,7 +138,7 @@ class MeshBounds:
         if choice.shard == "all":
             resident += ((stages.ranks > 0) * own.largest).max(axis=1)
         else:
-            resident += stages.ranks @ own.gathered
+            resident += stages.ranks @ self._gathered(own, choice)
         usage = self.bricks.usage(self.rows(choice.micro_batches), choice.recompute, choice.shape.fine)
         extra = usage.passing + (own.reducing_whole if unsharded and several else own.reducing)
         # At the begin of a backward all is alive; later, when a brick is at its peak, what follows it is not.
@@ -149,6 +148,14 @@ class MeshBounds:
         alive = stages.alive @ kept + usage.shared * stages.alive.max(axis=1) + above[stages.alive_segment]
         update = steady + stages.ranks @ own.sharded_gradients
         return float(max((resident[stages.alive_rank] + alive).max(), update.max()))
+
+    def _gathered(self, own: Weights, choice: Choice) -> Array:
+        """Weights that are gathered at the same time: all, but for an embedding whose last forward may come
+        before a later segment of its rank is first used."""
+        apart = choice.shape.dual or choice.shape.segments > 1
+        if choice.micro_batches > (2 * self.sizes.pp if apart else 1):
+            return own.gathered
+        return own.gathered * (np.arange(len(own.gathered)) != FIRST)
 
     # ----------------------------------------------------------------------------------------- time
 
@@ -174,16 +181,22 @@ class MeshBounds:
             stages = self.stages(choice.shape, choice.micro_batches)
             times = self.times(choice.micro_batches, choice.recompute, choice.shape)
             segments = self._segments(stages, times, fine=choice.shape.fine)
-            self._replays[key] = self._extended(stages, times, choice, replay(stages.order, segments))
+            self._replays[key] = self._extended(stages, times, choice, segments)
         return max(self._replays[key], self._weights_stream(choice))
 
-    def _extended(self, stages: Stages, times: Times, choice: Choice, seconds: float) -> float:
-        """The time of all micro-batches, from that of those that were replayed."""
-        more = choice.micro_batches - counted(choice.micro_batches, self.sizes.pp)
+    def _extended(self, stages: Stages, times: Times, choice: Choice, segments: Segments) -> float:
+        """The time of all micro-batches: that of those that are replayed and, if there are more, the growth by
+        each. `predict` takes the growth of two short steps, which may be less than a rank's work."""
+        pp, count = self.sizes.pp, counted(choice.micro_batches, self.sizes.pp)
+        seconds = replay(stages.order, segments)
+        if count == choice.micro_batches:
+            return seconds
         table = times.table
         busy = table[:, [AT.forward, AT.backward, AT.wgrad, AT.replay]].sum(axis=1)
         exchange = table[:, [AT.exchange_forward, AT.exchange_backward, AT.exchange_replay]].sum(axis=1)
-        return seconds + GROWTH * more * float(np.maximum(stages.ranks @ busy, stages.ranks @ exchange).max())
+        work = float(np.maximum(stages.ranks @ busy, stages.ranks @ exchange).max())
+        fewer = replay(self.stages(choice.shape, count - pp).order, segments)
+        return seconds + GROWTH * (choice.micro_batches - count) * min(work, (seconds - fewer) / pp)
 
     def _weights_stream(self, choice: Choice) -> float:
         """All collectives of weights, one after another."""
@@ -206,9 +219,9 @@ class MeshBounds:
         table = self.times(choice.micro_batches, choice.recompute, choice.shape).table
         stages = self.stages(choice.shape, choice.micro_batches)
         whole = self.bricks.alone and not choice.recompute and not choice.shape.fine
-        launches = float((stages.ranks @ table[:, AT.launches]).max())
-        ops = 0.0 if whole else float((stages.ranks @ table[:, AT.ops]).max())
-        return self.meter.host(round(choice.micro_batches * ops), round(choice.micro_batches * launches))
+        ops = choice.micro_batches * (stages.ranks @ table[:, AT.ops]) * (not whole)
+        launches = choice.micro_batches * (stages.ranks @ table[:, AT.launches])
+        return max(self.meter.host(round(a), round(b)) for a, b in zip(ops, launches, strict=True))
 
     # ---------------------------------------------------------------------------------- closed form
 
@@ -228,8 +241,8 @@ class MeshBounds:
         slower[:, AT.forward] += waits_f
         slower[:, AT.backward] += waits_b + paired
         changed = Times(table=slower, message=times.message)
-        seconds = replay(stages.order, self._segments(stages, changed, fine=choice.shape.fine))
-        seconds = self._extended(stages, changed, choice, seconds)
+        segments = self._segments(stages, changed, fine=choice.shape.fine)
+        seconds = self._extended(stages, changed, choice, segments)
         first = np.maximum(own.gather - forward, 0.0) if choice.shard != "all" else waits_f
         last = np.maximum(own.reduce - backward, 0.0)
         ends = float((stages.segments @ first).sum()) + float((stages.ranks @ last)[0])

@@ -417,8 +417,8 @@ def kinds_of(run: Run, layout: Layout) -> list[int]:
     weights: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
     for name, parameter in model.named_parameters():
         if name.startswith("stack.blocks."):
-            _, _, block, own = name.split(".", 3)
-            weights.setdefault(f"blocks.{block}", []).append((own, tuple(parameter.shape)))
+            _, _, number, own = name.split(".", 3)
+            weights.setdefault(f"blocks.{number}", []).append((own, tuple(parameter.shape)))
     known: list[tuple[object, ...]] = []
     found = []
     for block in layout.blocks:

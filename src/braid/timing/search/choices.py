@@ -233,7 +233,7 @@ class Space:
             own,
             **choice.mesh._asdict(),
             shard=choice.shard,
-            schedule=DUAL_PIPE_V if shape.dual else "auto",
+            schedule="dual_pipe_v" if shape.dual else "auto",
             overlap=shape.overlap,
             delay_weights=own.delay_weights and shape.fine,
             late_weights=own.late_weights and shape.fine and (own.delay_weights or shape.dual),

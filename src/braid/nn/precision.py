@@ -1,0 +1,132 @@
+"""Low precision of a layer's modules: which products they multiply in which formats, and what that sends.
+
+Blocks of scales are those of whole weights. A column-parallel layer has some of their rows, a row-parallel one
+some of their columns, experts some of the ffn channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from torch import nn
+
+from braid.distributed.collectives import Group, Groups
+from braid.kernels.precision import FORMATS, Losses, LowPrecisionGroupedMlp, Products, Shards, Slice
+from braid.kernels.precision.products import amax_reduces
+from braid.nn.cost import Call, in_phase, no_grad_call, recomputed_calls
+from braid.nn.linear import Linear, RowLinear
+from braid.nn.moe.experts import Experts
+from braid.precision import Precision, ProductFormats
+
+ELEMENTS = "fp8_elements_"
+"""What the names of the metrics begin with that count elements."""
+
+
+class LossTally:
+    """What quantisation loses in a step, by the kind of tensor. It counts between `start` and `metrics`, so
+    that evaluations do not count; whoever replays activations pauses it."""
+
+    def __init__(self) -> None:
+        self.counting = False
+        self._sums: dict[str, float] = {}
+
+    def start(self) -> None:
+        self.counting, self._sums = True, {}
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        self.counting = False
+        try:
+            yield
+        finally:
+            self.counting = True
+
+    def add(self, tensor: str, lost: Losses, copies: int) -> None:
+        for name, number in lost._asdict().items():
+            key = f"fp8_{name}_{tensor}"
+            self._sums[key] = self._sums.get(key, 0.0) + number / copies
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers of elements, to be summed over ranks; `loss_shares` makes shares of them."""
+        self.counting = False
+        return self._sums
+
+
+def loss_shares(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metrics with the share of saturated and of zeroed elements in place of their numbers."""
+    shares = dict(metrics)
+    for name in metrics:
+        if name.startswith(ELEMENTS):
+            tensor, elements = name.removeprefix(ELEMENTS), shares.pop(name)
+            for lost in ("saturated", "zeroed"):
+                shares[f"fp8_{lost}_{tensor}"] /= max(1.0, elements)
+    return shares
+
+
+def set_precision(
+    inner: nn.Module, precision: Precision, groups: Groups, tally: LossTally | None = None
+) -> None:
+    """The formats of a layer, from its next forward on. A layer with a single output, the gate of a shared
+    expert, stays as it is, as routers do."""
+    replicas = groups.dp_cp.size
+    for module in inner.modules():
+        if isinstance(module, Linear) and module.channels_out > 1 and precision.dense.quantised:
+            split = groups.tp.size > 1 and module.copies.size == 1
+            outputs = groups.tp if split else None
+            module.products = _products(
+                precision.dense, tally, outputs=outputs, copies=replicas * module.copies.size
+            )
+        elif isinstance(module, RowLinear) and precision.dense.quantised:
+            module.products = _products(precision.dense, tally, inputs=module.group, copies=replicas)
+        elif isinstance(module, Experts) and precision.experts.quantised:
+            module.grouped_mlp = LowPrecisionGroupedMlp(
+                into=_products(precision.experts, tally, outputs=module.etp, copies=groups.edp.size),
+                down=_products(precision.experts, tally, inputs=module.etp, copies=groups.edp.size),
+            )
+
+
+def amax_calls(inner: nn.Module, tokens: int, rows: int, *, replayed: bool) -> tuple[Call, ...]:
+    """The all-reduces of largest magnitudes of a layer, for `tokens` of dense layers and `rows` of experts;
+    `replayed`: whether experts are recomputed."""
+    calls: tuple[Call, ...] = ()
+    for module in inner.modules():
+        if isinstance(module, Linear | RowLinear) and module.products is not None:
+            calls += tuple(_calls(module.products, tokens, (module.channels_out, module.channels_in)))
+        elif isinstance(module, Experts) and isinstance(module.grouped_mlp, LowPrecisionGroupedMlp):
+            experts, ffn = len(module.expert_ids), module.ffn
+            into = (experts, ffn * len(module.projections), module.channels)
+            of_experts = (
+                *_calls(module.grouped_mlp.into, rows, into),
+                *_calls(module.grouped_mlp.down, rows, (experts, module.channels, ffn)),
+            )
+            calls += in_phase(of_experts + (recomputed_calls(of_experts) if replayed else ()), "experts")
+    return calls
+
+
+def _calls(products: Products, tokens: int, weight: tuple[int, ...]) -> Iterator[Call]:
+    for each in amax_reduces(products, tokens, weight):
+        purpose = f"largest magnitudes of {each.tensor}"
+        for call in no_grad_call("all_reduce", each.group, 4 * each.floats, purpose):
+            yield call._replace(direction="backward" if each.backward else "forward")
+
+
+def _products(
+    formats: ProductFormats,
+    tally: LossTally | None,
+    *,
+    inputs: Group | None = None,
+    outputs: Group | None = None,
+    copies: int = 1,
+) -> Products:
+    def part(group: Group | None) -> Slice | None:
+        return None if group is None or group.size == 1 else Slice(group)
+
+    return Products(
+        forward=None if formats.forward is None else FORMATS[formats.forward],
+        input_grad=None if formats.input_grad is None else FORMATS[formats.input_grad],
+        weight_grad=None if formats.weight_grad is None else FORMATS[formats.weight_grad],
+        shards=Shards(inputs=part(inputs), outputs=part(outputs)),
+        tally=tally,
+        copies=copies,
+    )

@@ -1,0 +1,126 @@
+"""Low precision by kind of product: the settings of `train.precision` as formats.
+
+    fp8_block                       everything below in this format
+    fp8_block experts=bf16          dense layers only
+    mxfp8 dense.weight_grad=bf16    one product of a kind
+    fp8_block ends                  also in the first and the last block
+
+A setting is a format for everything, `kind=format` or `kind.product=format`; later ones win. `bf16` is no
+format: the product runs in `train.dtype`. Head, router, norms, scalars of state-space layers, hyper-connections
+and biases are in no kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from types import MappingProxyType
+from typing import Literal
+
+FormatName = Literal["fp8_block", "fp8_row", "mxfp8"]
+
+FORMAT_NAMES: tuple[FormatName, ...] = ("fp8_block", "fp8_row", "mxfp8")
+BLOCK_TOKENS: Mapping[FormatName, int | None] = MappingProxyType(
+    {"fp8_block": 128, "fp8_row": None, "mxfp8": 32}
+)
+"""Tokens that share a scale in a weight gradient; None: those of a whole sequence."""
+PLAIN = "bf16"
+"""The setting of what is not quantised."""
+FASTEST = "fp8"
+"""The setting that leaves the format to the machine."""
+ENDS = "ends"
+"""The setting that includes the first and the last block."""
+
+NOTHING_PAYS = "no format is faster than bf16 on any machine yet: fp8_block, fp8_row and mxfp8 are emulated"
+"""What `fp8` comes down to, as a clause after `because`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProductFormats:
+    """The formats of the three products of a layer; None: not quantised."""
+
+    forward: FormatName | None = None
+    input_grad: FormatName | None = None
+    weight_grad: FormatName | None = None
+
+    @property
+    def quantised(self) -> bool:
+        return any(getattr(self, each.name) for each in fields(self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """Formats by kind of product."""
+
+    dense: ProductFormats = ProductFormats()
+    """Projections of mixers, MLPs, shared experts, and those around a MoE layer's latent."""
+    experts: ProductFormats = ProductFormats()
+    """Routed experts."""
+    ends: bool = False
+    """Whether the first and the last block are quantised too."""
+
+    @property
+    def quantised(self) -> bool:
+        return self.dense.quantised or self.experts.quantised
+
+    def quantises(self, block: int, blocks: int) -> bool:
+        """Whether layers of a block are."""
+        return self.quantised and (self.ends or 0 < block < blocks - 1)
+
+
+def precision_of(settings: Iterable[str]) -> Precision:
+    """What the settings ask for. Raises `ValueError` with what is wrong about one."""
+    precision = Precision()
+    for setting in settings:
+        if setting == ENDS:
+            precision = replace(precision, ends=True)
+            continue
+        name, equals, value = setting.partition("=")
+        kind, dot, product = name.partition(".")
+        wanted = value if equals else name
+        if wanted not in (*FORMAT_NAMES, PLAIN) and not (wanted == FASTEST and not equals):
+            raise ValueError(_how(f"{wanted!r} is no format"))
+        if equals and kind not in ("dense", "experts"):
+            raise ValueError(_how(f"{kind!r} is no kind of product"))
+        if equals and dot and product not in {each.name for each in fields(ProductFormats)}:
+            raise ValueError(_how(f"{product!r} is no product"))
+        found = next((each for each in FORMAT_NAMES if each == wanted), None)
+        dense, experts = precision.dense, precision.experts
+        if not equals or kind == "dense":
+            dense = replace(dense, **{product: found}) if dot else _everything("dense", found)
+        if not equals or kind == "experts":
+            experts = replace(experts, **{product: found}) if dot else _everything("experts", found)
+        precision = replace(precision, dense=dense, experts=experts)
+    return precision
+
+
+def _everything(kind: str, found: FormatName | None) -> ProductFormats:
+    """A format for a kind. Weight gradients that the topology could change stay as they are: rows of experts
+    come from all ranks, and a block of `fp8_row` would be as long as a sequence."""
+    weight_grad = None if kind == "experts" or found == "fp8_row" else found
+    return ProductFormats(forward=found, input_grad=found, weight_grad=weight_grad)
+
+
+def _how(wrong: str) -> str:
+    names = ", ".join(FORMAT_NAMES)
+    return (
+        f"{wrong}: must be {PLAIN}, {FASTEST} or one of {names}, for all products or as dense=, experts= or "
+        f"dense.weight_grad= (forward, input_grad, weight_grad), or the word {ENDS}"
+    )
+
+
+def described(settings: Iterable[str]) -> list[str]:
+    """What a run with these settings quantises, a line for each kind; nothing if it has none."""
+    settings = tuple(settings)
+    if not settings:
+        return []
+    precision = precision_of(settings)
+    if not precision.quantised:
+        return [f"not quantised, because {NOTHING_PAYS}" if FASTEST in settings else "not quantised"]
+    lines = []
+    for name in ("dense", "experts"):
+        formats: ProductFormats = getattr(precision, name)
+        each = (f"{field.name} {getattr(formats, field.name) or PLAIN}" for field in fields(formats))
+        lines.append(f"{name}: {', '.join(each)}")
+    blocks = "all blocks" if precision.ends else "all blocks but the first and the last"
+    return [*lines, f"in {blocks}; emulated, which is slower than bf16"]

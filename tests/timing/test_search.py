@@ -1,0 +1,158 @@
+"""The search: bounds hold, the list is that of a search without pruning, and every row plans as printed."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from braid import recipes
+from braid.config import Run
+from braid.errors import ConfigError
+from braid.planning.estimate import estimate
+from braid.planning.plan import plan
+from braid.schedule import Act
+from braid.timing.calibration import load
+from braid.timing.links import load_cluster
+from braid.timing.predict import predict
+from braid.timing.search import Choice, MeshSizes, Search, Shape, Space, search
+from braid.timing.search.choices import divisors
+from braid.timing.search.pipeline import turns
+
+CLUSTER, DEVICE = load_cluster("h100-ib"), load("h100")
+ROUNDING = 1 + 1e-9
+
+
+def small(pattern: str, recipe: str = "qwen3-30b-a3b", samples: int = 32) -> Run:
+    run = recipes.load(recipe)
+    model, train = replace(run.model, pattern=pattern), replace(run.train, batch_samples=samples)
+    return replace(run, model=model, train=train, data=replace(run.data, sequence_tokens=2048))
+
+
+RUNS = {
+    "experts": small("[*E]x8"),
+    "latent with MTP": small("[+-][+E]x6/+E", "deepseek-v3"),
+    "hybrid": small("ME[*E]MEM[*E]", "nemotron-nano-30b-a3b"),
+}
+
+
+def searched(run: Run, world: int, **choices: object) -> Search:
+    space = Space(run=run, world=world, most_tp=CLUSTER.domain)
+    limit = int(0.95 * DEVICE.memory_bytes)
+    return Search(space=space, cluster=CLUSTER, calibration=DEVICE, limit=limit, **choices)  # type: ignore[arg-type]
+
+
+def drawn(space: Space, luck: random.Random) -> Choice:
+    """A candidate, drawn from all."""
+    while True:
+        sizes, axes = luck.choice(list(space.meshes()))
+        if counts := space.micro_batches(axes):
+            return Choice(
+                sizes,
+                luck.choice(space.shapes(sizes)),
+                luck.choice(counts),
+                luck.choice(space.recomputes_of(sizes)),
+                luck.choice(space.shards(axes)),
+            )
+
+
+def bounds_hold(run: Run, world: int, seed: int) -> None:
+    """The bounds of a candidate are at most what `estimate` and `predict` have for the planned run."""
+    work = searched(run, world)
+    choice = drawn(work.space, random.Random(seed))
+    axes = dict(work.space.meshes())[choice.mesh]
+    bounds = work.bounds(choice.mesh, axes)
+    made = plan(work.space.run_of(choice), world)
+    assert bounds.memory(choice) <= estimate(made).peak, choice
+    assert bounds.least_weights() <= estimate(made).peak, choice
+    timed = work.timed(choice)
+    assert bounds.time(choice) <= timed.seconds * ROUNDING, choice
+    assert bounds.least_time(choice.shape, choice.micro_batches) <= timed.seconds * ROUNDING, choice
+
+
+@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("seed", range(4))
+def test_bounds_never_exceed_what_the_plan_takes(name: str, seed: int) -> None:
+    bounds_hold(RUNS[name], 16, seed)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("seed", range(100, 140))
+def test_bounds_of_many_candidates_hold(name: str, seed: int) -> None:
+    bounds_hold(RUNS[name], 64, seed)
+
+
+def test_the_list_is_that_of_a_search_that_simulates_everything() -> None:
+    run, fixed = small("[*E]x4", samples=8), {"mesh.cp": 1, "mesh.etp": 1, "train.recompute": ()}
+    found = search(run, 4, CLUSTER, DEVICE, fixed=fixed, top=4)
+    work = searched(run, 4)
+    work.space = replace(work.space, fixed=fixed)
+    best: dict[MeshSizes, float] = {}
+    for sizes, axes in work.space.meshes():
+        for shape in work.space.shapes(sizes):
+            for count in work.space.micro_batches(axes):
+                for shard in work.space.shards(axes):
+                    made = plan(work.space.run_of(Choice(sizes, shape, count, (), shard)), 4)
+                    if estimate(made).peak <= found.limit:
+                        best[sizes] = min(best.get(sizes, 1e9), predict(made, CLUSTER, DEVICE).seconds)
+    fastest = sorted(best.items(), key=lambda item: item[1])[:4]
+    assert [each.seconds for each in found.best] == pytest.approx([seconds for _, seconds in fastest])
+    assert [each.choice.mesh for each in found.best] == [sizes for sizes, _ in fastest]
+    counts = found.counts
+    assert counts.candidates == counts.cannot_fit + counts.cannot_be_better + counts.ranked
+
+
+def test_a_row_planned_by_itself_takes_the_time_that_is_listed() -> None:
+    found = search(small("[*E]x4"), 16, CLUSTER, DEVICE, fixed={"mesh.pp": 2, "mesh.cp": 1}, top=3)
+    assert len(found.best) == 3
+    for each in found.best:
+        made = plan(each.run, 16)
+        alone = predict(made, CLUSTER, DEVICE)
+        assert (alone.seconds, alone.low, alone.high) == pytest.approx((each.seconds, each.low, each.high))
+        assert estimate(made).peak == each.peak <= found.limit
+        assert made.step_tokens == plan(small("[*E]x4"), 16).step_tokens
+
+
+def test_a_fixed_value_stays() -> None:
+    found = search(small("[*E]x4"), 8, CLUSTER, DEVICE, fixed={"mesh.ep": 4, "mesh.shard": "all"}, top=2)
+    assert {(each.choice.mesh.ep, each.choice.shard) for each in found.best} == {(4, "all")}
+
+
+def test_less_memory_is_respected() -> None:
+    run, fixed = small("[*E]x4"), {"mesh.tp": 1, "mesh.cp": 1, "mesh.etp": 1, "mesh.pp": 1}
+    roomy = search(run, 8, CLUSTER, DEVICE, fixed=fixed, top=1)
+    limit = roomy.best[0].peak // 2
+    tight = search(run, 8, CLUSTER, DEVICE, fixed=fixed, top=1, limit=limit)
+    assert tight.best[0].peak <= limit
+    assert tight.best[0].seconds > roomy.best[0].seconds
+
+
+@pytest.mark.parametrize("pp", [1, 2, 3, 4])
+@pytest.mark.parametrize("segments", [1, 2, 3])
+@pytest.mark.parametrize("micro_batches", [1, 3, 4, 9])
+def test_turns_are_those_of_the_overlapped_schedule(pp: int, segments: int, micro_batches: int) -> None:
+    if pp == 1 and segments > 1:
+        return
+    pattern = "|".join(["[*E]"] * (pp * segments)) if pp > 1 else "[*E]"
+    run = small(pattern, samples=2 * micro_batches)
+    mesh = replace(run.mesh, pp=pp, ep=2, overlap=True)
+    made = plan(replace(run, mesh=mesh, train=replace(run.train, micro_batches=micro_batches)), 2 * pp)
+    for rank, ops in enumerate(made.schedule.ops):
+        own = turns(pp, Shape(segments, False, True), micro_batches).ranks[rank]
+        for act, place in ((Act.F, 0), (Act.B, 1)):
+            planned = dict.fromkeys((op.micro_batch, op.segment) for op in ops if op.act is act)
+            assert [slot[place] for slot in own if slot[place]] == list(planned)
+
+
+def test_what_cannot_be_searched_is_said() -> None:
+    with pytest.raises(ConfigError, match="train everything"):
+        search(replace(small("[*E]x4"), trained=("head.*",)), 8, CLUSTER, DEVICE)
+    with pytest.raises(ConfigError, match=r"no mesh of 8 ranks fits\nwith mesh.tp 3"):
+        search(small("[*E]x4"), 8, CLUSTER, DEVICE, fixed={"mesh.tp": 3})
+
+
+def test_divisors() -> None:
+    assert divisors(12) == [1, 2, 3, 4, 6, 12]
+    assert divisors(16, 4) == [1, 2, 4]
