@@ -24,7 +24,7 @@ from braid.timing.links import load_cluster
 from braid.timing.predict import predict
 
 RANKS = (1024, 16384)
-REPEATS = 3
+REPEATS = 2
 CLUSTER = "h100-ib"
 MESHES = MappingProxyType(
     {
