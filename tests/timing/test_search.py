@@ -72,7 +72,7 @@ def bounds_hold(run: Run, world: int, seed: int) -> None:
 
 
 @pytest.mark.parametrize("name", RUNS)
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_bounds_never_exceed_what_the_plan_takes(name: str, seed: int) -> None:
     bounds_hold(RUNS[name], 16, seed)
 
@@ -86,7 +86,7 @@ def test_bounds_of_many_candidates_hold(name: str, seed: int) -> None:
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_the_list_is_that_of_a_search_that_simulates_everything(world: int) -> None:
-    run, top = small("[*E]x4", samples=2 * world), world
+    run, top = small("[*E]x2" if world == 2 else "[*E]x4", samples=2 * world), world
     fixed = {"mesh.cp": 1, "mesh.etp": 1, "train.recompute": ()}
     found = search(run, world, CLUSTER, DEVICE, fixed=fixed, top=top)
     work = searched(run, world)
@@ -107,10 +107,11 @@ def test_the_list_is_that_of_a_search_that_simulates_everything(world: int) -> N
 
 
 def test_a_row_planned_by_itself_takes_the_time_that_is_listed() -> None:
-    found = search(small("[*E]x4"), 16, CLUSTER, DEVICE, fixed={"mesh.pp": 2, "mesh.cp": 1}, top=3)
-    assert len(found.best) == 3
+    fixed = {"mesh.pp": 2, "mesh.cp": 1, "mesh.tp": 1, "mesh.etp": 1}
+    found = search(small("[*E]x4"), 8, CLUSTER, DEVICE, fixed=fixed, top=2)
+    assert len(found.best) == 2
     for each in found.best:
-        made = plan(each.run, 16)
+        made = plan(each.run, 8)
         alone = predict(made, CLUSTER, DEVICE)
         assert (alone.seconds, alone.low, alone.high) == pytest.approx((each.seconds, each.low, each.high))
         assert estimate(made).peak == each.peak <= found.limit
