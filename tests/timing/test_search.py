@@ -72,7 +72,7 @@ def bounds_hold(run: Run, world: int, seed: int) -> None:
 
 
 @pytest.mark.parametrize("name", RUNS)
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_bounds_never_exceed_what_the_plan_takes(name: str, seed: int) -> None:
     bounds_hold(RUNS[name], 16, seed)
 
@@ -84,20 +84,22 @@ def test_bounds_of_many_candidates_hold(name: str, seed: int) -> None:
     bounds_hold(RUNS[name], 64, seed)
 
 
-def test_the_list_is_that_of_a_search_that_simulates_everything() -> None:
-    run, fixed = small("[*E]x4", samples=8), {"mesh.cp": 1, "mesh.etp": 1, "train.recompute": ()}
-    found = search(run, 4, CLUSTER, DEVICE, fixed=fixed, top=4)
-    work = searched(run, 4)
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_the_list_is_that_of_a_search_that_simulates_everything(world: int) -> None:
+    run, top = small("[*E]x2" if world == 2 else "[*E]x4", samples=2 * world), world
+    fixed = {"mesh.cp": 1, "mesh.etp": 1, "train.recompute": ()}
+    found = search(run, world, CLUSTER, DEVICE, fixed=fixed, top=top)
+    work = searched(run, world)
     work.space = replace(work.space, fixed=fixed)
     best: dict[MeshSizes, float] = {}
     for sizes, axes in work.space.meshes():
         for shape in work.space.shapes(sizes):
             for count in work.space.micro_batches(axes):
                 for shard in work.space.shards(axes):
-                    made = plan(work.space.run_of(Choice(sizes, shape, count, (), shard)), 4)
+                    made = plan(work.space.run_of(Choice(sizes, shape, count, (), shard)), world)
                     if estimate(made).peak <= found.limit:
                         best[sizes] = min(best.get(sizes, 1e9), predict(made, CLUSTER, DEVICE).seconds)
-    fastest = sorted(best.items(), key=lambda item: item[1])[:4]
+    fastest = sorted(best.items(), key=lambda item: item[1])[:top]
     assert [each.seconds for each in found.best] == pytest.approx([seconds for _, seconds in fastest])
     assert [each.choice.mesh for each in found.best] == [sizes for sizes, _ in fastest]
     counts = found.counts
@@ -105,14 +107,15 @@ def test_the_list_is_that_of_a_search_that_simulates_everything() -> None:
 
 
 def test_a_row_planned_by_itself_takes_the_time_that_is_listed() -> None:
-    found = search(small("[*E]x4"), 16, CLUSTER, DEVICE, fixed={"mesh.pp": 2, "mesh.cp": 1}, top=3)
-    assert len(found.best) == 3
+    fixed = {"mesh.pp": 2, "mesh.cp": 1, "mesh.tp": 1, "mesh.etp": 1}
+    found = search(small("[*E]x4"), 8, CLUSTER, DEVICE, fixed=fixed, top=2)
+    assert len(found.best) == 2
     for each in found.best:
-        made = plan(each.run, 16)
+        made = plan(each.run, 8)
         alone = predict(made, CLUSTER, DEVICE)
         assert (alone.seconds, alone.low, alone.high) == pytest.approx((each.seconds, each.low, each.high))
         assert estimate(made).peak == each.peak <= found.limit
-        assert made.step_tokens == plan(small("[*E]x4"), 16).step_tokens
+        assert made.step_tokens == 32 * 2048
 
 
 def test_a_fixed_value_stays() -> None:
@@ -123,7 +126,7 @@ def test_a_fixed_value_stays() -> None:
 def test_less_memory_is_respected() -> None:
     run, fixed = small("[*E]x4"), {"mesh.tp": 1, "mesh.cp": 1, "mesh.etp": 1, "mesh.pp": 1}
     roomy = search(run, 8, CLUSTER, DEVICE, fixed=fixed, top=1)
-    limit = roomy.best[0].peak // 2
+    limit = roomy.best[0].peak * 9 // 10
     tight = search(run, 8, CLUSTER, DEVICE, fixed=fixed, top=1, limit=limit)
     assert tight.best[0].peak <= limit
     assert tight.best[0].seconds > roomy.best[0].seconds

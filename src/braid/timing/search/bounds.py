@@ -159,16 +159,19 @@ class MeshBounds:
 
     # ----------------------------------------------------------------------------------------- time
 
-    def least_time(self, shape: Shape, micro_batches: int) -> float:
-        """Seconds that no candidate with this shape goes below, whatever it shards and recomputes."""
-        times, stages = self.times(micro_batches, (), shape), self.stages(shape, micro_batches)
-        table = times.table
-        busy = table[:, AT.forward] + table[:, AT.backward] + table[:, AT.wgrad]
-        exchange = table[:, AT.exchange_forward] + table[:, AT.exchange_backward]
+    def least_time(self, shape: Shape, micro_batches: int, recompute: tuple[Recompute, ...] = ()) -> float:
+        """Seconds that no candidate goes below that recomputes at least this, whatever it shards: until the
+        first micro-batch reaches a rank, the rank's work, and after it the backwards before that rank."""
+        stages, table = self.stages(shape, micro_batches), self.times(micro_batches, recompute, shape).table
+        busy = table[:, [AT.forward, AT.backward, AT.wgrad, AT.replay]].sum(axis=1)
+        exchange = table[:, [AT.exchange_forward, AT.exchange_backward, AT.exchange_replay]].sum(axis=1)
         chain = stages.segments @ (table[:, AT.forward] + table[:, AT.exchange_forward])
+        if not shape.fine:
+            chain += stages.segments @ table[:, AT.backward]
         head = (np.cumsum(chain) - chain)[stages.first]
         most = np.maximum(stages.ranks @ busy, stages.ranks @ exchange)
-        return float((head + micro_batches * most).max())
+        growth = 1.0 if counted(micro_batches, self.sizes.pp) == micro_batches else GROWTH
+        return float((head + growth * micro_batches * most).max())
 
     def time(self, choice: Choice) -> float:
         """A lower bound of the step in seconds."""

@@ -202,7 +202,11 @@ class Search:
                 slow += self._each(bounds) * (len(least) - place)
                 break
             for recompute in self.space.recomputes_of(bounds.sizes):
-                for shard in self.space.shards(bounds.axes):
+                shards = self.space.shards(bounds.axes)
+                if self.prune and bounds.least_time(shape, micro_batches, recompute) > marks.of(bounds.sizes):
+                    slow += len(shards)
+                    continue
+                for shard in shards:
                     choice = Choice(bounds.sizes, shape, micro_batches, recompute, shard)
                     if bounds.memory(choice) > self.limit:
                         large += 1
