@@ -227,13 +227,13 @@ class Search:
         than what is found are left out."""
         best: dict[MeshSizes, Timed] = {}
         simulated = 0
-        for found in ranked:
+        for found in _best_of_each_first(ranked, self.top):
             times = sorted(each.seconds for each in best.values())
             last = times[self.top - 1] if len(times) >= self.top else inf
             own = best[found.choice.mesh].seconds if found.choice.mesh in best else inf
-            if simulated >= self.simulations or found.seconds > (1 + MARGIN) * last:
+            if simulated >= self.simulations:
                 break
-            if found.bound > min(last, own):
+            if found.bound > min(last, own) or found.seconds > (1 + MARGIN) * min(last, own):
                 continue
             timed = self.timed(found.choice)
             simulated += 1
@@ -263,6 +263,16 @@ class Search:
     def _tell(self, text: str, number: int) -> None:
         if number % 10 == 0:
             self.report(text)
+
+
+def _best_of_each_first(ranked: list[Ranked], top: int) -> list[Ranked]:
+    """The best of each of the best meshes, by which most others are left out; then all others."""
+    firsts: dict[MeshSizes, Ranked] = {}
+    for found in ranked:
+        firsts.setdefault(found.choice.mesh, found)
+    ahead = list(firsts.values())[:top]
+    taken = set(ahead)
+    return [*ahead, *(found for found in ranked if found not in taken)]
 
 
 class _Marks:
