@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from pathlib import Path
 
 import pytest
 
@@ -30,14 +31,19 @@ def test_every_row_has_the_options_that_plan_it(capsys: pytest.CaptureFixture[st
         assert alone["peak"] == row["peak"]
 
 
-def test_the_table_says_what_became_of_all_candidates(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*WORDS, *CLUSTER]) == 0
+def test_the_table_says_what_became_of_all_candidates(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main([*WORDS, *CLUSTER, "--html", str(tmp_path / "plan.html")]) == 0
     shown = capsys.readouterr().out
     assert "8 x NVIDIA H100" in shown
     assert "candidates: " in shown
     assert "yours: rank " in shown
     first = next(line for line in shown.splitlines() if line.startswith(" 1  --"))
     assert shlex.split(first)[1:3] == ["--model.pattern", "[*E]x4"]
+    page = (tmp_path / "plan.html").read_text(encoding="utf-8")
+    assert "The best meshes" in page
+    assert next(line for line in shown.splitlines() if " candidates: " in line) in page
 
 
 def test_without_a_cluster_the_names_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -45,6 +51,13 @@ def test_without_a_cluster_the_names_are_listed(capsys: pytest.CaptureFixture[st
     told = capsys.readouterr().err
     assert "--search needs --cluster" in told
     assert "h100-ib" in told
+
+
+def test_options_of_one_plan_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*WORDS, *CLUSTER, "--svg", "plan.svg", "--ops", "0"]) == 2
+    told = capsys.readouterr().err
+    assert "--svg shows one plan" in told
+    assert "--ops shows one plan" in told
 
 
 def test_runs_with_encoders_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

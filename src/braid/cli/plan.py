@@ -18,7 +18,7 @@ from braid import validators
 from braid.cli.args import optional, parse_options, perfetto_hint, print_table, split_positional
 from braid.cli.ops import format_ops
 from braid.cli.plan_files import RELATIVE, timeline_of, write, write_svg, write_trace
-from braid.cli.plan_html import PageFacts, page
+from braid.cli.plan_html import PageFacts, RankedMeshes, page
 from braid.cli.plan_modules import module_header, modules_json, print_edges_and_ahead, station_table
 from braid.cli.plan_notes import (
     estimate_gaps,
@@ -29,7 +29,7 @@ from braid.cli.plan_notes import (
     trained_summaries,
     trained_summary,
 )
-from braid.cli.plan_search import show_search
+from braid.cli.plan_search import ranked_meshes, show_search
 from braid.cli.plan_tables import memory_table, size_text, stage_json, table_unit, traffic_table, verdict
 from braid.cli.plan_time import FasterPlans, advice_lines, predicted, print_time, time_json, time_problems
 from braid.cli.recipes import RunFields, expand_recipe_help
@@ -42,6 +42,7 @@ from braid.validators import nearest
 
 if TYPE_CHECKING:
     from braid.planning.estimate import Advice, Estimate
+    from braid.planning.plan import Plan
     from braid.timing.predict import Prediction
 
 GIB = 2**30
@@ -76,7 +77,8 @@ class PlanOptions:
     """Name the changes of one option that would save most time, each with its gain and its cost in memory;
     needs `--cluster`. Plans up to twelve others, which takes seconds."""
     html: Annotated[Path | None, optional("FILE", "off")] = None
-    """Write a page with these tables, the advice and the timeline of a step, to open in a browser."""
+    """Write a page with these tables, the advice and the timeline of a step, to open in a browser; with
+    `--search`, of the fastest mesh, beside the list."""
     search: bool = False
     """List the fastest meshes, schedules and micro-batches for these ranks; needs `--cluster`."""
     top: int = 10
@@ -116,7 +118,7 @@ def show_plan(args: list[str]) -> int:
     recipe = load_source(name, rest).run
     opts = parse_options(PlanOptions, rest, f"braid plan {name}", PlanOptions(run=recipe))
     problems = [
-        *(() if opts.search else check(opts.run, opts.world)),  # a search finds a mesh that fits
+        *(_search_problems(opts) if opts.search else check(opts.run, opts.world)),  # a search finds its meshes
         *_memory_problems(opts.device_memory),
         *validators.at_least("load", opts.load, 1),
         *time_problems(opts.cluster, opts.calibration),
@@ -124,36 +126,40 @@ def show_plan(args: list[str]) -> int:
     ]
     if problems:
         raise ConfigError(problems)
+    limit = None if opts.device_memory is None else _parse_bytes(opts.device_memory)
     if opts.search:
-        limit = None if opts.device_memory is None else _parse_bytes(opts.device_memory)
-        show_search(
+        found = show_search(
             name, recipe, opts.run, opts.world, cluster=opts.cluster, calibration=opts.calibration,
             load=opts.load, limit=limit, fix=opts.fix, top=opts.top, as_json=opts.json,
         )  # fmt: skip
+        if opts.html is not None and found.best:
+            first = _found_out(make_plan(found.best[0].run, opts.world), found.limit, opts)
+            _write_files(first, f"{name}, the fastest mesh found,", opts, ranked_meshes(found))
         return ExitCode.OK
     plan = make_plan(opts.run, opts.world)
     if opts.ops is not None:
         print(format_ops(plan, opts.ops, as_json=opts.json))
         return ExitCode.OK
-    from braid.planning.estimate import advise, estimate  # imports torch
-
-    limit = None if opts.device_memory is None else _parse_bytes(opts.device_memory)
-    result, prediction = estimate(plan, opts.device), None
-    if opts.time or opts.advise or opts.cluster is not None:
-        prediction = predicted(plan, opts.cluster, opts.calibration, opts.load)
-    facts = PlanFacts(
-        estimate=result,
-        limit=limit,
-        fixes=advise(result, limit) if limit is not None and result.peak > limit else [],
-        prediction=prediction,
-        faster=_faster(prediction, opts, limit),
-    )
+    facts = _found_out(plan, limit, opts)
     _write_files(facts, name, opts)
     if opts.json:
         print(json.dumps(_as_json(facts), indent=2))
     else:
         _print(facts)
     return ExitCode.OK
+
+
+def _search_problems(opts: PlanOptions) -> Iterator[Problem]:
+    """Options that are about one plan."""
+    given = {"svg": opts.svg, "trace": opts.trace, "ops": opts.ops}
+    for name, value in given.items():
+        if value is not None:
+            yield Problem(
+                field=name,
+                value=value,
+                rule=f"--{name} shows one plan, and --search lists several",
+                remedy="plan one of the list, by the options that are printed with it",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,6 +176,21 @@ class PlanFacts:
     """Changes that save time, if they were asked for."""
 
 
+def _found_out(plan: Plan, limit: int | None, opts: PlanOptions) -> PlanFacts:
+    from braid.planning.estimate import advise, estimate  # imports torch
+
+    result, prediction = estimate(plan, opts.device), None
+    if opts.time or opts.advise or opts.cluster is not None:
+        prediction = predicted(plan, opts.cluster, opts.calibration, opts.load)
+    return PlanFacts(
+        estimate=result,
+        limit=limit,
+        fixes=advise(result, limit) if limit is not None and result.peak > limit else [],
+        prediction=prediction,
+        faster=_faster(prediction, opts, limit),
+    )
+
+
 def _faster(prediction: Prediction | None, opts: PlanOptions, limit: int | None) -> FasterPlans | None:
     if prediction is None or not (opts.advise or opts.html is not None):
         return None
@@ -180,7 +201,7 @@ def _faster(prediction: Prediction | None, opts: PlanOptions, limit: int | None)
     return FasterPlans(limit=limit, changes=tuple(advise(prediction, device=opts.device, limit=limit)))
 
 
-def _write_files(facts: PlanFacts, name: str, opts: PlanOptions) -> None:
+def _write_files(facts: PlanFacts, name: str, opts: PlanOptions, meshes: RankedMeshes | None = None) -> None:
     """The drawing, the trace and the page."""
     if opts.svg is None and opts.trace is None and opts.html is None:
         return
@@ -201,6 +222,7 @@ def _write_files(facts: PlanFacts, name: str, opts: PlanOptions) -> None:
             prediction=facts.prediction,
             faster=facts.faster,
             timeline=found,
+            meshes=meshes,
         )
         write("html", opts.html, page(page_facts))
         print(f"wrote the page to {opts.html}: open it in a browser{how}", file=sys.stderr)

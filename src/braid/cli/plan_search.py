@@ -12,6 +12,7 @@ import rich.console
 
 from braid.choices import RECOMPUTE, Strategy
 from braid.cli.args import print_table
+from braid.cli.plan_html import RankedMeshes
 from braid.cli.plan_time import LABELS, span_text
 from braid.config import Run, difference
 from braid.errors import ConfigError, Problem
@@ -48,8 +49,9 @@ def show_search(
     fix: Sequence[str],
     top: int,
     as_json: bool,
-) -> None:
-    """Search, and print what is found. `recipe` is the run before options: those of a row start from it."""
+) -> Found:
+    """Search, print what is found, and return it. `recipe` is the run before options: those of a row start
+    from it."""
     from braid.timing.calibration import load as load_calibration
     from braid.timing.links import clusters, load_cluster
     from braid.timing.search import search
@@ -69,10 +71,12 @@ def show_search(
         )  # fmt: skip
     begin = ["braid", "plan", name, "--world", str(world), "--cluster", cluster]
     begin += [] if calibration is None else ["--calibration", calibration]
+    begin += [] if load == 1 else ["--load", str(load)]
     if as_json:
         print(json.dumps(_as_json(found, recipe), indent=2))
     else:
         _print(found, recipe, run, shlex.join(begin))
+    return found
 
 
 # ------------------------------------------------------------------------------------------------ --fix
@@ -123,6 +127,8 @@ COLUMNS = (
     "", "step", "range", "MFU", "tp", "cp", "pp", "vp", "ep", "etp", "dp", "rows", "micro", "recompute",
     "shard", "schedule", "GiB left", "limited by",
 )  # fmt: skip
+PAGE_NUMBERS = ("MFU", "tp", "cp", "pp", "vp", "ep", "etp", "dp", "rows", "micro", "GiB left")
+"""Columns of numbers."""
 
 
 def _print(found: Found, recipe: Run, run: Run, begin: str) -> None:
@@ -151,6 +157,18 @@ def _print(found: Found, recipe: Run, run: Run, begin: str) -> None:
         console.print(f"options of each, behind `{begin}`", style="bold", soft_wrap=True)
         for number, each in enumerate(found.best, 1):
             console.print(f"{number:>2}  {shlex.join(options(recipe, each.run))}", soft_wrap=True, markup=False)
+
+
+def ranked_meshes(found: Found) -> RankedMeshes:
+    """The list, for the page of a plan."""
+    rows = (_row(number, each, found.limit) for number, each in enumerate(found.best, 1))
+    return RankedMeshes(
+        columns=COLUMNS[1:],
+        numbers=PAGE_NUMBERS,
+        rows=tuple(tuple(row[1:]) for row in rows),
+        seconds=tuple(each.seconds for each in found.best),
+        notes=(_counts_text(found), _own_text(found)),
+    )
 
 
 def _row(number: int, each: Timed, limit: int) -> list[str]:

@@ -19,10 +19,10 @@ from braid.errors import ConfigError
 from braid.planning.divisibility import AxisSizes
 from braid.planning.estimate import estimate
 from braid.planning.plan import Plan, check, plan, training_flops
-from braid.timing.calibration import Calibration, load
-from braid.timing.links import Cluster
+from braid.timing.calibration import Calibration
+from braid.timing.links import Cluster, filled
 from braid.timing.meter import ClusterMeter
-from braid.timing.predict import unmeasured
+from braid.timing.predict import calibration_for, unmeasured
 from braid.timing.search.bounds import MeshBounds, Pipelines
 from braid.timing.search.bricks import Bricks, kinds_of
 from braid.timing.search.choices import Choice, MeshSizes, Shape, Space
@@ -311,7 +311,7 @@ def search(
     """The fastest meshes of a run on a number of ranks. `limit` are the bytes that a rank may take, by default
     those of the device but for `HEADROOM`; `fixed` has values that are not searched, by option."""
     began = monotonic()
-    known = load(cluster.device) if calibration is None else calibration
+    known, cluster = calibration_for(cluster, calibration), filled(cluster, world)
     most = int((1 - HEADROOM) * known.memory_bytes) if limit is None else limit
     space = Space(run=run, world=world, most_tp=cluster.domain, fixed=fixed or {})
     _check(space)
