@@ -80,8 +80,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="replays-wait-for-gradients-twice",
         file="timing/search/pipeline.py",
-        old="done = max(max(b_in, started, before - each.trailing[number]) + chain, before + computed)",
-        new="done = max(b_in, started, before) + 1.2 * chain + computed",
+        old="done = begin + backward[b] + exchange_b[b]",
+        new="done = begin + 1.2 * (backward[b] + exchange_b[b]) + computed",
         kind="missing scale",
         why="meshes with a pipeline look slower than they can be, and are dropped",
     ),

@@ -129,6 +129,10 @@ COLUMNS = (
 )  # fmt: skip
 PAGE_NUMBERS = ("MFU", "tp", "cp", "pp", "vp", "ep", "etp", "dp", "rows", "micro", "GiB left")
 """Columns of numbers."""
+NOT_WHOLE = (
+    "as many were simulated as may be: meshes faster than the last ones may be missing; --fix some values to "
+    "search the others whole"
+)
 
 
 def _print(found: Found, recipe: Run, run: Run, begin: str) -> None:
@@ -151,6 +155,8 @@ def _print(found: Found, recipe: Run, run: Run, begin: str) -> None:
     else:
         console.print(f"no candidate fits into {found.limit / GIB:,.1f} GiB: use more ranks", style="bold")
     console.print(_counts_text(found))
+    if not found.is_whole:
+        console.print(NOT_WHOLE)
     console.print(_own_text(found))
     if found.best:
         console.print()
@@ -167,7 +173,7 @@ def ranked_meshes(found: Found) -> RankedMeshes:
         numbers=PAGE_NUMBERS,
         rows=tuple(tuple(row[1:]) for row in rows),
         seconds=tuple(each.seconds for each in found.best),
-        notes=(_counts_text(found), _own_text(found)),
+        notes=(_counts_text(found), *(() if found.is_whole else (NOT_WHOLE,)), _own_text(found)),
     )
 
 
@@ -244,6 +250,7 @@ def _as_json(found: Found, recipe: Run) -> dict[str, Any]:
         "cannot_be_better": counts.cannot_be_better,
         "ranked": counts.ranked,
         "simulated": counts.simulated,
+        "is_whole": found.is_whole,
         "search_seconds": found.seconds,
     }
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from braid.choices import Recompute, Strategy
+from braid.model.declaration import Form
 from braid.pattern import Layout
 from braid.planning.divisibility import AxisSizes
 from braid.planning.modules import grid_of
@@ -159,10 +160,19 @@ class MeshBounds:
 
     # ----------------------------------------------------------------------------------------- time
 
+    def least_work(self, shape: Shape, micro_batches: int) -> float:
+        """As `least_time`, without any collective."""
+        delayed, form = self._delayed(shape), self._form_of(shape)
+        table = self.bricks.least_times(self.rows(micro_batches), form, delayed, self.meter)
+        return self._least(shape, micro_batches, table)
+
     def least_time(self, shape: Shape, micro_batches: int, recompute: tuple[Recompute, ...] = ()) -> float:
         """Seconds that no candidate goes below that recomputes at least this, whatever it shards: until the
         first micro-batch reaches a rank, the rank's work, and after it the backwards before that rank."""
-        stages, table = self.stages(shape, micro_batches), self.times(micro_batches, recompute, shape).table
+        return self._least(shape, micro_batches, self.times(micro_batches, recompute, shape).table)
+
+    def _least(self, shape: Shape, micro_batches: int, table: Array) -> float:
+        stages = self.stages(shape, micro_batches)
         busy = table[:, [AT.forward, AT.backward, AT.wgrad, AT.replay]].sum(axis=1)
         exchange = table[:, [AT.exchange_forward, AT.exchange_backward, AT.exchange_replay]].sum(axis=1)
         chain = stages.segments @ (table[:, AT.forward] + table[:, AT.exchange_forward])
@@ -259,14 +269,20 @@ class MeshBounds:
         return self.space.run.train.batch_samples // (micro_batches * self.axes.dp)
 
     def times(self, micro_batches: int, recompute: tuple[Recompute, ...], shape: Shape) -> Times:
-        own = self.space.run.mesh
-        delayed = shape.dual or (shape.overlap and own.delay_weights)
+        delayed = self._delayed(shape)
         key = (micro_batches, recompute, shape.fine, delayed)
         if key not in self._times:
-            form = self.bricks.form(fine=shape.fine, posts=self.sizes.pp == 1)
+            form = self._form_of(shape)
             rows = self.rows(micro_batches)
             self._times[key] = self.bricks.times(rows, recompute, form, delayed, self.meter)
         return self._times[key]
+
+    def _delayed(self, shape: Shape) -> bool:
+        """Whether weight gradients wait."""
+        return shape.dual or (shape.overlap and self.space.run.mesh.delay_weights)
+
+    def _form_of(self, shape: Shape) -> Form:
+        return self.bricks.form(fine=shape.fine, posts=self.sizes.pp == 1)
 
     def weights(self, shard: Strategy) -> Weights:
         if shard not in self._weights:

@@ -156,6 +156,7 @@ class Bricks:
         ] = {}
         self._costs: dict[tuple[int, tuple[Recompute, ...], bool], dict[str, Cost]] = {}
         self._usage: dict[tuple[int, tuple[Recompute, ...], bool], Usage] = {}
+        self._least: dict[tuple[int, Form, bool], Array] = {}
         self._phases: dict[Form, list[tuple[int, Phase]]] = {}
         self._units: dict[tuple[int, ...], list[tuple[int, HeldUnit]]] = {}
 
@@ -165,8 +166,28 @@ class Bricks:
         self, rows: int, recompute: tuple[Recompute, ...], form: Form, delayed: bool, meter: ClusterMeter
     ) -> Times:
         """The times of all bricks; `form` says how blocks are split into phases."""
+        calls = self._calls_of(rows, recompute, meter)
+        table = self._table(rows, recompute, form, delayed, meter, calls)
+        return Times(table=table, message=self._message(rows, meter))
+
+    def least_times(self, rows: int, form: Form, delayed: bool, meter: ClusterMeter) -> Array:
+        """The times of all bricks without collectives and recomputation: the same for all meshes."""
+        key = (rows, form, delayed)
+        if key not in self._least:
+            self._least[key] = self._table(rows, (), form, delayed, meter, {})
+        return self._least[key]
+
+    def _table(
+        self,
+        rows: int,
+        recompute: tuple[Recompute, ...],
+        form: Form,
+        delayed: bool,
+        meter: ClusterMeter,
+        calls: Mapping[tuple[str, str, str], float],
+    ) -> Array:
         table, names = np.zeros((self.count + 1, len(AT))), recomputed(recompute)
-        work, calls = self._seconds_of(rows, meter), self._calls_of(rows, recompute, meter)
+        work = self._seconds_of(rows, meter)
         for brick, phase in self.phases(form):
             own, row = part_of(phase), table[brick]
             inner = own if phase.depth is None or phase.block is None else f"{own}.blocks.{phase.block}"
@@ -189,7 +210,7 @@ class Bricks:
                     seconds, launches = each.replayed(names)
                     row[replay] += seconds + calls.get((own, kind, "recompute"), 0.0)
                     row[AT.launches] += launches
-        return Times(table=table, message=self._message(rows, meter))
+        return table
 
     def form(self, *, fine: bool, posts: bool) -> Form:
         """How blocks are split into phases."""

@@ -62,6 +62,8 @@ class Turns(NamedTuple):
     ranks: tuple[tuple[Slot, ...], ...]
     live: tuple[tuple[Live, ...], ...]
     """What may be alive at most, by rank."""
+    steps: tuple[Step, ...]
+    """The slots of all ranks, as they are replayed."""
 
 
 def counted(micro_batches: int, pp: int) -> int:
@@ -79,7 +81,7 @@ def turns(pp: int, shape: Shape, micro_batches: int) -> Turns:
     else:
         holder = round_robin(pp, pp * shape.segments)
         ranks = _pairs(pp, shape, micro_batches) if shape.overlap else _singles(pp, shape, micro_batches)
-    return Turns(holder, tuple(ranks), tuple(_live(each) for each in ranks))
+    return Turns(holder, tuple(ranks), tuple(_live(each) for each in ranks), _steps(holder, ranks))
 
 
 def _apart(own: Iterable[Slot], shape: Shape) -> Iterator[Slot]:
@@ -146,79 +148,116 @@ def _live(own: Sequence[Slot]) -> tuple[Live, ...]:
 # --------------------------------------------------------------------------------------------- replay
 
 
+class Step(NamedTuple):
+    """A slot with the places of what it waits for in the list of times. Absent segments are -1, and place 0 is
+    that of what is there from the beginning."""
+
+    rank: int
+    forward: int
+    """The segment."""
+    forward_place: int
+    input_place: int
+    input_sent: bool
+    """Whether the input comes from another rank."""
+    backward: int
+    backward_place: int
+    gradient_place: int
+    gradient_sent: bool
+    own_forward_place: int
+    """The forward of the same turn, where the slot has both."""
+    wgrad: int
+
+
+def _steps(holder: Sequence[int], ranks: Sequence[Sequence[Slot]]) -> tuple[Step, ...]:
+    """The slots of all ranks in an order in which each has what it waits for. What a slot waits for is another
+    rank's slot; the ranks advance in rounds until all lists are done."""
+    forwards: dict[Turn, int] = {}
+    backwards: dict[Turn, int] = {}
+    steps: list[Step] = []
+    places, waiting = [0] * len(ranks), True
+    while waiting:
+        waiting = moved = False
+        for rank, own in enumerate(ranks):
+            while places[rank] < len(own):
+                step = _step(rank, own[places[rank]], holder, forwards, backwards)
+                if step is None:
+                    waiting = True
+                    break
+                steps.append(step)
+                places[rank] += 1
+                moved = True
+        assert moved or not waiting, "turns wait for each other"
+    return tuple(steps)
+
+
+def _step(
+    rank: int, slot: Slot, holder: Sequence[int], forwards: dict[Turn, int], backwards: dict[Turn, int]
+) -> Step | None:
+    """A slot and the places of its times; None if what it waits for is not there."""
+    f, b, w = slot
+    last, both = len(holder) - 1, f is not None and b == f
+    source = 0 if f is None or f[1] == 0 else forwards.get((f[0], f[1] - 1))
+    if b is None or (b[1] == last and both):
+        gradient: int | None = 0
+    else:
+        gradient = forwards.get(b) if b[1] == last else backwards.get((b[0], b[1] + 1))
+    if source is None or gradient is None:
+        return None
+    count = 1 + len(forwards) + len(backwards)
+    if f is not None:
+        forwards[f] = count
+        count += 1
+    if b is not None:
+        backwards[b] = count
+    return Step(
+        rank=rank,
+        forward=-1 if f is None else f[1],
+        forward_place=0 if f is None else forwards[f],
+        input_place=source,
+        input_sent=f is not None and f[1] > 0 and holder[f[1] - 1] != rank,
+        backward=-1 if b is None else b[1],
+        backward_place=0 if b is None else backwards[b],
+        gradient_place=gradient,
+        gradient_sent=b is not None and b[1] < last and holder[b[1] + 1] != rank,
+        own_forward_place=forwards[f] if f is not None and both else 0,
+        wgrad=-1 if w is None else w[1],
+    )
+
+
 def replay(order: Turns, seconds: Segments) -> float:
-    """The time from the first op to the end of the last."""
-    return _Replay(order, seconds).run()
-
-
-class _Replay:
-    """The clocks of all ranks. What a turn waits for is another rank's turn; the ranks advance in rounds until
-    all lists are done."""
-
-    def __init__(self, order: Turns, seconds: Segments) -> None:
-        self.order, self.seconds = order, seconds
-        self.last = len(order.holder) - 1
-        self.compute = [0.0] * len(order.ranks)
-        self.exchange = [0.0] * len(order.ranks)
-        self.forwards: dict[Turn, float] = {}
-        self.backwards: dict[Turn, float] = {}
-
-    def run(self) -> float:
-        places, waiting = [0] * len(self.order.ranks), True
-        while waiting:
-            waiting = moved = False
-            for rank, own in enumerate(self.order.ranks):
-                place = places[rank]
-                while place < len(own) and self._turn(rank, own[place]):
-                    place += 1
-                moved = moved or place > places[rank]
-                waiting = waiting or place < len(own)
-                places[rank] = place
-            assert moved or not waiting, "turns wait for each other"
-        return max(*self.compute, *self.exchange)
-
-    def _turn(self, rank: int, slot: Slot) -> bool:
-        """Run a turn, if what it needs has been computed."""
-        f, b, w = slot
-        f_in, b_in = self._forward_input(f), self._backward_input(b, f)
-        if f_in is None or b_in is None:
-            return False
-        each, before = self.seconds, self.compute[rank]
-        busy, ends, exchanged = before, before, self.exchange[rank]
-        if f is not None:
-            number = f[1]
-            done = max(before, f_in) + each.forward[number] + each.exchange_forward[number]
-            self.forwards[f] = done
-            busy, ends = busy + each.forward[number], done - each.trailing[number]
-            exchanged += each.exchange_forward[number]
-        if b is not None:
-            number = b[1]
-            started = self.forwards[b] if b == f else 0.0
-            computed = each.replay[number] + each.backward[number]
-            chain = each.backward[number] + each.exchange_backward[number]
-            done = max(max(b_in, started, before - each.trailing[number]) + chain, before + computed)
-            self.backwards[b] = done
-            busy, ends = busy + computed, max(ends, done)
-            exchanged += each.exchange_backward[number]
-        busy += 0.0 if w is None else each.wgrad[w[1]]
-        self.compute[rank], self.exchange[rank] = max(busy, ends), exchanged
-        return True
-
-    def _forward_input(self, turn: Turn | None) -> float | None:
-        if turn is None or turn[1] == 0:
-            return 0.0
-        return self._arrival(self.forwards, turn, turn[1] - 1)
-
-    def _backward_input(self, turn: Turn | None, forward: Turn | None) -> float | None:
-        if turn is None:
-            return 0.0
-        if turn[1] == self.last:
-            return 0.0 if turn == forward else self.forwards.get(turn)
-        return self._arrival(self.backwards, turn, turn[1] + 1)
-
-    def _arrival(self, done: dict[Turn, float], turn: Turn, source: int) -> float | None:
-        when = done.get((turn[0], source))
-        if when is None:
-            return None
-        holder = self.order.holder
-        return when if holder[source] == holder[turn[1]] else when + self.seconds.message
+    """The time from the first op to the end of the last. Thousands of candidates are replayed: the loop has
+    comparisons instead of `max`, which takes as long as the rest of it."""
+    forward, backward, wgrad, early, trailing = (
+        seconds.forward, seconds.backward, seconds.wgrad, seconds.replay, seconds.trailing,
+    )  # fmt: skip
+    exchange_f, exchange_b, message = seconds.exchange_forward, seconds.exchange_backward, seconds.message
+    at = [0.0] * (1 + 2 * len(order.steps))
+    compute, exchange = [0.0] * len(order.ranks), [0.0] * len(order.ranks)
+    for rank, f, f_place, f_from, f_sent, b, b_place, b_from, b_sent, own_forward, w in order.steps:
+        busy = ends = before = compute[rank]
+        if f >= 0:
+            begin = at[f_from] + message if f_sent else at[f_from]
+            done = (begin if begin > before else before) + forward[f] + exchange_f[f]
+            at[f_place] = done
+            busy += forward[f]
+            ends = done - trailing[f]
+            exchange[rank] += exchange_f[f]
+        if b >= 0:
+            begin = at[b_from] + message if b_sent else at[b_from]
+            if at[own_forward] > begin:
+                begin = at[own_forward]
+            if before - trailing[b] > begin:
+                begin = before - trailing[b]
+            computed = early[b] + backward[b]
+            done = begin + backward[b] + exchange_b[b]
+            if before + computed > done:
+                done = before + computed
+            at[b_place] = done
+            busy += computed
+            if done > ends:
+                ends = done
+            exchange[rank] += exchange_b[b]
+        if w >= 0:
+            busy += wgrad[w]
+        compute[rank] = busy if busy > ends else ends
+    return max(*compute, *exchange)

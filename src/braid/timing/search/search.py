@@ -8,7 +8,7 @@ ones cannot reach: these are counted, but never made. The list has the best cand
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from time import monotonic
@@ -116,6 +116,9 @@ class Found:
     """Bytes that a rank may take."""
     own: Timed | None
     """The run as it is; None if it does not plan on these ranks."""
+    is_whole: bool
+    """Whether the search ended by itself; otherwise as many were simulated as may be, and meshes that are
+    faster than the last ones of the list may be missing."""
     own_rank: int
     """How many candidates are ranked before it, and one."""
     seconds: float
@@ -137,6 +140,8 @@ class Search:
     """Whether candidates that cannot be better are left out; otherwise all that fit are ranked."""
     report: Report = lambda text: None
     _bricks: dict[tuple[int, ...], Bricks] = field(default_factory=dict)
+    _bounds: dict[MeshSizes, MeshBounds] = field(default_factory=dict)
+    simulated: dict[Choice, Timed] = field(default_factory=dict)
     _known: dict[Any, tuple[str, str, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -146,6 +151,11 @@ class Search:
     # ---------------------------------------------------------------------------------------- ranking
 
     def bounds(self, sizes: MeshSizes, axes: AxisSizes) -> MeshBounds:
+        if sizes not in self._bounds:
+            self._bounds[sizes] = self._made_bounds(sizes, axes)
+        return self._bounds[sizes]
+
+    def _made_bounds(self, sizes: MeshSizes, axes: AxisSizes) -> MeshBounds:
         key = (sizes.tp, sizes.cp, sizes.ep, sizes.etp)
         if key not in self._bricks:
             alone = axes.slab * axes.pp == 1
@@ -159,30 +169,34 @@ class Search:
     def rank(self, margin: float = MARGIN) -> tuple[list[Ranked], Counts, float]:
         """The candidates that may be one of the best, what became of the others, and the mark that these do
         not reach."""
-        counts, open_meshes = Counts(), []
+        counts, waiting = Counts(), list[_Waiting]()
         meshes = list(self.space.meshes())
         for number, (sizes, axes) in enumerate(meshes):
             self._tell(f"bounds of mesh {number + 1:,} of {len(meshes):,}", number)
             bounds = self.bounds(sizes, axes)
-            each = self._each(bounds)
             rows = [
                 (shape, count) for shape in self.space.shapes(sizes) for count in self.space.micro_batches(axes)
             ]
-            counts += Counts(candidates=each * len(rows))
-            if not rows:
-                continue
-            if bounds.least_weights() > self.limit:
-                counts += Counts(cannot_fit=each * len(rows))
-                continue
-            least = sorted((bounds.least_time(*row), row) for row in rows)
-            open_meshes.append((least[0][0], bounds, least))
-        open_meshes.sort(key=lambda found: found[0])
+            counts += Counts(candidates=self._each(bounds) * len(rows))
+            if rows:
+                bound = min(bounds.least_work(*row) for row in rows)
+                waiting.append(_Waiting(bound, number, bounds, tuple((0.0, row) for row in rows), exact=False))
+        heapq.heapify(waiting)
         marks, ranked = _Marks(self.top, margin), list[Ranked]()
-        for number, (_, bounds, least) in enumerate(open_meshes):
-            self._tell(
-                f"ranking mesh {number + 1:,} of {len(open_meshes):,}: {len(ranked):,} candidates", number
-            )
-            counts += self._rank_mesh(bounds, least, marks, ranked)
+        while waiting:
+            mesh = heapq.heappop(waiting)
+            self._tell(f"{len(waiting):,} meshes left, {len(ranked):,} candidates ranked", len(waiting))
+            if self.prune and mesh.bound > marks.last:
+                left = sum(self._each(each.bounds) * len(each.rows) for each in (mesh, *waiting))
+                counts += Counts(cannot_be_better=left)
+                break
+            if not mesh.exact:  # its collectives count only now: most meshes need not come so far
+                least = sorted((mesh.bounds.least_time(*row), row) for _, row in mesh.rows)
+                heapq.heappush(waiting, mesh._replace(bound=least[0][0], rows=tuple(least), exact=True))
+            elif mesh.bounds.least_weights() > self.limit:
+                counts += Counts(cannot_fit=self._each(mesh.bounds) * len(mesh.rows))
+            else:
+                counts += self._rank_mesh(mesh.bounds, mesh.rows, marks, ranked)
         return sorted(ranked), replace(counts, ranked=len(ranked)), marks.last
 
     def _each(self, bounds: MeshBounds) -> int:
@@ -192,7 +206,7 @@ class Search:
     def _rank_mesh(
         self,
         bounds: MeshBounds,
-        least: list[tuple[float, tuple[Shape, int]]],
+        least: Sequence[tuple[float, tuple[Shape, int]]],
         marks: _Marks,
         ranked: list[Ranked],
     ) -> Counts:
@@ -222,25 +236,30 @@ class Search:
 
     # ------------------------------------------------------------------------------------- simulation
 
-    def simulate(self, ranked: list[Ranked]) -> tuple[list[Timed], int]:
-        """The best of each mesh, fastest first, and how many were simulated. Candidates that cannot be better
-        than what is found are left out."""
+    def simulate(self, ranked: list[Ranked]) -> list[Timed]:
+        """The best of each mesh, fastest first. Candidates that cannot be better than what is found are left
+        out, and those of an earlier call are not simulated again."""
         best: dict[MeshSizes, Timed] = {}
-        simulated = 0
         for found in _best_of_each_first(ranked, self.top):
             times = sorted(each.seconds for each in best.values())
             last = times[self.top - 1] if len(times) >= self.top else inf
             own = best[found.choice.mesh].seconds if found.choice.mesh in best else inf
-            if simulated >= self.simulations:
-                break
             if found.bound > min(last, own) or found.seconds > (1 + MARGIN) * min(last, own):
                 continue
-            timed = self.timed(found.choice)
-            simulated += 1
-            self._tell(f"simulated {simulated}: {timed.seconds:.3g} s", 0)
+            if found.choice not in self.simulated:
+                if self.is_spent:
+                    break
+                self.simulated[found.choice] = self.timed(found.choice)
+                self._tell(f"simulated {len(self.simulated)} of at most {self.simulations}", 0)
+            timed = self.simulated[found.choice]
             if timed.peak <= self.limit and timed.seconds < own:
                 best[found.choice.mesh] = timed
-        return sorted(best.values(), key=lambda each: each.seconds)[: self.top], simulated
+        return sorted(best.values(), key=lambda each: each.seconds)[: self.top]
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether as many candidates were simulated as may be."""
+        return len(self.simulated) >= self.simulations
 
     def timed(self, choice: Choice, run: Run | None = None) -> Timed:
         """A candidate as planning, `estimate` and `predict` see it. Of a long step, the op lists of a shorter
@@ -273,6 +292,18 @@ def _best_of_each_first(ranked: list[Ranked], top: int) -> list[Ranked]:
     ahead = list(firsts.values())[:top]
     taken = set(ahead)
     return [*ahead, *(found for found in ranked if found not in taken)]
+
+
+class _Waiting(NamedTuple):
+    """A mesh whose candidates may be ranked; the one with the least bound comes first."""
+
+    bound: float
+    number: int
+    bounds: MeshBounds
+    rows: tuple[tuple[float, tuple[Shape, int]], ...]
+    """Shapes and micro-batches, each with its own bound."""
+    exact: bool
+    """Whether bounds have collectives."""
 
 
 class _Marks:
@@ -321,15 +352,17 @@ def search(
     )  # fmt: skip
     margin = MARGIN
     ranked, counts, mark = work.rank(margin)
-    best, simulated = work.simulate(ranked)
-    while len(best) == top and best[-1].seconds > mark:  # the closed form was too fast: candidates are missing
+    best = work.simulate(ranked)
+    # The closed form was too fast: candidates are missing.
+    while len(best) == top and best[-1].seconds > mark and not work.is_spent:
         margin = 2 * margin + best[-1].seconds / mark - 1
         ranked, counts, mark = work.rank(margin)
-        best, simulated = work.simulate(ranked)
+        best = work.simulate(ranked)
     own, place = _own(work, ranked)
     return Found(
         best=tuple(best),
-        counts=replace(counts, simulated=simulated),
+        counts=replace(counts, simulated=len(work.simulated)),
+        is_whole=not work.is_spent,
         limit=most,
         own=own,
         own_rank=place,
