@@ -201,7 +201,8 @@ def test_a_position_that_is_no_number(refused: Callable[..., str], tmp_path: Pat
     for wrong in ("many", -1, 1.5, True):
         file.write_text(json.dumps({"samples": wrong}))
         told = refused(4, "import", tmp_path / "hf", "--out", tmp_path / "run")
-        assert f"{file}: samples = {wrong!r} must be a whole number from 0 to 2**63 - 1\n  set   --samples N" in told
+        rule = "must be a whole number from 0 to 2**63 - 1"
+        assert f"{file}: samples = {wrong!r} {rule}\n  set   --samples N" in told
 
 
 def test_a_process_that_is_killed() -> None:

@@ -32,6 +32,8 @@ from tests.topology import harness
 from tests.topology.cases import VOCAB
 from tests.topology.module_cases import EXPERTS, VISION, Placement, multimodal
 
+pytestmark = pytest.mark.costly("every way to start from a checkpoint with encoders builds one, many on ranks")
+
 APART = Placement(world=2, language="at0+1", modules={"vision": "at1+1"})
 FIRST_APART = Placement(world=2, language="at1+1", modules={"vision": "at0+1"})
 COLOCATED = Placement(world=2, language="tp2", modules={"vision": "tp2"})
