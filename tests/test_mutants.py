@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -218,14 +220,49 @@ def test_a_run_without_pytest_catches_nothing(repository, tmp_path, monkeypatch)
         list(run_jobs(iter([job]), [copy], lambda _: 60.0, confirms=True))
 
 
+def test_what_fails_without_a_fault_can_be_left_out(repository, tmp_path):
+    (repository / "tests" / "test_one.py").write_text(
+        "def test_a():\n    assert False\n\n\ndef test_b():\n    pass\n\n\ndef test_c():\n    assert False\n"
+    )
+    (repository / "pyproject.toml").write_text(
+        '[tool.pytest.ini_options]\nmarkers = ["long: l", "exhaustive: e"]\n'
+    )
+    # A program of its own: within this run of pytest, another one ends at its first failure.
+    done = subprocess.run(
+        [sys.executable, "-c", LEAVING_OUT, str(repository)], capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.stdout.splitlines() == [
+        "caught tests/test_one.py::test_a tests/test_one.py::test_c",
+        "missed",
+    ], done.stderr
+
+
+LEAVING_OUT = """
+import sys
+from pathlib import Path
+from scripts.mutants.running import Job, run_jobs
+from scripts.mutants.scratch import copy_of
+from scripts.mutants.selection import Stage
+
+root = Path(sys.argv[1])
+job = Job(name="as they are", mutant=None, stages=(Stage(name="own", files=("tests/test_one.py",)),))
+copies, left_out = [copy_of(root, root, root / "copy")], ()
+for _ in range(2):
+    (result,) = run_jobs(iter([job]), copies, lambda _: 60.0, confirms=True, left_out=left_out)
+    left_out = result.failures
+    print(result.verdict, *left_out)
+"""
+
+
 def test_what_was_found_is_found_again(repository, tmp_path):
     first, *_ = mutants = draw(repository, 1, 4).mutants
     record = Record(file=tmp_path / "found.jsonl")
     for place, mutant in enumerate(mutants):
         record.add(Finding(key=key_of(mutant, repository), verdict="missed" if place == 0 else "caught"))
     record.add_baseline({"tests/inner/test_two.py": 0.5})
+    record.leave_out(["tests/inner/test_two.py::test_it"])
     again = open_record(record.file, resume=True, retry_missed=False)
-    assert (again.findings, again.seconds) == (record.findings, record.seconds)
+    assert (again.findings, again.seconds, again.left_out) == (record.findings, record.seconds, record.left_out)
     found = known(mutants, again, repository)
     assert share_missed(found) == 0.25
     text = "\n".join(lines(found, [], repository, seed=1, seconds=3.0))

@@ -55,7 +55,8 @@ def main(words: Sequence[str] | None = None) -> int:
         print(f"tests cannot be run: {error}; --resume continues from here", file=sys.stderr)
         return 2
     found = known(mutants, record, ROOT)
-    for line in lines(found, drawn.equivalent, ROOT, seed=chosen.seed, seconds=time.monotonic() - began):
+    took = time.monotonic() - began
+    for line in lines(found, drawn.equivalent, ROOT, left_out=record.left_out, seed=chosen.seed, seconds=took):
         print(line)
     return 1 if share_missed(found) > MOST_MISSED else 0
 
@@ -72,6 +73,11 @@ def _options(words: Sequence[str] | None) -> argparse.Namespace:
     add("--retry-missed", action="store_true", help="like --resume, but run the missed ones again")
     add("--suite", type=Path, default=ROOT, help="checkout whose tests run on the sources of this one")
     add("--no-baseline", action="store_true", help="skip the run of the tests on the unmodified sources")
+    add(
+        "--leave-out-failing",
+        action="store_true",
+        help="leave out tests that fail on the unmodified sources, and list them",
+    )
     add("--no-confirm", action="store_true", help="do not repeat a failing test to confirm the failure")
     add("--own", action="store_true", help="quick look: run only the tests of the mutant's package")
     add("--elsewhere", action="store_true", help="also run all other tests on missed mutants")
@@ -117,7 +123,11 @@ def _campaign(chosen: argparse.Namespace, mutants: Sequence[Mutant], record: Rec
 
         def run(jobs: Iterator[Job]) -> Iterator[Result]:
             return run_jobs(
-                jobs, copies, lambda stage: limits.of(stage, record.seconds), confirms=not chosen.no_confirm
+                jobs,
+                copies,
+                lambda stage: limits.of(stage, record.seconds),
+                confirms=not chosen.no_confirm,
+                left_out=record.left_out,
             )
 
         def faced(mutant: Mutant) -> tuple[Stage, ...]:
@@ -127,7 +137,8 @@ def _campaign(chosen: argparse.Namespace, mutants: Sequence[Mutant], record: Rec
             return (*found, elsewhere(mutant, suite, record.seconds)) if chosen.elsewhere else found
 
         jobs = {mutant.name: Job(name=mutant.name, mutant=mutant, stages=faced(mutant)) for mutant in left}
-        if not chosen.no_baseline and not _baseline(run, jobs.values(), record):
+        leaves_out = chosen.leave_out_failing
+        if not chosen.no_baseline and not _baseline(run, jobs.values(), record, leaves_out=leaves_out):
             return False
         # Now it is known how long tests take.
         jobs = {mutant.name: Job(name=mutant.name, mutant=mutant, stages=faced(mutant)) for mutant in left}
@@ -135,8 +146,8 @@ def _campaign(chosen: argparse.Namespace, mutants: Sequence[Mutant], record: Rec
     return True
 
 
-def _baseline(run: _Run, jobs: Iterable[Job], record: Record) -> bool:
-    """Whether all tests that are needed pass on the sources as they are."""
+def _baseline(run: _Run, jobs: Iterable[Job], record: Record, *, leaves_out: bool) -> bool:
+    """Whether all tests that are needed pass on the sources as they are, but for those that may be left out."""
     folders: dict[str, list[str]] = {}
     for file in sorted({file for job in jobs for stage in job.stages for file in stage.files}):
         folders.setdefault(file.rpartition("/")[0], []).append(file)
@@ -150,6 +161,14 @@ def _baseline(run: _Run, jobs: Iterable[Job], record: Record) -> bool:
         name, took = result.job.name, spoken(result.seconds)
         if result.verdict == "missed":
             print(f"without a fault {name} passes, in {took}", flush=True)
+            record.add_baseline({file: result.of_files.get(file, 0.0) for file in folders[name]})
+        elif leaves_out and result.failures:
+            print(
+                f"without a fault {name} takes {took}; left out, since they fail:",
+                *result.failures,
+                sep="\n    ",
+            )
+            record.leave_out(result.failures)
             record.add_baseline({file: result.of_files.get(file, 0.0) for file in folders[name]})
         else:
             sound = False

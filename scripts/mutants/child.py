@@ -54,6 +54,8 @@ class Note(NamedTuple):
 
     failed: str | None
     """The first test that failed, or the file that could not be collected."""
+    failures: list[str]
+    """All of them; one, where the first failure ends the run."""
     hangs: bool
     """Whether it failed because ranks did not come to an end."""
     seconds: dict[str, float]
@@ -66,6 +68,7 @@ class _Notes:
     def __init__(self, file: Path) -> None:
         self.file = file
         self.failed: str | None = None
+        self.failures: list[str] = []
         self.hangs = False
         self.seconds: dict[str, float] = defaultdict(float)
 
@@ -80,12 +83,20 @@ class _Notes:
         self._write()
 
     def _look_at(self, report: pytest.TestReport | pytest.CollectReport, text: str) -> None:
-        if report.failed and self.failed is None:
+        if not report.failed:
+            return
+        self.failures.append(report.nodeid)
+        if self.failed is None:
             self.failed, self.hangs = report.nodeid, "hanging after" in text
-            self._write()
+        self._write()
 
     def _write(self) -> None:
-        told = {"failed": self.failed, "hangs": self.hangs, "seconds": self.seconds}
+        told = {
+            "failed": self.failed,
+            "failures": list(dict.fromkeys(self.failures)),
+            "hangs": self.hangs,
+            "seconds": self.seconds,
+        }
         self.file.write_text(json.dumps(told))
 
 
@@ -93,7 +104,7 @@ def read_note(file: Path) -> Note:
     """What a run has left behind; nothing where it was killed before."""
     with suppress(OSError, ValueError):
         return Note(**json.loads(file.read_text()))
-    return Note(failed=None, hangs=False, seconds={})
+    return Note(failed=None, failures=[], hangs=False, seconds={})
 
 
 def warm_up() -> None:
@@ -105,18 +116,23 @@ def warm_up() -> None:
     gc.freeze()  # what is not looked at is not copied
 
 
-def start(copy: Path, tests: Sequence[str], *, deselected: Sequence[str], log: Path, note: Path) -> int:
-    """Fork a process that runs tests in a copy of the repository; its number."""
+def start(
+    copy: Path, tests: Sequence[str], *, deselected: Sequence[str], all_failures: bool, log: Path, note: Path
+) -> int:
+    """Fork a process that runs tests in a copy of the repository, to the first failure or to the end; its
+    number."""
     note.unlink(missing_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
     if pid == 0:
-        _be_child(copy, tests, deselected, log, note)
+        _be_child(copy, tests, deselected, all_failures, log, note)
     return pid
 
 
-def _be_child(copy: Path, tests: Sequence[str], deselected: Sequence[str], log: Path, note: Path) -> NoReturn:
+def _be_child(
+    copy: Path, tests: Sequence[str], deselected: Sequence[str], all_failures: bool, log: Path, note: Path
+) -> NoReturn:
     code = CANNOT_RUN
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -128,8 +144,10 @@ def _be_child(copy: Path, tests: Sequence[str], deselected: Sequence[str], log: 
             os.dup2(told.fileno(), 2)
         _move_to(copy)
         more = [f"--deselect={each}" for each in deselected]
-        plain = ["-x", "--tb=short", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", MARKERS]
+        plain = ["--tb=short", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", MARKERS]
         plain.append(f"--hypothesis-seed={SEED}")
+        if not all_failures:
+            plain.append("-x")
         temporary = f"--basetemp={copy.parent / (copy.name + '-tmp')}"
         code = int(pytest.main([*plain, temporary, *more, *tests], plugins=[_Notes(note)]))
     except BaseException:

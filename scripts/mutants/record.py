@@ -36,7 +36,9 @@ class Record:
     findings: dict[str, Finding] = field(default_factory=dict)
     """By key."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """How long each test file takes, of those that pass without a fault."""
+    """How long each test file takes without a fault."""
+    left_out: list[str] = field(default_factory=list)
+    """Tests that fail without a fault on this machine, and are not run."""
 
     def add(self, finding: Finding) -> None:
         self.findings[finding.key] = finding
@@ -45,6 +47,10 @@ class Record:
     def add_baseline(self, seconds: Mapping[str, float]) -> None:
         self.seconds |= seconds
         self._append({"kind": "baseline", "seconds": dict(seconds)})
+
+    def leave_out(self, tests: Iterable[str]) -> None:
+        self.left_out += tests
+        self._append({"kind": "left out", "tests": list(tests)})
 
     def _append(self, line: Mapping[str, Any]) -> None:
         with self.file.open("a") as file:
@@ -64,6 +70,8 @@ def open_record(file: Path, *, resume: bool, retry_missed: bool) -> Record:
                 record.findings[told["key"]] = Finding(**{**told, "unsteady": tuple(told["unsteady"])})
             case "baseline":
                 record.seconds |= told["seconds"]
+            case "left out":
+                record.left_out += told["tests"]
     if retry_missed:
         kept = {key: each for key, each in record.findings.items() if each.verdict != "missed"}
         record.findings = kept

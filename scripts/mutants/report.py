@@ -26,6 +26,7 @@ def lines(
     equivalent: Sequence[tuple[Mutant, Equivalent]],
     root: Path,
     *,
+    left_out: Sequence[str] = (),
     seed: int,
     seconds: float,
 ) -> Iterator[str]:
@@ -54,6 +55,9 @@ def lines(
     if unsteady:
         yield "\nflaky tests, which failed once and passed when repeated:"
     yield from (f"  {count:>3} times  {test}" for test, count in unsteady.most_common())
+    if left_out:
+        yield "\nleft out, since they fail without a fault on this machine:"
+    yield from (f"  {test}" for test in left_out)
     yield ""
     share = share_missed(found)
     verdict = "within" if share <= MOST_MISSED else "above"

@@ -16,8 +16,8 @@ from scripts.mutants.mutant import Mutant
 from scripts.mutants.scratch import planted_in
 from scripts.mutants.selection import Stage
 
-PASSED, NO_TESTS = 0, 5
-"""Exit codes of pytest with which a mutant goes on to the next stage."""
+PASSED, FAILED, NO_TESTS = 0, 1, 5
+"""Exit codes of pytest; with all but FAILED a mutant goes on to the next stage."""
 PAUSE_S = 0.02
 MOST_LINES = 60
 """Of output that are kept."""
@@ -68,6 +68,8 @@ class Result:
     seconds: float = 0.0
     of_files: Mapping[str, float] = field(default_factory=dict)
     """How long the tests of each file took."""
+    failures: tuple[str, ...] = ()
+    """Of sources as they are: all tests that failed."""
     unsteady: tuple[str, ...] = ()
     """Tests that failed once and passed when asked again: they count for nothing."""
     told: str = ""
@@ -77,8 +79,10 @@ class Result:
 class _Slot:
     """A copy of the repository, and the job that has it."""
 
-    def __init__(self, copy: Path, limits: Callable[[Stage], float], *, confirms: bool) -> None:
-        self.copy, self.limits, self.confirms = copy, limits, confirms
+    def __init__(
+        self, copy: Path, limits: Callable[[Stage], float], *, confirms: bool, left_out: Iterable[str]
+    ) -> None:
+        self.copy, self.limits, self.confirms, self.left_out = copy, limits, confirms, tuple(left_out)
         self.job: Job | None = None
         self._log, self._note = copy.with_suffix(".log"), copy.with_suffix(".json")
 
@@ -96,7 +100,14 @@ class _Slot:
         stage = self.job.stages[self._place]
         tests = [self._doubted] if self._doubted else stage.files
         self._deadline = time.monotonic() + self.limits(stage)
-        self._pid = start(self.copy, tests, deselected=self._unsteady, log=self._log, note=self._note)
+        self._pid = start(
+            self.copy,
+            tests,
+            deselected=[*self.left_out, *self._unsteady],
+            all_failures=self.job.mutant is None,
+            log=self._log,
+            note=self._note,
+        )
 
     def look(self) -> Result | None:
         """What became of the job, once that is known."""
@@ -115,6 +126,9 @@ class _Slot:
         assert self.job is not None
         if code == CANNOT_RUN:
             raise CannotRunError(f"{self._last_line()} (while tests of {self.job.name} ran)")
+        if self.job.mutant is None and code == FAILED:
+            self._seconds |= note.seconds
+            return self._ended("caught", note.failed or "", tuple(note.failures))
         doubted, self._doubted = self._doubted, ""
         passed = code in (PASSED, NO_TESTS)
         if doubted and passed:
@@ -124,7 +138,7 @@ class _Slot:
         if not passed:
             if note.hangs:
                 return self._ended("hangs", note.failed or "")
-            if self.confirms and not doubted and code == 1 and note.failed and "::" in note.failed:
+            if self.confirms and not doubted and code == FAILED and note.failed and "::" in note.failed:
                 self._doubted = note.failed
                 self._start()
                 return None
@@ -136,7 +150,7 @@ class _Slot:
         self._start()
         return None
 
-    def _ended(self, verdict: Verdict, by: str) -> Result:
+    def _ended(self, verdict: Verdict, by: str, failures: tuple[str, ...] = ()) -> Result:
         assert self.job is not None
         job, self.job = self.job, None
         self._planted.close()
@@ -148,6 +162,7 @@ class _Slot:
             by=by,
             seconds=time.monotonic() - self._began,
             of_files=self._seconds,
+            failures=failures,
             unsteady=tuple(self._unsteady),
             told="\n".join(self._output()[-MOST_LINES:]),
         )
@@ -168,10 +183,16 @@ class _Slot:
 
 
 def run_jobs(
-    jobs: Iterable[Job], copies: Iterable[Path], limits: Callable[[Stage], float], *, confirms: bool
+    jobs: Iterable[Job],
+    copies: Iterable[Path],
+    limits: Callable[[Stage], float],
+    *,
+    confirms: bool,
+    left_out: Iterable[str] = (),
 ) -> Iterator[Result]:
-    """What becomes of each job, in the order in which they end. A copy has one of them at a time."""
-    slots = [_Slot(copy, limits, confirms=confirms) for copy in copies]
+    """What becomes of each job, in the order in which they end. A copy has one of them at a time. Tests in
+    `left_out` are not run."""
+    slots = [_Slot(copy, limits, confirms=confirms, left_out=tuple(left_out)) for copy in copies]
     waiting = iter(jobs)
     try:
         while True:
