@@ -75,6 +75,11 @@ ALSO: tuple[Also, ...] = (
     Also("kernels/*/activation_bytes.py", "tests/planning/estimate/test_*.py", "the same"),
     Also("cli/convert.py", "tests/interchange/test_*.py", "conversions are tested by way of the commands"),
     Also("train/*porting.py", "tests/interchange/test_*.py", "the same"),
+    Also("train/*porting.py", "tests/cli/test_convert*.py", "what it refuses, the command says"),
+    Also(
+        "model/language.py::*flops*", "tests/nn/test_work.py", "a rank's operations are compared with its work"
+    ),
+    Also("engine/fsdp2.py::*unreduced*", "tests/train/test_nonfinite.py", "who asks for them is there"),
     Also("planning/plan.py", "tests/schedule/test_plan*.py", "schedules of whole runs are looked at there"),
     Also("cli/train.py", "tests/launch/test_worker_pool.py", "so are launchers and their workers"),
 )
