@@ -3,7 +3,7 @@ are not finite. Disks that fail are in test_reshard.py."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -60,6 +60,45 @@ def test_an_id_out_of_range_is_refused_on_all_ranks_alike(words, corpus):
     first, second = run_ranks(2, _refused, Topology(world=2, words=words).of(run), timeout_s=40)
     assert first == second
     assert all(f"token id {VOCAB} in row" in said for said in first)
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """A loader whose shard is gone."""
+
+    loader: Loader
+
+    def batch(self, samples: Sequence[int]) -> MicroBatch:
+        raise DataError("tokens-00001.bin: no such file")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
+
+
+def _unread(rank: int, world: int, run: Run) -> tuple[list[str], tuple[str, ...]]:
+    """What a step and an evaluation say if rank 1 alone cannot read its samples; a sound step follows."""
+    state, feed = started(rank, world, run)
+    spoil: type[Unreadable] | Callable[[Loader], Loader] = Unreadable if rank == 1 else (lambda loader: loader)
+    said = []
+    for act in (
+        lambda: train_step(state, run, spoil(feed.train), LEARNING_RATE),
+        lambda: evaluate(state, run, spoil(feed.validation)),
+    ):
+        with pytest.raises(DataError) as caught:
+            act()
+        said.append(str(caught.value))
+    return said, train_step(state, run, feed.train, LEARNING_RATE).not_finite
+
+
+@pytest.mark.parametrize("words", ["", "pp2"])
+def test_samples_that_one_rank_cannot_read_are_refused_on_all_ranks_alike(words, corpus):
+    run = run_of("hybrid", corpus)
+    run = replace(run, train=replace(run.train, eval_samples=12))
+    first, second = run_ranks(2, _unread, Topology(world=2, words=words).of(run), timeout_s=40)
+    assert first == second
+    said, not_finite = first
+    assert said == ["rank 1: tokens-00001.bin: no such file"] * 2
+    assert not_finite == ()
 
 
 # ------------------------------------------------------------------------------------------ not finite
