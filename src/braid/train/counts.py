@@ -163,8 +163,8 @@ def _rows(module: ModulePlan, patches: int) -> int:
 def _summed(state: JobState, mine_MK: Tensor, problem: DataError | None, first: int) -> Counts:
     """The counts over all ranks, from those of each rank's own rows. Collective over the job."""
     # On the host: a device tensor would wait for the step before. The error flag rides along with the counts,
-    # so that checking ids costs no collective of its own. One rank of each data-parallel lane fills in its rows;
-    # any rank may have found something wrong, such as a disk that only its own machine cannot read.
+    # so that checking ids costs no collective of its own. One rank of each data-parallel lane fills in its
+    # rows; any rank may have found something wrong, such as a disk that only its own machine cannot read.
     if not isinstance(state, State) or state.model.groups.tp_cp.rank or state.model.groups.pp.rank:
         mine_MK = F.pad(mine_MK[:, :1], (0, mine_MK.shape[1] - 1))
     table_MK = all_reduce_no_grad(mine_MK, state.job)
