@@ -120,6 +120,15 @@ def test_floor_0_does_not_load_torch():
     assert not findings, listed(findings)
 
 
+def test_planning_loads_neither_fsdp_nor_the_compiler():
+    """They take as long to load as all of torch besides, and a plan needs nothing of them."""
+    heavy = ("torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo", "sympy")
+    planning = "braid.cli.plan, braid.planning.estimate, braid.timing.advice, braid.timing.search.search"
+    code = f"import sys, {planning}; print(*(name for name in {heavy} if name in sys.modules))"
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert not ran.stdout.split()
+
+
 def test_files_and_functions_stay_small_and_share_no_state():
     findings = [
         f"{path.relative_to(ROOT)}:{finding}"

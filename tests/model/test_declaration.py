@@ -14,12 +14,12 @@ from torch import Tensor
 
 from braid.architecture import HyperConnections, Model
 from braid.choices import RECOMPUTE
-from braid.engine.weights import parameters_of_units
 from braid.kernels import references
 from braid.model import nodes
 from braid.model.declaration import Form, chains, form_of, units
 from braid.model.language import LanguageModel
 from braid.nn.dtypes import DTYPES
+from braid.nn.units import parameters_of_units
 from braid.pattern import Layout, parse
 from braid.schedule import Phase, round_robin, segments_of, v_shape
 from tests.covers import cover

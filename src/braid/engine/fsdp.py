@@ -23,7 +23,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import Shard as ShardPlacement
 
 from braid.choices import Strategy
-from braid.nn.moe.experts import SHARD_DIMS, Experts
+from braid.nn.units import shard_dims
 from braid.schedule.phases import Unit
 
 
@@ -46,11 +46,6 @@ def shard_units(
         param_dtype = None if unit.wide or stored == compute else compute
         _shard(module, meshes[unit.mesh], strategy, param_dtype, stored, shard_dims(module))
     _shard(root, meshes["dense"], strategy, None, compute, {})
-
-
-def shard_dims(module: nn.Module) -> Mapping[str, int]:
-    """The sharded dim of each parameter of a unit, by name; dim 0 for parameters that are not listed."""
-    return SHARD_DIMS if isinstance(module, Experts) else {}
 
 
 def _shard(

@@ -13,6 +13,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from braid.nn.delayed_wgrad import Mains
+from braid.nn.units import parameters_of_units
 from braid.optim.adamw import AdamW
 from braid.schedule import Act, Op
 from braid.schedule.graph import LANGUAGE, module_and_unit
@@ -122,13 +123,3 @@ class ModuleWeights:
     def abort(self) -> None:
         for weights in self.by_module.values():
             weights.abort()
-
-
-def parameters_of_units(root: nn.Module, units: Iterable[str]) -> Mapping[str, tuple[str, ...]]:
-    """The parameter names of each unit, without those of nested units. Nested units must come first."""
-    names: dict[Tensor, str] = {parameter: name for name, parameter in root.named_parameters()}
-    by_unit = {}
-    for unit in units:
-        parameters = root.get_submodule(unit).parameters()
-        by_unit[unit] = tuple(names.pop(parameter) for parameter in parameters if parameter in names)
-    return by_unit

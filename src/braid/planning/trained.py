@@ -115,7 +115,7 @@ def _trains(model: StackedModel, globs: Globs) -> bool:
 
 
 def _frozen_units(model: StackedModel, trained: set[str]) -> frozenset[str]:
-    from braid.engine.weights import parameters_of_units
+    from braid.nn.units import parameters_of_units
 
     held = parameters_of_units(model, [unit.path for unit in model.units()])
     return frozenset(unit for unit, names in held.items() if trained.isdisjoint(names))

@@ -11,8 +11,6 @@ import torch
 from torch import nn
 
 from braid.choices import Strategy
-from braid.engine.fsdp import shard_dims
-from braid.engine.weights import parameters_of_units
 from braid.kernels.grouped_mlp.product import WritesInPlace
 from braid.model.stacked import StackedModel
 from braid.nn.canonical import Shard
@@ -20,6 +18,7 @@ from braid.nn.cost import Call
 from braid.nn.embedding import Head
 from braid.nn.linear import Linear, RowLinear
 from braid.nn.moe.experts import SHARD_DIMS, Experts
+from braid.nn.units import parameters_of_units, shard_dims
 from braid.optim.gradients import replicated_parts
 from braid.planning.divisibility import AxisSizes
 from braid.planning.estimate.rank import HeldModule
