@@ -16,6 +16,8 @@ needs_kernels = pytest.mark.kernels
 """Tests that are skipped where there is neither (`conftest.py`), and those that are interpreted."""
 
 if INTERPRETED:
+    import numpy as np
+    from triton import language as tl
     from triton.runtime import interpreter
 
     set_attribute = interpreter._LangPatchScope.set_attr
@@ -25,3 +27,27 @@ if INTERPRETED:
         set_attribute(scope, of, name, (lambda x: x.handle.data.item()) if name == "__index__" else value)
 
     interpreter._LangPatchScope.set_attr = set_and_mend  # type: ignore[method-assign]
+
+    convert_float = interpreter._convert_float
+
+    def convert_as_hardware(data: Any, source: Any, target: Any, rounding: Any) -> Any:
+        """Triton 3.6 truncates to bfloat16, loses subnormal ones, and rounds to e4m3 without carry, saturation
+        or NaN. Hardware rounds to the nearest, ties to even; e4m3 saturates, and has one NaN."""
+        if source == tl.bfloat16 and target == tl.float32:
+            return (data.astype(np.uint32) << 16).view(np.float32)
+        if source != tl.float32 or target not in (tl.bfloat16, tl.float8e4nv):
+            return convert_float(data, source, target, rounding)
+        x = torch.from_numpy(np.ascontiguousarray(data))
+        if target == tl.bfloat16:
+            return x.to(torch.bfloat16).view(torch.uint16).numpy()
+        x = torch.where(x.isnan(), torch.nan, x.clamp(-448.0, 448.0))
+        return x.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+
+    def fused_multiply_add(self: Any, x: Any, y: Any, z: Any) -> Any:
+        """Triton 3.6 rounds the product. In float64 that of float32 numbers is exact."""
+        wide = np.float64 if z.data.dtype == np.float32 else z.data.dtype
+        data = x.data.astype(wide) * y.data.astype(wide) + z.data.astype(wide)
+        return interpreter.TensorHandle(data.astype(z.data.dtype), z.dtype.scalar)
+
+    interpreter._convert_float = convert_as_hardware
+    interpreter.InterpreterBuilder.create_fma = fused_multiply_add

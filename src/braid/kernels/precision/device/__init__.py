@@ -1,0 +1,1 @@
+"""Triton kernels that quantise to fp8_block. Importing this package requires Triton."""
