@@ -115,6 +115,12 @@ class HangError(BraidError, RuntimeError):
     exit_code = ExitCode.HANG
 
 
+class CollectiveMismatchError(BraidError, RuntimeError):
+    """Ranks of a group called different collectives: a bug in braid or in a layer of the user's."""
+
+    exit_code = ExitCode.BUG
+
+
 class NumericsError(BraidError, ArithmeticError):
     """Loss or gradients were non-finite for more consecutive steps than the run allows."""
 

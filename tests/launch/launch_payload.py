@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from braid.distributed.collectives import all_reduce_no_grad
 from braid.errors import BraidError, DataError
 from braid.launch.process import ProcessContext, all_gather_json, join, leave, translate_peer_errors
 from braid.launch.worker_pool import die_with_launcher
@@ -72,11 +73,17 @@ def find_bad_data(joined: ProcessContext) -> None:
     work_forever(joined)
 
 
+def mismatch_with_checks_on_one_rank(joined: ProcessContext) -> None:
+    """`main` asks for checks on the lost rank only."""
+    all_reduce_no_grad(torch.ones(1 + joined.rank, dtype=torch.int64), joined.world_group)
+
+
 def main(action: str) -> int:
     die_with_launcher(os.environ)
     try:
         with translate_peer_errors():
-            joined = join(os.environ, torch.device("cpu"), timedelta(seconds=60))
+            check = action == mismatch_with_checks_on_one_rank.__name__ and os.environ["RANK"] == str(LOST)
+            joined = join(os.environ, torch.device("cpu"), timedelta(seconds=60), check_collectives=check)
             ACTIONS[action](joined)
     except BraidError as error:
         print(f"payload: {error}", file=sys.stderr)
@@ -96,6 +103,7 @@ ACTIONS = {
         be_killed_unnoticed_once,
         be_killed_before_others_know,
         find_bad_data,
+        mismatch_with_checks_on_one_rank,
     )
 }
 

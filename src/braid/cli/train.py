@@ -71,6 +71,8 @@ class TrainOptions:
     """Number of ranks to start on this machine."""
     restarts: int = 0
     """How many times to restart all ranks after one fails; training resumes from the latest checkpoint."""
+    check_collectives: bool = False
+    """For debugging: ranks compare op, shape, dtype and order of each collective before it runs (slow)."""
     tensorboard: bool = False
     """Log metrics to TensorBoard files in the run directory (needs the package tensorboard)."""
     wandb: Annotated[str | None, optional("PROJECT", "off")] = None
@@ -243,6 +245,7 @@ def _train(plan: Plan, out: Path, args: list[str], opts: TrainOptions) -> int:
             trace=opts.trace,
             trace_steps=trace_steps,
             watch=True,
+            check_collectives=opts.check_collectives,
             build_progress=progress,
         )
     with trainer:

@@ -38,10 +38,14 @@ class FailureKind(Enum):
     """A rank's heartbeats have stopped: it is frozen or unreachable."""
     DEADLOCK = "deadlock"
     """All ranks wait for each other."""
+    MISMATCH = "mismatch"
+    """Ranks of a group called different collectives."""
 
     @property
     def exit_code(self) -> ExitCode:
         """Exit code of the surviving ranks."""
+        if self is FailureKind.MISMATCH:
+            return ExitCode.BUG
         return ExitCode.PEER_LOST if self in (FailureKind.LOST, FailureKind.FAILED) else ExitCode.HANG
 
 

@@ -31,6 +31,7 @@ from braid.distributed.collectives import ALONE, Group, all_gather_no_grad, all_
 from braid.errors import (
     BraidError,
     CheckpointError,
+    CollectiveMismatchError,
     ConfigError,
     DataError,
     ExitCode,
@@ -38,6 +39,13 @@ from braid.errors import (
     NumericsError,
     PeerLostError,
     PreemptedError,
+)
+from braid.launch.collective_check import (
+    compare_collectives,
+    is_compared,
+    is_mismatch,
+    sides_of,
+    stop_comparing,
 )
 from braid.launch.rendezvous import format_ranks, next_rendezvous
 
@@ -158,11 +166,22 @@ def _integer(environment: Mapping[str, str], name: str) -> int:
     return int(environment[name])
 
 
-def join(environment: Mapping[str, str], device: torch.device, timeout: timedelta) -> ProcessContext:
+def join(
+    environment: Mapping[str, str],
+    device: torch.device,
+    timeout: timedelta,
+    *,
+    check_collectives: bool = False,
+) -> ProcessContext:
     """Initialise the process group: gloo for host tensors, NCCL for GPU tensors. Without a launcher, or in a
     world of one, there is none. If torch's default group is already initialised, it is used. `timeout` applies
-    to the rendezvous and to every collective."""
+    to the rendezvous and to every collective. If any rank wants to `check_collectives`, all do."""
     if dist.is_initialized():
+        if check_collectives and not is_compared():
+            raise ConfigError(
+                "collectives can be checked from the first one on only, and the process group is initialised "
+                "already: set TORCH_DISTRIBUTED_DEBUG=DETAIL before that, or leave it to braid"
+            )
         return _already_joined(environment, device)
     env = launch_env_of(environment)
     device = device if env is None else _own_device(env, device)
@@ -170,7 +189,15 @@ def join(environment: Mapping[str, str], device: torch.device, timeout: timedelt
         return ProcessContext(rank=0, world=1, local_rank=0, device=device, world_group=ALONE)
     with translate_peer_errors():
         store = _connect(env, timeout)
-        name = next_rendezvous(PrefixStore("rendezvous", store), env.rank, env.world, timeout)
+        rounds = PrefixStore("rendezvous", store)
+
+        def confirm(name: str) -> None:
+            if check_collectives:
+                rounds.set(f"{name}/checked", "")
+
+        name = next_rendezvous(rounds, env.rank, env.world, timeout, confirm)
+        if rounds.check([f"{name}/checked"]):
+            compare_collectives()
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             store=PrefixStore(name, store),
@@ -215,6 +242,7 @@ def leave() -> None:
     """Destroy all process groups. Otherwise their threads can outlive what they use at interpreter exit."""
     if dist.is_initialized():
         dist.destroy_process_group()
+        stop_comparing()
 
 
 def _own_device(env: LaunchEnv, device: torch.device) -> torch.device:
@@ -260,6 +288,9 @@ def translate_peer_errors() -> Iterator[None]:
         yield
     except RuntimeError as error:
         text = str(error)
+        if is_mismatch(error):
+            own, *others = map(str, sides_of(error))
+            raise CollectiveMismatchError(f"this rank runs {own}, another one {', '.join(others)}") from error
         if isinstance(error, BraidError) or not is_peer_failure(error):
             raise
         reason = re.sub(r"^\[\S*\] ", "", text).partition(". ")[0]
@@ -272,7 +303,8 @@ def is_peer_failure(error: Exception) -> bool:
     """Whether an error only says that another rank did not respond."""
     if isinstance(error, BraidError):
         return isinstance(error, PeerLostError | HangError)
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+    of_torch = any(name in str(error) for name in ("gloo", "monitoredBarrier"))
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and of_torch)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Callable
 from datetime import timedelta
 
 from torch.distributed.distributed_c10d import Store
@@ -22,8 +23,15 @@ PAUSE_PER_RANK_S = 5e-5
 """Polling interval: grows with the world size, so that many ranks do not overload the store."""
 
 
-def next_rendezvous(store: Store, rank: int, world: int, timeout: timedelta) -> str:
-    """Wait for all ranks and return the id of the round: the same on all ranks, and unique."""
+def next_rendezvous(
+    store: Store,
+    rank: int,
+    world: int,
+    timeout: timedelta,
+    confirm: Callable[[str], None] = lambda name: None,
+) -> str:
+    """Wait for all ranks and return the id of the round: the same on all ranks, and unique. `confirm` is called
+    with the id of each round that this rank confirms: what it writes to the store, all can read afterwards."""
     token, confirmed = uuid.uuid4().hex, ""
     known_tokens: list[bytes] = []
     deadline = time.monotonic() + timeout.total_seconds()
@@ -35,6 +43,7 @@ def next_rendezvous(store: Store, rank: int, world: int, timeout: timedelta) -> 
         if opened not in ("", confirmed):
             confirmed = opened
             store.set(_confirmed_key(confirmed, rank), "")
+            confirm(confirmed)
             if store.add(f"{confirmed}/count", 1) == world:
                 store.set(f"{confirmed}/complete", "")
         if confirmed and store.check([f"{confirmed}/complete"]):

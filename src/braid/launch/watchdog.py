@@ -25,13 +25,15 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import MappingProxyType
 from typing import TypeVar
 
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from braid.console import warn
 from braid.engine.progress import Progress
-from braid.errors import BraidError, ExitCode, HangError, PeerLostError
+from braid.errors import BraidError, CollectiveMismatchError, ExitCode, HangError, PeerLostError
+from braid.launch.collective_check import Collective, Side, describe_sides, is_mismatch, sides_of
 from braid.launch.diagnosis import (
     Diagnosis,
     FailureKind,
@@ -347,11 +349,18 @@ class Watchdog:
         with self._exit_lock:
             self._closing.set()
         stack = tuple(line for entry in traceback.format_exception(error) for line in entry.splitlines())
-        if is_peer_failure(error):
-            found = self._try_store(lambda: self._find_lost_ranks() or _unknown(error))
+        if is_mismatch(error) or is_peer_failure(error):
+            wait = probe_error(error)
+            found = self._try_store(
+                lambda: (
+                    self._find_mismatch(error, wait)
+                    if is_mismatch(error)
+                    else self._find_lost_ranks() or _unknown(error)
+                )
+            )
             diagnosis = found or self._diagnose_store("is gone")
-            code, wait = diagnosis.kind.exit_code, probe_error(error)
-            raised: Exception = (HangError if code is ExitCode.HANG else PeerLostError)(diagnosis.report)
+            code = diagnosis.kind.exit_code
+            raised: Exception = _ERRORS[code](diagnosis.report)
         else:
             own = failed(self.rank, _first_line(error), {self.rank: PeerState(self.heartbeat(), 0.0)})
             diagnosis = self._try_store(lambda: self._publish(own)) or own
@@ -362,6 +371,32 @@ class Watchdog:
         if raised is error:
             raise error
         raise raised from error
+
+    def _find_mismatch(self, error: Exception, wait: WaitState) -> Diagnosis:
+        """After ranks of a group found that their collectives differ: what each of them was about to run, and
+        where. All of them get here; one that does not is left out."""
+        own = {"collective": sides_of(error)[0].to_json(), "where": self.heartbeat().where}
+        self._store.set(f"mismatch/{self.rank}", json.dumps(own))
+        keys = {rank: f"mismatch/{rank}" for rank in {self.rank, *wait.members}}
+        deadline = time.monotonic() + STORE_S
+        while not self._store.check(list(keys.values())) and time.monotonic() < deadline:
+            time.sleep(SAMPLE_S)
+        told = {
+            rank: json.loads(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])
+        }
+        sides = [
+            Side(rank=rank, collective=Collective.from_json(each["collective"]), where=each["where"])
+            for rank, each in told.items()
+        ]
+        at_fault, text = describe_sides(sides)
+        group = f" {wait.group}" if wait.group else ""
+        return self._publish(
+            Diagnosis(
+                kind=FailureKind.MISMATCH,
+                ranks=at_fault,
+                report=f"ranks of the group{group} call different collectives: {text}",
+            )
+        )
 
     def _find_lost_ranks(self) -> Diagnosis | None:
         """After a connection to some rank broke, find out which: the launcher knows, or another rank has
@@ -419,6 +454,16 @@ class Watchdog:
             self._write(
                 FailureReport(world=self.world, process=None, diagnosis=diagnosis, exit_code=None, beat=beat)
             )
+
+
+_ERRORS = MappingProxyType(
+    {
+        ExitCode.BUG: CollectiveMismatchError,
+        ExitCode.HANG: HangError,
+        ExitCode.PEER_LOST: PeerLostError,
+    }
+)
+"""By exit code of a diagnosis, the error that the working thread raises for it."""
 
 
 def _unknown(error: Exception) -> Diagnosis:

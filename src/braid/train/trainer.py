@@ -94,6 +94,7 @@ class Trainer:
         trace: Path | None = None,
         trace_steps: range = range(2, 5),
         watch: bool = False,
+        check_collectives: bool = False,
         build_progress: Callable[[int, int], None] | None = None,
         environment: Mapping[str, str] = os.environ,
     ) -> None:
@@ -103,7 +104,8 @@ class Trainer:
         `init_options` if their models differ. `listeners` receive the metrics of every step, in addition to
         metrics.jsonl. `trace` is a file for op times of the steps `trace_steps`, counted from where this
         trainer starts. With `watch`, a watchdog ends the process when a rank stalls or fails, with a report in
-        `out`. `build_progress` is called with (bytes done, bytes in all) while the default corpus is built.
+        `out`. With `check_collectives`, for debugging, ranks compare each collective before it runs.
+        `build_progress` is called with (bytes done, bytes in all) while the default corpus is built.
         `environment` holds the launcher's variables (RANK, ...)."""
         self.plan, self.run_dir = plan, RunDir(out=Path(out))
         self._quiet, self._watch = quiet, watch
@@ -113,7 +115,7 @@ class Trainer:
         self.listeners = list(listeners)
         """More may be added before the first step."""
         self._init, self._init_options = None if init is None else Path(init), init_options
-        self._start_over = start_over
+        self._start_over, self._check_collectives = start_over, check_collectives
         self._resources = ExitStack()
         self._loop: Loop | None = None
         self._closed = False
@@ -161,7 +163,7 @@ class Trainer:
 
     def _join(self, environment: Mapping[str, str], device: torch.device, timeout: timedelta) -> ProcessContext:
         """Join the process group, which must have as many ranks as the plan."""
-        process = join(environment, device, timeout)
+        process = join(environment, device, timeout, check_collectives=self._check_collectives)
         if process.owns_process_group:
             # Not in `close`: the next trainer of this process uses the same process group.
             atexit.register(leave)
@@ -178,7 +180,7 @@ class Trainer:
         named = {"out": str(self.run_dir.out), "init": str(self._init), "device": device}
         # Opening a tracer is a collective: ranks that disagree about it would wait for each other for ever.
         named |= {"init rules": str(self._init_options), "trace": self._trace}
-        named |= {"start over": str(self._start_over)}
+        named |= {"start over": str(self._start_over), "check collectives": str(self._check_collectives)}
         versions = {"braid": braid.__version__, "torch": torch.__version__}
         return {**versions, **named, **flatten(self.plan.run)}
 
