@@ -192,3 +192,33 @@ def test_losses_are_tallied_by_kind_of_tensor() -> None:
     seen.counting = False
     run(*given)
     assert len(seen.of["weight"]) == 2
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_copy_of_a_step_is_what_products_would_quantise(name: str) -> None:
+    """Of a dense weight with ragged blocks, and of experts; for fp8_block one copy serves both products."""
+    form = FORMATS[name]
+    for weight in (random(131, 200), random(3, 131, 70)):
+        fresh, held = products(name, name), products(name, name)
+        held.quantize_weight(weight)
+        for way in (Products.quantized_weight, Products.quantized_weight_IO):
+            found, wanted = (way(each, weight, form) for each in (held, fresh))
+            assert torch.equal(found.values.float(), wanted.values.float())
+            assert torch.equal(found.scale_of_each(), wanted.scale_of_each())
+        assert (
+            held.step_weight.input_grad.values.data_ptr() == held.step_weight.forward.values.data_ptr()
+        ) is (name == "fp8_block")
+
+
+def test_a_copy_is_used_until_it_is_dropped() -> None:
+    x, weight, bias, probe = random(1, 4, 6), random(5, 6), random(5), random(1, 4, 5)
+    held = products("mxfp8", "mxfp8")
+    held.quantize_weight(weight)
+    old, new = run(x, weight, bias, held, probe), random(5, 6, seed=3)
+    for one, other in zip(run(x, new, bias, held, probe), old, strict=True):
+        assert torch.equal(one, other)
+    held.step_weight.clear()
+    for one, other in zip(
+        run(x, new, bias, held, probe), run(x, new, bias, products("mxfp8", "mxfp8"), probe), strict=True
+    ):
+        assert torch.equal(one, other)

@@ -58,16 +58,13 @@ def compared(found: Outcome, sound: Outcome) -> dict[str, Deviation]:
     """Without the shares of saturated and zeroed elements, which depend on the topology a little: they count
     rows that pad experts, and gradients that are nothing but rounding."""
     without = (
-        replace(
-            each,
-            figures=[
-                {name: value for name, value in step.items() if not name.startswith("fp8_")}
-                for step in each.figures
-            ],
-        )
-        for each in (found, sound)
+        replace(each, figures=[_without_shares(step) for step in each.figures]) for each in (found, sound)
     )
     return red(deviations(*without), FP64_BOUND)
+
+
+def _without_shares(figures: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in figures.items() if not name.startswith("fp8_")}
 
 
 @pytest.mark.parametrize(
@@ -98,6 +95,22 @@ def test_a_replay_quantises_to_the_same_bytes(corpus):
     assert all(0 <= value < 0.1 for value in shares.values())
     assert shares["fp8_saturated_input"] > 0
     for name, (_, gradient) in plain.gradients.items():
+        assert torch.equal(found.gradients[name][1], gradient), name
+
+
+@pytest.mark.parametrize("precision", [("fp8_block", "ends"), ("mxfp8", "ends")])
+def test_copies_of_weights_change_nothing(precision, corpus):
+    """To the last bit, over updates and evaluations: as if every product quantised the weight itself."""
+    run = run_of("capacity", corpus, dtype="bf16", micro_batches=2, precision=precision)
+    found = train(0, 1, Task(run=run))
+    with patch.object(Products, "quantize_weight", lambda *_: None):
+        fresh = train(0, 1, Task(run=run))
+    assert [_without_shares(each) for each in found.figures] == [
+        _without_shares(each) for each in fresh.figures
+    ]
+    assert found.val_loss == fresh.val_loss
+    assert found.gradients.keys() == fresh.gradients.keys()
+    for name, (_, gradient) in fresh.gradients.items():
         assert torch.equal(found.gradients[name][1], gradient), name
 
 

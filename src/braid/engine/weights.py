@@ -10,9 +10,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 from braid.nn.delayed_wgrad import Mains
+from braid.nn.precision import matrix, quantised_weights
 from braid.nn.units import parameters_of_units
 from braid.optim.adamw import AdamW
 from braid.schedule import Act, Op
@@ -68,6 +70,7 @@ class ResidentWeights:
         }
         """Per unit, the parameters with a separate main copy; the others accumulate into `.grad` directly."""
         self.mains: Mains = optimizer.main_copies()
+        self._quantised = tuple(quantised_weights(root))
 
     def unreduced(self) -> Mapping[str, Sequence[Tensor]]:
         return {
@@ -75,18 +78,28 @@ class ResidentWeights:
             for name, parameter, main in self._optimizer.pairs()
         }
 
+    @torch.no_grad()
     def begin(self) -> None:
-        return None
+        """Quantise the weights of products in low precision: they do not change until the step ends."""
+        for path, name, products in self._quantised:
+            products.quantize_weight(matrix(self._root.get_submodule(path).get_parameter(name)))
 
     def run(self, op: Op) -> None:
-        if op.act in (Act.ACCUM, Act.REDUCE_GRAD):
+        if op.act is Act.FINISH:
+            self._end()
+        elif op.act in (Act.ACCUM, Act.REDUCE_GRAD):
             assert op.unit is not None, f"{op} names no unit"
             self._optimizer.accumulate_grads(self._narrow[op.unit])
 
     def use(self, use: Use, micro_batch: int | None) -> None:
         return None
 
+    def _end(self) -> None:
+        for each in self._quantised:
+            each.products.step_weight.clear()
+
     def abort(self) -> None:
+        self._end()
         self._optimizer.zero_grad()
         for parameter in self._root.parameters():
             parameter.grad = None

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from braid.distributed.collectives import Group, Groups
 from braid.kernels.precision import FORMATS, Losses, LowPrecisionGroupedMlp, Products, Shards, Slice
@@ -29,7 +30,7 @@ class LossTally:
 
     def __init__(self) -> None:
         self.counting = False
-        self._sums: dict[str, float] = {}
+        self._sums: dict[str, float | Tensor] = {}
 
     def start(self) -> None:
         self.counting, self._sums = True, {}
@@ -45,9 +46,10 @@ class LossTally:
     def add(self, tensor: str, lost: Losses, copies: int) -> None:
         for name, number in lost._asdict().items():
             key = f"fp8_{name}_{tensor}"
-            self._sums[key] = self._sums.get(key, 0.0) + number / copies
+            exact = number.double() if isinstance(number, Tensor) else number
+            self._sums[key] = self._sums.get(key, 0.0) + exact / copies
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float | Tensor]:
         """Numbers of elements, to be summed over ranks; `loss_shares` makes shares of them."""
         self.counting = False
         return self._sums
@@ -84,6 +86,30 @@ def set_precision(
                 into=_products(precision.experts, tally, outputs=module.etp, copies=groups.edp.size),
                 down=_products(precision.experts, tally, inputs=module.etp, copies=groups.edp.size),
             )
+
+
+class QuantisedWeight(NamedTuple):
+    """A weight that products take quantised."""
+
+    path: str
+    """Of its module."""
+    name: str
+    products: Products
+
+
+def matrix(weight: Tensor) -> Tensor:
+    """A weight, or a part of it, as products see it: outputs, inputs, after experts."""
+    return weight if weight.dim() == 2 else weight.flatten(1, -2)
+
+
+def quantised_weights(model: nn.Module) -> Iterator[QuantisedWeight]:
+    """All of a model."""
+    for path, module in model.named_modules():
+        if isinstance(module, Linear | RowLinear) and module.products is not None:
+            yield QuantisedWeight(path, "weight", module.products)
+        elif isinstance(module, Experts) and isinstance(module.grouped_mlp, LowPrecisionGroupedMlp):
+            yield QuantisedWeight(path, "w_in_EFGC", module.grouped_mlp.into)
+            yield QuantisedWeight(path, "w_down_ECF", module.grouped_mlp.down)
 
 
 def amax_calls(inner: nn.Module, tokens: int, rows: int, *, replayed: bool) -> tuple[Call, ...]:

@@ -160,7 +160,7 @@ class ModuleStep(StepWork):
             self.replays.finish()
         if self.model.losses_of_precision is not None:
             for name, number in self.model.losses_of_precision.metrics().items():
-                self.add_metric(name, torch.tensor(number, dtype=torch.float64, device=self.model.device))
+                self.add_metric(name, torch.as_tensor(number, dtype=torch.float64, device=self.model.device))
         self.module.optimizer.accumulate_grads()
 
 

@@ -30,7 +30,8 @@ def linear(
 
 
 class _LowPrecisionLinear(torch.autograd.Function):
-    """Saves what a linear layer saves without quantisation; backward quantises again."""
+    """Saves what a linear layer saves without quantisation; backward quantises again. A weight may be gathered
+    as e4m3 values: its gradient is in the dtype of x."""
 
     @staticmethod
     def forward(
@@ -68,7 +69,8 @@ def _weight_grad(products: Products, weight_OI: Tensor, grad_BTO: Tensor, x_BTI:
         factors = products.weight_grad_of(grad_BTO, x_BTI)
         write_product(gradient_OI, *factors, accumulate=accumulate)
 
-    return Gradient(write, empty_like(weight_OI))
+    shape, dtype, device = weight_OI.shape, x_BTI.dtype, weight_OI.device
+    return Gradient(write, lambda: torch.empty(shape, dtype=dtype, device=device))
 
 
 def _bias_grad(bias_O: Tensor, grad_BTO: Tensor) -> Gradient:

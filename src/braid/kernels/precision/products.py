@@ -4,9 +4,9 @@
     input gradient    dx[n, i] = Σ_o g[n, o] · w[o, i]          blocks along o
     weight gradient   dw[o, i] = Σ_n g[n, o] · x[n, i]          blocks along n, beginning anew at each sequence
 
-Operands are quantised for each product anew, from the tensors that it would take without quantisation: what
-is saved for backward and what a checkpoint holds does not change, and weights are never stale. Sums are in
-float32, or float64 in a float64 run.
+Activations and gradients are quantised for each product anew, from the tensors that it would take without
+quantisation: what is saved for backward and what a checkpoint holds does not change. Weights are, too, unless
+the step has a copy (`step_weight`). Sums are in float32, or float64 in a float64 run.
 
 Shapes: N tokens, or rows of experts; I channels in, O channels out; B sequences of T tokens; E experts may lead
 a weight.
@@ -15,7 +15,7 @@ a weight.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -24,6 +24,7 @@ from torch import Tensor
 from braid.distributed.collectives import Group
 from braid.kernels.precision.formats import Format
 from braid.kernels.precision.quantize import Losses, Quantized, Slice, all_reduces, losses, quantize
+from braid.kernels.precision.step_weight import StepWeight
 
 
 class Tally(Protocol):
@@ -57,6 +58,25 @@ class Products:
     tally: Tally | None = None
     copies: int = 1
     """Ranks that have the same part of the weight."""
+    step_weight: StepWeight = field(default_factory=StepWeight, compare=False)
+    """The weight's copy, of the layer that these products are of."""
+
+    @property
+    def shares_weight(self) -> bool:
+        """Whether forward and input gradient take the same copy of the weight: its blocks are square."""
+        form = self.forward
+        return form is not None and form == self.input_grad and form.block == form.weight_rows
+
+    def quantize_weight(self, weight_OI: Tensor) -> None:
+        """Make the step's copy of the weight."""
+        self.step_weight.clear()
+        forward = None if self.forward is None else self.quantized_weight(weight_OI, self.forward)
+        if self.shares_weight and forward is not None:
+            input_grad: Quantized | None = forward.transposed()
+        else:
+            form = self.input_grad
+            input_grad = None if form is None else self.quantized_weight_IO(weight_OI, form)
+        self.step_weight.forward, self.step_weight.input_grad = forward, input_grad
 
     def quantized_x(self, x_NI: Tensor, form: Format) -> Quantized:
         """The input of the forward."""
@@ -64,6 +84,9 @@ class Products:
 
     def quantized_weight(self, weight_OI: Tensor, form: Format) -> Quantized:
         """The weight of the forward."""
+        copy = self.step_weight.for_forward(weight_OI)
+        if copy is not None:
+            return copy
         parts = {"rows": self.shards.outputs, "columns": self.shards.inputs}
         return self._quantized("weight", weight_OI, form, weight=True, **parts)
 
@@ -73,11 +96,11 @@ class Products:
 
     def quantized_weight_IO(self, weight_OI: Tensor, form: Format) -> Quantized:
         """The weight that the input gradient is computed from."""
-        weight_IO, parts = (
-            weight_OI.transpose(-1, -2),
-            {"rows": self.shards.inputs, "columns": self.shards.outputs},
-        )
-        return self._quantized("weight", weight_IO, form, weight=True, **parts)
+        copy = self.step_weight.for_input_grad(weight_OI)
+        if copy is not None:
+            return copy
+        parts = {"rows": self.shards.inputs, "columns": self.shards.outputs}
+        return self._quantized("weight", weight_OI.transpose(-1, -2), form, weight=True, **parts)
 
     def _quantized(
         self,

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -93,6 +93,15 @@ class Quantized:
         """What values and scales stand for."""
         return self.values.to(dtype) * self.scale_of_each().to(dtype)
 
+    def transposed(self) -> Quantized:
+        """The transposed matrix, in the same memory: a product with it sums over the rows of this one."""
+        return Quantized(
+            values=self.values.transpose(-1, -2),
+            scales=self.scales.transpose(-1, -2),
+            rows=self.columns,
+            columns=self.rows,
+        )
+
 
 def quantize(
     x_RK: Tensor,
@@ -107,15 +116,24 @@ def quantize(
     height, width = x_RK.shape[-2:]
     across = _blocks(form.weight_rows if weight else 1, height, rows)
     along = _blocks(form.block, width, columns)
+    amax_rk = largest(x_RK, across, along)
+    amax_rk = _highest(amax_rk, -1, along, width, columns)
+    amax_rk = _highest(amax_rk, -2, across, height, rows)
+    return scaled(x_RK, form.scales(amax_rk), across, along)
+
+
+def largest(x_RK: Tensor, rows: Blocks, columns: Blocks) -> Tensor:
+    """The largest magnitude of each block; infinity for one that is not finite."""
     magnitudes_RK = x_RK.abs()
     # A maximum over ranks may lose a NaN, but never an infinity.
     magnitudes_RK = magnitudes_RK.masked_fill(~magnitudes_RK.isfinite(), torch.inf)
-    amax_rk = along.reduced(across.reduced(magnitudes_RK, -2), -1)
-    amax_rk = _highest(amax_rk, -1, along, width, columns)
-    amax_rk = _highest(amax_rk, -2, across, height, rows)
-    scales_rk = form.scales(amax_rk)
-    empty = Quantized(values=x_RK, scales=scales_rk, rows=across, columns=along)
-    return Quantized(values=_rounded(x_RK, empty.scale_of_each()), scales=scales_rk, rows=across, columns=along)
+    return columns.reduced(rows.reduced(magnitudes_RK, -2), -1)
+
+
+def scaled(x_RK: Tensor, scales_rk: Tensor, rows: Blocks, columns: Blocks) -> Quantized:
+    """Values by given scales."""
+    unrounded = Quantized(values=x_RK, scales=scales_rk, rows=rows, columns=columns)
+    return replace(unrounded, values=_rounded(x_RK, unrounded.scale_of_each()))
 
 
 def all_reduces(
@@ -137,12 +155,13 @@ def all_reduces(
 
 
 class Losses(NamedTuple):
-    """What quantisation lost beyond rounding, as numbers of elements."""
+    """What quantisation lost beyond rounding, as numbers of elements. Those that were counted are 0-D tensors,
+    so that the host does not wait for them."""
 
     elements: int
-    saturated: int
+    saturated: Tensor
     """Too large for the scale of their block, and cut to the largest value."""
-    zeroed: int
+    zeroed: Tensor
     """Not zero, and rounded to zero."""
 
 
@@ -152,7 +171,7 @@ def losses(x_RK: Tensor, quantized: Quantized) -> Losses:
     scaled_RK = x_RK / quantized.scale_of_each()
     zeroed = (quantized.values.float() == 0) & (x_RK != 0)
     saturated = scaled_RK.abs() > ROUNDS_TO_LARGEST
-    return Losses(x_RK.numel(), int(saturated.sum()), int(zeroed.sum()))
+    return Losses(x_RK.numel(), saturated.sum(), zeroed.sum())
 
 
 def _blocks(size: int | None, held: int, part: Slice | None) -> Blocks:
