@@ -141,6 +141,8 @@ class Train:
     """Steps between checkpoints; 0 saves only at the end. An interrupted run saves one as well."""
     keep: int = 2
     """Number of checkpoints to keep."""
+    async_save: bool = True
+    """Write checkpoints beside training, from a copy in host memory; the last one of a run, synchronously."""
     max_skipped: int = 5
     """Consecutive steps that may be skipped for a non-finite loss or gradient before the run fails."""
     check_copies_every: int = 100

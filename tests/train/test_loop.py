@@ -101,7 +101,7 @@ def test_a_finished_run_has_nothing_left_to_do(corpus, tmp_path):
 
 
 def test_a_save_that_fails_on_the_way_does_not_stop_training(corpus, tmp_path, monkeypatch, capsys):
-    real = states.save
+    real = states.write
     calls = iter(range(10))
 
     def full_once(*arguments):
@@ -109,7 +109,7 @@ def test_a_save_that_fails_on_the_way_does_not_stop_training(corpus, tmp_path, m
             raise CheckpointError("cannot write part: needs 3.0 GiB, has 1.0 GiB")
         return real(*arguments)
 
-    monkeypatch.setattr(states, "save", full_once)
+    monkeypatch.setattr(states, "write", full_once)
     outcome, _, _ = train(run_on(corpus, save_every=3), tmp_path)
     assert outcome.checkpoint.name == "step-00000008"
     told = capsys.readouterr().err

@@ -86,6 +86,21 @@ def opened_groups(
         close_groups(groups)
 
 
+@contextmanager
+def opened_host_group(job: Group, timeout: timedelta | None = None) -> Iterator[Group]:
+    """A second group of all ranks of the job, for host tensors: a thread can use it while the others train."""
+    if job.size == 1:
+        yield ALONE
+        return
+    handle = dist.new_group(backend="gloo", timeout=timeout)
+    _barrier()
+    try:
+        yield Group(name="host", size=job.size, rank=job.rank, handle=handle)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group(handle)
+
+
 def open_communicators(
     memberships: Iterable[Members], timeout: timedelta | None = None
 ) -> dict[Members, dist.ProcessGroup]:

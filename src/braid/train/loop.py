@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import signal
 import time
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import NamedTuple
 from braid import checkpoint
 from braid.config import Run
 from braid.console import Line, say, warn
+from braid.distributed.collectives import Group
 from braid.errors import CheckpointError, ConfigError, NumericsError, PreemptedError, first_of
 from braid.launch.process import everywhere
 from braid.launch.watchdog import Watchdog
@@ -19,6 +21,7 @@ from braid.model.language import LanguageModel
 from braid.optim.schedule import LearningRate
 from braid.planning.plan import Plan, item_flops, training_flops
 from braid.train import state as states
+from braid.train.async_saving import AsyncSaver
 from braid.train.data_pipeline import DataPipeline
 from braid.train.device import Device, set_arithmetic
 from braid.train.exact_match import exact_match
@@ -73,16 +76,17 @@ class Loop:
         quiet: bool = False,
         tracer: Tracer | None = None,
         prefetch: ItemPrefetch | None = None,
+        saver: AsyncSaver | None = None,
     ) -> None:
         """With `quiet`, no progress is printed. The tracer records when ops ran. `prefetch` reads the items of
-        encoders ahead."""
+        encoders ahead. `saver` writes checkpoints beside training, but those that must be there at once."""
         set_arithmetic(deterministic=plan.run.train.deterministic)
         state.progress.on_gpu = device.torch.type == "cuda"
         self.plan, self.run = plan, plan.run
         self.watchdog: Watchdog | None = None
         """Reports stragglers."""
         self.stop_request: StopRequest | None = None
-        self.quiet, self.tracer, self.prefetch = quiet, tracer, prefetch
+        self.quiet, self.tracer, self.prefetch, self.saver = quiet, tracer, prefetch, saver
         self.run_dir, self.device, self.data = run_dir, device, data
         self.state, self.metrics = state, metrics
         self.is_rank_zero = state.job.rank == 0
@@ -108,6 +112,8 @@ class Loop:
         while self.state.step < steps:
             results = self._next_results()
             last = results[-1] if results else last
+            if any(each.saved for each in results):
+                self._end_save()
             done = self.state.step == steps
             if done or self._due(self.run.train.save_every):
                 saved = self.save(must=done)
@@ -116,7 +122,8 @@ class Loop:
             stop = any(each.stop for each in results) or (self.plan.world == 1 and self._signal is not None)
             if stop and not done:
                 self.finish()
-                self.save(must=True)
+                if (self._end_save() or saved) != self._path:
+                    self.save(must=True)
                 signalled = "" if self._signal is None else f" by {self._signal.name}"
                 raise everywhere(
                     PreemptedError(
@@ -127,7 +134,7 @@ class Loop:
         if last is None:
             self._evaluate()
             newest = checkpoint.latest(self.run_dir.checkpoints).path
-            resumed = newest == checkpoint.step_path(self.run_dir.checkpoints, self.state.step)
+            resumed = newest == self._path
             # `Trainer.step` may have run the last step, without saving it.
             saved = newest if resumed else self.save(must=True)
         assert saved is not None, "the last step is always saved"
@@ -180,8 +187,15 @@ class Loop:
         started = time.perf_counter()
         self.state.progress.begin(self.state.step + 1)
         rate = self.schedule.rate(self.state.step + 1)
-        stop = self._signal is not None
-        pending = begin_step(self.state, self.run, self.data.train, rate, stop=stop, prefetch=self.prefetch)
+        pending = begin_step(
+            self.state,
+            self.run,
+            self.data.train,
+            rate,
+            stop=self._signal is not None,
+            saved=self.saver is not None and self.saver.ended,
+            prefetch=self.prefetch,
+        )
         return _IssuedStep(pending, self.state.step, self.state.tokens, rate, started)
 
     def _end(self, issued: _IssuedStep) -> StepResult:
@@ -213,6 +227,11 @@ class Loop:
             exact = f"  exact match {self.exact_match:.1%}" if self.exact_match is not None else ""
             self._say(f"step {step}/{self.run.train.steps}  validation loss {evaluated['val_loss']:.3f}{exact}")
         return result
+
+    @property
+    def _path(self) -> Path:
+        """The checkpoint of the current step."""
+        return checkpoint.step_path(self.run_dir.checkpoints, self.state.step)
 
     def _due(self, every: int) -> bool:
         return _divides(every, self.state.step)
@@ -287,24 +306,46 @@ class Loop:
         return evaluate(self.state, self.run, self.data.validation)
 
     def save(self, *, must: bool) -> Path | None:
-        """Save a checkpoint and prune old ones. With `must`, a failure to save is an error; otherwise training
-        continues with the previous checkpoint."""
+        """Save a checkpoint and prune old ones. With `must`, it is there on return, and a failure to save is an
+        error; otherwise the saver writes it, if there is one, and training continues with the previous
+        checkpoint if that fails."""
         self.finish()
-        root = self.run_dir.checkpoints
+        self._end_save()
         self.state.progress.enter("a checkpoint")
+        captured = states.capture(self.state, self.run, self.data.train, self.data.tokenizer)
+        if self.saver is not None and not must:
+            self.saver.begin(captured, functools.partial(self._write, job=self.saver.group))
+            return None
         try:
-            path = states.save(root, self.state, self.run, self.data.train, self.data.tokenizer)
+            return self._write(captured, self.state.job)
         except CheckpointError as error:
             if must:
                 raise
-            self._warn(f"{error}\ntraining continues with the previous checkpoint")
+            self._continue_without(error)
             return None
+
+    def _write(self, captured: states.Capture, job: Group) -> Path:
+        path = states.write(self.run_dir.checkpoints, captured, job)
         if self.is_rank_zero:
             try:
-                checkpoint.prune(root, keep=self.run.train.keep)
+                checkpoint.prune(self.run_dir.checkpoints, keep=self.run.train.keep)
             except CheckpointError as error:
                 warn(f"the checkpoint is saved, but an old one could not be deleted: {error}")
         return path
+
+    def _end_save(self) -> Path | None:
+        """Wait for the save under way, if there is one. The checkpoint, or None if it could not be written."""
+        if self.saver is None or not self.saver.under_way:
+            return None
+        self.state.progress.enter("a checkpoint")
+        try:
+            return self.saver.result()
+        except CheckpointError as error:
+            self._continue_without(error)
+            return None
+
+    def _continue_without(self, error: CheckpointError) -> None:
+        self._warn(f"{error}\ntraining continues with the previous checkpoint")
 
     def _say(self, text: str) -> None:
         if self.is_rank_zero and not self.quiet:

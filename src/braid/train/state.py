@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
@@ -184,10 +184,58 @@ def initialize(state: JobState, run: Run) -> None:
         module.initialize(run.train.seed)
 
 
-def save(root: Path, state: JobState, run: Run, loader: Loader, tokenizer: Tokenizer) -> Path:
-    """Write a checkpoint and return its folder. Collective over the job: a failure on one rank is raised on
-    all, and leaves no partial checkpoint."""
-    job = state.job
+@dataclass(frozen=True, kw_only=True)
+class Capture:
+    """What this rank saves of one step: tensors, where they lie or as copies, and numbers as of that step."""
+
+    step: int
+    entries: Sequence[_Entry]
+    """The tensors of which this rank holds the first replica of a part."""
+    rng: Tensor
+    """Torch's generator."""
+    updates: tuple[dict[str, int], dict[str, int]]
+    """See `_updates`."""
+    extra: Mapping[str, Any]
+    not_finite: Sequence[str] | None = None
+    """Names of tensors that are not finite; None if nobody has looked yet."""
+
+    def storages(self) -> list[Tensor]:
+        """The tensors that hold the entries, each once."""
+        return list({_place(entry.storage): entry.storage.detach() for entry in self.entries}.values())
+
+    def on(self, copies: Sequence[Tensor]) -> Capture:
+        """The same with copies of `storages()`."""
+        by_place = dict(zip(map(_place, self.storages()), copies, strict=True))
+        entries = [entry._replace(storage=by_place[_place(entry.storage)]) for entry in self.entries]
+        return replace(self, entries=entries)
+
+    def examined(self) -> Capture:
+        """The same, with the names of tensors that are not finite."""
+        storages = [each for each in self.storages() if each.is_floating_point()]
+        bounds = [torch.stack(each.aminmax()).isfinite().all() for each in storages]
+        verdicts = torch.stack(bounds).tolist() if bounds else []
+        wrong = {_place(each) for each, finite in zip(storages, verdicts, strict=True) if not finite}
+        return replace(self, not_finite=[e.name for e in self.entries if _place(e.storage) in wrong])
+
+    def pieces(self, rank: int) -> Iterator[checkpoint.Piece]:
+        """The boxes that this rank writes."""
+        for entry in self.entries:
+            yield checkpoint.Piece(
+                name=entry.name,
+                global_shape=entry.canonical.shape,
+                offset=entry.held.offset,
+                tensor=entry.held.read(entry.storage.detach()),
+            )
+        if rank == 0:
+            yield checkpoint.Piece.whole(RNG, self.rng)
+
+
+def _place(tensor: Tensor) -> tuple[int, tuple[int, ...], torch.dtype]:
+    return tensor.data_ptr(), tuple(tensor.shape), tensor.dtype
+
+
+def capture(state: JobState, run: Run, loader: Loader, tokenizer: Tokenizer) -> Capture:
+    """What this rank saves now. Its tensors are those of the state, which the next step changes."""
     counters = {
         "samples": state.samples,
         "tokens": state.tokens,
@@ -196,47 +244,57 @@ def save(root: Path, state: JobState, run: Run, loader: Loader, tokenizer: Token
         "init": dict(state.init),
         "spikes": state.spikes.record().to_json(),
     }
+    return Capture(
+        step=state.step,
+        entries=[entry for entry in _entries(state) if entry.first and not entry.held.empty],
+        rng=torch.get_rng_state(),
+        updates=_updates(state),
+        extra=_extra(run, tokenizer) | counters,
+    )
+
+
+def save(root: Path, state: JobState, run: Run, loader: Loader, tokenizer: Tokenizer) -> Path:
+    """Write a checkpoint and return its folder. Collective over the job: a failure on one rank is raised on
+    all, and leaves no partial checkpoint."""
+    return write(root, capture(state, run, loader, tokenizer), state.job)
+
+
+def write(root: Path, captured: Capture, job: Group) -> Path:
+    """`save` what was captured before. `job` may be any group of all ranks of the job."""
+    step, extra = captured.step, dict(captured.extra)
     with fail_together(job):
-        _check_finite(root, state)
+        _check_finite(root, captured)
     try:
         with fail_together(job):
             if job.rank == 0:
-                checkpoint.begin(root, state.step)
+                checkpoint.begin(root, step)
         with fail_together(job):
-            record = checkpoint.write_part(root, state.step, job.rank, _pieces(state))
+            record = checkpoint.write_part(root, step, job.rank, captured.pieces(job.rank))
         # Rank 0 writes the manifest, and may have no optimizer of its own to ask.
-        records, told = zip(*all_gather_json([record, _updates(state)], job), strict=True)
+        records, told = zip(*all_gather_json([record, captured.updates], job), strict=True)
         updates = {module: count for counts, _ in told for module, count in counts.items()}
-        counters["updates"] = updates.pop(LANGUAGE)
+        extra["updates"] = updates.pop(LANGUAGE)
         if updates:
-            counters["module_updates"] = updates
+            extra["module_updates"] = updates
         if own := {name: count for _, mine in told for name, count in mine.items()}:
-            counters["own_updates"] = own
+            extra["own_updates"] = own
         with fail_together(job):
             if job.rank == 0:
-                checkpoint.commit(root, state.step, records, extra=_extra(run, tokenizer) | counters)
+                checkpoint.commit(root, step, records, extra=extra)
     except BaseException:
         if job.rank == 0:
-            checkpoint.abandon(root, state.step)
+            checkpoint.abandon(root, step)
         raise
-    return checkpoint.step_path(root, state.step)
+    return checkpoint.step_path(root, step)
 
 
-def _check_finite(root: Path, state: JobState) -> None:
+def _check_finite(root: Path, captured: Capture) -> None:
     """Refuse to save what no run can continue from: such a checkpoint would replace an older, good one."""
-    tensors: dict[int, Tensor] = {}
-    named: dict[int, list[str]] = {}
-    for entry in _entries(state):
-        if entry.storage.is_floating_point() and not entry.held.empty:
-            tensors[id(entry.storage)] = entry.storage.detach()
-            named.setdefault(id(entry.storage), []).append(entry.name)
-    finite = [tensor.isfinite().all() for tensor in tensors.values()]
-    verdicts = torch.stack(finite).tolist() if finite else []
-    wrong = [name for key, good in zip(tensors, verdicts, strict=True) if not good for name in named[key]]
+    wrong = captured.not_finite if captured.not_finite is not None else captured.examined().not_finite
     if wrong:
         listed = ", ".join(wrong[:3]) + (", ..." if len(wrong) > 3 else "")
         raise NumericsError(
-            f"step {state.step} is not saved: {len(wrong)} tensors are not finite: {listed}\n"
+            f"step {captured.step} is not saved: {len(wrong)} tensors are not finite: {listed}\n"
             f"  rule  a checkpoint holds a state that training can continue from; those in {root} stay\n"
             "  set   a lower optim.lr, and run again from the checkpoint before"
         )
@@ -247,20 +305,6 @@ def _updates(state: JobState) -> tuple[dict[str, int], dict[str, int]]:
     counts = {name: module.optimizer.updates for name, module in state.modules.items()}
     own = {name: n for module in state.modules.values() for name, n in module.own_updates().items()}
     return counts, own
-
-
-def _pieces(state: JobState) -> Iterator[checkpoint.Piece]:
-    """What this rank writes: the boxes of which it holds the first replica."""
-    for entry in _entries(state):
-        if entry.first and not entry.held.empty:
-            yield checkpoint.Piece(
-                name=entry.name,
-                global_shape=entry.canonical.shape,
-                offset=entry.held.offset,
-                tensor=entry.held.read(entry.storage.detach()),
-            )
-    if state.job.rank == 0:
-        yield checkpoint.Piece.whole(RNG, torch.get_rng_state())
 
 
 def _extra(run: Run, tokenizer: Tokenizer) -> dict[str, Any]:

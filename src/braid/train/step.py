@@ -57,6 +57,9 @@ COPIES = "copies"
 STOP = "stop"
 """How many ranks received a stop signal; travels with the metrics."""
 
+SAVED = "saved"
+"""On how many ranks the save under way has ended; travels with the metrics."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
@@ -78,6 +81,8 @@ class StepResult:
     """Whether the update was not applied."""
     stop: bool = False
     """Whether any rank received a stop signal."""
+    saved: bool = False
+    """Whether the save under way had ended on all ranks."""
     patches: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Patches of every item that encoders read, by module."""
 
@@ -126,6 +131,7 @@ class PendingStep:
         limits, skipped, values = judged[: len(MEASURES)], judged[len(MEASURES)], judged[len(MEASURES) + 1 :]
         metrics = loss_shares(dict(zip(self.metrics, values, strict=True))) | dict(self.items)
         stop, diverged = metrics.pop(STOP) > 0, metrics.pop(COPIES, 0.0) > 0
+        saved = metrics.pop(SAVED) == self.state.job.size
         not_finite: tuple[str, ...] = ()
         if not (math.isfinite(metrics["loss"]) and math.isfinite(norm)):
             not_finite = self._not_finite(metrics["loss"], self.state.job)
@@ -145,6 +151,7 @@ class PendingStep:
             limits=dict(zip(MEASURES, limits, strict=True)),
             skipped=bool(not_finite) or skipped > 0,
             stop=stop,
+            saved=saved,
             patches=self.patches,
         )
 
@@ -173,20 +180,22 @@ def begin_step(
     rate: float,
     *,
     stop: bool = False,
+    saved: bool = False,
     prefetch: ItemPrefetch | None = None,
 ) -> PendingStep:
     """Issue step `state.step + 1` at learning rate `rate`. If the loss or the gradient norm is not finite, or
     a spike that is to be skipped, nothing is updated; the device decides that, so the host need not wait for
-    it. `stop` says whether this rank received a stop signal. `prefetch` reads the items of the step after it
-    meanwhile."""
+    it. `stop` says whether this rank received a stop signal, `saved` whether its save under way has ended.
+    `prefetch` reads the items of the step after it meanwhile."""
+    said = {STOP: stop, SAVED: saved}
     if not state.modules:
-        return _attend_step(state, run, stop)
+        return _attend_step(state, run, said)
     step, first = state.step + 1, state.samples
     inputs = read_step(state, run, loader, step, first, prefetch)
     counts = inputs.counts
     parts, loads = backward(state, run, inputs.batches, counts, items=inputs.items)
     copies = state.copies.compare() if _compares_copies(state, run) else None
-    metrics = _reduce_metrics(state, run, parts, stop, copies)
+    metrics = _reduce_metrics(state, run, parts, said, copies)
     _advance(state, run)
     norm, squares_P, parameters = _gradient_norm(state)
     judged = _judge(state, run, norm, metrics)
@@ -285,12 +294,12 @@ def _gradient_norm(state: JobState) -> tuple[Tensor, Tensor, tuple[str, ...]]:
     return gradients.total_norm(square, state.job), torch.cat(squares), tuple(names)
 
 
-def _attend_step(state: JobState, run: Run, stop: bool) -> PendingStep:
+def _attend_step(state: JobState, run: Run, said: Mapping[str, bool]) -> PendingStep:
     """The part of a rank without modules in a step: the job's collectives, in the order of `begin_step`."""
     first = state.samples
     counts = await_counts(state, run.train.micro_batches, first)
     state.progress.skip(max(len(ops) for ops in state.plan.schedule.ops))
-    metrics = _reduce_metrics(state, run, {}, stop)
+    metrics = _reduce_metrics(state, run, {}, said)
     _advance(state, run)
     norm = gradients.total_norm(torch.zeros((), dtype=torch.float64, device=state.device), state.job)
     judged = _judge(state, run, norm, metrics)
@@ -393,17 +402,17 @@ def _reduce_metrics(
     state: JobState,
     run: Run,
     by_module: Mapping[str, Mapping[str, Tensor]],
-    stop: bool,
+    said: Mapping[str, bool],
     copies: ComparedCopies | None = None,
 ) -> dict[str, Tensor]:
-    """Metrics over all ranks as 0-D tensors, in one all-reduce, with `STOP`: how many ranks received a stop
-    signal, and `COPIES`. Collective over the job."""
+    """Metrics over all ranks as 0-D tensors, in one all-reduce, with the number of ranks that say each of
+    `said` (`STOP`, `SAVED`), and with `COPIES`. Collective over the job."""
     names = sorted(set(_tell(state, {module: sorted(each) for module, each in by_module.items()})))
     metrics = _joined(by_module.values())
     zero = torch.zeros((), dtype=torch.float64, device=state.device)
     parts = {name: metrics[name].double() if name in metrics else zero for name in names}
     deviation = parts.pop(DEVIATION, None)
-    parts[STOP] = zero + stop
+    parts |= {name: zero + yes for name, yes in said.items()}
     if _compares_copies(state, run):
         parts[COPIES] = zero if copies is None else copies.differs
     sums = all_reduce_no_grad(torch.stack([*parts.values()]), state.job)

@@ -26,7 +26,7 @@ import braid
 from braid.config import flatten
 from braid.console import warn
 from braid.data.prompts import Prompt, encode_prompt, parts_with_images
-from braid.distributed.groups import opened_groups
+from braid.distributed.groups import opened_groups, opened_host_group
 from braid.errors import ConfigError
 from braid.launch.process import (
     ProcessContext,
@@ -43,6 +43,8 @@ from braid.model.generate import generate_text
 from braid.model.language import LanguageModel
 from braid.planning import divisibility
 from braid.planning.plan import Plan
+from braid.train import state as states
+from braid.train.async_saving import SAVE_TIMEOUT, AsyncSaver
 from braid.train.build import state_context
 from braid.train.data_pipeline import DataPipeline, open_data_pipeline
 from braid.train.device import DeviceName, choose_device
@@ -298,8 +300,19 @@ class Trainer:
                     metrics = self._resources.enter_context(file)
             parts = (self.plan, self.run_dir, self.device, self.data, self.state, metrics)
             prefetch = self._resources.enter_context(ItemPrefetch())
-            self._loop = Loop(*parts, quiet=self._quiet, tracer=self._tracer, prefetch=prefetch)
+            saver = self._open_saver()
+            self._loop = Loop(*parts, quiet=self._quiet, tracer=self._tracer, prefetch=prefetch, saver=saver)
         return self._loop
+
+    def _open_saver(self) -> AsyncSaver | None:
+        """What saves beside training; None if the run does not ask for it, or there is too little memory."""
+        train = self.plan.run.train
+        if not (train.async_save and train.save_every):
+            return None
+        group = self._resources.enter_context(opened_host_group(self.process.world_group, SAVE_TIMEOUT))
+        saver = self._resources.enter_context(AsyncSaver(group, self.device.torch))
+        captured = states.capture(self.state, self.plan.run, self.data.train, self.data.tokenizer)
+        return saver if saver.allocate(captured) else None
 
     # ----------------------------------------------------------------------------------------- ending
 
