@@ -4,6 +4,7 @@ Triton asks whether to interpret when it is first imported."""
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -46,8 +47,26 @@ if INTERPRETED:
     def fused_multiply_add(self: Any, x: Any, y: Any, z: Any) -> Any:
         """Triton 3.6 rounds the product. In float64 that of float32 numbers is exact."""
         wide = np.float64 if z.data.dtype == np.float32 else z.data.dtype
-        data = x.data.astype(wide) * y.data.astype(wide) + z.data.astype(wide)
+        with np.errstate(invalid="ignore"):
+            data = x.data.astype(wide) * y.data.astype(wide) + z.data.astype(wide)
         return interpreter.TensorHandle(data.astype(z.data.dtype), z.dtype.scalar)
 
+    def run_assembly(self: Any, assembly: str, _: str, values: Any, *rest: object) -> Any:
+        """Triton 3.6 runs none. Of ours there is one, a reciprocal."""
+        assert "rcp" in assembly
+        (x,) = values
+        inverse = interpreter.TensorHandle(np.float32(1) / x.data, x.dtype.scalar)
+        return SimpleNamespace(get_result=lambda _: inverse)
+
+    reduce = interpreter.ReduceOps.apply_impl
+
+    def reduce_at_once(self: Any, inputs: Any) -> Any:
+        """Triton 3.6 calls a function of ours for one pair of numbers after the other."""
+        if getattr(self.combine_fn, "__name__", "") == "larger_or_nan":
+            return self.min_max(inputs[0], val_reduce_op=np.max)
+        return reduce(self, inputs)
+
+    interpreter.ReduceOps.apply_impl = reduce_at_once
+    interpreter.InterpreterBuilder.create_inline_asm = run_assembly
     interpreter._convert_float = convert_as_hardware
     interpreter.InterpreterBuilder.create_fma = fused_multiply_add

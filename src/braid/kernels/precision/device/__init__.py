@@ -1,1 +1,2 @@
-"""Triton kernels that quantise to fp8_block. Importing this package requires Triton."""
+"""Triton kernels that quantise to fp8_block, bit for bit as `precision.quantize` does. Importing this package
+requires Triton."""

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from braid.kernels.launch import Launcher, parts_of
-from braid.kernels.precision.device.rounding import BLOCK, count_zeroed, magnitude, quotient, scale_of
+from braid.kernels.precision.device.rounding import BLOCK, amax_of, count_zeroed, quotient, scale_of
 from braid.kernels.precision.formats import VALUES
 from braid.kernels.precision.quantize import Blocks, Quantized
 
@@ -109,7 +109,7 @@ def store_by_channels(
     """Quantise a tile, float32 and one block wide, along channels. Outside of the matrix it must be zero."""
     n = first_n + tl.arange(0, tile.shape[0])
     c = first_c + tl.arange(0, BLOCK)
-    scales = scale_of(tl.max(magnitude(tile), 1))
+    scales = scale_of(amax_of(tile, 1))
     tl.store(scales_cN + (first_c // BLOCK).to(tl.int64) * tokens + n, scales, mask=n < tokens)
     quotients = quotient(tile, scales[:, None])
     inside = (n < tokens)[:, None] & (c < channels)[None, :]
@@ -126,7 +126,7 @@ def store_by_tokens(
     """Quantise a tile, float32 and one block high, along tokens, and store it transposed."""
     n = first_n + tl.arange(0, BLOCK)
     c = first_c + tl.arange(0, tile.shape[1])
-    scales = scale_of(tl.max(magnitude(tile), 0))
+    scales = scale_of(amax_of(tile, 0))
     tl.store(scales_nC + (first_n // BLOCK).to(tl.int64) * channels + c, scales, mask=c < channels)
     quotients = quotient(tile, scales[None, :])
     inside = (c < channels)[:, None] & (n < tokens)[None, :]

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from braid.kernels.launch import Launcher, parts_of
-from braid.kernels.precision.device.rounding import BLOCK, count_zeroed, magnitude, quotient, scale_of
+from braid.kernels.precision.device.rounding import BLOCK, amax_of, count_zeroed, quotient, scale_of
 from braid.kernels.precision.formats import VALUES
 from braid.kernels.precision.quantize import Blocks, Quantized
 
@@ -85,7 +85,7 @@ def _quantize_weight(
     first = expert * outputs * inputs
     places = first + o.to(tl.int64)[:, None] * inputs + i[None, :]
     tile = tl.load(weight + places, mask=inside, other=0.0).to(tl.float32)
-    scale = scale_of(tl.max(tl.max(magnitude(tile), 1), 0))
+    scale = scale_of(amax_of(amax_of(tile, 1), 0))
     quotients = quotient(tile, scale)
     values = quotients.to(tl.float8e4nv)
     if WHOLE:
