@@ -25,7 +25,7 @@ from braid.launch.process import (
     rank_zero_first,
     translate_peer_errors,
 )
-from braid.launch.rendezvous import format_ranks, next_rendezvous
+from braid.launch.rendezvous import RefusedError, format_ranks, next_rendezvous, tell_refusal
 from tests.ranks import run_ranks
 
 WHOLE = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
@@ -134,6 +134,45 @@ def test_ranks_that_only_a_dead_process_stood_for_are_named():
     (zero, one) = joined_rounds(store, 3, range(2))
     assert "missing: rank 2" in str(zero)
     assert "missing: rank 2" in str(one)
+
+
+def refused_round(store: HashStore, world: int, refused: int, patience_s: float) -> list[str]:
+    """What the other ranks get if one of them is refused, a thread each."""
+    found: dict[int, str] = {}
+
+    def one(rank: int) -> None:
+        if rank == refused:
+            tell_refusal(store, rank, world, ExitCode.DATA, "no data", patience_s)
+            found[rank] = "told"
+            return
+        try:
+            found[rank] = next_rendezvous(store, rank, world, SECOND * 30)
+        except RefusedError as error:
+            found[rank] = f"{error.code} {error.message}"
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [found[rank] for rank in range(world)]
+
+
+def test_a_rank_that_is_refused_tells_all_that_wait_for_it_and_nobody_of_a_later_attempt():
+    store = HashStore()
+    joined_rounds(store, 3, range(3))
+    for refused in (2, 0):
+        expected = [f"3 rank {refused}: no data"] * 3
+        expected[refused] = "told"
+        assert refused_round(store, 3, refused, 30) == expected
+        assert len(set(joined_rounds(store, 3, range(3)))) == 1
+
+
+def test_ranks_that_are_all_refused_wait_for_nobody():
+    store = HashStore()
+    for rank in range(3):
+        tell_refusal(store, rank, 3, ExitCode.CONFIG, "no", 0.0)
+    tell_refusal(store, 0, 3, ExitCode.CONFIG, "no", 1e6)
 
 
 @given(st.sets(st.integers(0, 40), min_size=1))

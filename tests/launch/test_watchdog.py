@@ -31,7 +31,8 @@ from braid.launch.diagnosis import (
 )
 from braid.launch.failure_report import read_reports, summary
 from braid.launch.process import ProcessContext, Rendezvous, all_gather_json, everywhere
-from braid.launch.watchdog import watched
+from braid.launch.stack_probe import starved_s
+from braid.launch.watchdog import Watchdog, watched
 from braid.launch.worker_pool import launch
 from tests.ranks import RanksFailed, run_ranks
 
@@ -44,6 +45,7 @@ WORLD = st.integers(2, 6)
 
 def beat(rank: int, **said: object) -> Heartbeat:
     where = {"step": 3, "place": 7, "op": "F0.0", "done": "RECV_F0.0<1", "since_s": 0.0}
+    where["modules"] = "language"
     return Heartbeat(rank=rank, count=1, host="here", **{**where, **said})
 
 
@@ -162,10 +164,15 @@ def test_what_ranks_tell_each_other_survives_json(kind, ranks, report):
 # ---------------------------------------------------------------------------------------- stragglers
 
 
-def window(*working: int, samples: int = 200, steps: int = 10) -> list[Straggler] | None:
-    then = {rank: beat(rank, step=5, working=40, samples=50) for rank in range(len(working))}
+def window(
+    *working: int, samples: int = 200, steps: int = 10, modules: tuple[str, ...] = ()
+) -> list[Straggler] | None:
+    held = modules or ("language",) * len(working)
+    then = {
+        rank: beat(rank, step=5, working=40, samples=50, modules=held[rank]) for rank in range(len(working))
+    }
     now = {
-        rank: beat(rank, step=5 + steps, working=40 + number, samples=50 + samples)
+        rank: beat(rank, step=5 + steps, working=40 + number, samples=50 + samples, modules=held[rank])
         for rank, number in enumerate(working)
     }
     return stragglers(then, now)
@@ -180,6 +187,14 @@ def test_a_rank_that_works_five_times_as_long_as_the_median_is_slow():
 def test_ranks_that_work_about_as_long_as_each_other_are_not_slow():
     assert window(100, 150, 120, 199) == []
     assert window(200, 200) == []
+
+
+def test_ranks_are_compared_with_those_of_the_same_modules_alone():
+    apart = ("language", "language", "vision", "vision", "vision")
+    assert window(20, 21, 190, 185, 188, modules=apart) == []
+    assert window(20, 21, 30, 30, 150, modules=apart) == [Straggler(4, 5.0)]
+    assert window(20, 22, 190, modules=("language", "language", "vision")) == []
+    assert window(20, 22, 190, 150, modules=("language", "language", "", "")) == []
 
 
 def test_a_rank_that_was_never_seen_working_divides_nothing():
@@ -347,6 +362,7 @@ def test_a_rank_that_is_killed_is_named_and_others_report_for_it(killed, tmp_pat
 def one_is_slow(rank: int, world: int, folder: Path) -> tuple[int, ...]:
     here, server = joined(rank, world)
     progress, work = Progress(), torch.ones(64, 64)
+    progress.modules = "language"
     with watched(here, folder, progress, 30.0) as watchdog:
         found: list[Straggler] = []
         for step in range(1, 100000):
@@ -506,6 +522,24 @@ def test_a_process_alone_is_watched_too(tmp_path):
         assert released.wait(60)
     assert codes == [ExitCode.HANG]
     assert any("released.wait(60)" in line for line in reports_in(tmp_path)[0]["stack"])
+
+
+def test_time_without_a_processor_and_before_the_watch_is_no_stall(tmp_path, monkeypatch):
+    alone = ProcessContext(rank=0, world=1, local_rank=0, device=torch.device("cpu"), world_group=None)
+    starved, progress = [100.0], Progress()
+    monkeypatch.setattr("braid.launch.watchdog.starved_s", lambda thread: starved[0])
+    progress.at = progress.at._replace(since=progress.at.since - 1000)
+    watchdog = Watchdog(alone, tmp_path, progress, 10.0, lambda code: None)
+    assert watchdog.heartbeat().since_s < 500
+    watchdog._awake -= 1000
+    assert watchdog.heartbeat().since_s >= 1000
+    starved[0] += 990.0
+    assert watchdog.heartbeat().since_s < 500
+
+
+def test_a_thread_that_waits_for_a_processor_says_so():
+    assert starved_s(threading.get_native_id()) >= 0
+    assert starved_s(-1) == 0
 
 
 def test_nobody_watches_with_a_timeout_of_0(tmp_path):

@@ -195,6 +195,7 @@ def test_an_environment_that_contradicts_is_refused(environment, more, said, wor
     whole = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     for name, value in (environment or whole).items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr("braid.launch.process.REFUSAL_S", 0.1)  # there are no others to tell
     assert main([*words, *more]) == ExitCode.CONFIG
     assert said in capsys.readouterr().err
 
@@ -284,6 +285,26 @@ def test_ranks_with_different_settings_are_refused(words):
     ):
         assert line in report[0]
     assert "optim.lr" not in report[1]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("refused", [0, 1])
+def test_a_rank_that_is_refused_before_it_joins_ends_the_others_with_its_reason(words, refused):
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [
+        commands.start(
+            [*words, *(["--train.steps", "0"] if rank == refused else [])],
+            **shared,
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+        )
+        for rank in range(2)
+    ]
+    report = [rank.communicate()[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [ExitCode.CONFIG] * 2
+    assert "train.steps = 0" in report[refused]
+    if refused:  # rank 0 tells for all
+        assert report[0].startswith("braid: rank 1: invalid settings: 1 problem\ntrain.steps = 0")
 
 
 def interrupted_at(command: list[str], number: signal.Signals, rank: int | None) -> tuple[int, str, str]:

@@ -85,14 +85,32 @@ class TrainOptions:
 
 def train(args: list[str]) -> int:
     """Launch the ranks of the run, or run as one of them."""
+    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
+        return _launch(args, *_parse(args))
+    from braid.launch.process import refusal_told
+
+    with refusal_told(os.environ):
+        plan, opts, out = _worker_plan(args)
+    code = _run_rank(plan, out, args, opts)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Skip interpreter shutdown: threads of destroyed communicators may outlive it and abort the process.
+    os._exit(code)
+
+
+def _parse(args: list[str]) -> tuple[TrainOptions, Path]:
+    """The options, and the folder of the run."""
     name, rest = split_positional(expand_recipe_help(args), "train", "RECIPE")
     source = load_source(name, rest)
     opts = parse_options(TrainOptions, rest, f"braid train {name}", TrainOptions(run=source.run))
     out = output_folder(name, source, opts.out)
     if opts.init is None and not opts.fresh_weights and out != source.folder:
         opts = replace(opts, init=source.checkpoint)
-    if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
-        return _run_worker(args, opts, out)
+    return opts, out
+
+
+def _launch(args: list[str], opts: TrainOptions, out: Path) -> int:
+    """Train in this process, or launch the ranks."""
     plan = _checked_plan(opts, 1 if opts.world is None else opts.world)
     if opts.init_plan:
         return _print_init_plan(plan, opts)
@@ -181,12 +199,13 @@ def _trace_problems(text: str) -> Iterator[Problem]:
         yield Problem(field="trace-steps", value=text, rule=rule, remedy="for example 2:4")
 
 
-def _run_worker(args: list[str], opts: TrainOptions, out: Path) -> int:
-    """Run as one rank of a launcher, braid's own or torchrun."""
+def _worker_plan(args: list[str]) -> tuple[Plan, TrainOptions, Path]:
+    """Of one rank of a launcher, braid's own or torchrun: the plan, the options and the folder of the run."""
     from braid.launch.process import LAUNCHER, launch_env_of
     from braid.launch.worker_pool import die_with_launcher
 
     die_with_launcher(os.environ)
+    opts, out = _parse(args)
     env = launch_env_of(os.environ)
     assert env is not None
     if opts.world not in (None, env.world):
@@ -198,11 +217,7 @@ def _run_worker(args: list[str], opts: TrainOptions, out: Path) -> int:
             f"--restarts {opts.restarts} applies only to ranks that braid starts itself: "
             "pass --max-restarts to torchrun instead"
         )
-    code = _run_rank(_checked_plan(opts, env.world), out, args, opts)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Skip interpreter shutdown: threads of destroyed communicators may outlive it and abort the process.
-    os._exit(code)
+    return _checked_plan(opts, env.world), opts, out
 
 
 def _run_rank(plan: Plan, out: Path, args: list[str], opts: TrainOptions) -> int:

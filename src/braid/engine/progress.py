@@ -47,8 +47,8 @@ class Progress:
         self.at = Position(0, 0, "the beginning", None, time.monotonic())
         self.on_gpu = False
         """Whether ops run asynchronously, on a GPU."""
-        self.idle = False
-        """Whether this rank only attends the job's collectives, because it holds no part of the model."""
+        self.modules = ""
+        """The modules that this rank holds parts of; empty if it only attends the job's collectives."""
         self.watched = False
         """Whether to record an event behind each op, so that `behind` knows how far the GPU has come."""
         self.times: list[tuple[Op, list[JobTime]]] | None = None

@@ -80,8 +80,9 @@ class Heartbeat:
     """Samples at which the rank was working, not waiting."""
     samples: int = 0
     """Samples of the working thread, since the process started."""
-    idle: bool = False
-    """Whether the rank holds no part of the model, and is compared with nobody."""
+    modules: str = ""
+    """The modules that the rank holds parts of. It is compared with ranks that hold the same; with nobody if it
+    has none."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -231,13 +232,14 @@ class Straggler(NamedTuple):
 
     rank: int
     factor: float
-    """Its working time over the median of the others."""
+    """Its working time over the median of the others with the same modules."""
 
 
 def stragglers(then: Mapping[int, Heartbeat], now: Mapping[int, Heartbeat]) -> list[Straggler] | None:
-    """The ranks that worked much longer than the others between two sets of heartbeats, slowest first; None if
-    there are too few samples. A step takes equally long on all ranks: the fast ones spend the rest waiting."""
-    then, now = ({rank: beat for rank, beat in beats.items() if not beat.idle} for beats in (then, now))
+    """The ranks that worked much longer than others with the same modules between two sets of heartbeats,
+    slowest first; None if there are too few samples. A step takes equally long on all ranks: the fast ones
+    spend the rest waiting. Ranks of another module have other work to do, and are no measure."""
+    then, now = ({rank: beat for rank, beat in beats.items() if beat.modules} for beats in (then, now))
     if len(now) < 2 or then.keys() != now.keys():
         return None
     shares: dict[int, float] = {}
@@ -248,7 +250,8 @@ def stragglers(then: Mapping[int, Heartbeat], now: Mapping[int, Heartbeat]) -> l
         # A rank that was never sampled while working still worked a little: avoid dividing by zero.
         shares[rank] = max(beat.working - then[rank].working, 1) / samples
     factors = (
-        Straggler(rank, share / statistics.median(other for each, other in shares.items() if each != rank))
+        Straggler(rank, share / statistics.median(others))
         for rank, share in shares.items()
+        if (others := [shares[each] for each in now if each != rank and now[each].modules == now[rank].modules])
     )
     return sorted((each for each in factors if each.factor >= STRAGGLER_FACTOR), key=lambda each: -each.factor)

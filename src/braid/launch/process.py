@@ -17,7 +17,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from types import MappingProxyType
@@ -47,7 +47,13 @@ from braid.launch.collective_check import (
     sides_of,
     stop_comparing,
 )
-from braid.launch.rendezvous import format_ranks, next_rendezvous
+from braid.launch.rendezvous import (
+    REFUSAL_S,
+    RefusedError,
+    format_ranks,
+    next_rendezvous,
+    tell_refusal,
+)
 
 REQUIRED_ENV = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Environment variables that a launcher sets for each process."""
@@ -195,7 +201,11 @@ def join(
             if check_collectives:
                 rounds.set(f"{name}/checked", "")
 
-        name = next_rendezvous(rounds, env.rank, env.world, timeout, confirm)
+        try:
+            name = next_rendezvous(rounds, env.rank, env.world, timeout, confirm)
+        except RefusedError as refused:
+            kind = ERROR_OF_EXIT_CODE.get(ExitCode(refused.code), PeerLostError)
+            raise everywhere(kind(refused.message)) from None
         if rounds.check([f"{name}/checked"]):
             compare_collectives()
         dist.init_process_group(
@@ -220,6 +230,26 @@ def join(
             launcher_summarizes=LAUNCHER in environment,
         ),
     )
+
+
+@contextmanager
+def refusal_told(environment: Mapping[str, str]) -> Iterator[None]:
+    """If the block fails before this rank has joined, the ranks that wait for it are told why, and end with the
+    same error. Otherwise they would wait until the rendezvous times out, unless their launcher stops them."""
+    try:
+        yield
+    except BraidError as error:
+        if not dist.is_initialized() and not is_everywhere(error) and not is_peer_failure(error):
+            _refuse(environment, error)
+        raise
+
+
+def _refuse(environment: Mapping[str, str], error: BraidError) -> None:
+    with suppress(BraidError, RuntimeError):  # what matters is the error itself
+        env = launch_env_of(environment)
+        if env is not None and env.world > 1:
+            store = PrefixStore("rendezvous", _connect(env, timedelta(seconds=REFUSAL_S)))
+            tell_refusal(store, env.rank, env.world, error.exit_code, str(error), REFUSAL_S)
 
 
 def _already_joined(environment: Mapping[str, str], device: torch.device) -> ProcessContext:

@@ -5,10 +5,13 @@ count does not tell attempts apart either: after a failure on one node it is inc
 Therefore each process registers a random token. Rank 0 opens a round with the tokens it sees, and another one
 whenever a token changes; a process confirms the round that lists its own token. The round that all ranks have
 confirmed is complete.
+
+A rank that finds before that it cannot take part answers the tokens of those that wait for it with the reason.
 """
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
 from collections.abc import Callable
@@ -21,6 +24,18 @@ from braid.errors import PeerLostError
 PAUSE_S = 0.01
 PAUSE_PER_RANK_S = 5e-5
 """Polling interval: grows with the world size, so that many ranks do not overload the store."""
+
+
+REFUSAL_S = 10.0
+"""How long a rank that was refused looks for others to tell: they may take longer to start."""
+
+
+class RefusedError(Exception):
+    """Another rank cannot take part."""
+
+    def __init__(self, code: int, message: str) -> None:
+        super().__init__(message)
+        self.code, self.message = code, message
 
 
 def next_rendezvous(
@@ -48,8 +63,47 @@ def next_rendezvous(
                 store.set(f"{confirmed}/complete", "")
         if confirmed and store.check([f"{confirmed}/complete"]):
             return confirmed
+        if store.check([_refusal_key(rank)]):
+            refused, code, message = json.loads(store.get(_refusal_key(rank)))
+            if refused == token:  # not a process of an earlier attempt
+                raise RefusedError(code, message)
         time.sleep(PAUSE_S + world * PAUSE_PER_RANK_S)
     raise PeerLostError(_missing_ranks(store, confirmed, world, timeout))
+
+
+def tell_refusal(store: Store, rank: int, world: int, code: int, message: str, patience_s: float) -> None:
+    """Instead of `next_rendezvous`: tell all ranks that wait for this one why it does not come. Returns when
+    all others were told or refused too, at the latest after `patience_s`."""
+    others, told = set(range(world)) - {rank}, dict[int, str]()
+    deadline = time.monotonic() + patience_s
+    store.set(_refused_key(rank), "")
+    while not all(other in told or store.check([_refused_key(other)]) for other in others):
+        for other in others:
+            token = _waiting_token(store, other)
+            if token not in ("", told.get(other)):
+                store.set(_refusal_key(other), json.dumps([token, code, f"rank {rank}: {message}"]))
+                told[other] = token
+        if time.monotonic() >= deadline:
+            return
+        time.sleep(PAUSE_S + world * PAUSE_PER_RANK_S)
+
+
+def _waiting_token(store: Store, rank: int) -> str:
+    """The token of a rank that waits; empty if it has none, or one whose round is complete: that of a process
+    of an earlier attempt."""
+    if not store.check([_token_key(rank)]):
+        return ""
+    token = store.get(_token_key(rank)).decode()
+    name = _opened_round(store, rank, token)
+    return "" if name and store.check([f"{name}/complete"]) else token
+
+
+def _refused_key(rank: int) -> str:
+    return f"refused/{rank}"
+
+
+def _refusal_key(rank: int) -> str:
+    return f"refusal/{rank}"
 
 
 def _token_key(rank: int) -> str:

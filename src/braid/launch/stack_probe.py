@@ -66,6 +66,16 @@ def probe_error(error: BaseException) -> WaitState:
     return _collective(inward[::-1][:MAX_FRAMES])
 
 
+def starved_s(native_id: int) -> float:
+    """How long a thread of this process has been ready to run while other threads had the processors, since it
+    started; 0 where the system does not tell."""
+    try:
+        fields = Path(f"/proc/self/task/{native_id}/schedstat").read_text().split()
+    except OSError:
+        return 0.0
+    return int(fields[1]) * 1e-9
+
+
 def stack_of(thread: int) -> list[str]:
     """The stack of a thread, outermost frame first, formatted like a traceback."""
     frame = sys._current_frames().get(thread)

@@ -48,7 +48,7 @@ from braid.launch.diagnosis import (
 )
 from braid.launch.failure_report import FailureReport, write_report
 from braid.launch.process import KILLED, ProcessContext, is_everywhere, is_peer_failure
-from braid.launch.stack_probe import WaitState, is_waiting, probe_error, probe_thread, stack_of
+from braid.launch.stack_probe import WaitState, is_waiting, probe_error, probe_thread, stack_of, starved_s
 
 BEAT_S = 0.5
 BEAT_PER_RANK_S = 1e-4
@@ -135,7 +135,9 @@ class Watchdog:
         self._store_dead = False
         """Whether a request to the store has failed or timed out: none are sent any more."""
         self._count = self._working = self._samples = 0
+        self._native_id = threading.get_native_id()
         self._device_since: tuple[object, float] = (None, 0.0)
+        self._starved_since: tuple[object, float] = (None, 0.0)
         self._heard: dict[int, tuple[Heartbeat, float]] = {}
         """The last heartbeat of each rank, and when it arrived."""
         self._store_answered = self._awake = time.monotonic()
@@ -232,7 +234,11 @@ class Watchdog:
     def heartbeat(self, *, finished: bool = False) -> Heartbeat:
         """Where this rank is now."""
         now, at = time.monotonic(), self.progress.at
-        since = max(at.since, self._awake)
+        # On a busy machine the thread may be ready to run and get no processor: that is no stall.
+        starved = starved_s(self._native_id)
+        if self._starved_since[0] != (at.step, at.place):
+            self._starved_since = ((at.step, at.place), starved)
+        since = max(at.since + starved - self._starved_since[1], self._awake)
         wait = WaitState(waits=False)
         behind = self.progress.behind()
         if behind is not None:
@@ -261,7 +267,7 @@ class Watchdog:
             finished=finished,
             working=self._working,
             samples=self._samples,
-            idle=self.progress.idle,
+            modules=self.progress.modules,
         )
 
     def _published_diagnosis(self) -> Diagnosis | None:

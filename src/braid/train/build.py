@@ -158,7 +158,6 @@ def make_outside_state(plan: Plan, device: Device, job: Group, opened: Communica
         channels=opened.channels,
         edges=opened.edges,
     )
-    state.progress.idle = not state.modules
     return state
 
 

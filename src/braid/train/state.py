@@ -89,6 +89,9 @@ class JobState:
     it started from another checkpoint."""
     _evaluations: dict[int, Program] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.progress.modules = " and ".join(self.modules)
+
     @property
     def everyone_trains(self) -> bool:
         """Whether the language model is the only module, and on every rank of the job."""

@@ -35,6 +35,7 @@ from braid.launch.process import (
     join,
     leave,
     rank_zero_first,
+    refusal_told,
     translate_peer_errors,
 )
 from braid.launch.watchdog import watched
@@ -139,8 +140,9 @@ class Trainer:
     ) -> None:
         plan, run = self.plan, self.plan.run
         timeout = max(TIMEOUT, timedelta(seconds=run.train.stall_timeout_s) + MARGIN)
-        chosen = choose_device(device)
-        self.process = self._join(environment, chosen.torch, timeout)
+        with refusal_told(environment):
+            chosen = choose_device(device)
+            self.process = self._join(environment, chosen.torch, timeout)
         self.device = replace(chosen, torch=self.process.device)
         check_agreement(self._settings(device), self.process.world_group)
         with fail_together(self.process.world_group):
