@@ -36,6 +36,9 @@ if INTERPRETED:
         or NaN. Hardware rounds to the nearest, ties to even; e4m3 saturates, and has one NaN."""
         if source == tl.bfloat16 and target == tl.float32:
             return (data.astype(np.uint32) << 16).view(np.float32)
+        if source == tl.float8e4nv and target == tl.float16:
+            values = torch.from_numpy(np.ascontiguousarray(data).view(np.uint8)).view(torch.float8_e4m3fn)
+            return values.half().view(torch.uint16).numpy()
         if source != tl.float32 or target not in (tl.bfloat16, tl.float8e4nv):
             return convert_float(data, source, target, rounding)
         x = torch.from_numpy(np.ascontiguousarray(data))

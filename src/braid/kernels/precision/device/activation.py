@@ -25,7 +25,6 @@ from braid.kernels.launch import Launcher, parts_of
 from braid.kernels.precision.device.rounding import BLOCK
 from braid.kernels.precision.device.rows import (
     ROWS,
-    TILE_WARPS,
     WARPS,
     empty_quantized,
     store_by_channels,
@@ -33,6 +32,9 @@ from braid.kernels.precision.device.rows import (
     tensors_of,
 )
 from braid.kernels.precision.quantize import Quantized
+
+BACKWARD_WARPS = 16
+"""More than for rows alone: a tile of the gradient and one of the ffn channels are in registers."""
 
 
 class Operands(NamedTuple):
@@ -99,7 +101,7 @@ def activation_backward(
     flags = {**activation.constants, "PROJECTIONS": activation.projections}
     flags |= {"BY_CHANNELS": by_channels, "BY_TOKENS": by_tokens, "COUNT": zeroed is not None}
     grid = (parts_of(projected, BLOCK.value) * parts_of(tokens, BLOCK.value), 1)
-    launch(_activation_backward, grid, tensors, (tokens, channels), flags, warps=TILE_WARPS)
+    launch(_activation_backward, grid, tensors, (tokens, channels), flags, warps=BACKWARD_WARPS)
     gradient = Operands(_either(rows, plain), _either(columns, plain))
     return Backward(gradient, _either(ffn, plain_ffn))
 
