@@ -15,6 +15,7 @@ import torch
 from braid import checkpoint
 from braid.distributed.collectives import ALONE
 from braid.errors import NumericsError, PreemptedError
+from braid.planning.estimate import estimate
 from braid.planning.plan import plan
 from braid.train import async_saving, loop
 from braid.train import state as states
@@ -291,6 +292,24 @@ def test_copies_are_made_in_memory_that_is_allocated_once():
     assert [each.data_ptr() for each in first] == [each.data_ptr() for each in second]
     assert torch.equal(first[1], -tensors[1])
     AsyncSaver(ALONE, torch.device("cpu")).close()
+
+
+def copied_bytes(rank, world, run, out):
+    environment = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)} if world > 1 else {}
+    with Trainer(plan(run, world), out=out, device="cpu", quiet=True, environment=environment) as trainer:
+        captured = states.capture(trainer.state, run, trainer.data.train, trainer.data.tokenizer)
+        return async_saving.buffer_bytes(captured.storages()), len(captured.storages())
+
+
+@pytest.mark.parametrize(
+    ("world", "dtype", "trained"), [(1, "bf16", "*"), (1, "bf16", "blocks.0.*"), (2, "fp32", "*")]
+)
+def test_a_plan_says_how_much_memory_copies_take(world, dtype, trained, corpus, tmp_path):
+    run = replace(run_on(corpus, dtype=dtype, save_every=1), trained=(trained,))
+    told = estimate(plan(run, world), "cpu").saved
+    measured = [copied_bytes(0, 1, run, tmp_path)] if world == 1 else run_ranks(2, copied_bytes, run, tmp_path)
+    size, tensors = max(measured)
+    assert told <= size <= told + tensors * async_saving.ALIGNMENT
 
 
 def test_available_memory_is_that_of_the_tightest_limit(tmp_path):

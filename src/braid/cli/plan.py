@@ -30,7 +30,15 @@ from braid.cli.plan_notes import (
     trained_summary,
 )
 from braid.cli.plan_search import ranked_meshes, show_search
-from braid.cli.plan_tables import memory_table, size_text, stage_json, table_unit, traffic_table, verdict
+from braid.cli.plan_tables import (
+    host_memory,
+    memory_table,
+    size_text,
+    stage_json,
+    table_unit,
+    traffic_table,
+    verdict,
+)
 from braid.cli.plan_time import FasterPlans, advice_lines, predicted, print_time, time_json, time_problems
 from braid.cli.recipes import RunFields, expand_recipe_help
 from braid.cli.sources import load_source
@@ -265,6 +273,8 @@ def _print(facts: PlanFacts) -> None:
         f"memory of one rank per {'station' if several else 'stage'} at its peak, {unit}", style="bold"
     )
     print_table(*(station_table(result, size) if several else memory_table(result)), console)
+    for line in host_memory(result):
+        console.print(line)
     for note in estimate_gaps(result.plan):
         console.print(f"not counted: {note}")
     if facts.limit is not None:

@@ -18,7 +18,7 @@ from braid.cli.packed_timeline import packed
 from braid.cli.plan_files import RELATIVE, PlanTimeline
 from braid.cli.plan_modules import station_table
 from braid.cli.plan_notes import estimate_gaps
-from braid.cli.plan_tables import memory_table, size_text, table_unit, traffic_table, verdict
+from braid.cli.plan_tables import host_memory, memory_table, size_text, table_unit, traffic_table, verdict
 from braid.cli.plan_time import (
     SHOWN,
     FasterPlans,
@@ -191,6 +191,7 @@ def _memory(facts: PageFacts) -> Iterator[str]:
     if facts.limit is not None:
         look = "note" if result.peak <= facts.limit else "note warn"
         yield f'<p class="{look}">{escape(verdict(result, facts.limit))}</p>'
+    yield from map(_note, host_memory(result))
     yield from (_note(f"not counted: {gap}") for gap in estimate_gaps(result.plan))
 
 

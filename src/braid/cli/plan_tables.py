@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +54,13 @@ def verdict(result: Estimate, limit: int) -> str:
     if spare >= 0:
         return f"fits into {size_text(limit)}: {size_text(spare)} are left"
     return f"does not fit into {size_text(limit)}: {size_text(-spare)} too much"
+
+
+def host_memory(result: Estimate) -> Iterator[str]:
+    """What saving beside training takes of the host's memory, if the run saves along the way."""
+    train = result.plan.run.train
+    if train.async_save and train.save_every:
+        yield f"host memory for copies that are saved: {size_text(result.saved)} for each rank at most"
 
 
 def layers_cell(stage: StageEstimate) -> str:

@@ -47,6 +47,9 @@ class Memory:
     """Gradients as passed to the optimizer."""
     optimizer: int
     """Adam moments, and main parameters if they are separate from the weights."""
+    saved: int
+    """What the rank writes to a checkpoint, if it is the first of its replicas: as much host memory as a copy
+    takes."""
     activations: int
     """Activations saved for backward by all live micro-batches."""
     temporary: int
@@ -107,6 +110,7 @@ def memory_of(units: list[HeldUnit], costs: Mapping[str, Cost], step: Step) -> M
         gradients=max(updated, _gradients(units, parts, parts[0], step)),
         updated=updated,
         optimizer=optimizer,
+        saved=sum(_saved_bytes(unit) for unit in units),
         activations=step.activations.kept,
         temporary=max(cost.passing for cost in costs.values()),
         peak=moments[peak_at].total,
@@ -118,6 +122,11 @@ def memory_of(units: list[HeldUnit], costs: Mapping[str, Cost], step: Step) -> M
 def _main_itemsize(unit: HeldUnit) -> int:
     """Bytes of one main parameter, as the optimizer holds it: fp32 or wider."""
     return max(unit.stored, 4)
+
+
+def _saved_bytes(unit: HeldUnit) -> int:
+    """A main parameter and two moments of what is trained, the weights themselves of the rest."""
+    return 3 * unit.kept_learned * _main_itemsize(unit) + (unit.kept - unit.kept_learned) * unit.stored
 
 
 def _optimizer_bytes(unit: HeldUnit, step: Step) -> int:

@@ -84,8 +84,16 @@ class Estimate:
     @property
     def peak(self) -> int:
         """Peak memory in bytes, over all ranks."""
-        memories = [stage.memory for stage in self.stages] + [station.memory for station in self.stations]
-        return max(memory.peak for memory in memories)
+        return max(memory.peak for memory in self._memories)
+
+    @property
+    def saved(self) -> int:
+        """What the rank with most of it writes to a checkpoint, in bytes."""
+        return max(memory.saved for memory in self._memories)
+
+    @property
+    def _memories(self) -> list[Memory]:
+        return [stage.memory for stage in self.stages] + [station.memory for station in self.stations]
 
 
 def estimate(plan: Plan, device: str = "cuda") -> Estimate:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,9 +21,9 @@ from braid.pattern import Layout
 from braid.planning.divisibility import AxisSizes
 from braid.planning.modules import grid_of
 from braid.timing.meter import ClusterMeter
-from braid.timing.search.bricks import AT, FIRST, Array, Bricks, Times, Weights, meter_on
+from braid.timing.search.bricks import AT, FIRST, Array, Bricks, Weights, meter_on
 from braid.timing.search.choices import Choice, MeshSizes, Shape, Space
-from braid.timing.search.pipeline import Segments, Turns, counted, replay, turns
+from braid.timing.search.pipeline import Segments, counted, holder_of, replay, turns
 
 KEPT_GATHERED = 2
 """A segment of at most so many blocks may keep its weights from one turn to the next."""
@@ -36,10 +37,11 @@ Indices = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stages:
+class Cut:
     """Which bricks the segments and ranks of a pipeline have."""
 
-    order: Turns
+    holder: tuple[int, ...]
+    """The rank of each segment."""
     segments: Array
     """How often each segment has each brick."""
     ranks: Array
@@ -48,33 +50,38 @@ class Stages:
     """The last brick of each segment."""
     blocks: tuple[tuple[int, ...], ...]
     """The bricks of each segment, in order."""
-    alive: Array
-    """What may be alive at most: micro-batches of each segment, in as many rows as there are cases."""
-    alive_rank: Indices
-    """The rank of each case."""
-    alive_segment: Indices
-    """The segment whose backward begins."""
     first: Indices
     """The first segment of each rank."""
 
 
+class Alive(NamedTuple):
+    """What may be alive in a pipeline at most, in as many cases as there are: when a backward begins."""
+
+    counts: Array
+    """Micro-batches of each segment."""
+    rank: Indices
+    segment: Indices
+    """The segment whose backward begins."""
+
+
 class Pipelines:
-    """The stages of all pipelines of a run, for all meshes."""
+    """The cuts and orders of all pipelines of a run, for all meshes."""
 
     def __init__(self, space: Space, kinds: Sequence[int]) -> None:
         """`kinds` has the brick of each block."""
         self.space, self.kinds, self.count = space, kinds, max(kinds) + 2
-        self._known: dict[tuple[int, Shape, int], Stages] = {}
+        self._cuts: dict[tuple[int, int, bool], Cut] = {}
+        self._alive: dict[tuple[int, Shape, int], Alive] = {}
 
-    def stages(self, pp: int, shape: Shape, micro_batches: int) -> Stages:
-        key = (pp, shape, counted(micro_batches, pp))
-        if key not in self._known:
+    def cut(self, pp: int, shape: Shape) -> Cut:
+        key = (pp, shape.segments, shape.dual)
+        if key not in self._cuts:
             layout = self.space.cut(pp, shape)
             assert layout is not None
-            self._known[key] = self._made(pp, layout, turns(*key))
-        return self._known[key]
+            self._cuts[key] = self._made(layout, holder_of(pp, shape), pp)
+        return self._cuts[key]
 
-    def _made(self, pp: int, layout: Layout, order: Turns) -> Stages:
+    def _made(self, layout: Layout, holder: tuple[int, ...], pp: int) -> Cut:
         last = self.count - 1
         blocks = tuple(
             tuple(self.kinds[int(block.index)] for block in segment.blocks) for segment in layout.segments
@@ -86,38 +93,74 @@ class Pipelines:
         segments[0, FIRST] += 1
         segments[-1, last] += 1
         ranks = np.zeros((pp, self.count + 1))
-        for number, rank in enumerate(order.holder):
+        for number, rank in enumerate(holder):
             ranks[rank] += segments[number]
-        if order.holder[0] != order.holder[-1]:
-            ranks[order.holder[-1], last + 1] = 1
+        if holder[0] != holder[-1]:
+            ranks[holder[-1], last + 1] = 1
         trailing = [own[-1] if own else FIRST for own in blocks]
         trailing[-1] = last
-        found = [(rank, each) for rank, own_live in enumerate(order.live) for each in own_live]
-        alive = np.zeros((len(found), len(blocks)))
-        for number, (_, each) in enumerate(found):
-            for segment, count in each.counts.items():
-                alive[number, segment] = count
-        return Stages(
-            order=order, segments=segments, ranks=ranks, trailing=tuple(trailing), blocks=blocks, alive=alive,
-            alive_rank=np.array([rank for rank, _ in found]),
-            alive_segment=np.array([each.segment for _, each in found]),
-            first=np.array([order.holder.index(rank) for rank in range(pp)]),
+        return Cut(
+            holder=holder, segments=segments, ranks=ranks, trailing=tuple(trailing), blocks=blocks,
+            first=np.array([holder.index(rank) for rank in range(pp)]),
         )  # fmt: skip
+
+    def alive(self, pp: int, shape: Shape, micro_batches: int) -> Alive:
+        key = (pp, shape, counted(micro_batches, pp))
+        if key not in self._alive:
+            order = turns(*key)
+            found = [(rank, each) for rank, own_live in enumerate(order.live) for each in own_live]
+            counts = np.zeros((len(found), len(order.holder)))
+            for number, (_, each) in enumerate(found):
+                for segment, count in each.counts.items():
+                    counts[number, segment] = count
+            ranks = np.array([rank for rank, _ in found])
+            self._alive[key] = Alive(counts, ranks, np.array([each.segment for _, each in found]))
+        return self._alive[key]
+
+
+class _Held(NamedTuple):
+    """The weights of the ranks of a pipeline: bytes of each rank, and seconds of its collectives."""
+
+    steady: Array
+    sharded_gradients: Array
+    whole_gradients: Array
+    gathered: Array
+    entering: Array
+    """The part of it that is the embedding's."""
+    largest: Array
+    gather: Array
+    reduce: Array
+    again: Array
+    """By segment: seconds to gather its weights once more than they are kept for the next turn."""
+    whole: Array
+    """By segment: seconds to gather its weights."""
+    update: float
+    """Seconds of the optimizer."""
 
 
 class MeshBounds:
-    """Bounds of all candidates of one mesh."""
+    """Bounds of all candidates of one mesh. Those of one shape and number of micro-batches are arrays over
+    levels of recomputation and sharding strategies, which cost little more than one of them."""
 
     def __init__(
         self, pipelines: Pipelines, sizes: MeshSizes, axes: AxisSizes, bricks: Bricks, base: ClusterMeter
     ) -> None:
         self.pipelines, self.sizes, self.axes, self.bricks = pipelines, sizes, axes, bricks
         space = self.space = pipelines.space
+        self.counts, self.shapes = space.micro_batches(axes), space.shapes(sizes)
+        self.recomputes, self.shards = space.recomputes_of(sizes), space.shards(axes)
         mesh = replace(space.run.mesh, **sizes._asdict(), overlap=False)
         self.meter = meter_on(bricks, base, grid_of(mesh, space.world))
-        self._times: dict[tuple[int, tuple[Recompute, ...], bool, bool], Times] = {}
-        self._weights: dict[Strategy, Weights] = {}
+        self._weights: dict[bool, Weights] = {}
+        self._held_weights: dict[tuple[Strategy, int, bool], _Held] = {}
+        self._tables: dict[tuple[int, bool, bool, tuple[Recompute, ...]], Array] = {}
+        self._messages: dict[int, float] = {}
         self._replays: dict[tuple[Shape, int, tuple[Recompute, ...]], float] = {}
+
+    @property
+    def each(self) -> int:
+        """Candidates with the same shape and micro-batches."""
+        return len(self.recomputes) * len(self.shards)
 
     # --------------------------------------------------------------------------------------- memory
 
@@ -125,124 +168,158 @@ class MeshBounds:
         """Bytes that no candidate of the mesh goes below: what the fullest rank holds, sharded throughout."""
         own = self.weights("all")
         total = own.steady + own.sharded_gradients
-        shapes = self.space.shapes(self.sizes)
-        return min((float((self.stages(shape, 1).ranks @ total).max()) for shape in shapes), default=0.0)
+        return min((float((self.cut(shape).ranks @ total).max()) for shape in self.shapes), default=0.0)
 
     def memory(self, choice: Choice) -> float:
         """A lower bound of the peak in bytes."""
-        stages = self.stages(choice.shape, choice.micro_batches)
-        own = self.weights(choice.shard)
-        several, unsharded = choice.micro_batches > 1, choice.shard in ("none", "optimizer")
-        steady = stages.ranks @ own.steady
-        gradients = own.whole_gradients if unsharded and not self.bricks.alone else own.sharded_gradients
-        resident = steady + (stages.ranks @ gradients if several else 0.0)
-        if choice.shard == "all":
-            resident += ((stages.ranks > 0) * own.largest).max(axis=1)
-        else:
-            resident += stages.ranks @ self._gathered(own, choice)
-        usage = self.bricks.usage(self.rows(choice.micro_batches), choice.recompute, choice.shape.fine)
-        extra = usage.passing + (own.reducing_whole if unsharded and several else own.reducing)
-        # At the begin of a backward all is alive; later, when a brick is at its peak, what follows it is not.
-        kept = stages.segments @ usage.kept
-        inside = ((stages.segments > 0) * (usage.kept_by_part + extra)).max(axis=1) - kept
-        above = np.maximum(extra[list(stages.trailing)], inside)
-        alive = stages.alive @ kept + usage.shared * stages.alive.max(axis=1) + above[stages.alive_segment]
-        update = steady + stages.ranks @ own.sharded_gradients
-        return float(max((resident[stages.alive_rank] + alive).max(), update.max()))
+        found = self.memories(choice.shape, choice.micro_batches, choice.recompute, [choice.shard])
+        return float(found[0])
 
-    def _gathered(self, own: Weights, choice: Choice) -> Array:
-        """Weights that are gathered at the same time: all, but for an embedding whose last forward may come
-        before a later segment of its rank is first used."""
-        apart = choice.shape.dual or choice.shape.segments > 1
-        if choice.micro_batches > (2 * self.sizes.pp if apart else 1):
-            return own.gathered
-        return own.gathered * (np.arange(len(own.gathered)) != FIRST)
+    def memories(
+        self,
+        shape: Shape,
+        micro_batches: int,
+        recompute: tuple[Recompute, ...],
+        shards: Sequence[Strategy],
+    ) -> Array:
+        """The same by sharding strategy."""
+        cut, alive = self.cut(shape), self.pipelines.alive(self.sizes.pp, shape, micro_batches)
+        usage = self.bricks.usage(self.rows(micro_batches), recompute, shape.fine)
+        kept = cut.segments @ usage.kept
+        running = alive.counts @ kept + usage.shared * alive.counts.max(axis=1)
+        above: dict[bool, Array] = {}
+        found = np.empty(len(shards))
+        for place, shard in enumerate(shards):
+            held = self._held(shard, shape)
+            whole = shard in ("none", "optimizer") and micro_batches > 1
+            if whole not in above:
+                own = self.weights(shard)
+                extra = usage.passing + (own.reducing_whole if whole else own.reducing)
+                # At the begin of a backward all is alive; when a brick is at its peak, what follows it is not.
+                inside = ((cut.segments > 0) * (usage.kept_by_part + extra)).max(axis=1) - kept
+                above[whole] = np.maximum(extra[list(cut.trailing)], inside)
+            resident = self._resident(held, shape, micro_batches, shard)
+            peak = (resident[alive.rank] + running + above[whole][alive.segment]).max()
+            found[place] = max(peak, (held.steady + held.sharded_gradients).max())
+        return found
+
+    def _resident(self, held: _Held, shape: Shape, micro_batches: int, shard: Strategy) -> Array:
+        """Weights, optimizer, gradients of earlier micro-batches and gathered weights of each rank. Gathered at
+        the same time are all, but for an embedding whose last forward may come before a later segment of its
+        rank is first used."""
+        resident = held.steady
+        if micro_batches > 1:
+            unsharded = shard in ("none", "optimizer") and not self.bricks.alone
+            resident = resident + (held.whole_gradients if unsharded else held.sharded_gradients)
+        if shard == "all":
+            return resident + held.largest
+        apart = shape.dual or shape.segments > 1
+        every = micro_batches > (2 * self.sizes.pp if apart else 1)
+        return resident + held.gathered - (0.0 if every else held.entering)
 
     # ----------------------------------------------------------------------------------------- time
 
-    def least_work(self, shape: Shape, micro_batches: int) -> float:
-        """As `least_time`, without any collective."""
-        delayed, form = self._delayed(shape), self._form_of(shape)
-        table = self.bricks.least_times(self.rows(micro_batches), form, delayed, self.meter)
-        return self._least(shape, micro_batches, table)
+    def least_work(self, shape: Shape) -> Array:
+        """As `least_times` without any collective."""
+        form, delayed = self._form_of(shape), self._delayed(shape)
+        tables = [self.bricks.work_table(self.rows(count), form, delayed, self.meter) for count in self.counts]
+        return self._least(shape, np.array(self.counts), np.stack(tables))
 
-    def least_time(self, shape: Shape, micro_batches: int, recompute: tuple[Recompute, ...] = ()) -> float:
-        """Seconds that no candidate goes below that recomputes at least this, whatever it shards: until the
-        first micro-batch reaches a rank, the rank's work, and after it the backwards before that rank."""
-        return self._least(shape, micro_batches, self.times(micro_batches, recompute, shape).table)
+    def least_times(self, shape: Shape) -> Array:
+        """Seconds that no candidate goes below, whatever it recomputes and shards, by number of micro-batches:
+        until the first micro-batch reaches a rank, the rank's work, and after it the backwards before that
+        rank."""
+        tables = [self.table(shape, count, ()) for count in self.counts]
+        return self._least(shape, np.array(self.counts), np.stack(tables))
 
-    def _least(self, shape: Shape, micro_batches: int, table: Array) -> float:
-        stages = self.stages(shape, micro_batches)
-        busy = table[:, [AT.forward, AT.backward, AT.wgrad, AT.replay]].sum(axis=1)
-        exchange = table[:, [AT.exchange_forward, AT.exchange_backward, AT.exchange_replay]].sum(axis=1)
-        chain = stages.segments @ (table[:, AT.forward] + table[:, AT.exchange_forward])
+    def _least(self, shape: Shape, micro_batches: Indices, tables: Array) -> Array:
+        """By table, each with its number of micro-batches."""
+        cut = self.cut(shape)
+        segments, ranks = cut.segments.T, cut.ranks.T
+        busy = tables[..., [AT.forward, AT.backward, AT.wgrad, AT.replay]].sum(axis=-1)
+        exchange = tables[..., [AT.exchange_forward, AT.exchange_backward, AT.exchange_replay]].sum(axis=-1)
+        once = tables[..., AT.forward] + tables[..., AT.exchange_forward]
         if not shape.fine:
-            chain += stages.segments @ table[:, AT.backward]
-        head = (np.cumsum(chain) - chain)[stages.first]
-        most = np.maximum(stages.ranks @ busy, stages.ranks @ exchange)
-        growth = 1.0 if counted(micro_batches, self.sizes.pp) == micro_batches else GROWTH
-        return float((head + growth * micro_batches * most).max())
+            once = once + tables[..., AT.backward]
+        chain = once @ segments
+        head = (np.cumsum(chain, axis=-1) - chain)[..., cut.first]
+        most = np.maximum(busy @ ranks, exchange @ ranks)
+        pp = self.sizes.pp
+        growth = np.array([1.0 if counted(int(each), pp) == each else GROWTH for each in micro_batches])
+        return (head + (growth * micro_batches)[:, None] * most).max(axis=-1)
+
+    def quick_times(self, shape: Shape, micro_batches: int) -> Array:
+        """Lower bounds of the step in seconds, by recomputation and sharding strategy, without the turns of the
+        pipeline, and without collectives that a recomputation repeats."""
+        without = self.table(shape, micro_batches, ())
+        replays = [self._replay_table(shape, micro_batches, names) for names in self.recomputes]
+        tables = without + np.stack(replays)
+        least = self._least(shape, np.full(len(tables), micro_batches), tables)
+        streams = np.array([self._weights_stream(shape, micro_batches, shard) for shard in self.shards])
+        updates = np.array([self._held(shard, shape).update for shard in self.shards])
+        hosts = self._hosts(shape, micro_batches, self.recomputes, tables)
+        return np.maximum(np.maximum(least[:, None], streams) + updates, hosts[:, None])
 
     def time(self, choice: Choice) -> float:
         """A lower bound of the step in seconds."""
-        stages, weights = self.stages(choice.shape, choice.micro_batches), self.weights(choice.shard)
-        return max(self._replayed(choice) + self._update(stages, weights), self._host(choice))
+        seconds = max(self._replayed(choice), self._weights_stream(*choice[1:3], choice.shard))
+        table = self.table(choice.shape, choice.micro_batches, choice.recompute)
+        host = self._host(choice, table)
+        return max(seconds + self._held(choice.shard, choice.shape).update, host)
 
     def _replayed(self, choice: Choice) -> float:
         key = (choice.shape, choice.micro_batches, choice.recompute)
         if key not in self._replays:
-            stages = self.stages(choice.shape, choice.micro_batches)
-            times = self.times(choice.micro_batches, choice.recompute, choice.shape)
-            segments = self._segments(stages, times, fine=choice.shape.fine)
-            self._replays[key] = self._extended(stages, times, choice, segments)
-        return max(self._replays[key], self._weights_stream(choice))
+            table = self.table(*key)
+            self._replays[key] = self._extended(table, choice, self._segments(table, choice))
+        return self._replays[key]
 
-    def _extended(self, stages: Stages, times: Times, choice: Choice, segments: Segments) -> float:
+    def _extended(self, table: Array, choice: Choice, segments: Segments) -> float:
         """The time of all micro-batches: that of those that are replayed and, if there are more, the growth by
         each. `predict` takes the growth of two short steps, which may be less than a rank's work."""
-        pp, count = self.sizes.pp, counted(choice.micro_batches, self.sizes.pp)
-        seconds = replay(stages.order, segments)
-        if count == choice.micro_batches:
+        pp, shape, whole = self.sizes.pp, choice.shape, choice.micro_batches
+        count = counted(whole, pp)
+        seconds = replay(turns(pp, shape, count), segments)
+        if count == whole:
             return seconds
-        table = times.table
+        ranks = self.cut(shape).ranks
         busy = table[:, [AT.forward, AT.backward, AT.wgrad, AT.replay]].sum(axis=1)
         exchange = table[:, [AT.exchange_forward, AT.exchange_backward, AT.exchange_replay]].sum(axis=1)
-        work = float(np.maximum(stages.ranks @ busy, stages.ranks @ exchange).max())
-        fewer = replay(self.stages(choice.shape, count - pp).order, segments)
-        return seconds + GROWTH * (choice.micro_batches - count) * min(work, (seconds - fewer) / pp)
+        work = float(np.maximum(ranks @ busy, ranks @ exchange).max())
+        fewer = replay(turns(pp, shape, count - pp), segments)
+        return seconds + GROWTH * (whole - count) * min(work, (seconds - fewer) / pp)
 
-    def _weights_stream(self, choice: Choice) -> float:
+    def _weights_stream(self, shape: Shape, micro_batches: int, shard: Strategy) -> float:
         """All collectives of weights, one after another."""
-        own = self.weights(choice.shard)
-        stages = self.stages(choice.shape, choice.micro_batches)
-        every = choice.micro_batches if choice.shard in ("gradients", "all") else 1
-        seconds = stages.ranks @ (own.gather + every * own.reduce)
-        if choice.shard == "all":
-            for segment, blocks in enumerate(stages.blocks):
-                if len(blocks) > KEPT_GATHERED:
-                    each = [own.gather[brick] for brick in blocks]
-                    more = choice.micro_batches * 2 * (sum(each) - max(each)) - sum(each)
-                    seconds[stages.order.holder[segment]] += max(more, 0.0)
+        held = self._held(shard, shape)
+        every = micro_batches if shard in ("gradients", "all") else 1
+        seconds = held.gather + every * held.reduce
+        if shard == "all":
+            more = np.maximum(micro_batches * 2 * held.again - held.whole, 0.0)
+            seconds = seconds + np.bincount(self.cut(shape).holder, more, self.sizes.pp)
         return float(seconds.max())
 
-    def _update(self, stages: Stages, own: Weights) -> float:
-        return float((stages.ranks @ own.updated).max()) / self.meter.optimizer
+    def _hosts(
+        self, shape: Shape, micro_batches: int, recomputes: Sequence[tuple[Recompute, ...]], tables: Array
+    ) -> Array:
+        """What the host takes for a step, by table."""
+        ranks, known = self.cut(shape).ranks.T, self.meter.calibration
+        inner = np.array([not self.bricks.alone or bool(names) or shape.fine for names in recomputes])
+        ops = np.rint(micro_batches * inner[:, None] * (tables[..., AT.ops] @ ranks))
+        launches = np.rint(micro_batches * (tables[..., AT.launches] @ ranks))
+        seconds = known.step_seconds + ops * known.op_seconds + launches * known.launch_seconds
+        found: Array = seconds.max(axis=-1)
+        return found
 
-    def _host(self, choice: Choice) -> float:
-        table = self.times(choice.micro_batches, choice.recompute, choice.shape).table
-        stages = self.stages(choice.shape, choice.micro_batches)
-        whole = self.bricks.alone and not choice.recompute and not choice.shape.fine
-        ops = choice.micro_batches * (stages.ranks @ table[:, AT.ops]) * (not whole)
-        launches = choice.micro_batches * (stages.ranks @ table[:, AT.launches])
-        return max(self.meter.host(round(a), round(b)) for a, b in zip(ops, launches, strict=True))
+    def _host(self, choice: Choice, table: Array) -> float:
+        return float(self._hosts(choice.shape, choice.micro_batches, [choice.recompute], table[None])[0])
 
     # ---------------------------------------------------------------------------------- closed form
 
     def estimate(self, choice: Choice) -> float:
         """The closed form: about how long a step takes."""
-        stages, own = self.stages(choice.shape, choice.micro_batches), self.weights(choice.shard)
-        times = self.times(choice.micro_batches, choice.recompute, choice.shape)
-        table = times.table
+        cut, own = self.cut(choice.shape), self.weights(choice.shard)
+        table = self.table(choice.shape, choice.micro_batches, choice.recompute)
         forward, backward = table[:, AT.forward], table[:, [AT.backward, AT.replay]].sum(axis=1)
         loss = PAIR_LOSS * choice.shape.overlap
         paired = loss * (table[:, AT.exchange_forward] + table[:, AT.exchange_backward])
@@ -250,17 +327,16 @@ class MeshBounds:
         gather = own.gather if choice.shard == "all" else 0.0 * own.gather
         waits_f = np.maximum(gather - forward - table[:, AT.exchange_forward], 0.0)
         waits_b = np.maximum(gather + each * own.reduce - backward - table[:, AT.exchange_backward], 0.0)
-        slower = times.table.copy()
+        slower = table.copy()
         slower[:, AT.forward] += waits_f
         slower[:, AT.backward] += waits_b + paired
-        changed = Times(table=slower, message=times.message)
-        segments = self._segments(stages, changed, fine=choice.shape.fine)
-        seconds = self._extended(stages, changed, choice, segments)
+        seconds = self._extended(slower, choice, self._segments(slower, choice))
         first = np.maximum(own.gather - forward, 0.0) if choice.shard != "all" else waits_f
         last = np.maximum(own.reduce - backward, 0.0)
-        ends = float((stages.segments @ first).sum()) + float((stages.ranks @ last)[0])
-        busy = max(seconds + ends, self._weights_stream(choice))
-        return max(busy + self._update(stages, own), self._host(choice))
+        ends = float((cut.segments @ first).sum()) + float((cut.ranks @ last)[0])
+        busy = max(seconds + ends, self._weights_stream(*choice[1:3], choice.shard))
+        host = self._host(choice, table)
+        return max(busy + self._held(choice.shard, choice.shape).update, host)
 
     # ---------------------------------------------------------------------------------------- parts
 
@@ -268,41 +344,79 @@ class MeshBounds:
         """Rows of a rank in a micro-batch."""
         return self.space.run.train.batch_samples // (micro_batches * self.axes.dp)
 
-    def times(self, micro_batches: int, recompute: tuple[Recompute, ...], shape: Shape) -> Times:
+    def cut(self, shape: Shape) -> Cut:
+        return self.pipelines.cut(self.sizes.pp, shape)
+
+    def table(self, shape: Shape, micro_batches: int, recompute: tuple[Recompute, ...]) -> Array:
+        """The times of all bricks for one micro-batch."""
         delayed = self._delayed(shape)
-        key = (micro_batches, recompute, shape.fine, delayed)
-        if key not in self._times:
-            form = self._form_of(shape)
-            rows = self.rows(micro_batches)
-            self._times[key] = self.bricks.times(rows, recompute, form, delayed, self.meter)
-        return self._times[key]
+        key = (micro_batches, shape.fine, delayed, recompute)
+        if key not in self._tables:
+            rows, form = self.rows(micro_batches), self._form_of(shape)
+            table = self.bricks.work_table(rows, form, delayed, self.meter)
+            table = table + self.bricks.call_table(rows, form, recompute, self.meter)
+            self._tables[key] = table + self._replay_table(shape, micro_batches, recompute)
+        return self._tables[key]
+
+    def _replay_table(self, shape: Shape, micro_batches: int, recompute: tuple[Recompute, ...]) -> Array:
+        return self.bricks.replay_table(self.rows(micro_batches), self._form_of(shape), recompute, self.meter)
 
     def _delayed(self, shape: Shape) -> bool:
         """Whether weight gradients wait."""
         return shape.dual or (shape.overlap and self.space.run.mesh.delay_weights)
 
     def _form_of(self, shape: Shape) -> Form:
-        return self.bricks.form(fine=shape.fine, posts=self.sizes.pp == 1)
+        return self.bricks.examples.form(fine=shape.fine, posts=self.sizes.pp == 1)
 
     def weights(self, shard: Strategy) -> Weights:
-        if shard not in self._weights:
-            axes = self.axes
-            copies = self.space.run.mesh.replicate
-            dense, expert = (axes.dp * axes.cp, axes.edp) if shard == "none" else (copies, copies)
+        """Those of the bricks: the same for all strategies that shard anything."""
+        copied = shard == "none"
+        if copied not in self._weights:
+            axes, replicas = self.axes, self.space.run.mesh.replicate
+            dense, expert = (axes.dp * axes.cp, axes.edp) if copied else (replicas, replicas)
             axes = replace(axes, dense_copies=dense, expert_copies=expert)
-            self._weights[shard] = self.bricks.weights(axes, shard, self.meter)
-        return self._weights[shard]
+            self._weights[copied] = self.bricks.weights(axes, shard, self.meter)
+        return self._weights[copied]
 
-    def stages(self, shape: Shape, micro_batches: int) -> Stages:
-        return self.pipelines.stages(self.sizes.pp, shape, micro_batches)
+    def _held(self, shard: Strategy, shape: Shape) -> _Held:
+        key = (shard, shape.segments, shape.dual)
+        if key not in self._held_weights:
+            self._held_weights[key] = self._made_held(self.weights(shard), self.cut(shape))
+        return self._held_weights[key]
 
-    def _segments(self, stages: Stages, times: Times, *, fine: bool) -> Segments:
-        table = times.table
+    def _made_held(self, own: Weights, cut: Cut) -> _Held:
+        ranks, again, whole = cut.ranks, np.zeros(len(cut.blocks)), np.zeros(len(cut.blocks))
+        for segment, blocks in enumerate(cut.blocks):
+            if len(blocks) > KEPT_GATHERED:
+                each = [own.gather[brick] for brick in blocks]
+                again[segment], whole[segment] = sum(each) - max(each), sum(each)
+        return _Held(
+            steady=ranks @ own.steady,
+            sharded_gradients=ranks @ own.sharded_gradients,
+            whole_gradients=ranks @ own.whole_gradients,
+            gathered=ranks @ own.gathered,
+            entering=ranks[:, FIRST] * own.gathered[FIRST],
+            largest=((ranks > 0) * own.largest).max(axis=1),
+            gather=ranks @ own.gather,
+            reduce=ranks @ own.reduce,
+            again=again,
+            whole=whole,
+            update=float((ranks @ own.updated).max()) / self.meter.optimizer,
+        )
+
+    def _message(self, micro_batches: int) -> float:
+        rows = self.rows(micro_batches)
+        if rows not in self._messages:
+            self._messages[rows] = self.bricks.message(rows, self.meter)
+        return self._messages[rows]
+
+    def _segments(self, table: Array, choice: Choice) -> Segments:
+        cut, fine = self.cut(choice.shape), choice.shape.fine
         exchange = table[:, AT.exchange_forward] + table[:, AT.exchange_backward] + table[:, AT.exchange_replay]
-        columns = stages.segments @ table
+        columns = cut.segments @ table
         replays, exchanges = columns[:, AT.replay], columns[:, AT.exchange_replay]
         # Of segments in phases all replays may come early, of others those of the last block.
-        early = replays if fine else table[list(stages.trailing), AT.replay]
+        early = replays if fine else table[list(cut.trailing), AT.replay]
         apart = 0.0 * exchanges if fine else exchanges
         return Segments(
             forward=columns[:, AT.forward].tolist(),
@@ -311,6 +425,6 @@ class MeshBounds:
             exchange_forward=columns[:, AT.exchange_forward].tolist(),
             exchange_backward=(columns[:, AT.exchange_backward] + apart).tolist(),
             replay=early.tolist(),
-            trailing=[float(exchange[brick]) for brick in stages.trailing],
-            message=times.message,
+            trailing=[float(exchange[brick]) for brick in cut.trailing],
+            message=self._message(choice.micro_batches),
         )

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 from math import prod
 from typing import NamedTuple
 
@@ -24,7 +23,7 @@ from braid.model import declaration
 from braid.model.declaration import Form, form_of
 from braid.nn.cost import Cost, Workload
 from braid.nn.work import Work
-from braid.pattern import Layout, Stage, cut_into
+from braid.pattern import Layout, Stage, parse
 from braid.planning import modules
 from braid.planning.divisibility import AxisSizes, axis_sizes
 from braid.planning.estimate.rank import HeldModule, first_rank, model_of, workload_of
@@ -32,6 +31,7 @@ from braid.planning.estimate.weights import HeldUnit, held_units, part_of, unit_
 from braid.planning.plan import Plan
 from braid.schedule import Phase, Schedule, Stream
 from braid.schedule.graph import LANGUAGE
+from braid.schedule.phases import Unit
 from braid.timing.links import Span, span
 from braid.timing.meter import ClusterMeter
 from braid.timing.search.choices import MeshSizes
@@ -42,6 +42,7 @@ FIRST = 0
 embedding that it may need."""
 
 Array = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
+Phases = tuple[Phase, ...]
 
 
 class Seconds(NamedTuple):
@@ -61,16 +62,6 @@ class Seconds(NamedTuple):
 
 
 AT = Seconds()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Times:
-    """The time of every brick of a mesh, for one micro-batch."""
-
-    table: Array
-    """Bricks by the columns of `Seconds`."""
-    message: float
-    """Seconds of a message between two stages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,133 +102,149 @@ class Usage:
     """What all bricks share."""
 
 
-class Bricks:
-    """The bricks of a run with one (tp, cp, ep, etp)."""
+class Examples:
+    """One block of each kind of a run: what the bricks of all sizes are built from."""
 
-    def __init__(
-        self,
-        run: Run,
-        layout: Layout,
-        kinds: Sequence[int],
-        sizes: MeshSizes,
-        *,
-        alone: bool,
-        load: float = 1.0,
-    ) -> None:
-        """`kinds` has the brick of each block; `alone` says that one process holds everything, `load` how many
-        times its share the slowest rank of the experts has."""
-        self.run, self.alone, self.load, self.count = run, alone, load, max(kinds) + 2
-        examples = {kinds.index(kind): kind for kind in dict.fromkeys(kinds)}
-        singles = {*examples, 0, len(kinds) - 1}
-        lengths = [
-            (single, len(list(same))) for single, same in groupby(range(len(kinds)), singles.__contains__)
-        ]
-        pieces = [size for single, count in lengths for size in ([1] * count if single else [count])]
-        self.layout = cut_into(layout, pieces)
-        held = [
-            segment
-            for segment, each in enumerate(self.layout.segments)
-            if len(each.blocks) == 1 and int(each.blocks[0].index) in singles
-        ]
-        self.plan = _plan(run, self.layout, held, sizes, alone=alone)
-        self.brick_of = {f"blocks.{block}": kind for block, kind in examples.items()}
-        self.model = model_of(self.plan, first_rank(self.plan, 0), "cuda")
-        names = (name for name, _ in self.model.named_parameters())
-        self.module = HeldModule(
-            name=LANGUAGE, stage=0, segments=tuple(held), layout=self.layout, model=self.model,
-            axes=self.plan.axes, strategy="all", workload=workload_of(self.plan, "cuda"),
-            trained=frozenset(names),
-        )  # fmt: skip
+    def __init__(self, run: Run, layout: Layout) -> None:
+        kinds = kinds_of(run, layout)
+        self.run, self.kinds, self.count = run, tuple(kinds), max(kinds) + 2
+        """`kinds` has the brick of each block; `count` bricks, and a copy of the embedding."""
+        blocks = [layout.blocks[kinds.index(kind)] for kind in dict.fromkeys(kinds)]
+        depths = "".join(f"/{depth}" for depth in layout.mtp)
+        # Each block in a segment of its own, and what comes behind them alone.
+        self.layout = parse("".join(f"{block}|" for block in blocks) + depths)
         self.last_part = f"mtp.{len(layout.mtp) - 1}" if layout.mtp else "head"
         self._form = form_of(run.model, run.train.dtype)
-        self._work: dict[int, dict[str, dict[str, _Work]]] = {}
-        self._calls: dict[
-            tuple[int, tuple[Recompute, ...], tuple[Span, ...]], dict[tuple[str, str, str], float]
-        ] = {}
-        self._costs: dict[tuple[int, tuple[Recompute, ...], bool], dict[str, Cost]] = {}
-        self._usage: dict[tuple[int, tuple[Recompute, ...], bool], Usage] = {}
-        self._least: dict[tuple[int, Form, bool], Array] = {}
-        self._phases: dict[Form, list[tuple[int, Phase]]] = {}
-        self._units: dict[tuple[int, ...], list[tuple[int, HeldUnit]]] = {}
-
-    # -------------------------------------------------------------------------------------- seconds
-
-    def times(
-        self, rows: int, recompute: tuple[Recompute, ...], form: Form, delayed: bool, meter: ClusterMeter
-    ) -> Times:
-        """The times of all bricks; `form` says how blocks are split into phases."""
-        calls = self._calls_of(rows, recompute, meter)
-        table = self._table(rows, recompute, form, delayed, meter, calls)
-        return Times(table=table, message=self._message(rows, meter))
-
-    def least_times(self, rows: int, form: Form, delayed: bool, meter: ClusterMeter) -> Array:
-        """The times of all bricks without collectives and recomputation: the same for all meshes."""
-        key = (rows, form, delayed)
-        if key not in self._least:
-            self._least[key] = self._table(rows, (), form, delayed, meter, {})
-        return self._least[key]
-
-    def _table(
-        self,
-        rows: int,
-        recompute: tuple[Recompute, ...],
-        form: Form,
-        delayed: bool,
-        meter: ClusterMeter,
-        calls: Mapping[tuple[str, str, str], float],
-    ) -> Array:
-        table, names = np.zeros((self.count + 1, len(AT))), recomputed(recompute)
-        work = self._seconds_of(rows, meter)
-        for brick, phase in self.phases(form):
-            own, row = part_of(phase), table[brick]
-            inner = own if phase.depth is None or phase.block is None else f"{own}.blocks.{phase.block}"
-            kinds = _kinds(phase, work[inner])
-            other = phase.stream is Stream.COMMUNICATION
-            forward = AT.exchange_forward if other else AT.forward
-            backward = AT.exchange_backward if other else AT.backward
-            replay = AT.exchange_replay if other else AT.replay
-            later = delayed and bool(phase.buckets)
-            wgrad = AT.wgrad if later and not other else backward
-            again = phase.replayed_units(names) is not None
-            row[AT.ops] += 2 + later + again
-            for kind in kinds:
-                each = work[inner][kind]
-                row[forward] += each.forward[0] + calls.get((own, kind, "forward"), 0.0)
-                row[backward] += each.backward[0] + calls.get((own, kind, "backward"), 0.0)
-                row[wgrad] += each.wgrad[0]
-                row[AT.launches] += each.forward[1] + each.backward[1] + each.wgrad[1]
-                if again:
-                    seconds, launches = each.replayed(names)
-                    row[replay] += seconds + calls.get((own, kind, "recompute"), 0.0)
-                    row[AT.launches] += launches
-        return table
+        self.units = declaration.units(self.layout, self._form)
+        self._phases: dict[Form, tuple[Phases, ...]] = {}
 
     def form(self, *, fine: bool, posts: bool) -> Form:
         """How blocks are split into phases."""
         return replace(self._form, fine=fine, posts=posts, late_weights=fine and self.run.mesh.late_weights)
 
-    def phases(self, form: Form) -> list[tuple[int, Phase]]:
-        """The phases of all bricks."""
+    def phases(self, form: Form) -> tuple[Phases, ...]:
+        """The phases of each segment."""
         if form not in self._phases:
-            chains = declaration.chains(self.layout, form)
-            found = []
-            for segment in self.module.segments:
-                for phase in chains[segment].phases:
-                    brick = self._brick(phase)
-                    if brick is not None:
-                        found.append((brick, phase))
-            self._phases[form] = found
+            self._phases[form] = tuple(chain.phases for chain in declaration.chains(self.layout, form))
         return self._phases[form]
 
-    def _brick(self, phase: Phase) -> int | None:
-        """The brick of a phase; None for that of a block which another one stands for."""
+    def plain_phases(self) -> tuple[Phases, ...]:
+        return self.phases(self._form)
+
+    def brick(self, phase: Phase) -> int:
         if phase.depth is not None or phase.kind in ("final_norm", "head"):
             return self.count - 1
-        if phase.block is None:
-            return FIRST
-        return self.brick_of.get(f"blocks.{phase.block}")
+        return FIRST if phase.block is None else phase.block + 1
 
-    def _message(self, rows: int, meter: ClusterMeter) -> float:
+    def brick_of_part(self, part: str) -> int | None:
+        """The brick of a part of the model; None for the positions, which all share."""
+        if part.startswith("blocks."):
+            return int(part.removeprefix("blocks.")) + 1
+        return None if part == "positions" else FIRST if part == "embedding" else self.count - 1
+
+
+class Bricks:
+    """The bricks of a run with one (tp, cp, ep, etp)."""
+
+    def __init__(self, examples: Examples, sizes: MeshSizes, *, alone: bool, load: float = 1.0) -> None:
+        """`alone` says that one process holds everything, `load` how many times its share the slowest rank of
+        the experts has."""
+        self.examples, self.alone, self.load, self.count = examples, alone, load, examples.count
+        self.plan = _plan(examples.run, examples.layout, examples.units, examples.plain_phases(), sizes, alone)
+        self.model = model_of(self.plan, first_rank(self.plan, 0), "cuda")
+        names = (name for name, _ in self.model.named_parameters())
+        self.module = HeldModule(
+            name=LANGUAGE, stage=0, segments=tuple(range(len(examples.layout.segments))),
+            layout=examples.layout, model=self.model, axes=self.plan.axes, strategy="all",
+            workload=workload_of(self.plan, "cuda"), trained=frozenset(names),
+        )  # fmt: skip
+        self._work: dict[int, dict[str, dict[str, _Work]]] = {}
+        self._tables: dict[tuple[int, Form, bool], Array] = {}
+        self._replays: dict[tuple[int, Form, tuple[Recompute, ...]], Array] = {}
+        self._call_tables: dict[tuple[int, Form, tuple[Recompute, ...], tuple[Span, ...]], Array] = {}
+        self._costs: dict[tuple[int, tuple[Recompute, ...], bool], dict[str, Cost]] = {}
+        self._usage: dict[tuple[int, tuple[Recompute, ...], bool], Usage] = {}
+        self._units: dict[tuple[int, ...], list[tuple[int, HeldUnit]]] = {}
+
+    # -------------------------------------------------------------------------------------- seconds
+
+    def work_table(self, rows: int, form: Form, delayed: bool, meter: ClusterMeter) -> Array:
+        """The times of all bricks without collectives and recomputation: the same for all meshes. `form` says
+        how blocks are split into phases, `delayed` that weight gradients wait."""
+        key = (rows, form, delayed)
+        if key not in self._tables:
+            self._tables[key] = self._work_table(rows, form, delayed, meter)
+        return self._tables[key]
+
+    def _work_table(self, rows: int, form: Form, delayed: bool, meter: ClusterMeter) -> Array:
+        table = np.zeros((self.count + 1, len(AT)))
+        for brick, phase, works in self._worked(rows, form, meter):
+            row, (forward, backward, _) = table[brick], _columns(phase)
+            later = delayed and bool(phase.buckets)
+            wgrad = AT.wgrad if later and backward == AT.backward else backward
+            row[AT.ops] += 2 + later
+            for each in works.values():
+                row[forward] += each.forward[0]
+                row[backward] += each.backward[0]
+                row[wgrad] += each.wgrad[0]
+                row[AT.launches] += each.forward[1] + each.backward[1] + each.wgrad[1]
+        return table
+
+    def replay_table(
+        self, rows: int, form: Form, recompute: tuple[Recompute, ...], meter: ClusterMeter
+    ) -> Array:
+        """What recomputation adds to it, without collectives."""
+        key = (rows, form, recompute)
+        if key not in self._replays:
+            table, names = np.zeros((self.count + 1, len(AT))), recomputed(recompute)
+            for brick, phase, works in self._worked(rows, form, meter):
+                if phase.replayed_units(names) is None:
+                    continue
+                table[brick, AT.ops] += 1
+                for each in works.values():
+                    seconds, launches = each.replayed(names)
+                    table[brick, _columns(phase)[2]] += seconds
+                    table[brick, AT.launches] += launches
+            self._replays[key] = table
+        return self._replays[key]
+
+    def call_table(self, rows: int, form: Form, recompute: tuple[Recompute, ...], meter: ClusterMeter) -> Array:
+        """What collectives add to both. Meshes share it if their groups lie on nodes alike."""
+        costs = self.costs(rows, recompute, False)
+        calls = [(part, call) for part, cost in costs.items() for call in cost.calls]
+        families = dict.fromkeys(call.family for _, call in calls)
+        spans = tuple(span(meter.plan.grid, family, meter.cluster.domain) for family in families)
+        key = (rows, form, recompute, spans)
+        if key in self._call_tables:
+            return self._call_tables[key]
+        seconds: dict[tuple[str, str, str], float] = defaultdict(float)
+        for part, call in calls:
+            seconds[part, call.phase, call.direction] += call.times * meter.call(call, LANGUAGE)
+        table, names = np.zeros((self.count + 1, len(AT))), recomputed(recompute)
+        for brick, phase, works in self._worked(rows, form, meter):
+            row, own, (forward, backward, replay) = table[brick], part_of(phase), _columns(phase)
+            again = phase.replayed_units(names) is not None
+            for kind in works:
+                row[forward] += seconds.get((own, kind, "forward"), 0.0)
+                row[backward] += seconds.get((own, kind, "backward"), 0.0)
+                row[replay] += again * seconds.get((own, kind, "recompute"), 0.0)
+        self._call_tables[key] = table
+        return table
+
+    def _worked(
+        self, rows: int, form: Form, meter: ClusterMeter
+    ) -> Iterator[tuple[int, Phase, dict[str, _Work]]]:
+        """The phases of all bricks, and the work of each by kind."""
+        works = self._seconds_of(rows, meter)
+        for phases in self.examples.phases(form):
+            for phase in phases:
+                own = part_of(phase)
+                inner = own if phase.depth is None or phase.block is None else f"{own}.blocks.{phase.block}"
+                known = works[inner]
+                yield self.examples.brick(phase), phase, {kind: known[kind] for kind in _kinds(phase, known)}
+
+    def message(self, rows: int, meter: ClusterMeter) -> float:
+        """Seconds of a message between two stages."""
         grid = meter.plan.grid
         line = grid.group_of(grid.ranks[0], "pp")
         if len(line) == 1:
@@ -268,24 +275,6 @@ class Bricks:
             self._costs[key] = self.model.costs(workload)
         return self._costs[key]
 
-    def _calls_of(
-        self, rows: int, recompute: tuple[Recompute, ...], meter: ClusterMeter
-    ) -> dict[tuple[str, str, str], float]:
-        """Seconds of the collectives of each part, by kind of phase and direction. Meshes share them if their
-        groups lie on nodes alike."""
-        calls = [
-            (part, call) for part, cost in self.costs(rows, recompute, False).items() for call in cost.calls
-        ]
-        families = dict.fromkeys(call.family for _, call in calls)
-        spans = tuple(span(meter.plan.grid, family, meter.cluster.domain) for family in families)
-        key = (rows, recompute, spans)
-        if key not in self._calls:
-            found: dict[tuple[str, str, str], float] = defaultdict(float)
-            for part, call in calls:
-                found[part, call.phase, call.direction] += call.times * meter.call(call, LANGUAGE)
-            self._calls[key] = dict(found)
-        return self._calls[key]
-
     # --------------------------------------------------------------------------------------- memory
 
     def usage(self, rows: int, recompute: tuple[Recompute, ...], fine: bool) -> Usage:
@@ -295,20 +284,13 @@ class Bricks:
             kept, passing, by_part = (np.zeros(self.count + 1) for _ in range(3))
             costs = self.costs(*key)
             for part, cost in costs.items():
-                brick = self._brick_of_part(part)
+                brick = self.examples.brick_of_part(part)
                 if brick is not None:
                     kept[brick] += cost.kept
                     passing[brick], by_part[brick] = cost.passing, cost.kept
             shared = costs["positions"].kept
             self._usage[key] = Usage(kept=kept, passing=passing, kept_by_part=by_part, shared=shared)
         return self._usage[key]
-
-    def _brick_of_part(self, part: str) -> int | None:
-        if part == "embedding":
-            return FIRST
-        if part == "head" or part.startswith("mtp."):
-            return self.count - 1
-        return self.brick_of.get(part)
 
     def weights(self, axes: AxisSizes, strategy: Strategy, meter: ClusterMeter) -> Weights:
         """The weights of all bricks on a mesh with these axes."""
@@ -337,7 +319,7 @@ class Bricks:
             )
             if not self.alone:
                 row[2] = max(row[2], unit.gathered_bytes)
-            if not self.alone and (brick != self.count - 1 or unit.part == self.last_part):
+            if not self.alone and (brick != self.count - 1 or unit.part == self.examples.last_part):
                 own = unit.computed if not unit.in_place else unit.stored
                 row[8] = max(row[8], unit.gathered_learned * (own + unit.stored))
                 own = 0 if unit.in_place else unit.computed
@@ -359,12 +341,10 @@ class Bricks:
         for unit in units:
             if unit.name == declaration.EMBEDDING:
                 yield FIRST, unit
-                if self.run.model.tied or self.layout.mtp:
+                if self.examples.run.model.tied or self.examples.layout.mtp:
                     yield self.count, unit
             elif unit.name.startswith("stack.blocks."):
-                brick = self.brick_of.get("blocks." + unit.name.split(".")[2])
-                if brick is not None:
-                    yield brick, unit
+                yield int(unit.name.split(".")[2]) + 1, unit
             else:
                 yield self.count - 1, unit
 
@@ -407,32 +387,40 @@ def _kinds(phase: Phase, known: Mapping[str, _Work]) -> list[str]:
     return [kind for kind in kinds if kind in known]
 
 
-def _plan(run: Run, layout: Layout, held: Sequence[int], sizes: MeshSizes, *, alone: bool) -> Plan:
-    """What the model of a rank that holds these segments is built from. Its schedule has phases, but no ops."""
+def _columns(phase: Phase) -> tuple[int, int, int]:
+    """Where the forward, the backward and the replay of a phase count."""
+    if phase.stream is Stream.COMMUNICATION:
+        return AT.exchange_forward, AT.exchange_backward, AT.exchange_replay
+    return AT.forward, AT.backward, AT.replay
+
+
+def _plan(
+    run: Run, layout: Layout, units: tuple[Unit, ...], phases: Sequence[Phases], sizes: MeshSizes, alone: bool
+) -> Plan:
+    """What the model of a rank that holds a whole layout is built from. Its schedule has phases, but no ops."""
     # Ranks of one stage: as few as the axes allow, but several if the run has several.
     model_ranks, experts = sizes.tp * sizes.cp, sizes.ep * sizes.etp
     world = model_ranks if model_ranks % experts == 0 else model_ranks * experts
     world = world if alone else 2 * world
     mesh = Mesh(tp=sizes.tp, cp=sizes.cp, ep=sizes.ep, etp=sizes.etp, dispatcher=run.mesh.dispatcher)
-    axes, form = axis_sizes(mesh, world), form_of(run.model, run.train.dtype)
+    axes = axis_sizes(mesh, world)
     train = replace(run.train, micro_batches=1, batch_samples=axes.dp, recompute=())
-    stage = Stage(rank=0, segments=tuple(layout.segments[segment] for segment in held))
-    holder = tuple(0 if segment in held else 1 for segment in range(len(layout.segments)))
     schedule = Schedule(
-        name="bricks", micro_batches=1, holder=holder, backward=True, live_bound=(1, 1), ops=((), ()),
-        phases=tuple(chain.phases for chain in declaration.chains(layout, form)),
+        name="bricks", micro_batches=1, holder=(0,) * len(layout.segments), backward=True, live_bound=(1,),
+        ops=((),), phases=tuple(phases),
     )  # fmt: skip
     return Plan(
         run=replace(run, mesh=mesh, train=train), world=world, axes=axes, grid=modules.grid_of(mesh, world),
-        layout=layout, stages=(stage,), units=declaration.units(layout, form), schedule=schedule,
+        layout=layout, stages=(Stage(rank=0, segments=layout.segments),), units=units, schedule=schedule,
         micro_batch_samples=axes.dp, step_tokens=axes.dp * run.data.sequence_tokens,
     )  # fmt: skip
 
 
 def kinds_of(run: Run, layout: Layout) -> list[int]:
     """The brick of each block: blocks that have the same work, memory and weights have the same."""
-    everything = MeshSizes(1, 1, 1, 1, 1)
-    plan = _plan(run, layout, range(len(layout.segments)), everything, alone=True)
+    form = form_of(run.model, run.train.dtype)
+    phases = [chain.phases for chain in declaration.chains(layout, form)]
+    plan = _plan(run, layout, declaration.units(layout, form), phases, MeshSizes(1, 1, 1, 1, 1), alone=True)
     model, workload = model_of(plan, first_rank(plan, 0), "cuda"), workload_of(plan, "cuda")
     works, costs = model.works(workload), model.costs(workload)
     weights: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
@@ -444,10 +432,10 @@ def kinds_of(run: Run, layout: Layout) -> list[int]:
     found = []
     for block in layout.blocks:
         part = f"blocks.{block.index}"
-        form = (works[part], costs[part], weights.get(part, []), [layer.kind for layer in block.layers])
-        if form not in known:
-            known.append(form)
-        found.append(known.index(form) + 1)
+        facts = (works[part], costs[part], weights.get(part, []), [layer.kind for layer in block.layers])
+        if facts not in known:
+            known.append(facts)
+        found.append(known.index(facts) + 1)
     return found
 
 

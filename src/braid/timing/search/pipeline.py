@@ -72,14 +72,18 @@ def counted(micro_batches: int, pp: int) -> int:
     return micro_batches if micro_batches <= max(LONG * pp, fewer) else fewer
 
 
+def holder_of(pp: int, shape: Shape) -> tuple[int, ...]:
+    """The rank of each segment."""
+    return v_shape(pp) if shape.dual else round_robin(pp, pp * shape.segments)
+
+
 @cache
 def turns(pp: int, shape: Shape, micro_batches: int) -> Turns:
     """The order of a pipeline's ranks."""
+    holder = holder_of(pp, shape)
     if shape.dual:
-        holder = v_shape(pp)
         ranks = [tuple(_apart(slots(rank, pp, micro_batches), shape)) for rank in range(pp)]
     else:
-        holder = round_robin(pp, pp * shape.segments)
         ranks = _pairs(pp, shape, micro_batches) if shape.overlap else _singles(pp, shape, micro_batches)
     return Turns(holder, tuple(ranks), tuple(_live(each) for each in ranks), _steps(holder, ranks))
 

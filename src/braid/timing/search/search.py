@@ -24,7 +24,7 @@ from braid.timing.links import Cluster, filled
 from braid.timing.meter import ClusterMeter
 from braid.timing.predict import calibration_for, unmeasured
 from braid.timing.search.bounds import MeshBounds, Pipelines
-from braid.timing.search.bricks import Bricks, kinds_of
+from braid.timing.search.bricks import Bricks, Examples
 from braid.timing.search.choices import Choice, MeshSizes, Shape, Space
 from braid.timing.search.pipeline import counted
 from braid.timing.step import Stepper, StepTime
@@ -145,8 +145,8 @@ class Search:
     _known: dict[Any, tuple[str, str, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.kinds = kinds_of(self.space.run, self.space.layout)
-        self._pipelines = Pipelines(self.space, self.kinds)
+        self._examples = Examples(self.space.run, self.space.layout)
+        self._pipelines = Pipelines(self.space, self._examples.kinds)
 
     # ---------------------------------------------------------------------------------------- ranking
 
@@ -159,9 +159,7 @@ class Search:
         key = (sizes.tp, sizes.cp, sizes.ep, sizes.etp)
         if key not in self._bricks:
             alone = axes.slab * axes.pp == 1
-            self._bricks[key] = Bricks(
-                self.space.run, self.space.layout, self.kinds, sizes, alone=alone, load=self.load
-            )
+            self._bricks[key] = Bricks(self._examples, sizes, alone=alone, load=self.load)
         bricks = self._bricks[key]
         base = ClusterMeter(bricks.plan, self.cluster, self.calibration, known=self._known)
         return MeshBounds(self._pipelines, sizes, axes, bricks, base)
@@ -173,13 +171,13 @@ class Search:
         meshes = list(self.space.meshes())
         for number, (sizes, axes) in enumerate(meshes):
             self._tell(f"bounds of mesh {number + 1:,} of {len(meshes):,}", number)
+            if not self.space.micro_batches(axes):
+                continue
             bounds = self.bounds(sizes, axes)
-            rows = [
-                (shape, count) for shape in self.space.shapes(sizes) for count in self.space.micro_batches(axes)
-            ]
-            counts += Counts(candidates=self._each(bounds) * len(rows))
+            rows = [(shape, count) for shape in bounds.shapes for count in bounds.counts]
+            counts += Counts(candidates=bounds.each * len(rows))
             if rows:
-                bound = min(bounds.least_work(*row) for row in rows)
+                bound = min(float(bounds.least_work(shape).min()) for shape in bounds.shapes)
                 waiting.append(_Waiting(bound, number, bounds, tuple((0.0, row) for row in rows), exact=False))
         heapq.heapify(waiting)
         marks, ranked = _Marks(self.top, margin), list[Ranked]()
@@ -187,21 +185,23 @@ class Search:
             mesh = heapq.heappop(waiting)
             self._tell(f"{len(waiting):,} meshes left, {len(ranked):,} candidates ranked", len(waiting))
             if self.prune and mesh.bound > marks.last:
-                left = sum(self._each(each.bounds) * len(each.rows) for each in (mesh, *waiting))
+                left = sum(each.bounds.each * len(each.rows) for each in (mesh, *waiting))
                 counts += Counts(cannot_be_better=left)
                 break
             if not mesh.exact:  # its collectives count only now: most meshes need not come so far
-                least = sorted((mesh.bounds.least_time(*row), row) for _, row in mesh.rows)
+                least = sorted(
+                    (seconds, (shape, count))
+                    for shape in mesh.bounds.shapes
+                    for count, seconds in zip(
+                        mesh.bounds.counts, mesh.bounds.least_times(shape).tolist(), strict=True
+                    )
+                )
                 heapq.heappush(waiting, mesh._replace(bound=least[0][0], rows=tuple(least), exact=True))
             elif mesh.bounds.least_weights() > self.limit:
-                counts += Counts(cannot_fit=self._each(mesh.bounds) * len(mesh.rows))
+                counts += Counts(cannot_fit=mesh.bounds.each * len(mesh.rows))
             else:
                 counts += self._rank_mesh(mesh.bounds, mesh.rows, marks, ranked)
         return sorted(ranked), replace(counts, ranked=len(ranked)), marks.last
-
-    def _each(self, bounds: MeshBounds) -> int:
-        """Candidates with the same shape and micro-batches."""
-        return len(self.space.recomputes_of(bounds.sizes)) * len(self.space.shards(bounds.axes))
 
     def _rank_mesh(
         self,
@@ -210,25 +210,31 @@ class Search:
         marks: _Marks,
         ranked: list[Ranked],
     ) -> Counts:
-        slow = large = 0
-        for place, (seconds, (shape, micro_batches)) in enumerate(least):
+        counts = Counts()
+        for place, (seconds, row) in enumerate(least):
             if self.prune and seconds > marks.of(bounds.sizes):
-                slow += self._each(bounds) * (len(least) - place)
-                break
-            for recompute in self.space.recomputes_of(bounds.sizes):
-                shards = self.space.shards(bounds.axes)
-                if self.prune and bounds.least_time(shape, micro_batches, recompute) > marks.of(bounds.sizes):
-                    slow += len(shards)
-                    continue
-                for shard in shards:
-                    choice = Choice(bounds.sizes, shape, micro_batches, recompute, shard)
-                    if bounds.memory(choice) > self.limit:
-                        large += 1
-                        continue
-                    bound = bounds.time(choice)
-                    if self.prune and bound > marks.of(bounds.sizes):
-                        slow += 1
-                        continue
+                return counts + Counts(cannot_be_better=bounds.each * (len(least) - place))
+            counts += self._rank_row(bounds, row, marks, ranked)
+        return counts
+
+    def _rank_row(
+        self, bounds: MeshBounds, row: tuple[Shape, int], marks: _Marks, ranked: list[Ranked]
+    ) -> Counts:
+        """The candidates with one shape and number of micro-batches: the cheapest bounds come first."""
+        slow = large = 0
+        quick = bounds.quick_times(*row)
+        for recompute, seconds in zip(bounds.recomputes, quick.tolist(), strict=True):
+            mark = marks.of(bounds.sizes) if self.prune else inf
+            left = [shard for shard, each in zip(bounds.shards, seconds, strict=True) if each <= mark]
+            slow += len(bounds.shards) - len(left)
+            peaks = bounds.memories(*row, recompute, left).tolist() if left else []
+            for shard, peak in zip(left, peaks, strict=True):
+                choice = Choice(bounds.sizes, *row, recompute, shard)
+                if peak > self.limit:
+                    large += 1
+                elif (bound := bounds.time(choice)) > (marks.of(bounds.sizes) if self.prune else inf):
+                    slow += 1
+                else:
                     found = Ranked(bounds.estimate(choice), bound, choice)
                     marks.add(found)
                     ranked.append(found)
