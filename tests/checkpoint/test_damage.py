@@ -177,6 +177,15 @@ def test_prune_never_deletes_the_last_whole_one(tmp_path):
     assert latest(tmp_path).path == paths[1]
 
 
+def test_prune_does_not_read_again_what_was_just_written(tmp_path, monkeypatch):
+    paths = saved_steps(tmp_path, 1, 2, 3)
+    spoil(paths[1])
+    monkeypatch.setattr("braid.checkpoint.choosing.verify", None)
+    assert prune(tmp_path, keep=2, written=paths[2]) == [paths[0]]
+    monkeypatch.undo()
+    assert prune(tmp_path, keep=1, written=paths[0]) == [paths[1]], "one that is gone vouches for nothing"
+
+
 def test_prune_never_deletes_what_is_plainly_damaged(tmp_path):
     paths = saved_steps(tmp_path, 1, 2, 3, 4)
     (paths[0] / "manifest.json").unlink()

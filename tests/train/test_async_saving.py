@@ -336,3 +336,22 @@ def test_available_memory_is_that_of_the_tightest_limit(tmp_path):
     limit(root / "memory", 9223372036854771712, 10)
     limit(root / "memory/job", 40_000, 50_000)
     assert available_bytes(meminfo, own, root) == 0
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_state_of_a_gpu_is_copied_to_pinned_memory_before_the_next_step_changes_it(corpus, tmp_path):
+    run = run_on(corpus, dtype="bf16", save_every=100)
+    with Trainer(plan(run, 1), out=tmp_path, device="cuda", quiet=True) as trainer:
+        trainer.step()
+        captured = states.capture(trainer.state, run, trainer.data.train, trainer.data.tokenizer)
+        before = {piece.name: piece.tensor.cpu().clone() for piece in captured.pieces(1)}
+        the_loop = trainer._get_loop()
+        the_loop.save(must=False)
+        for _ in range(3):
+            trainer.step()
+        path = the_loop.saver.result()
+        after = {piece.name: piece.tensor.cpu() for piece in captured.pieces(1)}
+    stored = checkpoint.LazyCheckpoint(path)
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+    for name, tensor in before.items():
+        assert torch.equal(stored[name], tensor), name

@@ -61,12 +61,13 @@ def _is_plausible(step: int, path: Path) -> bool:
     return manifest.step == step
 
 
-def prune(root: Path, *, keep: int) -> list[Path]:
+def prune(root: Path, *, keep: int, written: Path | None = None) -> list[Path]:
     """Delete all but the newest `keep` checkpoints, and return the deleted ones.
 
     If all of those are damaged, the newest valid older one is kept too: the last state to resume from is never
     deleted. Nor is one that is plainly damaged, by its manifest and the sizes of its files: somebody may want
-    to know why, or what is left of it.
+    to know why, or what is left of it. `written` is a checkpoint that this process has just written and synced:
+    it counts as valid, as reading it again takes as long as writing it.
     """
     if keep < 1:
         raise CheckpointError(f"cannot keep {keep} checkpoints\n  rule  keep at least one\n  set   keep >= 1")
@@ -74,7 +75,8 @@ def prune(root: Path, *, keep: int) -> list[Path]:
     older = dict(list(steps.items())[keep:])
     if not older:
         return []
-    newest_valid = latest(root).path
+    kept = [path for path in steps.values() if path not in older.values()]
+    newest_valid = written if written in kept else latest(root).path
     removed = []
     for step, path in older.items():
         if path != newest_valid and _is_plausible(step, path):

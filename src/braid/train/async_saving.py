@@ -57,8 +57,8 @@ class HostBuffer:
         self._pinned = device.type == "cuda" and size > 0
         if self._pinned:
             # Not pin_memory=True, whose allocator rounds up to a power of two and keeps what was freed.
-            torch.cuda.set_device(device)
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), size, 0))
+            with torch.cuda.device(device):
+                torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), size, 0))
 
     def copy(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Copies of tensors of the device; they replace those made before."""
@@ -91,6 +91,8 @@ class AsyncSaver:
 
     def __init__(self, group: Group, device: torch.device) -> None:
         """`group` has all ranks of the job, and nothing else uses it."""
+        if device.type == "cuda" and device.index is None:  # the thread has a current device of its own
+            device = torch.device("cuda", torch.cuda.current_device())
         self.group, self._device = group, device
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="saving")
         self._buffer: Future[HostBuffer] | None = None

@@ -328,7 +328,7 @@ class Loop:
         path = states.write(self.run_dir.checkpoints, captured, job)
         if self.is_rank_zero:
             try:
-                checkpoint.prune(self.run_dir.checkpoints, keep=self.run.train.keep)
+                checkpoint.prune(self.run_dir.checkpoints, keep=self.run.train.keep, written=path)
             except CheckpointError as error:
                 warn(f"the checkpoint is saved, but an old one could not be deleted: {error}")
         return path
