@@ -23,6 +23,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from braid.config import Run
+from braid.engine import quantised_shards
+from braid.engine.quantised_shards import QuantisedShards
 from braid.kernels.precision import Format, Products, Quantized, Slice
 from tests.ranks import run_ranks
 from tests.topology.cases import run_of
@@ -114,6 +116,26 @@ def test_copies_of_weights_change_nothing(precision, corpus):
         assert torch.equal(found.gradients[name][1], gradient), name
 
 
+def _gathered(rank: int, world: int, run: Run) -> tuple[Told, Told]:
+    """The run, and the same with weights that are gathered in bfloat16 and quantised wherever they are used."""
+    found = train(rank, world, Task(run=run))
+    with patch.object(Products, "shares_weight", False):
+        return found, train(rank, world, Task(run=run))
+
+
+@pytest.mark.parametrize("words", ["optimizer", pytest.param("ep2 replicate2", marks=pytest.mark.long)])
+def test_gathering_values_changes_nothing(words, corpus):
+    """To the last bit, in bfloat16, where all micro-batches of a step share a gathered weight."""
+    run = run_of("capacity", corpus, dtype="bf16", samples=16, micro_batches=2, precision=("fp8_block", "ends"))
+    world = 4 if "ep2" in words else 2
+    run = Topology(world=world, words=words).of(run)
+    for found, plain in run_ranks(world, _gathered, run, timeout_s=300):
+        assert [_without_shares(each) for each in found.figures] == [_without_shares(e) for e in plain.figures]
+        assert found.val_loss == plain.val_loss
+        for name, (_, gradient) in plain.gradients.items():
+            assert torch.equal(found.gradients[name][1], gradient), name
+
+
 # ------------------------------------------------------------------------------------------ sabotages
 
 
@@ -129,10 +151,18 @@ def _padded_with_large_rows(x: Tensor, sides: tuple[int, ...]) -> Tensor:
     return functional.pad(x, sides, value=99.0)
 
 
-def _stale(keep: dict[int, Quantized]) -> Callable[..., Quantized]:
-    """Weights as they were when they were first used."""
-    fresh = Products.quantized_weight
-    return lambda self, *given: keep.setdefault(id(self), fresh(self, *given))
+def _stale() -> AbstractContextManager[Any]:
+    """Weights as they were in the first step."""
+    both, begun, fresh = ExitStack(), set[int](), QuantisedShards.begin
+
+    def begin(self: QuantisedShards) -> None:
+        if id(self) not in begun:
+            begun.add(id(self))
+            fresh(self)
+
+    both.enter_context(patch.object(QuantisedShards, "begin", begin))
+    both.enter_context(patch.object(QuantisedShards, "end", lambda _: None))
+    return both
 
 
 def _other_scales(seen: dict[int, int]) -> Callable[..., Quantized]:
@@ -150,14 +180,17 @@ def _other_scales(seen: dict[int, int]) -> Callable[..., Quantized]:
 def _broken(name: str) -> AbstractContextManager[Any]:
     match name:
         case "a block across an edge without the maximum":
-            return patch.object(module, "_highest", _own_maximum)
+            both = ExitStack()
+            both.enter_context(patch.object(module, "_highest", _own_maximum))
+            both.enter_context(patch.object(quantised_shards, "_maximum", lambda _: None))
+            return both
         case "blocks of the shard":
             both = ExitStack()
             both.enter_context(patch.object(Slice, "start", _own_blocks))
             both.enter_context(patch.object(Slice, "cuts", lambda *_: False))
             return both
         case "stale weights after an update":
-            return patch.object(Products, "quantized_weight", _stale({}))
+            return _stale()
         case "a replay with other scales":
             return patch.object(Products, "quantized_x", _other_scales({}))
         case _:
@@ -174,23 +207,26 @@ SABOTAGES = {
 """And the first check that sees it."""
 
 
-def _sabotaged(rank: int, world: int, run: Run) -> dict[str, Told]:
+def _sabotaged(rank: int, world: int, run: Run, names: tuple[str, ...]) -> dict[str, Told]:
     """The run with each sabotage, and without any."""
     found = {"none": train(rank, world, Task(run=run))}
-    for name in SABOTAGES:
+    for name in names:
         with _broken(name):
             found[name] = train(rank, world, Task(run=run))
     return found
 
 
 @pytest.mark.long
-def test_every_sabotage_is_seen(reference, corpus):
+@pytest.mark.parametrize(
+    ("words", "names"), [("tp2", tuple(SABOTAGES)), ("gradients", tuple(SABOTAGES)[:1])], ids=["tp", "fsdp"]
+)
+def test_every_sabotage_is_seen(words, names, reference, corpus):
     """With recompute, which does not change results."""
     step = {"samples": 8, "micro_batches": 2, "precision": ("fp8_block", "ends")}
-    run = Topology(world=2, words="tp2").of(run_of("tied", corpus, **step))
+    run = Topology(world=2, words=words).of(run_of("tied", corpus, **step))
     run = replace(run, train=replace(run.train, recompute=("full",)))
-    ranks, sound = run_ranks(2, _sabotaged, run, timeout_s=300), reference("tied", **step)
-    for name in ("none", *SABOTAGES):
+    ranks, sound = run_ranks(2, _sabotaged, run, names, timeout_s=300), reference("tied", **step)
+    for name in ("none", *names):
         found = outcome([each[name] for each in ranks], sound.shapes, Task(run=run))
         seen = list(compared(found, sound))
         assert seen[:1] == [SABOTAGES[name]] if name in SABOTAGES else seen == [], f"{name}: seen by {seen}"

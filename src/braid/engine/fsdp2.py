@@ -9,11 +9,15 @@ hooks are not. Of the internals used here, torch 2.11 and 2.13 differ only in wh
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+
+from braid.distributed.collectives import Group
+from braid.kernels.precision.formats import VALUES
 
 _ROOT_FORWARD = "_braid_root_forward"
 """A method added to the root module that FSDP2 treats as its forward."""
@@ -70,7 +74,8 @@ def post_backward(module: FSDPModule, *, reduce: bool) -> None:
         params = list(_fsdp_params(module))
         for param in params:
             if param._unsharded_param.grad is None and param.unsharded_accumulated_grad is None:
-                param._unsharded_param.grad = torch.zeros_like(param._unsharded_param)
+                unused = param._unsharded_param
+                unused.grad = torch.zeros_like(unused, dtype=unused.grad_dtype)
         # FSDP2 takes the accumulated gradient of a parameter if there is one, else `.grad`, which has the
         # compute dtype. If some have accumulated, cast the others too, so that the collective sees one dtype.
         if any(param.unsharded_accumulated_grad is not None for param in params):
@@ -125,7 +130,7 @@ class AccumulatedGrads:
             found = {
                 param._unsharded_param: _AccumulatedGrad(param)
                 for param in params
-                if param.reduce_dtype not in (None, param._unsharded_param.dtype)
+                if param.reduce_dtype not in (None, param._unsharded_param.grad_dtype)
             }
             self._by_parameter = {parameter: None, **self._by_parameter, **found}
         return self._by_parameter[parameter]
@@ -163,6 +168,97 @@ def _param_groups(module: FSDPModule) -> list[Any]:
     if hasattr(state, "_fsdp_param_groups"):  # torch >= 2.13
         return list(state._fsdp_param_groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+# --------------------------------------------------------------------------------- quantised weights
+
+
+class ValueGather:
+    """All-gathers e4m3 values in the place of a parameter, as bytes. FSDP2 asks a shard that has the attributes
+    of its extension what to gather; the unsharded Parameter is then e4m3, with gradients in the dtype that it
+    would have otherwise."""
+
+    def __init__(self, param: Any, family: str) -> None:
+        """`family` is that of the ranks that the parameter is sharded over."""
+        self._param, self._family = param, family
+        self.values: Tensor | None = None
+        """Those of this rank's shard, while a step runs."""
+        shard = param._sharded_local_tensor
+        shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather = self._gathered, self._unsharded
+        param._init_extensions()
+
+    @property
+    def whole(self) -> torch.Size:
+        """The size of the unsharded parameter."""
+        size: torch.Size = self._param._orig_size
+        return size
+
+    @property
+    def dim(self) -> int:
+        """The sharded dim."""
+        dim: int = self._param.fsdp_placement.dim
+        return dim
+
+    @property
+    def start(self) -> int:
+        """Where this rank's shard begins along it."""
+        return min(self.group.rank * self._param.padded_sharded_param_size[self.dim], self.whole[self.dim])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype in which the parameter would be gathered."""
+        dtype: torch.dtype = self._param.param_dtype or self._param.orig_dtype
+        return dtype
+
+    @property
+    def shard(self) -> Tensor:
+        """This rank's shard, in the dtype in which it would be gathered."""
+        shard: Tensor = self._param._sharded_local_tensor
+        return shard.detach().to(self.dtype)
+
+    @cached_property
+    def group(self) -> Group:
+        """The ranks that the parameter is sharded over."""
+        mesh = self._param.mesh_info
+        size, rank = mesh.shard_mesh_size, mesh.shard_mesh_rank
+        return Group(name=self._family, size=size, rank=rank, handle=mesh.shard_process_group)
+
+    def put(self, values: Tensor) -> None:
+        """Set the values of this rank's shard. FSDP2 pads shards to the size of the first."""
+        self.values = values.new_zeros(self._param.padded_sharded_param_size)
+        self.values.narrow(self.dim, 0, values.shape[self.dim]).copy_(values)
+
+    def set_grad_dtype(self) -> None:
+        """To be called when the parameter has been gathered: the first time creates it."""
+        parameter = self._param._unsharded_param
+        if parameter.requires_grad and parameter.grad_dtype != self.dtype:
+            parameter.grad_dtype = self.dtype
+
+    def _gathered(
+        self, mesh: object, outer_size: object, outer_stride: object, module: object, mp_policy: object
+    ) -> tuple[tuple[Tensor, ...], None]:
+        assert self.values is not None, "a quantised weight is gathered outside of a step"
+        return (self.values.view(torch.uint8),), None
+
+    def _unsharded(
+        self,
+        gathered: tuple[Tensor, ...],
+        metadata: None,
+        param_dtype: torch.dtype,
+        *,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        # The bytes are the parameter: FSDP2 frees and allocates their storage itself.
+        return None if out is not None else (gathered[0].view(VALUES), ())
+
+
+def gather_values(module: FSDPModule, of: nn.Module, name: str, family: str) -> ValueGather | None:
+    """Gather the values of a parameter of a submodule; None if it is in the unit of another FSDP module."""
+    for group in _param_groups(module):
+        for param in group.fsdp_params:
+            if param._module_info.module is of and param._module_info.param_name == name:
+                return ValueGather(param, family)
+    return None
 
 
 # ------------------------------------------------------------------------------------------- hooks

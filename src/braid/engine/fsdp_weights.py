@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, UnshardHandle
 
 from braid.engine import fsdp2
+from braid.engine.quantised_shards import QuantisedShards
 from braid.schedule import Act, Op, Rule
 from braid.schedule.lifetime import Lifetime, LifetimeError, UnitStats, Use
 
@@ -41,6 +42,7 @@ class FsdpWeights:
         fsdp2.init_root(root)
         fsdp2.remove_fsdp_hooks(root)
         fsdp2.set_sync_and_reshard(root, False)
+        self._quantised = QuantisedShards(root, self.modules)
         self._lifetime: Lifetime | None = None
         self._pending: dict[str, UnshardHandle] = {}
         """All-gathers that have not been waited for, by unit."""
@@ -67,6 +69,7 @@ class FsdpWeights:
                 Rule.REDUCED, f"gradients of an earlier step were never reduced: {', '.join(unreduced)}"
             )
         self._lifetime = Lifetime(self.modules)
+        self._quantised.begin()
 
     def finish(self) -> None:
         """End the step. The current stream waits for all reductions, so reduced gradients may be read."""
@@ -88,6 +91,7 @@ class FsdpWeights:
     def _end(self) -> None:
         self.stats = self._life().stats
         self._lifetime = None
+        self._quantised.end()
         fsdp2.finalize_backward(self.root)
 
     # -------------------------------------------------------------------------------------- actions
@@ -140,6 +144,7 @@ class FsdpWeights:
     def _wait_for_gather(self, unit: str) -> None:
         if unit in self._pending:
             self._pending.pop(unit).wait()
+            self._quantised.gathered(unit)
 
     def _life(self) -> Lifetime:
         if self._lifetime is None:

@@ -113,8 +113,8 @@ def quantised_weights(model: nn.Module) -> Iterator[QuantisedWeight]:
 
 
 def amax_calls(inner: nn.Module, tokens: int, rows: int, *, replayed: bool) -> tuple[Call, ...]:
-    """The all-reduces of largest magnitudes of a layer, for `tokens` of dense layers and `rows` of experts;
-    `replayed`: whether experts are recomputed."""
+    """The all-reduces of largest magnitudes of a layer, for `tokens` of dense layers and `rows` of experts, but
+    for those of weights that are quantised once a step; `replayed`: whether experts are recomputed."""
     calls: tuple[Call, ...] = ()
     for module in inner.modules():
         if isinstance(module, Linear | RowLinear) and module.products is not None:

@@ -21,7 +21,15 @@ from braid.nn.cost import Call
 from braid.nn.work import Pass, Piece, Work
 from braid.planning.estimate.edges import EdgeEstimate, edges_of
 from braid.planning.estimate.rank import HeldModule, held_modules
-from braid.planning.estimate.weights import HeldUnit, copy_calls, held_units, part_of, phases_of, unit_calls
+from braid.planning.estimate.weights import (
+    HeldUnit,
+    copy_calls,
+    held_units,
+    part_of,
+    phases_of,
+    scale_calls,
+    unit_calls,
+)
 from braid.planning.local_model import is_alone
 from braid.planning.plan import Plan
 from braid.schedule import Act, Op, Ops, Phase
@@ -102,7 +110,8 @@ class OpTimes:
         return self.meter.message(held.stream_bytes(module), module.name, (sender, receiver))
 
     def update(self, station: int) -> Parts:
-        """What follows the last op of a step: the norm of the gradients, the optimizer."""
+        """What follows the last op of a step: the norm of the gradients, the optimizer; and what precedes the
+        first one, which takes as long."""
         held, moved = self.stations[station], 0
         for unit in held.units:
             main = max(unit.stored, 4)
@@ -110,7 +119,7 @@ class OpTimes:
             # The norm reads gradients; the update reads them again, and reads and writes weights and moments.
             moved += unit.kept_learned * (2 * main + 6 * main + narrow)
         seconds = moved / self.meter.optimizer
-        calls = _summed((call.family, self._call(call, module)) for module, call in held.copies)
+        calls = _summed((call.family, self._call(call, module)) for module, call in held.once)
         return {"optimizer": seconds, **calls}
 
     def _parts(self, station: int, op: Op) -> Parts:
@@ -169,11 +178,16 @@ class Station:
         return next(each for each in self._units if each[0].name == name)
 
     @cached_property
-    def copies(self) -> list[tuple[str, Call]]:
-        """All-reduces of the gradients of replicated weights, once in a step."""
+    def once(self) -> list[tuple[str, Call]]:
+        """All-reduces that there are once in a step: of the gradients of replicated weights, and of what ranks
+        need to quantise their shards when it begins."""
         if is_alone(self.plan):
             return []
-        return [(module.name, call) for module in self.modules for call in copy_calls(module)]
+        return [
+            (module.name, call)
+            for module in self.modules
+            for call in (*scale_calls(module), *copy_calls(module))
+        ]
 
     @cached_property
     def works(self) -> dict[str, dict[str, Work]]:

@@ -12,9 +12,12 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
+from torch import Tensor
 
 from braid.config import Mesh, Run
+from braid.distributed.collectives import Group, all_reduce_max_no_grad
 from braid.distributed.groups import opened_groups
+from braid.engine import quantised_shards
 from braid.optim.adamw import MOMENTS
 from braid.optim.shards import local
 from braid.planning import divisibility
@@ -57,12 +60,18 @@ def sharding_calls() -> Iterator[Calls]:
 
         return call
 
+    def maximum(tensor: Tensor, group: Group) -> Tensor:
+        if group.name in ("dp_cp", "edp"):
+            calls["all_reduce", group.size, tensor.nbytes] += 1
+        return all_reduce_max_no_grad(tensor, group)
+
     newest = hasattr(dist, "all_gather_single")
     gather = "all_gather_single" if newest else "all_gather_into_tensor"
     scatter = "reduce_scatter_single" if newest else "reduce_scatter_tensor"
     with (
         mock.patch.object(dist, gather, record("all_gather", getattr(dist, gather))),
         mock.patch.object(dist, scatter, record("reduce_scatter", getattr(dist, scatter))),
+        mock.patch.object(quantised_shards, "all_reduce_max_no_grad", maximum),
     ):
         yield calls
 
@@ -89,17 +98,18 @@ def measured(rank: int, world: int, run: Run, folder: str) -> Real:
         )
 
 
-def run_on(folder: Path, mesh: Mesh, dtype: Any, **model: Any) -> Run:
+def run_on(folder: Path, mesh: Mesh, dtype: Any, precision: tuple[str, ...] = (), **model: Any) -> Run:
     run = small_run()
     return replace(
         run,
         model=replace(run.model, **model),
         data=replace(run.data, sources=(str(corpus(folder)),)),
-        train=replace(run.train, batch_samples=8, micro_batches=2, dtype=dtype),
+        train=replace(run.train, batch_samples=8, micro_batches=2, dtype=dtype, precision=precision),
         mesh=mesh,
     )
 
 
+FP8 = {"precision": ("fp8_block", "ends"), "pattern": "[*-][*E]"}
 MTP = {"pattern": "[*-][*E]/*"}
 long = pytest.mark.long
 CASES = [
@@ -108,6 +118,10 @@ CASES = [
     (Mesh(shard="gradients"), "bf16", {"tied": False, **MTP}),
     (Mesh(shard="all", tp=2, ep=2), "bf16", {}),
     (Mesh(shard="all", ep=2, overlap=True, delay_weights=True), "bf16", MTP),
+    (Mesh(shard="all", tp=2, ep=2), "bf16", FP8),
+    (Mesh(shard="gradients", ep=2), "bf16", FP8),
+    pytest.param(Mesh(shard="none", tp=2), "bf16", FP8, marks=long),
+    pytest.param(Mesh(shard="all"), "fp32", {"precision": ("mxfp8", "ends")}, marks=long),
     pytest.param(Mesh(shard="gradients", ep=2, overlap=True), "bf16", {}, marks=long),
     pytest.param(Mesh(shard="all"), "bf16", MTP, marks=long),
     pytest.param(Mesh(shard="all"), "fp32", {"tied": False}, marks=long),
@@ -127,7 +141,7 @@ def test_a_rank_holds_and_sends_what_was_estimated(
     assert stage.memory.updated == real.gradients
     told: Calls = Counter()
     for call in stage.calls:
-        if call.family in ("dp_cp", "edp") and call.op != "all_reduce":
+        if call.family in ("dp_cp", "edp") and (call.op != "all_reduce" or "magnitudes" in call.purpose):
             told[call.op, call.ranks, call.payload] += call.times
     assert told == real.calls
 
@@ -150,6 +164,31 @@ def test_stages_send_activations_one_way_and_their_gradients_the_other() -> None
     rows = run.train.batch_samples // run.train.micro_batches
     message = rows * run.data.sequence_tokens * run.model.hidden * 2
     assert first.sends == last.sends == run.train.micro_batches * message
+
+
+def test_quantised_weights_are_gathered_as_half_the_bytes_of_bfloat16() -> None:
+    """And their scales are there before: one float for each block of 128 × 128 that a rank gathers, once a
+    step. Other formats would need two copies, and are gathered as they are."""
+    run = replace(small_run(), model=replace(small_run().model, pattern="[*-][*E]"), mesh=Mesh(shard="all"))
+
+    def sent(*precision: str) -> tuple[dict[str, int], dict[str, int]]:
+        train = replace(run.train, dtype="bf16", precision=precision)
+        (stage,) = estimate(plan(replace(run, train=train), 2), "cpu").stages
+        gathers = {call.purpose: 0 for call in stage.calls if call.op == "all_gather"}
+        for call in stage.calls:
+            if call.op == "all_gather":
+                gathers[call.purpose] += call.sent
+        return gathers, {call.family: call.payload for call in stage.calls if "magnitudes" in call.purpose}
+
+    (plain, none), (fp8, scales) = sent(), sent("fp8_block", "ends")
+    assert none == {}
+    assert fp8["expert weights"] == plain["expert weights"] / 2
+    assert plain["dense weights"] / 2 < fp8["dense weights"] < plain["dense weights"]
+    experts, moe = small_run().model.moe.experts, small_run().model.moe
+    assert max(small_run().model.hidden, 2 * moe.ffn) <= 128
+    assert scales["edp"] == 2 * 4 * experts
+    assert sent("mxfp8", "ends") == (plain, {})
+    assert sent("fp8_block", "ends", "dense.input_grad=bf16", "experts.forward=bf16") == (plain, {})
 
 
 def gathered(run: Run) -> tuple[int, dict[str, int]]:

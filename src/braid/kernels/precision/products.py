@@ -113,9 +113,16 @@ class Products:
         columns: Slice | None = None,
     ) -> Quantized:
         quantized = quantize(x_RK, form, weight=weight, rows=rows, columns=columns)
-        if self.tally is not None and self.tally.counting:
-            self.tally.add(tensor, losses(x_RK, quantized), self._holders(tensor))
+        self._count(tensor, x_RK, quantized, self._holders(tensor))
         return quantized
+
+    def count_weight(self, part_OI: Tensor, quantized: Quantized, parts: int) -> None:
+        """Count what quantisation lost of one of several equal parts of the weight, each on a rank."""
+        self._count("weight", part_OI, quantized, self.copies // parts)
+
+    def _count(self, tensor: str, x_RK: Tensor, quantized: Quantized, copies: int) -> None:
+        if self.tally is not None and self.tally.counting:
+            self.tally.add(tensor, losses(x_RK, quantized), copies)
 
     def _holders(self, tensor: str) -> int:
         """Ranks with the same tensor: inputs of a column-parallel layer, gradients of a row-parallel one."""
@@ -165,7 +172,8 @@ class AmaxReduce:
 
 
 def amax_reduces(products: Products, tokens: int, weight: tuple[int, ...]) -> Iterator[AmaxReduce]:
-    """Those of one forward and backward of a layer, by the shape of its weight."""
+    """Those of one forward and backward of a layer, by the shape of its weight. A weight that serves both
+    products has none here: where ranks share one, FSDP gathers its values."""
     *experts, outputs, inputs = weight
     i, o = products.shards.inputs, products.shards.outputs
     for backward, form, x, w in (
@@ -175,6 +183,8 @@ def amax_reduces(products: Products, tokens: int, weight: tuple[int, ...]) -> It
         if form is not None:
             for group, floats in all_reduces((tokens, x[1]), form, columns=x[2]):
                 yield AmaxReduce(x[0], group, floats, backward)
+            if products.shares_weight:
+                continue
             for group, floats in all_reduces(w[0], form, weight=True, rows=w[1], columns=w[2]):
                 yield AmaxReduce("weight", group, floats, backward)
 

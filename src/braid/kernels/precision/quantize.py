@@ -51,6 +51,10 @@ class Blocks(NamedTuple):
         """Blocks of which this rank holds a part, if it holds so many elements."""
         return -(-(self.skipped + held) // self.size)
 
+    def behind(self, elements: int) -> tuple[int, Blocks]:
+        """The index of the block in which the elements after the first few begin, and their blocks."""
+        return (self.skipped + elements) // self.size, Blocks(self.size, (self.skipped + elements) % self.size)
+
     def whole(self, held: int, part: Slice) -> int:
         """Blocks of the whole axis."""
         return -(-held * part.group.size // self.size)
@@ -114,8 +118,8 @@ def quantize(
     """Values and scales. A product sums over the last dim. `rows` and `columns` say what other ranks hold."""
     x_RK = x_RK.detach().float()
     height, width = x_RK.shape[-2:]
-    across = _blocks(form.weight_rows if weight else 1, height, rows)
-    along = _blocks(form.block, width, columns)
+    across = blocks_of(form.weight_rows if weight else 1, height, rows)
+    along = blocks_of(form.block, width, columns)
     amax_rk = largest(x_RK, across, along)
     amax_rk = _highest(amax_rk, -1, along, width, columns)
     amax_rk = _highest(amax_rk, -2, across, height, rows)
@@ -146,8 +150,8 @@ def all_reduces(
 ) -> Iterator[tuple[Group, int]]:
     """The all-reduces of `quantize` for a tensor of this shape: the group, and how many floats."""
     *leading, height, width = shape
-    across = _blocks(form.weight_rows if weight else 1, height, rows)
-    along = _blocks(form.block, width, columns)
+    across = blocks_of(form.weight_rows if weight else 1, height, rows)
+    along = blocks_of(form.block, width, columns)
     sides = ((columns, along, width, across.count(height)), (rows, across, height, along.count(width)))
     for part, blocks, held, others in sides:
         if part is not None and part.cuts(held, blocks.size):
@@ -174,7 +178,7 @@ def losses(x_RK: Tensor, quantized: Quantized) -> Losses:
     return Losses(x_RK.numel(), saturated.sum(), zeroed.sum())
 
 
-def _blocks(size: int | None, held: int, part: Slice | None) -> Blocks:
+def blocks_of(size: int | None, held: int, part: Slice | None) -> Blocks:
     """The blocks of an axis of which this rank holds `held` elements."""
     if size is None:
         size = max(1, held if part is None else held * part.group.size)

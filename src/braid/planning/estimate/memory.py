@@ -40,7 +40,7 @@ class Memory:
     parameters: int
     """Sharded weights, as held between steps."""
     gathered: int
-    """All-gathered weights, at most at a time."""
+    """All-gathered weights, at most at a time, and the quantised copies of a step."""
     gradients: int
     """Gradients at the end of the last backward of a step, including reduction buffers."""
     updated: int
@@ -84,6 +84,7 @@ def memory_of(units: list[HeldUnit], costs: Mapping[str, Cost], step: Step) -> M
     optimizer = sum(_optimizer_bytes(unit, step) for unit in units)
     updated = sum(unit.kept_learned * _main_itemsize(unit) for unit in units)
     parts = list(costs)
+    copies = sum(unit.copies_bytes for unit in units)
 
     def held(gathered: int, gradients: int, live: Live) -> HeldBytes:
         return HeldBytes(
@@ -99,14 +100,14 @@ def memory_of(units: list[HeldUnit], costs: Mapping[str, Cost], step: Step) -> M
     moments = {"update": held(0, updated, Live(0, 0, 0))}
     for part in reversed(parts):
         gradients = _gradients(units, parts, part, step)
-        moments[f"backward of {part}"] = held(step.gathered, gradients, step.activations.during[part])
+        moments[f"backward of {part}"] = held(step.gathered + copies, gradients, step.activations.during[part])
     for part, live in step.activations.forward.items():
         accumulated = updated if step.micro_batches > 1 else 0
-        moments[f"forward of {part}"] = held(step.gathered, accumulated, live)
+        moments[f"forward of {part}"] = held(step.gathered + copies, accumulated, live)
     peak_at = max(moments, key=lambda moment: moments[moment].total)  # the first of equal ones
     return Memory(
         parameters=parameters,
-        gathered=step.gathered,
+        gathered=step.gathered + copies,
         gradients=max(updated, _gradients(units, parts, parts[0], step)),
         updated=updated,
         optimizer=optimizer,

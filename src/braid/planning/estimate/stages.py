@@ -14,7 +14,14 @@ from braid.planning.estimate.edges import EdgeEstimate, edges_of
 from braid.planning.estimate.memory import Memory, Step, memory_of
 from braid.planning.estimate.moments import activations, waiting_bytes
 from braid.planning.estimate.rank import HeldModule, held_modules
-from braid.planning.estimate.weights import HeldUnit, copy_calls, held_units, peak_gathered, sharding_calls
+from braid.planning.estimate.weights import (
+    HeldUnit,
+    copy_calls,
+    held_units,
+    peak_gathered,
+    scale_calls,
+    sharding_calls,
+)
 from braid.planning.local_model import is_alone
 from braid.planning.plan import Plan
 from braid.schedule import Act, live_peaks, segment_peaks
@@ -152,6 +159,7 @@ def _stage(plan: Plan, station: int, live: int, module: _Counted) -> StageEstima
     calls = [call for cost in held.costs.values() for call in cost.times(micro_batches).calls]
     if not is_alone(plan):
         calls += sharding_calls(module.units, plan.schedule.ops[station])
+        calls += scale_calls(held)
         calls += copy_calls(held)
     return StageEstimate(
         stage=held.stage,

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from braid.choices import Strategy
 from braid.kernels.grouped_mlp.product import WritesInPlace
+from braid.kernels.precision.grid import ScaleGrid, copy_bytes
 from braid.model.stacked import StackedModel
 from braid.nn.canonical import Shard
 from braid.nn.cost import Call
 from braid.nn.embedding import Head
 from braid.nn.linear import Linear, RowLinear
 from braid.nn.moe.experts import SHARD_DIMS, Experts
+from braid.nn.precision import matrix, quantised_weights
 from braid.nn.units import parameters_of_units, shard_dims
 from braid.optim.gradients import replicated_parts
 from braid.planning.divisibility import AxisSizes
 from braid.planning.estimate.rank import HeldModule
+from braid.planning.local_model import is_alone
 from braid.planning.plan import Plan, inner_phases
 from braid.schedule import Act, Ops, Phase
 from braid.schedule.phases import Unit
@@ -51,6 +55,10 @@ class HeldUnit:
     """Bytes per element of the shard."""
     computed: int
     """Bytes per element in the compute dtype."""
+    values: int
+    """Elements of the rank's shard that are gathered as e4m3 values, of a byte each."""
+    copies_bytes: int
+    """Bytes of the quantised copies that the rank has of its weights during a step."""
     in_place: bool
     """Whether products accumulate its gradients, but for small ones, in place, in the optimizer's dtype."""
 
@@ -69,8 +77,13 @@ class HeldUnit:
         return self.kept * self.stored
 
     @property
+    def sent_bytes(self) -> int:
+        """What the rank hands in for the all-gather."""
+        return (self.kept - self.values) * self.computed + self.values
+
+    @property
     def gathered_bytes(self) -> int:
-        return self.gathered * self.computed
+        return self.shards * self.sent_bytes
 
 
 def held_units(module: HeldModule, plan: Plan) -> list[HeldUnit]:
@@ -80,11 +93,39 @@ def held_units(module: HeldModule, plan: Plan) -> list[HeldUnit]:
     parts = {unit: part_of(phase) for phase in phases for unit in phase.units}
     units, names = module.model.units(), dict(module.model.named_parameters())
     held = parameters_of_units(module.model, [unit.path for unit in units])
+    quantised = _quantised(module, is_alone(plan))
     return [
-        _held(unit, parts[module.name_of(unit.path)], [(name, names[name]) for name in held[unit.path]], module)
+        _held(
+            unit,
+            parts[module.name_of(unit.path)],
+            [(name, names[name]) for name in held[unit.path]],
+            module,
+            quantised,
+        )
         for unit in units
         if held[unit.path]
     ]
+
+
+class _Quantised(NamedTuple):
+    """A weight that is quantised once a step."""
+
+    gathered: bool
+    """Whether its values are gathered; a rank then has those of its shard. Else it has all."""
+    bytes: int
+    """Bytes of what else it has: scales, or all."""
+
+
+def _quantised(module: HeldModule, alone: bool) -> dict[str, _Quantised]:
+    """Those of a module, by the names of parameters."""
+    found = {}
+    for path, name, products in quantised_weights(module.model):
+        shape = matrix(module.model.get_submodule(path).get_parameter(name)).shape
+        if alone:
+            found[f"{path}.{name}"] = _Quantised(False, copy_bytes(products, shape))
+        elif products.shares_weight:
+            found[f"{path}.{name}"] = _Quantised(True, 4 * ScaleGrid.of(products, shape).held_floats)
+    return found
 
 
 def phases_of(plan: Plan, segment: int) -> tuple[Phase, ...]:
@@ -109,12 +150,19 @@ def _held(
     part: str,
     weights: list[tuple[str, nn.Parameter]],
     module: HeldModule,
+    quantised: Mapping[str, _Quantised],
 ) -> HeldUnit:
     model, (shards, copies) = module.model, _sharing(unit.mesh, module.axes)
     dims = shard_dims(model.get_submodule(unit.path))
     sizes = [_shard_size(p, dims.get(name.rpartition(".")[2], 0), shards) for name, p in weights]
     stored = weights[0][1].dtype
     in_place = sum(p.numel() for name, p in weights if _written_in_place(model, name))
+    own = [quantised[name] for name, _ in weights if name in quantised]
+    values = sum(
+        size
+        for size, (name, _) in zip(sizes, weights, strict=True)
+        if name in quantised and quantised[name].gathered
+    )
     return HeldUnit(
         name=module.name_of(unit.path),
         part=module.name_of(part),
@@ -128,6 +176,8 @@ def _held(
         / max(sum(sizes), 1),
         stored=stored.itemsize,
         computed=stored.itemsize if unit.wide else min(stored.itemsize, model.dtype.itemsize),
+        values=values,
+        copies_bytes=values + sum(each.bytes for each in own),
         in_place=2 * in_place > sum(p.numel() for _, p in weights)
         and model.dtype.itemsize < torch.float32.itemsize,
     )
@@ -189,13 +239,30 @@ def unit_calls(unit: HeldUnit) -> Iterator[Call]:
     family = "edp" if unit.mesh == "expert" else "dp_cp"
     what = "expert" if unit.mesh == "expert" else "dense"
     if unit.shards > 1:
-        weights, grads = unit.kept * unit.computed, unit.gathered_learned * unit.stored
-        yield Call("all_gather", family, unit.shards, f"{what} weights", weights, phase="unshard")
+        grads = unit.gathered_learned * unit.stored
+        yield Call("all_gather", family, unit.shards, f"{what} weights", unit.sent_bytes, phase="unshard")
         yield Call("reduce_scatter", family, unit.shards, f"{what} gradients", grads, phase="reduce_grad")
     if unit.copies > 1:
         grads = unit.kept_learned * unit.stored
         purpose = f"{what} gradients, replicas"
         yield Call("all_reduce", family, unit.copies, purpose, grads, phase="reduce_grad")
+
+
+def scale_calls(module: HeldModule) -> Iterator[Call]:
+    """All-reduces of the largest magnitudes of weights whose values are gathered: one per group, when a step
+    begins. Every rank of a group learns the scales of all that it gathers."""
+    totals: dict[tuple[str, int], int] = {}
+    for path, name, products in quantised_weights(module.model):
+        if products.shares_weight:
+            layer = module.model.get_submodule(path)
+            mesh, family = ("expert", "edp") if isinstance(layer, Experts) else ("dense", "dp_cp")
+            grid = ScaleGrid.of(products, matrix(layer.get_parameter(name)).shape)
+            shards = (family, _sharing(mesh, module.axes)[0])
+            for group in (shards, *((each.name, each.size) for each in grid.cut_groups())):
+                totals[group] = totals.get(group, 0) + 4 * grid.floats
+    for (family, ranks), payload in totals.items():
+        if ranks > 1:
+            yield Call("all_reduce", family, ranks, "largest magnitudes of weights", payload, phase="unshard")
 
 
 def copy_calls(module: HeldModule) -> Iterator[Call]:
