@@ -85,7 +85,7 @@ def shrink(run: Run, world: int, most_ranks: int = MOST_RANKS) -> list[Shrunk]:
         raise ConfigError(problems)
     before = _ranks(run.mesh, world)
     if world <= most_ranks:
-        return [_fitting(run, before, [(run.mesh, before)])]
+        return [_fitting(run, before, [(run.mesh, before)], world)]
     if any(module.mesh != Mesh() for module in run.modules.values()) or run.mesh.ranks is not None:
         raise ConfigError(
             f"modules on ranks of their own are proven where they are, on at most {most_ranks} ranks, "
@@ -98,7 +98,7 @@ def shrink(run: Run, world: int, most_ranks: int = MOST_RANKS) -> list[Shrunk]:
 
 
 def _ranks(mesh: Mesh, world: int) -> _Ranks:
-    sizes = divisibility.axis_sizes(mesh, world)
+    sizes = divisibility.axis_sizes(mesh, world if mesh.ranks is None else mesh.ranks[1])
     return _Ranks(tp=mesh.tp, cp=mesh.cp, pp=mesh.pp, dp=sizes.dp, ep=mesh.ep, etp=mesh.etp)
 
 
@@ -146,15 +146,16 @@ def _meshes(
 # ------------------------------------------------------------------------------------------- whole runs
 
 
-def _fitting(run: Run, before: _Ranks, meshes: Iterable[tuple[Mesh, _Ranks]]) -> Shrunk:
-    """The first small run that is accepted."""
+def _fitting(run: Run, before: _Ranks, meshes: Iterable[tuple[Mesh, _Ranks]], job: int | None = None) -> Shrunk:
+    """The first small run that is accepted, on a job of so many ranks, or of as many as its mesh has."""
     refused: list[Any] = []
     for mesh, ranks in meshes:
         for micro_batches in _micro_batches(run.train.micro_batches, ranks.pp):
-            small = _small(run, mesh, before, ranks, micro_batches)
-            problems = check(small, ranks.world)
+            world = ranks.world if job is None else job
+            small = _small(run, mesh, before, ranks, micro_batches, world)
+            problems = check(small, world)
             if not problems:
-                return Shrunk(run=small, world=ranks.world, changes=difference(run, small))
+                return Shrunk(run=small, world=world, changes=difference(run, small))
             refused = refused or problems
     raise ConfigError(
         "the run is accepted, but not the small one that would prove it: "
@@ -169,10 +170,10 @@ def _micro_batches(before: int, pp: int) -> list[int]:
     return sorted({number for factor in (1, 2, 3, 4) if 2 <= (number := factor * pp) <= before} | {before})
 
 
-def _small(run: Run, mesh: Mesh, before: _Ranks, after: _Ranks, micro_batches: int) -> Run:
+def _small(run: Run, mesh: Mesh, before: _Ranks, after: _Ranks, micro_batches: int, world: int) -> Run:
     model = _small_trunk(run.model, before, after)
     modules = {
-        name: _small_module(module, VOCAB + place, model.hidden, before, after)
+        name: _small_module(module, VOCAB + place, model.hidden, _ranks(module.mesh, world))
         for place, (name, module) in enumerate(run.modules.items())
     }
     samples = (
@@ -212,17 +213,18 @@ def _tokens(ranks: _Ranks) -> int:
     return max(TOKENS, 8 * ranks.sequence)
 
 
-def _small_module(module: Module, token: int, width: int, before: _Ranks, after: _Ranks) -> Module:
+def _small_module(module: Module, token: int, width: int, ranks: _Ranks) -> Module:
+    """On the ranks where it is."""
     items = "synthetic" if module.items == "image" else module.items
     numbers = 10 if items == "synthetic" else module.model.input  # what tones are made of has its own size
-    encoder = _small_encoder(module.model, numbers, width, before, after)
+    encoder = _small_encoder(module.model, numbers, width, ranks)
     return replace(
         module, model=encoder, token=token, items=items, most_items=2, most_patches=8 * encoder.group
     )
 
 
-def _small_encoder(encoder: Encoder, most_numbers: int, width: int, before: _Ranks, after: _Ranks) -> Encoder:
-    small = _small_trunk(encoder, before, after)
+def _small_encoder(encoder: Encoder, most_numbers: int, width: int, ranks: _Ranks) -> Encoder:
+    small = _small_trunk(encoder, ranks, ranks)
     pixels = None if encoder.pixels is None else replace(encoder.pixels, patch=2)
     table = encoder.positions
     if table is not None:
@@ -233,7 +235,7 @@ def _small_encoder(encoder: Encoder, most_numbers: int, width: int, before: _Ran
         input=min(encoder.input, most_numbers) if pixels is None else pixels.input,
         positions=table,
         prefix=min(encoder.prefix, 2),
-        projector=replace(encoder.projector, width=width, ffn=min(encoder.projector.ffn, 8 * after.tp)),
+        projector=replace(encoder.projector, width=width, ffn=min(encoder.projector.ffn, 8 * ranks.tp)),
     )
 
 
