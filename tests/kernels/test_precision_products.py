@@ -138,23 +138,25 @@ def experts(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_experts_are_dense_layers_on_their_own_rows(name: str) -> None:
-    """Also an expert without rows, whose gradients are zero."""
+    """Also an expert without rows, whose gradients are zero. A row's probability multiplies what the second
+    layer quantises."""
     how, counts, ffn = products(name, name, name), [37, 0, 5], 72
-    y, x_grad, _, w_in_grad, w_down_grad, b_in_grad, _ = experts(how, counts)
+    y, x_grad, _, *weight_grads = experts(how, counts)
     x, probs = random(42, 40), random(42, seed=8)
     w_in, w_down = random(3, ffn, 2, 40), random(3, 40, ffn)
     b_in, b_down = random(3, ffn, 2), random(3, 40)
     for expert, mine in enumerate((slice(0, 37), slice(37, 37), slice(37, 42))):
-        given = (x[mine], w_in[expert].flatten(0, 1), w_down[expert], b_in[expert].flatten())
+        given = (x[mine], w_in[expert].flatten(0, 1), w_down[expert], b_in[expert].flatten(), b_down[expert])
         leaves = [each.clone().requires_grad_() for each in given]
         gate, up = linear(leaves[0], leaves[1], leaves[3], how).unflatten(1, (ffn, 2)).unbind(2)
-        out = linear(F.silu(gate) * up, leaves[2], b_down[expert], how) * probs[mine].unsqueeze(1)
+        prob = probs[mine].unsqueeze(1)
+        out = linear(F.silu(gate) * up * prob, leaves[2], None, how) + prob * leaves[4]
         grads = torch.autograd.grad(out, leaves, random(42, 40, seed=9)[mine])
         torch.testing.assert_close(y[mine], out.detach())
         torch.testing.assert_close(x_grad[mine], grads[0])
-        for found, want in zip((w_in_grad, w_down_grad, b_in_grad), grads[1:], strict=True):
+        for found, want in zip(weight_grads, grads[1:], strict=True):
             torch.testing.assert_close(found[expert].view(want.shape), want)
-    assert not w_in_grad[1].any()
+    assert not weight_grads[0][1].any()
 
 
 @pytest.mark.parametrize("biased", [False, True])

@@ -10,7 +10,7 @@ Shapes: N rows, sorted by expert; E experts; C hidden channels; F ffn channels; 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -50,15 +50,11 @@ class FusedExperts:
     ) -> Tensor:
         """Each row through its expert's MLP, times the row's probability: as `reference.grouped_mlp`."""
         parameters = (w_in_EFGC, w_down_ECF, b_in_EFG, b_down_EC)
-        if not len(x_NC):  # nothing to launch, and a TMA descriptor needs a row
-            empty_NC: Tensor = _NoRows.apply(wgrad_store, x_NC, probs_N, *parameters)
-            return empty_NC
         experts, ffn, _, hidden = w_in_EFGC.shape
         fused_activation = FusedActivation(kind=activation, alpha=glu.alpha, limit=glu.limit, offset=glu.offset)
         wgrad_kernel = nearest(self.table, Work(len(x_NC) // experts, hidden, ffn))
         config = FusedConfig(fused_activation, wgrad_kernel, self.tiling, self.launch)
-        y_NC: Tensor = _Fused.apply(config, wgrad_store, counts_E, x_NC, probs_N, *parameters)
-        return y_NC
+        return apply(config, wgrad_store, counts_E, x_NC, probs_N, parameters)
 
 
 class FusedConfig(NamedTuple):
@@ -68,6 +64,16 @@ class FusedConfig(NamedTuple):
     wgrad: WgradKernel
     tiling: TileConfig
     launch: Launcher
+
+    def forward(
+        self, counts_E: Tensor, x_NC: Tensor, probs_N: Tensor, weights: ExpertWeights
+    ) -> tuple[Tensor, Saved]:
+        return forward(self, counts_E, x_NC, probs_N, weights)
+
+    def backward(
+        self, dy_NC: Tensor, saved: Saved, weights: ExpertWeights, *, x_needs: bool = True
+    ) -> Gradients:
+        return backward(self, dy_NC, saved, weights, x_needs=x_needs)
 
 
 class ExpertWeights(NamedTuple):
@@ -119,7 +125,7 @@ def backward(
     config: FusedConfig, dy_NC: Tensor, saved: Saved, weights: ExpertWeights, *, x_needs: bool = True
 ) -> Gradients:
     """All gradients of what `forward` returned."""
-    activation, kernel, tiling, launch = config
+    activation, _, tiling, launch = config
     x_NC, probs_N, h, made = saved
     w_in_EFGC, w_down_ECF, b_in_EFG, b_down_EC = weights
     dh, a_NF, dprobs_N = gemm.grouped_gemm_activation_backward(
@@ -132,11 +138,7 @@ def backward(
         dx_NC = gemm.grouped_gemm(launch, dh, w_in_EFGC.flatten(1, 2), made, tiling, transposed=False)
 
     def of_weight(weight: Tensor, grad_NO: Tensor, x_NI: Tensor) -> Gradient:
-        def write(gradient: Tensor, accumulate: bool) -> None:
-            flat_EOI = gradient.view(len(gradient), -1, gradient.shape[-1])
-            wgrad.weight_gradient(launch, grad_NO, x_NI, made, flat_EOI, kernel, tiling, accumulate=accumulate)
-
-        return Gradient(write, empty_like(weight))
+        return weight_gradient(config, weight, grad_NO, x_NI, made)
 
     def of_bias(parameter: Tensor | None, grad_NO: Tensor, probs_N: Tensor | None) -> Gradient | None:
         def write(gradient: Tensor, accumulate: bool) -> None:
@@ -155,11 +157,70 @@ def backward(
     )
 
 
+class WgradConfig(Protocol):
+    """What weight gradients are configured by."""
+
+    @property
+    def wgrad(self) -> WgradKernel: ...
+
+    @property
+    def tiling(self) -> TileConfig: ...
+
+    @property
+    def launch(self) -> Launcher: ...
+
+
+def weight_gradient(
+    config: WgradConfig, weight: Tensor, grad_NO: Tensor, x_NI: Tensor, made: Tiles
+) -> Gradient:
+    """Of the weights of all experts, by gradients of outputs and inputs of their rows."""
+    kernel, tiling, launch = config.wgrad, config.tiling, config.launch
+
+    def write(gradient: Tensor, accumulate: bool) -> None:
+        flat_EOI = gradient.view(len(gradient), -1, gradient.shape[-1])
+        wgrad.weight_gradient(launch, grad_NO, x_NI, made, flat_EOI, kernel, tiling, accumulate=accumulate)
+
+    shape, dtype, device = weight.shape, grad_NO.dtype, weight.device
+    return Gradient(write, lambda: torch.empty(shape, dtype=dtype, device=device))
+
+
+class Computation(Protocol):
+    """Forward and backward, with what they are configured by."""
+
+    def forward(
+        self, counts_E: Tensor, x_NC: Tensor, probs_N: Tensor, weights: ExpertWeights
+    ) -> tuple[Tensor, Saved]:
+        """The output, and what is saved."""
+        ...
+
+    def backward(
+        self, dy_NC: Tensor, saved: Saved, weights: ExpertWeights, *, x_needs: bool = True
+    ) -> Gradients:
+        """All gradients of what `forward` returned."""
+        ...
+
+
+def apply(
+    computation: Computation,
+    wgrad_store: WgradStore | None,
+    counts_E: Tensor,
+    x_NC: Tensor,
+    probs_N: Tensor,
+    parameters: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+) -> Tensor:
+    """The grouped MLP as an autograd function. `parameters` are those of `ExpertWeights`."""
+    if not len(x_NC):  # nothing to launch, and a TMA descriptor needs a row
+        empty_NC: Tensor = _NoRows.apply(wgrad_store, x_NC, probs_N, *parameters)
+        return empty_NC
+    y_NC: Tensor = _Fused.apply(computation, wgrad_store, counts_E, x_NC, probs_N, *parameters)
+    return y_NC
+
+
 class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        config: FusedConfig,
+        computation: Computation,
         wgrad_store: WgradStore | None,
         counts_E: Tensor,
         x_NC: Tensor,
@@ -170,10 +231,11 @@ class _Fused(torch.autograd.Function):
         w_in_EFGC, w_down_ECF, b_in_EFG, b_down_EC = parameters
         b_down_EC = None if b_down_EC is None else b_down_EC.contiguous()
         weights = ExpertWeights(w_in_EFGC, w_down_ECF, b_in_EFG, b_down_EC)
-        y_NC, saved = forward(config, counts_E, x_NC, probs_N, weights)
+        y_NC, saved = computation.forward(counts_E, x_NC, probs_N, weights)
         *tile_map, tile_rows = saved.tiles
         ctx.save_for_backward(*saved[:-1], *tile_map, *weights)
-        ctx.config, ctx.wgrad_store, ctx.parameters, ctx.tile_rows = config, wgrad_store, parameters, tile_rows
+        ctx.computation, ctx.wgrad_store = computation, wgrad_store
+        ctx.parameters, ctx.tile_rows = parameters, tile_rows
         return y_NC
 
     @staticmethod
@@ -183,7 +245,8 @@ class _Fused(torch.autograd.Function):
         # Detached: a delayed wgrad holds on to its inputs, and must not hold on to their graph.
         saved = Saved(x_NC.detach(), probs_N.detach(), h, Tiles._make((*others[:5], ctx.tile_rows)))
         x_needs, probs_needs, *parameters_need = ctx.needs_input_grad[3:]
-        found = backward(ctx.config, dy_NC.contiguous(), saved, ExpertWeights(*others[5:]), x_needs=x_needs)
+        weights = ExpertWeights(*others[5:])
+        found = ctx.computation.backward(dy_NC.contiguous(), saved, weights, x_needs=x_needs)
 
         def of(parameter: Tensor, gradient: Gradient | None, needed: bool) -> Tensor | None:
             return put_wgrad(ctx.wgrad_store, parameter, gradient) if needed and gradient is not None else None

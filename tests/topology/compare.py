@@ -15,9 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from braid.config import Optim
-from braid.prove.outcome import Outcome
-from braid.prove.shrink import LEARNING_RATE
+from tests.topology.cases import EPS, LEARNING_RATE
+from tests.topology.harness import Outcome
 
 FLOOR = 1e-5
 """Tensors shorter than this count as this long; for second moments, its square."""
@@ -32,7 +31,7 @@ own. Such tensors have a second rule: see `_rounding_alone`."""
 
 IDLE_STEP = MappingProxyType(
     {
-        torch.float64: LEARNING_RATE * ROUNDING[torch.float64] / Optim().eps,
+        torch.float64: LEARNING_RATE * ROUNDING[torch.float64] / EPS,
         torch.float32: LEARNING_RATE * ROUNDING[torch.float32],
     }
 )

@@ -1,0 +1,148 @@
+"""The grouped MLP in fp8_block on Hopper: the products of forward and input gradient take quantised operands,
+and the kernel that makes an operand quantises it. Weight gradients are those of `fused`, in bfloat16.
+
+`precision.LowPrecisionGroupedMlp` is what this must agree with. Saved for backward is what `fused` saves;
+backward quantises anew. Weights are quantised wherever there is no copy of the step.
+
+Shapes: N rows, sorted by expert; E experts; C hidden channels; F ffn channels; G projections into the ffn.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import Tensor
+
+from braid.architecture import Activation, Glu
+from braid.kernels.activation import SWIGLU
+from braid.kernels.grouped_mlp.device import fp8_gemm
+from braid.kernels.grouped_mlp.device.activation import FusedActivation
+from braid.kernels.grouped_mlp.device.tiles import TileConfig, tiles
+from braid.kernels.grouped_mlp.fused import ExpertWeights, Gradients, Saved, apply, weight_gradient
+from braid.kernels.grouped_mlp.product import WgradStore
+from braid.kernels.grouped_mlp.tuned_table import Tuned, WgradKernel, Work, nearest
+from braid.kernels.launch import Launcher
+from braid.kernels.precision.device.rows import quantize_rows
+from braid.kernels.precision.device.weights import quantize_weight
+from braid.kernels.precision.quantize import Quantized
+from braid.kernels.precision.step_weight import StepWeight
+
+
+@dataclass(frozen=True)
+class Fp8Experts:
+    """`GroupedMlp` in fp8_block, without biases, by the wgrad kernels that a tuned table chooses."""
+
+    table: tuple[Tuned, ...]
+    into: StepWeight = field(default_factory=StepWeight)
+    """The step's copy of gate and up."""
+    down: StepWeight = field(default_factory=StepWeight)
+    tiling: TileConfig = field(default_factory=TileConfig)
+    variants: fp8_gemm.Variants = fp8_gemm.VARIANTS
+    launch: Launcher = field(default_factory=Launcher, compare=False, repr=False)
+
+    def __call__(
+        self,
+        x_NC: Tensor,
+        probs_N: Tensor,
+        counts_E: Tensor,
+        w_in_EFGC: Tensor,
+        w_down_ECF: Tensor,
+        activation: Activation,
+        *,
+        glu: Glu = SWIGLU,
+        wgrad_store: WgradStore | None = None,
+    ) -> Tensor:
+        """Each row through its expert's MLP, times the row's probability: as `reference.grouped_mlp`."""
+        experts, ffn, _, hidden = w_in_EFGC.shape
+        fused_activation = FusedActivation(kind=activation, alpha=glu.alpha, limit=glu.limit, offset=glu.offset)
+        wgrad = nearest(self.table, Work(len(x_NC) // experts, hidden, ffn))
+        config = Fp8Config(
+            fused_activation, wgrad, self.tiling, self.variants, self.launch, self.into, self.down
+        )
+        return apply(config, wgrad_store, counts_E, x_NC, probs_N, (w_in_EFGC, w_down_ECF, None, None))
+
+
+class Fp8Config(NamedTuple):
+    """What the kernels are compiled for, what launches them, and the step's copies of weights."""
+
+    activation: FusedActivation
+    wgrad: WgradKernel
+    tiling: TileConfig
+    variants: fp8_gemm.Variants
+    launch: Launcher
+    into: StepWeight
+    down: StepWeight
+
+    def forward(
+        self, counts_E: Tensor, x_NC: Tensor, probs_N: Tensor, weights: ExpertWeights
+    ) -> tuple[Tensor, Saved]:
+        """The output, and what is saved."""
+        launch, dtype = self.launch, x_NC.dtype
+        made = tiles(launch, counts_E, len(x_NC), self.tiling.rows)
+        w_in = _for_forward(launch, self.into, weights.w_in_EFGC.flatten(1, 2))
+        h, a_NF = fp8_gemm.grouped_gemm_activation(
+            launch, _rows(launch, x_NC), w_in, probs_N, made, self.activation, dtype, self.variants
+        )
+        w_down = _for_forward(launch, self.down, weights.w_down_ECF)
+        return fp8_gemm.grouped_gemm(launch, a_NF, w_down, made, dtype, self.variants), Saved(
+            x_NC, probs_N, h, made
+        )
+
+    def backward(
+        self, dy_NC: Tensor, saved: Saved, weights: ExpertWeights, *, x_needs: bool = True
+    ) -> Gradients:
+        """All gradients of what `forward` returned."""
+        launch, (x_NC, probs_N, h, made) = self.launch, saved
+        w_down_EFC = _for_input_grad(launch, self.down, weights.w_down_ECF)
+        found = fp8_gemm.grouped_gemm_activation_backward(
+            launch, _rows(launch, dy_NC), w_down_EFC, h, probs_N, made, self.activation, self.variants
+        )
+        dx_NC = None
+        if x_needs:
+            turned = _for_input_grad(launch, self.into, weights.w_in_EFGC.flatten(1, 2))
+            dx_NC = fp8_gemm.grouped_gemm(launch, found.dh_quantized, turned, made, x_NC.dtype, self.variants)
+        return Gradients(
+            dx_NC,
+            found.dprobs_N.to(probs_N.dtype),
+            weight_gradient(self, weights.w_in_EFGC, found.dh, x_NC, made),
+            weight_gradient(self, weights.w_down_ECF, dy_NC, found.a_NF, made),
+            None,
+            None,
+        )
+
+
+def _rows(launch: Launcher, x_NC: Tensor) -> Quantized:
+    return _found(quantize_rows(launch, x_NC, by_channels=True).by_channels)
+
+
+def _for_forward(launch: Launcher, step: StepWeight, weight_EOI: Tensor) -> Quantized:
+    copy = step.for_forward(weight_EOI)
+    if copy is not None:
+        return _packed(copy)
+    return _found(quantize_weight(launch, weight_EOI, transposed=False).whole)
+
+
+def _for_input_grad(launch: Launcher, step: StepWeight, weight_EOI: Tensor) -> Quantized:
+    """Transposed, with the channels out next to each other, as tensor cores want fp8 operands."""
+    copy = step.for_input_grad(weight_EOI)
+    if copy is not None:
+        return _packed(copy)
+    return _found(quantize_weight(launch, weight_EOI, whole=False).transposed)
+
+
+def _found(quantized: Quantized | None) -> Quantized:
+    assert quantized is not None
+    return quantized
+
+
+def _packed(copy: Quantized) -> Quantized:
+    """A step's copy as kernels read it. That of FSDP is a transposed view in backward."""
+    if copy.values.is_contiguous():
+        return copy
+    return Quantized(
+        values=copy.values.contiguous(),
+        scales=copy.scales.contiguous(),
+        rows=copy.rows,
+        columns=copy.columns,
+    )
