@@ -3,18 +3,9 @@
 import gc
 
 import hypothesis  # noqa: F401
-import numpy
-import numpy.ma  # noqa: F401
 import pytest  # noqa: F401
-import safetensors  # noqa: F401
-import torch
-import torch._dynamo
-import torch.distributed.fsdp
-import torch.distributed.tensor  # noqa: F401
 
-import braid.train.build
-import braid.train.data_pipeline
-import braid.train.step  # noqa: F401
+import braid.prove.preload  # noqa: F401
 
 # What is loaded here stays: a collector that went through it in every rank would write to all of its pages.
 gc.collect()

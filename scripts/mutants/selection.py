@@ -80,7 +80,10 @@ ALSO: tuple[Also, ...] = (
         "model/language.py::*flops*", "tests/nn/test_work.py", "a rank's operations are compared with its work"
     ),
     Also("engine/fsdp2.py::*unreduced*", "tests/train/test_nonfinite.py", "who asks for them is there"),
+    Also("nn/patch_embedding.py", "tests/model/test_encoder.py", "what encoders are made of is tested there"),
+    Also("nn/position_table.py", "tests/model/test_encoder.py", "the same"),
     Also("planning/plan.py", "tests/schedule/test_plan*.py", "schedules of whole runs are looked at there"),
+    Also("cli/prove.py", "tests/prove/test_proof.py", "the command is tested with what it does"),
     Also("cli/train.py", "tests/launch/test_worker_pool.py", "so are launchers and their workers"),
 )
 

@@ -14,6 +14,7 @@ from braid.distributed.groups import open_groups, opened_groups
 from braid.engine.node import Watch
 from braid.planning import divisibility
 from braid.planning.plan import plan, whole_model
+from braid.prove.outcome import Task, outcome, started, train_each
 from braid.schedule import Act, Costs, simulate
 from braid.train import state as states
 from braid.train import step as steps
@@ -28,7 +29,6 @@ from tests.engine.stream_log import communication_order, stream_faults
 from tests.ranks import run_ranks
 from tests.states import backward
 from tests.topology.cases import make_corpus, run_of
-from tests.topology.harness import Task, outcome, started, train_each
 from tests.topology.matrix import segmented
 
 BOUND = 1e-10

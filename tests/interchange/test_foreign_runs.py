@@ -23,6 +23,7 @@ from braid.interchange import adapter_for, to_hf, to_theirs
 from braid.interchange.convert import convert
 from braid.interchange.trained import targets
 from braid.nn.moe.experts import Experts
+from braid.prove.outcome import parts, started
 from braid.train import state as states
 from braid.train import stored_run
 from braid.train.state import State
@@ -30,7 +31,6 @@ from tests.interchange.layouts import MOMENTS, optimized, same
 from tests.model.cases import build
 from tests.ranks import run_ranks
 from tests.topology.cases import make_corpus
-from tests.topology.harness import parts, started
 from tests.topology.matrix import Topology
 
 MODEL = Model(

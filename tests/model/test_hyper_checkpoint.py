@@ -13,13 +13,13 @@ from torch import Tensor
 from braid.architecture import HyperConnections
 from braid.config import Run
 from braid.errors import CheckpointError
+from braid.prove import outcome
+from braid.prove.compare import FP64_BOUND
 from braid.train import state as states
 from braid.train.state import State
 from braid.train.step import train_step
 from tests.ranks import run_ranks
-from tests.topology import harness
 from tests.topology.cases import LEARNING_RATE, Dtype, make_corpus, run_of
-from tests.topology.compare import FP64_BOUND
 from tests.topology.matrix import Topology
 from tests.train import helpers
 
@@ -108,7 +108,7 @@ def test_a_run_does_not_begin_with_the_weights_of_a_plain_one(corpus: Path, tmp_
 
 def _go_on(rank: int, world: int, run: Run, before: Path | None, as_loaded: Path, after: Path) -> float:
     """Load a state, save it as it was loaded, train a step, save it again."""
-    state, feed = harness.started(rank, world, run)
+    state, feed = outcome.started(rank, world, run)
     if before is not None:
         states.load(states.resolve_checkpoint(before), state)
         states.save(as_loaded, state, run, feed.train, feed.tokenizer)
@@ -130,11 +130,11 @@ def test_ranks_hand_a_run_on_to_others(dtype: Dtype, worlds: tuple[str, ...], tm
         given = (topology.of(run), before, as_loaded, after)
         losses.append(set(run_ranks(2, _go_on, *given)) if words else {_go_on(0, 1, *given)})
         if before is not None:
-            whole, loaded = harness.read_whole(before), harness.read_whole(as_loaded)
+            whole, loaded = outcome.read_whole(before), outcome.read_whole(as_loaded)
             assert whole.keys() == loaded.keys()
             assert [name for name in whole if not torch.equal(whole[name], loaded[name])] == []
         before = after
-    state, feed = harness.started(0, 1, run)
+    state, feed = outcome.started(0, 1, run)
     alone = [train_step(state, run, feed.train, LEARNING_RATE).loss for _ in worlds]
     bound = FP64_BOUND if dtype == "fp64" else 0.05
     assert [loss for (loss,) in losses] == pytest.approx(alone, rel=bound)

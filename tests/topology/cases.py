@@ -17,22 +17,20 @@ Sizes are the smallest that all ranks can share: up to 4 of tp, 8 of tp · cp, a
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
 from braid.architecture import Attention, DeltaNet, HyperConnections, LatentAttention, Mamba2, Mlp, Model, Moe
 from braid.config import Data, Optim, Run, Train
-from braid.data import ByteTokenizer, build
+from braid.prove.proof import make_corpus as make_corpus
+from braid.prove.shrink import LEARNING_RATE as LEARNING_RATE
 
 Dtype = Literal["bf16", "fp32", "fp64"]
 
 STEPS = 2
 """Optimizer steps that are compared: the second one shows what the first has left in weights and moments. More
 only amplify."""
-
-LEARNING_RATE = 1e-2
 
 EPS = 1e-8
 """Of AdamW."""
@@ -240,14 +238,3 @@ def run_of(
             precision=precision,
         ),
     )
-
-
-def make_corpus(folder: Path) -> Path:
-    """Documents of 1 to 15 bytes, some held out: none longer than a sample, several to each."""
-    chosen = random.Random(0)
-    texts = folder / "texts"
-    texts.mkdir()
-    for number in range(300):
-        text = "".join(chosen.choice("abcdefgh ijkl") for _ in range(chosen.randint(1, 15)))
-        (texts / f"{number:03}.txt").write_text(text)
-    return build(texts, folder / "corpus", ByteTokenizer(), validation=0.2).output

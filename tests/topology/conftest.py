@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from braid.prove.outcome import Outcome, Task, alone
 from tests.oracles import remembered, shared_folder
 from tests.topology.cases import make_corpus, run_of
-from tests.topology.harness import Outcome, Task, alone
 
 Reference = Callable[..., Outcome]
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import pytest
 
-    from tests.topology.compare import Deviation
+    from braid.prove.compare import Deviation
     from tests.topology.matrix import Topology
     from tests.topology.module_cases import Placement
 

@@ -303,7 +303,9 @@ SABOTAGES: Mapping[str, Sabotage] = MappingProxyType(
         "load-balancing counts over the ranks of a sequence": _on(
             2, "tp2", "hybrid", not_summed(balance, "tp_cp"), "other figures"
         ),
-        "token counts of a step over dp": _on(2, "", "hybrid", not_summed(counts, "dp"), "first loss"),
+        "token counts of a step over all ranks": _on(
+            2, "", "hybrid", not_summed(counts, "everyone"), "first loss"
+        ),
         "metrics of a step over all ranks": _on(2, "", "hybrid", not_summed(step, "everyone"), "first loss"),
         "sums of an evaluation over all ranks": _on(
             2, "", "hybrid", not_summed(step, "everyone", entries=2), "validation loss"

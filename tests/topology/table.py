@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import torch
 
+from braid.prove.compare import FLOOR, FP64_BOUND, IDLE_STEP, ROUNDING, STREAMS_FLOOR
 from tests.topology import report
 from tests.topology.cases import NO_GRADIENT
-from tests.topology.compare import FLOOR, FP64_BOUND, IDLE_STEP, ROUNDING, STREAMS_FLOOR
 from tests.topology.matrix import larger
 from tests.topology.report import COMPARED, MODULES, NARROW, SABOTAGED, Row
 from tests.topology.test_matrix import QUICK

@@ -14,10 +14,10 @@ from braid.config import Run
 from braid.data import Loader
 from braid.errors import DataError
 from braid.model.context import MicroBatch
+from braid.prove.outcome import started
 from braid.train.step import evaluate, train_step
 from tests.ranks import run_ranks
 from tests.topology.cases import LEARNING_RATE, VOCAB, run_of
-from tests.topology.harness import started
 from tests.topology.matrix import Topology
 
 SAMPLE = 9

@@ -17,6 +17,8 @@ from braid import checkpoint
 from braid.config import Run
 from braid.errors import ConfigError
 from braid.planning.plan import check, plan
+from braid.prove.compare import FP64_BOUND, deviations, red, told
+from braid.prove.outcome import Task, alone, outcome, parts, started, train_each
 from braid.schedule import Act
 from braid.train import state as states
 from braid.train.export_settings import ExportSettings
@@ -24,8 +26,6 @@ from braid.train.exporting import folder_of
 from braid.train.step import train_step
 from tests.ranks import run_ranks
 from tests.topology.cases import LEARNING_RATE, run_of
-from tests.topology.compare import FP64_BOUND, deviations, red, told
-from tests.topology.harness import Task, alone, outcome, parts, started, train_each
 from tests.topology.matrix import Topology
 
 pytestmark = pytest.mark.costly("every point trains a model on ranks")

@@ -23,6 +23,8 @@ from braid.data import ByteTokenizer, build
 from braid.data.order import shuffled
 from braid.encoders import Pixels
 from braid.errors import DataError
+from braid.prove.compare import FP64_BOUND, deviations, red, told
+from braid.prove.outcome import Task, alone, outcome, started, train_each
 from braid.train.data_pipeline import open_data_pipeline
 from braid.train.item_prefetch import ItemPrefetch
 from braid.train.step import begin_step, evaluate, train_step
@@ -31,8 +33,6 @@ from tests.data.test_images import bomb, jpeg_of_size
 from tests.oracles import remembered, shared_folder
 from tests.ranks import run_ranks
 from tests.topology.cases import LEARNING_RATE
-from tests.topology.compare import FP64_BOUND, deviations, red, told
-from tests.topology.harness import Task, alone, outcome, started, train_each
 from tests.topology.module_cases import VISION, Placement, multimodal
 
 STEP = {"samples": 4, "micro_batches": 2}

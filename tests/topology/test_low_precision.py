@@ -26,10 +26,10 @@ from braid.config import Run
 from braid.engine import quantised_shards
 from braid.engine.quantised_shards import QuantisedShards
 from braid.kernels.precision import Format, Products, Quantized, Slice
+from braid.prove.compare import FP64_BOUND, Deviation, deviations, red, told
+from braid.prove.outcome import Outcome, Task, Told, outcome, train, train_each
 from tests.ranks import run_ranks
 from tests.topology.cases import run_of
-from tests.topology.compare import FP64_BOUND, Deviation, deviations, red, told
-from tests.topology.harness import Outcome, Task, Told, outcome, train, train_each
 from tests.topology.matrix import Topology
 
 module = importlib.import_module("braid.kernels.precision.quantize")

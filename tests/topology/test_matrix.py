@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from braid.prove.compare import FP64_BOUND, deviations, red, told
+from braid.prove.outcome import Task, alone, outcome, train_each
 from tests.ranks import run_ranks
 from tests.topology.cases import run_of
-from tests.topology.compare import FP64_BOUND, deviations, red, told
 from tests.topology.conftest import Reference
-from tests.topology.harness import Task, alone, outcome, train_each
 from tests.topology.matrix import (
     WORLDS,
     Batch,

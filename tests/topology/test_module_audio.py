@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from braid.data.audio import Mel
+from braid.prove.compare import FP64_BOUND, deviations, red, told
+from braid.prove.outcome import Task, alone, outcome, train_each
 from tests.ranks import run_ranks
-from tests.topology.compare import FP64_BOUND, deviations, red, told
-from tests.topology.harness import Task, alone, outcome, train_each
 from tests.topology.module_cases import VISION, Placement, multimodal
 
 pytestmark = pytest.mark.costly("every point trains modules on several grids")

@@ -20,11 +20,11 @@ from braid.data import Loader
 from braid.data.items import ItemSource, Patches
 from braid.errors import DataError
 from braid.planning.plan import plan
+from braid.prove.outcome import started
 from braid.train.step import evaluate, train_step
 from braid.train.trainer import Trainer
 from tests.ranks import run_ranks
 from tests.topology.cases import LEARNING_RATE
-from tests.topology.harness import started
 from tests.topology.module_cases import VISION, Placement, multimodal
 
 STEP = {"samples": 8, "micro_batches": 2}

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from braid.config import Run
+from braid.prove.compare import FP64_BOUND, deviations, red, told
+from braid.prove.outcome import Outcome, Task, alone, outcome, train_each
 from tests.ranks import run_ranks
-from tests.topology.compare import FP64_BOUND, deviations, red, told
-from tests.topology.harness import Outcome, Task, alone, outcome, train_each
 from tests.topology.module_cases import EXPERTS, RADIO, Placement, multimodal
 from tests.topology.report import add_placement
 

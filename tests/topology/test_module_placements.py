@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 
 from braid.config import Run
+from braid.prove.compare import FP64_BOUND, deviations, red, told
+from braid.prove.outcome import Task, alone, outcome, train_each
 from tests.ranks import run_ranks
 from tests.topology.cases import MODELS
-from tests.topology.compare import FP64_BOUND, deviations, red, told
-from tests.topology.harness import Task, alone, outcome, train_each
 from tests.topology.module_cases import EXPERTS, VISION, Placement, multimodal
 from tests.topology.report import add_placement
 

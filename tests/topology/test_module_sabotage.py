@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from braid.prove.compare import FP64_BOUND, deviations, red, told
+from braid.prove.outcome import Outcome, Task, Told, alone, outcome, train
 from tests.ranks import run_ranks
-from tests.topology.compare import FP64_BOUND, deviations, red, told
-from tests.topology.harness import Outcome, Task, Told, alone, outcome, train
 from tests.topology.module_cases import VISION, multimodal
 from tests.topology.module_sabotages import MODULE_SABOTAGES
 

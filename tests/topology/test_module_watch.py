@@ -12,13 +12,13 @@ import torch.distributed as dist
 from braid.distributed.transfer import close_edges, open_edges
 from braid.engine.edges import EdgeLinks
 from braid.launch.stack_probe import WaitState, probe_thread
+from braid.prove.outcome import started
 from braid.schedule import parse_op
 from braid.topology.transfer import Piece, Transfer
 from braid.train.step import train_step
 from braid.train.tracing import Tracer
 from tests.ranks import run_ranks
 from tests.topology.cases import LEARNING_RATE
-from tests.topology.harness import started
 from tests.topology.module_cases import VISION, multimodal
 
 

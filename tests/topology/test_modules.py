@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from braid.config import Run
+from braid.prove.compare import FP64_BOUND, deviations, red, told
+from braid.prove.outcome import Outcome, Task, alone, outcome, started, train_each
 from braid.train import state as states
 from braid.train import stored_run
 from braid.train.distributed_generation import generate_distributed
 from braid.train.step import evaluate, train_step
 from tests.ranks import run_ranks
 from tests.topology.cases import LEARNING_RATE
-from tests.topology.compare import FP64_BOUND, deviations, red, told
-from tests.topology.harness import Outcome, Task, alone, outcome, started, train_each
 from tests.topology.module_cases import EXPERTS, VISION, Placement, multimodal
 from tests.topology.report import add_placement
 

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from braid.config import Run
 from braid.nn.head_scalars import HeadScalars
 from braid.nn.moe.router import Router
+from braid.prove.compare import deviations, red, told
+from braid.prove.outcome import Outcome, Routes, Task, alone, outcome, started, train_each
 from braid.train.step import train_step
 from tests.ranks import run_ranks
 from tests.topology.cases import LEARNING_RATE, run_of
-from tests.topology.compare import deviations, red, told
-from tests.topology.harness import Outcome, Routes, Task, alone, outcome, started, train_each
 from tests.topology.matrix import Topology
 from tests.topology.report import add_narrow, add_topology
 from tests.topology.sabotages import fsdp

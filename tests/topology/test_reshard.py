@@ -19,12 +19,12 @@ from braid.config import Run
 from braid.errors import CheckpointError
 from braid.model.names import renamed, ungrouped_names
 from braid.pattern import parse
+from braid.prove.compare import FP64_BOUND
+from braid.prove.outcome import read_whole, started
 from braid.train import state as states
 from braid.train.step import train_step
 from tests.ranks import run_ranks
 from tests.topology.cases import LEARNING_RATE, run_of
-from tests.topology.compare import FP64_BOUND
-from tests.topology.harness import read_whole, started
 from tests.topology.matrix import Topology
 
 pytestmark = pytest.mark.costly("every link of a chain starts ranks and writes checkpoints")

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from braid.prove.compare import FP64_BOUND, ROUNDING, deviations, red, without_gradient
+from braid.prove.outcome import Outcome, Task, Told, outcome, train
 from tests.ranks import run_ranks
 from tests.topology.cases import MODELS, NO_GRADIENT, run_of
-from tests.topology.compare import FP64_BOUND, ROUNDING, deviations, red, without_gradient
-from tests.topology.harness import Outcome, Task, Told, outcome, train
 from tests.topology.report import add_sabotage
 from tests.topology.sabotages import SABOTAGES
 

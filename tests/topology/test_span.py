@@ -12,6 +12,8 @@ import torch
 
 from braid.errors import ConfigError, DataError
 from braid.planning.plan import check, plan
+from braid.prove.compare import FP64_BOUND, deviations, red, told
+from braid.prove.outcome import Task, outcome, started, train_each
 from braid.train import state as states
 from braid.train import stored_run
 from braid.train.state import State
@@ -20,8 +22,6 @@ from braid.train.trainer import Trainer
 from tests.ranks import run_ranks
 from tests.runs import small_run
 from tests.topology.cases import LEARNING_RATE, run_of
-from tests.topology.compare import FP64_BOUND, deviations, red, told
-from tests.topology.harness import Task, outcome, started, train_each
 from tests.topology.matrix import Topology
 
 pytestmark = pytest.mark.costly("every point trains a model on ranks, some of which hold nothing")

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from braid.prove.compare import FP64_BOUND, deviations, red, told, without_gradient
+from braid.prove.outcome import Outcome, Task, alone, outcome, started, train_each
 from tests.covers import cover
 from tests.oracles import remembered, shared_folder
 from tests.ranks import run_ranks
-from tests.topology.compare import FP64_BOUND, deviations, red, told, without_gradient
-from tests.topology.harness import Outcome, Task, alone, outcome, started, train_each
 from tests.topology.report import add_placement
 from tests.topology.vlm_cases import (
     NO_GRADIENT,

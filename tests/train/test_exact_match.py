@@ -14,12 +14,12 @@ from braid.data import ByteTokenizer, digit_strips
 from braid.data.prompts import encode_prompt, parts_with_images
 from braid.model.context import MicroBatch
 from braid.planning.plan import check, plan
+from braid.prove.outcome import started
 from braid.train.exact_match import count_exact, exact_match
 from braid.train.load_model import image_limits, load_models
 from braid.train.step import evaluate, train_step
 from braid.train.trainer import Trainer
 from tests.ranks import run_ranks
-from tests.topology.harness import started
 
 
 def answers() -> MicroBatch:

@@ -26,12 +26,12 @@ from braid.errors import ConfigError, DataError
 from braid.model.context import MicroBatch
 from braid.model.generate import without
 from braid.planning.plan import plan
+from braid.prove.outcome import started
 from braid.train.distributed_generation import generate_distributed
 from braid.train.load_model import LoadedModel, encode, image_limits, load_models
 from braid.train.trainer import Trainer
 from tests.data.pictures import encoded, png, write_rows
 from tests.ranks import run_ranks
-from tests.topology.harness import started
 from tests.topology.module_cases import RADIO, VISION, Placement, multimodal
 
 STEP = {"samples": 8, "micro_batches": 4}

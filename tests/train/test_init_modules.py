@@ -18,6 +18,7 @@ from braid.config import Run
 from braid.encoders import Encoder, Projector
 from braid.errors import CheckpointError, ConfigError
 from braid.planning.plan import canonical_names, plan
+from braid.prove import outcome
 from braid.train import state as states
 from braid.train import stored_run
 from braid.train.encoder_checkpoint import encoder_extra
@@ -28,7 +29,6 @@ from braid.train.resume import initialize_or_resume
 from braid.train.run_dir import RunDir
 from braid.train.surgery import parse_rules
 from tests.ranks import run_ranks
-from tests.topology import harness
 from tests.topology.cases import VOCAB
 from tests.topology.module_cases import EXPERTS, VISION, Placement, multimodal
 
@@ -56,7 +56,7 @@ def other_encoder(run: Run, **settings: object) -> Run:
 
 def save_trained(run: Run, root: Path) -> Path:
     """A checkpoint whose weights are far from the initial ones of any seed, and differ from each other."""
-    state, feed = harness.started(0, 1, run)
+    state, feed = outcome.started(0, 1, run)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for module in state.modules.values():
@@ -80,7 +80,7 @@ def begin(
     modules: Mapping[str, Path] = MappingProxyType({}),
 ) -> None:
     """What a rank of `braid train --init` does before the first step; then its weights are saved."""
-    state, feed = harness.started(rank, world, run)
+    state, feed = outcome.started(rank, world, run)
     options = InitOptions(rules=parse_rules(rules), modules=dict(modules))
     initialize_or_resume(state, run, feed, RunDir(out=out / "run"), init=path, options=options)
     states.save(out / "told", state, run, feed.train, feed.tokenizer)
@@ -120,7 +120,7 @@ def of_vision(tensors: Mapping[str, Tensor], *, inside: bool = True) -> dict[str
 def fresh(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
     """The weights that the run draws from its seed."""
     run, root = vision_run(corpus), tmp_path_factory.mktemp("fresh")
-    state, feed = harness.started(0, 1, run)
+    state, feed = outcome.started(0, 1, run)
     return weights(states.save(root, state, run, feed.train, feed.tokenizer))
 
 
@@ -249,7 +249,7 @@ def test_a_module_that_the_run_does_not_have_is_dropped_by_one_rule(both, corpus
 def test_a_module_starts_afresh_although_the_checkpoint_has_one(settings, both, corpus, tmp_path):
     run = other_encoder(vision_run(corpus), **settings)
     found = begun(run, both, tmp_path / "new", "fresh:modules.vision.*")
-    state, feed = harness.started(0, 1, run)
+    state, feed = outcome.started(0, 1, run)
     drawn = weights(states.save(tmp_path / "drawn", state, run, feed.train, feed.tokenizer))
     assert equal(of_vision(found), of_vision(drawn))
     assert equal(of_vision(found, inside=False), of_vision(weights(both), inside=False))

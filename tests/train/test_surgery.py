@@ -22,6 +22,7 @@ from braid.model.context import MicroBatch
 from braid.model.names import layers_by_name, regrouped_names, renamed, symbols
 from braid.pattern import parse
 from braid.planning.plan import plan
+from braid.prove import outcome
 from braid.train import state as states
 from braid.train.build import make_state
 from braid.train.data_pipeline import open_data_pipeline
@@ -32,7 +33,6 @@ from braid.train.run_dir import RunDir
 from braid.train.step import train_step
 from braid.train.surgery import FRESH, Stored, Transfer, Values, check_plan, parse_rules, plan_init
 from tests.ranks import run_ranks
-from tests.topology import harness
 from tests.topology.matrix import Topology
 from tests.train.helpers import run_on
 
@@ -339,7 +339,7 @@ GROWTH = ("untie", "vocab", "upcycle", "hyper", "fresh:final_norm.*")
 
 
 def _grow(rank: int, world: int, run: Run, path: Path, out: Path) -> None:
-    state, feed = harness.started(rank, world, run)
+    state, feed = outcome.started(rank, world, run)
     start = start_from(path, state.plan, InitOptions(rules=parse_rules(GROWTH)))
     states.load_state_weights(path, state, start.plan)
     states.save(out, state, run, feed.train, feed.tokenizer)
@@ -351,7 +351,7 @@ def test_ranks_start_from_what_one_process_starts_from(words, plain, corpus, tmp
     run = run_with(corpus, GROWN)
     _grow(0, 1, run, plain[1], tmp_path / "one")
     run_ranks(2, _grow, Topology(world=2, words=words).of(run), plain[1], tmp_path / "two")
-    one, two = harness.read_whole(tmp_path / "one"), harness.read_whole(tmp_path / "two")
+    one, two = outcome.read_whole(tmp_path / "one"), outcome.read_whole(tmp_path / "two")
     assert one.keys() == two.keys()
     for name, tensor in one.items():
         assert torch.equal(tensor, two[name]), name

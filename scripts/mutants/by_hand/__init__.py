@@ -3,7 +3,17 @@ number, lost data, a hang, bad input that is accepted. None is in code that need
 
 from __future__ import annotations
 
-from scripts.mutants.by_hand import describing, executing, layers, modules, numerics, storing, timing, training
+from scripts.mutants.by_hand import (
+    describing,
+    executing,
+    layers,
+    modules,
+    numerics,
+    proving,
+    storing,
+    timing,
+    training,
+)
 from scripts.mutants.mutant import Fault
 
 FAULTS: tuple[Fault, ...] = (
@@ -14,5 +24,6 @@ FAULTS: tuple[Fault, ...] = (
     *storing.FAULTS,
     *training.FAULTS,
     *modules.FAULTS,
+    *proving.FAULTS,
     *timing.FAULTS,
 )

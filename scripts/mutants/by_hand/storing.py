@@ -58,8 +58,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="moments-that-are-not-finite-saved",
         file="train/state.py",
-        old="if entry.storage.is_floating_point() and not entry.held.empty:",
-        new="if _is_weight(entry.name) and not entry.held.empty:",
+        old="storages = [each for each in self.storages() if each.is_floating_point()]",
+        new="storages = [each for each in self.storages()[:1] if each.is_floating_point()]",
         kind="accepted input",
         why="a checkpoint whose moments are infinite replaces the last good one",
     ),

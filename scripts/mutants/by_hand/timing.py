@@ -72,8 +72,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="bounds-hold-twice-what-is-alive",
         file="timing/search/bounds.py",
-        old="alive = stages.alive @ kept + usage.shared",
-        new="alive = 2 * stages.alive @ kept + usage.shared",
+        old="running = alive.counts @ kept + usage.shared",
+        new="running = 2 * alive.counts @ kept + usage.shared",
         kind="missing scale",
         why="meshes that fit are never proposed",
     ),

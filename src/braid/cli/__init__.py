@@ -21,6 +21,7 @@ from braid.cli.generate import generate
 from braid.cli.grid import show_grid
 from braid.cli.pattern import explain
 from braid.cli.plan import show_plan
+from braid.cli.prove import prove
 from braid.cli.recipes import list_recipes, show
 from braid.cli.train import train
 from braid.errors import BraidError, ConfigError, ExitCode
@@ -103,6 +104,7 @@ COMMANDS = (
     Command("recipes", "", "list the bundled recipes", list_recipes),
     Command("show", "RECIPE", "print the full configuration of a run, with overrides applied", show),
     Command("plan", "RECIPE", "estimate memory and communication per rank; starts nothing", _plan),
+    Command("prove", "RECIPE", "show on local ranks that a mesh does not change the answer", prove),
     Command("calibrate", "", "measure this GPU, for step times of plans", _calibrate),
     Command("grid", "[RECIPE]", "print the process groups of a parallel layout, or what ranks hold", show_grid),
     Command("pattern", "'PATTERN'", "parse a layer pattern and show its layers and pipeline stages", explain),

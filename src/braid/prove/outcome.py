@@ -1,4 +1,4 @@
-"""One run on any topology, told as whole tensors: what the invariance matrix compares.
+"""One run on any topology, told as whole tensors: what `braid prove` and the invariance matrix compare.
 
     told = run_ranks(world, train_each, [task, ...])                 every rank's part of every run
     outcome([each[0] for each in told], reference.shapes, task)      the first run, put together
@@ -34,7 +34,6 @@ from braid.train.device import choose_device
 from braid.train.module_state import ModuleState
 from braid.train.state import JobState, State
 from braid.train.step import evaluate, train_step
-from tests.topology.cases import LEARNING_RATE
 
 Parts = dict[str, tuple[tuple[int, ...], Tensor]]
 """By canonical name: where a rank's part begins, and the part."""
@@ -169,7 +168,7 @@ def trained(state: JobState, feed: DataPipeline, task: Task) -> Told:
         watch_routing(state, record=routes if task.record else None, replay=task.replay)
     told = Told(routes=routes if task.record else None)
     for _ in range(run.train.steps):
-        result = train_step(state, run, feed.train, LEARNING_RATE)
+        result = train_step(state, run, feed.train, run.optim.lr)
         # How full lanes are is about the topology, and the only figure that is.
         figures = {name: value for name, value in result.metrics.items() if not name.endswith(".fullest_lane")}
         told.figures.append({**figures, "gradient norm": result.grad_norm})
@@ -199,7 +198,7 @@ def watch_routing(state: State, *, record: Routes | None, replay: Routes | None)
         return context
 
     if record is not None or replay is not None:
-        state.model.prepare = prepared
+        state.model.prepare = prepared  # type: ignore[method-assign]
 
 
 def parts(module: ModuleState, holders: Mapping[str, Tensor]) -> Parts:

@@ -15,8 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tests.topology.cases import EPS, LEARNING_RATE
-from tests.topology.harness import Outcome
+from braid.config import Optim
+from braid.prove.outcome import Outcome
+from braid.prove.shrink import LEARNING_RATE
 
 FLOOR = 1e-5
 """Tensors shorter than this count as this long; for second moments, its square."""
@@ -31,7 +32,7 @@ own. Such tensors have a second rule: see `_rounding_alone`."""
 
 IDLE_STEP = MappingProxyType(
     {
-        torch.float64: LEARNING_RATE * ROUNDING[torch.float64] / EPS,
+        torch.float64: LEARNING_RATE * ROUNDING[torch.float64] / Optim().eps,
         torch.float32: LEARNING_RATE * ROUNDING[torch.float32],
     }
 )

@@ -1,0 +1,93 @@
+"""`braid prove` as a person uses it: it holds on meshes, fails with a sabotage, and says what it did."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from braid.cli import main
+from braid.config import Mesh
+from braid.planning.plan import plan
+from braid.prove.compare import FP64_BOUND
+from braid.prove.sabotage import SABOTAGES
+from braid.prove.shrink import shrink
+from braid.recipes import bundled
+from tests.prove.test_shrink import on
+
+SMALL = ("--train.batch-samples", "16", "--train.micro-batches", "4")
+
+
+def prove(*words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict]:
+    """The exit code, and what is printed as JSON."""
+    code = main(["prove", *words, *SMALL, "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_a_mesh_holds_and_the_table_says_so(capsys):
+    assert main(["prove", "tiny-multimodal", "--world", "2", "--mesh.tp", "2", *SMALL]) == 0
+    told = capsys.readouterr()
+    assert "run 1 of 1: 2 of 2 ranks, tp 2" in told.out
+    for line in ("model.hidden", "loss, step 1", "gradients", "validation loss", "saved moments"):
+        assert f"\n{line}" in told.out.replace("\n  ", "\n")
+    assert "the mesh does not change the answer: at most " in told.out
+    assert "two steps in one process, then on 2 ranks" in told.err
+
+
+@pytest.mark.parametrize("name", SABOTAGES)
+@pytest.mark.long
+def test_every_sabotage_is_seen(name, capsys):
+    axis = {"gradients": "dp", "loss": "dp"}.get(name, name)
+    mesh = () if axis == "dp" else (f"--mesh.{axis}", "2")
+    code, told = prove("tiny", "--world", "2", *mesh, "--sabotage", name, capsys=capsys)
+    assert (code, told["holds"]) == (1, False)
+    assert told["worst"] > 1e6 * FP64_BOUND
+
+
+def test_a_sabotage_without_its_axis_is_refused(capsys):
+    assert main(["prove", "tiny", "--world", "2", "--mesh.tp", "2", *SMALL, "--sabotage", "pp"]) == 2
+    said = capsys.readouterr().err
+    assert "--sabotage pp: this mesh has no such sum; it has gradients" in said
+    assert "tp (outputs of row-parallel layers)" in said
+
+
+def test_sabotages_are_offered_where_their_sums_are():
+    def there(mesh: Mesh, world: int) -> set[str]:
+        (small,) = shrink(on("tiny", mesh, micro_batches=2, samples=16), world)
+        worked_out = plan(small.run, small.world)
+        return {name for name, sabotage in SABOTAGES.items() if sabotage.there(worked_out)}
+
+    assert there(Mesh(), 1) == set()
+    assert there(Mesh(), 2) == {"gradients", "loss"}
+    assert there(Mesh(tp=2), 2) == {"gradients", "tp"}  # of experts, which see other tokens
+    assert there(Mesh(tp=2, ep=2), 2) == {"tp", "ep"}
+    assert there(Mesh(cp=2), 2) == {"gradients", "cp"}
+    assert there(Mesh(pp=2), 2) == {"pp"}
+
+
+@pytest.mark.parametrize("words", [("--world", "0"), ("--ranks", "1"), ("--ranks", "65")])
+def test_impossible_numbers_of_ranks_are_refused(words, capsys):
+    assert main(["prove", "tiny", *words]) == 2
+    assert words[0].removeprefix("--") in capsys.readouterr().err
+
+
+MESHES = (
+    ("--world", "4", "--mesh.tp", "2"),
+    ("--world", "4", "--mesh.pp", "2"),
+    ("--world", "64", "--mesh.tp", "2", "--mesh.cp", "2", "--ranks", "4"),
+)
+
+
+def cases() -> list[tuple[str, tuple[str, ...]]]:
+    return [(name, mesh) for name in bundled() for mesh in MESHES]
+
+
+@pytest.mark.drawn("case", cases, 2)
+@pytest.mark.long
+def test_recipes_hold_on_meshes(case, capsys):
+    name, mesh = case
+    samples = ("--train.batch-samples", "256", "--train.micro-batches", "4")
+    code = main(["prove", name, *mesh, *samples, "--json"])
+    told = json.loads(capsys.readouterr().out)
+    assert (code, told["holds"]) == (0, True)
+    assert told["worst"] <= FP64_BOUND
