@@ -212,7 +212,7 @@ def quantized_activation_backward(
 # --------------------------------------------------------------------------------------------- kernels
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["w_stride", "rows"])
 def _gemm(
     x_desc,
     w_desc,

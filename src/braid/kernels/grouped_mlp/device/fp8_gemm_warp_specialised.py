@@ -486,7 +486,7 @@ def _store_warps(
         )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["rows"])
+@gluon.jit(do_not_specialize=["w_stride", "rows"])
 def _grouped_gemm(
     x_desc,
     w_desc,
