@@ -78,8 +78,13 @@ def peak_bytes() -> int:
 def plain_copies(storages: list[torch.Tensor], device: torch.device) -> list[float]:
     """Seconds of copies of the state, into memory as that of the saver."""
     buffer = HostBuffer(buffer_bytes(storages), device)
+
+    def copy() -> None:
+        buffer.copy(storages)
+        buffer.wait()
+
     try:
-        return [seconds(lambda: buffer.copy(storages)) for _ in range(5)]
+        return [seconds(copy) for _ in range(5)]
     finally:
         buffer.close()
 

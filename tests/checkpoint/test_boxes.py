@@ -3,7 +3,7 @@
 import itertools
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from braid.checkpoint.boxes import Box, cover_fault, cut, overlap
@@ -39,12 +39,14 @@ def expected_fault(shape, boxes):
     return None
 
 
+@settings(deadline=None)
 @given(shape_and_boxes())
 def test_cover_fault_names_the_first_element_not_held_once(case):
     shape, boxes = case
     assert cover_fault(shape, boxes) == expected_fault(shape, boxes)
 
 
+@settings(deadline=None)
 @given(shape_and_boxes(most=1), st.integers(1, 30), st.data())
 def test_cuts_cover_exactly_and_a_lost_or_doubled_one_is_seen(case, most, data):
     shape, _ = case
@@ -57,6 +59,7 @@ def test_cuts_cover_exactly_and_a_lost_or_doubled_one_is_seen(case, most, data):
         assert cover_fault(shape, [*boxes, chosen]) == (chosen.offset, 2)
 
 
+@settings(deadline=None)
 @given(shape_and_boxes(most=1), st.integers(1, 30))
 def test_a_cut_is_one_run_of_memory(case, most):
     shape, _ = case
@@ -65,6 +68,7 @@ def test_a_cut_is_one_run_of_memory(case, most):
         assert tensor[box.within(Box.whole(shape))].is_contiguous()
 
 
+@settings(deadline=None)
 @given(shape_and_boxes(most=2))
 def test_overlap_holds_the_elements_of_both(case):
     shape, boxes = case

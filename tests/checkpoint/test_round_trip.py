@@ -313,3 +313,23 @@ def test_a_box_outside_the_tensor_is_refused(tmp_path):
     outside = ReadRequest(global_shape=(3,), box=Box(offset=(2,), shape=(2,)), dtype=torch.float32)
     with pytest.raises(CheckpointError, match=r"w: \[2\] at \[2\] is outside of \[3\]"):
         read(path, {"w": outside})
+
+
+def test_tensors_that_are_made_to_be_written_are_there_one_at_a_time(tmp_path):
+    made, wanted = [], {}
+
+    def piece(name, shape):
+        wanted[name] = torch.randn(shape)
+
+        def read():
+            assert all(each() is None for each in made)
+            copy = wanted[name].clone()
+            made.append(weakref.ref(copy))
+            return copy
+
+        outline = torch.empty(shape, device="meta")
+        return Piece(name=name, global_shape=shape, offset=(0,) * len(shape), tensor=outline, read=read)
+
+    path = save(tmp_path, 1, [piece("a", (40, 3)), piece("b", (7,)), piece("c", ())], extra={}, chunk_bytes=64)
+    assert len(made) == 3
+    assert all_same(read(path, wanted), wanted)

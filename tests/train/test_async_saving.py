@@ -287,6 +287,7 @@ def test_copies_are_made_in_memory_that_is_allocated_once():
     tensors = [torch.randn(3), torch.randn(5, 7, dtype=torch.float64).T, torch.tensor(2.0), torch.empty(0)]
     buffer = HostBuffer(async_saving.buffer_bytes(tensors), torch.device("cpu"))
     first = buffer.copy(tensors)
+    buffer.wait()
     assert all(torch.equal(a, b) for a, b in zip(first, tensors, strict=True))
     second = buffer.copy([-each for each in tensors])
     assert [each.data_ptr() for each in first] == [each.data_ptr() for each in second]
@@ -344,13 +345,13 @@ def test_the_state_of_a_gpu_is_copied_to_pinned_memory_before_the_next_step_chan
     with Trainer(plan(run, 1), out=tmp_path, device="cuda", quiet=True) as trainer:
         trainer.step()
         captured = states.capture(trainer.state, run, trainer.data.train, trainer.data.tokenizer)
-        before = {piece.name: piece.tensor.cpu().clone() for piece in captured.pieces(1)}
+        before = {piece.name: piece.read().cpu().clone() for piece in captured.pieces(1)}
         the_loop = trainer._get_loop()
         the_loop.save(must=False)
         for _ in range(3):
             trainer.step()
         path = the_loop.saver.result()
-        after = {piece.name: piece.tensor.cpu() for piece in captured.pieces(1)}
+        after = {piece.name: piece.read().cpu() for piece in captured.pieces(1)}
     stored = checkpoint.LazyCheckpoint(path)
     assert any(not torch.equal(before[name], after[name]) for name in before)
     for name, tensor in before.items():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,12 +75,13 @@ def lay_out(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = 
     return PartLayout(header=header, tensors=ordered, size=len(header) + end)
 
 
-def write(path: Path, layout: PartLayout) -> tuple[StoredPart, dict[str, str]]:
-    """Write and sync a part. Also returns the checksum of each key."""
+def write(path: Path, layout: PartLayout, tensors: Iterable[Tensor]) -> tuple[StoredPart, dict[str, str]]:
+    """Write and sync a part with these tensors, which are in the order of the layout. Also returns the checksum
+    of each key."""
     checksums = {}
     with open(path, "xb") as file:
         file.write(layout.header)
-        for key, tensor in layout.tensors.items():
+        for key, tensor in zip(layout.tensors, tensors, strict=True):
             data = raw_bytes(tensor)
             checksums[key] = hashlib.sha256(data).hexdigest()
             file.write(data)

@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from braid.checkpoint import parts
@@ -61,7 +63,9 @@ class Piece:
     offset: Shape
     """Offset of the local tensor in the full one."""
     tensor: Tensor
-    """The local tensor, on any device."""
+    """The local tensor, on any device; on the meta device if `read` makes it."""
+    read: Callable[[], Tensor] | None = None
+    """Makes the tensor when it is written, and not before: it may be a copy."""
 
     def __post_init__(self) -> None:
         if not is_name(self.name):
@@ -153,7 +157,12 @@ def write_part(
     tensors, chunks_by_key = _cut_pieces(pieces, chunk_bytes)
     if not chunks_by_key:
         return {"parts": {}, "tensors": tensors}
-    layout = parts.lay_out({key: tensor for key, (_, _, tensor) in chunks_by_key.items()})
+    layout = parts.lay_out(
+        {
+            key: torch.empty(box.shape, dtype=piece.tensor.dtype, device="meta")
+            for key, (piece, box) in chunks_by_key.items()
+        }
+    )
     directory = partial_path(root, step)
     path = directory / f"part-{rank:05d}.safetensors"
     with _disk_errors(f"write {path}", directory, needs=layout.size):
@@ -161,23 +170,24 @@ def write_part(
         if free < layout.size:
             raise CheckpointError(_with_space(f"cannot write {path}", layout.size, free))
         try:
-            part, checksums = parts.write(path, layout)
+            values = _values(chunks_by_key[key] for key in layout.tensors)
+            part, checksums = parts.write(path, layout, values)
         except BaseException:
             with suppress(OSError):
                 path.unlink(missing_ok=True)
             raise
-    for key, (name, box, _) in chunks_by_key.items():
+    for key, (piece, box) in chunks_by_key.items():
         chunk = Chunk(box=box, file=path.name, key=key, sha256=checksums[key])
-        tensors[name]["chunks"].append(chunk_entry(chunk))
+        tensors[piece.name]["chunks"].append(chunk_entry(chunk))
     return {"parts": {path.name: part_entry(part)}, "tensors": tensors}
 
 
 def _cut_pieces(
     pieces: Iterable[Piece], chunk_bytes: int
-) -> tuple[dict[str, Any], dict[str, tuple[str, Box, Tensor]]]:
-    """Split pieces into chunks: the `tensors` of a record, without chunks yet, and key -> (name, box, view)."""
+) -> tuple[dict[str, Any], dict[str, tuple[Piece, Box]]]:
+    """Split pieces into chunks: the `tensors` of a record, without chunks yet, and key -> (piece, box)."""
     tensors: dict[str, Any] = {}
-    chunks: dict[str, tuple[str, Box, Tensor]] = {}
+    chunks: dict[str, tuple[Piece, Box]] = {}
     for piece in pieces:
         entry = {
             "shape": list(piece.global_shape),
@@ -190,8 +200,17 @@ def _cut_pieces(
             key = f"{piece.name}@{','.join(map(str, box.offset))}"
             if key in chunks:
                 raise CheckpointError(f"cannot save {piece.name}: two pieces of it hold {list(box.offset)}")
-            chunks[key] = (piece.name, box, piece.tensor.detach()[box.within(piece.box)])
+            chunks[key] = (piece, box)
     return tensors, chunks
+
+
+def _values(chunks: Iterable[tuple[Piece, Box]]) -> Iterator[Tensor]:
+    """The elements of chunks. A tensor that is made for this is there only while its chunks are written."""
+    for piece, of_piece in groupby(chunks, key=lambda chunk: chunk[0]):
+        tensor = piece.tensor if piece.read is None else piece.read()
+        for _, box in of_piece:
+            yield tensor.detach()[box.within(piece.box)]
+        del tensor
 
 
 def commit(root: Path, step: int, records: Sequence[Mapping[str, Any]], *, extra: Mapping[str, Any]) -> Path:

@@ -61,15 +61,18 @@ class HostBuffer:
                 torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), size, 0))
 
     def copy(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Copies of tensors of the device; they replace those made before."""
+        """Start to copy tensors of the device; the copies replace those made before. `wait` for them."""
         copies, end = [], 0
         for tensor in tensors:
             place = self._bytes[end : end + tensor.nbytes]
             copies.append(place.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True))
             end += _aligned(tensor.nbytes)
+        return copies
+
+    def wait(self) -> None:
+        """Wait until all copies are there."""
         if self._pinned:
             torch.cuda.current_stream(self._device).synchronize()
-        return copies
 
     def close(self) -> None:
         if self._pinned:
@@ -117,9 +120,13 @@ class AsyncSaver:
         """Copy what was captured, and start to write it."""
         assert self._written is None, "the save before has ended"
         assert self._buffer is not None, "memory is allocated"
-        on_gpu = self._device.type == "cuda"  # which looks at its tensors faster than the host at their copies
-        captured = captured.examined() if on_gpu else captured
-        captured = captured.on(self._buffer.result().copy(captured.storages()))
+        buffer = self._buffer.result()
+        copies = buffer.copy(captured.storages())
+        if self._device.type == "cuda":
+            # A GPU looks at its tensors faster than the host at their copies, and while these are on their way.
+            captured = captured.examined()
+        captured = captured.on(copies)
+        buffer.wait()
         self._written = self._pool.submit(write, captured)
 
     @property

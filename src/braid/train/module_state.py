@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from braid.engine.weights import ModelWeights
 from braid.model.encoder import EncoderModel
 from braid.model.language import LanguageModel
+from braid.nn.canonical import Canonical, Held
 from braid.optim.adamw import AdamW
 from braid.optim.gradients import ReplicatedPart, replicated_parts
 from braid.optim.shards import LocalShard, local, local_shard
@@ -43,6 +45,15 @@ class ModuleState:
         buffers = {name: LocalShard(None, first=first) for name, _ in self.model.named_buffers()}
         return {name: local_shard(parameter) for name, parameter in self.model.named_parameters()} | buffers
 
+    @functools.cached_property
+    def tensors(self) -> Mapping[str, tuple[Canonical, Held]]:
+        """Every tensor by its canonical name within the module, and this rank's part of it."""
+        shards = {name: kept.shard for name, kept in self.kept.items()}
+        return {
+            name: (tensor, tensor.within(shards[tensor.parameter]))
+            for name, tensor in self.model.canonical().items()
+        }
+
     @property
     def frozen_buffers(self) -> frozenset[str]:
         """Buffers that the run does not train: selection biases that stay as they are."""
@@ -74,5 +85,5 @@ class ModuleState:
 
     def own_updates(self) -> dict[str, int]:
         """By canonical name, the updates of tensors that have another number of them than the optimizer."""
-        own, tensors = self.optimizer.own_updates(), self.model.canonical().items()
-        return {self.prefix + name: own[t.parameter] for name, t in tensors if t.parameter in own}
+        own, tensors = self.optimizer.own_updates(), self.tensors.items()
+        return {self.prefix + name: own[t.parameter] for name, (t, _) in tensors if t.parameter in own}

@@ -227,7 +227,8 @@ class Capture:
                 name=entry.name,
                 global_shape=entry.canonical.shape,
                 offset=entry.held.offset,
-                tensor=entry.held.read(entry.storage.detach()),
+                tensor=torch.empty(entry.held.shape, dtype=entry.storage.dtype, device="meta"),
+                read=functools.partial(entry.held.read, entry.storage.detach()),
             )
         if rank == 0:
             yield checkpoint.Piece.whole(RNG, self.rng)
@@ -577,10 +578,9 @@ def _entries(state: JobState, renames: Renames = MappingProxyType({})) -> Iterat
     """Every tensor of the checkpoint of which this rank holds a part."""
     for module in state.modules.values():
         optimizer, weights = module.optimizer, module.weights()
-        for own_name, tensor in module.model.canonical().items():
+        for own_name, (tensor, held) in module.tensors.items():
             name, kept = _stored(own_name, module, renames), module.kept[tensor.parameter]
-            held, first = tensor.within(kept.shard), kept.first and tensor.copies.rank == 0
-            frozen = tensor.parameter not in optimizer.main
+            first, frozen = kept.first and tensor.copies.rank == 0, tensor.parameter not in optimizer.main
             yield _Entry(name, tensor, weights[tensor.parameter], held, first, frozen)
             for moment in MOMENTS if tensor.parameter in optimizer.main else ():
                 storage = optimizer.moment(moment, tensor.parameter)
