@@ -122,6 +122,8 @@ class Train:
     """Activation checkpointing: regions to recompute in backward. Does not change results."""
     recompute_span: int = 0
     """Recompute of hyper-connections: blocks between saved residual streams; 0 minimizes memory."""
+    offload: float = 0.0
+    """Activation offload: share of the blocks, 0 to 1, whose activations wait in host memory for backward."""
     kernels: tuple[str, ...] = ("auto",)
     """Kernels: `auto`, `reference` (plain PyTorch) or `fused` (an error if there is none), for all ops or one:
     `auto ssd=reference`."""
@@ -165,6 +167,9 @@ class Train:
             for name in names:
                 yield from validators.at_least(f"{at}.{name}", typing.cast(float, getattr(self, name)), low)
         yield from validators.above(f"{at}.spike_sigma", self.spike_sigma, 0)
+        if not 0 <= self.offload <= 1:
+            rule = "must be a share of the blocks of each stage, from 0 to 1"
+            yield Problem(field=f"{at}.offload", value=self.offload, rule=rule, remedy="0.25, or 0 for none")
         if not 2 <= self.spike_window <= MAX_SPIKE_WINDOW:
             yield Problem(
                 field=f"{at}.spike_window",

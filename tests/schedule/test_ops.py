@@ -34,8 +34,9 @@ def test_every_op_reads_back_as_it_is_written(act, numbers, collectives):
     micro_batch, segment, peer = numbers
     op = Op(
         act=act,
-        micro_batch=micro_batch if act.direction else None,
-        segment=segment if act.direction else None,
+        micro_batch=micro_batch if act.direction or act.copies else None,
+        segment=segment if act.direction or act.copies else None,
+        slot=peer if act.copies else None,
         peer=peer if act.sends or act.receives else None,
         collectives=tuple(collectives),
     )

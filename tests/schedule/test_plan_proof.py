@@ -45,6 +45,7 @@ EVERY = {
     "folded": (run_with("*|[*E]|-|[*E]/*E", schedule="dual_pipe_v", overlap=True), 2),
     "recomputed": (run_with("[*E]", pp=1, overlap=True, train={"recompute": ("full",)}), 2),
     "alone": (run_with("[*E]-/*E", pp=1), 1),
+    "offloaded": (run_with("[*-][*E]*|*", shard="all", train={"offload": 1.0}), 2),
     "alone and recomputed": (run_with("[*E]-", pp=1, train={"recompute": ("norm",)}), 1),
 }
 """Runs on so many ranks whose plans have every act between them."""
@@ -123,6 +124,12 @@ class Planted:
         return f"{self.rule.name} by {self.by}"
 
 
+def slotted(rank: int, old: str, new: str) -> Edit:
+    """Another slot for a copy."""
+    return edited(rank, lambda ops: ops.__setitem__(place_of(ops, old), parse_op(new)))
+
+
+OFFLOADED = EVERY["offloaded"][0]
 OVERLAPPED = run_with("[*E]|[*E]", overlap=True, delay_weights=True)
 FAULTS = (
     Planted(rule=Rule.COMPLETE, by="build", edit=added(0, Op(act=Act.B)), rank=0, op="B"),
@@ -237,6 +244,23 @@ FAULTS = (
     Planted(
         rule=Rule.REDUCED, by="lowered", edit=without(0, "REDUCE_GRAD(stack.blocks.0)"), rank=0, op="FINISH"
     ),
+    *(
+        Planted(rule=Rule.OFFLOADED, by="with_offloads", edit=edit, rank=0, op=op, run=OFFLOADED)
+        for op, edit in {
+            "OFFLOAD1.0:0.block#1": moved(0, "OFFLOAD1.0:0.block#1", before="F1.0:0.block"),
+            "FREE0.0:0.block": moved(0, "FREE0.0:0.block", before="OFFLOAD0.0:0.block#0"),
+            "B0.0:0.block": moved(0, "B0.0:0.block", before="RELOAD0.0:0.block#0"),
+            "RELOAD2.0:0.block": without(0, "RELOAD2.0:0.block#0"),
+        }.items()
+    ),
+    *(
+        Planted(rule=Rule.SLOT, by="with_offloads", edit=edit, rank=0, op=op, run=OFFLOADED)
+        for op, edit in {
+            "OFFLOAD1.0:0.block#0": slotted(0, "OFFLOAD1.0:0.block#1", "OFFLOAD1.0:0.block#0"),
+            "OFFLOAD1.0:0.block#2": slotted(0, "OFFLOAD1.0:0.block#1", "OFFLOAD1.0:0.block#2"),
+            "RELOAD0.0:0.block#1": slotted(0, "RELOAD0.0:0.block#0", "RELOAD0.0:0.block#1"),
+        }.items()
+    ),
     Planted(rule=Rule.FINISHED, by="lowered", edit=without(1, "FINISH"), rank=1, op="SUM_COPIES"),
     Planted(
         rule=Rule.FINISHED,
@@ -258,7 +282,7 @@ FAULTS = (
 
 def plant(monkeypatch: pytest.MonkeyPatch, by: str, edit: Edit) -> None:
     """A function that plan uses makes a mistake from now on."""
-    module = plans if by in ("lowered", "with_replays") else schedules
+    module = plans if by in ("lowered", "with_replays", "with_offloads") else schedules
     right = getattr(module, by)
     monkeypatch.setattr(module, by, lambda *args, **kwargs: edit(right(*args, **kwargs)))
 
@@ -358,6 +382,7 @@ SAID = {
     "phase": [None, "embed", "no.phase"],
     "peer": [None, 0, 99],
     "unit": [None, "embedding", "no.unit"],
+    "slot": [None, 0, 99],
 }
 
 

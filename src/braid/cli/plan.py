@@ -33,6 +33,7 @@ from braid.cli.plan_search import ranked_meshes, show_search
 from braid.cli.plan_tables import (
     host_memory,
     memory_table,
+    offload_table,
     size_text,
     stage_json,
     table_unit,
@@ -277,6 +278,11 @@ def _print(facts: PlanFacts) -> None:
         console.print(line)
     for note in estimate_gaps(result.plan):
         console.print(f"not counted: {note}")
+    columns, rows = offload_table(result, size)
+    if rows:
+        console.print()
+        console.print(f"activations of one micro-batch on one rank, {unit}", style="bold")
+        print_table(columns, rows, console)
     if facts.limit is not None:
         console.print()
         console.print(verdict(result, facts.limit))

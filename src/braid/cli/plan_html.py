@@ -18,7 +18,15 @@ from braid.cli.packed_timeline import packed
 from braid.cli.plan_files import RELATIVE, PlanTimeline
 from braid.cli.plan_modules import station_table
 from braid.cli.plan_notes import estimate_gaps
-from braid.cli.plan_tables import host_memory, memory_table, size_text, table_unit, traffic_table, verdict
+from braid.cli.plan_tables import (
+    host_memory,
+    memory_table,
+    offload_table,
+    size_text,
+    table_unit,
+    traffic_table,
+    verdict,
+)
 from braid.cli.plan_time import (
     SHOWN,
     FasterPlans,
@@ -193,6 +201,10 @@ def _memory(facts: PageFacts) -> Iterator[str]:
         yield f'<p class="{look}">{escape(verdict(result, facts.limit))}</p>'
     yield from map(_note, host_memory(result))
     yield from (_note(f"not counted: {gap}") for gap in estimate_gaps(result.plan))
+    columns, rows = offload_table(result, size)
+    if rows:
+        yield _title(f"Activations of one micro-batch on one rank, {unit}")
+        yield _table(columns, rows, numbers=columns[1:])
 
 
 def _timeline(facts: PageFacts) -> Iterator[str]:

@@ -9,13 +9,13 @@ from braid.planning.layouts import is_split_by_work
 from braid.planning.plan import Plan, span_of, whole_models
 from braid.planning.trained import governed
 from braid.precision import precision_of
-from braid.schedule import DUAL_PIPE_V
+from braid.schedule import DUAL_PIPE_V, Act
 from braid.schedule.graph import LANGUAGE
 from braid.schedule.phases import Phase
 
 
 def schedule_summary(plan: Plan) -> str:
-    """The pipeline schedule, overlap and recompute in one line; empty if micro-batches just run in sequence."""
+    """The schedule, overlap, recompute and offload in one line; empty if micro-batches just run in sequence."""
     run, schedule = plan.run, plan.schedule
     mesh = run.mesh
     parts = [schedule.name] if plan.axes.pp > 1 or mesh.overlap else []
@@ -27,6 +27,8 @@ def schedule_summary(plan: Plan) -> str:
         parts += ["full recompute"]
     elif run.train.recompute:
         parts += [f"recompute of {' and '.join(_recomputed(plan))}"]
+    if away := sum(map(len, schedule.offloaded)):
+        parts += [f"{away} {'block waits' if away == 1 else 'blocks wait'} in host memory"]
     return ", ".join(parts)
 
 
@@ -115,6 +117,11 @@ def ineffective_options(plan: Plan) -> Iterator[str]:
         else:
             why, remedy = "recompute of whole blocks saves the streams before every block", "leave it out"
         yield f"train.recompute_span {run.train.recompute_span} changes nothing, {why}: {remedy}"
+    if run.train.offload and not any(op.act is Act.OFFLOAD for ops in plan.schedule.ops for op in ops):
+        yield (
+            f"train.offload {run.train.offload:g} changes nothing: it is less than half a block of each "
+            "stage, or no other block runs between forward and backward: raise it, or leave it out"
+        )
     yield from _frozen_shares(plan)
 
 

@@ -48,6 +48,19 @@ def memory_table(result: Estimate) -> Table:
     return columns, rows
 
 
+def offload_table(result: Estimate, unit: int) -> Table:
+    """Where the activations of a micro-batch are between forward and backward; no rows without offload."""
+    named = [(str(stage.stage), stage) for stage in result.stages]
+    for station in result.stations:
+        named += [(f"{name} {stage.stage}", stage) for name, stage in station.modules.items()]
+    rows = [
+        [name, *(f"{bytes_ / unit:,.2f}" for bytes_ in asdict(stage.offload).values())]
+        for name, stage in dict(named).items()
+        if stage.offload is not None
+    ]
+    return ["stage", "held", "recomputed", "offloaded", "host pool"], rows
+
+
 def verdict(result: Estimate, limit: int) -> str:
     """Whether the peak fits into the memory of a device."""
     spare = limit - result.peak
@@ -95,4 +108,5 @@ def stage_json(stage: StageEstimate) -> dict[str, Any]:
         "memory": asdict(stage.memory),
         "calls": [{**call._asdict(), "sent": call.sent} for call in stage.calls],
         "sent": stage.sent,
+        "offload": None if stage.offload is None else asdict(stage.offload),
     }

@@ -56,6 +56,10 @@ class Program:
         uses = uses_of(schedule)
         self.ops: tuple[tuple[Op, Use], ...] = tuple((op, uses(op)) for op in schedule.ops[rank])
         self.stream = stream_of(schedule)
+        self.away = frozenset(
+            (op.micro_batch, op.segment, op.phase) for op, _ in self.ops if op.act is Act.OFFLOAD
+        )
+        """The blocks that wait on the host, by micro-batch and segment."""
 
 
 def execute(
@@ -134,6 +138,8 @@ class _Execution:
             self.weights.run(op)
         elif op.act is Act.SUM_COPIES:
             self.work.sum_copies(op)
+        elif op.act.copies:
+            self.work.copy_block(op)
         else:
             assert op.micro_batch is not None
             assert op.segment is not None

@@ -66,6 +66,14 @@ class StepWork:
         recomputed: it may come from the other stream."""
         raise NotImplementedError
 
+    def copy_block(self, op: Op) -> None:
+        """Run an `OFFLOAD`, `FREE` or `RELOAD`."""
+        raise NotImplementedError
+
+    def await_block(self, turn: Turn, phase: Phase) -> None:
+        """Make a phase wait for what has been reloaded of its block, if that was offloaded."""
+        raise NotImplementedError
+
     def sum_copies(self, op: Op) -> None:
         """All-reduce the gradient of a weight that several stages hold."""
         raise NotImplementedError
@@ -172,6 +180,7 @@ class SegmentRun:
         before = schedule.graph.previous(turn[1])
         self._input_has_grad = before is None or schedule.has_backward(before)
         self._named, self._delayed = named(phases), delayed
+        self._offloads = any(schedule.offloaded)
         self._pending_wgrad = {bucket for phase in phases for bucket in phase.buckets if delayed}
         """Buckets whose weight gradients have not been computed."""
         self._anchors: dict[Stream, Tensor] = {}
@@ -278,6 +287,8 @@ class SegmentRun:
     def backward(self, op: Op) -> None:
         phase = self._phase(op)
         self._pending_backward.remove(phase.name)
+        if self._offloads:
+            self.work.await_block(self.turn, phase)
         graph = self._graphs.pop(phase.name)
         output_grads = [grad for name in phase.writes for grad in self._gradients.pop(name, ())]
         self._wait_for_inputs(op, phase.stream, [(f"grad:{grad.name}", grad) for grad in output_grads])
@@ -339,6 +350,8 @@ class SegmentRun:
     def recompute(self, op: Op) -> None:
         phase = self._phase(op)
         assert phase.name in self._pending_backward, f"{op} comes after its backward"
+        if self._offloads:
+            self.work.await_block(self.turn, phase)
         inputs = [(f"again:{name}", self._recomputed[name]) for name in phase.reads if name in self._recomputed]
         self._wait_for_inputs(op, phase.stream, inputs)
         hold = partial(self.streams.record_stream, stream=phase.stream)

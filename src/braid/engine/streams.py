@@ -1,4 +1,4 @@
-"""CUDA streams: a compute and a communication stream per rank, and a host emulation of them for the CPU.
+"""CUDA streams: a compute, a communication and a copy stream per rank, and a host emulation for the CPU.
 
 Each stream runs its jobs in the order of issue. A node that reads a tensor written on the other stream waits
 for the **event** recorded behind its producer, and calls **record_stream** so that the caching allocator does
@@ -46,6 +46,15 @@ class Streams(Protocol):
 
     def finish_using_weights(self, event: Any) -> None:
         """Return when the weights that the job before the event has used may be freed by the caller."""
+        ...
+
+    def copy(self, job: Job) -> Any:
+        """Run copies between device and host on a stream of their own, after everything issued to any stream
+        before, and return the event behind them."""
+        ...
+
+    def hold(self, event: Any) -> None:
+        """Make everything issued from now on wait for copies; further copies do not."""
         ...
 
     def join(self) -> None:
@@ -105,6 +114,13 @@ class HostStreams:
     def finish_using_weights(self, event: Future[None]) -> None:
         event.result()
 
+    def copy(self, job: Job) -> None:
+        self.join()
+        job()
+
+    def hold(self, event: None) -> None:
+        return None
+
     def join(self) -> None:
         self._last.result()
 
@@ -140,6 +156,8 @@ class CudaStreams:
             Stream.COMMUNICATION: torch.cuda.Stream(device, priority=-1),
         }
         self.streams[Stream.COMMUNICATION].wait_stream(self.streams[Stream.COMPUTE])
+        self._copies: torch.cuda.Stream | None = None
+        """Created when something is copied."""
 
     def issue(self, stream: Stream, job: Job) -> torch.cuda.Event:
         begin = None if self.job_times is None else self.record_timed_event(stream)
@@ -169,6 +187,19 @@ class CudaStreams:
 
     def finish_using_weights(self, event: torch.cuda.Event) -> None:
         return None  # `record_stream` on the weights is enough
+
+    def copy(self, job: Job) -> torch.cuda.Event:
+        if self._copies is None:
+            self._copies = torch.cuda.Stream(self.streams[Stream.COMPUTE].device)
+        for stream in self.streams.values():
+            self._copies.wait_stream(stream)
+        with torch.cuda.stream(self._copies):
+            job()
+        return self._copies.record_event()
+
+    def hold(self, event: torch.cuda.Event) -> None:
+        for stream in self.streams.values():
+            stream.wait_event(event)
 
     def join(self) -> None:
         self.streams[Stream.COMPUTE].wait_stream(self.streams[Stream.COMMUNICATION])

@@ -152,6 +152,7 @@ class Block(Recomputing):
             if context.recording is not None:
                 context.recording.write(tokens, routing.choice)
             (context.dispatch_plans[layer],) = dispatch_plans
+            self.holds("block", *dispatch_plans)
             context.balances[layer] = measure_balance(routing, moe.shape, tokens, earlier_E, self.groups)
         return flow
 
@@ -163,6 +164,7 @@ class Block(Recomputing):
         dispatch = partial(_dispatch_rows, moe, dispatch_plans)
         rows, probs = self.recomputed("block", dispatch, flow.rows, flow.probs)
         context.dispatch_plans[layer] = dispatch_plans[-1]
+        self.holds("block", dispatch_plans[-1])
         return flow._replace(rows=rows, probs=probs)
 
     def experts(self, flow: Flow, context: StackContext) -> Flow:
@@ -365,14 +367,16 @@ class Block(Recomputing):
         """The cost if the whole block is recomputed: its input, the dispatch plan and what the balance losses
         need are saved; with hyper-connections or LayerScale also the experts' result."""
         found = self.moe()
-        kept = stream if found is None else stream + found[1].block_cost(workload).kept
+        moe = Cost() if found is None else found[1].block_cost(workload)
+        kept = stream + moe.kept
         if found is not None and (closing := self._pre_norm(found[0])).post:
             kept += closing.norm.cost(workload, workload.local_tokens(self.groups.tp_cp)).kept
         if found is not None and (scale := self._pre_norm(found[0]).scale) is not None:
             kept += scale.cost(workload, workload.local_tokens(self.groups.tp_cp)).kept
         if found is not None and self.hyper:
             kept += result
-        return replace(full, kept=kept, calls=full.calls + recomputed_calls(full.calls, *NOT_REPEATED))
+        calls = full.calls + recomputed_calls(full.calls, *NOT_REPEATED)
+        return replace(full, kept=kept, staying=moe.staying, calls=calls)
 
     def flops(self, tokens: int) -> int:
         layers = [self._pre_norm(layer) for layer in self.block.layers]

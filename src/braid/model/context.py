@@ -12,7 +12,7 @@ Shapes: B rows, T tokens, t tokens of this rank, C channels, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -169,6 +169,13 @@ class StackContext:
         """The document ids; None if every row is a single document, for which mixers have a fast path."""
         host_BT = self.host_documents_BT
         return None if bool((host_BT == host_BT[:, :1]).all()) else self.batch.documents_BT
+
+    def shared(self) -> Iterator[Tensor]:
+        """The tensors of the micro-batch that layers share, as far as they have been computed."""
+        yield from (each for each in vars(self.batch).values() if isinstance(each, Tensor))
+        yield from (table for rotary in self._rotary.values() for table in rotary)
+        for spans in self._spans.values():
+            yield from spans.tensors()
 
     def local_slice(self, x_BT: Tensor) -> Tensor:
         """The tokens of full rows that this rank holds between layers."""

@@ -16,6 +16,7 @@ from typing import cast
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from braid.model.block import Block, Flow
 from braid.model.context import Context, StackContext
@@ -66,6 +67,12 @@ def weights_after_combine(model: AnyModel, phase: Phase) -> list[Tensor]:
     layer, moe = found
     up = [] if moe.latent is None else list(moe.latent.up.parameters())
     return up + list(block.output_weights(layer))
+
+
+def weights_of_block(model: AnyModel, phase: Phase) -> list[Tensor]:
+    """The parameters and buffers of a phase's block; those that are sharded now are left out."""
+    block = _block(model, phase)
+    return [each for each in (*block.parameters(), *block.buffers()) if not isinstance(each, DTensor)]
 
 
 def detach_losses(losses: Losses) -> Losses:

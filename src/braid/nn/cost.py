@@ -128,6 +128,8 @@ class Cost:
 
     kept: int = 0
     """Bytes saved for backward."""
+    staying: int = 0
+    """Bytes of these that are on the device whether they are saved or not: offload does not move them."""
     passing: int = 0
     """Transient bytes: how far backward at its peak exceeds the bytes saved for it. Weights and their gradients
     are not included. Unlike the other figures, this one is an estimate."""
@@ -137,6 +139,7 @@ class Cost:
     def __add__(self, other: Cost) -> Cost:
         return Cost(
             kept=self.kept + other.kept,
+            staying=self.staying + other.staying,
             passing=max(self.passing, other.passing),
             calls=self.calls + other.calls,
         )
@@ -144,7 +147,7 @@ class Cost:
     def times(self, count: int) -> Cost:
         """The cost of `count` such modules in sequence."""
         calls = tuple(call._replace(times=call.times * count) for call in self.calls)
-        return replace(self, kept=self.kept * count, calls=calls)
+        return replace(self, kept=self.kept * count, staying=self.staying * count, calls=calls)
 
 
 # ------------------------------------------------------------------------------------------ calls

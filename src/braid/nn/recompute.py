@@ -33,6 +33,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from braid.choices import recomputed
+from braid.nn.offload import Offloads
 
 Result = TypeVar("Result")
 Hold = Callable[[Tensor], None]
@@ -169,9 +170,11 @@ class _ThreadState(threading.local):
 class Replays:
     """The recomputed regions of one step."""
 
-    def __init__(self, names: Iterable[str], *, planned: bool = False) -> None:
-        """With `planned`, the caller replays every node in which regions ran."""
-        self.names, self.planned = recomputed(names), planned
+    def __init__(
+        self, names: Iterable[str], *, planned: bool = False, offloads: Offloads | None = None
+    ) -> None:
+        """With `planned`, the caller replays every node in which regions ran. `offloads` take what is saved."""
+        self.names, self.planned, self.offloads = recomputed(names), planned, offloads
         self.count = 0
         """Replays so far."""
         self._thread, self._lock = _ThreadState(), threading.Lock()
@@ -231,7 +234,7 @@ class Replays:
 
     def keep(self, tensor: Tensor) -> Any:
         """How a saved tensor is stored: as it is, or as an object with the attribute `tensor`."""
-        return tensor
+        return tensor if self.offloads is None else self.offloads.keep(tensor)
 
     def _pack(self, tensor: Tensor) -> Any:
         with self._lock:
@@ -285,6 +288,13 @@ class Recomputing(nn.Module):
     def save_output(self, tensor: Tensor) -> None:
         if self.replays is not None:
             self.replays.save_output(tensor)
+
+    def holds(self, name: str, *results: Any) -> None:
+        """What the regions of a name hold for their replay beside their inputs: offload leaves it where it
+        is."""
+        replays = self.replays
+        if replays is not None and replays.offloads is not None and name in replays.names:
+            replays.offloads.stays(*_tensors(results))
 
     def save_hooks(self) -> AbstractContextManager[None]:
         return nullcontext() if self.replays is None else self.replays.save_hooks()

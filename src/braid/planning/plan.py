@@ -28,6 +28,7 @@ from braid.schedule import Schedule
 from braid.schedule.freezing import freeze_phases
 from braid.schedule.graph import LANGUAGE, Graph, unit_name
 from braid.schedule.lowering import POLICIES, RESIDENT, lowered
+from braid.schedule.offload import with_offloads
 from braid.schedule.phases import Phase, Unit
 from braid.schedule.recompute import dropped_tensors, with_replays
 from braid.topology import Grid
@@ -194,7 +195,7 @@ def _form(run: Run, ranks: int) -> Form:
     return form_of(
         run.model,
         run.train.dtype,
-        whole=ranks == 1 and not fine and not run.train.recompute,
+        whole=ranks == 1 and not fine and not run.train.recompute and not run.train.offload,
         fine=fine,
         posts=mesh.pp == 1,
         late_weights=mesh.late_weights,
@@ -316,8 +317,8 @@ def _complete(
     encoders: Mapping[str, ModulePlan],
     selection: Selection | None,
 ) -> Schedule:
-    """The schedule of all modules, without the backwards of what is frozen, with recompute ops, and an
-    all-reduce of the gradient of an embedding that two stages hold."""
+    """The schedule of all modules, without the backwards of what is frozen, with ops of recompute
+    and offload, and an all-reduce of the gradient of an embedding that two stages hold."""
     frozen = frozenset() if selection is None else selection.frozen_units
     frozen = frozen.union(*(each.frozen_units for each in encoders.values()))
     built = _with_modules(language, run, world, grid, layout, encoders, frozen)
@@ -334,6 +335,7 @@ def _complete(
         phases = built.phases[each.segments[0] : each.segments[-1] + 1]
         dropped += modules.dropped(run, each, phases)
     built = with_replays(built, run.train.recompute, dropped)
+    built = with_offloads(built, run.train.offload)
     shared = (run.model.tied or bool(layout.mtp)) and declaration.EMBEDDING not in frozen
     stations = built.graph.stations
     apart = shared and not built.graph.is_local(0, own - 1)

@@ -4,10 +4,10 @@ ops.py defines the ops and their semantics, phases.py the parts of a segment, gr
 that segments belong to. builders.py builds 1F1B and interleaved schedules, overlapped.py and dual.py those that
 overlap expert communication, multimodule.py those of a language model with encoders (clock.py orders their
 turns). freezing.py removes backwards that frozen weights make needless, recompute.py inserts activation
-recomputation, lowering.py the FSDP ops on sharded weights. check.py proves a schedule (faults.py lists the
-rules; order.py checks collectives, station_faults.py several modules, lifetime.py sharded weights), simulate.py
-times it, draw.py, draw_text.py and trace.py render it. event_simulator.py is the model of execution behind
-check.py and simulate.py.
+recomputation, offload.py copies to the host and back, lowering.py the FSDP ops on sharded weights. check.py
+proves a schedule (faults.py lists the rules; order.py checks collectives, station_faults.py several modules,
+lifetime.py sharded weights), simulate.py times it, draw.py, draw_text.py and trace.py render it.
+event_simulator.py is the model of execution behind check.py and simulate.py.
 """
 
 from braid.schedule.builders import (

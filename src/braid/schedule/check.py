@@ -16,6 +16,7 @@ from typing import NamedTuple
 from braid.schedule.event_simulator import Wait, follow_lists
 from braid.schedule.faults import Fault, Rule
 from braid.schedule.lifetime import lifetime_faults, sum_faults
+from braid.schedule.offload import offload_faults
 from braid.schedule.ops import Act, Channel, Message, Op, Ops, Schedule, Turn, message_of
 from braid.schedule.order import collective_faults
 from braid.schedule.recompute import replay_faults
@@ -58,6 +59,7 @@ def check(schedule: Schedule) -> CheckReport:
         # The stations of a stage also share the collectives of its weights and replays.
         shown_faults += _joint_faults(schedule)
     shown_faults += replay_faults(schedule)
+    shown_faults += offload_faults(schedule)
     if schedule.weights != "unplaced":
         shown_faults += [*lifetime_faults(schedule), *sum_faults(schedule)]
     return CheckReport(faults=tuple(shown_faults), live=live_peaks(plain))

@@ -196,8 +196,8 @@ def _lane_of(timeline: Timeline) -> Callable[[Op], Stream | None]:
 
 
 def _merge_phases(timeline: Timeline) -> Timeline:
-    """Merge consecutive phases of a segment into one span, if no phase communicates. Only ops on weights may
-    come between them."""
+    """Merge consecutive phases of a segment into one span, if no phase communicates. Only ops on weights and
+    copies to the host may come between them."""
     if not timeline.schedule.phases or _two_lanes(timeline):
         return timeline
     spans = tuple(tuple(_merged(timeline, row)) for row in timeline.spans)
@@ -207,7 +207,7 @@ def _merge_phases(timeline: Timeline) -> Timeline:
 def _merged(timeline: Timeline, row: Sequence[OpSpan]) -> Iterator[OpSpan]:
     run: list[OpSpan] = []
     for span in row:
-        if span.op.act.shards:
+        if span.op.act.inserted:
             continue
         if run and not _same_turn(run[-1].op, span.op):
             yield _merge(timeline, run)

@@ -16,6 +16,10 @@ Collectives on units run on a third stream, one after another: an all-gather may
 the list, a reduction when the gradients are there. `WAIT` and `FINISH` hold the compute stream until they are
 done; the other ops on units take no time.
 
+Copies to the host and back run on a stream of their own, one after another, each after all that stands before
+it in the list. `FREE`, and the first op that needs a reloaded block, hold both other streams until they are
+done.
+
 What waits for what does not depend on how long anything takes. So the lists are followed once, which finds
 deadlocks and gives a graph of moments (`follow_lists`); the graph then has the times for any durations.
 """
@@ -157,6 +161,16 @@ class _WeightStream:
         """When the all-gather of each unit is done."""
 
 
+class _CopyStream:
+    """The stream of a rank's copies to the host and back."""
+
+    def __init__(self) -> None:
+        self.free = _BEGIN
+        """When it becomes idle."""
+        self.done: dict[tuple[int | None, int | None, str], _Moment] = {}
+        """By micro-batch, segment and block: when the copy that something has yet to wait for is done."""
+
+
 class _EdgeBatches:
     """The batches of one edge in one direction."""
 
@@ -210,6 +224,7 @@ class _Simulation:
         self.free = [dict.fromkeys(Stream, _BEGIN) for _ in lists]
         """For each rank, when each stream becomes idle."""
         self.weights = [_WeightStream() for _ in lists]
+        self.copies = [_CopyStream() for _ in lists]
         self.ready: dict[tuple[int, str, int | None, int | None], _Moment] = defaultdict(int)
         """By rank, direction, micro-batch and segment: when its last phase so far ends."""
         self.phased = {(op.micro_batch, op.segment) for ops in lists for op in ops if op.phase is not None}
@@ -244,6 +259,11 @@ class _Simulation:
                 spans.append(self._on_weights(rank, op))
                 self.completed[rank] = 0
                 continue
+            if op.act.copies:
+                spans.append(self._copy(rank, op))
+                continue
+            if self.copies[rank].done and op.act in (Act.B, Act.RECOMPUTE):
+                self._await_reload(rank, op)
             start = self._start(rank, op)
             end = start
             if op.act.computes or op.act is Act.SUM_COPIES:
@@ -282,6 +302,29 @@ class _Simulation:
                 end = moments.later(start, weights.free)
                 self.free[rank] = dict.fromkeys(Stream, end)
         return start, end
+
+    def _copy(self, rank: int, op: Op) -> tuple[_Moment, _Moment]:
+        """Run an `OFFLOAD`, `FREE` or `RELOAD`."""
+        copies, moments = self.copies[rank], self.moments
+        key = (op.micro_batch, op.segment, op.phase or "")
+        start = moments.latest(self.free[rank].values())
+        if op.act is Act.FREE:
+            self._hold(rank, copies.done.pop(key, _BEGIN))
+            return start, moments.latest(self.free[rank].values())
+        start = moments.later(start, copies.free)
+        copies.free = copies.done[key] = moments.after(start, start, moments.length(rank, op))
+        return start, copies.free
+
+    def _await_reload(self, rank: int, op: Op) -> None:
+        """Hold an op whose block is on its way back."""
+        block = f"{(op.phase or '').rpartition('.')[0]}.block"
+        done = self.copies[rank].done.pop((op.micro_batch, op.segment, block), None)
+        if done is not None:
+            self._hold(rank, done)
+
+    def _hold(self, rank: int, until: _Moment) -> None:
+        free = self.free[rank]
+        self.free[rank] = {stream: self.moments.later(when, until) for stream, when in free.items()}
 
     def _start(self, rank: int, op: Op) -> _Moment:
         if op.phase is None:

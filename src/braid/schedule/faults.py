@@ -33,6 +33,8 @@ class Rule(Enum):
     SAME_COLLECTIVES = "the members of a communicator issue the same collectives in the same order"
     COMMON_ORDER = "one total order of the collectives of all communicators is consistent with every rank"
     DEADLOCK = "no rank waits forever"
+    OFFLOADED = "a block goes to the host once, after its forward: OFFLOAD, FREE, RELOAD, then what needs it"
+    SLOT = "a slot of host memory that the schedule states holds one block, from its OFFLOAD to its RELOAD"
     UNSHARDED = "an op computes with gathered weights: after UNSHARD and WAIT, before RESHARD"
     RESHARDED = "weights are unsharded only while sharded, and resharded before FINISH"
     ACCUMULATED = "a micro-batch's gradient is accumulated or reduced before another micro-batch adds to it"

@@ -3,7 +3,7 @@
 A `Schedule` holds one list of ops per pipeline rank; all ranks of a stage (tp, cp, dp ...) run the list of
 their stage. With several modules it holds one per station (see `graph`), and "rank" below means station.
 Builders create schedules, `check` proves them, `simulate` times them, the engine executes them. Only builders
-and the passes `with_replays`, `with_sums` and `lowered` insert ops.
+and the passes `with_replays`, `with_offloads`, `with_sums` and `lowered` insert ops.
 
 **Semantics.** `F` and `B` are the forward and backward of one micro-batch on one segment (virtual stage).
 
@@ -29,6 +29,9 @@ and the passes `with_replays`, `with_sums` and `lowered` insert ops.
 - `RECOMPUTE` (activation checkpointing) reruns a phase whose activations were not saved, after its `F` and
   before its first consumer: its own `B`, or a phase that saves its output. It uses the weights of the phase.
   `recompute` places these.
+- `OFFLOAD` starts to copy what a block has saved in a micro-batch to a slot of host memory, after its last `F`.
+  `FREE` makes the rank wait for the copy, and frees the device memory. `RELOAD` allocates it again and starts
+  to copy it back, before the first `RECOMPUTE` or `B` of the block, which waits for it. `offload` places these.
 - An op may declare the **collectives** that it issues, in order. Their members are pipeline ranks: a collective
   among the ranks of one stage has one member.
 
@@ -44,10 +47,11 @@ other. A message without an edge stays within its module and its pipelines.
   they share the collectives inside the turn, and run different lists.
 
 **Syntax.** `F3.1` is the forward of micro-batch 3 on segment 1. `SEND_F3.1>2` sends its output to rank 2, which
-has `RECV_F3.2<1`: a message names the segment on its own rank. `B3.1:2.mix` is one phase of `B3.1`. Units are
-in parentheses, `UNSHARD(head)`, declared collectives in brackets, `SUM_COPIES[embedding:grad@0,3]`, edges in
-braces: `SEND_F3.5{vision}>0,1` sends the output of segment 5 to the stations 0 and 1, which have
-`RECV_F3.0{vision}<4`. `parse_op` reads what `str` writes.
+has `RECV_F3.2<1`: a message names the segment on its own rank. `B3.1:2.mix` is one phase of `B3.1`.
+`OFFLOAD3.1:2.block#0` copies what block 2 has saved to slot 0. Units are in parentheses, `UNSHARD(head)`,
+declared collectives in brackets, `SUM_COPIES[embedding:grad@0,3]`, edges in braces: `SEND_F3.5{vision}>0,1`
+sends the output of segment 5 to the stations 0 and 1, which have `RECV_F3.0{vision}<4`. `parse_op` reads what
+`str` writes.
 """
 
 from __future__ import annotations
@@ -70,6 +74,9 @@ class Act(Enum):
     B = "B"
     W = "W"
     RECOMPUTE = "RECOMPUTE"
+    OFFLOAD = "OFFLOAD"
+    FREE = "FREE"
+    RELOAD = "RELOAD"
     SEND_F = "SEND_F"
     RECV_F = "RECV_F"
     SEND_B = "SEND_B"
@@ -87,6 +94,9 @@ class Act(Enum):
         self.sends = name.startswith("SEND_")
         self.receives = name.startswith("RECV_")
         self.shards = name in ("UNSHARD", "WAIT", "RESHARD", "ACCUM", "REDUCE_GRAD", "FINISH")
+        self.copies = name in ("OFFLOAD", "FREE", "RELOAD")
+        self.inserted = self.shards or self.copies
+        """Whether a pass inserts it between the ops of a builder, which know nothing of it."""
         self.direction = "R" if name == "RECOMPUTE" else name[-1]
         """`F`, `B`, `W`, or `R` for RECOMPUTE; empty for acts without one."""
         if not (self.computes or self.sends or self.receives):
@@ -119,7 +129,10 @@ class Op:
     segment: int | None = None
     """The segment on the op's own rank; None if it concerns no single segment."""
     phase: str | None = None
-    """A phase of the segment, or a wgrad bucket for `W`; None for the whole segment."""
+    """A phase of the segment, a wgrad bucket for `W`, or a block for `OFFLOAD`, `FREE` and `RELOAD`, which is
+    named as if it were one phase; None for the whole segment."""
+    slot: int | None = None
+    """The slot of host memory of an `OFFLOAD` or `RELOAD`; each block has slots of its own."""
     edge: str | None = None
     """The edge of a message between modules; None within a module."""
     peer: int | None = None
@@ -139,6 +152,7 @@ class Op:
     def __str__(self) -> str:
         where = "" if self.micro_batch is None else f"{self.micro_batch}.{self.segment}"
         where += "" if self.phase is None else f":{self.phase}"
+        where += "" if self.slot is None else f"#{self.slot}"
         where += "" if self.edge is None else f"{{{self.edge}}}"
         arrow = "" if self.peer is None else f"{'>' if self.act.sends else '<'}{','.join(map(str, self.peers))}"
         unit = "" if self.unit is None else f"({self.unit})"
@@ -201,6 +215,10 @@ class Schedule:
     says."""
     dropped: tuple[tuple[str, ...], ...] = ()
     """For each segment, the residual streams that are recomputed rather than saved."""
+    offloaded: tuple[tuple[str, ...], ...] = ()
+    """For each segment, the blocks that wait in host memory for their backward. Empty: none."""
+    slots: tuple[int, ...] = ()
+    """For each segment, how many slots of host memory each of these blocks has."""
     weights: Literal["unplaced", "resident", "sharded"] = "unplaced"
     """Which ops on units there are: none yet (not lowered); gradient accumulation only, for a rank that keeps
     all weights; or all of them."""
@@ -316,7 +334,7 @@ def segments_of(holder: Sequence[int], rank: int) -> tuple[int, ...]:
 
 
 _OP = re.compile(
-    r"([A-Z_]+)(?:(\d+)\.(\d+)(?::([a-z0-9_.]+))?(?:\{([^{}\s]+)\})?)?"
+    r"([A-Z_]+)(?:(\d+)\.(\d+)(?::([a-z0-9_.]+))?(?:#(\d+))?(?:\{([^{}\s]+)\})?)?"
     r"(?:\(([^()\s]+)\))?(?:[<>](\d+(?:,\d+)*))?((?:\[[^\]]*\])*)"
 )
 _COLLECTIVE = re.compile(r"\[([^:\]]+):([^@\]]+)@(\d+(?:,\d+)*)\]")
@@ -327,7 +345,7 @@ def parse_op(text: str) -> Op:
     if not (match := _OP.fullmatch(text)):
         examples = "F3.1, B3.1:2.mix, SEND_F3.1>2, SEND_F3.1{vision}>0,2 or SUM_COPIES[name:label@0,3]"
         raise ValueError(f"{text!r} is not an op: write one like {examples}")
-    act, micro_batch, segment, phase, edge, unit, arrow, collectives = match.groups()
+    act, micro_batch, segment, phase, slot, edge, unit, arrow, collectives = match.groups()
     peers = [] if arrow is None else [int(peer) for peer in arrow.split(",")]
     op = Op(
         act=Act(act),
@@ -335,6 +353,7 @@ def parse_op(text: str) -> Op:
         segment=None if segment is None else int(segment),
         unit=unit,
         phase=phase,
+        slot=None if slot is None else int(slot),
         edge=edge,
         peer=peers[0] if peers else None,
         further=tuple(peers[1:]),

@@ -40,6 +40,8 @@ class Costs:
     for all segments, or one per segment: phases of different modules may have the same name."""
     partly_frozen: Mapping[int, float] = field(default_factory=dict)
     """The duration of the `B` of segments that are a single phase, of which some parts are frozen."""
+    copy: float = 0.0
+    """The duration of an `OFFLOAD` or a `RELOAD`, one after another beside computation."""
     recompute: float = 1.0
     """The share of a phase's forward that its `RECOMPUTE` takes."""
 
@@ -48,6 +50,8 @@ class Costs:
         ops. `frozen`: its weights have no gradients."""
         if op.act is Act.SUM_COPIES:
             return self.sum_copies
+        if op.act in (Act.OFFLOAD, Act.RELOAD):
+            return self.copy
         if not op.act.computes:
             return 0.0
         if op.phase is not None:

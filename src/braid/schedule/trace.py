@@ -30,6 +30,7 @@ class Lane(Enum):
     COMMUNICATION = "communication"
     MESSAGES = "messages"
     WEIGHTS = "weights"
+    COPIES = "copies to the host"
 
 
 ROWS = 1000
@@ -56,6 +57,8 @@ def lane_of(op: Op, stream: Stream | None) -> Lane:
     """The lane of an op that runs on the given stream."""
     if op.act.shards:
         return Lane.WEIGHTS
+    if op.act.copies:
+        return Lane.COPIES
     if op.act.sends or op.act.receives:
         return Lane.MESSAGES
     if stream is Stream.COMMUNICATION or not op.act.computes:
@@ -98,8 +101,8 @@ def predicted_trace(
 ) -> dict[str, Any]:
     """The trace of a simulated timeline, with one rank per stage. `second` is the length of the timeline's
     unit, `step_seconds` that of the step, if it goes on after the last op: with the update of the weights. Ops
-    on weights that take no time are omitted: there are many of them. Receives last as long as they block the
-    compute stream, as in measured traces."""
+    on weights and copies that take no time are omitted: there are many of them. Receives last as long as they
+    block the compute stream, as in measured traces."""
     begin, stream = timeline.begin, stream_of(timeline.schedule)
     rank_steps = [
         RankStep(
@@ -112,7 +115,7 @@ def predicted_trace(
             spans=tuple(
                 OpSpan(op=span.op, start=(span.start - begin) * second, end=(span.end - begin) * second)
                 for span in _blocking(timeline.spans[stage], stream)
-                if span.end > span.start or not span.op.act.shards
+                if span.end > span.start or not span.op.act.inserted
             ),
         )
         for stage, rank in enumerate(ranks)

@@ -29,15 +29,16 @@ class SegmentView:
 
 
 def bare(schedule: Schedule) -> tuple[Schedule, tuple[tuple[int, ...], ...]]:
-    """The schedule as its builder made it, without replays and ops on units; and for each rank the original
-    place of each op, with one past the end."""
+    """The schedule as its builder made it, without replays, copies to the host and ops on units; and for each
+    rank the original place of each op, with one past the end."""
     kept = [
-        [place for place, op in enumerate(ops) if op.act is not Act.RECOMPUTE and not op.act.shards]
+        [place for place, op in enumerate(ops) if op.act is not Act.RECOMPUTE and not op.act.inserted]
         for ops in schedule.ops
     ]
     lists = tuple(tuple(ops[place] for place in own) for ops, own in zip(schedule.ops, kept, strict=True))
     places = tuple((*own, len(ops)) for ops, own in zip(schedule.ops, kept, strict=True))
-    return replace(schedule, ops=lists, recompute=(), dropped=(), weights="unplaced"), places
+    plain = replace(schedule, ops=lists, recompute=(), dropped=(), offloaded=(), slots=(), weights="unplaced")
+    return plain, places
 
 
 def wide(schedule: Schedule) -> SegmentView:

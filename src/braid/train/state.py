@@ -38,6 +38,7 @@ from braid.model.language import LanguageModel
 from braid.model.names import language_names, regrouped_names, renamed
 from braid.nn.canonical import Canonical, Held
 from braid.nn.init import VERSION as INIT_VERSION
+from braid.nn.offload import HostPool
 from braid.optim.adamw import MOMENTS, AdamW
 from braid.optim.spikes import SpikeWindow
 from braid.pattern import parse
@@ -46,6 +47,7 @@ from braid.planning.plan import Plan, canonical_names, evaluation_schedule, whol
 from braid.schedule import Channel, OpSpan
 from braid.schedule.graph import LANGUAGE
 from braid.train.copies import CopyCheck
+from braid.train.host_pool import open_pool
 from braid.train.module_state import ModuleState
 from braid.train.stored_run import NAMES_VERSION, NO_DATA, describe, read_run_manifest, saved_models
 from braid.train.surgery import Fresh, InitPlan, Stored, Values, check_plan, plan_by_name
@@ -141,6 +143,11 @@ class JobState:
     def copies(self) -> CopyCheck:
         """Compares what this rank holds with the copies of other ranks."""
         return CopyCheck(self.modules, self.device)
+
+    @functools.cached_property
+    def host_pool(self) -> HostPool | None:
+        """Where offloaded blocks wait; None if this rank has none."""
+        return open_pool(self.plan, self._station, self.device) if self.program.away else None
 
     @property
     def _station(self) -> int:

@@ -20,11 +20,13 @@ from braid.model.context import Context, MicroBatch, MicroBatchTotals, StackCont
 from braid.model.encoder import EncoderContext, EncoderModel, Items
 from braid.model.language import LanguageModel, Losses, StepFraction
 from braid.nn.delayed_wgrad import DelayedWgrad, set_wgrad_store
+from braid.nn.offload import Offloads
 from braid.nn.recompute import Hold, Replays
 from braid.optim import gradients
 from braid.planning.plan import Plan, span_of
-from braid.schedule import Op, Phase, Turn
+from braid.schedule import Act, Op, Phase, Turn
 from braid.schedule.graph import LANGUAGE
+from braid.schedule.offload import block_of
 from braid.topology.items import ItemTable
 from braid.train.counts import Counts
 from braid.train.expert_load import ExpertLoad
@@ -33,6 +35,10 @@ from braid.train.state import JobState, State
 
 DEVIATION = "hyper_deviation"
 """The only metric that is a maximum over layers, micro-batches and ranks; all others are sums."""
+
+
+WITHOUT_ROOM = "offload_without_room_bytes"
+"""What stayed on the devices because experts received more rows than the host pool has room for."""
 
 
 class ModuleStep(StepWork):
@@ -51,8 +57,11 @@ class ModuleStep(StepWork):
         self.pieces: dict[Turn, list[Losses]] = {}
         """Losses of the phases of each segment that have run so far."""
         names = run.train.recompute
-        self.replays = Replays(names, planned=True) if names else None
+        self.offloads = None if state.host_pool is None else Offloads(state.host_pool, state.streams)
+        saves = bool(names) or self.offloads is not None
+        self.replays = Replays(names, planned=True, offloads=self.offloads) if saves else None
         self.model.recompute(self.replays, self.span())
+        self.away = state.program.away
         segments = [module.first_segment + each for each in self.model.segments]
         backwards = [each for each in segments if plan.schedule.has_backward(each)]
         self.last_segment = min(backwards, default=max(segments))
@@ -88,7 +97,8 @@ class ModuleStep(StepWork):
             self.context(micro_batch + 1)  # prefetch: starts the copy to the device
 
         def run(tensors: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], Tensor | None]:
-            with nullcontext() if self.replays is None else self.replays.node((*turn, phase.name)):
+            node = nullcontext() if self.replays is None else self.replays.node((*turn, phase.name))
+            with node, self.saving(turn, phase):
                 written, losses = nodes.run(self.model, phase, context, tensors)
             if losses is None:
                 return written, None
@@ -119,6 +129,35 @@ class ModuleStep(StepWork):
 
     def add_metric(self, name: str, value: Tensor) -> None:
         self.metrics[name] = self.metrics[name] + value if name in self.metrics else value
+
+    # ------------------------------------------------------------------------------------- offload
+
+    def saving(self, turn: Turn, phase: Phase) -> AbstractContextManager[None]:
+        """A context in which what a phase saves is offloaded, if the schedule offloads its block."""
+        block = block_of(phase)
+        if self.offloads is None or block is None or (*turn, block) not in self.away:
+            return nullcontext()
+        return self.offloads.saving((*turn, block), nodes.weights_of_block(self.model, phase), phase.stream)
+
+    def copy_block(self, op: Op) -> None:
+        assert self.offloads is not None
+        assert op.micro_batch is not None
+        assert op.segment is not None
+        assert op.phase is not None
+        key = (op.micro_batch, op.segment, op.phase)
+        if op.act is Act.FREE:
+            self.offloads.free(key)
+            return
+        assert op.slot is not None
+        if op.act is Act.OFFLOAD:
+            self.offloads.offload(key, op.slot, list(self.contexts[op.micro_batch].shared()))
+        else:
+            self.offloads.reload(key, op.slot)
+
+    def await_block(self, turn: Turn, phase: Phase) -> None:
+        block = block_of(phase)
+        if self.offloads is not None and block is not None:
+            self.offloads.wait((*turn, block))
 
     # ------------------------------------------------------------------------------------ backward
 
@@ -158,6 +197,10 @@ class ModuleStep(StepWork):
             self.wgrad_store.finish()
         if self.replays is not None:
             self.replays.finish()
+        if self.offloads is not None:
+            self.offloads.finish()
+            left = torch.tensor(self.offloads.without_room, dtype=torch.float64, device=self.model.device)
+            self.add_metric(WITHOUT_ROOM, left)
         if self.model.losses_of_precision is not None:
             for name, number in self.model.losses_of_precision.metrics().items():
                 self.add_metric(name, torch.as_tensor(number, dtype=torch.float64, device=self.model.device))
@@ -348,6 +391,14 @@ class ModulesWork(StepWork):
 
     def replay(self, turn: Turn, phase: Phase, hold: Callable[[Tensor], None]) -> None:
         self.of(turn).replay(turn, phase, hold)
+
+    def copy_block(self, op: Op) -> None:
+        assert op.micro_batch is not None
+        assert op.segment is not None
+        self.of((op.micro_batch, op.segment)).copy_block(op)
+
+    def await_block(self, turn: Turn, phase: Phase) -> None:
+        self.of(turn).await_block(turn, phase)
 
     def sum_copies(self, op: Op) -> None:
         self.works[LANGUAGE].sum_copies(op)  # only a language model has weights at both ends of its pipeline

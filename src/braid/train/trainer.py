@@ -51,6 +51,7 @@ from braid.train.data_pipeline import DataPipeline, open_data_pipeline
 from braid.train.device import DeviceName, choose_device
 from braid.train.distributed_generation import generate_distributed
 from braid.train.gc_freeze import frozen_gc
+from braid.train.host_pool import check_host_memory
 from braid.train.init_from import SAME_MODEL, InitOptions
 from braid.train.item_prefetch import ItemPrefetch
 from braid.train.load_model import encode, image_limits
@@ -149,6 +150,7 @@ class Trainer:
         with fail_together(self.process.world_group):
             if self.process.rank == 0:
                 self._resources.enter_context(self.run_dir.lock())
+        check_host_memory(plan, self.process.rank, self.device.torch.type, self.process.world_group)
         self.data = rank_zero_first(
             lambda: open_data_pipeline(run, self.run_dir.data, build_progress), self.process.world_group
         )

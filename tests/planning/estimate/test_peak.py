@@ -107,7 +107,8 @@ def peak_of(worked_out: Plan) -> int:
     moments = [optimizer.moment(kind, name) for name in optimizer.main for kind in MOMENTS]
     held = {id(tensor): tensor for tensor in (*state.model.parameters(), *optimizer.main.values(), *moments)}
     inputs = [tensor for each in batches for tensor in (each.tokens_BT, each.labels_BT, each.documents_BT)]
-    with Allocations([*held.values(), *inputs]) as tracked:
+    waiting = [] if state.host_pool is None else [state.host_pool.memory]
+    with Allocations([*held.values(), *inputs, *waiting]) as tracked:
         backward(state, run, batches, counts)
         optimizer.update(1e-3)
     return tracked.peak + sum(tensor.nbytes for tensor in held.values())

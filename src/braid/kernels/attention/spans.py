@@ -9,6 +9,7 @@ Shapes: B rows, T tokens, L tokens of one piece.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -68,6 +69,14 @@ class Spans:
             return (self.rows,) * len(self.runs_BT)
         lengths = torch.bincount(self.runs_BT.flatten()).tolist()
         return tuple(self._piece(group) for group in _merge_short(lengths))
+
+    def tensors(self) -> Iterator[Tensor]:
+        """The tables and masks that have been computed so far."""
+        if "tiles" in vars(self):
+            yield from (each for each in vars(self.tiles).values() if isinstance(each, Tensor))
+        for piece in ((self.rows,) if "rows" in vars(self) else ()) + vars(self).get("pieces", ()):
+            if piece is not None and piece.mask_LL is not None:
+                yield piece.mask_LL
 
     def _piece(self, lengths: list[int]) -> SpanPiece:
         """The piece of adjacent documents of these lengths."""

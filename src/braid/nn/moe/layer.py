@@ -212,7 +212,8 @@ class Moe(nn.Module):
         shape, wide = self.shape, probability_dtype(self.shape, workload.dtype).itemsize
         tokens = workload.local_tokens(self.groups.tp_cp)
         batch_losses = bool(shape.aux_loss) + bool(shape.global_aux_loss)
-        kept = self._order_bytes(workload, recomputed=True) + batch_losses * shape.experts * wide
+        orders = self._order_bytes(workload, recomputed=True)
+        kept = orders + batch_losses * shape.experts * wide
         if shape.sequence_aux_loss:
             kept += tokens + workload.rows * (shape.experts + 1) * wide
         if shape.z_loss:
@@ -220,7 +221,9 @@ class Moe(nn.Module):
             kept += tokens * wide * (1 + shape.experts * narrow)
         if self.latent is not None:
             kept += tokens * self.experts.channels * workload.narrow
-        return Cost(kept=kept)
+        # The plan stays for the replay. The token of each row is the unpermutation's own, if it has one.
+        tokens_own = 0 if isinstance(self.dispatcher, AllGather) else self.dispatched_rows(workload)
+        return Cost(kept=kept, staying=orders - tokens_own * INDEX_BYTES)
 
     def dispatched_rows(self, workload: Workload) -> int:
         """Dispatched rows, for balanced experts."""

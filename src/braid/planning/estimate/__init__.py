@@ -9,13 +9,14 @@ modules, what the ranks of a station hold of each is added up.
 from braid.planning.estimate.advice import Advice, advise
 from braid.planning.estimate.edges import EdgeEstimate
 from braid.planning.estimate.memory import Memory
-from braid.planning.estimate.stages import Estimate, StageEstimate, StationEstimate, estimate
+from braid.planning.estimate.stages import Estimate, OffloadEstimate, StageEstimate, StationEstimate, estimate
 
 __all__ = [
     "Advice",
     "EdgeEstimate",
     "Estimate",
     "Memory",
+    "OffloadEstimate",
     "StageEstimate",
     "StationEstimate",
     "advise",

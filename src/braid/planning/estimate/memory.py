@@ -59,7 +59,8 @@ class Memory:
     at_peak: HeldBytes
     """What is held at that moment."""
     peak_at: str
-    """When the total peaks: `backward of blocks.3`, `update`; `forward of blocks.3` if that is frozen."""
+    """When the total peaks: `backward of blocks.3`, `update`; `forward of blocks.3` if that is frozen, or if
+    blocks are offloaded."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,8 @@
 
 A part of the model (embedding, a block, head) is live from its first forward phase to its last backward phase
 of a micro-batch; the schedule's op list determines which of these intervals overlap. With several modules, the
-list is that of a station, and parts carry the name of their module. Rows on edges are live beside them.
+list is that of a station, and parts carry the name of their module. Rows on edges are live beside them. A block
+that is offloaded is away from its FREE to its RELOAD.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import NamedTuple
 
 from braid.nn.cost import Cost
 from braid.planning.estimate.edges import EdgeEstimate
+from braid.planning.estimate.offload import moved, parts_of_blocks
 from braid.planning.estimate.weights import part_of, phases_of
 from braid.planning.plan import Plan
 from braid.schedule import Act, Op
@@ -23,6 +25,8 @@ POSITIONS = "positions"
 """The part that is live from the first forward of a micro-batch to its last backward."""
 
 
+_COUNTED = (Act.F, Act.B, Act.FREE, Act.RELOAD)
+"""Acts that begin or end the life of activations."""
 _Key = tuple[int | None, str]
 """Micro-batch and part of the model."""
 
@@ -65,7 +69,7 @@ def activations(
     events = [
         (op, part)
         for op in plan.schedule.ops[station]
-        if op.act is Act.F or op.act is Act.B or op.edge is not None
+        if op.act in _COUNTED or op.edge is not None
         for part in _events(op, parts)
         if part is None or part[0] in costs
     ]
@@ -81,8 +85,9 @@ def activations(
         live[op.micro_batch, unit_name(modules[op.segment].module, POSITIONS)].append(index)
         if op.act is Act.B:
             backward[op.micro_batch, part].append(index)
-    count, waiting = len(events), _waiting(plan, station, [op for op, _ in events], edges)
-    kept = _sums(count, [(indices, costs[part].kept) for (_, part), indices in live.items()])
+    ops = [op for op, _ in events]
+    count, waiting, away = len(events), _waiting(plan, station, ops, edges), _away(plan, station, ops, costs)
+    kept = _sums(count, [*((indices, costs[part].kept) for (_, part), indices in live.items()), *away])
     passing = _sums(count, [(indices, costs[part].passing) for (_, part), indices in backward.items()])
     features = _sums(count, waiting)
     during = dict.fromkeys(costs, Live(0, 0, 0))
@@ -94,6 +99,11 @@ def activations(
     for index, part in frozen:
         now = Live(kept[index], costs[part].kept // layers.get(part, 1), features[index])
         forward[part] = max(forward.get(part, now), now, key=_total)
+    if any(plan.schedule.offloaded):  # else the backward of the last part comes with at least as much
+        for index, (op, event) in enumerate(events):
+            if op.act is Act.F and event is not None:
+                now = Live(kept[index], 0, features[index])
+                forward[event[0]] = max(forward.get(event[0], now), now, key=_total)
     return Activations(max(kept, default=0), during, forward, max(features, default=0))
 
 
@@ -106,8 +116,8 @@ _Part = tuple[str, bool]
 
 
 def _events(op: Op, parts: Mapping[tuple[int | None, str | None], tuple[_Part, ...]]) -> Sequence[_Part | None]:
-    """The parts that an `F` or `B` runs, in order; a single None for a message of an edge."""
-    if op.edge is not None:
+    """The parts that an `F` or `B` runs, in order; a single None for a message of an edge and for a copy."""
+    if op.edge is not None or op.act.copies:
         return [None]
     return parts[op.segment, op.phase][:: 1 if op.act is Act.F else -1]
 
@@ -135,6 +145,21 @@ def _layers(plan: Plan) -> dict[str, int]:
         for name, layout in layouts.items()
         for block in layout.blocks
     }
+
+
+def _away(
+    plan: Plan, station: int, ops: Sequence[Op], costs: Mapping[str, Cost]
+) -> Iterator[tuple[Sequence[int], int]]:
+    """From when to when blocks are on the host, by the indices of ops, and what is missing meanwhile."""
+    parts, left = parts_of_blocks(plan, station), dict[tuple[int | None, int | None, str | None], int]()
+    for index, op in enumerate(ops):
+        key = (op.micro_batch, op.segment, op.phase)
+        if op.act is Act.FREE:
+            left[key] = index
+        elif op.act is Act.RELOAD:
+            part = parts[op.segment or 0, op.phase or ""]
+            if part in costs:
+                yield (left[key] + 1, index - 1), -moved(costs[part])
 
 
 def waiting_bytes(plan: Plan, station: int, edge: EdgeEstimate) -> int:

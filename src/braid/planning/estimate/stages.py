@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import NamedTuple
 
@@ -13,6 +13,7 @@ from braid.nn.cost import Call, Cost
 from braid.planning.estimate.edges import EdgeEstimate, edges_of
 from braid.planning.estimate.memory import Memory, Step, memory_of
 from braid.planning.estimate.moments import activations, waiting_bytes
+from braid.planning.estimate.offload import moved, parts_of_blocks, slots_for
 from braid.planning.estimate.rank import HeldModule, held_modules
 from braid.planning.estimate.weights import (
     HeldUnit,
@@ -25,6 +26,20 @@ from braid.planning.estimate.weights import (
 from braid.planning.local_model import is_alone
 from braid.planning.plan import Plan
 from braid.schedule import Act, live_peaks, segment_peaks
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadEstimate:
+    """Where the activations of one micro-batch are between forward and backward, in bytes of one rank."""
+
+    held: int
+    """On the device."""
+    recomputed: int
+    """Nowhere: backward recomputes them."""
+    offloaded: int
+    """On the host."""
+    pool: int
+    """Host memory for all micro-batches in flight."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +58,8 @@ class StageEstimate:
     """Collectives of one step, identical ones merged."""
     sends: int
     """Bytes sent to other stages in one step."""
+    offload: OffloadEstimate | None = None
+    """None if nothing is offloaded."""
 
     @property
     def sent(self) -> dict[str, int]:
@@ -169,6 +186,20 @@ def _stage(plan: Plan, station: int, live: int, module: _Counted) -> StageEstima
         memory=_memory(plan, station, [module])[0],
         calls=tuple(_merge(calls)),
         sends=_sends(plan, station, held),
+        offload=_offload(plan, station, held) if any(plan.schedule.offloaded) else None,
+    )
+
+
+def _offload(plan: Plan, station: int, held: HeldModule) -> OffloadEstimate:
+    everything = held.model.costs(replace(held.workload, recompute=frozenset()))
+    parts = set(parts_of_blocks(plan, station).values())
+    kept = sum(cost.kept for cost in held.costs.values())
+    away = sum(moved(cost) for part, cost in held.costs.items() if part in parts)
+    return OffloadEstimate(
+        held=kept - away,
+        recomputed=sum(cost.kept for cost in everything.values()) - kept,
+        offloaded=away,
+        pool=sum(slots_for(plan, station, held.costs).values()),
     )
 
 

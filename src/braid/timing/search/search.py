@@ -386,6 +386,8 @@ def _check(space: Space) -> None:
         )
     if run.trained != ("*",):
         raise ConfigError("--search times runs that train everything: leave `trained` out")
+    if run.train.offload:
+        raise ConfigError("--search compares runs that keep activations on the device: leave train.offload out")
     if not any(space.micro_batches(axes) and space.shapes(sizes) for sizes, axes in space.meshes()):
         told = [f"no mesh of {space.world:,} ranks fits"]
         told += [f"with {name} {value}" for name, value in space.fixed.items()]

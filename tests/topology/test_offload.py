@@ -1,0 +1,60 @@
+"""Activations that wait on the host: on ranks that share weights, tokens and stages, to the last bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from braid.config import Run
+from braid.planning.plan import canonical_names, plan
+from braid.train.step_work import WITHOUT_ROOM
+from tests.ranks import run_ranks
+from tests.topology.cases import run_of
+from tests.topology.harness import Outcome, Task, alone, outcome, train_each
+from tests.topology.matrix import Topology
+from tests.topology.module_cases import VISION, Placement, multimodal
+from tests.topology.test_modules import on_ranks
+
+
+def offloading(run: Run, *names: str) -> Run:
+    return replace(run, train=replace(run.train, offload=1.0, recompute=names))
+
+
+def differences(kept: Outcome, away: Outcome) -> list[str]:
+    figures = [{name: each for name, each in step.items() if name != WITHOUT_ROOM} for step in away.figures]
+    wrong = [] if figures == kept.figures else ["figures"]
+    wrong += [] if away.val_loss == kept.val_loss else ["validation loss"]
+    weights = kept.weights.items()
+    return wrong + [name for name, tensor in weights if not torch.equal(tensor, away.weights[name])]
+
+
+@pytest.mark.parametrize(
+    ("model", "world", "words", "names"),
+    [
+        ("hyper", 2, "ep2", ("hyper", "norm")),
+        pytest.param("hybrid", 2, "gradients", (), marks=pytest.mark.long),
+        pytest.param("latent", 4, "pp2 ep2 overlap", ("block",), marks=pytest.mark.long),
+        pytest.param("tied", 4, "pp2 v2", ("core",), marks=pytest.mark.long),
+        pytest.param("hyper", 4, "tp2 cp2", ("full",), marks=pytest.mark.long),
+        pytest.param("capacity", 4, "pp2 ep2", (), marks=pytest.mark.long),
+    ],
+)
+def test_ranks_that_share_weights(model, world, words, names, corpus) -> None:
+    run = Topology(world=world, words=words).of(run_of(model, corpus, samples=4 * world, micro_batches=4))
+    shapes = canonical_names(plan(run, world))
+    found = []
+    for each in (run, offloading(run, *names)):
+        told = run_ranks(world, train_each, [Task(run=each)], timeout_s=300)
+        found.append(outcome([rank for (rank,) in told], shapes, Task(run=each)))
+    assert differences(*found) == []
+
+
+@pytest.mark.long
+def test_encoders_offload_their_blocks_too(corpus) -> None:
+    placement = Placement(world=2, language="pp2", modules={"vision": "tp2"})
+    run = placement.of(multimodal("hybrid", corpus, {"vision": VISION}, samples=16, micro_batches=8))
+    shapes = alone(Task(run=multimodal("hybrid", corpus, {"vision": VISION}, samples=16))).shapes
+    kept, away = (on_ranks(placement, Task(run=each), shapes) for each in (run, offloading(run)))
+    assert differences(kept, away) == []
