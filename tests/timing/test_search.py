@@ -16,9 +16,10 @@ from braid.schedule import Act
 from braid.timing.calibration import load
 from braid.timing.links import load_cluster
 from braid.timing.predict import predict
-from braid.timing.search import Choice, MeshSizes, Search, Shape, Space, search
+from braid.timing.search import Choice, MeshSizes, Search, Setting, Shape, Space, search, timed
 from braid.timing.search.choices import divisors
 from braid.timing.search.pipeline import turns
+from braid.timing.search.simulate import Simulator
 
 CLUSTER, DEVICE = load_cluster("h100-ib"), load("h100")
 ROUNDING = 1 + 1e-9
@@ -37,10 +38,10 @@ RUNS = {
 }
 
 
-def searched(run: Run, world: int, **choices: object) -> Search:
+def searched(run: Run, world: int) -> Search:
     space = Space(run=run, world=world, most_tp=CLUSTER.domain)
     limit = int(0.95 * DEVICE.memory_bytes)
-    return Search(space=space, cluster=CLUSTER, calibration=DEVICE, limit=limit, **choices)  # type: ignore[arg-type]
+    return Search(setting=Setting(space=space, cluster=CLUSTER, calibration=DEVICE), limit=limit)
 
 
 def drawn(space: Space, luck: random.Random) -> Choice:
@@ -65,15 +66,15 @@ def bounds_hold(run: Run, world: int, seed: int) -> None:
     bounds = looked.bounds(choice.mesh, axes)
     peak = estimate(plan(looked.space.run_of(choice), world)).peak
     assert max(bounds.memory(choice), bounds.least_weights()) <= peak, choice
-    timed = looked.timed(choice)
-    assert bounds.time(choice) <= timed.seconds * ROUNDING, choice
+    seconds = timed(looked.setting, choice).seconds * ROUNDING
+    assert bounds.time(choice) <= seconds, choice
     row = (choice.shape, choice.micro_batches)
     quick = bounds.quick_times(*row)[
         bounds.recomputes.index(choice.recompute), bounds.shards.index(choice.shard)
     ]
     least = bounds.least_times(choice.shape)[bounds.counts.index(choice.micro_batches)]
     work = bounds.least_work(choice.shape)[bounds.counts.index(choice.micro_batches)]
-    assert max(quick, least, work) <= timed.seconds * ROUNDING, choice
+    assert max(quick, least, work) <= seconds, choice
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -94,14 +95,13 @@ def test_the_list_is_that_of_a_search_that_simulates_everything(world: int) -> N
     run, top = small("[*E]x2" if world == 2 else "[*E]x4", samples=2 * world), world
     fixed = {"mesh.cp": 1, "mesh.etp": 1, "train.recompute": ()}
     found = search(run, world, CLUSTER, DEVICE, fixed=fixed, top=top)
-    work = searched(run, world)
-    work.space = replace(work.space, fixed=fixed)
+    space = Space(run=run, world=world, most_tp=CLUSTER.domain, fixed=fixed)
     best: dict[MeshSizes, float] = {}
-    for sizes, axes in work.space.meshes():
-        for shape in work.space.shapes(sizes):
-            for count in work.space.micro_batches(axes):
-                for shard in work.space.shards(axes):
-                    made = plan(work.space.run_of(Choice(sizes, shape, count, (), shard)), world)
+    for sizes, axes in space.meshes():
+        for shape in space.shapes(sizes):
+            for count in space.micro_batches(axes):
+                for shard in space.shards(axes):
+                    made = plan(space.run_of(Choice(sizes, shape, count, (), shard)), world)
                     if estimate(made).peak <= found.limit:
                         best[sizes] = min(best.get(sizes, 1e9), predict(made, CLUSTER, DEVICE).seconds)
     fastest = sorted(best.items(), key=lambda item: item[1])[:top]
@@ -109,6 +109,16 @@ def test_the_list_is_that_of_a_search_that_simulates_everything(world: int) -> N
     assert [each.choice.mesh for each in found.best] == [sizes for sizes, _ in fastest]
     counts = found.counts
     assert counts.candidates == counts.cannot_fit + counts.cannot_be_better + counts.ranked
+
+
+def test_candidates_are_simulated_alike_in_any_number_of_processes() -> None:
+    looked = searched(small("[*E]x2", samples=8), 8)
+    choices = [drawn(looked.space, random.Random(seed)) for seed in range(3)]
+    simulator = Simulator(looked.setting, 2)
+    try:
+        assert simulator.timed(choices) == [timed(looked.setting, choice) for choice in choices]
+    finally:
+        simulator.close()
 
 
 def test_a_row_planned_by_itself_takes_the_time_that_is_listed() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from collections.abc import Iterator, Sequence
 from types import MappingProxyType
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 GIB = 2**30
 WIDTH = 240
 """Table width if stdout is not a terminal."""
+MOST_PROCESSES = 4
+"""How many simulate at the same time: that many at most are."""
 NUMBERS = ("mesh.tp", "mesh.cp", "mesh.pp", "mesh.ep", "mesh.etp", "train.micro_batches")
 WORDS = MappingProxyType(
     {
@@ -67,7 +70,7 @@ def show_search(
     with rich.console.Console(stderr=True).status("searching") as status:  # shown on a terminal only
         found = search(
             run, world, place, device, fixed=fixed, limit=limit, top=top, load_factor=load,
-            report=status.update,
+            processes=min(len(os.sched_getaffinity(0)), MOST_PROCESSES), report=status.update,
         )  # fmt: skip
     begin = ["braid", "plan", name, "--world", str(world), "--cluster", cluster]
     begin += [] if calibration is None else ["--calibration", calibration]
@@ -75,7 +78,7 @@ def show_search(
     if as_json:
         print(json.dumps(_as_json(found, recipe), indent=2))
     else:
-        _print(found, recipe, run, shlex.join(begin))
+        _print(found, recipe, run, world, shlex.join(begin))
     return found
 
 
@@ -135,16 +138,15 @@ NOT_WHOLE = (
 )
 
 
-def _print(found: Found, recipe: Run, run: Run, begin: str) -> None:
+def _print(found: Found, recipe: Run, run: Run, world: int, begin: str) -> None:
     console = rich.console.Console(highlight=False)
     if not console.is_terminal:
         console = rich.console.Console(highlight=False, width=WIDTH)
     if found.best:
-        meter = found.best[0].meter
-        cluster, known = meter.cluster, meter.calibration
+        cluster, known = found.cluster, found.calibration
         tokens = run.train.batch_samples * run.data.sequence_tokens
         console.print(
-            f"{found.best[0].plan.world:,} x {known.name}, {cluster.domain} to a fast domain, "
+            f"{world:,} x {known.name}, {cluster.domain} to a fast domain, "
             f"{8e-9 * cluster.nic_bandwidth:,.0f} Gb/s each between them; {tokens / 1e6:,.1f} M tokens a step; "
             f"calibration {known.source}"
         )
@@ -178,7 +180,7 @@ def ranked_meshes(found: Found) -> RankedMeshes:
 
 
 def _row(number: int, each: Timed, limit: int) -> list[str]:
-    sizes, axes = each.choice.mesh, each.plan.axes
+    sizes = each.choice.mesh
     part, share = each.limited_by
     return [
         str(number),
@@ -186,8 +188,8 @@ def _row(number: int, each: Timed, limit: int) -> list[str]:
         f"{span_text(each.low)} to {span_text(each.high)}",
         f"{each.mfu:.1%}",
         *map(str, (sizes.tp, sizes.cp, sizes.pp, 2 if each.choice.shape.dual else each.choice.shape.segments)),
-        *map(str, (sizes.ep, sizes.etp, axes.dp)),
-        str(each.plan.micro_batch_samples // axes.dp),
+        *map(str, (sizes.ep, sizes.etp, each.dp)),
+        str(each.rows),
         str(each.choice.micro_batches),
         " ".join(each.choice.recompute) or "none",
         each.choice.shard,
@@ -263,9 +265,9 @@ def _timed_json(each: Timed, recipe: Run) -> dict[str, Any]:
         "high": each.high,
         "mfu": each.mfu,
         **choice.mesh._asdict(),
-        "dp": each.plan.axes.dp,
+        "dp": each.dp,
         "segments": 2 if choice.shape.dual else choice.shape.segments,
-        "rows": each.plan.micro_batch_samples // each.plan.axes.dp,
+        "rows": each.rows,
         "micro_batches": choice.micro_batches,
         "recompute": list(choice.recompute),
         "shard": choice.shard,

@@ -1,10 +1,14 @@
 """The fastest meshes of a run on a cluster: `search`. docs/step-time.md says how it finds them.
 
 choices.py has the candidates, bricks.py the work that they share, pipeline.py the order of turns, bounds.py
-what no candidate goes below. search.py bounds, ranks and simulates.
+what no candidate goes below, and the closed form. simulate.py simulates, search.py decides what is.
 """
 
 from braid.timing.search.choices import Choice, MeshSizes, Shape, Space
-from braid.timing.search.search import HEADROOM, Counts, Found, Search, Timed, search
+from braid.timing.search.search import HEADROOM, Counts, Found, Search, search
+from braid.timing.search.simulate import Setting, Timed, timed
 
-__all__ = ["HEADROOM", "Choice", "Counts", "Found", "MeshSizes", "Search", "Shape", "Space", "Timed", "search"]
+__all__ = [
+    "HEADROOM", "Choice", "Counts", "Found", "MeshSizes", "Search", "Setting", "Shape", "Space", "Timed",
+    "search", "timed",
+]  # fmt: skip

@@ -333,7 +333,8 @@ class MeshBounds:
         seconds = self._extended(slower, choice, self._segments(slower, choice))
         first = np.maximum(own.gather - forward, 0.0) if choice.shard != "all" else waits_f
         last = np.maximum(own.reduce - backward, 0.0)
-        ends = float((cut.segments @ first).sum()) + float((cut.ranks @ last)[0])
+        # While the first micro-batch is on its way, the ranks behind the first one gather their weights.
+        ends = float(cut.segments[0] @ first) + float((cut.ranks @ last)[0])
         busy = max(seconds + ends, self._weights_stream(*choice[1:3], choice.shard))
         host = self._host(choice, table)
         return max(busy + self._held(choice.shard, choice.shape).update, host)

@@ -85,7 +85,8 @@ def turns(pp: int, shape: Shape, micro_batches: int) -> Turns:
         ranks = [tuple(_apart(slots(rank, pp, micro_batches), shape)) for rank in range(pp)]
     else:
         ranks = _pairs(pp, shape, micro_batches) if shape.overlap else _singles(pp, shape, micro_batches)
-    return Turns(holder, tuple(ranks), tuple(_live(each) for each in ranks), _steps(holder, ranks))
+    steps = _steps(holder, ranks, shape.dual)
+    return Turns(holder, tuple(ranks), tuple(_live(each) for each in ranks), steps)
 
 
 def _apart(own: Iterable[Slot], shape: Shape) -> Iterator[Slot]:
@@ -170,11 +171,14 @@ class Step(NamedTuple):
     own_forward_place: int
     """The forward of the same turn, where the slot has both."""
     wgrad: int
+    wgrad_last: bool
+    """Whether weight gradients come behind all else, and so cannot hide an exchange."""
 
 
-def _steps(holder: Sequence[int], ranks: Sequence[Sequence[Slot]]) -> tuple[Step, ...]:
+def _steps(holder: Sequence[int], ranks: Sequence[Sequence[Slot]], dual: bool) -> tuple[Step, ...]:
     """The slots of all ranks in an order in which each has what it waits for. What a slot waits for is another
-    rank's slot; the ranks advance in rounds until all lists are done."""
+    rank's slot; the ranks advance in rounds until all lists are done. DualPipeV (`dual`) computes weight
+    gradients behind a backward that has no forward beside it."""
     forwards: dict[Turn, int] = {}
     backwards: dict[Turn, int] = {}
     steps: list[Step] = []
@@ -187,7 +191,8 @@ def _steps(holder: Sequence[int], ranks: Sequence[Sequence[Slot]]) -> tuple[Step
                 if step is None:
                     waiting = True
                     break
-                steps.append(step)
+                alone = step.forward < 0 or step.backward < 0
+                steps.append(step._replace(wgrad_last=dual and alone and step.wgrad >= 0))
                 places[rank] += 1
                 moved = True
         assert moved or not waiting, "turns wait for each other"
@@ -225,6 +230,7 @@ def _step(
         gradient_sent=b is not None and b[1] < last and holder[b[1] + 1] != rank,
         own_forward_place=forwards[f] if f is not None and both else 0,
         wgrad=-1 if w is None else w[1],
+        wgrad_last=False,
     )
 
 
@@ -237,7 +243,7 @@ def replay(order: Turns, seconds: Segments) -> float:
     exchange_f, exchange_b, message = seconds.exchange_forward, seconds.exchange_backward, seconds.message
     at = [0.0] * (1 + 2 * len(order.steps))
     compute, exchange = [0.0] * len(order.ranks), [0.0] * len(order.ranks)
-    for rank, f, f_place, f_from, f_sent, b, b_place, b_from, b_sent, own_forward, w in order.steps:
+    for rank, f, f_place, f_from, f_sent, b, b_place, b_from, b_sent, own_forward, w, w_last in order.steps:
         busy = ends = before = compute[rank]
         if f >= 0:
             begin = at[f_from] + message if f_sent else at[f_from]
@@ -261,7 +267,9 @@ def replay(order: Turns, seconds: Segments) -> float:
             if done > ends:
                 ends = done
             exchange[rank] += exchange_b[b]
-        if w >= 0:
+        if w >= 0 and not w_last:
             busy += wgrad[w]
         compute[rank] = busy if busy > ends else ends
+        if w_last:
+            compute[rank] += wgrad[w]
     return max(*compute, *exchange)

@@ -17,22 +17,26 @@ from typing import Any, NamedTuple
 from braid.config import Run
 from braid.errors import ConfigError
 from braid.planning.divisibility import AxisSizes
-from braid.planning.estimate import estimate
-from braid.planning.plan import Plan, check, plan, training_flops
+from braid.planning.plan import check
 from braid.timing.calibration import Calibration
 from braid.timing.links import Cluster, filled
 from braid.timing.meter import ClusterMeter
-from braid.timing.predict import calibration_for, unmeasured
+from braid.timing.predict import calibration_for
 from braid.timing.search.bounds import MeshBounds, Pipelines
 from braid.timing.search.bricks import Bricks, Examples
 from braid.timing.search.choices import Choice, MeshSizes, Shape, Space
-from braid.timing.search.pipeline import counted
-from braid.timing.step import Stepper, StepTime
+from braid.timing.search.simulate import Setting, Simulator, Timed, timed
 
 HEADROOM = 0.05
 """The share of a device's memory that is left free unless a limit is given: for what an estimate misses."""
 MARGIN = 0.05
 """How far the closed form may be from the simulated time."""
+VARIANT = 0.01
+"""The same of candidates that differ in recomputation and sharding alone, one of which was simulated."""
+BATCH = 4
+"""Candidates that are simulated at the same time: as many on all machines, so that they find the same."""
+MANY = 200
+"""Meshes from which on a search starts processes of its own."""
 
 Report = Callable[[str], None]
 
@@ -67,45 +71,6 @@ class Ranked(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Timed:
-    """A candidate that was simulated."""
-
-    choice: Choice
-    run: Run
-    plan: Plan
-    """Its op lists are those of a step with fewer micro-batches, if the step is long."""
-    step: StepTime
-    peak: int
-    """Bytes of memory."""
-    stepper: Stepper
-    meter: ClusterMeter
-
-    @property
-    def seconds(self) -> float:
-        return self.step.seconds
-
-    @property
-    def low(self) -> float:
-        return self.stepper.seconds(replace(self.meter, side=-1.0))
-
-    @property
-    def high(self) -> float:
-        return self.stepper.seconds(replace(self.meter, side=1.0))
-
-    @property
-    def mfu(self) -> float:
-        flops = training_flops(self.plan) * self.run.train.batch_samples
-        return flops / (self.seconds * self.plan.world * self.meter.calibration.peak_flops)
-
-    @property
-    def limited_by(self) -> tuple[str, float]:
-        """The largest part of the step, and its share."""
-        parts = self.step.stations[self.step.limiting]
-        name = max(parts, key=lambda each: parts[each])
-        return name, parts[name] / self.seconds
-
-
-@dataclass(frozen=True, kw_only=True)
 class Found:
     """The result of a search."""
 
@@ -114,10 +79,12 @@ class Found:
     counts: Counts
     limit: int
     """Bytes that a rank may take."""
+    cluster: Cluster
+    calibration: Calibration
     own: Timed | None
     """The run as it is; None if it does not plan on these ranks."""
     is_whole: bool
-    """Whether the search ended by itself; otherwise as many were simulated as may be, and meshes that are
+    """Whether all were simulated that may be in the list; otherwise as many were as may be, and meshes that are
     faster than the last ones of the list may be missing."""
     own_rank: int
     """How many candidates are ranked before it, and one."""
@@ -129,13 +96,10 @@ class Found:
 class Search:
     """A search, step by step: `rank`, then `simulate`."""
 
-    space: Space
-    cluster: Cluster
-    calibration: Calibration
+    setting: Setting
     limit: int
     top: int = 10
     simulations: int = 64
-    load: float = 1.0
     prune: bool = True
     """Whether candidates that cannot be better are left out; otherwise all that fit are ranked."""
     report: Report = lambda text: None
@@ -145,6 +109,7 @@ class Search:
     _known: dict[Any, tuple[str, str, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.space = self.setting.space
         self._examples = Examples(self.space.run, self.space.layout)
         self._pipelines = Pipelines(self.space, self._examples.kinds)
 
@@ -159,9 +124,9 @@ class Search:
         key = (sizes.tp, sizes.cp, sizes.ep, sizes.etp)
         if key not in self._bricks:
             alone = axes.slab * axes.pp == 1
-            self._bricks[key] = Bricks(self._examples, sizes, alone=alone, load=self.load)
+            self._bricks[key] = Bricks(self._examples, sizes, alone=alone, load=self.setting.load)
         bricks = self._bricks[key]
-        base = ClusterMeter(bricks.plan, self.cluster, self.calibration, known=self._known)
+        base = ClusterMeter(bricks.plan, self.setting.cluster, self.setting.calibration, known=self._known)
         return MeshBounds(self._pipelines, sizes, axes, bricks, base)
 
     def rank(self, margin: float = MARGIN) -> tuple[list[Ranked], Counts, float]:
@@ -242,48 +207,29 @@ class Search:
 
     # ------------------------------------------------------------------------------------- simulation
 
-    def simulate(self, ranked: list[Ranked]) -> list[Timed]:
-        """The best of each mesh, fastest first. Candidates that cannot be better than what is found are left
-        out, and those of an earlier call are not simulated again."""
-        best: dict[MeshSizes, Timed] = {}
-        for found in _best_of_each_first(ranked, self.top):
-            times = sorted(each.seconds for each in best.values())
-            last = times[self.top - 1] if len(times) >= self.top else inf
-            own = best[found.choice.mesh].seconds if found.choice.mesh in best else inf
-            if found.bound > min(last, own) or found.seconds > (1 + MARGIN) * min(last, own):
-                continue
-            if found.choice not in self.simulated:
-                if self.is_spent:
-                    break
-                self.simulated[found.choice] = self.timed(found.choice)
+    def simulate(self, ranked: list[Ranked], simulator: Simulator) -> tuple[list[Timed], bool]:
+        """The best of each mesh, fastest first, and whether no candidate is left that may be in the list. Of
+        candidates that differ in recomputation and sharding alone, first one is simulated, and then others as
+        long as there may be more. Those of an earlier call are not simulated again."""
+        results = _Results(self.top, self.limit)
+        for variant in (-VARIANT, VARIANT):
+            waiting = _best_of_each_first(ranked, self.top)
+            while batch := results.batch(waiting, variant):
+                new = [found.choice for found in batch if found.choice not in self.simulated]
+                new = new[: self.simulations - len(self.simulated)]
+                self.simulated |= zip(new, simulator.timed(new), strict=True)
                 self._tell(f"simulated {len(self.simulated)} of at most {self.simulations}", 0)
-            timed = self.simulated[found.choice]
-            if timed.peak <= self.limit and timed.seconds < own:
-                best[found.choice.mesh] = timed
-        return sorted(best.values(), key=lambda each: each.seconds)[: self.top]
+                for found in batch:
+                    if found.choice in self.simulated:
+                        results.add(found, self.simulated[found.choice])
+                if self.is_spent and any(found.choice not in self.simulated for found in batch):
+                    return results.fastest(), variant > 0
+        return results.fastest(), True
 
     @property
     def is_spent(self) -> bool:
         """Whether as many candidates were simulated as may be."""
         return len(self.simulated) >= self.simulations
-
-    def timed(self, choice: Choice, run: Run | None = None) -> Timed:
-        """A candidate as planning, `estimate` and `predict` see it. Of a long step, the op lists of a shorter
-        one tell its time and its peak; `predict` derives it from them too."""
-        whole = self.space.run_of(choice) if run is None else run
-        few = counted(choice.micro_batches, choice.mesh.pp)
-        samples = whole.train.batch_samples // choice.micro_batches * few
-        train = replace(whole.train, micro_batches=few, batch_samples=samples)
-        short = plan(replace(whole, train=train), self.space.world)
-        tokens = whole.train.batch_samples * whole.data.sequence_tokens
-        made = replace(short, run=whole, step_tokens=tokens)
-        meter, stepper = ClusterMeter(made, self.cluster, self.calibration), Stepper(made, load=self.load)
-        if unknown := unmeasured(made, meter, stepper.held):
-            raise ConfigError("\n".join(["no time can be given:", *unknown]))
-        return Timed(
-            choice=choice, run=whole, plan=made, step=stepper.step(meter), peak=estimate(short).peak,
-            stepper=stepper, meter=meter,
-        )  # fmt: skip
 
     def _tell(self, text: str, number: int) -> None:
         if number % 10 == 0:
@@ -298,6 +244,55 @@ def _best_of_each_first(ranked: list[Ranked], top: int) -> list[Ranked]:
     ahead = list(firsts.values())[:top]
     taken = set(ahead)
     return [*ahead, *(found for found in ranked if found not in taken)]
+
+
+class _Results:
+    """What was simulated, by which others are left out."""
+
+    def __init__(self, top: int, limit: int) -> None:
+        self.top, self.limit = top, limit
+        self.best: dict[MeshSizes, Timed] = {}
+        self._ratios: dict[Choice, float] = {}
+        """Simulated time over closed form, by what candidates have in common but for recomputation and
+        sharding."""
+
+    def fastest(self) -> list[Timed]:
+        """The best of each mesh, fastest first."""
+        return sorted(self.best.values(), key=lambda each: each.seconds)[: self.top]
+
+    def add(self, found: Ranked, timed: Timed) -> None:
+        self._ratios.setdefault(_without_variant(found.choice), timed.seconds / found.seconds)
+        if timed.peak <= self.limit and timed.seconds < self._own(found.choice):
+            self.best[found.choice.mesh] = timed
+
+    def batch(self, waiting: list[Ranked], variant: float) -> list[Ranked]:
+        """The next candidates, none of which is a variant of another. They are taken from those that wait, and
+        those that cannot be better than what was found are left out of these."""
+        last = heapq.nsmallest(self.top, (each.seconds for each in self.best.values()))
+        mark = last[-1] if len(last) == self.top else inf
+        batch, left = dict[Choice, Ranked](), list[Ranked]()
+        for found in waiting:
+            group, own = _without_variant(found.choice), min(mark, self._own(found.choice))
+            if group in self._ratios:
+                wanted = found.seconds * self._ratios[group] <= (1 + variant) * own
+            else:
+                wanted = found.seconds <= (1 + MARGIN) * own
+            if not wanted or found.bound > own:
+                continue
+            if group in batch or len(batch) == BATCH:
+                left.append(found)
+            else:
+                batch[group] = found
+        waiting[:] = left
+        return list(batch.values())
+
+    def _own(self, choice: Choice) -> float:
+        return self.best[choice.mesh].seconds if choice.mesh in self.best else inf
+
+
+def _without_variant(choice: Choice) -> Choice:
+    """What a candidate has in common with those that recompute and shard differently."""
+    return choice._replace(recompute=(), shard="all")
 
 
 class _Waiting(NamedTuple):
@@ -342,38 +337,50 @@ def search(
     top: int = 10,
     simulations: int = 64,
     load_factor: float = 1.0,
+    processes: int = 1,
     prune: bool = True,
     report: Report = lambda text: None,
 ) -> Found:
     """The fastest meshes of a run on a number of ranks. `limit` are the bytes that a rank may take, by default
-    those of the device but for `HEADROOM`; `fixed` has values that are not searched, by option."""
+    those of the device but for `HEADROOM`; `fixed` has values that are not searched, by option. `processes` is
+    how many simulate candidates of a search with many meshes, which changes nothing of what is found."""
     began = monotonic()
     known, cluster = calibration_for(cluster, calibration), filled(cluster, world)
     most = int((1 - HEADROOM) * known.memory_bytes) if limit is None else limit
     space = Space(run=run, world=world, most_tp=cluster.domain, fixed=fixed or {})
     _check(space)
+    setting = Setting(space=space, cluster=cluster, calibration=known, load=load_factor)
     work = Search(
-        space=space, cluster=cluster, calibration=known, limit=most, top=top, simulations=simulations,
-        load=load_factor, prune=prune, report=report,
+        setting=setting, limit=most, top=top, simulations=simulations, prune=prune, report=report,
     )  # fmt: skip
-    margin = MARGIN
-    ranked, counts, mark = work.rank(margin)
-    best = work.simulate(ranked)
-    # The closed form was too fast: candidates are missing.
-    while len(best) == top and best[-1].seconds > mark and not work.is_spent:
-        margin = 2 * margin + best[-1].seconds / mark - 1
-        ranked, counts, mark = work.rank(margin)
-        best = work.simulate(ranked)
-    own, place = _own(work, ranked)
+    simulator = Simulator(setting, processes if len(list(space.meshes())) >= MANY else 1)
+    try:
+        ranked, counts, best, is_whole = _searched(work, simulator)
+        own = None if check(run, world) else timed(setting, space.own(), run)
+    finally:
+        simulator.close()
     return Found(
         best=tuple(best),
         counts=replace(counts, simulated=len(work.simulated)),
-        is_whole=not work.is_spent,
+        is_whole=is_whole,
         limit=most,
+        cluster=cluster,
+        calibration=known,
         own=own,
-        own_rank=place,
+        own_rank=0 if own is None else 1 + sum(each.seconds < own.seconds for each in ranked),
         seconds=monotonic() - began,
     )
+
+
+def _searched(work: Search, simulator: Simulator) -> tuple[list[Ranked], Counts, list[Timed], bool]:
+    margin = MARGIN
+    while True:
+        ranked, counts, mark = work.rank(margin)
+        best, is_whole = work.simulate(ranked, simulator)
+        if len(best) < work.top or best[-1].seconds <= mark or work.is_spent:
+            return ranked, counts, best, is_whole
+        # The closed form was too fast: candidates are missing.
+        margin = 2 * margin + best[-1].seconds / mark - 1
 
 
 def _check(space: Space) -> None:
@@ -394,12 +401,3 @@ def _check(space: Space) -> None:
         problems = [problem for problem in check(run, space.world) if not problem.field.startswith("mesh.")]
         told += [str(problem) for problem in problems]
         raise ConfigError("\n".join(told))
-
-
-def _own(work: Search, ranked: list[Ranked]) -> tuple[Timed | None, int]:
-    """The run as it is, and its rank."""
-    run, world = work.space.run, work.space.world
-    if check(run, world):
-        return None, 0
-    timed = work.timed(work.space.own(), run)
-    return timed, 1 + sum(each.seconds < timed.seconds for each in ranked)
