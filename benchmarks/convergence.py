@@ -19,6 +19,7 @@ import multiprocessing
 import tempfile
 import time
 from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from pathlib import Path
@@ -79,29 +80,43 @@ def train(model: str, way: str, seed: int, steps: int, where: Literal["cuda", "c
 
 
 def _train(run: Run, way: str, device: Device, folder: Path) -> dict[str, Any]:
-    seed, steps, began = run.train.seed, run.train.steps, time.monotonic()
+    began = time.monotonic()
+
+    def told(step: int, loss: float) -> None:
+        print(f"{way} {run.train.seed}  step {step}  {loss:.4f}  {time.monotonic() - began:.0f} s", flush=True)
+
+    found = curve(run, device, folder, plain=way == "plain", every=max(run.train.steps // 5, 1), told=told)
+    return {"way": way, "seed": run.train.seed, "steps": run.train.steps, **found}
+
+
+def curve(
+    run: Run,
+    device: Device,
+    folder: Path,
+    *,
+    every: int,
+    told: Callable[[int, float], None],
+    plain: bool = False,
+    after_step: Callable[[int], None] = lambda _: None,
+) -> dict[str, Any]:
+    """Train a run. Its validation losses, all `every` steps and at the end, each `told` at once; and the mean
+    training loss of the last tenth. `plain`: with the references instead of the chosen kernels."""
+    steps = run.train.steps
     feed = open_data_pipeline(run, folder)
     assert feed.validation is not None
-    state = make_state(plan(run, 1), device, chosen=None if way == "fast" else kernels.references())
+    state = make_state(plan(run, 1), device, chosen=kernels.references() if plain else None)
     states.initialize(state, run)
     schedule, losses, last = lr_schedule(run), dict[str, float](), list[float]()
     for step in range(1, steps + 1):
         result = train_step(state, run, feed.train, schedule.rate(step))
         assert not result.not_finite, f"step {step}: {result.not_finite}"
         last += [result.loss] if step > steps - max(steps // 10, 1) else []
-        if step % max(steps // 5, 1) == 0 or step == steps:
+        if step % every == 0 or step == steps:
             losses[str(step)] = evaluate(state, run, feed.validation)
-            seconds = time.monotonic() - began
-            print(f"{way} {seed}  step {step}  {losses[str(step)]:.4f}  {seconds:.0f} s", flush=True)
+            told(step, losses[str(step)])
+        after_step(step)
     paths = [f"{choice.op}: {choice.name}" for choice in state.model.kernels.choices]
-    return {
-        "way": way,
-        "seed": seed,
-        "steps": steps,
-        "paths": paths,
-        "validation": losses,
-        "training": mean(last),
-    }
+    return {"paths": paths, "validation": losses, "training": mean(last)}
 
 
 def compared(trainings: list[dict[str, Any]]) -> dict[str, Any]:

@@ -180,3 +180,21 @@ def test_losses_count_what_saturates_and_what_becomes_zero() -> None:
     assert losses(x, quantize(x, FORMATS["fp8_block"])) == (9, 0, 3)
     poisoned = torch.tensor([[math.nan, 1.0, math.inf]])
     assert losses(poisoned, quantize(poisoned, FORMATS["mxfp8"])) == (3, 0, 0)
+
+
+def test_bfloat16_has_every_operand_of_mxfp8() -> None:
+    """All values by all scales, as tensor cores take them; but for what runs flush to zero: below 2^-126."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    values = codes[~codes.view(torch.float8_e4m3fn).float().isnan()].view(torch.float8_e4m3fn)
+    scales = torch.arange(1, 247, dtype=torch.uint8).view(torch.float8_e8m0fnu)  # up to 2^119
+    whole = Quantized(
+        values=values.expand(len(scales), -1),
+        scales=scales.view(torch.uint8).unsqueeze(1).view(torch.float8_e8m0fnu),
+        rows=Blocks(1, 0),
+        columns=Blocks(len(values), 0),
+    )
+    exact = whole.dequantized(torch.float64)
+    assert exact.abs().amax() == 448 * 2.0**119
+    normal = exact.abs() >= 2.0**-126
+    assert normal.sum() > exact.numel() * 0.9
+    assert torch.equal(whole.dequantized(torch.bfloat16).double()[normal], exact[normal])

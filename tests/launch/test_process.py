@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from datetime import timedelta
 
@@ -25,7 +26,14 @@ from braid.launch.process import (
     rank_zero_first,
     translate_peer_errors,
 )
-from braid.launch.rendezvous import RefusedError, format_ranks, next_rendezvous, tell_refusal
+from braid.launch.rendezvous import (
+    RefusedError,
+    format_ranks,
+    next_rendezvous,
+    release,
+    tell_refusal,
+    wait_for_release,
+)
 from tests.ranks import run_ranks
 
 WHOLE = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
@@ -301,3 +309,33 @@ def test_what_torch_says_of_lost_peers_becomes_an_error_for_people():
         with pytest.raises(RuntimeError) as caught, translate_peer_errors():
             raise RuntimeError(text)
         assert type(caught.value) is kind
+
+
+def test_ranks_without_use_wait_until_they_are_released_and_not_for_those_of_an_earlier_attempt():
+    store, codes = HashStore(), []
+    release(store, range(2, 4), 7)  # nobody waits yet
+    waiting = threading.Thread(target=lambda: codes.append(wait_for_release(store, 3)))
+    waiting.start()
+    store.wait(["surplus/3"])
+    release(store, range(2, 4), ExitCode.DATA)
+    waiting.join()
+    assert codes == [ExitCode.DATA]
+    again = threading.Thread(target=lambda: codes.append(wait_for_release(store, 3)))
+    token = store.get("surplus/3")
+    again.start()
+    while store.get("surplus/3") == token:
+        pass
+    release(store, range(2, 4), ExitCode.OK)
+    again.join()
+    assert codes == [ExitCode.DATA, ExitCode.OK]
+
+
+def test_a_port_in_use_is_named_with_what_to_set():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        environment = {**WHOLE, "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        where = f"MASTER_ADDR 127.0.0.1, MASTER_PORT {port}"
+        with pytest.raises(
+            ConfigError, match=f"rank 0 cannot serve the store at {where}: .*; set another port"
+        ):
+            join(environment, torch.device("cpu"), SECOND)

@@ -29,6 +29,7 @@ from braid.launch.diagnosis import (
     lost,
     stragglers,
 )
+from braid.launch.elastic import Slots
 from braid.launch.failure_report import read_reports, summary
 from braid.launch.process import ProcessContext, Rendezvous, all_gather_json, everywhere
 from braid.launch.stack_probe import starved_s
@@ -459,7 +460,8 @@ def trained(action: str, folder: Path, corpus: Path, *more: str) -> int:
     ]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
     failures = folder / "out" / "failures"
-    return launch(command, world=2, restarts=0, environment=environment, failures=failures)
+    slots = Slots(2, min_world=2, fits=lambda world: True, file=folder / "out-of-service")
+    return launch(command, slots=slots, restarts=0, environment=environment, failures=failures)
 
 
 @pytest.mark.long

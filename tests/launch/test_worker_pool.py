@@ -15,6 +15,7 @@ import pytest
 
 from braid.cli import main
 from braid.errors import ConfigError, ExitCode
+from braid.launch.elastic import Slots
 from braid.launch.worker_pool import WorkerExit, check_gpus, deciding_exit, launch, nearest_worlds
 from tests import commands
 
@@ -55,7 +56,8 @@ def launched(action: str, *, restarts: int = 0) -> int:
 def launched_as(words: list[str], *, restarts: int = 0) -> int:
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     command = [sys.executable, *words]
-    return launch(command, world=2, restarts=restarts, environment={**environment, "PYTHONPATH": _path()})
+    slots = Slots(2, min_world=2, fits=lambda world: True, file=Path("nowhere"))
+    return launch(command, slots=slots, restarts=restarts, environment={**environment, "PYTHONPATH": _path()})
 
 
 def _path() -> str:
@@ -87,15 +89,15 @@ def free_port() -> int:
         return server.getsockname()[1]
 
 
-def workers_of(launcher: int) -> dict[int, int]:
-    """Process ids by rank, of the children of a launcher."""
+def workers_of(launcher: int, number: str = "RANK") -> dict[int, int]:
+    """Process ids by rank, or by another number in the environment, of the children of a launcher."""
     children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
     ranks = {}
     for pid in map(int, children):
         entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         report = dict(entry.partition(b"=")[::2] for entry in entries)
-        if b"RANK" in report:
-            ranks[int(report[b"RANK"])] = pid
+        if number.encode() in report:
+            ranks[int(report[number.encode()])] = pid
     return ranks
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +22,7 @@ from braid.cli.plan_notes import ineffective_options, schedule_summary, trained_
 from braid.cli.progress import bar
 from braid.cli.recipes import RunFields, expand_recipe_help
 from braid.cli.sources import load_source, output_folder
-from braid.config import to_json
+from braid.config import Run, to_json
 from braid.errors import BraidError, ConfigError, ExitCode, PreemptedError, Problem
 from braid.planning.divisibility import describe_mesh
 from braid.planning.modules import encoder_size
@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     from braid.train.loop import Outcome
     from braid.train.metrics import Listener
     from braid.train.trainer import Trainer
+
+OUT_OF_SERVICE = "out-of-service"
+"""File in the run's folder with slots that are not to be used, one per line."""
 
 SAMPLE_TOKENS = 200
 DISTRIBUTED_SAMPLE_TOKENS = 40
@@ -71,6 +74,8 @@ class TrainOptions:
     """Number of ranks to start on this machine."""
     restarts: int = 0
     """How many times to restart all ranks after one fails; training resumes from the latest checkpoint."""
+    min_world: Annotated[int | None, optional("INT", "--world")] = None
+    """With --restarts, or under torchrun: go on with as few ranks as this if others do not come back."""
     check_collectives: bool = False
     """For debugging: ranks compare op, shape, dtype and order of each collective before it runs (slow)."""
     tensorboard: bool = False
@@ -85,17 +90,32 @@ class TrainOptions:
 
 def train(args: list[str]) -> int:
     """Launch the ranks of the run, or run as one of them."""
-    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
+    if not _is_worker():
         return _launch(args, *_parse(args))
-    from braid.launch.process import refusal_told
+    from braid.launch.process import refusal_told, release_surplus, wait_as_surplus
 
     with refusal_told(os.environ):
         plan, opts, out = _worker_plan(args)
-    code = _run_rank(plan, out, args, opts)
+    code = int(ExitCode.BUG)
+    if int(os.environ["RANK"]) >= plan.world:
+        code = wait_as_surplus(os.environ)
+    else:
+        try:
+            code = _run_rank(plan, out, args, opts)
+        except BraidError as error:
+            code = error.exit_code
+            raise
+        finally:
+            release_surplus(os.environ, plan.world, code)
     sys.stdout.flush()
     sys.stderr.flush()
     # Skip interpreter shutdown: threads of destroyed communicators may outlive it and abort the process.
     os._exit(code)
+
+
+def _is_worker() -> bool:
+    """Whether a launcher has started this process as a rank."""
+    return "RANK" in os.environ or "WORLD_SIZE" in os.environ
 
 
 def _parse(args: list[str]) -> tuple[TrainOptions, Path]:
@@ -112,19 +132,23 @@ def _parse(args: list[str]) -> tuple[TrainOptions, Path]:
 def _launch(args: list[str], opts: TrainOptions, out: Path) -> int:
     """Train in this process, or launch the ranks."""
     plan = _checked_plan(opts, 1 if opts.world is None else opts.world)
+    if opts.min_world is not None and not opts.restarts:
+        raise ConfigError(f"--min-world {opts.min_world} is about restarts: set --restarts N too")
     if opts.init_plan:
         return _print_init_plan(plan, opts)
     if plan.world == 1 and opts.restarts == 0:
         return _run_rank(plan, out, args, opts)
+    from braid.launch.elastic import Slots
     from braid.launch.worker_pool import check_gpus, launch
     from braid.train.trainer import FAILURES
 
     check_gpus(plan.world, opts.device)
     print(f"starting {plan.world} ranks", file=sys.stderr)
     command = [sys.executable, "-m", "braid", "train", *args]
+    smallest = plan.world if opts.min_world is None else opts.min_world
     return launch(
         command,
-        world=plan.world,
+        slots=Slots(plan.world, min_world=smallest, fits=_fits(opts.run), file=out / OUT_OF_SERVICE),
         restarts=opts.restarts,
         environment={**os.environ, PROGRAM: shlex.join(program())},
         failures=out / FAILURES,
@@ -145,6 +169,8 @@ def _checked_plan(opts: TrainOptions, world: int) -> Plan:
             fitting = " and ".join(str(other) for other in near)
             raise ConfigError(f"--world {world} does not fit: {why}. The nearest that fit: {fitting}")
     problems += validators.at_least("restarts", opts.restarts, 0)
+    if opts.min_world is not None:
+        problems += _min_world_problems(opts.min_world, opts.run, world)
     problems += _trace_problems(opts.trace_steps)
     if problems:
         raise ConfigError(problems)
@@ -154,6 +180,23 @@ def _checked_plan(opts: TrainOptions, world: int) -> Plan:
     parse_rules(opts.init_rules)
     _parse_modules(opts.init_modules)
     return make_plan(opts.run, world)
+
+
+def _min_world_problems(smallest: int, run: Run, world: int) -> Iterator[Problem]:
+    """What is wrong with --min-world, if the run has `world` ranks otherwise."""
+    rule = None
+    if not 1 <= smallest < world:
+        rule, remedy = f"must be from 1 to {world - 1}, below the number of ranks", "fewer, or leave it out"
+    elif not any(_fits(run)(fewer) for fewer in range(smallest, world)):
+        rule = f"no number of ranks from {smallest} to {world - 1} fits the mesh and the samples of a step"
+        remedy = "fewer, or leave it out"
+    if rule is not None:
+        yield Problem(field="min-world", value=smallest, rule=rule, remedy=remedy)
+
+
+def _fits(run: Run) -> Callable[[int], bool]:
+    """Whether a run can be planned for a number of ranks."""
+    return lambda world: not check(run, world)
 
 
 def _print_init_plan(plan: Plan, opts: TrainOptions) -> int:
@@ -201,6 +244,7 @@ def _trace_problems(text: str) -> Iterator[Problem]:
 
 def _worker_plan(args: list[str]) -> tuple[Plan, TrainOptions, Path]:
     """Of one rank of a launcher, braid's own or torchrun: the plan, the options and the folder of the run."""
+    from braid.launch.elastic import largest_world
     from braid.launch.process import LAUNCHER, launch_env_of
     from braid.launch.worker_pool import die_with_launcher
 
@@ -208,16 +252,23 @@ def _worker_plan(args: list[str]) -> tuple[Plan, TrainOptions, Path]:
     opts, out = _parse(args)
     env = launch_env_of(os.environ)
     assert env is not None
+    if LAUNCHER in os.environ:
+        return _checked_plan(replace(opts, min_world=None), env.world), opts, out
     if opts.world not in (None, env.world):
         raise ConfigError(
             f"--world {opts.world}, but the launcher started {env.world} ranks: leave --world out"
         )
-    if opts.restarts and LAUNCHER not in os.environ:
+    if opts.restarts:
         raise ConfigError(
             f"--restarts {opts.restarts} applies only to ranks that braid starts itself: "
             "pass --max-restarts to torchrun instead"
         )
-    return _checked_plan(opts, env.world), opts, out
+    world = env.world
+    if opts.min_world is not None:
+        world = largest_world(_fits(opts.run), env.world, opts.min_world) or env.world
+        if env.rank == 0 and world < env.world:
+            print(f"braid: going on with {world} ranks of {env.world}, the others wait", file=sys.stderr)
+    return _checked_plan(replace(opts, min_world=None), world), opts, out
 
 
 def _run_rank(plan: Plan, out: Path, args: list[str], opts: TrainOptions) -> int:
@@ -262,6 +313,7 @@ def _train(plan: Plan, out: Path, args: list[str], opts: TrainOptions) -> int:
             watch=True,
             check_collectives=opts.check_collectives,
             build_progress=progress,
+            environment={**os.environ, "WORLD_SIZE": str(plan.world)} if _is_worker() else os.environ,
         )
     with trainer:
         say(_first_line(args[0], trainer, opts.init))

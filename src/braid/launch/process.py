@@ -52,7 +52,9 @@ from braid.launch.rendezvous import (
     RefusedError,
     format_ranks,
     next_rendezvous,
+    release,
     tell_refusal,
+    wait_for_release,
 )
 
 REQUIRED_ENV = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -78,6 +80,12 @@ LAUNCHER = "BRAID_LAUNCHER"
 
 KILLED = "braid/killed"
 """Store key prefix, followed by the attempt, under which braid's launcher lists workers that were killed."""
+
+SURPLUS_STORE_S = 60.0
+"""How long a rank that only waits tries to reach the store."""
+
+STEPPED = "braid/stepped"
+"""Store key prefix, followed by the attempt, that is set once the attempt has done a step."""
 
 EVERYWHERE = "raised on every rank"
 """Note on an error that all ranks raise at once, so that only one of them needs to print it."""
@@ -250,6 +258,29 @@ def _refuse(environment: Mapping[str, str], error: BraidError) -> None:
         if env is not None and env.world > 1:
             store = PrefixStore("rendezvous", _connect(env, timedelta(seconds=REFUSAL_S)))
             tell_refusal(store, env.rank, env.world, error.exit_code, str(error), REFUSAL_S)
+
+
+def wait_as_surplus(environment: Mapping[str, str]) -> int:
+    """As a rank of torchrun that the run has no use for: wait until the others have ended, and return the exit
+    code to end with. torchrun would take a rank that ends before the others for finished, and count it out when
+    it starts all of them again."""
+    env = launch_env_of(environment)
+    assert env is not None
+    try:
+        store = PrefixStore("rendezvous", _connect(env, timedelta(seconds=SURPLUS_STORE_S)))
+        return wait_for_release(store, env.rank)
+    except RuntimeError as error:
+        raise PeerLostError(f"rank {env.rank}, which waits for others to end, lost the store") from error
+
+
+def release_surplus(environment: Mapping[str, str], used: int, code: int) -> None:
+    """As one of the `used` ranks that take part: let the others go."""
+    env = launch_env_of(environment)
+    if env is None or used == env.world:
+        return
+    with suppress(BraidError, RuntimeError):  # the store may have ended with the others
+        store = PrefixStore("rendezvous", _connect(env, timedelta(seconds=REFUSAL_S)))
+        release(store, range(used, env.world), code)
 
 
 def _already_joined(environment: Mapping[str, str], device: torch.device) -> ProcessContext:

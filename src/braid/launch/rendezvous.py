@@ -30,6 +30,10 @@ REFUSAL_S = 10.0
 """How long a rank that was refused looks for others to tell: they may take longer to start."""
 
 
+SURPLUS_S = 0.5
+"""Polling interval of a rank that the run has no use for."""
+
+
 class RefusedError(Exception):
     """Another rank cannot take part."""
 
@@ -86,6 +90,35 @@ def tell_refusal(store: Store, rank: int, world: int, code: int, message: str, p
         if time.monotonic() >= deadline:
             return
         time.sleep(PAUSE_S + world * PAUSE_PER_RANK_S)
+
+
+def wait_for_release(store: Store, rank: int) -> int:
+    """As a rank that the run has no use for: wait until the others have ended, and return the exit code to end
+    with."""
+    token = uuid.uuid4().hex
+    store.set(_surplus_key(rank), token)
+    while True:
+        if store.check([_release_key(rank)]):
+            released, code = json.loads(store.get(_release_key(rank)))
+            if released == token:  # not a process of an earlier attempt
+                return int(code)
+        time.sleep(SURPLUS_S)
+
+
+def release(store: Store, ranks: range, code: int) -> None:
+    """Let the ranks go that wait because the run has no use for them."""
+    for rank in ranks:
+        if store.check([_surplus_key(rank)]):
+            token = store.get(_surplus_key(rank)).decode()
+            store.set(_release_key(rank), json.dumps([token, code]))
+
+
+def _surplus_key(rank: int) -> str:
+    return f"surplus/{rank}"
+
+
+def _release_key(rank: int) -> str:
+    return f"release/{rank}"
 
 
 def _waiting_token(store: Store, rank: int) -> str:

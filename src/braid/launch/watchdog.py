@@ -47,7 +47,7 @@ from braid.launch.diagnosis import (
     stragglers,
 )
 from braid.launch.failure_report import FailureReport, write_report
-from braid.launch.process import KILLED, ProcessContext, is_everywhere, is_peer_failure
+from braid.launch.process import KILLED, STEPPED, ProcessContext, is_everywhere, is_peer_failure
 from braid.launch.stack_probe import WaitState, is_waiting, probe_error, probe_thread, stack_of, starved_s
 
 BEAT_S = 0.5
@@ -121,12 +121,13 @@ class Watchdog:
         if rendezvous is None:  # a single process
             self._root: Store = HashStore()
             self._store_rank: int | None = self.rank
-            round_id, self._killed_key = "watchdog", KILLED
+            round_id, self._killed_key, self._stepped_key = "watchdog", KILLED, STEPPED
         else:
             # A connection of its own: the working thread may be blocked in a request on the other one.
             self._root = rendezvous.connect(timedelta(seconds=STORE_S))
             self._store_rank = None if rendezvous.agent_store else 0
             round_id, self._killed_key = rendezvous.round, f"{KILLED}/{rendezvous.attempt}"
+            self._stepped_key = f"{STEPPED}/{rendezvous.attempt}"
         self._store = PrefixStore(round_id, self._root)
         # The first rank to set the name of the attempt's folder decides it for all.
         started = datetime.now(UTC).strftime("%Y%m%d-%H%M%S-%f")
@@ -135,6 +136,8 @@ class Watchdog:
         self._store_dead = False
         """Whether a request to the store has failed or timed out: none are sent any more."""
         self._count = self._working = self._samples = 0
+        self._first_step, self._stepped = 0, False
+        """The first step that was seen; whether the launcher knows that one is done."""
         self._native_id = threading.get_native_id()
         self._device_since: tuple[object, float] = (None, 0.0)
         self._starved_since: tuple[object, float] = (None, 0.0)
@@ -219,6 +222,7 @@ class Watchdog:
         while not self._closing.wait(self._beat_s):
             try:
                 self._post_heartbeat()
+                self._note_first_step()
                 diagnosis = self._published_diagnosis() or self._check_peers()
             except RuntimeError:  # of the store, which may recover; the sampling thread watches the time
                 continue
@@ -230,6 +234,14 @@ class Watchdog:
     def _post_heartbeat(self, *, finished: bool = False) -> None:
         self._count += 1
         self._store.set(f"beat/{self.rank}", json.dumps(self.heartbeat(finished=finished).to_json()))
+
+    def _note_first_step(self) -> None:
+        """Tell the launcher once that a step is done: what fails later is not unable to start."""
+        step = self.progress.at.step
+        self._first_step = self._first_step or step
+        if self.rank == 0 and step > self._first_step and not self._stepped:
+            self._root.set(self._stepped_key, "")
+            self._stepped = True
 
     def heartbeat(self, *, finished: bool = False) -> Heartbeat:
         """Where this rank is now."""

@@ -8,6 +8,7 @@ inherits the terminal; the output of other ranks goes to stderr, prefixed with `
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 import math
 import os
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -27,8 +28,9 @@ from torch._C._distributed_c10d import TCPStore
 
 from braid.console import warn
 from braid.errors import ConfigError, ExitCode
+from braid.launch.elastic import Slots
 from braid.launch.failure_report import read_reports, summary
-from braid.launch.process import KILLED, LAUNCHER
+from braid.launch.process import KILLED, LAUNCHER, STEPPED
 
 GRACE_S = 3.0
 """Time between SIGTERM and SIGKILL after a rank has failed."""
@@ -38,6 +40,12 @@ CAUSE_S = 2.0
 one of them is the cause, its exit code must be seen before SIGTERM replaces it."""
 
 POLL_S = 0.02
+
+SLOTS_S = 1.0
+"""Interval at which the launcher looks whether slots go out of service or return."""
+
+MOVED = frozenset({ExitCode.PREEMPTED, ExitCode.TERMINATED, ExitCode.INTERRUPTED})
+"""Exit codes of workers that stopped because they were asked to."""
 
 FINAL = frozenset(
     {
@@ -86,6 +94,11 @@ class WorkerExit:
             return f"was killed by {signal.Signals(-self.status).name}"
         return f"ended with exit code {self.status}"
 
+    @property
+    def at_fault(self) -> bool:
+        """Whether it ended by itself, and not because of another rank."""
+        return not (self.clean or self.stopped or self.status in (ExitCode.PEER_LOST, ExitCode.HANG))
+
     def __str__(self) -> str:
         return f"rank {self.rank} {self.how}"
 
@@ -93,34 +106,67 @@ class WorkerExit:
 def launch(
     command: Sequence[str],
     *,
-    world: int,
+    slots: Slots,
     restarts: int,
     environment: Mapping[str, str],
     failures: Path | None = None,
 ) -> int:
-    """Run `command` on `world` local ranks and return 0, or the exit code of the rank that failed first. After
-    a failure that may be transient all are restarted, at most `restarts` times. Prints a summary of the failure
-    reports that workers write to `failures`."""
+    """Run `command` on the slots of this machine, a rank each, and return 0, or the exit code of the rank that
+    failed first. After a failure that may be transient all are restarted, at most `restarts` times, on the
+    slots that are usable then. If slots go out of service or return in between, all ranks save, stop and are
+    started again, which does not count. Prints a summary of the failure reports that workers write to
+    `failures`."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     if "OMP_NUM_THREADS" not in environment:
         warn("each worker uses one thread; set OMP_NUM_THREADS for more")
-    with _WorkerPool(command, world, environment, store) as pool:
-        for attempt in range(restarts + 1):
+    used, restarted, code = slots.usable(), 0, int(ExitCode.CONFIG)
+    if 0 < len(used) < slots.count:
+        warn(_describe_change(slots.count, used, slots))
+    with _WorkerPool(command, environment, store, slots) as pool:
+        for attempt in itertools.count():
+            if not used:
+                fewest = f"the run needs {slots.min_world} ranks at least (--min-world)"
+                warn(f"slots out of service: {_listed(slots.out_of_service())}, see {slots.file}; {fewest}")
+                return code
             before = _report_folders(failures)
-            pool.start(attempt)
+            pool.start(attempt, used)
             decisive = deciding_exit(pool.wait())
             if decisive is None:
                 return ExitCode.OK
-            final = pool.stop_requested or decisive.exit_code in FINAL or attempt == restarts
-            if not decisive.clean:
-                then = "all were stopped" if final else f"restarting all, {attempt + 1} of {restarts} restarts"
+            code = decisive.exit_code
+            moved = pool.changes_slots and not pool.stop_requested and code in MOVED
+            final = not moved and (pool.stop_requested or code in FINAL or restarted == restarts)
+            if not decisive.clean and not moved:
+                then = (
+                    "all were stopped" if final else f"restarting all, {restarted + 1} of {restarts} restarts"
+                )
                 warn("interrupted" if decisive.stopped else f"{decisive}; {then}")
                 for folder in sorted(_report_folders(failures) - before):
                     for line in (*summary(read_reports(folder)), f"reports: {folder}"):
                         warn(line)
             if final:
-                return decisive.exit_code
-    raise AssertionError("the last attempt is final")
+                return code
+            restarted += not moved
+            if pool.has_stepped():
+                slots.note_progress()
+            if decisive.at_fault and (note := slots.note_failure(used[decisive.rank], decisive.how)):
+                warn(note)
+            used, ran_on = slots.usable(), used
+            if used and used != ran_on:
+                warn(_describe_change(len(ran_on), used, slots))
+    raise AssertionError("attempts are counted")
+
+
+def _describe_change(before: int, used: Sequence[int], slots: Slots) -> str:
+    out = slots.out_of_service() & set(range(slots.count))
+    waiting = slots.count - len(used) - len(out)
+    reasons = f"; out of service: slot {_listed(out)} ({slots.file})" if out else ""
+    surplus = f"; {waiting} wait, as no larger world fits" if waiting else ""
+    return f"going on with {len(used)} ranks instead of {before}{reasons}{surplus}"
+
+
+def _listed(slots: Collection[int]) -> str:
+    return ", ".join(map(str, sorted(slots)))
 
 
 def _report_folders(failures: Path | None) -> set[Path]:
@@ -142,10 +188,14 @@ class _WorkerPool:
     """The workers of one launcher. While entered, SIGTERM and Ctrl-C are forwarded to them."""
 
     def __init__(
-        self, command: Sequence[str], world: int, environment: Mapping[str, str], store: TCPStore
+        self, command: Sequence[str], environment: Mapping[str, str], store: TCPStore, slots: Slots
     ) -> None:
-        self._command, self._world, self._store = tuple(command), world, store
+        self._command, self._store, self._slots = tuple(command), store, slots
         self._attempt = 0
+        self._used: tuple[int, ...] = ()
+        """The slots of this attempt, by rank."""
+        self.changes_slots = False
+        """Whether the workers of this attempt were asked to stop because other slots are usable now."""
         self._environment = dict(environment)
         self._workers: list[subprocess.Popen[bytes]] = []
         self._output_threads: list[threading.Thread] = []
@@ -171,10 +221,11 @@ class _WorkerPool:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 
-    def start(self, attempt: int) -> None:
-        self._attempt, self._sent = attempt, frozenset()
+    def start(self, attempt: int, used: tuple[int, ...]) -> None:
+        self._attempt, self._sent, self.changes_slots = attempt, frozenset(), False
+        self._used = used
         self._workers, self._output_threads = [], []
-        for rank in range(self._world):
+        for rank in range(len(used)):
             self._workers.append(self._start(rank, attempt))
         for rank, worker in enumerate(self._workers):
             if worker.stdout is not None:
@@ -189,9 +240,9 @@ class _WorkerPool:
             "OMP_NUM_THREADS": "1",
             **self._environment,
             "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(self._world),
-            "LOCAL_WORLD_SIZE": str(self._world),
+            "LOCAL_RANK": str(self._used[rank]),
+            "WORLD_SIZE": str(len(self._used)),
+            "LOCAL_WORLD_SIZE": str(len(self._used)),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(self._store.port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -212,8 +263,12 @@ class _WorkerPool:
         """Wait for all workers and return their exits in order. If one fails, the others are stopped."""
         exits: dict[int, WorkerExit] = {}
         due: dict[signal.Signals, float] = {}
-        while len(exits) < self._world:
+        looks = time.monotonic() + SLOTS_S
+        while len(exits) < len(self._used):
             now = time.monotonic()
+            if now >= looks and not exits:
+                looks = now + SLOTS_S
+                self._stop_for_other_slots()
             for each in self._new_exits(exits):
                 exits[each.rank] = each
                 self._publish_killed(exits)
@@ -227,6 +282,17 @@ class _WorkerPool:
         for thread in self._output_threads:
             thread.join(GRACE_S)
         return list(exits.values())
+
+    def _stop_for_other_slots(self) -> None:
+        """Ask the workers to save and stop if the run should go on with other slots."""
+        if not self._sent and self._slots.should_change(self._used):
+            self.changes_slots = True
+            warn(f"slots have changed ({self._slots.file}): saving, to go on with others")
+            self._send(signal.SIGTERM)
+
+    def has_stepped(self) -> bool:
+        """Whether this attempt has done a step."""
+        return bool(self._store.check([f"{STEPPED}/{self._attempt}"]))
 
     def _publish_killed(self, exits: Mapping[int, WorkerExit]) -> None:
         """Publish on the store which workers were killed, for the watchdogs of the others to report."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -31,10 +32,17 @@ class Listener(Protocol):
 class Metrics:
     """Writes metrics.jsonl and forwards metrics to the listeners."""
 
-    def __init__(self, file: Path, *, after_step: int, listeners: Sequence[Listener] = ()) -> None:
-        """Append to the file, after moving the lines beyond `after_step` to metrics-cut.jsonl."""
+    def __init__(
+        self, file: Path, *, after_step: int, listeners: Sequence[Listener] = (), restarted: bool = False
+    ) -> None:
+        """Append to the file, after moving the lines beyond `after_step` to metrics-cut.jsonl. If a launcher
+        has `restarted` the run, the first step has the time since the last one before in `recovery_s`."""
+        self._stopped: float | None = None
+        """When the last step before a restart was logged, by `time.time`, until a step is done."""
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
+            if restarted and file.exists():
+                self._stopped = file.stat().st_mtime
             _cut_lines_after(file, after_step)
             self._lines = file.open("ab", buffering=0)
         except OSError as error:
@@ -48,6 +56,10 @@ class Metrics:
 
     def log(self, step: int, metrics: Mapping[str, Value]) -> None:
         """Write one line. JSON has no inf or nan: they become null."""
+        if self._stopped is not None:
+            recovery_s, self._stopped = time.time() - self._stopped, None
+            warn(f"restarted: step {step} is done, {recovery_s:.1f} s after the last step before the failure")
+            metrics = {**metrics, "recovery_s": recovery_s}
         line = {"step": step, **{name: _finite(value) for name, value in metrics.items()}}
         self._write(json.dumps(line) + "\n")
         for listener in self._listeners:

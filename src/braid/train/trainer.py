@@ -123,6 +123,7 @@ class Trainer:
         self._resources = ExitStack()
         self._loop: Loop | None = None
         self._closed = False
+        self._restarted = environment.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
         try:
             with translate_peer_errors():
                 self._open(device, environment, build_progress)
@@ -300,7 +301,12 @@ class Trainer:
             metrics: Metrics | NullMetrics = NullMetrics()
             with fail_together(self.process.world_group):
                 if self.process.rank == 0:
-                    file = Metrics(self.run_dir.metrics, after_step=self.state.step, listeners=self.listeners)
+                    file = Metrics(
+                        self.run_dir.metrics,
+                        after_step=self.state.step,
+                        listeners=self.listeners,
+                        restarted=self._restarted,
+                    )
                     metrics = self._resources.enter_context(file)
             parts = (self.plan, self.run_dir, self.device, self.data, self.state, metrics)
             prefetch = self._resources.enter_context(ItemPrefetch())

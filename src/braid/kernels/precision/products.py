@@ -6,7 +6,9 @@
 
 Activations and gradients are quantised for each product anew, from the tensors that it would take without
 quantisation: what is saved for backward and what a checkpoint holds does not change. Weights are, too, unless
-the step has a copy (`step_weight`). Sums are in float32, or float64 in a float64 run.
+the step has a copy (`step_weight`). Sums are in float32, or float64 in a float64 run. On a GPU bfloat16 runs
+multiply mxfp8 operands as bfloat16, which has every e4m3 value times a power of two: tensor cores then take
+the very numbers that float32 would hold.
 
 Shapes: N tokens, or rows of experts; I channels in, O channels out; B sequences of T tokens; E experts may lead
 a weight.
@@ -135,7 +137,7 @@ class Products:
         """The factors of the forward, which stand for x and for the weight."""
         if self.forward is None:
             return x_NI, weight_OI
-        wide = accumulated(x_NI.dtype)
+        wide = factors_dtype(x_NI, self.forward)
         x = self.quantized_x(x_NI, self.forward).dequantized(wide)
         return x, self.quantized_weight(weight_OI, self.forward).dequantized(wide)
 
@@ -143,7 +145,7 @@ class Products:
         """The factors of the input gradient."""
         if self.input_grad is None:
             return grad_NO, weight_OI
-        wide = accumulated(grad_NO.dtype)
+        wide = factors_dtype(grad_NO, self.input_grad)
         grad = self.quantized_grad(grad_NO, self.input_grad).dequantized(wide)
         weight_IO = self.quantized_weight_IO(weight_OI, self.input_grad).dequantized(wide)
         return grad, weight_IO.transpose(-1, -2)
@@ -152,7 +154,7 @@ class Products:
         """The factors of the weight gradient, with tokens of all sequences in one dim."""
         if self.weight_grad is None:
             return grad_BTO.flatten(0, -2), x_BTI.flatten(0, -2)
-        wide = accumulated(x_BTI.dtype)
+        wide = factors_dtype(x_BTI, self.weight_grad)
         named = (("gradient_by_tokens", grad_BTO), ("input_by_tokens", x_BTI))
         grad, x = (
             self._quantized(name, each.transpose(-1, -2), self.weight_grad).dequantized(wide)
@@ -187,6 +189,13 @@ def amax_reduces(products: Products, tokens: int, weight: tuple[int, ...]) -> It
                 continue
             for group, floats in all_reduces(w[0], form, weight=True, rows=w[1], columns=w[2]):
                 yield AmaxReduce("weight", group, floats, backward)
+
+
+def factors_dtype(x: Tensor, form: Format) -> torch.dtype:
+    """The dtype in which a product takes what quantised operands stand for."""
+    if x.is_cuda and x.dtype == torch.bfloat16 and form.power_of_two:
+        return torch.bfloat16
+    return accumulated(x.dtype)
 
 
 def accumulated(dtype: torch.dtype) -> torch.dtype:
