@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -138,7 +139,7 @@ def measure(run: Run, out: Path, saves: int) -> dict[str, Any]:
         path = latest(out / "checkpoints").path
         assert path is not None
         load = [seconds(lambda: states.load(path, trainer.state)) for _ in range(2)]
-        plain_write = [seconds(lambda n=n: copy_files(path, out / f"copy-{n}")) for n in range(2)]
+        plain_write = [seconds(partial(copy_files, path, out / f"copy-{n}")) for n in range(2)]
         plain_read = [seconds(lambda: read_files(path)) for _ in range(2)]
     rate = lambda times: round(size / GIB / min(times), 2)  # noqa: E731
     return {

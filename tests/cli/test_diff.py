@@ -54,7 +54,8 @@ def test_each_difference_is_named(
     told = capsys.readouterr().out
     line = next(line for line in told.splitlines() if line.startswith("final_norm.weight"))
     assert "dtype bfloat16 and float32" in line
-    assert "largest difference 0.5" in line
+    assert "largest difference 0.5, norms " in line
+    assert ", of the difference 0.5, relative " in line
 
 
 def test_bad_words_are_refused(tmp_path: Path) -> None:

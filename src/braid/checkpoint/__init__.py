@@ -8,12 +8,12 @@ every chunk, and nothing in a checkpoint is ever executed. docs/checkpoint-forma
     latest(root)                                                        the checkpoint to resume from
     read(path, {name: tensor or ReadRequest, ...})                      tensors or boxes of them, verified
     LazyCheckpoint(path)                                                tensors by name, read when asked for
-    verify(path), prune(root, keep=3), read_manifest(path)
+    verify(path), find_faults(path, manifest), prune(root, keep=3), read_manifest(path)
 """
 
 from braid.checkpoint.boxes import Box, overlap
 from braid.checkpoint.choosing import Damaged, Latest, latest, prune
-from braid.checkpoint.loading import LazyCheckpoint, ReadRequest, read, read_manifest, verify
+from braid.checkpoint.loading import LazyCheckpoint, ReadRequest, find_faults, read, read_manifest, verify
 from braid.checkpoint.manifest import Manifest, StoredTensor
 from braid.checkpoint.saving import CHUNK_BYTES, Piece, Record, abandon, begin, commit, save, write_part
 from braid.checkpoint.steps import complete_steps, set_aside, step_path
@@ -33,6 +33,7 @@ __all__ = [
     "begin",
     "commit",
     "complete_steps",
+    "find_faults",
     "latest",
     "overlap",
     "prune",

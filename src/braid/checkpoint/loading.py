@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -174,10 +174,25 @@ def _nearest(name: str, candidates: Collection[str]) -> str:
 def verify(path: Path) -> Manifest:
     """Verify every byte of a checkpoint and return its manifest; one CheckpointError lists all damage."""
     manifest = read_manifest(path)
-    faults = []
-    for file, chunks in manifest.chunks_by_part().items():
-        typed = [(name, chunk, manifest.tensors[name].dtype) for name, chunk in chunks]
-        faults += parts.find_faults(path, file, manifest.parts[file], typed)
+    faults = find_faults(path, manifest)
     if faults:
         raise CheckpointError("\n  ".join([f"{path} is damaged", *faults]))
     return manifest
+
+
+def find_faults(
+    path: Path, manifest: Manifest, report: Callable[[int, int], None] = lambda *_: None
+) -> list[str]:
+    """Read every byte of a checkpoint, and return everything that does not fit its manifest, by file and
+    tensor. `report` is called with the bytes read and those in all."""
+    faults, done, total = list[str](), 0, sum(part.size for part in manifest.parts.values())
+
+    def count(size: int) -> None:
+        nonlocal done
+        done += size
+        report(done, total)
+
+    for file, chunks in manifest.chunks_by_part().items():
+        typed = [(name, chunk, manifest.tensors[name].dtype) for name, chunk in chunks]
+        faults += parts.find_faults(path, file, manifest.parts[file], typed, count)
+    return faults

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -148,9 +148,14 @@ def read_chunk(handle: Any, name: str, chunk: Chunk, dtype: torch.dtype) -> Tens
 
 
 def find_faults(
-    directory: Path, file: str, part: StoredPart, chunks: Sequence[tuple[str, Chunk, torch.dtype]]
+    directory: Path,
+    file: str,
+    part: StoredPart,
+    chunks: Sequence[tuple[str, Chunk, torch.dtype]],
+    report: Callable[[int], None],
 ) -> list[str]:
-    """Read all of a part and return everything that is wrong with it."""
+    """Read all of a part and return everything that is wrong with it. `report` is called with the bytes of each
+    chunk."""
     faults = []
     try:
         with opened(directory, file, part) as handle:
@@ -161,6 +166,7 @@ def find_faults(
                     read_chunk(handle, name, chunk, dtype)
                 except CheckpointError as error:
                     faults.append(str(error))
+                report(chunk.box.numel * dtype.itemsize)
     except CheckpointError as error:
         faults.append(str(error))
     return faults

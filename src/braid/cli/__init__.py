@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import braid
 from braid.cli.args import Command
+from braid.cli.checkpoint import checkpoint
 from braid.cli.convert import export, import_
 from braid.cli.data import data
 from braid.cli.diff import diff
@@ -100,6 +101,12 @@ COMMANDS = (
     Command("import", "FOLDER", "convert a Hugging Face or Megatron model to a braid checkpoint", import_),
     Command("export", "CHECKPOINT", "convert a checkpoint to Hugging Face or Megatron format", export),
     Command("diff", "A B", "compare the settings and tensors of two models", diff),
+    Command(
+        "checkpoint",
+        "verify|inspect",
+        "verify checkpoints, or print what is in one",
+        checkpoint,
+    ),
     Command("data", "build|verify", "tokenize text into token shards, or check existing ones", data),
     Command("recipes", "", "list the bundled recipes", list_recipes),
     Command("show", "RECIPE", "print the full configuration of a run, with overrides applied", show),

@@ -94,9 +94,8 @@ class AsyncSaver:
 
     def __init__(self, group: Group, device: torch.device) -> None:
         """`group` has all ranks of the job, and nothing else uses it."""
-        if device.type == "cuda" and device.index is None:  # the thread has a current device of its own
-            device = torch.device("cuda", torch.cuda.current_device())
-        self.group, self._device = group, device
+        # With its index: the thread has a current device of its own.
+        self.group, self._device = group, torch.empty(0, device=device).device
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="saving")
         self._buffer: Future[HostBuffer] | None = None
         self._written: Future[Path] | None = None

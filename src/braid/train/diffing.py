@@ -102,8 +102,12 @@ def _compare(name: str, a: Tensor, b: Tensor, one: DiffSide, other: DiffSide) ->
         gap = (first.double() - second.double()).abs()
         gap[(first == second) | (first.isnan() & second.isnan())] = 0.0  # two infinities, or no numbers
         if gap.any():
-            norm = second.double().norm().clamp(min=torch.finfo(torch.float64).tiny)
-            parts.append(f"largest difference {float(gap.max()):.3g}, relative {float(gap.norm() / norm):.3g}")
+            norms = [float(each.double().norm()) for each in (first, second, gap)]
+            relative = norms[2] / max(norms[1], torch.finfo(torch.float64).tiny)
+            parts.append(
+                f"largest difference {float(gap.max()):.3g}, norms {norms[0]:.4g} and {norms[1]:.4g}, "
+                f"of the difference {norms[2]:.3g}, relative {relative:.3g}"
+            )
     return "; ".join(parts)
 
 
