@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, UnshardHandle
 
@@ -81,7 +82,7 @@ class FsdpWeights:
         if self._lifetime is None:
             return
         for handle in self._pending.values():
-            handle.wait()
+            _wait(handle)
         self._pending.clear()
         for module in self.modules.values():
             module.reshard()
@@ -143,10 +144,17 @@ class FsdpWeights:
 
     def _wait_for_gather(self, unit: str) -> None:
         if unit in self._pending:
-            self._pending.pop(unit).wait()
+            _wait(self._pending.pop(unit))
             self._quantised.gathered(unit)
 
     def _life(self) -> Lifetime:
         if self._lifetime is None:
             raise LifetimeError(Rule.FINISHED, "no step has begun")
         return self._lifetime
+
+
+def _wait(handle: UnshardHandle) -> None:
+    """On a mesh of one rank torch 2.11 copies a unit into a tensor of which it has made a view without gradients.
+    With gradients, that is an error."""
+    with torch.no_grad():
+        handle.wait()
