@@ -8,7 +8,6 @@ from braid.pattern import compact, parse
 from braid.planning.layouts import is_split_by_work
 from braid.planning.plan import Plan, span_of, whole_models
 from braid.planning.trained import governed
-from braid.precision import precision_of
 from braid.schedule import DUAL_PIPE_V, Act
 from braid.schedule.graph import LANGUAGE
 from braid.schedule.phases import Phase
@@ -155,5 +154,3 @@ def estimate_gaps(plan: Plan) -> Iterator[str]:
         yield f"tensors held for delayed weight gradients{late}: the peak may be higher"
     if mesh.early_release:
         yield "memory that mesh.early_release frees earlier: the peak may be lower"
-    if precision_of(plan.run.train.precision).quantised:
-        yield "float32 copies of operands, which emulated fp8 products make: the peak is higher"

@@ -49,7 +49,7 @@ from braid.nn.moe.dispatch_plan import Dispatcher, DispatchPlan
 from braid.nn.moe.layer import NOT_REPEATED, Moe
 from braid.nn.moe.routing import Routing
 from braid.nn.norm import LayerNorm, RmsNorm, norm
-from braid.nn.precision import LossTally, amax_calls, set_precision
+from braid.nn.precision import LossTally, amax_calls, emulated_bytes, set_precision
 from braid.nn.recompute import Recomputing
 from braid.nn.work import Work, moved
 from braid.pattern import Kind, Layer
@@ -345,7 +345,7 @@ class Block(Recomputing):
         stream = tokens * pre_norm.norm.channels * workload.narrow
         norm, dropped = pre_norm.norm.cost(workload, tokens), Cost(kept=stream if self.dropout else 0)
         norm = replace(norm, kept=stream) if workload.recomputes("norm") else norm
-        cost = pre_norm.inner.cost(workload) + dropped + self._amax_cost(pre_norm.inner, workload)
+        cost = self._with_precision(pre_norm.inner, workload) + dropped
         if pre_norm.scale is not None:
             cost += pre_norm.scale.cost(workload, tokens)
         if pre_norm.connection is None:
@@ -356,12 +356,14 @@ class Block(Recomputing):
         branch = 0 if pre_norm.norm.upcasts(workload) and not workload.recomputes("norm") else stream
         return replace(norm, kept=norm.kept - branch) + cost + Cost(kept=stream)
 
-    def _amax_cost(self, inner: Inner, workload: Workload) -> Cost:
-        """Low precision: what ranks tell each other about blocks of scales that they share."""
+    def _with_precision(self, inner: Inner, workload: Workload) -> Cost:
+        """The cost of a layer. In low precision: with what ranks tell each other about blocks that they share,
+        and with what emulation takes."""
         tokens, rows = workload.local_tokens(self.groups.cp), 0
         if isinstance(inner, Moe):
             rows = inner.dispatched_rows(workload)
-        return Cost(calls=amax_calls(inner, tokens, rows, replayed=workload.recomputes("experts")))
+        calls = amax_calls(inner, tokens, rows, replayed=workload.recomputes("experts"))
+        return inner.cost(workload) + Cost(calls=calls, passing=emulated_bytes(inner, tokens, rows, workload))
 
     def _recomputed_cost(self, workload: Workload, full: Cost, stream: int, result: int) -> Cost:
         """The cost if the whole block is recomputed: its input, the dispatch plan and what the balance losses

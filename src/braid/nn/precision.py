@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from braid.distributed.collectives import Group, Groups
 from braid.kernels.precision import FORMATS, Losses, LowPrecisionGroupedMlp, Products, Shards, Slice
 from braid.kernels.precision.products import amax_reduces
-from braid.nn.cost import Call, in_phase, no_grad_call, recomputed_calls
+from braid.nn.cost import Call, Workload, in_phase, no_grad_call, recomputed_calls
 from braid.nn.linear import Linear, RowLinear
 from braid.nn.moe.experts import Experts
 from braid.precision import Precision, ProductFormats
@@ -128,6 +128,43 @@ def amax_calls(inner: nn.Module, tokens: int, rows: int, *, replayed: bool) -> t
             )
             calls += in_phase(of_experts + (recomputed_calls(of_experts) if replayed else ()), "experts")
     return calls
+
+
+def emulated_bytes(inner: nn.Module, tokens: int, rows: int, workload: Workload) -> int:
+    """Temporary bytes of the backward of a layer whose products are emulated, at most at a time:
+    float32 tensors of one operand while it is quantised, and what the operand before stands for. By then other
+    tensors that the layer saved are gone, which makes up for the gradient of its outputs."""
+    each = 0
+    for module in inner.modules():
+        if isinstance(module, Linear | RowLinear) and module.products is not None:
+            of = (tokens, module.channels_out, module.channels_in)
+            each = max(each, _emulated(module.products, of, workload))
+        elif isinstance(module, Experts) and isinstance(module.grouped_mlp, LowPrecisionGroupedMlp):
+            count, mlp, projected = len(module.expert_ids), module.grouped_mlp, len(module.projections)
+            into = (rows, module.ffn * projected, module.channels)
+            for products, of in ((mlp.into, into), (mlp.down, (rows, module.channels, module.ffn))):
+                each = max(each, _emulated(products, of, workload, experts=count))
+    return each
+
+
+QUANTISING = 13
+"""Bytes that quantising takes for each element: its scale, the quotient, that without NaN, all in float32, and
+the value. What is not float32 is converted first."""
+DEQUANTISING = 13
+"""Of an element that is multiplied by its scale: the value, float32 of both, the product."""
+STANDS = 4
+"""Of what a quantised element stands for."""
+
+
+def _emulated(products: Products, of: tuple[int, int, int], workload: Workload, *, experts: int = 1) -> int:
+    tokens, outputs, inputs = of
+    grad, x, weight = tokens * outputs, tokens * inputs, experts * outputs * inputs
+    quantising, peak = QUANTISING + (4 if workload.narrow != 4 else 0), 0
+    if products.weight_grad is not None:
+        peak = max(quantising * grad, STANDS * grad + quantising * x)
+    if products.input_grad is not None:
+        peak = max(peak, quantising * grad, STANDS * grad + DEQUANTISING * weight)
+    return peak
 
 
 def _calls(products: Products, tokens: int, weight: tuple[int, ...]) -> Iterator[Call]:

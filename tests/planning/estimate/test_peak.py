@@ -57,6 +57,24 @@ def test_the_peak_of_a_step_is_within_a_tenth(text: str, dtype: str, more: dict[
     assert estimate(worked_out, "cpu").peak == pytest.approx(peak_of(worked_out), rel=0.1)
 
 
+LOW_PRECISION = [
+    ("[*-]" * 2, "bf16", ("fp8_block", "ends")),
+    ("[*-]" * 2, "fp32", ("mxfp8", "ends")),
+    ("[*E]" * 2, "bf16", ("mxfp8", "ends", "dense.weight_grad=bf16")),
+    ("[M-][G-]", "bf16", ("fp8_row", "ends")),
+]
+
+
+@pytest.mark.parametrize(("text", "dtype", "precision"), LOW_PRECISION, ids=lambda value: str(value)[:20])
+def test_so_is_that_of_emulated_products(text: str, dtype: str, precision: tuple[str, ...]) -> None:
+    """With the copies of weights that a step has, and what a backward converts to float32."""
+    run = run_of(text, dtype)
+    worked_out = plan(replace(run, train=replace(run.train, precision=precision)), 1)
+    found = peak_of(worked_out)
+    assert estimate(worked_out, "cpu").peak == pytest.approx(found, rel=0.1)
+    assert found > 1.1 * estimate(plan(run, 1), "cpu").peak
+
+
 FROZEN = [
     ("[*-]" * 4, "bf16", ("blocks.3.*", "head.*"), Mesh(), 0.1),
     ("[*-]" * 4, "fp32", ("blocks.0.*",), Mesh(), 0.1),
