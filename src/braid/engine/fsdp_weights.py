@@ -154,7 +154,7 @@ class FsdpWeights:
 
 
 def _wait(handle: UnshardHandle) -> None:
-    """On a mesh of one rank torch 2.11 copies a unit into a tensor that it has made a view of without gradients.
+    """On a mesh of one rank torch 2.11 copies a unit into a tensor that has a view made without gradients.
     With gradients, that is an error."""
     with torch.no_grad():
         handle.wait()
