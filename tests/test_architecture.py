@@ -19,6 +19,14 @@ def test_yarn_sharpens_rotated_channels_by_mscale():
     assert less.rotary_scale == pytest.approx(0.0707 * math.log(40.0) + 1)
 
 
+def test_yarn_extends_a_context():
+    def refused(factor):
+        return [problem.field for problem in Yarn(factor=factor, original_tokens=8).problems("yarn")]
+
+    assert refused(0.5) == ["yarn.factor"]
+    assert refused(1.0) == []
+
+
 def test_yarn_keeps_frequencies_above_those_that_it_divides():
     def refused(fast, slow, ramp):
         scaling = Yarn(factor=4.0, original_tokens=8, beta_fast=fast, beta_slow=slow, ramp=ramp)

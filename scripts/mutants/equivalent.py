@@ -33,6 +33,34 @@ def _words(text: str) -> str:
 
 EQUIVALENT: tuple[Equivalent, ...] = (
     Equivalent(
+        file="kernels/optimizer/fused.py",
+        function="FusedOptimizer.squares",
+        old='self.launch(kernels.tensor_sums, (len(tensors), 1), sums, (), {"BLOCK": 512}, warps=4)',
+        new='self.launch(kernels.tensor_sums, (len(tensors), 1), sums, (), {"BLOCK": 512}, warps=5)',
+        why="how many warps a program has changes no result, and only a GPU refuses five",
+    ),
+    Equivalent(
+        file="architecture.py",
+        function="Attention.of_layer",
+        old='replace(self, window=self.window if sliding else None, window_pattern="S")',
+        new="replace(self, window=self.window if sliding else None)",
+        why="nobody asks the shape of a single layer for the windows of others",
+    ),
+    Equivalent(
+        file="topology/transfer.py",
+        function="local_rows",
+        old="""sorted(
+            [
+                *((piece.start, piece.stop, by_peer.setdefault(piece.peer, [])) for piece in pieces),
+                *((start, stop, of_rank) for start, stop in kept),
+            ],
+            key=lambda part: part[0],
+        )""",
+        new="""sorted([*((piece.start, piece.stop, by_peer.setdefault(piece.peer, [])) for piece in pieces),
+            *((start, stop, of_rank) for start, stop in kept)])""",
+        why="no two parts begin at the same row, so that nothing after it is compared",
+    ),
+    Equivalent(
         file="engine/fsdp2.py",
         function="_param_groups",
         old="[] if state._fsdp_param_group is None else [state._fsdp_param_group]",

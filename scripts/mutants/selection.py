@@ -80,6 +80,7 @@ ALSO: tuple[Also, ...] = (
         "model/language.py::*flops*", "tests/nn/test_work.py", "a rank's operations are compared with its work"
     ),
     Also("engine/fsdp2.py::*unreduced*", "tests/train/test_nonfinite.py", "who asks for them is there"),
+    Also("data/prompts.py", "tests/train/test_*prompts.py", "prompts are made of what a run reads"),
     Also("nn/patch_embedding.py", "tests/model/test_encoder.py", "what encoders are made of is tested there"),
     Also("nn/position_table.py", "tests/model/test_encoder.py", "the same"),
     Also("planning/plan.py", "tests/schedule/test_plan*.py", "schedules of whole runs are looked at there"),

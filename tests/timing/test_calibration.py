@@ -52,6 +52,16 @@ def test_a_table_that_is_faster_than_the_peak_is_not_believed():
     assert seconds(Piece(Product(4096, 4096, 4096)), "forward", fast) == 2 * 4096**3 / PEAK
 
 
+def test_kernels_never_beat_the_peak_of_what_they_are_measured_by():
+    """Operations of attention; hyper-connections are measured by bytes, and their operations take no time."""
+    (table,) = (each for each in KNOWN.kernels if each.name == "hyper_connection")
+    fast = tuple((size, 1e-9) for size, _ in table.points)
+    known = calibration(kernels=tuple(replace(each, points=fast) for each in KNOWN.kernels))
+    assert seconds(attention(10**12), "forward", known) == 10**12 / PEAK
+    streams = Kernel("hyper_connection", (("part", "pre"), ("streams", 4)), 10**12, 10**9)
+    assert seconds(Piece(streams), "wgrad", known) == pytest.approx(1e-9)
+
+
 @given(st.tuples(sizes, sizes, sizes, st.integers(2, 256)), st.integers(0, 3), st.integers(1, 10**4))
 def test_a_larger_product_takes_no_less_time(size, axis, more):
     """Of experts; a plain one is another kernel than a group of one."""
