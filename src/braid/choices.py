@@ -60,7 +60,7 @@ fast one, whose absence is an error."""
 
 KERNEL_OPS = (
     "attention", "ssd", "delta_rule", "causal_conv", "gated_norm", "glu", "grouped_mlp", "router",
-    "permute", "hyper_connection", "rms_norm", "rotary", "linear_cross_entropy", "optimizer",
+    "permute", "hyper_connection", "rms_norm", "rotary", "linear_cross_entropy", "optimizer", "low_precision",
 )  # fmt: skip
 """Ops that have several implementations."""
 

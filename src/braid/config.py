@@ -128,7 +128,7 @@ class Train:
     """Kernels: `auto`, `reference` (plain PyTorch) or `fused` (an error if there is none), for all ops or one:
     `auto ssd=reference`."""
     precision: tuple[str, ...] = ()
-    """fp8 products, emulated: `fp8_block`, `fp8_row` or `mxfp8`; also by kind (docs/precision.md)."""
+    """fp8 products: `fp8_block`, `fp8_row` or `mxfp8`; also by kind (docs/precision.md)."""
     deterministic: bool = False
     """Use only deterministic kernels. CPU runs are always deterministic."""
     eval_every: int = 0

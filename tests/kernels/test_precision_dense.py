@@ -19,8 +19,8 @@ if GPU or INTERPRETED:
     from braid.kernels.grouped_mlp.device.activation import FusedActivation
     from braid.kernels.launch import Launcher
     from braid.kernels.precision.device.dense import DenseKernels
+    from braid.kernels.precision.device.products import weight_gradient
     from braid.kernels.precision.device.rows import quantize_rows
-    from braid.kernels.precision.device.wgrad import weight_gradient
 
 FORM = FORMATS["fp8_block"]
 ALL: tuple[Format | None, ...] = (FORM, FORM, FORM)
@@ -55,7 +55,7 @@ def test_weight_gradients_are_written_or_added(
     operands = [quantize_rows(launch, each, by_tokens=True).by_tokens for each in (grad, x)]
     assert operands[0] is not None
     assert operands[1] is not None
-    weight_gradient(launch, operands[0], operands[1], out, accumulate=accumulate)
+    weight_gradient(operands[0], operands[1], out, accumulate=accumulate)
     exact = [quantize(each.t().cpu(), FORM).dequantized(torch.float64) for each in (grad, x)]
     wanted = exact[0] @ exact[1].t() + (before[:, 16:].cpu().double() if accumulate else 0)
     assert error(out.cpu(), wanted) < (1e-3 if GPU else 1e-6)  # tensor cores sum 128 products with few bits

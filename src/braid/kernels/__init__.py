@@ -25,13 +25,18 @@ from braid.kernels import (
     linear_cross_entropy,
     optimizer,
     permute,
+    precision,
     rms_norm,
     rotary,
     router,
     ssd,
 )
 from braid.kernels.choice import KernelChoice
+from braid.kernels.precision import dense
 from braid.pattern import Kind
+from braid.precision import ProductFormats
+
+NOT_QUANTISED = ProductFormats()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +57,7 @@ class Kernels:
     rotary: KernelChoice[rotary.Rotate] | None
     linear_cross_entropy: KernelChoice[linear_cross_entropy.LinearCrossEntropy]
     optimizer: KernelChoice[optimizer.OptimizerKernels]
+    low_precision: KernelChoice[precision.BlockKernels | None] | None
 
     @property
     def choices(self) -> tuple[KernelChoice, ...]:
@@ -59,7 +65,7 @@ class Kernels:
         mixers = (self.attention, self.ssd, self.delta_rule, self.causal_conv, self.gated_norm)
         mlps = (self.glu, self.grouped_mlp, self.router, self.permute)
         ends = (self.linear_cross_entropy, self.optimizer)
-        ops = (*mixers, self.rotary, self.rms_norm, *mlps, self.hyper_connection, *ends)
+        ops = (*mixers, self.rotary, self.rms_norm, *mlps, self.hyper_connection, self.low_precision, *ends)
         return tuple(choice for choice in ops if choice is not None)
 
 
@@ -69,10 +75,12 @@ def choose(
     device: torch.device,
     dtype: torch.dtype,
     settings: Sequence[str] = ("auto",),
+    quantised: ProductFormats = NOT_QUANTISED,
 ) -> Kernels:
     """The implementations for these kinds of layers: by default the fastest that support the device and dtype,
-    otherwise as `settings` (`train.kernels`) say."""
-    fastest, modes, plain = _fastest(model, kinds, device, dtype), kernel_modes(settings), references()
+    otherwise as `settings` (`train.kernels`) say. `quantised` are the formats of dense layers."""
+    modes, plain = kernel_modes(settings), references()
+    fastest = _fastest(model, kinds, device, dtype, quantised)
     chosen: dict[str, KernelChoice | None] = {
         each.name: getattr(fastest, each.name) for each in fields(Kernels)
     }
@@ -93,7 +101,11 @@ def choose(
 
 
 def _fastest(
-    model: architecture.Trunk, kinds: Collection[Kind], device: torch.device, dtype: torch.dtype
+    model: architecture.Trunk,
+    kinds: Collection[Kind],
+    device: torch.device,
+    dtype: torch.dtype,
+    quantised: ProductFormats,
 ) -> Kernels:
     attends = not {Kind.ATTENTION, Kind.LATENT_ATTENTION}.isdisjoint(kinds)
     recurs = not {Kind.MAMBA2, Kind.DELTA_NET}.isdisjoint(kinds)
@@ -124,6 +136,7 @@ def _fastest(
         rotary=rotary.choose(device, dtype) if attends else None,
         linear_cross_entropy=linear_cross_entropy.choose(device, dtype),
         optimizer=optimizer.choose(device, dtype),
+        low_precision=dense.choose(device, dtype, quantised) if quantised.quantised else None,
     )
 
 
@@ -144,4 +157,5 @@ def references() -> Kernels:
         rotary=rotary.REFERENCE,
         linear_cross_entropy=linear_cross_entropy.REFERENCE,
         optimizer=optimizer.REFERENCE,
+        low_precision=dense.REFERENCE,
     )

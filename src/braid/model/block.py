@@ -31,6 +31,7 @@ from braid import architecture, pattern
 from braid.distributed.collectives import Groups
 from braid.kernels import Kernels
 from braid.kernels.hyper_connection import PostInputs
+from braid.kernels.precision import BlockKernels
 from braid.model.context import StackContext
 from braid.model.declaration import LAYER_NAMES
 from braid.model.streams import build_connection
@@ -269,10 +270,10 @@ class Block(Recomputing):
     def _moe(self, layer: Layer) -> Moe:
         return cast(Moe, self._pre_norm(layer).inner)
 
-    def set_precision(self, precision: Precision, tally: LossTally) -> None:
+    def set_precision(self, precision: Precision, tally: LossTally, kernels: BlockKernels | None) -> None:
         """Quantise the products of all layers, from the next forward on."""
         for layer in self.block.layers:
-            set_precision(self._pre_norm(layer).inner, precision, self.groups, tally)
+            set_precision(self._pre_norm(layer).inner, precision, self.groups, tally, kernels)
 
     # --------------------------------------------------------------------- introspection and cost
 

@@ -106,10 +106,12 @@ class StackedModel(Recomputing):
 
     def set_precision(self, precision: Precision) -> None:
         """Quantise the products of blocks of the stack, from the next forward on."""
+        choice = self.kernels.low_precision
+        kernels = None if choice is None else choice.function
         for index, block in self.stack.blocks.items():
             if precision.quantises(int(index), len(self.layout.blocks)):
                 self.losses_of_precision = self.losses_of_precision or LossTally()
-                cast(Block, block).set_precision(precision, self.losses_of_precision)
+                cast(Block, block).set_precision(precision, self.losses_of_precision, kernels)
 
     # --------------------------------------------------------------------- introspection and cost
 

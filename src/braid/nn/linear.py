@@ -145,7 +145,10 @@ class RowLinear(Delaying):
     def forward(self, x_BTC: Tensor) -> Tensor:
         if self.group.size == 1:
             return self._product(x_BTC, self.bias)
-        y_BTC = self._product(x_BTC, None)
+        return self.reduced(self._product(x_BTC, None))
+
+    def reduced(self, y_BTC: Tensor) -> Tensor:
+        """The outputs, from this rank's part of their sums, which has no bias."""
         y_BtC = reduce_scatter(y_BTC, self.group, dim=1)
         return y_BtC if self.bias is None else _AddBias.apply(self.wgrad_store, self.bias, y_BtC)
 

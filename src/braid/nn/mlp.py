@@ -54,9 +54,36 @@ class Mlp(Recomputing):
 
     def forward(self, x_BtC: Tensor) -> Tensor:
         x_BTC = all_gather(x_BtC, self.groups.tp, dim=1)
+        if self._quantises(x_BTC.shape):
+            return self.down.reduced(self._quantised(x_BTC))
         projected = (self.into(x_BTC),) if self.activation.joined else self.into.split_forward(x_BTC)
         activation = partial(self.activation, self.shape.activation, glu=self.shape.glu)
         return self.down(self.recomputed("activation", activation, *projected))
+
+    def _quantises(self, shape: tuple[int, ...]) -> bool:
+        """Whether kernels take both layers and the activation between them, which quantises what it makes."""
+        into, down = self.into.products, self.down.products
+        if (
+            into is None
+            or down is None
+            or into.kernels is None
+            or self.shape.bias
+            or not self.activation.joined
+        ):
+            return False
+        first, second = ((each.channels_out, each.channels_in) for each in (self.into, self.down))
+        taken = into.kernels.takes
+        return taken(into, first, shape) and taken(down, second, (*shape[:-1], self.ffn))
+
+    def _quantised(self, x_BTC: Tensor) -> Tensor:
+        into, down = self.into.products, self.down.products
+        assert into is not None
+        assert into.kernels is not None
+        assert down is not None
+        weights = self.into.weight, self.down.weight
+        activation = self.shape.activation, self.shape.glu
+        y_NC = into.kernels.mlp(x_BTC.flatten(0, -2), *weights, *activation, into, down, self.into.wgrad_store)
+        return y_NC.view(x_BTC.shape)
 
     def canonical(self) -> dict[str, Canonical]:
         span = RowSpan(self.groups.tp.rank * self.ffn, self.shape.ffn)
@@ -75,6 +102,8 @@ class Mlp(Recomputing):
         ffn_tensors = saved_ffn_tensors(self.shape.activation, self.shape.glu, joined=False)
         if joined:
             ffn_tensors = len(self.projections) + 1
+        if self._quantises((workload.rows, cp_tokens // workload.rows, hidden)):
+            ffn_tensors = len(self.projections)
         if workload.recomputes("activation"):
             ffn_tensors = len(self.projections)
         return Cost(

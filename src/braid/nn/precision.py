@@ -13,7 +13,15 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from braid.distributed.collectives import Group, Groups
-from braid.kernels.precision import FORMATS, Losses, LowPrecisionGroupedMlp, Products, Shards, Slice
+from braid.kernels.precision import (
+    FORMATS,
+    BlockKernels,
+    Losses,
+    LowPrecisionGroupedMlp,
+    Products,
+    Shards,
+    Slice,
+)
 from braid.kernels.precision.products import amax_reduces
 from braid.nn.cost import Call, Workload, in_phase, no_grad_call, recomputed_calls
 from braid.nn.linear import Linear, RowLinear
@@ -67,20 +75,30 @@ def loss_shares(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def set_precision(
-    inner: nn.Module, precision: Precision, groups: Groups, tally: LossTally | None = None
+    inner: nn.Module,
+    precision: Precision,
+    groups: Groups,
+    tally: LossTally | None = None,
+    kernels: BlockKernels | None = None,
 ) -> None:
-    """The formats of a layer, from its next forward on. A layer with a single output, the gate of a shared
-    expert, stays as it is, as routers do."""
+    """The formats of a layer, from its next forward on, and the kernels of its dense layers. A layer with a
+    single output, the gate of a shared expert, stays as it is, as routers do."""
     replicas = groups.dp_cp.size
     for module in inner.modules():
         if isinstance(module, Linear) and module.channels_out > 1 and precision.dense.quantised:
             split = groups.tp.size > 1 and module.copies.size == 1
             outputs = groups.tp if split else None
             module.products = _products(
-                precision.dense, tally, outputs=outputs, copies=replicas * module.copies.size
+                precision.dense,
+                tally,
+                outputs=outputs,
+                copies=replicas * module.copies.size,
+                kernels=kernels,
             )
         elif isinstance(module, RowLinear) and precision.dense.quantised:
-            module.products = _products(precision.dense, tally, inputs=module.group, copies=replicas)
+            module.products = _products(
+                precision.dense, tally, inputs=module.group, copies=replicas, kernels=kernels
+            )
         elif isinstance(module, Experts) and precision.experts.quantised:
             module.grouped_mlp = LowPrecisionGroupedMlp(
                 into=_products(precision.experts, tally, outputs=module.etp, copies=groups.edp.size),
@@ -181,6 +199,7 @@ def _products(
     inputs: Group | None = None,
     outputs: Group | None = None,
     copies: int = 1,
+    kernels: BlockKernels | None = None,
 ) -> Products:
     def part(group: Group | None) -> Slice | None:
         return None if group is None or group.size == 1 else Slice(group)
@@ -192,4 +211,5 @@ def _products(
         shards=Shards(inputs=part(inputs), outputs=part(outputs)),
         tally=tally,
         copies=copies,
+        kernels=kernels,
     )

@@ -24,7 +24,8 @@ from braid.precision import precision_of
 def choose_kernels(plan: Plan, device: torch.device) -> kernels.Kernels:
     """The kernels on a device for the layers of a plan, given the local shape of experts."""
     run, shape = plan.run, local_shape(plan.run.model, plan.axes)
-    return kernels.choose(shape, plan.layout.kinds(), device, DTYPES[run.train.dtype], run.train.kernels)
+    dense = precision_of(run.train.precision).dense
+    return kernels.choose(shape, plan.layout.kinds(), device, DTYPES[run.train.dtype], run.train.kernels, dense)
 
 
 def build_local_model(

@@ -61,7 +61,8 @@ class Format:
             exponents = (field - LARGEST_EXPONENT).clamp_min(SMALLEST_CODE)
             codes = torch.where(amax.isinf(), NAN_CODE, exponents)
             return codes.to(torch.uint8).view(torch.float8_e8m0fnu)
-        scales = (amax / LARGEST).clamp_min(SMALLEST_SCALE)
+        # By a tensor: a GPU divides by a number as it multiplies by its reciprocal, which rounds otherwise.
+        scales = (amax / torch.full_like(amax, LARGEST)).clamp_min(SMALLEST_SCALE)
         return scales.masked_fill(amax.isinf(), torch.nan)
 
 

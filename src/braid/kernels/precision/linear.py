@@ -24,7 +24,12 @@ def linear(
     products: Products,
     wgrad_store: WgradStore | None = None,
 ) -> Tensor:
-    """x · weightᵀ + bias, in the dtype of x. The last dim but one is that of a sequence's tokens."""
+    """x · weightᵀ + bias, in the dtype of x. The last dim but one is that of a sequence's tokens. Kernels do it
+    if the layer has some and they take these sizes."""
+    kernels, (outputs, inputs) = products.kernels, weight_OI.shape
+    if kernels is not None and kernels.takes(products, (outputs, inputs), x_BTI.shape):
+        y_NO = kernels.layers.linear(x_BTI.flatten(0, -2), weight_OI, bias_O, products, wgrad_store)
+        return y_NO.view(*x_BTI.shape[:-1], outputs)
     y_BTO: Tensor = _LowPrecisionLinear.apply(products, wgrad_store, weight_OI, bias_O, x_BTI)
     return y_BTO
 

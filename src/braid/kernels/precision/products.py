@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -27,6 +27,9 @@ from braid.distributed.collectives import Group
 from braid.kernels.precision.formats import Format
 from braid.kernels.precision.quantize import Losses, Quantized, Slice, all_reduces, losses, quantize
 from braid.kernels.precision.step_weight import StepWeight
+
+if TYPE_CHECKING:
+    from braid.kernels.precision.dense import BlockKernels
 
 
 class Tally(Protocol):
@@ -60,6 +63,8 @@ class Products:
     tally: Tally | None = None
     copies: int = 1
     """Ranks that have the same part of the weight."""
+    kernels: BlockKernels | None = field(default=None, compare=False)
+    """Those that multiply where sizes fit; None: the reference does."""
     step_weight: StepWeight = field(default_factory=StepWeight, compare=False)
     """The weight's copy, of the layer that these products are of."""
 
@@ -125,6 +130,18 @@ class Products:
     def _count(self, tensor: str, x_RK: Tensor, quantized: Quantized, copies: int) -> None:
         if self.tally is not None and self.tally.counting:
             self.tally.add(tensor, losses(x_RK, quantized), copies)
+
+    def counter(self, device: torch.device) -> Tensor | None:
+        """Where a kernel counts the elements that become zero; None if nobody asks."""
+        if self.tally is None or not self.tally.counting:
+            return None
+        return torch.zeros((), dtype=torch.int64, device=device)
+
+    def counted(self, tensor: str, elements: int, zeroed: Tensor | None) -> None:
+        """Report what a kernel counted. No element of fp8_block saturates."""
+        if zeroed is not None:
+            assert self.tally is not None
+            self.tally.add(tensor, Losses(elements, torch.zeros_like(zeroed), zeroed), self._holders(tensor))
 
     def _holders(self, tensor: str) -> int:
         """Ranks with the same tensor: inputs of a column-parallel layer, gradients of a row-parallel one."""

@@ -34,7 +34,7 @@ from braid.kernels.precision.device.rows import (
 from braid.kernels.precision.quantize import Quantized
 
 BACKWARD_WARPS = 16
-"""More than for rows alone: a tile of the gradient and one of the ffn channels are in registers."""
+"""By tokens: a tile of the gradient and one of the ffn channels are in registers."""
 
 
 class Operands(NamedTuple):
@@ -100,8 +100,10 @@ def activation_backward(
     tensors += (*tensors_of(rows), *tensors_of(columns), *tensors_of(ffn), *(zeroed or (None,) * 3))
     flags = {**activation.constants, "PROJECTIONS": activation.projections}
     flags |= {"BY_CHANNELS": by_channels, "BY_TOKENS": by_tokens, "COUNT": zeroed is not None}
-    grid = (parts_of(projected, BLOCK.value) * parts_of(tokens, BLOCK.value), 1)
-    launch(_activation_backward, grid, tensors, (tokens, channels), flags, warps=BACKWARD_WARPS)
+    flags["ROWS"] = high = BLOCK.value if by_tokens else ROWS
+    grid = (parts_of(projected, BLOCK.value) * parts_of(tokens, high), 1)
+    warps = BACKWARD_WARPS if by_tokens else WARPS
+    launch(_activation_backward, grid, tensors, (tokens, channels), flags, warps=warps)
     gradient = Operands(_either(rows, plain), _either(columns, plain))
     return Backward(gradient, _either(ffn, plain_ffn))
 
@@ -134,20 +136,21 @@ def _activation_backward(
     zeroed_by_channels, zeroed_by_tokens, zeroed_ffn, tokens, channels,
     KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr,
     PROJECTIONS: tl.constexpr, BY_CHANNELS: tl.constexpr, BY_TOKENS: tl.constexpr, COUNT: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of 128 tokens and 128 channels of the projections."""
+    """Tiles of 128 channels of the projections; by tokens, of 128 tokens."""
     WIDE: tl.constexpr = BLOCK // PROJECTIONS
     blocks = tl.cdiv(channels, WIDE)
-    first_n = tl.program_id(0) // blocks * BLOCK
+    first_n = tl.program_id(0) // blocks * ROWS
     first_f = tl.program_id(0) % blocks * WIDE
     first_p = first_f * PROJECTIONS
-    n, f = first_n + tl.arange(0, BLOCK), first_f + tl.arange(0, WIDE)
+    n, f = first_n + tl.arange(0, ROWS), first_f + tl.arange(0, WIDE)
     p = first_p + tl.arange(0, BLOCK)
     of_ffn = (n < tokens)[:, None] & (f < channels)[None, :]
     at_ffn = n.to(tl.int64)[:, None] * channels + f[None, :]
-    projected = _projected(h, first_n, first_f, tokens, channels, PROJECTIONS, BLOCK, WIDE)
+    projected = _projected(h, first_n, first_f, tokens, channels, PROJECTIONS, ROWS, WIDE)
     grad = tl.load(da + at_ffn, mask=of_ffn, other=0.0).to(tl.float32)
-    value, d_projected = activate_backward(grad, projected, BLOCK, WIDE, KIND, ALPHA, LIMIT, OFFSET)
+    value, d_projected = activate_backward(grad, projected, ROWS, WIDE, KIND, ALPHA, LIMIT, OFFSET)
     value = value.to(h.dtype.element_ty)
     d_projected = d_projected.to(h.dtype.element_ty)
     width = channels * PROJECTIONS

@@ -21,10 +21,14 @@ from torch.nn import functional as F
 from braid.kernels.grouped_mlp.device.activation import FusedActivation
 from braid.kernels.grouped_mlp.product import Gradient, WgradStore, empty_like, put_wgrad
 from braid.kernels.launch import Launcher
-from braid.kernels.precision.device.activation import activation_backward, activation_forward
-from braid.kernels.precision.device.products import multiply, weight_operand
-from braid.kernels.precision.device.rows import quantize_rows
-from braid.kernels.precision.device.wgrad import weight_gradient
+from braid.kernels.precision.device.activation import (
+    Backward,
+    BackwardZeroed,
+    activation_backward,
+    activation_forward,
+)
+from braid.kernels.precision.device.products import multiply, weight_gradient, weight_operand
+from braid.kernels.precision.device.rows import Zeroed, quantize_rows
 from braid.kernels.precision.products import Products
 from braid.kernels.precision.quantize import Quantized
 from braid.kernels.wgrad import write_product
@@ -68,8 +72,11 @@ def forward_product(launch: Launcher, products: Products, x_NI: Tensor, weight_O
     """The outputs of a layer, without the bias."""
     if products.forward is None:
         return F.linear(x_NI, weight_OI)
-    quantized = quantize_rows(launch, x_NI, by_channels=True).by_channels
+    counter = products.counter(x_NI.device)
+    zeroed = None if counter is None else Zeroed(by_channels=counter)
+    quantized = quantize_rows(launch, x_NI, by_channels=True, zeroed=zeroed).by_channels
     assert quantized is not None
+    products.counted("input", x_NI.numel(), counter)
     return multiply(
         quantized, weight_operand(products.quantized_weight(weight_OI, products.forward)), x_NI.dtype
     )
@@ -87,7 +94,12 @@ def input_gradient(
 
 
 def wgrad(
-    launch: Launcher, weight_OI: Tensor, grad: Quantized | Tensor, x: Quantized | Tensor, dtype: torch.dtype
+    launch: Launcher,
+    products: Products,
+    weight_OI: Tensor,
+    grad: Quantized | Tensor,
+    x: Quantized | Tensor,
+    dtype: torch.dtype,
 ) -> Gradient:
     """The gradient of a weight. Quantised factors have tokens last, and x may be quantised when it is needed;
     others have them first."""
@@ -97,12 +109,20 @@ def wgrad(
             assert isinstance(x, Tensor)
             write_product(gradient_OI, grad, x, accumulate=accumulate)
             return
-        x_IN = quantize_rows(launch, x, by_tokens=True).by_tokens if isinstance(x, Tensor) else x
-        assert x_IN is not None
-        weight_gradient(launch, grad, x_IN, gradient_OI, accumulate=accumulate)
+        x_IN = _input_by_tokens(launch, products, x) if isinstance(x, Tensor) else x
+        weight_gradient(grad, x_IN, gradient_OI, accumulate=accumulate)
 
     shape, device = weight_OI.shape, weight_OI.device
     return Gradient(write, lambda: torch.empty(shape, dtype=dtype, device=device))
+
+
+def _input_by_tokens(launch: Launcher, products: Products, x_NI: Tensor) -> Quantized:
+    counter = products.counter(x_NI.device)
+    zeroed = None if counter is None else Zeroed(by_tokens=counter)
+    x_IN = quantize_rows(launch, x_NI, by_tokens=True, zeroed=zeroed).by_tokens
+    assert x_IN is not None
+    products.counted("input_by_tokens", x_NI.numel(), counter)
+    return x_IN
 
 
 class _Linear(torch.autograd.Function):
@@ -129,7 +149,7 @@ class _Linear(torch.autograd.Function):
         launch, products, wgrad_store = ctx.launch, ctx.products, ctx.wgrad_store
         *_, weight_needs, bias_needs, x_needs = ctx.needs_input_grad
         rows, columns = _quantized_gradient(launch, products, grad_NO, x_needs, weight_needs)
-        product = wgrad(launch, ctx.weight, columns, x_NI.detach(), x_NI.dtype)
+        product = wgrad(launch, products, ctx.weight, columns, x_NI.detach(), x_NI.dtype)
         return (
             None,
             None,
@@ -160,7 +180,9 @@ class _Mlp(torch.autograd.Function):
         ctx.save_for_backward(w_in_PC, w_down_CF, x_NC, h_NP)
         ctx.launch, ctx.activation, ctx.into, ctx.down = launch, activation, into, down
         ctx.wgrad_store, ctx.w_in, ctx.w_down = wgrad_store, w_in_PC, w_down_CF
-        a_NF = activation_forward(launch, activation, h_NP)
+        counter = down.counter(x_NC.device)
+        a_NF = activation_forward(launch, activation, h_NP, counter)
+        down.counted("input", a_NF.values.numel(), counter)
         return multiply(a_NF, weight_operand(down.quantized_weight(w_down_CF, down.forward)), x_NC.dtype)
 
     @staticmethod
@@ -171,17 +193,10 @@ class _Mlp(torch.autograd.Function):
         *_, in_needs, down_needs, x_needs = ctx.needs_input_grad
         rows, columns = _quantized_gradient(launch, down, dy_NC, needed=True, weight_needed=down_needs)
         da_NF = input_gradient(down, rows, w_down_CF, dtype)
-        made = activation_backward(
-            launch,
-            ctx.activation,
-            h_NP,
-            da_NF,
-            by_channels=into.input_grad is not None,
-            by_tokens=into.weight_grad is not None,
-        )
+        made = _activation_gradient(launch, ctx.activation, into, down, h_NP, da_NF)
         del da_NF
-        of_down = wgrad(launch, ctx.w_down, columns, made.ffn, dtype)
-        of_in = wgrad(launch, ctx.w_in, made.gradient.by_tokens, x_NC.detach(), dtype)
+        of_down = wgrad(launch, down, ctx.w_down, columns, made.ffn, dtype)
+        of_in = wgrad(launch, into, ctx.w_in, made.gradient.by_tokens, x_NC.detach(), dtype)
         return (
             *(None,) * 5,
             put_wgrad(store, ctx.w_in, of_in) if in_needs else None,
@@ -194,16 +209,38 @@ def _quantized_gradient(
     launch: Launcher, products: Products, grad_NO: Tensor, needed: bool, weight_needed: bool
 ) -> tuple[Quantized | Tensor, Quantized | Tensor]:
     """The gradient of a layer's outputs for the input gradient and for the weight gradient."""
-    found = quantize_rows(
-        launch,
-        grad_NO,
-        by_channels=needed and products.input_grad is not None,
-        by_tokens=weight_needed and products.weight_grad is not None,
-    )
+    by_channels = needed and products.input_grad is not None
+    by_tokens = weight_needed and products.weight_grad is not None
+    rows, columns = products.counter(grad_NO.device), products.counter(grad_NO.device)
+    zeroed = None if rows is None else Zeroed(rows, columns)
+    found = quantize_rows(launch, grad_NO, by_channels=by_channels, by_tokens=by_tokens, zeroed=zeroed)
+    if by_channels:
+        products.counted("gradient", grad_NO.numel(), rows)
+    if by_tokens:
+        products.counted("gradient_by_tokens", grad_NO.numel(), columns)
     return (
         grad_NO if found.by_channels is None else found.by_channels,
         grad_NO if found.by_tokens is None else found.by_tokens,
     )
+
+
+def _activation_gradient(
+    launch: Launcher, activation: FusedActivation, into: Products, down: Products, h_NP: Tensor, da_NF: Tensor
+) -> Backward:
+    """The gradient of the projections for the products of the first layer, and the ffn channels for those of
+    the second."""
+    by_channels, by_tokens = into.input_grad is not None, into.weight_grad is not None
+    rows, columns, ffn = (into.counter(h_NP.device) for _ in range(3))
+    zeroed = None if rows is None or columns is None or ffn is None else BackwardZeroed(rows, columns, ffn)
+    made = activation_backward(
+        launch, activation, h_NP, da_NF, by_channels=by_channels, by_tokens=by_tokens, zeroed=zeroed
+    )
+    if by_channels:
+        into.counted("gradient", h_NP.numel(), rows)
+    if by_tokens:
+        into.counted("gradient_by_tokens", h_NP.numel(), columns)
+        down.counted("input_by_tokens", da_NF.numel(), ffn)
+    return made
 
 
 def bias_gradient(bias_O: Tensor, grad_NO: Tensor) -> Gradient:

@@ -18,9 +18,6 @@ from braid.kernels.launch import parts_of
 from braid.kernels.precision.device.weights import SCALES
 from braid.kernels.precision.quantize import Quantized
 
-MULTIPLE = 16
-"""Rows and columns of operands must be multiples of this."""
-
 
 def multiply(a_NK: Quantized, b_MK: Quantized, dtype: torch.dtype) -> Tensor:
     """a · bᵀ. Scales of rows must be as `rows.empty_quantized` makes them, those of a weight as
@@ -30,6 +27,13 @@ def multiply(a_NK: Quantized, b_MK: Quantized, dtype: torch.dtype) -> Tensor:
     scales = a_NK.scales, b_MK.scales.t()
     # Fast accumulation would sum all of K with the few bits that tensor cores have.
     return torch._scaled_mm(a_NK.values, b_MK.values.t(), *scales, out_dtype=dtype, use_fast_accum=False)
+
+
+def weight_gradient(grad_ON: Quantized, x_IN: Quantized, out_OI: Tensor, *, accumulate: bool) -> None:
+    """Write gradᵀ · x, or add it. PyTorch's scaled product does not add, so that a copy of the gradient exists
+    for a moment; a Triton kernel that added in place took longer than bfloat16 (benchmarks/results)."""
+    gradient_OI = multiply(grad_ON, x_IN, torch.float32)
+    out_OI.add_(gradient_OI) if accumulate else out_OI.copy_(gradient_OI)
 
 
 def weight_operand(weight_MK: Quantized) -> Quantized:

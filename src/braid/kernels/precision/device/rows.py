@@ -29,10 +29,10 @@ TILE_WARPS = 8
 
 
 class Zeroed(NamedTuple):
-    """Counters of elements that become zero, int64 scalars that kernels add to."""
+    """Counters of elements that become zero, int64 scalars that kernels add to; None for what is not made."""
 
-    by_channels: Tensor
-    by_tokens: Tensor
+    by_channels: Tensor | None = None
+    by_tokens: Tensor | None = None
 
 
 class QuantizedRows(NamedTuple):
