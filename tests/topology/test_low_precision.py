@@ -53,6 +53,7 @@ LONG = (
     ("latent", 4, "ep2 replicate2", ("fp8_block", "ends", TOKENS)),
     ("latent", 4, "cp2 ep2 etp2", ("fp8_row", "ends")),
     ("capacity", 4, "pp2 ep2 overlap", ("mxfp8", "ends")),
+    ("hyper", 4, "pp2 ep2 dual all", ("fp8_block", "ends")),
 )
 
 
@@ -123,12 +124,14 @@ def _gathered(rank: int, world: int, run: Run) -> tuple[Told, Told]:
         return found, train(rank, world, Task(run=run))
 
 
-@pytest.mark.parametrize("words", ["optimizer", pytest.param("ep2 replicate2", marks=pytest.mark.long)])
+@pytest.mark.parametrize("words", ["optimizer", pytest.param("ep2 replicate2 overlap", marks=pytest.mark.long)])
 def test_gathering_values_changes_nothing(words, corpus):
-    """To the last bit, in bfloat16, where all micro-batches of a step share a gathered weight."""
+    """To the last bit, in bfloat16, where all micro-batches of a step share a gathered weight; and where weight
+    gradients are computed when their weights have been freed."""
     run = run_of("capacity", corpus, dtype="bf16", samples=16, micro_batches=2, precision=("fp8_block", "ends"))
     world = 4 if "ep2" in words else 2
     run = Topology(world=world, words=words).of(run)
+    run = replace(run, mesh=replace(run.mesh, delay_weights=run.mesh.overlap))
     for found, plain in run_ranks(world, _gathered, run, timeout_s=300):
         assert [_without_shares(each) for each in found.figures] == [_without_shares(e) for e in plain.figures]
         assert found.val_loss == plain.val_loss
