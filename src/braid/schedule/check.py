@@ -102,9 +102,10 @@ def _turns(schedule: Schedule, ops: Ops) -> Ops:
     starts: dict[Turn, int] = {}
     ends: dict[Turn, int] = {}
     for place, op in enumerate(ops):
-        if op.act is Act.F:
+        act = op.act
+        if act is Act.F:
             starts.setdefault((op.micro_batch, op.segment), place)  # type: ignore[arg-type]
-        elif op.act is Act.B:
+        elif act is Act.B:
             ends[op.micro_batch, op.segment] = place  # type: ignore[index]
     return tuple(ops[place] for place in sorted((*starts.values(), *ends.values())))
 

@@ -8,8 +8,8 @@ that is offloaded is away from its FREE to its RELOAD.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate, product
 from typing import NamedTuple
 
@@ -23,12 +23,6 @@ from braid.schedule.graph import LANGUAGE, unit_name
 
 POSITIONS = "positions"
 """The part that is live from the first forward of a micro-batch to its last backward."""
-
-
-_COUNTED = (Act.F, Act.B, Act.FREE, Act.RELOAD)
-"""Acts that begin or end the life of activations."""
-_Key = tuple[int | None, str]
-"""Micro-batch and part of the model."""
 
 
 class Live(NamedTuple):
@@ -64,46 +58,25 @@ def activations(
 ) -> Activations:
     """Activations of a station; without modules, of a pipeline stage. `costs` are those of its parts for one
     micro-batch, in forward order; parts and edges that are not given do not count."""
-    live, backward = defaultdict[_Key, list[int]](list), defaultdict[_Key, list[int]](list)
-    parts, frozen, modules = _parts(plan, station), list[tuple[int, str]](), plan.schedule.graph.segments
-    events = [
-        (op, part)
-        for op in plan.schedule.ops[station]
-        if op.act in _COUNTED or op.edge is not None
-        for part in _events(op, parts)
-        if part is None or part[0] in costs
-    ]
-    for index, (op, event) in enumerate(events):
-        if event is None:
-            continue
-        part, trains = event
-        if not trains:
-            frozen.append((index, part))
-            continue
-        assert op.segment is not None
-        live[op.micro_batch, part].append(index)
-        live[op.micro_batch, unit_name(modules[op.segment].module, POSITIONS)].append(index)
-        if op.act is Act.B:
-            backward[op.micro_batch, part].append(index)
-    ops = [op for op, _ in events]
-    count, waiting, away = len(events), _waiting(plan, station, ops, edges), _away(plan, station, ops, costs)
-    kept = _sums(count, [*((indices, costs[part].kept) for (_, part), indices in live.items()), *away])
-    passing = _sums(count, [(indices, costs[part].passing) for (_, part), indices in backward.items()])
-    features = _sums(count, waiting)
-    during = dict.fromkeys(costs, Live(0, 0, 0))
-    for (_, part), indices in backward.items():
-        moments = zip(*(each[indices[0] : indices[-1] + 1] for each in (kept, passing, features)), strict=True)
-        peak = Live(*max(moments, key=sum))
-        during[part] = max(during[part], peak, key=_total)
+    seen = _follow(plan, station, costs)
+    more = [(ends, costs[name].kept) for (_, name), ends in seen.positions.items()]
+    added = _sums(len(seen.ops), [*more, *_away(plan, station, seen.ops, costs)])
+    kept, passing = list(map(sum, zip(seen.kept, added, strict=True))), seen.passing
+    features = _sums(len(kept), _waiting(plan, station, seen.ops, edges))
+    totals = list(map(sum, zip(kept, passing, features, strict=True)))
+    during, most = dict.fromkeys(costs, Live(0, 0, 0)), dict.fromkeys(costs, 0)
+    for first, last, part in sorted(seen.windows, key=lambda window: window[0]):
+        total = max(totals[first : last + 1])
+        if total > most[part]:
+            at = totals.index(total, first)
+            during[part], most[part] = Live(kept[at], passing[at], features[at]), total
     forward, layers = dict[str, Live](), _layers(plan)
-    for index, part in frozen:
+    for index, part in seen.frozen:
         now = Live(kept[index], costs[part].kept // layers.get(part, 1), features[index])
         forward[part] = max(forward.get(part, now), now, key=_total)
-    if any(plan.schedule.offloaded):  # else the backward of the last part comes with at least as much
-        for index, (op, event) in enumerate(events):
-            if op.act is Act.F and event is not None:
-                now = Live(kept[index], 0, features[index])
-                forward[event[0]] = max(forward.get(event[0], now), now, key=_total)
+    for index, part in seen.forwards:
+        now = Live(kept[index], 0, features[index])
+        forward[part] = max(forward.get(part, now), now, key=_total)
     return Activations(max(kept, default=0), during, forward, max(features, default=0))
 
 
@@ -111,30 +84,110 @@ def _total(live: Live) -> int:
     return live.total
 
 
-_Part = tuple[str, bool]
-"""A part of a model, and whether it has a backward."""
+class _Event(NamedTuple):
+    """What happens to a part of a model in an `F` or `B`."""
+
+    part: str
+    positions: str
+    """Those of its module."""
+    starts: bool = False
+    """Its forward begins, so that it is live."""
+    returns: bool = False
+    """Its backward begins."""
+    ends: bool = False
+    """Its backward ends."""
+    frozen: bool = False
+    """It has a forward only."""
+    forward: bool = False
+    """Whether it is an `F`."""
 
 
-def _events(op: Op, parts: Mapping[tuple[int | None, str | None], tuple[_Part, ...]]) -> Sequence[_Part | None]:
-    """The parts that an `F` or `B` runs, in order; a single None for a message of an edge and for a copy."""
-    if op.edge is not None or op.act.copies:
-        return [None]
-    return parts[op.segment, op.phase][:: 1 if op.act is Act.F else -1]
+_Key = tuple[Act, int | None, str | None]
+"""Act, segment and phase of an op."""
 
 
-def _parts(plan: Plan, station: int) -> dict[tuple[int | None, str | None], tuple[_Part, ...]]:
-    """The parts that each phase of a station's segments runs, in order, and whether they have a backward: all
-    parts if the segment is a single phase."""
-    modules = plan.schedule.graph.segments
-    return {
-        (segment, phase.name): tuple(
-            (unit_name(modules[segment].module, part_of(each)), each.backward)
-            for each in (inner if phase.kind == "segment" else [phase])
-        )
-        for segment in plan.schedule.segments_of(station)
-        for inner in [phases_of(plan, segment)]
-        for phase in plan.schedule.phases[segment]
-    }
+@dataclass
+class _Seen:
+    """What happens on a station, event by event. Moments between these events hold no more than the event
+    before them: there nothing begins."""
+
+    ops: list[Op] = field(default_factory=list)
+    kept: list[int] = field(default_factory=list)
+    """Saved by live parts, but for positions; as if nothing were offloaded."""
+    passing: list[int] = field(default_factory=list)
+    windows: list[tuple[int, int, str]] = field(default_factory=list)
+    """The first and the last event of the backward of each part, for each micro-batch."""
+    frozen: list[tuple[int, str]] = field(default_factory=list)
+    """Forwards of parts without a backward."""
+    forwards: list[tuple[int, str]] = field(default_factory=list)
+    """All forwards, if blocks are offloaded. Else the backward of the last part comes with at least as much."""
+    positions: dict[tuple[int | None, str], tuple[int, int]] = field(default_factory=dict)
+    """From when to when positions are live, by micro-batch."""
+
+
+def _follow(plan: Plan, station: int, costs: Mapping[str, Cost]) -> _Seen:
+    seen, events = _Seen(), _events(plan, station, costs)
+    begun: dict[tuple[int | None, str], int] = {}
+    kept = passing = 0
+    offloaded = any(plan.schedule.offloaded)
+    for op in plan.schedule.ops[station]:
+        apart = op.edge is not None or op.act in _COPIES
+        for event in _APART if apart else events.get((op.act, op.segment, op.phase), ()):
+            index, part = len(seen.kept), event.part
+            if event.starts:
+                kept += costs[part].kept
+                seen.positions.setdefault((op.micro_batch, event.positions), (index, index))
+            if event.returns:
+                passing += costs[part].passing
+                begun[op.micro_batch, part] = index
+            seen.ops.append(op)
+            seen.kept.append(kept)
+            seen.passing.append(passing)
+            if event.ends:
+                kept, passing = kept - costs[part].kept, passing - costs[part].passing
+                seen.windows.append((begun[op.micro_batch, part], index, part))
+                first, _ = seen.positions[op.micro_batch, event.positions]
+                seen.positions[op.micro_batch, event.positions] = first, index
+            if event.frozen:
+                seen.frozen.append((index, part))
+            if event.forward and offloaded:
+                seen.forwards.append((index, part))
+    return seen
+
+
+_APART = (_Event("", ""),)
+"""That of a message of an edge, and of a copy to or from the host."""
+_COPIES = frozenset({Act.FREE, Act.RELOAD})
+"""Those that end and begin the life of activations on the device."""
+
+
+def _events(plan: Plan, station: int, costs: Mapping[str, Cost]) -> dict[_Key, list[_Event]]:
+    """What happens to the parts of a station's segments in the `F` and the `B` of each phase, in order. A
+    phase runs one part or a section of it; all parts if the segment is a single phase."""
+    modules, found = plan.schedule.graph.segments, dict[_Key, list[_Event]]()
+    for segment in plan.schedule.segments_of(station):
+        module, inner = modules[segment].module, phases_of(plan, segment)
+        positions = unit_name(module, POSITIONS)
+        of_phase = [(phase, unit_name(module, part_of(phase))) for phase in inner]
+        of_phase = [(phase, part) for phase, part in of_phase if part in costs]
+        returning = [(phase, part) for phase, part in of_phase if phase.backward]
+        last = {part: phase for phase, part in returning}
+        first = {part: phase for phase, part in reversed(returning)}
+        offloaded = any(plan.schedule.offloaded)
+        whole = [phase.name for phase in plan.schedule.phases[segment] if phase.kind == "segment"]
+        for phase, part in of_phase:
+            key = (Act.F, segment, whole[0] if whole else phase.name)
+            frozen = not phase.backward
+            starts = not frozen and first[part] is phase
+            if frozen or starts or offloaded:
+                event = _Event(part, positions, starts=starts, frozen=frozen, forward=True)
+                found.setdefault(key, []).append(event)
+        for phase, part in reversed(returning):
+            key = (Act.B, segment, whole[0] if whole else phase.name)
+            returns, ends = last[part] is phase, first[part] is phase
+            if returns or ends:
+                found.setdefault(key, []).append(_Event(part, positions, returns=returns, ends=ends))
+    return found
 
 
 def _layers(plan: Plan) -> dict[str, int]:

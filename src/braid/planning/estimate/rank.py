@@ -1,12 +1,14 @@
 """One rank of a pipeline stage without processes: groups without communicators, a model on the meta device.
 
-A rank of a station may hold stages of several modules: `held_modules` has each of them, with its own grid.
+A rank of a station may hold stages of several modules: `held_modules` has each of them, with its own grid. Most
+stages of a long pipeline hold equal blocks in equal order: `held_by_station` builds the first of them, and the
+others are its twins.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
 
@@ -20,7 +22,7 @@ from braid.model.encoder import EncoderModel
 from braid.model.language import LanguageModel
 from braid.nn.cost import Cost, Workload
 from braid.nn.dtypes import DTYPES
-from braid.pattern import Layout
+from braid.pattern import Block, Kind, Layer, LayerNumber, Layout
 from braid.planning import divisibility
 from braid.planning.divisibility import AxisSizes
 from braid.planning.local_model import (
@@ -32,6 +34,7 @@ from braid.planning.local_model import (
 from braid.planning.modules import ModulePlan
 from braid.planning.plan import Plan, span_of
 from braid.planning.trained import parameters_of
+from braid.precision import precision_of
 from braid.schedule.graph import LANGUAGE, unit_name
 
 
@@ -45,33 +48,109 @@ class HeldModule:
     """Pipeline stage of the module."""
     segments: tuple[int, ...]
     """Its segments, by their numbers in the schedule."""
-    layout: Layout
+    layers: str
+    """The pattern of its layers."""
     model: LanguageModel | EncoderModel
+    """Its part of the model; of a twin, that of its original."""
     axes: AxisSizes
     strategy: Strategy
     workload: Workload
     """Its fullest micro-batch."""
     trained: frozenset[str]
-    """Names of its trained parameters."""
+    """Names of trained parameters of the model."""
+    original: HeldModule | None = None
+    """Of a twin: the stage that holds equal blocks in equal order, at other places of the pattern."""
+    blocks: Mapping[str, str] = field(default_factory=dict)
+    """Of a twin: its blocks, by those of its original."""
 
     def name_of(self, part: str) -> str:
         """A part or unit of the module, by its name among those of all modules: `vision/blocks.3`."""
         return unit_name(self.name, part)
 
-    @property
-    def layers(self) -> str:
-        """The pattern of its layers."""
-        return "|".join(str(self.layout.segments[segment]) for segment in self.model.segments)
+    def renamed(self, name: str) -> str:
+        """The name here of a part or unit of the original."""
+        head, found, rest = name.partition("blocks.")
+        if not found or head not in ("", "stack."):
+            return name
+        block, dot, rest = rest.partition(".")
+        return f"{head}blocks.{self.blocks[block]}{dot}{rest}"
 
-    @property
+    @cached_property
     def weights(self) -> int:
         """Parameters of the rank before FSDP sharding."""
+        if self.original is not None:
+            return self.original.weights
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     @cached_property
     def costs(self) -> dict[str, Cost]:
         """The cost of each part for one micro-batch, in forward order."""
+        if self.original is not None:
+            return {self.renamed(part): cost for part, cost in self.original.costs.items()}
         return {self.name_of(part): cost for part, cost in self.model.costs(self.workload).items()}
+
+
+def held_by_station(plan: Plan, device: str) -> Iterator[tuple[HeldModule, ...]]:
+    """What the ranks of each station hold. Where everything is trained, stages of the language model with equal
+    blocks in equal order are built once."""
+    built, mixers = dict[object, HeldModule](), _mixers(plan.layout)
+    for station in range(plan.schedule.pp):
+        if plan.encoders or plan.selection is not None:
+            yield held_modules(plan, station, device)
+            continue
+        form = _form_of(plan, station, mixers)
+        if form not in built:
+            (built[form],) = held_modules(plan, station, device)
+            yield (built[form],)
+        else:
+            yield (_twin(plan, station, built[form]),)
+
+
+def _mixers(layout: Layout) -> dict[LayerNumber, Kind | None]:
+    """The nearest mixer up to each layer, which decides where some models have their norms."""
+    found, latest = dict[LayerNumber, Kind | None](), None
+    for layer in layout.layers:
+        latest = layer.kind if layer.kind.is_mixer else latest
+        found[layer.number] = latest
+    return found
+
+
+def _form_of(plan: Plan, stage: int, mixers: Mapping[LayerNumber, Kind | None]) -> object:
+    """What the model of a stage depends on, but for the names of its blocks."""
+    shape, layout, precision = plan.run.model, plan.layout, precision_of(plan.run.train.precision)
+
+    def form(layer: Layer) -> object:
+        attention = shape.attention if layer.kind is Kind.ATTENTION else None
+        own = None if attention is None else attention.of_layer(layer.nth)
+        return layer.kind, own, mixers[layer.number]
+
+    def forms(block: Block) -> object:
+        quantised = precision.quantises(int(block.index), len(layout.blocks))
+        return quantised, tuple(form(layer) for layer in block.layers)
+
+    segments, last = plan.schedule.segments_of(stage), len(layout.segments) - 1
+    blocks = tuple(tuple(map(forms, layout.segments[segment].blocks)) for segment in segments)
+    return blocks, tuple(segment for segment in segments if segment in (0, last))
+
+
+def _twin(plan: Plan, stage: int, original: HeldModule) -> HeldModule:
+    segments = plan.schedule.segments_of(stage)
+    theirs, own = (
+        [str(block.index) for segment in held for block in plan.layout.segments[segment].blocks]
+        for held in (original.segments, segments)
+    )
+    return replace(
+        original,
+        stage=stage,
+        segments=segments,
+        layers=_layers(plan.layout, segments),
+        original=original,
+        blocks=dict(zip(theirs, own, strict=True)),
+    )
+
+
+def _layers(layout: Layout, segments: Iterable[int]) -> str:
+    return "|".join(str(layout.segments[segment]) for segment in segments)
 
 
 def held_modules(plan: Plan, station: int, device: str) -> tuple[HeldModule, ...]:
@@ -96,7 +175,7 @@ def _held_language(plan: Plan, segments: list[int], device: str) -> HeldModule:
         name=LANGUAGE,
         stage=stage,
         segments=tuple(segments),
-        layout=plan.layout,
+        layers=_layers(plan.layout, model.segments),
         model=model,
         axes=plan.axes,
         strategy=plan.run.mesh.shard,
@@ -116,7 +195,7 @@ def _held_encoder(plan: Plan, encoder: ModulePlan, segments: list[int], device: 
         name=encoder.name,
         stage=stage,
         segments=tuple(segments),
-        layout=encoder.layout,
+        layers=_layers(encoder.layout, model.segments),
         model=model,
         axes=encoder.axes,
         strategy=mesh.shard,

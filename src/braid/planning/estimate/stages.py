@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import NamedTuple
 
 from braid.errors import ConfigError
 from braid.nn.cost import Call, Cost
@@ -14,15 +13,8 @@ from braid.planning.estimate.edges import EdgeEstimate, edges_of
 from braid.planning.estimate.memory import Memory, Step, memory_of
 from braid.planning.estimate.moments import activations, waiting_bytes
 from braid.planning.estimate.offload import moved, parts_of_blocks, slots_for
-from braid.planning.estimate.rank import HeldModule, held_modules
-from braid.planning.estimate.weights import (
-    HeldUnit,
-    copy_calls,
-    held_units,
-    peak_gathered,
-    scale_calls,
-    sharding_calls,
-)
+from braid.planning.estimate.rank import HeldModule
+from braid.planning.estimate.weights import Counted, counted_by_station, peak_gathered, sharding_calls
 from braid.planning.local_model import is_alone
 from braid.planning.plan import Plan
 from braid.schedule import Act, live_peaks, segment_peaks
@@ -124,36 +116,21 @@ def estimate(plan: Plan, device: str = "cuda") -> Estimate:
     """Memory and communication of every stage of a plan on a `device` (`cuda` or `cpu`)."""
     if device not in ("cpu", "cuda"):
         raise ConfigError(f"device {device}: must be cpu or cuda")
+    counted = counted_by_station(plan, device)
     if plan.encoders:
         edges, peaks = tuple(edges_of(plan)), segment_peaks(plan.schedule)
-        stations = (_station(plan, station, edges, peaks, device) for station in range(plan.schedule.pp))
+        stations = (_station(plan, station, each, edges, peaks) for station, each in enumerate(counted))
         return Estimate(plan=plan, device=device, stations=tuple(stations), edges=edges)
     # `live_peaks` counts forwards of segments; a micro-batch has one for each segment of the rank.
     live = [-(-each // plan.schedule.virtual) for each in live_peaks(plan.schedule)]
-    stages = (
-        _stage(plan, stage, live[stage], module)
-        for stage in range(plan.axes.pp)
-        for module in _counted(plan, stage, device)
-    )
+    stages = (_stage(plan, stage, live[stage], module) for stage, (module,) in enumerate(counted))
     return Estimate(plan=plan, device=device, stages=tuple(stages))
 
 
-class _Counted(NamedTuple):
-    """A module of a rank, with its FSDP units."""
-
-    held: HeldModule
-    units: list[HeldUnit]
-
-
-def _counted(plan: Plan, station: int, device: str) -> list[_Counted]:
-    return [_Counted(module, held_units(module, plan)) for module in held_modules(plan, station, device)]
-
-
 def _station(
-    plan: Plan, station: int, edges: Sequence[EdgeEstimate], live: Sequence[int], device: str
+    plan: Plan, station: int, modules: Sequence[Counted], edges: Sequence[EdgeEstimate], live: Sequence[int]
 ) -> StationEstimate:
     """Estimate for a station; `live` are the live micro-batches of each segment."""
-    modules = _counted(plan, station, device)
     memory, features = _memory(plan, station, modules, edges)
     return StationEstimate(
         ranks=plan.schedule.graph.ranks[station],
@@ -170,14 +147,13 @@ def _station(
     )
 
 
-def _stage(plan: Plan, station: int, live: int, module: _Counted) -> StageEstimate:
+def _stage(plan: Plan, station: int, live: int, module: Counted) -> StageEstimate:
     """Estimate for one module of a station. Without modules, stations are pipeline stages."""
     held, micro_batches = module.held, plan.run.train.micro_batches
     calls = [call for cost in held.costs.values() for call in cost.times(micro_batches).calls]
     if not is_alone(plan):
         calls += sharding_calls(module.units, plan.schedule.ops[station])
-        calls += scale_calls(held)
-        calls += copy_calls(held)
+    calls += module.once
     return StageEstimate(
         stage=held.stage,
         layers=held.layers,
@@ -204,7 +180,7 @@ def _offload(plan: Plan, station: int, held: HeldModule) -> OffloadEstimate:
 
 
 def _memory(
-    plan: Plan, station: int, modules: Sequence[_Counted], edges: Sequence[EdgeEstimate] = ()
+    plan: Plan, station: int, modules: Sequence[Counted], edges: Sequence[EdgeEstimate] = ()
 ) -> tuple[Memory, int]:
     """Memory of a rank with these modules, and how much of it rows of edges take."""
     ops, costs = plan.schedule.ops[station], dict[str, Cost]()
@@ -231,10 +207,13 @@ def _merge(calls: Iterable[Call]) -> Iterable[Call]:
     return (kind._replace(times=times) for kind, times in totals.items())
 
 
+_SENDS = frozenset({Act.SEND_F, Act.SEND_B})
+
+
 def _sends(plan: Plan, station: int, module: HeldModule) -> int:
     """Bytes of activations and their gradients that the schedule sends to other stages of the module."""
-    own = (op for op in plan.schedule.ops[station] if op.edge is None and op.segment in module.segments)
-    count = sum(op.act in (Act.SEND_F, Act.SEND_B) for op in own)
+    sent = [op for op in plan.schedule.ops[station] if op.act in _SENDS]
+    count = sum(op.edge is None and op.segment in module.segments for op in sent)
     tokens = module.workload.local_tokens(module.model.groups.tp_cp)
     return count * tokens * prod(module.model.shape.stream) * module.workload.narrow
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ from braid.nn.precision import matrix, quantised_weights
 from braid.nn.units import parameters_of_units, shard_dims
 from braid.optim.gradients import replicated_parts
 from braid.planning.divisibility import AxisSizes
-from braid.planning.estimate.rank import HeldModule
+from braid.planning.estimate.rank import HeldModule, held_by_station
 from braid.planning.local_model import is_alone
 from braid.planning.plan import Plan, inner_phases
 from braid.schedule import Act, Ops, Phase
@@ -84,6 +84,40 @@ class HeldUnit:
     @property
     def gathered_bytes(self) -> int:
         return self.shards * self.sent_bytes
+
+
+class Counted(NamedTuple):
+    """A stage of a module on a rank, with its weights."""
+
+    held: HeldModule
+    units: list[HeldUnit]
+    """Its FSDP units, in forward order."""
+    once: tuple[Call, ...]
+    """All-reduces that there are once in a step: of what ranks need to quantise their shards when it begins, and
+    of the gradients of replicated weights."""
+
+
+def counted_by_station(plan: Plan, device: str) -> list[list[Counted]]:
+    """The modules of the ranks of each station; weights of twins are counted once."""
+    known: dict[int, Counted] = {}
+    found = []
+    for modules in held_by_station(plan, device):
+        own = []
+        for held in modules:
+            if held.original is None:
+                once = () if is_alone(plan) else (*scale_calls(held), *copy_calls(held))
+                known[id(held)] = each = Counted(held, held_units(held, plan), once)
+            else:
+                first = known[id(held.original)]
+                units = [_renamed(unit, held) for unit in first.units]
+                each = Counted(held, units, first.once)
+            own.append(each)
+        found.append(own)
+    return found
+
+
+def _renamed(unit: HeldUnit, held: HeldModule) -> HeldUnit:
+    return replace(unit, name=held.renamed(unit.name), part=held.renamed(unit.part))
 
 
 def held_units(module: HeldModule, plan: Plan) -> list[HeldUnit]:
@@ -211,22 +245,26 @@ def _shard_size(parameter: nn.Parameter, dim: int, shards: int) -> int:
 # --------------------------------------------------------------------------------------------- calls
 
 
+_GATHERED = frozenset({Act.UNSHARD, Act.RESHARD})
+_CALLED = frozenset({Act.UNSHARD, Act.REDUCE_GRAD})
+
+
 def peak_gathered(units: list[HeldUnit], ops: Ops) -> int:
     """Maximum bytes of all-gathered weights, over the unshard and reshard ops of a rank."""
     sizes = {unit.name: unit.gathered_bytes for unit in units}
     current = peak = 0
-    for op in ops:
+    for op in [op for op in ops if op.act in _GATHERED]:
         if op.act is Act.UNSHARD:
             current += sizes.get(op.unit or "", 0)
             peak = max(peak, current)
-        elif op.act is Act.RESHARD:
+        else:
             current -= sizes.get(op.unit or "", 0)
     return peak
 
 
 def sharding_calls(units: list[HeldUnit], ops: Ops) -> Iterator[Call]:
     """Collectives of FSDP in a step: all-gathers of weights, reductions of gradients."""
-    times = Counter((op.unit, op.act) for op in ops if op.act.shards)
+    times = Counter((op.unit, op.act) for op in ops if op.act in _CALLED)
     for unit in units:
         for call in unit_calls(unit):
             act = Act.UNSHARD if call.op == "all_gather" else Act.REDUCE_GRAD

@@ -155,7 +155,7 @@ class Bricks:
         names = (name for name, _ in self.model.named_parameters())
         self.module = HeldModule(
             name=LANGUAGE, stage=0, segments=tuple(range(len(examples.layout.segments))),
-            layout=examples.layout, model=self.model, axes=self.plan.axes, strategy="all",
+            layers=str(examples.layout), model=self.model, axes=self.plan.axes, strategy="all",
             workload=workload_of(self.plan, "cuda"), trained=frozenset(names),
         )  # fmt: skip
         self._work: dict[int, dict[str, dict[str, _Work]]] = {}
