@@ -140,7 +140,7 @@ def calibration_for(cluster: Cluster, given: Calibration | None) -> Calibration:
 def unmeasured(plan: Plan, meter: ClusterMeter, stations: Iterable[Station]) -> list[str]:
     """What the calibration has no seconds for, each once."""
     found = dict[str, None]()
-    for station in stations:
+    for station in (each for each in stations if each.original is None):
         for part in station.works.values():
             for work in part.values():
                 found |= dict.fromkeys(missing(work, meter.calibration))

@@ -4,7 +4,8 @@ The work of an op is that of the phase it runs, in the pass it runs: `F` forward
 those of weights unless a `W` does; `RECOMPUTE` the forward of the regions that are replayed. To it come the
 collectives that the phase issues, which its stream waits for. Ops on units last as long as their collective.
 
-All ranks of a station are alike, and so are all micro-batches: an op is timed once for each station and phase.
+All ranks of a station are alike, and so are all micro-batches: an op is timed once for each station and phase,
+and once for all stations that hold equal blocks in equal order.
 """
 
 from __future__ import annotations
@@ -20,14 +21,13 @@ from braid.choices import recomputed
 from braid.nn.cost import Call
 from braid.nn.work import Pass, Piece, Work
 from braid.planning.estimate.edges import EdgeEstimate, edges_of
-from braid.planning.estimate.rank import HeldModule, held_modules
+from braid.planning.estimate.rank import HeldModule
 from braid.planning.estimate.weights import (
+    Counted,
     HeldUnit,
-    copy_calls,
-    held_units,
+    counted_by_station,
     part_of,
     phases_of,
-    scale_calls,
     unit_calls,
 )
 from braid.planning.local_model import is_alone
@@ -80,6 +80,7 @@ class OpTimes:
         self.plan, self.meter, self.stations = plan, meter, stations
         self._messages: dict[tuple[int, Act, int | None, str | None], float] = {}
         self._known: dict[tuple[int, Act, int | None, str | None, str | None], Parts] = {}
+        self._updates: dict[int, Parts] = {}
 
     def parts(self, station: int, op: Op) -> Parts:
         """What the seconds of an op are spent on."""
@@ -112,7 +113,14 @@ class OpTimes:
     def update(self, station: int) -> Parts:
         """What follows the last op of a step: the norm of the gradients, the optimizer; and what precedes the
         first one, which takes as long."""
-        held, moved = self.stations[station], 0
+        original = self.stations[station].original
+        number = station if original is None else original.number
+        if number not in self._updates:
+            self._updates[number] = self._update(self.stations[number])
+        return self._updates[number]
+
+    def _update(self, held: Station) -> Parts:
+        moved = 0
         for unit in held.units:
             main = max(unit.stored, 4)
             narrow = unit.stored if is_alone(self.plan) and unit.stored < main else 0
@@ -124,6 +132,8 @@ class OpTimes:
 
     def _parts(self, station: int, op: Op) -> Parts:
         held = self.stations[station]
+        if held.original is not None:
+            return self.parts(held.original.number, held.original_op(op))
         if op.act.computes:
             timed = held.timed(op)
             assert op.segment is not None
@@ -146,13 +156,29 @@ class OpTimes:
         return parts
 
 
+def stations_of(plan: Plan, device: str, load: float) -> list[Station]:
+    """All stations. Those that hold a twin refer to the station that holds its original."""
+    found: list[Station] = []
+    holders: dict[int, Station] = {}
+    for number, counted in enumerate(counted_by_station(plan, device)):
+        original = counted[0].held.original if counted else None
+        station = Station(plan, number, counted, load, None if original is None else holders[id(original)])
+        found.append(station)
+        for each in counted:
+            holders[id(each.held)] = station
+    return found
+
+
 class Station:
     """What one rank of a station holds and runs."""
 
-    def __init__(self, plan: Plan, station: int, device: str = "cuda", load: float = 1.0) -> None:
-        """`load`: how many times its share the slowest rank of the experts has."""
-        self.plan, self.load = plan, load
-        self.modules = held_modules(plan, station, device)
+    def __init__(
+        self, plan: Plan, number: int, counted: Sequence[Counted], load: float, original: Station | None
+    ) -> None:
+        """`load`: how many times its share the slowest rank of the experts has. `original`: the station that
+        holds the original of this one's only module, a twin."""
+        self.plan, self.number, self.load, self.original = plan, number, load, original
+        self.counted, self.modules = counted, tuple(each.held for each in counted)
         self.edges: tuple[EdgeEstimate, ...] = tuple(edges_of(plan)) if plan.encoders else ()
         self.by_segment = {segment: module for module in self.modules for segment in module.segments}
         self._timed: dict[tuple[Act, int | None, str | None], _Timed] = {}
@@ -167,7 +193,7 @@ class Station:
 
     @cached_property
     def _units(self) -> list[tuple[HeldUnit, str]]:
-        return [(unit, module.name) for module in self.modules for unit in held_units(module, self.plan)]
+        return [(unit, each.held.name) for each in self.counted for unit in each.units]
 
     @property
     def units(self) -> list[HeldUnit]:
@@ -181,13 +207,26 @@ class Station:
     def once(self) -> list[tuple[str, Call]]:
         """All-reduces that there are once in a step: of the gradients of replicated weights, and of what ranks
         need to quantise their shards when it begins."""
-        if is_alone(self.plan):
-            return []
-        return [
-            (module.name, call)
-            for module in self.modules
-            for call in (*scale_calls(module), *copy_calls(module))
-        ]
+        return [(each.held.name, call) for each in self.counted for call in each.once]
+
+    @cached_property
+    def _originals(self) -> dict[str, str]:
+        """Of a twin: the blocks of the original, by its own."""
+        return {own: theirs for theirs, own in self.modules[0].blocks.items()}
+
+    def original_op(self, op: Op) -> Op:
+        """The op of the original that does the same."""
+        assert self.original is not None
+        segment, phase, unit = op.segment, op.phase, op.unit
+        if segment is not None:
+            segment = self.original.modules[0].segments[self.modules[0].segments.index(segment)]
+        if phase is not None:
+            block, dot, kind = phase.partition(".")
+            phase = self._originals.get(block, block) + dot + kind
+        if unit is not None and unit.startswith("stack.blocks."):
+            stack, blocks, block, *inner = unit.split(".")
+            unit = ".".join((stack, blocks, self._originals[block], *inner))
+        return Op(act=op.act, segment=segment, phase=phase, unit=unit)
 
     @cached_property
     def works(self) -> dict[str, dict[str, Work]]:
@@ -241,6 +280,8 @@ class Station:
 
     def timed(self, op: Op) -> _Timed:
         """The work and the collectives of an op; the same for all micro-batches."""
+        if self.original is not None:
+            return self.original.timed(self.original_op(op))
         key = (op.act, op.segment, op.phase)
         if key not in self._timed:
             self._timed[key] = self._timed_op(op)

@@ -23,7 +23,7 @@ from braid.schedule.event_simulator import Moments
 from braid.schedule.phases import Stream
 from braid.schedule.simulate import moments_of, timeline_of
 from braid.schedule.views import stream_of
-from braid.timing.seconds import Meter, OpTimes, Station
+from braid.timing.seconds import Meter, OpTimes, Station, stations_of
 
 BUBBLE, MESSAGES, EXPERTS, HOST = "bubble", "pp", "ep_etp", "host"
 _Interval = tuple[float, float]
@@ -56,7 +56,7 @@ class Stepper:
         """`load`: how many times its share the slowest rank of the experts has. `micro_batches`: those of the
         step, if `plan` is a shorter one (`shorter`)."""
         self.plan, self.micro_batches = plan, micro_batches or plan.run.train.micro_batches
-        self.held = [Station(plan, station, device, load) for station in range(plan.schedule.pp)]
+        self.held = stations_of(plan, device, load)
         self.plans = _shortened(plan, self.micro_batches) or (plan,)
 
     @cached_property
