@@ -30,8 +30,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from braid.schedule.builders import v_shape
-from braid.schedule.ops import Act, Op, Schedule, Turn, segments_of
-from braid.schedule.overlapped import PLAIN, Options, all_wgrads, pair, side
+from braid.schedule.ops import Op, Schedule, Turn, segments_of
+from braid.schedule.overlapped import PLAIN, Options, Pairs
 from braid.schedule.phases import Chain
 
 DUAL_PIPE_V = "dual_pipe_v"
@@ -54,19 +54,17 @@ def dual_pipe_v(
     case."""
     assert len(chains) == 2 * pp, f"DualPipeV on {pp} ranks needs {2 * pp} segments, not {len(chains)}"
     holder, options = v_shape(pp), options._replace(delayed=True)
-    lists = []
+    lists, pairs = [], Pairs(chains, holder)
     for rank in range(pp):
         ops: list[Op] = []
         for slot in slots(rank, pp, micro_batches):
-            f = side(Act.F, slot.forward, chains, holder)
-            b = side(Act.B, slot.backward, chains, holder)
-            if f and b and overlap:
+            if slot.forward and slot.backward and overlap:
                 assert slot.wgrad == slot.backward
-                ops += pair(f, b, options)
+                ops += pairs.ops(slot.forward, slot.backward, options)
                 continue
-            ops += [*pair(f, None), *pair(None, b)]
-            if delayed := side(Act.B, slot.wgrad, chains, holder):
-                ops += all_wgrads(delayed)
+            ops += [*pairs.ops(slot.forward, None), *pairs.ops(None, slot.backward)]
+            if slot.wgrad:
+                ops += pairs.all_wgrads(slot.wgrad)
         lists.append(tuple(ops))
     return Schedule(
         name=DUAL_PIPE_V,

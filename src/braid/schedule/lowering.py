@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal, NamedTuple
@@ -121,17 +121,25 @@ def _lower_modules(
             stage = Stage(graph.stage_name(segment), graph.stations[segment])
             *alone, _ = _Lowering(own, by_module[module], stage).run()  # without its FINISH
             streams[module] = deque(alone)
+    if len(streams) == 1:
+        yield from streams[module_of[held[0]]]
+    else:
+        yield from _merged(ops, lambda segment: streams[module_of.get(segment, first)])
+    yield Op(act=Act.FINISH)
+    yield from (op for op in ops if op.segment is None)
+
+
+def _merged(ops: Ops, stream_of: Callable[[int], deque[Op]]) -> Iterator[Op]:
+    """The lowered ops of several modules, in the order of the list of their rank."""
     for op in ops:
         if op.segment is None:
             continue
-        stream = streams[module_of.get(op.segment, first)]
+        stream = stream_of(op.segment)
         while (each := stream.popleft()) is not op:
             yield each
         yield op
         while stream and stream[0].act in _FOLLOWS:
             yield stream.popleft()
-    yield Op(act=Act.FINISH)
-    yield from (op for op in ops if op.segment is None)
 
 
 class _Slot(NamedTuple):
@@ -233,7 +241,9 @@ def _slots(ops: Ops, uses: Uses) -> tuple[Ops, list[_Slot]]:
     slots = []
     ends = [*(place for place, _ in users[1:]), len(ops)]
     for (place, use), end in zip(users, ends, strict=True):
-        first = next((each for each in range(place + 1, end) if not ops[each].act.sends), end)
+        first = place + 1
+        while first < end and ops[first].act.sends:
+            first += 1
         slots.append(_Slot(ops[place], use, ops[place + 1 : first], ops[first:end]))
     return ops[: users[0][0]], slots
 

@@ -100,7 +100,7 @@ def overlapped(
         return _schedule(chains, holder, micro_batches, lists, bound, options)
     groups = ceil(micro_batches / (group_size or pp))
     group = max(pp, ceil(micro_batches / groups)) if pp > 1 else 1
-    lists, bound = [], []
+    lists, bound, pairs = [], [], Pairs(chains, holder)
     for rank in range(pp):
         stages = segments_of(holder, rank)
         warm_up = 2 * (pp - rank - 1) + (virtual - 1) * group + 1
@@ -109,7 +109,7 @@ def overlapped(
         for forward, backward in _pairs(forwards, backwards, warm_up):
             f = None if forward is None or forward[0] >= micro_batches else forward
             b = None if backward is None or backward[0] >= micro_batches else backward
-            ops += pair(side(Act.F, f, chains, holder), side(Act.B, b, chains, holder), options)
+            ops += pairs.ops(f, b, options)
         lists.append(tuple(ops))
         bound.append(min(virtual * micro_batches, warm_up + 1))
     return _schedule(chains, holder, micro_batches, lists, bound, options)
@@ -183,6 +183,36 @@ def side(act: Act, turn: Turn | None, chains: Sequence[Chain], holder: Sequence[
 
 
 # ------------------------------------------------------------------------------------------- pairs
+
+
+class Pairs:
+    """The ops of pairs of turns. Those of two segments are the same for all micro-batches, so they are put in
+    order once."""
+
+    def __init__(self, chains: Sequence[Chain], holder: Sequence[int]) -> None:
+        self.chains, self.holder = chains, holder
+        self._known: dict[tuple[int | None, int | None, Options], list[tuple[Op, bool]]] = {}
+        """For the segments of a pair, its ops for some micro-batches, and whether each is of the forward."""
+
+    def ops(self, forward: Turn | None, backward: Turn | None, options: Options = PLAIN) -> Iterator[Op]:
+        """The ops of a pair, of which one may be absent."""
+        key = (forward and forward[1], backward and backward[1], options)
+        if key not in self._known:
+            f = side(Act.F, forward and (0, forward[1]), self.chains, self.holder)
+            b = side(Act.B, backward and (1, backward[1]), self.chains, self.holder)
+            self._known[key] = [(op, op.micro_batch == 0) for op in pair(f, b, options)]
+        of_forward, of_backward = (turn and turn[0] for turn in (forward, backward))
+        for op, forwards in self._known[key]:
+            number = of_forward if forwards else of_backward
+            yield Op(act=op.act, micro_batch=number, segment=op.segment, phase=op.phase, peer=op.peer)
+
+    def all_wgrads(self, turn: Turn) -> Ops:
+        """All weight gradients of a turn, in backward order."""
+        links = (
+            (link.post, link.combine, link.experts, link.mix, *link.before[::-1])
+            for link in self.chains[turn[1]].links[::-1]
+        )
+        return Side(turn, self.chains[turn[1]]).wgrads(*(phase for link in links for phase in link))
 
 
 def pair(f: Side | None, b: Side | None, options: Options = PLAIN) -> Ops:
@@ -319,11 +349,3 @@ def _reach(stretches: Sequence[Sequence[Phase]]) -> int:
 
 _ABSENT = Link(mix=Phase(kind="none"))
 """Stands for the link of an absent side; none of its ops are issued."""
-
-
-def all_wgrads(b: Side) -> Ops:
-    """All weight gradients of a segment, in backward order."""
-    links = (
-        (link.post, link.combine, link.experts, link.mix, *link.before[::-1]) for link in b.chain.links[::-1]
-    )
-    return b.wgrads(*(phase for link in links for phase in link))

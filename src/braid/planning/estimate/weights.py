@@ -93,8 +93,8 @@ class Counted(NamedTuple):
     units: list[HeldUnit]
     """Its FSDP units, in forward order."""
     once: tuple[Call, ...]
-    """All-reduces that there are once in a step: of what ranks need to quantise their shards when it begins, and
-    of the gradients of replicated weights."""
+    """All-reduces that there are once in a step: of what ranks need to quantise their shards when it begins,
+    and of the gradients of replicated weights."""
 
 
 def counted_by_station(plan: Plan, device: str) -> list[list[Counted]]:
