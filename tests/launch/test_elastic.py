@@ -76,6 +76,14 @@ def test_a_slot_that_fails_again_before_a_step_is_done_goes_out_of_service(tmp_p
     assert four.usable() == (0, 1)
 
 
+def test_a_slot_stays_in_use_if_the_file_cannot_be_written(tmp_path):
+    four = slots(tmp_path)
+    (tmp_path / "out").write_text("a file in the place of the folder")
+    notes = [four.note_failure(2, "was killed") for _ in range(START_FAILURES)]
+    assert "it stays in use" in notes[-1]
+    assert four.usable() == (0, 1, 2, 3)
+
+
 def test_without_min_world_no_slot_is_given_up(tmp_path):
     fixed = slots(tmp_path, min_world=4)
     assert [fixed.note_failure(1, "was killed") for _ in range(5)] == [None] * 5

@@ -67,10 +67,11 @@ class Slots:
         if self._failures[slot] < START_FAILURES or self.count == self.min_world:
             return None
         del self._failures[slot]
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        with self.file.open("a") as file:
-            file.write(f"{slot} {how}, {START_FAILURES} times in a row before a step was done\n")
-        return (
-            f"slot {slot} failed {START_FAILURES} times in a row before a step was done: out of service; "
-            f"remove its line from {self.file} to use it again"
-        )
+        failed = f"slot {slot} failed {START_FAILURES} times in a row before a step was done"
+        try:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            with self.file.open("a") as file:
+                file.write(f"{slot} {how}, {START_FAILURES} times in a row before a step was done\n")
+        except OSError as error:
+            return f"{failed}; it stays in use, as {self.file} cannot be written: {error.strerror}"
+        return f"{failed}: out of service; remove its line from {self.file} to use it again"

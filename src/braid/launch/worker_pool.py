@@ -149,7 +149,12 @@ def launch(
             restarted += not moved
             if pool.has_stepped():
                 slots.note_progress()
-            if decisive.at_fault and (note := slots.note_failure(used[decisive.rank], decisive.how)):
+            alone = len(used) == 1  # a rank alone has no store to tell that a step is done
+            if (
+                decisive.at_fault
+                and not alone
+                and (note := slots.note_failure(used[decisive.rank], decisive.how))
+            ):
                 warn(note)
             used, ran_on = slots.usable(), used
             if used and used != ran_on:
