@@ -90,6 +90,15 @@ def test_bounds_of_many_candidates_hold(name: str, seed: int) -> None:
     bounds_hold(RUNS[name], 64, seed)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("world", [8, 64])
+@pytest.mark.parametrize("start", range(1000, 1350, 10))
+def test_bounds_of_thousands_of_candidates_hold(name: str, world: int, start: int) -> None:
+    for seed in range(start, start + 10):
+        bounds_hold(RUNS[name], world, seed)
+
+
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_the_list_is_that_of_a_search_that_simulates_everything(world: int) -> None:
     run, top = small("[*E]x2" if world == 2 else "[*E]x4", samples=2 * world), world
