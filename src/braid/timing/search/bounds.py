@@ -20,6 +20,7 @@ from braid.model.declaration import Form
 from braid.pattern import Layout
 from braid.planning.divisibility import AxisSizes
 from braid.planning.modules import grid_of
+from braid.timing.links import Span
 from braid.timing.meter import ClusterMeter
 from braid.timing.search.bricks import AT, FIRST, Array, Bricks, Weights, meter_on
 from braid.timing.search.choices import Choice, MeshSizes, Shape, Space
@@ -154,6 +155,7 @@ class MeshBounds:
         self._weights: dict[bool, Weights] = {}
         self._held_weights: dict[tuple[Strategy, int, bool], _Held] = {}
         self._tables: dict[tuple[int, bool, bool, tuple[Recompute, ...]], Array] = {}
+        self._spans: dict[str, Span] = {}
         self._messages: dict[int, float] = {}
         self._replays: dict[tuple[Shape, int, tuple[Recompute, ...]], float] = {}
 
@@ -355,7 +357,7 @@ class MeshBounds:
         if key not in self._tables:
             rows, form = self.rows(micro_batches), self._form_of(shape)
             table = self.bricks.work_table(rows, form, delayed, self.meter)
-            table = table + self.bricks.call_table(rows, form, recompute, self.meter)
+            table = table + self.bricks.call_table(rows, form, recompute, self.meter, self._spans)
             self._tables[key] = table + self._replay_table(shape, micro_batches, recompute)
         return self._tables[key]
 

@@ -21,7 +21,7 @@ from braid.choices import Recompute, Strategy, recomputed
 from braid.config import Mesh, Run
 from braid.model import declaration
 from braid.model.declaration import Form, form_of
-from braid.nn.cost import Cost, Workload
+from braid.nn.cost import Call, Cost, Workload
 from braid.nn.work import Work
 from braid.pattern import Layout, Stage, parse
 from braid.planning import modules
@@ -162,6 +162,9 @@ class Bricks:
         self._tables: dict[tuple[int, Form, bool], Array] = {}
         self._replays: dict[tuple[int, Form, tuple[Recompute, ...]], Array] = {}
         self._call_tables: dict[tuple[int, Form, tuple[Recompute, ...], tuple[Span, ...]], Array] = {}
+        self._calls: dict[
+            tuple[int, tuple[Recompute, ...]], tuple[list[tuple[str, Call]], tuple[str, ...]]
+        ] = {}
         self._costs: dict[tuple[int, tuple[Recompute, ...], bool], dict[str, Cost]] = {}
         self._usage: dict[tuple[int, tuple[Recompute, ...], bool], Usage] = {}
         self._units: dict[tuple[int, ...], list[tuple[int, HeldUnit]]] = {}
@@ -208,12 +211,21 @@ class Bricks:
             self._replays[key] = table
         return self._replays[key]
 
-    def call_table(self, rows: int, form: Form, recompute: tuple[Recompute, ...], meter: ClusterMeter) -> Array:
-        """What collectives add to both. Meshes share it if their groups lie on nodes alike."""
-        costs = self.costs(rows, recompute, False)
-        calls = [(part, call) for part, cost in costs.items() for call in cost.calls]
-        families = dict.fromkeys(call.family for _, call in calls)
-        spans = tuple(span(meter.plan.grid, family, meter.cluster.domain) for family in families)
+    def call_table(
+        self,
+        rows: int,
+        form: Form,
+        recompute: tuple[Recompute, ...],
+        meter: ClusterMeter,
+        known: dict[str, Span],
+    ) -> Array:
+        """What collectives add to both. Meshes share it if their groups lie on nodes alike; `known` has the
+        spans of a mesh that were asked for before."""
+        calls, families = self._calls_of(rows, recompute)
+        for family in families:
+            if family not in known:
+                known[family] = span(meter.plan.grid, family, meter.cluster.domain)
+        spans = tuple(known[family] for family in families)
         key = (rows, form, recompute, spans)
         if key in self._call_tables:
             return self._call_tables[key]
@@ -230,6 +242,17 @@ class Bricks:
                 row[replay] += again * seconds.get((own, kind, "recompute"), 0.0)
         self._call_tables[key] = table
         return table
+
+    def _calls_of(
+        self, rows: int, recompute: tuple[Recompute, ...]
+    ) -> tuple[list[tuple[str, Call]], tuple[str, ...]]:
+        """The collectives of each part, and the families of their ranks."""
+        key = (rows, recompute)
+        if key not in self._calls:
+            costs = self.costs(rows, recompute, False)
+            calls = [(part, call) for part, cost in costs.items() for call in cost.calls]
+            self._calls[key] = calls, tuple(dict.fromkeys(call.family for _, call in calls))
+        return self._calls[key]
 
     def _worked(
         self, rows: int, form: Form, meter: ClusterMeter
