@@ -32,6 +32,15 @@ def test_the_first_blocks_go_and_come_back_in_the_place_of_those_that_have_left(
     (ops,) = in_blocks("****", 0.5).ops
     forward = ["F0", "OFFLOAD0#0", "F1", "OFFLOAD1#0", "FREE0", "F2", "F3", "FREE1"]
     assert copies(ops) == [*forward, "B3", "RELOAD1#0", "B2", "RELOAD0#0", "B1", "B0"]
+    (ops,) = in_blocks("*" * 8, 3 / 8).ops
+    assert [name for name in copies(ops) if name[0] in "RB"] == [
+        *("B7", "RELOAD2#0", "B6", "B5", "RELOAD1#0", "B4", "B3", "RELOAD0#0", "B2", "B1", "B0"),
+    ]
+
+
+def test_one_that_comes_back_has_half_as_many_backwards_as_its_copy_had_forwards():
+    (ops,) = in_blocks("*" * 8, 1 / 8).ops
+    assert copies(ops)[-9:] == ["B7", "B6", "B5", "RELOAD0#0", "B4", "B3", "B2", "B1", "B0"]
 
 
 def test_if_all_go_two_are_there_at_once_and_the_last_one_stays():

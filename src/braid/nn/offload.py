@@ -50,6 +50,8 @@ class HostPool:
     computation."""
 
     def __init__(self, sizes: Mapping[SlotKey, int], device: torch.device) -> None:
+        self.device = device
+        """Whose tensors wait here."""
         self.memory = torch.empty(sum(sizes.values()), dtype=torch.uint8)
         if device.type == "cuda" and self.memory.numel():
             # `pin_memory` would round the size up to a power of two.
@@ -165,7 +167,8 @@ class Offloads:
     def keep(self, tensor: Tensor) -> Tensor | Saved:
         """What autograd holds for a saved tensor."""
         block, address = self._thread.block, _address(tensor)
-        if block is None or address in block.staying or not tensor.untyped_storage().nbytes():
+        elsewhere = tensor.device.type != self.pool.device.type or not tensor.untyped_storage().nbytes()
+        if block is None or elsewhere or address in block.staying:
             return tensor.detach()
         with self._lock:
             reference = self._known.get(address)

@@ -10,9 +10,9 @@ computation, in the order of the list:
 - `FREE` waits for it. The forward of the blocks of a segment is shared equally among its copies: with n of N
   blocks offloaded, the i-th is freed behind the forward of i · N / n blocks, and of the block after it. A link
   that takes longer than that delays the forward, but never lets memory grow beyond the plan.
-- `RELOAD` takes the place of blocks whose backward has run: the first comes after one of them, the second after
-  two, and so on, at the latest one block before it is needed. Where all blocks are offloaded, nothing has
-  left, so two are on the device at once.
+- `RELOAD` has as much time as that: a backward takes as long as two forwards, so it stands N / 2n backwards
+  before it is needed, or before the next copy needs the link, and at least one. It comes no earlier than blocks
+  have left whose place it takes. Where all blocks are offloaded, none has, so two are on the device at once.
 
 A micro-batch whose backward follows its forward at once keeps a block if no other one runs meanwhile.
 """
@@ -120,20 +120,29 @@ def _placed(
     for (micro_batch, segment), spans in _turns(schedule, ops).items():
         forward, backward = list(spans), sorted(spans, key=lambda name: spans[name].start)
         wanted = [name for name in forward if name in names[segment]]
-        order = [name for name in backward if name in names[segment]]
+        starts = _reload_starts([backward.index(name) for name in reversed(wanted)], len(backward))
         for number, name in enumerate(wanted):
-            key, last = (micro_batch, segment, name), backward.index(name)
+            key, start = (micro_batch, segment, name), starts[len(wanted) - 1 - number]
             offload = _behind_sends(ops, spans[name].end)
             share = -(-(number + 1) * len(forward) // len(wanted))  # rounded up
             behind = min(max(share - 1, number + 1), len(forward) - 1)
             free = _next_computing(ops, spans[forward[behind]].end)
-            if last:
-                reload = spans[backward[min(order.index(name) + 1, last - 1)]].start
-            else:
-                reload = _computing_before(ops, spans[name].start)
+            reload = spans[backward[start]].start if start >= 0 else _computing_before(ops, spans[name].start)
             if any(_runs_a_block(schedule, op) for op in ops[offload:reload]) and free <= reload:
                 offloads[key], frees[key], reloads[key] = offload, free, reload
     yield from ((Act.OFFLOAD, offloads), (Act.FREE, frees), (Act.RELOAD, reloads))
+
+
+def _reload_starts(needed: Sequence[int], blocks: int) -> list[int]:
+    """Before which backward of a turn each reload stands: -1 is the op before the first. `needed` are the
+    backwards of the blocks that come back, in order."""
+    each, free = -(-blocks // (2 * len(needed) or 1)), blocks
+    starts: list[int] = []
+    for number, deadline in reversed(list(enumerate(needed))):
+        free = min(deadline, free) - each
+        free = max(free, min(number + 1, deadline - 1))
+        starts.insert(0, free)
+    return starts
 
 
 def _turns(schedule: Schedule, ops: Ops) -> dict[Turn, dict[str, _Span]]:
