@@ -66,7 +66,7 @@ def test_first_and_last_block_are_left_out():
 def test_what_a_run_does_is_said():
     assert described([]) == []
     assert described(["fp8"]) == [
-        "not quantised, because no format is known to be faster than bf16 on any machine yet"
+        "not quantised, because no format is known to make whole steps faster than bf16 on any machine yet"
     ]
     dense, experts, where = described(["fp8_block"])
     assert dense == "dense: forward fp8_block, input_grad fp8_block, weight_grad fp8_block"

@@ -31,7 +31,7 @@ FASTEST = "fp8"
 ENDS = "ends"
 """The setting that includes the first and the last block."""
 
-NOTHING_PAYS = "no format is known to be faster than bf16 on any machine yet"
+NOTHING_PAYS = "no format is known to make whole steps faster than bf16 on any machine yet"
 """What `fp8` comes down to, as a clause after `because`."""
 
 

@@ -11,8 +11,9 @@ from braid.distributed.collectives import Groups
 from braid.kernels import glu
 from braid.kernels.precision import FORMATS, BlockKernels, Products
 from braid.kernels.precision.dense import choose
+from braid.nn.cost import Workload
 from braid.nn.mlp import Mlp
-from braid.nn.precision import LossTally, set_precision
+from braid.nn.precision import LossTally, set_precision, temporary_bytes
 from braid.precision import ProductFormats, precision_of
 from braid.recipes import load
 from tests.kernels.interpreting import DEVICE, GPU, needs_kernels
@@ -117,3 +118,17 @@ def test_a_run_without_low_precision_has_no_such_kernels() -> None:
     chosen = kernels.choose(shape, kinds, torch.device("cpu"), torch.float32, ("auto",), block)
     assert chosen.low_precision is not None
     assert chosen.low_precision.name == "reference"
+
+
+@pytest.mark.parametrize("settings", ["fp8_block", "fp8_block dense.weight_grad=bf16"])
+def test_kernels_need_less_memory_than_the_reference(settings: str) -> None:
+    """They convert nothing to float32, but for a weight gradient; nothing changes where they do not fit."""
+    mlp = Mlp(architecture.Mlp(ffn=1024), 512, dtype=torch.bfloat16, device=torch.device("meta"))
+
+    def temporary(tokens: int, block_kernels: BlockKernels | None) -> int:
+        set_precision(mlp, precision_of(settings.split()), Groups(), None, block_kernels)
+        workload = Workload(rows=1, tokens=tokens, dtype=torch.bfloat16, device="cuda")
+        return temporary_bytes(mlp, tokens, 0, workload)
+
+    assert temporary(4096, BlockKernels()) < temporary(4096, None) / 3
+    assert temporary(4100, BlockKernels()) == temporary(4100, None)

@@ -50,7 +50,7 @@ from braid.nn.moe.dispatch_plan import Dispatcher, DispatchPlan
 from braid.nn.moe.layer import NOT_REPEATED, Moe
 from braid.nn.moe.routing import Routing
 from braid.nn.norm import LayerNorm, RmsNorm, norm
-from braid.nn.precision import LossTally, amax_calls, emulated_bytes, set_precision
+from braid.nn.precision import LossTally, amax_calls, set_precision, temporary_bytes
 from braid.nn.recompute import Recomputing
 from braid.nn.work import Work, moved
 from braid.pattern import Kind, Layer
@@ -364,7 +364,7 @@ class Block(Recomputing):
         if isinstance(inner, Moe):
             rows = inner.dispatched_rows(workload)
         calls = amax_calls(inner, tokens, rows, replayed=workload.recomputes("experts"))
-        return inner.cost(workload) + Cost(calls=calls, passing=emulated_bytes(inner, tokens, rows, workload))
+        return inner.cost(workload) + Cost(calls=calls, passing=temporary_bytes(inner, tokens, rows, workload))
 
     def _recomputed_cost(self, workload: Workload, full: Cost, stream: int, result: int) -> Cost:
         """The cost if the whole block is recomputed: its input, the dispatch plan and what the balance losses

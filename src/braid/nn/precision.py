@@ -148,15 +148,18 @@ def amax_calls(inner: nn.Module, tokens: int, rows: int, *, replayed: bool) -> t
     return calls
 
 
-def emulated_bytes(inner: nn.Module, tokens: int, rows: int, workload: Workload) -> int:
-    """Temporary bytes of the backward of a layer whose products are emulated, at most at a time:
-    float32 tensors of one operand while it is quantised, and what the operand before stands for. By then other
-    tensors that the layer saved are gone, which makes up for the gradient of its outputs."""
+def temporary_bytes(inner: nn.Module, tokens: int, rows: int, workload: Workload) -> int:
+    """Temporary bytes of the backward of a layer in low precision, at most at a time. Emulated: float32 tensors
+    of one operand while it is quantised, and what the operand before stands for. By then other tensors that the
+    layer saved are gone, which makes up for the gradient of its outputs. By kernels: quantised operands, and a
+    weight gradient before it is added."""
     each = 0
     for module in inner.modules():
         if isinstance(module, Linear | RowLinear) and module.products is not None:
             of = (tokens, module.channels_out, module.channels_in)
-            each = max(each, _emulated(module.products, of, workload))
+            products, shape = module.products, (workload.rows, tokens // workload.rows, module.channels_in)
+            fused = products.kernels is not None and products.kernels.takes(products, of[1:], shape)
+            each = max(each, _by_kernels(products, of) if fused else _emulated(products, of, workload))
         elif isinstance(module, Experts) and isinstance(module.grouped_mlp, LowPrecisionGroupedMlp):
             count, mlp, projected = len(module.expert_ids), module.grouped_mlp, len(module.projections)
             into = (rows, module.ffn * projected, module.channels)
@@ -183,6 +186,15 @@ def _emulated(products: Products, of: tuple[int, int, int], workload: Workload, 
     if products.input_grad is not None:
         peak = max(peak, quantising * grad, STANDS * grad + DEQUANTISING * weight)
     return peak
+
+
+def _by_kernels(products: Products, of: tuple[int, int, int]) -> int:
+    tokens, outputs, inputs = of
+    grad, x, weight = tokens * outputs, tokens * inputs, outputs * inputs
+    by_channels = 0 if products.input_grad is None else grad
+    if products.weight_grad is None:
+        return by_channels + weight
+    return by_channels + grad + x + 4 * weight
 
 
 def _calls(products: Products, tokens: int, weight: tuple[int, ...]) -> Iterator[Call]:
