@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import resource
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -139,7 +140,10 @@ def measure(run: Run, out: Path, saves: int) -> dict[str, Any]:
         path = latest(out / "checkpoints").path
         assert path is not None
         load = [seconds(lambda: states.load(path, trainer.state)) for _ in range(2)]
-        plain_write = [seconds(partial(copy_files, path, out / f"copy-{n}")) for n in range(2)]
+        plain_write = []
+        for _ in range(2):
+            plain_write.append(seconds(partial(copy_files, path, out / "copy")))
+            shutil.rmtree(out / "copy")
         plain_read = [seconds(lambda: read_files(path)) for _ in range(2)]
     rate = lambda times: round(size / GIB / min(times), 2)  # noqa: E731
     return {
