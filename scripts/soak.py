@@ -40,6 +40,8 @@ SHORT_S = 5.0
 """How long a fault lasts that passes by itself."""
 PATIENCE_S = 600.0
 """A run that does no new step for so long has not survived."""
+BEYOND = 3
+"""Steps after which a run is past a fault: some may be logged before all ranks know of it."""
 DISK = "64m"
 FOREVER = 10**9
 
@@ -72,7 +74,7 @@ class Fault:
     step: int
     """The last step before it."""
     recovered_s: float
-    """Time until the run was past that step."""
+    """Time until the run was `BEYOND` steps past that step."""
 
 
 class Soak:
@@ -195,7 +197,7 @@ def survive(
             time.sleep(chance.uniform(0.2, 1.8) * every)
             kind, step, begun = chance.choice(kinds), soak.step, time.monotonic()
             FAULTS[kind](soak, run.pid, chance)
-            _await_step(soak, run, step + 1)
+            _await_step(soak, run, step + BEYOND)
             count += 1
             yield Fault(kind=kind, step=step, recovered_s=round(time.monotonic() - begun, 1))
         run.terminate()
@@ -275,6 +277,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="JSON with every fault")
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the run ends too, and its disk goes
     end = time.monotonic() + 60 * given.minutes
 
     def enough(count: int) -> bool:
