@@ -23,6 +23,7 @@ import argparse
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -275,7 +276,7 @@ def main() -> int:
     parser.add_argument("--launcher", choices=("braid", "torchrun"), default="braid")
     parser.add_argument("--world", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="JSON with every fault")
+    parser.add_argument("--out", type=Path, help="JSON with every fault; the run's output goes beside it")
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the run ends too, and its disk goes
     end = time.monotonic() + 60 * given.minutes
@@ -296,6 +297,8 @@ def main() -> int:
             )
             faults.append(fault)
         different, steps = differences(soak), soak.step
+        if given.out is not None:
+            shutil.copy(run / "log", given.out.with_suffix(".log"))
     for kind in given.kinds:
         times = sorted(each.recovered_s for each in faults if each.kind == kind)
         if times:

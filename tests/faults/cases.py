@@ -134,6 +134,7 @@ CASES: tuple[Case, ...] = (
         tests=(
             f"{POOL}::test_after_kill_9_all_start_again_meet_and_rank_0_alone_has_the_terminal",
             f"{POOL}::test_under_torchrun_ranks_meet_again_after_kill_9",
+            "faults/test_soak.py::test_a_flipped_bit_of_the_newest_checkpoint_and_kill_9_change_no_bit_of_a_run",
             f"{POOL}::test_ranks_of_two_nodes_meet_again_although_only_one_of_them_counts_a_restart",
         ),
     ),

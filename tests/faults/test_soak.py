@@ -11,8 +11,13 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
+pytestmark = pytest.mark.costly(
+    "a run, its restart and the one it is compared with: three starts of ranks that load torch"
+)
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("launcher", ["braid", "torchrun"])
+@pytest.mark.parametrize("launcher", ["braid"])
 def test_a_flipped_bit_of_the_newest_checkpoint_and_kill_9_change_no_bit_of_a_run(launcher, tmp_path):
     command = [sys.executable, "-m", "scripts.soak", "--faults", "1", "--kinds", "flip", "--every", "0.5"]
     command += ["--world", "2", "--launcher", launcher, "--out", str(tmp_path / "soak.json")]
