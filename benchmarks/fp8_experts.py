@@ -29,7 +29,7 @@ from torch import Tensor
 from benchmarks import expert_kernels as ek
 from benchmarks import experts, machine
 from benchmarks.expert_kernels import Data, Shape
-from braid.kernels.grouped_mlp import fp8, fused
+from braid.kernels.grouped_mlp import fp8, fused, reference
 from braid.kernels.grouped_mlp.device import fp8_gemm
 from braid.kernels.grouped_mlp.device.fp8_gemm import VARIANTS, Variant, Variants
 from braid.kernels.grouped_mlp.tuned_table import Work, nearest, tuned_table
@@ -37,7 +37,6 @@ from braid.kernels.precision import FORMATS, LowPrecisionGroupedMlp, Products
 from braid.kernels.precision.device.rows import quantize_rows
 from braid.kernels.precision.device.weights import QuantizedWeight, quantize_weight
 from braid.kernels.precision.quantize import Quantized, quantize
-from braid.kernels.precision.step_weight import StepWeight
 
 SHAPES = (Shape(262144, 2048, 1024, 64), Shape(32768, 4096, 1536, 16))
 BAR = 1.15
@@ -64,18 +63,11 @@ CANDIDATES: dict[str, dict[str, Variant | None]] = {
         "4 store warps": Variant(256, 3, 4, 208, 72),
         "separate": None,
     },
-    "activation_backward": {
-        "128 columns": VARIANTS.activation_backward,
-        "168 registers": Variant(128, 5, 4, 168, 136),
-        "256 columns": Variant(256, 3, 4, 208, 72),
-        "separate": None,
-    },
 }
 """Sizes of each product's kernel; the first are the defaults."""
 PRODUCTS_OF = {
     "product": ("fc2", "dgrad1"),
     "activation": ("fc1",),
-    "activation_backward": ("dgrad2",),
 }
 
 
@@ -98,6 +90,11 @@ class Part(NamedTuple):
     moved: float
     """Bytes that it must move."""
     flops: float = 0.0
+
+
+def products() -> Products:
+    """Of one layer, which share the copy of its weight."""
+    return Products(forward=FORM, input_grad=FORM, weight_grad=None)
 
 
 def rows_of(d: Data, x: Tensor) -> Quantized:
@@ -141,9 +138,9 @@ def product(name: str, d: Data, q: Operands, variants: Variants) -> Any:
 
 def step(d: Data, kernel: Any, variants: Variants = VARIANTS) -> tuple[Tensor, ...]:
     """Forward and backward, with both copies of the weights."""
-    into, down = StepWeight(), StepWeight()
-    for weight, copy in ((d.w_in, into), (d.w_down, down)):
-        copy.forward, copy.input_grad = quantize_weight(d.launch, weight)
+    into, down = products(), products()
+    for weight, each in ((d.w_in, into), (d.w_down, down)):
+        each.step_weight.forward, each.step_weight.input_grad = quantize_weight(d.launch, weight)
     config = fp8.Fp8Config(ek.SWIGLU, kernel, ek.TILING, variants, d.launch, into, down)
     e, f2, c = d.w_in.shape
     weights = fused.ExpertWeights(d.w_in.view(e, f2 // 2, 2, c), d.w_down)
@@ -226,18 +223,26 @@ def _different(found: Quantized, wanted: Quantized) -> float:
     return max(values.item(), scales.double().mean().item())
 
 
-def whole_check() -> float:
-    """The error of a whole layer's output and input gradient beside the reference, in bfloat16."""
+def whole_check() -> dict[str, float]:
+    """How far a layer's output and gradients are from float64 without quantisation: by the emulation, which
+    rounds operands as kernels do but for those next to a tie, and by kernels."""
     d = uneven(CHECKS[0], 0)
     e, f2, c = d.w_in.shape
-    how = Products(forward=FORM, input_grad=FORM, weight_grad=None)
-    x, probs = d.x.clone().requires_grad_(), d.probs.clone().requires_grad_()
-    w_in, w_down = (w.clone().requires_grad_() for w in (d.w_in.view(e, f2 // 2, 2, c), d.w_down))
-    results = []
-    for function in (LowPrecisionGroupedMlp(into=how, down=how), fp8.Fp8Experts(tuned_table())):
-        y = function(x, probs, d.counts, w_in, w_down, "swiglu")
-        results.append((y, *torch.autograd.grad(y, (x, probs, w_in, w_down), d.dy)))
-    return ek.error(results[1], results[0])
+    how = products()
+    given = (d.x, d.probs, d.w_in.view(e, f2 // 2, 2, c), d.w_down)
+    functions: dict[str, Any] = {
+        "exact": reference.grouped_mlp,
+        "emulated": LowPrecisionGroupedMlp(into=how, down=how),
+        "kernels": fp8.Fp8Experts(tuned_table(), how, how),
+    }
+    results = {}
+    for name, function in functions.items():
+        leaves = [each.double() if name == "exact" else each.clone() for each in given]
+        x, probs, *weights = (each.requires_grad_() for each in leaves)
+        y = function(x, probs, d.counts, *weights, "swiglu")
+        results[name] = (y, *torch.autograd.grad(y, (x, probs, *weights), d.dy.to(y.dtype)))
+    exact = results.pop("exact")
+    return {name: ek.error(found, exact) for name, found in results.items()}
 
 
 # --------------------------------------------------------------------------------------------- timing
@@ -273,7 +278,7 @@ def parts(d: Data, q: Operands, kernel: Any, variants: Variants) -> dict[str, Pa
     moved = {
         "fc1": n * c + weight + 2 * n * f2 + n * f,
         "fc2": n * f + weight / 2 + 2 * n * c,
-        "dgrad2": n * c + weight / 2 + 5 * n * f2 + 2 * n * f,
+        "dgrad2": n * c + weight / 2 + 5 * n * f2 + 6 * n * f,
         "dgrad1": n * f2 + weight + 2 * n * c,
     }
     for name, of in moved.items():
@@ -427,10 +432,10 @@ def main() -> None:
     report["compiled"] = compiled = compile_all(variants=asked.variants)
     note(f"compiled; failures: { {name: text for name, text in compiled.items() if text} }")
     report["errors"] = found = check(VARIANTS)
-    report["whole"] = whole_check()
-    note(f"errors: {found}, of a whole layer: {report['whole']:.2e}")
-    if wrong(found) or not report["whole"] < BOUND:
-        print(f"WRONG: {wrong(found)}")
+    report["whole"] = whole = whole_check()
+    note(f"errors: {found}, of a whole layer: {whole}")
+    if wrong(found) or not whole["kernels"] < 1.05 * whole["emulated"]:
+        print(f"WRONG: {wrong(found)}, {whole}")
     for shape in SHAPES:
         if time.time() > until:
             break

@@ -72,7 +72,7 @@ def test_what_a_run_does_is_said():
     assert dense == "dense: forward fp8_block, input_grad fp8_block, weight_grad fp8_block"
     assert experts == "experts: forward fp8_block, input_grad fp8_block, weight_grad bf16"
     assert where == (
-        "in all blocks but the first and the last; emulated, which is slower than bf16, but for dense "
+        "in all blocks but the first and the last; emulated, which is slower than bf16, but for "
         "fp8_block on Hopper"
     )
 

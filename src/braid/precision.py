@@ -123,4 +123,4 @@ def described(settings: Iterable[str]) -> list[str]:
         each = (f"{field.name} {getattr(formats, field.name) or PLAIN}" for field in fields(formats))
         lines.append(f"{name}: {', '.join(each)}")
     blocks = "all blocks" if precision.ends else "all blocks but the first and the last"
-    return [*lines, f"in {blocks}; emulated, which is slower than bf16, but for dense fp8_block on Hopper"]
+    return [*lines, f"in {blocks}; emulated, which is slower than bf16, but for fp8_block on Hopper"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,9 +11,11 @@ from torch import Tensor
 
 from braid.architecture import Activation, Glu
 from braid.kernels.activation import projections
+from braid.kernels.grouped_mlp import sizes
 from braid.kernels.grouped_mlp.tuned_table import Tuned, Work
-from braid.kernels.precision import FORMATS, LowPrecisionGroupedMlp, Products, quantize
+from braid.kernels.precision import FORMATS, Losses, LowPrecisionGroupedMlp, Products, losses, quantize
 from tests.kernels.interpreting import DEVICE, GPU, INTERPRETED, needs_kernels
+from tests.planning.estimate.reality import kept
 
 pytest.importorskip("triton")
 
@@ -25,9 +28,9 @@ if GPU or INTERPRETED:
     from braid.kernels.precision.device.weights import quantize_weight
 
 FORM = FORMATS["fp8_block"]
-PRODUCTS = Products(forward=FORM, input_grad=FORM, weight_grad=None)
-DTYPE, BOUND = (torch.bfloat16, 8e-3) if GPU else (torch.float32, 2e-6)
-"""And how far results may be from the reference: rounding to the dtype, and the order of sums."""
+DTYPE, BOUND = (torch.bfloat16, 3e-2) if GPU else (torch.float32, 2e-6)
+"""And how far results may be from the reference. In bfloat16 another order of sums rounds otherwise now and
+then, and that may carry an operand to the next value of e4m3, an eighth away."""
 HIDDEN, FFN = (400, 208) if GPU else (144, 80)
 """No multiples of a block; rows of operands are whole 16 bytes."""
 COUNTS = [300, 0, 129, 1, 0, 70] if GPU else [5, 0, 19, 1]
@@ -51,9 +54,13 @@ def inputs(activation: Activation) -> list[Tensor]:
     return [x, probs.to(DEVICE).requires_grad_(), w_in, w_down]
 
 
+def products() -> Products:
+    return Products(forward=FORM, input_grad=FORM, weight_grad=None)
+
+
 def kernels() -> fp8.Fp8Experts:
     tiling = TileConfig() if GPU else TileConfig(rows=32, columns=128, depth=32, parts=2)
-    return fp8.Fp8Experts((Tuned(Work(1, 1, 1), "warp-specialised"),), tiling=tiling)
+    return fp8.Fp8Experts((Tuned(Work(1, 1, 1), "warp-specialised"),), products(), products(), tiling)
 
 
 def run(function: Any, tensors: list[Tensor], activation: Activation, glu: Glu) -> list[Tensor]:
@@ -63,6 +70,12 @@ def run(function: Any, tensors: list[Tensor], activation: Activation, glu: Glu) 
     torch.manual_seed(1)
     leaves = [each for each in tensors if each.requires_grad]
     return [y.detach(), *torch.autograd.grad(y, leaves, torch.randn(y.shape).to(y))]
+
+
+def run_forward(function: Any, tensors: list[Tensor]) -> Tensor:
+    x, probs, *weights = tensors
+    y: Tensor = function(x, probs, torch.tensor(COUNTS, device=DEVICE), *weights, "swiglu")
+    return y
 
 
 def error(found: Tensor, wanted: Tensor) -> float:
@@ -76,7 +89,7 @@ def test_output_and_gradients_are_those_of_the_reference(activation: Activation,
     """With experts without rows, and sizes that are no multiples of a block or a tile."""
     tensors = inputs(activation)
     found = run(kernels(), tensors, activation, glu)
-    wanted = run(LowPrecisionGroupedMlp(into=PRODUCTS, down=PRODUCTS), tensors, activation, glu)
+    wanted = run(LowPrecisionGroupedMlp(into=products(), down=products()), tensors, activation, glu)
     for each, want in zip(found, wanted, strict=True):
         assert each.shape == want.shape
         assert error(each, want) < BOUND
@@ -92,9 +105,10 @@ def test_a_steps_copies_of_weights_are_used_in_either_layout() -> None:
     for viewed in (False, True):
         function = kernels()
         copies = (tensors[2].flatten(1, 2), function.into), (tensors[3], function.down)
-        for weight, step in copies:
+        for weight, into in copies:
             made = quantize_weight(function.launch, weight)
             assert made.whole is not None
+            step = into.step_weight
             step.forward, step.input_grad = made.whole, made.whole.transposed() if viewed else made.transposed
         others = [*tensors[:2], *(each / 2 for each in tensors[2:])]
         for each, want in zip(run(function, others, "swiglu", Glu()), wanted, strict=True):
@@ -119,6 +133,46 @@ def test_operands_between_products_are_quantised_as_by_the_reference(activation:
 
 
 @needs_kernels
+def test_what_is_kept_is_what_a_plan_says() -> None:
+    """No more than without quantisation."""
+    tensors = inputs("swiglu")
+    function = fp8.Fp8Experts(kernels().table, products(), products())
+    real = kept(lambda: run_forward(function, tensors), tensors[2:])
+    of_probs = tensors[1].element_size()
+    planned = sizes.kept(sum(COUNTS), len(COUNTS), HIDDEN, 2 * FFN, narrow=DTYPE.itemsize, wide=of_probs)
+    assert real == planned
+
+
+class Counts:
+    """A tally that sums what it is told."""
+
+    counting = True
+
+    def __init__(self) -> None:
+        self.elements: dict[str, int] = {}
+        self.zeroed: dict[str, int] = {}
+
+    def add(self, tensor: str, lost: Losses, copies: int) -> None:
+        self.elements[tensor] = self.elements.get(tensor, 0) + lost.elements
+        self.zeroed[tensor] = self.zeroed.get(tensor, 0) + int(lost.zeroed)
+
+
+@needs_kernels
+def test_rows_and_gradients_that_become_zero_are_counted() -> None:
+    tally, tensors = Counts(), inputs("relu2")
+    with torch.no_grad():
+        tensors[0][0, :3] = torch.tensor([1e4, 1e-4, 0.0])
+    how = replace(products(), tally=tally)
+    function = fp8.Fp8Experts(kernels().table, how, how, kernels().tiling)
+    frozen = [*tensors[:2], *(each.detach() for each in tensors[2:])]
+    run(function, frozen, "relu2", Glu())
+    rows = tensors[0].numel()
+    assert (tally.elements["input"], tally.elements["gradient"]) == (rows, rows)
+    lost = losses(tensors[0], quantize(tensors[0], FORM))
+    assert tally.zeroed["input"] == int(lost.zeroed) > 0
+
+
+@needs_kernels
 def test_without_rows_gradients_of_weights_are_zeros() -> None:
     x, probs, w_in, w_down = inputs("swiglu")
     empty = torch.zeros(len(COUNTS), dtype=torch.long, device=DEVICE)
@@ -130,7 +184,7 @@ def test_without_rows_gradients_of_weights_are_zeros() -> None:
 
 @pytest.mark.skipif(INTERPRETED, reason="compiled where kernels are not interpreted")
 @pytest.mark.long
-@pytest.mark.parametrize("epilogue", ["none", "activation", "activation backward"])
+@pytest.mark.parametrize("epilogue", ["none", "activation"])
 def test_products_compile_for_hopper(epilogue: Any) -> None:
     """All the way to machine code, which must fit into what a multiprocessor has."""
     import triton
@@ -144,18 +198,17 @@ def test_products_compile_for_hopper(epilogue: Any) -> None:
     def tile(*shape: int) -> str:
         return f"tensordesc<fp8e4nv{list(shape)},{kernel.shared_layout(len(shape))!r}>"
 
-    results = ("q", "q_scales", "a", "h", "probs", "partial_sums")
-    unused = {"none": results, "activation": ("a", "h", "partial_sums")}.get(epilogue, ())
+    unused = ("a", "a_scales", "probs") if epilogue == "none" else ()
     given = {
         "x_desc": tile(1, 1, 64, kernel.DEPTH),
         "w_desc": tile(1, kernel.BLOCK, kernel.DEPTH),
-        **dict.fromkeys(("x_scales", "w_scales", "q_scales", "probs", "partial_sums"), "*fp32"),
-        **dict.fromkeys(("y", "a", "h"), "*bf16"),
-        "q": "*fp8e4nv",
+        **dict.fromkeys(("x_scales", "w_scales", "a_scales", "probs"), "*fp32"),
+        "y": "*bf16",
+        "a": "*fp8e4nv",
         **dict.fromkeys(("tile_expert", "tile_row", "tile_count", "ends"), "*i32"),
         **dict.fromkeys(("channels_out", "channels_in", "w_stride", "rows"), "i32"),
     }
-    number = ("none", "activation", "activation backward").index(epilogue)
+    number = ("none", "activation").index(epilogue)
     variant = VARIANTS[number]
     assert variant is not None
     activation = FusedActivation(kind="swiglu", limit=7.0)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from braid.architecture import LatentAttention
 from braid.config import Run
 from braid.distributed.collectives import Group, Groups
 from braid.kernels.precision import LowPrecisionGroupedMlp
+from braid.kernels.precision.block_experts import BlockGroupedMlp
 from braid.nn.linear import Linear, RowLinear
 from braid.nn.moe.experts import Experts
 from braid.planning.local_model import build_local_model, choose_kernels
@@ -120,3 +122,36 @@ def test_a_shard_knows_its_group():
     )
     assert (into.inputs, into.outputs.group) == (None, tp)
     assert (out.inputs.group, out.outputs) == (tp, None)
+
+
+BIG = {"hidden": 32, "moe": replace(small_run().model.moe, ffn=64)}
+
+
+@pytest.mark.parametrize(
+    ("settings", "changed", "etp", "by_kernels"),
+    [
+        (("fp8_block",), {}, 1, True),
+        (("fp8_block",), {}, 2, False),  # ranks share a block of 128
+        (("fp8_block",), {"ffn": 256}, 2, True),
+        (("fp8_block",), {"ffn": 24}, 1, False),  # rows of 24 bytes
+        (("fp8_block",), {"bias": True}, 1, False),
+        (("fp8_block", "experts.weight_grad=fp8_block"), {}, 1, False),
+        (("fp8_block", "experts.input_grad=bf16"), {}, 1, False),
+        (("mxfp8",), {}, 1, False),
+    ],
+)
+def test_experts_run_on_tensor_cores_of_hopper_where_sizes_and_settings_fit(
+    settings: tuple[str, ...], changed: dict[str, object], etp: int, by_kernels: bool
+) -> None:
+    """Everything else is emulated, as is everything on a CPU."""
+    run = run_with(*settings, model={**BIG, "moe": replace(BIG["moe"], **changed)})
+    group = Group(name="etp", size=etp, rank=0, handle=None)
+    planned = plan(replace(run, train=replace(run.train, dtype="bf16"), mesh=replace(run.mesh, etp=etp)), etp)
+    for device, wanted in (("cuda", by_kernels), ("cpu", False)):
+        chosen = choose_kernels(planned, torch.device(device))
+        model = build_local_model(planned, Groups(etp=group), chosen, device="meta")
+        experts = model.get_submodule("stack.blocks.1.layers.moe.inner.experts")
+        assert isinstance(experts.grouped_mlp, BlockGroupedMlp) == wanted
+        assert isinstance(experts.grouped_mlp, LowPrecisionGroupedMlp)
+        how = "on tensor cores" if wanted else "emulated: "
+        assert f"products in low precision are {how}" in chosen.grouped_mlp.reason

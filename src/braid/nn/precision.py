@@ -13,6 +13,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from braid.distributed.collectives import Group, Groups
+from braid.kernels.grouped_mlp import FusedGroupedMlp
 from braid.kernels.precision import (
     FORMATS,
     BlockKernels,
@@ -22,6 +23,7 @@ from braid.kernels.precision import (
     Shards,
     Slice,
 )
+from braid.kernels.precision.block_experts import BlockGroupedMlp, why_emulated
 from braid.kernels.precision.products import amax_reduces
 from braid.nn.cost import Call, Workload, in_phase, no_grad_call, recomputed_calls
 from braid.nn.linear import Linear, RowLinear
@@ -100,10 +102,29 @@ def set_precision(
                 precision.dense, tally, inputs=module.group, copies=replicas, kernels=kernels
             )
         elif isinstance(module, Experts) and precision.experts.quantised:
-            module.grouped_mlp = LowPrecisionGroupedMlp(
-                into=_products(precision.experts, tally, outputs=module.etp, copies=groups.edp.size),
-                down=_products(precision.experts, tally, inputs=module.etp, copies=groups.edp.size),
+            module.grouped_mlp = _grouped_mlp(
+                module,
+                precision.experts,
+                _products(precision.experts, tally, outputs=module.etp, copies=groups.edp.size),
+                _products(precision.experts, tally, inputs=module.etp, copies=groups.edp.size),
             )
+
+
+def _grouped_mlp(
+    module: Experts, formats: ProductFormats, into: Products, down: Products
+) -> LowPrecisionGroupedMlp:
+    """By kernels for Hopper, if those without quantisation are and sizes fit."""
+    reason = why_emulated(
+        formats,
+        hidden=module.channels,
+        ffn=module.ffn,
+        projections=len(module.projections),
+        biased=module.shape.bias,
+        etp=module.etp.size,
+    )
+    if reason is None and isinstance(module.grouped_mlp, FusedGroupedMlp):
+        return BlockGroupedMlp(into=into, down=down)
+    return LowPrecisionGroupedMlp(into=into, down=down)
 
 
 class QuantisedWeight(NamedTuple):
@@ -160,12 +181,18 @@ def temporary_bytes(inner: nn.Module, tokens: int, rows: int, workload: Workload
             products, shape = module.products, (workload.rows, tokens // workload.rows, module.channels_in)
             fused = products.kernels is not None and products.kernels.takes(products, of[1:], shape)
             each = max(each, _by_kernels(products, of) if fused else _emulated(products, of, workload))
-        elif isinstance(module, Experts) and isinstance(module.grouped_mlp, LowPrecisionGroupedMlp):
+        elif isinstance(module, Experts) and _emulates(module):
+            assert isinstance(module.grouped_mlp, LowPrecisionGroupedMlp)
             count, mlp, projected = len(module.expert_ids), module.grouped_mlp, len(module.projections)
             into = (rows, module.ffn * projected, module.channels)
             for products, of in ((mlp.into, into), (mlp.down, (rows, module.channels, module.ffn))):
                 each = max(each, _emulated(products, of, workload, experts=count))
     return each
+
+
+def _emulates(module: Experts) -> bool:
+    mlp = module.grouped_mlp
+    return isinstance(mlp, LowPrecisionGroupedMlp) and not isinstance(mlp, BlockGroupedMlp)
 
 
 QUANTISING = 13

@@ -6,11 +6,14 @@ Training builds it to run, the memory estimate to count; both get the same layer
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from braid import architecture, kernels
 from braid.choices import DispatcherName
 from braid.distributed.collectives import Groups
+from braid.kernels.precision.block_experts import explained
 from braid.model.encoder import EncoderModel
 from braid.model.language import LanguageModel
 from braid.nn.dtypes import DTYPES
@@ -24,8 +27,14 @@ from braid.precision import precision_of
 def choose_kernels(plan: Plan, device: torch.device) -> kernels.Kernels:
     """The kernels on a device for the layers of a plan, given the local shape of experts."""
     run, shape = plan.run, local_shape(plan.run.model, plan.axes)
-    dense = precision_of(run.train.precision).dense
-    return kernels.choose(shape, plan.layout.kinds(), device, DTYPES[run.train.dtype], run.train.kernels, dense)
+    precision = precision_of(run.train.precision)
+    chosen = kernels.choose(
+        shape, plan.layout.kinds(), device, DTYPES[run.train.dtype], run.train.kernels, precision.dense
+    )
+    if chosen.grouped_mlp is None or shape.moe is None:
+        return chosen
+    experts = explained(chosen.grouped_mlp, precision.experts, shape.moe, shape.hidden, plan.axes.etp)
+    return replace(chosen, grouped_mlp=experts)
 
 
 def build_local_model(

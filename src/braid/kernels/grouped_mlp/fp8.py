@@ -2,7 +2,8 @@
 and the kernel that makes an operand quantises it. Weight gradients are those of `fused`, in bfloat16.
 
 `precision.LowPrecisionGroupedMlp` is what this must agree with. Saved for backward is what `fused` saves;
-backward quantises anew. Weights are quantised wherever there is no copy of the step.
+backward quantises anew. Weights are quantised wherever there is no copy of the step. What quantisation loses is
+counted of rows, of gradients of the output and of weights, but not of what lies between two products.
 
 Shapes: N rows, sorted by expert; E experts; C hidden channels; F ffn channels; G projections into the ffn.
 """
@@ -23,10 +24,10 @@ from braid.kernels.grouped_mlp.fused import ExpertWeights, Gradients, Saved, app
 from braid.kernels.grouped_mlp.product import WgradStore
 from braid.kernels.grouped_mlp.tuned_table import Tuned, WgradKernel, Work, nearest
 from braid.kernels.launch import Launcher
-from braid.kernels.precision.device.rows import quantize_rows
+from braid.kernels.precision.device.rows import Zeroed, quantize_rows
 from braid.kernels.precision.device.weights import quantize_weight
+from braid.kernels.precision.products import Products
 from braid.kernels.precision.quantize import Quantized
-from braid.kernels.precision.step_weight import StepWeight
 
 
 @dataclass(frozen=True)
@@ -34,9 +35,9 @@ class Fp8Experts:
     """`GroupedMlp` in fp8_block, without biases, by the wgrad kernels that a tuned table chooses."""
 
     table: tuple[Tuned, ...]
-    into: StepWeight = field(default_factory=StepWeight)
-    """The step's copy of gate and up."""
-    down: StepWeight = field(default_factory=StepWeight)
+    into: Products
+    """Of gate and up: the step's copy of the weight, and who counts what quantisation loses."""
+    down: Products
     tiling: TileConfig = field(default_factory=TileConfig)
     variants: fp8_gemm.Variants = fp8_gemm.VARIANTS
     launch: Launcher = field(default_factory=Launcher, compare=False, repr=False)
@@ -71,8 +72,8 @@ class Fp8Config(NamedTuple):
     tiling: TileConfig
     variants: fp8_gemm.Variants
     launch: Launcher
-    into: StepWeight
-    down: StepWeight
+    into: Products
+    down: Products
 
     def forward(
         self, counts_E: Tensor, x_NC: Tensor, probs_N: Tensor, weights: ExpertWeights
@@ -81,8 +82,9 @@ class Fp8Config(NamedTuple):
         launch, dtype = self.launch, x_NC.dtype
         made = tiles(launch, counts_E, len(x_NC), self.tiling.rows)
         w_in = _for_forward(launch, self.into, weights.w_in_EFGC.flatten(1, 2))
+        rows = _rows(launch, self.into, "input", x_NC)
         h, a_NF = fp8_gemm.grouped_gemm_activation(
-            launch, _rows(launch, x_NC), w_in, probs_N, made, self.activation, dtype, self.variants
+            launch, rows, w_in, probs_N, made, self.activation, dtype, self.variants
         )
         w_down = _for_forward(launch, self.down, weights.w_down_ECF)
         return fp8_gemm.grouped_gemm(launch, a_NF, w_down, made, dtype, self.variants), Saved(
@@ -96,7 +98,14 @@ class Fp8Config(NamedTuple):
         launch, (x_NC, probs_N, h, made) = self.launch, saved
         w_down_EFC = _for_input_grad(launch, self.down, weights.w_down_ECF)
         found = fp8_gemm.grouped_gemm_activation_backward(
-            launch, _rows(launch, dy_NC), w_down_EFC, h, probs_N, made, self.activation, self.variants
+            launch,
+            _rows(launch, self.down, "gradient", dy_NC),
+            w_down_EFC,
+            h,
+            probs_N,
+            made,
+            self.activation,
+            self.variants,
         )
         dx_NC = None
         if x_needs:
@@ -112,20 +121,24 @@ class Fp8Config(NamedTuple):
         )
 
 
-def _rows(launch: Launcher, x_NC: Tensor) -> Quantized:
-    return _found(quantize_rows(launch, x_NC, by_channels=True).by_channels)
+def _rows(launch: Launcher, products: Products, tensor: str, x_NC: Tensor) -> Quantized:
+    counter = products.counter(x_NC.device)
+    zeroed = None if counter is None else Zeroed(by_channels=counter)
+    rows = _found(quantize_rows(launch, x_NC, by_channels=True, zeroed=zeroed).by_channels)
+    products.counted(tensor, x_NC.numel(), counter)
+    return rows
 
 
-def _for_forward(launch: Launcher, step: StepWeight, weight_EOI: Tensor) -> Quantized:
-    copy = step.for_forward(weight_EOI)
+def _for_forward(launch: Launcher, products: Products, weight_EOI: Tensor) -> Quantized:
+    copy = products.step_weight.for_forward(weight_EOI)
     if copy is not None:
         return _packed(copy)
     return _found(quantize_weight(launch, weight_EOI, transposed=False).whole)
 
 
-def _for_input_grad(launch: Launcher, step: StepWeight, weight_EOI: Tensor) -> Quantized:
+def _for_input_grad(launch: Launcher, products: Products, weight_EOI: Tensor) -> Quantized:
     """Transposed, with the channels out next to each other, as tensor cores want fp8 operands."""
-    copy = step.for_input_grad(weight_EOI)
+    copy = products.step_weight.for_input_grad(weight_EOI)
     if copy is not None:
         return _packed(copy)
     return _found(quantize_weight(launch, weight_EOI, whole=False).transposed)
@@ -137,12 +150,15 @@ def _found(quantized: Quantized | None) -> Quantized:
 
 
 def _packed(copy: Quantized) -> Quantized:
-    """A step's copy as kernels read it. That of FSDP is a transposed view in backward."""
-    if copy.values.is_contiguous():
+    """A step's copy as kernels read it: values contiguous, and rows of scales evenly spaced. That of FSDP is a
+    transposed view in backward."""
+    scales = copy.scales
+    even = scales.stride(2) == 1 and scales.stride(0) == scales.shape[1] * scales.stride(1)
+    if copy.values.is_contiguous() and even:
         return copy
     return Quantized(
         values=copy.values.contiguous(),
-        scales=copy.scales.contiguous(),
+        scales=scales.contiguous(),
         rows=copy.rows,
         columns=copy.columns,
     )

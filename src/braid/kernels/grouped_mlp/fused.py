@@ -273,7 +273,7 @@ class _NoRows(torch.autograd.Function):
         def of(parameter: Tensor | None, needed: bool) -> Tensor | None:
             if not needed or parameter is None:
                 return None
-            return put_wgrad(ctx.wgrad_store, parameter, zeros(parameter))
+            return put_wgrad(ctx.wgrad_store, parameter, zeros(parameter, dy_NC.dtype))
 
         dprobs_N = dy_NC.new_empty(0, dtype=ctx.dtype) if probs_needs else None
         return None, dy_NC if x_needs else None, dprobs_N, *map(of, ctx.parameters, parameters_need)

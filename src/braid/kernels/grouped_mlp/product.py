@@ -46,14 +46,15 @@ class Gradient:
         return gradient
 
 
-def zeros(parameter: Tensor) -> Gradient:
-    """The gradient of a parameter that the output does not depend on."""
+def zeros(parameter: Tensor, dtype: torch.dtype | None = None) -> Gradient:
+    """The gradient of a parameter that the output does not depend on; by default in the parameter's dtype."""
+    shape, device, dtype = parameter.shape, parameter.device, dtype or parameter.dtype
 
     def write(gradient: Tensor, accumulate: bool) -> None:
         if not accumulate:
             gradient.zero_()
 
-    return Gradient(write, empty_like(parameter))
+    return Gradient(write, lambda: torch.empty(shape, dtype=dtype, device=device))
 
 
 def put_wgrad(

@@ -21,6 +21,7 @@ from braid.kernels.activation import projections
 from braid.kernels.activation_bytes import saved_ffn_tensors
 from braid.kernels.grouped_mlp import FusedGroupedMlp, GroupedMlp, grouped, sizes
 from braid.kernels.grouped_mlp.product import WritesInPlace, put_wgrad, zeros
+from braid.kernels.precision.block_experts import BlockGroupedMlp, operand_bytes
 from braid.nn.canonical import Canonical
 from braid.nn.cost import Cost, Workload
 from braid.nn.delayed_wgrad import DelayedWgrad, Delaying
@@ -142,13 +143,16 @@ class Experts(Delaying, Recomputing):
     def cost(self, workload: Workload, rows: int, wide: int) -> Cost:
         """The cost of `rows` rows; probabilities have `wide` bytes."""
         channels, ffn = rows * self.channels * workload.narrow, rows * self.ffn * workload.narrow
-        fused = isinstance(self.grouped_mlp, FusedGroupedMlp)
+        block = isinstance(self.grouped_mlp, BlockGroupedMlp)
+        fused = block or isinstance(self.grouped_mlp, FusedGroupedMlp)
         # The fused backward holds the gradients of output, projections and input, and the activation at once.
         passing = 2 * channels + (len(self.projections) + 1) * ffn if fused else channels
+        projected, experts = len(self.projections) * self.ffn, len(self.expert_ids)
+        if block:
+            passing += operand_bytes(rows, experts, self.channels, projected)
         if workload.recomputes("experts"):
             return Cost(kept=channels + rows * wide, passing=passing)
         if fused:
-            projected, experts = len(self.projections) * self.ffn, len(self.expert_ids)
             kept = sizes.kept(rows, experts, self.channels, projected, narrow=workload.narrow, wide=wide)
             return Cost(kept=kept, passing=passing)
         joined = self.grouped_mlp is grouped.grouped_mlp
@@ -170,7 +174,7 @@ class Experts(Delaying, Recomputing):
         into = grouped(each, projected, self.channels, bias_bytes=rows * bias[0] * narrow)
         down = grouped(each, self.channels, self.ffn, bias_bytes=rows * bias[1] * narrow)
         work = into + down
-        if not isinstance(self.grouped_mlp, FusedGroupedMlp):
+        if not isinstance(self.grouped_mlp, FusedGroupedMlp | BlockGroupedMlp):
             scaled = rows * self.channels * narrow
             work += activation_work(workload, rows * self.ffn, len(self.projections))
             work += moved(2 * scaled, 5 * scaled, launches=(2, 3))

@@ -6,10 +6,10 @@ lies between two of these products, which ends with the operand of the next.
     dgrad2    da = dy · w_down;   dh, which is also quantised, a once more, and the gradient of the probability
     dgrad1    dx = dh · w_in
 
-The warp-specialised kernel (`fp8_gemm_warp_specialised`) takes SwiGLU on a GPU, with all of that in the
-epilogue of a product. The plain Triton kernels below take the rest, which is other activations and the
-interpreter: products alone, and a kernel after them. Both round what they save to its dtype first and quantise
-that, so that blocks are those of `precision.quantize` to the last bit.
+On a GPU the warp-specialised kernel (`fp8_gemm_warp_specialised`) runs products, and fc1 of SwiGLU with its
+activation. The plain Triton kernels below take the rest: what follows a product otherwise, and products in the
+interpreter. What is saved is rounded to its dtype first, and that is quantised, so that blocks are those of
+`precision.quantize` to the last bit.
 
 An expert's rows are padded to whole tiles in shared memory and never in memory.
 
@@ -58,18 +58,15 @@ class Variant(NamedTuple):
 
 
 class Variants(NamedTuple):
-    """Those of each product; None: a product without an epilogue, and a kernel after it."""
+    """Those of each product."""
 
     product: Variant = Variant(columns=256, stages=3, store_warps=2, registers=216, store_registers=72)
-    """Of fc2 and dgrad1."""
+    """Of fc2, dgrad2 and dgrad1."""
     activation: Variant | None = Variant(
         columns=256, stages=3, store_warps=2, registers=208, store_registers=88
     )
-    """Of fc1, whose tiles must be 256 columns wide: these are a block of the ffn channels."""
-    activation_backward: Variant | None = Variant(
-        columns=128, stages=5, store_warps=4, registers=152, store_registers=168
-    )
-    """Of dgrad2."""
+    """Of fc1, whose tiles must be 256 columns wide: these are a block of the ffn channels. None: a product
+    without an epilogue, and a kernel after it."""
 
 
 VARIANTS = Variants()
@@ -133,14 +130,9 @@ def grouped_gemm_activation_backward(
     activation: FusedActivation,
     variants: Variants = VARIANTS,
 ) -> ProjectionGradients:
-    """dgrad2. `w_down` is transposed. A probability gets one partial sum per block of channels, and these are
-    added in a fixed order."""
-    if dy_NI.values.is_cuda and activation.kind == "swiglu" and variants.activation_backward is not None:
-        from braid.kernels.grouped_mlp.device import fp8_gemm_warp_specialised
-
-        return fp8_gemm_warp_specialised.grouped_gemm_activation_backward(
-            launch, dy_NI, w_down_EFI, h, probs_N, tiles, activation, variants.activation_backward
-        )
+    """dgrad2: a product and a kernel after it, faster than an epilogue (docs/precision.md). `w_down` is
+    transposed. A probability gets one partial sum per block of channels, and these are added in a fixed
+    order."""
     da_NF = grouped_gemm(launch, dy_NI, w_down_EFI, tiles, h.dtype, variants)
     return quantized_activation_backward(launch, da_NF, h, probs_N, activation)
 

@@ -9,8 +9,7 @@ products, so every block of 128 is summed by itself, scaled, and added in float3
 the other one multiplies. Operands are K-major, as wgmma wants fp8: weights of dgrad2 and dgrad1 come
 transposed.
 
-Where the result is the operand of another product, the store warps quantise it: the activation in fc1, and the
-gradient of the projections in dgrad2. A block of either lies within a tile.
+In fc1 the store warps quantise the activation, whose block is as wide as a tile.
 
 Shapes: N rows, E experts, F ffn channels, I channels in and O out of any GEMM; i and o blocks of 128 of them.
 """
@@ -34,15 +33,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from braid.kernels.grouped_mlp.device.activation import FusedActivation
-from braid.kernels.grouped_mlp.device.fp8_gemm import ProjectionGradients, Variant, operands_of
-from braid.kernels.grouped_mlp.device.gemm_warp_specialised import (
-    _activate,
-    _activate_backward,
-    _load,
-    _store,
-    _store_plain,
-    _tile_at,
-)
+from braid.kernels.grouped_mlp.device.fp8_gemm import Variant, operands_of
+from braid.kernels.grouped_mlp.device.gemm_warp_specialised import _activate, _store, _store_plain
 from braid.kernels.grouped_mlp.device.ragged import extent
 from braid.kernels.grouped_mlp.device.tiles import Tiles
 from braid.kernels.grouped_mlp.sizes import TILE_ROWS
@@ -57,7 +49,7 @@ BLOCK = 128
 WARPS = 4
 """Of each warp group that multiplies."""
 
-Epilogue = Literal["none", "activation", "activation backward"]
+Epilogue = Literal["none", "activation"]
 
 
 def grouped_gemm(
@@ -71,7 +63,7 @@ def grouped_gemm(
     """As `fp8_gemm.grouped_gemm`."""
     rows, channels_out = len(x_NI.values), weight_EOI.values.shape[1]
     y_NO = torch.empty(rows, channels_out, dtype=dtype, device=x_NI.values.device)
-    results = (y_NO, None, None, None, None, None, None)
+    results = (y_NO, None, None, None)
     _launch(launch, "none", x_NI, weight_EOI, tiles, results, FusedActivation(kind="none"), variant)
     return y_NO
 
@@ -90,29 +82,9 @@ def grouped_gemm_activation(
     rows, projected = len(x_NI.values), w_in.values.shape[1]
     h = torch.empty(rows, projected, dtype=dtype, device=x_NI.values.device)
     a_NF = empty_quantized(h, rows, projected // 2)
-    results = (h, a_NF.values, a_NF.scales, None, None, probs_N, None)
+    results = (h, a_NF.values, a_NF.scales, probs_N)
     _launch(launch, "activation", x_NI, w_in, tiles, results, activation, variant)
     return h, a_NF
-
-
-def grouped_gemm_activation_backward(
-    launch: Launcher,
-    dy_NI: Quantized,
-    w_down_EFI: Quantized,
-    h: Tensor,
-    probs_N: Tensor,
-    tiles: Tiles,
-    activation: FusedActivation,
-    variant: Variant,
-) -> ProjectionGradients:
-    """As `fp8_gemm.grouped_gemm_activation_backward`, of SwiGLU."""
-    rows, ffn = len(dy_NI.values), w_down_EFI.values.shape[1]
-    dh, dh_quantized = torch.empty_like(h), empty_quantized(h, rows, 2 * ffn)
-    a_NF = torch.empty(rows, ffn, dtype=h.dtype, device=h.device)
-    partial_sums = torch.empty(parts_of(ffn, variant.columns), rows, dtype=torch.float32, device=h.device)
-    results = (dh, dh_quantized.values, dh_quantized.scales, a_NF, h, probs_N, partial_sums)
-    _launch(launch, "activation backward", dy_NI, w_down_EFI, tiles, results, activation, variant)
-    return ProjectionGradients(dh, dh_quantized, a_NF, partial_sums.sum(0))
 
 
 def _launch(
@@ -372,117 +344,20 @@ def _store_activation(
 
 
 @gluon.jit
-def _store_block(q, q_scales, value, m, n, stride, height, width, EVEN: gl.constexpr):
-    """Quantise rows of one block. Past the last channel projections are zero, and so are their gradients."""
-    value = value.to(gl.float32)
-    scale = _scale_of(gl.max(_magnitude(value), 1))
-    gl.store(q_scales + m, scale, mask=(m < height) & (width > 0))
-    _store(q, m, n, stride, _quotient(value, scale).to(gl.float8e4nv), height, width, EVEN)
-
-
-@gluon.jit
-def _store_activation_backward(
-    dh, dh_q, dh_scales, a, h, probs, partial_sums, rows, slots, slot_full, slot_empty, tile_expert, tile_row,
-    tile_count, ends, ffn, BM: gl.constexpr, BN: gl.constexpr, EVEN: gl.constexpr, ALPHA: gl.constexpr,
-    LIMIT: gl.constexpr, OFFSET: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
-    """As `gemm_warp_specialised`, and the gradients of the projections once more, quantised: the 64 ffn
-    channels of a slot are a block of 128 of these."""
-    PARTS: gl.constexpr = BN // 64
-    HALF: gl.constexpr = BM // 2
-    ROWS: gl.constexpr = HALF // 2
-    layout: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [WARPS, 1], [1, 0])
-    twice: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
-    m = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-    n = gl.arange(0, 64, gl.SliceLayout(0, layout))
-    m_2 = gl.arange(0, ROWS, gl.SliceLayout(1, twice))
-    n_2 = gl.arange(0, 128, gl.SliceLayout(0, twice))
-    across = (ffn + BN - 1) // BN
-    count = gl.load(tile_count) * across
-    row, height, column = _tile_at(gl.program_id(0), count, tile_expert, tile_row, ends, across, BN)
-    coming = _load(
-        h + row.to(gl.int64) * (2 * ffn) + 2 * column, m_2, n_2, 2 * ffn, height, 2 * (ffn - column), EVEN
-    )
-    sums_0 = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, layout))
-    sums_1 = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, layout))
-    for tile in range(gl.program_id(0), count, gl.num_programs(0)):
-        turn = tile // gl.num_programs(0)
-        next_row, next_height, next_column = _tile_at(
-            tile + gl.num_programs(0), count, tile_expert, tile_row, ends, across, BN
-        )
-        for piece in range(0, 2 * PARTS):
-            part = piece % PARTS
-            right = column + part * 64
-            mbarrier.wait(slot_full.index(piece), turn & 1)
-            for below in gl.static_range(2):
-                down = piece // PARTS * HALF + below * ROWS
-                projected = coming
-                if below == 0:
-                    at, at_height, at_column = row + down + ROWS, height - down - ROWS, right
-                else:
-                    last = piece == 2 * PARTS - 1
-                    next_down = (piece + 1) // PARTS * HALF
-                    at = gl.where(last, next_row, row + next_down)
-                    at_height = gl.where(last, next_height, height - next_down)
-                    at_column = gl.where(last, next_column, column + (piece + 1) % PARTS * 64)
-                coming = _load(
-                    h + at.to(gl.int64) * (2 * ffn) + 2 * at_column, m_2, n_2, 2 * ffn, at_height,
-                    2 * (ffn - at_column), EVEN,
-                )  # fmt: skip
-                here = m < height - down
-                prob = gl.load(probs + row + down + m, mask=here, other=0.0).to(gl.float32)
-                gate, up = projected.to(gl.float32).reshape([ROWS, 64, 2]).split()
-                gate = gl.convert_layout(gate, layout, assert_trivial=True)
-                up = gl.convert_layout(up, layout, assert_trivial=True)
-                da = slots.index(piece).slice(below * ROWS, ROWS, dim=0).load(layout).to(gl.float32)
-                value, d_gate, d_up = _activate_backward(da * prob[:, None], gate, up, ALPHA, LIMIT, OFFSET)
-                sums = gl.sum(da * value, 1)
-                if below == 0:
-                    sums_0 = sums + gl.where(part > 0, sums_0, 0.0)
-                else:
-                    sums_1 = sums + gl.where(part > 0, sums_1, 0.0)
-                first = (row + down).to(gl.int64) * ffn + right
-                width = ffn - right
-                value = (value * prob[:, None]).to(h.dtype.element_ty)
-                _store(a + first, m, n, ffn, value, height - down, width, EVEN)
-                d_projected = gl.join(d_gate, d_up).reshape([ROWS, 128]).to(h.dtype.element_ty)
-                d_projected = gl.convert_layout(d_projected, twice, assert_trivial=True)
-                _store(dh + 2 * first, m_2, n_2, 2 * ffn, d_projected, height - down, 2 * width, EVEN)
-                _store_block(
-                    dh_q + 2 * first, dh_scales + (right // 64).to(gl.int64) * rows + row + down, d_projected,
-                    m_2, n_2, 2 * ffn, height - down, 2 * width, EVEN,
-                )  # fmt: skip
-            mbarrier.arrive(slot_empty.index(piece), count=1)
-            if part == PARTS - 1:
-                left = height - piece // PARTS * HALF
-                entries = partial_sums + (tile % across).to(gl.int64) * rows + row + piece // PARTS * HALF + m
-                gl.store(entries, sums_0, mask=m < left)
-                gl.store(entries + ROWS, sums_1, mask=m < left - ROWS)
-        row = next_row
-        height = next_height
-        column = next_column
-
-
-@gluon.jit
 def _store_warps(
-    EPILOGUE: gl.constexpr, y, q, q_scales, a, h, probs, partial_sums, rows, slots, slot_full, slot_empty,
-    tile_expert, tile_row, tile_count, ends, channels_out, BM: gl.constexpr, BN: gl.constexpr,
-    EVEN: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, OFFSET: gl.constexpr, WARPS: gl.constexpr,
+    EPILOGUE: gl.constexpr, y, a, a_scales, probs, rows, slots, slot_full, slot_empty, tile_expert, tile_row,
+    tile_count, ends, channels_out, BM: gl.constexpr, BN: gl.constexpr, EVEN: gl.constexpr,
+    ALPHA: gl.constexpr, LIMIT: gl.constexpr, OFFSET: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     if EPILOGUE == "none":
         _store_plain(
             y, slots, slot_full, slot_empty, tile_expert, tile_row, tile_count, ends, channels_out, BM, BN,
             BN // 64, EVEN, WARPS,
         )  # fmt: skip
-    elif EPILOGUE == "activation":
-        _store_activation(
-            y, q, q_scales, probs, slots, slot_full, slot_empty, tile_expert, tile_row, tile_count, ends,
-            channels_out, rows, BM, EVEN, ALPHA, LIMIT, OFFSET, WARPS,
-        )  # fmt: skip
     else:
-        _store_activation_backward(
-            y, q, q_scales, a, h, probs, partial_sums, rows, slots, slot_full, slot_empty, tile_expert,
-            tile_row, tile_count, ends, channels_out, BM, BN, EVEN, ALPHA, LIMIT, OFFSET, WARPS,
+        _store_activation(
+            y, a, a_scales, probs, slots, slot_full, slot_empty, tile_expert, tile_row, tile_count, ends,
+            channels_out, rows, BM, EVEN, ALPHA, LIMIT, OFFSET, WARPS,
         )  # fmt: skip
 
 
@@ -493,12 +368,9 @@ def _grouped_gemm(
     x_scales,
     w_scales,
     y,
-    q,
-    q_scales,
     a,
-    h,
+    a_scales,
     probs,
-    partial_sums,
     tile_expert,
     tile_row,
     tile_count,
@@ -547,9 +419,9 @@ def _grouped_gemm(
          (_multiply_warps, (1, xs, ws, slots, full, empty, slot_full, slot_empty, x_scales, w_scales,
                             tile_expert, tile_row, tile_count, ends, channels_out, channels_in, w_stride, rows,
                             BM, BN, BK, STAGES, num_warps)),
-         (_store_warps, (EPILOGUE, y, q, q_scales, a, h, probs, partial_sums, rows, slots, slot_full,
-                         slot_empty, tile_expert, tile_row, tile_count, ends, channels_out, BM, BN, EVEN,
-                         ALPHA, LIMIT, OFFSET, STORE_WARPS)),
+         (_store_warps, (EPILOGUE, y, a, a_scales, probs, rows, slots, slot_full, slot_empty, tile_expert,
+                         tile_row, tile_count, ends, channels_out, BM, BN, EVEN, ALPHA, LIMIT, OFFSET,
+                         STORE_WARPS)),
          (_load_warp, (x_desc, w_desc, xs, ws, full, empty, tile_expert, tile_row, tile_count, ends,
                        channels_out, channels_in, BM, BN, BK, STAGES))],
         [4, STORE_WARPS, 1], [REGISTERS, STORE_REGISTERS, LOAD_REGISTERS],
