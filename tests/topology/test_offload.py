@@ -9,10 +9,10 @@ import torch
 
 from braid.config import Run
 from braid.planning.plan import canonical_names, plan
+from braid.prove.outcome import Outcome, Task, alone, outcome, train_each
 from braid.train.step_work import WITHOUT_ROOM
 from tests.ranks import run_ranks
 from tests.topology.cases import run_of
-from tests.topology.harness import Outcome, Task, alone, outcome, train_each
 from tests.topology.matrix import Topology
 from tests.topology.module_cases import VISION, Placement, multimodal
 from tests.topology.test_modules import on_ranks
