@@ -17,7 +17,7 @@ pytestmark = pytest.mark.costly(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("launcher", ["braid"])
+@pytest.mark.parametrize("launcher", ["braid", "torchrun"])
 def test_a_flipped_bit_of_the_newest_checkpoint_and_kill_9_change_no_bit_of_a_run(launcher, tmp_path):
     command = [sys.executable, "-m", "scripts.soak", "--faults", "1", "--kinds", "flip", "--every", "0.5"]
     command += ["--world", "2", "--launcher", launcher, "--out", str(tmp_path / "soak.json")]
