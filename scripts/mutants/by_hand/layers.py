@@ -32,8 +32,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="row-bias-added-by-every-rank",
         file="nn/linear.py",
-        old="y_BTC = self._product(x_BTC, None)",
-        new="y_BTC = self._product(x_BTC, self.bias)",
+        old="return self.reduced(self._product(x_BTC, None))",
+        new="return self.reduced(self._product(x_BTC, self.bias))",
         kind="missing scale",
         why="with tensor parallelism a bias counts several times",
     ),

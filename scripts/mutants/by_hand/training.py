@@ -25,8 +25,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="gradients-between-stages-are-free",
         file="planning/estimate/stages.py",
-        old="op.act in (Act.SEND_F, Act.SEND_B)",
-        new="op.act is Act.SEND_F",
+        old="_SENDS = frozenset({Act.SEND_F, Act.SEND_B})",
+        new="_SENDS = frozenset({Act.SEND_F})",
         kind="wrong estimate",
         why="half of what a pipeline sends is not counted",
     ),
