@@ -33,6 +33,13 @@ def _words(text: str) -> str:
 
 EQUIVALENT: tuple[Equivalent, ...] = (
     Equivalent(
+        file="nn/position_table.py",
+        function="resized_taps.points",
+        old="size - 1",
+        new="(size + 1)",
+        why="points lie less than half a place beyond the last entry, where both taps read that entry",
+    ),
+    Equivalent(
         file="kernels/optimizer/fused.py",
         function="FusedOptimizer.squares",
         old='self.launch(kernels.tensor_sums, (len(tensors), 1), sums, (), {"BLOCK": 512}, warps=4)',

@@ -84,3 +84,16 @@ def test_options_are_those_of_a_command() -> None:
         fits=None,
     )
     assert each.options == "--mesh.pp 8 --train.micro-batches 60 --train.recompute norm core"
+
+
+@pytest.mark.parametrize(("pp", "micro_batches"), [(2, 12), (8, 48)])
+def test_another_mesh_has_micro_batches_of_as_many_rows(pp: int, micro_batches: int) -> None:
+    run = RUNS["a long pipeline"]
+    run = replace(run, train=replace(run.train, batch_samples=96 * 4))
+
+    def rows(each: Run) -> float:
+        return each.train.batch_samples / each.train.micro_batches / (16 // each.mesh.pp)
+
+    other, changes = advice._same_rows(run, replace(run.mesh, pp=pp))
+    assert changes == {"train.micro_batches": micro_batches}
+    assert rows(other) == rows(run)
