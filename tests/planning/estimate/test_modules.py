@@ -161,6 +161,22 @@ def test_rows_wait_as_long_as_the_placement_lets_them() -> None:
     assert edge.source_bytes < maker.features <= (edge.in_flight + 1) * edge.source_bytes
 
 
+def test_one_side_of_an_edge_sends_rows_and_the_other_their_gradients() -> None:
+    """A rank on both sides sends both; a frozen encoder gets no gradients."""
+    reader, other, maker = estimated("disjoint").stations
+    (edge,) = estimated("disjoint").edges
+    steps = planned("disjoint").run.train.micro_batches
+    assert maker.edge_sends == {"vision": steps * edge.source_bytes}
+    assert reader.edge_sends == {"vision": steps * edge.target_bytes}
+    assert other.edge_sends == {}
+    (station,) = estimated("colocated").stations
+    (edge,) = estimated("colocated").edges
+    assert station.edge_sends == {"vision": steps * (edge.source_bytes + edge.target_bytes)}
+    frozen = run_with({"vision": Mesh(ranks=(2, 2))}, Mesh(pp=2, ranks=(0, 2)), trained=())
+    reader, _, maker = estimate(plan(frozen, 4), "cpu").stations
+    assert (reader.edge_sends, maker.edge_sends.keys()) == ({}, {"vision"})
+
+
 @pytest.mark.parametrize("ahead", [2, 3, 4])
 def test_an_encoder_that_is_further_ahead_holds_more(ahead: int) -> None:
     def found(ahead: int) -> tuple[int, int]:
