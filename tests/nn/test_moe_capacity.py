@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from braid import architecture
+from braid.nn.cost import Workload
 from braid.nn.moe.capacity import capacity, within_capacity
 from braid.nn.moe.permute import combine, dispatch, order_by_capacity, order_by_expert
 from tests.nn.moe_cases import build, forward, grads, of_rows, randn, shape
@@ -148,9 +149,18 @@ def test_padding_to_capacity_changes_shapes_but_no_result(bias: bool) -> None:
         if padded:
             # ceil(9 · 2 / 6 · 0.7) = 3 places for each of 3 rows, whatever the routing.
             assert moe.dispatch_plan(routing, tokens).counts_E.tolist() == [9] * 6
+            assert moe.dispatched_rows(Workload(rows=3, tokens=9, dtype=torch.float64)) == 6 * 9
     assert not torch.equal(results[0]["y"], forward(build(shape(bias=bias)), x, tokens)[0])
     for name, expected in results[1].items():
         torch.testing.assert_close(results[0][name], expected, rtol=1e-12, atol=1e-13)
+
+
+def test_no_expert_has_more_places_than_tokens() -> None:
+    """Whatever the factor says, in what a plan counts too."""
+    moe, tokens = build(shape(capacity_factor=9.0, pad_to_capacity=True)), of_rows(3, 9)
+    _, routing = forward(moe, randn(27, 7), tokens)
+    assert moe.dispatch_plan(routing, tokens).counts_E.tolist() == [27] * 6
+    assert moe.dispatched_rows(Workload(rows=3, tokens=9, dtype=torch.float64)) == 6 * 27
 
 
 def test_a_sequence_keeps_its_places_in_any_batch_and_evaluation_drops_nobody() -> None:
