@@ -69,7 +69,7 @@ def rows(text: str, title: str) -> list[dict[str, str]]:
     names = [name for name in header.split("  ") if name]
     places = [header.index(name.strip()) for name in names]
     for line in lines[start + 1 :]:
-        if not line.strip():
+        if not line.strip() or line.startswith("host memory"):
             break
         cells = [line[a:b].strip() for a, b in zip(places, [*places[1:], None], strict=True)]
         found.append(dict(zip((name.strip() for name in names), cells, strict=True)))

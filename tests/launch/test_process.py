@@ -86,9 +86,13 @@ def test_an_environment_that_makes_no_sense_is_refused(wrong, said):
 
 
 def test_nobody_to_join_is_told_with_the_address():
-    environment = {**WHOLE, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    with pytest.raises(PeerLostError, match=r"rank 3 cannot reach .* MASTER_ADDR 127\.0\.0\.1, MASTER_PORT 1 "):
-        join(environment, torch.device("cpu"), timedelta(seconds=0.2))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # nobody listens there, and no other test can
+        port = taken.getsockname()[1]
+        environment = {**WHOLE, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        told = rf"rank 3 cannot reach .* MASTER_ADDR 127\.0\.0\.1, MASTER_PORT {port} "
+        with pytest.raises(PeerLostError, match=told):
+            join(environment, torch.device("cpu"), timedelta(seconds=0.2))
 
 
 # ----------------------------------------------------------------------------------------- rendezvous
