@@ -22,6 +22,8 @@ from braid.kernels.activation_bytes import saved_ffn_tensors
 from braid.kernels.grouped_mlp import FusedGroupedMlp, GroupedMlp, grouped, sizes
 from braid.kernels.grouped_mlp.product import WritesInPlace, put_wgrad, zeros
 from braid.kernels.precision.block_experts import BlockGroupedMlp, operand_bytes
+from braid.kernels.precision.grouped_mlp import LowPrecisionGroupedMlp
+from braid.kernels.precision.products import accumulated
 from braid.nn.canonical import Canonical
 from braid.nn.cost import Cost, Workload
 from braid.nn.delayed_wgrad import DelayedWgrad, Delaying
@@ -155,9 +157,19 @@ class Experts(Delaying, Recomputing):
         if fused:
             kept = sizes.kept(rows, experts, self.channels, projected, narrow=workload.narrow, wide=wide)
             return Cost(kept=kept, passing=passing)
+        if isinstance(self.grouped_mlp, LowPrecisionGroupedMlp):
+            return Cost(kept=channels + self._emulated_bytes(workload, rows), passing=passing)
         joined = self.grouped_mlp is grouped.grouped_mlp
         kept = 2 * channels + saved_ffn_tensors(self.shape.activation, self.shape.glu, joined=joined) * ffn
         return Cost(kept=kept + rows * workload.narrow, passing=passing)
+
+    def _emulated_bytes(self, workload: Workload, rows: int) -> int:
+        """What the emulation in low precision saves besides its input: the activation, what that saves, and
+        probabilities are wide; what is quantised is narrow. Wide copies of gate and up are two tensors."""
+        narrow, wide = workload.narrow, accumulated(workload.dtype).itemsize
+        tensors = saved_ffn_tensors(self.shape.activation, self.shape.glu, joined=narrow == wide)
+        of_bias = rows * narrow if self.shape.bias else 0
+        return rows * (self.ffn * (tensors * wide + narrow) + wide) + of_bias
 
     def flops(self, tokens: int) -> int:
         """Average FLOPs of this rank, if every rank has `tokens` tokens."""
