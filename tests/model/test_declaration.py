@@ -32,8 +32,10 @@ PATTERNS = (
     "*|-|[M*E]|G/M*-/M*-",
     "|[*E]|E|",
     "[MG-]|||/E/E",
+    "*|-||M/*E-E",
 )
-"""Every kind of layer, in and out of groups; segments without blocks, and every kind of depth."""
+"""Every kind of layer, in and out of groups; segments without blocks, and every kind of depth: of one block and
+of two, as experts end a block."""
 EXITS = (None, "learned", "mean")
 HOLDERS = {
     "one rank": (0, 0, 0, 0),

@@ -190,8 +190,8 @@ def _chain(layout: Layout, index: int, form: Form) -> Chain:
         else:
             head += tail
         enter = builder.enter(depth.depth)
-        (block,) = depth.blocks  # a depth has no groups
-        links.append(replace(builder.link(block, depth.depth), before=(enter,)))
+        depth_links = [builder.link(block, depth.depth) for block in depth.blocks]
+        links += [replace(depth_links[0], before=(enter,)), *depth_links[1:]]
         tail = builder.head(depth.depth)
     return Chain(first=tuple(head), links=tuple(links), last=tuple(tail))
 
