@@ -14,14 +14,17 @@ import types
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-from braid import validators
+from braid import json_fields, validators
 from braid.architecture import Model
 from braid.choices import MADE_UP, DispatcherName, Dtype, Recompute, SpikePolicy, Strategy, kernel_modes
 from braid.encoders import Encoder
 from braid.errors import ConfigError, Problem
+from braid.json_fields import JsonProblem, field_types
 from braid.precision import precision_of
+
+Part = TypeVar("Part")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -345,16 +348,10 @@ def type_problems(run: Run) -> Iterator[Problem]:
     yield from _type_problems(Run, run, "")
 
 
-@functools.cache
-def _hints(kind: type) -> Mapping[str, Any]:
-    """The field types of a dataclass; cached, because `get_type_hints` dominates the time of validation."""
-    return types.MappingProxyType(typing.get_type_hints(kind))
-
-
 def _type_problems(kind: Any, value: Any, at: str) -> Iterator[Problem]:
     arms, part = _arms(kind)
     if part is not None and isinstance(value, part):
-        for name, hint in _hints(part).items():
+        for name, hint in field_types(part).items():
             yield from _type_problems(hint, getattr(value, name), f"{at}.{name}" if at else name)
     elif (origin := _origin(kind))[0] is Mapping and isinstance(value, Mapping):
         for name, each in value.items():
@@ -458,10 +455,21 @@ def to_json(run: Run) -> dict[str, Any]:
 def from_json(data: Any) -> Run:
     """The inverse of `to_json`, also for files of earlier versions: fields added since get their defaults,
     which preserve the old behaviour. Raises a `ConfigError` for an unknown field, a wrong type, or a missing
-    required field."""
-    run = _read(Run, _with_named_norms(data), "run")
-    assert isinstance(run, Run)
-    return run
+    required field, with all problems."""
+    return _read(Run, _with_named_norms(data), "run")
+
+
+def json_problems(data: Any) -> list[JsonProblem]:
+    """What `from_json` would refuse."""
+    return json_fields.read(Run, _with_named_norms(data), "run")[1]
+
+
+def _read(kind: type[Part], data: Any, at: str) -> Part:
+    value, problems = json_fields.read(kind, data, at)
+    if problems:
+        raise ConfigError("\n".join(map(str, problems)))
+    assert isinstance(value, kind)
+    return value
 
 
 def _with_named_norms(data: Any) -> Any:
@@ -485,62 +493,9 @@ def _named_norm(module: Any) -> Any:
 
 def model_from_json(data: Any) -> Model:
     """The `model` field of a run's JSON, read like `from_json`; other fields are not validated."""
-    model = _read(Model, data, "run.model")
-    assert isinstance(model, Model)
-    return model
+    return _read(Model, data, "run.model")
 
 
 def encoder_from_json(data: Any, name: str) -> Encoder:
     """The same of a module."""
-    encoder = _read(Encoder, data, f"run.modules[{name}].model")
-    assert isinstance(encoder, Encoder)
-    return encoder
-
-
-def _read(kind: Any, data: Any, at: str) -> Any:
-    origin = typing.get_origin(kind)
-    if origin in (typing.Union, types.UnionType):
-        (inner,) = (arm for arm in typing.get_args(kind) if arm is not types.NoneType)
-        return None if data is None else _read(inner, data, at)
-    if dataclasses.is_dataclass(kind):
-        return _read_dataclass(kind, data, at)
-    if origin is tuple:
-        return _read_tuple(typing.get_args(kind), data, at)
-    if origin is Mapping:
-        if not isinstance(data, dict):
-            raise ConfigError(f"{at} = {data!r}: must be an object")
-        return {name: _read(typing.get_args(kind)[1], each, f"{at}[{name}]") for name, each in data.items()}
-    if origin is Literal:
-        if data not in typing.get_args(kind):
-            raise ConfigError(f"{at} = {data!r}: must be one of {', '.join(typing.get_args(kind))}")
-        return data
-    if kind is float and type(data) is int:
-        return float(data)
-    if type(data) is not kind:
-        raise ConfigError(f"{at} = {data!r}: must be of type {kind.__name__}")
-    return data
-
-
-def _read_dataclass(kind: Any, data: Any, at: str) -> Any:
-    if not isinstance(data, dict):
-        raise ConfigError(f"{at} = {data!r}: must be an object with the fields of {kind.__name__}")
-    hints = _hints(kind)
-    for name in data:
-        if name not in hints:
-            raise ConfigError(f"{at}.{name} is not a known field{validators.nearest(name, hints)}")
-    for field in dataclasses.fields(kind):
-        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        if required and field.name not in data:
-            raise ConfigError(f"{at}.{field.name} is missing")
-    return kind(**{name: _read(hints[name], value, f"{at}.{name}") for name, value in data.items()})
-
-
-def _read_tuple(arms: tuple[Any, ...], data: Any, at: str) -> tuple[Any, ...]:
-    if not isinstance(data, (list, tuple)):
-        raise ConfigError(f"{at} = {data!r}: must be a list")
-    kinds = [arms[0]] * len(data) if arms[-1] is Ellipsis else list(arms)
-    if len(kinds) != len(data):
-        raise ConfigError(f"{at} = {data!r}: must have {len(kinds)} values")
-    return tuple(
-        _read(kind, item, f"{at}[{i}]") for i, (kind, item) in enumerate(zip(kinds, data, strict=True))
-    )
+    return _read(Encoder, data, f"run.modules[{name}].model")

@@ -33,7 +33,7 @@ def list_recipes(args: list[str]) -> int:
     width = max(len(name) for name in recipes.bundled())
     for name, recipe in recipes.bundled().items():
         print(f"{name:<{width}}  {recipes.summary(recipe)}")
-    print(f"{'':<{width}}  Your own recipe: path/to/file.py:function")
+    print(f"{'':<{width}}  Your own recipe: path/to/file.py:function, or a file run.json or run.yaml")
     return ExitCode.OK
 
 
@@ -49,7 +49,7 @@ class ShowOptions:
     world: Annotated[int | None, optional("INT", "the smallest number that fits the mesh")] = None
     """Number of ranks to plan for."""
     json: bool = False
-    """Print the run as JSON."""
+    """Print the run as JSON: a file with it is a RECIPE too."""
 
 
 def show(args: list[str]) -> int:
@@ -105,6 +105,9 @@ def expand_recipe_help(args: list[str]) -> list[str]:
         return args
     names = f"RECIPE is one of {', '.join(recipes.bundled())}, or your own: path/to/file.py:function."
     print(textwrap.fill(names, 80, break_on_hyphens=False))
+    print(
+        "It can also be a file, run.json or run.yaml, with the fields that `braid show RECIPE --json` prints."
+    )
     print("It can also be the folder of a run, a checkpoint or an imported model: its settings are used,")
     print("and `braid train` starts from its weights.")
     print("Any field of the run can be overridden. The defaults below are those of the recipe tiny.\n")

@@ -1,5 +1,5 @@
-"""Where a command gets its run from: a recipe, or the folder of a run, of a checkpoint or of an imported
-model."""
+"""Where a command gets its run from: a recipe, a file, or the folder of a run, of a checkpoint or of an
+imported model."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import NamedTuple
 from braid import recipes
 from braid.config import Run, type_problems
 from braid.errors import ConfigError
+from braid.run_files import is_run_file, load_run
 
 WORLD_SIZE = "WORLD_SIZE"
 """The variable of launchers."""
@@ -23,7 +24,7 @@ class RunSource(NamedTuple):
 
     run: Run
     checkpoint: Path | None = None
-    """The checkpoint that has the run's settings and weights; None for a recipe."""
+    """The checkpoint that has the run's settings and weights; None for a recipe or a file."""
     folder: Path | None = None
     """The run directory in which training may continue; None where there is none: a recipe, a single
     checkpoint, or an imported model without the state of an optimizer."""
@@ -32,9 +33,11 @@ class RunSource(NamedTuple):
 def load_source(
     name: str, options: Sequence[str] = (), environment: Mapping[str, str] = os.environ
 ) -> RunSource:
-    """The run of a recipe, or of a folder. A recipe may depend on `--world` among the options, or on the world
-    of a launcher."""
+    """The run of a recipe, of a file, or of a folder. A recipe may depend on `--world` among the options, or on
+    the world of a launcher."""
     path = Path(name)
+    if is_run_file(name) and not path.is_dir():
+        return RunSource(load_run(path))
     if ".py" in name or not path.is_dir():
         run = recipes.load(name, _world(options, environment))
         if wrong_types := list(type_problems(run)):
@@ -69,11 +72,12 @@ def _with_tokenizer(run: Run, newest: Path) -> Run:
 
 
 def output_folder(name: str, source: RunSource, out: Path | None) -> Path:
-    """Where a run is trained: `--out`, or the folder that it continues in, or runs/RECIPE."""
+    """Where a run is trained: `--out`, or the folder that it continues in, or runs/RECIPE, without the
+    suffix and the folder of a file."""
     if out is not None:
         return out
     if source.checkpoint is None:
-        return Path("runs") / name.rpartition(":")[2]
+        return Path("runs") / (Path(name).stem if is_run_file(name) else name.rpartition(":")[2])
     if source.folder is None:
         raise ConfigError(
             f"--out is missing: {name} is a model to begin from, not a run to continue\n"

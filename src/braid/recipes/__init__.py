@@ -42,7 +42,7 @@ def load(name: str, world: int = 1) -> Run:
     if name not in recipes:
         raise ConfigError(
             f"there is no recipe {name!r}{nearest(name, recipes)}\n"
-            f"bundled: {', '.join(recipes)}; your own: path/to/file.py:function"
+            f"bundled: {', '.join(recipes)}; your own: path/to/file.py:function, run.json or run.yaml"
         )
     return _call(recipes[name], name, world)
 
