@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from braid.cli.args import optional, parse_options, wants_help
 from braid.cli.next_steps import program
@@ -13,10 +14,12 @@ from braid.cli.progress import bar
 from braid.errors import ConfigError, ExitCode
 from braid.validators import nearest
 
+MOST_NAMED = 1000
+"""Skipped conversations that are named."""
 HELP = """usage: braid data build --input DIR_OR_FILE --output DIR [OPTIONS]
        braid data verify --source DIR
 
-  build   tokenize text or JSONL into token shards, for --data.sources of `braid train`
+  build   tokenize text, JSONL or Parquet into token shards, for --data.sources of `braid train`
   verify  check the checksums, every token id and the images of a folder of token shards
 
 Run `braid data build --help` or `braid data verify --help` for the options."""
@@ -27,7 +30,8 @@ class BuildOptions:
     """Tokenize text into token shards, for `--data.sources` of `braid train`."""
 
     input: Path
-    """Folder of text files, a text file, or JSONL: `text`, `content` (images), `prompt` and `response`."""
+    """Folder of text files, a text file, Parquet, or JSONL: `text`, `content` (images), `prompt` and
+    `response`, or `messages` with --format chat. Compressed files end with .gz, .bz2, .xz or .zst."""
     output: Path
     """Output folder; must not exist."""
     tokenizer: str = "bytes"
@@ -40,6 +44,15 @@ class BuildOptions:
     """Seed of the train/validation split."""
     reserved: Annotated[tuple[str, ...], optional("TOKEN [TOKEN ...]", "none")] = ()
     """Special tokens that no text may spell, such as the placeholder of a model with images: '<image>'."""
+    field: Annotated[str | None, optional("NAME", "text, or messages with --format chat")] = None
+    """Field of JSONL rows, or column of Parquet files, that is read."""
+    format: Literal["text", "chat"] = "text"
+    """chat: rows are conversations, {"messages": [{"role": ..., "content": ...}]}; only what the assistant says
+    counts in the loss (docs/conversations.md)."""
+    chat_template: Annotated[str | None, optional("FILE", "that of the tokenizer's folder")] = None
+    """With --format chat: a Jinja chat template, or `chatml`."""
+    workers: int = 1
+    """Processes that tokenize. The shards do not depend on their number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,10 +78,16 @@ def data(args: list[str]) -> int:
 def _build(args: list[str]) -> int:
     opts = parse_options(BuildOptions, args, "braid data build")
     from braid.data import build, open_splits
+    from braid.data.chat import chat_template
     from braid.data.media import in_words
-    from braid.train.data_pipeline import load_tokenizer
+    from braid.train.data_pipeline import load_tokenizer, tokenizer_folder
 
     tokenizer = load_tokenizer(opts.tokenizer)
+    if opts.chat_template is not None and opts.format != "chat":
+        raise ConfigError("--chat-template is for conversations: set --format chat as well")
+    chat = (
+        chat_template(opts.chat_template, tokenizer_folder(opts.tokenizer)) if opts.format == "chat" else None
+    )
     with bar("tokenizing") as progress:
         built = build(
             opts.input,
@@ -78,6 +97,9 @@ def _build(args: list[str]) -> int:
             validation=opts.validation,
             seed=opts.seed,
             reserved=opts.reserved,
+            field=opts.field,
+            chat=chat,
+            workers=opts.workers,
             progress=progress,
         )
     held_out = f"; held out: {built.validation_documents:,}" if opts.validation else ""
@@ -86,6 +108,12 @@ def _build(args: list[str]) -> int:
         print(f"with {held}")
     if built.skipped:
         print(f"skipped files that are not UTF-8: {built.skipped:,}")
+    if built.refused:
+        print(f"skipped conversations: {len(built.refused):,}")
+        for text in built.refused[:MOST_NAMED]:
+            print(f"braid: skipped {text}", file=sys.stderr)
+        if len(built.refused) > MOST_NAMED:
+            print(f"braid: ... and {len(built.refused) - MOST_NAMED:,} more of these", file=sys.stderr)
     flags = ["--data.sources", str(built.output)]
     if opts.tokenizer != "bytes":
         flags += ["--data.tokenizer", opts.tokenizer, "--model.vocab", str(tokenizer.vocab)]

@@ -1,5 +1,5 @@
-"""Tokenisation: builds token shards from text files and JSONL, with the images and videos that rows name
-(`braid data build`).
+"""Tokenisation: builds token shards from text files, JSONL and Parquet, with the images and videos that rows
+name (`braid data build`).
 
 The build is atomic: everything is written to a temporary folder next to the output, which is renamed at the
 end.
@@ -12,24 +12,26 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
-import numpy.typing as npt
 
-from braid.data.files import Progress, sync_folder
-from braid.data.images import checked_size
-from braid.data.media import Medium, Picture
+from braid.data.chat import ChatTemplate, files_of
+from braid.data.documents import Encoder, documents
+from braid.data.files import HashedFile, Progress, sync_folder
 from braid.data.opening import TRAIN, VALIDATION
 from braid.data.order import in_random_share
-from braid.data.rows import MediaFiles, NotText, Row, input_files, rows_of
-from braid.data.shards import ShardWriter, marker_of
-from braid.data.tokenizer import Ids, Tokenizer
-from braid.errors import DataError
+from braid.data.records import records_of
+from braid.data.rows import Skipped, input_files
+from braid.data.shards import ShardWriter
+from braid.data.tokenizer import Tokenizer
+from braid.errors import DataError, first_of
 
 SHARD_TOKENS = 1 << 28
 """Most tokens of a shard, unless told otherwise."""
+NO_FILES: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,15 +45,27 @@ class BuildResult:
     tokens: int
     """All tokens, including validation and end-of-document tokens; one for each image and each video."""
     bytes: int
-    """Bytes of text read."""
+    """Bytes of text read, as they were before compression."""
     skipped: int
     """Files skipped because they are not UTF-8 text."""
+    refused: tuple[str, ...] = ()
+    """Conversations that are skipped: file and line, and what is wrong with each."""
     validation_documents: int
     validation_tokens: int
     images: int = 0
     """All images, including validation."""
     videos: int = 0
     """All videos, including validation."""
+
+
+@dataclass(kw_only=True)
+class _Written:
+    """What has been read and written so far."""
+
+    documents: int = 0
+    bytes: int = 0
+    skipped: list[Skipped] = field(default_factory=list)
+    kinds: Counter[str] = field(default_factory=Counter)
 
 
 def build(
@@ -64,53 +78,71 @@ def build(
     seed: int = 0,
     shard_tokens: int = SHARD_TOKENS,
     reserved: Sequence[str] = (),
+    field: str | None = None,
+    chat: ChatTemplate | None = None,
+    workers: int = 1,
     progress: Progress | None = None,
 ) -> BuildResult:
     """Tokenise text into a new folder; images and videos are stored beside it, as they came.
 
-    `input` is a folder (each row of a .jsonl file is a document, any other text file is one document), one such
-    file, or a list of files. With `validation`, that fraction of documents, chosen by `seed`, is held out, and
-    the output contains the two sources `train` and `validation`; otherwise the output is itself a source.
+    `input` is a folder (each row of a .jsonl or .parquet file is a document, any other text file is one
+    document), one such file, or a list of files; they may be compressed (.gz, .bz2, .xz, .zst). With
+    `validation`, that fraction of documents, chosen by `seed`, is held out, and the output contains the two
+    sources `train` and `validation`; otherwise the output is itself a source.
     `reserved` are special tokens of the tokenizer that no text may spell, such as the `<image>` of a model.
+    `field` is the field of rows that has their text. With `chat`, rows are conversations, of which only what
+    the assistant says counts in the loss. `workers` processes tokenise; the result does not depend on them.
     """
     output = Path(output)
     if not 0 <= validation < 1:
         raise DataError(f"validation = {validation}: set a fraction of the documents, at least 0 and below 1")
+    if workers < 1:
+        raise DataError(f"workers = {workers}: set 1 or more processes")
     if output.exists():
         raise DataError(f"{output} exists already: remove it or set another output")
-    refused = _reserved_ids(tokenizer, reserved)
+    encoder = Encoder(tokenizer=tokenizer, reserved=_reserved_ids(tokenizer, reserved), field=field, chat=chat)
     files = input_files(input, glob)
     splits = (TRAIN, VALIDATION) if validation else ("",)
 
     def held_out(ordinal: int) -> bool:
         return in_random_share(ordinal, validation, seed=seed)
 
-    with new_splits(output, splits, tokenizer, shard_tokens) as writers:
-        size, skipped, kinds = _write(files, writers, tokenizer, held_out, refused, progress)
-        _check_filled(writers, files, skipped, validation)
+    files_beside = {} if chat is None else files_of(chat)
+    with new_splits(output, splits, tokenizer, shard_tokens, files_beside) as writers:
+        done = _write(files, writers, encoder, held_out, workers, progress)
+        _check_filled(writers, files, done.skipped, validation)
     return BuildResult(
         output=output,
         documents=sum(writer.documents for writer in writers),
         tokens=sum(writer.tokens for writer in writers),
-        bytes=size,
-        skipped=skipped,
+        bytes=done.bytes,
+        skipped=sum(not each.why for each in done.skipped),
+        refused=tuple(each.why for each in done.skipped if each.why),
         validation_documents=sum(writer.documents for writer in writers[1:]),
         validation_tokens=sum(writer.tokens for writer in writers[1:]),
-        images=kinds["image"],
-        videos=kinds["video"],
+        images=done.kinds["image"],
+        videos=done.kinds["video"],
     )
 
 
 @contextmanager
 def new_splits(
-    output: Path, splits: Sequence[str], tokenizer: Tokenizer, shard_tokens: int = SHARD_TOKENS
+    output: Path,
+    splits: Sequence[str],
+    tokenizer: Tokenizer,
+    shard_tokens: int = SHARD_TOKENS,
+    files: Mapping[str, str] = NO_FILES,
 ) -> Iterator[list[ShardWriter]]:
-    """Writers of the splits of a new source, by the names of their folders in `output`. All of it is written
-    next to that, and renamed at the end."""
+    """Writers of the splits of a new source, by the names of their folders in `output`, which has some other
+    `files` too. All of it is written next to that, and renamed at the end."""
     partial = output.with_name(f".{output.name}.{secrets.token_hex(4)}.partial")
     try:
         with ExitStack() as stack:
             yield [stack.enter_context(ShardWriter(partial / name, tokenizer, shard_tokens)) for name in splits]
+        for name, content in files.items():
+            file = HashedFile(partial / name)
+            file.write(content.encode())
+            file.finish()
         sync_folder(partial)
         partial.rename(output)
         sync_folder(output.parent)
@@ -123,28 +155,28 @@ def new_splits(
 def _write(
     files: Sequence[Path],
     writers: Sequence[ShardWriter],
-    tokenizer: Tokenizer,
+    encoder: Encoder,
     held_out: Callable[[int], bool],
-    reserved: Mapping[int, str],
+    workers: int,
     progress: Progress | None,
-) -> tuple[int, int, Counter[str]]:
-    """Write every document to its split. Returns the bytes read, the number of files skipped, and how many
-    images and videos there are."""
-    total = sum(file.stat().st_size for file in files)
-    done = skipped = documents = 0
-    kinds: Counter[str] = Counter()
-    for row in (row for file in files for row in rows_of(file)):
-        done += row.bytes
-        if isinstance(row, NotText):
-            skipped += 1
+) -> _Written:
+    """Write every document to its split."""
+    sizes = [file.stat().st_size for file in files]
+    before = dict(zip(files, np.cumsum([0, *sizes]).tolist(), strict=False))
+    done = _Written()
+    records = (record for file in files for record in records_of(file, encoder.columns))
+    for record, outcome in documents(records, encoder, workers):
+        done.bytes += outcome.bytes
+        if isinstance(outcome, Skipped):
+            done.skipped.append(outcome)
         else:
-            ids, loss_mask, media = _tokenise(row, tokenizer, reserved)
-            writers[held_out(documents)].add(ids, loss_mask, row.origin, media)
-            kinds.update(medium.kind for medium in media)
-            documents += 1
+            writer = writers[held_out(done.documents)]
+            writer.add(outcome.ids, outcome.loss_mask, outcome.origin, outcome.media)
+            done.kinds.update(medium.kind for medium in outcome.media)
+            done.documents += 1
         if progress is not None:
-            progress(done, total)
-    return done, skipped, kinds
+            progress(before[record.file] + record.read, sum(sizes))
+    return done
 
 
 def _reserved_ids(tokenizer: Tokenizer, reserved: Sequence[str]) -> dict[int, str]:
@@ -157,54 +189,16 @@ def _reserved_ids(tokenizer: Tokenizer, reserved: Sequence[str]) -> dict[int, st
     return {ids[text]: text for text in reserved}
 
 
-def _tokenise(
-    row: Row, tokenizer: Tokenizer, reserved: Mapping[int, str]
-) -> tuple[Ids, npt.NDArray[np.bool_] | None, list[Medium]]:
-    """Token ids of a document with its end-of-document token, the loss mask (None if all tokens count), and its
-    images and videos, each with a marker among the ids."""
-    pieces: list[Ids] = []
-    media: list[Medium] = []
-    for part in (*row.prompt, *row.content):
-        if isinstance(part, MediaFiles):
-            media.append(_medium(part, position=sum(map(len, pieces))))
-            pieces.append(np.asarray([marker_of(tokenizer.vocab)], np.int64))
-        else:
-            pieces.append(tokenizer.encode(part))
-            if found := [text for number, text in reserved.items() if number in pieces[-1]]:
-                raise DataError(
-                    f"{row.origin}: its text spells {found[0]}, which is reserved for images: these are parts "
-                    'of a row, {"image": "file.png"}'
-                )
-    ids = np.concatenate([*pieces, np.asarray([tokenizer.end_of_document], np.int64)])
-    prompt = sum(map(len, pieces[: len(row.prompt)]))
-    return ids, np.arange(len(ids)) >= prompt if prompt else None, media
-
-
-def _medium(files: MediaFiles, position: int) -> Medium:
-    """An image or a video, every file of which decodes."""
-    pictures: list[Picture] = []
-    for origin, data in files.read():
-        try:
-            height, width = checked_size(data)
-        except DataError as error:
-            raise DataError(f"{origin}: {error}") from None
-        pictures.append(Picture(data=data, height=height, width=width))
-        first = pictures[0]
-        if (height, width) != (first.height, first.width):
-            raise DataError(
-                f"{origin}: is {height} x {width} pixels, and the first frame {first.height} x {first.width}: "
-                "frames of a video have one size"
-            )
-    return Medium(kind=files.kind, position=position, pictures=tuple(pictures))
-
-
 def _check_filled(
-    writers: Sequence[ShardWriter], files: Sequence[Path], skipped: int, validation: float
+    writers: Sequence[ShardWriter], files: Sequence[Path], skipped: Sequence[Skipped], validation: float
 ) -> None:
     documents = sum(writer.documents for writer in writers)
+    if documents == 0 and (refused := [each.why for each in skipped if each.why]):
+        listed = "\n  ".join(first_of(refused))
+        raise DataError(f"no conversation in {len(files)} files can be used\n  {listed}")
     if documents == 0:
         raise DataError(
-            f"no document in {len(files)} files, of which {skipped} are not UTF-8 text: "
+            f"no document in {len(files)} files, of which {len(skipped)} are not UTF-8 text: "
             "give text or .jsonl files"
         )
     if not all(writer.documents for writer in writers):

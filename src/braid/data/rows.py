@@ -1,8 +1,9 @@
-"""Reads documents: plain-text files, and rows of JSONL files.
+"""Rows: documents as text, images and videos, parsed from the records of files.
 
 {"text": "..."}                          every token counts in the loss
 {"prompt": "...", "response": "..."}     only the response counts
 {"content": [part, ...]}                 text with images and videos; every token of text counts
+{"messages": [...], "tools": [...]}      in the format `chat`: a conversation (`chat.py`)
 
 A part is {"text": "..."}, {"image": "photo.png"} or {"video": ["frame0.png", ...]}. A prompt and a response may
 be lists of parts too. Files lie in the folder of the JSONL, or below it.
@@ -11,14 +12,18 @@ be lists of parts too. Files lie in the folder of the JSONL, or below it.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from braid.data.images import MOST_BYTES
 from braid.data.media import Kind
+from braid.data.records import Record
 from braid.errors import DataError
+
+TEXT = "text"
+"""The field of a row that has its text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,11 +64,13 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NotText:
-    """A file that is skipped because it is not UTF-8 text."""
+class Skipped:
+    """A record that is no document."""
 
     bytes: int
-    """Size of the file."""
+    """Size in the file, as it was before compression."""
+    why: str = ""
+    """Where it is and what is wrong with it. Empty for a file that is not UTF-8 text."""
 
 
 def input_files(input: Path | str | Sequence[Path], glob: str) -> tuple[Path, ...]:
@@ -75,24 +82,55 @@ def input_files(input: Path | str | Sequence[Path], glob: str) -> tuple[Path, ..
     elif Path(input).is_file():
         files = (Path(input),)
     else:
-        raise DataError(f"{input} does not exist: give a folder of text files, a .jsonl file or a text file")
+        raise DataError(
+            f"{input} does not exist: give a folder of text files, or a .jsonl, .parquet or text file"
+        )
     if not files:
         raise DataError(f"{input} has no files that match {glob!r}: give another folder or pattern")
     return files
 
 
-def rows_of(file: Path) -> Iterator[Row | NotText]:
-    """The documents of a file: each line of a .jsonl file, otherwise the whole file."""
-    if file.suffix.lower() == ".jsonl":
-        yield from _jsonl_rows(file)
-        return
-    content = file.read_bytes()
+def row_of(record: Record, field: str | None = None) -> Row | Skipped:
+    """The document of a record; with `field`, the text of that field of a row. A row that has no document is an
+    error."""
+    size = size_of(record)
+    if record.line is None:
+        return _whole(record, size)
+    given = values_of(record)
+    if isinstance(record.content, bytes) and field is None:
+        return _row(given, record.file.parent, record.origin, size)
+    name = TEXT if field is None else field
+    text = given.get(name) if isinstance(given, Mapping) else None
+    if not isinstance(text, str):
+        raise DataError(f"{record.origin}: has {_described(given)}, and no text in the field {name!r}")
+    return Row(content=(_text(text, record.origin),), origin=record.origin, bytes=size)
+
+
+def size_of(record: Record) -> int:
+    """Bytes of a record, as they were before compression."""
+    if isinstance(record.content, bytes):
+        return len(record.content)
+    return sum(len(str(value).encode(errors="replace")) for value in record.content.values())
+
+
+def values_of(record: Record) -> Any:
+    """The JSON value of a line, or the columns of a row."""
+    if not isinstance(record.content, bytes):
+        return record.content
     try:
-        if b"\0" in content:
+        return json.loads(record.content)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{record.origin}: not a JSON object in UTF-8: {error}") from None
+
+
+def _whole(record: Record, size: int) -> Row | Skipped:
+    assert isinstance(record.content, bytes)
+    try:
+        if b"\0" in record.content:
             raise ValueError("binary")
-        yield Row(content=(content.decode(),), origin=str(file), bytes=len(content))
+        return Row(content=(record.content.decode(),), origin=record.origin, bytes=size)
     except ValueError:  # includes UnicodeDecodeError
-        yield NotText(bytes=len(content))
+        return Skipped(bytes=size)
 
 
 def _files_of_folder(folder: Path, glob: str) -> tuple[Path, ...]:
@@ -106,18 +144,7 @@ def _files_of_folder(folder: Path, glob: str) -> tuple[Path, ...]:
     return tuple(sorted(visible))
 
 
-def _jsonl_rows(file: Path) -> Iterator[Row]:
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                yield _row(line, file.parent, f"{file}, line {number}")
-
-
-def _row(line: bytes, folder: Path, origin: str) -> Row:
-    try:
-        given = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{origin}: not a JSON object in UTF-8: {error}") from None
+def _row(given: Any, folder: Path, origin: str, size: int) -> Row:
     fields = [
         name for name in ("text", "content", "prompt", "response") if isinstance(given, dict) and name in given
     ]
@@ -131,14 +158,17 @@ def _row(line: bytes, folder: Path, origin: str) -> Row:
             prompt = parts_of(first, "prompt", folder, origin) if first else ()
             content = parts_of(second, "response", folder, origin)
         case _:
-            actual = (
-                f"the fields {', '.join(map(repr, given))}" if isinstance(given, dict) else type(given).__name__
-            )
             raise DataError(
-                f'{origin}: has {actual}; a row is {{"text": …}}, {{"content": [parts]}} or {{"prompt": …, '
-                '"response": …}, which are strings or lists of parts'
+                f'{origin}: has {_described(given)}; a row is {{"text": …}}, {{"content": [parts]}} or '
+                '{"prompt": …, "response": …}, which are strings or lists of parts; --field names another field'
             )
-    return Row(prompt=prompt, content=content, origin=origin, bytes=len(line))
+    return Row(prompt=prompt, content=content, origin=origin, bytes=size)
+
+
+def _described(given: Any) -> str:
+    if isinstance(given, Mapping):
+        return f"the fields {', '.join(map(repr, given))}" if given else "no fields"
+    return type(given).__name__
 
 
 def parts_of(given: str | list[Any], field: str, folder: Path, origin: str) -> tuple[Part, ...]:

@@ -54,6 +54,9 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> Ids:
         """Token ids of a text, without end-of-document token."""
 
+    def encode_with_offsets(self, text: str) -> tuple[Ids, Ids]:
+        """The same, and for each token its first character and the one behind its last."""
+
     def decode(self, ids: Sequence[int] | Ids) -> str:
         """Text of token ids; end-of-document tokens are dropped."""
 
@@ -84,6 +87,12 @@ class ByteTokenizer:
 
     def encode(self, text: str) -> Ids:
         return np.frombuffer(text.encode(errors="surrogateescape"), np.uint8).astype(np.int64)
+
+    def encode_with_offsets(self, text: str) -> tuple[Ids, Ids]:
+        """Every byte of a character has the offsets of the character."""
+        sizes = [len(letter.encode(errors="surrogateescape")) for letter in text]
+        first = np.repeat(np.arange(len(text), dtype=np.int64), sizes)
+        return self.encode(text), np.column_stack([first, first + 1])
 
     def decode(self, ids: Sequence[int] | Ids) -> str:
         """Invalid UTF-8 becomes U+FFFD: a model may stop in the middle of a character."""
@@ -161,6 +170,13 @@ class HfTokenizer:
 
     def encode(self, text: str) -> Ids:
         return np.asarray(self._backend.encode(text, add_special_tokens=False).ids, np.int64)
+
+    def encode_with_offsets(self, text: str) -> tuple[Ids, Ids]:
+        found = self._backend.encode(text, add_special_tokens=False)
+        return np.asarray(found.ids, np.int64), np.asarray(found.offsets, np.int64).reshape(-1, 2)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return HfTokenizer, (self._definition, self._end)
 
     def decode(self, ids: Sequence[int] | Ids) -> str:
         ids = _check_ids(ids, self.vocab)

@@ -18,22 +18,22 @@ import multiprocessing
 import os
 import pickle
 import signal
-import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
+
+from braid.distributed.main_file import without_main
 
 AFTERMATH_S = 2.0
 """After a first failure: how long other ranks may still report, so that cause is told from effect."""
@@ -78,22 +78,6 @@ def warm_server(preload: str) -> multiprocessing.context.ForkServerContext:
         first.start()
     first.join()
     return context
-
-
-@contextmanager
-def without_main() -> Iterator[None]:
-    """Start processes that do not run this process's main file again.
-
-    multiprocessing tells a new process which file or module `__main__` is, and it runs that first, so that
-    functions defined there can be found. Ours are never defined there, and what main is depends on who started
-    the tests: a script would begin once more in every rank. A main module without a file is left alone.
-    """
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
 
 
 def run_ranks(

@@ -113,6 +113,13 @@ def load_tokenizer(name: str) -> data.Tokenizer:
     return data.ByteTokenizer() if name == "bytes" else data.HfTokenizer.from_file(name)
 
 
+def tokenizer_folder(name: str) -> Path | None:
+    """The folder of a tokenizer.json, which may have a chat template; None for bytes."""
+    if name == "bytes":
+        return None
+    return Path(name) if Path(name).is_dir() else Path(name).parent
+
+
 def _default_corpus(run: Run, folder: Path, tokenizer: data.Tokenizer, progress: Progress | None) -> Path:
     name = {"python": "standard-library", "digits": "digit-strips"}[run.data.corpus]
     corpus = folder / f"{name}-{tokenizer.fingerprint[:8]}"
