@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from braid.planning.split import Costs, in_line, in_v
+from braid.planning.split import Costs, State, best, in_line, in_v
 
 
 def segment_loads(costs: Costs, sizes: tuple[int, ...]) -> list[int]:
@@ -54,6 +54,34 @@ def test_no_placement_is_better(
         return max(rank_loads(work, folded=folded)), sum(each * each for each in work)
 
     assert rated(sizes) == min(rated(each) for each in every_split(len(costs.blocks), len(sizes)))
+
+
+@pytest.mark.parametrize("folded", [False, True], ids=["line", "v"])
+@settings(deadline=None)
+@given(data=st.data())
+def test_no_placement_that_is_allowed_is_better(folded: bool, data: st.DataObject) -> None:
+    """Ranks have room for blocks of other sizes than their costs."""
+    costs, ranks = data.draw(costs_of), data.draw(st.integers(1, 3))
+    count = len(costs.blocks)
+    bytes_of = data.draw(st.lists(st.integers(1, 9), min_size=count, max_size=count))
+    rooms = data.draw(st.lists(st.integers(0, 25), min_size=ranks, max_size=ranks))
+
+    def allowed(rank: int, before: State, after: State) -> bool:
+        front, back = bytes_of[before[0] : after[0]], bytes_of[count - after[1] : count - before[1]]
+        return sum(front) + sum(back) <= rooms[rank]
+
+    def fits(own: tuple[int, ...]) -> bool:
+        held = rank_loads(segment_loads(Costs(blocks=tuple(bytes_of)), own), folded=folded)
+        return all(each <= room for each, room in zip(held, rooms, strict=True))
+
+    def rated(own: tuple[int, ...]) -> tuple[int, int]:
+        work = segment_loads(costs, own)
+        return max(rank_loads(work, folded=folded)), sum(each * each for each in work)
+
+    legal = [each for each in every_split(count, ranks * (1 + folded)) if fits(each)]
+    sizes = best(costs, ranks, folded=folded, allowed=allowed)
+    assert (sizes is None) == (not legal)
+    assert sizes is None or (fits(sizes) and rated(sizes) == min(map(rated, legal)))
 
 
 def test_a_heavy_head_leaves_its_rank_fewer_blocks() -> None:

@@ -9,11 +9,12 @@ from unittest import mock
 import pytest
 
 from braid.config import Run
+from braid.pattern import joined, parse
 from braid.planning.estimate import estimate
-from braid.planning.plan import plan
+from braid.planning.plan import check, plan
 from braid.timing import advice
 from braid.timing.advice import TimeAdvice, advise
-from braid.timing.predict import predict
+from braid.timing.predict import Prediction, predict
 from tests.timing.test_step import CLUSTER, qwen
 
 GIB = 2**30
@@ -41,7 +42,9 @@ def test_a_change_saves_what_it_says_and_needs_what_it_says(name: str) -> None:
     assert [each.gain for each in found] == sorted((each.gain for each in found), reverse=True)
     for each in found:
         other = changed(run, each.changes)
-        assert (other.model, other.data, other.optim) == (run.model, run.data, run.optim)
+        assert joined(parse(other.model.pattern)) == joined(parse(run.model.pattern))
+        assert replace(other.model, pattern=run.model.pattern) == run.model
+        assert (other.data, other.optim) == (run.data, run.optim)
         assert other.train.batch_samples == run.train.batch_samples
         again = plan(other, 16)
         after = predict(again, CLUSTER)
@@ -57,7 +60,12 @@ def test_a_change_saves_what_it_says_and_needs_what_it_says(name: str) -> None:
 def test_the_parts_of_the_step_tell_which_changes_to_try() -> None:
     """Trying every change finds nothing better."""
     found = predict(plan(RUNS["a long pipeline"], 16), CLUSTER)
-    with mock.patch.object(advice, "_promising", lambda prediction: [*advice._candidates(prediction)]):
+
+    def every(prediction: Prediction, device: str, limit: int | None) -> list[advice._Candidate]:
+        cut = advice._other_cut(prediction, device, limit)
+        return [*cut, *(each for each in advice._candidates(prediction) if not check(each.run, 16))]
+
+    with mock.patch.object(advice, "_promising", every):
         whole = advise(found)
     assert [each.changes for each in advise(found)] == [each.changes for each in whole]
 

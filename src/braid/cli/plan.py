@@ -42,7 +42,18 @@ from braid.cli.plan_tables import (
     traffic_table,
     verdict,
 )
-from braid.cli.plan_time import FasterPlans, advice_lines, predicted, print_time, time_json, time_problems
+from braid.cli.plan_time import (
+    FasterPlans,
+    advice_lines,
+    cut_json,
+    cut_lines,
+    cut_on,
+    predicted,
+    print_time,
+    split_problems,
+    time_json,
+    time_problems,
+)
 from braid.cli.recipes import RunFields, expand_recipe_help
 from braid.cli.sources import load_source
 from braid.errors import ConfigError, ExitCode, Problem
@@ -55,6 +66,7 @@ if TYPE_CHECKING:
     from braid.planning.estimate import Advice, Estimate
     from braid.planning.plan import Plan
     from braid.timing.predict import Prediction
+    from braid.timing.split import SplitByTime
 
 GIB = 2**30
 DEVICES = MappingProxyType({"a100": 79, "h100": 79, "h200": 139, "b200": 178})
@@ -84,6 +96,9 @@ class PlanOptions:
     """A calibration of the device, written by `braid calibrate`."""
     load: float = 1.0
     """How many times its share of tokens the slowest rank of the experts has."""
+    split_by_time: bool = False
+    """Cut the pipeline where the slowest rank computes as briefly as it can by predicted time, and print the
+    pattern to train with; with `--search`, in each mesh of the list. Needs `--cluster`."""
     advise: bool = False
     """Name the changes of one option that would save most time, each with its gain and its cost in memory;
     needs `--cluster`. Plans up to twelve others, which takes seconds."""
@@ -134,6 +149,7 @@ def show_plan(args: list[str]) -> int:
         *validators.at_least("load", opts.load, 1),
         *time_problems(opts.cluster, opts.calibration),
         *validators.at_least("top", opts.top, 1),
+        *(split_problems(opts.run, opts.cluster, searched=opts.search) if opts.split_by_time else ()),
     ]
     if problems:
         raise ConfigError(problems)
@@ -142,14 +158,16 @@ def show_plan(args: list[str]) -> int:
         found = show_search(
             name, recipe, opts.run, opts.world, cluster=opts.cluster, calibration=opts.calibration,
             load=opts.load, limit=limit, fix=opts.fix, top=opts.top, as_json=opts.json,
+            by_time=opts.split_by_time,
         )  # fmt: skip
         if opts.html is not None and found.best:
             first = _found_out(make_plan(found.best[0].run, opts.world), found.limit, opts)
             _write_files(first, f"{name}, the fastest mesh found,", opts, ranked_meshes(found))
         return ExitCode.OK
     with _uncollected():
-        plan = make_plan(opts.run, opts.world)
-        facts = None if opts.ops is not None else _found_out(plan, limit, opts)
+        cut = _cut(opts, limit) if opts.split_by_time else None
+        plan = make_plan(opts.run if cut is None else cut.run, opts.world)
+        facts = None if opts.ops is not None else _found_out(plan, limit, opts, cut)
     if facts is None:
         print(format_ops(plan, opts.ops or 0, as_json=opts.json))
         return ExitCode.OK
@@ -199,9 +217,26 @@ class PlanFacts:
     prediction: Prediction | None
     faster: FasterPlans | None
     """Changes that save time, if they were asked for."""
+    cut: SplitByTime | None
+    """How the pipeline was cut, if it was cut by time."""
 
 
-def _found_out(plan: Plan, limit: int | None, opts: PlanOptions) -> PlanFacts:
+def _cut(opts: PlanOptions, limit: int | None) -> SplitByTime:
+    from braid.timing.links import load_cluster  # imports torch
+
+    assert opts.cluster is not None, "split_problems asks for it"
+    return cut_on(
+        opts.run, opts.world, opts.cluster, opts.calibration, load=opts.load, device=opts.device,
+        limit=_limit_on(load_cluster(opts.cluster).device, limit),
+    )  # fmt: skip
+
+
+def _limit_on(device: str, limit: int | None) -> int | None:
+    """The bytes that a rank may use: those given, or the memory of a device that is known."""
+    return DEVICES[device] * GIB if limit is None and device in DEVICES else limit
+
+
+def _found_out(plan: Plan, limit: int | None, opts: PlanOptions, cut: SplitByTime | None = None) -> PlanFacts:
     from braid.planning.estimate import advise, estimate  # imports torch
 
     result, prediction = estimate(plan, opts.device), None
@@ -213,6 +248,7 @@ def _found_out(plan: Plan, limit: int | None, opts: PlanOptions) -> PlanFacts:
         fixes=advise(result, limit) if limit is not None and result.peak > limit else [],
         prediction=prediction,
         faster=_faster(prediction, opts, limit),
+        cut=cut,
     )
 
 
@@ -221,8 +257,7 @@ def _faster(prediction: Prediction | None, opts: PlanOptions, limit: int | None)
         return None
     from braid.timing.advice import advise  # imports torch
 
-    if limit is None and prediction.cluster.device in DEVICES:
-        limit = DEVICES[prediction.cluster.device] * GIB
+    limit = _limit_on(prediction.cluster.device, limit)
     return FasterPlans(limit=limit, changes=tuple(advise(prediction, device=opts.device, limit=limit)))
 
 
@@ -241,7 +276,7 @@ def _write_files(facts: PlanFacts, name: str, opts: PlanOptions, meshes: RankedM
     if opts.html is not None:
         page_facts = PageFacts(
             name=name,
-            header=_header_lines(facts.estimate),
+            header=_header_lines(facts),
             estimate=facts.estimate,
             limit=facts.limit,
             prediction=facts.prediction,
@@ -283,7 +318,7 @@ def _print(facts: PlanFacts) -> None:
         console = rich.console.Console(highlight=False, width=WIDTH)
     result = facts.estimate
     several, (unit, size) = bool(result.plan.encoders), table_unit(result.peak)
-    for line in _header_lines(result):
+    for line in _header_lines(facts):
         console.print(line, markup=False)  # patterns, and globs of notes, are in square brackets
     console.print()
     console.print(
@@ -331,12 +366,14 @@ def _print_time(prediction: Prediction, faster: FasterPlans | None, console: ric
     console.print()
 
 
-def _header_lines(result: Estimate) -> list[str]:
-    """The ranks, the schedule, what is trained; notes."""
-    plan = result.plan
+def _header_lines(facts: PlanFacts) -> list[str]:
+    """The ranks, the schedule, where the pipeline is cut, what is trained; notes."""
+    result, plan = facts.estimate, facts.estimate.plan
     lines = (module_header(result) if plan.encoders else _header(result)).splitlines()
     lines += [f"schedule: {summary}" for summary in [schedule_summary(plan)] if summary]
     lines += [f"pattern: {summary}" for summary in [split_summary(plan)] if summary]
+    if facts.cut is not None and facts.prediction is not None:
+        lines += cut_lines(facts.cut, facts.prediction.cluster.name)
     lines += [f"trained: {summary}" for summary in trained_summaries(plan)]
     lines += [f"precision: {summary}" for summary in described(plan.run.train.precision)]
     return lines + [f"note: {note}" for note in (*ineffective_options(plan), *module_notes(plan))]
@@ -367,6 +404,7 @@ def _as_json(facts: PlanFacts) -> dict[str, Any]:
     time = {} if facts.prediction is None else {"time": time_json(facts.prediction, facts.faster)}
     return {
         **_common(result, facts.limit),
+        **({} if facts.cut is None else {"split_by_time": cut_json(facts.cut)}),
         **(stages or modules_json(result)),
         "advice": list(map(asdict, facts.fixes)),
         **time,

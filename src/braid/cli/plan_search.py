@@ -52,6 +52,7 @@ def show_search(
     fix: Sequence[str],
     top: int,
     as_json: bool,
+    by_time: bool,
 ) -> Found:
     """Search, print what is found, and return it. `recipe` is the run before options: those of a row start
     from it."""
@@ -69,7 +70,7 @@ def show_search(
     place = load_cluster(cluster)
     with rich.console.Console(stderr=True).status("searching") as status:  # shown on a terminal only
         found = search(
-            run, world, place, device, fixed=fixed, limit=limit, top=top, load_factor=load,
+            run, world, place, device, fixed=fixed, limit=limit, top=top, load_factor=load, by_time=by_time,
             processes=min(len(os.sched_getaffinity(0)), MOST_PROCESSES), report=status.update,
         )  # fmt: skip
     begin = ["braid", "plan", name, "--world", str(world), "--cluster", cluster]

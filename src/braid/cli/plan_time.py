@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
@@ -14,9 +15,11 @@ from braid.cli.plan_tables import Table, size_text
 from braid.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
+    from braid.config import Run
     from braid.planning.plan import Plan
     from braid.timing.advice import TimeAdvice
     from braid.timing.predict import Prediction
+    from braid.timing.split import SplitByTime
 
 LABELS = MappingProxyType(
     {
@@ -53,6 +56,58 @@ def time_problems(cluster: str | None, calibration: str | None) -> Iterator[Prob
             rule="--calibration needs --cluster, for the links between devices",
             remedy="--cluster NAME, or no calibration",
         )
+
+
+def split_problems(run: Run, cluster: str | None, *, searched: bool) -> Iterator[Problem]:
+    """Why the pipeline of a run cannot be cut by time. A search has pipelines of its own."""
+    if cluster is None:
+        yield Problem(
+            field="split-by-time",
+            value=True,
+            rule="needs --cluster, for the speed of devices and links",
+            remedy="--cluster NAME, or none of both: then `|` are placed by FLOPs",
+        )
+    if run.modules:
+        rule = "cuts the pipeline of a run without modules"
+        yield Problem(field="split-by-time", value=True, rule=rule, remedy="`|` in model.pattern")
+    elif run.mesh.pp == 1 and not searched:
+        rule = "cuts a pipeline, but mesh.pp is 1"
+        yield Problem(field="split-by-time", value=True, rule=rule, remedy="mesh.pp to 2 or more")
+
+
+def cut_on(
+    run: Run, world: int, cluster: str, calibration: str | None, *, load: float, limit: int | None, device: str
+) -> SplitByTime:
+    """The run with its pipeline cut by time on a cluster, by its name or file."""
+    from braid.timing.calibration import load as load_calibration
+    from braid.timing.links import load_cluster
+    from braid.timing.split import split_by_time
+
+    known = None if calibration is None else load_calibration(calibration)
+    return split_by_time(run, world, load_cluster(cluster), known, load=load, limit=limit, device=device)
+
+
+def cut_lines(cut: SplitByTime, cluster: str) -> list[str]:
+    """Where a pipeline was cut, what that saves, and how to train with it."""
+    saved = f"{span_text(cut.seconds)} of a micro-batch, {span_text(cut.before)} before"
+    saved += "" if cut.before_fits else ", which does not fit into memory"
+    fits = "" if cut.fits else "; no cut was found that fits into memory"
+    return [
+        f"pattern: {cut.run.model.pattern}, cut by predicted time on {cluster}: the slowest rank computes "
+        f"{saved}{fits}",
+        f"to train with it: {shlex.join(['--model.pattern', cut.run.model.pattern or ''])}",
+    ]
+
+
+def cut_json(cut: SplitByTime) -> dict[str, Any]:
+    """The same; `pattern` is what to train with."""
+    return {
+        "pattern": cut.run.model.pattern,
+        "seconds": cut.seconds,
+        "before": cut.before,
+        "before_fits": cut.before_fits,
+        "fits": cut.fits,
+    }
 
 
 def predicted(plan: Plan, cluster: str | None, calibration: str | None, load: float) -> Prediction:

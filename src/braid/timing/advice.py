@@ -1,33 +1,38 @@
 """Advice for a faster step: changes of one option that keep the model and the samples of a step.
 
 Each candidate names the parts of the step that it could shorten. Those that could shorten it most are planned
-and predicted like the run itself; the memory of the best is estimated. A change of the mesh that changes dp
+and predicted like the run itself, but their schedules are not verified; the memory of the best is estimated. In
+a pipeline, the cut by predicted time (`split`) is always one of them. A change of the mesh that changes dp
 changes the micro-batches with it, so that a rank has as many rows in each.
 """
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 from typing import NamedTuple, get_args
 
 from braid.choices import Recompute, Strategy
 from braid.config import Mesh, Run
-from braid.errors import ConfigError
 from braid.planning.estimate import estimate
-from braid.planning.plan import Plan
-from braid.planning.plan import plan as make_plan
+from braid.planning.plan import Plan, check
+from braid.schedule import DUAL_PIPE_V
 from braid.timing.meter import ClusterMeter
 from braid.timing.predict import Prediction, unmeasured
-from braid.timing.step import BUBBLE, HOST, Stepper, shorter
+from braid.timing.split import cut_by_time, short_draft
+from braid.timing.step import BUBBLE, HOST, Stepper
 
 MOST_TRIED, LEAST_TRIED, MOST_OPS = 12, 6, 250_000
 """Candidates that are planned and predicted: fewer for long lists, so that it takes seconds."""
 LEAST_GAIN = 0.005
 """Changes that save a smaller share of the step are left out."""
 MOST_ADVICE = 3
+MOST_CUTS = 3
+"""Cuts by time that are estimated until one fits."""
 MOST_UNFIT = 2
 """Changes that save more time than these, but do not fit."""
 _WEIGHTS = ("dp_cp", "edp")
@@ -71,14 +76,15 @@ def advise(prediction: Prediction, *, device: str = "cuda", limit: int | None = 
     """The changes that save most time: up to three that fit into `limit` bytes, and those that would save more
     but do not fit."""
     world, least = prediction.plan.world, LEAST_GAIN * prediction.seconds
+    before = estimate(prediction.stepper.plans[0], device).peak
+    most = limit if limit is not None and before <= limit else None
     tried = [
         (seconds, short, each.changes)
-        for each in _promising(prediction)
+        for each in _promising(prediction, device, most)
         for short in [_Short(each.run, world)]
         if (seconds := short.seconds(prediction)) is not None and seconds < prediction.seconds - least
     ]
     found, left = list[TimeAdvice](), Counter({True: MOST_ADVICE, False: MOST_UNFIT})
-    before = _Short(prediction.plan.run, world).peak(device) if tried else 0
     for seconds, short, changes in sorted(tried, key=lambda one: one[0]):
         peak = short.peak(device)
         fits = None if limit is None else peak <= limit
@@ -104,20 +110,11 @@ class _Short:
 
     @cached_property
     def plan(self) -> Plan:
-        train, pp = self.run.train, self.run.mesh.pp
-        few = None if self.run.modules else shorter(pp, train.micro_batches)
-        if few is None or train.batch_samples % train.micro_batches:
-            return make_plan(self.run, self.world)
-        samples = few * train.batch_samples // train.micro_batches
-        fewer = replace(train, micro_batches=few, batch_samples=samples)
-        return make_plan(replace(self.run, train=fewer), self.world)
+        return short_draft(self.run, self.world)
 
     def seconds(self, prediction: Prediction) -> float | None:
-        """The step of the run, timed as another one was; None if it cannot be planned, or not timed."""
-        try:
-            plan = self.plan
-        except ConfigError:
-            return None
+        """The step of the run, timed as another one was; None if its work was not measured."""
+        plan = self.plan
         meter = ClusterMeter(plan, prediction.cluster, prediction.calibration)
         stepper = Stepper(plan, load=prediction.load_factor, micro_batches=self.run.train.micro_batches)
         return None if unmeasured(plan, meter, stepper.held) else stepper.seconds(meter)
@@ -129,12 +126,33 @@ class _Short:
 # -------------------------------------------------------------------------------------------- candidates
 
 
-def _promising(prediction: Prediction) -> list[_Candidate]:
-    """The candidates that could save most, if that is enough to tell of."""
+def _promising(prediction: Prediction, device: str, limit: int | None) -> list[_Candidate]:
+    """The candidates that could save most, if that is enough to tell of, and that can be planned. `limit`: the
+    bytes that another cut may need."""
     ops = sum(map(len, prediction.stepper.plans[-1].schedule.ops))
     count = min(MOST_TRIED, max(LEAST_TRIED, MOST_OPS // ops))
-    likely = sorted(_candidates(prediction), key=lambda each: -each.bound)[:count]
-    return [each for each in likely if each.bound > LEAST_GAIN * prediction.seconds]
+    likely = [each for each in _candidates(prediction) if each.bound > LEAST_GAIN * prediction.seconds]
+    world = prediction.plan.world
+    legal = (each for each in sorted(likely, key=lambda each: -each.bound) if not check(each.run, world))
+    cut = list(_other_cut(prediction, device, limit))
+    return [*cut, *islice(legal, count - len(cut))]
+
+
+def _other_cut(prediction: Prediction, device: str, limit: int | None) -> Iterator[_Candidate]:
+    """The pipeline cut by predicted time, if that is another cut. It costs little to find."""
+    run, plan, short = prediction.plan.run, prediction.plan, prediction.stepper.plans[0]
+    if run.modules or run.mesh.pp == 1 or len(plan.layout.segments) != run.mesh.pp * (1 + _is_v(run)):
+        return
+    found = cut_by_time(
+        run, short, prediction.meter, prediction.stepper.held, limit=limit, device=device, tries=MOST_CUTS
+    )
+    if found.seconds < found.before:
+        bound = prediction.parts.get(BUBBLE, 0.0)
+        yield _Candidate(bound, {"model.pattern": found.run.model.pattern}, found.run)
+
+
+def _is_v(run: Run) -> bool:
+    return run.mesh.schedule == DUAL_PIPE_V
 
 
 def _candidates(prediction: Prediction) -> Iterator[_Candidate]:
@@ -204,4 +222,4 @@ def _less_recompute(regions: tuple[Recompute, ...]) -> Iterator[tuple[Recompute,
 
 def _option(field: str, value: object) -> str:
     words = map(str, value if isinstance(value, tuple) else (value,))
-    return " ".join([f"--{field.replace('_', '-')}", *words])
+    return shlex.join([f"--{field.replace('_', '-')}", *words])

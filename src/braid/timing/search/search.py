@@ -24,6 +24,7 @@ from braid.timing.meter import ClusterMeter
 from braid.timing.predict import calibration_for
 from braid.timing.search.bounds import MeshBounds, Pipelines
 from braid.timing.search.bricks import Bricks, Examples
+from braid.timing.search.by_time import cut_by_time
 from braid.timing.search.choices import Choice, MeshSizes, Shape, Space
 from braid.timing.search.simulate import Setting, Simulator, Timed, timed
 
@@ -339,11 +340,13 @@ def search(
     load_factor: float = 1.0,
     processes: int = 1,
     prune: bool = True,
+    by_time: bool = False,
     report: Report = lambda text: None,
 ) -> Found:
     """The fastest meshes of a run on a number of ranks. `limit` are the bytes that a rank may take, by default
     those of the device but for `HEADROOM`; `fixed` has values that are not searched, by option. `processes` is
-    how many simulate candidates of a search with many meshes, which changes nothing of what is found."""
+    how many simulate candidates of a search with many meshes, which changes nothing of what is found. `by_time`
+    cuts the pipelines of those in the list by predicted time."""
     began = monotonic()
     known, cluster = calibration_for(cluster, calibration), filled(cluster, world)
     most = int((1 - HEADROOM) * known.memory_bytes) if limit is None else limit
@@ -356,6 +359,7 @@ def search(
     simulator = Simulator(setting, processes if len(list(space.meshes())) >= MANY else 1)
     try:
         ranked, counts, best, is_whole = _searched(work, simulator)
+        best = cut_by_time(setting, best, most) if by_time else best
         own = None if check(run, world) else timed(setting, space.own(), run)
     finally:
         simulator.close()
