@@ -142,6 +142,12 @@ class Train:
     """Report how many answers of validation documents greedy decoding gets exactly right (fine-tuning)."""
     log_every: int = 10
     """Steps between progress lines. metrics.jsonl records every step."""
+    sample_every: int = 0
+    """Steps between samples of generated text, which go to samples.jsonl; 0 disables them."""
+    sample_tokens: int = 64
+    """Tokens of a sample."""
+    sample_prompts: tuple[str, ...] = ()
+    """What samples begin with. Empty: a prompt of the data."""
     save_every: int = 0
     """Steps between checkpoints; 0 saves only at the end. An interrupted run saves one as well."""
     keep: int = 2
@@ -163,8 +169,8 @@ class Train:
 
     def problems(self, at: str) -> Iterator[Problem]:
         yield from validators.seed(f"{at}.seed", self.seed)
-        positive = ("steps", "batch_samples", "micro_batches", "log_every", "keep")
-        every = ("eval_every", "save_every", "check_copies_every")
+        positive = ("steps", "batch_samples", "micro_batches", "log_every", "sample_tokens", "keep")
+        every = ("eval_every", "save_every", "sample_every", "check_copies_every")
         non_negative = ("recompute_span", "eval_samples", "max_skipped", *every)
         for low, names in ((1, positive), (0, non_negative)):
             for name in names:

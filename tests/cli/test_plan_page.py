@@ -259,7 +259,7 @@ def test_a_browser_draws_the_timeline_and_zooms(written: Written, dark: bool) ->
         def shown() -> tuple[float, float]:
             """From when to when the timeline is shown, in seconds."""
             sizes = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}
-            words = browser.find_element("id", "view").text.split()
+            words = browser.find_element("id", "timeline-view").text.split()
             return float(words[0]) * sizes[words[1]], float(words[3]) * sizes[words[4]]
 
         def settled(action: Any) -> tuple[float, float]:
@@ -286,7 +286,7 @@ def test_a_browser_draws_the_timeline_and_zooms(written: Written, dark: bool) ->
 
         row = canvas.size["height"] // 2 - 34
         ActionChains(browser).move_to_element_with_offset(canvas, 0, -row).perform()
-        tip = browser.find_element("id", "tip").text.splitlines()
+        tip = browser.find_element("css selector", "#timeline .tip").text.splitlines()
         names = {event["name"] for event in spans(written.trace, "compute", 0)}
         assert tip[0] in names
         assert tip[2] == "stage 0, rank 0, compute"

@@ -22,6 +22,7 @@ from braid.cli.plan_notes import ineffective_options, schedule_summary, trained_
 from braid.cli.progress import bar
 from braid.cli.recipes import RunFields, expand_recipe_help
 from braid.cli.sources import load_source, output_folder
+from braid.cli.step_bar import step_bar
 from braid.config import Run, to_json
 from braid.errors import BraidError, ConfigError, ExitCode, PreemptedError, Problem
 from braid.planning.divisibility import describe_mesh
@@ -140,7 +141,7 @@ def _launch(args: list[str], opts: TrainOptions, out: Path) -> int:
         return _run_rank(plan, out, args, opts)
     from braid.launch.elastic import Slots
     from braid.launch.worker_pool import check_gpus, launch
-    from braid.train.trainer import FAILURES
+    from braid.train.run_dir import RunDir
 
     check_gpus(plan.world, opts.device)
     print(f"starting {plan.world} ranks", file=sys.stderr)
@@ -151,7 +152,7 @@ def _launch(args: list[str], opts: TrainOptions, out: Path) -> int:
         slots=Slots(plan.world, min_world=smallest, fits=_fits(opts.run), file=out / OUT_OF_SERVICE),
         restarts=opts.restarts,
         environment={**os.environ, PROGRAM: shlex.join(program())},
-        failures=out / FAILURES,
+        failures=RunDir(out=out).failures,
     )
 
 
@@ -313,6 +314,7 @@ def _train(plan: Plan, out: Path, args: list[str], opts: TrainOptions) -> int:
             watch=True,
             check_collectives=opts.check_collectives,
             build_progress=progress,
+            command=shlex.join([*program(os.environ), "train", *args]),
             environment={**os.environ, "WORLD_SIZE": str(plan.world)} if _is_worker() else os.environ,
         )
     with trainer:
@@ -325,7 +327,8 @@ def _train(plan: Plan, out: Path, args: list[str], opts: TrainOptions) -> int:
             for note in ineffective_options(plan):
                 warn(note)
             trainer.listeners += _metric_listeners(opts, out)
-        outcome = trainer.train()
+        with step_bar() as trainer.show:
+            outcome = trainer.train()
         try:
             sample, prompt = _sample(trainer)
         except SystemExit as end:  # SIGTERM

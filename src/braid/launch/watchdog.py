@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -65,6 +65,9 @@ REPORT_S = 1.5
 
 Result = TypeVar("Result")
 
+Observer = Callable[[Mapping[int, PeerState], Sequence[Straggler], Diagnosis | None], None]
+"""Receives the last heartbeats of all ranks, stragglers, and what the watchdog ends the process for."""
+
 MISSED_BEATS = 4
 """After a rank was lost: it is the one that sent no heartbeat while all others sent this many."""
 
@@ -76,14 +79,15 @@ def watched(
     progress: Progress,
     timeout_s: float,
     end: Callable[[int], None] = os._exit,
+    observe: Observer | None = None,
 ) -> Iterator[Watchdog | None]:
     """Watch the calling thread until the end of the `with`. Reports go to a subfolder of `failures` named after
     the start time. A timeout of 0 disables the watchdog. `end` exits the process: os._exit by default, because
-    the working thread may be stuck in a collective."""
+    the working thread may be stuck in a collective. On rank 0, `observe` receives every round of heartbeats."""
     if timeout_s == 0:
         yield None
         return
-    watchdog = Watchdog(process, failures, progress, timeout_s, end)
+    watchdog = Watchdog(process, failures, progress, timeout_s, end, observe)
     progress.watched = True
     watchdog.start()
     try:
@@ -109,7 +113,9 @@ class Watchdog:
         progress: Progress,
         timeout_s: float,
         end: Callable[[int], None],
+        observe: Observer | None = None,
     ) -> None:
+        self._observe = observe
         self.rank, self.world = process.rank, process.world
         self.progress, self.timeout_s = progress, timeout_s
         self.slow: tuple[Straggler, ...] = ()
@@ -297,6 +303,8 @@ class Watchdog:
         if self.rank == 0:
             self._read_heartbeats(range(self.world))
             self._check_stragglers()
+            if self._observe is not None:
+                self._observe(self._peers(), self.slow, None)
             found = diagnose(self._peers(), self.timeout_s)
         else:
             self._read_heartbeats((0,))
@@ -355,6 +363,8 @@ class Watchdog:
             wait = probe_thread(self._thread) if self.world > 1 else WaitState(waits=False)
             report = self._report(diagnosis, code, tuple(stack_of(self._thread)), wait)
             self._write(report)
+            if self._observe is not None:
+                self._observe(self._peers(), self.slow, diagnosis)
             where = f"rank {self.rank} was at {report.beat}"
             _print(f"braid: {where if self._launcher_summarizes else report}\n")
             self._try_store(lambda: self._await_reports(diagnosis))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -28,6 +28,7 @@ from braid.train.exact_match import exact_match
 from braid.train.item_prefetch import ItemPrefetch
 from braid.train.metrics import Metrics, NullMetrics, Value
 from braid.train.nonfinite import describe_origins, find_origins
+from braid.train.pace import Pace
 from braid.train.run_dir import RunDir
 from braid.train.signals import StopRequest
 from braid.train.state import JobState, State
@@ -77,9 +78,13 @@ class Loop:
         tracer: Tracer | None = None,
         prefetch: ItemPrefetch | None = None,
         saver: AsyncSaver | None = None,
+        sample: Callable[[], None] | None = None,
+        show: Callable[[Line], None] | None = None,
     ) -> None:
         """With `quiet`, no progress is printed. The tracer records when ops ran. `prefetch` reads the items of
-        encoders ahead. `saver` writes checkpoints beside training, but those that must be there at once."""
+        encoders ahead. `saver` writes checkpoints beside training, but those that must be there at once.
+        `sample` writes generated text when that is due, on all ranks. `show` receives the progress of every
+        step, on rank 0."""
         set_arithmetic(deterministic=plan.run.train.deterministic)
         state.progress.on_gpu = device.torch.type == "cuda"
         self.plan, self.run = plan, plan.run
@@ -87,6 +92,7 @@ class Loop:
         """Reports stragglers."""
         self.stop_request: StopRequest | None = None
         self.quiet, self.tracer, self.prefetch, self.saver = quiet, tracer, prefetch, saver
+        self.sample, self.show, self.pace = sample, show, Pace(plan.run.train)
         self.run_dir, self.device, self.data = run_dir, device, data
         self.state, self.metrics = state, metrics
         self.is_rank_zero = state.job.rank == 0
@@ -116,7 +122,8 @@ class Loop:
                 self._end_save()
             done = self.state.step == steps
             if done or self._due(self.run.train.save_every):
-                saved = self.save(must=done)
+                with self.pace.pause("save"):
+                    saved = self.save(must=done)
             # Ranks must stop at the same step: the request is all-reduced with the next step's metrics. A
             # single process stops at once.
             stop = any(each.stop for each in results) or (self.plan.world == 1 and self._signal is not None)
@@ -157,7 +164,7 @@ class Loop:
         """Whether the step that was issued last must end before anything else happens."""
         train, traced = self.run.train, self.tracer is not None
         last = self.state.step == train.steps
-        due = self._due(train.save_every) or self._due(train.eval_every)
+        due = any(map(self._due, (train.save_every, train.eval_every, train.sample_every)))
         return not self.looks_late or last or due or traced
 
     def finish(self) -> list[StepResult]:
@@ -207,6 +214,7 @@ class Loop:
         if self.tracer is not None:
             self.tracer.end(step)
         self.step_seconds = [*self.step_seconds[-99:], seconds]
+        self.pace.step(seconds)
         if result.not_finite:
             self._report_skipped(issued.pending, result)
         if result.tokens == 0 and not self.warned_all_masked:
@@ -215,12 +223,17 @@ class Loop:
         if result.spikes:
             self._report_spike(step, result)
         failed = self._skipped_too_many(step, result)
-        evaluated = self._evaluate_if_due() if step == self.state.step and failed is None else {}
+        evaluated: Mapping[str, float] = {}
+        if step == self.state.step and failed is None:
+            evaluated = self._evaluate_if_due()
+            self._sample_if_due()
         self.metrics.log(step, self._metrics(issued, result, seconds, evaluated))
         if failed is not None:
             raise everywhere(failed)
         if result.diverged:
             raise everywhere(self._diverged(step, result))
+        if self.show is not None and self.is_rank_zero:
+            self.show(self._line(issued, result))
         if _divides(self.run.train.log_every, step) or step in (1, self.run.train.steps):
             self._say(str(self._line(issued, result)))
         if evaluated:
@@ -281,14 +294,21 @@ class Loop:
             tokens_per_s=self.plan.step_tokens / seconds,
             mfu=self.device.mfu(self.step_flops, seconds, self.run.train.dtype),
             memory_bytes=self.device.memory_bytes(),
-            seconds_left=seconds * (self.run.train.steps - issued.step),
+            seconds_left=self.pace.seconds_left(issued.step),
         )
 
     def _evaluate_if_due(self) -> dict[str, float]:
         """The metrics of an evaluation; none if none is due."""
         if self._due(self.run.train.eval_every) or self.state.step == self.run.train.steps:
-            return self._evaluate()
+            with self.pace.pause("evaluation"):
+                return self._evaluate()
         return {}
+
+    def _sample_if_due(self) -> None:
+        if self.sample is not None and self._due(self.run.train.sample_every):
+            self.state.progress.enter("a sample of text")
+            with self.pace.pause("sample"):
+                self.sample()
 
     def _evaluate(self) -> dict[str, float]:
         """Evaluate, and keep the results for the outcome of the run."""

@@ -43,7 +43,7 @@ class Metrics:
             file.parent.mkdir(parents=True, exist_ok=True)
             if restarted and file.exists():
                 self._stopped = file.stat().st_mtime
-            _cut_lines_after(file, after_step)
+            cut_lines_after(file, after_step)
             self._lines = file.open("ab", buffering=0)
         except OSError as error:
             raise ConfigError(
@@ -111,7 +111,8 @@ def _finite(value: Value) -> Value:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _cut_lines_after(file: Path, step: int) -> None:
+def cut_lines_after(file: Path, step: int) -> None:
+    """Move the lines of a JSONL file whose step is later to another file beside it."""
     if not file.exists():
         return
     lines = file.read_text(encoding="utf-8", errors="replace").splitlines()

@@ -27,6 +27,22 @@ class RunDir:
         return self.out / "metrics.jsonl"
 
     @property
+    def samples(self) -> Path:
+        return self.out / "samples.jsonl"
+
+    @property
+    def launches(self) -> Path:
+        return self.out / "launches.jsonl"
+
+    @property
+    def status(self) -> Path:
+        return self.out / "status.json"
+
+    @property
+    def failures(self) -> Path:
+        return self.out / "failures"
+
+    @property
     def data(self) -> Path:
         return self.out / "data"
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import atexit
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -24,7 +24,7 @@ import torch
 
 import braid
 from braid.config import flatten
-from braid.console import warn
+from braid.console import Line, warn
 from braid.data.prompts import Prompt, encode_prompt, parts_with_images
 from braid.distributed.groups import opened_groups, opened_host_group
 from braid.errors import ConfigError
@@ -54,13 +54,16 @@ from braid.train.gc_freeze import frozen_gc
 from braid.train.host_pool import check_host_memory
 from braid.train.init_from import SAME_MODEL, InitOptions
 from braid.train.item_prefetch import ItemPrefetch
+from braid.train.launches import append, this_launch
 from braid.train.load_model import encode, image_limits
 from braid.train.loop import Loop, Outcome
 from braid.train.metrics import Listener, Metrics, NullMetrics
 from braid.train.resume import initialize_or_resume
 from braid.train.run_dir import RunDir
+from braid.train.samples import TEMPERATURE, TextSamples
 from braid.train.signals import StopRequest
 from braid.train.state import JobState, State
+from braid.train.status import StatusFile
 from braid.train.step import StepResult
 from braid.train.tracing import Tracer
 
@@ -69,9 +72,6 @@ TIMEOUT = timedelta(minutes=10)
 
 MARGIN = timedelta(minutes=1)
 """How much longer collectives wait than the watchdog, which should fire first: it can name the culprit."""
-
-FAILURES = "failures"
-"""Folder for failure reports, within the run's."""
 
 
 class Trainer:
@@ -100,6 +100,7 @@ class Trainer:
         watch: bool = False,
         check_collectives: bool = False,
         build_progress: Callable[[int, int], None] | None = None,
+        command: str = "",
         environment: Mapping[str, str] = os.environ,
     ) -> None:
         """`out` is the run's folder: checkpoints, metrics.jsonl, built data. If it holds checkpoints, training
@@ -110,14 +111,17 @@ class Trainer:
         trainer starts. With `watch`, a watchdog ends the process when a rank stalls or fails, with a report in
         `out`. With `check_collectives`, for debugging, ranks compare each collective before it runs.
         `build_progress` is called with (bytes done, bytes in all) while the default corpus is built.
+        `command` is what started this run, for launches.jsonl.
         `environment` holds the launcher's variables (RANK, ...)."""
         self.plan, self.run_dir = plan, RunDir(out=Path(out))
-        self._quiet, self._watch = quiet, watch
+        self._quiet, self._watch, self._command = quiet, watch, command
         self._trace = (
             "none" if trace is None else f"{trace}, steps {trace_steps.start} to {trace_steps.stop - 1}"
         )
         self.listeners = list(listeners)
         """More may be added before the first step."""
+        self.show: Callable[[Line], None] | None = None
+        """Receives the progress of every step, on rank 0; may be set before the first step."""
         self._init, self._init_options = None if init is None else Path(init), init_options
         self._start_over, self._check_collectives = start_over, check_collectives
         self._resources = ExitStack()
@@ -219,10 +223,13 @@ class Trainer:
         Ctrl-C, saves a checkpoint and raises `PreemptedError`."""
         loop = self._get_loop()
         timeout_s = self.plan.run.train.stall_timeout_s if self._watch else 0.0
-        failures = self.run_dir.out / FAILURES
+        failures, world = self.run_dir.failures, self.plan.world
+        status = StatusFile(self.run_dir.status, world) if self.process.rank == 0 else None
+        observe = None if status is None else status.observe
         with (
+            nullcontext() if status is None else status,
             translate_peer_errors(),
-            watched(self.process, failures, self.state.progress, timeout_s) as loop.watchdog,
+            watched(self.process, failures, self.state.progress, timeout_s, observe=observe) as loop.watchdog,
             StopRequest() as loop.stop_request,
             frozen_gc(),
         ):
@@ -308,11 +315,51 @@ class Trainer:
                         restarted=self._restarted,
                     )
                     metrics = self._resources.enter_context(file)
+                    self._note_launch()
             parts = (self.plan, self.run_dir, self.device, self.data, self.state, metrics)
             prefetch = self._resources.enter_context(ItemPrefetch())
-            saver = self._open_saver()
-            self._loop = Loop(*parts, quiet=self._quiet, tracer=self._tracer, prefetch=prefetch, saver=saver)
+            self._loop = Loop(
+                *parts,
+                quiet=self._quiet,
+                tracer=self._tracer,
+                prefetch=prefetch,
+                saver=self._open_saver(),
+                sample=self._sampler(),
+                show=self.show,
+            )
         return self._loop
+
+    def _note_launch(self) -> None:
+        launch = this_launch(
+            self.plan.run,
+            step=self.state.step,
+            world=self.plan.world,
+            device=self.device.name,
+            command=self._command,
+        )
+        append(self.run_dir.launches, launch)
+
+    def _sampler(self) -> Callable[[], None] | None:
+        """What writes samples of text when they are due; None if the run has none."""
+        train = self.plan.run.train
+        if not train.sample_every:
+            return None
+        samples = TextSamples(
+            self.run_dir.samples,
+            after_step=self.state.step,
+            seed=train.seed,
+            writes=self.process.rank == 0,
+            quiet=self._quiet,
+        )
+        prompts: list[str | Prompt] = [*train.sample_prompts]
+        if not prompts:
+            prompts = [(self.stored_prompt() if self.data.images else None) or self.data.prompt]
+
+        def generate(prompt: str | Prompt) -> str:
+            tokens, seed = train.sample_tokens, train.seed
+            return self.generate(prompt, tokens=tokens, temperature=TEMPERATURE, seed=seed)
+
+        return lambda: samples.write(self.state.step, prompts, generate)
 
     def _open_saver(self) -> AsyncSaver | None:
         """What saves beside training; None if the run does not ask for it, or there is too little memory."""

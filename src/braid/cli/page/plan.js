@@ -1,10 +1,9 @@
-// The timeline: rows of ops on a canvas, zoomed by wheel, drag and keys. Data: braid/cli/packed_timeline.py.
+// Timelines: rows of ops on a canvas, zoomed by wheel, drag and keys. Data: braid/cli/packed_timeline.py.
 "use strict";
-(() => {
-  const data = JSON.parse(document.getElementById("timeline-data").textContent);
-  const canvas = document.querySelector("#timeline canvas");
-  if (!data || !canvas) return;
-  const tip = document.getElementById("tip"), status = document.getElementById("view");
+for (const root of document.querySelectorAll(".timeline")) {
+  const data = JSON.parse(document.getElementById(root.id + "-data").textContent);
+  const canvas = root.querySelector("canvas"), tip = root.querySelector(".tip");
+  const status = document.getElementById(root.id + "-view");
   const LEFT = 76, TOP = 24, GAP = 6, LEAST = data.ticks / 20000;
   const HEIGHTS = { compute: 17, communication: 8, weights: 5 };
   const WORDS = {
@@ -256,4 +255,4 @@
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", repaint);
   paint();
   canvas.dataset.ops = rows.reduce((sum, row) => sum + row.lanes.reduce((all, lane) => all + lane.count, 0), 0);
-})();
+}

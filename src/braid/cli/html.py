@@ -1,0 +1,61 @@
+"""Elements of the pages that braid writes: tables, headings, notes, data, and files of the page's folder."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from html import escape
+from importlib.resources import files
+from typing import Any
+
+
+def resource(name: str) -> str:
+    """A file that goes into pages as it is."""
+    return (files("braid.cli") / "page" / name).read_text(encoding="utf-8")
+
+
+def data(name: str, value: Any) -> str:
+    """Data for a script, under this id."""
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    return f'<script type="application/json" id="{name}">{text}</script>'
+
+
+def title(text: str) -> str:
+    return f"<h2>{escape(text)}</h2>"
+
+
+def note(text: str) -> str:
+    words = re.sub(r"`(.*?)`", r"<code>\1</code>", escape(text))
+    return f'<p class="note">{words}</p>'
+
+
+def table(
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    numbers: Sequence[str] = (),
+    bars: tuple[str, Sequence[float]] | None = None,
+    total: str = "",
+    html: Sequence[str] = (),
+) -> str:
+    """A table. `numbers` are the columns to align on the right; `bars` has a column, behind which there
+    is a bar for each row, and their shares of the width; rows with the word `total` stand out; cells of columns
+    in `html` are elements."""
+    look = [' class="n"' if column in numbers else "" for column in columns]
+    behind, shares = bars or ("", ())
+    head = [f"<th{each}>{escape(column)}</th>" for each, column in zip(look, columns, strict=True)]
+    lines = []
+    for place, row in enumerate(rows):
+        cells = [
+            f"<td{each}>{cell if column in html else escape(cell)}</td>"
+            for each, column, cell in zip(look, columns, row, strict=True)
+        ]
+        if bars is not None:
+            bar = f'<span style="width:{100 * shares[place]:.1f}%"></span>'
+            cells.insert(columns.index(behind) + 1, f'<td class="bar">{bar}</td>')
+        lines.append(f"<tr{' class=total' if total and total in row else ''}>{''.join(cells)}</tr>")
+    if bars is not None:
+        head.insert(columns.index(behind) + 1, "<th></th>")
+    top, body = f"<thead><tr>{''.join(head)}</tr></thead>", "\n".join(lines)
+    return f'<div class="scroll"><table>{top}<tbody>\n{body}\n</tbody></table></div>'

@@ -1,0 +1,57 @@
+"""`braid report`: what one run has done, or several side by side, as a page that needs no network."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from braid.cli.args import parse_options, wants_help
+from braid.cli.plan_files import write
+from braid.errors import ConfigError, ExitCode
+
+MOST_RUNS = 8
+"""More cannot be told apart on one chart."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions:
+    """A page with the curves, plan, samples and machine of one run, or of several on the same axes."""
+
+    out: Path = Path("report.html")
+    """The page."""
+
+
+def report(args: list[str]) -> int:
+    """Write the page."""
+    count = next((place for place, arg in enumerate(args) if arg.startswith("--")), len(args))
+    folders, rest = [Path(arg) for arg in args[:count]], args[count:]
+    if wants_help(args) or rest:
+        opts = parse_options(ReportOptions, rest, "braid report RUN [RUN ...]")
+    else:
+        opts = ReportOptions()
+    if not folders:
+        raise ConfigError(
+            "`braid report` needs folders of runs before its options: braid report runs/tiny --out tiny.html"
+        )
+    if len(folders) > MOST_RUNS:
+        raise ConfigError(f"{len(folders)} runs are too many for one page: give at most {MOST_RUNS}")
+    from braid.cli.report_html import report_page
+    from braid.train.records import read_run
+
+    records, wrong = [], []
+    for folder in dict.fromkeys(folders):
+        try:
+            records.append(read_run(folder))
+        except ConfigError as error:
+            wrong.append(str(error))
+    if wrong:
+        raise ConfigError("\n".join(wrong))
+    for record in records:
+        for line in record.damage:
+            print(f"braid: skipped {line}", file=sys.stderr)
+    text = report_page(records)
+    write("out", opts.out, text)
+    steps = ", ".join(f"{record.name}: {len(record.curves.steps):,} steps" for record in records)
+    print(f"{opts.out}: {steps}; {len(text.encode()) / 1e6:.1f} MB, open it in a browser")
+    return ExitCode.OK
