@@ -250,6 +250,22 @@ FAULTS: tuple[Fault, ...] = (
         why="`braid data verify` does not verify",
     ),
     Fault(
+        name="end-of-a-turn-not-learnt",
+        file="data/chat.py",
+        old="(start_S < stop) & (stop_S > start)",
+        new="(start_S < stop) & (stop_S < stop)",
+        kind="ignored mask",
+        why="a chat model never learns to end its turn",
+    ),
+    Fault(
+        name="prompts-of-turns-are-learnt",
+        file="data/chat.py",
+        old="start = self.render(before, prompt=True) if place",
+        new="start = self.render(before) if place",
+        kind="ignored mask",
+        why="the loss counts what the template writes before an answer",
+    ),
+    Fault(
         name="documents-of-workers-out-of-turn",
         file="data/documents.py",
         old="yield from _finished(*busy.popleft())\n            worker.send(chunk)",

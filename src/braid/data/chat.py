@@ -123,7 +123,8 @@ class ChatTemplate:
                 continue
             before = Conversation(messages=messages[:place], tools=conversation.tools)
             upto = Conversation(messages=messages[: place + 1], tools=conversation.tools)
-            start, stop = self.render(before, prompt=True), self.render(upto)
+            stop = self.render(upto)
+            start = self.render(before, prompt=True) if place else self._opening(stop)
             if not (stop.startswith(start) and whole.startswith(stop)):
                 raise DataError(
                     f"messages[{place}]: the template of {self.origin} changes what stands before a message, "
@@ -131,6 +132,13 @@ class ChatTemplate:
                     "around the assistant's part of the template"
                 )
             yield len(start), len(stop)
+
+    def _opening(self, text: str) -> str:
+        """The text up to the first message, if the assistant begins: few templates can render no messages."""
+        asked = Conversation(messages=({"role": "user", "content": "a question"},))
+        prompt = self.render(asked, prompt=True).removeprefix(self.render(asked))
+        before, found, _ = text.partition(prompt)
+        return before + found
 
     def stop_text(self) -> str:
         """What the template writes behind an answer, without white space at its ends; may be empty."""

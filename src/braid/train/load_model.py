@@ -15,7 +15,7 @@ from braid.data.prompts import Prompt, PromptItems
 from braid.distributed.collectives import Groups
 from braid.errors import CheckpointError, ConfigError
 from braid.model.encoder import EncoderModel, Items
-from braid.model.generate import generate_text
+from braid.model.generate import Sampling, checked_prompt, continuation, decode_text
 from braid.model.language import LanguageModel
 from braid.model.multimodal import Rows
 from braid.model.names import language_names
@@ -42,18 +42,28 @@ class LoadedModel:
 
     def generate(self, prompt: Prompt, *, tokens: int, temperature: float, seed: int) -> str:
         """The prompt and its continuation. Encoders run once."""
+        return self.text(prompt, Sampling(tokens=tokens, temperature=temperature, seed=seed))
+
+    def text(self, prompt: Prompt, sampling: Sampling) -> str:
+        """The same, with all ways of sampling."""
+        told = self.continuation(prompt, sampling)
+        return decode_text(self.tokenizer, prompt.ids, self._placeholders(prompt)) + told
+
+    def continuation(self, prompt: Prompt, sampling: Sampling) -> str:
+        """What the model writes behind a prompt."""
         used = {name: self.encoders[name] for name in prompt.items}
-        return generate_text(
+        return continuation(
             self.language,
             self.tokenizer,
-            prompt.ids,
-            tokens=tokens,
-            temperature=temperature,
-            seed=seed,
+            checked_prompt(self.tokenizer, prompt.ids, sampling),
+            sampling,
             rows=encode(used, prompt.items),
-            modules={name: self.run.modules[name].token for name in used},
+            modules=self._placeholders(prompt),
             never=[module.token for module in self.run.modules.values()],
         )
+
+    def _placeholders(self, prompt: Prompt) -> dict[str, int]:
+        return {name: self.run.modules[name].token for name in prompt.items}
 
 
 @torch.no_grad()
