@@ -26,6 +26,7 @@ from braid.cli.prove import prove
 from braid.cli.recipes import list_recipes, show
 from braid.cli.report import report
 from braid.cli.train import train
+from braid.cli.watch import watch
 from braid.errors import BraidError, ConfigError, ExitCode
 from braid.validators import nearest
 
@@ -98,6 +99,7 @@ def _usage() -> str:
 
 COMMANDS = (
     Command("train", "RECIPE", "train a model, or resume an interrupted run", train),
+    Command("watch", "RUN", "show what a run is doing, from another terminal", watch),
     Command("report", "RUN [RUN ...]", "write a page with the curves, plan and samples of runs", report),
     Command("generate", "CHECKPOINT", "generate text from a checkpoint", generate),
     Command("import", "FOLDER", "convert a Hugging Face or Megatron model to a braid checkpoint", import_),

@@ -101,8 +101,9 @@ class RunRecord:
         return self.folder.resolve().name
 
 
-def read_run(folder: Path) -> RunRecord:
-    """Read the folder of a run. Raises a `ConfigError` if it is none."""
+def read_run(folder: Path, tail: int | None = None) -> RunRecord:
+    """Read the folder of a run; with `tail`, only so many bytes at the end of its metrics, as of a run that is
+    watched. Raises a `ConfigError` if it is none."""
     places = RunDir(out=folder)
     if not folder.is_dir():
         raise ConfigError(f"there is no folder {folder}: give the folder of a run, such as runs/tiny")
@@ -112,7 +113,7 @@ def read_run(folder: Path) -> RunRecord:
         raise ConfigError(
             f"{folder} has no run: there is no metrics.jsonl, launches.jsonl or checkpoints; {hint}"
         )
-    curves, damaged = read_metrics(places.metrics)
+    curves, damaged = read_metrics(places.metrics, tail)
     launched, damaged_launches = _read_lines(places.launches, launches.parse)
     samples, damaged_samples = _read_lines(places.samples, _sample)
     saved = tuple(sorted(complete_steps(places.checkpoints)))
@@ -156,10 +157,10 @@ def read_status(file: Path) -> Status | None:
 # ------------------------------------------------------------------------------------------------- lines
 
 
-def read_metrics(file: Path) -> tuple[Curves, list[Damage]]:
+def read_metrics(file: Path, tail: int | None = None) -> tuple[Curves, list[Damage]]:
     """The curves of a metrics.jsonl. Of a step that is there twice, as after a process was killed while it
     moved lines, the last line counts."""
-    found, damaged = _read_lines(file, _metrics)
+    found, damaged = _read_lines(file, _metrics, tail)
     by_step = dict(found)
     steps = np.array(sorted(by_step), dtype=np.int64)
     names = dict.fromkeys(name for values in by_step.values() for name in values)
@@ -202,10 +203,17 @@ def _step(values: dict[str, Any]) -> int:
     return step
 
 
-def _read_lines(file: Path, parse: Callable[[str], Item]) -> tuple[list[Item], list[Damage]]:
-    """What the lines say, and which of them are damaged. A file that is not there has no lines."""
+def _read_lines(
+    file: Path, parse: Callable[[str], Item], tail: int | None = None
+) -> tuple[list[Item], list[Damage]]:
+    """What the lines say, and which of them are damaged. A file that is not there has no lines. Of a tail, the
+    first line may be cut, and is left out."""
     try:
-        text = file.read_text(encoding="utf-8", errors="replace")
+        with file.open("rb") as lines:
+            cut = tail is not None and lines.seek(0, os.SEEK_END) > tail
+            lines.seek(-tail if cut and tail is not None else 0, os.SEEK_END if cut else os.SEEK_SET)
+            text = lines.read().decode("utf-8", "replace")
+            text = text.partition("\n")[2] if cut else text
     except FileNotFoundError:
         return [], []
     except OSError as error:
