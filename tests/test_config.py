@@ -92,6 +92,10 @@ def test_mappings_keep_their_order_and_are_named_by_key():
         from_json({**data, "lr_share": {"*": "x"}})
     with pytest.raises(ConfigError, match=r"run\.lr_share = \[\]: must be an object"):
         from_json({**data, "lr_share": []})
+    rates = replace(run, optim=replace(run.optim, lr_by_kind={"head": 1e-2, "heads": 1.0}))
+    assert from_json(json.loads(json.dumps(to_json(rates)))) == rates
+    assert flatten(rates)["optim.lr_by_kind[head]"] == 1e-2
+    assert [(each.field, each.value) for each in rates.problems()] == [("optim.lr_by_kind", "heads")]
 
 
 def test_flatten_names_fields_as_on_the_command_line():

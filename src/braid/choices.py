@@ -35,6 +35,22 @@ Strategy = Literal["none", "optimizer", "gradients", "all"]
 DispatcherName = Literal["auto", "all_to_all", "all_gather", "deep_ep"]
 """MoE token dispatcher: the collective that sends tokens to experts on other ranks."""
 
+ParameterKind = Literal[
+    "matrix", "expert", "router", "embedding", "head", "state_space", "hyper_connection", "vector"
+]
+"""Kinds of parameters, for optimizers and learning rates:
+matrix            projections of mixers, MLPs, shared experts, MTP and projectors
+expert            matrices of routed experts
+router            routers, and the gates of shared experts
+embedding         embeddings, learned positions, and the projection of patches
+head              the head, unless it is the embedding
+state_space       convolutions, decay rates, time steps and skips of Mamba-2 and gated delta nets
+hyper_connection  hyper-connections between layers
+vector            norms, biases and scalars
+"""
+
+PARAMETER_KINDS: tuple[ParameterKind, ...] = typing.get_args(ParameterKind)
+
 SpikePolicy = Literal["off", "warn", "skip"]
 """What happens to a step whose gradient norm or loss is far above those before: nothing, a warning, or no
 update."""

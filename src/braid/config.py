@@ -22,6 +22,7 @@ from braid.choices import MADE_UP, DispatcherName, Dtype, Recompute, SpikePolicy
 from braid.encoders import Encoder
 from braid.errors import ConfigError, Problem
 from braid.json_fields import JsonProblem, field_types
+from braid.optimizer import Optim as Optim
 from braid.precision import precision_of
 
 Part = TypeVar("Part")
@@ -57,48 +58,6 @@ class Data:
             )
         for place, weight in enumerate(self.weights):
             yield from validators.above(f"{at}.weights[{place}]", weight, 0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Optim:
-    """AdamW and its learning-rate schedule."""
-
-    lr: float = 3e-4
-    """Peak learning rate."""
-    schedule: Literal["cosine", "wsd"] = "cosine"
-    """Decay after warm-up: cosine, or wsd (warmup-stable-decay: constant, then linear decay at the end)."""
-    warmup_steps: int = 0
-    """Steps of linear warm-up."""
-    decay_steps: int = 0
-    """wsd: steps of linear decay at the end."""
-    final_lr_share: float = 0.1
-    """Final learning rate as a fraction of the peak."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    """Adam betas."""
-    eps: float = 1e-8
-    """Adam epsilon, added to the square root of the second moment."""
-    weight_decay: float = 0.1
-    """Decoupled weight decay, applied to matrices only."""
-    clip: float = 1.0
-    """Clip gradients to this global norm; 0 disables clipping."""
-
-    def problems(self, at: str) -> Iterator[Problem]:
-        yield from validators.above(f"{at}.lr", self.lr, 0)
-        yield from validators.above(f"{at}.eps", self.eps, 0)
-        for name, value in (("warmup_steps", self.warmup_steps), ("decay_steps", self.decay_steps)):
-            yield from validators.at_least(f"{at}.{name}", value, 0)
-        for name, amount in (("weight_decay", self.weight_decay), ("clip", self.clip)):
-            yield from validators.at_least(f"{at}.{name}", amount, 0)
-        yield from validators.fraction(f"{at}.final_lr_share", self.final_lr_share, one_allowed=True)
-        for place, beta in enumerate(self.betas):
-            yield from validators.fraction(f"{at}.betas[{place}]", beta)
-        if self.schedule == "wsd" and self.decay_steps == 0:
-            yield Problem(
-                field=f"{at}.decay_steps",
-                value=0,
-                rule=f"{at}.schedule wsd needs a number of decay steps",
-                remedy="1 or more",
-            )
 
 
 MAX_SPIKE_WINDOW = 10_000

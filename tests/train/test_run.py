@@ -206,6 +206,26 @@ def test_fewer_steps_than_are_done_is_refused(corpus, tmp_path):
         started(fewer, tmp_path)
 
 
+def test_another_optimizer_is_refused_and_rates_of_kinds_apply(corpus, tmp_path):
+    run = run_on(corpus)
+    feed, state, places = started(run, tmp_path)
+    saved = states.save(places.checkpoints, state, run, feed.train, feed.tokenizer)
+    muon = replace(run, optim=replace(run.optim, name="muon"))
+    with pytest.raises(ConfigError, match=r"optim\.name: adamw -> muon: .* has no optimizer state"):
+        started(muon, tmp_path)
+    rates = {"embedding": 5 * run.optim.lr, "vector": run.optim.lr / 2}
+    kinds = replace(run, optim=replace(run.optim, lr_by_kind=rates, weight_decay=0.0))
+    _, state, _ = started(kinds, tmp_path)
+    before = {name: main.detach().clone() for name, main in state.optimizer.main.items()}
+    for main in state.optimizer.main.values():
+        main.grad = torch.ones_like(main)
+    state.optimizer.update(0.01)
+    for name, main in state.optimizer.main.items():
+        rate = 0.05 if name == "embedding.weight" else 0.005 if main.ndim == 1 else 0.01
+        torch.testing.assert_close(before[name] - main.detach(), torch.full_like(main, rate), rtol=1e-3, atol=0)
+    assert saved.is_dir()
+
+
 def test_the_prompt_of_the_sample_is_the_beginning_of_a_document_without_its_padding(tmp_path):
     rows = [{"prompt": "Capital of France? ", "response": "Paris."}, {"prompt": "Hi", "response": "!"}]
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows * 4))

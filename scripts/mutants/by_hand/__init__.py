@@ -9,6 +9,7 @@ from scripts.mutants.by_hand import (
     layers,
     modules,
     numerics,
+    optimizing,
     proving,
     storing,
     timing,
@@ -19,6 +20,7 @@ from scripts.mutants.mutant import Fault
 FAULTS: tuple[Fault, ...] = (
     *describing.FAULTS,
     *numerics.FAULTS,
+    *optimizing.FAULTS,
     *layers.FAULTS,
     *executing.FAULTS,
     *storing.FAULTS,

@@ -9,8 +9,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="main-copies-not-counted",
         file="planning/estimate/memory.py",
-        old="copies = 3 if step.single and unit.stored < _main_itemsize(unit) else 2",
-        new="copies = 2",
+        old="main = unit.kept_learned if step.single and unit.stored < _main_itemsize(unit) else 0",
+        new="main = 0",
         kind="wrong estimate",
         why="a plan promises that a bf16 model fits, and it does not",
     ),
@@ -154,8 +154,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="moments-not-compared",
         file="train/copies.py",
-        old="for moment in MOMENTS if name in optimizer.main else ():\n            yield f",
-        new="for moment in ():\n            yield f",
+        old="moments = optimizer.moments(name) if name in optimizer.main else {}",
+        new="moments: dict[str, Tensor] = {}",
         kind="dropped term",
         why="a moment that differs is found only once it has spoiled a weight",
     ),

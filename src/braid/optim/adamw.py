@@ -3,7 +3,8 @@
 A float32 or float64 parameter is its own main copy. A bfloat16 parameter has a separate float32 main copy:
 gradients accumulate there after every micro-batch, unless wgrad kernels have written them there directly, and
 weights are cast back after every update. For a parameter sharded by FSDP2, the main copy is this rank's shard,
-in the same memory. `kernels.optimizer` computes the update.
+in the same memory. `kernels.optimizer` computes the update. Matrices may be left to `Muon`, which says in which
+direction they move.
 """
 
 from __future__ import annotations
@@ -17,10 +18,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from braid.kernels.optimizer import PLAIN, Hyper, Moments, OptimizerKernels
+from braid.optim.muon import MOMENT, Muon
 from braid.optim.shards import local
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """The optimizer state of a parameter, besides the step count of all of them."""
+
+ALL_MOMENTS = (*MOMENTS, MOMENT)
+"""The same, of any optimizer."""
 
 
 class _Group(NamedTuple):
@@ -34,7 +39,7 @@ class _Group(NamedTuple):
 
 
 class AdamW:
-    """AdamW on main parameters; weight decay applies to those in `decaying`."""
+    """AdamW on main parameters, but for those of `muon`; weight decay applies to those in `decaying`."""
 
     def __init__(
         self,
@@ -47,6 +52,7 @@ class AdamW:
         kernels: OptimizerKernels = PLAIN,
         lr_shares: Mapping[str, float] = MappingProxyType({}),
         device: torch.device | None = None,
+        muon: Muon | None = None,
     ) -> None:
         """`lr_shares` are factors on the learning rate, 1 for parameters that are not listed. `device` is that
         of the parameters, in case that there are none."""
@@ -57,9 +63,10 @@ class AdamW:
         self._hyper = Hyper(betas, eps)
         self._decay = {name: weight_decay if name in decaying else 0.0 for name in parameters}
         self._moments = {
-            name: {moment: torch.zeros_like(tensor, requires_grad=False) for moment in MOMENTS}
+            name: {moment: torch.zeros_like(tensor, requires_grad=False) for moment in self._kinds(name, muon)}
             for name, tensor in self.main.items()
         }
+        self.muon = muon
         self._device = next((tensor.device for tensor in self.main.values()), device)
         self._shares = {name: lr_shares.get(name, 1.0) for name in self.main}
         self._groups: list[_Group] = []
@@ -71,6 +78,8 @@ class AdamW:
         base = (1.0, updates)
         names: dict[tuple[float, int], list[str]] = {base: []}
         for name in self.main:
+            if self.muon is not None and name in self.muon.names:
+                continue  # no bias correction, so no count
             names.setdefault((self._shares[name], own.get(name, updates)), []).append(name)
         self._groups = [
             _Group(each, share, torch.full((), float(count), device=self._device))
@@ -113,6 +122,8 @@ class AdamW:
         on the device, multiplies all gradients: see `gradients.clip_scale`. If `skip`, a 0-D bool, is set, all
         stays as it is but for the gradients."""
         gradients = self.gradients()
+        if self.muon is not None:
+            self._update_by_muon(self.muon, gradients, rate, scale, skip)
         for names, share, step in self._groups:
             parameters = [
                 Moments(
@@ -130,6 +141,26 @@ class AdamW:
             else:
                 step += 1 if skip is None else ~skip
         self.zero_grad()
+
+    def _update_by_muon(
+        self,
+        muon: Muon,
+        gradients: Mapping[str, Tensor],
+        rate: float,
+        scale: Tensor | None,
+        skip: Tensor | None,
+    ) -> None:
+        if scale is not None:
+            for name in muon.names:
+                gradients[name].mul_(scale)
+        muon.directions({name: self._moments[name][MOMENT] for name in sorted(muon.names)}, gradients, skip)
+        for name in muon.names:
+            own, main = rate * self._shares[name], self.main[name].detach()
+            moved = main * (1 - own * self._decay[name]) - own * gradients[name]
+            main.copy_(moved if skip is None else torch.where(skip, main, moved))
+            narrow = self._narrow_copy(name)
+            if narrow is not None:
+                narrow.copy_(main)
 
     def _narrow_copy(self, name: str) -> Tensor | None:
         """The model's parameter, if its main copy is separate."""
@@ -149,8 +180,16 @@ class AdamW:
             if narrow is not None:
                 narrow.copy_(main)
 
+    @staticmethod
+    def _kinds(name: str, muon: Muon | None) -> tuple[str, ...]:
+        return MOMENTS if muon is None or name not in muon.names else (MOMENT,)
+
+    def moments(self, name: str) -> Mapping[str, Tensor]:
+        """The optimizer state of a parameter by kind, by reference: checkpoints read it and write to it."""
+        return self._moments[name]
+
     def moment(self, kind: str, name: str) -> Tensor:
-        """One of `MOMENTS` of a parameter, by reference: checkpoints read it and write to it."""
+        """One of them."""
         return self._moments[name][kind]
 
     @property

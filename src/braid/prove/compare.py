@@ -130,7 +130,7 @@ def _tensors(
 
 def _parameter(name: str) -> str:
     """Whose moment it is, or itself."""
-    return re.sub(r"^optimizer\.exp_avg(_sq)?\.", "", name)
+    return re.sub(r"^optimizer\.(exp_avg(_sq)?|momentum)\.", "", name)
 
 
 def _rounding_alone(found: Tensor | None, reference: Tensor, most: float) -> float:

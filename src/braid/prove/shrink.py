@@ -191,6 +191,8 @@ def _small(run: Run, mesh: Mesh, before: _Ranks, after: _Ranks, micro_batches: i
             schedule="cosine",
             warmup_steps=0,
             decay_steps=0,
+            lr_by_kind=dict.fromkeys(run.optim.lr_by_kind, LEARNING_RATE),
+            muon=replace(run.optim.muon, dtype="auto"),
             eps=max(run.optim.eps, Optim().eps if run.model.hyper is None else STREAMS_EPS),
         ),
         train=replace(

@@ -125,7 +125,7 @@ class OpTimes:
             main = max(unit.stored, 4)
             narrow = unit.stored if is_alone(self.plan) and unit.stored < main else 0
             # The norm reads gradients; the update reads them again, and reads and writes weights and moments.
-            moved += unit.kept_learned * (2 * main + 6 * main + narrow)
+            moved += unit.kept_learned * (2 * main + 2 * main + narrow) + 2 * unit.kept_moments * main
         seconds = moved / self.meter.optimizer
         calls = _summed((call.family, self._call(call, module)) for module, call in held.once)
         return {"optimizer": seconds, **calls}

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from braid import kernels
@@ -26,12 +27,16 @@ from braid.engine.fsdp import shard_units
 from braid.engine.fsdp_weights import FsdpWeights
 from braid.engine.weights import ResidentWeights
 from braid.errors import ConfigError
+from braid.launch.process import all_gather_json
 from braid.model.encoder import EncoderModel
 from braid.model.language import LanguageModel
 from braid.model.stacked import StackedModel
 from braid.nn.dtypes import DTYPES
 from braid.optim.adamw import AdamW
-from braid.optim.shards import local
+from braid.optim.kinds import kinds_of, matrices_of
+from braid.optim.matrix_exchange import Part, Parts
+from braid.optim.muon import Muon, held_matrices
+from braid.optim.shards import local, local_shard
 from braid.planning import divisibility, trained
 from braid.planning.local_model import (
     build_local_encoder,
@@ -229,18 +234,52 @@ def _module(
 
 
 def make_optimizer(plan: Plan, model: StackedModel, kind: type[AdamW] = AdamW, module: str = LANGUAGE) -> AdamW:
-    """AdamW on the trained parameters of a rank's part of a module."""
+    """AdamW on the trained parameters of a rank's part of a module, with Muon if the run says so. Collective
+    over the pipeline stage."""
     optim, selection = plan.run.optim, plan.selection_of(module)
+    learned = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     return kind(
-        {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad},
+        learned,
         decaying=model.decaying(),
         betas=optim.betas,
         eps=optim.eps,
         weight_decay=optim.weight_decay,
         kernels=model.kernels.optimizer.function,
-        lr_shares={} if selection is None else selection.shares_of(model),
+        lr_shares=_lr_shares(plan, model, selection),
         device=model.device,
+        muon=_muon(plan, model, learned) if optim.name == "muon" else None,
     )
+
+
+def _lr_shares(plan: Plan, model: StackedModel, selection: trained.Selection | None) -> dict[str, float]:
+    """By parameter, factors on the learning rate: those of its kind, times those of its name."""
+    optim, named = plan.run.optim, {} if selection is None else selection.shares_of(model)
+    if not optim.lr_by_kind:
+        return named
+    kinds = kinds_of(model.canonical())
+    own = {name: optim.lr_by_kind[kind] / optim.lr for name, kind in kinds.items() if kind in optim.lr_by_kind}
+    return {name: named.get(name, 1.0) * own.get(name, 1.0) for name in named | own}
+
+
+def _muon(plan: Plan, model: StackedModel, learned: Mapping[str, nn.Parameter]) -> Muon:
+    """Muon for the matrices among the trained parameters of a rank's part of a module."""
+    group, canonical = model.groups.slab, model.canonical()
+    chosen = matrices_of(canonical, plan.run.optim.muon.kinds) & learned.keys()
+    kept = {name: local_shard(learned[name]) for name in chosen}
+    tensors = {
+        name: (tensor, tensor.within(kept[tensor.parameter].shard))
+        for name, tensor in canonical.items()
+        if tensor.parameter in chosen
+    }
+
+    def tell(mine: Parts) -> list[Parts]:
+        told = all_gather_json(dict(mine), group)
+        return [
+            {name: Part(tuple(o), tuple(s), first) for name, (o, s, first) in each.items()} for each in told
+        ]
+
+    matrices = held_matrices(tensors, chosen, {name: each.first for name, each in kept.items()})
+    return Muon(plan.run.optim.muon, matrices, model.dtype, group, tell)
 
 
 def _open_pipes(plan: Plan, job: Group, timeout: timedelta | None) -> dict[Channel, Group]:

@@ -22,7 +22,6 @@ from torch.distributed.tensor import DTensor
 from braid.distributed.collectives import Group, all_gather_no_grad
 from braid.kernels.host import AsyncHostCopy
 from braid.launch.rendezvous import format_ranks
-from braid.optim.adamw import MOMENTS
 from braid.train.module_state import ModuleState
 
 INTEGERS = MappingProxyType({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64})
@@ -131,8 +130,9 @@ def _copies(module: ModuleState) -> Iterator[Copy]:
     def tensors(name: str) -> Iterator[tuple[str, Tensor]]:
         label = module.prefix + module.names.get(name, name)
         yield label, held[name]
-        for moment in MOMENTS if name in optimizer.main else ():
-            yield f"{moment} of {label}", optimizer.moment(moment, name)
+        moments = optimizer.moments(name) if name in optimizer.main else {}
+        for moment, tensor in moments.items():
+            yield f"{moment} of {label}", tensor
 
     for part in module.copies:
         for label, tensor in tensors(part.parameter):

@@ -96,6 +96,11 @@ def folder_of(path: Path, out: Path, settings: ExportSettings) -> FolderPlan:
             f"--model-type {model_type}: braid does not write such models{nearest(model_type, known)}\n"
             f"  set   one of {', '.join(known)}"
         )
+    if settings.optimizer and saved.run.optim.name != "adamw":
+        raise ConfigError(
+            f"--optimizer: {path} was trained with optim.name {saved.run.optim.name}, but folders hold the "
+            "moments of Adam\n  set   the weights alone, without --optimizer"
+        )
     if settings.optimizer and (later := language_names(saved.own_updates)):
         raise ConfigError(
             f"--optimizer: {len(later)} tensors of {path} joined later and have counted their own "

@@ -10,7 +10,7 @@ from typing import Any
 from braid.checkpoint import StoredTensor, complete_steps, read_manifest
 from braid.checkpoint.manifest import DTYPE_NAMES, MANIFEST_NAME
 from braid.errors import CheckpointError
-from braid.optim.adamw import MOMENTS
+from braid.optim.adamw import ALL_MOMENTS
 
 COUNTERS = ("updates", "samples", "tokens", "skipped_in_a_row")
 """Of a run's `extra`."""
@@ -80,7 +80,7 @@ def tensors_of(path: Path) -> dict[str, Any]:
 
 def kind_of(name: str) -> str:
     """`weights`, `optimizer.exp_avg`, or `rng`: what a tensor of this name is."""
-    for moment in MOMENTS:
+    for moment in ALL_MOMENTS:
         if name.startswith(f"optimizer.{moment}."):
             return f"optimizer.{moment}"
     return "rng" if name.startswith("rng.") else "weights"

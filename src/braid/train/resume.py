@@ -144,6 +144,12 @@ def _resume(state: JobState, run: Run, data: DataPipeline, run_dir: RunDir, path
             f"{which} since {path} was saved, and a run resumes with the modules that it has: "
             "restore the modules, or set another --out"
         )
+    if other := [each for each in ("optim.name", "optim.muon.kinds") if each in changed]:
+        listed = ", ".join(f"{each}: {changed[each][0]} -> {changed[each][1]}" for each in other)
+        raise ConfigError(
+            f"{listed}: {path} has no optimizer state for this run: restore the setting, or train from the "
+            f"weights alone with --init {path} and another --out"
+        )
     if saved.data_fingerprint not in (stored_run.NO_DATA, data.train.fingerprint):
         raise DataError(
             f"{path} was trained on other data or in another order, so it is unknown which samples it has "

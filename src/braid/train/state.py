@@ -39,7 +39,7 @@ from braid.model.names import language_names, regrouped_names, renamed
 from braid.nn.canonical import Canonical, Held
 from braid.nn.init import VERSION as INIT_VERSION
 from braid.nn.offload import HostPool
-from braid.optim.adamw import MOMENTS, AdamW
+from braid.optim.adamw import ALL_MOMENTS, AdamW
 from braid.optim.spikes import SpikeWindow
 from braid.pattern import parse
 from braid.planning import trained as trained_tensors
@@ -340,7 +340,7 @@ def load(path: Path, state: JobState) -> None:
         saved, renames = describe(path), _renames(path, state.plan)
         stored, fresh = checkpoint.read_manifest(path).tensors, _without_moments(path, state, renames)
     held = [*_entries(state, renames)]
-    zeroed = {f"optimizer.{moment}.{name}" for moment in MOMENTS for name in fresh}
+    zeroed = {f"optimizer.{moment}.{name}" for moment in ALL_MOMENTS for name in fresh}
     entries = [entry for entry in held if not entry.held.empty and entry.name not in zeroed]
     requests: dict[str, checkpoint.ReadRequest | Tensor] = {RNG: torch.get_rng_state()}
     for entry in entries:
@@ -349,7 +349,7 @@ def load(path: Path, state: JobState) -> None:
         dtype = stored[entry.name].dtype if castable else entry.storage.dtype
         requests[entry.name] = entry.request(dtype)
     names = {_stored_name(name, state.plan, renames) for name in state.names}
-    moments = {f"optimizer.{moment}.{name}" for moment in MOMENTS for name in names}
+    moments = {f"optimizer.{moment}.{name}" for moment in ALL_MOMENTS for name in names}
     unread = (moments | names) - requests.keys()  # read by other ranks
     with fail_together(state.job):
         tensors = checkpoint.read(path, requests, unread=unread)
@@ -416,7 +416,7 @@ def _without_moments(path: Path, state: JobState, renames: Renames) -> frozenset
             if tensor.parameter in trained and tensor.parameter in learned and name in frozen:
                 found.add(name)
     return frozenset(
-        name for name in found if not any(f"optimizer.{each}.{name}" in stored for each in MOMENTS)
+        name for name in found if not any(f"optimizer.{each}.{name}" in stored for each in ALL_MOMENTS)
     )
 
 
@@ -589,6 +589,6 @@ def _entries(state: JobState, renames: Renames = MappingProxyType({})) -> Iterat
             name, kept = _stored(own_name, module, renames), module.kept[tensor.parameter]
             first, frozen = kept.first and tensor.copies.rank == 0, tensor.parameter not in optimizer.main
             yield _Entry(name, tensor, weights[tensor.parameter], held, first, frozen)
-            for moment in MOMENTS if tensor.parameter in optimizer.main else ():
-                storage = optimizer.moment(moment, tensor.parameter)
+            moments = {} if frozen else optimizer.moments(tensor.parameter)
+            for moment, storage in moments.items():
                 yield _Entry(f"optimizer.{moment}.{name}", tensor, storage, held, first)

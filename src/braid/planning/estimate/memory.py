@@ -77,6 +77,8 @@ class Step:
     whole: bool = False
     """Whether a segment is a single phase. Narrow gradients are added to the main gradients at the end of their
     phase: with one phase, all of them exist at once."""
+    working: int = 0
+    """Bytes that the optimizer works in when it updates."""
 
 
 def memory_of(units: list[HeldUnit], costs: Mapping[str, Cost], step: Step) -> Memory:
@@ -98,7 +100,7 @@ def memory_of(units: list[HeldUnit], costs: Mapping[str, Cost], step: Step) -> M
             features=live.features,
         )
 
-    moments = {"update": held(0, updated, Live(0, 0, 0))}
+    moments = {"update": held(0, updated, Live(0, step.working, 0))}
     for part in reversed(parts):
         gradients = _gradients(units, parts, part, step)
         moments[f"backward of {part}"] = held(step.gathered + copies, gradients, step.activations.during[part])
@@ -114,7 +116,7 @@ def memory_of(units: list[HeldUnit], costs: Mapping[str, Cost], step: Step) -> M
         optimizer=optimizer,
         saved=sum(_saved_bytes(unit) for unit in units),
         activations=step.activations.kept,
-        temporary=max(cost.passing for cost in costs.values()),
+        temporary=max(step.working, *(cost.passing for cost in costs.values())),
         peak=moments[peak_at].total,
         at_peak=moments[peak_at],
         peak_at=peak_at,
@@ -127,14 +129,15 @@ def _main_itemsize(unit: HeldUnit) -> int:
 
 
 def _saved_bytes(unit: HeldUnit) -> int:
-    """A main parameter and two moments of what is trained, the weights themselves of the rest."""
-    return 3 * unit.kept_learned * _main_itemsize(unit) + (unit.kept - unit.kept_learned) * unit.stored
+    """A main parameter and the moments of what is trained, the weights themselves of the rest."""
+    trained = (unit.kept_learned + unit.kept_moments) * _main_itemsize(unit)
+    return trained + (unit.kept - unit.kept_learned) * unit.stored
 
 
 def _optimizer_bytes(unit: HeldUnit, step: Step) -> int:
-    """Two moments, and a main parameter if the model's own weight is narrower."""
-    copies = 3 if step.single and unit.stored < _main_itemsize(unit) else 2
-    return copies * unit.kept_learned * _main_itemsize(unit)
+    """The moments, and a main parameter if the model's own weight is narrower."""
+    main = unit.kept_learned if step.single and unit.stored < _main_itemsize(unit) else 0
+    return (main + unit.kept_moments) * _main_itemsize(unit)
 
 
 def _gradients(units: list[HeldUnit], parts: list[str], part: str, step: Step) -> int:

@@ -194,6 +194,7 @@ def _memory(
         activations=live,
         gathered=peak_gathered(units, ops),
         whole=any(phase.kind == "segment" for phases in plan.schedule.phases for phase in phases),
+        working=max(module.working for module in modules),
     )
     return memory_of(units, costs, step), live.features
 

@@ -24,6 +24,7 @@ from braid.nn.precision import matrix, quantised_weights
 from braid.nn.units import parameters_of_units, shard_dims
 from braid.optim.gradients import replicated_parts
 from braid.planning.divisibility import AxisSizes
+from braid.planning.estimate.muon import MuonWork, muon_work
 from braid.planning.estimate.rank import HeldModule, held_by_station
 from braid.planning.local_model import is_alone
 from braid.planning.plan import Plan, inner_phases
@@ -51,6 +52,8 @@ class HeldUnit:
     """Elements of the rank's shard."""
     learned: float
     """The share of its elements that are trained; only these have gradients and moments."""
+    by_muon: float
+    """The share of its elements that Muon updates, which keeps one moment of them instead of two."""
     stored: int
     """Bytes per element of the shard."""
     computed: int
@@ -66,6 +69,11 @@ class HeldUnit:
     def kept_learned(self) -> int:
         """Trained elements of the rank's shard."""
         return round(self.kept * self.learned)
+
+    @property
+    def kept_moments(self) -> int:
+        """Elements of the optimizer's moments."""
+        return 2 * self.kept_learned - round(self.kept * self.by_muon)
 
     @property
     def gathered_learned(self) -> int:
@@ -93,8 +101,10 @@ class Counted(NamedTuple):
     units: list[HeldUnit]
     """Its FSDP units, in forward order."""
     once: tuple[Call, ...]
-    """All-reduces that there are once in a step: of what ranks need to quantise their shards when it begins,
-    and of the gradients of replicated weights."""
+    """Collectives that there are once in a step: of what ranks need to quantise their shards when it begins, of
+    the gradients of replicated weights, and of Muon."""
+    working: int = 0
+    """Bytes that Muon works in when it updates."""
 
 
 def counted_by_station(plan: Plan, device: str) -> list[list[Counted]]:
@@ -105,12 +115,14 @@ def counted_by_station(plan: Plan, device: str) -> list[list[Counted]]:
         own = []
         for held in modules:
             if held.original is None:
-                once = () if is_alone(plan) else (*scale_calls(held), *copy_calls(held))
-                known[id(held)] = each = Counted(held, held_units(held, plan), once)
+                muon = muon_of(held, plan)
+                once = () if is_alone(plan) else (*scale_calls(held), *copy_calls(held), *muon.calls)
+                units = held_units(held, plan, muon.parameters)
+                known[id(held)] = each = Counted(held, units, once, muon.buffers)
             else:
                 first = known[id(held.original)]
                 units = [_renamed(unit, held) for unit in first.units]
-                each = Counted(held, units, first.once)
+                each = Counted(held, units, first.once, first.working)
             own.append(each)
         found.append(own)
     return found
@@ -120,8 +132,12 @@ def _renamed(unit: HeldUnit, held: HeldModule) -> HeldUnit:
     return replace(unit, name=held.renamed(unit.name), part=held.renamed(unit.part))
 
 
-def held_units(module: HeldModule, plan: Plan) -> list[HeldUnit]:
-    """The units of a stage of a module, in forward order."""
+def muon_of(module: HeldModule, plan: Plan) -> MuonWork:
+    return muon_work(module, plan, {mesh: _sharing(mesh, module.axes) for mesh in ("dense", "expert")})
+
+
+def held_units(module: HeldModule, plan: Plan, by_muon: frozenset[str] = frozenset()) -> list[HeldUnit]:
+    """The units of a stage of a module, in forward order. Muon updates the parameters `by_muon`."""
     phases = [phase for segment in module.segments for phase in phases_of(plan, segment)]
     # A unit used by several phases gets its gradient in the last of them, which backward runs first.
     parts = {unit: part_of(phase) for phase in phases for unit in phase.units}
@@ -135,6 +151,7 @@ def held_units(module: HeldModule, plan: Plan) -> list[HeldUnit]:
             [(name, names[name]) for name in held[unit.path]],
             module,
             quantised,
+            by_muon,
         )
         for unit in units
         if held[unit.path]
@@ -185,6 +202,7 @@ def _held(
     weights: list[tuple[str, nn.Parameter]],
     module: HeldModule,
     quantised: Mapping[str, _Quantised],
+    by_muon: frozenset[str],
 ) -> HeldUnit:
     model, (shards, copies) = module.model, _sharing(unit.mesh, module.axes)
     dims = shard_dims(model.get_submodule(unit.path))
@@ -197,6 +215,11 @@ def _held(
         for size, (name, _) in zip(sizes, weights, strict=True)
         if name in quantised and quantised[name].gathered
     )
+
+    def share(names: frozenset[str]) -> float:
+        own = sum(size for size, (name, _) in zip(sizes, weights, strict=True) if name in names)
+        return own / max(sum(sizes), 1)
+
     return HeldUnit(
         name=module.name_of(unit.path),
         part=module.name_of(part),
@@ -206,8 +229,8 @@ def _held(
         copies=copies,
         gathered=shards * sum(sizes),
         kept=sum(sizes),
-        learned=sum(size for size, (name, _) in zip(sizes, weights, strict=True) if name in module.trained)
-        / max(sum(sizes), 1),
+        learned=share(module.trained),
+        by_muon=share(by_muon),
         stored=stored.itemsize,
         computed=stored.itemsize if unit.wide else min(stored.itemsize, model.dtype.itemsize),
         values=values,
