@@ -20,6 +20,9 @@ full        all of the above
 
 RECOMPUTE: tuple[Recompute, ...] = typing.get_args(Recompute)
 
+Offload = Literal["norm", "activation", "core", "experts"]
+"""Regions that may be offloaded in place of whole blocks: what their recompute would drop waits on the host."""
+
 
 def recomputed(names: Iterable[str]) -> frozenset[str]:
     """The set of recomputed regions, with `full` expanded."""

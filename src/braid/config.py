@@ -18,7 +18,17 @@ from typing import Any, Literal, TypeVar
 
 from braid import json_fields, validators
 from braid.architecture import Model
-from braid.choices import MADE_UP, DispatcherName, Dtype, Recompute, SpikePolicy, Strategy, kernel_modes
+from braid.choices import (
+    MADE_UP,
+    DispatcherName,
+    Dtype,
+    Offload,
+    Recompute,
+    SpikePolicy,
+    Strategy,
+    kernel_modes,
+    recomputed,
+)
 from braid.encoders import Encoder
 from braid.errors import ConfigError, Problem
 from braid.json_fields import JsonProblem, field_types
@@ -86,6 +96,8 @@ class Train:
     """Recompute of hyper-connections: blocks between saved residual streams; 0 minimizes memory."""
     offload: float = 0.0
     """Activation offload: share of the blocks, 0 to 1, whose activations wait in host memory for backward."""
+    offload_regions: tuple[Offload, ...] = ()
+    """Offload of these blocks only what recompute of these regions would drop; empty for all that they save."""
     kernels: tuple[str, ...] = ("auto",)
     """Kernels: `auto`, `reference` (plain PyTorch) or `fused` (an error if there is none), for all ops or one:
     `auto ssd=reference`."""
@@ -138,6 +150,16 @@ class Train:
         if not 0 <= self.offload <= 1:
             rule = "must be a share of the blocks of each stage, from 0 to 1"
             yield Problem(field=f"{at}.offload", value=self.offload, rule=rule, remedy="0.25, or 0 for none")
+        both = [name for name in self.offload_regions if name in recomputed(self.recompute)]
+        whole = not {"block", "full"}.isdisjoint(self.recompute)
+        if both or (whole and self.offload_regions):
+            rule = f"what is recomputed is not offloaded: train.recompute has {' '.join(self.recompute)}"
+            remedy = "regions that are not recomputed, or none, to offload what recompute leaves"
+            yield Problem(field=f"{at}.offload_regions", value=self.offload_regions, rule=rule, remedy=remedy)
+        elif self.offload_regions and not self.offload:
+            rule = "needs train.offload, the share of the blocks whose regions are offloaded"
+            remedy = "train.offload 1 for all blocks, or no regions"
+            yield Problem(field=f"{at}.offload_regions", value=self.offload_regions, rule=rule, remedy=remedy)
         if not 2 <= self.spike_window <= MAX_SPIKE_WINDOW:
             yield Problem(
                 field=f"{at}.spike_window",

@@ -15,14 +15,17 @@ class Offloaded(overlap_cases.Case):
 
     share: float = 1.0
     recompute: tuple[str, ...] = ()
+    regions: tuple[str, ...] = ()
 
     def run(self, *, overlap: bool) -> Run:
         run = super().run(overlap=overlap)
-        chosen = {"offload": self.share, "recompute": self.recompute} if overlap else {}
+        chosen: dict[str, object] = {}
+        if overlap:
+            chosen = {"offload": self.share, "recompute": self.recompute, "offload_regions": self.regions}
         return replace(run, train=replace(run.train, **chosen))
 
     def __str__(self) -> str:
-        return f"{super().__str__()} {self.share} {'+'.join(self.recompute)}"
+        return f"{super().__str__()} {self.share} {'+'.join(self.recompute)} {'+'.join(self.regions)}"
 
 
 def train_both(rank: int, world: int, case: Offloaded) -> tuple[Trained, Trained]:

@@ -345,7 +345,8 @@ class Block(Recomputing):
             workload = replace(workload, recompute=workload.recompute - {"norm"})
         stream = tokens * pre_norm.norm.channels * workload.narrow
         norm, dropped = pre_norm.norm.cost(workload, tokens), Cost(kept=stream if self.dropout else 0)
-        norm = replace(norm, kept=stream) if workload.recomputes("norm") else norm
+        if workload.recomputes("norm"):
+            norm = replace(norm, kept=stream, adopted=stream if pre_norm.norm.upcasts(workload) else 0)
         cost = self._with_precision(pre_norm.inner, workload) + dropped
         if pre_norm.scale is not None:
             cost += pre_norm.scale.cost(workload, tokens)

@@ -46,6 +46,8 @@ class Workload:
     """Ops that run as their PyTorch reference although there may be a fused kernel (`train.kernels`)."""
     recompute: frozenset[str] = frozenset()
     """Kinds of regions that backward recomputes: see `nn.recompute`."""
+    offloads: frozenset[str] = frozenset()
+    """Kinds of regions whose tensors alone offload moves; all tensors, if there are none."""
     span: int = 1
     """Blocks between saved residual streams, if hyper-connections are recomputed."""
     fine: bool = False
@@ -130,6 +132,8 @@ class Cost:
     """Bytes saved for backward."""
     staying: int = 0
     """Bytes of these that are on the device whether they are saved or not: offload does not move them."""
+    adopted: int = 0
+    """Bytes of these that are saved for a recompute alone: inputs of regions which themselves save copies."""
     passing: int = 0
     """Transient bytes: how far backward at its peak exceeds the bytes saved for it. Weights and their gradients
     are not included. Unlike the other figures, this one is an estimate."""
@@ -140,6 +144,7 @@ class Cost:
         return Cost(
             kept=self.kept + other.kept,
             staying=self.staying + other.staying,
+            adopted=self.adopted + other.adopted,
             passing=max(self.passing, other.passing),
             calls=self.calls + other.calls,
         )
@@ -147,7 +152,8 @@ class Cost:
     def times(self, count: int) -> Cost:
         """The cost of `count` such modules in sequence."""
         calls = tuple(call._replace(times=call.times * count) for call in self.calls)
-        return replace(self, kept=self.kept * count, staying=self.staying * count, calls=calls)
+        kept, staying, adopted = (count * each for each in (self.kept, self.staying, self.adopted))
+        return replace(self, kept=kept, staying=staying, adopted=adopted, calls=calls)
 
 
 # ------------------------------------------------------------------------------------------ calls

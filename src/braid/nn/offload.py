@@ -8,6 +8,8 @@
     offloads.reload(key, slot)              # allocates it again, and starts the copy back
     offloads.wait(key)                      # backward may read what was saved
 
+With `regions`, only what is made in regions of these names moves, inside or behind them: their inputs stay.
+
 What moves are whole storages, each once, however many views of it are saved by however many phases. Weights
 stay, as does what lives as long anyway. What has no room in its slot stays on the device too: experts may
 receive more rows than planned.
@@ -117,6 +119,8 @@ class _Block:
     """In the order of saving. Weak references: what autograd gives up is not kept."""
     staying: set[int] = field(default_factory=set)
     """Addresses of storages that live on the device anyway."""
+    leaving: dict[int, StorageWeakRef] = field(default_factory=dict)
+    """Storages that regions have made, by their addresses. One that is gone may have left its to another."""
     slot: SlotKey | None = None
     event: Any = None
     """Behind its last copy."""
@@ -135,8 +139,9 @@ class _ThreadState(threading.local):
 class Offloads:
     """The offloaded blocks of one step."""
 
-    def __init__(self, pool: HostPool, streams: CopyStreams) -> None:
-        self.pool, self.streams = pool, streams
+    def __init__(self, pool: HostPool, streams: CopyStreams, regions: Collection[str] = ()) -> None:
+        """`regions`: names of those whose tensors alone move; all tensors, if there are none."""
+        self.pool, self.streams, self.regions = pool, streams, frozenset(regions)
         self.moved: dict[Key, int] = {}
         """Bytes that each block has copied to the host."""
         self.without_room = 0
@@ -164,11 +169,19 @@ class Offloads:
         if self._thread.block is not None:
             self._thread.block.staying |= {_address(each) for each in tensors}
 
+    def leaves(self, *tensors: Tensor) -> None:
+        """Tensors that a region has made."""
+        if self._thread.block is not None:
+            storages = [tensor.untyped_storage() for tensor in tensors]
+            self._thread.block.leaving |= {_id(each): StorageWeakRef(each) for each in storages}
+
     def keep(self, tensor: Tensor) -> Tensor | Saved:
         """What autograd holds for a saved tensor."""
         block, address = self._thread.block, _address(tensor)
         elsewhere = tensor.device.type != self.pool.device.type or not tensor.untyped_storage().nbytes()
         if block is None or elsewhere or address in block.staying:
+            return tensor.detach()
+        if self.regions and ((made := block.leaving.get(address)) is None or made.expired()):
             return tensor.detach()
         with self._lock:
             reference = self._known.get(address)

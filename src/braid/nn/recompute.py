@@ -187,8 +187,10 @@ class Replays:
         """Apply the function, as a region if `name` is recomputed. A region inside another one is part of the
         outer one."""
         node = self._thread.node
-        if name not in self.names or self._thread.inside or not torch.is_grad_enabled():
+        if self._thread.inside or not torch.is_grad_enabled():
             return function(*inputs)
+        if name not in self.names:
+            return self._run_offloaded(name, function, *inputs)
         assert node is not None or not self.planned, f"{name} runs outside of a node"
         self._prune()
         packed = [_Input(self._pack(tensor), tensor.requires_grad) for tensor in inputs]
@@ -205,6 +207,22 @@ class Replays:
                     self._live[address] = _LiveOutput(storage, region, number, tensor.dtype)
             if self.planned:
                 self._nodes[node].append(region)
+        return result
+
+    def _run_offloaded(self, name: str, function: Callable[..., Result], *inputs: Tensor) -> Result:
+        """Apply a function that is not recomputed. If its region is offloaded, all that it makes may leave."""
+        if self.offloads is None or name not in self.offloads.regions:
+            return function(*inputs)
+        offloads, given = self.offloads, {_address(tensor) for tensor in inputs}
+
+        def pack(tensor: Tensor) -> Any:
+            if _address(tensor) not in given:
+                offloads.leaves(tensor)
+            return self._pack(tensor)
+
+        with saved_tensors_hooks(pack, _unpack):
+            result = function(*inputs)
+        offloads.leaves(*(tensor for tensor in _tensors(result) if _address(tensor) not in given))
         return result
 
     @contextmanager

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from braid.choices import BYTE_VOCAB
 from braid.config import Run
 from braid.errors import Problem
+from braid.pattern import Kind, PatternError, parse
 
 
 def vocab(run: Run) -> Iterator[Problem]:
@@ -40,8 +41,27 @@ def recompute(run: Run) -> Iterator[Problem]:
             f"train.recompute without {' and '.join(sorted(block_level))}, or mesh.dispatcher to all_to_all"
         )
         yield Problem(field="train.recompute", value=run.train.recompute, rule=rule, remedy=remedy)
+    yield from _offload(run)
     if "hyper" in run.train.recompute and run.model.hyper is None:
         rule = "the model has no hyper-connections to recompute: model.hyper is None"
         others = " ".join(name for name in run.train.recompute if name != "hyper") or "()"
         remedy = f"{others}, or set model.hyper in the recipe"
         yield Problem(field="train.recompute", value=run.train.recompute, rule=rule, remedy=remedy)
+
+
+def _offload(run: Run) -> Iterator[Problem]:
+    """How much `core` of these mixers saves beside what its recompute would drop is not worked out."""
+    if "core" not in run.train.offload_regions:
+        return
+    try:
+        kinds = parse(run.model.pattern).kinds()
+    except PatternError:  # reported with the layers
+        return
+    if unknown := {kind for kind in kinds if kind.is_mixer and kind is not Kind.ATTENTION}:
+        letters = ", ".join(sorted(kind.value for kind in unknown))
+        yield Problem(
+            field="train.offload_regions",
+            value=run.train.offload_regions,
+            rule=f"core is offloaded of softmax attention alone, but the pattern has {letters}",
+            remedy="regions without core, or none, to offload whole blocks",
+        )

@@ -57,7 +57,8 @@ class ModuleStep(StepWork):
         self.pieces: dict[Turn, list[Losses]] = {}
         """Losses of the phases of each segment that have run so far."""
         names = run.train.recompute
-        self.offloads = None if state.host_pool is None else Offloads(state.host_pool, state.streams)
+        pool, regions = state.host_pool, run.train.offload_regions
+        self.offloads = None if pool is None else Offloads(pool, state.streams, regions)
         saves = bool(names) or self.offloads is not None
         self.replays = Replays(names, planned=True, offloads=self.offloads) if saves else None
         self.model.recompute(self.replays, self.span())

@@ -16,9 +16,12 @@ from braid.planning.plan import plan
 from tests.planning.estimate.test_peak import peak_of, run_of
 
 
-def offloading(text: str, dtype: str, share: float, names: tuple[Any, ...], mesh: Mesh) -> Run:
+def offloading(
+    text: str, dtype: str, share: float, names: tuple[Any, ...], mesh: Mesh, regions: tuple[Any, ...] = ()
+) -> Run:
     run = run_of(text, dtype)
-    return replace(run, mesh=mesh, train=replace(run.train, offload=share, recompute=names))
+    train = replace(run.train, offload=share, recompute=names, offload_regions=regions)
+    return replace(run, mesh=mesh, train=train)
 
 
 CASES = [
@@ -29,13 +32,39 @@ CASES = [
     ("[*E]" * 4, "fp32", 0.5, (), Mesh(overlap=True)),
     ("[*E]" * 4, "fp32", 1.0, ("block",), Mesh(overlap=True)),
 ]
+REGIONS = [
+    ("[*-]" * 4, "bf16", ("norm",), ("core", "activation")),
+    ("[*E]" * 4, "fp32", (), ("norm", "experts")),
+    ("[M-][G-]" * 2, "bf16", ("core",), ("norm", "activation")),
+    ("[+E]" * 3, "fp32", ("core",), ("norm", "experts")),
+    ("[*E]" * 2, "bf16", ("core",), ("norm", "experts")),
+]
 
 
 @pytest.mark.parametrize(("text", "dtype", "share", "names", "mesh"), CASES, ids=lambda value: str(value)[:20])
 def test_planned_bytes_are_moved_and_the_peak_is_within_a_tenth(
     text: str, dtype: str, share: float, names: tuple[Any, ...], mesh: Mesh
 ) -> None:
-    worked_out = plan(offloading(text, dtype, share, names, mesh), 1)
+    check_bytes(offloading(text, dtype, share, names, mesh))
+
+
+@pytest.mark.parametrize(("text", "dtype", "names", "regions"), REGIONS, ids=lambda value: str(value)[:20])
+def test_planned_bytes_of_regions_are_moved(
+    text: str, dtype: str, names: tuple[Any, ...], regions: tuple[Any, ...]
+) -> None:
+    run = offloading(text, dtype, 0.5, names, Mesh(), regions)
+    check_bytes(run)
+    recomputing = replace(run.train, offload=0.0, offload_regions=(), recompute=(*names, *regions))
+    away, again = (estimate(plan(each, 1), "cpu") for each in (run, replace(run, train=recomputing)))
+    (stage,), (same,) = away.stages, again.stages
+    assert stage.offload is not None
+    assert stage.offload.offloaded > 0
+    assert stage.memory.activations >= same.memory.activations, "no more leaves than recompute would drop"
+
+
+def check_bytes(run: Run) -> None:
+    """Moved bytes are planned bytes, and the peak is within a tenth of the estimate."""
+    share, worked_out = run.train.offload, plan(run, 1)
     moved: list[dict[Key, int]] = []
     finish = Offloads.finish
 

@@ -87,7 +87,18 @@ class HeldModule:
         """The cost of each part for one micro-batch, in forward order."""
         if self.original is not None:
             return {self.renamed(part): cost for part, cost in self.original.costs.items()}
-        return {self.name_of(part): cost for part, cost in self.model.costs(self.workload).items()}
+        costs = self.model.costs(self.workload)
+        if self.workload.offloads:
+            names = self.workload.recompute | self.workload.offloads
+            dropped = self.model.costs(replace(self.workload, recompute=names, offloads=frozenset()))
+            costs = {part: _leaving(cost, dropped[part]) for part, cost in costs.items()}
+        return {self.name_of(part): cost for part, cost in costs.items()}
+
+
+def _leaving(cost: Cost, dropped: Cost) -> Cost:
+    """The cost of a part of which only that leaves the device which `dropped` does not save."""
+    leaving = cost.kept - cost.staying - (dropped.kept - dropped.staying - dropped.adopted)
+    return replace(cost, staying=cost.kept - max(leaving, 0))
 
 
 def held_by_station(plan: Plan, device: str) -> Iterator[tuple[HeldModule, ...]]:
@@ -291,6 +302,7 @@ def _workload(
         tokens=tokens,
         dtype=DTYPES[train.dtype],
         recompute=recomputed(train.recompute),
+        offloads=frozenset(train.offload_regions),
         span=span,
         references=frozenset(op for op, mode in kernel_modes(train.kernels).items() if mode == "reference"),
         fine=any(phase.kind == "experts" for segment in segments for phase in plan.schedule.phases[segment]),
