@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -35,6 +35,7 @@ from braid.cli.plan_search import ranked_meshes, show_search
 from braid.cli.plan_tables import (
     host_memory,
     memory_table,
+    offload_lines,
     offload_table,
     size_text,
     stage_json,
@@ -48,6 +49,8 @@ from braid.cli.plan_time import (
     cut_json,
     cut_lines,
     cut_on,
+    hidden_on,
+    offload_problems,
     predicted,
     print_time,
     split_problems,
@@ -57,12 +60,13 @@ from braid.cli.plan_time import (
 from braid.cli.recipes import RunFields, expand_recipe_help
 from braid.cli.sources import load_source
 from braid.errors import ConfigError, ExitCode, Problem
-from braid.planning.plan import check
+from braid.planning.plan import check, draft
 from braid.planning.plan import plan as make_plan
 from braid.precision import described
 from braid.validators import nearest
 
 if TYPE_CHECKING:
+    from braid.config import Run
     from braid.planning.estimate import Advice, Estimate
     from braid.planning.plan import Plan
     from braid.timing.predict import Prediction
@@ -99,6 +103,9 @@ class PlanOptions:
     split_by_time: bool = False
     """Cut the pipeline where the slowest rank computes as briefly as it can by predicted time, and print the
     pattern to train with; with `--search`, in each mesh of the list. Needs `--cluster`."""
+    offload_by_time: bool = False
+    """Offload as many blocks as the link to the host moves while a micro-batch runs forward, by predicted time,
+    and print the share to train with, in place of `train.offload`. Needs `--cluster`."""
     advise: bool = False
     """Name the changes of one option that would save most time, each with its gain and its cost in memory;
     needs `--cluster`. Plans up to twelve others, which takes seconds."""
@@ -150,6 +157,7 @@ def show_plan(args: list[str]) -> int:
         *time_problems(opts.cluster, opts.calibration),
         *validators.at_least("top", opts.top, 1),
         *(split_problems(opts.run, opts.cluster, searched=opts.search) if opts.split_by_time else ()),
+        *(offload_problems(opts.run, opts.cluster, searched=opts.search) if opts.offload_by_time else ()),
     ]
     if problems:
         raise ConfigError(problems)
@@ -166,7 +174,9 @@ def show_plan(args: list[str]) -> int:
         return ExitCode.OK
     with _uncollected():
         cut = _cut(opts, limit) if opts.split_by_time else None
-        plan = make_plan(opts.run if cut is None else cut.run, opts.world)
+        run = opts.run if cut is None else cut.run
+        run = _offloading(opts, run) if opts.offload_by_time else run
+        plan = make_plan(run, opts.world)
         facts = None if opts.ops is not None else _found_out(plan, limit, opts, cut)
     if facts is None:
         print(format_ops(plan, opts.ops or 0, as_json=opts.json))
@@ -219,6 +229,10 @@ class PlanFacts:
     """Changes that save time, if they were asked for."""
     cut: SplitByTime | None
     """How the pipeline was cut, if it was cut by time."""
+    kept_peak: int | None
+    """Peak bytes of the same run without offload; None if it has none."""
+    hidden: float | None
+    """The share of the blocks that hides behind computation, if it was asked for."""
 
 
 def _cut(opts: PlanOptions, limit: int | None) -> SplitByTime:
@@ -229,6 +243,14 @@ def _cut(opts: PlanOptions, limit: int | None) -> SplitByTime:
         opts.run, opts.world, opts.cluster, opts.calibration, load=opts.load, device=opts.device,
         limit=_limit_on(load_cluster(opts.cluster).device, limit),
     )  # fmt: skip
+
+
+def _offloading(opts: PlanOptions, run: Run) -> Run:
+    """The run with the offload that hides behind computation."""
+    assert opts.cluster is not None, "offload_problems asks for it"
+    share = hidden_on(run, opts.world, opts.cluster, opts.calibration, load=opts.load, device=opts.device)
+    regions = run.train.offload_regions if share else ()
+    return replace(run, train=replace(run.train, offload=share, offload_regions=regions))
 
 
 def _limit_on(device: str, limit: int | None) -> int | None:
@@ -249,7 +271,19 @@ def _found_out(plan: Plan, limit: int | None, opts: PlanOptions, cut: SplitByTim
         prediction=prediction,
         faster=_faster(prediction, opts, limit),
         cut=cut,
+        kept_peak=_kept_peak(plan, opts.device),
+        hidden=plan.run.train.offload if opts.offload_by_time else None,
     )
+
+
+def _kept_peak(plan: Plan, device: str) -> int | None:
+    """The peak of the run without offload."""
+    from braid.planning.estimate import estimate  # imports torch
+
+    if not any(plan.schedule.offloaded):
+        return None
+    train = replace(plan.run.train, offload=0.0, offload_regions=())
+    return estimate(draft(replace(plan.run, train=train), plan.world), device).peak
 
 
 def _faster(prediction: Prediction | None, opts: PlanOptions, limit: int | None) -> FasterPlans | None:
@@ -334,6 +368,8 @@ def _print(facts: PlanFacts) -> None:
         console.print()
         console.print(f"activations of one micro-batch on one rank, {unit}", style="bold")
         print_table(columns, rows, console)
+    for line in offload_lines(result, facts.kept_peak, facts.hidden):
+        console.print(line)
     if facts.limit is not None:
         console.print()
         console.print(verdict(result, facts.limit))
@@ -404,6 +440,8 @@ def _as_json(facts: PlanFacts) -> dict[str, Any]:
     time = {} if facts.prediction is None else {"time": time_json(facts.prediction, facts.faster)}
     return {
         **_common(result, facts.limit),
+        **({} if facts.kept_peak is None else {"peak_without_offload": facts.kept_peak}),
+        **({} if facts.hidden is None else {"offload_by_time": facts.hidden}),
         **({} if facts.cut is None else {"split_by_time": cut_json(facts.cut)}),
         **(stages or modules_json(result)),
         "advice": list(map(asdict, facts.fixes)),

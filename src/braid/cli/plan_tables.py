@@ -61,6 +61,22 @@ def offload_table(result: Estimate, unit: int) -> Table:
     return ["stage", "held", "recomputed", "offloaded", "host pool"], rows
 
 
+def offload_lines(result: Estimate, kept_peak: int | None, hidden: float | None) -> Iterator[str]:
+    """How much offload lowers the peak; and the share that hides behind computation, if it was asked for."""
+    if kept_peak is not None:
+        yield (
+            f"offload lowers the peak by {size_text(kept_peak - result.peak)}, from {size_text(kept_peak)} to "
+            f"{size_text(result.peak)} on the fullest rank"
+        )
+    if hidden:
+        yield (
+            f"as much as hides behind computation, if the link to the host moves 50 GB/s each way, which no "
+            f"calibration has measured; to train with it: --train.offload {hidden:g}"
+        )
+    elif hidden is not None:
+        yield "no block hides behind computation, if the link to the host moves 50 GB/s each way"
+
+
 def verdict(result: Estimate, limit: int) -> str:
     """Whether the peak fits into the memory of a device."""
     spare = limit - result.peak

@@ -75,6 +75,29 @@ def split_problems(run: Run, cluster: str | None, *, searched: bool) -> Iterator
         yield Problem(field="split-by-time", value=True, rule=rule, remedy="mesh.pp to 2 or more")
 
 
+def offload_problems(run: Run, cluster: str | None, *, searched: bool) -> Iterator[Problem]:
+    """Why the offload that hides cannot be found."""
+    for wrong, rule, remedy in (
+        (cluster is None, "needs --cluster, for the speed of devices", "--cluster NAME, or train.offload"),
+        (bool(run.modules), "is for runs without modules", "train.offload"),
+        (searched, "is about one plan, and --search lists several", "plan one of the list"),
+    ):
+        if wrong:
+            yield Problem(field="offload-by-time", value=True, rule=rule, remedy=remedy)
+
+
+def hidden_on(
+    run: Run, world: int, cluster: str, calibration: str | None, *, load: float, device: str
+) -> float:
+    """The share of the blocks whose offload hides behind computation."""
+    from braid.timing.calibration import load as load_calibration
+    from braid.timing.links import load_cluster
+    from braid.timing.offload import hidden_offload
+
+    known = None if calibration is None else load_calibration(calibration)
+    return hidden_offload(run, world, load_cluster(cluster), known, load=load, device=device)
+
+
 def cut_on(
     run: Run, world: int, cluster: str, calibration: str | None, *, load: float, limit: int | None, device: str
 ) -> SplitByTime:

@@ -153,7 +153,11 @@ class Experts(Delaying, Recomputing):
         if block:
             passing += operand_bytes(rows, experts, self.channels, projected)
         if workload.recomputes("experts"):
-            return Cost(kept=channels + rows * wide, passing=passing)
+            narrowed = (
+                not fused and wide != workload.narrow
+            )  # else the region saves the probabilities as they are
+            adopted = rows * wide if narrowed else 0
+            return Cost(kept=channels + rows * wide, adopted=adopted, passing=passing)
         if fused:
             kept = sizes.kept(rows, experts, self.channels, projected, narrow=workload.narrow, wide=wide)
             return Cost(kept=kept, passing=passing)

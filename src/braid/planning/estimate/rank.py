@@ -97,8 +97,8 @@ class HeldModule:
 
 def _leaving(cost: Cost, dropped: Cost) -> Cost:
     """The cost of a part of which only that leaves the device which `dropped` does not save."""
-    leaving = cost.kept - cost.staying - (dropped.kept - dropped.staying - dropped.adopted)
-    return replace(cost, staying=cost.kept - max(leaving, 0))
+    before, after = (each.kept - each.staying - each.adopted for each in (cost, dropped))
+    return replace(cost, staying=cost.kept - max(before - after, 0))
 
 
 def held_by_station(plan: Plan, device: str) -> Iterator[tuple[HeldModule, ...]]:
