@@ -57,20 +57,9 @@ def test_what_hides_is_what_the_link_moves_in_a_forward(name: str, regions: tupl
 def test_the_command_prints_the_share_and_by_how_much_the_peak_falls(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    words = [
-        "plan",
-        "qwen3-30b-a3b",
-        "--world",
-        "2",
-        "--cluster",
-        "h100-ib",
-        "--mesh.tp",
-        "1",
-        "--mesh.pp",
-        "1",
-    ]
-    words += ["--mesh.ep", "2", "--model.pattern", "[*E]x6", "--train.batch-samples", "8"]
-    words += ["--train.micro-batches", "1"]
+    words = ["plan", "qwen3-30b-a3b", "--world", "2", "--cluster", "h100-ib", "--mesh.tp", "1"]
+    words += ["--mesh.pp", "1", "--mesh.ep", "2", "--model.pattern", "[*E]x6"]
+    words += ["--train.batch-samples", "8", "--train.micro-batches", "1"]
     assert main([*words, "--offload-by-time"]) == ExitCode.OK
     printed = capsys.readouterr().out
     share = printed.split("to train with it: --train.offload ")[1].split()[0]

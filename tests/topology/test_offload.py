@@ -18,8 +18,8 @@ from tests.topology.module_cases import VISION, Placement, multimodal
 from tests.topology.test_modules import on_ranks
 
 
-def offloading(run: Run, *names: str) -> Run:
-    return replace(run, train=replace(run.train, offload=1.0, recompute=names))
+def offloading(run: Run, *names: str, regions: tuple[str, ...] = ()) -> Run:
+    return replace(run, train=replace(run.train, offload=1.0, recompute=names, offload_regions=regions))
 
 
 def differences(kept: Outcome, away: Outcome) -> list[str]:
@@ -47,6 +47,17 @@ def test_ranks_that_share_weights(model, world, words, names, corpus) -> None:
     found = []
     for each in (run, offloading(run, *names)):
         told = run_ranks(world, train_each, [Task(run=each)], timeout_s=300)
+        found.append(outcome([rank for (rank,) in told], shapes, Task(run=each)))
+    assert differences(*found) == []
+
+
+@pytest.mark.long
+def test_regions_of_ranks_that_share_stages(corpus) -> None:
+    run = Topology(world=4, words="pp2 tp2").of(run_of("tied", corpus, samples=8, micro_batches=4))
+    shapes = canonical_names(plan(run, 4))
+    found = []
+    for each in (run, offloading(run, "core", regions=("norm", "activation"))):
+        told = run_ranks(4, train_each, [Task(run=each)], timeout_s=300)
         found.append(outcome([rank for (rank,) in told], shapes, Task(run=each)))
     assert differences(*found) == []
 

@@ -46,6 +46,22 @@ FAULTS: tuple[Fault, ...] = (
         why="a shorter pipeline is advised with micro-batches four times as large",
     ),
     Fault(
+        name="offload-that-does-not-hide",
+        file="timing/offload.py",
+        old="sum(size <= link * forward[segment] for size in sizes)",
+        new="sum(size <= 2 * link * forward[segment] for size in sizes)",
+        kind="wrong estimate",
+        why="the share that is proposed makes every step wait for the link to the host",
+    ),
+    Fault(
+        name="offload-of-inputs-of-regions",
+        file="nn/recompute.py",
+        old="            if _address(tensor) not in given:\n                offloads.leaves(tensor)",
+        new="            if True:\n                offloads.leaves(tensor)",
+        kind="accepted input",
+        why="inputs of regions leave as well, for which there is no room in the host pool",
+    ),
+    Fault(
         name="cut-by-time-without-the-head",
         file="timing/split.py",
         old="                last += seconds",
@@ -58,7 +74,7 @@ FAULTS: tuple[Fault, ...] = (
         file="timing/split.py",
         old="self._holds(front, most) and self._holds(",
         new="self._holds(front, most) and not self._holds(",
-        kind="flipped condition",
+        kind="comparison",
         why="a pipeline that is cut by time does not fit into memory, or leaves out placements that do",
     ),
     Fault(

@@ -57,9 +57,9 @@ def _limits(plan: Plan, meter: Meter, stations: Sequence[Station], link: float) 
             if op.act is Act.F and op.micro_batch == 0 and op.segment is not None:
                 forward[op.segment] += times.seconds(station, op)
     limits = {}
-    for station in stations:
-        for segment in plan.schedule.segments_of(station.number):
-            module = station.module_of(segment)
+    for held in stations:
+        for segment in plan.schedule.segments_of(held.number):
+            module = held.module_of(segment)
             parts = {
                 block: module.name_of(part_of(phase))
                 for phase in plan.schedule.phases[segment]
