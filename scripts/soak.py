@@ -2,6 +2,7 @@
 
     python -m scripts.soak --minutes 60 --every 60 --out soak.json
     python -m scripts.soak --faults 20 --kinds kill --launcher torchrun
+    python -m scripts.soak --minutes 12 --every 30 --min-world 2
 
 A small model trains on `--world` CPU ranks under braid's launcher or torchrun, which restart it. The faults:
 
@@ -11,10 +12,12 @@ A small model trains on `--world` CPU ranks under braid's launcher or torchrun, 
     flip    a random bit of the newest checkpoint flips; then a rank is killed, so that it is read
     full    the disk is full for five seconds
     denied  nothing can be written to the folder of checkpoints for five seconds
+    gone    a random rank is killed and its slot out of service, until the run goes on with fewer ranks
 
-`full` and `denied` need root: the run then has a small tmpfs of its own.
+`full` and `denied` need root: the run then has a small tmpfs of its own. `gone` needs `--min-world`.
 At the end the run is asked to stop, and saves. A run without faults then trains to the same step, and losses
-and weights must be equal to the bit.
+and weights must be equal to the bit. With `--min-world` all is computed in float64, the run without faults has
+one process, and each loss and tensor must agree with it to 1e-10.
 """
 
 from __future__ import annotations
@@ -34,7 +37,9 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-KINDS = ("kill", "stop", "slow", "flip", "full", "denied")
+KINDS = ("kill", "stop", "slow", "flip", "full", "denied", "gone")
+BOUND = 1e-10
+"""Of relative differences in float64."""
 STALL_S = 20
 """The watchdog's timeout: a rank that is stopped is found after that."""
 SHORT_S = 5.0
@@ -66,6 +71,23 @@ def soak() -> Run:
     )
 """
 
+PACED = """
+import time
+
+from braid.train import loop
+
+def paced() -> Run:
+    '''The same, and every step begins with a pause: an hour has few steps, and needs few processors.'''
+    begin_step = loop.begin_step
+
+    def begin_late(*words, **options):
+        time.sleep({pace})
+        return begin_step(*words, **options)
+
+    loop.begin_step = begin_late
+    return soak()
+"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
@@ -81,16 +103,26 @@ class Fault:
 class Soak:
     """A training, and what happens to it."""
 
-    def __init__(self, folder: Path, corpus: Path, world: int, launcher: str) -> None:
-        self.folder, self.out = folder, folder / "out"
-        self.words = ["train", f"{folder}/soak.py:soak", "--data.sources", str(corpus), "--device", "cpu"]
-        self.world, self.launcher = world, launcher
-        (folder / "soak.py").write_text(RECIPE.format(forever=FOREVER, stall=STALL_S))
+    def __init__(self, folder: Path, corpus: Path, given: argparse.Namespace) -> None:
+        """The run is in a folder of `folder`, which has the rest. `given` are the arguments of the command."""
+        self.folder, self.disk, self.out = folder, folder / "run", folder / "run" / "out"
+        self.options = ["--data.sources", str(corpus), "--device", "cpu"]
+        self.world, self.min_world, self.launcher = given.world, given.min_world, given.launcher
+        if self.min_world is not None:
+            self.options += ["--train.dtype", "fp64"]
+        self.run: subprocess.Popen[bytes] | None = None
+        recipe = RECIPE.format(forever=FOREVER, stall=STALL_S) + PACED.format(pace=given.pace)
+        (folder / "soak.py").write_text(recipe)
+
+    def words(self, recipe: str, out: Path) -> list[str]:
+        return ["train", f"{self.folder}/soak.py:{recipe}", *self.options, "--out", str(out)]
 
     def command(self) -> list[str]:
-        words = [*self.words, "--out", str(self.out)]
+        words = self.words("paced", self.out)
         if self.launcher == "braid":
-            return [sys.executable, "-m", "braid", *words, "--world", str(self.world), "--restarts", "100000"]
+            words += ["--world", str(self.world), "--restarts", "100000"]
+            words += [] if self.min_world is None else ["--min-world", str(self.min_world)]
+            return [sys.executable, "-m", "braid", *words]
         agent = ["--standalone", "--nproc-per-node", str(self.world), "--max-restarts", "100000"]
         agent += ["--monitor-interval", "0.5"]
         return [sys.executable, "-m", "torch.distributed.run", *agent, "-m", "braid", *words]
@@ -102,16 +134,39 @@ class Soak:
             return int(json.loads((self.out / "metrics.jsonl").read_text().splitlines()[-1])["step"])
         return 0
 
-    def workers(self, launcher: int) -> dict[int, int]:
-        """Process ids by rank."""
+    def start(self) -> subprocess.Popen[bytes]:
+        """Start to train."""
+        log = (self.folder / "log").open("wb")
+        self.run = subprocess.Popen(self.command(), stdout=log, stderr=log, env=environment())
+        return self.run
+
+    def await_step(self, step: int) -> None:
+        """Wait until a step is done."""
+        assert self.run is not None, "the run was started"
+        end = time.monotonic() + PATIENCE_S
+        while self.step < step:
+            if self.run.poll() is not None or time.monotonic() > end:
+                tail = (self.folder / "log").read_text(errors="replace")[-4000:]
+                raise SystemExit(f"the run did not get to step {step}; exit code {self.run.poll()}\n{tail}")
+            time.sleep(0.1)
+
+    def workers(self, variable: str = "RANK") -> dict[int, int]:
+        """Process ids by rank, or by slot, which is `LOCAL_RANK`. Waits until there are some."""
+        found = dict[int, int]()
+        while not found:
+            found = self._workers(variable)
+        return found
+
+    def _workers(self, variable: str) -> dict[int, int]:
+        assert self.run is not None, "the run was started"
         found = {}
         for entry in Path("/proc").iterdir():
-            with suppress(OSError, ValueError, IndexError):
+            with suppress(OSError, ValueError, IndexError, KeyError):
                 parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
                 words = (entry / "environ").read_bytes().split(b"\0")
-                ranks = [int(word[5:]) for word in words if word.startswith(b"RANK=")]
-                if parent == launcher and ranks:
-                    found[ranks[0]] = int(entry.name)
+                values = dict(word.decode(errors="replace").partition("=")[::2] for word in words)
+                if parent == self.run.pid:
+                    found[int(values[variable])] = int(entry.name)
         return found
 
     def checkpoints(self) -> list[Path]:
@@ -121,16 +176,16 @@ class Soak:
 # ------------------------------------------------------------------------------------------- faults
 
 
-def kill(soak: Soak, launcher: int, chance: random.Random) -> None:
-    _signal(soak, launcher, chance, signal.SIGKILL)
+def kill(soak: Soak, chance: random.Random) -> None:
+    _signal(soak, chance, signal.SIGKILL)
 
 
-def stop(soak: Soak, launcher: int, chance: random.Random) -> None:
-    _signal(soak, launcher, chance, signal.SIGSTOP)
+def stop(soak: Soak, chance: random.Random) -> None:
+    _signal(soak, chance, signal.SIGSTOP)
 
 
-def slow(soak: Soak, launcher: int, chance: random.Random) -> None:
-    workers = soak.workers(launcher)
+def slow(soak: Soak, chance: random.Random) -> None:
+    workers = soak.workers()
     chosen, end = chance.choice(sorted(workers)), time.monotonic() + SHORT_S
     with suppress(ProcessLookupError):
         while time.monotonic() < end:
@@ -139,7 +194,7 @@ def slow(soak: Soak, launcher: int, chance: random.Random) -> None:
                 time.sleep(0.1)
 
 
-def flip(soak: Soak, launcher: int, chance: random.Random) -> None:
+def flip(soak: Soak, chance: random.Random) -> None:
     parts = sorted(soak.checkpoints()[-1].glob("part-*"))
     part = chance.choice(parts)
     with part.open("r+b") as file:
@@ -148,11 +203,11 @@ def flip(soak: Soak, launcher: int, chance: random.Random) -> None:
         byte = file.read(1)[0]
         file.seek(place)
         file.write(bytes([byte ^ 1 << chance.randrange(8)]))
-    kill(soak, launcher, chance)
+    kill(soak, chance)
 
 
-def full(soak: Soak, launcher: int, chance: random.Random) -> None:
-    filler = soak.folder / "filler"
+def full(soak: Soak, chance: random.Random) -> None:
+    filler = soak.disk / "filler"
     with filler.open("wb", buffering=0) as file, suppress(OSError):
         while True:
             file.write(bytes(1 << 16))
@@ -160,7 +215,7 @@ def full(soak: Soak, launcher: int, chance: random.Random) -> None:
     filler.unlink()
 
 
-def denied(soak: Soak, launcher: int, chance: random.Random) -> None:
+def denied(soak: Soak, chance: random.Random) -> None:
     """Nothing can be created, renamed or deleted in the folder of checkpoints. Permissions do not stop root."""
     folder = str(soak.out / "checkpoints")
     subprocess.run(["chattr", "+i", folder], check=True)
@@ -170,13 +225,24 @@ def denied(soak: Soak, launcher: int, chance: random.Random) -> None:
         subprocess.run(["chattr", "-i", folder], check=True)
 
 
-FAULTS: dict[str, Callable[[Soak, int, random.Random], None]] = {
-    each.__name__: each for each in (kill, stop, slow, flip, full, denied)
+def gone(soak: Soak, chance: random.Random) -> None:
+    """The run goes on with fewer ranks; then the slot returns."""
+    slots, listed, step = soak.workers("LOCAL_RANK"), soak.out / "out-of-service", soak.step
+    slot = chance.choice(sorted(slots))
+    listed.write_text(f"{slot}\n")
+    with suppress(ProcessLookupError):
+        os.kill(slots[slot], signal.SIGKILL)
+    soak.await_step(step + BEYOND)
+    listed.unlink()
+
+
+FAULTS: dict[str, Callable[[Soak, random.Random], None]] = {
+    each.__name__: each for each in (kill, stop, slow, flip, full, denied, gone)
 }
 
 
-def _signal(soak: Soak, launcher: int, chance: random.Random, number: signal.Signals) -> None:
-    workers = soak.workers(launcher)
+def _signal(soak: Soak, chance: random.Random, number: signal.Signals) -> None:
+    workers = soak.workers()
     with suppress(ProcessLookupError):
         os.kill(workers[chance.choice(sorted(workers))], number)
 
@@ -189,16 +255,15 @@ def survive(
 ) -> Iterator[Fault]:
     """Train with faults until it is enough, by the number of faults; then have the run save and stop. Yields
     each fault once the run is past it."""
-    log = (soak.folder / "log").open("wb")
-    run = subprocess.Popen(soak.command(), stdout=log, stderr=log, env=environment())
+    run = soak.start()
     try:
-        _await_step(soak, run, 12)
+        soak.await_step(12)
         count = 0
         while not until(count):
             time.sleep(chance.uniform(0.2, 1.8) * every)
             kind, step, begun = chance.choice(kinds), soak.step, time.monotonic()
-            FAULTS[kind](soak, run.pid, chance)
-            _await_step(soak, run, step + BEYOND)
+            FAULTS[kind](soak, chance)
+            soak.await_step(max(step, soak.step) + BEYOND)
             count += 1
             yield Fault(kind=kind, step=step, recovered_s=round(time.monotonic() - begun, 1))
         run.terminate()
@@ -206,15 +271,6 @@ def survive(
     finally:
         run.kill()
         run.wait()
-
-
-def _await_step(soak: Soak, run: subprocess.Popen[bytes], step: int) -> None:
-    end = time.monotonic() + PATIENCE_S
-    while soak.step < step:
-        if run.poll() is not None or time.monotonic() > end:
-            tail = (soak.folder / "log").read_text(errors="replace")[-4000:]
-            raise SystemExit(f"the run did not get to step {step}; exit code {run.poll()}\n{tail}")
-        time.sleep(0.1)
 
 
 def environment() -> dict[str, str]:
@@ -225,16 +281,39 @@ def differences(soak: Soak) -> list[str]:
     """What differs between the run and one to the same step without faults."""
     last, plain = soak.checkpoints()[-1], soak.folder / "plain"
     step = int(last.name[5:])
-    words = [*soak.words, "--out", str(plain), "--train.steps", str(step), "--train.keep", "1"]
-    command = [sys.executable, "-m", "braid", *words, "--world", str(soak.world)]
+    steps = ["--train.steps", str(step), "--train.keep", "1"]
+    world = [] if soak.min_world is not None else ["--world", str(soak.world)]
+    command = [sys.executable, "-m", "braid", *soak.words("soak", plain), *steps, *world]
     subprocess.run(command, check=True, env=environment(), stdout=subprocess.DEVNULL)
-    found = []
-    if _losses(soak.out)[:step] != _losses(plain):
-        found.append("losses")
-    for part in sorted((plain / "checkpoints" / last.name).glob("part-*")):
+    losses, other = _losses(soak.out)[:step], plain / "checkpoints" / last.name
+    if soak.min_world is not None:
+        return _beyond_bound(losses, _losses(plain), last, other)
+    found = ["losses"] if losses != _losses(plain) else []
+    for part in sorted(other.glob("part-*")):
         if part.read_bytes() != (last / part.name).read_bytes():
             found.append(part.name)
     return found
+
+
+def _beyond_bound(
+    losses: list[tuple[int, float]], plain_losses: list[tuple[int, float]], last: Path, plain: Path
+) -> list[str]:
+    """Steps and tensors that differ by more than rounding in float64."""
+    from braid.checkpoint import LazyCheckpoint  # loads torch
+
+    found = [] if [step for step, _ in losses] == [step for step, _ in plain_losses] else ["steps"]
+    apart = {
+        f"loss of step {step}": abs(loss - other) / other
+        for (step, loss), (_, other) in zip(losses, plain_losses, strict=False)
+    }
+    stored, wanted = LazyCheckpoint(last), LazyCheckpoint(plain)
+    found += sorted(stored.keys() ^ wanted.keys())
+    for name in stored.keys() & wanted.keys():
+        difference = (stored[name].double() - wanted[name].double()).norm()
+        apart[name] = (difference / wanted[name].double().norm().clamp(min=1e-30)).item()
+    worst = max(apart, key=apart.__getitem__)
+    print(f"furthest apart: {worst}, by {apart[worst]:.1e}", flush=True)
+    return found + [name for name, each in apart.items() if not each <= BOUND]
 
 
 def _losses(out: Path) -> list[tuple[int, float]]:
@@ -272,12 +351,19 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--faults", type=int, help="how many, instead of --minutes")
     parser.add_argument("--every", type=float, default=60.0, help="seconds of training between faults")
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--pace", type=float, default=0.0, help="seconds that every step waits at its begin")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, help="all that are possible, by default")
     parser.add_argument("--launcher", choices=("braid", "torchrun"), default="braid")
     parser.add_argument("--world", type=int, default=4)
+    parser.add_argument("--min-world", type=int, help="go on with as few ranks as this")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="JSON with every fault; the run's output goes beside it")
     given = parser.parse_args()
+    if given.min_world is None and "gone" in (given.kinds or ()):
+        parser.error("--kinds gone needs --min-world")
+    if given.min_world is not None and given.launcher == "torchrun":
+        parser.error("--min-world needs --launcher braid: torchrun starts all its workers again")
+    given.kinds = given.kinds or [kind for kind in KINDS if kind != "gone" or given.min_world is not None]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the run ends too, and its disk goes
     end = time.monotonic() + 60 * given.minutes
 
@@ -290,7 +376,7 @@ def main() -> int:
         run = folder / "run"
         run.mkdir()
         stack.enter_context(own_disk(run, not {"full", "denied"}.isdisjoint(given.kinds)))
-        soak = Soak(run, make_corpus(folder), given.world, given.launcher)
+        soak = Soak(folder, make_corpus(folder), given)
         for fault in survive(soak, given.kinds, random.Random(given.seed), enough, given.every):
             print(
                 f"{fault.kind:7} at step {fault.step:6}  past it after {fault.recovered_s:6.1f} s", flush=True
@@ -298,13 +384,14 @@ def main() -> int:
             faults.append(fault)
         different, steps = differences(soak), soak.step
         if given.out is not None:
-            shutil.copy(run / "log", given.out.with_suffix(".log"))
+            shutil.copy(folder / "log", given.out.with_suffix(".log"))
     for kind in given.kinds:
         times = sorted(each.recovered_s for each in faults if each.kind == kind)
         if times:
             middle, longest = times[len(times) // 2], times[-1]
             print(f"{kind:7} {len(times):4} survived, median {middle:.1f} s, longest {longest:.1f} s")
-    same = "different: " + ", ".join(different) if different else "equal to the bit"
+    equal = "equal to the bit" if given.min_world is None else f"within {BOUND:g} of one process"
+    same = "different: " + ", ".join(different) if different else equal
     print(f"{len(faults)} faults in {steps} steps on {given.world} ranks; losses and weights {same}")
     if given.out is not None:
         record = {"faults": [asdict(each) for each in faults], "steps": steps, "different": different}

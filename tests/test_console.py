@@ -1,9 +1,12 @@
 """What a person sees while a run is trained."""
 
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+
 import pytest
 import torch
 
-from braid.console import Line, duration, magnitude, table
+from braid.console import Line, duration, flush_at_exit, magnitude, say, table, warn
 from braid.train.device import choose_device
 
 
@@ -24,6 +27,20 @@ def line(**changes):
 
 def test_a_progress_line_reads_at_a_glance():
     assert line() == "step 120/400  loss 2.412  gnorm 0.81  lr 2.9e-4  21.0k tok/s  peak 0.5 GiB  eta 0m41s"
+
+
+FULL = Path("/dev/full")
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="needs a device that is always full, as on Linux")
+def test_a_log_on_a_full_disk_ends_no_run():
+    log = FULL.open("w")
+    with redirect_stdout(log), redirect_stderr(log):
+        for _ in range(3):
+            say("step 1/400" * 2000)
+            warn("a rank is slow")
+        flush_at_exit()
+    log.close()  # nothing is left that could fail
 
 
 def test_mfu_is_shown_only_where_the_peak_is_known():

@@ -8,6 +8,7 @@ itself.
 import os
 import signal
 import sys
+from contextlib import suppress
 from types import FrameType
 
 TERMINATED = 143
@@ -22,13 +23,17 @@ def run() -> int:
     """Run the command line."""
     try:
         from braid.cli import main
+        from braid.console import flush_at_exit
 
-        return main()
+        code = main()
+        flush_at_exit()
+        return code
     except SystemExit as end:
         if end.code != TERMINATED:
             raise
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
         os._exit(TERMINATED)  # the interpreter may not shut down cleanly when it is stopped half-way
 
 

@@ -55,6 +55,20 @@ def _write(text: str, stream: TextIO) -> None:
     except BrokenPipeError:
         # The terminal or pipe is gone. Training must go on, so discard all further output.
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    except OSError:
+        # The log is on a full disk, say: no reason to end a run. The stream keeps the text in its buffer, as
+        # far as there is room, and writes it with the next one that succeeds.
+        return
+
+
+def flush_at_exit() -> None:
+    """Write what is left in the buffers of stdout and stderr, or discard it where that fails: the interpreter
+    would try again, and end with an exit code of its own."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def table(rows: Sequence[tuple[str, str]]) -> str:

@@ -7,6 +7,7 @@ without a traceback; the exit code identifies the kind of failure (docs/exit-cod
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import sys
@@ -27,6 +28,7 @@ from braid.cli.recipes import list_recipes, show
 from braid.cli.report import report
 from braid.cli.train import train
 from braid.cli.watch import watch
+from braid.console import warn
 from braid.errors import BraidError, ConfigError, ExitCode
 from braid.validators import nearest
 
@@ -54,16 +56,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _dispatch(args)
     except BraidError as error:
-        print(f"braid: {error}", file=sys.stderr)
+        warn(str(error))
         return error.exit_code
     except KeyboardInterrupt:
-        print("braid: interrupted", file=sys.stderr)
+        warn("interrupted")
         return ExitCode.INTERRUPTED
     except BrokenPipeError:
         # The reader of stdout closed the pipe (`braid recipes | head`). Training never gets here: it ignores
         # a closed stdout (`console.say`). Redirect stdout so that the interpreter's final flush succeeds.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitCode.OK
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        warn(f"the disk is full: cannot write {error.filename or 'the output'}")
+        return ExitCode.CONFIG
 
 
 def _dispatch(args: list[str]) -> int:

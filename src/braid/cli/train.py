@@ -24,6 +24,7 @@ from braid.cli.recipes import RunFields, expand_recipe_help
 from braid.cli.sources import load_source, output_folder
 from braid.cli.step_bar import step_bar
 from braid.config import Run, to_json
+from braid.console import flush_at_exit
 from braid.errors import BraidError, ConfigError, ExitCode, PreemptedError, Problem
 from braid.planning.divisibility import describe_mesh
 from braid.planning.modules import encoder_size
@@ -108,8 +109,7 @@ def train(args: list[str]) -> int:
             raise
         finally:
             release_surplus(os.environ, plan.world, code)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush_at_exit()
     # Skip interpreter shutdown: threads of destroyed communicators may outlive it and abort the process.
     os._exit(code)
 
