@@ -125,6 +125,8 @@ class Train:
     """Number of checkpoints to keep."""
     async_save: bool = True
     """Write checkpoints beside training, from a copy in host memory; the last one of a run, synchronously."""
+    memory_save_every: int = 0
+    """Steps between checkpoints in memory, each replicated on another machine, for restarts; 0: none."""
     max_skipped: int = 5
     """Consecutive steps that may be skipped for a non-finite loss or gradient before the run fails."""
     check_copies_every: int = 100
@@ -141,7 +143,7 @@ class Train:
     def problems(self, at: str) -> Iterator[Problem]:
         yield from validators.seed(f"{at}.seed", self.seed)
         positive = ("steps", "batch_samples", "micro_batches", "log_every", "sample_tokens", "keep")
-        every = ("eval_every", "save_every", "sample_every", "check_copies_every")
+        every = ("eval_every", "save_every", "memory_save_every", "sample_every", "check_copies_every")
         non_negative = ("recompute_span", "eval_samples", "max_skipped", *every)
         for low, names in ((1, positive), (0, non_negative)):
             for name in names:

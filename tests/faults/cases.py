@@ -32,6 +32,7 @@ class Case:
 
 POOL, WATCH, SAVE = "launch/test_worker_pool.py", "launch/test_watchdog.py", "train/test_async_saving.py"
 BROKEN, DAMAGE, SHARDS = "checkpoint/test_interrupted.py", "checkpoint/test_damage.py", "data/test_shards.py"
+MEMORY = "train/test_memory_checkpoints.py"
 STATE, LOOP, METRICS = "train/test_state.py", "train/test_loop.py", "train/test_metrics.py"
 
 CASES: tuple[Case, ...] = (
@@ -405,6 +406,23 @@ FINDINGS: tuple[Case, ...] = (
             "launch/test_elastic.py::test_a_run_that_loses_a_slot_goes_on_with_fewer_and_takes_it_back",
             "launch/test_elastic.py::test_under_torchrun_ranks_that_do_not_fit_wait_and_end_with_the_others",
         ),
+    ),
+    Case(
+        fault="the disk has no checkpoint, or an older one than `train.memory_save_every`",
+        happens="ranks that start again resume from shared memory, theirs or that of a neighbouring machine",
+        code=None,
+        message="resuming from the checkpoint of step-00000040 in memory, ...",
+        tests=(
+            f"{MEMORY}::test_after_a_crash_training_goes_on_from_what_is_left_in_memory",
+            f"{MEMORY}::test_a_launcher_starts_ranks_again_from_memory_and_leaves_nothing_there",
+        ),
+    ),
+    Case(
+        fault="the log is on a full disk",
+        happens="the run goes on, and ends with its own exit code",
+        code=None,
+        message="",
+        tests=("test_console.py::test_a_log_on_a_full_disk_ends_no_run",),
     ),
 )
 """What was found beside them."""

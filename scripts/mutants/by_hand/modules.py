@@ -55,7 +55,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         name="modules-share-names-in-checkpoints",
-        file="train/state.py",
+        file="train/stored_names.py",
         old="return module.prefix + renamed(name, renames.get(module.name, {}))",
         new="return renamed(name, renames.get(module.name, {}))",
         kind="lost data",

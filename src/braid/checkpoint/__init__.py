@@ -16,7 +16,7 @@ from braid.checkpoint.choosing import Damaged, Latest, latest, prune
 from braid.checkpoint.loading import LazyCheckpoint, ReadRequest, find_faults, read, read_manifest, verify
 from braid.checkpoint.manifest import Manifest, StoredTensor
 from braid.checkpoint.saving import CHUNK_BYTES, Piece, Record, abandon, begin, commit, save, write_part
-from braid.checkpoint.steps import complete_steps, set_aside, step_path
+from braid.checkpoint.steps import complete_steps, partial_path, set_aside, step_path
 
 __all__ = [
     "CHUNK_BYTES",
@@ -36,6 +36,7 @@ __all__ = [
     "find_faults",
     "latest",
     "overlap",
+    "partial_path",
     "prune",
     "read",
     "read_manifest",

@@ -213,8 +213,16 @@ def _values(chunks: Iterable[tuple[Piece, Box]]) -> Iterator[Tensor]:
         del tensor
 
 
-def commit(root: Path, step: int, records: Sequence[Mapping[str, Any]], *, extra: Mapping[str, Any]) -> Path:
-    """Check that the ranks' records cover all tensors, write the manifest, and move the step into place."""
+def commit(
+    root: Path,
+    step: int,
+    records: Sequence[Mapping[str, Any]],
+    *,
+    extra: Mapping[str, Any],
+    whole: bool = True,
+) -> Path:
+    """Check that the ranks' records cover all tensors, write the manifest, and move the step into place. Unless
+    `whole`, parts may be missing: they are in other folders, on other machines."""
     stored_parts, tensors = merge(records)
     data = encode(step=step, extra=extra, parts=stored_parts, tensors=tensors)
     try:
@@ -224,7 +232,8 @@ def commit(root: Path, step: int, records: Sequence[Mapping[str, Any]], *, extra
         raise CheckpointError(f"cannot commit step {step}\n  {error}") from error
     partial, target, old = partial_path(root, step), step_path(root, step), old_path(root, step)
     for file, part in manifest.parts.items():
-        parts.check_size(partial, file, part)
+        if whole or (partial / file).exists():
+            parts.check_size(partial, file, part)
     with _disk_errors(f"commit step {step}", root, needs=len(data)):
         with open(partial / MANIFEST_NAME, "xb") as stream:
             stream.write(data)

@@ -85,11 +85,19 @@ def verdict(result: Estimate, limit: int) -> str:
     return f"does not fit into {size_text(limit)}: {size_text(-spare)} too much"
 
 
+MEMORY_COPIES = 4
+"""Parts that a rank has in shared memory at most: its own and a neighbour's, and both again while a newer step
+takes their place."""
+
+
 def host_memory(result: Estimate) -> Iterator[str]:
     """What saving beside training takes of the host's memory, if the run saves along the way."""
     train = result.plan.run.train
-    if train.async_save and train.save_every:
+    if train.async_save and (train.save_every or train.memory_save_every):
         yield f"host memory for copies that are saved: {size_text(result.saved)} for each rank at most"
+    if train.memory_save_every:
+        most = size_text(MEMORY_COPIES * result.saved)
+        yield f"host memory for checkpoints in memory: {most} for each rank at most"
 
 
 def layers_cell(stage: StageEstimate) -> str:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import sys
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, redirect_stdout
 from dataclasses import dataclass, replace
@@ -141,19 +143,25 @@ def _launch(args: list[str], opts: TrainOptions, out: Path) -> int:
         return _run_rank(plan, out, args, opts)
     from braid.launch.elastic import Slots
     from braid.launch.worker_pool import check_gpus, launch
+    from braid.train.memory_checkpoints import memory_folder
     from braid.train.run_dir import RunDir
 
     check_gpus(plan.world, opts.device)
     print(f"starting {plan.world} ranks", file=sys.stderr)
     command = [sys.executable, "-m", "braid", "train", *args]
     smallest = plan.world if opts.min_world is None else opts.min_world
-    return launch(
-        command,
-        slots=Slots(plan.world, min_world=smallest, fits=_fits(opts.run), file=out / OUT_OF_SERVICE),
-        restarts=opts.restarts,
-        environment={**os.environ, PROGRAM: shlex.join(program())},
-        failures=RunDir(out=out).failures,
-    )
+    job = uuid.uuid4().hex
+    try:
+        return launch(
+            command,
+            slots=Slots(plan.world, min_world=smallest, fits=_fits(opts.run), file=out / OUT_OF_SERVICE),
+            restarts=opts.restarts,
+            environment={**os.environ, PROGRAM: shlex.join(program())},
+            failures=RunDir(out=out).failures,
+            job=job,
+        )
+    finally:
+        shutil.rmtree(memory_folder(out, job), ignore_errors=True)
 
 
 def _checked_plan(opts: TrainOptions, world: int) -> Plan:

@@ -78,6 +78,9 @@ ERROR_OF_EXIT_CODE = MappingProxyType(
 LAUNCHER = "BRAID_LAUNCHER"
 """Environment variable with the launcher's process id, set if braid itself launched the worker."""
 
+JOB = "BRAID_JOB"
+"""Environment variable with a name for all attempts of one launcher, if that is braid's own."""
+
 KILLED = "braid/killed"
 """Store key prefix, followed by the attempt, under which braid's launcher lists workers that were killed."""
 
@@ -421,6 +424,12 @@ def is_everywhere(error: BraidError) -> bool:
 
 
 # ----------------------------------------------------------------------------------------- agreement
+
+
+def job_id(environment: Mapping[str, str]) -> str | None:
+    """The name that all attempts of a launcher share, on all machines: torchrun's `--rdzv-id`, or that of
+    braid's launcher. None without a launcher that restarts."""
+    return environment.get(JOB, environment.get("TORCHELASTIC_RUN_ID"))
 
 
 def all_gather_json(value: Any, group: Group) -> list[Any]:

@@ -30,7 +30,7 @@ from braid.console import warn
 from braid.errors import ConfigError, ExitCode
 from braid.launch.elastic import Slots
 from braid.launch.failure_report import read_reports, summary
-from braid.launch.process import KILLED, LAUNCHER, STEPPED
+from braid.launch.process import JOB, KILLED, LAUNCHER, STEPPED
 
 GRACE_S = 3.0
 """Time between SIGTERM and SIGKILL after a rank has failed."""
@@ -110,19 +110,20 @@ def launch(
     restarts: int,
     environment: Mapping[str, str],
     failures: Path | None = None,
+    job: str = "",
 ) -> int:
     """Run `command` on the slots of this machine, a rank each, and return 0, or the exit code of the rank that
     failed first. After a failure that may be transient all are restarted, at most `restarts` times, on the
     slots that are usable then. If slots go out of service or return in between, all ranks save, stop and are
     started again, which does not count. Prints a summary of the failure reports that workers write to
-    `failures`."""
+    `failures`. `job` is a name that no other launcher has."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     if "OMP_NUM_THREADS" not in environment:
         warn("each worker uses one thread; set OMP_NUM_THREADS for more")
     used, restarted, code = slots.usable(), 0, int(ExitCode.CONFIG)
     if 0 < len(used) < slots.count:
         warn(_describe_change(slots.count, used, slots))
-    with _WorkerPool(command, environment, store, slots) as pool:
+    with _WorkerPool(command, {**environment, JOB: job}, store, slots) as pool:
         for attempt in itertools.count():
             if not used:
                 fewest = f"the run needs {slots.min_world} ranks at least (--min-world)"

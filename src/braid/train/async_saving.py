@@ -43,8 +43,9 @@ the files that are written."""
 ALIGNMENT = 64
 """Bytes: copies of tensors begin at multiples of it."""
 
-Write = Callable[[Capture], Path]
-"""Writes a capture and returns the checkpoint's folder. Collective over the saver's group."""
+Write = Callable[[Capture], Path | None]
+"""Writes a capture and returns the checkpoint's folder; None if it is in memory alone. Collective over the
+saver's group."""
 
 
 class HostBuffer:
@@ -98,7 +99,7 @@ class AsyncSaver:
         self.group, self._device = group, torch.empty(0, device=device).device
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="saving")
         self._buffer: Future[HostBuffer] | None = None
-        self._written: Future[Path] | None = None
+        self._written: Future[Path | None] | None = None
 
     def allocate(self, captured: Capture) -> bool:
         """Begin to allocate memory for copies of what every save has, unless a machine has too little for those
@@ -144,7 +145,7 @@ class AsyncSaver:
             raise error
         return True
 
-    def result(self) -> Path:
+    def result(self) -> Path | None:
         """Wait for the save under way. The folder of the checkpoint, or the error of the ranks that failed,
         raised on all of them."""
         assert self._written is not None, "a save has begun"

@@ -26,6 +26,7 @@ from braid.train.data_pipeline import DataPipeline
 from braid.train.device import Device, set_arithmetic
 from braid.train.exact_match import exact_match
 from braid.train.item_prefetch import ItemPrefetch
+from braid.train.memory_checkpoints import MemoryCheckpoints
 from braid.train.metrics import Metrics, NullMetrics, Value
 from braid.train.nonfinite import describe_origins, find_origins
 from braid.train.pace import Pace
@@ -78,20 +79,22 @@ class Loop:
         tracer: Tracer | None = None,
         prefetch: ItemPrefetch | None = None,
         saver: AsyncSaver | None = None,
+        memory: MemoryCheckpoints | None = None,
         sample: Callable[[], None] | None = None,
         show: Callable[[Line], None] | None = None,
     ) -> None:
         """With `quiet`, no progress is printed. The tracer records when ops ran. `prefetch` reads the items of
         encoders ahead. `saver` writes checkpoints beside training, but those that must be there at once.
-        `sample` writes generated text when that is due, on all ranks. `show` receives the progress of every
-        step, on rank 0."""
+        `memory` has those between the ones on disk. `sample` writes generated text when that is due, on all
+        ranks. `show` receives the progress of every step, on rank 0."""
         set_arithmetic(deterministic=plan.run.train.deterministic)
         state.progress.on_gpu = device.torch.type == "cuda"
         self.plan, self.run = plan, plan.run
         self.watchdog: Watchdog | None = None
         """Reports stragglers."""
         self.stop_request: StopRequest | None = None
-        self.quiet, self.tracer, self.prefetch, self.saver = quiet, tracer, prefetch, saver
+        self.quiet, self.tracer, self.prefetch = quiet, tracer, prefetch
+        self.saver, self.memory = saver, memory
         self.sample, self.show, self.pace = sample, show, Pace(plan.run.train)
         self.run_dir, self.device, self.data = run_dir, device, data
         self.state, self.metrics = state, metrics
@@ -124,6 +127,9 @@ class Loop:
             if done or self._due(self.run.train.save_every):
                 with self.pace.pause("save"):
                     saved = self.save(must=done)
+            elif self._memory_due:
+                with self.pace.pause("save"):
+                    self.save(must=False, disk=False)
             # Ranks must stop at the same step: the request is all-reduced with the next step's metrics. A
             # single process stops at once.
             stop = any(each.stop for each in results) or (self.plan.world == 1 and self._signal is not None)
@@ -165,6 +171,7 @@ class Loop:
         train, traced = self.run.train, self.tracer is not None
         last = self.state.step == train.steps
         due = any(map(self._due, (train.save_every, train.eval_every, train.sample_every)))
+        due = due or self._memory_due
         return not self.looks_late or last or due or traced
 
     def finish(self) -> list[StepResult]:
@@ -249,6 +256,10 @@ class Loop:
     def _due(self, every: int) -> bool:
         return _divides(every, self.state.step)
 
+    @property
+    def _memory_due(self) -> bool:
+        return self.memory is not None and self._due(self.run.train.memory_save_every)
+
     def _metrics(
         self, issued: _IssuedStep, result: StepResult, seconds: float, evaluated: Mapping[str, float]
     ) -> dict[str, Value]:
@@ -325,26 +336,38 @@ class Loop:
         self.state.progress.enter("an evaluation")
         return evaluate(self.state, self.run, self.data.validation)
 
-    def save(self, *, must: bool) -> Path | None:
+    def save(self, *, must: bool, disk: bool = True) -> Path | None:
         """Save a checkpoint and prune old ones. With `must`, it is there on return, and a failure to save is an
         error; otherwise the saver writes it, if there is one, and training continues with the previous
-        checkpoint if that fails."""
+        checkpoint if that fails. One that is due in memory goes there too, or there alone without `disk`."""
         self.finish()
         self._end_save()
         self.state.progress.enter("a checkpoint")
         captured = states.capture(self.state, self.run, self.data.train, self.data.tokenizer)
+        memory = self._memory_due and not must
         if self.saver is not None and not must:
-            self.saver.begin(captured, functools.partial(self._write, job=self.saver.group))
+            write = functools.partial(self._write, job=self.saver.group, disk=disk, memory=memory)
+            self.saver.begin(captured, write)
             return None
         try:
-            return self._write(captured, self.state.job)
+            path = self._write(captured, self.state.job, disk=disk, memory=memory)
+            if must and self.memory is not None:
+                self.memory.clear()
+            return path
         except CheckpointError as error:
             if must:
                 raise
             self._continue_without(error)
             return None
 
-    def _write(self, captured: states.Capture, job: Group) -> Path:
+    def _write(self, captured: states.Capture, job: Group, *, disk: bool, memory: bool) -> Path | None:
+        if memory and self.memory is not None:
+            try:
+                self.memory.save(captured, job)
+            except CheckpointError as error:
+                self._warn(f"{error}\nnothing newer is in memory than before")
+        if not disk:
+            return None
         path = states.write(self.run_dir.checkpoints, captured, job)
         if self.is_rank_zero:
             try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from braid import checkpoint
@@ -9,13 +10,14 @@ from braid.architecture import Model
 from braid.config import Run, difference
 from braid.console import warn
 from braid.errors import CheckpointError, ConfigError, DataError, first_of
-from braid.launch.process import check_agreement, fail_together
+from braid.launch.process import all_gather_json, check_agreement, fail_together
 from braid.model.names import symbols
 from braid.pattern import parse
 from braid.train import state as states
 from braid.train import stored_run
 from braid.train.data_pipeline import DataPipeline
 from braid.train.init_from import SAME_MODEL, InitOptions, start_from
+from braid.train.memory_checkpoints import MemoryCheckpoints
 from braid.train.run_dir import RunDir
 from braid.train.state import JobState
 
@@ -32,20 +34,29 @@ def initialize_or_resume(
     options: InitOptions = SAME_MODEL,
     *,
     start_over: bool = False,
+    memory: MemoryCheckpoints | None = None,
 ) -> Path | None:
     """Resume from the newest valid checkpoint of the run and return its path. Without one, initialise from the
     run's seed, or load the weights of the checkpoint `init` if given, by the rules of `options`. If all
-    checkpoints are damaged, that needs `start_over`. Succeeds or fails on all ranks alike."""
+    checkpoints are damaged, that needs `start_over`. A checkpoint in `memory` is used if it is newer than those
+    on disk. Succeeds or fails on all ranks alike."""
     job = state.job
     with fail_together(job):
-        newest = _newest(run_dir, start_over)
+        newest = checkpoint.latest(run_dir.checkpoints)
+    on_disk = newest.path
+    kept = None if memory is None else _newer_in_memory(memory, state, newest)
+    with fail_together(job):
+        if kept is not None:
+            newest = replace(newest, path=kept)
+        elif newest.path is None and newest.damaged and not start_over:
+            raise _all_damaged(run_dir, newest)
         weights = None
         if newest.path is None and init is not None:
             weights = states.resolve_checkpoint(init, quiet=job.rank != 0)
     # Every rank has looked for itself: with a filesystem that is not shared, or not readable on one node, ranks
     # would resume from different steps.
     check_agreement(
-        {"newest valid checkpoint": str(newest.path or weights)},
+        {"newest valid checkpoint": str(on_disk or weights)},
         job,
         "the ranks find different checkpoints: set --out and --init to folders that all of them share",
         CheckpointError,
@@ -61,14 +72,20 @@ def initialize_or_resume(
     return newest.path
 
 
-def _newest(run_dir: RunDir, start_over: bool) -> checkpoint.Latest:
-    """The newest valid checkpoint of a run, if it has any checkpoints. Raises if all of them are damaged,
-    unless the user has said what to do about it: `start_over`."""
-    newest = checkpoint.latest(run_dir.checkpoints)
-    if newest.path is not None or not newest.damaged or start_over:
-        return newest
+def _newer_in_memory(memory: MemoryCheckpoints, state: JobState, newest: checkpoint.Latest) -> Path | None:
+    """The checkpoint in memory, if it is newer than the one on disk."""
+    on_disk = -1 if newest.path is None else checkpoint.read_manifest(newest.path).step
+    after = min(all_gather_json(on_disk, state.job))  # where they differ, that is an error below
+    kept = memory.restore(state, after)
+    if kept is not None and state.job.rank == 0:
+        older = "the disk has none" if after < 0 else f"the newest on disk is step {after}"
+        warn(f"resuming from the checkpoint of {kept.name} in memory, {kept}: {older}")
+    return kept
+
+
+def _all_damaged(run_dir: RunDir, newest: checkpoint.Latest) -> CheckpointError:
     reasons = [line for damaged in newest.damaged for line in first_of(damaged.reason.splitlines())]
-    raise CheckpointError(
+    return CheckpointError(
         "\n  ".join(
             [
                 f"all checkpoints in {run_dir.checkpoints} are damaged: the run is left unchanged",

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -35,13 +35,12 @@ from braid.errors import CheckpointError, NumericsError
 from braid.launch.process import all_gather_json, fail_together
 from braid.model.encoder import EncoderModel
 from braid.model.language import LanguageModel
-from braid.model.names import language_names, regrouped_names, renamed
+from braid.model.names import language_names, renamed
 from braid.nn.canonical import Canonical, Held
 from braid.nn.init import VERSION as INIT_VERSION
 from braid.nn.offload import HostPool
 from braid.optim.adamw import ALL_MOMENTS, AdamW
 from braid.optim.spikes import SpikeWindow
-from braid.pattern import parse
 from braid.planning import trained as trained_tensors
 from braid.planning.plan import Plan, canonical_names, evaluation_schedule, whole_models
 from braid.schedule import Channel, OpSpan
@@ -49,7 +48,8 @@ from braid.schedule.graph import LANGUAGE
 from braid.train.copies import CopyCheck
 from braid.train.host_pool import open_pool
 from braid.train.module_state import ModuleState
-from braid.train.stored_run import NAMES_VERSION, NO_DATA, describe, read_run_manifest, saved_models
+from braid.train.stored_names import Renames, renames_in, stored_name, stored_tensor_name
+from braid.train.stored_run import NAMES_VERSION, NO_DATA, describe, read_run_manifest
 from braid.train.surgery import Fresh, InitPlan, Stored, Values, check_plan, plan_by_name
 
 RNG = "rng.cpu"
@@ -270,14 +270,25 @@ def save(root: Path, state: JobState, run: Run, loader: Loader, tokenizer: Token
     return write(root, capture(state, run, loader, tokenizer), state.job)
 
 
-def write(root: Path, captured: Capture, job: Group) -> Path:
+class Replication(Protocol):
+    """Where ranks write if each machine has a folder of its own."""
+
+    leads: bool
+    """Whether this rank begins and commits the checkpoint of its machine."""
+
+    def exchange(self, folder: Path, records: Sequence[checkpoint.Record]) -> None:
+        """Copy the files of a checkpoint in the making to other machines. Collective."""
+
+
+def write(root: Path, captured: Capture, job: Group, replication: Replication | None = None) -> Path:
     """`save` what was captured before. `job` may be any group of all ranks of the job."""
     step, extra = captured.step, dict(captured.extra)
+    leads = job.rank == 0 if replication is None else replication.leads
     with fail_together(job):
         _check_finite(root, captured)
     try:
         with fail_together(job):
-            if job.rank == 0:
+            if leads:
                 checkpoint.begin(root, step)
         with fail_together(job):
             record = checkpoint.write_part(root, step, job.rank, captured.pieces(job.rank))
@@ -289,11 +300,14 @@ def write(root: Path, captured: Capture, job: Group) -> Path:
             extra["module_updates"] = updates
         if own := {name: count for _, mine in told for name, count in mine.items()}:
             extra["own_updates"] = own
+        if replication is not None:
+            with fail_together(job):
+                replication.exchange(checkpoint.partial_path(root, step), records)
         with fail_together(job):
-            if job.rank == 0:
-                checkpoint.commit(root, step, records, extra=extra)
+            if leads:
+                checkpoint.commit(root, step, records, extra=extra, whole=replication is None)
     except BaseException:
-        if job.rank == 0:
+        if leads:
             checkpoint.abandon(root, step)
         raise
     return checkpoint.step_path(root, step)
@@ -333,11 +347,17 @@ def _extra(run: Run, tokenizer: Tokenizer) -> dict[str, Any]:
     }
 
 
+def boxes_in(path: Path, state: JobState) -> list[tuple[str, checkpoint.Box]]:
+    """The tensors of a checkpoint of which this rank holds a part, each with its box."""
+    entries = _entries(state, renames_in(path, state.plan))
+    return [(entry.name, entry.box) for entry in entries if not entry.held.empty]
+
+
 def load(path: Path, state: JobState) -> None:
     """Load a checkpoint into the state. Its tensors must be exactly those of the state, over all ranks; the
     brackets of its patterns may stand elsewhere."""
     with fail_together(state.job):
-        saved, renames = describe(path), _renames(path, state.plan)
+        saved, renames = describe(path), renames_in(path, state.plan)
         stored, fresh = checkpoint.read_manifest(path).tensors, _without_moments(path, state, renames)
     held = [*_entries(state, renames)]
     zeroed = {f"optimizer.{moment}.{name}" for moment in ALL_MOMENTS for name in fresh}
@@ -348,7 +368,7 @@ def load(path: Path, state: JobState) -> None:
         castable = entry.name in stored and (entry.frozen or entry.name in fresh)
         dtype = stored[entry.name].dtype if castable else entry.storage.dtype
         requests[entry.name] = entry.request(dtype)
-    names = {_stored_name(name, state.plan, renames) for name in state.names}
+    names = {stored_tensor_name(name, state.plan, renames) for name in state.names}
     moments = {f"optimizer.{moment}.{name}" for moment in ALL_MOMENTS for name in names}
     unread = (moments | names) - requests.keys()  # read by other ranks
     with fail_together(state.job):
@@ -364,7 +384,7 @@ def load(path: Path, state: JobState) -> None:
     counts = {**saved.own_updates, **dict.fromkeys(fresh, 0)}
     for name, module in state.modules.items():
         module.optimizer.copy_to_model()
-        tensors_of = ((_stored(each, module, renames), t) for each, t in module.model.canonical().items())
+        tensors_of = ((stored_name(each, module, renames), t) for each, t in module.model.canonical().items())
         own = {t.parameter: counts[each] for each, t in tensors_of if each in counts}
         updates = saved.updates if name == LANGUAGE else saved.module_updates.get(name, 0)
         module.optimizer.set_updates(updates, own)
@@ -373,34 +393,6 @@ def load(path: Path, state: JobState) -> None:
     state.init = saved.init
     state.spikes.restore(saved.spikes)
     torch.set_rng_state(tensors[RNG])
-
-
-Renames = Mapping[str, Mapping[str, str]]
-"""For each module, the names that its layers have in a checkpoint of a pattern with other brackets."""
-
-
-def _renames(path: Path, plan: Plan) -> Renames:
-    saved = saved_models(path)
-    layouts = {LANGUAGE: plan.layout, **{name: each.layout for name, each in plan.encoders.items()}}
-    return {
-        name: regrouped_names(layout, parse(saved[name].pattern)) or {}
-        for name, layout in layouts.items()
-        if name in saved
-    }
-
-
-def _stored(name: str, module: ModuleState, renames: Renames) -> str:
-    """The name in a checkpoint of a tensor of a module."""
-    return module.prefix + renamed(name, renames.get(module.name, {}))
-
-
-def _stored_name(name: str, plan: Plan, renames: Renames) -> str:
-    """The same of a tensor by its full name."""
-    module, prefix = next(
-        ((module, each.prefix) for module, each in plan.encoders.items() if name.startswith(each.prefix)),
-        (LANGUAGE, ""),
-    )
-    return prefix + renamed(name[len(prefix) :], renames.get(module, {}))
 
 
 def _without_moments(path: Path, state: JobState, renames: Renames) -> frozenset[str]:
@@ -586,7 +578,7 @@ def _entries(state: JobState, renames: Renames = MappingProxyType({})) -> Iterat
     for module in state.modules.values():
         optimizer, weights = module.optimizer, module.weights()
         for own_name, (tensor, held) in module.tensors.items():
-            name, kept = _stored(own_name, module, renames), module.kept[tensor.parameter]
+            name, kept = stored_name(own_name, module, renames), module.kept[tensor.parameter]
             first, frozen = kept.first and tensor.copies.rank == 0, tensor.parameter not in optimizer.main
             yield _Entry(name, tensor, weights[tensor.parameter], held, first, frozen)
             moments = {} if frozen else optimizer.moments(tensor.parameter)

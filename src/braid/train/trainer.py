@@ -32,6 +32,7 @@ from braid.launch.process import (
     ProcessContext,
     check_agreement,
     fail_together,
+    job_id,
     join,
     leave,
     rank_zero_first,
@@ -57,6 +58,7 @@ from braid.train.item_prefetch import ItemPrefetch
 from braid.train.launches import append, this_launch
 from braid.train.load_model import encode, image_limits
 from braid.train.loop import Loop, Outcome
+from braid.train.memory_checkpoints import MemoryCheckpoints, memory_folder
 from braid.train.metrics import Listener, Metrics, NullMetrics
 from braid.train.resume import initialize_or_resume
 from braid.train.run_dir import RunDir
@@ -167,10 +169,28 @@ class Trainer:
         self.state = self._resources.enter_context(
             state_context(plan, self.device, groups, self.process.world_group, timeout)
         )
-        start = (self._init, self._init_options)
+        self._memory = self._open_memory(environment)
         self.resumed = initialize_or_resume(
-            self.state, run, self.data, self.run_dir, *start, start_over=self._start_over
+            self.state,
+            run,
+            self.data,
+            self.run_dir,
+            self._init,
+            self._init_options,
+            start_over=self._start_over,
+            memory=self._memory,
         )
+
+    def _open_memory(self, environment: Mapping[str, str]) -> MemoryCheckpoints | None:
+        """Checkpoints in memory; None if the run does not ask for them, or nobody would start it again."""
+        job = job_id(environment)
+        if not self.plan.run.train.memory_save_every:
+            return None
+        if job is None:
+            if self.process.rank == 0:
+                warn("nothing is saved in memory: that is for restarts by a launcher (--restarts, torchrun)")
+            return None
+        return MemoryCheckpoints(memory_folder(self.run_dir.out, job), self.process.world_group)
 
     def _join(self, environment: Mapping[str, str], device: torch.device, timeout: timedelta) -> ProcessContext:
         """Join the process group, which must have as many ranks as the plan."""
@@ -324,6 +344,7 @@ class Trainer:
                 tracer=self._tracer,
                 prefetch=prefetch,
                 saver=self._open_saver(),
+                memory=self._memory,
                 sample=self._sampler(),
                 show=self.show,
             )
@@ -364,7 +385,7 @@ class Trainer:
     def _open_saver(self) -> AsyncSaver | None:
         """What saves beside training; None if the run does not ask for it, or there is too little memory."""
         train = self.plan.run.train
-        if not (train.async_save and train.save_every):
+        if not (train.async_save and (train.save_every or self._memory is not None)):
             return None
         group = self._resources.enter_context(opened_host_group(self.process.world_group, SAVE_TIMEOUT))
         saver = self._resources.enter_context(AsyncSaver(group, self.device.torch))
