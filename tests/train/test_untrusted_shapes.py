@@ -2,12 +2,14 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from braid.checkpoint.manifest import encode
-from braid.errors import CheckpointError, ConfigError
+from braid.errors import CheckpointError, ConfigError, ExitCode
 from braid.model.generate import generate_text
 from braid.train import state as states
 from braid.train.load_model import load_model
@@ -26,7 +28,7 @@ def saved(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ({"pattern": "[*-]x10000"}, "has 20,000 layers, and there are"),
         ({"pattern": "[*-]x10000M"}, "more than 20,000 layers"),
-        ({"vocab": 10**9, "hidden": 10**6}, "differ in 33 tensors"),
+        ({"vocab": 10**9, "hidden": 10**6}, "its embedding has 1,000,000,000,000,000 numbers"),
     ],
 )
 def test_a_model_is_bounded_by_the_tensors_that_are_there(claim, said, saved, tmp_path, monkeypatch):
@@ -45,3 +47,26 @@ def test_a_prompt_that_no_cache_holds_is_refused(saved):
     options = {"tokens": 1, "temperature": 0.0, "seed": 0}
     with pytest.raises(ConfigError, match="200,000 tokens, and 1 to generate"):
         generate_text(model, tokenizer, "a" * 200_000, **options)
+
+
+@pytest.mark.parametrize(
+    ("claim", "said"),
+    [
+        ({"updates": -1}, "is of no possible run"),
+        ({"samples": 10**30}, "is of no possible run"),
+        ({"pattern": "[*-]x10000"}, "has 20,000 layers, and there are"),
+    ],
+)
+@pytest.mark.parametrize("command", ["generate", "train"])
+def test_what_a_manifest_alone_shows_is_refused_before_torch_is_loaded(claim, said, command, saved, tmp_path):
+    """An import of torch would take longer than the answer may."""
+    copy = shutil.copytree(saved, tmp_path / saved.name)
+    document = json.loads((copy / "manifest.json").read_bytes())
+    (document["extra"]["run"]["model"] if "pattern" in claim else document["extra"]).update(claim)
+    stored = {name: document[name] for name in ("step", "extra", "parts", "tensors")}
+    (copy / "manifest.json").write_bytes(encode(**stored))
+    code = "import sys; from braid.cli import main; print(main(sys.argv[1:]), 'torch' in sys.modules)"
+    asked = [sys.executable, "-c", code, command, str(copy)]
+    ended = subprocess.run(asked, capture_output=True, text=True)
+    assert said in ended.stderr
+    assert ended.stdout.split() == [str(int(ExitCode.CHECKPOINT)), "False"]

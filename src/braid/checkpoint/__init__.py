@@ -11,12 +11,26 @@ every chunk, and nothing in a checkpoint is ever executed. docs/checkpoint-forma
     verify(path), find_faults(path, manifest), prune(root, keep=3), read_manifest(path)
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from braid.checkpoint.boxes import Box, overlap
-from braid.checkpoint.choosing import Damaged, Latest, latest, prune
-from braid.checkpoint.loading import LazyCheckpoint, ReadRequest, find_faults, read, read_manifest, verify
 from braid.checkpoint.manifest import Manifest, StoredTensor
-from braid.checkpoint.saving import CHUNK_BYTES, Piece, Record, abandon, begin, commit, save, write_part
+from braid.checkpoint.reading import read_manifest
 from braid.checkpoint.steps import complete_steps, partial_path, set_aside, step_path
+
+if TYPE_CHECKING:
+    from braid.checkpoint.choosing import Damaged, Latest, latest, prune
+    from braid.checkpoint.loading import LazyCheckpoint, ReadRequest, find_faults, read, verify
+    from braid.checkpoint.saving import CHUNK_BYTES, Piece, Record, abandon, begin, commit, save, write_part
+
+_LOADING_TORCH = {
+    "choosing": ("Damaged", "Latest", "latest", "prune"),
+    "loading": ("LazyCheckpoint", "ReadRequest", "find_faults", "read", "verify"),
+    "saving": ("CHUNK_BYTES", "Piece", "Record", "abandon", "begin", "commit", "save", "write_part"),
+}
+"""Modules with what needs torch, which is loaded when it is first asked for: whoever reads a manifest does
+without."""
 
 __all__ = [
     "CHUNK_BYTES",
@@ -46,3 +60,12 @@ __all__ = [
     "verify",
     "write_part",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _LOADING_TORCH.items():
+        if name in names:
+            value = getattr(import_module(f"braid.checkpoint.{module}"), name)
+            globals()[name] = value
+            return value
+    raise AttributeError(f"module {__name__} has no attribute {name}")

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from braid.checkpoint import parts
-from braid.checkpoint.loading import read_manifest, verify
+from braid.checkpoint.loading import verify
+from braid.checkpoint.reading import read_manifest
 from braid.checkpoint.steps import complete_steps, removed_path
 from braid.errors import CheckpointError
 

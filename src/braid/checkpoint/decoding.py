@@ -16,9 +16,9 @@ from typing import Any, NoReturn
 
 from braid.checkpoint.boxes import Box, Shape, cover_fault
 from braid.checkpoint.manifest import (
-    DTYPES,
     FORMAT,
     HEADER_LIMIT,
+    ITEM_BYTES,
     MANIFEST_NAME,
     MAX_DIMS,
     NAME_RULE,
@@ -79,11 +79,11 @@ def _tensor(name: str, entry: object) -> StoredTensor:
         _refuse(f"tensor name {name[:80]!r} is not {NAME_RULE}")
     fields = _fields(entry, ("shape", "dtype", "chunks"), name)
     shape = _shape(fields["shape"], f"{name}: shape")
-    dtype = DTYPES.get(_string(fields["dtype"], f"{name}: dtype"))
-    if dtype is None:
-        _refuse(f"{name}: dtype {fields['dtype']!r} is none of {', '.join(DTYPES)}")
+    dtype = _string(fields["dtype"], f"{name}: dtype")
+    if dtype not in ITEM_BYTES:
+        _refuse(f"{name}: dtype {dtype!r} is none of {', '.join(ITEM_BYTES)}")
     chunks = tuple(_chunk(name, chunk, shape) for chunk in _list(fields["chunks"], f"{name}: chunks"))
-    return StoredTensor(shape=shape, dtype=dtype, chunks=chunks)
+    return StoredTensor(shape=shape, dtype_name=dtype, chunks=chunks)
 
 
 def _chunk(name: str, entry: object, shape: Shape) -> Chunk:
@@ -128,7 +128,7 @@ def _check_parts(manifest: Manifest) -> None:
             if (chunk.file, chunk.key) in keys:
                 _refuse(f"{name}: key {chunk.key!r} of {chunk.file} is used by two chunks")
             keys.add((chunk.file, chunk.key))
-            data_size[chunk.file] += chunk.box.numel * tensor.dtype.itemsize
+            data_size[chunk.file] += chunk.box.numel * tensor.item_bytes
     for file, part in manifest.parts.items():
         if file not in data_size:
             _refuse(f"{file}: contains no chunk")

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from braid.checkpoint import parts
 from braid.checkpoint.boxes import Box, Shape, overlap
-from braid.checkpoint.decoding import decode
-from braid.checkpoint.manifest import DTYPE_NAMES, MANIFEST_LIMIT, MANIFEST_NAME, Chunk, Manifest
+from braid.checkpoint.dtypes import DTYPE_NAMES
+from braid.checkpoint.manifest import Chunk, Manifest
+from braid.checkpoint.reading import read_manifest
 from braid.errors import CheckpointError, first_of
 
 
@@ -36,23 +37,6 @@ class ReadRequest:
         """A request for a full tensor of this shape and dtype."""
         shape = tuple(tensor.shape)
         return cls(global_shape=shape, box=Box.whole(shape), dtype=tensor.dtype)
-
-
-def read_manifest(path: Path) -> Manifest:
-    """Read and verify the manifest: step, `extra`, and the shape and dtype of every tensor."""
-    file = path / MANIFEST_NAME
-    try:
-        if not file.is_file():
-            raise CheckpointError(f"{path} is not a complete checkpoint: it has no {MANIFEST_NAME}")
-        if file.stat().st_size > MANIFEST_LIMIT:
-            raise CheckpointError(f"{file} has more than {MANIFEST_LIMIT} bytes")
-        data = file.read_bytes()
-    except OSError as error:
-        raise CheckpointError(f"cannot read {file}: {error.strerror}") from error
-    try:
-        return decode(data)
-    except CheckpointError as error:
-        raise CheckpointError(f"{path} cannot be loaded\n  {error}") from error
 
 
 def read(
@@ -160,7 +144,7 @@ def _check_requests(
             boxes.append(f"box      {name}: {box} is outside of {list(stored.shape)}")
         if request.dtype != stored.dtype:
             expected = DTYPE_NAMES.get(request.dtype, request.dtype)
-            dtypes.append(f"dtype    {name}: stored {DTYPE_NAMES[stored.dtype]}, wanted {expected}")
+            dtypes.append(f"dtype    {name}: stored {stored.dtype_name}, wanted {expected}")
     problems += [line for kind in (shapes, boxes, dtypes) for line in first_of(kind)]
     if problems:
         raise CheckpointError("\n  ".join([f"{path} does not fit what is being loaded", *problems]))

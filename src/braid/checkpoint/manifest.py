@@ -10,12 +10,13 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from braid.checkpoint.boxes import Box, Shape
 from braid.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
 
 FORMAT = 1
 """Version of the format, the only one that is written and read."""
@@ -28,21 +29,21 @@ MAX_DIMS = 8
 """Maximum number of dims: the cover proof visits 2**dims corners of each chunk."""
 NAME_RULE = "1 to 1024 printable characters"
 
-DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+ITEM_BYTES: Mapping[str, int] = MappingProxyType(
     {
-        "float64": torch.float64,
-        "float32": torch.float32,
-        "bfloat16": torch.bfloat16,
-        "float16": torch.float16,
-        "int64": torch.int64,
-        "int32": torch.int32,
-        "int16": torch.int16,
-        "int8": torch.int8,
-        "uint8": torch.uint8,
-        "bool": torch.bool,
+        "float64": 8,
+        "float32": 4,
+        "bfloat16": 2,
+        "float16": 2,
+        "int64": 8,
+        "int32": 4,
+        "int16": 2,
+        "int8": 1,
+        "uint8": 1,
+        "bool": 1,
     }
 )
-DTYPE_NAMES: Mapping[torch.dtype, str] = MappingProxyType({dtype: name for name, dtype in DTYPES.items()})
+"""Bytes of an element, by the name of its dtype."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,9 +66,19 @@ class StoredTensor:
 
     shape: Shape
     """Shape of the full tensor."""
-    dtype: torch.dtype
+    dtype_name: str
     chunks: tuple[Chunk, ...]
     """Non-empty boxes that cover it exactly once; none for a tensor without elements."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        from braid.checkpoint.dtypes import DTYPES  # loads torch, which takes longer than to read a manifest
+
+        return DTYPES[self.dtype_name]
+
+    @property
+    def item_bytes(self) -> int:
+        return ITEM_BYTES[self.dtype_name]
 
 
 @dataclass(frozen=True, kw_only=True)

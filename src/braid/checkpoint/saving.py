@@ -27,8 +27,8 @@ from torch import Tensor
 from braid.checkpoint import parts
 from braid.checkpoint.boxes import Box, Shape, cut
 from braid.checkpoint.decoding import decode
+from braid.checkpoint.dtypes import DTYPE_NAMES
 from braid.checkpoint.manifest import (
-    DTYPE_NAMES,
     MANIFEST_NAME,
     MAX_DIMS,
     NAME_RULE,

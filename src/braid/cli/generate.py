@@ -10,6 +10,7 @@ import tyro
 
 from braid.cli.args import optional, parse_options, split_positional, wants_help
 from braid.errors import ConfigError, ExitCode
+from braid.train.stored_run import refuse_at_once
 
 if TYPE_CHECKING:
     from braid.model.generate import Sampling
@@ -76,6 +77,7 @@ def generate(args: list[str]) -> int:
     if opts.chat and (opts.image or opts.prompt_parts is not None):
         raise ConfigError("--chat is text alone: leave --image and --prompt-parts out")
     images = tuple(file for files in opts.image for file in files)
+    refuse_at_once(Path(checkpoint))
     # Imports torch, which takes seconds: only after the arguments are validated.
     from braid.model.generate import Sampling
     from braid.train.device import choose_device

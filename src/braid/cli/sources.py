@@ -14,6 +14,7 @@ from braid import recipes
 from braid.config import Run, type_problems
 from braid.errors import ConfigError
 from braid.run_files import is_run_file, load_run
+from braid.train.stored_run import refuse_at_once
 
 WORLD_SIZE = "WORLD_SIZE"
 """The variable of launchers."""
@@ -43,6 +44,7 @@ def load_source(
         if wrong_types := list(type_problems(run)):
             raise ConfigError(wrong_types)  # options are made of the values, and need the right types
         return RunSource(run)
+    refuse_at_once(path)
     from braid.train.state import resolve_checkpoint, weight_names
     from braid.train.stored_run import describe
 

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from braid.checkpoint import StoredTensor, complete_steps, read_manifest
-from braid.checkpoint.manifest import DTYPE_NAMES, MANIFEST_NAME
+from braid.checkpoint.manifest import MANIFEST_NAME
 from braid.errors import CheckpointError
-from braid.optim.adamw import ALL_MOMENTS
 
 COUNTERS = ("updates", "samples", "tokens", "skipped_in_a_row")
 """Of a run's `extra`."""
@@ -45,7 +44,7 @@ def summary(path: Path) -> dict[str, Any]:
     run = _object(extra.get("run"))
     sizes: dict[str, int] = {}
     for name, tensor in manifest.tensors.items():
-        kind = f"{kind_of(name)}, {DTYPE_NAMES[tensor.dtype]}"
+        kind = f"{kind_of(name)}, {tensor.dtype_name}"
         sizes[kind] = sizes.get(kind, 0) + _bytes(tensor)
     models = {"model": _object(run.get("model"))}
     models |= {f"modules.{name}": _object(_object(each).get("model")) for name, each in _modules(extra, run)}
@@ -69,7 +68,7 @@ def tensors_of(path: Path) -> dict[str, Any]:
     """Every tensor of a checkpoint: dtype, shape, bytes and number of chunks, as JSON."""
     return {
         name: {
-            "dtype": DTYPE_NAMES[tensor.dtype],
+            "dtype": tensor.dtype_name,
             "shape": list(tensor.shape),
             "bytes": _bytes(tensor),
             "chunks": len(tensor.chunks),
@@ -80,14 +79,13 @@ def tensors_of(path: Path) -> dict[str, Any]:
 
 def kind_of(name: str) -> str:
     """`weights`, `optimizer.exp_avg`, or `rng`: what a tensor of this name is."""
-    for moment in ALL_MOMENTS:
-        if name.startswith(f"optimizer.{moment}."):
-            return f"optimizer.{moment}"
+    if name.startswith("optimizer."):
+        return ".".join(name.split(".")[:2])
     return "rng" if name.startswith("rng.") else "weights"
 
 
 def _bytes(tensor: StoredTensor) -> int:
-    return prod(tensor.shape) * tensor.dtype.itemsize
+    return prod(tensor.shape) * tensor.item_bytes
 
 
 def _modules(extra: Mapping[str, Any], run: Mapping[str, Any]) -> list[tuple[str, Any]]:

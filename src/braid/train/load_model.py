@@ -13,19 +13,18 @@ from braid.config import Mesh, Run
 from braid.data import ItemLimits, Tokenizer, tokenizer_from
 from braid.data.prompts import Prompt, PromptItems
 from braid.distributed.collectives import Groups
-from braid.errors import CheckpointError, ConfigError
+from braid.errors import ConfigError
 from braid.model.encoder import EncoderModel, Items
 from braid.model.generate import Sampling, checked_prompt, continuation, decode_text
 from braid.model.language import LanguageModel
 from braid.model.multimodal import Rows
 from braid.model.names import language_names
 from braid.nn.dtypes import DTYPES
-from braid.pattern import parse
 from braid.planning.local_model import build_local_encoder, choose_encoder_kernels
 from braid.planning.plan import Plan, canonical_names, plan
 from braid.train.device import Device, DeviceName, choose_device
 from braid.train.state import load_weights, resolve_checkpoint, shapes_of, stored_weights
-from braid.train.stored_run import describe
+from braid.train.stored_run import check_claims, describe
 from braid.train.surgery import check_plan, plan_by_name
 
 
@@ -101,7 +100,7 @@ def load_model(path: Path | str, device: Device | DeviceName = "auto") -> tuple[
     if not isinstance(device, Device):
         device = choose_device(device)
     saved = describe(path)
-    _check_layers(path, saved.run)
+    check_claims(path, saved.run)
     dtype = DTYPES[saved.run.train.dtype]
     alone = plan(replace(saved.run, mesh=Mesh(), modules={}), world=1)
     layout, wanted = alone.layout, canonical_names(alone)
@@ -113,20 +112,6 @@ def load_model(path: Path | str, device: Device | DeviceName = "auto") -> tuple[
     model = LanguageModel(saved.run.model, layout, chosen, device=device.torch, dtype=dtype)
     load_weights(path, model, model.tensors())
     return model, tokenizer_from(saved.tokenizer)
-
-
-def _check_layers(path: Path, run: Run) -> None:
-    """Refuse settings with more layers than the checkpoint has tensors: each layer has at least one."""
-    stored = len(stored_weights(path))
-    for name, pattern in [("", run.model.pattern), *((n, m.model.pattern) for n, m in run.modules.items())]:
-        layout = parse(pattern)
-        layers = len(layout.layers) + sum(len(depth.layers) for depth in layout.mtp)
-        if layers > stored:
-            at = f"modules.{name}.model.pattern" if name else "model.pattern"
-            raise CheckpointError(
-                f"{path} does not hold the model that it describes: {at} has {layers:,} layers, and there are "
-                f"{stored:,} tensors\n  set   the checkpoint as it was saved"
-            )
 
 
 def on_one_process(run: Run) -> Run:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from braid import checkpoint
 from braid.architecture import Trunk
+from braid.checkpoint import complete_steps
+from braid.checkpoint.manifest import MANIFEST_NAME
 from braid.config import Run, encoder_from_json, from_json, model_from_json
 from braid.errors import CheckpointError, first_of
-from braid.optim.spikes import SpikeRecord
+from braid.optim.spike_record import SpikeRecord
 from braid.pattern import parse
 from braid.schedule.graph import LANGUAGE
 
@@ -92,6 +96,40 @@ def _check_counters(path: Path, manifest: checkpoint.Manifest) -> None:
     ]
     if wrong:
         raise CheckpointError("\n  ".join([f"{path} is of no possible run", *first_of(wrong)]))
+
+
+def check_claims(path: Path, run: Run) -> None:
+    """Refuse settings with more layers than the checkpoint has tensors, as each layer has at least one, or with
+    a larger embedding than it has numbers."""
+    tensors = read_run_manifest(path).tensors
+    numbers = sum(math.prod(tensor.shape) for tensor in tensors.values())
+    wrong = None
+    for name, pattern in [("", run.model.pattern), *((n, m.model.pattern) for n, m in run.modules.items())]:
+        layout = parse(pattern)
+        layers = len(layout.layers) + sum(len(depth.layers) for depth in layout.mtp)
+        if layers > len(tensors):
+            at = f"modules.{name}.model.pattern" if name else "model.pattern"
+            wrong = f"{at} has {layers:,} layers, and there are {len(tensors):,} tensors"
+    if (embedding := run.model.vocab * run.model.hidden) > numbers:
+        wrong = f"its embedding has {embedding:,} numbers, and there are {numbers:,}"
+    if wrong is not None:
+        raise CheckpointError(
+            f"{path} does not hold the model that it describes: {wrong}\n  set   the checkpoint as it was saved"
+        )
+
+
+def refuse_at_once(path: Path) -> None:
+    """Refuse a checkpoint, or a run with one, whose manifest claims what cannot be, before torch is loaded.
+    What this does not find is found when the checkpoint is loaded."""
+    roots = [root for root in (path / "checkpoints", path) if root.is_dir()]
+    of_run = next((list(steps.values()) for root in roots if (steps := complete_steps(root))), [])
+    for newest in of_run:
+        with suppress(CheckpointError):  # it is damaged, and the one before it is used
+            checkpoint.read_manifest(newest)
+            path = newest
+            break
+    if (path / MANIFEST_NAME).is_file():
+        check_claims(path, describe(path).run)
 
 
 def saved_models(path: Path) -> dict[str, Trunk]:
