@@ -173,7 +173,7 @@ FAULTS: tuple[Fault, ...] = (
         old="if _is_whole(path, file, manifest)]",
         new="if (path / file).exists()]",
         kind="dropped check",
-        why="a run that resumes from memory reads a damaged part and ends, although the neighbour has a whole one",
+        why="a run that resumes from memory ends at a damaged part, although the neighbour has a whole one",
     ),
     Fault(
         name="one-copy-in-memory",
