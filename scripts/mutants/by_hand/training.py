@@ -172,7 +172,7 @@ FAULTS: tuple[Fault, ...] = (
         file="train/memory_checkpoints.py",
         old="if _is_whole(path, file, manifest)]",
         new="if (path / file).exists()]",
-        kind="dropped check",
+        kind="accepted input",
         why="a run that resumes from memory ends at a damaged part, although the neighbour has a whole one",
     ),
     Fault(
@@ -180,7 +180,7 @@ FAULTS: tuple[Fault, ...] = (
         file="train/memory_checkpoints.py",
         old="            if target != source\n",
         new="            if target == source\n",
-        kind="inverted condition",
+        kind="comparison",
         why="the loss of a machine loses its parts, although a neighbour was to keep them",
     ),
     Fault(
@@ -188,7 +188,7 @@ FAULTS: tuple[Fault, ...] = (
         file="train/loop.py",
         old="            if must and self.memory is not None:\n                self.memory.clear()\n",
         new="",
-        kind="deleted statement",
+        kind="stale cache",
         why="shared memory stays full after a run has ended under torchrun",
     ),
     Fault(
@@ -196,7 +196,7 @@ FAULTS: tuple[Fault, ...] = (
         file="train/memory_checkpoints.py",
         old="if step > after and manifest.step == step:",
         new="if manifest.step == step:",
-        kind="dropped check",
+        kind="accepted input",
         why="a run resumes from an older step in memory than the disk has",
     ),
     Fault(
