@@ -31,7 +31,8 @@ from braid.model.multimodal import mask_placeholders
 from braid.nn.moe.balance import Load, load
 from braid.nn.precision import loss_shares
 from braid.optim import gradients
-from braid.optim.spikes import MEASURES, Judged
+from braid.optim.spike_record import MEASURES
+from braid.optim.spikes import Judged
 from braid.schedule import OpSpan, Turn
 from braid.schedule.graph import LANGUAGE
 from braid.train.copies import ComparedCopies
