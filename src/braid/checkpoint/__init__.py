@@ -12,6 +12,7 @@ every chunk, and nothing in a checkpoint is ever executed. docs/checkpoint-forma
 """
 
 from importlib import import_module
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from braid.checkpoint.boxes import Box, overlap
@@ -24,11 +25,13 @@ if TYPE_CHECKING:
     from braid.checkpoint.loading import LazyCheckpoint, ReadRequest, find_faults, read, verify
     from braid.checkpoint.saving import CHUNK_BYTES, Piece, Record, abandon, begin, commit, save, write_part
 
-_LOADING_TORCH = {
-    "choosing": ("Damaged", "Latest", "latest", "prune"),
-    "loading": ("LazyCheckpoint", "ReadRequest", "find_faults", "read", "verify"),
-    "saving": ("CHUNK_BYTES", "Piece", "Record", "abandon", "begin", "commit", "save", "write_part"),
-}
+_LOADING_TORCH = MappingProxyType(
+    {
+        "choosing": ("Damaged", "Latest", "latest", "prune"),
+        "loading": ("LazyCheckpoint", "ReadRequest", "find_faults", "read", "verify"),
+        "saving": ("CHUNK_BYTES", "Piece", "Record", "abandon", "begin", "commit", "save", "write_part"),
+    }
+)
 """Modules with what needs torch, which is loaded when it is first asked for: whoever reads a manifest does
 without."""
 
