@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 from itertools import groupby
 from typing import Any, NewType
 
@@ -213,7 +214,12 @@ class _Item:
 
 def parse(text: str | None) -> Layout:
     """Parse a pattern. None and the empty string are a stack without layers."""
-    text = "" if text is None else text
+    return _parsed("" if text is None else text)
+
+
+@lru_cache(maxsize=64)
+def _parsed(text: str) -> Layout:
+    """The same. Planning asks for that of one pattern again and again."""
     if len(text) > MOST_CHARACTERS:
         raise PatternError(
             f"the pattern has {len(text):,} characters: write at most {MOST_CHARACTERS:,}, with x58 to repeat",

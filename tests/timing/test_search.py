@@ -19,7 +19,6 @@ from braid.timing.predict import predict
 from braid.timing.search import Choice, MeshSizes, Search, Setting, Shape, Space, search, timed
 from braid.timing.search.choices import divisors
 from braid.timing.search.pipeline import turns
-from braid.timing.search.simulate import Simulator
 
 CLUSTER, DEVICE = load_cluster("h100-ib"), load("h100")
 ROUNDING = 1 + 1e-9
@@ -62,8 +61,7 @@ def bounds_hold(run: Run, world: int, seed: int) -> None:
     """The bounds of a candidate are at most what `estimate` and `predict` have for the planned run."""
     looked = searched(run, world)
     choice = drawn(looked.space, random.Random(seed))
-    axes = dict(looked.space.meshes())[choice.mesh]
-    bounds = looked.bounds(choice.mesh, axes)
+    bounds = looked.bounds(choice.mesh)
     peak = estimate(plan(looked.space.run_of(choice), world)).peak
     assert max(bounds.memory(choice), bounds.least_weights()) <= peak, choice
     seconds = timed(looked.setting, choice).seconds * ROUNDING
@@ -72,7 +70,7 @@ def bounds_hold(run: Run, world: int, seed: int) -> None:
     quick = bounds.quick_times(*row)[
         bounds.recomputes.index(choice.recompute), bounds.shards.index(choice.shard)
     ]
-    least = bounds.least_times(choice.shape)[bounds.counts.index(choice.micro_batches)]
+    least = bounds.least_times(choice.shape, bounds.counts)[bounds.counts.index(choice.micro_batches)]
     work = bounds.least_work(choice.shape)[bounds.counts.index(choice.micro_batches)]
     assert max(quick, least, work) <= seconds, choice
 
@@ -120,14 +118,15 @@ def test_the_list_is_that_of_a_search_that_simulates_everything(world: int) -> N
     assert counts.candidates == counts.cannot_fit + counts.cannot_be_better + counts.ranked
 
 
-def test_candidates_are_simulated_alike_in_any_number_of_processes() -> None:
+def test_any_number_of_processes_finds_the_same() -> None:
     looked = searched(small("[*E]x2", samples=8), 8)
     choices = [drawn(looked.space, random.Random(seed)) for seed in range(3)]
-    simulator = Simulator(looked.setting, 2)
+    several = replace(looked, processes=2)
     try:
-        assert simulator.timed(choices) == [timed(looked.setting, choice) for choice in choices]
+        assert several.team.timed(choices) == [timed(looked.setting, choice) for choice in choices]
+        assert several.rank() == looked.rank()
     finally:
-        simulator.close()
+        several.close()
 
 
 def test_a_row_planned_by_itself_takes_the_time_that_is_listed() -> None:

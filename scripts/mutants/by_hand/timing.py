@@ -133,4 +133,28 @@ FAULTS: tuple[Fault, ...] = (
         kind="accepted input",
         why="--fix has no effect",
     ),
+    Fault(
+        name="answers-of-another-candidate",
+        file="timing/search/team.py",
+        old="return [found[at] for at in range(len(asked))]",
+        new="return list(found.values())",
+        kind="swapped",
+        why="with several processes, times and memory belong to another row of the list",
+    ),
+    Fault(
+        name="blocks-cost-what-the-first-costs",
+        file="model/block.py",
+        old="key = (block.form, span, input_saved)",
+        new="key = (span, input_saved)",
+        kind="stale cache",
+        why="a block of experts is planned with the memory of a dense block",
+    ),
+    Fault(
+        name="shards-rounded-down",
+        file="planning/estimate/weights.py",
+        old="-(-size // shards) * others",
+        new="size // shards * others",
+        kind="wrong estimate",
+        why="the padding of uneven shards is neither planned nor counted as sent",
+    ),
 )

@@ -163,11 +163,12 @@ def show_plan(args: list[str]) -> int:
         raise ConfigError(problems)
     limit = None if opts.device_memory is None else _parse_bytes(opts.device_memory)
     if opts.search:
-        found = show_search(
-            name, recipe, opts.run, opts.world, cluster=opts.cluster, calibration=opts.calibration,
-            load=opts.load, limit=limit, fix=opts.fix, top=opts.top, as_json=opts.json,
-            by_time=opts.split_by_time,
-        )  # fmt: skip
+        with _uncollected():
+            found = show_search(
+                name, recipe, opts.run, opts.world, cluster=opts.cluster, calibration=opts.calibration,
+                load=opts.load, limit=limit, fix=opts.fix, top=opts.top, as_json=opts.json,
+                by_time=opts.split_by_time,
+            )  # fmt: skip
         if opts.html is not None and found.best:
             first = _found_out(make_plan(found.best[0].run, opts.world), found.limit, opts)
             _write_files(first, f"{name}, the fastest mesh found,", opts, ranked_meshes(found))
@@ -259,11 +260,13 @@ def _limit_on(device: str, limit: int | None) -> int | None:
 
 
 def _found_out(plan: Plan, limit: int | None, opts: PlanOptions, cut: SplitByTime | None = None) -> PlanFacts:
-    from braid.planning.estimate import advise, estimate  # imports torch
+    from braid.planning.estimate import advise, counted_by_station, estimate  # imports torch
 
-    result, prediction = estimate(plan, opts.device), None
+    counted = counted_by_station(plan, opts.device)
+    result, prediction = estimate(plan, opts.device, counted), None
     if opts.time or opts.advise or opts.cluster is not None:
-        prediction = predicted(plan, opts.cluster, opts.calibration, opts.load)
+        on_gpu = counted if opts.device == "cuda" else None
+        prediction = predicted(plan, opts.cluster, opts.calibration, opts.load, on_gpu)
     return PlanFacts(
         estimate=result,
         limit=limit,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from braid.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from braid.config import Run
+    from braid.planning.estimate.weights import Counted
     from braid.planning.plan import Plan
     from braid.timing.advice import TimeAdvice
     from braid.timing.predict import Prediction
@@ -133,7 +134,13 @@ def cut_json(cut: SplitByTime) -> dict[str, Any]:
     }
 
 
-def predicted(plan: Plan, cluster: str | None, calibration: str | None, load: float) -> Prediction:
+def predicted(
+    plan: Plan,
+    cluster: str | None,
+    calibration: str | None,
+    load: float,
+    counted: Sequence[Sequence[Counted]] | None,
+) -> Prediction:
     """The prediction for a cluster, by its name or file."""
     from braid.timing.calibration import load as load_calibration
     from braid.timing.links import clusters, load_cluster
@@ -145,7 +152,7 @@ def predicted(plan: Plan, cluster: str | None, calibration: str | None, load: fl
             f"--time needs --cluster, for the speed of devices and links: {known}, or a file (FILE.json)"
         )
     known_device = None if calibration is None else load_calibration(calibration)
-    return predict(plan, load_cluster(cluster), known_device, load_factor=load)
+    return predict(plan, load_cluster(cluster), known_device, load_factor=load, counted=counted)
 
 
 def print_time(prediction: Prediction, console: rich.console.Console) -> None:

@@ -119,6 +119,8 @@ class Block(Recomputing):
         self.saves_stream = True
         """Whether to save the output streams if hyper-connections are recomputed."""
         self.dropout, self.residual_scale = shape.dropout, shape.residual_scale
+        self.is_quantised = False
+        """Whether layers have products in low precision."""
         self.layers = nn.ModuleDict()
         on: dict[str, Any] = {"device": device, "dtype": dtype}
         for layer in block.layers:
@@ -272,6 +274,7 @@ class Block(Recomputing):
 
     def set_precision(self, precision: Precision, tally: LossTally, kernels: BlockKernels | None) -> None:
         """Quantise the products of all layers, from the next forward on."""
+        self.is_quantised = True
         for layer in self.block.layers:
             set_precision(self._pre_norm(layer).inner, precision, self.groups, tally, kernels)
 
@@ -291,9 +294,9 @@ class Block(Recomputing):
 
     @property
     def form(self) -> tuple[object, ...]:
-        """What the work of a block depends on, besides what all blocks of a model share."""
+        """What the work and the cost of a block depend on, besides what all blocks of a model share."""
         layers = (self._pre_norm(layer) for layer in self.block.layers)
-        return tuple((type(each.inner), each.inner.shape, each.post) for each in layers)
+        return self.is_quantised, tuple((type(each.inner), each.inner.shape, each.post) for each in layers)
 
     def output_weights(self, layer: Layer) -> Iterator[Tensor]:
         """The weights that a layer's output meets: those of its norm, if it stands after the layer, and its
@@ -323,7 +326,9 @@ class Block(Recomputing):
         no_recompute = replace(workload, recompute=frozenset())
         full, costs, dropped = Cost(), Cost(), list[int]()
         for layer in self.block.layers:
-            layer_full, layer_cost = (self._layer_cost(layer, each) for each in (no_recompute, workload))
+            layer_full = layer_cost = self._layer_cost(layer, no_recompute)
+            if workload.recompute:
+                layer_cost = self._layer_cost(layer, workload)
             full, costs = full + layer_full, costs + layer_cost
             dropped.append(layer_full.kept - layer_cost.kept)
         recomputed = max(dropped) if workload.fine and self.moe() is not None else sum(dropped)
@@ -361,6 +366,8 @@ class Block(Recomputing):
     def _with_precision(self, inner: Inner, workload: Workload) -> Cost:
         """The cost of a layer. In low precision: with what ranks tell each other about blocks that they share,
         and with what emulation takes."""
+        if not self.is_quantised:
+            return inner.cost(workload)
         tokens, rows = workload.local_tokens(self.groups.cp), 0
         if isinstance(inner, Moe):
             rows = inner.dispatched_rows(workload)
@@ -492,3 +499,19 @@ def _build_layer(
             raise ValueError(f"layer {layer.number} is 'D': sparse attention is not implemented")
         case kind:
             raise ValueError(f"layer {layer.number} is {kind.value!r}, but the model has no shape for it")
+
+
+class BlockCosts:
+    """The cost of the blocks of a model for one micro-batch; equal blocks are counted once."""
+
+    def __init__(self, workload: Workload) -> None:
+        self.workload = workload
+        self._known: dict[tuple[object, int, bool], Cost] = {}
+
+    def of(self, block: Block, held: int, *, input_saved: bool) -> Cost:
+        """That of one of the `held` blocks of a segment or an MTP depth, which a span does not exceed."""
+        span = min(self.workload.span, max(held, 1))
+        key = (block.form, span, input_saved)
+        if key not in self._known:
+            self._known[key] = block.cost(replace(self.workload, span=span), input_saved=input_saved)
+        return self._known[key]

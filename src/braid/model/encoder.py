@@ -32,7 +32,7 @@ from braid.encoders import Encoder
 from braid.errors import DataError
 from braid.kernels import Kernels
 from braid.kernels.host import to_device
-from braid.model.block import Block
+from braid.model.block import Block, BlockCosts
 from braid.model.context import MicroBatchTotals, PackedRows, StackContext
 from braid.model.language import Losses, sum_losses
 from braid.model.stack import Stack
@@ -307,7 +307,7 @@ class EncoderModel(StackedModel):
         parts = {"positions": self.positions_cost(workload)}
         if self.patches is not None:
             parts["embedding"] = self.patches.cost(workload)
-        parts |= self.block_costs(workload)
+        parts |= self.block_costs(BlockCosts(workload))
         if self.projector is not None:
             head = self._head_cost(workload, self.projector)
             parts["head"] = head if self.exit is None else self.exit.cost(workload) + head

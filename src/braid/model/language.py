@@ -22,7 +22,7 @@ from braid import architecture
 from braid.distributed.collectives import ALONE, Groups, all_gather, own_slice
 from braid.kernels import Kernels
 from braid.kernels.host import to_device
-from braid.model.block import Block
+from braid.model.block import Block, BlockCosts
 from braid.model.context import Cache, Context, MicroBatch, MicroBatchTotals
 from braid.model.mtp import Mtp, targets
 from braid.model.multimodal import NO_ROWS, Rows, merge, placeholders
@@ -325,7 +325,8 @@ class LanguageModel(StackedModel):
         embedding = Cost() if self.embedding is None else self.embedding.cost(workload)
         if 0 in self.segments:
             parts["embedding"] = embedding
-        parts |= self.block_costs(workload)
+        blocks = BlockCosts(workload)
+        parts |= self.block_costs(blocks)
         if self.final_norm is not None:
             head_loss, tokens = self._head_loss_cost(workload), workload.local_tokens(self.groups.tp_cp)
             head = self._head_cost(workload, self.final_norm.cost(workload, tokens) + head_loss)
@@ -334,7 +335,7 @@ class LanguageModel(StackedModel):
                 own_starts = {
                     index for at, index in span_starts(self.layout, workload.span) if at == int(depth)
                 }
-                own = cast(Mtp, module).cost(workload, self.groups, first=number == 0, starts=own_starts)
+                own = cast(Mtp, module).cost(blocks, self.groups, first=number == 0, starts=own_starts)
                 entered = replace(embedding, calls=in_phase(embedding.calls, "enter"))
                 parts[f"mtp.{depth}"] = entered + own + head_loss
         return parts

@@ -25,7 +25,7 @@ from braid import architecture, pattern
 from braid.distributed.collectives import Groups
 from braid.kernels import Kernels
 from braid.kernels.documents import runs_of
-from braid.model.block import Block
+from braid.model.block import Block, BlockCosts
 from braid.model.context import Context, MicroBatch
 from braid.model.streams import build_exit
 from braid.nn.canonical import Canonical, under
@@ -140,14 +140,14 @@ class Mtp(Recomputing):
             tensors |= under(f"blocks.{index}", f"blocks.{index}", cast(Block, block).canonical())
         return tensors
 
-    def cost(self, workload: Workload, groups: Groups, *, first: bool, starts: Container[int]) -> Cost:
+    def cost(self, known: BlockCosts, groups: Groups, *, first: bool, starts: Container[int]) -> Cost:
         """The cost without head and loss. `starts` are the blocks whose input streams are saved, if
         hyper-connections are recomputed."""
+        workload = known.workload
         tokens = workload.local_tokens(groups.tp_cp)
         total = self._enter_cost(workload, groups, tokens, first)
-        within = replace(workload, span=min(workload.span, len(self.blocks)))
         for index, block in self.blocks.items():
-            total += cast(Block, block).cost(within, input_saved=int(index) in starts)
+            total += known.of(cast(Block, block), len(self.blocks), input_saved=int(index) in starts)
         if self.exit is not None:
             total += self.exit.cost(workload)
         return total + self.final_norm.cost(workload, tokens)

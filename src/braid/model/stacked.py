@@ -10,7 +10,6 @@ hyper-connections.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -20,7 +19,7 @@ from braid import architecture
 from braid.distributed.collectives import Groups
 from braid.kernels import Kernels
 from braid.model import declaration
-from braid.model.block import Block
+from braid.model.block import Block, BlockCosts
 from braid.model.names import renamed, ungrouped_names
 from braid.model.stack import Stack
 from braid.model.streams import Exit, build_exit
@@ -175,15 +174,14 @@ class StackedModel(Recomputing):
         """Names of the parameters with weight decay: the matrices."""
         return frozenset(tensor.parameter for tensor in self.canonical().values() if tensor.decays)
 
-    def block_costs(self, workload: Workload) -> dict[str, Cost]:
+    def block_costs(self, known: BlockCosts) -> dict[str, Cost]:
         """The cost of each block of the stack."""
-        starts, parts = span_starts(self.layout, workload.span), dict[str, Cost]()
+        starts, parts = span_starts(self.layout, known.workload.span), dict[str, Cost]()
         for segment in self.segments:
             held = self.layout.segments[segment].blocks
-            within = replace(workload, span=min(workload.span, max(len(held), 1)))
             for block in held:
-                built = cast(Block, self.stack.blocks[str(block.index)])
-                parts[f"blocks.{block.index}"] = built.cost(within, input_saved=(None, block.index) in starts)
+                built, saved = cast(Block, self.stack.blocks[str(block.index)]), (None, block.index) in starts
+                parts[f"blocks.{block.index}"] = known.of(built, len(held), input_saved=saved)
         return parts
 
     def block_works(self, workload: Workload, load: float) -> Iterator[tuple[str, dict[str, Work]]]:

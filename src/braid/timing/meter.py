@@ -31,6 +31,8 @@ class ClusterMeter:
     """The class whose range is meant; all, if None."""
     known: dict[tuple[object, Pass], tuple[str, str, float]] = field(default_factory=dict, compare=False)
     """Pieces that were looked up: what they count as, the class of their spread, likely seconds."""
+    known_calls: dict[tuple[str, int, int, Span], float] = field(default_factory=dict, compare=False)
+    """Likely seconds of collectives that were looked up, by op, ranks, payload and span."""
 
     @cached_property
     def _grids(self) -> dict[str, Grid]:
@@ -58,11 +60,17 @@ class ClusterMeter:
 
     def call(self, call: Call, module: str) -> float:
         own = self._span(call, module)
+        key = (call.op, call.ranks, call.payload, own)
+        seconds = self.known_calls.get(key)
+        if seconds is None:
+            seconds = self.known_calls[key] = self._call(call, own)
+        return seconds * self._factor(own.link)
+
+    def _call(self, call: Call, own: Span) -> float:
         top_k = None
         if call.op in _EXCHANGES and self.plan.run.mesh.dispatcher == "deep_ep" and self.plan.run.model.moe:
             top_k = self.plan.run.model.moe.top_k
-        seconds = call_seconds(call, own, self.cluster, self.calibration, top_k=top_k)
-        return seconds * self._factor(own.link)
+        return call_seconds(call, own, self.cluster, self.calibration, top_k=top_k)
 
     def message(self, size: int, module: str, stages: tuple[int, int]) -> float:
         line = self._grids[module].group_of(self._grids[module].ranks[0], "pp")

@@ -6,12 +6,13 @@ ranges move together. What a calibration does not know is listed, and then there
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
 
 from braid.errors import ConfigError, Problem
+from braid.planning.estimate.weights import Counted
 from braid.planning.plan import Plan, training_flops
 from braid.schedule import Timeline
 from braid.timing.calibration import Calibration, load, missing
@@ -95,11 +96,13 @@ def predict(
     *,
     load_factor: float = 1.0,
     metered: Callable[[Plan, Cluster, Calibration], ClusterMeter] = ClusterMeter,
+    counted: Sequence[Sequence[Counted]] | None = None,
 ) -> Prediction:
     """The time of a step. `calibration` defaults to that of the cluster's device; `load_factor` is how many
-    times its share the slowest rank of the experts has; `metered` makes the meter."""
+    times its share the slowest rank of the experts has; `metered` makes the meter; `counted` is what stations
+    hold on a GPU, if that is known already."""
     known, cluster = calibration_for(cluster, calibration), filled(cluster, plan.world)
-    likely, stepper = metered(plan, cluster, known), Stepper(plan, load=load_factor)
+    likely, stepper = metered(plan, cluster, known), Stepper(plan, load=load_factor, counted=counted)
     if unknown := unmeasured(plan, likely, stepper.held):
         raise ConfigError("\n".join(["no time can be given:", *unknown]))
     step, short = stepper.step(likely), stepper.short_seconds(likely)

@@ -25,7 +25,6 @@ from braid.planning.estimate.rank import HeldModule
 from braid.planning.estimate.weights import (
     Counted,
     HeldUnit,
-    counted_by_station,
     part_of,
     phases_of,
     unit_calls,
@@ -156,15 +155,15 @@ class OpTimes:
         return parts
 
 
-def stations_of(plan: Plan, device: str, load: float) -> list[Station]:
-    """All stations. Those that hold a twin refer to the station that holds its original."""
+def stations_of(plan: Plan, counted: Sequence[Sequence[Counted]], load: float) -> list[Station]:
+    """All stations, by what each holds. Those that hold a twin refer to the station that holds its original."""
     found: list[Station] = []
     holders: dict[int, Station] = {}
-    for number, counted in enumerate(counted_by_station(plan, device)):
-        original = counted[0].held.original if counted else None
-        station = Station(plan, number, counted, load, None if original is None else holders[id(original)])
+    for number, own in enumerate(counted):
+        original = own[0].held.original if own else None
+        station = Station(plan, number, own, load, None if original is None else holders[id(original)])
         found.append(station)
-        for each in counted:
+        for each in own:
             holders[id(each.held)] = station
     return found
 

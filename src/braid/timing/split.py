@@ -19,7 +19,7 @@ from itertools import accumulate, pairwise
 from braid.config import Run
 from braid.pattern import Layout, compact, cut_into, joined
 from braid.planning import split
-from braid.planning.estimate import estimate
+from braid.planning.estimate import counted_by_station, estimate
 from braid.planning.plan import Plan, draft
 from braid.planning.split import Costs, State
 from braid.schedule import DUAL_PIPE_V
@@ -67,7 +67,7 @@ def split_by_time(
     per rank (two with DualPipeV) whose ranks need no more than `limit` bytes."""
     made = short_draft(run, world)
     meter = ClusterMeter(made, filled(cluster, world), calibration_for(cluster, calibration))
-    stations = stations_of(made, device, load)
+    stations = stations_of(made, counted_by_station(made, device), load)
     return cut_by_time(run, made, meter, stations, limit=limit, device=device)
 
 

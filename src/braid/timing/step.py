@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
+from braid.planning.estimate.weights import Counted, counted_by_station
 from braid.planning.plan import Plan, with_micro_batches
 from braid.schedule import Act, OpSpan, Timeline
 from braid.schedule.event_simulator import Moments
@@ -51,12 +52,19 @@ class Stepper:
     """Times the steps of a plan, by one meter after another."""
 
     def __init__(
-        self, plan: Plan, *, device: str = "cuda", load: float = 1.0, micro_batches: int | None = None
+        self,
+        plan: Plan,
+        *,
+        device: str = "cuda",
+        load: float = 1.0,
+        micro_batches: int | None = None,
+        counted: Sequence[Sequence[Counted]] | None = None,
     ) -> None:
         """`load`: how many times its share the slowest rank of the experts has. `micro_batches`: those of the
-        step, if `plan` is a shorter one (`shorter`)."""
+        step, if `plan` is a shorter one (`shorter`). `counted` is what its stations hold, if that is known
+        already."""
         self.plan, self.micro_batches = plan, micro_batches or plan.run.train.micro_batches
-        self.held = stations_of(plan, device, load)
+        self.held = stations_of(plan, counted_by_station(plan, device) if counted is None else counted, load)
         self.plans = _shortened(plan, self.micro_batches) or (plan,)
 
     @cached_property

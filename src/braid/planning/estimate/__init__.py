@@ -10,6 +10,7 @@ from braid.planning.estimate.advice import Advice, advise
 from braid.planning.estimate.edges import EdgeEstimate
 from braid.planning.estimate.memory import Memory
 from braid.planning.estimate.stages import Estimate, OffloadEstimate, StageEstimate, StationEstimate, estimate
+from braid.planning.estimate.weights import counted_by_station
 
 __all__ = [
     "Advice",
@@ -20,5 +21,6 @@ __all__ = [
     "StageEstimate",
     "StationEstimate",
     "advise",
+    "counted_by_station",
     "estimate",
 ]

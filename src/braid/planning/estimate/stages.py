@@ -112,11 +112,13 @@ class Estimate:
         return [stage.memory for stage in self.stages] + [station.memory for station in self.stations]
 
 
-def estimate(plan: Plan, device: str = "cuda") -> Estimate:
-    """Memory and communication of every stage of a plan on a `device` (`cuda` or `cpu`)."""
+def estimate(plan: Plan, device: str = "cuda", counted: Sequence[Sequence[Counted]] | None = None) -> Estimate:
+    """Memory and communication of every stage of a plan on a `device` (`cuda` or `cpu`). `counted` is what its
+    stations hold (`counted_by_station`), if that is known already."""
     if device not in ("cpu", "cuda"):
         raise ConfigError(f"device {device}: must be cpu or cuda")
-    counted = counted_by_station(plan, device)
+    if counted is None:
+        counted = counted_by_station(plan, device)
     if plan.encoders:
         edges, peaks = tuple(edges_of(plan)), segment_peaks(plan.schedule)
         stations = (_station(plan, station, each, edges, peaks) for station, each in enumerate(counted))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import NamedTuple
@@ -136,26 +136,64 @@ def muon_of(module: HeldModule, plan: Plan) -> MuonWork:
     return muon_work(module, plan, {mesh: _sharing(mesh, module.axes) for mesh in ("dense", "expert")})
 
 
-def held_units(module: HeldModule, plan: Plan, by_muon: frozenset[str] = frozenset()) -> list[HeldUnit]:
-    """The units of a stage of a module, in forward order. Muon updates the parameters `by_muon`."""
+class UnitWeights(NamedTuple):
+    """The weights of a unit: what does not depend on how many ranks share them."""
+
+    unit: Unit
+    part: str
+    sizes: tuple[tuple[str, int, int], ...]
+    """The name of each, its size along the dim that is sharded, and its elements over that size."""
+    stored: torch.dtype
+    in_place: bool
+
+
+def held_units(
+    module: HeldModule,
+    plan: Plan,
+    by_muon: frozenset[str] = frozenset(),
+    weights: Sequence[UnitWeights] | None = None,
+) -> list[HeldUnit]:
+    """The units of a stage of a module, in forward order. Muon updates the parameters `by_muon`. `weights` are
+    those of the module, if they are known already."""
+    known = unit_weights(module, plan) if weights is None else weights
+    quantised = _quantised(module, is_alone(plan))
+    return [_held(each, module, quantised, by_muon) for each in known]
+
+
+def unit_weights(module: HeldModule, plan: Plan) -> list[UnitWeights]:
+    """The weights of each unit of a stage of a module, in forward order."""
     phases = [phase for segment in module.segments for phase in phases_of(plan, segment)]
     # A unit used by several phases gets its gradient in the last of them, which backward runs first.
     parts = {unit: part_of(phase) for phase in phases for unit in phase.units}
     units, names = module.model.units(), dict(module.model.named_parameters())
     held = parameters_of_units(module.model, [unit.path for unit in units])
-    quantised = _quantised(module, is_alone(plan))
     return [
-        _held(
+        _weights_of(
             unit,
             parts[module.name_of(unit.path)],
-            [(name, names[name]) for name in held[unit.path]],
-            module,
-            quantised,
-            by_muon,
+            {name: names[name] for name in held[unit.path]},
+            module.model,
         )
         for unit in units
         if held[unit.path]
     ]
+
+
+def _weights_of(unit: Unit, part: str, weights: Mapping[str, nn.Parameter], model: StackedModel) -> UnitWeights:
+    dims = shard_dims(model.get_submodule(unit.path))
+    in_place = sum(p.numel() for name, p in weights.items() if _written_in_place(model, name))
+    sizes = []
+    for name, parameter in weights.items():
+        dim, shape = dims.get(name.rpartition(".")[2], 0), parameter.shape
+        sizes.append((name, shape[dim], prod(shape[:dim] + shape[dim + 1 :])))
+    return UnitWeights(
+        unit=unit,
+        part=part,
+        sizes=tuple(sizes),
+        stored=next(iter(weights.values())).dtype,
+        in_place=2 * in_place > sum(p.numel() for p in weights.values())
+        and model.dtype.itemsize < torch.float32.itemsize,
+    )
 
 
 class _Quantised(NamedTuple):
@@ -197,46 +235,38 @@ def part_of(phase: Phase) -> str:
 
 
 def _held(
-    unit: Unit,
-    part: str,
-    weights: list[tuple[str, nn.Parameter]],
+    weights: UnitWeights,
     module: HeldModule,
     quantised: Mapping[str, _Quantised],
     by_muon: frozenset[str],
 ) -> HeldUnit:
-    model, (shards, copies) = module.model, _sharing(unit.mesh, module.axes)
-    dims = shard_dims(model.get_submodule(unit.path))
-    sizes = [_shard_size(p, dims.get(name.rpartition(".")[2], 0), shards) for name, p in weights]
-    stored = weights[0][1].dtype
-    in_place = sum(p.numel() for name, p in weights if _written_in_place(model, name))
-    own = [quantised[name] for name, _ in weights if name in quantised]
-    values = sum(
-        size
-        for size, (name, _) in zip(sizes, weights, strict=True)
-        if name in quantised and quantised[name].gathered
-    )
+    unit, stored = weights.unit, weights.stored
+    shards, copies = _sharing(unit.mesh, module.axes)
+    # Those of the first shard, which is the largest.
+    sizes = {name: -(-size // shards) * others for name, size, others in weights.sizes}
+    own = [quantised[name] for name in sizes if name in quantised]
+    kept = sum(sizes.values())
+    values = sum(size for name, size in sizes.items() if name in quantised and quantised[name].gathered)
 
     def share(names: frozenset[str]) -> float:
-        own = sum(size for size, (name, _) in zip(sizes, weights, strict=True) if name in names)
-        return own / max(sum(sizes), 1)
+        return sum(size for name, size in sizes.items() if name in names) / max(kept, 1)
 
     return HeldUnit(
         name=module.name_of(unit.path),
-        part=module.name_of(part),
+        part=module.name_of(weights.part),
         mesh=unit.mesh,
         strategy=module.strategy,
         shards=shards,
         copies=copies,
-        gathered=shards * sum(sizes),
-        kept=sum(sizes),
+        gathered=shards * kept,
+        kept=kept,
         learned=share(module.trained),
         by_muon=share(by_muon),
         stored=stored.itemsize,
-        computed=stored.itemsize if unit.wide else min(stored.itemsize, model.dtype.itemsize),
+        computed=stored.itemsize if unit.wide else min(stored.itemsize, module.model.dtype.itemsize),
         values=values,
         copies_bytes=values + sum(each.bytes for each in own),
-        in_place=2 * in_place > sum(p.numel() for _, p in weights)
-        and model.dtype.itemsize < torch.float32.itemsize,
+        in_place=weights.in_place,
     )
 
 
@@ -258,11 +288,6 @@ def _sharing(mesh: str, axes: AxisSizes) -> tuple[int, int]:
     if mesh == "expert":
         return axes.edp // axes.expert_copies, axes.expert_copies
     return axes.dp * axes.cp // axes.dense_copies, axes.dense_copies
-
-
-def _shard_size(parameter: nn.Parameter, dim: int, shards: int) -> int:
-    """Elements of the first shard, which is the largest."""
-    return -(-parameter.shape[dim] // shards) * prod(parameter.shape[:dim] + parameter.shape[dim + 1 :])
 
 
 # --------------------------------------------------------------------------------------------- calls

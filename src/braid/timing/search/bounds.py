@@ -16,13 +16,12 @@ from typing import NamedTuple
 import numpy as np
 
 from braid.choices import Recompute, Strategy
-from braid.model.declaration import Form
 from braid.pattern import Layout
 from braid.planning.divisibility import AxisSizes
 from braid.planning.modules import grid_of
 from braid.timing.links import Span
 from braid.timing.meter import ClusterMeter
-from braid.timing.search.bricks import AT, FIRST, Array, Bricks, Weights, meter_on
+from braid.timing.search.bricks import AT, FIRST, Array, Bricks, Split, Weights, meter_on
 from braid.timing.search.choices import Choice, MeshSizes, Shape, Space
 from braid.timing.search.pipeline import Segments, counted, holder_of, replay, turns
 
@@ -53,6 +52,15 @@ class Cut:
     """The bricks of each segment, in order."""
     first: Indices
     """The first segment of each rank."""
+    late: Array
+    """How often each brick is one whose weights are not gathered before the first micro-batch reaches its
+    segment: all but the first of a segment, and but the first segment, which begins the step."""
+
+
+Row = tuple[Shape, int]
+"""A shape and a number of micro-batches."""
+Bounded = tuple[float, Row]
+"""A lower bound of the time of a row's candidates, and the row."""
 
 
 class Alive(NamedTuple):
@@ -100,9 +108,12 @@ class Pipelines:
             ranks[holder[-1], last + 1] = 1
         trailing = [own[-1] if own else FIRST for own in blocks]
         trailing[-1] = last
+        late = segments[1:].sum(axis=0)
+        for own in blocks[1:]:
+            late[own[0] if own else last] -= 1
         return Cut(
             holder=holder, segments=segments, ranks=ranks, trailing=tuple(trailing), blocks=blocks,
-            first=np.array([holder.index(rank) for rank in range(pp)]),
+            first=np.array([holder.index(rank) for rank in range(pp)]), late=late,
         )  # fmt: skip
 
     def alive(self, pp: int, shape: Shape, micro_batches: int) -> Alive:
@@ -223,16 +234,39 @@ class MeshBounds:
 
     def least_work(self, shape: Shape) -> Array:
         """As `least_times` without any collective."""
-        form, delayed = self._form_of(shape), self._delayed(shape)
-        tables = [self.bricks.work_table(self.rows(count), form, delayed, self.meter) for count in self.counts]
+        split, delayed = self._split(shape), self._delayed(shape)
+        tables = [self.bricks.work_table(self.rows(count), split, delayed, self.meter) for count in self.counts]
         return self._least(shape, np.array(self.counts), np.stack(tables))
 
-    def least_times(self, shape: Shape) -> Array:
+    def work_by_row(self) -> tuple[Bounded, ...]:
+        """`least_work` of all rows of the mesh, the least first."""
+        return tuple(
+            sorted(
+                (seconds, (shape, count))
+                for shape in self.shapes
+                for count, seconds in zip(self.counts, self.least_work(shape).tolist(), strict=True)
+            )
+        )
+
+    def least_times(self, shape: Shape, counts: Sequence[int]) -> Array:
         """Seconds that no candidate goes below, whatever it recomputes and shards, by number of micro-batches:
         until the first micro-batch reaches a rank, the rank's work, and after it the backwards before that
         rank."""
-        tables = [self.table(shape, count, ()) for count in self.counts]
-        return self._least(shape, np.array(self.counts), np.stack(tables))
+        tables = [self.table(shape, count, ()) for count in counts]
+        return self._least(shape, np.array(counts), np.stack(tables))
+
+    def time_by_row(self, rows: Sequence[Row]) -> tuple[Bounded, ...]:
+        """`least_times` of some rows, the least first."""
+        by_shape: dict[Shape, list[int]] = {}
+        for shape, count in rows:
+            by_shape.setdefault(shape, []).append(count)
+        return tuple(
+            sorted(
+                (seconds, (shape, count))
+                for shape, counts in by_shape.items()
+                for count, seconds in zip(counts, self.least_times(shape, counts).tolist(), strict=True)
+            )
+        )
 
     def _least(self, shape: Shape, micro_batches: Indices, tables: Array) -> Array:
         """By table, each with its number of micro-batches."""
@@ -335,8 +369,12 @@ class MeshBounds:
         seconds = self._extended(slower, choice, self._segments(slower, choice))
         first = np.maximum(own.gather - forward, 0.0) if choice.shard != "all" else waits_f
         last = np.maximum(own.reduce - backward, 0.0)
-        # While the first micro-batch is on its way, the ranks behind the first one gather their weights.
         ends = float(cut.segments[0] @ first) + float((cut.ranks @ last)[0])
+        if choice.shape.dual and choice.shard != "all":
+            # The first micro-batch waits for weights on its way: they are gathered a block ahead, no more.
+            # With several segments per rank in a row, gathers hide in what ranks wait for one another.
+            behind = np.maximum(own.gather - forward - table[:, AT.exchange_forward], 0.0)
+            ends += float(cut.late @ behind)
         busy = max(seconds + ends, self._weights_stream(*choice[1:3], choice.shard))
         host = self._host(choice, table)
         return max(busy + self._held(choice.shard, choice.shape).update, host)
@@ -355,21 +393,21 @@ class MeshBounds:
         delayed = self._delayed(shape)
         key = (micro_batches, shape.fine, delayed, recompute)
         if key not in self._tables:
-            rows, form = self.rows(micro_batches), self._form_of(shape)
-            table = self.bricks.work_table(rows, form, delayed, self.meter)
-            table = table + self.bricks.call_table(rows, form, recompute, self.meter, self._spans)
+            rows, split = self.rows(micro_batches), self._split(shape)
+            table = self.bricks.work_table(rows, split, delayed, self.meter)
+            table = table + self.bricks.call_table(rows, split, recompute, self.meter, self._spans)
             self._tables[key] = table + self._replay_table(shape, micro_batches, recompute)
         return self._tables[key]
 
     def _replay_table(self, shape: Shape, micro_batches: int, recompute: tuple[Recompute, ...]) -> Array:
-        return self.bricks.replay_table(self.rows(micro_batches), self._form_of(shape), recompute, self.meter)
+        return self.bricks.replay_table(self.rows(micro_batches), self._split(shape), recompute, self.meter)
 
     def _delayed(self, shape: Shape) -> bool:
         """Whether weight gradients wait."""
         return shape.dual or (shape.overlap and self.space.run.mesh.delay_weights)
 
-    def _form_of(self, shape: Shape) -> Form:
-        return self.bricks.examples.form(fine=shape.fine, posts=self.sizes.pp == 1)
+    def _split(self, shape: Shape) -> Split:
+        return Split(fine=shape.fine, posts=self.sizes.pp == 1)
 
     def weights(self, shard: Strategy) -> Weights:
         """Those of the bricks: the same for all strategies that shard anything."""

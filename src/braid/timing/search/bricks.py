@@ -20,14 +20,14 @@ import numpy as np
 from braid.choices import Recompute, Strategy, recomputed
 from braid.config import Mesh, Run
 from braid.model import declaration
-from braid.model.declaration import Form, form_of
+from braid.model.declaration import form_of
 from braid.nn.cost import Call, Cost, Workload
 from braid.nn.work import Work
 from braid.pattern import Layout, Stage, parse
 from braid.planning import modules
 from braid.planning.divisibility import AxisSizes, axis_sizes
 from braid.planning.estimate.rank import HeldModule, first_rank, model_of, workload_of
-from braid.planning.estimate.weights import HeldUnit, held_units, part_of, unit_calls
+from braid.planning.estimate.weights import HeldUnit, UnitWeights, held_units, part_of, unit_calls, unit_weights
 from braid.planning.plan import Plan
 from braid.schedule import Phase, Schedule, Stream
 from braid.schedule.graph import LANGUAGE
@@ -102,6 +102,26 @@ class Usage:
     """What all bricks share."""
 
 
+class Split(NamedTuple):
+    """How blocks are split into phases."""
+
+    fine: bool
+    posts: bool
+
+
+class _Slot(NamedTuple):
+    """A phase of a brick, and what it runs."""
+
+    brick: int
+    phase: Phase
+    part: str
+    """As `costs` names it."""
+    inner: str
+    """As `works` names it."""
+    kinds: tuple[str, ...]
+    columns: tuple[int, int, int]
+
+
 class Examples:
     """One block of each kind of a run: what the bricks of all sizes are built from."""
 
@@ -116,20 +136,18 @@ class Examples:
         self.last_part = f"mtp.{len(layout.mtp) - 1}" if layout.mtp else "head"
         self._form = form_of(run.model, run.train.dtype)
         self.units = declaration.units(self.layout, self._form)
-        self._phases: dict[Form, tuple[Phases, ...]] = {}
+        self._phases: dict[Split, tuple[Phases, ...]] = {}
 
-    def form(self, *, fine: bool, posts: bool) -> Form:
-        """How blocks are split into phases."""
-        return replace(self._form, fine=fine, posts=posts, late_weights=fine and self.run.mesh.late_weights)
-
-    def phases(self, form: Form) -> tuple[Phases, ...]:
+    def phases(self, split: Split) -> tuple[Phases, ...]:
         """The phases of each segment."""
-        if form not in self._phases:
-            self._phases[form] = tuple(chain.phases for chain in declaration.chains(self.layout, form))
-        return self._phases[form]
+        if split not in self._phases:
+            late = split.fine and self.run.mesh.late_weights
+            form = replace(self._form, fine=split.fine, posts=split.posts, late_weights=late)
+            self._phases[split] = tuple(chain.phases for chain in declaration.chains(self.layout, form))
+        return self._phases[split]
 
     def plain_phases(self) -> tuple[Phases, ...]:
-        return self.phases(self._form)
+        return self.phases(Split(fine=False, posts=False))
 
     def brick(self, phase: Phase) -> int:
         if phase.depth is not None or phase.kind in ("final_norm", "head"):
@@ -159,34 +177,41 @@ class Bricks:
             workload=workload_of(self.plan, "cuda"), trained=frozenset(names),
         )  # fmt: skip
         self._work: dict[int, dict[str, dict[str, _Work]]] = {}
-        self._tables: dict[tuple[int, Form, bool], Array] = {}
-        self._replays: dict[tuple[int, Form, tuple[Recompute, ...]], Array] = {}
-        self._call_tables: dict[tuple[int, Form, tuple[Recompute, ...], tuple[Span, ...]], Array] = {}
+        self._slots: dict[Split, list[_Slot]] = {}
+        self._tables: dict[tuple[int, Split, bool], Array] = {}
+        self._replays: dict[tuple[int, Split, tuple[Recompute, ...]], Array] = {}
+        self._call_tables: dict[tuple[int, Split, tuple[Recompute, ...], tuple[Span, ...]], Array] = {}
         self._calls: dict[
             tuple[int, tuple[Recompute, ...]], tuple[list[tuple[str, Call]], tuple[str, ...]]
         ] = {}
+        self._spent: dict[
+            tuple[int, tuple[Recompute, ...], tuple[Span, ...]], dict[tuple[str, str, str], float]
+        ] = {}
         self._costs: dict[tuple[int, tuple[Recompute, ...], bool], dict[str, Cost]] = {}
         self._usage: dict[tuple[int, tuple[Recompute, ...], bool], Usage] = {}
+        self._weights: list[UnitWeights] | None = None
         self._units: dict[tuple[int, ...], list[tuple[int, HeldUnit]]] = {}
 
     # -------------------------------------------------------------------------------------- seconds
 
-    def work_table(self, rows: int, form: Form, delayed: bool, meter: ClusterMeter) -> Array:
-        """The times of all bricks without collectives and recomputation: the same for all meshes. `form` says
+    def work_table(self, rows: int, split: Split, delayed: bool, meter: ClusterMeter) -> Array:
+        """The times of all bricks without collectives and recomputation: the same for all meshes. `split` says
         how blocks are split into phases, `delayed` that weight gradients wait."""
-        key = (rows, form, delayed)
+        key = (rows, split, delayed)
         if key not in self._tables:
-            self._tables[key] = self._work_table(rows, form, delayed, meter)
+            self._tables[key] = self._work_table(rows, split, delayed, meter)
         return self._tables[key]
 
-    def _work_table(self, rows: int, form: Form, delayed: bool, meter: ClusterMeter) -> Array:
+    def _work_table(self, rows: int, split: Split, delayed: bool, meter: ClusterMeter) -> Array:
+        works = self._seconds_of(rows, meter)
         table = np.zeros((self.count + 1, len(AT)))
-        for brick, phase, works in self._worked(rows, form, meter):
-            row, (forward, backward, _) = table[brick], _columns(phase)
-            later = delayed and bool(phase.buckets)
+        for slot in self._slots_of(split, works):
+            row, (forward, backward, _) = table[slot.brick], slot.columns
+            later = delayed and bool(slot.phase.buckets)
             wgrad = AT.wgrad if later and backward == AT.backward else backward
             row[AT.ops] += 2 + later
-            for each in works.values():
+            for kind in slot.kinds:
+                each = works[slot.inner][kind]
                 row[forward] += each.forward[0]
                 row[backward] += each.backward[0]
                 row[wgrad] += each.wgrad[0]
@@ -194,54 +219,75 @@ class Bricks:
         return table
 
     def replay_table(
-        self, rows: int, form: Form, recompute: tuple[Recompute, ...], meter: ClusterMeter
+        self, rows: int, split: Split, recompute: tuple[Recompute, ...], meter: ClusterMeter
     ) -> Array:
         """What recomputation adds to it, without collectives."""
-        key = (rows, form, recompute)
+        key = (rows, split, recompute)
         if key not in self._replays:
             table, names = np.zeros((self.count + 1, len(AT))), recomputed(recompute)
-            for brick, phase, works in self._worked(rows, form, meter):
-                if phase.replayed_units(names) is None:
+            works = self._seconds_of(rows, meter) if names else {}
+            for slot in self._slots_of(split, works) if names else ():
+                if slot.phase.replayed_units(names) is None:
                     continue
-                table[brick, AT.ops] += 1
-                for each in works.values():
-                    seconds, launches = each.replayed(names)
-                    table[brick, _columns(phase)[2]] += seconds
-                    table[brick, AT.launches] += launches
+                table[slot.brick, AT.ops] += 1
+                for kind in slot.kinds:
+                    seconds, launches = works[slot.inner][kind].replayed(names)
+                    table[slot.brick, slot.columns[2]] += seconds
+                    table[slot.brick, AT.launches] += launches
             self._replays[key] = table
         return self._replays[key]
 
     def call_table(
         self,
         rows: int,
-        form: Form,
+        split: Split,
         recompute: tuple[Recompute, ...],
         meter: ClusterMeter,
         known: dict[str, Span],
     ) -> Array:
         """What collectives add to both. Meshes share it if their groups lie on nodes alike; `known` has the
         spans of a mesh that were asked for before."""
-        calls, families = self._calls_of(rows, recompute)
+        _, families = self._calls_of(rows, recompute)
         for family in families:
             if family not in known:
                 known[family] = span(meter.plan.grid, family, meter.cluster.domain)
         spans = tuple(known[family] for family in families)
-        key = (rows, form, recompute, spans)
-        if key in self._call_tables:
-            return self._call_tables[key]
-        seconds: dict[tuple[str, str, str], float] = defaultdict(float)
-        for part, call in calls:
-            seconds[part, call.phase, call.direction] += call.times * meter.call(call, LANGUAGE)
+        key = (rows, split, recompute, spans)
+        if key not in self._call_tables:
+            self._call_tables[key] = self._call_table(rows, split, recompute, meter, spans)
+        return self._call_tables[key]
+
+    def _call_table(
+        self,
+        rows: int,
+        split: Split,
+        recompute: tuple[Recompute, ...],
+        meter: ClusterMeter,
+        spans: tuple[Span, ...],
+    ) -> Array:
+        seconds = self._call_seconds(rows, recompute, meter, spans)
         table, names = np.zeros((self.count + 1, len(AT))), recomputed(recompute)
-        for brick, phase, works in self._worked(rows, form, meter):
-            row, own, (forward, backward, replay) = table[brick], part_of(phase), _columns(phase)
-            again = phase.replayed_units(names) is not None
-            for kind in works:
-                row[forward] += seconds.get((own, kind, "forward"), 0.0)
-                row[backward] += seconds.get((own, kind, "backward"), 0.0)
-                row[replay] += again * seconds.get((own, kind, "recompute"), 0.0)
-        self._call_tables[key] = table
+        for slot in self._slots_of(split, self._seconds_of(rows, meter)):
+            row, (forward, backward, replay) = table[slot.brick], slot.columns
+            again = bool(names) and slot.phase.replayed_units(names) is not None
+            for kind in slot.kinds:
+                row[forward] += seconds.get((slot.part, kind, "forward"), 0.0)
+                row[backward] += seconds.get((slot.part, kind, "backward"), 0.0)
+                if again:
+                    row[replay] += seconds.get((slot.part, kind, "recompute"), 0.0)
         return table
+
+    def _call_seconds(
+        self, rows: int, recompute: tuple[Recompute, ...], meter: ClusterMeter, spans: tuple[Span, ...]
+    ) -> dict[tuple[str, str, str], float]:
+        """The seconds of the collectives of each part, by kind of phase and direction."""
+        key = (rows, recompute, spans)
+        if key not in self._spent:
+            seconds: dict[tuple[str, str, str], float] = defaultdict(float)
+            for part, call in self._calls_of(rows, recompute)[0]:
+                seconds[part, call.phase, call.direction] += call.times * meter.call(call, LANGUAGE)
+            self._spent[key] = seconds
+        return self._spent[key]
 
     def _calls_of(
         self, rows: int, recompute: tuple[Recompute, ...]
@@ -254,17 +300,19 @@ class Bricks:
             self._calls[key] = calls, tuple(dict.fromkeys(call.family for _, call in calls))
         return self._calls[key]
 
-    def _worked(
-        self, rows: int, form: Form, meter: ClusterMeter
-    ) -> Iterator[tuple[int, Phase, dict[str, _Work]]]:
-        """The phases of all bricks, and the work of each by kind."""
-        works = self._seconds_of(rows, meter)
-        for phases in self.examples.phases(form):
-            for phase in phases:
-                own = part_of(phase)
-                inner = own if phase.depth is None or phase.block is None else f"{own}.blocks.{phase.block}"
-                known = works[inner]
-                yield self.examples.brick(phase), phase, {kind: known[kind] for kind in _kinds(phase, known)}
+    def _slots_of(self, split: Split, works: Mapping[str, Mapping[str, _Work]]) -> list[_Slot]:
+        """The phases of all bricks; `works` has the kinds of each part, which are the same for all rows."""
+        if split not in self._slots:
+            self._slots[split] = [
+                self._slot(phase, works) for phases in self.examples.phases(split) for phase in phases
+            ]
+        return self._slots[split]
+
+    def _slot(self, phase: Phase, works: Mapping[str, Mapping[str, _Work]]) -> _Slot:
+        part = part_of(phase)
+        inner = part if phase.depth is None or phase.block is None else f"{part}.blocks.{phase.block}"
+        brick = self.examples.brick(phase)
+        return _Slot(brick, phase, part, inner, tuple(_kinds(phase, works[inner])), _columns(phase))
 
     def message(self, rows: int, meter: ClusterMeter) -> float:
         """Seconds of a message between two stages."""
@@ -285,10 +333,12 @@ class Bricks:
         """The work of each part by kind of phase; the same for all meshes."""
         if rows not in self._work:
             works = self.model.works(self._workload(rows), self.load)
-            self._work[rows] = {
-                part: {kind: _Work(work, meter) for kind, work in kinds.items()}
-                for part, kinds in works.items()
+            # Equal blocks have one and the same.
+            known = {
+                id(kinds): {kind: _Work(work, meter) for kind, work in kinds.items()}
+                for kinds in works.values()
             }
+            self._work[rows] = {part: known[id(kinds)] for part, kinds in works.items()}
         return self._work[rows]
 
     def costs(self, rows: int, recompute: tuple[Recompute, ...], fine: bool) -> dict[str, Cost]:
@@ -357,7 +407,9 @@ class Bricks:
         key = (axes.dp * axes.cp, axes.edp, axes.dense_copies, axes.expert_copies)
         if key not in self._units:
             module = replace(self.module, axes=axes, strategy=strategy)
-            self._units[key] = list(self._by_brick(held_units(module, self.plan)))
+            if self._weights is None:
+                self._weights = unit_weights(module, self.plan)
+            self._units[key] = list(self._by_brick(held_units(module, self.plan, weights=self._weights)))
         return self._units[key]
 
     def _by_brick(self, units: Sequence[HeldUnit]) -> Iterator[tuple[int, HeldUnit]]:
@@ -464,4 +516,4 @@ def kinds_of(run: Run, layout: Layout) -> list[int]:
 
 def meter_on(bricks: Bricks, base: ClusterMeter, grid: Grid) -> ClusterMeter:
     """The meter of a mesh with this grid. All meters share the pieces that they have looked up."""
-    return ClusterMeter(replace(bricks.plan, grid=grid), base.cluster, base.calibration, known=base.known)
+    return replace(base, plan=replace(bricks.plan, grid=grid))

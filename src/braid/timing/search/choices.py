@@ -98,6 +98,10 @@ class Space:
     def kinds(self) -> frozenset[Kind]:
         return self.layout.kinds()
 
+    def sample_flops(self) -> int:
+        """FLOPs of one sequence in a step, the same for all candidates."""
+        return 3 * (sum(self._block_costs.blocks) + self._block_costs.last)
+
     @cached_property
     def _block_costs(self) -> Costs:
         return block_costs(self.run, self.layout)
@@ -254,6 +258,12 @@ class Space:
         assert layout is not None
         one = choice.shape.segments == 1
         return replace(self.run.model, pattern=compact(self.layout if one else layout))
+
+    def model_cut(self, choice: Choice) -> Model:
+        """The model with `|` where planning would place them, which takes longer than all else."""
+        layout = self.cut(choice.mesh.pp, choice.shape)
+        assert layout is not None
+        return replace(self.run.model, pattern=compact(layout))
 
     def own(self) -> Choice:
         """What the run chooses itself."""

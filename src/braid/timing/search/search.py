@@ -16,17 +16,16 @@ from typing import Any, NamedTuple
 
 from braid.config import Run
 from braid.errors import ConfigError
-from braid.planning.divisibility import AxisSizes
 from braid.planning.plan import check
 from braid.timing.calibration import Calibration
 from braid.timing.links import Cluster, filled
-from braid.timing.meter import ClusterMeter
 from braid.timing.predict import calibration_for
-from braid.timing.search.bounds import MeshBounds, Pipelines
-from braid.timing.search.bricks import Bricks, Examples
+from braid.timing.search.bounds import Bounded, MeshBounds
 from braid.timing.search.by_time import cut_by_time
-from braid.timing.search.choices import Choice, MeshSizes, Shape, Space
-from braid.timing.search.simulate import Setting, Simulator, Timed, timed
+from braid.timing.search.choices import Choice, MeshSizes, Space
+from braid.timing.search.ranking import Asked, Counts, Ranked, Ranking
+from braid.timing.search.simulate import Setting, Timed, timed
+from braid.timing.search.team import Answer, Team
 
 HEADROOM = 0.05
 """The share of a device's memory that is left free unless a limit is given: for what an estimate misses."""
@@ -38,37 +37,14 @@ BATCH = 4
 """Candidates that are simulated at the same time: as many on all machines, so that they find the same."""
 MANY = 200
 """Meshes from which on a search starts processes of its own."""
+CHUNK = 128
+"""Meshes that are bounded without collectives at the same time."""
+BEGIN = 48
+"""Meshes that are ranked before all others are looked at."""
+ROUND = 16
+"""Meshes that are ranked at the same time, by the marks before them."""
 
 Report = Callable[[str], None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Counts:
-    """What became of the candidates."""
-
-    candidates: int = 0
-    cannot_fit: int = 0
-    cannot_be_better: int = 0
-    ranked: int = 0
-    simulated: int = 0
-
-    def __add__(self, other: Counts) -> Counts:
-        return Counts(
-            candidates=self.candidates + other.candidates,
-            cannot_fit=self.cannot_fit + other.cannot_fit,
-            cannot_be_better=self.cannot_be_better + other.cannot_be_better,
-            ranked=self.ranked + other.ranked,
-            simulated=self.simulated + other.simulated,
-        )
-
-
-class Ranked(NamedTuple):
-    """A candidate that may be one of the best."""
-
-    seconds: float
-    """By the closed form."""
-    bound: float
-    choice: Choice
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +71,7 @@ class Found:
 
 @dataclass(kw_only=True)
 class Search:
-    """A search, step by step: `rank`, then `simulate`."""
+    """A search, step by step: `run` does `rank`, then `simulate`."""
 
     setting: Setting
     limit: int
@@ -103,112 +79,91 @@ class Search:
     simulations: int = 64
     prune: bool = True
     """Whether candidates that cannot be better are left out; otherwise all that fit are ranked."""
+    processes: int = 1
     report: Report = lambda text: None
-    _bricks: dict[tuple[int, ...], Bricks] = field(default_factory=dict)
-    _bounds: dict[MeshSizes, MeshBounds] = field(default_factory=dict)
     simulated: dict[Choice, Timed] = field(default_factory=dict)
-    _known: dict[Any, tuple[str, str, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.space = self.setting.space
-        self._examples = Examples(self.space.run, self.space.layout)
-        self._pipelines = Pipelines(self.space, self._examples.kinds)
+        self.team = Team(self.setting, self.limit, self.processes)
+
+    def close(self) -> None:
+        """End the processes of the search."""
+        self.team.close()
+
+    def run(self) -> tuple[list[Ranked], Counts, list[Timed], bool]:
+        """What was ranked, what became of the others, the best of each mesh, and whether no candidate is left
+        that may be in the list."""
+        margin = MARGIN
+        while True:
+            ranked, counts, mark = self.rank(margin)
+            best, is_whole = self.simulate(ranked)
+            if len(best) < self.top or best[-1].seconds <= mark or self.is_spent:
+                return ranked, counts, best, is_whole
+            # The closed form was too fast: candidates are missing.
+            margin = 2 * margin + best[-1].seconds / mark - 1
 
     # ---------------------------------------------------------------------------------------- ranking
 
-    def bounds(self, sizes: MeshSizes, axes: AxisSizes) -> MeshBounds:
-        if sizes not in self._bounds:
-            self._bounds[sizes] = self._made_bounds(sizes, axes)
-        return self._bounds[sizes]
-
-    def _made_bounds(self, sizes: MeshSizes, axes: AxisSizes) -> MeshBounds:
-        key = (sizes.tp, sizes.cp, sizes.ep, sizes.etp)
-        if key not in self._bricks:
-            alone = axes.slab * axes.pp == 1
-            self._bricks[key] = Bricks(self._examples, sizes, alone=alone, load=self.setting.load)
-        bricks = self._bricks[key]
-        base = ClusterMeter(bricks.plan, self.setting.cluster, self.setting.calibration, known=self._known)
-        return MeshBounds(self._pipelines, sizes, axes, bricks, base)
+    def bounds(self, sizes: MeshSizes) -> MeshBounds:
+        return self.team.alone.bounds(sizes)
 
     def rank(self, margin: float = MARGIN) -> tuple[list[Ranked], Counts, float]:
         """The candidates that may be one of the best, what became of the others, and the mark that these do
         not reach."""
-        counts, waiting = Counts(), list[_Waiting]()
-        meshes = list(self.space.meshes())
-        for number, (sizes, axes) in enumerate(meshes):
-            self._tell(f"bounds of mesh {number + 1:,} of {len(meshes):,}", number)
-            if not self.space.micro_batches(axes):
-                continue
-            bounds = self.bounds(sizes, axes)
-            rows = [(shape, count) for shape in bounds.shapes for count in bounds.counts]
-            counts += Counts(candidates=bounds.each * len(rows))
-            if rows:
-                bound = min(float(bounds.least_work(shape).min()) for shape in bounds.shapes)
-                waiting.append(_Waiting(bound, number, bounds, tuple((0.0, row) for row in rows), exact=False))
+        counts, waiting, marks, ranked = Counts(), list[_Waiting](), _Marks(self.top, margin), list[Ranked]()
+        meshes = [sizes for sizes, axes in self.space.meshes() if self.space.micro_batches(axes)]
+        for first in range(0, len(meshes), CHUNK):
+            self.report(f"bounds of mesh {first + 1:,} of {len(meshes):,}")
+            asked = meshes[first : first + CHUNK]
+            looked = self.team.of_meshes(Ranking.work, asked, lambda sizes: sizes)
+            for number, (sizes, (each, rows)) in enumerate(zip(asked, looked, strict=True), first):
+                counts += Counts(candidates=each * len(rows))
+                waiting += [_Waiting(rows[0][0], number, sizes, each, rows, False)] if rows else []
         heapq.heapify(waiting)
-        marks, ranked = _Marks(self.top, margin), list[Ranked]()
-        while waiting:
-            mesh = heapq.heappop(waiting)
-            self._tell(f"{len(waiting):,} meshes left, {len(ranked):,} candidates ranked", len(waiting))
-            if self.prune and mesh.bound > marks.last:
-                left = sum(each.bounds.each * len(each.rows) for each in (mesh, *waiting))
-                counts += Counts(cannot_be_better=left)
-                break
-            if not mesh.exact:  # its collectives count only now: most meshes need not come so far
-                least = sorted(
-                    (seconds, (shape, count))
-                    for shape in mesh.bounds.shapes
-                    for count, seconds in zip(
-                        mesh.bounds.counts, mesh.bounds.least_times(shape).tolist(), strict=True
-                    )
-                )
-                heapq.heappush(waiting, mesh._replace(bound=least[0][0], rows=tuple(least), exact=True))
-            elif mesh.bounds.least_weights() > self.limit:
-                counts += Counts(cannot_fit=mesh.bounds.each * len(mesh.rows))
-            else:
-                counts += self._rank_mesh(mesh.bounds, mesh.rows, marks, ranked)
+        # The first ones give a mark, by which rows of the others are left out before they are looked at.
+        begin = [heapq.heappop(waiting) for _ in range(min(BEGIN, len(waiting)))]
+        for part in (begin, waiting):
+            counts += self._rank_all(part, marks, ranked)
         return sorted(ranked), replace(counts, ranked=len(ranked)), marks.last
 
-    def _rank_mesh(
-        self,
-        bounds: MeshBounds,
-        least: Sequence[tuple[float, tuple[Shape, int]]],
-        marks: _Marks,
-        ranked: list[Ranked],
-    ) -> Counts:
+    def _rank_all(self, waiting: list[_Waiting], marks: _Marks, ranked: list[Ranked]) -> Counts:
+        """Rank the meshes of a heap, in rounds of some at the same time."""
         counts = Counts()
-        for place, (seconds, row) in enumerate(least):
-            if self.prune and seconds > marks.of(bounds.sizes):
-                return counts + Counts(cannot_be_better=bounds.each * (len(least) - place))
-            counts += self._rank_row(bounds, row, marks, ranked)
+        while waiting:
+            self.report(f"{len(waiting):,} meshes left, {len(ranked):,} candidates ranked")
+            mark = marks.last if self.prune else inf
+            if waiting[0].bound > mark:
+                return counts + Counts(cannot_be_better=sum(mesh.each * len(mesh.rows) for mesh in waiting))
+            meshes = [heapq.heappop(waiting) for _ in range(min(ROUND, len(waiting)))]
+            rough = [mesh for mesh in meshes if not mesh.exact]
+            for mesh, rows in zip(rough, self._asked(Ranking.times, rough, mark, 0.0), strict=True):
+                counts += Counts(cannot_be_better=mesh.each * (len(mesh.rows) - len(rows)))
+                if rows:
+                    heapq.heappush(waiting, mesh._replace(bound=rows[0][0], rows=rows, exact=True))
+            margin = marks.margin if self.prune else inf
+            for found, own in self._asked(
+                Ranking.ranked, [mesh for mesh in meshes if mesh.exact], mark, margin
+            ):
+                counts += own
+                for each in found:
+                    marks.add(each)
+                ranked += found
         return counts
 
-    def _rank_row(
-        self, bounds: MeshBounds, row: tuple[Shape, int], marks: _Marks, ranked: list[Ranked]
-    ) -> Counts:
-        """The candidates with one shape and number of micro-batches: the cheapest bounds come first."""
-        slow = large = 0
-        quick = bounds.quick_times(*row)
-        for recompute, seconds in zip(bounds.recomputes, quick.tolist(), strict=True):
-            mark = marks.of(bounds.sizes) if self.prune else inf
-            left = [shard for shard, each in zip(bounds.shards, seconds, strict=True) if each <= mark]
-            slow += len(bounds.shards) - len(left)
-            peaks = bounds.memories(*row, recompute, left).tolist() if left else []
-            for shard, peak in zip(left, peaks, strict=True):
-                choice = Choice(bounds.sizes, *row, recompute, shard)
-                if peak > self.limit:
-                    large += 1
-                elif (bound := bounds.time(choice)) > (marks.of(bounds.sizes) if self.prune else inf):
-                    slow += 1
-                else:
-                    found = Ranked(bounds.estimate(choice), bound, choice)
-                    marks.add(found)
-                    ranked.append(found)
-        return Counts(cannot_fit=large, cannot_be_better=slow)
+    def _asked(
+        self,
+        what: Callable[[Ranking, Sequence[Asked]], Sequence[Answer]],
+        meshes: Sequence[_Waiting],
+        mark: float,
+        margin: float,
+    ) -> list[Answer]:
+        asked = [Asked(mesh.sizes, mesh.rows, mark, margin) for mesh in meshes]
+        return self.team.of_meshes(what, asked, lambda each: each.sizes)
 
     # ------------------------------------------------------------------------------------- simulation
 
-    def simulate(self, ranked: list[Ranked], simulator: Simulator) -> tuple[list[Timed], bool]:
+    def simulate(self, ranked: list[Ranked]) -> tuple[list[Timed], bool]:
         """The best of each mesh, fastest first, and whether no candidate is left that may be in the list. Of
         candidates that differ in recomputation and sharding alone, first one is simulated, and then others as
         long as there may be more. Those of an earlier call are not simulated again."""
@@ -218,8 +173,8 @@ class Search:
             while batch := results.batch(waiting, variant):
                 new = [found.choice for found in batch if found.choice not in self.simulated]
                 new = new[: self.simulations - len(self.simulated)]
-                self.simulated |= zip(new, simulator.timed(new), strict=True)
-                self._tell(f"simulated {len(self.simulated)} of at most {self.simulations}", 0)
+                self.simulated |= zip(new, self.team.timed(new), strict=True)
+                self.report(f"simulated {len(self.simulated)} of at most {self.simulations}")
                 for found in batch:
                     if found.choice in self.simulated:
                         results.add(found, self.simulated[found.choice])
@@ -231,10 +186,6 @@ class Search:
     def is_spent(self) -> bool:
         """Whether as many candidates were simulated as may be."""
         return len(self.simulated) >= self.simulations
-
-    def _tell(self, text: str, number: int) -> None:
-        if number % 10 == 0:
-            self.report(text)
 
 
 def _best_of_each_first(ranked: list[Ranked], top: int) -> list[Ranked]:
@@ -301,24 +252,22 @@ class _Waiting(NamedTuple):
 
     bound: float
     number: int
-    bounds: MeshBounds
-    rows: tuple[tuple[float, tuple[Shape, int]], ...]
+    sizes: MeshSizes
+    each: int
+    """Candidates of a row."""
+    rows: tuple[Bounded, ...]
     """Shapes and micro-batches, each with its own bound."""
     exact: bool
     """Whether bounds have collectives."""
 
 
 class _Marks:
-    """What a candidate has to reach: the best of its own mesh, and the last of the best meshes, by the closed
-    form and a margin."""
+    """What a candidate has to reach: the last of the best meshes, by the closed form and a margin."""
 
     def __init__(self, top: int, margin: float) -> None:
         self.top, self.margin = top, margin
         self.best: dict[MeshSizes, float] = {}
         self.last = inf
-
-    def of(self, sizes: MeshSizes) -> float:
-        return min(self.last, (1 + self.margin) * self.best.get(sizes, inf))
 
     def add(self, found: Ranked) -> None:
         if found.seconds < self.best.get(found.choice.mesh, inf):
@@ -345,8 +294,8 @@ def search(
 ) -> Found:
     """The fastest meshes of a run on a number of ranks. `limit` are the bytes that a rank may take, by default
     those of the device but for `HEADROOM`; `fixed` has values that are not searched, by option. `processes` is
-    how many simulate candidates of a search with many meshes, which changes nothing of what is found. `by_time`
-    cuts the pipelines of those in the list by predicted time."""
+    how many rank and simulate candidates of a search with many meshes, which changes nothing of what is
+    found. `by_time` cuts the pipelines of those in the list by predicted time."""
     began = monotonic()
     known, cluster = calibration_for(cluster, calibration), filled(cluster, world)
     most = int((1 - HEADROOM) * known.memory_bytes) if limit is None else limit
@@ -355,14 +304,14 @@ def search(
     setting = Setting(space=space, cluster=cluster, calibration=known, load=load_factor)
     work = Search(
         setting=setting, limit=most, top=top, simulations=simulations, prune=prune, report=report,
+        processes=processes if len(list(space.meshes())) >= MANY else 1,
     )  # fmt: skip
-    simulator = Simulator(setting, processes if len(list(space.meshes())) >= MANY else 1)
     try:
-        ranked, counts, best, is_whole = _searched(work, simulator)
+        ranked, counts, best, is_whole = work.run()
         best = cut_by_time(setting, best, most) if by_time else best
         own = None if check(run, world) else timed(setting, space.own(), run)
     finally:
-        simulator.close()
+        work.close()
     return Found(
         best=tuple(best),
         counts=replace(counts, simulated=len(work.simulated)),
@@ -374,17 +323,6 @@ def search(
         own_rank=0 if own is None else 1 + sum(each.seconds < own.seconds for each in ranked),
         seconds=monotonic() - began,
     )
-
-
-def _searched(work: Search, simulator: Simulator) -> tuple[list[Ranked], Counts, list[Timed], bool]:
-    margin = MARGIN
-    while True:
-        ranked, counts, mark = work.rank(margin)
-        best, is_whole = work.simulate(ranked, simulator)
-        if len(best) < work.top or best[-1].seconds <= mark or work.is_spent:
-            return ranked, counts, best, is_whole
-        # The closed form was too fast: candidates are missing.
-        margin = 2 * margin + best[-1].seconds / mark - 1
 
 
 def _check(space: Space) -> None:

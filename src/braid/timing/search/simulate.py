@@ -1,17 +1,13 @@
-"""Candidates as planning, `estimate` and `predict` see them, simulated in several processes."""
+"""Candidates as planning, `estimate` and `predict` see them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
-from functools import partial
-from multiprocessing import get_context
+from dataclasses import dataclass, field, replace
 
 from braid.config import Run
 from braid.errors import ConfigError
-from braid.planning.estimate import estimate
-from braid.planning.plan import plan, training_flops
+from braid.planning.estimate import counted_by_station, estimate
+from braid.planning.plan import draft
 from braid.timing.calibration import Calibration
 from braid.timing.links import Cluster
 from braid.timing.meter import ClusterMeter
@@ -30,6 +26,11 @@ class Setting:
     calibration: Calibration
     load: float = 1.0
     """How many times its share the slowest rank of the experts has."""
+    sample_flops: int = field(init=False)
+    """FLOPs of one sequence in a step."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sample_flops", self.space.sample_flops())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,16 +62,18 @@ def timed(setting: Setting, choice: Choice, run: Run | None = None) -> Timed:
     few = counted(choice.micro_batches, choice.mesh.pp)
     samples = whole.train.batch_samples // choice.micro_batches * few
     train = replace(whole.train, micro_batches=few, batch_samples=samples)
-    short = plan(replace(whole, train=train), world)
+    model = whole.model if run is not None else setting.space.model_cut(choice)
+    short = draft(replace(whole, train=train, model=model), world)
     made = replace(short, run=whole, step_tokens=whole.train.batch_samples * whole.data.sequence_tokens)
     meter = ClusterMeter(made, setting.cluster, setting.calibration)
-    stepper = Stepper(made, load=setting.load)
+    held = counted_by_station(short, "cuda")
+    stepper = Stepper(made, load=setting.load, counted=held)
     if unknown := unmeasured(made, meter, stepper.held):
         raise ConfigError("\n".join(["no time can be given:", *unknown]))
     step = stepper.step(meter)
     parts = step.stations[step.limiting]
     largest = max(parts, key=lambda name: parts[name])
-    flops = training_flops(made) * whole.train.batch_samples
+    flops = setting.sample_flops * whole.train.batch_samples
     return Timed(
         choice=choice,
         run=whole,
@@ -81,31 +84,5 @@ def timed(setting: Setting, choice: Choice, run: Run | None = None) -> Timed:
         high=stepper.seconds(replace(meter, side=1.0)),
         mfu=flops / (step.seconds * world * setting.calibration.peak_flops),
         limited_by=(largest, parts[largest] / step.seconds),
-        peak=estimate(short).peak,
+        peak=estimate(short, counted=held).peak,
     )
-
-
-class Simulator:
-    """Simulates candidates in processes of its own, or in this one. Processes start at once, so that they have
-    loaded what they need when there is something to simulate."""
-
-    def __init__(self, setting: Setting, processes: int) -> None:
-        self._timed = partial(timed, setting)
-        self._pool: ProcessPoolExecutor | None = None
-        if processes > 1:
-            self._pool = ProcessPoolExecutor(processes, mp_context=get_context("spawn"))
-            for _ in range(processes):
-                self._pool.submit(_loaded)
-
-    def timed(self, choices: Sequence[Choice]) -> list[Timed]:
-        """In the order of the candidates."""
-        run_all = map if self._pool is None else self._pool.map
-        return list(run_all(self._timed, choices))
-
-    def close(self) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
-
-
-def _loaded() -> None:
-    """Runs in a process once it has imported this module."""
