@@ -7,6 +7,7 @@ import re
 from base64 import b64decode
 from collections.abc import Iterator
 from dataclasses import replace
+from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -183,7 +184,7 @@ def test_a_page_has_the_tables(written: Written) -> None:
         held = ("parameters", "gathered", "gradients", "optimizer", "activations", "temporary")
         assert sum(float(cells[kind]) for kind in held) == pytest.approx(float(cells["peak"]), abs=0.031)
     for each in told["time"]["advice"]:
-        assert f"<code>{each['options']}</code> saves" in written.page
+        assert f"<code>{escape(each['options'])}</code> saves" in written.page
 
 
 def test_the_timeline_of_a_page_is_that_of_the_trace(written: Written) -> None:

@@ -26,6 +26,7 @@ from braid.cli.plan import show_plan
 from braid.cli.prove import prove
 from braid.cli.recipes import list_recipes, show
 from braid.cli.report import report
+from braid.cli.trace import trace
 from braid.cli.train import train
 from braid.cli.watch import watch
 from braid.console import warn
@@ -123,6 +124,7 @@ COMMANDS = (
     Command("show", "RECIPE", "print the full configuration of a run, with overrides applied", show),
     Command("plan", "RECIPE", "estimate memory and communication per rank; starts nothing", _plan),
     Command("prove", "RECIPE", "show on local ranks that a mesh does not change the answer", prove),
+    Command("trace", "summary FILE", "show where the steps of a trace went, and the slowest rank", trace),
     Command("calibrate", "", "measure this GPU, for step times of plans", _calibrate),
     Command("grid", "[RECIPE]", "print the process groups of a parallel layout, or what ranks hold", show_grid),
     Command("pattern", "'PATTERN'", "parse a layer pattern and show its layers and pipeline stages", explain),

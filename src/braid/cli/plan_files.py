@@ -56,7 +56,7 @@ def timeline_of(plan: Plan, prediction: Prediction | None) -> PlanTimeline:
 def write_svg(found: PlanTimeline, file: Path) -> None:
     from braid.schedule import draw
 
-    write("svg", file, draw(found.timeline, seconds=found.real))
+    write("svg", file, draw(found.timeline, seconds=found.real, shorten=True))
 
 
 def write_trace(found: PlanTimeline, file: Path) -> None:

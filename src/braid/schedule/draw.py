@@ -6,7 +6,8 @@ live forwards and the idle share of each rank are on the right. The unit of time
 segment's `F`, or a millisecond if the timeline has real seconds.
 
 If phases communicate, each row has two lanes: compute above, communication below, phase by phase. Otherwise
-consecutive phases of a segment are drawn as one box.
+consecutive phases of a segment are drawn as one box. A drawing of two lanes may be shortened to warm-up, one
+period of those that repeat, and cool-down (`steady.py`); shades then stand for the phases.
 
 With several modules there is a row per station, labelled with the stages that it holds and its ranks. Each
 encoder has colours of its own, and its letter before the number of the micro-batch. `draw_text` shows the same
@@ -29,7 +30,8 @@ from braid.schedule.event_simulator import OpSpan
 from braid.schedule.graph import Graph
 from braid.schedule.ops import Act, Op
 from braid.schedule.phases import Stream
-from braid.schedule.simulate import Timeline
+from braid.schedule.simulate import BUCKETS, Timeline
+from braid.schedule.steady import Steady, find_steady, shortened
 from braid.schedule.views import stream_of
 
 _COMPUTING = tuple(act for act in Act if act.computes)
@@ -49,6 +51,8 @@ _WIDEST, _UNIT = 1440.0, 40.0
 """The maximum width of the rows, and the maximum mean width of a forward."""
 _WIDER = 4.0
 """Rows of phases may be this many times as wide: a segment has many."""
+_SHORT = 2.0
+"""The same, of shortened rows."""
 _NARROWEST = 560.0
 """The minimum width of the rows, so that title and legend fit."""
 _DIGITS = (("large", 6.8, 10.0, 4.0), ("small", 5.2, 8.0, 3.0))
@@ -87,14 +91,19 @@ class _Unit(NamedTuple):
     name: str
 
 
-def draw(timeline: Timeline, *, seconds: bool = False) -> str:
-    """The diagram, as the text of an SVG file. `seconds`: the timeline has real seconds, shown as such."""
+def draw(timeline: Timeline, *, seconds: bool = False, shorten: bool = False) -> str:
+    """The diagram, as the text of an SVG file. `seconds`: the timeline has real seconds, shown as such.
+    `shorten`: of equal periods of phases on two lanes, draw one."""
     timeline = _merge_phases(timeline)
+    steady = find_steady(timeline) if shorten and _two_lanes(timeline) else None
+    whole, timeline = timeline, timeline if steady is None else shortened(timeline, steady)
+    kinds = () if steady is None else _phase_kinds(timeline)
     forward = _forward_seconds(timeline)
     named = _Unit(1e-3, "ms") if seconds else _Unit(forward, "forwards")
     unit, length = named.seconds, timeline.makespan / named.seconds
     unit_width = _UNIT * _boxes_per_forward(timeline) * unit / forward
-    widest = _WIDEST * (_WIDER if any(span.op.phase for span in _boxed(timeline, *_DRAWN)) else 1.0)
+    wider = 1.0 if not any(span.op.phase for span in _boxed(timeline, *_DRAWN)) else _WIDER
+    widest = _WIDEST * (wider if steady is None else min(wider, _SHORT))
     scale = min(unit_width, widest / length) if length else unit_width
     numbers = _numbers(timeline, scale / unit)
     plot = max(_NARROWEST, length * scale)
@@ -104,18 +113,19 @@ def draw(timeline: Timeline, *, seconds: bool = False) -> str:
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_n(width)} {_n(height)}" '
         f'width="{_n(width)}" height="{_n(height)}" role="img">',
-        f"<title>{escape(_headline(timeline))}</title>",
-        f"<style>{_STYLE}{_shades(_virtual(timeline))}{_module_colours(timeline)}</style>",
+        f"<title>{escape(_headline(whole))}</title>",
+        f"<style>{_STYLE}{_shades(len(kinds) or _virtual(timeline))}{_module_colours(timeline)}</style>",
         '<defs><pattern id="idle" width="6" height="6" patternUnits="userSpaceOnUse" '
         'patternTransform="rotate(45)"><rect width="6" height="6" fill="#f0f2f4"/>'
         '<rect width="1.5" height="6" fill="#d8dde3"/></pattern></defs>',
         f'<rect width="{_n(width)}" height="{_n(height)}" fill="#fff"/>',
-        _text(16, 28, _headline(timeline), "title"),
-        _text(16, 48, _summary(timeline, named), "soft"),
-        *_axis(timeline, named, scale),
-        *_rows(timeline, named, scale, numbers),
-        *_columns(timeline, left + plot),
-        *_legend(timeline, height - (42 if several else 22), numbers),
+        _text(16, 28, _headline(whole), "title"),
+        _text(16, 48, _summary(whole, named), "soft"),
+        *_axis(whole, named, scale, steady),
+        *_rows(timeline, named, scale, numbers, kinds, steady),
+        *(() if steady is None else _parts_of(timeline, steady, named, scale)),
+        *_columns(whole, left + plot),
+        *_legend(timeline, height - (42 if several else 22), numbers, kinds),
         *(_module_legend(timeline, height - 22) if several else ()),
         "</svg>",
     ]
@@ -236,11 +246,17 @@ def _merge(timeline: Timeline, run: Sequence[OpSpan]) -> OpSpan:
 
 
 def _rows(
-    timeline: Timeline, unit: _Unit, scale: float, numbers: Mapping[Stream | None, _Numbers]
+    timeline: Timeline,
+    unit: _Unit,
+    scale: float,
+    numbers: Mapping[Stream | None, _Numbers],
+    kinds: Sequence[str],
+    steady: Steady | None,
 ) -> Iterator[str]:
-    """For each rank its label, the idle background, and a box for each span that takes time."""
+    """For each rank its label, the idle background, and a box for each span that takes time. What comes after
+    periods that are left out tells its real time."""
     begin, width = timeline.begin, _n(timeline.makespan / unit.seconds * scale)
-    stream, looks, left = _lane_of(timeline), _looks(timeline), _left(timeline)
+    stream, looks, left = _lane_of(timeline), _looks(timeline, kinds), _left(timeline)
     if timeline.schedule.modules is not None:
         yield _text(left - 10, _TOP - 8, "ranks", "soft end")
         yield _text(left - _LEFT - 4, _TOP - 8, "stages", "soft end")
@@ -256,7 +272,11 @@ def _rows(
                 top, high = _LANES[stream(span.op)]
                 box = _Box(left + start * scale, y + top, (end - start) * scale, high)
                 shape = _shape(looks(span.op), span.op, box, numbers.get(stream(span.op)))
-                yield f"<g><title>{escape(_tooltip(span.op, start, end, unit))}</title>{''.join(shape)}</g>"
+                late = 0.0
+                if steady is not None and span.start >= steady.end - 1e-6 * steady.length:
+                    late = steady.removed / unit.seconds
+                tip = _tooltip(span.op, start + late, end + late, unit)
+                yield f"<g><title>{escape(tip)}</title>{''.join(shape)}</g>"
 
 
 class _Box(NamedTuple):
@@ -319,7 +339,21 @@ class _Look(NamedTuple):
     """The letter of its module before its number, unless that is the first."""
 
 
-def _looks(timeline: Timeline) -> Callable[[Op], _Look]:
+def _phase_kinds(timeline: Timeline) -> tuple[str, ...]:
+    """The kinds of phases that take time, in the order of the model."""
+    taken = {_kind_of(span.op) for span in _boxed(timeline, *_COMPUTING)}
+    kinds = dict.fromkeys(phase.kind for segment in timeline.schedule.phases for phase in segment)
+    return tuple(kind for kind in kinds if kind in taken)
+
+
+def _kind_of(op: Op) -> str:
+    """The kind of a phase: of `2.experts.down`, experts."""
+    *before, last = (op.phase or "").split(".")
+    return before[-1] if last in BUCKETS and before else last
+
+
+def _looks(timeline: Timeline, kinds: Sequence[str] = ()) -> Callable[[Op], _Look]:
+    """How ops look: by virtual stage, or by phase if their kinds are given."""
     graph, virtual = timeline.schedule.graph, _virtual(timeline)
     stages = _virtual_stages(graph)
     modules = [graph.modules.index(segment.module) for segment in graph.segments]
@@ -332,6 +366,9 @@ def _looks(timeline: Timeline) -> Callable[[Op], _Look]:
         if module := modules[op.segment]:
             css = f"m{module}{'f' if op.act is Act.F else 'b'}"
             return _Look(css, op.act is not Act.F, letters[module])
+        if kinds:
+            place = kinds.index(kind) if (kind := _kind_of(op)) in kinds else 0
+            return _Look(f"{name}{place}", _darkness(place, len(kinds)) > 0.5)
         return _Look(f"{name}{stage}", _darkness(stage, virtual) > 0.5)
 
     return look
@@ -386,12 +423,18 @@ def _numbers(timeline: Timeline, pixels: float) -> dict[Stream | None, _Numbers]
     return by_lane
 
 
-def _axis(timeline: Timeline, unit: _Unit, scale: float) -> Iterator[str]:
+def _axis(timeline: Timeline, unit: _Unit, scale: float, steady: Steady | None) -> Iterator[str]:
+    """Times of the whole timeline, without those of periods that are left out."""
+    removed = 0.0 if steady is None else steady.removed / unit.seconds
+    cut = 0.0 if steady is None else (steady.end - timeline.begin) / unit.seconds
     length = timeline.makespan / unit.seconds
     bottom, left = _TOP + _ROW * len(timeline.spans), _left(timeline)
-    step = _tick(length * scale, length)
+    step = _tick((length - removed) * scale, length - removed)
     for number in range(int(length / step + 1e-9) + 1):
-        x = _n(left + number * step * scale)
+        if removed and cut <= number * step < cut + removed:
+            continue
+        later = removed if removed and number * step >= cut else 0.0
+        x = _n(left + (number * step - later) * scale)
         yield f'<line class="grid" x1="{x}" y1="{_n(_TOP - 4)}" x2="{x}" y2="{_n(bottom)}"/>'
         yield _text(float(x), bottom + 12, f"{number * step:g}", "soft mid")
     yield _text(left - 10, bottom + 12, unit.name, "soft end")
@@ -417,8 +460,29 @@ def _columns(timeline: Timeline, right: float) -> Iterator[str]:
         yield _text(right + 92, y, f"{idle / makespan if makespan else 0:.1%}", "end")
 
 
-def _legend(timeline: Timeline, y: float, numbers: Mapping[Stream | None, _Numbers]) -> Iterator[str]:
-    virtual = _virtual(timeline)
+def _parts_of(timeline: Timeline, steady: Steady, unit: _Unit, scale: float) -> Iterator[str]:
+    """Where warm-up ends and cool-down begins."""
+    left, bottom = _left(timeline), _TOP + _ROW * len(timeline.spans)
+    begin, end = ((when - timeline.begin) / unit.seconds * scale for when in (steady.begin, steady.end))
+    for x in (begin, end):
+        yield (
+            f'<line x1="{_n(left + x)}" y1="{_n(_TOP - 16)}" x2="{_n(left + x)}" y2="{_n(bottom)}" '
+            'stroke="#24292f" stroke-width="1.5" stroke-dasharray="5 3"/>'
+        )
+    words = f"one of {steady.count} equal periods"
+    if begin > 60:
+        yield _text(left + begin / 2, _TOP - 8, "warm-up", "mid")
+    if end - begin > _CHARACTER * len(words):
+        yield _text(left + (begin + end) / 2, _TOP - 8, words, "mid")
+    else:
+        yield _text(left + (begin + end) / 2, _TOP - 8, f"x {steady.count}", "mid")
+    yield _text(left + end + 8, _TOP - 8, "cool-down")
+
+
+def _legend(
+    timeline: Timeline, y: float, numbers: Mapping[Stream | None, _Numbers], kinds: Sequence[str]
+) -> Iterator[str]:
+    virtual = len(kinds) or _virtual(timeline)
     stages = range(virtual) if virtual <= _LEGEND_STAGES else (0, virtual - 1)
     entries = [([f"f{stage}" for stage in stages], "forward")]
     if timeline.schedule.backward:
@@ -438,7 +502,11 @@ def _legend(timeline: Timeline, y: float, numbers: Mapping[Stream | None, _Numbe
         x += 22 + 6.2 * len(label)
     yield f'<rect x="{_n(x)}" y="{_n(y)}" width="12" height="12" fill="url(#idle)" stroke="#d0d7de"/>'
     yield _text(x + 17, y + 10, "idle")
-    notes = ["number: micro-batch"] * bool(numbers) + ["darker: later virtual stage"] * (virtual > 1)
+    notes = ["number: micro-batch"] * bool(numbers)
+    if kinds:
+        notes.append(f"light to dark: {', '.join(kinds)}")
+    elif virtual > 1:
+        notes.append("darker: later virtual stage")
     notes += ["lower lane: communication"] * _two_lanes(timeline)
     yield _text(x + 52, y + 10, "; ".join(notes), "soft")
 
