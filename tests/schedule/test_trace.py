@@ -31,7 +31,7 @@ def boxes_of(trace: dict[str, Any]) -> dict[int, list[dict[str, Any]]]:
     """The ops of each process, in the order in which they began."""
     found = defaultdict(list)
     for event in trace["traceEvents"]:
-        if event["ph"] == "X" and event["cat"] != "step":
+        if event["ph"] == "X" and event["cat"] not in ("step", "host"):
             found[event["pid"]].append(event)
     return found
 

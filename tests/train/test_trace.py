@@ -81,6 +81,19 @@ def test_every_op_that_ran_is_in_the_trace_once_per_step(corpus, tmp_path, patte
             own = [box for box in boxes[rank] if box["args"]["step"] == step]
             assert sorted(box["name"] for box in own) == sorted(logs[rank][place])
             whole = steps[rank, f"step {step}"]
+            host = [
+                e
+                for e in trace["traceEvents"]
+                if e.get("cat") == "host" and (e["pid"], e["args"]["step"]) == (rank, step)
+            ]
+            named = [e["name"] for e in host]
+            assert (named[0], named[-2:]) == ("batch", ["optimizer", "result"])
+            assert named.index("gradient norm") == len(named) - 3
+            first, last = min(e["ts"] for e in own), max(e["ts"] + e["dur"] for e in own)
+            assert host[0]["ts"] + host[0]["dur"] <= first + 1
+            assert all(e["ts"] >= last - 1 for e in host[1:])
+            assert all(whole["ts"] - 1 <= e["ts"] for e in host)
+            assert all(e["ts"] + e["dur"] <= whole["ts"] + whole["dur"] + 1 for e in host)
             for box in own:
                 assert whole["ts"] <= box["ts"]
                 assert box["ts"] + box["dur"] <= whole["ts"] + whole["dur"] + 1e-2
@@ -117,7 +130,7 @@ def test_on_a_gpu_boxes_last_as_long_as_the_device_worked(corpus, tmp_path, over
             assert whole["ts"] - slack <= box["ts"]
             assert box["ts"] + box["dur"] <= whole["ts"] + whole["dur"] + slack
     threads = {e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
-    assert threads == {"step", "compute", "weights"} | ({"communication"} if overlap else set())
+    assert threads == {"step", "compute", "weights", "host"} | ({"communication"} if overlap else set())
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

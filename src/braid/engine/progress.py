@@ -53,6 +53,8 @@ class Progress:
         """Whether to record an event behind each op, so that `behind` knows how far the GPU has come."""
         self.times: list[tuple[Op, list[JobTime]]] | None = None
         """If a list, the times of each op's jobs are appended, for ops that run asynchronously."""
+        self.activities: list[tuple[str, float]] | None = None
+        """If a list, what the host does around the ops is appended, with its beginning; '' is an op."""
         self._streams: Streams | None = None
         self._stream: Callable[[Op], Stream | None] = lambda op: None
         self._issued: deque[_IssuedOp] = deque(maxlen=MAX_EVENTS)
@@ -63,11 +65,15 @@ class Progress:
 
     def begin(self, step: int) -> None:
         self.at = Position(step, 0, "the batch", self.at.what, time.monotonic())
+        if self.activities is not None:
+            self.activities.append(("the batch", time.perf_counter()))
 
     def enter(self, what: Op | str) -> None:
         """Start an op or activity. The one before it is finished; on a GPU, it is issued."""
         before = self.at
         self.at = Position(before.step, before.place + 1, what, before.what, time.monotonic())
+        if self.activities is not None:
+            self.activities.append((what if isinstance(what, str) else "", time.perf_counter()))
         if self.times is not None and isinstance(self._streams, CudaStreams | HostStreams):
             self._streams.job_times = []
             if isinstance(self._streams, CudaStreams):

@@ -1,8 +1,8 @@
 """Chrome traces of schedules, measured or simulated, for Perfetto and chrome://tracing.
 
-Each rank is a process of the trace, with a thread per lane: the step, compute, communication, messages, and ops
-on sharded weights. Ops have the names of the plan. Messages are flow arrows from send to receive. Measured and
-predicted traces have the same form, so they can be compared side by side.
+Each rank is a process of the trace, with a thread per lane: the step, compute, communication, messages, ops on
+sharded weights, and what the host does around the ops. Ops have the names of the plan. Messages are flow arrows
+from send to receive. Measured and predicted traces have the same form, so they can be compared side by side.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ class Lane(Enum):
     MESSAGES = "messages"
     WEIGHTS = "weights"
     COPIES = "copies to the host"
+    HOST = "host"
 
 
 ROWS = 1000
@@ -50,6 +51,8 @@ class RankStep:
     begin: float
     end: float
     """Of the step, in seconds."""
+    activities: tuple[tuple[str, float, float], ...] = ()
+    """What the host did around the ops, such as `optimizer`, from when to when."""
     spans: tuple[OpSpan, ...]
 
 
@@ -84,6 +87,10 @@ def chrome_trace(
         stages[each.rank] = each.stage
         step = {"name": f"step {each.step}", "cat": "step", **_times(each.begin, each.end)}
         events.append({**step, "ph": "X", "pid": each.rank, "tid": _thread(threads, each.rank, Lane.STEP, 0)})
+        if each.activities:
+            host = {"cat": "host", "ph": "X", "pid": each.rank, "args": {"step": each.step}}
+            host["tid"] = _thread(threads, each.rank, Lane.HOST, 0)
+            events += [{**host, "name": what, **_times(*when)} for what, *when in each.activities]
         rows: dict[Lane, list[float]] = {}
         for span in sorted(each.spans, key=lambda span: span.start):
             lane = lane_of(span.op, stream(span.op))

@@ -11,28 +11,31 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any
 
-KINDS = {
-    "F": "forward",
-    "B": "backward",
-    "W": "weight gradients",
-    "RECOMPUTE": "recompute",
-    "RECV_F": "waiting for activations",
-    "RECV_B": "waiting for gradients",
-    "SEND_F": "sending",
-    "SEND_B": "sending",
-    "SUM_COPIES": "all-reduce of copies",
-    "UNSHARD": "gathering weights",
-    "WAIT": "gathering weights",
-    "RESHARD": "freeing weights",
-    "ACCUM": "accumulating gradients",
-    "REDUCE_GRAD": "reducing gradients",
-    "FINISH": "reducing gradients",
-    "OFFLOAD": "copies to the host",
-    "FREE": "copies to the host",
-    "RELOAD": "copies to the host",
-}
+KINDS = MappingProxyType(
+    {
+        "F": "forward",
+        "B": "backward",
+        "W": "weight gradients",
+        "RECOMPUTE": "recompute",
+        "RECV_F": "waiting for activations",
+        "RECV_B": "waiting for gradients",
+        "SEND_F": "sending",
+        "SEND_B": "sending",
+        "SUM_COPIES": "all-reduce of copies",
+        "UNSHARD": "gathering weights",
+        "WAIT": "gathering weights",
+        "RESHARD": "freeing weights",
+        "ACCUM": "accumulating gradients",
+        "REDUCE_GRAD": "reducing gradients",
+        "FINISH": "reducing gradients",
+        "OFFLOAD": "copies to the host",
+        "FREE": "copies to the host",
+        "RELOAD": "copies to the host",
+    }
+)
 """The words for ops, by their category in a trace."""
 EXPERTS = "exchange with experts"
 REST = "nothing"

@@ -198,11 +198,14 @@ def begin_step(
     copies = state.copies.compare() if _compares_copies(state, run) else None
     metrics = _reduce_metrics(state, run, parts, said, copies)
     _advance(state, run)
+    state.progress.enter("the gradient norm")
     norm, squares_P, parameters = _gradient_norm(state)
     judged = _judge(state, run, norm, metrics)
+    state.progress.enter("the optimizer")
     for name, module in state.modules.items():
         module.optimizer.update(rate, scale=gradients.clip_scale(norm, run.optim.clip), skip=~judged.apply)
         update_selection_biases(module.model, loads[name], apply=judged.apply, frozen=module.frozen_buffers)
+    state.progress.enter("the result")
     return PendingStep(
         state=state,
         step=step,
@@ -302,6 +305,8 @@ def _attend_step(state: JobState, run: Run, said: Mapping[str, bool]) -> Pending
     state.progress.skip(max(len(ops) for ops in state.plan.schedule.ops))
     metrics = _reduce_metrics(state, run, {}, said)
     _advance(state, run)
+    state.progress.skip(2)  # the gradient norm and the optimizer
+    state.progress.enter("the result")
     norm = gradients.total_norm(torch.zeros((), dtype=torch.float64, device=state.device), state.job)
     judged = _judge(state, run, norm, metrics)
     return PendingStep(

@@ -55,7 +55,7 @@ class Tracer:
         if self._zero is None:
             self._zero = self._common_zero()
         progress = self.state.progress
-        progress.times = []
+        progress.times, progress.activities = [], []
         if progress.on_gpu:
             torch.cuda.synchronize()
             self._origin = torch.cuda.Event(enable_timing=True)
@@ -68,11 +68,13 @@ class Tracer:
             return
         ended, zero, progress = time.perf_counter(), self._zero, self.state.progress
         times, progress.times = progress.times or [], None
+        activities, progress.activities = progress.activities or [], None
         spans = list(self._spans(times)) if self._traced else []
         record = {
             "stage": self._stage,
             "pipeline": self._pipeline,
             "times": [self._begun - zero, ended - zero],
+            "activities": _activities(activities, ended, zero),
             "spans": [[str(span.op), span.start - zero, span.end - zero] for span in spans],
         }
         records = all_gather_json(record if self._traced else None, self._job)
@@ -130,6 +132,16 @@ class Tracer:
             ) from error
 
 
+def _activities(begun: Sequence[tuple[str, float]], ended: float, zero: float) -> list[list[Any]]:
+    """What the host did around the ops, each until the next thing began."""
+    ends = [*(when for _, when in begun[1:]), ended]
+    return [
+        [what.removeprefix("the "), start - zero, end - zero]
+        for (what, start), end in zip(begun, ends, strict=True)
+        if what
+    ]
+
+
 def _place(state: JobState) -> tuple[int, int]:
     """The list of the schedule that a rank executes, and its place among the ranks that do."""
     station = state.plan.station(state.job.rank)
@@ -149,5 +161,6 @@ def _rank_step(rank: int, step: int, record: Mapping[str, Any]) -> RankStep:
         step=step,
         begin=begin,
         end=end,
+        activities=tuple((str(what), float(start), float(stop)) for what, start, stop in record["activities"]),
         spans=tuple(OpSpan(op=parse_op(op), start=start, end=stop) for op, start, stop in record["spans"]),
     )
