@@ -285,10 +285,13 @@ def differences(soak: Soak) -> list[str]:
     world = [] if soak.min_world is not None else ["--world", str(soak.world)]
     command = [sys.executable, "-m", "braid", *soak.words("soak", plain), *steps, *world]
     subprocess.run(command, check=True, env=environment(), stdout=subprocess.DEVNULL)
-    losses, other = _losses(soak.out)[:step], plain / "checkpoints" / last.name
+    wanted, other = dict(_losses(plain)), plain / "checkpoints" / last.name
+    losses = [each for each in _losses(soak.out) if each[0] <= step]
+    print(f"{step - len(losses)} of {step} steps are not in metrics.jsonl: the disk was full", flush=True)
+    plain_losses = [(each, wanted[each]) for each, _ in losses]
     if soak.min_world is not None:
-        return _beyond_bound(losses, _losses(plain), last, other)
-    found = ["losses"] if losses != _losses(plain) else []
+        return _beyond_bound(losses, plain_losses, last, other)
+    found = ["losses"] if losses != plain_losses else []
     for part in sorted(other.glob("part-*")):
         if part.read_bytes() != (last / part.name).read_bytes():
             found.append(part.name)
