@@ -21,13 +21,14 @@ from tests.timing.test_step import CLUSTER, qwen
 
 RUNS = {
     "alone": (qwen("[*E]x5", micro_batches=2, shard="none"), 2),
+    "one process": (qwen("[*E]x4", micro_batches=1), 1),
     "pipeline": (qwen("[*E]x3|[*E]x5", micro_batches=4, pp=2, ep=2, shard="optimizer"), 4),
 }
 
 
 def forward_seconds(run: Run, world: int) -> list[float]:
     """Of a micro-batch on each stage, by the simulated step."""
-    made = plan(run, world)
+    made = plan(replace(run, train=replace(run.train, offload=1.0)), world)
     spans = Stepper(made).timeline(ClusterMeter(made, CLUSTER, load("h100"))).spans
     return [
         sum(span.end - span.start for span in own if span.op.act is Act.F and span.op.micro_batch == 0)

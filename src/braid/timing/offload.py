@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 from braid.config import Run
@@ -39,7 +40,8 @@ def hidden_offload(
     device: str = "cuda",
 ) -> float:
     """The largest `train.offload`, in hundredths, that moves no more than fits behind forward."""
-    made = short_draft(run, world)
+    # With offload a single process has phases too, which say where its blocks begin and end.
+    made = short_draft(replace(run, train=replace(run.train, offload=1.0)), world)
     meter = ClusterMeter(made, filled(cluster, world), calibration_for(cluster, calibration))
     limits = _limits(made, meter, stations_of(made, device, load), link)
     for hundredths in range(100, 0, -1):
