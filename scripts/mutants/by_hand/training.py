@@ -7,6 +7,30 @@ from scripts.mutants.mutant import Fault
 FAULTS: tuple[Fault, ...] = (
     # estimate
     Fault(
+        name="windows-score-a-token-twice",
+        file="evaluation/scoring.py",
+        old="        done = stop\n",
+        new="        done = stop - (overlap > 1 and stop < len(tokens))\n",
+        kind="off by one",
+        why="perplexity of long documents is wrong",
+    ),
+    Fault(
+        name="scores-of-batches-in-the-order-of-length",
+        file="evaluation/scoring.py",
+        old="            scores[place] = each\n",
+        new="            scores[counted + chosen.index(place)] = each\n",
+        kind="swapped",
+        why="accuracy on multiple choice is that of other choices",
+    ),
+    Fault(
+        name="choices-divided-by-their-bytes",
+        file="evaluation/tasks.py",
+        old="np.asarray([len(choice) for choice in each.choices])",
+        new="np.asarray([len(choice.encode()) for choice in each.choices])",
+        kind="missing scale",
+        why="acc_norm differs from that of other evaluations",
+    ),
+    Fault(
         name="main-copies-not-counted",
         file="planning/estimate/memory.py",
         old="main = unit.kept_learned if step.single and unit.stored < _main_itemsize(unit) else 0",

@@ -19,6 +19,7 @@ from braid.cli.checkpoint import checkpoint
 from braid.cli.convert import export, import_
 from braid.cli.data import data
 from braid.cli.diff import diff
+from braid.cli.evaluate import evaluate
 from braid.cli.generate import generate
 from braid.cli.grid import show_grid
 from braid.cli.pattern import explain
@@ -110,6 +111,7 @@ COMMANDS = (
     Command("watch", "RUN", "show what a run is doing, from another terminal", watch),
     Command("report", "RUN [RUN ...]", "write a page with the curves, plan and samples of runs", report),
     Command("generate", "CHECKPOINT", "generate text from a checkpoint", generate),
+    Command("eval", "CHECKPOINT", "measure a checkpoint on texts and multiple choice", evaluate),
     Command("import", "FOLDER", "convert a Hugging Face or Megatron model to a braid checkpoint", import_),
     Command("export", "CHECKPOINT", "convert a checkpoint to Hugging Face or Megatron format", export),
     Command("diff", "A B", "compare the settings and tensors of two models", diff),
