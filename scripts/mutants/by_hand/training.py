@@ -360,4 +360,37 @@ FAULTS: tuple[Fault, ...] = (
         kind="comparison",
         why="the command that braid proposes does not do what it says",
     ),
+    # what people look at
+    Fault(
+        name="buckets-keep-the-first-instead-of-the-greatest",
+        file="cli/packed_curves.py",
+        old="starts + buckets.argmax(1)",
+        new="starts",
+        kind="lost data",
+        why="a spike is missing from the curves of a long run",
+    ),
+    Fault(
+        name="time-left-forgets-the-last-evaluation",
+        file="train/pace.py",
+        old="return count + int(last and train.steps % every > 0)",
+        new="return count",
+        kind="off by one",
+        why="the bar promises an end that comes later",
+    ),
+    Fault(
+        name="hidden-communication-counts",
+        file="schedule/trace_summary.py",
+        old="active[place] = (boxes[place][2], -boxes[place][0])",
+        new="active[place] = (-boxes[place][2], -boxes[place][0])",
+        kind="swapped",
+        why="a summary blames exchanges that cost nothing",
+    ),
+    Fault(
+        name="periods-that-differ-are-left-out",
+        file="schedule/steady.py",
+        old="!= first:",
+        new="== ():",
+        kind="comparison",
+        why="the drawing of a schedule says that the cool-down is like the steady part",
+    ),
 )
