@@ -120,7 +120,7 @@ def check() -> Rows:
     for name, x in (("normal", draw(1024, 1536)), ("odd", odd(333, 517))):
         found[name] = tried(partial(check_quantisers, x))
     found["activation"] = tried(check_activation)
-    for outputs, inputs in ((1024, 512), (528, 1536), (512, 1024)):
+    for outputs, inputs in ((1024, 512), (528, 1536), (512, 640), (1024, 1040), (512, 10304)):
         found[f"product {inputs} → {outputs}"] = tried(partial(check_product, outputs, inputs))
     for tokens in (512, 400):
         found[f"weight gradient of {tokens} tokens"] = tried(partial(check_wgrad, tokens))

@@ -5,8 +5,12 @@ bf16.
     python -m benchmarks.fp8_experts --variants --seconds 120  # and other sizes of kernels, while time lasts
 
 Kernels are compiled in processes of their own first, all at once. Every product is checked against float64
-products of the same quantised operands, and every operand against `quantize`. Steps of both precisions take
-turns. The copies of weights in fp8 are made in every step: as in training with a single micro-batch a step."""
+products of the same quantised operands, and every operand against `quantize`. Steps take turns. The
+copies of weights in fp8 are made in every step: as in training with a single micro-batch a step.
+
+    fp8_block           every product but weight gradients
+    bf16 dgrad2         the same with experts.down.input_grad=bf16
+"""
 
 from __future__ import annotations
 
@@ -33,7 +37,7 @@ from braid.kernels.grouped_mlp import fp8, fused, reference
 from braid.kernels.grouped_mlp.device import fp8_gemm
 from braid.kernels.grouped_mlp.device.fp8_gemm import VARIANTS, Variant, Variants
 from braid.kernels.grouped_mlp.tuned_table import Work, nearest, tuned_table
-from braid.kernels.precision import FORMATS, LowPrecisionGroupedMlp, Products
+from braid.kernels.precision import FORMATS, Format, LowPrecisionGroupedMlp, Products
 from braid.kernels.precision.device.rows import quantize_rows
 from braid.kernels.precision.device.weights import QuantizedWeight, quantize_weight
 from braid.kernels.precision.quantize import Quantized, quantize
@@ -58,9 +62,9 @@ CANDIDATES: dict[str, dict[str, Variant | None]] = {
         "128, 6 stages": Variant(128, 6, 2, 168, 168),
     },
     "activation": {
-        "256 columns": VARIANTS.activation,
+        "4 store warps": VARIANTS.activation,
+        "2 store warps": Variant(256, 3, 2, 208, 88),
         "200 registers": Variant(256, 3, 2, 200, 104),
-        "4 store warps": Variant(256, 3, 4, 208, 72),
         "separate": None,
     },
 }
@@ -83,6 +87,10 @@ class Operands:
     w_down: QuantizedWeight
 
 
+RECIPES: dict[str, Format | None] = {"fp8_block": FORM, "bf16 dgrad2": None}
+"""What dgrad2 takes."""
+
+
 class Part(NamedTuple):
     """A part of a step."""
 
@@ -92,9 +100,9 @@ class Part(NamedTuple):
     flops: float = 0.0
 
 
-def products() -> Products:
+def products(input_grad: Format | None = FORM) -> Products:
     """Of one layer, which share the copy of its weight."""
-    return Products(forward=FORM, input_grad=FORM, weight_grad=None)
+    return Products(forward=FORM, input_grad=input_grad, weight_grad=None)
 
 
 def rows_of(d: Data, x: Tensor) -> Quantized:
@@ -136,11 +144,15 @@ def product(name: str, d: Data, q: Operands, variants: Variants) -> Any:
             return fp8_gemm.grouped_gemm(d.launch, q.dh, q.w_in.transposed, d.where, bf16, variants)
 
 
-def step(d: Data, kernel: Any, variants: Variants = VARIANTS) -> tuple[Tensor, ...]:
-    """Forward and backward, with both copies of the weights."""
-    into, down = products(), products()
+def step(
+    d: Data, kernel: Any, variants: Variants = VARIANTS, of_down: Format | None = FORM
+) -> tuple[Tensor, ...]:
+    """Forward and backward, with the copies of the weights that are taken."""
+    into, down = products(), products(of_down)
     for weight, each in ((d.w_in, into), (d.w_down, down)):
-        each.step_weight.forward, each.step_weight.input_grad = quantize_weight(d.launch, weight)
+        turned = each.input_grad is not None
+        made = quantize_weight(d.launch, weight, transposed=turned)
+        each.step_weight.forward, each.step_weight.input_grad = made
     config = fp8.Fp8Config(ek.SWIGLU, kernel, ek.TILING, variants, d.launch, into, down)
     e, f2, c = d.w_in.shape
     weights = fused.ExpertWeights(d.w_in.view(e, f2 // 2, 2, c), d.w_down)
@@ -196,6 +208,9 @@ def errors(d: Data, variants: Variants) -> dict[str, float]:
     wanted_a = quantize((silu * d.probs[:, None]).to(h.dtype), FORM)
     da = times(q.dy, q.w_down.transposed)
     dh, wanted_back_a, dprobs = _activated(d, da)
+    narrow = narrow_backward(d)
+    plain_dh, plain_a, plain_dprobs = _activated(d, _by_experts(d.dy, d.w_down.double(), counts))
+    assert narrow.dh_quantized is not None
     return {
         "fc1": ek.error((h,), (times(q.x, q.w_in.whole),)),
         "fc1, activation": ek.error((a.dequantized(),), (wanted_a.dequantized(torch.float64),)),
@@ -203,9 +218,22 @@ def errors(d: Data, variants: Variants) -> dict[str, float]:
         "fc2": ek.error((y,), (times(q.a, q.w_down.whole),)),
         "dgrad2": ek.error((back.dh, back.a_NF, back.dprobs_N), (dh, wanted_back_a, dprobs)),
         "dgrad2, operand, bits": _different(back.dh_quantized, quantize(back.dh, FORM)),
+        "bf16 dgrad2": ek.error((narrow.dh, narrow.a_NF, narrow.dprobs_N), (plain_dh, plain_a, plain_dprobs)),
+        "bf16 dgrad2, operand, bits": _different(narrow.dh_quantized, quantize(narrow.dh, FORM)),
         "dgrad2, repeated, bits": float(not torch.equal(back.dh, again.dh)),
         "dgrad1": ek.error((dx,), (times(q.dh, q.w_in.transposed),)),
     }
+
+
+def narrow_backward(d: Data) -> fp8_gemm.ProjectionGradients:
+    """dgrad2 in bf16 with the operand of dgrad1."""
+    given = d.launch, d.dy, d.w_down, d.h, d.probs, d.where, ek.SWIGLU, ek.TILING
+    return fp8_gemm.narrow_activation_backward(*given, quantised=True)
+
+
+def _by_experts(rows: Tensor, weights_ECF: Tensor, counts: list[int]) -> Tensor:
+    each = zip(rows.double().split(counts), weights_ECF, strict=True)
+    return torch.cat([part @ weight for part, weight in each])
 
 
 def _activated(d: Data, da: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -250,18 +278,17 @@ def whole_check() -> dict[str, float]:
 
 def compare(d: Data, kernel: Any, variants: Variants) -> dict[str, Any]:
     """Whole steps in turns, in microseconds."""
-    theirs, ours = partial(experts.step, d, kernel), partial(step, d, kernel, variants)
-    for each in (theirs, ours):
-        experts.sustained(each, milliseconds=300)
-    pairs = [
-        tuple(experts.sustained(each, milliseconds=ROUND_MS) for each in (theirs, ours)) for _ in range(ROUNDS)
+    steps: dict[str, Callable[[], object]] = {"bf16": partial(experts.step, d, kernel)}
+    steps |= {name: partial(step, d, kernel, variants, form) for name, form in RECIPES.items()}
+    for each in steps.values():
+        experts.sustained(each, milliseconds=ROUND_MS)
+    turns = [
+        {name: experts.sustained(each, milliseconds=ROUND_MS) for name, each in steps.items()}
+        for _ in range(ROUNDS)
     ]
-    of_bf16, of_fp8 = (median(times) for times in zip(*pairs, strict=True))
-    return {
-        "bf16": [round(pair[0]) for pair in pairs],
-        "fp8": [round(pair[1]) for pair in pairs],
-        "gain": round(of_bf16 / of_fp8, 3),
-    }
+    us = {name: [round(turn[name]) for turn in turns] for name in steps}
+    gains = {name: round(median(us["bf16"]) / median(us[name]), 3) for name in RECIPES}
+    return {**us, "gain": gains}
 
 
 def parts(d: Data, q: Operands, kernel: Any, variants: Variants) -> dict[str, Part]:
@@ -303,6 +330,7 @@ def measure_parts(d: Data, q: Operands, kernel: Any, variants: Variants) -> dict
         if name in ("fc1", "fc2", "dgrad2", "dgrad1"):
             report[name]["bf16 us"] = round(experts.micro(partial(ek.run, name, d)))
     f = d.w_down.shape[2]
+    report["bf16 dgrad2, quantised"] = {"us": round(experts.micro(partial(narrow_backward, d)))}
     report["separate: activation"] = {
         "us": round(experts.micro(partial(fp8_gemm.quantized_activation, d.launch, d.h, d.probs, ek.SWIGLU))),
         "floor us": round(len(d.x) * f * 5 / 4.3e6),
@@ -368,6 +396,7 @@ def warm(kind: str, name: str) -> None:
         fp8_gemm.quantized_activation_backward(d.launch, d.da, d.h, d.probs, ek.SWIGLU)
         fp8_gemm.quantized_activation(d.launch, d.h, d.probs, ek.SWIGLU)
         q = operands(d)
+        narrow_backward(d)
         assert q.w_down.whole is not None
         fp8_gemm.plain_gemm(d.launch, q.a, q.w_down.whole, d.where, torch.bfloat16)
     else:

@@ -58,8 +58,8 @@ def braid_child(name: str) -> dict[str, Any]:
     return steps_of(run_of(name), packed=PACKED_STEPS, whole=STEPS)
 
 
-def steps_of(run: Any, *, packed: int, whole: int) -> dict[str, Any]:
-    """So many steps of a run on packed rows, then on whole ones."""
+def steps_of(run: Any, *, packed: int | None = None, whole: int) -> dict[str, Any]:
+    """So many steps of a run on packed rows, unless it is None, then on whole ones."""
     import torch
 
     from braid.distributed.collectives import Groups
@@ -78,6 +78,8 @@ def steps_of(run: Any, *, packed: int, whole: int) -> dict[str, Any]:
     states.initialize(state, run)
     answer: dict[str, Any] = {}
     for rows, steps in (("packed", packed), ("whole", whole)):
+        if steps is None:
+            continue
         torch.cuda.reset_peak_memory_stats()
         with tempfile.TemporaryDirectory() as folder:
             data = open_data_pipeline(whole_rows(run, Path(folder)) if rows == "whole" else run, Path(folder))

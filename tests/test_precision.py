@@ -32,9 +32,21 @@ def formats(*each: str | None) -> ProductFormats:
     ],
 )
 def test_a_setting_is_for_everything_or_for_a_kind_and_later_ones_win(settings, dense, experts):
-    wanted = Precision(dense=formats(*dense), experts=formats(*experts))
+    wanted = Precision(dense=formats(*dense), experts=formats(*experts), experts_down=formats(*experts))
     assert precision_of(settings.split()) == wanted
     assert precision_of([*settings.split(), "ends"]) == replace(wanted, ends=True)
+
+
+def test_the_last_layer_of_experts_may_have_products_of_its_own():
+    block = formats("fp8_block", "fp8_block", None)
+    precision = precision_of(["fp8_block", "experts.down.input_grad=bf16"])
+    assert precision.experts == block
+    assert precision.experts_down == formats("fp8_block", None, None)
+    assert precision_of(["experts.down=fp8_block"]) == Precision(experts_down=block)
+    assert precision_of(["experts.down=fp8_block"]).quantised
+    assert precision_of(["fp8_block", "experts.down=mxfp8", "experts=fp8_block"]).experts_down == block
+    *_, down, _ = described(["fp8_block", "experts.down.input_grad=bf16"])
+    assert down == "experts.down: forward fp8_block, input_grad bf16, weight_grad bf16"
 
 
 @pytest.mark.parametrize(
@@ -44,6 +56,8 @@ def test_a_setting_is_for_everything_or_for_a_kind_and_later_ones_win(settings, 
         ("head=mxfp8", "'head' is no kind of product"),
         ("dense.dgrad=mxfp8", "'dgrad' is no product"),
         ("experts=fp8", "'fp8' is no format"),
+        ("experts.up.forward=mxfp8", "'up.forward' is no product"),
+        ("dense.down.forward=mxfp8", "'down.forward' is no product"),
         ("mxfp8=dense", "'dense' is no format"),
     ],
 )
@@ -66,7 +80,8 @@ def test_first_and_last_block_are_left_out():
 def test_what_a_run_does_is_said():
     assert described([]) == []
     assert described(["fp8"]) == [
-        "not quantised, because no format is known to make whole steps faster than bf16 on any machine yet"
+        "not quantised, because `braid train` picks what pays on its GPU, and `braid plan --cluster` for that "
+        "of a cluster"
     ]
     dense, experts, where = described(["fp8_block"])
     assert dense == "dense: forward fp8_block, input_grad fp8_block, weight_grad fp8_block"

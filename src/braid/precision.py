@@ -1,9 +1,10 @@
 """Low precision by kind of product: the settings of `train.precision` as formats.
 
-    fp8_block                       everything below in this format
-    fp8_block experts=bf16          dense layers only
-    mxfp8 dense.weight_grad=bf16    one product of a kind
-    fp8_block ends                  also in the first and the last block
+    fp8_block                               everything below in this format
+    fp8_block experts=bf16                  dense layers only
+    mxfp8 dense.weight_grad=bf16            one product of a kind
+    fp8_block experts.down.input_grad=bf16  one product of a kind's last layer
+    fp8_block ends                          also in the first and the last block
 
 A setting is a format for everything, `kind=format` or `kind.product=format`; later ones win. `bf16` is no
 format: the product runs in `train.dtype`. Head, router, norms, scalars of state-space layers, hyper-connections
@@ -27,12 +28,16 @@ BLOCK_TOKENS: Mapping[FormatName, int | None] = MappingProxyType(
 PLAIN = "bf16"
 """The setting of what is not quantised."""
 FASTEST = "fp8"
-"""The setting that leaves the format to the machine."""
+"""The setting that leaves the rest to the machine (`timing.fastest`)."""
+KINDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"dense": ("dense",), "experts": ("experts", "experts_down"), "experts.down": ("experts_down",)}
+)
+"""What settings may name: the fields of `Precision` that they are for."""
 ENDS = "ends"
 """The setting that includes the first and the last block."""
 
-NOTHING_PAYS = "no format is known to make whole steps faster than bf16 on any machine yet"
-"""What `fp8` comes down to, as a clause after `because`."""
+NOT_PICKED = "`braid train` picks what pays on its GPU, and `braid plan --cluster` for that of a cluster"
+"""Why a run with the word `fp8` itself is not quantised, as a clause after `because`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,13 +60,15 @@ class Precision:
     dense: ProductFormats = ProductFormats()
     """Projections of mixers, MLPs, shared experts, and those around a MoE layer's latent."""
     experts: ProductFormats = ProductFormats()
-    """Routed experts."""
+    """Of routed experts, the projections into the ffn."""
+    experts_down: ProductFormats = ProductFormats()
+    """Of routed experts, the projection out of it."""
     ends: bool = False
     """Whether the first and the last block are quantised too."""
 
     @property
     def quantised(self) -> bool:
-        return self.dense.quantised or self.experts.quantised
+        return any(each.quantised for each in (self.dense, self.experts, self.experts_down))
 
     def quantises(self, block: int, blocks: int) -> bool:
         """Whether layers of a block are."""
@@ -76,28 +83,32 @@ def precision_of(settings: Iterable[str]) -> Precision:
             precision = replace(precision, ends=True)
             continue
         name, equals, value = setting.partition("=")
-        kind, dot, product = name.partition(".")
         wanted = value if equals else name
+        kind, product = (name, "") if name in KINDS else _split(name)
         if wanted not in (*FORMAT_NAMES, PLAIN) and not (wanted == FASTEST and not equals):
             raise ValueError(_how(f"{wanted!r} is no format"))
-        if equals and kind not in ("dense", "experts"):
+        if equals and kind not in KINDS:
             raise ValueError(_how(f"{kind!r} is no kind of product"))
-        if equals and dot and product not in {each.name for each in fields(ProductFormats)}:
+        if equals and product and product not in {each.name for each in fields(ProductFormats)}:
             raise ValueError(_how(f"{product!r} is no product"))
         found = next((each for each in FORMAT_NAMES if each == wanted), None)
-        dense, experts = precision.dense, precision.experts
-        if not equals or kind == "dense":
-            dense = replace(dense, **{product: found}) if dot else _everything("dense", found)
-        if not equals or kind == "experts":
-            experts = replace(experts, **{product: found}) if dot else _everything("experts", found)
-        precision = replace(precision, dense=dense, experts=experts)
+        for layers in KINDS[kind] if equals else ("dense", *KINDS["experts"]):
+            formats: ProductFormats = getattr(precision, layers)
+            new = replace(formats, **{product: found}) if equals and product else _everything(layers, found)
+            precision = replace(precision, **{layers: new})  # type: ignore[arg-type]
     return precision
 
 
-def _everything(kind: str, found: FormatName | None) -> ProductFormats:
-    """A format for a kind. Weight gradients that the topology could change stay as they are: rows of experts
-    come from all ranks, and a block of `fp8_row` would be as long as a sequence."""
-    weight_grad = None if kind == "experts" or found == "fp8_row" else found
+def _split(name: str) -> tuple[str, str]:
+    """A kind and a product."""
+    kind, _, product = name.rpartition(".")
+    return (kind, product) if kind in KINDS else tuple(name.partition(".")[::2])  # type: ignore[return-value]
+
+
+def _everything(layers: str, found: FormatName | None) -> ProductFormats:
+    """A format for some layers. Weight gradients that the topology could change stay as they are: rows of
+    experts come from all ranks, and a block of `fp8_row` would be as long as a sequence."""
+    weight_grad = None if layers in KINDS["experts"] or found == "fp8_row" else found
     return ProductFormats(forward=found, input_grad=found, weight_grad=weight_grad)
 
 
@@ -105,7 +116,8 @@ def _how(wrong: str) -> str:
     names = ", ".join(FORMAT_NAMES)
     return (
         f"{wrong}: must be {PLAIN}, {FASTEST} or one of {names}, for all products or as dense=, experts= or "
-        f"dense.weight_grad= (forward, input_grad, weight_grad), or the word {ENDS}"
+        f"dense.weight_grad= (forward, input_grad, weight_grad), experts.down= for their last layer, or the "
+        f"word {ENDS}"
     )
 
 
@@ -116,11 +128,13 @@ def described(settings: Iterable[str]) -> list[str]:
         return []
     precision = precision_of(settings)
     if not precision.quantised:
-        return [f"not quantised, because {NOTHING_PAYS}" if FASTEST in settings else "not quantised"]
-    lines = []
-    for name in ("dense", "experts"):
-        formats: ProductFormats = getattr(precision, name)
-        each = (f"{field.name} {getattr(formats, field.name) or PLAIN}" for field in fields(formats))
-        lines.append(f"{name}: {', '.join(each)}")
+        return [f"not quantised, because {NOT_PICKED}" if FASTEST in settings else "not quantised"]
+    lines = [f"{name}: {_listed(getattr(precision, name))}" for name in ("dense", "experts")]
+    if precision.experts_down != precision.experts:
+        lines.append(f"experts.down: {_listed(precision.experts_down)}")
     blocks = "all blocks" if precision.ends else "all blocks but the first and the last"
     return [*lines, f"in {blocks}; emulated, which is slower than bf16, but for fp8_block on Hopper"]
+
+
+def _listed(formats: ProductFormats) -> str:
+    return ", ".join(f"{each.name} {getattr(formats, each.name) or PLAIN}" for each in fields(formats))

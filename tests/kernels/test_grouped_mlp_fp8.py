@@ -13,7 +13,7 @@ from braid.architecture import Activation, Glu
 from braid.kernels.activation import projections
 from braid.kernels.grouped_mlp import sizes
 from braid.kernels.grouped_mlp.tuned_table import Tuned, Work
-from braid.kernels.precision import FORMATS, Losses, LowPrecisionGroupedMlp, Products, losses, quantize
+from braid.kernels.precision import FORMATS, Format, Losses, LowPrecisionGroupedMlp, Products, losses, quantize
 from tests.kernels.interpreting import DEVICE, GPU, INTERPRETED, needs_kernels
 from tests.planning.estimate.reality import kept
 
@@ -54,13 +54,14 @@ def inputs(activation: Activation) -> list[Tensor]:
     return [x, probs.to(DEVICE).requires_grad_(), w_in, w_down]
 
 
-def products() -> Products:
-    return Products(forward=FORM, input_grad=FORM, weight_grad=None)
+def products(input_grad: Format | None = FORM) -> Products:
+    return Products(forward=FORM, input_grad=input_grad, weight_grad=None)
 
 
-def kernels() -> fp8.Fp8Experts:
+def kernels(into: Products | None = None, down: Products | None = None) -> fp8.Fp8Experts:
     tiling = TileConfig() if GPU else TileConfig(rows=32, columns=128, depth=32, parts=2)
-    return fp8.Fp8Experts((Tuned(Work(1, 1, 1), "warp-specialised"),), products(), products(), tiling)
+    table = (Tuned(Work(1, 1, 1), "warp-specialised"),)
+    return fp8.Fp8Experts(table, into or products(), down or products(), tiling)
 
 
 def run(function: Any, tensors: list[Tensor], activation: Activation, glu: Glu) -> list[Tensor]:
@@ -94,6 +95,19 @@ def test_output_and_gradients_are_those_of_the_reference(activation: Activation,
         assert each.shape == want.shape
         assert error(each, want) < BOUND
     assert not found[3][1].any()
+
+
+@needs_kernels
+@pytest.mark.parametrize("activation", ["swiglu", "relu2"])
+@pytest.mark.parametrize("of_into", [FORM, None], ids=["fp8 dgrad1", "plain dgrad1"])
+def test_an_input_gradient_that_is_not_quantised(activation: Activation, of_into: Format | None) -> None:
+    """dgrad2 is not, and dgrad1 is or not."""
+    tensors = inputs(activation)
+    given = products(of_into), products(None)
+    wanted = run(LowPrecisionGroupedMlp(into=given[0], down=given[1]), tensors, activation, Glu())
+    found = run(kernels(*given), tensors, activation, Glu())
+    for each, want in zip(found, wanted, strict=True):
+        assert error(each, want) < BOUND
 
 
 @needs_kernels

@@ -136,7 +136,10 @@ BIG = {"hidden": 32, "moe": replace(small_run().model.moe, ffn=64)}
         (("fp8_block",), {"ffn": 24}, 1, False),  # rows of 24 bytes
         (("fp8_block",), {"bias": True}, 1, False),
         (("fp8_block", "experts.weight_grad=fp8_block"), {}, 1, False),
-        (("fp8_block", "experts.input_grad=bf16"), {}, 1, False),
+        (("fp8_block", "experts.input_grad=bf16"), {}, 1, True),
+        (("fp8_block", "experts.down.input_grad=bf16"), {}, 1, True),
+        (("fp8_block", "experts.down.forward=bf16"), {}, 1, False),
+        (("fp8_block", "experts.down=mxfp8"), {}, 1, False),
         (("mxfp8",), {}, 1, False),
     ],
 )

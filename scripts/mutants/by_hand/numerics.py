@@ -81,9 +81,17 @@ FAULTS: tuple[Fault, ...] = (
     ),
     # precision
     Fault(
+        name="copies-of-weights-without-other-ranks",
+        file="kernels/precision/products.py",
+        old="and not any(part is not None and part.cuts(held, block) for part, held in shards)",
+        new="",
+        kind="dropped term",
+        why="a block that ranks share has a scale on each of them",
+    ),
+    Fault(
         name="weight-gradients-of-experts-by-default",
         file="precision.py",
-        old='weight_grad = None if kind == "experts" or found == "fp8_row" else found',
+        old='weight_grad = None if layers in KINDS["experts"] or found == "fp8_row" else found',
         new='weight_grad = None if found == "fp8_row" else found',
         kind="accepted input",
         why="fp8 runs with experts are refused on several ranks, or depend on their number",

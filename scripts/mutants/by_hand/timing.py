@@ -6,9 +6,25 @@ from scripts.mutants.mutant import Fault
 
 FAULTS: tuple[Fault, ...] = (
     Fault(
+        name="fp8-whether-it-pays-or-not",
+        file="timing/fastest.py",
+        old="if taken[best] <= (1 - LEAST) * base:",
+        new="if taken[best] <= 2 * base:",
+        kind="accepted input",
+        why="`fp8` quantises what is slower than in bfloat16",
+    ),
+    Fault(
+        name="products-in-fp8-by-the-tables-of-bfloat16",
+        file="timing/calibration.py",
+        old="if (t.groups > 1, t.format) == (grouped, form)",
+        new="if (t.groups > 1) == grouped",
+        kind="wrong group",
+        why="low precision costs what it quantises and saves nothing, so that `fp8` picks nothing",
+    ),
+    Fault(
         name="products-faster-than-the-peak",
         file="timing/calibration.py",
-        old="return max(measured, operations / calibration.peak_flops)",
+        old="return max(measured, operations / (calibration.peak_flops * (2 if product.format else 1)))",
         new="return measured",
         kind="dropped term",
         why="a plan promises more than the device can do",

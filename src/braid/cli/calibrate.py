@@ -21,6 +21,8 @@ from braid.errors import ConfigError, ExitCode
 from braid.timing import measure, measure_kernels, samples
 from braid.timing.calibration import to_json
 from braid.timing.measure_collectives import collectives, contention
+from braid.timing.measure_precision import Sizes as PrecisionSizes
+from braid.timing.measure_precision import low_precision
 from braid.timing.peaks import device_name
 from braid.timing.samples import Sample, Samples
 from braid.timing.step_models import MODELS
@@ -32,6 +34,7 @@ MEASURED = f"""\
 what is measured (one GPU, two to three minutes)
   products          x Wᵀ, dy W and dyᵀ x in bfloat16 over a grid of sizes, and held-out sizes between them
   grouped products  those of experts, through the kernels that a run would choose
+  products in fp8   the same in fp8_block, and what quantises their operands, on Hopper
   kernels           {", ".join(measure_kernels.NAMES)}: forward and backward
   memory traffic    add, rms_norm, glu, rotary over a range of sizes
   host              seconds of a launch
@@ -152,6 +155,8 @@ def measure_all(device: torch.device) -> Samples | None:
     progress.measure("products", lambda: measure.products(sizes, watch))
     torch.cuda.empty_cache()
     progress.measure("grouped products", lambda: measure.grouped_products(sizes, watch))
+    torch.cuda.empty_cache()
+    progress.measure("products in fp8", lambda: low_precision(PrecisionSizes(), watch))
     torch.cuda.empty_cache()
     with progress.section("kernels"):
         found, skipped = measure_kernels.measure(cases, watch)

@@ -62,7 +62,7 @@ from braid.cli.sources import load_source
 from braid.errors import ConfigError, ExitCode, Problem
 from braid.planning.plan import check, draft
 from braid.planning.plan import plan as make_plan
-from braid.precision import described
+from braid.precision import FASTEST, described
 from braid.validators import nearest
 
 if TYPE_CHECKING:
@@ -150,6 +150,7 @@ def show_plan(args: list[str]) -> int:
     name, rest = split_positional(expand_recipe_help(args), "plan", "RECIPE")
     recipe = load_source(name, rest).run
     opts = parse_options(PlanOptions, rest, f"braid plan {name}", PlanOptions(run=recipe))
+    opts, reasons = _with_fastest(opts)
     problems = [
         *(_search_problems(opts) if opts.search else check(opts.run, opts.world)),  # a search finds its meshes
         *_memory_problems(opts.device_memory),
@@ -186,8 +187,27 @@ def show_plan(args: list[str]) -> int:
     if opts.json:
         print(json.dumps(_as_json(facts), indent=2))
     else:
+        for reason in reasons:
+            print(reason)
         _print(facts)
     return ExitCode.OK
+
+
+def _with_fastest(opts: PlanOptions) -> tuple[PlanOptions, tuple[str, ...]]:
+    """The options with the precision that pays on the device that they name, if the run leaves it to that; and
+    why."""
+    if FASTEST not in opts.run.train.precision or [*time_problems(opts.cluster, opts.calibration)]:
+        return opts, ()
+    from braid.timing.calibration import load
+    from braid.timing.fastest import fastest, picked
+    from braid.timing.links import load_cluster
+
+    if opts.calibration is not None:
+        found = picked(opts.run, opts.world, load(opts.calibration))
+    else:
+        device = opts.device_memory if opts.cluster is None else load_cluster(opts.cluster).device
+        found = fastest(opts.run, opts.world, device)
+    return replace(opts, run=found.run), found.reasons
 
 
 @contextmanager

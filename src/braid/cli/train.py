@@ -33,7 +33,7 @@ from braid.planning.modules import encoder_size
 from braid.planning.plan import Plan, check
 from braid.planning.plan import plan as make_plan
 from braid.planning.plan import size as size_of
-from braid.precision import described
+from braid.precision import FASTEST, described
 from braid.train.surgery import parse_rules
 
 if TYPE_CHECKING:
@@ -134,6 +134,7 @@ def _parse(args: list[str]) -> tuple[TrainOptions, Path]:
 
 def _launch(args: list[str], opts: TrainOptions, out: Path) -> int:
     """Train in this process, or launch the ranks."""
+    opts = _with_fastest(opts, 1 if opts.world is None else opts.world)
     plan = _checked_plan(opts, 1 if opts.world is None else opts.world)
     if opts.min_world is not None and not opts.restarts:
         raise ConfigError(f"--min-world {opts.min_world} is about restarts: set --restarts N too")
@@ -162,6 +163,22 @@ def _launch(args: list[str], opts: TrainOptions, out: Path) -> int:
         )
     finally:
         shutil.rmtree(memory_folder(out, job), ignore_errors=True)
+
+
+def _with_fastest(opts: TrainOptions, world: int) -> TrainOptions:
+    """The options with the precision that pays on the GPU at hand, if the run leaves it to that."""
+    if FASTEST not in opts.run.train.precision:
+        return opts
+    import torch
+
+    from braid.timing.fastest import fastest
+
+    on_gpu = opts.device != "cpu" and torch.cuda.is_available()
+    found = fastest(opts.run, world, torch.cuda.get_device_name() if on_gpu else None)
+    if os.environ.get("RANK", "0") == "0":
+        for reason in found.reasons:
+            print(reason, file=sys.stderr)
+    return replace(opts, run=found.run)
 
 
 def _checked_plan(opts: TrainOptions, world: int) -> Plan:
@@ -262,6 +279,7 @@ def _worker_plan(args: list[str]) -> tuple[Plan, TrainOptions, Path]:
     env = launch_env_of(os.environ)
     assert env is not None
     if LAUNCHER in os.environ:
+        opts = _with_fastest(opts, env.world)
         return _checked_plan(replace(opts, min_world=None), env.world), opts, out
     if opts.world not in (None, env.world):
         raise ConfigError(
@@ -277,6 +295,7 @@ def _worker_plan(args: list[str]) -> tuple[Plan, TrainOptions, Path]:
         world = largest_world(_fits(opts.run), env.world, opts.min_world) or env.world
         if env.rank == 0 and world < env.world:
             print(f"braid: going on with {world} ranks of {env.world}, the others wait", file=sys.stderr)
+    opts = _with_fastest(opts, world)
     return _checked_plan(replace(opts, min_world=None), world), opts, out
 
 

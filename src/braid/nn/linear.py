@@ -25,6 +25,7 @@ from braid.kernels import precision
 from braid.kernels.grouped_mlp.product import Gradient, empty_like, put_wgrad
 from braid.kernels.precision import Products
 from braid.kernels.wgrad import write_product
+from braid.nn import precision_work
 from braid.nn.canonical import Canonical, Fill, Index, RowSpan
 from braid.nn.cost import Workload
 from braid.nn.delayed_wgrad import DelayedWgrad, Delaying
@@ -114,7 +115,7 @@ class Linear(Delaying):
 
     def work(self, workload: Workload, tokens: int) -> Work:
         bias = 0 if self.bias is None else tokens * self.channels_out * workload.narrow
-        return linear_work(tokens, self.channels_out, self.channels_in, bias_bytes=bias)
+        return _work(self, workload, tokens, bias)
 
 
 class RowLinear(Delaying):
@@ -178,9 +179,19 @@ class RowLinear(Delaying):
         """The product, the copies of the reduce-scatter, and the bias after it."""
         own = tokens // self.group.size * self.channels_out * workload.narrow
         bias = 0 if self.bias is None else own
-        product = linear_work(tokens, self.channels_out, self.channels_in, bias_bytes=bias)
+        product = _work(self, workload, tokens, bias)
         adds = moved(2 * bias) if self.group.size > 1 else Work()
         return product + scatter_copies(workload, self.group, own) + adds
+
+
+def _work(layer: Linear | RowLinear, workload: Workload, tokens: int, bias_bytes: int) -> Work:
+    """The products of a layer, and what quantises their operands."""
+    sizes, products = (layer.channels_out, layer.channels_in), layer.products
+    if products is None:
+        return linear_work(tokens, *sizes, bias_bytes=bias_bytes)
+    shape = (workload.rows, tokens // workload.rows, layer.channels_in)
+    fused = products.kernels is not None and products.kernels.takes(products, sizes, shape)
+    return precision_work.linear_work(products, tokens, *sizes, fused=fused, bias_bytes=bias_bytes)
 
 
 # ------------------------------------------------------------------------------------------ products

@@ -25,8 +25,9 @@ from braid.kernels.glu import PLAIN, MlpActivation
 from braid.nn.canonical import Canonical, RowSpan, under
 from braid.nn.cost import Cost, Workload, all_gather_calls, reduce_scatter_calls
 from braid.nn.linear import Linear, RowLinear
+from braid.nn.precision_work import mlp_work
 from braid.nn.recompute import Recomputing
-from braid.nn.work import Work, activation_work, gather_copies
+from braid.nn.work import Work, activation_work, gather_copies, scatter_copies
 
 
 class Mlp(Recomputing):
@@ -122,6 +123,16 @@ class Mlp(Recomputing):
     def work(self, workload: Workload) -> Work:
         tp, cp, narrow = self.groups.tp, self.groups.cp, workload.narrow
         tokens, own = workload.local_tokens(cp), workload.local_tokens(tp, cp)
-        activation = activation_work(workload, tokens * self.ffn, len(self.projections))
         copies = gather_copies(workload, tp, own * self.into.channels_in * narrow)
+        if self._quantises((workload.rows, tokens // workload.rows, self.into.channels_in)):
+            return copies + self._quantised_work(workload, tokens)
+        activation = activation_work(workload, tokens * self.ffn, len(self.projections))
         return copies + self.into.work(workload, tokens) + activation + self.down.work(workload, tokens)
+
+    def _quantised_work(self, workload: Workload, tokens: int) -> Work:
+        into, down = self.into.products, self.down.products
+        assert into is not None
+        assert down is not None
+        sizes = self.into.channels_in, self.ffn, len(self.projections)
+        partial_sums = tokens // self.groups.tp.size * self.down.channels_out * workload.narrow
+        return mlp_work(into, down, tokens, *sizes) + scatter_copies(workload, self.groups.tp, partial_sums)

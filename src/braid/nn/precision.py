@@ -101,30 +101,27 @@ def set_precision(
             module.products = _products(
                 precision.dense, tally, inputs=module.group, copies=replicas, kernels=kernels
             )
-        elif isinstance(module, Experts) and precision.experts.quantised:
-            module.grouped_mlp = _grouped_mlp(
-                module,
-                precision.experts,
-                _products(precision.experts, tally, outputs=module.etp, copies=groups.edp.size),
-                _products(precision.experts, tally, inputs=module.etp, copies=groups.edp.size),
-            )
+        elif isinstance(module, Experts) and (precision.experts.quantised or precision.experts_down.quantised):
+            module.grouped_mlp = _grouped_mlp(module, precision, tally, groups.edp.size)
 
 
 def _grouped_mlp(
-    module: Experts, formats: ProductFormats, into: Products, down: Products
+    module: Experts, precision: Precision, tally: LossTally | None, copies: int
 ) -> LowPrecisionGroupedMlp:
     """By kernels for Hopper, if those without quantisation are and sizes fit."""
     reason = why_emulated(
-        formats,
+        precision,
         hidden=module.channels,
         ffn=module.ffn,
         projections=len(module.projections),
         biased=module.shape.bias,
         etp=module.etp.size,
     )
-    if reason is None and isinstance(module.grouped_mlp, FusedGroupedMlp):
-        return BlockGroupedMlp(into=into, down=down)
-    return LowPrecisionGroupedMlp(into=into, down=down)
+    fused = reason is None and isinstance(module.grouped_mlp, FusedGroupedMlp)
+    kernels = BlockKernels() if fused else None
+    into = _products(precision.experts, tally, outputs=module.etp, copies=copies, kernels=kernels)
+    down = _products(precision.experts_down, tally, inputs=module.etp, copies=copies, kernels=kernels)
+    return (BlockGroupedMlp if fused else LowPrecisionGroupedMlp)(into=into, down=down)
 
 
 class QuantisedWeight(NamedTuple):

@@ -38,6 +38,8 @@ class Product:
     counted: int | None = None
     """Operations that count, if not those of the sizes: groups that are rounded up, padding, products that are
     recomputed or that split a float32 factor into narrow ones."""
+    format: str = ""
+    """What its factors are quantised to; nothing for the dtype of the run."""
 
     @property
     def flops(self) -> int:

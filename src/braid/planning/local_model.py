@@ -33,7 +33,7 @@ def choose_kernels(plan: Plan, device: torch.device) -> kernels.Kernels:
     )
     if chosen.grouped_mlp is None or shape.moe is None:
         return chosen
-    experts = explained(chosen.grouped_mlp, precision.experts, shape.moe, shape.hidden, plan.axes.etp)
+    experts = explained(chosen.grouped_mlp, precision, shape.moe, shape.hidden, plan.axes.etp)
     return replace(chosen, grouped_mlp=experts)
 
 

@@ -24,7 +24,8 @@ def problems(run: Run, layout: Layout, axes: AxisSizes) -> Iterator[Problem]:
     yield from _blocks(run, layout, precision)
     yield from _shared_heads(run, kinds, axes, precision)
     yield from _tokens(run, kinds, axes, precision)
-    if precision.experts.weight_grad and Kind.MOE in kinds and axes.slab > 1:
+    by_rows = precision.experts.weight_grad or precision.experts_down.weight_grad
+    if by_rows and Kind.MOE in kinds and axes.slab > 1:
         rule = f"{axes.slab} ranks have rows of the same expert, in an order that depends on their number"
         yield _problem(run, rule, "experts.weight_grad=bf16 behind it")
 

@@ -35,6 +35,10 @@ CHOICE = 8
 TOKENS = "tokens"
 """The size in a key that is interpolated: the length of sequences, or their window."""
 SCANS = frozenset({"ssd", "delta_rule", "causal_conv"})
+ONE_PASS = frozenset({"quantise"})
+"""Kernels that take as long in any pass: measured as forward ones."""
+TABULATED = frozenset({"", "fp8_block"})
+"""Formats that products may have been measured in."""
 FORMAT = 1
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
@@ -50,6 +54,8 @@ class ProductTable:
     k: tuple[int, ...]
     seconds: tuple[float, ...]
     """Of all grid points; k varies fastest."""
+    format: str = ""
+    """What factors are quantised to; nothing for bfloat16."""
 
     def at(self, m: int, n: int, k: int) -> float:
         return within((self.m, self.n, self.k), self.seconds, (m, n, k))
@@ -128,7 +134,7 @@ class Calibration:
 
     def kernel_tables(self, kernel: Kernel, pass_: Pass) -> tuple[KernelTable, ...]:
         """The tables with the nearest key, by length of sequences if it has one; empty if none is near."""
-        tables = self._kernels.get((kernel.name, pass_), ())
+        tables = self._kernels.get((kernel.name, "forward" if kernel.name in ONE_PASS else pass_), ())
         distances = [
             (distance, table) for table in tables if (distance := _distance(kernel.key, table.key)) is not None
         ]
@@ -137,8 +143,9 @@ class Calibration:
         return tuple(sorted(found, key=lambda table: table.tokens))
 
     def product_tables(self, product: Product, pass_: Pass) -> tuple[ProductTable, ...]:
-        """Those of plain products, or those of grouped ones by number of groups."""
-        return tuple(t for t in self._products[pass_] if (t.groups > 1) == (product.groups > 1))
+        """Those of plain products, or those of grouped ones by number of groups, in the product's format."""
+        grouped, form = product.groups > 1, product.format
+        return tuple(t for t in self._products[pass_] if (t.groups > 1, t.format) == (grouped, form))
 
 
 # ----------------------------------------------------------------------------------------- seconds
@@ -166,7 +173,8 @@ def _product_seconds(product: Product, pass_: Pass, calibration: Calibration) ->
     points = [(table.groups, table.at(*sizes)) for table in tables]
     measured = along(points, product.groups) if product.groups > 1 else points[0][1]
     operations = 2 * product.m * product.n * product.k * product.groups
-    return max(measured, operations / calibration.peak_flops)
+    # Tensor cores multiply twice as many factors of a byte.
+    return max(measured, operations / (calibration.peak_flops * (2 if product.format else 1)))
 
 
 def component(piece: Piece) -> Component:
@@ -207,6 +215,7 @@ def _missing(what: Product | Kernel | Moved, pass_: Pass, calibration: Calibrati
     device = calibration.device
     if isinstance(what, Product):
         kind = "grouped products" if what.groups > 1 else "products"
+        kind += f" {'that are' if what.format == 'emulated' else 'in'} {what.format}" if what.format else ""
         found = calibration.product_tables(what, pass_)
         return None if found else f"{device}: no calibration for {kind}, {pass_}"
     if isinstance(what, Moved):
@@ -343,6 +352,7 @@ def _read(name: str, value: Any) -> Any:
                 ProductTable(
                     pass_=each["pass"], groups=_whole(each["groups"]), m=_ints(each["m"]), n=_ints(each["n"]),
                     k=_ints(each["k"]), seconds=tuple(map(_number, each["seconds"])),
+                    format=each.get("format", ""),
                 )
                 for each in value
             )  # fmt: skip
@@ -426,6 +436,9 @@ def _product_problems(tables: Iterable[ProductTable]) -> Iterable[str]:
         where = f"products[{index}]"
         if table.pass_ not in get_args(Pass):
             yield f"{where}.pass: {table.pass_!r} must be one of {', '.join(get_args(Pass))}"
+        if table.format not in TABULATED:
+            known = ", ".join(sorted(TABULATED - {""}))
+            yield f"{where}.format: {table.format!r} must be one of {known}, or left out"
         if table.groups < 1:
             yield f"{where}.groups: must be positive, not {table.groups}"
         if len(table.seconds) != len(table.m) * len(table.n) * len(table.k):

@@ -19,7 +19,7 @@ from typing import Protocol
 
 from braid.choices import recomputed
 from braid.nn.cost import Call
-from braid.nn.work import Pass, Piece, Work
+from braid.nn.work import Moved, Pass, Piece, Work
 from braid.planning.estimate.edges import EdgeEstimate, edges_of
 from braid.planning.estimate.rank import HeldModule
 from braid.planning.estimate.weights import (
@@ -111,7 +111,7 @@ class OpTimes:
 
     def update(self, station: int) -> Parts:
         """What follows the last op of a step: the norm of the gradients, the optimizer; and what precedes the
-        first one, which takes as long."""
+        first one, as quantising weights does, which takes as long."""
         original = self.stations[station].original
         number = station if original is None else original.number
         if number not in self._updates:
@@ -126,8 +126,11 @@ class OpTimes:
             # The norm reads gradients; the update reads them again, and reads and writes weights and moments.
             moved += unit.kept_learned * (2 * main + 2 * main + narrow) + 2 * unit.kept_moments * main
         seconds = moved / self.meter.optimizer
-        calls = _summed((call.family, self._call(call, module)) for module, call in held.once)
-        return {"optimizer": seconds, **calls}
+        parts = _summed((call.family, self._call(call, module)) for module, call in held.once)
+        if quantising := sum(unit.quantising_bytes for unit in held.units):
+            what, taken = self.meter.piece(Piece(Moved(quantising)), "forward")
+            parts[what] = parts.get(what, 0.0) + taken
+        return {"optimizer": seconds, **parts}
 
     def _parts(self, station: int, op: Op) -> Parts:
         held = self.stations[station]

@@ -41,7 +41,7 @@ SUSTAINED_SPREAD = 0.05
 def calibration_of(samples: Samples, source: Source = "measured") -> Calibration:
     """The tables of all samples, without those of kernels that models count by products and bytes."""
     products, bandwidth = product_tables(samples), bandwidth_points(samples)
-    fastest = max(_flops(table) for table in products)
+    fastest = max(_flops(table) for table in products if not table.format)
     word = known_word(samples.device)
     (optimizer,) = samples.of("optimizer")
     whole = Calibration(
@@ -95,19 +95,22 @@ def _flops(table: ProductTable) -> float:
 
 
 def product_tables(samples: Samples) -> tuple[ProductTable, ...]:
-    """A whole grid for each pass and number of groups."""
-    grids: dict[tuple[str, int], dict[tuple[int, int, int], float]] = defaultdict(dict)
+    """A whole grid for each pass, number of groups and format."""
+    grids: dict[tuple[str, int, str], dict[tuple[int, int, int], float]] = defaultdict(dict)
     for each in samples.of("product"):
         m, n, k, groups = (int(each.shape[name]) for name in ("m", "n", "k", "groups"))
-        grids[each.pass_, groups][m, n, k] = each.seconds
-    return tuple(_product_table(pass_, groups, grid) for (pass_, groups), grid in grids.items())
+        grids[each.pass_, groups, str(each.shape.get("format", ""))][m, n, k] = each.seconds
+    return tuple(_product_table(*of, grid) for of, grid in grids.items())
 
 
-def _product_table(pass_: str, groups: int, grid: Mapping[tuple[int, int, int], float]) -> ProductTable:
+def _product_table(
+    pass_: str, groups: int, form: str, grid: Mapping[tuple[int, int, int], float]
+) -> ProductTable:
     axes = [tuple(sorted({point[axis] for point in grid})) for axis in range(3)]
     points = [(m, n, k) for m in axes[0] for n in axes[1] for k in axes[2]]
     measured = never_falling_grid(axes, [grid[point] for point in points])
-    return ProductTable(pass_=_pass(pass_), groups=groups, m=axes[0], n=axes[1], k=axes[2], seconds=measured)
+    m, n, k = axes
+    return ProductTable(pass_=_pass(pass_), groups=groups, m=m, n=n, k=k, seconds=measured, format=form)
 
 
 def _pass(name: str) -> Pass:
@@ -197,7 +200,8 @@ def _spread(calibration: Calibration, samples: Samples) -> dict[str, float]:
 
 
 def _product(sample: Sample) -> Product:
-    return Product(*(int(sample.shape[name]) for name in ("m", "n", "k", "groups")))
+    m, n, k, groups = (int(sample.shape[name]) for name in ("m", "n", "k", "groups"))
+    return Product(m, n, k, groups, format=str(sample.shape.get("format", "")))
 
 
 def _left_out(curves: Sequence[Sequence[Point]]) -> float:

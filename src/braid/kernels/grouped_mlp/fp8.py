@@ -17,7 +17,7 @@ from torch import Tensor
 
 from braid.architecture import Activation, Glu
 from braid.kernels.activation import SWIGLU
-from braid.kernels.grouped_mlp.device import fp8_gemm
+from braid.kernels.grouped_mlp.device import fp8_gemm, gemm
 from braid.kernels.grouped_mlp.device.activation import FusedActivation
 from braid.kernels.grouped_mlp.device.tiles import TileConfig, tiles
 from braid.kernels.grouped_mlp.fused import ExpertWeights, Gradients, Saved, apply, weight_gradient
@@ -95,30 +95,37 @@ class Fp8Config(NamedTuple):
         self, dy_NC: Tensor, saved: Saved, weights: ExpertWeights, *, x_needs: bool = True
     ) -> Gradients:
         """All gradients of what `forward` returned."""
-        launch, (x_NC, probs_N, h, made) = self.launch, saved
-        w_down_EFC = _for_input_grad(launch, self.down, weights.w_down_ECF)
-        found = fp8_gemm.grouped_gemm_activation_backward(
-            launch,
-            _rows(launch, self.down, "gradient", dy_NC),
-            w_down_EFC,
-            h,
-            probs_N,
-            made,
-            self.activation,
-            self.variants,
-        )
-        dx_NC = None
-        if x_needs:
+        launch, (x_NC, _, _, made) = self.launch, saved
+        found, dx_NC = self._projection_gradients(dy_NC, saved, weights), None
+        if x_needs and found.dh_quantized is not None:
             turned = _for_input_grad(launch, self.into, weights.w_in_EFGC.flatten(1, 2))
             dx_NC = fp8_gemm.grouped_gemm(launch, found.dh_quantized, turned, made, x_NC.dtype, self.variants)
+        elif x_needs:
+            w_in = weights.w_in_EFGC.flatten(1, 2)
+            dx_NC = gemm.grouped_gemm(launch, found.dh, w_in, made, self.tiling, transposed=False)
         return Gradients(
             dx_NC,
-            found.dprobs_N.to(probs_N.dtype),
+            found.dprobs_N.to(saved.probs_N.dtype),
             weight_gradient(self, weights.w_in_EFGC, found.dh, x_NC, made),
             weight_gradient(self, weights.w_down_ECF, dy_NC, found.a_NF, made),
             None,
             None,
         )
+
+    def _projection_gradients(
+        self, dy_NC: Tensor, saved: Saved, weights: ExpertWeights
+    ) -> fp8_gemm.ProjectionGradients:
+        """dgrad2, by operands in fp8 or not, and the operand of dgrad1."""
+        launch, (_, probs_N, h, made) = self.launch, saved
+        quantised = self.into.input_grad is not None
+        if self.down.input_grad is None:
+            given = launch, dy_NC, weights.w_down_ECF, h, probs_N, made, self.activation, self.tiling
+            return fp8_gemm.narrow_activation_backward(*given, quantised=quantised)
+        rows = _rows(launch, self.down, "gradient", dy_NC)
+        w_down_EFC = _for_input_grad(launch, self.down, weights.w_down_ECF)
+        given_8 = launch, rows, w_down_EFC, h, probs_N, made, self.activation, self.variants
+        found = fp8_gemm.grouped_gemm_activation_backward(*given_8)
+        return found if quantised else found._replace(dh_quantized=None)
 
 
 def _rows(launch: Launcher, products: Products, tensor: str, x_NC: Tensor) -> Quantized:

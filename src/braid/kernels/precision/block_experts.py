@@ -17,7 +17,7 @@ from braid.kernels.grouped_mlp.grouped import ALIGNMENT
 from braid.kernels.grouped_mlp.product import WgradStore, WritesInPlace
 from braid.kernels.precision.formats import FORMATS
 from braid.kernels.precision.grouped_mlp import LowPrecisionGroupedMlp
-from braid.precision import ProductFormats
+from braid.precision import Precision
 
 if TYPE_CHECKING:
     from braid.kernels.grouped_mlp.fp8 import Fp8Experts
@@ -66,12 +66,13 @@ def operand_bytes(rows: int, experts: int, channels: int, projected: int) -> int
 
 
 def why_emulated(
-    formats: ProductFormats, *, hidden: int, ffn: int, projections: int, biased: bool, etp: int
+    precision: Precision, *, hidden: int, ffn: int, projections: int, biased: bool, etp: int
 ) -> str | None:
     """Why kernels cannot take experts with so many channels on this rank, as a clause; None if they can."""
-    if formats.forward != FORM.name or formats.input_grad != FORM.name:
-        return f"kernels take {FORM.name} in forward and input gradient"
-    if formats.weight_grad is not None:
+    both = precision.experts, precision.experts_down
+    if any(each.forward != FORM.name or each.input_grad not in (FORM.name, None) for each in both):
+        return f"kernels take {FORM.name} in forward, and it or bf16 in input gradient"
+    if any(each.weight_grad is not None for each in both):
         return "kernels take weight gradients of experts in bf16"
     if biased:
         return "kernels take experts without biases"
@@ -83,14 +84,14 @@ def why_emulated(
 
 
 def explained(
-    choice: KernelChoice[GroupedMlp], formats: ProductFormats, shape: architecture.Moe, hidden: int, etp: int
+    choice: KernelChoice[GroupedMlp], precision: Precision, shape: architecture.Moe, hidden: int, etp: int
 ) -> KernelChoice[GroupedMlp]:
     """The choice of the experts' MLP, with what its products in low precision run on. `shape` is that of this
     rank."""
-    if not formats.quantised:
+    if not (precision.experts.quantised or precision.experts_down.quantised):
         return choice
     reason = why_emulated(
-        formats,
+        precision,
         hidden=shape.latent or hidden,
         ffn=shape.ffn,
         projections=len(projections(shape.activation)),

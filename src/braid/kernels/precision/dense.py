@@ -18,6 +18,7 @@ from braid.kernels.choice import KernelChoice, why_not_fused
 from braid.kernels.grouped_mlp.product import WgradStore
 from braid.kernels.precision.formats import FORMATS
 from braid.kernels.precision.products import Products
+from braid.kernels.precision.quantize import Quantized
 from braid.precision import ProductFormats
 
 if TYPE_CHECKING:
@@ -25,10 +26,8 @@ if TYPE_CHECKING:
 
 FORM = FORMATS["fp8_block"]
 BLOCK = 128
-CHANNELS = 512
-"""Inputs and outputs of a layer must be multiples of this: rows of a weight's scales are whole 16 bytes."""
-TOKENS = 16
-"""Tokens must be a multiple of this: cuBLAS reads rows of whole 16 bytes."""
+CHANNELS = 16
+"""Inputs, outputs and tokens of a layer must be multiples of this: cuBLAS reads rows of whole 16 bytes."""
 HOPPER = 9
 """The major compute capability of GPUs whose tensor cores scale blocks."""
 
@@ -61,6 +60,11 @@ class BlockKernels:
         fused = FusedActivation(kind=activation, alpha=glu.alpha, limit=glu.limit, offset=glu.offset)
         return self.layers.mlp(x_NC, w_in_PC, w_down_CF, fused, into, down, wgrad_store)
 
+    def step_copies(self, weight_OI: Tensor, products: Products) -> tuple[Quantized | None, Quantized | None]:
+        """The weight of the forward, and that of the input gradient, which is transposed: in one read. Experts
+        may lead."""
+        return self.layers.step_copies(weight_OI, products)
+
     def takes(self, products: Products, weight: tuple[int, int], shape: tuple[int, ...]) -> bool:
         """Whether a layer with a weight of so many outputs and inputs takes tensors of this shape. The last dim
         but one is that of a sequence's tokens."""
@@ -74,7 +78,7 @@ class BlockKernels:
             products.forward is not None
             and all(form is None or form == FORM for form in forms)
             and rows > 0
-            and outputs % CHANNELS == inputs % CHANNELS == rows % TOKENS == 0
+            and outputs % CHANNELS == inputs % CHANNELS == rows % CHANNELS == 0
             # Blocks along tokens begin anew at each sequence.
             and (products.weight_grad is None or rows == tokens or tokens % BLOCK == 0)
         )

@@ -18,6 +18,9 @@ from braid.kernels.precision.formats import Format
 from braid.kernels.precision.products import Products
 from braid.kernels.precision.quantize import Blocks, Slice, blocks_of
 
+SCALES = 4
+"""Scales, at a multiple of which a row of a weight's begins in memory, where tensor cores read them."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ScaleGrid:
@@ -89,15 +92,18 @@ class ScaleGrid:
 def copy_bytes(products: Products, weight: tuple[int, ...]) -> int:
     """Bytes of the copies that `Products.quantize_weight` makes of a whole weight."""
     *leading, outputs, inputs = weight
-    forward = _quantised_bytes(products.forward, (*leading, outputs, inputs))
-    if products.shares_weight:
+    padded = SCALES if products.copies_by_kernel(weight) else 1
+    forward = _quantised_bytes(products.forward, (*leading, outputs, inputs), padded)
+    if products.shares_weight and padded == 1:
         return forward
-    return forward + _quantised_bytes(products.input_grad, (*leading, inputs, outputs))
+    return forward + _quantised_bytes(products.input_grad, (*leading, inputs, outputs), padded)
 
 
-def _quantised_bytes(form: Format | None, weight: tuple[int, ...]) -> int:
+def _quantised_bytes(form: Format | None, weight: tuple[int, ...], padded: int) -> int:
+    """A row of scales is padded to a multiple of `padded`."""
     if form is None:
         return 0
     *leading, rows, columns = weight
-    blocks = -(-rows // form.weight_rows) * -(-columns // (form.block or columns))
+    along = -(-columns // (form.block or columns))
+    blocks = -(-rows // form.weight_rows) * (-(-along // padded) * padded)
     return math.prod(weight) + math.prod(leading) * blocks * (1 if form.power_of_two else 4)

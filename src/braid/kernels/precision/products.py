@@ -74,9 +74,23 @@ class Products:
         form = self.forward
         return form is not None and form == self.input_grad and form.block == form.weight_rows
 
+    def copies_by_kernel(self, weight: tuple[int, ...]) -> bool:
+        """Whether a kernel makes the step's copies of a weight of this shape, one for each product that is
+        quantised, as tensor cores read them. It knows no other ranks."""
+        shards = ((self.shards.outputs, weight[-2]), (self.shards.inputs, weight[-1]))
+        block = None if self.forward is None else self.forward.block
+        return (
+            self.kernels is not None
+            and block is not None
+            and not any(part is not None and part.cuts(held, block) for part, held in shards)
+        )
+
     def quantize_weight(self, weight_OI: Tensor) -> None:
         """Make the step's copy of the weight."""
         self.step_weight.clear()
+        if self.kernels is not None and self.copies_by_kernel(tuple(weight_OI.shape)):
+            self.step_weight.forward, self.step_weight.input_grad = self.kernels.step_copies(weight_OI, self)
+            return
         forward = None if self.forward is None else self.quantized_weight(weight_OI, self.forward)
         if self.shares_weight and forward is not None:
             input_grad: Quantized | None = forward.transposed()

@@ -27,6 +27,7 @@ from braid.kernels.precision.products import accumulated
 from braid.nn.canonical import Canonical
 from braid.nn.cost import Cost, Workload
 from braid.nn.delayed_wgrad import DelayedWgrad, Delaying
+from braid.nn.precision_work import experts_work
 from braid.nn.recompute import Recomputing
 from braid.nn.work import Work, activation_work, linear_work, moved
 
@@ -186,10 +187,16 @@ class Experts(Delaying, Recomputing):
         experts, projected = len(self.expert_ids), self.ffn * len(self.projections)
         each, narrow = -(-rows // experts), workload.narrow
         bias = (projected, self.channels) if self.shape.bias else (0, 0)
-        grouped = partial(linear_work, groups=experts, rows=rows)
-        into = grouped(each, projected, self.channels, bias_bytes=rows * bias[0] * narrow)
-        down = grouped(each, self.channels, self.ffn, bias_bytes=rows * bias[1] * narrow)
-        work = into + down
+        if isinstance(self.grouped_mlp, LowPrecisionGroupedMlp):
+            sizes = rows, experts, self.channels, self.ffn, len(self.projections)
+            fused = isinstance(self.grouped_mlp, BlockGroupedMlp)
+            work = experts_work(self.grouped_mlp.into, self.grouped_mlp.down, *sizes, fused=fused)
+            work += moved(wgrad=rows * sum(bias) * narrow, launches=2)
+        else:
+            grouped = partial(linear_work, groups=experts, rows=rows)
+            into = grouped(each, projected, self.channels, bias_bytes=rows * bias[0] * narrow)
+            down = grouped(each, self.channels, self.ffn, bias_bytes=rows * bias[1] * narrow)
+            work = into + down
         if not isinstance(self.grouped_mlp, FusedGroupedMlp | BlockGroupedMlp):
             scaled = rows * self.channels * narrow
             work += activation_work(workload, rows * self.ffn, len(self.projections))

@@ -21,6 +21,7 @@ from braid.nn.embedding import Head
 from braid.nn.linear import Linear, RowLinear
 from braid.nn.moe.experts import SHARD_DIMS, Experts
 from braid.nn.precision import matrix, quantised_weights
+from braid.nn.precision_work import QUANTISED_BYTES
 from braid.nn.units import parameters_of_units, shard_dims
 from braid.optim.gradients import replicated_parts
 from braid.planning.divisibility import AxisSizes
@@ -62,6 +63,8 @@ class HeldUnit:
     """Elements of the rank's shard that are gathered as e4m3 values, of a byte each."""
     copies_bytes: int
     """Bytes of the quantised copies that the rank has of its weights during a step."""
+    quantising_bytes: int
+    """Bytes that quantising them moves, once a step."""
     in_place: bool
     """Whether products accumulate its gradients, but for small ones, in place, in the optimizer's dtype."""
 
@@ -196,6 +199,11 @@ def _weights_of(unit: Unit, part: str, weights: Mapping[str, nn.Parameter], mode
     )
 
 
+MOVED_BY_TENSORS = 80
+"""Bytes of an element that are read and written where weights are quantised by PyTorch's own kernels, one after
+the other, on tensors in float32: magnitudes and their maxima, then quotients by scales of each element."""
+
+
 class _Quantised(NamedTuple):
     """A weight that is quantised once a step."""
 
@@ -203,6 +211,8 @@ class _Quantised(NamedTuple):
     """Whether its values are gathered; a rank then has those of its shard. Else it has all."""
     bytes: int
     """Bytes of what else it has: scales, or all."""
+    moved: int
+    """Bytes that quantising moves for each element."""
 
 
 def _quantised(module: HeldModule, alone: bool) -> dict[str, _Quantised]:
@@ -211,9 +221,11 @@ def _quantised(module: HeldModule, alone: bool) -> dict[str, _Quantised]:
     for path, name, products in quantised_weights(module.model):
         shape = matrix(module.model.get_submodule(path).get_parameter(name)).shape
         if alone:
-            found[f"{path}.{name}"] = _Quantised(False, copy_bytes(products, shape))
+            moved = QUANTISED_BYTES["weight"] if products.copies_by_kernel(shape) else MOVED_BY_TENSORS
+            found[f"{path}.{name}"] = _Quantised(False, copy_bytes(products, shape), moved)
         elif products.shares_weight:
-            found[f"{path}.{name}"] = _Quantised(True, 4 * ScaleGrid.of(products, shape).held_floats)
+            floats = ScaleGrid.of(products, shape).held_floats
+            found[f"{path}.{name}"] = _Quantised(True, 4 * floats, MOVED_BY_TENSORS)
     return found
 
 
@@ -246,6 +258,7 @@ def _held(
     sizes = {name: -(-size // shards) * others for name, size, others in weights.sizes}
     own = [quantised[name] for name in sizes if name in quantised]
     kept = sum(sizes.values())
+    moved = sum(size * quantised[name].moved for name, size in sizes.items() if name in quantised)
     values = sum(size for name, size in sizes.items() if name in quantised and quantised[name].gathered)
 
     def share(names: frozenset[str]) -> float:
@@ -266,6 +279,7 @@ def _held(
         computed=stored.itemsize if unit.wide else min(stored.itemsize, module.model.dtype.itemsize),
         values=values,
         copies_bytes=values + sum(each.bytes for each in own),
+        quantising_bytes=moved,
         in_place=weights.in_place,
     )
 

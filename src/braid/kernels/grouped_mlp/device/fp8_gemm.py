@@ -3,7 +3,8 @@ lies between two of these products, which ends with the operand of the next.
 
     fc1       h = x · w_in;       a = activation(h) · probability, quantised
     fc2       y = a · w_down
-    dgrad2    da = dy · w_down;   dh, which is also quantised, a once more, and the gradient of the probability
+    dgrad2    da = dy · w_down;   dh, which is also quantised, a once more, and the gradient of the probability;
+              also in the dtype of rows
     dgrad1    dx = dh · w_in
 
 On a GPU the warp-specialised kernel (`fp8_gemm_warp_specialised`) runs products, and fc1 of SwiGLU with its
@@ -27,12 +28,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from braid.kernels.grouped_mlp.device import gemm
 from braid.kernels.grouped_mlp.device.activation import FusedActivation, activate, activate_backward
 from braid.kernels.grouped_mlp.device.ragged import ragged, read_rows, write_rows
-from braid.kernels.grouped_mlp.device.tiles import Tiles
+from braid.kernels.grouped_mlp.device.tiles import TileConfig, Tiles
 from braid.kernels.launch import Launcher, parts_of
 from braid.kernels.precision.device.rounding import BLOCK
-from braid.kernels.precision.device.rows import empty_quantized, store_by_channels
+from braid.kernels.precision.device.rows import empty_quantized, quantize_rows, store_by_channels
 from braid.kernels.precision.quantize import Quantized
 
 WIDE = BLOCK.value
@@ -63,7 +65,7 @@ class Variants(NamedTuple):
     product: Variant = Variant(columns=256, stages=3, store_warps=2, registers=216, store_registers=72)
     """Of fc2, dgrad2 and dgrad1."""
     activation: Variant | None = Variant(
-        columns=256, stages=3, store_warps=2, registers=208, store_registers=88
+        columns=256, stages=3, store_warps=4, registers=208, store_registers=72
     )
     """Of fc1, whose tiles must be 256 columns wide: these are a block of the ffn channels. None: a product
     without an epilogue, and a kernel after it."""
@@ -77,7 +79,8 @@ class ProjectionGradients(NamedTuple):
 
     dh: Tensor
     """Of the projections N, F · G."""
-    dh_quantized: Quantized
+    dh_quantized: Quantized | None
+    """None if dgrad1 does not take it quantised."""
     a_NF: Tensor
     """The activation times each row's probability."""
     dprobs_N: Tensor
@@ -135,6 +138,26 @@ def grouped_gemm_activation_backward(
     order."""
     da_NF = grouped_gemm(launch, dy_NI, w_down_EFI, tiles, h.dtype, variants)
     return quantized_activation_backward(launch, da_NF, h, probs_N, activation)
+
+
+def narrow_activation_backward(
+    launch: Launcher,
+    dy_NI: Tensor,
+    w_down_EIF: Tensor,
+    h: Tensor,
+    probs_N: Tensor,
+    tiles: Tiles,
+    activation: FusedActivation,
+    config: TileConfig,
+    *,
+    quantised: bool,
+) -> ProjectionGradients:
+    """dgrad2 in the dtype of rows, with its fused epilogue; and the operand of dgrad1, if that is `quantised`.
+    A kernel after it makes it: the epilogue has no registers for it, and took 1.6 times as long."""
+    given = launch, dy_NI, w_down_EIF, h, probs_N, tiles, activation, config
+    dh, a_NF, dprobs_N = gemm.grouped_gemm_activation_backward(*given)
+    rows = quantize_rows(launch, dh, by_channels=quantised).by_channels
+    return ProjectionGradients(dh, rows, a_NF, dprobs_N)
 
 
 def plain_gemm(

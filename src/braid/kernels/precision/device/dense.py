@@ -29,6 +29,7 @@ from braid.kernels.precision.device.activation import (
 )
 from braid.kernels.precision.device.products import multiply, weight_gradient, weight_operand
 from braid.kernels.precision.device.rows import Zeroed, quantize_rows
+from braid.kernels.precision.device.weights import quantize_weight
 from braid.kernels.precision.products import Products
 from braid.kernels.precision.quantize import Quantized
 from braid.kernels.wgrad import write_product
@@ -66,6 +67,19 @@ class DenseKernels:
         given = self.launch, activation, into, down, wgrad_store
         y_NC: Tensor = _Mlp.apply(*given, w_in_PC, w_down_CF, x_NC)
         return y_NC
+
+    def step_copies(self, weight_OI: Tensor, products: Products) -> tuple[Quantized | None, Quantized | None]:
+        """The weight of the forward, and that of the input gradient."""
+        counter = products.counter(weight_OI.device)
+        copies = quantize_weight(
+            self.launch,
+            weight_OI,
+            whole=products.forward is not None,
+            transposed=products.input_grad is not None,
+            zeroed=counter,
+        )
+        products.counted("weight", weight_OI.numel(), counter)
+        return copies.whole, copies.transposed
 
 
 def forward_product(launch: Launcher, products: Products, x_NI: Tensor, weight_OI: Tensor) -> Tensor:

@@ -13,9 +13,10 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from braid.kernels.launch import parts_of
-from braid.kernels.precision.device.weights import SCALES
+from braid.kernels.precision.grid import SCALES
 from braid.kernels.precision.quantize import Quantized
 
 
@@ -24,9 +25,18 @@ def multiply(a_NK: Quantized, b_MK: Quantized, dtype: torch.dtype) -> Tensor:
     `weight_operand` does."""
     if not a_NK.values.is_cuda:
         return (a_NK.dequantized() @ b_MK.dequantized().t()).to(dtype)
-    scales = a_NK.scales, b_MK.scales.t()
+    a, b, scales = a_NK.values, b_MK.values.t(), (a_NK.scales, b_MK.scales.t())
+    rows, padded = len(b_MK.scales), b_MK.scales.stride(0)
     # Fast accumulation would sum all of K with the few bits that tensor cores have.
-    return torch._scaled_mm(a_NK.values, b_MK.values.t(), *scales, out_dtype=dtype, use_fast_accum=False)
+    if b_MK.rows.size == 1 or padded == b_MK.scales.shape[1]:
+        return torch._scaled_mm(a, b, *scales, out_dtype=dtype, use_fast_accum=False)
+    # Of a weight cuBLAS reads rows of scales that begin at multiples of four. `_scaled_mm` of PyTorch 2.11
+    # takes them only if no row is padded; this function takes the padding as if it were scales.
+    with_padding = b_MK.scales.as_strided((padded, rows), (1, padded))
+    recipes = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
+    return F.scaled_mm(
+        a, b, scales[0], recipes[0], with_padding, recipes[1], output_dtype=dtype, use_fast_accum=False
+    )
 
 
 def weight_gradient(grad_ON: Quantized, x_IN: Quantized, out_OI: Tensor, *, accumulate: bool) -> None:

@@ -19,10 +19,9 @@ from torch import Tensor
 from braid.kernels.launch import Launcher, parts_of
 from braid.kernels.precision.device.rounding import BLOCK, amax_of, count_zeroed, quotient, scale_of
 from braid.kernels.precision.formats import VALUES
+from braid.kernels.precision.grid import SCALES
 from braid.kernels.precision.quantize import Blocks, Quantized
 
-SCALES = 4
-"""Scales, at a multiple of which a row of them begins."""
 WARPS = 8
 
 
