@@ -287,7 +287,8 @@ def differences(soak: Soak) -> list[str]:
     subprocess.run(command, check=True, env=environment(), stdout=subprocess.DEVNULL)
     wanted, other = dict(_losses(plain)), plain / "checkpoints" / last.name
     losses = [each for each in _losses(soak.out) if each[0] <= step]
-    print(f"{step - len(losses)} of {step} steps are not in metrics.jsonl: the disk was full", flush=True)
+    if step > len(losses):
+        print(f"{step - len(losses)} of {step} steps are not in metrics.jsonl: the disk was full", flush=True)
     plain_losses = [(each, wanted[each]) for each, _ in losses]
     if soak.min_world is not None:
         return _beyond_bound(losses, plain_losses, last, other)
