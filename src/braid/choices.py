@@ -58,6 +58,9 @@ SpikePolicy = Literal["off", "warn", "skip"]
 """What happens to a step whose gradient norm or loss is far above those before: nothing, a warning, or no
 update."""
 
+Graphs = Literal["none", "step"]
+"""What of a step is captured as CUDA graphs: nothing, or forward and backward of micro-batches."""
+
 Dtype = Literal["bf16", "fp32", "fp64"]
 """Compute dtype of a model."""
 

@@ -22,6 +22,7 @@ from braid.choices import (
     MADE_UP,
     DispatcherName,
     Dtype,
+    Graphs,
     Offload,
     Recompute,
     SpikePolicy,
@@ -103,6 +104,8 @@ class Train:
     `auto ssd=reference`."""
     precision: tuple[str, ...] = ()
     """fp8 products: `fp8_block`, `fp8_row` or `mxfp8`; also by kind (docs/precision.md)."""
+    graphs: Graphs = "none"
+    """CUDA graphs: `step` captures forward and backward of micro-batches, where the host decides nothing."""
     deterministic: bool = False
     """Use only deterministic kernels. CPU runs are always deterministic."""
     eval_every: int = 0

@@ -121,6 +121,12 @@ class CollectiveMismatchError(BraidError, RuntimeError):
     exit_code = ExitCode.BUG
 
 
+class GraphError(BraidError, RuntimeError):
+    """A CUDA graph could not be captured, or what it was captured with is no longer in its place."""
+
+    exit_code = ExitCode.BUG
+
+
 class NumericsError(BraidError, ArithmeticError):
     """Loss or gradients were non-finite for more consecutive steps than the run allows."""
 

@@ -43,6 +43,7 @@ def test_json_has_the_keys_that_programs_rely_on(capsys: pytest.CaptureFixture[s
         "schedule",
         "pattern",
         "trained",
+        "graphs",
         "device_memory",
         "peak",
         "fits",

@@ -117,7 +117,7 @@ def noting(model: nn.Module) -> Iterator[list[Noting]]:
     """The sinks of the steps within it, where they have one."""
     wgrad_stores: list[Noting] = []
 
-    def note(mains: Mains) -> Noting:
+    def note(mains: Mains, new_main: None = None) -> Noting:
         wgrad_stores.append(Noting(model, mains))
         return wgrad_stores[-1]
 

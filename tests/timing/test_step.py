@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from braid import recipes
+from braid.architecture import Mlp
 from braid.cli import main
 from braid.config import Run
 from braid.errors import ConfigError
@@ -16,7 +17,8 @@ from braid.timing.calibration import load
 from braid.timing.links import load_cluster
 from braid.timing.meter import ClusterMeter
 from braid.timing.predict import predict
-from braid.timing.step import BUBBLE, Stepper
+from braid.timing.step import BUBBLE, HOST, Stepper
+from tests.engine.graph_runs import gpu_run, with_graphs
 
 
 def qwen(
@@ -127,3 +129,20 @@ def test_without_a_cluster_the_names_are_listed(capsys: pytest.CaptureFixture[st
     told = capsys.readouterr().err
     assert "--time needs --cluster" in told
     assert "h100-ib" in told
+
+
+def test_cuda_graphs_take_their_micro_batches_off_the_host() -> None:
+    run = gpu_run("[*-]x8", micro_batches=16)
+    larger = replace(
+        run,
+        model=replace(run.model, hidden=1024, vocab=32_000, mlp=Mlp(ffn=4096)),
+        data=replace(run.data, sequence_tokens=2048),
+    )
+    found = {}
+    for name, each in (("none", larger), ("step", with_graphs(larger))):
+        made = plan(each, 1)
+        found[name] = Stepper(made).step(ClusterMeter(made, CLUSTER, load("h100")))
+    assert found["none"].stations[0][HOST] > found["step"].seconds
+    assert found["step"].stations[0][HOST] == 0
+    device = found["none"].seconds - found["none"].stations[0][HOST]
+    assert found["step"].seconds == pytest.approx(device, rel=1e-9)

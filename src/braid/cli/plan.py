@@ -24,6 +24,7 @@ from braid.cli.plan_html import PageFacts, RankedMeshes, page
 from braid.cli.plan_modules import module_header, modules_json, print_edges_and_ahead, station_table
 from braid.cli.plan_notes import (
     estimate_gaps,
+    graph_lines,
     ineffective_options,
     module_notes,
     schedule_summary,
@@ -435,6 +436,7 @@ def _header_lines(facts: PlanFacts) -> list[str]:
         lines += cut_lines(facts.cut, facts.prediction.cluster.name)
     lines += [f"trained: {summary}" for summary in trained_summaries(plan)]
     lines += [f"precision: {summary}" for summary in described(plan.run.train.precision)]
+    lines += [f"graphs: {line}" for line in graph_lines(plan, result.device)]
     return lines + [f"note: {note}" for note in (*ineffective_options(plan), *module_notes(plan))]
 
 
@@ -482,6 +484,7 @@ def _common(result: Estimate, limit: int | None) -> dict[str, Any]:
         "schedule": schedule_summary(result.plan),
         "pattern": str(result.plan.layout),
         "trained": trained_summary(result.plan),
+        "graphs": graph_lines(result.plan, result.device),
         "device_memory": limit,
         "peak": result.peak,
         "fits": None if limit is None else result.peak <= limit,

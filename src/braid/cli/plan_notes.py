@@ -31,6 +31,13 @@ def schedule_summary(plan: Plan) -> str:
     return ", ".join(parts)
 
 
+def graph_lines(plan: Plan, device: str) -> list[str]:
+    """What runs as CUDA graphs, and why the rest does not; empty without `train.graphs`."""
+    from braid.planning.graphs import graph_parts  # imports torch
+
+    return [str(part) for part in graph_parts(plan, device)]
+
+
 def split_summary(plan: Plan) -> str:
     """The pattern with the `|` that plan has placed by the FLOPs of blocks; empty if it has placed none."""
     folded = plan.run.mesh.schedule == DUAL_PIPE_V

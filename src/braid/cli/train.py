@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from braid import validators
 from braid.cli.args import optional, parse_options, perfetto_hint, split_positional
 from braid.cli.next_steps import PROGRAM, Prompt, next_commands, program
-from braid.cli.plan_notes import ineffective_options, schedule_summary, trained_summaries
+from braid.cli.plan_notes import graph_lines, ineffective_options, schedule_summary, trained_summaries
 from braid.cli.progress import bar
 from braid.cli.recipes import RunFields, expand_recipe_help
 from braid.cli.sources import load_source, output_folder
@@ -396,7 +396,7 @@ def _header(trainer: Trainer, init: Path | None) -> Sequence[tuple[str, str]]:
     from braid.console import magnitude
     from braid.planning.local_model import choose_kernels
 
-    plan, state, data = trainer.plan, trainer.state, trainer.data
+    plan, state, data, device = trainer.plan, trainer.state, trainer.data, trainer.device.torch
     run = plan.run
     size = size_of(plan)
     weights = f"{magnitude(size.total)} parameters, {magnitude(size.active)} active per token"
@@ -406,7 +406,7 @@ def _header(trainer: Trainer, init: Path | None) -> Sequence[tuple[str, str]]:
         status += f" from the weights of {init}"
     if state.step == run.train.steps:
         status = f"already finished at step {state.step}: nothing to do"
-    kernels = [str(choice) for choice in choose_kernels(plan, trainer.device.torch).choices]
+    kernels = [str(choice) for choice in choose_kernels(plan, device).choices]
     ranks = f"{plan.world}: {describe_mesh(run.mesh, plan.axes)}"
     return [
         ("model", f"{run.model.pattern}, {weights}"),
@@ -417,6 +417,7 @@ def _header(trainer: Trainer, init: Path | None) -> Sequence[tuple[str, str]]:
         *([] if plan.world == 1 else [("ranks", ranks)]),
         *(("trained" if i == 0 else "", text) for i, text in enumerate(trained_summaries(plan))),
         *([("schedule", text)] if (text := schedule_summary(plan)) else []),
+        *(("graphs" if i == 0 else "", text) for i, text in enumerate(graph_lines(plan, device.type))),
         *(("kernels" if i == 0 else "", text) for i, text in enumerate(kernels)),
         *(("precision" if i == 0 else "", text) for i, text in enumerate(described(run.train.precision))),
         ("out", f"{trainer.run_dir.out}, {status}"),

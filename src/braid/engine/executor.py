@@ -20,11 +20,13 @@ from torch import Tensor
 
 from braid.distributed.collectives import Group
 from braid.engine.edges import EdgeLinks
+from braid.engine.graphs import Sections
 from braid.engine.node import SegmentRun, StepWork, Watch
 from braid.engine.progress import Progress
 from braid.engine.weights import Weights
 from braid.schedule import Act, Channel, Op, OpSpan, Schedule, Turn
 from braid.schedule.lifetime import Use, uses_of
+from braid.schedule.sections import Section
 from braid.schedule.views import stream_of
 
 AfterOp = Callable[[Op], None]
@@ -69,18 +71,32 @@ def execute(
     links: PipelineLinks,
     watch: Watch | None = None,
     after_op: AfterOp | None = None,
+    graphs: Sections | None = None,
 ) -> tuple[OpSpan, ...]:
     """Run one step and return when each op ran, by `time.perf_counter`. `after_op` is called after each. A step
-    that raises leaves no gathered weights and no gradients behind."""
+    that raises leaves no gathered weights and no gradients behind. `graphs` may run sections of the list from
+    their CUDA graphs: their ops then have the times of the whole section."""
     weights.begin()
     try:
         # By default autograd runs CUDA backwards in a thread per device. A step calls backward once per node,
         # and handing each over to that thread costs the host more than many nodes take.
         with torch.autograd.set_multithreading_enabled(False):
-            return _Execution(program, work, weights, links, watch, after_op).run()
+            return _Execution(program, work, weights, links, watch, after_op).run(graphs)
     except BaseException:
         weights.abort()
         raise
+
+
+def execute_section(program: Program, section: Section, work: StepWork, weights: Weights) -> None:
+    """Issue the ops of a section to the streams of the work, for a CUDA graph."""
+    links = PipelineLinks(channels={}, message=_no_message)
+    execution = _Execution(program, work, weights, links, None, None)
+    execution.run_ops(section.start, section.stop)
+    execution.finish()
+
+
+def _no_message(turn: Turn) -> Tensor:
+    raise AssertionError(f"a section receives nothing, but {turn} has")
 
 
 class _Execution:
@@ -109,19 +125,48 @@ class _Execution:
         self.outgoing: list[tuple[dist.Work, Tensor]] = []
         """Sends that may be in flight. Holding the tensor keeps its buffer from being reused."""
         self.segment_runs: dict[Turn, SegmentRun] = {}
+        self.log: list[OpSpan] = []
 
-    def run(self) -> tuple[OpSpan, ...]:
-        log, progress = [], self.links.progress
+    def run(self, graphs: Sections | None) -> tuple[OpSpan, ...]:
+        progress, place = self.links.progress, 0
         progress.attach(self.work.streams, self.program.stream)
-        for op, use in self.program.ops:
+        if graphs is not None:
+            for section in graphs.sections:
+                self.run_ops(place, section.start)
+                self._run_section(section, graphs)
+                place = section.stop
+        self.run_ops(place, len(self.program.ops))
+        progress.enter(SENDING)
+        self.finish()
+        progress.detach()
+        progress.enter("after the last op")
+        return tuple(self.log)
+
+    def run_ops(self, start: int, stop: int) -> None:
+        progress = self.links.progress
+        for op, use in self.program.ops[start:stop]:
             progress.enter(op)
-            start = time.perf_counter()
+            begin = time.perf_counter()
             self._run(op, use)
-            log.append(OpSpan(op=op, start=start, end=time.perf_counter()))
+            self.log.append(OpSpan(op=op, start=begin, end=time.perf_counter()))
             progress.leave(op)
             if self.after_op is not None:
                 self.after_op(op)
-        progress.enter(SENDING)
+
+    def _run_section(self, section: Section, graphs: Sections) -> None:
+        """Through its graph, or one by one. The watchdog sees a section as its first op."""
+        progress, ops = self.links.progress, [op for op, _ in self.program.ops[section.start : section.stop]]
+        logged, begin = len(self.log), time.perf_counter()
+        graphs.run(section, functools.partial(self.run_ops, section.start, section.stop))
+        if len(self.log) == logged:
+            progress.enter(ops[0])
+            progress.leave(ops[0])
+            progress.skip(len(ops) - 1)
+            end = time.perf_counter()
+            self.log += [OpSpan(op=op, start=begin, end=end) for op in ops]
+
+    def finish(self) -> None:
+        """Wait for messages and streams. Nothing may be left over."""
         for send, _ in self.outgoing:
             send.wait()
         if self.links.edges is not None:
@@ -129,9 +174,6 @@ class _Execution:
         self.work.streams.join()
         unused = [*self.inputs, *self.gradients, *self.rows, *self.row_gradients, *self.segment_runs]
         assert not unused, f"the schedule ended with unused tensors or unfinished segments: {unused}"
-        progress.detach()
-        progress.enter("after the last op")
-        return tuple(log)
 
     def _run(self, op: Op, use: Use) -> None:
         if op.act.shards:

@@ -14,6 +14,11 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
     return x.contiguous().pin_memory().to(device, non_blocking=True)
 
 
+def copy_to_(out: Tensor, x: Tensor) -> None:
+    """Copy a tensor of the host into memory of a device, without waiting for the device."""
+    out.copy_(x.contiguous().pin_memory() if out.is_cuda else x, non_blocking=True)
+
+
 class AsyncHostCopy:
     """A copy of a tensor on its way to the host. It is queued behind the work that computes the tensor, so the
     host waits for that much, and not for what was queued later."""

@@ -52,7 +52,8 @@ class PackedRows:
     sample_B: Tensor
     """Global index of each row's sample. Dropout and jitter are seeded with it, independently of batch and
     rank."""
-    step: int = 0
+    step: int | Tensor = 0
+    """A CUDA graph reads it from the device, in each replay anew: masks of an int would repeat."""
     seed: int = 0
     training: bool = True
     """Whether dropout, jitter and expert capacity apply."""
@@ -163,6 +164,10 @@ class StackContext:
             device = self.batch.positions_BT.device
             self._spans[key] = spans_of(self.host_documents_BT, window, device, causal=causal)
         return self._spans[key]
+
+    def set_spans(self, window: int | None, spans: Spans, *, causal: bool = True) -> None:
+        """Have layers use these spans, instead of those that would be computed."""
+        self._spans[window, causal] = spans
 
     @cached_property
     def documents(self) -> Tensor | None:

@@ -51,13 +51,74 @@ class StepFraction:
     rows: float = 1.0
     """Fraction of the step's rows, without rows of padding only."""
 
-    def of(self, loss: str) -> float:
-        """The weight of an auxiliary loss, which is a mean over tokens or over rows."""
-        return self.rows if loss == "sequence_balance" else self.tokens
-
 
 FULL_STEP = StepFraction()
 """A step of one micro-batch."""
+
+Number = float | Tensor
+"""A number of the host, or a 0-D tensor on the device: a CUDA graph reads it anew in every replay."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossScale:
+    """What the losses of a micro-batch are divided by and multiplied with, as part of a step."""
+
+    tokens: Number
+    """Unmasked tokens of the step, at least 1."""
+    mtp_tokens: tuple[Number, ...] = ()
+    """The same of each MTP depth."""
+    mtp_weights: tuple[Number, ...] = ()
+    """Weight of the loss sum of each MTP depth."""
+    fraction_tokens: Number = 1.0
+    """The micro-batch's fraction of the step's tokens."""
+    fraction_rows: Number = 1.0
+    """The micro-batch's fraction of the step's rows."""
+    any: Number = 1.0
+    """1, or 0 if all tokens of the step are masked."""
+
+    @staticmethod
+    def of(
+        tokens: int, mtp_tokens: Sequence[int], mtp_weight: float, fraction: StepFraction = FULL_STEP
+    ) -> LossScale:
+        """From the counts of a step; `mtp_weight` is that of one depth."""
+        return LossScale(
+            tokens=max(tokens, 1),
+            mtp_tokens=tuple(max(each, 1) for each in mtp_tokens),
+            mtp_weights=tuple(mtp_weight / max(each, 1) for each in mtp_tokens),
+            fraction_tokens=fraction.tokens,
+            fraction_rows=fraction.rows,
+            any=float(tokens > 0),
+        )
+
+    def numbers(self) -> list[float]:
+        """All numbers in a fixed order, which `of_numbers` reads."""
+        head = (self.tokens, self.fraction_tokens, self.fraction_rows, self.any)
+        return [float(each) for each in (*head, *self.mtp_tokens, *self.mtp_weights)]
+
+    @staticmethod
+    def of_numbers(numbers_K: Tensor) -> LossScale:
+        """The same numbers as 0-D tensors, from one tensor that has them all."""
+        tokens, fraction_tokens, fraction_rows, some, *mtp = numbers_K.unbind()
+        depths = len(mtp) // 2
+        return LossScale(
+            tokens=tokens,
+            mtp_tokens=tuple(mtp[:depths]),
+            mtp_weights=tuple(mtp[depths:]),
+            fraction_tokens=fraction_tokens,
+            fraction_rows=fraction_rows,
+            any=some,
+        )
+
+    def of_depth(self, depth: int | None) -> LossScale:
+        """The scale of a phase: one of an MTP depth knows only that depth."""
+        if depth is None:
+            return self
+        kept = slice(depth, depth + 1)
+        return replace(self, mtp_tokens=self.mtp_tokens[kept], mtp_weights=self.mtp_weights[kept])
+
+    def fraction(self, loss: str) -> Number:
+        """The weight of an auxiliary loss, which is a mean over tokens or over rows."""
+        return self.fraction_rows if loss == "sequence_balance" else self.fraction_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,22 +146,33 @@ class Losses:
         """This micro-batch's contribution to the loss of a step with `step_tokens` unmasked tokens, and
         `mtp_step_tokens` in each MTP depth. The contributions of all micro-batches add up to the step's loss,
         which is zero if all its tokens are masked."""
-        loss = self.loss_sum / max(step_tokens, 1)
-        for name, value in self.aux.items():
-            loss = loss + value * (fraction.of(name) if step_tokens else 0.0)
-        for (loss_sum, _), tokens in zip(self.mtp, mtp_step_tokens, strict=True):
-            loss = loss + loss_sum * (self.mtp_weight / len(self.mtp) / max(tokens, 1))
-        return loss
+        return self.scaled(self._scale(step_tokens, mtp_step_tokens, fraction))
 
     def metrics(
         self, step_tokens: int, mtp_step_tokens: Sequence[int] = (), fraction: StepFraction = FULL_STEP
     ) -> dict[str, Tensor]:
         """This micro-batch's contribution to the step's metrics, detached; contributions add up likewise."""
-        metrics = {"loss": self.loss_sum.detach() / max(step_tokens, 1)}
+        return self.scaled_metrics(self._scale(step_tokens, mtp_step_tokens, fraction))
+
+    def _scale(self, tokens: int, mtp_tokens: Sequence[int], fraction: StepFraction) -> LossScale:
+        return LossScale.of(tokens, mtp_tokens, self.mtp_weight / max(len(self.mtp), 1), fraction)
+
+    def scaled(self, scale: LossScale) -> Tensor:
+        """`share`, of a step whose counts may be on the device."""
+        loss = self.loss_sum / scale.tokens
         for name, value in self.aux.items():
-            metrics[f"aux_{name}"] = value.detach() * fraction.of(name)
-        for depth, ((loss_sum, _), tokens) in enumerate(zip(self.mtp, mtp_step_tokens, strict=True)):
-            metrics[f"mtp_{depth}_loss"] = loss_sum.detach() / max(tokens, 1)
+            loss = loss + value * (scale.fraction(name) * scale.any)
+        for (loss_sum, _), weight in zip(self.mtp, scale.mtp_weights, strict=True):
+            loss = loss + loss_sum * weight
+        return loss
+
+    def scaled_metrics(self, scale: LossScale) -> dict[str, Tensor]:
+        """`metrics`, of a step whose counts may be on the device."""
+        metrics = {"loss": self.loss_sum.detach() / scale.tokens}
+        for name, value in self.aux.items():
+            metrics[f"aux_{name}"] = value.detach() * scale.fraction(name)
+        for depth, ((loss_sum, _), tokens) in enumerate(zip(self.mtp, scale.mtp_tokens, strict=True)):
+            metrics[f"mtp_{depth}_loss"] = loss_sum.detach() / tokens
         return metrics
 
 

@@ -16,10 +16,10 @@ _GOLDEN = 0x9E3779B9
 
 
 def random_words(
-    *, seed: int, step: int, layer: int, sample_B: Tensor, position_T: Tensor, channels: int
+    *, seed: int, step: int | Tensor, layer: int, sample_B: Tensor, position_T: Tensor, channels: int
 ) -> Tensor:
     """Uniform integers from 0 to 2³² - 1. `position_T` is the position in the sample, across packed
-    documents. Tokens of one row may be of several samples: both are then BT."""
+    documents. Tokens of one row may be of several samples: both are then BT. A `step` on the device is 0-D."""
     run = _fold(_fold(_fold(_word(seed, sample_B), seed >> 32), step), layer)
     sample_BT = sample_B if sample_B.ndim == 2 else sample_B[:, None]
     row_BT = _fold(_fold(_fold(run, sample_BT), sample_BT >> 32), torch.atleast_2d(position_T))

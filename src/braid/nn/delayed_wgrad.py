@@ -66,8 +66,10 @@ ALL = "all"
 class DelayedWgrad:
     """The wgrad store: pending weight gradients, by the node whose backward queued them."""
 
-    def __init__(self, mains: Mains = NO_MAINS) -> None:
+    def __init__(self, mains: Mains = NO_MAINS, new_main: Callable[[Tensor], Tensor] | None = None) -> None:
+        """`new_main` gives the memory of a parameter's main gradient; without it, it is allocated."""
         self._mains = mains
+        self._new_main = new_main
         self._running: Hashable | None = None
         self._pending: dict[Hashable, dict[str, dict[Tensor, list[Product]]]] = {}
         self._bucket_of: dict[Tensor, str] = {}
@@ -143,7 +145,10 @@ class DelayedWgrad:
             return False
         assert isinstance(product, Gradient)
         if main.grad is None:
-            empty = torch.empty(parameter.shape, dtype=main.dtype, device=parameter.device)
+            if self._new_main is None:
+                empty = torch.empty(parameter.shape, dtype=main.dtype, device=parameter.device)
+            else:
+                empty = self._new_main(parameter)
             main.grad = product.into(empty, accumulate=False)
         else:
             product.into(main.grad, accumulate=True)

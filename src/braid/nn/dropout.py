@@ -13,7 +13,14 @@ from braid.nn.counter_rng import random_words
 
 
 def keep_mask(
-    rate: float, *, seed: int, step: int, layer: int, sample_B: Tensor, position_T: Tensor, channels: int
+    rate: float,
+    *,
+    seed: int,
+    step: int | Tensor,
+    layer: int,
+    sample_B: Tensor,
+    position_T: Tensor,
+    channels: int,
 ) -> Tensor:
     """The mask: True (kept) with probability 1 - rate, independently. `position_T` is the position in the
     sample, across packed documents. Tokens of one row may be of several samples: both are then BT."""

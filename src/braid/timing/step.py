@@ -18,10 +18,12 @@ from functools import cached_property
 from typing import NamedTuple
 
 from braid.planning.estimate.weights import Counted, counted_by_station
+from braid.planning.graphs import LOADS, captures
 from braid.planning.plan import Plan, with_micro_batches
 from braid.schedule import Act, OpSpan, Timeline
 from braid.schedule.event_simulator import Moments
 from braid.schedule.phases import Stream
+from braid.schedule.sections import sections_of
 from braid.schedule.simulate import moments_of, timeline_of
 from braid.schedule.views import stream_of
 from braid.timing.seconds import Meter, OpTimes, Station, stations_of
@@ -65,11 +67,12 @@ class Stepper:
         already."""
         self.plan, self.micro_batches = plan, micro_batches or plan.run.train.micro_batches
         self.held = stations_of(plan, counted_by_station(plan, device) if counted is None else counted, load)
+        self.device = device
         self.plans = _shortened(plan, self.micro_batches) or (plan,)
 
     @cached_property
     def _lists(self) -> tuple[_Lists, ...]:
-        return tuple(_Lists(plan, self.held) for plan in self.plans)
+        return tuple(_Lists(plan, self.held, self.device) for plan in self.plans)
 
     def seconds(self, meter: Meter) -> float:
         """The time of a step."""
@@ -119,11 +122,14 @@ class Stepper:
 class _Lists:
     """The lists of a plan, followed once for all meters."""
 
-    def __init__(self, plan: Plan, held: Sequence[Station]) -> None:
+    def __init__(self, plan: Plan, held: Sequence[Station], device: str) -> None:
         self.plan = plan
         self.moments = moments_of(plan.schedule)
         self.started = [station.started(ops) for station, ops in zip(held, plan.schedule.ops, strict=True)]
-        """What the host of each station starts: ops and kernels."""
+        """What the host of each station starts: ops and kernels. CUDA graphs start them without the host."""
+        if captures(plan, device):
+            sections = len(sections_of(plan.schedule, 0))
+            self.started = [(sections, LOADS * plan.schedule.micro_batches)]
 
 
 class _Run(NamedTuple):

@@ -51,6 +51,7 @@ from braid.schedule.graph import LANGUAGE
 from braid.train.device import Device
 from braid.train.module_state import ModuleState
 from braid.train.state import JobState, State
+from braid.train.step_graphs import open_graphs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +140,7 @@ def make_state(
     opened = open_job(plan, device, groups, job, meshes) if opened is None else opened
     model = make_model(plan, device, groups, chosen)
     language = _module(plan, LANGUAGE, model, device, opened.meshes)
-    return State(
+    state = State(
         plan=plan,
         job=job,
         device=device.torch,
@@ -148,6 +149,8 @@ def make_state(
         channels=opened.channels,
         edges=opened.edges,
     )
+    state.graphs = open_graphs(state)
+    return state
 
 
 def make_outside_state(plan: Plan, device: Device, job: Group, opened: Communicators | None = None) -> JobState:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -51,6 +51,9 @@ from braid.train.module_state import ModuleState
 from braid.train.stored_names import Renames, renames_in, stored_name, stored_tensor_name
 from braid.train.stored_run import NAMES_VERSION, NO_DATA, describe, read_run_manifest
 from braid.train.surgery import Fresh, InitPlan, Stored, Values, check_plan, plan_by_name
+
+if TYPE_CHECKING:
+    from braid.train.step_graphs import StepGraphs
 
 RNG = "rng.cpu"
 """Torch's global generator. braid does not draw from it, but a third-party module might."""
@@ -165,6 +168,9 @@ class JobState:
 @dataclass(kw_only=True)
 class State(JobState):
     """The state of a run on a rank of the language model's grid."""
+
+    graphs: StepGraphs | None = None
+    """The CUDA graphs of its steps; None if they run without."""
 
     @property
     def language(self) -> ModuleState:

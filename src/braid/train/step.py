@@ -21,6 +21,7 @@ from braid.config import Run
 from braid.data import Loader
 from braid.distributed.collectives import ALONE, Group, all_reduce_max_no_grad, all_reduce_no_grad
 from braid.engine.executor import AfterOp, PipelineLinks, Program, execute
+from braid.engine.graphs import Sections
 from braid.engine.node import StepWork, Watch
 from braid.errors import DataError
 from braid.kernels.host import AsyncHostCopy
@@ -360,8 +361,21 @@ def backward(
     for name, module in state.encoders.items():
         steps[name] = EncoderStep(state, module, items[name], counts)
     rows = len(batches[0].sample_B) if batches else 0
+    graphs = None
+    if isinstance(state, State) and watch is None and after_op is None and state.progress.times is None:
+        language = steps[LANGUAGE]
+        assert isinstance(language, LanguageStep)
+        graphs = None if state.graphs is None else state.graphs.of_step(run, language, batches, counts)
     state.log = run_schedule(
-        state, run, state.program, steps, counts.tables, rows=rows, watch=watch, after_op=after_op
+        state,
+        run,
+        state.program,
+        steps,
+        counts.tables,
+        rows=rows,
+        watch=watch,
+        after_op=after_op,
+        graphs=graphs,
     )
     for step in steps.values():
         step.end()
@@ -379,11 +393,13 @@ def run_schedule(
     rows: int,
     watch: Watch | None = None,
     after_op: AfterOp | None = None,
+    graphs: Sections | None = None,
 ) -> Sequence[OpSpan]:
     """Execute the ops of this rank, with the work of each of its modules, on micro-batches of `rows` rows of
     text and the items of the tables. Returns when each op ran."""
     if not state.plan.encoders:
-        return execute(program, works[LANGUAGE], state.keeper, state.links(rows, run), watch, after_op)
+        links = state.links(rows, run)
+        return execute(program, works[LANGUAGE], state.keeper, links, watch, after_op, graphs)
     module_of = [segment.module for segment in state.plan.schedule.graph.segments]
 
     def message(turn: Turn) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,10 +16,12 @@ from torch import Tensor, nn
 
 from braid.config import Run
 from braid.engine.node import PhaseFn, StepWork
+from braid.engine.streams import Streams
+from braid.kernels.host import to_device
 from braid.model import nodes
 from braid.model.context import Context, MicroBatch, MicroBatchTotals, StackContext
 from braid.model.encoder import EncoderContext, EncoderModel, Items
-from braid.model.language import LanguageModel, Losses, StepFraction
+from braid.model.language import LanguageModel, Losses, LossScale, StepFraction
 from braid.nn.delayed_wgrad import DelayedWgrad, set_wgrad_store
 from braid.nn.offload import Offloads
 from braid.nn.recompute import Hold, Replays
@@ -45,10 +48,21 @@ class ModuleStep(StepWork):
     """A training step of one module."""
 
     model: LanguageModel | EncoderModel
+    new_main: Callable[[Tensor], Tensor] | None = None
+    """The memory of main gradients, if they have some already."""
 
-    def __init__(self, state: JobState, module: ModuleState, counts: Counts, micro_batches: int) -> None:
+    def __init__(
+        self,
+        state: JobState,
+        module: ModuleState,
+        counts: Counts,
+        micro_batches: int,
+        streams: Streams | None = None,
+    ) -> None:
+        """`streams` are those of the state, unless a CUDA graph is captured on others."""
         run, plan = state.plan.run, state.plan
-        self.state, self.module, self.streams = state, module, state.streams
+        self.state, self.module = state, module
+        self.streams = state.streams if streams is None else streams
         self.model = module.model
         self.counts, self.micro_batches = counts, micro_batches
         self.contexts: dict[int, StackContext] = {}
@@ -61,7 +75,6 @@ class ModuleStep(StepWork):
         self.offloads = None if pool is None else Offloads(pool, state.streams, regions)
         saves = bool(names) or self.offloads is not None
         self.replays = Replays(names, planned=True, offloads=self.offloads) if saves else None
-        self.model.recompute(self.replays, self.span())
         self.away = state.program.away
         segments = [module.first_segment + each for each in self.model.segments]
         backwards = [each for each in segments if plan.schedule.has_backward(each)]
@@ -70,7 +83,13 @@ class ModuleStep(StepWork):
         if self.model.losses_of_precision is not None:
             self.model.losses_of_precision.start()
         mains = module.keeper.mains
-        self.wgrad_store = DelayedWgrad(mains) if mains or plan.schedule.delayed else None
+        delays = mains or plan.schedule.delayed
+        self.wgrad_store = DelayedWgrad(mains, self.new_main) if delays else None
+        self.attach()
+
+    def attach(self) -> None:
+        """Have the model's layers recompute and delay weight gradients through this step."""
+        self.model.recompute(self.replays, self.span())
         set_wgrad_store(self.model, self.wgrad_store)
 
     def span(self) -> int:
@@ -84,6 +103,10 @@ class ModuleStep(StepWork):
     def fraction(self, micro_batch: int) -> StepFraction:
         """A micro-batch's fraction of the step, for auxiliary losses."""
         raise NotImplementedError
+
+    def scale(self, micro_batch: int) -> LossScale:
+        """What the losses of a micro-batch are divided by."""
+        return LossScale.of(self.counts.tokens, (), 0.0, self.fraction(micro_batch))
 
     # ------------------------------------------------------------------------------------- forward
 
@@ -103,10 +126,7 @@ class ModuleStep(StepWork):
                 written, losses = nodes.run(self.model, phase, context, tensors)
             if losses is None:
                 return written, None
-            tokens = self.counts.mtp_tokens if losses.mtp else []
-            if phase.depth is not None:
-                tokens = tokens[phase.depth : phase.depth + 1]
-            cost = losses.share(self.counts.tokens, tokens, self.fraction(micro_batch))
+            cost = losses.scaled(_scale_of(losses, self.scale(micro_batch).of_depth(phase.depth)))
             self.pieces[turn].append(nodes.detach_losses(losses))
             self.loads = self.loads.plus(losses.balances)
             return written, cost if cost.requires_grad else None
@@ -122,8 +142,7 @@ class ModuleStep(StepWork):
 
     def after_forward(self, turn: Turn) -> None:
         losses = nodes.merge_losses(self.model, self.pieces.pop(turn))
-        tokens = self.counts.mtp_tokens if losses.mtp else ()
-        for name, value in losses.metrics(self.counts.tokens, tokens, self.fraction(turn[0])).items():
+        for name, value in losses.scaled_metrics(_scale_of(losses, self.scale(turn[0]))).items():
             # All tp ranks compute the same head losses: only one of them may contribute to the sum over ranks.
             part = value if name.startswith("aux_") or self.model.groups.tp.rank == 0 else 0 * value
             self.add_metric(name, part)
@@ -208,6 +227,11 @@ class ModuleStep(StepWork):
         self.module.optimizer.accumulate_grads()
 
 
+def _scale_of(losses: Losses, scale: LossScale) -> LossScale:
+    """The scale of losses that may have no MTP depths."""
+    return scale if losses.mtp else replace(scale, mtp_tokens=(), mtp_weights=())
+
+
 def _layer_bucket(bucket: str) -> str:
     """The layer's own name for a wgrad bucket of a phase."""
     return bucket.rpartition(".")[2]
@@ -218,9 +242,17 @@ class LanguageStep(ModuleStep):
 
     model: LanguageModel
 
-    def __init__(self, state: State, run: Run, batches: Sequence[MicroBatch], counts: Counts) -> None:
+    def __init__(
+        self,
+        state: State,
+        run: Run,
+        batches: Sequence[MicroBatch],
+        counts: Counts,
+        streams: Streams | None = None,
+    ) -> None:
         self.run, self.batches = run, batches
-        super().__init__(state, state.language, counts, len(batches))
+        super().__init__(state, state.language, counts, len(batches), streams)
+        self.scales = self.device_scales()
 
     def span(self) -> int:
         return span_of(self.run, self.model.layout)
@@ -231,6 +263,25 @@ class LanguageStep(ModuleStep):
 
     def fraction(self, micro_batch: int) -> StepFraction:
         return self.counts.fractions[micro_batch]
+
+    def scale(self, micro_batch: int) -> LossScale:
+        return self.scales[micro_batch]
+
+    def host_scale(self, micro_batch: int) -> LossScale:
+        """The scale of a micro-batch in numbers of the host."""
+        counts, shape = self.counts, self.model.shape
+        weight = shape.mtp_loss / max(len(self.model.layout.mtp), 1)
+        return LossScale.of(counts.tokens, counts.mtp_tokens, weight, counts.fractions[micro_batch])
+
+    def device_scales(self) -> list[LossScale]:
+        """The scales of all micro-batches on the device, with and without CUDA graphs: CUDA divides by a number
+        of the host by multiplying with its reciprocal, which rounds differently.
+
+        Shapes: M micro-batches, K numbers of each."""
+        numbers_MK = [self.host_scale(each).numbers() for each in range(len(self.batches))]
+        wide = torch.promote_types(self.model.dtype, torch.float32)
+        made_MK = to_device(torch.tensor(numbers_MK, dtype=torch.float64).to(wide), self.model.device)
+        return [LossScale.of_numbers(each_K) for each_K in made_MK.unbind()]
 
     def sum_copies(self, op: Op) -> None:
         """All-reduce gradients that the first and last stage share; `train_step` sums copies within a stage."""

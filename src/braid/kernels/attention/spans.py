@@ -10,7 +10,7 @@ Shapes: B rows, T tokens, L tokens of one piece.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -70,6 +70,12 @@ class Spans:
         lengths = torch.bincount(self.runs_BT.flatten()).tolist()
         return tuple(self._piece(group) for group in _merge_short(lengths))
 
+    def with_tiles(self, tiles: AttentionTiles) -> Spans:
+        """The same documents with tables that someone else keeps up to date."""
+        made = replace(self)
+        vars(made)["tiles"] = tiles
+        return made
+
     def tensors(self) -> Iterator[Tensor]:
         """The tables and masks that have been computed so far."""
         if "tiles" in vars(self):
@@ -95,11 +101,15 @@ def spans_of(documents_BT: Tensor, window: int | None, device: torch.device, *, 
             f"a window of {window} tokens: a window ends at the query, so attention must be causal; "
             "set the window to None"
         )
-    documents_BT = documents_BT.cpu()
+    runs_BT = document_runs(documents_BT.cpu())
+    return Spans(runs_BT=runs_BT, window=window, device=device, causal=causal)
+
+
+def document_runs(documents_BT: Tensor) -> Tensor:
+    """Document index of each token, from 0 over all rows."""
     starts_BT = torch.ones_like(documents_BT, dtype=torch.bool)
     starts_BT[:, 1:] = documents_BT[:, 1:] != documents_BT[:, :-1]
-    runs_BT = (starts_BT.flatten().cumsum(0) - 1).view(documents_BT.shape)
-    return Spans(runs_BT=runs_BT, window=window, device=device, causal=causal)
+    return (starts_BT.flatten().cumsum(0) - 1).view(documents_BT.shape)
 
 
 def visible(runs_T: Tensor, window: int | None, *, causal: bool = True) -> Tensor:

@@ -18,6 +18,7 @@ Shapes: N tokens, M documents, P tiles.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from braid.kernels.host import to_device
+from braid.kernels.host import copy_to_, to_device
 
 TILE = 128
 """Tokens of a tile, of queries or of keys."""
@@ -55,6 +56,56 @@ def tiles_of(
     runs_N: Tensor, window: int | None, device: torch.device, *, causal: bool = True
 ) -> AttentionTiles:
     """The tables of the documents `runs_N`, which count from 0 and are on the host."""
+    tables = _tables(runs_N, window, causal=causal)
+    return _split(to_device(_joined(tables), device), len(runs_N), causal=causal)
+
+
+def tile_count(runs_N: Tensor) -> int:
+    """How many tiles documents have; see `tiles_of`."""
+    ends_M = np.bincount(runs_N.numpy()).cumsum()
+    return len(_cut(np.concatenate([[0], ends_M[:-1]]), ends_M)[0])
+
+
+class StaticTiles:
+    """Tables in memory that stays where it is, for documents that differ from one replay of a CUDA graph to the
+    next. They always have the same number of tiles: the one with least work is repeated, and its copies compute
+    the same numbers once more."""
+
+    def __init__(
+        self, tokens: int, count: int, window: int | None, device: torch.device, *, causal: bool = True
+    ) -> None:
+        self.count, self.window, self.causal = count, window, causal
+        self.joined = torch.zeros(2 * tokens + 4 * count, dtype=torch.int32, device=device)
+        self.tiles = _split(self.joined, tokens, causal=causal)
+
+    def load(self, runs_N: Tensor) -> None:
+        """The tables of other documents, which have at most `count` tiles."""
+        first_N, last_N, *tiles = _tables(runs_N, self.window, causal=self.causal)
+        missing = self.count - len(tiles[0])
+        if missing < 0:
+            raise ValueError(f"the documents have {len(tiles[0])} tiles, and the tables are for {self.count}")
+        padded = [np.concatenate([each, each[-1:].repeat(missing, 0)]) for each in tiles]
+        copy_to_(self.joined, _joined([first_N, last_N, *padded]))
+
+
+def _split(joined: Tensor, tokens: int, *, causal: bool) -> AttentionTiles:
+    pairs = joined.numel() - 2 * tokens
+    first_N, last_N, queries, keys = joined.split([tokens, tokens, pairs // 2, pairs // 2])
+    return AttentionTiles(
+        first_N=first_N,
+        last_N=last_N,
+        queries_P2=queries.view(-1, 2),
+        keys_P2=keys.view(-1, 2),
+        causal=causal,
+    )
+
+
+def _joined(tables: Sequence[_Ints]) -> Tensor:
+    return torch.from_numpy(np.concatenate([table.ravel() for table in tables]).astype(np.int32))
+
+
+def _tables(runs_N: Tensor, window: int | None, *, causal: bool) -> list[_Ints]:
+    """Those of `AttentionTiles`, in order, on the host."""
     lengths_M = np.bincount(runs_N.numpy())
     ends_M = lengths_M.cumsum()
     places_N = np.arange(len(runs_N))
@@ -66,16 +117,7 @@ def tiles_of(
     begin_P, end_P = _cut(ends_M - lengths_M, ends_M)
     keys_P = (end_P if causal else last_N[end_P - 1]) - first_N[begin_P]
     queries_P = last_N[end_P - 1] - (begin_P if causal else first_N[begin_P])
-    tables = (first_N, last_N, *(_ordered(begin_P, end_P, work_P) for work_P in (keys_P, queries_P)))
-    joined = torch.from_numpy(np.concatenate([table.ravel() for table in tables]).astype(np.int32))
-    parts = to_device(joined, device).split([table.size for table in tables])
-    return AttentionTiles(
-        first_N=parts[0],
-        last_N=parts[1],
-        queries_P2=parts[2].view(-1, 2),
-        keys_P2=parts[3].view(-1, 2),
-        causal=causal,
-    )
+    return [first_N, last_N, *(_ordered(begin_P, end_P, work_P) for work_P in (keys_P, queries_P))]
 
 
 def _cut(starts_M: _Ints, ends_M: _Ints) -> tuple[_Ints, _Ints]:

@@ -243,7 +243,9 @@ def _parameter_gradients(
     d_weight_ZMK = weight_gradient(fused.launch, x_NSC.view(tokens, -1), factor, fused.weight_gradient)
     d_weight_MK, d_scalars_E = added_up(fused.launch, d_weight_ZMK, scalars_ZE)
     d_alpha_A, d_bias_M = d_scalars_E.split([scalars_ZE.shape[1] - rows, rows])
-    return d_weight_MK, d_alpha_A, d_bias_M
+    # Memory of its own: behind alpha it is not aligned, and the optimizer would read all gradients with
+    # narrower loads, which add up the squares of their norm in another order.
+    return d_weight_MK, d_alpha_A, d_bias_M.clone()
 
 
 class _DelayedGradients:

@@ -34,7 +34,7 @@ class Tokens:
     """Rows of the micro-batch over all ranks. None: those of this rank."""
     layer: int = 0
     seed: int = 0
-    step: int = 0
+    step: int | Tensor = 0
     training: bool = False
     """Whether jitter, sinkhorn and capacity apply."""
 
