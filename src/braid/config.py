@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-from braid import json_fields, validators
+from braid import json_fields, lora, validators
 from braid.architecture import Model
 from braid.choices import (
     MADE_UP,
@@ -33,6 +33,7 @@ from braid.choices import (
 from braid.encoders import Encoder
 from braid.errors import ConfigError, Problem
 from braid.json_fields import JsonProblem, field_types
+from braid.lora import Lora as Lora
 from braid.optimizer import Optim as Optim
 from braid.precision import precision_of
 
@@ -106,6 +107,8 @@ class Train:
     """fp8 products: `fp8_block`, `fp8_row` or `mxfp8`; also by kind (docs/precision.md)."""
     graphs: Graphs = "none"
     """CUDA graphs: `step` captures forward and backward of micro-batches, where the host decides nothing."""
+    lora: Lora = Lora()
+    """Train adapters of low rank beside frozen weights (docs/lora.md)."""
     deterministic: bool = False
     """Use only deterministic kernels. CPU runs are always deterministic."""
     eval_every: int = 0
@@ -145,6 +148,7 @@ class Train:
 
     def problems(self, at: str) -> Iterator[Problem]:
         yield from validators.seed(f"{at}.seed", self.seed)
+        yield from self.lora.problems(f"{at}.lora")
         positive = ("steps", "batch_samples", "micro_batches", "log_every", "sample_tokens", "keep")
         every = ("eval_every", "save_every", "memory_save_every", "sample_every", "check_copies_every")
         non_negative = ("recompute_span", "eval_samples", "max_skipped", *every)
@@ -319,6 +323,11 @@ class Run:
     modules: Mapping[str, Module] = dataclasses.field(default_factory=dict, hash=False)
     """Encoders by name. `model` and `mesh` are those of the language model, which reads them."""
 
+    @property
+    def learned(self) -> tuple[str, ...]:
+        """Globs of what is trained of the language model: adapters alone, with LoRA."""
+        return lora.GLOBS if self.train.lora.rank else self.trained
+
     def problems(self) -> Iterator[Problem]:
         """Problems of each part by itself. Assumes that every value has the type of its field."""
         for name in ("model", "train", "data", "optim", "mesh"):
@@ -327,6 +336,12 @@ class Run:
             yield from validators.above(f"lr_share[{glob}]", share, 0)
         for name, module in self.modules.items():
             yield from module.problems(f"modules.{name}")
+        if self.train.lora.rank and self.trained != ("*",):
+            rule = "with train.lora the adapters are trained and nothing else of the language model"
+            yield Problem(field="trained", value=self.trained, rule=rule, remedy="nothing")
+        if self.train.lora.rank and self.train.precision:
+            rule = "adapters are not combined with products in low precision"
+            yield Problem(field="train.precision", value=self.train.precision, rule=rule, remedy="nothing")
         if self.train.exact_match and self.data.packing != "documents":
             rule = "answers are those of whole documents, and data.packing is concatenate"
             yield Problem(field="train.exact_match", value=True, rule=rule, remedy="data.packing to documents")

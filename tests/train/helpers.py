@@ -37,12 +37,12 @@ def run_on(corpus: Path, **train: object) -> Run:
     return replace(run, data=replace(run.data, sources=(str(corpus),)), train=replace(run.train, **train))
 
 
-def started(run: Run, out: Path) -> tuple[DataPipeline, State, RunDir]:
-    """What the loop needs, begun anew or continued."""
+def started(run: Run, out: Path, init: Path | None = None) -> tuple[DataPipeline, State, RunDir]:
+    """What the loop needs, begun anew, from the weights of a checkpoint, or continued."""
     places = RunDir(out=out)
     feed = open_data_pipeline(run, places.data)
     state = make_state(plan(run, 1), choose_device("cpu"))
-    initialize_or_resume(state, run, feed, places)
+    initialize_or_resume(state, run, feed, places, init)
     return feed, state, places
 
 

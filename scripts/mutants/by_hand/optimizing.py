@@ -1,4 +1,4 @@
-"""Faults in optimizers."""
+"""Faults in optimizers and adapters."""
 
 from __future__ import annotations
 
@@ -28,6 +28,22 @@ FAULTS: tuple[Fault, ...] = (
         new="return part is not None",
         kind="wrong group",
         why="ranks with copies send the same part again and again",
+    ),
+    Fault(
+        name="adapters-of-row-parallel-layers-not-summed",
+        file="nn/lora.py",
+        old="copies=self.tp if self.row else self.tensor.copies",
+        new="copies=self.tensor.copies",
+        kind="wrong group",
+        why="tensor-parallel ranks train adapters that differ",
+    ),
+    Fault(
+        name="adapters-merged-without-scale",
+        file="train/lora_weights.py",
+        old="torch.addmm(weight.to(wide), up, down, alpha=self._lora.scale)",
+        new="torch.addmm(weight.to(wide), up, down)",
+        kind="missing scale",
+        why="an exported model is not the one that was trained",
     ),
     Fault(
         name="scale-of-the-part",

@@ -106,6 +106,8 @@ class ExportOptions:
     """Dtype of the weights; run: the dtype of training."""
     optimizer: bool = False
     """Also write the optimizer state, to optimizer.safetensors."""
+    adapter: bool = False
+    """Of a LoRA run: write the adapters alone, in peft's format. Otherwise they are merged into the weights."""
     experts: Literal["usual", "each", "stacked", "packed", "grouped", "indexed", "sequential"] = "usual"
     """Layout of expert weights. Hugging Face: each, stacked, packed. megatron: any. usual: that of the imported
     Hugging Face folder; else each, for megatron stacked."""
@@ -123,6 +125,12 @@ def export(args: list[str]) -> int:
     from braid.train.exporting import export_checkpoint
     from braid.train.state import resolve_checkpoint
 
+    if opts.adapter:
+        from braid.train.exporting_adapter import export_adapter
+
+        count = export_adapter(resolve_checkpoint(Path(name)), opts.out, opts.model_type)
+        print(f"peft  {opts.out}\nadapters  {count}")
+        return ExitCode.OK
     began = time.monotonic()
     with bar("exporting") as progress:
         path, settings = resolve_checkpoint(Path(name)), _chosen(ExportSettings, opts)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from braid import architecture
 from braid.distributed.collectives import Groups
 from braid.kernels import Kernels
+from braid.lora import Lora
 from braid.model import declaration
 from braid.model.block import Block, BlockCosts
 from braid.model.names import renamed, ungrouped_names
@@ -27,6 +28,7 @@ from braid.nn.canonical import Canonical, Shard, under
 from braid.nn.cost import Cost, Workload
 from braid.nn.hyper_connection import expand_work
 from braid.nn.init import initialize
+from braid.nn.lora import adapt
 from braid.nn.moe.layer import Moe
 from braid.nn.norm import LayerNorm, RmsNorm, norm
 from braid.nn.precision import LossTally
@@ -102,6 +104,11 @@ class StackedModel(Recomputing):
         for depth, blocks in self.block_stacks():
             for index, block in blocks.items():
                 cast(Block, block).saves_stream = (depth, int(index)) in ends
+
+    def adapt(self, lora: Lora) -> None:
+        """Give the layers that LoRA names their adapters."""
+        if lora.rank:
+            adapt(self, self.canonical(), lora, self.groups.tp)
 
     def set_precision(self, precision: Precision) -> None:
         """Quantise the products of blocks of the stack, from the next forward on."""

@@ -146,7 +146,7 @@ class LatentAttention(Recomputing):
     def _attend_absorbed(self, q_BThD: Tensor, cached_BZ1W: Tensor) -> Tensor:
         """The absorbed form: multi-query attention on the cached latents."""
         shape = self.shape
-        up_HEL = self.kv_up.weight.unflatten(0, self.kv_up.dims)
+        up_HEL = self.kv_up.merged().unflatten(0, self.kv_up.dims)
         k_up_HPL, v_up_HVL = up_HEL.split([shape.nope_dim, shape.v_dim], 1)
         q_BThP, q_BThR = q_BThD.split([shape.nope_dim, shape.rope_dim], -1)
         q_BThL = torch.einsum("bthp,hpl->bthl", q_BThP, k_up_HPL)

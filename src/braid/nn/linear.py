@@ -26,7 +26,7 @@ from braid.kernels.grouped_mlp.product import Gradient, empty_like, put_wgrad
 from braid.kernels.precision import Products
 from braid.kernels.wgrad import write_product
 from braid.nn import precision_work
-from braid.nn.canonical import Canonical, Fill, Index, RowSpan
+from braid.nn.canonical import Canonical, Fill, Index, RowSpan, under
 from braid.nn.cost import Workload
 from braid.nn.delayed_wgrad import DelayedWgrad, Delaying
 from braid.nn.work import Work, linear_work, moved, scatter_copies
@@ -59,20 +59,29 @@ class Linear(Delaying):
         self.bias = nn.Parameter(torch.empty(self.channels_out, device=device, dtype=dtype)) if bias else None
         self.products: Products | None = None
         """The formats of a layer in low precision."""
+        self.adapters = nn.ModuleList()
+        """Those of LoRA, see `nn.lora`."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.products is not None:
             return precision.linear(x, self.weight, self.bias, self.products, self.wgrad_store)
         (y,) = _linear(x, self.weight, self.bias, 1, self.wgrad_store)
-        return y
+        return adapted(self.adapters, x, y)
 
     def split_forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """One output tensor per entry of the last output dim. Each GEMM reads its strided rows of the weight in
         place, which on a CPU is much faster than splitting the output of one GEMM. In low precision there is
-        one GEMM: blocks of scales are those of the whole weight."""
-        if self.products is not None:
+        one GEMM: blocks of scales are those of the whole weight; with adapters too."""
+        if self.products is not None or len(self.adapters):
             return self(x).unflatten(-1, (-1, self.dims[-1])).unbind(-1)
         return _linear(x, self.weight, self.bias, self.dims[-1], self.wgrad_store)
+
+    def merged(self) -> Tensor:
+        """The weight with its adapters merged into it."""
+        weight: Tensor = self.weight
+        for adapter in self.adapters:
+            weight = adapter.added(weight)
+        return weight
 
     def canonical_part(
         self, index: Index = (), span: RowSpan | None = None, copies: Group | None = None
@@ -93,8 +102,9 @@ class Linear(Delaying):
             offset=(start, 0),
             copies=copies,
         )
+        adapters = canonical_adapters(self.adapters, index)
         if self.bias is None:
-            return {"weight": weight}
+            return {"weight": weight, **adapters}
         bias = Canonical(
             parameter="bias",
             shape=(whole,),
@@ -105,7 +115,7 @@ class Linear(Delaying):
             offset=(start,),
             copies=copies,
         )
-        return {"weight": weight, "bias": bias}
+        return {"weight": weight, "bias": bias, **adapters}
 
     def canonical(self) -> dict[str, Canonical]:
         return self.canonical_part()
@@ -142,6 +152,8 @@ class RowLinear(Delaying):
         self.bias = nn.Parameter(torch.empty(channels_out, device=device, dtype=dtype)) if bias else None
         self.products: Products | None = None
         """The formats of a layer in low precision."""
+        self.adapters = nn.ModuleList()
+        """Those of LoRA, see `nn.lora`."""
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         if self.group.size == 1:
@@ -157,7 +169,7 @@ class RowLinear(Delaying):
         if self.products is not None:
             return precision.linear(x_BTC, self.weight, bias_C, self.products, self.wgrad_store)
         (y_BTC,) = _linear(x_BTC, self.weight, bias_C, 1, self.wgrad_store)
-        return y_BTC
+        return adapted(self.adapters, x_BTC, y_BTC)
 
     def canonical(self) -> dict[str, Canonical]:
         weight = Canonical(
@@ -167,10 +179,11 @@ class RowLinear(Delaying):
             part=(self.channels_out, self.channels_in),
             offset=(0, self.group.rank * self.channels_in),
         )
+        adapters = canonical_adapters(self.adapters, ())
         if self.bias is None:
-            return {"weight": weight}
+            return {"weight": weight, **adapters}
         bias = Canonical(parameter="bias", shape=(self.channels_out,), fill="zeros", copies=self.group)
-        return {"weight": weight, "bias": bias}
+        return {"weight": weight, "bias": bias, **adapters}
 
     def flops(self, tokens: int) -> int:
         return 2 * tokens * self.channels_in * self.channels_out
@@ -195,6 +208,28 @@ def _work(layer: Linear | RowLinear, workload: Workload, tokens: int, bias_bytes
 
 
 # ------------------------------------------------------------------------------------------ products
+
+
+def product(x: Tensor, weight: Tensor, wgrad_store: DelayedWgrad | None) -> Tensor:
+    """x · weightᵀ, with a delayed weight gradient."""
+    (y,) = _linear(x, weight, None, 1, wgrad_store)
+    return y
+
+
+def adapted(adapters: nn.ModuleList, x: Tensor, y: Tensor) -> Tensor:
+    """The output `y` of a layer for `x`, with what its adapters add."""
+    for adapter in adapters:
+        y = adapter(x, y)
+    return y
+
+
+def canonical_adapters(adapters: nn.ModuleList, index: Index) -> dict[str, Canonical]:
+    """The tensors of the adapter of the outputs with this index."""
+    found: dict[str, Canonical] = {}
+    for number, adapter in enumerate(adapters):
+        if adapter.index == index:
+            found |= under("", f"adapters.{number}", adapter.canonical())
+    return found
 
 
 def _linear(

@@ -59,6 +59,7 @@ def build_local_model(
         dtype=DTYPES[run.train.dtype],
         stored=_stored(plan),
     )
+    model.adapt(run.train.lora)
     model.set_precision(precision_of(run.train.precision))
     return model
 

@@ -103,7 +103,7 @@ def draft(run: Run, world: int) -> Plan:
         raise ConfigError(problems)
     axes, layout = divisibility.axis_sizes(run.mesh, world), _layout(run)
     ranks = len(divisibility.ranks_of(run.mesh, world))
-    selection = trained.select(lambda: _whole_model(run, layout, run.train.dtype), run.trained, run.lr_share)
+    selection = trained.select(lambda: _whole_model(run, layout, run.train.dtype), run.learned, run.lr_share)
     grid, encoders = modules.grid_of(run.mesh, world), modules.plan_modules(run, world, len(layout.segments))
     language = _language_schedule(run, ranks, layout)
     built = _complete(language, run, world, grid, layout, encoders, selection)
@@ -415,7 +415,9 @@ def _whole_model(run: Run, layout: Layout, dtype: Dtype = "fp32") -> LanguageMod
     from braid.model.language import LanguageModel
 
     compute = torch.bfloat16 if dtype == "bf16" else torch.float32
-    return LanguageModel(run.model, layout, references(), device=torch.device("meta"), dtype=compute)
+    model = LanguageModel(run.model, layout, references(), device=torch.device("meta"), dtype=compute)
+    model.adapt(run.train.lora)
+    return model
 
 
 def phase_flops(plan: Plan) -> list[dict[str, int]]:
@@ -500,13 +502,14 @@ def check(run: Run, world: int) -> list[Problem]:
 
 def _trained(run: Run) -> Iterator[Problem]:
     """What is wrong with freezing and learning rates."""
-    if run.trained == trained.EVERYTHING and not run.lr_share and not run.modules:
+    if run.learned == trained.EVERYTHING and not run.lr_share and not run.modules:
         return  # the case of most runs, and models take time to build
     model = _whole_model(run, _layout(run), run.train.dtype)
-    yield from trained.problems(model, run.trained, run.lr_share, modules=modules.prefixes(run))
+    yield from trained.adapter_problems(model, run.train.lora)
+    yield from trained.problems(model, run.learned, run.lr_share, modules=modules.prefixes(run))
     yield from modules.trained_problems(run)
     encoders = ((modules.on_meta(each, modules.layout_of(each)), each.trained) for each in run.modules.values())
-    yield from trained.nothing_trained([(model, run.trained), *encoders])
+    yield from trained.nothing_trained([(model, run.learned), *encoders])
 
 
 def _ahead(run: Run, world: int) -> Iterator[Problem]:

@@ -14,6 +14,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from braid.errors import Problem
+from braid.lora import Lora
 
 if TYPE_CHECKING:
     from braid.model.stacked import StackedModel
@@ -98,6 +99,16 @@ def problems(
     learns = {name: _share(name, shares) for name in tensors}
     yield from _divided(f"{at}trained", globs, stored_together, trained)
     yield from _divided(f"{at}lr_share", shares, stored_together, learns)
+
+
+def adapter_problems(model: StackedModel, lora: Lora) -> Iterator[Problem]:
+    """Targets of LoRA that name no linear layer."""
+    from braid.nn.lora import adaptable
+
+    if lora.rank and not adaptable(model, model.canonical(), lora.targets):
+        rule = "match no linear layer; routed experts, routers, embeddings and heads have no adapters"
+        remedy = "globs over projections, such as *.attention.q *.mlp.*"
+        yield Problem(field="train.lora.targets", value=lora.targets, rule=rule, remedy=remedy)
 
 
 def nothing_trained(models: Iterable[tuple[StackedModel, Globs]]) -> Iterator[Problem]:

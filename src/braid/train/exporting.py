@@ -17,7 +17,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from braid.checkpoint import LazyCheckpoint
 from braid.config import to_json
 from braid.data import tokenizer_from
 from braid.errors import CheckpointError, ConfigError
@@ -37,6 +36,7 @@ from braid.train.exporting_encoder import (
     write_encoder_files,
 )
 from braid.train.importing import MEGATRON, TOKENIZER, Report, processes
+from braid.train.lora_weights import checkpoint_of
 from braid.train.state import weight_names
 from braid.train.stored_run import CheckpointInfo, describe
 from braid.validators import nearest
@@ -96,6 +96,11 @@ def folder_of(path: Path, out: Path, settings: ExportSettings) -> FolderPlan:
             f"--model-type {model_type}: braid does not write such models{nearest(model_type, known)}\n"
             f"  set   one of {', '.join(known)}"
         )
+    if settings.optimizer and run.train.lora.rank:
+        raise ConfigError(
+            f"--optimizer: {path} is of a LoRA run, whose moments are those of adapters, and these are merged "
+            "into the weights\n  set   the weights alone, without --optimizer"
+        )
     if settings.optimizer and saved.run.optim.name != "adamw":
         raise ConfigError(
             f"--optimizer: {path} was trained with optim.name {saved.run.optim.name}, but folders hold the "
@@ -107,7 +112,7 @@ def folder_of(path: Path, out: Path, settings: ExportSettings) -> FolderPlan:
             "updates, but a folder holds one number for all\n  set   the weights alone, without --optimizer"
         )
     names = language_names(weight_names(path, moments=settings.optimizer))
-    tensors = LazyCheckpoint(path, names)
+    tensors = checkpoint_of(path, names, run.train.lora)
     dtype = DTYPES[run.train.dtype if settings.dtype == "run" else settings.dtype]
     updates = saved.updates if settings.optimizer else None
     given: dict[str, Any] = {"dtype": dtype, "updates": updates, "outlines": tensors.outlines()}
@@ -123,6 +128,8 @@ def folder_of(path: Path, out: Path, settings: ExportSettings) -> FolderPlan:
     hub: dict[str, Any] = {"settings": extra, "source": source}
     hub["as_stored"] = settings.dtype == "run" and source is not None and trains_as_stored(source, run)
     form = _hub_form(model_type, settings)
+    if model_type == OMNI and run.train.lora.rank:
+        raise ConfigError(f"{path} is of a LoRA run, which cannot be exported as {OMNI}: set --model-type")
     if model_type == OMNI:
         return omni_folder(path, out, saved.run, optimizer=settings.optimizer, form=form, dtype=dtype, **hub)
     return hub_folder(run.model, tensors, out, model_type=model_type, form=form, **hub, **given)

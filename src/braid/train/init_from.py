@@ -31,6 +31,7 @@ from braid.train.finetune import (
     pattern_problems,
     suggested_rules,
 )
+from braid.train.lora_weights import is_adapter
 from braid.train.surgery import (
     FRESH,
     NO_EFFECT,
@@ -89,7 +90,10 @@ class Start:
 def start_from(path: Path, plan: Plan, options: InitOptions) -> Start:
     """Where the tensors of a planned run come from, or an error with everything that does not match."""
     modules = _module_checkpoints(plan, options)
-    stored, wanted = stored_in(path, modules), canonical_names(plan)
+    stored, every = stored_in(path, modules), canonical_names(plan)
+    # Adapters of another run of the same shape go on; beside other weights they begin anew.
+    begun = frozenset(name for name in every if is_adapter(name) and name not in stored)
+    wanted = {name: shape for name, shape in every.items() if name not in begun}
     shapes = states.shapes_of(stored)
     allowed: dict[str, tuple[Any, Any]] = {}
     if transfer := _transfer(path, plan, shapes, wanted, options.rules, modules):
@@ -116,6 +120,7 @@ def start_from(path: Path, plan: Plan, options: InitOptions) -> Start:
         "allowed": {name: [str(value) for value in values] for name, values in allowed.items()},
     }
     record |= {"modules": {name: str(each) for name, each in modules.items()}} if modules else {}
+    planned = replace(planned, origins={**planned.origins, **dict.fromkeys(begun, FRESH)})
     return Start(plan=planned, record=record, modules=modules)
 
 

@@ -14,6 +14,7 @@ from braid.data import ItemLimits, Tokenizer, tokenizer_from
 from braid.data.prompts import Prompt, PromptItems
 from braid.distributed.collectives import Groups
 from braid.errors import ConfigError
+from braid.lora import Lora
 from braid.model.encoder import EncoderModel, Items
 from braid.model.generate import Sampling, checked_prompt, continuation, decode_text
 from braid.model.language import LanguageModel
@@ -23,6 +24,7 @@ from braid.nn.dtypes import DTYPES
 from braid.planning.local_model import build_local_encoder, choose_encoder_kernels
 from braid.planning.plan import Plan, canonical_names, plan
 from braid.train.device import Device, DeviceName, choose_device
+from braid.train.lora_weights import is_adapter, load_merged
 from braid.train.state import load_weights, resolve_checkpoint, shapes_of, stored_weights
 from braid.train.stored_run import check_claims, describe
 from braid.train.surgery import check_plan, plan_by_name
@@ -102,15 +104,20 @@ def load_model(path: Path | str, device: Device | DeviceName = "auto") -> tuple[
     saved = describe(path)
     check_claims(path, saved.run)
     dtype = DTYPES[saved.run.train.dtype]
-    alone = plan(replace(saved.run, mesh=Mesh(), modules={}), world=1)
+    lora = saved.run.train.lora
+    without = replace(saved.run.train, lora=Lora())
+    alone = plan(replace(saved.run, mesh=Mesh(), modules={}, train=without), world=1)
     layout, wanted = alone.layout, canonical_names(alone)
     # By shapes alone, before a model of that size is built: the file may claim any.
     every = stored_weights(path)
-    stored = shapes_of({name: every[name] for name in language_names(every)})
+    stored = shapes_of({name: every[name] for name in language_names(every) if not is_adapter(name)})
     check_plan(str(path), plan_by_name(wanted), stored, wanted)
     chosen = kernels.choose(saved.run.model, layout.kinds(), device.torch, dtype)
     model = LanguageModel(saved.run.model, layout, chosen, device=device.torch, dtype=dtype)
-    load_weights(path, model, model.tensors())
+    if lora.rank:
+        load_merged(path, model, lora)
+    else:
+        load_weights(path, model, model.tensors())
     return model, tokenizer_from(saved.tokenizer)
 
 
