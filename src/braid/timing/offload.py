@@ -14,7 +14,7 @@ from itertools import accumulate
 
 from braid.config import Run
 from braid.planning.estimate.offload import moved
-from braid.planning.estimate.weights import part_of
+from braid.planning.estimate.weights import counted_by_station, part_of
 from braid.planning.plan import Plan
 from braid.schedule import Act
 from braid.schedule.offload import block_of, chosen
@@ -43,7 +43,7 @@ def hidden_offload(
     # With offload a single process has phases too, which say where its blocks begin and end.
     made = short_draft(replace(run, train=replace(run.train, offload=1.0)), world)
     meter = ClusterMeter(made, filled(cluster, world), calibration_for(cluster, calibration))
-    limits = _limits(made, meter, stations_of(made, device, load), link)
+    limits = _limits(made, meter, stations_of(made, counted_by_station(made, device), load), link)
     for hundredths in range(100, 0, -1):
         share = hundredths / 100
         if all(len(chosen(made.schedule.phases[segment], share)) <= most for segment, most in limits.items()):
