@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -80,7 +80,7 @@ class Linear(Delaying):
         """The weight with its adapters merged into it."""
         weight: Tensor = self.weight
         for adapter in self.adapters:
-            weight = adapter.added(weight)
+            weight = cast(Any, adapter).added(weight)
         return weight
 
     def canonical_part(
@@ -228,7 +228,7 @@ def canonical_adapters(adapters: nn.ModuleList, index: Index) -> dict[str, Canon
     found: dict[str, Canonical] = {}
     for number, adapter in enumerate(adapters):
         if adapter.index == index:
-            found |= under("", f"adapters.{number}", adapter.canonical())
+            found |= under("", f"adapters.{number}", cast(Any, adapter).canonical())
     return found
 
 

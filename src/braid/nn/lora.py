@@ -31,9 +31,8 @@ class Adapter(Delaying):
         """`tensor` is that of the layer's weight, whose outputs have `dims`. `row`: it is row-parallel."""
         super().__init__()
         outputs, inputs = tensor.shape if tensor.part is None else tensor.part
-        made = {"device": weight.device, "dtype": weight.dtype}
-        self.down_RI = nn.Parameter(torch.empty(lora.rank, inputs, **made))
-        self.up_OR = nn.Parameter(torch.empty(outputs, lora.rank, **made))
+        self.down_RI = nn.Parameter(weight.new_empty(lora.rank, inputs))
+        self.up_OR = nn.Parameter(weight.new_empty(outputs, lora.rank))
         self.index: Index = tensor.index
         self.dims, self.scale, self.tp, self.row = dims, lora.scale, tp, row
         self.tensor = tensor

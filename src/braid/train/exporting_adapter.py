@@ -64,6 +64,7 @@ def export_adapter(path: Path, out: Path, model_type: str | None = None) -> int:
         )
     out.mkdir(parents=True, exist_ok=True)
     save_file(tensors, out / "adapter_model.safetensors")
+    modules = sorted({name.removeprefix(PREFIX).rsplit(".", 2)[0] for name in tensors})
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -74,10 +75,10 @@ def export_adapter(path: Path, out: Path, model_type: str | None = None) -> int:
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
-        "target_modules": sorted({name.removeprefix(PREFIX).rsplit(".", 2)[0] for name in tensors}),
+        "target_modules": modules,
     }
     (out / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
-    return len(config["target_modules"])
+    return len(modules)
 
 
 def _keeps_inputs(link: NameLink, stored: LazyCheckpoint) -> bool:
