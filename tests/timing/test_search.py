@@ -81,6 +81,12 @@ def test_bounds_never_exceed_what_the_plan_takes(name: str, seed: int) -> None:
     bounds_hold(RUNS[name], 16, seed)
 
 
+@pytest.mark.parametrize("seed", range(2))
+def test_bounds_count_one_moment_of_what_muon_updates(seed: int) -> None:
+    run = RUNS["experts"]
+    bounds_hold(replace(run, optim=replace(run.optim, name="muon")), 16, seed)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", RUNS)
 @pytest.mark.parametrize("seed", range(100, 140))

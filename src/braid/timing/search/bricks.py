@@ -27,7 +27,15 @@ from braid.pattern import Layout, Stage, parse
 from braid.planning import modules
 from braid.planning.divisibility import AxisSizes, axis_sizes
 from braid.planning.estimate.rank import HeldModule, first_rank, model_of, workload_of
-from braid.planning.estimate.weights import HeldUnit, UnitWeights, held_units, part_of, unit_calls, unit_weights
+from braid.planning.estimate.weights import (
+    HeldUnit,
+    UnitWeights,
+    held_units,
+    muon_of,
+    part_of,
+    unit_calls,
+    unit_weights,
+)
 from braid.planning.plan import Plan
 from braid.schedule import Phase, Schedule, Stream
 from braid.schedule.graph import LANGUAGE
@@ -190,6 +198,7 @@ class Bricks:
         self._costs: dict[tuple[int, tuple[Recompute, ...], bool], dict[str, Cost]] = {}
         self._usage: dict[tuple[int, tuple[Recompute, ...], bool], Usage] = {}
         self._weights: list[UnitWeights] | None = None
+        self._by_muon: frozenset[str] = frozenset()
         self._units: dict[tuple[int, ...], list[tuple[int, HeldUnit]]] = {}
 
     # -------------------------------------------------------------------------------------- seconds
@@ -370,7 +379,7 @@ class Bricks:
         table = np.zeros((10, self.count + 1))
         for brick, unit in self._units_of(axes, strategy):
             main, narrow = max(unit.stored, 4), unit.stored < 4
-            copies = 3 if self.alone and narrow else 2
+            optimizer = unit.kept_moments + (unit.kept_learned if self.alone and narrow else 0)
             extra = unit.stored if self.alone and narrow else 0
             seconds = dict.fromkeys(("all_gather", "reduce"), 0.0)
             for call in () if self.alone else unit_calls(unit):
@@ -379,14 +388,14 @@ class Bricks:
                 )
             row = table[:, brick]
             row += (
-                unit.kept_bytes + copies * unit.kept_learned * main,
+                unit.kept_bytes + optimizer * main,
                 0 if self.alone else unit.gathered_bytes,
                 0,
                 unit.kept_learned * (main if self.alone else unit.stored),
                 unit.gathered_learned * unit.stored,
                 seconds["all_gather"],
                 seconds["reduce"],
-                unit.kept_learned * (8 * main + extra),
+                unit.kept_learned * (4 * main + extra) + 2 * unit.kept_moments * main,
                 0,
                 0,
             )
@@ -409,7 +418,9 @@ class Bricks:
             module = replace(self.module, axes=axes, strategy=strategy)
             if self._weights is None:
                 self._weights = unit_weights(module, self.plan)
-            self._units[key] = list(self._by_brick(held_units(module, self.plan, weights=self._weights)))
+                self._by_muon = muon_of(module, self.plan).parameters
+            units = held_units(module, self.plan, self._by_muon, weights=self._weights)
+            self._units[key] = list(self._by_brick(units))
         return self._units[key]
 
     def _by_brick(self, units: Sequence[HeldUnit]) -> Iterator[tuple[int, HeldUnit]]:
