@@ -72,3 +72,11 @@ def test_what_is_no_object_is_one_problem(data):
     found, (problem,) = read(Whole, data, "it")
     assert (found, problem.path) == (None, ())
     assert "must be an object with the fields of Whole" in str(problem)
+
+
+def test_a_whole_number_that_no_float_holds_is_refused():
+    value, problems = read(Whole, {"part": {"name": "x", "pair": [10**400, True]}}, "it")
+    assert value is None
+    assert [str(each) for each in problems] == [
+        "it.part.pair[0]: a whole number of 401 digits is too large for a float"
+    ]

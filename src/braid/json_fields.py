@@ -69,7 +69,12 @@ class _Reader:
                 return self._wrong(path, f"{at} = {data!r}: must be one of {choices}{near}")
             return data
         if kind is float and type(data) is int:
-            return float(data)
+            try:
+                return float(data)
+            except OverflowError:
+                return self._wrong(
+                    path, f"{at}: a whole number of {len(str(abs(data)))} digits is too large for a float"
+                )
         if type(data) is not kind:
             return self._wrong(path, f"{at} = {data!r}: must be of type {kind.__name__}")
         return data

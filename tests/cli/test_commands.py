@@ -107,6 +107,15 @@ def test_a_reader_that_leaves_early_is_no_error():
 # ------------------------------------------------------------------------------------ recipes and show
 
 
+def test_a_folder_without_permission_is_named_without_a_traceback(monkeypatch, capsys):
+    def refuse(self):
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "is_dir", refuse)
+    assert main(["watch", "runs/of-others", "--once"]) == ExitCode.CONFIG
+    assert "runs/of-others: this user may not read or write it" in capsys.readouterr().err
+
+
 def test_recipes_are_listed(capsys):
     assert main(["recipes"]) == 0
     names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]

@@ -17,6 +17,7 @@ import pytest
 from braid.cli import main
 from braid.cli.packed_curves import kept, packed_curves
 from braid.config import Run
+from braid.launch.diagnosis import Heartbeat, PeerState
 from braid.train.launches import this_launch
 from braid.train.records import describe_state, read_metrics, read_run
 from braid.train.status import RunState, StatusFile
@@ -186,7 +187,9 @@ def test_runs_of_different_models_share_axes(tmp_path: Path) -> None:
 def test_the_state_of_a_run(tmp_path: Path) -> None:
     folder = written(tmp_path / "run", 3, of=9)
     assert describe_state(read_run(folder)) == (None, "unfinished: step 3 of 9")
-    with StatusFile(folder / "status.json", 1):
+    beat = Heartbeat(rank=0, count=3, host="node-7", step=3, place=2, op="B1.0", done=None, since_s=0.25)
+    with StatusFile(folder / "status.json", 1) as status:
+        status.observe({0: PeerState(beat, 0.1)}, (), None)
         record = read_run(folder)
         assert describe_state(record)[0] is RunState.RUNNING
         assert record.status is not None
@@ -194,6 +197,19 @@ def test_the_state_of_a_run(tmp_path: Path) -> None:
         assert (state, text[:34]) == (RunState.FAILED, "no sign of life for 1h00m at step ")
     (folder / "status.json").write_text('{"state": "running"}')
     assert read_run(folder).status is None
+
+
+def test_without_a_watchdog_the_process_tells_whether_a_run_goes_on(tmp_path: Path) -> None:
+    folder = written(tmp_path / "run", 3, of=9)
+    with StatusFile(folder / "status.json", 1):
+        record = read_run(folder)
+    assert record.status is not None
+    later = record.status.time + 3600
+    assert describe_state(record, later) == (RunState.RUNNING, "running: step 3 of 9")
+    gone = replace(record, status=replace(record.status, process=2**22 + 1))  # above the largest of Linux
+    assert describe_state(gone, later)[0] is RunState.FAILED
+    elsewhere = replace(record, status=replace(record.status, host="node-7", process=1))
+    assert describe_state(elsewhere, later)[0] is None
 
 
 def test_buckets_keep_the_least_and_the_greatest() -> None:

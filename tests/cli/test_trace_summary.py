@@ -88,7 +88,8 @@ def test_the_slowest_rank_is_named(tmp_path: Path, capsys: pytest.CaptureFixture
     assert [each["rank"] for each in json.loads(capsys.readouterr().out)] == [0, 1, 2]
 
 
-NO_TRACES = ("", "[]", "{}", '{"traceEvents": []}', '{"traceEvents": [{"ph": "X"}]}', "\udcff")
+OF_OTHERS = '{"traceEvents": [{"ph": "M", "name": "thread_name", "pid": 0, "tid": 0, "args": {"name": ""}}]}'
+NO_TRACES = (OF_OTHERS, "", "[]", "{}", '{"traceEvents": []}', '{"traceEvents": [{"ph": "X"}]}', "\udcff")
 
 
 @pytest.mark.parametrize("text", NO_TRACES)
@@ -101,3 +102,4 @@ def test_files_that_are_no_trace_are_refused(
     assert "cannot summarise" in capsys.readouterr().err
     assert main(["trace", "summary", str(tmp_path / "none")]) == 2
     assert main(["trace"]) == 2
+    assert main(["trace", "--help"]) == 0

@@ -12,6 +12,7 @@ from braid.cli.watch import BARS, sparkline, status_lines
 from braid.launch.diagnosis import Diagnosis, FailureKind, Heartbeat, PeerState, Straggler
 from braid.launch.failure_report import FailureReport, write_report
 from braid.train.records import read_metrics, read_run
+from braid.train.run_dir import RunDir
 from braid.train.status import StatusFile
 from tests.cli.test_report import loss, written
 from tests.commands import start
@@ -50,6 +51,9 @@ def test_a_finished_run_and_one_of_an_older_version(tmp_path: Path, capsys: pyte
     assert "unfinished: step 100" in shown(folder, capsys)
     assert main(["watch", str(tmp_path / "none"), "--once"]) == 2
     assert main(["watch", str(folder), "--every", "0"]) == 2
+    with RunDir(out=tmp_path / "new").lock():
+        assert main(["watch", str(tmp_path / "new"), "--once"]) == 2
+    assert "just been started" in capsys.readouterr().err
 
 
 def test_a_failure_names_its_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -236,6 +236,7 @@ def test_texts_have_perplexity_and_bits_per_byte_by_file(
         ({"query": "q", "choices": ["a", "b"], "gold": True}, "a question is"),
         ({"query": "q", "choices": ["a", ""], "gold": 0}, "a question is"),
         ({"choices": ["a", "b"], "gold": 0}, "a question is"),
+        ({"query": "\ud800", "choices": ["a", "b"], "gold": 0}, "is not valid text"),
         ({"text": "x"}, "a question is"),
         ("text", "not a JSON object"),
     ],
@@ -258,6 +259,22 @@ def test_what_cannot_be_evaluated_is_refused(checkpoint: Path, tmp_path: Path, c
     command = ["eval", str(checkpoint), "--data", str(tmp_path / "binary"), "--overlap", "99"]
     assert main(command) == ExitCode.CONFIG
     assert "set it lower" in capsys.readouterr().err
+    assert main(["eval", str(checkpoint), "--data"]) == ExitCode.CONFIG
+    assert "--data has no file" in capsys.readouterr().err
+
+
+def test_a_choice_that_adds_no_token_is_refused(loaded: LoadedModel, tmp_path: Path) -> None:
+    class Joining(ByteTokenizer):
+        """`12` is one token, as `1` is."""
+
+        def encode(self, text: str) -> Any:
+            return super().encode(text.replace("12", "1"))
+
+    row = {"query": "1 + 11 = 1", "choices": ["2", "3"], "gold": 0}
+    (tmp_path / "q.jsonl").write_text(json.dumps(row))
+    settings = Settings(length=LENGTH, separator="")
+    with pytest.raises(DataError, match=r"the choice '2' adds no token to '1 \+ 11 = 1'"):
+        evaluate_files(loaded.language, Joining(), [tmp_path / "q.jsonl"], settings)
 
 
 def test_pairs_without_a_context_begin_a_document() -> None:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from braid.data import ByteTokenizer
+from braid.data import ByteTokenizer, HfTokenizer
 from braid.errors import ConfigError
 from braid.model import generate as generation
 from braid.model.generate import Sampling, checked_prompt, continuation, filtered, generate_text
@@ -62,11 +62,29 @@ def test_a_stop_text_ends_the_generation_and_is_left_out():
     place = whole.index(stop)
     stopping = Sampling(tokens=40, temperature=1.0, seed=3, stop=("no such text", stop))
     assert continuation(model, Counting(), ids, stopping) == whole[:place]
-    assert max(calls) == place + 3 < 40  # no token is generated behind it
+    assert max(calls) == len(ids) + place + 3 < 40  # no token is generated behind it
     assert (
         generate_text(model, tokenizer, "abc", tokens=40, temperature=1.0, seed=3, stop=(stop,))
         == "abc" + whole[:place]
     )
+
+
+def test_a_word_behind_the_prompt_keeps_its_space():
+    tokenizers = pytest.importorskip("tokenizers", reason="needs the package tokenizers (extra `hf`)")
+    words = ["</s>", "<image>", *(f"\N{LOWER ONE EIGHTH BLOCK}{letter}" for letter in "abcdefghijklmno")]
+    backend = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({word: place for place, word in enumerate(words)}, unk_token="</s>")
+    )
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    backend.decoder = tokenizers.decoders.Metaspace()
+    tokenizer, model = HfTokenizer(backend.to_str()), build("*-")
+    ids = tokenizer.encode("b c d e f g h i j k").tolist()
+    (row,) = generation.generate(model, torch.tensor([ids]), 9, temperature=0, end=0, vocab=17).tolist()
+    sampling = Sampling(tokens=9, temperature=0, seed=0)
+    told = continuation(model, tokenizer, ids, sampling)
+    assert told.startswith(" ")
+    assert "b c d e f g h i j k" + told == backend.decode(row)
+    assert generate_text(model, tokenizer, ids, tokens=9, temperature=0, seed=0) == backend.decode(row)
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # a closed stdout (`console.say`). Redirect stdout so that the interpreter's final flush succeeds.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitCode.OK
+    except PermissionError as error:
+        if error.filename is None:
+            raise
+        warn(f"{error.filename}: this user may not read or write it: change its permissions, or give another")
+        return ExitCode.CONFIG
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise

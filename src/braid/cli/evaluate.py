@@ -51,6 +51,8 @@ def evaluate(args: list[str]) -> int:
         args = ["CHECKPOINT", "--help"]
     checkpoint, rest = split_positional(args, "eval", "CHECKPOINT")
     opts = parse_options(EvalOptions, rest, f"braid eval {checkpoint}")
+    if not opts.data:
+        raise ConfigError("--data has no file: give one or several")
     problems = [
         *validators.at_least("overlap", opts.overlap, 1),
         *validators.at_least("batch-tokens", opts.batch_tokens, 1),

@@ -13,6 +13,12 @@ from braid.console import table
 from braid.errors import ConfigError, ExitCode
 from braid.schedule.trace_summary import RankSeconds, rank_seconds, slowest
 
+HELP = """usage: braid trace summary FILE [--json]
+
+  summary  show where the steps of a trace went, and the slowest rank: of `braid train --trace` or
+           `braid plan --trace`
+
+Run `braid trace summary --help` for the options."""
 MOST_RANKS = 16
 """Ranks that get a column; of more, the least and the most of any rank are shown."""
 
@@ -27,8 +33,11 @@ class SummaryOptions:
 
 def trace(args: list[str]) -> int:
     """Summarise the trace in a file."""
+    if wants_help(args):
+        print(HELP)
+        return ExitCode.OK
     if not args or args[0] != "summary":
-        given = f", got {args[0]!r}" if args and not wants_help(args) else ""
+        given = f", got {args[0]!r}" if args else ""
         raise ConfigError(f"`braid trace` needs what to do{given}: braid trace summary FILE")
     if wants_help(args[1:]):
         parse_options(SummaryOptions, args[1:], "braid trace summary FILE")

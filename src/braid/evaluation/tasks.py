@@ -196,6 +196,10 @@ def question_of(record: Record) -> Question:
         case {"query": str(query), "choices": [_, _, *_] as choices, "gold": int() | str() as gold} if all(
             isinstance(choice, str) and choice for choice in choices
         ):
+            try:
+                "".join((query, *choices)).encode()
+            except UnicodeEncodeError as error:
+                raise DataError(f"{record.origin}: is not valid text: {error}") from None
             place = choices.index(gold) if gold in choices else gold
             if type(place) is int and 0 <= place < len(choices):
                 return Question(query=query, choices=tuple(choices), gold=place)
@@ -210,7 +214,14 @@ def _answered(
 ) -> ChoiceResult:
     questions = [question_of(record) for record in records]
     pairs = [(each.query, settings.separator + choice) for each in questions for choice in each.choices]
-    scores = iter(_scores(model, [encode_pair(tokenizer, *pair) for pair in pairs], settings))
+    requests = [encode_pair(tokenizer, *pair) for pair in pairs]
+    for (query, choice), request in zip(pairs, requests, strict=True):
+        if not request.continuation:  # its score would be that of certainty
+            raise DataError(
+                f"the choice {choice!r} adds no token to {query!r}, with which the tokenizer joins it, so that "
+                "it has no likelihood of its own: set another --separator"
+            )
+    scores = iter(_scores(model, requests, settings))
     result = ChoiceResult()
     for each in questions:
         logprob = np.asarray([next(scores).logprob for _ in each.choices])

@@ -23,6 +23,8 @@ from braid.model.multimodal import NO_ROWS, Rows
 NO_PLACEHOLDERS: Mapping[str, int] = MappingProxyType({})
 MOST_TOKENS = 131_072
 """Of a prompt and its continuation."""
+TOKENS_BEFORE = 8
+"""Of a prompt, that are decoded together with what follows it."""
 
 
 class TextTokenizer(Protocol):
@@ -169,7 +171,7 @@ def continuation(
     text. Deterministic for a given seed."""
 
     def text(new: Sequence[int]) -> str:
-        return decode_text(tokenizer, new, modules)
+        return text_behind(tokenizer, ids, new, modules)
 
     (row_T,) = generate(
         model,
@@ -211,6 +213,18 @@ def generate_text(
     ids = checked_prompt(tokenizer, prompt, sampling)
     told = continuation(model, tokenizer, ids, sampling, rows=rows, modules=modules, never=never)
     return decode_text(tokenizer, ids, modules) + told
+
+
+def text_behind(
+    tokenizer: TextTokenizer, ids: Sequence[int], new: Sequence[int], modules: Mapping[str, int]
+) -> str:
+    """What new tokens add to the text of a prompt. Decoded alone they may lose the space before their first
+    word, which some tokenizers leave out at the beginning of a text."""
+    held = frozenset(modules.values())
+    before = [token for token in ids if token not in held][-TOKENS_BEFORE:]
+    head, whole = tokenizer.decode(before), decode_text(tokenizer, [*before, *new], modules)
+    # A prompt that ends within a character has no text of its own that the whole could begin with.
+    return whole[len(head) :] if whole.startswith(head) else decode_text(tokenizer, new, modules)
 
 
 def decode_text(tokenizer: TextTokenizer, ids: Iterable[int], modules: Mapping[str, int]) -> str:

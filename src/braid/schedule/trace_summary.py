@@ -79,7 +79,7 @@ def rank_seconds(trace: Mapping[str, Any]) -> list[RankSeconds]:
     try:
         events = [event for event in trace["traceEvents"] if event.get("ph") in ("X", "M")]
         threads = {
-            (event["pid"], event["tid"]): str(event["args"]["name"]).split()[0]
+            (event["pid"], event["tid"]): str(event["args"]["name"]).partition(" ")[0]
             for event in events
             if event["ph"] == "M" and event["name"] == "thread_name"
         }

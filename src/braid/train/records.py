@@ -110,6 +110,8 @@ def read_run(folder: Path, tail: int | None = None) -> RunRecord:
     if not any(path.exists() for path in (places.metrics, places.launches, places.checkpoints)):
         within = next((up for up in folder.resolve().parents[:2] if RunDir(out=up).metrics.exists()), None)
         hint = f"it lies in the run {within}: give that" if within else "give one that braid train wrote"
+        if places.lock_file.exists():
+            hint = "it has recorded nothing yet, as one that has just been started"
         raise ConfigError(
             f"{folder} has no run: there is no metrics.jsonl, launches.jsonl or checkpoints; {hint}"
         )
@@ -241,6 +243,8 @@ def describe_state(record: RunRecord, now: float | None = None) -> tuple[RunStat
         return (RunState.FINISHED, f"finished: {where}") if done else (None, f"unfinished: {where}")
     age = (time.time() if now is None else now) - status.time
     match status.state:
+        case RunState.RUNNING if not status.ranks:
+            return _unwatched(status, where)
         case RunState.RUNNING if age > SILENT_S:
             gone = _gone(status)
             return RunState.FAILED, f"no sign of life for {duration(age)} at {where}{gone}"
@@ -252,17 +256,32 @@ def describe_state(record: RunRecord, now: float | None = None) -> tuple[RunStat
             return state, f"{state.value} at {where}: {status.text}"
 
 
+def _unwatched(status: Status, where: str) -> tuple[RunState | None, str]:
+    """The state of a run that has no watchdog, or whose watchdog has not looked yet: its status is as old as
+    its launch, and only the process tells."""
+    if status.host != socket.gethostname():
+        return None, f"unfinished: {where}; process {status.process} on {status.host} trained it last"
+    if _alive(status.process):
+        return RunState.RUNNING, f"running: {where}"
+    return RunState.FAILED, f"ended at {where}; process {status.process} is gone"
+
+
 def _gone(status: Status) -> str:
     """What has become of the process, if that can be found out here."""
     if status.host != socket.gethostname():
         return f"; it was process {status.process} on {status.host}"
+    return f"; process {status.process} is {'there' if _alive(status.process) else 'gone'}"
+
+
+def _alive(process: int) -> bool:
+    """Whether there is such a process on this machine."""
     try:
-        os.kill(status.process, 0)
+        os.kill(process, 0)
     except ProcessLookupError:
-        return f"; process {status.process} is gone"
-    except PermissionError:
-        pass
-    return f"; process {status.process} is there"
+        return False
+    except PermissionError:  # of another user
+        return True
+    return True
 
 
 def relaunches(record: RunRecord) -> Iterator[int]:

@@ -19,6 +19,10 @@ class RunDir:
     out: Path
 
     @property
+    def lock_file(self) -> Path:
+        return self.out / "lock"
+
+    @property
     def checkpoints(self) -> Path:
         return self.out / "checkpoints"
 
@@ -51,7 +55,7 @@ class RunDir:
         """Create the folder and hold an exclusive lock on it. The lock ends with the process."""
         try:
             self.out.mkdir(parents=True, exist_ok=True)
-            lock = os.fdopen(os.open(self.out / "lock", os.O_RDWR | os.O_CREAT, 0o666), "r+")
+            lock = os.fdopen(os.open(self.lock_file, os.O_RDWR | os.O_CREAT, 0o666), "r+")
         except OSError as error:
             raise self._unusable(error) from error
         with lock:
