@@ -96,6 +96,8 @@ def test_mappings_keep_their_order_and_are_named_by_key():
     assert from_json(json.loads(json.dumps(to_json(rates)))) == rates
     assert flatten(rates)["optim.lr_by_kind[head]"] == 1e-2
     assert [(each.field, each.value) for each in rates.problems()] == [("optim.lr_by_kind", "heads")]
+    muon = replace(run.optim, name="muon", muon=replace(run.optim.muon, iterations=0))
+    assert [each.field for each in replace(run, optim=muon).problems()] == ["optim.muon.iterations"]
 
 
 def test_flatten_names_fields_as_on_the_command_line():

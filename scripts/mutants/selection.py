@@ -33,6 +33,8 @@ OWN: Mapping[str, tuple[str, ...]] = MappingProxyType(
         ),
         "config": ("tests/test_config.py", "tests/planning/test_plan.py"),
         "encoders": ("tests/model/test_encoder.py",),
+        "lora": ("tests/train/test_lora.py", "tests/topology/test_lora.py"),
+        "optimizer": ("tests/test_config.py", "tests/optim/test_*.py"),
         "patch_grid": ("tests/model/test_radio.py", "tests/nn/test_position_table.py"),
         "errors": (
             "tests/test_errors.py",

@@ -194,7 +194,7 @@ BAD = 5
 
 def unusable_source(folder: Path, file: str, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A source with such a file, all of whose checksums are right."""
-    monkeypatch.setattr(import_module("braid.data.build"), "checked_size", lambda _: (8, 8))
+    monkeypatch.setattr(import_module("braid.data.documents"), "checked_size", lambda _: (8, 8))
     visits = shuffled(np.arange(12), 12, seed=0).tolist()
     rows: list[dict[str, object]] = [{} for _ in visits]
     for sample, place in enumerate(visits):
