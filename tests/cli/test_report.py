@@ -19,8 +19,8 @@ from braid.cli.packed_curves import kept, packed_curves
 from braid.config import Run
 from braid.launch.diagnosis import Heartbeat, PeerState
 from braid.train.launches import this_launch
-from braid.train.records import describe_state, read_metrics, read_run
-from braid.train.status import RunState, StatusFile
+from braid.train.records import Curves, describe_state, read_metrics, read_run
+from braid.train.status import RunState, Status, StatusFile
 from tests.cli.browser import chromium, pixels
 from tests.cli.test_plan_page import parsed
 from tests.runs import small_run
@@ -125,6 +125,30 @@ def test_lines_that_are_damaged_are_skipped_named_and_counted(
     assert "metrics.jsonl, line 2: is not JSON" in capsys.readouterr().err
     steps, _ = series(data_of(text)["runs"][0]["series"]["loss"])
     assert steps == [1, 3, 5, 6]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"world": "2"}, {"world": 0}, {"versions": None}, {"time": "never"}, {"time": "2030-01-01"}]
+)
+def test_launches_with_values_of_other_types_are_damaged(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    folder = written(tmp_path / "run", 2)
+    file = folder / "launches.jsonl"
+    file.write_text(json.dumps(json.loads(file.read_text()) | wrong) + "\n")
+    record = read_run(folder)
+    assert (record.launches, [each.line for each in record.damage]) == ((), [1])
+    beat = Heartbeat(rank=0, count=3, host="node-7", step=3, place=2, op="B1.0", done=None, since_s=0.25)
+    StatusFile(folder / "status.json", 1).observe({0: PeerState(beat, 0.1)}, (), None)
+    told = json.loads((folder / "status.json").read_text())
+    assert Status.from_json(told).world == 1
+    for name in ("time", "process", "host"):
+        with pytest.raises(ValueError, match="not a status"):
+            Status.from_json(told | {name: None})
+
+
+def test_values_that_no_small_float_holds_are_drawn_at_its_end() -> None:
+    curves = Curves(steps=np.array([1, 2]), columns={"grad_norm": np.array([1e300, -1e300])})
+    packed = packed_curves(curves, ["grad_norm"], 1)["grad_norm"]["values"]
+    assert np.isfinite(np.frombuffer(b64decode(packed), "<f4")).all()
 
 
 def test_a_step_that_was_logged_twice_counts_once_and_what_is_not_finite_is_a_gap(tmp_path: Path) -> None:

@@ -198,6 +198,8 @@ def test_what_cannot_be_built_is_refused(tmp_path: Path) -> None:
         build(file, out, tokenizer, validation=0.5)
     with pytest.raises(DataError, match="no document in 1 files, of which 1 are not UTF-8"):
         build(binary, out, tokenizer)
+    with pytest.raises(DataError, match="field = 'body': none of the 1 files has rows"):
+        build(binary, out, tokenizer, field="body")
     with pytest.raises(DataError, match=r"failed and left nothing behind.*gone\.txt"):
         build([tmp_path / "gone.txt"], out, tokenizer)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["binary", "full", "r.jsonl"]

@@ -292,6 +292,13 @@ def test_templates_run_in_a_sandbox(source: str, why: str) -> None:
         ChatTemplate(source=source, origin="a test").render(Conversation(messages=(turn("user", "x"),)))
 
 
+def test_a_template_that_is_not_valid_ends_the_build_at_once(tmp_path: Path) -> None:
+    file = write_jsonl(tmp_path / "r.jsonl", [{"messages": [turn("assistant", "x")]}])
+    chat = ChatTemplate(source="{% for m in messages %}", origin="a test")
+    with pytest.raises(DataError, match=r"^the chat template of a test is not valid"):
+        build(file, tmp_path / "out", ByteTokenizer(), chat=chat)
+
+
 def test_templates_that_are_missing_are_asked_for(tmp_path: Path, capsys) -> None:
     with pytest.raises(DataError, match=r"of bytes has no chat template.*--chat-template FILE, or chatml"):
         chat_template(None, None)

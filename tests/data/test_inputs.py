@@ -156,3 +156,14 @@ def test_progress_that_is_piped_is_a_line_now_and_then(capsys: pytest.CaptureFix
     for done in (1000, 20_000, 21_000, 2_000_000):
         update(done, 2_000_000)
     assert capsys.readouterr().err == "tokenizing: 20.0kB of 2.00MB, 500B/s, eta 1h06m\n"
+
+
+def test_parquet_that_is_not_utf_8_is_refused(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow", reason="needs the package pyarrow (extra `parquet`)")
+    from pyarrow import parquet
+
+    raw = pyarrow.array([b"good", b"\xff\xfe"], pyarrow.binary())
+    texts = pyarrow.StringArray.from_buffers(2, raw.buffers()[1], raw.buffers()[2])
+    parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "r.parquet")
+    with pytest.raises(DataError, match=r"r\.parquet: is not a Parquet file that can be read: .*0xff"):
+        build(tmp_path / "r.parquet", tmp_path / "out", ByteTokenizer())

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from braid.train.records import Curves
 
+LARGEST = float(np.finfo(np.float32).max)
 VALUES = 36_000
 """Of one metric, over all runs."""
 LEAST = 2_000
@@ -30,7 +31,10 @@ def packed_curves(curves: Curves, names: Sequence[str], runs: int) -> dict[str, 
     for name in names:
         if name in curves.columns:
             steps, values = kept(curves.steps, curves.columns[name], most)
-            found[name] = {"steps": _steps(steps), "values": _packed(values.astype("<f4"))}
+            found[name] = {
+                "steps": _steps(steps),
+                "values": _packed(values.clip(-LARGEST, LARGEST).astype("<f4")),
+            }
     return found
 
 

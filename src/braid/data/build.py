@@ -23,7 +23,7 @@ from braid.data.documents import Encoder, documents
 from braid.data.files import HashedFile, Progress, sync_folder
 from braid.data.opening import TRAIN, VALIDATION
 from braid.data.order import in_random_share
-from braid.data.records import records_of
+from braid.data.records import ROWS, kind_of, records_of
 from braid.data.rows import Skipped, input_files
 from braid.data.shards import ShardWriter
 from braid.data.tokenizer import Tokenizer
@@ -107,6 +107,10 @@ def build(
     def held_out(ordinal: int) -> bool:
         return in_random_share(ordinal, validation, seed=seed)
 
+    if chat is not None:
+        chat.check()  # or every row would be refused for it
+    if field is not None and not any(kind_of(file) in ROWS for file in files):
+        raise DataError(f"field = {field!r}: none of the {len(files)} files has rows: leave it out")
     files_beside = {} if chat is None else files_of(chat)
     with new_splits(output, splits, tokenizer, shard_tokens, files_beside) as writers:
         done = _write(files, writers, encoder, held_out, workers, progress)

@@ -84,6 +84,10 @@ class ChatTemplate:
     def __getstate__(self) -> dict[str, Any]:
         return {"source": self.source, "tokens": dict(self.tokens), "origin": self.origin}
 
+    def check(self) -> None:
+        """Raise unless the template is valid."""
+        _ = self._compiled
+
     def render(
         self, conversation: Conversation, *, prompt: bool = False, marks: tuple[str, str] = ("", "")
     ) -> str:

@@ -20,6 +20,8 @@ from typing import Any, BinaryIO, cast
 
 from braid.errors import DataError, how_to_install
 
+ROWS = (".jsonl", ".parquet")
+"""Kinds of files that have a document in each row."""
 Opener = Callable[[BinaryIO], Any]
 CHUNK_BYTES = 1 << 17
 PARQUET_ROWS = 1024
@@ -167,5 +169,5 @@ def _parquet_rows(file: Path, columns: Sequence[str]) -> Iterator[Record]:
                 for row in batch.to_pylist():
                     number += 1
                     yield Record(file=file, content=row, line=number, read=size * number // rows)
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         raise DataError(f"{file}: is not a Parquet file that can be read: {error}") from None

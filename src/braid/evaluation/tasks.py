@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from braid.data import Tokenizer
-from braid.data.records import Record, kind_of, records_of
+from braid.data.records import ROWS, Record, kind_of, records_of
 from braid.data.rows import TEXT, Skipped, row_of, values_of
 from braid.errors import DataError
 from braid.evaluation.scoring import Request, Score, encode_pair, score, windows
@@ -20,6 +20,8 @@ from braid.model.language import LanguageModel
 
 TOGETHER = 256
 """Documents that are read before they are scored: long ones and short ones share batches."""
+WINDOWS = 4096
+"""Windows of texts that exist at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,14 +145,18 @@ def _groups(first: Record | None, rest: Iterator[Record]) -> Iterator[list[Recor
 def _read(
     model: LanguageModel, tokenizer: Tokenizer, records: Sequence[Record], settings: Settings
 ) -> TextResult:
-    requests: list[Request] = []
     told = TextResult()
-    for record in records:
-        text = _text_of(record, settings)
-        ids = tokenizer.encode(text).tolist()
-        requests += windows(ids, tokenizer.end_of_document, settings.length, settings.overlap)
-        told.add(TextResult(documents=1, tokens=len(ids), bytes=len(text.encode(errors="surrogateescape"))))
-    told.nats = -math.fsum(each.logprob for each in _scores(model, requests, settings))
+
+    def every() -> Iterator[Request]:
+        for record in records:
+            text = _text_of(record, settings)
+            ids = tokenizer.encode(text).tolist()
+            told.add(TextResult(documents=1, tokens=len(ids), bytes=len(text.encode(errors="surrogateescape"))))
+            yield from windows(ids, tokenizer.end_of_document, settings.length, settings.overlap)
+
+    requests = every()
+    while some := list(islice(requests, WINDOWS)):
+        told.nats -= math.fsum(each.logprob for each in _scores(model, some, settings))
     return told
 
 
@@ -182,7 +188,7 @@ class Question:
 
 
 def _is_question(record: Record, settings: Settings) -> bool:
-    if kind_of(record.file) not in (".jsonl", ".parquet") or settings.field is not None:
+    if kind_of(record.file) not in ROWS or settings.field is not None:
         return False
     given = values_of(record)
     return isinstance(given, Mapping) and "choices" in given

@@ -78,6 +78,15 @@ def append(file: Path, launch: Launch) -> None:
 def parse(line: str) -> Launch:
     """A line of the file. Raises a `ValueError` for one that is damaged."""
     try:
-        return Launch(**json.loads(line))
+        launch = Launch(**json.loads(line))
+        words = (launch.time, launch.command, launch.folder, launch.host, launch.device)
+        types_right = all(type(each) is str for each in words) and all(
+            type(count) is int and count >= least for count, least in ((launch.step, 0), (launch.world, 1))
+        )
+        if not types_right or not isinstance(launch.versions, dict) or not isinstance(launch.settings, dict):
+            raise TypeError("a field has a value of another type")
+        if datetime.fromisoformat(launch.time).tzinfo is None:
+            raise TypeError(f"time {launch.time} has no time zone")
+        return launch
     except TypeError as error:
         raise ValueError(f"not a launch: {error}") from error

@@ -80,9 +80,28 @@ class Status:
         """Raises a `ValueError` if it is no status."""
         try:
             ranks = tuple(RankStatus(**each) for each in data["ranks"])
-            return Status(**{**data, "state": RunState(data["state"]), "ranks": ranks})
+            status = Status(**{**data, "state": RunState(data["state"]), "ranks": ranks})
+            _check_types(status)
+            return status
         except (TypeError, KeyError) as error:
             raise ValueError(f"not a status: {error}") from error
+
+
+def _check_types(status: Status) -> None:
+    """Raise a `TypeError` for a value of another type."""
+    numbers: list[object] = [status.time]
+    counts: list[object] = [status.process, status.world]
+    texts: list[object] = [status.host, status.text]
+    for each in status.ranks:
+        numbers += [each.for_s, each.silent_s, 0.0 if each.slow is None else each.slow]
+        counts += [each.rank, each.step]
+        texts += [each.host, each.doing]
+    if not (
+        all(type(each) in (int, float) for each in numbers)
+        and all(type(each) is int for each in counts)
+        and all(type(each) is str for each in texts)
+    ):
+        raise TypeError("a field has a value of another type")
 
 
 class StatusFile:
