@@ -10,7 +10,7 @@ import torch
 from braid.architecture import Attention, Mlp, Model
 from braid.checkpoint import LazyCheckpoint
 from braid.config import Run
-from braid.errors import ConfigError
+from braid.errors import CheckpointError, ConfigError
 from braid.lora import DOWN, UP, Lora
 from braid.model.context import MicroBatch
 from braid.planning.estimate import estimate
@@ -139,6 +139,19 @@ def test_a_resumed_run_is_bit_exact(corpus, tmp_path):
     for each, own in ((state, feed), (again, again_feed)):
         train_step(each, run, own.train, 0.05)
     assert all(torch.equal(value, again.weights()[name]) for name, value in state.weights().items())
+
+
+def test_adapters_go_on_with_the_scale_that_they_were_trained_with(corpus, tmp_path):
+    """With another one the same adapters would be another model."""
+    run = llama(corpus, rank=2, alpha=4.0, targets=("*.attention.q",))
+    feed, state, places = started(run, tmp_path / "a")
+    train_step(state, run, feed.train, 0.05)
+    saved = states.save(places.checkpoints, state, run, feed.train, feed.tokenizer)
+    _, again, _ = started(run, tmp_path / "b", init=saved)
+    assert all(torch.equal(value, again.weights()[name]) for name, value in state.weights().items())
+    other = llama(corpus, rank=2, alpha=6.0, targets=("*.attention.q",))
+    with pytest.raises(CheckpointError, match=r"by 2,.* multiplies them by 3\n(?s:.*)alpha 4$"):
+        started(other, tmp_path / "c", init=saved)
 
 
 def test_settings_that_make_no_sense_are_refused(corpus):

@@ -17,6 +17,7 @@ import torch
 from braid.architecture import Model
 from braid.checkpoint import StoredTensor
 from braid.errors import CheckpointError, ConfigError
+from braid.lora import Lora
 from braid.model.names import MODULES, split_module
 from braid.nn.dtypes import DTYPES
 from braid.planning.plan import Plan, canonical_names
@@ -114,6 +115,7 @@ def start_from(path: Path, plan: Plan, options: InitOptions) -> Start:
     others = accepting_rules(planned, shapes, wanted)
     hints = [] if transfer is None else [f"set   {_command(options.rules, others)}"]
     check_plan(str(path), planned, shapes, wanted, hints=hints)
+    _check_scale(path, plan.run.train.lora, planned)
     record: dict[str, Any] = {
         "from": str(path),
         "rules": [str(rule) for rule in options.rules],
@@ -122,6 +124,20 @@ def start_from(path: Path, plan: Plan, options: InitOptions) -> Start:
     record |= {"modules": {name: str(each) for name, each in modules.items()}} if modules else {}
     planned = replace(planned, origins={**planned.origins, **dict.fromkeys(begun, FRESH)})
     return Start(plan=planned, record=record, modules=modules)
+
+
+def _check_scale(path: Path, lora: Lora, planned: InitPlan) -> None:
+    """Refuse adapters that would be multiplied by another number than the one they were trained with."""
+    if not any(is_adapter(name) and isinstance(origin, Stored) for name, origin in planned.origins.items()):
+        return
+    before = stored_run.describe(path).run.train.lora
+    if before.rank and before.scale != lora.scale:
+        raise CheckpointError(
+            f"{path} has adapters that are multiplied by {before.scale:g}, which is train.lora.alpha / "
+            f"train.lora.rank; the run multiplies them by {lora.scale:g}\n"
+            "  rule  adapters go on as they were trained\n"
+            f"  set   train.lora.alpha {before.scale * lora.rank:g}"
+        )
 
 
 def _module_checkpoints(plan: Plan, options: InitOptions) -> dict[str, Path]:
