@@ -15,6 +15,7 @@ from braid.errors import CheckpointError, ConfigError, DataError
 from braid.model.language import StepFraction
 from braid.nn.moe.balance import Balance, load
 from braid.optim.gradients import own_square, total_norm
+from braid.optimizer import Muon
 from braid.pattern import parse
 from braid.planning.plan import plan
 from braid.train import state as states
@@ -224,6 +225,21 @@ def test_another_optimizer_is_refused_and_rates_of_kinds_apply(corpus, tmp_path)
         rate = 0.05 if name == "embedding.weight" else 0.005 if main.ndim == 1 else 0.01
         torch.testing.assert_close(before[name] - main.detach(), torch.full_like(main, rate), rtol=1e-3, atol=0)
     assert saved.is_dir()
+
+
+def test_kinds_of_muon_matter_to_a_run_by_muon_alone(corpus, tmp_path):
+    run = run_on(corpus)
+    feed, state, places = started(run, tmp_path / "adamw")
+    states.save(places.checkpoints, state, run, feed.train, feed.tokenizer)
+    router = Muon(kinds=("router", "matrix"))
+    started(replace(run, optim=replace(run.optim, muon=router)), tmp_path / "adamw")
+    run = replace(run, optim=replace(run.optim, name="muon"))
+    feed, state, places = started(run, tmp_path / "muon")
+    states.save(places.checkpoints, state, run, feed.train, feed.tokenizer)
+    turned = Muon(kinds=tuple(reversed(run.optim.muon.kinds)))
+    started(replace(run, optim=replace(run.optim, muon=turned)), tmp_path / "muon")
+    with pytest.raises(ConfigError, match=r"optim\.muon\.kinds: .*no optimizer state"):
+        started(replace(run, optim=replace(run.optim, muon=router)), tmp_path / "muon")
 
 
 def test_the_prompt_of_the_sample_is_the_beginning_of_a_document_without_its_padding(tmp_path):

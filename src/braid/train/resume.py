@@ -161,7 +161,9 @@ def _resume(state: JobState, run: Run, data: DataPipeline, run_dir: RunDir, path
             f"{which} since {path} was saved, and a run resumes with the modules that it has: "
             "restore the modules, or set another --out"
         )
-    if other := [each for each in ("optim.name", "optim.muon.kinds") if each in changed]:
+    kinds = [{*each.optim.muon.kinds} for each in (saved.run, run) if each.optim.name == "muon"]
+    decide = ("optim.name", "optim.muon.kinds") if kinds[1:] and kinds[0] != kinds[1] else ("optim.name",)
+    if other := [each for each in decide if each in changed]:
         listed = ", ".join(f"{each}: {changed[each][0]} -> {changed[each][1]}" for each in other)
         raise ConfigError(
             f"{listed}: {path} has no optimizer state for this run: restore the setting, or train from the "
