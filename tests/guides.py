@@ -38,7 +38,7 @@ def commands_of(page: str) -> Iterator[list[str]]:
 
 def braid_words(words: list[str]) -> list[str]:
     """Those behind `braid`; with `--world` of a torchrun before it."""
-    at = words.index("braid")
+    at = words.index("-m") + 1 if words[0] == "torchrun" else 0
     end = next((place for place, word in enumerate(words) if word in ENDS), len(words))
     found = words[at + 1 : end]
     if words[0] == "torchrun":

@@ -1,8 +1,10 @@
-"""The docs as a reader follows them: commands that exist, links that lead somewhere."""
+"""The docs as a reader follows them: commands that exist, links that lead somewhere, pages that are found."""
 
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -97,6 +99,31 @@ def test_a_broken_link_is_found():
     ]
 
 
+# ------------------------------------------------------------------------------------------- the site
+
+
+def pages_of(navigation: list) -> list[str]:
+    """The files of the navigation of mkdocs.yml, in its order."""
+    values = [value for entry in navigation for value in entry.values()]
+    return [page for value in values for page in ([value] if isinstance(value, str) else pages_of(value))]
+
+
+def test_every_page_is_in_the_navigation_once():
+    yaml = pytest.importorskip("yaml", reason="needs the package pyyaml (extra `yaml`)")
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    assert sorted(pages_of(site["nav"])) == [page.name for page in PAGES]
+
+
 def test_readme_links_every_guide():
     readme = (ROOT / "README.md").read_text()
     assert [guide for guide in GUIDES if f"(docs/{guide}.md)" not in readme] == []
+
+
+@pytest.mark.long
+def test_the_site_builds(tmp_path):
+    if shutil.which("mkdocs") is None:
+        pytest.skip("needs the package mkdocs-material (extra `docs`)")
+    command = ["mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    assert (tmp_path / "site" / "first-hour" / "index.html").is_file()
