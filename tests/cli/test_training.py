@@ -251,10 +251,11 @@ def test_stopped_and_started_again_equals_one_go_bit_for_bit(folder, whole, tmp_
 
 
 def test_killed_and_started_again_it_goes_on_although_nobody_watches_any_more(folder, whole, tmp_path):
-    """And equals one go bit for bit."""
-    exit_code, errors = stop_at(words_for(folder, tmp_path), 15, signal.SIGKILL)
+    """And equals one go bit for bit. The save of step 10 waits until that of step 5 is whole."""
+    words = words_for(folder, tmp_path, "--train.save-every", "5")
+    exit_code, errors = stop_at(words, 15, signal.SIGKILL)
     assert exit_code == -signal.SIGKILL, errors
-    with start(words_for(folder, tmp_path)) as process:
+    with start(words) as process:
         assert any("continues from step" in line for line in process.stdout)
         process.stdout.close()
         _, errors = process.communicate()
