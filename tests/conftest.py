@@ -15,10 +15,15 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
+from hypothesis import settings
 
 from tests import costs
 from tests.covers import always, commit, sample
 from tests.topology import report
+
+# How long an example takes says more about the machine than about the code.
+settings.register_profile("braid", deadline=None)
+settings.load_profile("braid")
 
 DRAW = pytest.StashKey[str]()
 STARTED = pytest.StashKey[float]()
